@@ -1,0 +1,51 @@
+"""What every test gets: two CPU devices, and a check that Keras was left as found."""
+
+import os
+
+import pytest
+
+os.environ["KERAS_BACKEND"] = "tensorflow"
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+os.environ.pop("TFAMP_POLICY", None)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Gives TensorFlow two CPU devices, which is only possible before it starts.
+
+    Strategies of two replicas then run on any machine. Under pytest-xdist the
+    controller runs no test and is spared the import.
+    """
+    is_controller = config.getoption("numprocesses", None) and not hasattr(
+        config, "workerinput"
+    )
+    if is_controller:
+        return
+    import tensorflow as tf
+
+    cpu = tf.config.list_physical_devices("CPU")[0]
+    tf.config.set_logical_device_configuration(
+        cpu, [tf.config.LogicalDeviceConfiguration()] * 2
+    )
+
+
+@pytest.fixture(autouse=True, scope="session")
+def stock_layer_init():
+    """`Layer.__init__` as Keras made it."""
+    import keras
+
+    return keras.layers.Layer.__init__
+
+
+@pytest.fixture(autouse=True)
+def keras_is_left_as_found(stock_layer_init):
+    """Fails a test that leaves a global policy or a hook on `Layer.__init__`."""
+    import keras
+
+    yield
+    left_policy = keras.config.dtype_policy().name
+    left_init = keras.layers.Layer.__init__
+    # Restored before the check, so that one leak fails one test.
+    keras.config.set_dtype_policy("float32")
+    keras.layers.Layer.__init__ = stock_layer_init
+    assert left_policy == "float32"
+    assert left_init is stock_layer_init

@@ -1,0 +1,83 @@
+"""Mixed precision for Keras 3 on TensorFlow that is fast where it can be and right.
+
+Names load on first use, so `import tfamp` costs no TensorFlow import:
+
+    import tfamp
+    tfamp.enable(policy="mixed_float16")    # before the model is built
+"""
+
+import functools
+import importlib
+import sys
+import types
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+# Public name -> module that defines it; a public subpackage is its own home.
+_HOMES = {
+    "Assignment": "tfamp.assignment",
+    "Status": "tfamp.policy",
+    "apply": "tfamp.assignment",
+    "assignment": "tfamp.assignment",
+    "data": "tfamp.data",
+    "disable": "tfamp.policy",
+    "enable": "tfamp.policy",
+    "load_model": "tfamp.assignment",
+    "scope": "tfamp.policy",
+    "status": "tfamp.policy",
+}
+
+
+class _Package(types.ModuleType):
+    """Keeps a public function in place when the submodule of its name is imported.
+
+    The import system binds each imported submodule to its parent, so importing
+    `tfamp/assignment.py` would turn `tfamp.assignment(model)` into a call of a
+    module. `importlib.import_module("tfamp.assignment")` still gives the module.
+    """
+
+    def __setattr__(self, name: str, value: Any) -> None:
+        if isinstance(value, types.ModuleType) and _HOMES.get(name) == value.__name__:
+            value = vars(value).get(name, value)
+        super().__setattr__(name, value)
+
+
+@functools.cache
+def _check_environment() -> None:
+    """Checks once that Keras can be used here, and again as long as it cannot."""
+    from tfamp import _versions
+
+    _versions.check_environment()
+
+
+if TYPE_CHECKING:
+    from tfamp import data as data
+    from tfamp.assignment import Assignment as Assignment
+    from tfamp.assignment import apply as apply
+    from tfamp.assignment import assignment as assignment
+    from tfamp.assignment import load_model as load_model
+    from tfamp.policy import Status as Status
+    from tfamp.policy import disable as disable
+    from tfamp.policy import enable as enable
+    from tfamp.policy import scope as scope
+    from tfamp.policy import status as status
+else:
+
+    def __getattr__(name: str) -> Any:
+        package = sys.modules[__name__]
+        if name not in _HOMES:
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=package)
+        _check_environment()
+        home = importlib.import_module(_HOMES[name])
+        value = home if hasattr(home, "__path__") else getattr(home, name)
+        setattr(package, name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        dunders = {name for name in globals() if name.startswith("__")}
+        return sorted(dunders.union(_HOMES))
+
+
+sys.modules[__name__].__class__ = _Package
