@@ -1,0 +1,182 @@
+"""The house rules of the package's files: floors, imports, length, no assert.
+
+A file imports from floors below its own. Folders in `FOLDERS_WITH_SIBLINGS` also
+import inside themselves, as do the files of floor 3, and never in a circle.
+"""
+
+import ast
+import graphlib
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "tfamp"
+FILES = sorted(PACKAGE.rglob("*.py"))
+IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
+MAX_LINES = 350
+
+# Floor -> files and folders of the package on it.
+FLOORS = [
+    ["formats", "results", "_care", "_checks", "_patch", "_units", "_versions"],
+    ["hardware", "rules", "keras_hooks", "loss_scale"],
+    ["managed"],
+    ["policy", "assignment", "memory", "data"],
+    ["callbacks", "numerics", "training", "serving"],
+    ["tuner", "compare", "report"],
+    ["cli"],
+    ["__init__", "__main__"],
+]
+FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
+# May import one another; "policy" and "assignment" stand for the whole of floor 3.
+FLOORS_WITH_SIBLINGS = {3, 7}
+FOLDERS_WITH_SIBLINGS = {"managed", "data", "training", "numerics", "cli"}
+FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
+
+
+def module_name(path: Path) -> str:
+    """Returns the dotted name of a file inside the package, "" for its `__init__`."""
+    parts = path.relative_to(PACKAGE).with_suffix("").parts
+    return ".".join(parts[:-1] if parts[-1] == "__init__" else parts)
+
+
+def top(name: str) -> str:
+    """Returns the file or folder of the package that `name` belongs to."""
+    return name.split(".")[0] or "__init__"
+
+
+def imports(source: str, package: str) -> Iterator[str]:
+    """Yields the dotted name of all that `source` imports, wherever it does.
+
+    Args:
+        source: The text of a file.
+        package: Dotted name of the folder it lies in, for its relative imports.
+    """
+    levels = package.split(".")
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            base = levels[: len(levels) - node.level + 1] if node.level else []
+            start = ".".join([*base, *([node.module] if node.module else [])])
+            yield from (f"{start}.{alias.name}" for alias in node.names)
+
+
+def imports_of(path: Path) -> list[str]:
+    """Returns the dotted names that a file of the package imports."""
+    folder = path.parent.relative_to(PACKAGE.parent)
+    return list(imports(path.read_text(), ".".join(folder.parts)))
+
+
+def own_modules(path: Path) -> set[str]:
+    """Returns the files of the package that a file imports, by dotted name."""
+    names = {module_name(file) for file in FILES}
+    found = set()
+    for imported in imports_of(path):
+        if imported.split(".")[0] != "tfamp":
+            continue
+        parts = imported.split(".")[1:]
+        # `from tfamp.policy import enable` names the file `policy`.
+        while parts and ".".join(parts) not in names:
+            parts.pop()
+        found.add(".".join(parts))
+    return found
+
+
+def may_import(importer: str, imported: str) -> bool:
+    """States whether one file of the package may import another."""
+    floor, below = FLOOR_OF[top(importer)], FLOOR_OF[top(imported)]
+    if top(importer) == top(imported):
+        # A folder's `__init__` gathers what is in the folder.
+        return importer in (top(importer), "") or (
+            top(importer) in FOLDERS_WITH_SIBLINGS
+        )
+    return below < floor or (below == floor and floor in FLOORS_WITH_SIBLINGS)
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_file_stands_on_a_floor(path):
+    assert top(module_name(path)) in FLOOR_OF, "add it to FLOORS above"
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_file_imports_only_what_it_may(path):
+    importer = module_name(path)
+    own = own_modules(path) - {importer}
+    if importer not in ("", "__main__"):
+        # The package itself: only its version and its lazy names are in there.
+        own.discard("")
+    assert [name for name in sorted(own) if not may_import(importer, name)] == []
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_floor_0_imports_no_framework(path):
+    if FLOOR_OF.get(top(module_name(path))) == 0:
+        assert not FRAMEWORKS & {name.split(".")[0] for name in imports_of(path)}
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_only_keras_hooks_touch_private_keras(path):
+    if top(module_name(path)) != "keras_hooks":
+        private = [name for name in imports_of(path) if name.startswith("keras.src")]
+        assert private == []
+        attributes = [
+            ast.unparse(node)
+            for node in ast.walk(ast.parse(path.read_text()))
+            if isinstance(node, ast.Attribute)
+        ]
+        assert "keras.src" not in attributes
+
+
+@pytest.mark.parametrize("path", FILES, ids=IDS)
+def test_file_has_no_assert_and_at_most_350_lines(path):
+    source = path.read_text()
+    lines = [
+        node.lineno
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Assert)
+    ]
+    assert lines == [], "python -O drops them: raise an error"
+    assert len(source.splitlines()) <= MAX_LINES, "two ideas: split the file"
+
+
+def test_imports_run_in_no_circle():
+    graph = {
+        module_name(path): own_modules(path) - {module_name(path), ""}
+        for path in FILES
+        if path.name != "__init__.py"
+    }
+    graphlib.TopologicalSorter(graph).prepare()
+
+
+RULES = {
+    "floor below": ("policy", "rules", True),
+    "two floors below": ("cli.doctor", "hardware", True),
+    "floor above": ("rules", "policy", False),
+    "same floor": ("hardware", "rules", False),
+    "siblings of floor 3": ("policy", "assignment", True),
+    "inside keras_hooks": ("keras_hooks.nn", "keras_hooks.layers", False),
+    "a folder's own list": ("keras_hooks", "keras_hooks.layers", True),
+    "inside managed": ("managed.heads", "managed.islands", True),
+    "hooks to their users": ("keras_hooks.nn", "managed.heads", False),
+}
+
+
+@pytest.mark.parametrize("importer, imported, allowed", RULES.values(), ids=RULES)
+def test_floors_allow_and_forbid(importer, imported, allowed):
+    assert may_import(importer, imported) is allowed
+
+
+STATEMENTS = {
+    "import": ("import tfamp.rules", "tfamp.rules"),
+    "from the package": ("from tfamp import rules", "tfamp.rules"),
+    "from the folder": ("from . import nn", "tfamp.keras_hooks.nn"),
+    "from the folder above": ("from .. import rules", "tfamp.rules"),
+    "from a file above": ("from ..rules import Rule", "tfamp.rules.Rule"),
+    "in a function": ("def f():\n    import keras.src.ops", "keras.src.ops"),
+}
+
+
+@pytest.mark.parametrize("statement, name", STATEMENTS.values(), ids=STATEMENTS)
+def test_every_form_of_import_is_read(statement, name):
+    assert list(imports(statement, "tfamp.keras_hooks")) == [name]

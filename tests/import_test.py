@@ -1,0 +1,160 @@
+"""What `import tfamp` loads, what it offers, and that a name stays what it is."""
+
+import ast
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import tfamp
+
+ROOT = Path(__file__).parents[1]
+HOMES = tfamp._HOMES
+MAX_PUBLIC_NAMES = 24
+# Python starts in about this much; a first read from a cold disk takes longer.
+MAX_IMPORT_SECONDS = 0.05
+
+
+def run_python(code: str) -> str:
+    """Runs `code` in a fresh interpreter in the repository and returns its output."""
+    completed = subprocess.run(
+        [sys.executable, "-c", code],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout
+
+
+def names_under_type_checking() -> dict[str, str]:
+    """Reads the second list of names, the one that editors see, from the source."""
+    tree = ast.parse(Path(tfamp.__file__).read_text())
+    (block,) = [
+        node
+        for node in tree.body
+        if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"
+    ]
+    names = {}
+    for node in block.body:
+        assert isinstance(node, ast.ImportFrom)
+        for alias in node.names:
+            assert alias.asname == alias.name, "`as` marks the name as public"
+            is_subpackage = node.module == "tfamp"
+            home = f"tfamp.{alias.name}" if is_subpackage else node.module
+            names[alias.name] = home
+    return names
+
+
+def test_import_loads_no_framework():
+    loaded = json.loads(
+        run_python("import json, sys, tfamp; print(json.dumps(list(sys.modules)))")
+    )
+    assert "tfamp" in loaded
+    assert not {"tensorflow", "keras", "numpy", "rich", "absl"}.intersection(loaded)
+
+
+def test_import_takes_under_50_ms_beyond_python():
+    code = (
+        "import time; start = time.perf_counter(); import tfamp; "
+        "print(time.perf_counter() - start)"
+    )
+    # The fastest of five: other programs can only add time.
+    fastest = min(float(run_python(code)) for _ in range(5))
+    assert fastest < MAX_IMPORT_SECONDS
+
+
+def test_both_lists_of_public_names_agree():
+    assert names_under_type_checking() == HOMES
+
+
+def test_there_are_at_most_24_public_names():
+    assert len(HOMES) <= MAX_PUBLIC_NAMES
+
+
+def test_dir_lists_the_public_names_and_no_others():
+    assert {name for name in dir(tfamp) if not name.startswith("_")} == set(HOMES)
+
+
+@pytest.mark.parametrize("name", HOMES)
+def test_name_loads_from_its_home(name):
+    value = getattr(tfamp, name)
+    home = sys.modules[HOMES[name]]
+    assert value is (home if hasattr(home, "__path__") else vars(home)[name])
+
+
+def test_unknown_name_is_an_attribute_error_without_loading_a_framework():
+    output = run_python(
+        "import sys, tfamp\n"
+        "try:\n"
+        "    tfamp.enabel\n"
+        "except AttributeError as error:\n"
+        "    print(error, error.name, 'tensorflow' in sys.modules)\n"
+    )
+    assert output == "module 'tfamp' has no attribute 'enabel' enabel False\n"
+
+
+IMPORTS = {
+    "import of the module": "import tfamp.assignment",
+    "import from the module": "from tfamp.assignment import apply",
+    "import by name": "import importlib; importlib.import_module('tfamp.assignment')",
+    "name first, module second": "tfamp.assignment; import tfamp.assignment",
+    "import of a dependent": "import tfamp; tfamp.load_model",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("statement", IMPORTS.values(), ids=IMPORTS)
+def test_function_survives_import_of_the_module_of_its_name(statement):
+    output = run_python(
+        f"import importlib, tfamp\n{statement}\n"
+        "print(type(tfamp.assignment).__name__)\n"
+        "print(type(importlib.import_module('tfamp.assignment')).__name__)\n"
+        "from tfamp import assignment\n"
+        "print(assignment is tfamp.assignment)\n"
+    )
+    assert output.split() == ["function", "module", "True"]
+
+
+def test_function_replaces_its_module_for_every_name_of_the_table():
+    package = tfamp._Package("package")
+    for name in (name for name, home in HOMES.items() if home == f"tfamp.{name}"):
+        module = type(sys)(f"tfamp.{name}")
+        vars(module)[name] = function = object()
+        setattr(package, name, module)
+        assert vars(package)[name] is function, name
+
+
+def test_other_modules_and_values_are_set_as_given():
+    package = tfamp._Package("package")
+    module = type(sys)("tfamp.policy")
+    package.policy = module
+    package.assignment = 3
+    assert (package.policy, package.assignment) == (module, 3)
+
+
+def test_environment_is_checked_once_before_a_name_is_loaded(monkeypatch):
+    from tfamp import _versions
+
+    calls = []
+    monkeypatch.setattr(_versions, "check_environment", lambda: calls.append(1))
+    tfamp._check_environment.cache_clear()
+    for name in ("enable", "disable", "scope"):
+        tfamp.__getattr__(name)
+    assert calls == [1]
+
+
+def test_environment_is_checked_again_after_it_failed(monkeypatch):
+    from tfamp import _versions
+
+    def refuse():
+        raise ImportError("Keras runs on JAX")
+
+    monkeypatch.setattr(_versions, "check_environment", refuse)
+    tfamp._check_environment.cache_clear()
+    for _ in range(2):
+        with pytest.raises(ImportError, match="^Keras runs on JAX$"):
+            tfamp.__getattr__("enable")
+    tfamp._check_environment.cache_clear()
