@@ -1,0 +1,56 @@
+# Every target makes the environment it needs; `make` alone lists them.
+PYTHON ?= python3
+PYTHON_OLDEST ?= $(PYTHON)
+# Processes that share the suite; TensorFlow takes about 1 GB in each.
+JOBS ?= 2
+ARGS ?=
+
+SHELL := /bin/bash
+BIN := .venv/bin
+OLDEST := .venv-oldest/bin
+# TensorFlow's C++ notices about drivers and instruction sets are not errors.
+export TF_CPP_MIN_LOG_LEVEL ?= 2
+
+.DEFAULT_GOAL := help
+.PHONY: help train test test-oldest lint notebooks bench clean
+
+help:  ## list the targets
+	@echo "make <target> [PYTHON=python3.12] [JOBS=2] [ARGS='...']"
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' Makefile
+
+.venv/.installed: setup.cfg pyproject.toml
+	@.ci/environment .venv "$(PYTHON)" "TensorFlow, tfamp and its tools" \
+	  -e ".[data,report,dev]"
+
+.venv-oldest/.installed: setup.cfg pyproject.toml
+	@NEWEST_PYTHON=3.12 .ci/environment .venv-oldest "$(PYTHON_OLDEST)" "the oldest supported versions" \
+	  -e ".[data,report,dev]" "tensorflow==2.19.*" "keras==3.10.0"
+
+train: .venv/.installed  ## train a small CNN on digits, float32 beside the best policy
+	@echo "Training on scikit-learn's digits under two policies: about a minute on a CPU."
+	@$(BIN)/python recipes/train_digits.py --policy auto,float32 $(ARGS)
+
+test: .venv/.installed  ## run the whole suite on the newest TensorFlow and Keras
+	@echo "Running the suite in $(JOBS) processes: about ten minutes on two cores."
+	@$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS)
+
+test-oldest: .venv-oldest/.installed  ## run the fast tests on the oldest supported ones
+	@echo "Running the fast tests on TensorFlow 2.19 and Keras 3.10: about five minutes."
+	@$(OLDEST)/python -m pytest -q -n $(JOBS) -m "not slow" $(ARGS)
+
+lint: .venv/.installed  ## check format, style and types: ten seconds
+	@$(BIN)/ruff format --check --diff .
+	@$(BIN)/ruff check .
+	@$(BIN)/mypy
+
+notebooks: .venv/.installed  ## build every .ipynb from its .py source
+	@$(BIN)/python notebooks/build.py
+
+bench: .venv/.installed  ## measure what benchmarks/RESULTS.md states
+	@echo "Measuring what tfamp costs a step and a build: about five minutes."
+	@$(BIN)/python benchmarks/enable_overhead.py $(ARGS)
+
+clean:  ## remove the environments and everything built
+	rm -rf .venv .venv-oldest build dist *.egg-info .coverage .coverage.*
+	rm -rf .mypy_cache .pytest_cache .ruff_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
