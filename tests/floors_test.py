@@ -30,7 +30,7 @@ FLOORS = [
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # May import one another; "policy" and "assignment" stand for the whole of floor 3.
 FLOORS_WITH_SIBLINGS = {3, 7}
-FOLDERS_WITH_SIBLINGS = {"managed", "data", "training", "numerics", "cli"}
+FOLDERS_WITH_SIBLINGS = {"rules", "managed", "data", "training", "numerics", "cli"}
 FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
 
 

@@ -1,0 +1,103 @@
+"""What tfamp knows of one layer, and which managed layer is being called."""
+
+import dataclasses
+import enum
+import threading
+from typing import Any
+
+_ATTRIBUTE = "_tfamp_care"
+
+
+class Kind(enum.Enum):
+    """How a layer came by its dtypes."""
+
+    FOLLOWS = "policy"  # computes as the policy says
+    EXPLICIT = "explicit"  # the user passed `dtype`, which wins
+    ISLAND = "island"  # float32 inside, the surrounding compute dtype out
+    INSIDE = "inside"  # float32 because a layer around it is kept
+    HEAD = "head"  # makes a model's output: float32 inside and out
+    WIDE_OUTPUT = "wide output"  # the product in half precision, the rest float32
+    OUTPUT_CAST = "output cast"  # a model whose output alone is cast to float32
+
+
+@dataclasses.dataclass(frozen=True)
+class Care:
+    """How one managed layer is treated.
+
+    Attributes:
+        lease: The settings under which the layer was made or applied. Every
+            managed layer holds it, so the hooks live as long as it does.
+        kind: How the layer came by its dtypes.
+        rule: Name of the rule that decided, for people.
+        reason: Why that rule exists, one sentence.
+        output_dtype: What floating-point outputs are cast to, or None to
+            leave them.
+        exact_inputs: Whether an input that was rounded on its way into the
+            model is handed over unrounded.
+        reach: "all" where sublayers follow this layer into float32, "self"
+            where they keep their own dtypes.
+        settled: Whether rules that need the finished layer have been asked.
+        spread: Whether the sublayers have been told.
+        resolved: For a model: whether its heads have been found.
+        wrapped_optimizer: For a model: whether `compile` gave its optimizer
+            the loss scale, so that it may be taken off again.
+    """
+
+    lease: Any
+    kind: Kind = Kind.FOLLOWS
+    rule: str = "policy"
+    reason: str = ""
+    output_dtype: str | None = None
+    exact_inputs: bool = False
+    reach: str = "all"
+    settled: bool = False
+    spread: bool = False
+    resolved: bool = False
+    wrapped_optimizer: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "Care":
+        """A copied layer is under the same care; the record never changes."""
+        return self
+
+    @property
+    def is_kept(self) -> bool:
+        """Whether a rule keeps the layer in float32."""
+        return self.kind in (Kind.ISLAND, Kind.HEAD, Kind.INSIDE)
+
+
+def care_of(layer: Any) -> Care | None:
+    """Returns what tfamp knows of `layer`, or None for an unmanaged one."""
+    return vars(layer).get(_ATTRIBUTE)
+
+
+def set_care(layer: Any, care: Care) -> None:
+    """Stores `care` on `layer`, past Keras's attribute tracking."""
+    vars(layer)[_ATTRIBUTE] = care
+
+
+def change_care(layer: Any, **changes: Any) -> Care:
+    """Replaces fields of the care of a managed `layer`; returns the new one."""
+    care = dataclasses.replace(vars(layer)[_ATTRIBUTE], **changes)
+    set_care(layer, care)
+    return care
+
+
+def drop_care(layer: Any) -> None:
+    """Makes `layer` an unmanaged one."""
+    vars(layer).pop(_ATTRIBUTE, None)
+
+
+class _Calls(threading.local):
+    """The managed layers whose `call` runs now, in this thread."""
+
+    def __init__(self) -> None:
+        self.stack: list[Care] = []
+        self.recorder: Any = None
+
+
+CALLS = _Calls()
+
+
+def innermost() -> Care | None:
+    """Returns the care of the innermost managed layer being called."""
+    return CALLS.stack[-1] if CALLS.stack else None

@@ -1,0 +1,159 @@
+"""Reversible replacement of attributes on classes and modules."""
+
+import functools
+import inspect
+import types
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any
+
+_ABSENT = object()
+
+
+class HookError(RuntimeError):
+    """A line of Keras that a hook relies on is not where it was."""
+
+
+class Patch:
+    """Replaces one attribute of an owner and can put the original back.
+
+    The original is taken from the owner's own `__dict__`, so that after
+    `remove` the owner holds the very same object as before, and an attribute
+    that was inherited is inherited again.
+
+    Args:
+        owner: A class or module.
+        name: The attribute's name.
+        replace: Takes what `getattr(owner, name)` gave (None where there was
+            no such attribute and `optional` is true) and returns what shall
+            stand there.
+        optional: Whether the attribute may be missing at `install`.
+
+    Example:
+        >>> class House:
+        ...     def door(self):
+        ...         return "shut"
+        >>> patch = Patch(House, "door", lambda old: lambda self: "open")
+        >>> patch.install()
+        >>> House().door()
+        'open'
+        >>> patch.remove()
+        >>> House().door()
+        'shut'
+    """
+
+    def __init__(
+        self,
+        owner: Any,
+        name: str,
+        replace: Callable[[Any], Any],
+        *,
+        optional: bool = False,
+    ) -> None:
+        self._owner = owner
+        self._name = name
+        self._replace = replace
+        self._optional = optional
+        self._saved: Any = None
+        self._placed: Any = _ABSENT
+
+    @property
+    def label(self) -> str:
+        """Where the patch acts, as `module.Class.attribute`."""
+        owner = self._owner
+        if isinstance(owner, types.ModuleType):
+            return f"{owner.__name__}.{self._name}"
+        return f"{owner.__module__}.{owner.__qualname__}.{self._name}"
+
+    @property
+    def is_installed(self) -> bool:
+        """Whether the replacement stands."""
+        return self._placed is not _ABSENT
+
+    def check(self) -> None:
+        """Raises `HookError` where the attribute to replace is missing."""
+        if not self._optional and not hasattr(self._owner, self._name):
+            raise HookError(
+                f"Found no `{self.label}` in this Keras; tfamp relies on it. "
+                "Install a supported version: `pip install 'keras>=3.10'`, or "
+                "report this version of Keras."
+            )
+
+    def install(self) -> None:
+        """Puts the replacement in place; does nothing where it stands already."""
+        if self.is_installed:
+            return
+        self.check()
+        self._saved = vars(self._owner).get(self._name, _ABSENT)
+        placed = self._replace(getattr(self._owner, self._name, None))
+        setattr(self._owner, self._name, placed)
+        self._placed = vars(self._owner)[self._name]
+
+    def remove(self) -> None:
+        """Puts the original back; does nothing where it stands already.
+
+        Where somebody else has replaced the replacement since, theirs is left
+        alone and a warning says so: taking it away would break their code.
+        """
+        if not self.is_installed:
+            return
+        if vars(self._owner).get(self._name) is not self._placed:
+            warnings.warn(
+                f"`{self.label}` was replaced by other code after tfamp did, so "
+                "tfamp leaves it; undo the other replacement first.",
+                RuntimeWarning,
+                stacklevel=2,
+            )
+        elif self._saved is _ABSENT:
+            delattr(self._owner, self._name)
+        else:
+            setattr(self._owner, self._name, self._saved)
+        self._saved, self._placed = None, _ABSENT
+
+
+class PatchSet:
+    """Several patches that are installed and removed together.
+
+    Args:
+        patches: In the order of installation; removal runs backwards.
+    """
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        self._patches = tuple(patches)
+
+    @property
+    def installed(self) -> tuple[str, ...]:
+        """The labels of the patches that stand now."""
+        return tuple(patch.label for patch in self._patches if patch.is_installed)
+
+    def install(self) -> None:
+        """Installs all, or none where one of them cannot be.
+
+        Raises:
+            HookError: An attribute to replace is missing.
+        """
+        for patch in self._patches:
+            if not patch.is_installed:
+                patch.check()
+        for patch in self._patches:
+            patch.install()
+
+    def remove(self) -> None:
+        """Removes all."""
+        for patch in reversed(self._patches):
+            patch.remove()
+
+
+def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a replacement so that it introspects as `original` does.
+
+    Keras reads constructor signatures with `inspect.getfullargspec`, which
+    stops at wrappers unless they carry `__signature__` themselves.
+    """
+
+    def decorate(replacement: Callable[..., Any]) -> Any:
+        wrapped = functools.wraps(original)(replacement)
+        wrapped.__signature__ = inspect.signature(original)  # type: ignore[attr-defined]
+        return wrapped
+
+    return decorate

@@ -1,0 +1,298 @@
+"""A model's dtypes: read them, change them in place, load them again."""
+
+import dataclasses
+import io
+import os
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfamp import rules
+from tfamp._care import Care, Kind, care_of, change_care
+from tfamp.keras_hooks import saving, structure, trainer
+from tfamp.managed import compiling, hooks, keeping, resolving
+from tfamp.managed.lease import HALF, IN_FORCE, Lease, choose_policy, make_lease
+from tfamp.results import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerAssignment(Record):
+    """The dtypes of one layer.
+
+    Attributes:
+        path: Names from below the model, joined by "/"; the model's own name
+            for the model itself.
+        class_name: Name of the layer's class.
+        compute_dtype: The dtype it computes in.
+        variable_dtype: The dtype its weights are stored in.
+        output_dtype: The dtype its floating-point outputs have.
+        rule: What decided.
+        reason: Why that rule exists.
+        note: What a reader should know, such as that the rule gains nothing.
+    """
+
+    path: str
+    class_name: str
+    compute_dtype: str
+    variable_dtype: str
+    output_dtype: str
+    rule: str
+    reason: str = ""
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment(Record):
+    """The dtypes of every layer of a model; `print` shows them as a table.
+
+    Attributes:
+        model: The model's name.
+        policy: The policy that layers follow where no rule decides.
+        layers: One entry for the model and each (sub)layer, in order.
+    """
+
+    model: str
+    policy: str
+    layers: tuple[LayerAssignment, ...]
+
+    def __iter__(self) -> Iterator[LayerAssignment]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, path: str) -> LayerAssignment:
+        for layer in self.layers:
+            if layer.path == path:
+                return layer
+        paths = tuple(layer.path for layer in self.layers)
+        raise ValueError(
+            f"No layer {path!r} in model {self.model!r}; expected one of {paths}. "
+            "Print the assignment to see them all."
+        )
+
+    def __str__(self) -> str:
+        return _render(self)
+
+
+def assignment(model: keras.layers.Layer) -> Assignment:
+    """Reads the dtypes of a model and of every layer inside it.
+
+    Args:
+        model: A Keras model or layer, managed or not. The heads of a subclassed
+            model are known once it has been called.
+
+    Returns:
+        The `Assignment`; it changes nothing.
+
+    Raises:
+        TypeError: `model` is not a Keras 3 model or layer.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> assignment(model)["dense"].compute_dtype  # doctest: +SKIP
+        'float32'
+    """
+    _check_model(model)
+    if structure.graph_of(model) is not None:
+        resolving.resolve(model)
+    lease = resolving.care_lease(model)
+    policy = model.dtype_policy.name if lease is None else lease.policy.name
+    rows = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
+    return Assignment(model.name, policy, rows)
+
+
+def apply(
+    model: keras.layers.Layer,
+    policy: str | None = None,
+    *,
+    keep_float32: rules.KeepFloat32 = "default",
+) -> Assignment:
+    """Gives a built, even a trained model other dtypes, in place.
+
+    Weights and optimizer state keep every bit. What `fit`, `evaluate` and
+    `predict` had traced is traced anew; a `tf.function` of yours that calls the
+    model keeps what it traced. The optimizer of a compiled model gets or loses
+    its loss scale as the dtypes need.
+
+    Args:
+        model: A Keras model or layer.
+        policy: As for `tfamp.enable`; None takes the policy that is enabled,
+            or "auto" where none is.
+        keep_float32: As for `tfamp.enable`.
+
+    Returns:
+        The `Assignment` after the change.
+
+    Raises:
+        TypeError: `model` is not a Keras 3 model or layer.
+        ValueError: The policy is unknown, or a pattern matches no layer. The
+            model is as it was.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> _ = apply(model, "mixed_bfloat16", keep_float32="none")
+        >>> model.layers[0].compute_dtype
+        'bfloat16'
+    """
+    _check_model(model)
+    if policy is None and IN_FORCE.lease is not None:
+        policy = IN_FORCE.lease.policy.name
+    lease = make_lease(choose_policy(policy or "auto")[0], keep_float32)
+    if IN_FORCE.lease is not None:
+        lease.loss_scale = IN_FORCE.lease.loss_scale
+        lease.loss_scale_options = IN_FORCE.lease.loss_scale_options
+    _check_patterns(model, lease)
+    hooks.hold(lease)
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    for layer in layers:
+        _begin_again(layer, lease)
+    for layer in layers:
+        keeping.settle(layer)
+        trainer.drop_traced_functions(layer)
+    resolving.resolve(model)
+    if structure.is_trainer(model):
+        compiling.follow_policy(model, lease)
+    return assignment(model)
+
+
+def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Loads a saved model with the dtypes, loss scale and counters it had.
+
+    No `tfamp.enable` is needed before, and none is in force after.
+
+    Args:
+        path: A `.keras` file. One that was saved without tfamp loads as Keras
+            loads it.
+        **kwargs: As for `keras.saving.load_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not a `.keras` archive, or holds the dtypes of
+            another model.
+    """
+    text = os.fspath(path)
+    if not os.path.exists(text):
+        raise FileNotFoundError(
+            f"Found no file {text!r}; expected a model saved with "
+            "`model.save('name.keras')`. Check the path."
+        )
+    try:
+        entry = saving.read_entry(text)
+    except (zipfile.BadZipFile, IsADirectoryError, KeyError) as error:
+        raise ValueError(
+            f"Cannot read {text!r} as a `.keras` archive: {error}. Save the model with "
+            "`model.save('name.keras')`; HDF5 files and SavedModels hold no dtypes of "
+            "layers, load them with Keras and call `tfamp.apply(model)`."
+        ) from error
+    if entry is None:
+        return keras.saving.load_model(text, **kwargs)
+    with hooks.suspended(entry["policy"]):
+        model = keras.saving.load_model(text, **kwargs)
+    hooks.restore(model, entry)
+    return model
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, keras.layers.Layer):
+        return
+    is_legacy = type(model).__module__.startswith(("tf_keras", "keras.src.legacy"))
+    raise TypeError(
+        f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. "
+        + (
+            "It is a legacy tf_keras model: unset TF_USE_LEGACY_KERAS and build it "
+            "with Keras 3."
+            if is_legacy
+            else "Pass what `keras.Model(...)` gave."
+        )
+    )
+
+
+def _check_patterns(model: keras.layers.Layer, lease: Lease) -> None:
+    """Raises where a rule of the user matches nothing, before any change."""
+    rows = list(structure.walk(model))
+    for rule in lease.rules.of_user:
+        if not any(rule.matches(layer, path=path) for path, layer, _ in rows):
+            raise ValueError(resolving.unmatched_message(model, rule))
+
+
+def _begin_again(layer: keras.layers.Layer, lease: Lease) -> None:
+    """Puts a layer that exists already under the care of `lease`."""
+    before = care_of(layer)
+    is_explicit = before is not None and before.kind is Kind.EXPLICIT
+    is_float = layer.dtype_policy.compute_dtype in ("float32", "float64", *HALF)
+    if layer.quantization_mode is not None or not is_float:
+        return  # quantized weights and integer lookups have dtypes of their own
+    if not is_explicit:
+        keeping.set_policy(layer, lease.policy)
+    keeping.begin(layer, lease, is_explicit=is_explicit)
+    if before is not None and before.wrapped_optimizer:
+        change_care(layer, wrapped_optimizer=True)
+
+
+def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
+    care = care_of(layer)
+    computes = layer.compute_dtype
+    rule, reason, note = "not managed", "", ""
+    if care is not None:
+        rule, reason, note = care.rule, care.reason, _note(layer, care)
+    return LayerAssignment(
+        path=path,
+        class_name=type(layer).__name__,
+        compute_dtype=computes,
+        variable_dtype=layer.variable_dtype,
+        output_dtype=_output_dtype(layer, care),
+        rule=rule,
+        reason=reason,
+        note=note,
+    )
+
+
+def _output_dtype(layer: keras.layers.Layer, care: Care | None) -> str:
+    if care is not None and care.output_dtype is not None:
+        return care.output_dtype
+    graph = structure.graph_of(layer)
+    if graph is not None:
+        return str(structure.outputs_of(graph)[0].dtype)
+    return layer.compute_dtype
+
+
+def _note(layer: keras.layers.Layer, care: Care) -> str:
+    if care.kind is Kind.ISLAND and care.rule.startswith("keep_float32"):
+        why = rules.gains_nothing(layer)
+        if why is not None:
+            return f"gains nothing: {why}"
+    if isinstance(layer, keras.Model) and not care.resolved:
+        return "heads are found at the first call"
+    if care.kind is Kind.WIDE_OUTPUT or care.kind is Kind.OUTPUT_CAST:
+        return care.reason
+    return ""
+
+
+def _render(assignment: Assignment) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(
+        title=f"{assignment.model}: policy {assignment.policy}", title_justify="left"
+    )
+    for column in ("layer", "class", "computes in", "stores", "gives", "because"):
+        table.add_column(column, overflow="fold")
+    for row in assignment.layers:
+        because = f"{row.rule} ({row.note})" if row.note else row.rule
+        table.add_row(
+            row.path,
+            row.class_name,
+            row.compute_dtype,
+            row.variable_dtype,
+            row.output_dtype,
+            because,
+        )
+    console = Console(file=io.StringIO(), width=110, color_system=None)
+    console.print(table)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

@@ -1,0 +1,191 @@
+"""Hooks where layers are called.
+
+Relies on: `Layer.__call__` casting its inputs through
+`DTypePolicy.convert_input`, opening the autocast scope and then calling
+`super().__call__`, which the TensorFlow base class of `Layer` does not define;
+outputs of that call becoming the layer's outputs before the graph node, the
+mask and the activity regularizer see them; `Layer.__call__` reading
+`self.activity_regularizer` while a call context is open.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src import backend, tree
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow.layer import TFLayer
+
+from tfamp._care import CALLS, care_of
+from tfamp._patch import Patch, like
+
+_HALF = (tf.float16, tf.bfloat16)
+_SOURCE = "_tfamp_source"
+
+
+def patches(before_call: Callable[..., None]) -> list[Patch]:
+    """Returns the patches around a layer's call.
+
+    Args:
+        before_call: Called as `before_call(layer, args, kwargs)` ahead of the
+            first calls of a managed layer, before its inputs are cast.
+    """
+
+    def wrap_outer(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+            care = care_of(self)
+            if care is None or not (care.settled and care.resolved):
+                before_call(self, args, kwargs)
+            return original(self, *args, **kwargs)
+
+        return __call__
+
+    return [
+        Patch(keras.layers.Layer, "__call__", wrap_outer),
+        Patch(TFLayer, "__call__", _wrap_inner, optional=True),
+        Patch(keras.DTypePolicy, "convert_input", _wrap_convert_input),
+        Patch(
+            keras.layers.Layer,
+            "activity_regularizer",
+            lambda original: _ActivityRegularizer(),
+            optional=True,
+        ),
+    ]
+
+
+def in_call() -> bool:
+    """Returns whether this thread is inside the call of any layer."""
+    return global_state.get_global_attribute("current_call_ctx") is not None
+
+
+def in_symbolic_scope() -> bool:
+    """Returns whether Keras is tracing for shapes only."""
+    return backend.in_stateless_scope() and (
+        global_state.get_global_attribute("symbolic_scope") is not None
+    )
+
+
+def _wrap_inner(original: Any) -> Callable[..., Any]:
+    del original  # `TFLayer` inherits none: the next class in line has it.
+
+    def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+        call = super(TFLayer, self).__call__  # type: ignore[misc]
+        care = care_of(self)
+        if care is None:
+            return call(*args, **kwargs)
+        if care.exact_inputs:
+            args, kwargs = tree.map_structure(_restore_source, (args, kwargs))
+        CALLS.stack.append(care)
+        try:
+            outputs = call(*args, **kwargs)
+        finally:
+            CALLS.stack.pop()
+        if care.output_dtype is not None:
+            outputs = cast_outputs(outputs, care.output_dtype)
+        if CALLS.recorder is not None:
+            CALLS.recorder(self, outputs)
+        return outputs
+
+    return __call__
+
+
+def cast_outputs(outputs: Any, dtype: str) -> Any:
+    """Casts every floating-point tensor of a nested structure to `dtype`.
+
+    The mask and the logits that Keras hangs on a tensor stay with it.
+    """
+
+    def cast(x: Any) -> Any:
+        if isinstance(x, keras.KerasTensor):
+            if not backend.is_float_dtype(x.dtype) or x.dtype == dtype:
+                return x
+            return keras.KerasTensor(x.shape, dtype=dtype, sparse=x.sparse)
+        if not tf.is_tensor(x) or not x.dtype.is_floating or x.dtype == dtype:
+            return x
+        y = backend.cast(x, dtype)
+        for attribute in ("_keras_mask", "_keras_logits"):
+            if hasattr(x, attribute):
+                setattr(y, attribute, getattr(x, attribute))
+        return y
+
+    return tree.map_structure(cast, outputs)
+
+
+def _wrap_convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Lets a tensor that was rounded remember what it was rounded from.
+
+    Only layers that ask for exact inputs look at it; in a graph the unused
+    branch is pruned.
+    """
+
+    @like(original)
+    def convert_input(
+        self: keras.DTypePolicy, x: Any, autocast: bool, dtype: Any
+    ) -> Any:
+        y = original(self, x, autocast, dtype)
+        if y is x or not isinstance(y, tf.Tensor) or not y.dtype.is_floating:
+            return y
+        if isinstance(x, tf.Tensor):
+            source = getattr(x, _SOURCE, None)
+            if source is None and y.dtype in _HALF and x.dtype not in _HALF:
+                source = x
+        else:  # an array or a list, converted and rounded in one go
+            source = x if hasattr(x, "__array__") and y.dtype in _HALF else None
+        if source is not None:
+            setattr(y, _SOURCE, source)
+        return y
+
+    return convert_input
+
+
+def _restore_source(x: Any) -> Any:
+    """Returns what `x` was rounded from, in float32, or `x` itself."""
+    source = getattr(x, _SOURCE, None) if isinstance(x, tf.Tensor) else None
+    if source is None:
+        return x
+    exact = backend.convert_to_tensor(source)
+    if exact.dtype != tf.float32:
+        exact = backend.cast(exact, "float32")
+    mask = backend.get_keras_mask(x)
+    if mask is not None and backend.get_keras_mask(exact) is None:
+        exact = tf.identity(exact)
+        backend.set_keras_mask(exact, mask)
+    return exact
+
+
+class _InFloat32:
+    """Calls a regularizer on the float32 value of what it is given."""
+
+    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
+        self._regularizer = regularizer
+
+    def __call__(self, x: Any) -> Any:
+        return self._regularizer(backend.cast(x, "float32"))
+
+
+class _ActivityRegularizer:
+    """`Layer.activity_regularizer`, which sees float32 during a managed call.
+
+    Outside a call the plain object is given, so configs are what they were.
+    """
+
+    _name = "activity_regularizer"
+
+    def __get__(self, layer: Any, owner: type | None = None) -> Any:
+        if layer is None:
+            return self
+        try:
+            regularizer = vars(layer)[self._name]
+        except KeyError:
+            raise AttributeError(self._name) from None
+        if regularizer is None or care_of(layer) is None or not in_call():
+            return regularizer
+        return _InFloat32(regularizer)
+
+    def __set__(self, layer: Any, value: Any) -> None:
+        vars(layer)[self._name] = value
+
+    def __delete__(self, layer: Any) -> None:
+        del vars(layer)[self._name]

@@ -1,0 +1,67 @@
+"""Hooks on the operations that half precision spoils wherever they are written.
+
+Relies on: layers, activation strings and `keras.ops` all reaching the
+TensorFlow backend's functions as attributes of its modules; losses recovering
+logits from the `_keras_logits` attribute of a prediction.
+
+Raw TensorFlow calls (`tf.nn.softmax`) do not pass here.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import tensorflow as tf
+from keras.src.backend.tensorflow import math as backend_math
+from keras.src.backend.tensorflow import nn as backend_nn
+from keras.src.backend.tensorflow import numpy as backend_numpy
+
+from tfamp._care import Care, Kind, innermost
+from tfamp._patch import Patch, like
+
+CAREFUL = "_tfamp_careful"
+_HALF = (tf.float16, tf.bfloat16)
+_OPERATIONS = (
+    (backend_nn, "softmax"),
+    (backend_nn, "log_softmax"),
+    (backend_nn, "sigmoid"),
+    (backend_math, "logsumexp"),
+    (backend_numpy, "cumsum"),
+    (backend_numpy, "cumprod"),
+)
+
+
+def patches(takes_care: Callable[[Care], bool]) -> list[Patch]:
+    """Returns the patches on softmax, log-softmax, sigmoid and running sums.
+
+    Inside the call of a managed layer each of them computes in float32 on a
+    half-precision input and returns the input's dtype. In the layer that makes
+    a model's output the result stays float32.
+
+    Args:
+        takes_care: Whether the layer being called asked for this.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
+            care = innermost()
+            if (
+                care is None
+                or not isinstance(x, tf.Tensor)
+                or x.dtype not in _HALF
+                or not takes_care(care)
+            ):
+                return original(x, *args, **kwargs)
+            wide = tf.cast(x, tf.float32)
+            result = original(wide, *args, **kwargs)
+            output = result
+            if care.kind is not Kind.WIDE_OUTPUT and result.dtype == tf.float32:
+                output = tf.cast(result, x.dtype)
+            if hasattr(result, "_keras_logits"):
+                output._keras_logits = wide
+                setattr(output, CAREFUL, True)
+            return output
+
+        return operation
+
+    return [Patch(module, name, wrap) for module, name in _OPERATIONS]

@@ -1,0 +1,120 @@
+"""Reads how layers contain one another and how a Functional graph is wired.
+
+Relies on: `Layer._layers` holding the sublayers a layer tracks; a Sequential
+model keeping its graph in `_functional`; `KerasTensor._keras_history` and
+`Operation._inbound_nodes` describing the graph.
+"""
+
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+from keras.src import backend, tree
+from keras.src.models.functional import Functional
+from keras.src.trainers.trainer import Trainer
+
+
+def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
+    """Returns the sublayers that `layer` tracks, input layers left out."""
+    tracked = list(layer.layers) if isinstance(layer, keras.Model) else []
+    known = {id(child) for child in tracked}
+    tracked += [child for child in layer._layers if id(child) not in known]
+    inner = vars(layer).get("_functional")
+    return [
+        child
+        for child in tracked
+        if not isinstance(child, keras.layers.InputLayer) and child is not inner
+    ]
+
+
+def walk(
+    root: keras.layers.Layer,
+) -> Iterator[tuple[str, keras.layers.Layer, keras.layers.Layer | None]]:
+    """Yields (path, layer, parent) for `root` and all layers below it, once each.
+
+    The path joins names with "/" from below the root: a model's own name is not
+    part of it, so the same layer has the same path in a Functional, a Sequential
+    and a subclassed model. The root's path is its name.
+    """
+    yield root.name, root, None
+    seen = {id(root)}
+
+    def below(layer: keras.layers.Layer, prefix: str) -> Iterator[Any]:
+        for child in children(layer):
+            if id(child) in seen:
+                continue
+            seen.add(id(child))
+            path = f"{prefix}{child.name}"
+            yield path, child, layer
+            yield from below(child, f"{path}/")
+
+    yield from below(root, "")
+
+
+def graph_of(model: keras.layers.Layer) -> Functional | None:
+    """Returns the Functional graph of a model, None where it has none (yet)."""
+    if isinstance(model, Functional):
+        return model
+    inner = vars(model).get("_functional")
+    return inner if isinstance(inner, Functional) else None
+
+
+def outputs_of(graph: Functional) -> list[keras.KerasTensor]:
+    """Returns the output tensors of a Functional graph."""
+    return list(graph.outputs)
+
+
+def producer(
+    tensor: keras.KerasTensor,
+) -> tuple[Any, list[keras.KerasTensor], int] | None:
+    """Returns (operation, its input tensors, output index) that made `tensor`."""
+    history = getattr(tensor, "_keras_history", None)
+    if history is None:
+        return None
+    node = history.operation._inbound_nodes[history.node_index]
+    return history.operation, list(node.input_tensors), history.tensor_index
+
+
+def set_tensor_dtype(tensor: keras.KerasTensor, dtype: str) -> None:
+    """Makes a graph tensor tell the dtype its layer now computes."""
+    if backend.is_float_dtype(tensor.dtype):
+        tensor._dtype = dtype
+
+
+def own_weights(layer: keras.layers.Layer) -> list[Any]:
+    """Returns the weights a layer holds itself, not through sublayers."""
+    return list(layer._trainable_variables) + list(layer._non_trainable_variables)
+
+
+def is_trainer(layer: keras.layers.Layer) -> bool:
+    """Returns whether `layer` can be compiled and fitted."""
+    return isinstance(layer, Trainer)
+
+
+def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
+    """Traces `layer(*args, **kwargs)` for its shapes, without side effects.
+
+    Weights that do not exist yet are made, as Keras itself makes them in `fit`;
+    no variable changes its value.
+    """
+
+    def specification(x: Any) -> Any:
+        if hasattr(x, "shape") and hasattr(x, "dtype") and not hasattr(x, "assign"):
+            return keras.KerasTensor(x.shape, backend.standardize_dtype(x.dtype))
+        return x
+
+    args, kwargs = tree.map_structure(specification, (args, kwargs))
+    return backend.compute_output_spec(layer, *args, **kwargs)
+
+
+def flatten(structure: Any) -> list[Any]:
+    """Returns the leaves of a nested structure."""
+    return tree.flatten(structure)
+
+
+def refresh_normalization(layer: keras.layers.Normalization) -> None:
+    """Makes a built layer take its statistics in its present compute dtype."""
+    if layer.input_mean is None:
+        layer.finalize_state()
+    else:
+        layer.build(layer._build_input_shape)

@@ -1,0 +1,65 @@
+"""Hooks on `compile`, and the traced functions a model keeps.
+
+Relies on: `Trainer.compile` being what every model's `compile` ends in;
+`train_function`, `test_function` and `predict_function` being rebuilt where
+they are None; `_compile_config` being what is saved.
+"""
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import keras
+from keras.src.trainers.trainer import Trainer
+
+from tfamp._patch import Patch, like
+
+
+def patches(
+    before_compile: Callable[[keras.Model, dict[str, Any]], None],
+) -> list[Patch]:
+    """Returns the patch on `Trainer.compile`.
+
+    Args:
+        before_compile: Called with the model and the arguments of `compile`
+            by name, defaults filled in, which it may change.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @like(original)
+        def compile(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            before_compile(self, bound.arguments)
+            return original(*bound.args, **bound.kwargs)
+
+        return compile
+
+    return [Patch(Trainer, "compile", wrap)]
+
+
+def drop_traced_functions(model: keras.layers.Layer) -> None:
+    """Makes `model` trace anew at its next fit, evaluate and predict.
+
+    A traced function keeps the dtypes it was traced with.
+    """
+    if isinstance(model, Trainer):
+        model.train_function = None
+        model.test_function = None
+        model.predict_function = None
+
+
+def is_compiled(model: keras.layers.Layer) -> bool:
+    """Returns whether `compile` has been called on `model`."""
+    return isinstance(model, Trainer) and bool(model.compiled)
+
+
+def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
+    """Gives a compiled `model` another optimizer, in what it saves too."""
+    model.optimizer = optimizer
+    config = getattr(model, "_compile_config", None)
+    if config is not None:
+        fresh = type(config)(optimizer=optimizer)
+        config.config["optimizer"] = fresh.config["optimizer"]

@@ -1,0 +1,105 @@
+"""Installs the hooks while they are needed and takes them back when they are not.
+
+The hook where layers are made stands while tfamp is enabled. The others stand
+while any managed layer lives: a model keeps its behaviour after `disable`.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfamp._care import Care, Kind
+from tfamp._patch import PatchSet
+from tfamp.keras_hooks import calls, layers, losses, nn, saving, state, trainer
+from tfamp.managed import compiling, files, keeping, resolving
+from tfamp.managed.lease import IN_FORCE, Lease
+
+_MAKING = PatchSet(
+    layers.patches(
+        keeping.restore_global_policy,
+        keeping.on_created,
+        keeping.on_recurrent_created,
+        keeping.on_bidirectional_created,
+    )
+)
+
+
+def _takes_care(care: Care) -> bool:
+    return care.kind is not Kind.EXPLICIT and care.lease.has_defaults
+
+
+def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
+    """Gives a loaded `model` the dtypes of its file, and installs the hooks."""
+    files.restore(model, entry)
+    lease = resolving.care_lease(model)
+    if lease is not None:
+        hold(lease)
+
+
+_RUNNING = PatchSet(
+    [
+        *calls.patches(resolving.before_call),
+        *nn.patches(_takes_care),
+        *losses.patches(nn.CAREFUL),
+        *trainer.patches(compiling.before_compile),
+        *saving.patches(files.describe, restore),
+    ]
+)
+
+_LOCK = threading.RLock()
+_held: set[int] = set()
+
+
+def hold(lease: Lease) -> None:
+    """Keeps the hooks on calls installed for as long as `lease` lives."""
+    with _LOCK:
+        if id(lease) in _held:
+            return
+        _held.add(id(lease))
+        finalizer = weakref.finalize(lease, _release, id(lease))
+        finalizer.atexit = False
+        _RUNNING.install()
+
+
+def _release(key: int) -> None:
+    with _LOCK:
+        _held.discard(key)
+        if not _held:
+            _RUNNING.remove()
+
+
+def follow_enabled() -> None:
+    """Installs or removes the hook where layers are made, as enabled or not."""
+    with _LOCK:
+        if IN_FORCE.lease is None:
+            _MAKING.remove()
+        else:
+            hold(IN_FORCE.lease)
+            _MAKING.install()
+
+
+def installed() -> tuple[str, ...]:
+    """Returns the names of everything in Keras that is replaced now."""
+    return _MAKING.installed + _RUNNING.installed
+
+
+@contextlib.contextmanager
+def suspended(policy: str) -> Iterator[None]:
+    """Leaves layers made inside a `with` block unmanaged, under `policy`."""
+    lease, before = IN_FORCE.lease, state.present_policy()
+    IN_FORCE.lease = None
+    follow_enabled()
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        IN_FORCE.lease = lease
+        follow_enabled()
+        if lease is None:
+            state.unmark(before)
+        else:
+            state.mark(lease, lease.policy)

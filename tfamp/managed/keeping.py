@@ -1,0 +1,224 @@
+"""Puts single layers under care: who follows the policy, who stays in float32."""
+
+import warnings
+from typing import Any
+
+import keras
+
+from tfamp import rules as _rules
+from tfamp._care import Care, Kind, care_of, change_care, set_care
+from tfamp.keras_hooks import state, structure
+from tfamp.managed.lease import HALF, IN_FORCE, Lease
+
+
+def restore_global_policy() -> None:
+    """Sets Keras's global policy again where it was lost.
+
+    `keras.utils.clear_session()` resets it, and a new thread starts without it.
+    """
+    lease = IN_FORCE.lease
+    if lease is not None and not state.is_marked(lease):
+        state.mark(lease, lease.policy)
+
+
+def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
+    """Puts a layer under care as it is made.
+
+    Only rules that go by class and name can be asked: the rest of the layer's
+    constructor has yet to run.
+    """
+    lease = IN_FORCE.lease
+    if lease is None or isinstance(layer, keras.layers.InputLayer):
+        return
+    if dtype is lease.kept:
+        _begin_inside(layer, lease)
+        return
+    present = state.present_policy()
+    is_explicit = dtype is not None and dtype is not present
+    if not is_explicit and present is not lease.policy:
+        _warn_of_foreign_policy(present)
+        is_explicit = True
+    begin(layer, lease, is_explicit=is_explicit)
+
+
+def begin(layer: keras.layers.Layer, lease: Lease, *, is_explicit: bool) -> None:
+    """Gives `layer` its first care and asks the rules that can be asked early."""
+    is_model = isinstance(layer, keras.Model)
+    if is_explicit:
+        care = Care(
+            lease,
+            Kind.EXPLICIT,
+            rule="dtype argument",
+            reason="the dtype passed to the layer wins",
+        )
+    else:
+        exact = lease.has_defaults and isinstance(layer, _rules.EXACT_INPUT_LAYERS)
+        care = Care(lease, rule=f"policy {lease.policy.name}", exact_inputs=exact)
+    set_care(layer, care)
+    change_care(layer, resolved=not is_model)
+    if not is_explicit and lease.is_half:
+        _ask(layer, lease, early=True)
+
+
+def _begin_inside(layer: keras.layers.Layer, lease: Lease) -> None:
+    """Starts a sublayer that a kept layer handed its own policy."""
+    set_care(layer, Care(lease, resolved=not isinstance(layer, keras.Model)))
+    put_inside(layer, "a kept layer")
+
+
+def _ask(
+    layer: keras.layers.Layer, lease: Lease, *, early: bool, path: str | None = None
+) -> None:
+    """Asks the rules in turn and keeps `layer` where one matches."""
+    for rule in lease.rules.rules:
+        if early and rule.needs_finished_layer:
+            continue
+        if rule.matches(layer, path=path):
+            keep(layer, lease, rule)
+            return
+
+
+def keep(layer: keras.layers.Layer, lease: Lease, rule: _rules.Rule) -> None:
+    """Makes `layer` an island: float32 inside, the policy's compute dtype out."""
+    set_policy(layer, lease.kept)
+    change_care(
+        layer,
+        kind=Kind.ISLAND,
+        rule=rule.name,
+        reason=rule.reason,
+        output_dtype=lease.compute_dtype,
+        exact_inputs=True,
+        reach=rule.reach,
+        spread=False,
+    )
+
+
+def set_policy(layer: keras.layers.Layer, policy: keras.DTypePolicy) -> None:
+    """Sets the policy of one layer in place; its weights stay as they are."""
+    if layer.dtype_policy is policy:
+        return
+    layer.dtype_policy = policy
+    if isinstance(layer, keras.layers.Normalization) and layer.built:
+        structure.refresh_normalization(layer)
+
+
+def settle(layer: keras.layers.Layer, *, path: str | None = None) -> None:
+    """Asks the rules that need the finished layer, then spreads the answer."""
+    care = care_of(layer)
+    if care is None:
+        return
+    lease = care.lease
+    if not care.settled or path is not None:
+        if care.kind is Kind.FOLLOWS and lease.is_half:
+            _ask(layer, lease, early=False, path=path)
+        change_care(layer, settled=True)
+    _follow_wrapped_layer(layer, lease)
+    spread(layer)
+
+
+def _follow_wrapped_layer(layer: keras.layers.Layer, lease: Lease) -> None:
+    """Keeps a `TimeDistributed` layer whose inner layer is kept.
+
+    It runs the inner layer's `call` in its own autocast scope, so the inner
+    layer's dtype counts for nothing.
+    """
+    if not isinstance(layer, keras.layers.TimeDistributed):
+        return
+    care, inner = care_of(layer), layer.layer
+    settle(inner)
+    inner_care = care_of(inner)
+    if (
+        care is not None
+        and care.kind is Kind.FOLLOWS
+        and inner_care is not None
+        and inner_care.kind is Kind.ISLAND
+    ):
+        rule = _rules.Rule(inner_care.rule, inner_care.reason)
+        keep(layer, lease, rule)
+
+
+def spread(layer: keras.layers.Layer) -> None:
+    """Takes the sublayers of a kept layer into float32 with it."""
+    care = care_of(layer)
+    if care is None or care.spread or not care.is_kept:
+        return
+    # Sublayers may yet be made by `build`; until then the answer is not final.
+    change_care(layer, spread=layer.built)
+    if care.reach != "all":
+        return
+    for child in structure.children(layer):
+        child_care = care_of(child)
+        if child_care is None or child_care.kind is Kind.EXPLICIT:
+            continue
+        put_inside(child, layer.name)
+        spread(child)
+
+
+def put_inside(layer: keras.layers.Layer, outer_name: str) -> None:
+    """Makes `layer` compute and return float32 as part of a kept layer."""
+    care = care_of(layer)
+    if care is None:
+        return
+    if layer.compute_dtype in HALF:
+        set_policy(layer, care.lease.kept)
+    change_care(
+        layer,
+        kind=Kind.INSIDE,
+        rule=f"inside {outer_name!r}",
+        reason=f"the layer around it, {outer_name!r}, is kept in float32",
+        output_dtype=None,
+        reach="all",
+        settled=True,
+        spread=False,
+    )
+
+
+def on_recurrent_created(layer: keras.layers.Layer) -> None:
+    """Takes the cell, which was made first, into float32 with its layer."""
+    spread(layer)
+
+
+def on_bidirectional_created(
+    layer: keras.layers.Layer, given: keras.layers.Layer
+) -> None:
+    """Treats the two layers made from the given one as it was treated.
+
+    They are made from its config, where an inherited dtype has become an
+    explicit one.
+    """
+    care = care_of(given)
+    for made in (layer.forward_layer, layer.backward_layer):
+        if made is given or care is None or care_of(made) is None:
+            continue
+        if care.kind is not Kind.EXPLICIT:
+            set_policy(made, given.dtype_policy)
+            set_care(made, care)
+            change_care(made, spread=False)
+            cell, given_cell = made.cell, given.cell
+            if care_of(given_cell) is not None and care_of(cell) is not None:
+                set_policy(cell, given_cell.dtype_policy)
+                set_care(cell, care_of(given_cell))  # type: ignore[arg-type]
+    spread(layer)
+
+
+_warned_policies: set[str] = set()
+
+
+def _warn_of_foreign_policy(policy: keras.DTypePolicy | None) -> None:
+    name = "float32" if policy is None else policy.name
+    if name in _warned_policies:
+        return
+    _warned_policies.add(name)
+    warnings.warn(
+        f"Keras's global policy was set to {name!r} by other code while tfamp was "
+        "enabled, so new layers take it and tfamp's rules do not act on them. Call "
+        "`tfamp.enable(...)` again, or use `tfamp.scope(...)` instead of "
+        "`keras.config.set_dtype_policy`.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def forget_warnings() -> None:
+    """Lets each warning be given once more, as after `enable`."""
+    _warned_policies.clear()

@@ -1,0 +1,98 @@
+"""The settings under which layers are made, and which of them are in force."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from tfamp import _checks, hardware
+from tfamp import rules as _rules
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
+HALF = ("float16", "bfloat16")
+
+
+@dataclasses.dataclass(eq=False)
+class Lease:
+    """The settings of one `enable` or `apply`, shared by all layers under it.
+
+    A layer holds its lease, so the hooks can stay exactly as long as any
+    managed layer lives.
+
+    Attributes:
+        policy: The policy object of layers that nothing else decides.
+        rules: Rules that apply under the policy's compute dtype.
+        loss_scale: "dynamic", a number for a static scale, or None.
+        loss_scale_options: Further arguments of the loss-scale optimizer.
+        matched: Names of user rules that have matched some layer.
+        kept: The float32 policy given to kept layers. One object, so that
+            sublayers that are handed it count as given a dtype.
+    """
+
+    policy: keras.DTypePolicy
+    rules: _rules.RuleSet
+    loss_scale: str | float | None = "dynamic"
+    loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    matched: set[str] = dataclasses.field(default_factory=set)
+    kept: keras.DTypePolicy = dataclasses.field(
+        default_factory=lambda: keras.DTypePolicy("float32")
+    )
+
+    @property
+    def compute_dtype(self) -> str:
+        """The dtype in which ordinary layers compute."""
+        return self.policy.compute_dtype
+
+    @property
+    def is_half(self) -> bool:
+        """Whether ordinary layers compute in half precision."""
+        return self.compute_dtype in HALF
+
+    @property
+    def has_defaults(self) -> bool:
+        """Whether heads, operations and inputs get the default care."""
+        return self.is_half and self.rules.has_defaults
+
+
+def make_lease(
+    policy: str,
+    keep_float32: _rules.KeepFloat32 = "default",
+    loss_scale: str | float | None = "dynamic",
+    loss_scale_options: Mapping[str, Any] | None = None,
+) -> Lease:
+    """Returns the lease for a policy name and a `keep_float32` argument."""
+    policy_object = keras.DTypePolicy(policy)
+    rules = _rules.parse(keep_float32).for_dtype(policy_object.compute_dtype)
+    return Lease(policy_object, rules, loss_scale, dict(loss_scale_options or {}))
+
+
+def choose_policy(policy: str) -> tuple[str, str, bool]:
+    """Returns the policy's name, the reason for it, and whether a user named it.
+
+    Args:
+        policy: A name, or "auto": then the environment variable TFAMP_POLICY
+            where it is set, else what suits the devices here.
+
+    Raises:
+        ValueError: The name is unknown.
+    """
+    named = os.environ.get("TFAMP_POLICY", "auto")
+    if policy == "auto" and named != "auto":
+        _checks.choice("TFAMP_POLICY", named, ("auto", *POLICIES))
+        return named, f"the environment variable TFAMP_POLICY is {named!r}", True
+    _checks.choice("policy", policy, ("auto", *POLICIES))
+    if policy != "auto":
+        return policy, "named by the caller", True
+    advice = hardware.recommend(hardware.devices())
+    return advice.policy, advice.reason, False
+
+
+class _InForce:
+    """The lease that new layers come under, None while tfamp is disabled."""
+
+    lease: Lease | None = None
+
+
+IN_FORCE = _InForce()

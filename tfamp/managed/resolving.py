@@ -1,0 +1,240 @@
+"""Settles a whole model once, before its first use: rules by path, and heads."""
+
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfamp import rules as _rules
+from tfamp._care import Care, Kind, care_of, change_care
+from tfamp.keras_hooks import calls, structure
+from tfamp.managed import heads, keeping
+from tfamp.managed.lease import IN_FORCE, Lease
+
+_LOCK = threading.RLock()
+_warned_models: weakref.WeakSet[Any] = weakref.WeakSet()
+
+
+def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+    """Does what is still open on a layer that is about to be called."""
+    care = care_of(layer)
+    if care is None:
+        if IN_FORCE.lease is not None and isinstance(layer, keras.Model):
+            warn_of_unmanaged(layer)
+        return
+    if not care.settled:
+        keeping.settle(layer)
+    if not care.resolved and not calls.in_call() and not _is_symbolic(args, kwargs):
+        resolve(layer, args, kwargs)
+
+
+def _is_symbolic(args: Any, kwargs: Any) -> bool:
+    leaves = structure.flatten((args, kwargs))
+    return any(isinstance(x, keras.KerasTensor) for x in leaves)
+
+
+def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> bool:
+    """Settles all layers of a model and finds its heads.
+
+    Args:
+        model: A managed model.
+        args: Arguments of the call that is coming, where one is; a model that
+            is not a graph of layers cannot be settled without.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Whether the model is settled for good.
+    """
+    with _LOCK:
+        care = care_of(model)
+        if care is None or care.resolved:
+            return True
+        change_care(model, resolved=True)  # the trace below comes here again
+        try:
+            done = _resolve(model, care.lease, args, kwargs)
+        except BaseException:
+            change_care(model, resolved=False)
+            raise
+        change_care(model, resolved=done)
+        return done
+
+
+def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) -> bool:
+    found = heads.graph_heads(model)
+    if found is None and args is None:
+        _settle_layers(model, lease)
+        return False
+    shapes: dict[int, Any] = {}
+    if found is None:
+        found, shapes = _trace(model, args, kwargs)
+    _settle_layers(model, lease)
+    _report_unmatched(model, lease)
+    if not lease.has_defaults:
+        return True
+    found = heads.graph_heads(model) or found
+    before = heads.keep_heads(model, found, lease, shapes)
+    if structure.graph_of(model) is not None:
+        return True
+    if output_is_float32(model, found):
+        change_care(model, output_dtype="float32")
+    broken = _breaks(model, args, kwargs)
+    if broken is not None:
+        heads.restore(before)
+        change_care(model, output_dtype=None)
+    if broken is not None or not found.is_complete:
+        _cast_output(model, broken)
+    return True
+
+
+def output_is_float32(model: keras.layers.Layer, found: heads.Heads) -> bool:
+    """Returns whether all heads of `model` were put into float32 for good."""
+    cares = [care_of(head) for head in found.heads]
+    return bool(cares) and all(
+        care is not None and care.kind in (Kind.HEAD, Kind.WIDE_OUTPUT)
+        for care in cares
+    )
+
+
+def _trace(
+    model: keras.layers.Layer, args: Any, kwargs: Any
+) -> tuple[heads.Heads, dict[int, Any]]:
+    try:
+        found, recorder = heads.traced_heads(model, args, kwargs)
+    except Exception as error:  # the user's own code, which may do anything
+        logging.info("tfamp could not trace %s: %s", model.name, error)
+        return heads.Heads(is_complete=False), {}
+    return found, recorder.shapes
+
+
+def _breaks(model: keras.layers.Layer, args: Any, kwargs: Any) -> Exception | None:
+    """Returns what the model's `call` raises with its heads in float32."""
+    try:
+        heads.traced_heads(model, args, kwargs)
+    except Exception as error:  # the user's own code, which may do anything
+        return error
+    return None
+
+
+def _cast_output(model: keras.layers.Layer, broken: Exception | None) -> None:
+    change_care(
+        model,
+        kind=Kind.OUTPUT_CAST,
+        rule="default: heads",
+        reason="no layer could be named that makes the output, so the output alone is "
+        "cast to float32"
+        if broken is None
+        else "a float32 head would break the model's `call`, so the output alone is "
+        "cast to float32",
+        output_dtype="float32",
+    )
+    if broken is not None:
+        logging.warning(
+            "The output of model %r is cast to float32, but its last layer stays in "
+            "half precision: with that layer in float32 its `call` raises %s. Cast "
+            "what is combined with it to one dtype, for example with `keras.ops.cast`.",
+            model.name,
+            _first_line(broken),
+        )
+
+
+def _first_line(error: Exception) -> str:
+    text = str(error).strip().splitlines()
+    return f"{type(error).__name__}: {text[0] if text else ''}"
+
+
+def _settle_layers(model: keras.layers.Layer, lease: Lease) -> None:
+    """Asks all rules about all layers, whose paths are known now."""
+    for path, layer, _ in structure.walk(model):
+        care = care_of(layer)
+        if care is None or care.lease is not lease:
+            continue
+        _note_user_rules(layer, path, lease)
+        keeping.settle(layer, path=None if layer is model else path)
+
+
+def _note_user_rules(layer: keras.layers.Layer, path: str, lease: Lease) -> None:
+    care = care_of(layer)
+    for rule in lease.rules.of_user:
+        if rule.name in lease.matched and (
+            care is None or care.kind is not Kind.EXPLICIT
+        ):
+            continue
+        if not rule.matches(layer, path=path):
+            continue
+        lease.matched.add(rule.name)
+        if care is not None and care.kind is Kind.EXPLICIT:
+            _warn_of_clash(layer, path, rule)
+
+
+def _warn_of_clash(layer: keras.layers.Layer, path: str, rule: _rules.Rule) -> None:
+    if layer.compute_dtype == "float32":
+        return
+    warnings.warn(
+        f"Layer {path!r} matches {rule.name}, but was made with dtype="
+        f"{layer.dtype_policy.name!r}, which wins. Leave out the layer's `dtype`, or "
+        "the rule.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _report_unmatched(model: keras.layers.Layer, lease: Lease) -> None:
+    for rule in lease.rules.of_user:
+        if rule.name not in lease.matched:
+            lease.matched.add(rule.name)  # said once
+            warnings.warn(unmatched_message(model, rule), UserWarning, stacklevel=2)
+
+
+def unmatched_message(model: keras.layers.Layer, rule: _rules.Rule) -> str:
+    """Words the complaint about a rule that keeps no layer of `model`."""
+    paths = [path for path, layer, _ in structure.walk(model) if layer is not model]
+    example = max(paths, key=lambda path: path.count("/"), default=model.name)
+    subject = rule.name.removeprefix("keep_float32: ")
+    return (
+        f"{'Pattern' if rule.pattern else 'Rule'} {subject} in `keep_float32` matches "
+        f"none of the {len(paths)} layers of model {model.name!r}; paths look like "
+        f"{example!r}. Print them with `print(tfamp.assignment(model))`."
+    )
+
+
+def warn_of_unmanaged(model: keras.layers.Layer) -> None:
+    """Says once that a model computes as it was built, whatever is enabled."""
+    lease = IN_FORCE.lease
+    if lease is None or not lease.is_half or model in _warned_models:
+        return
+    if any(care_of(layer) is not None for _, layer, _ in structure.walk(model)):
+        return
+    _warned_models.add(model)
+    warnings.warn(
+        f"Model {model.name!r} was built before `tfamp.enable`, so it computes in "
+        f"{model.compute_dtype} as it was built. Call `tfamp.enable` before building "
+        "the model, or convert it in place with `tfamp.apply(model)`.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def computes_in(model: keras.layers.Layer, dtype: str) -> bool:
+    """Returns whether any layer of `model` computes in `dtype`.
+
+    A graph of layers computes nothing itself, so its own policy counts for
+    nothing.
+    """
+    is_graph = structure.graph_of(model) is not None
+    return any(
+        layer.compute_dtype == dtype
+        for _, layer, _ in structure.walk(model)
+        if not (is_graph and layer is model)
+    )
+
+
+def care_lease(model: keras.layers.Layer) -> Lease | None:
+    """Returns the lease of a model, or of the first managed layer in it."""
+    for _, layer, _ in structure.walk(model):
+        care: Care | None = care_of(layer)
+        if care is not None:
+            return care.lease
+    return None

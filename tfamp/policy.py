@@ -1,0 +1,309 @@
+"""Turns mixed precision on and off, and tells what is on."""
+
+import contextlib
+import dataclasses
+import io
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+
+from tfamp import _versions, hardware, rules
+from tfamp.keras_hooks import state
+from tfamp.managed import hooks, keeping
+from tfamp.managed.lease import IN_FORCE, Lease, choose_policy, make_lease
+from tfamp.results import Device, Record
+
+_LOSS_SCALE_OPTIONS = ("initial_scale", "dynamic_growth_steps")
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleStatus(Record):
+    """One rule in force: its name, its reason, and a note where it gains nothing."""
+
+    name: str
+    reason: str
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Status(Record):
+    """What tfamp does at this moment; `print(status)` shows it as tables.
+
+    Attributes:
+        enabled: Whether new layers are managed.
+        policy: Name of the policy of new layers.
+        reason: Why that policy, in one sentence.
+        devices: The devices TensorFlow sees.
+        rules: What stays in float32.
+        loss_scale: "dynamic", a number, or None; used where a layer computes
+            in float16.
+        hooks: What is replaced in Keras now.
+        versions: Versions of the packages that matter.
+    """
+
+    enabled: bool
+    policy: str
+    reason: str
+    devices: tuple[Device, ...]
+    rules: tuple[RuleStatus, ...]
+    loss_scale: str | float | None
+    hooks: tuple[str, ...]
+    versions: dict[str, str]
+
+    def __str__(self) -> str:
+        return _render(self)
+
+
+class _Present:
+    """What `disable` and `scope` put back, and why the policy was chosen."""
+
+    reason: str = "tfamp is not enabled"
+    policy_before: keras.DTypePolicy | None = None
+
+
+def enable(
+    policy: str = "auto",
+    *,
+    keep_float32: rules.KeepFloat32 = "default",
+    loss_scale: str | float | None = "dynamic",
+    loss_scale_options: Mapping[str, Any] | None = None,
+) -> Status:
+    """Makes every layer built from now on compute in the cheapest right dtype.
+
+    Call it before the model is built; nothing else in the code changes. Layers
+    that half precision would spoil stay in float32, the loss sees float32, and
+    `compile` scales the loss where a layer computes in float16. Calling it again
+    replaces the settings for models to come.
+
+    Args:
+        policy: "auto" takes what is fastest on the devices here, and never one
+            that is slower than float32; else "float32", "mixed_float16",
+            "mixed_bfloat16", "float16" or "bfloat16". With "auto", the
+            environment variable TFAMP_POLICY is used where it is set.
+        keep_float32: "default", "none", or a sequence of layer classes, class
+            names, patterns for whole names or paths, and callables taking a
+            layer; the word "default" in it stands for the default rules.
+        loss_scale: "dynamic", a number for a static scale, or None for no
+            scaling. Used where a layer computes in float16.
+        loss_scale_options: Further arguments of the loss-scale optimizer.
+
+    Returns:
+        The `Status` after the call.
+
+    Raises:
+        ValueError: An argument is unknown, or the loss scale could have no
+            effect under an explicit policy without float16.
+        TypeError: An entry of `keep_float32` is no class, text or callable.
+        RuntimeError: Keras runs on another backend, or a version of Python,
+            Keras or TensorFlow is out of range.
+
+    Example:
+        >>> status = enable("mixed_bfloat16")
+        >>> keras.layers.Dense(4).compute_dtype
+        'bfloat16'
+        >>> keras.layers.Softmax().compute_dtype
+        'float32'
+        >>> disable()
+        >>> keras.layers.Dense(4).compute_dtype
+        'float32'
+    """
+    _versions.check_environment()
+    name, reason, explicit = choose_policy(policy)
+    _check_loss_scale(name, loss_scale, loss_scale_options, explicit)
+    lease = make_lease(name, keep_float32, loss_scale, loss_scale_options)
+    if explicit:
+        _object_to(name)
+    if IN_FORCE.lease is None:
+        _Present.policy_before = state.present_policy()
+    _put_in_force(lease, reason)
+    return status()
+
+
+def disable() -> None:
+    """Leaves models that are built from now on to Keras as it was.
+
+    Models built or applied while tfamp was enabled keep their dtypes and the
+    care that goes with them. Does nothing where tfamp is not enabled.
+
+    Example:
+        >>> _ = enable("mixed_bfloat16")
+        >>> disable()
+        >>> keras.config.dtype_policy().name
+        'float32'
+    """
+    if IN_FORCE.lease is None:
+        return
+    before, _Present.policy_before = _Present.policy_before, None
+    _take_out_of_force(before)
+
+
+@contextlib.contextmanager
+def scope(
+    policy: str = "auto",
+    *,
+    keep_float32: rules.KeepFloat32 = "default",
+    loss_scale: str | float | None = "dynamic",
+    loss_scale_options: Mapping[str, Any] | None = None,
+) -> Iterator[Status]:
+    """Enables tfamp for the models built inside a `with` block.
+
+    What was in force before is in force after it, on exceptions too. Scopes
+    nest. Arguments and errors are those of `enable`.
+
+    Yields:
+        The `Status` inside the block.
+
+    Example:
+        >>> with scope("mixed_bfloat16"):
+        ...     inside = keras.layers.Dense(4)
+        >>> inside.compute_dtype, keras.layers.Dense(4).compute_dtype
+        ('bfloat16', 'float32')
+    """
+    lease_before, reason_before = IN_FORCE.lease, _Present.reason
+    outermost_before = _Present.policy_before
+    policy_before = state.present_policy()
+    given = enable(
+        policy,
+        keep_float32=keep_float32,
+        loss_scale=loss_scale,
+        loss_scale_options=loss_scale_options,
+    )
+    try:
+        yield given
+    finally:
+        _Present.policy_before = outermost_before
+        if lease_before is None:
+            _take_out_of_force(policy_before)
+        else:
+            _put_in_force(lease_before, reason_before)
+
+
+def status() -> Status:
+    """Returns what tfamp does at this moment.
+
+    Example:
+        >>> status().enabled
+        False
+    """
+    lease = IN_FORCE.lease
+    if lease is not None:
+        keeping.restore_global_policy()
+    return Status(
+        enabled=lease is not None,
+        policy=keras.config.dtype_policy().name if lease is None else lease.policy.name,
+        reason=_Present.reason,
+        devices=hardware.devices(),
+        rules=() if lease is None else _rules_in_force(lease),
+        loss_scale=lease.loss_scale if lease and lease.is_half else None,
+        hooks=hooks.installed(),
+        versions=_versions.installed_versions(),
+    )
+
+
+def _put_in_force(lease: Lease, reason: str) -> None:
+    IN_FORCE.lease, _Present.reason = lease, reason
+    try:
+        hooks.follow_enabled()
+    except BaseException:
+        IN_FORCE.lease, _Present.reason = None, "tfamp is not enabled"
+        raise
+    state.mark(lease, lease.policy)
+    keeping.forget_warnings()
+
+
+def _take_out_of_force(policy: keras.DTypePolicy | None) -> None:
+    IN_FORCE.lease, _Present.reason = None, "tfamp is not enabled"
+    hooks.follow_enabled()
+    state.unmark(policy)
+
+
+def _object_to(policy: str) -> None:
+    objection = hardware.objection(policy, hardware.devices())
+    if objection is not None:
+        warnings.warn(objection, UserWarning, stacklevel=3)
+
+
+def _check_loss_scale(
+    policy: str,
+    loss_scale: str | float | None,
+    options: Mapping[str, Any] | None,
+    explicit: bool,
+) -> None:
+    if isinstance(loss_scale, bool) or not (
+        loss_scale is None or loss_scale == "dynamic" or _is_positive(loss_scale)
+    ):
+        raise ValueError(
+            f"Unknown `loss_scale` {loss_scale!r}; expected 'dynamic', a positive "
+            "finite number for a static scale, or None. Leave it out for 'dynamic'."
+        )
+    unknown = [name for name in options or {} if name not in _LOSS_SCALE_OPTIONS]
+    if unknown:
+        raise ValueError(
+            f"Unknown name {unknown[0]!r} in `loss_scale_options`; expected "
+            f"{_LOSS_SCALE_OPTIONS}. Leave it out."
+        )
+    if options and loss_scale != "dynamic":
+        raise ValueError(
+            f"`loss_scale_options` {dict(options)!r} act on a dynamic loss scale only, "
+            f"but `loss_scale` is {loss_scale!r}. Leave out one of the two."
+        )
+    without_effect = _is_positive(loss_scale) or options
+    if explicit and without_effect and "bfloat16" not in policy and policy != "float32":
+        return
+    if explicit and without_effect:
+        raise ValueError(
+            f"`loss_scale` {loss_scale!r} has no effect under policy {policy!r}, in "
+            "which nothing computes in float16. Leave it out, or use 'mixed_float16'."
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < float("inf")
+
+
+def _rules_in_force(lease: Lease) -> tuple[RuleStatus, ...]:
+    if not lease.is_half:
+        return ()
+    found = []
+    for rule in lease.rules.rules:
+        found.append(RuleStatus(rule.name, rule.reason, _note(rule)))
+    if lease.rules.has_defaults:
+        found += [RuleStatus(*row) for row in rules.DEFAULT_OPERATIONS]
+    return tuple(found)
+
+
+def _note(rule: rules.Rule) -> str:
+    if rule.name.startswith("default: "):
+        return ""
+    named = getattr(keras.layers, rule.class_name, None) if rule.class_name else None
+    for cls in (*rule.classes, named):
+        why = rules.gains_nothing(cls) if isinstance(cls, type) else None
+        if why is not None:
+            return f"gains nothing: {cls.__name__} {why}"
+    return ""
+
+
+def _render(status: Status) -> str:
+    from rich.console import Console
+    from rich.table import Table
+
+    facts = Table(show_header=False, box=None, pad_edge=False)
+    facts.add_row("tfamp", "enabled" if status.enabled else "not enabled")
+    facts.add_row("policy", status.policy)
+    facts.add_row("why", status.reason)
+    if status.loss_scale is not None:
+        facts.add_row("loss scale", str(status.loss_scale))
+    for device in status.devices:
+        facts.add_row("device", f"{device.kind}: {device.name}")
+    facts.add_row("versions", ", ".join(f"{k} {v}" for k, v in status.versions.items()))
+    facts.add_row("hooks", f"{len(status.hooks)} installed")
+    console = Console(file=io.StringIO(), width=100, color_system=None)
+    console.print(facts)
+    if status.rules:
+        table = Table("stays in float32", "because", title_justify="left")
+        for rule in status.rules:
+            table.add_row(rule.name, rule.note or rule.reason)
+        console.print(table)
+    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]

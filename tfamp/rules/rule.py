@@ -1,0 +1,85 @@
+"""One rule that keeps layers in float32, and how it is asked."""
+
+import dataclasses
+import re
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+
+
+@dataclasses.dataclass(frozen=True)
+class Rule:
+    """One reason to keep layers in float32.
+
+    Attributes:
+        name: What people see, such as "default: UnitNormalization".
+        reason: Why, in one sentence.
+        classes: Layer classes; a subclass matches too.
+        class_name: Name of a class in the layer's line of ancestors.
+        pattern: Expression that must match the whole name or path.
+        predicate: Called with the finished layer. Where it stands beside
+            `classes`, both must hold.
+        reach: "all" where sublayers follow into float32, "self" where not.
+        dtypes: Compute dtypes under which the rule applies.
+    """
+
+    name: str
+    reason: str
+    classes: tuple[type, ...] = ()
+    class_name: str | None = None
+    pattern: re.Pattern[str] | None = None
+    predicate: Callable[[Any], Any] | None = None
+    reach: str = "all"
+    dtypes: tuple[str, ...] = ("float16", "bfloat16")
+
+    @property
+    def needs_finished_layer(self) -> bool:
+        """Whether the layer's constructor must have ended before asking."""
+        return self.predicate is not None
+
+    def matches(self, layer: keras.layers.Layer, *, path: str | None = None) -> bool:
+        """Returns whether the rule keeps `layer`.
+
+        Args:
+            layer: The layer; a finished one where the rule has a predicate.
+            path: Its path within a model, where known.
+
+        Raises:
+            TypeError: A predicate gave something that is not a truth value.
+            RuntimeError: A predicate raised.
+        """
+        if self.classes and not isinstance(layer, self.classes):
+            return False
+        if self.class_name is not None or self.pattern is not None:
+            return self._matches_text(layer, path)
+        return self.predicate is None or self._ask(layer)
+
+    def _matches_text(self, layer: keras.layers.Layer, path: str | None) -> bool:
+        if self.class_name in _ancestors(type(layer)):
+            return True
+        candidates = {layer.name, path, getattr(layer, "path", None)} - {None}
+        pattern = self.pattern
+        return pattern is not None and any(pattern.fullmatch(c) for c in candidates)
+
+    def _ask(self, layer: keras.layers.Layer) -> bool:
+        try:
+            answer = self.predicate(layer)  # type: ignore[misc]
+        except Exception as error:
+            raise RuntimeError(
+                f"Rule {self.name} raised {type(error).__name__} on layer "
+                f"{layer.name!r} of class {type(layer).__name__}: {error}. A callable "
+                "in `keep_float32` is asked about every layer; let it return False "
+                "where it does not apply."
+            ) from error
+        if answer is None or isinstance(answer, bool | np.bool_):
+            return bool(answer)
+        raise TypeError(
+            f"Rule {self.name} returned {answer!r} for layer {layer.name!r}; expected "
+            "True or False. Return whether the layer stays in float32."
+        )
+
+
+def _ancestors(cls: type) -> set[str]:
+    return {c.__name__ for c in cls.__mro__ if issubclass(c, keras.layers.Layer)}
