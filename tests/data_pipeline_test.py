@@ -1,0 +1,332 @@
+"""`tfamp.data.Pipeline`: order, contents, shuffling, caches, options, errors."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp.data._plan
+from tfamp.data import Pipeline, _file_cache
+from tfamp.data._stages import Settings
+
+STAGES = {
+    "map": lambda p: p.map(double),
+    "cache": lambda p: p.cache("memory"),
+    "shuffle": lambda p: p.shuffle(seed=3),
+    "batch": lambda p: p.batch(4),
+    "prefetch": lambda p: p.prefetch(),
+}
+
+
+def double(x, y):
+    return x * 2, y
+
+
+def numbers(n=10):
+    return Pipeline.from_arrays(np.arange(n), np.arange(n) * 10)
+
+
+def written(*names):
+    pipeline = numbers()
+    for name in names:
+        pipeline = STAGES[name](pipeline)
+    return pipeline
+
+
+def rows(dataset):
+    return [tuple(part.numpy().tolist() for part in element) for element in dataset]
+
+
+def table_stages(text):
+    return [line.split()[0] for line in text.splitlines()[2:]]
+
+
+@pytest.fixture
+def tiny_buffer(monkeypatch):
+    """Makes every array too large to hold for shuffling."""
+    monkeypatch.setattr(tfamp.data._plan, "SHUFFLE_BUFFER_BYTES", 1)
+
+
+@pytest.mark.parametrize(
+    "names",
+    [
+        ("map", "cache", "shuffle", "batch", "prefetch"),
+        ("prefetch", "batch", "shuffle", "cache", "map"),
+        ("batch", "map", "prefetch", "cache", "shuffle"),
+    ],
+    ids=["right", "reversed", "mixed"],
+)
+def test_any_order_of_calls_runs_in_the_right_order(names):
+    pipeline = written(*names)
+    assert table_stages(pipeline.describe()) == [
+        *("source", "map", "cache", "shuffle", "batch", "prefetch", "threads")
+    ]
+    in_order = written("map", "cache", "shuffle", "batch", "prefetch")
+    assert rows(pipeline.build()) == rows(in_order.build())
+
+
+def test_each_method_returns_a_new_pipeline():
+    base = numbers().batch(5)
+    shuffled = base.shuffle(seed=1)
+    assert len(base.stages) == 1
+    assert [x for x, _ in rows(base.build())] == [[0, 1, 2, 3, 4], [5, 6, 7, 8, 9]]
+    assert len(shuffled.stages) == 2
+
+
+@pytest.mark.parametrize("name", STAGES)
+def test_a_stage_given_twice_is_an_error(name):
+    pipeline = STAGES[name](numbers())
+    message = f"`.{name}` came twice; expected each stage once"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        STAGES[name](pipeline)
+
+
+def test_cardinality_and_spec_are_kept():
+    images = np.zeros((10, 8, 8, 1), np.uint8)
+    pipeline = Pipeline.from_arrays(images, np.arange(10)).shuffle(seed=1)
+    dataset = pipeline.batch(4).build()
+    assert int(dataset.cardinality()) == 3
+    assert dataset.element_spec[0] == tf.TensorSpec((None, 8, 8, 1), tf.uint8)
+    static = pipeline.batch(4, drop_remainder=True).build()
+    assert int(static.cardinality()) == 2
+    assert static.element_spec[0] == tf.TensorSpec((4, 8, 8, 1), tf.uint8)
+
+
+def test_spec_and_cardinality_by_position_are_the_same(tiny_buffer):
+    images = np.zeros((10, 8, 8, 1), np.uint8)
+    pipeline = Pipeline.from_arrays(images, np.arange(10)).shuffle(seed=1)
+    dataset = pipeline.batch(4).build()
+    assert "gather" in table_stages(pipeline.batch(4).describe())
+    assert int(dataset.cardinality()) == 3
+    assert dataset.element_spec[0] == tf.TensorSpec((None, 8, 8, 1), tf.uint8)
+
+
+@pytest.mark.parametrize("names", [(), ("map",), ("batch",), ("map", "batch")], ids=str)
+def test_order_by_position_equals_order_by_buffer(names, monkeypatch):
+    buffered = written("shuffle", *names).build()
+    expected = [rows(buffered), rows(buffered)]
+    monkeypatch.setattr(tfamp.data._plan, "SHUFFLE_BUFFER_BYTES", 1)
+    by_position = written("shuffle", *names)
+    assert "gather" in table_stages(by_position.describe())
+    dataset = by_position.build()
+    assert [rows(dataset), rows(dataset)] == expected
+
+
+@pytest.mark.parametrize("by_position", [False, True], ids=["buffer", "position"])
+def test_each_epoch_is_a_new_order_of_all_elements(by_position, monkeypatch):
+    if by_position:
+        monkeypatch.setattr(tfamp.data._plan, "SHUFFLE_BUFFER_BYTES", 1)
+    dataset = numbers(50).shuffle(seed=7).build()
+    epochs = [[x for x, _ in rows(dataset)] for _ in range(3)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(50))] * 3
+    assert len({tuple(epoch) for epoch in epochs}) == 3
+    again = numbers(50).shuffle(seed=7).build()
+    assert [[x for x, _ in rows(again)] for _ in range(3)] == epochs
+    other = numbers(50).shuffle(seed=8).build()
+    assert [x for x, _ in rows(other)] != epochs[0]
+
+
+def test_a_map_runs_once_before_a_cache_and_orders_still_vary():
+    calls = []
+
+    def count(x, y):
+        tf.py_function(lambda: calls.append(1), [], [])
+        return x, y
+
+    dataset = numbers(20).shuffle(seed=1).map(count).cache("memory").build()
+    first, second = rows(dataset), rows(dataset)
+    assert len(calls) == 20
+    assert first != second
+    assert sorted(first) == sorted(second)
+
+
+def test_a_mapped_function_gives_the_same_eagerly():
+    eager = [double(i, 10 * i) for i in range(10)]
+    assert rows(numbers().map(double).build()) == eager
+
+
+def test_a_memory_cache_of_bare_arrays_is_left_out():
+    text = numbers().cache("memory").describe()
+    assert "left out" in text
+    assert "the arrays are in memory already" in text
+
+
+def test_options_fix_parallelism_and_autotune_is_off():
+    options = written("map", "batch").build().options()
+    assert options.autotune.enabled is False
+    assert options.threading.private_threadpool_size >= 1
+    assert options.deterministic is True
+    policy = options.experimental_distribute.auto_shard_policy
+    assert policy == tf.data.experimental.AutoShardPolicy.DATA
+    assert written("batch").build(autotune=True).options().autotune.enabled is True
+
+
+def test_autotune_sets_parallel_calls():
+    assert Settings(3, autotune=False).num_parallel_calls == 3
+    assert Settings(3, autotune=True).num_parallel_calls == tf.data.AUTOTUNE
+
+
+def test_the_plan_says_whether_a_shuffle_is_exact():
+    assert "an exact shuffle" in numbers().shuffle().describe()
+    assert "as asked" in numbers().shuffle(4).describe()
+
+
+def test_a_dataset_of_unknown_length_is_shuffled_approximately():
+    texts = tf.data.Dataset.from_tensor_slices(["a", "b", "c"]).filter(lambda x: True)
+    text = Pipeline.from_dataset(texts).shuffle().describe()
+    assert "10,000 elements" in text
+    assert "approximate" in text
+
+
+def test_autotune_must_be_auto_or_a_bool():
+    message = "`autotune` is 'on'; expected 'auto', True or False."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        numbers().build(autotune="on")
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (
+            lambda p: p.batch(0),
+            ValueError,
+            "`size` is 0; expected",
+        ),
+        (
+            lambda p: p.batch(2.5),
+            TypeError,
+            "`size` is 2.5, a float;",
+        ),
+        (
+            lambda p: p.batch(True),
+            TypeError,
+            "`size` is True, a bool;",
+        ),
+        (lambda p: p.shuffle(-1), ValueError, "`buffer_size` is -1; expected"),
+        (lambda p: p.shuffle(seed="a"), TypeError, "`seed` is 'a', a str; expected"),
+        (lambda p: p.prefetch(0), ValueError, "`num_batches` is 0; expected"),
+        (lambda p: p.map(3), TypeError, "`function` is 3; expected something"),
+        (lambda p: p.cache(None), TypeError, "`where` is None; expected 'memory'"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_wrong_arguments_are_refused_at_once(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call(numbers())
+
+
+def test_no_batch_left_is_an_error():
+    pipeline = numbers(3).batch(4, drop_remainder=True)
+    message = "Batch size 4 with `drop_remainder=True` leaves no batch of 3 elements"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline.build()
+
+
+def test_batching_batches_warns():
+    batches = tf.data.Dataset.from_tensor_slices(np.zeros((6, 2))).batch(4)
+    pipeline = Pipeline.from_dataset(batches).batch(2)
+    with pytest.warns(UserWarning, match="look like batches already") as caught:
+        pipeline.build()
+    assert caught[0].filename == __file__
+
+
+def test_fit_takes_it_with_steps_per_execution():
+    model = keras.Sequential([keras.Input((4,), dtype="uint8"), keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=2)
+    x = np.arange(40, dtype=np.uint8).reshape(10, 4) % 3
+    dataset = Pipeline.from_arrays(x, np.ones(10)).shuffle(seed=1).batch(2).build()
+    history = model.fit(dataset, epochs=2, shuffle=False, verbose=0)
+    assert np.isfinite(history.history["loss"]).all()
+    assert model.optimizer.iterations == 10
+
+
+@pytest.mark.parametrize("by_position", [False, True], ids=["buffer", "position"])
+def test_two_replicas_see_each_element_once(by_position, monkeypatch):
+    if by_position:
+        monkeypatch.setattr(tfamp.data._plan, "SHUFFLE_BUFFER_BYTES", 1)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    dataset = numbers(12).shuffle(seed=1).batch(4).prefetch().build()
+    seen = []
+    for x, _ in strategy.experimental_distribute_dataset(dataset):
+        parts = strategy.experimental_local_results(x)
+        assert [len(part) for part in parts] == [2, 2]
+        seen += [int(value) for part in parts for value in part]
+    assert sorted(seen) == list(range(12))
+
+
+# The file cache.
+
+
+def test_a_cache_in_a_missing_folder_is_an_error(tmp_path):
+    path = tmp_path / "missing" / "train"
+    message = f"Cache path {str(path)!r} lies in a folder that does not exist"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        numbers().cache(path)
+
+
+def test_a_cache_path_that_is_a_folder_is_an_error(tmp_path):
+    message = f"Cache path {str(tmp_path)!r} is a folder; expected"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        numbers().cache(tmp_path)
+
+
+def test_a_file_cache_serves_a_second_pipeline(tmp_path):
+    path = tmp_path / "train"
+    expected = rows(numbers().map(double).cache(path).build())
+    assert _file_cache.is_complete(path)
+    again = numbers().map(lambda x, y: (x * 0, y)).cache(path).build()
+    # Stale, as `cache` says: only shape, dtype and number are compared.
+    assert rows(again) == expected
+
+
+def test_a_cache_of_other_elements_is_an_error(tmp_path):
+    path = tmp_path / "train"
+    rows(numbers(10).cache(path).build())
+    pipeline = numbers(11).cache(path)
+    message = "holds elements with cardinality 10; this pipeline gives 11."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline.build()
+
+
+def test_leftovers_of_a_dead_writer_are_removed(tmp_path):
+    path = tmp_path / "train"
+    # What a killed process leaves: its lock and a part of the data.
+    (tmp_path / "train_0.lockfile").write_text("Created at: 1")
+    (tmp_path / "train_0.data-00000-of-00001.tempstate123").write_bytes(b"x")
+    (tmp_path / "train_of_another.txt").write_text("mine")
+    pipeline = numbers().cache(path)
+    with pytest.warns(UserWarning, match="was left unfinished by a process") as caught:
+        dataset = pipeline.build()
+    assert caught[0].filename == __file__
+    assert rows(dataset) == rows(numbers().build())
+    assert _file_cache.is_complete(path)
+    assert (tmp_path / "train_of_another.txt").read_text() == "mine"
+
+
+def test_a_cache_that_is_being_written_is_an_error(tmp_path):
+    pipeline = numbers().cache(tmp_path / "train")
+    iterator = iter(pipeline.build())
+    next(iterator)
+    with pytest.raises(ValueError, match="unfinished and its writer may be alive"):
+        pipeline.build()
+    del iterator
+
+
+def test_a_cache_that_another_process_holds_is_an_error(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    (tmp_path / "train_0.lockfile").write_text("Created at: 1")
+    pipeline = numbers().cache(tmp_path / "train")
+    # flock sees another open file of this process as another owner.
+    with (tmp_path / "train.tfamp").open("a") as held:
+        fcntl.flock(held, fcntl.LOCK_SH)
+        with pytest.raises(ValueError, match="unfinished and its writer may be alive"):
+            pipeline.build()
+    assert (tmp_path / "train_0.lockfile").exists()
+
+
+def test_describing_touches_no_file(tmp_path):
+    text = numbers().cache(tmp_path / "train").describe()
+    assert "files" in text
+    assert list(tmp_path.iterdir()) == []

@@ -1,0 +1,231 @@
+"""Where a pipeline's elements come from: arrays, datasets, TensorFlow Datasets."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data import Pipeline, _tfds
+
+tfds = pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
+
+
+class Pairs(tfds.core.GeneratorBasedBuilder, skip_registration=True):
+    """Six examples: i -> 10 i."""
+
+    VERSION = tfds.core.Version("1.0.0")
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict({"x": np.int64, "y": np.int64}),
+            supervised_keys=("x", "y"),
+        )
+
+    def _split_generators(self, dl_manager):
+        return {"train": self._generate_examples()}
+
+    def _generate_examples(self):
+        for i in range(6):
+            yield i, {"x": i, "y": 10 * i}
+
+
+class Lonely(Pairs, skip_registration=True):
+    """The same without a pair to learn."""
+
+    def _info(self):
+        return tfds.core.DatasetInfo(
+            builder=self,
+            features=tfds.features.FeaturesDict({"x": np.int64, "y": np.int64}),
+        )
+
+
+def refuse(address, timeout):
+    raise OSError("no network")
+
+
+@pytest.fixture(scope="module")
+def pairs(tmp_path_factory):
+    builder = Pairs(data_dir=str(tmp_path_factory.mktemp("tfds")))
+    builder.download_and_prepare()
+    return builder
+
+
+def test_arrays_keep_dtypes_and_structure():
+    x = {"image": np.zeros((3, 2), np.uint8), "name": np.array(["a", "b", "c"])}
+    dataset = Pipeline.from_arrays(x, np.zeros(3, np.float16), np.ones(3)).build()
+    x_spec, y_spec, weight_spec = dataset.element_spec
+    assert x_spec["image"] == tf.TensorSpec((2,), tf.uint8)
+    assert x_spec["name"] == tf.TensorSpec((), tf.string)
+    assert (y_spec.dtype, weight_spec.dtype) == (tf.float16, tf.float64)
+
+
+def test_arrays_are_copied():
+    x = np.zeros(3)
+    pipeline = Pipeline.from_arrays(x)
+    x[:] = 7
+    assert [float(value) for value in pipeline.build()] == [0, 0, 0]
+
+
+def test_x_alone_gives_elements_that_are_no_tuples():
+    assert [int(x) for x in Pipeline.from_arrays(np.arange(3)).build()] == [0, 1, 2]
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        pytest.param(
+            (np.zeros(3), np.zeros(4)),
+            ValueError,
+            "Arrays differ in length: `x` has 3, `y` has 4; expected one length",
+            id="lengths",
+        ),
+        pytest.param(
+            ({"a": np.zeros(3), "b": np.zeros(2)},),
+            ValueError,
+            "Arrays differ in length: `x` has 3 and 2; expected one length",
+            id="lengths inside x",
+        ),
+        pytest.param(
+            (np.zeros((0, 2)),), ValueError, "`x` has 0 examples; expected", id="empty"
+        ),
+        pytest.param(
+            ([1, 2],), TypeError, "`x` is a list; expected an array", id="list"
+        ),
+        pytest.param(
+            ("abc",), TypeError, "`x` holds a str; expected NumPy arrays", id="str"
+        ),
+        pytest.param(
+            (np.float32(1),), ValueError, "`x` holds a scalar; expected", id="scalar"
+        ),
+        pytest.param(
+            (np.array([{}, {}]),),
+            TypeError,
+            "`x` is an object array of dict; expected numbers",
+            id="objects",
+        ),
+        pytest.param(
+            (np.zeros(3), None, np.zeros(3)),
+            ValueError,
+            "`sample_weight` came without `y`; expected both",
+            id="weights alone",
+        ),
+    ],
+)
+def test_wrong_arrays_are_refused(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        Pipeline.from_arrays(*arguments)
+
+
+@pytest.mark.parametrize(
+    "dataset",
+    [
+        tf.data.Dataset.range(0),
+        tf.data.Dataset.range(5).filter(lambda x: x > 9),
+    ],
+    ids=["known", "unknown length"],
+)
+def test_an_empty_dataset_is_refused(dataset):
+    message = "`dataset` has no elements; expected at least one."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pipeline.from_dataset(dataset)
+
+
+def test_what_is_no_dataset_is_refused():
+    message = "`dataset` is a ndarray; expected a tf.data.Dataset."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Pipeline.from_dataset(np.zeros(3))
+
+
+def test_a_dataset_of_unknown_length_keeps_its_elements():
+    odd = tf.data.Dataset.range(6).filter(lambda x: x % 2 == 1)
+    assert [int(x) for x in Pipeline.from_dataset(odd).build()] == [1, 3, 5]
+
+
+def test_a_builder_gives_pairs_in_the_same_order_each_time(pairs):
+    dataset = Pipeline.from_tfds(pairs, "train").build()
+    read = [(int(x), int(y)) for x, y in dataset]
+    assert sorted(read) == [(i, 10 * i) for i in range(6)]
+    assert [(int(x), int(y)) for x, y in dataset] == read
+    assert int(dataset.cardinality()) == 6
+    assert dataset.options().autotune.enabled is False
+
+
+def test_a_builder_gives_dicts_and_parts_of_a_split(pairs):
+    dataset = Pipeline.from_tfds(pairs, "train[:50%]", as_supervised=False).build()
+    examples = [{key: int(value) for key, value in e.items()} for e in dataset]
+    assert len(examples) == 3
+    assert all(example["y"] == 10 * example["x"] for example in examples)
+
+
+def test_a_builder_class_is_prepared_in_the_given_folder(tmp_path, capsys):
+    pipeline = Pipeline.from_tfds(Pairs, data_dir=str(tmp_path))
+    assert int(pipeline.build().cardinality()) == 6
+    assert Pairs(data_dir=str(tmp_path)).is_prepared()
+
+
+def test_an_unknown_split_is_refused(pairs):
+    message = "Unknown `split` 'test' of dataset 'pairs'; expected one of ('train',)"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pipeline.from_tfds(pairs, "test")
+
+
+def test_an_empty_part_of_a_split_is_refused(pairs):
+    message = "Split 'train[:0]' of dataset 'pairs' has 0 examples; expected"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pipeline.from_tfds(pairs, "train[:0]")
+
+
+def test_a_dataset_without_pairs_is_refused(tmp_path):
+    message = "Dataset 'lonely' names no (input, target) pair among its features"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Pipeline.from_tfds(Lonely, data_dir=str(tmp_path))
+
+
+def test_what_is_no_builder_is_refused():
+    message = "`name_or_builder` is 3; expected a TFDS name such as 'mnist'"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Pipeline.from_tfds(3)
+
+
+def test_a_name_without_data_or_network_is_an_error_at_once(tmp_path):
+    message = f"Dataset 'mnist' is not prepared in {str(tmp_path)!r}, and storage."
+    with pytest.raises(ConnectionError, match=re.escape(message)):
+        _tfds.open_builder("mnist", data_dir=str(tmp_path), connect=refuse)
+
+
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
+    message = "Unknown dataset 'mnst'; expected one of the"
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        _tfds.open_builder("mnst", data_dir=str(tmp_path), connect=refuse)
+    assert "Did you mean 'mnist'?" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "proxy, address",
+    [
+        (None, ("example.org", 443)),
+        ("http://proxy.local:3128", ("proxy.local", 3128)),
+        ("proxy.local:3128", ("proxy.local", 3128)),
+    ],
+    ids=["direct", "proxy", "proxy without scheme"],
+)
+def test_the_probe_asks_the_host_or_the_proxy_before_it(proxy, address, monkeypatch):
+    for name in ("https_proxy", "HTTPS_PROXY", "no_proxy", "NO_PROXY", "all_proxy"):
+        monkeypatch.delenv(name, raising=False)
+    if proxy:
+        monkeypatch.setenv("https_proxy", proxy)
+    asked = []
+
+    class Connection:
+        def close(self):
+            asked.append("closed")
+
+    def connect(where, timeout):
+        asked.append(where)
+        return Connection()
+
+    assert _tfds.can_connect("https://example.org/data.gz", connect=connect)
+    assert asked == [address, "closed"]
+    assert not _tfds.can_connect("https://example.org/", connect=refuse)

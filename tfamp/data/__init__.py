@@ -1,0 +1,3 @@
+"""Input pipelines: `tfamp.data.Pipeline` in, a plain `tf.data.Dataset` out."""
+
+from tfamp.data.pipeline import Pipeline as Pipeline

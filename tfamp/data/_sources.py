@@ -1,0 +1,137 @@
+"""Where elements come from: one frozen record per kind of source.
+
+A source gives a dataset of elements in their own order. `_arrays.py` holds the one
+with random access.
+"""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfamp.data._elements import known_length
+from tfamp.data._stages import Settings
+
+DATA = tf.data.experimental.AutoShardPolicy.DATA
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """What every source can do.
+
+    Attributes:
+        shard_policy: How `tf.distribute` splits the elements over workers, None to
+            leave it as it is.
+    """
+
+    shard_policy: ClassVar[tf.data.experimental.AutoShardPolicy | None] = None
+
+    def dataset(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the elements in their own order."""
+        raise NotImplementedError
+
+    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        """Returns what the source is, and the reason for the way it is read."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class DatasetSource(Source):
+    """A dataset that the user made."""
+
+    given: tf.data.Dataset
+
+    def dataset(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it was given."""
+        return self.given
+
+    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        """Returns what the source is, and the reason for the way it is read."""
+        length = known_length(dataset)
+        size = "length unknown" if length is None else f"{length:,} elements"
+        return f"dataset, {size}", "as given; its own stages come first"
+
+
+@dataclasses.dataclass(frozen=True)
+class TfdsSource(Source):
+    """One split of a prepared TensorFlow Datasets builder."""
+
+    builder: Any
+    split: str
+    as_supervised: bool
+    # Exact for any number of files; sharding by file needs one for each worker.
+    shard_policy = DATA
+
+    def dataset(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the examples in the order they were written."""
+        import tensorflow_datasets as tfds
+
+        calls = settings.num_parallel_calls
+        config = tfds.ReadConfig(
+            # Caching is a stage of the pipeline, not a surprise below it.
+            try_autocache=False,
+            num_parallel_calls_for_decode=calls,
+            num_parallel_calls_for_interleave_files=calls,
+        )
+        return self.builder.as_dataset(
+            split=self.split, as_supervised=self.as_supervised, read_config=config
+        )
+
+    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        """Returns what the source is, and the reason for the way it is read."""
+        length = known_length(dataset)
+        size = "length unknown" if length is None else f"{length:,} examples"
+        name = f"{self.builder.info.full_name}[{self.split}]"
+        return f"TFDS {name}, {size}", "in the order written, which TFDS shuffled once"
+
+
+def dataset_source(dataset: Any) -> DatasetSource:
+    """Checks that a dataset is one and is not empty.
+
+    Raises:
+        TypeError: `dataset` is no `tf.data.Dataset`.
+        ValueError: It has no elements.
+    """
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"`dataset` is a {type(dataset).__name__}; expected a tf.data.Dataset. For "
+            "arrays use `Pipeline.from_arrays`; distribute the result of `build`."
+        )
+    cardinality = int(dataset.cardinality())
+    is_unknown = cardinality == int(tf.data.UNKNOWN_CARDINALITY)
+    if cardinality == 0 or (is_unknown and next(iter(dataset), None) is None):
+        raise ValueError(
+            "`dataset` has no elements; expected at least one. `fit` on an empty "
+            "dataset trains nothing and says nothing: check the files or the filter "
+            "that it is made of."
+        )
+    return DatasetSource(dataset)
+
+
+def tfds_source(builder: Any, split: str, *, as_supervised: bool) -> TfdsSource:
+    """Checks that a prepared builder has what is asked of it.
+
+    Raises:
+        ValueError: No such split, no examples in it, or no (input, target) pairs.
+    """
+    if as_supervised and builder.info.supervised_keys is None:
+        raise ValueError(
+            f"Dataset {builder.name!r} names no (input, target) pair among its "
+            f"features {tuple(builder.info.features)}; expected one. Pass "
+            "`as_supervised=False` and choose in `.map`."
+        )
+    try:
+        num_examples = builder.info.splits[split].num_examples
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"Unknown `split` {split!r} of dataset {builder.name!r}; expected one of "
+            f"{tuple(builder.info.splits)}, or a part such as 'train[:80%]'. Print "
+            "them with `builder.info.splits`."
+        ) from error
+    if num_examples == 0:
+        raise ValueError(
+            f"Split {split!r} of dataset {builder.name!r} has 0 examples; expected at "
+            f"least one. Its splits are {tuple(builder.info.splits)}: take a larger "
+            "part."
+        )
+    return TfdsSource(builder, split, as_supervised)

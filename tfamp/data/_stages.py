@@ -1,0 +1,274 @@
+"""What a pipeline does to its elements: one frozen record per stage.
+
+A stage knows its place (`rank`), how to change a dataset (`apply`) and how to say
+what it does and why (`explain`). `_plan.py` puts stages in order; a new stage is
+a new record here with a free rank.
+"""
+
+import dataclasses
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfamp.data import _file_cache
+from tfamp.data._elements import bytes_of_element, known_length, looks_batched
+
+# Elements held for shuffling may take this much memory, unless told otherwise.
+SHUFFLE_BUFFER_BYTES = 256 * 2**20
+# A buffer below this many elements hardly shuffles, however large they are.
+MIN_SHUFFLE_BUFFER = 64
+# Where elements have no known size, such as strings: bounds memory by count.
+DEFAULT_SHUFFLE_BUFFER = 10_000
+# One batch in use, one ready. More only holds memory once the input keeps up.
+DEFAULT_PREFETCH = 2
+# From `Stage.check` over `_plan.run` and `Pipeline.build` to the caller.
+_STACKLEVEL = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How parallel a dataset is built to run.
+
+    Attributes:
+        num_threads: Threads of the dataset's own pool, and elements worked on at
+            once by a parallel stage.
+        autotune: Whether tf.data chooses parallelism and buffer sizes itself.
+    """
+
+    num_threads: int
+    autotune: bool
+
+    @property
+    def num_parallel_calls(self) -> int:
+        """The value for every `num_parallel_calls` argument of tf.data."""
+        return tf.data.AUTOTUNE if self.autotune else self.num_threads
+
+    @property
+    def parallelism(self) -> str:
+        """The same in words."""
+        return "autotuned" if self.autotune else f"{self.num_threads} at once"
+
+
+def num_usable_cpus() -> int:
+    """Returns the number of cores this process may use.
+
+    A container or `taskset` often allows fewer cores than the machine has.
+    """
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def shuffle_buffer_size(
+    num_elements: int | None,
+    element_bytes: int | None,
+    *,
+    max_bytes: int = SHUFFLE_BUFFER_BYTES,
+) -> int:
+    """Returns how many elements to hold for shuffling when the user did not say.
+
+    All of them where they fit into `max_bytes`: only then is the shuffle exact.
+
+    Args:
+        num_elements: Length of the dataset, None where unknown or infinite.
+        element_bytes: Size of one element, None where its shape is not known.
+        max_bytes: Memory that the buffer may take.
+
+    Example:
+        >>> shuffle_buffer_size(60_000, 784)  # 45 MiB: all of it
+        60000
+        >>> shuffle_buffer_size(1_200_000, 224 * 224 * 3)
+        1783
+        >>> shuffle_buffer_size(None, None)
+        10000
+    """
+    if element_bytes is None:
+        fitting = DEFAULT_SHUFFLE_BUFFER
+    else:
+        fitting = max(MIN_SHUFFLE_BUFFER, max_bytes // max(1, element_bytes))
+    return fitting if num_elements is None else min(num_elements, fitting)
+
+
+@dataclasses.dataclass(frozen=True)
+class Stage:
+    """What every stage can do. `rank` and `name` belong to the class."""
+
+    rank: ClassVar[int]
+    name: ClassVar[str]
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises or warns, before anything runs, if `dataset` does not suit."""
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns `dataset` with this stage behind it."""
+        raise NotImplementedError
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        raise NotImplementedError
+
+
+@dataclasses.dataclass(frozen=True)
+class Map(Stage):
+    """Calls a function on every element."""
+
+    rank: ClassVar[int] = 10
+    name: ClassVar[str] = "map"
+    function: Callable[..., Any]
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Maps in parallel and keeps the order of the elements."""
+        return dataset.map(
+            self.function,
+            num_parallel_calls=settings.num_parallel_calls,
+            deterministic=True,
+        )
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        name = getattr(self.function, "__name__", repr(self.function))
+        return f"{name}, {settings.parallelism}", "one call in flight for each core"
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache(Stage):
+    """Keeps the elements after their first pass, in memory or in files."""
+
+    rank: ClassVar[int] = 20
+    name: ClassVar[str] = "cache"
+    path: Path | None
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Looks at the files that lie there already; see `_file_cache.claim`."""
+        if self.path is not None:
+            _file_cache.claim(
+                self.path,
+                element_spec=dataset.element_spec,
+                cardinality=int(dataset.cardinality()),
+            )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Caches in memory or in files."""
+        return dataset.cache("" if self.path is None else str(self.path))
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        reason = "after map: done once; before shuffle: order varies"
+        if self.path is not None:
+            return f"files {self.path}", reason
+        element_bytes = bytes_of_element(dataset.element_spec)
+        num_elements = known_length(dataset)
+        if element_bytes is None or num_elements is None:
+            return "memory, size unknown", reason
+        return f"memory, {element_bytes * num_elements / 2**20:.1f} MiB", reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Shuffle(Stage):
+    """Puts the elements in a new random order each epoch."""
+
+    rank: ClassVar[int] = 30
+    name: ClassVar[str] = "shuffle"
+    buffer_size: int | None
+    seed: int | None
+
+    def size_for(self, dataset: tf.data.Dataset) -> int:
+        """Returns how many elements of `dataset` are held."""
+        length = known_length(dataset)
+        if self.buffer_size is not None:
+            return self.buffer_size if length is None else min(self.buffer_size, length)
+        return shuffle_buffer_size(length, bytes_of_element(dataset.element_spec))
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Shuffles through a buffer, afresh at every iteration."""
+        return dataset.shuffle(
+            self.size_for(dataset), seed=self.seed, reshuffle_each_iteration=True
+        )
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        size, length = self.size_for(dataset), known_length(dataset)
+        seed = "no seed" if self.seed is None else f"seed {self.seed}"
+        if length is not None and size >= length:
+            reason = "holds every element: an exact shuffle, new each epoch"
+        elif self.buffer_size is not None:
+            reason = "as asked; elements further apart than this keep their order"
+        else:
+            limit = SHUFFLE_BUFFER_BYTES // 2**20
+            reason = f"what fits {limit} MiB (10,000 if sizes vary): approximate"
+        return f"{size:,} elements, {seed}", reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch(Stage):
+    """Joins elements into batches."""
+
+    rank: ClassVar[int] = 40
+    name: ClassVar[str] = "batch"
+    size: int
+    drop_remainder: bool
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if no batch would be left; warns if elements look like batches."""
+        length = known_length(dataset)
+        if self.drop_remainder and length is not None and length < self.size:
+            raise ValueError(
+                f"Batch size {self.size} with `drop_remainder=True` leaves no batch of "
+                f"{length} elements; expected a size of at most {length}. Make the "
+                "batch smaller, or keep the remainder."
+            )
+        if looks_batched(dataset.element_spec):
+            warnings.warn(
+                f"Elements {dataset.element_spec} look like batches already: "
+                "the first dimension of every part is unknown. Expected single "
+                "examples; batching again adds a dimension. Leave out `.batch`, or "
+                "pass `ds.unbatch()`. If these are sequences of varying length, pad "
+                "them first.",
+                stacklevel=_STACKLEVEL,
+            )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Batches on one thread: a copy is cheaper than handing it to another."""
+        return dataset.batch(self.size, drop_remainder=self.drop_remainder)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        length = known_length(dataset)
+        rest = None if length is None else length % self.size
+        if self.drop_remainder:
+            dropped = "the rest" if rest is None else f"{rest} of {length} elements"
+            reason = f"every batch has one static shape; drops {dropped}"
+        elif rest == 0:
+            reason = "every batch is full"
+        else:
+            last = "may be smaller" if rest is None else f"has {rest} elements"
+            reason = f"keeps every element; the last batch {last}"
+        return str(self.size), reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Prefetch(Stage):
+    """Prepares elements while the model works on earlier ones."""
+
+    rank: ClassVar[int] = 50
+    name: ClassVar[str] = "prefetch"
+    num_batches: int | None
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Prefetches a fixed number unless tf.data was told to choose."""
+        size = self.num_batches
+        if size is None:
+            size = tf.data.AUTOTUNE if settings.autotune else DEFAULT_PREFETCH
+        return dataset.prefetch(size)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        if self.num_batches is not None:
+            return str(self.num_batches), "as asked; last, so all before it overlaps"
+        if settings.autotune:
+            return "autotuned", "last, so all before it overlaps with the model"
+        return str(DEFAULT_PREFETCH), "one in use, one ready; last, so all overlaps"

@@ -1,0 +1,147 @@
+"""Opens TensorFlow Datasets builders, and says at once when that needs a network.
+
+Without one, `tfds.load` retries for minutes before it gives up. So whether data
+lies here is looked up first, and whether its host can be reached is tried for
+seconds before anything is downloaded.
+"""
+
+import inspect
+import socket
+import threading
+import urllib.parse
+import urllib.request
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tfamp import _checks
+
+PROBE_SECONDS = 4.0
+# Where TFDS keeps its own index; asked where a dataset names no download address.
+_DEFAULT_URL = "https://storage.googleapis.com/"
+
+Connect = Callable[[tuple[str, int], float], Any]
+
+
+def open_builder(
+    name_or_builder: Any,
+    *,
+    data_dir: str | None = None,
+    connect: Connect = socket.create_connection,
+) -> Any:
+    """Returns a builder whose data is prepared, preparing it if need be.
+
+    Args:
+        name_or_builder: TFDS name such as "mnist" or "mnist:3.0.1", a builder, or
+            a builder class.
+        data_dir: Where prepared data lies; None for the builder's own place.
+        connect: Opens a connection to (host, port) within some seconds.
+
+    Raises:
+        ImportError: tensorflow-datasets is not installed.
+        TypeError: `name_or_builder` is none of the three.
+        ValueError: No such dataset.
+        ConnectionError: The data is not here and its host cannot be reached.
+    """
+    for module in ("tensorflow_datasets", "importlib_resources"):
+        _checks.require(module, extra="data", purpose="`Pipeline.from_tfds`")
+    import tensorflow_datasets as tfds
+
+    given: Any = name_or_builder
+    is_class = inspect.isclass(given)
+    if isinstance(given, str):
+        builder = _builder_by_name(given, data_dir, connect)
+    elif is_class and issubclass(name_or_builder, tfds.core.DatasetBuilder):
+        builder = given(data_dir=data_dir)
+    elif isinstance(given, tfds.core.DatasetBuilder):
+        builder = given
+    else:
+        raise TypeError(
+            f"`name_or_builder` is {name_or_builder!r}; expected a TFDS name such as "
+            "'mnist', a tfds.core.DatasetBuilder, or a class of one. For arrays use "
+            "`Pipeline.from_arrays`."
+        )
+    if not builder.is_prepared():
+        urls = list(getattr(builder, "url_infos", None) or ())
+        if urls:
+            _check_reachable(builder.info.full_name, urls, data_dir, connect)
+        builder.download_and_prepare()
+    return builder
+
+
+def can_connect(
+    url: str, *, connect: Connect, timeout_seconds: float = PROBE_SECONDS
+) -> bool:
+    """Whether the host of `url`, or the proxy in front of it, accepts a connection.
+
+    The attempt runs in a thread of its own, because looking up a name may block
+    for longer than any timeout of the connection.
+    """
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    outcome: list[bool] = []
+
+    def attempt() -> None:
+        try:
+            connect((parts.hostname or "", port), timeout_seconds).close()
+            outcome.append(True)
+        except OSError:
+            outcome.append(False)
+
+    thread = threading.Thread(target=attempt, daemon=True)
+    thread.start()
+    thread.join(timeout_seconds + 1.0)
+    return outcome == [True]
+
+
+def _builder_by_name(name: str, data_dir: str | None, connect: Connect) -> Any:
+    """Returns the builder of a TFDS name, without asking the network in vain."""
+    import tensorflow_datasets as tfds
+
+    # Names of other collections ("huggingface:...") are for TFDS to resolve.
+    is_plain = name.partition("/")[0].partition(":")[2][:1].isdigit() or ":" not in name
+    if is_plain:
+        try:
+            builder_class = tfds.builder_cls(name)
+        except tfds.core.DatasetNotFoundError:
+            builder_class = None
+        base = name.partition("/")[0].partition(":")[0]
+        if builder_class is None:
+            try:  # Data that lies here may be read without its builder's code.
+                return tfds.builder(name, data_dir=data_dir)
+            except tfds.core.DatasetNotFoundError as error:
+                raise ValueError(_unknown_name(base, tfds.list_builders())) from error
+        root = Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
+        if not any((root / base).glob("**/dataset_info.json")):
+            # Even making the builder asks for its index.
+            urls = list(builder_class.url_infos or ()) or [_DEFAULT_URL]
+            _check_reachable(name, urls, data_dir, connect)
+    return tfds.builder(name, data_dir=data_dir)
+
+
+def _unknown_name(name: str, known: list[str]) -> str:
+    close = _checks.did_you_mean(name, known)
+    hint = f" Did you mean {close!r}?" if close else ""
+    return (
+        f"Unknown dataset {name!r}; expected one of the {len(known)} names that "
+        f"`tfds.list_builders()` gives.{hint}"
+    )
+
+
+def _check_reachable(
+    name: str, urls: list[str], data_dir: str | None, connect: Connect
+) -> None:
+    """Raises unless the first address can be reached: one probe, a few seconds."""
+    url = urls[0] if "://" in urls[0] else _DEFAULT_URL
+    if can_connect(url, connect=connect):
+        return
+    host = urllib.parse.urlsplit(url).hostname
+    where = "TFDS's data folder" if data_dir is None else repr(str(data_dir))
+    raise ConnectionError(
+        f"Dataset {name!r} is not prepared in {where}, and {host} cannot be reached to "
+        "download it; expected prepared data or a network. Connect and try again, set "
+        "HTTPS_PROXY, or pass the `data_dir` of a copy that was prepared elsewhere."
+    )
