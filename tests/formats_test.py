@@ -1,0 +1,59 @@
+"""Limits of the number formats, against NumPy's, ml_dtypes' and hand-made figures."""
+
+import re
+
+import ml_dtypes
+import numpy as np
+import pytest
+
+from tfamp import formats
+
+FORMATS = list(formats.FORMATS.values())
+IDS = list(formats.FORMATS)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=IDS)
+def test_limits_equal_those_of_ml_dtypes(format):
+    oracle = ml_dtypes.finfo(format.name)
+    assert format.max == float(oracle.max)
+    assert format.smallest_normal == float(oracle.smallest_normal)
+    assert format.smallest_subnormal == float(oracle.smallest_subnormal)
+    assert format.epsilon == float(oracle.eps)
+    assert format.mantissa_bits == oracle.nmant
+    assert format.exponent_bits == oracle.nexp
+    assert format.bytes * 8 == oracle.bits
+
+
+@pytest.mark.parametrize("name", ["float16", "float32"])
+def test_limits_equal_those_of_numpy(name):
+    format, oracle = formats.FORMATS[name], np.finfo(name)
+    assert format.max == float(oracle.max)
+    assert format.smallest_subnormal == float(oracle.smallest_subnormal)
+
+
+@pytest.mark.parametrize("format", FORMATS, ids=IDS)
+def test_spacing_is_the_distance_to_the_next_number(format):
+    dtype = ml_dtypes.finfo(format.name).dtype
+    generator = np.random.default_rng(0)
+    exponents = generator.uniform(-9, 8, size=200)
+    values = np.concatenate([[0.0, 1.0, 2.0], 2.0**exponents]).astype(dtype)
+    values = np.unique(values[np.abs(values.astype(np.float64)) < format.max / 2])
+    for value in values:
+        after = float(np.nextafter(value, np.array(format.max, dtype)))
+        assert formats.spacing(format, float(value)) == after - float(value)
+        assert formats.spacing(format, -float(value)) == after - float(value)
+
+
+@pytest.mark.parametrize("value", [65505.0, float("inf"), float("nan")])
+def test_spacing_beyond_the_format_is_an_error(value):
+    message = (
+        f"`value` is {value!r}; expected a number that float16 can hold, up to "
+        f"65504.0 in magnitude. Scale it down or use float32."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        formats.spacing(formats.FLOAT16, value)
+
+
+def test_only_short_exponents_need_a_loss_scale():
+    needing = {format.name for format in FORMATS if formats.needs_loss_scale(format)}
+    assert needing == {"float16", "float8_e5m2", "float8_e4m3fn"}
