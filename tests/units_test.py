@@ -1,0 +1,81 @@
+"""Quantities as text: the unit, the digits, and the edges between units."""
+
+import pytest
+
+from tfamp import _units
+
+
+@pytest.mark.parametrize(
+    "num_bytes, text",
+    [
+        (0, "0 bytes"),
+        (1, "1 byte"),
+        (1023, "1023 bytes"),
+        (1024, "1.0 KiB"),
+        (150 * 1024, "150 KiB"),
+        # 1023.9 KiB in three digits is the next unit's 1.
+        (2**20 - 100, "1.0 MiB"),
+        (15 * 2**30, "15.0 GiB"),
+        (-3 * 2**29, "-1.5 GiB"),
+        (5000 * 2**50, "5,000 PiB"),
+    ],
+)
+def test_bytes_are_in_the_largest_unit_they_fill(num_bytes, text):
+    assert _units.format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [
+        (0, "0 s"),
+        (2e-9, "2.0 ns"),
+        (12.34e-6, "12.3 us"),
+        (0.99996e-3, "1.0 ms"),
+        (0.150, "150 ms"),
+        (1.0, "1.0 s"),
+        (59.4, "59.4 s"),
+        (59.6, "1 min 00 s"),
+        (3599.7, "1 h 00 min"),
+        (7384, "2 h 03 min"),
+        (-0.5, "-500 ms"),
+        (1e-12, "1.0e-12 s"),
+        (float("inf"), "inf s"),
+    ],
+)
+def test_seconds_range_from_ns_to_hours(seconds, text):
+    assert _units.format_seconds(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "per_second, text",
+    [
+        (0.25, "0.2 examples/s"),
+        (4971.3, "4,971 examples/s"),
+        (999_999, "999,999 examples/s"),
+        (2.5e6, "2.5 M examples/s"),
+        (3.25e11, "325 G examples/s"),
+    ],
+)
+def test_rates_name_what_is_counted(per_second, text):
+    assert _units.format_rate(per_second) == text
+
+
+def test_ratio_of_nothing_is_no_number():
+    assert _units.format_ratio(3.0, 2.0) == "1.50x"
+    assert _units.format_ratio(3.0, 0.0) == "n/a"
+    assert _units.format_ratio(float("nan"), 1.0) == "n/a"
+
+
+@pytest.mark.parametrize(
+    "fraction, text", [(0.0, "0.0 %"), (0.0001, "< 0.1 %"), (0.9125, "91.2 %")]
+)
+def test_share_is_in_percent(fraction, text):
+    assert _units.format_share(fraction) == text
+
+
+@pytest.mark.parametrize(
+    "words, text",
+    [([], ""), (["a"], "a"), (["a", "b"], "a or b"), (("a", "b", "c"), "a, b or c")],
+)
+def test_words_are_joined_as_in_a_sentence(words, text):
+    assert _units.join_words(words, "or") == text

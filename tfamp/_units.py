@@ -1,0 +1,110 @@
+"""Bytes, seconds, rates and ratios as text that fits in a table or a sentence."""
+
+import math
+
+_BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
+_SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
+_RATE_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
+_SECONDS_PER_MINUTE = 60
+
+
+def _three_digits(value: float) -> str:
+    """Returns `value` with one decimal below 100, none above."""
+    return f"{value:.1f}" if abs(value) < 99.95 else f"{value:,.0f}"
+
+
+def format_bytes(num_bytes: float) -> str:
+    """Returns a number of bytes in the largest binary unit that it fills.
+
+    Args:
+        num_bytes: The count; negative for a saving. GiB is 2**30 bytes.
+
+    Example:
+        >>> format_bytes(512), format_bytes(3 * 2**29), format_bytes(-(2**20))
+        ('512 bytes', '1.5 GiB', '-1.0 MiB')
+    """
+    value, unit = float(num_bytes), _BYTE_UNITS[0]
+    for larger in _BYTE_UNITS[1:]:
+        # 1023.95 KiB would be printed as 1,024 KiB, so it is 1.0 MiB already.
+        if abs(value) < (1024 if unit == "bytes" else 1023.5):
+            break
+        value, unit = value / 1024, larger
+    if unit == "bytes":
+        return f"{value:.0f} byte" if abs(value) == 1 else f"{value:.0f} bytes"
+    return f"{_three_digits(value)} {unit}"
+
+
+def format_seconds(seconds: float) -> str:
+    """Returns a duration: ns to s with three digits, then minutes, then hours.
+
+    Example:
+        >>> format_seconds(0.0123), format_seconds(75), format_seconds(7384)
+        ('12.3 ms', '1 min 15 s', '2 h 03 min')
+    """
+    if not math.isfinite(seconds):
+        return f"{seconds} s"
+    if seconds < 0:
+        return f"-{format_seconds(-seconds)}"
+    if round(seconds) >= _SECONDS_PER_MINUTE:
+        minutes, rest = divmod(round(seconds), _SECONDS_PER_MINUTE)
+        if minutes < 60:
+            return f"{minutes} min {rest:02d} s"
+        return f"{minutes // 60} h {minutes % 60:02d} min"
+    for size, unit in _SECOND_UNITS:
+        # As above: 999.96 us is printed as 1.0 ms.
+        if seconds >= 0.9995 * size:
+            return f"{_three_digits(seconds / size)} {unit}"
+    return "0 s" if seconds == 0 else f"{seconds:.1e} s"
+
+
+def format_rate(per_second: float, what: str = "examples") -> str:
+    """Returns a rate such as examples per second.
+
+    Args:
+        per_second: How many in a second.
+        what: The plural of what is counted.
+
+    Example:
+        >>> format_rate(4971.3), format_rate(12.34, "steps"), format_rate(2.5e6)
+        ('4,971 examples/s', '12.3 steps/s', '2.5 M examples/s')
+    """
+    for size, prefix in _RATE_UNITS:
+        if abs(per_second) >= size and size > 1e3:
+            return f"{_three_digits(per_second / size)} {prefix} {what}/s"
+    return f"{_three_digits(per_second)} {what}/s"
+
+
+def format_ratio(value: float, reference: float) -> str:
+    """Returns how many times `value` is of `reference`, as "1.98x".
+
+    Example:
+        >>> format_ratio(198.0, 100.0), format_ratio(1.0, 0.0)
+        ('1.98x', 'n/a')
+    """
+    if reference == 0 or not (math.isfinite(value) and math.isfinite(reference)):
+        return "n/a"
+    return f"{value / reference:.2f}x"
+
+
+def format_share(fraction: float) -> str:
+    """Returns a fraction of a whole in percent.
+
+    Example:
+        >>> format_share(0.125), format_share(1.0), format_share(0.0004)
+        ('12.5 %', '100.0 %', '< 0.1 %')
+    """
+    if 0 < fraction < 0.0005:
+        return "< 0.1 %"
+    return f"{100 * fraction:.1f} %"
+
+
+def join_words(words: list[str] | tuple[str, ...], last: str = "and") -> str:
+    """Returns words as a list in a sentence.
+
+    Example:
+        >>> join_words(["a", "b", "c"]), join_words(("a", "b"), "or"), join_words([])
+        ('a, b and c', 'a or b', '')
+    """
+    if len(words) < 2:
+        return "".join(words)
+    return f"{', '.join(words[:-1])} {last} {words[-1]}"
