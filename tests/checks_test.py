@@ -1,0 +1,153 @@
+"""Argument checks: what passes, and every message in full."""
+
+import re
+import sys
+
+import numpy as np
+import pytest
+
+from tfamp import _checks
+
+POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
+
+
+def test_require_returns_the_module():
+    module = _checks.require("json.decoder", extra="data", purpose="This")
+    assert module is sys.modules["json.decoder"]
+
+
+@pytest.mark.parametrize(
+    "extra, command",
+    [("data", "pip install 'tfamp[data]'"), (None, "pip install scikit-learn")],
+    ids=["extra", "package"],
+)
+def test_a_missing_package_is_an_error_with_the_pip_line(monkeypatch, extra, command):
+    # None in `sys.modules` makes an import fail as for a missing package.
+    monkeypatch.setitem(sys.modules, "sklearn", None)
+    message = (
+        f"`from_tfds` needs scikit-learn, which is not installed. Run `{command}`."
+    )
+    with pytest.raises(ImportError, match=re.escape(message)) as caught:
+        _checks.require("sklearn", extra=extra, purpose="`from_tfds`")
+    assert isinstance(caught.value.__cause__, ModuleNotFoundError)
+
+
+def test_a_package_that_lacks_its_own_dependency_names_that(monkeypatch, tmp_path):
+    (tmp_path / "half_installed.py").write_text("import is_not_there\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    message = (
+        "Plots needs half_installed, which is installed but lacks 'is_not_there'. "
+        "Run `pip install is_not_there`."
+    )
+    with pytest.raises(ImportError, match=re.escape(message)):
+        _checks.require("half_installed", extra=None, purpose="Plots")
+
+
+def test_choice_returns_an_option():
+    assert _checks.choice("policy", "float32", POLICIES) == "float32"
+
+
+@pytest.mark.parametrize(
+    "value, advice",
+    [
+        ("fp16", "Did you mean 'mixed_float16'?"),
+        ("bf16", "Did you mean 'mixed_bfloat16'?"),
+        ("Mixed-BFloat16", "Did you mean 'mixed_bfloat16'?"),
+        ("flaot32", "Did you mean 'float32'?"),
+        ("zebra", "Pass one of these."),
+        ("", "Pass one of these."),
+    ],
+)
+def test_an_unknown_choice_is_an_error_with_the_likely_one(value, advice):
+    message = (
+        f"Unknown `policy` {value!r}; expected 'float32', 'mixed_float16' or "
+        f"'mixed_bfloat16'. {advice}"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _checks.choice("policy", value, POLICIES)
+
+
+def test_a_choice_that_is_no_text_is_a_type_error():
+    message = (
+        "`mode` is 3, of type int; expected a string: 'a' or 'b'. Pass one of these "
+        "names."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        _checks.choice("mode", 3, ["a", "b"])
+
+
+def test_the_single_option_is_named_alone():
+    message = "Unknown `mode` 'b'; expected 'only'. Pass one of these."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _checks.choice("mode", "b", ["only"])
+
+
+@pytest.mark.parametrize("value", [1, 32, np.int64(32)], ids=["1", "32", "numpy"])
+def test_positive_int_returns_an_int(value):
+    number = _checks.positive_int("batch_size", value)
+    assert number == value
+    assert type(number) is int
+
+
+@pytest.mark.parametrize("value", [32.0, True, "32", None, np.ones(2)], ids=repr)
+def test_positive_int_refuses_other_types(value):
+    message = f"`batch_size` is {value!r}, "
+    with pytest.raises(TypeError, match=re.escape(message)) as caught:
+        _checks.positive_int("batch_size", value)
+    assert str(caught.value).endswith(
+        "expected an integer of at least 1. Pass a whole number, as in `batch_size=1`."
+    )
+
+
+@pytest.mark.parametrize("value, minimum", [(0, 1), (-4, 1), (-1, 0), (1, 2)])
+def test_positive_int_has_a_minimum(value, minimum):
+    message = (
+        f"`batch_size` is {value}; expected an integer of at least {minimum}. "
+        f"Pass a larger number."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _checks.positive_int("batch_size", value, minimum=minimum)
+
+
+@pytest.mark.parametrize("value", [0, 1, 0.25, np.float32(0.25)], ids=repr)
+def test_fraction_returns_a_float(value):
+    number = _checks.fraction("split", value)
+    assert number == value
+    assert type(number) is float
+
+
+@pytest.mark.parametrize(
+    "value, closed, rest",
+    [
+        (1.5, True, "in [0, 1]. Did you mean 0.015?"),
+        (25.0, True, "in [0, 1]. Did you mean 0.25?"),
+        (-0.1, True, "in [0, 1]. Pass a part of one."),
+        (float("nan"), True, "in [0, 1]. Pass a part of one."),
+        (0.0, False, "above 0 and below 1. Pass a part of one."),
+        (1.0, False, "above 0 and below 1. Pass a part of one."),
+    ],
+)
+def test_fraction_lies_between_0_and_1(value, closed, rest):
+    message = f"`split` is {value!r}; expected a number {rest}"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _checks.fraction("split", value, closed=closed)
+
+
+@pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")], ids=repr)
+def test_positive_is_finite_and_above_0(value):
+    message = (
+        f"`scale` is {float(value)!r}; expected a finite number above 0. "
+        f"Pass a positive number."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _checks.positive("scale", value)
+
+
+@pytest.mark.parametrize("value", ["1", True, None, [1.0]], ids=repr)
+def test_numbers_are_not_text_booleans_or_lists(value):
+    message = f"`scale` is {value!r}, "
+    with pytest.raises(TypeError, match=re.escape(message)) as caught:
+        _checks.positive("scale", value)
+    assert str(caught.value).endswith(
+        "expected a number. Pass a float, as in `scale=0.5`."
+    )

@@ -1,0 +1,215 @@
+"""Checks of arguments and optional packages, worded as errors that help.
+
+Each message says what came, what was expected and what to do next.
+"""
+
+import difflib
+import importlib
+import math
+import operator
+import types
+from collections.abc import Iterable
+from typing import SupportsIndex
+
+# Spellings from other frameworks, too short for a likeness to be found.
+_OTHER_NAMES = {
+    "amp": "mixed_float16",
+    "bf16": "mixed_bfloat16",
+    "f16": "mixed_float16",
+    "f32": "float32",
+    "fp16": "mixed_float16",
+    "fp32": "float32",
+    "half": "mixed_float16",
+    "mixed_bf16": "mixed_bfloat16",
+    "mixed_fp16": "mixed_float16",
+}
+# Packages that are not installed under the name they are imported by.
+_PIP_NAMES = {
+    "PIL": "pillow",
+    "pynvml": "nvidia-ml-py",
+    "sklearn": "scikit-learn",
+    "tensorflow_datasets": "tensorflow-datasets",
+}
+
+
+def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType:
+    """Imports an optional package, or says how to install it.
+
+    Args:
+        module: Dotted name to import.
+        extra: The extra of tfamp that brings the package, or None when no extra
+            does and the package itself is to be installed.
+        purpose: Who needs it, as the subject of a sentence with "needs".
+
+    Returns:
+        The imported module.
+
+    Raises:
+        ImportError: If the package is missing. A package that is there and fails
+            while it is imported raises its own error, chained.
+
+    Example:
+        >>> require("json", extra="data", purpose="This line").__name__
+        'json'
+    """
+    package = module.split(".")[0]
+    pip_name = _PIP_NAMES.get(package, package)
+    line = f"pip install 'tfamp[{extra}]'" if extra else f"pip install {pip_name}"
+    try:
+        return importlib.import_module(module)
+    except ModuleNotFoundError as error:
+        missing = error.name or module
+        if missing.split(".")[0] == package:
+            raise ImportError(
+                f"{purpose} needs {pip_name}, which is not installed. Run `{line}`.",
+                name=module,
+            ) from error
+        raise ImportError(
+            f"{purpose} needs {pip_name}, which is installed but lacks {missing!r}. "
+            f"Run `pip install {_PIP_NAMES.get(missing, missing)}`.",
+            name=missing,
+        ) from error
+
+
+def did_you_mean(value: str, options: Iterable[str]) -> str | None:
+    """Returns the option that `value` was probably meant to be, or None.
+
+    Example:
+        >>> did_you_mean("fp16", ["float32", "mixed_float16"])
+        'mixed_float16'
+        >>> did_you_mean("zebra", ["float32", "mixed_float16"]) is None
+        True
+    """
+    names = list(options)
+    lowered = value.strip().lower().replace("-", "_")
+    if _OTHER_NAMES.get(lowered) in names:
+        return _OTHER_NAMES[lowered]
+    by_lower = {name.lower(): name for name in names}
+    close = difflib.get_close_matches(lowered, by_lower, n=1)
+    return by_lower[close[0]] if close else None
+
+
+def choice(argument: str, value: object, options: Iterable[str]) -> str:
+    """Returns `value` if it is one of `options`.
+
+    Args:
+        argument: The argument's name, for the message.
+        value: What the caller passed.
+        options: The accepted names, in the order to print them.
+
+    Raises:
+        TypeError: If `value` is not a string.
+        ValueError: If it is none of the options.
+
+    Example:
+        >>> choice("policy", "float32", ["auto", "float32"])
+        'float32'
+    """
+    names = list(options)
+    quoted = [repr(name) for name in names]
+    several = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+    expected = several if len(quoted) > 1 else "".join(quoted)
+    if not isinstance(value, str):
+        raise TypeError(
+            f"`{argument}` is {value!r}, of type {type(value).__name__}; expected a "
+            f"string: {expected}. Pass one of these names."
+        )
+    if value in names:
+        return value
+    guess = did_you_mean(value, names)
+    advice = f"Did you mean {guess!r}?" if guess else "Pass one of these."
+    raise ValueError(f"Unknown `{argument}` {value!r}; expected {expected}. {advice}")
+
+
+def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
+    """Returns `value` as an int of at least `minimum`.
+
+    NumPy integers are taken; booleans and floats are not, since `True` and 32.0
+    as a batch size are mistakes more often than not.
+
+    Raises:
+        TypeError: If `value` is not an integer.
+        ValueError: If it is below `minimum`.
+
+    Example:
+        >>> positive_int("batch_size", 32)
+        32
+    """
+    try:
+        if isinstance(value, bool) or not isinstance(value, SupportsIndex):
+            raise TypeError("no integer")
+        number = operator.index(value)
+    except TypeError:
+        # An array has `__index__` too, and refuses.
+        raise TypeError(
+            f"`{argument}` is {value!r}, of type {type(value).__name__}; expected an "
+            f"integer of at least {minimum}. Pass a whole number, as in "
+            f"`{argument}={max(minimum, 1)}`."
+        ) from None
+    if number < minimum:
+        raise ValueError(
+            f"`{argument}` is {number!r}; expected an integer of at least {minimum}. "
+            f"Pass a larger number."
+        )
+    return number
+
+
+def fraction(argument: str, value: object, *, closed: bool = True) -> float:
+    """Returns `value` as a float between 0 and 1.
+
+    Args:
+        argument: The argument's name, for the message.
+        value: What the caller passed.
+        closed: Whether 0 and 1 themselves are allowed.
+
+    Raises:
+        TypeError: If `value` is not a number.
+        ValueError: If it lies outside, or is NaN.
+
+    Example:
+        >>> fraction("validation_split", 0.25)
+        0.25
+    """
+    number = _number(argument, value)
+    inside = 0 <= number <= 1 if closed else 0 < number < 1
+    if not inside:
+        interval = "in [0, 1]" if closed else "above 0 and below 1"
+        hint = f" Did you mean {number / 100!r}?" if 1 < number <= 100 else ""
+        advice = hint or " Pass a part of one."
+        raise ValueError(
+            f"`{argument}` is {number!r}; expected a number {interval}.{advice}"
+        )
+    return number
+
+
+def positive(argument: str, value: object) -> float:
+    """Returns `value` as a finite float above 0.
+
+    Raises:
+        TypeError: If `value` is not a number.
+        ValueError: If it is not finite or not above 0.
+
+    Example:
+        >>> positive("scale", 1024)
+        1024.0
+    """
+    number = _number(argument, value)
+    if not (number > 0 and math.isfinite(number)):
+        raise ValueError(
+            f"`{argument}` is {number!r}; expected a finite number above 0. "
+            f"Pass a positive number."
+        )
+    return number
+
+
+def _number(argument: str, value: object) -> float:
+    """Returns `value` as a float; text, booleans and arrays are type errors."""
+    if isinstance(value, (int, float)) and not isinstance(value, bool):
+        return float(value)
+    # NumPy's scalars: numbers with no length, unlike strings and arrays.
+    if hasattr(value, "__float__") and getattr(value, "shape", None) == ():
+        return float(value)
+    raise TypeError(
+        f"`{argument}` is {value!r}, of type {type(value).__name__}; expected a "
+        f"number. Pass a float, as in `{argument}=0.5`."
+    )
