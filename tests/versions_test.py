@@ -1,0 +1,205 @@
+"""Which environments are refused, and the message for each."""
+
+import importlib.metadata
+import json
+import re
+import subprocess
+import sys
+import types
+
+import pytest
+
+from tfamp import _versions
+
+GOOD = {"python": "3.12.1", "tensorflow": "2.20.0", "keras": "3.10.0", "numpy": "2.0"}
+
+
+@pytest.fixture
+def environ(tmp_path):
+    """An environment without settings, whose home folder is empty."""
+    return {"HOME": str(tmp_path)}
+
+
+def write_config(folder, backend):
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "keras.json").write_text(json.dumps({"backend": backend}))
+
+
+@pytest.mark.parametrize(
+    "package, version",
+    [
+        ("tensorflow", "2.19.0"),
+        ("tensorflow", "2.19.1"),
+        ("tensorflow", "2.21.0rc1"),
+        ("tensorflow", "2.21.7+nv25.3"),
+        ("keras", "3.10.0"),
+        ("keras", "3.15.1"),
+        ("keras", "4.0"),
+        ("python", "3.10.0"),
+        ("python", "3.13.9"),
+    ],
+)
+def test_supported_versions_pass(environ, package, version):
+    _versions.check_environment(environ, {**GOOD, package: version}, {})
+
+
+MESSAGES = {
+    "tensorflow old": (
+        {"tensorflow": "2.18.1"},
+        "Found TensorFlow 2.18.1; tfamp supports TensorFlow 2.19 to 2.21. Run "
+        "`pip install 'tensorflow>=2.19,<2.22'`.",
+    ),
+    "tensorflow new": (
+        {"tensorflow": "2.22.0.dev20260101"},
+        "Found TensorFlow 2.22.0.dev20260101; tfamp supports TensorFlow 2.19 to 2.21. "
+        "Run `pip install 'tensorflow>=2.19,<2.22'`.",
+    ),
+    "tensorflow missing": (
+        {"tensorflow": None},
+        "TensorFlow is not installed; tfamp supports TensorFlow 2.19 to 2.21. Run "
+        "`pip install 'tensorflow>=2.19,<2.22'`.",
+    ),
+    "keras 2": (
+        {"keras": "2.15.0"},
+        "Found Keras 2.15.0; tfamp supports Keras 3.10 and later. Run "
+        "`pip install 'keras>=3.10'`.",
+    ),
+    "keras 3.9": (
+        {"keras": "3.9.2"},
+        "Found Keras 3.9.2; tfamp supports Keras 3.10 and later. Run "
+        "`pip install 'keras>=3.10'`.",
+    ),
+    "keras missing": (
+        {"keras": None},
+        "Keras is not installed; tfamp supports Keras 3.10 and later. Run "
+        "`pip install 'keras>=3.10'`.",
+    ),
+    "python old": (
+        {"python": "3.9.18"},
+        "Found Python 3.9.18; tfamp supports Python 3.10 to 3.13. Make an environment "
+        "with one of these.",
+    ),
+    "python new": (
+        {"python": "3.14.0"},
+        "Found Python 3.14.0; tfamp supports Python 3.10 to 3.13. Make an environment "
+        "with one of these.",
+    ),
+}
+
+
+@pytest.mark.parametrize("versions, message", MESSAGES.values(), ids=MESSAGES)
+def test_other_versions_are_import_errors(environ, versions, message):
+    with pytest.raises(ImportError, match=re.escape(message)):
+        _versions.check_environment(environ, {**GOOD, **versions}, {})
+
+
+def test_another_backend_in_the_environment_is_an_error(environ):
+    message = (
+        "KERAS_BACKEND is 'jax'; tfamp needs 'tensorflow'. Set "
+        "KERAS_BACKEND=tensorflow in the environment before Keras is imported."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _versions.check_environment({**environ, "KERAS_BACKEND": "jax"}, GOOD, {})
+
+
+@pytest.mark.parametrize("variable", ["HOME", "KERAS_HOME"])
+def test_another_backend_in_the_settings_file_is_an_error(environ, tmp_path, variable):
+    folder = tmp_path / ".keras" if variable == "HOME" else tmp_path / "elsewhere"
+    write_config(folder, "torch")
+    if variable == "KERAS_HOME":
+        environ["KERAS_HOME"] = str(folder)
+    message = (
+        f"{folder / 'keras.json'} sets the backend to 'torch'; tfamp needs "
+        f"'tensorflow'. Set KERAS_BACKEND=tensorflow in the environment before Keras "
+        f"is imported."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _versions.check_environment(environ, GOOD, {})
+
+
+def test_the_environment_wins_over_the_settings_file(environ, tmp_path):
+    write_config(tmp_path / ".keras", "jax")
+    environ["KERAS_BACKEND"] = "tensorflow"
+    _versions.check_environment(environ, GOOD, {})
+
+
+def test_keras_home_wins_over_the_home_folder(environ, tmp_path):
+    write_config(tmp_path / ".keras", "jax")
+    write_config(tmp_path / "elsewhere", "tensorflow")
+    environ["KERAS_HOME"] = str(tmp_path / "elsewhere")
+    _versions.check_environment(environ, GOOD, {})
+
+
+@pytest.mark.parametrize("text", ["{", "[]", "{}", '{"backend": 3}'])
+def test_a_settings_file_without_a_backend_is_no_error(environ, tmp_path, text):
+    (tmp_path / ".keras").mkdir()
+    (tmp_path / ".keras" / "keras.json").write_text(text)
+    _versions.check_environment(environ, GOOD, {})
+
+
+def imported_keras(backend):
+    """A stand-in for the Keras module that runs on a backend."""
+    config = types.SimpleNamespace(backend=lambda: backend)
+    return {"keras": types.SimpleNamespace(config=config)}
+
+
+def test_an_imported_keras_stands_whatever_the_environment_says(environ):
+    modules = imported_keras("tensorflow")
+    _versions.check_environment({**environ, "KERAS_BACKEND": "jax"}, GOOD, modules)
+    message = (
+        "Keras is already running on its 'jax' backend; tfamp needs 'tensorflow'. Set "
+        "KERAS_BACKEND=tensorflow before the first `import keras`, and restart Python."
+    )
+    environ["KERAS_BACKEND"] = "tensorflow"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _versions.check_environment(environ, GOOD, imported_keras("jax"))
+
+
+@pytest.mark.parametrize("value", ["1", "true", "True"])
+def test_legacy_keras_is_an_error(environ, value):
+    message = (
+        f"TF_USE_LEGACY_KERAS is {value!r}, which makes `tf.keras` the legacy "
+        f"tf_keras; tfamp works with Keras 3. Unset TF_USE_LEGACY_KERAS, or set it to "
+        f"0, before TensorFlow is imported."
+    )
+    environ["TF_USE_LEGACY_KERAS"] = value
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _versions.check_environment(environ, GOOD, {})
+
+
+@pytest.mark.parametrize("value", ["0", "", "false"])
+def test_legacy_keras_switched_off_passes(environ, value):
+    _versions.check_environment({**environ, "TF_USE_LEGACY_KERAS": value}, GOOD, {})
+
+
+def test_every_problem_is_found_at_once(environ):
+    environ |= {"KERAS_BACKEND": "jax", "TF_USE_LEGACY_KERAS": "1"}
+    versions = {"python": "3.9.0", "tensorflow": None, "keras": "2.1.0"}
+    problems = _versions.find_problems(environ, versions, {})
+    assert [problem.subject for problem in problems] == [
+        *("python", "tensorflow", "keras", "KERAS_BACKEND", "TF_USE_LEGACY_KERAS")
+    ]
+
+
+@pytest.mark.parametrize("name", ["tensorflow", "tensorflow-cpu", "tf-nightly"])
+def test_tensorflow_is_found_under_its_other_names(monkeypatch, name):
+    def version(distribution):
+        if distribution == name:
+            return "2.20.1"
+        raise importlib.metadata.PackageNotFoundError(distribution)
+
+    monkeypatch.setattr(importlib.metadata, "version", version)
+    versions = _versions.installed_versions()
+    assert versions["tensorflow"] == "2.20.1"
+    assert versions["keras"] is None
+
+
+def test_the_check_imports_neither_tensorflow_nor_keras():
+    code = (
+        "import sys; from tfamp import _versions; _versions.check_environment();"
+        "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
+    )
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
+    assert completed.stdout == "[]\n"

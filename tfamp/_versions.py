@@ -1,0 +1,240 @@
+"""Which versions tfamp supports, which are here, and what is wrong with them.
+
+Imports neither TensorFlow nor Keras, so that it can be asked before Keras has
+chosen its backend, which it does once, when it is first imported.
+"""
+
+import importlib.metadata
+import json
+import os
+import platform
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+# (first, last) minor version, both included; every patch release of them is fine.
+PYTHON = ((3, 10), (3, 13))
+TENSORFLOW = ((2, 19), (2, 21))
+KERAS_MINIMUM = (3, 10)
+
+# The same library under the names it is published by; the first one found counts.
+_DISTRIBUTIONS = {
+    "tensorflow": (
+        "tensorflow",
+        "tensorflow-cpu",
+        "tensorflow-intel",
+        "tensorflow-macos",
+        "tensorflow-rocm",
+        "tensorflow-cpu-aws",
+        "intel-tensorflow",
+        "tf-nightly",
+        "tf-nightly-cpu",
+    ),
+    "keras": ("keras", "keras-nightly"),
+    "numpy": ("numpy",),
+}
+# The spellings that TensorFlow itself takes for "yes" in TF_USE_LEGACY_KERAS.
+_TRUE = ("true", "True", "1")
+_INSTALL_TENSORFLOW = "pip install 'tensorflow>=2.19,<2.22'"
+_INSTALL_KERAS = "pip install 'keras>=3.10'"
+
+
+class Problem(NamedTuple):
+    """Something that keeps tfamp from working here.
+
+    Args:
+        subject: Package or variable, such as "KERAS_BACKEND".
+        message: What was found, what is expected, what to set.
+        error: The exception to raise: `ImportError` for packages, `ValueError`
+            for settings.
+    """
+
+    subject: str
+    message: str
+    error: type[Exception]
+
+
+def installed_versions() -> dict[str, str | None]:
+    """Returns the versions of Python, TensorFlow, Keras and NumPy, None if missing.
+
+    Reads the packages' metadata and imports none of them.
+
+    Example:
+        >>> sorted(installed_versions())
+        ['keras', 'numpy', 'python', 'tensorflow']
+    """
+    versions: dict[str, str | None] = {"python": platform.python_version()}
+    for package, names in _DISTRIBUTIONS.items():
+        versions[package] = next(filter(None, map(_version, names)), None)
+    return versions
+
+
+def find_problems(
+    environ: Mapping[str, str] | None = None,
+    versions: Mapping[str, str | None] | None = None,
+    modules: Mapping[str, Any] | None = None,
+) -> tuple[Problem, ...]:
+    """Returns all that keeps tfamp from working here, packages first.
+
+    Args:
+        environ: Environment variables, by default those of this process.
+        versions: As `installed_versions` returns them, which is the default.
+        modules: Imported modules by name, by default `sys.modules`. Once Keras is
+            imported its backend stands, whatever the environment says.
+    """
+    environ = os.environ if environ is None else environ
+    versions = installed_versions() if versions is None else versions
+    modules = sys.modules if modules is None else modules
+    found = (
+        _python_problem(versions.get("python")),
+        _tensorflow_problem(versions.get("tensorflow")),
+        _keras_problem(versions.get("keras")),
+        _backend_problem(environ, modules),
+        _legacy_problem(environ),
+    )
+    return tuple(problem for problem in found if problem is not None)
+
+
+def check_environment(
+    environ: Mapping[str, str] | None = None,
+    versions: Mapping[str, str | None] | None = None,
+    modules: Mapping[str, Any] | None = None,
+) -> None:
+    """Raises the first of `find_problems`, which documents the arguments.
+
+    Raises:
+        ImportError: If Python, TensorFlow or Keras is missing or outside the
+            supported range.
+        ValueError: If Keras would run, or runs, on another backend, or
+            TensorFlow is told to use the legacy Keras.
+
+    Example:
+        >>> versions = {"python": "3.12.1", "tensorflow": "2.20.0", "keras": "3.12.0"}
+        >>> check_environment({"KERAS_BACKEND": "tensorflow"}, versions, {})
+    """
+    for problem in find_problems(environ, versions, modules):
+        raise problem.error(problem.message)
+
+
+def _version(distribution: str) -> str | None:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return None
+
+
+def _minor(version: str) -> tuple[int, int]:
+    """Returns the two numbers that a version starts with; (0, 0) if none do."""
+    match = re.match(r"(\d+)\.(\d+)", version)
+    return (int(match[1]), int(match[2])) if match else (0, 0)
+
+
+def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
+    (major, first), (_, last) = versions
+    return f"{major}.{first} to {major}.{last}"
+
+
+def _python_problem(version: str | None) -> Problem | None:
+    if version is None or PYTHON[0] <= _minor(version) <= PYTHON[1]:
+        return None
+    return Problem(
+        "python",
+        f"Found Python {version}; tfamp supports Python {_range(PYTHON)}. Make an "
+        f"environment with one of these.",
+        ImportError,
+    )
+
+
+def _tensorflow_problem(version: str | None) -> Problem | None:
+    if version is None:
+        found = "TensorFlow is not installed"
+    elif TENSORFLOW[0] <= _minor(version) <= TENSORFLOW[1]:
+        return None
+    else:
+        found = f"Found TensorFlow {version}"
+    return Problem(
+        "tensorflow",
+        f"{found}; tfamp supports TensorFlow {_range(TENSORFLOW)}. Run "
+        f"`{_INSTALL_TENSORFLOW}`.",
+        ImportError,
+    )
+
+
+def _keras_problem(version: str | None) -> Problem | None:
+    if version is None:
+        found = "Keras is not installed"
+    elif _minor(version) >= KERAS_MINIMUM:
+        return None
+    else:
+        found = f"Found Keras {version}"
+    return Problem(
+        "keras",
+        f"{found}; tfamp supports Keras 3.10 and later. Run `{_INSTALL_KERAS}`.",
+        ImportError,
+    )
+
+
+def _backend_problem(
+    environ: Mapping[str, str], modules: Mapping[str, Any]
+) -> Problem | None:
+    # A module that is still being imported has no `config` yet.
+    config: Any = getattr(modules.get("keras"), "config", None)
+    if config is not None:
+        running = config.backend()
+        if running == "tensorflow":
+            return None
+        return Problem(
+            "KERAS_BACKEND",
+            f"Keras is already running on its {running!r} backend; tfamp needs "
+            f"'tensorflow'. Set KERAS_BACKEND=tensorflow before the first "
+            f"`import keras`, and restart Python.",
+            ValueError,
+        )
+    backend = environ.get("KERAS_BACKEND")
+    where = f"KERAS_BACKEND is {backend!r}"
+    if not backend:
+        path = _keras_home(environ) / "keras.json"
+        backend = _configured_backend(path)
+        where = f"{path} sets the backend to {backend!r}"
+    if backend in (None, "tensorflow"):
+        return None
+    return Problem(
+        "KERAS_BACKEND",
+        f"{where}; tfamp needs 'tensorflow'. Set KERAS_BACKEND=tensorflow in the "
+        f"environment before Keras is imported.",
+        ValueError,
+    )
+
+
+def _keras_home(environ: Mapping[str, str]) -> Path:
+    """Returns the folder of Keras's settings, by the rule that Keras goes by."""
+    if home := environ.get("KERAS_HOME"):
+        return Path(home).expanduser()
+    home_folder = Path(environ.get("HOME") or os.path.expanduser("~"))
+    writable = os.access(home_folder, os.W_OK)
+    return (home_folder if writable else Path("/tmp")) / ".keras"
+
+
+def _configured_backend(path: Path) -> str | None:
+    """Returns the backend that Keras's settings file names, None if it names none."""
+    try:
+        backend = json.loads(path.read_text()).get("backend")
+    except (OSError, ValueError, AttributeError):
+        # Keras goes on with its defaults when it cannot read the file.
+        return None
+    return backend if isinstance(backend, str) else None
+
+
+def _legacy_problem(environ: Mapping[str, str]) -> Problem | None:
+    value = environ.get("TF_USE_LEGACY_KERAS")
+    if value not in _TRUE:
+        return None
+    return Problem(
+        "TF_USE_LEGACY_KERAS",
+        f"TF_USE_LEGACY_KERAS is {value!r}, which makes `tf.keras` the legacy "
+        f"tf_keras; tfamp works with Keras 3. Unset TF_USE_LEGACY_KERAS, or set "
+        f"it to 0, before TensorFlow is imported.",
+        ValueError,
+    )
