@@ -1,0 +1,259 @@
+"""Records: the round trip through JSON with every kind of field, and refusals."""
+
+import dataclasses
+import json
+import math
+import os
+import re
+from typing import Any, Literal
+
+import numpy as np
+import pytest
+
+from tfamp.results import Device, Recommendation, Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Inner(Record):
+    name: str
+    numbers: tuple[int, ...] = ()
+
+
+@dataclasses.dataclass(frozen=True)
+class Outer(Record):
+    SCHEMA = 3
+
+    count: int
+    share: float
+    is_done: bool
+    kind: Literal["one", "two"]
+    inner: Inner
+    several: tuple[Inner, ...]
+    pair: tuple[str, float]
+    by_name: dict[str, Inner]
+    either: Device | Inner
+    maybe: Inner | None = None
+    values: list[float] = dataclasses.field(default_factory=list)
+    anything: Any = None
+
+
+OUTER = Outer(
+    count=7,
+    share=0.1,
+    is_done=True,
+    kind="two",
+    inner=Inner("a", (1, 2)),
+    several=(Inner("b"), Inner("c", (3,))),
+    pair=("text", 2.5),
+    by_name={"x": Inner("d", (4,))},
+    either=Inner("e", (5,)),
+    maybe=Inner("f", (6,)),
+    values=[1.5, 2.5],
+    anything={"free": [1, "two"]},
+)
+DEVICE = Device("gpu", "NVIDIA A100", (8, 0), 40 * 2**30, ("x", "y"), True)
+
+
+@pytest.mark.parametrize(
+    "record",
+    [OUTER, DEVICE, Recommendation("mixed_float16", "A reason.")],
+    ids=lambda record: type(record).__name__,
+)
+def test_every_field_survives_the_round_trip(record, tmp_path):
+    path = tmp_path / "record.json"
+    text = record.to_json(path)
+    for source in (text, path, str(path)):
+        again = type(record).from_json(source)
+        for field in dataclasses.fields(record):
+            before, after = getattr(record, field.name), getattr(again, field.name)
+            assert after == before, field.name
+            assert type(after) is type(before), field.name
+
+
+def test_the_round_trip_test_sees_no_default():
+    for record in (OUTER, DEVICE):
+        for field in dataclasses.fields(record):
+            assert getattr(record, field.name) != field.default, field.name
+
+
+def test_the_dictionary_names_class_and_schema():
+    assert Recommendation("float32", "Why.").to_dict() == {
+        "class": "Recommendation",
+        "schema": 1,
+        "policy": "float32",
+        "reason": "Why.",
+    }
+    assert OUTER.to_dict()["schema"] == 3
+    assert OUTER.to_dict()["inner"] == {
+        "class": "Inner",
+        "schema": 1,
+        "name": "a",
+        "numbers": [1, 2],
+    }
+
+
+@pytest.mark.parametrize("value", [math.inf, -math.inf, math.nan], ids=str)
+def test_floats_that_are_not_finite_survive_in_strict_json(value):
+    def refuse(constant):
+        raise AssertionError(f"{constant} is not JSON")
+
+    text = dataclasses.replace(OUTER, share=value).to_json()
+    json.loads(text, parse_constant=refuse)
+    assert Outer.from_json(text).share == pytest.approx(value, nan_ok=True)
+
+
+def test_numpy_scalars_become_numbers():
+    record = dataclasses.replace(OUTER, count=np.int64(7), share=np.float32(0.5))
+    again = Outer.from_json(record.to_json())
+    assert (again.count, again.share) == (7, 0.5)
+    assert type(again.count) is int
+
+
+def test_a_field_with_a_default_may_be_left_out():
+    text = '{"kind": "cpu", "name": "A CPU"}'
+    assert Device.from_json(text) == Device("cpu", "A CPU")
+
+
+FIELDS = "('policy', 'reason')"
+BAD = {
+    "unknown field": (
+        {"policy": "float32", "reason": "", "why": 1},
+        f"Unknown fields ('why',) of Recommendation; expected {FIELDS}. Remove them, "
+        "or update tfamp if a later version wrote them.",
+    ),
+    "missing field": (
+        {"policy": "float32"},
+        f"Missing fields ('reason',) of Recommendation; expected {FIELDS}. Add them, "
+        "or write the record again.",
+    ),
+    "other type": (
+        {"policy": 16, "reason": ""},
+        "`policy` of Recommendation is 16; expected str. Correct it, or write the "
+        "record again.",
+    ),
+    "other class": (
+        {"class": "Device", "policy": "float32", "reason": ""},
+        "Found a record of 'Device'; expected 'Recommendation'. Read it with "
+        "`Device.from_json`.",
+    ),
+    "later schema": (
+        {"schema": 2, "policy": "float32", "reason": ""},
+        "Found schema 2 of Recommendation; expected 1 or earlier. Update tfamp to read "
+        "it.",
+    ),
+}
+
+
+@pytest.mark.parametrize("values, message", BAD.values(), ids=BAD)
+def test_a_dictionary_that_does_not_fit_is_an_error(values, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Recommendation.from_dict(values)
+
+
+WRONG = {
+    "a number for a flag": ("is_done", 1, "bool"),
+    "a flag for a number": ("count", True, "int"),
+    "a float for an int": ("count", 1.5, "int"),
+    "none of the options": ("kind", "three", "Literal['one', 'two']"),
+    "a tuple too short": ("pair", ["text"], "tuple[str, float]"),
+    "text for a number in a tuple": ("pair", ["text", "x"], "float"),
+    "text for a record": ("inner", "a", "Inner"),
+    "no member of a union": ("either", 3, None),
+}
+
+
+@pytest.mark.parametrize("name, value, expected", WRONG.values(), ids=WRONG)
+def test_a_value_of_another_type_is_an_error(name, value, expected):
+    values = OUTER.to_dict() | {name: value}
+    message = "; expected "
+    if expected is not None:
+        message += f"{expected}. Correct it, or write the record again."
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Outer.from_dict(values)
+    assert str(caught.value).startswith(f"`{name}` of Outer is ")
+
+
+def test_a_fault_inside_a_union_names_the_inner_field():
+    values = OUTER.to_dict()
+    values["either"] = {"class": "Inner", "name": 3}
+    message = "`name` of Inner is 3; expected str."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Outer.from_dict(values)
+
+
+def test_values_that_are_no_dictionary_are_a_type_error():
+    message = (
+        "`values` is [1]; expected a dict of the fields of Recommendation. Pass what "
+        "`to_dict` returned."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Recommendation.from_dict([1])
+
+
+def test_a_field_that_json_cannot_hold_is_a_type_error():
+    record = dataclasses.replace(OUTER, anything={1, 2})
+    message = (
+        "`anything` of Outer holds {1, 2}, of type set; expected numbers, text, "
+        "records, tuples, or dicts with text as keys. Convert it first."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        record.to_json()
+
+
+def test_text_that_is_not_json_is_an_error(tmp_path):
+    message = "; expected a record of Device. Write it again with `to_json`."
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        Device.from_json('{"kind": ')
+    assert str(caught.value).startswith("The text is not JSON (Expecting value")
+    path = tmp_path / "cut.json"
+    path.write_text('{"kind"')
+    with pytest.raises(ValueError, match=re.escape(f"The file {str(path)!r} is not")):
+        Device.from_json(path)
+
+
+def test_a_path_without_a_file_is_an_error():
+    message = (
+        "`path_or_text` is 'nowhere.json'; expected a file, or JSON that starts with a "
+        "brace. Write one with `Device.to_json`."
+    )
+    with pytest.raises(FileNotFoundError, match=re.escape(message)):
+        Device.from_json("nowhere.json")
+
+
+def test_a_failed_write_leaves_the_old_file_and_no_other(tmp_path, monkeypatch):
+    path = tmp_path / "device.json"
+    old = DEVICE.to_json(path)
+
+    def fail(source, target):
+        raise OSError("disk full")
+
+    monkeypatch.setattr(os, "replace", fail)
+    with pytest.raises(OSError, match="disk full"):
+        Device("cpu", "Another").to_json(path)
+    assert path.read_text() == old + "\n"
+    assert os.listdir(tmp_path) == ["device.json"]
+
+
+def test_a_record_that_is_no_dataclass_is_refused():
+    class Bare(Record):
+        pass
+
+    message = (
+        "Bare is a Record without fields; expected a frozen dataclass. Decorate it "
+        "with `@dataclasses.dataclass(frozen=True)`."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Bare().to_dict()
+
+
+def test_a_field_called_schema_is_refused():
+    @dataclasses.dataclass(frozen=True)
+    class Clash(Record):
+        schema: str
+
+    message = (
+        "Clash has a field 'schema'; expected another name, since the file's version "
+        "stands under it. Rename the field."
+    )
+    with pytest.raises(TypeError, match=re.escape(message)):
+        Clash("x").to_dict()
