@@ -18,7 +18,16 @@ MAX_LINES = 350
 
 # Floor -> files and folders of the package on it.
 FLOORS = [
-    ["formats", "results", "_care", "_checks", "_patch", "_units", "_versions"],
+    [
+        "formats",
+        "results",
+        "_care",
+        "_checks",
+        "_patch",
+        "_speeds",
+        "_units",
+        "_versions",
+    ],
     ["hardware", "rules", "keras_hooks", "loss_scale"],
     ["managed"],
     ["policy", "assignment", "memory", "data"],

@@ -1,0 +1,316 @@
+"""The policy for a table of described machines, and how devices are found."""
+
+import types
+
+import pytest
+import tensorflow as tf
+
+from tfamp import hardware
+from tfamp.results import Device
+
+P100 = Device("gpu", "Tesla P100-PCIE-16GB", (6, 0))
+V100 = Device("gpu", "Tesla V100-SXM2-16GB", (7, 0))
+T4 = Device("gpu", "Tesla T4", (7, 5))
+GTX1660 = Device("gpu", "NVIDIA GeForce GTX 1660 Ti", (7, 5))
+A100 = Device("gpu", "NVIDIA A100-SXM4-40GB", (8, 0))
+MIG = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
+L4 = Device("gpu", "NVIDIA L4", (8, 9))
+H100 = Device("gpu", "NVIDIA H100 80GB HBM3", (9, 0))
+RADEON = Device("gpu", "AMD Radeon")
+TPU = Device("tpu", "TPU v4")
+OLD_CPU = Device("cpu", "Old Xeon", features=("avx2", "fma"))
+BF16_CPU = Device("cpu", "Zen 4", features=("avx2", "avx512_bf16"))
+AMX_CPU = Device("cpu", "Xeon", features=("amx_bf16", "avx512_bf16", "avx512_fp16"))
+AMX_FP16_CPU = Device(
+    "cpu", "New Xeon", features=("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16")
+)
+HIDDEN_AMX_CPU = Device("cpu", "Guest Xeon", features=("avx512_bf16", "avx512_fp16"))
+ARM_CPU = Device("cpu", "Neoverse V1", features=("asimd", "asimdhp", "bf16"))
+
+# Devices, policy, a phrase of the reason, phrases of the objections to
+# mixed_bfloat16 and mixed_float16 (None: no objection).
+MACHINES = {
+    "P100": ([P100], "float32", "no tensor cores", "emulates", "no tensor cores"),
+    "V100": ([V100], "mixed_float16", "emulates bfloat16", "needs 8.0", None),
+    "T4": ([T4], "mixed_float16", "tensor cores for float16", "emulates", None),
+    "GTX 1660": ([GTX1660], "float32", "no tensor cores", "emulates", "no tensor"),
+    "A100": ([A100], "mixed_bfloat16", "needs no loss scale", None, None),
+    "L4": ([L4], "mixed_bfloat16", "capability 8.9", None, None),
+    "H100": ([H100], "mixed_bfloat16", "capability 9.0", None, None),
+    "MIG slice": ([MIG], "mixed_bfloat16", "MIG 1g.5gb", None, None),
+    "V100 and A100": (
+        [V100, A100],
+        "mixed_float16",
+        "suit all 2 devices",
+        "V100-SXM2-16GB emulates bfloat16",
+        None,
+    ),
+    "A100 and V100": ([A100, V100], "mixed_float16", "V100", "V100", None),
+    "P100 and V100": (
+        [P100, V100],
+        "float32",
+        "P100-PCIE-16GB has no tensor cores",
+        "P100",
+        "P100",
+    ),
+    "GPU without capability": ([RADEON], "float32", "tells no", "tells no", "tells no"),
+    "GPU beside a CPU": ([T4, AMX_CPU], "mixed_float16", "Tesla T4", "T4", None),
+    "TPU": ([TPU, OLD_CPU], "mixed_bfloat16", "TPU v4 multi", None, "no units"),
+    "old CPU": ([OLD_CPU], "float32", "no bfloat16 instr", "no bfloat16", "slower"),
+    "avx512_bf16": ([BF16_CPU], "mixed_bfloat16", "avx512_bf16", None, "slower"),
+    "amx_bf16": ([AMX_CPU], "mixed_bfloat16", "amx_bf16", None, "slower"),
+    "amx_fp16": ([AMX_FP16_CPU], "mixed_bfloat16", "amx_bf16", None, "slower"),
+    "AMX hidden": (
+        [HIDDEN_AMX_CPU],
+        "float32",
+        "not amx_bf16",
+        "slower than float32",
+        "slower than float32",
+    ),
+    "ARM": ([ARM_CPU], "float32", "FPMATH_MODE=BF16", "no gain is known", "slower"),
+    "no device": ([], "float32", "no device", None, None),
+}
+
+
+@pytest.mark.parametrize(
+    "devices, policy, phrase, bfloat16, float16", MACHINES.values(), ids=MACHINES
+)
+def test_policy_and_objections_suit_the_machine(
+    devices, policy, phrase, bfloat16, float16
+):
+    advice = hardware.recommend(devices, onednn=True)
+    assert advice.policy == policy
+    assert phrase in advice.reason
+    assert advice.reason.endswith(".")
+    for explicit, expected in (
+        ("mixed_bfloat16", bfloat16),
+        ("mixed_float16", float16),
+    ):
+        objection = hardware.objection(explicit, devices, onednn=True)
+        if expected is None:
+            assert objection is None
+        else:
+            start = f"{explicit!r} will be slow or gain nothing here: "
+            assert objection.startswith(start)
+            assert expected in objection
+            assert objection.endswith(f"; use {policy!r}.")
+
+
+@pytest.mark.parametrize("devices", [row[0] for row in MACHINES.values()], ids=MACHINES)
+def test_the_recommended_policy_is_never_objected_to(devices):
+    for onednn in (True, False):
+        policy = hardware.recommend(devices, onednn=onednn).policy
+        assert hardware.objection(policy, devices, onednn=onednn) is None
+
+
+@pytest.mark.parametrize("policy", ["auto", "float32", "nonsense"])
+def test_other_policies_are_not_judged(policy):
+    assert hardware.objection(policy, [P100], onednn=True) is None
+
+
+@pytest.mark.parametrize("cpu", [AMX_CPU, BF16_CPU], ids=lambda cpu: cpu.name)
+def test_bfloat16_is_slow_on_a_cpu_without_onednn(cpu):
+    advice = hardware.recommend([cpu], onednn=False)
+    assert advice.policy == "float32"
+    assert "oneDNN is off (TF_ENABLE_ONEDNN_OPTS=0)" in advice.reason
+    objection = hardware.objection("mixed_bfloat16", [cpu], onednn=False)
+    assert "oneDNN is off" in objection
+
+
+def test_onednn_says_nothing_about_other_devices():
+    assert hardware.recommend([A100], onednn=False).policy == "mixed_bfloat16"
+    assert "no bfloat16" in hardware.recommend([OLD_CPU], onednn=False).reason
+
+
+@pytest.mark.parametrize(
+    "value, policy",
+    [(None, "mixed_bfloat16"), ("1", "mixed_bfloat16"), ("0", "float32")],
+)
+def test_onednn_is_asked_of_the_environment(monkeypatch, value, policy):
+    monkeypatch.delenv("TF_ENABLE_ONEDNN_OPTS", raising=False)
+    if value is not None:
+        monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", value)
+    assert hardware.recommend([AMX_CPU]).policy == policy
+    slow = policy == "float32"
+    assert (hardware.objection("mixed_bfloat16", [AMX_CPU]) is not None) is slow
+    assert ("bfloat16" in hardware.fast_dtypes(AMX_CPU)) is not slow
+
+
+# A weight of 1.0 stays when the step is under half the distance to the number below
+# it: 2**-12 in float16, 2**-9 in bfloat16.
+STORED = {
+    "float16 on T4": ("float16", T4, "0.0002; use 'mixed_float16', "),
+    "float16 on A100": ("float16", A100, "0.0002; use 'mixed_bfloat16', "),
+    "bfloat16 on A100": ("bfloat16", A100, "0.002; use 'mixed_bfloat16', "),
+    "bfloat16 on T4": ("bfloat16", T4, "0.002; use 'mixed_float16', "),
+    "float16 on P100": ("float16", P100, "and 'float32' is the fast one here."),
+}
+
+
+@pytest.mark.parametrize("policy, device, phrase", STORED.values(), ids=STORED)
+def test_weights_stored_in_half_are_objected_to(policy, device, phrase):
+    objection = hardware.objection(policy, [device], onednn=True)
+    start = f"{policy!r} stores the weights in {policy}, where a weight of 1.0 does"
+    assert objection.startswith(start)
+    assert phrase in objection
+
+
+@pytest.mark.parametrize("policy, exponent", [("float16", -12), ("bfloat16", -9)])
+def test_the_step_in_the_objection_is_where_weights_stop(policy, exponent):
+    one = tf.ones((), policy)
+    assert one - tf.cast(2.0**exponent * 0.99, policy) == one
+    assert one - tf.cast(2.0**exponent * 1.01, policy) < one
+    objection = hardware.objection(policy, [A100], onednn=True)
+    assert f" {2.0**exponent:.1g};" in objection
+
+
+DTYPES = {
+    "P100": (P100, ()),
+    "T4": (T4, ("float16",)),
+    "A100": (A100, ("bfloat16", "float16", "tfloat32")),
+    "L4": (L4, ("bfloat16", "float16", "tfloat32", "float8")),
+    "H100": (H100, ("bfloat16", "float16", "tfloat32", "float8")),
+    "TPU": (TPU, ("bfloat16",)),
+    "old CPU": (OLD_CPU, ()),
+    "amx_fp16": (AMX_FP16_CPU, ("bfloat16",)),
+}
+
+
+@pytest.mark.parametrize("device, dtypes", DTYPES.values(), ids=DTYPES)
+def test_fast_dtypes_follow_the_generation(device, dtypes):
+    assert hardware.fast_dtypes(device, onednn=True) == dtypes
+
+
+def test_the_devices_here_are_one_cpu_however_it_is_split():
+    # conftest splits the CPU into two logical devices.
+    assert len(tf.config.list_logical_devices("CPU")) == 2
+    cpus = [device for device in hardware.devices() if device.kind == "cpu"]
+    assert len(cpus) == 1
+    assert cpus[0].name
+    assert cpus[0].memory_bytes > 2**28
+    assert cpus[0].features == tuple(sorted(cpus[0].features))
+
+
+def fake_physical_devices(monkeypatch, **by_kind):
+    """Makes TensorFlow report GPUs and TPUs, given their details."""
+    config = tf.config
+
+    def listed(kind):
+        return by_kind.get(kind, [])
+
+    monkeypatch.setattr(config, "list_physical_devices", listed)
+    monkeypatch.setattr(config, "get_visible_devices", listed)
+    monkeypatch.setattr(config.experimental, "get_device_details", lambda item: item)
+
+
+def test_gpus_are_described_by_tensorflow_and_nvml(monkeypatch):
+    fake_physical_devices(
+        monkeypatch,
+        GPU=[
+            {"device_name": MIG.name, "compute_capability": (8, 0)},
+            {"device_name": "Tesla T4", "compute_capability": (7, 5)},
+            {},
+        ],
+        TPU=[{}],
+    )
+    memory = {MIG.name: 5 * 2**30}
+    monkeypatch.setattr(hardware, "_nvml_memory", lambda: memory)
+    tpu, mig, t4, unknown, cpu = hardware.devices()
+    assert tpu == Device("tpu", "TPU")
+    assert mig == Device("gpu", MIG.name, (8, 0), 5 * 2**30, (), True)
+    assert t4 == Device("gpu", "Tesla T4", (7, 5), None, (), False)
+    assert unknown == Device("gpu", "GPU", None)
+    assert cpu.kind == "cpu"
+
+
+def test_a_device_without_details_is_still_listed(monkeypatch):
+    fake_physical_devices(monkeypatch, GPU=[object()])
+    monkeypatch.setattr(hardware, "_nvml_memory", dict)
+
+    def refuse(device):
+        raise ValueError("not a physical device")
+
+    monkeypatch.setattr(tf.config.experimental, "get_device_details", refuse)
+    assert hardware.devices()[0] == Device("gpu", "GPU")
+
+
+class FakeNvml:
+    """NVML with an A100 cut into two slices, and a second A100 that is whole."""
+
+    class NVMLError(Exception):
+        """As NVML's own."""
+
+    def __init__(self):
+        self.is_open = False
+
+    def nvmlInit(self):
+        self.is_open = True
+
+    def nvmlShutdown(self):
+        self.is_open = False
+
+    def nvmlDeviceGetCount(self):
+        return 2
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return ("NVIDIA A100", (40 + index) * 2**30, index)
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
+        if handle[2] == 1:
+            raise self.NVMLError("not supported")
+        return 3
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
+        if index == 2:
+            raise self.NVMLError("no such slice")
+        return (b"NVIDIA A100 MIG 1g.5gb", 5 * 2**30, index)
+
+    def nvmlDeviceGetName(self, handle):
+        return handle[0]
+
+    def nvmlDeviceGetMemoryInfo(self, handle):
+        return types.SimpleNamespace(total=handle[1])
+
+
+def test_nvml_gives_the_memory_of_gpus_and_slices(monkeypatch):
+    nvml = FakeNvml()
+    monkeypatch.setattr(hardware._checks, "require", lambda *_, **__: nvml)
+    assert hardware._nvml_memory() == {
+        "NVIDIA A100": 40 * 2**30,
+        "NVIDIA A100 MIG 1g.5gb": 5 * 2**30,
+    }
+    assert not nvml.is_open
+
+
+def test_nvml_is_never_required(monkeypatch):
+    def missing(*_, **__):
+        raise ImportError("not installed")
+
+    monkeypatch.setattr(hardware._checks, "require", missing)
+    assert hardware._nvml_memory() == {}
+
+    nvml = FakeNvml()
+
+    def no_driver():
+        raise nvml.NVMLError("no driver")
+
+    nvml.nvmlInit = no_driver
+    monkeypatch.setattr(hardware._checks, "require", lambda *_, **__: nvml)
+    assert hardware._nvml_memory() == {}
+
+
+def test_cpu_features_are_those_detected_not_those_of_the_host(monkeypatch):
+    def answer(*features):
+        return lambda: types.SimpleNamespace(features=set(features))
+
+    cpu = types.SimpleNamespace(
+        detect=types.SimpleNamespace(detected_info=answer("avx2", "amx-bf16")),
+        host=answer("avx2"),
+    )
+    monkeypatch.setattr(hardware.archspec, "cpu", cpu)
+    assert hardware._cpu_features() == ("amx_bf16", "avx2")
+    # Without the function, or without its answer, the host's features are taken.
+    cpu.detect.detected_info = answer()
+    assert hardware._cpu_features() == ("avx2",)
+    del cpu.detect
+    assert hardware._cpu_features() == ("avx2",)

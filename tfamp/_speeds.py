@@ -1,0 +1,249 @@
+"""How fast each kind of device computes in float16 and bfloat16, as a table.
+
+Plain values in and out: `hardware` asks it about the devices that are here.
+"""
+
+import dataclasses
+from collections.abc import Collection
+
+# Source: NVIDIA, CUDA C++ Programming Guide, tables of compute capabilities.
+TENSOR_CORES = (7, 0)
+BFLOAT16_CORES = (8, 0)
+FLOAT8_CORES = (8, 9)
+
+
+@dataclasses.dataclass(frozen=True)
+class Speed:
+    """How a device computes in one dtype.
+
+    Args:
+        is_fast: Whether it is faster than in float32.
+        why: The reason, a sentence without its full stop.
+    """
+
+    is_fast: bool
+    why: str
+
+
+@dataclasses.dataclass(frozen=True)
+class _Row:
+    """What one kind of device does; the attributes left out match any device.
+
+    Attributes:
+        bfloat16: Its speed under mixed_bfloat16.
+        float16: Its speed under mixed_float16.
+        kind: The device's kind.
+        below: Compute capability that it stays under; (0, 0) counts as unknown.
+        part: Text in its name.
+        features: It has one of these sets of instructions.
+        onednn: Whether oneDNN is on.
+    """
+
+    bfloat16: Speed
+    float16: Speed
+    kind: str = "cpu"
+    below: tuple[int, int] | None = None
+    part: str = ""
+    features: tuple[set[str], ...] = (set(),)
+    onednn: bool | None = None
+
+    def matches(
+        self,
+        kind: str,
+        name: str,
+        capability: tuple[int, int],
+        features: Collection[str],
+        onednn: bool,
+    ) -> bool:
+        """States whether the row speaks of this device."""
+        return (
+            kind == self.kind
+            and (self.below is None or capability < self.below)
+            and self.part in name
+            and any(one.issubset(features) for one in self.features)
+            and self.onednn in (None, onednn)
+        )
+
+
+def _fast(why: str) -> Speed:
+    return Speed(True, why)
+
+
+def _slow(why: str) -> Speed:
+    return Speed(False, why)
+
+
+_UNKNOWN = "{name} tells no compute capability, so nothing says %s is fast"
+_EMULATES = "{name} emulates bfloat16 (compute capability {version}, needs 8.0)"
+_CPU_FLOAT16 = _slow(
+    "{name} computes float16 slower than float32, since TensorFlow's CPU kernels for "
+    "it are slow with and without float16 instructions"
+)
+# The first row that matches counts. Training over float32, measured with TensorFlow
+# 2.21 and Keras 3.15.1 on 2 cores of a Sapphire Rapids Xeon, a 4-layer MLP 1024 wide
+# and a small CNN: amx_bf16 2.4 and 2.9; the same chip held to avx512_bf16 0.57 and
+# 0.72; oneDNN off 0.86 and 0.06. float16 there, with avx512_fp16: 1/470 and 1/230,
+# since fused MatMul and the filter gradient of Conv2D take a reference kernel; with
+# oneDNN off 0.83 and 0.17.
+# Source for avx512_bf16 alone (Cooper Lake, up to 1.9): TensorFlow blog, 2020-06-18.
+_TABLE = (
+    _Row(
+        _fast("{name} multiplies in bfloat16, which needs no loss scale"),
+        _slow("{name} has no units for float16, only for bfloat16"),
+        kind="tpu",
+    ),
+    _Row(
+        _slow(_UNKNOWN % "bfloat16"),
+        _slow(_UNKNOWN % "float16"),
+        kind="gpu",
+        below=(1, 0),
+    ),
+    _Row(
+        _slow(_EMULATES),
+        _slow("{name} has no tensor cores (compute capability {version}, needs 7.0)"),
+        kind="gpu",
+        below=TENSOR_CORES,
+    ),
+    _Row(
+        # Turing without tensor cores: the capability alone says otherwise.
+        _slow(_EMULATES),
+        _slow("{name} has no tensor cores, unlike others of its compute capability"),
+        kind="gpu",
+        part="GTX 16",
+    ),
+    _Row(
+        _slow(_EMULATES),
+        _fast(
+            "{name} has tensor cores for float16 but emulates bfloat16 "
+            "(compute capability {version}, bfloat16 needs 8.0)"
+        ),
+        kind="gpu",
+        below=BFLOAT16_CORES,
+    ),
+    _Row(
+        _fast(
+            "{name} (compute capability {version}) multiplies bfloat16 as fast as "
+            "float16, and bfloat16 needs no loss scale"
+        ),
+        _fast("{name} has tensor cores for float16 (compute capability {version})"),
+        kind="gpu",
+    ),
+    _Row(
+        _slow(
+            "{name} has bfloat16 instructions, but oneDNN is off "
+            "(TF_ENABLE_ONEDNN_OPTS=0) and TensorFlow computes bfloat16 slower than "
+            "float32 without it"
+        ),
+        _CPU_FLOAT16,
+        features=({"amx_bf16"}, {"avx512_bf16"}),
+        onednn=False,
+    ),
+    _Row(
+        _fast("{name} multiplies bfloat16 in matrix units (amx_bf16)"),
+        _CPU_FLOAT16,
+        features=({"amx_bf16"},),
+    ),
+    _Row(
+        # avx512_fp16 came together with AMX, which is hidden or switched off here.
+        _slow(
+            "{name} has avx512_bf16 but not amx_bf16, and on chips of its generation "
+            "bfloat16 without amx_bf16 is slower than float32"
+        ),
+        _CPU_FLOAT16,
+        features=({"avx512_bf16", "avx512_fp16"},),
+    ),
+    _Row(
+        _fast("{name} has bfloat16 instructions (avx512_bf16)"),
+        _CPU_FLOAT16,
+        features=({"avx512_bf16"},),
+    ),
+    _Row(
+        _slow(
+            "{name} has bfloat16 instructions (bf16) that TensorFlow uses for float32 "
+            "models with ONEDNN_DEFAULT_FPMATH_MODE=BF16, and for mixed_bfloat16 no "
+            "gain is known"
+        ),
+        _CPU_FLOAT16,
+        features=({"bf16"}, {"svebf16"}),
+    ),
+    _Row(
+        _slow("{name} has no bfloat16 instructions (amx_bf16 or avx512_bf16)"),
+        _CPU_FLOAT16,
+    ),
+)
+
+
+def speed(
+    dtype: str,
+    *,
+    kind: str,
+    name: str,
+    compute_capability: tuple[int, int] | None = None,
+    features: Collection[str] = (),
+    onednn: bool = True,
+) -> Speed:
+    """Returns how fast a device is in a dtype, and why.
+
+    Args:
+        dtype: "float16" or "bfloat16", with weights and sums in float32.
+        kind: "cpu", "gpu" or "tpu".
+        name: The maker's name of it.
+        compute_capability: That of an NVIDIA GPU, None if unknown.
+        features: Instruction sets of a CPU.
+        onednn: Whether TensorFlow's oneDNN kernels are on.
+
+    Example:
+        >>> speed("float16", kind="gpu", name="P100", compute_capability=(6, 0)).why
+        'P100 has no tensor cores (compute capability 6.0, needs 7.0)'
+    """
+    capability = compute_capability or (0, 0)
+    row = next(
+        row for row in _TABLE if row.matches(kind, name, capability, features, onednn)
+    )
+    found = row.bfloat16 if dtype == "bfloat16" else row.float16
+    version = ".".join(map(str, capability))
+    why = found.why.replace("{name}", name).replace("{version}", version)
+    return Speed(found.is_fast, why)
+
+
+def fast_dtypes(
+    *,
+    kind: str,
+    name: str,
+    compute_capability: tuple[int, int] | None = None,
+    features: Collection[str] = (),
+    onednn: bool = True,
+) -> tuple[str, ...]:
+    """Returns the number formats that a device multiplies faster than float32.
+
+    TensorFlow has no float8 layers; it is listed for what the device could do.
+
+    Args:
+        kind: As in `speed`, and so are the others.
+        name: The maker's name of it.
+        compute_capability: That of an NVIDIA GPU.
+        features: Instruction sets of a CPU.
+        onednn: Whether oneDNN is on.
+
+    Example:
+        >>> fast_dtypes(kind="gpu", name="NVIDIA L4", compute_capability=(8, 9))
+        ('bfloat16', 'float16', 'tfloat32', 'float8')
+    """
+    dtypes = [
+        dtype
+        for dtype in ("bfloat16", "float16")
+        if speed(
+            dtype,
+            kind=kind,
+            name=name,
+            compute_capability=compute_capability,
+            features=features,
+            onednn=onednn,
+        ).is_fast
+    ]
+    capability = compute_capability or (0, 0)
+    if kind == "gpu" and capability >= BFLOAT16_CORES:
+        dtypes.append("tfloat32")
+    if kind == "gpu" and capability >= FLOAT8_CORES:
+        dtypes.append("float8")
+    return tuple(dtypes)
