@@ -1,0 +1,256 @@
+"""Measures what `tfamp.enable` adds to a training step and to building a model.
+
+Prints two ratios, both from one run:
+- the training step of a model built under tfamp over the same model with the same
+  dtypes set by hand, layer by layer, in stock Keras (goal: at most 1.02);
+- building and compiling a 200-layer Functional model under tfamp over stock Keras
+  with the same global policy (goal: at most 1.10).
+
+Command: python benchmarks/enable_overhead.py [--policy=mixed_float16] [--json=FILE]
+Time: about five minutes on two CPU cores. Use an idle machine.
+
+Both sides live in one process and take turns of a few milliseconds, so that another
+program slows both alike; the ratio is the median over the turns, the spread its 90 %
+bootstrap interval. The ratio of processor time beside it is what another program
+disturbs least: where the two disagree, the machine was not idle.
+"""
+
+import gc
+import json
+import os
+import platform
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import numpy as np  # noqa: E402
+import tensorflow as tf  # noqa: E402
+from absl import flags  # noqa: E402
+
+import tfamp  # noqa: E402
+
+MAX_STEP_RATIO = 1.02
+MAX_BUILD_RATIO = 1.10
+NUM_LAYERS = 200
+BATCH_SIZE = 32
+CONFIDENCE = 0.90
+
+
+def define_flags() -> flags.FlagValues:
+    """Returns the flags with their defaults."""
+    values = flags.FlagValues()
+    flags.DEFINE_string(
+        "policy", "", "Policy; by default what suits the device.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "turns", 500, "Turns of either side in the step benchmark.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "turn_steps", 2, "Training steps in a turn.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "builds", 30, "Builds of either side after a first one.", flag_values=values
+    )
+    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
+    flags.DEFINE_boolean(
+        "smoke", False, "Few repetitions; the figures mean nothing.", flag_values=values
+    )
+    return values
+
+
+def convolutional_model(dtypes: Mapping[str, str]) -> keras.Model:
+    """Returns a compiled network; `dtypes` holds the policies set by hand, by layer."""
+
+    def named(name: str) -> dict[str, str]:
+        return {"name": name} | ({"dtype": dtypes[name]} if dtypes else {})
+
+    images = keras.Input((32, 32, 3), dtype="uint8", name="images")
+    x = keras.layers.Rescaling(1 / 255, **named("scale"))(images)
+    for block, filters in enumerate((32, 64, 128)):
+        x = keras.layers.Conv2D(filters, 3, padding="same", **named(f"conv{block}"))(x)
+        x = keras.layers.BatchNormalization(**named(f"norm{block}"))(x)
+        x = keras.layers.ReLU(**named(f"relu{block}"))(x)
+        x = keras.layers.MaxPooling2D(**named(f"pool{block}"))(x)
+    x = keras.layers.Flatten(**named("flatten"))(x)
+    x = keras.layers.LayerNormalization(**named("layer_norm"))(x)
+    x = keras.layers.Dense(256, activation="relu", **named("hidden"))(x)
+    logits = keras.layers.Dense(10, **named("logits"))(x)
+    model = keras.Model(images, logits)
+    optimizer = keras.optimizers.Adam(1e-3)
+    if "mixed_float16" in dtypes.values():
+        # What Keras does by itself under a global policy of that name.
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
+    model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(True))
+    return model
+
+
+def deep_model() -> keras.Model:
+    """Returns a compiled Functional model of `NUM_LAYERS` layers."""
+    inputs = x = keras.Input((16,))
+    for _ in range(NUM_LAYERS // 4):
+        skip = x
+        x = keras.layers.LayerNormalization()(x)
+        x = keras.layers.Dense(16, activation="relu")(x)
+        x = keras.layers.Dropout(0.1)(x)
+        x = keras.layers.Add()([skip, x])
+    model = keras.Model(inputs, keras.layers.Dense(1)(x))
+    model.compile("adam", "mse")
+    return model
+
+
+def policies_by_hand(model: keras.Model) -> dict[str, str]:
+    """Returns the stock policy of each layer that gives the dtypes tfamp chose."""
+    policies = {}
+    for layer in model.layers:
+        is_float32 = layer.compute_dtype == "float32"
+        half = f"mixed_{layer.compute_dtype}"
+        policies[layer.name] = "float32" if is_float32 else half
+    return policies
+
+
+def timed(work: Callable[[], Any], repetitions: int = 1) -> tuple[float, float]:
+    """Returns the seconds of one repetition on the clock and on the processor."""
+    clock, processor = time.perf_counter(), time.process_time()
+    for _ in range(repetitions):
+        work()
+    clock, processor = time.perf_counter() - clock, time.process_time() - processor
+    return clock / repetitions, processor / repetitions
+
+
+def take_turns(
+    sides: Sequence[Callable[[], tuple[float, float]]], turns: int
+) -> np.ndarray:
+    """Returns the seconds of each side in each turn, shape (turns, sides, 2)."""
+    seconds = np.zeros((turns, len(sides), 2))
+    for turn in range(turns):
+        # The side that goes first changes: caches and clocks favour one of them.
+        order = range(len(sides)) if turn % 2 else reversed(range(len(sides)))
+        for side in order:
+            seconds[turn, side] = sides[side]()
+    return seconds
+
+
+def ratio(seconds: np.ndarray, goal: float) -> dict[str, Any]:
+    """Returns medians, the median ratio of second to first side, and its interval."""
+    ratios, processor_ratios = (seconds[:, 1] / seconds[:, 0]).T
+    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
+    tails = [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)]
+    low, high = np.percentile(np.median(draws, axis=1), tails)
+    stock, ours = np.median(seconds[..., 0], axis=0) * 1e3
+    middle = float(np.median(ratios))
+    return {
+        "stock_milliseconds": round(float(stock), 3),
+        "tfamp_milliseconds": round(float(ours), 3),
+        "ratio": round(middle, 4),
+        "interval": [round(float(low), 4), round(float(high), 4)],
+        "processor_ratio": round(float(np.median(processor_ratios)), 4),
+        "turns": len(ratios),
+        "goal": goal,
+        "met": middle <= goal,
+    }
+
+
+def measure_step(policy: str, turns: int, steps: int) -> dict[str, Any]:
+    """Returns the cost of a training step under tfamp over stock Keras."""
+    rng = np.random.default_rng(0)
+    images = tf.constant(rng.integers(0, 256, (BATCH_SIZE, 32, 32, 3), np.uint8))
+    labels = tf.constant(rng.integers(0, 10, BATCH_SIZE))
+
+    def seconds_a_step(model: keras.Model) -> tuple[float, float]:
+        return timed(lambda: model.train_on_batch(images, labels), steps)
+
+    with tfamp.scope(policy):
+        chosen = policies_by_hand(convolutional_model({}))
+    gc.collect()
+    stock = convolutional_model(chosen)
+    # Traced before tfamp is on, so that no hook has a part in it.
+    seconds_a_step(stock)
+    with tfamp.scope(policy):
+        ours = convolutional_model({})
+    if policies_by_hand(ours) != chosen:
+        raise RuntimeError("The two sides compute in different dtypes.")
+    sides = [lambda: seconds_a_step(stock), lambda: seconds_a_step(ours)]
+    take_turns(sides, 5)
+    return ratio(take_turns(sides, turns), MAX_STEP_RATIO)
+
+
+def measure_build(policy: str, builds: int) -> dict[str, Any]:
+    """Returns the cost of building a deep model under tfamp over stock Keras."""
+
+    def under_stock() -> tuple[float, float]:
+        gc.collect()
+        if tfamp.status().hooks:
+            raise RuntimeError("Hooks are left, so this would not measure stock Keras.")
+        keras.config.set_dtype_policy(policy)
+        try:
+            return timed(deep_model)
+        finally:
+            keras.config.set_dtype_policy("float32")
+
+    def under_tfamp() -> tuple[float, float]:
+        gc.collect()
+        with tfamp.scope(policy):
+            return timed(deep_model)
+
+    sides = [under_stock, under_tfamp]
+    take_turns(sides, 1)
+    return ratio(take_turns(sides, builds), MAX_BUILD_RATIO)
+
+
+def describe(name: str, figures: dict[str, Any]) -> str:
+    """Returns one line of the table."""
+    low, high = figures["interval"]
+    return (
+        f"{name:18} {figures['stock_milliseconds']:9.2f} ms "
+        f"{figures['tfamp_milliseconds']:9.2f} ms   {figures['ratio']:.3f} "
+        f"[{low:.3f}, {high:.3f}]   {figures['processor_ratio']:.3f}       "
+        f"at most {figures['goal']:.2f}: "
+        f"{'met' if figures['met'] else 'MISSED'}"
+    )
+
+
+def main(argv: Sequence[str]) -> int:
+    """Measures, prints a table and a last line of JSON."""
+    settings = define_flags()
+    settings(argv)
+    turns, steps, builds = settings.turns, settings.turn_steps, settings.builds
+    if settings.smoke:
+        turns, steps, builds = 2, 1, 1
+    device = tfamp.status().devices[0]
+    is_gpu = bool(tf.config.list_physical_devices("GPU"))
+    policy = settings.policy or ("mixed_float16" if is_gpu else "mixed_bfloat16")
+    # Building comes first: it needs a process without managed models.
+    build = measure_build(policy, builds)
+    result = {
+        "benchmark": "enable_overhead",
+        "device": f"{device.name}, {os.cpu_count()} cores",
+        "policy": policy,
+        "batch_size": BATCH_SIZE,
+        "versions": {
+            "python": platform.python_version(),
+            "tensorflow": tf.__version__,
+            "keras": keras.__version__,
+            "tfamp": tfamp.__version__,
+        },
+        "step": measure_step(policy, turns, steps),
+        "build": build,
+    }
+    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
+    print(f"{policy} on {result['device']}; {versions}; batch {BATCH_SIZE}")
+    columns = f"ratio [{CONFIDENCE:.0%} interval]   processor"
+    print(f"{'':18} {'stock':>12} {'tfamp':>12}   {columns}")
+    print(describe("training step", result["step"]))
+    print(describe(f"{NUM_LAYERS}-layer build", result["build"]))
+    if settings.json:
+        with open(settings.json, "w", encoding="utf-8") as file:
+            json.dump(result, file, indent=1)
+    print(json.dumps(result))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))

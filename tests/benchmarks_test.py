@@ -1,0 +1,90 @@
+"""Every benchmark runs and says what its last line promises; no time is asserted."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+# Both are float32 in the loss; what is left is rounding of a logit near 10.
+FLOAT32_TOLERANCE = 1e-3
+
+
+def run(name: str, folder: Path, *arguments: str) -> dict:
+    """Runs a benchmark on little work and returns its last line."""
+    completed = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / name, "--smoke", *arguments],
+        cwd=folder,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, completed.stderr
+    return json.loads(completed.stdout.splitlines()[-1])
+
+
+def load(name: str):
+    """Returns a benchmark as a module, without running it."""
+    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / name)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_every_benchmark_is_tested_here():
+    tested = {"enable_overhead.py", "readme_figure.py"}
+    assert {script.name for script in SCRIPTS} == tested
+
+
+@pytest.mark.slow
+def test_enable_overhead_prints_both_ratios(tmp_path):
+    result = run("enable_overhead.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    for part, goal in (("step", 1.02), ("build", 1.10)):
+        assert result[part]["goal"] == goal
+        assert result[part]["ratio"] > 0
+    assert set(result["versions"]) == {"python", "tensorflow", "keras", "tfamp"}
+
+
+@pytest.mark.slow
+def test_readme_figure_shows_what_readme_says(tmp_path):
+    result = run("readme_figure.py", tmp_path, "--output=figure.png")
+    assert (tmp_path / "figure.png").stat().st_size > 0
+    exact, stock, ours = result["gradients"]["sigmoid, wrong by 9"].values()
+    # sigma(9) = 1 / (1 + exp(-9)) = 0.99988
+    assert exact == pytest.approx(0.99988, abs=1e-5)
+    assert stock == 0
+    assert ours == pytest.approx(exact, rel=FLOAT32_TOLERANCE)
+    exact, stock, ours = result["gradients"]["softmax, wrong by 12"].values()
+    assert exact == pytest.approx(0.999994, abs=1e-6)
+    assert stock in ("inf", "nan")
+    assert ours == pytest.approx(exact, rel=FLOAT32_TOLERANCE)
+
+
+def test_ratio_is_the_median_of_the_ratios_of_the_turns():
+    benchmark = load("enable_overhead.py")
+    # Turn by turn 2, 1.5 and 1; a slow second turn slows both sides.
+    clock = np.array([[0.001, 0.002], [0.004, 0.006], [0.002, 0.002]])
+    processor = np.array([[1, 3], [1, 2], [1, 1]])
+    seconds = np.stack([clock, processor], axis=-1)
+    figures = benchmark.ratio(seconds, goal=1.02)
+    assert figures["ratio"] == 1.5
+    assert (figures["stock_milliseconds"], figures["tfamp_milliseconds"]) == (2, 2)
+    assert figures["interval"] == [1.0, 2.0]
+    assert figures["processor_ratio"] == 2
+    assert not figures["met"]
+
+
+def test_sides_take_turns_and_go_first_in_turn():
+    benchmark = load("enable_overhead.py")
+    order = []
+    sides = [lambda: order.append("a") or (1, 2), lambda: order.append("b") or (3, 4)]
+    seconds = benchmark.take_turns(sides, 3)
+    assert "".join(order) == "baabba"
+    assert seconds.tolist() == [[[1, 2], [3, 4]]] * 3

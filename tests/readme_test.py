@@ -1,0 +1,60 @@
+"""README's code runs from top to bottom, and what it points at exists."""
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+README = (ROOT / "README.md").read_text(encoding="utf-8")
+BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
+LINKS = re.findall(r"\]\(([^)#]+)\)", README)
+COMMANDS = re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)
+TESTS = re.findall(r"`(tests/\w+\.py)::(\w+)`", README)
+
+
+def test_readme_has_code_links_commands_and_tests():
+    assert BLOCKS and LINKS and COMMANDS and TESTS
+
+
+@pytest.mark.slow
+def test_code_blocks_run_one_after_the_other(tmp_path):
+    script = tmp_path / "readme.py"
+    script.write_text("\n".join(BLOCKS), encoding="utf-8")
+    completed = subprocess.run(
+        [sys.executable, script],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, completed.stderr
+    # What `print(tfamp.assignment(model))` and `print(tfamp.status())` show.
+    assert "mixed_bfloat16" in completed.stdout
+    assert "LayerNormalization" in completed.stdout
+
+
+@pytest.mark.parametrize("link", LINKS)
+def test_links_lead_to_files_of_the_repository(link):
+    assert (ROOT / link).is_file()
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_are_targets_of_the_makefile(command):
+    makefile = (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.search(rf"^{command}:", makefile, re.MULTILINE)
+
+
+@pytest.mark.parametrize("file, name", TESTS)
+def test_tests_that_show_a_fix_exist(file, name):
+    assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
+
+
+def test_address_of_the_repository_stands_in_setup_cfg_only():
+    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    (url,) = re.findall(r"^url = (\S+)$", setup, re.MULTILINE)
+    assert setup.count(url) == 1
+    assert url not in README
