@@ -19,6 +19,8 @@ from tests.recorded_operations import recorded_operations
 layers = keras.layers
 LENGTH, WIDTH = 6, 8
 
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
 
 @keras.saving.register_keras_serializable("tfamp_tests")
 class Erf(layers.Layer):

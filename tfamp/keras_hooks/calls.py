@@ -44,7 +44,9 @@ def patches(before_call: Callable[..., None]) -> list[Patch]:
 
     return [
         Patch(keras.layers.Layer, "__call__", wrap_outer),
+        Patch(keras.layers.Layer, "_maybe_build", _wrap_maybe_build),
         Patch(TFLayer, "__call__", _wrap_inner, optional=True),
+        Patch(_data_layer_class(), "__call__", _wrap_data_layer),
         Patch(keras.DTypePolicy, "convert_input", _wrap_convert_input),
         Patch(
             keras.layers.Layer,
@@ -65,6 +67,49 @@ def in_symbolic_scope() -> bool:
     return backend.in_stateless_scope() and (
         global_state.get_global_attribute("symbolic_scope") is not None
     )
+
+
+def _wrap_maybe_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Builds layers outside tfamp's own trace, as a plain first call would.
+
+    What `build` keeps must not be a tensor of a graph that is thrown away.
+    """
+
+    @like(original)
+    def _maybe_build(self: keras.layers.Layer, call_spec: Any) -> Any:
+        if CALLS.recorder is None or self.built:
+            return original(self, call_spec)
+        scopes = ("stateless_scope", "symbolic_scope")
+        before = {name: global_state.get_global_attribute(name) for name in scopes}
+        try:
+            for name in scopes:
+                global_state.set_global_attribute(name, None)
+            with tf.init_scope():
+                return original(self, call_spec)
+        finally:
+            for name, scope in before.items():
+                global_state.set_global_attribute(name, scope)
+
+    return _maybe_build
+
+
+def _data_layer_class() -> type:
+    """Returns the base class of preprocessing layers, whose name has changed."""
+    ancestors = keras.layers.Normalization.__mro__[1:]
+    return next(cls for cls in ancestors if "__call__" in vars(cls))
+
+
+def _wrap_data_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands preprocessing layers exact inputs before they cast them themselves."""
+
+    @like(original)
+    def __call__(self: keras.layers.Layer, inputs: Any, **kwargs: Any) -> Any:
+        care = care_of(self)
+        if care is not None and care.exact_inputs:
+            inputs = tree.map_structure(_restore_source, inputs)
+        return original(self, inputs, **kwargs)
+
+    return __call__
 
 
 def _wrap_inner(original: Any) -> Callable[..., Any]:
@@ -102,12 +147,13 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
             if not backend.is_float_dtype(x.dtype) or x.dtype == dtype:
                 return x
             return keras.KerasTensor(x.shape, dtype=dtype, sparse=x.sparse)
-        if not tf.is_tensor(x) or not x.dtype.is_floating or x.dtype == dtype:
+        if not tf.is_tensor(x) or not x.dtype.is_floating:
             return x
-        y = backend.cast(x, dtype)
-        for attribute in ("_keras_mask", "_keras_logits"):
-            if hasattr(x, attribute):
-                setattr(y, attribute, getattr(x, attribute))
+        y = x if x.dtype == dtype else backend.cast(x, dtype)
+        if y is not x and hasattr(x, "_keras_mask"):
+            y._keras_mask = x._keras_mask
+        if hasattr(x, "_keras_logits"):  # a loss takes them in the output's place
+            y._keras_logits = backend.cast(x._keras_logits, dtype)
         return y
 
     return tree.map_structure(cast, outputs)

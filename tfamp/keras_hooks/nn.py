@@ -58,7 +58,7 @@ def patches(takes_care: Callable[[Care], bool]) -> list[Patch]:
             if care.kind is not Kind.WIDE_OUTPUT and result.dtype == tf.float32:
                 output = tf.cast(result, x.dtype)
             if hasattr(result, "_keras_logits"):
-                output._keras_logits = wide
+                output._keras_logits = x if output.dtype == x.dtype else wide
                 setattr(output, CAREFUL, True)
             return output
 

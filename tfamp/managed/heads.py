@@ -113,6 +113,7 @@ class Recorder:
 
     def __init__(self) -> None:
         self.made: dict[int, tuple[keras.layers.Layer, Any]] = {}
+        self.passed: dict[int, tuple[keras.layers.Layer, Any]] = {}
         self.shapes: dict[int, tuple[int | None, ...]] = {}
         self.heads: Heads | None = None
 
@@ -120,8 +121,8 @@ class Recorder:
         """Takes note of one call; calls end innermost first."""
         tensors = [x for x in structure.flatten(outputs) if tf.is_tensor(x)]
         for tensor in tensors:
-            if not _is_weightless(layer):
-                self.made.setdefault(id(tensor), (layer, tensor))
+            seen = self.passed if _is_weightless(layer) else self.made
+            seen.setdefault(id(tensor), (layer, tensor))
         if tensors and isinstance(tensors[0], tf.Tensor):
             self.shapes.setdefault(id(layer), tuple(tensors[0].shape))
 
@@ -145,6 +146,8 @@ class Recorder:
             if layer not in found.heads:
                 found.heads.append(layer)
             return True
+        if id(tensor) in self.passed:
+            found.after.append(self.passed[id(tensor)][0])
         operation = tensor.op
         if operation.type in ("Const", "Placeholder"):
             return operation.type == "Const"

@@ -1,0 +1,93 @@
+"""`activity_regularizer` and `add_loss` work in `fit` under both mixed policies."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+
+layers = keras.layers
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+X = np.full((4, 2), 500.0, "float32")
+Y = np.zeros((4, 1), "float32")
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+class AddsLoss(layers.Layer):
+    """Adds the mean of its input to the loss, in the compute dtype."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.mean(x))
+        return x
+
+
+class Subclassed(keras.Model):
+    """Calls two layers in turn."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+        self.head = layers.Dense(1, kernel_initializer="zeros")
+
+    def call(self, x):
+        return self.head(self.layer(x))
+
+
+def functional(layer):
+    x = keras.Input((2,))
+    return keras.Model(x, layers.Dense(1, kernel_initializer="zeros")(layer(x)))
+
+
+def regularized():
+    return layers.Activation("linear", activity_regularizer=keras.regularizers.L2(1e-6))
+
+
+def loss_in_fit(structure, make, mode="graph"):
+    model = structure(make())
+    model.compile(
+        keras.optimizers.SGD(0.0),
+        "mse",
+        run_eagerly=mode == "eager",
+        jit_compile=mode == "xla",
+    )
+    return model.fit(X, Y, verbose=0).history["loss"][0]
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
+@pytest.mark.parametrize("structure", [functional, Subclassed])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_activity_regularizer(policy, structure, mode):
+    with tfamp.scope(policy):
+        loss = loss_in_fit(structure, regularized, mode)
+    # 1e-6 times the 8 squares of 500, which float16 cannot hold, by the batch of 4;
+    # the predictions are 0 and right.
+    assert loss == pytest.approx(1e-6 * 8 * 500**2 / 4)
+
+
+@pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
+@pytest.mark.parametrize("structure", [functional, Subclassed])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_add_loss(policy, structure, mode):
+    with tfamp.scope(policy):
+        loss = loss_in_fit(structure, AddsLoss, mode)
+    assert loss == pytest.approx(500)
+
+
+@pytest.mark.parametrize("make", [regularized, AddsLoss])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_stock_keras_raises(policy, make):
+    keras.config.set_dtype_policy(policy)
+    try:
+        with pytest.raises(Exception, match="float32|dtype"):
+            loss_in_fit(functional, make)
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def test_the_config_holds_the_regularizer_itself():
+    with tfamp.scope("mixed_bfloat16"):
+        layer = regularized()
+    config = layer.get_config()["activity_regularizer"]
+    assert config["class_name"] == "L2"
+    assert isinstance(layer.activity_regularizer, keras.regularizers.L2)

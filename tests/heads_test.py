@@ -1,0 +1,252 @@
+"""Losses see what they need: heads give the loss and gradient of float32.
+
+References are the closed forms of the cross-entropies in float64.
+"""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.managed.heads import keeps_product_in_half
+
+layers = keras.layers
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+WRONG_BY = (9.0, 12.0, 20.0)
+# Weights go through one rounding to half precision on the way to the trunk; the
+# head itself is float32, so only the float32 spacing is left over. The issue is
+# orders of magnitude: stock gives a gradient of 0 or NaN.
+RELATIVE = 1e-3
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+def final(kind, units):
+    """Returns layers that end a model in probabilities, written in one way."""
+    name = "sigmoid" if units == 1 else "softmax"
+    if kind == "activation string":
+        return [layers.Dense(units, activation=name, name="logits")]
+    if kind == "activation function":
+        function = getattr(keras.activations, name)
+        return [layers.Dense(units, activation=function, name="logits")]
+    if kind == "Activation layer":
+        return [layers.Dense(units, name="logits"), layers.Activation(name)]
+    if kind == "Softmax layer":
+        return [layers.Dense(units, name="logits"), layers.Softmax()]
+    return [layers.Dense(units, name="logits"), getattr(keras.ops, name)]
+
+
+KINDS = ["activation string", "activation function", "Activation layer", "operation"]
+
+
+class Subclassed(keras.Model):
+    """Calls what it is given in turn."""
+
+    def __init__(self, steps):
+        super().__init__()
+        self.steps_before_output = [s for s in steps if isinstance(s, layers.Layer)]
+        self.operation = None if isinstance(steps[-1], layers.Layer) else steps[-1]
+
+    def call(self, x):
+        for layer in self.steps_before_output:
+            x = layer(x)
+        return x if self.operation is None else self.operation(x)
+
+
+def functional(steps):
+    x = inputs = keras.Input((1,))
+    for step in steps:
+        x = step(x)
+    return keras.Model(inputs, x)
+
+
+def sequential(steps):
+    return keras.Sequential([keras.Input((1,)), *steps])
+
+
+def build(structure, kind, units, logits, loss, jit_compile=False):
+    steps = final(kind, units)
+    model = structure(steps)
+    if not steps[0].built:
+        steps[0].build((None, 1))
+    kernel, bias = np.zeros((1, units), "float32"), np.array(logits, "float32")
+    steps[0].set_weights([kernel, bias])
+    model.compile(keras.optimizers.SGD(1.0), loss, jit_compile=jit_compile)
+    return model, steps[0]
+
+
+def bias_gradient(model, dense, y):
+    """Returns (loss, gradient of the logits' bias) of one `fit` step."""
+    before = dense.bias.numpy().astype("float64")
+    history = model.fit(np.ones((1, 1), "float32"), y, verbose=0).history
+    return history["loss"][0], before - dense.bias.numpy()
+
+
+CASES = [
+    (structure, kind)
+    for structure in (functional, sequential, Subclassed)
+    for kind in KINDS
+    if not (structure is sequential and kind == "operation")
+]
+CASE_IDS = [f"{structure.__name__}-{kind}" for structure, kind in CASES]
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(("structure", "kind"), CASES, ids=CASE_IDS)
+def test_sigmoid_heads(structure, kind, policy, jit_compile):
+    for wrong_by in WRONG_BY:
+        with tfamp.scope(policy):
+            model, dense = build(
+                structure, kind, 1, [wrong_by], "binary_crossentropy", jit_compile
+            )
+        loss, gradient = bias_gradient(model, dense, np.zeros((1, 1)))
+        exact = 1 / (1 + np.exp(-wrong_by))  # d/dz log(1 + e^z)
+        assert loss == pytest.approx(np.logaddexp(0, wrong_by), rel=RELATIVE)
+        assert gradient[0] == pytest.approx(exact, rel=RELATIVE)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize(
+    ("structure", "kind"),
+    [*CASES, (functional, "Softmax layer"), (sequential, "Softmax layer")],
+    ids=[*CASE_IDS, "functional-Softmax layer", "sequential-Softmax layer"],
+)
+def test_softmax_heads(structure, kind, policy, jit_compile):
+    for wrong_by in WRONG_BY:
+        logits = [wrong_by, 0.0, 0.0]
+        with tfamp.scope(policy):
+            model, dense = build(
+                structure,
+                kind,
+                3,
+                logits,
+                "sparse_categorical_crossentropy",
+                jit_compile,
+            )
+        loss, gradient = bias_gradient(model, dense, np.array([[1]]))
+        p = np.exp(np.array(logits) - np.logaddexp.reduce(logits))
+        assert loss == pytest.approx(-np.log(p[1]), rel=RELATIVE)
+        exact = p - np.array([0, 1, 0])
+        np.testing.assert_allclose(gradient, exact, rtol=RELATIVE, atol=1e-7)
+
+
+@pytest.mark.parametrize(("policy", "wrong_by"), [("mixed_float16", 9.0)])
+def test_stock_keras_loses_the_gradient_of_a_sigmoid_head(policy, wrong_by):
+    keras.config.set_dtype_policy(policy)
+    try:
+        model, dense = build(
+            functional, "Activation layer", 1, [wrong_by], "binary_crossentropy"
+        )
+    finally:
+        keras.config.set_dtype_policy("float32")
+    loss, gradient = bias_gradient(model, dense, np.zeros((1, 1)))
+    assert not loss == pytest.approx(wrong_by, rel=0.1) or gradient[0] == 0
+
+
+class NoLayerAtTheEnd(keras.Model):
+    """Multiplies by a weight of its own at the end."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(4, activation="relu")
+
+    def build(self, input_shape):
+        self.dense.build(input_shape)
+        self.table = self.add_weight(shape=(4, 3), name="table")
+
+    def call(self, x):
+        return tf.matmul(self.dense(x), self.table)
+
+
+class HeadIsAlsoUsedInside(keras.Model):
+    """Combines the last layer's output with a half-precision tensor by hand."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = layers.Dense(3, activation="relu")
+        self.last = layers.Dense(3)
+
+    def call(self, x):
+        h = self.first(x)
+        y = self.last(h)
+        self.add_loss(tf.reduce_mean(h * y))
+        return y
+
+
+@pytest.mark.parametrize("model_class", [NoLayerAtTheEnd, HeadIsAlsoUsedInside])
+@pytest.mark.parametrize("policy", POLICIES)
+def test_where_no_layer_can_be_the_head_the_output_alone_is_cast(policy, model_class):
+    with tfamp.scope(policy):
+        model = model_class()
+    model.compile("sgd", "mse")
+    x, y = np.ones((4, 2), "float32"), np.ones((4, 3), "float32")
+    assert np.isfinite(model.fit(x, y, verbose=0).history["loss"][0])
+    assert model(x).dtype == tf.float32
+    row = tfamp.assignment(model)[model.name]
+    assert (row.rule, row.output_dtype) == ("default: heads", "float32")
+    assert "the output alone is cast to float32" in row.note
+
+
+def test_a_broken_head_is_said(caplog):
+    with tfamp.scope("mixed_bfloat16"):
+        model = HeadIsAlsoUsedInside()
+    with caplog.at_level("WARNING"):
+        model(np.ones((4, 2), "float32"))
+    assert "its last layer stays in half precision" in caplog.text
+    assert "Cast what is combined with it" in caplog.text
+
+
+def test_a_head_the_user_gave_a_dtype_keeps_it():
+    with tfamp.scope("mixed_bfloat16"):
+        x = keras.Input((2,))
+        model = keras.Model(x, layers.Dense(3, dtype="mixed_bfloat16")(x))
+    assert model(np.ones((4, 2))).dtype == tf.bfloat16
+    assert tfamp.assignment(model).layers[-1].rule == "dtype argument"
+
+
+def test_several_outputs_are_all_heads():
+    with tfamp.scope("mixed_bfloat16"):
+        x = keras.Input((4,))
+        h = layers.Dense(4, activation="relu")(x)
+        model = keras.Model(
+            x,
+            {"a": layers.Dense(2)(h), "b": layers.Reshape((1, 3))(layers.Dense(3)(h))},
+        )
+    outputs = model(np.ones((2, 4)))
+    assert {name: y.dtype for name, y in outputs.items()} == {
+        "a": tf.float32,
+        "b": tf.float32,
+    }
+    assert [tensor.dtype for tensor in model.outputs] == ["float32", "float32"]
+
+
+@pytest.mark.parametrize(
+    ("weights", "share", "in_half"),
+    [(2048 * 1000, 0.0005, False), (256 * 8000, 0.5, True), (64 * 10, 0.5, False)],
+    ids=["ResNet50", "small language model", "digits"],
+)
+def test_only_a_dear_head_keeps_its_product_in_half(weights, share, in_half):
+    assert keeps_product_in_half(weights, share) is in_half
+
+
+@pytest.mark.parametrize("structure", [functional, Subclassed])
+def test_a_dear_head_gives_float32_after_a_half_product(structure):
+    with tfamp.scope("mixed_bfloat16"):
+        steps = [
+            layers.Dense(256, activation="relu"),
+            layers.Dense(4000, activation="softmax", name="logits"),
+        ]
+        model = structure(steps)
+        model.compile("sgd", "sparse_categorical_crossentropy")
+    x = np.linspace(-1, 1, 8, dtype="float32")[:, None]
+    output = model(x)
+    assert output.dtype == tf.float32
+    # Rounding each of 4000 terms near 2.5e-4 to bfloat16 would show in the sum.
+    np.testing.assert_allclose(np.sum(output, axis=-1), 1, atol=1e-5)
+    row = tfamp.assignment(model)["logits"]
+    assert (row.compute_dtype, row.output_dtype) == ("bfloat16", "float32")
+    assert "its product is" in row.note
+    assert np.isfinite(model.fit(x, np.arange(8), verbose=0).history["loss"][0])

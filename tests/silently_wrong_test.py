@@ -1,0 +1,232 @@
+"""What half precision spoils without a word is right under tfamp.
+
+Each case is shown to be wrong on stock Keras. References are float64 numbers.
+"""
+
+import dataclasses
+from collections.abc import Callable
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+
+layers = keras.layers
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A layer, its input, the right answer and how near the answer must be.
+
+    Where half precision gives the output, `tolerance` is its spacing.
+    """
+
+    make: Callable[[], layers.Layer]
+    inputs: np.ndarray
+    expected: np.ndarray
+    policies: tuple[str, ...] = POLICIES
+    tolerance: float = 2**-8  # one spacing of bfloat16 at 1
+
+
+class RunningSum(layers.Layer):
+    """Writes a running sum as an operation."""
+
+    def call(self, x):
+        return keras.ops.cumsum(x, axis=-1)
+
+
+class MaskedMean(layers.Layer):
+    """Averages over unmasked steps."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.pool = layers.GlobalAveragePooling1D()
+
+    def call(self, x):
+        return self.pool(x, mask=keras.ops.ones(keras.ops.shape(x)[:2], "bool"))
+
+
+class CosineOfItself(layers.Layer):
+    """The cosine between a vector and itself."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dot = layers.Dot(axes=-1, normalize=True)
+
+    def call(self, x):
+        return self.dot([x, x])
+
+
+def normalized():
+    return layers.Normalization(mean=[5e4], variance=[40.0**2])
+
+
+NEAR_5E4 = np.array([[5e4 - 32], [5e4 + 42], [5e4 - 31.2]])
+NEAR_1000 = np.random.default_rng(0).normal(1000, 0.1, (64, 4))
+GAUSSIAN = np.random.default_rng(1).normal(size=(4, 1024))
+
+
+def batch_normalized(x):
+    return (x - x.mean(0)) / np.sqrt(x.var(0) + 1e-3)
+
+
+class TrainingBatchNormalization(layers.Layer):
+    """Normalizes by the batch's own statistics."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.normalize = layers.BatchNormalization()
+
+    def call(self, x):
+        return self.normalize(x, training=True)
+
+
+def table():
+    rows = np.arange(4096)[:, None] % 2.0  # neighbours differ by 1
+    return layers.Embedding(4096, 1, weights=[rows])
+
+
+CASES = {
+    "UnitNormalization of large inputs": Case(
+        layers.UnitNormalization,
+        600 * GAUSSIAN,
+        GAUSSIAN / np.linalg.norm(GAUSSIAN, axis=-1, keepdims=True),
+        ("mixed_float16",),
+    ),
+    "UnitNormalization of small inputs": Case(
+        layers.UnitNormalization,
+        1e-4 * np.ones((2, 16)),
+        np.full((2, 16), 0.25),
+        ("mixed_float16",),
+    ),
+    "cosine": Case(CosineOfItself, 600 * GAUSSIAN, np.ones((4, 1)), ("mixed_float16",)),
+    "masked global pooling": Case(
+        MaskedMean,
+        np.full((1, 8192, 1), 10.0),
+        np.array([[10.0]]),
+        ("mixed_float16",),
+    ),
+    "large average pooling": Case(
+        lambda: layers.AveragePooling2D(256),
+        np.full((1, 256, 256, 1), 5.0),
+        np.full((1, 1, 1, 1), 5.0),
+        ("mixed_float16",),
+    ),
+    "running sum": Case(
+        RunningSum, np.ones((1, 5000)), np.arange(1.0, 5001)[None], tolerance=2**-8
+    ),
+    "Normalization": Case(
+        normalized, NEAR_5E4, np.array([[-0.8], [1.05], [-0.78]]), tolerance=2**-8
+    ),
+    "BatchNormalization of raw features": Case(
+        TrainingBatchNormalization,
+        NEAR_1000,
+        batch_normalized(NEAR_1000.astype("float32").astype("float64")),
+        tolerance=2**-7,  # values to 3, so spacing of bfloat16 at 2
+    ),
+    "ids in floats": Case(table, np.array([[2049.0, 3, 2051]]), np.ones((1, 3, 1))),
+}
+IDS = [(name, policy) for name, case in CASES.items() for policy in case.policies]
+
+
+class Subclassed(keras.Model):
+    """Casts its inputs before the layer sees them."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer = layer
+
+    def call(self, x):
+        return self.layer(x)
+
+
+def functional(layer, shape):
+    x = keras.Input(shape)
+    return keras.Model(x, layer(x))
+
+
+STRUCTURES = {
+    "functional": functional,
+    "sequential": lambda layer, shape: keras.Sequential([layer]),
+    "subclassed": lambda layer, shape: Subclassed(layer),
+    "layer": lambda layer, shape: layer,
+}
+
+
+def predict(model, x, mode):
+    x = keras.ops.convert_to_tensor(x, "float32")
+    if mode == "eager" or not isinstance(model, keras.Model):
+        return np.asarray(model(x), "float64")
+    model.compile(jit_compile=mode == "xla")
+    return np.asarray(model.predict(x, batch_size=len(x), verbose=0), "float64")
+
+
+def error(found, expected):
+    scale = np.maximum(np.abs(expected), 1)
+    return np.max(np.abs(found - expected) / scale)
+
+
+@pytest.mark.parametrize(("name", "policy"), IDS)
+def test_stock_keras_is_wrong(name, policy):
+    case = CASES[name]
+    keras.config.set_dtype_policy(policy)
+    try:
+        # Stock Keras cannot run a `Normalization` with a given mean in a subclassed
+        # model at all; in a Functional one ids are not cast by the model.
+        structure = "subclassed" if name == "ids in floats" else "functional"
+        model = STRUCTURES[structure](case.make(), case.inputs.shape[1:])
+        found = predict(model, case.inputs, "eager")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert not error(found, case.expected) < 4 * case.tolerance  # NaN is wrong too
+
+
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+@pytest.mark.parametrize("structure", STRUCTURES)
+@pytest.mark.parametrize(("name", "policy"), IDS)
+def test_tfamp_is_right(name, policy, structure, mode):
+    case = CASES[name]
+    with tfamp.scope(policy):
+        model = STRUCTURES[structure](case.make(), case.inputs.shape[1:])
+        found = predict(model, case.inputs, mode)
+    assert error(found, case.expected) <= case.tolerance
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_apply_restores_the_statistics_of_a_built_normalization(policy):
+    model = functional(normalized(), (1,))
+    before = predict(model, NEAR_5E4, "eager")
+    tfamp.apply(model, policy, keep_float32="none")
+    assert error(predict(model, NEAR_5E4, "eager"), before) > 0.1
+    tfamp.apply(model, policy)
+    np.testing.assert_array_equal(predict(model, NEAR_5E4, "eager"), before)
+
+
+@pytest.mark.parametrize("size", [2, 3])
+def test_upsampling_trains_under_xla(size):
+    with tfamp.scope("mixed_bfloat16"):
+        model = keras.Sequential(
+            [
+                keras.Input((4, 4, 1)),
+                layers.Conv2D(2, 3, padding="same"),
+                layers.UpSampling2D(size, interpolation="bilinear"),
+                layers.Conv2D(1, 3, padding="same"),
+            ]
+        )
+    model.compile("sgd", "mse", jit_compile=True)
+    x = np.ones((2, 4, 4, 1), "float32")
+    y = np.ones((2, 4 * size, 4 * size, 1), "float32")
+    assert np.isfinite(model.fit(x, y, verbose=0).history["loss"][0])
+
+
+@pytest.mark.parametrize("name", ["AveragePooling3D", "MaxPooling3D"])
+def test_pooling_in_three_dimensions_runs_in_float16_on_a_cpu(name):
+    with tfamp.scope("mixed_float16"):
+        layer = getattr(layers, name)(2)
+    x = np.arange(8.0).reshape(1, 2, 2, 2, 1)
+    expected = x.mean() if name.startswith("Average") else x.max()
+    assert float(keras.ops.squeeze(layer(x))) == expected
