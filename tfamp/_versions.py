@@ -46,14 +46,21 @@ class Problem(NamedTuple):
 
     Args:
         subject: Package or variable, such as "KERAS_BACKEND".
-        message: What was found, what is expected, what to set.
+        found: What was found and what is expected.
+        remedy: What to run or set.
         error: The exception to raise: `ImportError` for packages, `ValueError`
             for settings.
     """
 
     subject: str
-    message: str
+    found: str
+    remedy: str
     error: type[Exception]
+
+    @property
+    def message(self) -> str:
+        """What was found, what is expected, what to do."""
+        return f"{self.found} {self.remedy}"
 
 
 def installed_versions() -> dict[str, str | None]:
@@ -141,8 +148,8 @@ def _python_problem(version: str | None) -> Problem | None:
         return None
     return Problem(
         "python",
-        f"Found Python {version}; tfamp supports Python {_range(PYTHON)}. Make an "
-        f"environment with one of these.",
+        f"Found Python {version}; tfamp supports Python {_range(PYTHON)}.",
+        "Make an environment with one of these.",
         ImportError,
     )
 
@@ -156,8 +163,8 @@ def _tensorflow_problem(version: str | None) -> Problem | None:
         found = f"Found TensorFlow {version}"
     return Problem(
         "tensorflow",
-        f"{found}; tfamp supports TensorFlow {_range(TENSORFLOW)}. Run "
-        f"`{_INSTALL_TENSORFLOW}`.",
+        f"{found}; tfamp supports TensorFlow {_range(TENSORFLOW)}.",
+        f"Run `{_INSTALL_TENSORFLOW}`.",
         ImportError,
     )
 
@@ -171,7 +178,8 @@ def _keras_problem(version: str | None) -> Problem | None:
         found = f"Found Keras {version}"
     return Problem(
         "keras",
-        f"{found}; tfamp supports Keras 3.10 and later. Run `{_INSTALL_KERAS}`.",
+        f"{found}; tfamp supports Keras 3.10 and later.",
+        f"Run `{_INSTALL_KERAS}`.",
         ImportError,
     )
 
@@ -188,8 +196,9 @@ def _backend_problem(
         return Problem(
             "KERAS_BACKEND",
             f"Keras is already running on its {running!r} backend; tfamp needs "
-            f"'tensorflow'. Set KERAS_BACKEND=tensorflow before the first "
-            f"`import keras`, and restart Python.",
+            f"'tensorflow'.",
+            "Set KERAS_BACKEND=tensorflow before the first `import keras`, and "
+            "restart Python.",
             ValueError,
         )
     backend = environ.get("KERAS_BACKEND")
@@ -202,8 +211,8 @@ def _backend_problem(
         return None
     return Problem(
         "KERAS_BACKEND",
-        f"{where}; tfamp needs 'tensorflow'. Set KERAS_BACKEND=tensorflow in the "
-        f"environment before Keras is imported.",
+        f"{where}; tfamp needs 'tensorflow'.",
+        "Set KERAS_BACKEND=tensorflow in the environment before Keras is imported.",
         ValueError,
     )
 
@@ -234,7 +243,7 @@ def _legacy_problem(environ: Mapping[str, str]) -> Problem | None:
     return Problem(
         "TF_USE_LEGACY_KERAS",
         f"TF_USE_LEGACY_KERAS is {value!r}, which makes `tf.keras` the legacy "
-        f"tf_keras; tfamp works with Keras 3. Unset TF_USE_LEGACY_KERAS, or set "
-        f"it to 0, before TensorFlow is imported.",
+        f"tf_keras; tfamp works with Keras 3.",
+        "Unset TF_USE_LEGACY_KERAS, or set it to 0, before TensorFlow is imported.",
         ValueError,
     )
