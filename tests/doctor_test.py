@@ -1,0 +1,403 @@
+"""`tfamp doctor`: what it finds on described machines, and how it shows it."""
+
+import dataclasses
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from tfamp import _versions, hardware
+from tfamp.cli import _diagnosis, doctor
+from tfamp.cli._diagnosis import Diagnosis, Finding, Probes, diagnose
+from tfamp.managed import lease
+from tfamp.results import Device, Recommendation
+
+ROOT = Path(__file__).parents[1]
+VERSIONS = {
+    "python": "3.12.1",
+    "tensorflow": "2.20.0",
+    "keras": "3.12.0",
+    "numpy": "2.1.0",
+}
+CPU = Device("cpu", "Old Xeon", memory_bytes=2**34, features=("avx2",))
+AMX_CPU = Device("cpu", "Xeon", features=("amx_bf16", "avx512_bf16"))
+T4 = Device("gpu", "Tesla T4", (7, 5), 15 * 2**30)
+A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
+
+
+def machine(
+    *devices, environ=None, versions=None, nvidia_gpus=0, tf32=True, problems=()
+):
+    """Describes a machine; nothing of the real one is looked at."""
+    return Probes(
+        environ={"HOME": "/nowhere", **(environ or {})},
+        versions=lambda: {**VERSIONS, **(versions or {})},
+        problems=lambda **_: tuple(problems),
+        devices=lambda: devices,
+        hardware=lambda: hardware,
+        tensorfloat32=lambda: tf32,
+        nvidia_gpus=lambda: nvidia_gpus,
+    )
+
+
+def text_of(diagnosis, width=80):
+    """Returns what the doctor prints for a diagnosis, in a pipe."""
+    console = Console(file=io.StringIO(), width=width)
+    doctor.render(diagnosis, console)
+    return console.file.getvalue()
+
+
+def test_a_sound_machine_has_no_findings():
+    diagnosis = diagnose(machine(T4, CPU, nvidia_gpus=1))
+    assert diagnosis.findings == ()
+    assert not diagnosis.is_broken
+    assert diagnosis.recommendation.policy == "mixed_float16"
+    assert [report.device for report in diagnosis.devices] == [T4, CPU]
+    assert [report.fast_dtypes for report in diagnosis.devices] == [("float16",), ()]
+    assert diagnosis.versions["tensorflow"] == "2.20.0"
+    assert "tfamp" in diagnosis.versions
+
+
+# Machine, severity, start of the message, remedy.
+MACHINES = {
+    "GPU that TensorFlow misses": (
+        machine(CPU, nvidia_gpus=2),
+        "error",
+        "The system has 2 NVIDIA GPU(s); TensorFlow sees none.",
+        "Check the driver with `nvidia-smi`, then run "
+        "`pip install 'tensorflow[and-cuda]'`.",
+    ),
+    "GPU that is hidden": (
+        machine(CPU, nvidia_gpus=1, environ={"CUDA_VISIBLE_DEVICES": "-1"}),
+        "advice",
+        "The system has 1 NVIDIA GPU(s); TensorFlow sees none, since "
+        "CUDA_VISIBLE_DEVICES is '-1'.",
+        "Unset it to use the GPU.",
+    ),
+    "unknown TFAMP_POLICY": (
+        machine(CPU, environ={"TFAMP_POLICY": "fp16"}),
+        "error",
+        "Unknown `TFAMP_POLICY` 'fp16'; expected 'auto', 'float32', 'mixed_float16', "
+        "'mixed_bfloat16', 'float16' or 'bfloat16'. Did you mean 'mixed_float16'?",
+        "Set another name, or unset it.",
+    ),
+    "slow TFAMP_POLICY": (
+        machine(T4, environ={"TFAMP_POLICY": "mixed_bfloat16"}),
+        "advice",
+        "TFAMP_POLICY: 'mixed_bfloat16' will be slow or gain nothing here: Tesla T4 "
+        "emulates bfloat16 (compute capability 7.5, needs 8.0); use 'mixed_float16'.",
+        "Set TFAMP_POLICY=auto, or unset it.",
+    ),
+    "oneDNN off": (
+        machine(AMX_CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"}),
+        "advice",
+        "oneDNN is off, so amx_bf16 and avx512_bf16 of this CPU go unused.",
+        "Unset TF_ENABLE_ONEDNN_OPTS, or set it to 1.",
+    ),
+    "oneDNN capped": (
+        machine(AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "avx512_core_bf16"}),
+        "advice",
+        "ONEDNN_MAX_CPU_ISA is 'AVX512_CORE_BF16', so amx_bf16 of this CPU goes unused "
+        "and bfloat16 is slower than float32.",
+        "Unset it.",
+    ),
+    "XLA on the CPU": (
+        machine(
+            AMX_CPU,
+            environ={"TF_XLA_FLAGS": "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit"},
+        ),
+        "advice",
+        "TF_XLA_FLAGS compile for the CPU, where bfloat16 then gains nothing.",
+        "Drop --tf_xla_cpu_global_jit.",
+    ),
+    "TF32 off in TensorFlow": (
+        machine(A100, tf32=False),
+        "advice",
+        "TF32 is off: what stays in float32 is slow on NVIDIA A100-SXM4-40GB MIG "
+        "1g.5gb.",
+        "Unless the digits are needed, leave it on.",
+    ),
+    "TF32 off in the libraries": (
+        machine(A100, environ={"NVIDIA_TF32_OVERRIDE": "0"}),
+        "advice",
+        "TF32 is off: what stays in float32 is slow on NVIDIA A100-SXM4-40GB MIG "
+        "1g.5gb.",
+        "Unless the digits are needed, unset NVIDIA_TF32_OVERRIDE.",
+    ),
+    "TensorFlow's own rewrite": (
+        machine(T4, environ={"TF_ENABLE_AUTO_MIXED_PRECISION": "1"}),
+        "advice",
+        "TF_ENABLE_AUTO_MIXED_PRECISION has TensorFlow rewrite graphs that tfamp has "
+        "set dtypes in.",
+        "Unset it.",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "probes, severity, message, remedy", MACHINES.values(), ids=MACHINES
+)
+def test_each_problem_is_found_with_its_remedy(probes, severity, message, remedy):
+    diagnosis = diagnose(probes)
+    assert diagnosis.findings == (Finding(severity, message, remedy),)
+    assert diagnosis.is_broken == (severity == "error")
+
+
+HARMLESS = {
+    "TF32 off on an older GPU": machine(T4, tf32=False),
+    "oneDNN off beside a GPU": machine(
+        T4, AMX_CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"}
+    ),
+    "oneDNN off on an old CPU": machine(CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"}),
+    "oneDNN capped high enough": machine(
+        AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}
+    ),
+    "XLA for GPUs": machine(AMX_CPU, environ={"TF_XLA_FLAGS": "--tf_xla_auto_jit=2"}),
+    "TFAMP_POLICY=auto": machine(CPU, environ={"TFAMP_POLICY": "auto"}),
+    "TFAMP_POLICY empty": machine(CPU, environ={"TFAMP_POLICY": ""}),
+    "policy that suits": machine(A100, environ={"TFAMP_POLICY": "mixed_float16"}),
+}
+
+
+@pytest.mark.parametrize("probes", HARMLESS.values(), ids=HARMLESS)
+def test_what_costs_nothing_is_not_reported(probes):
+    assert diagnose(probes).findings == ()
+
+
+def test_onednn_off_changes_the_recommendation():
+    probes = machine(AMX_CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"})
+    assert diagnose(probes).recommendation.policy == "float32"
+    assert diagnose(machine(AMX_CPU)).recommendation.policy == "mixed_bfloat16"
+
+
+BROKEN = {
+    "another backend": ({"KERAS_BACKEND": "jax"}, {}, "KERAS_BACKEND is 'jax'"),
+    "legacy Keras": ({"TF_USE_LEGACY_KERAS": "1"}, {}, "TF_USE_LEGACY_KERAS is '1'"),
+    "Keras 2": ({}, {"keras": "2.15.0"}, "Found Keras 2.15.0"),
+    "old TensorFlow": ({}, {"tensorflow": "2.15.0"}, "Found TensorFlow 2.15.0"),
+}
+
+
+@pytest.mark.parametrize("environ, versions, start", BROKEN.values(), ids=BROKEN)
+def test_a_broken_environment_is_an_error_and_the_rest_is_still_told(
+    environ, versions, start
+):
+    def problems(**arguments):
+        return _versions.find_problems(**arguments, modules={})
+
+    probes = machine(CPU, environ=environ, versions=versions)
+    diagnosis = diagnose(dataclasses.replace(probes, problems=problems))
+    (finding,) = diagnosis.findings
+    assert finding.severity == "error"
+    assert finding.message.startswith(start)
+    assert finding.remedy.startswith(("Set ", "Unset ", "Run "))
+    assert diagnosis.recommendation.policy == "float32"
+
+
+def refuse():
+    raise AssertionError("TensorFlow is not there to be asked")
+
+
+def test_without_tensorflow_no_device_is_looked_for():
+    def problems(**arguments):
+        return _versions.find_problems(**arguments, modules={})
+
+    probes = dataclasses.replace(
+        machine(versions={"tensorflow": None}, nvidia_gpus=1),
+        problems=problems,
+        devices=refuse,
+        hardware=refuse,
+        tensorfloat32=refuse,
+    )
+    diagnosis = diagnose(probes)
+    assert [finding.message for finding in diagnosis.findings] == [
+        "TensorFlow is not installed; tfamp supports TensorFlow 2.19 to 2.21."
+    ]
+    assert diagnosis.devices == ()
+    assert diagnosis.recommendation is None
+    text = text_of(diagnosis)
+    assert "missing" in text
+    assert "TensorFlow does not run here" in text
+
+
+def test_a_tensorflow_that_fails_to_import_is_reported():
+    def fail():
+        raise ImportError("libcuda.so: bad magic\nand more lines")
+
+    probes = dataclasses.replace(
+        machine(), devices=fail, hardware=refuse, tensorfloat32=refuse
+    )
+    assert diagnose(probes).findings == (
+        Finding(
+            "error",
+            "TensorFlow does not run: ImportError: libcuda.so: bad magic",
+            "Install it anew: `pip install --force-reinstall tensorflow`.",
+        ),
+    )
+
+
+def test_errors_come_before_advice():
+    environ = {"TF_ENABLE_AUTO_MIXED_PRECISION": "1", "TFAMP_POLICY": "zzz"}
+    findings = diagnose(machine(A100, environ=environ, tf32=False)).findings
+    assert [finding.severity for finding in findings] == ["error", "advice", "advice"]
+
+
+def test_settings_show_what_is_set():
+    diagnosis = diagnose(machine(CPU, environ={"TF_GPU_ALLOCATOR": "cuda_malloc"}))
+    values = {setting.name: setting.value for setting in diagnosis.settings}
+    assert values["TF_GPU_ALLOCATOR"] == "cuda_malloc"
+    assert values["KERAS_BACKEND"] is None
+    assert values["TF32"] == "on"
+    assert set(values) == {*_diagnosis.VARIABLES, "TF32"}
+
+
+def test_the_policies_are_those_that_enable_takes():
+    assert {"auto", *lease.POLICIES} == set(_diagnosis.POLICIES)
+
+
+@pytest.mark.parametrize("width", [80, 200])
+def test_the_tables_fit_and_say_it_all(width):
+    environ = {"TFAMP_POLICY": "mixed_bfloat16", "CUDA_VISIBLE_DEVICES": ""}
+    text = text_of(diagnose(machine(A100, T4, CPU, environ=environ)), width)
+    assert max(len(line) for line in text.splitlines()) <= width
+    assert "\x1b" not in text
+    words = " ".join(text.split())
+    for expected in (
+        "Recommended policy: mixed_float16",
+        "tensor cores for float16",
+        "capability 7.5",
+        "MIG slice",
+        "15.0 GiB",
+        "2.19 to 2.21",
+        "TF_FORCE_GPU_ALLOW_GROWTH",
+        "advice",
+    ):
+        assert expected in words
+    assert "''" in text, "a variable that is set to nothing is not unset"
+
+
+def test_a_machine_without_problems_says_so():
+    assert text_of(diagnose(machine(CPU))).endswith("No problems found.\n")
+
+
+def test_markup_in_a_value_is_shown_as_it_is():
+    text = text_of(diagnose(machine(CPU, environ={"XLA_FLAGS": "[red]x[/red]"})))
+    assert "[red]x[/red]" in text
+
+
+def test_the_diagnosis_survives_json():
+    probes = machine(A100, CPU, environ={"TFAMP_POLICY": "zzz"}, tf32=False)
+    diagnosis = diagnose(probes)
+    for field in dataclasses.fields(diagnosis):
+        assert getattr(diagnosis, field.name), field.name
+    assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
+
+
+@pytest.mark.parametrize(
+    "probes, status",
+    [(machine(CPU), 0), (machine(CPU, nvidia_gpus=1), 1)],
+    ids=["sound", "broken"],
+)
+def test_json_is_one_document_and_the_status_tells_if_it_is_broken(
+    capfd, probes, status
+):
+    assert doctor.main(["--json"], probes=probes) == status
+    out = capfd.readouterr().out
+    assert Diagnosis.from_dict(json.loads(out)) == diagnose(probes)
+
+
+def test_what_tensorflow_prints_stays_out_of_the_document(capfd):
+    def devices():
+        print("a package prints to the output")
+        os.write(2, b"C++ writes to the error stream\n")
+        return (CPU,)
+
+    sound = dataclasses.replace(machine(), devices=devices)
+    assert doctor.main(["--json"], probes=sound) == 0
+    out, err = capfd.readouterr()
+    json.loads(out)
+    assert "C++" not in err
+    # Where something is broken, the notices may say why.
+    broken = dataclasses.replace(sound, nvidia_gpus=lambda: 1)
+    assert doctor.main(["--json"], probes=broken) == 1
+    out, err = capfd.readouterr()
+    json.loads(out)
+    assert "C++ writes to the error stream" in err
+
+
+def test_a_second_call_starts_from_the_defaults(capsys):
+    doctor.main(["--json"], probes=machine(CPU))
+    json.loads(capsys.readouterr().out)
+    doctor.main([], probes=machine(CPU))
+    assert "Recommended policy: float32" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["now"],
+            "tfamp doctor: Unexpected argument 'now'; expected flags only. See "
+            "`tfamp doctor --help`.\n",
+        ),
+        (
+            ["--zzz"],
+            "tfamp doctor: Unknown command line flag 'zzz'. See "
+            "`tfamp doctor --help`.\n",
+        ),
+    ],
+    ids=["argument", "flag"],
+)
+def test_a_wrong_call_is_an_error(capsys, arguments, message):
+    assert doctor.main(arguments, probes=machine(CPU)) == 2
+    out, err = capsys.readouterr()
+    assert (out, err) == ("", message)
+
+
+def test_help_tells_the_flags(capsys):
+    assert doctor.main(["--help"], probes=machine(CPU)) == 0
+    out = capsys.readouterr().out
+    assert out.startswith("usage: tfamp doctor [flags]\n")
+    assert "--json" in out
+    assert "--nojson" not in out
+
+
+def test_nvidia_gpus_are_counted_among_the_pci_devices(tmp_path):
+    for index, (vendor, kind) in enumerate(
+        [
+            ("0x10de", "0x030200"),
+            ("0x10de", "0x030000"),
+            # A GPU's audio function, another maker's display, a broken entry.
+            ("0x10de", "0x040300"),
+            ("0x1002", "0x030000"),
+            (None, None),
+        ]
+    ):
+        folder = tmp_path / str(index)
+        folder.mkdir()
+        if vendor:
+            (folder / "vendor").write_text(f"{vendor}\n")
+            (folder / "class").write_text(f"{kind}\n")
+    assert _diagnosis._nvidia_gpus(tmp_path) == 2
+    assert _diagnosis._nvidia_gpus(tmp_path / "none") == 0
+
+
+def test_the_real_machine_is_told_in_a_broken_environment(tmp_path):
+    environ = {**os.environ, "KERAS_BACKEND": "jax", "HOME": str(tmp_path)}
+    completed = subprocess.run(
+        [sys.executable, "-m", "tfamp", "doctor", "--json"],
+        cwd=ROOT,
+        env=environ,
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 1, completed.stderr
+    diagnosis = Diagnosis.from_dict(json.loads(completed.stdout))
+    assert "KERAS_BACKEND is 'jax'" in diagnosis.findings[0].message
+    assert "cpu" in {report.device.kind for report in diagnosis.devices}
+    assert isinstance(diagnosis.recommendation, Recommendation)

@@ -1,0 +1,1 @@
+"""The `tfamp` command: one file a subcommand."""

@@ -1,0 +1,286 @@
+"""What `tfamp doctor` finds out, as records, however broken the environment is.
+
+Every look at the machine goes through a `Probes`, so that tests describe a machine
+instead of having it, and each look may fail without taking the others along.
+"""
+
+import dataclasses
+import os
+import re
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeVar
+
+import tfamp
+from tfamp import _checks, _versions
+from tfamp.results import Device, Recommendation, Record
+
+T = TypeVar("T")
+
+# As `tfamp.enable` takes them. Listed here since asking it would import Keras, which
+# may be what is broken; a test holds the two equal.
+POLICIES = (
+    *("auto", "float32", "mixed_float16", "mixed_bfloat16"),
+    *("float16", "bfloat16"),
+)
+# Environment variable -> what it does.
+VARIABLES = {
+    "TFAMP_POLICY": "policy of `tfamp.enable()` when it is given none",
+    "KERAS_BACKEND": "Keras's backend; has to be tensorflow",
+    "KERAS_HOME": "folder of keras.json, which may set a backend too",
+    "TF_USE_LEGACY_KERAS": "1 makes tf.keras the old Keras 2",
+    "CUDA_VISIBLE_DEVICES": "GPUs that TensorFlow may see; empty or -1 hides all",
+    "TF_ENABLE_ONEDNN_OPTS": "0 turns off oneDNN, which bfloat16 on a CPU needs",
+    "ONEDNN_MAX_CPU_ISA": "caps the CPU instructions that oneDNN uses",
+    "ONEDNN_DEFAULT_FPMATH_MODE": "lets oneDNN round float32 products to fewer bits",
+    "TF_XLA_FLAGS": "--tf_xla_auto_jit=2 compiles all graphs with XLA",
+    "XLA_FLAGS": "options of the XLA compiler",
+    "NVIDIA_TF32_OVERRIDE": "0 turns off TF32 in NVIDIA's libraries",
+    "TF_ENABLE_AUTO_MIXED_PRECISION": "1 has TensorFlow lower precision on its own",
+    "TF_GPU_ALLOCATOR": "cuda_malloc_async lessens fragmentation of GPU memory",
+    "TF_FORCE_GPU_ALLOW_GROWTH": "true takes GPU memory as needed, not all at once",
+    "TF_DETERMINISTIC_OPS": "1 gives the same result in each run, at some speed",
+    "TF_CUDNN_DETERMINISTIC": "1 is the same for cuDNN's convolutions alone",
+}
+_ONEDNN, _AMP = "TF_ENABLE_ONEDNN_OPTS", "TF_ENABLE_AUTO_MIXED_PRECISION"
+_NVIDIA_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
+_TF32_FROM = (8, 0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting(Record):
+    """A switch of TensorFlow, Keras or tfamp: its value, None if unset, its effect."""
+
+    name: str
+    value: str | None
+    meaning: str
+
+
+@dataclasses.dataclass(frozen=True)
+class DeviceReport(Record):
+    """A device and the number formats that it multiplies faster than float32."""
+
+    device: Device
+    fast_dtypes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding(Record):
+    """A problem and what to do about it; only an "error" breaks something."""
+
+    severity: Literal["error", "advice"]
+    message: str
+    remedy: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Diagnosis(Record):
+    """All that `tfamp doctor` shows.
+
+    Args:
+        versions: Package -> version, None if it is missing.
+        devices: The devices of TensorFlow; none if it does not run.
+        settings: The environment variables and switches that matter.
+        recommendation: The policy that suits; None if there are no devices.
+        findings: Problems, errors first.
+    """
+
+    versions: dict[str, str | None]
+    devices: tuple[DeviceReport, ...]
+    settings: tuple[Setting, ...]
+    recommendation: Recommendation | None
+    findings: tuple[Finding, ...]
+
+    @property
+    def is_broken(self) -> bool:
+        """Whether something does not work, as against could be better."""
+        return any(finding.severity == "error" for finding in self.findings)
+
+
+def _hardware() -> Any:
+    # Imports TensorFlow, so not before a probe asks for it.
+    from tfamp import hardware
+
+    return hardware
+
+
+def _tensorfloat32() -> bool:
+    import tensorflow as tf
+
+    return bool(tf.config.experimental.tensor_float_32_execution_enabled())
+
+
+def _nvidia_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Returns how many NVIDIA GPUs the system has, by Linux's list of PCI devices."""
+    count = 0
+    for device in pci.glob("*"):
+        try:
+            vendor = (device / "vendor").read_text().strip()
+            kind = (device / "class").read_text().strip()
+        except OSError:
+            continue
+        count += vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS)
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Probes:
+    """The looks at the machine; tests pass their own.
+
+    Attributes:
+        environ: The environment variables.
+        versions: Gives the installed versions, None for what is missing.
+        problems: Gives what `_versions.find_problems` finds.
+        devices: Gives TensorFlow's devices; imports TensorFlow.
+        hardware: Gives the module that judges devices.
+        tensorfloat32: States whether TensorFlow may round float32 to TF32.
+        nvidia_gpus: Gives the number of NVIDIA GPUs in the system.
+    """
+
+    environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+    versions: Callable[[], Mapping[str, str | None]] = _versions.installed_versions
+    problems: Callable[..., tuple[_versions.Problem, ...]] = _versions.find_problems
+    devices: Callable[[], tuple[Device, ...]] = lambda: _hardware().devices()
+    hardware: Callable[[], Any] = _hardware
+    tensorfloat32: Callable[[], bool] = _tensorfloat32
+    nvidia_gpus: Callable[[], int] = _nvidia_gpus
+
+
+def diagnose(probes: Probes) -> Diagnosis:
+    """Returns what the probes tell, and what is wrong with it."""
+    findings: list[Finding] = []
+    versions = {"tfamp": tfamp.__version__, **probes.versions()}
+    problems = probes.problems(environ=probes.environ, versions=versions)
+    findings += [Finding("error", each.found, each.remedy) for each in problems]
+    devices: tuple[Device, ...] = ()
+    tf32: bool | None = None
+    if versions.get("tensorflow") is not None:
+        devices = _attempt(probes.devices, findings, ())
+        tf32 = _attempt(probes.tensorfloat32, findings, None) if devices else None
+    hardware = probes.hardware() if devices else None
+    onednn = probes.environ.get(_ONEDNN, "1").lower() not in ("0", "false")
+    settings = [Setting(k, probes.environ.get(k), v) for k, v in VARIABLES.items()]
+    if tf32 is not None:
+        meaning = "tf.config: float32 products may round to TF32 on a GPU"
+        settings.append(Setting("TF32", "on" if tf32 else "off", meaning))
+    findings += _policy_findings(probes.environ, hardware, devices, onednn)
+    findings += _gpu_findings(probes, devices, tf32)
+    findings += _cpu_findings(probes.environ, devices, onednn)
+    return Diagnosis(
+        versions=versions,
+        devices=tuple(
+            DeviceReport(each, hardware.fast_dtypes(each, onednn=onednn))
+            for each in devices
+            if hardware
+        ),
+        settings=tuple(settings),
+        recommendation=(
+            hardware.recommend(devices, onednn=onednn) if hardware else None
+        ),
+        # A stable sort: errors first, else in the order they were found.
+        findings=tuple(sorted(findings, key=lambda each: each.severity != "error")),
+    )
+
+
+def _attempt(probe: Callable[[], T], findings: list[Finding], fallback: T) -> T:
+    """Returns the probe's answer, or notes why there is none.
+
+    A half-installed TensorFlow fails in many ways, and the doctor outlives them all.
+    """
+    try:
+        return probe()
+    except Exception as error:
+        text = (str(error).splitlines() or [""])[0]
+        found = Finding(
+            "error",
+            f"TensorFlow does not run: {type(error).__name__}: {text}",
+            "Install it anew: `pip install --force-reinstall tensorflow`.",
+        )
+        if found not in findings:
+            findings.append(found)
+        return fallback
+
+
+def _policy_findings(
+    environ: Mapping[str, str],
+    hardware: Any,
+    devices: tuple[Device, ...],
+    onednn: bool,
+) -> list[Finding]:
+    """Judges TFAMP_POLICY."""
+    policy = environ.get("TFAMP_POLICY")
+    if not policy:
+        return []
+    try:
+        _checks.choice("TFAMP_POLICY", policy, POLICIES)
+    except ValueError as error:
+        return [Finding("error", str(error), "Set another name, or unset it.")]
+    if hardware is None:
+        return []
+    objection = hardware.objection(policy, devices, onednn=onednn)
+    if objection is None:
+        return []
+    remedy = "Set TFAMP_POLICY=auto, or unset it."
+    return [Finding("advice", f"TFAMP_POLICY: {objection}", remedy)]
+
+
+def _gpu_findings(
+    probes: Probes, devices: tuple[Device, ...], tf32: bool | None
+) -> list[Finding]:
+    """Judges GPUs that TensorFlow misses, and what slows those that it sees."""
+    gpus = [device for device in devices if device.kind == "gpu"]
+    in_system = probes.nvidia_gpus()
+    visible = probes.environ.get("CUDA_VISIBLE_DEVICES")
+    findings = []
+    if devices and in_system and not gpus:
+        found = f"The system has {in_system} NVIDIA GPU(s); TensorFlow sees none"
+        if visible is not None and visible.strip() in ("", "-1"):
+            why = f"{found}, since CUDA_VISIBLE_DEVICES is {visible!r}."
+            findings.append(Finding("advice", why, "Unset it to use the GPU."))
+        else:
+            remedy = (
+                "Check the driver with `nvidia-smi`, then run "
+                "`pip install 'tensorflow[and-cuda]'`."
+            )
+            findings.append(Finding("error", f"{found}.", remedy))
+    able = [gpu for gpu in gpus if (gpu.compute_capability or (0, 0)) >= _TF32_FROM]
+    override = probes.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+    if able and (tf32 is False or override):
+        how = "unset NVIDIA_TF32_OVERRIDE" if override else "leave it on"
+        message = f"TF32 is off: what stays in float32 is slow on {able[0].name}."
+        remedy = f"Unless the digits are needed, {how}."
+        findings.append(Finding("advice", message, remedy))
+    if probes.environ.get(_AMP) in ("1", "true"):
+        message = f"{_AMP} has TensorFlow rewrite graphs that tfamp has set dtypes in."
+        findings.append(Finding("advice", message, "Unset it."))
+    return findings
+
+
+def _cpu_findings(
+    environ: Mapping[str, str], devices: tuple[Device, ...], onednn: bool
+) -> list[Finding]:
+    """Judges what keeps a CPU that trains from its bfloat16 instructions."""
+    if any(device.kind != "cpu" for device in devices):
+        return []
+    features = {feature for device in devices for feature in device.features}
+    able = sorted(features & {"amx_bf16", "avx512_bf16"})
+    if not able:
+        return []
+    if not onednn:
+        message = f"oneDNN is off, so {' and '.join(able)} of this CPU go unused."
+        return [Finding("advice", message, f"Unset {_ONEDNN}, or set it to 1.")]
+    findings = []
+    cap = environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
+    if "amx_bf16" in able and cap not in ("ALL", "DEFAULT") and "AMX" not in cap:
+        message = (
+            f"ONEDNN_MAX_CPU_ISA is {cap!r}, so amx_bf16 of this CPU goes unused and "
+            f"bfloat16 is slower than float32."
+        )
+        findings.append(Finding("advice", message, "Unset it."))
+    xla_flags = environ.get("TF_XLA_FLAGS", "")
+    if re.search(r"--tf_xla_auto_jit=([12]|fusible)\b", xla_flags) and re.search(
+        r"--tf_xla_cpu_global_jit\b(?!=false)", xla_flags
+    ):
+        message = "TF_XLA_FLAGS compile for the CPU, where bfloat16 then gains nothing."
+        findings.append(Finding("advice", message, "Drop --tf_xla_cpu_global_jit."))
+    return findings

@@ -1,0 +1,166 @@
+"""`tfamp doctor`: devices, versions, settings, the policy that suits, problems."""
+
+import contextlib
+import os
+import sys
+import tempfile
+from collections.abc import Iterator, Sequence
+
+from absl import flags
+from rich import box
+from rich.console import Console
+from rich.padding import Padding
+from rich.table import Table
+from rich.text import Text
+
+from tfamp import _units
+from tfamp.cli import _flags
+from tfamp.cli._diagnosis import Diagnosis, Probes, diagnose
+
+_PURPOSE = (
+    "Shows devices, versions and settings, recommends a policy and says why, and\n"
+    "names problems with their remedies. Ends with status 1 if something is broken."
+)
+_SUPPORTED = {
+    "python": "3.10 to 3.13",
+    "tensorflow": "2.19 to 2.21",
+    "keras": "3.10 and later",
+}
+# Of a CPU's hundred features, those that decide a policy.
+_TELLING = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "bf16", "svebf16")
+
+
+def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments after "doctor".
+        probes: The looks at the machine, by default the real ones.
+
+    Returns:
+        0, or 1 if something is broken, or 2 for flags that cannot be understood.
+    """
+    values = _flags.new_flags()
+    flags.DEFINE_bool(
+        "json", False, "Print one JSON document and nothing else.", flag_values=values
+    )
+    status = _flags.parse(values, argv, command="tfamp doctor", purpose=_PURPOSE)
+    if status is not None:
+        return status
+    # TensorFlow reads it when it is imported; its notices are of no help here.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    # Whatever a package prints while it is imported must not reach the document.
+    with contextlib.redirect_stdout(sys.stderr), _held_back() as log:
+        diagnosis = diagnose(probes or Probes())
+    if diagnosis.is_broken and log:
+        print("".join(log), file=sys.stderr)
+    if values["json"].value:
+        print(diagnosis.to_json())
+    else:
+        render(diagnosis, Console())
+    return 1 if diagnosis.is_broken else 0
+
+
+def render(diagnosis: Diagnosis, console: Console) -> None:
+    """Prints a diagnosis as tables, the problems last, where the eye ends up."""
+    console.print(_versions_table(diagnosis))
+    console.print(_devices_table(diagnosis))
+    console.print(_settings_table(diagnosis))
+    if diagnosis.recommendation is not None:
+        line = Text("Recommended policy: ", style="bold")
+        line.append(diagnosis.recommendation.policy, style="bold green")
+        console.print(line)
+        reason = Text(diagnosis.recommendation.reason)
+        console.print(Padding(reason, (0, 0, 1, 2), expand=False))
+    if not diagnosis.findings:
+        console.print(Text("No problems found.", style="green"))
+        return
+    table = _table("Problems", "", "What", "Remedy")
+    for finding in diagnosis.findings:
+        style = "bold red" if finding.severity == "error" else "yellow"
+        severity = Text(finding.severity, style=style)
+        table.add_row(severity, Text(finding.message), Text(finding.remedy))
+    console.print(table)
+
+
+def _table(title: str, *columns: str) -> Table:
+    """Returns an empty table in the doctor's style."""
+    table = Table(
+        title=title,
+        title_justify="left",
+        title_style="bold",
+        box=box.SIMPLE_HEAD,
+        pad_edge=False,
+    )
+    for column in columns:
+        table.add_column(column, overflow="fold")
+    table.columns[0].no_wrap = len(columns) > 2 and title != "Settings"
+    return table
+
+
+def _versions_table(diagnosis: Diagnosis) -> Table:
+    table = _table("Versions", "Package", "Found", "Supported")
+    for package, version in diagnosis.versions.items():
+        found = Text(version) if version else Text("missing", style="bold red")
+        table.add_row(package, found, _SUPPORTED.get(package, ""))
+    return table
+
+
+def _devices_table(diagnosis: Diagnosis) -> Table:
+    table = _table("Devices", "Kind", "Name", "Memory", "Can do", "Fast in")
+    for report in diagnosis.devices:
+        device = report.device
+        can = [feature for feature in _TELLING if feature in device.features]
+        if device.compute_capability is not None:
+            major, minor = device.compute_capability
+            can.append(f"compute capability {major}.{minor}")
+        if device.partition:
+            can.append("MIG slice")
+        memory = device.memory_bytes
+        table.add_row(
+            device.kind.upper(),
+            Text(device.name),
+            _units.format_bytes(memory) if memory else "",
+            ", ".join(can),
+            ", ".join(report.fast_dtypes) or "float32",
+        )
+    if not diagnosis.devices:
+        table.add_row("none", "TensorFlow does not run here")
+    return table
+
+
+def _settings_table(diagnosis: Diagnosis) -> Table:
+    table = _table("Settings", "Name", "Value", "Effect")
+    for setting in diagnosis.settings:
+        value = Text("unset", style="dim")
+        if setting.value is not None:
+            value = Text(setting.value or "''", style="cyan")
+        table.add_row(setting.name, value, Text(setting.meaning))
+    return table
+
+
+@contextlib.contextmanager
+def _held_back() -> Iterator[list[str]]:
+    """Keeps what is written to the error stream, also by C++, out of the tables.
+
+    TensorFlow's first notices heed no log level. On leaving, the list holds the text.
+    """
+    log: list[str] = []
+    try:
+        saved = os.dup(2)
+    except OSError:
+        # There is no error stream.
+        yield log
+        return
+    with tempfile.TemporaryFile() as file:
+        sys.stderr.flush()
+        os.dup2(file.fileno(), 2)
+        try:
+            yield log
+        finally:
+            sys.stderr.flush()
+            os.dup2(saved, 2)
+            os.close(saved)
+            file.seek(0)
+            if text := file.read().decode(errors="replace").strip():
+                log.append(text)
