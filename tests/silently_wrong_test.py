@@ -170,6 +170,8 @@ def error(found, expected):
     return np.max(np.abs(found - expected) / scale)
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered in cast")
+@pytest.mark.filterwarnings("ignore:Layer 'cosine_of_itself'")
 @pytest.mark.parametrize(("name", "policy"), IDS)
 def test_stock_keras_is_wrong(name, policy):
     case = CASES[name]

@@ -1,0 +1,265 @@
+"""Reading dtypes, changing them in place, and the errors of both."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=(8, 4)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, 8)
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+def classifier():
+    encoder = keras.Sequential(
+        [keras.Input((4,)), layers.Dense(8, name="dense")], name="encoder"
+    )
+    x = keras.Input((4,))
+    h = layers.LayerNormalization(name="norm")(encoder(x))
+    y = layers.Dense(3, activation="softmax", name="head")(h)
+    return keras.Model(x, y, name="classifier")
+
+
+def compiled(optimizer="adam"):
+    model = classifier()
+    model.compile(optimizer, "sparse_categorical_crossentropy")
+    return model
+
+
+def test_every_layer_is_listed_with_its_rule():
+    with tfamp.scope("mixed_bfloat16"):
+        model = classifier()
+    found = {row.path: (row.compute_dtype, row.rule) for row in tfamp.assignment(model)}
+    assert found == {
+        "classifier": ("bfloat16", "policy mixed_bfloat16"),
+        "encoder": ("bfloat16", "policy mixed_bfloat16"),
+        "encoder/dense": ("bfloat16", "policy mixed_bfloat16"),
+        "norm": ("float32", "default: LayerNormalization"),
+        "head": ("float32", "default: heads"),
+    }
+
+
+def test_sublayers_are_listed():
+    with tfamp.scope("mixed_bfloat16"):
+        layer = layers.Bidirectional(layers.LSTM(2))
+    paths = [row.path for row in tfamp.assignment(layer)]
+    assert paths[1:] == [
+        "forward_lstm",
+        "forward_lstm/lstm_cell",
+        "backward_lstm",
+        "backward_lstm/lstm_cell",
+    ]
+
+
+def test_it_prints_as_a_table_and_survives_json(tmp_path):
+    with tfamp.scope("mixed_bfloat16"):
+        model = classifier()
+    assignment = tfamp.assignment(model)
+    assert tfamp.Assignment.from_json(assignment.to_json()) == assignment
+    path = tmp_path / "assignment.json"
+    assignment.to_json(path)
+    assert tfamp.Assignment.from_json(path) == assignment
+    lines = str(assignment).splitlines()
+    row = next(line for line in lines if "encoder/dense" in line)
+    assert "bfloat16" in row
+    assert len(assignment) == 5
+
+
+def test_an_unknown_path():
+    message = re.escape("No layer 'hed' in model 'classifier'; expected one of")
+    with pytest.raises(ValueError, match=message):
+        tfamp.assignment(classifier())["hed"]
+
+
+def test_reading_an_unmanaged_model_changes_nothing():
+    model = classifier()
+    rows = tfamp.assignment(model)
+    assert {row.rule for row in rows} == {"not managed"}
+    assert {row.compute_dtype for row in rows} == {"float32"}
+
+
+@pytest.mark.parametrize("value", [None, "model", 3])
+def test_what_is_no_model(value):
+    message = re.escape(
+        f"Cannot read the dtypes of {value!r}; expected a Keras 3 model"
+    )
+    with pytest.raises(TypeError, match=message):
+        tfamp.assignment(value)
+    with pytest.raises(TypeError, match=message):
+        tfamp.apply(value, "mixed_bfloat16")
+
+
+def test_apply_takes_the_enabled_policy():
+    model = classifier()
+    with tfamp.scope("mixed_bfloat16"):
+        assert tfamp.apply(model).policy == "mixed_bfloat16"
+
+
+def test_apply_and_back_gives_the_same_predictions_bit_for_bit():
+    model = compiled()
+    model.fit(X, Y, verbose=0)
+    before = model.predict(X, verbose=0)
+    tfamp.apply(model, "mixed_bfloat16")
+    halved = model.predict(X, verbose=0)
+    assert not np.array_equal(halved, before)
+    tfamp.apply(model, "float32")
+    np.testing.assert_array_equal(model.predict(X, verbose=0), before)
+
+
+def test_apply_refuses_a_pattern_without_a_match_before_any_change():
+    model = classifier()
+    message = re.escape(
+        "Pattern 'heads/.*' in `keep_float32` matches none of the 4 layers of model "
+        "'classifier'; paths look like 'encoder/dense'."
+    )
+    with pytest.raises(ValueError, match=message):
+        tfamp.apply(model, "mixed_bfloat16", keep_float32=["heads/.*"])
+    assert {row.rule for row in tfamp.assignment(model)} == {"not managed"}
+
+
+def test_enable_warns_of_a_pattern_without_a_match():
+    with tfamp.scope("mixed_bfloat16", keep_float32=["default", "heads/.*"]):
+        model = classifier()
+    with pytest.warns(UserWarning, match="Pattern 'heads/.*' in `keep_float32`"):
+        model.compile("adam", "mse")
+
+
+def test_a_rule_that_clashes_with_the_users_dtype_is_said():
+    with tfamp.scope("mixed_bfloat16", keep_float32=["default", "mine"]):
+        x = keras.Input((4,))
+        h = layers.Dense(4, name="mine", dtype="mixed_bfloat16")(x)
+        model = keras.Model(x, layers.Dense(1)(h))
+    with pytest.warns(UserWarning, match="which wins. Leave out the layer's `dtype`"):
+        tfamp.assignment(model)
+
+
+def test_a_rule_that_gains_nothing_is_noted():
+    with tfamp.scope("mixed_bfloat16", keep_float32=["default", "ReLU"]):
+        x = keras.Input((4,))
+        model = keras.Model(x, layers.Dense(1)(layers.ReLU(name="relu")(x)))
+    note = tfamp.assignment(model)["relu"].note
+    assert note == "gains nothing: only moves, selects or compares values"
+
+
+def test_a_predicate_that_raises_names_the_layer():
+    keep = ["default", lambda layer: layer.units > 4]
+    with tfamp.scope("mixed_bfloat16", keep_float32=keep):
+        layer = layers.ReLU(name="relu")
+    with pytest.raises(RuntimeError, match="raised AttributeError on layer 'relu'"):
+        layer(X)
+
+
+@pytest.mark.parametrize(
+    ("entry", "error", "message"),
+    [
+        ("(", ValueError, "Cannot read pattern '(' in `keep_float32`"),
+        (3, TypeError, "Cannot use 3 in `keep_float32`"),
+        (dict, TypeError, "Cannot use <class 'dict'> in `keep_float32`"),
+        ("none", ValueError, "'none' stands alone"),
+    ],
+    ids=["pattern", "number", "foreign class", "none beside others"],
+)
+def test_unusable_rules(entry, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        tfamp.enable("mixed_bfloat16", keep_float32=["default", entry])
+    assert not tfamp.status().enabled
+
+
+def test_a_misspelt_default():
+    with pytest.raises(ValueError, match="Did you mean 'default'"):
+        tfamp.enable("mixed_bfloat16", keep_float32="defaults")
+
+
+def test_integer_and_quantized_layers_are_left_alone():
+    lookup = layers.IntegerLookup(vocabulary=[1, 2, 3])
+    x = keras.Input((1,), dtype="int64")
+    h = layers.Flatten()(layers.Embedding(5, 2)(lookup(x)))
+    model = keras.Model(x, layers.Dense(1)(h))
+    before = lookup.compute_dtype
+    tfamp.apply(model, "mixed_bfloat16")
+    assert lookup.compute_dtype == before
+
+
+def test_apply_reaches_a_model_that_a_tf_function_traces_afterwards():
+    model = classifier()
+    tfamp.apply(model, "mixed_bfloat16")
+    graph = tf.function(model).get_concrete_function(tf.constant(X)).graph
+    products = {
+        op.outputs[0].dtype for op in graph.get_operations() if op.type == "MatMul"
+    }
+    assert products == {tf.bfloat16, tf.float32}  # the trunk and the head
+
+
+SCALED = keras.optimizers.LossScaleOptimizer
+
+
+def test_compile_scales_the_loss_where_a_layer_computes_in_float16():
+    with tfamp.scope("mixed_float16"):
+        model = compiled()
+    assert isinstance(model.optimizer, SCALED)
+    with tfamp.scope("mixed_bfloat16"):
+        model = compiled()
+    assert not isinstance(model.optimizer, SCALED)
+
+
+def test_compile_scales_where_one_layer_alone_is_float16():
+    with tfamp.scope("float32"):
+        x = keras.Input((4,))
+        h = layers.Dense(4, dtype="mixed_float16")(x)
+        model = keras.Model(x, layers.Dense(1)(h))
+        model.compile("adam", "mse")
+    assert isinstance(model.optimizer, SCALED)
+
+
+def test_compile_does_not_scale_where_all_is_kept():
+    with tfamp.scope("mixed_float16", keep_float32=["default", "Dense"]):
+        x = keras.Input((4,))
+        model = keras.Model(x, layers.Dense(1)(layers.Dense(4)(x)))
+        model.compile("adam", "mse")
+    assert not isinstance(model.optimizer, SCALED)
+
+
+def test_compile_never_scales_twice_and_obeys_auto_scale_loss():
+    with tfamp.scope("mixed_float16"):
+        model = compiled(SCALED(keras.optimizers.Adam()))
+        assert not isinstance(model.optimizer.inner_optimizer, SCALED)
+        model.compile("adam", "mse", auto_scale_loss=False)
+    assert not isinstance(model.optimizer, SCALED)
+
+
+def test_settings_of_the_loss_scale_reach_the_optimizer():
+    options = {"initial_scale": 8.0, "dynamic_growth_steps": 7}
+    with tfamp.scope("mixed_float16", loss_scale_options=options):
+        model = compiled()
+    assert (model.optimizer.initial_scale, model.optimizer.dynamic_growth_steps) == (
+        8,
+        7,
+    )
+    with tfamp.scope("mixed_float16", loss_scale=64.0):
+        model = compiled()
+    assert model.optimizer.loss_scale_factor == 64
+    with tfamp.scope("mixed_float16", loss_scale=None):
+        model = compiled()
+    assert not isinstance(model.optimizer, SCALED)
+    assert model.optimizer.loss_scale_factor is None
+
+
+def test_apply_gives_and_takes_the_loss_scale_with_the_same_optimizer_inside():
+    model = compiled()
+    model.fit(X, Y, verbose=0)
+    adam = model.optimizer
+    tfamp.apply(model, "mixed_float16")
+    assert isinstance(model.optimizer, SCALED)
+    assert model.optimizer.inner_optimizer is adam
+    model.fit(X, Y, verbose=0)
+    assert int(adam.iterations) == 2
+    tfamp.apply(model, "mixed_bfloat16")
+    assert model.optimizer is adam
+    model.fit(X, Y, verbose=0)
+    assert int(adam.iterations) == 3

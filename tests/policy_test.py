@@ -1,0 +1,293 @@
+"""Enabling, disabling, scopes and status; what they leave behind, and the errors."""
+
+import gc
+import re
+import threading
+import warnings
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+from tfamp import hardware
+from tfamp.managed import hooks
+
+layers = keras.layers
+
+
+@pytest.fixture(autouse=True)
+def disabled_afterwards():
+    yield
+    tfamp.disable()
+
+
+def dense():
+    return layers.Dense(2).compute_dtype
+
+
+def test_enable_sets_the_dtypes_of_new_layers():
+    status = tfamp.enable("mixed_bfloat16")
+    layer = layers.Dense(2)
+    assert (layer.compute_dtype, layer.variable_dtype) == ("bfloat16", "float32")
+    assert layers.LayerNormalization().compute_dtype == "float32"
+    assert status == tfamp.status()
+    assert (status.enabled, status.policy) == (True, "mixed_bfloat16")
+
+
+def test_disable_gives_back_the_very_same_constructor_and_policy():
+    keras.config.set_dtype_policy("float64")
+    before = keras.config.dtype_policy()
+    init = layers.Layer.__init__
+    try:
+        tfamp.enable("mixed_bfloat16")
+        assert layers.Layer.__init__ is not init
+        tfamp.disable()
+        assert layers.Layer.__init__ is init
+        assert keras.config.dtype_policy() is before
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert dense() == "float32"
+
+
+def test_disable_twice_and_without_enable_does_nothing():
+    tfamp.disable()
+    tfamp.enable("mixed_bfloat16")
+    tfamp.disable()
+    tfamp.disable()
+    assert not tfamp.status().enabled
+
+
+def test_enable_again_replaces_the_settings_and_one_disable_ends_them():
+    init = layers.Layer.__init__
+    tfamp.enable("mixed_bfloat16")
+    hooked = layers.Layer.__init__
+    tfamp.enable("mixed_bfloat16")
+    assert layers.Layer.__init__ is hooked
+    tfamp.enable("float32")
+    assert dense() == "float32"
+    tfamp.disable()
+    assert layers.Layer.__init__ is init
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_scopes_nest_and_restore():
+    tfamp.enable("float32")
+    with tfamp.scope("mixed_bfloat16"):
+        assert dense() == "bfloat16"
+        with tfamp.scope("float32"):
+            assert dense() == "float32"
+        assert dense() == "bfloat16"
+    assert dense() == "float32"
+    assert tfamp.status().enabled
+
+
+def test_scope_restores_after_an_exception():
+    init = layers.Layer.__init__
+    with pytest.raises(ZeroDivisionError), tfamp.scope("mixed_bfloat16"):
+        raise ZeroDivisionError
+    assert layers.Layer.__init__ is init
+    assert dense() == "float32"
+    tfamp.enable("mixed_bfloat16")
+    with pytest.raises(ZeroDivisionError), tfamp.scope("float32"):
+        raise ZeroDivisionError
+    assert dense() == "bfloat16"
+
+
+def test_enable_inside_a_scope_ends_with_it():
+    with tfamp.scope("mixed_bfloat16"):
+        tfamp.enable("float32")
+        assert dense() == "float32"
+    assert not tfamp.status().enabled
+    with tfamp.scope("mixed_bfloat16"):
+        tfamp.disable()
+        assert dense() == "float32"
+    assert not tfamp.status().enabled
+
+
+def test_a_failed_enable_changes_nothing():
+    tfamp.enable("mixed_bfloat16")
+    before = tfamp.status()
+    with pytest.raises(ValueError, match="none"):
+        tfamp.enable("float32", keep_float32=["none", "Dense"])
+    assert tfamp.status() == before
+
+
+def test_clear_session_does_not_end_it():
+    tfamp.enable("mixed_bfloat16")
+    keras.utils.clear_session()
+    assert dense() == "bfloat16"
+    keras.utils.clear_session()
+    assert tfamp.status().policy == "mixed_bfloat16"
+    assert keras.config.dtype_policy().name == "mixed_bfloat16"
+
+
+def test_layers_made_in_another_thread_are_managed():
+    tfamp.enable("mixed_bfloat16")
+    found = []
+    thread = threading.Thread(target=lambda: found.append(dense()))
+    thread.start()
+    thread.join()
+    assert found == ["bfloat16"]
+
+
+def test_models_made_before_disable_keep_their_dtypes_and_plain_ones_are_stock():
+    with tfamp.scope("mixed_bfloat16"):
+        managed = keras.Sequential([keras.Input((2,)), layers.Softmax()])
+    plain = keras.Sequential([keras.Input((2,)), layers.Softmax(dtype="bfloat16")])
+    x = np.ones((1, 2), "float32")
+    assert managed.layers[0].compute_dtype == "float32"
+    assert plain(x).dtype == "bfloat16"
+    assert managed(x).dtype == "float32"
+
+
+def test_with_the_last_managed_model_every_hook_goes():
+    gc.collect()
+    assert hooks.installed() == ()
+    originals = (layers.Layer.__call__, keras.Loss.__call__, keras.Model.compile)
+    with tfamp.scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(2)])
+        other = layers.Dense(2)
+    model.compile("sgd", "mse")
+    model.fit(np.ones((2, 2)), np.ones((2, 2)), verbose=0)
+    del other
+    gc.collect()
+    assert "keras.src.layers.layer.Layer.__call__" in hooks.installed()
+    del model
+    gc.collect()
+    assert hooks.installed() == ()
+    assert (
+        layers.Layer.__call__,
+        keras.Loss.__call__,
+        keras.Model.compile,
+    ) == originals
+    assert "activity_regularizer" not in vars(layers.Layer)
+
+
+def test_the_environment_names_the_policy_where_the_caller_does_not(monkeypatch):
+    monkeypatch.setenv("TFAMP_POLICY", "mixed_bfloat16")
+    status = tfamp.enable()
+    assert status.policy == "mixed_bfloat16"
+    assert "TFAMP_POLICY" in status.reason
+    assert tfamp.enable("float32").policy == "float32"
+
+
+def test_an_unknown_policy_in_the_environment_is_named(monkeypatch):
+    monkeypatch.setenv("TFAMP_POLICY", "fp16")
+    with pytest.raises(ValueError, match="TFAMP_POLICY` 'fp16'"):
+        tfamp.enable()
+
+
+def test_auto_takes_what_the_devices_compute_fast(monkeypatch):
+    monkeypatch.setattr(
+        hardware,
+        "recommend",
+        lambda devices: hardware.Recommendation("mixed_bfloat16", "because"),
+    )
+    status = tfamp.enable()
+    assert (status.policy, status.reason) == ("mixed_bfloat16", "because")
+
+
+def test_an_explicit_policy_that_will_be_slow_is_obeyed_with_one_warning(monkeypatch):
+    monkeypatch.setattr(
+        hardware, "objection", lambda policy, devices: f"{policy} is slow here"
+    )
+    with pytest.warns(UserWarning, match="mixed_float16 is slow here") as caught:
+        status = tfamp.enable("mixed_float16")
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert status.policy == "mixed_float16"
+
+
+def test_unknown_policy():
+    message = re.escape("Unknown `policy` 'fp16'; expected ")
+    with pytest.raises(ValueError, match=message):
+        tfamp.enable("fp16")
+
+
+@pytest.mark.parametrize("loss_scale", [0, -1.0, float("inf"), "static", True])
+def test_unknown_loss_scale(loss_scale):
+    message = re.escape(f"Unknown `loss_scale` {loss_scale!r}; expected 'dynamic'")
+    with pytest.raises(ValueError, match=message):
+        tfamp.enable("mixed_bfloat16", loss_scale=loss_scale)
+
+
+def test_a_loss_scale_without_effect_is_an_error():
+    message = re.escape(
+        "`loss_scale` 1024.0 has no effect under policy 'mixed_bfloat16'"
+    )
+    with pytest.raises(ValueError, match=message):
+        tfamp.enable("mixed_bfloat16", loss_scale=1024.0)
+
+
+def test_unknown_loss_scale_options():
+    message = re.escape("Unknown name 'groth' in `loss_scale_options`")
+    with pytest.raises(ValueError, match=message):
+        tfamp.enable("mixed_bfloat16", loss_scale_options={"groth": 2})
+
+
+def test_loss_scale_options_beside_a_static_scale():
+    message = re.escape("act on a dynamic loss scale only, but `loss_scale` is 8.0")
+    with pytest.raises(ValueError, match=message):
+        tfamp.enable(
+            "float32", loss_scale=8.0, loss_scale_options={"initial_scale": 2.0}
+        )
+
+
+def test_a_model_built_before_enable_is_warned_of_once():
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2)])
+    tfamp.enable("mixed_bfloat16")
+    message = f"Model '{model.name}' was built before `tfamp.enable`"
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        model.compile("sgd", "mse")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model.fit(np.ones((2, 2)), np.ones((2, 2)), verbose=0)
+
+
+def test_a_policy_set_by_hand_while_enabled_is_obeyed_and_said():
+    tfamp.enable("mixed_bfloat16")
+    keras.config.set_dtype_policy("float32")
+    with pytest.warns(UserWarning, match="global policy was set to 'float32'"):
+        assert dense() == "float32"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert dense() == "float32"
+    tfamp.enable("mixed_bfloat16")
+    assert dense() == "bfloat16"
+
+
+def test_the_users_dtype_wins():
+    tfamp.enable("mixed_bfloat16")
+    assert layers.LayerNormalization(dtype="mixed_bfloat16").compute_dtype == "bfloat16"
+    assert layers.Dense(2, dtype="float32").compute_dtype == "float32"
+
+
+def test_none_keeps_nothing_and_a_sequence_without_default_only_what_it_names():
+    with tfamp.scope("mixed_bfloat16", keep_float32="none"):
+        x = keras.Input((2,))
+        model = keras.Model(x, layers.Softmax()(layers.Dense(2)(x)))
+    assert model(np.ones((1, 2))).dtype == "bfloat16"
+    with tfamp.scope("mixed_bfloat16", keep_float32=["Dense"]):
+        assert dense() == "float32"
+        assert layers.Softmax().compute_dtype == "bfloat16"
+
+
+def test_status_prints_and_survives_json():
+    tfamp.enable("mixed_bfloat16", keep_float32=["default", "ReLU"])
+    status = tfamp.status()
+    assert type(status).from_json(status.to_json()) == status
+    text = str(status)
+    assert "mixed_bfloat16" in text
+    assert "default: heads" in text
+    assert "gains nothing: ReLU only moves, selects or compares values" in " ".join(
+        text.replace("│", " ").split()
+    )
+
+
+def test_constructors_introspect_as_before():
+    import inspect
+
+    before = inspect.getfullargspec(layers.Layer.__init__)
+    tfamp.enable("mixed_bfloat16")
+    assert inspect.getfullargspec(layers.Layer.__init__) == before
