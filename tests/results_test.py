@@ -154,6 +154,7 @@ WRONG = {
     "a number for a flag": ("is_done", 1, "bool"),
     "a flag for a number": ("count", True, "int"),
     "a float for an int": ("count", 1.5, "int"),
+    "a flag for a float": ("share", True, "float"),
     "none of the options": ("kind", "three", "Literal['one', 'two']"),
     "a tuple too short": ("pair", ["text"], "tuple[str, float]"),
     "text for a number in a tuple": ("pair", ["text", "x"], "float"),
