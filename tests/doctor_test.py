@@ -365,6 +365,7 @@ def test_help_tells_the_flags(capsys):
     assert out.startswith("usage: tfamp doctor [flags]\n")
     assert "--json" in out
     assert "--nojson" not in out
+    assert out.count("-h, ") == 1
 
 
 def test_nvidia_gpus_are_counted_among_the_pci_devices(tmp_path):
