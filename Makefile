@@ -8,11 +8,13 @@ ARGS ?=
 SHELL := /bin/bash
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
-# TensorFlow's notices about drivers and instruction sets are not errors. Version
-# 2.21 prints some of them whatever the level is, so those lines are taken out.
+# TensorFlow prints these whatever the level is: notices, and errors that every start
+# without a GPU or with two copies of a CUDA plug-in gives. `tfamp doctor` tells more.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
-NO_NOTICES := 2> >(grep --line-buffered -v -E \
-  '^(I[0-9]{4} |WARNING: All log messages before absl::InitializeLog)' >&2)
+NOTICES := ^I[0-9]{4} |WARNING: All log messages before absl::InitializeLog
+NOTICES := $(NOTICES)|Unable to register cu|computation placer already registered
+NOTICES := $(NOTICES)|failed call to cuInit
+NO_NOTICES := 2> >(grep --line-buffered -v -E '$(NOTICES)' >&2)
 
 .DEFAULT_GOAL := help
 .PHONY: help train test test-oldest lint notebooks bench clean

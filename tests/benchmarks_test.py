@@ -54,6 +54,7 @@ def test_enable_overhead_prints_both_ratios(tmp_path):
 
 @pytest.mark.slow
 def test_readme_figure_shows_what_readme_says(tmp_path):
+    pytest.importorskip("matplotlib")
     result = run("readme_figure.py", tmp_path, "--output=figure.png")
     assert (tmp_path / "figure.png").stat().st_size > 0
     exact, stock, ours = result["gradients"]["sigmoid, wrong by 9"].values()
