@@ -25,7 +25,7 @@ def test_code_blocks_run_one_after_the_other(tmp_path):
     script = tmp_path / "readme.py"
     script.write_text("\n".join(BLOCKS), encoding="utf-8")
     completed = subprocess.run(
-        [sys.executable, script],
+        [sys.executable, "-W", "error::UserWarning:__main__", script],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
