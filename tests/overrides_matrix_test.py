@@ -262,6 +262,7 @@ def test_layers_built_after_enable(structure, row):
     check(run(model, "predict"), row, "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
 def test_apply_on_a_trained_model(structure, row):
@@ -285,6 +286,7 @@ def test_apply_on_a_trained_model(structure, row):
     check(operations, row, "bfloat16")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("mode", ["run_eagerly", "xla"])
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("name", ["functional", "subclassed"])

@@ -192,7 +192,7 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         ) from error
     if entry is None:
         return keras.saving.load_model(text, **kwargs)
-    with hooks.suspended(entry["policy"]):
+    with hooks.loading(entry["policy"]):
         model = keras.saving.load_model(text, **kwargs)
     hooks.restore(model, entry)
     return model
@@ -257,9 +257,13 @@ def _output_dtype(layer: keras.layers.Layer, care: Care | None) -> str:
     if care is not None and care.output_dtype is not None:
         return care.output_dtype
     graph = structure.graph_of(layer)
-    if graph is not None:
-        return str(structure.outputs_of(graph)[0].dtype)
-    return layer.compute_dtype
+    if graph is None:
+        return layer.compute_dtype
+    tensor = structure.outputs_of(graph)[0]
+    made = structure.producer(tensor)
+    if made is not None and isinstance(made[0], keras.layers.Layer):
+        return _output_dtype(made[0], care_of(made[0]))
+    return str(tensor.dtype)
 
 
 def _note(layer: keras.layers.Layer, care: Care) -> str:

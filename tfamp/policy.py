@@ -50,7 +50,7 @@ class Status(Record):
     rules: tuple[RuleStatus, ...]
     loss_scale: str | float | None
     hooks: tuple[str, ...]
-    versions: dict[str, str]
+    versions: dict[str, str | None]
 
     def __str__(self) -> str:
         return _render(self)

@@ -38,7 +38,7 @@ def open_builder(
         connect: Opens a connection to (host, port) within some seconds.
 
     Raises:
-        ImportError: tensorflow-datasets is not installed.
+        ImportError: tensorflow-datasets is not installed, or cannot be loaded.
         TypeError: `name_or_builder` is none of the three.
         ValueError: No such dataset.
         ConnectionError: The data is not here and its host cannot be reached.
@@ -47,6 +47,15 @@ def open_builder(
         _checks.require(module, extra="data", purpose="`Pipeline.from_tfds`")
     import tensorflow_datasets as tfds
 
+    if not hasattr(tfds, "core"):
+        # TFDS logs what stopped its import, and leaves an empty module.
+        raise ImportError(
+            "`Pipeline.from_tfds` needs tensorflow-datasets, which is installed but "
+            "cannot be loaded (its error is logged above); expected packages that fit "
+            "TensorFlow's protobuf. With TensorFlow 2.19 run `pip install "
+            "'tensorflow-metadata<1.18'`.",
+            name="tensorflow_datasets",
+        )
     given: Any = name_or_builder
     is_class = inspect.isclass(given)
     if isinstance(given, str):

@@ -88,16 +88,22 @@ def installed() -> tuple[str, ...]:
 
 
 @contextlib.contextmanager
-def suspended(policy: str) -> Iterator[None]:
-    """Leaves layers made inside a `with` block unmanaged, under `policy`."""
+def loading(policy: str) -> Iterator[None]:
+    """Makes the layers of a saved model inside a `with` block, unmanaged.
+
+    Under a mixed policy they are made in float32, whatever their configs say:
+    Keras builds a loaded subclassed model by its `call` on float32 inputs, where
+    half-precision sublayers would clash. `restore` sets the dtypes afterwards.
+    """
     lease, before = IN_FORCE.lease, state.present_policy()
-    IN_FORCE.lease = None
-    follow_enabled()
-    keras.config.set_dtype_policy(policy)
+    is_mixed = policy.startswith("mixed_")
+    IN_FORCE.lease, IN_FORCE.makes_float32 = None, is_mixed
     try:
+        _MAKING.install()
+        keras.config.set_dtype_policy("float32" if is_mixed else policy)
         yield
     finally:
-        IN_FORCE.lease = lease
+        IN_FORCE.lease, IN_FORCE.makes_float32 = lease, False
         follow_enabled()
         if lease is None:
             state.unmark(before)

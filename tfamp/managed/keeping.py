@@ -27,8 +27,12 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
     Only rules that go by class and name can be asked: the rest of the layer's
     constructor has yet to run.
     """
+    if isinstance(layer, keras.layers.InputLayer):
+        return
     lease = IN_FORCE.lease
-    if lease is None or isinstance(layer, keras.layers.InputLayer):
+    if lease is None:
+        if IN_FORCE.makes_float32 and layer.compute_dtype in HALF:
+            set_policy(layer, keras.config.dtype_policy())
         return
     if dtype is lease.kept:
         _begin_inside(layer, lease)

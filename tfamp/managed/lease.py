@@ -90,9 +90,16 @@ def choose_policy(policy: str) -> tuple[str, str, bool]:
 
 
 class _InForce:
-    """The lease that new layers come under, None while tfamp is disabled."""
+    """What new layers come under.
+
+    Attributes:
+        lease: The lease of managed layers, None while tfamp is disabled.
+        makes_float32: Whether a saved model is being loaded, whose layers are
+            made in float32 first.
+    """
 
     lease: Lease | None = None
+    makes_float32: bool = False
 
 
 IN_FORCE = _InForce()

@@ -40,7 +40,7 @@ def _default(name: str, reason: str, *classes: str, **fields: Any) -> Rule:
     )
 
 
-DEFAULT_RULES: tuple[Rule, ...] = (
+_RULES = (
     _default(
         "LayerNormalization",
         "computes in float32 inside already; kept so that what it normalizes is not "
@@ -117,6 +117,9 @@ DEFAULT_RULES: tuple[Rule, ...] = (
         dtypes=("float16",),
     ),
 )
+
+# Without the rules for layers that this version of Keras lacks.
+DEFAULT_RULES: tuple[Rule, ...] = tuple(rule for rule in _RULES if rule.classes)
 
 # What the default rules do where there is no layer to name.
 DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (

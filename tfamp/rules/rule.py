@@ -54,7 +54,9 @@ class Rule:
             return False
         if self.class_name is not None or self.pattern is not None:
             return self._matches_text(layer, path)
-        return self.predicate is None or self._ask(layer)
+        if self.predicate is not None:
+            return self._ask(layer)
+        return bool(self.classes)  # a rule for layers this Keras lacks keeps none
 
     def _matches_text(self, layer: keras.layers.Layer, path: str | None) -> bool:
         if self.class_name in _ancestors(type(layer)):

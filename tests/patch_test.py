@@ -1,0 +1,99 @@
+"""Patches come off without a trace, together, and never over somebody else's."""
+
+import re
+import types
+
+import pytest
+
+from tfamp._patch import HookError, Patch, PatchSet
+
+
+class Base:
+    """Has an attribute that `House` inherits."""
+
+    def door(self):
+        return "shut"
+
+
+def make_house():
+    class House(Base):
+        def window(self):
+            return "shut"
+
+    return House
+
+
+def opened(original):
+    return lambda self: "open"
+
+
+def test_the_very_same_object_comes_back():
+    house = make_house()
+    window = vars(house)["window"]
+    patch = Patch(house, "window", opened)
+    patch.install()
+    assert house().window() == "open"
+    assert patch.is_installed
+    patch.remove()
+    assert vars(house)["window"] is window
+    assert not patch.is_installed
+
+
+def test_an_inherited_attribute_is_inherited_again():
+    house = make_house()
+    patch = Patch(house, "door", opened)
+    patch.install()
+    assert (house().door(), Base().door()) == ("open", "shut")
+    patch.remove()
+    assert "door" not in vars(house)
+
+
+def test_installing_and_removing_twice_changes_nothing():
+    house = make_house()
+    window = vars(house)["window"]
+    patch = Patch(house, "window", opened)
+    patch.install()
+    placed = vars(house)["window"]
+    patch.install()
+    assert vars(house)["window"] is placed
+    patch.remove()
+    patch.remove()
+    assert vars(house)["window"] is window
+
+
+def test_the_replacement_is_given_the_original():
+    module = types.ModuleType("house")
+    module.rooms = lambda: 3
+    patch = Patch(module, "rooms", lambda original: lambda: original() + 1)
+    patch.install()
+    assert module.rooms() == 4
+    assert patch.label == "house.rooms"
+
+
+def test_somebody_elses_replacement_is_left():
+    house = make_house()
+    patch = Patch(house, "window", opened)
+    patch.install()
+    house.window = theirs = lambda self: "broken"
+    with pytest.warns(RuntimeWarning, match="replaced by other code after tfamp did"):
+        patch.remove()
+    assert vars(house)["window"] is theirs
+
+
+def test_a_missing_attribute_is_an_error_before_any_change():
+    house = make_house()
+    window = vars(house)["window"]
+    patches = PatchSet([Patch(house, "window", opened), Patch(house, "roof", opened)])
+    with pytest.raises(HookError, match=re.escape("roof`")):
+        patches.install()
+    assert vars(house)["window"] is window
+    assert patches.installed == ()
+
+
+def test_an_optional_attribute_may_be_missing():
+    house = make_house()
+    patch = Patch(house, "roof", lambda original: original or "new", optional=True)
+    patch.install()
+    assert house.roof == "new"
+    patch.remove()
+    assert not hasattr(house, "roof")

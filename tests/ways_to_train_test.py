@@ -1,0 +1,219 @@
+"""One line is enough in `fit`, custom steps and loops, on replicas and in bulk."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.recorded_operations import recorded_operations
+
+layers = keras.layers
+rng = np.random.default_rng(0)
+X = rng.normal(size=(32, 4)).astype("float32")
+Y = (X.sum(-1) > 0).astype("int32")
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+class Subclassed(keras.Model):
+    """A residual classifier."""
+
+    def __init__(self):
+        super().__init__()
+        self.first = layers.Dense(8, activation="relu")
+        self.norm = layers.LayerNormalization()
+        self.second = layers.Dense(8, activation="relu")
+        self.head = layers.Dense(2, activation="softmax")
+
+    def call(self, x):
+        h = self.first(x)
+        h = h + self.second(self.norm(h))
+        return self.head(h)
+
+
+class OwnStep(Subclassed):
+    """Writes its training step itself."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return {"loss": loss}
+
+
+def functional():
+    x = keras.Input((4,))
+    h = layers.Dense(8, activation="relu")(x)
+    h = layers.Add()([h, layers.Dense(8, activation="relu")(h)])
+    return keras.Model(x, layers.Dense(2, activation="softmax")(h))
+
+
+def compiled(build, **options):
+    model = build()
+    model.compile(
+        keras.optimizers.Adam(0.05), "sparse_categorical_crossentropy", **options
+    )
+    return model
+
+
+def check_dtypes(operations, half):
+    """The trunk's products are half, the head and the loss are float32."""
+    assert operations.of("Relu") == {half}
+    assert operations.of("Softmax") <= {"float32"}
+    assert operations.of("SparseSoftmaxCrossEntropyWithLogits") == {"float32"}
+
+
+@pytest.mark.parametrize("build", [functional, Subclassed, OwnStep])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_fit_learns(policy, build):
+    keras.utils.set_random_seed(0)
+    with tfamp.scope(policy):
+        model = compiled(build)
+    with recorded_operations() as operations:
+        losses = model.fit(X, Y, epochs=30, verbose=0).history["loss"]
+    check_dtypes(operations, policy.removeprefix("mixed_"))
+    assert losses[-1] < losses[0] / 2
+
+
+@pytest.mark.parametrize("build", [functional, Subclassed])
+def test_steps_per_execution(build):
+    with tfamp.scope("mixed_bfloat16"):
+        model = compiled(build, steps_per_execution=4)
+    with recorded_operations() as operations:
+        history = model.fit(X, Y, batch_size=8, verbose=0).history
+    check_dtypes(operations, "bfloat16")
+    assert int(model.optimizer.iterations) == 4
+    assert np.isfinite(history["loss"][0])
+
+
+@pytest.mark.parametrize("build", [functional, Subclassed])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_two_replicas(policy, build):
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope(), tfamp.scope(policy):
+        model = compiled(build)
+    with recorded_operations() as operations:
+        model.fit(X, Y, batch_size=16, verbose=0, shuffle=False)
+        predictions = model.predict(X, verbose=0)
+    check_dtypes(operations, policy.removeprefix("mixed_"))
+    assert predictions.dtype == "float32"
+    assert np.isfinite(predictions).all()
+
+
+@pytest.mark.parametrize("build", [functional, Subclassed])
+def test_two_replicas_compute_what_one_computes(build):
+    with tfamp.scope("mixed_bfloat16"):
+        alone = compiled(build)
+        alone(X)
+        with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+            both = compiled(build)
+    both.predict(X, verbose=0)
+    both.set_weights(alone.get_weights())
+    one = alone.fit(X, Y, batch_size=32, verbose=0, shuffle=False).history["loss"]
+    two = both.fit(X, Y, batch_size=32, verbose=0, shuffle=False).history["loss"]
+    # Halves of a batch are rounded to bfloat16 apart from one another.
+    np.testing.assert_allclose(two, one, rtol=2**-7)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
+@pytest.mark.parametrize("build", [functional, Subclassed])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+def test_a_custom_loop_without_compile(policy, build, jit_compile):
+    keras.utils.set_random_seed(0)
+    with tfamp.scope(policy):
+        model = build()
+    optimizer = keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam(0.05))
+    compute_loss = keras.losses.SparseCategoricalCrossentropy()
+    model(X)
+    optimizer.build(model.trainable_variables)
+
+    @tf.function(jit_compile=jit_compile)
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = compute_loss(y, model(x, training=True))
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return loss
+
+    with recorded_operations() as operations:
+        losses = [float(step(X, Y)) for _ in range(30)]
+    check_dtypes(operations, policy.removeprefix("mixed_"))
+    assert losses[-1] < losses[0] / 2
+
+
+def test_the_first_call_may_be_inside_a_tf_function():
+    with tfamp.scope("mixed_bfloat16"):
+        model = Subclassed()
+    predict = tf.function(model)
+    assert predict(tf.constant(X)).dtype == tf.float32
+    assert tfamp.assignment(model)[model.head.name].rule == ("default: heads")
+
+
+def test_moving_statistics_move_once_in_the_first_call():
+    class Normalized(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.BatchNormalization(momentum=0.5)
+            self.head = layers.Dense(1)
+
+        def call(self, x):
+            return self.head(self.norm(x))
+
+    with tfamp.scope("mixed_bfloat16"):
+        model = Normalized()
+    ones = np.ones((8, 2), "float32")
+    model(ones, training=True)
+    np.testing.assert_allclose(model.norm.moving_mean, [0.5, 0.5])
+
+
+def test_dropout_draws_once_in_the_first_call():
+    class Dropped(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.drop = layers.Dropout(0.5, seed=3)
+            self.head = layers.Dense(1)
+
+        def call(self, x):
+            return self.head(self.drop(x))
+
+    with tfamp.scope("mixed_bfloat16"):
+        model = Dropped()
+    state = model.drop.seed_generator.state.numpy()
+    model(np.ones((8, 2), "float32"), training=True)
+    np.testing.assert_array_equal(
+        model.drop.seed_generator.state.numpy(), state + np.array([0, 1])
+    )
+
+
+def test_two_models_under_different_policies_side_by_side():
+    with tfamp.scope("mixed_bfloat16"):
+        first = functional()
+    with tfamp.scope("float32"):
+        second = functional()
+    third = functional()
+    kinds = [
+        {row.compute_dtype for row in tfamp.assignment(model)}
+        for model in (first, second, third)
+    ]
+    assert kinds == [{"bfloat16", "float32"}, {"float32"}, {"float32"}]
+    assert [model(X).dtype for model in (first, second, third)] == [tf.float32] * 3
+
+
+def test_multiple_calls_inside_nested_and_shared_models_stay_in_half():
+    with tfamp.scope("mixed_bfloat16"):
+        encoder = functional()
+        x = keras.Input((4,))
+        model = keras.Model(x, layers.Dense(1)(encoder(x)))
+    with recorded_operations() as operations:
+        model.predict(X, verbose=0)
+    # The encoder's own last layer is no head of the outer model.
+    assert operations.of("Softmax") == {"float32"}
+    assert operations.of("Relu") == {"bfloat16"}
+    assert tfamp.assignment(model).layers[-1].rule == "default: heads"
