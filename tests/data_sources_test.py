@@ -1,6 +1,8 @@
 """Where a pipeline's elements come from: arrays, datasets, TensorFlow Datasets."""
 
 import re
+import sys
+import types
 
 import numpy as np
 import pytest
@@ -187,6 +189,15 @@ def test_what_is_no_builder_is_refused():
     message = "`name_or_builder` is 3; expected a TFDS name such as 'mnist'"
     with pytest.raises(TypeError, match=re.escape(message)):
         Pipeline.from_tfds(3)
+
+
+def test_a_tfds_that_did_not_load_is_an_error(monkeypatch):
+    # What its import leaves behind when protobuf is older than its own files.
+    empty = types.ModuleType("tensorflow_datasets")
+    monkeypatch.setitem(sys.modules, "tensorflow_datasets", empty)
+    message = "which is installed but cannot be loaded (its error is logged above)"
+    with pytest.raises(ImportError, match=re.escape(message)):
+        Pipeline.from_tfds("mnist")
 
 
 def test_a_name_without_data_or_network_is_an_error_at_once(tmp_path):
