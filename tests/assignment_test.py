@@ -263,3 +263,16 @@ def test_apply_gives_and_takes_the_loss_scale_with_the_same_optimizer_inside():
     assert model.optimizer is adam
     model.fit(X, Y, verbose=0)
     assert int(adam.iterations) == 3
+
+
+@pytest.mark.filterwarnings("ignore:'bfloat16' stores the weights")
+def test_it_tells_the_dtype_weights_are_really_stored_in():
+    with tfamp.scope("bfloat16"):
+        x = keras.Input((4,))
+        h = layers.LayerNormalization(name="norm")(layers.Dense(4, name="dense")(x))
+        model = keras.Model(x, layers.Dense(1, name="head")(h))
+    stored = {row.path: row.variable_dtype for row in tfamp.assignment(model)}
+    # The head is found after its weights were made.
+    assert stored["dense"] == stored["head"] == "bfloat16"
+    assert stored["norm"] == "float32"
+    assert tfamp.assignment(model)["head"].compute_dtype == "float32"

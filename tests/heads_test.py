@@ -250,3 +250,14 @@ def test_a_dear_head_gives_float32_after_a_half_product(structure):
     assert (row.compute_dtype, row.output_dtype) == ("bfloat16", "float32")
     assert "its product is" in row.note
     assert np.isfinite(model.fit(x, np.arange(8), verbose=0).history["loss"][0])
+
+
+def test_the_head_moves_when_a_sequential_model_grows():
+    with tfamp.scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((4,)), layers.Dense(8, name="first")])
+        model.compile("sgd", "mse")
+        assert tfamp.assignment(model)["first"].rule == "default: heads"
+        model.add(layers.Dense(1, name="second"))
+        model.compile("sgd", "mse")
+    found = {row.path: row.compute_dtype for row in tfamp.assignment(model)}
+    assert (found["first"], found["second"]) == ("bfloat16", "float32")

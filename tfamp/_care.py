@@ -39,6 +39,8 @@ class Care:
         settled: Whether rules that need the finished layer have been asked.
         spread: Whether the sublayers have been told.
         resolved: For a model: whether its heads have been found.
+        graph_key: For a model: which graph of layers they were found in. A
+            Sequential model gets another with each `add`.
         wrapped_optimizer: For a model: whether `compile` gave its optimizer
             the loss scale, so that it may be taken off again.
     """
@@ -53,6 +55,7 @@ class Care:
     settled: bool = False
     spread: bool = False
     resolved: bool = False
+    graph_key: int | None = None
     wrapped_optimizer: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Care":

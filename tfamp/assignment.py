@@ -10,7 +10,7 @@ from typing import Any
 import keras
 
 from tfamp import rules
-from tfamp._care import Care, Kind, care_of, change_care
+from tfamp._care import Care, Kind, care_of
 from tfamp.keras_hooks import saving, structure, trainer
 from tfamp.managed import compiling, hooks, keeping, resolving
 from tfamp.managed.lease import HALF, IN_FORCE, Lease, choose_policy, make_lease
@@ -148,7 +148,7 @@ def apply(
     hooks.hold(lease)
     layers = [layer for _, layer, _ in structure.walk(model)]
     for layer in layers:
-        _begin_again(layer, lease)
+        keeping.begin_again(layer, lease)
     for layer in layers:
         keeping.settle(layer)
         trainer.drop_traced_functions(layer)
@@ -221,20 +221,6 @@ def _check_patterns(model: keras.layers.Layer, lease: Lease) -> None:
             raise ValueError(resolving.unmatched_message(model, rule))
 
 
-def _begin_again(layer: keras.layers.Layer, lease: Lease) -> None:
-    """Puts a layer that exists already under the care of `lease`."""
-    before = care_of(layer)
-    is_explicit = before is not None and before.kind is Kind.EXPLICIT
-    is_float = layer.dtype_policy.compute_dtype in ("float32", "float64", *HALF)
-    if layer.quantization_mode is not None or not is_float:
-        return  # quantized weights and integer lookups have dtypes of their own
-    if not is_explicit:
-        keeping.set_policy(layer, lease.policy)
-    keeping.begin(layer, lease, is_explicit=is_explicit)
-    if before is not None and before.wrapped_optimizer:
-        change_care(layer, wrapped_optimizer=True)
-
-
 def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
     care = care_of(layer)
     computes = layer.compute_dtype
@@ -245,12 +231,18 @@ def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
         path=path,
         class_name=type(layer).__name__,
         compute_dtype=computes,
-        variable_dtype=layer.variable_dtype,
+        variable_dtype=_variable_dtype(layer),
         output_dtype=_output_dtype(layer, care),
         rule=rule,
         reason=reason,
         note=note,
     )
+
+
+def _variable_dtype(layer: keras.layers.Layer) -> str:
+    """Returns the dtype of the weights the layer has, which `apply` cannot change."""
+    stored = {w.dtype for w in structure.own_weights(layer)} & {"float32", *HALF}
+    return stored.pop() if len(stored) == 1 else layer.variable_dtype
 
 
 def _output_dtype(layer: keras.layers.Layer, care: Care | None) -> str:

@@ -278,8 +278,8 @@ def _note(rule: rules.Rule) -> str:
     if rule.name.startswith("default: "):
         return ""
     named = getattr(keras.layers, rule.class_name, None) if rule.class_name else None
-    for cls in (*rule.classes, named):
-        why = rules.gains_nothing(cls) if isinstance(cls, type) else None
+    for cls in (*rule.classes, *([named] if isinstance(named, type) else [])):
+        why = rules.gains_nothing(cls)
         if why is not None:
             return f"gains nothing: {cls.__name__} {why}"
     return ""

@@ -116,7 +116,7 @@ def _wrap_inner(original: Any) -> Callable[..., Any]:
     del original  # `TFLayer` inherits none: the next class in line has it.
 
     def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        call = super(TFLayer, self).__call__  # type: ignore[misc]
+        call = super(TFLayer, self).__call__
         care = care_of(self)
         if care is None:
             return call(*args, **kwargs)

@@ -59,6 +59,13 @@ def graph_of(model: keras.layers.Layer) -> Functional | None:
     return inner if isinstance(inner, Functional) else None
 
 
+def graph_key(model: keras.layers.Layer) -> int | None:
+    """Returns a number that changes as layers are added to or taken from a graph."""
+    if graph_of(model) is None:
+        return None
+    return hash(tuple(id(child) for child in children(model)))
+
+
 def outputs_of(graph: Functional) -> list[keras.KerasTensor]:
     """Returns the output tensors of a Functional graph."""
     return list(graph.outputs)

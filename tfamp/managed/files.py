@@ -91,6 +91,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
             keeping.set_policy(layer, policy)
         if "kind" in row:
             stored = {field: row[field] for field in _STORED}
+            stored["graph_key"] = structure.graph_key(layer)
             set_care(layer, Care(lease, Kind[row["kind"]], **stored))
         trainer.drop_traced_functions(layer)
     found = heads.graph_heads(model)

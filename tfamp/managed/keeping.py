@@ -64,6 +64,23 @@ def begin(layer: keras.layers.Layer, lease: Lease, *, is_explicit: bool) -> None
         _ask(layer, lease, early=True)
 
 
+def begin_again(layer: keras.layers.Layer, lease: Lease) -> None:
+    """Puts a layer that exists already under the care of `lease`.
+
+    Quantized weights and integer lookups have dtypes of their own and are left.
+    """
+    before = care_of(layer)
+    is_explicit = before is not None and before.kind is Kind.EXPLICIT
+    is_float = layer.dtype_policy.compute_dtype in ("float32", "float64", *HALF)
+    if layer.quantization_mode is not None or not is_float:
+        return
+    if not is_explicit:
+        set_policy(layer, lease.policy)
+    begin(layer, lease, is_explicit=is_explicit)
+    if before is not None and before.wrapped_optimizer:
+        change_care(layer, wrapped_optimizer=True)
+
+
 def _begin_inside(layer: keras.layers.Layer, lease: Lease) -> None:
     """Starts a sublayer that a kept layer handed its own policy."""
     set_care(layer, Care(lease, resolved=not isinstance(layer, keras.Model)))

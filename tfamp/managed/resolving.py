@@ -50,16 +50,30 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
     """
     with _LOCK:
         care = care_of(model)
-        if care is None or care.resolved:
+        if care is None:
             return True
-        change_care(model, resolved=True)  # the trace below comes here again
+        key = structure.graph_key(model)
+        if care.resolved and key in (None, care.graph_key):
+            return True
+        if care.resolved:
+            _start_again(model, care.lease)
+        # The trace below comes here again.
+        change_care(model, resolved=True, graph_key=key)
         try:
             done = _resolve(model, care.lease, args, kwargs)
         except BaseException:
             change_care(model, resolved=False)
             raise
-        change_care(model, resolved=done)
+        change_care(model, resolved=done, graph_key=structure.graph_key(model))
         return done
+
+
+def _start_again(model: keras.layers.Layer, lease: Lease) -> None:
+    """Undoes what was settled for layers that a Sequential model had before."""
+    for _, layer, _ in structure.walk(model):
+        care = care_of(layer)
+        if care is not None and care.lease is lease:
+            keeping.begin_again(layer, lease)
 
 
 def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) -> bool:
