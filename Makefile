@@ -29,7 +29,7 @@ help:  ## list the targets
 
 .venv-oldest/.installed: setup.cfg pyproject.toml
 	@NEWEST_PYTHON=3.12 .ci/environment .venv-oldest "$(PYTHON_OLDEST)" "the oldest supported versions" \
-	  -e ".[data,report,dev]" "tensorflow==2.19.*" "keras==3.10.0"
+	  -e ".[data,report,dev]" "tensorflow==2.19.*" "keras==3.10.0" "tensorflow-metadata<1.18"
 
 train: .venv/.installed  ## train a small CNN on digits, float32 beside the best policy
 	@echo "Training on scikit-learn's digits under two policies: about a minute on a CPU."

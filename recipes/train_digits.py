@@ -5,7 +5,7 @@ Command: python recipes/train_digits.py                    (the best policy here
          python recipes/train_digits.py --policy=auto,float32   (side by side)
 Time: about 20 s on 2 CPU cores in float32 and mixed_bfloat16. CPUs convolve in
 float16 some hundred times slower: try that with --epochs=1, or on a GPU.
-Expect: test accuracy of 0.99, at least 0.98, under each policy.
+Expect: test accuracy of 0.99, at least 0.98, in float32 and mixed_bfloat16 alike.
 """
 
 import os
@@ -59,10 +59,7 @@ def build_model(
     x = keras.layers.Rescaling(1 / 255)(images)
     for filters in (64, 128):
         for _ in range(2):
-            x = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(x)
-            # A run has a few hundred steps: the default of 0.99 lags behind.
-            x = keras.layers.BatchNormalization(momentum=0.9)(x)
-            x = keras.layers.ReLU()(x)
+            x = keras.layers.Conv2D(filters, 3, padding="same", activation="relu")(x)
         x = keras.layers.MaxPooling2D()(x)
     x = keras.layers.Flatten()(x)
     x = keras.layers.Dropout(0.4)(x)

@@ -276,3 +276,62 @@ def test_it_tells_the_dtype_weights_are_really_stored_in():
     assert stored["dense"] == stored["head"] == "bfloat16"
     assert stored["norm"] == "float32"
     assert tfamp.assignment(model)["head"].compute_dtype == "float32"
+
+
+def paths_and_rules(layer):
+    return {row.path: row.rule for row in tfamp.assignment(layer)}
+
+
+def test_a_path_tells_layers_of_one_name_apart():
+    def part(name):
+        x = keras.Input((4,))
+        return keras.Model(x, layers.Dense(4, name="dense")(x), name=name)
+
+    with tfamp.scope("mixed_bfloat16", keep_float32=["default", "left/.*"]):
+        x = keras.Input((4,))
+        model = keras.Model(x, layers.Dense(1)(part("right")(part("left")(x))))
+    rules = paths_and_rules(model)
+    assert rules["left/dense"] == "keep_float32: 'left/.*'"
+    assert rules["right/dense"] == "policy mixed_bfloat16"
+
+
+def test_layers_made_from_a_config_inside_bidirectional_are_kept_by_the_same_rule():
+    with tfamp.scope("mixed_bfloat16", keep_float32=["LSTM"]):
+        layer = layers.Bidirectional(layers.LSTM(2, name="lstm"))
+    rules = paths_and_rules(layer)
+    assert rules["forward_lstm"] == rules["backward_lstm"] == "keep_float32: 'LSTM'"
+    inside = {rule for path, rule in rules.items() if path.endswith("_cell")}
+    assert inside == {"inside 'forward_lstm'", "inside 'backward_lstm'"}
+
+
+def test_sublayers_of_a_kept_layer_are_named_as_such():
+    with tfamp.scope("mixed_bfloat16", keep_float32=["MultiHeadAttention"]):
+        layer = layers.MultiHeadAttention(1, 2, name="attention")
+        layer(np.ones((1, 2, 2)), np.ones((1, 2, 2)))
+    rules = paths_and_rules(layer)
+    assert rules.pop("attention") == "keep_float32: 'MultiHeadAttention'"
+    assert set(rules.values()) == {"inside 'attention'"}
+
+
+@pytest.mark.filterwarnings("ignore:'bfloat16' stores the weights")
+def test_the_states_of_a_kept_stateful_layer_are_float32():
+    with tfamp.scope("bfloat16", keep_float32=["LSTM"]):
+        layer = layers.LSTM(2, stateful=True)
+    layer.build((1, 3, 2))
+    assert {state.dtype for state in layer.states} == {"float32"}
+    assert {weight.dtype for weight in layer.weights} == {"float32"}
+
+
+def test_sublayers_made_in_build_follow_a_kept_layer_without_a_model():
+    class Block(layers.Layer):
+        def build(self, input_shape):
+            self.dense = layers.Dense(2)
+
+        def call(self, x):
+            self.seen = self.dense(x)
+            return self.seen
+
+    with tfamp.scope("mixed_bfloat16", keep_float32=["Block"]):
+        block = Block()
+        output = block(np.ones((1, 2)))
+    assert (block.seen.dtype, output.dtype) == (tf.float32, tf.bfloat16)

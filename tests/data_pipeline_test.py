@@ -205,7 +205,11 @@ def test_autotune_must_be_auto_or_a_bool():
             "`size` is True, of type bool;",
         ),
         (lambda p: p.shuffle(-1), ValueError, "`buffer_size` is -1; expected"),
-        (lambda p: p.shuffle(seed="a"), TypeError, "`seed` is 'a', of type str; expected"),
+        (
+            lambda p: p.shuffle(seed="a"),
+            TypeError,
+            "`seed` is 'a', of type str; expected",
+        ),
         (lambda p: p.prefetch(0), ValueError, "`num_batches` is 0; expected"),
         (lambda p: p.map(3), TypeError, "`function` is 3; expected something"),
         (lambda p: p.cache(None), TypeError, "`where` is None; expected 'memory'"),

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.recorded_operations import recorded_operations
 from tfamp.managed.heads import keeps_product_in_half
 
 layers = keras.layers
@@ -249,7 +250,14 @@ def test_a_dear_head_gives_float32_after_a_half_product(structure):
     row = tfamp.assignment(model)["logits"]
     assert (row.compute_dtype, row.output_dtype) == ("bfloat16", "float32")
     assert "its product is" in row.note
-    assert np.isfinite(model.fit(x, np.arange(8), verbose=0).history["loss"][0])
+    with recorded_operations() as operations:
+        model.fit(x, np.arange(8), verbose=0)
+        # A loss function given bare does not cast what it takes.
+        tf.function(
+            lambda: keras.losses.sparse_categorical_crossentropy(tf.range(8), model(x))
+        ).get_concrete_function()
+    loss_dtypes = operations.of("SparseSoftmaxCrossEntropyWithLogits")
+    assert loss_dtypes == {"float32"}
 
 
 def test_the_head_moves_when_a_sequential_model_grows():
@@ -261,3 +269,26 @@ def test_the_head_moves_when_a_sequential_model_grows():
         model.compile("sgd", "mse")
     found = {row.path: row.compute_dtype for row in tfamp.assignment(model)}
     assert (found["first"], found["second"]) == ("bfloat16", "float32")
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_loss_object_sees_the_logits_of_half_probabilities(policy):
+    with tfamp.scope(policy):
+        layer = layers.Dense(
+            3, activation="softmax", kernel_initializer="zeros", name="logits"
+        )
+    layer.build((None, 1))
+    layer.bias.assign([20.0, 0.0, 0.0])
+    loss_of = keras.losses.SparseCategoricalCrossentropy()
+
+    @tf.function
+    def loss_and_gradient():
+        with tf.GradientTape() as tape:
+            probabilities = layer(tf.ones((1, 1)))  # a layer alone has no head
+            loss = loss_of(tf.constant([1]), probabilities)
+        return probabilities, loss, tape.gradient(loss, layer.bias)
+
+    probabilities, loss, gradient = loss_and_gradient()
+    assert probabilities.dtype == policy.removeprefix("mixed_")
+    assert float(loss) == pytest.approx(20.0, rel=RELATIVE)
+    np.testing.assert_allclose(gradient, [1, -1, 0], atol=1e-6)

@@ -24,12 +24,17 @@ _HALF = (tf.float16, tf.bfloat16)
 _SOURCE = "_tfamp_source"
 
 
-def patches(before_call: Callable[..., None]) -> list[Patch]:
+def patches(
+    before_call: Callable[..., None],
+    after_build: Callable[[keras.layers.Layer], None],
+) -> list[Patch]:
     """Returns the patches around a layer's call.
 
     Args:
         before_call: Called as `before_call(layer, args, kwargs)` ahead of the
             first calls of a managed layer, before its inputs are cast.
+        after_build: Called with a kept layer when it has been built, ahead of
+            its own `call`.
     """
 
     def wrap_outer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -45,7 +50,12 @@ def patches(before_call: Callable[..., None]) -> list[Patch]:
     return [
         Patch(keras.layers.Layer, "__call__", wrap_outer),
         Patch(keras.layers.Layer, "_maybe_build", _wrap_maybe_build),
-        Patch(TFLayer, "__call__", _wrap_inner, optional=True),
+        Patch(
+            TFLayer,
+            "__call__",
+            lambda original: _inner_call(after_build),
+            optional=True,
+        ),
         Patch(_data_layer_class(), "__call__", _wrap_data_layer),
         Patch(keras.DTypePolicy, "convert_input", _wrap_convert_input),
         Patch(
@@ -112,14 +122,18 @@ def _wrap_data_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     return __call__
 
 
-def _wrap_inner(original: Any) -> Callable[..., Any]:
-    del original  # `TFLayer` inherits none: the next class in line has it.
+def _inner_call(
+    after_build: Callable[[keras.layers.Layer], None],
+) -> Callable[..., Any]:
+    """Returns a method for `TFLayer`, which has none: the next class in line has."""
 
     def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
         call = super(TFLayer, self).__call__
         care = care_of(self)
         if care is None:
             return call(*args, **kwargs)
+        if care.is_kept and not care.spread:
+            after_build(self)
         if care.exact_inputs:
             args, kwargs = tree.map_structure(_restore_source, (args, kwargs))
         CALLS.stack.append(care)

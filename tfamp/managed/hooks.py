@@ -42,7 +42,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
 
 _RUNNING = PatchSet(
     [
-        *calls.patches(resolving.before_call),
+        *calls.patches(resolving.before_call, keeping.spread),
         *nn.patches(_takes_care),
         *losses.patches(nn.CAREFUL),
         *trainer.patches(compiling.before_compile),

@@ -219,6 +219,7 @@ def on_bidirectional_created(
             if care_of(given_cell) is not None and care_of(cell) is not None:
                 set_policy(cell, given_cell.dtype_policy)
                 set_care(cell, care_of(given_cell))  # type: ignore[arg-type]
+            spread(made)
     spread(layer)
 
 
