@@ -245,6 +245,29 @@ def test_a_model_built_before_enable_is_warned_of_once():
         model.fit(np.ones((2, 2)), np.ones((2, 2)), verbose=0)
 
 
+@pytest.mark.parametrize("use", ["compile", "call"])
+def test_a_model_put_together_outside_from_managed_layers_is_managed(use):
+    with tfamp.scope("mixed_bfloat16"):
+        x = keras.Input((2,))
+        y = layers.Dense(2)(layers.Dense(2)(x))
+    model = keras.Model(x, y)
+    if use == "compile":
+        model.compile("sgd", "mse")
+    assert model(np.ones((1, 2))).dtype == "float32"
+    assert tfamp.assignment(model).layers[-1].rule == "default: heads"
+
+
+def test_a_model_used_before_enable_is_warned_of_after_it():
+    with tfamp.scope("mixed_bfloat16"):
+        keeps_hooks = layers.Dense(2)
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(2)])
+    model(np.ones((2, 2)))
+    tfamp.enable("mixed_bfloat16")
+    with pytest.warns(UserWarning, match="was built before `tfamp.enable`"):
+        model(np.ones((2, 2)))
+    del keeps_hooks
+
+
 def test_a_policy_set_by_hand_while_enabled_is_obeyed_and_said():
     tfamp.enable("mixed_bfloat16")
     keras.config.set_dtype_policy("float32")

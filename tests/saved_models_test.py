@@ -216,6 +216,18 @@ def test_applied_models_are_saved_alike(tmp_path):
     )
 
 
+def test_an_unzipped_archive(tmp_path):
+    model = trained(functional, "mixed_bfloat16")
+    keras.saving.save_model(model, tmp_path / "model", zipped=False)
+    assert rows_of(tfamp.load_model(tmp_path / "model")) == rows_of(model)
+
+
+def test_a_folder_that_is_no_archive(tmp_path):
+    message = re.escape(f"Cannot read {str(tmp_path)!r} as a `.keras` archive")
+    with pytest.raises(ValueError, match=message):
+        tfamp.load_model(tmp_path)
+
+
 def test_a_missing_file(tmp_path):
     path = str(tmp_path / "none.keras")
     message = re.escape(f"Found no file {path!r}; expected a model saved with")

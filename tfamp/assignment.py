@@ -184,7 +184,7 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         )
     try:
         entry = saving.read_entry(text)
-    except (zipfile.BadZipFile, IsADirectoryError, KeyError) as error:
+    except (zipfile.BadZipFile, FileNotFoundError, KeyError) as error:
         raise ValueError(
             f"Cannot read {text!r} as a `.keras` archive: {error}. Save the model with "
             "`model.save('name.keras')`; HDF5 files and SavedModels hold no dtypes of "

@@ -6,6 +6,7 @@ know; pickling and `copy.deepcopy` going through `_unpickle_model`.
 """
 
 import json
+import os
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -62,11 +63,16 @@ def read_entry(archive: Any) -> dict[str, Any] | None:
     """Returns what tfamp stored in a `.keras` archive, None where nothing is.
 
     Args:
-        archive: A path or a file object.
+        archive: A path or a file object; a path may be that of an unzipped
+            archive.
 
     Raises:
         zipfile.BadZipFile: The file is no archive.
         KeyError: The archive has no metadata, so Keras did not write it.
+        FileNotFoundError: The folder has none.
     """
+    if isinstance(archive, str) and os.path.isdir(archive):
+        with open(os.path.join(archive, METADATA_FILE), encoding="utf-8") as text:
+            return json.load(text).get(METADATA_KEY)
     with zipfile.ZipFile(archive) as file:
         return json.loads(file.read(METADATA_FILE)).get(METADATA_KEY)

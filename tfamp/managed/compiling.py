@@ -16,12 +16,12 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
     The wrapped optimizer is what `compile` is given, so a saved model's compile
     configuration holds it and its state survives any way of loading.
     """
+    if care_of(model) is None:
+        resolving.meet_unmanaged(model)
     lease = resolving.care_lease(model)
     if lease is None:
-        resolving.warn_of_unmanaged(model)
         return
-    if care_of(model) is not None:
-        resolving.resolve(model)
+    resolving.resolve(model)
     optimizer = arguments.get("optimizer")
     if not arguments.get("auto_scale_loss", True) or optimizer is None:
         return

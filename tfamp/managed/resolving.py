@@ -15,15 +15,15 @@ from tfamp.managed import heads, keeping
 from tfamp.managed.lease import IN_FORCE, Lease
 
 _LOCK = threading.RLock()
-_warned_models: weakref.WeakSet[Any] = weakref.WeakSet()
+_met_under: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     """Does what is still open on a layer that is about to be called."""
+    if care_of(layer) is None and isinstance(layer, keras.Model):
+        meet_unmanaged(layer)
     care = care_of(layer)
     if care is None:
-        if IN_FORCE.lease is not None and isinstance(layer, keras.Model):
-            warn_of_unmanaged(layer)
         return
     if not care.settled:
         keeping.settle(layer)
@@ -214,21 +214,29 @@ def unmatched_message(model: keras.layers.Layer, rule: _rules.Rule) -> str:
     )
 
 
-def warn_of_unmanaged(model: keras.layers.Layer) -> None:
-    """Says once that a model computes as it was built, whatever is enabled."""
-    lease = IN_FORCE.lease
-    if lease is None or not lease.is_half or model in _warned_models:
+def meet_unmanaged(model: keras.layers.Layer) -> None:
+    """Looks once at a model that was not made under tfamp, as it is first used.
+
+    Once under each `enable`, that is: it may have been used before.
+
+    A model around managed layers is managed from here on, or its head would
+    stay in half precision. Of one that was built before `tfamp.enable` it is said
+    that it computes as it was built.
+    """
+    if model in _met_under and _met_under[model] is IN_FORCE.lease:
         return
-    if any(care_of(layer) is not None for _, layer, _ in structure.walk(model)):
-        return
-    _warned_models.add(model)
-    warnings.warn(
-        f"Model {model.name!r} was built before `tfamp.enable`, so it computes in "
-        f"{model.compute_dtype} as it was built. Call `tfamp.enable` before building "
-        "the model, or convert it in place with `tfamp.apply(model)`.",
-        UserWarning,
-        stacklevel=4,
-    )
+    _met_under[model] = IN_FORCE.lease
+    lease = care_lease(model)
+    if lease is not None:
+        keeping.begin(model, lease, is_explicit=False)
+    elif IN_FORCE.lease is not None and IN_FORCE.lease.is_half:
+        warnings.warn(
+            f"Model {model.name!r} was built before `tfamp.enable`, so it computes in "
+            f"{model.compute_dtype} as it was built. Call `tfamp.enable` before "
+            "building the model, or convert it in place with `tfamp.apply(model)`.",
+            UserWarning,
+            stacklevel=4,
+        )
 
 
 def computes_in(model: keras.layers.Layer, dtype: str) -> bool:
