@@ -1,6 +1,7 @@
 """The settings under which layers are made, and which of them are in force."""
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -29,6 +30,7 @@ class Lease:
         matched: Names of user rules that have matched some layer.
         kept: The float32 policy given to kept layers. One object, so that
             sublayers that are handed it count as given a dtype.
+        number: Tells leases apart when they are gone.
     """
 
     policy: keras.DTypePolicy
@@ -39,6 +41,7 @@ class Lease:
     kept: keras.DTypePolicy = dataclasses.field(
         default_factory=lambda: keras.DTypePolicy("float32")
     )
+    number: int = dataclasses.field(default_factory=itertools.count(1).__next__)
 
     @property
     def compute_dtype(self) -> str:

@@ -15,7 +15,7 @@ from tfamp.managed import heads, keeping
 from tfamp.managed.lease import IN_FORCE, Lease
 
 _LOCK = threading.RLock()
-_met_under: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_met_under: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
@@ -223,9 +223,10 @@ def meet_unmanaged(model: keras.layers.Layer) -> None:
     stay in half precision. Of one that was built before `tfamp.enable` it is said
     that it computes as it was built.
     """
-    if model in _met_under and _met_under[model] is IN_FORCE.lease:
+    number = IN_FORCE.lease.number if IN_FORCE.lease is not None else 0
+    if _met_under.get(model) == number:
         return
-    _met_under[model] = IN_FORCE.lease
+    _met_under[model] = number
     lease = care_lease(model)
     if lease is not None:
         keeping.begin(model, lease, is_explicit=False)
