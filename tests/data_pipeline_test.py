@@ -147,8 +147,9 @@ def test_a_mapped_function_gives_the_same_eagerly():
     assert rows(numbers().map(double).build()) == eager
 
 
-def test_a_memory_cache_of_bare_arrays_is_left_out():
+def test_a_memory_cache_of_bare_arrays_is_left_out(capsys):
     text = numbers().cache("memory").describe()
+    assert capsys.readouterr().out == text + "\n"
     assert "left out" in text
     assert "the arrays are in memory already" in text
 

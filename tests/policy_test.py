@@ -185,7 +185,8 @@ def test_auto_takes_what_the_devices_compute_fast(monkeypatch):
         lambda devices: hardware.Recommendation("mixed_bfloat16", "because"),
     )
     status = tfamp.enable()
-    assert (status.policy, status.reason) == ("mixed_bfloat16", "because")
+    assert (status.policy, status.why) == ("mixed_bfloat16", "because")
+    assert status.reason == status.why
 
 
 def test_an_explicit_policy_that_will_be_slow_is_obeyed_with_one_warning(monkeypatch):

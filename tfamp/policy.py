@@ -34,7 +34,7 @@ class Status(Record):
     Attributes:
         enabled: Whether new layers are managed.
         policy: Name of the policy of new layers.
-        reason: Why that policy, in one sentence.
+        why: Why that policy, in one sentence.
         devices: The devices TensorFlow sees.
         rules: What stays in float32.
         loss_scale: "dynamic", a number, or None; used where a layer computes
@@ -45,12 +45,17 @@ class Status(Record):
 
     enabled: bool
     policy: str
-    reason: str
+    why: str
     devices: tuple[Device, ...]
     rules: tuple[RuleStatus, ...]
     loss_scale: str | float | None
     hooks: tuple[str, ...]
     versions: dict[str, str | None]
+
+    @property
+    def reason(self) -> str:
+        """The same as `why`, named as in the records of hardware and rules."""
+        return self.why
 
     def __str__(self) -> str:
         return _render(self)
@@ -59,7 +64,7 @@ class Status(Record):
 class _Present:
     """What `disable` and `scope` put back, and why the policy was chosen."""
 
-    reason: str = "tfamp is not enabled"
+    why: str = "tfamp is not enabled"
     policy_before: keras.DTypePolicy | None = None
 
 
@@ -161,7 +166,7 @@ def scope(
         >>> inside.compute_dtype, keras.layers.Dense(4).compute_dtype
         ('bfloat16', 'float32')
     """
-    lease_before, reason_before = IN_FORCE.lease, _Present.reason
+    lease_before, why_before = IN_FORCE.lease, _Present.why
     outermost_before = _Present.policy_before
     policy_before = state.present_policy()
     given = enable(
@@ -177,7 +182,7 @@ def scope(
         if lease_before is None:
             _take_out_of_force(policy_before)
         else:
-            _put_in_force(lease_before, reason_before)
+            _put_in_force(lease_before, why_before)
 
 
 def status() -> Status:
@@ -193,7 +198,7 @@ def status() -> Status:
     return Status(
         enabled=lease is not None,
         policy=keras.config.dtype_policy().name if lease is None else lease.policy.name,
-        reason=_Present.reason,
+        why=_Present.why,
         devices=hardware.devices(),
         rules=() if lease is None else _rules_in_force(lease),
         loss_scale=lease.loss_scale if lease and lease.is_half else None,
@@ -202,19 +207,19 @@ def status() -> Status:
     )
 
 
-def _put_in_force(lease: Lease, reason: str) -> None:
-    IN_FORCE.lease, _Present.reason = lease, reason
+def _put_in_force(lease: Lease, why: str) -> None:
+    IN_FORCE.lease, _Present.why = lease, why
     try:
         hooks.follow_enabled()
     except BaseException:
-        IN_FORCE.lease, _Present.reason = None, "tfamp is not enabled"
+        IN_FORCE.lease, _Present.why = None, "tfamp is not enabled"
         raise
     state.mark(lease, lease.policy)
     keeping.forget_warnings()
 
 
 def _take_out_of_force(policy: keras.DTypePolicy | None) -> None:
-    IN_FORCE.lease, _Present.reason = None, "tfamp is not enabled"
+    IN_FORCE.lease, _Present.why = None, "tfamp is not enabled"
     hooks.follow_enabled()
     state.unmark(policy)
 
@@ -292,7 +297,7 @@ def _render(status: Status) -> str:
     facts = Table(show_header=False, box=None, pad_edge=False)
     facts.add_row("tfamp", "enabled" if status.enabled else "not enabled")
     facts.add_row("policy", status.policy)
-    facts.add_row("why", status.reason)
+    facts.add_row("why", status.why)
     if status.loss_scale is not None:
         facts.add_row("loss scale", str(status.loss_scale))
     for device in status.devices:

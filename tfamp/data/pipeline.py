@@ -278,7 +278,7 @@ class Pipeline:
         return _plan.run(self._plan(autotune))
 
     def describe(self, autotune: Autotune = "auto") -> str:
-        """Returns the plan as a table to print: each stage, its setting, and why.
+        """Prints the plan as a table: each stage, its setting, and why.
 
         Nothing is read or written, and no file of a cache is touched.
 
@@ -286,14 +286,17 @@ class Pipeline:
             autotune: As for `build`.
 
         Returns:
-            Text of at most 110 columns, stages in the order they run in.
+            What it printed: text of at most 110 columns, stages in the order
+            they run in.
 
         Example:
+            >>> import contextlib, io
             >>> import numpy as np
             >>> import tfamp
             >>> pipeline = tfamp.data.Pipeline.from_arrays(np.zeros((10, 4)))
-            >>> lines = pipeline.prefetch().batch(4).describe().splitlines()
-            >>> [line.split()[0] for line in lines[2:]]
+            >>> with contextlib.redirect_stdout(io.StringIO()):  # the table is wide
+            ...     text = pipeline.prefetch().batch(4).describe()
+            >>> [line.split()[0] for line in text.splitlines()[2:]]
             ['source', 'batch', 'prefetch', 'threads']
         """
         plan = self._plan(autotune)
@@ -302,7 +305,9 @@ class Pipeline:
         else:
             off = "autotune=False" if autotune is False else "autotune could stall"
             threads = (str(plan.settings.num_threads), f"one for each core; {off}")
-        return _plan.describe(plan, threads)
+        text = _plan.describe(plan, threads)
+        print(text)
+        return text
 
     def _plan(self, autotune: Autotune) -> _plan.Plan:
         if not isinstance(autotune, bool) and autotune != "auto":
