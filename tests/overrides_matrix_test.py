@@ -296,6 +296,17 @@ def test_eager_and_xla_runs(name, row, mode):
     check(run(model, mode), row, "bfloat16")
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("mode", ["run_eagerly", "xla"])
+@pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
+@pytest.mark.parametrize("name", ["functional", "subclassed"])
+def test_apply_in_eager_and_xla_runs(name, row, mode):
+    model = STRUCTURES[name](row.make)
+    model(data()[0])
+    tfamp.apply(model, "mixed_bfloat16", keep_float32=row.keep)
+    check(run(model, mode), row, "bfloat16")
+
+
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_float16_alike(name, mode):
