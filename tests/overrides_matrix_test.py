@@ -89,7 +89,9 @@ ROWS = {
         lambda: layers.Dense(WIDTH, activation="softmax"), "Softmax"
     ),
     "Dense by class name": Row(
-        lambda: layers.EinsumDense("abc,cd->abd", (None, WIDTH), activation="softsign"),
+        lambda: layers.EinsumDense(
+            "abc,cd->abd", (LENGTH, WIDTH), activation="softsign"
+        ),
         "Softsign",
         ["default", "EinsumDense"],
     ),
