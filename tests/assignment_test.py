@@ -47,13 +47,15 @@ def test_every_layer_is_listed_with_its_rule():
 
 def test_sublayers_are_listed():
     with tfamp.scope("mixed_bfloat16"):
-        layer = layers.Bidirectional(layers.LSTM(2))
-    paths = [row.path for row in tfamp.assignment(layer)]
-    assert paths[1:] == [
-        "forward_lstm",
-        "forward_lstm/lstm_cell",
-        "backward_lstm",
-        "backward_lstm/lstm_cell",
+        layer = layers.Bidirectional(layers.LSTM(2, name="lstm"), name="both")
+    rows = tfamp.assignment(layer).layers
+    found = [(row.path.split("/")[0], row.class_name) for row in rows]
+    assert found == [
+        ("both", "Bidirectional"),
+        ("forward_lstm", "LSTM"),
+        ("forward_lstm", "LSTMCell"),
+        ("backward_lstm", "LSTM"),
+        ("backward_lstm", "LSTMCell"),
     ]
 
 
