@@ -4,6 +4,7 @@ A source gives a dataset of elements in their own order. `_arrays.py` holds the 
 with random access.
 """
 
+import abc
 import dataclasses
 from typing import Any, ClassVar
 
@@ -16,7 +17,7 @@ DATA = tf.data.experimental.AutoShardPolicy.DATA
 
 
 @dataclasses.dataclass(frozen=True)
-class Source:
+class Source(abc.ABC):
     """What every source can do.
 
     Attributes:
@@ -26,13 +27,13 @@ class Source:
 
     shard_policy: ClassVar[tf.data.experimental.AutoShardPolicy | None] = None
 
+    @abc.abstractmethod
     def dataset(self, settings: Settings) -> tf.data.Dataset:
         """Returns the elements in their own order."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,6 +5,7 @@ what it does and why (`explain`). `_plan.py` puts stages in order; a new stage i
 a new record here with a free rank.
 """
 
+import abc
 import dataclasses
 import os
 import warnings
@@ -94,7 +95,7 @@ def shuffle_buffer_size(
 
 
 @dataclasses.dataclass(frozen=True)
-class Stage:
+class Stage(abc.ABC):
     """What every stage can do. `rank` and `name` belong to the class."""
 
     rank: ClassVar[int]
@@ -103,13 +104,13 @@ class Stage:
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises or warns, before anything runs, if `dataset` does not suit."""
 
+    @abc.abstractmethod
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns `dataset` with this stage behind it."""
-        raise NotImplementedError
 
+    @abc.abstractmethod
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        raise NotImplementedError
 
 
 @dataclasses.dataclass(frozen=True)
