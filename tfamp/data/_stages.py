@@ -103,6 +103,7 @@ class Stage(abc.ABC):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises or warns, before anything runs, if `dataset` does not suit."""
+        del dataset  # most stages suit any
 
     @abc.abstractmethod
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
