@@ -35,6 +35,33 @@ def test_enable_sets_the_dtypes_of_new_layers():
     assert (status.enabled, status.policy) == (True, "mixed_bfloat16")
 
 
+@pytest.mark.parametrize(
+    ("make", "dtype"),
+    [
+        (lambda: layers.Dot(axes=-1, normalize=True), "float32"),
+        (lambda: layers.Dot(axes=-1), "bfloat16"),
+        (lambda: layers.AveragePooling2D(4), "float32"),
+        (lambda: layers.AveragePooling2D(3), "bfloat16"),
+        (lambda: layers.UpSampling2D(interpolation="bilinear"), "float32"),
+        (lambda: layers.Dense(65), "float32"),
+        (lambda: layers.Dense(64), "bfloat16"),
+    ],
+    ids=["cosine", "Dot", "4x4", "3x3", "bilinear", "wide", "narrow"],
+)
+def test_a_finished_layer_tells_at_once_what_depends_on_its_settings(make, dtype):
+    wide = ["default", lambda layer: getattr(layer, "units", 0) > 64]
+    tfamp.enable("mixed_bfloat16", keep_float32=wide)
+    layer = make()
+    assert layer.compute_dtype == dtype
+    assert layer.dtype_policy.compute_dtype == dtype
+
+
+def test_a_rule_may_read_the_dtype_it_decides_on():
+    keep = [lambda layer: layer.compute_dtype == "bfloat16"]
+    tfamp.enable("mixed_bfloat16", keep_float32=keep)
+    assert dense() == "float32"
+
+
 def test_disable_gives_back_the_very_same_constructor_and_policy():
     keras.config.set_dtype_policy("float64")
     before = keras.config.dtype_policy()

@@ -14,7 +14,7 @@ import keras
 
 from tfamp._care import Care, Kind
 from tfamp._patch import PatchSet
-from tfamp.keras_hooks import calls, layers, losses, nn, saving, state, trainer
+from tfamp.keras_hooks import calls, dtypes, layers, losses, nn, saving, state, trainer
 from tfamp.managed import compiling, files, keeping, resolving
 from tfamp.managed.lease import IN_FORCE, Lease
 
@@ -42,6 +42,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
 
 _RUNNING = PatchSet(
     [
+        *dtypes.patches(keeping.on_read),
         *calls.patches(resolving.before_call, keeping.spread),
         *nn.patches(_takes_care),
         *losses.patches(nn.CAREFUL),

@@ -1,5 +1,6 @@
 """Puts single layers under care: who follows the policy, who stays in float32."""
 
+import threading
 import warnings
 from typing import Any
 
@@ -97,6 +98,38 @@ def _ask(
         if rule.matches(layer, path=path):
             keep(layer, lease, rule)
             return
+
+
+class _Asking(threading.local):
+    """Whether this thread is inside `on_read`, whose rules may read dtypes too."""
+
+    now: bool = False
+
+
+_asking = _Asking()
+
+
+def on_read(layer: keras.layers.Layer) -> None:
+    """Asks the rules that need the finished layer as soon as its dtype is read.
+
+    The constructor may not have ended, so a rule that fails or says no is asked
+    again at the first call.
+    """
+    care = care_of(layer)
+    if care is None or care.kind is not Kind.FOLLOWS or _asking.now:
+        return
+    if not care.lease.is_half:
+        return
+    _asking.now = True
+    try:
+        for rule in care.lease.rules.rules:
+            if rule.needs_finished_layer and rule.matches(layer):
+                keep(layer, care.lease, rule)
+                return
+    except (RuntimeError, TypeError):  # raised again at the first call, if it lasts
+        return
+    finally:
+        _asking.now = False
 
 
 def keep(layer: keras.layers.Layer, lease: Lease, rule: _rules.Rule) -> None:
