@@ -200,6 +200,51 @@ def test_a_broken_head_is_said(caplog):
     assert "Cast what is combined with it" in caplog.text
 
 
+class NeedsValues(keras.Model):
+    """Looks at values, so it runs eagerly only."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = layers.Dense(2)
+        self.num_calls = 0
+
+    def call(self, x):
+        self.num_calls += 1
+        return self.dense(x / float(tf.reduce_max(x)))
+
+
+def test_a_model_that_cannot_be_traced_runs_and_is_said(caplog):
+    with tfamp.scope("mixed_bfloat16"):
+        model = NeedsValues()
+    x = np.ones((2, 2), "float32")
+    model.dense.build((None, 2))
+    model.built = True
+    with caplog.at_level("WARNING"):
+        outputs = [model(x) for _ in range(5)]
+    assert {y.dtype for y in outputs} == {tf.float32}
+    assert caplog.text.count("cannot be traced to find that layer") == 1
+    assert "the output alone is cast" in tfamp.assignment(model).layers[0].note
+    assert model.num_calls == 5 + 3  # three traces were tried
+
+
+def test_one_bad_call_does_not_hide_the_head():
+    class Joins(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.head = layers.Dense(2, name="head")
+
+        def call(self, x):
+            return self.head(tf.concat([x, tf.ones((3, 1), x.dtype)], axis=-1))
+
+    with tfamp.scope("mixed_bfloat16"):
+        model = Joins()
+    with pytest.raises(Exception, match="Dimension|shape"):
+        model(np.ones((2, 2), "float32"))
+    assert model(np.ones((3, 2), "float32")).dtype == tf.float32
+    assert tfamp.assignment(model)["head"].rule == "default: heads"
+    assert tfamp.assignment(model).layers[0].rule == "policy mixed_bfloat16"
+
+
 def test_a_head_the_user_gave_a_dtype_keeps_it():
     with tfamp.scope("mixed_bfloat16"):
         x = keras.Input((2,))

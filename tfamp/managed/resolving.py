@@ -14,7 +14,11 @@ from tfamp.keras_hooks import calls, structure
 from tfamp.managed import heads, keeping
 from tfamp.managed.lease import IN_FORCE, Lease
 
+# Calls of a model that are traced in search of its heads, where tracing fails.
+MAX_TRACES = 3
+
 _LOCK = threading.RLock()
+_failures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _met_under: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -77,17 +81,21 @@ def _start_again(model: keras.layers.Layer, lease: Lease) -> None:
 
 
 def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) -> bool:
+    _forget_failure(model, lease)
     found = heads.graph_heads(model)
     if found is None and args is None:
         _settle_layers(model, lease)
         return False
     shapes: dict[int, Any] = {}
+    failure: Exception | None = None
     if found is None:
-        found, shapes = _trace(model, args, kwargs)
+        found, shapes, failure = _trace(model, args, kwargs)
     _settle_layers(model, lease)
     _report_unmatched(model, lease)
     if not lease.has_defaults:
         return True
+    if failure is not None:
+        return _give_up(model, failure)
     found = heads.graph_heads(model) or found
     before = heads.keep_heads(model, found, lease, shapes)
     if structure.graph_of(model) is not None:
@@ -97,9 +105,10 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
     broken = _breaks(model, args, kwargs)
     if broken is not None:
         heads.restore(before)
-        change_care(model, output_dtype=None)
-    if broken is not None or not found.is_complete:
-        _cast_output(model, broken)
+        _cast_output(model, "a float32 head would break the model's `call`")
+        _say_what_broke(model, broken)
+    elif not found.is_complete:
+        _cast_output(model, "no layer could be named that makes the output")
     return True
 
 
@@ -114,13 +123,41 @@ def output_is_float32(model: keras.layers.Layer, found: heads.Heads) -> bool:
 
 def _trace(
     model: keras.layers.Layer, args: Any, kwargs: Any
-) -> tuple[heads.Heads, dict[int, Any]]:
+) -> tuple[heads.Heads, dict[int, Any], Exception | None]:
     try:
         found, recorder = heads.traced_heads(model, args, kwargs)
     except Exception as error:  # the user's own code, which may do anything
-        logging.info("tfamp could not trace %s: %s", model.name, error)
-        return heads.Heads(is_complete=False), {}
-    return found, recorder.shapes
+        return heads.Heads(is_complete=False), {}, error
+    return found, recorder.shapes, None
+
+
+def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
+    """Casts the output of a model whose `call` cannot be traced, only run.
+
+    The failure may also be that of one bad call, so a few more are tried.
+
+    Returns:
+        Whether no further call is worth a trace.
+    """
+    _failures[model] = _failures.get(model, 0) + 1
+    _cast_output(model, "its `call` cannot be traced")
+    is_final = _failures[model] >= MAX_TRACES
+    if is_final:
+        logging.warning(
+            "The output of model %r is cast to float32, but its last layer stays in "
+            "half precision: its `call` cannot be traced to find that layer (%s). Make "
+            "the model a Functional one, or give its last layer dtype='float32'.",
+            model.name,
+            _first_line(failure),
+        )
+    return is_final
+
+
+def _forget_failure(model: keras.layers.Layer, lease: Lease) -> None:
+    care = care_of(model)
+    if care is not None and care.kind is Kind.OUTPUT_CAST:
+        rule = f"policy {lease.policy.name}"
+        change_care(model, kind=Kind.FOLLOWS, rule=rule, reason="", output_dtype=None)
 
 
 def _breaks(model: keras.layers.Layer, args: Any, kwargs: Any) -> Exception | None:
@@ -132,26 +169,24 @@ def _breaks(model: keras.layers.Layer, args: Any, kwargs: Any) -> Exception | No
     return None
 
 
-def _cast_output(model: keras.layers.Layer, broken: Exception | None) -> None:
+def _cast_output(model: keras.layers.Layer, because: str) -> None:
     change_care(
         model,
         kind=Kind.OUTPUT_CAST,
         rule="default: heads",
-        reason="no layer could be named that makes the output, so the output alone is "
-        "cast to float32"
-        if broken is None
-        else "a float32 head would break the model's `call`, so the output alone is "
-        "cast to float32",
+        reason=f"{because}, so the output alone is cast to float32",
         output_dtype="float32",
     )
-    if broken is not None:
-        logging.warning(
-            "The output of model %r is cast to float32, but its last layer stays in "
-            "half precision: with that layer in float32 its `call` raises %s. Cast "
-            "what is combined with it to one dtype, for example with `keras.ops.cast`.",
-            model.name,
-            _first_line(broken),
-        )
+
+
+def _say_what_broke(model: keras.layers.Layer, broken: Exception) -> None:
+    logging.warning(
+        "The output of model %r is cast to float32, but its last layer stays in half "
+        "precision: with that layer in float32 its `call` raises %s. Cast what is "
+        "combined with it to one dtype, for example with `keras.ops.cast`.",
+        model.name,
+        _first_line(broken),
+    )
 
 
 def _first_line(error: Exception) -> str:
