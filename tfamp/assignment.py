@@ -153,8 +153,7 @@ def apply(
         keeping.settle(layer)
         trainer.drop_traced_functions(layer)
     resolving.resolve(model)
-    if structure.is_trainer(model):
-        compiling.follow_policy(model, lease)
+    compiling.follow_policy(model, lease)
     return assignment(model)
 
 

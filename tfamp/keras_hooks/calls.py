@@ -72,13 +72,6 @@ def in_call() -> bool:
     return global_state.get_global_attribute("current_call_ctx") is not None
 
 
-def in_symbolic_scope() -> bool:
-    """Returns whether Keras is tracing for shapes only."""
-    return backend.in_stateless_scope() and (
-        global_state.get_global_attribute("symbolic_scope") is not None
-    )
-
-
 def _wrap_maybe_build(original: Callable[..., Any]) -> Callable[..., Any]:
     """Builds layers outside tfamp's own trace, as a plain first call would.
 

@@ -11,7 +11,6 @@ from typing import Any
 import keras
 from keras.src import backend, tree
 from keras.src.models.functional import Functional
-from keras.src.trainers.trainer import Trainer
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -91,11 +90,6 @@ def set_tensor_dtype(tensor: keras.KerasTensor, dtype: str) -> None:
 def own_weights(layer: keras.layers.Layer) -> list[Any]:
     """Returns the weights a layer holds itself, not through sublayers."""
     return list(layer._trainable_variables) + list(layer._non_trainable_variables)
-
-
-def is_trainer(layer: keras.layers.Layer) -> bool:
-    """Returns whether `layer` can be compiled and fitted."""
-    return isinstance(layer, Trainer)
 
 
 def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:

@@ -45,7 +45,7 @@ def scaled(optimizer: Any, model: keras.Model, lease: Lease) -> Any:
     return optimizer
 
 
-def follow_policy(model: keras.Model, lease: Lease) -> None:
+def follow_policy(model: keras.layers.Layer, lease: Lease) -> None:
     """Gives a model that is compiled already the optimizer its dtypes need.
 
     The inner optimizer is the same object before and after, with its slots.

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp._care import CALLS, Care, Kind, care_of, change_care
+from tfamp._care import CALLS, Care, Kind, care_of, change_care, set_care
 from tfamp.keras_hooks import structure
 from tfamp.managed import keeping
 from tfamp.managed.lease import HALF, Lease
@@ -218,10 +218,7 @@ def restore(before: list[tuple[keras.layers.Layer, Care, keras.DTypePolicy]]) ->
     """Puts layers back to what `keep_heads` found."""
     for layer, care, policy in before:
         keeping.set_policy(layer, policy)
-        change_care(layer, **{f.name: getattr(care, f.name) for f in _FIELDS})
-
-
-_FIELDS = dataclasses.fields(Care)
+        set_care(layer, care)
 
 
 def _keep_head(layer: keras.layers.Layer) -> None:

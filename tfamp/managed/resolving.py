@@ -100,9 +100,9 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
     before = heads.keep_heads(model, found, lease, shapes)
     if structure.graph_of(model) is not None:
         return True
-    if output_is_float32(model, found):
+    if _output_is_float32(found):
         change_care(model, output_dtype="float32")
-    broken = _breaks(model, args, kwargs)
+    _, _, broken = _trace(model, args, kwargs)  # with the heads in float32
     if broken is not None:
         heads.restore(before)
         _cast_output(model, "a float32 head would break the model's `call`")
@@ -112,8 +112,8 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
     return True
 
 
-def output_is_float32(model: keras.layers.Layer, found: heads.Heads) -> bool:
-    """Returns whether all heads of `model` were put into float32 for good."""
+def _output_is_float32(found: heads.Heads) -> bool:
+    """Returns whether all heads of a model were put into float32 for good."""
     cares = [care_of(head) for head in found.heads]
     return bool(cares) and all(
         care is not None and care.kind in (Kind.HEAD, Kind.WIDE_OUTPUT)
@@ -158,15 +158,6 @@ def _forget_failure(model: keras.layers.Layer, lease: Lease) -> None:
     if care is not None and care.kind is Kind.OUTPUT_CAST:
         rule = f"policy {lease.policy.name}"
         change_care(model, kind=Kind.FOLLOWS, rule=rule, reason="", output_dtype=None)
-
-
-def _breaks(model: keras.layers.Layer, args: Any, kwargs: Any) -> Exception | None:
-    """Returns what the model's `call` raises with its heads in float32."""
-    try:
-        heads.traced_heads(model, args, kwargs)
-    except Exception as error:  # the user's own code, which may do anything
-        return error
-    return None
 
 
 def _cast_output(model: keras.layers.Layer, because: str) -> None:
