@@ -245,7 +245,7 @@ def test_settings_of_the_loss_scale_reach_the_optimizer():
     )
     with tfamp.scope("mixed_float16", loss_scale=64.0):
         model = compiled()
-    assert model.optimizer.loss_scale_factor == 64
+    assert (model.optimizer.scale, model.optimizer.dynamic) == (64, False)
     with tfamp.scope("mixed_float16", loss_scale=None):
         model = compiled()
     assert not isinstance(model.optimizer, SCALED)

@@ -17,6 +17,8 @@ __version__ = "0.1.0.dev0"
 # Public name -> module that defines it; a public subpackage is its own home.
 _HOMES = {
     "Assignment": "tfamp.assignment",
+    "LossScaleError": "tfamp.loss_scale.errors",
+    "LossScaleOptimizer": "tfamp.loss_scale.optimizer",
     "Status": "tfamp.policy",
     "apply": "tfamp.assignment",
     "assignment": "tfamp.assignment",
@@ -57,6 +59,8 @@ if TYPE_CHECKING:
     from tfamp.assignment import apply as apply
     from tfamp.assignment import assignment as assignment
     from tfamp.assignment import load_model as load_model
+    from tfamp.loss_scale.errors import LossScaleError as LossScaleError
+    from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.policy import Status as Status
     from tfamp.policy import disable as disable
     from tfamp.policy import enable as enable

@@ -2,8 +2,10 @@
 
 import functools
 import inspect
+import threading
 import types
 import warnings
+import weakref
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -142,6 +144,48 @@ class PatchSet:
         """Removes all."""
         for patch in reversed(self._patches):
             patch.remove()
+
+
+class HeldPatches(PatchSet):
+    """Patches that stand for as long as any object lives that holds them.
+
+    Args:
+        patches: As for `PatchSet`.
+
+    Example:
+        >>> class House:
+        ...     def door(self):
+        ...         return "shut"
+        >>> held = HeldPatches([Patch(House, "door", lambda old: lambda self: "open")])
+        >>> guest = House()
+        >>> held.hold(guest)
+        >>> House().door()
+        'open'
+        >>> del guest
+        >>> House().door()
+        'shut'
+    """
+
+    def __init__(self, patches: Iterable[Patch]) -> None:
+        super().__init__(patches)
+        self._lock = threading.RLock()
+        self._holders: set[int] = set()
+
+    def hold(self, holder: Any) -> None:
+        """Installs all until `holder`, and every other one, is gone."""
+        with self._lock:
+            if id(holder) in self._holders:
+                return
+            self.install()
+            self._holders.add(id(holder))
+            finalizer = weakref.finalize(holder, self._release, id(holder))
+            finalizer.atexit = False
+
+    def _release(self, key: int) -> None:
+        with self._lock:
+            self._holders.discard(key)
+            if not self._holders:
+                self.remove()
 
 
 def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:

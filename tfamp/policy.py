@@ -11,11 +11,22 @@ import keras
 
 from tfamp import _versions, hardware, rules
 from tfamp.keras_hooks import state
+from tfamp.loss_scale.settings import check_settings
 from tfamp.managed import hooks, keeping
 from tfamp.managed.lease import IN_FORCE, Lease, choose_policy, make_lease
 from tfamp.results import Device, Record
 
-_LOSS_SCALE_OPTIONS = ("initial_scale", "dynamic_growth_steps")
+# Arguments of `LossScaleOptimizer` that say how a dynamic scale moves, and the rest.
+_SCALE_OPTIONS = (
+    "initial_scale",
+    "dynamic_growth_steps",
+    "growth_factor",
+    "backoff_factor",
+    "hysteresis",
+    "min_scale",
+    "max_scale",
+)
+_STEP_OPTIONS = ("accumulation_steps", "max_consecutive_skips")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -243,17 +254,21 @@ def _check_loss_scale(
             f"Unknown `loss_scale` {loss_scale!r}; expected 'dynamic', a positive "
             "finite number for a static scale, or None. Leave it out for 'dynamic'."
         )
-    unknown = [name for name in options or {} if name not in _LOSS_SCALE_OPTIONS]
+    known = (*_SCALE_OPTIONS, *_STEP_OPTIONS)
+    unknown = [name for name in options or {} if name not in known]
     if unknown:
         raise ValueError(
-            f"Unknown name {unknown[0]!r} in `loss_scale_options`; expected "
-            f"{_LOSS_SCALE_OPTIONS}. Leave it out."
+            f"Unknown name {unknown[0]!r} in `loss_scale_options`; expected {known}. "
+            "Leave it out."
         )
-    if options and loss_scale != "dynamic":
+    moving = {k: v for k, v in (options or {}).items() if k in _SCALE_OPTIONS}
+    if (moving and loss_scale != "dynamic") or (options and loss_scale is None):
         raise ValueError(
-            f"`loss_scale_options` {dict(options)!r} act on a dynamic loss scale only, "
-            f"but `loss_scale` is {loss_scale!r}. Leave out one of the two."
+            f"`loss_scale_options` {moving or dict(options or {})!r} act on a dynamic "
+            f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
+            "the two."
         )
+    check_settings(**(options or {}))
     without_effect = _is_positive(loss_scale) or options
     if explicit and without_effect and "bfloat16" not in policy and policy != "float32":
         return

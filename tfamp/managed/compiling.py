@@ -3,11 +3,15 @@
 from typing import Any
 
 import keras
+from absl import logging
 
 from tfamp._care import care_of, change_care
 from tfamp.keras_hooks import trainer
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.managed import resolving
 from tfamp.managed.lease import Lease
+
+_NAME = "loss_scale_optimizer"  # as Keras names the one that it wraps with
 
 
 def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
@@ -32,17 +36,52 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
 
 
 def scaled(optimizer: Any, model: keras.Model, lease: Lease) -> Any:
-    """Returns `optimizer` with the loss scale that `model` needs, if any."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    """Returns `optimizer` with the loss scale that `model` needs, if any.
+
+    Keras's own wrapper is replaced by ours, with the state it has.
+    """
+    if isinstance(optimizer, LossScaleOptimizer):
         return optimizer
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return exact(optimizer)
     if lease.loss_scale is None or not resolving.computes_in(model, "float16"):
         return optimizer
-    if lease.loss_scale == "dynamic":
-        return keras.optimizers.LossScaleOptimizer(
-            optimizer, name="loss_scale_optimizer", **lease.loss_scale_options
+    options = dict(lease.loss_scale_options)
+    factor = getattr(optimizer, "loss_scale_factor", None)
+    if lease.loss_scale == "dynamic" and factor is None:
+        return LossScaleOptimizer(optimizer, name=_NAME, **options)
+    static: Any = lease.loss_scale
+    if static == "dynamic":
+        logging.info(
+            "The optimizer's `loss_scale_factor=%r` becomes a static loss scale that "
+            "skips non-finite steps.",
+            factor,
         )
-    optimizer.loss_scale_factor = float(lease.loss_scale)
-    return optimizer
+        static = factor
+    optimizer.loss_scale_factor = None
+    options.update(initial_scale=float(static), dynamic=False)
+    return LossScaleOptimizer(optimizer, name=_NAME, **options)
+
+
+def exact(stock: Any) -> LossScaleOptimizer:
+    """Returns our optimizer in the place of Keras's own, with its state."""
+    ours = LossScaleOptimizer(
+        stock.inner_optimizer,
+        stock.initial_scale,
+        stock.dynamic_growth_steps,
+        name=stock.name,
+    )
+    if stock.built:
+        ours.build(stock._trainable_variables)
+        ours.set_weights([variable.numpy() for variable in stock.variables])
+    return ours
+
+
+def make_exact(model: keras.layers.Layer) -> None:
+    """Gives a compiled model our optimizer in the place of Keras's own wrapper."""
+    optimizer = getattr(model, "optimizer", None)
+    if type(optimizer) is keras.optimizers.LossScaleOptimizer:
+        trainer.replace_optimizer(model, exact(optimizer))
 
 
 def follow_policy(model: keras.layers.Layer, lease: Lease) -> None:

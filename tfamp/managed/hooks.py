@@ -6,14 +6,13 @@ while any managed layer lives: a model keeps its behaviour after `disable`.
 
 import contextlib
 import threading
-import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from tfamp._care import Care, Kind
-from tfamp._patch import PatchSet
+from tfamp._patch import HeldPatches, PatchSet
 from tfamp.keras_hooks import calls, dtypes, layers, losses, nn, saving, state, trainer
 from tfamp.managed import compiling, files, keeping, resolving
 from tfamp.managed.lease import IN_FORCE, Lease
@@ -40,7 +39,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
         hold(lease)
 
 
-_RUNNING = PatchSet(
+_RUNNING = HeldPatches(
     [
         *dtypes.patches(keeping.on_read),
         *calls.patches(resolving.before_call, keeping.spread),
@@ -52,25 +51,11 @@ _RUNNING = PatchSet(
 )
 
 _LOCK = threading.RLock()
-_held: set[int] = set()
 
 
 def hold(lease: Lease) -> None:
     """Keeps the hooks on calls installed for as long as `lease` lives."""
-    with _LOCK:
-        if id(lease) in _held:
-            return
-        _held.add(id(lease))
-        finalizer = weakref.finalize(lease, _release, id(lease))
-        finalizer.atexit = False
-        _RUNNING.install()
-
-
-def _release(key: int) -> None:
-    with _LOCK:
-        _held.discard(key)
-        if not _held:
-            _RUNNING.remove()
+    _RUNNING.hold(lease)
 
 
 def follow_enabled() -> None:

@@ -1,0 +1,1 @@
+"""The loss scale: its rule, the optimizer that applies it, and its care in `fit`."""

@@ -1,0 +1,79 @@
+"""How a step branches: on a condition, over the replicas, and out of training."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.keras_hooks.optimizers import in_xla, writes_only_if
+
+
+def either(
+    condition: tf.Tensor, yes: Callable[[], None], no: Callable[[], None]
+) -> None:
+    """Runs one of two functions that write to variables.
+
+    Under XLA both run and the writes of one count.
+    """
+    if in_xla():
+        with writes_only_if(condition):
+            yes()
+        with writes_only_if(tf.logical_not(condition)):
+            no()
+    else:
+        tf.cond(condition, _giving_nothing(yes), _giving_nothing(no))
+
+
+def _giving_nothing(write: Callable[[], None]) -> Callable[[], tf.Tensor]:
+    """Returns a branch for `tf.cond`, which wants a value of both."""
+
+    def branch() -> tf.Tensor:
+        write()
+        return tf.constant(0)
+
+    return branch
+
+
+def first_of(strategy: tf.distribute.Strategy, value: Any) -> Any:
+    """Returns the part of a value that this process's first replica holds."""
+    return strategy.experimental_local_results(value)[0]
+
+
+def on_each_replica(
+    strategy: tf.distribute.Strategy, do: Callable[..., None], values: Any = ()
+) -> None:
+    """Runs `do` on every replica, with the part of `values` that is its own."""
+
+    def run(values: Any) -> None:
+        do(values)
+
+    if tf.distribute.in_cross_replica_context():
+        strategy.extended.call_for_each_replica(run, args=(values,))
+    else:
+        run(values)
+
+
+def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
+    """Ends training after too many skipped steps in a row, unless `fit` does.
+
+    Args:
+        optimizer: The `LossScaleOptimizer`; its counters are up to date.
+        after: What has to run before.
+    """
+    if optimizer.max_consecutive_skips is None or optimizer.leaves_stop_to_caller:
+        return
+    if tf.executing_eagerly():
+        optimizer.raise_if_due()
+    elif not in_xla():
+        with tf.control_dependencies(list(after)):
+            now = optimizer.tally.read()  # after the writes of this step
+            facts = [
+                now.counters.streak,
+                now.counters.judged,
+                now.levels.scale_before,
+                now.levels.norm,
+                now.levels.finite_norm,
+            ]
+            text = tf.strings.format(optimizer.stop_template(), facts)
+            limit = optimizer.max_consecutive_skips
+            tf.debugging.Assert(now.counters.streak < limit, [text], summarize=1)

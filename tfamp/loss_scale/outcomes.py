@@ -1,0 +1,82 @@
+"""What a step makes of the counters: finite, skipped, applied, measured."""
+
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.loss_scale.gradients import largest_magnitude
+from tfamp.loss_scale.rule import MEASURED_TARGET, PROBE_GROWTH
+from tfamp.loss_scale.tally import Snapshot, select
+
+_FRACTION_BITS = 23  # of a float32
+
+
+def after_finite(
+    optimizer: Any, before: Snapshot, norm: tf.Tensor, gradients: Any, scale: tf.Tensor
+) -> Snapshot:
+    """Returns the values after a step whose gradients were finite."""
+    values = before.with_state(optimizer.rule.after_finite(before.state, select))
+    if optimizer.measures_scale:
+        values = _measured(optimizer, values, before, gradients, scale)
+    judged = values.counters.judged + 1
+    return values._replace(
+        counters=values.counters._replace(judged=judged),
+        levels=values.levels._replace(norm=norm, finite_norm=norm),
+    )
+
+
+def after_non_finite(optimizer: Any, before: Snapshot, norm: tf.Tensor) -> Snapshot:
+    """Returns the values after a step that is skipped."""
+    values = before.with_state(optimizer.rule.after_non_finite(before.state, select))
+    counters = values.counters
+    return values._replace(
+        counters=counters._replace(
+            judged=counters.judged + 1, skipped=counters.skipped + 1
+        ),
+        levels=values.levels._replace(norm=norm),
+    )
+
+
+def applied(values: Snapshot) -> Snapshot:
+    """Returns the values after an update."""
+    counters = values.counters
+    return values._replace(counters=counters._replace(applied=counters.applied + 1))
+
+
+def with_empty_window(values: Snapshot) -> Snapshot:
+    """Returns the values at the start of a new window of microbatches."""
+    return values._replace(
+        counters=values.counters._replace(microbatches=0),
+        levels=values.levels._replace(weight=0.0),
+    )
+
+
+def _measured(
+    optimizer: Any, values: Snapshot, before: Snapshot, gradients: Any, scale: tf.Tensor
+) -> Snapshot:
+    """Sets the scale by the first finite gradients, once; as `measured_scale`."""
+    rule = optimizer.rule
+
+    def measure() -> tuple[tf.Tensor, tf.Tensor]:
+        largest = largest_magnitude(gradients) / scale
+        power = _power_of_two_below(MEASURED_TARGET / largest)
+        is_zero = tf.equal(largest, 0)
+        wanted = tf.where(is_zero, before.scale * PROBE_GROWTH, power)
+        bounded = tf.clip_by_value(wanted, rule.min_scale, rule.max_scale)
+        return bounded, tf.cast(is_zero, tf.int64)
+
+    new_scale, is_probing = tf.cond(
+        before.counters.is_probing > 0,
+        measure,
+        lambda: (values.scale, before.counters.is_probing),
+    )
+    counters = values.counters._replace(is_probing=is_probing)
+    return values._replace(scale=new_scale, counters=counters)
+
+
+def _power_of_two_below(x: tf.Tensor) -> tf.Tensor:
+    """Clears the fraction of a positive float32: exact, unlike a logarithm."""
+    limited = tf.minimum(x, 2.0**100)
+    bits = tf.bitcast(limited, tf.int32)
+    exponent = tf.bitwise.right_shift(bits, _FRACTION_BITS)
+    return tf.bitcast(tf.bitwise.left_shift(exponent, _FRACTION_BITS), tf.float32)

@@ -1,0 +1,119 @@
+"""How a loss-scale optimizer comes from each replica to where all are one."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.keras_hooks import optimizers as hooks
+from tfamp.loss_scale import window
+from tfamp.loss_scale.fitting import microbatch_weight
+from tfamp.loss_scale.parts import Parts
+from tfamp.loss_scale.step import take_step
+
+
+class OnReplicas(Parts):
+    """Steps and windows of all replicas together."""
+
+    def flush(self) -> None:
+        """Applies the mean of the microbatches in a window that is not full.
+
+        `fit` does it at the end of each epoch; in a loop of your own call it at the
+        end, or before the weights are evaluated. Does nothing where there are none.
+        """
+        self._on_window(window.flush)
+
+    def discard(self) -> None:
+        """Forgets the microbatches in a window that is not full."""
+        self._on_window(window.discard)
+
+    def _check_setting(self) -> None:
+        """Raises where a setting that was changed since would spoil the update."""
+        inner = self.inner_optimizer
+        for name in ("loss_scale_factor", "gradient_accumulation_steps"):
+            value = getattr(inner, name, None)
+            if value is not None:
+                raise ValueError(
+                    f"`{name}` of the wrapped optimizer is {value!r}; expected None, "
+                    "since the wrapper does it. Set it to None."
+                )
+        strategy = tf.distribute.get_strategy()
+        if strategy.num_replicas_in_sync > 1 and self._distribution_strategy is not (
+            strategy
+        ):
+            raise ValueError(
+                f"The optimizer was made outside the {type(strategy).__name__} that "
+                "trains with it; its counters would differ between replicas. Make and "
+                "compile it inside `with strategy.scope():`."
+            )
+
+    def _take_step(self, gradients: list[Any], variables: list[Any]) -> None:
+        """Reduces the gradients and takes the step where all replicas are one."""
+        come_scaled = not self.gradients_come_unscaled
+        context = tf.distribute.get_replica_context()
+        weight = microbatch_weight()
+        if context.num_replicas_in_sync > 1:
+            present = [g for g in gradients if g is not None]
+            *reduced, weight = context.all_reduce(
+                tf.distribute.ReduceOp.SUM, [*present, tf.convert_to_tensor(weight)]
+            )
+            reduced_in_turn = iter(reduced)
+            gradients = [g if g is None else next(reduced_in_turn) for g in gradients]
+
+        def merged(strategy: Any, gradients: Any, weight: Any) -> None:
+            take_step(
+                strategy,
+                self,
+                gradients,
+                variables,
+                come_scaled=come_scaled,
+                weight=strategy.experimental_local_results(weight)[0],
+            )
+
+        if tf.__internal__.distribute.strategy_supports_no_merge_call():
+            merged(context.strategy, gradients, weight)
+        else:
+            if context.num_replicas_in_sync > 1 and hooks.in_xla():
+                raise RuntimeError(
+                    "`jit_compile=True` under "
+                    f"{type(context.strategy).__name__}: TensorFlow cannot compile a "
+                    "step of several replicas by XLA on these devices (keras#21366). "
+                    "Pass `jit_compile=False`."
+                )
+            context.merge_call(merged, args=(gradients, weight))
+
+    @tf.autograph.experimental.do_not_convert
+    def _on_window(self, take: Callable[..., None]) -> None:
+        if not (self.built and self.accumulates):
+            return
+        strategy = tf.distribute.get_strategy()
+        if tf.distribute.in_cross_replica_context():
+            take(strategy, self)
+        elif strategy.num_replicas_in_sync > 1 or not self._has_replicas:
+            tf.distribute.get_replica_context().merge_call(take, args=(self,))
+        else:
+            with self._distribution_strategy.scope():
+                self._traced(take)()
+
+    def _traced(self, take: Callable[..., None]) -> Callable[[], None]:
+        """Returns `take` as a graph: on several replicas eager code is slow."""
+        functions = vars(self).setdefault("_window_functions", {})
+        if take not in functions:
+            functions[take] = tf.function(
+                lambda: take(self._distribution_strategy, self), autograph=False
+            )
+        return functions[take]
+
+    @property
+    def _has_replicas(self) -> bool:
+        return bool(self._distribution_strategy.num_replicas_in_sync > 1)
+
+    @contextlib.contextmanager
+    def _on_all_replicas(self) -> Iterator[None]:
+        """Makes what is assigned in the block arrive on every replica."""
+        if self._has_replicas and not tf.distribute.in_cross_replica_context():
+            with self._distribution_strategy.scope():
+                yield
+        else:
+            yield

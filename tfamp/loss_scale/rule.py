@@ -1,0 +1,205 @@
+"""How the loss scale moves: a pure rule, on plain numbers and on tensors.
+
+The rule is written once over a `select`; on plain numbers that is `if`, on
+tensors `tf.where`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from tfamp import _checks
+
+# float16 ends at 2**16; the largest gradient of a variable is put 2**4 below,
+# since gradients inside the model are often larger.
+MEASURED_TARGET = 2.0**12
+# What a probe multiplies the scale by where every gradient was exactly 0.
+PROBE_GROWTH = 2.0**8
+
+
+class ScaleState(NamedTuple):
+    """What the rule goes by; numbers or scalar tensors.
+
+    Attributes:
+        scale: The loss scale.
+        good_steps: Finite steps since the scale last changed, int.
+        overflows: Non-finite steps since the scale last changed, int.
+        streak: Non-finite steps in a row, int.
+        good_scale: The scale of the last finite step, 0 before the first.
+        peak: The scale up to which it climbs by every finite step, after a
+            streak of non-finite ones; at or below `scale` otherwise.
+        scale_before: The scale that the present streak began with.
+        num_stops: How often a streak was so long that training was stopped, int.
+        is_frozen: Whether the scale stays as it is.
+    """
+
+    scale: Any
+    good_steps: Any = 0
+    overflows: Any = 0
+    streak: Any = 0
+    good_scale: Any = 0.0
+    peak: Any = 0.0
+    scale_before: Any = 0.0
+    num_stops: Any = 0
+    is_frozen: Any = False
+
+
+def _choose(condition: Any, yes: Any, no: Any) -> Any:
+    return yes if condition else no
+
+
+@dataclasses.dataclass(frozen=True)
+class ScaleRule:
+    """When the scale grows and when it backs off.
+
+    Attributes:
+        growth_steps: Finite steps after which the scale grows, at least 1.
+        growth_factor: What it is multiplied by then, above 1.
+        backoff_factor: What it is multiplied by after `hysteresis` non-finite
+            steps, above 0 and below 1.
+        hysteresis: Non-finite steps, not necessarily in a row, that make the
+            scale back off; counted anew whenever it changes.
+        min_scale: The scale never falls below, above 0.
+        max_scale: The scale never rises above, finite.
+        max_streak: Non-finite steps in a row after which training stops, or
+            None for never.
+
+    Raises:
+        ValueError: A field is out of its range.
+        TypeError: A field is no number.
+
+    Example:
+        >>> rule = ScaleRule(growth_steps=2)
+        >>> state = rule.after(ScaleState(scale=8.0), is_finite=False)
+        >>> state.scale
+        4.0
+        >>> rule.after(rule.after(state, is_finite=True), is_finite=True).scale
+        8.0
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2;
+    hysteresis as in Megatron-LM's `DynamicGradScaler`, which keeps backing off at
+    every further overflow until the scale has grown once.
+    """
+
+    growth_steps: int = 2000
+    growth_factor: float = 2.0
+    backoff_factor: float = 0.5
+    hysteresis: int = 1
+    min_scale: float = 2.0**-14
+    max_scale: float = 2.0**24
+    max_streak: int | None = None
+
+    def __post_init__(self) -> None:
+        _checks.positive_int("dynamic_growth_steps", self.growth_steps)
+        _checks.positive_int("hysteresis", self.hysteresis)
+        if self.max_streak is not None:
+            _checks.positive_int("max_consecutive_skips", self.max_streak)
+        _checks.fraction("backoff_factor", self.backoff_factor, closed=False)
+        _checks.positive("min_scale", self.min_scale)
+        _checks.positive("max_scale", self.max_scale)
+        if _checks.positive("growth_factor", self.growth_factor) <= 1:
+            raise ValueError(
+                f"`growth_factor` is {self.growth_factor!r}; expected a number above "
+                "1, since the scale could never rise again. Leave it out for 2."
+            )
+        if self.min_scale > self.max_scale:
+            raise ValueError(
+                f"`min_scale` {self.min_scale!r} is above `max_scale` "
+                f"{self.max_scale!r}; expected a range. Exchange the two."
+            )
+
+    def after(self, state: ScaleState, *, is_finite: bool) -> ScaleState:
+        """Returns the state after one step whose gradients were finite or not."""
+        follow = self.after_finite if is_finite else self.after_non_finite
+        return follow(state)
+
+    def after_finite(
+        self, state: ScaleState, select: Callable[..., Any] = _choose
+    ) -> ScaleState:
+        """Returns the state after a step that was applied.
+
+        Args:
+            state: The state before it.
+            select: Takes a condition and two values and returns the first
+                where the condition holds; `tf.where` for tensors.
+        """
+        scale, is_moving = state.scale, _negated(state.is_frozen, select)
+        is_climbing = is_moving & (scale < state.peak)
+        is_due = is_moving & (state.good_steps + 1 >= self.growth_steps)
+        grows = is_climbing | is_due
+        limit = select(is_climbing, state.peak, self.max_scale)
+        grown = scale * self.growth_factor
+        # A scale above the ceiling, put there by hand, stays.
+        grown = select(grown > limit, select(limit > scale, limit, scale), grown)
+        return state._replace(
+            scale=select(grows, grown, scale),
+            good_steps=select(grows, 0, state.good_steps + 1),
+            overflows=select(grows, 0, state.overflows),
+            streak=0,
+            good_scale=scale,
+        )
+
+    def after_non_finite(
+        self, state: ScaleState, select: Callable[..., Any] = _choose
+    ) -> ScaleState:
+        """Returns the state after a step that was skipped; as `after_finite`."""
+        is_new = state.streak == 0
+        if self.max_streak is not None:
+            is_new = is_new | (state.streak >= self.max_streak)
+        streak = select(is_new, 1, state.streak + 1)
+        before = select(is_new, state.scale, state.scale_before)
+        overflows = state.overflows + 1
+        is_moving = _negated(state.is_frozen, select)
+        backs_off = is_moving & (overflows >= self.hysteresis)
+        lowered = state.scale * self.backoff_factor
+        floor = select(state.scale < self.min_scale, state.scale, self.min_scale)
+        lowered = select(lowered < floor, floor, lowered)
+        scale = select(backs_off, lowered, state.scale)
+        # One overflow says that the scale was too high. Two in a row say that
+        # something else was, so what worked before is worth climbing back to.
+        peak = select(streak == 2, state.good_scale, state.peak)
+        peak = select(is_new, scale, peak)
+        after = state._replace(
+            scale=scale,
+            good_steps=0,
+            overflows=select(backs_off, 0, overflows),
+            streak=streak,
+            peak=peak,
+            scale_before=before,
+        )
+        if self.max_streak is None:
+            return after
+        stops = streak >= self.max_streak
+        return after._replace(
+            scale=select(stops & is_moving, before, scale),
+            overflows=select(stops, 0, after.overflows),
+            peak=select(stops, before, peak),
+            num_stops=select(stops, state.num_stops + 1, state.num_stops),
+        )
+
+
+def _negated(condition: Any, select: Callable[..., Any]) -> Any:
+    return select(condition, False, True)
+
+
+def measured_scale(largest: float, scale: float) -> float:
+    """Returns the scale that suits gradients whose largest element was measured.
+
+    Args:
+        largest: The largest magnitude among the unscaled gradients.
+        scale: The loss scale they were computed with.
+
+    Returns:
+        The power of two that takes `largest` to at most `MEASURED_TARGET`, or a
+        higher scale to probe with where `largest` is 0.
+
+    Example:
+        >>> measured_scale(0.25, 1.0)
+        16384.0
+        >>> measured_scale(0.0, 1.0)
+        256.0
+    """
+    if largest == 0:
+        return scale * PROBE_GROWTH
+    return 2.0 ** math.floor(math.log2(MEASURED_TARGET / largest))

@@ -1,0 +1,182 @@
+"""State of a loss-scale optimizer in files, in a layout that stock Keras reads."""
+
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfamp.loss_scale.parts import Parts
+
+_MARK = "tfamp"
+# iteration, learning_rate, step_counter and dynamic_scale of Keras's class.
+_NUM_STOCK = 4
+_DEFAULTS: dict[str, Any] = {
+    "dynamic": True,
+    "growth_factor": 2.0,
+    "backoff_factor": 0.5,
+    "hysteresis": 1,
+    "min_scale": 2.0**-14,
+    "max_scale": 2.0**24,
+    "accumulation_steps": 1,
+    "max_consecutive_skips": 64,
+}
+
+
+class Saving(Parts):
+    """Configuration and variables of a `LossScaleOptimizer`."""
+
+    @property
+    def variables(self) -> list[Any]:
+        """Keras's own variables, the inner optimizer's, then tfamp's."""
+        own = self._variables
+        inner = self.inner_optimizer.variables
+        return [*own[:_NUM_STOCK], *inner, *own[_NUM_STOCK:]]
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns Keras's four keys, and what differs from the defaults.
+
+        So stock Keras loads what it can honour, and refuses the rest by name.
+        """
+        inner = keras.saving.serialize_keras_object(self.inner_optimizer)
+        config = {
+            "name": self.name,
+            "inner_optimizer": {**inner, _MARK: True},
+            "initial_scale": self.initial_scale,
+            "dynamic_growth_steps": self.dynamic_growth_steps,
+        }
+        rule = self.rule
+        present = {
+            "dynamic": self.dynamic,
+            "growth_factor": rule.growth_factor,
+            "backoff_factor": rule.backoff_factor,
+            "hysteresis": rule.hysteresis,
+            "min_scale": rule.min_scale,
+            "max_scale": rule.max_scale,
+            "accumulation_steps": self.accumulation_steps,
+            "max_consecutive_skips": self.max_consecutive_skips,
+        }
+        changed = {k: v for k, v in present.items() if v != _DEFAULTS[k]}
+        return {**config, **changed}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
+        """Creates the optimizer from its configuration, or from stock Keras's."""
+        settings = dict(config)
+        inner = {k: v for k, v in settings.pop("inner_optimizer").items() if k != _MARK}
+        optimizer = keras.saving.deserialize_keras_object(inner, custom_objects)
+        return cls(optimizer, **settings)  # type: ignore[call-arg]
+
+    @staticmethod
+    def wrote(config: dict[str, Any]) -> bool:
+        """Returns whether a configuration is one of tfamp's."""
+        inner = config.get("inner_optimizer")
+        return isinstance(inner, dict) and _MARK in inner
+
+    def save_own_variables(self, store: Any) -> None:
+        """Puts Keras's own variables and the inner optimizer's into `store`."""
+        for position, variable in enumerate(self._stock_variables()):
+            store[str(position)] = variable.numpy()
+
+    def load_own_variables(self, store: Any) -> None:
+        """Takes the variables of a file; slots that are not built yet follow later.
+
+        The file may be tfamp's, stock Keras's or that of the bare inner optimizer.
+        """
+        values = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
+        if _is_wrapped(values):
+            with self._on_all_replicas():
+                self.step_counter.assign(values[2])
+                self.dynamic_scale.assign(values[3])
+        self._loaded = values
+        if self.inner_optimizer.built:
+            self._settle_loaded()
+        else:
+            # Its own variables are in the file once more, and would be refused.
+            vars(self.inner_optimizer)["load_own_variables"] = _is_loaded_by_wrapper
+
+    def set_weights(self, weights: Sequence[Any]) -> None:
+        """Sets all variables, in the order of `variables`.
+
+        Raises:
+            ValueError: The optimizer is not built, or the arrays do not fit.
+        """
+        if not self.built:
+            raise ValueError(
+                "`set_weights` came before the optimizer was built; expected "
+                "variables. Call `optimizer.build(trainable_variables)` first."
+            )
+        targets = self.variables
+        if len(weights) == len(self._stock_variables()):
+            targets = self._stock_variables()
+        if len(weights) != len(targets):
+            raise ValueError(
+                f"`weights` has {len(weights)} arrays for {len(targets)} variables; "
+                "expected one for each. Pass `[v.numpy() for v in "
+                "optimizer.variables]` of an optimizer made alike."
+            )
+        for variable, weight in zip(targets, weights, strict=True):
+            if tuple(variable.shape) != tuple(np.shape(weight)):
+                raise ValueError(
+                    f"`weights` has an array of shape {tuple(np.shape(weight))} for "
+                    f"variable {variable.path!r}; expected {tuple(variable.shape)}. "
+                    "Pass the arrays in the order of `optimizer.variables`."
+                )
+        with self._on_all_replicas():
+            for variable, weight in zip(targets, weights, strict=True):
+                variable.assign(weight)
+
+    def _stock_variables(self) -> list[Any]:
+        return [*self._variables[:_NUM_STOCK], *self.inner_optimizer.variables]
+
+    def _beside(self) -> dict[str, Any]:
+        """Returns tfamp's own variables by the name they are saved under."""
+        tally = self.tally
+        named = {
+            "counters": tally.counters,
+            "levels": tally.levels,
+            "recent": tally.recent,
+        }
+        if self.blame is not None:
+            named["blame"] = self.blame.counts
+        for position, total in enumerate(self._accumulators):
+            named[f"accumulator_{position}"] = total
+        return named
+
+    def _settle_loaded(self) -> None:
+        """Gives the variables that exist now what was loaded for them."""
+        self.saved_beside.settle()
+        values, self._loaded = getattr(self, "_loaded", None), None
+        vars(self.inner_optimizer).pop("load_own_variables", None)
+        if not values:
+            return
+        inner = self.inner_optimizer.variables
+        targets = self._stock_variables() if _is_wrapped(values) else inner
+        shapes = [tuple(v.shape) for v in targets]
+        if shapes != [value.shape for value in values]:
+            is_unbuilt = len(values) in (_NUM_STOCK, _NUM_STOCK + 2)
+            if not is_unbuilt:
+                warnings.warn(
+                    f"The file's optimizer has {len(values)} variables that do not fit "
+                    f"the {len(targets)} of {self.name!r}, so its slots begin anew. "
+                    "Compile with the optimizer that was saved.",
+                    UserWarning,
+                    stacklevel=3,
+                )
+            return
+        with self._on_all_replicas():
+            for variable, value in zip(targets, values, strict=True):
+                variable.assign(value)
+
+
+def _is_wrapped(values: list[np.ndarray]) -> bool:
+    """Returns whether a file's variables begin with those of a loss scale."""
+    if len(values) < _NUM_STOCK + 1:
+        return False
+    counter, scale = values[2], values[3]
+    return counter.shape == () and counter.dtype.kind in "iu" and scale.shape == ()
+
+
+def _is_loaded_by_wrapper(store: Any) -> None:
+    """Stands in for an inner optimizer's `load_own_variables`."""
