@@ -8,6 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import optimizers as hooks
+from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale import forgotten
 from tfamp.loss_scale.blame import Blame
 from tfamp.loss_scale.delegation import Delegating, adopted_accumulation
@@ -141,6 +142,7 @@ class LossScaleOptimizer(
         self._make_scalars(start)
         self.saved_beside = hooks.SavedBeside("loss_scale_state", self._beside)
         FIT_HOOKS.hold(self)
+        WORKER_HOOKS.hold(self)
 
     @property
     def accumulates(self) -> bool:

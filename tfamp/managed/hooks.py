@@ -14,6 +14,7 @@ import keras
 from tfamp._care import Care, Kind
 from tfamp._patch import HeldPatches, PatchSet
 from tfamp.keras_hooks import calls, dtypes, layers, losses, nn, saving, state, trainer
+from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.managed import compiling, files, keeping, resolving
 from tfamp.managed.lease import IN_FORCE, Lease
 
@@ -56,6 +57,7 @@ _LOCK = threading.RLock()
 def hold(lease: Lease) -> None:
     """Keeps the hooks on calls installed for as long as `lease` lives."""
     _RUNNING.hold(lease)
+    WORKER_HOOKS.hold(lease)
 
 
 def follow_enabled() -> None:
@@ -70,7 +72,7 @@ def follow_enabled() -> None:
 
 def installed() -> tuple[str, ...]:
     """Returns the names of everything in Keras that is replaced now."""
-    return _MAKING.installed + _RUNNING.installed
+    return _MAKING.installed + _RUNNING.installed + WORKER_HOOKS.installed
 
 
 @contextlib.contextmanager

@@ -1,0 +1,177 @@
+"""Two worker processes train as one device does, and skip the same steps."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests import worker_program as program
+
+pytestmark = pytest.mark.slow
+
+ROOT = Path(__file__).parents[1]
+TIMEOUT_SECONDS = 240  # a worker that waits for another one waits for ever
+# Sums of at most 20 rows in another order; a loss adds up 6 of them.
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+START_SCALE = 2.0**15
+
+
+def free_address():
+    """Returns an address on this machine that nobody listens at."""
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return f"127.0.0.1:{found.getsockname()[1]}"
+
+
+def run_workers(folder):
+    """Runs `worker_program` in two processes and returns what each wrote."""
+    cluster = {"worker": [free_address(), free_address()]}
+    outs = [folder / f"worker{index}.json" for index in range(2)]
+    workers, logs = [], []
+    try:
+        for index, out in enumerate(outs):
+            task = {"type": "worker", "index": index}
+            config = json.dumps({"cluster": cluster, "task": task})
+            logs.append(out.with_suffix(".log").open("w+"))
+            command = [sys.executable, "-m", "tests.worker_program", str(out)]
+            workers.append(
+                subprocess.Popen(
+                    command,
+                    cwd=ROOT,
+                    env={**os.environ, "TF_CONFIG": config},
+                    stdout=logs[-1],
+                    stderr=subprocess.STDOUT,
+                )
+            )
+        for worker in workers:
+            worker.wait(TIMEOUT_SECONDS)
+    finally:
+        for worker in workers:
+            worker.kill()
+            worker.wait()
+        for log in logs:
+            log.close()
+    for worker, out in zip(workers, outs, strict=True):
+        assert worker.returncode == 0, out.with_suffix(".log").read_text()[-5000:]
+    return [json.loads(out.read_text()) for out in outs]
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory):
+    """What each of the two workers wrote; they run once for all tests."""
+    return run_workers(tmp_path_factory.mktemp("workers"))
+
+
+def one_device(x, y, batch_size=program.GLOBAL_BATCH):
+    """Returns a model trained by stock Keras, and its loss in the epoch."""
+    model = program.linear()
+    model.compile(program.inner(), "mse")
+    fit = model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
+    return model, fit.history["loss"]
+
+
+def without(bad_rows, batch_size):
+    """Returns the data less every batch that has a bad row."""
+    rows = np.arange(len(program.X))
+    good = rows[~np.isin(rows // batch_size, list(bad_rows))]
+    return program.X[good], program.Y[good]
+
+
+def check_weights(outcome, model):
+    for found, expected in zip(outcome["weights"], model.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, **TOLERANCE)
+
+
+@pytest.mark.parametrize(
+    ("case", "message"),
+    [
+        ("stock fit", "Attempt to convert a value (PerReplica:{"),
+        ("stock train_on_batch", "Invalid reduction dimension 0 for input with 0"),
+    ],
+)
+def test_stock_keras_still_needs_the_hooks(outcomes, case, message):
+    for outcome in outcomes:
+        name, text = outcome[case]
+        assert name == "ValueError"
+        assert text.startswith(message)
+
+
+@pytest.mark.parametrize(
+    "case",
+    [
+        "fit",
+        "fit, overflows",
+        "loop, overflows",
+        "accumulation",
+        "accumulation, overflows",
+        "float16, overflows",
+        "stopped",
+        "evaluate",
+        "predict",
+    ],
+)
+def test_both_workers_end_in_the_same_state(outcomes, case):
+    first, second = (outcome[case] for outcome in outcomes)
+    assert first == second
+
+
+def test_fit_evaluate_and_predict_give_what_one_device_gives(outcomes):
+    model, losses = one_device(program.X, program.Y)
+    check_weights(outcomes[0]["fit"], model)
+    np.testing.assert_allclose(outcomes[0]["fit"]["losses"], losses, **TOLERANCE)
+    loss = model.evaluate(program.X, program.Y, verbose=0)
+    np.testing.assert_allclose(outcomes[0]["evaluate"], loss, **TOLERANCE)
+    predictions = model.predict(program.X, verbose=0)
+    np.testing.assert_allclose(outcomes[0]["predict"], predictions, **TOLERANCE)
+
+
+@pytest.mark.parametrize("case", ["fit, overflows", "loop, overflows"])
+def test_a_bad_batch_on_any_worker_is_as_if_it_had_not_been(outcomes, case):
+    x, y = without(program.BAD_ROWS, program.GLOBAL_BATCH)
+    model, _ = one_device(x, y)
+    found = outcomes[0][case]
+    check_weights(found, model)
+    assert (found["applied"], found["skipped"], found["iterations"]) == (3, 3, 3)
+    # Down by half three times; up by one finite step after two bad ones in a row.
+    assert found["scale"] == START_SCALE / 2**3 * 2
+
+
+@pytest.mark.parametrize(
+    ("case", "bad_rows", "counts"),
+    [
+        ("accumulation", {}, (3, 0, 3)),
+        ("accumulation, overflows", program.SMALL_BAD_ROWS, (2, 2, 2)),
+    ],
+    ids=["finite", "overflows"],
+)
+def test_microbatches_of_all_workers_make_one_batch(outcomes, case, bad_rows, counts):
+    x, y = without(bad_rows, 4)
+    model, _ = one_device(x, y, batch_size=5 * 4)
+    found = outcomes[0][case]
+    check_weights(found, model)
+    assert (found["applied"], found["skipped"], found["iterations"]) == counts
+    assert found["scale"] == START_SCALE / 2 ** counts[1]
+
+
+def test_a_managed_float16_model_skips_its_bad_batches(outcomes):
+    found = outcomes[0]["float16, overflows"]
+    assert found["all finite"]
+    assert (found["applied"], found["skipped"], found["iterations"]) == (3, 3, 3)
+
+
+def test_training_that_cannot_go_on_ends_on_both_workers(outcomes):
+    for outcome in outcomes:
+        found = outcome["stopped"]
+        name, text = found["error"]
+        assert name == "LossScaleError"
+        message = "Skipped 3 updates in a row, because their gradients were not finite"
+        assert re.match(re.escape(message), text)
+        assert found["weights"] == [program.KERNEL.tolist(), program.BIAS.tolist()]
+        assert (found["applied"], found["skipped"]) == (0, 3)
+        assert found["scale"] == START_SCALE

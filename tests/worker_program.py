@@ -1,0 +1,185 @@
+"""What each process of `multi_worker_test.py` runs; writes what came out as JSON.
+
+`python -m tests.worker_program OUT` with `TF_CONFIG` set, in every worker alike.
+"""
+
+import hashlib
+import json
+import os
+import sys
+
+import numpy as np
+
+GLOBAL_BATCH = 8
+LEARNING_RATE = 0.125
+rng = np.random.default_rng(0)
+X = rng.normal(size=(48, 4)).astype("float32")
+Y = X.sum(-1, keepdims=True)
+KERNEL = np.array([[0.5], [-1.0], [0.25], [2.0]], "float32")
+BIAS = np.array([0.5], "float32")
+# Batch -> rows of it that are not finite: of worker 1, of worker 0, of both.
+BAD_ROWS = {1: [5], 3: [2], 4: [0, 7]}
+SMALL_BAD_ROWS = {1: [2], 4: [1]}  # of batches of 4
+
+
+def spoiled(x, bad_rows, batch_size):
+    """Returns a copy of `x` with an infinite feature in the chosen rows."""
+    x = x.copy()
+    for batch, rows in bad_rows.items():
+        for row in rows:
+            x[batch * batch_size + row, 0] = np.inf
+    return x
+
+
+def linear():
+    """Returns a linear model that begins with the weights above."""
+    import keras
+
+    x = keras.Input((4,))
+    model = keras.Model(x, keras.layers.Dense(1)(x))
+    model.set_weights([KERNEL, BIAS])
+    return model
+
+
+def normalized():
+    """Returns a model with moving statistics."""
+    import keras
+
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4,))
+    h = keras.layers.BatchNormalization()(keras.layers.Dense(4)(x))
+    return keras.Model(x, keras.layers.Dense(1)(h))
+
+
+def inner():
+    """Returns an optimizer whose slots tell how many updates there were."""
+    import keras
+
+    return keras.optimizers.SGD(LEARNING_RATE, momentum=0.5)
+
+
+def failure_of(do):
+    """Returns the name and the text of the error that `do` raises, or None."""
+    try:
+        do()
+    except Exception as error:
+        return [type(error).__name__, str(error)[:1000]]
+    return None
+
+
+def state_of(model):
+    """Returns all that has to be the same on every worker."""
+    optimizer = model.optimizer
+    slots = [np.asarray(v.value) for v in optimizer.variables]
+    # Keras keeps moving statistics of each replica apart.
+    weights = [np.asarray(v.value) for v in model.trainable_weights]
+    return {
+        "weights": [w.tolist() for w in weights],
+        "slots": hashlib.sha256(b"".join(s.tobytes() for s in slots)).hexdigest(),
+        "scale": optimizer.scale,
+        "applied": optimizer.applied_steps,
+        "skipped": optimizer.skipped_steps,
+        "iterations": int(np.asarray(optimizer.iterations.value)),
+    }
+
+
+def stock(strategy, results):
+    """Runs what Keras cannot do on workers; tfamp is not imported yet."""
+    with strategy.scope():
+        model = linear()
+        model.compile(inner(), "mse")
+    fit = {"batch_size": GLOBAL_BATCH, "verbose": 0}
+    results["stock fit"] = failure_of(lambda: model.fit(X, Y, **fit))
+    results["stock train_on_batch"] = failure_of(lambda: model.train_on_batch(X, Y))
+
+
+def fit(strategy, x, *, model=linear, batch_size=GLOBAL_BATCH, **options):
+    """Returns the state and the losses after `fit` of one epoch, and the model."""
+    import tfamp
+
+    with strategy.scope():
+        made = model()
+        made.compile(tfamp.LossScaleOptimizer(inner(), **options), "mse")
+    history = made.fit(x, Y, batch_size=batch_size, shuffle=False, verbose=0)
+    return {"losses": history.history["loss"], **state_of(made)}, made
+
+
+def custom_loop(strategy, x):
+    """Returns the state after an epoch of a loop written by hand."""
+    import tensorflow as tf
+
+    import tfamp
+
+    with strategy.scope():
+        model = linear()
+        model.optimizer = optimizer = tfamp.LossScaleOptimizer(inner())
+
+    @tf.function
+    def step(batch):
+        def on_replica(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum((model(x) - y) ** 2) / GLOBAL_BATCH
+                scaled = optimizer.scale_loss(loss)
+            gradients = tape.gradient(scaled, model.trainable_variables)
+            optimizer.apply(gradients, model.trainable_variables)
+
+        strategy.run(on_replica, args=batch)
+
+    data = tf.data.Dataset.from_tensor_slices((x, Y)).batch(GLOBAL_BATCH)
+    for batch in strategy.experimental_distribute_dataset(data):
+        step(batch)
+    return state_of(model)
+
+
+def float16(strategy):
+    """Returns the state after `fit` of a managed model that overflows in float16."""
+    import tfamp
+
+    with strategy.scope(), tfamp.scope("mixed_float16"):
+        model = normalized()
+        model.compile(inner(), "mse")
+    x = spoiled(X, BAD_ROWS, GLOBAL_BATCH)
+    small = Y / 16  # so that the first scale overflows nothing else
+    model.fit(x, small, batch_size=GLOBAL_BATCH, shuffle=False, verbose=0)
+    all_finite = all(np.isfinite(w).all() for w in model.get_weights())
+    return {"all finite": all_finite, **state_of(model)}
+
+
+def stopped(strategy):
+    """Returns the error of a training that cannot go on, and the weights after it."""
+    import tfamp
+
+    with strategy.scope():
+        model = linear()
+        optimizer = tfamp.LossScaleOptimizer(inner(), max_consecutive_skips=3)
+        model.compile(optimizer, "mse")
+    error = failure_of(lambda: model.fit(X * np.inf, Y, batch_size=8, verbose=0))
+    return {"error": error, **state_of(model)}
+
+
+def main(out):
+    """Runs everything in turn: a process can make the strategy once."""
+    import tensorflow as tf
+
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    results = {}
+    stock(strategy, results)
+    bad = spoiled(X, BAD_ROWS, GLOBAL_BATCH)
+    results["fit"], model = fit(strategy, X)
+    results["evaluate"] = model.evaluate(X, Y, batch_size=GLOBAL_BATCH, verbose=0)
+    results["predict"] = model.predict(X, batch_size=GLOBAL_BATCH, verbose=0).tolist()
+    results["fit, overflows"], _ = fit(strategy, bad)
+    results["loop, overflows"] = custom_loop(strategy, bad)
+    small = {"batch_size": 4, "accumulation_steps": 5}  # 12 batches: the last 2 flushed
+    results["accumulation"], _ = fit(strategy, X, **small)
+    bad = spoiled(X, SMALL_BAD_ROWS, 4)
+    results["accumulation, overflows"], _ = fit(strategy, bad, **small)
+    results["float16, overflows"] = float16(strategy)
+    results["stopped"] = stopped(strategy)
+    with open(out, "w") as file:
+        json.dump(results, file)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
+    main(sys.argv[1])
