@@ -4,6 +4,8 @@ import os
 
 import pytest
 
+from tfamp import _amx
+
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.pop("TFAMP_POLICY", None)
@@ -12,9 +14,11 @@ os.environ.pop("TFAMP_POLICY", None)
 def pytest_configure(config: pytest.Config) -> None:
     """Gives TensorFlow two CPU devices, which is only possible before it starts.
 
-    Strategies of two replicas then run on any machine. Under pytest-xdist the
-    controller runs no test and is spared the import.
+    Strategies of two replicas then run on any machine. Where AMX ends a process,
+    oneDNN does without it, in the processes that tests start too. Under
+    pytest-xdist the controller runs no test and is spared the import.
     """
+    _amx.avoid()
     is_controller = config.getoption("numprocesses", None) and not hasattr(
         config, "workerinput"
     )

@@ -26,6 +26,7 @@ VERSIONS = {
 }
 CPU = Device("cpu", "Old Xeon", memory_bytes=2**34, features=("avx2",))
 AMX_CPU = Device("cpu", "Xeon", features=("amx_bf16", "avx512_bf16"))
+BROKEN_AMX_CPU = Device("cpu", "Xeon", features=("amx_broken", "avx512_bf16"))
 T4 = Device("gpu", "Tesla T4", (7, 5), 15 * 2**30)
 A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
 
@@ -106,6 +107,18 @@ MACHINES = {
         "and bfloat16 is slower than float32.",
         "Unset it.",
     ),
+    "AMX that ends the process": (
+        machine(BROKEN_AMX_CPU),
+        "error",
+        "AMX ends the process, so any bfloat16 product in TensorFlow does.",
+        "Set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, or use another machine.",
+    ),
+    "AMX that ends the process, allowed by a cap": (
+        machine(BROKEN_AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "avx512_core_amx"}),
+        "error",
+        "AMX ends the process, so any bfloat16 product in TensorFlow does.",
+        "Set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, or use another machine.",
+    ),
     "XLA on the CPU": (
         machine(
             AMX_CPU,
@@ -156,6 +169,9 @@ HARMLESS = {
     "oneDNN off on an old CPU": machine(CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"}),
     "oneDNN capped high enough": machine(
         AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}
+    ),
+    "AMX that ends the process, capped": machine(
+        BROKEN_AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
     ),
     "XLA for GPUs": machine(AMX_CPU, environ={"TF_XLA_FLAGS": "--tf_xla_auto_jit=2"}),
     "TFAMP_POLICY=auto": machine(CPU, environ={"TFAMP_POLICY": "auto"}),

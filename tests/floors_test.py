@@ -21,6 +21,7 @@ FLOORS = [
     [
         "formats",
         "results",
+        "_amx",
         "_care",
         "_checks",
         "_patch",

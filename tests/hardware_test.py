@@ -24,6 +24,9 @@ AMX_CPU = Device("cpu", "Xeon", features=("amx_bf16", "avx512_bf16", "avx512_fp1
 AMX_FP16_CPU = Device(
     "cpu", "New Xeon", features=("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16")
 )
+BROKEN_AMX_CPU = Device(
+    "cpu", "Cloud Xeon", features=("amx_broken", "avx512_bf16", "avx512_fp16")
+)
 HIDDEN_AMX_CPU = Device("cpu", "Guest Xeon", features=("avx512_bf16", "avx512_fp16"))
 ARM_CPU = Device("cpu", "Neoverse V1", features=("asimd", "asimdhp", "bf16"))
 
@@ -65,6 +68,13 @@ MACHINES = {
         "float32",
         "not amx_bf16",
         "slower than float32",
+        "slower than float32",
+    ),
+    "AMX that ends the process": (
+        [BROKEN_AMX_CPU],
+        "float32",
+        "virtual machines, so oneDNN is held to ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16",
+        "names AMX, but its instructions end the process",
         "slower than float32",
     ),
     "ARM": ([ARM_CPU], "float32", "FPMATH_MODE=BF16", "no gain is known", "slower"),
@@ -299,10 +309,12 @@ def test_nvml_is_never_required(monkeypatch):
     assert hardware._nvml_memory() == {}
 
 
-def test_cpu_features_are_those_detected_not_those_of_the_host(monkeypatch):
-    def answer(*features):
-        return lambda: types.SimpleNamespace(features=set(features))
+def answer(*features):
+    return lambda: types.SimpleNamespace(features=set(features))
 
+
+def test_cpu_features_are_those_detected_not_those_of_the_host(monkeypatch):
+    monkeypatch.setattr(hardware._amx, "is_broken", lambda: False)
     cpu = types.SimpleNamespace(
         detect=types.SimpleNamespace(detected_info=answer("avx2", "amx-bf16")),
         host=answer("avx2"),
@@ -314,3 +326,21 @@ def test_cpu_features_are_those_detected_not_those_of_the_host(monkeypatch):
     assert hardware._cpu_features() == ("avx2",)
     del cpu.detect
     assert hardware._cpu_features() == ("avx2",)
+
+
+@pytest.mark.parametrize(
+    "named, is_broken, features",
+    [
+        (["amx-bf16", "amx-tile", "avx2"], True, ("amx_broken", "avx2")),
+        (["amx-bf16", "avx2"], False, ("amx_bf16", "avx2")),
+        (["avx2"], True, ("avx2",)),
+    ],
+    ids=["broken", "sound", "absent"],
+)
+def test_amx_that_ends_the_process_counts_as_absent(
+    monkeypatch, named, is_broken, features
+):
+    detect = types.SimpleNamespace(detected_info=answer(*named))
+    cpu = types.SimpleNamespace(detect=detect, host=answer())
+    monkeypatch.setattr(hardware.archspec, "cpu", cpu)
+    assert hardware._cpu_features(lambda: is_broken) == features

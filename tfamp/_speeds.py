@@ -144,6 +144,15 @@ _TABLE = (
         features=({"amx_bf16"},),
     ),
     _Row(
+        _slow(
+            "{name} names AMX, but its instructions end the process, as on some "
+            "virtual machines, so oneDNN is held to "
+            "ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, where bfloat16 is slower than float32"
+        ),
+        _CPU_FLOAT16,
+        features=({"amx_broken"},),
+    ),
+    _Row(
         # avx512_fp16 came together with AMX, which is hidden or switched off here.
         _slow(
             "{name} has avx512_bf16 but not amx_bf16, and on chips of its generation "

@@ -7,13 +7,13 @@ what it found, so that any machine can be described and asked about.
 import contextlib
 import functools
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import archspec.cpu
 import tensorflow as tf
 
-from tfamp import _checks, _speeds, formats
+from tfamp import _amx, _checks, _speeds, formats
 from tfamp._speeds import Speed
 from tfamp.results import Device, Recommendation
 
@@ -217,16 +217,24 @@ def _cpu() -> Device:
     return Device("cpu", name, memory_bytes=memory, features=_cpu_features())
 
 
-def _cpu_features() -> tuple[str, ...]:
+def _cpu_features(is_amx_broken: Callable[[], bool] | None = None) -> tuple[str, ...]:
     """Returns the CPU's instruction sets, sorted.
 
     `archspec.cpu.host()` names the last microarchitecture whose every feature is
     here and drops what goes beyond it, such as AMX, where a hypervisor hides a part.
+
+    Args:
+        is_amx_broken: States whether AMX ends the process; then `_amx.BROKEN` stands
+            in its place. None tries it.
     """
     detect = getattr(archspec.cpu, "detect", None)
     detected = getattr(detect, "detected_info", archspec.cpu.host)()
     features = detected.features or archspec.cpu.host().features
-    return tuple(sorted(feature.replace("-", "_") for feature in features))
+    named = {feature.replace("-", "_") for feature in features}
+    amx = {feature for feature in named if feature.startswith("amx")}
+    if amx and (is_amx_broken or _amx.is_broken)():
+        named = named - amx | {_amx.BROKEN}
+    return tuple(sorted(named))
 
 
 def _onednn_is_on(environ: Mapping[str, str]) -> bool:

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tfamp
-from tfamp import _checks, _versions
+from tfamp import _amx, _checks, _versions
 from tfamp.results import Device, Recommendation, Record
 
 T = TypeVar("T")
@@ -264,14 +264,19 @@ def _cpu_findings(
         return []
     features = {feature for device in devices for feature in device.features}
     able = sorted(features & {"amx_bf16", "avx512_bf16"})
+    cap = environ.get(_amx.CAP_VARIABLE, "ALL").upper()
+    is_capped = cap not in ("ALL", "DEFAULT") and "AMX" not in cap
+    if onednn and _amx.BROKEN in features and not is_capped:
+        message = "AMX ends the process, so any bfloat16 product in TensorFlow does."
+        remedy = f"Set {_amx.CAP_VARIABLE}={_amx.CAP}, or use another machine."
+        return [Finding("error", message, remedy)]
     if not able:
         return []
     if not onednn:
         message = f"oneDNN is off, so {' and '.join(able)} of this CPU go unused."
         return [Finding("advice", message, f"Unset {_ONEDNN}, or set it to 1.")]
     findings = []
-    cap = environ.get("ONEDNN_MAX_CPU_ISA", "ALL").upper()
-    if "amx_bf16" in able and cap not in ("ALL", "DEFAULT") and "AMX" not in cap:
+    if "amx_bf16" in able and is_capped:
         message = (
             f"ONEDNN_MAX_CPU_ISA is {cap!r}, so amx_bf16 of this CPU goes unused and "
             f"bfloat16 is slower than float32."

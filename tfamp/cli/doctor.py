@@ -13,7 +13,7 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tfamp import _units
+from tfamp import _amx, _units
 from tfamp.cli import _flags
 from tfamp.cli._diagnosis import Diagnosis, Probes, diagnose
 
@@ -27,7 +27,10 @@ _SUPPORTED = {
     "keras": "3.10 and later",
 }
 # Of a CPU's hundred features, those that decide a policy.
-_TELLING = ("amx_bf16", "amx_fp16", "avx512_bf16", "avx512_fp16", "bf16", "svebf16")
+_TELLING = (
+    *("amx_bf16", "amx_fp16", _amx.BROKEN),
+    *("avx512_bf16", "avx512_fp16", "bf16", "svebf16"),
+)
 
 
 def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
