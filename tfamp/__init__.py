@@ -22,6 +22,7 @@ _HOMES = {
     "Status": "tfamp.policy",
     "apply": "tfamp.assignment",
     "assignment": "tfamp.assignment",
+    "callbacks": "tfamp.callbacks",
     "data": "tfamp.data",
     "disable": "tfamp.policy",
     "enable": "tfamp.policy",
@@ -54,6 +55,7 @@ def _check_environment() -> None:
 
 
 if TYPE_CHECKING:
+    from tfamp import callbacks as callbacks
     from tfamp import data as data
     from tfamp.assignment import Assignment as Assignment
     from tfamp.assignment import apply as apply

@@ -1,0 +1,453 @@
+"""`PrecisionMonitor`: what it puts into logs, files and warnings, and what it costs."""
+
+import csv
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.callbacks import PrecisionMonitor, monitor
+
+INF = float("inf")
+BAD_STEP = 3  # of the six steps in an epoch, counted from 1
+# A scale of 8 that halves at a skipped step and doubles after three finite ones:
+# two epochs of six steps, the third of each skipped.
+SCALES = [8, 8, 8, 4, 4, 4, 8, 8, 8, 4, 4, 4]
+APPLIED = [1, 2, 2, 3, 4, 5, 6, 7, 7, 8, 9, 10]
+SKIPPED = [0, 0, 1, 1, 1, 1, 1, 1, 2, 2, 2, 2]
+IN_A_ROW = [0, 0, 1, 0, 0, 0, 0, 0, 1, 0, 0, 0]
+KEYS = (
+    "loss_scale",
+    "applied_steps",
+    "skipped_steps",
+    "consecutive_skips",
+    "gradient_norm",
+    "overflow_rate",
+)
+HEADER = ["step", *KEYS]
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+def compiled(*, compiling=None, **options):
+    """A model of two weights of 0, with a learning rate of 0: norms stay the same."""
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(0.0), 8.0, dynamic_growth_steps=3, **options
+    )
+    layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="d")
+    model = keras.Sequential([keras.Input((2,)), layer], name="m")
+    model.compile(optimizer, "mse", **(compiling or {}))
+    return model
+
+
+def data(num_steps=6, bad=BAD_STEP):
+    """Batches of two examples, each step's gradient [-2, -2]; one is not finite."""
+    x, y = np.ones((2 * num_steps, 2), "float32"), np.ones((2 * num_steps, 1))
+    if bad is not None:
+        y[2 * bad - 1] = INF
+    return x, y
+
+
+def fit(model, *callbacks, arrays=None, epochs=2, **settings):
+    x, y = data() if arrays is None else arrays
+    settings = {"batch_size": 2, "shuffle": False, "verbose": 0} | settings
+    history = model.fit(x, y, epochs=epochs, callbacks=list(callbacks), **settings)
+    return history.history
+
+
+def rows(path):
+    """Columns of a CSV file as numbers, None for an empty cell."""
+    with open(path, newline="") as file:
+        header, *lines = csv.reader(file)
+    assert header == HEADER
+    numbers = [[float(cell) if cell else None for cell in line] for line in lines]
+    return dict(zip(header, map(list, zip(*numbers, strict=True)), strict=True))
+
+
+def events(folder):
+    """What TensorBoard reads: (step, tag) -> value, and the plug-ins named."""
+    found, plugins = {}, set()
+    for path in sorted(folder.glob("events*")):
+        for record in tf.data.TFRecordDataset(str(path)):
+            event = tf.compat.v1.Event.FromString(record.numpy())
+            for value in event.summary.value:
+                number = tf.make_ndarray(value.tensor).item()
+                found[event.step, value.tag] = number
+                plugins.add(value.metadata.plugin_data.plugin_name)
+    return found, plugins
+
+
+WAYS = {
+    "graph": {},
+    "XLA": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "three steps a call": {"steps_per_execution": 3},
+}
+
+
+@pytest.mark.parametrize("every_steps", [1, 4, 100])
+@pytest.mark.parametrize("compiling", WAYS.values(), ids=WAYS)
+def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):
+    path = tmp_path / "steps.csv"
+    watch = PrecisionMonitor(csv_path=path, every_steps=every_steps)
+    history = fit(compiled(compiling=compiling), watch)
+    assert {key: history[key] for key in KEYS} == {
+        "loss_scale": [8.0, 8.0],
+        "applied_steps": [5, 10],
+        "skipped_steps": [1, 2],
+        "consecutive_skips": [0, 0],
+        "gradient_norm": pytest.approx([8**0.5, 8**0.5]),
+        "overflow_rate": [166.667, 166.667],
+    }
+    steps = rows(path)
+    assert steps["step"] == list(range(1, 13))
+    assert steps["loss_scale"] == SCALES
+    assert steps["applied_steps"] == APPLIED
+    assert steps["skipped_steps"] == SKIPPED
+    assert steps["consecutive_skips"] == IN_A_ROW
+    norm = pytest.approx(8**0.5)
+    assert steps["gradient_norm"] == [None if bad else norm for bad in IN_A_ROW]
+    rates = [round(1000 * n / (i + 1), 3) for i, n in enumerate(SKIPPED)]
+    assert steps["overflow_rate"] == rates
+
+
+def test_two_replicas_are_one(tmp_path):
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
+    )
+    with strategy.scope():
+        model = compiled()
+    watch = PrecisionMonitor(tmp_path / "events", tmp_path / "steps.csv", every_steps=4)
+    history = fit(model, watch)
+    assert history["applied_steps"] == [5, 10]
+    assert history["skipped_steps"] == [1, 2]
+    assert rows(tmp_path / "steps.csv")["applied_steps"] == APPLIED
+    assert events(tmp_path / "events")[0][12, "applied_steps"] == 10
+
+
+def test_of_several_workers_one_writes(tmp_path, monkeypatch):
+    model = compiled()
+    extended = type(model.distribute_strategy.extended)
+    monkeypatch.setattr(extended, "should_save_summary", False)
+    history = fit(model, PrecisionMonitor(tmp_path / "events", tmp_path / "steps.csv"))
+    assert history["applied_steps"] == [5, 10]
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_float16_trained_by_one_line_is_shown():
+    with tfamp.scope("mixed_float16"):
+        hidden, head = keras.layers.Dense(2), keras.layers.Dense(1)
+        model = keras.Sequential([keras.Input((2,)), hidden, head])
+        model.compile("sgd", "mse")
+    history = fit(model, PrecisionMonitor(), arrays=data(bad=None), epochs=1)
+    (skips,) = history["skipped_steps"]
+    assert history["applied_steps"] == [6 - skips]
+    assert history["loss_scale"] == [2.0 ** (15 - skips)]
+
+
+def test_scalars_are_those_of_the_rows(tmp_path):
+    watch = PrecisionMonitor(tmp_path / "new" / "events", every_steps=4)
+    fit(compiled(), watch)
+    values, plugins = events(tmp_path / "new" / "events")
+    assert plugins == {"scalars"}
+    assert {tag for _, tag in values} == set(KEYS)
+    for tag, expected in [("loss_scale", SCALES), ("skipped_steps", SKIPPED)]:
+        assert [values[step, tag] for step in range(1, 13)] == expected
+    with_norm = {step for step, tag in values if tag == "gradient_norm"}
+    assert with_norm == set(range(1, 13)) - {3, 9}
+
+
+def test_logs_are_json_where_no_norm_was_finite():
+    x, y = data(1, bad=1)
+    history = fit(compiled(), PrecisionMonitor(), arrays=(x, y), epochs=1)
+    del history["loss"]
+    text = json.dumps(history, allow_nan=False)
+    assert json.loads(text)["gradient_norm"] == [0.0]
+
+
+class Seen(keras.callbacks.Callback):
+    """Keeps what it is given at the end of each batch."""
+
+    def __init__(self):
+        super().__init__()
+        self.batches = []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.batches.append(dict(logs))
+
+
+def test_callbacks_after_it_see_the_last_reading():
+    if monitor._BAR_AVERAGES:
+        pytest.skip("this Keras would show a mean over the epoch")
+    seen = Seen()
+    fit(compiled(), PrecisionMonitor(every_steps=2), seen, epochs=1)
+    assert [logs["skipped_steps"] for logs in seen.batches] == [0, 0, 0, 1, 1, 1]
+    assert [logs["applied_steps"] for logs in seen.batches] == [0, 2, 2, 3, 3, 5]
+
+
+def test_progress_bar_shows_the_counters(capsys):
+    fit(compiled(), PrecisionMonitor(), verbose=1, epochs=1)
+    printed = capsys.readouterr().out
+    for text in ("loss_scale: 8.0000", "applied_steps: 5.0000", "skipped_steps: 1.0"):
+        assert text in printed.splitlines()[-1]
+
+
+def test_validation_has_no_counters():
+    history = fit(compiled(), PrecisionMonitor(), validation_data=data(bad=None))
+    assert set(history) == {"loss", "val_loss", *KEYS}
+
+
+@pytest.mark.parametrize("every_steps, readings", [(100, 3), (4, 5), (2, 9)])
+def test_device_is_read_now_and_then(every_steps, readings, monkeypatch):
+    model = compiled()
+    calls = []
+    original = model.optimizer.history
+    counted = vars(model.optimizer)
+    monkeypatch.setitem(counted, "history", lambda: calls.append(1) or original())
+    fit(model, PrecisionMonitor(every_steps=every_steps))
+    # Before the first step, every so many batches, after each of two epochs; and
+    # once for what the ring holds from before.
+    assert len(calls) - 1 == readings
+
+
+def test_reading_is_not_taken_for_scaling_by_hand():
+    model = compiled()
+    watch = PrecisionMonitor()
+    watch.set_model(model)
+    watch.on_train_begin()
+    watch.read()
+    assert not model.optimizer.has_scaled_loss
+
+
+# --- resuming -------------------------------------------------------------------
+
+
+def test_second_fit_appends_and_counts_on(tmp_path):
+    model, path = compiled(), tmp_path / "steps.csv"
+    fit(model, PrecisionMonitor(csv_path=path), epochs=1)
+    history = fit(model, PrecisionMonitor(csv_path=path), epochs=1)
+    assert history["applied_steps"] == [10]
+    steps = rows(path)
+    assert steps["step"] == list(range(1, 13))
+    assert steps["applied_steps"] == APPLIED
+    assert steps["overflow_rate"][-1] == 166.667
+
+
+def test_steps_before_an_error_are_not_lost(tmp_path):
+    model, path = compiled(max_consecutive_skips=2), tmp_path / "steps.csv"
+    watch = PrecisionMonitor(csv_path=path)
+    x, y = data()
+    y[6:] = INF
+    with pytest.raises(tfamp.LossScaleError):
+        fit(model, watch, arrays=(x, y))
+    assert path.read_text().count("\n") == 1
+    watch.read()
+    assert rows(path)["consecutive_skips"] == [0, 0, 1, 2]
+    fit(model, watch, epochs=1)
+    assert rows(path)["step"] == list(range(1, 11))
+    assert rows(path)["consecutive_skips"][4:] == [0, 0, 1, 0, 0, 0]
+
+
+def test_a_streak_begins_anew_after_a_stop(tmp_path):
+    model, path = compiled(max_consecutive_skips=2), tmp_path / "steps.csv"
+    watch = PrecisionMonitor(csv_path=path)
+    x, y = data(3, bad=None)
+    y[:] = INF
+    for _ in range(2):
+        with pytest.raises(tfamp.LossScaleError):
+            fit(model, watch, arrays=(x, y))
+    watch.read()
+    assert rows(path)["consecutive_skips"] == [1, 2, 1, 2]
+    assert model.optimizer.consecutive_skips == 2
+
+
+def test_older_weights_are_gone_on_from(tmp_path):
+    model, path = compiled(), tmp_path / "steps.csv"
+    watch = PrecisionMonitor(csv_path=path)
+    fit(model, watch, epochs=1)
+    weights = [v.numpy() for v in model.optimizer.variables]
+    fit(model, watch, epochs=1)
+    model.optimizer.set_weights(weights)
+    history = fit(model, watch, epochs=1)
+    assert history["applied_steps"] == [10]
+    assert rows(path)["step"] == [*range(1, 13), *range(7, 13)]
+    assert rows(path)["applied_steps"] == [*APPLIED, *APPLIED[6:]]
+
+
+def test_a_new_optimizer_is_counted_from_its_start(tmp_path):
+    model, path = compiled(), tmp_path / "steps.csv"
+    watch = PrecisionMonitor(csv_path=path)
+    fit(model, watch, epochs=1)
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.0), 2.0), "mse")
+    history = fit(model, watch, epochs=1)
+    assert history["loss_scale"] == [1.0]
+    assert rows(path)["step"] == [1, 2, 3, 4, 5, 6] * 2
+
+
+def test_windows_count_as_they_are_applied(tmp_path):
+    model, path = compiled(accumulation_steps=2), tmp_path / "steps.csv"
+    history = fit(model, PrecisionMonitor(csv_path=path), epochs=1)
+    # Two make an update; the third is skipped; the sixth is applied alone.
+    assert rows(path)["applied_steps"] == [0, 1, 1, 1, 2, 3]
+    assert history["applied_steps"] == [3]
+
+
+# --- by hand: what is hard to bring about in `fit` ------------------------------
+
+
+class ByHand:
+    """A monitor and an optimizer of two variables, stepped with given gradients."""
+
+    def __init__(self, **settings):
+        dense = keras.layers.Dense(1, name="d")
+        self.model = keras.Sequential([keras.Input((1,)), dense], name="m")
+        optimizer = tfamp.LossScaleOptimizer(
+            keras.optimizers.SGD(), 1.0, dynamic=False, max_consecutive_skips=None
+        )
+        self.model.compile(optimizer, "mse")
+        self.monitor = PrecisionMonitor(**settings)
+        self.monitor.set_model(self.model)
+        self.monitor.on_train_begin()
+        self.monitor.on_epoch_begin(0)
+
+    def step(self, kernel, bias):
+        gradients = [tf.constant([[kernel]]), tf.constant([bias])]
+        self.model.optimizer.apply(gradients, self.model.trainable_variables)
+
+    def many(self, count):
+        @tf.function
+        def run():
+            for _ in tf.range(count):
+                self.step(1.0, 1.0)
+
+        run()
+
+
+def test_variables_are_named_once_for_each_set(caplog):
+    trained = ByHand()
+    for kernel, bias in [(1.0, 1.0), (INF, 1.0), (1.0, 1.0)]:
+        trained.step(kernel, bias)
+    trained.monitor.read()
+    (warning,) = caplog.messages
+    assert warning.startswith(
+        "Skipped 1 of 3 steps, the last time step 2: gradients of 'm/d/kernel' were "
+        "not finite. The loss scale is 1 now."
+    )
+    trained.step(INF, 1.0)
+    trained.monitor.read()
+    assert len(caplog.messages) == 1
+    trained.step(1.0, INF)
+    trained.step(float("nan"), INF)
+    trained.monitor.read()
+    assert "Skipped 2 of 2 steps, the last time step 6" in caplog.messages[1]
+    assert "gradients of 'm/d/kernel', 'm/d/bias' were not finite" in caplog.messages[1]
+    assert len(caplog.messages) == 2
+
+
+def test_many_variables_are_cut_short():
+    text = monitor._blame(tuple("abcdefghij"))
+    assert text.endswith("'g', 'h' and 2 more were not finite")
+
+
+def test_a_norm_beyond_float32_names_no_variable(caplog):
+    trained = ByHand()
+    trained.step(1.4e19, 1.4e19)  # squares of 1.96e38; float32 ends at 3.4e38
+    trained.monitor.read()
+    assert "every gradient was finite, but the square of their norm" in caplog.text
+
+
+def test_steps_beyond_the_ring_are_said_to_be_missing(tmp_path, caplog):
+    path = tmp_path / "steps.csv"
+    trained = ByHand(csv_path=path)
+    trained.step(INF, 1.0)
+    trained.many(1030)
+    trained.monitor.read()
+    steps = rows(path)
+    assert steps["step"] == list(range(8, 1032))
+    assert steps["applied_steps"] == list(range(7, 1031))
+    assert set(steps["skipped_steps"]) == {1}
+    assert steps["overflow_rate"][-1] == 0.0
+    assert "7 steps are missing from the files before step 8" in caplog.text
+
+
+def test_rate_is_that_of_the_last_thousand():
+    trained = ByHand()
+    for _ in range(3):
+        trained.step(INF, 1.0)
+    trained.many(997)
+    assert trained.monitor.read()["overflow_rate"] == 3.0
+    trained.many(1)
+    assert trained.monitor.read()["overflow_rate"] == 2.0
+
+
+# --- errors ---------------------------------------------------------------------
+
+
+def stock(model):
+    return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD())
+
+
+@pytest.mark.parametrize(
+    "make, wrapped",
+    [(lambda model: "sgd", "optimizer"), (stock, "optimizer.inner_optimizer")],
+    ids=["plain", "Keras's own"],
+)
+def test_another_optimizer_is_refused_before_training(make, wrapped):
+    model = compiled()
+    model.compile(make(model), "mse")
+    remedy = f"`tfamp.LossScaleOptimizer({wrapped}, initial_scale=1, dynamic=False)`"
+    with pytest.raises(TypeError, match=re.escape(remedy)) as error:
+        fit(model, PrecisionMonitor())
+    assert "expected a `tfamp.LossScaleOptimizer`" in str(error.value)
+    assert model.optimizer.iterations == 0
+
+
+def wrong_paths(folder):
+    """Name -> (arguments, what the error says)."""
+    (folder / "file").write_text("time,loss\n")
+    (folder / "image").write_bytes(b"\x89PNG\n")
+    return {
+        "no folder": (
+            {"csv_path": folder / "none" / "a.csv"},
+            f"there is no folder {str(folder / 'none')!r}",
+        ),
+        "a folder": ({"csv_path": folder}, "cannot be written (Is a directory)"),
+        "other columns": (
+            {"csv_path": folder / "file"},
+            "a file with a first line 'time,loss'; expected a new file",
+        ),
+        "no text": ({"csv_path": folder / "image"}, "a file with no text"),
+        "no place": ({"log_dir": folder / "file" / "b"}, "which cannot be written ("),
+    }
+
+
+@pytest.mark.parametrize(
+    "name", ["no folder", "a folder", "other columns", "no text", "no place"]
+)
+def test_a_wrong_path_is_said_before_training(name, tmp_path):
+    arguments, message = wrong_paths(tmp_path)[name]
+    (argument,) = arguments
+    model = compiled()
+    with pytest.raises(ValueError, match=re.escape(message)) as error:
+        fit(model, PrecisionMonitor(**arguments))
+    assert str(error.value).startswith(f"`{argument}` is {str(arguments[argument])!r}")
+    assert model.optimizer.applied_steps == 0
+    assert (tmp_path / "file").read_text() == "time,loss\n"
+
+
+@pytest.mark.parametrize(
+    "arguments, error, message",
+    [
+        ({"log_dir": 3}, TypeError, "`log_dir` is 3, of type int; expected a path"),
+        ({"csv_path": b"x"}, TypeError, "`csv_path` is b'x', of type bytes"),
+        ({"every_steps": 0}, ValueError, "`every_steps` is 0; expected an integer"),
+    ],
+    ids=["log_dir", "csv_path", "every_steps"],
+)
+def test_a_wrong_argument_is_refused(arguments, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        PrecisionMonitor(**arguments)

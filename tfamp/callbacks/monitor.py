@@ -1,0 +1,203 @@
+"""`PrecisionMonitor`: what the loss scale does, in `fit`'s logs and in files."""
+
+import os
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfamp import _checks
+from tfamp.callbacks._steps import Reading, StepReader
+from tfamp.callbacks._writers import CsvRows, Summaries, check_path
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
+
+_MAX_NAMES = 8
+# Older progress bars average over an epoch what batches log, counters too.
+_BAR_AVERAGES = not hasattr(keras.utils.Progbar(1, verbose=0), "stateless_metrics")
+
+
+class PrecisionMonitor(keras.callbacks.Callback):
+    """Shows loss scale, skipped steps and gradient norm while a model trains.
+
+    `fit`'s progress bar and `History` get `loss_scale`, `applied_steps`,
+    `skipped_steps`, `consecutive_skips`, `gradient_norm` (unscaled, of the last
+    finite step) and `overflow_rate` (skipped steps per 1,000, over the last 1,000
+    or as many as there were). They are plain finite numbers, of the last reading
+    during an epoch and exact at its end. Callbacks after this one in the list see
+    them too. Keras 3.10 shows means over an epoch in its bar, so there they come at the
+    end of the epoch only.
+
+    Where a step was skipped, a warning names the variables whose gradients were not
+    finite, once for each set of variables.
+
+    A second `fit` goes on counting and appends to the CSV. After an error has ended
+    `fit`, `read()` fetches the last steps before it.
+
+    Cost: nothing runs in a training step. A reading fetches some numbers from the
+    device, half a millisecond on a CPU, so there is one every `every_steps` batches. No
+    step is missing in the files as long as fewer than 1024 lie between two readings.
+
+    Args:
+        log_dir: Folder for TensorBoard scalars of every step, made if need be; a
+            tenth of a millisecond a step.
+        csv_path: File for a row for every step, appended to. `loss_scale` is the one
+            that the step was computed with, and a norm that is not finite an empty
+            cell. Steps that are trained again after a restart stand there again.
+        every_steps: Batches between two readings; there is one more at the end of
+            each epoch.
+
+    Raises:
+        TypeError: An argument has the wrong type; or, when training begins, the
+            model's optimizer is no `tfamp.LossScaleOptimizer`.
+        ValueError: `every_steps` is below 1; or, when training begins, a file cannot
+            be written.
+
+    Example:
+        >>> import numpy as np
+        >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        >>> guard = LossScaleOptimizer(keras.optimizers.SGD(0.1), 1.0, dynamic=False)
+        >>> model.compile(guard, "mse")
+        >>> data, monitor = np.ones((4, 1)), PrecisionMonitor()
+        >>> run = model.fit(data, data, epochs=2, verbose=0, callbacks=[monitor])
+        >>> run.history["applied_steps"], run.history["skipped_steps"]
+        ([1, 2], [0, 0])
+    """
+
+    def __init__(
+        self,
+        log_dir: str | os.PathLike[str] | None = None,
+        csv_path: str | os.PathLike[str] | None = None,
+        *,
+        every_steps: int = 100,
+    ) -> None:
+        super().__init__()
+        self.log_dir = check_path("log_dir", log_dir)
+        self.csv_path = check_path("csv_path", csv_path)
+        self.every_steps = _checks.positive_int("every_steps", every_steps)
+        self._reader: StepReader | None = None
+        self._writers: list[CsvRows | Summaries] = []
+        self._latest: dict[str, float | int] = {}
+        self._warned: set[frozenset[str]] = set()
+        self._next_reading = 0
+        self._is_first_epoch = True
+        self._has_told_loss = False
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Checks the optimizer and opens the files."""
+        _check_optimizer(self.model.optimizer)
+        self._close()
+        self._is_first_epoch = True
+        if not self.model.distribute_strategy.extended.should_save_summary:
+            return  # of several workers one writes
+        if self.csv_path is not None:
+            self._writers.append(CsvRows(self.csv_path))
+        if self.log_dir is not None:
+            self._writers.append(Summaries(self.log_dir))
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Begins to count batches anew, with a reading before the first of all."""
+        # Not in `on_train_begin`: another callback may load a checkpoint there.
+        if self._is_first_epoch:
+            self.read()
+            self._is_first_epoch = False
+        self._next_reading = self.every_steps
+
+    def on_train_batch_end(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Reads the counters if it is time, and puts the last reading into the logs."""
+        if batch + 1 >= self._next_reading:
+            self.read()
+            self._next_reading = batch + 1 + self.every_steps
+        if logs is not None and not _BAR_AVERAGES:
+            logs.update(self._latest)
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Reads the counters and puts them into the logs."""
+        self.read()
+        if logs is not None:
+            logs.update(self._latest)
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Closes the files; the end of the last epoch has filled them."""
+        self._close()
+
+    def read(self) -> dict[str, float | int]:
+        """Reads the counters now and writes the steps since the last reading.
+
+        `fit` does it; call it yourself after an error ended `fit`.
+
+        Returns:
+            The values that go into the logs.
+
+        Raises:
+            TypeError: The optimizer is no `tfamp.LossScaleOptimizer`.
+        """
+        optimizer = self.model.optimizer
+        if self._reader is None or self._reader.optimizer is not optimizer:
+            _check_optimizer(optimizer)
+            self._reader = StepReader(optimizer)
+        reading = self._reader.read()
+        self._latest = reading.logs
+        if reading.steps:
+            for writer in self._writers:
+                writer.write(reading.steps)
+        self._warn(reading)
+        return dict(reading.logs)
+
+    def _close(self) -> None:
+        for writer in self._writers:
+            writer.close()
+        self._writers = []
+
+    def _warn(self, reading: Reading) -> None:
+        if reading.num_lost and self._writers and not self._has_told_loss:
+            self._has_told_loss = True
+            logging.warning(
+                "%d steps are missing from the files before step %d: more than 1024 "
+                "lay between two readings. Lower `every_steps`, now %d, or "
+                "`steps_per_execution`.",
+                reading.num_lost,
+                reading.steps[0].step,
+                self.every_steps,
+            )
+        names = frozenset(reading.nonfinite)
+        if reading.last_skip is None or names in self._warned:
+            return
+        self._warned.add(names)
+        logging.warning(
+            "Skipped %d of %d steps, the last time step %d: %s. The loss scale is %g "
+            "now. A few skips at the start, or after the scale has grown, are as it "
+            "should be; if they go on, lower the learning rate, clip gradients, or "
+            "keep the layer in float32.",
+            reading.num_skips,
+            reading.num_lost + len(reading.steps),
+            reading.last_skip,
+            _blame(reading.nonfinite),
+            reading.logs["loss_scale"],
+        )
+
+
+def _blame(names: tuple[str, ...]) -> str:
+    """Returns why steps were skipped, as a part of a sentence."""
+    if not names:
+        return "every gradient was finite, but the square of their norm was not"
+    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return f"gradients of {shown}{more} were not finite"
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if isinstance(optimizer, LossScaleOptimizer):
+        return
+    kind = f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+    inner = "optimizer"
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        inner = "optimizer.inner_optimizer"
+    raise TypeError(
+        f"The model's optimizer is {optimizer!r}, of type {kind}; expected a "
+        "`tfamp.LossScaleOptimizer`, whose counters a PrecisionMonitor shows. For "
+        "float16 call `tfamp.enable` before the model is built; under bfloat16 and "
+        f"float32 compile with `tfamp.LossScaleOptimizer({inner}, initial_scale=1, "
+        "dynamic=False)`."
+    )
