@@ -12,13 +12,12 @@ import numpy as np
 import pytest
 
 from tests import worker_program as program
+from tests.linear_training import BIAS, KERNEL, TOLERANCE, X, Y, one_device, without
 
 pytestmark = pytest.mark.slow
 
 ROOT = Path(__file__).parents[1]
 TIMEOUT_SECONDS = 240  # a worker that waits for another one waits for ever
-# Sums of at most 20 rows in another order; a loss adds up 6 of them.
-TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
 START_SCALE = 2.0**15
 
 
@@ -44,7 +43,11 @@ def run_workers(folder):
                 subprocess.Popen(
                     command,
                     cwd=ROOT,
-                    env={**os.environ, "TF_CONFIG": config},
+                    env={
+                        **os.environ,
+                        "TF_CONFIG": config,
+                        "KERAS_BACKEND": "tensorflow",
+                    },
                     stdout=logs[-1],
                     stderr=subprocess.STDOUT,
                 )
@@ -66,21 +69,6 @@ def run_workers(folder):
 def outcomes(tmp_path_factory):
     """What each of the two workers wrote; they run once for all tests."""
     return run_workers(tmp_path_factory.mktemp("workers"))
-
-
-def one_device(x, y, batch_size=program.GLOBAL_BATCH):
-    """Returns a model trained by stock Keras, and its loss in the epoch."""
-    model = program.linear()
-    model.compile(program.inner(), "mse")
-    fit = model.fit(x, y, batch_size=batch_size, shuffle=False, verbose=0)
-    return model, fit.history["loss"]
-
-
-def without(bad_rows, batch_size):
-    """Returns the data less every batch that has a bad row."""
-    rows = np.arange(len(program.X))
-    good = rows[~np.isin(rows // batch_size, list(bad_rows))]
-    return program.X[good], program.Y[good]
 
 
 def check_weights(outcome, model):
@@ -122,19 +110,19 @@ def test_both_workers_end_in_the_same_state(outcomes, case):
 
 
 def test_fit_evaluate_and_predict_give_what_one_device_gives(outcomes):
-    model, losses = one_device(program.X, program.Y)
+    model, losses = one_device(X, Y, program.GLOBAL_BATCH)
     check_weights(outcomes[0]["fit"], model)
     np.testing.assert_allclose(outcomes[0]["fit"]["losses"], losses, **TOLERANCE)
-    loss = model.evaluate(program.X, program.Y, verbose=0)
+    loss = model.evaluate(X, Y, verbose=0)
     np.testing.assert_allclose(outcomes[0]["evaluate"], loss, **TOLERANCE)
-    predictions = model.predict(program.X, verbose=0)
+    predictions = model.predict(X, verbose=0)
     np.testing.assert_allclose(outcomes[0]["predict"], predictions, **TOLERANCE)
 
 
 @pytest.mark.parametrize("case", ["fit, overflows", "loop, overflows"])
 def test_a_bad_batch_on_any_worker_is_as_if_it_had_not_been(outcomes, case):
     x, y = without(program.BAD_ROWS, program.GLOBAL_BATCH)
-    model, _ = one_device(x, y)
+    model, _ = one_device(x, y, program.GLOBAL_BATCH)
     found = outcomes[0][case]
     check_weights(found, model)
     assert (found["applied"], found["skipped"], found["iterations"]) == (3, 3, 3)
@@ -172,6 +160,6 @@ def test_training_that_cannot_go_on_ends_on_both_workers(outcomes):
         assert name == "LossScaleError"
         message = "Skipped 3 updates in a row, because their gradients were not finite"
         assert re.match(re.escape(message), text)
-        assert found["weights"] == [program.KERNEL.tolist(), program.BIAS.tolist()]
+        assert found["weights"] == [KERNEL.tolist(), BIAS.tolist()]
         assert (found["applied"], found["skipped"]) == (0, 3)
         assert found["scale"] == START_SCALE

@@ -5,57 +5,26 @@
 
 import hashlib
 import json
-import os
 import sys
 
+import keras
 import numpy as np
+import tensorflow as tf
+
+from tests.linear_training import X, Y, inner, linear, spoiled
 
 GLOBAL_BATCH = 8
-LEARNING_RATE = 0.125
-rng = np.random.default_rng(0)
-X = rng.normal(size=(48, 4)).astype("float32")
-Y = X.sum(-1, keepdims=True)
-KERNEL = np.array([[0.5], [-1.0], [0.25], [2.0]], "float32")
-BIAS = np.array([0.5], "float32")
 # Batch -> rows of it that are not finite: of worker 1, of worker 0, of both.
 BAD_ROWS = {1: [5], 3: [2], 4: [0, 7]}
 SMALL_BAD_ROWS = {1: [2], 4: [1]}  # of batches of 4
 
 
-def spoiled(x, bad_rows, batch_size):
-    """Returns a copy of `x` with an infinite feature in the chosen rows."""
-    x = x.copy()
-    for batch, rows in bad_rows.items():
-        for row in rows:
-            x[batch * batch_size + row, 0] = np.inf
-    return x
-
-
-def linear():
-    """Returns a linear model that begins with the weights above."""
-    import keras
-
-    x = keras.Input((4,))
-    model = keras.Model(x, keras.layers.Dense(1)(x))
-    model.set_weights([KERNEL, BIAS])
-    return model
-
-
 def normalized():
     """Returns a model with moving statistics."""
-    import keras
-
     keras.utils.set_random_seed(0)
     x = keras.Input((4,))
     h = keras.layers.BatchNormalization()(keras.layers.Dense(4)(x))
     return keras.Model(x, keras.layers.Dense(1)(h))
-
-
-def inner():
-    """Returns an optimizer whose slots tell how many updates there were."""
-    import keras
-
-    return keras.optimizers.SGD(LEARNING_RATE, momentum=0.5)
 
 
 def failure_of(do):
@@ -106,8 +75,6 @@ def fit(strategy, x, *, model=linear, batch_size=GLOBAL_BATCH, **options):
 
 def custom_loop(strategy, x):
     """Returns the state after an epoch of a loop written by hand."""
-    import tensorflow as tf
-
     import tfamp
 
     with strategy.scope():
@@ -159,8 +126,6 @@ def stopped(strategy):
 
 def main(out):
     """Runs everything in turn: a process can make the strategy once."""
-    import tensorflow as tf
-
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     results = {}
     stock(strategy, results)
@@ -181,5 +146,4 @@ def main(out):
 
 
 if __name__ == "__main__":
-    os.environ.setdefault("KERAS_BACKEND", "tensorflow")
     main(sys.argv[1])
