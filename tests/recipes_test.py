@@ -92,6 +92,15 @@ def test_smoke_keeps_the_promises_of_its_last_line(recipe, policy, tmp_path):
 
 
 @pytest.mark.slow
+def test_a_loop_of_its_own_applies_the_window_that_is_not_full():
+    record = last_record(
+        run("custom_loop.py", "--smoke", "--policy=float32", "--accumulation_steps=3")
+    )
+    # Four microbatches: three make an update, `flush` applies the fourth.
+    assert (record["updates"], record["skipped"]) == (2, 0)
+
+
+@pytest.mark.slow
 def test_several_policies_end_in_one_table():
     finished = run("train_digits.py", "--smoke", "--policy=auto,float32")
     record = last_record(finished)
