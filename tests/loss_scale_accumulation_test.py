@@ -1,0 +1,270 @@
+"""Accumulation on one device: n microbatches of b are one batch of n times b."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+rng = np.random.default_rng(0)
+X = rng.normal(size=(48, 4)).astype("float32")
+Y = (X @ [1.0, -2.0, 0.5, 0.0] + 0.25).astype("float32")[:, None]
+NAN = float("nan")
+# The mean over microbatches is rounded once more than the mean over the batch.
+FLOAT32 = 1e-6
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+def model_of(optimizer, **options):
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(4, activation="tanh"),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+def unscaled(inner, steps, **options):
+    return tfamp.LossScaleOptimizer(
+        inner, initial_scale=1, dynamic=False, accumulation_steps=steps, **options
+    )
+
+
+def schedule():
+    return keras.optimizers.schedules.ExponentialDecay(0.1, 2, 0.5)
+
+
+INNER = {
+    "SGD": lambda: keras.optimizers.SGD(0.1, momentum=0.9),
+    "Adam with a schedule": lambda: keras.optimizers.Adam(schedule()),
+    "AdamW with averages": lambda: keras.optimizers.AdamW(
+        0.05, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2
+    ),
+    "RMSprop": lambda: keras.optimizers.RMSprop(0.05, weight_decay=0.01),
+    "global_clipnorm": lambda: keras.optimizers.SGD(0.1, global_clipnorm=0.5),
+    "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.2),
+    "Lion": lambda: keras.optimizers.Lion(0.01),
+}
+MODES = {
+    "graph": {"jit_compile": False},
+    "xla": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "bulk": {"steps_per_execution": 3, "jit_compile": False},
+}
+
+
+def weights_of(model):
+    return np.concatenate([w.ravel() for w in model.get_weights()])
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_microbatches_equal_one_batch(inner, mode):
+    if mode is not MODES["graph"] and inner not in (
+        INNER["Adam with a schedule"],
+        INNER["global_clipnorm"],
+    ):
+        pytest.skip("two optimizers are enough to tell the modes apart")
+    options = {"verbose": 0, "shuffle": False, "epochs": 2}
+    whole = model_of(inner(), jit_compile=False)
+    whole.fit(X, Y, batch_size=16, **options)
+    parts = model_of(unscaled(inner(), 4), **mode)
+    parts.fit(X, Y, batch_size=4, **options)
+    assert int(parts.optimizer.iterations) == int(whole.optimizer.iterations) == 6
+    np.testing.assert_allclose(
+        weights_of(parts), weights_of(whole), rtol=0, atol=FLOAT32
+    )
+
+
+def test_with_a_loss_scale_in_float16():
+    keras.utils.set_random_seed(0)
+    expected = model_of(keras.optimizers.SGD(0.05))
+    start = expected.get_weights()
+    expected.fit(X, Y, batch_size=16, epochs=1, verbose=0, shuffle=False)
+    # 64 overflows nowhere here: a skipped microbatch would shift the windows.
+    options = {"accumulation_steps": 4, "initial_scale": 64.0}
+    with tfamp.scope("mixed_float16", loss_scale_options=options):
+        parts = model_of(keras.optimizers.SGD(0.05))
+    parts.set_weights(start)
+    parts.fit(X, Y, batch_size=4, epochs=1, verbose=0, shuffle=False)
+    moved = weights_of(expected) - np.concatenate([w.ravel() for w in start])
+    difference = weights_of(parts) - weights_of(expected)
+    # One part in a thousand of the update, as float16's spacing of 2**-11 allows.
+    assert np.linalg.norm(difference) < 2e-3 * np.linalg.norm(moved)
+
+
+def by_hand(optimizer, microbatches, decorate=tf.function):
+    """Applies gradients to a weight of 0 by SGD(1): it ends at minus their means."""
+    weight = keras.Variable(0.0)
+    optimizer.build([weight])
+    step = decorate(lambda g: optimizer.apply([optimizer.scale_loss(g)], [weight]))
+    trail = []
+    for gradient in microbatches:
+        step(tf.constant(gradient))
+        trail.append(float(weight))
+    return weight, trail
+
+
+WAYS = {
+    "eager": lambda f: f,
+    "graph": tf.function,
+    "xla": tf.function(jit_compile=True),
+}
+
+
+@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+def test_a_bad_microbatch_never_happened(decorate):
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(1.0), 8.0, accumulation_steps=2
+    )
+    _, trail = by_hand(optimizer, [1.0, NAN, 3.0, NAN, NAN, 5.0, 7.0], decorate)
+    # The scale changes in mid-window: what is added up is unscaled.
+    assert trail == [0, 0, -2, -2, -2, -2, -8]
+    assert (optimizer.applied_steps, optimizer.skipped_steps) == (2, 3)
+    assert int(optimizer.iterations) == 2
+    assert optimizer.gradient_norm == 6
+
+
+@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+def test_flush_gives_a_partial_window_its_own_mean(decorate):
+    optimizer = unscaled(keras.optimizers.SGD(1.0), 4)
+    weight, trail = by_hand(optimizer, [1.0, 2.0, 3.0, 2.0, 4.0, 8.0], decorate)
+    assert trail[-1] == -2
+    decorate(optimizer.flush)()
+    assert float(weight) == -8  # the mean of 4 and 8 is 6
+    optimizer.flush()
+    assert (float(weight), int(optimizer.iterations)) == (-8, 2)
+
+
+def test_discard_forgets_a_partial_window():
+    optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
+    weight, _ = by_hand(optimizer, [5.0])
+    optimizer.discard()
+    optimizer.flush()
+    assert float(weight) == 0
+    optimizer.apply([tf.constant(1.0)], [weight])
+    optimizer.apply([tf.constant(3.0)], [weight])
+    assert float(weight) == -2
+
+
+@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+def test_finite_parts_whose_sum_is_not(decorate):
+    optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
+    weight, trail = by_hand(optimizer, [1.5e19, 1.5e19, 1.0, 3.0], decorate)
+    # Each square is finite, that of the sum is not; the window is dropped.
+    assert trail == [0, 0, 0, -2]
+
+
+def test_sparse_gradients_are_added_up():
+    table = keras.Variable([[0.0], [0.0], [0.0]])
+    optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
+    optimizer.build([table])
+
+    @tf.function
+    def step(rows):
+        values = tf.constant([[2.0], [4.0]])
+        optimizer.apply([tf.IndexedSlices(values, rows, (3, 1))], [table])
+
+    step(tf.constant([0, 1]))
+    step(tf.constant([1, 1]))
+    np.testing.assert_array_equal(table, [[-1.0], [-5.0], [0.0]])
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+def test_a_variable_without_a_gradient_stays():
+    weight, idle = keras.Variable(1.0), keras.Variable(1.0)
+    optimizer = unscaled(keras.optimizers.SGD(1.0, weight_decay=0.5), 2)
+    optimizer.build([weight, idle])
+    for _ in range(2):
+        optimizer.apply([tf.constant(1.0), None], [weight, idle])
+    assert (float(weight), float(idle)) == (-0.5, 1.0)
+
+
+def test_fit_applies_what_is_left_at_the_end_of_an_epoch():
+    # Five microbatches: a window of four, and one of one.
+    parts = model_of(unscaled(keras.optimizers.SGD(0.1), 4), jit_compile=False)
+    by_batches = model_of(keras.optimizers.SGD(0.1), jit_compile=False)
+    parts.fit(X[:20], Y[:20], batch_size=4, epochs=2, verbose=0, shuffle=False)
+    for _ in range(2):
+        by_batches.train_on_batch(X[:16], Y[:16])
+        by_batches.train_on_batch(X[16:20], Y[16:20])
+    assert int(parts.optimizer.iterations) == 4
+    np.testing.assert_allclose(
+        weights_of(parts), weights_of(by_batches), rtol=0, atol=FLOAT32
+    )
+
+
+def test_fit_weighs_a_smaller_last_microbatch_by_its_size():
+    parts = model_of(unscaled(keras.optimizers.SGD(0.1), 4), jit_compile=False)
+    whole = model_of(keras.optimizers.SGD(0.1), jit_compile=False)
+    parts.fit(X[:10], Y[:10], batch_size=4, verbose=0, shuffle=False)  # 4, 4 and 2
+    whole.train_on_batch(X[:10], Y[:10])
+    np.testing.assert_allclose(
+        weights_of(parts), weights_of(whole), rtol=0, atol=FLOAT32
+    )
+
+
+def test_validation_sees_the_weights_after_the_flush():
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            seen.append(int(self.model.optimizer.iterations))
+
+    model = model_of(unscaled(keras.optimizers.SGD(0.1), 8))
+    model.fit(
+        X[:8], Y[:8], batch_size=4, validation_data=(X, Y), verbose=0, callbacks=Look()
+    )
+    assert seen == [1]
+
+
+def test_nothing_leaks_out_of_a_fit_that_was_broken_off():
+    class Break(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 1:
+                raise KeyboardInterrupt
+
+    model = model_of(unscaled(keras.optimizers.SGD(0.1), 4), jit_compile=False)
+    start = model.get_weights()
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, batch_size=4, verbose=0, callbacks=[Break()], shuffle=False)
+    whole = model_of(keras.optimizers.SGD(0.1), jit_compile=False)
+    whole.set_weights(start)
+    model.fit(X[:16], Y[:16], batch_size=4, verbose=0, shuffle=False)
+    whole.train_on_batch(X[:16], Y[:16])
+    np.testing.assert_allclose(
+        weights_of(model), weights_of(whole), rtol=0, atol=FLOAT32
+    )
+
+
+def test_stock_keras_advances_the_schedule_by_microbatches_and_drops_the_rest():
+    options = {"gradient_accumulation_steps": 4, "weight_decay": None}
+    stock = keras.optimizers.SGD(schedule(), **options)
+    ours = unscaled(keras.optimizers.SGD(schedule()), 4)
+    for optimizer in (stock, ours):
+        model = model_of(optimizer, jit_compile=False)
+        model.fit(X[:20], Y[:20], batch_size=4, verbose=0, shuffle=False)
+    # Rate 0.1, halved every 2 steps: 5 microbatches, or 2 updates.
+    assert float(stock.learning_rate) == pytest.approx(0.1 * 0.5**2.5)
+    assert float(ours.learning_rate) == pytest.approx(0.1 * 0.5)
+    assert (int(stock.iterations), int(ours.iterations)) == (1, 2)
+
+
+def test_an_inner_optimizer_that_accumulates_hands_it_over():
+    optimizer = unscaled(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), 1)
+    assert optimizer.accumulation_steps == 2
+    assert optimizer.inner_optimizer.gradient_accumulation_steps is None
+    _, trail = by_hand(optimizer, [1.0, NAN, 3.0])
+    assert trail == [0, 0, -2]
+
+
+def test_both_accumulating_is_an_error():
+    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    with pytest.raises(ValueError, match="`accumulation_steps` is 3 and the inner"):
+        unscaled(inner, 3)

@@ -1,0 +1,315 @@
+"""`fit` with a loss scale: what a skipped step leaves behind, and how training ends."""
+
+import gc
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.loss_scale.fitting import FIT_HOOKS
+
+layers = keras.layers
+STOCK, OURS = keras.optimizers.LossScaleOptimizer, tfamp.LossScaleOptimizer
+rng = np.random.default_rng(0)
+X = rng.normal(size=(32, 4)).astype("float32")
+Y = (X @ [1.0, -2.0, 0.5, 0.0]).astype("float32")[:, None]
+BAD = np.full_like(X, np.nan)
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+MODES = {
+    "graph": {"jit_compile": False},
+    "xla": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+    "bulk": {"steps_per_execution": 2, "jit_compile": False},
+}
+
+
+def parts():
+    return [
+        layers.Dense(4, activation="tanh"),
+        layers.BatchNormalization(momentum=0.5),
+        layers.Dense(1),
+    ]
+
+
+def functional():
+    x = keras.Input((4,))
+    h = x
+    for layer in parts():
+        h = layer(h)
+    return keras.Model(x, h)
+
+
+def sequential():
+    return keras.Sequential(parts())
+
+
+def nested():
+    x = keras.Input((4,))
+    return keras.Model(x, functional()(x))
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.parts = parts()
+
+    def call(self, x, training=None):
+        for layer in self.parts:
+            x = layer(x, training=training)
+        return x
+
+
+class OwnStep(Subclassed):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return {"own_loss": loss}
+
+
+MODELS = [functional, sequential, nested, Subclassed, OwnStep]
+
+
+def compiled(build, cls=OURS, inner=None, mode=MODES["graph"], **options):
+    keras.utils.set_random_seed(0)
+    model = build()
+    optimizer = cls(inner or keras.optimizers.Adam(0.05), **options)
+    model.compile(optimizer, "mse", **mode)
+    return model
+
+
+def state(model):
+    """Returns the bytes of the weights and of the inner optimizer's variables."""
+    kept = [*model.weights, *model.optimizer.inner_optimizer.variables]
+    return [np.asarray(v.value).tobytes() for v in kept]
+
+
+def fit(model, x, **options):
+    settings = {"batch_size": 8, "verbose": 0, "shuffle": False, **options}
+    history = model.fit(x, Y[: len(x)], **settings).history
+    return history.get("own_loss", history.get("loss"))
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("build", MODELS)
+def test_bad_batches_change_no_bit_of_the_model(build, mode):
+    model = compiled(build, mode=mode)
+    fit(model, X)
+    before = state(model)
+    fit(model, BAD)
+    assert state(model) == before
+    assert model.optimizer.skipped_steps == 4
+    assert np.isfinite(fit(model, X)).all()
+    assert state(model) != before
+
+
+@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
+def test_the_very_first_batch_may_be_bad(cls, build):
+    model = compiled(build, cls=cls)
+    fit(model, BAD[:8])
+    fit(model, X, epochs=2)
+    moving = np.concatenate([w.numpy() for w in model.non_trainable_weights])
+    assert np.isfinite(moving).all() == (cls is OURS)
+
+
+def test_moving_statistics_go_on_from_good_batches_alone():
+    model, expected = compiled(functional), compiled(functional)
+    fit(model, np.concatenate([X[:8], BAD[:8], X[8:16], BAD[:8]]))
+    fit(expected, X[:16])
+    for ours, alone in zip(
+        model.non_trainable_weights, expected.non_trainable_weights, strict=True
+    ):
+        np.testing.assert_array_equal(ours, alone)
+
+
+STOPPED = "Skipped 3 updates in a row, because their gradients were not finite"
+
+
+@pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("build", [functional, OwnStep])
+def test_fit_ends_after_too_many_skips_and_the_next_one_begins_clean(build, mode):
+    model = compiled(build, mode=mode, initial_scale=8.0, max_consecutive_skips=3)
+    fit(model, X)
+    before = state(model)
+    for _ in range(2):
+        with pytest.raises(tfamp.LossScaleError, match=re.escape(STOPPED)) as caught:
+            fit(model, BAD, epochs=2)
+        assert "loss scale 8" in str(caught.value)
+        assert "keep the overflowing layer in float32" in str(caught.value)
+        assert state(model) == before
+        assert model.optimizer.scale == 8
+    losses = fit(model, X, epochs=30)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_train_on_batch_ends_too():
+    model = compiled(functional, max_consecutive_skips=2)
+    model.train_on_batch(BAD, Y)
+    with pytest.raises(tfamp.LossScaleError, match="Skipped 2 updates in a row"):
+        model.train_on_batch(BAD, Y)
+    assert np.isfinite(model.train_on_batch(X, Y))
+
+
+def test_under_xla_train_on_batch_ends_a_few_steps_late():
+    model = compiled(functional, mode=MODES["xla"], max_consecutive_skips=3)
+    with pytest.raises(tfamp.LossScaleError, match=re.escape(STOPPED)):
+        for _ in range(20):
+            model.train_on_batch(BAD, Y)
+    assert model.optimizer.skipped_steps == 16
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("skips", [64, None], ids=["stopped", "never stopped"])
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_a_thousand_bad_steps_and_training_goes_on(policy, skips):
+    with tfamp.scope(policy):
+        keras.utils.set_random_seed(0)
+        model = functional()
+    options = {"max_consecutive_skips": skips}
+    if policy != "mixed_float16":
+        options.update(initial_scale=1, dynamic=False)
+    model.compile(OURS(keras.optimizers.Adam(0.05), **options), "mse")
+    fit(model, X)
+    if skips is None:
+        many = (np.tile(BAD, (250, 1)), np.tile(Y, (250, 1)))
+        model.fit(*many, batch_size=8, verbose=0)
+    else:
+        while model.optimizer.skipped_steps < 1000:
+            with pytest.raises(tfamp.LossScaleError):
+                fit(model, BAD, epochs=100)
+    assert model.optimizer.skipped_steps >= 1000
+    assert all(np.isfinite(w).all() for w in model.get_weights())
+    losses = fit(model, X, epochs=20)
+    assert losses[-1] < losses[0] / 2
+
+
+def test_an_error_of_another_kind_stays_what_it_is():
+    model = compiled(functional)
+
+    class Broken(keras.losses.Loss):
+        def call(self, y_true, y_pred):
+            tf.debugging.Assert(False, ["something else"])
+            return tf.reduce_mean(y_pred)
+
+    model.compile(model.optimizer, Broken(), jit_compile=False)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="something else"):
+        fit(model, X)
+
+
+def test_callbacks_of_every_form_are_taken():
+    seen = []
+
+    class Look(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            seen.append(int(self.model.optimizer.iterations))
+
+    model = compiled(functional, accumulation_steps=3)
+    fit(model, X, callbacks=Look())
+    fit(model, X, callbacks=[Look()])
+    given = keras.callbacks.CallbackList([Look()], add_history=True, model=model)
+    fit(model, X, callbacks=given)
+    # Four microbatches: a window of three, and the rest at the end of the epoch.
+    assert seen == [2, 4, 6]
+    assert len(given.callbacks) == 2
+
+
+def test_hooks_go_with_the_last_optimizer():
+    gc.collect()
+    assert FIT_HOOKS.installed == ()
+    optimizer = OURS(keras.optimizers.SGD())
+    assert len(FIT_HOOKS.installed) == 3
+    del optimizer
+    gc.collect()
+    assert FIT_HOOKS.installed == ()
+
+
+def test_frozen_layers_are_not_written_under_xla():
+    model = compiled(functional, mode=MODES["xla"])
+    model.layers[1].trainable = False
+    model.compile(model.optimizer, "mse", jit_compile=True)
+    fit(model, X)
+    before = state(model)
+    fit(model, BAD)
+    assert state(model) == before
+
+
+def one_layer_in_float16():
+    x = keras.Input((4,))
+    h = layers.Dense(4, use_bias=False, dtype="mixed_float16")(x)
+    return keras.Model(x, layers.Dense(1)(h))
+
+
+def test_compile_wraps_with_our_class_wherever_a_layer_is_float16():
+    with tfamp.scope("float32"):
+        model = one_layer_in_float16()
+        model.compile("adam", "mse")
+    assert type(model.optimizer) is OURS
+    with tfamp.scope("mixed_float16", keep_float32=["Dense", "BatchNormalization"]):
+        model = functional()
+        model.compile("adam", "mse")
+    assert type(model.optimizer) is keras.optimizers.Adam
+    stock = one_layer_in_float16()
+    stock.compile("adam", "mse")
+    assert type(stock.optimizer) is keras.optimizers.Adam  # no scale: silent zeros
+
+
+def test_compile_puts_our_class_in_the_place_of_keras_own():
+    given = STOCK(keras.optimizers.Adam(0.5), 64.0, 7, name="mine")
+    with tfamp.scope("mixed_float16"):
+        model = functional()
+        model.compile(given, "mse")
+    optimizer = model.optimizer
+    assert type(optimizer) is OURS
+    assert optimizer.inner_optimizer is given.inner_optimizer
+    settings = (optimizer.scale, optimizer.dynamic_growth_steps, optimizer.name)
+    assert settings == (64, 7, "mine")
+
+
+def test_a_loss_scale_factor_becomes_a_static_scale():
+    with tfamp.scope("mixed_float16"):
+        model = functional()
+        model.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
+    assert (model.optimizer.scale, model.optimizer.dynamic) == (32, False)
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        stock = functional()
+        stock.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert stock.optimizer.inner_optimizer.loss_scale_factor is None  # wiped
+    assert stock.optimizer.scale_loss(1.0) == 2.0**15
+
+
+def test_all_options_reach_the_optimizer_and_wrong_ones_are_told_at_once():
+    options = {
+        "hysteresis": 2,
+        "min_scale": 2.0,
+        "max_scale": 2.0**20,
+        "accumulation_steps": 3,
+        "max_consecutive_skips": None,
+        "initial_scale": "auto",
+    }
+    with tfamp.scope("mixed_float16", loss_scale_options=options):
+        model = functional()
+        model.compile("adam", "mse")
+    config = model.optimizer.get_config()
+    assert {k: config[k] for k in options} == options
+    with pytest.raises(ValueError, match="`hysteresis` is 0"):
+        tfamp.enable("mixed_float16", loss_scale_options={"hysteresis": 0})
+    with tfamp.scope(
+        "mixed_float16", loss_scale=8.0, loss_scale_options={"accumulation_steps": 2}
+    ):
+        model = functional()
+        model.compile("adam", "mse")
+    assert (model.optimizer.accumulation_steps, model.optimizer.scale) == (2, 8)

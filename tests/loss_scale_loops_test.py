@@ -1,0 +1,250 @@
+"""Training loops in the words of Keras 3 and of legacy Keras, and forgotten scaling."""
+
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+SCALE = 2.0**15
+MODES = {
+    "eager": lambda step: step,
+    "graph": tf.function,
+    "xla": tf.function(jit_compile=True),
+}
+
+
+def loss_of(weight):
+    """3 w squared, whose gradient at 1 is 6."""
+    return 3.0 * tf.square(tf.convert_to_tensor(weight))
+
+
+def keras_3(optimizer, weight):
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(loss_of(weight))
+    optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+
+
+def keras_3_pairs(optimizer, weight):
+    with tf.GradientTape() as tape:
+        loss = optimizer.scale_loss(loss_of(weight))
+    gradients = tape.gradient(loss, [weight.value])
+    optimizer.apply_gradients(zip(gradients, [weight], strict=True))
+
+
+def legacy(optimizer, weight):
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(loss_of(weight))
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight.value]))
+    optimizer.apply_gradients(zip(gradients, [weight], strict=True))
+
+
+def legacy_callable(optimizer, weight):
+    with tf.GradientTape() as tape:
+        loss = optimizer.get_scaled_loss(lambda: loss_of(weight))()
+    gradients = optimizer.get_unscaled_gradients(tape.gradient(loss, [weight.value]))
+    gradients, _ = tf.clip_by_global_norm(gradients, 100.0)
+    optimizer.apply_gradients(zip(gradients, [weight], strict=True))
+
+
+def minimize(optimizer, weight):
+    optimizer.minimize(lambda: loss_of(weight), [weight])
+
+
+def minimize_with_tape(optimizer, weight):
+    with tf.GradientTape() as tape:
+        loss = loss_of(weight)
+    optimizer.minimize(loss, lambda: [weight], tape=tape)
+
+
+LOOPS = [keras_3, keras_3_pairs, legacy, legacy_callable, minimize, minimize_with_tape]
+
+
+@pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
+@pytest.mark.parametrize("decorate", MODES.values(), ids=MODES)
+@pytest.mark.parametrize("loop", LOOPS)
+def test_every_way_makes_the_same_updates(loop, decorate, is_built):
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+    if is_built:
+        optimizer.build([weight])
+    step = decorate(lambda: loop(optimizer, weight))
+    step()
+    assert float(weight) == 1 - 6 / 8
+    assert optimizer.gradient_norm == 6
+    step()
+    assert float(weight) == 0.25 - 1.5 / 8
+    assert int(optimizer.iterations) == 2
+
+
+def test_the_two_styles_in_turn():
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+    for loop in (keras_3, legacy, legacy, keras_3, minimize, legacy, keras_3):
+        before = float(weight)
+        loop(optimizer, weight)
+        assert float(weight) == pytest.approx(before / 4)
+
+
+def test_gradients_from_one_function_applied_in_another():
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = optimizer.get_scaled_loss(loss_of(weight))
+        return optimizer.get_unscaled_gradients(tape.gradient(loss, [weight.value]))
+
+    for _ in range(3):  # traced in the first round only
+        before = float(weight)
+        optimizer.apply_gradients(zip(gradients(), [weight], strict=True))
+        assert float(weight) == pytest.approx(before / 4)
+
+
+def test_unscaled_gradients_keep_none_and_slices():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 4.0)
+    rows = tf.IndexedSlices(tf.constant([[8.0]]), tf.constant([1]), (2, 1))
+    first, nothing, second = optimizer.get_unscaled_gradients(
+        [tf.constant(4.0), None, rows]
+    )
+    assert (float(first), nothing) == (1.0, None)
+    np.testing.assert_array_equal(tf.convert_to_tensor(second), [[0.0], [2.0]])
+
+
+def test_apply_gradients_gives_the_iterations():
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125), 1.0)
+    optimizer.scale_loss(0.0)
+    assert int(optimizer.apply_gradients([(tf.constant(1.0), weight)])) == 1
+
+
+def test_minimize_wants_a_tape_for_a_tensor():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
+    message = re.escape("`tape` is None; expected a callable or the tape")
+    with pytest.raises(ValueError, match=message):
+        optimizer.minimize(tf.constant(1.0), [keras.Variable(1.0)])
+
+
+def test_the_example_of_legacy_keras():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+    loss_fn = keras.losses.MeanSquaredError()
+    x, y = tf.ones((4, 2)), tf.ones((4, 1))
+
+    @tf.function
+    def train_step():
+        with tf.GradientTape() as tape:
+            loss = loss_fn(y, model(x))
+            scaled_loss = optimizer.get_scaled_loss(loss)
+        scaled_gradients = tape.gradient(scaled_loss, model.trainable_variables)
+        gradients = optimizer.get_unscaled_gradients(scaled_gradients)
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
+        return loss
+
+    losses = [float(train_step()) for _ in range(20)]
+    assert losses[-1] < losses[0] / 10
+
+
+FORGOTTEN = "the loss was never multiplied by it"
+
+
+def forgetful(optimizer, weight):
+    with tf.GradientTape() as tape:
+        loss = loss_of(weight)
+    optimizer.apply(tape.gradient(loss, [weight.value]), [weight])
+
+
+@pytest.mark.parametrize("decorate", MODES.values(), ids=MODES)
+def test_a_loop_that_forgets_to_scale_is_told_once(decorate):
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+    optimizer.build([weight])
+    step = decorate(lambda: forgetful(optimizer, weight))
+    with pytest.warns(UserWarning, match=FORGOTTEN) as caught:
+        step()
+    step()
+    assert len(caught) == 1
+
+
+def test_the_warning_points_at_the_loop():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+    with pytest.warns(UserWarning, match=FORGOTTEN) as caught:
+        forgetful(optimizer, keras.Variable(1.0))
+    assert caught[0].filename == __file__
+
+
+def test_a_train_step_that_forgets_to_scale_is_told():
+    class Forgetful(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply_gradients(
+                zip(gradients, self.trainable_variables, strict=True)
+            )
+            return {"loss": loss}
+
+    model = Forgetful([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    with pytest.warns(UserWarning, match=FORGOTTEN):
+        model.fit(np.ones((4, 2)), np.ones((4, 1)), verbose=0)
+
+
+def test_gradients_made_by_hand_are_not_told_at_once():
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(9):
+            optimizer.apply([tf.constant(SCALE)], [weight])
+    with pytest.warns(UserWarning, match=FORGOTTEN):
+        optimizer.apply([tf.constant(SCALE)], [weight])
+
+
+@pytest.mark.parametrize("loop", LOOPS)
+def test_who_scales_is_never_told(loop):
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+    weight = keras.Variable(1.0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(12):
+            loop(optimizer, weight)
+
+
+def test_without_a_scale_nothing_is_forgotten():
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(0.125), initial_scale=1, dynamic=False
+    )
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        forgetful(optimizer, keras.Variable(1.0))
+
+
+def test_a_schedule_stepped_by_hand_reads_whether_the_step_was_skipped():
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), 1.0)
+    optimizer.scale_loss(0.0)
+    rates = []
+    for gradient in (0.0, float("nan"), 0.0):
+        optimizer.apply([tf.constant(gradient)], [weight])
+        if not optimizer.last_step_skipped:
+            optimizer.learning_rate = float(optimizer.learning_rate) / 2
+        rates.append(float(optimizer.inner_optimizer.learning_rate))
+    assert rates == [0.5, 0.5, 0.25]
+
+
+def test_a_setting_of_the_inner_optimizer_that_would_spoil_the_update():
+    weight = keras.Variable(1.0)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
+    optimizer.inner_optimizer.loss_scale_factor = 8.0
+    message = re.escape("`loss_scale_factor` of the wrapped optimizer is 8.0")
+    with pytest.raises(ValueError, match=message):
+        keras_3(optimizer, weight)

@@ -1,0 +1,240 @@
+"""The scale rule on numbers a reader can redo, and its tensor form against them."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.loss_scale import errors
+from tfamp.loss_scale.outcomes import _power_of_two_below
+from tfamp.loss_scale.rule import ScaleRule, ScaleState, measured_scale
+from tfamp.loss_scale.settings import check_settings
+from tfamp.loss_scale.tally import select
+
+GOOD, BAD = True, False
+
+
+def scales(rule, start, verdicts):
+    """Returns the scale after each of a row of verdicts."""
+    state, found = ScaleState(scale=start), []
+    for verdict in verdicts:
+        state = rule.after(state, is_finite=verdict)
+        found.append(state.scale)
+    return found
+
+
+STORIES = {
+    "halves at each overflow": (ScaleRule(), 400.0, [BAD] * 4, [200, 100, 50, 25]),
+    "doubles every second step": (
+        ScaleRule(growth_steps=2),
+        2.0,
+        [GOOD] * 6,
+        [2, 4, 4, 8, 8, 16],
+    ),
+    "an overflow starts the count again": (
+        ScaleRule(growth_steps=2),
+        8.0,
+        [GOOD, BAD, GOOD, GOOD],
+        [8, 4, 4, 8],
+    ),
+    "one overflow does not climb back": (
+        ScaleRule(growth_steps=100),
+        8.0,
+        [GOOD, BAD, GOOD, GOOD, GOOD],
+        [8, 4, 4, 4, 4],
+    ),
+    "a streak climbs back to what worked": (
+        ScaleRule(growth_steps=100),
+        64.0,
+        [GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD, GOOD],
+        [64, 32, 16, 8, 16, 32, 64, 64],
+    ),
+    "an overflow on the way ends the climb": (
+        ScaleRule(growth_steps=100),
+        64.0,
+        [GOOD, BAD, BAD, BAD, GOOD, GOOD, BAD, GOOD, GOOD],
+        [64, 32, 16, 8, 16, 32, 16, 16, 16],
+    ),
+    "what never worked is not climbed back to": (
+        ScaleRule(growth_steps=100),
+        64.0,
+        [BAD, BAD, BAD, GOOD, GOOD],
+        [32, 16, 8, 8, 8],
+    ),
+    "hysteresis counts overflows, in a row or not": (
+        ScaleRule(hysteresis=2),
+        8.0,
+        [BAD, GOOD, BAD, BAD, BAD],
+        [8, 8, 4, 4, 2],
+    ),
+    "hysteresis starts again when the scale grows": (
+        ScaleRule(hysteresis=2, growth_steps=2),
+        8.0,
+        [BAD, GOOD, GOOD, BAD],
+        [8, 8, 16, 16],
+    ),
+    "the floor holds": (
+        ScaleRule(min_scale=0.25),
+        1.0,
+        [BAD] * 4,
+        [0.5, 0.25, 0.25, 0.25],
+    ),
+    "the ceiling holds": (
+        ScaleRule(growth_steps=1, max_scale=6.0),
+        2.0,
+        [GOOD] * 3,
+        [4, 6, 6],
+    ),
+    "factors of one's own": (
+        ScaleRule(growth_steps=1, growth_factor=3.0, backoff_factor=0.1),
+        10.0,
+        [GOOD, BAD],
+        [30, 3],
+    ),
+    "a stop gives the scale back": (
+        ScaleRule(max_streak=3),
+        8.0,
+        [BAD, BAD, BAD, BAD],
+        [4, 2, 8, 4],
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "rule, start, verdicts, expected", STORIES.values(), ids=STORIES
+)
+def test_stories(rule, start, verdicts, expected):
+    assert scales(rule, start, verdicts) == pytest.approx(expected)
+
+
+def test_the_defaults_never_leave_their_bounds():
+    rule = ScaleRule(growth_steps=1)
+    assert scales(rule, 2.0**15, [BAD] * 1000)[-1] == 2.0**-14
+    assert scales(rule, 2.0**15, [GOOD] * 1000)[-1] == 2.0**24
+
+
+def test_after_a_thousand_bad_steps_it_is_back_within_thirty():
+    state = ScaleState(scale=2.0**15)
+    for verdict in [GOOD] + [BAD] * 1000 + [GOOD] * 29:
+        state = ScaleRule().after(state, is_finite=verdict)
+    assert state.scale == 2.0**15
+
+
+def test_a_frozen_scale_stays_and_counts_its_streaks():
+    state = ScaleState(scale=8.0, is_frozen=True)
+    rule = ScaleRule(growth_steps=1, max_streak=2)
+    for verdict, streak, stops in [(GOOD, 0, 0), (BAD, 1, 0), (BAD, 2, 1), (BAD, 1, 1)]:
+        state = rule.after(state, is_finite=verdict)
+        assert (state.scale, state.streak, state.num_stops) == (8, streak, stops)
+
+
+RULES = {
+    "default": ScaleRule(),
+    "everything": ScaleRule(
+        growth_steps=3,
+        growth_factor=4.0,
+        backoff_factor=0.25,
+        hysteresis=2,
+        min_scale=2.0**-3,
+        max_scale=2.0**9,
+        max_streak=5,
+    ),
+    "quick": ScaleRule(growth_steps=1, max_streak=2),
+}
+
+
+@pytest.mark.parametrize("is_frozen", [False, True], ids=["moving", "frozen"])
+@pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
+def test_tensors_follow_the_numbers(rule, is_frozen):
+    def as_tensors(state):
+        kinds = {int: tf.int64, float: tf.float32, bool: tf.bool}
+        return ScaleState(*(tf.constant(x, kinds[type(x)]) for x in state))
+
+    @tf.function
+    def follow(state, finite):
+        return tf.cond(
+            finite,
+            lambda: as_same(rule.after_finite(state, select), state),
+            lambda: as_same(rule.after_non_finite(state, select), state),
+        )
+
+    def as_same(after, before):
+        pairs = zip(after, before, strict=True)
+        return ScaleState(*(tf.cast(x, y.dtype) for x, y in pairs))
+
+    # Streaks of either kind, so that climbs, floors and stops all come up.
+    rng = np.random.default_rng(0)
+    verdicts = np.repeat(rng.random(60) < 0.5, rng.integers(1, 8, 60)).tolist()
+    state = ScaleState(8.0, 0, 0, 0, 0.0, 0.0, 0.0, 0, is_frozen)
+    tensors = as_tensors(state)
+    for verdict in verdicts:
+        state = rule.after(state, is_finite=verdict)
+        tensors = follow(tensors, tf.constant(verdict))
+        # All factors are powers of two, so float32 is exact.
+        assert [x.numpy() for x in tensors] == list(state)
+
+
+def test_a_measured_scale_leaves_room_above_the_largest_gradient():
+    for largest in (1e-7, 0.3, 1.0, 700.0):
+        scale = measured_scale(largest, 1.0)
+        assert 2.0**11 < largest * scale <= 2.0**12
+        assert math.log2(scale).is_integer()
+
+
+def test_the_measured_scale_in_tensors():
+    ratios = np.random.default_rng(0).lognormal(0, 9, 200).astype("float32")
+    ratios = np.append(ratios, np.float32([1, 2, 4096, 2**-20]))
+    expected = [2.0 ** math.floor(math.log2(x)) for x in ratios]
+    np.testing.assert_array_equal(_power_of_two_below(tf.constant(ratios)), expected)
+
+
+WRONG = {
+    "growth steps": ({"dynamic_growth_steps": 0}, "`dynamic_growth_steps` is 0"),
+    "growth factor": ({"growth_factor": 1.0}, "`growth_factor` is 1.0; expected a nu"),
+    "backoff factor": ({"backoff_factor": 1.0}, "`backoff_factor` is 1.0"),
+    "hysteresis": ({"hysteresis": 0}, "`hysteresis` is 0"),
+    "floor": ({"min_scale": 0.0}, "`min_scale` is 0.0"),
+    "ceiling": ({"max_scale": math.inf}, "`max_scale` is inf"),
+    "bounds": (
+        {"min_scale": 8.0, "max_scale": 4.0},
+        "`min_scale` 8.0 is above `max_scale` 4.0",
+    ),
+    "skips": ({"max_consecutive_skips": 0}, "`max_consecutive_skips` is 0"),
+    "accumulation": ({"accumulation_steps": 0}, "`accumulation_steps` is 0"),
+    "scale": ({"initial_scale": 0.0}, "`initial_scale` is 0.0"),
+    "scale above the ceiling": (
+        {"initial_scale": 2.0**25},
+        "`initial_scale` is 33554432.0; expected a number in [`min_scale`, `max",
+    ),
+    "static scale that float32 cannot divide by": (
+        {"initial_scale": 1e-40, "dynamic": False},
+        "`initial_scale` is 1e-40; expected a number that float32 can divide by",
+    ),
+    "measured and static": (
+        {"initial_scale": "auto", "dynamic": False},
+        "`initial_scale` is 'auto' with `dynamic=False`",
+    ),
+}
+
+
+@pytest.mark.parametrize("settings, message", WRONG.values(), ids=WRONG)
+def test_settings_out_of_range(settings, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        check_settings(**settings)
+
+
+def test_a_static_scale_may_be_any_number():
+    assert check_settings(3.0e-5, dynamic=False)[1] == 3.0e-5
+    assert check_settings(2.0**40, dynamic=False)[1] == 2.0**40
+
+
+@pytest.mark.parametrize("is_dynamic", [True, False])
+def test_the_text_of_the_error_is_found_in_tensorflows(is_dynamic):
+    text = errors.template(is_dynamic=is_dynamic, is_scaled=True).format(
+        64, 412, 8.0, "nan", 3.5
+    )
+    wrapped = f"assertion failed: ['{text}']\n\t [[{{{{node x}}}}]]"
+    assert errors.found_in(wrapped) == text
+    assert errors.found_in("assertion failed: [something else]") is None

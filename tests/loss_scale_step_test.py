@@ -1,0 +1,469 @@
+"""One step on one device: applied exactly, or skipped without a changed bit."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+optimizers = keras.optimizers
+STOCK, OURS = keras.optimizers.LossScaleOptimizer, tfamp.LossScaleOptimizer
+INF, NAN = float("inf"), float("nan")
+
+
+def traced(mode):
+    """Returns the decorator of a way to run a step."""
+    if mode == "eager":
+        return lambda step: step
+    return tf.function(jit_compile=mode == "xla", autograph=False)
+
+
+def make(inner, *args, cls=OURS, **kwargs):
+    """Returns an optimizer whose loss counts as scaled: gradients are made by hand."""
+    optimizer = cls(inner, *args, **kwargs)
+    optimizer.has_scaled_loss = True
+    return optimizer
+
+
+def bits(variables):
+    """Returns the very bytes of variables, which tell -0.0 from 0.0."""
+    return [np.asarray(v.value).tobytes() for v in variables]
+
+
+MODES = ["eager", "graph", "xla"]
+COMMON = {"weight_decay": 0.01, "use_ema": True, "ema_overwrite_frequency": 2}
+INNER = {
+    "SGD": lambda: optimizers.SGD(0.1, momentum=0.9, nesterov=True, **COMMON),
+    "Adam": lambda: optimizers.Adam(0.1, amsgrad=True, **COMMON),
+    "AdamW": lambda: optimizers.AdamW(0.1, use_ema=True, ema_overwrite_frequency=2),
+    "RMSprop": lambda: optimizers.RMSprop(0.1, momentum=0.9, centered=True, **COMMON),
+    "Adagrad": lambda: optimizers.Adagrad(0.1, **COMMON),
+    "Adadelta": lambda: optimizers.Adadelta(0.1, **COMMON),
+    "Adamax": lambda: optimizers.Adamax(0.1, **COMMON),
+    "Nadam": lambda: optimizers.Nadam(0.1, **COMMON),
+    "Ftrl": lambda: optimizers.Ftrl(0.1, **COMMON),
+    "Lion": lambda: optimizers.Lion(0.1, **COMMON),
+    "Adafactor": lambda: optimizers.Adafactor(0.1, **COMMON),
+    "Lamb": lambda: optimizers.Lamb(0.1, **COMMON),
+}
+
+
+def constrained_variables():
+    """Two variables with a -0.0, one of them under a constraint."""
+    first = keras.Variable([[1.0, -0.0], [0.5, -3.0]])
+    second = keras.Variable([0.25, -0.0, 2.0])
+    second.constraint = keras.constraints.NonNeg()
+    return [first, second]
+
+
+GRADIENTS = [tf.constant([[8.0, -4.0], [2.0, 1.0]]), tf.constant([4.0, 8.0, -2.0])]
+
+
+@pytest.mark.parametrize("mode", ["graph", "xla"])
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_a_skipped_step_changes_no_bit(inner, mode):
+    optimizer, variables = make(inner(), 8.0), constrained_variables()
+    optimizer.build(variables)
+
+    @traced(mode)
+    def step(*gradients):
+        optimizer.apply(gradients, variables)
+
+    for _ in range(3):
+        step(*GRADIENTS)
+    state = [*variables, *optimizer.inner_optimizer.variables]
+    before = bits(state)
+    for bad in (INF, -INF, NAN):
+        step(GRADIENTS[0], tf.constant([bad, 0.0, 0.0]))
+        step(tf.constant([[0.0, 0.0], [0.0, bad]]), GRADIENTS[1])
+    assert bits(state) == before
+    assert (optimizer.applied_steps, optimizer.skipped_steps) == (3, 6)
+    step(*GRADIENTS)
+    assert int(optimizer.iterations) == 4
+    assert bits(state) != before
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
+def test_an_applied_step_is_the_inner_optimizers(inner, mode):
+    if mode == "eager" and inner is not INNER["Adam"]:
+        pytest.skip("eager and graph run the same kernels; one optimizer is enough")
+    optimizer, variables = make(inner(), 8.0), constrained_variables()
+    plain, expected = inner(), constrained_variables()
+
+    @traced(mode)
+    def step(*gradients):
+        optimizer.apply(gradients, variables)
+
+    @traced(mode)
+    def plain_step(*gradients):
+        plain.apply(gradients, expected)
+
+    optimizer.build(variables)
+    plain.build(expected)
+    for _ in range(4):
+        step(*GRADIENTS)
+        plain_step(*[g / 8 for g in GRADIENTS])
+    for ours, theirs in zip(variables, expected, strict=True):
+        # Dividing by 8 is exact; XLA may contract a product and a sum.
+        np.testing.assert_allclose(ours, theirs, rtol=4 * 2**-23, atol=1e-7)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_what_it_counts(mode):
+    weight = keras.Variable([3.0, 4.0])
+    optimizer = make(optimizers.SGD(1.0), 8.0)
+    optimizer.build([weight])
+
+    @traced(mode)
+    def step(gradient):
+        optimizer.apply([gradient], [weight])
+
+    step(tf.constant([24.0, 32.0]))
+    np.testing.assert_array_equal(weight, [0.0, 0.0])
+    assert optimizer.gradient_norm == 5.0
+    assert not optimizer.last_step_skipped
+    step(tf.constant([INF, 1.0]))
+    step(tf.constant([NAN, 1.0]))
+    assert optimizer.last_step_skipped
+    assert (optimizer.scale, optimizer.consecutive_skips) == (2.0, 2)
+    assert optimizer.nonfinite_variables == (weight.path,)
+    step(tf.constant([2.0, 0.0]))
+    assert optimizer.consecutive_skips == 0
+    assert (optimizer.applied_steps, optimizer.skipped_steps) == (2, 2)
+    assert optimizer.nonfinite_counts == {weight.path: 2}
+    np.testing.assert_array_equal(optimizer.history()["scale"], [8, 8, 4, 2])
+
+
+@pytest.mark.filterwarnings("ignore:Gradients do not exist")
+@pytest.mark.parametrize("mode", MODES)
+def test_it_names_the_variables_whose_gradients_are_not_finite(mode):
+    variables = [keras.Variable([1.0] * n, name=f"v{n}") for n in (2, 3, 2, 1)]
+    optimizer = make(optimizers.SGD(1.0), 1.0)
+    optimizer.build(variables)
+
+    @traced(mode)
+    def step(*gradients):
+        optimizer.apply([gradients[0], gradients[1], gradients[2], None], variables)
+
+    step(tf.zeros(2), tf.constant([0.0, NAN, 0.0]), tf.constant([INF, 0.0]))
+    paths = [v.path for v in variables]
+    assert optimizer.nonfinite_variables == (paths[1], paths[2])
+
+
+def slices(values, indices):
+    return tf.IndexedSlices(tf.constant(values), tf.constant(indices), (3, 1))
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
+def test_slices_of_one_row_that_add_up_to_inf(cls, mode):
+    if cls is STOCK and mode == "xla":
+        pytest.skip("shown without XLA")
+    weight = keras.Variable([[1.0], [2.0], [3.0]])
+    optimizer = make(optimizers.SGD(1.0), 1.0, cls=cls)
+    optimizer.build([weight])
+
+    @traced(mode)
+    def step():
+        optimizer.apply([slices([[3e38], [3e38], [1.0]], [1, 1, 2])], [weight])
+
+    step()
+    finite = np.isfinite(weight).all()
+    assert finite == (cls is OURS)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_finite_slices_are_applied_and_measured(mode):
+    weight = keras.Variable([[1.0], [2.0], [3.0]])
+    optimizer = make(optimizers.SGD(1.0), 2.0)
+    optimizer.build([weight])
+
+    @traced(mode)
+    def step():
+        optimizer.apply([slices([[2.0], [4.0], [8.0]], [1, 1, 2])], [weight])
+
+    step()
+    np.testing.assert_array_equal(weight, [[1.0], [-1.0], [-1.0]])
+    assert optimizer.gradient_norm == 5.0  # (3, 4), where rows are added up first
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize(
+    "clipping, expected",
+    {
+        "clipnorm": ({"clipnorm": 5.0}, [[-3.0, -4.0], [-4.0, 0.0]]),
+        "global_clipnorm": (
+            {"global_clipnorm": 5.0},
+            # The norm is sqrt(36 + 64 + 16) of gradients (6, 8) and (4, 0).
+            [np.array([-6, -8]) * 5 / 116**0.5, np.array([-4, 0]) * 5 / 116**0.5],
+        ),
+        "clipvalue": ({"clipvalue": 5.0}, [[-5.0, -5.0], [-4.0, 0.0]]),
+        "a norm below the limit": (
+            {"global_clipnorm": 50.0},
+            [[-6.0, -8.0], [-4.0, 0.0]],
+        ),
+    }.values(),
+    ids=["clipnorm", "global_clipnorm", "clipvalue", "below"],
+)
+def test_clipping_acts_on_unscaled_gradients(clipping, expected, mode):
+    variables = [keras.Variable([0.0, 0.0]), keras.Variable([0.0, 0.0])]
+    optimizer = make(optimizers.SGD(1.0, **clipping), 1024.0)
+    optimizer.build(variables)
+
+    @traced(mode)
+    def step():
+        gradients = [tf.constant([6.0, 8.0]), tf.constant([4.0, 0.0])]
+        optimizer.apply([g * 1024 for g in gradients], variables)
+
+    step()
+    for variable, value in zip(variables, expected, strict=True):
+        np.testing.assert_allclose(variable, value, rtol=4 * 2**-23)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_variable_that_takes_its_gradient_as_its_value(mode):
+    scaled, overwritten = keras.Variable([1.0]), keras.Variable([1.0])
+    overwritten.overwrite_with_gradient = True
+    optimizer = make(optimizers.SGD(1.0), 8.0)
+    optimizer.build([scaled, overwritten])
+
+    @traced(mode)
+    def step(amax):
+        optimizer.apply([tf.constant([8.0]), amax], [scaled, overwritten])
+
+    step(tf.constant([5.0]))
+    assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
+    assert optimizer.gradient_norm == 1.0
+    step(tf.constant([NAN]))
+    assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_norm_beyond_float32_counts_as_an_overflow(mode):
+    weight = keras.Variable([1.0, 1.0])
+    optimizer = make(optimizers.SGD(1.0), 1.0, dynamic=False)
+
+    @traced(mode)
+    def step():
+        optimizer.apply([tf.constant([3e19, 0.0])], [weight])
+
+    optimizer.build([weight])
+    step()
+    np.testing.assert_array_equal(weight, [1.0, 1.0])
+
+
+def test_float16_gradients_are_unscaled_in_float32():
+    given = []
+
+    class Recorded(optimizers.SGD):
+        def update_step(self, gradient, variable, learning_rate):
+            given.append(gradient)
+
+    weight = keras.Variable(np.float16([1.0]), dtype="float16")
+    optimizer = make(Recorded(1.0), 2.0**15)
+    optimizer.apply([tf.constant([2.0**-12], tf.float16)], [weight])
+    # float16 would round it to 0.
+    assert (given[0].dtype, float(given[0][0])) == (tf.float32, 2.0**-27)
+
+
+SCALES = {"below 1": 2.0**-10, "no power of two": 3.0, "one": 1.0}
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
+def test_a_static_scale_skips_and_stays(scale, mode):
+    weight = keras.Variable(4.0)
+    optimizer = make(optimizers.SGD(1.0), scale, dynamic=False)
+    optimizer.build([weight])
+
+    @traced(mode)
+    def step(gradient):
+        optimizer.apply([gradient * scale], [weight])
+
+    step(tf.constant(1.0))
+    for _ in range(5):
+        step(tf.constant(NAN))
+    step(tf.constant(1.0))
+    assert float(weight) == pytest.approx(2.0, rel=4 * 2**-23)
+    assert optimizer.scale == scale
+    assert optimizer.skipped_steps == 5
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_freezing_reaches_functions_that_are_traced_already(mode):
+    weight = keras.Variable(4.0)
+    optimizer = make(optimizers.SGD(1.0), 8.0, dynamic_growth_steps=1)
+    optimizer.build([weight])
+
+    @traced(mode)
+    def step(gradient):
+        optimizer.apply([gradient], [weight])
+
+    step(tf.constant(0.0))
+    assert optimizer.scale == 16
+    optimizer.freeze()
+    step(tf.constant(0.0))
+    step(tf.constant(INF))
+    assert (optimizer.scale, optimizer.is_frozen) == (16, True)
+    optimizer.freeze(4.0)
+    step(tf.constant(4.0))
+    assert (optimizer.scale, float(weight)) == (4, 3)
+    optimizer.unfreeze()
+    step(tf.constant(0.0))
+    assert (optimizer.scale, optimizer.is_frozen) == (8, False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_a_measured_scale_is_set_by_the_first_finite_gradients(mode):
+    weight = keras.Variable([4.0, 4.0])
+    optimizer = make(optimizers.SGD(1.0), "auto")
+    optimizer.build([weight])
+
+    @traced(mode)
+    def step(gradient):
+        optimizer.apply([gradient], [weight])
+
+    assert optimizer.scale == 1
+    step(tf.constant([0.0, 0.0]))  # nothing to measure: probe higher
+    assert optimizer.scale == 2.0**8
+    step(tf.constant([2.0**-10 * 2.0**8, 0.0]))
+    assert optimizer.scale == 2.0**22  # which takes 2**-10 to 2**12
+    step(tf.constant([1.0, 0.0]))
+    assert optimizer.scale == 2.0**22
+
+
+MESSAGE = (
+    "Skipped 3 updates in a row, because their gradients were not finite, up to step "
+    "4: loss scale 8"
+)
+
+
+def test_too_many_skips_end_an_eager_loop():
+    weight = keras.Variable(4.0)
+    optimizer = make(optimizers.SGD(1.0), 8.0, max_consecutive_skips=3)
+    optimizer.apply([tf.constant(8.0)], [weight])
+    optimizer.apply([tf.constant(NAN)], [weight])
+    optimizer.apply([tf.constant(NAN)], [weight])
+    with pytest.raises(tfamp.LossScaleError, match=re.escape(MESSAGE)) as caught:
+        optimizer.apply([tf.constant(NAN)], [weight])
+    assert "gradient norm nan, last finite norm 1.0" in str(caught.value)
+    assert "Lower the learning rate" in str(caught.value)
+    assert (optimizer.scale, float(weight)) == (8, 3)
+    optimizer.apply([tf.constant(NAN)], [weight])  # the count begins again
+    assert optimizer.consecutive_skips == 1
+
+
+def test_too_many_skips_end_a_function_of_the_users():
+    weight = keras.Variable(4.0)
+    optimizer = make(optimizers.SGD(1.0), 8.0, max_consecutive_skips=3)
+    optimizer.build([weight])
+
+    @tf.function
+    def step(gradient):
+        optimizer.apply([gradient], [weight])
+
+    step(tf.constant(8.0))
+    step(tf.constant(NAN))
+    step(tf.constant(NAN))
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(MESSAGE)):
+        step(tf.constant(NAN))
+    assert (optimizer.scale, float(weight)) == (8, 3)
+    step(tf.constant(NAN))
+    assert optimizer.consecutive_skips == 1
+
+
+def test_under_xla_a_user_reads_the_stops():
+    weight = keras.Variable(4.0)
+    optimizer = make(optimizers.SGD(1.0), 8.0, max_consecutive_skips=3)
+    optimizer.build([weight])
+
+    @tf.function(jit_compile=True)
+    def step(gradient):
+        optimizer.apply([gradient], [weight])
+
+    for _ in range(3):
+        step(tf.constant(NAN))
+    assert optimizer.num_stops == 1
+    with pytest.raises(tfamp.LossScaleError, match=re.escape("Skipped 3 updates")):
+        optimizer.raise_if_due()
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
+def test_a_thousand_bad_steps(cls, mode):
+    num_steps = 50 if mode == "eager" and cls is OURS else 1000
+    if cls is STOCK and mode != "graph":
+        pytest.skip("shown in graph mode")
+    weight = keras.Variable(4.0)
+    options = {} if cls is STOCK else {"max_consecutive_skips": None}
+    optimizer = make(optimizers.Adam(0.1), cls=cls, **options)
+    optimizer.build([weight])
+
+    @traced(mode)
+    def step(gradient):
+        optimizer.apply([optimizer.scale_loss(gradient)], [weight])
+
+    for _ in range(num_steps):
+        step(tf.constant(NAN))
+    for _ in range(40):
+        step(tf.constant(1.0))
+    if cls is STOCK:
+        assert float(optimizer.dynamic_scale) == 0
+        assert np.isnan(weight)
+    else:
+        assert float(weight) < 1
+        assert int(optimizer.iterations) == 40
+
+
+def test_zero_gradients_for_long_do_not_lift_the_scale_to_infinity():
+    def after_growing(optimizer):
+        weight = keras.Variable(4.0)
+        optimizer.build([weight])
+
+        @tf.function
+        def step(gradient):
+            optimizer.apply([gradient], [weight])
+
+        for _ in range(300):
+            step(tf.constant(0.0))
+        step(tf.constant(2.0**24))
+        return float(optimizer.dynamic_scale), float(weight)
+
+    stock = STOCK(optimizers.SGD(1.0), dynamic_growth_steps=1)
+    assert after_growing(stock) == (INF, 4.0)
+    ours = make(optimizers.SGD(1.0), dynamic_growth_steps=1)
+    scale, weight = after_growing(ours)
+    assert (scale, weight) == (2.0**24, 3.0)
+
+
+def test_a_float16_loss_is_scaled_in_float32_before_anything_is_built():
+    loss = tf.constant(100.0, tf.float16)
+    assert np.isinf(STOCK(optimizers.SGD()).scale_loss(loss))
+    scaled = OURS(optimizers.SGD()).scale_loss(loss)
+    assert (scaled.dtype, float(scaled)) == (tf.float32, 100 * 2.0**15)
+
+
+def test_gradients_that_do_not_fit():
+    weight = keras.Variable(4.0)
+    optimizer = make(optimizers.SGD(1.0))
+    with pytest.raises(ValueError, match="the optimizer is not built"):
+        optimizer.apply([tf.constant(1.0)])
+    with pytest.raises(ValueError, match="`grads` has 2 entries for 1 variables"):
+        optimizer.apply([tf.constant(1.0)] * 2, [weight])
+    with pytest.raises(ValueError, match="No gradients provided for any variable"):
+        optimizer.apply([None], [weight])
+    optimizer.build([weight])
+    with pytest.raises(ValueError, match="Unknown variable"):
+        optimizer.apply([tf.constant(1.0)], [keras.Variable(1.0)])
+    assert optimizer.apply([], []) is None
+
+
+def test_what_cannot_be_wrapped():
+    with pytest.raises(TypeError, match="`inner_optimizer` is 'adam'"):
+        OURS("adam")
+    with pytest.raises(ValueError, match="which scales the loss already"):
+        OURS(STOCK(optimizers.SGD()))
