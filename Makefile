@@ -52,8 +52,9 @@ notebooks: .venv/.installed  ## build every .ipynb from its .py source
 	@$(BIN)/python notebooks/build.py
 
 bench: .venv/.installed  ## measure what benchmarks/RESULTS.md states
-	@echo "Measuring what tfamp costs a step and a build: about five minutes."
+	@echo "Measuring what tfamp costs a build, a step and an update: about ten minutes."
 	@$(BIN)/python benchmarks/enable_overhead.py $(ARGS) $(NO_NOTICES)
+	@$(BIN)/python benchmarks/loss_scale.py $(ARGS) $(NO_NOTICES)
 
 clean:  ## remove the environments and everything built
 	rm -rf .venv .venv-oldest build dist *.egg-info .coverage .coverage.*

@@ -38,7 +38,7 @@ def load(name: str):
 
 
 def test_every_benchmark_is_tested_here():
-    tested = {"enable_overhead.py", "readme_figure.py"}
+    tested = {"enable_overhead.py", "loss_scale.py", "readme_figure.py"}
     assert {script.name for script in SCRIPTS} == tested
 
 
@@ -50,6 +50,24 @@ def test_enable_overhead_prints_both_ratios(tmp_path):
         assert result[part]["goal"] == goal
         assert result[part]["ratio"] > 0
     assert set(result["versions"]) == {"python", "tensorflow", "keras", "tfamp"}
+
+
+@pytest.mark.slow
+def test_loss_scale_prints_both_wrappers_over_the_bare_step(tmp_path):
+    result = run("loss_scale.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    assert set(result["cases"]) == {"3 of 4x4, graph", "3 of 4x4, XLA"}
+    for figures in result["cases"].values():
+        assert figures["keras"]["ratio"] > 0
+        assert figures["tfamp"]["ratio"] > 0
+        assert set(figures["first_call_seconds"]) == {"bare", "keras", "tfamp"}
+
+
+def test_ratios_of_the_loss_scale_are_to_the_bare_step_of_the_same_turn():
+    benchmark = load("loss_scale.py")
+    # Turn by turn 2, 1.5 and 1 times the bare step.
+    seconds = np.array([[1.0, 9, 2], [4, 9, 6], [2, 9, 2]])
+    assert benchmark.ratio(seconds, 2) == {"ratio": 1.5, "interval": [1.0, 2.0]}
 
 
 @pytest.mark.slow
