@@ -69,8 +69,8 @@ def build_model():
 
 keras.utils.set_random_seed(0)
 model = build_model()
-loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 # %%
+loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(keras.optimizers.Adam(0.003), loss_of, metrics=["accuracy"])
 history = model.fit(x, y, batch_size=64, epochs=5 if SMOKE else 40, verbose=0)
 print(f"accuracy in training {history.history['accuracy'][-1]:.3f}")
