@@ -65,7 +65,7 @@ def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
     if tf.executing_eagerly():
         optimizer.raise_if_due()
     elif not in_xla():
-        with tf.control_dependencies(list(after)):
+        with tf.control_dependencies([*after, *_read_everywhere(optimizer)]):
             now = optimizer.tally.read()  # after the writes of this step
             facts = [
                 now.counters.streak,
@@ -77,3 +77,17 @@ def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
             text = tf.strings.format(optimizer.stop_template(), facts)
             limit = optimizer.max_consecutive_skips
             tf.debugging.Assert(now.counters.streak < limit, [text], summarize=1)
+
+
+def _read_everywhere(optimizer: Any) -> list[tf.Tensor]:
+    """Returns what every replica counts, read: an error overtakes later writes."""
+    tally = optimizer.tally
+    counted = [tally.dynamic_scale, tally.step_counter, tally.counters, tally.levels]
+    if optimizer.accumulates:
+        counted += map(optimizer.accumulator, optimizer.accumulated_variables)
+    strategy = tf.distribute.get_strategy()
+    return [
+        part.read_value()
+        for variable in (*counted, tally.recent, optimizer.blame.counts)
+        for part in strategy.experimental_local_results(variable.value)
+    ]

@@ -71,5 +71,6 @@ def take_step(
         optimizer.blame.note([variables[position] for position, _ in judged], squares)
         stop_if_due(optimizer)
 
-    either(is_finite, go_on, skip)
+    # Before the branches, one of which may end in an error.
     tally.remember(before.counters, before.scale, norm, ~is_finite)
+    either(is_finite, go_on, skip)

@@ -5,7 +5,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.loss_scale.branches import either, first_of, on_each_replica
+from tfamp.loss_scale.branches import (
+    either,
+    first_of,
+    on_each_replica,
+    stop_if_due,
+)
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
 from tfamp.loss_scale.outcomes import after_non_finite, applied, with_empty_window
 from tfamp.loss_scale.tally import Snapshot
@@ -107,13 +112,15 @@ def _close(
         levels = values.levels._replace(norm=norm, finite_norm=norm)
         done = applied(values._replace(levels=levels))
         optimizer.tally.write(with_empty_window(done))
+        _empty(strategy, optimizer)
 
     def drop() -> None:  # finite parts whose sum is not
         after = after_non_finite(optimizer, values, norm)
         optimizer.tally.write(with_empty_window(after))
+        _empty(strategy, optimizer)
+        stop_if_due(optimizer)
 
     either(tf.math.is_finite(total), update, drop)
-    _empty(strategy, optimizer)
 
 
 def _empty(strategy: tf.distribute.Strategy, optimizer: Any) -> None:

@@ -1,0 +1,519 @@
+"""Two replicas judge, clip, add up and count as one; stock Keras beside it."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.linear_training import (
+    BIAS,
+    KERNEL,
+    TOLERANCE,
+    X,
+    Y,
+    inner,
+    linear,
+    one_device,
+    spoiled,
+    without,
+)
+
+layers = keras.layers
+StockOptimizer = keras.optimizers.LossScaleOptimizer
+SGD = keras.optimizers.SGD
+BATCH = 8
+INF = float("inf")
+# Which of the two replicas overflow.
+FAILING = [(True, False), (False, True), (True, True)]
+FAILING_IDS = ["first", "second", "both"]
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    """Reduces without collectives, which allow one strategy a process on a CPU."""
+    reduction = tf.distribute.ReductionToOneDevice()
+    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], reduction)
+
+
+class Training:
+    """Variables, an optimizer, and steps whose gradients each replica is given."""
+
+    def __init__(self, strategy, make_optimizer, *starts, dtype="float32"):
+        self.strategy = strategy
+        with strategy.scope():
+            self.variables = [keras.Variable(s, dtype=dtype) for s in starts]
+            self.optimizer = make_optimizer()
+
+        self.functions = {}
+
+    def step(self, first, second):
+        """Takes a step whose unscaled gradients are `first` and `second`."""
+        dtype = self.variables[0].dtype
+        first, second = (
+            [np.asarray(g, dtype) for g in part] for part in (first, second)
+        )
+        self.run(self.linear_loss, first, second)
+
+    def linear_loss(self, factors):
+        """Returns the loss with the gradients `factors`."""
+        pairs = zip(factors, self.variables, strict=True)
+        return tf.add_n([tf.reduce_sum(factor * v.value) for factor, v in pairs])
+
+    def run(self, loss_of, first, second):
+        """Takes a step with the loss of `first` on one replica, `second` on the other.
+
+        Args:
+            loss_of: Takes one of the two and returns a scalar.
+            first: Structure of arrays.
+            second: The same structure.
+        """
+        parts = self.strategy.experimental_distribute_values_from_function(
+            lambda context: (first, second)[context.replica_id_in_sync_group]
+        )
+
+        def on_replica(part):
+            with tf.GradientTape() as tape:
+                scaled = self.optimizer.scale_loss(loss_of(part))
+            gradients = tape.gradient(scaled, [v.value for v in self.variables])
+            self.optimizer.apply(gradients, self.variables)
+
+        if loss_of not in self.functions:
+            self.functions[loss_of] = tf.function(
+                lambda parts: self.strategy.run(on_replica, args=(parts,))
+            )
+        self.functions[loss_of](parts)
+
+    def values(self):
+        """Returns the value of each variable, which all replicas have."""
+        return [on_both(self.strategy, v) for v in self.variables]
+
+
+def on_both(strategy, variable):
+    """Returns what a variable holds, once it is the same on both replicas."""
+    first, second = strategy.experimental_local_results(variable.value)
+    np.testing.assert_array_equal(first, second)
+    return first.numpy()
+
+
+def check_replicas_agree(strategy, optimizer):
+    """Fails where scale, counters, slots or accumulators differ between replicas."""
+    for variable in optimizer.variables:
+        on_both(strategy, variable)
+
+
+def fitted(strategy, x, optimizer, *, model=linear, batch_size=BATCH, **options):
+    """Returns a model after one epoch of `fit`."""
+    with strategy.scope():
+        made = model()
+        made.compile(optimizer(), "mse", **options)
+    made.fit(x, Y[: len(x)], batch_size=batch_size, shuffle=False, verbose=0)
+    return made
+
+
+def check_weights(strategy, model, expected):
+    for variable, value in zip(model.weights, expected.get_weights(), strict=True):
+        np.testing.assert_allclose(on_both(strategy, variable), value, **TOLERANCE)
+
+
+@pytest.mark.parametrize("make", [SGD, keras.optimizers.Adam], ids=["sgd", "adam"])
+@pytest.mark.parametrize("fails", FAILING, ids=FAILING_IDS)
+def test_an_overflow_on_any_replica_changes_no_bit(strategy, make, fails):
+    training = Training(
+        strategy, lambda: tfamp.LossScaleOptimizer(make(0.5), 8.0), 1.0, [2.0, 3.0]
+    )
+    optimizer = training.optimizer
+    training.step([1.0, [1.0, 2.0]], [3.0, [4.0, 5.0]])
+    weights = training.values()
+    slots = [on_both(strategy, v) for v in optimizer.inner_optimizer.variables]
+    first, second = ([1.0, [INF, 1.0]] if bad else [1.0, [1.0, 1.0]] for bad in fails)
+    training.step(first, second)
+    np.testing.assert_equal(training.values(), weights)
+    now = [on_both(strategy, v) for v in optimizer.inner_optimizer.variables]
+    np.testing.assert_equal(now, slots)
+    assert (optimizer.applied_steps, optimizer.skipped_steps) == (1, 1)
+    assert optimizer.scale == 4.0
+    assert optimizer.nonfinite_variables == (training.variables[1].path,)
+    check_replicas_agree(strategy, optimizer)
+
+
+@pytest.mark.parametrize("make", [SGD, keras.optimizers.Adam], ids=["sgd", "adam"])
+def test_stock_applies_what_overflows_on_the_second_replica_only(strategy, make):
+    training = Training(strategy, lambda: StockOptimizer(make(0.5), 8.0), 1.0)
+    training.step([1.0], [INF])
+    assert not np.isfinite(training.values()[0])
+    assert on_both(strategy, training.optimizer.dynamic_scale) == 8.0
+
+
+CLIPS = [
+    # The sum is 11; clipped to 1. Each clipped alone adds up to 2.
+    ({"clipnorm": 1.0}, ([1.0], [10.0]), [-1.0], [-2.0]),
+    ({"clipvalue": 1.0}, ([1.0], [10.0]), [-1.0], [-2.0]),
+    # The sums are 3 and 4, of norm 5. Alone (1, 0) and (2, 4) / 20 ** 0.5.
+    (
+        {"global_clipnorm": 1.0},
+        ([1.0, 0.0], [2.0, 4.0]),
+        [-0.6, -0.8],
+        [-1 - 0.2**0.5, -(0.8**0.5)],
+    ),
+]
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+@pytest.mark.parametrize(("clip", "gradients", "ours", "theirs"), CLIPS)
+def test_clipping_acts_on_the_sum_over_replicas(
+    strategy, clip, gradients, ours, theirs, stock
+):
+    make = StockOptimizer if stock else tfamp.LossScaleOptimizer
+    training = Training(
+        strategy, lambda: make(SGD(1.0, **clip), 8.0), *[0.0 for _ in ours]
+    )
+    training.step(*gradients)
+    expected = theirs if stock else ours
+    np.testing.assert_allclose(training.values(), expected, rtol=1e-6)
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_a_sum_of_finite_parts_may_overflow(strategy, stock):
+    make = StockOptimizer if stock else tfamp.LossScaleOptimizer
+    training = Training(strategy, lambda: make(SGD(1.0), 1.0), 1.0, dtype="float16")
+    training.step([4e4], [4e4])  # float16 ends at 65504
+    assert training.values() == ([-INF] if stock else [1.0])
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_duplicate_rows_may_sum_to_infinity(strategy, stock):
+    make = StockOptimizer if stock else tfamp.LossScaleOptimizer
+    training = Training(strategy, lambda: make(SGD(1.0), 1.0), np.ones((3, 2)))
+
+    def loss(factor):
+        rows = tf.gather(training.variables[0].value, [1, 1])
+        return tf.reduce_sum(rows * factor)
+
+    training.run(loss, 1.0, 2e38)  # float32 ends at 3.4e38
+    is_finite = np.isfinite(training.values()[0]).all()
+    assert is_finite == (not stock)
+    if not stock:
+        np.testing.assert_array_equal(training.values()[0], np.ones((3, 2)))
+        assert training.optimizer.skipped_steps == 1
+
+
+def test_sparse_gradients_of_both_replicas_add_up(strategy):
+    training = Training(
+        strategy, lambda: tfamp.LossScaleOptimizer(SGD(1.0), 8.0), np.zeros((3, 1))
+    )
+
+    def loss(ids):
+        return tf.reduce_sum(tf.gather(training.variables[0].value, ids))
+
+    training.run(loss, np.array([0, 0, 1]), np.array([0, 1, 1]))
+    np.testing.assert_array_equal(training.values()[0], [[-3.0], [-3.0], [0.0]])
+    assert training.optimizer.gradient_norm == pytest.approx(18**0.5)
+
+
+@pytest.mark.parametrize("bad_rows", [{}, {1: [2], 4: [1]}], ids=["finite", "overflow"])
+def test_microbatches_make_the_batch_they_are_parts_of(strategy, bad_rows):
+    x = spoiled(X, bad_rows, 4)
+    model = fitted(
+        strategy,
+        x,
+        lambda: tfamp.LossScaleOptimizer(inner(), accumulation_steps=5),
+        batch_size=4,
+    )
+    # 12 microbatches: two windows and the last two, flushed at the epoch's end; or
+    # two of them bad, and two windows of the 10 others.
+    expected, _ = one_device(*without(bad_rows, 4), batch_size=5 * 4)
+    check_weights(strategy, model, expected)
+    optimizer = model.optimizer
+    assert (optimizer.applied_steps, optimizer.skipped_steps) == (
+        (2, 2) if bad_rows else (3, 0)
+    )
+    assert on_both(strategy, optimizer.iterations) == optimizer.applied_steps
+    check_replicas_agree(strategy, optimizer)
+
+
+def test_stock_cannot_accumulate_on_replicas(strategy):
+    with pytest.raises(RuntimeError, match="merge_call"):
+        fitted(
+            strategy,
+            X,
+            lambda: SGD(0.125, gradient_accumulation_steps=5),
+            batch_size=4,
+        )
+
+
+class Interrupted(keras.callbacks.Callback):
+    """Ends `fit` in the middle of a window."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        """Raises after the third batch."""
+        if batch == 2:
+            raise KeyboardInterrupt
+
+
+def test_nothing_of_a_broken_fit_leaks_into_the_next(strategy):
+    with strategy.scope():
+        model = linear()
+        model.compile(tfamp.LossScaleOptimizer(inner(), accumulation_steps=2), "mse")
+    fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
+    with pytest.raises(KeyboardInterrupt):
+        model.fit(X, Y, callbacks=[Interrupted()], **fit)
+    model.fit(X[24:], Y[24:], **fit)
+    # One window of the first fit, whose third microbatch is gone; then the second.
+    rows = np.r_[0:8, 24:48]
+    expected, _ = one_device(X[rows], Y[rows], batch_size=8)
+    check_weights(strategy, model, expected)
+
+
+def accumulating(strategy):
+    return Training(
+        strategy,
+        lambda: tfamp.LossScaleOptimizer(SGD(1.0), 8.0, accumulation_steps=4),
+        0.0,
+    )
+
+
+def flush_in_python(strategy, optimizer):
+    optimizer.flush()
+
+
+def flush_in_scope(strategy, optimizer):
+    with strategy.scope():
+        optimizer.flush()
+
+
+def flush_on_replicas(strategy, optimizer):
+    strategy.run(optimizer.flush)
+
+
+def flush_in_a_function(strategy, optimizer):
+    tf.function(lambda: strategy.run(optimizer.flush))()
+
+
+@pytest.mark.parametrize(
+    "flush",
+    [flush_in_python, flush_in_scope, flush_on_replicas, flush_in_a_function],
+)
+def test_flush_applies_the_mean_from_wherever_it_is_called(strategy, flush):
+    training = accumulating(strategy)
+    training.step([1.0], [2.0])
+    training.step([3.0], [6.0])
+    assert training.values() == [0.0]
+    for _ in range(2):  # the second finds nothing
+        flush(strategy, training.optimizer)
+        assert training.values() == [-(3.0 + 9.0) / 2]
+    assert training.optimizer.applied_steps == 1
+    check_replicas_agree(strategy, training.optimizer)
+
+
+def test_discard_forgets_the_window(strategy):
+    training = accumulating(strategy)
+    training.step([1.0], [2.0])
+    training.optimizer.discard()
+    training.optimizer.flush()
+    assert training.values() == [0.0]
+    training.step([1.0], [1.0])
+    training.optimizer.flush()
+    assert training.values() == [-2.0]
+
+
+def test_freeze_and_unfreeze_reach_every_replica(strategy):
+    training = Training(strategy, lambda: tfamp.LossScaleOptimizer(SGD(1.0), 64.0), 1.0)
+    optimizer = training.optimizer
+    optimizer.freeze(16.0)
+    training.step([1.0], [INF])
+    assert on_both(strategy, optimizer.dynamic_scale) == 16.0
+    optimizer.unfreeze()
+    training.step([1.0], [INF])
+    assert on_both(strategy, optimizer.dynamic_scale) == 8.0
+    check_replicas_agree(strategy, optimizer)
+
+
+def normalized():
+    """Returns a model whose moving statistics stand on a constant layer."""
+    x = keras.Input((4,))
+    h = layers.BatchNormalization(momentum=0.5)(x)
+    model = keras.Model(x, layers.Dense(1)(h))
+    model.layers[-1].set_weights([KERNEL, BIAS])
+    return model
+
+
+def statistics(strategy, model, layer=1):
+    """Returns the moving mean and variance on each replica."""
+    norm = model.layers[layer]
+    return [
+        [value.numpy() for value in strategy.experimental_local_results(v.value)]
+        for v in (norm.moving_mean, norm.moving_variance)
+    ]
+
+
+@pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
+def test_moving_statistics_survive_a_skipped_step(strategy, stock):
+    make = StockOptimizer if stock else tfamp.LossScaleOptimizer
+    bad_rows = {1: [5], 3: [1], 4: [0, 7]}  # on the second replica, the first, both
+    if stock:
+        bad_rows = {3: [1]}  # on the first, where stock skips the step
+    x = spoiled(X, bad_rows, BATCH)
+    model = fitted(strategy, x, lambda: make(inner()), model=normalized)
+    found = statistics(strategy, model)
+    assert np.isfinite(found).all() == (not stock)
+    if stock:
+        return
+    x, y = without(bad_rows, BATCH)
+    with strategy.scope():
+        clean = normalized()
+        clean.compile(inner(), "mse")
+    clean.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
+    np.testing.assert_allclose(found, statistics(strategy, clean), **TOLERANCE)
+
+
+def uniform_data():
+    """Returns U(0, 1) data in whose first batch only the second replica overflows.
+
+    The error of a model that begins at 0 is at most 1 elsewhere: gradients of the
+    bias of up to 8 * 2 * 1 / 16 * 32768, that is 32768. Here one is 163840.
+    """
+    rng = np.random.default_rng(0)
+    x = rng.uniform(size=(64, 4)).astype("float32")
+    y = 0.25 * x.sum(-1, keepdims=True)
+    y[8:16] += 40.0
+    return x, y
+
+
+def dense_norm_dense():
+    """Returns a model whose first output is 0, with the same weights every time."""
+    x = keras.Input((4,))
+    h = layers.BatchNormalization()(layers.Dense(4)(x))
+    model = keras.Model(x, layers.Dense(1, kernel_initializer="zeros")(h))
+    model.layers[1].set_weights([np.eye(4) + np.tile(KERNEL, 4), np.zeros(4)])
+    return model
+
+
+def in_float16(strategy, make_optimizer, policy):
+    """Returns a model of float16 layers, compiled under the strategy."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        with strategy.scope():
+            model = dense_norm_dense()
+            model.compile(make_optimizer(), "mse")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    return model
+
+
+UNIFORM_FIT = {"batch_size": 16, "shuffle": False, "verbose": 0}
+
+
+def test_stock_loses_a_float16_model_to_the_second_replica(strategy):
+    model = in_float16(strategy, lambda: SGD(0.125), "mixed_float16")
+    model.fit(*uniform_data(), **UNIFORM_FIT)
+    assert not np.isfinite(on_both(strategy, model.trainable_weights[-1])).all()
+
+
+@pytest.mark.parametrize("enabled", [False, True], ids=["optimizer", "enabled"])
+def test_a_float16_model_trains_past_the_second_replica(strategy, enabled):
+    x, y = uniform_data()
+    if enabled:
+        with tfamp.scope("mixed_float16"), strategy.scope():
+            model = dense_norm_dense()
+            model.compile(SGD(0.125), "mse")
+    else:
+        model = in_float16(
+            strategy, lambda: tfamp.LossScaleOptimizer(SGD(0.125)), "mixed_float16"
+        )
+    model.fit(x, y, **UNIFORM_FIT)
+    # A managed model has its head in float32, where nothing overflows.
+    skipped = 0 if enabled else 1
+    assert model.optimizer.skipped_steps == skipped
+    assert np.isfinite(statistics(strategy, model, layer=2)).all()
+    check_replicas_agree(strategy, model.optimizer)
+    reference = in_float16(strategy, lambda: SGD(0.125), "float32")
+    reference.fit(x[16 * skipped :], y[16 * skipped :], **UNIFORM_FIT)
+    for found, expected in zip(
+        model.trainable_weights, reference.trainable_weights, strict=True
+    ):
+        expected = on_both(strategy, expected)
+        # Updates are rounded a few times to float16, in steps of what came before.
+        tolerance = 16 * 2.0**-11 * max(1.0, np.abs(expected).max())
+        np.testing.assert_allclose(
+            on_both(strategy, found), expected, rtol=0, atol=tolerance
+        )
+
+
+@pytest.mark.parametrize("in_fit", [True, False], ids=["fit", "loop"])
+def test_an_optimizer_from_outside_the_scope_is_an_error(strategy, in_fit):
+    outside = tfamp.LossScaleOptimizer(SGD(1.0), 8.0)
+    message = "The optimizer was made outside the MirroredStrategy that trains with it;"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        if in_fit:
+            fitted(strategy, X, lambda: outside)
+        else:
+            Training(strategy, lambda: outside, 1.0).step([1.0], [1.0])
+
+
+@pytest.mark.parametrize("way", ["fit", "loop"])
+def test_xla_on_two_cpus_is_an_error_that_says_so(strategy, way):
+    message = (
+        "`jit_compile=True` under MirroredStrategy: TensorFlow cannot compile a step "
+        "of several replicas by XLA on these devices (keras#21366). Pass "
+        "`jit_compile=False`."
+    )
+
+    def make():
+        return tfamp.LossScaleOptimizer(SGD(1.0), 8.0)
+
+    training = Training(strategy, make, 1.0)
+
+    @tf.function(jit_compile=True)
+    def on_replica():
+        training.optimizer.scale_loss(1.0)
+        training.optimizer.apply([tf.constant(1.0)], training.variables)
+
+    with pytest.raises(RuntimeError, match=re.escape(message)):
+        if way == "fit":
+            fitted(strategy, X, make, jit_compile=True)
+        else:
+            tf.function(lambda: strategy.run(on_replica))()
+
+
+def test_training_that_cannot_go_on_ends_in_our_error(strategy):
+    def make():
+        return tfamp.LossScaleOptimizer(inner(), 8.0, max_consecutive_skips=3)
+
+    with strategy.scope():
+        model = linear()
+        model.compile(make(), "mse")
+    message = "Skipped 3 updates in a row, because their gradients were not finite"
+    with pytest.raises(tfamp.LossScaleError, match=message):
+        model.fit(
+            spoiled(X, {0: [7], 1: [6], 2: [4]}, BATCH),
+            Y,
+            batch_size=BATCH,
+            shuffle=False,
+            verbose=0,
+        )
+    np.testing.assert_array_equal(on_both(strategy, model.weights[0]), KERNEL)
+    assert model.optimizer.scale == 8.0
+    check_replicas_agree(strategy, model.optimizer)
+
+
+def test_a_window_whose_sum_is_not_finite_ends_training_too(strategy):
+    training = Training(
+        strategy,
+        lambda: tfamp.LossScaleOptimizer(
+            SGD(1.0), 1.0, accumulation_steps=2, max_consecutive_skips=1
+        ),
+        0.0,
+    )
+    training.step([1e19], [0.0])  # squares are summed in float32, which ends at 3.4e38
+    with pytest.raises(tf.errors.InvalidArgumentError, match="Skipped 1 updates"):
+        training.step([1e19], [0.0])
+    assert training.values() == [0.0]
+    check_replicas_agree(strategy, training.optimizer)
+    for gradient in (1.0, 2.0):
+        training.step([gradient], [gradient])
+    assert training.values() == [-3.0]
