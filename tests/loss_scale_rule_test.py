@@ -51,6 +51,12 @@ STORIES = {
         [GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD, GOOD],
         [64, 32, 16, 8, 16, 32, 64, 64],
     ),
+    "a climb stops at what worked": (
+        ScaleRule(growth_steps=100, growth_factor=4.0),
+        64.0,
+        [GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD],
+        [64, 32, 16, 8, 32, 64, 64],
+    ),
     "an overflow on the way ends the climb": (
         ScaleRule(growth_steps=100),
         64.0,

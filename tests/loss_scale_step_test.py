@@ -75,6 +75,11 @@ def test_a_skipped_step_changes_no_bit(inner, mode):
     for _ in range(3):
         step(*GRADIENTS)
     state = [*variables, *optimizer.inner_optimizer.variables]
+    for variable in state:  # adding 0.0 to -0.0 would make it 0.0
+        if "float" in variable.dtype and variable.shape.rank:
+            value = variable.numpy()
+            value.flat[0] = -0.0
+            variable.assign(value)
     before = bits(state)
     for bad in (INF, -INF, NAN):
         step(GRADIENTS[0], tf.constant([bad, 0.0, 0.0]))
@@ -222,6 +227,19 @@ def test_clipping_acts_on_unscaled_gradients(clipping, expected, mode):
     step()
     for variable, value in zip(variables, expected, strict=True):
         np.testing.assert_allclose(variable, value, rtol=4 * 2**-23)
+
+
+def test_global_clipping_takes_no_second_pass_over_the_gradients():
+    def reductions(**clipping):
+        weight = keras.Variable([0.0, 0.0])
+        optimizer = make(optimizers.SGD(1.0, **clipping), 8.0)
+        optimizer.build([weight])
+        step = tf.function(lambda g: optimizer.apply([g], [weight]), autograph=False)
+        graph = step.get_concrete_function(tf.TensorSpec([2])).graph.as_graph_def()
+        nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+        return sum(node.op in ("L2Loss", "Sum", "Square") for node in nodes)
+
+    assert reductions(global_clipnorm=1.0) == reductions() > 0
 
 
 @pytest.mark.parametrize("mode", MODES)
