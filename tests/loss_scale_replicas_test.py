@@ -164,7 +164,11 @@ CLIPS = [
 
 
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
-@pytest.mark.parametrize(("clip", "gradients", "ours", "theirs"), CLIPS)
+@pytest.mark.parametrize(
+    ("clip", "gradients", "ours", "theirs"),
+    CLIPS,
+    ids=["clipnorm", "clipvalue", "global_clipnorm"],
+)
 def test_clipping_acts_on_the_sum_over_replicas(
     strategy, clip, gradients, ours, theirs, stock
 ):
@@ -297,6 +301,7 @@ def flush_in_a_function(strategy, optimizer):
 @pytest.mark.parametrize(
     "flush",
     [flush_in_python, flush_in_scope, flush_on_replicas, flush_in_a_function],
+    ids=["python", "scope", "replicas", "function"],
 )
 def test_flush_applies_the_mean_from_wherever_it_is_called(strategy, flush):
     training = accumulating(strategy)
@@ -325,9 +330,11 @@ def test_freeze_and_unfreeze_reach_every_replica(strategy):
     training = Training(strategy, lambda: tfamp.LossScaleOptimizer(SGD(1.0), 64.0), 1.0)
     optimizer = training.optimizer
     optimizer.freeze(16.0)
+    check_replicas_agree(strategy, optimizer)
     training.step([1.0], [INF])
     assert on_both(strategy, optimizer.dynamic_scale) == 16.0
     optimizer.unfreeze()
+    check_replicas_agree(strategy, optimizer)
     training.step([1.0], [INF])
     assert on_both(strategy, optimizer.dynamic_scale) == 8.0
     check_replicas_agree(strategy, optimizer)
