@@ -15,6 +15,7 @@ from tfamp._care import Care, Kind
 from tfamp._patch import HeldPatches, PatchSet
 from tfamp.keras_hooks import calls, dtypes, layers, losses, nn, saving, state, trainer
 from tfamp.keras_hooks.workers import WORKER_HOOKS
+from tfamp.loss_scale.fitting import FIT_HOOKS
 from tfamp.managed import compiling, files, keeping, resolving
 from tfamp.managed.lease import IN_FORCE, Lease
 
@@ -72,7 +73,8 @@ def follow_enabled() -> None:
 
 def installed() -> tuple[str, ...]:
     """Returns the names of everything in Keras that is replaced now."""
-    return _MAKING.installed + _RUNNING.installed + WORKER_HOOKS.installed
+    sets = (_MAKING, _RUNNING, WORKER_HOOKS, FIT_HOOKS)
+    return tuple(name for patches in sets for name in patches.installed)
 
 
 @contextlib.contextmanager
