@@ -400,12 +400,13 @@ def stock(model):
     [(lambda model: "sgd", "optimizer"), (stock, "optimizer.inner_optimizer")],
     ids=["plain", "Keras's own"],
 )
-def test_another_optimizer_is_refused_before_training(make, wrapped):
+def test_another_optimizer_is_refused_before_training(make, wrapped, tmp_path):
     model = compiled()
     model.compile(make(model), "mse")
     remedy = f"`tfamp.LossScaleOptimizer({wrapped}, initial_scale=1, dynamic=False)`"
     with pytest.raises(TypeError, match=re.escape(remedy)) as error:
-        fit(model, PrecisionMonitor())
+        fit(model, PrecisionMonitor(csv_path=tmp_path / "steps.csv"))
+    assert list(tmp_path.iterdir()) == []
     assert "expected a `tfamp.LossScaleOptimizer`" in str(error.value)
     assert model.optimizer.iterations == 0
 

@@ -180,12 +180,22 @@ class SavedBeside(KerasSaveable):
 
     An attribute of the optimizer: stock Keras passes over what it does not know
     when it loads the file.
+
+    Args:
+        name: Name of the group in the file.
+        variables: Gives the variables by the name they are saved under.
+        take: Takes the values of a file, by name.
     """
 
-    def __init__(self, name: str, variables: Callable[[], dict[str, Any]]) -> None:
+    def __init__(
+        self,
+        name: str,
+        variables: Callable[[], dict[str, Any]],
+        take: Callable[[dict[str, Any]], None],
+    ) -> None:
         self.name = name
         self._own_variables = variables
-        self._pending: dict[str, Any] = {}
+        self._take = take
 
     def _obj_type(self) -> str:
         return "Optimizer"
@@ -196,16 +206,8 @@ class SavedBeside(KerasSaveable):
             store[name] = variable.numpy()
 
     def load_own_variables(self, store: Any) -> None:
-        """Takes what `store` has; what has no variable yet waits for `settle`."""
-        self._pending = {name: store[name][()] for name in store.keys()}
-        self.settle()
-
-    def settle(self) -> None:
-        """Gives variables that exist now the values that were loaded for them."""
-        for name, variable in self._own_variables().items():
-            value = self._pending.pop(name, None)
-            if value is not None and tuple(value.shape) == tuple(variable.shape):
-                variable.assign(value)
+        """Hands all that `store` has to the optimizer."""
+        self._take({name: store[name][()] for name in store.keys()})
 
 
 def save_under_stock_name(cls: type, stock: type) -> None:

@@ -138,9 +138,13 @@ class LossScaleOptimizer(
         self.blame: Blame | None = None
         self._accumulators: list[Any] = []
         self._loaded: list[Any] | None = None
+        self._loaded_beside: dict[str, Any] = {}
+        self._scales_at_load: Any = None
         self._num_stops_seen = 0
         self._make_scalars(start)
-        self.saved_beside = hooks.SavedBeside("loss_scale_state", self._beside)
+        self.saved_beside = hooks.SavedBeside(
+            "loss_scale_state", self._beside, self._take_beside
+        )
         FIT_HOOKS.hold(self)
         WORKER_HOOKS.hold(self)
 
@@ -260,7 +264,7 @@ class LossScaleOptimizer(
             self.step_counter,
             self.dynamic_scale,
             self.add_variable,
-            is_frozen=not self.dynamic,
+            is_static=not self.dynamic,
             is_probing=self.measures_scale,
         )
 

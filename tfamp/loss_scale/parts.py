@@ -50,10 +50,15 @@ class Parts:
     _variables: list[Any]
     _accumulators: list[Any]
     _loaded: list[Any] | None
+    _loaded_beside: dict[str, Any]
+    _scales_at_load: Any
     _num_stops_seen: int
     _distribution_strategy: Any
 
     accumulates: Any
     iterations: Any
     apply_gradients: Any
+    find_gradients: Any
     _on_all_replicas: Any
+    _trainable_variables: list[Any]
+    _var_key: Any

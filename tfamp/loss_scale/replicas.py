@@ -22,6 +22,8 @@ class OnReplicas(Parts):
         `fit` does it at the end of each epoch; in a loop of your own call it at the
         end, or before the weights are evaluated. Does nothing where there are none.
         """
+        if tf.executing_eagerly() and self.built and not self.has_gradient:
+            self.find_gradients()
         self._on_window(window.flush)
 
     def discard(self) -> None:
@@ -99,11 +101,12 @@ class OnReplicas(Parts):
     def _traced(self, take: Callable[..., None]) -> Callable[[], None]:
         """Returns `take` as a graph: on several replicas eager code is slow."""
         functions = vars(self).setdefault("_window_functions", {})
-        if take not in functions:
-            functions[take] = tf.function(
+        key = (take, frozenset(self.has_gradient))
+        if key not in functions:
+            functions[key] = tf.function(
                 lambda: take(self._distribution_strategy, self), autograph=False
             )
-        return functions[take]
+        return functions[key]
 
     @property
     def _has_replicas(self) -> bool:

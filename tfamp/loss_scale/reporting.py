@@ -8,7 +8,12 @@ import tensorflow as tf
 from tfamp import _checks
 from tfamp.loss_scale import errors
 from tfamp.loss_scale.parts import Parts
-from tfamp.loss_scale.tally import HISTORY_STEPS
+from tfamp.loss_scale.tally import (
+    FROZEN,
+    HISTORY_STEPS,
+    STATIC_RELEASED,
+    STATIC_SET,
+)
 
 
 def _is_eager() -> bool:
@@ -121,11 +126,12 @@ class Reporting(Parts):
         """
         if value is not None:
             value = _checks.positive("value", value)
-        self._set(is_frozen=1, is_probing=0, scale=value)
+        code = FROZEN if self.dynamic else STATIC_SET
+        self._set(is_frozen=code, is_probing=0, scale=value)
 
     def unfreeze(self) -> None:
         """Makes the scale dynamic from here on."""
-        self._set(is_frozen=0)
+        self._set(is_frozen=0 if self.dynamic else STATIC_RELEASED)
 
     def stop_template(self) -> str:
         """Returns the text of the error that ends training, with five places."""
@@ -160,7 +166,7 @@ class Reporting(Parts):
         """
         error = self.stop_error()
         now = self.tally.numbers()
-        if now.counters.streak and not now.counters.is_frozen:
+        if now.counters.streak and not now.state.is_frozen:
             self._set(scale=now.levels.scale_before)
         return error
 

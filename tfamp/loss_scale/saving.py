@@ -6,8 +6,11 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from tfamp.loss_scale.loading import ScaleOfFile, with_counters, without_counters
 from tfamp.loss_scale.parts import Parts
+from tfamp.loss_scale.tally import Counters, Levels, Snapshot
 
 _MARK = "tfamp"
 # iteration, learning_rate, step_counter and dynamic_scale of Keras's class.
@@ -57,13 +60,16 @@ class Saving(Parts):
             "accumulation_steps": self.accumulation_steps,
             "max_consecutive_skips": self.max_consecutive_skips,
         }
-        changed = {k: v for k, v in present.items() if v != _DEFAULTS[k]}
+        if self.measures_scale:  # "auto" alone would only fail when stock Keras builds
+            present["measures_scale"] = True
+        changed = {k: v for k, v in present.items() if v != _DEFAULTS.get(k)}
         return {**config, **changed}
 
     @classmethod
     def from_config(cls, config: dict[str, Any], custom_objects: Any = None) -> Any:
         """Creates the optimizer from its configuration, or from stock Keras's."""
         settings = dict(config)
+        settings.pop("measures_scale", None)
         inner = {k: v for k, v in settings.pop("inner_optimizer").items() if k != _MARK}
         optimizer = keras.saving.deserialize_keras_object(inner, custom_objects)
         return cls(optimizer, **settings)  # type: ignore[call-arg]
@@ -86,15 +92,17 @@ class Saving(Parts):
         """
         values = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
         if _is_wrapped(values):
-            with self._on_all_replicas():
-                self.step_counter.assign(values[2])
-                self.dynamic_scale.assign(values[3])
+            own = self.tally.numbers()
+            found = ScaleOfFile(int(values[2]), float(values[3]))
+            self._scales_at_load = own, found
+            self._put(without_counters(own, found, is_dynamic=self.dynamic))
         self._loaded = values
+        # The inner optimizer's variables come once more; where nothing wrapped it when
+        # it was saved, they do not.
+        inner = vars(self.inner_optimizer)
+        inner["load_own_variables"] = lambda store: inner.pop("load_own_variables")
         if self.inner_optimizer.built:
             self._settle_loaded()
-        else:
-            # Its own variables are in the file once more, and would be refused.
-            vars(self.inner_optimizer)["load_own_variables"] = _is_loaded_by_wrapper
 
     def set_weights(self, weights: Sequence[Any]) -> None:
         """Sets all variables, in the order of `variables`.
@@ -126,6 +134,17 @@ class Saving(Parts):
         with self._on_all_replicas():
             for variable, weight in zip(targets, weights, strict=True):
                 variable.assign(weight)
+        self.find_gradients()
+
+    def find_gradients(self) -> None:
+        """Notes whose gradients are in a window that was begun elsewhere."""
+        if not self._accumulators or not self.tally.numbers().counters.microbatches:
+            return
+        for variable, total in zip(
+            self._trainable_variables, self._accumulators, strict=True
+        ):
+            if np.any(total.numpy()):
+                self.has_gradient.add(self._var_key(variable))
 
     def _stock_variables(self) -> list[Any]:
         return [*self._variables[:_NUM_STOCK], *self.inner_optimizer.variables]
@@ -144,13 +163,52 @@ class Saving(Parts):
             named[f"accumulator_{position}"] = total
         return named
 
+    def _take_beside(self, values: dict[str, Any]) -> None:
+        """Takes tfamp's own variables of a file, after Keras's own were taken."""
+        scales, self._scales_at_load = self._scales_at_load, None
+        counters, levels = values.pop("counters", None), values.pop("levels", None)
+        self._loaded_beside = values
+        fits = (
+            scales is not None
+            and np.shape(counters) == (len(Counters()),)
+            and np.shape(levels) == (len(Levels()),)
+        )
+        if fits:
+            own, found = scales
+            self._put(
+                with_counters(
+                    own,
+                    found,
+                    Counters(*np.asarray(counters).tolist()),
+                    Levels(*np.asarray(levels).tolist()),
+                    is_dynamic=self.dynamic,
+                    has_window=self.accumulates and "accumulator_0" in values,
+                )
+            )
+        self._settle_beside()
+
+    def _put(self, values: Snapshot) -> None:
+        with self._on_all_replicas():
+            self.tally.put(values)
+
+    def _settle_beside(self) -> None:
+        for name, variable in self._beside().items():
+            value = self._loaded_beside.pop(name, None)
+            if value is not None and tuple(value.shape) == tuple(variable.shape):
+                with self._on_all_replicas():
+                    variable.assign(value)
+        self.find_gradients()
+
     def _settle_loaded(self) -> None:
         """Gives the variables that exist now what was loaded for them."""
-        self.saved_beside.settle()
-        values, self._loaded = getattr(self, "_loaded", None), None
-        vars(self.inner_optimizer).pop("load_own_variables", None)
-        if not values:
-            return
+        values, self._loaded = self._loaded, None
+        with tf.init_scope():  # once, not in every call of a step that is traced now
+            if self._loaded_beside:
+                self._settle_beside()
+            if values:
+                self._settle_stock(values)
+
+    def _settle_stock(self, values: list[np.ndarray]) -> None:
         inner = self.inner_optimizer.variables
         targets = self._stock_variables() if _is_wrapped(values) else inner
         shapes = [tuple(v.shape) for v in targets]
@@ -162,12 +220,14 @@ class Saving(Parts):
                     f"the {len(targets)} of {self.name!r}, so its slots begin anew. "
                     "Compile with the optimizer that was saved.",
                     UserWarning,
-                    stacklevel=3,
+                    stacklevel=4,
                 )
             return
+        scale = (self.step_counter, self.dynamic_scale)  # these did not have to wait
         with self._on_all_replicas():
             for variable, value in zip(targets, values, strict=True):
-                variable.assign(value)
+                if not any(variable is each for each in scale):
+                    variable.assign(value)
 
 
 def _is_wrapped(values: list[np.ndarray]) -> bool:
@@ -176,7 +236,3 @@ def _is_wrapped(values: list[np.ndarray]) -> bool:
         return False
     counter, scale = values[2], values[3]
     return counter.shape == () and counter.dtype.kind in "iu" and scale.shape == ()
-
-
-def _is_loaded_by_wrapper(store: Any) -> None:
-    """Stands in for an inner optimizer's `load_own_variables`."""

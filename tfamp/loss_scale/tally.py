@@ -3,12 +3,16 @@
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-import numpy as np
 import tensorflow as tf
 
 from tfamp.loss_scale.rule import ScaleState
 
 HISTORY_STEPS = 1024
+# Codes of `Counters.is_frozen`. What was static by its constructor is told apart
+# from what was frozen later, so that a file's scale goes to its own kind.
+FROZEN = 1
+STATIC, STATIC_SET, STATIC_RELEASED = 2, 3, -1
+STATIC_BORN = (STATIC, STATIC_SET, STATIC_RELEASED)
 
 
 def select(condition: Any, yes: Any, no: Any) -> tf.Tensor:
@@ -28,7 +32,7 @@ class Counters(NamedTuple):
     streak: Any = 0
     overflows: Any = 0
     num_stops: Any = 0
-    is_frozen: Any = 0
+    is_frozen: Any = 0  # above 0 where the scale stays; one of the codes below
     is_probing: Any = 0
     microbatches: Any = 0  # in the present window of accumulation
 
@@ -91,7 +95,7 @@ class Tally:
         dynamic_scale: Keras's variable of the scale.
         add_variable: Makes one more variable from `shape`, `dtype`, `name` and
             `initializer`.
-        is_frozen: Whether the scale is static at first.
+        is_static: Whether the scale is static from the start.
         is_probing: Whether the first gradients set the scale.
     """
 
@@ -101,10 +105,12 @@ class Tally:
         dynamic_scale: Any,
         add_variable: Callable[..., Any],
         *,
-        is_frozen: bool,
+        is_static: bool,
         is_probing: bool,
     ) -> None:
-        counters = Counters(is_frozen=int(is_frozen), is_probing=int(is_probing))
+        counters = Counters(
+            is_frozen=STATIC if is_static else 0, is_probing=int(is_probing)
+        )
         self.step_counter = step_counter
         self.dynamic_scale = dynamic_scale
         self.counters = add_variable(
@@ -139,6 +145,13 @@ class Tally:
         self.counters.assign(tf.stack([tf.cast(x, tf.int64) for x in values.counters]))
         self.levels.assign(tf.stack([tf.cast(x, tf.float32) for x in values.levels]))
 
+    def put(self, values: Snapshot) -> None:
+        """Stores plain numbers."""
+        self.dynamic_scale.assign(values.scale)
+        self.step_counter.assign(values.good_steps)
+        self.counters.assign(values.counters)
+        self.levels.assign(values.levels)
+
     def remember(self, counters: Counters, *facts: Any) -> None:
         """Puts one step's scale, norm and verdict into the ring of recent steps."""
         slot = counters.judged % HISTORY_STEPS
@@ -148,11 +161,12 @@ class Tally:
 
     def numbers(self) -> Snapshot:
         """Returns the present values as plain numbers; reads from the device."""
-        counters = np.asarray(self.counters.value).tolist()
-        levels = np.asarray(self.levels.value).tolist()
+        # Not `np.asarray`, which fails on a distributed scalar inside a scope.
+        counters = self.counters.numpy().tolist()
+        levels = self.levels.numpy().tolist()
         return Snapshot(
-            float(np.asarray(self.dynamic_scale.value)),
-            int(np.asarray(self.step_counter.value)),
+            float(self.dynamic_scale.numpy()),
+            int(self.step_counter.numpy()),
             Counters(*counters),
             Levels(*levels),
         )

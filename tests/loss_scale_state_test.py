@@ -1,0 +1,638 @@
+"""State of a loss-scale optimizer: ten steps are five, a save, a load and five more."""
+
+import copy
+import pickle
+import re
+import subprocess
+import sys
+import textwrap
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+layers = keras.layers
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+rng = np.random.default_rng(0)
+BATCHES = [
+    (rng.normal(size=(4, 3)).astype("float32"), rng.integers(0, 2, 4))
+    for _ in range(10)
+]
+# The third batch overflows, so that there is something to count and to blame.
+BATCHES[2][0][0, 0] = np.inf
+HALF_WAY = 5
+
+# Policy and options of the optimizer. Five steps, one of them skipped, leave a
+# window of three half full.
+CASES = {
+    "float32 guard": ("float32", dict(initial_scale=1, dynamic=False)),
+    "float16 dynamic": ("mixed_float16", dict(dynamic_growth_steps=3)),
+    "float16 static": ("mixed_float16", dict(initial_scale=64.0, dynamic=False)),
+    "bfloat16 guard": ("mixed_bfloat16", dict(initial_scale=1, dynamic=False)),
+    "float16 accumulation": (
+        "mixed_float16",
+        dict(initial_scale=256.0, dynamic_growth_steps=2, accumulation_steps=3),
+    ),
+    "float32 accumulation, hysteresis": (
+        "float32",
+        dict(initial_scale=8.0, hysteresis=2, accumulation_steps=3),
+    ),
+    "float16 measured": ("mixed_float16", dict(initial_scale="auto")),
+}
+
+
+def model_of(policy, options, *, inner=None, run_eagerly=True):
+    with tfamp.scope(policy):
+        model = keras.Sequential(
+            [
+                keras.Input((3,)),
+                layers.Dense(4, activation="relu"),
+                layers.BatchNormalization(),
+                layers.Dense(2, activation="softmax"),
+            ]
+        )
+        # The same weights in every model.
+        shapes = np.random.default_rng(1)
+        model.set_weights([shapes.random(w.shape) for w in model.get_weights()])
+        inner = inner or keras.optimizers.Adam(0.0625)
+        optimizer = tfamp.LossScaleOptimizer(inner, **options)
+        model.compile(
+            optimizer, "sparse_categorical_crossentropy", run_eagerly=run_eagerly
+        )
+    return model
+
+
+def train(model, batches):
+    for x, y in batches:
+        model.train_on_batch(x, y)
+
+
+def facts_of(model):
+    """Returns every number that training goes by."""
+    optimizer = model.optimizer
+    history = optimizer.history()
+    return {
+        "weights": [w.tolist() for w in model.get_weights()],
+        "variables": [v.numpy().tolist() for v in optimizer.variables],
+        "scale": optimizer.scale,
+        "counters": list(optimizer.tally.numbers().counters),
+        "levels": list(optimizer.tally.numbers().levels),
+        "iterations": int(optimizer.iterations.numpy()),
+        "history": {name: values.tolist() for name, values in history.items()},
+        "blame": list(optimizer.nonfinite_counts.values()),
+        "static": [optimizer.dynamic, bool(optimizer.is_frozen)],
+    }
+
+
+def assert_same(found, expected):
+    for name, value in expected.items():
+        # NaN, the norm of a skipped step, is equal to itself here.
+        np.testing.assert_equal(found[name], value, err_msg=name)
+
+
+def by_keras_file(model, path, again):
+    model.save(path / "model.keras")
+    return tfamp.load_model(path / "model.keras")
+
+
+def by_stock_loading(model, path, again):
+    model.save(path / "model.keras")
+    return keras.saving.load_model(path / "model.keras")
+
+
+def by_weights(model, path, again):
+    model.save_weights(path / "model.weights.h5")
+    fresh = again()
+    assert not fresh.optimizer.built
+    fresh.load_weights(path / "model.weights.h5")
+    return fresh
+
+
+def by_weights_into_a_built_one(model, path, again):
+    model.save_weights(path / "model.weights.h5")
+    fresh = again()
+    train(fresh, BATCHES[:1])
+    fresh.load_weights(path / "model.weights.h5")
+    return fresh
+
+
+def by_checkpoint(model, path, again):
+    saved = tf.train.Checkpoint(optimizer=model.optimizer, model=model)
+    prefix = saved.save(path / "checkpoint")
+    fresh = again()
+    fresh.optimizer.build(fresh.trainable_variables)
+    status = tf.train.Checkpoint(optimizer=fresh.optimizer, model=fresh).restore(prefix)
+    status.assert_existing_objects_matched()
+    return fresh
+
+
+def by_checkpoint_before_build(model, path, again):
+    saved = tf.train.Checkpoint(optimizer=model.optimizer, model=model)
+    prefix = saved.save(path / "checkpoint")
+    fresh = again()
+    tf.train.Checkpoint(optimizer=fresh.optimizer, model=fresh).restore(prefix)
+    return fresh
+
+
+def by_pickle(model, path, again):
+    return pickle.loads(pickle.dumps(model))
+
+
+def by_deepcopy(model, path, again):
+    return copy.deepcopy(model)
+
+
+def by_set_weights(model, path, again):
+    fresh = again()
+    fresh.set_weights(model.get_weights())
+    fresh.optimizer.build(fresh.trainable_variables)
+    fresh.optimizer.set_weights([v.numpy() for v in model.optimizer.variables])
+    return fresh
+
+
+WAYS = {
+    f.__name__.removeprefix("by_"): f
+    for f in (
+        by_keras_file,
+        by_stock_loading,
+        by_weights,
+        by_weights_into_a_built_one,
+        by_checkpoint,
+        by_checkpoint_before_build,
+        by_pickle,
+        by_deepcopy,
+        by_set_weights,
+    )
+}
+
+
+@pytest.mark.parametrize("policy, options", CASES.values(), ids=CASES)
+def test_training_goes_on_bit_by_bit(policy, options, tmp_path):
+    straight = model_of(policy, options)
+    train(straight, BATCHES)
+    expected = facts_of(straight)
+    half = model_of(policy, options)
+    train(half, BATCHES[:HALF_WAY])
+    at_save = facts_of(half)
+    if options.get("accumulation_steps"):
+        assert half.optimizer.tally.numbers().counters.microbatches == 1
+    assert expected["variables"] != at_save["variables"]
+    for name, way in WAYS.items():
+        folder = tmp_path / name
+        folder.mkdir()
+        resumed = way(half, folder, lambda: model_of(policy, options))
+        train(resumed, BATCHES[HALF_WAY:])
+        try:
+            assert_same(facts_of(resumed), expected)
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from error
+        assert type(resumed.optimizer) is tfamp.LossScaleOptimizer
+    assert_same(facts_of(half), at_save)
+
+
+@pytest.mark.parametrize("way", [by_weights, by_checkpoint], ids=lambda f: f.__name__)
+def test_a_loaded_window_can_be_flushed_at_once(way, tmp_path):
+    case = CASES["float32 accumulation, hysteresis"]
+    half = model_of(*case)
+    train(half, BATCHES[:HALF_WAY])
+    resumed = way(half, tmp_path, lambda: model_of(*case))
+    resumed.build((None, 3))
+    resumed.optimizer.build(resumed.trainable_variables)
+    for model in (half, resumed):
+        model.optimizer.flush()
+    assert int(half.optimizer.iterations) == 2
+    assert_same(facts_of(resumed), facts_of(half))
+
+
+def test_a_window_that_cannot_be_gone_on_with_begins_anew(tmp_path):
+    policy, options = CASES["float32 accumulation, hysteresis"]
+    half = model_of(policy, options)
+    train(half, BATCHES[:HALF_WAY])
+    half.save_weights(tmp_path / "model.weights.h5")
+    plain = model_of(policy, {**options, "accumulation_steps": 1})
+    plain.load_weights(tmp_path / "model.weights.h5")
+    train(plain, BATCHES[5:6])
+    assert int(plain.optimizer.iterations) == 2  # one window, one step
+    plain.save_weights(tmp_path / "plain.weights.h5")
+    again = model_of(policy, options)
+    again.load_weights(tmp_path / "plain.weights.h5")
+    train(again, BATCHES[6:8])
+    assert int(again.optimizer.iterations) == 2, "a window of three has two"
+    train(again, BATCHES[8:9])
+    assert int(again.optimizer.iterations) == 3
+
+
+class Crash(keras.callbacks.Callback):
+    """Raises as a machine that goes away does."""
+
+    def __init__(self, epoch, batch):
+        super().__init__()
+        self.when = (epoch, batch)
+
+    def on_epoch_begin(self, epoch, logs=None):
+        self.epoch = epoch
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if (self.epoch, batch) == self.when:
+            raise KeyboardInterrupt
+
+
+@pytest.mark.parametrize(
+    "case", ["float16 dynamic", "float16 accumulation", "float32 guard"]
+)
+def test_backup_and_restore_after_a_crash(case, tmp_path):
+    policy, options = CASES[case]
+    x = np.concatenate([x for x, _ in BATCHES])
+    y = np.concatenate([y for _, y in BATCHES])
+
+    def fit(*callbacks):
+        model = model_of(policy, options, run_eagerly=False)
+        backup = keras.callbacks.BackupAndRestore(tmp_path / "backup")
+        before = [backup, *callbacks] if callbacks is not None else []
+        arguments = dict(batch_size=4, epochs=3, shuffle=False, verbose=0)
+        try:
+            model.fit(x, y, callbacks=before, **arguments)
+        except KeyboardInterrupt:
+            assert [type(c) for c in callbacks] == [Crash]
+        return model
+
+    straight = fit()
+    crashed = fit(Crash(epoch=1, batch=4))
+    assert facts_of(crashed) != facts_of(straight)
+    assert_same(facts_of(fit()), facts_of(straight))
+
+
+def in_a_fresh_process(script, **places):
+    """Runs a script, with the places filled in, and returns its answer."""
+    text = textwrap.dedent(script).format(**{k: str(v) for k, v in places.items()})
+    done = subprocess.run(
+        [sys.executable, "-c", text], capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+GO_ON = """
+    import pickle, sys
+    sys.path.insert(0, {root!r})
+    import keras, tfamp
+    tfamp.LossScaleOptimizer
+    from tests import loss_scale_state_test as test
+    model = {load}({path!r})
+    test.train(model, test.BATCHES[test.HALF_WAY :])
+    print(pickle.dumps(test.facts_of(model)).hex())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("load", ["tfamp.load_model", "keras.saving.load_model"])
+def test_a_fresh_process_goes_on_bit_by_bit(load, tmp_path, pytestconfig):
+    policy, options = CASES["float16 accumulation"]
+    straight = model_of(policy, options, run_eagerly=False)
+    train(straight, BATCHES)
+    half = model_of(policy, options, run_eagerly=False)
+    train(half, BATCHES[:HALF_WAY])
+    half.save(tmp_path / "model.keras")
+    answer = in_a_fresh_process(
+        GO_ON, root=pytestconfig.rootpath, load=load, path=tmp_path / "model.keras"
+    )
+    assert_same(pickle.loads(bytes.fromhex(answer)), facts_of(straight))
+
+
+WITHOUT_TFAMP = """
+    import sys, keras
+    model = keras.saving.load_model({path!r})
+    assert not any(name.split(".")[0] == "tfamp" for name in sys.modules)
+    optimizer = model.optimizer
+    assert type(optimizer) is keras.optimizers.LossScaleOptimizer, optimizer
+    print([v.numpy().tolist() for v in optimizer.variables])
+"""
+
+
+@pytest.mark.slow
+def test_plain_keras_goes_on_where_tfamp_is_missing(tmp_path):
+    model = model_of("mixed_float16", {})
+    train(model, BATCHES[:HALF_WAY])
+    model.save(tmp_path / "model.keras")
+    answer = in_a_fresh_process(WITHOUT_TFAMP, path=tmp_path / "model.keras")
+    stock = [v.numpy().tolist() for v in model.optimizer._stock_variables()]
+    assert answer == str(stock)
+    assert model.optimizer.scale == 2.0**14  # one backoff
+
+
+REFUSED = """
+    import keras
+    for config in {configs}:
+        try:
+            keras.saving.deserialize_keras_object(config)
+        except Exception as error:
+            print("REFUSED", str(error).replace(chr(10), " "), end=" ")
+"""
+
+
+@pytest.mark.slow
+def test_plain_keras_refuses_by_name_what_it_cannot_honour():
+    options = {
+        "measures_scale": dict(initial_scale="auto"),
+        "hysteresis": dict(hysteresis=3),
+        "dynamic": dict(dynamic=False),
+        "accumulation_steps": dict(accumulation_steps=2),
+        "max_consecutive_skips": dict(max_consecutive_skips=None),
+    }
+    configs = [
+        keras.saving.serialize_keras_object(
+            tfamp.LossScaleOptimizer(keras.optimizers.SGD(), **each)
+        )
+        for each in options.values()
+    ]
+    answer = in_a_fresh_process(REFUSED, configs=configs)
+    texts = answer.split("REFUSED")[1:]
+    assert len(texts) == len(options), texts
+    for name, text in zip(options, texts, strict=True):
+        assert name in text
+
+
+def stock_model(policy, *, is_wrapped=True):
+    """Returns a model trained by Keras alone, on finite batches."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        head = layers.Dense(2, activation="softmax", dtype="float32")
+        model = keras.Sequential([keras.Input((3,)), layers.Dense(4), head])
+    finally:
+        keras.config.set_dtype_policy("float32")
+    optimizer = keras.optimizers.Adam(0.0625)
+    if is_wrapped:
+        optimizer = keras.optimizers.LossScaleOptimizer(
+            optimizer, initial_scale=1024.0, dynamic_growth_steps=4
+        )
+    model.compile(
+        optimizer,
+        "sparse_categorical_crossentropy",
+        auto_scale_loss=False,
+        run_eagerly=True,
+    )
+    return model
+
+
+def stock_values(optimizer):
+    return [v.numpy().tolist() for v in optimizer.variables]
+
+
+# Keras's own class is saved without slots when it is not trained.
+@pytest.mark.filterwarnings("ignore:Skipping variable loading", "ignore:A total of")
+@pytest.mark.parametrize("num_steps", [0, 5], ids=["untrained", "trained"])
+def test_a_model_saved_by_stock_keras_loads(num_steps, tmp_path):
+    model = stock_model("mixed_float16")
+    train(model, BATCHES[3 : 3 + num_steps])
+    model.save(tmp_path / "model.keras")
+    loaded = tfamp.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is tfamp.LossScaleOptimizer
+    ours = [v.numpy().tolist() for v in loaded.optimizer._stock_variables()]
+    if num_steps:
+        assert ours == stock_values(model.optimizer)
+        assert loaded.optimizer.scale == 2048
+    assert loaded.optimizer.dynamic_growth_steps == 4
+    train(model, BATCHES[3:5])
+    train(loaded, BATCHES[3:5])
+    assert loaded.optimizer.iterations == num_steps + 2
+    for mine, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
+@pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "bare"])
+def test_weights_saved_by_stock_keras_load(is_wrapped, is_built, tmp_path):
+    stock = stock_model("float32", is_wrapped=is_wrapped)
+    train(stock, BATCHES[3:8])
+    stock.save_weights(tmp_path / "model.weights.h5")
+    ours = stock_model("float32", is_wrapped=False)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), 16.0)
+    ours.compile(optimizer, "sparse_categorical_crossentropy", run_eagerly=True)
+    if is_built:
+        train(ours, BATCHES[3:4])
+    ours.load_weights(tmp_path / "model.weights.h5")
+    optimizer.build(ours.trainable_variables)
+    found = [v.numpy().tolist() for v in optimizer.variables]
+    found = found[: 4 + len(optimizer.inner_optimizer.variables)]
+    if not is_wrapped:
+        found = found[4:]
+    assert found == stock_values(stock.optimizer)
+    assert optimizer.scale == (2048 if is_wrapped else 16)
+
+
+def test_slots_of_another_optimizer_are_left_out_with_a_warning(tmp_path):
+    stock = stock_model("float32")
+    train(stock, BATCHES[3:5])
+    stock.save_weights(tmp_path / "model.weights.h5")
+    ours = stock_model("float32", is_wrapped=False)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), 16.0)
+    ours.compile(optimizer, "sparse_categorical_crossentropy")
+    message = re.escape("14 variables that do not fit the 6 of 'loss_scale_optimizer")
+    with pytest.warns(UserWarning, match=message):
+        ours.load_weights(tmp_path / "model.weights.h5")
+        optimizer.build(ours.trainable_variables)
+    assert optimizer.scale == 1024
+    assert float(optimizer.learning_rate) == 0.5
+
+
+OTHER = {
+    "initial_scale": 128.0,
+    "dynamic_growth_steps": 7,
+    "name": "mine",
+    "dynamic": False,
+    "growth_factor": 4.0,
+    "backoff_factor": 0.25,
+    "hysteresis": 3,
+    "min_scale": 0.5,
+    "max_scale": 2.0**20,
+    "accumulation_steps": 5,
+    "max_consecutive_skips": None,
+}
+
+
+@pytest.mark.parametrize("how", ["from_config", "deserialize", "get"])
+@pytest.mark.parametrize("name", [*OTHER, "auto", "all", "none"])
+def test_every_setting_survives_its_configuration(name, how):
+    options = {"all": OTHER, "none": {}, "auto": {"initial_scale": "auto"}}.get(
+        name, {name: OTHER.get(name)}
+    )
+    optimizer = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(0.5, momentum=0.25, nesterov=True), **options
+    )
+    config = optimizer.get_config()
+    common = {"name", "inner_optimizer", "initial_scale", "dynamic_growth_steps"}
+    measured = {"measures_scale"} if name == "auto" else set()
+    assert set(config) == common | set(options) | measured
+    before = copy.deepcopy(config)
+    whole = keras.saving.serialize_keras_object(optimizer)
+    again = {
+        "from_config": lambda: tfamp.LossScaleOptimizer.from_config(config),
+        "deserialize": lambda: keras.saving.deserialize_keras_object(whole),
+        "get": lambda: keras.optimizers.get(whole),
+    }[how]()
+    assert config == before
+    assert type(again) is tfamp.LossScaleOptimizer
+    assert again.get_config() == config
+    assert again.inner_optimizer.get_config() == optimizer.inner_optimizer.get_config()
+    for field, value in options.items():
+        holder = again if hasattr(again, field) else again.rule
+        assert getattr(holder, field) == value
+    assert again.rule == optimizer.rule
+    assert again.is_frozen == optimizer.is_frozen
+    assert again.scale == optimizer.scale
+
+
+def test_settings_of_the_round_trip_are_all_of_the_constructor():
+    import inspect
+
+    parameters = set(inspect.signature(tfamp.LossScaleOptimizer).parameters)
+    assert parameters == {*OTHER, "inner_optimizer", "kwargs"}
+
+
+STATIC, MOVING = dict(initial_scale=4.0, dynamic=False), dict(initial_scale=256.0)
+
+
+def freeze(optimizer):
+    optimizer.freeze()
+
+
+def freeze_at_8(optimizer):
+    optimizer.freeze(8.0)
+
+
+def unfreeze(optimizer):
+    optimizer.unfreeze()
+
+
+def leave(optimizer):
+    """Does nothing."""
+
+
+# What was saved, what was done to it, what loads it: the scale then, and whether
+# it stays. One of the four steps overflows.
+KINDS = {
+    "dynamic into static": (MOVING, leave, STATIC, 4, True),
+    "frozen into static": (MOVING, freeze_at_8, STATIC, 4, True),
+    "static into dynamic": (STATIC, leave, MOVING, 256, False),
+    "static into another static": (
+        STATIC,
+        leave,
+        {**STATIC, "initial_scale": 2},
+        2,
+        True,
+    ),
+    "static set by hand": (STATIC, freeze_at_8, STATIC, 8, True),
+    "static released": (STATIC, unfreeze, STATIC, 2, False),
+    "dynamic frozen": (MOVING, freeze, MOVING, 256, True),
+    "dynamic frozen at 8": (MOVING, freeze_at_8, MOVING, 8, True),
+    "dynamic": (MOVING, leave, MOVING, 128, False),
+    "dynamic into measuring": (MOVING, leave, {"initial_scale": "auto"}, 128, False),
+}
+
+
+@pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
+@pytest.mark.parametrize("saved, do, loads, scale, stays", KINDS.values(), ids=KINDS)
+def test_a_scale_goes_to_its_own_kind(
+    saved, do, loads, scale, stays, is_built, tmp_path
+):
+    model = model_of("float32", saved)
+    do(model.optimizer)
+    train(model, BATCHES[:4])
+    model.save_weights(tmp_path / "model.weights.h5")
+    again = model_of("float32", loads)
+    if is_built:
+        again.optimizer.build(again.trainable_variables)
+    again.load_weights(tmp_path / "model.weights.h5")
+    again.optimizer.build(again.trainable_variables)
+    optimizer = again.optimizer
+    assert (optimizer.scale, bool(optimizer.is_frozen)) == (scale, stays)
+    assert (optimizer.applied_steps, optimizer.skipped_steps) == (3, 1)
+    x, y = BATCHES[2]  # overflows
+    again.train_on_batch(x, y)
+    assert optimizer.scale == (scale if stays else scale / 2)
+
+
+def test_weights_that_do_not_fit_are_an_error():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(momentum=0.5))
+    message = re.escape("`set_weights` came before the optimizer was built; expected")
+    with pytest.raises(ValueError, match=message):
+        optimizer.set_weights([])
+    optimizer.build([keras.Variable(np.zeros((2, 3)))])
+    arrays = [v.numpy() for v in optimizer.variables]
+    message = re.escape(f"`weights` has 3 arrays for {len(arrays)} variables; expected")
+    with pytest.raises(ValueError, match=message):
+        optimizer.set_weights(arrays[:3])
+    slot = [a.shape for a in arrays].index((2, 3))
+    arrays[slot] = np.zeros((3, 2))
+    message = r"an array of shape \(3, 2\) for variable '.*'; expected \(2, 3\)\."
+    with pytest.raises(ValueError, match=message):
+        optimizer.set_weights(arrays)
+    arrays[slot] = np.ones((2, 3))
+    optimizer.set_weights(arrays)
+    assert optimizer.inner_optimizer.variables[-1].numpy().tolist() == [[1.0] * 3] * 2
+
+
+def test_a_file_reaches_every_replica(tmp_path):
+    policy, options = CASES["float32 accumulation, hysteresis"]
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = model_of(policy, options, run_eagerly=False)
+    x, y = BATCHES[0]
+    model.fit(x, y, batch_size=2, verbose=0)
+    model.optimizer.freeze(32.0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    with strategy.scope():
+        again = model_of(policy, options, run_eagerly=False)
+    again.load_weights(tmp_path / "model.weights.h5")
+    with strategy.scope():
+        again.optimizer.build(again.trainable_variables)
+        assert again.optimizer.scale == 32
+    assert_same(facts_of(again), facts_of(model))
+    for variable in again.optimizer.variables:
+        first, second = strategy.experimental_local_results(variable.value)
+        np.testing.assert_array_equal(first.numpy(), second.numpy(), variable.path)
+
+
+def test_loading_into_an_optimizer_that_is_not_built_warns_of_nothing(tmp_path):
+    model = model_of("float32", {})
+    train(model, BATCHES[:2])
+    model.save_weights(tmp_path / "model.weights.h5")
+    fresh = model_of("float32", {})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        fresh.load_weights(tmp_path / "model.weights.h5")
+    assert not fresh.optimizer.built
+    assert fresh.optimizer.applied_steps == 2
+    x, y = BATCHES[0]
+    fresh.fit(x, y, batch_size=4, verbose=0)
+    assert int(fresh.optimizer.iterations) == 3
+
+
+@pytest.mark.parametrize("case", ["float32 guard", "float32 accumulation, hysteresis"])
+def test_state_that_waits_for_a_traced_step_is_set_once(case, tmp_path):
+    policy, options = CASES[case]
+    half = model_of(policy, options)
+    train(half, BATCHES[:HALF_WAY])
+    half.save_weights(tmp_path / "model.weights.h5")
+    fresh = model_of(policy, options)
+    fresh.load_weights(tmp_path / "model.weights.h5")
+    measure = keras.losses.SparseCategoricalCrossentropy()
+
+    @tf.function
+    def step(x, y):
+        with tf.GradientTape() as tape:
+            loss = fresh.optimizer.scale_loss(measure(y, fresh(x, training=True)))
+        variables = fresh.trainable_variables
+        gradients = tape.gradient(loss, [v.value for v in variables])
+        fresh.optimizer.apply(gradients, variables)
+
+    for x, y in BATCHES[HALF_WAY:]:
+        step(x, y)
+    train(half, BATCHES[HALF_WAY:])
+    assert facts_of(fresh)["counters"] == facts_of(half)["counters"]
+    for mine, theirs in zip(fresh.get_weights(), half.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
