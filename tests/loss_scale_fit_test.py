@@ -207,6 +207,24 @@ def test_an_error_of_another_kind_stays_what_it_is():
         fit(model, X)
 
 
+def test_an_optimizer_of_the_train_steps_own_ends_fit_alike():
+    class TwoOptimizers(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = self.compute_loss(x, y, self(x, training=True))
+                scaled = self.own.scale_loss(loss)
+            gradients = tape.gradient(scaled, self.trainable_variables)
+            self.own.apply(gradients, self.trainable_variables)
+            return {"own_loss": loss}
+
+    model = TwoOptimizers([keras.Input((4,)), layers.Dense(1)])
+    model.own = OURS(keras.optimizers.SGD(0.1), max_consecutive_skips=3)
+    model.compile(loss="mse", jit_compile=False)
+    with pytest.raises(tfamp.LossScaleError, match=re.escape(STOPPED)):
+        fit(model, BAD)
+
+
 def test_callbacks_of_every_form_are_taken():
     seen = []
 

@@ -164,7 +164,8 @@ class _EndOfEpoch(keras.callbacks.Callback):
 @contextlib.contextmanager
 def _fit_with_care(model: keras.Model, callbacks: Any) -> Iterator[Any]:
     if _ours(model) is None:
-        yield callbacks
+        with _our_errors(model):  # of optimizers that a `train_step` has of its own
+            yield callbacks
         return
     ours = _EndOfEpoch()
     given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None

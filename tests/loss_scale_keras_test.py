@@ -1,0 +1,68 @@
+"""Keras's own tests and examples of the class, with tfamp's in its place."""
+
+import unittest
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src import testing
+
+import tfamp
+
+# Keras's class has no static scale; that ours has one is the point.
+REFUSED_BY_KERAS = {"test_init_dynamic_arg"}
+
+
+def test_kerass_own_tests_pass(monkeypatch):
+    theirs = pytest.importorskip("keras.src.optimizers.loss_scale_optimizer_test")
+    monkeypatch.setattr(theirs, "LossScaleOptimizer", tfamp.LossScaleOptimizer)
+    cases = [c for c in vars(theirs).values() if isinstance(c, type)]
+    (case,) = [c for c in cases if issubclass(c, testing.TestCase)]
+    suite = unittest.defaultTestLoader.loadTestsFromTestCase(case)
+    result = unittest.TestResult()
+    suite.run(result)
+    failed = {test._testMethodName for test, _ in [*result.failures, *result.errors]}
+    assert failed <= REFUSED_BY_KERAS, result.failures + result.errors
+    assert result.testsRun - len(failed) - len(result.skipped) >= 8
+
+
+def test_it_is_one_of_kerass():
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25))
+    assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+    model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        model.compile(optimizer, "mse")
+    finally:
+        keras.config.set_dtype_policy("float32")
+    assert model.optimizer is optimizer  # Keras wraps no second time
+
+
+def test_keras_takes_name_as_the_fourth_argument():
+    inner = keras.optimizers.SGD(0.25)
+    optimizer = tfamp.LossScaleOptimizer(inner, 8.0, 5, "mine")
+    assert optimizer.name == "mine"
+    assert (optimizer.initial_scale, optimizer.dynamic_growth_steps) == (8.0, 5)
+
+
+def test_attributes_of_kerass_class():
+    weight = keras.Variable([1.0])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25), 8.0)
+    optimizer.build([weight])
+    assert int(optimizer.step_counter) == 0
+    assert float(optimizer.dynamic_scale) == 8
+    optimizer.apply([tf.constant([8.0])], [weight])
+    assert int(optimizer.step_counter) == 1
+    assert float(optimizer.learning_rate) == 0.25
+    optimizer.learning_rate = 0.5
+    assert float(optimizer.inner_optimizer.learning_rate) == 0.5
+    optimizer.apply([tf.constant([np.inf])], [weight])
+    assert int(optimizer.step_counter) == 0
+    assert float(optimizer.dynamic_scale) == 4
+
+
+def test_unknown_and_misplaced_arguments_are_refused_as_by_keras():
+    inner = keras.optimizers.SGD(0.25)
+    with pytest.raises((TypeError, ValueError), match="foo"):
+        tfamp.LossScaleOptimizer(inner, foo=True)
