@@ -72,7 +72,9 @@ def exact(stock: Any) -> LossScaleOptimizer:
         name=stock.name,
     )
     if stock.built:
-        ours.build(stock._trainable_variables)
+        # Keras 3.10 writes them down on the inner optimizer only.
+        known = stock._trainable_variables or stock.inner_optimizer._trainable_variables
+        ours.build(known)
         ours.set_weights([variable.numpy() for variable in stock.variables])
     return ours
 
