@@ -645,3 +645,15 @@ def test_state_that_waits_for_a_traced_step_is_set_once(case, tmp_path):
     assert facts_of(fresh)["counters"] == facts_of(half)["counters"]
     for mine, theirs in zip(fresh.get_weights(), half.get_weights(), strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_a_scale_from_stock_keras_is_not_measured_again(tmp_path):
+    stock = stock_model("float32")
+    train(stock, BATCHES[3:5])
+    stock.save_weights(tmp_path / "model.weights.h5")
+    ours = stock_model("float32", is_wrapped=False)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(), "auto")
+    ours.compile(optimizer, "sparse_categorical_crossentropy", run_eagerly=True)
+    ours.load_weights(tmp_path / "model.weights.h5")
+    train(ours, BATCHES[5:6])
+    assert optimizer.scale == 1024

@@ -3,6 +3,7 @@
 from typing import Any
 
 import keras
+from absl import logging
 
 from tfamp.loss_scale.parts import Parts
 
@@ -132,6 +133,13 @@ def adopted_accumulation(inner: Any, steps: int) -> int:
         # Keras counted microbatches; here an update counts.
         inner._iterations.assign(inner._iterations // found)
     inner.gradient_accumulation_steps = None
+    logging.info(
+        "`gradient_accumulation_steps=%r` of the wrapped optimizer becomes "
+        "`accumulation_steps=%r` of the LossScaleOptimizer, which counts only finite "
+        "microbatches.",
+        found,
+        found,
+    )
     return int(found)
 
 

@@ -1,5 +1,6 @@
 """State of a loss-scale optimizer in files, in a layout that stock Keras reads."""
 
+import functools
 import warnings
 from collections.abc import Sequence
 from typing import Any
@@ -8,6 +9,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale.loading import ScaleOfFile, with_counters, without_counters
 from tfamp.loss_scale.parts import Parts
 from tfamp.loss_scale.tally import Counters, Levels, Snapshot
@@ -99,8 +101,8 @@ class Saving(Parts):
         self._loaded = values
         # The inner optimizer's variables come once more; where nothing wrapped it when
         # it was saved, they do not.
-        inner = vars(self.inner_optimizer)
-        inner["load_own_variables"] = lambda store: inner.pop("load_own_variables")
+        for each in (self.inner_optimizer, *hooks.leaves(self.inner_optimizer)):
+            vars(each)["load_own_variables"] = functools.partial(_pass_over, each)
         if self.inner_optimizer.built:
             self._settle_loaded()
 
@@ -228,6 +230,11 @@ class Saving(Parts):
             for variable, value in zip(targets, values, strict=True):
                 if not any(variable is each for each in scale):
                     variable.assign(value)
+
+
+def _pass_over(optimizer: Any, store: Any) -> None:
+    """Stands in once for `load_own_variables`, where the wrapper has taken it all."""
+    vars(optimizer).pop("load_own_variables", None)
 
 
 def _is_wrapped(values: list[np.ndarray]) -> bool:

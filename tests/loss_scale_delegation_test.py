@@ -1,0 +1,355 @@
+"""What a wrapped optimizer is asked for or told reaches the one inside."""
+
+import logging
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+layers = keras.layers
+optimizers = keras.optimizers
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+ADDED = hasattr(optimizers, "MultiOptimizer")
+
+
+def wrapped(inner, **options):
+    options = {"initial_scale": 8.0, **options}
+    return tfamp.LossScaleOptimizer(inner, **options)
+
+
+def step(optimizer, variables, gradients):
+    """Applies gradients as a scaled loss has them."""
+    scale = optimizer.scale
+    optimizer.apply([tf.constant(g, "float32") * scale for g in gradients], variables)
+
+
+# Inner optimizer, attribute, another value for it.
+ATTRIBUTES = {
+    "momentum": (optimizers.SGD, "momentum", 0.25),
+    "nesterov": (optimizers.SGD, "nesterov", True),
+    "beta_1": (optimizers.Adam, "beta_1", 0.5),
+    "epsilon": (optimizers.Adam, "epsilon", 0.125),
+    "weight_decay": (optimizers.AdamW, "weight_decay", 0.25),
+    "clipnorm": (optimizers.SGD, "clipnorm", 0.5),
+    "clipvalue": (optimizers.SGD, "clipvalue", 0.5),
+    "global_clipnorm": (optimizers.SGD, "global_clipnorm", 0.5),
+    "use_ema": (optimizers.SGD, "use_ema", True),
+    "ema_momentum": (optimizers.SGD, "ema_momentum", 0.5),
+    "ema_overwrite_frequency": (optimizers.SGD, "ema_overwrite_frequency", 3),
+    "learning_rate": (optimizers.SGD, "learning_rate", 0.5),
+    "lr by another name": (optimizers.RMSprop, "rho", 0.5),
+}
+
+
+@pytest.mark.parametrize("cls, name, value", ATTRIBUTES.values(), ids=ATTRIBUTES)
+def test_attributes_are_those_of_the_inner_optimizer(cls, name, value):
+    inner = cls(0.125)
+    optimizer = wrapped(inner)
+    assert getattr(optimizer, name) == getattr(inner, name) != value
+    setattr(optimizer, name, value)
+    assert getattr(inner, name) == getattr(optimizer, name) == value
+    assert inner.get_config()[name] == value
+    assert name not in optimizer.get_config()
+
+
+def test_attributes_of_its_own_stay_on_the_wrapper():
+    optimizer = wrapped(optimizers.SGD())
+    optimizer.max_consecutive_skips = 3
+    optimizer.note = "mine"
+    assert optimizer.get_config()["max_consecutive_skips"] == 3
+    assert not hasattr(optimizer.inner_optimizer, "note")
+    message = re.escape("'SGD' object has no attribute 'velocity'")
+    with pytest.raises(AttributeError, match=message):
+        _ = optimizer.velocity
+
+
+def test_a_changed_momentum_and_learning_rate_count_in_the_next_step():
+    variable = keras.Variable([1.0])
+    optimizer = wrapped(optimizers.SGD(0.5, momentum=0.5))
+    step(optimizer, [variable], [[1.0]])
+    assert variable.numpy() == 0.5  # 1 - 0.5
+    optimizer.learning_rate, optimizer.momentum = 0.25, 1.0
+    step(optimizer, [variable], [[1.0]])
+    # Keras's momentum holds -0.5: -0.5 - 0.25 = -0.75.
+    assert variable.numpy() == -0.25
+
+
+def test_a_schedule_counts_updates_not_microbatches_or_skipped_steps():
+    schedule = optimizers.schedules.PiecewiseConstantDecay([0, 1], [0.5, 0.25, 0.125])
+    variable = keras.Variable([0.0])
+    optimizer = wrapped(optimizers.SGD(schedule), accumulation_steps=2)
+    for gradient in (1.0, 1.0, np.inf, 1.0, 1.0, 1.0, 1.0):
+        step(optimizer, [variable], [[gradient]])
+    assert int(optimizer.iterations) == 3
+    assert variable.numpy() == -(0.5 + 0.25 + 0.125)
+
+
+@pytest.mark.parametrize("how", ["var_list", "var_names"])
+def test_variables_are_excluded_from_weight_decay(how):
+    kernel = keras.Variable([1.0], name="kernel")
+    bias = keras.Variable([1.0], name="bias")
+    after = {}
+    for name, cls in (("ours", tfamp.LossScaleOptimizer), ("stock", None)):
+        kernel.assign([1.0])
+        bias.assign([1.0])
+        cls = cls or optimizers.LossScaleOptimizer
+        optimizer = cls(optimizers.SGD(0.5, weight_decay=0.5))
+        chosen = {"var_list": [bias], "var_names": ["bias"]}[how]
+        optimizer.exclude_from_weight_decay(**{how: chosen})
+        optimizer.build([kernel, bias])
+        optimizer.apply([tf.zeros(1), tf.zeros(1)], [kernel, bias])
+        after[name] = [kernel.numpy()[0], bias.numpy()[0]]
+    # Decay takes 0.5 * 0.5 of a weight. Stock Keras notes the exclusion on the wrapper.
+    assert after == {"ours": [0.75, 1.0], "stock": [0.75, 0.75]}
+
+
+def test_excluding_too_late_is_an_error():
+    optimizer = wrapped(optimizers.SGD(weight_decay=0.5))
+    optimizer.build([keras.Variable([1.0])])
+    message = re.escape(
+        "`exclude_from_weight_decay` came after the optimizer was built"
+    )
+    with pytest.raises(ValueError, match=message):
+        optimizer.exclude_from_weight_decay(var_names=["bias"])
+
+
+REFUSED = {
+    "loss_scale_factor": (
+        8.0,
+        "`loss_scale_factor` is 8.0, but a LossScaleOptimizer has none of its own; "
+        "expected None. Pass `initial_scale` and `dynamic=False` to the constructor, "
+        "or call `freeze(value)`.",
+    ),
+    "gradient_accumulation_steps": (
+        4,
+        "`gradient_accumulation_steps` is 4, but a LossScaleOptimizer has none of its "
+        "own; expected None. Pass `accumulation_steps` to the constructor.",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_wrapper_does_itself_cannot_be_set(name):
+    value, message = REFUSED[name]
+    optimizer = wrapped(optimizers.SGD())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        setattr(optimizer, name, value)
+    setattr(optimizer, name, None)
+    assert getattr(optimizer, name) is None
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_the_wrapper_does_itself_cannot_be_set_inside_either(name):
+    variable = keras.Variable([1.0])
+    optimizer = wrapped(optimizers.SGD(1.0))
+    step(optimizer, [variable], [[0.5]])
+    value = REFUSED[name][0]
+    setattr(optimizer.inner_optimizer, name, value)
+    message = f"`{name}` of the wrapped optimizer is {value!r}; expected None, since"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        step(optimizer, [variable], [[0.5]])
+    assert variable.numpy() == 0.5
+
+
+def test_accumulation_of_the_inner_optimizer_is_taken_over(caplog):
+    inner = optimizers.SGD(1.0, gradient_accumulation_steps=2)
+    with caplog.at_level(logging.INFO, logger="absl"):
+        optimizer = wrapped(inner)
+    assert optimizer.accumulation_steps == 2
+    assert inner.gradient_accumulation_steps is None
+    assert optimizer.get_config()["accumulation_steps"] == 2
+    (record,) = caplog.records
+    assert record.getMessage() == (
+        "`gradient_accumulation_steps=2` of the wrapped optimizer becomes "
+        "`accumulation_steps=2` of the LossScaleOptimizer, which counts only finite "
+        "microbatches."
+    )
+    variable = keras.Variable([0.0])
+    step(optimizer, [variable], [[1.0]])
+    assert variable.numpy() == 0
+    step(optimizer, [variable], [[3.0]])
+    assert variable.numpy() == -2
+
+
+def test_accumulation_in_both_is_an_error():
+    inner = optimizers.SGD(gradient_accumulation_steps=2)
+    message = re.escape(
+        "`accumulation_steps` is 3 and the inner optimizer has "
+        "`gradient_accumulation_steps=2`; expected one of them."
+    )
+    with pytest.raises(ValueError, match=message):
+        wrapped(inner, accumulation_steps=3)
+    assert inner.gradient_accumulation_steps == 2
+
+
+def test_a_built_optimizer_that_accumulated_counts_updates():
+    variable = keras.Variable([0.0])
+    inner = optimizers.SGD(1.0, momentum=0.5, gradient_accumulation_steps=2)
+    for _ in range(4):
+        inner.apply([tf.constant([1.0])], [variable])
+    before = variable.numpy()
+    optimizer = wrapped(inner)
+    assert int(optimizer.iterations) == 2
+    step(optimizer, [variable], [[1.0]])
+    step(optimizer, [variable], [[1.0]])
+    assert int(optimizer.iterations) == 3
+    # Momentum after updates of 1: 1, 1.5, 1.75.
+    assert before - variable.numpy() == 1.75
+
+
+def test_a_loss_scale_of_the_inner_optimizer_is_taken_off(caplog):
+    inner = optimizers.SGD(1.0, loss_scale_factor=64.0)
+    with caplog.at_level(logging.WARNING, logger="absl"):
+        optimizer = wrapped(inner)
+    assert inner.loss_scale_factor is None
+    assert optimizer.scale == 8
+    (record,) = caplog.records
+    assert (
+        "`loss_scale_factor=64.0` of the wrapped optimizer is taken"
+        in record.msg % (record.args)
+    )
+
+
+def test_enable_makes_a_static_scale_of_a_loss_scale_factor():
+    inner = optimizers.SGD(1.0, loss_scale_factor=64.0)
+    with tfamp.scope("mixed_float16"):
+        hidden = layers.Dense(2)  # the head computes in float32
+        model = keras.Sequential([keras.Input((2,)), hidden, layers.Dense(1)])
+        model.compile(inner, "mse")
+    assert type(model.optimizer) is tfamp.LossScaleOptimizer
+    assert (model.optimizer.scale, model.optimizer.is_frozen) == (64, True)
+    assert not model.optimizer.dynamic
+    assert inner.loss_scale_factor is None
+
+
+@pytest.mark.parametrize("accumulation_steps", [1, 2])
+def test_variables_begin_with_keras_and_the_inner_optimizer(accumulation_steps):
+    variable = keras.Variable([1.0])
+    stock = optimizers.LossScaleOptimizer(optimizers.Adam())
+    ours = wrapped(optimizers.Adam(), accumulation_steps=accumulation_steps)
+    for optimizer in (stock, ours):
+        optimizer.build([variable])
+    named = [v.path.split("/")[-1] for v in stock.variables]
+    assert [v.path.split("/")[-1] for v in ours.variables][: len(named)] == named
+    assert [tuple(v.shape) for v in ours.variables][: len(named)] == [
+        tuple(v.shape) for v in stock.variables
+    ]
+    inner = ours.inner_optimizer.variables
+    assert [id(v) for v in ours.variables[4:][: len(inner)]] == [id(v) for v in inner]
+    assert len({id(v) for v in ours.variables}) == len(ours.variables)
+
+
+X = np.random.default_rng(0).normal(size=(8, 2)).astype("float32")
+Y = X.sum(-1, keepdims=True)
+
+
+def regression(optimizer):
+    model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
+    model.set_weights([np.zeros((2, 1), "float32"), np.zeros(1, "float32")])
+    model.compile(optimizer, "mse")
+    return model
+
+
+def trained_with(optimizer, *callbacks, x=X, validation=None):
+    model = regression(optimizer)
+    fit = model.fit(
+        x,
+        Y,
+        batch_size=2,
+        epochs=2,
+        shuffle=False,
+        verbose=0,
+        callbacks=list(callbacks),
+        validation_data=validation,
+    )
+    return model.get_weights(), fit.history
+
+
+def averaging(**options):
+    return optimizers.SGD(0.125, use_ema=True, ema_momentum=0.5, **options)
+
+
+@pytest.mark.parametrize("frequency", [None, 3])
+def test_averaged_weights_are_taken_over_at_the_end_of_fit(frequency):
+    settings = {"ema_overwrite_frequency": frequency}
+    expected, _ = trained_with(averaging(**settings))
+    plain, _ = trained_with(optimizers.SGD(0.125))
+    found, _ = trained_with(wrapped(averaging(**settings)))
+    for mine, theirs, without in zip(found, expected, plain, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        assert np.abs(mine - without).max() > 1e-3
+
+
+def test_averages_do_not_move_in_a_skipped_step():
+    x = X.copy()
+    x[2] = np.inf  # the second batch of four
+    model = regression(wrapped(averaging()))
+    good = np.concatenate([X[:2], X[4:]]), np.concatenate([Y[:2], Y[4:]])
+    model.fit(x, Y, batch_size=2, shuffle=False, verbose=0)
+    expected = regression(averaging())
+    expected.fit(*good, batch_size=2, shuffle=False, verbose=0)
+    assert model.optimizer.skipped_steps == 1
+    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_swap_ema_weights_evaluates_the_averages():
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    expected, logs = trained_with(averaging(), swap, validation=(X, Y))
+    swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
+    found, ours = trained_with(wrapped(averaging()), swap, validation=(X, Y))
+    _, without = trained_with(wrapped(averaging()), validation=(X, Y))
+    np.testing.assert_allclose(ours["val_loss"], logs["val_loss"], rtol=1e-5)
+    assert abs(ours["val_loss"][0] - without["val_loss"][0]) > 1e-3
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def test_callbacks_that_set_the_learning_rate():
+    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.25 / (epoch + 1))
+    expected, logs = trained_with(optimizers.SGD(1.0), schedule)
+    found, ours = trained_with(wrapped(optimizers.SGD(1.0)), schedule)
+    assert ours["learning_rate"] == logs["learning_rate"] == [0.25, 0.125]
+    for mine, theirs in zip(found, expected, strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+def split_optimizer():
+    """Returns one optimizer for the kernel and another for the rest."""
+    chosen = optimizers.OptimizerMap(optimizers.SGD(0.0625, momentum=0.5))
+    chosen[".*kernel"] = optimizers.Adam(0.0625, clipnorm=0.5)
+    return optimizers.MultiOptimizer(chosen)
+
+
+@pytest.mark.skipif(not ADDED, reason="this Keras has no MultiOptimizer")
+def test_several_optimizers_inside_one():
+    x = X.copy()
+    x[2] = np.inf
+    model = regression(wrapped(split_optimizer()))
+    for first in range(0, 8, 2):
+        model.train_on_batch(x[first : first + 2], Y[first : first + 2])
+    expected = regression(split_optimizer())
+    for first in (0, 4, 6):
+        expected.train_on_batch(X[first : first + 2], Y[first : first + 2])
+    assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (3, 1)
+    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
+        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+
+
+@pytest.mark.skipif(not ADDED, reason="this Keras has no MultiOptimizer")
+@pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
+def test_several_optimizers_inside_one_are_saved(is_built, tmp_path):
+    model = regression(wrapped(split_optimizer()))
+    model.fit(X, Y, batch_size=2, shuffle=False, verbose=0)
+    model.save_weights(tmp_path / "model.weights.h5")
+    again = regression(wrapped(split_optimizer()))
+    if is_built:
+        again.optimizer.build(again.trainable_variables)
+    again.load_weights(tmp_path / "model.weights.h5")
+    again.optimizer.build(again.trainable_variables)
+    found = [v.numpy().tolist() for v in again.optimizer.variables]
+    assert found == [v.numpy().tolist() for v in model.optimizer.variables]
