@@ -657,3 +657,24 @@ def test_a_scale_from_stock_keras_is_not_measured_again(tmp_path):
     ours.load_weights(tmp_path / "model.weights.h5")
     train(ours, BATCHES[5:6])
     assert optimizer.scale == 1024
+
+
+def test_a_loaded_window_keeps_gradients_that_do_not_come_again():
+    weights = {}
+    for name in ("straight", "resumed"):
+        first, second = keras.Variable([0.0]), keras.Variable([0.0])
+        optimizer = tfamp.LossScaleOptimizer(
+            keras.optimizers.SGD(1.0), 1.0, accumulation_steps=2
+        )
+        optimizer.apply([tf.constant([4.0]), None], [first, second])
+        if name == "resumed":
+            arrays = [v.numpy() for v in optimizer.variables]
+            optimizer = tfamp.LossScaleOptimizer(
+                keras.optimizers.SGD(1.0), 1.0, accumulation_steps=2
+            )
+            optimizer.build([first, second])
+            optimizer.set_weights(arrays)
+        optimizer.apply([None, tf.constant([2.0])], [first, second])
+        weights[name] = [first.numpy()[0], second.numpy()[0]]
+    # Half of each gradient: a window of two microbatches.
+    assert weights == {"straight": [-2.0, -1.0], "resumed": [-2.0, -1.0]}
