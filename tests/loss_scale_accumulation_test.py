@@ -159,6 +159,10 @@ def test_finite_parts_whose_sum_is_not(decorate):
     weight, trail = by_hand(optimizer, [1.5e19, 1.5e19, 1.0, 3.0], decorate)
     # Each square is finite, that of the sum is not; the window is dropped.
     assert trail == [0, 0, 0, -2]
+    history = optimizer.history()
+    assert history["skipped"].tolist() == [False, True, False, False]
+    assert history["scale"].tolist() == [1, 1, 1, 1]
+    assert (optimizer.judged_steps, optimizer.skipped_steps) == (4, 1)
 
 
 def test_sparse_gradients_are_added_up():

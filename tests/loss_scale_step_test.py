@@ -480,6 +480,13 @@ def test_gradients_that_do_not_fit():
     assert optimizer.apply([], []) is None
 
 
+def test_numbers_and_arrays_are_gradients_too():
+    first, second = keras.Variable(4.0), keras.Variable([1.0, 2.0])
+    optimizer = make(optimizers.SGD(1.0), 2.0)
+    optimizer.apply([6.0, np.float32([2.0, 4.0])], [first, second])
+    assert (float(first), second.numpy().tolist()) == (1.0, [0.0, 0.0])
+
+
 def test_what_cannot_be_wrapped():
     with pytest.raises(TypeError, match="`inner_optimizer` is 'adam'"):
         OURS("adam")

@@ -195,7 +195,12 @@ class LossScaleOptimizer(
                 variables that are not the optimizer's own.
             LossScaleError: Too many updates in a row were skipped, in eager code.
         """
-        gradients = list(grads)
+        gradients = [
+            g
+            if g is None or isinstance(g, tf.IndexedSlices)
+            else tf.convert_to_tensor(g)
+            for g in grads
+        ]
         if not gradients:
             return
         if tf.distribute.in_cross_replica_context():

@@ -115,7 +115,10 @@ def _close(
         _empty(strategy, optimizer)
 
     def drop() -> None:  # finite parts whose sum is not
-        after = after_non_finite(optimizer, values, norm)
+        # The last microbatch was counted, and stands among the recent steps as good.
+        last = values.counters._replace(judged=values.counters.judged - 1)
+        optimizer.tally.remember(last, values.levels.good_scale, norm, True)
+        after = after_non_finite(optimizer, values._replace(counters=last), norm)
         optimizer.tally.write(with_empty_window(after))
         _empty(strategy, optimizer)
         stop_if_due(optimizer)
