@@ -158,7 +158,10 @@ def test_train_on_batch_ends_too():
     model.train_on_batch(BAD, Y)
     with pytest.raises(tfamp.LossScaleError, match="Skipped 2 updates in a row"):
         model.train_on_batch(BAD, Y)
-    assert np.isfinite(model.train_on_batch(X, Y))
+    # Keras 3.10 goes on with the mean of the losses before, so weights are looked at.
+    model.train_on_batch(X, Y)
+    assert int(model.optimizer.iterations) == 1
+    assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
 def test_under_xla_train_on_batch_ends_a_few_steps_late():
