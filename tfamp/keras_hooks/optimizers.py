@@ -136,7 +136,7 @@ def _masked(
         if is_inside[0]:  # a method of a subclass that calls that of its base
             return original(self, *args, **kwargs)
         if name in _UNMASKED:
-            raise NotImplementedError(
+            raise RuntimeError(
                 f"An optimizer writes by `{name}` under XLA, where a step with "
                 "non-finite gradients could not be held back. Compile the step with "
                 "`jit_compile=False`."
@@ -217,14 +217,12 @@ def save_under_stock_name(cls: type, stock: type) -> None:
     ]
 
 
-def from_config_patch(
-    is_ours: Callable[[dict[str, Any]], bool], ours: Callable[[], type]
-) -> Patch:
+def from_config_patch(is_ours: Callable[[dict[str, Any]], bool], ours: Any) -> Patch:
     """Returns the patch that turns our configurations into our class.
 
     Args:
         is_ours: Tells from a configuration whether our class wrote it.
-        ours: Returns that class.
+        ours: That class.
     """
 
     def wrap(original: Callable[..., Any]) -> Any:
@@ -232,7 +230,7 @@ def from_config_patch(
             cls: type, config: dict[str, Any], custom_objects: Any = None
         ) -> Any:
             if cls is keras.optimizers.LossScaleOptimizer and is_ours(config):
-                return ours().from_config(config, custom_objects)  # type: ignore[attr-defined]
+                return ours.from_config(config, custom_objects)
             return original.__func__(cls, config, custom_objects)  # type: ignore[attr-defined]
 
         return classmethod(from_config)

@@ -39,6 +39,15 @@ def first_of(strategy: tf.distribute.Strategy, value: Any) -> Any:
     return strategy.experimental_local_results(value)[0]
 
 
+def where_replicas_are_one(do: Callable[..., None], *values: Any) -> None:
+    """Runs `do(strategy, *values)` once for all replicas, from inside of each.
+
+    Where a strategy cannot merge its replicas, it runs on each of them.
+    """
+    strategy = tf.distribute.get_strategy()
+    tf.__internal__.distribute.interim.maybe_merge_call(do, strategy, *values)
+
+
 def on_each_replica(
     strategy: tf.distribute.Strategy, do: Callable[..., None], values: Any = ()
 ) -> None:

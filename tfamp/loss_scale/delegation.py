@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import keras
 from absl import logging
 
 from tfamp.loss_scale.parts import Parts
@@ -141,8 +140,3 @@ def adopted_accumulation(inner: Any, steps: int) -> int:
         found,
     )
     return int(found)
-
-
-def is_loss_scale_optimizer(optimizer: Any) -> bool:
-    """Returns whether an optimizer scales the loss, Keras's own or ours."""
-    return isinstance(optimizer, keras.optimizers.LossScaleOptimizer)

@@ -17,7 +17,7 @@ from tfamp._patch import HeldPatches
 from tfamp.keras_hooks import fitting
 from tfamp.keras_hooks.optimizers import in_xla, variables_written
 from tfamp.loss_scale import errors
-from tfamp.loss_scale.branches import either, stop_if_due
+from tfamp.loss_scale.branches import either, stop_if_due, where_replicas_are_one
 
 # Under XLA no error can be raised in the graph, so the counter is read every so
 # many calls; each reading waits for the device.
@@ -58,12 +58,14 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         before = [tf.convert_to_tensor(v.value) for v in held]
         weight = fitting.batch_size_of(data) if optimizer.accumulates else None
         optimizer.leaves_stop_to_caller, _MICROBATCH.weight = True, weight
+        # Under XLA each is a select, so only what is written is undone.
+        watch = variables_written() if in_xla() else contextlib.nullcontext()
         try:
-            with variables_written() as written:
+            with watch as written:
                 logs = train_step(data)
         finally:
             optimizer.leaves_stop_to_caller, _MICROBATCH.weight = False, None
-        if in_xla():  # a select for each, so only where there is something to undo
+        if written is not None:
             pairs = list(zip(held, before, strict=True))
             pairs = [pair for pair in pairs if id(pair[0].value) in written]
             held, before = [v for v, _ in pairs], [b for _, b in pairs]
@@ -98,10 +100,7 @@ def _undo(optimizer: Any, held: list[Any], before: list[Any]) -> None:
 
         either(optimizer.tally.read().counters.streak > 0, restore, _nothing)
 
-    if tf.__internal__.distribute.strategy_supports_no_merge_call():
-        merged(tf.distribute.get_strategy(), before)
-    else:
-        tf.distribute.get_replica_context().merge_call(merged, args=(before,))
+    where_replicas_are_one(merged, before)
 
 
 def _write(strategy: Any, variable: Any, value: Any) -> Any:

@@ -303,4 +303,4 @@ def _check_inner(inner: Any) -> None:
 
 
 hooks.save_under_stock_name(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
-hooks.from_config_patch(Saving.wrote, lambda: LossScaleOptimizer).install()
+hooks.from_config_patch(Saving.wrote, LossScaleOptimizer).install()

@@ -60,5 +60,6 @@ class Parts:
     apply_gradients: Any
     find_gradients: Any
     _on_all_replicas: Any
+    _put: Any
     _trainable_variables: list[Any]
     _var_key: Any

@@ -8,9 +8,11 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale import window
+from tfamp.loss_scale.branches import where_replicas_are_one
 from tfamp.loss_scale.fitting import microbatch_weight
 from tfamp.loss_scale.parts import Parts
 from tfamp.loss_scale.step import take_step
+from tfamp.loss_scale.tally import Snapshot
 
 
 class OnReplicas(Parts):
@@ -73,17 +75,14 @@ class OnReplicas(Parts):
                 weight=strategy.experimental_local_results(weight)[0],
             )
 
-        if tf.__internal__.distribute.strategy_supports_no_merge_call():
-            merged(context.strategy, gradients, weight)
-        else:
-            if context.num_replicas_in_sync > 1 and hooks.in_xla():
-                raise RuntimeError(
-                    "`jit_compile=True` under "
-                    f"{type(context.strategy).__name__}: TensorFlow cannot compile a "
-                    "step of several replicas by XLA on these devices (keras#21366). "
-                    "Pass `jit_compile=False`."
-                )
-            context.merge_call(merged, args=(gradients, weight))
+        can_merge = not tf.__internal__.distribute.strategy_supports_no_merge_call()
+        if can_merge and context.num_replicas_in_sync > 1 and hooks.in_xla():
+            raise RuntimeError(
+                f"`jit_compile=True` under {type(context.strategy).__name__}: "
+                "TensorFlow cannot compile a step of several replicas by XLA on these "
+                "devices (keras#21366). Pass `jit_compile=False`."
+            )
+        where_replicas_are_one(merged, gradients, weight)
 
     @tf.autograph.experimental.do_not_convert
     def _on_window(self, take: Callable[..., None]) -> None:
@@ -93,7 +92,7 @@ class OnReplicas(Parts):
         if tf.distribute.in_cross_replica_context():
             take(strategy, self)
         elif strategy.num_replicas_in_sync > 1 or not self._has_replicas:
-            tf.distribute.get_replica_context().merge_call(take, args=(self,))
+            where_replicas_are_one(take, self)
         else:
             with self._distribution_strategy.scope():
                 self._traced(take)()
@@ -107,6 +106,11 @@ class OnReplicas(Parts):
                 lambda: take(self._distribution_strategy, self), autograph=False
             )
         return functions[key]
+
+    def _put(self, values: Snapshot) -> None:
+        """Stores plain numbers on every replica."""
+        with self._on_all_replicas():
+            self.tally.put(values)
 
     @property
     def _has_replicas(self) -> bool:

@@ -16,10 +16,6 @@ from tfamp.loss_scale.tally import (
 )
 
 
-def _is_eager() -> bool:
-    return tf.executing_eagerly()
-
-
 class Reporting(Parts):
     """The counters of a `LossScaleOptimizer`.
 
@@ -31,7 +27,7 @@ class Reporting(Parts):
     def scale(self) -> Any:
         """The present loss scale."""
         self.has_scaled_loss = True  # whoever reads it may scale by hand
-        if _is_eager():
+        if tf.executing_eagerly():
             return self.tally.numbers().scale
         return tf.convert_to_tensor(self.dynamic_scale.value)
 
@@ -71,7 +67,7 @@ class Reporting(Parts):
 
         Under accumulation that of the last update, or of the last microbatch since.
         """
-        if _is_eager():
+        if tf.executing_eagerly():
             return self.tally.numbers().levels.norm
         return self.tally.read().levels.norm
 
@@ -179,19 +175,21 @@ class Reporting(Parts):
         self._num_stops_seen = self.tally.numbers().counters.num_stops
 
     def _counter(self, name: str) -> Any:
-        if _is_eager():
+        if tf.executing_eagerly():
             return getattr(self.tally.numbers().counters, name)
         return getattr(self.tally.read().counters, name)
 
     def _set(self, *, scale: float | None = None, **flags: int) -> None:
-        if not _is_eager():
+        if not tf.executing_eagerly():
             raise RuntimeError(
                 "The loss scale is frozen or released inside a `tf.function`; expected "
                 "eager code, between steps. Call it from a callback or the loop."
             )
-        counters = self.tally.numbers().counters._replace(**flags)
-        with self._on_all_replicas():
-            self.tally.counters.assign(counters)
-            if scale is not None:
-                self.dynamic_scale.assign(scale)
-            self.step_counter.assign(0)
+        now = self.tally.numbers()
+        self._put(
+            now._replace(
+                scale=now.scale if scale is None else scale,
+                good_steps=0,
+                counters=now.counters._replace(**flags),
+            )
+        )

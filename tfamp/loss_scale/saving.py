@@ -12,11 +12,12 @@ import tensorflow as tf
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale.loading import ScaleOfFile, with_counters, without_counters
 from tfamp.loss_scale.parts import Parts
-from tfamp.loss_scale.tally import Counters, Levels, Snapshot
+from tfamp.loss_scale.tally import Counters, Levels
 
 _MARK = "tfamp"
 # iteration, learning_rate, step_counter and dynamic_scale of Keras's class.
 _NUM_STOCK = 4
+# Those of the constructor; what equals them stays out of a configuration.
 _DEFAULTS: dict[str, Any] = {
     "dynamic": True,
     "growth_factor": 2.0,
@@ -188,10 +189,6 @@ class Saving(Parts):
                 )
             )
         self._settle_beside()
-
-    def _put(self, values: Snapshot) -> None:
-        with self._on_all_replicas():
-            self.tally.put(values)
 
     def _settle_beside(self) -> None:
         for name, variable in self._beside().items():
