@@ -1,6 +1,5 @@
 """Enabling, disabling, scopes and status; what they leave behind, and the errors."""
 
-import gc
 import re
 import subprocess
 import sys
@@ -14,7 +13,6 @@ import pytest
 
 import tfamp
 from tfamp import hardware
-from tfamp.managed import hooks
 
 layers = keras.layers
 ROOT = Path(__file__).parents[1]
