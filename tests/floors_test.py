@@ -29,7 +29,7 @@ FLOORS = [
         "_units",
         "_versions",
     ],
-    ["hardware", "rules", "keras_hooks"],
+    ["findings", "hardware", "rules", "keras_hooks"],
     ["loss_scale"],
     ["managed"],
     ["policy", "assignment", "memory", "data"],

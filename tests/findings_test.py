@@ -1,0 +1,127 @@
+"""`tfamp.findings`: order, filters, fixes, the table, and JSON both ways."""
+
+import dataclasses
+import re
+
+import pytest
+
+from tfamp.findings import Finding, Findings, Fix
+
+CAST = Fix("x/id", "cast", "int32", "values lie in [0, 9]")
+STANDARDIZE = Fix(
+    "x/time", "standardize", "float32", "exact in float64", (1.7e9,), (86400.0,)
+)
+NOTE = Finding("int64", "note", "x/id is int64.", "Cast it.", column="x/id", fix=CAST)
+WARNING = Finding("drift", "warning", "It moved.", "Shuffle.", column="x[3]")
+ERROR = Finding(
+    "overflow",
+    "error",
+    "12 values pass 65504.",
+    "Standardize it.",
+    column="x/time",
+    figure=12.0,
+    details={"num_values": 12, "largest": 1.7e9, "first": None, "dtype": "int64"},
+    fix=STANDARDIZE,
+)
+LAYER = Finding("softmax", "warning", "In float16.", "Keep it.", layer="head/softmax")
+ALL = Findings((NOTE, WARNING, ERROR, LAYER), "100 examples", ("int64", "drift", "nan"))
+
+
+def test_findings_are_kept_worst_first_and_otherwise_in_order():
+    assert list(ALL) == [ERROR, WARNING, LAYER, NOTE]
+    assert (ALL[0], len(ALL), ALL.worst) == (ERROR, 4, "error")
+
+
+def test_each_severity_has_its_property():
+    assert ALL.errors == (ERROR,)
+    assert ALL.warnings == (WARNING, LAYER)
+    assert ALL.notes == (NOTE,)
+
+
+def test_nothing_found_is_false_and_names_no_worst():
+    nothing = Findings(title="100 examples for float16", rules=("nan", "drift"))
+    assert not nothing
+    assert nothing.worst is None
+    assert str(nothing) == "100 examples for float16: nothing found by 2 rules."
+
+
+def test_a_note_alone_is_true():
+    assert Findings((NOTE,))
+
+
+def test_rules_that_could_not_run_are_printed_with_and_without_findings():
+    line = "Not checked: drift, which needs `validation`."
+    skipped = ("drift, which needs `validation`.",)
+    assert str(Findings(skipped=skipped)).splitlines()[-1] == line
+    assert str(Findings((NOTE,), skipped=skipped)).splitlines()[-1] == line
+
+
+FILTERS = {
+    "rule": ({"rule": "drift"}, (WARNING,)),
+    "severity": ({"severity": "warning"}, (WARNING, LAYER)),
+    "column": ({"place": "x/id"}, (NOTE,)),
+    "layer": ({"place": "head/softmax"}, (LAYER,)),
+    "two at once": ({"rule": "drift", "severity": "error"}, ()),
+    "a rule that ran and found nothing": ({"rule": "nan"}, ()),
+    "none": ({}, (ERROR, WARNING, LAYER, NOTE)),
+}
+
+
+@pytest.mark.parametrize("filters, expected", FILTERS.values(), ids=FILTERS)
+def test_filters(filters, expected):
+    assert ALL.of(**filters) == expected
+
+
+def test_a_rule_that_does_not_exist_is_an_error():
+    message = "Unknown `rule` 'drfit'; expected 'int64', 'drift', 'nan', 'overflow' "
+    with pytest.raises(ValueError, match=re.escape(message) + ".*'drift'"):
+        ALL.of(rule="drfit")
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: Finding("nan", "fatal", "", ""),
+        lambda: ALL.of(severity="fatal"),
+    ],
+    ids=["of a finding", "of a filter"],
+)
+def test_a_severity_that_does_not_exist_is_an_error(make):
+    message = "Unknown `severity` 'fatal'; expected 'error', 'warning' or 'note'. "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make()
+
+
+def test_each_fix_comes_once():
+    again = dataclasses.replace(NOTE, rule="other")
+    assert Findings((NOTE, ERROR, again, WARNING)).fixes == (STANDARDIZE, CAST)
+
+
+def test_a_fix_says_what_it_does():
+    assert str(CAST) == "x/id: cast to int32; values lie in [0, 9]"
+    text = "x/time: standardize, then cast to float32; exact in float64"
+    assert str(STANDARDIZE) == text
+
+
+def test_every_field_comes_back_from_json(tmp_path):
+    path = tmp_path / "findings.json"
+    before = Findings(ALL.findings, ALL.title, ALL.rules, ("drift: no validation",))
+    before.to_json(path)
+    after = Findings.from_json(path)
+    assert after == before
+    assert type(after[0].details["num_values"]) is int
+    for field in dataclasses.fields(Findings):
+        assert getattr(after, field.name) == getattr(before, field.name)
+
+
+def test_the_table_shows_every_field_and_no_line_is_too_wide():
+    text = str(ALL)
+    for finding in ALL:
+        for word in (finding.severity, finding.place, finding.rule, finding.message):
+            assert word in text
+    assert text.startswith("100 examples")
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_a_finding_can_be_hashed_in_spite_of_its_details():
+    assert len({ERROR, ERROR, NOTE}) == 2

@@ -1,0 +1,230 @@
+"""What a check found: where, how bad, with which figure, and what to do about it.
+
+`tfamp.data.check` returns `Findings` about columns of data.
+"""
+
+import dataclasses
+import io
+from collections.abc import Iterator
+from typing import Literal
+
+from tfamp import _checks
+from tfamp.results import Record
+
+Severity = Literal["error", "warning", "note"]
+# Worst first: the order that findings are kept and printed in.
+SEVERITIES = ("error", "warning", "note")
+_TABLE_WIDTH = 110
+
+
+@dataclasses.dataclass(frozen=True)
+class Fix(Record):
+    """A change of one column that follows from a finding without a decision.
+
+    Args:
+        column: The column, as findings name it: "x", "x/age", "x/0", "y".
+        kind: "cast" keeps every number that the model will see; "standardize"
+            subtracts and divides in float64, so serving has to do the same.
+        dtype: The column's dtype afterwards.
+        reason: Why it is right, with the figure.
+        offset: What "standardize" subtracts, one number for each feature or one
+            for all; empty for "cast".
+        scale: What it divides by, likewise.
+
+    Example:
+        >>> print(Fix("x/id", "cast", "int32", "values lie in [0, 4095]"))
+        x/id: cast to int32; values lie in [0, 4095]
+    """
+
+    column: str
+    kind: Literal["cast", "standardize"]
+    dtype: str
+    reason: str
+    offset: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the change in one line."""
+        action = "cast" if self.kind == "cast" else "standardize, then cast"
+        return f"{self.column}: {action} to {self.dtype}; {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding(Record):
+    """One thing that is wrong, or good to know.
+
+    Args:
+        rule: The rule that fired, such as "overflow"; stable, for filters.
+        severity: "error" spoils the result or stops training, "warning" is likely
+            to harm it, "note" is good to know.
+        message: What was found, with the figure, and what follows from it.
+        remedy: What to do.
+        layer: Path of the layer it is about; None if it is not about one.
+        column: Name of the column it is about; None if it is not about one.
+        figure: The number that decided, None where there is no such number.
+        details: More numbers behind the message.
+        fix: The change that removes the cause, where that takes no decision.
+
+    Example:
+        >>> finding = Finding("nan", "error", "3 of 100 are NaN.", "Fill them.")
+        >>> finding.place
+        ''
+    """
+
+    rule: str
+    severity: Severity
+    message: str
+    remedy: str
+    layer: str | None = None
+    column: str | None = None
+    figure: float | None = None
+    details: dict[str, int | float | str | None] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    fix: Fix | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the severity, which sorting relies on."""
+        _checks.choice("severity", self.severity, SEVERITIES)
+
+    @property
+    def place(self) -> str:
+        """The layer or column, "" if the finding is about neither."""
+        return self.layer or self.column or ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings(Record):
+    """Everything that one check found, worst first.
+
+    It has a length, can be iterated, and is false when nothing was found. An
+    empty result means that each of `rules` ran and had nothing to say.
+
+    Args:
+        findings: In any order; they are kept worst first.
+        title: What was checked, in one line.
+        rules: The rules that ran.
+        skipped: Rules that could not run, each with the reason.
+
+    Example:
+        >>> small = Finding("constant", "note", "x/a is 0 everywhere.", "Drop it.")
+        >>> worse = Finding("nan", "error", "3 of 100 are NaN.", "Fill them.")
+        >>> found = Findings((small, worse), title="100 examples")
+        >>> [finding.rule for finding in found], len(found.errors), found.worst
+        (['nan', 'constant'], 1, 'error')
+    """
+
+    findings: tuple[Finding, ...] = ()
+    title: str = ""
+    rules: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Sorts by severity; equal ones keep their order."""
+        ordered = sorted(self.findings, key=lambda f: SEVERITIES.index(f.severity))
+        object.__setattr__(self, "findings", tuple(ordered))
+
+    def __iter__(self) -> Iterator[Finding]:
+        """Returns an iterator over the findings, worst first."""
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        """Returns the number of findings of any severity."""
+        return len(self.findings)
+
+    def __getitem__(self, index: int) -> Finding:
+        """Returns one finding; 0 is the worst."""
+        return self.findings[index]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Those that spoil the result or stop training."""
+        return self.of(severity="error")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """Those that are likely to harm."""
+        return self.of(severity="warning")
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """Those that are good to know."""
+        return self.of(severity="note")
+
+    @property
+    def worst(self) -> Severity | None:
+        """The severity of the worst one, None if there is none."""
+        return self.findings[0].severity if self.findings else None
+
+    @property
+    def fixes(self) -> tuple[Fix, ...]:
+        """The changes that take no decision, each once."""
+        return tuple(dict.fromkeys(f.fix for f in self.findings if f.fix is not None))
+
+    def of(
+        self,
+        *,
+        rule: str | None = None,
+        severity: Severity | None = None,
+        place: str | None = None,
+    ) -> tuple[Finding, ...]:
+        """Returns the findings of a rule, a severity, a layer or column.
+
+        Args:
+            rule: Only findings of this rule; None for any.
+            severity: Only findings of this severity; None for any.
+            place: Only findings about this layer or column; None for any.
+
+        Raises:
+            ValueError: If `severity` is none of the three, or `rule` neither ran
+                nor fired.
+        """
+        if severity is not None:
+            _checks.choice("severity", severity, SEVERITIES)
+        fired = [finding.rule for finding in self.findings]
+        if rule is not None and self.rules and rule not in (*self.rules, *fired):
+            _checks.choice("rule", rule, dict.fromkeys((*self.rules, *fired)))
+        return tuple(
+            finding
+            for finding in self.findings
+            if rule in (None, finding.rule)
+            and severity in (None, finding.severity)
+            and place in (None, finding.place)
+        )
+
+    def table(self) -> str:
+        """Returns a table of at most 110 columns, or one line if there is nothing."""
+        lines = [f"Not checked: {reason}" for reason in self.skipped]
+        if not self.findings:
+            count = f" by {len(self.rules)} rules" if self.rules else ""
+            return "\n".join([f"{self.title or 'Check'}: nothing found{count}.", *lines])
+        return "\n".join([_render(self), *lines])
+
+    def __str__(self) -> str:
+        """Returns the table."""
+        return self.table()
+
+
+def _render(findings: Findings) -> str:
+    """Returns the findings as a table, one row each."""
+    # Here, so that `import tfamp` does not pay for it.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    table = Table(title=Text(findings.title), title_justify="left", show_lines=True)
+    table.add_column("severity", no_wrap=True)
+    table.add_column("where", overflow="fold", max_width=24)
+    table.add_column("rule", overflow="fold", max_width=18)
+    table.add_column("found", ratio=3)
+    table.add_column("remedy", ratio=2)
+    for finding in findings:
+        row = (finding.severity, finding.place, finding.rule)
+        # Text, since "x[0]" would be read as markup.
+        table.add_row(*map(Text, (*row, finding.message, finding.remedy)))
+    console = Console(
+        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
+    )
+    console.print(table)
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())
