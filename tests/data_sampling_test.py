@@ -1,0 +1,828 @@
+"""`tfamp.data.sampling`: plans, balance, weights and subsets, by position and streamed."""
+
+import collections
+import itertools
+import math
+import re
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data._arrays import array_source
+from tfamp.data._stages import Settings
+from tfamp.data.sampling import make_balance, make_subset, make_weights, plans
+from tfamp.data.sampling.labels import class_ids
+
+SETTINGS = Settings(num_threads=2, autotune=False)
+# Of 1,000 examples, as skewed as class labels are.
+SIZES = (1, 9, 90, 200, 700)
+
+
+def chi_square_limit(degrees_of_freedom):
+    """Returns what chi-square exceeds with probability 1e-4 (Wilson-Hilferty)."""
+    part = 2 / (9 * degrees_of_freedom)
+    return degrees_of_freedom * (1 - part + 3.719 * math.sqrt(part)) ** 3
+
+
+def chi_square(observed, probabilities):
+    expected = np.sum(observed) * np.asarray(probabilities, np.float64)
+    return np.sum((np.asarray(observed) - expected) ** 2 / expected)
+
+
+def assert_drawn_from(observed, probabilities):
+    statistic = chi_square(observed, probabilities)
+    assert statistic < chi_square_limit(len(probabilities) - 1)
+
+
+def skewed_labels():
+    labels = np.repeat(np.arange(len(SIZES)), SIZES)
+    return np.random.default_rng(0).permutation(labels)
+
+
+def numbered(labels):
+    """Returns pairs (position, label) as a dataset."""
+    return tf.data.Dataset.from_tensor_slices(
+        (np.arange(len(labels)), np.asarray(labels))
+    )
+
+
+def listed(dataset):
+    """Returns the scalars of a dataset, read many at a time."""
+    return [int(i) for batch in dataset.batch(1024) for i in batch.numpy()]
+
+
+def positions_of(dataset):
+    return listed(dataset.map(lambda x, y: x))
+
+
+def by_position(stage, labels):
+    source = array_source(np.arange(len(labels)), np.asarray(labels))
+    return stage.positions(source, SETTINGS)
+
+
+def epoch_of(stage, labels, way):
+    """Returns the positions of two epochs, drawn in one of the two ways."""
+    if way == "position":
+        dataset = by_position(stage, labels)
+        return [listed(dataset) for _ in range(2)]
+    dataset = stage.apply(numbered(labels), SETTINGS)
+    return [positions_of(dataset) for _ in range(2)]
+
+
+ways = pytest.mark.parametrize("way", ["position", "stream"])
+
+
+# Plans.
+
+
+@pytest.mark.parametrize("num_outputs", [1000, 1003, 37, 3500], ids=str)
+def test_a_balanced_plan_is_exact_by_class_and_by_member(num_outputs):
+    labels = skewed_labels()
+    for seed in range(3):
+        plan = plans.balanced_plan(tf.constant(labels), 5, num_outputs, [seed, 7])
+        times = np.bincount(plan.numpy(), minlength=1000)
+        assert len(plan) == num_outputs
+        for label in range(5):
+            of_class = times[labels == label]
+            assert abs(of_class.sum() - num_outputs / 5) < 1
+            assert of_class.max() - of_class.min() <= 1
+
+
+def test_copies_are_those_of_the_plan():
+    labels = tf.constant(skewed_labels())
+    plan = plans.balanced_plan(labels, 5, 777, [3, 4])
+    copies = plans.balanced_copies(labels, 5, 777, [3, 4])
+    np.testing.assert_array_equal(np.bincount(plan, minlength=1000), copies)
+
+
+def test_places_left_over_go_to_other_classes_and_members_each_time():
+    labels = tf.constant([0, 0, 0, 1, 1, 1, 2, 2, 2])
+
+    @tf.function
+    def copies(seed):
+        return plans.balanced_copies(labels, 3, 7, seed)
+
+    totals = sum(copies(tf.constant([seed, 0])).numpy() for seed in range(1500))
+    # 7 places: each class gets 2, and one of the three gets the seventh.
+    assert totals.sum() == 7 * 1500
+    by_class = totals.reshape(3, 3).sum(axis=1) - 2 * 1500
+    assert_drawn_from(by_class, [1 / 3] * 3)
+    # Copies of members vary less than independent draws, so this bound holds too.
+    assert_drawn_from(totals, [1 / 9] * 9)
+
+
+def test_a_balanced_plan_comes_in_random_order():
+    @tf.function
+    def first(seed):
+        return plans.balanced_plan(tf.constant([0, 0, 0, 1, 2, 2]), 3, 6, seed)[0]
+
+    firsts = [int(first(tf.constant([seed, 1]))) for seed in range(2000)]
+    share = np.array([1 / 3 / 3] * 3 + [1 / 3] + [1 / 6] * 2)
+    assert_drawn_from(np.bincount(firsts, minlength=6), share)
+
+
+def test_a_rare_class_takes_no_memory_for_all_others():
+    # With `tf.repeat` these copies need 200,000 x 100,000 places.
+    labels = np.zeros(200_000, np.int32)
+    labels[5] = 1
+    plan = plans.balanced_plan(tf.constant(labels), 2, 200_000, [0, 1])
+    assert np.sum(plan.numpy() == 5) == 100_000
+
+
+@pytest.mark.parametrize(
+    "weights",
+    [
+        np.arange(1, 21, dtype=float),
+        np.geomspace(1e-3, 1.0, 12),
+        np.array([0.0, 3.0, 0.0, 1.0, 1.0, 0.0]),
+        np.array([0.5, 1.0, 1.5]) * 1e308,
+    ],
+    ids=["linear", "geometric", "with zeros", "huge"],
+)
+def test_draws_with_replacement_pass_chi_square(weights):
+    plan = plans.weighted_plan(
+        tf.constant(weights), 100_000, [5, 6], replacement=True
+    ).numpy()
+    times = np.bincount(plan, minlength=len(weights))
+    share = weights / weights.max()
+    share /= share.sum()
+    assert times[share == 0].sum() == 0
+    assert_drawn_from(times[share > 0], share[share > 0])
+    # Independent draws: pairs that follow each other have the products as shares.
+    if len(weights) <= 6:
+        kept = np.flatnonzero(share)
+        pairs = collections.Counter(zip(plan[::2], plan[1::2], strict=True))
+        observed = [pairs[pair] for pair in itertools.product(kept, kept)]
+        assert_drawn_from(observed, np.outer(share[kept], share[kept]).ravel())
+
+
+def test_draws_without_replacement_are_successive_draws():
+    weights = np.array([1.0, 2.0, 0.0, 3.0, 4.0])
+
+    @tf.function
+    def draw(seed):
+        return plans.weighted_plan(tf.constant(weights), 2, seed, replacement=False)
+
+    drawn = [draw(tf.constant([seed, 3])).numpy() for seed in range(4000)]
+    sets = collections.Counter(frozenset(pair.tolist()) for pair in drawn)
+    probabilities = {}
+    for i, j in itertools.permutations([0, 1, 3, 4], 2):
+        both = frozenset([i, j])
+        chance = weights[i] / 10 * weights[j] / (10 - weights[i])
+        probabilities[both] = probabilities.get(both, 0) + chance
+    assert set(sets) == set(probabilities)
+    assert_drawn_from([sets[key] for key in probabilities], [*probabilities.values()])
+    # The heavy one comes no more often first than second.
+    order = [pair.tolist().index(4) for pair in drawn if 4 in pair]
+    assert_drawn_from(np.bincount(order), [0.5, 0.5])
+
+
+def test_weights_that_underflow_are_still_drawn_in_proportion():
+    weights = tf.constant([1e-310, 3e-310, 0.0], tf.float64)
+    plan = plans.weighted_plan(weights, 2, [1, 2], replacement=False).numpy()
+    assert sorted(plan) == [0, 1]
+
+
+def largest_remainders(counts, size):
+    """Returns the seats of each class, by fractions of Python's integers."""
+    total = sum(counts)
+    seats = [count * size // total for count in counts]
+    order = sorted(range(len(counts)), key=lambda k: -(counts[k] * size % total))
+    for k in order[: size - sum(seats)]:
+        seats[k] += 1
+    return seats
+
+
+@pytest.mark.parametrize("size", [1, 10, 333, 999, 1000], ids=str)
+def test_a_stratified_subset_has_the_seats_of_largest_remainders(size):
+    labels = skewed_labels()
+    chosen = plans.stratified_subset(tf.constant(labels), 5, size, [0, 0]).numpy()
+    seats = np.bincount(labels[chosen], minlength=5)
+    assert seats.tolist() == largest_remainders(SIZES, size)
+    assert (np.diff(chosen) > 0).all()
+
+
+def test_members_of_a_subset_are_drawn_uniformly():
+    @tf.function
+    def choose(seed):
+        return plans.stratified_subset(tf.constant([0] * 6 + [1] * 3), 2, 3, seed)
+
+    totals = sum(
+        np.bincount(choose(tf.constant([seed, 9])).numpy(), minlength=9)
+        for seed in range(2000)
+    )
+    assert_drawn_from(totals, [1 / 9] * 9)
+
+
+@pytest.mark.parametrize("kind", ["balanced", "weighted", "subset"])
+def test_plans_are_the_same_inside_a_map(kind):
+    labels = tf.constant(skewed_labels())
+
+    def plan(seed):
+        if kind == "balanced":
+            return plans.balanced_plan(labels, 5, 500, seed)
+        if kind == "weighted":
+            weights = tf.cast(labels, tf.float64)
+            return plans.weighted_plan(weights, 500, seed, replacement=True)
+        return plans.stratified_subset(labels, 5, 500, seed)
+
+    seeds = tf.data.Dataset.from_tensors(tf.constant([1, 2], tf.int64))
+    inside = next(iter(seeds.map(plan)))
+    np.testing.assert_array_equal(inside, plan(tf.constant([1, 2], tf.int64)))
+
+
+# Balance.
+
+
+@ways
+@pytest.mark.parametrize(
+    "method, of_each", [("resample", 200), ("oversample", 700), ("undersample", 1)]
+)
+def test_balancing_gives_every_class_its_number(way, method, of_each):
+    labels = skewed_labels()
+    stage = make_balance(method=method, seed=1)
+    for epoch in epoch_of(stage, labels, way):
+        assert np.bincount(labels[epoch]).tolist() == [of_each] * 5
+
+
+@ways
+@pytest.mark.parametrize("method", ["resample", "oversample", "undersample"])
+def test_balancing_keeps_the_cardinality(way, method):
+    labels = [0, 0, 0, 1, 1, 2, 2]
+    stage = make_balance(method=method, seed=1)
+    dataset = (
+        by_position(stage, labels)
+        if way == "position"
+        else stage.apply(numbered(labels), SETTINGS)
+    )
+    expected = {"resample": 7, "oversample": 9, "undersample": 6}[method]
+    assert int(dataset.cardinality()) == expected == len(list(dataset))
+
+
+def test_stock_rejection_resampling_loses_the_cardinality():
+    stock = numbered([0, 0, 0, 1]).rejection_resample(
+        lambda x, y: y, [0.5, 0.5], [0.75, 0.25], seed=1
+    )
+    assert int(stock.cardinality()) == int(tf.data.UNKNOWN_CARDINALITY)
+
+
+@ways
+def test_each_epoch_is_another_draw_and_a_seed_repeats_all_of_them(way):
+    labels = skewed_labels()
+    stage = make_balance(method="undersample", seed=1)
+    labels[:10] = np.repeat(np.arange(5), 2)
+    first, second = epoch_of(stage, labels, way)
+    assert sorted(first) != sorted(second)
+    again = epoch_of(make_balance(method="undersample", seed=1), labels, way)
+    assert again == [first, second]
+    other = epoch_of(make_balance(method="undersample", seed=2), labels, way)
+    assert other[0] != first
+    free = [epoch_of(make_balance(method="undersample"), labels, way) for _ in "ab"]
+    assert free[0] != free[1]
+
+
+def test_repeat_gives_another_draw_each_time_too():
+    dataset = by_position(make_balance(seed=1), skewed_labels()).repeat(2)
+    drawn = listed(dataset)
+    assert sorted(drawn[:1000]) != sorted(drawn[1000:])
+
+
+@pytest.mark.slow
+def test_two_processes_draw_the_same_epochs():
+    program = (
+        "import numpy as np\n"
+        "from tfamp.data._arrays import array_source\n"
+        "from tfamp.data._stages import Settings\n"
+        "from tfamp.data.sampling import make_balance\n"
+        "source = array_source(np.arange(9), np.arange(9) % 2)\n"
+        "drawn = make_balance(seed=3).positions(source, Settings(1, False))\n"
+        "print([[int(i) for i in drawn] for _ in range(3)])\n"
+    )
+    out = [
+        subprocess.run(
+            [sys.executable, "-c", program], capture_output=True, check=True, text=True
+        ).stdout
+        for _ in range(2)
+    ]
+    assert out[0] == out[1]
+    assert len(out[0]) > 3 * 9
+
+
+def test_a_draw_by_position_is_shuffled_and_a_stream_keeps_its_order():
+    labels = skewed_labels()
+    stage = make_balance(seed=1)
+    drawn = epoch_of(stage, labels, "position")[0]
+    streamed = epoch_of(stage, labels, "stream")[0]
+    assert drawn != sorted(drawn)
+    assert streamed == sorted(streamed)
+    # The same plan, in two orders.
+    assert sorted(drawn) == streamed
+
+
+CLASSES = {
+    "strings": np.array(["cat", "dog", "dog", "dog"]),
+    "booleans": np.array([True, False, False, False]),
+    "whole floats": np.array([1.0, 0.0, 0.0, 0.0], np.float32),
+    "columns": np.array([[7], [9], [9], [9]]),
+    "one-hot rows": np.eye(3, dtype=np.float32)[[2, 0, 0, 0]],
+    "probabilities": np.array([[0.1, 0.9], [0.8, 0.2], [0.7, 0.3], [0.6, 0.4]]),
+    "far apart": np.array([10**12, -5, -5, -5]),
+}
+
+
+@ways
+@pytest.mark.parametrize("labels", CLASSES.values(), ids=CLASSES)
+def test_classes_may_be(labels, way):
+    for epoch in epoch_of(make_balance(seed=1), labels, way):
+        assert epoch.count(0) == 2
+        assert len(epoch) == 4
+
+
+@ways
+def test_classes_may_come_from_a_function_or_a_key(way):
+    x = {"id": np.arange(6), "group": np.array([5, 5, 5, 5, 5, 8])}
+    for by in ("group", lambda x, y: x["group"] == 8, lambda x, y: y[1]):
+        stage = make_balance(by, seed=1)
+        targets = np.stack([np.arange(6), x["group"]], axis=1)
+        if way == "position":
+            drawn = stage.positions(array_source(x, targets), SETTINGS)
+            found = [int(i) for i in drawn]
+        else:
+            dataset = tf.data.Dataset.from_tensor_slices((x, targets))
+            found = [int(e["id"]) for e, _ in stage.apply(dataset, SETTINGS)]
+        assert found.count(5) == 3
+
+
+def test_elements_that_are_dicts_have_keys():
+    dataset = tf.data.Dataset.from_tensor_slices({"a": [0, 1, 2], "b": [0, 0, 1]})
+    balanced = make_balance("b", method="oversample", seed=1).apply(dataset, SETTINGS)
+    assert [int(e["a"]) for e in balanced] == [0, 1, 2, 2]
+
+
+def test_a_class_with_one_member_repeats_it():
+    labels = [0] * 99 + [1]
+    for epoch in epoch_of(make_balance(seed=1), labels, "stream"):
+        assert epoch.count(99) == 50
+
+
+@ways
+def test_a_single_class_is_warned_of(way):
+    stage = make_balance(seed=1)
+    message = "All 4 examples are of class 3; expected two classes or more."
+    with pytest.warns(UserWarning, match=re.escape(message)):
+        epochs = epoch_of(stage, [3, 3, 3, 3], way)
+    assert [sorted(epoch) for epoch in epochs] == [[0, 1, 2, 3]] * 2
+
+
+# Streams.
+
+
+def elements_of_many_kinds():
+    ragged = tf.ragged.constant([[[1]], [[2, 3], [5]], [], [[4]]])
+    count = tf.data.Dataset.range(4)
+    return {
+        "small and static": count.map(lambda i: (tf.fill([3], i), i % 3)),
+        "strings": count.map(lambda i: (tf.strings.as_string(i), i % 3)),
+        "unknown length": count.map(
+            lambda i: (tf.ensure_shape(tf.range(i), [None]), i % 3)
+        ),
+        "too large to copy": count.map(lambda i: (tf.fill([2**19], i), i % 3)),
+        "ragged": tf.data.Dataset.zip(
+            (tf.data.Dataset.from_tensor_slices(ragged), count.map(lambda i: i % 3))
+        ),
+        "sparse": count.map(lambda i: (tf.sparse.eye(2), i % 3)),
+    }
+
+
+KINDS = [
+    "small and static",
+    "strings",
+    "unknown length",
+    "too large to copy",
+    "ragged",
+    "sparse",
+]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_elements_of_every_kind_are_copied_whole(kind):
+    dataset = elements_of_many_kinds()[kind]
+    stage = make_balance(method="oversample", seed=1)
+    stream = stage.apply(dataset, SETTINGS)
+    assert stream.element_spec == dataset.element_spec
+    assert int(stream.cardinality()) == 6
+    # Classes are 0, 1, 2, 0: examples 1 and 2 come twice.
+    given = [tf.nest.flatten(e, expand_composites=True) for e in dataset]
+    came = [tf.nest.flatten(e, expand_composites=True) for e in stream]
+    for index, element in zip([0, 1, 1, 2, 2, 3], came, strict=True):
+        for a, b in zip(element, given[index], strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+def test_labels_are_read_once_for_one_dataset():
+    reads = []
+
+    def generate():
+        reads.append(1)
+        yield from ((i, i % 2) for i in range(6))
+
+    scalar = tf.TensorSpec((), tf.int64)
+    dataset = tf.data.Dataset.from_generator(
+        generate, output_signature=(scalar, scalar)
+    )
+    stage = make_balance(seed=1)
+    first, second = stage.apply(dataset, SETTINGS), stage.apply(dataset, SETTINGS)
+    assert len(reads) == 1
+    assert positions_of(first) == positions_of(second)
+    assert len(reads) == 3
+    stage.apply(dataset.take(4), SETTINGS)
+    assert len(reads) == 4
+
+
+def test_the_pass_over_labels_fills_a_cache_before_it():
+    calls = []
+
+    def note(x):
+        calls.append(int(x))
+        return x
+
+    dataset = numbered([0, 0, 0, 1]).map(
+        lambda x, y: (tf.ensure_shape(tf.numpy_function(note, [x], x.dtype), []), y)
+    )
+    stream = make_balance(seed=1).apply(dataset.cache(), SETTINGS)
+    assert sorted(calls) == [0, 1, 2, 3]
+    assert len(list(stream)) == len(list(stream)) == 4
+    assert len(calls) == 4
+
+
+@pytest.mark.parametrize("by", [None, lambda x, y: y], ids=["target", "function"])
+def test_a_dataset_that_shuffles_itself_is_an_error(by):
+    shuffled = numbered(skewed_labels()).shuffle(1000, seed=1)
+    stream = make_balance(by, seed=1).apply(shuffled, SETTINGS)
+    message = "Labels or weights were read once, in `build`, and elements have changed"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(stream)
+
+
+@pytest.mark.parametrize("by", [None, lambda x, y: y], ids=["chunks", "one by one"])
+@pytest.mark.parametrize("later", [3, 5, 6, 8, 200], ids=str)
+def test_a_dataset_that_changes_its_length_is_an_error(later, by):
+    lengths = iter([6, later])
+    scalar = tf.TensorSpec((), tf.int64)
+    dataset = tf.data.Dataset.from_generator(
+        lambda: ((i, i % 2) for i in range(next(lengths))),
+        output_signature=(scalar, scalar),
+    )
+    stream = make_balance(by, seed=1).apply(dataset, SETTINGS)
+    if later == 6:
+        assert len(list(stream)) == 6
+        return
+    message = f"it ends, or goes on, at number] [{min(later, 6)}]"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(stream)
+
+
+def test_ragged_elements_that_change_in_number_are_an_error():
+    lengths = iter([6, 4])
+
+    def generate():
+        for i in range(next(lengths)):
+            yield tf.ragged.constant([[i]]), i % 2
+
+    dataset = tf.data.Dataset.from_generator(
+        generate,
+        output_signature=(
+            tf.RaggedTensorSpec((1, None), tf.int32),
+            tf.TensorSpec((), tf.int64),
+        ),
+    )
+    stream = make_balance(seed=1).apply(dataset, SETTINGS)
+    with pytest.raises(tf.errors.OpError, match="expected to contain 6 elements"):
+        list(stream)
+
+
+def test_explaining_reads_nothing():
+    def generate():
+        raise AssertionError("read")
+        yield 0, 0
+
+    scalar = tf.TensorSpec((), tf.int64)
+    dataset = tf.data.Dataset.from_generator(
+        generate, output_signature=(scalar, scalar)
+    )
+    stages = [
+        make_balance(),
+        make_balance(method="oversample"),
+        make_weights(lambda x, y: y),
+        make_weights([1.0, 2.0], num_examples=5),
+        make_subset(0.5, stratify=True),
+        make_subset(3),
+    ]
+    for stage in stages:
+        stage.check(dataset)
+        setting, reason = stage.explain(dataset, SETTINGS)
+        assert setting and reason
+        preview = stage.preview(dataset, SETTINGS)
+        assert preview.element_spec == dataset.element_spec
+    balanced = make_balance("group", method="undersample", seed=3)
+    assert balanced.explain(dataset, SETTINGS) == (
+        "undersample by 'group', seed 3",
+        "classes equally often, each as often as the smallest; anew each epoch; "
+        "labels are read once, at build",
+    )
+
+
+@pytest.mark.parametrize(
+    "stage",
+    [
+        make_balance(seed=1),
+        make_weights([1.0, 1.0, 1.0, 1.0], num_examples=9),
+        make_subset(3),
+        make_subset(0.5),
+    ],
+    ids=["balance", "weights", "subset", "share"],
+)
+def test_a_preview_has_the_length_that_comes_out(stage):
+    dataset = numbered([0, 1, 1, 1])
+    preview = stage.preview(dataset, SETTINGS)
+    built = stage.apply(dataset, SETTINGS)
+    assert int(preview.cardinality()) == int(built.cardinality()) > 0
+
+
+# Weights.
+
+
+@ways
+def test_weights_are_drawn_in_proportion_over_epochs(way):
+    weights = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
+    labels = np.arange(5)
+    epochs = epoch_of(make_weights(weights, num_examples=20_000, seed=2), labels, way)
+    assert epochs[0] != epochs[1]
+    for epoch in epochs:
+        times = np.bincount(epoch, minlength=5)
+        assert times[0] == 0
+        assert_drawn_from(times[1:], weights[1:] / 10)
+
+
+@ways
+def test_weights_may_come_from_a_function(way):
+    stage = make_weights(lambda x, y: tf.cast(y, tf.float32), num_examples=100, seed=1)
+    labels = [0, 1, 0, 2]
+    for epoch in epoch_of(stage, labels, way):
+        assert set(epoch) == {1, 3}
+        assert len(epoch) == 100
+
+
+@ways
+def test_without_replacement_nothing_comes_twice(way):
+    weights = np.arange(20.0)
+    stage = make_weights(weights, replacement=False, num_examples=12, seed=1)
+    first, second = epoch_of(stage, np.zeros(20), way)
+    assert len(set(first)) == len(set(second)) == 12
+    assert 0 not in first + second
+    assert set(first) != set(second)
+
+
+@ways
+def test_weights_keep_the_cardinality(way):
+    for num_examples, expected in ((None, 4), (11, 11)):
+        stage = make_weights([1, 2, 3, 4], num_examples=num_examples, seed=1)
+        dataset = (
+            by_position(stage, [0] * 4)
+            if way == "position"
+            else stage.apply(numbered([0] * 4), SETTINGS)
+        )
+        assert int(dataset.cardinality()) == expected == len(list(dataset))
+
+
+def test_weights_of_a_dataset_of_unknown_length_are_counted():
+    dataset = numbered([0] * 4).filter(lambda x, y: x < 3)
+    stage = make_weights([1.0, 1.0, 1.0, 1.0], seed=1)
+    stage.check(dataset)
+    message = "`weights` has 4 values for 3 examples; expected one"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        stage.apply(dataset, SETTINGS)
+
+
+# Subsets.
+
+
+@ways
+@pytest.mark.parametrize("size, expected", [(30, 30), (0.25, 250)], ids=str)
+def test_a_stratified_subset_keeps_proportions_and_order(way, size, expected):
+    labels = skewed_labels()
+    stage = make_subset(size, stratify="target", seed=4)
+    source = array_source(np.arange(1000), labels)
+    if way == "position":
+        kept = stage.chosen(source).numpy().tolist()
+    else:
+        dataset = stage.apply(numbered(labels), SETTINGS)
+        assert int(dataset.cardinality()) == expected
+        kept = positions_of(dataset)
+        assert kept == positions_of(dataset)
+        assert kept == stage.chosen(source).numpy().tolist()
+    assert kept == sorted(kept)
+    seats = np.bincount(labels[kept], minlength=5).tolist()
+    assert seats == largest_remainders(SIZES, expected)
+
+
+def test_a_subset_is_the_same_for_any_global_seed():
+    kept = []
+    for seed in (1, 2):
+        tf.random.set_seed(seed)
+        kept.append(positions_of(make_subset(5).apply(numbered([0] * 50), SETTINGS)))
+    assert kept[0] == kept[1]
+    other = positions_of(make_subset(5, seed=1).apply(numbered([0] * 50), SETTINGS))
+    assert kept[0] != other
+
+
+def test_a_subset_of_numbered_elements_keeps_their_numbers():
+    labels = skewed_labels()
+    for stratify in (None, True, lambda x, y: y):
+        stage = make_subset(20, stratify=stratify)
+        pairs = tf.data.Dataset.from_tensor_slices(
+            (np.arange(1000) * 3, labels)
+        ).enumerate()
+        kept = list(stage.apply_numbered(pairs, SETTINGS))
+        assert len(kept) == 20
+        for position, (x, y) in kept:
+            assert int(x) == 3 * int(position)
+            assert int(y) == labels[int(position)]
+        same = stage.apply(pairs.map(lambda position, element: element), SETTINGS)
+        assert [int(x) for x, _ in same] == [int(x) for _, (x, _) in kept]
+
+
+def test_a_subset_counts_a_dataset_of_unknown_length():
+    dataset = numbered([0] * 10).filter(lambda x, y: x % 2 == 0)
+    kept = make_subset(0.6).apply(dataset, SETTINGS)
+    assert int(kept.cardinality()) == len(list(kept)) == 3
+
+
+def test_a_subset_as_large_as_the_data_is_all_of_it():
+    kept = positions_of(make_subset(7).apply(numbered([0] * 7), SETTINGS))
+    assert kept == list(range(7))
+
+
+# Errors.
+
+
+def check(stage, dataset):
+    stage.check(dataset)
+    stage.apply(dataset, SETTINGS)
+
+
+ERRORS = {
+    "no target": (
+        lambda: check(make_balance(), tf.data.Dataset.range(3)),
+        "Elements are a tensor (), without a target; expected (input, target).",
+    ),
+    "many targets": (
+        lambda: check(
+            make_balance(),
+            tf.data.Dataset.from_tensor_slices(([1], {"a": [1], "b": [2]})),
+        ),
+        "The target is a dict of ('a', 'b'); expected one tensor that tells the class.",
+    ),
+    "no such key": (
+        lambda: check(
+            make_balance("c"), tf.data.Dataset.from_tensor_slices({"a": [1]})
+        ),
+        "`by` is 'c'; expected a key of the elements, which have the keys ('a',).",
+    ),
+    "no dict": (
+        lambda: check(make_balance("c"), numbered([0, 1])),
+        "`by` is 'c'; expected a key of the elements, which have no dict but "
+        "(a tensor (), a tensor ()).",
+    ),
+    "matrix": (
+        lambda: check(make_balance(), numbered(np.zeros((3, 2, 2)))),
+        "What `by` reads has shape (2, 2); expected a scalar or a one-hot row.",
+    ),
+    "several weights": (
+        lambda: check(make_weights(lambda x, y: y), numbered(np.zeros((3, 2)))),
+        "What `weights` reads has shape (2,); expected a scalar.",
+    ),
+    "continuous": (
+        lambda: check(make_balance(), numbered([1.0, 0.25])),
+        "Example 1 has 0.25 as its class; expected integers, strings, one-hot rows",
+    ),
+    "not a number": (
+        lambda: check(make_balance(), numbered([1.0, 0.0, np.nan])),
+        "Example 2 has nan as its class",
+    ),
+    "several labels": (
+        lambda: check(make_balance(), numbered([[1, 0], [1, 1]])),
+        "The row of example 1 is not one class; expected one-hot rows",
+    ),
+    "regression row": (
+        lambda: check(make_balance(), numbered([[1.0, 0.0], [0.5, -0.2]])),
+        "The row of example 1 is not one class",
+    ),
+    "no end": (
+        lambda: check(make_balance(), numbered([0, 1]).repeat()),
+        "`.balance` got a dataset without end; expected one that ends",
+    ),
+    "weights without end": (
+        lambda: check(make_weights([1.0]), numbered([0, 1]).repeat()),
+        "`.weights` got a dataset without end; expected one that ends",
+    ),
+    "subset without end": (
+        lambda: check(make_subset(1), numbered([0, 1]).repeat()),
+        "`.subset` got a dataset without end; expected one that ends",
+    ),
+    "other number": (
+        lambda: make_weights([1.0, 2.0]).check(numbered([0, 1, 2])),
+        "`weights` has 2 values for 3 examples; expected one for each example",
+    ),
+    "other number of rows": (
+        lambda: by_position(make_weights([1.0, 2.0]), [0, 1, 2]),
+        "`weights` has 2 values for 3 examples; expected one for each example",
+    ),
+    "negative": (
+        lambda: make_weights([1.0, -2.0, -3.0]),
+        "`weights` has -2.0 at index 1 and 2 such values in all; expected finite",
+    ),
+    "infinite": (lambda: make_weights([np.inf]), "`weights` has inf at index 0"),
+    "weight not a number": (
+        lambda: check(make_weights(lambda x, y: y), numbered([1.0, np.nan])),
+        "`weights` has nan at index 1 and 1 such values in all",
+    ),
+    "all zero": (
+        lambda: make_weights([0, 0]),
+        "All 2 `weights` are 0, from index 0 on; expected at least one above 0.",
+    ),
+    "too many": (
+        lambda: make_weights([1, 0, 1], replacement=False, num_examples=3),
+        "`num_examples` is 3 with `replacement=False`; expected at most 2, the number "
+        "of weights above 0 (the first 0 is at index 1).",
+    ),
+    "all of them": (
+        lambda: make_weights([1, 2], replacement=False),
+        "`num_examples` is None with `replacement=False`; expected fewer",
+    ),
+    "unknown method": (
+        lambda: make_balance(method="smote"),
+        "Unknown `method` 'smote'; expected 'resample', 'oversample' or 'undersample'.",
+    ),
+    "subset too large": (
+        lambda: check(make_subset(4), numbered([0, 1, 2])),
+        "`size` is 4; expected at most 3, the number of examples.",
+    ),
+    "share of more than all": (
+        lambda: make_subset(1.5),
+        "`size` is 1.5; expected a number above 0 and below 1.",
+    ),
+    "subset of none": (
+        lambda: make_subset(0),
+        "`size` is 0; expected an integer of at least 1.",
+    ),
+    "empty": (
+        lambda: check(make_balance(), numbered([0]).filter(lambda x, y: y > 0)),
+        "The dataset has no elements to read `by` of; expected at least one.",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", ERRORS.values(), ids=ERRORS)
+def test_errors_say_what_to_do(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call()
+
+
+TYPE_ERRORS = {
+    "by": (lambda: make_balance(3), "`by` is 3; expected None, a key or a function."),
+    "stratify": (
+        lambda: make_subset(3, stratify=2),
+        "`stratify` is 2; expected None, 'target', a key or a function",
+    ),
+    "weights": (
+        lambda: make_weights([["a"]]),
+        "`weights` has shape (1, 1) and dtype <U1; expected one number",
+    ),
+    "text weight": (
+        lambda: check(make_weights(lambda x, y: y), numbered(["a"])),
+        "`weights` gave a string; expected a weight of at least 0.",
+    ),
+    "structure": (
+        lambda: check(make_balance(lambda x, y: (y, y)), numbered([0])),
+        "expected one value for an element. Return a single number or string.",
+    ),
+    "seed": (lambda: make_balance(seed=0.5), "`seed` is 0.5, of type float"),
+    "size": (lambda: make_subset("a"), "`size` is 'a', of type str"),
+    "truth": (lambda: make_subset(True), "`size` is True, of type bool"),
+}
+
+
+@pytest.mark.parametrize("call, message", TYPE_ERRORS.values(), ids=TYPE_ERRORS)
+def test_type_errors_say_what_to_do(call, message):
+    with pytest.raises(TypeError, match=re.escape(message)):
+        call()
+
+
+def test_classes_are_numbered_in_order():
+    ids, classes = class_ids(np.array([5, -1, 5, 9]), "by")
+    assert ids.tolist() == [1, 0, 1, 2]
+    assert classes.tolist() == [-1, 5, 9]

@@ -1,0 +1,132 @@
+"""The stage that makes all classes come equally often."""
+
+import dataclasses
+import math
+import warnings
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp import _checks
+from tfamp.data._stages import Settings
+from tfamp.data.sampling import plans
+from tfamp.data.sampling.labels import Reader, class_ids
+from tfamp.data.sampling.sampler import Sampler, of_unknown_length, told_seed
+from tfamp.data.sampling.streams import Draw
+
+METHODS = {
+    "resample": "as many examples as there are",
+    "oversample": "each as often as the largest",
+    "undersample": "each as often as the smallest",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Balance(Sampler):
+    """Makes all classes come equally often.
+
+    Attributes:
+        by: Where the class of an example is found; see `Reader`.
+        method: How many come, a key of `METHODS`.
+    """
+
+    name: ClassVar[str] = "balance"
+    by: Callable[..., Any] | str | None
+    method: str
+
+    @property
+    def reader(self) -> Reader:
+        """Reads the class of each example."""
+        return Reader(self.by, "by")
+
+    def advise(self, values: np.ndarray | None, stacklevel: int) -> None:
+        """Warns if there is one class only."""
+        if values is not None and (values == values[0]).all():
+            warnings.warn(
+                f"All {len(values):,} examples are of class {values.tolist()[0]!r}; expected "
+                "two classes or more. Balancing changes nothing: check what `by` "
+                "reads, or leave `.balance` out.",
+                stacklevel=stacklevel,
+            )
+
+    def draw(self, values: np.ndarray | None, num_examples: int) -> Draw:
+        """Returns a draw in which classes come equally often, up to one."""
+        if values is None:
+            raise ValueError(
+                "`values` is None; expected the class of each example. Read them with "
+                "`reader`."
+            )
+        ids, classes = class_ids(values, "by")
+        counts = np.bincount(ids)
+        num_classes = len(classes)
+        num_outputs = {
+            "resample": num_examples,
+            "oversample": num_classes * int(counts.max()),
+            "undersample": num_classes * int(counts.min()),
+        }[self.method]
+        with tf.device("CPU:0"):
+            class_of_each = tf.constant(ids)
+        given = (class_of_each, num_classes, num_outputs)
+        most = math.ceil(math.ceil(num_outputs / num_classes) / int(counts.min()))
+        return Draw(
+            num_examples,
+            num_outputs,
+            most,
+            lambda seed: plans.balanced_plan(*given, seed),
+            lambda seed: plans.balanced_copies(*given, seed),
+        )
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns a dataset of the same spec, and of the same length if known."""
+        return dataset if self.method == "resample" else of_unknown_length(dataset)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        return (
+            f"{self.method} by {self.reader.told}, {told_seed(self.seed)}",
+            f"classes equally often, {METHODS[self.method]}; anew each epoch; labels "
+            "are read once, at build",
+        )
+
+
+def make_balance(
+    by: Callable[..., Any] | str | None = None,
+    *,
+    method: str = "resample",
+    seed: int | None = None,
+) -> Balance:
+    """Returns the stage of `Pipeline.balance`.
+
+    A class is an integer, a string, a whole float, or a row that is one-hot or holds
+    probabilities, which counts by its largest value. Every class gets the same
+    number of places, up to one, and within a class every example comes equally
+    often, up to one; who comes once more is drawn anew each epoch.
+
+    Rare classes come more often than they are: the model's probabilities are then
+    those of a balanced world, and an example that comes 100 times in an epoch is
+    learned by heart. Class weights in `fit` change the loss instead of the data.
+
+    Args:
+        by: What tells the class: None for the target, the second part of an element;
+            a key of dict elements; or a function of an element's parts.
+        method: "resample" gives as many examples as there are. "oversample" brings
+            every class up to the largest. "undersample" cuts every class to the
+            smallest, to other examples each epoch.
+        seed: Same seed, same sequence of epochs; None for another each time. Workers
+            of `tf.distribute` need a seed, so that they agree.
+
+    Raises:
+        TypeError: `by` is none of the three, or `seed` no integer.
+        ValueError: An unknown method.
+    """
+    if not (by is None or isinstance(by, str) or callable(by)):
+        raise TypeError(
+            f"`by` is {by!r}; expected None, a key or a function. Leave it out for the "
+            "target, or pass a function such as `lambda x, y: y`."
+        )
+    method = _checks.choice("method", method, METHODS)
+    if seed is not None:
+        seed = _checks.positive_int("seed", seed, minimum=0)
+    return Balance(seed, by, method)

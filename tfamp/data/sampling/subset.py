@@ -1,0 +1,185 @@
+"""The stage that keeps a part of the examples, the same one each time."""
+
+import dataclasses
+import numbers
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp import _checks
+from tfamp.data._elements import known_length
+from tfamp.data._sources import RandomAccess
+from tfamp.data._stages import Settings, Stage, num_usable_cpus
+from tfamp.data.sampling import plans
+from tfamp.data.sampling.labels import Memory, Reader, class_ids, count
+from tfamp.data.sampling.sampler import check_ends, of_unknown_length, told_seed
+from tfamp.data.sampling.streams import Draw, Expected, copied
+
+
+@dataclasses.dataclass(frozen=True)
+class Subset(Stage):
+    """Keeps a part of the examples, the same in every epoch and process.
+
+    Attributes:
+        size: How many to keep, or which share.
+        reader: Reads the class whose proportions are kept, None for a uniform draw.
+        seed: Same seed, same subset.
+        memory: What was read of the last dataset.
+    """
+
+    rank: ClassVar[int] = 5
+    name: ClassVar[str] = "subset"
+    size: int | float
+    reader: Reader | None
+    seed: int
+    memory: Memory = dataclasses.field(
+        default_factory=Memory, compare=False, repr=False, kw_only=True
+    )
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if the dataset never ends, is too small, or has no such class."""
+        check_ends(dataset, self.name)
+        length = known_length(dataset)
+        if length is not None:
+            self.number_of(length)
+        if self.reader is not None:
+            self.reader.check(dataset)
+
+    def number_of(self, num_examples: int) -> int:
+        """Returns how many of `num_examples` are kept.
+
+        Raises:
+            ValueError: There are fewer than asked for.
+        """
+        if isinstance(self.size, float):
+            return max(1, round(self.size * num_examples))
+        if self.size > num_examples:
+            raise ValueError(
+                f"`size` is {self.size}; expected at most {num_examples}, the number "
+                "of examples. Ask for fewer, or for a share such as 0.1."
+            )
+        return self.size
+
+    def chosen(
+        self, source: RandomAccess, settings: Settings | None = None
+    ) -> tf.Tensor:
+        """Returns the positions of the examples to keep, ascending, int64."""
+        settings = settings or Settings(num_usable_cpus(), False)
+
+        def choose() -> tf.Tensor:
+            labels = None
+            if self.reader is not None:
+                labels = self.reader.read(source, settings)
+            return self._positions(labels, source.num_examples)
+
+        return self.memory.get(source, choose)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the examples to keep, in the order they have."""
+        return self._kept(dataset, settings, is_numbered=False)
+
+    def apply_numbered(
+        self, dataset: tf.data.Dataset, settings: Settings
+    ) -> tf.data.Dataset:
+        """Returns those to keep of pairs (position, element)."""
+        return self._kept(dataset, settings, is_numbered=True)
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns a dataset of the same spec, of the length that comes out."""
+        length = known_length(dataset)
+        if length is None:
+            return of_unknown_length(dataset)
+        return dataset.take(self.number_of(length))
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        is_share = isinstance(self.size, float)
+        many = f"{100 * self.size:g} %" if is_share else f"{self.size:,} examples"
+        reason = "the same ones each epoch, in their order"
+        if self.reader is None:
+            return f"{many}, {told_seed(self.seed)}", reason
+        return (
+            f"{many} by {self.reader.told}, {told_seed(self.seed)}",
+            f"proportions of the classes kept; {reason}; labels are read at build",
+        )
+
+    def _kept(
+        self, dataset: tf.data.Dataset, settings: Settings, *, is_numbered: bool
+    ) -> tf.data.Dataset:
+        def look() -> tuple[np.ndarray | None, int]:
+            if self.reader is None:
+                return None, count(dataset)
+            elements = dataset
+            if is_numbered:
+                elements = dataset.map(lambda position, element: element)
+            labels = self.reader.read(elements, settings)
+            return labels, len(labels)
+
+        labels, num_examples = self.memory.get(dataset, look)
+        positions = self._positions(labels, num_examples)
+        with tf.device("CPU:0"):
+            copies = plans.copies_of(positions, num_examples)
+        draw = Draw(
+            num_examples, len(positions), 1, lambda _: positions, lambda _: copies
+        )
+        expected = None
+        if self.reader is not None:
+            expected = Expected(self.reader, labels, is_numbered)
+        each = tf.data.Dataset.from_tensor_slices(copies)
+        return copied(dataset, each, draw, expected)
+
+    def _positions(self, labels: np.ndarray | None, num_examples: int) -> tf.Tensor:
+        if labels is None:
+            ids, num_classes = np.zeros(num_examples, np.int32), 1
+        else:
+            ids, classes = class_ids(labels, "stratify")
+            num_classes = len(classes)
+        size = self.number_of(num_examples)
+        with tf.device("CPU:0"):
+            # Of TensorFlow's own kind, which no global seed changes.
+            seed = tf.constant([self.seed, 0], tf.int64)
+            return plans.stratified_subset(tf.constant(ids), num_classes, size, seed)
+
+
+def make_subset(
+    size: int | float,
+    *,
+    stratify: Callable[..., Any] | str | bool | None = None,
+    seed: int = 0,
+) -> Subset:
+    """Returns the stage of `Pipeline.subset`.
+
+    The same examples are kept in every epoch, build and process, in the order in
+    which they come. With `stratify`, classes keep their proportions up to one
+    example; a class whose share is below half an example may then be gone.
+
+    Args:
+        size: How many examples to keep, or which share of them, above 0 and below 1.
+        stratify: None for a uniform draw. True or "target" keeps the proportions of
+            the target's classes; a key of dict elements or a function of an
+            element's parts gives other classes.
+        seed: Same seed, same subset.
+
+    Raises:
+        TypeError: `size` is no number, or `stratify` none of those.
+        ValueError: `size` is 0 or less, or a share of 1 or more.
+    """
+    is_whole = isinstance(size, numbers.Integral) or isinstance(size, bool)
+    kept = (
+        _checks.positive_int("size", size)
+        if is_whole
+        else _checks.fraction("size", size, closed=False)
+    )
+    seed = _checks.positive_int("seed", seed, minimum=0)
+    if stratify is None or stratify is False:
+        return Subset(kept, None, seed)
+    if stratify is True or stratify == "target":
+        return Subset(kept, Reader(None, "stratify"), seed)
+    if not (isinstance(stratify, str) or callable(stratify)):
+        raise TypeError(
+            f"`stratify` is {stratify!r}; expected None, 'target', a key or a function "
+            "of an element. Pass 'target' to keep the proportions of its classes."
+        )
+    return Subset(kept, Reader(stratify, "stratify"), seed)

@@ -1,0 +1,181 @@
+"""The stage that draws examples in proportion to weights."""
+
+import dataclasses
+import math
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp import _checks
+from tfamp.data._elements import known_length
+from tfamp.data._stages import Settings
+from tfamp.data.sampling import plans
+from tfamp.data.sampling.labels import Reader
+from tfamp.data.sampling.sampler import Sampler, told_seed
+from tfamp.data.sampling.streams import Draw
+
+
+@dataclasses.dataclass(frozen=True)
+class Weights(Sampler):
+    """Draws examples in proportion to weights.
+
+    Attributes:
+        weights: One for each example, or a function of an element.
+        replacement: Whether an example may come more than once in an epoch.
+        num_outputs: How many to draw, None for as many as there are.
+    """
+
+    name: ClassVar[str] = "weights"
+    weights: np.ndarray | Callable[..., Any] = dataclasses.field(repr=False)
+    replacement: bool
+    num_outputs: int | None
+
+    @property
+    def reader(self) -> Reader | None:
+        """Reads the weight of each example, if a function gives it."""
+        if callable(self.weights):
+            return Reader(self.weights, "weights", is_weight=True)
+        return None
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if the dataset never ends or is of another length."""
+        super().check(dataset)
+        length = known_length(dataset)
+        if length is not None:
+            self._check_length(length)
+
+    def draw(self, values: np.ndarray | None, num_examples: int) -> Draw:
+        """Returns a draw in proportion to the weights."""
+        self._check_length(num_examples)
+        weights = self.weights if values is None else values
+        num_outputs = self.num_outputs or num_examples
+        check_weights(weights, None if self.replacement else num_outputs)
+        with tf.device("CPU:0"):
+            tensor = tf.constant(weights, tf.float64)
+
+        def plan(seed: tf.Tensor) -> tf.Tensor:
+            return plans.weighted_plan(
+                tensor, num_outputs, seed, replacement=self.replacement
+            )
+
+        # Of the heaviest example: mean and ten deviations of a Poisson variable.
+        mean = num_outputs / float(np.sum(weights / np.max(weights)))
+        most = math.ceil(mean + 10 * math.sqrt(mean)) if self.replacement else 1
+        return Draw(
+            num_examples,
+            num_outputs,
+            most,
+            plan,
+            lambda seed: plans.copies_of(plan(seed), num_examples),
+        )
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns a dataset of the same spec, of the length that comes out."""
+        if self.num_outputs is None:
+            return dataset
+        return dataset.repeat().take(self.num_outputs)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        how = "with" if self.replacement else "without"
+        many = "as many" if self.num_outputs is None else f"{self.num_outputs:,}"
+        reason = "in proportion to the weights, anew each epoch"
+        if callable(self.weights):
+            reason += "; weights are read once, at build"
+        return f"{many}, {how} replacement, {told_seed(self.seed)}", reason
+
+    def _check_length(self, length: int) -> None:
+        if not callable(self.weights) and len(self.weights) != length:
+            raise ValueError(
+                f"`weights` has {len(self.weights)} values for {length} examples; "
+                "expected one for each example that reaches this stage, which comes "
+                "after `.subset` and `.filter`. Pass a function of the element if "
+                "those leave examples out."
+            )
+
+
+def make_weights(
+    weights: Any,
+    *,
+    replacement: bool = True,
+    num_examples: int | None = None,
+    seed: int | None = None,
+) -> Weights:
+    """Returns the stage of `Pipeline.weights`.
+
+    With replacement, draws are independent and example i has probability
+    `weights[i] / sum(weights)` in each. Without, each draw is in proportion to the
+    weights of the examples that are left, so that heavy examples are likelier to be
+    among them, but less than in proportion.
+
+    Args:
+        weights: One for each example, at least 0, or a function of an element's
+            parts that gives its weight.
+        replacement: Whether an example may come more than once in an epoch.
+        num_examples: How many to draw in an epoch. None for as many as there are,
+            with replacement only.
+        seed: Same seed, same sequence of epochs; None for another each time. Workers
+            of `tf.distribute` need a seed, so that they agree.
+
+    Raises:
+        TypeError: `weights` is neither numbers nor a function.
+        ValueError: A weight is negative or not finite, all are 0, or more examples
+            are asked for than can be drawn without replacement.
+    """
+    if num_examples is not None:
+        num_examples = _checks.positive_int("num_examples", num_examples)
+    elif not replacement:
+        raise ValueError(
+            "`num_examples` is None with `replacement=False`; expected fewer than "
+            "there are. Without replacement all of them are a plain shuffle: say how "
+            "many to draw, or use `.shuffle`."
+        )
+    if seed is not None:
+        seed = _checks.positive_int("seed", seed, minimum=0)
+    if not callable(weights):
+        weights = np.asarray(weights)
+        if weights.dtype.kind not in "biuf" or weights.ndim != 1:
+            raise TypeError(
+                f"`weights` has shape {weights.shape} and dtype {weights.dtype}; "
+                "expected one number for each example, or a function of an element. "
+                "Pass an array `(examples,)`."
+            )
+        weights = weights.astype(np.float64)
+        check_weights(weights, None if replacement else num_examples)
+    return Weights(seed, weights, bool(replacement), num_examples)
+
+
+def check_weights(weights: np.ndarray, num_different: int | None = None) -> None:
+    """Raises if nothing can be drawn in proportion to weights.
+
+    Args:
+        weights: float64 `(examples,)`.
+        num_different: How many different examples are to be drawn, None for one.
+
+    Raises:
+        ValueError: Names the first index that is wrong.
+    """
+    is_wrong = ~(np.isfinite(weights) & (weights >= 0))
+    if is_wrong.any():
+        first = int(np.argmax(is_wrong))
+        raise ValueError(
+            f"`weights` has {float(weights[first])!r} at index {first} and "
+            f"{int(is_wrong.sum())} such values in all; expected finite numbers of at "
+            "least 0. Give those examples the weight 0 to leave them out."
+        )
+    num_positive = int(np.count_nonzero(weights))
+    if num_positive == 0:
+        raise ValueError(
+            f"All {len(weights)} `weights` are 0, from index 0 on; expected at least "
+            "one above 0. Check how they are computed."
+        )
+    if num_different is not None and num_different > num_positive:
+        first = int(np.argmax(weights == 0)) if num_positive < len(weights) else None
+        where = "" if first is None else f" (the first 0 is at index {first})"
+        raise ValueError(
+            f"`num_examples` is {num_different} with `replacement=False`; expected at "
+            f"most {num_positive}, the number of weights above 0{where}. Draw fewer, "
+            "or with replacement."
+        )
