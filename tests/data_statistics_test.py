@@ -1,0 +1,509 @@
+"""`tfamp.data.fit_statistics`: moments, quantiles, modes, missing values, layouts."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data.statistics import Statistics, fit_statistics
+from tfamp.data.statistics.accumulators import Distribution
+from tfamp.data.statistics.counts import Counts
+from tfamp.data.statistics.features import Column
+from tfamp.data.statistics.sketch import QuantileSketch, quantiles, thin
+from tfamp.data.statistics.welford import Moments
+
+# Promised to users of `fit_statistics`.
+RANK_ERROR = 0.001
+
+
+def batches(*parts, size=7):
+    return tf.data.Dataset.from_tensor_slices(parts).batch(size)
+
+
+def only(statistics):
+    (feature,) = statistics.columns[0].features
+    return feature
+
+
+def rank_errors(values, feature):
+    """How far the ranks of 99 quantiles lie from what was asked for."""
+    ordered, fractions = np.sort(values), np.arange(1, 100) / 100
+    found = np.array([feature.quantile(q) for q in fractions])
+    below = np.searchsorted(ordered, found, "left") / len(values)
+    upto = np.searchsorted(ordered, found, "right") / len(values)
+    return np.maximum(np.maximum(below - fractions, fractions - upto), 0)
+
+
+# Moments
+
+
+@pytest.mark.parametrize("mean", [0.0, 1e8, -1e12], ids=["0", "1e8", "-1e12"])
+@pytest.mark.parametrize("size", [3, 1000], ids=["small chunks", "large chunks"])
+def test_variance_keeps_its_digits_beside_a_large_mean(mean, size):
+    values = np.random.default_rng(0).normal(mean, 1.0, (6000, 2))
+    moments = Moments(2)
+    for start in range(0, len(values), size):
+        moments.add(values[start : start + size])
+    exact = values.astype(np.longdouble)
+    np.testing.assert_allclose(
+        moments.variance, exact.var(axis=0).astype(np.float64), rtol=1e-9
+    )
+    # Half a spacing of float64 at the mean is all that the result itself can hold.
+    np.testing.assert_allclose(
+        moments.mean, exact.mean(axis=0).astype(np.float64), rtol=1e-15, atol=1e-15
+    )
+
+
+def test_moments_of_counted_values_are_those_of_repeated_ones():
+    values, counts = np.array([1.0, 2.0, 10.0]), np.array([[3, 0, 1], [1, 1, 1]])
+    counted, repeated = Moments(2), Moments(2)
+    counted.add_counted(values, counts)
+    repeated.add(np.array([[1, 1], [1, 2], [1, 10], [10, np.nan]], np.float64))
+    np.testing.assert_array_equal(counted.count, repeated.count)
+    np.testing.assert_allclose(counted.mean, repeated.mean, rtol=1e-15)
+    np.testing.assert_allclose(counted.variance, repeated.variance, rtol=1e-15)
+
+
+def test_one_nan_changes_nothing_but_the_count_of_missing_values():
+    clean = np.random.default_rng(1).normal(5, 2, (500, 1)).astype(np.float32)
+    dirty = np.insert(clean, 100, np.nan, axis=0)
+    without, with_nan = only(fit_statistics(clean)), only(fit_statistics(dirty))
+    assert (without.missing, with_nan.missing) == (0, 1)
+    # Only the grouping of the additions differs.
+    assert with_nan.mean == pytest.approx(without.mean, rel=1e-14)
+    assert with_nan.variance == pytest.approx(without.variance, rel=1e-13)
+    assert with_nan.values == without.values
+    # Keras's own layer is lost to it.
+    stock = keras.layers.Normalization()
+    stock.adapt(dirty)
+    assert np.isnan(np.asarray(stock.mean)).all()
+
+
+def test_infinities_are_counted_and_touch_nothing_else():
+    values = np.array([1.0, np.inf, 3.0, -np.inf, np.nan, 0.0])
+    feature = only(fit_statistics(values))
+    assert (feature.count, feature.infinite, feature.missing) == (3, 2, 1)
+    assert feature.zeros == 1
+    assert feature.mean == pytest.approx(4 / 3, rel=1e-15)
+    assert feature.variance == pytest.approx(14 / 9, rel=1e-15)
+    assert (feature.min, feature.max) == (0.0, 3.0)
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int8", "int32", "int64", "float16"])
+def test_dtypes_are_read_as_they_are(dtype):
+    values = np.random.default_rng(2).integers(-100, 100, (300, 2))
+    values = (values + (100 if dtype == "uint8" else 0)).astype(dtype)
+    column = fit_statistics(batches(values)).columns[0]
+    exact = values.astype(np.float64)
+    assert column.dtype == dtype
+    # A few float64 roundings at the size of the values, 200.
+    np.testing.assert_allclose(column.array("mean"), exact.mean(axis=0), atol=2e-13)
+    np.testing.assert_allclose(column.array("variance"), exact.var(axis=0), rtol=1e-13)
+    np.testing.assert_array_equal(column.array("min"), exact.min(axis=0))
+    np.testing.assert_array_equal(column.array("max"), exact.max(axis=0))
+    np.testing.assert_array_equal(column.array("zeros"), (exact == 0).sum(axis=0))
+    np.testing.assert_array_equal(
+        column.quantile(0.3), np.quantile(exact, 0.3, axis=0, method="inverted_cdf")
+    )
+
+
+def test_booleans_and_bfloat16_are_numbers():
+    flags = only(fit_statistics(np.array([True, False, True, True])))
+    assert (flags.mean, flags.zeros, flags.mode) == (0.75, 1, 1.0)
+    rough = tf.constant([1.0, float("nan"), 3.0], tf.bfloat16)
+    feature = only(fit_statistics(batches(rough)))
+    assert (feature.mean, feature.missing) == (2.0, 1)
+
+
+# Quantiles and modes
+
+LARGE = 200_000
+STREAMS = {
+    "uniform": lambda random: random.random(LARGE),
+    "normal": lambda random: random.normal(size=LARGE),
+    "lognormal": lambda random: random.lognormal(0.0, 3.0, LARGE),
+    "ascending": lambda random: np.arange(LARGE, dtype=np.float64),
+    "descending": lambda random: np.arange(LARGE, dtype=np.float64)[::-1],
+    "constant": lambda random: np.full(LARGE, 7.0),
+    "half zeros": lambda random: random.random(LARGE) * (random.random(LARGE) > 0.5),
+}
+
+
+@pytest.mark.parametrize("make", STREAMS.values(), ids=STREAMS)
+def test_ranks_of_quantiles_are_off_by_less_than_a_thousandth(make):
+    values = make(np.random.default_rng(3))
+    feature = only(fit_statistics(values))
+    assert feature.rank_error < RANK_ERROR
+    assert rank_errors(values, feature).max() < feature.rank_error + 1e-12
+    assert (feature.quantile(0), feature.quantile(1)) == (values.min(), values.max())
+
+
+def test_quantiles_are_exact_up_to_10_000_distinct_values():
+    values = np.random.default_rng(4).permutation(np.repeat(np.arange(10_000.0), 3))
+    feature = only(fit_statistics(values))
+    assert (feature.rank_error, feature.distinct) == (0.0, 10_000)
+    for q in (0.0, 1e-5, 0.1, 0.5, 0.999, 1.0):
+        assert feature.quantile(q) == np.quantile(values, q, method="inverted_cdf")
+
+
+def test_sketch_keeps_the_weight_in_little_memory_and_merges():
+    random = np.random.default_rng(5)
+    parts = [random.normal(size=100_000), random.normal(3.0, size=150_001)]
+    sketches = [QuantileSketch(seed=seed) for seed in range(2)]
+    for sketch, part in zip(sketches, parts, strict=True):
+        for chunk in np.array_split(part, 9):
+            sketch.add(chunk)
+    sketches[0].merge(sketches[1])
+    values, weights = sketches[0].weighted_values()
+    assert weights.sum() == 250_001
+    # Three times the accuracy is where the capacities of all levels add up.
+    assert len(values) <= 3 * 8192
+    ordered, fractions = np.sort(np.concatenate(parts)), np.arange(1, 100) / 100
+    found = quantiles(values, weights, fractions)
+    ranks = np.searchsorted(ordered, found) / len(ordered)
+    assert np.abs(ranks - fractions).max() < RANK_ERROR
+
+
+def test_sketch_takes_counted_values_without_an_error_of_its_own():
+    sketch = QuantileSketch()
+    sketch.add_counted(np.array([1.0, 2.0, 3.0]), np.array([5, 1_000_000, 2]))
+    values, weights = sketch.weighted_values()
+    totals = {v: int(weights[values == v].sum()) for v in (1.0, 2.0, 3.0)}
+    assert totals == {1.0: 5, 2.0: 1_000_000, 3.0: 2}
+
+
+def test_thinning_moves_ranks_by_half_a_share():
+    values = np.random.default_rng(6).permutation(5_000).astype(np.float64)
+    kept, weights = thin(np.sort(values), np.ones(5_000, np.int64), 100)
+    assert (len(kept), weights.sum()) == (100, 5_000)
+    fractions = np.linspace(0.001, 0.999, 999)
+    found = quantiles(kept, weights, fractions)
+    # Value v has v values below it, out of 5,000.
+    assert np.abs((found + 0.5) / 5_000 - fractions).max() <= 0.5 / 100 + 1e-3
+
+
+def test_mode_stands_out_of_a_continuous_feature():
+    random = np.random.default_rng(7)
+    values = random.normal(size=60_000)
+    values[random.permutation(60_000)[:3_000]] = 0.0
+    feature = only(fit_statistics(values))
+    assert feature.distinct is None
+    assert feature.mode == 0.0
+    # Stated: too low by at most a thousandth of the count.
+    assert 3_000 - 60 <= feature.mode_count <= 3_000
+
+
+@pytest.mark.parametrize(
+    "values, mode",
+    [
+        (np.array([3.0, 1.0, 1.0, 3.0, 2.0]), 1.0),
+        (np.array([5.0]), 5.0),
+        (np.array([1.0, 2.0, 3.0]), None),
+        (np.random.default_rng(8).random(30_000), None),
+    ],
+    ids=["ties take the smallest", "one value", "all differ", "too many differ"],
+)
+def test_mode(values, mode):
+    assert only(fit_statistics(values)).mode == mode
+
+
+def test_counts_are_too_low_by_no_more_than_they_say():
+    random = np.random.default_rng(9)
+    stream = np.minimum(random.zipf(1.3, 30_000), 5_000)
+    counts = Counts(max_distinct=100)
+    for chunk in np.array_split(stream, 50):
+        counts.add_counted(*np.unique(chunk, return_counts=True))
+    values, truth = np.unique(stream, return_counts=True)
+    found = dict(counts.most_common())
+    missed = {
+        int(v): n - found.get(int(v), 0) for v, n in zip(values, truth, strict=True)
+    }
+    assert counts.distinct() is None and 0 < counts.error <= 30_000 / 101
+    assert 0 <= min(missed.values()) and max(missed.values()) <= counts.error
+    assert counts.mode()[0] == 1
+
+
+def test_distribution_moves_from_table_to_sketch_without_losing_a_value():
+    distribution = Distribution(max_distinct=4)
+    for chunk in ([1.0, 1.0, 2.0], [3.0, 4.0, 5.0], [1.0]):
+        distribution.add(np.array(chunk))
+    values, weights, error = distribution.summary(100)
+    assert dict(zip(values, weights, strict=True)) == {1: 3, 2: 1, 3: 1, 4: 1, 5: 1}
+    assert error > 0 and distribution.distinct() is None
+
+
+# Missing values and text
+
+
+def test_declared_values_are_missing_in_the_columns_that_can_hold_them():
+    columns = {
+        "pay": np.array([10.0, -999.0, 30.0], np.float32),
+        "pixel": np.array([1, 2, 3], np.uint8),
+        "city": np.array(["Rome", "?", ""]),
+    }
+    statistics = fit_statistics(columns, missing_value=(-999, "?", ""))
+    assert statistics["pay"].array("missing") == 1
+    assert statistics["pay"].array("mean") == 20.0
+    assert statistics["pixel"].missing_values == ()
+    assert (statistics["city"].missing, statistics["city"].mode) == (2, "Rome")
+
+
+def test_values_are_declared_missing_by_column():
+    columns = {"a": np.array([0.0, 0.1, 2.0], np.float32), "b": np.zeros(3, np.int8)}
+    statistics = fit_statistics(columns, missing_value={"a": (0, 0.1)})
+    assert (statistics["a"].array("missing"), statistics["a"].array("mean")) == (2, 2)
+    assert statistics["b"].array("zeros") == 3
+
+
+def test_8_bit_values_are_declared_missing():
+    values = np.array([[255], [3], [5], [255]], np.uint8)
+    feature = only(fit_statistics(values, missing_value=255))
+    assert (feature.missing, feature.count, feature.max) == (2, 2, 5.0)
+
+
+def test_text_has_counts_and_a_vocabulary():
+    words = np.array(["b", "a", "b", "c", "b", "a"])
+    column = fit_statistics({"word": words}).columns[0]
+    assert column.vocabulary() == ["b", "a", "c"]
+    assert column.vocabulary(2) == ["b", "a"]
+    assert (column.counts, column.count_error, column.distinct) == ((3, 2, 1), 0, 3)
+    lookup = keras.layers.StringLookup(vocabulary=column.vocabulary())
+    np.testing.assert_array_equal(lookup(["b", "c", "new"]), [1, 3, 0])
+
+
+def test_bytes_that_are_no_text_stay_apart():
+    column = fit_statistics({"raw": np.array([b"\xff", b"\xfe", b"\xff"])}).columns[0]
+    assert column.values == ("\\xff", "\\xfe")
+
+
+# Layouts
+
+VALUES = np.arange(24, dtype=np.float32).reshape(12, 2)
+TARGETS = np.arange(12)
+
+
+def slices(parts):
+    return tf.data.Dataset.from_tensor_slices(parts)
+
+
+LAYOUTS = {
+    "array": lambda: VALUES,
+    "arrays": lambda: (VALUES, TARGETS),
+    "x": lambda: slices(VALUES),
+    "pairs": lambda: slices((VALUES, TARGETS)),
+    "weights": lambda: slices((VALUES, TARGETS, TARGETS)).batch(5),
+    "batches": lambda: slices((VALUES, TARGETS)).batch(5),
+    "even batches": lambda: slices((VALUES, TARGETS)).batch(4, True),
+    "unknown length": lambda: slices((VALUES, TARGETS)).filter(lambda x, y: True),
+}
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_every_form_of_a_dataset_gives_the_same(make):
+    column = fit_statistics(make())["x"]
+    np.testing.assert_array_equal(column.array("mean"), [11.0, 12.0])
+    np.testing.assert_array_equal(column.array("count"), [12, 12])
+
+
+@pytest.mark.parametrize("make", LAYOUTS.values(), ids=LAYOUTS)
+def test_examples_are_counted_in_every_form(make):
+    assert fit_statistics(make()).num_examples == 12
+
+
+def test_dict_columns_have_names_scalars_and_vectors():
+    elements = slices(({"v": VALUES, "s": TARGETS.astype(np.float32)}, TARGETS))
+    for dataset in (elements, elements.batch(5)):
+        statistics = fit_statistics(dataset)
+        assert [c.name for c in statistics.columns] == ["v", "s"]
+        assert statistics["s"].array("mean") == 5.5
+        names = [feature.name for feature in statistics["v"].features]
+        assert names == ["v[0]", "v[1]"]
+        assert statistics.num_examples == 12
+
+
+def test_columns_are_selected_in_their_order():
+    statistics = fit_statistics(
+        {"a": VALUES, "b": TARGETS, "c": TARGETS}, columns=("c", "a")
+    )
+    assert [column.name for column in statistics.columns] == ["c", "a"]
+
+
+def test_images_have_one_feature_per_channel_whatever_their_size():
+    images = [np.full((n, 2, 3), [1, 2, n], np.uint8) for n in (1, 2, 5)]
+    spec = (tf.TensorSpec((None, None, 3), tf.uint8), tf.TensorSpec((), tf.int64))
+    dataset = tf.data.Dataset.from_generator(
+        lambda: [(image, 0) for image in images], output_signature=spec
+    )
+    statistics = fit_statistics(dataset)
+    # 2, 4 and 10 pixels: the mean of the last is (2 + 8 + 50) / 16.
+    np.testing.assert_array_equal(statistics["x"].array("mean"), [1.0, 2.0, 3.75])
+    assert statistics.num_examples == 3
+    fixed = np.stack([images[1], images[1] + 2])
+    statistics = fit_statistics(slices(fixed))
+    np.testing.assert_array_equal(statistics["x"].array("mean"), [2.0, 3.0, 3.0])
+    assert statistics.num_examples == 2
+
+
+def test_a_pipeline_is_built_and_its_batch_stage_tells_batches():
+    class Stage:
+        name = "batch"
+
+    class Pipeline:
+        stages = (Stage(),)
+
+        def build(self):
+            return slices((TARGETS, TARGETS)).batch(4, drop_remainder=True)
+
+    statistics = fit_statistics(Pipeline())
+    assert statistics["x"].scalar and statistics["x"].array("count") == 12
+    assert "single" not in statistics.reading
+
+
+def test_the_user_says_what_shapes_do_not():
+    dataset = slices((TARGETS, TARGETS)).batch(4, drop_remainder=True)
+    assert fit_statistics(dataset, batched=True)["x"].array("mean") == 5.5
+    as_vectors = fit_statistics(dataset, batched=False)["x"].array("mean")
+    np.testing.assert_array_equal(as_vectors, [4.0, 5.0, 6.0, 7.0])
+
+
+# Errors
+
+NAN = float("nan")
+ERRORS = {
+    "empty": (
+        lambda: fit_statistics(slices(VALUES).take(0)),
+        "`dataset` has no element, so it has no statistics",
+    ),
+    "infinite": (
+        lambda: fit_statistics(slices(VALUES).repeat()),
+        "`dataset` is infinite, so its statistics never end; expected one pass",
+    ),
+    "all NaN": (
+        lambda: fit_statistics({"age": np.array([[1.0, NAN], [2.0, np.inf]])}),
+        "Features ('age[1]',) have no finite value",
+    ),
+    "all text missing": (
+        lambda: fit_statistics({"city": np.array(["?", "?"])}, missing_value="?"),
+        "Column 'city' has only missing values ('?',)",
+    ),
+    "unclear": (
+        lambda: fit_statistics(slices((TARGETS, TARGETS)).batch(4, True)),
+        "may be batches of scalars or single vectors",
+    ),
+    "ragged": (
+        lambda: fit_statistics(slices(tf.ragged.constant([[1], [1, 2]]))),
+        "Column 'x' is of kind RaggedTensor; expected dense tensors",
+    ),
+    "complex": (
+        lambda: fit_statistics(slices(tf.zeros(3, tf.complex64))),
+        "Column 'x' is of kind complex64",
+    ),
+    "nested": (
+        lambda: fit_statistics(slices(({"a": {"b": VALUES}}, TARGETS))),
+        "Inputs have a part 'a' of type dict; expected one tensor, or a dict",
+    ),
+    "sequence of unknown length": (
+        lambda: fit_statistics(
+            slices((TARGETS, TARGETS)).map(lambda x, y: (tf.range(x), y))
+        ),
+        "Column 'x' has shape (None,) with `batched=False`; expected a last axis",
+    ),
+    "columns of a tensor": (
+        lambda: fit_statistics(VALUES, columns=("a",)),
+        "`columns` is ('a',), and inputs are one tensor without names",
+    ),
+    "unknown columns": (
+        lambda: fit_statistics({"a": VALUES}, columns=("b",)),
+        "`columns` is ('b',); expected a tuple of names among ('a',)",
+    ),
+    "list": (
+        lambda: fit_statistics([[1.0], [2.0]]),
+        "Inputs have a part 'x' of type list",
+    ),
+    "arrays that are no batch": (
+        lambda: fit_statistics(VALUES, batched=False),
+        "`batched` is False, and `dataset` is arrays",
+    ),
+    "lengths": (
+        lambda: fit_statistics({"a": VALUES, "b": TARGETS[:3]}),
+        "Columns have lengths {'a': 12, 'b': 3}",
+    ),
+    "missing value for no column": (
+        lambda: fit_statistics({"a": TARGETS}, missing_value="?"),
+        "`missing_value` '?' cannot occur in columns {'a': 'int64'}",
+    ),
+    "missing value for an unknown column": (
+        lambda: fit_statistics({"a": TARGETS}, missing_value={"b": 0}),
+        "`missing_value` names columns ('b',); expected some of ('a',)",
+    ),
+    "missing value of no kind": (
+        lambda: fit_statistics({"a": TARGETS}, missing_value=object),
+        "`missing_value` holds <class 'object'>, of type type",
+    ),
+    "unknown column": (
+        lambda: fit_statistics(VALUES)["age"],
+        "Unknown column 'age'; expected one of ('x',)",
+    ),
+    "quantile above 1": (
+        lambda: fit_statistics(VALUES).quantile(50),
+        "`q` is 50; expected a fraction in [0, 1]",
+    ),
+    "quantile of text": (
+        lambda: fit_statistics({"a": np.array(["b"])}).quantile(0.5, "a"),
+        "Column 'a' is text, which has no order",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", ERRORS.values(), ids=ERRORS)
+def test_error_says_what_to_do(call, message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        call()
+
+
+# The record
+
+
+def a_record():
+    columns = {
+        "age": np.array([20.0, np.nan, 40.0, 40.0, np.inf]),
+        "city": np.array(["NaN", "b", "NaN", "?", "b"]),
+        "v": np.arange(10).reshape(5, 2),
+    }
+    return fit_statistics(columns, missing_value={"city": "?", "v": 9})
+
+
+def test_record_comes_back_from_json_field_by_field(tmp_path):
+    statistics = a_record()
+    statistics.to_json(tmp_path / "statistics.json")
+    assert Statistics.from_json(tmp_path / "statistics.json") == statistics
+    assert Statistics.from_json(statistics.to_json()) == statistics
+
+
+def test_record_of_a_long_stream_stays_small():
+    values = np.random.default_rng(10).normal(size=(20_000, 250)).astype(np.float32)
+    column = fit_statistics(values).columns[0]
+    assert isinstance(column, Column)
+    # 400,000 values shared by 250 features, but at least 2,000 each.
+    assert max(len(feature.values) for feature in column.features) <= 2_000
+    assert rank_errors(values[:, 7], column.features[7]).max() < RANK_ERROR
+
+
+def test_table_shows_each_feature_and_how_elements_were_read():
+    lines = a_record().table().splitlines()
+    titles = lines[0].split()
+    assert titles[:5] == ["Feature", "Missing", "Inf", "Mean", "Std"]
+    age = next(line for line in lines if line.strip().startswith("age")).split()
+    # Mean of 20, 40, 40; one of five missing, one infinite.
+    assert age[:5] == ["age", "20.0", "%", "1", "33.33"]
+    assert lines[-1].startswith("5 examples; elements read as batches")
+    assert max(map(len, lines)) <= 110
+    assert str(a_record()) == a_record().table()
+
+
+def test_table_names_constants_and_cuts_long_lists():
+    lines = fit_statistics(np.ones((3, 70))).table().splitlines()
+    assert "x[0] (constant)" in lines[2]
+    assert lines[-2] == "... and 10 more features"

@@ -1,0 +1,246 @@
+"""The layer that treats inputs at serving as the training data was treated."""
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.data.statistics.missing import suits
+from tfamp.data.statistics.transforms import transform_tensor
+from tfamp.results import Record
+
+# A float32 center may be off by this part of the width, half of float32's spacing at
+# 1: what is near it is subtracted without rounding, so that is all the error.
+_MAX_CENTER_ERROR = 2**-24
+# A transform rounds to 2**-24 of its result, so this far from 0 beside its scale
+# float32 is still right to a millionth of a standard deviation.
+_MAX_OFFSET = 16
+# What float32 holds without loss.
+_FITS_FLOAT32 = ("bfloat16", "float16", "float32", "int8", "uint8", "int16", "uint16")
+
+
+@dataclasses.dataclass(frozen=True)
+class ColumnRule(Record):
+    """What the layer does to one column, feature by feature.
+
+    Args:
+        name: Of the column.
+        text: Whether it holds strings: these are filled and nothing else.
+        scalar: Whether an example has one value, without an axis.
+        missing_values: Numbers that stand for a missing value, besides NaN.
+        missing_texts: Texts that do.
+        fill: What is written for a missing value; NaN to leave it as NaN.
+        fill_text: What is written for a missing text; None to leave it.
+        lower: Smaller values become this; -inf for no limit.
+        upper: Larger ones become this; inf for no limit.
+        center: Subtracted before the transform.
+        width: What is divided by before the transform.
+        transform: As in `transform_array`; None for none.
+        power: Lambda of Yeo-Johnson, 1 without it.
+        offset: Subtracted behind the transform.
+        scale: What is divided by behind the transform.
+    """
+
+    name: str
+    text: bool
+    scalar: bool
+    missing_values: tuple[float, ...] = ()
+    missing_texts: tuple[str, ...] = ()
+    fill: tuple[float, ...] = ()
+    fill_text: str | None = None
+    lower: tuple[float, ...] = ()
+    upper: tuple[float, ...] = ()
+    center: tuple[float, ...] = ()
+    width: tuple[float, ...] = ()
+    transform: str | None = None
+    power: tuple[float, ...] = ()
+    offset: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+
+    def work_dtype(self, dtype: Any) -> str:
+        """Returns the dtype to compute in before the offset is off.
+
+        float64 where float32 would lose digits: inputs that it cannot hold, such as
+        64-bit timestamps, and offsets that are large beside the spread.
+        """
+        if tf.as_dtype(dtype).name not in _FITS_FLOAT32:
+            return "float64"
+        center, width = np.array(self.center), np.array(self.width)
+        with np.errstate(over="ignore"):
+            error = np.abs(center - center.astype(np.float32).astype(np.float64))
+        offset, scale = np.array(self.offset), np.array(self.scale)
+        is_far = (error > _MAX_CENTER_ERROR * width).any() or (
+            (np.abs(offset) > _MAX_OFFSET * scale).any()
+        )
+        return "float64" if is_far else "float32"
+
+
+@keras.saving.register_keras_serializable(package="tfamp")
+class Condition(keras.layers.Layer):
+    """Fills missing values, limits outliers, transforms and scales, feature by feature.
+
+    Made by `Statistics.as_layer`, and the first layer of a model: its constants are
+    part of the model's file, so serving does to a value what training did.
+
+    It takes inputs in their own dtype and computes in float32, or float64 where that
+    would lose digits, whatever the dtype policy; only the result is in the compute
+    dtype. A feature with mean 5e4 and standard deviation 1 has 3 distinct values in
+    float16; here it is scaled first. To keep the digits of 64-bit inputs up to the
+    layer, declare `keras.Input(..., dtype="float64")` or "int64": Keras casts to
+    float32 otherwise, and casts float64 NumPy arrays in `fit` in any case.
+
+    Inputs are a tensor `(..., features)`, or a dict of columns: `(batch, features)`,
+    or `(batch,)` and `(batch, 1)` for scalars. Other keys of a dict are not looked
+    at. Single examples, without the batch axis, are taken as well, so it also works
+    in `Dataset.map`. Nothing is trained.
+
+    Args:
+        rules: A `ColumnRule`, or its dict, for each column.
+        named: Whether inputs are a dict.
+        output: "concat" joins the columns of a dict along the last axis, in the
+            order of `rules`, `(batch, all features)`; "dict" keeps them apart. A
+            lone tensor keeps its shape.
+        **kwargs: As for any layer: `name`, `dtype`.
+
+    Example:
+        >>> import numpy as np
+        >>> from tfamp.data.statistics import fit_statistics
+        >>> pay = np.array([1.0, 2.0, 3.0, np.nan], np.float32)
+        >>> layer = fit_statistics(pay).as_layer(clip=None)
+        >>> layer(np.array([2.0, np.nan], np.float32)).numpy()
+        array([0., 0.], dtype=float32)
+    """
+
+    def __init__(
+        self,
+        rules: Sequence[ColumnRule | Mapping[str, Any]],
+        *,
+        named: bool,
+        output: Literal["concat", "dict"] = "concat",
+        **kwargs: Any,
+    ) -> None:
+        super().__init__(autocast=False, trainable=False, **kwargs)
+        self.rules = tuple(
+            rule if isinstance(rule, ColumnRule) else ColumnRule.from_dict(rule)
+            for rule in rules
+        )
+        self.named = named
+        self.output_form = output
+        self.supports_masking = not named
+
+    def call(self, inputs: Any) -> Any:
+        """Returns the conditioned inputs in the compute dtype."""
+        if not self.named:
+            return self._condition(inputs, self.rules[0])
+        self._check_names(inputs)
+        columns = {
+            rule.name: self._condition(inputs[rule.name], rule) for rule in self.rules
+        }
+        if self.output_form == "dict":
+            return columns
+        rows = [
+            _as_row(columns[rule.name]) if rule.scalar else columns[rule.name]
+            for rule in self.rules
+        ]
+        return tf.concat(rows, axis=-1)
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns all constants, exactly."""
+        config = super().get_config()
+        # Fixed by this class.
+        config.pop("trainable", None)
+        return {
+            **config,
+            "rules": [rule.to_dict() for rule in self.rules],
+            "named": self.named,
+            "output": self.output_form,
+        }
+
+    def _condition(self, values: Any, rule: ColumnRule) -> tf.Tensor:
+        """Returns a column, filled, limited, transformed and scaled."""
+        values = tf.convert_to_tensor(values)
+        _check_column(values, rule)
+        if rule.text:
+            return _fill_text(values, rule)
+        dtype = rule.work_dtype(values.dtype)
+
+        def constants(field: tuple[float, ...]) -> tf.Tensor:
+            return tf.constant(field[0] if rule.scalar else field, dtype)
+
+        missing = _is_missing(values, rule)
+        values = tf.cast(values, dtype)
+        values = tf.where(missing, constants(rule.fill), values)
+        # A comparison with NaN is false: NaN stays NaN, unlike in some minimums.
+        lower, upper = constants(rule.lower), constants(rule.upper)
+        values = tf.where(values < lower, lower, values)
+        values = tf.where(values > upper, upper, values)
+        values = (values - constants(rule.center)) / constants(rule.width)
+        if rule.transform is not None:
+            values = transform_tensor(values, rule.transform, constants(rule.power))
+            values = (values - constants(rule.offset)) / constants(rule.scale)
+        # By way of float32: float64 is not cast to bfloat16 by every device.
+        return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
+
+    def _check_names(self, inputs: Any) -> None:
+        """Raises unless inputs are a dict with every column."""
+        names = tuple(rule.name for rule in self.rules)
+        found = tuple(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+        if not isinstance(inputs, Mapping) or not set(names) <= set(found):
+            raise ValueError(
+                f"Layer {self.name!r} got {found!r}; expected a dict with the columns "
+                f"{names!r}. Pass the inputs by name, as the statistics were read."
+            )
+
+
+def _check_column(values: tf.Tensor, rule: ColumnRule) -> None:
+    """Raises unless a column has the kind and the features of its rule."""
+    if rule.text != (values.dtype == tf.string):
+        expected = "text" if rule.text else "numbers"
+        raise TypeError(
+            f"Column {rule.name!r} is of dtype {values.dtype.name}; expected {expected}"
+            ", as its statistics are of. Convert it, or fit statistics again."
+        )
+    if rule.scalar or rule.text:
+        return
+    size = values.shape[-1] if values.shape.rank else None
+    if values.shape.rank == 0 or size not in (None, len(rule.fill)):
+        raise ValueError(
+            f"Column {rule.name!r} has shape {tuple(values.shape)}; expected a last "
+            f"axis of {len(rule.fill)} features, as in its statistics. Fit them on "
+            "inputs of this shape."
+        )
+
+
+def _is_missing(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
+    """Returns which values are NaN or stand for a missing one, in their own dtype."""
+    missing = (
+        tf.math.is_nan(values)
+        if values.dtype.is_floating
+        else tf.zeros_like(values, tf.bool)
+    )
+    for value in rule.missing_values:
+        if suits(value, values.dtype.as_numpy_dtype):
+            same = tf.equal(
+                values, tf.cast(tf.constant(value, "float64"), values.dtype)
+            )
+            missing = tf.logical_or(missing, same)
+    return missing
+
+
+def _fill_text(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
+    """Returns text with the missing ones filled."""
+    if rule.fill_text is None:
+        return values
+    for text in rule.missing_texts:
+        values = tf.where(tf.equal(values, text), rule.fill_text, values)
+    return values
+
+
+def _as_row(values: tf.Tensor) -> tf.Tensor:
+    """Returns a scalar column with an axis for its one feature."""
+    # (batch, 1) comes from `keras.Input(shape=(1,))` and has it already.
+    has_axis = (values.shape.rank or 0) > 1 and values.shape[-1] == 1
+    return values if has_axis else tf.expand_dims(values, -1)
