@@ -1,0 +1,494 @@
+"""`Statistics.as_layer`: fills, clips, transforms, scales, in every place and dtype."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.preprocessing import power_transform
+
+import tfamp
+from tfamp.data.statistics import Condition, fit_statistics
+from tfamp.data.statistics.conditioning import ColumnRule
+from tfamp.data.statistics.transforms import transform_array, transform_tensor
+
+# Two roundings in float32 at values of a few standard deviations.
+FLOAT32_ERROR = 8 * 2.0**-24
+NAN = float("nan")
+
+
+def table(rows=400):
+    """Three features of very different size, with holes."""
+    values = np.random.default_rng(1).normal(
+        [5e4, 0.0, -3.0], [1.0, 1e-3, 9.0], (rows, 3)
+    )
+    values[::7, 1] = NAN
+    return values.astype(np.float32)
+
+
+def oracle(values, *, fill=np.nanmean, low=-np.inf, high=np.inf):
+    """Filled, clipped and standardized, in float64, by NumPy alone."""
+    values = np.asarray(values, np.float64)
+    clipped = np.clip(values, low, high)
+    filled = np.clip(
+        np.where(np.isnan(values), fill(values, axis=0), values), low, high
+    )
+    return (filled - np.nanmean(clipped, axis=0)) / np.nanstd(clipped, axis=0)
+
+
+# Numbers
+
+
+@pytest.mark.parametrize("missing", ["mean", "median", "mode", 7.0])
+def test_missing_values_are_filled(missing):
+    values = np.array([[1.0], [1.0], [5.0], [9.0], [-1.0], [NAN]])
+    layer = fit_statistics(values, missing_value=-1).as_layer(
+        missing, clip=None, scale=None
+    )
+    # Without NaN and -1: 1, 1, 5, 9.
+    filled = {"mean": 4.0, "median": 1.0, "mode": 1.0, 7.0: 7.0}[missing]
+    np.testing.assert_array_equal(layer(values)[:, 0], [1, 1, 5, 9, filled, filled])
+
+
+def test_missing_values_pass_as_nan_when_asked_to():
+    values = np.array([[1.0], [3.0], [-1.0], [NAN]], np.float32)
+    layer = fit_statistics(values, missing_value=-1).as_layer(None)
+    np.testing.assert_array_equal(layer(values)[:, 0], [-1, 1, NAN, NAN])
+
+
+CLIPS = {
+    # Of 1, ..., 100: values at ranks 1 and 99.
+    "quantiles": ((0.01, 0.99), 1.0, 99.0),
+    "named quantiles": (("quantile", 0.05, 0.9), 5.0, 90.0),
+    "zscore": (("zscore", 1.0), 50.5 - np.sqrt(9999 / 12), 50.5 + np.sqrt(9999 / 12)),
+    "zscore of 3": ("zscore", 1.0, 100.0),
+    # Quartiles 25 and 75.
+    "iqr": (("iqr", 0.2), 15.0, 85.0),
+    "none": (None, -np.inf, np.inf),
+}
+
+
+@pytest.mark.parametrize("clip, low, high", CLIPS.values(), ids=CLIPS)
+def test_outliers_are_clipped_at_limits_of_the_training_data(clip, low, high):
+    values = np.arange(1.0, 101.0)
+    layer = fit_statistics(values).as_layer(clip=clip, scale=None)
+    new = np.array([-1e6, 1.0, 50.0, 100.0, 200.0, np.inf])
+    limits = (
+        (low, high)
+        if clip != "zscore"
+        else (50.5 - 3 * np.sqrt(9999 / 12), 50.5 + 3 * np.sqrt(9999 / 12))
+    )
+    np.testing.assert_allclose(layer(new), np.clip(new, *limits), rtol=FLOAT32_ERROR)
+
+
+def test_what_is_clipped_does_not_stretch_the_scale():
+    values = np.concatenate([np.random.default_rng(2).normal(size=999), [1e9]])
+    outputs = fit_statistics(values).as_layer()(values).numpy()
+    low, high = np.quantile(values, [0.01, 0.99], method="inverted_cdf")
+    np.testing.assert_allclose(outputs, oracle(values, low=low, high=high), atol=1e-6)
+    assert 0.9 < outputs.std() < 1.1
+
+
+def test_minmax_gives_0_to_1_of_what_is_left_by_the_clip():
+    values = np.arange(0.0, 101.0)
+    layer = fit_statistics(values).as_layer(clip=(0.1, 0.9), scale="minmax")
+    # Limits 10 and 90.
+    np.testing.assert_allclose(layer(np.array([0.0, 10.0, 50.0, 99.0])), [0, 0, 0.5, 1])
+
+
+def test_constant_features_become_0():
+    layer = fit_statistics(np.full((5, 1), 3.0)).as_layer()
+    np.testing.assert_array_equal(layer(np.array([[3.0], [NAN]])), [[0.0], [0.0]])
+
+
+def test_rare_flags_are_not_clipped_away_and_it_is_said():
+    flags = np.zeros((300, 2), np.float32)
+    flags[7, 1] = 1.0
+    message = (
+        "`clip` would make features ('x[1]',) constant, since nearly all of their "
+        "values are equal; they are not clipped. To say so yourself, pass "
+        "`clip={'x': None}`."
+    )
+    with pytest.warns(UserWarning, match=re.escape(message)) as caught:
+        layer = fit_statistics(flags).as_layer()
+    assert caught[0].filename == __file__
+    assert np.ptp(layer(flags).numpy()[:, 1]) > 1
+
+
+# Transforms
+
+TRANSFORMS = ["log1p", "signed_log", "yeo-johnson"]
+
+
+@pytest.mark.parametrize("kind", TRANSFORMS)
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, -1.3])
+def test_tensor_and_array_transforms_agree(kind, power):
+    values = np.array([0.0, 1e-6, 0.4, 3.0, 1e4])
+    values = values if kind == "log1p" else np.concatenate([-values, values])
+    on_arrays = transform_array(values, kind, power)
+    on_tensors = transform_tensor(
+        tf.constant(values), kind, tf.constant(power, tf.float64)
+    )
+    np.testing.assert_allclose(on_tensors, on_arrays, rtol=1e-14)
+
+
+@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, -1.3])
+def test_yeo_johnson_is_the_formula_of_the_paper(power):
+    values = np.array([-20.0, -1.0, -0.1, 0.0, 0.1, 1.0, 20.0])
+    up, down = values[values >= 0], values[values < 0]
+    above = np.log(up + 1) if power == 0 else ((up + 1) ** power - 1) / power
+    rest = 2 - power
+    below = -np.log(1 - down) if rest == 0 else -((1 - down) ** rest - 1) / rest
+    np.testing.assert_allclose(
+        transform_array(values, "yeo-johnson", power),
+        np.concatenate([below, above]),
+        rtol=1e-12,
+    )
+
+
+def test_yeo_johnson_agrees_with_scikit_learn():
+    values = np.random.default_rng(3).lognormal(0.0, 1.0, (3000, 1))
+    layer = fit_statistics(values).as_layer(clip=None, transform="yeo-johnson")
+    standard = (values - values.mean()) / values.std()
+    expected = power_transform(standard, method="yeo-johnson")
+    # The exponent is fitted to 2,000 quantiles of the 3,000 values.
+    assert np.abs(layer(values).numpy() - expected).max() < 0.02
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("mean", [0.0, 5e4, 1e9], ids=["0", "5e4", "1e9"])
+def test_transformed_values_are_standardized_whatever_their_mean(transform, mean):
+    values = np.abs(np.random.default_rng(4).normal(mean, 1.0, 2000))
+    outputs = fit_statistics(values).as_layer(clip=None, transform=transform)(values)
+    assert float(np.mean(outputs)) == pytest.approx(0.0, abs=1e-5)
+    assert float(np.std(outputs)) == pytest.approx(1.0, abs=1e-5)
+    order = np.argsort(values)
+    assert (np.diff(np.asarray(outputs)[order]) >= 0).all()
+
+
+# Dtypes and policies
+
+
+@pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow:UserWarning")
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
+def test_large_means_keep_their_digits_under_every_policy(policy):
+    values = table()
+    layer = fit_statistics(values).as_layer(clip=None)
+    with tfamp.scope(policy):
+        layer = Condition(layer.rules, named=False)
+        outputs = layer(values[:50])
+    expected = oracle(values)[:50]
+    assert outputs.dtype == layer.compute_dtype
+    # Results lie within 4 of 0 and are rounded once.
+    eps = {"float32": FLOAT32_ERROR, "mixed_float16": 2**-10, "mixed_bfloat16": 2**-7}
+    outputs = tf.cast(outputs, tf.float64).numpy()
+    np.testing.assert_allclose(outputs, expected, rtol=eps[policy], atol=eps[policy])
+
+
+def test_keras_own_layer_is_lost_at_a_mean_of_5e4_in_float16():
+    """The contrast that `Condition` is there for."""
+    values = np.random.default_rng(5).normal(5e4, 1.0, (100, 1)).astype(np.float32)
+    stock = keras.layers.Normalization(dtype="mixed_float16")
+    stock.adapt(values)
+    exact = oracle(values)
+    assert np.abs(stock(values).numpy().astype(np.float64) - exact).max() > 0.5
+    ours = Condition(
+        fit_statistics(values).as_layer(clip=None).rules,
+        named=False,
+        dtype="mixed_float16",
+    )
+    assert np.abs(ours(values).numpy().astype(np.float64) - exact).max() < 4 * 2**-10
+
+
+@pytest.mark.parametrize("dtype", ["float64", "int64"])
+def test_timestamps_keep_their_seconds(dtype):
+    values = (1.7e9 + np.random.default_rng(6).uniform(0, 3600, 500)).astype(dtype)
+    layer = fit_statistics(values).as_layer(clip=None)
+    np.testing.assert_allclose(layer(values), oracle(values), atol=FLOAT32_ERROR)
+    # In float32 they are 128 s apart, an eighth of this standard deviation.
+    rough = oracle(values.astype(np.float32))
+    assert np.abs(rough - oracle(values)).max() > 0.05
+
+
+@pytest.mark.parametrize("dtype", ["uint8", "int32", "float16", "bool"])
+def test_small_dtypes_are_conditioned_in_float32(dtype):
+    values = np.random.default_rng(7).integers(0, 2, (50, 2)).astype(dtype)
+    layer = fit_statistics(values).as_layer(clip=None)
+    exact = oracle(values.astype(np.float64))
+    np.testing.assert_allclose(layer(values), exact, atol=FLOAT32_ERROR)
+
+
+def test_images_are_computed_in_float32_and_far_features_in_float64():
+    pixels = np.random.default_rng(8).integers(0, 256, (4, 5, 5, 3)).astype(np.uint8)
+    (rule,) = fit_statistics(pixels).as_layer().rules
+    assert rule.work_dtype("uint8") == "float32"
+    (rule,) = fit_statistics(table()).as_layer(clip=None).rules
+    assert rule.work_dtype("float32") == "float64"
+
+
+# Where it runs
+
+EVERYTHING = dict(
+    missing="median", clip=("iqr", 1.5), transform="yeo-johnson", scale="standardize"
+)
+
+
+def run_eagerly(layer, values):
+    return layer(values)
+
+
+def run_in_a_graph(layer, values):
+    return tf.function(layer)(values)
+
+
+def run_under_xla(layer, values):
+    return tf.function(layer, jit_compile=True)(values)
+
+
+def run_in_a_map(layer, values):
+    dataset = tf.data.Dataset.from_tensor_slices(values)
+    return np.stack(list(dataset.map(layer).as_numpy_iterator()))
+
+
+def run_in_a_map_of_batches(layer, values):
+    dataset = tf.data.Dataset.from_tensor_slices(values).batch(7)
+    return np.concatenate(list(dataset.map(layer).as_numpy_iterator()))
+
+
+def run_in_a_functional_model(layer, values):
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, layer(inputs)).predict(values, verbose=0)
+
+
+def run_in_a_sequential_model(layer, values):
+    return keras.Sequential([layer]).predict(values, verbose=0)
+
+
+def run_in_a_subclassed_model(layer, values):
+    class Model(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.condition = layer
+
+        def call(self, inputs):
+            return self.condition(inputs)
+
+    return Model().predict(values, verbose=0)
+
+
+PLACES = [
+    run_eagerly,
+    run_in_a_graph,
+    run_under_xla,
+    run_in_a_map,
+    run_in_a_map_of_batches,
+    run_in_a_functional_model,
+    run_in_a_sequential_model,
+    run_in_a_subclassed_model,
+]
+
+
+@pytest.mark.parametrize("run", PLACES, ids=lambda run: run.__name__[4:])
+def test_every_place_gives_the_same(run):
+    values = table(40)
+    plain = fit_statistics(values).as_layer(clip=None)
+    np.testing.assert_allclose(run(plain, values), oracle(values), atol=2e-6)
+    layer = fit_statistics(values).as_layer(**EVERYTHING)
+    assert np.isfinite(run(layer, values)).all()
+    np.testing.assert_allclose(run(layer, values), layer(values), atol=1e-6)
+
+
+def test_a_model_behind_it_trains():
+    values = table(64)
+    inputs = keras.Input((3,))
+    hidden = fit_statistics(values).as_layer()(inputs)
+    model = keras.Model(inputs, keras.layers.Dense(1)(hidden))
+    model.compile("sgd", "mse")
+    targets = np.nan_to_num(values[:, 2:]) / 9
+    history = model.fit(values, targets, epochs=3, verbose=0)
+    assert history.history["loss"][-1] < history.history["loss"][0]
+    assert model.layers[1].weights == []
+
+
+# Saving
+
+
+def a_layer_of_every_field(dtype):
+    columns = {
+        "v": table(50),
+        "s": np.random.default_rng(9).lognormal(size=50).astype(np.float32),
+        "city": np.array(["a", "b", "a", "?", "a"] * 10),
+    }
+    statistics = fit_statistics(columns, missing_value=(0.5, "?"))
+    layer = statistics.as_layer(**EVERYTHING, output="dict", name="front")
+    return Condition(layer.rules, named=True, output="dict", name="front", dtype=dtype)
+
+
+def test_config_keeps_every_field():
+    layer = a_layer_of_every_field("mixed_bfloat16")
+    again = keras.saving.deserialize_keras_object(
+        keras.saving.serialize_keras_object(layer)
+    )
+    assert again.rules == layer.rules
+    assert again.named is True and again.output_form == "dict"
+    assert (again.name, again.dtype_policy.name) == ("front", "mixed_bfloat16")
+    number, scalar, text = layer.rules
+    # Nothing above is only a default that came back.
+    for field in ("fill", "lower", "upper", "center", "width", "power", "offset"):
+        assert getattr(number, field) != getattr(ColumnRule("", False, False), field)
+    assert scalar.scalar and text.text and text.fill_text == "a"
+    assert text.missing_texts == ("?",) and number.missing_values == (0.5,)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_saved_models_give_the_same_bits(policy, tmp_path):
+    values = table(60)
+    with tfamp.scope(policy):
+        layer = fit_statistics(values).as_layer(**EVERYTHING)
+        inputs = keras.Input((3,))
+        model = keras.Model(inputs, layer(inputs))
+    expected = tf.cast(model(values), tf.float32).numpy()
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    model.export(tmp_path / "exported", verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "exported"))
+    for found in (loaded(values), served.serve(values)):
+        assert tf.cast(found, tf.float32).numpy().tobytes() == expected.tobytes()
+
+
+def test_saved_dict_models_give_the_same_bits(tmp_path):
+    columns = {"v": table(30), "t": np.arange(30) + 1_700_000_000, "u": np.ones(30)}
+    layer = fit_statistics(columns).as_layer(columns=("t", "v"))
+    inputs = {
+        "v": keras.Input((3,), name="v"),
+        "t": keras.Input((1,), name="t", dtype="int64"),
+    }
+    model = keras.Model(inputs, layer(inputs))
+    fed = {"v": tf.constant(columns["v"]), "t": tf.constant(columns["t"][:, None])}
+    expected = model(fed).numpy()
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    model.export(tmp_path / "exported", verbose=False)
+    served = tf.saved_model.load(str(tmp_path / "exported"))
+    assert loaded(fed).numpy().tobytes() == expected.tobytes()
+    assert served.serve(fed).numpy().tobytes() == expected.tobytes()
+
+
+# Dicts
+
+
+def dict_statistics():
+    columns = {
+        "v": np.array([[1.0, 2.0], [3.0, 4.0], [5.0, 9.0]]),
+        "s": np.array([1.0, 2.0, 3.0]),
+        "city": np.array(["a", "?", "a"]),
+    }
+    return columns, fit_statistics(columns, missing_value="?")
+
+
+@pytest.mark.parametrize("shape", [(3,), (3, 1)], ids=["(batch,)", "(batch, 1)"])
+def test_columns_are_joined_in_the_order_asked_for(shape):
+    columns, statistics = dict_statistics()
+    layer = statistics.as_layer(clip=None, scale=None, columns=("s", "v"))
+    joined = layer({**columns, "s": columns["s"].reshape(shape)})
+    np.testing.assert_array_equal(joined, [[1, 1, 2], [2, 3, 4], [3, 5, 9]])
+    one = layer({"s": columns["s"][:1], "v": columns["v"][:1]})
+    np.testing.assert_array_equal(one, [[1, 1, 2]])
+
+
+def test_single_examples_of_dicts_are_joined_in_a_map():
+    columns, statistics = dict_statistics()
+    layer = statistics.as_layer(clip=None, scale=None, columns=("s", "v"))
+    dataset = tf.data.Dataset.from_tensor_slices(columns).map(layer)
+    assert dataset.element_spec.shape == (3,)
+    rows = list(dataset.as_numpy_iterator())
+    np.testing.assert_array_equal(rows, [[1, 1, 2], [2, 3, 4], [3, 5, 9]])
+
+
+def test_columns_stay_apart_with_text_filled():
+    columns, statistics = dict_statistics()
+    options = {"missing": "median", "clip": None, "scale": None, "output": "dict"}
+    found = statistics.as_layer(**options)(columns)
+    assert sorted(found) == ["city", "s", "v"]
+    assert found["city"].numpy().tolist() == [b"a", b"a", b"a"]
+    np.testing.assert_array_equal(found["v"], columns["v"])
+    options["missing"] = {"city": "unknown"}
+    found = statistics.as_layer(**options)(columns)
+    assert found["city"].numpy().tolist() == [b"a", b"unknown", b"a"]
+    options["missing"] = None
+    found = statistics.as_layer(**options)(columns)
+    assert found["city"].numpy().tolist() == [b"a", b"?", b"a"]
+
+
+def test_options_differ_by_column_and_others_keep_the_default():
+    columns = {"a": np.array([1.0, 3.0, NAN]), "b": np.array([2.0, 4.0, NAN])}
+    layer = fit_statistics(columns).as_layer(
+        missing={"a": 0.0}, clip=None, scale={"a": None, "b": None}, output="dict"
+    )
+    found = layer(columns)
+    np.testing.assert_array_equal(found["a"], [1, 3, 0])
+    np.testing.assert_array_equal(found["b"], [2, 4, 3])
+
+
+# Errors
+
+VALUES = np.array([[1.0, 2.0], [3.0, 4.0], [-5.0, 7.0]])
+
+
+def as_layer(*args, **options):
+    return lambda: fit_statistics(VALUES).as_layer(*args, **options)
+
+
+ERRORS = {
+    "fill": (as_layer("average"), "Unknown `missing` 'average'; expected 'mean'"),
+    "fill type": (as_layer([1]), "`missing` is [1], of type list; expected one of"),
+    "fill NaN": (as_layer(NAN), "`missing` is nan; expected a finite number"),
+    "open mode": (as_layer("mode"), "no value of feature 'x[0]' stands out"),
+    "clip": (as_layer(clip="std"), "Unknown `clip` 'std'; expected 'zscore', 'iqr'"),
+    "clip type": (as_layer(clip=3), "`clip` is 3, of type int; expected None,"),
+    "clip order": (as_layer(clip=(0.9, 0.1)), "expected a lower quantile below"),
+    "clip percent": (as_layer(clip=(1, 99)), "expected a number in [0, 1]"),
+    "one quantile": (as_layer(clip=(0.1,)), "expected two quantiles. Pass both"),
+    "clip 0": (as_layer(clip=("zscore", 0)), "`clip` is 0.0; expected a finite"),
+    "clip more": (as_layer(clip=("iqr", 1, 2)), "expected one number behind 'iqr'"),
+    "transform": (as_layer(transform="log"), "Unknown `transform` 'log'"),
+    "log1p": (
+        as_layer(transform="log1p", clip=None),
+        "`transform` is 'log1p', and feature 'x[0]' has values down to -5",
+    ),
+    "scale": (as_layer(scale="std"), "Unknown `scale` 'std'"),
+    "output": (as_layer(output="list"), "Unknown `output` 'list'"),
+    "columns": (as_layer(columns=("a",)), "`columns` is ('a',); expected a tuple of"),
+    "by column": (as_layer({"y": 0}), "`missing` names columns ('y',); expected some"),
+    "text joined": (
+        lambda: dict_statistics()[1].as_layer(),
+        "Columns ('city',) are text, which cannot be joined with numbers",
+    ),
+    "text fill": (
+        lambda: dict_statistics()[1].as_layer(0.0, output="dict"),
+        "`missing` is 0.0 for text column 'city'; expected 'mode'",
+    ),
+    "features": (
+        lambda: as_layer()()(np.zeros((2, 3))),
+        "Column 'x' has shape (2, 3); expected a last axis of 2 features",
+    ),
+    "names": (
+        lambda: dict_statistics()[1].as_layer(output="dict")({"v": VALUES}),
+        "got ('v',); expected a dict with the columns ('v', 's', 'city')",
+    ),
+    "no dict": (
+        lambda: dict_statistics()[1].as_layer(columns=("v",))(VALUES),
+        "expected a dict with the columns ('v',)",
+    ),
+    "text for numbers": (
+        lambda: as_layer()()(tf.constant([["a", "b"]])),
+        "Column 'x' is of dtype string; expected numbers",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", ERRORS.values(), ids=ERRORS)
+def test_error_says_what_to_do(call, message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        call()
