@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp.data._plan
-from tfamp.data import Pipeline, _file_cache
+from tfamp.data import Pipeline
 from tfamp.data._stages import Settings
 
 STAGES = {
@@ -259,79 +259,3 @@ def test_two_replicas_see_each_element_once(by_position, monkeypatch):
         assert [len(part) for part in parts] == [2, 2]
         seen += [int(value) for part in parts for value in part]
     assert sorted(seen) == list(range(12))
-
-
-# The file cache.
-
-
-def test_a_cache_in_a_missing_folder_is_an_error(tmp_path):
-    path = tmp_path / "missing" / "train"
-    message = f"Cache path {str(path)!r} lies in a folder that does not exist"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        numbers().cache(path)
-
-
-def test_a_cache_path_that_is_a_folder_is_an_error(tmp_path):
-    message = f"Cache path {str(tmp_path)!r} is a folder; expected"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        numbers().cache(tmp_path)
-
-
-def test_a_file_cache_serves_a_second_pipeline(tmp_path):
-    path = tmp_path / "train"
-    expected = rows(numbers().map(double).cache(path).build())
-    assert _file_cache.is_complete(path)
-    again = numbers().map(lambda x, y: (x * 0, y)).cache(path).build()
-    # Stale, as `cache` says: only shape, dtype and number are compared.
-    assert rows(again) == expected
-
-
-def test_a_cache_of_other_elements_is_an_error(tmp_path):
-    path = tmp_path / "train"
-    rows(numbers(10).cache(path).build())
-    pipeline = numbers(11).cache(path)
-    message = "holds elements with cardinality 10; this pipeline gives 11."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        pipeline.build()
-
-
-def test_leftovers_of_a_dead_writer_are_removed(tmp_path):
-    path = tmp_path / "train"
-    # What a killed process leaves: its lock and a part of the data.
-    (tmp_path / "train_0.lockfile").write_text("Created at: 1")
-    (tmp_path / "train_0.data-00000-of-00001.tempstate123").write_bytes(b"x")
-    (tmp_path / "train_of_another.txt").write_text("mine")
-    pipeline = numbers().cache(path)
-    with pytest.warns(UserWarning, match="was left unfinished by a process") as caught:
-        dataset = pipeline.build()
-    assert caught[0].filename == __file__
-    assert rows(dataset) == rows(numbers().build())
-    assert _file_cache.is_complete(path)
-    assert (tmp_path / "train_of_another.txt").read_text() == "mine"
-
-
-def test_a_cache_that_is_being_written_is_an_error(tmp_path):
-    pipeline = numbers().cache(tmp_path / "train")
-    iterator = iter(pipeline.build())
-    next(iterator)
-    with pytest.raises(ValueError, match="unfinished and its writer may be alive"):
-        pipeline.build()
-    del iterator
-
-
-def test_a_cache_that_another_process_holds_is_an_error(tmp_path):
-    fcntl = pytest.importorskip("fcntl")
-    (tmp_path / "train_0.lockfile").write_text("Created at: 1")
-    pipeline = numbers().cache(tmp_path / "train")
-    # flock sees another open file of this process as another owner.
-    with (tmp_path / "train.tfamp").open("a") as held:
-        fcntl.flock(held, fcntl.LOCK_SH)
-        with pytest.raises(ValueError, match="unfinished and its writer may be alive"):
-            pipeline.build()
-    assert (tmp_path / "train_0.lockfile").exists()
-
-
-def test_describing_touches_no_file(tmp_path):
-    text = numbers().cache(tmp_path / "train").describe()
-    assert "files" in text
-    assert list(tmp_path.iterdir()) == []

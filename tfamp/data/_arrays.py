@@ -10,37 +10,16 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._sources import DATA, Source
-from tfamp.data._stages import Settings, Stage
+from tfamp.data._sources import DATA, RandomAccess
+from tfamp.data._stages import Settings, Stage, map_in_order
 
 
 @dataclasses.dataclass(frozen=True)
-class ArraySource(Source):
-    """Tensors in memory, whose first dimensions are equal.
+class ArraySource(RandomAccess):
+    """Tensors in memory."""
 
-    Attributes:
-        tensors: A structure of tensors `(examples, ...)` on the CPU.
-        num_examples: The size of that first dimension.
-    """
-
-    tensors: Any
-    num_examples: int
     # Every worker holds the same arrays, so each takes its share of the elements.
     shard_policy = DATA
-
-    def dataset(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the elements; their rows share the arrays' memory."""
-        return tf.data.Dataset.from_tensor_slices(self.tensors)
-
-    def positions(self) -> tf.data.Dataset:
-        """Returns the numbers of all elements, int64."""
-        return tf.data.Dataset.range(self.num_examples)
-
-    def rows(self, positions: tf.Tensor) -> Any:
-        """Returns the elements at `positions`, a scalar or `(batch,)`."""
-        return tf.nest.map_structure(
-            lambda tensor: tf.gather(tensor, positions), self.tensors
-        )
 
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
@@ -51,25 +30,34 @@ class ArraySource(Source):
 
 @dataclasses.dataclass(frozen=True)
 class Gather(Stage):
-    """Reads the elements, or batches of them, whose positions arrive."""
+    """Reads the elements, or batches of them, whose positions arrive.
+
+    Attributes:
+        source: Where they are read.
+        is_numbered: Whether to give pairs (position, element).
+    """
 
     name = "gather"
-    source: ArraySource
+    rank = 2
+    source: RandomAccess = dataclasses.field(compare=False)
+    is_numbered: bool = False
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Gathers in parallel and keeps the order."""
-        return dataset.map(
-            self.source.rows,
-            num_parallel_calls=settings.num_parallel_calls,
-            deterministic=True,
-        )
+        if self.is_numbered:
+            return map_in_order(
+                dataset,
+                lambda position: (position, self.source.rows(position)),
+                settings,
+            )
+        return map_in_order(dataset, self.source.rows, settings)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         per = "batch" if dataset.element_spec.shape.rank else "element"
         return (
             f"one {per} a call, {settings.parallelism}",
-            "too large to buffer: order drawn on positions",
+            "order drawn on positions, then read: exact at any size",
         )
 
 

@@ -1,28 +1,35 @@
-"""Care for tf.data's file cache: leftovers of dead writers, and foreign contents.
+"""Files that hold the elements of a pipeline: whose they are, and whether whole.
 
-tf.data writes `<path>.index` last, so a cache without it is unfinished, and it
-leaves `<path>_0.lockfile` behind when its process is killed. That file names no
-process. Beside it, therefore, every process that builds a pipeline on the cache
-holds a shared `flock` on `<path>.tfamp`, which the system releases when the
-process ends, however it ends. Whoever gets it exclusively is alone and may clear
-what the dead left behind. The file itself says what the cache holds.
+A cache lies in files whose names begin with the user's path and the pipeline's
+fingerprint, so a changed pipeline has other files, and none reads another's. The
+format is that of tf.data's own file cache, which writes `<name>.index` last: without
+it a cache is unfinished. Beside it lies `<name>.tfamp`, which says what the cache
+holds. Whoever fills the cache holds an exclusive `flock` on that file, whoever reads
+it a shared one for the life of the process. The system releases both when a process
+ends, however it ends, so a lock that stands belongs to someone alive.
 """
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
-import warnings
+import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+from absl import logging
+
 try:
     import fcntl
-except ImportError:  # Windows has none: leftovers are reported, never removed.
+except ImportError:  # Windows has none: there a cache has one user at a time.
     fcntl = None  # type: ignore[assignment]
 
-# Open file descriptors by cache path; never closed, or the lock would be released.
-_HELD: dict[str, int] = {}
+_CAN_LOCK = fcntl is not None
+_POLL_SECONDS = 0.1
+# Open files by name of the record; never closed, or the lock would be released.
+_HELD: dict[Path, int] = {}
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -50,91 +57,148 @@ def check_path(path: str | os.PathLike[str]) -> Path:
     return absolute
 
 
-def is_complete(path: Path) -> bool:
-    """Whether tf.data finished writing the cache: its index is written last."""
-    return path.with_name(f"{path.name}.index").exists()
+@dataclasses.dataclass(frozen=True)
+class CacheFiles:
+    """The files of one cache.
 
-
-def leftovers(path: Path) -> list[Path]:
-    """Returns the files of an unfinished cache: its lock and its partial data."""
-    name = re.escape(path.name)
-    pattern = re.compile(
-        rf"{name}_\d+\.(lockfile|index|data-.*)|{name}\.data-\d+-of-\d+.*"
-    )
-    return sorted(p for p in path.parent.iterdir() if pattern.fullmatch(p.name))
-
-
-def claim(path: Path, *, element_spec: Any, cardinality: int) -> None:
-    """Makes sure that `Dataset.cache(path)` can start, before it is called.
-
-    Args:
-        path: Where the names of the cache's files begin.
-        element_spec: What the pipeline puts in.
-        cardinality: How many elements, as `Dataset.cardinality` gives it.
-
-    Raises:
-        ValueError: A finished cache holds other elements, or an unfinished one
-            belongs to a process that may still write it.
+    Attributes:
+        path: The user's path, where the names begin.
+        digest: The pipeline's fingerprint in short.
     """
-    contents = {"element_spec": repr(element_spec), "cardinality": cardinality}
-    if is_complete(path):
-        _check_contents(path, contents)
-        return
-    is_alone = _hold(path)
-    found = leftovers(path)
-    if found and not is_alone:
-        raise ValueError(
-            f"Cache {str(path)!r} is unfinished and its writer may be alive (found "
-            f"{found[0].name!r}); expected a finished cache or none. Wait for the "
-            "process or the iterator that fills it; if there is none, delete these "
-            "files or choose another path."
-        )
-    if found:
-        warnings.warn(
-            f"Cache {str(path)!r} was left unfinished by a process that has ended; "
-            f"its {len(found)} files are removed and it is built again.",
-            stacklevel=5,  # claim, Cache.check, _plan.run, Pipeline.build, caller
-        )
-        for leftover in found:
-            leftover.unlink(missing_ok=True)
-    _record(path).write_text(json.dumps(contents))
+
+    path: Path
+    digest: str
+
+    @property
+    def stem(self) -> Path:
+        """What tf.data is given as the cache's file name."""
+        return self.path.with_name(f"{self.path.name}-{self.digest}")
+
+    @property
+    def record(self) -> Path:
+        """The file that is locked, and says what the cache holds."""
+        return self.path.with_name(f"{self.stem.name}.tfamp")
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether both tf.data and tfamp finished writing."""
+        index = self.stem.with_name(f"{self.stem.name}.index")
+        return index.exists() and "num_elements" in self.read()
+
+    def parts(self) -> list[Path]:
+        """Returns the data files here, whole or left unfinished."""
+        pattern = re.compile(re.escape(self.stem.name) + r"(_\d+)?\.(?!tfamp$).+")
+        found = self.path.parent.iterdir()
+        return sorted(path for path in found if pattern.fullmatch(path.name))
+
+    @property
+    def num_bytes(self) -> int:
+        """What the data files hold now."""
+        total = 0
+        for path in self.parts():
+            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+                total += path.stat().st_size
+        return total
+
+    def read(self) -> dict[str, Any]:
+        """Returns what the record says, nothing where there is none."""
+        try:
+            return dict(json.loads(self.record.read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    def write(self, contents: dict[str, Any]) -> None:
+        """Writes the record in place: its locks belong to this very file."""
+        self.record.write_text(json.dumps(contents))
+
+    def remove_data(self) -> None:
+        """Removes the data files."""
+        for path in self.parts():
+            path.unlink(missing_ok=True)
+
+    def remove(self) -> None:
+        """Removes the data files and the record."""
+        self.remove_data()
+        self.record.unlink(missing_ok=True)
+
+    @contextlib.contextmanager
+    def owned_or_complete(
+        self, sleep: Callable[[float], None] = time.sleep
+    ) -> Iterator[bool]:
+        """Waits until the cache is whole, or this process alone may fill it.
+
+        On leaving, this process holds the cache as a reader until it ends, unless
+        an exception passes through.
+
+        Args:
+            sleep: Waits for some seconds.
+
+        Yields:
+            Whether the cache is to be filled here.
+
+        Raises:
+            ValueError: Others read it, and its files have gone.
+        """
+        if not _CAN_LOCK:
+            yield not self.is_complete
+            return
+        locked = _HELD.pop(self.record, None)
+        if locked is None:
+            locked = os.open(self.record, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            is_owner = self._wait(locked, sleep)
+            yield is_owner
+        except BaseException:
+            os.close(locked)
+            raise
+        fcntl.flock(locked, fcntl.LOCK_SH)
+        _HELD[self.record] = locked
+
+    def _wait(self, locked: int, sleep: Callable[[float], None]) -> bool:
+        """Returns whether this process owns the cache, or may read it."""
+        is_told = False
+        while True:
+            if _try(locked, fcntl.LOCK_EX):
+                return not self.is_complete
+            if _try(locked, fcntl.LOCK_SH):
+                if self.is_complete:
+                    return False
+                raise ValueError(
+                    f"Cache {str(self.stem)!r} is read by another process, and its "
+                    "files have gone; expected them whole. Wait for that process to "
+                    "end, or choose another path."
+                )
+            if not is_told:
+                is_told = True
+                logging.info("Waiting for the process that fills %s.", self.stem)
+            sleep(_POLL_SECONDS)
 
 
-def _record(path: Path) -> Path:
-    return path.with_name(f"{path.name}.tfamp")
+def others(files: CacheFiles) -> list[CacheFiles]:
+    """Returns the caches of other pipelines that begin with the same path."""
+    name = re.escape(files.path.name)
+    pattern = re.compile(rf"{name}-([0-9a-f]+)\.tfamp")
+    matches = (pattern.fullmatch(path.name) for path in files.path.parent.iterdir())
+    digests = sorted(match[1] for match in matches if match)
+    return [
+        CacheFiles(files.path, digest) for digest in digests if digest != files.digest
+    ]
 
 
-def _check_contents(path: Path, contents: dict[str, Any]) -> None:
-    """Raises when the cache is known to hold other elements than `contents`."""
+def is_in_use(files: CacheFiles) -> bool:
+    """Whether a process reads or fills a cache, this one included."""
+    if not _CAN_LOCK or files.record in _HELD:
+        return True
     try:
-        recorded = json.loads(_record(path).read_text())
-    except (OSError, ValueError):
-        return  # Written by plain tf.data: nothing is known about it.
-    for key, value in contents.items():
-        if recorded.get(key) != value:
-            raise ValueError(
-                f"Cache {str(path)!r} holds elements with {key} "
-                f"{recorded.get(key)!r}; this pipeline gives {value!r}. Delete the "
-                "cache's files, or choose another path."
-            )
+        with files.record.open("r+") as record:
+            return not _try(record.fileno(), fcntl.LOCK_EX)
+    except OSError:
+        return True
 
 
-def _hold(path: Path) -> bool:
-    """Locks the cache's record for the life of this process.
-
-    Returns:
-        Whether leftovers can only be those of the dead: this process is the only
-        one here, and holds the cache for the first time.
-    """
-    if fcntl is None or (str(path) in _HELD and _record(path).exists()):
+def _try(locked: int, kind: int) -> bool:
+    try:
+        fcntl.flock(locked, kind | fcntl.LOCK_NB)
+    except OSError:  # held by another, or a file system without locks
         return False
-    record = os.open(_record(path), os.O_RDWR | os.O_CREAT, 0o666)
-    try:
-        fcntl.flock(record, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        is_alone = True
-    except OSError:  # Held by another process, or a file system without locks.
-        is_alone = False
-    with contextlib.suppress(OSError):
-        fcntl.flock(record, fcntl.LOCK_SH)
-    _HELD[str(path)] = record
-    return is_alone
+    return True

@@ -1,31 +1,38 @@
-"""Puts a pipeline's stages in the order they run in, builds and explains them.
+"""Puts a pipeline's stages in the order they run in.
 
-What `describe` prints and what `build` runs come from the same list of steps.
+`make_plan` is where every choice of order is made; `_running.py` builds and explains
+what comes out of it, from the same list of steps.
 """
 
 import dataclasses
-import io
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
 
-import rich.box
-import rich.console
-import rich.table
 import tensorflow as tf
 
 from tfamp.data._arrays import ArraySource, Gather
+from tfamp.data._caching import Cache, FileCache
 from tfamp.data._elements import bytes_of_element
-from tfamp.data._sources import Source
+from tfamp.data._errors import Careful, OnError
+from tfamp.data._fingerprint import Fingerprint, fingerprint
+from tfamp.data._sources import RandomAccess, Source
 from tfamp.data._stages import (
     SHUFFLE_BUFFER_BYTES,
     Batch,
-    Cache,
-    Map,
+    ElementMap,
     Settings,
     Shuffle,
     Stage,
 )
-
-_TABLE_WIDTH = 110
+from tfamp.data._steps import (
+    AlreadyInMemory,
+    ByPosition,
+    Chosen,
+    Number,
+    NumberedSubset,
+    Rebatch,
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,121 +42,170 @@ class Plan:
     Attributes:
         source: Where the elements come from.
         steps: What happens to them, first to last.
-        by_position: Whether the steps begin with positions instead of elements.
+        start: Gives the dataset that the first step acts on: elements, their
+            positions, or chunks of them.
         settings: How parallel it runs.
+        on_workers: How many of the steps run on the workers of a data service.
     """
 
     source: Source
     steps: tuple[Stage, ...]
-    by_position: bool
+    start: Callable[[], tf.data.Dataset]
     settings: Settings
-
-    def start(self) -> tf.data.Dataset:
-        """Returns the dataset that the first step acts on."""
-        if self.by_position:
-            return self.source.positions()  # type: ignore[attr-defined]
-        return self.source.dataset(self.settings)
+    on_workers: int = 0
 
 
 def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Plan:
     """Returns the plan of a pipeline.
 
-    Stages run by rank: map, cache, shuffle, batch, prefetch. Arrays that are too
-    large to hold twice are shuffled by position first, which is exact at any size;
-    a cache behind a shuffle would freeze its order, so then they are not.
-    """
-    ordered = sorted(stages, key=lambda stage: stage.rank)
-    if not isinstance(source, ArraySource):
-        return Plan(source, tuple(ordered), False, settings)
-    kinds = {type(stage): stage for stage in ordered}
-    cache, shuffle = kinds.get(Cache), kinds.get(Shuffle)
-    if isinstance(cache, Cache) and cache.path is None and Map not in kinds:
-        ordered[ordered.index(cache)] = AlreadyInMemory()
-        cache = None
-    if not isinstance(shuffle, Shuffle) or cache is not None:
-        return Plan(source, tuple(ordered), False, settings)
-    if not _is_too_large_to_buffer(source, shuffle):
-        return Plan(source, tuple(ordered), False, settings)
-    rest = [stage for stage in ordered if stage is not shuffle]
-    exact = dataclasses.replace(
-        shuffle, buffer_size=shuffle.buffer_size or source.num_examples
-    )
-    # With nothing to do for single elements, one gather reads a whole batch.
-    split = (
-        0
-        if Map in kinds
-        else 1
-        + next((i for i, stage in enumerate(rest) if isinstance(stage, Batch)), -1)
-    )
-    steps = (exact, *rest[:split], Gather(source), *rest[split:])
-    return Plan(source, steps, True, settings)
+    Stages run by rank, with four exceptions, each for speed or exactness:
 
-
-def run(plan: Plan) -> tf.data.Dataset:
-    """Returns the dataset of a plan, after every step's own checks."""
-    dataset = plan.start()
-    for step in plan.steps:
-        step.check(dataset)
-        dataset = step.apply(dataset, plan.settings)
-    return dataset.with_options(_options(plan))
-
-
-def describe(plan: Plan, threads: tuple[str, str]) -> str:
-    """Returns a table of a plan: stage, setting and reason in running order.
+    - Where any element can be read by its position, choosing (subset, balance,
+      weights) and shuffling act on positions, before anything is read: exact at any
+      size. A cache would freeze the order, so behind one they act on elements.
+    - A memory cache of bare arrays is left out; they are in memory.
+    - Rows of a table that nothing looks at one by one go from chunks to batches.
+    - Where damaged elements are skipped, all functions before the filters become one
+      careful step on numbered elements.
 
     Args:
-        plan: What to describe.
-        threads: Setting and reason of its last row, the parallelism.
+        source: Where the elements come from.
+        stages: What is to happen to them, in any order.
+        settings: How parallel it is to run.
     """
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("Stage", no_wrap=True)
-    table.add_column("Setting", max_width=40)
-    table.add_column("Reason")
-    dataset = plan.source.dataset(plan.settings)
-    table.add_row("source", *plan.source.explain(dataset))
-    dataset = plan.start()
-    for step in plan.steps:
-        table.add_row(step.name, *step.explain(dataset, plan.settings))
-        dataset = step.apply(dataset, plan.settings)
-    table.add_row("threads", *threads)
-    console = rich.console.Console(
-        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
+    rest = sorted(stages, key=lambda stage: stage.rank)
+    on_error = _take(rest, OnError)
+    _check_on_error(on_error, source, rest)
+    settings = dataclasses.replace(settings, errors=on_error)
+    first: list[Stage] = []
+    start: Callable[[], tf.data.Dataset]
+    start = functools.partial(source.dataset, settings)
+    if isinstance(source, RandomAccess):
+        source = _choose(source, rest, first)
+        start = functools.partial(source.dataset, settings)
+        _leave_out_memory_cache(source, rest)
+        by_position = _by_position(source, rest, settings)
+        if by_position:
+            first += by_position
+            start = source.positions
+            split = 1 if rest and isinstance(rest[0], Batch) else 0
+            gather = Gather(source, is_numbered=on_error is not None)
+            rest[split:split] = [gather]
+    elif hasattr(source, "chunks") and rest and isinstance(rest[0], Batch):
+        start = functools.partial(source.chunks, settings)
+        rest[0] = Rebatch(rest[0].size, rest[0].drop_remainder)
+    if on_error is not None:
+        rest = _with_care(source, rest, on_error)
+    steps = [*first, *rest]
+    for number, step in enumerate(steps):
+        if isinstance(step, Cache) and step.path is not None:
+            before = functools.partial(_fingerprint, source, tuple(steps[:number]))
+            steps[number] = FileCache(step.path, before)
+    shared = sum(step.rank < Cache.rank for step in steps)
+    on_workers = shared if settings.service is not None else 0
+    return Plan(source, tuple(steps), start, settings, on_workers)
+
+
+def _choose(
+    source: RandomAccess, rest: list[Stage], first: list[Stage]
+) -> RandomAccess:
+    """Returns the part of a source that `.subset` asks for, and notes the step."""
+    subset = next((stage for stage in rest if stage.name == "subset"), None)
+    if subset is None:
+        return source
+    rest.remove(subset)
+    first.append(Chosen(subset, source.num_examples))
+    return source.part(subset.chosen(source))  # type: ignore[attr-defined]
+
+
+def _leave_out_memory_cache(source: RandomAccess, rest: list[Stage]) -> None:
+    """Puts a mark in the place of a cache that would hold arrays a second time."""
+    if isinstance(source, ArraySource) and rest:
+        stage = rest[0]
+        if isinstance(stage, Cache) and stage.path is None:
+            rest[0] = AlreadyInMemory()
+
+
+def _by_position(
+    source: RandomAccess, rest: list[Stage], settings: Settings
+) -> list[Stage]:
+    """Takes out of `rest` and returns what can act on positions."""
+    names = {stage.name for stage in rest if not isinstance(stage, AlreadyInMemory)}
+    if "cache" in names or settings.service is not None:
+        return []
+    found: list[Stage] = []
+    for stage in list(rest):
+        if stage.name in ("balance", "weights") and "filter" not in names:
+            found.append(ByPosition(stage, source))
+            rest.remove(stage)
+    shuffle = next((stage for stage in rest if isinstance(stage, Shuffle)), None)
+    is_sampled = names & {"balance", "weights"}
+    if shuffle is None or (is_sampled and not found):
+        return found
+    if found or _is_too_large_to_buffer(source, shuffle):
+        rest.remove(shuffle)
+        size = shuffle.buffer_size or source.num_examples
+        found.append(dataclasses.replace(shuffle, buffer_size=size))
+    return found
+
+
+def _with_care(source: Source, rest: list[Stage], on_error: OnError) -> list[Stage]:
+    """Returns the steps with one careful step for all that may fail."""
+    maps = [step for step in rest if isinstance(step, ElementMap)]
+    if not maps:
+        return [on_error, *rest]
+    careful = Careful(
+        tuple(step.function for step in maps),
+        tuple(step.name for step in maps),
+        source.locate,
+        on_error,
     )
-    console.print(table)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    at = rest.index(maps[0])
+    kept = [step for step in rest if step not in maps]
+    before = [
+        NumberedSubset(step) if step.name == "subset" else step for step in kept[:at]
+    ]
+    if not any(isinstance(step, Gather) for step in before):
+        before.insert(0, Number())
+    return [*before, careful, on_error, *kept[at:]]
 
 
-@dataclasses.dataclass(frozen=True)
-class AlreadyInMemory(Stage):
-    """Stands for a memory cache of arrays, which would hold them a second time."""
-
-    name = Cache.name
-    rank = Cache.rank
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset as it is."""
-        return dataset
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        return "left out", "the arrays are in memory already"
+def _fingerprint(source: Source, steps: Sequence[Stage]) -> Fingerprint:
+    """Returns the fingerprint of a source and the steps before a cache."""
+    parts: dict[str, Any] = {"source": (type(source).__name__, source.identity())}
+    for step in steps:
+        if isinstance(step, OnError):
+            continue  # what is skipped is told by the careful step
+        same = sum(name.split(" ")[0] == step.name for name in parts)
+        parts[f"{step.name} {same + 1}" if same else step.name] = step
+    return fingerprint(parts)
 
 
-def _is_too_large_to_buffer(source: ArraySource, shuffle: Shuffle) -> bool:
+def _take(stages: list[Stage], kind: type[Any]) -> Any:
+    """Takes the stage of a kind out of a list and returns it, None if there is none."""
+    found = next((stage for stage in stages if isinstance(stage, kind)), None)
+    if found is not None:
+        stages.remove(found)
+    return found
+
+
+def _check_on_error(
+    on_error: OnError | None, source: Source, stages: Sequence[Stage]
+) -> None:
+    """Raises where `.on_error` has nothing that it could act on."""
+    if on_error is None or source.skips_errors:
+        return
+    if not any(isinstance(stage, ElementMap) for stage in stages):
+        raise ValueError(
+            "`.on_error('skip')` has nothing to act on: this source reads what is in "
+            "memory or raises its own errors, and there is no `.map` or `.decode`; "
+            "expected one of them. Leave `.on_error` out."
+        )
+
+
+def _is_too_large_to_buffer(source: RandomAccess, shuffle: Shuffle) -> bool:
     """Whether a buffer of elements, which may copy them, would take much memory."""
     dataset = tf.data.Dataset.from_tensor_slices(source.tensors)
     element_bytes = bytes_of_element(dataset.element_spec)
     held = shuffle.buffer_size or source.num_examples
     return element_bytes is None or held * element_bytes > SHUFFLE_BUFFER_BYTES
-
-
-def _options(plan: Plan) -> tf.data.Options:
-    options = tf.data.Options()
-    options.deterministic = True
-    options.autotune.enabled = plan.settings.autotune
-    if not plan.settings.autotune:
-        options.threading.private_threadpool_size = plan.settings.num_threads
-    if plan.source.shard_policy is not None:
-        options.experimental_distribute.auto_shard_policy = plan.source.shard_policy
-    return options

@@ -6,6 +6,8 @@ with random access.
 
 import abc
 import dataclasses
+import os
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -23,9 +25,12 @@ class Source(abc.ABC):
     Attributes:
         shard_policy: How `tf.distribute` splits the elements over workers, None to
             leave it as it is.
+        skips_errors: Whether `dataset` itself leaves out what it cannot read when
+            `settings.errors` is given.
     """
 
     shard_policy: ClassVar[tf.data.experimental.AutoShardPolicy | None] = None
+    skips_errors: ClassVar[bool] = False
 
     @abc.abstractmethod
     def dataset(self, settings: Settings) -> tf.data.Dataset:
@@ -35,12 +40,72 @@ class Source(abc.ABC):
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
 
+    @abc.abstractmethod
+    def identity(self) -> Any:
+        """Returns what tells this source from a changed one.
+
+        A file cache is built again when it differs. Files count by path, size and
+        time of change (`files_identity`), arrays by their bytes.
+        """
+
+    def locate(self, position: int) -> str:
+        """Returns where element `position` of this source lies, in words."""
+        return f"element {position}"
+
+
+def files_identity(paths: Sequence[str]) -> tuple[tuple[str, int, int], ...]:
+    """Returns path, bytes and nanoseconds of the last change of each file."""
+    stats = [(path, os.stat(path)) for path in paths]
+    return tuple((path, stat.st_size, stat.st_mtime_ns) for path, stat in stats)
+
+
+@dataclasses.dataclass(frozen=True)
+class RandomAccess(Source):
+    """A source of which any element can be read by its position.
+
+    Attributes:
+        tensors: A structure of tensors `(examples, ...)` on the CPU, whose first
+            dimensions are equal.
+        num_examples: The size of that first dimension.
+    """
+
+    tensors: Any
+    num_examples: int
+
+    def dataset(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the elements; their rows share the tensors' memory."""
+        return tf.data.Dataset.from_tensor_slices(self.tensors)
+
+    def positions(self) -> tf.data.Dataset:
+        """Returns the numbers of all elements, int64."""
+        return tf.data.Dataset.range(self.num_examples)
+
+    def rows(self, positions: tf.Tensor) -> Any:
+        """Returns the elements at `positions`, a scalar or `(batch,)`."""
+        return tf.nest.map_structure(
+            lambda tensor: tf.gather(tensor, positions), self.tensors
+        )
+
+    def part(self, positions: tf.Tensor) -> "RandomAccess":
+        """Returns a source of the elements at `positions` alone."""
+        return dataclasses.replace(
+            self, tensors=self.rows(positions), num_examples=int(tf.size(positions))
+        )
+
+    def identity(self) -> Any:
+        """Returns the tensors, which count by their bytes."""
+        return self.tensors
+
 
 @dataclasses.dataclass(frozen=True)
 class DatasetSource(Source):
     """A dataset that the user made."""
 
     given: tf.data.Dataset
+
+    def identity(self) -> Any:
+        """Returns the dataset, which counts by its graph."""
+        return self.given
 
     def dataset(self, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset as it was given."""
@@ -62,6 +127,12 @@ class TfdsSource(Source):
     as_supervised: bool
     # Exact for any number of files; sharding by file needs one for each worker.
     shard_policy = DATA
+
+    def identity(self) -> Any:
+        """Returns name, version, split, and when the data was prepared."""
+        info = self.builder.info
+        written = os.path.join(str(self.builder.data_dir), "dataset_info.json")
+        return (info.full_name, self.split, files_identity([written]))
 
     def dataset(self, settings: Settings) -> tf.data.Dataset:
         """Returns the examples in the order they were written."""

@@ -10,13 +10,14 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data import _file_cache
 from tfamp.data._elements import bytes_of_element, known_length, looks_batched
+
+if TYPE_CHECKING:
+    from tfamp.data._errors import OnError
 
 # Elements held for shuffling may take this much memory, unless told otherwise.
 SHUFFLE_BUFFER_BYTES = 256 * 2**20
@@ -38,10 +39,14 @@ class Settings:
         num_threads: Threads of the dataset's own pool, and elements worked on at
             once by a parallel stage.
         autotune: Whether tf.data chooses parallelism and buffer sizes itself.
+        errors: What to do about elements that cannot be read, None to raise.
+        service: The workers that read and map, None for this process.
     """
 
     num_threads: int
     autotune: bool
+    errors: "OnError | None" = None
+    service: "Any | None" = None
 
     @property
     def num_parallel_calls(self) -> int:
@@ -109,64 +114,56 @@ class Stage(abc.ABC):
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns `dataset` with this stage behind it."""
 
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns what `apply` returns as far as `describe` can know it.
+
+        Nothing is read or written here; a stage whose `apply` does either has a
+        preview of its own.
+        """
+        return self.apply(dataset, settings)
+
     @abc.abstractmethod
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
 
 
-@dataclasses.dataclass(frozen=True)
-class Map(Stage):
-    """Calls a function on every element."""
+def map_in_order(
+    dataset: tf.data.Dataset, function: Callable[..., Any], settings: Settings
+) -> tf.data.Dataset:
+    """Returns `function` mapped over `dataset` in parallel, order kept."""
+    return dataset.map(
+        function, num_parallel_calls=settings.num_parallel_calls, deterministic=True
+    )
 
-    rank: ClassVar[int] = 10
-    name: ClassVar[str] = "map"
+
+@dataclasses.dataclass(frozen=True)
+class ElementMap(Stage):
+    """Calls a function on every element; a call may fail on damaged data.
+
+    Where errors are skipped, the plan calls `function` itself, with care.
+
+    Attributes:
+        function: Called with the parts of an element.
+    """
+
     function: Callable[..., Any]
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel and keeps the order of the elements."""
-        return dataset.map(
-            self.function,
-            num_parallel_calls=settings.num_parallel_calls,
-            deterministic=True,
-        )
+        return map_in_order(dataset, self.function, settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Map(ElementMap):
+    """Calls the user's function on every element."""
+
+    rank: ClassVar[int] = 10
+    name: ClassVar[str] = "map"
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         name = getattr(self.function, "__name__", repr(self.function))
         return f"{name}, {settings.parallelism}", "one call in flight for each core"
-
-
-@dataclasses.dataclass(frozen=True)
-class Cache(Stage):
-    """Keeps the elements after their first pass, in memory or in files."""
-
-    rank: ClassVar[int] = 20
-    name: ClassVar[str] = "cache"
-    path: Path | None
-
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Looks at the files that lie there already; see `_file_cache.claim`."""
-        if self.path is not None:
-            _file_cache.claim(
-                self.path,
-                element_spec=dataset.element_spec,
-                cardinality=int(dataset.cardinality()),
-            )
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Caches in memory or in files."""
-        return dataset.cache("" if self.path is None else str(self.path))
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        reason = "after map: done once; before shuffle: order varies"
-        if self.path is not None:
-            return f"files {self.path}", reason
-        element_bytes = bytes_of_element(dataset.element_spec)
-        num_elements = known_length(dataset)
-        if element_bytes is None or num_elements is None:
-            return "memory, size unknown", reason
-        return f"memory, {element_bytes * num_elements / 2**20:.1f} MiB", reason
 
 
 @dataclasses.dataclass(frozen=True)

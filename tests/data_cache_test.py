@@ -1,0 +1,314 @@
+"""The file cache: whose it is, what changes it, killed writers, full disks, damage."""
+
+import errno
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data import Pipeline
+from tfamp.data import _caching as caching
+from tfamp.data._file_cache import _HELD, CacheFiles
+
+ROOT = Path(__file__).parents[1]
+FACTOR = 2
+
+
+def double(x, y):
+    return x * 2, y
+
+
+def by_factor(x, y):
+    return x * FACTOR, y
+
+
+def numbers(n=10):
+    return Pipeline.from_arrays(np.arange(n), np.arange(n) * 10)
+
+
+def rows(dataset):
+    return [tuple(part.numpy().tolist() for part in element) for element in dataset]
+
+
+def caches(folder):
+    """Returns the records of the caches in a folder."""
+    return sorted(path.name for path in folder.glob("*.tfamp"))
+
+
+def let_go():
+    """Gives up the caches this process holds, as its end would."""
+    for held in _HELD.values():
+        os.close(held)
+    _HELD.clear()
+
+
+@pytest.fixture(autouse=True)
+def nothing_held():
+    yield
+    let_go()
+
+
+def only(folder, name="train"):
+    """Returns the files of the only cache in a folder."""
+    (record,) = caches(folder)
+    digest = re.fullmatch(rf"{name}-([0-9a-f]+).tfamp", record)[1]
+    return CacheFiles(folder / name, digest)
+
+
+def test_a_cache_in_a_missing_folder_is_an_error(tmp_path):
+    path = tmp_path / "missing" / "train"
+    message = f"Cache path {str(path)!r} lies in a folder that does not exist"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        numbers().cache(path)
+
+
+def test_a_cache_path_that_is_a_folder_is_an_error(tmp_path):
+    message = f"Cache path {str(tmp_path)!r} is a folder; expected"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        numbers().cache(tmp_path)
+
+
+def test_a_second_pipeline_reads_what_the_first_one_wrote(tmp_path):
+    log = tmp_path / "calls"
+
+    def note():
+        with log.open("a") as file:
+            file.write(".")
+
+    def count(x, y):
+        tf.py_function(note, [], [])
+        return x, y
+
+    first = numbers().map(count).cache(tmp_path / "train").build()
+    assert log.read_text() == 10 * "."  # filled by `build`
+    second = numbers().map(count).cache(tmp_path / "train").build()
+    assert rows(second) == rows(first) == rows(numbers().build())
+    assert log.read_text() == 10 * "."
+    assert int(second.cardinality()) == 10
+
+
+def test_a_changed_function_is_noticed_where_plain_tf_data_reads_stale_elements(
+    tmp_path, caplog
+):
+    plain = tf.data.Dataset.range(3)
+    list(plain.map(lambda x: x + 1).cache(str(tmp_path / "plain")))
+    stale = plain.map(lambda x: x + 2).cache(str(tmp_path / "plain"))
+    assert [int(x) for x in stale] == [1, 2, 3]
+
+    rows(numbers(3).map(double).cache(tmp_path / "train").build())
+    let_go()
+    fresh = numbers(3).map(lambda x, y: (x + 1, y)).cache(tmp_path / "train").build()
+    assert rows(fresh) == [(1, 0), (2, 10), (3, 20)]
+    assert "changed since then: map." in caplog.text
+    assert len(caches(tmp_path)) == 1
+
+
+def test_a_changed_global_of_the_function_is_noticed(tmp_path, monkeypatch):
+    rows(numbers(3).map(by_factor).cache(tmp_path / "train").build())
+    monkeypatch.setattr(sys.modules[__name__], "FACTOR", 5)
+    fresh = numbers(3).map(by_factor).cache(tmp_path / "train").build()
+    assert [x for x, _ in rows(fresh)] == [0, 5, 10]
+
+
+def test_a_step_after_the_cache_changes_nothing(tmp_path):
+    numbers().cache(tmp_path / "train").batch(2).build()
+    numbers().cache(tmp_path / "train").shuffle(seed=1).batch(5).build()
+    assert only(tmp_path).read()["hits"] == 1
+
+
+def test_another_source_under_the_same_path_has_a_cache_of_its_own(tmp_path):
+    train = numbers(10).cache(tmp_path / "train").build()
+    let_go()
+    validation = numbers(4).cache(tmp_path / "train").build()
+    assert (len(rows(train)), len(rows(validation))) == (10, 4)
+    assert len(caches(tmp_path)) == 2
+
+
+def test_an_older_version_that_is_read_stays(tmp_path):
+    older = numbers(3).cache(tmp_path / "train").build()
+    numbers(3).map(double).cache(tmp_path / "train").build()
+    assert len(caches(tmp_path)) == 2
+    assert rows(older) == [(0, 0), (1, 10), (2, 20)]
+
+
+def test_a_half_written_cache_is_built_again(tmp_path, caplog):
+    rows(numbers().cache(tmp_path / "train").build())
+    files = only(tmp_path)
+    let_go()
+    # What a killed process leaves: no index, its lock and a part of the data.
+    files.stem.with_name(f"{files.stem.name}.index").unlink()
+    files.stem.with_name(f"{files.stem.name}_0.lockfile").write_text("Created at: 1")
+    files.record.write_text("")
+    (tmp_path / "train_of_another.txt").write_text("mine")
+    dataset = numbers().cache(tmp_path / "train").build()
+    assert "was left unfinished by a process that has ended" in caplog.text
+    assert rows(dataset) == rows(numbers().build())
+    assert not list(tmp_path.glob("*.lockfile"))
+    assert (tmp_path / "train_of_another.txt").read_text() == "mine"
+
+
+KILLED = """
+import os, signal, sys
+import numpy as np
+import tensorflow as tf
+from tfamp.data import Pipeline
+
+def stop(x):
+    if x == 600:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return x
+
+def f(x):
+    return tf.ensure_shape(tf.py_function(stop, [x], tf.int64), ())
+
+if sys.argv[2] == "lives":
+    f = lambda x: x
+Pipeline.from_arrays(np.arange(1000)).map(f).cache(sys.argv[1]).build()
+"""
+
+
+@pytest.mark.slow
+def test_a_writer_that_was_killed_does_not_stop_the_next_one(tmp_path):
+    program = tmp_path / "program.py"
+    program.write_text(KILLED)
+    folder = tmp_path / "caches"
+    folder.mkdir()
+    command = [sys.executable, str(program), str(folder / "train")]
+    killed = subprocess.run([*command, "dies"], cwd=ROOT, capture_output=True)
+    assert killed.returncode == -9
+    assert only(folder).parts()
+    assert not only(folder).is_complete
+    again = Pipeline.from_arrays(np.arange(1000)).cache(folder / "train").build()
+    assert [int(x) for x in again] == list(range(1000))
+
+
+def test_one_waits_for_the_process_that_fills_the_cache(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    numbers().cache(tmp_path / "train").build()
+    files = only(tmp_path)
+    let_go()
+    slept = []
+    # flock sees another open file of this process as another owner.
+    with files.record.open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_EX)
+
+        def sleep(seconds):
+            slept.append(seconds)
+            fcntl.flock(other, fcntl.LOCK_SH)
+
+        with files.owned_or_complete(sleep) as is_owner:
+            assert not is_owner
+    assert len(slept) == 1
+
+
+def test_files_that_go_while_others_read_them_are_an_error(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    pipeline = numbers().cache(tmp_path / "train")
+    pipeline.build()
+    files = only(tmp_path)
+    let_go()
+    files.remove_data()
+    with files.record.open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_SH)
+        message = "is read by another process, and its files have gone; expected them"
+        with pytest.raises(ValueError, match=re.escape(message)):
+            pipeline.build()
+
+
+def test_files_that_were_deleted_between_two_builds_are_written_again(tmp_path):
+    pipeline = numbers().cache(tmp_path / "train")
+    pipeline.build()
+    only(tmp_path).remove_data()
+    assert rows(pipeline.build()) == rows(numbers().build())
+
+
+def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
+    tmp_path, monkeypatch
+):
+    pipeline = numbers(1000).cache(tmp_path / "train")
+    usage = types.SimpleNamespace(free=15_000)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    message = "The cache needs about 15.6 KiB, and the disk of"
+    with pytest.raises(OSError, match=re.escape(message)) as caught:
+        pipeline.build()
+    assert caught.value.errno == errno.ENOSPC
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_size_of_varying_elements_is_estimated_from_the_first(tmp_path):
+    texts = Pipeline.from_arrays(np.array(["a" * 100] * 50))
+    assert caching._sampled_bytes(texts.build()) == 50 * (100 + 64)
+
+
+FULL = """
+import resource, signal, sys
+import numpy as np
+from tfamp.data import Pipeline
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
+Pipeline.from_arrays(np.zeros((1000, 1000))).cache(sys.argv[1]).build()
+"""
+
+
+@pytest.mark.slow
+def test_a_full_disk_ends_in_a_clear_error_and_leaves_nothing(tmp_path):
+    pytest.importorskip("resource")
+    folder = tmp_path / "caches"
+    folder.mkdir()
+    command = [sys.executable, "-c", FULL, str(folder / "train")]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 1
+    assert "OSError: [Errno 28] The disk of" in done.stderr, done.stderr
+    assert "What was written is removed." in done.stderr
+    assert list(folder.iterdir()) == []
+
+
+def test_an_error_while_filling_leaves_nothing(tmp_path):
+    def fail(x, y):
+        tf.debugging.assert_less(x, tf.constant(7, x.dtype), message="seven")
+        return x, y
+
+    pipeline = numbers().map(fail).cache(tmp_path / "train")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="seven"):
+        pipeline.build()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_the_length_is_known_once_the_files_are_filled(tmp_path):
+    filtered = tf.data.Dataset.range(10).filter(lambda x: x > 6)
+    dataset = Pipeline.from_dataset(filtered).cache(tmp_path / "train").build()
+    assert int(dataset.cardinality()) == 3
+
+
+def test_what_is_not_seen_is_said(tmp_path, caplog):
+    def generate():
+        yield from range(3)
+
+    spec = tf.TensorSpec((), tf.int64)
+    given = tf.data.Dataset.from_generator(generate, output_signature=spec)
+    Pipeline.from_dataset(given).cache(tmp_path / "train").build()
+    said = "does not notice changes in: a Python function inside a dataset."
+    assert said in caplog.text
+
+
+def test_describing_touches_no_file_and_shows_size_and_use(tmp_path):
+    pipeline = numbers().cache(tmp_path / "train")
+    assert "filled once by `build`, then read" in pipeline.describe()
+    assert list(tmp_path.iterdir()) == []
+    for _ in range(3):
+        pipeline.build()
+    size = only(tmp_path).num_bytes
+    assert size > 160  # 10 pairs of int64
+    text = " ".join(pipeline.describe().split())
+    assert f"10 elements, {size} bytes" in text
+    assert "used again 2 times" in text
+    assert json.loads(only(tmp_path).record.read_text())["hits"] == 2

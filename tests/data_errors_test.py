@@ -1,0 +1,148 @@
+"""`Pipeline.on_error`: damaged elements cost themselves; are counted and bounded."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data import Pipeline
+
+# Numbers that `refuse` fails on, out of 200.
+BAD = [x for x in range(200) if x % 50 == 7]
+
+
+def refuse(x):
+    """Fails on 7, 57, 107 and 157."""
+    check = tf.debugging.assert_none_equal(
+        x % 50, tf.constant(7, x.dtype), message="a seven"
+    )
+    with tf.control_dependencies([check]):
+        return tf.cast(x, tf.float32) * 2
+
+
+def numbers(n=200):
+    return Pipeline.from_arrays(np.arange(n))
+
+
+def values(dataset):
+    return [float(x) for x in dataset]
+
+
+def test_without_it_the_first_error_ends_the_pass():
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a seven"):
+        values(numbers().map(refuse).build())
+
+
+@pytest.mark.parametrize(
+    "begin",
+    [numbers, lambda: Pipeline.from_dataset(tf.data.Dataset.range(200))],
+    ids=["arrays", "dataset"],
+)
+def test_each_damaged_element_costs_itself_alone(begin, caplog):
+    pipeline = begin().map(refuse).on_error("skip", max_fraction=0.02)
+    dataset = pipeline.build()
+    expected = [2.0 * x for x in range(200) if x not in BAD]
+    for _ in range(2):  # a second epoch counts none of them again
+        assert values(dataset) == expected
+    assert [one.where for one in pipeline.skipped] == [f"element {x}" for x in BAD]
+    assert {one.message for one in pipeline.skipped} == {"a seven"}
+    assert "Skipped element 7: a seven." in caplog.text
+    assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 1
+
+
+def test_a_shuffle_by_position_keeps_the_names(monkeypatch):
+    monkeypatch.setattr("tfamp.data._plan.SHUFFLE_BUFFER_BYTES", 1)
+    pipeline = numbers().shuffle(seed=3).map(refuse).on_error("skip", max_fraction=0.02)
+    assert "gather" in pipeline.describe()
+    got = values(pipeline.build())
+    assert sorted(got) == [2.0 * x for x in range(200) if x not in BAD]
+    assert got != sorted(got)
+    named = {one.where for one in pipeline.skipped}
+    assert named == {f"element {x}" for x in BAD}
+
+
+def test_more_than_the_allowed_share_stops_the_pass():
+    dataset = numbers().map(refuse).on_error("skip", max_fraction=0.01).build()
+    message = (
+        "3 of 200 elements cannot be read; expected at most 1.0 % (`max_fraction`). "
+        "The first: element 7: a seven; element 57: a seven; element 107: a seven."
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        values(dataset)
+
+
+def test_of_unknown_length_the_share_is_checked_at_the_end_too():
+    unknown = tf.data.Dataset.range(200).filter(lambda x: True)
+    pipeline = Pipeline.from_dataset(unknown).map(refuse)
+    dataset = pipeline.on_error("skip", max_fraction=0.01).build()
+    got = []
+    message = "4 of 200 elements cannot be read; expected at most 1.0 %"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        got.extend(float(x) for x in dataset)
+    assert values(dataset.take(196)) == [2.0 * x for x in range(200) if x not in BAD]
+
+
+def test_an_error_of_the_source_itself_is_not_swallowed():
+    broken = tf.data.Dataset.range(200).map(refuse)
+    pipeline = Pipeline.from_dataset(broken).map(lambda x: x + 1).on_error("skip")
+    with pytest.raises(tf.errors.InvalidArgumentError, match="a seven"):
+        values(pipeline.build())
+
+
+def test_the_rest_of_the_pipeline_follows(tmp_path):
+    pipeline = (
+        numbers().map(refuse).on_error("skip", max_fraction=0.02).batch(64)
+    ).cache(tmp_path / "train")
+    dataset = pipeline.build()
+    assert int(dataset.cardinality()) == 4  # 196 elements, known from the cache
+    assert sum(len(batch) for batch in dataset) == 196
+    assert dataset.element_spec == tf.TensorSpec((None,), tf.float32)
+
+
+def test_describe_says_how_many_so_far():
+    pipeline = numbers().map(refuse).on_error("skip", max_fraction=0.02)
+    values(pipeline.build())
+    text = " ".join(pipeline.describe().split())
+    assert "skip, at most 2.0 %" in text
+    assert "each one costs itself; 4 so far" in text
+
+
+@pytest.mark.parametrize(
+    "call, error, message",
+    [
+        (
+            lambda p: p.on_error("ignore"),
+            ValueError,
+            "Unknown `action` 'ignore'; expected 'skip' or 'raise'.",
+        ),
+        (
+            lambda p: p.on_error("skip", max_fraction=2),
+            ValueError,
+            "`max_fraction` is 2.0; expected a number in [0, 1].",
+        ),
+        (
+            lambda p: p.on_error("skip").build(),
+            ValueError,
+            "`.on_error('skip')` has nothing to act on",
+        ),
+        (
+            lambda p: (
+                p.map(lambda x: tf.RaggedTensor.from_row_lengths([x], [1]))
+                .on_error("skip")
+                .build()
+            ),
+            TypeError,
+            "expected dense tensors of known rank where `.on_error('skip')` is used.",
+        ),
+    ],
+    ids=["action", "share", "nothing to act on", "ragged"],
+)
+def test_wrong_uses_are_refused(call, error, message):
+    pipeline = numbers()
+    with pytest.raises(error, match=re.escape(message)):
+        call(pipeline)
+
+
+def test_raise_is_what_happens_without_it():
+    assert numbers().on_error("raise").stages == ()

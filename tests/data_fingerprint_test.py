@@ -1,0 +1,137 @@
+"""Fingerprints of pipelines: what changes them, what does not, and what they miss."""
+
+import functools
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data._fingerprint import fingerprint
+
+ROOT = Path(__file__).parents[1]
+
+
+def digest(value):
+    return fingerprint({"part": value}).digest
+
+
+def adding(number):
+    return lambda x: x + number
+
+
+def calling(inner):
+    def outer(x):
+        return inner(x)
+
+    return outer
+
+
+class Callable:
+    def __init__(self, number):
+        self.number = number
+
+    def __call__(self, x):
+        return x + self.number
+
+
+def mapped(number):
+    def branch(x):
+        return tf.cond(x > 3, lambda: x + number, lambda: x)
+
+    return tf.data.Dataset.range(10).map(branch).shuffle(4, seed=1)
+
+
+def dense(value):
+    layer = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(value))
+    layer.build((1, 2))
+    return layer
+
+
+MAKERS = {
+    "number": lambda n: n,
+    "array": lambda n: np.arange(3) + n,
+    "tensor": lambda n: tf.constant([n, 2]),
+    "strings": lambda n: np.array([f"a{n}", "b"], object),
+    "closure": adding,
+    "inner function": lambda n: calling(adding(n)),
+    "partial": lambda n: functools.partial(np.add, n),
+    "object": Callable,
+    "method": lambda n: Callable(n).__call__,
+    "tf.function": lambda n: tf.function(adding(n)),
+    "layer": dense,
+    "dataset": mapped,
+    "dict": lambda n: {"b": 1, "a": n},
+    "set": lambda n: {1, 5 + n},
+    "variable": lambda n: tf.Variable(float(n)),
+    "default": lambda n: eval(f"lambda x, y={n}: x + y"),
+}
+
+
+@pytest.mark.parametrize("make", MAKERS.values(), ids=MAKERS)
+def test_equal_makes_agree_and_others_differ(make):
+    assert digest(make(1)) == digest(make(1))
+    assert digest(make(1)) != digest(make(2))
+
+
+def test_order_and_nesting_count():
+    assert digest([1, 2]) != digest([2, 1])
+    assert digest([[1], 2]) != digest([1, [2]])
+    assert digest("12") != digest(["1", "2"])
+    assert digest({"a": 1, "b": 2}) == digest({"b": 2, "a": 1})
+
+
+def test_a_value_that_holds_itself_ends():
+    loop = [1]
+    loop.append(loop)
+    assert digest(loop) != digest([1])
+
+
+def test_the_parts_that_changed_are_named():
+    before = fingerprint({"source": 1, "map": 2})
+    after = fingerprint({"source": 1, "map": 3, "filter": 4})
+    assert after.changes(before.parts) == ["map", "filter"]
+    assert fingerprint({"source": 1}).changes(before.parts) == ["map"]
+
+
+def test_a_file_that_a_dataset_reads_counts_by_its_change(tmp_path):
+    path = tmp_path / "lines.txt"
+    path.write_text("a\n")
+    dataset = tf.data.TextLineDataset([str(path)])
+    before = digest(dataset)
+    assert digest(tf.data.TextLineDataset([str(path)])) == before
+    path.write_text("a\nb\n")
+    assert digest(dataset) != before
+
+
+def test_what_cannot_be_looked_into_is_named():
+    generated = tf.data.Dataset.from_generator(
+        lambda: range(3), output_signature=tf.TensorSpec((), tf.int64)
+    )
+    unseen = fingerprint({"source": generated}).unseen
+    assert unseen == ("a Python function inside a dataset",)
+    assert fingerprint({"source": mapped(1)}).unseen == ()
+
+
+ELSEWHERE = """
+import sys
+sys.path.insert(0, "tests")
+import data_fingerprint_test as test
+for name, make in test.MAKERS.items():
+    print(name, test.digest(make(1)))
+"""
+
+
+@pytest.mark.slow
+def test_another_process_gives_the_same():
+    command = [sys.executable, "-c", ELSEWHERE]
+    first, second = (
+        subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True)
+        for _ in range(2)
+    )
+    lines = first.stdout.splitlines()
+    assert len(lines) == len(MAKERS)
+    assert lines == second.stdout.splitlines()

@@ -1,0 +1,274 @@
+"""Elements that cannot be read: skipped, counted, named, and at most a few.
+
+tf.data's own `ignore_errors` counts nothing, and drops the rest of a source that
+fails. Here each element is worked on in a dataset of its own, inside a parallel
+map, so an error costs that element and nothing else; one that was skipped leaves a
+mark, which a later step reports and takes out.
+"""
+
+import dataclasses
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any, ClassVar
+
+import tensorflow as tf
+from absl import logging
+
+from tfamp import _units
+from tfamp.data._elements import known_length
+from tfamp.data._stages import Settings, Stage, map_in_order
+from tfamp.results import Record
+
+# Before a length is known, errors are held against at least this many elements, so
+# that one bad element among the first ten does not end a pass over a million.
+_MIN_SEEN = 1000
+_NAMED_IN_ERROR = 5
+# Stands for the position of the mark behind the last element.
+_END = -1
+
+
+@dataclasses.dataclass(frozen=True)
+class SkippedElement(Record):
+    """An element that was left out.
+
+    Attributes:
+        where: The file, and the place in it, or the element's number.
+        message: What reading it raised, in one line.
+    """
+
+    where: str
+    message: str
+
+
+class ErrorLog:
+    """The elements that were skipped, each once however often it was met.
+
+    Args:
+        max_fraction: Share of elements that may be skipped, in [0, 1].
+    """
+
+    def __init__(self, max_fraction: float) -> None:
+        self._max_fraction = max_fraction
+        self._found: dict[str, SkippedElement] = {}
+        self._length: int | None = None
+        self._seen = 0
+        self._summed_up = False
+        self._lock = threading.Lock()
+
+    @property
+    def skipped(self) -> tuple[SkippedElement, ...]:
+        """What was skipped, in the order in which it was met first."""
+        return tuple(self._found.values())
+
+    def __contains__(self, where: str) -> bool:
+        return where in self._found
+
+    def expect(self, length: int | None) -> None:
+        """Takes note of how many elements a pass has, where that is known."""
+        self._length = length
+
+    def add(self, where: str, message: str, *, seen: int = 0) -> None:
+        """Counts an element; the first one is logged.
+
+        Args:
+            where: The file, and the place in it.
+            message: What went wrong.
+            seen: Elements met so far in this pass, this one included.
+
+        Raises:
+            ValueError: More than the allowed share cannot be read.
+        """
+        with self._lock:
+            if where in self._found:
+                return
+            self._found[where] = SkippedElement(where, message)
+            self._seen = max(self._seen, seen, len(self._found))
+            if len(self._found) == 1:
+                logging.warning(
+                    "Skipped %s: %s. Further ones are counted; see `.skipped`.",
+                    where,
+                    message,
+                )
+            total = self._length or max(self._seen, _MIN_SEEN)
+            self._check(total)
+
+    def finish(self, seen: int) -> None:
+        """Ends a pass: checks the share exactly, and sums up once.
+
+        Args:
+            seen: Elements met in the pass, with those that were skipped.
+
+        Raises:
+            ValueError: More than the allowed share cannot be read.
+        """
+        with self._lock:
+            self._seen = max(self._seen, seen)
+            if self._found:
+                self._check(self._length or self._seen)
+            if self._found and not self._summed_up:
+                self._summed_up = True
+                share = len(self._found) / max(1, self._seen)
+                logging.warning(
+                    "Skipped %d of %d elements (%s) that cannot be read.",
+                    len(self._found),
+                    self._seen,
+                    _units.format_share(share),
+                )
+
+    def _check(self, total: int) -> None:
+        if len(self._found) <= self._max_fraction * total:
+            return
+        first = "; ".join(
+            f"{one.where}: {one.message}"
+            for one in list(self._found.values())[:_NAMED_IN_ERROR]
+        )
+        raise ValueError(
+            f"{len(self._found)} of {self._length or self._seen} elements cannot be "
+            f"read; expected at most {_units.format_share(self._max_fraction)} "
+            f"(`max_fraction`). The first: {first}. Repair or remove them, or raise "
+            "`max_fraction` in `.on_error`."
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class OnError(Stage):
+    """What to do with an element that cannot be read: a setting, not a step.
+
+    Attributes:
+        max_fraction: Share of elements that may be skipped.
+        log: What was skipped, by every dataset built from this setting.
+    """
+
+    rank: ClassVar[int] = 0
+    name: ClassVar[str] = "on_error"
+    max_fraction: float
+    log: ErrorLog = dataclasses.field(compare=False)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it is."""
+        return dataset
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        count = len(self.log.skipped)
+        share = _units.format_share(self.max_fraction)
+        return f"skip, at most {share}", f"each one costs itself; {count} so far"
+
+
+@dataclasses.dataclass(frozen=True)
+class Careful(Stage):
+    """Calls functions one after another on numbered elements, without those that fail.
+
+    Takes pairs (position, element) and gives what the last function returns.
+
+    Attributes:
+        functions: What to call, first to last.
+        names: What the stages are called whose functions these are.
+        locate: Gives the place of an element by its position in the source.
+        on_error: How many may fail, and where they are noted.
+    """
+
+    rank: ClassVar[int] = 10
+    name: ClassVar[str] = "careful map"
+    functions: tuple[Callable[..., Any], ...]
+    names: tuple[str, ...]
+    locate: Callable[[int], str] = dataclasses.field(compare=False)
+    on_error: OnError
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Maps in parallel, reports what failed, and takes it out."""
+        self.on_error.log.expect(known_length(dataset))
+        element_spec = dataset.element_spec[1]
+        outcome = dataset.map(lambda position, element: self._call(element))
+        blanks = _blanks(outcome.element_spec)
+
+        def careful(position: tf.Tensor, element: Any) -> Any:
+            tried = tf.data.Dataset.from_tensors(element)
+            tried = tried.map(lambda *parts: (position >= 0, self._call(_whole(parts))))
+            tried = tried.ignore_errors(log_warning=False)
+            blank = tf.data.Dataset.from_tensors((False, blanks))
+            is_read, result = tried.concatenate(blank).take(1).get_single_element()
+            return is_read, position, element, result
+
+        last = (tf.constant(_END, tf.int64), _blanks(element_spec))
+        ended = dataset.concatenate(tf.data.Dataset.from_tensors(last))
+        tried = map_in_order(ended, careful, settings).enumerate()
+        # One after another, so that the end is reported last.
+        kept = tried.map(self._report).filter(lambda is_read, result: is_read)
+        return kept.map(lambda is_read, result: result)
+
+    def _call(self, element: Any) -> Any:
+        """Returns what the last function makes of an element."""
+        return functools.reduce(
+            lambda value, function: _spread(function, value), self.functions, element
+        )
+
+    def _report(self, seen: tf.Tensor, found: Any) -> tuple[tf.Tensor, Any]:
+        """Notes an element that was not read; costs the others one comparison."""
+        is_read, position, element, result = found
+        leaves = tf.nest.flatten(element)
+
+        def note(seen: tf.Tensor, position: tf.Tensor, *parts: tf.Tensor) -> bool:
+            if int(position) == _END:
+                self.on_error.log.finish(int(seen))
+                return False
+            where = self.locate(int(position))
+            if where not in self.on_error.log:
+                again = tf.nest.pack_sequence_as(element, list(parts))
+                message = self._message(again)
+                self.on_error.log.add(where, message, seen=int(seen) + 1)
+            return False
+
+        kept = tf.cond(
+            is_read,
+            lambda: True,
+            lambda: tf.py_function(note, [seen, position, *leaves], tf.bool),
+        )
+        return tf.ensure_shape(kept, ()), result
+
+    def _message(self, element: Any) -> str:
+        """Returns what calling the functions raises, in one line."""
+        try:
+            self._call(element)
+        except Exception as error:  # whatever a user's function raises
+            text = str(getattr(error, "message", error)).strip()
+            first = text.splitlines()[0] if text else type(error).__name__
+            return first.partition("} ")[2] or first
+        return "failed once; calling it again went well"
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        return " + ".join(self.names), "element by element, so one error costs one"
+
+
+def _spread(function: Callable[..., Any], value: Any) -> Any:
+    """Calls a function as `Dataset.map` does: a tuple is several arguments."""
+    return function(*value) if isinstance(value, tuple) else function(value)
+
+
+def _whole(parts: tuple[Any, ...]) -> Any:
+    """Undoes what `Dataset.map` does to an element that is no tuple."""
+    return parts[0] if len(parts) == 1 else parts
+
+
+def _blanks(element_spec: Any) -> Any:
+    """Returns an element of a spec that holds nothing: zeros, unknown sizes 0.
+
+    Raises:
+        TypeError: A part is ragged, sparse or of unknown rank.
+    """
+
+    def blank(spec: tf.TypeSpec) -> tf.Tensor:
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+            raise TypeError(
+                f"Elements hold {spec!r}; expected dense tensors of known rank where "
+                "`.on_error('skip')` is used. Set the shape in `.map` "
+                "(`tf.ensure_shape`), or make the part dense (`.to_tensor()`)."
+            )
+        shape = [size or 0 for size in spec.shape]
+        if spec.dtype == tf.string:
+            return tf.fill(shape, "")
+        return tf.zeros(shape, spec.dtype)
+
+    return tf.nest.map_structure(blank, element_spec)

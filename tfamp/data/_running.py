@@ -1,0 +1,65 @@
+"""Builds what a plan says, and explains it, from the same list of steps."""
+
+import io
+
+import rich.box
+import rich.console
+import rich.table
+import tensorflow as tf
+
+from tfamp.data._plan import Plan
+
+_TABLE_WIDTH = 110
+
+
+def run(plan: Plan) -> tf.data.Dataset:
+    """Returns the dataset of a plan, after every step's own checks."""
+    settings = plan.settings
+    dataset = plan.start()
+    if settings.service is not None:
+        dataset = settings.service.share(dataset)
+    for number, step in enumerate(plan.steps):
+        if settings.service is not None and number == plan.on_workers:
+            dataset = settings.service.collect(dataset)
+        step.check(dataset)
+        dataset = step.apply(dataset, settings)
+    if settings.service is not None and plan.on_workers == len(plan.steps):
+        dataset = settings.service.collect(dataset)
+    return dataset.with_options(_options(plan))
+
+
+def describe(plan: Plan, threads: tuple[str, str]) -> str:
+    """Returns a table of a plan: stage, setting and reason in running order.
+
+    Args:
+        plan: What to describe.
+        threads: Setting and reason of its last row, the parallelism.
+    """
+    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
+    table.add_column("Stage", no_wrap=True)
+    table.add_column("Setting", max_width=40)
+    table.add_column("Reason")
+    dataset = plan.source.dataset(plan.settings)
+    table.add_row("source", *plan.source.explain(dataset))
+    dataset = plan.start()
+    for step in plan.steps:
+        table.add_row(step.name, *step.explain(dataset, plan.settings))
+        dataset = step.preview(dataset, plan.settings)
+    table.add_row("threads", *threads)
+    console = rich.console.Console(
+        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
+    )
+    console.print(table)
+    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in lines if line.strip())
+
+
+def _options(plan: Plan) -> tf.data.Options:
+    options = tf.data.Options()
+    options.deterministic = True
+    options.autotune.enabled = plan.settings.autotune
+    if not plan.settings.autotune:
+        options.threading.private_threadpool_size = plan.settings.num_threads
+    if plan.source.shard_policy is not None:
+        options.experimental_distribute.auto_shard_policy = plan.source.shard_policy
+    return options

@@ -1,0 +1,182 @@
+"""What is done to every element: the stages of `Pipeline` that always apply."""
+
+import os
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar
+
+from tfamp import _checks
+from tfamp.data import _file_cache
+from tfamp.data._caching import Cache
+from tfamp.data._errors import ErrorLog, OnError, SkippedElement
+from tfamp.data._stages import Batch, Map, Prefetch, Shuffle
+from tfamp.data._written import Written
+
+PipelineType = TypeVar("PipelineType", bound="Staging")
+
+
+class Staging(Written):
+    """Mapping, caching, shuffling, batching and prefetching."""
+
+    def map(self: PipelineType, function: Callable[..., Any]) -> PipelineType:
+        """Calls a function on every element, on all cores, in order.
+
+        It runs before the cache. Augmentation that should differ each epoch
+        therefore belongs into the model, or goes without a cache.
+
+        Args:
+            function: As `tf.data.Dataset.map` takes it: called with the parts of
+                an element, (x, y) for pairs, and traced once.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: `function` cannot be called.
+            ValueError: There is a map already.
+        """
+        if not callable(function):
+            raise TypeError(
+                f"`function` is {function!r}; expected something that can be called "
+                "with one element. Pass a function, such as `lambda x, y: (x, y)`."
+            )
+        return self._with(Map(function))
+
+    def on_error(
+        self: PipelineType,
+        action: Literal["skip", "raise"],
+        *,
+        max_fraction: float = 0.01,
+    ) -> PipelineType:
+        """Chooses what happens to an element that cannot be read.
+
+        Skipped is that element and nothing else: a damaged image, a record whose
+        bytes changed, a function of `.map` that fails. The first one is logged with
+        its file, all are in `skipped`, and a pass ends with their number. Noticing
+        costs about 50 us an element; where nothing fails, leave it out.
+
+        Args:
+            action: "skip", or "raise" as without this stage.
+            max_fraction: Share of elements that may be skipped. Beyond it the
+                dataset raises InvalidArgumentError with the first few. While the
+                length is unknown, the share is of at least 1,000 elements until the
+                pass has ended.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            ValueError: Another action, a share outside [0, 1], or one is there
+                already.
+        """
+        _checks.choice("action", action, ["skip", "raise"])
+        share = _checks.fraction("max_fraction", max_fraction)
+        if action == "raise":
+            return self
+        return self._with(OnError(share, ErrorLog(share)))
+
+    @property
+    def skipped(self) -> tuple[SkippedElement, ...]:
+        """The elements that datasets of this pipeline have skipped so far."""
+        logs = [stage.log for stage in self.stages if isinstance(stage, OnError)]
+        return tuple(one for log in logs for one in log.skipped)
+
+    def cache(self: PipelineType, where: str | os.PathLike[str]) -> PipelineType:
+        """Keeps the elements after their first pass.
+
+        Files are filled by `build`, in one pass, and serve later runs of the same
+        pipeline. Their names carry a fingerprint of the source (paths, sizes, times
+        of change; arrays by their bytes), of every step before the cache (functions
+        by their code and what they refer to) and of the versions, so a pipeline that
+        changed builds its own. An earlier version of the same source that nobody
+        reads is removed, which is logged. `describe` shows size and use.
+
+        A pass that is broken off leaves nothing behind, and what a killed process
+        left is removed by the next one. A process that finds another one filling
+        waits for it. Where locks are missing (Windows) a cache has one user at a
+        time.
+
+        Args:
+            where: "memory", or the path that the names of the cache's files begin
+                with; its folder exists.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: `where` is no path.
+            ValueError: The folder is missing or cannot be written, or there is a
+                cache already. `build` raises OSError where the disk is too small.
+        """
+        if not isinstance(where, (str, os.PathLike)) or where == "":
+            raise TypeError(
+                f"`where` is {where!r}; expected 'memory' or a path. Pass 'memory' if "
+                "the decoded data fits there."
+            )
+        return self._with(
+            Cache(None if where == "memory" else _file_cache.check_path(where))
+        )
+
+    def shuffle(
+        self: PipelineType, buffer_size: int | None = None, seed: int | None = None
+    ) -> PipelineType:
+        """Puts the elements in a new random order each epoch.
+
+        Args:
+            buffer_size: Elements held to draw from. None for all of them where they
+                fit into 256 MiB or the source is arrays, else for what fits there:
+                the shuffle is then approximate, and `describe` says so.
+            seed: Same seed, same sequence of orders, epoch by epoch. TensorFlow
+                mixes it with the global seed if one is set. None for another
+                sequence each time.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: An argument is no integer.
+            ValueError: `buffer_size` is below 1, `seed` is below 0, or there is a
+                shuffle already.
+        """
+        if buffer_size is not None:
+            buffer_size = _checks.positive_int("buffer_size", buffer_size)
+        if seed is not None:
+            seed = _checks.positive_int("seed", seed, minimum=0)
+        return self._with(Shuffle(buffer_size, seed))
+
+    def batch(
+        self: PipelineType, size: int, drop_remainder: bool = False
+    ) -> PipelineType:
+        """Joins elements into batches.
+
+        Args:
+            size: Elements in a batch; under `tf.distribute` in all replicas
+                together.
+            drop_remainder: Whether to drop the elements that fill no batch. Then
+                all shapes are static, which XLA compiles once instead of twice.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: `size` is no integer.
+            ValueError: `size` is below 1, or there is a batch already.
+        """
+        size = _checks.positive_int("size", size)
+        return self._with(Batch(size, bool(drop_remainder)))
+
+    def prefetch(self: PipelineType, num_batches: int | None = None) -> PipelineType:
+        """Prepares batches while the model works on earlier ones.
+
+        Args:
+            num_batches: How many to hold ready; None for 2.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: `num_batches` is no integer.
+            ValueError: It is below 1, or there is a prefetch already.
+        """
+        if num_batches is not None:
+            num_batches = _checks.positive_int("num_batches", num_batches)
+        return self._with(Prefetch(num_batches))

@@ -1,0 +1,136 @@
+"""Steps that stand only in plans: stages in another form, or in another place."""
+
+import dataclasses
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.data._caching import Cache
+from tfamp.data._sources import RandomAccess
+from tfamp.data._stages import Batch, Settings, Stage
+
+
+@dataclasses.dataclass(frozen=True)
+class AlreadyInMemory(Stage):
+    """Stands for a memory cache of arrays, which would hold them a second time."""
+
+    name = Cache.name
+    rank = Cache.rank
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it is."""
+        return dataset
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        return "left out", "the arrays are in memory already"
+
+
+@dataclasses.dataclass(frozen=True)
+class Chosen(Stage):
+    """Tells of a subset that the source was cut to before anything is read.
+
+    Attributes:
+        subset: The stage that chose.
+        num_examples: How many there were to choose from.
+    """
+
+    name = "subset"
+    rank = 5
+    subset: Stage
+    num_examples: int
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it is."""
+        return dataset
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        setting, reason = self.subset.explain(dataset, settings)
+        return setting, f"{reason}; of {self.num_examples:,}, before any is read"
+
+
+@dataclasses.dataclass(frozen=True)
+class ByPosition(Stage):
+    """Draws positions by a plan over the labels or weights of a source.
+
+    Attributes:
+        sampler: The stage that asks for it.
+        source: What it draws from.
+    """
+
+    sampler: Any
+    source: RandomAccess = dataclasses.field(compare=False)
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """What the stage is called."""
+        return self.sampler.name
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """Where the stage stands among the others."""
+        return self.sampler.rank
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns a new draw of positions for each epoch, in place of all in order."""
+        return self.sampler.positions(self.source, settings)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        setting, reason = self.sampler.explain(dataset, settings)
+        return setting, f"{reason}; by position, exact"
+
+
+@dataclasses.dataclass(frozen=True)
+class Number(Stage):
+    """Pairs each element with its position in the source."""
+
+    name = "number"
+    rank = 1
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns pairs (position, element)."""
+        return dataset.enumerate()
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        return "positions", "so that a skipped element can be named"
+
+
+@dataclasses.dataclass(frozen=True)
+class NumberedSubset(Stage):
+    """A subset of numbered elements, which keep their numbers."""
+
+    name = "subset"
+    rank = 5
+    subset: Any
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it is: of fewer elements, of the same spec."""
+        return dataset
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the pairs that are chosen."""
+        return self.subset.apply_numbered(dataset, settings)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        return self.subset.explain(dataset, settings)
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebatch(Batch):
+    """Makes batches out of chunks of rows, without taking the rows apart."""
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Chunks suit: the source made them for this."""
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Cuts and joins whole chunks."""
+        return dataset.rebatch(self.size, drop_remainder=self.drop_remainder)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        last = "drops the rest" if self.drop_remainder else "the last may be smaller"
+        return str(self.size), f"from chunks, rows are never taken apart; {last}"
