@@ -197,7 +197,9 @@ class Findings(Record):
         lines = [f"Not checked: {reason}" for reason in self.skipped]
         if not self.findings:
             count = f" by {len(self.rules)} rules" if self.rules else ""
-            return "\n".join([f"{self.title or 'Check'}: nothing found{count}.", *lines])
+            return "\n".join(
+                [f"{self.title or 'Check'}: nothing found{count}.", *lines]
+            )
         return "\n".join([_render(self), *lines])
 
     def __str__(self) -> str:
@@ -216,8 +218,8 @@ def _render(findings: Findings) -> str:
     table.add_column("severity", no_wrap=True)
     table.add_column("where", overflow="fold", max_width=24)
     table.add_column("rule", overflow="fold", max_width=18)
-    table.add_column("found", ratio=3)
-    table.add_column("remedy", ratio=2)
+    table.add_column("found", ratio=3, overflow="fold")
+    table.add_column("remedy", ratio=2, overflow="fold")
     for finding in findings:
         row = (finding.severity, finding.place, finding.rule)
         # Text, since "x[0]" would be read as markup.

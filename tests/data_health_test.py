@@ -1,0 +1,950 @@
+"""`tfamp.data.health`: every rule where it must fire and where it must not.
+
+Also the forms of data, the pass over them, the statistics of drift, and the fixes.
+"""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data import Pipeline
+from tfamp.data.health import apply_fixes, check, drift, duplicates
+from tfamp.data.health.examples import Column, read
+from tfamp.data.health.profile import Profile
+from tfamp.data.health.rounding import rounding_for
+from tfamp.data.health.sample import RowSample
+from tfamp.findings import Findings, Fix
+
+N = 2000
+DTYPES = ("float32", "float16", "bfloat16")
+
+
+def rng(seed=0):
+    return np.random.default_rng(seed)
+
+
+def normal(*shape, seed=0):
+    return rng(seed).normal(size=shape).astype(np.float32)
+
+
+def found(x, y=None, *, dtype="float16", **options):
+    """Findings of a lone column, or of inputs with targets."""
+    return check(x if y is None else (x, y), compute_dtype=dtype, **options)
+
+
+def only(findings, rule):
+    """The one finding of a rule."""
+    (finding,) = findings.of(rule=rule)
+    return finding
+
+
+def fired(findings):
+    return {finding.rule for finding in findings}
+
+
+# Healthy data --------------------------------------------------------------------
+
+
+HEALTHY = {
+    "normalized features": lambda s: (normal(N, 8, seed=s), rng(s).integers(0, 4, N)),
+    "bytes of images": lambda s: (
+        rng(s).integers(0, 256, (N, 4, 4, 3)).astype(np.uint8),
+        rng(s).integers(0, 10, N),
+    ),
+    "one-hot labels": lambda s: (
+        normal(N, 3, seed=s),
+        np.eye(5, dtype=np.float32)[rng(s).integers(0, 5, N)],
+    ),
+    "a regression": lambda s: (normal(N, 3, seed=s), normal(N, 1, seed=s + 50)),
+    "tokens": lambda s: (
+        rng(s).integers(0, 30_000, (N, 6)).astype(np.int32),
+        rng(s).integers(0, 2, N).astype(bool),
+    ),
+    "text": lambda s: (
+        np.array([f"word {n}" for n in rng(s).integers(0, 10**12, N)]),
+        rng(s).integers(0, 2, N),
+    ),
+    "float64 and int64": lambda s: (
+        {"a": rng(s).normal(size=N), "b": rng(s).integers(0, 50, N)},
+        rng(s).normal(size=N),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("make", HEALTHY.values(), ids=HEALTHY)
+def test_healthy_data_has_notes_at_most(make, dtype):
+    findings = check(make(1), make(2), compute_dtype=dtype)
+    assert (*findings.errors, *findings.warnings) == ()
+
+
+# Range ---------------------------------------------------------------------------
+
+
+def test_nan_and_inf_are_counted_and_hide_nothing():
+    x = normal(N, 3)
+    x[:20, 1], x[5, 2], x[6, 2] = np.nan, np.inf, -np.inf
+    findings = found(x)
+    nan, inf = only(findings, "nan"), only(findings, "inf")
+    assert (nan.severity, nan.column, nan.figure) == ("error", "x[1]", 0.01)
+    assert "20 of 2,000 values (1.0 %)" in nan.message
+    assert (inf.severity, inf.column, inf.details["num_values"]) == ("error", "x[2]", 2)
+
+
+@pytest.mark.parametrize("role", ["y", "sample_weight"])
+def test_nan_in_targets_and_weights_is_an_error(role):
+    bad = normal(N)
+    bad[0] = np.nan
+    parts = (bad,) if role == "y" else (normal(N, seed=1), bad)
+    assert only(found((normal(N, 2), *parts)), "nan").column == role
+
+
+OVERFLOWS = {
+    "65504 is held": ("float16", 65504.0, 0),
+    "65519 rounds down": ("float16", 65519.0, 0),
+    "65520 rounds to inf": ("float16", 65520.0, 1),
+    "bfloat16 holds 1e38": ("bfloat16", 1e38, 0),
+    "bfloat16 ends at 3.39e38": ("bfloat16", 3.4e38, 1),
+    "float32 holds 3.4e38": ("float32", 3.4e38, 0),
+    "float32 ends there": ("float32", 1e39, 1),
+}
+
+
+@pytest.mark.parametrize("dtype, value, count", OVERFLOWS.values(), ids=OVERFLOWS)
+def test_overflow_counts_what_becomes_inf(dtype, value, count):
+    x = rng().normal(size=N)
+    x[7] = -value
+    overflows = found(x, dtype=dtype).of(rule="overflow")
+    assert [f.details["num_values"] for f in overflows] == [1] * count
+
+
+def test_timestamps_overflow_float16_and_get_a_fix():
+    seconds = 1_700_000_000 + rng().integers(0, 10**7, N)
+    finding = only(found({"time": seconds}), "overflow")
+    assert (finding.severity, finding.column) == ("error", "x/time")
+    assert (finding.fix.kind, finding.fix.dtype) == ("standardize", "float32")
+    assert finding.fix.offset == pytest.approx((seconds.mean(),), rel=1e-12)
+    assert finding.fix.scale == pytest.approx((seconds.std(),), rel=1e-9)
+
+
+@pytest.mark.parametrize(
+    "shape, severity", [((N,), "warning"), ((N, 4), "note")], ids=["one", "sequence"]
+)
+def test_integers_that_may_be_indices_are_no_error(shape, severity):
+    ids = rng().integers(0, 200_000, shape).astype(np.int32)
+    finding = only(found(ids), "overflow")
+    assert finding.severity == severity
+    assert finding.fix is None
+
+
+def test_an_outlier_that_standardizing_leaves_too_large_gets_no_fix():
+    x = rng().normal(size=100_000)
+    x[0] = 1e9
+    assert only(found(x), "overflow").fix is None
+
+
+def test_targets_beyond_a_float16_output_are_a_warning():
+    y = (rng().normal(size=N) * 1e5).astype(np.float32)
+    finding = only(found(normal(N, 2), y), "overflow")
+    assert (finding.severity, finding.column) == ("warning", "y")
+    assert "overflow" not in fired(found(normal(N, 2), y, dtype="bfloat16"))
+
+
+def test_values_that_become_zero_are_an_underflow():
+    x = np.exp(rng().uniform(-30, 0, N)).astype(np.float32)
+    finding = only(found(x), "underflow")
+    expected = np.mean(x.astype(np.float16) == 0)
+    assert (finding.severity, finding.figure) == ("warning", pytest.approx(expected))
+    assert "underflow" not in fired(found(x, dtype="bfloat16"))
+
+
+def test_zeros_themselves_are_no_underflow():
+    x = normal(N)
+    x[: N // 2] = 0
+    assert fired(found(x)) & {"underflow", "subnormal"} == set()
+
+
+def test_subnormal_values_are_counted_apart_from_zeros():
+    x = normal(N)
+    x[: N // 10] = 1e-5  # below float16's 6.1e-5, above its 6e-8
+    findings = found(x)
+    assert only(findings, "subnormal").figure == pytest.approx(0.1)
+    assert "underflow" not in fired(findings)
+    assert only(found(np.full(N, 1e-5) * normal(N)), "subnormal").severity == "warning"
+
+
+def test_a_constant_column_is_a_warning_and_constant_pixels_are_a_note():
+    x = normal(N, 3)
+    x[:, 0] = 0.1
+    finding = only(found(x), "constant")
+    assert (finding.severity, finding.column) == ("note", "x[0]")
+    finding = only(found({"a": x[:, 0], "b": x[:, 1]}), "constant")
+    assert (finding.severity, finding.column) == ("warning", "x/a")
+    assert only(found(normal(N, 2), np.zeros(N)), "constant").severity == "warning"
+    assert "constant" not in fired(found(x[:1]))
+
+
+def test_several_features_share_one_finding():
+    x = np.zeros((N, 9), np.float32)
+    x[:, 4] = normal(N)
+    finding = only(found(x), "constant")
+    assert (finding.column, finding.details["num_features"]) == ("x", 8)
+    assert "x[0] (worst of 8 of 9 features)" in finding.message
+
+
+def test_large_numbers_whose_squares_overflow_are_a_warning_in_float16_only():
+    x = normal(N) * 1000
+    assert only(found(x), "unnormalized").severity == "warning"
+    assert "unnormalized" not in fired(found(x, dtype="bfloat16"))
+    # float images from 0 to 255 stay below.
+    assert "unnormalized" not in fired(found(rng().uniform(0, 255, N)))
+
+
+def test_an_offset_is_a_note_until_rounding_costs_too_much():
+    x = 20 + rng().normal(size=N)
+    assert only(found(x), "unnormalized").severity == "note"
+    assert "resolution" not in fired(found(x))
+    assert "unnormalized" not in fired(found(5 + rng().normal(size=N)))
+
+
+@pytest.mark.parametrize(
+    "weights, severity",
+    [(np.zeros(N), "error"), (np.linspace(-1, 1, N), "warning"), (np.ones(N), None)],
+    ids=["zeros", "negative", "ones"],
+)
+def test_weights(weights, severity):
+    findings = found((normal(N, 2), normal(N), weights.astype(np.float32)))
+    severities = [finding.severity for finding in findings.of(rule="weights")]
+    assert severities == ([severity] if severity else [])
+
+
+# Resolution ----------------------------------------------------------------------
+
+
+def rounding_noise(x, dtype):
+    """Independent oracle: the error of rounding against the deviation."""
+    rounded = tf.cast(tf.cast(x, tf.float32), dtype)
+    return np.std(tf.cast(rounded, tf.float64).numpy() - x) / np.std(x)
+
+
+PLACES = {
+    "latitude of a city in float16": (40.7, 0.03, "float16", "warning"),
+    "latitude of a city in bfloat16": (40.7, 0.03, "bfloat16", "error"),
+    "longitude of a state in bfloat16": (-119.6, 2.0, "bfloat16", "warning"),
+    "longitude of a state in float16": (-119.6, 2.0, "float16", None),
+    "time in float32": (1.7e9, 1e7, "float32", None),
+    "some minutes in float32": (1.7e9, 500.0, "float32", "warning"),
+    "a minute of seconds in float32": (1.7e9, 20.0, "float32", "error"),
+}
+
+
+@pytest.mark.parametrize(
+    "mean, std, dtype, severity", PLACES.values(), ids=list(PLACES)
+)
+def test_resolution_is_the_noise_of_rounding(mean, std, dtype, severity):
+    x = rng().normal(mean, std, N)
+    findings = found({"place": x}, dtype=dtype).of(rule="resolution")
+    assert [finding.severity for finding in findings] == ([severity] * bool(severity))
+    for finding in findings:
+        oracle = rounding_noise(x, dtype)
+        # Of the mean square rather than the deviation, which a shared shift keeps.
+        assert finding.figure >= oracle * (1 - 1e-6)
+        assert finding.fix.kind == "standardize"
+
+
+def test_years_lose_their_resolution_in_bfloat16():
+    years = rng().integers(1990, 2025, N)
+    assert only(found({"year": years}, dtype="bfloat16"), "resolution").figure > 0.2
+    assert "resolution" not in fired(found({"year": years}))
+
+
+def test_ids_in_floats_that_become_equal_are_a_warning():
+    ids = rng().integers(0, 5000, 20_000).astype(np.float32)
+    finding = only(found({"user": ids}), "ids")
+    assert finding.severity == "warning"
+    # Above 2048 every second integer goes, above 4096 three of four.
+    expected = (1024 + 904 * 3 / 4) / 5000
+    assert finding.figure == pytest.approx(expected, abs=0.01)
+    assert "(2,048 and 2,049)" in finding.message
+    assert "ids" not in fired(found({"user": ids % 2048}))
+
+
+def test_ids_are_known_by_their_name_too():
+    sparse = np.arange(N, dtype=np.float32) * 1001
+    assert only(found({"user_id": sparse}, dtype="bfloat16"), "ids").fix is None
+    assert "ids" not in fired(found({"price": sparse}, dtype="bfloat16"))
+
+
+def test_ids_in_integers_are_a_note():
+    ids = rng().permutation(5000).astype(np.int32)
+    assert only(found({"user_id": ids}), "ids").severity == "note"
+
+
+def test_ids_beyond_2_to_the_24_merge_in_float32_too():
+    ids = (2**24 + np.arange(N)).astype(np.int32)
+    assert only(found({"id": ids}, dtype="float32"), "ids").figure > 0.3
+    assert "ids" not in fired(found({"id": ids - 2**24}, dtype="float32"))
+
+
+def test_recurring_values_that_merge_are_a_note():
+    grid = np.round(rng().uniform(32, 42, 20_000), 2)
+    finding = only(found(grid), "merged")
+    # Steps of 0.03125 hold about a third of steps of 0.01.
+    assert finding.severity == "note"
+    assert finding.figure == pytest.approx(2 / 3, abs=0.05)
+    assert "merged" not in fired(found(rng().uniform(32, 42, 20_000)))
+
+
+# Wide dtypes ---------------------------------------------------------------------
+
+
+def test_int64_that_fits_gets_a_cast():
+    finding = only(found({"a": np.arange(-5, N)}), "int64")
+    assert (finding.severity, finding.fix.dtype) == ("note", "int32")
+    assert "[-5, 1,999]" in finding.message
+
+
+def test_int64_that_does_not_fit_gets_none_and_its_range_is_exact():
+    large = np.array([0, 2**62 + 1])
+    finding = only(found({"a": large}), "int64")
+    assert finding.fix is None
+    assert "4,611,686,018,427,387,905" in finding.message
+    edge = found({"a": np.array([-(2**31), 2**31 - 1])})
+    assert only(edge, "int64").fix is not None
+
+
+def test_float64_gets_a_cast_where_float32_is_exact_enough():
+    assert only(found(rng().normal(size=N)), "float64").fix.dtype == "float32"
+    assert only(found(1.7e9 + rng().normal(size=N)), "float64").fix is None
+    assert only(found(1.7e9 + np.arange(N) * 1e4), "float64").fix is None
+    assert only(found(np.full(N, 1e-50)), "float64").fix is None
+
+
+def test_narrow_dtypes_are_fine():
+    findings = found({"a": normal(N), "b": np.arange(N, dtype=np.int32)})
+    assert fired(findings) & {"int64", "float64"} == set()
+    assert "int64" not in fired(found(normal(N, 2), rng().integers(0, 3, N)))
+
+
+# Labels --------------------------------------------------------------------------
+
+
+def labelled(y, **options):
+    return found(normal(len(y), 2), y, **options)
+
+
+LABELS = {
+    "from 0 on": (np.arange(N) % 5, None, None),
+    "from 1 on": (np.arange(N) % 5 + 1, None, "warning"),
+    "with a gap": (np.arange(N) % 5 + 3 * (np.arange(N) % 5 == 4), None, "warning"),
+    "with a gap that is known": (np.arange(N) % 5, 6, "note"),
+    "as many as classes": (np.arange(N) % 5, 5, None),
+    "too large": (np.arange(N) % 5, 4, "error"),
+    "-1 for ignore": (np.arange(N) % 5 - 1, None, "error"),
+    "-1 and 1": (np.arange(N) % 2 * 2 - 1, None, "note"),
+    "temperatures": (np.arange(N) % 50 - 20, None, "note"),
+    "whole floats": ((np.arange(N) % 5).astype(np.float32), None, "note"),
+    "0.0 and 1.0": ((np.arange(N) % 2).astype(np.float32), None, None),
+    "prices": (rng().integers(1000, 10**6, N), None, None),
+    "quantities": (normal(N), None, None),
+}
+
+
+@pytest.mark.parametrize("y, num_classes, severity", LABELS.values(), ids=LABELS)
+def test_label_range(y, num_classes, severity):
+    findings = labelled(y, num_classes=num_classes).of(rule="labels")
+    assert [finding.severity for finding in findings] == ([severity] * bool(severity))
+
+
+def test_labels_beyond_the_classes_are_what_stops_keras():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="label value of 4"):
+        loss(tf.constant([4]), tf.zeros((1, 4)))
+
+
+def test_one_hot_rows_that_do_not_sum_to_one():
+    y = np.eye(4, dtype=np.float32)[np.arange(N) % 4]
+    assert fired(labelled(y)) & {"one_hot", "labels"} == set()
+    y[:10] *= 0.5
+    finding = only(labelled(y), "one_hot")
+    assert (finding.severity, finding.figure) == ("warning", 10 / N)
+    y[:10] = 0  # a row without a class, as multi-label data has
+    assert only(labelled(y), "one_hot").severity == "note"
+
+
+def test_soft_labels_and_regressions_of_several_values_are_fine():
+    smooth = np.eye(4)[np.arange(N) % 4].astype(np.float32) * 0.9 + 0.025
+    assert "one_hot" not in fired(labelled(smooth))
+    assert "one_hot" not in fired(labelled(normal(N, 4)))
+
+
+@pytest.mark.parametrize(
+    "rare, severity", [(2, "warning"), (100, "note"), (500, None)], ids=str
+)
+def test_balance(rare, severity):
+    y = np.repeat([0, 1], [N - rare, rare])
+    findings = labelled(y).of(rule="balance")
+    assert [finding.severity for finding in findings] == ([severity] * bool(severity))
+    one_hot = labelled(np.eye(2, dtype=np.float32)[y]).of(rule="balance")
+    assert [finding.figure for finding in one_hot] == [f.figure for f in findings]
+
+
+def test_the_figure_of_balance_is_the_share_of_the_rarest():
+    finding = only(labelled(np.repeat([0, 1, 2], [900, 90, 10])), "balance")
+    assert (finding.figure, finding.details["ratio"]) == (0.01, 90.0)
+
+
+def test_a_class_that_only_validation_has_is_an_error():
+    train, validation = np.arange(N) % 3, np.arange(N) % 4
+    findings = check(
+        (normal(N, 2), train),
+        (normal(N, 2, seed=1), validation),
+        compute_dtype="float32",
+    )
+    finding = only(findings, "unseen_class")
+    assert (finding.severity, finding.figure) == ("error", N // 4)
+    back = check(
+        (normal(N, 2), validation),
+        (normal(N, 2, seed=1), train),
+        compute_dtype="float32",
+    )
+    assert only(back, "unseen_class").severity == "note"
+
+
+def test_classes_may_be_text():
+    y = np.array(["cat", "dog"])[np.repeat([0, 1], [N - 5, 5])]
+    assert "class 'dog' has 5 of 2,000" in only(labelled(y), "balance").message
+
+
+# Duplicates ----------------------------------------------------------------------
+
+
+def test_duplicates_in_train_are_counted():
+    x = normal(N, 4)
+    x[:30] = x[30:60]
+    finding = only(found(x), "duplicates")
+    assert (finding.severity, finding.figure) == ("warning", pytest.approx(30 / N))
+    assert "(30 of 2,000)" in finding.message
+    assert "duplicates" not in fired(found(normal(N, 4)))
+
+
+def test_equal_inputs_with_other_targets_are_a_conflict():
+    x, y = normal(N, 4), normal(N, 1)
+    x[:30] = x[30:60]
+    y[10:30] = y[40:60]  # of 30 pairs, 10 differ
+    finding = only(found(x, y), "conflict")
+    assert (finding.figure, finding.details["num_groups"]) == (20 / N, 10)
+    y[:30] = y[30:60]
+    assert "conflict" not in fired(found(x, y))
+
+
+@pytest.mark.parametrize(
+    "shared, severity", [(0, None), (1, "note"), (20, "warning"), (300, "error")]
+)
+def test_validation_examples_that_are_in_train_leak(shared, severity):
+    train, validation = normal(N, 4), normal(N, 4, seed=1)
+    validation[:shared] = train[:shared]
+    leaks = check(train, validation, compute_dtype="float32").of(rule="leak")
+    assert [finding.severity for finding in leaks] == ([severity] * bool(severity))
+    assert [finding.details["num_examples"] for finding in leaks] == [shared] * len(
+        leaks
+    )
+
+
+def test_few_distinct_inputs_make_duplicates_a_note():
+    codes = rng().integers(0, 5, (N, 2)).astype(np.int32)
+    findings = check(codes, codes, compute_dtype="float32")
+    assert {only(findings, rule).severity for rule in ("duplicates", "leak")} == {
+        "note"
+    }
+
+
+def test_rows_are_compared_over_all_columns_and_all_bytes():
+    a, b = np.zeros(N, np.float32), np.arange(N, dtype=np.int32)
+    assert "duplicates" not in fired(found({"a": a, "b": b}))
+    assert "duplicates" in fired(found({"a": a, "b": b % 1900}))
+    words = np.array(["ab", "a"])[np.arange(N) % 2]
+    ends = np.array(["", "b"])[np.arange(N) % 2]
+    hashes = duplicates.RowHashes()
+    hashes.update([words, ends], [])
+    assert len(np.unique(hashes.keys)) == 2  # "ab" + "" is not "a" + "b"
+
+
+def test_beyond_its_memory_the_share_is_estimated_from_a_part():
+    x = np.repeat(np.arange(20_000), 2)  # each row twice
+    hashes = duplicates.RowHashes(max_held=10_000)
+    for start in range(0, len(x), 500):
+        hashes.update([x[start : start + 500]], [])
+    assert hashes.skipped_bits >= 2
+    assert len(hashes.keys) <= 10_000
+    (finding, *_) = duplicates.find(hashes, None)
+    # Rows of equal hash stay or go together, so the share is exact here.
+    assert finding.figure == 0.5
+    assert finding.message.startswith("about 50.0 %")
+
+
+def test_a_leak_is_found_when_only_one_set_was_thinned():
+    train, validation = duplicates.RowHashes(1000), duplicates.RowHashes(1000)
+    train.update([np.arange(4000)], [])
+    validation.update([np.arange(3800, 4400)], [])
+    finding = [f for f in duplicates.find(train, validation) if f.rule == "leak"][0]
+    # 200 of 600; from about 150 held rows the standard error is 0.04.
+    assert finding.figure == pytest.approx(1 / 3, abs=0.12)
+
+
+# Drift ---------------------------------------------------------------------------
+
+
+def test_a_shifted_column_drifts_and_an_equal_one_does_not():
+    train = {"a": normal(N), "b": normal(N, seed=1)}
+    validation = {"a": normal(N, seed=2) + 0.5, "b": normal(N, seed=3)}
+    finding = only(check(train, validation, compute_dtype="float32"), "drift")
+    assert (finding.column, finding.severity) == ("x/a", "warning")
+    # Of normal distributions half a deviation apart: 2 Phi(1/4) - 1.
+    assert finding.figure == pytest.approx(0.197, abs=0.05)
+
+
+def test_a_significant_trifle_is_no_drift():
+    train, validation = normal(40_000), normal(40_000, seed=1) + 0.1
+    assert drift.kolmogorov_smirnov(train, validation)[1] < 1e-6
+    assert "drift" not in fired(check(train, validation, compute_dtype="float32"))
+
+
+def test_a_large_difference_of_few_examples_is_no_drift():
+    train, validation = normal(N), normal(25, seed=5)
+    difference = drift.kolmogorov_smirnov(train, validation)[0]
+    assert difference > drift.MIN_DIFFERENCE
+    assert "drift" not in fired(check(train, validation, compute_dtype="float32"))
+
+
+def test_false_alarms_over_many_columns_stay_below_the_rate():
+    alarms = 0
+    for seed in range(20):
+        generator = rng(seed)
+        comparisons = [
+            drift.Comparison(
+                "x", *drift.kolmogorov_smirnov(*generator.normal(size=(2, 60))), "moved"
+            )
+            for _ in range(100)
+        ]
+        alarms += bool(list(drift.find(comparisons)))
+    # 20 draws at 1 %: more than 2 alarms have a chance of 0.1 %.
+    assert alarms <= 2
+    # Without the correction nearly every draw of 100 columns would alarm.
+    assert 1 - (1 - drift.ERROR_RATE) ** 100 > 0.6
+
+
+def test_p_values_agree_with_scipy():
+    stats = pytest.importorskip("scipy.stats", reason="the oracle; comes with sklearn")
+    for size, shift in ((50, 0.3), (400, 0.1), (400, 0.0)):
+        first, second = normal(size), normal(size * 2, seed=1) + shift
+        oracle = stats.ks_2samp(first, second, method="exact")
+        difference, p_value = drift.kolmogorov_smirnov(first, second)
+        assert difference == pytest.approx(oracle.statistic)
+        # The asymptotic value is within a few percent of the exact one.
+        assert p_value == pytest.approx(oracle.pvalue, rel=0.15)
+    table = np.array([[30, 40, 50], [60, 45, 20]])
+    oracle = stats.chi2_contingency(table)
+    assert drift.chi_square(*table)[1] == pytest.approx(oracle.pvalue, rel=1e-9)
+
+
+def test_chi_square_by_hand():
+    # 60 and 40 against 40 and 60: each of 4 cells is 10 off 50, so 4 * 2 = 8 with
+    # one degree of freedom, erfc(sqrt(8 / 2)) = erfc(2).
+    difference, p_value = drift.chi_square(np.array([60, 40]), np.array([40, 60]))
+    assert difference == pytest.approx(0.2)
+    assert p_value == pytest.approx(0.00467773, rel=1e-5)
+
+
+def test_labels_text_and_codes_drift_by_category():
+    codes = np.repeat([0, 1, 2], [N // 2, N // 4, N // 4])
+    moved = np.repeat([0, 1, 2], [N // 4, N // 4, N // 2])
+    train = ({"code": codes, "word": codes.astype(str)}, codes)
+    validation = ({"code": moved, "word": moved.astype(str)}, moved)
+    findings = check(train, validation, compute_dtype="float32").of(rule="drift")
+    assert {finding.column for finding in findings} == {"x/code", "x/word", "y"}
+    assert [finding.figure for finding in findings] == [pytest.approx(0.25)] * 3
+    assert "drift" not in fired(check(train, train, compute_dtype="float32"))
+
+
+def test_images_drift_by_the_mean_of_each():
+    dark = rng().integers(0, 200, (300, 8, 8, 1)).astype(np.uint8)
+    light = rng(1).integers(55, 255, (300, 8, 8, 1)).astype(np.uint8)
+    finding = only(check(dark, light, compute_dtype="float16"), "drift")
+    assert finding.figure == 1.0  # means of 64 values near 100 and 155 never cross
+    other = rng(2).integers(0, 200, (300, 8, 8, 1)).astype(np.uint8)
+    assert "drift" not in fired(check(dark, other, compute_dtype="float16"))
+
+
+# Forms of data -------------------------------------------------------------------
+
+
+def as_forms(x, y):
+    slices = tf.data.Dataset.from_tensor_slices((x, y))
+    return {
+        "arrays": (x, y),
+        "tensors": (tf.constant(x), tf.constant(y)),
+        "examples": slices,
+        "batches": slices.batch(30),
+        "static batches": slices.batch(30, drop_remainder=True),
+        "pipeline": Pipeline.from_arrays(x, y),
+        "batches of a pipeline": Pipeline.from_arrays(x, y).batch(7),
+    }
+
+
+@pytest.mark.parametrize("form", list(as_forms(np.zeros((1, 1)), np.zeros(1))))
+def test_every_form_of_data_gives_the_same_findings(form):
+    x, y = rng().normal(41.0, 0.05, (600, 3)), np.arange(600) % 7 + 1
+    x[5, 1] = np.nan
+    findings = check(as_forms(x, y)[form], compute_dtype="bfloat16")
+    expected = check((x, y), compute_dtype="bfloat16")
+    assert (
+        fired(findings) == fired(expected) == {"nan", "resolution", "float64", "labels"}
+    )
+    assert findings.title == "600 training examples, 2 columns, for bfloat16"
+    for rule in ("nan", "labels"):
+        assert only(findings, rule) == only(expected, rule)
+    # Merging means in another order moves the last digits.
+    same = pytest.approx(only(expected, "resolution").figure, rel=1e-6)
+    assert only(findings, "resolution").figure == same
+
+
+def test_nested_columns_have_paths():
+    x = {"a": np.full(N, np.nan), "b": (normal(N), np.full(N, np.inf))}
+    findings = check((x, {"out": np.zeros(N)}), compute_dtype="float32")
+    places = {(finding.rule, finding.column) for finding in findings}
+    assert {("nan", "x/a"), ("inf", "x/b/1"), ("constant", "y/out")} <= places
+
+
+def test_examples_of_different_shapes_are_read_one_by_one():
+    data = tf.data.Dataset.range(1, 6).map(
+        lambda n: (tf.fill((n, 2), tf.cast(n, tf.float32)), n)
+    )
+    examples = read("train", data)
+    assert [chunk["x"].shape for chunk in examples.chunks()] == [
+        (1, n, 2) for n in range(1, 6)
+    ]
+    assert check(data, compute_dtype="float16").title.startswith("5 training examples")
+
+
+def test_padded_batches_of_different_lengths_are_one_column():
+    data = tf.data.Dataset.range(40).map(lambda n: (tf.range(n % 7), n % 2))
+    batches = data.padded_batch(8, padded_shapes=([None], []))
+    assert check(batches, batches, compute_dtype="float16").errors == (
+        check(batches, batches, compute_dtype="float16").of(
+            rule="leak", severity="error"
+        )
+    )
+
+
+def test_bfloat16_and_float16_inputs_are_read():
+    for dtype in (tf.bfloat16, tf.float16):
+        data = tf.data.Dataset.from_tensor_slices(tf.cast(normal(200, 4), dtype)).batch(
+            9
+        )
+        findings = check(data, compute_dtype="float16")
+        assert (*findings.errors, *findings.warnings) == ()
+
+
+def test_the_data_is_read_once():
+    reads = []
+
+    def generate():
+        reads.append(1)
+        yield from normal(50, 2)
+
+    spec = tf.TensorSpec((2,), tf.float32)
+    data = tf.data.Dataset.from_generator(generate, output_signature=spec).batch(8)
+    check(data, compute_dtype="float32")
+    assert reads == [1]
+
+
+def test_validation_of_its_own_faults_is_said_once():
+    train, validation = normal(N, 2), normal(N, 2, seed=1)
+    validation[0, 0] = np.nan
+    finding = only(check(train, validation, compute_dtype="float32"), "nan")
+    assert finding.message.startswith("In validation, x[0] holds NaN in 1 of 2,000")
+    train[0, 1] = np.nan
+    both = check(train, validation, compute_dtype="float32")
+    assert only(both, "nan").message.startswith("x[1] holds")
+
+
+def test_another_dtype_in_validation_is_a_warning():
+    findings = check(
+        normal(N), normal(N, seed=1).astype(np.float64), compute_dtype="float32"
+    )
+    assert only(findings, "dtypes").severity == "warning"
+
+
+def test_what_could_not_be_compared_is_said():
+    findings = found(normal(N))
+    assert findings.skipped == ("leak, unseen_class, drift: no `validation`.",)
+    assert not {"leak", "unseen_class", "drift"} & set(findings.rules)
+    assert check(normal(N), normal(N), compute_dtype="float32").skipped == ()
+
+
+def test_findings_come_back_from_json():
+    x = normal(N, 3).astype(np.float64) * 1e5
+    x[0, 0] = np.nan
+    before = found(x, np.arange(N) % 5 + 1)
+    assert Findings.from_json(before.to_json()) == before
+    assert len(before.fixes) > 1
+
+
+# Errors --------------------------------------------------------------------------
+
+
+RAGGED = tf.data.Dataset.from_tensors(tf.ragged.constant([[1], [1, 2]]))
+ERRORS = {
+    "empty dataset": (
+        lambda: check(tf.data.Dataset.range(0), compute_dtype="float32"),
+        ValueError,
+        "`train` holds no examples; expected at least one.",
+    ),
+    "everything filtered": (
+        lambda: check(
+            tf.data.Dataset.range(9).filter(lambda n: n > 9), compute_dtype="float32"
+        ),
+        ValueError,
+        "`train` holds no examples",
+    ),
+    "empty arrays": (
+        lambda: check(np.zeros((0, 3)), compute_dtype="float32"),
+        ValueError,
+        "`train` holds no examples",
+    ),
+    "endless": (
+        lambda: check(tf.data.Dataset.range(9).repeat(), compute_dtype="float32"),
+        ValueError,
+        "`train` is a dataset without end; expected one that ends. Leave out "
+        "`.repeat()`, or pass `train.take(num_batches)`.",
+    ),
+    "endless validation": (
+        lambda: check(
+            np.zeros(3), tf.data.Dataset.range(9).repeat(), compute_dtype="float32"
+        ),
+        ValueError,
+        "`validation` is a dataset without end",
+    ),
+    "ragged": (
+        lambda: check(RAGGED, compute_dtype="float32"),
+        TypeError,
+        "expected a dense tensor. Map it to one first: `.to_tensor()`",
+    ),
+    "complex": (
+        lambda: check(np.zeros(3, complex), compute_dtype="float32"),
+        TypeError,
+        "Column 'x' is of dtype complex128; expected floats, integers, booleans or ",
+    ),
+    "no data": (
+        lambda: check("train.csv", compute_dtype="float32"),
+        TypeError,
+        "Column 'x' of `train` is of type str; expected an array",
+    ),
+    "lengths": (
+        lambda: check((np.zeros(3), np.zeros(4)), compute_dtype="float32"),
+        ValueError,
+        "`train` has columns of lengths {'x': 3, 'y': 4}; expected one length.",
+    ),
+    "four parts": (
+        lambda: check((np.zeros(3),) * 4, compute_dtype="float32"),
+        ValueError,
+        "Elements have 4 parts; expected x, (x, y) or (x, y, sample_weight).",
+    ),
+    "other columns": (
+        lambda: check({"a": np.zeros(3)}, {"b": np.zeros(3)}, compute_dtype="float32"),
+        ValueError,
+        "`validation` has the columns ('x/b',); expected those of `train`: ('x/a',).",
+    ),
+    "other shapes": (
+        lambda: check(np.zeros(3), np.zeros((3, 2)), compute_dtype="float32"),
+        ValueError,
+        "Column 'x' of `validation` is float64 of shape (2,); expected float64 of "
+        "shape () as in `train`.",
+    ),
+    "dtype": (
+        lambda: check(np.zeros(3), compute_dtype="fp16"),
+        ValueError,
+        "Unknown `compute_dtype` 'fp16'; expected 'float32', 'float16', 'bfloat16', "
+        "'mixed_float16' or 'mixed_bfloat16'. Did you mean 'mixed_float16'?",
+    ),
+    "classes": (
+        lambda: check(np.zeros(3), compute_dtype="float32", num_classes=0),
+        ValueError,
+        "`num_classes` is 0; expected an integer of at least 1.",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, kind, message", ERRORS.values(), ids=ERRORS)
+def test_errors(call, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    ["mixed_float16", keras.DTypePolicy("mixed_float16"), keras.DTypePolicy("float16")],
+    ids=["name", "policy", "pure policy"],
+)
+def test_policies_stand_for_their_compute_dtype(dtype):
+    assert found(normal(N), dtype=dtype).title.endswith("for float16")
+
+
+# The pass ------------------------------------------------------------------------
+
+
+def profile_of(values, *, dtype="float16", chunks=7):
+    column = Column("x", "input", values.dtype.name, values.shape[1:])
+    profile = Profile(column, rounding_for(dtype), seed=0)
+    for part in np.array_split(values, chunks):
+        profile.update(part)
+    return profile
+
+
+def test_moments_are_exact_where_float32_sums_are_not():
+    values = (1e6 + rng().normal(size=(5000, 2))).astype(np.float32)
+    profile = profile_of(values)
+    oracle = values.astype(np.float64)
+    np.testing.assert_allclose(profile.mean, oracle.mean(axis=0), rtol=1e-14)
+    # Deviations of 1 from 1e6 cost 6 of float64's 16 digits.
+    np.testing.assert_allclose(profile.std, oracle.std(axis=0), rtol=1e-9)
+
+
+@pytest.mark.parametrize("dtype", [np.uint8, np.int8, bool], ids=str)
+@pytest.mark.parametrize("shape", [(5, 3), (4, 4, 3)], ids=["vector", "image"])
+def test_bytes_are_counted_as_other_numbers_are(dtype, shape):
+    values = rng().integers(-100, 100, (50, *shape)).astype(dtype)
+    fast, slow = profile_of(values), profile_of(values.astype(np.int32))
+    for name in ("count", "low", "high", "num_nonzero", "num_finite"):
+        assert getattr(fast, name).tolist() == getattr(slow, name).tolist(), name
+    np.testing.assert_allclose(fast.mean, slow.mean, rtol=1e-13, atol=1e-13)
+    np.testing.assert_allclose(fast.std, slow.std, rtol=1e-12)
+
+
+def test_non_finite_values_are_left_out_of_the_moments():
+    values = normal(1000, 2).astype(np.float64)
+    values[::3, 0], values[1, 0], values[:, 1] = np.nan, np.inf, np.nan
+    profile = profile_of(values)
+    kept = values[np.isfinite(values[:, 0]), 0]
+    assert profile.num_finite.tolist() == [len(kept), 0]
+    assert profile.mean[0] == pytest.approx(kept.mean(), abs=1e-12)
+    assert profile.std[0] == pytest.approx(kept.std(), rel=1e-12)
+    assert (profile.low[0], profile.high[0]) == (kept.min(), kept.max())
+
+
+def test_integers_beyond_float64_keep_their_range():
+    values = np.array([2**63 - 1, -(2**63)])
+    profile = profile_of(values, chunks=1)
+    assert (profile.high[0], profile.low[0]) == (2**63 - 1, -(2**63))
+
+
+def test_a_sample_is_uniform_over_the_stream():
+    counts = np.zeros(100)
+    for seed in range(400):
+        sample = RowSample(10, seed)
+        for part in np.array_split(np.arange(100), 13):
+            sample.add(part[sample.choose(len(part))])
+        counts[sample.rows()] += 1
+    # 40 expected with a deviation of 6; the largest of 100 stays below 4.5 of them.
+    assert counts.sum() == 4000
+    assert np.abs(counts - 40).max() < 27
+    # By thirds of the stream: deviation of a third's sum below 30.
+    assert abs(counts[:33].sum() - 33 * 40) < 120
+
+
+def test_a_small_stream_is_its_own_sample():
+    sample = RowSample(50, 0)
+    for part in (np.arange(3), np.arange(3, 8)):
+        sample.add(part[sample.choose(len(part))])
+    assert sample.rows().tolist() == list(range(8))
+
+
+# Fixes ---------------------------------------------------------------------------
+
+
+def test_casts_keep_values_structure_length_and_order():
+    x = {"id": np.arange(100), "v": (rng().normal(size=100), normal(100))}
+    data = tf.data.Dataset.from_tensor_slices((x, np.arange(100) % 3)).batch(8)
+    findings = check(data, compute_dtype="float16")
+    fixed = apply_fixes(data, findings)
+    assert int(fixed.cardinality()) == 13
+    spec = fixed.element_spec
+    assert [s.dtype for s in tf.nest.flatten(spec)] == [
+        *(tf.int32, tf.float32, tf.float32, tf.int64)
+    ]
+    for (before, label), (after, same) in zip(data, fixed, strict=True):
+        np.testing.assert_array_equal(after["id"], before["id"])
+        np.testing.assert_array_equal(
+            after["v"][0], before["v"][0].numpy().astype("f4")
+        )
+        np.testing.assert_array_equal(label, same)
+    assert check(fixed, compute_dtype="float16").of(rule="int64") == ()
+
+
+@pytest.mark.parametrize("batched", [True, False], ids=["batches", "examples"])
+@pytest.mark.parametrize("shape", [(), (3,)], ids=["scalar", "vector"])
+def test_standardizing_cures_timestamps(batched, shape):
+    x = 1_700_000_000 + rng().integers(0, 10**7, (500, *shape))
+    data = tf.data.Dataset.from_tensor_slices(x)
+    data = data.batch(32) if batched else data
+    findings = check(data, compute_dtype="float16")
+    assert findings.errors
+    fixed = apply_fixes(data, findings, kinds=("cast", "standardize"))
+    parts = list(fixed.as_numpy_iterator())
+    values = np.concatenate(parts) if batched else np.stack(parts)
+    expected = (x - x.mean(axis=0)) / x.std(axis=0)
+    assert values.dtype == np.float32
+    np.testing.assert_allclose(values, expected, atol=1e-5)
+    assert not check(fixed, compute_dtype="float16")
+
+
+def test_standardizing_has_to_be_asked_for():
+    x = 41 + rng().normal(size=N) * 0.01
+    data = tf.data.Dataset.from_tensor_slices(x).batch(8)
+    findings = check(data, compute_dtype="bfloat16")
+    assert {fix.kind for fix in findings.fixes} == {"standardize", "cast"}
+    first = next(iter(apply_fixes(data, findings)))
+    np.testing.assert_array_equal(first, x[:8].astype(np.float32))
+
+
+def test_nothing_to_fix_gives_the_dataset_itself():
+    data = tf.data.Dataset.from_tensor_slices(normal(20)).batch(4)
+    assert apply_fixes(data, check(data, compute_dtype="float32")) is data
+
+
+def test_some_fixes_can_be_chosen():
+    data = tf.data.Dataset.from_tensor_slices({"a": np.arange(9), "b": np.arange(9)})
+    chosen = [Fix("x/b", "cast", "int32", "small")]
+    dtypes = {k: s.dtype for k, s in apply_fixes(data, chosen).element_spec.items()}
+    assert dtypes == {"a": tf.int64, "b": tf.int32}
+
+
+FIX_ERRORS = {
+    "no dataset": (
+        lambda: apply_fixes(np.zeros(3), ()),
+        TypeError,
+        "`dataset` is of type ndarray; expected a `tf.data.Dataset` or a `Pipeline`.",
+    ),
+    "another dataset": (
+        lambda: apply_fixes(
+            tf.data.Dataset.range(3), [Fix("x/b", "cast", "int32", "")]
+        ),
+        ValueError,
+        "The fixes name ('x/b',); expected columns of the dataset: ('x',).",
+    ),
+    "a kind": (
+        lambda: apply_fixes(tf.data.Dataset.range(3), (), kinds=("drop",)),
+        ValueError,
+        "Unknown `kinds` 'drop'; expected 'cast' or 'standardize'.",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, kind, message", FIX_ERRORS.values(), ids=FIX_ERRORS)
+def test_errors_of_fixes(call, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()

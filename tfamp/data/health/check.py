@@ -1,0 +1,233 @@
+"""`check`: one pass over training data, then every rule on what it learned."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+from tfamp import _checks, formats
+from tfamp.data._progress import progress
+from tfamp.data.health import drift, duplicates, labels, ranges, resolution
+from tfamp.data.health.examples import Column, Examples, empty, read
+from tfamp.data.health.profile import Profile
+from tfamp.data.health.rounding import Rounding, rounding_for
+from tfamp.findings import Finding, Findings
+
+_SEED = 0
+_NEED_VALIDATION = ("leak", "unseen_class", *drift.RULES)
+_RULES = (
+    *(*ranges.RULES, *resolution.RULES, *labels.RULES),
+    *(*duplicates.RULES, *drift.RULES, "dtypes"),
+)
+# What is worth saying of validation data too: the rest follows from training data.
+_RULES_OF_VALIDATION = ("nan", "inf", "overflow")
+
+
+@dataclasses.dataclass(frozen=True)
+class _Gathered:
+    """What a pass over one set of examples learned."""
+
+    profiles: dict[str, Profile]
+    labels: dict[str, labels.Labels]
+    hashes: duplicates.RowHashes
+    num_examples: int
+
+
+def check(
+    train: Any,
+    validation: Any = None,
+    *,
+    compute_dtype: Any,
+    num_classes: int | None = None,
+    batched: bool | None = None,
+) -> Findings:
+    """Returns what would go wrong with this data in a compute dtype, before training.
+
+    One pass over each set, in float64, exact but for what is said here. Distinct
+    values and drift come from a random sample of up to 20,000 examples (the same at
+    each call). Drift is reported if distributions differ by at least 0.1, and the
+    chance of any false alarm over all columns is below 1 %. Duplicates are exact up
+    to 4 million examples, estimated from a part of them beyond. Memory: about 32 MiB
+    for each column and 24 bytes for each example. Time: about 20 ns a value, 6 ns a
+    byte of images.
+
+    Vectors are looked at feature by feature ("x[3]"), images as a whole. NaN in one
+    place hides nothing in others.
+
+    Args:
+        train: A `tf.data.Dataset` of batches or single examples, a `Pipeline`, or
+            arrays: x, (x, y), (x, y, sample_weight). x and y may be nested dicts or
+            tuples of columns. Give it as the model gets it, without `.repeat()`.
+        validation: Data of the same columns; None skips the rules that compare.
+        compute_dtype: "float32", "float16", "bfloat16", or the policy to train in,
+            such as "mixed_float16".
+        num_classes: Outputs of a classifier; None leaves out the check against it.
+        batched: Whether a dataset's elements are batches; None to tell from their
+            shapes.
+
+    Returns:
+        Findings, worst first. "error" spoils the result or stops training; healthy
+        data has notes at most.
+
+    Raises:
+        TypeError: The data is of another type, ragged, sparse or complex.
+        ValueError: It is empty or infinite, `validation` has other columns, or
+            `compute_dtype` is unknown.
+
+    Example:
+        >>> import numpy as np
+        >>> seconds = 1.7e9 + np.arange(1000.0) * 60
+        >>> found = check({"time": seconds}, compute_dtype="float16")
+        >>> found[0].rule, found[0].column, found[0].severity
+        ('overflow', 'x/time', 'error')
+        >>> found[0].fix.kind
+        'standardize'
+    """
+    rounding = rounding_for(compute_dtype)
+    if num_classes is not None:
+        num_classes = _checks.positive_int("num_classes", num_classes)
+    examples = read("train", train, batched=batched)
+    others = None
+    if validation is not None:
+        others = read("validation", validation, batched=batched)
+        _check_same_columns(examples.columns, others.columns)
+    trained = _gather("train", examples, rounding)
+    validated = None if others is None else _gather("validation", others, rounding)
+    skipped = [] if validated else [f"{', '.join(_NEED_VALIDATION)}: no `validation`."]
+    found = [*_rules_on(trained, rounding)]
+    found += _rules_on_labels(trained, validated, num_classes)
+    if validated is None:
+        found += duplicates.find(trained.hashes, None)
+    else:
+        found += _rules_on_validation(validated, rounding, found)
+        found += _compare_dtypes(examples.columns, others.columns if others else ())
+        found += duplicates.find(trained.hashes, validated.hashes)
+        found += drift.find(list(_comparisons(trained, validated)))
+    absent = () if validated else _NEED_VALIDATION
+    return Findings(
+        tuple(found),
+        _title(trained, validated, rounding),
+        tuple(rule for rule in _RULES if rule not in absent),
+        tuple(skipped),
+    )
+
+
+def _gather(argument: str, examples: Examples, rounding: Rounding) -> _Gathered:
+    """Makes the one pass over a set of examples."""
+    # Losses are computed in float32, whatever the layers compute in.
+    single = Rounding(formats.FLOAT32)
+    profiles = {
+        column.name: Profile(
+            column, rounding if column.role == "input" else single, seed=_SEED
+        )
+        for column in examples.columns
+    }
+    targets = {
+        column.name: labels.Labels(column)
+        for column in examples.columns
+        if column.role == "target"
+    }
+    hashes, num_examples = duplicates.RowHashes(), 0
+    unit = "batches" if examples.in_elements else "examples"
+    with progress(f"Checking `{argument}`", examples.length, unit=unit) as done:
+        for num_chunks, chunk in enumerate(examples.chunks(), start=1):
+            for name, values in chunk.items():
+                profiles[name].update(values)
+                if name in targets:
+                    targets[name].update(values)
+            inputs, answers = (
+                [chunk[c.name] for c in examples.columns if c.role == role]
+                for role in ("input", "target")
+            )
+            hashes.update(inputs, answers)
+            num_examples += len(next(iter(chunk.values())))
+            done(num_chunks if examples.in_elements else num_examples)
+    if not num_examples:
+        raise empty(argument)
+    return _Gathered(profiles, targets, hashes, num_examples)
+
+
+def _rules_on(gathered: _Gathered, rounding: Rounding) -> Iterator[Finding]:
+    """Yields what is wrong with single columns."""
+    for profile in gathered.profiles.values():
+        if not profile.column.is_text and profile.count.any():
+            yield from ranges.find(profile, rounding)
+            yield from resolution.find(profile)
+
+
+def _rules_on_labels(
+    trained: _Gathered, validated: _Gathered | None, num_classes: int | None
+) -> Iterator[Finding]:
+    for name, counted in trained.labels.items():
+        other = None if validated is None else validated.labels[name]
+        yield from labels.find(counted, other, num_classes)
+
+
+def _rules_on_validation(
+    gathered: _Gathered, rounding: Rounding, known: list[Finding]
+) -> Iterator[Finding]:
+    """Yields what spoils validation, where training data has nothing of the kind."""
+    said = {(finding.rule, (finding.column or "").split("[")[0]) for finding in known}
+    for finding in _rules_on(gathered, rounding):
+        place = (finding.rule, (finding.column or "").split("[")[0])
+        if finding.rule in _RULES_OF_VALIDATION and place not in said:
+            yield dataclasses.replace(
+                finding, message=f"In validation, {finding.message}", fix=None
+            )
+
+
+def _comparisons(
+    trained: _Gathered, validated: _Gathered
+) -> Iterator[drift.Comparison]:
+    """Yields the comparison of every column, targets that are classes by counts."""
+    for name, profile in trained.profiles.items():
+        counted = trained.labels.get(name)
+        if counted is not None and counted.are_countable:
+            yield from drift.compare_labels(counted, validated.labels[name])
+        elif profile.column.role != "weight":
+            yield from drift.compare(profile, validated.profiles[name])
+
+
+def _check_same_columns(
+    train: tuple[Column, ...], validation: tuple[Column, ...]
+) -> None:
+    """Raises if the sets cannot be compared column by column."""
+    names = [tuple(column.name for column in part) for part in (train, validation)]
+    if sorted(names[0]) != sorted(names[1]):
+        raise ValueError(
+            f"`validation` has the columns {names[1]!r}; expected those of `train`: "
+            f"{names[0]!r}. Read both the same way."
+        )
+    others = {column.name: column for column in validation}
+    for column in train:
+        other = others[column.name]
+        if len(column.shape) != len(other.shape) or column.is_text != other.is_text:
+            raise ValueError(
+                f"Column {column.name!r} of `validation` is {other.dtype} of shape "
+                f"{other.shape!r}; expected {column.dtype} of shape {column.shape!r} "
+                "as in `train`. Read both the same way, or pass `batched`."
+            )
+
+
+def _compare_dtypes(
+    train: tuple[Column, ...], validation: tuple[Column, ...]
+) -> Iterator[Finding]:
+    others = {column.name: column for column in validation}
+    for column in train:
+        dtype = others[column.name].dtype
+        if dtype != column.dtype:
+            yield Finding(
+                "dtypes",
+                "warning",
+                f"{column.name} is {column.dtype} in train and {dtype} in validation: "
+                "another rounding, and equal examples are not recognised.",
+                f"Cast validation to {column.dtype}, or read both the same way.",
+                column=column.name,
+            )
+
+
+def _title(trained: _Gathered, validated: _Gathered | None, rounding: Rounding) -> str:
+    also = f" and {validated.num_examples:,} validation" if validated else ""
+    return (
+        f"{trained.num_examples:,} training{also} examples, "
+        f"{len(trained.profiles)} columns, for {rounding.name}"
+    )

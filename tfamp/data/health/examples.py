@@ -1,0 +1,258 @@
+"""Reads any form of training data as chunks of named NumPy arrays, in one pass."""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping
+from typing import Any, Literal
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.data._elements import looks_batched
+
+Role = Literal["input", "target", "weight"]
+_ROLES: dict[str, Role] = {"x": "input", "y": "target", "sample_weight": "weight"}
+# Single examples are joined to chunks of this size, arrays are cut into them.
+_CHUNK_BYTES = 16 * 2**20
+_MAX_CHUNK_ROWS = 4096
+
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """One tensor of the examples.
+
+    Attributes:
+        name: "x", "x/age", "x/0", "y", "sample_weight".
+        role: What it is to `fit`.
+        dtype: Its dtype's name.
+        shape: Of one example; None where it varies.
+    """
+
+    name: str
+    role: Role
+    dtype: str
+    shape: tuple[int | None, ...]
+
+    @property
+    def is_text(self) -> bool:
+        """Whether it holds strings."""
+        return self.dtype == "string"
+
+    @property
+    def is_float(self) -> bool:
+        """Whether it holds floating-point numbers."""
+        return "float" in self.dtype
+
+    @property
+    def is_integer(self) -> bool:
+        """Whether it holds integers; booleans are none."""
+        return "int" in self.dtype
+
+
+@dataclasses.dataclass(frozen=True)
+class Examples:
+    """Data that can be read once, chunk by chunk.
+
+    Attributes:
+        columns: Its tensors, in the order of the elements.
+        length: Number of examples, or of elements where `in_elements`; None if
+            unknown. Only for progress.
+        in_elements: Whether `length` counts batches.
+        source: What is read: a dataset of chunks, or arrays by column.
+    """
+
+    columns: tuple[Column, ...]
+    length: int | None
+    in_elements: bool
+    source: Any = dataclasses.field(repr=False)
+
+    def chunks(self) -> Iterator[dict[str, np.ndarray]]:
+        """Yields arrays by column; the first axis counts examples."""
+        if isinstance(self.source, dict):
+            yield from _slices(self.source)
+            return
+        names = [column.name for column in self.columns]
+        for element in self.source:
+            flat = flatten(element).values()
+            yield {
+                name: _as_array(value) for name, value in zip(names, flat, strict=True)
+            }
+
+
+def read(argument: str, data: Any, *, batched: bool | None = None) -> Examples:
+    """Returns the examples of a dataset, a pipeline or arrays.
+
+    Args:
+        argument: The argument's name, for messages.
+        data: A `tf.data.Dataset` of batches or single examples, a `Pipeline`, or
+            arrays: x, (x, y) or (x, y, sample_weight).
+        batched: Whether a dataset's elements are batches; None to tell from their
+            shapes, which are taken for batches when in doubt, as `fit` does.
+
+    Raises:
+        TypeError: `data` is something else, or holds ragged or sparse tensors.
+        ValueError: It is infinite or empty, or arrays differ in length.
+    """
+    if callable(getattr(data, "build", None)):
+        data = data.build()
+    if isinstance(data, tf.data.Dataset):
+        return _dataset_examples(argument, data, batched)
+    return _array_examples(argument, data)
+
+
+def flatten(element: Any) -> dict[str, Any]:
+    """Returns the parts of an element by column name.
+
+    Example:
+        >>> flatten(({"a": 1, "b": (2, 3)}, 4))
+        {'x/a': 1, 'x/b/0': 2, 'x/b/1': 3, 'y': 4}
+    """
+    parts = element if type(element) is tuple else (element,)
+    if len(parts) > len(_ROLES):
+        raise ValueError(
+            f"Elements have {len(parts)} parts; expected x, (x, y) or "
+            "(x, y, sample_weight). Map them to that form, as `fit` needs it."
+        )
+    named = zip(_ROLES, parts, strict=False)
+    return dict(pair for name, part in named for pair in _leaves(name, part))
+
+
+def _leaves(name: str, part: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the tensors of a nested part with their names."""
+    if part is None:
+        return
+    if isinstance(part, Mapping):
+        for key, value in part.items():
+            yield from _leaves(f"{name}/{key}", value)
+    elif isinstance(part, (tuple, list)):
+        for index, value in enumerate(part):
+            yield from _leaves(f"{name}/{index}", value)
+    else:
+        yield name, part
+
+
+def _column(name: str, dtype: str, shape: tuple[int | None, ...]) -> Column:
+    column = Column(name, _ROLES[name.split("/")[0]], dtype, shape)
+    if not (column.is_float or column.is_integer or dtype in ("bool", "string")):
+        raise TypeError(
+            f"Column {name!r} is of dtype {dtype}; expected floats, integers, booleans "
+            "or text. Map it to one of these, or leave it out."
+        )
+    return column
+
+
+def _dataset_examples(
+    argument: str, dataset: tf.data.Dataset, batched: bool | None
+) -> Examples:
+    """Returns the examples of a dataset."""
+    cardinality = int(dataset.cardinality())
+    if cardinality == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            f"`{argument}` is a dataset without end; expected one that ends. Leave "
+            f"out `.repeat()`, or pass `{argument}.take(num_batches)`."
+        )
+    specs = flatten(dataset.element_spec)
+    for name, spec in specs.items():
+        if not isinstance(spec, tf.TensorSpec):
+            raise TypeError(
+                f"Column {name!r} of `{argument}` is {spec!r}; expected a dense "
+                "tensor. Map it to one first: `.to_tensor()` of a ragged tensor, "
+                "`tf.sparse.to_dense` of a sparse one."
+            )
+    if batched is None:
+        batched = _tell_batched(dataset.element_spec, list(specs.values()))
+    columns = []
+    for name, spec in specs.items():
+        shape = tuple(spec.shape) if spec.shape.rank is not None else (None,)
+        columns.append(_column(name, spec.dtype.name, shape[1:] if batched else shape))
+    source = dataset if batched else _joined(dataset, list(specs.values()))
+    length = cardinality if cardinality >= 0 else None
+    return Examples(tuple(columns), length, batched, source)
+
+
+def _tell_batched(element_spec: Any, specs: list[tf.TensorSpec]) -> bool:
+    """Whether elements are batches, as far as their shapes tell."""
+    if looks_batched(element_spec):
+        return True
+    shapes = [spec.shape for spec in specs]
+    if any(shape.rank is None or shape.rank == 0 for shape in shapes):
+        return False
+    if len(shapes) == 1:
+        return shapes[0].rank > 1
+    return len({shape[0] for shape in shapes}) == 1
+
+
+def _joined(dataset: tf.data.Dataset, specs: list[tf.TensorSpec]) -> tf.data.Dataset:
+    """Returns single examples as chunks."""
+    if not all(spec.shape.is_fully_defined() for spec in specs):
+        # Of different shapes, so each one is a chunk of its own.
+        return dataset.map(
+            lambda *parts: tf.nest.map_structure(
+                lambda part: part[tf.newaxis], parts if len(parts) > 1 else parts[0]
+            )
+        )
+    row_bytes = sum(
+        spec.shape.num_elements() * (16 if spec.dtype == tf.string else spec.dtype.size)
+        for spec in specs
+    )
+    return dataset.batch(_rows_of_chunk(row_bytes))
+
+
+def _rows_of_chunk(row_bytes: int) -> int:
+    return min(_MAX_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, row_bytes)))
+
+
+def _array_examples(argument: str, data: Any) -> Examples:
+    """Returns the examples of arrays in memory."""
+    parts = flatten(data)
+    arrays = {name: _checked_array(argument, name, v) for name, v in parts.items()}
+    lengths = {name: len(array) for name, array in arrays.items()}
+    if len(set(lengths.values())) > 1:
+        raise ValueError(
+            f"`{argument}` has columns of lengths {lengths!r}; expected one length. "
+            "Cut them to the same examples."
+        )
+    length = next(iter(lengths.values()), 0)
+    if not length:
+        raise empty(argument)
+    columns = tuple(
+        _column(name, _dtype_name(array), array.shape[1:])
+        for name, array in arrays.items()
+    )
+    return Examples(columns, length, False, arrays)
+
+
+def _checked_array(argument: str, name: str, value: Any) -> np.ndarray:
+    if isinstance(value, (np.ndarray, tf.Tensor)) or hasattr(value, "__array__"):
+        array = _as_array(value)
+        if array.ndim:
+            return array
+    raise TypeError(
+        f"Column {name!r} of `{argument}` is of type {type(value).__name__}; expected "
+        "an array with one row for each example. Pass a `tf.data.Dataset`, a "
+        "`Pipeline`, or arrays as (x, y)."
+    )
+
+
+def empty(argument: str) -> ValueError:
+    """Returns the error for data without examples."""
+    return ValueError(
+        f"`{argument}` holds no examples; expected at least one. Look at its source: "
+        "a wrong path, split or filter leaves nothing."
+    )
+
+
+def _as_array(value: Any) -> np.ndarray:
+    return value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
+
+
+def _dtype_name(array: np.ndarray) -> str:
+    return "string" if array.dtype.kind in "OSU" else array.dtype.name
+
+
+def _slices(arrays: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
+    length = len(next(iter(arrays.values())))
+    row_bytes = sum(array.nbytes for array in arrays.values()) / length
+    step = _rows_of_chunk(math.ceil(row_bytes))
+    for start in range(0, length, step):
+        yield {name: array[start : start + step] for name, array in arrays.items()}

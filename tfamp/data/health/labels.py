@@ -1,0 +1,263 @@
+"""Counts the classes in targets, and the rules on labels and their balance."""
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tfamp._units import format_share
+from tfamp.data.health.examples import Column
+from tfamp.data.health.wording import number
+from tfamp.findings import Finding
+
+RULES = ("labels", "one_hot", "balance", "unseen_class")
+# More distinct values than this are no classes, and would fill the memory.
+_MAX_CLASSES = 20_000
+# Rows of one-hot or soft labels sum to 1 but for rounding, in float16 too.
+_SUM_TOLERANCE = 1e-2
+_MOSTLY = 0.5
+# The commonest class against the rarest.
+_UNEVEN, _VERY_UNEVEN = 10, 100
+_MAX_NAMED = 8
+
+
+class Labels:
+    """Counts the values of one target column.
+
+    Attributes:
+        column: Which column.
+        counts: Examples of each value, or of each class of one-hot rows.
+        is_one_hot: Whether a row of numbers stands for one label.
+        num_rows: Rows seen, where a row stands for a label.
+        num_off: Rows that do not sum to 1.
+        num_off_integral: Those whose sum is a whole number, such as 0 or 2.
+    """
+
+    def __init__(self, column: Column) -> None:
+        self.column = column
+        width = column.shape[-1] if column.shape else 1
+        numbers = column.is_float or column.is_integer or column.dtype == "bool"
+        self.is_one_hot = len(column.shape) == 1 and (width or 0) > 1 and numbers
+        self.counts: dict[Any, int] = {}
+        self.num_rows = self.num_off = self.num_off_integral = 0
+        self._in_range = True
+        self._too_many = False
+
+    @property
+    def are_classes(self) -> bool:
+        """Whether the values are classes rather than quantities."""
+        if self._too_many or not self.counts:
+            return False
+        if self.is_one_hot:
+            return self._in_range and self.num_off < _MOSTLY * self.num_rows
+        if self.column.is_float:
+            return all(float(value).is_integer() for value in self.counts)
+        return 2 * len(self.counts) <= sum(self.counts.values())
+
+    @property
+    def are_countable(self) -> bool:
+        """Whether they are classes beyond doubt, so that their shares mean something.
+
+        Whole numbers are if there are few, mostly next to one another.
+        """
+        if not self.are_classes:
+            return False
+        if self.is_one_hot or self.column.is_text or self.column.dtype == "bool":
+            return True
+        values = [int(value) for value in self.counts]
+        span = max(values) - min(*values, 1) + 1
+        repeated = sum(self.counts.values()) >= 2 * len(values)
+        return repeated and len(values) >= _MOSTLY * span
+
+    def update(self, chunk: np.ndarray) -> None:
+        """Takes the labels of the next examples."""
+        if self._too_many or not chunk.size:
+            return
+        if self.is_one_hot:
+            chunk = self._classes_of_rows(chunk)
+        elif self.column.is_float:
+            chunk = chunk.astype(np.float64)
+            chunk = chunk[np.isfinite(chunk)]
+        values, counts = np.unique(chunk.ravel(), return_counts=True)
+        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
+            self.counts[value] = self.counts.get(value, 0) + count
+        self._too_many = len(self.counts) > _MAX_CLASSES
+
+    def _classes_of_rows(self, rows: np.ndarray) -> np.ndarray:
+        values = rows.astype(np.float64)
+        sums = values.sum(axis=1)
+        off = ~(np.abs(sums - 1) <= _SUM_TOLERANCE)
+        self.num_rows += len(rows)
+        self.num_off += int(off.sum())
+        binary = ((values == 0) | (values == 1)).all(axis=1)
+        self.num_off_integral += int((off & binary).sum())
+        if not ((values >= 0) & (values <= 1)).all():
+            self._in_range = False
+        return values[~off].argmax(axis=1)
+
+
+def find(
+    train: Labels, validation: Labels | None, num_classes: int | None
+) -> Iterator[Finding]:
+    """Yields what is wrong with the labels of one target column."""
+    if not train.are_classes:
+        return
+    if train.is_one_hot:
+        yield from _one_hot(train)
+    elif not train.column.is_text and train.column.dtype != "bool":
+        yield from _range(train, num_classes)
+    yield from _balance(train)
+    if validation is not None:
+        yield from _unseen(train, validation)
+
+
+def _one_hot(labels: Labels) -> Iterator[Finding]:
+    if not labels.num_off:
+        return
+    name, share = labels.column.name, labels.num_off / labels.num_rows
+    several = labels.num_off == labels.num_off_integral
+    yield Finding(
+        "one_hot",
+        "note" if several else "warning",
+        f"{name}: {labels.num_off:,} of {labels.num_rows:,} rows "
+        f"({format_share(share)}) do not sum to 1: categorical crossentropy weights "
+        "these examples by their sum, and rows of 0 teach nothing.",
+        "Nothing if an example may have several classes (use binary crossentropy); "
+        "else correct these rows."
+        if several
+        else "Divide each row by its sum, or correct the label map.",
+        column=name,
+        figure=share,
+    )
+
+
+def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
+    """Whole numbers that sparse crossentropy cannot take as they are."""
+    name = labels.column.name
+    values = sorted(int(value) for value in labels.counts)
+    if values[0] < 0:
+        yield _negative(labels, values)
+        return
+    if num_classes is not None and values[-1] >= num_classes:
+        beyond = [value for value in values if value >= num_classes]
+        count = sum(labels.counts[value] for value in beyond)
+        yield Finding(
+            "labels",
+            "error",
+            f"{name} holds {count:,} labels from {beyond[0]} to {beyond[-1]} with "
+            f"{num_classes} classes: sparse crossentropy stops on the CPU and gives "
+            "NaN on GPUs and under XLA.",
+            f"Labels run from 0 to {num_classes - 1}: subtract 1 if they start at 1, "
+            "give the model more outputs, or mask them by `ignore_class`.",
+            column=name,
+            figure=float(beyond[-1]),
+        )
+        return
+    missing = sorted(set(range(num_classes or values[-1] + 1)) - set(values))
+    if missing and labels.are_countable:
+        listed = ", ".join(map(str, missing[:_MAX_NAMED]))
+        more = "" if len(missing) <= _MAX_NAMED else ", ..."
+        yield Finding(
+            "labels",
+            "warning" if num_classes is None else "note",
+            f"{name} has {len(values)} classes from {values[0]} to {values[-1]}; "
+            f"{len(missing)} between 0 and the last are missing ({listed}{more}): as "
+            "many outputs as classes would be too few, and the missing ones are never "
+            "learned.",
+            "Map the labels to 0, 1, 2, ..., or pass `num_classes` if the missing ones "
+            "exist.",
+            column=name,
+            figure=float(len(missing)),
+        )
+    if labels.column.is_float and labels.are_countable and len(values) > 2:
+        yield Finding(
+            "labels",
+            "note",
+            f"{name} is {labels.column.dtype}, and every value is a whole number from "
+            f"{values[0]} to {values[-1]}: classes, or a quantity?",
+            "Cast classes to int32, so that a rounding can never move a label.",
+            column=name,
+            figure=float(len(values)),
+        )
+
+
+def _negative(labels: Labels, values: list[int]) -> Finding:
+    name = labels.column.name
+    count = sum(number for value, number in labels.counts.items() if value < 0)
+    two = values == [-1, 1]
+    # One negative value is a mark for "ignore"; several are a quantity.
+    mark = sum(value < 0 for value in values) == 1 and not two
+    return Finding(
+        "labels",
+        "error" if mark and labels.column.is_integer else "note",
+        f"{name} holds {count:,} negative labels, down to {values[0]}: right for "
+        "hinge losses and quantities; sparse crossentropy stops on the CPU and gives "
+        "NaN on GPUs and under XLA.",
+        "Map -1 and 1 to 0 and 1 for crossentropy."
+        if two
+        else "Map the labels to 0, 1, 2, ..., or mask them by `ignore_class`.",
+        column=name,
+        figure=float(values[0]),
+    )
+
+
+def _balance(labels: Labels) -> Iterator[Finding]:
+    if len(labels.counts) < 2 or not labels.are_countable:
+        return
+    rarest = min(labels.counts, key=lambda value: labels.counts[value])
+    commonest = max(labels.counts, key=lambda value: labels.counts[value])
+    total = sum(labels.counts.values())
+    ratio = labels.counts[commonest] / labels.counts[rarest]
+    if ratio < _UNEVEN:
+        return
+    name = labels.column.name
+    largest = labels.counts[commonest] / total
+    yield Finding(
+        "balance",
+        "warning" if ratio >= _VERY_UNEVEN else "note",
+        f"{name}: class {_word(rarest)} has {labels.counts[rarest]:,} of {total:,} "
+        f"examples ({format_share(labels.counts[rarest] / total)}), {number(ratio)} "
+        f"times fewer than class {_word(commonest)}: always answering that one is "
+        f"right in {format_share(largest)}.",
+        "Use `Pipeline.balance` or `class_weight`, and judge by recall of each class.",
+        column=name,
+        figure=labels.counts[rarest] / total,
+        details={"num_classes": len(labels.counts), "ratio": ratio},
+    )
+
+
+def _unseen(train: Labels, validation: Labels) -> Iterator[Finding]:
+    if not train.are_countable or not validation.counts:
+        return
+    new = sorted(set(validation.counts) - set(train.counts))
+    name = train.column.name
+    if new:
+        count = sum(validation.counts[value] for value in new)
+        listed = ", ".join(map(_word, new[:_MAX_NAMED]))
+        yield Finding(
+            "unseen_class",
+            "error",
+            f"{name}: {len(new)} classes of the validation data ({listed}) are not in "
+            f"the training data; {count:,} validation examples can never be right.",
+            "Split the data by class (stratified), or drop these examples.",
+            column=name,
+            figure=float(count),
+        )
+    absent = sorted(set(train.counts) - set(validation.counts))
+    if absent:
+        listed = ", ".join(map(_word, absent[:_MAX_NAMED]))
+        yield Finding(
+            "unseen_class",
+            "note",
+            f"{name}: {len(absent)} classes of the training data ({listed}) are not in "
+            "the validation data, which cannot tell how well they are learned.",
+            "Split the data by class (stratified).",
+            column=name,
+            figure=float(len(absent)),
+        )
+
+
+def _word(value: Any) -> str:
+    if isinstance(value, bytes):
+        return repr(value.decode("utf-8", "replace"))
+    return number(value) if isinstance(value, float) else repr(value)

@@ -1,0 +1,273 @@
+"""Rules on the range of numbers: NaN, inf, overflow, underflow, constant, scale."""
+
+import math
+from collections.abc import Iterator
+
+import numpy as np
+
+from tfamp._units import format_share
+from tfamp.data.health.distinct import looks_like_ids
+from tfamp.data.health.profile import NOISY, Profile
+from tfamp.data.health.rounding import Rounding
+from tfamp.data.health.wording import (
+    hits,
+    may_be_index,
+    number,
+    place,
+    share_of,
+    standardizing,
+)
+from tfamp.findings import Finding, Severity
+
+RULES = (
+    *("nan", "inf", "overflow", "underflow", "subnormal", "constant"),
+    *("unnormalized", "weights"),
+)
+# Below this a few tiny values among others are as good as 0: normalized data has
+# 0.005 % of its values below float16's normal range.
+_MIN_SHARE = 0.01
+_MANY = 0.5
+_SMALL = 0.01
+# A column this many deviations away from 0 is mostly offset.
+_MAX_OFFSET = 10.0
+
+
+def find(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
+    """Yields what is wrong with the range of a column of numbers.
+
+    Args:
+        profile: The column; of targets and weights as float32 sees them, since
+            losses are computed in it.
+        rounding: The compute dtype that layers work in.
+    """
+    yield from _not_finite(profile)
+    if profile.column.role == "target":
+        yield from _unreachable(profile, rounding)
+    yield from _overflow(profile)
+    yield from _underflow(profile)
+    yield from _constant(profile)
+    if profile.column.role == "input":
+        yield from _unnormalized(profile)
+    if profile.column.role == "weight":
+        yield from _weights(profile)
+
+
+def _not_finite(profile: Profile) -> Iterator[Finding]:
+    counts = {
+        "nan": (profile.num_nan, "NaN", "one is enough to make the loss NaN"),
+        "inf": (profile.num_infinite, "inf", "they turn into NaN in the first layers"),
+    }
+    for rule, (count, word, consequence) in counts.items():
+        found = hits(profile, count > 0, count)
+        if found is None:
+            continue
+        many, whole = int(count[found.worst]), int(profile.count[found.worst])
+        yield found.finding(
+            rule,
+            "error",
+            f"holds {word} in {share_of(many, whole)}: {consequence}, and with it "
+            "every gradient of that step.",
+            "Drop these examples, or fill the values: `Pipeline.filter`, or the layer "
+            "that `tfamp.data.fit_statistics(...).as_layer()` gives.",
+            figure=many / whole,
+            details={"num_values": many},
+        )
+
+
+def _overflow(profile: Profile) -> Iterator[Finding]:
+    count, rounding = profile.num_overflows, profile.rounding
+    found = hits(profile, count > 0, count)
+    if found is None:
+        return
+    i = found.worst
+    largest = max(abs(profile.low[i]), abs(profile.high[i]))
+    figures = (
+        f"reaches {number(largest)}; {share_of(int(count[i]), int(profile.count[i]))} "
+        f"pass {number(rounding.format.max)} and become inf in {rounding.name}"
+    )
+    fix, severity = standardizing(profile), _severity_of_number(profile)
+    if severity != "error":
+        text = (
+            f"{figures}, in a layer that computes with them. Embedding and lookup "
+            "layers take integers as they are."
+        )
+        remedy = "If they are quantities, standardize them before the model."
+    else:
+        text = f"{figures}; Normalization and Rescaling cast first, so they get inf."
+        remedy = (
+            "Standardize before the model (the finding's fix)."
+            if fix
+            else "Take the logarithm or clip before the model."
+        )
+    yield found.finding(
+        "overflow",
+        severity,
+        text,
+        remedy,
+        figure=float(largest),
+        details={"num_values": int(count[i])},
+        fix=fix,
+    )
+
+
+def _severity_of_number(profile: Profile) -> Severity:
+    """How sure it is that a layer will compute with the numbers of a column."""
+    if not may_be_index(profile):
+        return "error"
+    # Sequences of integers are tokens, as a rule; a lone one may be either.
+    return "note" if profile.column.shape else "warning"
+
+
+def _unreachable(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
+    """Targets that are fine for the loss, but that no output layer can give."""
+    limit = rounding.format.max
+    largest = np.maximum(np.abs(profile.low), np.abs(profile.high)).astype(float)
+    beyond = (largest > limit) & (profile.num_finite > 0)
+    found = hits(profile, beyond & (profile.num_overflows == 0), largest)
+    if found is None or profile.column.is_integer:
+        return
+    yield found.finding(
+        "overflow",
+        "warning",
+        f"has targets up to {number(largest[found.worst])}; an output layer in "
+        f"{rounding.name} ends at {number(limit)}, so the loss stays large or inf.",
+        "Divide the targets by their standard deviation, or keep the output layer in "
+        "float32, as `tfamp.enable` does.",
+        figure=largest[found.worst],
+    )
+
+
+def _underflow(profile: Profile) -> Iterator[Finding]:
+    rounding, nonzero = profile.rounding, np.maximum(profile.num_nonzero, 1)
+    flushed = profile.num_flushed / nonzero
+    found = hits(profile, flushed >= _MIN_SHARE, flushed)
+    # A shift cures small columns; of numbers of all sizes only a logarithm does.
+    small = profile.high.astype(float).max() < _SMALL
+    small = small and profile.low.astype(float).min() > -_SMALL
+    fix = standardizing(profile) if small else None
+    remedy = (
+        "Standardize before the model (the finding's fix)."
+        if fix
+        else "Take its logarithm before the model, or scale it up."
+    )
+    if found is not None:
+        share = flushed[found.worst]
+        yield found.finding(
+            "underflow",
+            "warning",
+            f"turns into 0 in {rounding.name} for {format_share(share)} of its "
+            f"non-zero values (below {rounding.format.smallest_subnormal / 2:.1e}): a "
+            "logarithm or quotient of them is infinite.",
+            remedy,
+            figure=share,
+            fix=fix,
+        )
+    subnormal = profile.num_subnormal / nonzero
+    found = hits(profile, subnormal >= _MIN_SHARE, subnormal)
+    if found is not None:
+        share = subnormal[found.worst]
+        yield found.finding(
+            "subnormal",
+            "warning" if share >= _MANY else "note",
+            f"has {format_share(share)} of its non-zero values below "
+            f"{rounding.format.smallest_normal:.1e}, where {rounding.name} holds "
+            "fewer digits and some devices write 0.",
+            remedy,
+            figure=share,
+            fix=fix,
+        )
+
+
+def _constant(profile: Profile) -> Iterator[Finding]:
+    column = profile.column
+    if column.role == "weight" or profile.num_rows < 2:
+        return
+    same = (profile.low == profile.high) & (profile.num_finite > 1)
+    found = hits(profile, same, profile.num_finite)
+    if found is None:
+        return
+    whole = bool(same.all())
+    severity: Severity = "warning" if whole else "note"
+    value = number(profile.low[found.worst])
+    if column.role == "target":
+        yield found.finding(
+            "constant",
+            severity,
+            f"is {value} in all {profile.num_rows:,} examples: there is nothing to "
+            "learn from it.",
+            "Look at how the targets are read.",
+            figure=float(profile.low[found.worst]),
+        )
+        return
+    yield found.finding(
+        "constant",
+        severity,
+        f"is {value} in all {profile.num_rows:,} examples: it tells nothing, and "
+        "dividing by its standard deviation gives NaN.",
+        "Drop it, or look at how it is read."
+        if whole
+        else "Nothing, if they are borders of an image; else drop them.",
+        figure=float(profile.low[found.worst]),
+    )
+
+
+def _unnormalized(profile: Profile) -> Iterator[Finding]:
+    """Offsets that cost digits, and float16's squares that overflow."""
+    rounding, std = profile.rounding, profile.std
+    large = profile.rms > math.sqrt(rounding.format.max)
+    ids = large & [looks_like_ids(profile, i) for i in range(profile.num_features)]
+    if may_be_index(profile) or ids.any():
+        return
+    finite = (std > 0) & (profile.num_overflows == 0)
+    # Layers take squares: normalization's variance, attention, losses.
+    found = hits(profile, finite & large, profile.rms)
+    fix = standardizing(profile)
+    remedy = "Standardize it (the finding's fix)." if fix else "Standardize or clip it."
+    if found is not None:
+        rms = profile.rms[found.worst]
+        yield found.finding(
+            "unnormalized",
+            "warning",
+            f"is of size {number(rms)} (root mean square): squares and sums of such "
+            f"numbers pass {rounding.name}'s {number(rounding.format.max)}.",
+            remedy,
+            figure=rms,
+            fix=fix,
+        )
+        return
+    with np.errstate(divide="ignore", invalid="ignore", over="ignore"):
+        offset = np.abs(profile.mean) / std
+    # Noisier ones are the business of the rule on resolution.
+    quiet = finite & (profile.noise < NOISY)
+    found = hits(profile, quiet & (offset >= _MAX_OFFSET), offset)
+    if found is not None:
+        i = found.worst
+        yield found.finding(
+            "unnormalized",
+            "note",
+            f"lies at {number(profile.mean[i])} +- {number(std[i])}: the offset is "
+            f"{number(offset[i])} times what varies, so {rounding.name} spends its "
+            "digits on the offset, and training is slow.",
+            remedy,
+            figure=offset[i],
+            fix=fix,
+        )
+
+
+def _weights(profile: Profile) -> Iterator[Finding]:
+    name = place(profile, 0)
+    if (profile.num_nonzero == 0).all() and not profile.num_nan.any():
+        message = f"{name} is 0 for every example: nothing is learned."
+        remedy = "Give positive weights, or leave them out."
+        yield Finding("weights", "error", message, remedy, column=name, figure=0.0)
+    lowest = min(profile.low)
+    if lowest < 0:
+        yield Finding(
+            "weights",
+            "warning",
+            f"{name} goes down to {number(lowest)}: a negative weight makes training "
+            "raise the loss of that example.",
+            "Clip the weights at 0.",
+            column=name,
+            figure=float(lowest),
+        )

@@ -1,0 +1,169 @@
+"""Rules on what rounding to the compute dtype takes away, and on wide dtypes."""
+
+from collections.abc import Iterator
+
+import numpy as np
+
+from tfamp import formats
+from tfamp._units import format_share
+from tfamp.data.health.distinct import distinct_values, looks_like_ids, merged_share
+from tfamp.data.health.profile import NOISY, Profile
+from tfamp.data.health.rounding import Rounding
+from tfamp.data.health.wording import hits, number, standardizing
+from tfamp.findings import Finding, Fix
+
+RULES = ("resolution", "ids", "merged", "int64", "float64")
+# Rounding noise of half the deviation: a fifth of what the layer sees is noise.
+_SPOILED = 0.5
+# float32's noise, below which it is as good as float64.
+_EXACT_ENOUGH = 1e-3
+# Distinct neighbours that become one number, where values recur.
+_MANY_MERGED = 0.1
+# A column of measurements hardly repeats a value this often.
+_RECURS = 4
+_FLOAT32 = Rounding(formats.FLOAT32)
+
+
+def find(profile: Profile) -> Iterator[Finding]:
+    """Yields what rounding loses in a column of numbers."""
+    if profile.column.role == "input":
+        yield from _resolution(profile)
+        yield from _merged(profile)
+    yield from _wide(profile)
+
+
+def _resolution(profile: Profile) -> Iterator[Finding]:
+    """Rounding errors that are large against what varies."""
+    std, rounding, noise = profile.std, profile.rounding, profile.noise
+    found = hits(profile, noise >= NOISY, noise)
+    if found is None:
+        return
+    i = found.worst
+    largest = min(max(abs(profile.low[i]), abs(profile.high[i])), rounding.format.max)
+    fix = standardizing(profile)
+    yield found.finding(
+        "resolution",
+        "error" if noise[i] >= _SPOILED else "warning",
+        f"lies at {number(profile.mean[i])} +- {number(std[i])}, where {rounding.name} "
+        f"has steps of {number(formats.spacing(rounding.format, float(largest)))}: "
+        f"rounding adds noise of {format_share(noise[i])} of the standard deviation, "
+        f"and {format_share(merged_share(profile, i)[0])} of neighbouring values "
+        "become equal. A Normalization layer casts first, so it comes too late.",
+        "Standardize before the model, in float64 (the finding's fix)."
+        if fix
+        else "Subtract an offset before the model, or count from the smallest value.",
+        figure=noise[i],
+        details={"mean": float(profile.mean[i]), "std": float(std[i])},
+        fix=fix,
+    )
+
+
+def _merged(profile: Profile) -> Iterator[Finding]:
+    """Ids, codes and recurring values that become equal."""
+    limit, names = profile.rounding.max_integer, profile.rounding.name
+    shares, ids = np.zeros(profile.num_features), np.zeros(profile.num_features, bool)
+    pairs: dict[int, tuple[float, float] | None] = {}
+    for i in range(profile.num_features):
+        integral = profile.column.is_integer or profile.is_integral[i]
+        largest = max(abs(profile.low[i]), abs(profile.high[i]))
+        small = integral and largest <= limit
+        if small or not profile.num_finite[i] or profile.noise[i] >= NOISY:
+            continue
+        share, pairs[i] = merged_share(profile, i)
+        ids[i] = integral and share > 0 and looks_like_ids(profile, i)
+        recurs = len(distinct_values(profile, i)) * _RECURS <= len(profile.sample)
+        if ids[i] or (share >= _MANY_MERGED and (integral or recurs)):
+            shares[i] = share
+    found = hits(profile, ids, shares)
+    if found is not None:
+        pair = pairs[found.worst]
+        example = "" if pair is None else f" ({number(pair[0])} and {number(pair[1])})"
+        whole = profile.column.is_integer
+        yield found.finding(
+            "ids",
+            "note" if whole else "warning",
+            f"looks like ids up to {number(profile.high[found.worst])}; {names} holds "
+            f"integers up to {number(limit)}, so in a layer that computes in it "
+            f"{format_share(shares[found.worst])} of neighbours become one{example}.",
+            "Give them to Embedding or a lookup layer alone, as int32, with "
+            "`keras.Input(..., dtype='int32')`: a float32 input merges them from 2**24."
+            if whole
+            else "Deliver them as an int32 column of their own, for an Embedding.",
+            figure=shares[found.worst],
+        )
+    found = hits(profile, (shares > 0) & ~ids, shares)
+    if found is not None:
+        yield found.finding(
+            "merged",
+            "note",
+            f"has values that recur, and {names} makes one of "
+            f"{format_share(shares[found.worst])} of neighbouring ones. The rounding "
+            "is small against the standard deviation, so as a quantity they are fine.",
+            "Nothing for quantities; codes belong into an int32 column of their own.",
+            figure=shares[found.worst],
+        )
+
+
+def _wide(profile: Profile) -> Iterator[Finding]:
+    """Dtypes of 8 bytes, of which the model makes 4 or less anyway."""
+    column, name = profile.column, profile.column.name
+    if column.dtype in ("int64", "uint64") and column.role == "input":
+        low, high = min(profile.low), max(profile.high)
+        interval = f"[{number(low)}, {number(high)}]"
+        fits = -(2**31) <= low and high < 2**31
+        fix = Fix(name, "cast", "int32", f"exact: values lie in {interval}")
+        yield Finding(
+            "int64",
+            "note",
+            f"{name} is {column.dtype}, 8 bytes a value, with values in {interval}: "
+            "twice the memory and transfer, and `keras.Input` without a dtype makes "
+            "float32 of it.",
+            "Cast to int32 in the pipeline (the finding's fix)."
+            if fits
+            else "It does not fit int32: hash ids into a smaller range; standardize "
+            "quantities.",
+            column=name,
+            figure=float(max(abs(low), abs(high))),
+            fix=fix if fits else None,
+        )
+    if column.dtype == "float64":
+        noise = _noise_in_float32(profile)
+        exact = noise is not None and noise < _EXACT_ENOUGH
+        reason = f"rounding is {0.0 if noise is None else noise:.1e} of the deviation"
+        yield Finding(
+            "float64",
+            "note",
+            f"{name} is float64; Keras makes float32 of it, so half of the memory and "
+            "transfer is for nothing.",
+            "Cast to float32 in the pipeline (the finding's fix)."
+            if exact
+            else "float32 loses digits of it: standardize first, then cast.",
+            column=name,
+            figure=noise,
+            fix=Fix(name, "cast", "float32", reason) if exact else None,
+        )
+
+
+def _noise_in_float32(profile: Profile) -> float | None:
+    """Returns float32's rounding error against the deviation; None if it breaks.
+
+    From the sample, feature by feature, the worst of them.
+    """
+    values = np.asarray(profile.sample, np.float64)
+    if not values.size or max(map(abs, (*profile.low, *profile.high))) == np.inf:
+        return None
+    integers = profile.is_integral & (profile.std > 0)
+    largest = np.maximum(np.abs(profile.low), np.abs(profile.high))
+    if (integers & (largest > _FLOAT32.max_integer)).any():
+        return None
+    rounded = _FLOAT32(values)
+    if np.isinf(_FLOAT32(np.array([*profile.low, *profile.high], float))).any():
+        return None
+    if ((rounded == 0) & (values != 0)).any():
+        return None
+    # NaN rounds to NaN and adds nothing.
+    differences = np.nan_to_num(rounded - values)
+    errors = np.sqrt((differences**2).mean(axis=0))
+    std = profile.std
+    with np.errstate(divide="ignore", invalid="ignore"):
+        return float(np.where(errors > 0, errors / std, 0.0).max())
