@@ -11,6 +11,7 @@ from tfamp.data.statistics.conditioning import ColumnRule, Condition
 from tfamp.data.statistics.features import Column, Feature, TextColumn
 from tfamp.data.statistics.limits import (
     check_rule,
+    collapses,
     fill_text,
     fill_values,
     outlier_limits,
@@ -100,7 +101,7 @@ def _number_rule(
     lower, upper = outlier_limits(column, check_rule("clip", options["clip"]))
     scalings = []
     for place, feature in enumerate(column.features):
-        if not feature.is_constant and _collapses(feature, lower[place], upper[place]):
+        if collapses(feature, lower[place], upper[place]):
             lower[place], upper[place] = -np.inf, np.inf
             kept.append(feature.name)
         limits = (lower[place], upper[place])
@@ -123,11 +124,6 @@ def _number_rule(
         offset=offset,
         scale=divisor,
     )
-
-
-def _collapses(feature: Feature, lower: float, upper: float) -> bool:
-    """Whether limits leave a feature with one value."""
-    return max(lower, feature.min) >= min(upper, feature.max)
 
 
 def _check_log1p(feature: Feature, fill: float, limits: tuple[float, float]) -> None:

@@ -162,15 +162,15 @@ class Condition(keras.layers.Layer):
     def _condition(self, values: Any, rule: ColumnRule) -> tf.Tensor:
         """Returns a column, filled, limited, transformed and scaled."""
         values = tf.convert_to_tensor(values)
-        _check_column(values, rule)
+        check_column(values, rule)
         if rule.text:
-            return _fill_text(values, rule)
+            return fill_missing_text(values, rule)
         dtype = rule.work_dtype(values.dtype)
 
         def constants(field: tuple[float, ...]) -> tf.Tensor:
             return tf.constant(field[0] if rule.scalar else field, dtype)
 
-        missing = _is_missing(values, rule)
+        missing = is_missing_tensor(values, rule.missing_values)
         values = tf.cast(values, dtype)
         values = tf.where(missing, constants(rule.fill), values)
         # A comparison with NaN is false: NaN stays NaN, unlike in some minimums.
@@ -195,7 +195,7 @@ class Condition(keras.layers.Layer):
             )
 
 
-def _check_column(values: tf.Tensor, rule: ColumnRule) -> None:
+def check_column(values: tf.Tensor, rule: ColumnRule) -> None:
     """Raises unless a column has the kind and the features of its rule."""
     if rule.text != (values.dtype == tf.string):
         expected = "text" if rule.text else "numbers"
@@ -214,14 +214,17 @@ def _check_column(values: tf.Tensor, rule: ColumnRule) -> None:
         )
 
 
-def _is_missing(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
-    """Returns which values are NaN or stand for a missing one, in their own dtype."""
+def is_missing_tensor(values: tf.Tensor, missing_values: Sequence[float]) -> tf.Tensor:
+    """Returns which numbers are NaN or one of the missing values, in their own dtype.
+
+    The same as `missing.is_missing` on arrays.
+    """
     missing = (
         tf.math.is_nan(values)
         if values.dtype.is_floating
         else tf.zeros_like(values, tf.bool)
     )
-    for value in rule.missing_values:
+    for value in missing_values:
         if suits(value, values.dtype.as_numpy_dtype):
             same = tf.equal(
                 values, tf.cast(tf.constant(value, "float64"), values.dtype)
@@ -230,7 +233,7 @@ def _is_missing(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
     return missing
 
 
-def _fill_text(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
+def fill_missing_text(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
     """Returns text with the missing ones filled."""
     if rule.fill_text is None:
         return values

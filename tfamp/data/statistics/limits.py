@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfamp import _checks
-from tfamp.data.statistics.features import Column, TextColumn
+from tfamp.data.statistics.features import Column, Feature, TextColumn
 
 FILLS = ("mean", "median", "mode")
 RULES = ("zscore", "iqr", "quantile")
@@ -185,3 +185,9 @@ def outlier_limits(column: Column, rule: Any) -> tuple[np.ndarray, np.ndarray]:
         ]
     lower, upper = np.array(pairs, np.float64).T
     return lower, upper
+
+
+def collapses(feature: Feature, lower: float, upper: float) -> bool:
+    """Whether limits leave a feature that varies with one value."""
+    left = max(lower, feature.min) < min(upper, feature.max)
+    return not feature.is_constant and not left

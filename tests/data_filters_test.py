@@ -1,0 +1,684 @@
+"""`tfamp.data._filters`: what is filled, clipped, reshaped and dropped, and counted."""
+
+import dataclasses
+import re
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from sklearn.experimental import enable_iterative_imputer  # noqa: F401
+from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
+
+from tfamp.data import _filters
+from tfamp.data._drops import DropLog, DropReport
+from tfamp.data._filter_shapes import crop_or_pad
+from tfamp.data._filters import make_filter
+from tfamp.data._imputation import fit_imputer
+from tfamp.data._stages import Settings
+from tfamp.data.statistics import fit_statistics
+
+SETTINGS = Settings(num_threads=2, autotune=False)
+NAN = float("nan")
+
+
+def table(rows=300):
+    """Three float32 features with holes, and a target."""
+    random = np.random.default_rng(0)
+    values = random.normal([1.0, 5.0, -2.0], [1.0, 3.0, 0.1], (rows, 3))
+    values[::7, 1] = NAN
+    values[3::11, 2] = NAN
+    return values.astype(np.float32), np.arange(rows)
+
+
+def slices(*parts):
+    return tf.data.Dataset.from_tensor_slices(parts if len(parts) > 1 else parts[0])
+
+
+def applied(stage, dataset):
+    stage.check(dataset)
+    return stage.apply(dataset, SETTINGS)
+
+
+def targets(dataset):
+    return [int(y) for _, y in dataset]
+
+
+def inputs(dataset):
+    return np.stack([x.numpy() for x, *_ in dataset])
+
+
+@pytest.fixture(params=["in chunks", "one by one"])
+def either_way(request, monkeypatch):
+    """Runs a test with chunks of elements, and with elements one by one."""
+    if request.param == "one by one":
+        monkeypatch.setattr(_filters, "_SMALL_BYTES", -1)
+
+
+# Predicates
+
+
+def test_predicate_keeps_what_it_is_true_of():
+    values, labels = table(20)
+    stage = make_filter(lambda x, y: y % 3 == 0)
+    assert targets(applied(stage, slices(values, labels))) == list(range(0, 20, 3))
+    assert stage.report() == DropReport(
+        20, {"other shape": 0, "missing value": 0, "outlier": 0, "predicate": 13}, 1
+    )
+
+
+def test_predicate_takes_every_form_of_an_element():
+    values, labels = table(6)
+    flags = np.arange(6) < 2
+    assert len(list(applied(make_filter(lambda x: x[0] < 99), slices(values)))) == 6
+    weighted = slices(values, labels, flags)
+    kept = applied(make_filter(lambda x, y, w: w), weighted)
+    assert [int(y) for _, y, _ in kept] == [0, 1]
+    assert kept.element_spec == weighted.element_spec
+    columns = slices({"v": values, "n": labels}, labels)
+    kept = applied(make_filter(lambda x, y: x["n"] > 3), columns)
+    assert targets(kept) == [4, 5]
+    assert kept.element_spec == columns.element_spec
+
+
+def test_predicate_may_branch_in_python():
+    def is_large(x, y):
+        if y > 2:
+            return True
+        return False
+
+    kept = applied(make_filter(is_large), slices(np.zeros(5), np.arange(5)))
+    assert targets(kept) == [3, 4]
+
+
+def test_predicate_sees_what_is_filled_and_not_what_is_dropped_already():
+    values = np.array([[1.0], [NAN], [5.0]], np.float32)
+    stage = make_filter(lambda x, y: x[0] == 9.0, missing=9.0)
+    assert targets(applied(stage, slices(values, np.arange(3)))) == [1]
+
+    def fails_on_nan(x, y):
+        with tf.control_dependencies([tf.debugging.assert_equal(x, x)]):
+            return y < 2
+
+    stage = make_filter(fails_on_nan, missing="drop")
+    assert targets(applied(stage, slices(values, np.arange(3)))) == [0]
+    assert stage.report().dropped["missing value"] == 1
+    assert stage.report().dropped["predicate"] == 1
+
+
+# Missing values
+
+
+def test_elements_with_nan_are_dropped(either_way):
+    values, labels = table()
+    stage = make_filter(missing="drop")
+    kept = applied(stage, slices(values, labels))
+    assert targets(kept) == list(np.flatnonzero(~np.isnan(values).any(axis=1)))
+    assert kept.element_spec == slices(values, labels).element_spec
+    assert stage.report().dropped["missing value"] == np.isnan(values).any(axis=1).sum()
+
+
+def test_declared_values_are_dropped_in_numbers_and_text(either_way):
+    columns = {
+        "age": np.array([1, -9, 3, 4]),
+        "city": np.array(["a", "b", "?", "d"]),
+        "pay": np.array([1.0, 2.0, 3.0, NAN], np.float32),
+    }
+    statistics = fit_statistics(columns, missing_value=(-9, "?"))
+    stage = make_filter(missing="drop", statistics=statistics)
+    assert targets(applied(stage, slices(columns, np.arange(4)))) == [0]
+    some = fit_statistics(columns, columns=("age",), missing_value=-9)
+    stage = make_filter(missing="drop", statistics=some)
+    assert targets(applied(stage, slices(columns, np.arange(4)))) == [0, 2, 3]
+
+
+@pytest.mark.parametrize("how", ["mean", "median", "mode"])
+def test_missing_values_are_filled_from_statistics(how, either_way):
+    values, labels = table()
+    values = np.round(values * 4) / 4  # so that there is a mode
+    statistics = fit_statistics(values)
+    stage = make_filter(missing=how, statistics=statistics)
+    filled = applied(stage, slices(values, labels))
+    present = [column[~np.isnan(column)].astype(np.float64) for column in values.T]
+    fill = {
+        "mean": [column.mean() for column in present],
+        "median": [
+            np.quantile(column, 0.5, method="inverted_cdf") for column in present
+        ],
+        "mode": [
+            max(sorted(set(column)), key=list(column).count) for column in present
+        ],
+    }[how]
+    expected = np.where(np.isnan(values), fill, values).astype(np.float32)
+    np.testing.assert_array_equal(inputs(filled), expected)
+    assert int(filled.cardinality()) == len(values)
+    assert filled.element_spec == slices(values, labels).element_spec
+
+
+def test_a_number_fills_nan_in_every_column_of_floats(either_way):
+    columns = {"a": np.array([NAN, 2.0]), "n": np.array([3, 4]), "v": np.eye(2)}
+    columns["v"][0, 1] = NAN
+    filled = list(applied(make_filter(missing=-1), slices(columns, np.arange(2))))
+    assert [float(x["a"]) for x, _ in filled] == [-1, 2]
+    np.testing.assert_array_equal(filled[0][0]["v"], [1, -1])
+    assert [int(x["n"]) for x, _ in filled] == [3, 4]
+
+
+def test_declared_values_are_filled_in_integers_and_text(either_way):
+    columns = {"n": np.array([2, -9, 4, 4]), "city": np.array(["a", "?", "b", "b"])}
+    statistics = fit_statistics(columns, missing_value=(-9, "?"))
+    stage = make_filter(missing="median", statistics=statistics)
+    filled = list(applied(stage, slices(columns)))
+    assert [int(x["n"]) for x in filled] == [2, 4, 4, 4]
+    assert [x["city"].numpy() for x in filled] == [b"a", b"b", b"b", b"b"]
+
+
+# Outliers
+
+RULES = {
+    "zscore": (
+        ("zscore", 1.5),
+        lambda v: (v.mean() - 1.5 * v.std(), v.mean() + 1.5 * v.std()),
+    ),
+    "iqr": (("iqr", 0.5), lambda v: tukey(v, 0.5)),
+    "quantile": (
+        ("quantile", 0.1, 0.8),
+        lambda v: np.quantile(v, [0.1, 0.8], method="inverted_cdf"),
+    ),
+}
+
+
+def tukey(values, width):
+    low, high = np.quantile(values, [0.25, 0.75], method="inverted_cdf")
+    return low - width * (high - low), high + width * (high - low)
+
+
+@pytest.mark.parametrize("rule, limits", RULES.values(), ids=RULES)
+def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(
+    rule, limits, either_way
+):
+    values, labels = table()
+    pairs = [limits(v[~np.isnan(v)].astype(np.float64)) for v in values.T]
+    low, high = np.array(pairs).T
+    options = {"outliers": rule, "statistics": fit_statistics(values)}
+    drop = make_filter(**options, outlier_action="drop")
+    # NaN is no outlier.
+    is_out = ((values < low) | (values > high)).any(axis=1)
+    assert 20 < is_out.sum() < 280
+    assert targets(applied(drop, slices(values, labels))) == list(
+        np.flatnonzero(~is_out)
+    )
+    assert drop.report().dropped["outlier"] == is_out.sum()
+    clip = make_filter(**options, outlier_action="clip")
+    clipped = applied(clip, slices(values, labels))
+    # Limits in float64 are rounded once, to float32.
+    np.testing.assert_allclose(inputs(clipped), np.clip(values, low, high), rtol=1e-7)
+    assert int(clipped.cardinality()) == len(values)
+
+
+def test_infinities_are_outliers_and_clip_to_the_limit():
+    values = np.array([[1.0], [2.0], [3.0], [np.inf], [-np.inf]])
+    options = {"outliers": "iqr", "statistics": fit_statistics(values)}
+    kept = applied(make_filter(**options, outlier_action="drop"), slices(values))
+    assert [float(x[0]) for x in kept] == [1, 2, 3]
+    clipped = applied(make_filter(**options, outlier_action="clip"), slices(values))
+    # Quartiles 1 and 3: fences at -2 and 6.
+    assert [float(x[0]) for x in clipped] == [1, 2, 3, 6, -2]
+
+
+def test_integers_are_clipped_inwards_and_declared_values_left_alone():
+    values = np.array([0, 1, 2, 3, 4, 100, -999])
+    statistics = fit_statistics({"n": values}, missing_value=-999)
+    options = {"outliers": ("iqr", 0.25), "statistics": statistics}
+    # Quartiles 1 and 4: fences at 0.25 and 4.75.
+    clipped = applied(
+        make_filter(**options, outlier_action="clip"), slices({"n": values})
+    )
+    assert [int(x["n"]) for x in clipped] == [1, 1, 2, 3, 4, 4, -999]
+    kept = applied(make_filter(**options, outlier_action="drop"), slices({"n": values}))
+    assert [int(x["n"]) for x in kept] == [1, 2, 3, 4, -999]
+
+
+def test_each_element_is_counted_for_its_first_reason(either_way):
+    values = np.array([[NAN], [50.0], [1.0], [2.0], [NAN]], np.float32)
+    statistics = fit_statistics(np.arange(10.0)[:, None])
+    stage = make_filter(
+        lambda x: x[0] < 2,
+        missing="drop",
+        outliers=("zscore", 3),
+        outlier_action="drop",
+        statistics=statistics,
+    )
+    assert [float(x[0]) for x in applied(stage, slices(values))] == [1.0]
+    assert stage.report().dropped == {
+        "other shape": 0,
+        "missing value": 2,
+        "outlier": 1,
+        "predicate": 1,
+    }
+
+
+# Shapes
+
+
+def of_shapes(*shapes, known=(None, None)):
+    def make():
+        for number, shape in enumerate(shapes):
+            yield np.full(shape, number + 1, np.int32), number
+
+    spec = (tf.TensorSpec(known, tf.int32), tf.TensorSpec((), tf.int32))
+    return tf.data.Dataset.from_generator(make, output_signature=spec)
+
+
+@pytest.mark.parametrize("known", [(None, None), None], ids=["rank", "nothing"])
+def test_elements_of_another_shape_are_dropped_and_the_shape_is_static(known):
+    dataset = of_shapes((2, 3), (2, 4), (5, 3), (2, 3), known=known)
+    stage = make_filter(shape=(2, 3), shape_action="drop")
+    kept = applied(stage, dataset)
+    assert targets(kept) == [0, 3]
+    assert kept.element_spec[0].shape == (2, 3)
+    assert stage.report().dropped["other shape"] == 2
+    any_length = make_filter(shape=(None, 3), shape_action="drop")
+    assert targets(applied(any_length, dataset)) == [0, 2, 3]
+
+
+def test_another_shape_ends_the_pass_when_asked_to():
+    stage = make_filter(shape=(2, 3), shape_action="error")
+    dataset = applied(stage, of_shapes((2, 3), (2, 4)))
+    assert dataset.element_spec[0].shape == (2, 3)
+    message = "Column x has shape [2 4]; expected (2, 3) (`shape`)"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(dataset)
+
+
+def test_shapes_are_cropped_and_padded_around_the_middle():
+    stage = make_filter(shape=(4, 2), shape_action="crop_or_pad")
+    dataset = applied(stage, of_shapes((2, 3), (5, 2)))
+    assert dataset.element_spec[0].shape == (4, 2)
+    first, second = (x.numpy().tolist() for x, _ in dataset)
+    assert first == [[0, 0], [1, 1], [1, 1], [0, 0]]
+    assert second == [[2, 2]] * 4
+
+
+def test_crop_or_pad_keeps_the_middle():
+    values = np.arange(20).reshape(4, 5)
+    np.testing.assert_array_equal(crop_or_pad(values, (2, 2)), values[1:3, 1:3])
+    np.testing.assert_array_equal(crop_or_pad(values, (None, 3)), values[:, 1:4])
+    np.testing.assert_array_equal(
+        crop_or_pad(values, (5, 8)), np.pad(values, ((0, 1), (1, 2)))
+    )
+
+
+def test_shapes_are_given_by_column():
+    columns = {"image": np.ones((3, 4, 4)), "n": np.arange(3)}
+    stage = make_filter(shape={"image": (2, 2)}, shape_action="crop_or_pad")
+    kept = applied(stage, slices(columns))
+    assert kept.element_spec["image"].shape == (2, 2)
+    assert [int(x["n"]) for x in kept] == [0, 1, 2]
+
+
+# Imputers
+
+IMPUTERS = {
+    "simple": lambda: SimpleImputer(strategy="median"),
+    "neighbours": lambda: KNNImputer(n_neighbors=3),
+    "iterative": lambda: IterativeImputer(random_state=0, max_iter=20),
+}
+
+
+@pytest.mark.parametrize("make", IMPUTERS.values(), ids=IMPUTERS)
+def test_fitted_imputers_fill_as_scikit_learn_does(make):
+    values, labels = table()
+    imputer = make().fit(values.astype(np.float64))
+    expected = imputer.transform(values.astype(np.float64))
+    filled = applied(make_filter(missing=imputer), slices(values, labels))
+    np.testing.assert_allclose(inputs(filled), expected, rtol=1e-6)
+    assert filled.element_spec == slices(values, labels).element_spec
+    assert int(filled.cardinality()) == len(values)
+    assert targets(filled) == list(labels)
+
+
+def test_an_imputer_that_is_not_fitted_is_fitted_once_at_build_to_the_pipeline():
+    values, labels = table()
+    imputer, reads = SimpleImputer(), []
+
+    def read(x, y):
+        tf.py_function(lambda: reads.append(1), [], [])
+        return x, y
+
+    dataset = slices(values, labels).map(read)
+    stage = make_filter(missing=imputer)
+    stage.preview(dataset, SETTINGS)
+    assert "fitted at build" in stage.explain(dataset, SETTINGS)[0]
+    assert reads == []
+    filled = applied(stage, dataset)
+    applied(stage, dataset)
+    assert len(reads) == len(values)
+    assert "fitted at build" not in stage.explain(dataset, SETTINGS)[0]
+    fill = np.nanmean(values.astype(np.float64), axis=0)
+    expected = np.where(np.isnan(values), fill, values)
+    np.testing.assert_allclose(inputs(filled), expected, rtol=1e-6)
+    assert not hasattr(imputer, "statistics_")
+
+
+def test_imputers_join_columns_and_put_them_back_in_their_dtypes():
+    columns = {
+        "v": np.array([[1.0, 10.0], [NAN, 30.0], [5.0, 50.0]], np.float32),
+        "n": np.array([2, 7, 4]),
+        "city": np.array(["a", "b", "c"]),
+    }
+    dataset = slices(columns, np.arange(3))
+    stage = make_filter(missing=SimpleImputer())
+    filled = list(applied(stage, dataset))
+    np.testing.assert_array_equal(filled[1][0]["v"], [3, 30])
+    assert [int(x["n"]) for x, _ in filled] == [2, 7, 4]
+    assert filled[2][0]["city"].numpy() == b"c"
+    assert applied(stage, dataset).element_spec == dataset.element_spec
+
+
+def test_imputers_are_fitted_to_a_fair_sample():
+    values = np.arange(3_000.0)[:, None]
+    sums = np.zeros(3)
+    for seed in range(15):
+        fitted = fit_imputer(slices(values), KNNImputer(), max_examples=150, seed=seed)
+        sample = fitted._fit_X[:, 0]
+        assert len(set(sample)) == 150
+        sums += np.histogram(sample, 3, (0, 3_000))[0]
+    # 750 expected in each third, standard deviation 22: five of them.
+    assert np.abs(sums - 750).max() < 110
+    whole = fit_imputer(slices(values), KNNImputer(), max_examples=5_000)
+    np.testing.assert_array_equal(whole._fit_X, values)
+
+
+# Counting
+
+
+def test_counts_add_up_over_passes_and_threads():
+    stage = make_filter(lambda x, y: y < 4)
+    dataset = applied(stage, slices(np.zeros(10), np.arange(10)))
+    threads = [threading.Thread(target=list, args=(dataset,)) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    report = stage.report()
+    assert (report.seen, report.dropped["predicate"], report.passes) == (30, 18, 3)
+    assert str(report) == (
+        "Dropped 18 of 30 elements (60.0 %) in 3 passes: 18 predicate."
+    )
+    assert DropReport.from_json(report.to_json()) == report
+
+
+def test_log_loses_no_count_between_threads():
+    log = DropLog(("a",))
+
+    def work():
+        for _ in range(2_000):
+            log.add([2, 1], is_end=False)
+
+    threads = [threading.Thread(target=work) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert log.report() == DropReport(16_000, {"a": 8_000}, 0)
+
+
+def test_a_long_pass_is_counted_before_its_end():
+    stage = make_filter(missing="drop")
+    values = np.zeros((9_000, 1), np.float32)
+    values[:1_000] = NAN
+    iterator = iter(applied(stage, slices(values)))
+    for _ in range(7_500):
+        next(iterator)
+    report = stage.report()
+    # Reported every 4,096 elements, in chunks of 64.
+    assert report.seen == 8_192 and report.dropped["missing value"] == 1_000
+    assert report.passes == 0
+
+
+def test_report_says_that_nothing_came_in():
+    stage = make_filter(missing="drop")
+    assert str(stage.report()).startswith("No element came in yet")
+    kept = applied(stage, slices(np.ones((3, 1), np.float32)))
+    list(kept)
+    assert str(stage.report()) == "Dropped 0 of 3 elements (0.0 %) in 1 pass."
+
+
+def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too(either_way):
+    values = np.full((10, 2), NAN, np.float32)
+    stage = make_filter(missing="drop")
+    dataset = applied(stage, slices(values, np.zeros(10)))
+    message = re.escape(
+        "`filter` dropped all 10 elements (0 other shape, 10 missing value, 0 outlier, "
+        "0 predicate); expected one or more to be left."
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        list(dataset)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        model.fit(dataset.batch(2), verbose=0)
+    # A plain filter lets `fit` train on nothing.
+    assert stage.report().passes == 0
+
+
+def test_an_empty_dataset_and_two_interleaved_passes_raise_no_error():
+    stage = make_filter(lambda x, y: y == 9)
+    assert list(applied(stage, slices(np.zeros(3), np.arange(3)).take(0))) == []
+    dataset = applied(stage, slices(np.zeros(10), np.arange(10)))
+    first, second = iter(dataset), iter(dataset)
+    assert int(next(first)[1]) == int(next(second)[1]) == 9
+    assert list(first) == list(second) == []
+
+
+def test_it_feeds_replicas_of_a_strategy():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        stage = make_filter(lambda x, y: y % 2 == 0)
+        dataset = applied(stage, slices(np.zeros(16), np.arange(16))).batch(4)
+    found = []
+    for _, labels in strategy.experimental_distribute_dataset(dataset):
+        for part in strategy.experimental_local_results(labels):
+            found += part.numpy().tolist()
+    assert sorted(found) == list(range(0, 16, 2))
+    assert stage.report().dropped["predicate"] == 8
+
+
+def test_no_python_runs_in_the_workers_of_a_service():
+    @dataclasses.dataclass(frozen=True)
+    class Elsewhere:
+        num_parallel_calls: int = 2
+        service: str = "grpc://localhost:5000"
+
+    def python_calls(dataset):
+        variant = tf.data.experimental.to_variant(dataset)
+        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy()
+        return graph.count(b"EagerPyFunc")
+
+    dataset = slices(np.zeros(10), np.arange(10))
+    stage = make_filter(lambda x, y: y < 4)
+    here, there = stage.apply(dataset, SETTINGS), stage.apply(dataset, Elsewhere())
+    assert python_calls(here) > 0 and python_calls(there) == 0
+    assert targets(there) == [0, 1, 2, 3]
+
+
+def test_order_and_length_are_kept_where_nothing_goes():
+    values, labels = table(1_000)
+    dataset = applied(make_filter(missing=0.0), slices(values, labels))
+    assert targets(dataset) == list(labels)
+    unknown = slices(values, labels).filter(lambda x, y: True)
+    dataset = applied(make_filter(missing=0.0), unknown)
+    assert int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
+    dropping = applied(make_filter(missing="drop"), slices(values, labels))
+    assert int(dropping.cardinality()) == tf.data.UNKNOWN_CARDINALITY
+
+
+def test_explain_says_what_is_done():
+    values, labels = table()
+    stage = make_filter(
+        shape=(3,),
+        shape_action="error",
+        missing="median",
+        outliers=("iqr", 1.5),
+        outlier_action="drop",
+        statistics=fit_statistics(values),
+    )
+    setting, reason = stage.explain(slices(values, labels), SETTINGS)
+    assert setting == (
+        "shape (3,) or error, fill missing values with median and drop outliers"
+    )
+    assert "drops are counted" in reason
+    list(applied(stage, slices(values, labels)))
+    assert "Dropped" in stage.explain(slices(values, labels), SETTINGS)[1]
+
+
+def test_stages_that_do_the_same_are_equal():
+    statistics = fit_statistics(table()[0])
+    options = {"missing": "mean", "statistics": statistics}
+    assert make_filter(**options) == make_filter(**options)
+    options["missing"] = "median"
+    assert make_filter(missing="mean", statistics=statistics) != make_filter(**options)
+
+
+# Errors
+
+VALUES, LABELS = table(8)
+STATISTICS = fit_statistics(VALUES)
+FLAGS = fit_statistics(np.repeat([0.0, 1.0], [999, 1]))
+
+
+def checked(dataset, **options):
+    return lambda: make_filter(**options).check(dataset)
+
+
+ERRORS = {
+    "nothing": (lambda: make_filter(), "`.filter` came without anything to do"),
+    "no function": (lambda: make_filter(3), "`predicate` is 3; expected something"),
+    "shape alone": (
+        lambda: make_filter(shape=(3,)),
+        "`shape` is (3,) and `shape_action` is None; expected one of",
+    ),
+    "action alone": (
+        lambda: make_filter(missing="drop", outlier_action="drop"),
+        "`outlier_action` is 'drop' and `outliers` is None; expected both",
+    ),
+    "action": (
+        lambda: make_filter(shape=(3,), shape_action="resize"),
+        "Unknown `shape_action` 'resize'; expected 'drop', 'error' or 'crop_or_pad'",
+    ),
+    "missing": (
+        lambda: make_filter(missing="delete", statistics=STATISTICS),
+        "Unknown `missing` 'delete'; expected 'drop', 'mean', 'median' or 'mode'",
+    ),
+    "missing type": (lambda: make_filter(missing=[0]), "`missing` is [0], of type"),
+    "no statistics": (
+        lambda: make_filter(missing="mean"),
+        "`missing` is 'mean' and `statistics` is None; expected what",
+    ),
+    "statistics of another kind": (
+        lambda: make_filter(
+            outliers="iqr", outlier_action="drop", statistics={"mean": 1}
+        ),
+        "`outliers` is 'iqr' and `statistics` is {'mean': 1}; expected what",
+    ),
+    "statistics unused": (
+        lambda: make_filter(missing=0.0, statistics=STATISTICS),
+        "`statistics` came without `outliers` or a `missing` that reads them",
+    ),
+    "collapse": (
+        lambda: make_filter(
+            outliers=("quantile", 0.01, 0.99), outlier_action="drop", statistics=FLAGS
+        ),
+        "leaves feature 'x' one value, since nearly all are equal",
+    ),
+    "shape type": (
+        lambda: make_filter(shape=3, shape_action="drop"),
+        "`shape` is 3, of type int; expected a tuple of sizes",
+    ),
+    "batches": (
+        checked(slices(VALUES, LABELS).batch(2), missing="drop"),
+        "look like batches; expected single examples",
+    ),
+    "no boolean": (
+        checked(slices(VALUES, LABELS), predicate=lambda x, y: x > 0),
+        "`predicate` returns TensorSpec(shape=(3,), dtype=tf.bool, name=None)",
+    ),
+    "nothing can be missing": (
+        checked(slices(np.arange(3)), missing="drop"),
+        "`missing` is 'drop', and columns {'x': 'int64'} cannot hold NaN",
+    ),
+    "mean of integers": (
+        checked(
+            slices({"n": np.array([1, 2, -1])}),
+            missing="mean",
+            statistics=fit_statistics({"n": np.array([1, 2, -1])}, missing_value=-1),
+        ),
+        "column 'n' of dtype int64 cannot hold (1.5,); expected whole numbers",
+    ),
+    "other features": (
+        checked(slices(np.ones((2, 5))), missing="mean", statistics=STATISTICS),
+        "Column 'x' has shape (5,); expected a last axis of 3 features",
+    ),
+    "other names": (
+        checked(slices({"v": VALUES}), missing="mean", statistics=STATISTICS),
+        "`statistics` has column 'x', and elements have ('v',)",
+    ),
+    "vectors for scalars": (
+        checked(
+            slices(VALUES),
+            missing="drop",
+            statistics=fit_statistics(np.arange(3.0)),
+        ),
+        "`statistics` were taken of scalars; expected shape ()",
+    ),
+    "shape that never fits": (
+        checked(slices(VALUES), shape=(4,), shape_action="drop"),
+        "`shape` is (4,) for column 'x', which has shape (3,)",
+    ),
+    "axes that differ": (
+        checked(slices(VALUES), shape=(4, 4), shape_action="crop_or_pad"),
+        "expected numbers with as many axes",
+    ),
+    "shape of no column": (
+        checked(slices(VALUES), shape={"v": (3,)}, shape_action="drop"),
+        "`shape` has column 'v', and elements have ('x',)",
+    ),
+    "imputing images": (
+        checked(slices(np.ones((2, 4, 4))), missing=SimpleImputer()),
+        "Inputs {'x': (4, 4)} are no rows of numbers",
+    ),
+    "no imputer": (
+        lambda: fit_imputer(slices(VALUES), "mean"),
+        "`imputer` is 'mean'; expected one of scikit-learn's",
+    ),
+    "imputer without data": (
+        lambda: fit_imputer(slices(VALUES).take(0), SimpleImputer()),
+        "`dataset` has no element to fit an imputer to",
+    ),
+    "imputer without end": (
+        lambda: fit_imputer(slices(VALUES).repeat(), SimpleImputer()),
+        "`dataset` is infinite, so no sample of it is fair",
+    ),
+    "ragged elements": (
+        lambda: make_filter(lambda x: True).apply(
+            slices(tf.ragged.constant([[[1]], [[1, 2], []]])), SETTINGS
+        ),
+        "expected dense tensors of known rank where `.filter` drops some",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", ERRORS.values(), ids=ERRORS)
+def test_error_says_what_to_do(call, message):
+    with pytest.raises((ValueError, TypeError), match=re.escape(message)):
+        call()
+
+
+def test_an_imputer_that_changes_the_number_of_features_is_refused():
+    imputer = SimpleImputer(add_indicator=True).fit(VALUES)
+    dataset = applied(make_filter(missing=imputer), slices(VALUES))
+    message = "SimpleImputer made 5 features of 3; expected as many"
+    with pytest.raises(tf.errors.OpError, match=message):
+        list(dataset)
