@@ -11,7 +11,6 @@ import subprocess
 import sys
 import threading
 import time
-import weakref
 from pathlib import Path
 
 import keras
@@ -153,7 +152,7 @@ class Workers:
 
     def __init__(self, problem=None):
         self.problem = problem
-        self.opened = weakref.WeakSet()
+        self.readers = []
 
     def check(self):
         if self.problem:
@@ -178,11 +177,12 @@ def rows_of(blocks):
 
 def test_elements_of_two_workers_come_in_turn_epoch_after_epoch():
     chunks = [chunks_of([0, 2, 4], [6, 8]), chunks_of([1, 3, 5], [7])]
-    streams = _service_reading.Streams(chunks, Workers())
+    workers = Workers()
+    streams = _service_reading.Streams(chunks, workers)
     for _ in range(2):
         assert within_limit(lambda: rows_of(streams.epoch())) == list(range(9))
     streams.stop()
-    assert streams.join(LIMIT_SECONDS)
+    assert [reader.join(LIMIT_SECONDS) for reader in workers.readers] == [True, True]
 
 
 def test_a_worker_whose_share_ended_is_passed_over():

@@ -32,7 +32,7 @@ _POLL_SECONDS = 0.5
 Work = Callable[[tf.data.Dataset], tf.data.Dataset]
 
 
-class _Reader:
+class Reader:
     """Reads the endless chunks of one worker in a thread of its own.
 
     A read from a dead worker never returns, so nobody else may wait for it.
@@ -100,21 +100,15 @@ class Streams:
     ) -> None:
         self._service = service
         self._clock = clock
-        self._readers = [_Reader(dataset) for dataset in chunks]
+        self._readers = [Reader(dataset) for dataset in chunks]
         self._numbers = [0] * len(self._readers)
+        service.readers[:] = [r for r in service.readers if not r.join(0)]
+        service.readers.extend(self._readers)
         self._end = weakref.finalize(self, _stop_all, self._readers)
 
     def stop(self) -> None:
         """Lets go of the workers."""
         self._end()
-
-    def join(self, seconds: float) -> bool:
-        """Waits for the threads, and returns whether all of them have ended."""
-        deadline = time.monotonic() + seconds
-        return all(
-            reader.join(max(0.0, deadline - time.monotonic()))
-            for reader in self._readers
-        )
 
     def epoch(self) -> Iterator[tuple[np.ndarray, ...]]:
         """Yields blocks of elements: one from each worker in turn, and so on.
@@ -174,7 +168,7 @@ def _get(found: queue.Queue[Any]) -> Any:
         return None
 
 
-def _stop_all(readers: Sequence[_Reader]) -> None:
+def _stop_all(readers: Sequence[Reader]) -> None:
     for reader in readers:
         reader.stop()
 
@@ -216,7 +210,6 @@ class Epochs:
             streams = self._idle.pop() if self._idle else None
         if streams is None:
             streams = Streams(self._chunks, self._service)
-            self._service.opened.add(streams)
         is_whole = False
         try:
             yield from streams.epoch()

@@ -20,6 +20,8 @@ from tfamp.data._service_processes import (
 START_SECONDS = 120.0
 STALL_SECONDS = 300.0
 _JOIN_SECONDS = 2.0
+# The client asks once a second, and slower the longer nobody answers.
+_ANSWERED_SECONDS = 10.0
 
 
 class Service:
@@ -113,10 +115,10 @@ class Service:
     def _set(self, stall_seconds: float, *, is_local: bool) -> None:
         self.stall_seconds = _checks.positive("stall_seconds", stall_seconds)
         self.is_local = is_local
-        self.opened: weakref.WeakSet[_service_reading.Streams] = weakref.WeakSet()
+        self.readers: list[_service_reading.Reader] = []
         self._local: list[LocalWorker] = []
         self._remote: list[RemoteWorker] = []
-        self._end = weakref.finalize(self, _stop_all, self._local, self.opened)
+        self._end = weakref.finalize(self, _stop_all, self._local, self.readers)
 
     @property
     def workers(self) -> Sequence[Worker]:
@@ -202,21 +204,24 @@ class Service:
 
 
 def _stop_all(
-    workers: Sequence[LocalWorker],
-    opened: "weakref.WeakSet[_service_reading.Streams]",
+    workers: Sequence[LocalWorker], readers: Sequence[_service_reading.Reader]
 ) -> None:
     """Ends the reading first, since a read from a worker that is gone never ends."""
-    streams = list(opened)
-    for stream in streams:
-        stream.stop()
-    deadline = time.monotonic() + _JOIN_SECONDS
-    if not all(s.join(max(0.0, deadline - time.monotonic())) for s in streams):
+    for reader in readers:
+        reader.stop()
+    if not _join(readers, _JOIN_SECONDS):
         answers = [worker.answer() for worker in workers if worker.problem()]
-        for stream in streams:
-            stream.join(_JOIN_SECONDS if any(answers) else 0.0)
+        if any(answers):
+            _join(readers, _ANSWERED_SECONDS)
         del answers  # the servers end with it
     for worker in workers:
         worker.stop()
+
+
+def _join(readers: Sequence[_service_reading.Reader], seconds: float) -> bool:
+    """Waits for threads, and returns whether all of them have ended."""
+    deadline = time.monotonic() + seconds
+    return all(reader.join(max(0.0, deadline - time.monotonic())) for reader in readers)
 
 
 def _check_addresses(addresses: Sequence[str]) -> None:
