@@ -1,4 +1,4 @@
-"""`tfamp.data.sampling`: plans, balance, weights and subsets, by position and streamed."""
+"""`tfamp.data.sampling`: balance, weights, subsets, by position and on streams."""
 
 import collections
 import itertools

@@ -44,8 +44,9 @@ class Balance(Sampler):
     def advise(self, values: np.ndarray | None, stacklevel: int) -> None:
         """Warns if there is one class only."""
         if values is not None and (values == values[0]).all():
+            only = values.tolist()[0]
             warnings.warn(
-                f"All {len(values):,} examples are of class {values.tolist()[0]!r}; expected "
+                f"All {len(values):,} examples are of class {only!r}; expected "
                 "two classes or more. Balancing changes nothing: check what `by` "
                 "reads, or leave `.balance` out.",
                 stacklevel=stacklevel,

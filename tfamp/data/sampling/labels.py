@@ -269,6 +269,11 @@ class Memory:
         self._owner: Callable[[], Any] | None = None
         self._value: Any = None
 
+    @property
+    def last(self) -> Any:
+        """What was read last, None for nothing yet."""
+        return self._value
+
     def get(self, owner: Any, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned for this owner, calling it the first time."""
         if self._owner is None or self._owner() is not owner:

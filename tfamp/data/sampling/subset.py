@@ -144,7 +144,7 @@ class Subset(Stage):
 
 
 def make_subset(
-    size: int | float,
+    size: Any,
     *,
     stratify: Callable[..., Any] | str | bool | None = None,
     seed: int = 0,
@@ -166,12 +166,11 @@ def make_subset(
         TypeError: `size` is no number, or `stratify` none of those.
         ValueError: `size` is 0 or less, or a share of 1 or more.
     """
-    is_whole = isinstance(size, numbers.Integral) or isinstance(size, bool)
-    kept = (
-        _checks.positive_int("size", size)
-        if is_whole
-        else _checks.fraction("size", size, closed=False)
-    )
+    kept: int | float
+    if isinstance(size, numbers.Integral):
+        kept = _checks.positive_int("size", size)
+    else:
+        kept = _checks.fraction("size", size, closed=False)
     seed = _checks.positive_int("seed", seed, minimum=0)
     if stratify is None or stratify is False:
         return Subset(kept, None, seed)

@@ -49,7 +49,7 @@ class Weights(Sampler):
     def draw(self, values: np.ndarray | None, num_examples: int) -> Draw:
         """Returns a draw in proportion to the weights."""
         self._check_length(num_examples)
-        weights = self.weights if values is None else values
+        weights = np.asarray(self.weights if values is None else values)
         num_outputs = self.num_outputs or num_examples
         check_weights(weights, None if self.replacement else num_outputs)
         with tf.device("CPU:0"):
@@ -172,8 +172,9 @@ def check_weights(weights: np.ndarray, num_different: int | None = None) -> None
             "one above 0. Check how they are computed."
         )
     if num_different is not None and num_different > num_positive:
-        first = int(np.argmax(weights == 0)) if num_positive < len(weights) else None
-        where = "" if first is None else f" (the first 0 is at index {first})"
+        where = ""
+        if num_positive < len(weights):
+            where = f" (the first 0 is at index {int(np.argmax(weights == 0))})"
         raise ValueError(
             f"`num_examples` is {num_different} with `replacement=False`; expected at "
             f"most {num_positive}, the number of weights above 0{where}. Draw fewer, "

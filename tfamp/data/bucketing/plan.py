@@ -1,0 +1,231 @@
+"""Which sequence goes into which batch: lengths in, boundaries and batches out.
+
+A bucket holds the sequences up to a length, its boundary; they are padded to it. So
+there are as many shapes as buckets, and XLA compiles each of them once.
+"""
+
+import dataclasses
+
+import numpy as np
+import tensorflow as tf
+
+# Tensor cores and XLA's tiles take dimensions in steps of this.
+LENGTH_MULTIPLE = 8
+# Each shape is compiled once, and has a batch of its own that is not full.
+DEFAULT_MAX_SHAPES = 8
+# Boundaries to choose from; the search takes the square of it.
+_MAX_CANDIDATES = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class BucketPlan:
+    """Buckets, and what is known of the lengths that go into them.
+
+    Attributes:
+        boundaries: The longest length of each bucket, ascending; what it is padded to.
+        batch_sizes: Sequences in a batch of each bucket.
+        counts: How many sequences each bucket has, None if lengths were not read.
+        waste: Share of all places that is padding, None if lengths were not read.
+        waste_of_one_shape: The same if all were padded to the longest.
+        num_too_long: Sequences above the last boundary.
+    """
+
+    boundaries: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    counts: tuple[int, ...] | None = None
+    waste: float | None = None
+    waste_of_one_shape: float | None = None
+    num_too_long: int = 0
+
+    def num_batches(self, *, drop_remainder: bool) -> int | None:
+        """Returns the number of batches, None if lengths were not read."""
+        if self.counts is None:
+            return None
+        pairs = zip(self.counts, self.batch_sizes, strict=True)
+        if drop_remainder:
+            return sum(count // size for count, size in pairs)
+        return sum(-(-count // size) for count, size in pairs)
+
+
+def choose_boundaries(
+    lengths: np.ndarray, *, multiple: int = LENGTH_MULTIPLE, max_shapes: int
+) -> tuple[int, ...]:
+    """Returns the boundaries with the least padding.
+
+    The least over all sets of at most `max_shapes` multiples of `multiple`, by
+    dynamic programming over the histogram of lengths: the best last bucket goes
+    with the best buckets below it. Above 2,048 distinct multiples (lengths of more
+    than 16,384 at the default) they are taken in steps twice as wide, and so on.
+
+    Args:
+        lengths: int64 `(examples,)`, at least one.
+        multiple: What boundaries are multiples of.
+        max_shapes: How many boundaries there may be.
+
+    Example:
+        >>> choose_boundaries(np.array([3, 5, 7, 30, 31, 90]), max_shapes=2)
+        (32, 96)
+        >>> choose_boundaries(np.array([3, 5, 7, 30, 31, 90]), max_shapes=3)
+        (8, 32, 96)
+
+    Source: Bellman, On the approximation of curves by line segments using dynamic
+    programming, 1961, with the padding of a segment as its cost.
+    """
+    step = multiple
+    rounded = _round_up(lengths, step)
+    while len(np.unique(rounded)) > _MAX_CANDIDATES:
+        step *= 2
+        rounded = _round_up(lengths, step)
+    values, counts = np.unique(rounded, return_counts=True)
+    # below[i]: sequences in the first i values; a bucket of values i to j - 1 has
+    # below[j] - below[i] of them, each of which takes values[j - 1] places.
+    below = np.concatenate([[0], np.cumsum(counts)]).astype(np.float64)
+    num_values = len(values)
+    places = values[None, :] * (below[None, 1:] - below[:-1, None])
+    places[np.tril_indices(num_values, -1)] = np.inf
+    # least[i]: fewest places for the first i values in the buckets so far.
+    least = np.concatenate([[0.0], np.full(num_values, np.inf)])
+    starts = []
+    for _ in range(min(max_shapes, num_values)):
+        total = least[:-1, None] + places
+        starts.append(np.argmin(total, axis=0))
+        least = np.concatenate([[np.inf], np.min(total, axis=0)])
+    boundaries, end = [], num_values
+    for start in reversed(starts):
+        boundaries.append(int(values[end - 1]))
+        end = int(start[end - 1])
+    return tuple(reversed(boundaries))
+
+
+def sizes_of_batches(
+    boundaries: tuple[int, ...], *, batch_size: int | None, token_budget: int | None
+) -> tuple[int, ...]:
+    """Returns how many sequences of each bucket make a batch.
+
+    Args:
+        boundaries: What the buckets are padded to.
+        batch_size: The same number for all of them, or None.
+        token_budget: Places in a batch, padding included, else. The number of
+            sequences is rounded down to a multiple of 8 where there are 8 or more.
+
+    Example:
+        >>> sizes_of_batches((8, 48, 96), batch_size=None, token_budget=512)
+        (64, 8, 5)
+    """
+    if batch_size is not None:
+        return (batch_size,) * len(boundaries)
+    sizes = ((token_budget or 0) // boundary for boundary in boundaries)
+    return tuple(
+        size - size % LENGTH_MULTIPLE if size >= LENGTH_MULTIPLE else max(1, size)
+        for size in sizes
+    )
+
+
+def plan_of(
+    lengths: np.ndarray | None,
+    boundaries: tuple[int, ...],
+    batch_sizes: tuple[int, ...],
+    *,
+    keeps_too_long: bool = False,
+) -> BucketPlan:
+    """Returns the plan, with its waste where lengths are known.
+
+    Args:
+        lengths: int64 `(examples,)`, or None.
+        boundaries: What the buckets are padded to.
+        batch_sizes: How many sequences of each make a batch.
+        keeps_too_long: Whether sequences above the last boundary are cut to it;
+            else they are not there.
+
+    Example:
+        >>> plan_of(np.array([2, 8, 12]), (8, 16), (4, 4)).waste  # 10 of 32 places
+        0.3125
+    """
+    if lengths is None:
+        return BucketPlan(boundaries, batch_sizes)
+    is_too_long = lengths > boundaries[-1]
+    kept = np.minimum(lengths, boundaries[-1])
+    if not keeps_too_long:
+        kept = kept[~is_too_long]
+    counts = np.bincount(np.searchsorted(boundaries, kept), minlength=len(boundaries))
+    used = float(kept.sum())
+    places = float(counts @ np.asarray(boundaries))
+    one_shape = float(len(kept) * boundaries[-1])
+    return BucketPlan(
+        boundaries,
+        batch_sizes,
+        tuple(int(count) for count in counts),
+        1 - used / places if places else 0.0,
+        1 - used / one_shape if one_shape else 0.0,
+        int(is_too_long.sum()),
+    )
+
+
+def batches_in_arrival_order(
+    buckets: tf.Tensor, batch_sizes: tf.Tensor, *, drop_remainder: bool
+) -> tuple[tf.RaggedTensor, tf.Tensor]:
+    """Returns the batches of sequences that arrive in some order.
+
+    A batch is there as soon as its last sequence has arrived, and what is left of
+    each bucket comes at the end: the order in which `bucket_by_sequence_length`
+    gives them, found with one sort instead of a function call for each sequence.
+
+    Args:
+        buckets: The bucket of each arrival, `(arrivals,)`.
+        batch_sizes: int64 `(buckets,)`.
+        drop_remainder: Whether to leave out batches that are not full.
+
+    Returns:
+        Numbers of the arrivals in each batch, int64 `(batches, None)`, and the
+        bucket of each batch, `(batches,)`.
+
+    Example:
+        >>> buckets = tf.constant([0, 1, 0, 0, 1, 0, 0])
+        >>> batches, of_bucket = batches_in_arrival_order(
+        ...     buckets, tf.constant([2, 2], tf.int64), drop_remainder=False)
+        >>> batches.to_list(), of_bucket.numpy().tolist()
+        ([[0, 2], [1, 4], [3, 5], [6]], [0, 1, 0, 0])
+    """
+    num_arrivals = tf.shape(buckets, tf.int64)[0]
+    order = tf.cast(tf.argsort(buckets, stable=True), tf.int64)
+    by_bucket = tf.gather(buckets, order)
+    counts = tf.math.bincount(
+        tf.cast(buckets, tf.int32),
+        minlength=tf.size(batch_sizes),
+        maxlength=tf.size(batch_sizes),
+        dtype=tf.int64,
+    )
+    starts = tf.cumsum(counts, exclusive=True)
+    places = tf.range(num_arrivals) - tf.gather(starts, by_bucket)
+    sizes = tf.gather(batch_sizes, by_bucket)
+    is_first = places % sizes == 0
+    firsts = tf.where(is_first)[:, 0]
+    of_bucket = tf.gather(by_bucket, firsts)
+    # Without arrivals there is no last one either.
+    ends = tf.concat([firsts[1:], num_arrivals[None]], 0)[: tf.size(firsts)]
+    batches = tf.RaggedTensor.from_row_starts(order, firsts)
+    is_full = ends - firsts == tf.gather(batch_sizes, of_bucket)
+    ready = tf.where(
+        is_full,
+        tf.gather(order, ends - 1),
+        num_arrivals + tf.cast(of_bucket, tf.int64),
+    )
+    by_time = tf.argsort(ready)
+    if drop_remainder:
+        by_time = tf.boolean_mask(by_time, tf.gather(is_full, by_time))
+    return tf.gather(batches, by_time), tf.gather(of_bucket, by_time)
+
+
+def check_budget(token_budget: int, boundaries: tuple[int, ...]) -> None:
+    """Raises if a batch has no room for one of the longest sequences."""
+    if token_budget < boundaries[-1]:
+        raise ValueError(
+            f"`token_budget` is {token_budget}, and the longest sequences are padded "
+            f"to {boundaries[-1]}; expected room for one at least. Raise it, or cut "
+            "sequences with `boundaries=` and `too_long='truncate'`."
+        )
+
+
+def _round_up(lengths: np.ndarray, step: int) -> np.ndarray:
+    """Returns lengths as multiples of `step`, of at least one step."""
+    return np.maximum(-(-lengths.astype(np.int64) // step), 1) * step

@@ -1,0 +1,287 @@
+"""The stage that batches sequences with others of about their length."""
+
+import dataclasses
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfamp import _units
+from tfamp.data._elements import known_length
+from tfamp.data._sources import RandomAccess
+from tfamp.data._stages import Settings, Stage, map_in_order
+from tfamp.data.bucketing.lengths import lengths_of_source, read_lengths
+from tfamp.data.bucketing.padding import Padder, Padding
+from tfamp.data.bucketing.plan import (
+    BucketPlan,
+    batches_in_arrival_order,
+    check_budget,
+    choose_boundaries,
+    plan_of,
+    sizes_of_batches,
+)
+from tfamp.data.sampling.labels import Memory
+
+# A batch of all positions, where tf.data does not know how many there are.
+_MORE_THAN_ALL = 2**40
+# What `padded_batch` takes as a size for the longest in the batch.
+_TO_LONGEST = -1
+_TOO_LONG_ADVICE = (
+    "Add a larger boundary, or pass `too_long='truncate'` or `too_long='drop'`."
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Bucket(Stage):
+    """Joins sequences of about one length into batches, padded to a few lengths.
+
+    Attributes:
+        batch_size: Sequences in a batch, None for as many as `token_budget` allows.
+        token_budget: Places in a batch, padding included.
+        boundaries: What sequences are padded to, None to choose from their lengths.
+        multiple: What chosen boundaries are multiples of.
+        max_shapes: How many of them may be chosen.
+        drop_remainder: Whether batches that are not full are left out.
+        padding: How sequences are padded.
+        too_long: What happens above the last boundary.
+        each_once: Whether every epoch brings the same sequences, in any order: then
+            the number of batches is known once lengths were read.
+        memory: The plan for the last dataset.
+    """
+
+    rank: ClassVar[int] = 40
+    name: ClassVar[str] = "bucket"
+    batch_size: int | None
+    token_budget: int | None
+    boundaries: tuple[int, ...] | None
+    multiple: int
+    max_shapes: int
+    drop_remainder: bool
+    padding: Padding
+    too_long: str
+    each_once: bool = False
+    memory: Memory = dataclasses.field(
+        default_factory=Memory, compare=False, repr=False
+    )
+
+    @property
+    def plan(self) -> BucketPlan | None:
+        """The buckets of the dataset built last, None before."""
+        return None if self.memory.last is None else self.memory.last[0]
+
+    @property
+    def waste(self) -> float | None:
+        """Share of padding in the dataset built last, None where unknown."""
+        return None if self.plan is None else self.plan.waste
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if elements are no sequences, or lengths cannot be read."""
+        Padder(self.padding, dataset.element_spec)
+        is_endless = int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)
+        if is_endless and self._reads_lengths:
+            raise ValueError(
+                "`.bucket` got a dataset without end; expected one that ends, since "
+                "its lengths are read first. Leave `.repeat()` out, or pass "
+                "`boundaries=` with `too_long='error'`, which reads nothing first."
+            )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns batches in the order in which they fill."""
+
+        def look() -> tuple[BucketPlan, np.ndarray | None]:
+            lengths = None
+            if self._reads_lengths:
+                padder = Padder(self.padding, dataset.element_spec)
+                lengths = read_lengths(dataset, padder, settings)
+            return self._plan_of(lengths), lengths
+
+        plan, _ = self.memory.get(dataset, look)
+        return self._counted(self._batched(dataset, plan, settings), plan)
+
+    def apply_positions(
+        self,
+        positions: tf.data.Dataset,
+        source: RandomAccess,
+        settings: Settings,
+    ) -> tf.data.Dataset:
+        """Returns the same batches of a source whose sequences are ragged tensors.
+
+        All batches of an epoch are found with one sort of its positions, so that a
+        sequence costs no function call.
+
+        Args:
+            positions: Which examples, in which order.
+            source: Where they are.
+            settings: How parallel to run.
+        """
+        padder = Padder(self.padding, source.dataset(settings).element_spec)
+
+        def look() -> tuple[BucketPlan, np.ndarray]:
+            lengths = lengths_of_source(source, self.padding, padder, settings)
+            return self._plan_of(lengths), lengths
+
+        plan, lengths = self.memory.get(source, look)
+        self._check_lengths(lengths, plan)
+        boundaries = tf.constant(plan.boundaries, tf.int64)
+        sizes = tf.constant(plan.batch_sizes, tf.int64)
+        with tf.device("CPU:0"):
+            kept = np.minimum(lengths, plan.boundaries[-1])
+            bucket_of_each = tf.constant(np.searchsorted(plan.boundaries, kept))
+            fits = tf.constant(lengths <= plan.boundaries[-1])
+
+        def epoch(arrived: tf.Tensor) -> tf.data.Dataset:
+            if self.too_long == "drop":
+                arrived = tf.boolean_mask(arrived, tf.gather(fits, arrived))
+            batches, buckets = batches_in_arrival_order(
+                tf.gather(bucket_of_each, arrived),
+                sizes,
+                drop_remainder=self.drop_remainder,
+            )
+            # Slices of one tensor: tf.data's optimiser is at odds with ragged ones.
+            rows = tf.gather(arrived, batches.values)
+            spans = (batches.row_starts(), batches.row_limits(), buckets)
+            return tf.data.Dataset.from_tensor_slices(spans).map(
+                lambda start, limit, bucket: (rows[start:limit], bucket)
+            )
+
+        size = self.batch_size if self.drop_remainder else None
+
+        def read(rows: tf.Tensor, bucket: tf.Tensor) -> Any:
+            rows = tf.ensure_shape(rows, [size])
+            return padder.dense(source.rows(rows), tf.gather(boundaries, bucket), size)
+
+        everything = positions.batch(known_length(positions) or _MORE_THAN_ALL)
+        batches = map_in_order(everything.flat_map(epoch), read, settings)
+        return self._counted(batches, plan)
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns a dataset of the same spec, and reads nothing."""
+        boundaries = self.boundaries or (self.multiple,)
+        plan = BucketPlan(boundaries, (self.batch_size or 1,) * len(boundaries))
+        return self._batched(dataset, plan, settings)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        plan = self.plan
+        boundaries = self.boundaries if plan is None else plan.boundaries
+        if self.batch_size is not None:
+            size = f"{self.batch_size} a batch"
+        else:
+            size = f"{self.token_budget:,} places a batch"
+        if boundaries is None:
+            lengths = f"up to {self.max_shapes} lengths"
+        else:
+            lengths = f"length {', '.join(map(str, boundaries))}"
+        if plan is not None and plan.waste is not None:
+            one_shape = _units.format_share(plan.waste_of_one_shape or 0.0)
+            reason = f"padding is {_units.format_share(plan.waste)}, else {one_shape}"
+        elif self._reads_lengths:
+            reason = "least padding for so few shapes; lengths are read once, at build"
+        else:
+            reason = "like lengths together; padding unknown, lengths are not read"
+        if plan is not None and plan.num_too_long:
+            done = "left out" if self.too_long == "drop" else "cut"
+            reason += f"; {plan.num_too_long:,} too long, {done}"
+        rest = "dropped" if self.drop_remainder else "kept, one smaller batch each"
+        return f"{size}, {lengths}", f"{reason}; rest of a bucket {rest}"
+
+    @property
+    def _reads_lengths(self) -> bool:
+        return self.boundaries is None or self.too_long != "error"
+
+    def _plan_of(self, lengths: np.ndarray | None) -> BucketPlan:
+        boundaries = self.boundaries
+        if boundaries is None:
+            boundaries = choose_boundaries(
+                np.asarray(lengths), multiple=self.multiple, max_shapes=self.max_shapes
+            )
+        if self.token_budget is not None:
+            check_budget(self.token_budget, boundaries)
+        sizes = sizes_of_batches(
+            boundaries, batch_size=self.batch_size, token_budget=self.token_budget
+        )
+        plan = plan_of(
+            lengths, boundaries, sizes, keeps_too_long=self.too_long == "truncate"
+        )
+        if plan.num_too_long and self.too_long != "error":
+            logging.warning(
+                "%d of %d sequences are longer than %d, the last boundary: %s.",
+                plan.num_too_long,
+                0 if lengths is None else len(lengths),
+                boundaries[-1],
+                "left out" if self.too_long == "drop" else "cut to it",
+            )
+        return plan
+
+    def _counted(self, batches: tf.data.Dataset, plan: BucketPlan) -> tf.data.Dataset:
+        """Returns batches of known number, where it is known."""
+        number = plan.num_batches(drop_remainder=self.drop_remainder)
+        if number is None or not self.each_once:
+            return batches
+        return batches.apply(tf.data.experimental.assert_cardinality(number))
+
+    def _check_lengths(self, lengths: np.ndarray, plan: BucketPlan) -> None:
+        if self.too_long == "error" and plan.num_too_long:
+            first = int(np.argmax(lengths > plan.boundaries[-1]))
+            raise ValueError(
+                f"Example {first} has length {int(lengths[first])}, one of "
+                f"{plan.num_too_long} above the last boundary; expected at most "
+                f"{plan.boundaries[-1]}. {_TOO_LONG_ADVICE}"
+            )
+
+    def _batched(
+        self, dataset: tf.data.Dataset, plan: BucketPlan, settings: Settings
+    ) -> tf.data.Dataset:
+        padder = Padder(self.padding, dataset.element_spec)
+        last = plan.boundaries[-1]
+        boundaries = tf.constant(plan.boundaries, tf.int64)
+        sizes = tf.constant(plan.batch_sizes, tf.int64)
+        if any(isinstance(s, tf.RaggedTensorSpec) for s in padder.specs):
+            dataset = map_in_order(dataset, padder.as_tensors, settings)
+        if self.too_long == "drop":
+            dataset = dataset.filter(lambda *parts: padder.length_of(*parts) <= last)
+        elif self.too_long == "truncate":
+            dataset = map_in_order(
+                dataset, lambda *parts: padder.cut(last, *parts), settings
+            )
+
+        # Where lengths vary by epoch, one may be above those that were read. Such
+        # sequences are padded to the longest among them.
+        is_open = self.boundaries is None
+        if is_open:
+            padded_to = tf.concat([boundaries, [_TO_LONGEST]], 0)
+            sizes = tf.concat([sizes, sizes[-1:]], 0)
+        else:
+            padded_to = boundaries
+
+        def bucket_of(*parts: Any) -> tf.Tensor:
+            length = padder.length_of(*parts)
+            if self.too_long == "truncate":
+                length = tf.minimum(length, last)
+            bucket = tf.searchsorted(boundaries, length[None], out_type=tf.int64)[0]
+            if is_open:
+                return bucket
+            fits = tf.debugging.Assert(
+                length <= last,
+                [
+                    "A sequence is above the last boundary, of length",
+                    length,
+                    f"Expected at most {last}. {_TOO_LONG_ADVICE}",
+                ],
+            )
+            with tf.control_dependencies([fits]):
+                return tf.identity(bucket)
+
+        def batch(bucket: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
+            return padder.batch(
+                window,
+                tf.gather(padded_to, bucket),
+                # A Python number gives the batch a static size.
+                self.batch_size or tf.gather(sizes, bucket),
+                drop_remainder=self.drop_remainder,
+            )
+
+        return dataset.group_by_window(
+            bucket_of, batch, window_size_func=lambda bucket: tf.gather(sizes, bucket)
+        )
