@@ -1,0 +1,123 @@
+"""`Rescale`: every pixel value against float64, files, and Keras's layer beside it."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data.rescaling import Rescale
+
+ml_dtypes = pytest.importorskip("ml_dtypes", reason="comes with TensorFlow")
+
+MEAN, STD = np.array([0.485, 0.456, 0.406]), np.array([0.229, 0.224, 0.225])
+CASES = {
+    "to 0..1": (1 / 255, 0.0),
+    "to -1..1": (1 / 127.5, -1.0),
+    "to -0.5..0.5": (1 / 255, -0.5),
+    "power of two": (1 / 64, -2.0),
+    "negative": (-0.0123, 0.777),
+    "far offset": (0.01, 1000.0),
+    "mean and deviation": (1 / (255 * STD), -MEAN / STD),
+    "channels": ([0.1, 0.2, 0.3], [-0.5, 0.1, -2.0]),
+}
+PIXELS = np.repeat(np.arange(256, dtype=np.uint8)[:, None], 3, axis=1)
+FORMATS = {"mixed_float16": np.float16, "mixed_bfloat16": ml_dtypes.bfloat16}
+# Scale, product and rest are rounded to float32: at most half a unit each, and the
+# unit of the product can be twice that of the result.
+MAX_FLOAT32_ULPS = 2.0
+
+
+def units_off(found, scale, offset, dtype):
+    """Returns how far values are from the true ones, in units in the last place."""
+    true = PIXELS.astype(np.float64) * np.asarray(scale) + np.asarray(offset)
+    info = ml_dtypes.finfo(dtype)
+    exponent = np.floor(np.log2(np.maximum(np.abs(true), 1e-300)))
+    unit = np.maximum(2.0**exponent * float(info.eps), float(info.smallest_subnormal))
+    return np.abs(np.asarray(found).astype(np.float64) - true) / unit
+
+
+@pytest.mark.parametrize("scale, offset", CASES.values(), ids=CASES)
+@pytest.mark.parametrize("policy", FORMATS)
+@pytest.mark.parametrize("jit", [False, True], ids=["graph", "xla"])
+def test_every_pixel_value_is_the_nearest_to_the_true_one(policy, scale, offset, jit):
+    layer = Rescale(scale, offset, dtype=policy)
+    found = tf.function(layer, jit_compile=jit)(tf.constant(PIXELS))
+    assert found.dtype == layer.compute_dtype
+    assert units_off(found.numpy(), scale, offset, FORMATS[policy]).max() <= 0.5
+
+
+@pytest.mark.parametrize("scale, offset", CASES.values(), ids=CASES)
+def test_float32_is_off_by_less_than_two_units(scale, offset):
+    found = Rescale(scale, offset)(PIXELS).numpy()
+    assert units_off(found, scale, offset, np.float32).max() < MAX_FLOAT32_ULPS
+
+
+@pytest.mark.parametrize(
+    "policy, least",
+    [("float32", 100), ("mixed_float16", 7), ("mixed_bfloat16", 100)],
+    ids=["float32", "float16", "bfloat16"],
+)
+def test_the_layer_of_keras_still_loses_digits(policy, least):
+    scale, offset = CASES["to -1..1"]
+    found = keras.layers.Rescaling(scale, offset, dtype=policy)(PIXELS).numpy()
+    dtype = FORMATS.get(policy, np.float32)
+    assert units_off(found, scale, offset, dtype).max() > least
+
+
+def test_it_maps_elements_of_a_dataset_as_it_does_eagerly():
+    layer = Rescale(1 / 127.5, -1.0)
+    dataset = tf.data.Dataset.from_tensor_slices(PIXELS).map(layer)
+    np.testing.assert_array_equal(np.stack(list(dataset)), layer(PIXELS).numpy())
+
+
+def test_float_inputs_are_not_rounded_before_they_are_scaled():
+    layer = Rescale(1 / 4096, -1.0, dtype="mixed_float16")
+    # 4097 needs 13 bits; float16 has 11.
+    assert float(layer(tf.constant([4097.0]))[0]) == float(np.float16(1 / 4096))
+
+
+@pytest.mark.parametrize("form", ["keras", "saved model"])
+def test_a_model_keeps_it_through_its_files(form, tmp_path):
+    scale, offset = [0.1, 0.2, 0.3], [-0.5, 0.1, -2.0]
+    inputs = keras.Input((3,), dtype="uint8")
+    layer = Rescale(scale, offset, name="first", dtype="mixed_bfloat16")
+    model = keras.Model(inputs, layer(inputs))
+    expected = model(PIXELS).numpy()
+    if form == "keras":
+        model.save(tmp_path / "model.keras")
+        model = keras.saving.load_model(tmp_path / "model.keras")
+        loaded = model.get_layer("first")
+        assert loaded.get_config() == layer.get_config()
+        assert (loaded.scale, loaded.offset) == (scale, offset)
+        found = model(PIXELS)
+    else:
+        model.export(tmp_path / "served", verbose=False)
+        found = tf.saved_model.load(tmp_path / "served").serve(PIXELS)
+    np.testing.assert_array_equal(found.numpy(), expected)
+
+
+def test_fit_takes_uint8_and_the_first_layer_scales():
+    model = keras.Sequential(
+        [keras.Input((3,), dtype="uint8"), Rescale(1 / 255), keras.layers.Dense(1)]
+    )
+    model.compile("sgd", "mse", jit_compile=True)
+    history = model.fit(PIXELS, np.ones(256), batch_size=128, verbose=0)
+    assert np.isfinite(history.history["loss"][0])
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        ({"scale": 0.0}, "`scale` is 0.0; expected numbers other than 0"),
+        ({"scale": [1.0, 0.0]}, "`scale` is [1.0, 0.0]; expected numbers other than"),
+        ({"offset": np.nan}, "`offset` is nan; expected a finite number, or a list"),
+        ({"scale": "1/255"}, "`scale` is '1/255'; expected a finite number, or a"),
+        ({"scale": []}, "`scale` is []; expected a finite number, or a list of one"),
+    ],
+    ids=["zero", "one zero", "nan", "text", "empty"],
+)
+def test_wrong_arguments_are_refused(arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Rescale(**arguments)
