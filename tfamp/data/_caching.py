@@ -68,8 +68,13 @@ class FileCache(Stage):
     make_fingerprint: Callable[[], Fingerprint]
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns a dataset of the same elements and touches no file."""
-        return dataset
+        """Returns a dataset of the same spec, of the length that is on record."""
+        files = CacheFiles(self.path, self.make_fingerprint().digest)
+        if not files.is_complete:
+            return dataset
+        count = files.read()["num_elements"]
+        unknown = dataset.filter(lambda *parts: True)
+        return unknown.apply(tf.data.experimental.assert_cardinality(count))
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Fills the files, unless they are here, and reads them.

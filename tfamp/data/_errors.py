@@ -234,7 +234,8 @@ class Careful(Stage):
         except Exception as error:  # whatever a user's function raises
             text = str(getattr(error, "message", error)).strip()
             first = text.splitlines()[0] if text else type(error).__name__
-            return first.partition("} ")[2] or first
+            # TensorFlow's own additions, as "{{node}} text [Op:Name] name:".
+            return (first.partition("}} ")[2] or first).partition(" [Op:")[0]
         return "failed once; calling it again went well"
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfamp.data._arrays import ArraySource, Gather
 from tfamp.data._caching import Cache, FileCache
-from tfamp.data._elements import bytes_of_element
+from tfamp.data._elements import bytes_of_element, known_length
 from tfamp.data._errors import Careful, OnError
 from tfamp.data._fingerprint import Fingerprint, fingerprint
 from tfamp.data._sources import RandomAccess, Source
@@ -74,8 +74,14 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
         settings: How parallel it is to run.
     """
     rest = sorted(stages, key=lambda stage: stage.rank)
+    _check_one_sampler(rest)
     on_error = _take(rest, OnError)
     _check_on_error(on_error, source, rest)
+    if on_error is not None and settings.service is not None:
+        raise ValueError(
+            "`.on_error('skip')` came with `service`; expected one of them, since what "
+            "is skipped is counted in this process. Leave one out."
+        )
     settings = dataclasses.replace(settings, errors=on_error)
     first: list[Stage] = []
     start: Callable[[], tf.data.Dataset]
@@ -93,7 +99,8 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
             rest[split:split] = [gather]
     elif hasattr(source, "chunks") and rest and isinstance(rest[0], Batch):
         start = functools.partial(source.chunks, settings)
-        rest[0] = Rebatch(rest[0].size, rest[0].drop_remainder)
+        num_rows = known_length(source.dataset(settings))
+        rest[0] = Rebatch(rest[0].size, rest[0].drop_remainder, num_rows)
     if on_error is not None:
         rest = _with_care(source, rest, on_error)
     steps = [*first, *rest]
@@ -200,6 +207,17 @@ def _check_on_error(
             "`.on_error('skip')` has nothing to act on: this source reads what is in "
             "memory or raises its own errors, and there is no `.map` or `.decode`; "
             "expected one of them. Leave `.on_error` out."
+        )
+
+
+def _check_one_sampler(stages: Sequence[Stage]) -> None:
+    """Raises where two stages would each draw an epoch of their own."""
+    names = {stage.name for stage in stages}
+    if {"balance", "weights"} <= names:
+        raise ValueError(
+            "`.balance` and `.weights` came together; expected one of them, since each "
+            "draws an epoch of its own. For both, pass `.weights` the weight of the "
+            "example over the number of its class."
         )
 
 

@@ -1,6 +1,7 @@
 """Builds what a plan says, and explains it, from the same list of steps."""
 
 import io
+from collections.abc import Sequence
 
 import rich.box
 import rich.console
@@ -8,24 +9,35 @@ import rich.table
 import tensorflow as tf
 
 from tfamp.data._plan import Plan
+from tfamp.data._stages import Settings, Stage
 
 _TABLE_WIDTH = 110
 
 
 def run(plan: Plan) -> tf.data.Dataset:
     """Returns the dataset of a plan, after every step's own checks."""
-    settings = plan.settings
     dataset = plan.start()
-    if settings.service is not None:
-        dataset = settings.service.share(dataset)
-    for number, step in enumerate(plan.steps):
-        if settings.service is not None and number == plan.on_workers:
-            dataset = settings.service.collect(dataset)
+    shared, own = plan.steps[: plan.on_workers], plan.steps[plan.on_workers :]
+    if plan.settings.service is not None:
+        dataset = plan.settings.service.distribute(
+            dataset,
+            lambda share: _apply(share, shared, plan.settings),
+            num_threads=plan.settings.num_threads,
+        )
+    for step in own:
+        step.check(dataset)
+        dataset = step.apply(dataset, plan.settings)
+    return dataset.with_options(_options(plan))
+
+
+def _apply(
+    dataset: tf.data.Dataset, steps: Sequence[Stage], settings: Settings
+) -> tf.data.Dataset:
+    """Returns the dataset with all steps behind it."""
+    for step in steps:
         step.check(dataset)
         dataset = step.apply(dataset, settings)
-    if settings.service is not None and plan.on_workers == len(plan.steps):
-        dataset = settings.service.collect(dataset)
-    return dataset.with_options(_options(plan))
+    return dataset
 
 
 def describe(plan: Plan, threads: tuple[str, str]) -> str:

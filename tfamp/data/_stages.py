@@ -10,14 +10,11 @@ import dataclasses
 import os
 import warnings
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element, known_length, looks_batched
-
-if TYPE_CHECKING:
-    from tfamp.data._errors import OnError
 
 # Elements held for shuffling may take this much memory, unless told otherwise.
 SHUFFLE_BUFFER_BYTES = 256 * 2**20
@@ -45,8 +42,9 @@ class Settings:
 
     num_threads: int
     autotune: bool
-    errors: "OnError | None" = None
-    service: "Any | None" = None
+    # `_errors.OnError` and `service.Service`, which stand above this file.
+    errors: Any = None
+    service: Any = None
 
     @property
     def num_parallel_calls(self) -> int:

@@ -7,9 +7,11 @@ from typing import Any, Literal, TypeVar
 from tfamp import _checks
 from tfamp.data import _file_cache
 from tfamp.data._caching import Cache
+from tfamp.data._decode import make_decode
 from tfamp.data._errors import ErrorLog, OnError, SkippedElement
 from tfamp.data._stages import Batch, Map, Prefetch, Shuffle
 from tfamp.data._written import Written
+from tfamp.data.sources.images import FileSource
 
 PipelineType = TypeVar("PipelineType", bound="Staging")
 
@@ -40,6 +42,50 @@ class Staging(Written):
                 "with one element. Pass a function, such as `lambda x, y: (x, y)`."
             )
         return self._with(Map(function))
+
+    def decode(
+        self: PipelineType,
+        image_size: tuple[int, int] | None = None,
+        *,
+        channels: int = 3,
+        decoder: str = "tf",
+        method: str = "bilinear",
+        antialias: bool = False,
+        fit: str = "stretch",
+        key: str | None = None,
+    ) -> PipelineType:
+        """Decodes images to uint8 and resizes them, on all cores.
+
+        Args:
+            image_size: (height, width) of all images, None to keep each one's own.
+            channels: 3 for color, 1 for gray.
+            decoder: "tf"; "simplejpeg", which gives the same pixels; or "opencv",
+                whose resized values differ by at most 1 of 255.
+            method: How to resize, as `tf.image.resize` names it.
+            antialias: Whether to smooth before an image is made smaller.
+            fit: For another aspect ratio: "stretch", "crop" or "pad".
+            key: Name of the image where elements, or their first parts, are dicts.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            ImportError: The decoder's package is not installed.
+            TypeError: `image_size` is no pair of integers.
+            ValueError: An argument is unknown, or does not go with another.
+        """
+        return self._with(
+            make_decode(
+                image_size,
+                channels=channels,
+                decoder=decoder,
+                method=method,
+                antialias=antialias,
+                fit=fit,
+                key=key,
+                reads_files=isinstance(self.source, FileSource),
+            )
+        )
 
     def on_error(
         self: PipelineType,

@@ -121,14 +121,25 @@ class NumberedSubset(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Rebatch(Batch):
-    """Makes batches out of chunks of rows, without taking the rows apart."""
+    """Makes batches out of chunks of rows, without taking the rows apart.
+
+    Attributes:
+        num_rows: Rows in all chunks, None where unknown.
+    """
+
+    num_rows: int | None = None
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Chunks suit: the source made them for this."""
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Cuts and joins whole chunks."""
-        return dataset.rebatch(self.size, drop_remainder=self.drop_remainder)
+        batches = dataset.rebatch(self.size, drop_remainder=self.drop_remainder)
+        if self.num_rows is None:
+            return batches
+        whole, rest = divmod(self.num_rows, self.size)
+        count = whole + (rest > 0 and not self.drop_remainder)
+        return batches.apply(tf.data.experimental.assert_cardinality(count))
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""

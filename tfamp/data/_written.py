@@ -6,6 +6,9 @@ from typing import TypeVar
 from tfamp.data._sources import Source
 from tfamp.data._stages import Stage
 
+# Dropping elements for one reason and then for another is dropping for both.
+_REPEATABLE = {"filter"}
+
 WrittenType = TypeVar("WrittenType", bound="Written")
 
 
@@ -22,7 +25,8 @@ class Written:
     stages: tuple[Stage, ...] = ()
 
     def _with(self: WrittenType, stage: Stage) -> WrittenType:
-        if any(type(stage) is type(other) for other in self.stages):
+        is_there = any(type(stage) is type(other) for other in self.stages)
+        if is_there and stage.name not in _REPEATABLE:
             advice = (
                 "Call both functions from one"
                 if stage.name == "map"

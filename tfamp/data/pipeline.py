@@ -6,15 +6,17 @@ from typing import Literal
 import tensorflow as tf
 
 from tfamp.data import _plan, _running
+from tfamp.data._choosing import Choosing
 from tfamp.data._stages import Settings, num_usable_cpus
 from tfamp.data._staging import Staging
 from tfamp.data._starting import Starting
+from tfamp.data.service import Service
 
 Autotune = bool | Literal["auto"]
 
 
 @dataclasses.dataclass(frozen=True)
-class Pipeline(Starting, Staging):
+class Pipeline(Starting, Staging, Choosing):
     """An input pipeline that becomes a plain `tf.data.Dataset`.
 
     Start with `from_tfds`, `from_arrays` or `from_dataset`, add stages in any
@@ -47,22 +49,27 @@ class Pipeline(Starting, Staging):
         3
     """
 
-    def build(self, autotune: Autotune = "auto") -> tf.data.Dataset:
+    def build(
+        self, autotune: Autotune = "auto", *, service: Service | None = None
+    ) -> tf.data.Dataset:
         """Returns the dataset.
 
         Args:
             autotune: Whether tf.data chooses parallelism and buffer sizes itself.
                 "auto" is off: its tuning thread can stall the end of an epoch by
                 0.3 to 2.6 s, and one call for each core was as fast.
+            service: Worker processes that read, map and filter, each its share;
+                caching and all after it stay here. None for this process alone.
 
         Returns:
             A dataset; each iteration of it is one epoch, in a new order if there is
             a shuffle.
 
         Raises:
-            ValueError: No batch would be left, or the cache's files do not suit.
+            ValueError: No batch would be left, or stages do not go together.
+            OSError: The disk is too small for the cache.
         """
-        return _running.run(self._plan(autotune))
+        return _running.run(self._plan(autotune, service))
 
     def describe(self, autotune: Autotune = "auto") -> str:
         """Prints the plan as a table: each stage, its setting, and why.
@@ -96,11 +103,11 @@ class Pipeline(Starting, Staging):
         print(text)
         return text
 
-    def _plan(self, autotune: Autotune) -> _plan.Plan:
+    def _plan(self, autotune: Autotune, service: Service | None = None) -> _plan.Plan:
         if not isinstance(autotune, bool) and autotune != "auto":
             raise ValueError(
                 f"`autotune` is {autotune!r}; expected 'auto', True or False. Leave it "
                 "out for fixed parallelism."
             )
-        settings = Settings(num_usable_cpus(), autotune is True)
+        settings = Settings(num_usable_cpus(), autotune is True, service=service)
         return _plan.make_plan(self.source, self.stages, settings)

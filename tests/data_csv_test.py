@@ -1,0 +1,538 @@
+"""CSV sources: types, gaps, quotes, chunks, lengths, bad rows, wrong files."""
+
+import csv as stdlib_csv
+import gzip
+import math
+import re
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data._errors import ErrorLog, OnError
+from tfamp.data._stages import Settings
+from tfamp.data.sources import _blocks, csv
+from tfamp.data.sources.csv import csv_source
+
+RAISE = Settings(num_threads=2, autotune=False)
+
+
+def skip(max_fraction=0.5):
+    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction)))
+
+
+def write(path, text):
+    path.write_bytes(text.encode() if isinstance(text, str) else text)
+    return str(path)
+
+
+def plain(dataset):
+    for element in dataset.as_numpy_iterator():
+        yield tf.nest.map_structure(np.asarray, element)
+
+
+def rows_of(source, settings=RAISE):
+    return list(plain(source.dataset(settings)))
+
+
+def column(source, name, settings=RAISE):
+    return [row[name].item() for row in rows_of(source, settings)]
+
+
+@pytest.fixture
+def small_blocks(monkeypatch):
+    """Makes blocks of a few rows, so that a small file has many."""
+    original = _blocks.read_blocks
+
+    def read_blocks(path, *, num_skipped=0, block_bytes=0):
+        return original(path, num_skipped=num_skipped, block_bytes=20)
+
+    monkeypatch.setattr(_blocks, "read_blocks", read_blocks)
+
+
+def test_rows_are_dicts_of_scalars(tmp_path):
+    path = write(tmp_path / "a.csv", "n,x,name\n1,0.5,ann\n2,-1e3,bob\n")
+    dataset = csv_source(path).dataset(RAISE)
+    assert dataset.element_spec == {
+        "n": tf.TensorSpec((), tf.int64),
+        "x": tf.TensorSpec((), tf.float32),
+        "name": tf.TensorSpec((), tf.string),
+    }
+    assert int(dataset.cardinality()) == 2
+    found = [tuple(part.item() for part in row.values()) for row in plain(dataset)]
+    assert found == [(1, 0.5, b"ann"), (2, -1000.0, b"bob")]
+
+
+def test_a_label_stands_apart(tmp_path):
+    path = write(tmp_path / "a.csv", "y,a,b\n7,1,2\n8,3,4\n")
+    source = csv_source(path, label="y", columns=["b", "y"])
+    found = [(list(x.items()), y.item()) for x, y in plain(source.dataset(RAISE))]
+    assert found == [([("b", 2)], 7), ([("b", 4)], 8)]
+
+
+def test_columns_come_in_the_order_asked_for(tmp_path):
+    path = write(tmp_path / "a.csv", "a,b,c\n1,2,3\n")
+    (row,) = plain(csv_source(path, columns=["c", "a"]).dataset(RAISE))
+    assert [(name, part.item()) for name, part in row.items()] == [("c", 3), ("a", 1)]
+
+
+TYPES = {
+    "integers": (["1", "2"], tf.int64, [1, 2]),
+    "beyond float32": (["16777217", "-3"], tf.int64, [16777217, -3]),
+    "largest int64": (["9223372036854775807", "0"], tf.int64, [2**63 - 1, 0]),
+    "integers with gaps": (["1", ""], tf.float32, [1.0, math.nan]),
+    "large with gaps": (["16777217", "NA"], tf.float64, [16777217.0, math.nan]),
+    "huge with gaps": (["9007199254740993", ""], tf.string, [b"9007199254740993", b""]),
+    "floats": (["0.5", "nan"], tf.float32, [0.5, math.nan]),
+    "timestamps": (["1700000000.25", "0"], tf.float64, [1700000000.25, 0.0]),
+    "exponents": (["1e5", "-inf"], tf.float32, [1e5, -math.inf]),
+    "postal codes": (["01234", "98765"], tf.string, [b"01234", b"98765"]),
+    "text": (["1", "x"], tf.string, [b"1", b"x"]),
+    "gaps alone": (["NA", "nan"], tf.float32, [math.nan, math.nan]),
+    "beyond int64": (["9223372036854775808", "1"], tf.float64, [2.0**63, 1.0]),
+}
+
+
+@pytest.fixture(scope="module")
+def typed(tmp_path_factory):
+    """All of `TYPES` as the columns of one file: spec and values by name."""
+    lines = [",".join(TYPES)]
+    lines += [
+        ",".join(values[row] for values, _, _ in TYPES.values()) for row in (0, 1)
+    ]
+    path = tmp_path_factory.mktemp("typed") / "a.csv"
+    dataset = csv_source(write(path, "\n".join(lines))).dataset(RAISE)
+    found = list(plain(dataset))
+    return dataset.element_spec, {
+        name: [row[name].item() for row in found] for name in TYPES
+    }
+
+
+@pytest.mark.parametrize("name", TYPES, ids=TYPES)
+def test_types_hold_the_values(typed, name):
+    spec, found = typed
+    _, dtype, expected = TYPES[name]
+    assert spec[name].dtype == dtype
+    np.testing.assert_array_equal(found[name], expected)
+
+
+def test_given_types_hold(tmp_path):
+    path = write(tmp_path / "a.csv", "a,b,c,d\n1,2,3,4\n")
+    wanted = {"a": tf.float64, "b": "int32", "c": np.float32, "d": str}
+    spec = csv_source(path, dtypes=wanted).dataset(RAISE).element_spec
+    assert [one.dtype.name for one in spec.values()] == [
+        "float64",
+        "int32",
+        "float32",
+        "string",
+    ]
+
+
+def test_gaps_are_nan_in_numbers_and_empty_in_text(tmp_path):
+    path = write(tmp_path / "a.csv", "x,t\n1.5,a\n,\nNA,NA\nnan,b\n")
+    source = csv_source(path)
+    np.testing.assert_array_equal(column(source, "x"), [1.5] + [math.nan] * 3)
+    assert column(source, "t") == [b"a", b"", b"", b"b"]
+
+
+@pytest.mark.parametrize("na_values", [("?",), ("?", "-", "none")], ids=["1", "3"])
+def test_other_spellings_of_gaps(tmp_path, na_values):
+    mark = na_values[-1]
+    path = write(tmp_path / "a.csv", f"x,i,t\n1.5,1,a\n{mark},{mark},{mark}\n,3,\n")
+    source = csv_source(path, na_values=na_values)
+    np.testing.assert_array_equal(column(source, "x"), [1.5, math.nan, math.nan])
+    np.testing.assert_array_equal(column(source, "i"), [1, math.nan, 3])
+    assert column(source, "t") == [b"a", b"", b""]
+    assert source.dataset(RAISE).element_spec["i"].dtype == tf.float32
+
+
+def test_quoted_fields_hold_delimiters_line_ends_and_quotes(tmp_path, small_blocks):
+    texts = [
+        "a,b",
+        "two\nlines",
+        "a\x1eb",
+        'say "hi"',
+        "plain",
+        "",
+        "three\n\nlines,",
+        '"',
+        "z",
+    ]
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        writer = stdlib_csv.writer(file)
+        writer.writerow(["n", "text"])
+        writer.writerows([[n, text] for n, text in enumerate(texts * 3)])
+    source = csv_source(tmp_path / "a.csv")
+    found = [(row["n"].item(), row["text"].item()) for row in rows_of(source)]
+    assert found == [(n, text.encode()) for n, text in enumerate(texts * 3)]
+    assert source.num_examples == 27
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: b"\xef\xbb\xbf" + data,
+        lambda data: data.replace(b"\n", b"\r\n"),
+        lambda data: data.replace(b"\n", b"\n\n"),
+        lambda data: data[:-1],
+        gzip.compress,
+    ],
+    ids=["byte order mark", "Windows", "empty lines", "no last line end", "gzip"],
+)
+def test_files_of_other_programs(tmp_path, change):
+    data = b'a,b\n1,x\n2,"y"\n3,z\n'
+    source = csv_source(write(tmp_path / "a.csv", change(data)))
+    found = [tuple(part.item() for part in row.values()) for row in rows_of(source)]
+    assert found == [(1, b"x"), (2, b"y"), (3, b"z")]
+
+
+def test_many_files_follow_one_another(tmp_path, small_blocks):
+    for file in range(3):
+        numbers = "".join(f"{100 * file + n},0\n" for n in range(50))
+        write(tmp_path / f"{file}.csv", "n,z\n" + numbers)
+    source = csv_source(tmp_path / "*.csv")
+    expected = [100 * file + n for file in range(3) for n in range(50)]
+    assert column(source, "n") == expected
+    assert column(source, "n", Settings(4, True)) == expected
+    assert int(source.dataset(RAISE).cardinality()) == 150
+    assert column(csv_source(tmp_path), "n") == expected
+
+
+def test_chunks_hold_the_same_rows(tmp_path, small_blocks):
+    text = "n,y\n" + "".join(f"{n},{n % 3}\n" for n in range(50))
+    source = csv_source(write(tmp_path / "a.csv", text), label="y")
+    chunks = source.chunks(RAISE)
+    assert chunks.element_spec[0]["n"] == tf.TensorSpec((None,), tf.int64)
+    found = list(chunks.as_numpy_iterator())
+    assert len(found) > 5
+    assert np.concatenate([x["n"] for x, _ in found]).tolist() == list(range(50))
+    assert np.concatenate([y for _, y in found]).tolist() == [n % 3 for n in range(50)]
+    batches = chunks.rebatch(8)
+    assert [len(y) for _, y in batches] == [8] * 6 + [2]
+
+
+@pytest.mark.parametrize("label", [None, "y"], ids=["dict", "pair"])
+def test_packed_rows_are_the_same_rows(tmp_path, label):
+    lines = "".join(f"{n},{n / 2},t{n},{n % 3},{-n}.5\n" for n in range(20))
+    path = write(tmp_path / "a.csv", "n,x,t,y,z\n" + lines)
+    source = csv_source(path, label=label)
+    packed = source.packed(RAISE)
+    assert {name: spec.shape for name, spec in packed.element_spec.items()} == {
+        "float32": (2,),
+        "int64": (2,),
+        "string": (1,),
+    }
+    assert int(packed.cardinality()) == 20
+    whole = next(iter(source.dataset(RAISE).batch(20)))
+    again = next(iter(packed.batch(20).map(source.unpacked)))
+    tf.nest.assert_same_structure(whole, again)
+    for one, other in zip(tf.nest.flatten(whole), tf.nest.flatten(again), strict=True):
+        assert one.dtype == other.dtype
+        assert one.numpy().tolist() == other.numpy().tolist()
+
+
+def test_parsing_can_be_traced(tmp_path):
+    source = csv_source(write(tmp_path / "a.csv", "a,b\n1,2\n3,4\n"))
+
+    @tf.function
+    def total():
+        return source.dataset(RAISE).reduce(
+            tf.constant(0, tf.int64), lambda sum, row: sum + row["a"]
+        )
+
+    assert int(total()) == 4
+
+
+def test_files_without_a_header(tmp_path):
+    path = write(tmp_path / "a.csv", "1,2\n3,4\n")
+    assert column(csv_source(path, header=False), "column_1") == [2, 4]
+    named = csv_source(path, header=False, column_names=["u", "v"])
+    assert column(named, "v") == [2, 4]
+
+
+def test_other_delimiters(tmp_path):
+    path = write(tmp_path / "a.tsv", 'a\tb\n1\t"x\ty"\n')
+    assert column(csv_source(path, delimiter="\t"), "b") == [b"x\ty"]
+
+
+BAD_ROWS = [
+    pytest.param("4", "1 fields, expected 3", id="too few fields"),
+    pytest.param("4,5,x,7", "4 fields, expected 3", id="too many fields"),
+    pytest.param(
+        "4,five,x",
+        "column 'b' holds 'five', expected float32 (see `dtypes`) or one of "
+        "`na_values`",
+        id="no number",
+    ),
+    pytest.param(
+        ",5,x",
+        "column 'a' is missing, which int64 cannot say; pass `dtypes={'a': 'float64'}`",
+        id="gap in integers",
+    ),
+    pytest.param('4,5,x"y', "a quote that is not closed, or stands", id="stray quote"),
+    pytest.param('4,5,"xy', "a quote that is not closed, or stands", id="open quote"),
+]
+
+
+def test_bad_rows_cost_themselves(tmp_path):
+    lines = [f"{n},{n}.5,t{n}" for n in range(300)]
+    bad = {101 + 30 * n: row.values for n, row in enumerate(BAD_ROWS)}
+    for number, (line, _) in bad.items():
+        lines[number] = line
+    path = write(tmp_path / "a.csv", "a,b,c\n" + "\n".join(lines) + "\n")
+    settings = skip()
+    source = csv_source(path, num_infer_rows=100)
+    expected = [number for number in range(300) if number not in bad]
+    assert column(source, "a", settings) == expected
+    skipped = settings.errors.log.skipped
+    assert [one.where for one in skipped] == [f"{path}, line {n + 2}" for n in bad]
+    for one, (_, reason) in zip(skipped, bad.values(), strict=True):
+        assert one.message.startswith(reason)
+
+
+@pytest.mark.parametrize("bad, reason", BAD_ROWS)
+def test_a_bad_row_is_named_where_it_is_not_skipped(tmp_path, bad, reason):
+    path = write(tmp_path / "a.csv", "a,b,c\n1,2.5,x\n")
+    source = csv_source(path)
+    records = tf.constant(["3,4.5,y", "", bad, "5,6.5,z"])
+    message = re.escape(f"{path}, line 52: {reason}")
+    with pytest.raises(ValueError, match=message):
+        source._kept(0, 50, records, RAISE)
+
+
+def test_a_bad_row_ends_a_pass_where_it_is_not_skipped(tmp_path):
+    good = write(tmp_path / "a.csv", "a,b\n1,2.5\n")
+    path = write(tmp_path / "b.csv", "a,b\n1,2.5\nx,3.5\n")
+    dataset = csv_source([good, path]).dataset(RAISE)
+    message = re.escape(f"{path}, line 3: column 'a' holds 'x', expected int64")
+    with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+        list(dataset)
+
+
+def test_lines_are_counted_through_quoted_line_ends_and_empty_lines(tmp_path):
+    path = write(tmp_path / "a.csv", 'a,b\n1,"x\ny"\n\n2,z\noops\n3,"v\nw"\n4,u,u\n')
+    settings = skip()
+    assert column(csv_source(path), "a", settings) == [1, 2, 3]
+    places = [one.where for one in settings.errors.log.skipped]
+    assert places == [f"{path}, line 6", f"{path}, line 9"]
+
+
+def test_integers_with_gaps_are_never_rounded(tmp_path):
+    lines = [f"{n},0" for n in range(100)]
+    lines[3], lines[80], lines[90] = ",0", "16777216,0", "16777217,0"
+    path = write(tmp_path / "a.csv", "a,b\n" + "\n".join(lines))
+    source = csv_source(path, num_infer_rows=50)
+    message = (
+        f"{path}, line 92: column 'a' holds '16777217', which float32 would round; "
+        "pass `dtypes={'a': 'float64'}`"
+    )
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(source.chunks(RAISE))
+    exact = csv_source(path, num_infer_rows=50, dtypes={"a": "float64"})
+    assert column(exact, "a")[90] == 16777217.0
+
+
+def test_a_quote_that_is_never_closed_does_not_eat_the_file(tmp_path, monkeypatch):
+    monkeypatch.setattr(_blocks, "MAX_RECORD_BYTES", 2000)
+    lines = [f"{n},t{n}" for n in range(2000)]
+    lines[500] = '500,"t500'
+    path = write(tmp_path / "a.csv", "a,b\n" + "\n".join(lines) + "\n")
+    settings = skip()
+    source = csv_source(path)
+    assert column(source, "a", settings) == [n for n in range(2000) if n != 500]
+    assert [one.where for one in settings.errors.log.skipped] == [f"{path}, line 502"]
+
+
+def test_beyond_the_fraction_it_stops(tmp_path):
+    lines = [f"{n},0" if n % 50 else "bad" for n in range(2000)]
+    path = write(tmp_path / "a.csv", "a,b\n" + "\n".join(lines))
+    source = csv_source(path, num_examples=None)
+    dataset = source.dataset(skip(max_fraction=0.01))
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="cannot be read; expected"
+    ):
+        list(dataset)
+    assert len(column(source, "a", skip(max_fraction=0.03))) == 1960
+
+
+def test_workers_of_a_service_read_without_python(tmp_path):
+    path = write(tmp_path / "a.csv", "a,b\n1,2\n\n3,4\n")
+    source = csv_source(path)
+    settings = Settings(2, False, service=types.SimpleNamespace())
+    assert column(source, "a", settings) == [1, 3]
+    assert b"PyFunc" not in source.dataset(settings)._as_serialized_graph().numpy()
+    assert b"PyFunc" in source.dataset(RAISE)._as_serialized_graph().numpy()
+
+
+def test_length_is_known_where_rows_were_counted(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.csv", "a,b\n1,2\n3,4\n\n")
+    assert csv_source(path).num_examples == 2
+    assert csv_source(path, num_examples=None).num_examples is None
+    monkeypatch.setattr(csv, "MAX_COUNTED_BYTES", 5)
+    assert csv_source(path).num_examples is None
+    assert csv_source(path, num_examples="count").num_examples == 2
+    assert int(csv_source(path, num_examples=2).dataset(RAISE).cardinality()) == 2
+    assert int(csv_source(path).dataset(skip()).cardinality()) == -2
+
+
+def contents(**files):
+    def make(folder):
+        for name, text in files.items():
+            write(folder / f"{name}.csv", text)
+        return folder
+
+    return make
+
+
+@pytest.mark.parametrize(
+    "make, options, message",
+    [
+        pytest.param(
+            contents(a="a,b\n"),
+            {},
+            "has a header and no rows; expected at least one.",
+            id="header only",
+        ),
+        pytest.param(
+            contents(a="\n\n"), {}, "holds only empty lines; expected rows.", id="lines"
+        ),
+        pytest.param(
+            contents(a=""), {}, "has 0 bytes; expected at least one", id="empty"
+        ),
+        pytest.param(
+            contents(), {}, "has no file that ends in .csv, .tsv, .txt or", id="folder"
+        ),
+        pytest.param(
+            contents(a="a;b\n1;2\n"),
+            {},
+            "has 1 column, 'a;b', with `delimiter` ','; expected more. Did you mean "
+            "`delimiter=';'`?",
+            id="delimiter",
+        ),
+        pytest.param(
+            contents(a="age,b\n1,2\n"),
+            {"label": "aeg"},
+            "`label` names the column 'aeg', which the files lack; expected one of "
+            "their 2, 'age' and 'b'. Did you mean 'age'?",
+            id="label",
+        ),
+        pytest.param(
+            contents(a="a,b\n1,2\n"),
+            {"columns": ["a", "zzz"]},
+            "`columns` names the column 'zzz', which the files lack",
+            id="column",
+        ),
+        pytest.param(
+            contents(a="a,b\n1,2\n"),
+            {"dtypes": {"c": "int32"}},
+            "`dtypes` names the column 'c', which the files lack",
+            id="dtypes' column",
+        ),
+        pytest.param(
+            contents(a="a,b\n1,2\n"),
+            {"dtypes": {"a": "float"}},
+            "Unknown `dtypes['a']` 'float'; expected 'float32', 'float64',",
+            id="dtype",
+        ),
+        pytest.param(
+            contents(a="a,b\n1,2\n", b="a,c\n1,2\n"),
+            {},
+            "it lacks 'b' and has 'c' in addition. Expected the same in all files.",
+            id="headers differ",
+        ),
+        pytest.param(
+            contents(a="a,b\n1,2\n", b="b,a\n1,2\n"),
+            {},
+            "it has them in another order. Expected the same in all files.",
+            id="order differs",
+        ),
+        pytest.param(
+            contents(a="a,a\n1,2\n"), {}, "names 'a' more than once;", id="twice"
+        ),
+        pytest.param(
+            contents(a="1.5,2\n3,4\n"),
+            {},
+            "holds numbers, '1.5' and '2'; expected the names of the columns. Pass "
+            "`header=False`.",
+            id="no header",
+        ),
+        pytest.param(
+            contents(a="1,2\n3,4\n"),
+            {"header": False, "column_names": ["a"]},
+            "`column_names` has 1 names and file",
+            id="number of names",
+        ),
+        pytest.param(
+            contents(a="a,b\n3,4\n"),
+            {"column_names": ["a", "b"]},
+            "`column_names` is ('a', 'b') and `header` True; expected names only",
+            id="names beside a header",
+        ),
+        pytest.param(
+            contents(a="a,b\n3,4\n"),
+            {"label": "a", "columns": ["a"]},
+            "Only the label 'a' is selected; expected a feature beside it.",
+            id="label alone",
+        ),
+        pytest.param(
+            contents(a="a,b\n3,4\n"),
+            {"delimiter": ", "},
+            "`delimiter` is ', '; expected one character, no quote.",
+            id="two characters",
+        ),
+        pytest.param(
+            contents(a="a,b\n1,2\n".encode("utf-16")),
+            {},
+            "is in UTF-16; expected text in UTF-8.",
+            id="UTF-16",
+        ),
+    ],
+)
+def test_wrong_files_and_arguments_are_refused_at_once(
+    tmp_path, make, options, message
+):
+    folder = make(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        csv_source(folder, **options)
+
+
+@pytest.mark.parametrize("argument", ["columns", "na_values"])
+def test_a_string_in_place_of_a_list_is_refused(tmp_path, argument):
+    path = write(tmp_path / "a.csv", "a,b\n1,2\n")
+    message = f"`{argument}` is 'a'; expected a sequence of"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        csv_source(path, **{argument: "a"})
+
+
+def test_names_that_are_numbers_in_a_row_are_names(tmp_path):
+    path = write(tmp_path / "a.csv", "0,1\n5,6\n")
+    assert column(csv_source(path), "1") == [6]
+
+
+def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path):
+    rng = np.random.default_rng(0)
+    data = "a,b\n" + "".join(f"{x},{x}\n" for x in rng.random(20_000))
+    packed = gzip.compress(data.encode())
+    path = write(tmp_path / "a.csv", packed[: len(packed) // 2])
+    dataset = csv_source(path).dataset(RAISE)
+    message = f"File {path!r} is damaged: its gzip stream breaks near byte"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(dataset)
+
+
+def test_identity_follows_files_and_arguments(tmp_path):
+    path = write(tmp_path / "a.csv", "a,b\n1,2\n")
+    identity = csv_source(path).identity()
+    assert csv_source(path).identity() == identity
+    assert csv_source(path, label="a").identity() != identity
+    assert csv_source(path, dtypes={"a": "float32"}).identity() != identity
+    write(tmp_path / "a.csv", "a,b\n1,2\n3,4\n")
+    assert csv_source(path).identity() != identity
+
+
+def test_the_source_explains_itself(tmp_path):
+    path = write(tmp_path / "a.csv", "a,b,c\n1,2.5,x\n3,4.5,y\n")
+    what, why = csv_source(path).explain(None)
+    assert what == "CSV, 1 file, 2 rows"
+    assert why == "1 float32, 1 int64, 1 string, by the first 2 rows; gaps are NaN"

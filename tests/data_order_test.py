@@ -1,0 +1,150 @@
+"""The order stages run in: by position or on a stream, in chunks, with care."""
+
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data import Pipeline
+
+
+def table_stages(text):
+    return [line.split()[0] for line in text.splitlines()[2:] if line[1] != " "]
+
+
+def uneven():
+    """Eight pairs: six of class 0, two of class 1."""
+    return Pipeline.from_arrays(np.arange(8), np.array([0] * 6 + [1] * 2))
+
+
+def labels(dataset):
+    return sorted(int(y) for _, y in dataset)
+
+
+@pytest.fixture
+def images(tmp_path):
+    """Two classes of gray JPEGs, of which the second cat is cut short."""
+    for number, name in enumerate(("cat", "dog")):
+        (tmp_path / name).mkdir()
+        for shade in range(4):
+            pixels = np.full((24, 20, 3), 100 * number + 20 * shade, np.uint8)
+            jpeg = tf.io.encode_jpeg(pixels).numpy()
+            (tmp_path / name / f"{shade}.jpg").write_bytes(jpeg)
+    broken = tmp_path / "cat" / "1.jpg"
+    broken.write_bytes(broken.read_bytes()[:100])
+    return tmp_path
+
+
+def test_balance_draws_arrays_by_position():
+    pipeline = uneven().balance(seed=1)
+    assert table_stages(pipeline.describe()) == [
+        *("source", "balance", "gather", "threads")
+    ]
+    dataset = pipeline.build()
+    assert int(dataset.cardinality()) == 8
+    assert labels(dataset) == [0] * 4 + [1] * 4
+
+
+def test_behind_a_cache_balance_repeats_what_was_cached(tmp_path):
+    pipeline = uneven().map(lambda x, y: (x, y)).cache(tmp_path / "train")
+    pipeline = pipeline.balance(seed=1)
+    assert table_stages(pipeline.describe()) == [
+        *("source", "map", "cache", "balance", "threads")
+    ]
+    dataset = pipeline.build()
+    assert int(dataset.cardinality()) == 8
+    assert labels(dataset) == [0] * 4 + [1] * 4
+
+
+def test_a_filter_before_balance_counts():
+    pipeline = uneven().filter(lambda x, y: x > 3).balance(seed=1)
+    stages = table_stages(pipeline.describe())
+    assert stages[:3] == ["source", "filter", "balance"]
+    assert labels(pipeline.build()) == [0, 0, 1, 1]  # 4 and 5 against 6 and 7
+
+
+def test_a_subset_of_arrays_is_cut_before_it_is_balanced():
+    pipeline = uneven().subset(4, stratify="target", seed=3).balance(seed=1)
+    assert "of 8, before any is read" in " ".join(pipeline.describe().split())
+    dataset = pipeline.build()
+    assert labels(dataset) == [0, 0, 1, 1]
+    kept = {int(x) for x, _ in dataset}
+    assert len(kept) <= 4
+
+
+def test_images_are_shuffled_as_paths_and_decoded_to_uint8(images, caplog):
+    pipeline = Pipeline.from_images(images).decode((8, 8)).shuffle(seed=1).batch(4)
+    described = pipeline.describe()
+    assert table_stages(described) == [
+        *("source", "shuffle", "gather", "decode", "batch", "threads")
+    ]
+    careful = pipeline.on_error("skip", max_fraction=0.2)
+    batches = list(careful.build())
+    assert [x.dtype for x, _ in batches] == [tf.uint8, tf.uint8]
+    assert [x.shape for x, _ in batches] == [(4, 8, 8, 3), (3, 8, 8, 3)]
+    (skipped,) = careful.skipped
+    assert skipped.where == str(images / "cat" / "1.jpg")
+    assert "jpeg::Uncompress failed" in skipped.message
+    assert "[Op:" not in skipped.message
+    shades = {}
+    for x, y in batches:
+        for image, label in zip(x.numpy(), y.numpy(), strict=True):
+            shades.setdefault(int(label), []).append(round(image.mean() / 20))
+    assert sorted(shades[0]) == [0, 2, 3]
+    assert sorted(shades[1]) == [5, 6, 7, 8]
+
+
+def test_a_damaged_image_without_care_ends_the_pass(images):
+    dataset = Pipeline.from_images(images).decode((8, 8)).build()
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        list(dataset)
+
+
+def test_rows_that_nothing_looks_at_go_from_chunks_to_batches(tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("a,y\n" + "".join(f"{i},{i % 3}\n" for i in range(10)))
+    pipeline = Pipeline.from_csv(path, label="y").batch(4)
+    assert "from chunks" in pipeline.describe()
+    dataset = pipeline.build()
+    assert int(dataset.cardinality()) == 3
+    assert [x["a"].numpy().tolist() for x, _ in dataset] == [
+        *([0, 1, 2, 3], [4, 5, 6, 7], [8, 9])
+    ]
+    by_row = Pipeline.from_csv(path, label="y").map(lambda x, y: (x["a"], y)).batch(4)
+    assert "from chunks" not in by_row.describe()
+    assert [x.numpy().tolist() for x, _ in by_row.build()][2] == [8, 9]
+
+
+def test_a_streaming_subset_keeps_the_numbers_of_what_is_skipped():
+    subset = Pipeline.from_dataset(tf.data.Dataset.range(8)).subset(4, seed=0)
+    *expected, bad = (int(x) for x in subset.build())
+    assert bad > 3  # so its place among the chosen is another one
+
+    def refuse(x):
+        check = tf.debugging.assert_none_equal(x, tf.constant(bad, x.dtype))
+        with tf.control_dependencies([check]):
+            return tf.identity(x)
+
+    pipeline = subset.map(refuse).on_error("skip", max_fraction=0.5)
+    assert [int(x) for x in pipeline.build()] == expected
+    assert [one.where for one in pipeline.skipped] == [f"element {bad}"]
+
+
+@pytest.mark.parametrize(
+    "call, message",
+    [
+        (
+            lambda p: p.balance().weights([1.0] * 8).build(),
+            "`.balance` and `.weights` came together; expected one of them",
+        ),
+        (
+            lambda p: p.map(lambda x, y: (x, y)).on_error("skip").build(service=1),
+            "`.on_error('skip')` came with `service`; expected one of them",
+        ),
+    ],
+    ids=["two samplers", "skipping on workers"],
+)
+def test_stages_that_do_not_go_together_are_refused(call, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        call(uneven())

@@ -1,0 +1,423 @@
+"""TFRecord sources: parsing, order, lengths, damage of every kind, wrong files."""
+
+import gzip
+import re
+import types
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data._errors import ErrorLog, OnError
+from tfamp.data._stages import Settings
+from tfamp.data.sources import _frames, _tfrecord_files
+from tfamp.data.sources.tfrecord import tfrecord_source
+
+RAISE = Settings(num_threads=2, autotune=False)
+FEATURES = {
+    "x": tf.io.FixedLenFeature((2,), tf.float32),
+    "y": tf.io.FixedLenFeature((), tf.int64),
+}
+FRAME = 16
+
+
+def skip(max_fraction=0.5):
+    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction)))
+
+
+def example(number, with_y=True):
+    x = tf.train.FloatList(value=[number, -number])
+    features = {"x": tf.train.Feature(float_list=x)}
+    if with_y:
+        y = tf.train.Int64List(value=[number])
+        features["y"] = tf.train.Feature(int64_list=y)
+    return tf.train.Example(
+        features=tf.train.Features(feature=features)
+    ).SerializeToString()
+
+
+def write(path, records, compression=""):
+    with tf.io.TFRecordWriter(str(path), compression) as writer:
+        for record in records:
+            writer.write(record)
+    return str(path)
+
+
+def fixed(count):
+    """Records of 20 bytes each, so that frame n begins at byte 36 n."""
+    return [f"record {number:013d}".encode() for number in range(count)]
+
+
+def change(path, *places):
+    data = bytearray(Path(path).read_bytes())
+    for place in places:
+        data[place] ^= 0xFF
+    Path(path).write_bytes(bytes(data))
+
+
+def read(source, settings=RAISE):
+    return list(source.dataset(settings).as_numpy_iterator())
+
+
+def labels(source, settings=RAISE):
+    return [int(element["y"]) for element in source.dataset(settings)]
+
+
+def test_records_come_in_order_as_strings(tmp_path):
+    source = tfrecord_source(write(tmp_path / "a", fixed(5)))
+    dataset = source.dataset(RAISE)
+    assert dataset.element_spec == tf.TensorSpec((), tf.string)
+    assert int(dataset.cardinality()) == 5
+    assert list(dataset.as_numpy_iterator()) == fixed(5)
+
+
+def test_features_are_parsed(tmp_path):
+    path = write(tmp_path / "a", [example(n) for n in range(3)])
+    dataset = tfrecord_source(path, features=FEATURES).dataset(RAISE)
+    assert dataset.element_spec["x"] == tf.TensorSpec((2,), tf.float32)
+    found = [(e["x"].numpy().tolist(), int(e["y"])) for e in dataset]
+    assert found == [([0, 0], 0), ([1, -1], 1), ([2, -2], 2)]
+
+
+def test_ragged_and_sparse_features_are_parsed(tmp_path):
+    path = write(tmp_path / "a", [example(n) for n in range(3)])
+    features = {
+        "x": tf.io.RaggedFeature(tf.float32),
+        "y": tf.io.VarLenFeature(tf.int64),
+    }
+    dataset = tfrecord_source(path, features=features).dataset(RAISE)
+    found = [(e["x"].numpy().tolist(), e["y"].values.numpy().tolist()) for e in dataset]
+    assert found == [([0, 0], [0]), ([1, -1], [1]), ([2, -2], [2])]
+
+
+def test_parsing_can_be_traced(tmp_path):
+    path = write(tmp_path / "a", [example(n) for n in range(4)])
+    source = tfrecord_source(path, features=FEATURES)
+
+    @tf.function
+    def total():
+        return source.dataset(RAISE).reduce(
+            tf.constant(0, tf.int64), lambda sum, e: sum + e["y"]
+        )
+
+    assert int(total()) == 6
+
+
+@pytest.mark.parametrize("settings", [RAISE, skip()], ids=["raise", "skip"])
+def test_files_come_by_turns_in_the_same_order_each_time(tmp_path, settings):
+    for file in range(6):
+        write(tmp_path / f"part-{file}", [b"%d%d" % (file, n) for n in range(3)])
+    source = tfrecord_source(tmp_path)
+    # One chunk holds a file here, so files follow one another.
+    expected = [b"%d%d" % (file, n) for file in range(6) for n in range(3)]
+    assert read(source, settings) == expected
+    assert read(source, settings) == expected
+
+
+def test_order_does_not_depend_on_threads_or_on_skipping(tmp_path):
+    for file in range(6):
+        count = 300 if file == 2 else 100
+        write(tmp_path / f"part-{file}", [b"%d-%d" % (file, n) for n in range(count)])
+    source = tfrecord_source(tmp_path)
+    source = type(source)(**{**vars(source), "chunk_size": 30})
+    orders = [
+        read(source, Settings(threads, autotune))
+        for threads, autotune in ((1, False), (4, False), (2, True))
+    ]
+    assert orders[0] == orders[1] == orders[2] == read(source, skip())
+    assert len(orders[0]) == 800
+    assert orders[0][30] == b"1-0"
+
+
+@pytest.mark.parametrize("compression", ["GZIP", "ZLIB"])
+@pytest.mark.parametrize("settings", [RAISE, skip()], ids=["raise", "skip"])
+def test_compressed_files_are_told_by_their_bytes(tmp_path, compression, settings):
+    write(tmp_path / "a", [example(0)])
+    write(tmp_path / "b", [example(1), example(2)], compression)
+    source = tfrecord_source(tmp_path, features=FEATURES)
+    assert source.compressions == ("", compression)
+    assert source.num_examples is None
+    assert labels(source, settings) == [0, 1, 2]
+    counted = tfrecord_source(tmp_path, num_examples="count")
+    assert int(counted.dataset(RAISE).cardinality()) == 3
+
+
+def test_a_plain_file_that_looks_packed_is_read(tmp_path):
+    # Its first length, 35,615, is the mark of gzip in its first two bytes.
+    record = b"a" * 0x8B1F
+    source = tfrecord_source(write(tmp_path / "a", [record]))
+    assert source.compressions == ("",)
+    assert read(source) == [record]
+
+
+def test_a_given_number_is_kept(tmp_path):
+    path = write(tmp_path / "a", fixed(3))
+    assert tfrecord_source(path, num_examples=None).dataset(RAISE).cardinality() == -2
+    assert tfrecord_source(path, num_examples=3).dataset(RAISE).cardinality() == 3
+
+
+def test_long_files_are_not_counted_unless_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(_tfrecord_files, "MAX_WALKED_RECORDS", 2)
+    path = write(tmp_path / "a", fixed(4))
+    assert tfrecord_source(path).num_examples is None
+    assert tfrecord_source(path, num_examples="count").num_examples == 4
+    assert "length unknown" in tfrecord_source(path).explain(None)[0]
+
+
+def test_stock_skipping_loses_the_rest_and_ours_one_record(tmp_path):
+    path = write(tmp_path / "a", fixed(1000))
+    change(path, 36 * 500 + 12)  # the first byte of record 500
+    stock = tf.data.TFRecordDataset(path).ignore_errors(log_warning=False)
+    assert len(list(stock)) == 500
+    settings = skip()
+    found = read(tfrecord_source(path), settings)
+    assert found == fixed(1000)[:500] + fixed(1000)[501:]
+    (skipped,) = settings.errors.log.skipped
+    assert skipped.where == f"{path}, record 500 at byte 18000"
+    assert skipped.message == "its bytes do not fit their checksum"
+
+
+def test_a_damaged_length_costs_its_record(tmp_path):
+    path = write(tmp_path / "a", fixed(100))
+    change(path, 36 * 7)
+    settings = skip()
+    assert read(tfrecord_source(path), settings) == fixed(100)[:7] + fixed(100)[8:]
+    (skipped,) = settings.errors.log.skipped
+    assert skipped.where == f"{path}, record 7 at byte 252"
+    assert skipped.message == "its length is damaged, so the next 36 bytes are lost"
+
+
+@pytest.mark.parametrize("window", [13, 40, 2**20], ids=["13", "40", "MiB"])
+def test_the_next_record_is_found_across_windows(tmp_path, monkeypatch, window):
+    monkeypatch.setattr(_frames, "WINDOW_BYTES", window)
+    path = write(tmp_path / "a", fixed(20))
+    change(path, 36 * 7, 36 * 8 + 8)  # a length, and the checksum of the next
+    frames = list(_frames.read_frames(path))
+    assert [f.payload for f in frames if f.payload] == fixed(20)[:7] + fixed(20)[9:]
+    (damaged,) = [frame for frame in frames if frame.damage]
+    assert (damaged.number, damaged.offset) == (7, 252)
+    assert "the next 72 bytes" in damaged.damage
+
+
+def test_several_kinds_of_damage_in_one_file(tmp_path):
+    path = write(tmp_path / "a", fixed(50))
+    change(path, 0, 36 * 10 + 35, 36 * 20 + 9)
+    with open(path, "r+b") as file:
+        file.truncate(36 * 49 + 30)
+    settings = skip()
+    kept = [r for n, r in enumerate(fixed(50)) if n not in (0, 10, 20, 49)]
+    assert read(tfrecord_source(path), settings) == kept
+    places = [one.where.rpartition(" ")[2] for one in settings.errors.log.skipped]
+    assert places == ["0", "360", "720", "1764"]
+
+
+@pytest.mark.parametrize("left", [5, 30], ids=["in its header", "in its payload"])
+def test_a_cut_file_is_an_error_when_it_is_built(tmp_path, left):
+    path = write(tmp_path / "a", fixed(3))
+    with open(path, "r+b") as file:
+        file.truncate(72 + left)
+    source = tfrecord_source(path)
+    message = f"File {path!r} is cut off or damaged: record 2 at byte 72 does not end"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        source.dataset(RAISE)
+    settings = skip()
+    assert read(source, settings) == fixed(2)
+    assert settings.errors.log.skipped[0].message.startswith("cut off after")
+
+
+def test_damage_names_file_and_byte_where_it_is_not_skipped(tmp_path):
+    write(tmp_path / "a", fixed(10))
+    path = write(tmp_path / "b", fixed(10))
+    change(path, 36 * 4 + 20)
+    dataset = tfrecord_source(tmp_path).dataset(RAISE)
+    message = f"{path}, record 4 at byte 144: its bytes do not fit their checksum."
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(dataset)
+
+
+def test_damage_in_a_packed_file_costs_one_record(tmp_path):
+    plain = write(tmp_path / "plain", fixed(20))
+    change(plain, 36 * 5 + 15)
+    path = tmp_path / "packed"
+    path.write_bytes(gzip.compress(Path(plain).read_bytes()))
+    settings = skip()
+    assert read(tfrecord_source(path), settings) == fixed(20)[:5] + fixed(20)[6:]
+    (skipped,) = settings.errors.log.skipped
+    assert skipped.where == f"{path}, record 5 at byte 180 of the unpacked file"
+
+
+@pytest.mark.parametrize("pack", [gzip.compress, zlib.compress], ids=["GZIP", "ZLIB"])
+def test_a_broken_stream_ends_in_an_error_that_says_how_much_is_lost(tmp_path, pack):
+    plain = write(
+        tmp_path / "plain", [np.random.default_rng(n).bytes(500) for n in range(400)]
+    )
+    packed = pack(Path(plain).read_bytes())
+    path = tmp_path / "packed"
+    path.write_bytes(packed[: len(packed) // 2])
+    dataset = tfrecord_source(path).dataset(skip())
+    message = f"{path}: the {'GZIP' if pack is gzip.compress else 'ZLIB'} stream breaks"
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        list(dataset)
+    text = str(caught.value)
+    assert message in text
+    read_so_far = int(re.search(r"after ([\d,]+) records", text)[1])
+    assert 150 < read_so_far < 201
+
+
+def test_records_that_do_not_fit_the_features_are_skipped_one_by_one(tmp_path):
+    records = [example(n) for n in range(20)]
+    records[5], records[9] = b"no example", example(9, with_y=False)
+    path = write(tmp_path / "a", records)
+    settings = skip()
+    source = tfrecord_source(path, features=FEATURES)
+    assert labels(source, settings) == [n for n in range(20) if n not in (5, 9)]
+    first, second = settings.errors.log.skipped
+    assert first.where == f"{path}, record 5"
+    assert second.where == f"{path}, record 9"
+    assert "Feature: y (data type: int64) is required" in second.message
+
+
+def test_a_record_that_does_not_fit_is_named_where_it_is_not_skipped(tmp_path):
+    records = [example(n) for n in range(20)]
+    records[9] = example(9, with_y=False)
+    path = write(tmp_path / "a", records)
+    dataset = tfrecord_source(path, features=FEATURES).dataset(RAISE)
+    with pytest.raises(tf.errors.InvalidArgumentError, match=f"{path}, record 9: "):
+        list(dataset)
+
+
+def test_numbers_go_on_behind_damage(tmp_path):
+    records = [example(n) for n in range(20)]
+    records[9] = b"no example"
+    path = write(tmp_path / "a", records)
+    change(path, 12)
+    settings = skip()
+    source = tfrecord_source(path, features=FEATURES)
+    assert labels(source, settings) == [n for n in range(20) if n not in (0, 9)]
+    places = [one.where for one in settings.errors.log.skipped]
+    assert places == [f"{path}, record 0 at byte 0", f"{path}, record 9"]
+
+
+def test_beyond_the_fraction_it_stops(tmp_path):
+    path = write(tmp_path / "a", fixed(1000))
+    change(path, *(36 * n + 12 for n in range(0, 1000, 50)))  # 20 of them
+    dataset = tfrecord_source(path).dataset(skip(max_fraction=0.01))
+    with pytest.raises(
+        tf.errors.InvalidArgumentError, match="cannot be read; expected"
+    ):
+        list(dataset)
+    settings = skip(max_fraction=0.03)
+    assert len(read(tfrecord_source(path), settings)) == 980
+
+
+def test_workers_of_a_service_read_without_python(tmp_path):
+    path = write(tmp_path / "a", [example(n) for n in range(5)])
+    source = tfrecord_source(path, features=FEATURES)
+    settings = Settings(2, False, service=types.SimpleNamespace())
+    dataset = source.dataset(settings)
+    assert [int(e["y"]) for e in dataset] == [0, 1, 2, 3, 4]
+    graph = dataset._as_serialized_graph().numpy()
+    assert b"PyFunc" not in graph
+    assert b"PyFunc" in source.dataset(RAISE)._as_serialized_graph().numpy()
+
+
+@pytest.mark.parametrize(
+    "make, message",
+    [
+        pytest.param(
+            lambda path: path / "none",
+            "in `paths` does not exist.",
+            id="missing",
+        ),
+        pytest.param(
+            lambda path: path / "*.none",
+            "in `paths` matches no file; expected at least one.",
+            id="no match",
+        ),
+        pytest.param(
+            lambda path: (path / "empty").write_bytes(b"") or path / "empty",
+            "in `paths` has 0 bytes; expected at least one element.",
+            id="empty",
+        ),
+        pytest.param(
+            lambda path: (path / "text").write_text("hello " * 50) and path / "text",
+            "in `paths` is no TFRecord file: no record begins in its first MiB.",
+            id="no TFRecord",
+        ),
+        pytest.param(lambda path: [], "`paths` is []; expected at least", id="nothing"),
+        pytest.param(
+            lambda path: "gs://bucket/train",
+            "`paths` holds 'gs://bucket/train', an address; expected files on this",
+            id="address",
+        ),
+    ],
+)
+def test_wrong_files_are_refused_at_once(tmp_path, make, message):
+    paths = make(tmp_path)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfrecord_source(paths)
+
+
+def test_a_path_that_is_nearly_right_is_proposed(tmp_path):
+    write(tmp_path / "train.tfrecord", fixed(1))
+    message = f"Did you mean {str(tmp_path / 'train.tfrecord')!r}?"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfrecord_source(tmp_path / "trian.tfrecord")
+
+
+def test_a_file_twice_is_refused(tmp_path):
+    path = write(tmp_path / "a", fixed(1))
+    message = f"`paths` names {path!r} twice; expected each file once."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfrecord_source([path, tmp_path / "*"])
+
+
+def test_features_that_no_record_has_are_refused_at_once(tmp_path):
+    path = write(tmp_path / "a", [example(n) for n in range(5)])
+    features = {"z": tf.io.FixedLenFeature((), tf.float32)}
+    message = f"The records of {path!r} do not fit `features` 'z': "
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        tfrecord_source(path, features=features)
+    assert "the first record has 'x' and 'y'" in str(caught.value)
+
+
+def test_features_that_are_no_dict_are_refused(tmp_path):
+    path = write(tmp_path / "a", fixed(1))
+    message = "`features` is ['x']; expected a dict {name: feature}."
+    with pytest.raises(TypeError, match=re.escape(message)):
+        tfrecord_source(path, features=["x"])
+
+
+def test_the_wrong_compression_is_refused(tmp_path):
+    path = write(tmp_path / "a", fixed(1))
+    message = "Unknown `compression` 'gz'; expected 'auto', 'GZIP' or 'ZLIB'."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfrecord_source(path, compression="gz")
+
+
+def test_a_changed_file_changes_the_identity(tmp_path):
+    path = write(tmp_path / "a", fixed(3))
+    before = tfrecord_source(path).identity()
+    assert tfrecord_source(path).identity() == before
+    write(tmp_path / "a", fixed(4))
+    assert tfrecord_source(path).identity() != before
+
+
+def test_the_source_explains_itself(tmp_path):
+    write(tmp_path / "a", fixed(3))
+    write(tmp_path / "b", fixed(4), "GZIP")
+    what, why = tfrecord_source(tmp_path, num_examples=7).explain(None)
+    assert what == "TFRecord, 2 files, GZIP, 7 records"
+    assert why.startswith("2 files by turns, read by ")
+
+
+def test_frames_hold_what_tensorflow_wrote(tmp_path):
+    lengths = np.random.default_rng(1).integers(0, 3000, 200)
+    records = [np.random.default_rng(n).bytes(n) for n in lengths]
+    path = write(tmp_path / "a", records)
+    frames = list(_frames.read_frames(path))
+    assert [frame.payload for frame in frames] == records
+    offsets = np.cumsum([0, *(lengths + FRAME)])[:-1]
+    assert [frame.offset for frame in frames] == offsets.tolist()

@@ -1,0 +1,163 @@
+"""Which elements come, and how often: stages of `Pipeline` that choose."""
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tfamp.data._filters import make_filter
+from tfamp.data._written import Written
+from tfamp.data.sampling.balance import make_balance
+from tfamp.data.sampling.subset import make_subset
+from tfamp.data.sampling.weights import make_weights
+from tfamp.data.statistics import Statistics
+
+PipelineType = TypeVar("PipelineType", bound="Choosing")
+
+
+class Choosing(Written):
+    """Filtering, and choosing examples by plans."""
+
+    def filter(
+        self: PipelineType,
+        predicate: Callable[..., Any] | None = None,
+        *,
+        missing: Any = None,
+        outliers: Any = None,
+        outlier_action: str | None = None,
+        statistics: Statistics | None = None,
+        shape: Any = None,
+        shape_action: str | None = None,
+    ) -> PipelineType:
+        """Drops or repairs elements; what is dropped is counted.
+
+        Shapes come first, then missing values, then outliers, and the predicate sees
+        the result. `describe` says how many were dropped, and why. A pass that keeps
+        nothing ends in an error. May come several times.
+
+        Args:
+            predicate: Called with the parts of an element; returns one boolean.
+            missing: "drop"; "mean", "median" or "mode" of `statistics`; a number; or
+                an imputer of scikit-learn.
+            outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99).
+            outlier_action: "drop" or "clip"; goes with `outliers`.
+            statistics: What `fit_statistics` found in the training data.
+            shape: The shape of inputs, None for any size.
+            shape_action: "drop", "error" or "crop_or_pad"; goes with `shape`.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            ImportError: An imputer without scikit-learn.
+            TypeError: An argument is of the wrong type.
+            ValueError: An argument is unknown, or lacks the one it goes with.
+
+        Example:
+            >>> import numpy as np
+            >>> import tfamp
+            >>> pipeline = tfamp.data.Pipeline.from_arrays(np.array([1.0, np.nan, 3.0]))
+            >>> [float(x) for x in pipeline.filter(missing="drop").build()]
+            [1.0, 3.0]
+        """
+        return self._with(
+            make_filter(
+                predicate,
+                missing=missing,
+                outliers=outliers,
+                outlier_action=outlier_action,
+                statistics=statistics,
+                shape=shape,
+                shape_action=shape_action,
+            )
+        )
+
+    def balance(
+        self: PipelineType,
+        by: Callable[..., Any] | str | None = None,
+        *,
+        method: str = "resample",
+        seed: int | None = None,
+    ) -> PipelineType:
+        """Makes all classes come equally often, by a new exact plan each epoch.
+
+        Arrays and image files are drawn by position, and what the plan leaves out is
+        never read. Anything else is read once by `build` for its labels, and each
+        element is then repeated or dropped as the plan says: shuffle behind it.
+
+        Args:
+            by: What tells the class: None for the target, a key of dict elements, or
+                a function of an element's parts.
+            method: "resample" keeps the number of examples, "oversample" brings every
+                class up to the largest, "undersample" down to the smallest.
+            seed: Same seed, same sequence of epochs.
+
+        Returns:
+            A pipeline with this stage; its length is known.
+
+        Raises:
+            TypeError: `by` is none of the three, or `seed` no integer.
+            ValueError: An unknown method.
+
+        Example:
+            >>> import numpy as np
+            >>> import tfamp
+            >>> x, y = np.arange(8), np.array([0] * 6 + [1] * 2)
+            >>> pipeline = tfamp.data.Pipeline.from_arrays(x, y).balance(seed=1)
+            >>> sorted(int(label) for _, label in pipeline.build())
+            [0, 0, 0, 0, 1, 1, 1, 1]
+        """
+        return self._with(make_balance(by, method=method, seed=seed))
+
+    def weights(
+        self: PipelineType,
+        weights: Any,
+        *,
+        replacement: bool = True,
+        num_examples: int | None = None,
+        seed: int | None = None,
+    ) -> PipelineType:
+        """Draws examples in proportion to weights, by a new exact plan each epoch.
+
+        Args:
+            weights: One for each example, at least 0, or a function of an element's
+                parts.
+            replacement: Whether an example may come more than once in an epoch.
+            num_examples: How many to draw; None for as many as there are.
+            seed: Same seed, same sequence of epochs.
+
+        Returns:
+            A pipeline with this stage; its length is known.
+
+        Raises:
+            TypeError: `weights` is neither numbers nor a function.
+            ValueError: A weight is negative or not finite, all are 0, or more are
+                asked for than can be drawn without replacement.
+        """
+        return self._with(
+            make_weights(
+                weights, replacement=replacement, num_examples=num_examples, seed=seed
+            )
+        )
+
+    def subset(
+        self: PipelineType,
+        size: int | float,
+        *,
+        stratify: Callable[..., Any] | str | bool | None = None,
+        seed: int = 0,
+    ) -> PipelineType:
+        """Keeps a part of the examples, the same in every epoch and process.
+
+        Args:
+            size: How many, or which share, above 0 and below 1.
+            stratify: None for a uniform draw; "target" keeps the proportions of the
+                target's classes, a key or a function those of other classes.
+            seed: Same seed, same subset.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: `size` is no number, or `stratify` none of those.
+            ValueError: `size` is 0 or less, or a share of 1 or more.
+        """
+        return self._with(make_subset(size, stratify=stratify, seed=seed))

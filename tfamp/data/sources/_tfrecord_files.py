@@ -1,0 +1,201 @@
+"""What TFRecord files are, told from a few of their bytes: packed, cut off, foreign."""
+
+import dataclasses
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp._units import format_bytes
+from tfamp.data._progress import progress
+from tfamp.data.sources import _frames
+from tfamp.data.sources._files import shown
+
+# Lengths of up to so many records are read at once, in 0.15 s.
+MAX_WALKED_RECORDS = 100_000
+_NUM_SAMPLED = 100
+# Records that are parsed as a sample: one may be damaged.
+_NUM_TRIED = 3
+
+
+def compression_of(path: str) -> str:
+    """Returns "", "GZIP" or "ZLIB" by the first bytes of a file.
+
+    A plain file whose first length looks like the mark of a packed one is told by
+    the checksum behind it, if that can be computed.
+    """
+    with open(path, "rb") as file:
+        start = file.read(_frames.HEADER_BYTES)
+    if start[:2] == b"\x1f\x8b":
+        return "" if _is_header(start) else "GZIP"
+    is_zlib = (
+        len(start) > 1 and start[0] == 0x78 and (start[0] << 8 | start[1]) % 31 == 0
+    )
+    if is_zlib:
+        return "" if _is_header(start) else "ZLIB"
+    return ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Walk:
+    """What walking through a file's lengths has shown.
+
+    Attributes:
+        num_frames: Whole frames before the end or the damage.
+        end: Byte behind the last of them.
+        damaged_at: Byte of the frame that does not fit into the file, None if all do.
+    """
+
+    num_frames: int
+    end: int
+    damaged_at: int | None
+
+
+def walk(
+    path: str,
+    update: Callable[[int], None] = lambda done: None,
+    *,
+    max_frames: int | None = None,
+) -> Walk:
+    """Returns how many frames a plain file has, reading only their lengths.
+
+    Nothing is checked but that the frames end where the file does.
+
+    Args:
+        path: The file, not compressed.
+        update: Called with the number of frames so far, now and then.
+        max_frames: Where to stop, None for the end of the file.
+    """
+    size = os.path.getsize(path)
+    number, offset = 0, 0
+    with open(path, "rb", buffering=0) as file:
+        descriptor = file.fileno()
+        while offset < size and number != max_frames:
+            header = os.pread(descriptor, _frames.HEADER_BYTES, offset)
+            if len(header) < _frames.HEADER_BYTES:
+                return Walk(number, offset, offset)
+            end = offset + _frames.FRAME_BYTES + _frames.HEADER.unpack(header)[0]
+            if end > size:
+                return Walk(number, offset, offset)
+            number, offset = number + 1, end
+            if number % 10_000 == 0:
+                update(number)
+    return Walk(number, offset, None)
+
+
+def is_tfrecord(path: str, compression: str) -> bool:
+    """Whether a file begins with a frame, or has one within its first MiB.
+
+    Without google-crc32c, which is needed to tell, every file passes.
+    """
+    try:
+        checksum = _frames.crc32c()
+    except ImportError:
+        return True
+    with open(path, "rb") as raw:
+        try:
+            start = _frames.unpacked(raw, compression).read(_frames.WINDOW_BYTES)
+        except _frames.STREAM_ERRORS:
+            return True  # told in full when it is read
+    return _frames.first_header(start, 2**40, checksum) is not None
+
+
+def _is_header(start: bytes) -> bool:
+    """Whether 12 bytes are a frame's header; False where that cannot be computed."""
+    try:
+        checksum = _frames.crc32c()
+    except ImportError:
+        return False
+    return _frames.first_header(start, 2**40, checksum) == 0
+
+
+def mean_bytes(path: str, compression: str) -> int:
+    """Returns the size of a frame in the file, from its first hundred, at least 1."""
+    if compression:
+        records = tf.data.TFRecordDataset(path, compression_type=compression)
+        sizes = [len(r) for r in first_records(records, _NUM_SAMPLED)]
+        # Packed to a third, as text and small numbers are; this is an estimate.
+        return max(1, sum(sizes) // max(1, 3 * len(sizes)))
+    walked = walk(path, max_frames=_NUM_SAMPLED)
+    return max(1, walked.end // max(1, walked.num_frames))
+
+
+def first_records(records: tf.data.Dataset, count: int) -> list[bytes]:
+    """Returns the first records, as many as can be read."""
+    readable = records.ignore_errors(log_warning=False).take(count)
+    return list(readable.as_numpy_iterator())
+
+
+def count_records(
+    paths: Sequence[str], compressions: Sequence[str], *, always: bool
+) -> tuple[int | None, str]:
+    """Returns how many records files hold, and what is wrong with the first cut file.
+
+    Args:
+        paths: The files.
+        compressions: "", "GZIP" or "ZLIB" for each.
+        always: Whether to count however long it takes. Else packed files are not
+            counted, nor those of more than `MAX_WALKED_RECORDS`, about.
+
+    Returns:
+        The number, None where they were not counted; and "" or the damage.
+    """
+    total = sum(os.path.getsize(path) for path in paths)
+    about = total // mean_bytes(paths[0], compressions[0])
+    if not always and (any(compressions) or about > MAX_WALKED_RECORDS):
+        return None, ""
+    count, damage = 0, ""
+    title = f"Counting records of {format_bytes(total)}"
+    with progress(title, unit="records") as update:
+        for path, compression in zip(paths, compressions, strict=True):
+            if compression:
+                records = tf.data.TFRecordDataset(path, compression_type=compression)
+                count += int(records.reduce(0, lambda n, _: n + 1))
+                update(count)
+                continue
+            walked = walk(path, functools.partial(_advance, update, count))
+            count += walked.num_frames
+            if walked.damaged_at is not None and not damage:
+                damage = (
+                    f"File {path!r} is cut off or damaged: record "
+                    f"{walked.num_frames} at byte {walked.damaged_at} does not end in "
+                    f"the file, which has {os.path.getsize(path)} bytes. Expected "
+                    "whole records: restore the file, or leave out what is damaged "
+                    "with `.on_error('skip')`."
+                )
+    return count, damage
+
+
+def _advance(update: Callable[[int], None], before: int, done: int) -> None:
+    """Tells how many records are counted, those of earlier files included."""
+    update(before + done)
+
+
+def check_features(path: str, compression: str, features: Mapping[str, Any]) -> None:
+    """Raises if none of the first records has the features.
+
+    Raises:
+        ValueError: Parsing fails for each of them.
+    """
+    plain = tf.data.TFRecordDataset(path, compression_type=compression)
+    records = first_records(plain, _NUM_TRIED)
+    failures = []
+    for record in records:
+        try:
+            tf.io.parse_example([record], features)
+        except tf.errors.InvalidArgumentError as error:
+            failures.append(error.message.splitlines()[0].partition("} ")[2])
+    if not records or len(failures) < len(records):
+        return
+    try:
+        names = sorted(tf.train.Example.FromString(records[0]).features.feature)
+        has = f"the first record has {shown(names)}" if names else "it has none"
+    except Exception:  # protobuf's own error, whose module differs by version
+        has = "the first record is no tf.train.Example"
+    raise ValueError(
+        f"The records of {path!r} do not fit `features` {shown(list(features))}: "
+        f"{failures[0]}; {has}. Expected these features in all records: correct their "
+        "names, shapes and dtypes, or pass `features=None` and parse in `.map`."
+    )

@@ -1,0 +1,284 @@
+"""CSV files as a source, parsed by the thousand rows."""
+
+import dataclasses
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp import _checks
+from tfamp._units import format_bytes
+from tfamp.data._progress import progress
+from tfamp.data._sources import DATA, Source, files_identity
+from tfamp.data._stages import Settings, map_in_order
+from tfamp.data.sources import _blocks
+from tfamp.data.sources._csv_format import DTYPES, NA_VALUES, Format, find_format
+from tfamp.data.sources._csv_parse import Parser
+from tfamp.data.sources._damage import report, tried
+from tfamp.data.sources._files import find_files
+
+# Rows of files up to this size in all are counted at once, in a tenth of a second.
+MAX_COUNTED_BYTES = 64 * 2**20
+# Rows in a call on the workers of a data service, which read line by line.
+_SERVICE_ROWS = 2048
+
+
+@dataclasses.dataclass(frozen=True)
+class CsvSource(Source):
+    """Rows of CSV files, one file after another.
+
+    Attributes:
+        paths: The files.
+        format: What their columns are.
+        num_examples: Rows in all, None where they were not counted.
+    """
+
+    # By rows: files differ in length, and there may be fewer than workers.
+    shard_policy = DATA
+    skips_errors = True
+    paths: tuple[str, ...]
+    format: Format
+    num_examples: int | None
+
+    def dataset(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the rows as scalars, in the order of the files."""
+        return self._of_known_length(self.chunks(settings).unbatch(), settings)
+
+    def chunks(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the same rows as columns of some 2,000 of them."""
+        parser = Parser(self.format)
+        num_skipped = int(self.format.has_header)
+        if settings.service is not None:
+            lines = tf.data.Dataset.from_tensor_slices(list(self.paths)).flat_map(
+                lambda path: tf.data.TextLineDataset(path).skip(num_skipped)
+            )
+            return map_in_order(lines.batch(_SERVICE_ROWS), parser, settings)
+
+        def blocks() -> Iterator[tuple[int, int, bytes, bytes]]:
+            for file, path in enumerate(self.paths):
+                for found in _blocks.read_records(
+                    path, delimiter=self.format.delimiter, num_skipped=num_skipped
+                ):
+                    yield file, *found
+
+        number, text = tf.TensorSpec((), tf.int64), tf.TensorSpec((), tf.string)
+        spec = (number, number, text, text)
+
+        @tf.autograph.experimental.do_not_convert
+        def parse(
+            file: tf.Tensor, line: tf.Tensor, block: tf.Tensor, separator: tf.Tensor
+        ) -> Any:
+            records = tf.strings.split(block, separator)
+
+            def repaired() -> tf.Tensor:
+                def kept(file: Any, line: Any, records: Any) -> tf.Tensor:
+                    return self._kept(int(file), int(line), records, settings)
+
+                good = tf.py_function(kept, [file, line, records], tf.string)
+                return tf.ensure_shape(good, (None,))
+
+            return tried(parser, records, repaired)
+
+        read = tf.data.Dataset.from_generator(blocks, output_signature=spec)
+        return map_in_order(read, parse, settings)
+
+    def packed(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the rows with one vector for each dtype instead of one for all.
+
+        tf.data handles 3 tensors of a row twice as fast as 10, which counts where
+        rows are shuffled. `unpacked` undoes it for batches.
+        """
+        dtypes = sorted({self._dtype(name) for name in self.format.selected})
+
+        def pack(*parts: Any) -> dict[str, tf.Tensor]:
+            found = self._by_name(parts if len(parts) == 2 else parts[0])
+            return {
+                dtype: tf.stack([found[name] for name in self._of(dtype)], axis=-1)
+                for dtype in dtypes
+            }
+
+        rows = map_in_order(self.chunks(settings), pack, settings).unbatch()
+        return self._of_known_length(rows, settings)
+
+    def unpacked(self, batch: Mapping[str, tf.Tensor]) -> Any:
+        """Returns a batch of packed rows as `dataset` would give it."""
+        found = {
+            name: part
+            for dtype, packed in batch.items()
+            for name, part in zip(
+                self._of(dtype), tf.unstack(packed, axis=-1), strict=True
+            )
+        }
+        features = {name: found[name] for name in self.format.features}
+        label = self.format.label
+        return features if label is None else (features, found[label])
+
+    def _by_name(self, element: Any) -> dict[str, tf.Tensor]:
+        """Returns all parts of an element by the names of their columns."""
+        if self.format.label is None:
+            return dict(element)
+        features, label = element
+        return {**features, self.format.label: label}
+
+    def _dtype(self, name: str) -> str:
+        return next(c.dtype for c in self.format.columns if c.name == name)
+
+    def _of(self, dtype: str) -> list[str]:
+        """Returns the names of the selected columns of a dtype."""
+        return [name for name in self.format.selected if self._dtype(name) == dtype]
+
+    def _of_known_length(
+        self, rows: tf.data.Dataset, settings: Settings
+    ) -> tf.data.Dataset:
+        if self.num_examples is None or settings.errors is not None:
+            return rows
+        return rows.apply(tf.data.experimental.assert_cardinality(self.num_examples))
+
+    def _kept(
+        self, file: int, line: int, given: tf.Tensor, settings: Settings
+    ) -> tf.Tensor:
+        """Returns the records that can be parsed, and reports the others."""
+        parser = Parser(self.format)
+        records = given.numpy().tolist()
+        lines = [line]
+        for record in records:
+            lines.append(lines[-1] + 1 + record.count(b"\n"))
+        bad = parser.find_bad(records)
+        for number in bad:
+            where = f"{self.paths[file]}, line {lines[number]}"
+            report(settings.errors, where, parser.reason(records[number]), self._total)
+        for number in reversed(bad):
+            del records[number]
+        return tf.constant(records, tf.string)
+
+    def _total(self) -> int:
+        """Returns how many rows there are, about, to hold errors against."""
+        if self.num_examples is not None:
+            return self.num_examples
+        _, block = next(_blocks.read_blocks(self.paths[0]))
+        num_bytes = sum(os.path.getsize(path) for path in self.paths)
+        return num_bytes * (1 + block.count(b"\n")) // max(1, len(block))
+
+    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        """Returns what the source is, and the reason for the way it is read."""
+        form = self.format
+        if self.num_examples is None:
+            rows = "length unknown (`num_examples`)"
+        else:
+            rows = f"{self.num_examples:,} rows"
+        num_files = len(self.paths)
+        files = f"{num_files} file" if num_files == 1 else f"{num_files:,} files"
+        selected = [c.dtype for c in form.columns if c.name in form.selected]
+        counts = {dtype: selected.count(dtype) for dtype in DTYPES}
+        types = ", ".join(f"{n} {dtype}" for dtype, n in counts.items() if n)
+        reason = f"{types}, by the first {form.num_inferred_rows:,} rows; gaps are NaN"
+        return f"CSV, {files}, {rows}", reason
+
+    def identity(self) -> Any:
+        """Returns the files with size and time of change, and how they are read."""
+        return ("csv", self.format, files_identity(self.paths))
+
+
+def csv_source(
+    paths: Any,
+    *,
+    label: str | None = None,
+    columns: Sequence[str] | None = None,
+    dtypes: Mapping[str, Any] | None = None,
+    header: bool = True,
+    column_names: Sequence[str] | None = None,
+    delimiter: str = ",",
+    na_values: Sequence[str] = NA_VALUES,
+    num_infer_rows: int = 1000,
+    num_examples: int | str | None = "auto",
+) -> CsvSource:
+    """Returns the rows of CSV files as a source, after a look at the head of each.
+
+    Files are in UTF-8 as RFC 4180 has them: quoted fields may hold delimiters, line
+    ends and doubled quotes. Empty lines do not count, and files ending in ".gz" or
+    any other name are unpacked where they are compressed with gzip.
+
+    Args:
+        paths: A file, a folder (its files ending in .csv, .tsv, .txt or .gz), a
+            pattern, or a list of these. All have the same columns.
+        label: The column that is the target; elements are then (dict, label).
+        columns: Which columns to give, None for all.
+        dtypes: {column: "float32", "float64", "int32", "int64" or "string"}, for
+            those that are not to be inferred. A missing value is NaN in floats, ""
+            in text, and an error in integers.
+        header: Whether the first line of each file holds the names.
+        column_names: Names where it does not; None for "column_0", "column_1", ...
+        delimiter: One character.
+        na_values: What stands for a missing value, in text columns too. The empty
+            field and "nan" always do. More than one other spelling than these costs
+            about half the speed.
+        num_infer_rows: Rows of the first file that types are inferred from.
+        num_examples: Rows in all. "auto" counts them if the files have at most
+            64 MiB, "count" counts in any case, which reads all files once, None
+            leaves the length of the dataset unknown.
+
+    Returns:
+        A source whose elements are dicts of scalars, or (dict, label).
+
+    Raises:
+        TypeError: An argument has the wrong type.
+        ValueError: A file is missing, empty, without rows or with other columns, a
+            column does not exist, or the delimiter is another one.
+    """
+    if not isinstance(delimiter, str) or len(delimiter) != 1 or delimiter in '"\n\r':
+        raise ValueError(
+            f"`delimiter` is {delimiter!r}; expected one character, no quote. Pass "
+            "',', ';', '|' or a tab."
+        )
+    if isinstance(na_values, str):
+        raise TypeError(
+            f"`na_values` is {na_values!r}; expected a sequence of strings. Pass "
+            f"`na_values=[{na_values!r}]`."
+        )
+    if header and column_names is not None:
+        raise ValueError(
+            f"`column_names` is {tuple(column_names)!r} and `header` True; expected "
+            "names only for files without a header. Pass `header=False`, or leave "
+            "them out."
+        )
+    found = find_files(paths, extensions=(".csv", ".tsv", ".txt", ".gz"))
+    for path in found:
+        _blocks.check_text(path)
+    form = find_format(
+        found,
+        label=label,
+        columns=columns,
+        dtypes=dtypes,
+        header=bool(header),
+        column_names=column_names,
+        delimiter=delimiter,
+        na_values=tuple(dict.fromkeys(("", *na_values))),
+        num_infer_rows=_checks.positive_int("num_infer_rows", num_infer_rows),
+    )
+    return CsvSource(found, form, _num_examples(found, form, num_examples))
+
+
+def _num_examples(
+    paths: tuple[str, ...], form: Format, asked: int | str | None
+) -> int | None:
+    """Returns the number of rows as asked for."""
+    if asked is None:
+        return None
+    if not isinstance(asked, str):
+        return _checks.positive_int("num_examples", asked)
+    _checks.choice("num_examples", asked, ["auto", "count"])
+    total = sum(os.path.getsize(path) for path in paths)
+    is_packed = any(_blocks.is_gzip(path) for path in paths)
+    if asked == "auto" and (is_packed or total > MAX_COUNTED_BYTES):
+        return None
+    count = 0
+    title = f"Counting rows of {format_bytes(total)}"
+    with progress(title, unit="rows") as update:
+        for path in paths:
+            for _, block, separator in _blocks.read_records(
+                path, delimiter=form.delimiter, num_skipped=int(form.has_header)
+            ):
+                count += sum(map(bool, block.split(separator)))
+                update(count)
+    return count
