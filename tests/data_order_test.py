@@ -131,6 +131,17 @@ def test_a_streaming_subset_keeps_the_numbers_of_what_is_skipped():
     assert [one.where for one in pipeline.skipped] == [f"element {bad}"]
 
 
+def test_sequences_are_bucketed_behind_a_shuffle():
+    lengths = [3, 9, 4, 10, 2, 12]
+    given = tf.data.Dataset.from_tensor_slices(lengths).map(lambda n: tf.range(n))
+    pipeline = (
+        Pipeline.from_dataset(given).bucket(2, boundaries=[8, 16]).shuffle(seed=1)
+    )
+    assert table_stages(pipeline.describe())[-3:] == ["shuffle", "bucket", "threads"]
+    shapes = sorted(tuple(batch.shape) for batch in pipeline.build())
+    assert shapes == [(1, 8), (1, 16), (2, 8), (2, 16)]
+
+
 @pytest.mark.parametrize(
     "call, message",
     [
@@ -139,11 +150,15 @@ def test_a_streaming_subset_keeps_the_numbers_of_what_is_skipped():
             "`.balance` and `.weights` came together; expected one of them",
         ),
         (
+            lambda p: p.batch(2).bucket(2).build(),
+            "`.batch` and `.bucket` came together; expected one of them.",
+        ),
+        (
             lambda p: p.map(lambda x, y: (x, y)).on_error("skip").build(service=1),
             "`.on_error('skip')` came with `service`; expected one of them",
         ),
     ],
-    ids=["two samplers", "skipping on workers"],
+    ids=["two samplers", "two batchings", "skipping on workers"],
 )
 def test_stages_that_do_not_go_together_are_refused(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -5,6 +5,7 @@ from typing import Any, TypeVar
 
 from tfamp.data._filters import make_filter
 from tfamp.data._written import Written
+from tfamp.data.bucketing import make_bucket
 from tfamp.data.sampling.balance import make_balance
 from tfamp.data.sampling.subset import make_subset
 from tfamp.data.sampling.weights import make_weights
@@ -137,6 +138,31 @@ class Choosing(Written):
                 weights, replacement=replacement, num_examples=num_examples, seed=seed
             )
         )
+
+    def bucket(
+        self: PipelineType, batch_size: int | None = None, **options: Any
+    ) -> PipelineType:
+        """Joins sequences of about one length into batches; in place of `.batch`.
+
+        They are padded to the boundary of their bucket: few shapes, which XLA
+        compiles once each, and multiples of 8, which tensor cores want. `describe`
+        says what share of the batches is padding.
+
+        Args:
+            batch_size: Sequences in a batch; give this or `token_budget`.
+            **options: `boundaries=` ("auto" or a sequence), `length=`,
+                `pad_to_multiple=`, `max_shapes=`, `drop_remainder=`,
+                `padding_values=`, `token_budget=`, `mask=`, `weight_padding=` and
+                `too_long=`, as `tfamp.data.bucketing.make_bucket` explains them.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: An argument is of the wrong type.
+            ValueError: An argument is unknown, or does not go with another.
+        """
+        return self._with(make_bucket(batch_size, **options))
 
     def subset(
         self: PipelineType,

@@ -74,7 +74,7 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
         settings: How parallel it is to run.
     """
     rest = sorted(stages, key=lambda stage: stage.rank)
-    _check_one_sampler(rest)
+    _check_pairs(rest)
     on_error = _take(rest, OnError)
     _check_on_error(on_error, source, rest)
     if on_error is not None and settings.service is not None:
@@ -210,14 +210,19 @@ def _check_on_error(
         )
 
 
-def _check_one_sampler(stages: Sequence[Stage]) -> None:
-    """Raises where two stages would each draw an epoch of their own."""
+def _check_pairs(stages: Sequence[Stage]) -> None:
+    """Raises where two stages do the same thing in two ways."""
     names = {stage.name for stage in stages}
     if {"balance", "weights"} <= names:
         raise ValueError(
             "`.balance` and `.weights` came together; expected one of them, since each "
             "draws an epoch of its own. For both, pass `.weights` the weight of the "
             "example over the number of its class."
+        )
+    if {"batch", "bucket"} <= names:
+        raise ValueError(
+            "`.batch` and `.bucket` came together; expected one of them. Leave `.batch` "
+            "out: `.bucket` makes batches."
         )
 
 
