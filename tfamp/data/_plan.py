@@ -221,8 +221,8 @@ def _check_pairs(stages: Sequence[Stage]) -> None:
         )
     if {"batch", "bucket"} <= names:
         raise ValueError(
-            "`.batch` and `.bucket` came together; expected one of them. Leave `.batch` "
-            "out: `.bucket` makes batches."
+            "`.batch` and `.bucket` came together; expected one of them. `.bucket` "
+            "makes batches: leave `.batch` out."
         )
 
 
