@@ -270,17 +270,20 @@ BAD_ROWS = [
         "column 'a' is missing, which int64 cannot say; pass `dtypes={'a': 'float64'}`",
         id="gap in integers",
     ),
+    pytest.param(
+        b"4,\xff,x", "column 'b' holds '\ufffd', expected float32", id="no text"
+    ),
     pytest.param('4,5,x"y', "a quote that is not closed, or stands", id="stray quote"),
     pytest.param('4,5,"xy', "a quote that is not closed, or stands", id="open quote"),
 ]
 
 
 def test_bad_rows_cost_themselves(tmp_path):
-    lines = [f"{n},{n}.5,t{n}" for n in range(300)]
+    lines = [f"{n},{n}.5,t{n}".encode() for n in range(300)]
     bad = {101 + 30 * n: row.values for n, row in enumerate(BAD_ROWS)}
     for number, (line, _) in bad.items():
-        lines[number] = line
-    path = write(tmp_path / "a.csv", "a,b,c\n" + "\n".join(lines) + "\n")
+        lines[number] = line if isinstance(line, bytes) else line.encode()
+    path = write(tmp_path / "a.csv", b"a,b,c\n" + b"\n".join(lines) + b"\n")
     settings = skip()
     source = csv_source(path, num_infer_rows=100)
     expected = [number for number in range(300) if number not in bad]

@@ -268,13 +268,15 @@ def test_a_broken_stream_ends_in_an_error_that_says_how_much_is_lost(tmp_path, p
 
 def test_records_that_do_not_fit_the_features_are_skipped_one_by_one(tmp_path):
     records = [example(n) for n in range(20)]
-    records[5], records[9] = b"no example", example(9, with_y=False)
+    # TensorFlow's own error for the first is no UTF-8, so not even an error of its.
+    records[5], records[9] = b"\xff\xfe\xfd", example(9, with_y=False)
     path = write(tmp_path / "a", records)
     settings = skip()
     source = tfrecord_source(path, features=FEATURES)
     assert labels(source, settings) == [n for n in range(20) if n not in (5, 9)]
     first, second = settings.errors.log.skipped
     assert first.where == f"{path}, record 5"
+    assert first.message == "cannot be parsed, and holds bytes that are no text"
     assert second.where == f"{path}, record 9"
     assert "Feature: y (data type: int64) is required" in second.message
 
@@ -421,3 +423,10 @@ def test_frames_hold_what_tensorflow_wrote(tmp_path):
     assert [frame.payload for frame in frames] == records
     offsets = np.cumsum([0, *(lengths + FRAME)])[:-1]
     assert [frame.offset for frame in frames] == offsets.tolist()
+
+
+def test_a_file_of_garbage_records_is_refused_at_once(tmp_path):
+    path = write(tmp_path / "a", [b"\xff\xfe\xfd"] * 5)
+    message = "holds bytes that are no text; the first record is no tf.train.Example."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfrecord_source(path, features=FEATURES)

@@ -74,7 +74,8 @@ class ImageReader:
         is_image = tf.reduce_any(start == known)
         is_image |= tf.strings.substr(start, 0, 2) == _STARTS[3]
         what = given if self.reads_files else "the bytes of an image"
-        told = [what, "is no JPEG, PNG, GIF or BMP; it begins with", start]
+        # Not its first bytes: an error whose text is no UTF-8 is another error.
+        told = [what, "is no JPEG, PNG, GIF or BMP; bytes:", tf.strings.length(data)]
         return tf.debugging.Assert(is_image, told)
 
     def _read_by_tensorflow(self, data: tf.Tensor, is_whole: bool = True) -> tf.Tensor:
@@ -101,7 +102,7 @@ class ImageReader:
             resized = tf.saturate_cast(tf.round(resized), tf.uint8)
         return tf.ensure_shape(resized, self._shape)
 
-    def _fast_function(self) -> Callable[[bytes], np.ndarray[Any, Any]]:
+    def _fast_function(self) -> Callable[[Any], np.ndarray[Any, Any]]:
         """Returns what decodes a JPEG outside of TensorFlow, without Python's lock."""
         simplejpeg = _checks.require(
             "simplejpeg", extra=None, purpose=f"`decoder={self.decoder!r}`"
@@ -109,7 +110,9 @@ class ImageReader:
         buffers = threading.local()
         color, depth = _COLORS[self.channels], self.channels
 
-        def decode(data: bytes) -> np.ndarray[Any, Any]:
+        def decode(given: Any) -> np.ndarray[Any, Any]:
+            # Eagerly it comes as an array without dimensions.
+            data = given if isinstance(given, bytes) else given.item()
             height, width, _, _ = simplejpeg.decode_jpeg_header(data)
             num_bytes = height * width * depth
             # New memory for each image costs as much as decoding it.
@@ -126,7 +129,7 @@ class ImageReader:
         cv2 = _checks.require("cv2", extra=None, purpose="`decoder='opencv'`")
         height, width = self.image_size or (0, 0)
 
-        def decode_and_resize(data: bytes) -> np.ndarray[Any, Any]:
+        def decode_and_resize(data: Any) -> np.ndarray[Any, Any]:
             pixels = decode(data)
             if self.fit == "crop":
                 top, left, tall, wide = crop_box(pixels.shape, height, width)

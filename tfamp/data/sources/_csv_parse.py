@@ -14,6 +14,7 @@ from tfamp.data.sources._csv_format import (
     is_number,
     split_fields,
 )
+from tfamp.data.sources._damage import PARSE_ERRORS, message_of
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,8 +78,8 @@ class Parser:
         """Returns what parsing these records raises, None if nothing."""
         try:
             self._traced(tf.constant(list(records), tf.string))
-        except tf.errors.InvalidArgumentError as error:
-            return error.message.splitlines()[0].partition("} ")[2]
+        except PARSE_ERRORS as error:
+            return message_of(error)
         return None
 
     @functools.cached_property

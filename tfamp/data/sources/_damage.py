@@ -7,6 +7,21 @@ import tensorflow as tf
 
 from tfamp.data._errors import OnError
 
+# What parsing raises for data that does not fit.
+PARSE_ERRORS = (tf.errors.InvalidArgumentError, UnicodeDecodeError)
+
+
+def message_of(error: Exception) -> str:
+    """Returns what an operation says is wrong, in a line, without its own name.
+
+    TensorFlow quotes the data; bytes that are no text make its error another one.
+    """
+    if isinstance(error, UnicodeDecodeError):
+        return "cannot be parsed, and holds bytes that are no text"
+    text = str(getattr(error, "message", error))
+    first = text.splitlines()[0] if text else type(error).__name__
+    return first.partition("} ")[2] or first
+
 
 def report(
     on_error: OnError | None, where: str, message: str, total: Callable[[], int]

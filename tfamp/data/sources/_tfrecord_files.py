@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfamp._units import format_bytes
 from tfamp.data._progress import progress
 from tfamp.data.sources import _frames
+from tfamp.data.sources._damage import PARSE_ERRORS, message_of
 from tfamp.data.sources._files import shown
 
 # Lengths of up to so many records are read at once, in 0.15 s.
@@ -185,8 +186,8 @@ def check_features(path: str, compression: str, features: Mapping[str, Any]) -> 
     for record in records:
         try:
             tf.io.parse_example([record], features)
-        except tf.errors.InvalidArgumentError as error:
-            failures.append(error.message.splitlines()[0].partition("} ")[2])
+        except PARSE_ERRORS as error:
+            failures.append(message_of(error))
     if not records or len(failures) < len(records):
         return
     try:

@@ -298,6 +298,7 @@ def _bad_lines(text: bytes) -> dict[int, str]:
                 line.decode()
             except UnicodeDecodeError as error:
                 wrong = line[error.start]
-                bad[number] = f"byte 0x{wrong:02x} at column {error.start} is no UTF-8"
+                at = f"byte 0x{wrong:02x} at column {1 + error.start}"
+                bad[number] = f"{at} is no UTF-8"
         return bad
     return {}

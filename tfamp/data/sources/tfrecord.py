@@ -11,7 +11,7 @@ from tfamp import _checks
 from tfamp.data._sources import DATA, Source, files_identity
 from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.sources import _frames
-from tfamp.data.sources._damage import report, tried
+from tfamp.data.sources._damage import PARSE_ERRORS, message_of, report, tried
 from tfamp.data.sources._files import find_files
 from tfamp.data.sources._tfrecord_files import (
     check_features,
@@ -209,10 +209,9 @@ class TfrecordSource(Source):
             try:
                 self._parse(tf.constant([record]))
                 good.append(record)
-            except tf.errors.InvalidArgumentError as error:
-                text = error.message.splitlines()[0].partition("} ")[2]
-                message = text or error.message.splitlines()[0]
-                self._report(file, first + number, None, message, settings)
+            except PARSE_ERRORS as error:
+                number += first
+                self._report(file, number, None, message_of(error), settings)
         return tf.constant(good, tf.string)
 
     def _report(

@@ -1,0 +1,551 @@
+"""Image folders and decoding: labels, what is ignored, pixels, decoders, errors."""
+
+import io
+import re
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp import _checks
+from tfamp.data._decode import make_decode
+from tfamp.data._image_reader import crop_box
+from tfamp.data._stages import Settings
+from tfamp.data.sources.images import images_source
+
+SETTINGS = Settings(num_threads=2, autotune=False)
+FAST = ["simplejpeg", "opencv"]
+
+
+def needs(decoder):
+    """Skips a test where a decoder's packages are missing."""
+    for package in {"tf": (), "simplejpeg": ("simplejpeg",)}.get(
+        decoder, ("simplejpeg", "cv2")
+    ):
+        pytest.importorskip(package, reason=f"decoder {decoder!r} needs it")
+
+
+def png(pixels):
+    return tf.io.encode_png(np.asarray(pixels, np.uint8)).numpy()
+
+
+def smooth(height, width, seed=0):
+    """An image as smooth as a photo: a few waves of random phase, with some noise."""
+    rng = np.random.default_rng(seed)
+    y, x = np.mgrid[0:height, 0:width] / 32
+    waves = [
+        np.sin(a * x + b * y + c) for a, b, c in rng.normal(size=(6, 3)) * [2, 2, 9]
+    ]
+    channels = rng.normal(size=(3, 6)) @ np.reshape(waves, (6, -1)) * 25 + 128
+    channels += rng.normal(size=channels.shape) * 3
+    pixels = channels.T.reshape(height, width, 3)
+    return np.clip(np.round(pixels), 0, 255).astype(np.uint8)
+
+
+def jpeg(pixels, quality=85):
+    return tf.io.encode_jpeg(pixels, quality=quality).numpy()
+
+
+def fill(folder, *names):
+    for name in names:
+        path = folder / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(png([[[0, 0, 0]]]))
+    return folder
+
+
+def pairs(source, folder):
+    return [
+        (path.numpy().decode()[len(str(folder)) + 1 :], int(label))
+        for path, label in source.dataset(SETTINGS)
+    ]
+
+
+def test_labels_are_the_sorted_folders(tmp_path):
+    fill(tmp_path, "dog/b.png", "dog/a.jpg", "cat/z.PNG", "cat/deep/y.jpeg")
+    source = images_source(tmp_path)
+    expected = [("cat/z.PNG", 0), ("cat/deep/y.jpeg", 0), ("dog/a.jpg", 1)]
+    assert pairs(source, tmp_path) == [*expected, ("dog/b.png", 1)]
+    assert source.class_names == ("cat", "dog")
+    assert source.dataset(SETTINGS).element_spec == (
+        tf.TensorSpec((), tf.string),
+        tf.TensorSpec((), tf.int32),
+    )
+    assert int(source.dataset(SETTINGS).cardinality()) == 4
+
+
+def test_class_names_give_the_numbers(tmp_path):
+    fill(tmp_path, "a/1.png", "b/2.png", "c/3.png")
+    source = images_source(tmp_path, class_names=["c", "a"])
+    assert pairs(source, tmp_path) == [("c/3.png", 0), ("a/1.png", 1)]
+
+
+def test_what_is_no_image_is_ignored_and_counted(tmp_path):
+    fill(tmp_path, "a/1.png", "b/2.png", "a/.hidden.png", "b/notes.txt", "top.png")
+    fill(tmp_path, ".git/x.png", "a/.thumbs/1.png", "a/README", "b/more.txt")
+    source = images_source(tmp_path)
+    assert [name for name, _ in pairs(source, tmp_path)] == ["a/1.png", "b/2.png"]
+    what, why = source.explain(None)
+    assert what == "2 images, 2 classes"
+    assert why == (
+        "paths only; ignored 2 .txt files, 1 beside the class folders, 1 hidden, "
+        "1 in hidden folders, 1 without extension"
+    )
+
+
+def test_images_without_labels_are_paths(tmp_path):
+    fill(tmp_path, "b.png", "a.png", "c/d.png")
+    source = images_source(tmp_path, labels=None)
+    found = [path.decode() for path in source.dataset(SETTINGS).as_numpy_iterator()]
+    assert found == [str(tmp_path / name) for name in ("a.png", "b.png", "c/d.png")]
+    assert source.locate(2) == str(tmp_path / "c/d.png")
+
+
+@pytest.mark.parametrize(
+    "labels, names",
+    [
+        ([5, 0, 5], ("0", "5")),
+        (np.array([5, 0, 5]), ("0", "5")),
+        ({"a.png": 5, "b.png": 0, "c.png": 5}, ("0", "5")),
+    ],
+    ids=["list", "array", "dict"],
+)
+def test_labels_can_be_given(tmp_path, labels, names):
+    fill(tmp_path, "a.png", "b.png", "c.png")
+    source = images_source(tmp_path, labels=labels)
+    assert pairs(source, tmp_path) == [("a.png", 5), ("b.png", 0), ("c.png", 5)]
+    assert source.class_names == names
+
+
+@pytest.mark.parametrize(
+    "class_names, numbers",
+    [(None, [1, 0]), (["dog", "cat", "cow"], [0, 1])],
+    ids=["sorted", "given"],
+)
+def test_labels_can_be_names(tmp_path, class_names, numbers):
+    fill(tmp_path, "a.png", "b/c.png")
+    labels = {"a.png": "dog", "b/c.png": "cat"}
+    source = images_source(tmp_path, labels=labels, class_names=class_names)
+    assert [number for _, number in pairs(source, tmp_path)] == numbers
+
+
+def test_any_image_can_be_read_by_its_position(tmp_path):
+    fill(tmp_path, "a/1.png", "a/2.png", "b/3.png")
+    source = images_source(tmp_path)
+    paths, labels = source.rows(tf.constant([2, 0]))
+    assert [path.decode()[-5:] for path in paths.numpy()] == ["3.png", "1.png"]
+    assert labels.numpy().tolist() == [1, 0]
+    part = source.part(tf.constant([2, 1]))
+    assert part.locate(1) == str(tmp_path / "a/2.png")
+    assert [path[-5:] for path in part.paths] == ["3.png", "2.png"]
+
+
+def test_identity_follows_files_and_labels(tmp_path):
+    fill(tmp_path, "a/1.png", "b/2.png")
+    identity = images_source(tmp_path).identity()
+    assert images_source(tmp_path).identity() == identity
+    assert images_source(tmp_path, class_names=["b", "a"]).identity() != identity
+    (tmp_path / "a/1.png").write_bytes(png([[[1, 2, 3]]]) + b"more")
+    assert images_source(tmp_path).identity() != identity
+
+
+@pytest.mark.parametrize(
+    "files, options, error, message",
+    [
+        pytest.param(
+            (), {}, ValueError, "has no class folders: it is empty", id="empty"
+        ),
+        pytest.param(
+            ("1.png", "2.png"),
+            {},
+            ValueError,
+            "has no class folders: it has files such as '1.png' and '2.png'. Expected "
+            "one folder of images for each class. Pass `labels=None`",
+            id="no folders",
+        ),
+        pytest.param(
+            ("a/1.png", "b/notes.txt"),
+            {},
+            ValueError,
+            "b' holds no images; expected at least one file that ends in ('.jpg',",
+            id="class without images",
+        ),
+        pytest.param(
+            ("cats/1.png",),
+            {"class_names": ["cast"]},
+            ValueError,
+            "Unknown class 'cast' in `class_names`; expected folders of",
+            id="unknown class",
+        ),
+        pytest.param(
+            ("a/1.png",),
+            {"class_names": ["a", "a"]},
+            ValueError,
+            "`class_names` is ('a', 'a'), with a name twice; expected each class once.",
+            id="class twice",
+        ),
+        pytest.param(
+            ("a/1.png",),
+            {"class_names": "a"},
+            TypeError,
+            "`class_names` is 'a'; expected a sequence of names. Pass "
+            "`class_names=['a']`.",
+            id="class names as text",
+        ),
+        pytest.param(
+            ("1.png",),
+            {"labels": [0, 1]},
+            ValueError,
+            "`labels` has 2 entries for 1 files; expected as many.",
+            id="too many labels",
+        ),
+        pytest.param(
+            ("1.png",),
+            {"labels": [0.5]},
+            TypeError,
+            "`labels` is a list of float64 with shape (1,); expected one integer for",
+            id="labels of floats",
+        ),
+        pytest.param(
+            ("1.png",),
+            {"labels": [-1]},
+            ValueError,
+            "`labels` holds -1; expected class numbers from 0 to 2147483647.",
+            id="negative label",
+        ),
+        pytest.param(
+            ("1.png", "2.png"),
+            {"labels": {"1.png": 0}},
+            ValueError,
+            "`labels` lacks '2.png', which lie there; expected one label for each file",
+            id="label missing",
+        ),
+        pytest.param(
+            ("1.png",),
+            {"labels": {"1.png": 0, "3.png": 0}},
+            ValueError,
+            "`labels` names '3.png', which do not lie there; expected one label",
+            id="file missing",
+        ),
+        pytest.param(
+            ("1.png", "2.png"),
+            {"labels": {"1.png": 0, "2.png": "b"}},
+            TypeError,
+            "`labels` holds '0' and 'b'; expected integers alone, or class names",
+            id="labels of two kinds",
+        ),
+        pytest.param(
+            ("1.png",),
+            {"labels": {"1.png": "b"}, "class_names": ["a"]},
+            ValueError,
+            "`labels` holds the class 'b'; expected one of `class_names`, 'a'.",
+            id="class not named",
+        ),
+        pytest.param(
+            ("1.png",),
+            {"labels": [0], "class_names": ["a"]},
+            ValueError,
+            "`class_names` is ('a',) and `labels` is list; expected names only where",
+            id="names beside numbers",
+        ),
+        pytest.param(
+            ("1.png",),
+            {"labels": "infer"},
+            ValueError,
+            "Unknown `labels` 'infer'; expected 'inferred'.",
+            id="unknown way",
+        ),
+        pytest.param(
+            ("a/1.png",),
+            {"extensions": ["png"]},
+            ValueError,
+            "`extensions` is ('png',); expected endings with their dot.",
+            id="extension without dot",
+        ),
+        pytest.param(
+            ("notes.txt",),
+            {"labels": None},
+            ValueError,
+            "holds no images; expected at least one file that ends in",
+            id="no images",
+        ),
+    ],
+)
+def test_wrong_folders_and_labels_are_refused_at_once(
+    tmp_path, files, options, error, message
+):
+    fill(tmp_path, *files)
+    with pytest.raises(error, match=re.escape(message)):
+        images_source(tmp_path, **options)
+
+
+def test_a_missing_folder_is_refused(tmp_path):
+    (tmp_path / "train").mkdir()
+    message = f"which does not exist; expected a folder. Did you mean {str(tmp_path)}"
+    message = message.replace("mean ", "mean '") + "/train'?"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        images_source(tmp_path / "trian")
+
+
+def test_a_file_in_place_of_a_folder_is_refused(tmp_path):
+    fill(tmp_path, "a.png")
+    message = "a.png', a file; expected a folder. Pass the folder that it lies in,"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        images_source(tmp_path / "a.png")
+
+
+def decode(data, *args, **options):
+    return make_decode(*args, **options).function(data).numpy()
+
+
+def test_pixels_come_as_they_are():
+    pixels = np.random.default_rng(0).integers(0, 256, (5, 7, 3), np.uint8)
+    for data in (png(pixels), bmp(pixels)):
+        found = decode(data)
+        assert found.dtype == np.uint8
+        np.testing.assert_array_equal(found, pixels)
+
+
+def bmp(pixels):
+    PIL = pytest.importorskip("PIL.Image", reason="writes BMP and GIF for the test")
+    file = io.BytesIO()
+    PIL.fromarray(pixels).save(file, "BMP")
+    return file.getvalue()
+
+
+def test_of_a_gif_the_first_frame_is_read():
+    PIL = pytest.importorskip("PIL.Image", reason="writes BMP and GIF for the test")
+    frames = [PIL.new("RGB", (4, 3), color) for color in ("red", "blue")]
+    file = io.BytesIO()
+    frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
+    found = decode(file.getvalue())
+    np.testing.assert_array_equal(found, np.full((3, 4, 3), (255, 0, 0)))
+
+
+def test_gray_images_get_three_channels_and_color_one():
+    gray = np.arange(12, dtype=np.uint8).reshape(3, 4, 1) * 20
+    np.testing.assert_array_equal(decode(png(gray)), np.repeat(gray, 3, axis=2))
+    assert decode(png(gray), channels=1).tolist() == gray.tolist()
+    color = np.repeat(gray, 3, axis=2)
+    assert decode(png(color), channels=1).shape == (3, 4, 1)
+
+
+def test_resized_values_are_rounded_half_to_even():
+    # Halving a 2 x 4 image takes the mean of each 2 x 2 block.
+    blocks = np.array([[0, 1, 2, 3], [0, 1, 3, 2]], np.uint8)[..., None]
+    # Means 0.5 and 2.5: down to 0 and 2; half up would be 1 and 3.
+    found = decode(png(blocks), (1, 2), channels=1)
+    assert found.dtype == np.uint8
+    assert found[..., 0].tolist() == [[0, 2]]
+
+
+def test_values_beyond_the_range_are_held_there():
+    edge = np.zeros((8, 8, 1), np.uint8)
+    edge[:, 4:] = 255
+    resized = tf.image.resize(edge, (16, 16), method="bicubic").numpy()
+    assert resized.min() < -1 and resized.max() > 256
+    found = decode(png(edge), (16, 16), channels=1, method="bicubic")
+    np.testing.assert_array_equal(found, np.clip(np.round(resized), 0, 255))
+
+
+def test_stretching_is_bilinear_between_the_centers_of_pixels():
+    pixels = smooth(9, 14)
+    found = decode(png(pixels), (6, 11))
+    expected = np.zeros((6, 11, 3))
+    for row in range(6):
+        for column in range(11):
+            y = min(max((row + 0.5) * 9 / 6 - 0.5, 0), 8)
+            x = min(max((column + 0.5) * 14 / 11 - 0.5, 0), 13)
+            top, left = int(y), int(x)
+            down, right = min(top + 1, 8), min(left + 1, 13)
+            upper = pixels[top, left] * (1 - x % 1) + pixels[top, right] * (x % 1)
+            lower = pixels[down, left] * (1 - x % 1) + pixels[down, right] * (x % 1)
+            expected[row, column] = upper * (1 - y % 1) + lower * (y % 1)
+    # Half a level for the rounding, and float32 against float64.
+    assert np.abs(found - expected).max() <= 0.5 + 1e-3
+
+
+def test_cropping_takes_the_middle_as_keras_does():
+    pixels = smooth(40, 100)
+    found = decode(png(pixels), (20, 20), fit="crop")
+    middle = decode(png(pixels[:, 30:70]), (20, 20))
+    np.testing.assert_array_equal(found, middle)
+    assert crop_box((101, 40), 1, 1) == (30, 0, 40, 40)
+    tensors = crop_box(tf.constant([101, 40]), 1, 1)
+    assert tuple(int(number) for number in tensors) == (30, 0, 40, 40)
+
+
+def test_padding_keeps_the_image_whole():
+    pixels = np.full((10, 20, 3), 200, np.uint8)
+    found = decode(png(pixels), (20, 20), fit="pad")
+    assert found[:5].max() == found[15:].max() == 0
+    assert found[5:15].min() == 200
+
+
+def test_antialiasing_smooths():
+    stripes = np.zeros((64, 64, 1), np.uint8)
+    stripes[:, ::2] = 255
+    plain = decode(png(stripes), (9, 9), channels=1)
+    smoothed = decode(png(stripes), (9, 9), channels=1, antialias=True)
+    assert np.ptp(smoothed.astype(int)) < np.ptp(plain.astype(int))
+
+
+@pytest.mark.parametrize("decoder", ["tf", *FAST])
+@pytest.mark.parametrize("fit", ["stretch", "crop"])
+def test_a_dataset_of_paths_becomes_pixels_of_one_shape(tmp_path, decoder, fit):
+    needs(decoder)
+    folder = tmp_path / "a"
+    folder.mkdir()
+    (folder / "0.jpg").write_bytes(jpeg(smooth(30, 40)))
+    (folder / "1.png").write_bytes(png(smooth(50, 20)))
+    (folder / "2.jpg").write_bytes(jpeg(smooth(64, 64, 1)[..., :1]))
+    source = images_source(tmp_path)
+    stage = make_decode((24, 16), decoder=decoder, fit=fit, reads_files=True)
+    dataset = source.dataset(SETTINGS)
+    stage.check(dataset)
+    decoded = stage.apply(dataset, SETTINGS)
+    assert decoded.element_spec[0] == tf.TensorSpec((24, 16, 3), tf.uint8)
+    plain = make_decode((24, 16), fit=fit, reads_files=True).function
+    for number, (pixels, label) in enumerate(decoded):
+        eager, _ = plain(source.locate(number), label)
+        difference = np.abs(pixels.numpy().astype(int) - eager.numpy())
+        assert difference.max() <= (1 if decoder == "opencv" else 0)
+
+
+@pytest.mark.parametrize(
+    "decoder, limit, mean", [("simplejpeg", 0, 0), ("opencv", 1, 0.2)]
+)
+def test_other_decoders_differ_as_the_docstring_says(decoder, limit, mean):
+    needs(decoder)
+    images = [smooth(150, 200, seed) for seed in range(3)]
+    try:
+        from sklearn.datasets import load_sample_images
+
+        images += load_sample_images().images
+    except ImportError:
+        images += []  # what follows holds for the waves alone
+    for pixels in images:
+        for quality in (75, 95):
+            data = jpeg(pixels, quality)
+            found = decode(data, (160, 128), decoder=decoder).astype(int)
+            difference = np.abs(found - decode(data, (160, 128)))
+            assert difference.max() <= limit
+            assert difference.mean() <= mean
+
+
+@pytest.mark.parametrize("decoder", ["tf", "simplejpeg"])
+def test_images_keep_their_own_sizes_unless_told(decoder):
+    needs(decoder)
+    dataset = tf.data.Dataset.from_tensors(jpeg(smooth(30, 41)))
+    decoded = make_decode(decoder=decoder).apply(dataset, SETTINGS)
+    assert decoded.element_spec.shape.as_list() == [None, None, 3]
+    assert next(iter(decoded)).shape == (30, 41, 3)
+
+
+def test_an_image_in_a_dict_is_found_by_its_key():
+    stage = make_decode((4, 4), key="image")
+    record = {"image": png(smooth(8, 8)), "id": 7}
+    for element in (record, (record, 1)):
+        dataset = tf.data.Dataset.from_tensors(element)
+        stage.check(dataset)
+        spec = stage.apply(dataset, SETTINGS).element_spec
+        first = spec[0] if isinstance(spec, tuple) else spec
+        assert first["image"] == tf.TensorSpec((4, 4, 3), tf.uint8)
+        assert first["id"] == tf.TensorSpec((), tf.int32)
+
+
+@pytest.mark.parametrize("decoder", ["tf", *FAST])
+@pytest.mark.parametrize(
+    "damage",
+    [lambda data: data[: len(data) // 2], lambda data: data[:2], lambda data: b""],
+    ids=["cut", "two bytes", "empty"],
+)
+def test_a_damaged_image_is_an_error(decoder, damage):
+    needs(decoder)
+    data = damage(jpeg(smooth(64, 64)))
+    function = make_decode((8, 8), decoder=decoder).function
+    dataset = tf.data.Dataset.from_tensors(data).map(function)
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        list(dataset)
+
+
+def test_a_file_that_is_no_image_is_named(tmp_path):
+    path = tmp_path / "notes.jpg"
+    path.write_text("no pixels")
+    dataset = tf.data.Dataset.from_tensors(str(path))
+    decoded = make_decode((8, 8), reads_files=True).apply(dataset, SETTINGS)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        list(decoded)
+    assert str(path) in str(caught.value)
+    assert "is no JPEG, PNG, GIF or BMP; bytes:" in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "element, key, message",
+    [
+        pytest.param(
+            np.zeros((8, 8, 3), np.uint8),
+            None,
+            "expected a path or the bytes of an image, a scalar string.",
+            id="pixels",
+        ),
+        pytest.param(
+            {"image": "a", "name": "b", "id": 1},
+            None,
+            "`key` is None and elements are dicts of ('image', 'name', 'id'); expected "
+            "the name of the image among them. Pass one of ('image', 'name').",
+            id="dict",
+        ),
+        pytest.param(
+            {"image": "a"}, "picture", "`key` is 'picture' and elements are", id="key"
+        ),
+        pytest.param("a", "image", "`key` is 'image' and elements hold", id="no dict"),
+        pytest.param(["a", "b"], None, "decode before you batch.", id="batch"),
+    ],
+)
+def test_elements_without_an_image_are_refused(element, key, message):
+    dataset = tf.data.Dataset.from_tensors(element)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        make_decode((4, 4), key=key).check(dataset)
+
+
+@pytest.mark.parametrize(
+    "options, error, message",
+    [
+        (
+            {"image_size": 224},
+            TypeError,
+            "`image_size` is 224; expected (height, width)",
+        ),
+        ({"image_size": (8, 0)}, ValueError, "`image_size` is 0; expected an integer"),
+        ({"channels": 4}, ValueError, "`channels` is 4; expected 1 or 3."),
+        ({"decoder": "pil"}, ValueError, "Unknown `decoder` 'pil'; expected 'tf',"),
+        ({"method": "cubic"}, ValueError, "Unknown `method` 'cubic'; expected"),
+        ({"fit": "crop"}, ValueError, "without `image_size`; expected a size to"),
+        (
+            {"decoder": "opencv", "image_size": (8, 8), "fit": "pad"},
+            ValueError,
+            "`decoder` 'opencv' came with size (8, 8), method 'bilinear',",
+        ),
+    ],
+    ids=["one number", "zero", "channels", "decoder", "method", "no size", "opencv"],
+)
+def test_wrong_arguments_are_refused(options, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        make_decode(**options)
+
+
+def test_a_missing_package_is_named(monkeypatch):
+    def refuse(module, *, extra, purpose):
+        raise ImportError(f"{purpose} needs {module}")
+
+    monkeypatch.setattr(_checks, "require", refuse)
+    with pytest.raises(ImportError, match="`decoder='simplejpeg'` needs simplejpeg"):
+        make_decode(decoder="simplejpeg")
+
+
+def test_the_stage_explains_itself():
+    dataset = tf.data.Dataset.from_tensors("path")
+    setting, reason = make_decode((8, 9), fit="crop").explain(dataset, SETTINGS)
+    assert setting == "tf, 8x9 crop, bilinear, 2 at once"
+    assert reason == "uint8, exact; EXIF rotation is not applied"

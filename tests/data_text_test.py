@@ -1,0 +1,248 @@
+"""Text sources: lines and files, labels, what is no UTF-8, lengths, wrong files."""
+
+import gzip
+import re
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.data._errors import ErrorLog, OnError
+from tfamp.data._stages import Settings
+from tfamp.data.sources import _blocks, text
+from tfamp.data.sources.text import text_source
+
+RAISE = Settings(num_threads=2, autotune=False)
+
+
+def skip(max_fraction=0.9):
+    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction)))
+
+
+def write(path, data):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_bytes(data if isinstance(data, bytes) else data.encode())
+    return str(path)
+
+
+def read(source, settings=RAISE):
+    return list(source.dataset(settings).as_numpy_iterator())
+
+
+def decoded(source, settings=RAISE):
+    return [(found.decode(), int(label)) for found, label in read(source, settings)]
+
+
+def test_lines_come_in_order_without_empty_ones(tmp_path):
+    path = write(tmp_path / "a.txt", "one\n\ntwo words\nthree: é\n")
+    source = text_source(path)
+    dataset = source.dataset(RAISE)
+    assert dataset.element_spec == tf.TensorSpec((), tf.string)
+    assert int(dataset.cardinality()) == 3
+    assert read(source) == [b"one", b"two words", "three: é".encode()]
+    what, why = source.explain(None)
+    assert what == "text, 1 file, 3 lines"
+    assert why == "checked to be UTF-8; 1 empty ones left out"
+
+
+@pytest.mark.parametrize(
+    "data", [b"a\n\n\nb\n", b"a\r\n\r\n\r\nb\r\n"], ids=["Unix", "Windows"]
+)
+def test_empty_lines_are_kept_when_told(tmp_path, data):
+    source = text_source(write(tmp_path / "a.txt", data), keep_empty=True)
+    assert read(source) == [b"a", b"", b"", b"b"]
+    assert source.num_examples == 4
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: b"\xef\xbb\xbf" + data,
+        lambda data: data.replace(b"\n", b"\r\n"),
+        lambda data: data[:-1],
+        gzip.compress,
+    ],
+    ids=["byte order mark", "Windows", "no last line end", "gzip"],
+)
+def test_files_of_other_programs(tmp_path, change):
+    path = write(tmp_path / "a.txt", change(b"one\ntwo\n"))
+    assert read(text_source(path)) == [b"one", b"two"]
+
+
+def test_lines_are_whole_across_blocks(tmp_path, monkeypatch):
+    lines = [f"line {n} " * (n % 7 + 1) for n in range(200)]
+    path = write(tmp_path / "a.txt", "\n".join(lines))
+    original = _blocks.read_blocks
+    monkeypatch.setattr(
+        _blocks, "read_blocks", lambda path: original(path, block_bytes=50)
+    )
+    source = text_source(path)
+    assert read(source) == [line.encode() for line in lines]
+    assert len(list(source.chunks(RAISE))) > 20
+
+
+def test_lines_of_a_class_folder_have_its_label(tmp_path):
+    write(tmp_path / "pos/1.txt", "good\nfine\n")
+    write(tmp_path / "pos/deep/2.txt", "great\n")
+    write(tmp_path / "neg/1.txt", "bad\n")
+    source = text_source(tmp_path, labels="inferred")
+    expected = [("bad", 0), ("good", 1), ("fine", 1), ("great", 1)]
+    assert decoded(source) == expected
+    assert source.class_names == ("neg", "pos")
+    assert source.dataset(RAISE).element_spec[1] == tf.TensorSpec((), tf.int32)
+    turned = text_source(tmp_path, labels="inferred", class_names=["pos", "neg"])
+    assert decoded(turned)[0] == ("good", 0)
+
+
+def test_files_can_be_examples(tmp_path, monkeypatch):
+    monkeypatch.setattr(text, "_FILES_A_CHUNK", 2)
+    for name in ("a/3.txt", "a/1.txt", "b/2.txt"):
+        write(tmp_path / name, f"text\nof {name}\n")
+    write(tmp_path / "b/empty.txt", "")
+    write(tmp_path / "b/x.txt.gz", gzip.compress(b"packed"))
+    source = text_source(tmp_path, labels="inferred", by="file")
+    expected = [
+        (f"text\nof {name}\n", n) for name, n in (("a/1.txt", 0), ("a/3.txt", 0))
+    ]
+    assert decoded(source) == [*expected, ("text\nof b/2.txt\n", 1), ("packed", 1)]
+    assert source.num_examples is None
+    counted = text_source(tmp_path, labels="inferred", by="file", num_examples="count")
+    assert (counted.num_examples, counted.num_empty) == (4, 1)
+    assert int(counted.dataset(RAISE).cardinality()) == 4
+
+
+def test_labels_can_be_given_for_each_file(tmp_path):
+    paths = [write(tmp_path / name, f"{name}\n") for name in ("b.txt", "a.txt")]
+    assert decoded(text_source(paths, labels=[3, 4])) == [("b.txt", 3), ("a.txt", 4)]
+    by_name = text_source(tmp_path, labels={"b.txt": "x", "a.txt": "y"})
+    assert decoded(by_name) == [("a.txt", 1), ("b.txt", 0)]
+
+
+def test_a_line_that_is_no_text_costs_itself(tmp_path):
+    write(tmp_path / "a.txt", b"one\ntwo\n")
+    path = write(tmp_path / "b.txt", b"three\n\nfo\xffr\nfive\n\xc3\n")
+    settings = skip()
+    assert read(text_source(tmp_path), settings) == [b"one", b"two", b"three", b"five"]
+    places = [(one.where, one.message) for one in settings.errors.log.skipped]
+    assert places == [
+        (f"{path}, line 3", "byte 0xff at column 3 is no UTF-8"),
+        (f"{path}, line 5", "byte 0xc3 at column 1 is no UTF-8"),
+    ]
+
+
+def test_a_line_that_is_no_text_is_named_where_it_is_not_skipped(tmp_path):
+    path = write(tmp_path / "a.txt", b"one\nt\xe9o\n")
+    dataset = text_source(path).dataset(RAISE)
+    message = f"{path}, line 2: byte 0xe9 at column 2 is no UTF-8."
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(dataset)
+
+
+def test_a_file_that_is_no_text_costs_itself(tmp_path):
+    write(tmp_path / "a.txt", "one")
+    path = write(tmp_path / "b.txt", b"line\nt\xe9o\n\xe9\n")
+    settings = skip()
+    assert read(text_source(tmp_path, by="file"), settings) == [b"one"]
+    (skipped,) = settings.errors.log.skipped
+    assert skipped.where == f"{path}, line 2"
+
+
+@pytest.mark.parametrize("by, texts", [("line", [b"a", b"b"]), ("file", [b"a\nb\n"])])
+def test_workers_of_a_service_read_without_python(tmp_path, by, texts):
+    path = write(tmp_path / "a.txt", "a\nb\n")
+    source = text_source([path], by=by, labels=[5])
+    settings = Settings(2, False, service=types.SimpleNamespace())
+    found = read(source, settings)
+    assert found == read(source) == [(one, 5) for one in texts]
+    assert b"PyFunc" not in source.dataset(settings)._as_serialized_graph().numpy()
+
+
+def test_length_is_known_where_it_was_counted(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.txt", "one\ntwo\n\n")
+    assert text_source(path, num_examples=None).num_examples is None
+    assert text_source(path, num_examples=2).num_examples == 2
+    monkeypatch.setattr(text, "MAX_COUNTED_BYTES", 3)
+    assert text_source(path).num_examples is None
+    assert text_source(path).explain(None)[0].endswith("(`num_examples`)")
+    assert text_source(path, num_examples="count").num_examples == 2
+
+
+@pytest.mark.parametrize(
+    "files, paths, options, message",
+    [
+        pytest.param({}, "none.txt", {}, "in `paths` does not exist.", id="missing"),
+        pytest.param(
+            {}, "", {}, "holds no texts; expected at least", id="empty folder"
+        ),
+        pytest.param(
+            {"a.txt": ""}, "a.txt", {}, "in `paths` has 0 bytes; expected", id="empty"
+        ),
+        pytest.param(
+            {"a.txt": "\n\n"},
+            "a.txt",
+            {},
+            "The 1 files in `paths` hold no text; expected at least one line that is "
+            "not empty.",
+            id="empty lines",
+        ),
+        pytest.param(
+            {"a.txt": b"a\0b"}, "a.txt", {}, "is with zero bytes; expected text", id="0"
+        ),
+        pytest.param(
+            {"a.txt": "a"},
+            "a.txt",
+            {"by": "word"},
+            "Unknown `by` 'word'; expected 'line' or 'file'.",
+            id="by",
+        ),
+        pytest.param(
+            {"a.txt": "a"},
+            "a.txt",
+            {"labels": [1, 2]},
+            "`labels` has 2 entries for 1 files; expected as many.",
+            id="labels",
+        ),
+        pytest.param(
+            {"a.txt": "a"},
+            "a.txt",
+            {"labels": {"a.txt": 1}},
+            "no folder, and `class_names` or a dict of `labels` came with it;",
+            id="dict without folder",
+        ),
+        pytest.param(
+            {"a.txt": "a"},
+            "",
+            {"labels": "inferred"},
+            "has no class folders: it has files such as 'a.txt'.",
+            id="no class folders",
+        ),
+    ],
+)
+def test_wrong_files_and_arguments_are_refused_at_once(
+    tmp_path, files, paths, options, message
+):
+    for name, data in files.items():
+        write(tmp_path / name, data)
+    with pytest.raises(ValueError, match=re.escape(message)):
+        text_source(tmp_path / paths, **options)
+
+
+def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path):
+    data = np.random.default_rng(0).bytes(300_000).hex().encode()
+    packed = gzip.compress(data + b"\n" + data)
+    path = write(tmp_path / "a.txt", packed[:-1000])
+    dataset = text_source(path).dataset(RAISE)
+    message = f"File {path!r} is damaged: its gzip stream breaks near byte"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(dataset)
+
+
+def test_identity_follows_files_and_arguments(tmp_path):
+    path = write(tmp_path / "a.txt", "one\n")
+    identity = text_source(path).identity()
+    assert text_source(path).identity() == identity
+    assert text_source(path, by="file").identity() != identity
+    assert text_source([path], labels=[1]).identity() != identity
+    write(tmp_path / "a.txt", "one\ntwo\n")
+    assert text_source(path).identity() != identity
