@@ -42,8 +42,13 @@ def stock_layer_init():
 
 @pytest.fixture(autouse=True)
 def keras_is_left_as_found(stock_layer_init):
-    """Fails a test that leaves a global policy or a hook on `Layer.__init__`."""
+    """Fails a test that leaves a global policy or a hook on `Layer.__init__`.
+
+    A seed that a test set for the whole process is forgotten, since a later test may
+    be about what has none.
+    """
     import keras
+    import tensorflow as tf
 
     yield
     left_policy = keras.config.dtype_policy().name
@@ -51,5 +56,6 @@ def keras_is_left_as_found(stock_layer_init):
     # Restored before the check, so that one leak fails one test.
     keras.config.set_dtype_policy("float32")
     keras.layers.Layer.__init__ = stock_layer_init
+    tf.random.set_seed(None)
     assert left_policy == "float32"
     assert left_init is stock_layer_init

@@ -211,6 +211,22 @@ def test_timestamps_keep_their_seconds(dtype):
     assert np.abs(rough - oracle(values)).max() > 0.05
 
 
+def test_integers_that_float32_lacks_are_told_apart():
+    values = np.array([[2**40 - 1], [2**40 + 1]])
+    layer = fit_statistics(values).as_layer(clip=None)
+    # Their mean is a power of two, which any format holds.
+    np.testing.assert_array_equal(layer(values), [[-1.0], [1.0]])
+
+
+@pytest.mark.parametrize("transform", ["log1p", "signed_log"])
+def test_logarithms_of_far_float32_values_keep_their_digits(transform):
+    values = np.random.default_rng(10).normal(5e4, 1.0, 500).astype(np.float32)
+    layer = fit_statistics(values).as_layer(clip=None, transform=transform)
+    exact = oracle(np.log1p(values.astype(np.float64)))
+    # In float32 a logarithm of 10.8 is off by 2 % of this standard deviation.
+    np.testing.assert_allclose(layer(values), exact, atol=1e-5)
+
+
 @pytest.mark.parametrize("dtype", ["uint8", "int32", "float16", "bool"])
 def test_small_dtypes_are_conditioned_in_float32(dtype):
     values = np.random.default_rng(7).integers(0, 2, (50, 2)).astype(dtype)

@@ -11,6 +11,7 @@ import tensorflow as tf
 from sklearn.experimental import enable_iterative_imputer  # noqa: F401
 from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
 
+import tfamp.data
 from tfamp.data import _filters
 from tfamp.data._drops import DropLog, DropReport
 from tfamp.data._filter_shapes import crop_or_pad
@@ -241,8 +242,10 @@ def test_integers_are_clipped_inwards_and_declared_values_left_alone():
 
 
 def test_each_element_is_counted_for_its_first_reason(either_way):
-    values = np.array([[NAN], [50.0], [1.0], [2.0], [NAN]], np.float32)
-    statistics = fit_statistics(np.arange(10.0)[:, None])
+    # The first is an outlier too.
+    rows = [[NAN, 50.0], [1.0, 50.0], [1.0, 1.0], [2.0, 1.0], [NAN, 1.0]]
+    values = np.array(rows, np.float32)
+    statistics = fit_statistics(np.repeat(np.arange(10.0)[:, None], 2, axis=1))
     stage = make_filter(
         lambda x: x[0] < 2,
         missing="drop",
@@ -682,3 +685,18 @@ def test_an_imputer_that_changes_the_number_of_features_is_refused():
     message = "SimpleImputer made 5 features of 3; expected as many"
     with pytest.raises(tf.errors.OpError, match=message):
         list(dataset)
+
+
+def test_a_pipeline_filters_before_its_cache_and_describes_what_went(capsys):
+    values, labels = table(70)
+    pipeline = tfamp.data.Pipeline.from_arrays(values, labels)
+    pipeline = pipeline.filter(missing="drop").cache("memory").batch(8)
+    dataset = pipeline.build()
+    kept = int((~np.isnan(values).any(axis=1)).sum())
+    # The second epoch comes from the cache: nothing is filtered or counted again.
+    for _ in range(2):
+        assert sum(len(y) for _, y in dataset) == kept
+    assert f"Dropped {70 - kept} of 70" in " ".join(pipeline.describe().split())
+    capsys.readouterr()
+    statistics = tfamp.data.fit_statistics(pipeline)
+    assert statistics.num_examples == kept

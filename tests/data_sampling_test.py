@@ -159,6 +159,15 @@ def test_draws_with_replacement_pass_chi_square(weights):
         assert_drawn_from(observed, np.outer(share[kept], share[kept]).ravel())
 
 
+def test_a_weight_of_zero_is_drawn_at_no_point():
+    weights = np.array([0.0, 0.0, 0.1, 0.0, 0.2, 0.3, 0.0])
+    points = [0.0, 0.1, 1 / 6, 0.3, 0.4999, 0.5001, 1 - 2.0**-53, 1.0]
+    drawn = plans.drawn_at(tf.constant(points, tf.float64), tf.constant(weights))
+    assert drawn.numpy().tolist()[:2] == [2, 2]
+    assert set(drawn.numpy()[2:4]) <= {2, 4}
+    assert drawn.numpy().tolist()[3:] == [4, 4, 5, 5, 5]
+
+
 def test_draws_without_replacement_are_successive_draws():
     weights = np.array([1.0, 2.0, 0.0, 3.0, 4.0])
 
@@ -485,8 +494,13 @@ def test_a_dataset_that_changes_its_length_is_an_error(later, by):
         list(stream)
 
 
-def test_ragged_elements_that_change_in_number_are_an_error():
-    lengths = iter([6, 4])
+@pytest.mark.parametrize(
+    "later, message",
+    [(4, "expected to contain 6 elements"), (8, "ends, or goes on, at number")],
+    ids=["fewer", "more"],
+)
+def test_ragged_elements_that_change_in_number_are_an_error(later, message):
+    lengths = iter([6, later])
 
     def generate():
         for i in range(next(lengths)):
@@ -500,7 +514,7 @@ def test_ragged_elements_that_change_in_number_are_an_error():
         ),
     )
     stream = make_balance(seed=1).apply(dataset, SETTINGS)
-    with pytest.raises(tf.errors.OpError, match="expected to contain 6 elements"):
+    with pytest.raises(tf.errors.OpError, match=message):
         list(stream)
 
 
@@ -717,8 +731,16 @@ ERRORS = {
         lambda: check(make_balance(), numbered([[1, 0], [1, 1]])),
         "The row of example 1 is not one class; expected one-hot rows",
     ),
+    "two largest": (
+        lambda: check(make_balance(), numbered([[0.5, 0.5], [0.4, 0.6]])),
+        "The row of example 0 is not one class",
+    ),
+    "no shares": (
+        lambda: check(make_balance(), numbered([[1.0, 0.0], [0.5, 0.2]])),
+        "The row of example 1 is not one class",
+    ),
     "regression row": (
-        lambda: check(make_balance(), numbered([[1.0, 0.0], [0.5, -0.2]])),
+        lambda: check(make_balance(), numbered([[1.0, 0.0], [1.2, -0.2]])),
         "The row of example 1 is not one class",
     ),
     "no end": (

@@ -77,14 +77,8 @@ def weighted_plan(
     2006, algorithm A; in logarithms, as Gumbel keys, so that no weight underflows.
     """
     if replacement:
-        # By the largest, since a sum of large weights may overflow.
-        cumulative = tf.cumsum(weights / tf.reduce_max(weights))
-        total = cumulative[-1]
         uniform = tf.random.stateless_uniform((num_outputs,), seed, dtype=tf.float64)
-        # Below the total even after rounding: the last of equal sums has weight 0.
-        below = tf.math.nextafter(total, tf.zeros_like(total))
-        points = tf.minimum(uniform * total, below)
-        return tf.searchsorted(cumulative, points, side="right", out_type=tf.int64)
+        return drawn_at(uniform, weights)
     uniform = tf.random.stateless_uniform(
         tf.shape(weights), _part(seed, 0), dtype=tf.float64
     )
@@ -93,6 +87,28 @@ def weighted_plan(
     # The smallest keys first: the heavy ones, hence the shuffle.
     drawn = tf.cast(tf.argsort(keys)[:num_outputs], tf.int64)
     return _shuffled(drawn, _part(seed, 1))
+
+
+def drawn_at(uniform: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
+    """Returns the example at each point of the cumulative distribution, int64.
+
+    Args:
+        uniform: Points in [0, 1), float64.
+        weights: float64 `(examples,)`, as for `weighted_plan`.
+
+    Example:
+        >>> weights = tf.constant([0.0, 1.0, 0.0, 3.0, 0.0], tf.float64)
+        >>> points = tf.constant([0.0, 0.2, 0.25, 0.99], tf.float64)
+        >>> drawn_at(points, weights).numpy()
+        array([1, 1, 3, 3])
+    """
+    # By the largest, since a sum of large weights may overflow.
+    cumulative = tf.cumsum(weights / tf.reduce_max(weights))
+    total = cumulative[-1]
+    # Below the total even after rounding: the last of equal sums has weight 0.
+    below = tf.math.nextafter(total, tf.zeros_like(total))
+    points = tf.minimum(uniform * total, below)
+    return tf.searchsorted(cumulative, points, side="right", out_type=tf.int64)
 
 
 def repeated(rows: tf.Tensor, copies: tf.Tensor) -> tf.Tensor:

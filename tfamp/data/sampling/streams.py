@@ -104,7 +104,7 @@ def copied(
     """
     values = None if expected is None else expected.values
     plan = _plan(copies, draw, values)
-    marked = _marked(dataset, draw.num_examples)
+    marked = _marked(dataset)
     both = tf.data.Dataset.zip((plan, marked))
 
     def checked(plan: Any, element: Any, is_end: tf.Tensor, now: Any) -> Any:
@@ -162,21 +162,19 @@ def _plan(
     return tf.data.Dataset.zip(plan)
 
 
-def _marked(dataset: tf.data.Dataset, num_examples: int) -> tf.data.Dataset:
+def _marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns pairs (element, whether it is the mark behind the last one).
 
-    Elements that no mark can be made for, such as ragged ones, are counted by
-    tf.data itself, whose error says less.
+    No mark can be made for some elements, such as ragged ones; if those are too few,
+    tf.data itself finds too few copies, and its error says less.
     """
     specs = tf.nest.flatten(dataset.element_spec)
     can_be_marked = all(
         isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
         for spec in specs
     )
-    if not can_be_marked:
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(num_examples))
-        mark = dataset.take(0)
-    else:
+    mark = dataset.take(0)
+    if can_be_marked:
         mark = tf.data.Dataset.from_tensors(
             tf.nest.map_structure(_blank, dataset.element_spec)
         )
