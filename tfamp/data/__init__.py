@@ -1,5 +1,6 @@
 """Input pipelines: `tfamp.data.Pipeline` in, a plain `tf.data.Dataset` out."""
 
+from tfamp.data.augmentation import Augment as Augment
 from tfamp.data.health import apply_fixes as apply_fixes
 from tfamp.data.health import check as check
 from tfamp.data.pipeline import Pipeline as Pipeline

@@ -33,6 +33,7 @@ from tfamp.data._steps import (
     NumberedSubset,
     Rebatch,
 )
+from tfamp.data.augmentation.stage import Augmentation
 
 
 @dataclasses.dataclass(frozen=True)
@@ -103,6 +104,7 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
         rest[0] = Rebatch(rest[0].size, rest[0].drop_remainder, num_rows)
     if on_error is not None:
         rest = _with_care(source, rest, on_error)
+    rest = _with_epochs(rest)
     steps = [*first, *rest]
     for number, step in enumerate(steps):
         if isinstance(step, Cache) and step.path is not None:
@@ -175,6 +177,15 @@ def _with_care(source: Source, rest: list[Stage], on_error: OnError) -> list[Sta
     if not any(isinstance(step, Gather) for step in before):
         before.insert(0, Number())
     return [*before, careful, on_error, *kept[at:]]
+
+
+def _with_epochs(rest: list[Stage]) -> list[Stage]:
+    """Returns the steps; where one acts by epochs, the last one counts them."""
+    for number, step in enumerate(rest):
+        if isinstance(step, Augmentation) and step.max_strength > 0:
+            stage, count = step.with_epochs()
+            return [*rest[:number], stage, *rest[number + 1 :], count]
+    return rest
 
 
 def _fingerprint(source: Source, steps: Sequence[Stage]) -> Fingerprint:

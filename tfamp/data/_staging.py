@@ -11,6 +11,7 @@ from tfamp.data._decode import make_decode
 from tfamp.data._errors import ErrorLog, OnError, SkippedElement
 from tfamp.data._stages import Batch, Map, Prefetch, Shuffle
 from tfamp.data._written import Written
+from tfamp.data.augmentation.stage import make_augment
 from tfamp.data.sources.images import FileSource
 
 PipelineType = TypeVar("PipelineType", bound="Staging")
@@ -22,8 +23,8 @@ class Staging(Written):
     def map(self: PipelineType, function: Callable[..., Any]) -> PipelineType:
         """Calls a function on every element, on all cores, in order.
 
-        It runs before the cache. Augmentation that should differ each epoch
-        therefore belongs into the model, or goes without a cache.
+        It runs before the cache. Random changes that should differ each epoch
+        belong into `.augment`.
 
         Args:
             function: As `tf.data.Dataset.map` takes it: called with the parts of
@@ -188,6 +189,77 @@ class Staging(Written):
         if seed is not None:
             seed = _checks.positive_int("seed", seed, minimum=0)
         return self._with(Shuffle(buffer_size, seed))
+
+    def augment(
+        self: PipelineType,
+        *steps: Any,
+        strength: float = 1.0,
+        ramp_epochs: int = 0,
+        ramp_from: float = 0.0,
+        seed: int | None = None,
+        key: str | None = None,
+        value_range: tuple[float, float] | None = None,
+        compute_dtype: str | None = None,
+        initial_epoch: int = 0,
+    ) -> PipelineType:
+        """Changes inputs at random, anew each epoch, on all cores; labels stay.
+
+        It runs after the cache and the shuffle, so a file cache serves any strength.
+        Shapes and dtypes are kept; integers are rounded once and limited. Where the
+        device has time and the cores have none, put `tfamp.data.Augment` into the
+        model instead.
+
+        Args:
+            *steps: Transforms of `tfamp.data.augmentation` (Flip, Shift, Rotate,
+                Brightness, Contrast, Cutout), and functions of (image, strength) or
+                (image, strength, seed); none for the first five, at their defaults.
+            strength: How strong, in [0, 1]; at 0 inputs are untouched, bit for bit.
+            ramp_epochs: Epochs in which the strength grows from `ramp_from` to
+                `strength`, linearly; 0 for full strength at once. Every pass that
+                takes the dataset's last batch is an epoch.
+            ramp_from: Strength of the first epoch, where there is a ramp.
+            seed: Same seed and order of elements, same changes, epoch by epoch. None
+                for others each time, which `keras.utils.set_random_seed` sets too.
+            key: Name of the input to change, where inputs are a dict.
+            value_range: Smallest and largest value of an image, which scales
+                brightness; None for 0 to the dtype's largest (uint8, uint16), and 0
+                to 1 for floats. Floats are not cut to it.
+            compute_dtype: "float16", "bfloat16" or "float32": `build` raises where
+                changed values would overflow it, and warns where they would lose
+                their resolution. None for no check.
+            initial_epoch: Number of the first epoch, to go on after a restart.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: A step or an argument is of another kind.
+            ValueError: An argument is out of its range or would be ignored, or there
+                is an augmentation already. `build` raises it where inputs do not suit.
+
+        Example:
+            >>> import numpy as np
+            >>> import tfamp
+            >>> from tfamp.data.augmentation import Flip
+            >>> images = np.arange(24, dtype=np.uint8).reshape(8, 1, 3, 1)
+            >>> pipeline = tfamp.data.Pipeline.from_arrays(images)
+            >>> dataset = pipeline.augment(Flip(), strength=0.5, seed=1).build()
+            >>> sorted({int(image[0, 1, 0]) for image in dataset})  # the middle stays
+            [1, 4, 7, 10, 13, 16, 19, 22]
+        """
+        return self._with(
+            make_augment(
+                *steps,
+                strength=strength,
+                ramp_epochs=ramp_epochs,
+                ramp_from=ramp_from,
+                seed=seed,
+                key=key,
+                value_range=value_range,
+                compute_dtype=compute_dtype,
+                initial_epoch=initial_epoch,
+            )
+        )
 
     def batch(
         self: PipelineType, size: int, drop_remainder: bool = False

@@ -1,0 +1,175 @@
+"""Transforms and users' functions, one after another on one image."""
+
+import dataclasses
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.data.augmentation.transforms import DEFAULT, Transform, restore, span_of
+
+Step = Transform | Callable[..., Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Chain:
+    """What is done to one image, or to one vector of features.
+
+    Attributes:
+        steps: Transforms, and functions of (image, strength) or with a seed.
+        value_range: Smallest and largest value of an image; None for the dtype's.
+    """
+
+    steps: tuple[Step, ...]
+    value_range: tuple[float, float] | None = None
+
+    @property
+    def names(self) -> tuple[str, ...]:
+        """What the steps are called."""
+        return tuple(
+            type(step).__name__ if isinstance(step, Transform) else _name(step)
+            for step in self.steps
+        )
+
+    def check(self, spec: Any) -> None:
+        """Raises if images of a spec cannot be changed so.
+
+        Raises:
+            ValueError: They are no `(height, width, channels)`, or their range is
+                not clear.
+            TypeError: They are no dense numbers.
+        """
+        if not isinstance(spec, tf.TensorSpec) or not (
+            spec.dtype.is_floating or spec.dtype.is_integer
+        ):
+            raise TypeError(
+                f"What is to be augmented is {spec!r}; expected dense numbers. Decode "
+                "images first, or name the part that holds them with `key`."
+            )
+        if not any(isinstance(step, Transform) for step in self.steps):
+            return
+        if spec.shape.rank != 3:
+            raise ValueError(
+                f"Images have the shape {spec.shape}; expected (height, width, "
+                "channels). Add a channel axis in `.map`, or pass your own functions "
+                "for features that are no images."
+            )
+        span_of(spec.dtype, self.value_range)
+
+    def run(
+        self,
+        image: tf.Tensor,
+        strength: tf.Tensor,
+        seed: tf.Tensor,
+        look: Callable[[str, tf.Tensor], None] | None = None,
+    ) -> tf.Tensor:
+        """Returns one image, changed; the same where the strength is 0.
+
+        Args:
+            image: `(height, width, channels)`, any numbers.
+            strength: float32 in [0, 1].
+            seed: int32 `(2,)`.
+            look: Called with each step's name and what it gave, for checks.
+        """
+        dtype = image.dtype
+
+        def changed() -> tf.Tensor:
+            # Between transforms in float32, so that integers are rounded once.
+            current = image
+            for number, (name, step) in enumerate(
+                zip(self.names, self.steps, strict=True)
+            ):
+                own = tf.random.experimental.stateless_fold_in(seed, number)
+                if isinstance(step, Transform):
+                    batch = tf.cast(current, tf.float32)[None]
+                    span = span_of(dtype, self.value_range)
+                    current = step(batch, strength, own, span)[0]
+                else:
+                    given = restore(current, dtype)
+                    taken = (given, strength, own)[: num_arguments(step)]
+                    current = _checked(name, step(*taken), given)
+                if look is not None:
+                    look(name, current)
+            return tf.ensure_shape(restore(current, dtype), image.shape)
+
+        return tf.cond(strength > 0, changed, lambda: tf.identity(image))
+
+
+def make_chain(steps: Sequence[Any], value_range: tuple[float, float] | None) -> Chain:
+    """Checks steps and a value range.
+
+    Raises:
+        TypeError: A step is neither a transform nor a function of an image and a
+            strength, or the range is no pair.
+        ValueError: The range is empty.
+    """
+    for step in steps:
+        if isinstance(step, keras.layers.Layer):
+            raise TypeError(
+                f"{step!r} is a Keras layer; expected transforms of "
+                "`tfamp.data.augmentation`, or functions of (image, strength): a layer "
+                "has no strength. Put the layer into the model, or write a function "
+                "that calls it."
+            )
+        if not isinstance(step, Transform):
+            num_arguments(step)
+    if value_range is not None:
+        try:
+            low, high = value_range
+            value_range = (float(low), float(high))
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"`value_range` is {value_range!r}; expected a pair of numbers. Pass "
+                "the smallest and the largest value, such as (0, 255)."
+            ) from error
+        if not low < high:
+            raise ValueError(
+                f"`value_range` is {value_range!r}; expected the smaller number "
+                "first. Pass the smallest and the largest value, such as (0, 255)."
+            )
+    return Chain(tuple(steps) or DEFAULT, value_range)
+
+
+def num_arguments(function: Any) -> int:
+    """Returns how many of (image, strength, seed) a function takes: 2 or 3.
+
+    Raises:
+        TypeError: It cannot be called so.
+
+    Example:
+        >>> num_arguments(lambda image, strength: image)
+        2
+    """
+    problem = f"{function!r} cannot be called"
+    if callable(function):
+        signature = inspect.signature(function)
+        for count in (3, 2):
+            try:
+                signature.bind(*range(count))
+                return count
+            except TypeError as error:
+                problem = f"{_name(function)}{signature} cannot: {error}"
+    raise TypeError(
+        f"{problem}; expected a transform of `tfamp.data.augmentation`, or a function "
+        "of (image, strength) or (image, strength, seed). Write it as `def change("
+        "image, strength): ...`, so that strength 0 changes nothing."
+    )
+
+
+def _name(function: Any) -> str:
+    return getattr(function, "__name__", type(function).__name__)
+
+
+def _checked(name: str, found: Any, given: tf.Tensor) -> tf.Tensor:
+    """Returns what a user's function gave, if it is like what it was given."""
+    found = tf.convert_to_tensor(found)
+    if found.dtype != given.dtype or not found.shape.is_compatible_with(given.shape):
+        raise ValueError(
+            f"`{name}` makes {found.dtype.name} of shape {tuple(found.shape)}; "
+            f"expected what it was given, {given.dtype.name} of shape "
+            f"{tuple(given.shape)}. Cast and crop inside it, or use `.map` for a "
+            "lasting change."
+        )
+    return found

@@ -1,0 +1,188 @@
+"""Augmentation as a stage of the pipeline: behind the cache, on all cores."""
+
+import dataclasses
+import random
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfamp import _checks
+from tfamp.data._stages import Settings, Stage, map_in_order
+from tfamp.data.augmentation.chain import Chain, make_chain
+from tfamp.data.augmentation.epochs import CountEpochs, EpochCounter
+from tfamp.data.augmentation.probing import check_range
+
+# From `check` over `run` and `Pipeline.build` to the caller.
+_STACKLEVEL = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Augmentation(Stage):
+    """Changes elements at random, anew in each epoch.
+
+    Attributes:
+        chain: What is done.
+        strength: Of the changes, in [0, 1].
+        ramp_epochs: How many epochs the strength takes to get there; 0 for none.
+        ramp_from: Strength of the first epoch of the ramp.
+        seed: Decides the changes, with the numbers of epoch and element.
+        key: Name of the part to change, where the input is a dict.
+        compute_dtype: What the values must fit; None for no check.
+        initial_epoch: Number of the first epoch.
+        counter: Of the epochs of one dataset; the plan gives each its own.
+    """
+
+    rank: ClassVar[int] = 35
+    name: ClassVar[str] = "augment"
+    chain: Chain
+    strength: float
+    ramp_epochs: int
+    ramp_from: float
+    seed: int
+    key: str | None
+    compute_dtype: str | None
+    initial_epoch: int
+    counter: EpochCounter = dataclasses.field(compare=False)
+
+    def with_epochs(self) -> tuple["Augmentation", CountEpochs]:
+        """Returns the stage for one dataset, and what counts its epochs."""
+        counter = EpochCounter(self.initial_epoch)
+        stage = dataclasses.replace(self, counter=counter)
+        return stage, CountEpochs(counter, self.initial_epoch)
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises or warns, before anything runs, if `dataset` does not suit."""
+        spec = _part(dataset.element_spec, self.key)
+        self.chain.check(spec)
+        if self.ramp_epochs and int(dataset.cardinality()) == int(
+            tf.data.INFINITE_CARDINALITY
+        ):
+            raise ValueError(
+                f"`ramp_epochs` is {self.ramp_epochs} and the dataset has no end; "
+                "expected epochs to count. Leave `repeat` to `fit`, or leave out "
+                "`ramp_epochs`."
+            )
+        if self.compute_dtype is not None:
+            check_range(
+                self.chain,
+                spec,
+                self.compute_dtype,
+                strength=self.max_strength,
+                stacklevel=_STACKLEVEL,
+            )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Numbers elements and epochs, then changes elements in parallel."""
+        if self.max_strength == 0:
+            return dataset
+
+        def change(epoch: tf.Tensor, index: tf.Tensor, element: Any) -> Any:
+            seed = tf.constant([self.seed % 2**31, self.seed // 2**31], tf.int32)
+            seed = tf.random.experimental.stateless_fold_in(seed, epoch)
+            seed = tf.random.experimental.stateless_fold_in(seed, index)
+            image = _part(element, self.key)
+            changed = self.chain.run(image, self.strength_at(epoch), seed)
+            return _with_part(element, self.key, changed)
+
+        return map_in_order(self.counter.number(dataset), change, settings)
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it is: elements keep shape and dtype."""
+        return dataset
+
+    @property
+    def max_strength(self) -> float:
+        """The largest strength in any epoch."""
+        return max(self.strength, self.ramp_from)
+
+    def strength_at(self, epoch: tf.Tensor) -> tf.Tensor:
+        """Returns the strength in an epoch, float32."""
+        if not self.ramp_epochs:
+            return tf.constant(self.strength, tf.float32)
+        way = tf.minimum(tf.cast(epoch, tf.float32) / self.ramp_epochs, 1.0)
+        return self.ramp_from * (1 - way) + self.strength * way
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        strength = f"strength {self.strength:g}"
+        if self.ramp_epochs:
+            strength = (
+                f"strength {self.ramp_from:g} to {self.strength:g} in "
+                f"{self.ramp_epochs} epochs"
+            )
+        names = ", ".join(self.chain.names)
+        reason = f"after the cache, so each epoch differs; {settings.parallelism}"
+        return f"{names}; {strength}", reason
+
+
+def make_augment(
+    *steps: Any,
+    strength: float = 1.0,
+    ramp_epochs: int = 0,
+    ramp_from: float = 0.0,
+    seed: int | None = None,
+    key: str | None = None,
+    value_range: tuple[float, float] | None = None,
+    compute_dtype: str | None = None,
+    initial_epoch: int = 0,
+) -> Augmentation:
+    """Returns the stage of `Pipeline.augment`, which explains the arguments.
+
+    Raises:
+        TypeError: A step or an argument is of another kind.
+        ValueError: An argument is out of its range, or would be ignored.
+    """
+    strength = _checks.fraction("strength", strength)
+    ramp_epochs = _checks.positive_int("ramp_epochs", ramp_epochs, minimum=0)
+    ramp_from = _checks.fraction("ramp_from", ramp_from)
+    if ramp_from and not ramp_epochs:
+        raise ValueError(
+            f"`ramp_from` is {ramp_from!r} and `ramp_epochs` is 0; expected both or "
+            "neither. Pass the number of epochs that the ramp takes."
+        )
+    if compute_dtype is not None:
+        dtypes = ("float16", "bfloat16", "float32")
+        compute_dtype = _checks.choice("compute_dtype", compute_dtype, dtypes)
+    if key is not None and not isinstance(key, str):
+        raise TypeError(
+            f"`key` is {key!r}; expected the name of one input. Pass a string."
+        )
+    if seed is None:
+        seed = random.randrange(2**31)
+    initial_epoch = _checks.positive_int("initial_epoch", initial_epoch, minimum=0)
+    return Augmentation(
+        chain=make_chain(steps, value_range),
+        strength=strength,
+        ramp_epochs=ramp_epochs,
+        ramp_from=ramp_from,
+        seed=_checks.positive_int("seed", seed, minimum=0),
+        key=key,
+        compute_dtype=compute_dtype,
+        initial_epoch=initial_epoch,
+        counter=EpochCounter(initial_epoch),
+    )
+
+
+def _part(element: Any, key: str | None) -> Any:
+    """Returns the input of an element, or of its spec, that is to be changed.
+
+    Raises:
+        ValueError: There is none of that name, or the name is missing.
+    """
+    inputs = element[0] if isinstance(element, tuple) else element
+    if isinstance(inputs, dict) and key in inputs:
+        return inputs[key]
+    if isinstance(inputs, dict) or key is not None:
+        names = tuple(inputs) if isinstance(inputs, dict) else "no dict"
+        raise ValueError(
+            f"`key` is {key!r} and the inputs are {names!r}; expected the name of one "
+            "of them, and None where they are no dict. Pass the name of the images."
+        )
+    return inputs
+
+
+def _with_part(element: Any, key: str | None, changed: tf.Tensor) -> Any:
+    """Returns an element with its input changed."""
+    inputs = element[0] if isinstance(element, tuple) else element
+    new = changed if key is None else {**inputs, key: changed}
+    return (new, *element[1:]) if isinstance(element, tuple) else new

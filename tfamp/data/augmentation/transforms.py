@@ -1,0 +1,269 @@
+"""Random changes of images, each scaled by a strength in [0, 1].
+
+All act on float32 batches `(images, height, width, channels)`, draw from one seed and
+use operations that XLA compiles, so the input's workers and the model share them. At
+strength 0 each of them changes nothing.
+"""
+
+import abc
+import dataclasses
+import math
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp import _checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Transform(abc.ABC):
+    """What every transform can do."""
+
+    @abc.abstractmethod
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns changed images.
+
+        Args:
+            images: float32 `(images, height, width, channels)`.
+            strength: float32 in [0, 1]; 0 changes nothing.
+            seed: int32 `(2,)`; the same seed draws the same changes.
+            span: Largest minus smallest value that an image can have.
+        """
+
+
+@dataclasses.dataclass(frozen=True)
+class Flip(Transform):
+    """Mirrors an image, with a probability of half the strength for each axis.
+
+    Args:
+        horizontal: Whether left and right may change places.
+        vertical: Whether top and bottom may.
+    """
+
+    horizontal: bool = True
+    vertical: bool = False
+
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the images, some mirrored."""
+        drawn = _uniform(images, seed, columns=2, low=0.0)
+        for column, axis in enumerate((1, 2)):
+            if self.vertical if axis == 1 else self.horizontal:
+                is_flipped = drawn[:, column, None, None, None] < 0.5 * strength
+                images = tf.where(is_flipped, tf.reverse(images, [axis]), images)
+        return images
+
+
+@dataclasses.dataclass(frozen=True)
+class Shift(Transform):
+    """Moves an image by whole pixels, what comes in mirrored at the edge.
+
+    Args:
+        fraction: Of the height and the width that it moves at most, at strength 1.
+    """
+
+    fraction: float = 0.1
+
+    def __post_init__(self) -> None:
+        _checks.fraction("fraction", self.fraction)
+
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the images, moved up or down and sideways."""
+        drawn = _uniform(images, seed, columns=2) * strength * self.fraction
+        for column, axis in enumerate((1, 2)):
+            size = tf.shape(images)[axis]
+            pixels = tf.round(drawn[:, column, None] * tf.cast(size, tf.float32))
+            places = tf.range(size)[None] + tf.cast(pixels, tf.int32)
+            # ... 1 0 | 0 1 2 | 2 1 ...: mirrored, however far outside.
+            places = tf.math.floormod(places, 2 * size)
+            places = tf.minimum(places, 2 * size - 1 - places)
+            images = _same_shape(
+                tf.gather(images, places, axis=axis, batch_dims=1), images
+            )
+        return images
+
+
+@dataclasses.dataclass(frozen=True)
+class Rotate(Transform):
+    """Turns an image about its middle, bilinear, its edge pixels drawn out.
+
+    Args:
+        degrees: That it turns at most to either side, at strength 1.
+    """
+
+    degrees: float = 10.0
+
+    def __post_init__(self) -> None:
+        _checks.positive("degrees", self.degrees)
+
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the images, turned."""
+        shape = tf.shape(images)
+        height, width = shape[1], shape[2]
+        angles = _uniform(images, seed) * strength * (self.degrees * math.pi / 180)
+        middle_y = tf.cast(height - 1, tf.float32) / 2
+        middle_x = tf.cast(width - 1, tf.float32) / 2
+        y = (tf.range(height, dtype=tf.float32) - middle_y)[None, :, None]
+        x = (tf.range(width, dtype=tf.float32) - middle_x)[None, None, :]
+        cos, sin = tf.cos(angles)[:, :, None], tf.sin(angles)[:, :, None]
+        from_y = tf.clip_by_value(cos * y - sin * x + middle_y, 0, 2 * middle_y)
+        from_x = tf.clip_by_value(sin * y + cos * x + middle_x, 0, 2 * middle_x)
+        top, left = tf.floor(from_y), tf.floor(from_x)
+        down, right = (from_y - top)[..., None], (from_x - left)[..., None]
+        flat = tf.reshape(images, [shape[0], height * width, shape[3]])
+
+        def pixels(rows: tf.Tensor, columns: tf.Tensor) -> tf.Tensor:
+            rows = tf.minimum(tf.cast(rows, tf.int32), height - 1)
+            columns = tf.minimum(tf.cast(columns, tf.int32), width - 1)
+            return tf.gather(flat, rows * width + columns, axis=1, batch_dims=1)
+
+        upper = pixels(top, left) * (1 - right) + pixels(top, left + 1) * right
+        lower = pixels(top + 1, left) * (1 - right) + pixels(top + 1, left + 1) * right
+        return _same_shape(upper * (1 - down) + lower * down, images)
+
+
+@dataclasses.dataclass(frozen=True)
+class Brightness(Transform):
+    """Adds one value to a whole image.
+
+    Args:
+        amount: At most added or taken, as a part of the values' span, at strength 1.
+    """
+
+    amount: float = 0.2
+
+    def __post_init__(self) -> None:
+        _checks.positive("amount", self.amount)
+
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the images, brighter or darker."""
+        drawn = _uniform(images, seed)[:, :, None, None]
+        return images + drawn * strength * (self.amount * span)
+
+
+@dataclasses.dataclass(frozen=True)
+class Contrast(Transform):
+    """Multiplies an image's distance from its own mean.
+
+    Args:
+        amount: The factor is in [1 - amount, 1 + amount] at strength 1.
+    """
+
+    amount: float = 0.2
+
+    def __post_init__(self) -> None:
+        _checks.positive("amount", self.amount)
+
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the images with more or less contrast."""
+        factor = _uniform(images, seed)[:, :, None, None] * strength * self.amount
+        mean = tf.reduce_mean(images, axis=(1, 2, 3), keepdims=True)
+        # Not mean + factor * (images - mean): at factor 1 that rounds.
+        return images + factor * (images - mean)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cutout(Transform):
+    """Hides a square of an image behind the image's mean.
+
+    Args:
+        fraction: Side of the square, of the image's shorter side, at strength 1.
+
+    Source: DeVries and Taylor, Improved Regularization of Convolutional Neural
+    Networks with Cutout, 2017, section 3.
+    """
+
+    fraction: float = 0.25
+
+    def __post_init__(self) -> None:
+        _checks.fraction("fraction", self.fraction)
+
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the images, each with a hidden square."""
+        shape = tf.shape(images)
+        shorter = tf.cast(tf.minimum(shape[1], shape[2]), tf.float32)
+        side = tf.round(shorter * strength * self.fraction)
+        drawn = _uniform(images, seed, columns=2, low=0.0)
+        hidden = tf.constant(True)
+        for column, axis in enumerate((1, 2)):
+            size = tf.cast(shape[axis], tf.float32)
+            first = tf.floor(drawn[:, column, None] * (size - side + 1))
+            places = tf.range(shape[axis], dtype=tf.float32)[None]
+            inside = (places >= first) & (places < first + side)
+            inside = inside[:, :, None] if axis == 1 else inside[:, None, :]
+            hidden = hidden & inside
+        mean = tf.reduce_mean(images, axis=(1, 2, 3), keepdims=True)
+        return tf.where(hidden[..., None], mean, images)
+
+
+DEFAULT: tuple[Transform, ...] = (Flip(), Shift(), Rotate(), Brightness(), Contrast())
+BY_NAME = {
+    kind.__name__: kind for kind in (Flip, Shift, Rotate, Brightness, Contrast, Cutout)
+}
+
+
+def span_of(dtype: Any, value_range: tuple[float, float] | None) -> float:
+    """Returns largest minus smallest value of images of a dtype.
+
+    Args:
+        dtype: Of the images.
+        value_range: What the user said; None for 0 to the dtype's largest for uint8
+            and uint16, and 0 to 1 for floats.
+
+    Raises:
+        ValueError: An integer dtype of which none of that is likely.
+
+    Example:
+        >>> span_of("uint8", None), span_of("float16", None), span_of("int32", (0, 9))
+        (255.0, 1.0, 9.0)
+    """
+    dtype = tf.as_dtype(dtype)
+    if value_range is not None:
+        return float(value_range[1] - value_range[0])
+    if dtype.is_floating:
+        return 1.0
+    if dtype not in (tf.uint8, tf.uint16):
+        raise ValueError(
+            f"Images are {dtype.name}, and `value_range` is None; expected uint8, "
+            "uint16 or floats, whose range is clear. Pass `value_range=(0, 255)`."
+        )
+    return float(dtype.max)
+
+
+def restore(images: tf.Tensor, dtype: Any) -> tf.Tensor:
+    """Returns float32 images in a dtype: rounded and limited where it holds integers.
+
+    Example:
+        >>> restore(tf.constant([-3.0, 7.6, 300.0]), tf.uint8).numpy().tolist()
+        [0, 8, 255]
+    """
+    dtype = tf.as_dtype(dtype)
+    if dtype.is_floating:
+        return tf.cast(images, dtype)
+    return tf.saturate_cast(tf.round(images), dtype)
+
+
+def _uniform(
+    images: tf.Tensor, seed: tf.Tensor, *, columns: int = 1, low: float = -1.0
+) -> tf.Tensor:
+    """Returns random float32 numbers in [low, 1), `(images, columns)`."""
+    shape = [tf.shape(images)[0], columns]
+    return tf.random.stateless_uniform(shape, seed, low, 1.0)
+
+
+def _same_shape(changed: tf.Tensor, images: tf.Tensor) -> tf.Tensor:
+    """Returns `changed` with the static shape of `images`."""
+    return tf.ensure_shape(changed, images.shape)
