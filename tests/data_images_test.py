@@ -1,6 +1,7 @@
 """Image folders and decoding: labels, what is ignored, pixels, decoders, errors."""
 
 import io
+import logging
 import re
 
 import numpy as np
@@ -410,6 +411,21 @@ def test_a_dataset_of_paths_becomes_pixels_of_one_shape(tmp_path, decoder, fit):
         eager, _ = plain(source.locate(number), label)
         difference = np.abs(pixels.numpy().astype(int) - eager.numpy())
         assert difference.max() <= (1 if decoder == "opencv" else 0)
+
+
+@pytest.mark.parametrize("decoder", FAST)
+def test_a_fast_decoder_is_traced_without_a_word(decoder):
+    needs(decoder)
+    said = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())
+    logging.getLogger("tensorflow").addHandler(handler)
+    try:
+        dataset = tf.data.Dataset.from_tensors(jpeg(smooth(30, 41)))
+        list(make_decode((8, 8), decoder=decoder).apply(dataset, SETTINGS))
+    finally:
+        logging.getLogger("tensorflow").removeHandler(handler)
+    assert said == []
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,12 @@
 """Which elements come, and how often: stages of `Pipeline` that choose."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 from tfamp.data._filters import make_filter
 from tfamp.data._written import Written
 from tfamp.data.bucketing import make_bucket
+from tfamp.data.bucketing.plan import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
 from tfamp.data.sampling.balance import make_balance
 from tfamp.data.sampling.subset import make_subset
 from tfamp.data.sampling.weights import make_weights
@@ -140,29 +141,77 @@ class Choosing(Written):
         )
 
     def bucket(
-        self: PipelineType, batch_size: int | None = None, **options: Any
+        self: PipelineType,
+        batch_size: int | None = None,
+        *,
+        boundaries: str | Sequence[int] = "auto",
+        length: Any = None,
+        pad_to_multiple: int = LENGTH_MULTIPLE,
+        max_shapes: int = DEFAULT_MAX_SHAPES,
+        drop_remainder: bool = False,
+        padding_values: Any = None,
+        token_budget: int | None = None,
+        mask: str | None = None,
+        weight_padding: bool = False,
+        too_long: str = "error",
     ) -> PipelineType:
         """Joins sequences of about one length into batches; in place of `.batch`.
 
-        They are padded to the boundary of their bucket: few shapes, which XLA
-        compiles once each, and multiples of 8, which tensor cores want. `describe`
-        says what share of the batches is padding.
+        Sequences of about one length share a batch and are padded to the boundary of
+        their bucket. There are few boundaries, so XLA compiles few shapes, and they are
+        multiples of 8, which tensor cores want. With `drop_remainder` the boundaries
+        are all shapes there are; without, each may have one smaller batch.
+
+        Sequences are the parts of an element whose first dimension is unknown. All of
+        them, inputs and targets, are padded to the same boundary.
 
         Args:
-            batch_size: Sequences in a batch; give this or `token_budget`.
-            **options: `boundaries=` ("auto" or a sequence), `length=`,
-                `pad_to_multiple=`, `max_shapes=`, `drop_remainder=`,
-                `padding_values=`, `token_budget=`, `mask=`, `weight_padding=` and
-                `too_long=`, as `tfamp.data.bucketing.make_bucket` explains them.
+            batch_size: Sequences in a batch. Give this or `token_budget`.
+            boundaries: What sequences are padded to, ascending. "auto" chooses those
+                with the least padding, for which all lengths are read once in `build`.
+            length: A function of an element's parts that gives the length that counts.
+                None for the longest of its sequences.
+            pad_to_multiple: What boundaries are multiples of.
+            max_shapes: How many boundaries "auto" may choose. More of them pad less,
+                and each is compiled once.
+            drop_remainder: Whether to leave out batches that are not full, up to one of
+                each bucket in an epoch.
+            padding_values: None for zeros and empty strings; a value for all sequences
+                of its kind; or a structure like the element's.
+            token_budget: Places in a batch, padding included: long sequences come in
+                smaller batches. The size is a multiple of 8 where it is 8 or more.
+            mask: A key under which the dict of inputs gets a mask `(batch, length)`,
+                True on what is no padding. None adds none; an `Embedding` with
+                `mask_zero=True` then makes one from zeros.
+            weight_padding: Whether to give (inputs, targets, weights) with weights
+                `(batch, length)` of 0 on padding, times the weights there are. For
+                targets that are a sequence.
+            too_long: What to do above the last boundary: "error", "truncate" or "drop".
+                The last two read all lengths in `build` and log how many.
 
         Returns:
-            A pipeline with this stage.
+            A pipeline with this stage; `describe` says what share is padding.
 
         Raises:
-            TypeError: An argument is of the wrong type.
-            ValueError: An argument is unknown, or does not go with another.
+            TypeError: An argument of another type.
+            ValueError: Both sizes or none, boundaries that do not ascend or are no
+                multiples, or a budget below the last of them.
         """
-        return self._with(make_bucket(batch_size, **options))
+        return self._with(
+            make_bucket(
+                batch_size,
+                boundaries=boundaries,
+                length=length,
+                pad_to_multiple=pad_to_multiple,
+                max_shapes=max_shapes,
+                drop_remainder=drop_remainder,
+                padding_values=padding_values,
+                token_budget=token_budget,
+                mask=mask,
+                weight_padding=weight_padding,
+                too_long=too_long,
+            )
+        )
 
     def subset(
         self: PipelineType,

@@ -102,6 +102,7 @@ class ImageReader:
             resized = tf.saturate_cast(tf.round(resized), tf.uint8)
         return tf.ensure_shape(resized, self._shape)
 
+    @tf.autograph.experimental.do_not_convert
     def _fast_function(self) -> Callable[[Any], np.ndarray[Any, Any]]:
         """Returns what decodes a JPEG outside of TensorFlow, without Python's lock."""
         simplejpeg = _checks.require(

@@ -8,6 +8,7 @@ import tensorflow as tf
 from tfamp.data import _arrays, _sources, _tfds
 from tfamp.data._written import Written
 from tfamp.data.sources import csv, images, text, tfrecord
+from tfamp.data.sources._csv_format import NA_VALUES
 
 PipelineType = TypeVar("PipelineType", bound="Starting")
 
@@ -154,37 +155,101 @@ class Starting(Written):
         )
 
     @classmethod
-    def from_csv(cls: type[PipelineType], paths: Any, **options: Any) -> PipelineType:
+    def from_csv(
+        cls: type[PipelineType],
+        paths: Any,
+        *,
+        label: str | None = None,
+        columns: Sequence[str] | None = None,
+        dtypes: Mapping[str, Any] | None = None,
+        header: bool = True,
+        column_names: Sequence[str] | None = None,
+        delimiter: str = ",",
+        na_values: Sequence[str] = NA_VALUES,
+        num_infer_rows: int = 1000,
+        num_examples: int | str | None = "auto",
+    ) -> PipelineType:
         """Starts from the rows of CSV files, parsed by the chunk.
 
-        Where no stage looks at single rows (batch alone), chunks become batches
+        Files are in UTF-8 as RFC 4180 has them: quoted fields may hold delimiters, line
+        ends and doubled quotes. Empty lines do not count, and files ending in ".gz" or
+        any other name are unpacked where they are compressed with gzip. Where no
+        stage looks at single rows (batch alone), parsed chunks become batches
         without being taken apart.
 
         Args:
-            paths: A file, a folder, a pattern, or a list of these.
-            **options: `label=` (the column that is the target), `columns=`,
-                `dtypes=`, `header=`, `column_names=`, `delimiter=`, `na_values=`,
-                `num_infer_rows=` and `num_examples=`, as `csv_source` explains them.
+            paths: A file, a folder (its files ending in .csv, .tsv, .txt or .gz), a
+                pattern, or a list of these. All have the same columns.
+            label: The column that is the target; elements are then (dict, label).
+            columns: Which columns to give, None for all.
+            dtypes: {column: "float32", "float64", "int32", "int64" or "string"}, for
+                those that are not to be inferred. A missing value is NaN in floats, ""
+                in text, and an error in integers.
+            header: Whether the first line of each file holds the names.
+            column_names: Names where it does not; None for "column_0", "column_1", ...
+            delimiter: One character.
+            na_values: What stands for a missing value, in text columns too. The empty
+                field and "nan" always do. More than one other spelling than these costs
+                about half the speed.
+            num_infer_rows: Rows of the first file that types are inferred from.
+            num_examples: Rows in all. "auto" counts them if the files have at most
+                64 MiB, "count" counts in any case, which reads all files once, None
+                leaves the length of the dataset unknown.
 
         Returns:
             A pipeline of dicts of scalars, or (dict, label).
 
         Raises:
             TypeError: An argument has the wrong type.
-            ValueError: A file is missing, empty, without rows or with other columns,
-                a column does not exist, or the delimiter is another one.
+            ValueError: A file is missing, empty, without rows or with other columns, a
+                column does not exist, or the delimiter is another one.
         """
-        return cls(csv.csv_source(paths, **options))
+        return cls(
+            csv.csv_source(
+                paths,
+                label=label,
+                columns=columns,
+                dtypes=dtypes,
+                header=header,
+                column_names=column_names,
+                delimiter=delimiter,
+                na_values=na_values,
+                num_infer_rows=num_infer_rows,
+                num_examples=num_examples,
+            )
+        )
 
     @classmethod
-    def from_text(cls: type[PipelineType], paths: Any, **options: Any) -> PipelineType:
+    def from_text(
+        cls: type[PipelineType],
+        paths: Any,
+        *,
+        labels: Any = None,
+        class_names: Sequence[str] | None = None,
+        by: str = "line",
+        keep_empty: bool = False,
+        extensions: Sequence[str] = text.EXTENSIONS,
+        num_examples: int | str | None = "auto",
+    ) -> PipelineType:
         """Starts from text files, one example a line or a file.
 
+        Files are in UTF-8, plain or compressed with gzip. A byte order mark is left
+        out, and lines may end as on Windows.
+
         Args:
-            paths: A folder, a file, a pattern, or a list.
-            **options: `labels=`, `class_names=`, `by=` ("line" or "file"),
-                `keep_empty=`, `extensions=` and `num_examples=`, as `text_source`
-                explains them.
+            paths: A folder, searched with all below it; or a file, a pattern, or a
+                list.
+            labels: None for texts alone; "inferred" for a folder that holds one folder
+                for each class; a sequence of integers, one for each file in the order
+                of the paths; or for a folder a dict {path relative to it: integer or
+                name}. A file's label is that of each of its lines.
+            class_names: Names in the order of their numbers, as for images.
+            by: "line" if each line is an example, "file" if each file is.
+            keep_empty: Whether to keep examples without a byte.
+            extensions: Endings of the files that count inside a folder.
+            num_examples: Examples in all. "auto" counts the lines of plain files of at
+                most 64 MiB together, "count" counts in any case, which reads all files
+                once, None leaves the length of the dataset unknown.
 
         Returns:
             A pipeline of strings, or (string, label) with int32 labels.
@@ -194,7 +259,17 @@ class Starting(Written):
             ValueError: A file is missing or no text, all are empty, or labels do not
                 fit.
         """
-        return cls(text.text_source(paths, **options))
+        return cls(
+            text.text_source(
+                paths,
+                labels=labels,
+                class_names=class_names,
+                by=by,
+                keep_empty=keep_empty,
+                extensions=extensions,
+                num_examples=num_examples,
+            )
+        )
 
     @classmethod
     def from_dataset(cls: type[PipelineType], dataset: tf.data.Dataset) -> PipelineType:

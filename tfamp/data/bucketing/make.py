@@ -27,39 +27,7 @@ def make_bucket(
     weight_padding: bool = False,
     too_long: str = "error",
 ) -> Bucket:
-    """Returns the stage of `Pipeline.bucket`, which stands in place of `.batch`.
-
-    Sequences of about one length share a batch and are padded to the boundary of
-    their bucket. There are few boundaries, so XLA compiles few shapes, and they are
-    multiples of 8, which tensor cores want. With `drop_remainder` the boundaries
-    are all shapes there are; without, each may have one smaller batch.
-
-    Sequences are the parts of an element whose first dimension is unknown. All of
-    them, inputs and targets, are padded to the same boundary.
-
-    Args:
-        batch_size: Sequences in a batch. Give this or `token_budget`.
-        boundaries: What sequences are padded to, ascending. "auto" chooses those
-            with the least padding, for which all lengths are read once in `build`.
-        length: A function of an element's parts that gives the length that counts.
-            None for the longest of its sequences.
-        pad_to_multiple: What boundaries are multiples of.
-        max_shapes: How many boundaries "auto" may choose. More of them pad less, and
-            each is compiled once.
-        drop_remainder: Whether to leave out batches that are not full, up to one of
-            each bucket in an epoch.
-        padding_values: None for zeros and empty strings; a value for all sequences
-            of its kind; or a structure like the element's.
-        token_budget: Places in a batch, padding included: long sequences come in
-            smaller batches. The size is a multiple of 8 where it is 8 or more.
-        mask: A key under which the dict of inputs gets a mask `(batch, length)`,
-            True on what is no padding. None adds none; an `Embedding` with
-            `mask_zero=True` then makes one from zeros.
-        weight_padding: Whether to give (inputs, targets, weights) with weights
-            `(batch, length)` of 0 on padding, times the weights there are. For
-            targets that are a sequence.
-        too_long: What to do above the last boundary: "error", "truncate" or "drop".
-            The last two read all lengths in `build` and log how many.
+    """Returns the stage of `Pipeline.bucket`, which explains the arguments.
 
     Raises:
         TypeError: An argument of another type.

@@ -195,31 +195,7 @@ def csv_source(
 ) -> CsvSource:
     """Returns the rows of CSV files as a source, after a look at the head of each.
 
-    Files are in UTF-8 as RFC 4180 has them: quoted fields may hold delimiters, line
-    ends and doubled quotes. Empty lines do not count, and files ending in ".gz" or
-    any other name are unpacked where they are compressed with gzip.
-
-    Args:
-        paths: A file, a folder (its files ending in .csv, .tsv, .txt or .gz), a
-            pattern, or a list of these. All have the same columns.
-        label: The column that is the target; elements are then (dict, label).
-        columns: Which columns to give, None for all.
-        dtypes: {column: "float32", "float64", "int32", "int64" or "string"}, for
-            those that are not to be inferred. A missing value is NaN in floats, ""
-            in text, and an error in integers.
-        header: Whether the first line of each file holds the names.
-        column_names: Names where it does not; None for "column_0", "column_1", ...
-        delimiter: One character.
-        na_values: What stands for a missing value, in text columns too. The empty
-            field and "nan" always do. More than one other spelling than these costs
-            about half the speed.
-        num_infer_rows: Rows of the first file that types are inferred from.
-        num_examples: Rows in all. "auto" counts them if the files have at most
-            64 MiB, "count" counts in any case, which reads all files once, None
-            leaves the length of the dataset unknown.
-
-    Returns:
-        A source whose elements are dicts of scalars, or (dict, label).
+    Arguments are those of `Pipeline.from_csv`, which explains them.
 
     Raises:
         TypeError: An argument has the wrong type.

@@ -187,25 +187,7 @@ def text_source(
 ) -> TextSource:
     """Returns texts as a source, after a look at each file.
 
-    Files are in UTF-8, plain or compressed with gzip. A byte order mark is left out,
-    and lines may end as on Windows.
-
-    Args:
-        paths: A folder, searched with all below it; or a file, a pattern, or a list.
-        labels: None for texts alone; "inferred" for a folder that holds one folder
-            for each class; a sequence of integers, one for each file in the order of
-            the paths; or for a folder a dict {path relative to it: integer or name}.
-            A file's label is that of each of its lines.
-        class_names: Names in the order of their numbers, as for images.
-        by: "line" if each line is an example, "file" if each file is.
-        keep_empty: Whether to keep examples without a byte.
-        extensions: Endings of the files that count inside a folder.
-        num_examples: Examples in all. "auto" counts the lines of plain files of at
-            most 64 MiB together, "count" counts in any case, which reads all files
-            once, None leaves the length of the dataset unknown.
-
-    Returns:
-        A source whose elements are strings, or (string, label) with int32 labels.
+    Arguments are those of `Pipeline.from_text`, which explains them.
 
     Raises:
         TypeError: An argument has the wrong type.
