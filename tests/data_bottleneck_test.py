@@ -1,0 +1,884 @@
+"""`tfamp.data.bottlenecks`: verdicts, turns, epochs, and a model left as it was."""
+
+import random
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.data import Pipeline
+from tfamp.data.bottlenecks import Bottleneck, advice, bottleneck, feed
+from tfamp.data.bottlenecks.feed import Feed, exhaust, kept_batches, prepare
+from tfamp.data.bottlenecks.measure import until_clear
+from tfamp.data.bottlenecks.timer import time_in_rounds
+from tfamp.data.bottlenecks.turns import Excluded, Turn, take_turns
+from tfamp.data.bottlenecks.unchanged import unchanged, variables_of
+from tfamp.data.bottlenecks.verdict import judge
+
+# Verdicts on times whose truth is set by construction ----------------------------
+
+
+class Machine:
+    """A pipeline that fetches ahead and a model, in simulated time.
+
+    While both work on shared cores each goes at half its speed. Times vary by 10 %
+    from call to call, and for a tenth of the time the machine is twice as slow.
+
+    Args:
+        input_seconds: Work for a batch.
+        step_seconds: Work for a step.
+        shared: Whether both need the same cores.
+        depth: Batches that are fetched ahead.
+        overhead: Of drawing a batch that is there.
+        seed: Of the noise.
+    """
+
+    def __init__(
+        self, input_seconds, step_seconds, *, shared, depth=2, overhead=1e-4, seed=0
+    ):
+        self.now, self._overhead = 0.0, overhead
+        self._input, self._step, self._depth = input_seconds, step_seconds, depth
+        self._slowdown = 2.0 if shared else 1.0
+        self._ahead = 0.0
+        self._rng = np.random.default_rng(seed)
+        # Spells of half a second.
+        self._spells = self._rng.random(10_000) < 0.1
+
+    def clock(self):
+        return self.now
+
+    def draw(self):
+        """Waits for a batch; nothing else runs meanwhile."""
+        if self._ahead >= 1:
+            self._ahead -= 1
+        else:
+            self._pass((1 - self._ahead) * self._varied(self._input))
+            self._ahead = 0.0
+        self._pass(self._overhead)
+
+    def step(self):
+        """Computes; the pipeline goes on until enough is fetched ahead."""
+        work, batch = self._varied(self._step), self._varied(self._input)
+        while work > 1e-12:
+            speed, last = 1.0, work
+            if self._ahead < self._depth:
+                speed = 1 / self._slowdown
+                last = min(work, (self._depth - self._ahead) * batch)
+                self._ahead = min(self._depth, self._ahead + last / batch)
+            work -= last
+            self._pass(last / speed)
+
+    def real(self):
+        self.draw()
+        self.step()
+
+    def judged(self):
+        """What `bottleneck` would say, given eight seconds."""
+        calls = {"input": self.draw, "real": self.real, "compute": self.step}
+        turns = {name: Turn(call) for name, call in calls.items()}
+        return until_clear(
+            lambda seconds: time_in_rounds(turns, seconds=seconds, clock=self.clock),
+            seconds=8,
+            clock=self.clock,
+        )[1]
+
+    def _varied(self, seconds):
+        return seconds * self._rng.lognormal(sigma=0.1)
+
+    def _pass(self, seconds):
+        self.now += seconds * (1 + self._spells[int(self.now * 2) % 10_000])
+
+
+TRUTHS = {
+    "slow map": ((0.010, 0.001), {"shared": False}, "input"),
+    "slow map on the model's cores": ((0.010, 0.001), {"shared": True}, "input"),
+    "slow step": ((0.001, 0.020), {"shared": False}, "compute"),
+    "slow step on the map's cores": ((0.0005, 0.020), {"shared": True}, "compute"),
+    "both, each on cores of its own": ((0.008, 0.010), {"shared": False}, "compute"),
+    "both on the same cores": ((0.010, 0.010), {"shared": True}, "contention"),
+    "neither": ((0.0002, 0.004), {"shared": False}, "compute"),
+    "slow map, many batches ahead": (
+        (0.010, 0.001),
+        {"shared": False, "depth": 30},
+        "input",
+    ),
+}
+
+
+@pytest.mark.parametrize("times, options, truth", TRUTHS.values(), ids=TRUTHS)
+def test_verdict_is_right_in_nine_of_ten_noisy_measurements(times, options, truth):
+    verdicts = [
+        Machine(*times, **options, seed=seed).judged().verdict for seed in range(40)
+    ]
+    assert verdicts.count(truth) >= 36
+    # What is not right is unclear, never the opposite.
+    assert set(verdicts) <= {truth, "unclear"}
+
+
+GAINS = {
+    "slow map": ((0.010, 0.002), False, 0.8),
+    "no gain": ((0.001, 0.010), False, 0.0),
+    "halves": ((0.010, 0.010), True, 0.5),
+}
+
+
+@pytest.mark.parametrize("times, shared, gain", GAINS.values(), ids=GAINS)
+def test_possible_gain_is_the_constructed_one(times, shared, gain):
+    judgement = Machine(*times, shared=shared, seed=1).judged()
+    # Noise of 10 % over tens of rounds of several calls: some 2 %.
+    assert judgement.gain == pytest.approx(gain, abs=0.06)
+    assert judgement.gain_low <= judgement.gain <= judgement.gain_high
+
+
+def test_a_gain_at_the_threshold_is_unclear():
+    rng = np.random.default_rng(0)
+    real = rng.lognormal(sigma=0.1, size=12)
+    judgement = judge(real, 0.9 * rng.lognormal(sigma=0.1, size=12), 0.1 * real)
+    assert judgement.verdict == "unclear"
+    assert "10 % is where the input begins to matter" in judgement.reason
+
+
+def test_losses_that_are_equal_are_unclear():
+    rng = np.random.default_rng(0)
+    noise = rng.lognormal(sigma=0.05, size=(3, 12))
+    judgement = judge(15 * noise[0], 5 * noise[1], 10 * noise[2])
+    assert judgement.verdict == "unclear"
+    assert judgement.gain == pytest.approx(2 / 3, abs=0.05)
+    assert judgement.lost_to_input == pytest.approx(1 / 3, abs=0.05)
+    assert judgement.lost_to_sharing == pytest.approx(1 / 3, abs=0.05)
+
+
+def test_load_that_comes_and_goes_cancels_within_a_round():
+    rng = np.random.default_rng(0)
+    load = rng.choice([1.0, 3.0], size=20)
+    judgement = judge(10 * load, 9.5 * load, 1 * load)
+    assert judgement.gain == judgement.gain_low == judgement.gain_high
+    assert judgement.gain == pytest.approx(0.05)
+    assert judgement.verdict == "compute"
+
+
+def test_a_prefetch_that_regains_the_loss_makes_it_the_input():
+    real, compute, alone = [20.0] * 6, [10.0] * 6, [10.0] * 6
+    assert judge(real, compute, alone).verdict == "contention"
+    regained = judge(real, compute, alone, prefetched_gains=[0.05] * 6)
+    assert (regained.verdict, regained.needs_prefetch) == ("input", True)
+    in_vain = judge(real, compute, alone, prefetched_gains=[0.48] * 6)
+    assert (in_vain.verdict, in_vain.needs_prefetch) == ("contention", False)
+
+
+def test_a_step_that_is_faster_with_the_pipeline_gains_nothing():
+    judgement = judge([9.0] * 5, [10.0] * 5, [1.0] * 5)
+    assert (judgement.gain, judgement.gain_low, judgement.verdict) == (0, 0, "compute")
+
+
+def test_rounds_that_differ_in_number_are_an_error():
+    message = (
+        "`real`, `compute` and `input` have 2, 1 and 2 rounds; expected one number of "
+        "at least 1. Pass the times of the same rounds."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        judge([1.0, 1.0], [1.0], [1.0, 1.0])
+    with pytest.raises(ValueError, match="have 0, 0 and 0 rounds"):
+        judge([], [], [])
+
+
+# Turns ---------------------------------------------------------------------------
+
+
+class Clock:
+    """A clock that goes on when it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+    def taking(self, *seconds):
+        """A call that takes so long: the first, the second, and the last for ever."""
+        left = list(seconds)
+
+        def call():
+            self.now += left.pop(0) if len(left) > 1 else left[0]
+
+        return call
+
+
+def test_a_turn_does_not_count_its_first_calls():
+    clock = Clock()
+    turn = Turn(clock.taking(*[0.0] * 5, 0.5))
+    seconds = turn.seconds_per_call(clock, warm_seconds=1.0, timed_seconds=2.0)
+    assert seconds == 0.5
+
+
+def test_a_turn_gives_the_mean_of_bursts():
+    clock = Clock()
+    turn = Turn(clock.taking(*[0.0, 1.0] * 100))
+    seconds = turn.seconds_per_call(clock, warm_seconds=4.0, timed_seconds=20.0)
+    assert seconds == pytest.approx(0.5, abs=0.03)
+
+
+def test_a_turn_waits_for_the_device():
+    clock, queued = Clock(), []
+
+    def wait():
+        clock.now += 0.25 * len(queued)
+        queued.clear()
+
+    turn = Turn(lambda: queued.append(1), wait)
+    assert turn.seconds_per_call(clock, warm_seconds=1, timed_seconds=3) == 0.25
+
+
+def test_what_is_excluded_is_in_no_mean():
+    clock, excluded, calls = Clock(), Excluded(), []
+
+    def call():
+        calls.append(1)
+        clock.now += 0.5
+        if len(calls) % 4 == 0:
+            clock.now += 100
+            excluded.seconds += 100.5
+            excluded.calls += 1
+
+    turn = Turn(call, excluded=excluded)
+    assert turn.seconds_per_call(clock, warm_seconds=2, timed_seconds=900) == 0.5
+
+
+def rounds_of(clock, seconds, **options):
+    turns = {name: Turn(clock.taking(value)) for name, value in seconds.items()}
+    defaults = {"max_seconds": 10, "min_rounds": 2, "max_rounds": 6}
+    return take_turns(
+        turns, clock=clock, timed_seconds=0.1, warm_seconds=0.1, **(defaults | options)
+    )
+
+
+def test_each_round_has_every_turn_once():
+    done = []
+    times = rounds_of(Clock(), {"a": 0.01, "b": 0.02}, progress=done.append)
+    assert times == {
+        "a": [pytest.approx(0.01)] * 6,
+        "b": [pytest.approx(0.02)] * 6,
+    }
+    assert done == [1, 2, 3, 4, 5, 6]
+
+
+def test_rounds_end_with_the_time_but_not_before_enough():
+    # Seven calls of a second in a round.
+    assert len(rounds_of(Clock(), {"a": 1.0})["a"]) == 2
+    assert len(rounds_of(Clock(), {"a": 1.0}, max_seconds=30)["a"]) == 4
+
+
+# Epochs --------------------------------------------------------------------------
+
+
+def test_epoch_starts_are_timed_apart():
+    clock = Clock()
+
+    def begin():
+        clock.now += 10
+        return iter(range(100))
+
+    source = Feed(begin, 5, clock=clock)
+    for _ in range(12):
+        source.call(lambda iterator: clock.taking(0.5)())
+    # Calls 1, 6 and 11 begin an epoch.
+    assert source.starts == [10.5] * 3
+    assert source.excluded.calls == 3
+    assert source.excluded.seconds == pytest.approx(31.5)
+
+
+def test_what_is_left_of_an_epoch_is_read():
+    epochs = []
+
+    def begin():
+        epochs.append(iter(range(7)))
+        return epochs[-1]
+
+    source = Feed(begin, 3, clock=Clock())
+    drawn = [source.call(next) for _ in range(7)]
+    assert drawn == [0, 1, 2, 0, 1, 2, 0]
+    assert [exhaust(epoch) for epoch in epochs] == [0, 0, 6]
+
+
+def sizes(source, number):
+    return [int(batch.shape[0]) for batch in source.dataset.take(number)]
+
+
+def numbers(n, size, **options):
+    return tf.data.Dataset.range(n).batch(size, **options)
+
+
+def test_a_smaller_last_batch_is_left_out():
+    source = prepare(numbers(43, 8), 1)  # five full ones and three numbers
+    assert (source.calls_per_epoch, source.repeats) == (5, False)
+    full = prepare(numbers(40, 8, drop_remainder=True), 1)
+    assert (full.calls_per_epoch, full.repeats) == (5, False)
+
+
+def test_calls_of_several_steps_fill_an_epoch_rounded_down():
+    assert prepare(numbers(83, 8), 2).calls_per_epoch == 5
+
+
+def test_short_epochs_and_those_of_unknown_length_are_joined():
+    short = prepare(numbers(20, 8), 1)
+    unknown = prepare(numbers(43, 8).filter(lambda x: True), 1)
+    for source in (short, unknown):
+        assert (source.calls_per_epoch, source.repeats) == (None, True)
+        assert sizes(source, 12) == [8] * 12
+
+
+def test_a_single_smaller_batch_is_used_as_it_is():
+    assert sizes(prepare(numbers(5, 8), 1), 3) == [5] * 3
+
+
+def test_batches_of_buckets_all_stay():
+    data = tf.data.Dataset.range(1, 21).map(lambda n: tf.range(n % 4 + 1))
+    source = prepare(data.padded_batch(6), 1)
+    assert sorted(set(sizes(source, 8))) == [2, 6]
+
+
+def test_an_endless_dataset_is_used_as_it_is():
+    data = numbers(16, 8).repeat()
+    source = prepare(data, 1)
+    assert source.dataset is data
+    assert (source.calls_per_epoch, source.repeats) == (None, False)
+
+
+def test_kept_batches_are_a_few_and_come_from_memory():
+    reads = []
+
+    def read(x):
+        reads.append(int(x))
+        return x
+
+    data = numbers(400, 4).map(lambda x: tf.numpy_function(read, [x[0]], tf.int64))
+    # TensorFlow would map in parallel by itself, and read ahead.
+    options = tf.data.Options()
+    options.experimental_optimization.apply_default_optimizations = False
+    kept = kept_batches(prepare(data.with_options(options), 1), 1)
+    firsts = [0, 4, 8, 12, 16, 20, 24, 28]
+    assert reads == firsts
+    assert [int(x) for x in kept.take(24)] == firsts * 3
+    assert reads == firsts
+
+
+def test_no_more_batches_are_kept_than_memory_is_meant_for(monkeypatch):
+    data = numbers(400, 4, drop_remainder=True)  # 32 bytes a batch
+    for limit, firsts in {100: [0, 4, 8], 1: [0]}.items():
+        monkeypatch.setattr(feed, "_MAX_KEPT_BYTES", limit)
+        kept = kept_batches(prepare(data, 1), 1)
+        assert [int(x[0]) for x in kept.take(6)] == (firsts * 6)[:6]
+
+
+# A real model, on a clock that ticks ---------------------------------------------
+
+
+class Ticks:
+    """A clock that goes on a little whenever it is read, so turns end soon."""
+
+    def __init__(self, tick=0.01):
+        self.now, self.tick = 0.0, tick
+
+    def __call__(self):
+        self.now += self.tick
+        return self.now
+
+
+def pairs(n=40, batch=4):
+    x = np.random.default_rng(0).normal(size=(n, 3)).astype(np.float32)
+    y = x.sum(axis=1, keepdims=True)
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch)
+
+
+def momentum():
+    return keras.optimizers.SGD(0.01, momentum=0.9)
+
+
+def make_model(make_optimizer=momentum, **options):
+    """Few weights, and every kind of state: statistics, a seed, slots, metrics."""
+    model = keras.Sequential(
+        [
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1),
+        ]
+    )
+    model.compile(make_optimizer(), "mse", metrics=["mae"], **options)
+    return model
+
+
+def measured(model, data, **options):
+    return bottleneck(model, data, seconds=0.3, clock=Ticks(), **options)
+
+
+def state(model):
+    """The bits of every variable by path, on each replica."""
+    variables = variables_of(model)
+    local = model.distribute_strategy.experimental_local_results
+    bits = {
+        variable.path: [part.numpy().tobytes() for part in local(variable.value)]
+        for variable in variables
+    }
+    assert len(bits) == len(variables)
+    return bits
+
+
+WAYS = {
+    "moving average": (lambda: keras.optimizers.Adam(use_ema=True), {}),
+    "schedule, three steps a call": (
+        lambda: keras.optimizers.SGD(
+            keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.9), momentum=0.9
+        ),
+        {"steps_per_execution": 3},
+    ),
+    "loss scale, xla": (
+        lambda: tfamp.LossScaleOptimizer(momentum()),
+        {"jit_compile": True},
+    ),
+    "eager": (momentum, {"run_eagerly": True}),
+}
+
+
+@pytest.mark.parametrize("make_optimizer, options", WAYS.values(), ids=WAYS)
+def test_a_trained_model_is_left_as_it_was_bit_by_bit(make_optimizer, options):
+    model = make_model(make_optimizer, **options)
+    model.fit(pairs(), verbose=0)
+    before = state(model)
+    random_states = random.getstate(), np.random.get_state()[1].tolist()
+    result = measured(model, pairs())
+    assert state(model) == before
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == random_states
+    assert 0 <= result.possible_gain < 1
+    rounds = len(result.times["real"])
+    assert rounds == len(result.times["compute"]) == len(result.times["input"]) >= 5
+
+
+def test_the_step_really_changes_what_is_put_back():
+    model = make_model(keras.optimizers.Adam)
+    model.fit(pairs(), verbose=0)
+    before = state(model)
+    with unchanged(model):
+        model.train_function(iter(pairs()))
+        random.random()
+        np.random.random()
+        seen = state(model)
+    changed = {name for name in before if before[name] != seen[name]}
+    # Moving statistics, seed, slots, counters, metrics; weights stay, at rate 0.
+    for word in ("moving_mean", "seed", "momentum", "iteration", "total"):
+        assert any(word in name for name in changed), word
+    assert changed.isdisjoint(weight.path for weight in model.trainable_variables)
+    assert state(model) == before
+
+
+def test_times_are_those_of_a_step_not_of_a_call():
+    def seconds(steps):
+        model = make_model(steps_per_execution=steps)
+        return measured(model, pairs().repeat()).compute_seconds
+
+    assert seconds(2) == pytest.approx(seconds(1) / 2, rel=0.01)
+
+
+def test_training_goes_on_as_if_nothing_had_been_measured():
+    def train(measure):
+        keras.utils.set_random_seed(1)
+        model = make_model()
+        model.fit(pairs(), verbose=0)
+        if measure:
+            measured(model, pairs())
+        model.fit(pairs(), verbose=0)
+        return [weights.tobytes() for weights in model.get_weights()]
+
+    assert train(measure=True) == train(measure=False)
+
+
+def test_an_unbuilt_model_is_built_and_otherwise_new():
+    keras.utils.set_random_seed(1)
+    model = make_model()
+    measured(model, pairs())
+    assert model.built
+    assert model.optimizer.built
+    assert int(model.optimizer.iterations) == 0
+    slots = [v for v in model.optimizer.variables if "momentum" in v.path]
+    assert slots
+    assert all(not np.any(slot) for slot in slots)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.01)
+    assert all(not np.any(v) for v in model.metrics_variables)
+    keras.utils.set_random_seed(1)
+    other = make_model()
+    other.build((None, 3))
+    for mine, new in zip(model.get_weights(), other.get_weights(), strict=True):
+        np.testing.assert_array_equal(mine, new)
+
+
+class Failing(keras.layers.Layer):
+    """Raises in the step once the limit of calls is reached."""
+
+    def __init__(self, limit):
+        super().__init__()
+        self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+        self.limit = limit
+
+    def call(self, x):
+        self.calls.assign_add(1.0)
+        check = tf.debugging.assert_less(self.calls.value, float(self.limit), "enough")
+        with tf.control_dependencies([check] if check is not None else []):
+            return tf.identity(x)
+
+
+def test_a_step_that_fails_leaves_the_model_as_it_was():
+    model = keras.Sequential([Failing(30), keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    model.fit(pairs(), verbose=0)  # 10 calls, and one to build
+    before = state(model)
+    with pytest.raises(tf.errors.InvalidArgumentError, match="enough"):
+        measured(model, pairs())
+    assert state(model) == before
+
+
+def test_two_replicas_are_measured_and_each_is_left_as_it_was():
+    strategy = tf.distribute.MirroredStrategy(
+        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
+    )
+    with strategy.scope():
+        model = keras.Sequential(
+            [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
+        )
+        model.compile(momentum(), "mse")
+    model.fit(pairs(), verbose=0)
+    before = state(model)
+    # Their statistics come from examples of their own.
+    assert any(parts[0] != parts[1] for parts in before.values())
+    result = measured(model, pairs())
+    assert (result.batch_size, result.epoch_steps) == (4, 10)
+    assert state(model) == before
+
+
+def test_mixed_bfloat16_is_measured_and_undone():
+    with tfamp.scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile(momentum(), "mse")
+    assert model.layers[-1].compute_dtype == "bfloat16"
+    model.fit(pairs(), verbose=0)
+    before = state(model)
+    measured(model, pairs())
+    assert state(model) == before
+
+
+def weighted(x, y):
+    return {"a": x[:, :1], "b": x[:, 1:]}, y, tf.ones_like(y[:, 0])
+
+
+def test_dict_inputs_with_sample_weights():
+    inputs = {"a": keras.Input((1,), name="a"), "b": keras.Input((2,), name="b")}
+    joined = keras.layers.Concatenate()(list(inputs.values()))
+    model = keras.Model(inputs, keras.layers.Dense(1)(joined))
+    model.compile("sgd", "mse", weighted_metrics=["mae"])
+    result = measured(model, pairs().map(weighted))
+    assert (result.batch_size, result.epoch_steps) == (4, 10)
+
+
+SHORT = {"one batch": (4, 1), "three batches": (12, 1), "less than a call": (4, 3)}
+
+
+@pytest.mark.parametrize("examples, steps", SHORT.values(), ids=SHORT)
+def test_a_dataset_of_few_batches(examples, steps):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=steps)
+    result = measured(model, pairs(examples))
+    assert result.epoch_steps == examples // 4
+    # Starts of epochs are in the times.
+    assert result.epoch_start_seconds is None
+
+
+class Pair(keras.Model):
+    """Two layers, each with an optimizer, and only a train step."""
+
+    def __init__(self):
+        super().__init__()
+        self.parts = [keras.layers.Dense(1), keras.layers.Dense(1)]
+        self.optimizers = {"first": keras.optimizers.Adam(0.1), "second": momentum()}
+        self.third = [keras.optimizers.Adam(0.1)]
+
+    def train_step(self, data):
+        x, y = data
+        optimizers = [*self.optimizers.values()]
+        for layer, optimizer in zip(self.parts, optimizers, strict=True):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((layer(x) - y) ** 2)
+            weights = layer.trainable_variables
+            optimizer.apply_gradients(
+                zip(tape.gradient(loss, weights), weights, strict=True)
+            )
+        return {"loss": loss}
+
+
+def test_optimizers_that_a_model_holds_itself_are_put_back():
+    model = Pair()
+    model.compile()
+    model.third[0].build([])
+    model.fit(pairs(), verbose=0)
+    before = state(model)
+    measured(model, pairs())
+    after = state(model)
+    for optimizer in model.optimizers.values():
+        assert all(variable.path in before for variable in optimizer.variables)
+    # The optimizer of `compile`, which this step leaves alone, was built meanwhile.
+    assert {name: after[name] for name in before} == before
+
+
+def test_state_that_only_the_train_step_would_make_is_an_error():
+    model = Pair()
+    model.compile()
+    optimizers = [*model.optimizers.values(), *model.third]
+    names = tuple(part.name for part in [*model.parts, *optimizers])
+    message = (
+        f"holds {names!r} without variables yet, and only its train step knows what "
+        "they will be; expected layers and optimizers whose state can be put back."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        measured(model, pairs())
+
+
+def test_the_result_describes_epochs_and_batches():
+    model = make_model()
+    result = measured(model, pairs(43))
+    assert (result.batch_size, result.epoch_steps) == (4, 11)
+    assert result.epoch_start_seconds is not None
+    assert result.epoch_start_seconds >= 0
+    endless = measured(model, pairs().repeat())
+    assert (endless.epoch_start_seconds, endless.epoch_steps) == (None, None)
+
+
+def test_a_pipeline_is_built_and_measured():
+    x = np.zeros((40, 3), np.float32)
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    result = measured(model, Pipeline.from_arrays(x, x[:, :1]).batch(8))
+    assert (result.batch_size, result.epoch_steps) == (8, 5)
+
+
+def test_a_file_cache_is_whole_or_absent_afterwards(tmp_path):
+    cache = str(tmp_path / "cache")
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    measured(model, pairs().cache(cache))
+    left = sorted(path.name for path in tmp_path.iterdir())
+    assert not any("lock" in name for name in left)
+    # Training can use it, or write it anew.
+    assert len(list(pairs().cache(cache))) == 10
+
+
+# Records and advice --------------------------------------------------------------
+
+RESULT = Bottleneck(
+    verdict="input",
+    possible_gain=0.8,
+    gain_low=0.75,
+    gain_high=0.85,
+    reason="alone, the input takes 5.0 times as long as the model",
+    advice="1. Cache.\n2. Map.",
+    times={"real": (0.01, 0.011, 0.01), "compute": (0.002,) * 3, "input": (0.01,) * 3},
+    batch_size=64,
+    epoch_start_seconds=0.5,
+    epoch_steps=100,
+)
+
+
+def test_the_record_comes_back_from_json():
+    assert Bottleneck.from_json(RESULT.to_json()) == RESULT
+
+
+def test_the_table_says_what_was_measured():
+    text = str(RESULT)
+    assert "3 rounds, batches of 64" in text
+    assert "Verdict: input; alone, the input takes 5.0 times as long" in text
+    assert "Possible gain: 80.0 % of a step (75.0 % to 85.0 %)." in text
+    assert "6,400" in text  # 64 examples in 10 ms
+    # Half a second before a hundred steps of 10 ms.
+    assert "An epoch starts within 500 ms, 33.3 % of its 100 steps" in text
+    assert text.endswith("1. Cache.\n2. Map.")
+    assert max(map(len, text.splitlines()[:10])) <= 110
+
+
+def test_medians_are_properties():
+    assert (RESULT.real_seconds, RESULT.compute_seconds) == (0.01, 0.002)
+    assert RESULT.input_seconds == 0.01
+
+
+FACTS = advice.Facts(
+    total_bytes=2**20,
+    float_images=True,
+    autotunes=True,
+    threads=None,
+    on_cpu=True,
+    jit_compiled=False,
+    steps_per_execution=1,
+)
+INPUT = judge([10.0] * 5, [2.0] * 5, [10.0] * 5)
+UNFETCHED = judge([20.0] * 5, [10.0] * 5, [10.0] * 5, prefetched_gains=[0.0] * 5)
+CONTENTION = judge([20.0] * 5, [10.0] * 5, [10.0] * 5)
+COMPUTE = judge([10.0] * 5, [10.0] * 5, [1.0] * 5)
+UNCLEAR = judge([1.0, 2.0] * 3, [1.0] * 6, [0.5] * 6)
+
+
+def advised(judgement, *, step_seconds=0.05, epoch_start_share=None, **changes):
+    facts = advice.Facts(**(vars(FACTS) | changes))
+    return advice.advise(
+        judgement,
+        facts,
+        step_seconds=step_seconds,
+        epoch_start_share=epoch_start_share,
+    )
+
+
+ADVICE = {
+    "uint8 first": (INPUT, {}, "1. Deliver images as uint8"),
+    "no uint8 for tables": (INPUT, {"float_images": False}, "1. Cache"),
+    "the size of the cache": (
+        INPUT,
+        {},
+        "an epoch as delivered is 1.0 MiB, in memory.",
+    ),
+    "a large cache": (INPUT, {"total_bytes": 2**40}, "in a file on an SSD."),
+    "parallel map": (INPUT, {}, "`num_parallel_calls`"),
+    "autotune": (INPUT, {}, "autotune.enabled = False"),
+    "prefetch first": (UNFETCHED, {}, "1. End the pipeline with `.prefetch(2)`"),
+    "fewer threads": (CONTENTION, {}, "fewer threads than there are cores"),
+    "fewer than its own": (CONTENTION, {"threads": 8}, "fewer threads than its 8"),
+    "onto the device": (CONTENTION, {"on_cpu": False}, "onto the device"),
+    "leave it": (COMPUTE, {}, "1. Leave the pipeline as it is"),
+    "larger batches": (COMPUTE, {"step_seconds": 0.001}, "larger batches"),
+    "xla": (COMPUTE, {}, "jit_compile=True"),
+    "measure longer": (UNCLEAR, {}, "1. Measure longer"),
+    "epoch starts": (COMPUTE, {"epoch_start_share": 0.3}, "starts with 30.0 %"),
+}
+
+
+@pytest.mark.parametrize("judgement, options, words", ADVICE.values(), ids=ADVICE)
+def test_advice(judgement, options, words):
+    assert words in advised(judgement, **options)
+
+
+NO_ADVICE = {
+    "autotune that is off": (INPUT, {"autotunes": False}, "autotun"),
+    "prefetch in vain": (CONTENTION, {}, "prefetch"),
+    "larger batches of long steps": (COMPUTE, {}, "larger batches"),
+    "short epoch starts": (COMPUTE, {"epoch_start_share": 0.01}, "epoch starts"),
+    "one thread": (CONTENTION, {"threads": 1}, "fewer threads"),
+}
+
+
+@pytest.mark.parametrize("judgement, options, words", NO_ADVICE.values(), ids=NO_ADVICE)
+def test_advice_that_is_not_given(judgement, options, words):
+    assert words not in advised(judgement, **options)
+
+
+def test_facts_are_read_from_dataset_and_model():
+    data = tf.data.Dataset.from_tensors((tf.zeros((2, 8, 8, 3)), tf.zeros((2, 1))))
+    options = tf.data.Options()
+    options.autotune.enabled = False
+    options.threading.private_threadpool_size = 3
+    data = data.repeat(10).with_options(options)
+    facts = advice.facts_of(
+        data, make_model(jit_compile=True, steps_per_execution=2), batch_bytes=1544
+    )
+    assert facts == advice.Facts(15440, True, False, 3, facts.on_cpu, True, 2)
+
+
+# Errors --------------------------------------------------------------------------
+
+ERRORS = {
+    "no model": (
+        lambda: bottleneck(pairs(), make_model()),
+        TypeError,
+        "expected a compiled `keras.Model`. Pass the model first, then the dataset.",
+    ),
+    "not compiled": (
+        lambda: bottleneck(keras.Sequential(name="plain"), pairs()),
+        ValueError,
+        "Model 'plain' is not compiled; expected one that `fit` takes.",
+    ),
+    "an iterator": (
+        lambda: bottleneck(make_model(), iter(pairs())),
+        TypeError,
+        "It can be read once only and would be used up: pass what it iterates.",
+    ),
+    "a generator": (
+        lambda: bottleneck(make_model(), (batch for batch in pairs())),
+        TypeError,
+        "`dataset` is of type generator; expected a `tf.data.Dataset` of batches",
+    ),
+    "arrays": (
+        lambda: bottleneck(make_model(), (np.zeros(3), np.zeros(3))),
+        TypeError,
+        "Wrap arrays by `tfamp.data.Pipeline.from_arrays(x, y).batch(32)`.",
+    ),
+    "single examples": (
+        lambda: bottleneck(make_model(), tf.data.Dataset.range(3)),
+        ValueError,
+        "hold a scalar, so they are single examples; expected batches",
+    ),
+    "empty": (
+        lambda: bottleneck(make_model(), pairs().take(0)),
+        ValueError,
+        "`dataset` holds no batches; expected at least one.",
+    ),
+    "seconds": (
+        lambda: bottleneck(make_model(), pairs(), seconds=0),
+        ValueError,
+        "`seconds` is 0.0; expected a finite number above 0.",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, kind, message", ERRORS.values(), ids=ERRORS)
+def test_errors(call, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        call()
+
+
+def test_an_iterator_is_not_drawn_from():
+    iterator = iter(pairs(8))
+    with pytest.raises(TypeError, match="would be used up"):
+        bottleneck(make_model(), iterator)
+    assert len(list(iterator)) == 2
+
+
+# Real time -----------------------------------------------------------------------
+
+
+def busy(x):
+    """Work for some milliseconds on one core."""
+    a = tf.random.stateless_uniform((64, 64), (1, 2))
+    _, a = tf.while_loop(
+        lambda i, a: i < 600, lambda i, a: (i + 1, tf.tanh(a @ a * 0.01)), (0, a)
+    )
+    return x + 0 * a[0, 0]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("case", ["slow map", "slow step"])
+def test_verdicts_on_real_datasets(case):
+    """Twenty times as slow on one side, since the machine may be busy otherwise.
+
+    Then a noise of half the step still leaves the gain on its side of 10 %, and what
+    remains may be unclear, but never the other verdict.
+    """
+    width = 16 if case == "slow map" else 1024
+    model = keras.Sequential([keras.layers.Dense(width) for _ in range(3)])
+    model.add(keras.layers.Dense(1))
+    model.compile("sgd", "mse")
+    data = tf.data.Dataset.from_tensors((tf.ones((256, 32)), tf.ones((256, 1))))
+    data = data.repeat(500)
+    if case == "slow map":
+        data = data.map(lambda x, y: (busy(x), y), num_parallel_calls=2)
+    result = bottleneck(model, data.prefetch(2), seconds=6)
+    if case == "slow map":
+        assert result.verdict in ("input", "unclear", "contention")
+        assert result.possible_gain > 0.5
+    else:
+        assert result.verdict in ("compute", "unclear")
+        assert result.possible_gain < 0.3

@@ -1,0 +1,112 @@
+"""The record of a measurement: verdict, gain, times and what to change."""
+
+import dataclasses
+import io
+
+import numpy as np
+
+from tfamp._units import format_seconds, format_share
+from tfamp.data.bottlenecks.verdict import Cause
+from tfamp.results import Record
+
+_TABLE_WIDTH = 110
+_ROWS = {
+    "real": "real pipeline, with the model",
+    "compute": "model alone, batches from memory",
+    "input": "pipeline alone",
+    "prefetched": "real pipeline and `.prefetch(2)`",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Bottleneck(Record):
+    """What holds training up: the input, the model, or both at the same cores.
+
+    Args:
+        verdict: "input", "compute", "contention" or "unclear".
+        possible_gain: Part of a step that a perfect input would save, in [0, 1).
+        gain_low: Lower end of its noise band (95 %).
+        gain_high: Upper end of its noise band.
+        reason: Why, in one sentence.
+        advice: What to change, numbered lines, most promising first.
+        times: Seconds a step, one figure a round: "real", "compute", "input", and
+            "prefetched" where that was tried.
+        batch_size: Examples in a batch.
+        epoch_start_seconds: What the start of an epoch takes beyond its steps; None
+            where epochs are too short or their length is unknown: the starts are in
+            the times then.
+        epoch_steps: Steps of an epoch, None if unknown.
+    """
+
+    verdict: Cause
+    possible_gain: float
+    gain_low: float
+    gain_high: float
+    reason: str
+    advice: str
+    times: dict[str, tuple[float, ...]] = dataclasses.field(hash=False)
+    batch_size: int
+    epoch_start_seconds: float | None = None
+    epoch_steps: int | None = None
+
+    @property
+    def real_seconds(self) -> float:
+        """Seconds of a step with the real pipeline, the median of the rounds."""
+        return float(np.median(self.times["real"]))
+
+    @property
+    def compute_seconds(self) -> float:
+        """Seconds of a step with batches from memory."""
+        return float(np.median(self.times["compute"]))
+
+    @property
+    def input_seconds(self) -> float:
+        """Seconds that the pipeline alone takes for the batch of a step."""
+        return float(np.median(self.times["input"]))
+
+    def table(self) -> str:
+        """Returns times, verdict and advice as text of at most 110 columns."""
+        # Here, so that nothing is paid for before something is printed.
+        from rich.console import Console
+        from rich.table import Table
+        from rich.text import Text
+
+        rounds = len(self.times["real"])
+        table = Table(
+            title=f"{rounds} rounds, batches of {self.batch_size}", title_justify="left"
+        )
+        for column in ("a step of", "median", "middle half", "examples/s"):
+            table.add_column(column, justify="left" if column[0] == "a" else "right")
+        for name, seconds in self.times.items():
+            middle = float(np.median(seconds))
+            low, high = np.percentile(seconds, (25, 75))
+            table.add_row(
+                Text(_ROWS.get(name, name)),
+                format_seconds(middle),
+                f"{format_seconds(low)} to {format_seconds(high)}",
+                f"{self.batch_size / middle:,.0f}",
+            )
+        console = Console(file=io.StringIO(), width=_TABLE_WIDTH, color_system=None)
+        console.print(table)
+        text = console.file.getvalue()  # type: ignore[attr-defined]
+        lines = [line.rstrip() for line in text.splitlines()]
+        return "\n".join([*lines, *self._sentences(), *self.advice.splitlines()])
+
+    def _sentences(self) -> list[str]:
+        sentences = [
+            f"Verdict: {self.verdict}; {self.reason}.",
+            f"Possible gain: {format_share(self.possible_gain)} of a step "
+            f"({format_share(self.gain_low)} to {format_share(self.gain_high)}).",
+        ]
+        if self.epoch_start_seconds is not None and self.epoch_steps is not None:
+            whole = self.epoch_start_seconds + self.epoch_steps * self.real_seconds
+            sentences.append(
+                f"An epoch starts within {format_seconds(self.epoch_start_seconds)}, "
+                f"{format_share(self.epoch_start_seconds / whole)} of its "
+                f"{self.epoch_steps:,} steps; not counted above."
+            )
+        return sentences
+
+    def __str__(self) -> str:
+        """Returns the table."""
+        return self.table()

