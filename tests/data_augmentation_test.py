@@ -1,15 +1,17 @@
 """Augmentation: transforms, strength and ramp, seeds, the layer, the dtype check."""
 
+import functools
 import re
+import threading
 
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.data import Pipeline, augmentation
+from tfamp.data import Augment, Pipeline, _plan, augmentation
+from tfamp.data._service_graph import check_functions
 from tfamp.data.augmentation import (
-    Augment,
     Brightness,
     Contrast,
     Cutout,
@@ -19,6 +21,7 @@ from tfamp.data.augmentation import (
     make_augment,
 )
 from tfamp.data.augmentation.chain import num_arguments
+from tfamp.data.service import Service
 
 ALL = (Flip(True, True), Shift(), Rotate(), Brightness(), Contrast(), Cutout())
 ROW = np.arange(4.0, dtype=np.float32).reshape(1, 1, 4, 1)
@@ -42,10 +45,7 @@ def apply(transform, batch, strength=1.0, seed=0, span=255.0):
 
 
 def augmented(dataset, *steps, **arguments):
-    """Returns a dataset behind the stage, as a pipeline will put it there."""
-    stage = make_augment(*steps, **arguments)
-    pipeline = Pipeline.from_dataset(dataset)
-    return Pipeline(pipeline.source, (stage,)).build()
+    return Pipeline.from_dataset(dataset).augment(*steps, **arguments).build()
 
 
 def pairs(size=6, **kwargs):
@@ -58,18 +58,6 @@ def values(dataset):
 
 
 # Each transform, against what can be said by hand.
-
-
-def test_flip_mirrors_the_right_axis_in_half_of_the_images():
-    batch = np.tile(np.arange(6.0).reshape(1, 2, 3, 1), (400, 1, 1, 1))
-    found = apply(Flip(), batch)
-    is_mirrored = (found == batch[:, :, ::-1]).all(axis=(1, 2, 3))
-    assert (is_mirrored | (found == batch).all(axis=(1, 2, 3))).all()
-    # 200 expected of 400; 5 standard deviations are 50.
-    assert 150 < is_mirrored.sum() < 250
-    # A quarter of the strength, a quarter of the images.
-    found = apply(Flip(), batch, strength=0.25)
-    assert 17 < (found != batch).any(axis=(1, 2, 3)).sum() < 83
 
 
 def test_flip_turns_over_only_where_asked():
@@ -98,28 +86,6 @@ def test_rotate_by_a_quarter_turns_pixels():
     assert distance.min() < 0.3
     # The middle is where it was, whatever the angle.
     np.testing.assert_allclose(found[:, 1, 1, 0], 4.0, rtol=1e-6)
-
-
-def test_rotate_matches_a_slow_reference():
-    batch = images(3, shape=(7, 5, 2)).astype(np.float32)
-    seed = tf.constant([3, 1], tf.int32)
-    angles = tf.random.stateless_uniform([3, 1], seed, -1.0, 1.0).numpy()
-    angles = angles[:, 0].astype(np.float64) * np.deg2rad(25.0) * 0.5
-    expected = np.zeros_like(batch, np.float64)
-    for n, angle in enumerate(angles):
-        for y in range(7):
-            for x in range(5):
-                v = np.cos(angle) * (y - 3) - np.sin(angle) * (x - 2) + 3
-                u = np.sin(angle) * (y - 3) + np.cos(angle) * (x - 2) + 2
-                v, u = min(max(v, 0), 6), min(max(u, 0), 4)
-                for i, j in ((0, 0), (0, 1), (1, 0), (1, 1)):
-                    row, column = int(v) + i, int(u) + j
-                    weight = (1 - abs(v - row)) * (1 - abs(u - column))
-                    if weight > 0:
-                        expected[n, y, x] += weight * batch[n, row, column]
-    found = apply(Rotate(25.0), batch, strength=0.5, seed=3)
-    # Coordinates carry float32's rounding, times a step of 255 between pixels.
-    np.testing.assert_allclose(found, expected, atol=255 * 8 * 2.0**-22)
 
 
 def test_brightness_adds_one_value_within_its_amount():
@@ -160,18 +126,161 @@ def test_strength_0_changes_nothing_and_seeds_decide(transform):
     assert first.shape == batch.shape
 
 
-@pytest.mark.parametrize("transform", ALL, ids=lambda t: type(t).__name__)
-def test_transforms_do_in_a_compiled_graph_what_they_do_eagerly(transform):
-    batch = images(4).astype(np.float32)
-    compiled = tf.function(lambda x: apply_tensor(transform, x), jit_compile=True)
-    # XLA draws by another generator: the same kind of change, another one.
-    assert compiled(batch).shape == batch.shape
-    graph = tf.function(lambda x: apply_tensor(transform, x))
-    np.testing.assert_allclose(graph(batch), apply(transform, batch), atol=1e-3)
+def mirrored(place, size):
+    """... 1 0 | 0 1 2 | 2 1 ..., pixel by pixel."""
+    while not 0 <= place < size:
+        place = -1 - place if place < 0 else 2 * size - 1 - place
+    return place
 
 
-def apply_tensor(transform, batch):
-    return transform(batch, tf.constant(1.0), tf.constant([0, 1], tf.int32), 255.0)
+def flip_oracle(t, image, draw, strength):
+    flipped = image[::-1] if t.vertical and draw[0] < strength / 2 else image
+    return flipped[:, ::-1] if t.horizontal and draw[1] < strength / 2 else flipped
+
+
+def shift_oracle(t, image, draw, strength):
+    height, width, _ = image.shape
+    down = round(draw[0] * strength * t.fraction * height)
+    right = round(draw[1] * strength * t.fraction * width)
+    found = np.empty_like(image)
+    for y, x in np.ndindex(height, width):
+        found[y, x] = image[mirrored(y + down, height), mirrored(x + right, width)]
+    return found
+
+
+def rotate_oracle(t, image, draw, strength):
+    height, width, _ = image.shape
+    angle = draw[0] * strength * np.deg2rad(t.degrees)
+    found = np.zeros_like(image)
+    for y, x in np.ndindex(height, width):
+        y0, x0 = y - (height - 1) / 2, x - (width - 1) / 2
+        v = np.cos(angle) * y0 - np.sin(angle) * x0 + (height - 1) / 2
+        u = np.sin(angle) * y0 + np.cos(angle) * x0 + (width - 1) / 2
+        v, u = min(max(v, 0), height - 1), min(max(u, 0), width - 1)
+        for row, column in np.ndindex(height, width):
+            weight = max(0, 1 - abs(v - row)) * max(0, 1 - abs(u - column))
+            found[y, x] += weight * image[row, column]
+    return found
+
+
+def brightness_oracle(t, image, draw, strength):
+    return image + draw[0] * strength * t.amount * 255
+
+
+def contrast_oracle(t, image, draw, strength):
+    mean = image.sum() / image.size
+    return mean + (1 + draw[0] * strength * t.amount) * (image - mean)
+
+
+def cutout_oracle(t, image, draw, strength):
+    height, width, _ = image.shape
+    side = round(min(height, width) * strength * t.fraction)
+    top = int(draw[0] * (height - side + 1))
+    left = int(draw[1] * (width - side + 1))
+    found = image.copy()
+    found[top : top + side, left : left + side] = image.sum() / image.size
+    return found
+
+
+ORACLES = [
+    (Flip(True, True), 2, 0.0, flip_oracle),
+    (Flip(False, True), 2, 0.0, flip_oracle),
+    (Shift(1.0), 2, -1.0, shift_oracle),
+    (Rotate(170.0), 1, -1.0, rotate_oracle),
+    (Brightness(0.7), 1, -1.0, brightness_oracle),
+    (Contrast(1.5), 1, -1.0, contrast_oracle),
+    (Cutout(0.6), 2, 0.0, cutout_oracle),
+]
+NAMES = ["flip", "vertical", "shift", "rotate", "brightness", "contrast", "cutout"]
+# Coordinates and sums carry float32's rounding; a pixel's step is at most 255.
+FLOAT32_ERROR = 255 * 2.0**-18
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.5], ids=["full", "half"])
+@pytest.mark.parametrize("transform, columns, low, oracle", ORACLES, ids=NAMES)
+def test_transforms_match_a_slow_reference(transform, columns, low, oracle, strength):
+    batch = images(12, shape=(5, 8, 2)).astype(np.float64)
+    seed = tf.constant([3, 1], tf.int32)
+    drawn = tf.random.stateless_uniform([12, columns], seed, low, 1.0).numpy()
+    expected = [
+        oracle(transform, image, draw.astype(np.float64), strength)
+        for image, draw in zip(batch, drawn, strict=True)
+    ]
+    found = apply(transform, batch, strength=strength, seed=3)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_ERROR)
+
+
+@pytest.mark.parametrize("transform, columns, low, oracle", ORACLES, ids=NAMES)
+def test_transforms_match_it_when_xla_compiles_them(
+    transform, columns, low, oracle, monkeypatch
+):
+    batch = images(3, shape=(5, 8, 2)).astype(np.float64)
+    drawn = np.random.default_rng(1).uniform(low, 1.0, (3, columns))
+    # XLA draws by another generator, so the draws are given here.
+    fixed = tf.constant(drawn, tf.float32)
+    monkeypatch.setattr(
+        augmentation.transforms, "_uniform", lambda images, seed, **_: fixed
+    )
+    compiled = tf.function(
+        lambda x: transform(x, tf.constant(0.9), tf.constant([0, 1]), 255.0),
+        jit_compile=True,
+    )
+    expected = [
+        oracle(transform, image, draw, 0.9)
+        for image, draw in zip(batch, drawn, strict=True)
+    ]
+    found = compiled(tf.constant(batch, tf.float32)).numpy()
+    np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_ERROR)
+
+
+# What is drawn; all bounds are 5 standard deviations.
+
+
+@pytest.mark.parametrize("strength", [1.0, 0.4], ids=["full", "less"])
+def test_flips_come_with_half_the_strength_for_each_axis_alone(strength):
+    size = 2000
+    batch = np.tile(np.arange(4.0).reshape(1, 2, 2, 1), (size, 1, 1, 1))
+    found = apply(Flip(True, True), batch, strength=strength)[:, 0, 0, 0]
+    # The corner says which axes were mirrored: 1 is sideways, 2 up and down.
+    probability = strength / 2
+    for corner, expected in (
+        (0, (1 - probability) ** 2),
+        (1, probability * (1 - probability)),
+        (2, probability * (1 - probability)),
+        (3, probability**2),
+    ):
+        deviation = np.sqrt(size * expected * (1 - expected))
+        assert abs((found == corner).sum() - size * expected) < 5 * deviation
+
+
+def test_draws_are_uniform_to_both_sides():
+    size = 2000
+    added = apply(Brightness(0.2), np.zeros((size, 1, 1, 1)), span=10.0).ravel()
+    assert -2 <= added.min() < -1.99 and 1.99 < added.max() <= 2
+    # A uniform number in [-2, 2): deviation 2 / sqrt(3), eighths equally full.
+    assert abs(added.mean()) < 5 * 2 / np.sqrt(3 * size)
+    counts = np.histogram(added, 8, (-2, 2))[0]
+    assert np.abs(counts - size / 8).max() < 5 * np.sqrt(size / 8 * 7 / 8)
+
+
+def test_a_hidden_square_may_be_anywhere_inside():
+    size = 3000
+    batch = np.tile(np.arange(20.0).reshape(1, 4, 5, 1), (size, 1, 1, 1))
+    is_hidden = apply(Cutout(0.5), batch)[..., 0] != batch[..., 0]
+    tops, lefts = is_hidden.any(2).argmax(1), is_hidden.any(1).argmax(1)
+    # A square of 2 in 4 rows and 5 columns has 3 * 4 places.
+    counts = np.histogram2d(tops, lefts, (range(4), range(5)))[0]
+    assert counts.shape == (3, 4) and counts.sum() == size
+    assert np.abs(counts - size / 12).max() < 5 * np.sqrt(size / 12 * 11 / 12)
+
+
+def test_the_same_step_twice_draws_twice():
+    zeros = tf.data.Dataset.from_tensors(np.zeros((1, 1, 1), np.float32)).repeat(300)
+    once = np.ravel(list(augmented(zeros, Brightness(1.0), seed=1)))
+    twice = np.ravel(list(augmented(zeros, Brightness(1.0), Brightness(1.0), seed=1)))
+    second = twice - once
+    assert second.min() < -0.9 and second.max() > 0.9
+    assert abs(np.corrcoef(once, second)[0, 1]) < 5 / np.sqrt(300)
 
 
 # The stage.
@@ -249,9 +358,8 @@ def test_the_ramp_grows_in_fit_and_through_batches():
             return inputs
 
     zeros = tf.data.Dataset.from_tensor_slices((np.zeros((6, 1)), np.zeros((6, 1))))
-    stage = make_augment(add_strength, ramp_epochs=2, seed=1)
     pipeline = Pipeline.from_dataset(zeros).batch(3).prefetch()
-    dataset = Pipeline(pipeline.source, (*pipeline.stages, stage)).build()
+    dataset = pipeline.augment(add_strength, ramp_epochs=2, seed=1).build()
     model = keras.Sequential([Look(), keras.layers.Dense(1)])
     model.compile("sgd", "mse", run_eagerly=True)
     model.fit(dataset, epochs=4, verbose=0)
@@ -379,6 +487,11 @@ def test_a_key_names_the_input_to_change(supervised):
             "is a Keras layer; expected transforms of `tfamp.data.augmentation`",
         ),
         (
+            lambda: make_augment(Flip),
+            TypeError,
+            "<class 'tfamp.data.augmentation.transforms.Flip'> is a class; expected",
+        ),
+        (
             lambda: make_augment("flip"),
             TypeError,
             "'flip' cannot be called; expected a transform of",
@@ -409,6 +522,7 @@ def test_a_key_names_the_input_to_change(supervised):
         "empty range",
         "no range",
         "layer",
+        "class",
         "string",
         "one argument",
         "fraction",
@@ -425,12 +539,237 @@ def test_the_number_of_arguments_is_read_from_the_signature():
     assert num_arguments(lambda *arguments: arguments[0]) == 3
 
 
-def test_describe_tells_what_is_done():
-    stage = make_augment(Flip(), add_strength, ramp_epochs=3, seed=1)
-    pipeline = Pipeline.from_dataset(pairs())
-    text = Pipeline(pipeline.source, (stage,)).describe()
-    assert "Flip, add_strength; strength 0 to 1" in text
-    assert "after the cache, so each epoch" in text
+# In the pipeline, with the other stages.
+
+
+def marked(size=24):
+    """Elements (i, i) whose input a test can tell apart from its target."""
+    return Pipeline.from_arrays(np.arange(size, dtype=np.float32), np.arange(size))
+
+
+def add_1000(value, strength):
+    return value + 1000 * strength
+
+
+def origins(dataset):
+    """Returns the targets, after a look that each has its own input, changed."""
+    found = [(float(x), int(y)) for x, y in dataset]
+    assert [x for x, _ in found] == [y + 1000 for _, y in found]
+    return [y for _, y in found]
+
+
+def odd(x, y):
+    return y % 2 == 1
+
+
+CHOICES = {
+    "nothing": (lambda p: p, 24),
+    "shuffle": (lambda p: p.shuffle(seed=1), 24),
+    "balance": (lambda p: p.balance(lambda x, y: y // 12, seed=1), 24),
+    "weights": (lambda p: p.weights(np.arange(24), num_examples=30, seed=1), 30),
+    "subset": (lambda p: p.subset(7, seed=1), 7),
+    "filter": (lambda p: p.filter(odd), None),
+    "filter and balance": (
+        lambda p: p.filter(odd).balance(lambda x, y: y // 12, seed=1),
+        12,
+    ),
+    "map": (lambda p: p.map(lambda x, y: (x, y)), 24),
+    "memory": (lambda p: p.cache("memory").shuffle(seed=1), 24),
+}
+
+
+@pytest.mark.parametrize("access", ["buffer", "position", "dataset"])
+@pytest.mark.parametrize("choose, length", CHOICES.values(), ids=list(CHOICES))
+def test_it_goes_with_every_way_to_choose(choose, length, access, monkeypatch):
+    if access == "position":
+        monkeypatch.setattr(_plan, "SHUFFLE_BUFFER_BYTES", 1)
+    pipeline = marked()
+    if access == "dataset":
+        pipeline = Pipeline.from_dataset(pipeline.build())
+    # The user's order is not the order they run in.
+    plain = choose(pipeline)
+    dataset = choose(pipeline.augment(add_1000, seed=1)).build()
+    assert dataset.element_spec == plain.build().element_spec
+    assert int(dataset.cardinality()) == (-2 if length is None else length)
+    expected = [int(y) for _, y in plain.build()]
+    assert origins(dataset) == expected and expected
+
+
+def test_it_runs_behind_the_cache_and_the_shuffle_and_before_the_batch(capsys):
+    pipeline = (
+        marked()
+        .prefetch()
+        .batch(4)
+        .augment(add_1000, add_strength, ramp_epochs=3, seed=1)
+        .map(lambda x, y: (x, y))
+        .shuffle(seed=1)
+        .cache("memory")
+    )
+    lines = pipeline.describe().splitlines()[2:]
+    assert [line.split()[0] for line in lines if line[1] != " "] == (
+        "source map cache shuffle augment batch prefetch epochs threads".split()
+    )
+    text = " ".join(capsys.readouterr().out.split())
+    assert "add_1000, add_strength; strength 0 to 1" in text
+    assert "after the cache, so each epoch differs; 2 at once" in text
+    assert "counted from 0 whole passes; each has its own changes" in text
+
+
+def test_twice_is_an_error():
+    pipeline = marked().augment(add_1000)
+    message = "`.augment` came twice; expected each stage once"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline.augment(add_1000)
+
+
+def test_strength_0_leaves_no_step_to_run():
+    plan = marked().augment(add_1000, strength=0.0)._plan("auto")
+    assert [step.name for step in plan.steps] == ["augment"]
+    ramp = marked().augment(add_1000, strength=0.0, ramp_epochs=2, ramp_from=1.0)
+    assert {float(x) >= 1000 for x, _ in ramp.build()} == {True}
+
+
+def test_a_file_cache_serves_any_strength(tmp_path):
+    def build(strength, seed):
+        pipeline = marked().map(lambda x, y: (x, y)).cache(tmp_path / "train")
+        return pipeline.augment(add_1000, strength=strength, seed=seed).build()
+
+    assert {float(x) - int(y) for x, y in build(1.0, 1)} == {1000}
+    written = times_of_change(tmp_path)
+    assert {float(x) - int(y) for x, y in build(0.5, 2)} == {500}
+    assert times_of_change(tmp_path) == written
+
+
+def times_of_change(folder):
+    """Of a cache's files, but for the record, which counts its uses."""
+    paths = [path for path in folder.iterdir() if path.suffix != ".tfamp"]
+    assert paths and len(list(folder.glob("*.tfamp"))) == 1
+    return {path: path.stat().st_mtime_ns for path in paths}
+
+
+def test_skipped_elements_are_not_augmented_and_not_counted_as_epochs():
+    def refuse(x, y):
+        tf.debugging.assert_none_equal(y, tf.constant(5, tf.int64))
+        return x, y
+
+    pipeline = marked().map(refuse).on_error("skip", max_fraction=0.1)
+    dataset = pipeline.augment(add_strength, ramp_epochs=2, seed=1).build()
+    for added in (0, 50, 100):
+        assert [(float(x), int(y)) for x, y in dataset] == [
+            (y + added, y) for y in range(24) if y != 5
+        ]
+    assert len(pipeline.skipped) == 1
+
+
+class HereService:
+    """Does the workers' part in this process, as far as a graph can be sent."""
+
+    def distribute(self, dataset, work, *, num_threads):
+        worked = work(dataset)
+        check_functions(worked)
+        return worked
+
+
+def test_behind_a_service_it_runs_on_the_reading_side():
+    pipeline = marked().map(lambda x, y: (x, y)).batch(8)
+    pipeline = pipeline.augment(add_strength, ramp_epochs=2, seed=1)
+    dataset = pipeline.build(service=HereService())
+    found = [{float(x[0]) for x, _ in dataset} for _ in range(3)]
+    assert found == [{0, 8, 16}, {50, 58, 66}, {100, 108, 116}]
+
+
+@pytest.mark.slow
+def test_worker_processes_read_what_is_augmented_here():
+    with Service(2) as service:
+        pipeline = marked().map(lambda x, y: (x, y)).batch(8).prefetch()
+        pipeline = pipeline.augment(add_strength, ramp_epochs=2, seed=1)
+        dataset = pipeline.build(service=service)
+        found = [{float(x[0]) for x, _ in dataset} for _ in range(3)]
+    assert found == [{0, 8, 16}, {50, 58, 66}, {100, 108, 116}]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown length"])
+def test_what_a_prefetch_reads_ahead_does_not_advance_the_ramp(known):
+    last = threading.Event()
+
+    def look(value, strength):
+        def note(value):
+            if value == 23:
+                last.set()
+            return value
+
+        value = tf.ensure_shape(tf.numpy_function(note, [value], tf.float32), ())
+        return value + 100 * strength
+
+    pipeline = marked().prefetch(9)
+    if not known:
+        pipeline = pipeline.filter(lambda x, y: True)
+    dataset = pipeline.augment(look, ramp_epochs=2, ramp_from=0.5).batch(6).build()
+    for _ in range(3):
+        last.clear()
+        iterator = iter(dataset)
+        next(iterator)
+        assert last.wait(10)  # the prefetch has read the epoch to its end
+        del iterator
+    found = [[float(x[0]) for x, _ in dataset] for _ in range(3)]
+    assert found == [
+        [50, 56, 62, 68],
+        [75, 81, 87, 93],
+        [100, 106, 112, 118],
+    ]
+
+
+@pytest.mark.parametrize("known", [True, False], ids=["known", "unknown length"])
+def test_the_ramp_follows_a_repeat_and_a_prefetch_behind_the_pipeline(known):
+    pipeline = marked(4) if known else marked(4).filter(lambda x, y: True)
+    dataset = pipeline.augment(add_strength, ramp_epochs=2, seed=1).batch(2).build()
+    found = [float(x[0]) for x, _ in dataset.repeat().prefetch(5).take(8)]
+    assert found == [0, 2, 50, 52, 100, 102, 100, 102]
+
+
+def test_each_dataset_counts_its_own_epochs():
+    pipeline = marked(3).augment(add_strength, ramp_epochs=2, seed=1)
+    first, second = pipeline.build(), pipeline.build()
+    assert [float(x) for x, _ in first] == [0, 1, 2]
+    assert [float(x) for x, _ in first] == [50, 51, 52]
+    assert [float(x) for x, _ in second] == [0, 1, 2]
+    # Two at the same time are two looks at one epoch.
+    assert [float(x) for (x, _), _ in zip(second, second, strict=True)] == [50, 51, 52]
+    assert [float(x) for x, _ in second] == [100, 101, 102]
+
+
+def test_two_replicas_see_each_element_once_and_the_ramp():
+    dataset = marked(10).augment(add_strength, ramp_epochs=2, seed=1).batch(4).build()
+    distributed = two_replicas().experimental_distribute_dataset(dataset)
+    for added in (0, 50, 100):
+        seen = []
+        for x, _ in distributed:
+            for part in two_replicas().experimental_local_results(x):
+                seen += part.numpy().tolist()
+        assert sorted(seen) == [value + added for value in range(10)]
+
+
+@functools.cache
+def two_replicas():
+    reduction = tf.distribute.ReductionToOneDevice()
+    devices = ["CPU:0", "CPU:1"]
+    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
+
+
+def test_sequences_are_augmented_before_they_are_padded():
+    sequences = [[1.0] * 3, [2.0] * 7, [3.0] * 3]
+    ragged = tf.ragged.constant(sequences, dtype=tf.float32)
+    dataset = tf.data.Dataset.from_tensor_slices(ragged).map(lambda x: x)
+    dataset = dataset.map(lambda x: tf.ensure_shape(x, [None]))
+    pipeline = Pipeline.from_dataset(dataset).bucket(2, boundaries=[8, 16])
+    found = pipeline.augment(add_1000, seed=1).build()
+    rows = [row for batch in found for row in tf.nest.flatten(batch)[0].numpy()]
+    assert sorted({float(value) for row in rows for value in row}) == [
+        0,
+        1001,
+        1002,
+        1003,
+    ]
 
 
 # The check against the compute dtype.

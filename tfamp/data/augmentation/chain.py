@@ -113,6 +113,11 @@ def make_chain(steps: Sequence[Any], value_range: tuple[float, float] | None) ->
                 "has no strength. Put the layer into the model, or write a function "
                 "that calls it."
             )
+        if isinstance(step, type):
+            raise TypeError(
+                f"{step!r} is a class; expected a transform, made with its arguments. "
+                f"Pass `{step.__name__}()`."
+            )
         if not isinstance(step, Transform):
             num_arguments(step)
     if value_range is not None:

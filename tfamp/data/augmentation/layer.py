@@ -68,12 +68,12 @@ class Augment(keras.layers.Layer):
         self.value_range = make_chain(self.transforms, value_range).value_range
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
-        self._first_strength = _checks.fraction("strength", strength)
+        self._full_strength = _checks.fraction("strength", strength)
         self.strength = self.add_weight(
             name="strength",
             shape=(),
             dtype="float32",
-            initializer=keras.initializers.Constant(self._first_strength),
+            initializer=keras.initializers.Constant(self._full_strength),
             trainable=False,
             autocast=False,
         )
@@ -89,8 +89,11 @@ class Augment(keras.layers.Layer):
     def ramp(self, epochs: int, start: float = 0.0) -> keras.callbacks.Callback:
         """Returns a callback for `fit` that raises the strength epoch by epoch.
 
+        It ends at the strength that the layer was made with, which its config keeps,
+        so that a restart with `initial_epoch` goes on where the first run was.
+
         Args:
-            epochs: After how many the present strength is reached.
+            epochs: After how many that strength is reached.
             start: Strength in the first epoch.
 
         Raises:
@@ -99,11 +102,10 @@ class Augment(keras.layers.Layer):
         """
         epochs = _checks.positive_int("epochs", epochs)
         start = _checks.fraction("start", start)
-        full = float(keras.ops.convert_to_numpy(self.strength.value))
 
         def set_epoch(epoch: int, logs: Any = None) -> None:
             way = min(1.0, epoch / epochs)
-            self.set_strength(start * (1 - way) + full * way)
+            self.set_strength(start * (1 - way) + self._full_strength * way)
 
         return keras.callbacks.LambdaCallback(on_epoch_begin=set_epoch)
 
@@ -112,9 +114,15 @@ class Augment(keras.layers.Layer):
         if not training:
             return inputs
         inputs = tf.convert_to_tensor(inputs)
+        _check_rank(inputs.shape)
         span = span_of(inputs.dtype, self.value_range)
         strength = tf.convert_to_tensor(self.strength.value)
         seed = tf.cast(self.seed_generator.next(), tf.int32)
+        context = tf.distribute.get_replica_context()
+        if context is not None:
+            # All replicas hold the same seed; each has images of its own.
+            replica = context.replica_id_in_sync_group
+            seed = tf.random.experimental.stateless_fold_in(seed, replica)
 
         def changed() -> tf.Tensor:
             images = tf.cast(inputs, tf.float32)
@@ -127,11 +135,7 @@ class Augment(keras.layers.Layer):
 
     def compute_output_spec(self, inputs: Any, **kwargs: Any) -> keras.KerasTensor:
         """Returns the shape and dtype of the inputs."""
-        if len(inputs.shape) != 4:
-            raise ValueError(
-                f"Images have the shape {tuple(inputs.shape)}; expected (batch, "
-                "height, width, channels). Put the layer before what flattens them."
-            )
+        _check_rank(inputs.shape)
         return keras.KerasTensor(inputs.shape, inputs.dtype)
 
     def compute_output_shape(self, input_shape: Any) -> Any:
@@ -147,7 +151,7 @@ class Augment(keras.layers.Layer):
         return {
             **super().get_config(),
             "transforms": transforms,
-            "strength": self._first_strength,
+            "strength": self._full_strength,
             "value_range": self.value_range,
             "seed": self.seed,
         }
@@ -161,3 +165,12 @@ class Augment(keras.layers.Layer):
             fields = {name: value for name, value in entry.items() if name != "name"}
             transforms.append(BY_NAME[entry["name"]](**fields))
         return cls(*transforms, **config)
+
+
+def _check_rank(shape: Any) -> None:
+    """Raises where inputs are no batch of images."""
+    if len(shape) != 4:
+        raise ValueError(
+            f"Images have the shape {tuple(shape)}; expected (batch, height, width, "
+            "channels). Put the layer before what flattens them, and behind `.batch`."
+        )

@@ -105,6 +105,6 @@ def _check_finite(name: str, values: np.ndarray, format: Format) -> None:
         return
     raise ValueError(
         f"`{name}` gives values up to {float(largest)!r} at full strength; expected "
-        f"what {format.name} can hold, up to {format.max!r}. Scale inside it, or "
-        "pass the images' own `value_range`."
+        f"what {format.name} can hold, up to {format.max!r}. Scale the images before it, "
+        "change them less, or pass their own `value_range`."
     )
