@@ -494,6 +494,9 @@ def test_a_file_that_is_no_image_is_named(tmp_path):
         list(decoded)
     assert str(path) in str(caught.value)
     assert "is no JPEG, PNG, GIF or BMP; bytes:" in str(caught.value)
+    message = f"{path} is no JPEG, PNG, GIF or BMP; bytes: 9"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        make_decode((8, 8), reads_files=True).function(str(path))
 
 
 @pytest.mark.parametrize(

@@ -76,6 +76,10 @@ class ImageReader:
         what = given if self.reads_files else "the bytes of an image"
         # Not its first bytes: an error whose text is no UTF-8 is another error.
         told = [what, "is no JPEG, PNG, GIF or BMP; bytes:", tf.strings.length(data)]
+        if tf.executing_eagerly() and not is_image:
+            # As a graph would say it; `Assert` itself speaks of tensors here.
+            text = " ".join(tf.strings.as_string(part).numpy().decode() for part in told)
+            raise tf.errors.InvalidArgumentError(None, None, text)
         return tf.debugging.Assert(is_image, told)
 
     def _read_by_tensorflow(self, data: tf.Tensor, is_whole: bool = True) -> tf.Tensor:
