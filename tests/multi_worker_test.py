@@ -28,8 +28,8 @@ def free_address():
         return f"127.0.0.1:{found.getsockname()[1]}"
 
 
-def run_workers(folder):
-    """Runs `worker_program` in two processes and returns what each wrote."""
+def run_workers(folder, program="tests.worker_program", *arguments):
+    """Runs a program in two processes and returns what each wrote."""
     cluster = {"worker": [free_address(), free_address()]}
     outs = [folder / f"worker{index}.json" for index in range(2)]
     workers, logs = [], []
@@ -38,7 +38,7 @@ def run_workers(folder):
             task = {"type": "worker", "index": index}
             config = json.dumps({"cluster": cluster, "task": task})
             logs.append(out.with_suffix(".log").open("w+"))
-            command = [sys.executable, "-m", "tests.worker_program", str(out)]
+            command = [sys.executable, "-m", program, str(out), *arguments]
             workers.append(
                 subprocess.Popen(
                     command,

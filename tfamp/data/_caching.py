@@ -191,8 +191,10 @@ def _remove_older(files: CacheFiles) -> None:
         if is_in_use(other):
             continue
         parts = dict(map(tuple, other.read().get("parts", ())))
-        if parts and parts.get("source") != own["source"]:
-            continue  # such as the validation part, under the same path
+        if parts and any(
+            parts.get(name) != own.get(name) for name in ("source", "shard")
+        ):
+            continue  # the validation part or another worker's, under the same path
         changed = [
             name for name in {**own, **parts} if own.get(name) != parts.get(name)
         ]

@@ -3,7 +3,9 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
+from tfamp import _checks
 from tfamp.data._filters import make_filter
+from tfamp.data._sharding import make_shard
 from tfamp.data._written import Written
 from tfamp.data.bucketing import make_bucket
 from tfamp.data.bucketing.plan import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
@@ -236,3 +238,41 @@ class Choosing(Written):
             ValueError: `size` is 0 or less, or a share of 1 or more.
         """
         return self._with(make_subset(size, stratify=stratify, seed=seed))
+
+    def shard(self: PipelineType, num_shards: int, index: int) -> PipelineType:
+        """Keeps the part of one worker of several that train together.
+
+        Without it every worker of `tf.distribute` reads and decodes everything and
+        keeps its share of the batches: exact if all have the same order, so `build`
+        then wants a seed where there is a shuffle, and the same global seed. With it
+        a worker reads, caches, shuffles and samples nothing but each n-th element of
+        the source, from `index` on, seeds may differ, and tf.distribute is told to
+        divide no further. Parts differ by at most one element; a subset is drawn
+        before, and the weights of `.weights` are those of the part.
+
+        Args:
+            num_shards: Workers in all.
+            index: Which one this is, from 0. In `distribute_datasets_from_function`
+                these are `context.num_input_pipelines` and
+                `context.input_pipeline_id`; with `MultiWorkerMirroredStrategy` the
+                second is `strategy.cluster_resolver.task_id`.
+
+        Returns:
+            A pipeline with this stage. The size of its batches is that of all
+            workers together where `fit` or `experimental_distribute_dataset` takes
+            the dataset.
+
+        Raises:
+            TypeError: An argument is no integer.
+            ValueError: `num_shards` is below 1, or `index` is not in [0, num_shards).
+
+        Example:
+            >>> import numpy as np
+            >>> import tfamp
+            >>> pipeline = tfamp.data.Pipeline.from_arrays(np.arange(7)).shard(3, 1)
+            >>> [int(x) for x in pipeline.build()]
+            [1, 4]
+        """
+        num_shards = _checks.positive_int("num_shards", num_shards)
+        index = _checks.positive_int("index", index, minimum=0)
+        return self._with(make_shard(num_shards, index))

@@ -118,13 +118,15 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
 def _choose(
     source: RandomAccess, rest: list[Stage], first: list[Stage]
 ) -> RandomAccess:
-    """Returns the part of a source that `.subset` asks for, and notes the step."""
-    subset = next((stage for stage in rest if stage.name == "subset"), None)
-    if subset is None:
-        return source
-    rest.remove(subset)
-    first.append(Chosen(subset, source.num_examples))
-    return source.part(subset.chosen(source))  # type: ignore[attr-defined]
+    """Returns the part of a source that `.subset` and `.shard` leave, and notes both.
+
+    A subset comes first: it is the same on all workers, and each takes its share.
+    """
+    for stage in [stage for stage in rest if stage.name in ("subset", "shard")]:
+        rest.remove(stage)
+        first.append(Chosen(stage, source.num_examples))
+        source = source.part(stage.chosen(source))  # type: ignore[attr-defined]
+    return source
 
 
 def _leave_out_memory_cache(source: RandomAccess, rest: list[Stage]) -> None:

@@ -2,6 +2,7 @@
 
 import io
 from collections.abc import Sequence
+from typing import Any
 
 import rich.box
 import rich.console
@@ -9,6 +10,7 @@ import rich.table
 import tensorflow as tf
 
 from tfamp.data._plan import Plan
+from tfamp.data._sharding import shard_policy
 from tfamp.data._stages import Settings, Stage
 
 _TABLE_WIDTH = 110
@@ -16,6 +18,7 @@ _TABLE_WIDTH = 110
 
 def run(plan: Plan) -> tf.data.Dataset:
     """Returns the dataset of a plan, after every step's own checks."""
+    policy = shard_policy(plan.source, plan.steps)
     dataset = plan.start()
     shared, own = plan.steps[: plan.on_workers], plan.steps[plan.on_workers :]
     if plan.settings.service is not None:
@@ -27,7 +30,7 @@ def run(plan: Plan) -> tf.data.Dataset:
     for step in own:
         step.check(dataset)
         dataset = step.apply(dataset, plan.settings)
-    return dataset.with_options(_options(plan))
+    return dataset.with_options(_options(plan, policy))
 
 
 def _apply(
@@ -66,12 +69,11 @@ def describe(plan: Plan, threads: tuple[str, str]) -> str:
     return "\n".join(line.rstrip() for line in lines if line.strip())
 
 
-def _options(plan: Plan) -> tf.data.Options:
+def _options(plan: Plan, policy: Any) -> tf.data.Options:
     options = tf.data.Options()
     options.deterministic = True
     options.autotune.enabled = plan.settings.autotune
     if not plan.settings.autotune:
         options.threading.private_threadpool_size = plan.settings.num_threads
-    if plan.source.shard_policy is not None:
-        options.experimental_distribute.auto_shard_policy = plan.source.shard_policy
+    options.experimental_distribute.auto_shard_policy = policy
     return options

@@ -23,13 +23,13 @@ class Source(abc.ABC):
     """What every source can do.
 
     Attributes:
-        shard_policy: How `tf.distribute` splits the elements over workers, None to
-            leave it as it is.
+        shard_policy: How `tf.distribute` splits the elements over workers. DATA is
+            exact for any number of files, and behind a cache or a sampling.
         skips_errors: Whether `dataset` itself leaves out what it cannot read when
             `settings.errors` is given.
     """
 
-    shard_policy: ClassVar[tf.data.experimental.AutoShardPolicy | None] = None
+    shard_policy: ClassVar[tf.data.experimental.AutoShardPolicy] = DATA
     skips_errors: ClassVar[bool] = False
 
     @abc.abstractmethod
@@ -67,10 +67,13 @@ class RandomAccess(Source):
         tensors: A structure of tensors `(examples, ...)` on the CPU, whose first
             dimensions are equal.
         num_examples: The size of that first dimension.
+        origin: Where the elements lay in the source that this is a part of, int64
+            `(examples,)`; None if it is no part.
     """
 
     tensors: Any
     num_examples: int
+    origin: Any = dataclasses.field(default=None, compare=False, kw_only=True)
 
     def dataset(self, settings: Settings) -> tf.data.Dataset:
         """Returns the elements; their rows share the tensors' memory."""
@@ -88,8 +91,18 @@ class RandomAccess(Source):
 
     def part(self, positions: tf.Tensor) -> "RandomAccess":
         """Returns a source of the elements at `positions` alone."""
+        origin = positions if self.origin is None else tf.gather(self.origin, positions)
         return dataclasses.replace(
-            self, tensors=self.rows(positions), num_examples=int(tf.size(positions))
+            self,
+            tensors=self.rows(positions),
+            num_examples=int(tf.size(positions)),
+            origin=origin,
+        )
+
+    def locate(self, position: int) -> str:
+        """Returns the number that element `position` has in the whole source."""
+        return super().locate(
+            position if self.origin is None else int(self.origin[position])
         )
 
     def identity(self) -> Any:
@@ -102,6 +115,17 @@ class DatasetSource(Source):
     """A dataset that the user made."""
 
     given: tf.data.Dataset
+
+    @property
+    def shard_policy(self) -> Any:
+        """What the user chose, or DATA in place of AUTO.
+
+        AUTO may divide files, even those behind a file cache, which every worker
+        would then read whole.
+        """
+        chosen = self.given.options().experimental_distribute.auto_shard_policy
+        is_auto = chosen == tf.data.experimental.AutoShardPolicy.AUTO
+        return DATA if is_auto else chosen
 
     def identity(self) -> Any:
         """Returns the dataset, which counts by its graph."""

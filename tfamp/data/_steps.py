@@ -28,17 +28,25 @@ class AlreadyInMemory(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Chosen(Stage):
-    """Tells of a subset that the source was cut to before anything is read.
+    """Tells of a part that the source was cut to before anything is read.
 
     Attributes:
-        subset: The stage that chose.
+        chooser: The stage that chose.
         num_examples: How many there were to choose from.
     """
 
-    name = "subset"
-    rank = 5
-    subset: Stage
+    chooser: Stage
     num_examples: int
+
+    @property
+    def name(self) -> str:  # type: ignore[override]
+        """What the stage is called."""
+        return self.chooser.name
+
+    @property
+    def rank(self) -> int:  # type: ignore[override]
+        """Where the stage stands among the others."""
+        return self.chooser.rank
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset as it is."""
@@ -46,7 +54,7 @@ class Chosen(Stage):
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        setting, reason = self.subset.explain(dataset, settings)
+        setting, reason = self.chooser.explain(dataset, settings)
         return setting, f"{reason}; of {self.num_examples:,}, before any is read"
 
 
