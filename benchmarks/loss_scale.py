@@ -26,6 +26,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
+from _turns import ratio, take_turns  # noqa: E402
 from absl import flags  # noqa: E402
 
 import tfamp  # noqa: E402
@@ -36,7 +37,6 @@ CASES = {
 }
 MODES = {"graph": False, "XLA": True}
 WARM_UP = 5
-CONFIDENCE = 0.90
 SIDES = ("bare", "keras", "tfamp")
 
 
@@ -92,30 +92,6 @@ def make_step(
     return lambda: step(gradients).numpy(), time.perf_counter() - start
 
 
-def take_turns(steps: Sequence[Callable[[], Any]], turns: int) -> np.ndarray:
-    """Returns the seconds of each step in each turn, shape (turns, steps)."""
-    seconds = np.zeros((turns, len(steps)))
-    for turn in range(turns):
-        # Whoever goes first changes: caches and clocks favour one of them.
-        for side in np.roll(range(len(steps)), turn):
-            start = time.perf_counter()
-            steps[side]()
-            seconds[turn, side] = time.perf_counter() - start
-    return seconds
-
-
-def ratio(seconds: np.ndarray, side: int) -> dict[str, Any]:
-    """Returns the median ratio of a side to the bare one, and its interval."""
-    ratios = seconds[:, side] / seconds[:, 0]
-    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    tails = [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)]
-    low, high = np.percentile(np.median(draws, axis=1), tails)
-    return {
-        "ratio": round(float(np.median(ratios)), 3),
-        "interval": [round(float(low), 3), round(float(high), 3)],
-    }
-
-
 def measure(num_variables: int, width: int, jit_compile: bool, turns: int) -> dict:
     """Returns the figures of one case."""
     gc.collect()
@@ -128,8 +104,8 @@ def measure(num_variables: int, width: int, jit_compile: bool, turns: int) -> di
         "first_call_seconds": {
             side: round(first, 1) for side, (_, first) in zip(SIDES, made, strict=True)
         },
-        "keras": ratio(seconds, 1),
-        "tfamp": ratio(seconds, 2),
+        "keras": ratio(seconds[:, 1], seconds[:, 0]),
+        "tfamp": ratio(seconds[:, 2], seconds[:, 0]),
         "turns": turns,
     }
 

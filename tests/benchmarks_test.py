@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted((ROOT / "benchmarks").glob("*.py"))
+SCRIPTS = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
 # Both are float32 in the loss; what is left is rounding of a logit near 10.
 FLOAT32_TOLERANCE = 1e-3
 
@@ -33,12 +33,22 @@ def load(name: str):
     """Returns a benchmark as a module, without running it."""
     spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / name)
     module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
+    # As Python does for a script: what lies beside it can be imported.
+    sys.path.insert(0, str(ROOT / "benchmarks"))
+    try:
+        spec.loader.exec_module(module)
+    finally:
+        sys.path.pop(0)
     return module
 
 
 def test_every_benchmark_is_tested_here():
-    tested = {"enable_overhead.py", "loss_scale.py", "readme_figure.py"}
+    tested = {
+        "enable_overhead.py",
+        "loss_scale.py",
+        "pipeline.py",
+        "readme_figure.py",
+    }
     assert {script.name for script in SCRIPTS} == tested
 
 
@@ -67,7 +77,73 @@ def test_ratios_of_the_loss_scale_are_to_the_bare_step_of_the_same_turn():
     benchmark = load("loss_scale.py")
     # Turn by turn 2, 1.5 and 1 times the bare step.
     seconds = np.array([[1.0, 9, 2], [4, 9, 6], [2, 9, 2]])
-    assert benchmark.ratio(seconds, 2) == {"ratio": 1.5, "interval": [1.0, 2.0]}
+    found = benchmark.ratio(seconds[:, 2], seconds[:, 0])
+    assert found == {"ratio": 1.5, "interval": [1.0, 2.0]}
+
+
+@pytest.mark.slow
+def test_pipeline_prints_ratios_plans_and_ends(tmp_path):
+    result = run("pipeline.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    benchmark = load("pipeline.py")
+    names = {f"{ours} / {other}" for ours, other in benchmark.GOALS}
+    with_other_loaders = {name for name in names if "OpenCV" in name}
+    assert names - with_other_loaders <= set(result["ratios"]) <= names
+    assert all(figures["ratio"] > 0 for figures in result["ratios"].values())
+    assert set(result["plans"]) == set(benchmark.PLANS)
+    assert 0 < result["epoch_ends"]["longest_milliseconds"] < 10_000
+
+
+class Counted:
+    """An iterable with fewer batches each time, where asked to."""
+
+    def __init__(self, *sizes):
+        self.sizes = iter(sizes)
+
+    def __iter__(self):
+        return iter(range(next(self.sizes)))
+
+
+def test_an_epoch_is_timed_to_its_last_batch_and_holds_as_many_as_the_first(
+    monkeypatch,
+):
+    benchmark = load("pipeline.py")
+    ticks = iter([0.0, 3.0, 3.5])
+    epochs = benchmark.Epochs(Counted(4, 4, 5))
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(ticks))
+    epochs()
+    assert (epochs.num_batches, epochs.seconds, epochs.ends) == (4, [3.0], [0.5])
+    monkeypatch.undo()
+    with pytest.raises(RuntimeError, match="has more batches in a later epoch"):
+        epochs()
+
+
+def test_goals_of_the_pipeline_are_met_by_ratios_plans_and_ends_at_their_limits():
+    benchmark = load("pipeline.py")
+
+    def side(*seconds, ends=(0.0,)):
+        epochs = benchmark.Epochs([])
+        epochs.seconds, epochs.ends = list(seconds), list(ends)
+        return epochs
+
+    epochs = {
+        "tfamp": side(1.0, 2.0, ends=(0.02, 0.001)),
+        "naive, not optimised": side(2.0, 4.0),
+        "hand-tuned": side(0.96, 1.92),
+        "arrays": side(1.0, 1.0),
+        "arrays, balanced": side(1.001, 1.001),
+        "arrays, weighted": side(1.0011, 1.0011),
+        "arrays, weighted without replacement": side(1.0, 1.0),
+    }
+    ratios = benchmark.ratios(epochs)
+    assert {name: figures["met"] for name, figures in ratios.items()} == {
+        "tfamp / naive, not optimised": True,
+        "tfamp / hand-tuned": False,
+    }
+    plans = benchmark.plan_figures(epochs, 100)
+    assert [plans[name]["met"] for name in benchmark.PLANS] == [True, False, True]
+    ends = benchmark.end_figures(epochs)
+    assert (ends["longest_milliseconds"], ends["met"]) == (20.0, True)
 
 
 @pytest.mark.slow

@@ -209,6 +209,15 @@ def test_one_waits_for_the_process_that_fills_the_cache(tmp_path):
     assert len(slept) == 1
 
 
+def test_a_cache_may_be_read_by_many_and_filled_by_none_of_them(tmp_path):
+    fcntl = pytest.importorskip("fcntl")
+    numbers().cache(tmp_path / "train").build()
+    with only(tmp_path).record.open("r+") as other:
+        fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+
+
 def test_files_that_go_while_others_read_them_are_an_error(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     pipeline = numbers().cache(tmp_path / "train")
