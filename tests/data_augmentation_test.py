@@ -20,7 +20,8 @@ from tfamp.data.augmentation import (
     Shift,
     make_augment,
 )
-from tfamp.data.augmentation.chain import num_arguments
+from tfamp.data.augmentation.chain import make_chain, num_arguments
+from tfamp.data.augmentation.probing import check_range
 from tfamp.data.service import Service
 
 ALL = (Flip(True, True), Shift(), Rotate(), Brightness(), Contrast(), Cutout())
@@ -206,8 +207,9 @@ def test_transforms_match_a_slow_reference(transform, columns, low, oracle, stre
         oracle(transform, image, draw.astype(np.float64), strength)
         for image, draw in zip(batch, drawn, strict=True)
     ]
-    found = apply(transform, batch, strength=strength, seed=3)
-    np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_ERROR)
+    for change in (transform, transform.on_workers):
+        found = apply(change, batch, strength=strength, seed=3)
+        np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_ERROR)
 
 
 @pytest.mark.parametrize("transform, columns, low, oracle", ORACLES, ids=NAMES)
@@ -563,36 +565,72 @@ def odd(x, y):
 
 
 CHOICES = {
-    "nothing": (lambda p: p, 24),
-    "shuffle": (lambda p: p.shuffle(seed=1), 24),
-    "balance": (lambda p: p.balance(lambda x, y: y // 12, seed=1), 24),
-    "weights": (lambda p: p.weights(np.arange(24), num_examples=30, seed=1), 30),
-    "subset": (lambda p: p.subset(7, seed=1), 7),
-    "filter": (lambda p: p.filter(odd), None),
-    "filter and balance": (
+    "arrays": (lambda p: p, "arrays", 24),
+    "shuffled buffer": (lambda p: p.shuffle(seed=1), "arrays", 24),
+    "shuffled positions": (lambda p: p.shuffle(seed=1), "positions", 24),
+    "balance": (
+        lambda p: p.balance(lambda x, y: y // 12, seed=1),
+        "positions",
+        24,
+    ),
+    "weights": (
+        lambda p: p.weights(np.arange(24), num_examples=30, seed=1),
+        "arrays",
+        30,
+    ),
+    "subset": (lambda p: p.subset(7, seed=1).shuffle(seed=2), "positions", 7),
+    "map and filter": (lambda p: p.map(lambda x, y: (x, y)).filter(odd), "arrays", -2),
+    "memory cache": (lambda p: p.cache("memory").shuffle(seed=1), "dataset", 24),
+    "streamed balance": (
         lambda p: p.filter(odd).balance(lambda x, y: y // 12, seed=1),
+        "dataset",
         12,
     ),
-    "map": (lambda p: p.map(lambda x, y: (x, y)), 24),
-    "memory": (lambda p: p.cache("memory").shuffle(seed=1), 24),
 }
 
 
-@pytest.mark.parametrize("access", ["buffer", "position", "dataset"])
-@pytest.mark.parametrize("choose, length", CHOICES.values(), ids=list(CHOICES))
-def test_it_goes_with_every_way_to_choose(choose, length, access, monkeypatch):
-    if access == "position":
+@pytest.mark.parametrize("choose, source, length", CHOICES.values(), ids=list(CHOICES))
+def test_it_goes_with_every_way_to_choose(choose, source, length, monkeypatch):
+    if source == "positions":
         monkeypatch.setattr(_plan, "SHUFFLE_BUFFER_BYTES", 1)
     pipeline = marked()
-    if access == "dataset":
+    if source == "dataset":
         pipeline = Pipeline.from_dataset(pipeline.build())
+    plain = choose(pipeline).build()
     # The user's order is not the order they run in.
-    plain = choose(pipeline)
     dataset = choose(pipeline.augment(add_1000, seed=1)).build()
-    assert dataset.element_spec == plain.build().element_spec
-    assert int(dataset.cardinality()) == (-2 if length is None else length)
-    expected = [int(y) for _, y in plain.build()]
+    assert dataset.element_spec == plain.element_spec
+    assert int(dataset.cardinality()) == length
+    expected = [int(y) for _, y in plain]
     assert origins(dataset) == expected and expected
+
+
+BLOCKS = {
+    "several": ((64, 64, 3), (), 21),  # 2**20 // (4 * 12288)
+    "at most 32": ((8, 6, 3), (), 32),
+    "one large": ((300, 300, 3), (), 1),
+    "unknown size": ((None, 6, 3), (), 1),
+    "function": ((8, 6, 3), (add_1000,), 1),
+}
+
+
+@pytest.mark.parametrize("shape, steps, size", BLOCKS.values(), ids=list(BLOCKS))
+def test_small_images_are_changed_in_blocks(shape, steps, size):
+    stage = make_augment(Flip(), *steps)
+    spec = (tf.TensorSpec(shape, tf.uint8), tf.TensorSpec((), tf.int64))
+    assert stage._block_size(spec) == size
+
+
+def test_blocks_lose_nothing_and_each_image_has_its_own_change():
+    size = 75  # two blocks of 32, and 11
+    zeros = np.zeros((size, 2, 2, 1), np.float32)
+    pipeline = Pipeline.from_arrays({"image": zeros, "n": np.arange(size)})
+    dataset = pipeline.augment(Brightness(), key="image", seed=1).build()
+    assert int(dataset.cardinality()) == size
+    found = list(dataset)
+    assert [int(element["n"]) for element in found] == list(range(size))
+    added = {float(element["image"][0, 0, 0]) for element in found}
+    assert len(added) == size and 0 not in added
 
 
 def test_it_runs_behind_the_cache_and_the_shuffle_and_before_the_batch(capsys):
@@ -811,20 +849,34 @@ def test_values_that_lose_their_resolution_are_warned_of_once():
 
     with pytest.warns(UserWarning, match="`far` gives values up to 5001") as caught:
         with_check(far, np.float32, "float16")
-    assert len(caught) == 1
+    assert len(caught) == 1 and caught[0].filename == __file__
     assert "float16 tells them apart only in steps of 4. Expected" in str(
         caught[0].message
     )
 
 
-@pytest.mark.parametrize("dtype", [np.uint8, np.float32], ids=["uint8", "float32"])
-@pytest.mark.parametrize("compute_dtype", ["float16", "bfloat16", "float32"])
+@pytest.mark.parametrize(
+    "dtype, compute_dtype",
+    [("uint8", "float16"), ("float32", "bfloat16"), ("float16", "float32")],
+)
 def test_the_usual_changes_fit_every_compute_dtype(dtype, compute_dtype):
     # Warnings are errors here. Scaling alone loses nothing either.
-    augmented(pairs(dtype=dtype), *ALL, compute_dtype=compute_dtype, seed=1)
-    with_check(lambda image, s: image * 50, np.float32, compute_dtype)
-    # Float32 holds what float16 does not.
-    with_check(lambda image, s: image * 1e6, np.float32, "float32")
+    spec = tf.TensorSpec((4, 4, 3), dtype)
+    scaled = (lambda image, strength: image * tf.constant(40, image.dtype),)
+    for steps in (ALL, scaled):
+        check_range(make_chain(steps, None), spec, compute_dtype)
+
+
+def test_float32_holds_what_float16_does_not():
+    spec = tf.TensorSpec((4, 4, 1), tf.float32)
+    chain = make_chain([Brightness(0.5)], (0, 60_000))
+    check_range(chain, spec, "float32")
+    # 60,000 and up to a half more, of which a tenth is enough.
+    check_range(chain, spec, "float16", strength=0.1)
+    message = "`Brightness` gives values up to "
+    with pytest.raises(ValueError, match=message) as caught:
+        check_range(chain, spec, "float16")
+    assert "Scale images before it, change them less" in str(caught.value)
 
 
 # The layer.
@@ -856,19 +908,64 @@ def model_of(layer, policy="float32"):
     return model
 
 
-@pytest.mark.parametrize("jit", [False, True], ids=["graph", "xla"])
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_the_ramp_of_the_layer_follows_the_epochs_of_fit(jit, policy):
-    layer = Augment(*ALL, strength=0.8, dtype=policy)
+@pytest.mark.parametrize(
+    "policy, transforms, options",
+    [
+        ("float32", ALL, {}),
+        ("mixed_bfloat16", ALL, {}),
+        ("float32", (Flip(), Brightness()), {"jit_compile": True}),
+        pytest.param(
+            "mixed_bfloat16", ALL, {"jit_compile": True}, marks=pytest.mark.slow
+        ),
+        ("float32", (Flip(), Brightness()), {"run_eagerly": True}),
+    ],
+    ids=["float32", "mixed_bfloat16", "xla", "mixed_bfloat16 xla", "eager"],
+)
+def test_the_ramp_of_the_layer_follows_the_epochs_of_fit(policy, transforms, options):
+    layer = Augment(*transforms, strength=0.8, dtype=policy)
     model = model_of(layer, policy)
-    model.compile("sgd", "mse", jit_compile=jit)
+    model.compile("sgd", "mse", **options)
     seen = []
     note = keras.callbacks.LambdaCallback(
         on_epoch_end=lambda epoch, logs: seen.append(float(layer.strength.value))
     )
-    fitting = {"epochs": 3, "verbose": 0, "callbacks": [layer.ramp(2, 0.4), note]}
-    model.fit(images(), np.zeros((6, 1)), **fitting)
-    np.testing.assert_allclose(seen, [0.4, 0.6, 0.8], rtol=1e-6)
+    fitting = {"verbose": 0, "callbacks": [layer.ramp(4, 0.4), note]}
+    model.fit(images(), np.zeros((6, 1)), epochs=2, **fitting)
+    # A ramp that is made anew in a second run goes on where the first one was.
+    fitting["callbacks"][0] = layer.ramp(4, 0.4)
+    model.fit(images(), np.zeros((6, 1)), initial_epoch=2, epochs=6, **fitting)
+    np.testing.assert_allclose(seen, [0.4, 0.5, 0.6, 0.7, 0.8, 0.8], rtol=1e-6)
+
+
+def test_replicas_train_on_changes_of_their_own():
+    strategy = two_replicas()
+    with strategy.scope():
+        layer = Augment(Brightness(), seed=1)
+        model = model_of(layer)
+        model.compile("sgd", "mse")
+    model.fit(images(4), np.zeros((4, 1)), batch_size=4, verbose=0)
+    same = tf.data.Dataset.from_tensor_slices(np.zeros((4, 1, 1, 1), np.float32))
+
+    @tf.function
+    def change(batch):
+        return strategy.run(lambda x: layer(x, training=True), (batch,))
+
+    for batch in strategy.experimental_distribute_dataset(same.batch(4)):
+        parts = strategy.experimental_local_results(change(batch))
+        found = np.concatenate([part.numpy() for part in parts])
+        assert len(np.unique(found)) == 4
+
+
+def test_the_layer_gives_in_a_map_what_it_gives_eagerly():
+    x = images()
+    eager, mapped = Augment(*ALL, seed=1), Augment(*ALL, seed=1)
+    batches = tf.data.Dataset.from_tensor_slices(x).batch(3)
+    dataset = batches.map(lambda batch: mapped(batch, training=True))
+    assert dataset.element_spec == batches.element_spec
+    for _ in range(2):
+        found = [batch.numpy() for batch in dataset]
+        expected = [eager(x[:3], training=True), eager(x[3:], training=True)]
+        np.testing.assert_array_equal(found, expected)
 
 
 @pytest.mark.parametrize("form", ["keras", "saved model"])
@@ -920,12 +1017,18 @@ def test_a_model_keeps_the_layer_through_its_files(form, tmp_path):
         ),
         (lambda: Augment().ramp(0), ValueError, "`epochs` is 0; expected an integer"),
         (
+            lambda: Augment()(np.zeros((8, 6, 3)), training=True),
+            ValueError,
+            "Images have the shape (8, 6, 3); expected (batch, height, width, "
+            "channels). Put the layer before what flattens them, and behind `.batch`.",
+        ),
+        (
             lambda: keras.Sequential([keras.Input((3,)), Augment()]),
             ValueError,
             "Images have the shape (None, 3); expected (batch, height, width,",
         ),
     ],
-    ids=["function", "strength", "set", "ramp", "shape"],
+    ids=["function", "strength", "set", "ramp", "one image", "shape"],
 )
 def test_the_layer_refuses_what_it_cannot_do(make, error, message):
     with pytest.raises(error, match=re.escape(message)):

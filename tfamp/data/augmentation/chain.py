@@ -1,4 +1,4 @@
-"""Transforms and users' functions, one after another on one image."""
+"""Transforms and users' functions, one after another."""
 
 import dataclasses
 import inspect
@@ -15,7 +15,7 @@ Step = Transform | Callable[..., Any]
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """What is done to one image, or to one vector of features.
+    """What is done to images, or to vectors of features.
 
     Attributes:
         steps: Transforms, and functions of (image, strength) or with a seed.
@@ -58,43 +58,49 @@ class Chain:
             )
         span_of(spec.dtype, self.value_range)
 
+    @property
+    def takes_batches(self) -> bool:
+        """Whether it can change many images at once: users' functions take one."""
+        return all(isinstance(step, Transform) for step in self.steps)
+
     def run(
         self,
-        image: tf.Tensor,
+        images: tf.Tensor,
         strength: tf.Tensor,
         seed: tf.Tensor,
         look: Callable[[str, tf.Tensor], None] | None = None,
     ) -> tf.Tensor:
-        """Returns one image, changed; the same where the strength is 0.
+        """Returns images, changed; the same where the strength is 0.
 
         Args:
-            image: `(height, width, channels)`, any numbers.
+            images: `(images, height, width, channels)`, any numbers; a batch of one
+                unless the chain takes batches.
             strength: float32 in [0, 1].
             seed: int32 `(2,)`.
             look: Called with each step's name and what it gave, for checks.
         """
-        dtype = image.dtype
+        dtype = images.dtype
 
         def changed() -> tf.Tensor:
             # Between transforms in float32, so that integers are rounded once.
-            current = image
+            current = images
             for number, (name, step) in enumerate(
                 zip(self.names, self.steps, strict=True)
             ):
                 own = tf.random.experimental.stateless_fold_in(seed, number)
                 if isinstance(step, Transform):
-                    batch = tf.cast(current, tf.float32)[None]
                     span = span_of(dtype, self.value_range)
-                    current = step(batch, strength, own, span)[0]
+                    current = tf.cast(current, tf.float32)
+                    current = step.on_workers(current, strength, own, span)
                 else:
-                    given = restore(current, dtype)
+                    given = restore(current[0], dtype)
                     taken = (given, strength, own)[: num_arguments(step)]
-                    current = _checked(name, step(*taken), given)
+                    current = _checked(name, step(*taken), given)[None]
                 if look is not None:
                     look(name, current)
-            return tf.ensure_shape(restore(current, dtype), image.shape)
+            return tf.ensure_shape(restore(current, dtype), images.shape)
 
-        return tf.cond(strength > 0, changed, lambda: tf.identity(image))
+        return tf.cond(strength > 0, changed, lambda: tf.identity(images))
 
 
 def make_chain(steps: Sequence[Any], value_range: tuple[float, float] | None) -> Chain:

@@ -48,7 +48,7 @@ def check_range(
         before = _resolution(format, image.numpy())
         found: list[tuple[str, np.ndarray]] = []
         chain.run(
-            image,
+            image[None],
             tf.constant(strength, tf.float32),
             tf.constant([draw, 0], tf.int32),
             functools.partial(_note, found),
@@ -105,6 +105,6 @@ def _check_finite(name: str, values: np.ndarray, format: Format) -> None:
         return
     raise ValueError(
         f"`{name}` gives values up to {float(largest)!r} at full strength; expected "
-        f"what {format.name} can hold, up to {format.max!r}. Scale the images before it, "
+        f"what {format.name} can hold, up to {format.max!r}. Scale images before it, "
         "change them less, or pass their own `value_range`."
     )

@@ -32,6 +32,12 @@ class Transform(abc.ABC):
             span: Largest minus smallest value that an image can have.
         """
 
+    def on_workers(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the same, perhaps by operations that XLA does not have."""
+        return self(images, strength, seed, span)
+
 
 @dataclasses.dataclass(frozen=True)
 class Flip(Transform):
@@ -52,8 +58,10 @@ class Flip(Transform):
         drawn = _uniform(images, seed, columns=2, low=0.0)
         for column, axis in enumerate((1, 2)):
             if self.vertical if axis == 1 else self.horizontal:
-                is_flipped = drawn[:, column, None, None, None] < 0.5 * strength
-                images = tf.where(is_flipped, tf.reverse(images, [axis]), images)
+                is_flipped = drawn[:, column, None] < 0.5 * strength
+                places = tf.range(tf.shape(images)[axis])[None]
+                places = tf.where(is_flipped, places[:, ::-1], places)
+                images = _take(images, places, axis)
         return images
 
 
@@ -82,9 +90,7 @@ class Shift(Transform):
             # ... 1 0 | 0 1 2 | 2 1 ...: mirrored, however far outside.
             places = tf.math.floormod(places, 2 * size)
             places = tf.minimum(places, 2 * size - 1 - places)
-            images = _same_shape(
-                tf.gather(images, places, axis=axis, batch_dims=1), images
-            )
+            images = _take(images, places, axis)
         return images
 
 
@@ -107,12 +113,10 @@ class Rotate(Transform):
         """Returns the images, turned."""
         shape = tf.shape(images)
         height, width = shape[1], shape[2]
-        angles = _uniform(images, seed) * strength * (self.degrees * math.pi / 180)
-        middle_y = tf.cast(height - 1, tf.float32) / 2
-        middle_x = tf.cast(width - 1, tf.float32) / 2
+        cos, sin, middle_y, middle_x = self._turn(images, strength, seed)
         y = (tf.range(height, dtype=tf.float32) - middle_y)[None, :, None]
         x = (tf.range(width, dtype=tf.float32) - middle_x)[None, None, :]
-        cos, sin = tf.cos(angles)[:, :, None], tf.sin(angles)[:, :, None]
+        cos, sin = cos[:, :, None], sin[:, :, None]
         from_y = tf.clip_by_value(cos * y - sin * x + middle_y, 0, 2 * middle_y)
         from_x = tf.clip_by_value(sin * y + cos * x + middle_x, 0, 2 * middle_x)
         top, left = tf.floor(from_y), tf.floor(from_x)
@@ -127,6 +131,35 @@ class Rotate(Transform):
         upper = pixels(top, left) * (1 - right) + pixels(top, left + 1) * right
         lower = pixels(top + 1, left) * (1 - right) + pixels(top + 1, left + 1) * right
         return _same_shape(upper * (1 - down) + lower * down, images)
+
+    def on_workers(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the same in one operation, at about half the cost."""
+        cos, sin, y, x = self._turn(images, strength, seed)
+        # Row by row: where a pixel comes from sideways, where from up or down.
+        sideways = [cos, sin, x - cos * x - sin * y]
+        upright = [-sin, cos, y - cos * y + sin * x]
+        zeros = tf.zeros_like(cos)
+        turned = tf.raw_ops.ImageProjectiveTransformV3(
+            images=images,
+            transforms=tf.concat([*sideways, *upright, zeros, zeros], axis=1),
+            output_shape=tf.shape(images)[1:3],
+            fill_value=0.0,
+            interpolation="BILINEAR",
+            fill_mode="NEAREST",
+        )
+        return _same_shape(turned, images)
+
+    def _turn(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor, tf.Tensor, tf.Tensor]:
+        """Returns cosines and sines `(images, 1)`, and the middle's row and column."""
+        angles = _uniform(images, seed) * strength * (self.degrees * math.pi / 180)
+        height, width = tf.shape(images)[1], tf.shape(images)[2]
+        middle_y = tf.cast(height - 1, tf.float32) / 2
+        middle_x = tf.cast(width - 1, tf.float32) / 2
+        return tf.cos(angles), tf.sin(angles), middle_y, middle_x
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,6 +295,11 @@ def _uniform(
     """Returns random float32 numbers in [low, 1), `(images, columns)`."""
     shape = [tf.shape(images)[0], columns]
     return tf.random.stateless_uniform(shape, seed, low, 1.0)
+
+
+def _take(images: tf.Tensor, places: tf.Tensor, axis: int) -> tf.Tensor:
+    """Returns rows or columns of each image, at its own places `(images, size)`."""
+    return _same_shape(tf.gather(images, places, axis=axis, batch_dims=1), images)
 
 
 def _same_shape(changed: tf.Tensor, images: tf.Tensor) -> tf.Tensor:
