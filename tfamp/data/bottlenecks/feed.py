@@ -6,7 +6,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.data._elements import bytes_of_element
 from tfamp.data.bottlenecks.turns import Excluded
 
 # Batches that stand for all others when the model is timed alone, so that varying
@@ -51,16 +50,15 @@ def prepare(dataset: tf.data.Dataset, steps_per_call: int) -> Source:
     return Source(_full_batches(dataset).repeat(), None, True)
 
 
-def kept_batches(source: Source, steps_per_call: int) -> tf.data.Dataset:
+def kept_batches(
+    source: Source, steps_per_call: int, *, batch_bytes: int
+) -> tf.data.Dataset:
     """Returns a few batches of a source, from memory, for ever.
 
     They are read here, and their iterator is gone when this returns: a file cache
     inside has one writer at a time.
     """
-    batch_bytes = bytes_of_element(source.dataset.element_spec)
-    number = _MAX_KEPT
-    if batch_bytes:
-        number = max(1, min(number, _MAX_KEPT_BYTES // batch_bytes))
+    number = max(1, min(_MAX_KEPT, _MAX_KEPT_BYTES // max(1, batch_bytes)))
     if source.calls_per_epoch is not None:
         number = min(number, source.calls_per_epoch * steps_per_call)
     kept = source.dataset.take(number).cache()
@@ -102,6 +100,7 @@ class Feed:
     def call(self, function: Callable[[Any], Any]) -> Any:
         """Returns what `function` gives, called with an iterator."""
         if self._left == 0:
+            self._wait()  # what the device still does belongs to the steps before
             start = self._clock()
             self._finish()
             begun = self._clock()
@@ -153,10 +152,13 @@ def _full_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     Where other axes vary too, as with buckets, the size of a batch may belong to
     its length, and every batch stays.
     """
-    spec = dataset.element_spec
-    tensors = [s for s in tf.nest.flatten(spec) if isinstance(s, tf.TensorSpec)]
-    fixed = all(s.shape.rank and s.shape[1:].is_fully_defined() for s in tensors)
-    if not (tensors and fixed and _may_be_smaller(spec)):
+    fixed = all(
+        isinstance(spec, tf.TensorSpec)
+        and spec.shape.rank
+        and spec.shape[1:].is_fully_defined()
+        for spec in tf.nest.flatten(dataset.element_spec)
+    )
+    if not (fixed and _may_be_smaller(dataset.element_spec)):
         return dataset
     first = next(iter(dataset.take(1)))
     size = tf.shape(tf.nest.flatten(first)[0])[0]

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp import _checks
+from tfamp.data._elements import known_length
 from tfamp.data.bottlenecks import advice
 from tfamp.data.bottlenecks.arguments import (
     build,
@@ -86,8 +87,11 @@ def bottleneck(
     dataset = checked_dataset(dataset)
     first = first_batch(dataset)
     build(model, first)
+    # Ragged and sparse batches are several tensors.
+    tensors = tf.nest.flatten(first, expand_composites=True)
+    batch_bytes = sum(t.dtype.size * int(tf.size(t)) for t in tensors)
     with unchanged(model):
-        timer = Timer(model, dataset, clock)
+        timer = Timer(model, dataset, batch_bytes=batch_bytes, clock=clock)
         try:
             times, judgement = until_clear(timer.measure, seconds=seconds, clock=clock)
             if _may_lack_prefetch(judgement):
@@ -97,7 +101,14 @@ def bottleneck(
                 times["prefetched"] = trial["prefetched"]
         finally:
             timer.feed.close()
-    return _record(model, dataset, timer, first, judgement, times)
+    return _record(
+        dataset,
+        timer,
+        judgement,
+        times,
+        facts=advice.facts_of(dataset, model, batch_bytes=batch_bytes),
+        batch_size=int(tf.nest.flatten(first)[0].shape[0]),
+    )
 
 
 def until_clear(
@@ -141,27 +152,23 @@ def _may_lack_prefetch(judgement: Judgement) -> bool:
 
 
 def _record(
-    model: keras.Model,
     dataset: tf.data.Dataset,
     timer: Timer,
-    first: Any,
     judgement: Judgement,
     times: Mapping[str, list[float]],
+    *,
+    facts: advice.Facts,
+    batch_size: int,
 ) -> Bottleneck:
     real = float(np.median(times["real"]))
-    tensors = [tf.convert_to_tensor(t) for t in tf.nest.flatten(first)]
-    start_seconds = epoch_steps = share = None
-    cardinality = int(dataset.cardinality())
-    if cardinality > 0:
-        epoch_steps = cardinality
+    start_seconds = share = None
+    epoch_steps = known_length(dataset)
     starts = timer.feed.starts
     if starts and not timer.source.repeats and epoch_steps is not None:
         # The first call of an epoch is a step like others, besides.
-        call = real * int(model.steps_per_execution or 1)
+        call = real * facts.steps_per_execution
         start_seconds = max(0.0, float(np.median(starts)) - call)
         share = start_seconds / (start_seconds + epoch_steps * real)
-    batch_bytes = sum(t.dtype.size * int(tf.size(t)) for t in tensors)
-    facts = advice.facts_of(dataset, model, batch_bytes=batch_bytes)
     return Bottleneck(
         verdict=judgement.verdict,
         possible_gain=judgement.gain,
@@ -179,7 +186,7 @@ def _record(
             for name in ("real", "compute", "input", "prefetched")
             if name in times
         },
-        batch_size=int(tensors[0].shape[0]),
+        batch_size=batch_size,
         epoch_start_seconds=start_seconds,
         epoch_steps=epoch_steps,
     )

@@ -27,6 +27,7 @@ class Timer:
     Args:
         model: A compiled and built model. A step is run at once, which compiles it.
         dataset: Batches.
+        batch_bytes: Size of one.
         clock: Gives the time in seconds.
 
     Attributes:
@@ -38,6 +39,8 @@ class Timer:
         self,
         model: keras.Model,
         dataset: tf.data.Dataset,
+        *,
+        batch_bytes: int,
         clock: Callable[[], float],
     ) -> None:
         self._model, self._clock = model, clock
@@ -46,10 +49,14 @@ class Timer:
         model.make_train_function()
         self._logs: Any = None
         self.source = prepare(dataset, self._steps)
-        self._kept = self._iterator_of(kept_batches(self.source, self._steps))
-        self._train(self._kept)  # traces and compiles
-        self._wait()
+        self._kept = self._iterator_of(
+            kept_batches(self.source, self._steps, batch_bytes=batch_bytes)
+        )
         self._draw = _draw_function(self._steps)
+        # Traces and compiles, which belongs to no turn and no start of an epoch.
+        self._draw(self._kept)
+        self._train(self._kept)
+        self._wait()
         self.feed = self._feed_of(self.source)
 
     def measure(self, seconds: float) -> dict[str, list[float]]:
