@@ -411,6 +411,16 @@ def test_several_workers_take_what_has_one_order_or_is_divided(monkeypatch, pipe
     pipeline().build()
 
 
+def test_a_part_has_no_length_that_fit_would_take_for_its_steps(monkeypatch):
+    part, whole = arrays().shard(2, 0).batch(7), arrays().batch(7)
+    assert int(part.build().cardinality()) == 2
+    monkeypatch.setattr(_sharding, "num_workers", lambda: 2)
+    dataset = part.build()
+    assert int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
+    assert [len(y) for _, y in dataset] == [7, 7]
+    assert int(whole.build().cardinality()) == 4
+
+
 def test_a_dataset_that_is_divided_already_needs_no_seed(monkeypatch):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = Policy.OFF

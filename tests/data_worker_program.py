@@ -7,6 +7,8 @@ alike; `FOLDER` holds TFRecord files of the numbers from 0 to 26.
 import json
 import sys
 
+import keras
+import numpy as np
 import tensorflow as tf
 
 from tests.data_distribute_test import FEATURES, NUM, arrays, epoch_of
@@ -71,6 +73,19 @@ def failure_of(pipeline):
     return None
 
 
+def fit(strategy, pipeline):
+    """Returns what `fit` finds as the mean of twice the inputs, epoch by epoch."""
+    import tfamp
+
+    with strategy.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.0))
+        model.compile(optimizer, loss="mse", metrics=["mae"])
+        model.layers[0].kernel.assign([[2.0]])
+    dataset = pipeline.batch(GLOBAL_BATCH).build()
+    return model.fit(dataset, epochs=2, verbose=0).history["mae"]
+
+
 def main(out, folder):
     """Runs everything in turn: a process can make the strategy once."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -88,6 +103,23 @@ def main(out, folder):
 
     distributed = strategy.distribute_datasets_from_function(from_context)
     results["from a function"] = [epoch_of(strategy, distributed) for _ in range(2)]
+    x = np.arange(NUM, dtype=np.float32)[:, None]
+    columns = Pipeline.from_arrays(x, 0 * x)
+    index = strategy.cluster_resolver.task_id
+    results["fit"] = {
+        "shuffled": fit(strategy, columns.shuffle(seed=1)),
+        "shard": fit(
+            strategy, columns.shard(2, index).cache("memory").shuffle().prefetch()
+        ),
+        # 13 and 12 examples: three steps of 4 each, then 1 on one worker alone.
+        "shards of unequal steps": fit(
+            strategy, columns.subset(25).shard(2, index).shuffle()
+        ),
+        "part of a batch on one worker": fit(
+            strategy, columns.subset(25).shuffle(seed=1)
+        ),
+    }
+    results["subset"] = [float(x[0]) for x, _ in columns.subset(25).build()]
     results["errors"] = {
         "shuffle": failure_of(arrays().shuffle()),
         "balance": failure_of(arrays().balance().shuffle(seed=1)),

@@ -89,3 +89,19 @@ def test_orders_of_their_own_are_refused(outcomes, stage):
         name, text = outcome["errors"][stage]
         assert name == "ValueError"
         assert text.startswith(f"`.{stage}` has no seed, and 2 worker processes train")
+
+
+@pytest.mark.parametrize("case", ["shuffled", "shard"])
+def test_fit_sees_each_example_once(outcomes, case):
+    for outcome in outcomes:
+        # The mean of 0, 2, ..., 52; sums of such numbers are exact in float32.
+        assert outcome["fit"][case] == [26.0, 26.0]
+
+
+@pytest.mark.parametrize(
+    "case", ["shards of unequal steps", "part of a batch on one worker"]
+)
+def test_fit_counts_no_more_where_a_worker_has_no_more(outcomes, case):
+    for outcome in outcomes:
+        mean = 2 * sum(outcome["subset"]) / 25
+        assert outcome["fit"][case] == pytest.approx([mean, mean], rel=4 * 2**-23)

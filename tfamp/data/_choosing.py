@@ -260,7 +260,8 @@ class Choosing(Written):
         Returns:
             A pipeline with this stage. The size of its batches is that of all
             workers together where `fit` or `experimental_distribute_dataset` takes
-            the dataset.
+            the dataset, and its length is unknown then, since steps are more than
+            the part's own batches.
 
         Raises:
             TypeError: An argument is no integer.

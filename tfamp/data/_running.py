@@ -10,7 +10,7 @@ import rich.table
 import tensorflow as tf
 
 from tfamp.data._plan import Plan
-from tfamp.data._sharding import shard_policy
+from tfamp.data._sharding import shard_policy, without_length
 from tfamp.data._stages import Settings, Stage
 
 _TABLE_WIDTH = 110
@@ -30,6 +30,7 @@ def run(plan: Plan) -> tf.data.Dataset:
     for step in own:
         step.check(dataset)
         dataset = step.apply(dataset, plan.settings)
+    dataset = without_length(dataset, plan.steps)
     return dataset.with_options(_options(plan, policy))
 
 

@@ -132,6 +132,22 @@ def shard_policy(source: Source, steps: Sequence[Stage]) -> Any:
     return policy
 
 
+def without_length(dataset: tf.data.Dataset, steps: Sequence[Stage]) -> tf.data.Dataset:
+    """Returns a plan's dataset without a length that `fit` would take for its steps.
+
+    A part of one of n workers has an n-th of the batches. tf.distribute cuts these
+    into n, so there are n times as many steps; `fit` would stop after the length.
+
+    Args:
+        dataset: What the plan made.
+        steps: The plan's.
+    """
+    is_part = any(step.name == Shard.name for step in steps)
+    if not is_part or num_workers() == 1:
+        return dataset
+    return dataset.filter(lambda *parts: True)
+
+
 def _is_loose(step: Stage) -> bool:
     """Whether a step's order differs from process to process."""
     sampler = getattr(step, "sampler", step)
