@@ -414,6 +414,14 @@ def test_what_is_left_of_an_epoch_is_read():
     assert [exhaust(epoch) for epoch in epochs] == [0, 0, 6]
 
 
+def test_a_feed_that_was_closed_begins_anew():
+    source = Feed(lambda: iter(range(9)), None, clock=Clock())
+    assert [source.call(next) for _ in range(3)] == [0, 1, 2]
+    source.close()
+    assert source.call(next) == 0
+    assert source.excluded.calls == 2
+
+
 def sizes(source, number):
     return [int(batch.shape[0]) for batch in source.dataset.take(number)]
 
@@ -449,6 +457,12 @@ def test_batches_of_buckets_all_stay():
     data = tf.data.Dataset.range(1, 21).map(lambda n: tf.range(n % 4 + 1))
     source = prepare(data.padded_batch(6), 1)
     assert sorted(set(sizes(source, 8))) == [2, 6]
+
+
+def test_sparse_batches_all_stay():
+    data = tf.data.Dataset.from_tensor_slices((tf.sparse.eye(5, 3), tf.range(5)))
+    batches = prepare(data.batch(2), 1).dataset.take(3)
+    assert [int(y.shape[0]) for _, y in batches] == [2, 2, 1]
 
 
 def test_an_endless_dataset_is_used_as_it_is():
@@ -575,10 +589,8 @@ def test_a_trained_model_is_left_as_it_was_bit_by_bit(make_optimizer, options):
     model = make_model(make_optimizer, **options)
     model.fit(pairs(), verbose=0)
     before = state(model)
-    random_states = random.getstate(), np.random.get_state()[1].tolist()
     result = measured(model, pairs())
     assert state(model) == before
-    assert (random.getstate(), np.random.get_state()[1].tolist()) == random_states
     assert 0 <= result.possible_gain < 1
     rounds = len(result.times["real"])
     assert rounds == len(result.times["compute"]) == len(result.times["input"]) >= 5
@@ -588,6 +600,7 @@ def test_the_step_really_changes_what_is_put_back():
     model = make_model(keras.optimizers.Adam)
     model.fit(pairs(), verbose=0)
     before = state(model)
+    python_state, numpy_state = random.getstate(), np.random.get_state()
     with unchanged(model):
         model.train_function(iter(pairs()))
         random.random()
@@ -599,6 +612,9 @@ def test_the_step_really_changes_what_is_put_back():
         assert any(word in name for name in changed), word
     assert changed.isdisjoint(weight.path for weight in model.trainable_variables)
     assert state(model) == before
+    assert random.getstate() == python_state
+    assert np.random.get_state()[2] == numpy_state[2]
+    np.testing.assert_array_equal(np.random.get_state()[1], numpy_state[1])
 
 
 def test_times_are_those_of_a_step_not_of_a_call():
@@ -708,7 +724,7 @@ def test_dict_inputs_with_sample_weights():
     assert (result.batch_size, result.epoch_steps) == (4, 10)
 
 
-SHORT = {"one batch": (4, 1), "three batches": (12, 1), "less than a call": (4, 3)}
+SHORT = {"three batches": (12, 1), "less than a call": (4, 3)}
 
 
 @pytest.mark.parametrize("examples, steps", SHORT.values(), ids=SHORT)
@@ -964,6 +980,7 @@ UNFETCHED = judge([20.0] * 5, [10.0] * 5, [10.0] * 5, prefetched_gains=[0.0] * 5
 CONTENTION = judge([20.0] * 5, [10.0] * 5, [10.0] * 5)
 COMPUTE = judge([10.0] * 5, [10.0] * 5, [1.0] * 5)
 UNCLEAR = judge([1.0, 2.0] * 3, [1.0] * 6, [0.5] * 6)
+EITHER = judge([15.0] * 6, [5.0] * 6, [9.0, 11.0] * 3)
 
 
 def advised(judgement, *, step_seconds=0.05, epoch_start_share=None, **changes):
@@ -995,6 +1012,7 @@ ADVICE = {
     "larger batches": (COMPUTE, {"step_seconds": 0.001}, "larger batches"),
     "xla": (COMPUTE, {}, "jit_compile=True"),
     "measure longer": (UNCLEAR, {}, "1. Measure longer"),
+    "less input where a gain is sure": (EITHER, {}, "Cache"),
     "epoch starts": (COMPUTE, {"epoch_start_share": 0.3}, "starts with 30.0 %"),
 }
 
@@ -1009,6 +1027,13 @@ NO_ADVICE = {
     "prefetch in vain": (CONTENTION, {}, "prefetch"),
     "larger batches of long steps": (COMPUTE, {}, "larger batches"),
     "short epoch starts": (COMPUTE, {"epoch_start_share": 0.01}, "epoch starts"),
+    "less input where no gain is sure": (UNCLEAR, {}, "Cache"),
+    "steps in a call there are": (
+        COMPUTE,
+        {"step_seconds": 0.001, "steps_per_execution": 16},
+        "steps_per_execution",
+    ),
+    "xla that is on": (COMPUTE, {"jit_compiled": True}, "jit_compile"),
     "one thread": (CONTENTION, {"threads": 1}, "fewer threads"),
 }
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfamp._units import format_bytes, format_seconds, format_share
 from tfamp.data._elements import known_length
-from tfamp.data.bottlenecks.verdict import Judgement
+from tfamp.data.bottlenecks.verdict import MIN_GAIN, Judgement
 
 # A cache of this size is not even asked about.
 _SMALL_CACHE_BYTES = 2 * 2**30
@@ -192,9 +192,9 @@ def _for_unclear(
     judgement: Judgement, facts: Facts, step_seconds: float
 ) -> Iterator[str]:
     yield "Measure longer (`seconds=30`) while nothing else runs on this machine."
-    if judgement.gain_high >= 2 * judgement.gain_low or judgement.lost_to_input <= 0:
-        return
-    yield from _for_input(judgement, facts, step_seconds)
+    if judgement.gain_low > MIN_GAIN:
+        # Something is to be gained; only by what is not sure.
+        yield from _for_input(judgement, facts, step_seconds)
 
 
 def _inputs(element_spec: Any) -> list[tf.TensorSpec]:
