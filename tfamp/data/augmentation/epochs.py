@@ -43,10 +43,7 @@ class EpochCounter:
 
         epochs = tf.data.Dataset.range(1).flat_map(endless)
         numbered = tf.data.Dataset.zip(epochs, dataset.enumerate())
-        cardinality = int(dataset.cardinality())
-        if cardinality != int(tf.data.UNKNOWN_CARDINALITY):
-            keep = tf.data.experimental.assert_cardinality(cardinality)
-            numbered = numbered.apply(keep)
+        numbered = with_length_of(dataset, numbered)
         return numbered.map(lambda epoch, item: (epoch, *item))
 
     def count(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -101,3 +98,11 @@ class CountEpochs(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         return f"counted from {self.first}", "whole passes; each has its own changes"
+
+
+def with_length_of(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset whose length is known where that of another one is."""
+    cardinality = int(like.cardinality())
+    if cardinality == int(tf.data.UNKNOWN_CARDINALITY):
+        return dataset
+    return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))

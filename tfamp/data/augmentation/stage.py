@@ -10,7 +10,11 @@ from tfamp import _checks
 from tfamp.data._elements import bytes_of_element
 from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.augmentation.chain import Chain, make_chain
-from tfamp.data.augmentation.epochs import CountEpochs, EpochCounter
+from tfamp.data.augmentation.epochs import (
+    CountEpochs,
+    EpochCounter,
+    with_length_of,
+)
 from tfamp.data.augmentation.probing import check_range
 
 # From `check` over `run` and `Pipeline.build` to the caller.
@@ -85,10 +89,7 @@ class Augmentation(Stage):
         if size == 1:
             return map_in_order(numbered, self._change_one, settings)
         blocks = map_in_order(numbered.batch(size), self._change_block, settings)
-        cardinality = dataset.cardinality()
-        # What it is stays known where it was known; unbatching forgets it.
-        keep = tf.data.experimental.assert_cardinality(cardinality)
-        return blocks.unbatch().apply(keep)
+        return with_length_of(dataset, blocks.unbatch())
 
     def _change_one(self, epoch: tf.Tensor, index: tf.Tensor, element: Any) -> Any:
         image = _part(element, self.key)
@@ -100,7 +101,8 @@ class Augmentation(Stage):
         return _with_part(block, self.key, changed)
 
     def _run(self, images: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        seed = tf.constant([self.seed % 2**31, self.seed // 2**31], tf.int32)
+        words = [self.seed % 2**31, self.seed // 2**31 % 2**31]
+        seed = tf.constant(words, tf.int32)
         seed = tf.random.experimental.stateless_fold_in(seed, epoch)
         seed = tf.random.experimental.stateless_fold_in(seed, index)
         return self.chain.run(images, self.strength_at(epoch), seed)
