@@ -68,6 +68,9 @@ MAKERS = {
     "set": lambda n: {1, 5 + n},
     "variable": lambda n: tf.Variable(float(n)),
     "default": lambda n: eval(f"lambda x, y={n}: x + y"),
+    "keyword default": lambda n: eval(f"lambda x, *, y={n}: x + y"),
+    "operation": lambda n: tf.data.Dataset.range(9).map((tf.abs, tf.negative)[n - 1]),
+    "result": lambda n: tf.data.Dataset.range(9).map(lambda x: (-x, tf.abs(x))[n - 1]),
 }
 
 
