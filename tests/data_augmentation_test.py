@@ -21,6 +21,7 @@ from tfamp.data.augmentation import (
     make_augment,
 )
 from tfamp.data.augmentation.chain import make_chain, num_arguments
+from tfamp.data.augmentation.epochs import EpochCounter
 from tfamp.data.augmentation.probing import check_range
 from tfamp.data.service import Service
 
@@ -753,8 +754,15 @@ def test_worker_processes_read_what_is_augmented_here():
 
 
 @pytest.mark.parametrize("known", [True, False], ids=["known", "unknown length"])
-def test_what_a_prefetch_reads_ahead_does_not_advance_the_ramp(known):
-    last = threading.Event()
+def test_what_a_prefetch_reads_ahead_does_not_advance_the_ramp(known, monkeypatch):
+    last, counted = threading.Event(), threading.Event()
+    finish = EpochCounter.finish
+
+    def noted(counter, epoch):
+        counted.set()
+        return finish(counter, epoch)
+
+    monkeypatch.setattr(EpochCounter, "finish", noted)
 
     def look(value, strength):
         def note(value):
@@ -774,6 +782,7 @@ def test_what_a_prefetch_reads_ahead_does_not_advance_the_ramp(known):
         iterator = iter(dataset)
         next(iterator)
         assert last.wait(10)  # the prefetch has read the epoch to its end
+        assert not counted.wait(0.2)  # which would follow at once
         del iterator
     found = [[float(x[0]) for x, _ in dataset] for _ in range(3)]
     assert found == [
