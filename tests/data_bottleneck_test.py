@@ -682,7 +682,7 @@ def test_a_step_that_fails_leaves_the_model_as_it_was():
     assert state(model) == before
 
 
-def test_two_replicas_are_measured_and_each_is_left_as_it_was():
+def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
     strategy = tf.distribute.MirroredStrategy(
         ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
     )
@@ -695,7 +695,16 @@ def test_two_replicas_are_measured_and_each_is_left_as_it_was():
     before = state(model)
     # Their statistics come from examples of their own.
     assert any(parts[0] != parts[1] for parts in before.values())
+    distribute, shared = strategy.experimental_distribute_dataset, []
+
+    def spy(dataset):
+        shared.append(dataset)
+        return distribute(dataset)
+
+    monkeypatch.setattr(strategy, "experimental_distribute_dataset", spy)
     result = measured(model, pairs())
+    # The batches from memory, and at least one epoch: a half for each replica.
+    assert len(shared) >= 2
     assert (result.batch_size, result.epoch_steps) == (4, 10)
     assert state(model) == before
 
@@ -819,9 +828,10 @@ WHOLE = {
 @pytest.mark.parametrize("load, work, verdict, gain", WHOLE.values(), ids=WHOLE)
 def test_steps_and_batches_are_timed_in_their_places(eager, load, work, verdict, gain):
     clock, model = eager
+    first = next(iter(pairs()))[0].numpy()
 
     def read(x):
-        clock.now += load
+        clock.now += load + 1.0 * np.array_equal(x, first)
         return x
 
     model.layers[0].seconds = work
@@ -830,8 +840,9 @@ def test_steps_and_batches_are_timed_in_their_places(eager, load, work, verdict,
     assert result.possible_gain == pytest.approx(gain, abs=1e-6)
     assert result.compute_seconds == pytest.approx(work)
     assert result.input_seconds == pytest.approx(load)
-    # The first batch of an epoch takes as long as others.
-    assert result.epoch_start_seconds == pytest.approx(0, abs=1e-9)
+    # The first batch of an epoch takes a second longer, and is in no step. Epochs
+    # that begin in a turn of the pipeline alone lack the work of one.
+    assert result.epoch_start_seconds == pytest.approx(1.0, abs=work + 1e-9)
 
 
 def test_a_prefetch_is_tried_where_neither_alone_explains_the_step(monkeypatch):
@@ -874,6 +885,31 @@ def test_the_pipeline_that_is_tried_fetches_ahead(monkeypatch):
 
     monkeypatch.setattr("tfamp.data.bottlenecks.timer.time_in_rounds", once)
     assert timer.try_prefetch(1.0) == {"prefetched": [1.0], "compute": [1.0]}
+
+
+def test_a_call_draws_the_batches_of_its_steps_unless_they_are_in_memory(monkeypatch):
+    drawn = []
+
+    def read(x):
+        drawn.append(1)
+        return x
+
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse", steps_per_execution=3)
+    data = plainly(pairs(), read).repeat()
+    timer = Timer(model, data, batch_bytes=64, clock=Ticks())
+
+    def once(turns, **options):
+        counts = {}
+        for name, turn in turns.items():
+            drawn.clear()
+            turn.call()
+            counts[name] = [float(len(drawn))]
+        return counts
+
+    monkeypatch.setattr("tfamp.data.bottlenecks.timer.time_in_rounds", once)
+    # One for each of the three steps of a call.
+    assert timer.measure(1.0) == {"input": [1.0], "real": [1.0], "compute": [0.0]}
 
 
 def test_ragged_batches_have_a_size():
@@ -1053,6 +1089,22 @@ def test_facts_are_read_from_dataset_and_model():
         data, make_model(jit_compile=True, steps_per_execution=2), batch_bytes=1544
     )
     assert facts == advice.Facts(15440, True, False, 3, facts.on_cpu, True, 2)
+
+
+FLOAT_IMAGES = {
+    "floats": ((tf.zeros((2, 8, 8, 3)), tf.zeros((2, 1))), True),
+    "in a dict": ({"image": tf.zeros((2, 8, 8, 3)), "id": tf.zeros((2,))}, True),
+    "bytes": ((tf.zeros((2, 8, 8, 3), tf.uint8), tf.zeros((2, 1))), False),
+    "a table": ((tf.zeros((2, 8)), tf.zeros((2, 1))), False),
+    "labels only": ((tf.zeros((2, 1)), tf.zeros((2, 8, 8, 3))), False),
+}
+
+
+@pytest.mark.parametrize("batch, expected", FLOAT_IMAGES.values(), ids=FLOAT_IMAGES)
+def test_float_images_are_inputs_of_rows_and_columns(batch, expected):
+    data = tf.data.Dataset.from_tensors(batch)
+    facts = advice.facts_of(data, keras.Sequential(), batch_bytes=1)
+    assert facts.float_images is expected
 
 
 # Errors --------------------------------------------------------------------------

@@ -69,8 +69,8 @@ def bottleneck(
     Raises:
         TypeError: `model` is no Keras model, or `dataset` is no dataset: an iterator
             or generator would be used up.
-        ValueError: The model is not compiled, or the dataset is empty or has single
-            examples.
+        ValueError: The model is not compiled, or holds an optimizer of its own that
+            is not built; the dataset is empty or has single examples.
 
     Example:
         >>> model = keras.Sequential([keras.layers.Dense(1)])

@@ -19,8 +19,9 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     batches don't take the weights to where numbers are slow or NaN. It holds a copy
     of the variables in the memory of the host.
 
-    Not restored: what a model keeps outside of Keras variables, and the state of a
-    dataset's own seeded shuffle, which goes on from where it is.
+    Not restored: what a model keeps outside of Keras variables, variables that only
+    its train step makes, and the state of a dataset's own seeded shuffle, which goes
+    on from where it is.
 
     Args:
         model: A compiled model whose weights and optimizers are built.
