@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.data import Pipeline, _plan, _sharding
+from tfamp.data import Pipeline, _caching, _plan, _sharding
 from tfamp.data._sharding import num_workers
 
 Policy = tf.data.experimental.AutoShardPolicy
@@ -328,7 +328,9 @@ def test_a_shard_names_what_it_skips_by_its_place_in_the_source(is_stream):
     assert skipped.where == "element 4"
 
 
-def test_shards_keep_their_caches_beside_each_other(tmp_path):
+def test_shards_keep_their_caches_beside_each_other(tmp_path, monkeypatch):
+    # As in a later run, when the process of the other worker has ended.
+    monkeypatch.setattr(_caching, "is_in_use", lambda files: False)
     pipeline = KINDS["dataset"](None).cache(tmp_path / "cache")
     for _ in range(2):
         for index in range(2):
@@ -459,8 +461,15 @@ def test_a_dataset_that_is_divided_already_needs_no_seed(monkeypatch):
             ],
             1,
         ),
+        (
+            [
+                "/job:coordinator/replica:0/task:0/device:CPU:0",
+                "/job:worker/replica:0/task:0/device:TPU:0",
+            ],
+            1,
+        ),
     ],
-    ids=["devices", "localhost", "one", "gpus", "chief", "parameter server"],
+    ids=["devices", "localhost", "one", "gpus", "chief", "ps", "coordinator"],
 )
 def test_workers_are_counted_by_their_tasks(names, expected):
     assert num_workers(names) == expected
