@@ -50,6 +50,7 @@ GOALS = {
     ("tfamp, file cache", "naive, not optimised"): 6.5,
     ("tfamp, memory cache and cast", "naive, not optimised"): None,
     ("tfamp, reshuffled cache", "the same, cast on the CPU"): 5.0,
+    ("tfamp, reshuffled cache", "the same, cast by batches"): None,
     ("tfamp, OpenCV", "PyTorch's loader, OpenCV"): 1.1,
     ("tfamp, OpenCV", "Grain, OpenCV"): 0.95,
     ("tfamp, CSV", "CSV row by row"): 8.0,

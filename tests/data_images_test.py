@@ -485,6 +485,69 @@ def test_a_damaged_image_is_an_error(decoder, damage):
         list(dataset)
 
 
+def many_files(folder, number=37):
+    """Writes more small images than are decoded in one call, each another."""
+    images = [smooth(20 + index, 30, index) for index in range(number)]
+    for index, pixels in enumerate(images):
+        data = png(pixels) if index % 5 == 0 else jpeg(pixels)
+        (folder / f"{index:02}.jpg").write_bytes(data)
+    return [str(folder / f"{index:02}.jpg") for index in range(number)]
+
+
+def test_images_decoded_together_are_those_decoded_one_by_one(tmp_path):
+    needs("opencv")
+    paths = many_files(tmp_path)
+    stage = make_decode((8, 6), decoder="opencv", key="image", reads_files=True)
+    dataset = tf.data.Dataset.from_tensor_slices(
+        ({"image": paths, "number": np.arange(37)}, np.arange(37) * 10)
+    )
+    decoded = stage.apply(dataset, SETTINGS)
+    assert int(decoded.cardinality()) == 37
+    assert decoded.element_spec[0]["image"] == tf.TensorSpec((8, 6, 3), tf.uint8)
+    for number, (x, y) in enumerate(decoded):
+        assert (int(x["number"]), int(y)) == (number, 10 * number)
+        alone, _ = stage.function({"image": paths[number], "number": 0}, 0)
+        np.testing.assert_array_equal(x["image"], alone["image"])
+    assert number == 36
+
+
+def test_elements_that_cannot_be_joined_are_decoded_one_by_one():
+    needs("opencv")
+    images = [jpeg(smooth(20, 30, index)) for index in range(3)]
+    dataset = tf.data.Dataset.from_tensor_slices(images).enumerate()
+    dataset = dataset.map(lambda number, image: (image, tf.range(number)))
+    decoded = list(make_decode((8, 6), decoder="opencv").apply(dataset, SETTINGS))
+    assert [len(y) for _, y in decoded] == [0, 1, 2]
+    single = tf.data.Dataset.from_tensors(images[2])
+    (alone,) = make_decode((8, 6), decoder="opencv").apply(single, SETTINGS)
+    np.testing.assert_array_equal(decoded[2][0], alone)
+
+
+@pytest.mark.parametrize(
+    "content, message",
+    [
+        (b"no pixels", "is no JPEG, PNG, GIF or BMP; bytes: 9"),
+        (jpeg(np.zeros((64, 64, 3)))[:100], ""),
+        (None, "No such file or directory"),
+    ],
+    ids=["text", "cut", "missing"],
+)
+def test_of_images_decoded_together_the_bad_one_is_named(content, message, tmp_path):
+    needs("opencv")
+    paths = many_files(tmp_path)
+    bad = tmp_path / "20.jpg"
+    if content is None:
+        bad.unlink()
+    else:
+        bad.write_bytes(content)
+    dataset = tf.data.Dataset.from_tensor_slices(paths)
+    stage = make_decode((8, 6), decoder="opencv", reads_files=True)
+    with pytest.raises(tf.errors.InvalidArgumentError) as caught:
+        list(stage.apply(dataset, SETTINGS))
+    assert str(bad) in str(caught.value)
+    assert message in str(caught.value)
+
+
 def test_a_file_that_is_no_image_is_named(tmp_path):
     path = tmp_path / "notes.jpg"
     path.write_text("no pixels")

@@ -14,7 +14,8 @@ METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5")
 DECODERS = ("tf", "simplejpeg", "opencv")
 FITS = ("stretch", "crop", "pad")
 # First bytes of what `tf.io.decode_image` reads: JPEG, PNG, GIF, BMP.
-_STARTS = (b"\xff\xd8\xff", b"\x89PN", b"GIF", b"BM")
+JPEG_START = b"\xff\xd8\xff"
+_STARTS = (JPEG_START, b"\x89PN", b"GIF", b"BM")
 _COLORS = {1: "GRAY", 3: "RGB"}
 
 
@@ -52,7 +53,7 @@ class ImageReader:
             data = tf.identity(data)
         if self.decoder == "tf":
             return self._read_by_tensorflow(data)
-        fast = self._fast_function()
+        fast = self.fast_function()
         pixels = tf.cond(
             tf.io.is_jpeg(data),
             lambda: tf.numpy_function(fast, [data], tf.uint8, stateful=False),
@@ -78,7 +79,9 @@ class ImageReader:
         told = [what, "is no JPEG, PNG, GIF or BMP; bytes:", tf.strings.length(data)]
         if tf.executing_eagerly() and not is_image:
             # As a graph would say it; `Assert` itself speaks of tensors here.
-            text = " ".join(tf.strings.as_string(part).numpy().decode() for part in told)
+            text = " ".join(
+                tf.strings.as_string(part).numpy().decode() for part in told
+            )
             raise tf.errors.InvalidArgumentError(None, None, text)
         return tf.debugging.Assert(is_image, told)
 
@@ -107,8 +110,11 @@ class ImageReader:
         return tf.ensure_shape(resized, self._shape)
 
     @tf.autograph.experimental.do_not_convert
-    def _fast_function(self) -> Callable[[Any], np.ndarray[Any, Any]]:
-        """Returns what decodes a JPEG outside of TensorFlow, without Python's lock."""
+    def fast_function(self) -> Callable[[Any], np.ndarray[Any, Any]]:
+        """Returns what decodes a JPEG outside of TensorFlow, without Python's lock.
+
+        It takes the bytes, and raises ValueError where they are damaged.
+        """
         simplejpeg = _checks.require(
             "simplejpeg", extra=None, purpose=f"`decoder={self.decoder!r}`"
         )

@@ -21,7 +21,7 @@ class Pipeline(Starting, Staging, Choosing):
 
     Start with `from_tfds`, `from_arrays` or `from_dataset`, add stages in any
     order, and call `build`. The stages run in the order in which they are right:
-    map, cache, shuffle, batch, prefetch. A pipeline never changes: each method
+    map, cache, shuffle, augment, batch, prefetch. A pipeline never changes: each method
     returns a new one, so a common beginning can be shared by training and
     validation.
 
