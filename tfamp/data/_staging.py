@@ -175,7 +175,8 @@ class Staging(Written):
                 the shuffle is then approximate, and `describe` says so.
             seed: Same seed, same sequence of orders, epoch by epoch. TensorFlow
                 mixes it with the global seed if one is set. None for another
-                sequence each time.
+                sequence each time. Several worker processes need one, the same in
+                all, or `.shard`.
 
         Returns:
             A pipeline with this stage.
