@@ -1,0 +1,173 @@
+"""Verdicts: intervals by hand, each answer, error rates over simulated comparisons."""
+
+import math
+import re
+
+import numpy as np
+import pytest
+
+from tfamp.compare import Interval, Verdict, judge
+from tfamp.compare.verdict import interval, more_seeds
+
+pytest.importorskip("scipy")
+
+SAME_SPEED = (1.0, 1.0, 1.0)
+TOLERANCE = 0.005
+NUM_COMPARISONS = 200
+# Of 200 comparisons, false at 5 % each, so many or fewer are false in 99.9 of 100.
+MOST_FALSE = 20
+
+
+def test_the_interval_is_the_one_of_the_t_table():
+    # Quantile 0.95 of Student's t with 2 degrees of freedom, from a printed table.
+    half = 2.920 * 1.0 / math.sqrt(3)
+    found = interval([1.0, 2.0, 3.0])
+    assert found.estimate == 2.0
+    assert found.low == pytest.approx(2.0 - half, abs=1e-3)
+    assert found.high == pytest.approx(2.0 + half, abs=1e-3)
+
+
+def test_the_ratio_is_a_geometric_mean():
+    speed = judge([0.0, 0.0], [1.0, 4.0], tolerance=TOLERANCE).speed
+    assert speed.estimate == pytest.approx(2.0)
+    # Of logarithms 0 and log 4: quantile 6.314 of t with one degree of freedom.
+    half = 6.3138 * (math.log(4) / math.sqrt(2)) / math.sqrt(2)
+    assert speed.high == pytest.approx(2 * math.exp(half), rel=1e-4)
+
+
+# By hand: with three seeds the half width is 2.92 / sqrt(3) = 1.686 deviations.
+ANSWERS = {
+    "same and faster": ([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], "equivalent and faster"),
+    "same and as fast": ([0.001, 0.0, -0.001], SAME_SPEED, "equivalent, not faster"),
+    "faster in the noise": ([0.0] * 3, [0.9, 1.1, 1.3], "equivalent, not faster"),
+    "slower": ([0.0] * 3, [0.5, 0.5, 0.51], "equivalent, not faster"),
+    "better counts as same": ([0.1, 0.2, 0.3], [2, 2, 2.1], "equivalent and faster"),
+    "1 % worse": ([-0.01, -0.011, -0.009], [2.0, 2.0, 2.1], "worse"),
+    "noise": ([-0.02, 0.0, 0.02], [2.0, 2.0, 2.1], "undecided"),
+    "at the tolerance": ([-0.005] * 3, SAME_SPEED, "equivalent, not faster"),
+    "just beyond it": ([-0.00501] * 3, SAME_SPEED, "worse"),
+}
+
+
+@pytest.mark.parametrize("differences, ratios, answer", ANSWERS.values(), ids=ANSWERS)
+def test_each_case_has_its_answer(differences, ratios, answer):
+    assert judge(differences, ratios, tolerance=TOLERANCE).answer == answer
+
+
+def test_the_sentence_has_the_figures():
+    verdict = judge([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], tolerance=TOLERANCE)
+    assert str(verdict) == (
+        "equivalent and faster; the metric loses at most 0.001686, where 0.005 is "
+        "allowed; 2 times (1.84 to 2.17) as many examples/s"
+    )
+    better = judge([0.1, 0.1, 0.1], SAME_SPEED, tolerance=TOLERANCE)
+    assert better.reason.startswith("the metric loses at most 0, where")
+    worse = judge([-0.01, -0.011, -0.009], SAME_SPEED, tolerance=TOLERANCE)
+    assert str(worse) == (
+        "worse; the metric loses 0.008314 or more, where 0.005 is allowed"
+    )
+
+
+def test_a_verdict_comes_back_from_json():
+    verdict = judge([-0.02, 0.0, 0.02], SAME_SPEED, tolerance=TOLERANCE)
+    assert Verdict.from_json(verdict.to_json()) == verdict
+    assert isinstance(verdict.quality, Interval)
+
+
+# Seeds that are missing
+
+
+def test_as_many_seeds_as_it_asks_for_decide():
+    rng = np.random.default_rng(0)
+    values = rng.normal(0, 1, 4)
+    # Values of which mean and deviation are known: 0 and 0.01.
+    values = 0.01 * (values - values.mean()) / values.std(ddof=1)
+    missing = judge(values, [1.0] * 4, tolerance=TOLERANCE).more_seeds
+    whole = np.resize(values, 4 + missing)
+    whole = 0.01 * (whole - whole.mean()) / whole.std(ddof=1)
+    answer = judge(whole, [1.0] * len(whole), tolerance=TOLERANCE).answer
+    assert answer == "equivalent, not faster"
+    one_less = whole[:-1]
+    one_less = 0.01 * (one_less - one_less.mean()) / one_less.std(ddof=1)
+    verdict = judge(one_less, [1.0] * len(one_less), tolerance=TOLERANCE)
+    assert (verdict.answer, verdict.more_seeds) == ("undecided", 1)
+    assert str(verdict).startswith("undecided: needs 1 more seed;")
+
+
+def test_a_loss_of_just_the_tolerance_is_told_by_no_number_of_seeds():
+    differences = [-0.005 - 0.01, -0.005 + 0.01]
+    assert more_seeds(differences, tolerance=TOLERANCE) is None
+    text = str(judge(differences, [1.0, 1.0], tolerance=TOLERANCE))
+    assert text.startswith("undecided; the metric may lose")
+
+
+# Error rates
+
+
+def answers(*, mean, ratio, seeds):
+    """Answers on comparisons whose truth is known: seeds scatter by 0.4 %."""
+    rng = np.random.default_rng(42)
+    for _ in range(NUM_COMPARISONS):
+        differences = rng.normal(mean, 0.004, seeds)
+        ratios = ratio * np.exp(rng.normal(0, 0.03, seeds))
+        yield judge(differences, ratios, tolerance=TOLERANCE).answer
+
+
+@pytest.mark.parametrize("seeds", [2, 5, 10])
+def test_what_is_worse_by_the_tolerance_is_seldom_called_equivalent(seeds):
+    found = list(answers(mean=-TOLERANCE, ratio=2.0, seeds=seeds))
+    assert sum("equivalent" in answer for answer in found) <= MOST_FALSE
+    # At the border itself "worse" is as false a claim.
+    assert found.count("worse") <= MOST_FALSE
+
+
+def test_what_is_1_percent_worse_is_never_called_equivalent_and_mostly_worse():
+    found = list(answers(mean=-0.01, ratio=2.0, seeds=10))
+    assert sum("equivalent" in answer for answer in found) == 0
+    assert found.count("worse") > 0.9 * NUM_COMPARISONS
+
+
+@pytest.mark.parametrize("seeds", [3, 10])
+def test_what_is_the_same_is_never_called_worse_and_seldom_faster(seeds):
+    found = list(answers(mean=0.0, ratio=1.0, seeds=seeds))
+    assert found.count("worse") == 0
+    assert found.count("equivalent and faster") <= MOST_FALSE
+
+
+def test_what_is_the_same_and_faster_is_mostly_called_so():
+    found = list(answers(mean=0.0, ratio=1.5, seeds=10))
+    assert found.count("equivalent and faster") > 0.9 * NUM_COMPARISONS
+
+
+def test_noise_is_undecided():
+    rng = np.random.default_rng(1)
+    noisy = [
+        judge(rng.normal(0, 0.05, 5), [2.0] * 5, tolerance=TOLERANCE)
+        for _ in range(NUM_COMPARISONS)
+    ]
+    undecided = [verdict for verdict in noisy if verdict.answer == "undecided"]
+    assert len(undecided) >= NUM_COMPARISONS - MOST_FALSE
+
+
+# What is refused
+
+WRONG = {
+    "one seed": (([0.1], [1.0], 0.1), "`differences` is [0.1]; expected one number"),
+    "NaN": (
+        ([0.1, math.nan], [1, 1], 0.1),
+        "expected finite numbers. A run that ended",
+    ),
+    "no speed": (([0.1, 0.1], [1, 0], 0.1), "expected finite numbers above 0"),
+    "unpaired": (
+        ([0.1, 0.1], [1, 1, 1], 0.1),
+        "`differences` has 2 values and `ratios`",
+    ),
+    "tolerance": (([0.1, 0.1], [1, 1], 0), "`tolerance` is 0"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_refused(arguments, message):
+    differences, ratios, tolerance = arguments
+    with pytest.raises(ValueError, match=re.escape(message)):
+        judge(differences, ratios, tolerance=tolerance)
