@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 from tfamp import _checks
+from tfamp.data import Pipeline
 from tfamp.data._decode import make_decode
 from tfamp.data._image_reader import crop_box
 from tfamp.data._stages import Settings
@@ -509,6 +510,45 @@ def test_images_decoded_together_are_those_decoded_one_by_one(tmp_path):
         alone, _ = stage.function({"image": paths[number], "number": 0}, 0)
         np.testing.assert_array_equal(x["image"], alone["image"])
     assert number == 36
+
+
+@pytest.mark.parametrize("drop_remainder", [False, True])
+def test_whole_batches_are_decoded_where_a_batch_comes_next(
+    tmp_path, drop_remainder, capsys
+):
+    needs("opencv")
+    paths = many_files(tmp_path)
+    start = Pipeline.from_images(tmp_path, labels=list(range(37))).shuffle(seed=3)
+    decoded = start.decode((8, 6), decoder="opencv")
+    pipeline = decoded.batch(16, drop_remainder)
+    assert "16 a call" not in " ".join(pipeline.describe().split())
+    assert "a batch a call" in " ".join(pipeline.describe().split())
+    dataset = pipeline.build()
+    assert int(dataset.cardinality()) == (2 if drop_remainder else 3)
+    size = 16 if drop_remainder else None
+    assert dataset.element_spec[0] == tf.TensorSpec((size, 8, 6, 3), tf.uint8)
+    alone = make_decode((8, 6), decoder="opencv", reads_files=True).function
+    seen = []
+    for images, labels in dataset:
+        for image, label in zip(images, labels, strict=True):
+            np.testing.assert_array_equal(image, alone(paths[int(label)]))
+            seen.append(int(label))
+    assert len(seen) == len(set(seen)) == (32 if drop_remainder else 37)
+    assert seen != sorted(seen)
+    # What stands between them needs single images, and so do large batches.
+    mapped = decoded.map(lambda x, y: (x, y)).batch(16)
+    for other in (mapped, decoded.batch(65)):
+        assert "16 a call" in " ".join(other.describe().split())
+        assert sum(len(y) for _, y in other.build()) == 37
+    capsys.readouterr()
+
+
+def test_what_is_no_image_is_refused_before_it_is_batched():
+    needs("opencv")
+    pipeline = Pipeline.from_arrays(np.zeros((4, 2)))
+    pipeline = pipeline.decode((8, 6), decoder="opencv").batch(2)
+    with pytest.raises(ValueError, match="`.decode` came for elements that hold"):
+        pipeline.build()
 
 
 def test_elements_that_cannot_be_joined_are_decoded_one_by_one():

@@ -6,7 +6,6 @@ handing Python's lock from thread to thread. Sixteen images share it here.
 
 import dataclasses
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -41,14 +40,19 @@ class ChunkReader:
         def decode_all(given: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
             pixels = _aligned((len(given), *shape))
             for place, image in enumerate(given):
-                pixels[place] = self._decoded(image, fast)
+                target = pixels[place]
+                decoded = self._decoded(image, fast, target)
+                if not np.may_share_memory(decoded, target):
+                    target[...] = decoded
             return pixels
 
         found = tf.numpy_function(decode_all, [images], tf.uint8, stateful=False)
         return tf.ensure_shape(found, (images.shape[0], *shape))
 
-    def _decoded(self, image: bytes, fast: Callable[[bytes], Any]) -> Any:
+    def _decoded(self, image: bytes, fast: Callable[..., Any], target: Any) -> Any:
         """Returns the pixels of one image, given as a path or as bytes.
+
+        They are in `target` already where OpenCV could write there.
 
         Raises:
             ValueError: It is damaged or missing, with its path.
@@ -57,7 +61,7 @@ class ChunkReader:
         try:
             data = _bytes_of(name) if self.reader.reads_files else image
             if data[: len(JPEG_START)] == JPEG_START:
-                return fast(data)
+                return fast(data, target)
             return self.reader(image).numpy()
         except (ValueError, OSError, tf.errors.OpError) as error:
             # TensorFlow makes InvalidArgumentError of it.
@@ -69,7 +73,8 @@ def _bytes_of(path: str) -> bytes:
     if "://" in path:
         with tf.io.gfile.GFile(path, "rb") as remote:
             return bytes(remote.read())
-    return Path(path).read_bytes()
+    with open(path, "rb", buffering=0) as file:
+        return file.readall()
 
 
 def _aligned(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:

@@ -11,6 +11,8 @@ import tensorflow as tf
 from tfamp import _checks
 
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5")
+# Weighted means of pixels, which lie between them.
+_WITHIN_RANGE = ("bilinear", "nearest", "area")
 DECODERS = ("tf", "simplejpeg", "opencv")
 FITS = ("stretch", "crop", "pad")
 # First bytes of what `tf.io.decode_image` reads: JPEG, PNG, GIF, BMP.
@@ -105,8 +107,10 @@ class ImageReader:
         else:
             resized = tf.image.resize(pixels, (height, width), **options)
         if resized.dtype != tf.uint8:
+            resized = tf.round(resized)
             # Cubic and Lanczos interpolation go beyond 0 and 255.
-            resized = tf.saturate_cast(tf.round(resized), tf.uint8)
+            cast = tf.cast if self.method in _WITHIN_RANGE else tf.saturate_cast
+            resized = cast(resized, tf.uint8)
         return tf.ensure_shape(resized, self._shape)
 
     @tf.autograph.experimental.do_not_convert
@@ -140,11 +144,14 @@ class ImageReader:
         cv2 = _checks.require("cv2", extra=None, purpose="`decoder='opencv'`")
         height, width = self.image_size or (0, 0)
 
-        def decode_and_resize(data: Any) -> np.ndarray[Any, Any]:
+        def decode_and_resize(data: Any, into: Any = None) -> np.ndarray[Any, Any]:
             pixels = decode(data)
             if self.fit == "crop":
                 top, left, tall, wide = crop_box(pixels.shape, height, width)
                 pixels = pixels[int(top) :, int(left) :][: int(tall), : int(wide)]
+            if into is not None and depth > 1:
+                # Where it fits, OpenCV fills the array that it is given.
+                return cv2.resize(pixels, (width, height), dst=into)
             resized = cv2.resize(pixels, (width, height))
             return resized.reshape(height, width, depth)
 

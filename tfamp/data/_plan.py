@@ -13,6 +13,7 @@ import tensorflow as tf
 
 from tfamp.data._arrays import ArraySource, Gather
 from tfamp.data._caching import Cache, FileCache
+from tfamp.data._decode import with_whole_batches
 from tfamp.data._elements import bytes_of_element, known_length
 from tfamp.data._errors import Careful, OnError
 from tfamp.data._fingerprint import Fingerprint, fingerprint
@@ -59,13 +60,14 @@ class Plan:
 def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Plan:
     """Returns the plan of a pipeline.
 
-    Stages run by rank, with four exceptions, each for speed or exactness:
+    Stages run by rank, with five exceptions, each for speed or exactness:
 
     - Where any element can be read by its position, choosing (subset, balance,
       weights) and shuffling act on positions, before anything is read: exact at any
       size. A cache would freeze the order, so behind one they act on elements.
     - A memory cache of bare arrays is left out; they are in memory.
     - Rows of a table that nothing looks at one by one go from chunks to batches.
+    - Images that OpenCV decodes and that are batched next are decoded by the batch.
     - Where damaged elements are skipped, all functions before the filters become one
       careful step on numbered elements.
 
@@ -104,6 +106,8 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
         rest[0] = Rebatch(rest[0].size, rest[0].drop_remainder, num_rows)
     if on_error is not None:
         rest = _with_care(source, rest, on_error)
+    elif settings.service is None:
+        rest = with_whole_batches(rest)
     rest = _with_epochs(rest)
     steps = [*first, *rest]
     for number, step in enumerate(steps):
