@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfamp.data._elements import known_length
 from tfamp.data._image_chunks import CHUNK, ChunkReader
 from tfamp.data._image_reader import ImageReader, image_reader
-from tfamp.data._stages import Batch, ElementMap, Settings, Stage, map_in_order
+from tfamp.data._stages import Batch, ElementMap, Settings, Stage
 
 # Images of larger batches are decoded in chunks, so that all cores have some.
 _MAX_WHOLE_BATCH = 64
@@ -100,7 +100,9 @@ class Decode(ElementMap):
         def decode(*parts: Any) -> Any:
             return _decoded(parts, self.function.key, read)
 
-        return map_in_order(batches, decode, settings)
+        # Not more of them than threads: each holds the memory of a batch.
+        calls = tf.data.AUTOTUNE if settings.autotune else settings.num_threads
+        return batches.map(decode, num_parallel_calls=calls, deterministic=True)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""

@@ -57,7 +57,7 @@ class Pipeline(Starting, Staging, Choosing):
         Args:
             autotune: Whether tf.data chooses parallelism and buffer sizes itself.
                 "auto" is off: its tuning thread can stall the end of an epoch by
-                0.3 to 2.6 s, and one call for each core was as fast.
+                0.3 to 2.6 s, and one thread for each core was as fast.
             service: Worker processes that read, map and filter, each its share;
                 caching and all after it stay here. None for this process alone.
 
