@@ -5,7 +5,7 @@ as another way to write the same: naive and hand-tuned tf.data, Keras's loader, 
 the loaders of PyTorch and Grain where they are installed.
 
 Command: python benchmarks/pipeline.py [--json=FILE]
-Time: about four minutes on two CPU cores. Use an idle machine.
+Time: about ten minutes on two CPU cores. Use an idle machine.
 
 Images and tables are made here, of random content. The sides live in one process and
 take turns, each reading one epoch, timed from its start to its last batch; a ratio is
