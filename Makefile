@@ -36,11 +36,11 @@ train: .venv/.installed  ## train a small CNN on digits, float32 beside the best
 	@$(BIN)/python recipes/train_digits.py --policy auto,float32 $(ARGS) $(NO_NOTICES)
 
 test: .venv/.installed  ## run the whole suite on the newest TensorFlow and Keras
-	@echo "Running the suite in $(JOBS) processes: about a quarter of an hour on two cores."
+	@echo "Running the suite in $(JOBS) processes: about half an hour on two cores."
 	@$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS) $(NO_NOTICES)
 
 test-oldest: .venv-oldest/.installed  ## run the fast tests on the oldest supported ones
-	@echo "Running the fast tests on TensorFlow 2.19 and Keras 3.10: about five minutes."
+	@echo "Running the fast tests on TensorFlow 2.19 and Keras 3.10: about twelve minutes."
 	@$(OLDEST)/python -m pytest -q -n $(JOBS) -m "not slow" $(ARGS) $(NO_NOTICES)
 
 lint: .venv/.installed  ## check format, style and types: ten seconds
