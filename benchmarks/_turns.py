@@ -21,13 +21,15 @@ def take_turns(steps: Sequence[Callable[[], Any]], turns: int) -> np.ndarray:
     return seconds
 
 
-def ratio(numerators: np.ndarray, denominators: np.ndarray) -> dict[str, Any]:
+def ratio(
+    numerators: np.ndarray, denominators: np.ndarray, digits: int = 3
+) -> dict[str, Any]:
     """Returns the median ratio over turns, and its bootstrap interval."""
     ratios = numerators / denominators
     draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
     tails = [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)]
     low, high = np.percentile(np.median(draws, axis=1), tails)
     return {
-        "ratio": round(float(np.median(ratios)), 3),
-        "interval": [round(float(low), 3), round(float(high), 3)],
+        "ratio": round(float(np.median(ratios)), digits),
+        "interval": [round(float(low), digits), round(float(high), digits)],
     }

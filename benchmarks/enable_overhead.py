@@ -26,6 +26,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import _turns  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
@@ -37,7 +38,6 @@ MAX_STEP_RATIO = 1.02
 MAX_BUILD_RATIO = 1.10
 NUM_LAYERS = 200
 BATCH_SIZE = 32
-CONFIDENCE = 0.90
 
 
 def define_flags() -> flags.FlagValues:
@@ -137,20 +137,15 @@ def take_turns(
 def ratio(seconds: np.ndarray, goal: float) -> dict[str, Any]:
     """Returns medians, the median ratio of second to first side, and its interval."""
     ratios, processor_ratios = (seconds[:, 1] / seconds[:, 0]).T
-    draws = np.random.default_rng(0).choice(ratios, (2000, len(ratios)))
-    tails = [50 * (1 - CONFIDENCE), 50 * (1 + CONFIDENCE)]
-    low, high = np.percentile(np.median(draws, axis=1), tails)
     stock, ours = np.median(seconds[..., 0], axis=0) * 1e3
-    middle = float(np.median(ratios))
     return {
         "stock_milliseconds": round(float(stock), 3),
         "tfamp_milliseconds": round(float(ours), 3),
-        "ratio": round(middle, 4),
-        "interval": [round(float(low), 4), round(float(high), 4)],
+        **_turns.ratio(seconds[:, 1, 0], seconds[:, 0, 0], digits=4),
         "processor_ratio": round(float(np.median(processor_ratios)), 4),
         "turns": len(ratios),
         "goal": goal,
-        "met": middle <= goal,
+        "met": float(np.median(ratios)) <= goal,
     }
 
 
@@ -241,7 +236,7 @@ def main(argv: Sequence[str]) -> int:
     }
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     print(f"{policy} on {result['device']}; {versions}; batch {BATCH_SIZE}")
-    columns = f"ratio [{CONFIDENCE:.0%} interval]   processor"
+    columns = f"ratio [{_turns.CONFIDENCE:.0%} interval]   processor"
     print(f"{'':18} {'stock':>12} {'tfamp':>12}   {columns}")
     print(describe("training step", result["step"]))
     print(describe(f"{NUM_LAYERS}-layer build", result["build"]))

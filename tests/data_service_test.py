@@ -73,8 +73,8 @@ REFUSED = {
         "`dataset` gives its elements in no fixed order (`deterministic=False`);",
     ),
     "file cache": (
-        lambda r: r.cache("/tmp/shared"),
-        "`dataset` caches into the file '/tmp/shared';",
+        lambda r: r.cache("folder/shared"),
+        "`dataset` caches into the file 'folder/shared';",
     ),
     "generator": (
         lambda r: tf.data.Dataset.from_generator(

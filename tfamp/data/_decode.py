@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import with_length_of
 from tfamp.data._image_chunks import CHUNK, ChunkReader
 from tfamp.data._image_reader import ImageReader, image_reader
 from tfamp.data._stages import Batch, ElementMap, Settings, Stage
@@ -85,11 +85,8 @@ class Decode(ElementMap):
         reader = self.function.reader
         if reader.decoder != "opencv" or not _can_be_joined(dataset.element_spec):
             return super().apply(dataset, settings)
-        length = known_length(dataset)
         decoded = self.decode_batches(dataset.batch(CHUNK), settings).unbatch()
-        if length is None:
-            return decoded
-        return decoded.apply(tf.data.experimental.assert_cardinality(length))
+        return with_length_of(dataset, decoded)
 
     def decode_batches(
         self, batches: tf.data.Dataset, settings: Settings

@@ -11,6 +11,14 @@ def known_length(dataset: tf.data.Dataset) -> int | None:
     return cardinality if cardinality >= 0 else None
 
 
+def with_length_of(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset whose length is known where that of another one is."""
+    cardinality = int(like.cardinality())
+    if cardinality == int(tf.data.UNKNOWN_CARDINALITY):
+        return dataset
+    return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
+
+
 def bytes_of_element(element_spec: Any) -> int | None:
     """Returns the size of one element, None where a shape or a size is not known.
 

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfamp import _checks, _units
 from tfamp.data._drops import DropLog, DropReport, drop
-from tfamp.data._elements import known_length, looks_batched
+from tfamp.data._elements import looks_batched, with_length_of
 from tfamp.data._filter_outliers import Clip, DropOutliers, limits_of
 from tfamp.data._filter_rules import DropMissing, Fill, Rule
 from tfamp.data._filter_shapes import Reshape, check_shapes
@@ -93,10 +93,9 @@ class Filter(Stage):
             return dataset
         size = chunk_size(dataset.element_spec)
         by_chunk = self.predicate is None and all(r.takes_chunks for r in self.rules)
-        length = known_length(dataset)
         if by_chunk and size > 1:
-            dataset = dataset.batch(size)
-            judged = map_in_order(dataset, self._judge(dataset, True), settings)
+            chunks = dataset.batch(size)
+            judged = map_in_order(chunks, self._judge(chunks, True), settings)
         else:
             judged = map_in_order(dataset, self._judge(dataset, False), settings)
             if not self.drops:
@@ -107,9 +106,7 @@ class Filter(Stage):
             is_reported = getattr(settings, "service", None) is None
             return drop(judged, self.log, is_reported=is_reported)
         whole = judged.map(lambda code, element: element).unbatch()
-        if length is None:
-            return whole
-        return whole.apply(tf.data.experimental.assert_cardinality(length))
+        return with_length_of(dataset, whole)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""

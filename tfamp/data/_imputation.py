@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp import _checks
-from tfamp.data._elements import known_length
+from tfamp.data._elements import known_length, with_length_of
 from tfamp.data._progress import progress
 from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.statistics.columns import (
@@ -141,11 +141,7 @@ class Imputation:
             return (new, *parts[1:]) if is_tuple else new
 
         chunks = map_in_order(dataset.batch(CHUNK_ROWS), fill, settings)
-        filled = chunks.unbatch()
-        length = known_length(dataset)
-        if length is not None:
-            filled = filled.apply(tf.data.experimental.assert_cardinality(length))
-        return filled
+        return with_length_of(dataset, chunks.unbatch())
 
     def _transform(self, rows: np.ndarray) -> np.ndarray:
         filled = np.asarray(self.fitted.value.transform(rows), np.float64)

@@ -27,6 +27,7 @@ def run(plan: Plan) -> tf.data.Dataset:
             lambda share: _apply(share, shared, plan.settings),
             num_threads=plan.settings.num_threads,
         )
+    # Not by `_apply`: warnings of a check count the calls from here to the user's line.
     for step in own:
         step.check(dataset)
         dataset = step.apply(dataset, plan.settings)

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import known_length, with_length_of
 from tfamp.data._stages import Settings, Stage
 
 
@@ -98,11 +98,3 @@ class CountEpochs(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         return f"counted from {self.first}", "whole passes; each has its own changes"
-
-
-def with_length_of(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset whose length is known where that of another one is."""
-    cardinality = int(like.cardinality())
-    if cardinality == int(tf.data.UNKNOWN_CARDINALITY):
-        return dataset
-    return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))

@@ -7,14 +7,10 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfamp import _checks
-from tfamp.data._elements import bytes_of_element
+from tfamp.data._elements import bytes_of_element, with_length_of
 from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.augmentation.chain import Chain, make_chain
-from tfamp.data.augmentation.epochs import (
-    CountEpochs,
-    EpochCounter,
-    with_length_of,
-)
+from tfamp.data.augmentation.epochs import CountEpochs, EpochCounter
 from tfamp.data.augmentation.probing import check_range
 
 # From `check` over `run` and `Pipeline.build` to the caller.
