@@ -1,0 +1,355 @@
+"""Memory of the process and figures of the GPU, from a faked driver and files."""
+
+import re
+import sys
+import types
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp import probes
+from tfamp.probes import GpuReading, Nvml, memory
+
+MIB = 2**20
+STATUS = "Name:\tpython\nVmPeak:\t  99999 kB\nVmHWM:\t   2048 kB\nVmRSS:\t   1024 kB\n"
+
+
+class NVMLError(Exception):
+    """What the fake driver raises."""
+
+
+class Gpu:
+    """A GPU of the fake driver; what is not given is refused."""
+
+    def __init__(self, name, uuid, *, slices=(), **figures):
+        self.name, self.uuid, self.slices, self.figures = name, uuid, slices, figures
+
+
+class Driver:
+    """Stands for the module `pynvml`."""
+
+    NVMLError = NVMLError
+    NVML_TEMPERATURE_GPU = 0
+
+    def __init__(self, *gpus, is_dead=False):
+        self.gpus, self.is_dead, self.open = gpus, is_dead, 0
+
+    def nvmlInit(self):
+        if self.is_dead:
+            raise NVMLError("Driver Not Loaded")
+        self.open += 1
+
+    def nvmlShutdown(self):
+        self.open -= 1
+
+    def nvmlDeviceGetCount(self):
+        return len(self.gpus)
+
+    def nvmlDeviceGetHandleByIndex(self, index):
+        return self.gpus[index]
+
+    def nvmlDeviceGetName(self, gpu):
+        return gpu.name
+
+    def nvmlDeviceGetUUID(self, gpu):
+        return gpu.uuid
+
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu):
+        return 7 if gpu.slices else 0
+
+    def nvmlDeviceGetMigDeviceHandleByIndex(self, gpu, index):
+        if index >= len(gpu.slices):
+            raise NVMLError("Not Found")
+        return gpu.slices[index]
+
+    def nvmlDeviceGetMemoryInfo(self, gpu):
+        used, total = self.figure(gpu, "memory")
+        return types.SimpleNamespace(used=used, total=total)
+
+    def nvmlDeviceGetUtilizationRates(self, gpu):
+        return types.SimpleNamespace(gpu=self.figure(gpu, "load"), memory=99)
+
+    def nvmlDeviceGetTemperature(self, gpu, sensor):
+        return self.figure(gpu, "temperature")
+
+    def nvmlDeviceGetPowerUsage(self, gpu):
+        return self.figure(gpu, "power")
+
+    def nvmlDeviceGetTotalEnergyConsumption(self, gpu):
+        return self.figure(gpu, "energy")
+
+    @staticmethod
+    def figure(gpu, name):
+        if name not in gpu.figures:
+            raise NVMLError("Not Supported")
+        value = gpu.figures[name]
+        return value.pop(0) if isinstance(value, list) else value
+
+
+def full(name="NVIDIA A100", uuid="GPU-a"):
+    return Gpu(
+        name,
+        uuid,
+        memory=(3 * MIB, 8 * MIB),
+        load=25,
+        temperature=61,
+        power=150_500,
+        energy=7_250,
+    )
+
+
+def names(driver, gpus, **environ):
+    """Names that a reader finds for TensorFlow's GPUs."""
+    with Nvml(driver, gpus=gpus, environ=environ) as nvml:
+        return {reading.index: reading.name for reading in nvml.read()}
+
+
+def test_a_gpu_is_read_in_the_units_of_the_names():
+    driver = Driver(full())
+    with Nvml(driver, gpus=[(0, "NVIDIA A100")], environ={}) as nvml:
+        assert driver.open == 1
+        (reading,) = nvml.read()
+    assert driver.open == 0
+    assert reading == GpuReading(
+        index=0,
+        name="NVIDIA A100",
+        mig_slice=None,
+        utilisation=0.25,
+        memory_used_bytes=3 * MIB,
+        memory_total_bytes=8 * MIB,
+        temperature_celsius=61.0,
+        power_watts=150.5,
+        energy_joules=7.25,
+        energy_source="counter",
+    )
+    assert GpuReading.from_json(reading.to_json()) == reading
+
+
+def test_what_the_driver_refuses_is_none_and_the_rest_is_there():
+    driver = Driver(Gpu(b"GPU in bytes", b"GPU-b", temperature=40))
+    with Nvml(driver, gpus=[(0, "")], environ={}) as nvml:
+        (reading,) = nvml.read()
+    assert reading == GpuReading(0, "GPU in bytes", temperature_celsius=40.0)
+
+
+def test_an_old_library_that_lacks_a_query_gives_none():
+    driver = Driver(full())
+    driver.nvmlDeviceGetTotalEnergyConsumption = None
+    del driver.nvmlDeviceGetTotalEnergyConsumption
+    old = types.SimpleNamespace(
+        **{
+            name: getattr(driver, name)
+            for name in dir(driver)
+            if name.startswith("nvml") and "Energy" not in name and "Mig" not in name
+        },
+        NVMLError=NVMLError,
+    )
+    with Nvml(old, gpus=[(0, "")], environ={}, clock=lambda: 0.0) as nvml:
+        (reading,) = nvml.read()
+    assert (reading.energy_joules, reading.energy_source) == (0.0, "power")
+    assert reading.temperature_celsius == 61.0
+
+
+def test_energy_without_a_counter_is_the_area_below_the_power():
+    # 100 W to 300 W in 2 s are 400 J, then 300 W for 1 s.
+    power, times = [100_000, 300_000, 300_000], iter([10.0, 12.0, 13.0])
+    driver = Driver(Gpu("T4", "GPU-t", power=power))
+    with Nvml(driver, gpus=[(0, "")], environ={}, clock=lambda: next(times)) as nvml:
+        joules = [nvml.read()[0].energy_joules for _ in range(3)]
+    assert joules == [0.0, 400.0, 700.0]
+
+
+def test_memory_is_the_slices_and_power_the_whole_gpus_under_mig():
+    part = Gpu("NVIDIA A100 MIG 1g.5gb", "MIG-1", memory=(MIB, 5 * MIB), power=1)
+    other = Gpu("NVIDIA A100 MIG 3g.20gb", "MIG-2", memory=(0, 20 * MIB))
+    whole = Gpu(
+        "NVIDIA A100", "GPU-a", slices=(part, other), power=90_000, memory=(9, 9)
+    )
+    with Nvml(Driver(whole), gpus=[(0, part.name)], environ={}) as nvml:
+        (reading,) = nvml.read()
+    assert reading.mig_slice == "1g.5gb"
+    assert (reading.memory_used_bytes, reading.memory_total_bytes) == (MIB, 5 * MIB)
+    assert reading.power_watts == 90.0
+    assert reading.utilisation is None
+    chosen = names(Driver(whole), [(0, other.name)], CUDA_VISIBLE_DEVICES="MIG-2")
+    assert chosen == {0: "NVIDIA A100 MIG 3g.20gb"}
+
+
+def test_a_slice_without_a_name_of_its_own_is_still_called_one():
+    part = Gpu("NVIDIA A100", "MIG-1")
+    driver = Driver(Gpu("NVIDIA A100", "GPU-a", slices=(part,)))
+    with Nvml(driver, gpus=[(0, "")], environ={}) as nvml:
+        assert nvml.read()[0].mig_slice == "MIG"
+
+
+# What CUDA_VISIBLE_DEVICES shows of a, b, c, and the names of what TensorFlow sees.
+SHOWN = {
+    "all": (None, ["a", "b", "c"], {0: "a", 1: "b", 2: "c"}),
+    "another order": ("2,0", ["c", "a"], {0: "c", 1: "a"}),
+    "a beginning of a UUID": ("GPU-b", ["b"], {0: "b"}),
+    "up to what is no GPU": ("1,-1,0", ["b"], {0: "b"}),
+    "up to a GPU named twice": ("1,1,0", ["b"], {0: "b"}),
+    "fastest first": (None, ["c", "a", "b"], {0: "c", 1: "a", 2: "b"}),
+    "fastest first of one": ("0", ["c"], {0: "c"}),
+    "without names": ("2,1", ["", ""], {0: "c", 1: "b"}),
+}
+
+
+@pytest.mark.parametrize("listed, seen, expected", SHOWN.values(), ids=SHOWN)
+def test_only_the_gpus_that_tensorflow_sees_are_read(listed, seen, expected):
+    driver = Driver(*(Gpu(name, f"GPU-{name}") for name in "abc"))
+    environ = {} if listed is None else {"CUDA_VISIBLE_DEVICES": listed}
+    assert names(driver, list(enumerate(seen)), **environ) == expected
+
+
+def test_gpus_hidden_inside_tensorflow_are_left_out_and_numbers_kept():
+    driver = Driver(*(Gpu("same", f"GPU-{i}", temperature=i) for i in range(3)))
+    with Nvml(driver, gpus=[(2, "same")], environ={}) as nvml:
+        (reading,) = nvml.read()
+    assert (reading.index, reading.temperature_celsius) == (2, 2.0)
+
+
+UNAVAILABLE = {
+    "no GPU": (
+        Driver(full()),
+        [],
+        "TensorFlow sees no GPU, so NVML has nothing to read.",
+    ),
+    "no driver": (
+        Driver(is_dead=True),
+        [(0, "")],
+        "NVML does not answer (Driver Not Loaded); expected NVIDIA's driver. Run "
+        "`nvidia-smi`, and in a container start it with the GPU's driver files.",
+    ),
+    "no GPU of NVIDIA": (
+        Driver(),
+        [(0, "AMD")],
+        "NVML knows none of TensorFlow's GPUs ((0, 'AMD'),); expected NVIDIA's, as "
+        "listed by `nvidia-smi -L`.",
+    ),
+}
+
+
+@pytest.mark.parametrize("driver, gpus, text", UNAVAILABLE.values(), ids=UNAVAILABLE)
+def test_no_reader_is_had_without_a_gpu_and_it_says_why(driver, gpus, text):
+    with pytest.raises(RuntimeError, match=re.escape(text)):
+        Nvml(driver, gpus=gpus, environ={})
+    assert driver.open == 0
+    assert Nvml.open(driver, gpus=gpus, environ={}) is None
+
+
+def test_a_missing_library_is_named_with_its_line(monkeypatch):
+    monkeypatch.setitem(sys.modules, "pynvml", None)
+    with pytest.raises(ImportError, match=re.escape("`pip install 'tfamp[gpu]'`")):
+        Nvml(gpus=[(0, "")])
+    assert Nvml.open(gpus=[(0, "")]) is None
+
+
+def test_a_closed_reader_says_so():
+    nvml = Nvml.open(Driver(full()), gpus=[(0, "")], environ={})
+    nvml.close()
+    nvml.close()
+    text = "This `Nvml` is closed; expected an open one. Make a new `Nvml()`."
+    with pytest.raises(ValueError, match=re.escape(text)):
+        nvml.read()
+
+
+def test_tensorflow_is_asked_for_its_gpus(monkeypatch):
+    device = tf.config.PhysicalDevice("/physical_device:GPU:3", "GPU")
+    config = tf.config
+    monkeypatch.setattr(config, "get_visible_devices", lambda kind: [device])
+    monkeypatch.setattr(
+        config.experimental, "get_device_details", lambda gpu: {"device_name": "c"}
+    )
+    driver = Driver(*(Gpu("c", f"GPU-{i}", temperature=i) for i in range(4)))
+    with Nvml(driver, environ={}) as nvml:
+        assert [reading.temperature_celsius for reading in nvml.read()] == [3.0]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
+def test_the_peak_follows_an_allocation_and_begins_anew():
+    size = 96 * MIB
+    can_reset = probes.reset_peak()
+    before, now = probes.peak_process_bytes(), probes.process_bytes()
+    block = np.ones(size, np.uint8)
+    assert probes.process_bytes() - now > size / 2
+    del block
+    peak = probes.peak_process_bytes()
+    assert peak >= probes.process_bytes()
+    if not can_reset:
+        pytest.skip("the kernel keeps the peak of the whole process")
+    assert peak - before > size / 2
+    assert probes.reset_peak()
+    assert peak - probes.peak_process_bytes() > size / 2
+
+
+def test_the_peak_is_the_high_water_mark_in_bytes(tmp_path):
+    (tmp_path / "status").write_text(STATUS)
+    assert probes.peak_process_bytes(tmp_path / "status") == 2 * MIB
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no `resource`")
+@pytest.mark.parametrize("text", [None, "Name:\tx\n"], ids=["no file", "no line"])
+def test_the_peak_is_getrusages_where_there_is_no_mark(text, tmp_path, monkeypatch):
+    import resource
+
+    if text is not None:
+        (tmp_path / "status").write_text(text)
+    usage = types.SimpleNamespace(ru_maxrss=5 * MIB)
+    monkeypatch.setattr(resource, "getrusage", lambda who: usage)
+    expected = memory._maxrss_bytes(5 * MIB)
+    assert probes.peak_process_bytes(tmp_path / "status") == expected
+
+
+def test_the_peak_is_psutils_on_windows(tmp_path, monkeypatch):
+    info = types.SimpleNamespace(peak_wset=7 * MIB)
+    process = types.SimpleNamespace(memory_info=lambda: info)
+    fake = types.SimpleNamespace(Process=lambda: process)
+    monkeypatch.setitem(sys.modules, "resource", None)
+    monkeypatch.setitem(sys.modules, "psutil", fake)
+    assert probes.peak_process_bytes(tmp_path / "no") == 7 * MIB
+
+
+def test_a_reset_that_is_not_to_be_had_says_so(tmp_path):
+    assert not probes.reset_peak(tmp_path / "missing")
+    assert not probes.reset_peak(tmp_path)  # a folder cannot be written
+    (tmp_path / "clear_refs").write_text("")
+    assert probes.reset_peak(tmp_path / "clear_refs")
+    assert (tmp_path / "clear_refs").read_text() == "5"
+
+
+def fake_gpus(monkeypatch, peaks):
+    """Lets TensorFlow have GPUs whose allocators peaked there; None keeps no count."""
+
+    def info(name):
+        peak = peaks[int(name.removeprefix("GPU:"))]
+        if peak is None:
+            raise ValueError("no count")
+        return {"current": 1, "peak": peak}
+
+    def reset(name):
+        info(name)
+        peaks[int(name.removeprefix("GPU:"))] = 1
+
+    config = tf.config
+    monkeypatch.setattr(config, "list_logical_devices", lambda kind: peaks)
+    monkeypatch.setattr(config.experimental, "get_memory_info", info)
+    monkeypatch.setattr(config.experimental, "reset_memory_stats", reset)
+
+
+def test_the_peak_of_the_fullest_gpu_counts_and_begins_anew(monkeypatch):
+    peaks = [3 * MIB, 5 * MIB, 2 * MIB]
+    fake_gpus(monkeypatch, peaks)
+    assert probes.device_peak_bytes() == 5 * MIB
+    assert probes.reset_device_peak()
+    assert peaks == [1, 1, 1]
+
+
+def test_without_a_gpu_or_a_count_there_is_no_peak(monkeypatch):
+    fake_gpus(monkeypatch, [])
+    assert probes.device_peak_bytes() is None
+    assert not probes.reset_device_peak()
+    fake_gpus(monkeypatch, [None])
+    assert probes.device_peak_bytes() is None
+    assert not probes.reset_device_peak()
