@@ -112,20 +112,14 @@ def judge(
     """
     tolerance = _checks.positive("tolerance", tolerance)
     quality = interval(_finite("differences", differences))
-    logarithms = np.log(_finite("ratios", ratios, is_positive=True))
+    _finite("ratios", ratios, is_positive=True)
     if len(differences) != len(ratios):
         raise ValueError(
             f"`differences` has {len(differences)} values and `ratios` "
             f"{len(ratios)}; expected one of each for every seed. Pass the figures of "
             "the same runs."
         )
-    of_logarithms = interval(logarithms)
-    speed = Interval(
-        *(
-            math.exp(value)
-            for value in (of_logarithms.estimate, of_logarithms.low, of_logarithms.high)
-        )
-    )
+    speed = interval_of_ratios(ratios)
     more = None
     if quality.high < -tolerance:
         answer: Answer = "worse"
@@ -163,6 +157,26 @@ def interval(
     middle = float(np.mean(values))
     half = _half_width(float(np.std(values, ddof=1)), len(values), rate)
     return Interval(middle, middle - half, middle + half)
+
+
+def interval_of_ratios(ratios: Sequence[float]) -> Interval:
+    """Returns the geometric mean of ratios and its t-interval.
+
+    Args:
+        ratios: Above 0. Of one nothing is known but itself, so its interval is
+            without end; of none all is NaN.
+
+    Example:
+        >>> interval_of_ratios([2.0, 2.0])
+        Interval(estimate=2.0, low=2.0, high=2.0)
+    """
+    if not len(ratios):
+        return Interval(math.nan, math.nan, math.nan)
+    if len(ratios) == 1:
+        return Interval(float(ratios[0]), 0.0, math.inf)
+    found = interval(np.log(np.asarray(ratios, np.float64)))
+    estimate, low, high = np.exp((found.estimate, found.low, found.high)).tolist()
+    return Interval(estimate, low, high)
 
 
 def more_seeds(differences: Sequence[float], *, tolerance: float) -> int | None:

@@ -6,8 +6,8 @@ import re
 import numpy as np
 import pytest
 
-from tfamp.compare import Interval, Verdict, judge
-from tfamp.compare.verdict import interval, more_seeds
+from tfamp.evidence import Interval, Verdict, judge
+from tfamp.evidence.verdict import interval, more_seeds
 
 pytest.importorskip("scipy")
 

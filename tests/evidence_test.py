@@ -1,0 +1,221 @@
+"""Evidence as a record: variants, measures, ratios, references, verdicts from runs."""
+
+import dataclasses
+import math
+import re
+
+import pytest
+
+from tests import made_evidence
+from tfamp.evidence import Evidence, Latency, Run, Spread, Variant, judging, measures
+
+WORDS = ("auto", "float32+xla", "keras:mixed_bfloat16", "mixed_bfloat16+no_rules")
+
+
+@pytest.mark.parametrize("word", [*WORDS, "float32+xla+rewrite"])
+def test_a_variant_is_written_as_it_was_read(word):
+    assert str(Variant.parse(word)) == word
+
+
+def test_a_variant_says_what_is_done():
+    assert Variant.parse("keras:float32+xla+rewrite") == Variant(
+        "float32", is_stock=True, jit_compile=True, rewrite=True
+    )
+
+
+REFUSED = {
+    "policy": ("fp16", "Unknown `policies` 'fp16'; expected 'auto', 'float32'"),
+    "option": ("auto+jit", "Unknown `policies option` 'jit'; expected 'xla'"),
+    "stock auto": ("keras:auto", "stock Keras has no policy 'auto'"),
+    "stock rules": ("keras:float32+no_rules", "stock Keras has no rules to leave out"),
+}
+
+
+@pytest.mark.parametrize("word, message", REFUSED.values(), ids=REFUSED)
+def test_a_variant_that_means_nothing_is_refused(word, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        Variant.parse(word)
+
+
+def test_evidence_comes_back_from_json():
+    found = made_evidence.evidence()
+    assert Evidence.from_json(found.to_json()) == found
+
+
+def test_a_run_comes_back_with_every_field():
+    run = dataclasses.replace(
+        made_evidence.run("mixed_float16", 1),
+        status="failed",
+        error="it broke",
+        energy_joules=12.5,
+        largest_batch=512,
+        num_nonfinite_weights=3,
+        notes=("one",),
+    )
+    defaults = Run("", 0)
+    for field in dataclasses.fields(Run):
+        assert getattr(run, field.name) != getattr(defaults, field.name), field.name
+    assert Run.from_json(run.to_json()) == run
+
+
+def test_latency_counts_calls_and_takes_real_ones():
+    found = Latency.of(4, [float(n) for n in range(1, 101)])
+    assert (found.p50_seconds, found.p90_seconds, found.p99_seconds) == (51, 91, 100)
+    assert found.examples_per_second == pytest.approx(4 * 100 / 5050)
+
+
+def test_the_ratio_is_paired_by_seed():
+    # Seeds differ by a factor of ten, the policy by two throughout.
+    runs = [
+        Run(policy, seed, examples_per_second=speed * 10.0**seed)
+        for seed in range(3)
+        for policy, speed in {"float32": 1.0, "auto": 2.0}.items()
+    ]
+    found = dataclasses.replace(made_evidence.evidence(), runs=tuple(runs))
+    ratio = found.ratio("examples_per_second", "auto")
+    assert ratio.estimate == pytest.approx(2.0)
+    assert ratio.high - ratio.low < 1e-9
+
+
+def test_a_run_without_its_pair_is_left_out():
+    failed = Run("auto", 1, status="failed", error="it broke")
+    found = made_evidence.evidence(replaced=(failed,))
+    assert [after.seed for _, after in found.pairs("auto")] == [0, 2]
+
+
+def test_a_ratio_of_one_pair_has_no_ends():
+    found = made_evidence.evidence(seeds=(0,)).ratio("training_bytes", "auto")
+    # 400 MiB above the start under float32, 400 / 1.9 under the policy.
+    assert found.estimate == pytest.approx(1 / 1.9, rel=1e-6)
+    assert (found.low, found.high) == (0.0, math.inf)
+
+
+def test_an_unknown_measure_names_those_there_are():
+    message = "Unknown `measure` 'speed'; expected 'examples_per_second'"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        made_evidence.evidence().ratio("speed", "auto")
+
+
+def test_measures_follow_what_runs_have():
+    names = [m.name for m in measures.measures_of(made_evidence.evidence().runs)]
+    assert "latency_p99_batch_64" in names
+    assert "device_bytes" not in names
+
+
+def test_the_reference_is_the_fastest_float32():
+    found = made_evidence.evidence(
+        {"float32": (1.0, 0.9), "float32+xla": (1.5, 0.9), "auto": (2.0, 0.9)}
+    )
+    assert judging.choose_reference(found.policies, found.runs) == "float32+xla"
+
+
+def test_without_a_float32_the_first_is_the_reference():
+    found = made_evidence.evidence({"mixed_bfloat16": (1, 0.9), "auto": (2, 0.9)})
+    assert judging.choose_reference(found.policies, found.runs) == "mixed_bfloat16"
+
+
+METRICS = {
+    "first that is no loss": (None, "accuracy"),
+    "named": ("loss", "loss"),
+    "as fit names it": ("val_accuracy", "accuracy"),
+}
+
+
+@pytest.mark.parametrize("given, expected", METRICS.values(), ids=METRICS)
+def test_the_metric(given, expected):
+    assert judging.choose_metric([made_evidence.run("auto", 0)], given) == expected
+
+
+def test_an_unknown_metric_is_refused():
+    message = "Unknown `metric` 'acuracy'; expected 'loss' or 'accuracy'. Did you mean"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        judging.choose_metric([made_evidence.run("auto", 0)], "acuracy")
+
+
+def losses(*pairs):
+    return [
+        (
+            Run(
+                "float32", seed, examples_per_second=1.0, final_metrics={"loss": before}
+            ),
+            Run("auto", seed, examples_per_second=1.0, final_metrics={"loss": after}),
+        )
+        for seed, (before, after) in enumerate(pairs)
+    ]
+
+
+def judged(pairs, failures=(), better="min", tolerance=0.01):
+    return judging.verdict_on(
+        pairs, failures, metric="loss", better=better, tolerance=tolerance
+    )
+
+
+def test_of_a_loss_more_is_worse_and_the_tolerance_is_a_part():
+    # 2 % more of a loss of 200 where 1 % is allowed: 2 units.
+    found = judged(losses((200, 204), (200, 204.1), (200, 203.9)))
+    assert found.answer == "worse"
+    assert found.tolerance == pytest.approx(2.0)
+    assert judged(losses((200, 196), (200, 196.1))).answer == "equivalent, not faster"
+
+
+def test_a_metric_that_became_nan_is_worse():
+    found = judged(losses((1.0, math.nan), (1.0, 1.0), (1.0, math.inf)))
+    assert found.answer == "worse"
+    assert "seeds 0, 2" in found.reason
+
+
+def test_a_reference_that_is_nan_itself_decides_nothing():
+    found = judged(losses((math.nan, 1.0), (1.0, 1.0)))
+    assert (found.answer, found.more_seeds) == ("undecided", None)
+
+
+def test_one_seed_asks_for_two_more():
+    found = judged(losses((1.0, 1.0)))
+    assert (found.answer, found.more_seeds) == ("undecided", 2)
+    assert "one seed shows no spread" in str(found)
+
+
+def test_a_failed_run_is_no_evidence():
+    failed = Run("auto", 2, status="failed", error="ValueError: no")
+    found = judged(losses((1.0, 1.0), (1.0, 1.0)), [failed])
+    assert found.answer == "undecided"
+    assert "the run under auto with seed 2 failed: ValueError: no" in found.reason
+
+
+def test_the_best_policy_gives_the_verdict():
+    found = made_evidence.evidence(
+        {"float32": (1, 0.98), "auto": (1.5, 0.98), "float16": (3, 0.5)}
+    )
+    assert {p: v.answer for p, v in found.verdicts.items()} == {
+        "auto": "equivalent and faster",
+        "float16": "worse",
+    }
+    assert (found.best, found.verdict) == ("auto", "equivalent and faster")
+
+
+def test_of_two_alike_the_faster_one_is_best():
+    found = made_evidence.evidence(
+        {"float32": (1, 0.98), "auto": (1.5, 0.98), "mixed_bfloat16": (1.7, 0.98)}
+    )
+    assert found.best == "mixed_bfloat16"
+
+
+def test_rules_that_cost_are_named_and_cheap_ones_are_not():
+    def runs(policy, speed):
+        return [
+            dataclasses.replace(
+                made_evidence.run("mixed_bfloat16", seed, speed=speed), policy=policy
+            )
+            for seed in range(3)
+        ]
+
+    bare = runs("keras:mixed_bfloat16", 2.0)
+    dear = {"mixed_bfloat16": runs("mixed_bfloat16", 1.9), bare[0].policy: bare}
+    (sentence,) = judging.rule_cost(dear)
+    assert "costs mixed_bfloat16 5.0 % of the examples/s" in sentence
+    cheap = {"mixed_bfloat16": runs("mixed_bfloat16", 1.95), bare[0].policy: bare}
+    assert judging.rule_cost(cheap) == ()
+
+
+def test_a_spread_is_quartiles():
+    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)

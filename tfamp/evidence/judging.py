@@ -1,0 +1,183 @@
+"""From runs to verdicts: which policy is the reference, what each other comes to."""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from tfamp import _checks
+from tfamp.evidence.runs import Run
+from tfamp.evidence.variant import Variant
+from tfamp.evidence.verdict import Interval, Verdict, interval_of_ratios, judge
+
+Better = Literal["max", "min"]
+_UNKNOWN = Interval(math.nan, math.nan, math.nan)
+# Parts of a metric's name that say that a smaller one is better.
+_MIN_WORDS = (
+    *("loss", "error", "entropy", "perplexity", "divergence", "hinge", "poisson"),
+    *("mse", "mae", "mape", "msle", "rmse", "deviance"),
+)
+# What a first comparison asks for where one run says nothing of the spread.
+_USUAL_SEEDS = 3
+
+
+def direction(metric: str) -> Better:
+    """Returns whether a metric of this name is better large or small.
+
+    Example:
+        >>> direction("accuracy"), direction("mean_squared_error")
+        ('max', 'min')
+    """
+    return "min" if any(word in metric.lower() for word in _MIN_WORDS) else "max"
+
+
+def choose_metric(runs: Sequence[Run], metric: str | None) -> str:
+    """Returns the metric that quality is judged by.
+
+    Args:
+        runs: At least one of them finished.
+        metric: What the caller named, with or without "val_"; None takes the first
+            compiled metric, and the loss where there is none.
+
+    Raises:
+        ValueError: The models have no metric of that name.
+    """
+    names = next(tuple(run.final_metrics) for run in runs if run.is_finished)
+    if metric is not None:
+        return _checks.choice("metric", metric.removeprefix("val_"), names)
+    return next((name for name in names if name != "loss"), "loss")
+
+
+def choose_reference(policies: Sequence[str], runs: Sequence[Run]) -> str:
+    """Returns the policy that others are held against: the fastest float32.
+
+    A gain over a float32 that could have been faster by a switch is none. Without a
+    float32 among the policies it is the first one.
+
+    Args:
+        policies: In the order they were asked for.
+        runs: Those there are.
+    """
+    plain = [policy for policy in policies if Variant.parse(policy).is_float32]
+
+    def speed(policy: str) -> float:
+        rates = [
+            run.examples_per_second
+            for run in runs
+            if run.policy == policy and run.is_finished
+        ]
+        return float(np.median(rates)) if rates else 0.0
+
+    return max(plain, key=speed) if plain else policies[0]
+
+
+def verdict_on(
+    pairs: Sequence[tuple[Run, Run]],
+    failures: Sequence[Run],
+    *,
+    metric: str,
+    better: Better,
+    tolerance: float,
+) -> Verdict:
+    """Returns the verdict on a policy from its runs.
+
+    Args:
+        pairs: Runs of the reference and of the policy with equal seeds.
+        failures: Runs of either that ended in an error.
+        metric: Name of the metric.
+        better: Whether more of it is better, or less.
+        tolerance: As `Evidence` has it.
+    """
+    speed = interval_of_ratios(
+        [
+            after.examples_per_second / before.examples_per_second
+            for before, after in pairs
+        ]
+    )
+    values = [(a.final_metrics[metric], b.final_metrics[metric]) for a, b in pairs]
+    broken = [
+        b.seed
+        for (_, b), (x, y) in zip(pairs, values, strict=True)
+        if math.isfinite(x) and not math.isfinite(y)
+    ]
+    if broken:
+        reason = (
+            f"the metric is not a number after training with {_seeds(broken)}, where "
+            "the reference's is"
+        )
+        return Verdict("worse", reason, _UNKNOWN, speed, tolerance, len(pairs))
+    values = [(x, y) for x, y in values if math.isfinite(x)]
+    if len(values) < len(pairs):
+        reason = "the reference itself trains to a metric that is not a number"
+        return Verdict("undecided", reason, _UNKNOWN, speed, tolerance, len(pairs))
+    sign = 1 if better == "max" else -1
+    differences = [sign * (y - x) for x, y in values]
+    if better == "min" and values:
+        tolerance *= abs(float(np.mean([x for x, _ in values]))) or 1.0
+    if failures:
+        first = failures[0]
+        reason = (
+            f"the run under {first.policy} with seed {first.seed} failed: {first.error}"
+        )
+        return Verdict("undecided", reason, _UNKNOWN, speed, tolerance, len(pairs))
+    if len(pairs) < 2:
+        mean = float(np.mean(differences)) if differences else math.nan
+        return Verdict(
+            "undecided",
+            f"{len(pairs)} seeds show no spread"
+            if not pairs
+            else "one seed shows no spread",
+            Interval(mean, -math.inf, math.inf),
+            speed,
+            tolerance,
+            len(pairs),
+            _USUAL_SEEDS - len(pairs),
+        )
+    ratios = [b.examples_per_second / a.examples_per_second for a, b in pairs]
+    return judge(differences, ratios, tolerance=tolerance)
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    noun = "seed" if len(seeds) == 1 else "seeds"
+    return f"{noun} {', '.join(map(str, seeds))}"
+
+
+def rule_cost(
+    by_policy: Mapping[str, Sequence[Run]], *, worth: float = 0.03
+) -> tuple[str, ...]:
+    """Returns a sentence for each policy whose rules cost more than `worth`.
+
+    A policy is held against itself without rules, or against stock Keras's, where
+    that was measured too.
+
+    Args:
+        by_policy: Policy -> its finished runs.
+        worth: The part of the examples/s from which on it is said.
+    """
+    sentences = []
+    for policy, runs in by_policy.items():
+        ours = Variant.parse(policy)
+        if ours.is_stock or not ours.has_rules:
+            continue
+        for other, others in by_policy.items():
+            theirs = Variant.parse(other)
+            is_bare = theirs.is_stock or not theirs.has_rules
+            same = {run.resolved_policy for run in (*runs, *others)}
+            if not is_bare or len(same) != 1 or theirs.jit_compile != ours.jit_compile:
+                continue
+            rates = {run.seed: run.examples_per_second for run in others}
+            ratios = [
+                run.examples_per_second / rates[run.seed]
+                for run in runs
+                if run.seed in rates
+            ]
+            found = interval_of_ratios(ratios)
+            if found.estimate < 1 - worth:
+                sentences.append(
+                    f"Keeping layers in float32 costs {policy} "
+                    f"{100 * (1 - found.estimate):.1f} % of the examples/s of {other} "
+                    f"(ratio {found.estimate:.3f}, {found.low:.3f} to "
+                    f"{found.high:.3f})."
+                )
+    return tuple(sentences)
