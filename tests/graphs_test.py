@@ -1,0 +1,448 @@
+"""Reading traced graphs: operations, loops, branches, and their FLOPs by hand."""
+
+import re
+import warnings
+
+import keras
+import pytest
+import tensorflow as tf
+
+from tfamp.graphs import flops, operations
+
+LAYERS = keras.layers
+
+
+def traced(function, *specs):
+    """Returns the concrete function of `function` on inputs of these shapes."""
+    specs = [tf.TensorSpec(spec) if isinstance(spec, tuple) else spec for spec in specs]
+    return tf.function(function).get_concrete_function(*specs)
+
+
+def flops_of(function, *specs):
+    """Returns the FLOPs of a function on inputs of these shapes."""
+    counted = flops.count_flops(traced(function, *specs))
+    assert counted.uncounted == ()
+    return counted.flops
+
+
+def attention(num_heads, key_dim):
+    """Returns a model that attends over its own inputs of 6 x 8."""
+    inputs = keras.Input((6, 8))
+    layer = LAYERS.MultiHeadAttention(num_heads, key_dim)
+    return keras.Model(inputs, layer(inputs, inputs))
+
+
+# Two for each multiply-add. Batches of 2; the numbers of a convolution are
+# 2 * batch * positions of the output * channels * window * channels in a group.
+FORWARD = {
+    "Dense": (lambda: LAYERS.Dense(5), (2, 3), 2 * 2 * 3 * 5),
+    "Dense over tokens": (lambda: LAYERS.Dense(5), (2, 7, 3), 2 * 2 * 7 * 3 * 5),
+    "EinsumDense": (
+        lambda: LAYERS.EinsumDense("abc,cd->abd", (None, 5)),
+        (2, 7, 3),
+        2 * 2 * 7 * 3 * 5,
+    ),
+    "Conv1D": (lambda: LAYERS.Conv1D(6, 3), (2, 8, 4), 2 * 2 * 6 * 6 * 3 * 4),
+    "Conv2D valid": (
+        lambda: LAYERS.Conv2D(6, (3, 5)),
+        (2, 8, 8, 4),
+        2 * 2 * (6 * 4) * 6 * (3 * 5) * 4,
+    ),
+    "Conv2D same": (
+        lambda: LAYERS.Conv2D(6, 3, padding="same"),
+        (2, 8, 8, 4),
+        2 * 2 * (8 * 8) * 6 * 9 * 4,
+    ),
+    "Conv2D strided": (
+        lambda: LAYERS.Conv2D(6, 3, strides=2, padding="same"),
+        (2, 8, 8, 4),
+        2 * 2 * (4 * 4) * 6 * 9 * 4,
+    ),
+    "Conv2D dilated": (
+        lambda: LAYERS.Conv2D(6, 3, dilation_rate=2),
+        (2, 8, 8, 4),
+        2 * 2 * (4 * 4) * 6 * 9 * 4,
+    ),
+    "Conv2D in groups": (
+        lambda: LAYERS.Conv2D(6, 3, groups=2),
+        (2, 8, 8, 4),
+        2 * 2 * (6 * 6) * 6 * 9 * 2,
+    ),
+    "Conv3D": (
+        lambda: LAYERS.Conv3D(3, 2),
+        (2, 4, 4, 4, 2),
+        2 * 2 * 27 * 3 * 8 * 2,
+    ),
+    "DepthwiseConv2D": (
+        lambda: LAYERS.DepthwiseConv2D(3, depth_multiplier=2),
+        (2, 8, 8, 4),
+        2 * 2 * (6 * 6) * 8 * 9,
+    ),
+    "SeparableConv2D": (
+        lambda: LAYERS.SeparableConv2D(5, 3),
+        (2, 8, 8, 4),
+        2 * 2 * (6 * 6) * 4 * 9 + 2 * 2 * (6 * 6) * 5 * 4,
+    ),
+    # Each of the 8 x 8 x 4 inputs is spread over a window of 9 x 5.
+    "Conv2DTranspose": (
+        lambda: LAYERS.Conv2DTranspose(5, 3, strides=2),
+        (2, 8, 8, 4),
+        2 * 2 * (8 * 8 * 4) * 9 * 5,
+    ),
+    "Conv3DTranspose": (
+        lambda: LAYERS.Conv3DTranspose(3, 2, strides=2),
+        (2, 2, 2, 2, 4),
+        2 * 2 * (8 * 4) * 8 * 3,
+    ),
+    # Four projections of 8 x 8; two products of 6 x 6 x 4 for each of two heads.
+    "MultiHeadAttention": (
+        lambda: attention(2, 4),
+        (2, 6, 8),
+        4 * (2 * 2 * 6 * 8 * 8) + 2 * (2 * 2 * 2 * 6 * 6 * 4),
+    ),
+    # Six steps of inputs 8 x 16 and states 4 x 16 (four gates of four units).
+    "LSTM": (lambda: LAYERS.LSTM(4), (2, 6, 8), 6 * 2 * 2 * (8 * 16 + 4 * 16)),
+    "LSTM unrolled": (
+        lambda: LAYERS.LSTM(4, unroll=True),
+        (2, 6, 8),
+        6 * 2 * 2 * (8 * 16 + 4 * 16),
+    ),
+    "Bidirectional GRU": (
+        lambda: LAYERS.Bidirectional(LAYERS.GRU(4, return_sequences=True)),
+        (2, 6, 8),
+        2 * 6 * 2 * 2 * (8 * 12 + 4 * 12),
+    ),
+    "stacked cells": (
+        lambda: LAYERS.RNN([LAYERS.SimpleRNNCell(4), LAYERS.SimpleRNNCell(3)]),
+        (2, 6, 8),
+        6 * 2 * 2 * (8 * 4 + 4 * 4 + 4 * 3 + 3 * 3),
+    ),
+    "no product": (lambda: LAYERS.LayerNormalization(), (2, 3), 0),
+}
+
+
+@pytest.mark.parametrize("make, shape, expected", FORWARD.values(), ids=FORWARD)
+def test_forward_flops_of_a_layer_are_those_by_hand(make, shape, expected):
+    assert flops.forward_flops(make(), tf.zeros(shape)) == expected
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_forward_flops_do_not_depend_on_the_dtype(policy):
+    layer = LAYERS.Conv2D(6, 3, dtype=policy)
+    assert flops.forward_flops(layer, tf.zeros((2, 5, 5, 4))) == 2 * 2 * 9 * 6 * 9 * 4
+
+
+def test_forward_flops_take_specs_and_structures_of_inputs():
+    class Both(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.dense = LAYERS.Dense(4)
+
+        def call(self, inputs):
+            return self.dense(inputs["a"]) + self.dense(inputs["b"])
+
+    specs = {"a": tf.TensorSpec((8, 2)), "b": tf.TensorSpec((8, 2))}
+    assert flops.forward_flops(Both(), specs) == 2 * (2 * 8 * 2 * 4)
+
+
+def test_forward_flops_leave_a_built_model_as_it_was():
+    model = keras.Sequential(
+        [keras.Input((4,)), LAYERS.Dense(3), LAYERS.BatchNormalization()]
+    )
+    before = [variable.numpy().tobytes() for variable in model.variables]
+    flops.forward_flops(model, tf.ones((8, 4)))
+    assert [variable.numpy().tobytes() for variable in model.variables] == before
+
+
+class Halving(LAYERS.Layer):
+    """Multiplies by a matrix until the data say that it is enough."""
+
+    def call(self, x):
+        return tf.while_loop(
+            lambda x: tf.reduce_max(x) > 1.0, lambda x: tf.matmul(x, x) / 2, [x]
+        )[0]
+
+
+def test_a_loop_that_data_end_counts_once_and_a_warning_says_so():
+    expected = "The FLOPs of 1 operations of 'halving' are not known"
+    with pytest.warns(UserWarning, match=re.escape(expected)):
+        assert flops.forward_flops(Halving(), tf.zeros((4, 4))) == 2 * 4**3
+
+
+# What is called, on a 3 x 4 and a 4 x 5 matrix.
+FUNCTIONS = {
+    "matmul": (tf.matmul, 2 * 3 * 4 * 5),
+    "transposed left": (
+        lambda a, b: tf.matmul(tf.transpose(a), b, transpose_a=True),
+        2 * 3 * 4 * 5,
+    ),
+    "transposed right": (
+        lambda a, b: tf.matmul(a, tf.transpose(b), transpose_b=True),
+        2 * 3 * 4 * 5,
+    ),
+    "batch, adjoint": (
+        lambda a, b: tf.matmul(tf.stack([a, a]), tf.stack([b, b]), adjoint_a=False),
+        2 * 2 * 3 * 4 * 5,
+    ),
+    "einsum": (lambda a, b: tf.einsum("ij,jk->ki", a, b), 2 * 3 * 4 * 5),
+    "einsum with dots": (
+        lambda a, b: tf.einsum("...ij,jk->...ik", tf.stack([a, a]), b),
+        2 * 2 * 3 * 4 * 5,
+    ),
+    # i is summed in the first factor before anything is multiplied.
+    "einsum with a sum of one factor": (
+        lambda a, b: tf.einsum("ij,jk->k", a, b),
+        2 * 4 * 5,
+    ),
+    "einsum of one": (lambda a, b: tf.einsum("ij->ji", a), 0),
+    "in a function": (lambda a, b: tf.function(tf.matmul)(a, b), 2 * 3 * 4 * 5),
+    "unused": (lambda a, b: [tf.matmul(a, b), a][1], 0),
+    "constant branch": (
+        lambda a, b: tf.cond(
+            tf.constant([7])[0] > 8, lambda: tf.matmul(a, b), lambda: tf.zeros((3, 5))
+        ),
+        0,
+    ),
+    "branch by data": (
+        lambda a, b: tf.cond(
+            tf.reduce_sum(a) > 8, lambda: tf.matmul(a, b), lambda: tf.zeros((3, 5))
+        ),
+        2 * 3 * 4 * 5,
+    ),
+    "switch": (
+        lambda a, b: tf.switch_case(
+            tf.cast(a[0, 0], tf.int32),
+            [lambda: a @ b, lambda: tf.zeros((3, 5)), lambda: (a + a) @ b + 1.0],
+        ),
+        2 * 3 * 4 * 5,
+    ),
+}
+
+
+@pytest.mark.parametrize("function, expected", FUNCTIONS.values(), ids=FUNCTIONS)
+def test_flops_of_a_function_are_those_by_hand(function, expected):
+    assert flops_of(function, (3, 4), (4, 5)) == expected
+
+
+def loop_over_range(x):
+    for _ in tf.range(2, 12, 3):  # 2, 5, 8, 11
+        x = tf.matmul(x, x)
+    return x
+
+
+def loop_in_loop(x):
+    for _ in tf.range(3):
+        for _ in tf.range(tf.shape(x)[0]):
+            x = tf.matmul(x, x)
+    return x
+
+
+@tf.function
+def limited_by_an_argument(x, limit):
+    return tf.while_loop(lambda i, x: i < limit, lambda i, x: (i + 1, x @ x), [0, x])[1]
+
+
+def limit_in_a_loop(x):
+    for _ in tf.range(3):
+        x = limited_by_an_argument(x, tf.constant(2))
+    return x
+
+
+LOOPS = {
+    "limit handed into a function": (
+        lambda x: limited_by_an_argument(x, tf.shape(x)[0]),
+        4,
+    ),
+    "limit kept in a loop": (limit_in_a_loop, 6),
+    "range with a step": (loop_over_range, 4),
+    "loop in a loop": (loop_in_loop, 12),
+    "counting down": (
+        lambda x: tf.while_loop(
+            lambda i, x: i > 2, lambda i, x: (i - 1, x @ x), [7, x]
+        )[1],
+        5,
+    ),
+    "limited by a maximum": (
+        lambda x: tf.while_loop(
+            lambda i, x: i < 7,
+            lambda i, x: (i + 1, x @ x),
+            [0, x],
+            maximum_iterations=3,
+        )[1],
+        3,
+    ),
+    "never": (
+        lambda x: tf.while_loop(
+            lambda i, x: i < 0, lambda i, x: (i + 1, x @ x), [0, x]
+        )[1],
+        0,
+    ),
+    "map": (lambda x: tf.map_fn(lambda row: x @ x, x), 4),
+}
+
+
+@pytest.mark.parametrize("function, trips", LOOPS.values(), ids=LOOPS)
+def test_a_loop_counts_as_often_as_it_runs(function, trips):
+    assert flops_of(function, (4, 4)) == trips * 2 * 4**3
+
+
+# A stack holds how often the inner loop of a "loop in a loop" ran.
+GRADIENTS = {name: loop for name, loop in LOOPS.items() if " in a loop" not in name}
+
+
+@pytest.mark.parametrize("function, trips", GRADIENTS.values(), ids=GRADIENTS)
+def test_the_gradient_of_a_loop_counts_two_products_a_trip(function, trips):
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        return y, tape.gradient(y, x)
+
+    found = operations.read_operations(traced(gradient, (4, 4)))
+    products = [each for each in found if each.op_type == "MatMul"]
+    assert sum(each.count for each in products if not each.is_backward) == trips
+    assert sum(each.count for each in products if each.is_backward) == 2 * trips
+    assert {flops.flops_of(each) for each in products} <= {2 * 4**3}
+
+
+def test_the_gradient_of_a_model_counts_by_hand():
+    model = keras.Sequential(
+        [keras.Input((6, 6, 2)), LAYERS.Conv2D(4, 3), LAYERS.Flatten(), LAYERS.Dense(3)]
+    )
+
+    def gradients(x):
+        with tf.GradientTape() as tape:
+            y = tf.reduce_sum(model(x, training=True))
+        return y, tape.gradient(y, model.trainable_variables)
+
+    convolution, product = 2 * 8 * 16 * 4 * 9 * 2, 2 * 8 * 64 * 3
+    # The inputs need no gradient, so the convolution has one product backwards.
+    assert flops_of(gradients, (8, 6, 6, 2)) == 2 * convolution + 3 * product
+
+
+def test_gradients_of_every_convolution_count_like_it():
+    def gradients(x, kernel, depthwise):
+        with tf.GradientTape() as tape:
+            tape.watch((x, kernel, depthwise))
+            y = tf.nn.conv2d(x, kernel, 1, "VALID")
+            y = tf.nn.depthwise_conv2d(y, depthwise, (1, 1, 1, 1), "VALID")
+        return tape.gradient(y, (x, kernel, depthwise))
+
+    convolution, depthwise = 2 * 2 * 16 * 5 * 9 * 3, 2 * 2 * 4 * 10 * 9
+    found = flops_of(gradients, (2, 6, 6, 3), (3, 3, 3, 5), (3, 3, 5, 2))
+    # What the second returns is not used, its gradients are.
+    assert found == 3 * convolution + 2 * depthwise
+
+
+def test_recomputed_layers_count_again():
+    x = tf.TensorSpec((2, 4))
+    weights = tf.ones((4, 4))
+    step = tf.recompute_grad(lambda x: tf.tanh(tf.matmul(tf.tanh(x), weights)))
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = step(x)
+        return y, tape.gradient(y, x)
+
+    assert flops_of(gradient, x) == 3 * 2 * 2 * 4 * 4
+
+
+def operation(op_type, inputs, outputs=(), **attributes):
+    """Returns an operation that was never in a graph, as on a GPU or after fusion."""
+    node = tf.compat.v1.NodeDef(op=op_type)
+    for name, value in attributes.items():
+        if isinstance(value, bool):
+            node.attr[name].b = value
+        else:
+            node.attr[name].s = value
+    plain = operations.plain_type(op_type)
+    return operations.Operation("x", plain, inputs, outputs, node.attr)
+
+
+# 3 x 4 by 4 x 5; a 3 x 3 window over 4 channels to 6; 7 steps of 2 examples.
+FUSED = {
+    "_FusedMatMul": (((3, 4), (4, 5), (5,)), ((3, 5),), {}, 2 * 3 * 4 * 5),
+    "_MklNativeFusedMatMul": (((3, 4), (4, 5)), ((3, 5),), {}, 2 * 3 * 4 * 5),
+    "_MklFusedBatchMatMulV2": (
+        ((2, 4, 3), (2, 4, 5)),
+        ((2, 3, 5),),
+        {"adj_x": True},
+        2 * 2 * 3 * 4 * 5,
+    ),
+    "_FusedConv2D": (
+        ((1, 4, 4, 4), (3, 3, 4, 6)),
+        ((1, 2, 2, 6),),
+        {},
+        2 * 4 * 6 * 9 * 4,
+    ),
+    "_MklNativeConv2DWithBias": (
+        ((1, 4, 4, 4), (3, 3, 4, 6)),
+        ((1, 2, 2, 6),),
+        {},
+        2 * 4 * 6 * 9 * 4,
+    ),
+    "CudnnRNNV3": (
+        ((7, 2, 8), (1, 2, 4)),
+        (),
+        {"rnn_mode": b"lstm", "direction": b"unidirectional"},
+        7 * 2 * 2 * (8 * 16 + 4 * 16),
+    ),
+    "CudnnRNNBackpropV3": (
+        ((7, 2, 8), (2, 2, 4)),
+        (),
+        {"rnn_mode": b"gru", "direction": b"bidirectional"},
+        2 * 2 * (7 * 2 * 2 * (8 * 12 + 4 * 12)),
+    ),
+    "_FusedBatchNormEx": (((1, 4, 4, 4),), ((1, 4, 4, 4),), {}, 0),
+}
+
+
+@pytest.mark.parametrize("op_type", FUSED)
+def test_fused_operations_count_as_what_they_were(op_type):
+    inputs, outputs, attributes, expected = FUSED[op_type]
+    found = flops.flops_of(operation(op_type, inputs, outputs, **attributes))
+    assert found == expected
+
+
+UNKNOWN = {
+    "rank of the kernel": ("Conv2D", (None, None), ((1, 2, 2, 6),)),
+    "batch": ("MatMul", ((None, 4), (4, 5)), ((None, 5),)),
+    "inner": ("MatMul", (None, None), ((3, 5),)),
+    "einsum": ("Einsum", ((3, 4), None), ((3, 5),)),
+    "recurrent": ("CudnnRNN", (None, (1, 2, 4)), ()),
+}
+
+
+@pytest.mark.parametrize("op_type, inputs, outputs", UNKNOWN.values(), ids=UNKNOWN)
+def test_flops_are_none_without_shapes(op_type, inputs, outputs):
+    each = operation(op_type, inputs, outputs, equation=b"ij,jk->ik")
+    assert flops.flops_of(each) is None
+
+
+def test_a_factor_without_shape_is_told_by_the_other():
+    each = operation("MatMul", (None, (4, 5)), ((3, 5),))
+    assert flops.flops_of(each) == 2 * 3 * 4 * 5
+
+
+def test_an_unknown_batch_is_reported_by_name():
+    counted = flops.count_flops(traced(tf.matmul, (None, 4), (4, 5)))
+    assert counted == flops.FlopCount(0, ("MatMul",))
+
+
+def test_names_in_functions_stand_behind_the_call():
+    inner = tf.function(lambda x: tf.matmul(x, x, name="product"))
+
+    def outer(x):
+        with tf.name_scope("outer"):
+            return inner(x)
+
+    found = operations.read_operations(traced(outer, (2, 2)))
+    names = [each.name for each in found if each.op_type == "MatMul"]
+    assert names == ["outer/PartitionedCall/product"]
+
+
+def test_known_models_warn_of_nothing():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        flops.forward_flops(LAYERS.LSTM(2), tf.zeros((1, 3, 2)))

@@ -1,0 +1,1 @@
+"""What TensorFlow will compute, read from traced graphs and compiled programs."""

@@ -1,0 +1,199 @@
+"""Graphs and functions as they are written down: nodes, arguments, results, shapes."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+Shape = tuple[int | None, ...] | None
+
+# A function names a tensor by its node, the output's name and a number within it.
+# These have several named outputs; of others the number is the output.
+_OUTPUT_NAMES = {
+    "SoftmaxCrossEntropyWithLogits": ("loss", "backprop"),
+    "SparseSoftmaxCrossEntropyWithLogits": ("loss", "backprop"),
+    "FusedBatchNormV3": ("y", "batch_mean", "batch_variance"),
+    "FusedBatchNormGradV3": ("x_backprop", "scale_backprop", "offset_backprop"),
+    "TopKV2": ("values", "indices"),
+    "Unique": ("y", "idx"),
+    "Svd": ("s", "u", "v"),
+    "Qr": ("q", "r"),
+    "SelfAdjointEigV2": ("e", "v"),
+    "TensorListPopBack": ("output_handle", "tensor"),
+    "BroadcastGradientArgs": ("r0", "r1"),
+    "CudnnRNNV3": ("output", "output_h", "output_c", "reserve_space", "host_reserved"),
+}
+
+
+class Reference(NamedTuple):
+    """A tensor: the node or argument that it comes from, and which output of it."""
+
+    name: str
+    output: int = 0
+
+
+class Body:
+    """A graph, or a function of one.
+
+    Args:
+        nodes: Its operations.
+        arguments: Index of each argument by name; a graph has none.
+        results: The tensors it returns.
+        kept: Names of nodes that run whether or not a result needs them.
+        argument_shapes: Shapes of arguments by index, where they are known.
+        functions: The library that it calls, shared by all bodies of a graph.
+
+    Attributes:
+        argument_values: Values of arguments by index, where every call has the same.
+        loops: What was found out about loops, filled by `constants`.
+    """
+
+    def __init__(
+        self,
+        nodes: Iterable[tf.compat.v1.NodeDef],
+        *,
+        arguments: Mapping[str, int],
+        results: list[Reference],
+        kept: Iterable[str],
+        argument_shapes: Mapping[int, Shape],
+        functions: Mapping[str, "Body"],
+    ) -> None:
+        self.nodes = {node.name: node for node in nodes}
+        self.arguments = dict(arguments)
+        self.results = results
+        self.argument_shapes = dict(argument_shapes)
+        self.argument_values: dict[int, Any] = {}
+        self.loops: dict[Any, Any] = {}
+        self._kept = list(kept)
+        self._functions = functions
+        self._live: list[tf.compat.v1.NodeDef] | None = None
+
+    def function(self, name: str) -> "Body | None":
+        """Returns a function of the library, None where it is not there."""
+        return self._functions.get(name)
+
+    def inputs(self, node: tf.compat.v1.NodeDef) -> list[Reference]:
+        """Returns the tensors that a node reads, in order."""
+        return [self._reference(text) for text in node.input if text[0] != "^"]
+
+    def shape(self, reference: Reference) -> Shape:
+        """Returns a tensor's shape; None, or a None inside, where it is not known."""
+        if reference.name in self.arguments:
+            return self.argument_shapes.get(self.arguments[reference.name])
+        node = self.nodes.get(reference.name)
+        return output_shape(node, reference.output) if node is not None else None
+
+    def live(self) -> list[tf.compat.v1.NodeDef]:
+        """Returns the nodes that run: those behind the results and the kept ones.
+
+        Keras's recurrent layers, for example, trace a step whose result nobody uses.
+        """
+        if self._live is None:
+            found = self._behind([*(r.name for r in self.results), *self._kept], True)
+            self._live = [node for node in self.nodes.values() if node.name in found]
+        return self._live
+
+    def arguments_behind(self, reference: Reference) -> set[int]:
+        """Returns the indices of the arguments that a tensor depends on."""
+        found = self._behind([reference.name], False)
+        return {self.arguments[name] for name in found & self.arguments.keys()}
+
+    def hands_on(self, index: int) -> bool:
+        """States whether a loop's body returns an argument as it came."""
+        reference = self.results[index]
+        while (node := self.nodes.get(reference.name)) is not None:
+            if node.op != "Identity":
+                return False
+            reference = self.inputs(node)[0]
+        return self.arguments.get(reference.name) == index
+
+    def _behind(self, names: list[str], with_control: bool) -> set[str]:
+        """Returns the names of the nodes and arguments that `names` depend on."""
+        found, waiting = set(names), list(names)
+        while waiting:
+            node = self.nodes.get(waiting.pop())
+            for text in node.input if node is not None else ():
+                if text[0] == "^" and not with_control:
+                    continue
+                name = text.lstrip("^").split(":")[0]
+                if name not in found:
+                    found.add(name)
+                    waiting.append(name)
+        return found
+
+    def _reference(self, text: str) -> Reference:
+        """Reads "name", "name:1" (in graphs) and "name:output:1" (in functions)."""
+        name, *rest = text.split(":")
+        if len(rest) < 2:
+            return Reference(name, int(rest[0]) if rest else 0)
+        node = self.nodes.get(name)
+        names = _OUTPUT_NAMES.get(node.op, ()) if node is not None else ()
+        if rest[0] in names:
+            return Reference(name, names.index(rest[0]))
+        return Reference(name, int(rest[1]))
+
+
+def output_shape(node: tf.compat.v1.NodeDef, index: int = 0) -> Shape:
+    """Returns the shape of an output of a node; see `Body.shape`."""
+    shapes = node.attr["_output_shapes"].list.shape
+    return _shape(shapes[index]) if index < len(shapes) else None
+
+
+def read_bodies(concrete: Any) -> Body:
+    """Returns the graph of a traced function, ready to be walked.
+
+    Args:
+        concrete: What `tf.function(...).get_concrete_function(...)` returned.
+    """
+    graph = concrete.graph.as_graph_def(add_shapes=True)
+    functions: dict[str, Body] = {}
+    for definition in graph.library.function:
+        functions[definition.signature.name] = _function(definition, functions)
+    whole = concrete.function_def
+    return Body(
+        graph.node,
+        arguments={},
+        results=_references(whole.ret.values()),
+        kept=whole.control_ret.values(),
+        argument_shapes={},
+        functions=functions,
+    )
+
+
+def _function(definition: tf.compat.v1.GraphDef, functions: Mapping[str, Body]) -> Body:
+    names = [argument.name for argument in definition.signature.input_arg]
+    results = [definition.ret[out.name] for out in definition.signature.output_arg]
+    shapes: dict[int, Shape] = {}
+    for index, argument in definition.arg_attr.items():
+        listed = argument.attr["_output_shapes"].list.shape
+        if len(listed):
+            shapes[index] = _shape(listed[0])
+    body = Body(
+        definition.node_def,
+        arguments={name: index for index, name in enumerate(names)},
+        results=[],
+        kept=definition.control_ret.values(),
+        argument_shapes=shapes,
+        functions=functions,
+    )
+    body.results = [body._reference(text) for text in results]
+    return body
+
+
+def _references(texts: Iterable[str]) -> list[Reference]:
+    return [Reference(text.split(":")[0]) for text in texts]
+
+
+def _shape(proto: Any) -> Shape:
+    if proto.unknown_rank:
+        return None
+    return tuple(dim.size if dim.size >= 0 else None for dim in proto.dim)
+
+
+def functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
+    """Yields the names of the functions that a node calls."""
+    for value in node.attr.values():
+        if value.HasField("func"):
+            yield value.func.name
+        for each in value.list.func:
+            yield each.name
