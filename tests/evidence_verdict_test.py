@@ -39,7 +39,12 @@ def test_the_ratio_is_a_geometric_mean():
 ANSWERS = {
     "same and faster": ([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], "equivalent and faster"),
     "same and as fast": ([0.001, 0.0, -0.001], SAME_SPEED, "equivalent, not faster"),
-    "faster in the noise": ([0.0] * 3, [0.9, 1.1, 1.3], "equivalent, not faster"),
+    "faster in the noise": ([0.0] * 3, [0.9, 1.1, 1.3], "undecided"),
+    "a gain too small to count": (
+        [0.0] * 3,
+        [1.02, 1.0, 1.03],
+        "equivalent, not faster",
+    ),
     "slower": ([0.0] * 3, [0.5, 0.5, 0.51], "equivalent, not faster"),
     "better counts as same": ([0.1, 0.2, 0.3], [2, 2, 2.1], "equivalent and faster"),
     "1 % worse": ([-0.01, -0.011, -0.009], [2.0, 2.0, 2.1], "worse"),
@@ -101,6 +106,24 @@ def test_a_loss_of_just_the_tolerance_is_told_by_no_number_of_seeds():
     assert text.startswith("undecided; the metric may lose")
 
 
+def test_as_many_seeds_as_it_asks_for_tell_faster_from_not_faster():
+    ratios = [0.95, 1.25, 1.05]
+    verdict = judge([0.0] * 3, ratios, tolerance=TOLERANCE)
+    assert verdict.answer == "undecided"
+    logs = np.log(ratios)
+
+    def with_number(number):
+        values = np.resize(logs, number)
+        values = logs.mean() + (values - values.mean()) * (
+            logs.std(ddof=1) / values.std(ddof=1)
+        )
+        return judge([0.0] * number, np.exp(values), tolerance=TOLERANCE)
+
+    enough = 3 + verdict.more_seeds
+    assert with_number(enough).answer == "equivalent and faster"
+    assert with_number(enough - 1).answer == "undecided"
+
+
 # Error rates
 
 
@@ -132,6 +155,17 @@ def test_what_is_the_same_is_never_called_worse_and_seldom_faster(seeds):
     found = list(answers(mean=0.0, ratio=1.0, seeds=seeds))
     assert found.count("worse") == 0
     assert found.count("equivalent and faster") <= MOST_FALSE
+
+
+@pytest.mark.parametrize("seeds", [3, 10])
+def test_what_is_faster_by_5_percent_is_seldom_called_not_faster(seeds):
+    found = list(answers(mean=0.01, ratio=1.0501, seeds=seeds))
+    assert found.count("equivalent, not faster") <= MOST_FALSE
+
+
+def test_what_is_the_same_is_mostly_called_not_faster():
+    found = list(answers(mean=0.0, ratio=1.0, seeds=20))
+    assert found.count("equivalent, not faster") > 0.85 * NUM_COMPARISONS
 
 
 def test_what_is_the_same_and_faster_is_mostly_called_so():

@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-# Public name -> module that defines it; a public subpackage is its own home.
+# Public name -> module that defines it; a public subpackage is its own home, unless
+# it has a function of its name.
 _HOMES = {
     "Assignment": "tfamp.assignment",
     "LossScaleError": "tfamp.loss_scale.errors",
@@ -23,6 +24,7 @@ _HOMES = {
     "apply": "tfamp.assignment",
     "assignment": "tfamp.assignment",
     "callbacks": "tfamp.callbacks",
+    "compare": "tfamp.compare",
     "data": "tfamp.data",
     "disable": "tfamp.policy",
     "enable": "tfamp.policy",
@@ -61,6 +63,7 @@ if TYPE_CHECKING:
     from tfamp.assignment import apply as apply
     from tfamp.assignment import assignment as assignment
     from tfamp.assignment import load_model as load_model
+    from tfamp.compare import compare as compare
     from tfamp.loss_scale.errors import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.policy import Status as Status
@@ -77,7 +80,8 @@ else:
             raise AttributeError(message, name=name, obj=package)
         _check_environment()
         home = importlib.import_module(_HOMES[name])
-        value = home if hasattr(home, "__path__") else getattr(home, name)
+        is_package = hasattr(home, "__path__")
+        value = getattr(home, name, home) if is_package else getattr(home, name)
         setattr(package, name, value)
         return value
 

@@ -19,33 +19,53 @@ def new_flags() -> flags.FlagValues:
 
 
 def parse(
-    values: flags.FlagValues, argv: Sequence[str], *, command: str, purpose: str
-) -> int | None:
-    """Parses a command's arguments, none of which stands without a flag.
+    values: flags.FlagValues,
+    argv: Sequence[str],
+    *,
+    command: str,
+    purpose: str,
+    argument: str | None = None,
+) -> int | str | None:
+    """Parses a command's arguments; a flag may be typed with dashes or underscores.
 
     Args:
         values: From `new_flags`, with the command's own flags added.
         argv: The arguments after the command's name.
         command: The command as it is typed, such as "tfamp doctor".
         purpose: One line for the help.
+        argument: What the one argument without a flag stands for, such as
+            "module:build"; None where there is none.
 
     Returns:
-        None to go on, or the status to end with, everything being printed.
+        The status to end with, everything being printed; or to go on, the argument
+        without a flag, or None where there is none.
     """
     try:
-        rest = values([command, *argv])[1:]
+        rest = values([command, *map(_underscored, argv)])[1:]
     except flags.Error as error:
-        return _refuse(str(error).rstrip(" ?."), command)
+        return refuse(str(error).rstrip(" ?."), command)
     if values["help"].value:
-        print(f"usage: {command} [flags]\n\n{purpose}\n")
+        place = "" if argument is None else f" {argument}"
+        print(f"usage: {command}{place} [flags]\n\n{purpose}\n")
         print(_describe(values))
         return 0
-    if rest:
-        return _refuse(f"Unexpected argument {rest[0]!r}; expected flags only", command)
-    return None
+    expected = "flags only" if argument is None else f"one {argument!r} and flags"
+    if len(rest) > (argument is not None):
+        return refuse(f"Unexpected argument {rest[-1]!r}; expected {expected}", command)
+    if argument is not None and not rest:
+        return refuse(f"Nothing is named; expected {expected}", command)
+    return rest[0] if rest else None
 
 
-def _refuse(message: str, command: str) -> int:
+def _underscored(argument: str) -> str:
+    """Returns `--fail-if=worse` as `--fail_if=worse`; values stay as they are."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}"
+
+
+def refuse(message: str, command: str) -> int:
     """Prints what is wrong with the call and returns the status for it."""
     print(f"{command}: {message}. See `{command} --help`.", file=sys.stderr)
     return EXIT_USAGE
@@ -54,9 +74,10 @@ def _refuse(message: str, command: str) -> int:
 def _describe(values: flags.FlagValues) -> str:
     """Returns a line for each flag, negations left out."""
     lines = []
+    width = max(14, 2 + max(map(len, values)))
     for name in sorted(values):
         flag = values[name]
         if name == flag.name:
             short = f"-{flag.short_name}, " if flag.short_name else ""
-            lines.append(f"  {short + '--' + name:<14} {flag.help}")
+            lines.append(f"  {short + '--' + name:<{width}} {flag.help}")
     return "\n".join(lines)

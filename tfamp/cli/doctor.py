@@ -48,7 +48,7 @@ def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
         "json", False, "Print one JSON document and nothing else.", flag_values=values
     )
     status = _flags.parse(values, argv, command="tfamp doctor", purpose=_PURPOSE)
-    if status is not None:
+    if isinstance(status, int):
         return status
     # TensorFlow reads it when it is imported; its notices are of no help here.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")

@@ -22,6 +22,10 @@ class _Command(NamedTuple):
 
 
 _COMMANDS = {
+    "compare": _Command(
+        "tfamp.cli.compare",
+        "train under float32 and under policies, and report what that changes",
+    ),
     "doctor": _Command(
         "tfamp.cli.doctor",
         "show devices, versions, settings, the policy that suits, and problems",

@@ -27,6 +27,8 @@ Answer = Literal[
 # or more, "worse" for one that is not, "faster" for one that is not.
 ERROR_RATE = 0.05
 MIN_SEEDS = 2
+# A gain of less than this is none: changing the policy has its own cost.
+MIN_GAIN = 1.05
 # Beyond so many seeds more of them is no advice.
 MAX_SEEDS = 1000
 
@@ -84,7 +86,7 @@ def judge(
     """Returns the verdict on a policy against a reference.
 
     Worse means worse by more than `tolerance`; a policy that is better is equivalent.
-    Each false claim has a chance of at most 5 %, if differences and logarithms of
+    Not faster means that a gain of `MIN_GAIN` or more can be ruled out. Each false claim has a chance of at most 5 %, if differences and logarithms of
     ratios are about normal.
 
     Args:
@@ -133,10 +135,18 @@ def judge(
         more = more_seeds(differences, tolerance=tolerance)
     else:
         lost = max(0.0, -quality.low)
-        reason = f"the metric loses at most {lost:.4g}, {_allowed(tolerance)}"
-        is_faster = speed.low > 1
-        answer = "equivalent and faster" if is_faster else "equivalent, not faster"
-        reason += f"; {_times(speed)} as many examples/s"
+        reason = (
+            f"the metric loses at most {lost:.4g}, {_allowed(tolerance)}; "
+            f"{_times(speed)} as many examples/s"
+        )
+        if speed.low > 1:
+            answer = "equivalent and faster"
+        elif speed.high < MIN_GAIN:
+            answer = "equivalent, not faster"
+        else:
+            answer = "undecided"
+            reason = f"as accurate, but maybe faster and maybe not: {reason}"
+            more = more_seeds_for_speed(ratios)
     return Verdict(answer, reason, quality, speed, tolerance, len(ratios), more)
 
 
@@ -187,10 +197,23 @@ def more_seeds(differences: Sequence[float], *, tolerance: float) -> int | None:
         tolerance itself.
     """
     distance = abs(float(np.mean(differences)) + tolerance)
-    spread = float(np.std(differences, ddof=1))
-    for number in range(len(differences) + 1, MAX_SEEDS + 1):
+    return _more(differences, distance)
+
+
+def more_seeds_for_speed(ratios: Sequence[float]) -> int | None:
+    """Returns how many more seeds would tell faster from not faster, likewise."""
+    logarithms = np.log(np.asarray(ratios, np.float64))
+    middle = float(np.mean(logarithms))
+    # From 1, to be faster; from the least gain, to be not.
+    return _more(logarithms, max(middle, math.log(MIN_GAIN) - middle))
+
+
+def _more(values: Sequence[float] | np.ndarray, distance: float) -> int | None:
+    """Returns how many more values bring the interval's half width under a distance."""
+    spread = float(np.std(values, ddof=1))
+    for number in range(len(values) + 1, MAX_SEEDS + 1):
         if _half_width(spread, number, ERROR_RATE) < distance:
-            return number - len(differences)
+            return number - len(values)
     return None
 
 

@@ -1,0 +1,233 @@
+"""`tfamp compare`: trains under several policies, tells the verdict, reports."""
+
+import shlex
+import sys
+import time
+import warnings
+from collections.abc import Sequence
+from pathlib import Path
+
+from absl import flags
+
+from tfamp import _checks, _units
+from tfamp.cli import _flags
+from tfamp.evidence import Evidence, Run
+
+_COMMAND = "tfamp compare"
+_ARGUMENT = "module:build"
+_PURPOSE = """\
+Trains what a function builds under each policy and seed, each in a fresh process, and
+says which policies are as accurate as float32 and faster. Writes report.html,
+report.json and report.md. `module:build` names a function that returns a compiled
+model with its data, (model, train, validation); it gets `seed` and `epochs` where it
+has arguments of these names. Ctrl-C keeps the runs that are finished.
+
+Ends with status 0, 1 if --fail-if applies or the runs fail, 2 if called wrongly."""
+# Word of --fail-if -> whether it applies to a policy.
+_FAILURES = ("worse", "slower", "not_faster", "undecided", "failed")
+_EXIT_FAILED, _EXIT_INTERRUPTED = 1, 130
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments after "compare".
+
+    Returns:
+        The exit status, as the help says.
+    """
+    values = _define()
+    target = _flags.parse(
+        values, argv, command=_COMMAND, purpose=_PURPOSE, argument=_ARGUMENT
+    )
+    if not isinstance(target, str):
+        return int(target or 0)
+    try:
+        fail_if = [
+            _checks.choice("--fail-if", word.replace("-", "_"), _FAILURES)
+            for word in values.fail_if
+        ]
+        sizes = [_whole(text) for text in values.latency_batch_sizes]
+    except ValueError as error:
+        return _flags.refuse(str(error).rstrip("."), _COMMAND)
+    command = shlex.join(["tfamp", "compare", *argv])
+    try:
+        return run(target, values, sizes=sizes, fail_if=fail_if, command=command)
+    except (ImportError, RuntimeError, TypeError, ValueError) as error:
+        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        return _EXIT_FAILED
+    except KeyboardInterrupt:
+        print(
+            f"{_COMMAND}: stopped before two runs could be compared; `--resume` with "
+            f"the same --out goes on.",
+            file=sys.stderr,
+        )
+        return _EXIT_INTERRUPTED
+
+
+def run(
+    target: str,
+    values: flags.FlagValues,
+    *,
+    sizes: Sequence[int],
+    fail_if: Sequence[str],
+    command: str,
+) -> int:
+    """Compares, writes the report, and returns the exit status."""
+    from tfamp.compare import compare
+
+    out = Path(values.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
+    policies = values.policies
+    seeds = values.seeds
+    lines = _Lines(len(policies) * seeds)
+    gib = values.max_memory_gib
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", UserWarning)
+        found = compare(
+            target,
+            policies=policies,
+            seeds=seeds,
+            epochs=values.epochs,
+            tolerance=values.tolerance,
+            metric=values.metric,
+            better=values.better,
+            latency_batch_sizes=sizes,
+            profile_steps=values.profile_steps if values.profile else 0,
+            max_memory_bytes=None if gib is None else int(gib * 2**30),
+            timeout_seconds=values.timeout_seconds,
+            directory=out / "runs",
+            resume=values.resume,
+            title=values.title,
+            command=command,
+            on_run=lines.show,
+        )
+    print(found.table())
+    for warning in caught:
+        print(f"{_COMMAND}: {warning.message}", file=sys.stderr)
+    found.to_json(out / "report.json")
+    found.to_markdown(out / "report.md")
+    found.to_html(out / "report.html")
+    print(f"Report: {out / 'report.html'}")
+    applies = failures(found, fail_if)
+    for sentence in applies:
+        print(f"{_COMMAND}: {sentence}", file=sys.stderr)
+    return _EXIT_FAILED if applies else 0
+
+
+def failures(found: Evidence, fail_if: Sequence[str]) -> list[str]:
+    """Returns a sentence for each policy and word of --fail-if that applies to it."""
+    sentences = []
+    for policy, verdict in found.verdicts.items():
+        applies = {
+            "worse": verdict.answer == "worse",
+            "slower": verdict.speed.high < 1,
+            "not_faster": not verdict.speed.low > 1,
+            "undecided": verdict.answer == "undecided",
+            "failed": any(
+                not run.is_finished for run in found.runs if run.policy == policy
+            ),
+        }
+        sentences += [
+            f"{policy} is {word.replace('_', ' ')}: {verdict}"
+            for word in fail_if
+            if applies[word]
+        ]
+    return sentences
+
+
+class _Lines:
+    """Prints a line for each finished run where no bar shows them.
+
+    Args:
+        total: Runs of the comparison.
+    """
+
+    def __init__(self, total: int) -> None:
+        self._total, self._done = total, 0
+        self._began = time.monotonic()
+
+    def show(self, run: Run) -> None:
+        """Prints what a run came to, and about how long the rest takes."""
+        self._done += 1
+        seconds = (time.monotonic() - self._began) / self._done
+        left = _units.format_seconds(seconds * (self._total - self._done))
+        if run.is_finished:
+            metrics = "  ".join(f"{k} {v:.4f}" for k, v in run.final_metrics.items())
+            rate = _units.format_rate(run.examples_per_second)
+            text = f"{rate}  {metrics}"
+        else:
+            text = f"failed: {run.error}"
+        print(
+            f"[{self._done}/{self._total}] {run.policy}, seed {run.seed}: {text}  "
+            f"({left} left)",
+            flush=True,
+        )
+
+
+def _define() -> flags.FlagValues:
+    values = _flags.new_flags()
+    flags.DEFINE_list(
+        "policies",
+        ["float32", "auto"],
+        "What to compare, such as float32,float32+xla,auto,keras:mixed_bfloat16.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "seeds", 3, "Runs of each policy.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_integer(
+        "epochs", 1, "Passes over the data.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_string(
+        "out", None, "Folder for report and runs; else a new one.", flag_values=values
+    )
+    flags.DEFINE_float(
+        "tolerance",
+        0.005,
+        "Loss of the metric that counts as none.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "metric", None, "Metric of quality; else the first one.", flag_values=values
+    )
+    flags.DEFINE_enum(
+        "better", None, ["max", "min"], "Which metric is better.", flag_values=values
+    )
+    flags.DEFINE_list(
+        "fail_if",
+        [],
+        f"End with status 1 if a policy is one of {', '.join(_FAILURES)}.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "latency_batch_sizes", ["1", "8", "32"], "Sizes to time.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "profile", False, "Show operations by time, too.", flag_values=values
+    )
+    flags.DEFINE_integer(
+        "profile_steps", 5, "Steps to profile.", lower_bound=1, flag_values=values
+    )
+    flags.DEFINE_float(
+        "max_memory_gib",
+        None,
+        "Search for the largest batch that stays below.",
+        flag_values=values,
+    )
+    flags.DEFINE_float(
+        "timeout_seconds", None, "The most that a run may take.", flag_values=values
+    )
+    flags.DEFINE_bool(
+        "resume", False, "Go on with the runs in --out.", flag_values=values
+    )
+    flags.DEFINE_string("title", None, "What the report is called.", flag_values=values)
+    return values
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(
+            f"--latency-batch-sizes has {text!r}; expected whole numbers of at least 1"
+        )
+    return int(text)

@@ -1,0 +1,211 @@
+"""The process of one run: `python -m tfamp.compare.child FOLDER POLICY SEED`.
+
+It leaves a record of the run, or of the error that ended it, and the trained weights.
+"""
+
+import os
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+
+import tfamp
+from tfamp import _targets, probes
+from tfamp.compare import inference, parcel, surroundings
+from tfamp.compare.job import FILE, Job, file_name
+from tfamp.compare.storage import CONTEXT_FILE
+from tfamp.compare.training import Trained, train
+from tfamp.evidence import LayerDtype, Memory, Run, Variant
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs once and returns 0, or 1 if it failed."""
+    folder, policy, seed = Path(argv[0]), argv[1], int(argv[2])
+    job = Job.from_json(folder / FILE)
+    record = folder / f"{file_name(policy, seed)}.json"
+    try:
+        run = measure(folder, job, policy, seed)
+    except Exception as error:
+        # The whole of it goes to the log; the record has what it comes to.
+        traceback.print_exc()
+        Run(policy, seed, status="failed", error=short(error)).to_json(record)
+        return 1
+    run.to_json(record)
+    return 0
+
+
+def measure(folder: Path, job: Job, policy: str, seed: int) -> Run:
+    """Trains one model and returns what it measured."""
+    variant = Variant.parse(policy)
+    status = begin(variant)
+    if not (folder / CONTEXT_FILE).exists():
+        surroundings.look(command=job.command).to_json(folder / CONTEXT_FILE)
+    keras.utils.set_random_seed(seed)
+    start_bytes = probes.process_bytes()
+    probes.reset_device_peak()
+    can_reset = probes.reset_peak()
+    started = time.perf_counter()
+    model, train_data, validation = build(folder, job, seed)
+    if variant.jit_compile:
+        model.jit_compile = True
+    build_seconds = time.perf_counter() - started
+    name = file_name(policy, seed)
+    trained = train(
+        model, train_data, validation, job=job, progress=folder / f"{name}.progress"
+    )
+    memory = Memory(
+        start_bytes=start_bytes,
+        training_bytes=probes.peak_process_bytes(),
+        device_bytes=probes.device_peak_bytes(),
+        device_used_bytes=trained.device_used_bytes,
+    )
+    _keep_weights(model, trained, folder / name)
+    notes = list(trained.notes)
+    if can_reset:
+        probes.reset_peak()
+    latencies, why = inference.latencies(
+        model,
+        trained.inputs,
+        sizes=sorted({*job.latency_batch_sizes, trained.batch_size}),
+        jit_compile=variant.jit_compile,
+    )
+    notes += why
+    if can_reset and latencies:
+        inference_bytes = probes.peak_process_bytes()
+        memory = Memory.from_dict(
+            {**memory.to_dict(), "inference_bytes": inference_bytes}
+        )
+    file_bytes, why = _file_bytes(model, folder / f"{name}.keras")
+    notes += why
+    return Run(
+        policy,
+        seed,
+        resolved_policy=status[0],
+        reason=status[1],
+        batch_size=trained.batch_size,
+        num_steps=trained.num_steps,
+        num_epochs=job.epochs,
+        num_parameters=model.count_params(),
+        examples_per_second=trained.examples_per_second,
+        step=trained.step,
+        warmup_steps=trained.warmup_steps,
+        build_seconds=build_seconds,
+        first_step_seconds=trained.first_step_seconds,
+        history=trained.history,
+        final_metrics=trained.final_metrics,
+        losses=trained.losses,
+        loss_scales=trained.loss_scales,
+        skipped_steps=trained.skipped_steps,
+        num_nonfinite_weights=num_nonfinite(model),
+        latencies=latencies,
+        memory=memory,
+        energy_joules=trained.energy_joules,
+        file_bytes=file_bytes,
+        layers=layers_of(model),
+        notes=tuple(notes),
+    )
+
+
+def begin(variant: Variant) -> tuple[str, str]:
+    """Sets the policy of this process; returns its name and why it was taken."""
+    import tensorflow as tf
+
+    if variant.rewrite:
+        tf.config.optimizer.set_experimental_options(
+            {"auto_mixed_precision_onednn_bfloat16": True}
+        )
+    if variant.is_stock:
+        surroundings.avoid_broken_instructions()
+        keras.config.set_dtype_policy(variant.policy)
+        return variant.policy, "stock Keras"
+    keep_float32 = "default" if variant.has_rules else "none"
+    status = tfamp.enable(variant.policy, keep_float32=keep_float32)
+    return status.policy, status.why
+
+
+def build(folder: Path, job: Job, seed: int) -> tuple[keras.Model, Any, Any]:
+    """Returns the compiled model and its data, made anew."""
+    build_model, train_data, validation = parcel.unpack(folder)
+    built = _targets.call(build_model, seed=seed, epochs=job.epochs)
+    if isinstance(built, tuple):
+        model, *own = built
+        if len(own) not in (1, 2) or train_data is not None:
+            raise ValueError(
+                f"`build_model` returned {len(built)} values; expected a compiled "
+                "model, or (model, train, validation) where no data is passed."
+            )
+        train_data, validation = own[0], own[1] if len(own) == 2 else None
+    else:
+        model = built
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise TypeError(
+            f"`build_model` returned {model!r}; expected a compiled `keras.Model`. "
+            "Call `model.compile` in it and return the model."
+        )
+    if train_data is None:
+        raise ValueError(
+            "There is no training data; expected `train`, or a `build_model` that "
+            "returns (model, train, validation). Pass one of them."
+        )
+    values = [
+        _targets.call(value, seed=seed, epochs=job.epochs) if callable(value) else value
+        for value in (train_data, validation)
+    ]
+    return model, *(v.build() if _is_pipeline(v) else v for v in values)
+
+
+def layers_of(model: keras.Model) -> tuple[LayerDtype, ...]:
+    """Returns the dtypes of each layer, managed by tfamp or not."""
+    return tuple(
+        LayerDtype(
+            row.path, row.class_name, row.compute_dtype, row.variable_dtype, row.rule
+        )
+        for row in tfamp.assignment(model)
+    )
+
+
+def num_nonfinite(model: keras.Model) -> int:
+    """Returns how many weights are NaN or inf."""
+    arrays = [np.asarray(weight, np.float32) for weight in model.get_weights()]
+    return int(sum(array.size - np.isfinite(array).sum() for array in arrays))
+
+
+def short(error: BaseException) -> str:
+    """Returns an error as one line of at most some 300 characters."""
+    text = " ".join(str(error).split())
+    text = text if len(text) <= 300 else f"{text[:300]}…"
+    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+
+
+def _is_pipeline(value: Any) -> bool:
+    return isinstance(value, tfamp.data.Pipeline)
+
+
+def _keep_weights(model: keras.Model, trained: Trained, path: Path) -> None:
+    """Writes trainable weights before and after training, in float32."""
+    after = [np.asarray(value, np.float32) for value in model.trainable_weights]
+    arrays = {f"after_{i}": array for i, array in enumerate(after)}
+    arrays |= {f"before_{i}": array for i, array in enumerate(trained.first_weights)}
+    np.savez(f"{path}.npz", allow_pickle=False, **arrays)
+
+
+def _file_bytes(model: keras.Model, path: Path) -> tuple[int | None, list[str]]:
+    """Returns the size of the saved model, or why there is none."""
+    try:
+        model.save(path)
+        return path.stat().st_size, []
+    except Exception as error:
+        # Saving fails in as many ways as there are layers that cannot be saved.
+        return None, [f"The model cannot be saved: {short(error)}"]
+    finally:
+        path.unlink(missing_ok=True)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,309 @@
+"""Trains a model by `fit` and keeps what it measured on the way."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.callbacks._steps import StepReader
+from tfamp.compare.job import Job
+from tfamp.compare.windows import Window, curve, steady
+from tfamp.evidence import Spread
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.probes import Nvml
+
+# Steps are timed in windows: of a shorter one a clock and a read of the loss, which
+# waits for the device, would be a part.
+WINDOW_SECONDS = 0.1
+# The optimizer keeps its last 1024 steps.
+_READ_STEPS = 500
+_PROGRESS_SECONDS = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What training measured; the fields are those of `Run`."""
+
+    batch_size: int
+    num_steps: int
+    examples_per_second: float
+    step: Spread
+    warmup_steps: int
+    first_step_seconds: float
+    history: dict[str, tuple[float, ...]]
+    final_metrics: dict[str, float]
+    losses: tuple[tuple[int, float], ...]
+    loss_scales: tuple[tuple[int, float], ...]
+    skipped_steps: int
+    energy_joules: float | None
+    device_used_bytes: int | None
+    inputs: Any
+    first_weights: list[np.ndarray]
+    notes: tuple[str, ...]
+
+
+class Clock(keras.callbacks.Callback):
+    """Times windows of steps, with validation and the ends of epochs left out.
+
+    Args:
+        num_steps: Steps of all epochs, None if unknown.
+        progress: File that gets the part that is done.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(
+        self,
+        num_steps: int | None,
+        progress: Path,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        self.windows: list[Window] = []
+        self.first_weights: list[np.ndarray] = []
+        self.first_step_seconds = 0.0
+        self.scales: list[tuple[int, float]] = []
+        self._num_steps, self._progress, self._clock = num_steps, progress, clock
+        self._reader: StepReader | None = None
+        self._epoch, self._seen, self._done, self._read_at = 0, 0, 0, 0
+        self._opened = self._began = clock()
+        self._told = -1e9
+        self._is_open = False
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Keeps the first weights, which exist from here on."""
+        self.first_weights = [
+            np.array(value, np.float32) for value in self.model.trainable_weights
+        ]
+        optimizer = self.model.optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            self._reader = StepReader(optimizer)
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Opens the first window of the epoch."""
+        self._epoch, self._seen = epoch, 0
+        self._open()
+
+    def on_train_batch_end(
+        self, batch: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Closes the window if it is long enough."""
+        now = self._clock()
+        self._done += batch + 1 - self._seen
+        self._seen = batch + 1
+        is_first = not self.windows
+        if is_first or now - self._opened >= WINDOW_SECONDS:
+            self._close(logs)
+            if is_first:
+                self.first_step_seconds = self._clock() - self._began
+            self._open()
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Closes the window: what follows is no training."""
+        self._close(None)
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Closes the window and takes the loss that the epoch ended with."""
+        self._close(logs)
+        self.read_scales()
+
+    def read_scales(self) -> None:
+        """Notes the loss scale of each step since the last time."""
+        self._read_at = self._done
+        if self._reader is not None:
+            for step in self._reader.read().steps:
+                self.scales.append((step.step, step.loss_scale))
+
+    def _open(self) -> None:
+        self._opened, self._is_open = self._clock(), True
+        self._first = self._done
+
+    def _close(self, logs: Mapping[str, Any] | None) -> None:
+        if not self._is_open or self._done == self._first:
+            self._is_open = False
+            return
+        self._is_open = False
+        # Reading it waits for the device. `fit` logs the mean since the epoch began.
+        loss = float(np.asarray(logs["loss"])) if logs and "loss" in logs else None
+        if loss is None:
+            np.asarray(self.model.optimizer.iterations)
+        now = self._clock()
+        self.windows.append(
+            Window(
+                epoch=self._epoch,
+                last_step=self._done,
+                steps=self._done - self._first,
+                step_in_epoch=self._seen,
+                seconds=now - self._opened,
+                mean_loss=loss,
+            )
+        )
+        if self._done - self._read_at >= _READ_STEPS:
+            self.read_scales()
+        if self._num_steps and now - self._told >= _PROGRESS_SECONDS:
+            self._told = now
+            self._progress.write_text(f"{self._done / self._num_steps:.4f}")
+
+
+def train(
+    model: keras.Model, data: Any, validation: Any, *, job: Job, progress: Path
+) -> Trained:
+    """Trains a model for the epochs of a job.
+
+    Args:
+        model: Compiled.
+        data: What `fit` takes: a dataset, a `PyDataset`, or arrays (x, y).
+        validation: Likewise, or None.
+        job: The settings.
+        progress: File that gets the part that is done.
+
+    Raises:
+        ValueError: There is no batch in the data.
+    """
+    fit_arguments, inputs, batch_size, steps = _arguments(data, job)
+    clock = Clock(None if steps is None else steps * job.epochs, progress)
+    with contextlib.ExitStack() as stack:
+        nvml = Nvml.open()
+        if nvml is not None:
+            stack.enter_context(nvml)
+        before = _energy_joules(nvml)
+        history = model.fit(
+            **fit_arguments,
+            validation_data=validation,
+            validation_batch_size=job.batch_size if _is_arrays(validation) else None,
+            epochs=job.epochs,
+            verbose=0,
+            callbacks=[clock],
+        ).history
+        after = _energy_joules(nvml)
+        used = _used_bytes(nvml)
+    if not clock.windows:
+        raise ValueError(
+            "The training data holds no batch; expected at least one. Look at its "
+            "source: a wrong path, split or filter leaves nothing."
+        )
+    kept, warmup_steps = steady(clock.windows, num_epochs=job.epochs)
+    num_steps = clock.windows[-1].last_step
+    per_step = (
+        _examples_in(data, num_steps // (clock.windows[-1].epoch + 1)) or batch_size
+    )
+    seconds = sum(window.seconds for window in kept)
+    rate = per_step * sum(window.steps for window in kept) / seconds
+    prefix = "" if validation is None else "val_"
+    plain = {
+        name: tuple(float(value) for value in values)
+        for name, values in history.items()
+        if np.ndim(values[0]) == 0
+    }
+    final = {
+        name.removeprefix(prefix): values[-1]
+        for name, values in plain.items()
+        if name.startswith(prefix) and (prefix or not name.startswith("val_"))
+    }
+    skipped, scales, notes = _scale_of(model, clock)
+    return Trained(
+        batch_size=batch_size,
+        num_steps=num_steps,
+        examples_per_second=rate,
+        step=Spread.of([window.seconds / window.steps for window in kept]),
+        warmup_steps=warmup_steps,
+        first_step_seconds=clock.first_step_seconds,
+        history=plain,
+        final_metrics=final,
+        losses=curve(clock.windows),
+        loss_scales=scales,
+        skipped_steps=skipped,
+        energy_joules=None if before is None or after is None else after - before,
+        device_used_bytes=used,
+        inputs=inputs,
+        first_weights=clock.first_weights,
+        notes=tuple(notes),
+    )
+
+
+def _is_arrays(data: Any) -> bool:
+    return isinstance(data, tuple)
+
+
+def _arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None]:
+    """Returns the arguments of `fit`, some inputs, the batch size, steps an epoch."""
+    if _is_arrays(data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        size = job.batch_size or 32
+        count = len(tf.nest.flatten(x)[0])
+        inputs = tf.nest.map_structure(lambda each: tf.constant(each[:size]), x)
+        given = {"x": x, "y": y, "sample_weight": weights, "batch_size": size}
+        return given, inputs, min(size, count), -(-count // size)
+    if job.batch_size is not None:
+        raise ValueError(
+            f"`batch_size` is {job.batch_size!r}, but the training data comes in "
+            "batches; expected None with a dataset. Batch the dataset so."
+        )
+    if isinstance(data, tf.data.Dataset):
+        batch = next(iter(data.take(1)), None)
+        number = int(data.cardinality())
+        steps = number if number >= 0 else None
+        if number == int(tf.data.INFINITE_CARDINALITY):
+            raise ValueError(
+                "The training data has no end; expected a dataset that ends. Add "
+                "`.take(steps)`."
+            )
+    else:
+        batch = data[0] if len(data) else None
+        steps = len(data)
+    if batch is None:
+        raise ValueError(
+            "The training data holds no batch; expected at least one. Look at its "
+            "source: a wrong path, split or filter leaves nothing."
+        )
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    inputs = tf.nest.map_structure(tf.convert_to_tensor, x)
+    size = int(tf.nest.flatten(inputs, expand_composites=True)[0].shape[0])
+    return {"x": data}, inputs, size, steps
+
+
+def _examples_in(data: Any, steps: int) -> float | None:
+    """Returns the mean examples of a step, where arrays tell them."""
+    if not _is_arrays(data):
+        return None
+    return len(tf.nest.flatten(data)[0]) / steps
+
+
+def _energy_joules(nvml: Nvml | None) -> float | None:
+    """Returns what all GPUs have used since some time, None where one does not tell."""
+    readings = () if nvml is None else nvml.read()
+    # Power between two readings so far apart says little: counters only.
+    each = [r.energy_joules if r.energy_source == "counter" else None for r in readings]
+    known = [joules for joules in each if joules is not None]
+    return sum(known) if known and len(known) == len(each) else None
+
+
+def _used_bytes(nvml: Nvml | None) -> int | None:
+    """Returns the memory in use on the fullest GPU; TensorFlow gives none back."""
+    readings = () if nvml is None else nvml.read()
+    return max(
+        (r.memory_used_bytes for r in readings if r.memory_used_bytes), default=None
+    )
+
+
+def _scale_of(
+    model: keras.Model, clock: Clock
+) -> tuple[int, tuple[tuple[int, float], ...], list[str]]:
+    """Returns skipped steps, where the loss scale changed, and what is not known."""
+    optimizer = model.optimizer
+    if isinstance(optimizer, LossScaleOptimizer):
+        changes: list[tuple[int, float]] = []
+        for step, scale in clock.scales:
+            if not changes or changes[-1][1] != scale:
+                changes.append((step, scale))
+        is_scaled = any(scale != 1 for _, scale in changes)
+        return int(optimizer.skipped_steps), tuple(changes) if is_scaled else (), []
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        why = "Keras's own loss-scale optimizer does not tell which steps it skipped."
+        return 0, (), [why]
+    return 0, (), []

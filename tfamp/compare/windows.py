@@ -1,0 +1,92 @@
+"""Windows of timed steps: which are steady, and the loss curve in them."""
+
+import dataclasses
+import math
+from collections.abc import Sequence
+
+from tfamp.evidence.runs import MAX_POINTS
+
+# Of short trainings the first part warms up: caches, threads, clock rates.
+_WARMUP_PART = 0.1
+_MAX_WARMUP_STEPS = 50
+# With so many epochs the first is left out: it traces, and fills caches of the input.
+_MIN_EPOCHS = 3
+
+
+@dataclasses.dataclass(frozen=True)
+class Window:
+    """Some training steps that were timed together.
+
+    Args:
+        epoch: Number of the epoch, from 0.
+        last_step: Number of the last step of the window, over all epochs, from 1.
+        steps: How many steps it holds.
+        step_in_epoch: Number of its last step within the epoch, from 1.
+        seconds: What they took.
+        mean_loss: Mean of the loss since the epoch began; None where it was not read.
+    """
+
+    epoch: int
+    last_step: int
+    steps: int
+    step_in_epoch: int
+    seconds: float
+    mean_loss: float | None
+
+
+def steady(
+    windows: Sequence[Window], *, num_epochs: int
+) -> tuple[tuple[Window, ...], int]:
+    """Returns the windows after the warm-up, and how many steps that had.
+
+    Example:
+        >>> windows = [Window(0, step, 1, step, 1.0, None) for step in range(1, 21)]
+        >>> kept, warmup_steps = steady(windows, num_epochs=1)
+        >>> len(kept), warmup_steps
+        (18, 2)
+    """
+    if num_epochs >= _MIN_EPOCHS and windows[-1].epoch > 0:
+        kept = tuple(window for window in windows if window.epoch > 0)
+    else:
+        last = min(_WARMUP_PART * windows[-1].last_step, _MAX_WARMUP_STEPS)
+        # The first window holds the first step, which traces and compiles.
+        kept = tuple(window for window in windows[1:] if window.last_step > last)
+    kept = kept or tuple(windows[-1:])
+    return kept, kept[0].last_step - kept[0].steps
+
+
+def curve(
+    windows: Sequence[Window], max_points: int = MAX_POINTS
+) -> tuple[tuple[int, float], ...]:
+    """Returns last step and mean loss of windows, neighbours joined to `max_points`.
+
+    `fit` logs the mean since the epoch began, so a window's own loss is the difference
+    of two sums.
+
+    Example:
+        >>> first, second = Window(0, 2, 2, 2, 1, 3.0), Window(0, 4, 2, 4, 1, 2.0)
+        >>> curve([first, second])
+        ((2, 3.0), (4, 1.0))
+    """
+    points: list[tuple[int, int, float]] = []
+    total, seen, epoch = 0.0, 0, -1
+    for window in windows:
+        if window.epoch != epoch:
+            total, seen, epoch = 0.0, 0, window.epoch
+        if window.mean_loss is None:
+            continue
+        whole = window.mean_loss * window.step_in_epoch
+        steps = window.step_in_epoch - seen
+        if steps > 0:
+            points.append((window.last_step, steps, (whole - total) / steps))
+        total, seen = (whole, window.step_in_epoch)
+        if not math.isfinite(total):
+            total = 0.0
+    group = max(1, math.ceil(len(points) / max_points))
+    joined = []
+    for start in range(0, len(points), group):
+        part = points[start : start + group]
+        weight = sum(steps for _, steps, _ in part)
+        loss = sum(steps * loss for _, steps, loss in part) / weight
+        joined.append((part[-1][0], loss))
+    return tuple(joined)
