@@ -1,0 +1,279 @@
+"""What a comparison comes to, in one sentence for people."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+
+from tfamp._units import join_words
+from tfamp.evidence import Evidence, Interval, Variant, Verdict
+from tfamp.report import figures, rows
+
+Kind = Literal["good", "neutral", "bad", "open"]
+# Longer texts of errors stand in the table of runs, in full.
+_MAX_ERROR = 200
+
+
+@dataclasses.dataclass(frozen=True)
+class Badge:
+    """The answer in two words.
+
+    Args:
+        text: The words.
+        kind: Which colour they have.
+        sign: Stands before them, so that colour is never alone.
+    """
+
+    text: str
+    kind: Kind
+    sign: str
+
+
+_BADGES = {
+    "equivalent and faster": Badge("Equivalent and faster", "good", "✓"),
+    "equivalent, not faster": Badge("Equivalent, not faster", "neutral", "="),
+    "worse": Badge("Worse", "bad", "✕"),
+    "undecided": Badge("Undecided", "open", "?"),
+}
+
+
+def best(evidence: Evidence) -> str | None:
+    """Returns the policy with the best verdict, None where there is no verdict."""
+    judged = all(policy in evidence.verdicts for policy in evidence.candidates)
+    return evidence.best if evidence.candidates and judged else None
+
+
+def badge(evidence: Evidence, policy: str | None) -> Badge:
+    """Returns the badge of a policy."""
+    verdict = evidence.verdicts.get(policy or "")
+    if verdict is None or not evidence.pairs(policy or ""):
+        return Badge("Nothing to compare", "bad", "✕")
+    return _BADGES[verdict.answer]
+
+
+def verdict_sentence(evidence: Evidence) -> str:
+    """Returns what the comparison comes to: the sentence on the best policy."""
+    policy = best(evidence)
+    if policy is not None:
+        return policy_sentence(evidence, policy)
+    if not evidence.candidates:
+        return f"Only {evidence.reference} was measured, so nothing is compared."
+    return f"Nothing is compared: {_why_nothing(evidence)}."
+
+
+def policy_sentence(evidence: Evidence, policy: str) -> str:
+    """Returns what a policy comes to, with the figures that decide.
+
+    Args:
+        evidence: What was measured.
+        policy: One of its candidates.
+    """
+    verdict, name = evidence.verdicts.get(policy), named(evidence, policy)
+    reference = evidence.reference
+    if verdict is None or not evidence.pairs(policy):
+        return (
+            f"Nothing is known of {name}: no seed finished both under it and under "
+            f"{reference}; {_why_nothing(evidence, policy)}."
+        )
+    speed, alike = verdict.speed, f"as {_adjective(evidence)} as {reference}"
+    good = f"{_metric(evidence, policy)}, {_seeds(verdict.num_seeds)}"
+    if verdict.answer == "equivalent and faster":
+        return (
+            f"{name} trains {_times(speed)} as fast as {reference} and is as "
+            f"{_adjective(evidence)}: {good}, {_at_most(evidence, verdict)}."
+        )
+    trains = f"it trains {_times(speed)} as fast"
+    if verdict.answer == "equivalent, not faster":
+        slower = "slower" if speed.high < 1 else "not clearly faster"
+        held = f"{good}, {_at_most(evidence, verdict)}"
+        return f"{name} is {alike} ({held}) but {slower}: {trains}."
+    if not math.isfinite(verdict.quality.estimate):
+        reason = shortened(verdict.reason)
+        if verdict.answer == "worse":
+            return f"{name} breaks training: {reason}; {trains}."
+        return f"Nothing is decided on {name} yet: {reason}; so far {trains}."
+    if verdict.answer == "worse":
+        lost = _amount(evidence, -verdict.quality.high)
+        return (
+            f"{name} is less {_adjective(evidence)} than {reference}: {good}, at least "
+            f"{lost} {_lost(evidence)} where {_allowed(evidence, verdict)}; {trains}."
+        )
+    return (
+        f"Not decided yet whether {name} is {alike}: {good}, "
+        f"{_missing(evidence, verdict)}; so far {trains}."
+    )
+
+
+def advice(evidence: Evidence, policy: str) -> str:
+    """Returns what to do about a policy, in one sentence."""
+    verdict, reference = evidence.verdicts.get(policy), evidence.reference
+    if verdict is None or not evidence.pairs(policy):
+        return "Look at the errors of the runs, and measure again."
+    if verdict.answer == "equivalent and faster":
+        return f"Use it: {how_to_use(policy)}."
+    if verdict.answer == "equivalent, not faster":
+        return f"Stay with {reference}, unless it is memory or size that you need."
+    if verdict.answer == "worse":
+        return (
+            f"Stay with {reference}, or keep the layers that lose it in float32 "
+            "(keep_float32=)."
+        )
+    if verdict.more_seeds is not None:
+        return f"Measure again with {verdict.num_seeds + verdict.more_seeds} seeds."
+    if math.isfinite(verdict.quality.estimate):
+        return "Train longer, or say with another tolerance what loss counts as none."
+    return "Mend what failed, and measure again."
+
+
+def how_to_use(policy: str) -> str:
+    """Returns the lines of code that turn a policy on.
+
+    Example:
+        >>> how_to_use("auto+xla")
+        "tfamp.enable('auto') before the model is built, compile(jit_compile=True)"
+    """
+    try:
+        variant = Variant.parse(policy)
+    except ValueError:
+        return f"policy {policy}"
+    none = "" if variant.has_rules else ", keep_float32='none'"
+    call = f"tfamp.enable({variant.policy!r}{none})"
+    if variant.is_stock:
+        call = f"keras.config.set_dtype_policy({variant.policy!r})"
+    steps = [f"{call} before the model is built"]
+    if variant.jit_compile:
+        steps.append("compile(jit_compile=True)")
+    if variant.rewrite:
+        steps.append("TensorFlow's graph rewrite for bfloat16")
+    return ", ".join(steps)
+
+
+def reference_sentence(evidence: Evidence) -> str:
+    """Returns which policy the others are held against, and why that one."""
+    reference = evidence.reference
+    plain = [policy for policy in evidence.policies if _is_float32(policy)]
+    if reference not in plain:
+        return f"Compared with {reference}, the first policy, since none is float32."
+    if len(plain) == 1:
+        return f"Compared with {reference}."
+    speeds = {
+        p: rows.middle(evidence, p, lambda run: run.examples_per_second) for p in plain
+    }
+    form = figures.format_for("per second", speeds.values())
+    each = [f"{policy} {form(speed)}" for policy, speed in speeds.items()]
+    return (
+        f"Compared with {reference}, the fastest of {len(plain)} ways to train in "
+        f"float32 ({join_words(each)} examples/s); a gain over a slower one would be "
+        "none."
+    )
+
+
+def named(evidence: Evidence, policy: str) -> str:
+    """Returns a policy with what it came to, where that is another name."""
+    found = [run.resolved_policy for run in evidence.finished(policy)]
+    if not found or not found[0] or found[0] in policy:
+        return policy
+    return f"{policy} ({found[0]})"
+
+
+def failures(evidence: Evidence) -> str:
+    """Returns how many runs failed, "" if none did."""
+    number = sum(not run.is_finished for run in evidence.runs)
+    return f"{number} of {len(evidence.runs)} runs failed." if number else ""
+
+
+def _why_nothing(evidence: Evidence, policy: str | None = None) -> str:
+    """Returns the first error of the runs that matter."""
+    wanted = (policy, evidence.reference) if policy else evidence.policies
+    for run in evidence.runs:
+        if not run.is_finished and run.policy in wanted:
+            where = f"{run.policy} with seed {run.seed}"
+            return f"{where} failed with {shortened(run.error)}"
+    return "no two runs have the same seed"
+
+
+def _is_float32(policy: str) -> bool:
+    try:
+        return Variant.parse(policy).is_float32
+    except ValueError:
+        return False
+
+
+def _adjective(evidence: Evidence) -> str:
+    return "accurate" if "acc" in evidence.metric.lower() else "good"
+
+
+def _seeds(number: int) -> str:
+    return f"{number} seed" if number == 1 else f"{number} seeds"
+
+
+def _times(speed: Interval) -> str:
+    """Returns "1.92 times (1.85 to 1.99)"."""
+    between = figures.ends(speed)
+    return f"{figures.ratio(speed.estimate)} times{f' ({between})' if between else ''}"
+
+
+def _metric(evidence: Evidence, policy: str) -> str:
+    """Returns the metric's mean under a policy against the reference's."""
+    pairs = evidence.pairs(policy)
+    form = figures.metric_format(rows.metric_tolerance(evidence), digits=1)
+    means = []
+    for runs in ([b for _, b in pairs], [a for a, _ in pairs]):
+        mean = float(np.mean([rows.final(evidence, run) for run in runs]))
+        means.append(form(mean) if math.isfinite(mean) else "not a number")
+    return f"{evidence.metric} {means[0]} against {means[1]}"
+
+
+def _amount(evidence: Evidence, value: float) -> str:
+    tolerance = rows.metric_tolerance(evidence)
+    text = figures.metric_format(tolerance, digits=1)(value)
+    # A tenth of the tolerance would be written as 0.
+    if float(value) and not text.strip("0.\u2212"):
+        return figures.metric_format(tolerance / 10, digits=1)(value)
+    return text
+
+
+def _lost(evidence: Evidence) -> str:
+    return "lost" if evidence.better == "max" else "added"
+
+
+def _allowed(evidence: Evidence, verdict: Verdict) -> str:
+    return f"{_amount(evidence, verdict.tolerance)} is allowed"
+
+
+def _at_most(evidence: Evidence, verdict: Verdict) -> str:
+    allowed = _allowed(evidence, verdict)
+    # What is lost is not worth a figure where it is far below what may be.
+    if verdict.quality.low > -verdict.tolerance / 50:
+        return f"nothing {_lost(evidence)} where {allowed}"
+    amount = _amount(evidence, -verdict.quality.low)
+    return f"at most {amount} {_lost(evidence)} where {allowed}"
+
+
+def _missing(evidence: Evidence, verdict: Verdict) -> str:
+    """Returns why it is not decided, and how many more seeds would decide."""
+    more = verdict.more_seeds
+    if not figures.is_known(verdict.quality):
+        return f"which shows no spread; {_more(more or 1)} may decide"
+    amount = _amount(evidence, -verdict.quality.low)
+    may = f"and {amount} may be {_lost(evidence)} where {_allowed(evidence, verdict)}"
+    if more is None:
+        return f"{may}; more seeds would not help, the loss is about the tolerance"
+    return f"{may}; {_more(more)} would decide if they come out like these"
+
+
+def _more(number: int) -> str:
+    return f"{number} more seed" if number == 1 else f"{number} more seeds"
+
+
+def shortened(error: str) -> str:
+    r"""Returns the first line of an error, cut.
+
+    Example:
+        >>> shortened("ValueError: no such layer.\n  at line 3")
+        'ValueError: no such layer'
+    """
+    first = next((line for line in error.strip().splitlines() if line), "no error text")
+    first = first.rstrip(".")
+    return first if len(first) <= _MAX_ERROR else f"{first[: _MAX_ERROR - 1]}…"
