@@ -8,6 +8,7 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,9 +20,12 @@ from absl import flags
 from rich.console import Console
 from rich.table import Table
 
+import comparing
 import tfamp
 
 Columns = Mapping[str, tuple[str, str]]
+# Gets settings, `seed` and `epochs`; returns (compiled model, training, validation).
+Build = Callable[..., tuple[keras.Model, Any, Any]]
 
 
 def define_common_flags(values: flags.FlagValues) -> None:
@@ -52,6 +56,35 @@ def define_common_flags(values: flags.FlagValues) -> None:
     flags.DEFINE_boolean(
         "summary", True, "Print the table and the line of JSON.", flag_values=values
     )
+    comparing.define_flags(values)
+
+
+def resolve(
+    define_flags: Callable[[], flags.FlagValues],
+    settings: flags.FlagValues | types.SimpleNamespace | None = None,
+    *,
+    seed: int | None = None,
+    epochs: int | None = None,
+) -> types.SimpleNamespace:
+    """Returns the values of a recipe's flags, which unlike flags go to any process.
+
+    Args:
+        define_flags: Returns the recipe's flags.
+        settings: Flags that were parsed, what this returned before, or None for the
+            flags' defaults.
+        seed: Instead of the seed of the settings.
+        epochs: Instead of the epochs of the settings, or of the one of `--smoke`.
+    """
+    if settings is None:
+        settings = define_flags()
+        settings.mark_as_parsed()
+    if isinstance(settings, flags.FlagValues):
+        settings = types.SimpleNamespace(**settings.flag_values_dict())
+        if settings.smoke:
+            settings.epochs = 1
+    own = {"seed": seed, "epochs": epochs}
+    own = {name: value for name, value in own.items() if value is not None}
+    return types.SimpleNamespace(**vars(settings) | own)
 
 
 def run_recipe(
@@ -60,6 +93,7 @@ def run_recipe(
     argv: Sequence[str],
     train: Callable[[flags.FlagValues], dict[str, Any]],
     columns: Columns,
+    build: Build,
 ) -> int:
     """Does what the command line of a recipe asks for and returns its exit code.
 
@@ -69,6 +103,7 @@ def run_recipe(
         argv: The recipe's file and arguments.
         train: Trains under the one policy of the flags and returns what came of it.
         columns: Key of a result -> heading and number format of its column.
+        build: Builds model and data for `--compare`.
     """
     if {"--help", "-h"}.intersection(argv[1:]):
         print(f"{sys.modules[train.__module__].__doc__}{settings.get_help()}")
@@ -80,6 +115,10 @@ def run_recipe(
                 f"Got arguments {tuple(rest)} and policies {tuple(settings.policy)}; "
                 "expected flags only and a policy. See them with `--help`."
             )
+        comparing.check(settings)
+        if settings.compare:
+            plain = resolve(lambda: settings, settings)
+            return comparing.run(title, plain, argv, build, versions())
         if len(settings.policy) == 1:
             results = [train(settings)]
         else:

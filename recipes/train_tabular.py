@@ -9,6 +9,7 @@ flags; no network needed.
 Command: python recipes/train_tabular.py
          python recipes/train_tabular.py --dataset=diabetes --policy=auto,float32
          python recipes/train_tabular.py --impute=knn --missing=0.2 --outliers=0.05
+         python recipes/train_tabular.py --compare=5    (is it as good, and faster?)
 Time: about 15 s on 2 CPU cores in float32 and mixed_bfloat16, 4 s of it training.
 Expect: on damaged rows an accuracy of 0.94 to 0.96, naively 0.76 to 0.80; diabetes
 R2 of 0.33 to 0.36, naively 0.0. With --missing=0 --outliers=0 both ways are alike.
@@ -47,6 +48,7 @@ COLUMNS = {
 FILLS = {"drop": "median", "knn": "median"}
 # Limits beyond which values are set to the limit.
 CLIPS = {"iqr": ("iqr", 3.0), "quantile": ("quantile", 0.05, 0.95), "none": None}
+WAYS = ("treated", "naive")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -116,7 +118,18 @@ def damage(
     return rows
 
 
-def load(settings: flags.FlagValues) -> Table:
+def load_damaged(settings: Any) -> tuple[Table, Table]:
+    """Returns the table as it is, and damaged as the flags say."""
+    table = load(settings)
+    rng = np.random.default_rng(settings.seed)
+    damaged = (
+        (damage(x, settings.missing, settings.outliers, rng), y)
+        for x, y in (table.train, table.validation)
+    )
+    return table, Table(*damaged, table.is_classes)
+
+
+def load(settings: Any) -> Table:
     """Returns the table, undamaged; numbers to predict get mean 0 and deviation 1."""
     is_classes = settings.smoke or settings.dataset == "breast_cancer"
     if settings.smoke:
@@ -149,7 +162,7 @@ def batches(
     rows: tuple[np.ndarray, np.ndarray],
     impute: str,
     statistics: Any,
-    settings: flags.FlagValues,
+    settings: Any,
 ) -> Any:
     """Returns training batches, rows dropped or filled as `--impute` says."""
     pipeline = tfamp.data.Pipeline.from_arrays(*rows)
@@ -180,18 +193,19 @@ def build_model(
         x = keras.layers.Dense(width, activation="relu")(x)
         x = keras.layers.Dropout(0.3)(x)
     model = keras.Model(rows, keras.layers.Dense(1)(x))
-    loss = keras.losses.BinaryCrossentropy(from_logits=True)
-    model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate),
-        loss=loss if table.is_classes else "mse",
-    )
+    if table.is_classes:
+        loss = keras.losses.BinaryCrossentropy(from_logits=True)
+        metric = keras.metrics.BinaryAccuracy(name="accuracy", threshold=0.0)
+    else:
+        loss, metric = "mse", keras.metrics.R2Score(name="R2")
+    model.compile(keras.optimizers.Adam(learning_rate), loss, metrics=[metric])
     return model
 
 
-def score(model: keras.Model, rows: np.ndarray, table: Table) -> float:
+def score(model: keras.Model, table: Table) -> float:
     """Returns the share of right classes, or of the targets' variance explained."""
+    rows, targets = table.validation
     found = model.predict(rows, verbose=0)[:, 0].astype(np.float64)
-    targets = table.validation[1]
     if table.is_classes:
         return float(np.mean((found > 0) == (targets > 0.5)))
     return float(1 - np.mean((found - targets) ** 2) / np.var(targets))
@@ -207,51 +221,74 @@ def survives_saving(model: keras.Model, rows: np.ndarray) -> bool:
     return before.tobytes() == after.tobytes()
 
 
-def train(settings: flags.FlagValues) -> dict[str, Any]:
+def make(way: str, damaged: Table, settings: Any) -> tuple[keras.Model, Any]:
+    """Returns the compiled model and the training batches of one of the `WAYS`."""
+    statistics = tfamp.data.fit_statistics(damaged.train)
+    if way == "treated":
+        impute = settings.impute
+        fill = FILLS.get(impute, impute)
+        first = statistics.as_layer(missing=fill, clip=CLIPS[settings.clip])
+    else:
+        impute = "in the model"
+        first = statistics.as_layer(missing=0.0, clip=None)
+    data = batches(damaged.train, impute, statistics, settings)
+    keras.utils.set_random_seed(settings.seed)
+    num_columns = damaged.train[0].shape[1]
+    model = build_model(first, num_columns, damaged, settings.learning_rate)
+    model.jit_compile = settings.jit_compile
+    return model, data
+
+
+def build(
+    settings: Any = None, *, seed: int | None = None, epochs: int | None = None
+) -> tuple[keras.Model, Any, Any]:
+    """Returns the model that treats damage, and damaged data, for `tfamp.compare`.
+
+    Args:
+        settings: Values of the flags; None takes their defaults.
+        seed: Instead of that of the settings; it decides split, damage and weights.
+        epochs: Likewise, but for this model they change nothing.
+    """
+    settings = reporting.resolve(define_flags, settings, seed=seed, epochs=epochs)
+    _, damaged = load_damaged(settings)
+    model, data = make("treated", damaged, settings)
+    validation = tfamp.data.Pipeline.from_arrays(*damaged.validation).batch(256)
+    return model, data, validation.prefetch().build()
+
+
+def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     """Trains twice under one policy and returns what came of it."""
+    settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
-    table = load(settings)
-    rng = np.random.default_rng(settings.seed)
-    damaged, damaged_validation = (
-        (damage(x, settings.missing, settings.outliers, rng), y)
-        for x, y in (table.train, table.validation)
-    )
+    table, damaged = load_damaged(settings)
     findings = tfamp.data.check(
-        damaged, damaged_validation, compute_dtype=status.policy
+        damaged.train, damaged.validation, compute_dtype=status.policy
     )
     print(findings)
-    statistics = tfamp.data.fit_statistics(damaged)
-    fill = FILLS.get(settings.impute, settings.impute)
-    treated = statistics.as_layer(missing=fill, clip=CLIPS[settings.clip])
-    naive = statistics.as_layer(missing=0.0, clip=None)
-    ways = {"score": (treated, settings.impute), "naive": (naive, "in the model")}
     results: dict[str, Any] = {}
     models, seconds = {}, 0.0
-    for way, (first, impute) in ways.items():
-        data = batches(damaged, impute, statistics, settings)
+    for way in WAYS:
+        model, data = make(way, damaged, settings)
         sizes = [len(targets) for _, targets in data]
-        keras.utils.set_random_seed(settings.seed)
-        model = build_model(first, damaged[0].shape[1], table, settings.learning_rate)
-        model.jit_compile = settings.jit_compile
-        title = f"{'treated' if way == 'score' else way} {status.policy}"
-        progress = TrainingProgress(title)
+        progress = TrainingProgress(f"{way} {status.policy}")
         started = time.perf_counter()
         model.fit(
             data,
-            epochs=1 if settings.smoke else settings.epochs,
+            epochs=settings.epochs,
             shuffle=False,
             verbose=0,
             callbacks=[progress],
         )
         seconds += time.perf_counter() - started
-        results[f"{way}_clean"] = round(score(model, table.validation[0], table), 4)
-        results[f"{way}_damaged"] = round(score(model, damaged_validation[0], table), 4)
-        if way == "score":
+        key = "score" if way == "treated" else way
+        for name, rows in {"clean": table, "damaged": damaged}.items():
+            results[f"{key}_{name}"] = round(score(model, rows), 4)
+        if way == "treated":
             results["num_train"] = sum(sizes)
             results |= reporting.speed(progress.epoch_seconds, sum(sizes), len(sizes))
         models[way] = model
-    model = models["score"]
-    loss = model.evaluate(*damaged_validation, verbose=0)
+    model = models["treated"]
+    loss, _ = model.evaluate(*damaged.validation, verbose=0)
     return {
         "recipe": "train_tabular",
         "asked": settings.policy[0],
@@ -261,7 +298,7 @@ def train(settings: flags.FlagValues) -> dict[str, Any]:
         **results,
         "loss": round(loss, 4),
         "findings": [finding.rule for finding in findings],
-        "same_bits_after_loading": survives_saving(model, damaged_validation[0]),
+        "same_bits_after_loading": survives_saving(model, damaged.validation[0]),
         "seconds": round(seconds, 2),
         "finite": reporting.is_finite(
             model, loss, results["score_clean"], results["score_damaged"]
@@ -272,7 +309,7 @@ def train(settings: flags.FlagValues) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Trains once, or once for each policy, and prints the result."""
-    return reporting.run_recipe(TITLE, define_flags(), argv, train, COLUMNS)
+    return reporting.run_recipe(TITLE, define_flags(), argv, train, COLUMNS, build)
 
 
 if __name__ == "__main__":
