@@ -49,7 +49,7 @@ def run_once(
     record.unlink(missing_ok=True)
     arguments = [str(folder), policy, str(seed)]
     status, is_late = _follow(
-        [sys.executable, "-m", "tfamp.compare.child", *arguments],
+        _child(arguments),
         log,
         folder / f"{name}.progress",
         on_progress,
@@ -81,6 +81,10 @@ def tail(log: Path) -> str:
     if not log.is_file():
         return ""
     return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
+
+
+def _child(arguments: list[str]) -> list[str]:
+    return [sys.executable, "-m", "tfamp.compare.child", *arguments]
 
 
 def _follow(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import math
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -70,6 +71,7 @@ class Clock(keras.callbacks.Callback):
         self.scales: list[tuple[int, float]] = []
         self._num_steps, self._progress, self._clock = num_steps, progress, clock
         self._reader: StepReader | None = None
+        self._logs: Mapping[str, Any] | None = None
         self._epoch, self._seen, self._done, self._read_at = 0, 0, 0, 0
         self._opened = self._began = clock()
         self._told = -1e9
@@ -94,22 +96,23 @@ class Clock(keras.callbacks.Callback):
     ) -> None:
         """Closes the window if it is long enough."""
         now = self._clock()
+        self._logs = logs
         self._done += batch + 1 - self._seen
         self._seen = batch + 1
         is_first = not self.windows
         if is_first or now - self._opened >= WINDOW_SECONDS:
-            self._close(logs)
+            self._close()
             if is_first:
                 self.first_step_seconds = self._clock() - self._began
             self._open()
 
     def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
         """Closes the window: what follows is no training."""
-        self._close(None)
+        self._close()
 
     def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Closes the window and takes the loss that the epoch ended with."""
-        self._close(logs)
+        """Closes the window that is open where there was no validation."""
+        self._close()
         self.read_scales()
 
     def read_scales(self) -> None:
@@ -123,15 +126,12 @@ class Clock(keras.callbacks.Callback):
         self._opened, self._is_open = self._clock(), True
         self._first = self._done
 
-    def _close(self, logs: Mapping[str, Any] | None) -> None:
+    def _close(self) -> None:
         if not self._is_open or self._done == self._first:
             self._is_open = False
             return
         self._is_open = False
-        # Reading it waits for the device. `fit` logs the mean since the epoch began.
-        loss = float(np.asarray(logs["loss"])) if logs and "loss" in logs else None
-        if loss is None:
-            np.asarray(self.model.optimizer.iterations)
+        loss = self._loss()
         now = self._clock()
         self.windows.append(
             Window(
@@ -140,7 +140,8 @@ class Clock(keras.callbacks.Callback):
                 steps=self._done - self._first,
                 step_in_epoch=self._seen,
                 seconds=now - self._opened,
-                mean_loss=loss,
+                loss=loss,
+                is_mean=self._is_mean(loss),
             )
         )
         if self._done - self._read_at >= _READ_STEPS:
@@ -149,9 +150,32 @@ class Clock(keras.callbacks.Callback):
             self._told = now
             self._progress.write_text(f"{self._done / self._num_steps:.4f}")
 
+    def _loss(self) -> float | None:
+        """Returns the loss that was logged last; reading it waits for the device."""
+        if self._logs and "loss" in self._logs:
+            return float(np.asarray(self._logs["loss"]))
+        np.asarray(self.model.optimizer.iterations)
+        return None
+
+    def _is_mean(self, loss: float | None) -> bool:
+        """Whether a logged loss is the mean since the epoch began, as `fit`'s own is.
+
+        A `train_step` of the user's may log the loss of its step instead.
+        """
+        if type(self.model).train_step is keras.Model.train_step or loss is None:
+            return True
+        means = [m for m in self.model.metrics if m.name == "loss" and m.variables]
+        return any(math.isclose(float(m.result()), loss, rel_tol=1e-6) for m in means)
+
 
 def train(
-    model: keras.Model, data: Any, validation: Any, *, job: Job, progress: Path
+    model: keras.Model,
+    data: Any,
+    validation: Any,
+    *,
+    job: Job,
+    progress: Path,
+    clock: Callable[[], float] = time.perf_counter,
 ) -> Trained:
     """Trains a model for the epochs of a job.
 
@@ -161,12 +185,17 @@ def train(
         validation: Likewise, or None.
         job: The settings.
         progress: File that gets the part that is done.
+        clock: Gives the time in seconds.
 
     Raises:
         ValueError: There is no batch in the data.
     """
     fit_arguments, inputs, batch_size, steps = _arguments(data, job)
-    clock = Clock(None if steps is None else steps * job.epochs, progress)
+    if not model.built and type(model).call is not keras.Model.call:
+        # `fit` would make the weights in its first step, too late to keep them.
+        with model.distribute_strategy.scope():
+            model(inputs, training=False)
+    timer = Clock(None if steps is None else steps * job.epochs, progress, clock)
     with contextlib.ExitStack() as stack:
         nvml = Nvml.open()
         if nvml is not None:
@@ -178,19 +207,19 @@ def train(
             validation_batch_size=job.batch_size if _is_arrays(validation) else None,
             epochs=job.epochs,
             verbose=0,
-            callbacks=[clock],
+            callbacks=[timer],
         ).history
         after = _energy_joules(nvml)
         used = _used_bytes(nvml)
-    if not clock.windows:
+    if not timer.windows:
         raise ValueError(
             "The training data holds no batch; expected at least one. Look at its "
             "source: a wrong path, split or filter leaves nothing."
         )
-    kept, warmup_steps = steady(clock.windows, num_epochs=job.epochs)
-    num_steps = clock.windows[-1].last_step
+    kept, warmup_steps = steady(timer.windows, num_epochs=job.epochs)
+    num_steps = timer.windows[-1].last_step
     per_step = (
-        _examples_in(data, num_steps // (clock.windows[-1].epoch + 1)) or batch_size
+        _examples_in(data, num_steps // (timer.windows[-1].epoch + 1)) or batch_size
     )
     seconds = sum(window.seconds for window in kept)
     rate = per_step * sum(window.steps for window in kept) / seconds
@@ -205,23 +234,23 @@ def train(
         for name, values in plain.items()
         if name.startswith(prefix) and (prefix or not name.startswith("val_"))
     }
-    skipped, scales, notes = _scale_of(model, clock)
+    skipped, scales, notes = _scale_of(model, timer)
     return Trained(
         batch_size=batch_size,
         num_steps=num_steps,
         examples_per_second=rate,
         step=Spread.of([window.seconds / window.steps for window in kept]),
         warmup_steps=warmup_steps,
-        first_step_seconds=clock.first_step_seconds,
+        first_step_seconds=timer.first_step_seconds,
         history=plain,
         final_metrics=final,
-        losses=curve(clock.windows),
+        losses=curve(timer.windows),
         loss_scales=scales,
         skipped_steps=skipped,
         energy_joules=None if before is None or after is None else after - before,
         device_used_bytes=used,
         inputs=inputs,
-        first_weights=clock.first_weights,
+        first_weights=timer.first_weights,
         notes=tuple(notes),
     )
 

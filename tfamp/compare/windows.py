@@ -23,7 +23,8 @@ class Window:
         steps: How many steps it holds.
         step_in_epoch: Number of its last step within the epoch, from 1.
         seconds: What they took.
-        mean_loss: Mean of the loss since the epoch began; None where it was not read.
+        loss: What was logged last; None where no loss is logged.
+        is_mean: Whether that is the mean since the epoch began, or that of a step.
     """
 
     epoch: int
@@ -31,7 +32,8 @@ class Window:
     steps: int
     step_in_epoch: int
     seconds: float
-    mean_loss: float | None
+    loss: float | None
+    is_mean: bool = True
 
 
 def steady(
@@ -58,7 +60,7 @@ def steady(
 def curve(
     windows: Sequence[Window], max_points: int = MAX_POINTS
 ) -> tuple[tuple[int, float], ...]:
-    """Returns last step and mean loss of windows, neighbours joined to `max_points`.
+    """Returns last step and loss of windows, neighbours joined to `max_points`.
 
     `fit` logs the mean since the epoch began, so a window's own loss is the difference
     of two sums.
@@ -73,12 +75,14 @@ def curve(
     for window in windows:
         if window.epoch != epoch:
             total, seen, epoch = 0.0, 0, window.epoch
-        if window.mean_loss is None:
+        if window.loss is None:
             continue
-        whole = window.mean_loss * window.step_in_epoch
         steps = window.step_in_epoch - seen
-        if steps > 0:
-            points.append((window.last_step, steps, (whole - total) / steps))
+        if not window.is_mean:
+            points.append((window.last_step, steps, window.loss))
+            continue
+        whole = window.loss * window.step_in_epoch
+        points.append((window.last_step, steps, (whole - total) / steps))
         total, seen = (whole, window.step_in_epoch)
         if not math.isfinite(total):
             total = 0.0

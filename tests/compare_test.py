@@ -1,0 +1,442 @@
+"""`tfamp.compare`: order, resuming, failures, Ctrl-C, what goes to the processes."""
+
+import dataclasses
+import json
+import math
+import re
+import signal
+import threading
+
+import numpy as np
+import pytest
+
+import tfamp
+from tests import made_evidence
+from tfamp.compare import conclusion, drift, parcel, processes, storage
+from tfamp.compare.job import Job, checked_policies, checked_seeds, file_name
+from tfamp.evidence import Run
+
+pytest.importorskip("cloudpickle")
+pytest.importorskip("scipy")
+
+
+def build_nothing():
+    """Stands for a building function where runs are made up."""
+
+
+@pytest.fixture
+def started(monkeypatch):
+    """Replaces processes by made-up runs; lists those that were asked for."""
+    calls = []
+    answers = {}
+
+    def run_once(folder, policy, seed, *, on_progress, timeout_seconds):
+        calls.append((policy, seed))
+        on_progress(0.5)
+        answer = answers.get((policy, seed))
+        if isinstance(answer, BaseException):
+            raise answer
+        run = answer or made_evidence.run(policy, seed)
+        run.to_json(folder / f"{file_name(policy, seed)}.json")
+        return run
+
+    monkeypatch.setattr(processes, "run_once", run_once)
+    return calls, answers
+
+
+# The order of runs
+
+
+def test_policies_take_turns_and_each_goes_first(started):
+    tfamp.compare(build_nothing, policies=("float32", "auto"), seeds=3)
+    assert started[0] == [
+        ("float32", 0),
+        ("auto", 0),
+        ("auto", 1),
+        ("float32", 1),
+        ("float32", 2),
+        ("auto", 2),
+    ]
+
+
+def test_runs_are_told_as_they_end_and_sorted_in_the_result(started):
+    told = []
+    found = tfamp.compare(build_nothing, seeds=2, on_run=told.append)
+    assert [(run.policy, run.seed) for run in told] == started[0]
+    assert [(run.policy, run.seed) for run in found.runs] == [
+        ("float32", 0),
+        ("auto", 0),
+        ("float32", 1),
+        ("auto", 1),
+    ]
+    assert found.verdict == "equivalent, not faster"
+
+
+# Going on
+
+
+def test_a_folder_with_runs_is_not_taken_by_mistake(started, tmp_path):
+    tfamp.compare(build_nothing, seeds=1, directory=tmp_path)
+    message = (
+        "has runs of an earlier comparison; expected an empty folder. Pass `resume"
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfamp.compare(build_nothing, seeds=1, directory=tmp_path)
+
+
+def test_resuming_runs_what_is_missing_and_what_failed(started, tmp_path):
+    calls, answers = started
+    answers["auto", 1] = Run("auto", 1, status="failed", error="it broke")
+    tfamp.compare(build_nothing, seeds=2, directory=tmp_path)
+    del answers["auto", 1]
+    calls.clear()
+    found = tfamp.compare(build_nothing, seeds=3, directory=tmp_path, resume=True)
+    assert calls == [("auto", 1), ("float32", 2), ("auto", 2)]
+    assert len(found.pairs("auto")) == 3
+
+
+def test_runs_of_other_settings_do_not_go_on(started, tmp_path):
+    tfamp.compare(build_nothing, seeds=1, epochs=1, directory=tmp_path)
+    message = "cannot go on: epochs was 1 and is 2. Expected the same settings"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfamp.compare(build_nothing, seeds=1, epochs=2, directory=tmp_path, resume=True)
+
+
+def test_a_changed_source_is_noticed(started, tmp_path, monkeypatch):
+    module = tmp_path / "model_of_mine.py"
+    module.write_text("def build():\n    return 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    import model_of_mine
+
+    runs = tmp_path / "runs"
+    tfamp.compare(model_of_mine.build, seeds=1, directory=runs)
+    module.write_text("def build():\n    return 2\n")
+    with pytest.raises(ValueError, match="cannot go on: source was"):
+        tfamp.compare(model_of_mine.build, seeds=1, directory=runs, resume=True)
+
+
+def test_resume_needs_a_folder():
+    with pytest.raises(ValueError, match="`resume` is True without a `directory`"):
+        tfamp.compare(build_nothing, resume=True)
+
+
+# Failures
+
+
+def test_a_first_run_that_fails_ends_it_with_its_log(started, tmp_path):
+    failed = Run("float32", 0, status="failed", error="ValueError: no such layer")
+    started[1]["float32", 0] = failed
+    (tmp_path / "float32_seed0.log").write_text("line one\nValueError: no such layer\n")
+    with pytest.raises(RuntimeError) as caught:
+        tfamp.compare(build_nothing, directory=tmp_path)
+    assert str(caught.value) == (
+        "The first run, 'float32' with seed 0, failed: ValueError: no such layer. "
+        "Expected it to train; mend what its log ends with:\n"
+        "line one\nValueError: no such layer"
+    )
+
+
+def test_a_policy_that_failed_at_once_is_not_tried_again(started):
+    calls, answers = started
+    answers["mixed_float16", 0] = Run("mixed_float16", 0, status="failed", error="no")
+    policies = ("float32", "mixed_float16", "auto")
+    found = tfamp.compare(build_nothing, policies=policies, seeds=3)
+    assert [call for call in calls if call[0] == "mixed_float16"] == [
+        ("mixed_float16", 0)
+    ]
+    assert "seed 0 failed: no" in found.verdicts["mixed_float16"].reason
+    assert found.verdicts["auto"].answer == "equivalent, not faster"
+
+
+def test_a_policy_that_failed_later_is_tried_with_the_other_seeds(started):
+    calls, answers = started
+    answers["auto", 1] = Run("auto", 1, status="failed", error="no")
+    tfamp.compare(build_nothing, seeds=3)
+    assert [seed for policy, seed in calls if policy == "auto"] == [0, 1, 2]
+
+
+# Ctrl-C
+
+
+def test_ctrl_c_keeps_what_can_be_compared(started, tmp_path):
+    started[1]["float32", 1] = KeyboardInterrupt()
+    with pytest.warns(UserWarning, match="Stopped after 3 of 6 runs; the comparison"):
+        found = tfamp.compare(build_nothing, directory=tmp_path)
+    assert [(run.policy, run.seed) for run in found.runs] == [
+        ("float32", 0),
+        ("auto", 0),
+        ("auto", 1),
+    ]
+    assert found.verdict == "undecided"
+    started[1].clear()
+    started[0].clear()
+    tfamp.compare(build_nothing, directory=tmp_path, resume=True)
+    assert started[0] == [("float32", 1), ("float32", 2), ("auto", 2)]
+
+
+def test_ctrl_c_before_two_runs_can_be_compared_is_ctrl_c(started):
+    started[1]["auto", 0] = KeyboardInterrupt()
+    with pytest.raises(KeyboardInterrupt):
+        tfamp.compare(build_nothing)
+
+
+# Arguments
+
+REFUSED = {
+    "one policy": ({"policies": ("auto",)}, "expected at least two different ones"),
+    "twice": ({"policies": ("auto", "auto")}, "expected at least two different ones"),
+    "unknown": ({"policies": ("float32", "fp16")}, "Unknown `policies` 'fp16'"),
+    "no seed": ({"seeds": ()}, "`seeds` is (); expected a number of seeds"),
+    "0 seeds": ({"seeds": 0}, "`seeds` is 0"),
+    "same seeds": ({"seeds": (1, 1)}, "`seeds` is (1, 1)"),
+    "epochs": ({"epochs": 0}, "`epochs` is 0"),
+    "tolerance": ({"tolerance": -1}, "`tolerance` is -1"),
+    "better": ({"better": "more"}, "Unknown `better` 'more'"),
+}
+
+
+@pytest.mark.parametrize("arguments, message", REFUSED.values(), ids=REFUSED)
+def test_arguments_are_checked_before_any_run(started, arguments, message):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfamp.compare(build_nothing, **arguments)
+    assert started[0] == []
+
+
+def test_a_model_is_no_building_function(started):
+    with pytest.raises(TypeError, match="expected a function that returns a compiled"):
+        tfamp.compare(object())
+
+
+def test_seeds_and_policies_are_read():
+    assert checked_seeds(3) == (0, 1, 2)
+    assert checked_seeds((5, 1)) == (5, 1)
+    assert checked_policies(["float32", "keras:float16"]) == (
+        "float32",
+        "keras:float16",
+    )
+
+
+def test_a_job_comes_back_from_json():
+    job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), 6, 7, "s", "c")
+    assert Job.from_json(job.to_json()) == job
+    changed = dataclasses.replace(job, policies=("a",), seeds=(1,), batch_size=8)
+    assert job.differences(changed) == ("batch_size",)
+
+
+# What goes to the processes
+
+
+def test_functions_and_arrays_come_out_as_they_went_in(tmp_path):
+    factor = 3
+
+    def build(seed):
+        return factor * seed
+
+    x, y = np.arange(6.0).reshape(3, 2), np.arange(3)
+    assert parcel.pack(tmp_path, build, (x, y), lambda: "later") == ()
+    built, (train_x, train_y), validation = parcel.unpack(tmp_path)
+    assert built(2) == 6
+    np.testing.assert_array_equal(train_x, x)
+    np.testing.assert_array_equal(train_y, y)
+    assert validation() == "later"
+
+
+def test_the_elements_of_a_dataset_go_along_and_it_is_said(tmp_path):
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.range(10).shuffle(10, seed=1).batch(4)
+    (note,) = parcel.pack(tmp_path, build_nothing, dataset, None)
+    assert note.startswith("The elements of `train` were written down once")
+    _, train, validation = parcel.unpack(tmp_path)
+    first, second = ([b.tolist() for b in train.as_numpy_iterator()] for _ in range(2))
+    assert first == second
+    assert sorted(sum(first, [])) == list(range(10))
+    assert validation is None
+
+
+def test_a_pipeline_goes_along(tmp_path):
+    x = np.arange(8.0)
+    pipeline = tfamp.data.Pipeline.from_arrays(x).batch(4)
+    parcel.pack(tmp_path, build_nothing, pipeline, None)
+    _, train, _ = parcel.unpack(tmp_path)
+    train = train.build() if hasattr(train, "build") else train
+    assert [b.tolist() for b in train.as_numpy_iterator()] == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+    ]
+
+
+def test_what_cannot_go_along_is_refused(tmp_path):
+    import tensorflow as tf
+
+    endless = tf.data.Dataset.range(3).repeat()
+    with pytest.raises(ValueError, match="`train` has no end, so its elements"):
+        parcel.pack(tmp_path, build_nothing, endless, None)
+    with pytest.raises(TypeError, match="`train` is <generator object .*read once"):
+        parcel.pack(tmp_path, build_nothing, (n for n in range(3)), None)
+    with pytest.raises(TypeError, match="`validation` is of type lock, which cannot"):
+        parcel.pack(tmp_path, build_nothing, None, threading.Lock())
+
+
+def test_a_function_that_holds_a_dataset_is_refused(tmp_path):
+    import tensorflow as tf
+
+    dataset = tf.data.Dataset.range(3)
+    with pytest.raises(TypeError, match="it holds something that cannot be pickled"):
+        parcel.pack(tmp_path, lambda: dataset, None, None)
+
+
+# Why a process ended
+
+ENDS = {
+    "killed": (-signal.SIGKILL, "SIGKILL ended the process: the system killed it"),
+    "illegal": (-signal.SIGILL, "`tfamp doctor` tells which"),
+    "other": (-signal.SIGHUP, "SIGHUP ended the process: somebody sent it"),
+    "status": (3, "the process ended with status 3 and left no record"),
+}
+
+
+@pytest.mark.parametrize("status, message", ENDS.values(), ids=ENDS)
+def test_the_end_of_a_process_is_explained(status, message):
+    assert message in processes.why_ended(status)
+
+
+def follow(tmp_path, monkeypatch, code, **options):
+    """Runs Python code in the place of a run's process."""
+    monkeypatch.setattr(
+        processes, "_child", lambda arguments: [processes.sys.executable, "-c", code]
+    )
+    return processes.run_once(tmp_path, "float32", 0, **options)
+
+
+def test_a_process_that_dies_leaves_a_failed_run_and_its_log(tmp_path, monkeypatch):
+    code = "import os; print('last words', flush=True); os.kill(os.getpid(), 9)"
+    run = follow(tmp_path, monkeypatch, code)
+    assert (run.status, run.error) == ("failed", processes.why_ended(-9))
+    assert processes.tail(tmp_path / "float32_seed0.log") == "last words"
+
+
+def test_an_old_record_is_not_taken_for_a_new_one(tmp_path, monkeypatch):
+    made_evidence.run("float32", 0).to_json(tmp_path / "float32_seed0.json")
+    assert follow(tmp_path, monkeypatch, "").status == "failed"
+
+
+def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch):
+    code = "import time; time.sleep(600)"
+    run = follow(tmp_path, monkeypatch, code, timeout_seconds=0.3)
+    assert run.error == "it took longer than 0.3 s"
+
+
+def test_progress_is_passed_on_and_ctrl_c_ends_the_process(tmp_path, monkeypatch):
+    code = (
+        "import pathlib, os, time\n"
+        f"folder = pathlib.Path({str(tmp_path)!r})\n"
+        "(folder / 'float32_seed0.progress').write_text('0.25')\n"
+        "(folder / 'pid').write_text(str(os.getpid()))\n"
+        "time.sleep(600)"
+    )
+    parts = []
+
+    def on_progress(part):
+        parts.append(part)
+        if part:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        follow(tmp_path, monkeypatch, code, on_progress=on_progress)
+    assert parts[-1] == 0.25
+    with pytest.raises(ProcessLookupError):
+        processes.os.kill(int((tmp_path / "pid").read_text()), 0)
+
+
+# Drift
+
+
+def weights(path, before, after):
+    np.savez(path, before_0=np.float32(before), after_0=np.float32(after))
+    return path
+
+
+def test_drift_is_the_distance_over_the_way(tmp_path):
+    # From 0 the reference went to (3, 4), five away; the other ended one beside it.
+    reference = weights(tmp_path / "a.npz", [0.0, 0.0], [3.0, 4.0])
+    other = weights(tmp_path / "b.npz", [9.0, 9.0], [4.0, 4.0])
+    assert drift.drift(reference, other) == pytest.approx(0.2)
+    assert drift.drift(reference, reference) == 0.0
+    assert drift.drift(reference, tmp_path / "none.npz") is None
+    still = weights(tmp_path / "c.npz", [1.0], [1.0])
+    assert drift.drift(still, still) is None
+    assert drift.drift(reference, still) is None
+
+
+def test_drift_is_added_to_all_but_the_reference(tmp_path):
+    job = Job("t", ("auto", "float32"), (0,), 1)
+    runs = [
+        dataclasses.replace(made_evidence.run(p, 0), weights_drift=None)
+        for p in job.policies
+    ]
+    weights(tmp_path / "float32_seed0.npz", [0.0], [2.0])
+    weights(tmp_path / "auto_seed0.npz", [0.0], [1.0])
+    found = storage.add_drift(tmp_path, job, runs)
+    assert [run.weights_drift for run in found] == [0.5, None]
+    written = json.loads((tmp_path / "auto_seed0.json").read_text())
+    assert written["weights_drift"] == 0.5
+
+
+def test_a_finished_comparison_leaves_no_weights_behind(tmp_path):
+    weights(tmp_path / "float32_seed0.npz", [0.0], [2.0])
+    storage.end(tmp_path, is_complete=False)
+    assert (tmp_path / "float32_seed0.npz").exists()
+    storage.end(tmp_path, is_complete=True)
+    assert not (tmp_path / "float32_seed0.npz").exists()
+
+
+# What is worth saying
+
+
+def concluded(policies, **options):
+    runs = [
+        made_evidence.run(policy, seed, speed=speed)
+        for seed in range(3)
+        for policy, speed in policies.items()
+    ]
+    job = Job("t", tuple(policies), (0, 1, 2), 1)
+    return conclusion.conclude(
+        job,
+        [dataclasses.replace(run, **options) for run in runs],
+        metric=None,
+        better=None,
+        tolerance=0.005,
+        has_validation=True,
+        context=None,
+    )
+
+
+def test_the_fastest_float32_is_named_as_the_reference():
+    found = concluded({"float32": 1.0, "float32+xla": 1.5, "auto": 1.2})
+    assert found.reference == "float32+xla"
+    assert (
+        "float32+xla is the reference, since it was the fastest float32 (faster than "
+        "float32)." in found.notes
+    )
+    assert found.ratio("examples_per_second", "auto").estimate < 1
+
+
+def test_what_auto_came_to_is_said():
+    found = concluded({"float32": 1.0, "auto": 1.2})
+    assert "auto came to auto: it was made up" in found.notes
+
+
+def test_notes_of_runs_are_said_once_for_each_policy():
+    found = concluded({"float32": 1.0, "auto": 1.2}, notes=("It rained.",))
+    assert [note for note in found.notes if "rained" in note] == [
+        "float32: It rained.",
+        "auto: It rained.",
+    ]
+
+
+def test_the_metric_and_its_direction_are_chosen():
+    found = concluded({"float32": 1.0, "auto": 1.2})
+    assert (found.metric, found.better) == ("accuracy", "max")
+    lossy = concluded({"float32": 1.0, "auto": 1.2}, final_metrics={"loss": math.pi})
+    assert (lossy.metric, lossy.better) == ("loss", "min")

@@ -1,0 +1,454 @@
+"""One run of a comparison: windows of steps, losses, latencies, what it records."""
+
+import itertools
+import json
+import math
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.compare import child, inference, parcel
+from tfamp.compare.job import FILE, Job
+from tfamp.compare.training import train
+from tfamp.compare.windows import Window, curve, steady
+from tfamp.evidence import Run
+
+pytest.importorskip("cloudpickle")
+ROOT = Path(__file__).parents[1]
+X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+
+def compiled(model, **options):
+    # Keras itself fails on compiled metrics that a `train_step` leaves alone.
+    metrics = None if isinstance(model, OwnStep) else ["mae"]
+    model.compile(keras.optimizers.SGD(0.01), "mse", metrics=metrics, **options)
+    return model
+
+
+def functional():
+    inputs = keras.Input((3,))
+    return keras.Model(inputs, keras.layers.Dense(1)(inputs))
+
+
+def sequential():
+    return keras.Sequential([keras.layers.Dense(1)])
+
+
+class Subclassed(keras.Model):
+    def __init__(self):
+        super().__init__()
+        self.inner = functional()
+
+    def call(self, inputs):
+        return self.inner(inputs)
+
+
+class OwnStep(Subclassed):
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return {"loss": loss}
+
+
+WAYS = {
+    "functional": (functional, {}),
+    "sequential": (sequential, {}),
+    "subclassed": (Subclassed, {}),
+    "own train_step": (OwnStep, {}),
+    "several steps a call": (functional, {"steps_per_execution": 2}),
+    "eager": (functional, {"run_eagerly": True}),
+    "XLA": (functional, {"jit_compile": True}),
+}
+
+
+def job(**changed):
+    return Job(
+        **(
+            {"title": "t", "policies": ("float32", "auto"), "seeds": (0,), "epochs": 3}
+            | changed
+        )
+    )
+
+
+@pytest.mark.parametrize("make, options", WAYS.values(), ids=WAYS)
+def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
+    model = compiled(make(), **options)
+    ticks = itertools.count(step=0.001)  # far from the length of a window
+    found = train(
+        model,
+        data,
+        data,
+        job=job(),
+        progress=tmp_path / "p",
+        clock=lambda: next(ticks),
+    )
+    assert (found.batch_size, found.num_steps, found.warmup_steps) == (10, 12, 4)
+    assert found.examples_per_second > 0
+    assert found.first_step_seconds > 0
+    assert len(found.history["loss"]) == 3
+    assert found.final_metrics["loss"] == found.history["val_loss"][-1]
+    assert [step for step, _ in found.losses][-1] == 12
+    assert len(found.losses) == 4  # the first step, and the ends of epochs
+    if make is OwnStep:  # it logs the loss of a step, which Keras's history has as 0
+        assert found.losses[1][1] > 0
+    else:
+        first, rest = found.losses[0], found.losses[1]
+        mean = (first[0] * first[1] + (rest[0] - first[0]) * rest[1]) / rest[0]
+        assert mean == pytest.approx(found.history["loss"][0], rel=1e-5)
+    assert len(found.first_weights) == 2
+    assert np.any(found.first_weights[0] != model.trainable_weights[0].numpy())
+
+
+def test_arrays_and_a_pydataset_are_taken(tmp_path):
+    class Batches(keras.utils.PyDataset):
+        def __len__(self):
+            return 4
+
+        def __getitem__(self, index):
+            part = slice(10 * index, 10 * index + 10)
+            return X[part], Y[part]
+
+    arrays = train(
+        compiled(functional()),
+        (X, Y),
+        (X, Y),
+        job=job(batch_size=16),
+        progress=tmp_path / "p",
+    )
+    # 40 rows in batches of 16, 16 and 8.
+    assert (arrays.batch_size, arrays.num_steps) == (16, 9)
+    own = train(
+        compiled(functional()), Batches(), None, job=job(), progress=tmp_path / "p"
+    )
+    assert (own.batch_size, own.num_steps) == (10, 12)
+    # Without validation data the metrics are those of training.
+    assert own.final_metrics == {
+        "loss": own.history["loss"][-1],
+        "mae": own.history["mae"][-1],
+    }
+
+
+def test_two_replicas_are_measured(tmp_path):
+    devices = tf.config.list_logical_devices("CPU")
+    if len(devices) < 2:
+        pytest.skip("needs two logical CPU devices")
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = compiled(functional())
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
+    found = train(model, data, data, job=job(epochs=1), progress=tmp_path / "p")
+    assert (found.batch_size, found.num_steps) == (10, 4)
+
+
+REFUSED = {
+    "empty": (
+        lambda: tf.data.Dataset.range(0).batch(1),
+        {},
+        "holds no batch; expected",
+    ),
+    "endless": (
+        lambda: tf.data.Dataset.from_tensors((X, Y)).repeat(),
+        {},
+        "The training data has no end",
+    ),
+    "batch size": (
+        lambda: tf.data.Dataset.from_tensors((X, Y)),
+        {"batch_size": 8},
+        "`batch_size` is 8, but the training data comes in batches",
+    ),
+}
+
+
+@pytest.mark.parametrize("data, settings, message", REFUSED.values(), ids=REFUSED)
+def test_data_that_cannot_be_used_is_refused(data, settings, message, tmp_path):
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(
+            compiled(functional()),
+            data(),
+            None,
+            job=job(**settings),
+            progress=tmp_path / "p",
+        )
+
+
+def test_skipped_steps_and_scales_are_noted(tmp_path):
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.01), 1024.0)
+    model = functional()
+    model.compile(optimizer, "mse")
+    bad = X.copy()
+    bad[10] = np.inf
+    data = tf.data.Dataset.from_tensor_slices((bad, Y)).batch(10)
+    found = train(model, data, None, job=job(epochs=1), progress=tmp_path / "p")
+    assert found.skipped_steps == 1
+    # The second of four batches overflows: from the third on the scale is half.
+    assert found.loss_scales == ((1, 1024.0), (3, 512.0))
+
+
+def test_keras_own_scale_says_that_skips_are_unknown(tmp_path):
+    model = functional()
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
+    found = train(model, (X, Y), None, job=job(epochs=1), progress=tmp_path / "p")
+    assert found.notes == (
+        "Keras's own loss-scale optimizer does not tell which steps it skipped.",
+    )
+
+
+# Windows
+
+
+def windows(*steps, epoch=0, seconds=1.0):
+    last = list(itertools.accumulate(steps))
+    return [
+        Window(epoch, last[i], steps[i], last[i], seconds, None)
+        for i in range(len(steps))
+    ]
+
+
+def test_the_first_of_three_epochs_is_warm_up():
+    run = [Window(epoch, 10 * epoch + 10, 10, 10, 1.0, None) for epoch in range(3)]
+    assert steady(run, num_epochs=3) == (tuple(run[1:]), 10)
+
+
+def test_of_one_epoch_a_tenth_is_warm_up_and_at_most_50_steps():
+    kept, warmup_steps = steady(windows(*[10] * 200), num_epochs=1)
+    assert (len(kept), warmup_steps) == (195, 50)
+
+
+def test_the_first_window_is_never_steady():
+    kept, warmup_steps = steady(windows(1, 1, 1), num_epochs=1)
+    assert (len(kept), warmup_steps) == (2, 1)
+
+
+def test_one_window_has_to_do_where_there_is_no_other():
+    assert steady(windows(1), num_epochs=1)[1] == 0
+
+
+def test_losses_come_from_running_means_of_each_epoch():
+    # Means 4 after two steps and 3 after three: the third step had a loss of 1.
+    run = [
+        Window(0, 2, 2, 2, 1.0, 4.0),
+        Window(0, 3, 1, 3, 1.0, 3.0),
+        Window(1, 4, 1, 1, 1.0, 0.5),
+    ]
+    assert curve(run) == ((2, 4.0), (3, 1.0), (4, 0.5))
+
+
+def test_a_window_whose_loss_was_not_read_is_joined_to_the_next():
+    run = [
+        Window(0, 1, 1, 1, 1.0, 6.0),
+        Window(0, 2, 1, 2, 1.0, None),
+        Window(0, 3, 1, 3, 1.0, 4.0),
+    ]
+    # Six in the first step, six in the two after it.
+    assert curve(run) == ((1, 6.0), (3, 3.0))
+
+
+def test_the_loss_of_a_step_is_taken_as_it_is():
+    run = [Window(0, n, 1, n, 1.0, float(n), is_mean=False) for n in (1, 2)]
+    assert curve(run) == ((1, 1.0), (2, 2.0))
+
+
+def test_a_nan_stays_until_the_epoch_ends():
+    run = [Window(0, 1, 1, 1, 1.0, math.nan), Window(1, 2, 1, 1, 1.0, 2.0)]
+    assert math.isnan(curve(run)[0][1])
+    assert curve(run)[1] == (2, 2.0)
+
+
+def test_many_points_are_joined_by_weight():
+    run = [Window(0, n, 1, n, 1.0, 1.0) for n in range(1, 11)]
+    assert curve(run, max_points=4) == ((3, 1.0), (6, 1.0), (9, 1.0), (10, 1.0))
+
+
+# Latencies
+
+
+def test_calls_are_timed_for_each_size():
+    ticks = itertools.count(step=0.25)
+    found, why = inference.latencies(
+        functional(), tf.constant(X[:2]), sizes=[1, 5], clock=lambda: next(ticks)
+    )
+    assert why == []
+    assert [each.batch_size for each in found] == [1, 5]
+    assert found[0].p50_seconds == 0.25
+    assert found[0].num_calls == 10
+    assert found[1].examples_per_second == pytest.approx(5 / 0.25)
+
+
+def test_rows_are_repeated_for_a_larger_size():
+    rows = inference._rows(tf.constant([[1.0], [2.0]]), 5)
+    assert rows.numpy().ravel().tolist() == [1, 2, 1, 2, 1]
+    ragged = inference._rows(tf.ragged.constant([[1.0], [2.0, 3.0]]), 3)
+    assert ragged.to_list() == [[1.0], [2.0, 3.0], [1.0]]
+
+
+def test_a_model_that_cannot_take_a_size_says_so():
+    class OnlyFour(keras.Model):
+        def call(self, inputs):
+            return tf.ensure_shape(inputs, (4, 3))
+
+    found, (why,) = inference.latencies(OnlyFour(), tf.constant(X[:4]), sizes=[4, 8])
+    assert [each.batch_size for each in found] == [4]
+    assert why.startswith("Calls of the model with a batch of 8 were not timed:")
+
+
+# A run
+
+
+def build(seed):
+    keras.utils.set_random_seed(seed)
+    return compiled(functional())
+
+
+@pytest.fixture
+def disabled():
+    yield
+    tfamp.disable()
+    keras.config.set_dtype_policy("float32")
+
+
+def measured(tmp_path, policy, settings, *parcelled):
+    settings.to_json(tmp_path / FILE)
+    parcel.pack(tmp_path, *parcelled)
+    return child.measure(tmp_path, settings, policy, settings.seeds[0])
+
+
+def test_a_run_has_every_figure(tmp_path, disabled):
+    settings = job(batch_size=20, latency_batch_sizes=(2,), seeds=(7,), command="c")
+    run = measured(tmp_path, "mixed_bfloat16", settings, build, (X, Y), (X, Y))
+    assert Run.from_json(run.to_json()) == run
+    assert (run.policy, run.resolved_policy, run.seed) == (
+        "mixed_bfloat16",
+        "mixed_bfloat16",
+        7,
+    )
+    assert (run.num_epochs, run.num_steps, run.num_parameters) == (3, 6, 4)
+    assert [each.batch_size for each in run.latencies] == [2, 20]
+    assert 2**26 < run.memory.start_bytes <= run.memory.training_bytes
+    assert run.file_bytes > 1000
+    assert not list(tmp_path.glob("*.keras"))
+    assert run.num_nonfinite_weights == 0
+    assert [
+        layer.compute_dtype for layer in run.layers if layer.class_name == "Dense"
+    ] == [
+        "float32"  # a head
+    ]
+    with np.load(tmp_path / "mixed_bfloat16_seed7.npz") as arrays:
+        assert sorted(arrays.files) == ["after_0", "after_1", "before_0", "before_1"]
+    context = json.loads((tmp_path / "context.json").read_text())
+    assert context["command"] == "c"
+    assert context["versions"]["keras"] == keras.__version__
+
+
+def test_stock_keras_runs_without_tfamp(tmp_path, disabled):
+    run = measured(tmp_path, "keras:mixed_bfloat16", job(epochs=1), build, (X, Y), None)
+    assert run.reason == "stock Keras"
+    dense = next(layer for layer in run.layers if layer.class_name == "Dense")
+    assert (dense.compute_dtype, dense.rule) == ("bfloat16", "not managed")
+    assert not tfamp.status().enabled
+
+
+def test_the_building_function_may_bring_the_data_and_take_seed_and_epochs(
+    tmp_path, disabled
+):
+    def build_all(*, seed, epochs):
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(epochs * seed)
+        return compiled(functional()), data, lambda: (X[:8], Y[:8])
+
+    run = measured(tmp_path, "float32", job(seeds=(4,)), build_all, None, None)
+    # Three epochs of 40 / (3 * 4) batches.
+    assert (run.batch_size, run.num_steps) == (12, 12)
+    assert "val_loss" in run.history
+
+
+WRONG_BUILDS = {
+    "no model": (lambda: 3, TypeError, "`build_model` returned 3; expected a compiled"),
+    "not compiled": (functional, TypeError, "Call `model.compile` in it and return"),
+    "four values": (
+        lambda: (1, 2, 3, 4),
+        ValueError,
+        "`build_model` returned 4 values; expected a compiled model, or (model,",
+    ),
+    "no data": (
+        lambda: compiled(functional()),
+        ValueError,
+        "There is no training data; expected `train`, or a `build_model` that",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, kind, message", WRONG_BUILDS.values(), ids=WRONG_BUILDS)
+def test_what_was_built_is_checked(make, kind, message, tmp_path, disabled):
+    with pytest.raises(kind, match=re.escape(message)):
+        measured(tmp_path, "float32", job(), make, None, None)
+
+
+def test_a_child_that_fails_leaves_its_error(tmp_path, capsys, disabled):
+    job().to_json(tmp_path / FILE)
+    parcel.pack(tmp_path, lambda: 1 / 0, None, None)
+    assert child.main([str(tmp_path), "float32", "0"]) == 1
+    run = Run.from_json(tmp_path / "float32_seed0.json")
+    assert (run.status, run.error) == ("failed", "ZeroDivisionError: division by zero")
+    assert "Traceback" in capsys.readouterr().err
+
+
+PROGRAM = """
+import keras
+import numpy as np
+import tensorflow as tf
+
+x = np.random.default_rng(0).normal(size=(64, 3)).astype("float32")
+y = (x.sum(axis=1) > 0).astype("int32")
+
+
+def build(seed, epochs):
+    model = keras.Sequential([keras.layers.Dense(8), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss, metrics=["accuracy"])
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(16)
+    return model, data.shuffle(4, seed=seed), data
+"""
+
+
+@pytest.mark.slow
+def test_the_command_compares_in_fresh_processes_and_leaves_a_report(tmp_path):
+    (tmp_path / "program_of_mine.py").write_text(PROGRAM)
+    command = [
+        *(sys.executable, "-m", "tfamp", "compare", "program_of_mine:build"),
+        *("--policies", "float32,mixed_bfloat16", "--seeds", "2", "--out", "report"),
+        *("--fail-if", "failed", "--latency-batch-sizes", "1"),
+    ]
+    environment = {**child.os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True
+    )
+    assert ended.returncode == 0, ended.stderr
+    assert "[4/4] " in ended.stdout
+    assert ended.stdout.splitlines()[-1] == "Report: report/report.html"
+    found = json.loads((tmp_path / "report" / "report.json").read_text())
+    assert [(run["policy"], run["seed"]) for run in found["runs"]] == [
+        ("float32", 0),
+        ("mixed_bfloat16", 0),
+        ("float32", 1),
+        ("mixed_bfloat16", 1),
+    ]
+    for before, after in (found["runs"][:2], found["runs"][2:]):
+        # The same seed begins alike, and bfloat16 takes the weights elsewhere.
+        assert before["losses"][0][1] == pytest.approx(after["losses"][0][1], rel=0.02)
+        assert 0 < after["weights_drift"] < 1
+    assert found["context"]["command"].startswith("tfamp compare program_of_mine:build")
+    assert (tmp_path / "report" / "report.md").exists()
+    assert "<html" in (tmp_path / "report" / "report.html").read_text()
