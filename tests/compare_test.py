@@ -12,7 +12,15 @@ import pytest
 
 import tfamp
 from tests import made_evidence
-from tfamp.compare import conclusion, drift, parcel, processes, storage
+from tfamp.compare import (
+    batch_trial,
+    conclusion,
+    drift,
+    largest,
+    parcel,
+    processes,
+    storage,
+)
 from tfamp.compare.job import Job, checked_policies, checked_seeds, file_name
 from tfamp.evidence import Run
 
@@ -304,7 +312,7 @@ def test_the_end_of_a_process_is_explained(status, message):
 def follow(tmp_path, monkeypatch, code, **options):
     """Runs Python code in the place of a run's process."""
     monkeypatch.setattr(
-        processes, "_child", lambda arguments: [processes.sys.executable, "-c", code]
+        processes, "command", lambda *_: [processes.sys.executable, "-c", code]
     )
     return processes.run_once(tmp_path, "float32", 0, **options)
 
@@ -440,3 +448,49 @@ def test_the_metric_and_its_direction_are_chosen():
     assert (found.metric, found.better) == ("accuracy", "max")
     lossy = concluded({"float32": 1.0, "auto": 1.2}, final_metrics={"loss": math.pi})
     assert (lossy.metric, lossy.better) == ("loss", "min")
+
+
+# The largest batch
+
+
+@pytest.mark.parametrize("limit", [1, 7, 8, 63, 64, 65, 100, 1000, 12345])
+@pytest.mark.parametrize("start", [1, 24, 64, 512])
+def test_the_largest_batch_was_tried_and_is_close_to_the_limit(limit, start):
+    tried = []
+
+    def fits(size):
+        tried.append(size)
+        return size <= limit
+
+    found = largest.largest(fits, start)
+    assert found in tried
+    assert found <= limit < found + max(1, found / 8) + 1
+    assert len(tried) <= 24
+    assert len(tried) == len(set(tried)), "a trial is a process"
+
+
+def test_where_nothing_fits_or_everything_does_the_search_ends():
+    assert largest.largest(lambda size: False, 64) is None
+    assert largest.largest(lambda size: True, 64) == 2**20
+
+
+def test_each_policy_is_searched_once(started, monkeypatch):
+    asked = []
+
+    def trial(folder, policy, seed, size):
+        asked.append((policy, seed))
+        return size <= (100 if policy == "float32" else 200)
+
+    monkeypatch.setattr(largest, "trial", trial)
+    found = tfamp.compare(build_nothing, seeds=2, max_memory_bytes=10**9)
+    assert set(asked) == {("float32", 0), ("auto", 0)}
+    ratio = found.ratio("largest_batch", "auto")
+    assert 1.7 < ratio.estimate < 2.3
+
+
+def test_a_process_that_holds_too_much_gives_up():
+    gave_up = threading.Event()
+    sizes = iter([10, 20, 31])
+    thread = batch_trial.watch(30, gave_up.set, memory=lambda: next(sizes))
+    thread.join(10)
+    assert gave_up.is_set()

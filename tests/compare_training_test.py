@@ -14,7 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.compare import child, inference, parcel
+from tfamp.compare import child, inference, largest, parcel
 from tfamp.compare.job import FILE, Job
 from tfamp.compare.training import train
 from tfamp.compare.windows import Window, curve, steady
@@ -289,9 +289,9 @@ def test_calls_are_timed_for_each_size():
 
 
 def test_rows_are_repeated_for_a_larger_size():
-    rows = inference._rows(tf.constant([[1.0], [2.0]]), 5)
+    rows = inference.rows(tf.constant([[1.0], [2.0]]), 5)
     assert rows.numpy().ravel().tolist() == [1, 2, 1, 2, 1]
-    ragged = inference._rows(tf.ragged.constant([[1.0], [2.0, 3.0]]), 3)
+    ragged = inference.rows(tf.ragged.constant([[1.0], [2.0, 3.0]]), 3)
     assert ragged.to_list() == [[1.0], [2.0, 3.0], [1.0]]
 
 
@@ -452,3 +452,17 @@ def test_the_command_compares_in_fresh_processes_and_leaves_a_report(tmp_path):
     assert found["context"]["command"].startswith("tfamp compare program_of_mine:build")
     assert (tmp_path / "report" / "report.md").exists()
     assert "<html" in (tmp_path / "report" / "report.html").read_text()
+
+
+@pytest.mark.slow
+def test_a_batch_that_does_not_fit_is_found_in_a_process_of_its_own(tmp_path):
+    def build_wide():
+        # 2048 float32 a row between the layers: 32,768 rows are 256 MiB.
+        hidden = keras.layers.Dense(2048, activation="relu")
+        return compiled(keras.Sequential([hidden, keras.layers.Dense(1)]))
+
+    limit = child.probes.process_bytes() + 300 * 2**20
+    job(max_memory_bytes=limit).to_json(tmp_path / FILE)
+    parcel.pack(tmp_path, build_wide, (X, Y), None)
+    assert largest.trial(tmp_path, "float32", 0, 8)
+    assert not largest.trial(tmp_path, "float32", 0, 2**17)

@@ -1,6 +1,7 @@
 """`compare`: trains under each policy and seed in fresh processes and judges."""
 
 import contextlib
+import dataclasses
 import os
 import tempfile
 import warnings
@@ -9,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from tfamp import _checks
-from tfamp.compare import conclusion, parcel, processes, storage
+from tfamp.compare import conclusion, largest, parcel, processes, storage
 from tfamp.compare.bar import bar
 from tfamp.compare.comparison import Comparison
 from tfamp.compare.job import Job, checked_policies, checked_seeds, fingerprint
@@ -184,6 +185,8 @@ def _run_all(
                     )
                 if not run.is_finished and not runs:
                     raise RuntimeError(_first_failed(folder, run))
+                if job.max_memory_bytes and seed == job.seeds[0] and run.is_finished:
+                    run = _with_largest_batch(folder, run)
                 runs[policy, seed] = run
                 if on_run is not None:
                     on_run(run)
@@ -198,6 +201,17 @@ def _run_all(
         )
         return list(runs.values()), True
     return list(runs.values()), False
+
+
+def _with_largest_batch(folder: Path, run: Run) -> Run:
+    """Returns a run with the largest batch that fits under its policy."""
+    found = largest.largest(
+        lambda size: largest.trial(folder, run.policy, run.seed, size),
+        run.batch_size,
+    )
+    run = dataclasses.replace(run, largest_batch=found or 0)
+    run.to_json(storage.record_of(folder, run))
+    return run
 
 
 def _adder(

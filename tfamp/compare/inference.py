@@ -44,8 +44,7 @@ def latencies(
     function = tf.function(lambda x: model(x, training=False), jit_compile=jit_compile)
     for size in sizes:
         try:
-            rows = functools.partial(_rows, size=size)
-            batch = tf.nest.map_structure(rows, inputs)
+            batch = tf.nest.map_structure(functools.partial(rows, size=size), inputs)
             for _ in range(_WARMUP_CALLS):
                 _fetch(function(batch))
         except (tf.errors.OpError, TypeError, ValueError) as error:
@@ -64,7 +63,7 @@ def latencies(
     return tuple(found), []
 
 
-def _rows(tensor: Any, size: int) -> Any:
+def rows(tensor: Any, size: int) -> Any:
     """Returns `size` rows of a tensor, its own again and again."""
     count = int(tensor.shape[0] or tf.shape(tensor)[0])
     return tf.gather(tensor, np.arange(size) % count)

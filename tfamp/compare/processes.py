@@ -10,6 +10,7 @@ from pathlib import Path
 from tfamp.compare.job import file_name
 from tfamp.evidence import Run
 
+_CHILD = "tfamp.compare.child"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5
 _TAIL_LINES = 15
@@ -49,7 +50,7 @@ def run_once(
     record.unlink(missing_ok=True)
     arguments = [str(folder), policy, str(seed)]
     status, is_late = _follow(
-        _child(arguments),
+        command(_CHILD, arguments),
         log,
         folder / f"{name}.progress",
         on_progress,
@@ -83,12 +84,13 @@ def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-_TAIL_LINES:])
 
 
-def _child(arguments: list[str]) -> list[str]:
-    return [sys.executable, "-m", "tfamp.compare.child", *arguments]
+def command(module: str, arguments: list[str]) -> list[str]:
+    """Returns the command that runs a module of tfamp with this interpreter."""
+    return [sys.executable, "-m", module, *arguments]
 
 
 def _follow(
-    command: list[str],
+    words: list[str],
     log: Path,
     progress: Path,
     on_progress: Callable[[float], None],
@@ -98,11 +100,11 @@ def _follow(
     waited = 0.0
     with open(log, "wb") as output:
         process = subprocess.Popen(
-            command,
+            words,
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=_environment(),
+            env=environment(),
             # Ctrl-C reaches this process only, which then ends the other.
             start_new_session=True,
         )
@@ -122,12 +124,12 @@ def _follow(
             progress.unlink(missing_ok=True)
 
 
-def _environment() -> dict[str, str]:
+def environment() -> dict[str, str]:
     """Returns the variables of a run's process, which finds the same modules."""
     paths = [path or os.getcwd() for path in sys.path]
-    environment = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
-    environment.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    return environment
+    found = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
+    found.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    return found
 
 
 def _end(process: subprocess.Popen[bytes]) -> int:

@@ -55,6 +55,11 @@ def log_of(folder: Path, run: Run) -> Path:
     return folder / f"{file_name(run.policy, run.seed)}.log"
 
 
+def record_of(folder: Path, run: Run) -> Path:
+    """Returns the record of a run."""
+    return folder / f"{file_name(run.policy, run.seed)}.json"
+
+
 def context(folder: Path) -> Context | None:
     """Returns where the runs were measured, None if no run got so far."""
     path = folder / CONTEXT_FILE
@@ -77,7 +82,7 @@ def add_drift(folder: Path, job: Job, runs: Sequence[Run]) -> list[Run]:
             value = drift(*(folder / f"{name}.npz" for name in names))
             if value is not None:
                 run = dataclasses.replace(run, weights_drift=value)
-                run.to_json(folder / f"{names[1]}.json")
+                run.to_json(record_of(folder, run))
         found.append(run)
     return found
 

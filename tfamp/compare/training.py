@@ -190,7 +190,7 @@ def train(
     Raises:
         ValueError: There is no batch in the data.
     """
-    fit_arguments, inputs, batch_size, steps = _arguments(data, job)
+    fit_arguments, inputs, batch_size, steps = arguments(data, job)
     if not model.built and type(model).call is not keras.Model.call:
         # `fit` would make the weights in its first step, too late to keep them.
         with model.distribute_strategy.scope():
@@ -259,7 +259,7 @@ def _is_arrays(data: Any) -> bool:
     return isinstance(data, tuple)
 
 
-def _arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None]:
+def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None]:
     """Returns the arguments of `fit`, some inputs, the batch size, steps an epoch."""
     if _is_arrays(data):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)

@@ -1,0 +1,89 @@
+"""The largest batch whose training step fits, by trials in processes of their own."""
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+from tfamp.compare import processes
+
+# The answer lies within this part below the largest that fits.
+_PRECISION = 1 / 8
+_MAX_BATCH = 2**20
+_TIMEOUT_SECONDS = 600
+MODULE = "tfamp.compare.batch_trial"
+
+
+def largest(fits: Callable[[int], bool], start: int) -> int | None:
+    """Returns about the largest batch size that fits, and never one that was not tried.
+
+    It doubles, or halves, until sizes on both sides of the limit are known, and then
+    narrows them down to multiples of 8.
+
+    Args:
+        fits: Tries a size.
+        start: The size to begin with.
+
+    Returns:
+        None where not even one example fits.
+
+    Example:
+        >>> largest(lambda size: size <= 1000, 64)
+        960
+        >>> largest(lambda size: size <= 30, 64), largest(lambda size: False, 64)
+        (30, None)
+    """
+    good, bad = 0, 0
+    size = start
+    while not good or not bad:
+        if fits(size):
+            good = size
+            size *= 2
+            if size > _MAX_BATCH:
+                return good
+        else:
+            bad = size
+            size //= 2
+            if size < 1:
+                return None
+    while bad - good > max(1, _PRECISION * good):
+        middle = (good + bad) // 2
+        # Tensor cores and vector units like multiples of 8.
+        middle = middle - middle % 8 if middle - middle % 8 > good else middle
+        if fits(middle):
+            good = middle
+        else:
+            bad = middle
+    return good
+
+
+def trial(folder: Path, policy: str, seed: int, batch_size: int) -> bool:
+    """Whether a training step with a batch of this size fits, in a fresh process.
+
+    A process that is killed, or that ends in an error, is one where it did not fit;
+    what it printed goes to a log.
+    """
+    log = folder / f"batch_{batch_size}.log"
+    arguments = [str(folder), policy, str(seed), str(batch_size)]
+    answer = folder / "batch.json"
+    answer.unlink(missing_ok=True)
+    with open(log, "wb") as output:
+        process = subprocess.Popen(
+            processes.command(MODULE, arguments),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=processes.environment(),
+            start_new_session=True,
+        )
+        try:
+            process.wait(_TIMEOUT_SECONDS)
+        except BaseException:
+            process.kill()
+            process.wait()
+            raise
+    if not answer.is_file():
+        return False
+    found = json.loads(answer.read_text())
+    log.unlink()
+    return bool(found["fits"])
