@@ -1,6 +1,7 @@
 """What a recipe's `--compare` does: every seed under each policy, and a report."""
 
 import functools
+import importlib
 import json
 import math
 import shlex
@@ -17,6 +18,9 @@ from absl import flags
 import tfamp
 
 _PROFILE_STEPS = 5
+# Flags that may change from one part of a comparison to the next.
+_FREE = ("compare", "output", "policy", "report", "resume", "seed", "summary")
+_SETTINGS_FILE = "settings.json"
 _INTERRUPTED = 130  # as shells have it
 
 
@@ -38,6 +42,12 @@ def define_flags(values: flags.FlagValues) -> None:
         flag_values=values,
     )
     flags.DEFINE_boolean(
+        "resume",
+        False,
+        "Go on with the runs in the folder --report, after Ctrl-C or for more seeds.",
+        flag_values=values,
+    )
+    flags.DEFINE_boolean(
         "profile",
         False,
         "Show in the report of --compare what operations take, too.",
@@ -45,31 +55,52 @@ def define_flags(values: flags.FlagValues) -> None:
     )
 
 
-def check(settings: flags.FlagValues) -> None:
+def check(settings: types.SimpleNamespace) -> None:
     """Checks that every flag that was given has an effect.
 
+    Args:
+        settings: Values of the recipe's flags.
+
     Raises:
-        ValueError: One would be ignored, or the report's folder is not new.
+        ValueError: One would be ignored, or the folder is not new where it should be,
+            or not old where it should be.
     """
     if not settings.compare:
-        for name in ("report", "profile"):
-            if settings[name].value != settings[name].default:
+        for name in ("report", "resume", "profile"):
+            if getattr(settings, name):
                 raise ValueError(
-                    f"Got `--{name}` without `--compare`; expected both, since the "
-                    "report is of a comparison. Add for example `--compare=3`."
+                    f"Got `--{name}` without `--compare`; expected both, since it is "
+                    "about the report of a comparison. Add for example `--compare=3`."
                 )
         return
-    if settings.keep_float32 != settings["keep_float32"].default:
+    if settings.keep_float32 != ["default"]:
         given = ",".join(settings.keep_float32)
         raise ValueError(
             f"`--keep_float32` is {given!r} with `--compare`; expected 'default', as "
             "a comparison is of policies. To leave the default rules out, add "
             "'+no_rules' to a policy, as in `--policy=float32,auto,auto+no_rules`."
         )
-    if settings.report and _is_used(Path(settings.report)):
+    folder = settings.report and Path(settings.report)
+    if settings.resume:
+        before = folder and folder / _SETTINGS_FILE
+        if not (before and before.is_file()):
+            raise ValueError(
+                f"`--resume` goes with `--report` {settings.report!r}; expected the "
+                "folder of a comparison that this recipe began. Leave `--resume` out "
+                "to begin one."
+            )
+        changed = _differences(json.loads(before.read_text()), _lasting(settings))
+        if changed:
+            raise ValueError(
+                f"The runs in {settings.report!r} cannot go on: {'; '.join(changed)}. "
+                "Expected the same flags. Set them as they were, or begin in another "
+                "folder."
+            )
+    elif folder and folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise ValueError(
             f"`--report` is {settings.report!r}, where something is already; expected "
-            "a new or an empty folder. Pass another, or leave it out for a new one."
+            "a new or an empty folder. Pass another, or add `--resume` to go on with "
+            "its runs."
         )
 
 
@@ -92,7 +123,6 @@ def run(
     title: str,
     settings: types.SimpleNamespace,
     argv: Sequence[str],
-    build: Callable[..., Any],
     versions: dict[str, str],
 ) -> int:
     """Compares, writes the report, prints what it comes to, returns the exit code.
@@ -100,8 +130,7 @@ def run(
     Args:
         title: Heading of the report.
         settings: Values of the recipe's flags, checked.
-        argv: The recipe's file and arguments.
-        build: The recipe's; each process calls it with these settings.
+        argv: The recipe's file, whose `build` each process calls, and arguments.
         versions: What the result depends on.
     """
     recipe = Path(argv[0]).stem
@@ -110,7 +139,13 @@ def run(
     )
     names = policies(settings)
     seeds = range(settings.seed, settings.seed + settings.compare)
-    lines = Lines(len(names) * len(seeds))
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / _SETTINGS_FILE).write_text(json.dumps(_lasting(settings), indent=2))
+    # Imported by name, it is imported by the processes of the runs too.
+    build = importlib.import_module(recipe).build
+    num_runs = len(names) * len(seeds)
+    lines = Lines(None if settings.resume else num_runs)
+    go_on = f"`--resume --report={folder}` and the same flags do the rest"
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
@@ -121,15 +156,18 @@ def run(
                 epochs=settings.epochs,
                 profile_steps=_PROFILE_STEPS if settings.profile else 0,
                 directory=folder / "runs",
+                resume=settings.resume,
                 title=title,
                 command=shlex.join(["python", *argv]),
                 on_run=lines.show,
             )
     except KeyboardInterrupt:
-        print(f"{recipe}: stopped before two runs could be compared.", file=sys.stderr)
+        print(f"{recipe}: stopped, nothing to compare yet; {go_on}.", file=sys.stderr)
         return _INTERRUPTED
     for warning in caught:
         print(f"{recipe}: {warning.message}", file=sys.stderr)
+    if len(found.runs) < num_runs:
+        print(f"{recipe}: {go_on}.", file=sys.stderr)
     found.to_json(folder / "report.json")
     found.to_markdown(folder / "report.md")
     found.to_html(folder / "report.html")
@@ -183,11 +221,13 @@ class Lines:
     """Prints a line for each finished run where no bar on a terminal shows them.
 
     Args:
-        total: Runs of the comparison.
+        total: Runs to come, None if unknown.
         clock: Gives the time in seconds.
     """
 
-    def __init__(self, total: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(
+        self, total: int | None, clock: Callable[[], float] = time.monotonic
+    ) -> None:
         self._total, self._done, self._clock = total, 0, clock
         self._began = clock()
 
@@ -200,13 +240,12 @@ class Lines:
         if run.is_finished:
             metrics = (f"{key} {v:.4f}" for key, v in run.final_metrics.items())
             text = f"{run.examples_per_second:,.0f} examples/s  {'  '.join(metrics)}"
-        seconds = (self._clock() - self._began) / self._done
-        left = seconds * (self._total - self._done)
-        print(
-            f"[{self._done}/{self._total}] {run.policy}, seed {run.seed}: {text}  "
-            f"({left:.0f} s left)",
-            flush=True,
-        )
+        place = f"[{self._done}]"
+        if self._total is not None:
+            seconds = (self._clock() - self._began) / self._done
+            place = f"[{self._done}/{self._total}]"
+            text = f"{text}  ({seconds * (self._total - self._done):.0f} s left)"
+        print(f"{place} {run.policy}, seed {run.seed}: {text}", flush=True)
 
 
 def _rounded(value: float) -> float | None:
@@ -214,5 +253,14 @@ def _rounded(value: float) -> float | None:
     return round(value, 4) if math.isfinite(value) else None
 
 
-def _is_used(folder: Path) -> bool:
-    return folder.exists() and (not folder.is_dir() or any(folder.iterdir()))
+def _lasting(settings: types.SimpleNamespace) -> dict[str, Any]:
+    """Returns the values that all runs of a comparison have in common."""
+    return {k: value for k, value in vars(settings).items() if k not in _FREE}
+
+
+def _differences(before: dict[str, Any], now: dict[str, Any]) -> list[str]:
+    return [
+        f"`--{name}` was {before.get(name)!r} and is {value!r}"
+        for name, value in now.items()
+        if before.get(name) != value
+    ]

@@ -24,8 +24,6 @@ import comparing
 import tfamp
 
 Columns = Mapping[str, tuple[str, str]]
-# Gets settings, `seed` and `epochs`; returns (compiled model, training, validation).
-Build = Callable[..., tuple[keras.Model, Any, Any]]
 
 
 def define_common_flags(values: flags.FlagValues) -> None:
@@ -93,7 +91,6 @@ def run_recipe(
     argv: Sequence[str],
     train: Callable[[flags.FlagValues], dict[str, Any]],
     columns: Columns,
-    build: Build,
 ) -> int:
     """Does what the command line of a recipe asks for and returns its exit code.
 
@@ -103,7 +100,6 @@ def run_recipe(
         argv: The recipe's file and arguments.
         train: Trains under the one policy of the flags and returns what came of it.
         columns: Key of a result -> heading and number format of its column.
-        build: Builds model and data for `--compare`.
     """
     if {"--help", "-h"}.intersection(argv[1:]):
         print(f"{sys.modules[train.__module__].__doc__}{settings.get_help()}")
@@ -115,10 +111,10 @@ def run_recipe(
                 f"Got arguments {tuple(rest)} and policies {tuple(settings.policy)}; "
                 "expected flags only and a policy. See them with `--help`."
             )
-        comparing.check(settings)
-        if settings.compare:
-            plain = resolve(lambda: settings, settings)
-            return comparing.run(title, plain, argv, build, versions())
+        plain = resolve(lambda: settings, settings)
+        comparing.check(plain)
+        if plain.compare:
+            return comparing.run(title, plain, argv, versions())
         if len(settings.policy) == 1:
             results = [train(settings)]
         else:

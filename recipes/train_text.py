@@ -221,7 +221,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
 
 def main(argv: Sequence[str]) -> int:
     """Trains once, or once for each policy, and prints the result."""
-    return reporting.run_recipe(TITLE, define_flags(), argv, train, COLUMNS, build)
+    return reporting.run_recipe(TITLE, define_flags(), argv, train, COLUMNS)
 
 
 if __name__ == "__main__":
