@@ -1,0 +1,889 @@
+"""`tfamp.report`: sentences, rows, table, Markdown, HTML, plots, files, the schema.
+
+How the page looks and behaves in a browser is in `report_browser_test.py`.
+"""
+
+import dataclasses
+import errno
+import html.parser
+import json
+import math
+import os
+import re
+import typing
+from pathlib import Path
+from xml.etree import ElementTree
+
+import pytest
+
+import tfamp.evidence
+from tests import made_evidence
+from tfamp.compare.comparison import Comparison
+from tfamp.evidence import Evidence, Interval, OperationTime, Run, Verdict
+from tfamp.report import (
+    curves,
+    facts,
+    figures,
+    files,
+    palette,
+    rows,
+    scales,
+    sentences,
+    strips,
+    svg,
+    table,
+    to_html,
+    to_markdown,
+)
+from tfamp.report import html as report_html
+from tfamp.report import markdown as report_markdown
+from tfamp.results import Device
+
+SCHEMA = Path(__file__).parents[1] / "docs" / "report_json.md"
+
+
+def failed(policy="auto", seed=1, error="ValueError: no such layer\n  line 3"):
+    return Run(policy, seed, status="failed", error=error)
+
+
+def judged(answer, *, quality, speed=(1.92, 1.85, 1.99), more=None, seeds=3, reason=""):
+    """Evidence whose verdict on "auto" is made up too."""
+    verdict = Verdict(
+        answer, reason, Interval(*quality), Interval(*speed), 0.005, seeds, more
+    )
+    found = made_evidence.evidence({"float32": (1, 0.98), "auto": (1.9, 0.981)})
+    return dataclasses.replace(found, verdicts={"auto": verdict})
+
+
+# Evidence that every form of a report has to stand -----------------------------------
+
+
+def bare(policy, seed, **changed):
+    """A run with as little in it as a run can have."""
+    return Run(policy, seed, examples_per_second=10.0, **changed)
+
+
+def nan_losses():
+    run = made_evidence.run("auto", 1)
+    losses = tuple((s, v if s < 150 else math.nan) for s, v in run.losses)
+    history = {"val_accuracy": (0.5, math.nan, math.inf)}
+    return dataclasses.replace(run, losses=losses, history=history)
+
+
+def nothing_measured():
+    runs = (bare("float32", 0), bare("auto", 0))
+    found = dataclasses.replace(made_evidence.evidence(), runs=runs, seeds=(0,))
+    return dataclasses.replace(
+        found, context=None, notes=(), operations={}, verdicts={}
+    )
+
+
+def no_pair():
+    found = made_evidence.evidence(seeds=(0, 1))
+    runs = (failed("float32", 0), failed("auto", 1))
+    return dataclasses.replace(found, runs=runs, operations={})
+
+
+def less_is_better():
+    found = made_evidence.evidence(metric="loss", better="min", tolerance=0.01)
+    runs = [
+        dataclasses.replace(
+            r, final_metrics={"loss": 0.5 + 0.01 * (r.policy == "auto")}
+        )
+        for r in found.runs
+    ]
+    quality = Interval(-0.01, -0.012, -0.008)
+    verdict = Verdict("worse", "", quality, Interval(1.9, 1.8, 2.0), 0.005, 3)
+    return dataclasses.replace(found, runs=tuple(runs), verdicts={"auto": verdict})
+
+
+LONG = "keras:mixed_bfloat16+xla+rewrite" * 3
+CASES = {
+    "two policies": made_evidence.evidence,
+    "five policies, ten seeds": lambda: made_evidence.evidence(
+        {
+            "float32": (1, 0.98),
+            "float32+xla": (1.1, 0.98),
+            "auto": (1.9, 0.98),
+            "mixed_float16": (0.4, 0.5),
+            "mixed_bfloat16": (1.8, 0.975),
+        },
+        seeds=tuple(range(10)),
+    ),
+    "one seed": lambda: made_evidence.evidence(seeds=(0,)),
+    "a failed run": lambda: made_evidence.evidence(replaced=(failed(),)),
+    "all runs failed": no_pair,
+    "NaN in losses and metric": lambda: made_evidence.evidence(
+        replaced=(nan_losses(),)
+    ),
+    "a metric that is NaN": lambda: made_evidence.evidence(
+        {"float32": (1, 0.98), "auto": (1.9, math.nan)}
+    ),
+    "nothing but speed": nothing_measured,
+    "less is better": less_is_better,
+    "long names": lambda: made_evidence.evidence(
+        {"float32": (1, 0.98), LONG: (1.9, 0.98), f"{LONG}+": (1.8, 0.98)}
+    ),
+    "the reference alone": lambda: made_evidence.evidence({"float32": (1, 0.98)}),
+    "a loss scale": lambda: made_evidence.evidence(
+        {"float32": (1, 0.98), "mixed_float16": (0.5, 0.98)}
+    ),
+}
+
+
+@pytest.fixture(params=CASES.values(), ids=CASES)
+def case(request):
+    return request.param()
+
+
+class Page(html.parser.HTMLParser):
+    """Reads a page: its tags, its text, whether each tag is closed in order."""
+
+    VOID = {"meta", "link", "input", "br"}
+
+    def __init__(self, text):
+        super().__init__()
+        self.stack, self.tags, self.text = [], [], []
+        self.feed(text)
+
+    def handle_starttag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+        if tag not in self.VOID:
+            self.stack.append(tag)
+
+    def handle_startendtag(self, tag, attrs):
+        self.tags.append((tag, dict(attrs)))
+
+    def handle_endtag(self, tag):
+        assert self.stack.pop() == tag
+
+    def handle_data(self, data):
+        if self.stack and self.stack[-1] not in ("style", "script"):
+            self.text.append(data)
+
+
+# Sentences ---------------------------------------------------------------------------
+
+SENTENCES = {
+    "faster": (
+        judged("equivalent and faster", quality=(0.001, -0.003, 0.004)),
+        "auto trains 1.92 times (1.85 to 1.99) as fast as float32 and is as accurate: "
+        "accuracy 0.982 against 0.981, 3 seeds, at most 0.003 lost where 0.005 is "
+        "allowed.",
+    ),
+    "nothing lost": (
+        judged("equivalent and faster", quality=(0.001, 0.0005, 0.002)),
+        "auto trains 1.92 times (1.85 to 1.99) as fast as float32 and is as accurate: "
+        "accuracy 0.982 against 0.981, 3 seeds, nothing lost where 0.005 is allowed.",
+    ),
+    "slower": (
+        judged(
+            "equivalent, not faster", quality=(0, -0.001, 0.001), speed=(0.7, 0.6, 0.8)
+        ),
+        "auto is as accurate as float32 (accuracy 0.982 against 0.981, 3 seeds, at "
+        "most 0.001 lost where 0.005 is allowed) but slower: it trains 0.70 times "
+        "(0.60 to 0.80) as fast.",
+    ),
+    "not clearly faster": (
+        judged(
+            "equivalent, not faster", quality=(0, -0.001, 0.001), speed=(1.1, 0.9, 1.3)
+        ),
+        "auto is as accurate as float32 (accuracy 0.982 against 0.981, 3 seeds, at "
+        "most 0.001 lost where 0.005 is allowed) but not clearly faster: it trains "
+        "1.10 times (0.90 to 1.30) as fast.",
+    ),
+    "worse": (
+        judged("worse", quality=(-0.03, -0.032, -0.028)),
+        "auto is less accurate than float32: accuracy 0.982 against 0.981, 3 seeds, at "
+        "least 0.028 lost where 0.005 is allowed; it trains 1.92 times (1.85 to 1.99) "
+        "as fast.",
+    ),
+    "NaN": (
+        judged("worse", quality=(math.nan,) * 3, reason="the metric is not a number"),
+        "auto breaks training: the metric is not a number; it trains 1.92 times (1.85 "
+        "to 1.99) as fast.",
+    ),
+    "undecided": (
+        judged("undecided", quality=(-0.002, -0.012, 0.008), more=1),
+        "Not decided yet whether auto is as accurate as float32: accuracy 0.982 "
+        "against 0.981, 3 seeds, and 0.012 may be lost where 0.005 is allowed; 1 more "
+        "seed would decide if they come out like these; so far it trains 1.92 times "
+        "(1.85 to 1.99) as fast.",
+    ),
+    "at the tolerance": (
+        judged("undecided", quality=(-0.005, -0.006, -0.004)),
+        "Not decided yet whether auto is as accurate as float32: accuracy 0.982 "
+        "against 0.981, 3 seeds, and 0.006 may be lost where 0.005 is allowed; more "
+        "seeds would not help, the loss is about the tolerance; so far it trains 1.92 "
+        "times (1.85 to 1.99) as fast.",
+    ),
+    "one seed": (
+        judged(
+            "undecided",
+            quality=(0.001, -math.inf, math.inf),
+            speed=(1.9, 0, math.inf),
+            seeds=1,
+            more=2,
+        ),
+        "Not decided yet whether auto is as accurate as float32: accuracy 0.982 "
+        "against 0.981, 1 seed, which shows no spread; 2 more seeds may decide; so far "
+        "it trains 1.90 times as fast.",
+    ),
+    "a failed run": (
+        judged(
+            "undecided", quality=(math.nan,) * 3, reason="it failed: ValueError: no"
+        ),
+        "Nothing is decided on auto yet: it failed: ValueError: no; so far it trains "
+        "1.92 times (1.85 to 1.99) as fast.",
+    ),
+    "less is better": (
+        less_is_better(),
+        "auto is less good than float32: loss 0.510 against 0.500, 3 seeds, at least "
+        "0.008 added where 0.005 is allowed; it trains 1.90 times (1.80 to 2.00) as "
+        "fast.",
+    ),
+    "no pair": (
+        no_pair(),
+        "Nothing is known of auto: no seed finished both under it and under float32; "
+        "float32 with seed 0 failed with ValueError: no such layer.",
+    ),
+    "nothing to compare": (
+        made_evidence.evidence({"float32": (1, 0.98)}),
+        "Only float32 was measured, so nothing is compared.",
+    ),
+    "no verdict": (
+        dataclasses.replace(no_pair(), verdicts={}),
+        "Nothing is compared: float32 with seed 0 failed with ValueError: no such "
+        "layer.",
+    ),
+}
+
+
+@pytest.mark.parametrize("evidence, expected", SENTENCES.values(), ids=SENTENCES)
+def test_the_verdict_is_one_sentence(evidence, expected):
+    assert sentences.verdict_sentence(evidence) == expected
+
+
+BADGES = {
+    "faster": (SENTENCES["faster"][0], "good"),
+    "slower": (SENTENCES["slower"][0], "neutral"),
+    "worse": (SENTENCES["worse"][0], "bad"),
+    "undecided": (SENTENCES["undecided"][0], "open"),
+    "no pair": (SENTENCES["no pair"][0], "bad"),
+}
+
+
+@pytest.mark.parametrize("evidence, kind", BADGES.values(), ids=BADGES)
+def test_a_badge_has_a_colour_words_and_a_sign(evidence, kind):
+    found = sentences.badge(evidence, sentences.best(evidence))
+    assert found.kind == kind
+    assert found.text and found.sign
+
+
+def test_signs_of_badges_differ_where_colours_do():
+    found = [sentences.badge(e, "auto") for e, _ in BADGES.values()]
+    assert len({badge.sign for badge in found}) == len({b.kind for b in found}) == 4
+
+
+ADVICE = {
+    "faster": "Use it: tfamp.enable('auto') before the model is built.",
+    "slower": "Stay with float32, unless it is memory or size that you need.",
+    "worse": "Stay with float32, or keep the layers that lose it in float32 "
+    "(keep_float32=).",
+    "undecided": "Measure again with 4 seeds.",
+    "one seed": "Measure again with 3 seeds.",
+    "at the tolerance": "Train longer, or say with another tolerance what loss counts "
+    "as none.",
+    "a failed run": "Mend what failed, and measure again.",
+    "no pair": "Look at the errors of the runs, and measure again.",
+}
+
+
+@pytest.mark.parametrize("name, expected", ADVICE.items(), ids=ADVICE)
+def test_each_verdict_says_what_to_do(name, expected):
+    assert sentences.advice(SENTENCES[name][0], "auto") == expected
+
+
+USES = {
+    "a policy": ("mixed_bfloat16", "tfamp.enable('mixed_bfloat16') before the model"),
+    "without rules": ("auto+no_rules", "tfamp.enable('auto', keep_float32='none')"),
+    "stock": ("keras:bfloat16", "keras.config.set_dtype_policy('bfloat16')"),
+    "compiled": ("auto+xla", "compile(jit_compile=True)"),
+    "rewritten": ("float32+rewrite", "TensorFlow's graph rewrite for bfloat16"),
+    "unknown": ("mine", "policy mine"),
+}
+
+
+@pytest.mark.parametrize("policy, expected", USES.values(), ids=USES)
+def test_a_policy_is_used_by_lines_of_code(policy, expected):
+    assert expected in sentences.how_to_use(policy)
+
+
+def test_the_reference_is_explained():
+    one = made_evidence.evidence()
+    assert sentences.reference_sentence(one) == "Compared with float32."
+    two = made_evidence.evidence(
+        {"float32+xla": (2, 0.98), "float32": (1, 0.98), "auto": (3, 0.98)}
+    )
+    found = sentences.reference_sentence(two)
+    assert found.startswith("Compared with float32+xla, the fastest of 2 ways to train")
+    # Seeds 0 to 2 have waves 1 + 0.01 sin(7 seed + 11 or 7); the middle one is 1.
+    assert re.search(r"float32\+xla 1,98\d and float32 1,00\d examples/s", found)
+    none = made_evidence.evidence({"bfloat16": (1, 0.98), "auto": (3, 0.98)})
+    assert "bfloat16, the first policy, since none is float32" in (
+        sentences.reference_sentence(none)
+    )
+
+
+def test_what_auto_came_to_stands_beside_it():
+    runs = [
+        dataclasses.replace(r, resolved_policy="mixed_bfloat16", reason="It is fast.")
+        for r in made_evidence.evidence().runs
+    ]
+    found = made_evidence.evidence(
+        replaced=tuple(r for r in runs if r.policy == "auto")
+    )
+    assert sentences.named(found, "auto") == "auto (mixed_bfloat16)"
+    assert sentences.named(found, "float32") == "float32"
+    assert facts.chosen(found) == ("auto came to mixed_bfloat16: It is fast.",)
+
+
+def test_a_long_error_is_cut_in_a_sentence():
+    found = sentences.shortened("x" * 500)
+    assert len(found) == 200 and found.endswith("…")
+
+
+# Figures and rows --------------------------------------------------------------------
+
+FORMATS = {
+    "ms": ("seconds", [0.0641, 0.0337], ["64.1 ms", "33.7 ms"]),
+    "us where ms are few": ("seconds", [0.00085, 0.0045], ["850 µs", "4,500 µs"]),
+    "ms where they are many": ("seconds", [0.0005, 0.05], ["0.500 ms", "50.000 ms"]),
+    "MiB": ("bytes", [2.0**29, 1.2 * 2**30], ["512 MiB", "1,229 MiB"]),
+    "a rate": ("per second", [12.3, 1234.5], ["12.3 examples/s", "1,234.5 examples/s"]),
+    "a count": ("count", [512.0, 64.0], ["512", "64"]),
+    "kJ": ("joules", [12500.0, 30000.0], ["12.5 kJ", "30.0 kJ"]),
+    "nothing": ("seconds", [None, math.nan], ["–", "–"]),
+}
+
+
+@pytest.mark.parametrize("unit, values, expected", FORMATS.values(), ids=FORMATS)
+def test_figures_of_a_row_share_unit_and_decimals(unit, values, expected):
+    form = figures.format_for(unit, values)
+    assert [form.with_unit(value) for value in values] == expected
+
+
+def test_a_metric_is_as_fine_as_its_tolerance():
+    assert figures.metric_format(0.005)(0.98) == "0.9800"
+    assert figures.metric_format(0.005)(-0.00001, sign=True) == "0.0000"
+    assert figures.metric_format(20.0)(1234.5) == "1,234"
+    assert figures.metric_format(1e-9)(1.5e-7) == "1.5e\u221207"
+    assert figures.metric_format(math.nan)(0.98) == "0.9800"
+
+
+EFFECTS = {
+    "more is better": ((1.9, 1.8, 2.0), True, "better"),
+    "less is better": ((0.5, 0.4, 0.6), False, "better"),
+    "more is worse": ((1.9, 1.8, 2.0), False, "worse"),
+    "less is worse": ((0.5, 0.4, 0.6), True, "worse"),
+    "around 1": ((1.0, 0.9, 1.1), True, "unclear"),
+    "1.00 throughout": ((1.002, 1.001, 1.003), True, "same"),
+    "one seed": ((1.9, 0.0, math.inf), True, "one seed"),
+}
+
+
+@pytest.mark.parametrize("ends, more, expected", EFFECTS.values(), ids=EFFECTS)
+def test_what_a_ratio_comes_to(ends, more, expected):
+    assert rows.effect_of(Interval(*ends), more_is_better=more) == expected
+
+
+def cell(evidence, label):
+    row = next(row for row in rows.rows(evidence) if row.label == label)
+    return row, row.cells[0]
+
+
+def test_rows_hold_every_measure():
+    evidence = made_evidence.evidence()
+    names = {row.name for row in rows.rows(evidence)} - {""}
+    measured = tfamp.evidence.measures.measures_of(evidence.runs)
+    assert names == {measure.name for measure in measured}
+
+
+SIZES = {"float32": (100, 200, 300), "auto": (50, 100, 150)}
+
+
+def test_a_row_has_median_ratio_interval_and_effect():
+    runs = tuple(
+        bare(policy, seed, file_bytes=size * 2**20)
+        for policy, sizes in SIZES.items()
+        for seed, size in enumerate(sizes)
+    )
+    evidence = dataclasses.replace(made_evidence.evidence(), runs=runs)
+    row, found = cell(evidence, "saved model")
+    assert (row.unit, row.reference, row.group) == ("MiB", "200", "Memory and size")
+    assert found == rows.Cell("auto", "100", "0.50×", "0.50 to 0.50", "better")
+
+
+QUALITIES = {
+    "better": ((0.002, 0.001, 0.003), "+0.0020", "+0.0010 to +0.0030", "better"),
+    "as good": ((0.0, -0.004, 0.004), "0.0000", "\u22120.0040 to +0.0040", "as good"),
+    "worse": (
+        (-0.02, -0.03, -0.01),
+        "\u22120.0200",
+        "\u22120.0300 to \u22120.0100",
+        "worse",
+    ),
+    "unclear": ((0.0, -0.01, 0.01), "0.0000", "\u22120.0100 to +0.0100", "unclear"),
+    "one seed": ((0.001, -math.inf, math.inf), "+0.0010", "", "one seed"),
+}
+
+
+@pytest.mark.parametrize(
+    "quality, change, between, effect", QUALITIES.values(), ids=QUALITIES
+)
+def test_quality_is_a_difference_held_to_the_tolerance(
+    quality, change, between, effect
+):
+    _, found = cell(judged("worse", quality=quality), "accuracy, validation")
+    assert (found.change, found.interval, found.effect) == (change, between, effect)
+
+
+def test_where_less_is_better_more_is_worse():
+    row, found = cell(less_is_better(), "loss, validation")
+    assert (row.reference, found.value) == ("0.5000", "0.5100")
+    assert (found.change, found.interval) == ("+0.0100", "+0.0080 to +0.0120")
+    assert found.effect == "worse"
+
+
+def test_the_best_epoch_counts_by_seed():
+    # Validation accuracy ends at metric + 0.001 seed, its best: 0.981 on the mean.
+    row, found = cell(made_evidence.evidence(), "best accuracy of an epoch")
+    assert (row.reference, found.value, found.change) == ("0.9810", "0.9810", "0.0000")
+
+
+def test_a_metric_that_is_no_number_is_said_to_be_none():
+    _, found = cell(CASES["a metric that is NaN"](), "accuracy, validation")
+    assert (found.value, found.change) == ("not a number", "")
+
+
+def test_numerics_are_shown_where_something_happened():
+    labels = [row.label for row in rows.rows(CASES["a loss scale"]())]
+    assert "skipped steps" in labels and "drift of weights (%)" in labels
+    assert "NaN and inf in weights" not in labels
+    found = [row.label for row in rows.rows(CASES["nothing but speed"]())]
+    assert found == ["training"]
+
+
+# Table and Markdown ------------------------------------------------------------------
+
+
+def test_the_table_fits_and_ends_with_the_verdict(case):
+    lines = table(case).splitlines()
+    assert max(map(len, lines)) <= 110
+    # The paragraph may be broken into lines anywhere.
+    verdict = figures.plain(sentences.verdict_sentence(case))
+    together = "".join(lines).replace(" ", "")
+    assert together.endswith(f"Verdict:{verdict}".replace(" ", ""))
+    assert "nan" not in " ".join(lines).lower().replace("nan and inf", "")
+
+
+def test_the_table_holds_every_policy_and_measure():
+    found = table(CASES["five policies, ten seeds"]())
+    for policy in ("float32+xla", "auto", "mixed_float16", "mixed_bfloat16"):
+        assert policy in found
+    assert found.count("rate, batch 64 (examples/s)") == 2
+    # 1.9 times the speed, with waves of at most 1 %.
+    assert re.search(r"1,\d{3}  1\.\d\dx \(1\.\d\d to 1\.\d\d\) \+", found)
+
+
+def test_markdown_fits_a_comment(case):
+    found = to_markdown(case)
+    assert len(found.splitlines()) <= report_markdown.MAX_LINES
+    shown = sentences.verdict_sentence(case)
+    assert report_markdown.escaped(shown) in found
+    lines = [line for line in found.splitlines() if line.startswith("|")]
+    assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} <= {
+        len(case.policies) + 2
+    }
+
+
+def test_markdown_leaves_out_the_ends_of_latencies_first():
+    many = tuple(
+        dataclasses.replace(
+            run,
+            latencies=tuple(
+                dataclasses.replace(run.latencies[0], batch_size=2**n)
+                for n in range(16)
+            ),
+        )
+        for run in made_evidence.evidence().runs
+    )
+    found = to_markdown(made_evidence.evidence(replaced=many))
+    assert "inference p50, batch 32768" in found
+    assert "p99" not in found
+    # 16 batch sizes with two rows each.
+    assert "32 more rows in the HTML report." in found
+    assert len(found.splitlines()) <= 60
+
+
+def test_markdown_names_errors_and_settings():
+    found = to_markdown(CASES["a failed run"]())
+    assert "- auto, seed 1, failed: ValueError: no such layer\n" in found
+    assert "⚠️ 1 of 6 runs failed." in found
+    assert "device Made Up Processor" in found and "TF32 off" in found
+    assert "`tfamp compare recipes.train_digits:build --seeds 3`" in found
+
+
+def test_names_do_nothing_in_markdown():
+    found = to_markdown(made_evidence.evidence(title="a|b <img> @all\n# c `d` [e](f)"))
+    first = found.splitlines()[0]
+    assert first == ("## a\\|b &lt;img&gt; @\u200ball \\# c \\`d\\` \\[e\\](f)")
+
+
+# HTML --------------------------------------------------------------------------------
+
+
+def test_the_page_is_whole_and_says_the_verdict(case):
+    text = to_html(case)
+    page = Page(text)
+    assert page.stack == []
+    shown = "".join(page.text)
+    assert sentences.verdict_sentence(case) in shown
+    ids = [attributes["id"] for _, attributes in page.tags if "id" in attributes]
+    assert len(ids) == len(set(ids))
+    assert [tag for tag, _ in page.tags].count("h1") == 1
+
+
+def test_the_page_loads_nothing(case):
+    page = Page(to_html(case))
+    sources = [
+        value
+        for _, attributes in page.tags
+        for name, value in attributes.items()
+        if name in ("src", "href", "xlink:href", "srcset", "data")
+    ]
+    assert all(s.startswith(("#", "data:")) for s in sources)
+    text = to_html(case)
+    assert "http://" not in text and "https://" not in text
+    assert "@import" not in text and "url(" not in text
+
+
+def test_no_chart_holds_a_number_that_is_none(case):
+    for plot in report_html.plots(case):
+        root = ElementTree.fromstring(plot.svg)
+        for each in root.iter():
+            for name, value in each.attrib.items():
+                if name not in ("aria-label", "class"):
+                    assert not re.search(r"nan|inf", value.lower()), (plot.key, name)
+        # Every mark lies inside the drawing, as far as its edges.
+        height = float(root.attrib["viewBox"].split()[3])
+        for each in root.iter("circle"):
+            assert -1 <= float(each.attrib["cx"]) <= svg.WIDTH + 1
+            assert -1 <= float(each.attrib["cy"]) <= height + 1
+        for each in root.iter("rect"):
+            assert float(each.attrib["width"]) >= 0
+
+
+def test_names_do_nothing_in_the_page():
+    evil = "<script>alert(1)</script>\"'&"
+    run = made_evidence.run("auto", 0)
+    layer = dataclasses.replace(run.layers[0], path=evil, class_name=evil, rule=evil)
+    run = dataclasses.replace(run, layers=(layer,), notes=(evil,), reason=evil)
+    evidence = made_evidence.evidence(
+        replaced=(run, failed(error=evil)),
+        title=evil,
+        metric=evil,
+        notes=(evil,),
+        operations={"auto": (OperationTime(evil, 0.1, 0.2),)},
+        context=dataclasses.replace(made_evidence.CONTEXT, command=evil, driver=evil),
+    )
+    text = to_html(evidence)
+    assert "alert(1)" in text
+    assert "<script>alert" not in text
+    page = Page(text)
+    assert [tag for tag, _ in page.tags].count("script") == 1
+    assert evil in "".join(page.text)
+
+
+def test_the_page_has_what_was_measured():
+    evidence = CASES["a loss scale"]()
+    keys = {plot.key for plot in report_html.plots(evidence)}
+    assert keys == {
+        *("speed", "quality", "metric", "loss", "latency", "memory", "step", "scale"),
+    }
+    text = "".join(Page(to_html(evidence)).text)
+    for expected in (
+        *("head <b>", "Conv2D", "bfloat16, weights float32", "Made Up Processor"),
+        *("tfamp compare recipes.train_digits:build --seeds 3", "12,345", "10 steps"),
+        *("Figures are made up.", "tensorflow 2.21.0", "Skipped steps by seed"),
+        *("TOST", "5 % error"),
+    ):
+        assert expected in text, expected
+
+
+def test_plots_follow_what_was_measured():
+    keys = [plot.key for plot in report_html.plots(CASES["nothing but speed"]())]
+    assert keys == ["speed"]
+    assert report_html.plots(CASES["all runs failed"]()) == ()
+    found = [plot.key for plot in report_html.plots(made_evidence.evidence())]
+    assert "scale" not in found and "operations-1" in found
+
+
+def test_every_plot_says_what_one_would_see(case):
+    for plot in report_html.plots(case):
+        root = ElementTree.fromstring(plot.svg)
+        assert root.attrib["role"] == "img"
+        assert root.attrib["aria-label"] == plot.summary
+        assert re.search(r"\d", plot.summary)
+
+
+def test_what_is_not_a_number_leaves_a_gap_and_a_note():
+    (plot,) = [
+        plot
+        for plot in report_html.plots(
+            made_evidence.evidence(replaced=(nan_losses(),), seeds=(1,))
+        )
+        if plot.key == "loss"
+    ]
+    assert plot.notes == (
+        "Not a finite number, so left out, first with auto with seed 1 at step 150.",
+    )
+
+
+def test_a_failed_run_shows_its_error_in_full():
+    error = "ValueError: one\n" + "\n".join(f"line {n}" for n in range(50))
+    text = to_html(made_evidence.evidence(replaced=(failed(error=error),)))
+    assert error in "".join(Page(text).text)
+    assert "1 of 6 runs failed." in text
+
+
+def test_layers_differ_where_dtypes_do():
+    evidence = made_evidence.evidence()
+    assert facts.layer_policies(evidence) == ("float32", "auto")
+    half = dataclasses.replace(
+        made_evidence.run("float32", 0),
+        layers=(
+            dataclasses.replace(made_evidence.LAYERS[0], compute_dtype="float32"),
+            made_evidence.LAYERS[1],
+        ),
+    )
+    first, second = facts.layer_rows(made_evidence.evidence(replaced=(half,)))
+    assert first.dtypes == ("float32", "bfloat16, weights float32")
+    assert (first.differs, second.differs, second.path) == (True, False, "head <b>")
+
+
+def test_a_page_of_five_seeds_and_many_layers_is_small():
+    layers = tuple(
+        dataclasses.replace(made_evidence.LAYERS[0], path=f"block_{n}/conv_{n}")
+        for n in range(300)
+    )
+    losses = tuple((step, 2.0 / step) for step in range(1, 401))
+    policies = {"float32": (1, 0.98), "auto": (1.9, 0.98), "bfloat16": (1.8, 0.98)}
+    runs = tuple(
+        dataclasses.replace(
+            made_evidence.run(policy, seed, speed=speed), layers=layers, losses=losses
+        )
+        for policy, (speed, _) in policies.items()
+        for seed in range(5)
+    )
+    evidence = made_evidence.evidence(policies, seeds=tuple(range(5)), replaced=runs)
+    assert len(to_html(evidence).encode()) < 500_000
+
+
+# Parts of the plots ------------------------------------------------------------------
+
+
+def test_a_curve_is_median_and_ends_of_what_is_finite():
+    (look,) = palette.looks(made_evidence.evidence())[:1]
+    series = [
+        [(1, 3.0), (2, math.nan)],
+        [(1, 1.0), (2, math.inf)],
+        [(1, 2.0)],
+    ]
+    found = curves.Curve.of(look, series)
+    assert found.points[0] == (1, 2.0, 1.0, 3.0)
+    assert all(math.isnan(value) for value in found.points[1][1:])
+    assert found.last == (1, 2.0)
+
+
+def test_a_gap_lifts_the_pen():
+    found = svg.path([(0, 0), (1, 1), (2, math.nan), (3, 3), (4, 4)], "line")
+    assert found == '<path d="M0 0L1 1M3 3L4 4" class="line"/>'
+
+
+TICKS = {
+    "from 0": (scales.scale([0, 1900], 0, 1, from_zero=True), ["0", "500", "1,000"]),
+    "far apart": (
+        scales.scale([0.01, 10], 0, 1, may_be_log=True),
+        ["0.01", "0.1", "1"],
+    ),
+    "epochs": (scales.scale([1, 2, 3], 0, 1, whole=True), ["1", "2", "3"]),
+    "below 0": (
+        scales.scale([-0.02, 0.02], 0, 1),
+        ["\u22120.02", "\u22120.01", "0.00"],
+    ),
+    "equal": (scales.scale([5.0, 5.0], 0, 1), ["4.6", "4.8", "5.0"]),
+    "nothing": (scales.scale([math.nan], 0, 1), ["0.0", "0.5", "1.0"]),
+}
+
+
+@pytest.mark.parametrize("scale, expected", TICKS.values(), ids=TICKS)
+def test_ticks_are_round_and_on_the_axis(scale, expected):
+    ticks = scale.ticks()
+    assert [label for _, label in ticks][:3] == expected
+    assert 2 <= len(ticks) <= 7
+    assert all(scale.low - 1e-9 <= value <= scale.high + 1e-9 for value, _ in ticks)
+
+
+def test_a_scale_is_linear_or_logarithmic_and_holds_to_its_ends():
+    straight = scales.Scale(0.0, 10.0, 100.0, 200.0)
+    assert (straight(2.5), straight(-5), straight(50)) == (125, 100, 200)
+    log = scales.Scale(1.0, 100.0, 0.0, 10.0, is_log=True)
+    assert log(10.0) == pytest.approx(5.0)
+    assert math.isnan(log(0.0)) and math.isnan(straight(math.nan))
+
+
+def test_an_interval_that_would_dwarf_the_runs_is_cut():
+    found = strips.reachable(Interval(2.0, -50.0, 50.0), [1.0, 2.0])
+    assert found == pytest.approx((1.0 - 0.6, 2.0 + 0.6))
+
+
+def test_a_policy_has_one_look_and_its_own_name():
+    looks = palette.looks(CASES["long names"]())
+    assert [look.style for look in looks] == ["c0", "c1", "c2"]
+    assert len({look.short for look in looks}) == 3
+    assert all(len(look.short) <= 18 for look in looks)
+    many = {f"auto{n}": (1, 0.98) for n in range(8)}
+    styles = [look.style for look in palette.looks(made_evidence.evidence(many))]
+    assert styles[6:] == ["c0 broken", "c1 broken"]
+
+
+def test_labels_of_curves_that_end_together_stand_apart():
+    (plot,) = [
+        plot
+        for plot in report_html.plots(CASES["five policies, ten seeds"]())
+        if plot.key == "metric"
+    ]
+    root = ElementTree.fromstring(plot.svg)
+    labels = [e for e in root.iter("text") if e.attrib["class"] == "label"]
+    places = sorted(float(each.attrib["y"]) for each in labels)
+    assert len(places) == 5
+    gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
+    assert min(gaps) > 12
+
+
+def test_small_operations_are_one_line():
+    times = tuple(OperationTime(f"Op{n}", 20.0 - n, 10.0) for n in range(15))
+    found = made_evidence.evidence(operations={"auto": times})
+    (plot,) = [p for p in report_html.plots(found) if p.key == "operations-1"]
+    # Of 15 operations 12 have a line; the last have 8 + 7 + 6 s, and 3 times 10 s.
+    assert "3 others 21.0 → 30.0" in plot.summary
+    # 20 + 19 + ... + 6 = 195.
+    assert "all 195.0 to 150.0" in plot.summary
+
+
+# Files -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [to_html, to_markdown], ids=["html", "markdown"])
+def test_a_report_is_written_as_it_is_returned(write, tmp_path):
+    path = tmp_path / "report"
+    text = write(made_evidence.evidence(), path)
+    assert path.read_text(encoding="utf-8") == text
+    assert "auto trains 1.8" in text
+    assert os.listdir(tmp_path) == ["report"]
+
+
+def test_a_missing_folder_is_named(tmp_path):
+    path = tmp_path / "none" / "report.html"
+    message = f"`path` is {str(path)!r}, and its folder is not there; expected a file"
+    with pytest.raises(FileNotFoundError, match=re.escape(message)):
+        to_html(made_evidence.evidence(), path)
+
+
+def test_a_folder_is_no_file(tmp_path):
+    message = f"`path` is {str(tmp_path)!r}, a folder; expected a file. Add a name"
+    with pytest.raises(IsADirectoryError, match=re.escape(message)):
+        to_markdown(made_evidence.evidence(), tmp_path)
+
+
+ERRORS = {
+    "full": (errno.ENOSPC, "expected room for 5 bytes and the right to write. Free"),
+    "forbidden": (
+        errno.EACCES,
+        "expected room for 5 bytes and the right to write. Make",
+    ),
+}
+
+
+@pytest.mark.parametrize("number, message", ERRORS.values(), ids=ERRORS)
+def test_a_failed_write_leaves_the_old_file(number, message, tmp_path, monkeypatch):
+    path = tmp_path / "report.md"
+    path.write_text("old")
+
+    def fails(*_):
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(files.os, "replace", fails)
+    with pytest.raises(OSError, match=re.escape(message)) as found:
+        files.write(path, "whole")
+    assert found.value.errno == number
+    assert path.read_text() == "old"
+    assert os.listdir(tmp_path) == ["report.md"]
+
+
+# The schema --------------------------------------------------------------------------
+
+
+def documented():
+    """The tables of the schema: class -> rows of its fields."""
+    sections = re.split(r"^## (\w+)$", SCHEMA.read_text(), flags=re.MULTILINE)[1:]
+    return {
+        name: re.findall(
+            r"^\| `(\w+)` \| (.*?) \| (.*?) ?\| .+ \|$", text, re.MULTILINE
+        )
+        for name, text in zip(sections[::2], sections[1::2], strict=True)
+        if name != "Example"
+    }
+
+
+CLASSES = {
+    each.__name__: each
+    for each in (
+        *(Evidence, Run, tfamp.evidence.Spread, tfamp.evidence.Latency),
+        *(tfamp.evidence.Memory, tfamp.evidence.LayerDtype, Verdict, Interval),
+        *(tfamp.evidence.Context, Device, OperationTime),
+    )
+}
+
+
+def test_the_schema_names_every_class_and_version():
+    assert list(documented()) == list(CLASSES)
+    assert {each.SCHEMA for each in (*CLASSES.values(), Comparison)} == {1}
+    assert "now 1 for all of them" in SCHEMA.read_text()
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_schema_names_every_field(name):
+    fields = [field.name for field in dataclasses.fields(CLASSES[name])]
+    assert [field for field, _, _ in documented()[name]] == fields
+
+
+@pytest.mark.parametrize("name", CLASSES)
+def test_the_schema_says_what_may_be_null_and_in_which_unit(name):
+    hints = typing.get_type_hints(CLASSES[name])
+    for field, kind, unit in documented()[name]:
+        nullable = type(None) in typing.get_args(hints[field])
+        assert nullable == kind.endswith("or null"), field
+        if field.endswith(("_seconds", "_bytes", "_joules")):
+            assert unit == field.rsplit("_", 1)[1], field
+
+
+def test_the_example_of_the_schema_is_read():
+    (example,) = re.findall(r"```json\n(.*?)```", SCHEMA.read_text(), re.DOTALL)
+    found = Comparison.from_json(example)
+    assert (found.verdict, found.runs[0].seed) == ("undecided", 0)
+    assert math.isnan(found.runs[1].losses[1][1])
+    # What stands in the example stands in what is written.
+    written = json.loads(found.to_json())
+    assert set(json.loads(example)) <= set(written)
