@@ -52,10 +52,11 @@ notebooks: .venv/.installed  ## build every .ipynb from its .py source
 	@$(BIN)/python notebooks/build.py
 
 bench: .venv/.installed  ## measure what benchmarks/RESULTS.md states
-	@echo "Measuring a build, a step, an update and input pipelines: about twenty minutes."
+	@echo "Measuring builds, steps, updates, input pipelines and training: about an hour."
 	@$(BIN)/python benchmarks/enable_overhead.py $(ARGS) $(NO_NOTICES)
 	@$(BIN)/python benchmarks/loss_scale.py $(ARGS) $(NO_NOTICES)
 	@$(BIN)/python benchmarks/pipeline.py $(ARGS) $(NO_NOTICES)
+	@$(BIN)/python benchmarks/training.py $(ARGS) $(NO_NOTICES)
 
 clean:  ## remove the environments and everything built
 	rm -rf .venv .venv-oldest build dist *.egg-info .coverage .coverage.*

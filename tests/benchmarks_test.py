@@ -48,6 +48,8 @@ def test_every_benchmark_is_tested_here():
         "loss_scale.py",
         "pipeline.py",
         "readme_figure.py",
+        "training.py",
+        "write_results.py",
     }
     assert {script.name for script in SCRIPTS} == tested
 
@@ -160,6 +162,68 @@ def test_readme_figure_shows_what_readme_says(tmp_path):
     assert exact == pytest.approx(0.999994, abs=1e-6)
     assert stock in ("inf", "nan")
     assert ours == pytest.approx(exact, rel=FLOAT32_TOLERANCE)
+
+
+@pytest.mark.slow
+def test_training_compares_and_prints_ratios(tmp_path):
+    result = run("training.py", tmp_path, f"--json={tmp_path / 'figures.json'}")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    tiny = result["models"]["tiny"]
+    assert list(tiny["rows"]) == ["float32", "keras:mixed_bfloat16"]
+    # One seed: a ratio without an interval, and no verdict.
+    assert tiny["rows"]["keras:mixed_bfloat16"]["ratio"][0] > 0
+    assert tiny["rows"]["keras:mixed_bfloat16"]["ratio"][1:] == [None, None]
+    assert tiny["rows"]["keras:mixed_bfloat16"]["answer"] == "undecided"
+
+
+def training_figures(over_stock):
+    """Figures of one model whose "auto" is `over_stock` of stock Keras."""
+    rows = {
+        "float32": {"examples_per_second": 10.0, "resolved": "float32", "metric": 0.9},
+        "auto": {
+            "examples_per_second": 20.0,
+            "resolved": "mixed_bfloat16",
+            "metric": 0.91,
+            "ratio": [2.0, 1.9, 2.1],
+            "over_stock": over_stock,
+            "answer": "equivalent and faster",
+        },
+    }
+    return {"mlp": {"rows": rows, "batch_size": 256, "metric": "accuracy"}}
+
+
+def test_goals_of_training_are_held_against_stock_keras():
+    benchmark = load("training.py")
+    met = benchmark.goals(training_figures([0.99, 0.9, 1.1]))
+    assert met["mlp"]["auto"]["met"]
+    missed = benchmark.goals(training_figures([0.98, 0.97, 0.985]))["mlp"]["auto"]
+    assert (missed["met"], missed["ruled_out"]) == (False, True)
+    noisy = benchmark.goals(training_figures([0.98, 0.9, 1.1]))["mlp"]["auto"]
+    assert (noisy["met"], noisy["ruled_out"]) == (False, False)
+
+
+def test_results_are_written_from_what_benchmarks_left(tmp_path):
+    writer = load("write_results.py")
+    models = training_figures([0.98, 0.9, 1.1])
+    models["mlp"] |= {"device": "CPU", "versions": {"keras": "3"}, "seeds": 3}
+    goals = load("training.py").goals(models)
+    text = writer.training({"models": models, "goals": goals, "command": "the command"})
+    assert "the command" in text
+    assert (
+        "| mlp, batch 256 | float32 | 10 | reference |  |  |  | accuracy 0.9000 |  |"
+    ) in text
+    assert (
+        "|  | auto = mixed_bfloat16 | 20 | 2.00 [1.90, 2.10] | 0.98 [0.90, 1.10]"
+        in text
+    )
+    assert "Met: none. mlp: 0.98 [0.90, 1.10], which the noise allows." in text
+
+
+def test_results_stand_as_they_are_written(tmp_path):
+    writer = load("write_results.py")
+    assert writer.main(["write_results.py", f"--output={tmp_path / 'r.md'}"]) == 0
+    written = (ROOT / "benchmarks" / "RESULTS.md").read_text()
+    assert (tmp_path / "r.md").read_text() == written, "run benchmarks/write_results.py"
 
 
 def test_ratio_is_the_median_of_the_ratios_of_the_turns():

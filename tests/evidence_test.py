@@ -77,6 +77,18 @@ def test_the_ratio_is_paired_by_seed():
     assert ratio.high - ratio.low < 1e-9
 
 
+def test_any_two_policies_can_be_divided():
+    found = made_evidence.evidence(
+        {"float32": (1.0, 0.9), "auto": (2.0, 0.9), "float16": (3.0, 0.9)}
+    )
+    ratio = found.ratio("file_bytes", "float16", "auto")
+    assert (ratio.estimate, ratio.low) == (1.0, 1.0)
+    speed = found.ratio("examples_per_second", "float16", reference="auto")
+    assert speed.estimate == pytest.approx(1.5, rel=0.02)
+    with pytest.raises(ValueError, match="Unknown `reference` 'keras'"):
+        found.ratio("file_bytes", "auto", "keras")
+
+
 def test_a_run_without_its_pair_is_left_out():
     failed = Run("auto", 1, status="failed", error="it broke")
     found = made_evidence.evidence(replaced=(failed,))

@@ -101,23 +101,35 @@ class Evidence(Record):
         runs = [run for run in self.runs if run.policy == policy and run.is_finished]
         return tuple(sorted(runs, key=lambda run: run.seed))
 
-    def pairs(self, policy: str) -> tuple[tuple[Run, Run], ...]:
-        """Returns the finished runs of the reference and a policy with equal seeds."""
+    def pairs(
+        self, policy: str, reference: str | None = None
+    ) -> tuple[tuple[Run, Run], ...]:
+        """Returns the finished runs of the reference and a policy with equal seeds.
+
+        Args:
+            policy: One of `policies`.
+            reference: Another one to hold it against than `reference`.
+        """
         _checks.choice("policy", policy, self.policies)
-        before = {run.seed: run for run in self.finished(self.reference)}
+        reference = reference or self.reference
+        _checks.choice("reference", reference, self.policies)
+        before = {run.seed: run for run in self.finished(reference)}
         return tuple(
             (before[run.seed], run)
             for run in self.finished(policy)
             if run.seed in before
         )
 
-    def ratio(self, measure: str, policy: str) -> Interval:
+    def ratio(
+        self, measure: str, policy: str, reference: str | None = None
+    ) -> Interval:
         """Returns a policy's measure over the reference's, paired by seed.
 
         Args:
             measure: Such as "examples_per_second", "training_bytes",
                 "latency_p50_batch_1"; an unknown one names them all.
             policy: One of `policies`.
+            reference: Another one to divide by than `reference`.
 
         Returns:
             The geometric mean over seeds and its interval, whose ends are infinite
@@ -128,7 +140,7 @@ class Evidence(Record):
         """
         found = measures.find(measure, self.runs)
         ratios = []
-        for before, after in self.pairs(policy):
+        for before, after in self.pairs(policy, reference):
             first, second = found.of(before), found.of(after)
             if first and second:
                 ratios.append(second / first)

@@ -1,0 +1,102 @@
+"""Models of usual sizes with synthetic inputs, built and compiled, and their data.
+
+Each function returns (model, train, None). Targets follow from the inputs, so that a
+loss that falls shows that the model learns; a few batches lie in memory and come again
+and again, so that no input pipeline is timed.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+NUM_CLASSES = 10
+_BATCHES = 4
+
+
+def mlp(seed: int = 0, epochs: int = 1, *, width: int = 2048, steps: int = 40) -> Any:
+    """Three dense layers of 2048 and a head, batches of 256."""
+    rng = np.random.default_rng(seed)
+    x = rng.normal(size=(_BATCHES * 256, 784)).astype("float32")
+    y = (x @ rng.normal(size=(784, NUM_CLASSES))).argmax(axis=1)
+    layers = [keras.layers.Dense(width, activation="relu") for _ in range(3)]
+    head = keras.layers.Dense(NUM_CLASSES)
+    model = keras.Sequential([keras.Input((784,)), *layers, head])
+    return _compiled(model), _repeated(x, y, 256, steps), None
+
+
+def cnn(seed: int = 0, epochs: int = 1, *, size: int = 32, steps: int = 40) -> Any:
+    """Convolutions of 64, 128, 256 filters with BatchNormalization, batches of 64."""
+    x, y = _images(seed, size, 64)
+    images = keras.Input((size, size, 3))
+    h = images
+    for filters in (64, 128, 256):
+        h = keras.layers.Conv2D(filters, 3, padding="same", use_bias=False)(h)
+        h = keras.layers.BatchNormalization()(h)
+        h = keras.layers.ReLU()(h)
+        h = keras.layers.MaxPooling2D()(h)
+    h = keras.layers.GlobalAveragePooling2D()(h)
+    model = keras.Model(images, keras.layers.Dense(NUM_CLASSES)(h))
+    return _compiled(model), _repeated(x, y, 64, steps), None
+
+
+def transformer(
+    seed: int = 0,
+    epochs: int = 1,
+    *,
+    width: int = 256,
+    length: int = 128,
+    steps: int = 30,
+) -> Any:
+    """Three blocks of width 256 over 128 tokens of 1000, batches of 16."""
+    rng = np.random.default_rng(seed)
+    x = rng.integers(0, 1000, (_BATCHES * 16, length), dtype=np.int32)
+    y = x[:, 0] % NUM_CLASSES
+    tokens = keras.Input((length,), dtype="int32")
+    h = keras.layers.Embedding(1000, width)(tokens)
+    for _ in range(3):
+        normed = keras.layers.LayerNormalization()(h)
+        h = h + keras.layers.MultiHeadAttention(8, width // 8)(normed, normed)
+        normed = keras.layers.LayerNormalization()(h)
+        hidden = keras.layers.Dense(4 * width, activation="gelu")(normed)
+        h = h + keras.layers.Dense(width)(hidden)
+    h = keras.layers.GlobalAveragePooling1D()(keras.layers.LayerNormalization()(h))
+    model = keras.Model(tokens, keras.layers.Dense(NUM_CLASSES)(h))
+    return _compiled(model), _repeated(x, y, 16, steps), None
+
+
+def resnet50(seed: int = 0, epochs: int = 1, *, size: int = 96, steps: int = 16) -> Any:
+    """Keras's ResNet50 at 96x96, batches of 16."""
+    x, y = _images(seed, size, 16)
+    model = keras.applications.ResNet50(
+        weights=None,
+        input_shape=(size, size, 3),
+        classes=NUM_CLASSES,
+        classifier_activation=None,
+    )
+    return _compiled(model), _repeated(x, y, 16, steps), None
+
+
+def tiny(seed: int = 0, epochs: int = 1) -> Any:
+    """A small network for a quick look at the benchmark itself."""
+    return mlp(seed, epochs, width=8, steps=6)
+
+
+def _compiled(model: keras.Model) -> keras.Model:
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(1e-3), loss, metrics=["accuracy"])
+    return model
+
+
+def _images(seed: int, size: int, batch_size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns noise whose mean colour is its class."""
+    rng = np.random.default_rng(seed)
+    y = rng.integers(0, NUM_CLASSES, _BATCHES * batch_size)
+    x = rng.normal(size=(len(y), size, size, 3)) + y[:, None, None, None] / 5
+    return x.astype("float32"), y
+
+
+def _repeated(x: np.ndarray, y: np.ndarray, batch_size: int, steps: int) -> Any:
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(batch_size)
+    return data.cache().repeat().take(steps).prefetch(2)

@@ -1,0 +1,118 @@
+"""Writes benchmarks/RESULTS.md from what the benchmarks left in benchmarks/results.
+
+Command: python benchmarks/write_results.py [--output=FILE]
+Time: a second.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+FOLDER = Path(__file__).resolve().parent
+TEXTS = FOLDER / "results"
+ORDER = ("enable_overhead", "loss_scale", "pipeline", "training", "callbacks_cost")
+
+
+def sections(folder: Path) -> list[str]:
+    """Returns the text of each benchmark that left something, in order."""
+    found = []
+    for name in ORDER:
+        for path in (folder / f"{name}.json", folder / f"{name}.md"):
+            if path.is_file():
+                text = path.read_text(encoding="utf-8")
+                found.append(
+                    training(json.loads(text)) if path.suffix == ".json" else text
+                )
+    return found
+
+
+def training(result: dict[str, Any]) -> str:
+    """Returns the section of benchmarks/training.py."""
+    models = result["models"]
+    first = next(iter(models.values()))
+    versions = first["versions"]
+    rows = [
+        _row(name, model, policy, row)
+        for name, model in models.items()
+        for policy, row in model["rows"].items()
+    ]
+    template = (TEXTS / "_training.md").read_text(encoding="utf-8")
+    return template.format(
+        command=result["command"],
+        device=first["device"],
+        versions=", ".join(f"{k} {v}" for k, v in versions.items() if k != "numpy"),
+        seeds=first["seeds"],
+        rows="\n".join(rows),
+        goals=_goals(result["goals"]),
+    )
+
+
+def _row(name: str, model: dict[str, Any], policy: str, row: dict[str, Any]) -> str:
+    is_first = policy == next(iter(model["rows"]))
+    label = f"{name}, batch {model['batch_size']}" if is_first else ""
+    asked = policy if row["resolved"] in policy else f"{policy} = {row['resolved']}"
+    cells = [
+        label,
+        asked,
+        f"{row['examples_per_second']:,.0f}",
+        ratio_text(row.get("ratio"), "reference"),
+        ratio_text(row.get("over_stock"), ""),
+        ratio_text(row.get("training_bytes"), ""),
+        ratio_text(row.get("latency"), ""),
+        f"{model['metric']} {row['metric']:.4f}",
+        row.get("answer", ""),
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def ratio_text(interval: Sequence[Any] | None, other: str = "") -> str:
+    """Returns a ratio with its interval, or another text where there is none."""
+    if interval is None:
+        return other
+    middle, low, high = interval
+    if low is None or high is None:
+        return f"{middle:.2f}"
+    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def _goals(goals: dict[str, dict[str, Any]]) -> str:
+    """Returns a sentence for each goal, with what missed it."""
+    sentences = []
+    for policy, what in (("auto", '"auto"'), ("mixed_bfloat16", "Our mixed_bfloat16")):
+        each = {name: found[policy] for name, found in goals.items() if policy in found}
+        if not each:
+            continue
+        least = next(iter(each.values()))["goal"]
+        met = [name for name, found in each.items() if found["met"]]
+        missed = [name for name, found in each.items() if not found["met"]]
+        text = f"{what} was to reach {least} of stock mixed_bfloat16 on each model. "
+        text += f"Met: {', '.join(met) or 'none'}."
+        for name in missed:
+            found = each[name]
+            is_noise = "" if found["ruled_out"] else ", which the noise allows"
+            text += f" {name}: {ratio_text(found['ratio'], '')}{is_noise}."
+        sentences.append(text)
+    return "\n\n".join(sentences)
+
+
+def main(argv: Sequence[str]) -> int:
+    """Writes the file and prints its path."""
+    settings = flags.FlagValues()
+    flags.DEFINE_string(
+        "output", str(FOLDER / "RESULTS.md"), "File.", flag_values=settings
+    )
+    settings(argv)
+    text = "\n".join(
+        [(TEXTS / "_head.md").read_text(encoding="utf-8"), *sections(TEXTS)]
+    )
+    Path(settings.output).write_text(text, encoding="utf-8")
+    print(settings.output)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
