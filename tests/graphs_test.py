@@ -7,7 +7,7 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfamp.graphs import flops, operations
+from tfamp.graphs import dimensions, flops, hlo, operations, optimized
 
 LAYERS = keras.layers
 
@@ -446,3 +446,141 @@ def test_known_models_warn_of_nothing():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         flops.forward_flops(LAYERS.LSTM(2), tf.zeros((1, 3, 2)))
+
+
+def convolution(kernel, op_type="Conv2D"):
+    """Returns a convolution with a kernel of this shape."""
+    return operation(op_type, ((1, 8, 8, 3), kernel, (1, 6, 6, 5)), (kernel,))
+
+
+SIZES = {
+    "matmul": (
+        operation("MatMul", ((32, 27), (27, 10)), ((32, 10),)),
+        {"rows": 32, "inputs": 27, "units": 10},
+    ),
+    "transposed": (
+        operation(
+            "MatMul",
+            ((27, 32), (10, 27)),
+            ((32, 10),),
+            transpose_a=True,
+            transpose_b=True,
+        ),
+        {"rows": 32, "inputs": 27, "units": 10},
+    ),
+    "over tokens": (
+        operation("BatchMatMulV2", ((4, 7, 27), (27, 10)), ((4, 7, 10),)),
+        {"rows": 28, "inputs": 27, "units": 10},
+    ),
+    "batch": (
+        operation("BatchMatMulV2", ((4, 7, 27), (4, 27, 10)), ((4, 7, 10),)),
+        {"rows": 7, "inputs": 27, "units": 10},
+    ),
+    "unknown batch": (
+        operation("MatMul", ((None, 27), (27, 10)), ((None, 10),)),
+        {"inputs": 27, "units": 10},
+    ),
+    "unknown inner size of one factor": (
+        operation("MatMul", (None, (27, 10)), ((32, 10),)),
+        {"inputs": 27, "units": 10},
+    ),
+    # Heads b and h are apart; tokens q by features d by tokens k.
+    "einsum": (
+        operation(
+            "Einsum", ((2, 6, 4, 5), (2, 7, 4, 5)), (), equation=b"bqhd,bkhd->bhqk"
+        ),
+        {"rows": 6, "inputs": 5, "units": 7},
+    ),
+    "einsum with dots": (
+        operation("Einsum", ((2, 6, 4), (4, 9)), (), equation=b"...d,de->...e"),
+        {"rows": 12, "inputs": 4, "units": 9},
+    ),
+    "einsum without rank": (
+        operation("Einsum", (None, (4, 9)), (), equation=b"bd,de->be"),
+        {},
+    ),
+    "convolution": (
+        convolution((3, 3, 3, 12)),
+        {"channels in": 3, "channels out": 12},
+    ),
+    "gradient of a kernel": (
+        convolution((3, 3, 3, 12), "Conv2DBackpropFilter"),
+        {"channels in": 3, "channels out": 12},
+    ),
+    "depthwise": (convolution((3, 3, 3, 1), "DepthwiseConv2dNative"), {}),
+    "no product": (operation("Relu", ((3,),), ((3,),)), {}),
+}
+
+
+@pytest.mark.parametrize("each, expected", SIZES.values(), ids=SIZES)
+def test_sizes_of_a_product_are_those_by_hand(each, expected):
+    assert dimensions.sizes_of(each) == expected
+
+
+HLO = """
+HloModule step, entry_computation_layout={(f32[8,16]{1,0})->f32[8,4]{1,0}}
+
+%fused (param_0: f32[8,16]) -> bf16[8,16] {
+  %param_0 = f32[8,16]{1,0} parameter(0)
+  ROOT %convert.1 = bf16[8,16]{1,0} convert(%param_0)
+}
+
+ENTRY %main (arg0.1: f32[8,16]) -> f32[8,4] {
+  %arg0.1 = f32[8,16]{1,0} parameter(0)
+  %half = bf16[8,16]{1,0} fusion(%arg0.1), kind=kLoop, calls=%fused
+  %weights = bf16[16,4]{1,0} constant({...})
+  %MatMul.1 = f32[8,4]{1,0} dot(%half, %weights), lhs_contracting_dims={1}, \
+rhs_contracting_dims={0}, metadata={op_type="MatMul" op_name="model/dense/MatMul" \
+source_file="a.py" source_line=1}
+  %kernel = f16[3,3,2,4]{3,2,1,0} constant({...})
+  %image = f16[1,8,8,2]{3,2,1,0} constant({...})
+  %conv = (f16[1,6,6,4]{3,2,1,0}, u8[0]{0}) custom-call(%image, %kernel), \
+window={size=3x3}, custom_call_target="__cudnn$convForward", \
+metadata={op_type="Conv2D" op_name="model/conv/Conv2D"}
+  %gemm = f32[8,4]{1,0} custom-call(f32[8,16]{1,0} %arg0.1, bf16[16,4]{1,0} %weights), \
+custom_call_target="__cublas$gemm"
+  %topk = f32[8,4]{1,0} custom-call(%arg0.1), custom_call_target="TopK"
+  ROOT %convolution-rest = f32[<=8,4]{1,0} convolution(%gemm, %MatMul.1), window={}
+}
+"""
+
+
+def test_compiled_products_are_read_with_their_factors():
+    found = [
+        (each.name, each.kind, each.op_name, each.dtypes, each.output_shape)
+        for each in hlo.read_hlo(HLO)
+    ]
+    assert found == [
+        ("MatMul.1", "dot", "model/dense/MatMul", ("bfloat16",) * 2, (8, 4)),
+        (
+            "conv",
+            "__cudnn$convForward",
+            "model/conv/Conv2D",
+            ("float16",) * 2,
+            (1, 6, 6, 4),
+        ),
+        ("gemm", "__cublas$gemm", "", ("float32", "bfloat16"), (8, 4)),
+        ("convolution-rest", "convolution", "", ("float32",) * 2, (8, 4)),
+    ]
+
+
+def test_factors_without_a_sign_are_read():
+    text = "a = f32[2]{0} parameter(0)\nROOT d = f32[] dot(a, a)\n"
+    (product,) = hlo.read_hlo(text)
+    assert product.dtypes == ("float32", "float32")
+
+
+def test_what_runs_is_read_with_functions_and_fusions():
+    weights = tf.Variable(tf.ones((4, 4)))
+
+    @tf.function
+    def step(x):
+        for _ in tf.range(2):
+            x = tf.matmul(x, weights, name="in_loop")
+        return tf.nn.relu(tf.matmul(x, weights) + 1.0)
+
+    found = optimized.read_optimized(lambda: step(tf.ones((4, 4))))
+    assert {product.kind for product in found} == {"MatMul"}
+    assert {product.dtypes for product in found} == {("float32", "float32")}
+    assert any("in_loop" in product.op_name for product in found)
+    assert len(found) == len(set(found))

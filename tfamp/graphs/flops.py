@@ -209,6 +209,32 @@ def _shape_at(operation: Operation, place: int | str) -> Shape:
 
 
 def _einsum(operation: Operation) -> int | None:
+    factors = einsum_sizes(operation)
+    if factors is None:
+        return None
+    first, second, result = factors
+    known = {**first, **{k: v for k, v in second.items() if v is not None}}
+    # What one factor alone has and the result has not is summed before the product.
+    counted = [
+        label
+        for label in known
+        if (label in first and label in second) or label in result
+    ]
+    return _times(2, *(known[label] for label in counted))
+
+
+def einsum_sizes(
+    operation: Operation,
+) -> tuple[dict[str, int | None], dict[str, int | None], set[str]] | None:
+    """Returns the sizes of the labels of both factors, and the result's labels.
+
+    Args:
+        operation: An Einsum of two factors.
+
+    Returns:
+        None where the rank of a factor is not known. The labels of "..." are ".-1"
+        for its last dimension, ".-2" for the one before, and on.
+    """
     equation = operation.attributes["equation"].s.decode().replace(" ", "")
     terms, _, result = equation.partition("->")
     sizes: list[dict[str, int | None]] = []
@@ -217,14 +243,8 @@ def _einsum(operation: Operation) -> int | None:
             return None
         sizes.append(_label_sizes(term, shape))
     first, second = sizes
-    known = {**first, **{k: v for k, v in second.items() if v is not None}}
-    # What one factor alone has and the result has not is summed before the product.
-    counted = [
-        label
-        for label in known
-        if (label in first and label in second) or label[0] in result
-    ]
-    return _times(2, *(known[label] for label in counted))
+    kept = {label for label in {*first, *second} if label[0] in result}
+    return first, second, kept
 
 
 def _label_sizes(term: str, shape: tuple[int | None, ...]) -> dict[str, int | None]:

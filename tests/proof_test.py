@@ -1,0 +1,929 @@
+"""Proofs: dtypes, layers, casts and causes of a step by hand; nothing changes."""
+
+import random
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.graphs.hlo import CompiledProduct
+from tfamp.numerics import proving
+from tfamp.numerics.cost import Roofline, num_bytes
+from tfamp.numerics.marks import Marks
+from tfamp.numerics.products import products_of
+from tfamp.numerics.proof import Cause, Proof
+from tfamp.numerics.proving import prove
+from tfamp.results import Device
+
+LAYERS = keras.layers
+A100 = Device("gpu", "NVIDIA A100", (8, 0))
+V100 = Device("gpu", "Tesla V100", (7, 0))
+OLD_CPU = Device("cpu", "Old Xeon", features=("avx2",))
+AMX_CPU = Device("cpu", "New Xeon", features=("amx_bf16", "avx512_bf16"))
+
+
+def compiled(model, **options):
+    """Returns the model, compiled, with an optimizer that is built where it can be."""
+    model.compile("sgd", "mse", **options)
+    if model.built:
+        model.optimizer.build(model.trainable_variables)
+    return model
+
+
+def dense_and_head(units=512, outputs=10, policy="mixed_bfloat16"):
+    """Returns a product in half precision and a head in float32, on 512 inputs."""
+    return compiled(
+        keras.Sequential(
+            [
+                keras.Input((512,)),
+                LAYERS.Dense(units, dtype=policy, name="dense"),
+                LAYERS.Dense(outputs, dtype="float32", name="head"),
+            ],
+            name="two",
+        )
+    )
+
+
+def batch_of(*shapes, size=8):
+    """Returns a batch (x, y) of zeros."""
+    return tuple(tf.zeros((size, *shape)) for shape in shapes)
+
+
+def rows(proof, **wanted):
+    """Returns {(layer, direction): [(dtype, count), ...]} of a proof's products."""
+    found = {}
+    for product in proof.operations:
+        if all(getattr(product, name) == value for name, value in wanted.items()):
+            key = product.layer, product.direction
+            found.setdefault(key, []).append((product.dtype, product.count))
+    return found
+
+
+def num_products(proof):
+    """Returns {layer: (products forward, products backward)}."""
+    found = {}
+    for product in proof.operations:
+        forward, backward = found.get(product.layer, (0, 0))
+        is_forward = product.direction == "forward"
+        found[product.layer] = (
+            forward + product.count * is_forward,
+            backward + product.count * (not is_forward),
+        )
+    return found
+
+
+def names(proof):
+    """Returns the names of a proof's causes."""
+    return [cause.name for cause in proof.causes]
+
+
+# The first layer needs no gradient of its inputs: two products, not three.
+HEAD_FLOPS = 3 * 2 * 8 * 512 * 10
+DENSE_FLOPS = 2 * 2 * 8 * 512 * 512
+
+
+@pytest.mark.parametrize(
+    "policy, half", [("mixed_bfloat16", "bfloat16"), ("mixed_float16", "float16")]
+)
+def test_the_share_in_half_precision_is_exact(policy, half):
+    proof = prove(dense_and_head(policy=policy), batch_of((512,), (10,)), batch_size=8)
+    assert proof.flops == DENSE_FLOPS + HEAD_FLOPS
+    assert proof.half_share_of_flops == DENSE_FLOPS / (DENSE_FLOPS + HEAD_FLOPS)
+    assert rows(proof) == {
+        ("dense", "forward"): [(half, 1)],
+        ("dense", "backward"): [(half, 1)],
+        ("head", "forward"): [("float32", 1)],
+        ("head", "backward"): [("float32", 1)] * 2,
+    }
+    assert (proof.model, proof.step, proof.batch_size) == ("two", "train", 8)
+    assert (proof.source, proof.num_replicas, proof.notes) == ("graph", 1, ())
+
+
+def test_products_tell_their_shapes_and_types():
+    proof = prove(dense_and_head(), batch_of((512,), (10,)))
+    forward = proof.operations[0]
+    assert forward.op_type == "MatMul"
+    assert forward.name.endswith("dense_1/MatMul")
+    assert "tfamp" not in forward.name
+    assert (forward.shapes, forward.output_shape) == (((8, 512), (512, 512)), (8, 512))
+    assert forward.flops == 2 * 8 * 512 * 512
+
+
+def test_convolutions_tell_both_factors_of_a_gradient():
+    model = keras.Sequential(
+        [
+            keras.Input((6, 6, 2)),
+            LAYERS.Conv2D(3, 3, name="first"),
+            LAYERS.Conv2D(4, 3, name="second"),
+        ]
+    )
+    proof = prove(compiled(model), batch_of((6, 6, 2), (2, 2, 4)))
+    found = {
+        (product.layer, product.op_type): product.shapes for product in proof.operations
+    }
+    assert found == {
+        ("first", "Conv2D"): ((8, 6, 6, 2), (3, 3, 2, 3)),
+        ("first", "Conv2DBackpropFilter"): ((8, 6, 6, 2), (8, 4, 4, 3)),
+        ("second", "Conv2D"): ((8, 4, 4, 3), (3, 3, 3, 4)),
+        ("second", "Conv2DBackpropInput"): ((3, 3, 3, 4), (8, 2, 2, 4)),
+        ("second", "Conv2DBackpropFilter"): ((8, 4, 4, 3), (8, 2, 2, 4)),
+    }
+
+
+def test_a_float32_model_has_no_casts_and_says_why_it_is_float32():
+    model = dense_and_head(policy="float32")
+    proof = prove(model, batch_of((512,), (10,)), devices=[AMX_CPU])
+    assert proof.half_share_of_flops == 0.0
+    assert proof.casts == ()
+    assert proof.reasons == {
+        "dense": "its dtype policy says so, no rule of tfamp",
+        "head": "its dtype policy says so, no rule of tfamp",
+    }
+    assert set(names(proof)) == {"float32", "memory"}
+    cause = next(cause for cause in proof.causes if cause.name == "float32")
+    assert cause.message == (
+        "Every matrix product and convolution runs in float32: 'dense' and 'head' "
+        "(its dtype policy says so, no rule of tfamp)."
+    )
+    assert cause.remedy.startswith("Call `tfamp.apply(model, 'mixed_bfloat16')`")
+
+
+def test_a_float32_model_stays_so_where_nothing_is_faster():
+    model = dense_and_head(policy="float32")
+    proof = prove(model, batch_of((512,), (10,)), devices=[OLD_CPU])
+    cause = next(cause for cause in proof.causes if cause.name == "float32")
+    assert cause.remedy == (
+        "Leave it: Old Xeon has no bfloat16 instructions (amx_bf16 or avx512_bf16)."
+    )
+
+
+def classifier():
+    """Returns a model with a head that only tfamp keeps in float32."""
+    return compiled(
+        keras.Sequential(
+            [
+                keras.Input((16,)),
+                LAYERS.Dense(32, activation="relu", name="hidden"),
+                LAYERS.Dense(4, name="head"),
+            ]
+        )
+    )
+
+
+def test_stock_keras_and_tfamp_show_their_own_dtypes():
+    data = batch_of((16,), (4,))
+    keras.config.set_dtype_policy("mixed_bfloat16")
+    try:
+        stock = prove(classifier(), data)
+    finally:
+        keras.config.set_dtype_policy("float32")
+    with tfamp.scope("mixed_bfloat16"):
+        ours = prove(classifier(), data)
+    assert stock.half_share_of_flops == 1.0
+    assert stock.reasons == {}
+    hidden, head = 2 * 2 * 8 * 16 * 32, 3 * 2 * 8 * 32 * 4
+    assert ours.half_share_of_flops == hidden / (hidden + head)
+    assert ours.reasons == {
+        "head": "default: heads: makes an output of the model, which feeds the loss"
+    }
+    assert "(default: heads: makes an output" in ours.table().replace("\n   ", " ")
+
+
+class InFloat32(LAYERS.Layer):
+    """Multiplies in float32, whatever it computes in."""
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], 4))
+
+    def call(self, x):
+        return tf.matmul(tf.cast(x, tf.float32), tf.cast(self.kernel, tf.float32))
+
+
+def test_code_that_multiplies_in_float32_is_named():
+    layer = InFloat32(dtype="mixed_bfloat16", name="own")
+    model = compiled(keras.Sequential([keras.Input((16,)), layer]))
+    proof = prove(model, batch_of((16,), (4,)))
+    expected = "the layer computes in bfloat16, its own code in float32"
+    assert proof.reasons == {"own": expected}
+
+
+def nested():
+    """Returns a model with a layer used twice and a model inside."""
+    shared = LAYERS.Dense(8, name="shared")
+    # A name as TensorFlow would give the second use of "shared".
+    other = LAYERS.Dense(8, name="shared_1")
+    inner = keras.Sequential(
+        [keras.Input((8,)), LAYERS.Dense(8, name="dense"), LAYERS.Dense(8, name="out")],
+        name="inner",
+    )
+    inputs = keras.Input((8,))
+    outputs = inner(other(shared(shared(inputs))))
+    outputs = LAYERS.Dense(8, name="dense")(outputs)
+    return keras.Model(inputs, outputs), ((8,), (8,))
+
+
+def attending():
+    """Returns attention over six tokens."""
+    inputs = keras.Input((6, 8))
+    x = LAYERS.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
+    return keras.Model(inputs, LAYERS.Dense(8, name="dense")(x)), ((6, 8), (6, 8))
+
+
+def recurrent():
+    """Returns two ways of running over six steps."""
+    inputs = keras.Input((6, 8))
+    x = LAYERS.LSTM(4, return_sequences=True, name="lstm")(inputs)
+    x = LAYERS.TimeDistributed(LAYERS.Dense(3, name="each"), name="over")(x)
+    return keras.Model(inputs, x), ((6, 8), (6, 3))
+
+
+class Block(LAYERS.Layer):
+    """A block of two layers."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.first, self.second = LAYERS.Dense(8, name="a"), LAYERS.Dense(8, name="b")
+
+    def call(self, x):
+        return self.second(self.first(x))
+
+
+class Subclassed(keras.Model):
+    """A subclassed model with a list of blocks."""
+
+    def __init__(self):
+        super().__init__()
+        self.blocks = [Block(name="block_0"), Block(name="block_1")]
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return x @ tf.ones((8, 8), x.dtype)
+
+
+def subclassed():
+    return Subclassed(), ((8,), (8,))
+
+
+def recomputed():
+    """Returns a layer whose forward pass runs again backwards."""
+
+    class Recomputed(LAYERS.Layer):
+        def __init__(self, **kwargs):
+            super().__init__(**kwargs)
+            self.dense = LAYERS.Dense(8, name="inside", activation="tanh")
+
+        def call(self, x):
+            return tf.recompute_grad(self.dense)(x)
+
+    layers = [LAYERS.Dense(8, name="before"), Recomputed(name="again")]
+    return keras.Sequential([keras.Input((8,)), *layers]), ((8,), (8,))
+
+
+# Layer -> products forward and backward. The inputs need no gradient, so the first
+# layer that sees them has one backward where others have two.
+ATTRIBUTED = {
+    "nested": (
+        nested,
+        {
+            "shared": (2, 3),
+            "shared_1": (1, 2),
+            "inner/dense": (1, 2),
+            "inner/out": (1, 2),
+            "dense": (1, 2),
+        },
+    ),
+    "attention": (
+        attending,
+        {
+            "attention/query": (1, 1),
+            "attention/key": (1, 1),
+            "attention/value": (1, 1),
+            "attention": (2, 4),
+            "attention/attention_output": (1, 2),
+            "dense": (1, 2),
+        },
+    ),
+    # A step of the cell has two products; the inputs of the loop need no gradient.
+    "recurrent": (recurrent, {"lstm/lstm_cell": (12, 18), "over/each": (6, 12)}),
+    "subclassed": (
+        subclassed,
+        {
+            "block_0/a": (1, 1),
+            "block_0/b": (1, 2),
+            "block_1/a": (1, 2),
+            "block_1/b": (1, 2),
+            "subclassed": (1, 1),
+        },
+    ),
+    "recomputed": (recomputed, {"before": (1, 1), "again/inside": (2, 2)}),
+}
+
+
+@pytest.mark.parametrize("make, expected", ATTRIBUTED.values(), ids=ATTRIBUTED)
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+def test_every_product_is_attributed_to_its_layer(make, expected, policy):
+    keras.config.set_dtype_policy(policy)
+    try:
+        model, shapes = make()
+        compiled(model)
+        found = num_products(prove(model, batch_of(*shapes)))
+        again = num_products(prove(model, batch_of(*shapes)))
+    finally:
+        keras.config.set_dtype_policy("float32")
+    paths = {row.path for row in tfamp.assignment(model)}
+    if "subclassed" in expected:
+        expected = {
+            model.name if k == "subclassed" else k: v for k, v in expected.items()
+        }
+    assert found == again == expected
+    assert set(found) <= paths
+
+
+def test_functions_that_were_traced_before_are_told_by_names():
+    class Traced(LAYERS.Layer):
+        def __init__(self):
+            super().__init__(name="traced")
+            self.dense = LAYERS.Dense(8, name="inside")
+            self.other = LAYERS.Dense(8, name="inside_1")
+
+        @tf.function
+        def call(self, x):
+            return self.other(self.dense(x))
+
+    model = keras.Sequential([keras.Input((8,)), Traced()])
+    model(tf.zeros((8, 8)))
+    proof = prove(model, batch_of((8,), (8,)), inference=True)
+    assert num_products(proof) == {"traced/inside": (1, 0), "traced/inside_1": (1, 0)}
+
+
+def test_a_train_step_of_the_user_is_the_one_that_is_traced():
+    class Own(keras.Model):
+        def train_step(self, data):
+            x, y = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+                # A product that no layer makes.
+                loss += tf.reduce_sum(tf.matmul(x, x, transpose_b=True))
+            gradients = tape.gradient(loss, self.trainable_variables)
+            self.optimizer.apply(gradients, self.trainable_variables)
+            return {"loss": loss}
+
+    inputs = keras.Input((8,))
+    model = compiled(Own(inputs, LAYERS.Dense(4, name="dense")(inputs)))
+    proof = prove(model, batch_of((8,), (4,)))
+    assert num_products(proof) == {"dense": (1, 1), "": (1, 0)}
+    assert (
+        proof.reasons[""] == "made by the loss, the optimizer or the train step itself"
+    )
+    assert "(no layer)" in proof.table()
+
+
+def test_casts_are_counted_with_their_bytes():
+    model = keras.Sequential(
+        [keras.Input((3,)), LAYERS.Dense(4, dtype="mixed_bfloat16", name="dense")]
+    )
+    proof = prove(compiled(model), batch_of((3,), (4,)))
+    found = {
+        (cast.layer, cast.what, cast.source_dtype): (
+            cast.count,
+            cast.elements,
+            cast.moved_bytes,
+        )
+        for cast in proof.casts
+    }
+    # A kernel of 3 x 4 and a bias of 4; six bytes for each number, read and written.
+    assert found["dense", "weights", "float32"] == (2, 16, 16 * 6)
+    assert found["dense", "weight gradients", "bfloat16"] == (2, 16, 16 * 6)
+    assert found["dense", "activations", "float32"] == (1, 24, 24 * 6)
+    # The loss takes the outputs in float32.
+    assert found["", "activations", "bfloat16"] == (1, 32, 32 * 6)
+    assert found["", "activation gradients", "float32"] == (1, 32, 32 * 6)
+    assert len(found) == 5
+    sizes = [cast.moved_bytes for cast in proof.casts]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_casts_in_a_loop_count_each_step():
+    inputs = keras.Input((6, 8))
+    layer = LAYERS.LSTM(4, dtype="mixed_bfloat16", name="lstm")
+    model = compiled(keras.Model(inputs, layer(inputs)))
+    proof = prove(model, batch_of((6, 8), (4,)))
+    found = {
+        cast.what: (cast.count, cast.elements)
+        for cast in proof.casts
+        if cast.layer == "lstm/lstm_cell"
+    }
+    weights = 8 * 16 + 4 * 16 + 16
+    assert found == {
+        "weights": (18, 6 * weights),
+        "weight gradients": (18, 6 * weights),
+    }
+
+
+def state_of(model):
+    """Returns every bit that a training step could change."""
+    variables = [*model.variables, *model.metrics_variables, *model.optimizer.variables]
+    return [np.asarray(variable).tobytes() for variable in variables]
+
+
+@pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow:UserWarning")
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_nothing_changes(policy):
+    with tfamp.scope(policy):
+        model = keras.Sequential(
+            [
+                keras.Input((8,)),
+                LAYERS.Dense(8),
+                LAYERS.BatchNormalization(),
+                LAYERS.Dropout(0.5, seed=1),
+                LAYERS.Dense(4),
+            ]
+        )
+        model.compile("adam", "mse", metrics=["mae"])
+    data = tuple(tf.random.stateless_normal((8, n), (n, 1)) for n in (8, 4))
+    prove(model, data)
+    before, called = state_of(model), keras.layers.Layer.__call__
+    dtypes = tfamp.assignment(model)
+    random.seed(3)
+    first = random.getstate()
+    prove(model, data)
+    assert state_of(model) == before
+    assert keras.layers.Layer.__call__ is called
+    assert random.getstate() == first
+    assert tfamp.assignment(model) == dtypes
+    assert getattr(model, "train_function", None) is None
+
+
+def test_nothing_stays_marked_after_an_error():
+    class Failing(LAYERS.Layer):
+        def call(self, x, training=False):
+            if training:
+                raise RuntimeError("not today")
+            return x
+
+    model = compiled(keras.Sequential([keras.Input((8,)), Failing(), LAYERS.Dense(4)]))
+    called = keras.layers.Layer.__call__
+    with pytest.raises(RuntimeError, match="not today"):
+        prove(model, batch_of((8,), (4,)))
+    assert keras.layers.Layer.__call__ is called
+
+
+def test_replicas_count_as_one_step_of_the_whole_batch():
+    data = tf.data.Dataset.from_tensors(batch_of((512,), (10,)))
+    alone = prove(dense_and_head(), data)
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        model = dense_and_head()
+        before = state_of(model)
+    both = prove(model, data)
+    assert both.num_replicas == 2
+    assert both.flops == alone.flops
+    assert both.half_share_of_flops == alone.half_share_of_flops
+    assert [p.layer for p in both.operations] == [p.layer for p in alone.operations]
+    assert {product.count for product in both.operations} == {2}
+    assert both.operations[0].shapes == ((4, 512), (512, 512))
+    assert "on 2 replicas" in both.table()
+    assert state_of(model) == before
+    assert prove(model, data, compiled=True).notes == (
+        "XLA's program of a step on 2 replicas cannot be read; dtypes are those of the "
+        "graph.",
+    )
+
+
+def test_xla_tells_the_dtypes_of_the_compiled_program():
+    model = dense_and_head(units=16, policy="float32")
+    before = state_of(model)
+    proof = prove(model, batch_of((512,), (10,)), compiled=True)
+    assert proof.source == "XLA"
+    assert [product.final_dtype for product in proof.operations] == ["float32"] * 5
+    assert proof.notes == ()
+    assert state_of(model) == before
+
+
+@pytest.mark.slow
+def test_xla_is_read_for_loops_attention_and_convolutions():
+    inputs = keras.Input((8, 8, 3))
+    x = LAYERS.Conv2D(8, 3)(inputs)
+    x = LAYERS.DepthwiseConv2D(3)(x)
+    x = LAYERS.Conv2DTranspose(4, 3, strides=2)(x)
+    x = LAYERS.Reshape((18, 18))(x)
+    x = LAYERS.MultiHeadAttention(2, 4)(x, x)
+    x = LAYERS.LSTM(4)(x)
+    model = compiled(keras.Model(inputs, x), jit_compile=True)
+    proof = prove(model, batch_of((8, 8, 3), (4,)))
+    assert proof.source == "XLA"
+    assert {product.final_dtype for product in proof.operations} == {"float32"}
+
+
+def test_a_step_that_xla_cannot_compile_says_so():
+    class Slow(LAYERS.Layer):
+        def call(self, x):
+            y = tf.numpy_function(lambda x: x, [x], tf.float32)
+            return tf.ensure_shape(y, x.shape)
+
+    model = keras.Sequential([keras.Input((8,)), Slow(), LAYERS.Dense(4)])
+    proof = prove(compiled(model), batch_of((8,), (4,)), compiled=True)
+    assert proof.source == "graph"
+    (note,) = proof.notes
+    assert note.startswith("XLA cannot compile this step (")
+    assert note.endswith("); dtypes are those of the graph.")
+
+
+def test_tensorflows_own_mixed_precision_is_seen():
+    model = dense_and_head(policy="float32")
+    data = tuple(tf.random.stateless_normal((8, n), (n, 1)) for n in (512, 10))
+    before = state_of(model)
+    option = "auto_mixed_precision_onednn_bfloat16"
+    tf.config.optimizer.set_experimental_options({option: True})
+    try:
+        proof = prove(model, data)
+    finally:
+        tf.config.optimizer.set_experimental_options({option: False})
+    assert proof.source == "rewrite"
+    assert [product.dtype for product in proof.operations] == ["float32"] * 5
+    # Where the CPU has no bfloat16, TensorFlow leaves the graph alone.
+    (dtype,) = {product.final_dtype for product in proof.operations}
+    assert dtype in ("bfloat16", "float32")
+    assert proof.half_share_of_flops == float(dtype == "bfloat16")
+    assert "TensorFlow's own mixed precision is on" in proof.notes[0]
+    assert state_of(model) == before
+
+
+def final_dtypes(*products):
+    """Returns the dtypes of the model's products where this is what really runs."""
+    model = dense_and_head(units=16)
+    marks = Marks(model)
+    with marks.placed():
+        step = tf.function(lambda x, y: model.train_step((x, y)))
+        model.optimizer.build(model.trainable_variables)
+        traced = step.get_concrete_function(*batch_of((512,), (10,)))
+    operations = proving.read_operations(traced)
+    return [p.final_dtype for _, p in products_of(operations, marks, products)]
+
+
+def test_final_dtypes_are_found_by_name_scope_and_size():
+    def product(name, dtypes, shape=()):
+        return CompiledProduct("x", "dot", name, dtypes, shape)
+
+    found = final_dtypes(
+        product("two_1/dense_1/MatMul", ("bfloat16", "bfloat16")),
+        # Of two dtypes, and of two products of one name, the wider counts.
+        product("two_1/head_1/MatMul", ("bfloat16", "float32")),
+        product("two_1/head_1/MatMul", ("bfloat16", "bfloat16")),
+        # Nameless: told by the size of its result, 512 x 16.
+        product("", ("float16", "float16"), (16, 512)),
+    )
+    assert found == ["bfloat16", "float32", "", "", "float16"]
+    # Fused with what follows: it has the name of that.
+    found = final_dtypes(product("two_1/dense_1/BiasAdd", ("bfloat16", "bfloat16")))
+    assert found == ["bfloat16", "", "", "", ""]
+
+
+def test_products_that_were_not_found_are_noted(monkeypatch):
+    only = (CompiledProduct("x", "dot", "two_1/dense_1/MatMul", ("float32",) * 2, ()),)
+    monkeypatch.setattr("tfamp.numerics.tracing.read_hlo", lambda text: only)
+    model = dense_and_head(units=16)
+    proof = prove(model, batch_of((512,), (10,)), compiled=True, devices=[AMX_CPU])
+    assert [p.runs_in for p in proof.operations[:2]] == ["float32", "float32"]
+    assert proof.operations[0].dtype == "bfloat16"
+    (note,) = proof.notes
+    assert note.startswith("4 of 5 products have no counterpart in what was read last")
+    cause = next(cause for cause in proof.causes if cause.name == "compiler")
+    assert cause.message == (
+        "XLA computes 1 of 5 products in float32 that the graph has in bfloat16: it "
+        "converts their factors first ('dense')."
+    )
+    assert "bf16, run in float32" in proof.table()
+
+
+def cause_of(name, *, devices, tf32=False, model=None, size=8):
+    """Returns one cause of the model of 512 units, None where it is not named."""
+    model = model or dense_and_head()
+    data = batch_of((512,), (10,), size=size)
+    proof = prove(model, data, batch_size=size, devices=devices, tf32=tf32)
+    figures = [cause.figure for cause in proof.causes]
+    assert figures == sorted(figures, reverse=True)
+    assert all(0 <= figure <= 1 for figure in figures)
+    return next((cause for cause in proof.causes if cause.name == name), None)
+
+
+def test_a_device_without_the_instruction_is_a_cause():
+    cause = cause_of("device", devices=[V100, OLD_CPU])
+    assert cause.message == (
+        "'mixed_bfloat16' will be slow or gain nothing here: Tesla V100 emulates "
+        "bfloat16 (compute capability 7.0, needs 8.0)."
+    )
+    assert cause.remedy == "Use 'mixed_float16'."
+    assert cause_of("device", devices=[A100]) is None
+    # The CPU beside a GPU computes nothing.
+    assert cause_of("device", devices=[A100, OLD_CPU]) is None
+
+
+TF32 = {
+    "A100": ([A100], True, True),
+    "A100, switched off": ([A100], False, False),
+    "V100": ([V100], True, False),
+    "CPU": ([AMX_CPU], True, False),
+}
+
+
+@pytest.mark.parametrize("devices, tf32, expected", TF32.values(), ids=TF32)
+def test_tf32_is_a_cause_where_the_device_has_it(devices, tf32, expected):
+    assert (cause_of("TF32", devices=devices, tf32=tf32) is not None) is expected
+
+
+def test_shapes_are_a_cause_on_tensor_cores():
+    model = dense_and_head(units=100)
+    cause = cause_of("shapes", devices=[A100], model=model, size=20)
+    assert cause.message == (
+        "Sizes that are not multiples of 8 keep tensor cores from full speed: 'dense' "
+        "rows 20 -> 24 and units 100 -> 104."
+    )
+    assert cause_of("shapes", devices=[AMX_CPU], model=model) is None
+    assert cause_of("shapes", devices=[A100]) is None
+
+
+def test_unaligned_layers_are_listed_by_their_flops():
+    inputs = keras.Input((8, 8, 3))
+    x = LAYERS.Conv2D(12, 3, dtype="mixed_bfloat16", name="conv")(inputs)
+    x = LAYERS.GlobalAveragePooling2D()(x)
+    x = LAYERS.Dense(16, dtype="mixed_bfloat16", name="dense")(x)
+    x = LAYERS.Dense(9, dtype="float32", name="head")(x)
+    model = compiled(keras.Model(inputs, x))
+    first, second = prove(model, batch_of((8, 8, 3), (9,))).unaligned
+    assert first.layer == "conv"
+    assert first.sizes == {"channels in": 3, "channels out": 12}
+    assert first.padded == {"channels in": 8, "channels out": 16}
+    convolution, dense, head = (
+        2 * 2 * 8 * 36 * 12 * 27,
+        3 * 2 * 8 * 12 * 16,
+        3 * 2 * 8 * 16 * 9,
+    )
+    total = convolution + dense + head
+    assert first.share_of_flops == convolution / total
+    assert (second.layer, second.sizes) == ("dense", {"inputs": 12})
+
+
+def test_small_products_are_a_cause_until_the_batch_is_large():
+    cause = cause_of("small products", devices=[A100])
+    # Of 8 rows and 512 columns, 16 numbers are multiplied for each that is moved.
+    assert cause.message == (
+        "2 of 5 products are too small for the units of half precision: moving their "
+        "numbers takes longer than multiplying them ('dense')."
+    )
+    assert cause.remedy == ("Raise the batch size from 8, or make these layers wider.")
+    # 2 * 512**3 FLOPs for 3 * 512**2 numbers of 2 bytes: 171 a byte, above 140.
+    assert cause_of("small products", devices=[A100], size=512) is None
+
+
+def test_casts_and_float32_are_causes_with_their_figures():
+    model = dense_and_head(outputs=256)
+    proof = prove(model, batch_of((512,), (256,)), devices=[AMX_CPU])
+    by_name = {cause.name: cause for cause in proof.causes}
+    weights = 512 * 512 + 512
+    inputs = 8 * 512
+    # The head takes activations in float32, and hands gradients of them back.
+    moved = 6 * (2 * weights + 3 * inputs)
+    assert sum(cast.moved_bytes for cast in proof.casts) == moved
+    share = moved / proof.moved_bytes
+    assert by_name["casts"].message.startswith("7 casts move 3.1 MiB a step, ")
+    assert f"{100 * share:.1f} % of all bytes" in by_name["casts"].message
+    # Three products of the head for 256 columns, two of the other for 512.
+    share = (3 * 256) / (3 * 256 + 2 * 512)
+    assert by_name["float32"].message == (
+        f"{100 * share:.1f} % of the FLOPs run in float32: 'head' (its dtype policy "
+        "says so, no rule of tfamp)."
+    )
+
+
+class Measured:
+    """What a measurement of the input found."""
+
+    possible_gain, advice = 0.75, "1. Add `.prefetch(2)`."
+
+
+def test_the_input_is_a_cause_where_it_is_measured(monkeypatch):
+    asked = []
+
+    def bottleneck(model, dataset, *, seconds):
+        asked.append((model.name, dataset.element_spec[0].shape[1:], seconds))
+        return Measured
+
+    monkeypatch.setattr(proving, "bottleneck", bottleneck)
+    proof = prove(dense_and_head(), batch_of((512,), (10,)), seconds=3)
+    assert asked == [("two", (512,), 3.0)]
+    assert proof.possible_gain == 0.75
+    cause = next(cause for cause in proof.causes if cause.name == "input")
+    assert cause == Cause(
+        "input",
+        0.75,
+        "The input takes 75.0 % of a step, which no dtype shortens (measured).",
+        "1. Add `.prefetch(2)`.",
+    )
+    assert prove(dense_and_head(), batch_of((512,), (10,))).possible_gain is None
+    monkeypatch.setattr(Measured, "possible_gain", 0.001)
+    proof = prove(dense_and_head(), batch_of((512,), (10,)), seconds=3)
+    assert proof.notes == ("The input holds up less than 0.5 % of a step (measured).",)
+
+
+def test_inference_has_no_gradients_and_needs_no_compile():
+    model = keras.Sequential([LAYERS.Dense(4, name="dense")])
+    proof = prove(model, batch_of((8,), (4,)), inference=True)
+    assert proof.step == "inference"
+    assert num_products(proof) == {"dense": (1, 0)}
+    model = compiled(model)
+    again = prove(model, batch_of((8,), (4,)), inference=True)
+    assert again.flops == proof.flops == 2 * 8 * 8 * 4
+
+
+def test_arrays_are_batched_and_rounded_as_fit_does():
+    arrays = np.zeros((50, 512)), np.zeros((50, 10))
+    proof = prove(dense_and_head(), arrays)
+    assert proof.batch_size == 32
+    assert prove(dense_and_head(), arrays, batch_size=16).batch_size == 16
+    # From float64 there would be a cast more.
+    assert {cast.source_dtype for cast in proof.casts} == {"float32", "bfloat16"}
+
+
+def test_a_pipeline_is_built():
+    pipeline = tfamp.data.Pipeline.from_arrays(
+        np.zeros((50, 512), np.float32), np.zeros((50, 10), np.float32)
+    )
+    proof = prove(dense_and_head(), pipeline.batch(16))
+    assert proof.batch_size == 16
+
+
+def test_a_model_without_products_has_no_share():
+    model = compiled(keras.Sequential([keras.Input((8,)), LAYERS.LayerNormalization()]))
+    proof = prove(model, batch_of((8,), (8,)))
+    assert (proof.flops, proof.half_share_of_flops, proof.operations) == (0, 0.0, ())
+    assert proof.notes == ("The step has no matrix product and no convolution.",)
+    assert "convolutions: none" in proof.table()
+
+
+def test_loops_that_data_end_are_noted():
+    class Halving(LAYERS.Layer):
+        def call(self, x):
+            y = tf.while_loop(
+                lambda y: tf.reduce_max(y) > 1.0,
+                lambda y: tf.matmul(y, y) / 2,
+                [tf.matmul(x, x, transpose_a=True)],
+            )[0]
+            return x @ y
+
+    model = compiled(keras.Sequential([keras.Input((4,)), LAYERS.Dense(4), Halving()]))
+    (note,) = prove(model, batch_of((4,), (4,))).notes
+    assert note.startswith("The FLOPs of 3 products are not known, the first is ")
+
+
+def test_steps_from_python_are_noted():
+    model = dense_and_head()
+    model.run_eagerly = True
+    (note,) = prove(model, batch_of((512,), (10,))).notes
+    assert note.startswith("`run_eagerly=True`: operations start one by one")
+
+
+def test_a_proof_goes_to_json_and_back():
+    model = dense_and_head(units=100, outputs=100)
+    proof = prove(model, batch_of((512,), (100,)), devices=[V100], tf32=True)
+    assert Proof.from_json(proof.to_json()) == proof
+    assert hash(Proof.from_json(proof.to_json())) == hash(proof)
+    assert {"casts", "device", "shapes", "float32", "memory"} <= set(names(proof))
+
+
+def test_the_table_fits_and_holds_every_layer():
+    layers = [
+        LAYERS.Dense(4, name=f"a_layer_with_a_long_name_{'x' * 50}_{i}")
+        for i in range(41)
+    ]
+    model = compiled(keras.Sequential([keras.Input((8,)), *layers]))
+    text = str(prove(model, batch_of((8,), (4,)), devices=[A100], tf32=True))
+    assert max(map(len, text.splitlines())) <= 110
+    assert "and 1 layers more" in text
+    assert "TF32 on" in text
+
+
+def operation(op_type, inputs, outputs, **dtypes):
+    """Returns an operation with these shapes and dtypes."""
+    node = tf.compat.v1.NodeDef(op=op_type)
+    for name, dtype in dtypes.items():
+        node.attr[name].type = tf.as_dtype(dtype).as_datatype_enum
+    return proving.Operation("x", op_type, inputs, outputs, node.attr)
+
+
+MOVED = {
+    "cast": (
+        operation("Cast", ((3,),), ((3,),), SrcT="float32", DstT="bfloat16"),
+        3 * 4 + 3 * 2,
+    ),
+    "product": (
+        operation("MatMul", ((2, 3), (3, 4)), ((2, 4),), T="bfloat16"),
+        2 * (6 + 12 + 8),
+    ),
+    "element-wise": (operation("Relu", ((5,),), ((5,),), T="float32"), 4 * 10),
+    "unknown size": (operation("Relu", ((None,),), (None,), T="float32"), 0),
+    "integers": (operation("AddV2", ((5,), (5,)), ((5,),), T="int32"), 0),
+    "same memory": (operation("Reshape", ((5,), (1,)), ((5,),), T="float32"), 0),
+}
+
+
+@pytest.mark.parametrize("each, expected", MOVED.values(), ids=MOVED)
+def test_moved_bytes_are_those_by_hand(each, expected):
+    assert num_bytes(each) == expected
+
+
+def test_a_product_costs_the_longer_of_computing_and_moving():
+    small = operation("MatMul", ((2, 3), (3, 4)), ((2, 4),), T="float32")
+    large = operation("MatMul", ((512, 512), (512, 512)), ((512, 512),), T="float32")
+    roofline = Roofline([V100])
+    assert roofline.cost(small) == num_bytes(small)
+    assert roofline.cost(large) == pytest.approx(2 * 512**3 / 17)
+    assert roofline.cost(large, "float16") == pytest.approx(
+        max(2 * 512**3 / 140, num_bytes(large))
+    )
+    # It has no bfloat16, and the slower of two devices counts.
+    assert roofline.flops_per_byte("bfloat16") == 17
+    assert Roofline([A100, V100]).flops_per_byte("bfloat16") == 17
+    assert Roofline([A100], tf32=True).flops_per_byte("float32") == 100
+
+
+WRONG = {
+    "no model": (
+        lambda: prove("model", batch_of((512,), (10,))),
+        TypeError,
+        "`model` is 'model', of type str; expected a compiled `keras.Model`.",
+    ),
+    "not compiled": (
+        lambda: prove(
+            keras.Sequential([LAYERS.Dense(2)], name="raw"), batch_of((2,), (2,))
+        ),
+        ValueError,
+        "Model 'raw' is not compiled; expected one that `fit` takes.",
+    ),
+    "empty": (
+        lambda: prove(
+            dense_and_head(),
+            tf.data.Dataset.from_tensors(batch_of((512,), (10,))).take(0),
+        ),
+        ValueError,
+        "`dataset` holds no batches; expected at least one.",
+    ),
+    "generator": (
+        lambda: prove(dense_and_head(), (batch for batch in [])),
+        TypeError,
+        "`data` is of type generator; expected a `tf.data.Dataset` of batches, a "
+        "`Pipeline`, or a tuple (x, y) of arrays. It can be read once only and would "
+        "be used up",
+    ),
+    "one array": (
+        lambda: prove(dense_and_head(), np.zeros((8, 512))),
+        TypeError,
+        "`data` is one array of shape (8, 512); expected a tuple (x, y)",
+    ),
+    "a number": (
+        lambda: prove(dense_and_head(), 7),
+        TypeError,
+        "`data` is of type int; expected a `tf.data.Dataset` of batches",
+    ),
+    "lengths": (
+        lambda: prove(dense_and_head(), (np.zeros((8, 512)), np.zeros((7, 10)))),
+        ValueError,
+        "`data` holds arrays of shapes ((8, 512), (7, 10)); expected the same number "
+        "of examples in each. Cut them to one length.",
+    ),
+    "single examples": (
+        lambda: prove(
+            dense_and_head(),
+            tf.data.Dataset.from_tensors((tf.zeros(512), tf.zeros(()))),
+        ),
+        ValueError,
+        "expected batches, as `fit` takes them. Add `.batch(32)`.",
+    ),
+    "seconds of inference": (
+        lambda: prove(
+            dense_and_head(), batch_of((512,), (10,)), seconds=1, inference=True
+        ),
+        ValueError,
+        "`seconds` is 1.0 with `inference=True`; expected None",
+    ),
+    "no seconds": (
+        lambda: prove(dense_and_head(), batch_of((512,), (10,)), seconds=0),
+        ValueError,
+        "`seconds` is 0.0; expected a finite number above 0.",
+    ),
+    "batch size": (
+        lambda: prove(dense_and_head(), batch_of((512,), (10,)), batch_size=0),
+        ValueError,
+        "`batch_size` is 0; expected an integer of at least 1.",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, error, message", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named_with_a_remedy(call, error, message):
+    with pytest.raises(error, match=re.escape(message)):
+        call()
