@@ -1,11 +1,15 @@
 """`tfamp.compare`: order, resuming, failures, Ctrl-C, what goes to the processes."""
 
 import dataclasses
+import io
 import json
 import math
+import os
 import re
 import signal
+import sys
 import threading
+import types
 
 import numpy as np
 import pytest
@@ -17,9 +21,11 @@ from tfamp.compare import (
     conclusion,
     drift,
     largest,
+    line,
     parcel,
     processes,
     storage,
+    turns,
 )
 from tfamp.compare.job import Job, checked_policies, checked_seeds, file_name
 from tfamp.evidence import Run
@@ -38,17 +44,32 @@ def started(monkeypatch):
     calls = []
     answers = {}
 
-    def run_once(folder, policy, seed, *, on_progress, timeout_seconds):
-        calls.append((policy, seed))
-        on_progress(0.5)
-        answer = answers.get((policy, seed))
-        if isinstance(answer, BaseException):
-            raise answer
-        run = answer or made_evidence.run(policy, seed)
-        run.to_json(folder / f"{file_name(policy, seed)}.json")
-        return run
+    class RunProcess:
+        """Ends at once with a made-up run."""
 
-    monkeypatch.setattr(processes, "run_once", run_once)
+        pid = None
+
+        def __init__(self, folder, policy, seed, *, timeout_seconds, on_progress):
+            self.folder, self.policy, self.seed = folder, policy, seed
+            self.part_done, self.on_progress = 0.5, on_progress
+
+        def go_on(self):
+            calls.append((self.policy, self.seed))
+            self.on_progress(self)
+            if isinstance(answers.get((self.policy, self.seed)), BaseException):
+                raise answers[self.policy, self.seed]
+            return False
+
+        def result(self):
+            key = (self.policy, self.seed)
+            run = answers.get(key) or made_evidence.run(*key)
+            run.to_json(self.folder / f"{file_name(*key)}.json")
+            return run
+
+        def end(self):
+            """Has ended."""
+
+    monkeypatch.setattr(processes, "RunProcess", RunProcess)
     return calls, answers
 
 
@@ -309,52 +330,150 @@ def test_the_end_of_a_process_is_explained(status, message):
     assert message in processes.why_ended(status)
 
 
-def follow(tmp_path, monkeypatch, code, **options):
-    """Runs Python code in the place of a run's process."""
-    monkeypatch.setattr(
-        processes, "command", lambda *_: [processes.sys.executable, "-c", code]
+def process(tmp_path, monkeypatch, code, **options):
+    """A run's process that runs other Python code; `told` and `go` talk for it."""
+    talk = (
+        "import os, sys\n"
+        "def told(word): os.write(int(sys.argv[4]), (word + '\\n').encode())\n"
+        "def go(): return sys.stdin.readline()\n"
     )
-    return processes.run_once(tmp_path, "float32", 0, **options)
+    monkeypatch.setattr(
+        processes,
+        "command",
+        lambda module, words: [sys.executable, "-c", talk + code, *words],
+    )
+    return processes.RunProcess(tmp_path, "float32", 0, **options)
+
+
+def test_a_process_goes_on_turn_by_turn(tmp_path, monkeypatch):
+    code = "told('0.25'); told('turn'); print(go()); told('turn'); print(go())"
+    parts = []
+    found = process(
+        tmp_path, monkeypatch, code, on_progress=lambda p: parts.append(p.part_done)
+    )
+    assert found.pid is None
+    assert found.go_on()
+    assert found.part_done == 0.25
+    assert found.go_on()
+    assert not found.go_on()
+    assert processes.tail(tmp_path / "float32_seed0.log").split() == ["go", "go"]
+    assert parts[-1] == 0.25
 
 
 def test_a_process_that_dies_leaves_a_failed_run_and_its_log(tmp_path, monkeypatch):
-    code = "import os; print('last words', flush=True); os.kill(os.getpid(), 9)"
-    run = follow(tmp_path, monkeypatch, code)
+    code = "print('last words', flush=True); os.kill(os.getpid(), 9)"
+    found = process(tmp_path, monkeypatch, code)
+    assert not found.go_on()
+    run = found.result()
     assert (run.status, run.error) == ("failed", processes.why_ended(-9))
     assert processes.tail(tmp_path / "float32_seed0.log") == "last words"
 
 
+def test_a_process_that_dies_while_it_waits_is_seen(tmp_path, monkeypatch):
+    found = process(tmp_path, monkeypatch, "told('turn'); os.kill(os.getpid(), 9)")
+    assert found.go_on()
+    assert not found.go_on()
+    assert found.result().error == processes.why_ended(-9)
+
+
 def test_an_old_record_is_not_taken_for_a_new_one(tmp_path, monkeypatch):
     made_evidence.run("float32", 0).to_json(tmp_path / "float32_seed0.json")
-    assert follow(tmp_path, monkeypatch, "").status == "failed"
+    found = process(tmp_path, monkeypatch, "")
+    assert not found.go_on()
+    assert found.result().status == "failed"
 
 
 def test_a_run_that_takes_too_long_is_ended(tmp_path, monkeypatch):
     code = "import time; time.sleep(600)"
-    run = follow(tmp_path, monkeypatch, code, timeout_seconds=0.3)
-    assert run.error == "it took longer than 0.3 s"
+    found = process(tmp_path, monkeypatch, code, timeout_seconds=0.3)
+    assert not found.go_on()
+    assert found.result().error == "it took longer than 0.3 s"
 
 
-def test_progress_is_passed_on_and_ctrl_c_ends_the_process(tmp_path, monkeypatch):
-    code = (
-        "import pathlib, os, time\n"
-        f"folder = pathlib.Path({str(tmp_path)!r})\n"
-        "(folder / 'float32_seed0.progress').write_text('0.25')\n"
-        "(folder / 'pid').write_text(str(os.getpid()))\n"
-        "time.sleep(600)"
-    )
-    parts = []
-
-    def on_progress(part):
-        parts.append(part)
-        if part:
-            raise KeyboardInterrupt
-
-    with pytest.raises(KeyboardInterrupt):
-        follow(tmp_path, monkeypatch, code, on_progress=on_progress)
-    assert parts[-1] == 0.25
+def test_a_process_can_be_ended_and_ends_with_its_comparison(tmp_path, monkeypatch):
+    found = process(tmp_path, monkeypatch, "told('turn'); sys.exit(not go())")
+    assert found.go_on()
+    found.end()
     with pytest.raises(ProcessLookupError):
-        processes.os.kill(int((tmp_path / "pid").read_text()), 0)
+        os.kill(found.pid, 0)
+
+
+# Turns
+
+
+class Player:
+    """Goes on for some turns, and notes each."""
+
+    def __init__(self, name, turns, notes):
+        self.name, self.turns, self.notes = name, turns, notes
+
+    def go_on(self):
+        self.notes.append(self.name)
+        self.turns -= 1
+        if self.turns < 0:
+            raise KeyboardInterrupt
+        return self.turns > 0
+
+    def end(self):
+        self.notes.append(f"end {self.name}")
+
+
+def test_players_go_on_in_a_circle():
+    notes = []
+    players = [Player("a", 3, notes), Player("b", 1, notes), Player("c", 2, notes)]
+    ended = turns.in_turns(players, has_room=lambda waiting: True)
+    assert [player.name for player in ended] == ["b", "c", "a"]
+    # Each starts while those before it wait; then the first that waits goes on.
+    assert "".join(notes) == "abcaca"
+
+
+def test_where_there_is_no_room_they_run_one_after_the_other():
+    notes = []
+    players = [Player("a", 2, notes), Player("b", 2, notes)]
+    list(turns.in_turns(players, has_room=lambda waiting: False))
+    assert "".join(notes) == "aabb"
+
+
+def test_an_interruption_ends_all_that_have_begun():
+    notes = []
+    players = [Player("a", 2, notes), Player("b", 0, notes), Player("c", 1, notes)]
+    with pytest.raises(KeyboardInterrupt):
+        list(turns.in_turns(players, has_room=lambda waiting: True))
+    assert notes == ["a", "b", "end a", "end b"]
+
+
+def test_room_is_what_memory_has_free(monkeypatch):
+    import psutil
+
+    own = psutil.Process().memory_info().rss
+    free = [int(1.6 * own), int(1.4 * own)]
+    answers = iter(free)
+    monkeypatch.setattr(
+        psutil,
+        "virtual_memory",
+        lambda: types.SimpleNamespace(available=next(answers)),
+    )
+    assert turns.memory_has_room([os.getpid(), 2**22 + 1])
+    assert not turns.memory_has_room([os.getpid()])
+
+
+def test_a_run_tells_how_far_it_is_and_waits_for_its_turn():
+    reading, writing = os.pipe()
+    answers = io.StringIO("go\n")
+    own = line.Line(writing, answers, takes_turns=True)
+    own.tell(0.5)
+    own.wait_for_turn()
+    parts = []
+    assert line.read(os.read(reading, 100).decode(), parts.append)
+    assert parts == [0.5]
+    with pytest.raises(SystemExit):
+        own.wait_for_turn()  # nobody answers any more
+    for end in (reading, writing):
+        os.close(end)
+
+
+def test_a_run_that_takes_no_turns_does_not_wait():
+    line.Line(None, io.StringIO(""), takes_turns=True).wait_for_turn()
 
 
 # Drift

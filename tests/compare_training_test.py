@@ -1,5 +1,6 @@
 """One run of a comparison: windows of steps, losses, latencies, what it records."""
 
+import dataclasses
 import itertools
 import json
 import math
@@ -16,6 +17,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.compare import child, inference, largest, parcel
 from tfamp.compare.job import FILE, Job
+from tfamp.compare.line import Line
 from tfamp.compare.training import train
 from tfamp.compare.windows import Window, curve, steady
 from tfamp.evidence import Run
@@ -93,7 +95,6 @@ def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
         data,
         data,
         job=job(),
-        progress=tmp_path / "p",
         clock=lambda: next(ticks),
     )
     assert (found.batch_size, found.num_steps, found.warmup_steps) == (10, 12, 4)
@@ -127,13 +128,10 @@ def test_arrays_and_a_pydataset_are_taken(tmp_path):
         (X, Y),
         (X, Y),
         job=job(batch_size=16),
-        progress=tmp_path / "p",
     )
     # 40 rows in batches of 16, 16 and 8.
     assert (arrays.batch_size, arrays.num_steps) == (16, 9)
-    own = train(
-        compiled(functional()), Batches(), None, job=job(), progress=tmp_path / "p"
-    )
+    own = train(compiled(functional()), Batches(), None, job=job())
     assert (own.batch_size, own.num_steps) == (10, 12)
     # Without validation data the metrics are those of training.
     assert own.final_metrics == {
@@ -150,7 +148,7 @@ def test_two_replicas_are_measured(tmp_path):
     with strategy.scope():
         model = compiled(functional())
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
-    found = train(model, data, data, job=job(epochs=1), progress=tmp_path / "p")
+    found = train(model, data, data, job=job(epochs=1))
     assert (found.batch_size, found.num_steps) == (10, 4)
 
 
@@ -181,7 +179,6 @@ def test_data_that_cannot_be_used_is_refused(data, settings, message, tmp_path):
             data(),
             None,
             job=job(**settings),
-            progress=tmp_path / "p",
         )
 
 
@@ -192,7 +189,7 @@ def test_skipped_steps_and_scales_are_noted(tmp_path):
     bad = X.copy()
     bad[10] = np.inf
     data = tf.data.Dataset.from_tensor_slices((bad, Y)).batch(10)
-    found = train(model, data, None, job=job(epochs=1), progress=tmp_path / "p")
+    found = train(model, data, None, job=job(epochs=1))
     assert found.skipped_steps == 1
     # The second of four batches overflows: from the third on the scale is half.
     assert found.loss_scales == ((1, 1024.0), (3, 512.0))
@@ -201,10 +198,49 @@ def test_skipped_steps_and_scales_are_noted(tmp_path):
 def test_keras_own_scale_says_that_skips_are_unknown(tmp_path):
     model = functional()
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
-    found = train(model, (X, Y), None, job=job(epochs=1), progress=tmp_path / "p")
+    found = train(model, (X, Y), None, job=job(epochs=1))
     assert found.notes == (
         "Keras's own loss-scale optimizer does not tell which steps it skipped.",
     )
+
+
+class Turns(Line):
+    """Notes each turn that it waits for; between two the machine sleeps a while."""
+
+    def __init__(self, wait):
+        super().__init__()
+        self.takes_turns, self.parts, self.waits = True, [], 0
+        self._wait = wait
+
+    def tell(self, part):
+        self.parts.append(part)
+
+    def wait_for_turn(self):
+        self.waits += 1
+        self._wait()
+
+
+def test_waiting_for_a_turn_is_in_no_time():
+    now = [0.0]
+
+    def clock():
+        now[0] += 0.06  # two looks at the clock make a window
+        return now[0]
+
+    def wait():
+        now[0] += 1000.0
+
+    turns = Turns(wait)
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(1)
+    model = compiled(functional())
+    found = train(model, data, None, job=job(epochs=2), line=turns, clock=clock)
+    # After the first step, and then about once a second.
+    assert turns.waits > 5
+    assert found.step.high < 1
+    assert 1 / found.examples_per_second < 1
+    assert found.first_step_seconds < 1
+    assert turns.parts == sorted(turns.parts)
+    assert 0 < turns.parts[0] < turns.parts[-1] <= 1
 
 
 # Windows
@@ -226,6 +262,13 @@ def test_the_first_of_three_epochs_is_warm_up():
 def test_of_one_epoch_a_tenth_is_warm_up_and_at_most_50_steps():
     kept, warmup_steps = steady(windows(*[10] * 200), num_epochs=1)
     assert (len(kept), warmup_steps) == (195, 50)
+
+
+def test_a_window_after_a_wait_is_not_steady():
+    run = windows(1, 1, 1, 1)
+    run[2] = dataclasses.replace(run[2], is_steady=False)
+    kept, _ = steady(run, num_epochs=1)
+    assert [window.last_step for window in kept] == [2, 4]
 
 
 def test_the_first_window_is_never_steady():

@@ -1,6 +1,8 @@
 """The process of one run: `python -m tfamp.compare.child FOLDER POLICY SEED`.
 
-It leaves a record of the run, or of the error that ended it, and the trained weights.
+A fourth argument is the descriptor of a pipe to tell how far it is, and "in_turns" as a
+fifth one has it wait for its turns. It leaves a record of the run, or of the error that
+ended it, and the trained weights.
 """
 
 import os
@@ -13,11 +15,13 @@ from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfamp
 from tfamp import _targets, probes
 from tfamp.compare import inference, parcel, surroundings
 from tfamp.compare.job import FILE, Job, file_name
+from tfamp.compare.line import Line
 from tfamp.compare.storage import CONTEXT_FILE
 from tfamp.compare.training import Trained, train
 from tfamp.evidence import LayerDtype, Memory, Run, Variant
@@ -26,10 +30,13 @@ from tfamp.evidence import LayerDtype, Memory, Run, Variant
 def main(argv: Sequence[str]) -> int:
     """Runs once and returns 0, or 1 if it failed."""
     folder, policy, seed = Path(argv[0]), argv[1], int(argv[2])
+    # Two processes cannot both have the whole of a GPU's memory.
+    takes_turns = "in_turns" in argv[4:] and not tf.config.get_visible_devices("GPU")
+    line = Line(int(argv[3]) if len(argv) > 3 else None, takes_turns=takes_turns)
     job = Job.from_json(folder / FILE)
     record = folder / f"{file_name(policy, seed)}.json"
     try:
-        run = measure(folder, job, policy, seed)
+        run = measure(folder, job, policy, seed, line=line)
     except Exception as error:
         # The whole of it goes to the log; the record has what it comes to.
         traceback.print_exc()
@@ -39,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(folder: Path, job: Job, policy: str, seed: int) -> Run:
+def measure(
+    folder: Path, job: Job, policy: str, seed: int, *, line: Line | None = None
+) -> Run:
     """Trains one model and returns what it measured."""
     variant = Variant.parse(policy)
     status = begin(variant)
@@ -55,9 +64,7 @@ def measure(folder: Path, job: Job, policy: str, seed: int) -> Run:
         model.jit_compile = True
     build_seconds = time.perf_counter() - started
     name = file_name(policy, seed)
-    trained = train(
-        model, train_data, validation, job=job, progress=folder / f"{name}.progress"
-    )
+    trained = train(model, train_data, validation, job=job, line=line)
     memory = Memory(
         start_bytes=start_bytes,
         training_bytes=probes.peak_process_bytes(),
@@ -113,8 +120,6 @@ def measure(folder: Path, job: Job, policy: str, seed: int) -> Run:
 
 def begin(variant: Variant) -> tuple[str, str]:
     """Sets the policy of this process; returns its name and why it was taken."""
-    import tensorflow as tf
-
     if variant.rewrite:
         tf.config.optimizer.set_experimental_options(
             {"auto_mixed_precision_onednn_bfloat16": True}

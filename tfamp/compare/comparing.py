@@ -2,15 +2,16 @@
 
 import contextlib
 import dataclasses
+import functools
 import os
 import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from tfamp import _checks
-from tfamp.compare import conclusion, largest, parcel, processes, storage
+from tfamp.compare import conclusion, largest, parcel, processes, storage, turns
 from tfamp.compare.bar import bar
 from tfamp.compare.comparison import Comparison
 from tfamp.compare.job import Job, checked_policies, checked_seeds, fingerprint
@@ -43,9 +44,11 @@ def compare(
     """Trains a model under several policies, and says which are as good and faster.
 
     Each policy and seed is trained by `fit` in a fresh process, so that memory peaks,
-    traced functions and random states are its own, and the policies take turns. The
-    same seed under two policies starts from the same weights. Quality is judged by an
-    equivalence test on the differences of pairs, speed by an interval of their ratios
+    traced functions and random states are its own. On CPUs the policies of a seed take
+    turns of a second, as far as memory allows, so that what slows the machine slows
+    all of them; on GPUs they run one after the other. The same seed under two policies
+    starts from the same weights. Quality is judged by an equivalence test on the
+    differences of pairs, speed by an interval of their ratios
     (`tfamp.evidence.verdict`). Ctrl-C ends it with the runs that are finished, if
     they can be compared.
 
@@ -164,37 +167,46 @@ def _run_all(
 ) -> tuple[list[Run], bool]:
     """Runs what is missing; returns all runs and whether Ctrl-C ended it."""
     runs = {(run.policy, run.seed): run for run in kept}
-    order = job.order()
+    total = len(job.order())
+
+    def add(run: Run) -> None:
+        if not run.is_finished and not runs:
+            raise RuntimeError(_first_failed(folder, run))
+        if job.max_memory_bytes and seed == job.seeds[0] and run.is_finished:
+            run = _with_largest_batch(folder, run)
+        runs[run.policy, run.seed] = run
+        if on_run is not None:
+            on_run(run)
+
     try:
-        with bar(len(order)) as show:
-            for policy, seed in order:
-                what = f"{policy}, seed {seed}"
-                show(len(runs), what)
-                if (policy, seed) in runs:
-                    continue
-                if _is_hopeless(policy, runs.values()):
+        with bar(total) as show:
+            for seed in job.seeds:
+                policies = [
+                    p for p, s in job.order() if s == seed and (p, s) not in runs
+                ]
+                hopeless = [p for p in policies if _is_hopeless(p, runs.values())]
+                for policy in hopeless:
                     why = "left out, since the first run under this policy failed"
-                    run = Run(policy, seed, status="failed", error=why)
-                else:
-                    run = processes.run_once(
+                    add(Run(policy, seed, status="failed", error=why))
+                parts: dict[str, float] = {}
+                started = [
+                    processes.RunProcess(
                         folder,
                         policy,
                         seed,
-                        on_progress=_adder(show, len(runs), what),
                         timeout_seconds=timeout_seconds,
+                        on_progress=functools.partial(_show, show, runs, parts),
                     )
-                if not run.is_finished and not runs:
-                    raise RuntimeError(_first_failed(folder, run))
-                if job.max_memory_bytes and seed == job.seeds[0] and run.is_finished:
-                    run = _with_largest_batch(folder, run)
-                runs[policy, seed] = run
-                if on_run is not None:
-                    on_run(run)
+                    for policy in policies
+                    if policy not in hopeless
+                ]
+                for process in turns.in_turns(started, has_room=_has_room):
+                    add(process.result())
     except KeyboardInterrupt:
         if not _has_pair(list(runs.values()), job):
             raise
         warnings.warn(
-            f"Stopped after {len(runs)} of {len(order)} runs; the comparison is of "
+            f"Stopped after {len(runs)} of {total} runs; the comparison is of "
             "these. `resume=True` with the same `directory` does the rest.",
             UserWarning,
             stacklevel=3,
@@ -214,10 +226,22 @@ def _with_largest_batch(folder: Path, run: Run) -> Run:
     return run
 
 
-def _adder(
-    show: Callable[[float, str], None], done: int, what: str
-) -> Callable[[float], None]:
-    return lambda part: show(done + part, what)
+def _show(
+    show: Callable[[float, str], None],
+    runs: Mapping[tuple[str, int], Run],
+    parts: dict[str, float],
+    process: processes.RunProcess,
+) -> None:
+    """Shows how far the comparison is: what has ended, and parts of the rest."""
+    parts[process.policy] = process.part_done
+    under_way = sum(
+        part for policy, part in parts.items() if (policy, process.seed) not in runs
+    )
+    show(len(runs) + under_way, f"{process.policy}, seed {process.seed}")
+
+
+def _has_room(waiting: Sequence[processes.RunProcess]) -> bool:
+    return turns.memory_has_room([process.pid for process in waiting])
 
 
 def _is_hopeless(policy: str, runs: Any) -> bool:

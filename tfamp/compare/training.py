@@ -2,29 +2,21 @@
 
 import contextlib
 import dataclasses
-import math
 import time
-from collections.abc import Callable, Mapping
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.callbacks._steps import StepReader
+from tfamp.compare.clock import Clock
 from tfamp.compare.job import Job
-from tfamp.compare.windows import Window, curve, steady
+from tfamp.compare.line import Line
+from tfamp.compare.windows import curve, steady
 from tfamp.evidence import Spread
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.probes import Nvml
-
-# Steps are timed in windows: of a shorter one a clock and a read of the loss, which
-# waits for the device, would be a part.
-WINDOW_SECONDS = 0.1
-# The optimizer keeps its last 1024 steps.
-_READ_STEPS = 500
-_PROGRESS_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,132 +41,13 @@ class Trained:
     notes: tuple[str, ...]
 
 
-class Clock(keras.callbacks.Callback):
-    """Times windows of steps, with validation and the ends of epochs left out.
-
-    Args:
-        num_steps: Steps of all epochs, None if unknown.
-        progress: File that gets the part that is done.
-        clock: Gives the time in seconds.
-    """
-
-    def __init__(
-        self,
-        num_steps: int | None,
-        progress: Path,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        super().__init__()
-        self.windows: list[Window] = []
-        self.first_weights: list[np.ndarray] = []
-        self.first_step_seconds = 0.0
-        self.scales: list[tuple[int, float]] = []
-        self._num_steps, self._progress, self._clock = num_steps, progress, clock
-        self._reader: StepReader | None = None
-        self._logs: Mapping[str, Any] | None = None
-        self._epoch, self._seen, self._done, self._read_at = 0, 0, 0, 0
-        self._opened = self._began = clock()
-        self._told = -1e9
-        self._is_open = False
-
-    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Keeps the first weights, which exist from here on."""
-        self.first_weights = [
-            np.array(value, np.float32) for value in self.model.trainable_weights
-        ]
-        optimizer = self.model.optimizer
-        if isinstance(optimizer, LossScaleOptimizer):
-            self._reader = StepReader(optimizer)
-
-    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Opens the first window of the epoch."""
-        self._epoch, self._seen = epoch, 0
-        self._open()
-
-    def on_train_batch_end(
-        self, batch: int, logs: Mapping[str, Any] | None = None
-    ) -> None:
-        """Closes the window if it is long enough."""
-        now = self._clock()
-        self._logs = logs
-        self._done += batch + 1 - self._seen
-        self._seen = batch + 1
-        is_first = not self.windows
-        if is_first or now - self._opened >= WINDOW_SECONDS:
-            self._close()
-            if is_first:
-                self.first_step_seconds = self._clock() - self._began
-            self._open()
-
-    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
-        """Closes the window: what follows is no training."""
-        self._close()
-
-    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
-        """Closes the window that is open where there was no validation."""
-        self._close()
-        self.read_scales()
-
-    def read_scales(self) -> None:
-        """Notes the loss scale of each step since the last time."""
-        self._read_at = self._done
-        if self._reader is not None:
-            for step in self._reader.read().steps:
-                self.scales.append((step.step, step.loss_scale))
-
-    def _open(self) -> None:
-        self._opened, self._is_open = self._clock(), True
-        self._first = self._done
-
-    def _close(self) -> None:
-        if not self._is_open or self._done == self._first:
-            self._is_open = False
-            return
-        self._is_open = False
-        loss = self._loss()
-        now = self._clock()
-        self.windows.append(
-            Window(
-                epoch=self._epoch,
-                last_step=self._done,
-                steps=self._done - self._first,
-                step_in_epoch=self._seen,
-                seconds=now - self._opened,
-                loss=loss,
-                is_mean=self._is_mean(loss),
-            )
-        )
-        if self._done - self._read_at >= _READ_STEPS:
-            self.read_scales()
-        if self._num_steps and now - self._told >= _PROGRESS_SECONDS:
-            self._told = now
-            self._progress.write_text(f"{self._done / self._num_steps:.4f}")
-
-    def _loss(self) -> float | None:
-        """Returns the loss that was logged last; reading it waits for the device."""
-        if self._logs and "loss" in self._logs:
-            return float(np.asarray(self._logs["loss"]))
-        np.asarray(self.model.optimizer.iterations)
-        return None
-
-    def _is_mean(self, loss: float | None) -> bool:
-        """Whether a logged loss is the mean since the epoch began, as `fit`'s own is.
-
-        A `train_step` of the user's may log the loss of its step instead.
-        """
-        if type(self.model).train_step is keras.Model.train_step or loss is None:
-            return True
-        means = [m for m in self.model.metrics if m.name == "loss" and m.variables]
-        return any(math.isclose(float(m.result()), loss, rel_tol=1e-6) for m in means)
-
-
 def train(
     model: keras.Model,
     data: Any,
     validation: Any,
     *,
     job: Job,
-    progress: Path,
+    line: Line | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Trained:
     """Trains a model for the epochs of a job.
@@ -184,7 +57,7 @@ def train(
         data: What `fit` takes: a dataset, a `PyDataset`, or arrays (x, y).
         validation: Likewise, or None.
         job: The settings.
-        progress: File that gets the part that is done.
+        line: Where to tell how far it is, and to wait for the next turn.
         clock: Gives the time in seconds.
 
     Raises:
@@ -195,7 +68,7 @@ def train(
         # `fit` would make the weights in its first step, too late to keep them.
         with model.distribute_strategy.scope():
             model(inputs, training=False)
-    timer = Clock(None if steps is None else steps * job.epochs, progress, clock)
+    timer = Clock(None if steps is None else steps * job.epochs, line or Line(), clock)
     with contextlib.ExitStack() as stack:
         nvml = Nvml.open()
         if nvml is not None:

@@ -25,6 +25,7 @@ class Window:
         seconds: What they took.
         loss: What was logged last; None where no loss is logged.
         is_mean: Whether that is the mean since the epoch began, or that of a step.
+        is_steady: Whether its time counts; not just after a wait.
     """
 
     epoch: int
@@ -34,6 +35,7 @@ class Window:
     seconds: float
     loss: float | None
     is_mean: bool = True
+    is_steady: bool = True
 
 
 def steady(
@@ -53,6 +55,7 @@ def steady(
         last = min(_WARMUP_PART * windows[-1].last_step, _MAX_WARMUP_STEPS)
         # The first window holds the first step, which traces and compiles.
         kept = tuple(window for window in windows[1:] if window.last_step > last)
+    kept = tuple(window for window in kept if window.is_steady) or kept
     kept = kept or tuple(windows[-1:])
     return kept, kept[0].last_step - kept[0].steps
 
