@@ -122,7 +122,7 @@ CASES = {
     "nothing but speed": nothing_measured,
     "less is better": less_is_better,
     "long names": lambda: made_evidence.evidence(
-        {"float32": (1, 0.98), LONG: (1.9, 0.98), f"{LONG}+": (1.8, 0.98)}
+        {"float32": (1, 0.98), LONG: (1.9, 0.98), f"{LONG}+{LONG}": (1.8, 0.98)}
     ),
     "the reference alone": lambda: made_evidence.evidence({"float32": (1, 0.98)}),
     "a loss scale": lambda: made_evidence.evidence(
@@ -433,6 +433,12 @@ QUALITIES = {
         "\u22120.0300 to \u22120.0100",
         "worse",
     ),
+    "a little less": (
+        (-0.002, -0.003, -0.001),
+        "\u22120.0020",
+        "\u22120.0030 to \u22120.0010",
+        "as good",
+    ),
     "unclear": ((0.0, -0.01, 0.01), "0.0000", "\u22120.0100 to +0.0100", "unclear"),
     "one seed": ((0.001, -math.inf, math.inf), "+0.0010", "", "one seed"),
 }
@@ -491,7 +497,9 @@ def test_the_table_holds_every_policy_and_measure():
     found = table(CASES["five policies, ten seeds"]())
     for policy in ("float32+xla", "auto", "mixed_float16", "mixed_bfloat16"):
         assert policy in found
-    assert found.count("rate, batch 64 (examples/s)") == 2
+    lines = [line for line in found.splitlines() if "rate, batch 64" in line]
+    # Two beside the reference in each of two tables.
+    assert [line.count("x (") for line in lines] == [2, 2]
     # 1.9 times the speed, with waves of at most 1 %.
     assert re.search(r"1,\d{3}  1\.\d\dx \(1\.\d\d to 1\.\d\d\) \+", found)
 
@@ -530,7 +538,7 @@ def test_markdown_names_errors_and_settings():
     found = to_markdown(CASES["a failed run"]())
     assert "- auto, seed 1, failed: ValueError: no such layer\n" in found
     assert "⚠️ 1 of 6 runs failed." in found
-    assert "device Made Up Processor" in found and "TF32 off" in found
+    assert "device Made Up Processor" in found and "TF32" not in found
     assert "`tfamp compare recipes.train_digits:build --seeds 3`" in found
 
 
@@ -646,7 +654,7 @@ def test_what_is_not_a_number_leaves_a_gap_and_a_note():
         if plot.key == "loss"
     ]
     assert plot.notes == (
-        "Not a finite number, so left out, first with auto with seed 1 at step 150.",
+        "Left out where it is not a finite number, first auto with seed 1 at step 150.",
     )
 
 
@@ -655,6 +663,23 @@ def test_a_failed_run_shows_its_error_in_full():
     text = to_html(made_evidence.evidence(replaced=(failed(error=error),)))
     assert error in "".join(Page(text).text)
     assert "1 of 6 runs failed." in text
+
+
+def test_settings_name_what_decides_and_no_more():
+    gpu = Device("gpu", "Made Up Card", memory_bytes=16 * 2**30, partition=True)
+    cpu = Device("cpu", "Processor", features=("avx2", "avx512_bf16", "sse"))
+    context = dataclasses.replace(made_evidence.CONTEXT, devices=(cpu, gpu), tf32=True)
+    found = facts.setting_rows(made_evidence.evidence(context=context))
+    assert ("Device", "Processor (CPU, avx512_bf16)") in found
+    assert ("Device", "Made Up Card (GPU, 16.0 GiB, a slice of it (MIG))") in found
+    assert ("TF32", "on") in found
+    without = dict(facts.setting_rows(made_evidence.evidence()))
+    assert "TF32" not in without and "Driver" not in without
+
+
+def test_too_many_seeds_are_no_advice():
+    found = judged("undecided", quality=(-0.004, -0.03, 0.02), more=136)
+    assert sentences.advice(found, "auto").startswith("So many seeds cost more than")
 
 
 def test_layers_differ_where_dtypes_do():
@@ -696,14 +721,15 @@ def test_a_page_of_five_seeds_and_many_layers_is_small():
 def test_a_curve_is_median_and_ends_of_what_is_finite():
     (look,) = palette.looks(made_evidence.evidence())[:1]
     series = [
-        [(1, 3.0), (2, math.nan)],
-        [(1, 1.0), (2, math.inf)],
+        [(1, 3.0), (2, math.nan), (3, math.nan)],
+        [(1, 1.0), (2, math.inf), (3, 5.0)],
         [(1, 2.0)],
     ]
     found = curves.Curve.of(look, series)
     assert found.points[0] == (1, 2.0, 1.0, 3.0)
     assert all(math.isnan(value) for value in found.points[1][1:])
-    assert found.last == (1, 2.0)
+    assert found.points[2] == (3, 5.0, 5.0, 5.0)
+    assert found.last == (3, 5.0)
 
 
 def test_a_gap_lifts_the_pen():
@@ -748,6 +774,16 @@ def test_an_interval_that_would_dwarf_the_runs_is_cut():
     assert found == pytest.approx((1.0 - 0.6, 2.0 + 0.6))
 
 
+def test_an_interval_beyond_the_axis_ends_in_arrows():
+    line = strips.runs_line("auto", "c1", "2", [("a", 1.0)], Interval(1.0, -9.0, 9.0))
+    across = scales.Scale(0.0, 2.0, 100.0, 200.0)
+    drawn = "".join(line.draw(across, 50.0))
+    assert 'd="M106 45L101 50L106 55"' in drawn
+    assert 'd="M194 45L199 50L194 55"' in drawn
+    inside = strips.runs_line("auto", "c1", "2", [("a", 1.0)], Interval(1.0, 0.5, 1.5))
+    assert "<path" not in "".join(inside.draw(across, 50.0))
+
+
 def test_a_policy_has_one_look_and_its_own_name():
     looks = palette.looks(CASES["long names"]())
     assert [look.style for look in looks] == ["c0", "c1", "c2"]
@@ -770,6 +806,7 @@ def test_labels_of_curves_that_end_together_stand_apart():
     assert len(places) == 5
     gaps = [b - a for a, b in zip(places, places[1:], strict=False)]
     assert min(gaps) > 12
+    assert places[0] > 0
 
 
 def test_small_operations_are_one_line():

@@ -295,4 +295,4 @@ def _not_finite(
         return ()
     rest = len(found) - _MAX_NAMED
     named = found[:_MAX_NAMED] + ([f"{rest} more runs"] if rest > 0 else [])
-    return (f"Not a finite number, so left out, first with {join_words(named)}.",)
+    return (f"Left out where it is not a finite number, first {join_words(named)}.",)

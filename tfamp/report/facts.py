@@ -1,6 +1,7 @@
 """Where and how it was measured, which layers ran in what: as rows of text."""
 
 import dataclasses
+import re
 from collections.abc import Callable, Iterable
 
 from tfamp._units import format_bytes, format_seconds, join_words
@@ -49,6 +50,8 @@ class RunRow:
     notes: tuple[str, ...]
 
 
+# Of a CPU's hundred instruction sets, those that decide how fast half precision is.
+_TELLING = "bf16|fp16|amx"
 RUN_COLUMNS = ("examples/s", "step", "first step", "metric", "skipped", "drift")
 
 
@@ -137,20 +140,22 @@ def setting_rows(evidence: Evidence) -> tuple[tuple[str, str], ...]:
             device.kind.upper(),
             format_bytes(device.memory_bytes) if device.memory_bytes else "",
             "a slice of it (MIG)" if device.partition else "",
-            ", ".join(device.features),
+            ", ".join(f for f in device.features if re.search(_TELLING, f)),
         ]
         found.append(("Device", f"{device.name} ({', '.join(filter(None, details))})"))
     threads = (
         f"{context.intra_op_threads or 'TensorFlow decides'} in an operation, "
         f"{context.inter_op_threads or 'TensorFlow decides'} operations at a time"
     )
+    # Nothing else rounds to TF32.
+    has_gpu = any(device.kind == "gpu" for device in context.devices)
     versions = [f"{k} {v}" for k, v in context.versions.items() if v]
     found += [
         ("Driver", context.driver),
         ("System", context.system),
         ("Cores", str(context.num_cores)),
         ("Threads", threads),
-        ("TF32", "on" if context.tf32 else "off"),
+        ("TF32", ("on" if context.tf32 else "off") if has_gpu else ""),
         ("oneDNN", "on" if context.onednn else "off"),
         ("Versions", ", ".join(versions)),
         ("Environment", "\n".join(f"{k}={v}" for k, v in context.variables.items())),

@@ -13,6 +13,8 @@ from tfamp.report import figures, rows
 Kind = Literal["good", "neutral", "bad", "open"]
 # Longer texts of errors stand in the table of runs, in full.
 _MAX_ERROR = 200
+# More seeds than anyone will wait for.
+_MANY_SEEDS = 30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -118,6 +120,11 @@ def advice(evidence: Evidence, policy: str) -> str:
         return (
             f"Stay with {reference}, or keep the layers that lose it in float32 "
             "(keep_float32=)."
+        )
+    if (verdict.more_seeds or 0) > _MANY_SEEDS:
+        return (
+            "So many seeds cost more than they tell: train longer, so that runs differ "
+            "less, or allow a larger tolerance."
         )
     if verdict.more_seeds is not None:
         return f"Measure again with {verdict.num_seeds + verdict.more_seeds} seeds."

@@ -128,6 +128,7 @@ def runs_line(
         if held and len(held) > len(known):
             ends = (across(found.low), across(found.high))
             parts.append(svg.bar(*ends, y, 12, f"interval {style}"))
+            parts += _arrows(across, y, found, style)
         if math.isfinite(found.estimate):
             x = across(found.estimate)
             parts.append(svg.line(x, y - 8, x, y + 8, f"middle {style}"))
@@ -137,6 +138,19 @@ def runs_line(
         return parts
 
     return Line(label, style, value, tuple(held), draw)
+
+
+def _arrows(across: Scale, y: float, found: Interval, style: str) -> list[str]:
+    """Returns a mark at each end of the axis that the interval goes beyond."""
+    parts = []
+    for is_beyond, tip, back in (
+        (found.low < across.low, across.start + 1, 5),
+        (found.high > across.high, across.end - 1, -5),
+    ):
+        if is_beyond:
+            points = [(tip + back, y - 5), (tip, y), (tip + back, y + 5)]
+            parts.append(svg.path(points, f"line {style}"))
+    return parts
 
 
 def reachable(found: Interval, values: Sequence[float]) -> tuple[float, ...]:
