@@ -26,6 +26,7 @@ FLOORS = [
         "_checks",
         "_environment",
         "_patch",
+        "_peaks",
         "_speeds",
         "_units",
         "_versions",

@@ -1,3 +1,4 @@
-"""Callbacks for `fit`: what mixed precision does while a model trains."""
+"""Callbacks for `fit`: what happens while a model trains."""
 
 from tfamp.callbacks.monitor import PrecisionMonitor as PrecisionMonitor
+from tfamp.callbacks.throughput import Throughput as Throughput

@@ -1,16 +1,15 @@
-"""Where steps are written: rows of a CSV file, scalars for TensorBoard.
+"""Where figures are written: rows of a CSV file, scalars for TensorBoard.
 
-Both are checked when training begins, before any work could be lost.
+Both are checked when training begins, before any work could be lost. A row is a tuple
+whose first value is the number of the step.
 """
 
 import csv
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
-
-from tfamp.callbacks._steps import Step
 
 # As `tf.summary.scalar` marks them; 1 is DATA_CLASS_SCALAR.
 _SCALAR = tf.compat.v1.SummaryMetadata(
@@ -40,21 +39,22 @@ def check_path(argument: str, path: object) -> str | None:
 
 
 class CsvRows:
-    """Appends steps to a CSV file, a header first where it is new.
+    """Appends rows to a CSV file, a header first where it is new.
 
     The file is open only while rows are written, so an error that ends training
-    leaves whole rows. Numbers that are not finite are empty cells.
+    leaves whole rows. None is an empty cell.
 
     Args:
         path: The file; its folder exists.
+        fields: Names of the values in a row.
 
     Raises:
         ValueError: The file cannot be written or holds something else.
     """
 
-    def __init__(self, path: str) -> None:
+    def __init__(self, path: str, fields: Sequence[str]) -> None:
         self._path = path
-        header = ",".join(Step._fields)
+        header = ",".join(fields)
         folder = os.path.dirname(path) or "."
         if not os.path.isdir(folder):
             raise ValueError(
@@ -83,26 +83,28 @@ class CsvRows:
             "or one of an earlier run. Pass another path."
         )
 
-    def write(self, steps: Iterable[Step]) -> None:
-        """Appends a row for each step."""
+    def write(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Appends rows."""
         with open(self._path, "a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(steps)
+            csv.writer(file, lineterminator="\n").writerows(rows)
 
     def close(self) -> None:
         """Does nothing: the file is closed."""
 
 
 class Summaries:
-    """Writes steps as TensorBoard scalars, with a step's number as theirs.
+    """Writes the values of rows as TensorBoard scalars, except None.
 
     Args:
         folder: The log directory, made where it does not exist.
+        fields: Names of the values in a row; the first, of the step, is left out.
 
     Raises:
         ValueError: It cannot be written to.
     """
 
-    def __init__(self, folder: str) -> None:
+    def __init__(self, folder: str, fields: Sequence[str]) -> None:
+        self._tags = tuple(fields[1:])
         probe = os.path.join(folder, f".writable_{os.getpid()}")
         try:
             tf.io.gfile.makedirs(folder)
@@ -116,12 +118,12 @@ class Summaries:
             ) from error
         self._writer = tf.summary.create_file_writer(folder)
 
-    def write(self, steps: Iterable[Step]) -> None:
-        """Writes the scalars of each step, less those that are not finite."""
+    def write(self, rows: Iterable[Sequence[Any]]) -> None:
+        """Writes the scalars of each row."""
         with self._writer.as_default():
-            for step in steps:
-                summary = _summary(step).SerializeToString()
-                tf.summary.experimental.write_raw_pb(summary, step.step)
+            for step, *values in rows:
+                summary = _summary(self._tags, values).SerializeToString()
+                tf.summary.experimental.write_raw_pb(summary, step)
         self._writer.flush()
 
     def close(self) -> None:
@@ -129,19 +131,43 @@ class Summaries:
         self._writer.close()
 
 
-def _summary(step: Step) -> Any:
-    """Returns all scalars of a step: one write, where each would cost as much.
+def open_writers(
+    model: Any, fields: Sequence[str], *, csv_path: str | None, log_dir: str | None
+) -> list[CsvRows | Summaries]:
+    """Returns the writers that are asked for, none on any but the chief worker.
+
+    Args:
+        model: The model that trains.
+        fields: Names of the values in a row.
+        csv_path: A file, or None.
+        log_dir: A folder for TensorBoard, or None.
+
+    Raises:
+        ValueError: One cannot be written to.
+    """
+    if not model.distribute_strategy.extended.should_save_summary:
+        return []  # of several workers one writes
+    writers: list[CsvRows | Summaries] = []
+    if csv_path is not None:
+        writers.append(CsvRows(csv_path, fields))
+    if log_dir is not None:
+        writers.append(Summaries(log_dir, fields))
+    return writers
+
+
+def _summary(tags: Sequence[str], values: Sequence[Any]) -> Any:
+    """Returns all scalars of a row: one write, where each would cost as much.
 
     `tf.summary.scalar` needs TensorBoard installed where the model trains.
     """
     return tf.compat.v1.Summary(
         value=[
             tf.compat.v1.Summary.Value(
-                tag=name,
+                tag=tag,
                 tensor=tf.make_tensor_proto(value, tf.float32),
                 metadata=_SCALAR,
             )
-            for name, value in zip(step._fields[1:], step[1:], strict=True)
+            for tag, value in zip(tags, values, strict=True)
             if value is not None
         ]
     )

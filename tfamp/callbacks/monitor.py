@@ -7,8 +7,8 @@ import keras
 from absl import logging
 
 from tfamp import _checks
-from tfamp.callbacks._steps import Reading, StepReader
-from tfamp.callbacks._writers import CsvRows, Summaries, check_path
+from tfamp.callbacks._steps import Reading, Step, StepReader
+from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 
 _MAX_NAMES = 8
@@ -87,12 +87,9 @@ class PrecisionMonitor(keras.callbacks.Callback):
         _check_optimizer(self.model.optimizer)
         self._close()
         self._is_first_epoch = True
-        if not self.model.distribute_strategy.extended.should_save_summary:
-            return  # of several workers one writes
-        if self.csv_path is not None:
-            self._writers.append(CsvRows(self.csv_path))
-        if self.log_dir is not None:
-            self._writers.append(Summaries(self.log_dir))
+        self._writers = open_writers(
+            self.model, Step._fields, csv_path=self.csv_path, log_dir=self.log_dir
+        )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count batches anew, with a reading before the first of all."""
