@@ -135,6 +135,7 @@ class RunProcess:
         def told(part: float) -> None:
             self.part_done = part
 
+        wants_to_wait = False
         while True:
             ready, _, _ = select.select([self._reading], [], [], _POLL_SECONDS)
             if ready:
@@ -144,9 +145,10 @@ class RunProcess:
                         self._process.wait()
                     self._close()
                     return False
-                if line.read(words.decode(), told):
-                    return True
+                wants_to_wait = line.read(words.decode(), told)
             self._on_progress(self)
+            if wants_to_wait:
+                return True
             used = self._used + time.monotonic() - began
             if self._timeout is not None and used >= self._timeout:
                 self._is_late = True
