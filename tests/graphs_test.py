@@ -575,11 +575,14 @@ def test_what_runs_is_read_with_functions_and_fusions():
 
     @tf.function
     def step(x):
-        for _ in tf.range(2):
-            x = tf.matmul(x, weights, name="in_loop")
-        return tf.nn.relu(tf.matmul(x, weights) + 1.0)
+        with tf.name_scope("only_here"):
+            for _ in tf.range(2):
+                x = tf.matmul(x, weights, name="in_loop")
+            return tf.nn.relu(tf.matmul(x, weights) + 1.0)
 
-    found = optimized.read_optimized(lambda: step(tf.ones((4, 4))))
+    found = optimized.read_optimized(
+        lambda: step(tf.matmul(tf.ones((4, 4)), weights)), named="only_here"
+    )
     assert {product.kind for product in found} == {"MatMul"}
     assert {product.dtypes for product in found} == {("float32", "float32")}
     assert any("in_loop" in product.op_name for product in found)

@@ -14,8 +14,9 @@ from tfamp.numerics import proving
 from tfamp.numerics.cost import Roofline, num_bytes
 from tfamp.numerics.marks import Marks
 from tfamp.numerics.products import products_of
-from tfamp.numerics.proof import Cause, Proof
+from tfamp.numerics.proof import Proof
 from tfamp.numerics.proving import prove
+from tfamp.numerics.records import Cause
 from tfamp.results import Device
 
 LAYERS = keras.layers
@@ -644,6 +645,11 @@ def test_shapes_are_a_cause_on_tensor_cores():
         "rows 20 -> 24 and units 100 -> 104."
     )
     assert cause_of("shapes", devices=[AMX_CPU], model=model) is None
+    text = prove(model, batch_of((512,), (10,)), devices=[AMX_CPU]).table()
+    assert (
+        "Not multiples of 8, which tensor cores of a GPU would want: 'dense' units 100 "
+        "-> 104." in " ".join(text.split())
+    )
     assert cause_of("shapes", devices=[A100]) is None
 
 

@@ -14,7 +14,9 @@ from tfamp.graphs.operations import plain_type
 _PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS | {"Einsum"}
 
 
-def read_optimized(run: Callable[[], Any]) -> tuple[CompiledProduct, ...]:
+def read_optimized(
+    run: Callable[[], Any], *, named: str
+) -> tuple[CompiledProduct, ...]:
     """Returns the products and convolutions that really run, with their dtypes.
 
     TensorFlow's own mixed precision changes dtypes after a function was traced, and
@@ -22,10 +24,12 @@ def read_optimized(run: Callable[[], Any]) -> tuple[CompiledProduct, ...]:
 
     Args:
         run: Calls a traced function once.
+        named: Text in the names of its operations; others are left out, since
+            TensorFlow may hand out graphs of functions that ran before.
 
     Example:
         >>> double = tf.function(lambda x: tf.matmul(x, x, name="square"))
-        >>> product, = read_optimized(lambda: double(tf.eye(2)))
+        >>> product, = read_optimized(lambda: double(tf.eye(2)), named="square")
         >>> product.op_name, product.kind, product.dtypes
         ('square', 'MatMul', ('float32', 'float32'))
     """
@@ -35,7 +39,7 @@ def read_optimized(run: Callable[[], Any]) -> tuple[CompiledProduct, ...]:
         for function in graph.library.function:
             nodes += function.node_def
         for node in nodes:
-            if plain_type(node.op) in _PRODUCTS:
+            if plain_type(node.op) in _PRODUCTS and named in node.name:
                 dtype = str(tf.as_dtype(node.attr["T"].type).name)
                 kind = plain_type(node.op)
                 found.append(

@@ -5,12 +5,19 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfamp import hardware
 from tfamp._units import format_bytes, format_share, join_words
-from tfamp.numerics.proof import HALF, Cast, Cause, Product, Unaligned
+from tfamp.numerics.records import (
+    HALF,
+    MAX_NAMED,
+    Cast,
+    Cause,
+    Product,
+    Unaligned,
+    describe_unaligned,
+)
 from tfamp.results import Device
 
 # Smaller shares explain nothing.
 _MIN_SHARE = 0.005
-_MAX_NAMED = 4
 
 
 @dataclasses.dataclass(frozen=True)
@@ -77,9 +84,9 @@ def name_layers(layers: Sequence[str]) -> str:
         >>> name_layers(["a", "b", "c", "d", "e", ""])
         "'a', 'b', 'c', 'd' and 2 more"
     """
-    words = [repr(layer) if layer else "no layer" for layer in layers[:_MAX_NAMED]]
-    if len(layers) > _MAX_NAMED:
-        words.append(f"{len(layers) - _MAX_NAMED} more")
+    words = [repr(layer) if layer else "no layer" for layer in layers[:MAX_NAMED]]
+    if len(layers) > MAX_NAMED:
+        words.append(f"{len(layers) - MAX_NAMED} more")
     return join_words(words)
 
 
@@ -224,22 +231,11 @@ def _shapes(facts: Facts) -> Iterator[Cause]:
     if not any(d.kind == "gpu" and hardware.fast_dtypes(d) for d in facts.devices):
         return
     layers = {each.layer for each in facts.unaligned}
-    parts = [
-        f"{each.layer!r} "
-        + join_words(
-            [
-                f"{name} {size} -> {each.padded[name]}"
-                for name, size in each.sizes.items()
-            ]
-        )
-        for each in facts.unaligned[:_MAX_NAMED]
-    ]
-    more = len(facts.unaligned) - _MAX_NAMED
     yield Cause(
         "shapes",
         facts.share(lambda p: _is_half(p) and p.layer in layers),
         "Sizes that are not multiples of 8 keep tensor cores from full speed: "
-        f"{'; '.join(parts)}{f'; {more} layers more' if more > 0 else ''}.",
+        f"{describe_unaligned(facts.unaligned)}.",
         "Pad them to what stands behind the arrow: units, channels, vocabulary, batch.",
     )
 

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from tfamp import hardware
 from tfamp.graphs.flops import flops_of, is_product
 from tfamp.graphs.operations import Operation
-from tfamp.numerics.proof import HALF
+from tfamp.numerics.records import HALF
 from tfamp.results import Device
 
 # FLOPs a byte. Source: NVIDIA, GPU Performance Background User's Guide (2023), table 1:

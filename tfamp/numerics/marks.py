@@ -27,13 +27,17 @@ class Marks:
 
     Args:
         model: The model whose layers are marked.
+
+    Attributes:
+        scope: A name scope for the whole trace, which no other trace has.
     """
 
     def __init__(self, model: keras.layers.Layer) -> None:
         self._layers = [(path, layer) for path, layer, _ in structure.walk(model)]
         # Functions that were traced for another run carry marks of that one.
         run = next(_RUNS)
-        marks = [f"{_MARK}{run}x{i}x" for i in range(len(self._layers))]
+        self.scope = f"{_MARK}{run}x"
+        marks = [f"{self.scope}{i}x" for i in range(len(self._layers))]
         self._mark_of = {
             id(layer): mark
             for mark, (_, layer) in zip(marks, self._layers, strict=True)

@@ -9,7 +9,7 @@ from tfamp.graphs.hlo import CompiledProduct
 from tfamp.graphs.operations import Operation
 from tfamp.numerics.cost import num_bytes, product_dtype
 from tfamp.numerics.marks import Marks, plain_name
-from tfamp.numerics.proof import Cast, Product, Shape
+from tfamp.numerics.records import Cast, Product, Shape
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _VARIABLES = ("ReadVariableOp", "VarHandleOp")

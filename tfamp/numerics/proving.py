@@ -16,7 +16,8 @@ from tfamp.graphs.operations import Operation, read_operations
 from tfamp.numerics.causes import Facts, find_causes
 from tfamp.numerics.cost import HALF, Roofline, computing, num_bytes
 from tfamp.numerics.products import casts_of, is_cast, products_of
-from tfamp.numerics.proof import Product, Proof, Unaligned
+from tfamp.numerics.proof import Proof
+from tfamp.numerics.records import Product, Unaligned
 from tfamp.numerics.tracing import Trace, batches_of, trace_step
 from tfamp.results import Device
 

@@ -2,13 +2,14 @@
 
 import io
 import textwrap
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
 from tfamp._units import format_bytes, format_share
-from tfamp.numerics.proof import Product, Proof
+from tfamp.numerics.records import Product, describe_unaligned
 
 _WIDTH = 110
 _MAX_LAYERS = 40
@@ -21,11 +22,16 @@ _SOURCES = {
 }
 
 
-def render(proof: Proof) -> str:
-    """Returns a proof as text of at most 110 columns."""
+def render(proof: Any) -> str:
+    """Returns a `Proof` as text of at most 110 columns."""
     lines = [*_head(proof), *_layers(proof)]
     if proof.casts:
         lines += _casts(proof)
+    if proof.unaligned and "shapes" not in {cause.name for cause in proof.causes}:
+        lines += _wrapped(
+            "Not multiples of 8, which tensor cores of a GPU would want: "
+            f"{describe_unaligned(proof.unaligned)}."
+        )
     if proof.causes:
         lines.append(
             "Why it is not faster, by the share of a step (estimated, overlapping):"
@@ -39,7 +45,7 @@ def render(proof: Proof) -> str:
     return "\n".join(line.rstrip() for line in lines)
 
 
-def _head(proof: Proof) -> list[str]:
+def _head(proof: Any) -> list[str]:
     devices = ", ".join(dict.fromkeys(device.name for device in proof.devices))
     replicas = f" on {proof.num_replicas} replicas" if proof.num_replicas > 1 else ""
     lines = _wrapped(
@@ -58,7 +64,7 @@ def _head(proof: Proof) -> list[str]:
     )
 
 
-def _layers(proof: Proof) -> list[str]:
+def _layers(proof: Any) -> list[str]:
     groups: dict[str, list[Product]] = {}
     for product in proof.operations:
         groups.setdefault(product.layer, []).append(product)
@@ -97,7 +103,7 @@ def _directed(products: list[Product], direction: str) -> Text:
     return Text(" + ".join(parts))
 
 
-def _casts(proof: Proof) -> list[str]:
+def _casts(proof: Any) -> list[str]:
     table = Table()
     for column in ("casts in", "of", "from -> to"):
         table.add_column(column, overflow="fold", max_width=36)

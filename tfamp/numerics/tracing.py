@@ -117,12 +117,14 @@ def trace_step(
     else:
         argument = tf.nest.map_structure(tf.type_spec_from_value, batch)
 
+    marks = Marks(model)
+
     @tf.autograph.experimental.do_not_convert
     def one_step(data: Any) -> Any:
-        return strategy.run(step, args=(data,))
+        with tf.name_scope(marks.scope):
+            return strategy.run(step, args=(data,))
 
     with unchanged(model) if model.compiled else contextlib.nullcontext():
-        marks = Marks(model)
         with marks.placed():
             concrete = tf.function(one_step).get_concrete_function(argument)
             if not compiled and not _rewrite_is_on():
@@ -135,7 +137,7 @@ def trace_step(
                 program, note = _compile(step, batch)
                 source: Literal["graph", "XLA", "rewrite"] = "XLA"
             else:
-                program, note = _rewrite(concrete, batch)
+                program, note = _rewrite(concrete, batch, marks)
                 source = "rewrite"
     return Trace(concrete, marks, batch, "graph" if note else source, program, note)
 
@@ -159,11 +161,13 @@ def _compile(step: Any, batch: Any) -> tuple[tuple[CompiledProduct, ...], str]:
         return (), f"XLA cannot compile this step ({_first_line(error)})"
 
 
-def _rewrite(concrete: Any, batch: Any) -> tuple[tuple[CompiledProduct, ...], str]:
+def _rewrite(
+    concrete: Any, batch: Any, marks: Marks
+) -> tuple[tuple[CompiledProduct, ...], str]:
     """Returns the products of the graph that runs, or why they cannot be told."""
     _amx.avoid()
     try:
-        return read_optimized(lambda: concrete(batch)), ""
+        return read_optimized(lambda: concrete(batch), named=marks.scope), ""
     except (tf.errors.OpError, ValueError, TypeError) as error:
         return (), f"TensorFlow's rewrite cannot be read ({_first_line(error)})"
 
