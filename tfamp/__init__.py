@@ -18,8 +18,10 @@ __version__ = "0.1.0.dev0"
 # it has a function of its name.
 _HOMES = {
     "Assignment": "tfamp.assignment",
+    "Comparison": "tfamp.compare",
     "LossScaleError": "tfamp.loss_scale.errors",
     "LossScaleOptimizer": "tfamp.loss_scale.optimizer",
+    "Proof": "tfamp.numerics.proof",
     "Status": "tfamp.policy",
     "apply": "tfamp.assignment",
     "assignment": "tfamp.assignment",
@@ -29,6 +31,7 @@ _HOMES = {
     "disable": "tfamp.policy",
     "enable": "tfamp.policy",
     "load_model": "tfamp.assignment",
+    "prove": "tfamp.numerics.proving",
     "scope": "tfamp.policy",
     "status": "tfamp.policy",
 }
@@ -63,9 +66,12 @@ if TYPE_CHECKING:
     from tfamp.assignment import apply as apply
     from tfamp.assignment import assignment as assignment
     from tfamp.assignment import load_model as load_model
+    from tfamp.compare import Comparison as Comparison
     from tfamp.compare import compare as compare
     from tfamp.loss_scale.errors import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
+    from tfamp.numerics.proof import Proof as Proof
+    from tfamp.numerics.proving import prove as prove
     from tfamp.policy import Status as Status
     from tfamp.policy import disable as disable
     from tfamp.policy import enable as enable

@@ -26,6 +26,10 @@ _COMMANDS = {
         "tfamp.cli.compare",
         "train under float32 and under policies, and report what that changes",
     ),
+    "prove": _Command(
+        "tfamp.cli.prove",
+        "show which dtype a step computes in, and why it is not faster",
+    ),
     "doctor": _Command(
         "tfamp.cli.doctor",
         "show devices, versions, settings, the policy that suits, and problems",
