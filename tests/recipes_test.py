@@ -626,7 +626,7 @@ def test_a_line_says_what_a_run_came_to_and_what_is_left(recipe_modules, capsys)
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "recipe, seeds", [(name, 1 + (name == "train_digits.py")) for name in RECIPES]
+    "recipe, seeds", [("train_digits.py", 2), ("custom_loop.py", 1)]
 )
 def test_smoke_compares_in_processes_of_its_own(recipe, seeds, tmp_path):
     arguments = ["--smoke", "--policy=float32,keras:float32", "--batch_size=8"]
