@@ -286,6 +286,18 @@ def test_a_loop_counts_as_often_as_it_runs(function, trips):
     assert flops_of(function, (4, 4)) == trips * 2 * 4**3
 
 
+def test_a_limit_that_changes_in_a_loop_is_not_taken_for_the_first():
+    def function(x):
+        return tf.while_loop(
+            lambda i, limit, x: i < 3,
+            lambda i, limit, x: (i + 1, limit + 1, limited_by_an_argument(x, limit)),
+            [0, 2, x],
+        )[2]
+
+    (name,) = flops.count_flops(traced(function, (4, 4))).uncounted
+    assert name.endswith("MatMul") or "matmul" in name
+
+
 # A stack holds how often the inner loop of a "loop in a loop" ran.
 GRADIENTS = {name: loop for name, loop in LOOPS.items() if " in a loop" not in name}
 

@@ -89,13 +89,13 @@ class Body:
         Keras's recurrent layers, for example, trace a step whose result nobody uses.
         """
         if self._live is None:
-            found = self._behind([*(r.name for r in self.results), *self._kept], True)
+            found = self._behind([*(r.name for r in self.results), *self._kept])
             self._live = [node for node in self.nodes.values() if node.name in found]
         return self._live
 
     def arguments_behind(self, reference: Reference) -> set[int]:
         """Returns the indices of the arguments that a tensor depends on."""
-        found = self._behind([reference.name], False)
+        found = self._behind([reference.name])
         return {self.arguments[name] for name in found & self.arguments.keys()}
 
     def hands_on(self, index: int) -> bool:
@@ -107,14 +107,12 @@ class Body:
             reference = self.inputs(node)[0]
         return self.arguments.get(reference.name) == index
 
-    def _behind(self, names: list[str], with_control: bool) -> set[str]:
+    def _behind(self, names: list[str]) -> set[str]:
         """Returns the names of the nodes and arguments that `names` depend on."""
         found, waiting = set(names), list(names)
         while waiting:
             node = self.nodes.get(waiting.pop())
             for text in node.input if node is not None else ():
-                if text[0] == "^" and not with_control:
-                    continue
                 name = text.lstrip("^").split(":")[0]
                 if name not in found:
                     found.add(name)

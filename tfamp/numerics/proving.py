@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfamp import _checks, hardware
 from tfamp.assignment import assignment
+from tfamp.data._progress import progress
 from tfamp.data.bottlenecks.measure import bottleneck
 from tfamp.graphs.dimensions import sizes_of
 from tfamp.graphs.flops import is_product
@@ -94,7 +95,11 @@ def prove(
         )
     if compiled is None:
         compiled = bool(getattr(model, "jit_compile", False))
-    trace = trace_step(model, dataset, inference=inference, compiled=compiled)
+    with progress("Tracing the step", 2, unit="parts") as done:
+        trace = trace_step(model, dataset, inference=inference, compiled=compiled)
+        done(1)
+        operations = read_operations(trace.concrete)
+        done(2)
     used = computing(hardware.devices() if devices is None else devices)
     if tf32 is None:
         tf32 = bool(tf.config.experimental.tensor_float_32_execution_enabled())
@@ -103,7 +108,6 @@ def prove(
     if seconds is not None:
         measured = bottleneck(model, dataset, seconds=seconds)
         gain, advice = measured.possible_gain, measured.advice
-    operations = read_operations(trace.concrete)
     pairs = products_of(operations, trace.marks, trace.final)
     facts = _facts(
         model,
