@@ -28,6 +28,7 @@ CONTEXT = Context(
     onednn=True,
     variables={"TF_ENABLE_ONEDNN_OPTS": "1"},
     command="tfamp compare recipes.train_digits:build --seeds 3",
+    date="2026-01-31",
 )
 LAYERS = (
     LayerDtype("conv", "Conv2D", "bfloat16", "float32", "policy"),

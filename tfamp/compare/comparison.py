@@ -4,6 +4,9 @@ import dataclasses
 import os
 
 from tfamp.evidence import Evidence
+from tfamp.report.html import to_html
+from tfamp.report.markdown import to_markdown
+from tfamp.report.table import table
 
 
 @dataclasses.dataclass(frozen=True)
@@ -17,28 +20,22 @@ class Comparison(Evidence):
 
     def table(self) -> str:
         """Returns verdict, figures and ratios as text of at most 110 columns."""
-        from tfamp.report.table import table
-
         return table(self)
 
-    def to_html(self, path: str | os.PathLike[str]) -> str:
-        """Writes the report as one HTML file that opens without a network.
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the report as one page that opens without a network.
 
-        Returns:
-            The HTML.
+        Args:
+            path: File to write it to; its folder exists.
 
         Raises:
-            ImportError: jinja2 or matplotlib is not installed.
-            ValueError: The file cannot be written.
+            ImportError: jinja2 is not installed.
+            OSError: The file cannot be written.
         """
-        from tfamp.report.html import to_html
-
         return to_html(self, path)
 
     def to_markdown(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns a summary in Markdown, and writes it where a path is given."""
-        from tfamp.report.markdown import to_markdown
-
         return to_markdown(self, path)
 
     def __str__(self) -> str:

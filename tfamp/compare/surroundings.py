@@ -1,6 +1,7 @@
 """Looks at the machine and the settings that a run was measured under."""
 
 import contextlib
+import datetime
 import os
 import platform
 from typing import Any
@@ -33,6 +34,7 @@ def look(*, command: str = "") -> Context:
         onednn=onednn not in ("0", "false"),
         variables={k: os.environ[k] for k in VARIABLES if k in os.environ},
         command=command,
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
 
 

@@ -21,6 +21,7 @@ class Context(Record):
         onednn: Whether TensorFlow's oneDNN kernels are on.
         variables: The environment variables that matter and are set.
         command: How to measure it again.
+        date: The day of the first run, as 2026-01-31 in UTC.
     """
 
     devices: tuple[Device, ...]
@@ -34,3 +35,4 @@ class Context(Record):
     onednn: bool
     variables: dict[str, str]
     command: str = ""
+    date: str = ""

@@ -86,8 +86,9 @@ def judge(
     """Returns the verdict on a policy against a reference.
 
     Worse means worse by more than `tolerance`; a policy that is better is equivalent.
-    Not faster means that a gain of `MIN_GAIN` or more can be ruled out. Each false claim has a chance of at most 5 %, if differences and logarithms of
-    ratios are about normal.
+    Not faster means that a gain of `MIN_GAIN` or more can be ruled out. Each false
+    claim has a chance of at most 5 %, if differences and logarithms of ratios are about
+    normal.
 
     Args:
         differences: Metric under the policy minus that under the reference, one for

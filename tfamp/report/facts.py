@@ -135,6 +135,7 @@ def setting_rows(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     if evidence.context is None:
         return tuple((name, value) for name, value in found if value)
     context = evidence.context
+    found.append(("Date", context.date))
     for device in context.devices:
         details = [
             device.kind.upper(),
