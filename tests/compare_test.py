@@ -24,11 +24,14 @@ from tfamp.compare import (
     line,
     parcel,
     processes,
+    profiling,
     storage,
     turns,
 )
 from tfamp.compare.job import Job, checked_policies, checked_seeds, file_name
-from tfamp.evidence import Run
+from tfamp.evidence import OperationTime, Run
+from tfamp.profiles import OperationTime as OperationTimeOfRun
+from tfamp.profiles import OperationTimes
 
 pytest.importorskip("cloudpickle")
 pytest.importorskip("scipy")
@@ -516,6 +519,41 @@ def test_a_finished_comparison_leaves_no_weights_behind(tmp_path):
     assert (tmp_path / "float32_seed0.npz").exists()
     storage.end(tmp_path, is_complete=True)
     assert not (tmp_path / "float32_seed0.npz").exists()
+
+
+# Profiles
+
+
+def profile_of(where="host", **seconds):
+    entries = tuple(
+        OperationTimeOfRun(kind, where, 1, taken, taken, 0.5)
+        for kind, taken in seconds.items()
+    )
+    return OperationTimes(entries, (), {}, 1.0, steps=10)
+
+
+def test_operations_stand_beside_those_of_the_reference():
+    times = {
+        "float32": profile_of(MatMul=0.4, Relu=0.1),
+        "auto": profile_of(MatMul=0.2, Cast=0.3),
+    }
+    assert profiling.side_by_side(times, "float32") == {
+        "auto": (
+            OperationTime("MatMul", 0.04, 0.02),
+            OperationTime("Cast", 0.0, 0.03),
+            OperationTime("Relu", 0.01, 0.0),
+        )
+    }
+    assert profiling.side_by_side(times, "float32+xla") == {}
+
+
+def test_with_a_device_the_time_of_the_host_is_left_out():
+    both = profile_of("device", MatMul=0.1)
+    both = dataclasses.replace(
+        both, by_type=(*both.by_type, *profile_of(Add=1).by_type)
+    )
+    (row,) = profiling.side_by_side({"a": both, "b": both}, "a")["b"]
+    assert row == OperationTime("MatMul", 0.01, 0.01)
 
 
 # What is worth saying

@@ -15,7 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.compare import child, inference, largest, parcel
+from tfamp.compare import child, inference, largest, parcel, profiling, storage
 from tfamp.compare.job import FILE, Job
 from tfamp.compare.line import Line
 from tfamp.compare.training import train
@@ -394,6 +394,16 @@ def test_a_run_has_every_figure(tmp_path, disabled):
     context = json.loads((tmp_path / "context.json").read_text())
     assert context["command"] == "c"
     assert context["versions"]["keras"] == keras.__version__
+
+
+def test_a_profile_is_taken_of_the_first_seed(tmp_path, disabled):
+    settings = job(epochs=1, seeds=(7, 8), profile_steps=2, batch_size=10)
+    measured(tmp_path, "float32", settings, build, (X, Y), None)
+    times = profiling.read(storage.profile_of(tmp_path, "float32", 7))
+    product = next(e for e in times.by_type if "MatMul" in e.type)
+    assert times.steps == 2
+    assert product.count % 2 == 0
+    assert profiling.read(storage.profile_of(tmp_path, "float32", 8)) is None
 
 
 def test_stock_keras_runs_without_tfamp(tmp_path, disabled):

@@ -19,10 +19,10 @@ import tensorflow as tf
 
 import tfamp
 from tfamp import _targets, probes
-from tfamp.compare import inference, parcel, surroundings
+from tfamp.compare import inference, parcel, profiling, surroundings
 from tfamp.compare.job import FILE, Job, file_name
 from tfamp.compare.line import Line
-from tfamp.compare.storage import CONTEXT_FILE
+from tfamp.compare.storage import CONTEXT_FILE, profile_of
 from tfamp.compare.training import Trained, train
 from tfamp.evidence import LayerDtype, Memory, Run, Variant
 
@@ -87,6 +87,8 @@ def measure(
         memory = Memory.from_dict(
             {**memory.to_dict(), "inference_bytes": inference_bytes}
         )
+    if job.profile_steps and seed == job.seeds[0]:
+        notes += _profile(model, train_data, job, profile_of(folder, policy, seed))
     file_bytes, why = _file_bytes(model, folder / f"{name}.keras")
     notes += why
     return Run(
@@ -197,6 +199,16 @@ def _keep_weights(model: keras.Model, trained: Trained, path: Path) -> None:
     arrays = {f"after_{i}": array for i, array in enumerate(after)}
     arrays |= {f"before_{i}": array for i, array in enumerate(trained.first_weights)}
     np.savez(f"{path}.npz", allow_pickle=False, **arrays)
+
+
+def _profile(model: keras.Model, data: Any, job: Job, directory: Path) -> list[str]:
+    """Takes a profile, or returns why there is none."""
+    try:
+        profiling.profile(model, data, job=job, directory=directory)
+        return []
+    except (ImportError, OSError, RuntimeError, ValueError) as error:
+        # The run itself is done; it is not lost for that.
+        return [f"There is no profile: {short(error)}"]
 
 
 def _file_bytes(model: keras.Model, path: Path) -> tuple[int | None, list[str]]:

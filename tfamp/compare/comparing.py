@@ -11,12 +11,21 @@ from pathlib import Path
 from typing import Any
 
 from tfamp import _checks
-from tfamp.compare import conclusion, largest, parcel, processes, storage, turns
+from tfamp.compare import (
+    conclusion,
+    largest,
+    parcel,
+    processes,
+    profiling,
+    storage,
+    turns,
+)
 from tfamp.compare.bar import bar
 from tfamp.compare.comparison import Comparison
 from tfamp.compare.job import Job, checked_policies, checked_seeds, fingerprint
 from tfamp.evidence import Run
 from tfamp.evidence.judging import Better
+from tfamp.profiles import OperationTimes
 
 
 def compare(
@@ -151,7 +160,7 @@ def compare(
             has_validation=any(_has_validation(run) for run in runs),
             context=storage.context(folder),
             notes=(*notes, *busy),
-            operations=storage.operations(folder, job, runs),
+            profiles=_profiles(folder, job),
         )
         storage.end(folder, is_complete=not was_stopped)
     return comparison
@@ -238,6 +247,16 @@ def _show(
         part for policy, part in parts.items() if (policy, process.seed) not in runs
     )
     show(len(runs) + under_way, f"{process.policy}, seed {process.seed}")
+
+
+def _profiles(folder: Path, job: Job) -> dict[str, OperationTimes]:
+    """Returns the profile of each policy that has one, from its first run."""
+    found = {}
+    for policy in job.policies:
+        times = profiling.read(storage.profile_of(folder, policy, job.seeds[0]))
+        if times is not None:
+            found[policy] = times
+    return found
 
 
 def _has_room(waiting: Sequence[processes.RunProcess]) -> bool:

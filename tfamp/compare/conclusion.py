@@ -2,11 +2,12 @@
 
 import dataclasses
 import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 from tfamp.compare.comparison import Comparison
 from tfamp.compare.job import Job
-from tfamp.evidence import Context, OperationTime, Run, Variant
+from tfamp.compare.profiling import side_by_side
+from tfamp.evidence import Context, Run, Variant
 from tfamp.evidence.judging import (
     Better,
     choose_metric,
@@ -15,6 +16,7 @@ from tfamp.evidence.judging import (
     rule_cost,
     verdict_on,
 )
+from tfamp.profiles import OperationTimes
 
 # Other work on more than this part of the cores widens the intervals.
 _BUSY = 0.5
@@ -30,7 +32,7 @@ def conclude(
     has_validation: bool,
     context: Context | None,
     notes: Sequence[str] = (),
-    operations: dict[str, tuple[OperationTime, ...]] | None = None,
+    profiles: Mapping[str, OperationTimes] | None = None,
 ) -> Comparison:
     """Returns the comparison of runs, at least one of them finished."""
     metric = choose_metric(runs, metric)
@@ -48,7 +50,7 @@ def conclude(
         runs=tuple(sorted(runs, key=lambda run: _place(job, run))),
         verdicts={},
         context=context,
-        operations=operations or {},
+        operations=side_by_side(profiles or {}, reference),
     )
     verdicts = {
         policy: verdict_on(

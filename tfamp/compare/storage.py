@@ -7,7 +7,7 @@ from pathlib import Path
 
 from tfamp.compare.drift import drift
 from tfamp.compare.job import FILE, Job, file_name
-from tfamp.evidence import Context, OperationTime, Run, Variant
+from tfamp.evidence import Context, Run, Variant
 
 CONTEXT_FILE = "context.json"
 
@@ -87,11 +87,9 @@ def add_drift(folder: Path, job: Job, runs: Sequence[Run]) -> list[Run]:
     return found
 
 
-def operations(
-    folder: Path, job: Job, runs: Sequence[Run]
-) -> dict[str, tuple[OperationTime, ...]]:
-    """Returns the operations of each policy by time, where profiles were taken."""
-    return {}
+def profile_of(folder: Path, policy: str, seed: int) -> Path:
+    """Returns where the profile of a run lies."""
+    return folder / "profiles" / file_name(policy, seed)
 
 
 def end(folder: Path, *, is_complete: bool) -> None:
