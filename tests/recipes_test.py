@@ -5,10 +5,12 @@ import importlib.util
 import json
 import math
 import os
+import pickle
 import re
 import subprocess
 import sys
 import types
+import warnings
 from pathlib import Path
 
 import pytest
@@ -438,34 +440,51 @@ def test_flags_that_would_have_no_effect_are_refused(
 
 
 @pytest.fixture
-def made_up(monkeypatch):
-    """Replaces the processes by made-up runs; lists what each would have got."""
-    from tfamp.compare import parcel, processes
-    from tfamp.compare.job import FILE, Job, file_name
+def made_up(monkeypatch, tmp_path):
+    """Replaces `tfamp.compare` by what makes its runs up; lists how it was called.
 
-    calls = []
-    changed = {}
+    The dict holds what differs in the run of a policy and a seed; "stop" is how many
+    runs there are before Ctrl-C.
+    """
+    import tfamp
+    from tfamp.compare import Comparison
 
-    def run_once(folder, policy, seed, **_):
-        build, *_ = parcel.unpack(folder)
-        job = Job.from_json(folder / FILE)
-        calls.append((policy, seed, build, job))
-        run = made_evidence.run(policy, seed)
-        run = dataclasses.replace(run, **changed.get((policy, seed), {}))
-        run.to_json(folder / f"{file_name(policy, seed)}.json")
-        return run
+    monkeypatch.chdir(tmp_path)
+    calls, changed = [], {}
 
-    monkeypatch.setattr(processes, "run_once", run_once)
+    def compare(build, *, policies, seeds, on_run, **options):
+        calls.append({"build": build, "policies": policies, "seeds": list(seeds)})
+        calls[-1] |= options
+        Path(options["directory"]).mkdir(parents=True, exist_ok=True)
+        stop = changed.get("stop", 1000)
+        if stop < 2:
+            raise KeyboardInterrupt
+        runs = [
+            made_evidence.run(policy, seed) for seed in seeds for policy in policies
+        ]
+        runs = [
+            dataclasses.replace(run, **changed.get((run.policy, run.seed), {}))
+            for run in runs
+        ]
+        for run in runs[:stop]:
+            on_run(run)
+        if stop < len(runs):
+            warnings.warn("Stopped early.", UserWarning, stacklevel=2)
+        found = made_evidence.evidence(
+            dict.fromkeys(policies, (1.0, 0.9)), seeds=tuple(seeds), replaced=runs
+        )
+        found = dataclasses.replace(found, runs=tuple(runs[:stop]))
+        names = [field.name for field in dataclasses.fields(found)]
+        return Comparison(**{name: getattr(found, name) for name in names})
+
+    monkeypatch.setattr(tfamp, "compare", compare)
     return calls, changed
 
 
-def test_a_comparison_ends_with_the_path_of_its_report(
-    recipe_modules, made_up, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)
+def test_a_comparison_ends_with_the_path_of_its_report(recipe_modules, made_up, capsys):
     arguments = ["--compare=2", "--seed=5", "--batch_size=8", "--epochs=4"]
     code = load("train_digits").main(
-        ["train_digits.py", *arguments, "--output=out.json"]
+        ["recipes/train_digits.py", *arguments, "--output=out.json"]
     )
     assert code == 0
     *lines, path, last = capsys.readouterr().out.splitlines()
@@ -475,53 +494,47 @@ def test_a_comparison_ends_with_the_path_of_its_report(
     assert re.fullmatch(
         r"reports/train_digits-\d{8}-\d{6}/report.html", record["report"]
     )
-    for name in ("report.html", "report.json", "report.md"):
-        assert (Path(record["report"]).parent / name).stat().st_size > 100
-    written = json.loads((Path(record["report"]).parent / "report.json").read_text())
-    assert written["context"] is None or "python train_digits.py" in str(written)
+    folder = Path(record["report"]).parent
+    assert "float32" in (folder / "report.html").read_text()
+    assert json.loads((folder / "report.json").read_text())["seeds"] == [5, 6]
     assert record["policies"] == ["float32", "auto"]
     assert record["seeds"] == [5, 6]
     assert record["best"] == "auto"
+    assert record["reference"] == "float32"
     assert record["metric"] == "accuracy"
     assert record["loss"] == 0.5
     assert record["finite"] is True
     assert {"tfamp", "tensorflow", "keras", "python"} == set(record["versions"])
     assert lines[0].startswith("[1/4] float32, seed 5: 991 examples/s  ")
-    assert [line.split("]")[0] for line in lines[:4]] == [
-        "[1/4",
-        "[2/4",
-        "[3/4",
-        "[4/4",
-    ]
-    calls, _ = made_up
-    assert [call[:2] for call in calls] == [
-        *(("float32", 5), ("auto", 5), ("auto", 6), ("float32", 6))
-    ]
-    for _, _, build, job in calls:
-        assert build.func.__name__ == "build"
-        assert (build.args[0].batch_size, build.args[0].epochs) == (8, 4)
-        assert job.epochs == 4
-        assert job.profile_steps == 0
+    (call,) = made_up[0]
+    assert (call["policies"], call["seeds"]) == (["float32", "auto"], [5, 6])
+    assert call["epochs"] == 4
+    assert call["profile_steps"] == 0
+    assert call["title"] == "Handwritten digits"
+    assert call["directory"] == folder / "runs"
+    command = f"python recipes/train_digits.py {' '.join(arguments)} --output=out.json"
+    assert call["command"] == command
+    # What goes to the other processes: a function of a module, and plain settings.
+    build, again = call["build"], pickle.loads(pickle.dumps(call["build"]))
+    assert build.func.__module__ == "train_digits"
+    assert again.args == build.args
+    assert (build.args[0].batch_size, build.args[0].epochs) == (8, 4)
 
 
-def test_smoke_and_profile_act_in_a_comparison(
-    recipe_modules, made_up, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)
+def test_smoke_and_profile_act_in_a_comparison(recipe_modules, made_up, capsys):
     arguments = ["--compare=1", "--smoke", "--profile", "--jit_compile", "--nosummary"]
     assert load("custom_loop").main(["custom_loop.py", *arguments]) == 0
-    calls, _ = made_up
-    policy, _, build, job = calls[0]
-    assert policy == "float32+xla"
-    assert job.epochs == 1
-    assert job.profile_steps == 5
-    assert build.args[0].smoke is True
+    (call,) = made_up[0]
+    assert call["policies"] == ["float32+xla", "auto+xla"]
+    assert call["epochs"] == 1
+    assert call["profile_steps"] == 5
+    assert call["build"].args[0].smoke is True
+    assert "Report" not in capsys.readouterr().out
 
 
 def test_a_comparison_goes_on_with_more_seeds_and_the_same_flags(
-    recipe_modules, made_up, capsys, monkeypatch, tmp_path
+    recipe_modules, made_up, capsys
 ):
-    monkeypatch.chdir(tmp_path)
     module, calls = load("train_digits"), made_up[0]
 
     def main(*arguments):
@@ -533,24 +546,18 @@ def test_a_comparison_goes_on_with_more_seeds_and_the_same_flags(
     assert "add `--resume` to go on with its runs" in capsys.readouterr().err
     assert main("--compare=3", "--batch_size=8", "--resume") == 0
     output = capsys.readouterr().out
-    assert "[1] auto, seed 1: " in output
+    assert output.startswith("[1] float32, seed 0: ")
     assert "left" not in output.split("\n")[0]
-    assert json.loads(output.splitlines()[-1])["seeds"] == [0, 1, 2]
-    assert [call[:2] for call in calls] == [
-        *(("float32", 0), ("auto", 0), ("auto", 1), ("float32", 1)),
-        *(("float32", 2), ("auto", 2)),
-    ]
+    assert [call["resume"] for call in calls] == [False, True]
+    assert [call["seeds"] for call in calls] == [[0], [0, 1, 2]]
     assert main("--compare=4", "--batch_size=16", "--resume") == 1
     assert (
         "`--batch_size` was 8 and is 16. Expected the same" in capsys.readouterr().err
     )
-    assert len(calls) == 6
+    assert len(calls) == 2
 
 
-def test_what_is_not_finite_is_null_for_scripts(
-    recipe_modules, made_up, capsys, monkeypatch, tmp_path
-):
-    monkeypatch.chdir(tmp_path)
+def test_what_is_not_finite_is_null_for_scripts(recipe_modules, made_up, capsys):
     changed = made_up[1]
     changed["auto", 0] = {"final_metrics": {"loss": math.nan, "accuracy": 0.1}}
     load("train_digits").main(["train_digits.py", "--compare=1"])
@@ -562,6 +569,19 @@ def test_what_is_not_finite_is_null_for_scripts(
     assert record["loss"] is None
     assert record["examples_per_second_ratio"]["high"] is None
     assert record["verdict"] == "undecided"
+
+
+def test_ctrl_c_says_how_to_go_on(recipe_modules, made_up, capsys):
+    arguments = ["train_digits.py", "--compare=2", "--report=found"]
+    made_up[1]["stop"] = 1
+    assert load("train_digits").main(arguments) == 130
+    go_on = "`--resume --report=found` and the same flags do the rest."
+    assert f"stopped, nothing to compare yet; {go_on}" in capsys.readouterr().err
+    made_up[1]["stop"] = 3
+    assert load("train_digits").main([*arguments, "--resume"]) == 0
+    printed = capsys.readouterr()
+    assert f"train_digits: Stopped early.\ntrain_digits: {go_on}" in printed.err
+    assert printed.out.splitlines()[-2] == "Report: found/report.html"
 
 
 @pytest.mark.parametrize(
@@ -579,33 +599,6 @@ def test_finite_says_that_all_runs_were(recipe_modules, changed, expected):
     found = made_evidence.evidence(replaced=(run,))
     record = recipe_modules["comparing"].record("digits", found, Path("r"), {})
     assert record["finite"] is expected
-
-
-def test_ctrl_c_says_how_to_go_on(
-    recipe_modules, made_up, capsys, monkeypatch, tmp_path
-):
-    from tfamp.compare import processes
-
-    monkeypatch.chdir(tmp_path)
-    once = processes.run_once
-    allowed = [0]
-
-    def run_once(folder, policy, seed, **options):
-        if len(made_up[0]) >= allowed[0]:
-            raise KeyboardInterrupt
-        return once(folder, policy, seed, **options)
-
-    monkeypatch.setattr(processes, "run_once", run_once)
-    arguments = ["train_digits.py", "--compare=2", "--report=found"]
-    assert load("train_digits").main(arguments) == 130
-    go_on = "`--resume --report=found` and the same flags do the rest."
-    assert f"stopped, nothing to compare yet; {go_on}" in capsys.readouterr().err
-    allowed[0] = 3
-    assert load("train_digits").main([*arguments, "--resume"]) == 0
-    printed = capsys.readouterr()
-    assert f"train_digits: {go_on}" in printed.err
-    assert "Stopped after 3 of 4 runs" in printed.err
-    assert printed.out.splitlines()[-2] == "Report: found/report.html"
 
 
 def test_a_line_says_what_a_run_came_to_and_what_is_left(recipe_modules, capsys):
