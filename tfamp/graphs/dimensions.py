@@ -3,8 +3,8 @@
 import math
 
 from tfamp.graphs.bodies import Shape
-from tfamp.graphs.flops import CONVOLUTIONS, MATRIX_PRODUCTS, einsum_sizes
-from tfamp.graphs.operations import Operation
+from tfamp.graphs.operation import Operation
+from tfamp.graphs.products import CONVOLUTIONS, MATRIX_PRODUCTS, einsum_sizes
 
 # Sizes by name; those that the graph does not tell are left out.
 Sizes = dict[str, int]

@@ -1,13 +1,14 @@
 """Reads the operations that a traced function runs, those in its functions too."""
 
-import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graphs.bodies import Body, Shape, functions_of, output_shape, read_bodies
+from tfamp.graphs.bodies import Body, functions_of, output_shape, read_bodies
 from tfamp.graphs.constants import evaluate, num_trips
+from tfamp.graphs.operation import Operation, plain_type
+from tfamp.graphs.products import flops_of
 
 _LOOPS = ("While", "StatelessWhile")
 _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
@@ -15,55 +16,14 @@ _BRANCHES = ("If", "StatelessIf", "Case", "StatelessCase")
 _NOT_FOLLOWED = ("Dataset", "Iterator")
 
 
-@dataclasses.dataclass(frozen=True)
-class Operation:
-    """One operation of a graph, and how often it runs.
-
-    Args:
-        name: Its name; behind those of the calls that it is in, where the names
-            of a function start anew.
-        op_type: Its type without what marks a variant of it, such as "MatMul" of
-            a "_FusedMatMul".
-        inputs: Shapes of what it reads.
-        outputs: Shapes of what it gives.
-        attributes: Its attributes, as protocol buffers.
-        sources: Types of the operations that its inputs come from, "" for
-            arguments.
-        count: How often it runs in one call of the function.
-        is_counted: Whether `count` is known; in a loop that data end it is 1.
-    """
-
-    name: str
-    op_type: str
-    inputs: tuple[Shape, ...]
-    outputs: tuple[Shape, ...]
-    attributes: Any = dataclasses.field(repr=False)
-    sources: tuple[str, ...] = ()
-    count: int = 1
-    is_counted: bool = True
-
-    def dtype(self, attribute: str = "T") -> str:
-        """Returns the dtype that an attribute names, "" where there is none."""
-        if attribute not in self.attributes:
-            return ""
-        return str(tf.as_dtype(self.attributes[attribute].type).name)
-
-    @property
-    def is_backward(self) -> bool:
-        """Whether it computes a gradient: it was traced by a gradient tape."""
-        parts = self.name.split("/")
-        return any(part.startswith(("gradient_tape", "gradients")) for part in parts)
-
-
 def read_operations(concrete: Any) -> tuple[Operation, ...]:
     """Returns the operations that one call of a traced function runs.
 
     Operations whose result nobody uses are left out, as TensorFlow leaves them out.
     Loops are followed and their operations counted as often as they run, where a
-    counter ends the loop. Of the branches of a condition the one with the most
-    operations counts. TensorFlow fuses and moves operations afterwards; it changes
-    neither what is multiplied nor, unless its own mixed precision is on, in which
-    dtype.
+    counter ends the loop. Of the branches of a condition the dearest counts.
+    TensorFlow fuses and moves operations afterwards; it changes neither what is
+    multiplied nor, unless its own mixed precision is on, in which dtype.
 
     Args:
         concrete: What `tf.function(...).get_concrete_function(...)` returned.
@@ -115,7 +75,13 @@ def _branch(
     if chosen is not None and 0 <= int(chosen) < len(branches):
         branches = [branches[int(chosen)]]
     walked = [list(_walk(each, name, count, known)) for each in branches]
-    yield from max(walked, key=len, default=[])
+    yield from max(walked, key=_weight, default=[])
+
+
+def _weight(operations: list[Operation]) -> tuple[int, int]:
+    """Returns what makes a branch the dearer one."""
+    flops = sum((flops_of(each) or 0) * each.count for each in operations)
+    return flops, len(operations)
 
 
 def _called(body: Body, node: tf.compat.v1.NodeDef, function: Body) -> Body:
@@ -147,21 +113,6 @@ def _operation(
         count=count,
         is_counted=known,
     )
-
-
-def plain_type(op_type: str) -> str:
-    """Returns the type of an operation without the marks of fusion and oneDNN.
-
-    Example:
-        >>> plain_type("_MklNativeFusedMatMul"), plain_type("_FusedConv2D")
-        ('MatMul', 'Conv2D')
-    """
-    if not op_type.startswith("_"):
-        return op_type
-    plain = op_type[1:]
-    for mark in ("Mkl", "Native", "Eager", "Fused"):
-        plain = plain.removeprefix(mark)
-    return plain.removesuffix("WithBias")
 
 
 def _joined(prefix: str, name: str) -> str:

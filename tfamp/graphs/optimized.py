@@ -7,9 +7,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graphs.flops import CONVOLUTIONS, MATRIX_PRODUCTS
 from tfamp.graphs.hlo import CompiledProduct
-from tfamp.graphs.operations import plain_type
+from tfamp.graphs.operation import plain_type
+from tfamp.graphs.products import CONVOLUTIONS, MATRIX_PRODUCTS
 
 _PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS | {"Einsum"}
 

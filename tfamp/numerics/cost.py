@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Sequence
 
 from tfamp import hardware
-from tfamp.graphs.flops import flops_of, is_product
-from tfamp.graphs.operations import Operation
+from tfamp.graphs.operation import Operation
+from tfamp.graphs.products import flops_of, is_product
 from tfamp.numerics.records import HALF
 from tfamp.results import Device
 

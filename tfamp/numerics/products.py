@@ -4,9 +4,9 @@ import collections
 import math
 from collections.abc import Sequence
 
-from tfamp.graphs.flops import flops_of, is_product
 from tfamp.graphs.hlo import CompiledProduct
-from tfamp.graphs.operations import Operation
+from tfamp.graphs.operation import Operation
+from tfamp.graphs.products import flops_of, is_product
 from tfamp.numerics.cost import num_bytes, product_dtype
 from tfamp.numerics.marks import Marks, plain_name
 from tfamp.numerics.records import Cast, Product, Shape

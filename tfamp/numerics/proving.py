@@ -12,8 +12,9 @@ from tfamp.assignment import assignment
 from tfamp.data._progress import progress
 from tfamp.data.bottlenecks.measure import bottleneck
 from tfamp.graphs.dimensions import sizes_of
-from tfamp.graphs.flops import is_product
-from tfamp.graphs.operations import Operation, read_operations
+from tfamp.graphs.operation import Operation
+from tfamp.graphs.operations import read_operations
+from tfamp.graphs.products import is_product
 from tfamp.numerics.causes import Facts, find_causes
 from tfamp.numerics.cost import HALF, Roofline, computing, num_bytes
 from tfamp.numerics.products import casts_of, is_cast, products_of
