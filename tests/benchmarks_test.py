@@ -44,6 +44,7 @@ def load(name: str):
 
 def test_every_benchmark_is_tested_here():
     tested = {
+        "callbacks_cost.py",
         "enable_overhead.py",
         "loss_scale.py",
         "pipeline.py",
@@ -52,6 +53,17 @@ def test_every_benchmark_is_tested_here():
         "write_results.py",
     }
     assert {script.name for script in SCRIPTS} == tested
+
+
+@pytest.mark.slow
+def test_callbacks_cost_prints_ratios_and_waits(tmp_path):
+    result = run("callbacks_cost.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    for name in ("Throughput", "DeviceStats", "both"):
+        assert result["cases"]["small"][name]["ratio"] > 0
+    for wait in result["input_wait"].values():
+        assert 0 <= wait["told"] <= 1
+        assert 0 <= wait["waited"] <= 1
 
 
 @pytest.mark.slow

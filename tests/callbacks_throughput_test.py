@@ -482,8 +482,12 @@ class Pipeline:
 
     def __init__(self, make_seconds, compute_seconds):
         self.make_seconds, self.compute_seconds = make_seconds, compute_seconds
-        self.host = self.device = self.made = 0.0
-        self.taken = [0.0, 0.0]
+        self.host = self.device = 0.0
+        self.begin()
+
+    def begin(self):
+        """Starts an epoch, with empty buffers."""
+        self.made, self.taken = self.host, [self.host, self.host]
 
     def clock(self):
         return self.host
@@ -546,11 +550,13 @@ def watched(pipeline, num_calls, *, iterator=None, reads_logs=False, **settings)
     watch.install()
     iterator = iterator or Iterator(pipeline)
     for _ in range(2):
+        pipeline.begin()
         watch.begin_epoch(num_calls)
         for _ in range(num_calls):
             model.train_function(iterator)
             if reads_logs:
                 pipeline.sync()  # as `fit` does for its callbacks
+        pipeline.host += 3600  # other callbacks at the end of the epoch
         watch.end_window()
     watch.remove()
     return watch, windows, firsts

@@ -1,4 +1,5 @@
 """Callbacks for `fit`: what happens while a model trains."""
 
+from tfamp.callbacks.device_stats import DeviceStats as DeviceStats
 from tfamp.callbacks.monitor import PrecisionMonitor as PrecisionMonitor
 from tfamp.callbacks.throughput import Throughput as Throughput
