@@ -607,12 +607,17 @@ def test_what_runs_is_read_with_functions_and_fusions():
 
     @tf.function
     def step(x):
+        x = apart(x)
         with tf.name_scope("only_here"):
             for _ in tf.range(2):
                 x = tf.matmul(x, weights, name="in_loop")
             return tf.nn.relu(tf.matmul(x, weights) + 1.0)
 
     other = tf.function(lambda x: tf.matmul(x, weights))
+    apart = tf.function(
+        lambda x: tf.matmul(x, x, name="only_here_apart"),
+        experimental_attributes={"_noinline": True},
+    )
     found = optimized.read_optimized(
         lambda: step(other(tf.ones((4, 4)))), named="only_here"
     )
@@ -620,4 +625,5 @@ def test_what_runs_is_read_with_functions_and_fusions():
     assert {product.kind for product in found} == {"MatMul"}
     assert {product.dtypes for product in found} == {("float32", "float32")}
     assert any("in_loop" in product.op_name for product in found)
+    assert any("apart" in product.op_name for product in found)
     assert len(found) == len(set(found))

@@ -431,6 +431,13 @@ def state_of(model):
     return [np.asarray(variable).tobytes() for variable in variables]
 
 
+class Drawing(LAYERS.Layer):
+    """Draws from Python and NumPy whenever it is traced."""
+
+    def call(self, x):
+        return x * (1.0 + random.random()) + np.random.rand()
+
+
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow:UserWarning")
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_nothing_changes(policy):
@@ -441,6 +448,7 @@ def test_nothing_changes(policy):
                 LAYERS.Dense(8),
                 LAYERS.BatchNormalization(),
                 LAYERS.Dropout(0.5, seed=1),
+                Drawing(),
                 LAYERS.Dense(4),
             ]
         )
@@ -450,11 +458,12 @@ def test_nothing_changes(policy):
     before, called = state_of(model), keras.layers.Layer.__call__
     dtypes = tfamp.assignment(model)
     random.seed(3)
-    first = random.getstate()
+    first, first_of_numpy = random.getstate(), np.random.get_state()[1].tobytes()
     prove(model, data)
     assert state_of(model) == before
     assert keras.layers.Layer.__call__ is called
     assert random.getstate() == first
+    assert np.random.get_state()[1].tobytes() == first_of_numpy
     assert tfamp.assignment(model) == dtypes
     assert getattr(model, "train_function", None) is None
 
