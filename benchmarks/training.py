@@ -5,7 +5,7 @@ with tfamp and with stock Keras, each run in a fresh process, the policies in tu
 Goals: "auto" at least 0.99 of stock mixed_bfloat16, and our mixed_bfloat16 within 3 %
 of stock's; quality within 0.5 % where a model is trained to its end.
 
-Command: python benchmarks/training.py [--models=mlp,cnn] [--seeds=3] [--record]
+Command: python benchmarks/training.py [--models=mlp,cnn] [--record=training]
 Time: about half an hour on two CPU cores. Use an idle machine.
 """
 
@@ -26,7 +26,7 @@ from rich.table import Table  # noqa: E402
 import tfamp  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[1]
-RECORD = ROOT / "benchmarks" / "results" / "training.json"
+RESULTS = ROOT / "benchmarks" / "results"
 MIN_AUTO, MIN_OURS = 0.99, 0.97
 STOCK, OURS = "keras:mixed_bfloat16", "mixed_bfloat16"
 POLICIES = ("float32", "float32+xla", "auto", OURS, STOCK)
@@ -48,8 +48,13 @@ def define_flags() -> flags.FlagValues:
     flags.DEFINE_list("models", list(MODELS), "Which.", flag_values=values)
     flags.DEFINE_list("policies", list(POLICIES), "Which.", flag_values=values)
     flags.DEFINE_integer("seeds", 3, "Runs of each policy.", flag_values=values)
-    flags.DEFINE_boolean(
-        "record", False, "Keep the figures for RESULTS.md.", flag_values=values
+    flags.DEFINE_enum(
+        "record",
+        None,
+        ["training", "tried"],
+        "Keep the figures for RESULTS.md, as its section on training or on what was "
+        "tried.",
+        flag_values=values,
     )
     flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
     flags.DEFINE_boolean(
@@ -172,10 +177,11 @@ def main(argv: Sequence[str]) -> int:
         print(f"{name}:", flush=True)
         results[name] = measure(target, epochs, policies, seeds)
         show(name, results[name])
-    command = f"python benchmarks/training.py {' '.join(argv[1:])}".strip()
+    words = [word for word in argv[1:] if not word.startswith("--record")]
+    command = " ".join(["python benchmarks/training.py", *words])
     result = {
         "benchmark": "training",
-        "command": command.replace(" --record", ""),
+        "command": command,
         "models": results,
         "goals": goals(results),
     }
@@ -183,7 +189,8 @@ def main(argv: Sequence[str]) -> int:
     if settings.json:
         Path(settings.json).write_text(text)
     if settings.record:
-        RECORD.write_text(json.dumps(result, indent=1) + "\n")
+        path = RESULTS / f"{settings.record}.json"
+        path.write_text(json.dumps(result, indent=1) + "\n")
     print(text)
     return 0
 

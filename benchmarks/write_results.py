@@ -14,24 +14,26 @@ from absl import flags
 
 FOLDER = Path(__file__).resolve().parent
 TEXTS = FOLDER / "results"
-ORDER = ("enable_overhead", "loss_scale", "pipeline", "training", "callbacks_cost")
+ORDER = (
+    *("enable_overhead", "loss_scale", "pipeline"),
+    *("training", "tried", "callbacks_cost"),
+)
 
 
 def sections(folder: Path) -> list[str]:
     """Returns the text of each benchmark that left something, in order."""
     found = []
     for name in ORDER:
-        for path in (folder / f"{name}.json", folder / f"{name}.md"):
-            if path.is_file():
-                text = path.read_text(encoding="utf-8")
-                found.append(
-                    training(json.loads(text)) if path.suffix == ".json" else text
-                )
+        figures, text = folder / f"{name}.json", folder / f"{name}.md"
+        if figures.is_file():
+            found.append(training(json.loads(figures.read_text("utf-8")), name))
+        elif text.is_file():
+            found.append(text.read_text("utf-8"))
     return found
 
 
-def training(result: dict[str, Any]) -> str:
-    """Returns the section of benchmarks/training.py."""
+def training(result: dict[str, Any], kind: str = "training") -> str:
+    """Returns a section of benchmarks/training.py, by the text that it begins with."""
     models = result["models"]
     first = next(iter(models.values()))
     versions = first["versions"]
@@ -40,7 +42,7 @@ def training(result: dict[str, Any]) -> str:
         for name, model in models.items()
         for policy, row in model["rows"].items()
     ]
-    template = (TEXTS / "_training.md").read_text(encoding="utf-8")
+    template = (TEXTS / f"_{kind}.md").read_text(encoding="utf-8")
     return template.format(
         command=result["command"],
         device=first["device"],
