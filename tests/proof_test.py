@@ -11,9 +11,9 @@ import tensorflow as tf
 import tfamp
 from tfamp.graphs.hlo import CompiledProduct
 from tfamp.numerics import proving
-from tfamp.numerics.cost import Roofline, num_bytes
+from tfamp.numerics.cost import Roofline, computing, num_bytes
 from tfamp.numerics.marks import Marks
-from tfamp.numerics.products import products_of
+from tfamp.numerics.products import is_cast, products_of
 from tfamp.numerics.proof import Proof
 from tfamp.numerics.proving import prove
 from tfamp.numerics.records import Cause
@@ -621,6 +621,10 @@ def cause_of(name, *, devices, tf32=False, model=None, size=8):
     return next((cause for cause in proof.causes if cause.name == name), None)
 
 
+def test_the_compiler_is_no_cause_where_nothing_is_compiled():
+    assert cause_of("compiler", devices=[A100]) is None
+
+
 def test_a_device_without_the_instruction_is_a_cause():
     cause = cause_of("device", devices=[V100, OLD_CPU])
     assert cause.message == (
@@ -810,16 +814,50 @@ def test_a_proof_goes_to_json_and_back():
     assert {"casts", "device", "shapes", "float32", "memory"} <= set(names(proof))
 
 
-def test_the_table_fits_and_holds_every_layer():
-    layers = [
-        LAYERS.Dense(4, name=f"a_layer_with_a_long_name_{'x' * 50}_{i}")
-        for i in range(41)
-    ]
+def test_the_table_fits_and_leaves_out_what_is_too_much():
+    layers = [LAYERS.Dense(4, name=f"layer_{i}") for i in range(40)]
+    layers.insert(0, LAYERS.Dense(4, name=f"long_{'x' * 100}"))
     model = compiled(keras.Sequential([keras.Input((8,)), *layers]))
     text = str(prove(model, batch_of((8,), (4,)), devices=[A100], tf32=True))
     assert max(map(len, text.splitlines())) <= 110
-    assert "and 1 layers more" in text
-    assert "TF32 on" in text
+    table = text[: text.index("Why it is not faster")]
+    assert "layer_38 " in table and "layer_39" not in table
+    assert "and 1 layers more" in table
+    assert "TF32 on" in table
+
+
+class Repeated(LAYERS.Layer):
+    """Multiplies 20 times, in a loop of the graph or of Python."""
+
+    def __init__(self, in_graph):
+        super().__init__(name="repeated")
+        self.in_graph = in_graph
+
+    def build(self, shape):
+        self.kernel = self.add_weight(shape=(shape[-1], shape[-1]))
+
+    def call(self, x):
+        # Something else that costs, so that the share of the products tells.
+        x += tf.reduce_sum(tf.tanh(x[0, 0] + tf.ones(100_000)))
+        if not self.in_graph:
+            for _ in range(20):
+                x = x @ self.kernel
+            return x
+        _, x = tf.while_loop(
+            lambda i, x: i < 20, lambda i, x: (i + 1, x @ self.kernel), [0, x]
+        )
+        return x
+
+
+def test_a_loop_costs_as_much_as_its_steps():
+    figures = []
+    for in_graph in (True, False):
+        model = compiled(keras.Sequential([keras.Input((64,)), Repeated(in_graph)]))
+        proof = prove(model, batch_of((64,), (64,)), inference=True, devices=[OLD_CPU])
+        cause = next(cause for cause in proof.causes if cause.name == "float32")
+        figures.append(cause.figure)
+    # What a loop does besides is small change.
+    assert figures[0] == pytest.approx(figures[1], rel=0.1)
 
 
 def operation(op_type, inputs, outputs, **dtypes):
@@ -844,6 +882,22 @@ MOVED = {
     "integers": (operation("AddV2", ((5,), (5,)), ((5,),), T="int32"), 0),
     "same memory": (operation("Reshape", ((5,), (1,)), ((5,),), T="float32"), 0),
 }
+
+
+def test_casts_of_scalars_and_to_the_same_dtype_do_not_count():
+    def cast(shape, target):
+        each = operation("Cast", (shape,), (shape,), SrcT="float32", DstT=target)
+        return is_cast(each)
+
+    assert cast((3,), "bfloat16")
+    assert not cast((), "bfloat16")
+    assert not cast((3,), "float32")
+    assert not cast((3,), "int32")
+
+
+def test_a_cpu_computes_only_when_it_is_alone():
+    assert computing([A100, OLD_CPU]) == (A100,)
+    assert computing([OLD_CPU]) == (OLD_CPU,)
 
 
 @pytest.mark.parametrize("each, expected", MOVED.values(), ids=MOVED)
