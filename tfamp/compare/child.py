@@ -122,12 +122,14 @@ def measure(
 
 def begin(variant: Variant) -> tuple[str, str]:
     """Sets the policy of this process; returns its name and why it was taken."""
+    if variant.rewrite or variant.is_stock:
+        # `tfamp.enable` does so for the policies that need it.
+        surroundings.avoid_broken_instructions()
     if variant.rewrite:
         tf.config.optimizer.set_experimental_options(
             {"auto_mixed_precision_onednn_bfloat16": True}
         )
     if variant.is_stock:
-        surroundings.avoid_broken_instructions()
         keras.config.set_dtype_policy(variant.policy)
         return variant.policy, "stock Keras"
     keep_float32 = "default" if variant.has_rules else "none"
