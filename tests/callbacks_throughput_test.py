@@ -342,6 +342,24 @@ def test_validation_and_ends_of_epochs_are_left_out(kind):
         assert history[key] == pytest.approx(EXPECTED[key]), key
 
 
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_the_last_window_is_over_before_validation(tmp_path):
+    path, found = tmp_path / "rates.csv", []
+
+    class Look(keras.callbacks.Callback):
+        def on_test_begin(self, logs=None):
+            found.append(rows(path)[-1][0])
+
+    fit(
+        compiled(),
+        Throughput(csv_path=path),
+        Look(),
+        data=dataset(kind="unknown length"),
+        validation_data=dataset(),
+    )
+    assert found == [6, 12]
+
+
 class Seen(keras.callbacks.Callback):
     """Keeps what a callback later in the list sees."""
 
@@ -589,6 +607,13 @@ def test_windows_end_on_an_idle_device_and_hold_every_batch():
     assert all(window.seconds >= 3.0 * window.batches for window in windows)
 
 
+def test_where_logs_are_read_every_step_begins_on_an_idle_device():
+    _, windows, _ = watched(Pipeline(5.0, 3.0), 41, reads_logs=True)
+    assert [window.batches for window in windows] == [10] * 8 + [1]
+    # All waits are added up: a step makes 5 s, of which the model takes 3.
+    assert [window.wait_seconds for window in windows[1:4]] == [20.0] * 3
+
+
 def test_an_iterator_of_another_kind_is_counted_by_calls():
     class Other:
         get_next = staticmethod(lambda: None)
@@ -683,6 +708,10 @@ def test_the_peak_is_that_of_the_gpu_in_the_dtype_of_most_weights(monkeypatch):
     model = keras.Sequential([keras.Input((8,)), keras.Sequential([wide]), head])
     assert utilisation.compute_dtype_of(model) == "bfloat16"
     assert utilisation.peak_of_devices(model) == (312e12, "")
+    reduction = tf.distribute.ReductionToOneDevice()
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], reduction).scope():
+        model = keras.models.clone_model(model)
+    assert utilisation.peak_of_devices(model) == (2 * 312e12, "")
 
 
 @pytest.mark.parametrize("allowed, peak", [(True, 156e12), (False, 19.5e12)])

@@ -99,7 +99,7 @@ def _shown(parts: Sequence[_Part], listed: str | None) -> list[_Part]:
     found: list[_Part] = []
     for entry in listed.split(","):
         part = _named(parts, entry.strip())
-        if part is None or part in found:
+        if part is None:
             break
         found.append(part)
     return found
