@@ -320,26 +320,21 @@ def test_a_thread_that_waits_ends_at_once_when_stopped():
 
 
 def test_a_thread_ends_with_what_it_samples():
-    waiting, go_on = threading.Event(), threading.Event()
+    waiting, owner = threading.Event(), Owner(most=None)
 
     def wait(stopped, seconds):
         waiting.set()
-        go_on.wait(LIMIT)
-        return False  # as if nobody had stopped it
+        return stopped.wait(LIMIT)
 
-    owner = Owner(most=None)
-    gone = weakref.ref(owner)
     sampler = Sampler(owner, 1.0, wait=wait)
+    gone = weakref.ref(owner)
     sampler.start()
     assert waiting.wait(LIMIT)
-    finish = threading.Thread(target=go_on.set)
-    finish.start()
     del owner
     gc.collect()
-    finish.join(LIMIT)
+    was_gone, was_running = gone() is None, sampler.is_running
     sampler.stop()
-    assert gone() is None
-    assert not sampler.is_running
+    assert (was_gone, was_running) == (True, False)
 
 
 def test_load_is_cpu_time_over_time_of_one_core():

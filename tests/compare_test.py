@@ -273,6 +273,15 @@ def test_functions_and_arrays_come_out_as_they_went_in(tmp_path):
     assert validation() == "later"
 
 
+def test_functions_that_use_tfamp_go_along(tmp_path):
+    def build():
+        return tfamp.__name__
+
+    build.__module__ = "__main__"  # as in a script or a notebook
+    parcel.pack(tmp_path, build, None, None)
+    assert parcel.unpack(tmp_path)[0]() == "tfamp"
+
+
 def test_the_elements_of_a_dataset_go_along_and_it_is_said(tmp_path):
     import tensorflow as tf
 

@@ -194,6 +194,29 @@ def test_a_failed_run_is_no_evidence():
     assert "the run under auto with seed 2 failed: ValueError: no" in found.reason
 
 
+def test_what_came_to_the_same_is_no_gain_whatever_the_noise():
+    pairs = [
+        tuple(
+            dataclasses.replace(
+                made_evidence.run(policy, seed, speed=speed), resolved_policy="float32"
+            )
+            for policy, speed in {"float32": 1.0, "auto": 1.05}.items()
+        )
+        for seed in range(3)
+    ]
+
+    def found(pairs):
+        return judging.verdict_on(
+            pairs, (), metric="accuracy", better="max", tolerance=0.005
+        )
+
+    assert found(pairs).answer == "equivalent, not faster"
+    assert found(pairs).reason.startswith("auto came to float32 itself, so there is")
+    assert found(pairs[:1]).answer == "equivalent, not faster"
+    with_xla = [(a, dataclasses.replace(b, policy="auto+xla")) for a, b in pairs]
+    assert found(with_xla).answer == "equivalent and faster"
+
+
 def test_the_best_policy_gives_the_verdict():
     found = made_evidence.evidence(
         {"float32": (1, 0.98), "auto": (1.5, 0.98), "float16": (3, 0.5)}

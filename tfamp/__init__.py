@@ -50,6 +50,10 @@ class _Package(types.ModuleType):
             value = vars(value).get(name, value)
         super().__setattr__(name, value)
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Is pickled by its name: cloudpickle knows plain modules only."""
+        return importlib.import_module, (self.__name__,)
+
 
 @functools.cache
 def _check_environment() -> None:

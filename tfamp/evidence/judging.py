@@ -1,5 +1,6 @@
 """From runs to verdicts: which policy is the reference, what each other comes to."""
 
+import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from typing import Literal
@@ -9,7 +10,13 @@ import numpy as np
 from tfamp import _checks
 from tfamp.evidence.runs import Run
 from tfamp.evidence.variant import Variant
-from tfamp.evidence.verdict import Interval, Verdict, interval_of_ratios, judge
+from tfamp.evidence.verdict import (
+    Interval,
+    Verdict,
+    interval,
+    interval_of_ratios,
+    judge,
+)
 
 Better = Literal["max", "min"]
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
@@ -121,14 +128,24 @@ def verdict_on(
             f"the run under {first.policy} with seed {first.seed} failed: {first.error}"
         )
         return Verdict("undecided", reason, _UNKNOWN, speed, tolerance, len(pairs))
+    if pairs and all(are_same(before, after) for before, after in pairs):
+        before, after = pairs[0]
+        return Verdict(
+            "equivalent, not faster",
+            f"{after.policy} came to {before.policy} itself, so there is nothing to "
+            f"gain or to lose; the ratio of {speed.estimate:.3g} is noise",
+            _of_differences(differences),
+            speed,
+            tolerance,
+            len(pairs),
+        )
     if len(pairs) < 2:
-        mean = float(np.mean(differences)) if differences else math.nan
         return Verdict(
             "undecided",
             f"{len(pairs)} seeds show no spread"
             if not pairs
             else "one seed shows no spread",
-            Interval(mean, -math.inf, math.inf),
+            _of_differences(differences) if differences else _UNKNOWN,
             speed,
             tolerance,
             len(pairs),
@@ -136,6 +153,20 @@ def verdict_on(
         )
     ratios = [b.examples_per_second / a.examples_per_second for a, b in pairs]
     return judge(differences, ratios, tolerance=tolerance)
+
+
+def are_same(before: Run, after: Run) -> bool:
+    """Whether two runs computed the same under two names, as "auto" often does."""
+    if not before.resolved_policy or before.resolved_policy != after.resolved_policy:
+        return False
+    first, second = Variant.parse(before.policy), Variant.parse(after.policy)
+    return first == dataclasses.replace(second, policy=first.policy)
+
+
+def _of_differences(differences: Sequence[float]) -> Interval:
+    if len(differences) > 1:
+        return interval(differences)
+    return Interval(differences[0], -math.inf, math.inf)
 
 
 def _seeds(seeds: Sequence[int]) -> str:

@@ -72,6 +72,11 @@ class Verdict(Record):
     num_seeds: int
     more_seeds: int | None = None
 
+    @property
+    def is_as_good(self) -> bool:
+        """Whether the metric is shown to lose no more than is allowed."""
+        return self.quality.low >= -self.tolerance
+
     def __str__(self) -> str:
         """Returns the answer and the reason."""
         if self.more_seeds is None:

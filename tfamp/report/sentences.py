@@ -8,6 +8,7 @@ import numpy as np
 
 from tfamp._units import join_words
 from tfamp.evidence import Evidence, Interval, Variant, Verdict
+from tfamp.evidence.judging import are_same
 from tfamp.report import figures, rows
 
 Kind = Literal["good", "neutral", "bad", "open"]
@@ -86,6 +87,12 @@ def policy_sentence(evidence: Evidence, policy: str) -> str:
             f"{_adjective(evidence)}: {good}, {_at_most(evidence, verdict)}."
         )
     trains = f"it trains {_times(speed)} as fast"
+    is_same = all(are_same(*pair) for pair in evidence.pairs(policy))
+    if is_same and verdict.answer == "equivalent, not faster":
+        return (
+            f"{name} is {reference} itself on this machine, so there is nothing to "
+            f"gain or to lose: {good}; {trains}, which is noise."
+        )
     if verdict.answer == "equivalent, not faster":
         slower = "slower" if speed.high < 1 else "not clearly faster"
         held = f"{good}, {_at_most(evidence, verdict)}"
@@ -100,6 +107,11 @@ def policy_sentence(evidence: Evidence, policy: str) -> str:
         return (
             f"{name} is less {_adjective(evidence)} than {reference}: {good}, at least "
             f"{lost} {_lost(evidence)} where {_allowed(evidence, verdict)}; {trains}."
+        )
+    if verdict.is_as_good:
+        return (
+            f"{name} is {alike} ({good}, {_at_most(evidence, verdict)}), but whether "
+            f"it is faster is not decided yet: so far {trains}."
         )
     return (
         f"Not decided yet whether {name} is {alike}: {good}, "
@@ -121,6 +133,8 @@ def advice(evidence: Evidence, policy: str) -> str:
             f"Stay with {reference}, or keep the layers that lose it in float32 "
             "(keep_float32=)."
         )
+    if (verdict.more_seeds or 0) > _MANY_SEEDS and verdict.is_as_good:
+        return "The gain is small beside the noise: measure on an idle machine."
     if (verdict.more_seeds or 0) > _MANY_SEEDS:
         return (
             "So many seeds cost more than they tell: train longer, so that runs differ "
