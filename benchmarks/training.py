@@ -154,9 +154,7 @@ def show(name: str, model: dict[str, Any]) -> None:
         table.add_column(column, justify="right" if column != "policy" else "left")
     for policy, row in model["rows"].items():
         ratio = row.get("ratio")
-        text = (
-            "reference" if ratio is None else "{:.2f} [{:.2f}, {:.2f}]".format(*ratio)
-        )
+        text = write_results.ratio_text(ratio, "reference")
         rate = f"{row['examples_per_second']:,.0f}"
         table.add_row(policy, rate, text, f"{row['metric']:.4f}", row.get("answer", ""))
     Console(width=110).print(table)
