@@ -19,6 +19,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import write_results  # noqa: E402
 from absl import flags  # noqa: E402  (TensorFlow reads its log level when imported)
 from rich.console import Console  # noqa: E402
 from rich.table import Table  # noqa: E402
