@@ -5,6 +5,8 @@ loss that falls shows that the model learns; a few batches lie in memory and com
 and again, so that no input pipeline is timed.
 """
 
+import sys
+from pathlib import Path
 from typing import Any
 
 import keras
@@ -15,7 +17,7 @@ NUM_CLASSES = 10
 _BATCHES = 4
 
 
-def mlp(seed: int = 0, epochs: int = 1, *, width: int = 2048, steps: int = 40) -> Any:
+def mlp(seed: int = 0, epochs: int = 1, *, width: int = 2048, steps: int = 24) -> Any:
     """Three dense layers of 2048 and a head, batches of 256."""
     rng = np.random.default_rng(seed)
     x = rng.normal(size=(_BATCHES * 256, 784)).astype("float32")
@@ -26,7 +28,7 @@ def mlp(seed: int = 0, epochs: int = 1, *, width: int = 2048, steps: int = 40) -
     return _compiled(model), _repeated(x, y, 256, steps), None
 
 
-def cnn(seed: int = 0, epochs: int = 1, *, size: int = 32, steps: int = 40) -> Any:
+def cnn(seed: int = 0, epochs: int = 1, *, size: int = 32, steps: int = 24) -> Any:
     """Convolutions of 64, 128, 256 filters with BatchNormalization, batches of 64."""
     x, y = _images(seed, size, 64)
     images = keras.Input((size, size, 3))
@@ -66,7 +68,7 @@ def transformer(
     return _compiled(model), _repeated(x, y, 16, steps), None
 
 
-def resnet50(seed: int = 0, epochs: int = 1, *, size: int = 96, steps: int = 16) -> Any:
+def resnet50(seed: int = 0, epochs: int = 1, *, size: int = 96, steps: int = 8) -> Any:
     """Keras's ResNet50 at 96x96, batches of 16."""
     x, y = _images(seed, size, 16)
     model = keras.applications.ResNet50(
@@ -76,6 +78,17 @@ def resnet50(seed: int = 0, epochs: int = 1, *, size: int = 96, steps: int = 16)
         classifier_activation=None,
     )
     return _compiled(model), _repeated(x, y, 16, steps), None
+
+
+def text(seed: int = 0, epochs: int = 1, *, steps: int = 150) -> Any:
+    """recipes/train_text.py, its first steps; it validates on a part of the files."""
+    folder = str(Path(__file__).resolve().parents[1] / "recipes")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import train_text
+
+    model, train, validation = train_text.build(seed=seed, epochs=epochs)
+    return model, train.take(steps), validation.take(steps // 5)
 
 
 def tiny(seed: int = 0, epochs: int = 1) -> Any:
