@@ -80,7 +80,7 @@ def test_a_recipe_opens_with_what_a_reader_needs(recipe):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("policy", ["auto", "float32", "mixed_bfloat16"])
+@pytest.mark.parametrize("policy", ["auto", "mixed_bfloat16"])
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_smoke_keeps_the_promises_of_its_last_line(recipe, policy, tmp_path):
     finished = run(
@@ -620,10 +620,8 @@ def test_a_line_says_what_a_run_came_to_and_what_is_left(recipe_modules, capsys)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "recipe, seeds", [("train_digits.py", 2), ("custom_loop.py", 1)]
-)
-def test_smoke_compares_in_processes_of_its_own(recipe, seeds, tmp_path):
+def test_smoke_compares_in_processes_of_its_own(tmp_path):
+    recipe, seeds = "train_digits.py", 2
     arguments = ["--smoke", "--policy=float32,keras:float32", "--batch_size=8"]
     finished = run(
         recipe, *arguments, f"--compare={seeds}", f"--report={tmp_path / 'report'}"
@@ -632,7 +630,6 @@ def test_smoke_compares_in_processes_of_its_own(recipe, seeds, tmp_path):
     assert record["finite"] is True
     assert math.isfinite(record["loss"])
     assert record["seeds"] == list(range(seeds))
-    assert record["verdict"] == "undecided" or seeds > 1
     assert f"Report: {tmp_path / 'report' / 'report.html'}" in finished.stdout
     found = json.loads((tmp_path / "report" / "report.json").read_text())
     assert [each["batch_size"] for each in found["runs"]] == [8] * 2 * seeds
