@@ -198,9 +198,9 @@ def _is_pipeline(value: Any) -> bool:
 def _keep_weights(model: keras.Model, trained: Trained, path: Path) -> None:
     """Writes trainable weights before and after training, in float32."""
     after = [np.asarray(value, np.float32) for value in model.trainable_weights]
-    arrays = {f"after_{i}": array for i, array in enumerate(after)}
+    arrays: dict[str, Any] = {f"after_{i}": array for i, array in enumerate(after)}
     arrays |= {f"before_{i}": array for i, array in enumerate(trained.first_weights)}
-    np.savez(f"{path}.npz", allow_pickle=False, **arrays)
+    np.savez(f"{path}.npz", **arrays)
 
 
 def _profile(model: keras.Model, data: Any, job: Job, directory: Path) -> list[str]:

@@ -27,14 +27,16 @@ class Clock(keras.callbacks.Callback):
     """Times windows of steps, with validation and the ends of epochs left out.
 
     Args:
-        num_steps: Steps of all epochs, None if unknown.
+        steps_an_epoch: Steps of an epoch, None if unknown.
+        num_epochs: How many epochs there will be.
         line: Where to tell how far it is, and to wait for the next turn.
         clock: Gives the time in seconds.
     """
 
     def __init__(
         self,
-        num_steps: int | None,
+        steps_an_epoch: int | None,
+        num_epochs: int,
         line: Line,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
@@ -43,13 +45,15 @@ class Clock(keras.callbacks.Callback):
         self.first_weights: list[np.ndarray] = []
         self.first_step_seconds = 0.0
         self.scales: list[tuple[int, float]] = []
-        self._num_steps, self._line, self._clock = num_steps, line, clock
+        self._steps_an_epoch, self._line, self._clock = steps_an_epoch, line, clock
+        self._num_steps = num_epochs * (steps_an_epoch or 0)
         self._reader: StepReader | None = None
         self._logs: Mapping[str, Any] | None = None
         self._epoch, self._seen, self._done, self._read_at = 0, 0, 0, 0
         self._opened = self._began = clock()
         self._told = -1e9
         self._is_open = False
+        self._first_of_call, self._gives_last = 0, False
         self._turn_began, self._is_rewarming = self._began, False
 
     def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
@@ -66,14 +70,21 @@ class Clock(keras.callbacks.Callback):
         self._epoch, self._seen = epoch, 0
         self._open()
 
+    def on_train_batch_begin(
+        self, batch: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Notes the first step of a call of several."""
+        self._first_of_call = batch
+
     def on_train_batch_end(
         self, batch: int, logs: Mapping[str, Any] | None = None
     ) -> None:
         """Closes the window if it is long enough."""
         now = self._clock()
         self._logs = logs
-        self._done += batch + 1 - self._seen
-        self._seen = batch + 1
+        seen = self._steps_seen(batch)
+        self._done += seen - self._seen
+        self._seen = seen
         is_first = not self.windows
         if is_first or now - self._opened >= WINDOW_SECONDS:
             self._close()
@@ -99,6 +110,18 @@ class Clock(keras.callbacks.Callback):
         if self._reader is not None:
             for step in self._reader.read().steps:
                 self.scales.append((step.step, step.loss_scale))
+
+    def _steps_seen(self, batch: int) -> int:
+        """Returns the steps of this epoch so far.
+
+        Of a call of several steps newer versions of Keras give the last one here, older
+        ones the first.
+        """
+        self._gives_last = self._gives_last or batch > self._first_of_call
+        if self._gives_last:
+            return batch + 1
+        seen = batch + int(self.model.steps_per_execution or 1)
+        return min(seen, self._steps_an_epoch or seen)
 
     def _wait_for_turn(self) -> None:
         """Lets the other runs go on; the window after that is none to count."""

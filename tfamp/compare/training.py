@@ -68,7 +68,7 @@ def train(
         # `fit` would make the weights in its first step, too late to keep them.
         with model.distribute_strategy.scope():
             model(inputs, training=False)
-    timer = Clock(None if steps is None else steps * job.epochs, line or Line(), clock)
+    timer = Clock(steps, job.epochs, line or Line(), clock)
     with contextlib.ExitStack() as stack:
         nvml = Nvml.open()
         if nvml is not None:
