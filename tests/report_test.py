@@ -282,6 +282,12 @@ SENTENCES = {
 }
 
 
+def test_what_is_the_same_may_stay():
+    assert sentences.advice(same_under_another_name(), "auto") == (
+        "auto costs nothing here, and pays on machines that can do more."
+    )
+
+
 @pytest.mark.parametrize("evidence, expected", SENTENCES.values(), ids=SENTENCES)
 def test_the_verdict_is_one_sentence(evidence, expected):
     assert sentences.verdict_sentence(evidence) == expected

@@ -87,8 +87,7 @@ def policy_sentence(evidence: Evidence, policy: str) -> str:
             f"{_adjective(evidence)}: {good}, {_at_most(evidence, verdict)}."
         )
     trains = f"it trains {_times(speed)} as fast"
-    is_same = all(are_same(*pair) for pair in evidence.pairs(policy))
-    if is_same and verdict.answer == "equivalent, not faster":
+    if _is_same(evidence, policy):
         return (
             f"{name} is {reference} itself on this machine, so there is nothing to "
             f"gain or to lose: {good}; {trains}, which is noise."
@@ -126,6 +125,8 @@ def advice(evidence: Evidence, policy: str) -> str:
         return "Look at the errors of the runs, and measure again."
     if verdict.answer == "equivalent and faster":
         return f"Use it: {how_to_use(policy)}."
+    if _is_same(evidence, policy):
+        return f"{policy} costs nothing here, and pays on machines that can do more."
     if verdict.answer == "equivalent, not faster":
         return f"Stay with {reference}, unless it is memory or size that you need."
     if verdict.answer == "worse":
@@ -202,6 +203,15 @@ def failures(evidence: Evidence) -> str:
     """Returns how many runs failed, "" if none did."""
     number = sum(not run.is_finished for run in evidence.runs)
     return f"{number} of {len(evidence.runs)} runs failed." if number else ""
+
+
+def _is_same(evidence: Evidence, policy: str) -> bool:
+    """Whether a policy came to the reference itself, and was judged so."""
+    verdict = evidence.verdicts[policy]
+    pairs = evidence.pairs(policy)
+    return verdict.answer == "equivalent, not faster" and all(
+        are_same(*pair) for pair in pairs
+    )
 
 
 def _why_nothing(evidence: Evidence, policy: str | None = None) -> str:
