@@ -36,11 +36,9 @@ def main(argv: Sequence[str]) -> int:
     answer = folder / "batch.json"
     _limit_gpus(limit)
     watch(limit, lambda: _give_up(answer))
-    child.begin(Variant.parse(policy))
-    keras.utils.set_random_seed(seed)
-    model, data, _ = child.build(folder, job, seed)
-    if Variant.parse(policy).jit_compile:
-        model.jit_compile = True
+    variant = Variant.parse(policy)
+    child.begin(variant)
+    model, data, _ = child.build(folder, job, variant, seed)
     fits = step_fits(model, data, job, size)
     fits = fits and (_has_gpu() or probes.peak_process_bytes() <= limit)
     answer.write_text(json.dumps({"batch_size": size, "fits": fits}))

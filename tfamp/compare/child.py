@@ -5,6 +5,7 @@ fifth one has it wait for its turns. It leaves a record of the run, or of the er
 ended it, and the trained weights.
 """
 
+import dataclasses
 import os
 import sys
 import time
@@ -54,14 +55,11 @@ def measure(
     status = begin(variant)
     if not (folder / CONTEXT_FILE).exists():
         surroundings.look(command=job.command).to_json(folder / CONTEXT_FILE)
-    keras.utils.set_random_seed(seed)
     start_bytes = probes.process_bytes()
     probes.reset_device_peak()
     can_reset = probes.reset_peak()
     started = time.perf_counter()
-    model, train_data, validation = build(folder, job, seed)
-    if variant.jit_compile:
-        model.jit_compile = True
+    model, train_data, validation = build(folder, job, variant, seed)
     build_seconds = time.perf_counter() - started
     name = file_name(policy, seed)
     trained = train(model, train_data, validation, job=job, line=line)
@@ -83,9 +81,8 @@ def measure(
     )
     notes += why
     if can_reset and latencies:
-        inference_bytes = probes.peak_process_bytes()
-        memory = Memory.from_dict(
-            {**memory.to_dict(), "inference_bytes": inference_bytes}
+        memory = dataclasses.replace(
+            memory, inference_bytes=probes.peak_process_bytes()
         )
     if job.profile_steps and seed == job.seeds[0]:
         notes += _profile(model, train_data, job, profile_of(folder, policy, seed))
@@ -137,8 +134,11 @@ def begin(variant: Variant) -> tuple[str, str]:
     return status.policy, status.why
 
 
-def build(folder: Path, job: Job, seed: int) -> tuple[keras.Model, Any, Any]:
-    """Returns the compiled model and its data, made anew."""
+def build(
+    folder: Path, job: Job, variant: Variant, seed: int
+) -> tuple[keras.Model, Any, Any]:
+    """Returns the compiled model and its data, made anew from a seed."""
+    keras.utils.set_random_seed(seed)
     build_model, train_data, validation = parcel.unpack(folder)
     built = _targets.call(build_model, seed=seed, epochs=job.epochs)
     if isinstance(built, tuple):
@@ -156,6 +156,8 @@ def build(folder: Path, job: Job, seed: int) -> tuple[keras.Model, Any, Any]:
             f"`build_model` returned {model!r}; expected a compiled `keras.Model`. "
             "Call `model.compile` in it and return the model."
         )
+    if variant.jit_compile:
+        model.jit_compile = True
     if train_data is None:
         raise ValueError(
             "There is no training data; expected `train`, or a `build_model` that "

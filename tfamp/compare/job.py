@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tfamp import _checks
 from tfamp.evidence import Variant
 from tfamp.results import Record
 
@@ -126,8 +127,6 @@ def checked_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
         TypeError: A seed is no whole number.
         ValueError: There is none, one is below 0, or one stands there twice.
     """
-    from tfamp import _checks
-
     if isinstance(seeds, (list, tuple, range)):
         found = tuple(_checks.positive_int("seeds", s, minimum=0) for s in seeds)
     else:

@@ -5,6 +5,7 @@ file. Functions of modules go by name, functions of a script or notebook by thei
 arrays and datasets by their elements.
 """
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -75,6 +76,13 @@ def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
         value = parcel[name]
         data.append(value.load(folder) if isinstance(value, _Saved) else value)
     return build_model, data[0], data[1]
+
+
+def discard(folder: Path) -> None:
+    """Throws away what `pack` wrote."""
+    for name in _DATASETS.values():
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / _PARCEL).unlink(missing_ok=True)
 
 
 class _Saved:

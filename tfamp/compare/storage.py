@@ -1,10 +1,10 @@
 """The folder of a comparison: what is kept, taken up again, and thrown away."""
 
 import dataclasses
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from tfamp.compare import parcel
 from tfamp.compare.drift import drift
 from tfamp.compare.job import FILE, Job, file_name
 from tfamp.evidence import Context, Run, Variant
@@ -98,6 +98,4 @@ def end(folder: Path, *, is_complete: bool) -> None:
         return
     for path in folder.glob("*_seed*.npz"):
         path.unlink()
-    for path in folder.glob("*_elements"):
-        shutil.rmtree(path)
-    (folder / "parcel.pickle").unlink(missing_ok=True)
+    parcel.discard(folder)

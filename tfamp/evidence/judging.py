@@ -96,12 +96,11 @@ def verdict_on(
         better: Whether more of it is better, or less.
         tolerance: As `Evidence` has it.
     """
-    speed = interval_of_ratios(
-        [
-            after.examples_per_second / before.examples_per_second
-            for before, after in pairs
-        ]
-    )
+    ratios = [
+        after.examples_per_second / before.examples_per_second
+        for before, after in pairs
+    ]
+    speed = interval_of_ratios(ratios)
     values = [(a.final_metrics[metric], b.final_metrics[metric]) for a, b in pairs]
     broken = [
         b.seed
@@ -151,7 +150,6 @@ def verdict_on(
             len(pairs),
             _USUAL_SEEDS - len(pairs),
         )
-    ratios = [b.examples_per_second / a.examples_per_second for a, b in pairs]
     return judge(differences, ratios, tolerance=tolerance)
 
 
