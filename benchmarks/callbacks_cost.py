@@ -16,9 +16,7 @@ between steps, now and then or in other threads is in the processor time, which 
 that of the whole turn.
 """
 
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -26,6 +24,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import _figures  # noqa: E402
 import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
@@ -237,12 +236,7 @@ def main(argv: Sequence[str]) -> int:
     result = {
         "benchmark": "callbacks_cost",
         "device": f"{device.name}, {os.cpu_count()} cores",
-        "versions": {
-            "python": platform.python_version(),
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "tfamp": tfamp.__version__,
-        },
+        "versions": _figures.versions(),
         "goal": GOAL,
         "cases": {case: measure(*size, turns) for case, size in cases.items()},
         "input_wait": {
@@ -251,10 +245,7 @@ def main(argv: Sequence[str]) -> int:
         },
     }
     show(result)
-    if settings.json:
-        with open(settings.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-    print(json.dumps(result))
+    _figures.finish(result, settings.json)
     return 0
 
 

@@ -16,9 +16,7 @@ disturbs least: where the two disagree, the machine was not idle.
 """
 
 import gc
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -26,6 +24,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import _figures  # noqa: E402
 import _turns  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import numpy as np  # noqa: E402
@@ -225,12 +224,7 @@ def main(argv: Sequence[str]) -> int:
         "device": f"{device.name}, {os.cpu_count()} cores",
         "policy": policy,
         "batch_size": BATCH_SIZE,
-        "versions": {
-            "python": platform.python_version(),
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "tfamp": tfamp.__version__,
-        },
+        "versions": _figures.versions(),
         "step": measure_step(policy, turns, steps),
         "build": build,
     }
@@ -240,10 +234,7 @@ def main(argv: Sequence[str]) -> int:
     print(f"{'':18} {'stock':>12} {'tfamp':>12}   {columns}")
     print(describe("training step", result["step"]))
     print(describe(f"{NUM_LAYERS}-layer build", result["build"]))
-    if settings.json:
-        with open(settings.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-    print(json.dumps(result))
+    _figures.finish(result, settings.json)
     return 0
 
 

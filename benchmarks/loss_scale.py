@@ -13,9 +13,7 @@ Seconds to trace and compile are those of the first call, measured once.
 """
 
 import gc
-import json
 import os
-import platform
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -23,6 +21,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import _figures  # noqa: E402
 import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
@@ -142,12 +141,7 @@ def main(argv: Sequence[str]) -> int:
     result = {
         "benchmark": "loss_scale",
         "device": f"{device.name}, {os.cpu_count()} cores",
-        "versions": {
-            "python": platform.python_version(),
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "tfamp": tfamp.__version__,
-        },
+        "versions": _figures.versions(),
         "cases": {
             f"{case}, {mode}": measure(*size, jit_compile, turns)
             for case, size in cases.items()
@@ -155,10 +149,7 @@ def main(argv: Sequence[str]) -> int:
         },
     }
     show(result)
-    if settings.json:
-        with open(settings.json, "w", encoding="utf-8") as file:
-            json.dump(result, file, indent=1)
-    print(json.dumps(result))
+    _figures.finish(result, settings.json)
     return 0
 
 

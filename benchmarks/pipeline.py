@@ -13,9 +13,7 @@ the median over the turns, its spread the 90 % bootstrap interval. Every side re
 from files that the system holds in memory, so no disk is measured.
 """
 
-import json
 import os
-import platform
 import sys
 import tempfile
 import time
@@ -25,9 +23,8 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
-import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import _figures  # noqa: E402
 import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
 from _pipeline_sides import (  # noqa: E402
     image_sides,
     plan_sides,
@@ -205,12 +202,7 @@ def main(argv: Sequence[str]) -> int:
     result = {
         "benchmark": "pipeline",
         "device": f"{device.name}, {cores} cores",
-        "versions": {
-            "python": platform.python_version(),
-            "tensorflow": tf.__version__,
-            "keras": keras.__version__,
-            "tfamp": tfamp.__version__,
-        },
+        "versions": _figures.versions(),
         "images": images,
         "rows": rows,
         "turns": turns,
@@ -224,9 +216,7 @@ def main(argv: Sequence[str]) -> int:
         "epoch_ends": end_figures(epochs),
     }
     show(result)
-    if settings.json:
-        Path(settings.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(json.dumps(result))
+    _figures.finish(result, settings.json)
     return 0
 
 

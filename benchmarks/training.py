@@ -19,6 +19,7 @@ from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
+import _figures  # noqa: E402
 import write_results  # noqa: E402
 from absl import flags  # noqa: E402  (TensorFlow reads its log level when imported)
 from rich.console import Console  # noqa: E402
@@ -186,10 +187,7 @@ def main(argv: Sequence[str]) -> int:
         if settings.record:  # after each, since all of them take long
             path = RESULTS / f"{settings.record}.json"
             path.write_text(json.dumps(result, indent=1) + "\n")
-    text = json.dumps(result)
-    if settings.json:
-        Path(settings.json).write_text(text)
-    print(text)
+    _figures.finish(result, settings.json)
     return 0
 
 
