@@ -660,3 +660,14 @@ def test_a_process_that_holds_too_much_gives_up():
     thread = batch_trial.watch(30, gave_up.set, memory=lambda: next(sizes))
     thread.join(10)
     assert gave_up.is_set()
+
+
+def test_a_batch_that_takes_too_long_does_not_fit(tmp_path, monkeypatch):
+    monkeypatch.setattr(largest, "_TIMEOUT_SECONDS", 0.3)
+    code = "import time; print('began', flush=True); time.sleep(60)"
+    monkeypatch.setattr(
+        largest.processes, "command", lambda *_: [sys.executable, "-c", code]
+    )
+    assert not largest.trial(tmp_path, "float32", 0, 8)
+    log = (tmp_path / "batch_8.log").read_text()
+    assert log.endswith("It was ended, as it took too long.\n")

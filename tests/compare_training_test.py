@@ -417,22 +417,6 @@ def test_stock_keras_runs_without_tfamp(tmp_path, disabled):
     assert not tfamp.status().enabled
 
 
-@pytest.mark.parametrize("word", ["keras:float32", "float32+rewrite"])
-def test_broken_instructions_are_avoided_where_enable_does_not(
-    word, monkeypatch, disabled
-):
-    calls = []
-    monkeypatch.setattr(
-        child.surroundings, "avoid_broken_instructions", lambda: calls.append("avoid")
-    )
-    monkeypatch.setattr(
-        tf.config.optimizer, "set_experimental_options", lambda o: calls.append(o)
-    )
-    child.begin(child.Variant.parse(word))
-    options = [{"auto_mixed_precision_onednn_bfloat16": True}]
-    assert calls == ["avoid", *(options if "rewrite" in word else [])]
-
-
 def test_the_building_function_may_bring_the_data_and_take_seed_and_epochs(
     tmp_path, disabled
 ):

@@ -80,7 +80,7 @@ def run(
     out = Path(values.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
     policies = values.policies
     seeds = values.seeds
-    lines = _Lines(len(policies) * seeds)
+    lines = _Lines(None if values.resume else len(policies) * seeds)
     gib = values.max_memory_gib
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always", UserWarning)
@@ -137,32 +137,31 @@ def failures(found: Evidence, fail_if: Sequence[str]) -> list[str]:
 
 
 class _Lines:
-    """Prints a line for each finished run where no bar shows them.
+    """Prints a line for each finished run where no bar on a terminal shows them.
 
     Args:
-        total: Runs of the comparison.
+        total: Runs to come, None if unknown.
     """
 
-    def __init__(self, total: int) -> None:
+    def __init__(self, total: int | None) -> None:
         self._total, self._done = total, 0
         self._began = time.monotonic()
 
     def show(self, run: Run) -> None:
         """Prints what a run came to, and about how long the rest takes."""
         self._done += 1
-        seconds = (time.monotonic() - self._began) / self._done
-        left = _units.format_seconds(seconds * (self._total - self._done))
+        if sys.stderr.isatty():
+            return
+        text = f"failed: {run.error}"
         if run.is_finished:
             metrics = "  ".join(f"{k} {v:.4f}" for k, v in run.final_metrics.items())
-            rate = _units.format_rate(run.examples_per_second)
-            text = f"{rate}  {metrics}"
-        else:
-            text = f"failed: {run.error}"
-        print(
-            f"[{self._done}/{self._total}] {run.policy}, seed {run.seed}: {text}  "
-            f"({left} left)",
-            flush=True,
-        )
+            text = f"{_units.format_rate(run.examples_per_second)}  {metrics}"
+        place = f"[{self._done}]"
+        if self._total is not None:
+            seconds = (time.monotonic() - self._began) / self._done
+            left = _units.format_seconds(seconds * (self._total - self._done))
+            place, text = f"[{self._done}/{self._total}]", f"{text}  ({left} left)"
+        print(f"{place} {run.policy}, seed {run.seed}: {text}", flush=True)
 
 
 def _define() -> flags.FlagValues:

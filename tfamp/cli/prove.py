@@ -1,10 +1,9 @@
 """`tfamp prove`: which products run in which dtype, and why it is not faster."""
 
-import contextlib
 import os
 import sys
 import warnings
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from absl import flags
@@ -64,9 +63,10 @@ def main(argv: Sequence[str]) -> int:
 def run(target: str, variant: Variant, values: flags.FlagValues) -> Any:
     """Builds the model under a policy and returns the proof of a step."""
     build = _targets.load(target)
+    from tfamp.compare.in_force import in_force
     from tfamp.numerics.proving import prove
 
-    with _under(variant):
+    with in_force(variant):
         built = _targets.call(build, seed=0, epochs=1)
         if not isinstance(built, tuple) or not 2 <= len(built) <= 3:
             raise TypeError(
@@ -79,35 +79,6 @@ def run(target: str, variant: Variant, values: flags.FlagValues) -> Any:
             compiled=True if variant.jit_compile else None,
             seconds=values.seconds,
         )
-
-
-@contextlib.contextmanager
-def _under(variant: Variant) -> Iterator[None]:
-    """Puts a policy in force, and what was in force before back."""
-    import keras
-    import tensorflow as tf
-
-    import tfamp
-    from tfamp.compare.surroundings import avoid_broken_instructions
-
-    option = "auto_mixed_precision_onednn_bfloat16"
-    before = keras.config.dtype_policy()
-    # tfamp's policies do so themselves where they use bfloat16.
-    avoid_broken_instructions()
-    if variant.rewrite:
-        tf.config.optimizer.set_experimental_options({option: True})
-    try:
-        if variant.is_stock:
-            keras.config.set_dtype_policy(variant.policy)
-            yield
-        else:
-            kept = "default" if variant.has_rules else "none"
-            with tfamp.scope(variant.policy, keep_float32=kept):
-                yield
-    finally:
-        if variant.rewrite:
-            tf.config.optimizer.set_experimental_options({option: False})
-        keras.config.set_dtype_policy(before)
 
 
 def _define() -> flags.FlagValues:

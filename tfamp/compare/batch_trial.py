@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfamp import probes
 from tfamp.compare import child
+from tfamp.compare.in_force import in_force
 from tfamp.compare.inference import rows
 from tfamp.compare.job import FILE, Job
 from tfamp.compare.training import arguments
@@ -37,9 +38,9 @@ def main(argv: Sequence[str]) -> int:
     _limit_gpus(limit)
     watch(limit, lambda: _give_up(answer))
     variant = Variant.parse(policy)
-    child.begin(variant)
-    model, data, _ = child.build(folder, job, variant, seed)
-    fits = step_fits(model, data, job, size)
+    with in_force(variant):
+        model, data, _ = child.build(folder, job, variant, seed)
+        fits = step_fits(model, data, job, size)
     fits = fits and (_has_gpu() or probes.peak_process_bytes() <= limit)
     answer.write_text(json.dumps({"batch_size": size, "fits": fits}))
     return 0

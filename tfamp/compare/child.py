@@ -21,6 +21,7 @@ import tensorflow as tf
 import tfamp
 from tfamp import _targets, probes
 from tfamp.compare import inference, parcel, profiling, surroundings
+from tfamp.compare.in_force import in_force
 from tfamp.compare.job import FILE, Job, file_name
 from tfamp.compare.line import Line
 from tfamp.compare.storage import CONTEXT_FILE, profile_of
@@ -52,7 +53,16 @@ def measure(
 ) -> Run:
     """Trains one model and returns what it measured."""
     variant = Variant.parse(policy)
-    status = begin(variant)
+    with in_force(variant) as (resolved, reason):
+        run = _measure(folder, job, variant, Run(policy, seed), line=line)
+    return dataclasses.replace(run, resolved_policy=resolved, reason=reason)
+
+
+def _measure(
+    folder: Path, job: Job, variant: Variant, run: Run, *, line: Line | None
+) -> Run:
+    """Returns the run with what it measured under what is in force."""
+    policy, seed = run.policy, run.seed
     if not (folder / CONTEXT_FILE).exists():
         surroundings.look(command=job.command).to_json(folder / CONTEXT_FILE)
     start_bytes = probes.process_bytes()
@@ -88,11 +98,8 @@ def measure(
         notes += _profile(model, train_data, job, profile_of(folder, policy, seed))
     file_bytes, why = _file_bytes(model, folder / f"{name}.keras")
     notes += why
-    return Run(
-        policy,
-        seed,
-        resolved_policy=status[0],
-        reason=status[1],
+    return dataclasses.replace(
+        run,
         batch_size=trained.batch_size,
         num_steps=trained.num_steps,
         num_epochs=job.epochs,
@@ -115,23 +122,6 @@ def measure(
         layers=layers_of(model),
         notes=tuple(notes),
     )
-
-
-def begin(variant: Variant) -> tuple[str, str]:
-    """Sets the policy of this process; returns its name and why it was taken."""
-    if variant.rewrite or variant.is_stock:
-        # `tfamp.enable` does so for the policies that need it.
-        surroundings.avoid_broken_instructions()
-    if variant.rewrite:
-        tf.config.optimizer.set_experimental_options(
-            {"auto_mixed_precision_onednn_bfloat16": True}
-        )
-    if variant.is_stock:
-        keras.config.set_dtype_policy(variant.policy)
-        return variant.policy, "stock Keras"
-    keep_float32 = "default" if variant.has_rules else "none"
-    status = tfamp.enable(variant.policy, keep_float32=keep_float32)
-    return status.policy, status.why
 
 
 def build(

@@ -60,8 +60,8 @@ def largest(fits: Callable[[int], bool], start: int) -> int | None:
 def trial(folder: Path, policy: str, seed: int, batch_size: int) -> bool:
     """Whether a training step with a batch of this size fits, in a fresh process.
 
-    A process that is killed, or that ends in an error, is one where it did not fit;
-    what it printed goes to a log.
+    A process that is killed, that ends in an error, or that takes longer than ten
+    minutes is one where it did not fit; what it printed goes to a log.
     """
     log = folder / f"batch_{batch_size}.log"
     arguments = [str(folder), policy, str(seed), str(batch_size)]
@@ -78,10 +78,11 @@ def trial(folder: Path, policy: str, seed: int, batch_size: int) -> bool:
         )
         try:
             process.wait(_TIMEOUT_SECONDS)
-        except BaseException:
+        except subprocess.TimeoutExpired:
+            output.write(b"It was ended, as it took too long.\n")
+        finally:
             process.kill()
             process.wait()
-            raise
     if not answer.is_file():
         return False
     found = json.loads(answer.read_text())

@@ -9,7 +9,7 @@ from typing import Any
 import tensorflow as tf
 
 import tfamp
-from tfamp import _amx, _checks, _versions, hardware
+from tfamp import _checks, _versions, hardware
 from tfamp._environment import VARIABLES
 from tfamp.evidence import Context
 
@@ -36,11 +36,6 @@ def look(*, command: str = "") -> Context:
         command=command,
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
-
-
-def avoid_broken_instructions() -> None:
-    """Holds oneDNN off instructions that end the process, as `tfamp.enable` does."""
-    _amx.avoid()
 
 
 def _num_cores() -> int:

@@ -1,0 +1,183 @@
+"""`tfamp compare`: what it asks for, prints, writes and ends with."""
+
+import dataclasses
+import importlib
+import json
+import sys
+import warnings
+
+import pytest
+
+from tests import made_evidence
+from tfamp.cli import compare
+from tfamp.compare.comparison import Comparison
+from tfamp.evidence import Run
+
+pytest.importorskip("jinja2")
+TARGET = "digits:build"
+
+
+@pytest.fixture
+def asked(tmp_path, monkeypatch):
+    """Stands for the comparison: what it was asked, and what it answers."""
+    call = {"found": made_evidence.evidence(), "warns": ()}
+
+    def compared(target, *, on_run, **settings):
+        call.update(settings, target=target)
+        if isinstance(call["found"], BaseException):
+            raise call["found"]
+        for text in call["warns"]:
+            warnings.warn(text, UserWarning, stacklevel=2)
+        for run in call["found"].runs:
+            on_run(run)
+        values = vars(call["found"])
+        settings["directory"].mkdir(parents=True)
+        return Comparison(**values)
+
+    package = importlib.import_module("tfamp.compare")
+    monkeypatch.setattr(package, "compare", compared)
+    monkeypatch.chdir(tmp_path)
+    return call
+
+
+def test_it_asks_for_what_the_flags_say(asked, tmp_path):
+    argv = [
+        *(TARGET, "--policies", "float32,auto+no_rules", "--seeds=5", "--epochs=2"),
+        *("--tolerance=0.01", "--metric=accuracy", "--better=max", "--out=there"),
+        *("--latency-batch-sizes=1,4", "--profile", "--profile-steps=3"),
+        *("--max-memory-gib=0.5", "--timeout-seconds=60", "--resume", "--title=A net"),
+    ]
+    assert compare.main(argv) == 0
+    expected = {
+        "target": TARGET,
+        "policies": ["float32", "auto+no_rules"],
+        "seeds": 5,
+        "epochs": 2,
+        "tolerance": 0.01,
+        "metric": "accuracy",
+        "better": "max",
+        "latency_batch_sizes": [1, 4],
+        "profile_steps": 3,
+        "max_memory_bytes": 2**29,
+        "timeout_seconds": 60,
+        "resume": True,
+        "title": "A net",
+    }
+    assert {key: asked[key] for key in expected} == expected
+    assert str(asked["directory"]) == "there/runs"
+    assert asked["command"].startswith(f"tfamp compare {TARGET} --policies float32,")
+
+
+def test_no_profile_is_taken_unasked(asked):
+    assert compare.main([TARGET, "--profile-steps=3", "--out=a"]) == 0
+    assert asked["profile_steps"] == 0
+
+
+def test_it_prints_runs_and_table_and_writes_three_files(asked, tmp_path, capsys):
+    assert compare.main([TARGET, "--out=there"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[1/6] float32, seed 0: 1,007 examples/s  loss 0.5000")
+    assert lines[5].startswith("[6/6] auto, seed 2: ")
+    assert lines[5].endswith(" left)")
+    assert lines[-1] == "Report: there/report.html"
+    table = Comparison(**vars(asked["found"])).table()
+    assert "\n".join(lines[6:-1]) == table
+    assert json.loads((tmp_path / "there" / "report.json").read_text())["runs"]
+    assert (tmp_path / "there" / "report.md").read_text().startswith("## digits CNN")
+    assert "<html" in (tmp_path / "there" / "report.html").read_text()
+
+
+def test_how_many_runs_are_left_is_not_guessed_when_it_goes_on(asked, capsys):
+    assert compare.main([TARGET, "--out=there", "--resume"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[1] float32, seed 0: ")
+    assert "left" not in lines[0]
+
+
+def test_the_bar_of_a_terminal_stands_for_the_lines(asked, capsys, monkeypatch):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
+    assert compare.main([TARGET, "--out=there"]) == 0
+    assert "seed 0:" not in capsys.readouterr().out
+
+
+def test_a_failed_run_is_told_with_its_error(asked, capsys):
+    failed = Run("auto", 1, status="failed", error="ValueError: no such layer")
+    asked["found"] = made_evidence.evidence(replaced=(failed,))
+    assert compare.main([TARGET, "--out=there"]) == 0
+    out = capsys.readouterr().out
+    assert "[4/6] auto, seed 1: failed: ValueError: no such layer" in out
+
+
+def test_warnings_come_after_the_table(asked, capsys):
+    asked["warns"] = ("Two policies are the same.",)
+    assert compare.main([TARGET, "--out=there"]) == 0
+    assert capsys.readouterr().err == "tfamp compare: Two policies are the same.\n"
+
+
+def as_judged(answer, low, high):
+    found = made_evidence.evidence()
+    verdict = found.verdicts["auto"]
+    speed = dataclasses.replace(verdict.speed, estimate=low, low=low, high=high)
+    verdict = dataclasses.replace(verdict, answer=answer, speed=speed)
+    return dataclasses.replace(found, verdicts={"auto": verdict})
+
+
+FAILURES = {
+    "worse": (as_judged("worse", 1.1, 1.3), {"worse"}),
+    "slower": (as_judged("equivalent, not faster", 0.7, 0.9), {"slower", "not-faster"}),
+    "as fast": (as_judged("equivalent, not faster", 0.98, 1.02), {"not-faster"}),
+    "undecided": (as_judged("undecided", 1.1, 1.3), {"undecided"}),
+    "faster": (as_judged("equivalent and faster", 1.1, 1.3), set()),
+    "a run failed": (
+        dataclasses.replace(
+            as_judged("equivalent and faster", 1.1, 1.3),
+            runs=(*made_evidence.evidence().runs, Run("auto", 9, status="failed")),
+        ),
+        {"failed"},
+    ),
+}
+WORDS = ("worse", "slower", "not-faster", "undecided", "failed")
+
+
+@pytest.mark.parametrize("word", WORDS)
+@pytest.mark.parametrize("found, applies", FAILURES.values(), ids=FAILURES)
+def test_the_status_gates_on_what_was_asked(asked, capsys, found, applies, word):
+    asked["found"] = found
+    status = compare.main([TARGET, "--out=there", f"--fail-if={word}"])
+    assert status == (1 if word in applies else 0)
+    told = (
+        f"tfamp compare: auto is {word.replace('-', ' ')}: " in capsys.readouterr().err
+    )
+    assert told == (word in applies)
+
+
+WRONG_CALLS = {
+    "unknown word": (["--fail-if=wrose"], "wrose"),
+    "size zero": (["--latency-batch-sizes=0,1"], "--latency-batch-sizes has '0'"),
+    "size of words": (["--latency-batch-sizes=few"], "--latency-batch-sizes has 'few'"),
+    "no seeds": (["--seeds=0"], "seeds"),
+    "unknown flag": (["--sedes=3"], "sedes"),
+}
+
+
+@pytest.mark.parametrize("flags, told", WRONG_CALLS.values(), ids=WRONG_CALLS)
+def test_wrong_calls_end_with_2_before_anything_runs(asked, capsys, flags, told):
+    assert compare.main([TARGET, *flags]) == 2
+    captured = capsys.readouterr()
+    assert told in captured.err
+    assert captured.err.endswith("See `tfamp compare --help`.\n")
+    assert "target" not in asked
+
+
+@pytest.mark.parametrize(
+    "error, status, told",
+    [
+        (ValueError("no two runs"), 1, "tfamp compare: no two runs\n"),
+        (ImportError("no jinja2"), 1, "tfamp compare: no jinja2\n"),
+        (KeyboardInterrupt(), 130, "`--resume` with the same --out goes on"),
+    ],
+)
+def test_what_ends_it_is_one_line(asked, capsys, error, status, told):
+    asked["found"] = error
+    assert compare.main([TARGET, "--out=there"]) == status
+    assert told in capsys.readouterr().err
