@@ -4,11 +4,28 @@ import os
 
 import pytest
 
+from tests import thinning
 from tfamp import _amx
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.pop("TFAMP_POLICY", None)
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds `--thin=N`: of each test at most N of its cases run."""
+    parser.addoption("--thin", type=int, default=0, help="cases of each test")
+
+
+def pytest_collection_modifyitems(
+    config: pytest.Config, items: list[pytest.Item]
+) -> None:
+    """Leaves out the cases that `--thin` does not choose."""
+    chosen = set(thinning.chosen([item.nodeid for item in items], config.option.thin))
+    left_out = [item for item in items if item.nodeid not in chosen]
+    if left_out:
+        config.hook.pytest_deselected(items=left_out)
+        items[:] = [item for item in items if item.nodeid in chosen]
 
 
 def pytest_configure(config: pytest.Config) -> None:

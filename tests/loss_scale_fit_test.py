@@ -164,6 +164,7 @@ def test_train_on_batch_ends_too():
     assert all(np.isfinite(w).all() for w in model.get_weights())
 
 
+@pytest.mark.slow
 def test_under_xla_train_on_batch_ends_a_few_steps_late():
     model = compiled(functional, mode=MODES["xla"], max_consecutive_skips=3)
     with pytest.raises(tfamp.LossScaleError, match=re.escape(STOPPED)):
