@@ -19,7 +19,7 @@ from tfamp.compare import child, inference, largest, parcel, profiling, storage
 from tfamp.compare.job import FILE, Job
 from tfamp.compare.line import Line
 from tfamp.compare.training import train
-from tfamp.compare.windows import Window, curve, steady
+from tfamp.compare.windows import Window, curve, seconds_per_step, steady
 from tfamp.evidence import Run
 
 pytest.importorskip("cloudpickle")
@@ -265,6 +265,31 @@ def test_the_first_of_three_epochs_is_warm_up():
 def test_of_one_epoch_a_tenth_is_warm_up_and_at_most_50_steps():
     kept, warmup_steps = steady(windows(*[10] * 200), num_epochs=1)
     assert (len(kept), warmup_steps) == (195, 50)
+
+
+def test_a_rare_stall_does_not_count_and_is_told():
+    run = [Window(1, step, 1, step, 0.1, None) for step in range(1, 40)]
+    stalled = [*run[:20], Window(1, 40, 1, 40, 16.1, None), *run[20:]]
+    seconds, note = seconds_per_step(stalled)
+    assert seconds == pytest.approx(0.1)
+    # Two of forty are left out: 16 s in one of them, nothing in the other.
+    assert note == "Stalls of 16.0 s in 2 of 40 windows of steps do not count."
+
+
+def test_the_rate_is_the_mean_of_what_is_not_rare():
+    # A window of two fast steps, one of a slow step, in turn: 3 steps in 0.5 s.
+    run = [
+        Window(1, 3 * i, 1 + i % 2, i, (0.3, 0.2)[i % 2], None) for i in range(1, 41)
+    ]
+    seconds, note = seconds_per_step(run)
+    # Two slow steps and two windows of fast ones are left out, 18 of each stay.
+    assert seconds == pytest.approx(0.5 / 3)
+    assert note == ""
+
+
+def test_of_few_windows_all_count():
+    run = [Window(1, step, 1, step, 0.1 * step, None) for step in range(1, 8)]
+    assert seconds_per_step(run) == (pytest.approx(0.4), "")
 
 
 def test_a_window_after_a_wait_is_not_steady():

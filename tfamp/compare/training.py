@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfamp.compare.clock import Clock
 from tfamp.compare.job import Job
 from tfamp.compare.line import Line
-from tfamp.compare.windows import curve, steady
+from tfamp.compare.windows import curve, seconds_per_step, steady
 from tfamp.evidence import Spread
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.probes import Nvml
@@ -94,8 +94,7 @@ def train(
     per_step = (
         _examples_in(data, num_steps // (timer.windows[-1].epoch + 1)) or batch_size
     )
-    seconds = sum(window.seconds for window in kept)
-    rate = per_step * sum(window.steps for window in kept) / seconds
+    seconds, stalls = seconds_per_step(kept)
     prefix = "" if validation is None else "val_"
     plain = {
         name: tuple(float(value) for value in values)
@@ -111,7 +110,7 @@ def train(
     return Trained(
         batch_size=batch_size,
         num_steps=num_steps,
-        examples_per_second=rate,
+        examples_per_second=per_step / seconds,
         step=Spread.of([window.seconds / window.steps for window in kept]),
         warmup_steps=warmup_steps,
         first_step_seconds=timer.first_step_seconds,
@@ -124,7 +123,7 @@ def train(
         device_used_bytes=used,
         inputs=inputs,
         first_weights=timer.first_weights,
-        notes=tuple(notes),
+        notes=(*notes, *([stalls] if stalls else [])),
     )
 
 

@@ -4,11 +4,18 @@ import dataclasses
 import math
 from collections.abc import Sequence
 
+from tfamp import _units
 from tfamp.evidence.runs import MAX_POINTS
 
 # Of short trainings the first part warms up: caches, threads, clock rates.
 _WARMUP_PART = 0.1
 _MAX_WARMUP_STEPS = 50
+# Of the windows that count so many at either end are left out of the rate: a machine
+# that stalls for seconds, as virtual ones do, says nothing about a policy.
+_TRIMMED_PART = 0.05
+_MIN_WINDOWS_TO_TRIM = 8
+# Stalls of this part of the time are told.
+_MANY_STALLS = 0.1
 # With so many epochs the first is left out: it traces, and fills caches of the input.
 _MIN_EPOCHS = 3
 
@@ -58,6 +65,37 @@ def steady(
     kept = tuple(window for window in kept if window.is_steady) or kept
     kept = kept or tuple(windows[-1:])
     return kept, kept[0].last_step - kept[0].steps
+
+
+def seconds_per_step(windows: Sequence[Window]) -> tuple[float, str]:
+    """Returns the mean time of a step, and what a reader should know of it.
+
+    Of eight windows the slowest and the fastest are left out, of forty two of each, of
+    more a twentieth of each. What happens more often is in the mean, such as waits
+    for the input.
+
+    Example:
+        >>> windows = [Window(1, step, 2, step, 0.2, None) for step in range(2, 40, 2)]
+        >>> stalled = Window(1, 40, 2, 40, 16.2, None)
+        >>> seconds, note = seconds_per_step([*windows, stalled])
+        >>> round(seconds, 3), note
+        (0.1, 'Stalls of 16.0 s in 1 of 20 windows of steps do not count.')
+    """
+    ordered = sorted(windows, key=lambda window: window.seconds / window.steps)
+    num_left_out = max(
+        int(_TRIMMED_PART * len(ordered)), int(len(ordered) >= _MIN_WINDOWS_TO_TRIM)
+    )
+    kept = ordered[num_left_out : len(ordered) - num_left_out]
+    mean = sum(window.seconds for window in kept) / sum(w.steps for w in kept)
+    slow = ordered[len(ordered) - num_left_out :]
+    lost = sum(window.seconds - mean * window.steps for window in slow)
+    total = sum(window.seconds for window in windows)
+    if lost < _MANY_STALLS * total:
+        return mean, ""
+    return mean, (
+        f"Stalls of {_units.format_seconds(lost)} in {len(slow)} of {len(ordered)} "
+        "windows of steps do not count."
+    )
 
 
 def curve(

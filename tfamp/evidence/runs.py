@@ -133,7 +133,8 @@ class Run(Record):
         num_steps: Training steps of all epochs.
         num_epochs: Passes over the training data.
         num_parameters: Trainable and other weights of the model.
-        examples_per_second: In training, without the steps of the warm-up.
+        examples_per_second: In training, without the steps of the warm-up and the
+            slowest and fastest twentieth of the others.
         step: Seconds of a training step, likewise.
         warmup_steps: Steps at the start that are left out of both.
         build_seconds: From the call of the building function to the model and data.

@@ -5,7 +5,7 @@ model keeping its graph in `_functional`; `KerasTensor._keras_history` and
 `Operation._inbound_nodes` describing the graph.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -70,6 +70,14 @@ def outputs_of(graph: Functional) -> list[keras.KerasTensor]:
     return list(graph.outputs)
 
 
+def operations_of(layer: keras.layers.Layer) -> list[Any]:
+    """Returns the operations in a layer's own Functional graph that are no layers."""
+    graph = graph_of(layer)
+    if graph is None:
+        return []
+    return [o for o in graph.operations if not isinstance(o, keras.layers.Layer)]
+
+
 def producer(
     tensor: keras.KerasTensor,
 ) -> tuple[Any, list[keras.KerasTensor], int] | None:
@@ -111,6 +119,11 @@ def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
 def flatten(structure: Any) -> list[Any]:
     """Returns the leaves of a nested structure."""
     return tree.flatten(structure)
+
+
+def map_structure(function: Callable[[Any], Any], structure: Any) -> Any:
+    """Returns a nested structure with the function applied to each leaf."""
+    return tree.map_structure(function, structure)
 
 
 def refresh_normalization(layer: keras.layers.Normalization) -> None:
