@@ -159,6 +159,9 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
         y = x if x.dtype == dtype else backend.cast(x, dtype)
         if y is not x and hasattr(x, "_keras_mask"):
             y._keras_mask = x._keras_mask
+        if y.dtype in _HALF and x.dtype not in _HALF:
+            # Another layer in float32 takes it as it was: it may be beyond range.
+            setattr(y, _SOURCE, x)
         if hasattr(x, "_keras_logits"):  # a loss takes them in the output's place
             y._keras_logits = backend.cast(x._keras_logits, dtype)
         return y
@@ -191,6 +194,11 @@ def _wrap_convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
         return y
 
     return convert_input
+
+
+def unrounded(x: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor in float32: what it was rounded from, where that is known."""
+    return backend.cast(_restore_source(x), "float32")
 
 
 def _restore_source(x: Any) -> Any:
