@@ -1,0 +1,881 @@
+"""Each rule of the linter fires on stock Keras and is silent where nothing is wrong."""
+
+import contextlib
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.numerics.linting.linting import lint
+from tfamp.numerics.linting.registry import RULE_IDS
+
+L = keras.layers
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow"),
+    # NumPy's, where a test writes a constant that float16 cannot hold.
+    pytest.mark.filterwarnings("ignore:overflow encountered in cast:RuntimeWarning"),
+]
+
+
+@contextlib.contextmanager
+def stock(policy):
+    """Puts one of Keras's own policies in force."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy("float32")
+
+
+def sequential(*layers, shape=(16,), dtype="float32", **compiling):
+    """Returns a model of these layers, compiled."""
+    model = keras.Sequential([keras.Input(shape, dtype=dtype), *layers])
+    options = {"optimizer": "adam", "loss": "mse", **compiling}
+    model.compile(**options)
+    return model
+
+
+def head(units=8):
+    return L.Dense(units, dtype="float32", name="head")
+
+
+def batch(*shape, size=8, mean=0.0, scale=1.0, y=8):
+    """Returns (x, y) of seeded normal numbers."""
+    rng = np.random.default_rng(0)
+    x = (mean + scale * rng.normal(size=(size, *shape))).astype("float32")
+    return x, np.zeros((size, y), "float32")
+
+
+def places(model, rule, **kwargs):
+    """Returns [(severity, layer)] of what one rule finds."""
+    found = lint(model, **kwargs)
+    assert rule in found.rules, found.skipped
+    return [(each.severity, each.layer) for each in found.of(rule=rule)]
+
+
+class Guarded(keras.layers.Layer):
+    """Divides by the spread and an epsilon."""
+
+    def __init__(self, epsilon=1e-8, **kwargs):
+        super().__init__(**kwargs)
+        self.epsilon = epsilon
+
+    def call(self, x):
+        spread = keras.ops.max(x, -1, keepdims=True) - keras.ops.min(
+            x, -1, keepdims=True
+        )
+        return x / (spread + self.epsilon)
+
+
+class Clamped(Guarded):
+    """Divides by a root that an epsilon bounds from below."""
+
+    def call(self, x):
+        square = keras.ops.max(x * x, -1, keepdims=True)
+        return x / keras.ops.sqrt(keras.ops.maximum(square, self.epsilon))
+
+
+class Summed(keras.layers.Layer):
+    """Python's `sum` begins with 0, which is no epsilon."""
+
+    def call(self, x):
+        return 1 / sum([x, x])
+
+
+class Masked(keras.layers.Layer):
+    """Adds (1 - mask) * constant to scores."""
+
+    def __init__(self, constant, **kwargs):
+        super().__init__(**kwargs)
+        self.constant = constant
+
+    def call(self, x):
+        mask = keras.ops.cast(x > 0, x.dtype)
+        return keras.ops.softmax(x + (1 - mask) * self.constant)
+
+
+class Chosen(Masked):
+    """Puts a constant where a mask is false."""
+
+    def call(self, x):
+        return keras.ops.softmax(keras.ops.where(x > 0, x, self.constant))
+
+
+class Reduced(keras.layers.Layer):
+    """Applies a function of TensorFlow."""
+
+    def __init__(self, function, **kwargs):
+        super().__init__(**kwargs)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+class TakesMask(keras.layers.Layer):
+    """Could do with a mask."""
+
+    def call(self, x, mask=None):
+        return x
+
+
+class AddsLoss(keras.layers.Layer):
+    """Adds the mean square of what it sees to the loss."""
+
+    def call(self, x):
+        self.add_loss(keras.ops.max(x * x))
+        return x
+
+
+class Forgets(keras.Model):
+    """A train step that never scales the loss."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = L.Dense(8, name="dense")
+        self.last = L.Dense(8, dtype="float32", name="last")
+
+    def call(self, x):
+        return self.last(self.dense(x))
+
+    def scaled(self, loss):
+        return loss
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x))
+            scaled = self.scaled(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return {"loss": loss}
+
+
+class Remembers(Forgets):
+    """Scales it in a method that its train step calls."""
+
+    def scaled(self, loss):
+        return self.optimizer.scale_loss(loss)
+
+
+class HandsOn(Forgets):
+    """Leaves the step to another function, whose source says nothing."""
+
+    def scaled(self, loss):
+        return getattr(self.optimizer, "scale" + "_loss")(loss)
+
+
+class Extends(Forgets):
+    """Has Keras's own step do it."""
+
+    def train_step(self, data):
+        return keras.Model.train_step(self, data)
+
+
+def compiled(model, optimizer="adam", **options):
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+# --- outputs and losses
+
+HEADS = {
+    "softmax": (lambda: [L.Dense(8, activation="softmax", name="out")], "error"),
+    "sigmoid": (lambda: [L.Dense(8, activation="sigmoid", name="out")], "error"),
+    "layer": (lambda: [L.Dense(8), L.Softmax(name="out")], "error"),
+    "linear": (lambda: [L.Dense(8, name="out")], "warning"),
+    "cast afterwards": (
+        lambda: [
+            L.Dense(8, activation="softmax", name="out"),
+            L.Activation("linear", dtype="float32"),
+        ],
+        "error",
+    ),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("layers, severity", HEADS.values(), ids=HEADS)
+def test_half_head_names_the_layer_that_makes_the_output(layers, severity, policy):
+    with stock(policy):
+        model = sequential(*layers())
+    assert places(model, "half-head") == [(severity, "out")]
+
+
+HEALTHY_HEADS = {
+    "float32 head": lambda: [L.Dense(8), head()],
+    "float32 softmax on logits": lambda: [
+        L.Dense(8),
+        L.Activation("softmax", dtype="float32"),
+    ],
+    "logits cast": lambda: [L.Dense(8), L.Activation("linear", dtype="float32")],
+}
+
+
+@pytest.mark.parametrize("layers", HEALTHY_HEADS.values(), ids=HEALTHY_HEADS)
+def test_half_head_lets_float32_outputs_be(layers):
+    with stock("mixed_float16"):
+        model = sequential(*layers())
+    assert places(model, "half-head") == []
+
+
+def test_half_head_lets_managed_heads_be():
+    with tfamp.scope("mixed_float16"):
+        model = sequential(L.Dense(8), L.Dense(8, activation="softmax"))
+    assert places(model, "half-head") == []
+
+
+def test_half_head_finds_each_output_of_a_subclassed_model():
+    class Two(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.first = L.Dense(4, activation="sigmoid", name="first")
+            self.second = L.Dense(4, name="second")
+
+        def call(self, x):
+            return {"a": self.first(x), "b": self.second(x), "c": x[:, 0] > 0}
+
+    with stock("mixed_bfloat16"):
+        model = Two()
+    assert places(model, "half-head", data=batch(16)) == [
+        ("error", "first"),
+        ("warning", "second"),
+    ]
+
+
+def test_half_loss_reads_the_dtype_of_losses():
+    loss = {"a": keras.losses.MeanSquaredError(dtype="bfloat16", name="low")}
+    model = sequential(head())
+    found = lint(model, loss=loss).of(rule="half-loss")
+    assert [(each.severity, each.layer) for each in found] == [("error", None)]
+    assert "'low' is computed in bfloat16" in found[0].message
+    assert places(model, "half-loss", loss=keras.losses.MeanSquaredError()) == []
+    assert places(model, "half-loss", loss="mse") == []
+
+
+def test_half_loss_reads_the_default_dtype_of_losses():
+    model = sequential(head())
+    keras.config.set_floatx("float16")
+    try:
+        assert places(model, "half-loss") == [("error", None)]
+    finally:
+        keras.config.set_floatx("float32")
+
+
+# --- policies
+
+
+def test_late_policy_names_layers_made_before_it():
+    early = [L.Dense(8, name="early"), L.Dense(8, name="earlier")]
+    with stock("mixed_bfloat16"):
+        model = sequential(*early, L.Dense(8, name="on_time"), head())
+        found = lint(model).of(rule="late-policy")
+    assert [(each.severity, each.layer, each.figure) for each in found] == [
+        ("warning", "early", 2)
+    ]
+    assert "'early' and 'earlier'" in found[0].message
+
+
+def test_late_policy_sees_it_when_the_policy_is_gone_again():
+    early = [L.Dense(8, name="early"), L.Dense(8)]
+    with stock("mixed_bfloat16"):
+        model = sequential(*early, L.Dense(8), head())
+    assert places(model, "late-policy") == [("warning", "early")]
+
+
+def test_late_policy_sees_layers_made_before_tfamp():
+    early = [L.Dense(8, name="early"), L.Dense(8)]
+    with tfamp.scope("mixed_bfloat16"):
+        model = sequential(*early, L.Dense(8), L.Dense(8))
+    assert places(model, "late-policy") == [("warning", "early")]
+
+
+def test_late_policy_lets_chosen_dtypes_be():
+    with stock("mixed_bfloat16"):
+        model = sequential(L.Dense(8, dtype="float32"), L.Dense(8), head())
+        assert places(model, "late-policy") == []
+    default = sequential(L.Dense(8), L.Dense(8, dtype="mixed_bfloat16"), L.Dense(8))
+    assert places(default, "late-policy") == []
+    with tfamp.scope("mixed_bfloat16"):
+        managed = sequential(L.LayerNormalization(), L.Dense(8), L.Dense(8))
+        assert places(managed, "late-policy") == []
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_half_weights_names_layers_whose_weights_are_half(dtype):
+    with stock(dtype):
+        model = sequential(L.Dense(8, name="low"), head())
+        frozen = sequential(L.Dense(8, trainable=False), head())
+    assert places(model, "half-weights") == [("warning", "low")]
+    assert places(frozen, "half-weights") == []
+    with stock(f"mixed_{dtype}"):
+        assert places(sequential(L.Dense(8)), "half-weights") == []
+
+
+def test_weights_in_half_precision_do_not_move_as_the_rule_says():
+    weight = keras.Variable(np.ones(2, "float32"), dtype="bfloat16")
+    weight.assign_sub(tf.cast([0.9 * 2**-9, 2**-8], "bfloat16"))
+    assert tf.cast(weight.value, "float32").numpy().tolist() == [1.0, 1.0 - 2**-8]
+
+
+# --- loss scale
+
+
+def test_unscaled_float16_finds_a_policy_map():
+    policies = keras.dtype_policies.DTypePolicyMap(default_policy="mixed_float16")
+    with stock(policies):
+        model = sequential(L.Dense(8, name="low"), head())
+    assert places(model, "unscaled-float16") == [("error", "low")]
+
+
+def test_unscaled_float16_finds_float16_layers_under_float32():
+    layers = [L.Dense(8, dtype="mixed_float16", name="low"), L.Dense(8)]
+    model = sequential(*layers)
+    assert places(model, "unscaled-float16") == [("error", "low")]
+    low = keras.Sequential([keras.Input((16,)), *layers])
+    assert places(low, "unscaled-float16", optimizer="adam") == [("error", "low")]
+
+
+def test_unscaled_float16_lets_scaled_and_bfloat16_models_be():
+    with stock("mixed_float16"):
+        model = sequential(L.Dense(8), head())
+        raw = keras.Sequential([keras.Input((16,)), L.Dense(8)])
+    assert places(model, "unscaled-float16") == []
+    assert places(raw, "unscaled-float16", optimizer="adam") == []
+    with stock("mixed_bfloat16"):
+        assert places(sequential(L.Dense(8)), "unscaled-float16") == []
+    with tfamp.scope("mixed_float16"):
+        managed = sequential(L.Dense(8), L.Dense(8))
+        uncompiled = keras.Sequential([keras.Input((16,)), L.Dense(8), L.Dense(8)])
+    assert places(managed, "unscaled-float16") == []
+    assert places(uncompiled, "unscaled-float16", optimizer="adam") == []
+    with tfamp.scope("mixed_float16", loss_scale=None):
+        unscaled = sequential(L.Dense(8, name="low"), L.Dense(8))
+    assert places(unscaled, "unscaled-float16") == [("error", "low")]
+
+
+@pytest.mark.parametrize("data", [None, batch(16)], ids=["by source", "by trace"])
+@pytest.mark.parametrize("managed", [True, False], ids=["tfamp", "stock"])
+def test_unscaled_train_step_finds_a_forgotten_scale(data, managed):
+    with tfamp.scope("mixed_float16") if managed else stock("mixed_float16"):
+        forgets = compiled(Forgets(name="forgets"))
+        remembers = compiled(Remembers(name="remembers"))
+    rule = "unscaled-train-step"
+    assert places(forgets, rule, data=data) == [("error", "forgets")]
+    assert places(remembers, rule, data=data) == []
+    assert "scale_loss" not in vars(remembers.optimizer)
+
+
+def test_unscaled_train_step_believes_the_trace_over_the_source():
+    with stock("mixed_float16"):
+        hands_on = compiled(HandsOn(name="hands_on"))
+        extends = compiled(Extends(name="extends"))
+    rule = "unscaled-train-step"
+    assert places(hands_on, rule) == [("error", "hands_on")]
+    assert places(hands_on, rule, data=batch(16)) == []
+    assert places(extends, rule, data=batch(16)) == []
+
+
+def test_unscaled_train_step_is_about_float16():
+    with stock("mixed_bfloat16"):
+        model = compiled(Forgets())
+    assert places(model, "unscaled-train-step", data=batch(16)) == []
+    with stock("mixed_float16"):
+        plain = sequential(L.Dense(8), head())
+    assert places(plain, "unscaled-train-step") == []
+
+
+# --- constants
+
+
+@pytest.mark.parametrize("layer", [Guarded, Clamped], ids=["sum", "bound"])
+def test_vanishing_epsilon_finds_one_that_is_0_in_float16(layer):
+    with stock("mixed_float16"):
+        model = sequential(layer(1e-8, name="guarded"), head())
+        good = sequential(layer(1e-4), head())
+    found = lint(model).of(rule="vanishing-epsilon")
+    assert [(each.severity, each.layer, each.figure) for each in found] == [
+        ("error", "guarded", 1e-8)
+    ]
+    assert places(good, "vanishing-epsilon") == []
+    with stock("mixed_bfloat16"):
+        assert places(sequential(layer(1e-8), head()), "vanishing-epsilon") == []
+
+
+def test_an_epsilon_that_vanishes_gives_nan_as_the_rule_says():
+    zeros = np.zeros((1, 4), "float32")
+    assert np.isnan(Guarded(1e-8, dtype="float16")(zeros)).all()
+    assert not np.isnan(Guarded(1e-7, dtype="float16")(zeros)).any()
+
+
+def test_vanishing_epsilon_knows_what_is_harmless():
+    harmless = [
+        L.LayerNormalization(epsilon=1e-12),
+        L.BatchNormalization(epsilon=1e-12),
+    ]
+    with stock("mixed_float16"):
+        model = sequential(*harmless, L.Dense(8), Summed(), head())
+    assert places(model, "vanishing-epsilon") == []
+
+
+def test_optimizer_epsilon_is_about_weights_in_half_precision():
+    adam = keras.optimizers.Adam(epsilon=1e-8)
+    with stock("float16"):
+        model = sequential(L.Dense(8, name="low"), head(), optimizer=adam)
+        usual = sequential(L.Dense(8), head(), optimizer="adam")
+    assert places(model, "optimizer-epsilon") == [("error", "low")]
+    assert places(usual, "optimizer-epsilon") == []  # 1e-7 is 1.2e-7 there
+    with stock("mixed_float16"):
+        mixed = sequential(
+            L.Dense(8), head(), optimizer=keras.optimizers.Adam(epsilon=1e-12)
+        )
+    assert places(mixed, "optimizer-epsilon") == []
+
+
+def test_an_optimizer_without_an_epsilon_gives_nan_as_the_rule_says():
+    weight = keras.Variable(np.ones(1, "float32"), dtype="float16")
+    optimizer = keras.optimizers.Adam(epsilon=1e-8)
+    optimizer.build([weight])
+    optimizer.apply([tf.zeros(1, tf.float16)])
+    assert np.isnan(weight.numpy()).all()
+
+
+CONSTANTS = {
+    "factor": (lambda: Masked(-1e9, name="mask"), [("error", "mask")]),
+    "chosen": (lambda: Chosen(-1e9, name="mask"), [("warning", "mask")]),
+    "small factor": (lambda: Masked(-3e4), []),
+    "small choice": (lambda: Chosen(-3e4), []),
+    "in float32": (lambda: Masked(-1e9, dtype="float32"), []),
+    "cast": (
+        lambda: Reduced(
+            lambda x: x + tf.cast(tf.constant(-1e9, tf.float32), x.dtype), name="mask"
+        ),
+        [("warning", "mask")],
+    ),
+    "product cast": (
+        lambda: Reduced(
+            lambda x: (
+                x + tf.cast(tf.cast(x > 0, "float32") * tf.constant(-1e9), x.dtype)
+            ),
+            name="mask",
+        ),
+        [("warning", "mask")],
+    ),
+    "table": (
+        lambda: Reduced(lambda x: x * tf.constant([1e9] * 16, x.dtype), name="mask"),
+        [("error", "mask")],
+    ),
+}
+
+
+@pytest.mark.parametrize("layer, expected", CONSTANTS.values(), ids=CONSTANTS)
+def test_constant_range_finds_constants_that_become_infinite(layer, expected):
+    with stock("mixed_float16"):
+        model = sequential(layer(), head())
+    assert places(model, "constant-range") == expected
+
+
+def test_constant_range_lets_keras_masks_and_bfloat16_be():
+    with stock("mixed_bfloat16"):
+        model = sequential(Masked(-1e9), head())
+    assert places(model, "constant-range") == []
+    with stock("mixed_float16"):
+        tokens = keras.Input((4,), dtype="int32")
+        h = L.Embedding(16, 8, mask_zero=True)(tokens)
+        h = L.MultiHeadAttention(2, 4, dropout=0.1)(h, h)
+        h = L.GlobalAveragePooling1D()(L.LSTM(8, return_sequences=True)(h))
+        attention = keras.Model(tokens, head()(h))
+    assert places(attention, "constant-range") == []
+
+
+def test_a_mask_beyond_the_range_gives_nan_as_the_rule_says():
+    x = np.array([[1.0, -1.0]], "float32")
+    assert np.isnan(Masked(-1e9, dtype="float16")(x)).any()
+    assert not np.isnan(Masked(-1e9, dtype="float32")(x)).any()
+
+
+# --- reductions and norms
+
+REDUCTIONS = {
+    "sum": (lambda x: tf.reduce_sum(x, 1), 4096, "float16", True),
+    "sum that is short": (lambda x: tf.reduce_sum(x, 1), 2048, "float16", False),
+    "mean": (lambda x: tf.reduce_mean(x, 1), 4096, "float16", True),
+    "mean of Keras": (lambda x: keras.ops.mean(x, 1), 4096, "float16", False),
+    "running sum": (lambda x: tf.cumsum(x, 1)[:, -1], 4096, "float16", True),
+    "bfloat16 sum": (lambda x: tf.reduce_sum(x, 1), 4096, "bfloat16", False),
+    "bfloat16 running": (lambda x: tf.cumsum(x, 1)[:, -1], 512, "bfloat16", True),
+    "bfloat16 short": (lambda x: tf.cumsum(x, 1)[:, -1], 256, "bfloat16", False),
+}
+
+
+@pytest.mark.parametrize(
+    "function, steps, dtype, hits", REDUCTIONS.values(), ids=REDUCTIONS
+)
+def test_long_reduction_counts_the_terms(function, steps, dtype, hits):
+    with stock(f"mixed_{dtype}"):
+        model = sequential(Reduced(function, name="sum"), head(), shape=(steps, 8))
+    expected = [("warning", "sum")] if hits else []
+    assert places(model, "long-reduction") == expected
+
+
+@pytest.mark.parametrize("name, hits", [("1024", True), ("256", False)])
+def test_long_reduction_counts_the_window_of_a_pool(name, hits):
+    side = int(int(name) ** 0.5)
+    with stock("mixed_float16"):
+        pool = L.AveragePooling2D(side, name="pool")
+        model = sequential(pool, L.Flatten(), head(), shape=(side, side, 8))
+    found = lint(model).of(rule="long-reduction")
+    assert [each.figure for each in found] == ([1024] if hits else [])
+
+
+def masked_pool(steps=4096):
+    tokens = keras.Input((steps,), dtype="int32")
+    h = L.Embedding(16, 8, mask_zero=True)(tokens)
+    return keras.Model(tokens, L.Dense(8)(L.GlobalAveragePooling1D(name="pool")(h)))
+
+
+def test_long_reduction_finds_masked_pooling():
+    with stock("mixed_float16"):
+        model = masked_pool()
+    assert places(model, "long-reduction") == [("warning", "pool")]
+    with tfamp.scope("mixed_float16"):
+        managed = masked_pool()
+    assert places(managed, "long-reduction") == []
+
+
+SUMS = {"float16": (tf.reduce_sum, 4096, 2048), "bfloat16": (tf.cumsum, 512, 256)}
+
+
+@pytest.mark.parametrize("dtype", SUMS)
+def test_long_sums_stop_as_the_rule_says(dtype):
+    function, steps, expected = SUMS[dtype]
+    total = function(tf.ones((2, steps, 4), dtype), axis=1)
+    assert (
+        float(tf.reshape(tf.cast(total, "float32"), (2, -1, 4))[0, -1, 0]) == expected
+    )
+
+
+def cosine(policy):
+    with policy:
+        x = keras.Input((16,))
+        h = L.Dense(8)(x)
+        y = L.Dot(1, normalize=True, name="cosine")([h, h])
+        unit = L.UnitNormalization(name="unit")(h)
+        plain = L.Dot(1, name="plain")([h, h])
+        return keras.Model(x, head()(L.Concatenate()([y, unit, plain])))
+
+
+def test_overflowing_norm_finds_unit_norms_and_cosines_in_float16():
+    assert places(cosine(stock("mixed_float16")), "overflowing-norm") == [
+        ("error", "cosine"),
+        ("error", "unit"),
+    ]
+    assert places(cosine(stock("mixed_bfloat16")), "overflowing-norm") == []
+    assert places(cosine(tfamp.scope("mixed_float16")), "overflowing-norm") == []
+
+
+def test_norms_overflow_as_the_rule_says():
+    x = np.full((1, 1024), 100.0, "float32")
+    assert float(L.UnitNormalization(dtype="float16")(x)[0, 0]) == 0
+    assert float(L.Dot(1, normalize=True, dtype="float16")([x, x])[0, 0]) == 0
+    assert np.isinf(L.UnitNormalization(dtype="float16")(x * 1e-6)[0, 0])
+
+
+def attention(policy, **options):
+    with policy:
+        x = keras.Input((4, 8))
+        h = L.Attention(name="attention", **options)([x, x])
+        return keras.Model(x, head()(L.Flatten()(h)))
+
+
+def test_unscaled_attention_is_about_plain_products_in_float16():
+    rule = "unscaled-attention"
+    assert places(attention(stock("mixed_float16")), rule) == [("warning", "attention")]
+    assert places(attention(stock("mixed_float16"), use_scale=True), rule) == []
+    assert places(attention(stock("mixed_float16"), score_mode="concat"), rule) == []
+    assert places(attention(stock("mixed_bfloat16")), rule) == []
+    assert places(attention(tfamp.scope("mixed_float16")), rule) == []
+
+
+@pytest.mark.parametrize("mean, severity", [(5e4, "error"), (300.0, "warning")])
+def test_shifted_normalization_reads_adapted_statistics(mean, severity):
+    with stock("mixed_float16"):
+        layer = L.Normalization(mean=mean, variance=1.0, name="norm")
+        model = sequential(layer, head())
+        near = sequential(L.Normalization(mean=3.0, variance=1.0), head())
+    assert places(model, "shifted-normalization") == [(severity, "norm")]
+    assert places(near, "shifted-normalization") == []
+    with tfamp.scope("mixed_float16"):
+        kept = sequential(L.Normalization(mean=mean, variance=1.0), L.Dense(8))
+    assert places(kept, "shifted-normalization") == []
+
+
+def test_shifted_normalization_reads_moving_statistics():
+    with stock("mixed_float16"):
+        model = sequential(L.Dense(8), L.BatchNormalization(name="norm"), head())
+    assert places(model, "shifted-normalization") == []
+    model.get_layer("norm").moving_mean.assign(np.full(8, 1000.0))
+    model.get_layer("norm").moving_variance.assign(np.full(8, 0.01))
+    found = lint(model).of(rule="shifted-normalization")
+    assert [(each.severity, each.layer) for each in found] == [("error", "norm")]
+    # The spacing of float16 at 1000 is 0.5; 0.5 / sqrt(12) = 0.144 of 0.1.
+    assert found[0].figure == pytest.approx(0.5 / 12**0.5 / 0.1)
+
+
+# --- inputs
+
+INPUTS = {
+    "normal": ((0.0, 1.0), []),
+    "large": ((0.0, 1000.0), [("warning", "first")]),
+    "far from 0": ((1000.0, 0.1), [("warning", "first")]),
+    "beyond the range": ((70_000.0, 1.0), [("error", "first")]),
+    "pixels": ((128.0, 40.0), []),
+}
+
+
+@pytest.mark.parametrize("numbers, expected", INPUTS.values(), ids=INPUTS)
+def test_unnormalised_input_judges_the_numbers(numbers, expected):
+    with stock("mixed_float16"):
+        model = sequential(L.Dense(8, name="first"), head())
+    data = batch(16, mean=numbers[0], scale=numbers[1])
+    assert places(model, "unnormalised-input", data=data) == expected
+
+
+def test_unnormalised_input_leaves_exact_inputs_alone():
+    data = batch(16, mean=1000.0, scale=0.1)
+    rule = "unnormalised-input"
+    with tfamp.scope("mixed_float16"):
+        model = sequential(L.BatchNormalization(), L.Dense(8), L.Dense(8))
+    assert places(model, rule, data=data) == []
+    with stock("mixed_float16"):
+        low = sequential(L.BatchNormalization(name="norm"), L.Dense(8), head())
+    assert places(low, rule, data=data) == [("warning", "norm")]
+    assert places(sequential(head()), rule, data=data) == []
+
+
+def test_unnormalised_input_looks_at_each_feature_and_batch():
+    with stock("mixed_bfloat16"):
+        model = sequential(L.Dense(8, name="first"), head(), shape=(3,))
+    x, y = batch(3, size=64)
+    x[:, 1] += 500
+    found = lint(model, data=(x, y)).of(rule="unnormalised-input")
+    assert [each.details["feature"] for each in found] == [1]
+    later = batch(3, size=64)
+    later[0][40, 2] = 3.4e38  # bfloat16 ends at 3.39e38
+    assert places(model, "unnormalised-input", data=later) == [("error", "first")]
+
+
+class Lookup(keras.Model):
+    """Looks up rows; a subclassed model casts its inputs before its layers do."""
+
+    def __init__(self, rows):
+        super().__init__()
+        self.table = L.Embedding(rows, 8, name="table")
+        self.last = L.Dense(8, dtype="float32", name="last")
+
+    def call(self, x):
+        return self.last(keras.ops.max(self.table(x), 1))
+
+
+def lookup(policy, rows=5000):
+    with policy:
+        return Lookup(rows)
+
+
+def ids(largest):
+    return np.array([[1, 2, 3, largest]] * 8, "float32"), np.zeros((8, 8), "float32")
+
+
+FLOAT_IDS = {
+    "rounded": (4999, 5000, "mixed_float16", [("error", "table")]),
+    "may be": (100, 5000, "mixed_float16", [("warning", "table")]),
+    "few": (100, 2000, "mixed_float16", []),
+    "bfloat16": (300, 1000, "mixed_bfloat16", [("error", "table")]),
+}
+
+
+@pytest.mark.parametrize(
+    "largest, rows, policy, expected", FLOAT_IDS.values(), ids=FLOAT_IDS
+)
+def test_float_ids_finds_ids_that_are_rounded(largest, rows, policy, expected):
+    model = lookup(stock(policy), rows)
+    found = lint(model, data=ids(largest))
+    assert [(e.severity, e.layer) for e in found.of(rule="float-ids")] == expected
+    assert found.of(rule="unnormalised-input") == ()
+
+
+def test_float_ids_lets_integers_and_managed_tables_be():
+    managed = lookup(tfamp.scope("mixed_float16"))
+    assert places(managed, "float-ids", data=ids(4999)) == []
+    integers = lookup(stock("mixed_float16"))
+    data = tuple(array.astype("int32") for array in ids(4999))
+    assert places(integers, "float-ids", data=data) == []
+
+
+def test_float_ids_finds_a_packed_column_of_a_subclassed_model():
+    class Packed(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = L.Embedding(3000, 4, name="table")
+            self.last = L.Dense(8, dtype="float32", name="last")
+
+        def call(self, x):
+            row = self.table(keras.ops.cast(x[:, 0], "int32"))
+            return self.last(keras.ops.concatenate([row, x[:, 1:]], -1))
+
+    x, y = batch(4)
+    x[:, 0] = np.arange(8) + 2045
+    with stock("mixed_float16"):
+        model = Packed()
+    found = lint(model, data=(x, y)).of(rule="float-ids")
+    assert [(e.severity, e.layer, e.figure) for e in found] == [
+        ("error", "table", 2052)
+    ]
+
+
+# --- added losses, kernels, remat, shapes
+
+ADDED = {
+    "regularizer": lambda: L.Dense(8, activity_regularizer="l2", name="adds"),
+    "own layer": lambda: AddsLoss(name="adds"),
+    "layer of Keras": lambda: L.ActivityRegularization(l2=0.1, name="adds"),
+}
+
+
+@pytest.mark.parametrize("layer", ADDED.values(), ids=ADDED)
+def test_added_loss_finds_what_fit_cannot_sum(layer):
+    with stock("mixed_bfloat16"):
+        model = sequential(layer(), L.Dense(8, kernel_regularizer="l2"), head())
+    assert places(model, "added-loss") == [("error", "adds")]
+    with tfamp.scope("mixed_bfloat16"):
+        managed = sequential(layer(), L.Dense(8, kernel_regularizer="l2"), L.Dense(8))
+    assert places(managed, "added-loss") == []
+    assert places(sequential(layer(), head()), "added-loss") == []
+
+
+@pytest.mark.parametrize("layer", ADDED.values(), ids=ADDED)
+def test_added_loss_reads_the_code_of_what_cannot_be_traced(layer):
+    class Unseen(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.adds = layer()
+            self.last = head()
+
+        def call(self, x):
+            return self.last(self.adds(x))
+
+    with stock("mixed_bfloat16"):
+        model = Unseen()
+    assert places(model, "added-loss") == [("error", "adds")]
+    assert places(Unseen(), "added-loss") == []
+
+
+def test_added_losses_raise_as_the_rule_says():
+    with stock("mixed_bfloat16"):
+        model = sequential(ADDED["regularizer"](), head(), jit_compile=False)
+    with pytest.raises(TypeError):
+        model.fit(*batch(16), verbose=0)
+
+
+@pytest.mark.skipif(
+    bool(tf.config.list_physical_devices("GPU")), reason="GPUs have the kernel"
+)
+def test_missing_kernel_finds_3d_pooling_on_a_cpu():
+    def model():
+        return sequential(L.MaxPooling3D(2, name="pool"), head(), shape=(4, 4, 4, 1))
+
+    with stock("mixed_float16"):
+        assert places(model(), "missing-kernel") == [("error", "pool")]
+    with stock("mixed_bfloat16"):
+        assert places(model(), "missing-kernel") == []
+    with tfamp.scope("mixed_float16"):
+        assert places(model(), "missing-kernel") == []
+
+
+@pytest.mark.parametrize("method, hits", [("lanczos3", True), ("bilinear", False)])
+def test_missing_kernel_finds_resizing_without_a_gradient(method, hits):
+    with stock("mixed_bfloat16"):
+        up = L.UpSampling2D(2, interpolation=method, name="up")
+        model = sequential(
+            L.Conv2D(2, 1), up, head(), shape=(2, 2, 2), jit_compile=False
+        )
+    expected = [("error", "up")] if hits else []
+    assert places(model, "missing-kernel") == expected
+    x, y = np.ones((2, 2, 2, 2), "float32"), np.ones((2, 4, 4, 8), "float32")
+    # What the rule says happens, and what it does not say does not.
+    with pytest.raises(TypeError) if hits else contextlib.nullcontext():
+        model.fit(x, y, verbose=0)
+
+
+def recomputed(layer, policy, mode="list_of_layers", **options):
+    with stock(policy):
+        if mode == "list_of_layers":
+            options["layer_names"] = ["again"]
+        with keras.RematScope(mode=mode, **options):
+            made = layer()
+        return sequential(L.Conv1D(4, 1), made, head(), shape=(3, 4), jit_compile=False)
+
+
+REMAT = {
+    "training": (lambda: L.Dropout(0.1, name="again"), "float32", True),
+    "dense": (lambda: L.Dense(4, name="again"), "mixed_bfloat16", True),
+    "weights": (lambda: L.Conv1D(4, 1, name="again"), "mixed_bfloat16", True),
+    "weights in float32": (lambda: L.Conv1D(4, 1, name="again"), "float32", False),
+    "no weights": (lambda: L.ReLU(name="again"), "mixed_bfloat16", False),
+    "casts itself": (
+        lambda: L.LayerNormalization(name="again"),
+        "mixed_bfloat16",
+        False,
+    ),
+    "mask": (lambda: TakesMask(name="again"), "float32", True),
+    "another name": (lambda: L.Dropout(0.1, name="once"), "float32", False),
+}
+
+
+@pytest.mark.parametrize("layer, policy, hits", REMAT.values(), ids=REMAT)
+def test_failing_remat_tells_what_fit_does(layer, policy, hits):
+    model = recomputed(layer, policy)
+    assert places(model, "failing-remat") == ([("error", "again")] if hits else [])
+    x, y = np.ones((2, 3, 4), "float32"), np.ones((2, 3, 8), "float32")
+    with pytest.raises((TypeError, ValueError)) if hits else contextlib.nullcontext():
+        model.fit(x, y, verbose=0)
+
+
+MODES = {
+    "full": ("full", {}, True),
+    "activations": ("activations", {}, False),
+    "larger": ("larger_than", {"output_size_threshold": 11}, True),
+    "smaller": ("larger_than", {"output_size_threshold": 12}, False),
+}
+
+
+@pytest.mark.parametrize("mode, options, hits", MODES.values(), ids=MODES)
+def test_failing_remat_knows_which_layers_a_mode_takes(mode, options, hits):
+    model = recomputed(
+        lambda: L.Conv1D(4, 1, name="again"), "mixed_bfloat16", mode, **options
+    )
+    assert places(model, "failing-remat") == ([("error", "again")] if hits else [])
+
+
+def test_unaligned_shapes_notes_sizes_in_half_precision():
+    with stock("mixed_bfloat16"):
+        layers = [L.Dense(12, name="odd"), L.Dense(8, name="after"), head()]
+        model = sequential(*layers, shape=(16,))
+    found = lint(model, data=batch(16, size=5)).of(rule="unaligned-shapes")
+    assert [(each.severity, each.layer, each.figure) for each in found] == [
+        ("note", "odd", 12),
+        ("note", "after", 12),
+    ]
+    assert "12 units are no multiples of 8" in found[0].message
+    assert "Take 16" in found[0].remedy
+    assert places(sequential(L.Dense(12), head()), "unaligned-shapes") == []
+
+
+def test_every_rule_has_a_test_here():
+    with open(__file__) as file:
+        text = file.read()
+    assert [rule for rule in RULE_IDS if f'"{rule}"' not in text] == []

@@ -1,0 +1,322 @@
+"""Lint: healthy models, every kind of model, silencing, and that nothing changes."""
+
+import random
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.lint_rules_test import batch, places, sequential, stock
+from tfamp.findings import Findings
+from tfamp.numerics.linting.linting import lint
+from tfamp.numerics.linting.registry import RULE_IDS, RULES
+
+L = keras.layers
+DOCUMENTATION = Path(__file__).parents[1] / "docs" / "lint.md"
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+def mlp():
+    hidden = [L.Dense(16, activation="relu"), L.BatchNormalization(), L.Dropout(0.1)]
+    return sequential(*hidden, L.Dense(8, activation="softmax", name="head"))
+
+
+def residual_cnn():
+    x = keras.Input((8, 8, 8))
+    h = x
+    for _ in range(2):
+        inner = L.Conv2D(8, 3, padding="same")(h)  # with the bias that BN removes
+        inner = L.ReLU()(L.BatchNormalization()(inner))
+        h = L.Add()([h, L.Conv2D(8, 3, padding="same")(inner)])
+    h = L.GlobalAveragePooling2D()(L.MaxPooling2D()(h))
+    return finished(x, h)
+
+
+def transformer():
+    x = keras.Input((8,), dtype="int32")
+    h = L.Embedding(64, 16, mask_zero=True)(x)
+    inner = L.MultiHeadAttention(2, 8, dropout=0.1)(h, h)
+    h = L.LayerNormalization(epsilon=1e-12)(L.Add()([h, inner]))
+    inner = L.Dense(16)(L.Dense(32, activation="gelu")(h))
+    h = L.GlobalAveragePooling1D()(L.LayerNormalization()(L.Add()([h, inner])))
+    return finished(x, h)
+
+
+def lstm():
+    x = keras.Input((6, 8))
+    h = L.Bidirectional(L.LSTM(8, return_sequences=True))(x)
+    return finished(x, L.GRU(8)(L.Masking()(h)))
+
+
+def finished(x, h):
+    model = keras.Model(x, L.Dense(8, activation="softmax", name="head")(h))
+    model.compile(
+        keras.optimizers.Adam(epsilon=1e-12), "sparse_categorical_crossentropy"
+    )
+    return model
+
+
+class Nested(keras.Model):
+    """A subclassed model around a Functional one and a layer with layers."""
+
+    def __init__(self):
+        super().__init__(name="nested")
+        self.stem = keras.Sequential([L.Dense(16), L.ReLU()], name="stem")
+        self.head = L.Dense(8, activation="softmax", name="head")
+
+    def call(self, x, training=False):
+        return self.head(self.stem(x, training=training))
+
+
+def nested():
+    model = Nested()
+    model.compile("adam", "mse")
+    return model
+
+
+def sequence(*shape, integer=False):
+    x, y = batch(*shape)
+    return (np.abs(x * 10).astype("int32") if integer else x), y[:, 0]
+
+
+CONTROLS = {
+    "mlp": (mlp, batch(16)),
+    "residual cnn": (residual_cnn, sequence(8, 8, 8)),
+    "transformer": (transformer, sequence(8, integer=True)),
+    "lstm": (lstm, sequence(6, 8)),
+    "nested": (nested, batch(16)),
+}
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("build, data", CONTROLS.values(), ids=CONTROLS)
+def test_nothing_is_found_in_managed_models(build, data, policy):
+    with tfamp.scope(policy):
+        model = build()
+    found = lint(model, data=data)
+    assert (found.errors, found.warnings) == ((), ())
+    assert found.skipped == ()
+    assert found.rules == RULE_IDS
+
+
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.parametrize("build, data", CONTROLS.values(), ids=CONTROLS)
+def test_only_the_head_is_found_in_stock_models(build, data, policy):
+    with stock(policy):
+        model = build()
+    found = lint(model, data=data)
+    bad = [(f.rule, f.severity, f.layer) for f in found if f.severity != "note"]
+    assert bad == [("half-head", "error", "head")]
+
+
+@pytest.mark.parametrize("build, data", CONTROLS.values(), ids=CONTROLS)
+def test_nothing_at_all_is_found_in_float32(build, data):
+    assert len(lint(build(), data=data)) == 0
+
+
+def test_a_nested_layer_is_named_by_its_path():
+    with stock("mixed_float16"):
+        inner = keras.Sequential([L.Dense(8), L.UnitNormalization(name="unit")])
+        inner.name = "inner"
+        model = sequential(inner, L.Dense(8, dtype="float32"))
+    assert places(model, "overflowing-norm") == [("error", "inner/unit")]
+
+
+def test_findings_tell_all_that_a_reader_needs():
+    with stock("mixed_float16"):
+        model = sequential(L.Dense(8, activation="sigmoid", name="out"))
+    found = lint(model)
+    assert isinstance(found, Findings)
+    (each,) = found.of(rule="half-head")
+    assert (each.severity, each.layer, each.figure) == ("error", "out", 8.3)
+    assert each.details["documentation"] == "docs/lint.md#half-head"
+    assert each.remedy.endswith("See docs/lint.md#half-head.")
+    assert "docs/lint.md#half-head" in re.sub(r"[\s│]", "", found.table())
+    assert found.title == f"Lint of model {model.name!r}, with float16"
+    assert Findings.from_json(found.to_json()) == found
+
+
+def test_what_cannot_be_checked_is_listed_with_the_reason():
+    model = sequential(L.Dense(8))
+    assert lint(model).skipped == (
+        "unnormalised-input: no `data` were passed",
+        "float-ids: no `data` were passed",
+    )
+    raw = keras.Sequential([keras.Input((4,)), L.Dense(8)])
+    skipped = lint(raw).skipped
+    assert "half-loss: no `loss` was passed, and the model has none" in skipped
+    missing = "no `optimizer` was passed, and the model has none"
+    assert f"unscaled-float16: {missing}" in skipped
+    assert f"optimizer-epsilon: {missing}" in skipped
+    subclassed = Nested()
+    reason = (
+        "half-head: model 'nested' tells its inputs by its call only, and no `data` "
+        "were passed"
+    )
+    assert reason in lint(subclassed).skipped
+    assert "half-head" not in lint(subclassed).rules
+
+
+def test_loss_and_optimizer_may_be_passed():
+    raw = keras.Sequential([keras.Input((4,)), L.Dense(8)])
+    found = lint(raw, loss="mse", optimizer="adam", data=batch(4))
+    assert found.rules == RULE_IDS
+
+
+def test_a_model_that_cannot_be_traced_says_why():
+    class Broken(keras.Model):
+        def call(self, x):
+            raise RuntimeError("no such thing")
+
+    found = lint(Broken(), data=batch(4))
+    reasons = [text for text in found.skipped if text.startswith("half-head")]
+    assert len(reasons) == 1
+    assert "cannot be traced (" in reasons[0]
+    assert "no such thing" in reasons[0]
+
+
+DATA = {
+    "dataset": lambda x, y: tf.data.Dataset.from_tensor_slices((x, y)).batch(4),
+    "arrays": lambda x, y: (x, y),
+    "weights": lambda x, y: (x, y, np.ones(8, "float32")),
+    "inputs only": lambda x, y: tf.data.Dataset.from_tensor_slices(x).batch(4),
+    "pipeline": lambda x, y: tfamp.data.Pipeline.from_arrays(x, y).batch(4),
+}
+
+
+@pytest.mark.parametrize("make", DATA.values(), ids=DATA)
+def test_data_come_in_every_form(make):
+    with stock("mixed_bfloat16"):
+        model = sequential(L.Dense(8, name="first"), shape=(4,))
+    data = make(*batch(4, mean=1000.0))
+    assert places(model, "unnormalised-input", data=data) == [("warning", "first")]
+
+
+def test_several_inputs_are_told_apart():
+    with stock("mixed_float16"):
+        a, b = keras.Input((4,), name="a"), keras.Input((4,), name="b")
+        h = L.Concatenate()([L.Dense(8)(a), L.Dense(8, name="second")(b)])
+        model = keras.Model({"a": a, "b": b}, L.Dense(8, dtype="float32")(h))
+    (x, y), (large, _) = batch(4), batch(4, mean=70_000.0)
+    found = lint(model, data=({"a": x, "b": large}, y)).of(rule="unnormalised-input")
+    assert [(each.layer, each.details["input"]) for each in found] == [("second", 1)]
+
+
+def test_nothing_of_a_model_changes():
+    keras.utils.set_random_seed(7)
+    with tfamp.scope("mixed_float16"):
+        model = mlp()
+    model.optimizer.build(model.trainable_variables)
+    values = [np.array(v) for v in (*model.variables, *model.optimizer.variables)]
+    policies = [layer.dtype_policy.name for layer in model.layers]
+    before = random.getstate(), np.random.get_state()[1].tolist()
+    before_policy = keras.config.dtype_policy()
+    lint(model, data=batch(16))
+    after = [np.array(v) for v in (*model.variables, *model.optimizer.variables)]
+    assert all(np.array_equal(a, b) for a, b in zip(values, after, strict=True))
+    assert [layer.dtype_policy.name for layer in model.layers] == policies
+    assert (random.getstate(), np.random.get_state()[1].tolist()) == before
+    assert keras.config.dtype_policy() is before_policy
+
+
+def test_building_a_model_takes_no_random_numbers():
+    keras.utils.set_random_seed(7)
+    before = random.getstate()
+    model = Nested()
+    state = random.getstate()
+    lint(model, data=batch(16))
+    assert model.built
+    assert before != state  # layers were made
+    assert random.getstate() == state
+
+
+def test_training_goes_on_as_without_lint():
+    def losses(linted):
+        keras.utils.set_random_seed(3)
+        model = sequential(L.Dropout(0.5), L.Dense(8), jit_compile=False)
+        if linted:
+            lint(model, data=batch(16))
+        return [float(model.train_on_batch(*batch(16))) for _ in range(2)]
+
+    assert losses(True) == losses(False)
+
+
+def test_silenced_rules_are_listed_with_their_reason():
+    with stock("mixed_float16"):
+        model = sequential(L.Dense(8, activation="sigmoid"))
+    found = lint(model, silence={"half-head": " its loss takes logits "})
+    assert found.of(severity="error") == ()
+    assert "half-head: silenced, its loss takes logits" in found.skipped
+    assert "half-head" not in found.rules
+
+
+WRONG = {
+    "model": (
+        lambda model: lint("model"),
+        TypeError,
+        "`model` is 'model', of type str; expected a `keras.Model`. Pass the model",
+    ),
+    "rule": (
+        lambda model: lint(model, silence={"half_head": "why"}),
+        ValueError,
+        "Unknown `silence` 'half_head'; expected 'half-head', 'half-loss', ",
+    ),
+    "guess": (
+        lambda model: lint(model, silence={"late-polic": "why"}),
+        ValueError,
+        "Did you mean 'late-policy'?",
+    ),
+    "reason": (
+        lambda model: lint(model, silence={"half-head": "  "}),
+        ValueError,
+        "The reason to silence 'half-head' is '  '; expected a sentence that says "
+        "why, for one of ('half-head', 'half-loss', ",
+    ),
+    "no dict": (
+        lambda model: lint(model, silence=["half-head"]),
+        TypeError,
+        "`silence` is ['half-head'], of type list; expected a dict of rules with",
+    ),
+    "data": (
+        lambda model: lint(model, data=7),
+        TypeError,
+        "`data` is of type int; expected a `tf.data.Dataset` of batches",
+    ),
+    "no data": (
+        lambda model: lint(model, data=DATA["dataset"](*batch(4)).take(0)),
+        ValueError,
+        "`dataset` holds no batches; expected at least one.",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, error, message", WRONG.values(), ids=WRONG)
+def test_wrong_arguments_are_named_with_a_remedy(call, error, message):
+    model = sequential(L.Dense(8), shape=(4,))
+    with pytest.raises(error, match=re.escape(message)):
+        call(model)
+
+
+def test_the_documentation_has_a_section_for_each_rule():
+    text = DOCUMENTATION.read_text()
+    assert tuple(re.findall(r"^## `(.*)`$", text, re.MULTILINE)) == RULE_IDS
+    anchors = [rule.documentation for rule in RULES]
+    assert anchors == [f"docs/lint.md#{name}" for name in RULE_IDS]
+
+
+@pytest.mark.parametrize("part", ["**Why.**", "**Remedy.**", "**Silence.**"])
+def test_each_section_says_why_and_what_to_do(part):
+    sections = DOCUMENTATION.read_text().split("\n## ")[1:]
+    without = [text.splitlines()[0] for text in sections if part not in text]
+    assert [name for name in without if name.startswith("`")] == []
+
+
+def test_each_section_silences_its_own_rule():
+    for text in DOCUMENTATION.read_text().split("\n## ")[1:]:
+        name = text.splitlines()[0].strip("`")
+        if name in RULE_IDS:
+            assert f'silence={{"{name}": ' in text
