@@ -24,7 +24,7 @@ _FOOTER = struct.Struct("<QQI8s")
 _BESIDE = ".writing"
 
 
-def write(state: State, path: str | os.PathLike[str]) -> int:
+def write(state: State, path: str | os.PathLike[str]) -> None:
     """Writes a state to a file that appears whole or not at all.
 
     It is written beside its place, made to reach the disk, and moved there; what was
@@ -35,9 +35,6 @@ def write(state: State, path: str | os.PathLike[str]) -> int:
         path: Where to; the folder has to exist. Two processes must not write to one
             path at the same time.
 
-    Returns:
-        The checksum of the table of contents, which holds those of all arrays.
-
     Raises:
         OSError: The disk is full, or the folder is missing or cannot be written. What
             was at `path` is still there.
@@ -46,7 +43,7 @@ def write(state: State, path: str | os.PathLike[str]) -> int:
     beside = target.with_name(target.name + _BESIDE)
     try:
         with open(beside, "wb") as file:
-            checksum = _write(state, file)
+            _write(state, file)
             file.flush()
             os.fsync(file.fileno())
         os.replace(beside, target)
@@ -54,7 +51,6 @@ def write(state: State, path: str | os.PathLike[str]) -> int:
         beside.unlink(missing_ok=True)
         raise
     sync_folder(target.parent)
-    return checksum
 
 
 def read(path: str | os.PathLike[str]) -> State:
@@ -125,7 +121,7 @@ def sync_folder(folder: Path) -> None:
         os.close(handle)
 
 
-def _write(state: State, file: BinaryIO) -> int:
+def _write(state: State, file: BinaryIO) -> None:
     file.write(_START)
     entries, offset = [], len(_START)
     for name, array in state.arrays.items():
@@ -142,10 +138,8 @@ def _write(state: State, file: BinaryIO) -> int:
         offset += array.nbytes
     table = {"arrays": entries, "counters": state.counters, "paths": state.paths}
     text = json.dumps(table).encode()
-    checksum = zlib.crc32(text)
     file.write(text)
-    file.write(_FOOTER.pack(offset, len(text), checksum, _END))
-    return checksum
+    file.write(_FOOTER.pack(offset, len(text), zlib.crc32(text), _END))
 
 
 def _read_table(file: BinaryIO, path: Path) -> dict[str, Any]:

@@ -94,7 +94,7 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
 
     Args:
         model: A built model made like the one the state was taken from, with as many
-            replicas. An optimizer that is not built yet is built.
+            replicas. Where `model.optimizer` is not built yet, it is built.
         state: The state; it stays as it is.
         metrics: Whether metrics get their values too; False resets them. Those that the
             state or the model does not know are reset.
@@ -104,9 +104,9 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
     """
     strategy = model.distribute_strategy
     with strategy.scope():
-        for optimizer in optimizers_of(model):
-            if not optimizer.built and model.built:
-                optimizer.build(model.trainable_variables)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built and model.built:
+            optimizer.build(model.trainable_variables)
     variables = named_variables(model)
     kept = [each for each in variables if not each.name.startswith(f"{METRICS}/")]
     _check(model, state, kept, strategy.num_replicas_in_sync)
@@ -164,7 +164,7 @@ def same_bits(one: State, other: State) -> bool:
 
 def _rows(array: np.ndarray, num_parts: int) -> list[np.ndarray]:
     """Returns views of the parts of an array that replicas hold."""
-    return [array] if num_parts == 1 else list(array)
+    return [array] if num_parts == 1 else [array[i, ...] for i in range(num_parts)]
 
 
 def _judged(state: State) -> list[tuple[str, np.ndarray]]:
