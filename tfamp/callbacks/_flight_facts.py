@@ -1,0 +1,80 @@
+"""What a bundle says of where and how a model trained."""
+
+import inspect
+import os
+
+import keras
+import tensorflow as tf
+
+import tfamp
+from tfamp import _versions, hardware
+from tfamp.assignment import assignment
+from tfamp.bundles.record import Surroundings
+from tfamp.keras_hooks import structure
+
+# What changes which kernels compute, and with how many threads.
+_PREFIXES = ("ONEDNN_", "DNNL_", "XLA_", "TF_ENABLE_", "TF_XLA_", "TF_CUDNN_")
+_NAMES = (
+    "OMP_NUM_THREADS",
+    "TF_DETERMINISTIC_OPS",
+    "TF_FORCE_GPU_ALLOW_GROWTH",
+    "TF_NUM_INTEROP_THREADS",
+    "TF_NUM_INTRAOP_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+)
+
+
+def surroundings_of(model: keras.Model) -> Surroundings:
+    """Returns where and how a model trains."""
+    strategy = model.distribute_strategy
+    dtypes = assignment(model)
+    threading = tf.config.threading
+    return Surroundings(
+        policy=dtypes.policy,
+        is_managed=any(row.rule != "not managed" for row in dtypes),
+        assignment=dtypes.to_dict(),
+        strategy=type(strategy).__name__,
+        replicas=_replicas(strategy),
+        steps_per_execution=int(model.steps_per_execution or 1),
+        jit_compile=bool(model.jit_compile),
+        run_eagerly=bool(model.run_eagerly),
+        versions={**_versions.installed_versions(), "tfamp": tfamp.__version__},
+        devices=hardware.devices(),
+        environment={
+            name: value for name, value in sorted(os.environ.items()) if _counts(name)
+        },
+        threads=(
+            threading.get_intra_op_parallelism_threads(),
+            threading.get_inter_op_parallelism_threads(),
+        ),
+    )
+
+
+def needs_build(model: keras.Model) -> str:
+    """Returns why another process cannot find the classes of a model, or nothing.
+
+    Keras finds a class by the module that it says it is from.
+    """
+    inner = getattr(model.optimizer, "inner_optimizer", None)
+    parts = [layer for _, layer, _ in structure.walk(model)]
+    for part in [*parts, model.optimizer, inner, *tf.nest.flatten(model.loss)]:
+        if isinstance(part, keras.layers.Lambda):
+            return f"layer {part.name!r} is a Lambda, whose code Keras does not load"
+        kind = part if inspect.isroutine(part) else type(part)
+        if getattr(kind, "__module__", "") == "__main__":
+            return f"{kind.__qualname__} is defined in the script that was run"
+        if "<locals>" in getattr(kind, "__qualname__", ""):
+            return f"{kind.__qualname__} is defined inside a function"
+    return ""
+
+
+def _replicas(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the device of each replica, such as "GPU:0"; none without a strategy."""
+    if type(strategy) is type(tf.distribute.get_strategy()):
+        return ()
+    names = strategy.extended.worker_devices
+    return tuple(name.split("/device:")[-1] for name in names)
+
+
+def _counts(name: str) -> bool:
+    return name in _NAMES or name.startswith(_PREFIXES)

@@ -1,0 +1,372 @@
+"""Replays the failing step of a bundle: rebuilds the model, puts the state, runs it."""
+
+import contextlib
+import itertools
+import math
+import os
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+import tfamp
+from tfamp import _targets, _versions, hardware, policy, snapshots
+from tfamp.assignment import assignment, load_model
+from tfamp.bundles import files
+from tfamp.bundles.batches import iterator_of, part_of
+from tfamp.bundles.digests import digest
+from tfamp.bundles.files import Contents
+from tfamp.bundles.random_states import put_random
+from tfamp.bundles.record import Bundle, Call, error_name, hexed, same_bits
+from tfamp.bundles.replay_record import Replayed, ReplayedStep
+from tfamp.keras_hooks import fitting
+from tfamp.snapshots.names import tally_of
+
+
+def replay(
+    path: str | os.PathLike[str], *, build: str | None = None, explain: bool = True
+) -> Replayed:
+    """Replays the failing step of a bundle and compares every bit.
+
+    The model is rebuilt, gets the state from before the failure, and trains on the
+    kept batches as `fit` did. Run it in a fresh process; `tfamp replay` does.
+
+    Args:
+        path: The bundle.
+        build: "module:function" that returns the compiled model, alone or first in a
+            tuple; None takes the model of the bundle, or the function named there.
+        explain: Whether to ask `tfamp.triage` about the failing step.
+
+    Returns:
+        What came of it.
+
+    Raises:
+        FileNotFoundError: There is no bundle.
+        ImportError: There is no such module as `build` names.
+        ValueError: The bundle is damaged, or the model cannot be rebuilt, or needs
+            devices that are not here.
+    """
+    contents = files.read(path)
+    record = contents.record
+    if not record.calls:
+        raise ValueError(
+            f"The bundle {os.fspath(path)!r} holds no batch of the failing step, which "
+            "failed before it drew one; expected at least one. Look at its message: "
+            f"{record.message}"
+        )
+    prepare_devices(record)
+    model = rebuilt(path, contents, build=build)
+    steps, error = _run(model, contents)
+    differences, is_exact = _compared(model, record, steps)
+    failed_again = _failed_again(model, record, steps, error)
+    if record.error is not None:
+        found = None if error is None else error_name(error)
+        if found != record.error:
+            differences.append(f"It ended in {record.error} then, in {found} now.")
+    unlike = _unlike_surroundings(model, record)
+    return Replayed(
+        path=os.fspath(path),
+        cause=record.cause,
+        message=record.message,
+        failed_again=failed_again,
+        is_exact=is_exact,
+        is_same_device=not unlike,
+        steps=tuple(steps),
+        differences=(*differences, *unlike),
+        notes=record.notes,
+        triage=_explained(model, contents) if explain else "",
+    )
+
+
+def prepare_devices(record: Bundle) -> None:
+    """Gives TensorFlow the logical devices and threads that the bundle names.
+
+    Raises:
+        ValueError: They are not here, or TensorFlow has begun without them.
+    """
+    around = record.surroundings
+    if "MultiWorker" in around.strategy or "ParameterServer" in around.strategy:
+        raise ValueError(
+            f"The bundle was written under a {around.strategy}; expected one machine. "
+            "Steps of several workers cannot be replayed by one."
+        )
+    numbers = [int(n.split(":")[1]) for n in around.replicas if n.startswith("CPU:")]
+    # Refused where TensorFlow has begun; what counts is what is there afterwards.
+    with contextlib.suppress(RuntimeError):
+        tf.config.threading.set_intra_op_parallelism_threads(around.threads[0])
+        tf.config.threading.set_inter_op_parallelism_threads(around.threads[1])
+    with contextlib.suppress(RuntimeError):
+        if max(numbers, default=0) > 0:
+            tf.config.set_logical_device_configuration(
+                tf.config.list_physical_devices("CPU")[0],
+                [tf.config.LogicalDeviceConfiguration()] * (max(numbers) + 1),
+            )
+    names = {d.name.split("/device:")[-1] for d in tf.config.list_logical_devices()}
+    if missing := tuple(name for name in around.replicas if name not in names):
+        raise ValueError(
+            f"The bundle needs the devices {around.replicas!r}, of which {missing!r} "
+            "are missing here. Replay it in a fresh process, on a machine like its own."
+        )
+
+
+def rebuilt(
+    path: str | os.PathLike[str], contents: Contents, *, build: str | None = None
+) -> keras.Model:
+    """Returns the model of a bundle, with the state from before the failure.
+
+    Args:
+        path: The bundle.
+        contents: What `tfamp.bundles.files.read` read there.
+        build: As for `replay`.
+
+    Raises:
+        ValueError: It cannot be rebuilt, or is another model than the bundle's.
+    """
+    record = contents.record
+    target = build or (record.build if record.needs_build else None)
+    with _scope_of(record):
+        if target is None:
+            model = _loaded(Path(path) / files.MODEL, record)
+        else:
+            model = _built(target, record)
+        around = record.surroundings
+        model.run_eagerly, model.jit_compile = around.run_eagerly, around.jit_compile
+        model.steps_per_execution = around.steps_per_execution
+        # Metrics have no variables before the first step.
+        with contextlib.suppress(Exception):
+            fitting.build_from(model, part_of(contents, record.calls[0].first))
+        begin(model, contents)
+    return model
+
+
+def begin(model: keras.Model, contents: Contents) -> None:
+    """Gives a model and all random generators the state from before the failure."""
+    snapshots.put(model, contents.state)
+    put_random(contents.random)
+
+
+def failing_step(model: keras.Model, contents: Contents) -> Any:
+    """Takes a model to the step that first went wrong, and returns its batch.
+
+    Args:
+        model: The model, as `rebuilt` returned it, without several replicas.
+        contents: The bundle.
+
+    Returns:
+        The batch, as `train_step` gets it. The model has the state in which it was
+        trained on.
+    """
+    record = contents.record
+    begin(model, contents)
+    steps_before = model.steps_per_execution
+    model.steps_per_execution = 1
+    model.make_train_function(force=True)
+    number = record.calls[-1].first
+    try:
+        for call in record.calls:
+            for number in range(call.first, call.first + call.num_batches):
+                before = snapshots.take(model)
+                single = [Call(call.epoch, number, number, 1, {})]
+                logs, error = _run_calls(model, contents, single)
+                if error is not None or _went_wrong(model, logs[0], before):
+                    snapshots.put(model, before)
+                    return part_of(contents, number)
+        snapshots.put(model, before)
+        return part_of(contents, number)
+    finally:
+        model.steps_per_execution = steps_before
+        model.train_function = None
+
+
+def _run(
+    model: keras.Model, contents: Contents
+) -> tuple[list[ReplayedStep], Exception | None]:
+    """Replays all calls; returns what each came to, and what the last one raised."""
+    record = contents.record
+    model.make_train_function(force=True)
+    found: list[ReplayedStep] = []
+    error = None
+    groups = itertools.groupby(record.calls, key=lambda call: call.epoch)
+    for _, group in groups:
+        calls = list(group)
+        if calls[0].index == 0:
+            if found and tally_of(model.optimizer) is not None:
+                model.optimizer.flush()
+            model.reset_metrics()
+        all_logs, error = _run_calls(model, contents, calls)
+        for call, logs in itertools.zip_longest(calls, all_logs, fillvalue={}):
+            found.append(_step_of(call, logs))
+        if error is not None:
+            break
+    return found, error
+
+
+def _run_calls(
+    model: keras.Model, contents: Contents, calls: list[Call]
+) -> tuple[list[dict[str, str]], Exception | None]:
+    iterator = iterator_of(contents, calls, model.distribute_strategy)
+    found: list[dict[str, str]] = []
+    for _ in calls:
+        try:
+            found.append(hexed(model.train_function(iterator)))
+        except Exception as error:  # whatever the step raised then, too
+            return found, error
+    optimizer = model.optimizer
+    # Under XLA the step cannot raise it, and `fit` looks now and then only.
+    if tally_of(optimizer) is not None and model.jit_compile:
+        if optimizer.was_stopped():
+            return found, optimizer.late_stop_error()
+    return found, None
+
+
+def _step_of(call: Call, logs: dict[str, str]) -> ReplayedStep:
+    common = [name for name in call.logs if name in logs]
+    replayed = logs.get("loss")
+    return ReplayedStep(
+        epoch=call.epoch,
+        step=call.first + call.num_batches,
+        recorded_loss=call.value("loss"),
+        replayed_loss=None if replayed is None else float.fromhex(replayed),
+        differing=tuple(n for n in common if not same_bits(call.logs[n], logs[n])),
+    )
+
+
+def _compared(
+    model: keras.Model, record: Bundle, steps: list[ReplayedStep]
+) -> tuple[list[str], bool | None]:
+    """Returns what differs, and whether every bit is the same."""
+    if not record.leads:
+        return [], None
+    differences = [
+        f"Step {step.step} logged another {' and '.join(step.differing)}."
+        for step in steps
+        if step.differing
+    ]
+    if record.digest is not None and digest(snapshots.take(model)) != record.digest:
+        differences.append("Some variables differ from those after the failing step.")
+    return differences, not differences
+
+
+def _failed_again(
+    model: keras.Model,
+    record: Bundle,
+    steps: list[ReplayedStep],
+    error: Exception | None,
+) -> bool:
+    if record.cause == "error":
+        return error is not None and error_name(error) == record.error
+    if record.cause == "weights":
+        return snapshots.num_nonfinite(snapshots.take(model)) > 0
+    if record.cause == "skip":
+        return int(model.optimizer.consecutive_skips) > 0
+    loss = steps[-1].replayed_loss
+    return loss is not None and not math.isfinite(loss)
+
+
+def _went_wrong(
+    model: keras.Model, logs: dict[str, str], before: snapshots.State
+) -> bool:
+    """Returns whether a step made something non-finite, or was skipped."""
+    loss = logs.get("loss")
+    if loss is not None and not math.isfinite(float.fromhex(loss)):
+        return True
+    after = snapshots.take(model)
+    if after.counters.get("skipped_steps", 0) > before.counters.get("skipped_steps", 0):
+        return True
+    return snapshots.num_nonfinite(after) > 0
+
+
+def _explained(model: keras.Model, contents: Contents) -> str:
+    """Returns what triage says, in lines."""
+    if len(contents.record.surroundings.replicas) > 1:
+        return "Triage is left out: the step ran on several replicas."
+    try:
+        from tfamp.numerics.triaging import triage
+    except ImportError:
+        return ""
+    try:
+        return str(triage(model, failing_step(model, contents)).table())
+    except Exception as error:  # the replay itself is told in any case
+        return f"Triage failed: {type(error).__name__}: {error}"
+
+
+@contextlib.contextmanager
+def _scope_of(record: Bundle) -> Iterator[None]:
+    around = record.surroundings
+    if not around.replicas:
+        yield
+        return
+    with tf.distribute.MirroredStrategy(list(around.replicas)).scope():
+        yield
+
+
+def _loaded(path: Path, record: Bundle) -> keras.Model:
+    how = (
+        "Pass `--build module:function`, which returns the compiled model, or "
+        "`build=` to the recorder."
+    )
+    if not record.has_model:
+        raise ValueError(
+            f"The bundle holds no model {record.model_class}, since "
+            f"{record.needs_build}; expected a function that builds it. {how}"
+        )
+    try:
+        return load_model(path)
+    except Exception as error:  # whatever a class's constructor raises
+        why = record.needs_build or f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"Cannot rebuild the model {record.model_class} from its file, since "
+            f"{why}; expected a function that builds it. {how}"
+        ) from error
+
+
+def _built(target: str, record: Bundle) -> keras.Model:
+    function: Callable[..., Any] = _targets.load(target)
+    around = record.surroundings
+    before = keras.config.dtype_policy()
+    try:
+        with contextlib.ExitStack() as stack:
+            if around.is_managed:
+                stack.enter_context(policy.scope(around.policy))
+            else:
+                keras.config.set_dtype_policy(around.policy)
+            built = _targets.call(function, seed=0, epochs=1)
+    finally:
+        keras.config.set_dtype_policy(before)
+    model = built[0] if isinstance(built, tuple) else built
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise ValueError(
+            f"{target!r} returned {built!r}; expected a compiled Keras model, alone or "
+            "first in a tuple. Compile it as it was trained."
+        )
+    return model
+
+
+def _unlike_surroundings(model: keras.Model, record: Bundle) -> list[str]:
+    """Returns what is otherwise than where the bundle was written."""
+    around = record.surroundings
+    now = {**_versions.installed_versions(), "tfamp": tfamp.__version__}
+    lines = [
+        f"{name} was {version} then, is {now.get(name)} now."
+        for name, version in around.versions.items()
+        if now.get(name) != version
+    ]
+    if around.devices != hardware.devices():
+        names = tuple(device.name for device in around.devices)
+        lines.append(f"The devices were {names!r} then, and are others now.")
+    then = [_dtypes_of(row) for row in around.assignment["layers"]]
+    layers = assignment(model)
+    # By position: another process gives other names to what has none.
+    for row, before in itertools.zip_longest(layers, then):
+        if row is None or _dtypes_of(row.to_dict()) != before:
+            where = "the model" if row is None else repr(row.path)
+            lines.append(f"Dtypes are others than then, first in {where}.")
+            break
+    return lines
+
+
+def _dtypes_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
+    """Returns class and dtypes of a layer of an `Assignment`."""
+    return row["class_name"], row["compute_dtype"], row["variable_dtype"]
