@@ -115,7 +115,9 @@ class Slots:
         """Returns what the manifest lists, newest first."""
         try:
             table = json.loads((self.directory / MANIFEST).read_text("utf-8"))
-            entries: list[dict[str, Any]] = table["states"]
+            entries: list[dict[str, Any]] = [
+                entry for entry in table["states"] if _NAME.fullmatch(entry["file"])
+            ]
         except FileNotFoundError:
             return []
         except (ValueError, KeyError, TypeError) as error:

@@ -1,0 +1,564 @@
+"""`tfamp.snapshots`: states taken and put bit by bit, whole files, slots, kill -9."""
+
+import json
+import os
+import random
+import re
+import subprocess
+import sys
+
+import keras
+import ml_dtypes
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp import snapshots
+from tfamp.snapshots import State, background, files, slots
+from tfamp.snapshots.names import named_variables
+from tfamp.snapshots.state import same_bits
+
+DATA = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
+# A NaN with bits of its own, which a copy through arithmetic would lose.
+ODD_NAN = np.array(0x7FC0_1234, np.uint32).view(np.float32)
+
+
+def small(dtype=None):
+    """Weights, moving statistics, a seed generator, in one model."""
+    return keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(3, dtype=dtype),
+            keras.layers.BatchNormalization(dtype=dtype),
+            keras.layers.Dropout(0.5, seed=3, dtype=dtype),
+            keras.layers.Dense(1, dtype=dtype),
+        ]
+    )
+
+
+def compiled(optimizer=None, dtype=None, *, run_eagerly=True):
+    """Eager unless it matters: three steps are over before a trace would be."""
+    model = small(dtype)
+    model.compile(
+        optimizer or keras.optimizers.Adam(0.01),
+        "mse",
+        metrics=["mae"],
+        run_eagerly=run_eagerly,
+    )
+    return model
+
+
+def train(model, data=DATA):
+    model.fit(data, data[:, :1], batch_size=4, shuffle=False, verbose=0)
+
+
+def adam_with_average():
+    return keras.optimizers.Adam(0.01, use_ema=True, ema_overwrite_frequency=100)
+
+
+def guarded(**options):
+    return tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.01), 8.0, **options)
+
+
+OPTIMIZERS = {
+    "adam": keras.optimizers.Adam,
+    "averages": adam_with_average,
+    "stock accumulation": lambda: keras.optimizers.SGD(
+        0.1, gradient_accumulation_steps=2
+    ),
+    "stock loss scale": lambda: keras.optimizers.LossScaleOptimizer(
+        keras.optimizers.Adam(0.01)
+    ),
+    "loss scale": guarded,
+    "loss scale, accumulation": lambda: guarded(accumulation_steps=2),
+}
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_what_is_trained_after_a_put_is_what_was_trained_after_the_take(make):
+    model = compiled(make(), run_eagerly=make is not keras.optimizers.Adam)
+    train(model)
+    state = snapshots.take(model)
+    train(model)
+    wanted = snapshots.take(model)
+    assert not same_bits(state, wanted)
+    snapshots.put(model, state)
+    assert same_bits(snapshots.take(model), state)
+    train(model)
+    assert same_bits(snapshots.take(model), wanted)
+
+
+@pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
+def test_a_model_made_anew_takes_a_state_of_the_first(make):
+    first = compiled(make())
+    train(first)
+    state = snapshots.take(first)
+    train(first)
+    second = compiled(make())
+    snapshots.put(second, state)
+    train(second)
+    assert same_bits(snapshots.take(second), snapshots.take(first))
+
+
+def test_training_on_leaves_the_state_that_was_put_as_it_is():
+    model = compiled(run_eagerly=False)
+    train(model)
+    state = snapshots.take(model)
+    before = {name: array.tobytes() for name, array in state.arrays.items()}
+    snapshots.put(model, state)
+    train(model)
+    assert {name: array.tobytes() for name, array in state.arrays.items()} == before
+
+
+def test_bfloat16_weights_and_odd_nans_keep_every_bit():
+    model = compiled(dtype="bfloat16")
+    train(model)
+    odd = np.array([0x7FC1, 0x8000, 0x0001], np.uint16).view(ml_dtypes.bfloat16)
+    model.layers[0].bias.assign(odd)
+    model.optimizer.learning_rate.assign(ODD_NAN)
+    state = snapshots.take(model)
+    model.layers[0].bias.assign([0, 0, 0])
+    snapshots.put(model, state)
+    bits = model.layers[0].bias.numpy().view(np.uint16)
+    assert bits.tolist() == [0x7FC1, 0x8000, 0x0001]
+    rate = model.optimizer.learning_rate.numpy()
+    assert rate.view(np.uint32) == ODD_NAN.view(np.uint32)
+
+
+def on_two_replicas():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with strategy.scope():
+        return compiled(run_eagerly=False)
+
+
+@pytest.mark.slow
+def test_replicas_get_back_what_each_of_them_held():
+    model = on_two_replicas()
+    train(model)
+    statistic = model.layers[1].moving_mean.value
+    parts = model.distribute_strategy.experimental_local_results(statistic)
+    parts[0].assign([1.0, 2.0, 3.0])
+    parts[1].assign([4.0, 5.0, 6.0])
+    state = snapshots.take(model)
+    train(model)
+    snapshots.put(model, state)
+    assert [part.numpy().tolist() for part in parts] == [[1, 2, 3], [4, 5, 6]]
+    assert same_bits(snapshots.take(model), state)
+    kernels = model.distribute_strategy.experimental_local_results(
+        model.layers[0].kernel.value
+    )
+    assert kernels[0].numpy().tobytes() == kernels[1].numpy().tobytes()
+
+
+def test_a_state_from_one_replica_does_not_fit_two():
+    state = snapshots.take(compiled())
+    with pytest.raises(ValueError, match=re.escape("on 2 replicas")):
+        snapshots.put(on_two_replicas(), state)
+
+
+def test_memory_of_an_old_state_is_used_again():
+    model = compiled()
+    train(model)
+    old = snapshots.take(model)
+    train(model)
+    new = snapshots.take(model, into=old)
+    fresh = snapshots.take(model)
+    assert all(new.arrays[name] is old.arrays[name] for name in old.arrays)
+    assert same_bits(new, fresh)
+
+
+def test_memory_of_a_state_of_another_form_is_not_used():
+    model = compiled()
+    other = State({"weights/0/kernel": np.zeros((4, 3), np.float64)}, {})
+    state = snapshots.take(model, into=other)
+    assert state.arrays["weights/0/kernel"].dtype == np.float32
+    assert same_bits(state, snapshots.take(model))
+
+
+def test_names_are_the_same_in_the_next_model_and_say_what_is_held():
+    first, second = compiled(), compiled()
+    train(first)
+    train(second)
+    names = [each.name for each in named_variables(first)]
+    assert names == [each.name for each in named_variables(second)]
+    assert names[:3] == ["weights/0/kernel", "weights/1/bias", "weights/2/gamma"]
+    assert "optimizer/0/Adam/0" in names
+    assert "metrics/0/total" in names
+    assert snapshots.take(second).paths["weights/0/kernel"] == (
+        second.layers[0].kernel.path
+    )
+
+
+class TwoOptimizers(keras.Model):
+    """Trains with optimizers that `compile` was not given."""
+
+    def __init__(self):
+        super().__init__()
+        self.dense = keras.layers.Dense(1)
+        self.optimizers = [keras.optimizers.SGD(0.1), keras.optimizers.Adam(0.1)]
+        self.late = {"third": keras.optimizers.SGD(0.3, momentum=0.9)}
+
+
+def test_optimizers_in_attributes_are_taken_too():
+    model = TwoOptimizers()
+    model.dense.build((None, 2))
+    for optimizer in [*model.optimizers, model.late["third"]]:
+        optimizer.build(model.trainable_variables)
+    names = set(snapshots.take(model).arrays)
+    assert {"optimizer/0/SGD/0", "optimizer/1/Adam/5", "optimizer/2/SGD/3"} <= names
+
+
+def test_counters_tell_updates_and_loss_scale():
+    model = compiled(guarded())
+    train(model)
+    model.optimizer.apply([tf.fill(v.shape, np.inf) for v in model.trainable_variables])
+    assert snapshots.take(model).counters == {
+        "iterations": 3,
+        "loss_scale": 4.0,
+        "applied_steps": 3,
+        "skipped_steps": 1,
+        "consecutive_skips": 1,
+    }
+
+
+def test_metrics_get_their_values_only_where_asked():
+    model = compiled()
+    train(model)
+    state = snapshots.take(model)
+    measured = model.get_metrics_result()["mae"].numpy()
+    snapshots.put(model, state, metrics=False)
+    assert float(model.get_metrics_result()["mae"]) == 0
+    snapshots.put(model, state)
+    assert float(model.get_metrics_result()["mae"]) == measured > 0
+
+
+def test_numbers_that_are_not_finite_are_counted_in_weights_and_slots():
+    model = compiled(guarded())
+    train(model)
+    assert snapshots.num_nonfinite(snapshots.take(model)) == 0
+    assert snapshots.first_nonfinite(snapshots.take(model)) is None
+    kernel = model.layers[3].kernel
+    kernel.assign([[np.inf], [1.0], [np.nan]])
+    slot = model.optimizer.inner_optimizer.variables[-1]
+    slot.assign(tf.fill(slot.shape, -np.inf))
+    state = snapshots.take(model)
+    assert snapshots.num_nonfinite(state) == 3
+    assert snapshots.first_nonfinite(state) == kernel.path
+
+
+def test_a_sum_that_overflows_is_no_number_that_is_not_finite():
+    largest = np.full(4, np.finfo(np.float32).max)
+    state = State({"weights/0/kernel": largest}, {})
+    assert snapshots.num_nonfinite(state) == 0
+
+
+def test_metrics_and_the_norm_of_a_skipped_step_may_be_non_finite():
+    model = compiled(guarded())
+    train(model)
+    model.optimizer.apply([tf.fill(v.shape, np.nan) for v in model.trainable_variables])
+    model.metrics_variables[0].assign(np.nan)
+    assert np.isnan(model.optimizer.gradient_norm)
+    assert snapshots.num_nonfinite(snapshots.take(model)) == 0
+
+
+def changed(state, **arrays):
+    return State({**state.arrays, **arrays}, state.counters, state.paths)
+
+
+def test_a_state_of_another_model_is_refused_and_changes_nothing():
+    model = compiled()
+    train(model)
+    state = snapshots.take(model)
+    before = snapshots.take(model)
+    cases = {
+        "it lacks weights/0/kernel": State(
+            {k: v for k, v in state.arrays.items() if k != "weights/0/kernel"}, {}
+        ),
+        "it has weights/99/kernel": changed(
+            state, **{"weights/99/kernel": np.zeros(2, np.float32)}
+        ),
+        "of shape (3, 4) in float32, the model's is (4, 3) in float32": changed(
+            state, **{"weights/0/kernel": np.zeros((3, 4), np.float32)}
+        ),
+        "of shape (4, 3) in float64": changed(
+            state, **{"weights/0/kernel": np.zeros((4, 3), np.float64)}
+        ),
+    }
+    for text, other in cases.items():
+        with pytest.raises(ValueError, match=re.escape(text)):
+            snapshots.put(model, other)
+    assert same_bits(snapshots.take(model), before)
+
+
+def test_an_error_names_three_problems_and_counts_the_rest():
+    state = State({}, {})
+    with pytest.raises(ValueError, match=r"Dense_?\d*|lacks.*and \d+ more\. Expected"):
+        snapshots.put(compiled(), state)
+
+
+# Files.
+
+
+def example():
+    return State(
+        {
+            "weights/0/kernel": np.arange(6, dtype=np.float32).reshape(2, 3),
+            "weights/1/half": np.array([1.5, -2.0], ml_dtypes.bfloat16),
+            "weights/2/scalar": np.array(7, np.int64),
+            "weights/3/none": np.zeros((0, 2), np.float32),
+            "optimizer/0/SGD/0": np.array([True, False]),
+        },
+        {"iterations": 5, "loss_scale": 0.5, "names": ["a"]},
+        {"weights/0/kernel": "dense/kernel"},
+    )
+
+
+def test_a_file_gives_every_bit_back(tmp_path):
+    state, path = example(), tmp_path / "a.state"
+    snapshots.write(state, path)
+    found = snapshots.read(path)
+    assert same_bits(found, state)
+    assert (found.counters, found.paths) == (state.counters, state.paths)
+    assert files.read_counters(path) == state.counters
+    assert [each.name for each in tmp_path.iterdir()] == ["a.state"]
+
+
+def test_a_file_that_ends_early_is_refused_wherever_it_ends(tmp_path):
+    path = tmp_path / "a.state"
+    snapshots.write(example(), path)
+    whole = path.read_bytes()
+    for end in range(len(whole)):
+        path.write_bytes(whole[:end])
+        with pytest.raises(ValueError, match="holds no whole state"):
+            snapshots.read(path)
+
+
+def test_a_file_with_one_byte_changed_is_refused_whichever_it_is(tmp_path):
+    path = tmp_path / "a.state"
+    snapshots.write(example(), path)
+    whole = bytearray(path.read_bytes())
+    for position in range(len(whole)):
+        whole[position] ^= 0x40
+        path.write_bytes(whole)
+        with pytest.raises(ValueError, match="holds no whole state"):
+            snapshots.read(path)
+        whole[position] ^= 0x40
+
+
+def test_a_missing_file_is_told_apart_from_a_damaged_one(tmp_path):
+    with pytest.raises(FileNotFoundError, match=re.escape("Found no file")):
+        snapshots.read(tmp_path / "a.state")
+
+
+def test_a_failed_write_leaves_what_was_there(tmp_path, monkeypatch):
+    path = tmp_path / "a.state"
+    snapshots.write(example(), path)
+
+    def full(number):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        snapshots.write(State({}, {}), path)
+    assert same_bits(snapshots.read(path), example())
+    assert [each.name for each in tmp_path.iterdir()] == ["a.state"]
+
+
+# Slots.
+
+
+def numbered(step):
+    return State({"weights/0/kernel": np.full(4, step, np.float32)}, {"step": step})
+
+
+def test_states_go_to_slots_in_turn_and_the_newest_is_read(tmp_path):
+    kept = slots.Slots(tmp_path / "new" / "folder", keep=2)
+    assert kept.load() is None and kept.counters() is None
+    names = [kept.save(numbered(step)).name for step in range(4)]
+    assert names == ["good-0.state", "good-1.state", "good-0.state", "good-1.state"]
+    assert kept.load().counters == kept.counters() == {"step": 3}
+    assert kept.load(lambda counters: counters["step"] < 3).counters["step"] == 2
+
+
+def test_the_newest_state_is_never_written_over(tmp_path):
+    for keep in (2, 3, 2, 4):
+        kept = slots.Slots(tmp_path, keep=keep)
+        for _ in range(3):
+            newest = kept.counters()
+            name = kept.save(numbered((newest or {"step": 0})["step"] + 1)).name
+            if newest is not None:
+                found = kept.load(lambda c, n=newest: c["step"] == n["step"])
+                assert found is not None, name
+
+
+def test_a_damaged_newest_state_gives_way_to_the_one_before(tmp_path):
+    kept = slots.Slots(tmp_path)
+    kept.save(numbered(1))
+    newest = kept.save(numbered(2))
+    newest.write_bytes(newest.read_bytes()[:-1])
+    assert kept.load().counters["step"] == 1
+    assert kept.counters()["step"] == 1
+    # And is the one to be written over next.
+    kept.save(numbered(3))
+    assert kept.load(lambda c: c["step"] < 3) is None or newest.exists()
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"states": 3}'], ids=repr)
+def test_a_damaged_manifest_costs_nothing(tmp_path, text):
+    kept = slots.Slots(tmp_path)
+    for step in (1, 2):
+        path = kept.save(numbered(step))
+        os.utime(path, (step, step))
+    (tmp_path / slots.MANIFEST).write_text(text)
+    assert kept.load().counters["step"] == 2
+    kept.save(numbered(3))
+    steps = {files.read_counters(p)["step"] for p in tmp_path.glob("*.state")}
+    assert steps == {2, 3}
+
+
+def test_what_a_killed_process_left_is_removed(tmp_path):
+    (tmp_path / "good-0.state.writing").write_bytes(b"half")
+    slots.Slots(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+
+
+FOLDERS = {
+    "one file": (dict(keep=1), ValueError, "`keep` is 1; expected an integer of"),
+    "a number": (dict(directory=3), TypeError, "`directory` is 3, of type int;"),
+    "a file": (dict(directory=__file__), ValueError, "cannot be made: [Errno"),
+}
+
+
+@pytest.mark.parametrize("given, error, text", FOLDERS.values(), ids=FOLDERS)
+def test_slots_check_what_they_are_given(tmp_path, given, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        slots.Slots(**{"directory": tmp_path, **given})
+
+
+def test_background_writes_and_tells_what_it_holds(tmp_path):
+    kept = slots.Slots(tmp_path)
+    writer = background.Background(kept, clock=iter([1.0, 3.5]).__next__)
+    state = numbered(1)
+    assert writer.start(state)
+    writer.finish()
+    assert not writer.holds(state)
+    assert (kept.counters(), writer.seconds) == ({"step": 1}, 2.5)
+
+
+def test_background_refuses_a_second_state_while_it_writes(tmp_path):
+    import threading
+
+    go = threading.Event()
+
+    class Slow(slots.Slots):
+        def save(self, state, **facts):
+            go.wait()
+            return super().save(state, **facts)
+
+    writer = background.Background(Slow(tmp_path))
+    first, second = numbered(1), numbered(2)
+    assert writer.start(first)
+    assert writer.holds(first) and not writer.holds(second)
+    assert not writer.start(second)
+    go.set()
+    writer.finish()
+    assert slots.Slots(tmp_path).counters() == {"step": 1}
+
+
+def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path, monkeypatch, caplog):
+    kept = slots.Slots(tmp_path)
+    writer = background.Background(kept)
+
+    def full(state, **facts):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(kept, "save", full)
+    for _ in range(2):
+        writer.start(numbered(1))
+        writer.finish()
+    lines = [r.getMessage() for r in caplog.records if "No space left" in r.message]
+    assert len(lines) == 1 and "Training goes on" in lines[0]
+
+
+# Writes states with the present count until it is killed. With a number, it kills
+# itself at that call to the system; without, its parent does, at no particular moment.
+KILLED = """
+import os, signal, sys
+import numpy as np
+from tfamp.snapshots import State, files, slots
+folder, end = sys.argv[1], int(sys.argv[2])
+kept = slots.Slots(folder)
+first = (kept.counters() or {"step": 0})["step"]
+
+def work():
+    count = 0
+    def counted(function):
+        def call(*args, **kwargs):
+            nonlocal count
+            count += 1
+            if count == deadline:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return function(*args, **kwargs)
+        return call
+    if deadline:
+        os.fsync, os.replace = counted(os.fsync), counted(os.replace)
+        files._bytes_of = counted(files._bytes_of)
+    kept = slots.Slots(folder)
+    step = kept.counters()["step"]
+    while True:
+        step += 1
+        arrays = {str(i): np.full(20000, step, np.float32) for i in range(4)}
+        kept.save(State(arrays, {"step": step}))
+        os.write(1, b"%d\\n" % step)
+
+kept.save(State({}, {"step": 1}))
+for deadline in range(1, end + 1):
+    child = os.fork()
+    if not child:
+        work()
+    os.waitpid(child, 0)
+    state = slots.Slots(folder).load()
+    wanted = np.full(20000, state.counters["step"], np.float32)
+    good = all((array == wanted).all() for array in state.arrays.values())
+    os.write(1, b"deadline %d read %d %d\\n" % (deadline, state.counters["step"], good))
+deadline = 0
+os.write(1, b"free\\n")
+work()
+"""
+
+
+@pytest.mark.slow
+def test_kill_9_at_any_moment_leaves_the_last_good_state(tmp_path):
+    script, folder = tmp_path / "killed.py", tmp_path / "run"
+    script.write_text(KILLED)
+    # Two saves: each looks at 8 memories, syncs 4 times and moves 2 files.
+    command = [sys.executable, str(script), str(folder), "28"]
+    environment = {**os.environ, "TF_CPP_MIN_LOG_LEVEL": "3"}
+    saved, deadlines, num_free = 0, 0, 0
+    stop_after = random.Random(0).randrange(20, 40)
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
+    ) as process:
+        is_free = False
+        for line in process.stdout:
+            words = line.decode().split()
+            if words == ["free"]:
+                is_free = True
+            elif words[0] == "deadline":
+                deadlines += 1
+                # What was announced as saved is there, or what came after it.
+                assert int(words[3]) in (saved, saved + 1) or saved == 0
+                assert words[4] == "1"
+            else:
+                saved = int(words[0])
+                num_free += is_free
+                if num_free == stop_after:
+                    process.kill()
+    assert deadlines == 28 and num_free >= stop_after
+    state = slots.Slots(folder).load()
+    assert state.counters["step"] in (saved, saved + 1)
+    wanted = np.full(20000, state.counters["step"], np.float32)
+    assert all((array == wanted).all() for array in state.arrays.values())
+    newest = json.loads((folder / slots.MANIFEST).read_text())["states"][0]
+    assert newest["step"] in (saved, saved + 1)
