@@ -176,9 +176,16 @@ class Extends(Forgets):
         return keras.Model.train_step(self, data)
 
 
-def compiled(model, optimizer="adam", **options):
-    model.compile(optimizer, "mse", **options)
+def compiled(model):
+    model.compile("adam", "mse")
     return model
+
+
+def trace_training(model, x, y):
+    """Does what `fit` does before its first step: traces it."""
+    model.optimizer.build(model.trainable_variables)
+    step = tf.function(model.train_step)
+    step.get_concrete_function((tf.constant(x), tf.constant(y)))
 
 
 # --- outputs and losses
@@ -305,6 +312,20 @@ def test_late_policy_lets_chosen_dtypes_be():
         assert places(managed, "late-policy") == []
 
 
+def test_late_policy_lets_a_layer_hand_its_dtype_to_its_own():
+    with stock("mixed_bfloat16"):
+        x = keras.Input((4, 8))
+        h = L.MultiHeadAttention(2, 4, dtype="float32")(x, x)
+        model = keras.Model(x, L.Dense(8)(L.Dense(8)(h)))
+        assert places(model, "late-policy") == []
+
+
+def test_late_policy_lets_a_policy_object_given_to_layers_be():
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    layers = [L.Dense(8, dtype=policy), L.Dense(8, dtype=policy), L.Dense(8)]
+    assert places(sequential(*layers, L.Dense(8)), "late-policy") == []
+
+
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_half_weights_names_layers_whose_weights_are_half(dtype):
     with stock(dtype):
@@ -426,22 +447,32 @@ def test_optimizer_epsilon_is_about_weights_in_half_precision():
     adam = keras.optimizers.Adam(epsilon=1e-8)
     with stock("float16"):
         model = sequential(L.Dense(8, name="low"), head(), optimizer=adam)
-        usual = sequential(L.Dense(8), head(), optimizer="adam")
+        usual = sequential(L.Dense(8, name="usual"), head(), optimizer="adam")
+        large = keras.optimizers.Adam(epsilon=1e-3)
+        good = sequential(L.Dense(8), head(), optimizer=large)
+    assert places(good, "optimizer-epsilon") == []
     assert places(model, "optimizer-epsilon") == [("error", "low")]
-    assert places(usual, "optimizer-epsilon") == []  # 1e-7 is 1.2e-7 there
+    assert places(usual, "optimizer-epsilon") == [("warning", "usual")]
     with stock("mixed_float16"):
-        mixed = sequential(
-            L.Dense(8), head(), optimizer=keras.optimizers.Adam(epsilon=1e-12)
-        )
+        tiny = keras.optimizers.Adam(epsilon=1e-12)
+        mixed = sequential(L.Dense(8), head(), optimizer=tiny)
     assert places(mixed, "optimizer-epsilon") == []
+    with stock("bfloat16"):
+        wide = sequential(L.Dense(8), head(), optimizer="adam")
+    assert places(wide, "optimizer-epsilon") == []
 
 
-def test_an_optimizer_without_an_epsilon_gives_nan_as_the_rule_says():
-    weight = keras.Variable(np.ones(1, "float32"), dtype="float16")
-    optimizer = keras.optimizers.Adam(epsilon=1e-8)
+# Epsilon -> steps of two weights whose gradients are 0 and 1e-3, at a rate of 1e-3.
+STEPS = {1e-8: [np.nan, np.inf], 1e-7: [0.0, 0.5]}
+
+
+@pytest.mark.parametrize("epsilon", STEPS)
+def test_optimizers_step_on_float16_weights_as_the_rule_says(epsilon):
+    weight = keras.Variable(np.ones(2, "float32"), dtype="float16")
+    optimizer = keras.optimizers.Adam(1e-3, epsilon=epsilon)
     optimizer.build([weight])
-    optimizer.apply([tf.zeros(1, tf.float16)])
-    assert np.isnan(weight.numpy()).all()
+    optimizer.apply([tf.constant([0.0, 1e-3], tf.float16)])
+    np.testing.assert_array_equal(1 - np.array(weight), STEPS[epsilon])
 
 
 CONSTANTS = {
@@ -576,6 +607,25 @@ def test_overflowing_norm_finds_unit_norms_and_cosines_in_float16():
     ]
     assert places(cosine(stock("mixed_bfloat16")), "overflowing-norm") == []
     assert places(cosine(tfamp.scope("mixed_float16")), "overflowing-norm") == []
+
+
+NORMS = {
+    "normalize": keras.ops.normalize,
+    "norm": lambda x: x / keras.ops.norm(x, axis=-1, keepdims=True),
+    "by hand": lambda x: x * tf.math.rsqrt(tf.reduce_sum(x * x, -1, True) + 1e-3),
+}
+
+
+@pytest.mark.parametrize("function", NORMS.values(), ids=NORMS)
+def test_overflowing_norm_finds_norms_of_ones_own(function):
+    with stock("mixed_float16"):
+        model = sequential(L.Dense(8), Reduced(function, name="own"), head())
+        wide = sequential(L.Dense(8), Reduced(function, dtype="float32"), head())
+        product = Reduced(lambda x: tf.reduce_sum(x * (x + 1), -1, True))
+        harmless = sequential(L.Dense(8), product, head())
+    assert places(model, "overflowing-norm") == [("warning", "own")]
+    assert places(wide, "overflowing-norm") == []
+    assert places(harmless, "overflowing-norm") == []
 
 
 def test_norms_overflow_as_the_rule_says():
@@ -740,7 +790,9 @@ def test_float_ids_finds_a_packed_column_of_a_subclassed_model():
 # --- added losses, kernels, remat, shapes
 
 ADDED = {
-    "regularizer": lambda: L.Dense(8, activity_regularizer="l2", name="adds"),
+    "regularizer": lambda: L.Dense(
+        8, activity_regularizer="l2", kernel_regularizer="l2", name="adds"
+    ),
     "own layer": lambda: AddsLoss(name="adds"),
     "layer of Keras": lambda: L.ActivityRegularization(l2=0.1, name="adds"),
 }
@@ -776,9 +828,9 @@ def test_added_loss_reads_the_code_of_what_cannot_be_traced(layer):
 
 def test_added_losses_raise_as_the_rule_says():
     with stock("mixed_bfloat16"):
-        model = sequential(ADDED["regularizer"](), head(), jit_compile=False)
+        model = sequential(ADDED["regularizer"](), head())
     with pytest.raises(TypeError):
-        model.fit(*batch(16), verbose=0)
+        trace_training(model, *batch(16))
 
 
 @pytest.mark.skipif(
@@ -808,7 +860,7 @@ def test_missing_kernel_finds_resizing_without_a_gradient(method, hits):
     x, y = np.ones((2, 2, 2, 2), "float32"), np.ones((2, 4, 4, 8), "float32")
     # What the rule says happens, and what it does not say does not.
     with pytest.raises(TypeError) if hits else contextlib.nullcontext():
-        model.fit(x, y, verbose=0)
+        trace_training(model, x, y)
 
 
 def recomputed(layer, policy, mode="list_of_layers", **options):
@@ -817,7 +869,7 @@ def recomputed(layer, policy, mode="list_of_layers", **options):
             options["layer_names"] = ["again"]
         with keras.RematScope(mode=mode, **options):
             made = layer()
-        return sequential(L.Conv1D(4, 1), made, head(), shape=(3, 4), jit_compile=False)
+        return sequential(L.Conv1D(4, 1), made, head(), shape=(3, 4))
 
 
 REMAT = {
@@ -842,7 +894,7 @@ def test_failing_remat_tells_what_fit_does(layer, policy, hits):
     assert places(model, "failing-remat") == ([("error", "again")] if hits else [])
     x, y = np.ones((2, 3, 4), "float32"), np.ones((2, 3, 8), "float32")
     with pytest.raises((TypeError, ValueError)) if hits else contextlib.nullcontext():
-        model.fit(x, y, verbose=0)
+        trace_training(model, x, y)
 
 
 MODES = {

@@ -1,5 +1,6 @@
 """Rules on constants that a format cannot hold: too small or too large."""
 
+import math
 from collections.abc import Iterator
 from typing import Any
 
@@ -99,7 +100,7 @@ def _safe_epsilon(dtype: str) -> float:
 
 @rule("optimizer-epsilon", needs=("optimizer",))
 def optimizer_epsilon(subject: Subject) -> Iterator[Found]:
-    """Epsilons of optimizers that are 0 in the dtype of the weights."""
+    """Epsilons of optimizers that are too small for the dtype of the weights."""
     for optimizer in subject.optimizers:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         epsilon = getattr(inner, "epsilon", None)
@@ -112,16 +113,20 @@ def optimizer_epsilon(subject: Subject) -> Iterator[Found]:
                 for part in subject.parts
                 if any(w.trainable and w.dtype == dtype for w in part.weights)
             ]
-            if not layers or epsilon > smallest / 2:
+            # Below its root the square of a gradient is 0, and epsilon alone divides.
+            least = math.sqrt(smallest)
+            if not layers or epsilon >= least:
                 continue
+            vanishes = epsilon <= smallest / 2
             yield Found(
-                "error",
-                f"The epsilon {epsilon:g} of {inner.name!r} is 0 in {dtype}, in which "
-                f"{len(layers)} layers store their weights (the smallest number is "
-                f"{smallest:.1e}): where a gradient is 0, or its square is, the update "
-                "is 0 / 0 or inf.",
-                f"Use the policy 'mixed_{dtype}', which keeps weights in float32, or "
-                f"an epsilon of at least {_safe_epsilon(dtype):.0e}.",
+                "error" if vanishes else "warning",
+                f"The epsilon {epsilon:g} of {inner.name!r} "
+                + (f"is 0 in {dtype}" if vanishes else f"is small in {dtype}")
+                + f", in which {len(layers)} layers store their weights: the squares "
+                f"of gradients below {least:.1e} are 0 there, and the update is "
+                + ("0 / 0 or inf." if vanishes else "divided by epsilon alone."),
+                f"Use the policy 'mixed_{dtype}', which keeps weights and moments in "
+                "float32.",
                 layers[0],
                 epsilon,
                 {"dtype": dtype, "num_layers": len(layers)},

@@ -53,6 +53,8 @@ def _becomes_ids(graph: Graph, cast: Node) -> bool:
 
 def _judge(subject: Subject, index: int, cast: Node, dtype: str) -> Iterator[Found]:
     values = subject.leaves[index].astype(np.float64)
+    if not values.size:
+        return
     limit = formats.FORMATS[dtype].max
     where = cast.layer or None
     largest = float(np.nanmax(np.abs(values), initial=0.0))
@@ -117,8 +119,7 @@ def float_ids(subject: Subject) -> Iterator[Found]:
             dtype = cast.dtype("DstT")
             exact = rounding_for(dtype).max_integer
             largest = _largest_id(subject.leaves[index])
-            table = _table(subject, graph, cast)
-            rows = None if table is None else subject.layer_at(table).input_dim
+            table, rows = _table(subject, graph, cast)
             if largest <= exact and (rows is None or rows - 1 <= exact):
                 continue
             beyond = largest > exact
@@ -146,12 +147,13 @@ def _largest_id(values: np.ndarray) -> int:
     return int(np.abs(finite[:, integers]).max(initial=0))
 
 
-def _table(subject: Subject, graph: Graph, cast: Node) -> str | None:
-    """Returns the path of the largest table that the ids are looked up in."""
-    readers = graph.readers_past(cast, PASSING | {"Cast"})
-    tables = {
-        reader.layer: layer.input_dim
-        for reader in readers
-        if isinstance(layer := subject.layer_at(reader.layer), keras.layers.Embedding)
-    }
-    return max(tables, key=lambda path: tables[path], default=None)
+def _table(subject: Subject, graph: Graph, cast: Node) -> tuple[str, int | None]:
+    """Returns path and rows of the largest table that ids are looked up in."""
+    found: tuple[str, int | None] = ("", None)
+    for reader in graph.readers_past(cast, PASSING | {"Cast"}):
+        layer = subject.layer_at(reader.layer)
+        if not isinstance(layer, keras.layers.Embedding):
+            continue
+        if layer.input_dim > (found[1] or 0):
+            found = reader.layer, layer.input_dim
+    return found

@@ -10,6 +10,8 @@ import numpy as np
 
 from tfamp import formats
 from tfamp.data.health.profile import NOISY
+from tfamp.managed.lease import HALF
+from tfamp.numerics.linting.graph import PASSING, Graph, Node
 from tfamp.numerics.linting.rule import Found, rule
 from tfamp.numerics.linting.subject import Part, Subject
 
@@ -21,12 +23,14 @@ _IN_FLOAT32 = (
 
 @rule("overflowing-norm")
 def overflowing_norm(subject: Subject) -> Iterator[Found]:
-    """Norms whose squares overflow float16: UnitNormalization, cosine Dot."""
+    """Norms whose squares overflow float16: of Keras's layers, and of one's own."""
+    told = set()
     for part in subject.in_dtype("float16"):
         layer = part.layer
         is_cosine = isinstance(layer, keras.layers.Dot) and layer.normalize
         if not is_cosine and not isinstance(layer, keras.layers.UnitNormalization):
             continue
+        told.add(part.path)
         size = math.sqrt(formats.FLOAT16.max)
         yield Found(
             "error",
@@ -37,6 +41,36 @@ def overflowing_norm(subject: Subject) -> Iterator[Found]:
             part.path,
             size,
         )
+
+    for node in _norms(subject.graph):
+        if node.layer in told:
+            continue
+        told.add(node.layer)
+        size = math.sqrt(formats.FLOAT16.max)
+        yield Found(
+            "warning",
+            f"A norm is taken of squares that are summed in float16: one of {size:.0f} "
+            f"passes {formats.FLOAT16.max:,.0f}, and below 1.7e-4 they are 0.",
+            "Cast to float32 before it and back after it.",
+            node.layer or None,
+            size,
+            {"operation": node.name},
+        )
+
+
+def _norms(graph: Graph | None) -> Iterator[Node]:
+    """Yields sums of squares in float16 of which the root is taken."""
+    for node in graph.of_type("Sum") if graph is not None else ():
+        squares = graph.producer(node, 0)  # type: ignore[union-attr]
+        if node.dtype() != "float16" or squares is None:
+            continue
+        is_square = squares.op == "Square" or (
+            squares.op == "Mul" and len(set(squares.inputs)) == 1
+        )
+        passing = PASSING | {"Maximum", "AddV2"}
+        readers = graph.readers_past(node, passing)  # type: ignore[union-attr]
+        if is_square and {"Sqrt", "Rsqrt"} & {reader.op for reader in readers}:
+            yield node
 
 
 @rule("unscaled-attention")
@@ -130,9 +164,8 @@ def added_loss(subject: Subject) -> Iterator[Found]:
     """Losses that layers add in half precision, which Keras cannot sum."""
     found: dict[str, str] = {}
     if subject.graph is not None:
-        found = {path: dtype for path, dtype in subject.graph.losses}
-        found = {p: d for p, d in found.items() if d in formats.FORMATS}
-        found = {p: d for p, d in found.items() if d in ("float16", "bfloat16")}
+        # Of a layer's losses those of its weights are float32.
+        found = {path: dtype for path, dtype in subject.graph.losses if dtype in HALF}
     else:
         for part in subject.half():
             if part.care is None and _adds_a_loss(part.layer):

@@ -19,8 +19,9 @@ from tfamp.numerics.linting.graph import Graph, leaf_name
 from tfamp.numerics.linting.subject import Subject, parts_of
 from tfamp.numerics.marks import Marks
 
-# Batches whose numbers are looked at.
+# Batches whose numbers are looked at, and how many of one input in one batch.
 NUM_BATCHES = 8
+_MAX_NUMBERS = 2**22
 
 
 def look(
@@ -42,13 +43,14 @@ def look(
         dataset: Batches, or None.
     """
     missing: dict[str, str] = {}
-    batch, leaves, x = None, (), None
+    batch: Any = None
+    x: Any = None
+    leaves: tuple[np.ndarray, ...] = ()
     if dataset is None:
         missing["data"] = "no `data` were passed"
     else:
-        batch = first_batch(dataset)
+        batch, leaves = _read(dataset)
         x = _x_of(batch)
-        leaves = _leaves(dataset)
     graph = None
     with _random_states(), warnings.catch_warnings():
         # What a call warns of, it will warn of in training.
@@ -99,6 +101,8 @@ def trace_call(model: keras.Model, x: Any) -> Graph:
     flat = tf.nest.flatten(x)
     specs = [
         tf.TensorSpec(leaf.shape, leaf.dtype, name=leaf_name(index))
+        if isinstance(leaf, (tf.Tensor, tf.TensorSpec))
+        else tf.type_spec_from_value(leaf)
         for index, leaf in enumerate(flat)
     ]
     parameters = inspect.signature(model.call).parameters
@@ -145,21 +149,40 @@ def _specs_of(model: keras.Model) -> Any:
 
 def _x_of(batch: Any) -> Any:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    return tf.nest.map_structure(tf.convert_to_tensor, x)
+    return tf.nest.map_structure(_as_tensor, x)
 
 
-def _leaves(dataset: tf.data.Dataset) -> tuple[np.ndarray, ...]:
-    """Returns the numbers of each input in the first batches."""
-    rows = [tf.nest.flatten(_x_of(batch)) for batch in dataset.take(NUM_BATCHES)]
-    return tuple(
-        np.concatenate([_as_rows(np.asarray(leaf)) for leaf in leaves])
-        for leaves in zip(*rows, strict=True)
-    )
+def _as_tensor(leaf: Any) -> Any:
+    """Returns a tensor; ragged and sparse ones stay as they are."""
+    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
 
 
-def _as_rows(array: np.ndarray) -> np.ndarray:
-    """Returns an array as (numbers, features), so that batches of any shape join."""
-    return array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
+def _read(dataset: tf.data.Dataset) -> tuple[Any, tuple[np.ndarray, ...]]:
+    """Returns the first batch, and the numbers of each input in the first batches.
+
+    Raises:
+        ValueError: There is no batch.
+    """
+    first, rows = None, []
+    for batch in dataset.take(NUM_BATCHES):
+        first = batch if first is None else first
+        rows.append([_as_rows(leaf) for leaf in tf.nest.flatten(_x_of(batch))])
+    if first is None:
+        # It raises what every function says of such a dataset.
+        first_batch(dataset)
+    return first, tuple(np.concatenate(leaves) for leaves in zip(*rows, strict=True))
+
+
+def _as_rows(leaf: Any) -> np.ndarray:
+    """Returns a tensor as (numbers, features), so that batches of any shape join.
+
+    Of a large one every n-th row is taken; ragged and sparse ones have none.
+    """
+    if not isinstance(leaf, tf.Tensor):
+        return np.zeros((0, 1))
+    array = leaf.numpy()
+    array = array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
+    return array[:: 1 + array.size // _MAX_NUMBERS]
 
 
 def _first_line(error: Exception) -> str:

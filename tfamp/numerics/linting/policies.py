@@ -7,7 +7,8 @@ from typing import Any
 import keras
 
 from tfamp import formats
-from tfamp.managed.lease import HALF, IN_FORCE
+from tfamp.keras_hooks import structure
+from tfamp.managed.lease import HALF, IN_FORCE, Lease
 from tfamp.numerics.causes import name_layers
 from tfamp.numerics.linting.rule import Found, rule
 from tfamp.numerics.linting.subject import Part, Subject
@@ -41,19 +42,28 @@ def late_policy(subject: Subject) -> Iterator[Found]:
 
 def _wanted(subject: Subject) -> str | None:
     """Returns the policy that layers should have followed, None if there is none."""
-    present = keras.config.dtype_policy()
     if IN_FORCE.lease is not None and IN_FORCE.lease.is_half:
         return str(IN_FORCE.lease.policy.name)
+    present = keras.config.dtype_policy()
     if getattr(present, "compute_dtype", "") in HALF:
         return str(present.name)
     # The policy was taken back, but part of the model follows it.
-    shared = _shared_policies(subject)
+    lease = _managing(subject)
+    if lease is not None:
+        return str(lease.policy.name)
+    holders = _holders(subject)
     for part in subject.parts:
         policy = part.layer.dtype_policy
-        if part.care is not None and part.care.lease.is_half:
-            return str(part.care.lease.policy.name)
-        if part.is_half and part.weights and shared[id(policy)] > 1:
+        if part.is_half and part.weights and holders[id(policy)] > 1:
             return str(policy.name)
+    return None
+
+
+def _managing(subject: Subject) -> Lease | None:
+    """Returns the settings under which tfamp put part of a model in half precision."""
+    for part in subject.parts:
+        if part.care is not None and part.care.lease.is_half:
+            return part.care.lease
     return None
 
 
@@ -61,21 +71,35 @@ def _is_late(part: Part, subject: Subject) -> bool:
     """States whether a layer in float32 follows no decision but its making.
 
     A dtype given by name makes a policy of its own; layers without one share the
-    global policy object of that time.
+    global policy object of that time. Where that is still the global one, and tfamp
+    manages nothing, the others were given half precision one by one.
     """
     if part.care is not None or part.dtype != "float32" or not part.weights:
         return False
-    return _shared_policies(subject)[id(part.layer.dtype_policy)] > 1
+    policy = part.layer.dtype_policy
+    if policy is keras.config.dtype_policy() and _managing(subject) is None:
+        return IN_FORCE.lease is not None
+    return _holders(subject)[id(policy)] > 1
 
 
-def _shared_policies(subject: Subject) -> collections.Counter[int]:
-    """Counts how many layers hold each policy object, input layers among them."""
-    layers: dict[int, Any] = {id(part.layer): part.layer for part in subject.parts}
+def _holders(subject: Subject) -> collections.Counter[int]:
+    """Counts how many layers came by each policy object, input layers among them.
+
+    Layers that a layer around them, which is no model, handed its own do not count.
+    """
+    held: dict[int, Any] = {id(part.layer): part.layer for part in subject.parts}
+    handed = set()
     for part in subject.parts:
-        # Children that were handed the policy of a layer around them are no evidence.
         for child in getattr(part.layer, "layers", ()):
-            layers[id(child)] = child
-    return collections.Counter(id(layer.dtype_policy) for layer in layers.values())
+            held[id(child)] = child
+        if isinstance(part.layer, keras.Model):
+            continue
+        for child in structure.children(part.layer):
+            if child.dtype_policy is part.layer.dtype_policy:
+                handed.add(id(child))
+    return collections.Counter(
+        id(layer.dtype_policy) for key, layer in held.items() if key not in handed
+    )
 
 
 @rule("half-weights")

@@ -81,7 +81,7 @@ class Subject:
         """Returns the layers that compute in float16 or bfloat16."""
         return [part for part in self.parts if part.is_half]
 
-    def layer_at(self, path: str) -> keras.layers.Layer | None:
+    def layer_at(self, path: str) -> Any:
         """Returns the layer of a path, None where there is none."""
         return next((p.layer for p in self.parts if p.path == path), None)
 
