@@ -254,6 +254,29 @@ def test_half_head_finds_each_output_of_a_subclassed_model():
     ]
 
 
+def test_half_head_looks_into_a_function_of_tensorflow():
+    class Traced(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.out = L.Dense(8, activation="softmax", name="out")
+
+        @tf.function
+        def call(self, x):
+            return tf.identity(self.out(x))
+
+    with stock("mixed_bfloat16"):
+        model = Traced()
+    assert places(model, "half-head", data=batch(16)) == [("error", "out")]
+
+
+def test_half_head_names_the_layer_before_an_operation():
+    with stock("mixed_float16"):
+        x = keras.Input((16,))
+        logits = L.Dense(8, name="out")(x)
+        model = keras.Model(x, keras.ops.reshape(logits, (-1, 2, 4)))
+    assert places(model, "half-head") == [("warning", "out")]
+
+
 def test_half_loss_reads_the_dtype_of_losses():
     loss = {"a": keras.losses.MeanSquaredError(dtype="bfloat16", name="low")}
     model = sequential(head())
@@ -399,6 +422,16 @@ def test_unscaled_train_step_believes_the_trace_over_the_source():
     assert places(hands_on, rule) == [("error", "hands_on")]
     assert places(hands_on, rule, data=batch(16)) == []
     assert places(extends, rule, data=batch(16)) == []
+
+
+def test_unscaled_train_step_is_about_optimizers_that_unscale():
+    with stock("mixed_float16"):
+        model = compiled(Forgets())
+        raw = Forgets()
+    model.optimizer = model.optimizer.inner_optimizer
+    assert places(model, "unscaled-train-step", data=batch(16)) == []
+    assert len(places(raw, "unscaled-train-step", optimizer="adam")) == 1
+    assert len(places(model, "unscaled-float16")) == 1
 
 
 def test_unscaled_train_step_is_about_float16():
@@ -659,6 +692,8 @@ def test_shifted_normalization_reads_adapted_statistics(mean, severity):
         near = sequential(L.Normalization(mean=3.0, variance=1.0), head())
     assert places(model, "shifted-normalization") == [(severity, "norm")]
     assert places(near, "shifted-normalization") == []
+    # It is said once.
+    assert places(model, "unnormalised-input", data=batch(16, mean=mean)) == []
     with tfamp.scope("mixed_float16"):
         kept = sequential(L.Normalization(mean=mean, variance=1.0), L.Dense(8))
     assert places(kept, "shifted-normalization") == []

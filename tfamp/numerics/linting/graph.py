@@ -89,7 +89,8 @@ class Graph:
         self.concrete = concrete
         self.marks = marks
         self.losses = tuple(losses)
-        self.nodes = tuple(_walk(read_bodies(concrete), "", marks, set()))
+        self._whole = read_bodies(concrete)
+        self.nodes = tuple(_walk(self._whole, "", marks, set()))
         self._by_name = {(id(n.body), n.definition.name): n for n in self.nodes}
         self._readers: dict[tuple[int, str], list[Node]] = {}
         for node in self.nodes:
@@ -112,6 +113,30 @@ class Graph:
         reference = node.inputs[index]
         return self._by_name.get((id(node.body), reference.name))
 
+    def maker(self, name: str, output: int, passing: Iterable[str]) -> Node:
+        """Returns the operation that made an output of the whole call.
+
+        Args:
+            name: The operation that gives the output.
+            output: Which of its outputs.
+            passing: Types of operations to look behind.
+        """
+        body, reference = self._whole, Reference(name, output)
+        node = self._by_name[id(body), name]
+        while True:
+            functions = list(functions_of(node.definition))
+            called = body.function(functions[0]) if len(functions) == 1 else None
+            if called is not None:
+                body, reference = called, called.results[reference.output]
+            elif node.op in passing and node.inputs:
+                reference = node.inputs[0]
+            else:
+                return node
+            before = self._by_name.get((id(body), reference.name))
+            if before is None or not _is_float(before):
+                return node
+            node = before
+
     def readers(self, node: Node) -> list[Node]:
         """Returns the operations that read an output of an operation."""
         return self._readers.get((id(node.body), node.definition.name), [])
@@ -130,6 +155,12 @@ class Graph:
                 else:
                     found.append(reader)
         return found
+
+
+def _is_float(node: Node) -> bool:
+    """States whether an operation gives floats, or may."""
+    dtype = node.dtype("DstT") or node.dtype()
+    return not dtype or bool(tf.as_dtype(dtype).is_floating)
 
 
 def leaf_name(index: int) -> str:

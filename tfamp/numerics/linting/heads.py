@@ -1,7 +1,6 @@
 """Rules on what makes a model's outputs, and on the loss that reads them."""
 
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import tensorflow as tf
@@ -9,7 +8,7 @@ import tensorflow as tf
 from tfamp import formats
 from tfamp.keras_hooks import structure
 from tfamp.managed.lease import HALF
-from tfamp.numerics.linting.graph import PASSING
+from tfamp.numerics.linting.graph import PASSING, Graph
 from tfamp.numerics.linting.rule import Found, rule
 from tfamp.numerics.linting.subject import Subject
 
@@ -24,29 +23,33 @@ _HANDED_ON = PASSING | {"Cast"}
 def half_head(subject: Subject) -> Iterator[Found]:
     """Outputs that are made in half precision, above all by softmax and sigmoid."""
     seen = set()
-    graph = subject.graph
-    for output in tf.nest.flatten(graph.concrete.outputs):  # type: ignore[union-attr]
+    graph: Graph = subject.graph  # type: ignore[assignment]
+    for output in tf.nest.flatten(graph.concrete.outputs):
         if not output.dtype.is_floating:
             continue
-        maker, dtype = _maker(output)
-        layer = graph.marks.layer_of(maker.name)  # type: ignore[union-attr]
-        saturates = maker.type in _SATURATING
+        maker = graph.maker(output.op.name, output.value_index, _HANDED_ON)
+        dtype = maker.dtype() or output.dtype.name
+        saturates = maker.op in _SATURATING
         if dtype not in HALF or not (saturates or output.dtype.name in HALF):
             continue
-        if (layer, maker.type) in seen:
+        if (maker.layer, maker.op) in seen:
             continue
-        seen.add((layer, maker.type))
+        seen.add((maker.layer, maker.op))
+        where, details = maker.layer or None, {"dtype": dtype, "operation": maker.name}
+        remedy = (
+            "Give the layer `dtype='float32'`, or build the model under "
+            "`tfamp.enable`, which keeps heads in float32."
+        )
         if saturates:
             yield Found(
                 "error",
-                f"The output is the {maker.type.lower()} of this layer in {dtype}: "
-                f"from logits of about {_SURE_AT[dtype]:g} on it is rounded to 0 or "
-                "1, where the gradient of a wrong answer is 0 or NaN.",
-                "Give the layer `dtype='float32'`, or build the model under "
-                "`tfamp.enable`, which keeps heads in float32.",
-                layer or None,
+                f"The output is the {maker.op.lower()} of this layer in {dtype}: from "
+                f"logits of about {_SURE_AT[dtype]:g} on it is rounded to 0 or 1, "
+                "where the gradient of a wrong answer is 0 or NaN.",
+                remedy,
+                where,
                 _SURE_AT[dtype],
-                {"dtype": dtype},
+                details,
             )
         else:
             yield Found(
@@ -54,21 +57,11 @@ def half_head(subject: Subject) -> Iterator[Found]:
                 f"This layer makes an output in {dtype}, with "
                 f"{'3' if dtype == 'float16' else '2'} digits, and the loss is "
                 "computed on what was rounded.",
-                "Give the layer `dtype='float32'`, or build the model under "
-                "`tfamp.enable`, which keeps heads in float32.",
-                layer or None,
+                remedy,
+                where,
                 formats.FORMATS[dtype].epsilon,
-                {"dtype": dtype},
+                details,
             )
-
-
-def _maker(tensor: tf.Tensor) -> tuple[Any, str]:
-    """Returns the operation that made a tensor, and the dtype it made it in."""
-    while tensor.op.type in _HANDED_ON and tensor.op.inputs:
-        if not tensor.op.inputs[0].dtype.is_floating:
-            break
-        tensor = tensor.op.inputs[0]
-    return tensor.op, str(tensor.dtype.name)
 
 
 @rule("half-loss", needs=("loss",))

@@ -25,10 +25,9 @@ def unnormalised_input(subject: Subject) -> Iterator[Found]:
         told = set()
         for cast in _casts(graph, leaf):
             dtype = cast.dtype("DstT")
-            layer = subject.layer_at(cast.layer)
             if dtype in told or _becomes_ids(graph, cast):
                 continue
-            if isinstance(layer, keras.layers.Normalization):
+            if _is_normalized(subject, graph, cast):
                 continue  # "shifted-normalization" says it
             told.add(dtype)
             yield from _judge(subject, index, cast, dtype)
@@ -48,6 +47,15 @@ def _becomes_ids(graph: Graph, cast: Node) -> bool:
     return any(
         reader.op == "Cast" and reader.dtype("DstT") in _INTEGERS
         for reader in graph.readers_past(cast)
+    )
+
+
+def _is_normalized(subject: Subject, graph: Graph, cast: Node) -> bool:
+    """States whether only a Normalization layer gets what was cast."""
+    layers = {reader.layer for reader in graph.readers_past(cast)}
+    return bool(layers) and all(
+        isinstance(subject.layer_at(path), keras.layers.Normalization)
+        for path in layers
     )
 
 

@@ -82,7 +82,10 @@ def lint(
             else:
                 ran.append(rule.id)
     return Findings(
-        tuple(findings), title=_title(subject), rules=tuple(ran), skipped=tuple(skipped)
+        tuple(dict.fromkeys(findings)),
+        title=_title(subject),
+        rules=tuple(ran),
+        skipped=tuple(skipped),
     )
 
 

@@ -60,8 +60,8 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
     """A `train_step` of the user's that forgets the loss scale."""
     model = subject.model
     step = _own_train_step(model)
-    if step is None or not subject.in_dtype("float16"):
-        return
+    if step is None or not subject.in_dtype("float16") or not _is_scaled(subject):
+        return  # "unscaled-float16" says it of an optimizer without a scale
     called = _calls_while_traced(subject)
     if called is None:
         called = _names_it(step, type(model))
@@ -81,6 +81,15 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
         model.name,
         scale,
     )
+
+
+def _is_scaled(subject: Subject) -> bool:
+    """States whether an optimizer divides gradients by a loss scale, or would."""
+    optimizers = subject.optimizers
+    scaled = (keras.optimizers.LossScaleOptimizer,)
+    if any(isinstance(optimizer, scaled) for optimizer in optimizers):
+        return True
+    return not subject.is_compiled and _would_be_wrapped(subject.model)
 
 
 def _own_train_step(model: keras.Model) -> Any:
