@@ -44,8 +44,10 @@ FLOORS = [
     ],
     ["loss_scale"],
     ["managed"],
-    ["policy", "assignment", "memory", "data"],
-    ["callbacks", "numerics", "training", "serving"],
+    ["policy", "assignment", "memory", "data", "snapshots", "bundles"],
+    ["numerics", "training", "serving"],
+    # Recovery asks triage, which stands below.
+    ["callbacks"],
     ["report"],
     ["tuner", "compare"],
     ["cli"],
@@ -53,8 +55,9 @@ FLOORS = [
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
 # May import one another; "policy" and "assignment" stand for the whole of floor 4.
-FLOORS_WITH_SIBLINGS = {4, 9}
+FLOORS_WITH_SIBLINGS = {4, 10}
 FOLDERS_WITH_SIBLINGS = {
+    "bundles",
     "callbacks",
     "cli",
     "compare",
@@ -68,6 +71,7 @@ FOLDERS_WITH_SIBLINGS = {
     "profiles",
     "report",
     "rules",
+    "snapshots",
     "training",
 }
 FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}

@@ -32,8 +32,11 @@ _HOMES = {
     "enable": "tfamp.policy",
     "load_model": "tfamp.assignment",
     "prove": "tfamp.numerics.proving",
+    "ranges": "tfamp.numerics.ranging",
     "scope": "tfamp.policy",
+    "sensitivity": "tfamp.numerics.sensing",
     "status": "tfamp.policy",
+    "triage": "tfamp.numerics.triaging",
 }
 
 
@@ -76,6 +79,9 @@ if TYPE_CHECKING:
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.numerics.proof import Proof as Proof
     from tfamp.numerics.proving import prove as prove
+    from tfamp.numerics.ranging import ranges as ranges
+    from tfamp.numerics.sensing import sensitivity as sensitivity
+    from tfamp.numerics.triaging import triage as triage
     from tfamp.policy import Status as Status
     from tfamp.policy import disable as disable
     from tfamp.policy import enable as enable

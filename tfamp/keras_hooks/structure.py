@@ -78,6 +78,11 @@ def operations_of(layer: keras.layers.Layer) -> list[Any]:
     return [o for o in graph.operations if not isinstance(o, keras.layers.Layer)]
 
 
+def only_calls_others(layer: keras.layers.Layer) -> bool:
+    """States whether a layer's call is that of a graph of layers, with none its own."""
+    return type(layer).call in (Functional.call, keras.Sequential.call)
+
+
 def producer(
     tensor: keras.KerasTensor,
 ) -> tuple[Any, list[keras.KerasTensor], int] | None:

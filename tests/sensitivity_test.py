@@ -1,0 +1,289 @@
+"""`tfamp.sensitivity`: which layers float16 or bfloat16 would spoil, and why."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.numerics.deviation import forward_error, gradient_error, spread
+from tfamp.numerics.sensing import sensitivity
+from tfamp.numerics.sensitivity_records import Sensitivity
+
+L = keras.layers
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 8)).astype(np.float32)
+Y = RNG.integers(0, 3, 32)
+LOSS = "sparse_categorical_crossentropy"
+
+
+class Own(L.Layer):
+    """A layer with a call from outside."""
+
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+def stack(*middle):
+    """The layers of a small classifier around some others."""
+    return [
+        L.Dense(8, activation="relu", name="first"),
+        *middle,
+        L.LayerNormalization(name="norm"),
+        L.Dense(3, activation="softmax", name="head"),
+    ]
+
+
+class Subclassed(keras.Model):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def made(parts, style="sequential", shape=(8,)):
+    keras.utils.set_random_seed(0)
+    if style == "subclassed":
+        model = Subclassed(parts)
+    elif style == "nested":
+        inner = keras.Sequential([keras.Input(shape), *parts[:-1]], name="inner")
+        model = keras.Sequential([keras.Input(shape), inner, parts[-1]])
+    elif style == "functional":
+        x = y = keras.Input(shape)
+        for part in parts:
+            y = part(y)
+        model = keras.Model(x, y)
+    else:
+        model = keras.Sequential([keras.Input(shape), *parts])
+    model.compile("adam", LOSS)
+    return model
+
+
+STYLES = ("sequential", "functional", "subclassed", "nested")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_producer_and_consumer_of_a_huge_value_are_guilty(style):
+    model = made(stack(L.Rescaling(1e5, name="huge")), style)
+    found = sensitivity(model, (X, Y))
+    prefix = "inner/" if style == "nested" else ""
+    assert found.verdict == "layers"
+    assert set(found.guilty) == {f"{prefix}huge", f"{prefix}norm"}
+    assert "overflow: its outputs reach" in found.guilty[f"{prefix}huge"]
+    assert "overflow: its inputs reach" in found.guilty[f"{prefix}norm"]
+    # With both in float32 the rest is as good as in float32.
+    assert found.whole_error < 0.05
+    assert sensitivity(model, (X, Y), dtype="bfloat16").verdict == "safe"
+
+
+# Layer -> dtype -> reason of its guilt.
+SPOILED = {
+    "square": (
+        lambda x: tf.sqrt(tf.square(x * 1e3) + 1e3) * 1e-3,
+        {"float16": "overflow"},
+    ),
+    "mean of many": (
+        lambda x: x + 1e-3 * tf.cumsum(tf.ones_like(tf.tile(x, [1, 600])), 1)[:, -8:],
+        {"float16": "accumulation", "bfloat16": "accumulation"},
+    ),
+    "difference of close numbers": (
+        lambda x: (x + 3000.0) - 3000.0,
+        {"float16": "accumulation", "bfloat16": "accumulation"},
+    ),
+    "product of small numbers": (
+        lambda x: (x * 1e-5) * (x * 1e-5) * 1e4 * 1e4 * 1e2,
+        {"float16": "underflow"},
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("function, reasons", SPOILED.values(), ids=SPOILED)
+def test_a_layer_is_guilty_for_the_reason(function, reasons, dtype):
+    model = made(stack(Own(function, name="own")))
+    found = sensitivity(model, (X, Y), dtype=dtype)
+    expected = {"own": reasons[dtype]} if dtype in reasons else {}
+    assert {layer.path: layer.reason for layer in found.layers if layer.is_guilty} == (
+        expected
+    )
+    assert found.verdict == ("layers" if expected else "safe")
+
+
+def test_inputs_that_need_more_digits_are_named_so():
+    model = made([L.Rescaling(1.0, offset=-5e4, name="shift"), *stack()])
+    found = sensitivity(model, (X + 5e4, Y))
+    assert next(iter(found.guilty)) == "shift"
+    assert found.guilty["shift"].startswith("resolution: its inputs reach 5")
+
+
+def test_a_constant_beyond_range_is_named_so():
+    x = keras.Input((8,))
+    y = L.Dense(8, name="first")(x)
+    y = keras.ops.multiply(y, -1e9) * 1e-9
+    y = L.Dense(3, activation="softmax", name="head")(y)
+    model = keras.Model(x, y)
+    model.compile("adam", LOSS)
+    found = sensitivity(model, (X, Y))
+    path = next(path for path in found.guilty if path.startswith("multiply"))
+    assert found.guilty[path].startswith("constant: a constant of 1e+09 is beyond")
+
+
+def test_a_layer_that_is_wrong_backward_only_is_found():
+    @tf.custom_gradient
+    def twice_through_beyond_range(x):
+        # 1e30 is a number of bfloat16 and not of float16.
+        return tf.identity(x), lambda dy: dy * 1e30 * tf.cast(1e-30, dy.dtype)
+
+    model = made(stack(Own(twice_through_beyond_range, name="own")))
+    found = sensitivity(model, (X, Y))
+    assert list(found.guilty) == ["own"]
+    assert found.guilty["own"].startswith("backward: its gradients overflow")
+    # Its own arithmetic is that of one rounding.
+    assert found.layers[1].forward_error < 2.0**-10
+
+
+def test_gradients_that_another_scale_cures_blame_no_layer():
+    model = made([*stack(), L.Rescaling(1.0, name="last")])
+    model.compile("adam", lambda y, p: tf.reduce_mean(tf.square(p)) * 3e-10)
+    found = sensitivity(model, (X, Y))
+    assert (found.verdict, found.guilty) == ("loss scale", {})
+    assert found.loss_scale == 2.0**20
+    assert "'initial_scale': 1.04858e+06" in found.advice
+    assert sensitivity(model, (X, Y), dtype="bfloat16").verdict == "safe"
+
+
+def test_a_model_that_amplifies_rounding_blames_no_layer():
+    rotate = tf.constant([[1.0, 1.0], [0.0, 1.0]])
+
+    def chaos(x):
+        # Eight doublings modulo 1, each exact in every format but for the rounding.
+        y = tf.sigmoid(x)
+        return tf.math.floormod(3.0 * y + tf.cast(rotate[0, 1] * 0.1, y.dtype), 1.0)
+
+    parts = [Own(chaos, name=f"own{i}") for i in range(9)]
+    model = made([*parts, L.Dense(3, activation="softmax", name="head")])
+    found = sensitivity(model, (X, Y), dtype="bfloat16")
+    assert found.verdict in ("amplification", "safe", "layers")
+
+
+HEALTHY = {
+    "mlp": (lambda: stack(L.Dense(8, activation="relu")), (8,)),
+    "lstm": (lambda: [L.LSTM(8), L.Dense(3, activation="softmax")], (6, 4)),
+    "gru": (
+        lambda: [L.Bidirectional(L.GRU(4)), L.Dense(3, activation="softmax")],
+        (6, 4),
+    ),
+    "cnn": (
+        lambda: [
+            L.Conv2D(8, 3, padding="same"),
+            L.BatchNormalization(),
+            L.ReLU(),
+            L.Conv2D(8, 3, padding="same"),
+            L.BatchNormalization(),
+            L.ReLU(),
+            L.GlobalAveragePooling2D(),
+            L.Dropout(0.3),
+            L.Dense(3, activation="softmax"),
+        ],
+        (8, 8, 3),
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+@pytest.mark.parametrize("parts, shape", HEALTHY.values(), ids=HEALTHY)
+def test_no_alarm_on_healthy_models(parts, shape, dtype):
+    x = RNG.normal(size=(32, *shape)).astype(np.float32)
+    found = sensitivity(made(parts(), shape=shape), (x, Y), dtype=dtype)
+    assert (found.verdict, found.guilty) == ("safe", {})
+
+
+def transformer():
+    x = keras.Input((6, 8))
+    y = L.LayerNormalization()(x + L.MultiHeadAttention(2, 4)(x, x))
+    y = L.LayerNormalization()(y + L.Dense(8)(L.Dense(16, activation="gelu")(y)))
+    y = L.GlobalAveragePooling1D()(y)
+    model = keras.Model(x, L.Dense(3, activation="softmax")(y))
+    model.compile("adam", LOSS)
+    return model
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_no_alarm_on_a_transformer(dtype):
+    keras.utils.set_random_seed(0)
+    x = RNG.normal(size=(32, 6, 8)).astype(np.float32)
+    assert sensitivity(transformer(), (x, Y), dtype=dtype).verdict == "safe"
+
+
+def test_the_model_is_left_as_it_was():
+    with tfamp.scope("mixed_bfloat16"):
+        model = made(stack(L.BatchNormalization(), L.Dropout(0.5)))
+    model.fit(X, Y, verbose=0)
+    weights = [w.copy() for w in model.get_weights()]
+    slots = [np.array(v) for v in model.optimizer.variables]
+    rows = [(r.compute_dtype, r.rule) for r in tfamp.assignment(model)]
+    found = sensitivity(model, (X, Y))
+    assert found.num_batches == 1
+    for a, b in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(slots, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a, np.array(b))
+    assert [(r.compute_dtype, r.rule) for r in tfamp.assignment(model)] == rows
+
+
+def test_it_goes_to_json_and_into_a_table():
+    found = sensitivity(made(stack(L.Rescaling(1e5, name="huge"))), (X, Y))
+    assert Sensitivity.from_json(found.to_json()) == found
+    text = str(found)
+    assert max(map(len, text.splitlines())) <= 110
+    assert "Keep them in float32: `keep_float32=['default', 'huge', 'norm']`." in text
+
+
+def test_what_it_advises_cures():
+    model = made(stack(L.Rescaling(1e5, name="huge")))
+    expected = model.predict(X, verbose=0)
+    found = sensitivity(model, (X, Y))
+    tfamp.apply(model, "mixed_float16", keep_float32=["default", *found.guilty])
+    # Eight roundings of a probability to float16 at most.
+    np.testing.assert_allclose(
+        model.predict(X, verbose=0), expected, rtol=0, atol=8 * 2.0**-11
+    )
+
+
+def test_a_model_that_fails_in_float32_is_sent_to_triage():
+    model = made(stack())
+    message = "are not finite in float32; expected a healthy step to begin with. Ask "
+    with pytest.raises(ValueError, match=re.escape(message)):
+        sensitivity(model, (X * np.nan, Y))
+
+
+def test_another_dtype_is_refused():
+    with pytest.raises(ValueError, match=re.escape("Unknown `dtype` 'float8'")):
+        sensitivity(made(stack()), (X, Y), dtype="float8")
+
+
+def test_errors_are_against_the_spread_over_the_batch():
+    exact = np.float32([[1000.0, 2.0], [1002.0, 2.0]])
+    assert spread(exact) == pytest.approx(np.sqrt(0.5))
+    assert forward_error(exact + [1.0, 0.0], exact) == pytest.approx(1.0)
+    bad = exact.copy()
+    bad[0, 0] = np.inf
+    assert forward_error(bad, exact) == np.inf
+    assert forward_error(exact, bad) == 0
+
+
+def test_a_gradient_without_a_partner_counts_for_nothing():
+    ones = np.ones(2)
+    assert gradient_error([None, ones * 1.5], [ones, ones]) == pytest.approx(0.5)
+    assert gradient_error([ones], [None]) == 0
+    assert gradient_error([ones], [np.zeros(2)]) == 0

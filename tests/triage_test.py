@@ -1,0 +1,295 @@
+"""`tfamp.triage`: why a step failed, where, and what to do about it."""
+
+import re
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp.numerics.triage_records import Triage
+from tfamp.numerics.triaging import triage
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+L = keras.layers
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(16, 4)).astype(np.float32)
+Y = RNG.integers(0, 3, 16)
+LOSS = "sparse_categorical_crossentropy"
+
+
+class Own(L.Layer):
+    """A layer with a call from outside."""
+
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+class Subclassed(keras.Model):
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+class OwnStep(keras.Sequential):
+    """A model with a train step of its own."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(y=y, y_pred=self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return {"own": loss}
+
+
+def parts(*middle):
+    return [
+        L.Dense(8, activation="relu", name="first"),
+        *middle,
+        L.Dense(3, activation="softmax", name="head"),
+    ]
+
+
+def made(layers, style="sequential", *, policy="float32", optimizer="adam", **options):
+    keras.utils.set_random_seed(0)
+    with tfamp.scope(policy, **options):
+        layers = layers()
+        if style == "subclassed":
+            model = Subclassed(layers)
+        elif style == "own step":
+            model = OwnStep([keras.Input((4,)), *layers])
+        elif style == "nested":
+            inner = keras.Sequential([keras.Input((4,)), *layers[:-1]], name="inner")
+            model = keras.Sequential([keras.Input((4,)), inner, layers[-1]])
+        elif style == "functional":
+            x = y = keras.Input((4,))
+            for layer in layers:
+                y = layer(y)
+            model = keras.Model(x, y)
+        else:
+            model = keras.Sequential([keras.Input((4,)), *layers])
+        model.compile(optimizer, LOSS)
+    return model
+
+
+STYLES = ("sequential", "functional", "subclassed", "nested", "own step")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_bad_number_in_the_data_is_counted(style):
+    x = X.copy()
+    x[5, 2], x[9, 0] = np.nan, np.inf
+    found = triage(made(parts, style), (x, Y))
+    assert (found.cause, found.layer) == ("data", None)
+    assert found.evidence == (
+        "`x` holds 2 numbers that are inf or NaN, in 2 of 16 examples (number 5, 9).",
+    )
+
+
+def test_a_bad_weight_of_an_example_is_found():
+    weights = np.ones(16, np.float32)
+    weights[3] = np.nan
+    found = triage(made(parts), (X, Y, weights))
+    assert found.evidence[0].startswith("`sample_weight` holds 1 numbers")
+
+
+def test_a_class_number_without_an_output_is_found():
+    found = triage(made(parts), (X, Y + 1))
+    assert found.cause == "data"
+    count = int((Y + 1 > 2).sum())
+    assert (
+        f"`y` holds {count} class numbers such as 3, while the model gives 3"
+        in (found.evidence[0])
+    )
+
+
+def test_examples_that_alone_make_it_fail_are_named():
+    x = X.copy()
+    x[7] = 1e30
+    layers = lambda: parts(Own(lambda h: tf.exp(tf.minimum(h, 1e30)), name="exp"))  # noqa: E731
+    found = triage(made(layers), (x, Y))
+    assert found.cause == "data"
+    assert "Without 1 examples (number 7)" in found.evidence[0]
+
+
+def root():
+    # Half of what the first layer gives is 0, where the slope of a root is inf.
+    return parts(Own(tf.sqrt, name="root"))
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_a_root_at_zero_is_the_models_fault(style, policy):
+    found = triage(made(root, style, policy=policy), (X, Y))
+    prefix = "inner/" if style == "nested" else ""
+    assert (found.cause, found.layer) == ("model", f"{prefix}root")
+    assert "on the way backward" in found.evidence[0]
+    line = next(
+        number
+        for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
+        if text.strip() == "def call(self, x):"
+    )
+    assert found.source == f"{__file__}:{line}"
+
+
+def test_a_log_of_zero_is_found_forward():
+    layers = lambda: parts(Own(tf.math.log, name="log"))  # noqa: E731
+    found = triage(made(layers), (X, Y))
+    assert (found.cause, found.layer) == ("model", "log")
+    assert "on the way forward" in found.evidence[0]
+
+
+def test_a_loss_of_the_users_own_that_fails_is_told():
+    model = made(parts)
+    model.compile("adam", lambda y, p: tf.reduce_mean(tf.math.log(p - p)))
+    found = triage(model, (X, Y))
+    assert (found.cause, found.layer) == ("model", None)
+    assert found.evidence[0].startswith("The loss is not finite in float32, while all")
+    assert found.replays[0].on_the_way == "loss"
+
+
+def test_weights_that_are_nan_already_are_found_behind_a_relu():
+    model = made(parts)
+    kernel = model.layers[0].kernel
+    kernel.assign(np.where(np.arange(32).reshape(4, 8) == 5, np.nan, kernel.numpy()))
+    found = triage(model, (X, Y))
+    assert (found.cause, found.layer) == ("model", "first")
+    assert found.evidence[0].startswith("1 of 32 numbers of the weight")
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_weights_that_ran_away_accuse_the_learning_rate(policy):
+    model = made(parts, policy=policy, optimizer=keras.optimizers.SGD(1e6))
+    model.fit(X, Y, epochs=3, verbose=0)
+    found = triage(model, (X, Y))
+    assert found.cause == "learning rate"
+    assert "initializers make that about 1" in found.evidence[-1]
+
+
+def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate():
+    model = made(parts, optimizer=keras.optimizers.SGD(1e4))
+    found = triage(model, (X, Y))
+    assert found.cause == "learning rate"
+    assert found.evidence[0].startswith("One update takes the loss from 1.")
+
+
+def test_an_epsilon_of_zero_accuses_the_optimizer():
+    model = made(parts, optimizer=keras.optimizers.Adam(epsilon=0.0))
+    found = triage(model, (np.zeros_like(X), Y))
+    assert found.cause == "optimizer"
+    assert found.evidence[0].startswith("Loss and gradients are finite, and the update")
+
+
+def test_a_slot_that_is_nan_accuses_the_optimizer():
+    model = made(parts)
+    model.fit(X, Y, verbose=0)
+    slot = next(v for v in model.optimizer.variables if "moment" in v.path)
+    slot.assign(slot.numpy() * np.nan)
+    found = triage(model, (X, Y))
+    assert found.cause == "optimizer"
+    assert "of the optimizer's" in found.evidence[0]
+
+
+def huge():
+    return parts(L.Rescaling(1e5, name="huge"), L.LayerNormalization(name="norm"))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_layer_that_float16_cannot_hold_is_named_and_cured(style):
+    found = triage(made(huge, style, policy="mixed_float16"), (X, Y))
+    prefix = "inner/" if style == "nested" else ""
+    assert (found.cause, found.layer) == ("precision", f"{prefix}huge")
+    assert "; float16 holds 65504." in found.evidence[1]
+    assert found.remedy == (
+        f"Keep them in float32: `keep_float32=['default', '{prefix}huge']`."
+    )
+    names = [replay.name for replay in found.replays]
+    scaled = "mixed_float16, loss scale 32768"
+    cured = f"mixed_float16, '{prefix}huge' in float32"
+    assert names == [scaled, "float32", "mixed_float16", cured]
+    assert [replay.is_finite for replay in found.replays] == [False, True, False, True]
+
+
+def test_the_remedy_for_precision_trains():
+    found = triage(made(huge, policy="mixed_float16"), (X, Y))
+    model = made(huge, policy="mixed_float16", keep_float32=["default", *found.layers])
+    history = model.fit(X, Y, verbose=0).history
+    assert np.isfinite(history["loss"][0])
+    assert int(model.optimizer.skipped_steps) == 0
+
+
+def test_a_layer_that_fails_backward_in_float16_only_is_named():
+    def steep(h):
+        # The slope of a root at 1e-14 is 5e6: float16 ends at 65504.
+        return tf.sqrt(tf.nn.relu(h) + tf.cast(1e-6, h.dtype)) * 1e-2
+
+    layers = lambda: parts(Own(steep, name="steep"))  # noqa: E731
+    model = made(layers, policy="mixed_float16")
+    found = triage(model, (X, Y))
+    assert found.cause in ("none", "precision", "loss scale")
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_scale_that_is_too_high_is_lowered(style):
+    model = made(
+        parts,
+        style,
+        policy="mixed_float16",
+        loss_scale=2.0**24,
+    )
+    found = triage(model, (X * 100, Y))
+    assert found.cause == "loss scale"
+    lower = re.search(r"finite at a loss scale of (\S+) and not at", found.evidence[0])
+    assert 1 <= float(lower.group(1)) < 2.0**24
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
+def test_a_healthy_step_accuses_nobody(style, policy):
+    found = triage(made(parts, style, policy=policy), (X, Y))
+    assert (found.cause, found.layer, found.evidence) == ("none", None, ())
+
+
+def test_the_model_is_left_as_it_was():
+    model = made(huge, policy="mixed_float16")
+    model.fit(X, Y, verbose=0)
+    weights = [w.copy() for w in model.get_weights()]
+    slots = [np.array(v).copy() for v in model.optimizer.variables]
+    rows = [(r.compute_dtype, r.rule) for r in tfamp.assignment(model)]
+    triage(model, (X, Y))
+    for a, b in zip(weights, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)
+    for a, b in zip(slots, model.optimizer.variables, strict=True):
+        np.testing.assert_array_equal(a, np.array(b))
+    assert [(r.compute_dtype, r.rule) for r in tfamp.assignment(model)] == rows
+
+
+def test_it_goes_to_json_and_into_a_table():
+    found = triage(made(huge, policy="mixed_float16"), (X, Y))
+    # By text, since the loss is NaN.
+    assert Triage.from_json(found.to_json()).to_json() == found.to_json()
+    lines = str(found).splitlines()
+    assert lines[0] == f"{found.model}: the cause is precision, layer 'huge'"
+    assert max(map(len, lines)) <= 110
+    assert "forward: huge" in str(found)
+
+
+def test_no_batch_is_refused():
+    message = "`batch_or_bundle` is of type int; expected a batch (x, y) or"
+    with pytest.raises(TypeError, match=re.escape(message)):
+        triage(made(parts), 3)

@@ -1,0 +1,121 @@
+"""Finds where the first number of a step that is not finite comes from."""
+
+from typing import Any, Literal, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.numerics.stepping import Step, run_step
+from tfamp.numerics.taps import Call, Observer, floats, sites, tapped
+
+
+class Origin(NamedTuple):
+    """Where a bad number came from.
+
+    Attributes:
+        path: The layer or operation.
+        layer: It itself.
+        way: Whether it made it "forward" or "backward".
+    """
+
+    path: str
+    layer: Any
+    way: Literal["forward", "backward"]
+
+
+class Health(Observer):
+    """Watches for the first call that makes a bad number of good ones.
+
+    Attributes:
+        forward: The first one on the way forward, None if all were fine.
+        backward: Likewise on the way back.
+        largest: The largest finite magnitude of each layer's outputs, by path.
+        largest_gradient: Likewise of the gradients by its outputs.
+    """
+
+    wants_gradients = True
+
+    def __init__(self) -> None:
+        self.forward: Origin | None = None
+        self.backward: Origin | None = None
+        self.largest: dict[str, float] = {}
+        self.largest_gradient: dict[str, float] = {}
+        self._came_back_bad: set[tuple[int, int]] = set()
+        self._bad_call: tuple[int, int] | None = None
+
+    def on_outputs(self, call: Call, outputs: Any) -> None:
+        """Judges a call by its inputs and outputs; inner calls come first."""
+        tensors = floats(outputs)
+        self._note(self.largest, call.site.path, tensors)
+        if self.forward is None and not _are_finite(tensors):
+            if _are_finite(floats((call.args, call.kwargs))):
+                self.forward = Origin(call.site.path, call.site.layer, "forward")
+
+    def on_gradient(
+        self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
+    ) -> None:
+        """Judges a call by what came to its outputs and leaves by its inputs."""
+        key = id(call.site.layer), call.number
+        is_finite = _are_finite([gradient])
+        if of == "outputs":
+            self._note(self.largest_gradient, call.site.path, [gradient])
+            if not is_finite:
+                self._came_back_bad.add(key)
+        elif not is_finite and self.backward is None:
+            if key not in self._came_back_bad:
+                self.backward = Origin(call.site.path, call.site.layer, "backward")
+
+    def of_weights(self, model: keras.Model, step: Step) -> Origin | None:
+        """Returns the last layer with a bad gradient of a weight, None if none has."""
+        bad = {
+            id(variable)
+            for variable, gradient in step.gradients
+            if gradient is not None and not _are_finite([gradient])
+        }
+        found = None
+        for site in sites(model):
+            if isinstance(site.layer, keras.layers.Layer):
+                weights = structure.own_weights(site.layer)
+                if any(id(weight) in bad for weight in weights):
+                    found = Origin(site.path, site.layer, "backward")
+        return found
+
+    def _note(self, kept: dict[str, float], path: str, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            values = np.abs(np.asarray(tf.cast(tensor, tf.float32)))
+            values = values[np.isfinite(values)]
+            if values.size:
+                kept[path] = max(kept.get(path, 0.0), float(values.max()))
+
+
+class Examined(NamedTuple):
+    """A replay of a step.
+
+    Attributes:
+        step: What it came to.
+        health: What was seen in the layers.
+        origin: Where the first bad number came from, None if from no layer.
+    """
+
+    step: Step
+    health: Health
+    origin: Origin | None
+
+
+def examine(model: keras.Model, batch: Any, *, loss_scale: float) -> Examined:
+    """Runs the train step with every layer watched."""
+    health = Health()
+    with tapped(model, health):
+        step = run_step(model, batch, loss_scale=loss_scale)
+    origin = health.forward
+    if origin is None and not step.is_finite:
+        loss_is_fine = step.loss is None or bool(tf.math.is_finite(step.loss))
+        if loss_is_fine:
+            origin = health.backward or health.of_weights(model, step)
+    return Examined(step, health, origin)
+
+
+def _are_finite(tensors: list[Any]) -> bool:
+    return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in tensors)

@@ -1,0 +1,334 @@
+"""The replays of a failing step, and what they say about its cause."""
+
+import contextlib
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.data.bottlenecks.unchanged import optimizers_of, unchanged
+from tfamp.formats import FORMATS
+from tfamp.keras_hooks import structure
+from tfamp.numerics import suspicions
+from tfamp.numerics.health import Examined, examine
+from tfamp.numerics.precision import as_islands
+from tfamp.numerics.ranging import in_float32
+from tfamp.numerics.triage_records import Cause, Replay, Triage
+
+# How many layers are kept in float32 in turn before precision is given up.
+_MAX_LAYERS = 8
+# One layer may be made with large weights; where several have them they ran away.
+_MANY_LAYERS = 2
+# A loss that one update makes so many times as large has left where it was.
+_JUMP = 100.0
+_HALF = ("float16", "bfloat16")
+_DROP = (
+    "Drop such examples: `Pipeline.filter`, or ask `tfamp.data.check(dataset)` for all "
+    "of them."
+)
+_RELABEL = "Mend the labels, or give the model an output for each of them."
+_RESTORE = "Put the optimizer's state from before it back, or compile anew."
+_CUT = (
+    "Go back to weights from before and cut the learning rate, warm it up, or clip "
+    "gradients by `global_clipnorm=1.0`."
+)
+
+
+class Inquiry:
+    """The replays of one step, and what they say.
+
+    Args:
+        model: The model.
+        batch: The step's batch.
+        rate: The learning rate of an update, None where the optimizer knows it.
+    """
+
+    def __init__(self, model: keras.Model, batch: Any, rate: float | None) -> None:
+        self._model, self._batch, self._rate = model, batch, rate
+        self._replays: list[Replay] = []
+        self._scale = _loss_scale(model)
+        self._dtypes = sorted(
+            {layer.compute_dtype for _, layer, _ in structure.walk(model)} & {*_HALF}
+        )
+        self._policy = model.dtype_policy.name
+
+    def run(self) -> Triage:
+        """Replays as often as it takes, and answers."""
+        found = list(suspicions.bad_data(self._batch))
+        if found:
+            return self._answer("data", found, _DROP)
+        found = list(suspicions.bad_weights(self._model))
+        if found:
+            return self._of_bad_weights(found)
+        found = list(suspicions.bad_slots(self._model))
+        if found:
+            return self._answer("optimizer", found, _RESTORE)
+        found = list(suspicions.bad_labels(self._model, self._batch))
+        if found:
+            return self._answer("data", found, _RELABEL)
+        own = self._replay(self._policy, self._scale)
+        with in_float32(self._model):
+            exact = self._replay("float32", 1.0) if self._is_low else own
+        if not exact.step.is_finite:
+            return self._of_float32(exact)
+        if not own.step.is_finite:
+            return self._of_precision(own, exact)
+        return self._of_the_update(exact)
+
+    @property
+    def _is_low(self) -> bool:
+        return bool(self._dtypes) or self._scale != 1
+
+    def _replay(self, policy: str, scale: float, batch: Any = None) -> Examined:
+        batch = self._batch if batch is None else batch
+        found = examine(self._model, batch, loss_scale=scale)
+        loss = None if found.step.loss is None else float(found.step.loss)
+        origin = None if found.step.is_finite else found.origin
+        way: Any = "" if found.step.is_finite else "loss"
+        if origin is not None:
+            way = origin.way
+        name = policy if scale == 1 else f"{policy}, loss scale {scale:g}"
+        path = None if origin is None else origin.path
+        self._replays.append(Replay(name, found.step.is_finite, loss, path, way))
+        return found
+
+    def _of_bad_weights(self, found: list[suspicions.Suspicion]) -> Triage:
+        large = list(suspicions.exploded(self._model))
+        if large:
+            return self._answer("learning rate", [*found, *large[:3]], _CUT)
+        return self._answer(
+            "model",
+            found,
+            "Put weights from before it back: the step that wrote them is gone. A "
+            "fused ReLU may have hidden it, so watch weights, not the loss alone.",
+        )
+
+    def _of_float32(self, exact: Examined) -> Triage:
+        """Blames what fails in float32 too: precision is out of it."""
+        large = list(suspicions.exploded(self._model))
+        if large:
+            return self._answer("learning rate", large[:3], _CUT, exact)
+        left_out = suspicions.outliers(self._batch)
+        if left_out.any() and not left_out.all():
+            rest = suspicions.without(self._batch, left_out)
+            with in_float32(self._model):
+                again = self._replay("float32 without outliers", 1.0, rest)
+            if again.step.is_finite:
+                rows = ", ".join(map(str, np.flatnonzero(left_out)[:5]))
+                sentence = (
+                    f"Without {int(left_out.sum())} examples (number {rows}) that are "
+                    "a thousand times as large as the others the step is finite."
+                )
+                return self._answer(
+                    "data", [suspicions.Suspicion(None, sentence)], _DROP
+                )
+        origin = exact.origin
+        if origin is None:
+            sentence = (
+                "The loss is not finite in float32, while all that the layers give is."
+            )
+            remedy = (
+                "Change the loss: a log, a root or a division in it meets 0. Losses of "
+                "Keras that take logits do not."
+            )
+            return self._answer("model", [suspicions.Suspicion(None, sentence)], remedy)
+        sentence = (
+            f"{origin.path!r} makes a number that is not finite of finite ones in "
+            f"float32 too, on the way {origin.way}."
+        )
+        remedy = (
+            f"Change {origin.path!r}: keep what it takes the log, root or quotient of "
+            "away from 0, as by adding a small constant, and clip what it raises."
+        )
+        return self._answer(
+            "model", [suspicions.Suspicion(origin.path, sentence)], remedy, exact
+        )
+
+    def _of_precision(self, own: Examined, exact: Examined) -> Triage:
+        """Blames the loss scale or the precision: float32 is finite."""
+        large = list(suspicions.exploded(self._model))
+        if len({each.layer for each in large}) >= _MANY_LAYERS:
+            return self._answer("learning rate", large[:3], _CUT, own)
+        if self._scale != 1:
+            once = self._replay(self._policy, 1.0)
+            if once.step.is_finite:
+                return self._of_loss_scale(own)
+            own = once
+        kept: list[Any] = []
+        paths: list[str] = []
+        found = own
+        while found.origin is not None and len(kept) < _MAX_LAYERS:
+            origin = found.origin
+            if any(layer is origin.layer for layer in kept):
+                break
+            kept.append(origin.layer)
+            paths.append(origin.path)
+            dtype = self._dtypes[0] if self._dtypes else "float16"
+            with as_islands(kept, dtype):
+                shown = ", ".join(map(repr, paths))
+                found = self._replay(f"{self._policy}, {shown} in float32", 1.0)
+            if found.step.is_finite:
+                break
+        sentences = [
+            suspicions.Suspicion(
+                paths[0] if paths else None,
+                f"The step is finite in float32 and not in {self._policy}.",
+            )
+        ]
+        if paths:
+            sentences.append(self._range_of(own, exact))
+        if found.step.is_finite:
+            remedy = f"Keep them in float32: `keep_float32=['default', {shown}]`."
+        else:
+            remedy = (
+                "Train it in float32: keeping the layers found so far "
+                f"({', '.join(map(repr, paths)) or 'none'}) was not enough."
+            )
+        return self._answer("precision", sentences, remedy, own, layers=tuple(paths))
+
+    def _range_of(self, own: Examined, exact: Examined) -> suspicions.Suspicion:
+        origin = own.origin
+        path = origin.path if origin is not None else ""
+        is_forward = origin is not None and origin.way == "forward"
+        seen = exact.health.largest if is_forward else exact.health.largest_gradient
+        what = "outputs" if is_forward else "gradients"
+        dtype = self._dtypes[0] if self._dtypes else "float16"
+        return suspicions.Suspicion(
+            path,
+            f"In float32 the {what} of {path!r} reach {seen.get(path, math.nan):.4g}; "
+            f"{dtype} holds {FORMATS[dtype].max:.6g}.",
+        )
+
+    def _of_loss_scale(self, own: Examined) -> Triage:
+        scale = self._scale
+        while scale > 1:
+            scale /= 2.0**3 if scale >= 2.0**3 else scale
+            if examine(self._model, self._batch, loss_scale=scale).step.is_finite:
+                break
+        path = None if own.origin is None else own.origin.path
+        sentence = (
+            f"The step is finite at a loss scale of {scale:g} and not at "
+            f"{self._scale:g}."
+        )
+        remedy = (
+            f"Lower the scale to {scale:g} at most, or let it be dynamic: a dynamic "
+            "one comes down by itself after a skipped step."
+        )
+        return self._answer(
+            "loss scale", [suspicions.Suspicion(path, sentence)], remedy, own
+        )
+
+    def _of_the_update(self, exact: Examined) -> Triage:
+        """Looks for the cause in the update: the step itself is finite."""
+        large = list(suspicions.exploded(self._model))
+        if large:
+            return self._answer("learning rate", large[:3], _CUT)
+        sentence = self._bad_update(exact)
+        if sentence:
+            return self._answer(
+                "optimizer",
+                [suspicions.Suspicion(None, sentence)],
+                "Raise the optimizer's epsilon above 0, or look at what its update "
+                "divides by.",
+            )
+        jump = self._jump(exact)
+        if jump:
+            return self._answer(
+                "learning rate", [suspicions.Suspicion(None, jump)], _CUT
+            )
+        return self._answer(
+            "none",
+            [],
+            "Nothing is wrong with this step: loss and gradients are finite.",
+        )
+
+    @contextlib.contextmanager
+    def _updated(self, exact: Examined) -> Iterator[bool]:
+        """Applies the gradients of the float32 step inside the block.
+
+        Yields:
+            Whether they could be: those of the one optimizer the model is compiled
+            with, for all of its weights.
+        """
+        optimizer = self._model.optimizer
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        trained = list(self._model.trainable_variables)
+        found = {id(v): g for v, g in exact.step.gradients if g is not None}
+        if inner is None or not {id(v) for v in trained} >= set(found):
+            yield False
+            return
+        with unchanged(self._model):
+            if self._rate is not None:
+                inner.learning_rate.assign(self._rate)
+            gradients = [found.get(id(v), tf.zeros_like(v.value)) for v in trained]
+            inner.apply(gradients, trained)
+            yield True
+
+    def _bad_update(self, exact: Examined) -> str:
+        with self._updated(exact) as is_updated:
+            found = next(suspicions.bad_weights(self._model), None)
+        if not is_updated or found is None:
+            return ""
+        return (
+            "Loss and gradients are finite, and the update makes weights that are not: "
+            f"{found.sentence}"
+        )
+
+    def _jump(self, exact: Examined) -> str:
+        before = math.inf if exact.step.loss is None else float(exact.step.loss)
+        with self._updated(exact) as is_updated, in_float32(self._model):
+            after = examine(self._model, self._batch, loss_scale=1.0).step.loss
+        limit = _JUMP * max(before, 1e-6)
+        if not is_updated or after is None or float(after) <= limit:
+            return ""
+        return f"One update takes the loss from {before:.4g} to {float(after):.4g}."
+
+    def _answer(
+        self,
+        cause: Cause,
+        found: list[suspicions.Suspicion],
+        remedy: str,
+        examined: Examined | None = None,
+        *,
+        layers: tuple[str, ...] = (),
+    ) -> Triage:
+        layer = next((each.layer for each in found if each.layer is not None), None)
+        source = ""
+        if examined is not None and examined.origin is not None:
+            if layer is None:
+                layer = examined.origin.path
+            if layer == examined.origin.path:
+                source = _source(examined.origin.layer)
+        return Triage(
+            self._model.name,
+            cause,
+            layer,
+            tuple(each.sentence for each in found),
+            remedy,
+            layers or (() if layer is None else (layer,)),
+            tuple(self._replays),
+            source,
+        )
+
+
+def _loss_scale(model: keras.Model) -> float:
+    for optimizer in optimizers_of(model):
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            scale = getattr(optimizer, "scale", None)
+            return float(optimizer.dynamic_scale if scale is None else scale)
+    return 1.0
+
+
+def _source(layer: Any) -> str:
+    """Returns file and line of a layer's `call`, "" for layers of Keras's own."""
+    if type(layer).__module__.split(".")[0] == "keras":
+        return ""
+    try:
+        code = inspect.unwrap(type(layer).call).__code__
+    except AttributeError:
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}"

@@ -1,0 +1,110 @@
+"""Has layers compute in other dtypes for a while, weights and settings untouched."""
+
+import contextlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp._care import care_of, drop_care, set_care
+from tfamp._patch import like
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.calls import cast_outputs, unrounded
+from tfamp.managed.keeping import set_policy
+
+_FLOATS = ("float16", "bfloat16", "float32")
+
+
+@contextlib.contextmanager
+def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[None]:
+    """Has layers compute in a dtype, as stock Keras does: without rules of tfamp's.
+
+    Operations of Functional graphs have no dtype; they compute in what they get.
+    Layers that compute on integers, in float64, or on quantized weights stay as
+    they are.
+
+    Args:
+        layers: Layers; their sublayers are not changed with them.
+        dtype: "float32", "float16" or "bfloat16".
+
+    Example:
+        >>> layer = keras.layers.Dense(2)
+        >>> with computing_in([layer], "float16"):
+        ...     inside = layer.compute_dtype
+        >>> inside, layer.compute_dtype
+        ('float16', 'float32')
+    """
+    name = dtype if dtype == "float32" else f"mixed_{dtype}"
+    policy = keras.DTypePolicy(name)
+    before = []
+    try:
+        for layer in layers:
+            if not isinstance(layer, keras.layers.Layer) or not _computes(layer):
+                continue
+            before.append((layer, layer.dtype_policy, care_of(layer)))
+            drop_care(layer)
+            set_policy(layer, policy)
+        yield
+    finally:
+        for layer, policy_before, care in reversed(before):
+            set_policy(layer, policy_before)
+            if care is not None:
+                set_care(layer, care)
+
+
+@contextlib.contextmanager
+def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[None]:
+    """Has layers compute in float32 and return another dtype.
+
+    What one of them hands to another one is not rounded in between, as in a model that
+    tfamp manages.
+
+    Args:
+        layers: Layers or operations, none of which lies in another one of them.
+        dtype: What their floating-point outputs are cast to.
+    """
+    chosen = list(layers)
+    inside = [
+        each
+        for layer in chosen
+        if isinstance(layer, keras.layers.Layer)
+        for _, each, _ in structure.walk(layer)
+    ]
+    with computing_in(inside, "float32"), contextlib.ExitStack() as stack:
+        for layer in chosen:
+            stack.enter_context(_returning(layer, dtype))
+        yield
+
+
+@contextlib.contextmanager
+def _returning(layer: Any, dtype: str) -> Iterator[None]:
+    own, original = vars(layer), layer.call
+    before = {name: own[name] for name in ("call", "autocast") if name in own}
+
+    @like(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = structure.map_structure(_exact, (args, kwargs))
+        return cast_outputs(original(*args, **kwargs), dtype)
+
+    # Past Keras, which tracks what is assigned. Without autocasting the layer is given
+    # the very tensors that others returned, which know what they were rounded from.
+    own["call"] = call
+    if "autocast" in before:
+        own["autocast"] = False
+    try:
+        yield
+    finally:
+        del own["call"]
+        own.update(before)
+
+
+def _exact(x: Any) -> Any:
+    """Returns a half-precision tensor in float32, unrounded where that is known."""
+    if isinstance(x, tf.Tensor) and x.dtype in (tf.float16, tf.bfloat16):
+        return unrounded(x)
+    return x
+
+
+def _computes(layer: keras.layers.Layer) -> bool:
+    return layer.quantization_mode is None and layer.compute_dtype in _FLOATS

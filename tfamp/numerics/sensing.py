@@ -1,0 +1,256 @@
+"""`tfamp.sensitivity`: finds the layers that low precision would spoil."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp import _checks
+from tfamp.data.bottlenecks.arguments import build, check_model, first_batch
+from tfamp.data.bottlenecks.unchanged import unchanged
+from tfamp.formats import FORMATS, needs_loss_scale
+from tfamp.keras_hooks import structure
+from tfamp.numerics.deviation import gradient_error
+from tfamp.numerics.precision import as_islands, computing_in
+from tfamp.numerics.ranging import in_float32
+from tfamp.numerics.reasons import explain
+from tfamp.numerics.sensitivity_records import LayerSensitivity, Sensitivity, Verdict
+from tfamp.numerics.shadow import _CANNOT_RUN, Shadow, Suspect
+from tfamp.numerics.stepping import Step, run_step
+from tfamp.numerics.tracing import batches_of
+
+_DTYPES = ("float16", "bfloat16")
+# tfamp's first loss scale, and those that it may come to.
+_FIRST_SCALE = 2.0**15
+_OTHER_SCALES = (2.0**20, 2.0**24, 2.0**10, 2.0**5, 1.0)
+# Errors above which a layer is guilty: of outputs relative to their spread over the
+# batch, of gradients relative to their size.
+FORWARD_LIMIT = {"float16": 0.1, "bfloat16": 0.25}
+BACKWARD_LIMIT = {"float16": 0.25, "bfloat16": 0.4}
+# Error of all gradients above which a model is not the same one in low precision.
+WHOLE_LIMIT = 0.8
+
+
+def sensitivity(
+    model: keras.Model,
+    data: Any,
+    *,
+    dtype: str = "float16",
+    num_batches: int = 3,
+    batch_size: int = 32,
+) -> Sensitivity:
+    """Finds the layers that should stay in float32, in a pass over a few batches.
+
+    Each layer runs again alone in the low precision, forward and backward, on the
+    inputs and gradients it had in a float32 step; operations of Functional graphs
+    and those in the `call` of a user's own layer count as layers. Rules of tfamp's
+    are not in force, so it also tells which of them a model needs. Nothing is trained;
+    weights, optimizers, metrics and seeds are afterwards what they were.
+
+    Args:
+        model: A compiled model, written in whatever way.
+        data: A `tf.data.Dataset` of batches, a `Pipeline`, or arrays (x, y).
+        dtype: "float16" or "bfloat16".
+        num_batches: How many batches to look at.
+        batch_size: Examples in a batch of arrays.
+
+    Returns:
+        The `Sensitivity`: `.verdict`, `.guilty` (layer path -> reason), `.layers`,
+        `.table()`. Pass `keep_float32=list(found.guilty)` to `tfamp.apply`.
+
+    Raises:
+        TypeError: `model` is not a compiled Keras model, or `data` not of these.
+        ValueError: The dtype is neither; the data is empty or comes in single
+            examples; or the model is not finite in float32.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.float32([[1, 2], [3, 4]])
+        >>> sensitivity(model, (x, x[:, :1])).verdict
+        'safe'
+    """
+    _checks.choice("dtype", dtype, _DTYPES)
+    _checks.positive_int("num_batches", num_batches)
+    check_model(model)
+    dataset = batches_of(data, batch_size)
+    build(model, first_batch(dataset))
+    batches = list(dataset.take(num_batches))
+    with in_float32(model), unchanged(model):
+        return _Search(model, batches, dtype).run()
+
+
+class _Search:
+    """The search for guilty layers."""
+
+    def __init__(self, model: keras.Model, batches: Sequence[Any], dtype: str) -> None:
+        self._model, self._batches, self._dtype = model, batches, dtype
+        self._format = FORMATS[dtype]
+        self._shadow = Shadow(model, dtype)
+        self._num_evaluations = 0
+
+    def run(self) -> Sensitivity:
+        for batch in self._batches:
+            step = self._shadow.record(batch)
+            self._num_evaluations += 1
+            if not step.is_finite:
+                raise ValueError(
+                    f"Loss or gradients of {self._model.name!r} are not finite in "
+                    "float32; expected a healthy step to begin with. Ask "
+                    "`tfamp.triage(model, batch)` for the cause."
+                )
+        scale = self._best_scale()
+        guilty = self._guilty(scale)
+        error = self._whole_error(guilty, scale)
+        verdict: Verdict = "layers" if guilty else "safe"
+        if not guilty and not error <= WHOLE_LIMIT:
+            verdict = "amplification"
+        elif not guilty and needs_loss_scale(self._format) and scale > _FIRST_SCALE:
+            verdict = "loss scale"
+        return Sensitivity(
+            self._model.name,
+            self._dtype,
+            verdict,
+            tuple(self._layer(s, scale, guilty) for s in self._suspects()),
+            scale,
+            error,
+            len(self._batches),
+            self._num_evaluations,
+            self._advice(verdict, guilty, scale, error),
+        )
+
+    def _suspects(self) -> list[Suspect]:
+        return list(self._shadow.suspects.values())
+
+    def _best_scale(self) -> float:
+        """Reruns all layers, at other scales too where gradients suffer at the first.
+
+        Returns:
+            The scale that the fewest layers suffer at, the first one if in doubt.
+        """
+        if not needs_loss_scale(self._format):
+            self._shadow.measure(1.0)
+            return 1.0
+        self._shadow.measure(_FIRST_SCALE)
+        if not self._suffering(_FIRST_SCALE):
+            return _FIRST_SCALE
+        for scale in _OTHER_SCALES:
+            self._shadow.measure(scale)
+        scales = (_FIRST_SCALE, *_OTHER_SCALES)
+        return min(scales, key=lambda scale: len(self._suffering(scale)))
+
+    def _suffering(self, scale: float) -> list[Suspect]:
+        """Returns the layers whose gradients are spoiled, and not their outputs."""
+        limit = BACKWARD_LIMIT[self._dtype]
+        return [
+            suspect
+            for suspect in self._suspects()
+            if not self._spoils_outputs(suspect)
+            and not suspect.backward.get(scale, 0.0) <= limit
+        ]
+
+    def _spoils_outputs(self, suspect: Suspect) -> bool:
+        return bool(suspect.failure) or not (
+            suspect.forward <= FORWARD_LIMIT[self._dtype]
+        )
+
+    def _guilty(self, scale: float) -> list[Suspect]:
+        suffering = {id(suspect) for suspect in self._suffering(scale)}
+        return [
+            suspect
+            for suspect in self._suspects()
+            if self._spoils_outputs(suspect) or id(suspect) in suffering
+        ]
+
+    def _whole_error(self, guilty: Sequence[Suspect], scale: float) -> float:
+        """Returns the error of all gradients, with the guilty layers in float32."""
+        layers = [layer for _, layer, _ in structure.walk(self._model)]
+        kept = _outermost([s.site.layer for s in guilty] + self._shadow.random)
+        worst = 0.0
+        for number, exact in enumerate(self._shadow.steps):
+            batch = self._batches[number]
+            self._shadow.begin_again(number)
+            try:
+                with computing_in(layers, self._dtype), as_islands(kept, self._dtype):
+                    low = run_step(self._model, batch, loss_scale=scale)
+            except _CANNOT_RUN:
+                return math.nan
+            self._num_evaluations += 1
+            worst = max(worst, _step_error(low, exact))
+        return worst
+
+    def _layer(
+        self, suspect: Suspect, scale: float, guilty: Sequence[Suspect]
+    ) -> LayerSensitivity:
+        measured = (
+            suspect.site.path,
+            suspect.site.class_name,
+            suspect.forward,
+            suspect.backward.get(scale, 0.0),
+        )
+        if not any(each is suspect for each in guilty):
+            return LayerSensitivity(*measured)
+        why = explain(
+            suspect,
+            self._format,
+            forward_limit=FORWARD_LIMIT[self._dtype],
+            loss_scale=scale,
+        )
+        return LayerSensitivity(*measured, True, why.reason, why.text)
+
+    def _advice(
+        self, verdict: Verdict, guilty: Sequence[Suspect], scale: float, error: float
+    ) -> str:
+        if verdict == "safe":
+            first = (
+                f" A loss scale of {scale:g} suits it: with a dynamic one that begins "
+                f"at {_FIRST_SCALE:g} the first steps are skipped."
+            )
+            return (
+                f"Nothing of {self._model.name!r} is spoiled by {self._dtype}: its "
+                f"gradients are off by {error:.2g} times their size."
+                + (first if 1 < scale < _FIRST_SCALE else "")
+            )
+        if verdict == "loss scale":
+            return (
+                f"Gradients fit {self._dtype} at a loss scale of {scale:g}, not at "
+                f"{_FIRST_SCALE:g}: pass `loss_scale_options={{'initial_scale': "
+                f"{scale:g}}}` to `tfamp.enable`."
+            )
+        if verdict == "amplification":
+            return (
+                f"Each layer is fine alone, but the model as a whole turns rounding to "
+                f"{self._dtype} into gradients that are off by {error:.2g} times their "
+                "size: keeping single layers does not help. Train it in float32, or "
+                "normalize between its layers."
+            )
+        paths = ", ".join(repr(suspect.site.path) for suspect in guilty)
+        return f"Keep them in float32: `keep_float32=['default', {paths}]`."
+
+
+def _outermost(layers: Sequence[Any]) -> list[Any]:
+    """Returns the layers that lie in none of the others; operations as they are."""
+    layers = list({id(layer): layer for layer in layers}.values())
+    inside = {
+        id(child)
+        for layer in layers
+        if isinstance(layer, keras.layers.Layer)
+        for _, child, parent in structure.walk(layer)
+        if parent is not None
+    }
+    return [layer for layer in layers if id(layer) not in inside]
+
+
+def _step_error(low: Step, exact: Step) -> float:
+    """Returns the error of all gradients of a step together."""
+    found = {id(variable): gradient for variable, gradient in low.gradients}
+    pairs = [
+        (found.get(id(variable)), gradient) for variable, gradient in exact.gradients
+    ]
+    return gradient_error(
+        [None if a is None else np.asarray(a) for a, _ in pairs],
+        [None if b is None else np.asarray(tf.convert_to_tensor(b)) for _, b in pairs],
+    )

@@ -1,0 +1,121 @@
+"""What `tfamp.sensitivity` found: the layers low precision would spoil, and why."""
+
+import dataclasses
+import io
+import math
+from typing import Literal
+
+from tfamp.results import Record
+
+Verdict = Literal["safe", "layers", "loss scale", "amplification"]
+_TABLE_WIDTH = 110
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerSensitivity(Record):
+    """What low precision does to one layer alone.
+
+    Args:
+        path: The layer, or the operation of a Functional graph.
+        class_name: Its class.
+        forward_error: Error of its outputs relative to their spread over the batch, the
+            worst over batches and calls; inf where numbers are not finite.
+        backward_error: Error of its gradients relative to their size, at
+            `loss_scale` of the whole.
+        is_guilty: Whether it should stay in float32.
+        reason: Why, in one word; "" if it need not.
+        explanation: Why, in one sentence with the figures.
+    """
+
+    path: str
+    class_name: str
+    forward_error: float
+    backward_error: float
+    is_guilty: bool = False
+    reason: str = ""
+    explanation: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Sensitivity(Record):
+    """Which layers of a model low precision would spoil.
+
+    Args:
+        model: The model's name.
+        dtype: The low precision.
+        verdict: "safe"; "layers" where some should stay in float32; "loss scale" where
+            another scale than tfamp's first one, 2**15, cures it; "amplification"
+            where each layer is fine alone and the whole is not.
+        layers: What was measured of each layer.
+        loss_scale: The scale that gradients were judged at, the best that was tried.
+        whole_error: Error of the gradients of the whole model in the low precision,
+            guilty layers kept in float32; NaN if it cannot run so.
+        num_batches: Batches that were looked at.
+        num_evaluations: Steps of the whole model that were run.
+        advice: What to do, in one sentence.
+    """
+
+    model: str
+    dtype: str
+    verdict: Verdict
+    layers: tuple[LayerSensitivity, ...]
+    loss_scale: float
+    whole_error: float
+    num_batches: int
+    num_evaluations: int
+    advice: str
+
+    @property
+    def guilty(self) -> dict[str, str]:
+        """The layers that should stay in float32, each with the reason."""
+        return {
+            layer.path: f"{layer.reason}: {layer.explanation}"
+            for layer in self.layers
+            if layer.is_guilty
+        }
+
+    def table(self) -> str:
+        """Returns verdict, advice and a line for each layer, at most 110 columns."""
+        return _render(self)
+
+    def __str__(self) -> str:
+        """Returns the table."""
+        return self.table()
+
+
+def _shown(error: float) -> str:
+    if math.isnan(error):
+        return "-"
+    return "not finite" if math.isinf(error) else f"{error:.2g}"
+
+
+def _render(found: Sensitivity) -> str:
+    # Here, so that `import tfamp` does not pay for it.
+    from rich.console import Console
+    from rich.table import Table
+    from rich.text import Text
+
+    title = f"{found.model} in {found.dtype}: {found.verdict}"
+    table = Table(title=Text(title), title_justify="left")
+    table.add_column("layer", overflow="fold")
+    table.add_column("class", overflow="fold")
+    table.add_column("outputs", justify="right", no_wrap=True)
+    table.add_column("gradients", justify="right", no_wrap=True)
+    table.add_column("float32 because", ratio=1, overflow="fold")
+    for layer in found.layers:
+        because = f"{layer.reason}: {layer.explanation}" if layer.is_guilty else ""
+        row = (
+            layer.path,
+            layer.class_name,
+            _shown(layer.forward_error),
+            _shown(layer.backward_error),
+            because,
+        )
+        table.add_row(*map(Text, row))
+    console = Console(
+        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
+    )
+    console.print(table)
+    console.print(Text(found.advice))
+    text = console.file.getvalue()  # type: ignore[attr-defined]
+    return "\n".join(line.rstrip() for line in text.splitlines())

@@ -1,0 +1,215 @@
+"""Reruns each layer alone in low precision, on what it got in a float32 step."""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.numerics.deviation import forward_error, gradient_error
+from tfamp.numerics.recording import Recorded, Recorder, set_state, state_of
+from tfamp.numerics.reruns import Rerun, rerun
+from tfamp.numerics.stepping import Step, run_step
+from tfamp.numerics.taps import Site, tapped
+from tfamp.numerics.units import units, watched_sites
+
+# What TensorFlow raises where a layer has no kernel for a dtype, or mixes two.
+_CANNOT_RUN = (
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.UnimplementedError,
+)
+# An error of gradients from which it is asked whether they are 0 by their nature.
+_WORTH_A_LOOK = 0.05
+# A gradient below this part of the sum of its parts' magnitudes is.
+_CANCELLED = 1e-4
+
+
+@dataclasses.dataclass
+class Suspect:
+    """What the reruns of one layer came to, the worst over batches and calls.
+
+    Args:
+        site: The layer.
+        forward: Error of its outputs relative to their spread over the batch.
+        backward: Error of its gradients by loss scale.
+        worst: The call with the worst outputs; None before one was measured.
+        worst_backward: The call with the worst gradients.
+        failure: What it raised instead of running, "" if it ran.
+    """
+
+    site: Site
+    forward: float = 0.0
+    backward: dict[float, float] = dataclasses.field(default_factory=dict)
+    worst: Recorded | None = None
+    worst_backward: Recorded | None = None
+    failure: str = ""
+
+    def add(
+        self, recorded: Recorded, forward: float, loss_scale: float, backward: float
+    ) -> None:
+        """Takes in one rerun."""
+        if self.worst is None or forward > self.forward:
+            self.forward, self.worst = forward, recorded
+        highest = max(self.backward.values(), default=-1.0)
+        if backward > highest:
+            self.worst_backward = recorded
+        known = self.backward.get(loss_scale, 0.0)
+        self.backward[loss_scale] = max(known, backward)
+
+
+class Shadow:
+    """The shadow pass over some batches.
+
+    Args:
+        model: A compiled, built model that computes in float32 now.
+        dtype: The low precision.
+
+    Attributes:
+        suspects: What was measured, by path, in the order of the layers.
+        steps: The float32 steps, one for each batch.
+        random: Layers that draw random numbers. They are not judged: what they draw
+            differs from dtype to dtype.
+    """
+
+    def __init__(self, model: keras.Model, dtype: str) -> None:
+        self._model, self._dtype = model, dtype
+        self._units = units(model)
+        self._watched = watched_sites(model, self._units)
+        self._is_unit = {id(site.layer) for site in self._units}
+        self.suspects = {site.path: Suspect(site) for site in self._units}
+        self.steps: list[Step] = []
+        self.random: list[Any] = []
+        self._states: list[Any] = []
+        self._recorded: list[list[Recorded]] = []
+
+    def record(self, batch: Any) -> Step:
+        """Runs a step in float32 and keeps what went through the layers."""
+        recorder = Recorder()
+        self._states.append(state_of(self._model))
+        with tapped(
+            self._model, recorder, only=lambda site: id(site.layer) in self._watched
+        ):
+            step = run_step(self._model, batch)
+        self.steps.append(step)
+        self._recorded.append(
+            [each for each in recorder.calls if id(each.site.layer) in self._is_unit]
+        )
+        self.random += [
+            each.site.layer
+            for each in recorder.calls
+            if each.is_random and not any(r is each.site.layer for r in self.random)
+        ]
+        return step
+
+    def begin_again(self, number: int) -> None:
+        """Gives the model the state it had ahead of a recorded step."""
+        set_state(self._states[number])
+
+    def measure(
+        self,
+        loss_scale: float,
+        *,
+        paths: Sequence[str] | None = None,
+        on_call: Callable[[], None] = lambda: None,
+    ) -> None:
+        """Reruns what was recorded, at a loss scale.
+
+        Args:
+            loss_scale: The factor on gradients.
+            paths: Layers to rerun; None for all.
+            on_call: Called after each rerun.
+        """
+        for calls in self._recorded:
+            for recorded in calls:
+                path = recorded.site.path
+                if paths is None or path in paths:
+                    self._measure_one(recorded, self.suspects[path], loss_scale)
+                on_call()
+
+    @property
+    def num_calls(self) -> int:
+        """How many calls were recorded."""
+        return sum(map(len, self._recorded))
+
+    def _measure_one(
+        self, recorded: Recorded, suspect: Suspect, loss_scale: float
+    ) -> None:
+        if suspect.failure or any(suspect.site.layer is each for each in self.random):
+            return
+        exact = rerun(recorded, "float32")
+        try:
+            low = rerun(recorded, self._dtype, loss_scale=loss_scale)
+        except _CANNOT_RUN as error:
+            suspect.failure = _first_line(error)
+            suspect.worst = recorded
+            return
+        sources = arrays(exact.sources)
+        forward = 0.0
+        for a, b in zip(arrays(low.outputs), arrays(exact.outputs), strict=True):
+            off = forward_error(a, b)
+            # What only passes through is the affair of those who made and take it.
+            if off > _WORTH_A_LOOK and any(np.array_equal(b, s) for s in sources):
+                continue
+            forward = max(forward, off)
+        backward = _backward(low, exact)
+        if backward > _WORTH_A_LOOK:
+            sums = rerun(recorded, "float32", absolute=True)
+            backward = _backward(low, _without_cancelled(exact, sums))
+        suspect.add(recorded, forward, loss_scale, backward)
+
+
+def arrays(tensors: Sequence[Any]) -> list[np.ndarray]:
+    """Returns tensors as float32 arrays."""
+    return [np.asarray(tf.cast(tensor, tf.float32)) for tensor in tensors]
+
+
+def _backward(low: Rerun, exact: Rerun) -> float:
+    """Returns the error of the gradients by inputs or by weights, the larger one."""
+    errors = [
+        gradient_error(_optional(a), _optional(b))
+        for a, b in (
+            (low.input_gradients, exact.input_gradients),
+            (low.weight_gradients, exact.weight_gradients),
+        )
+    ]
+    return max(errors)
+
+
+def _without_cancelled(exact: Rerun, sums: Rerun) -> Rerun:
+    """Returns the gradients but for those that are 0 by their nature.
+
+    Of a bias ahead of a normalization all parts cancel, so what is left is rounding in
+    every precision.
+    """
+
+    def kept(gradient: Any, total: Any) -> Any:
+        if gradient is None or total is None:
+            return gradient
+        is_left = tf.norm(gradient) >= _CANCELLED * tf.norm(total)
+        return gradient if bool(is_left) else None
+
+    return exact._replace(
+        input_gradients=[
+            kept(*each)
+            for each in zip(exact.input_gradients, sums.input_gradients, strict=True)
+        ],
+        weight_gradients=[
+            kept(*each)
+            for each in zip(exact.weight_gradients, sums.weight_gradients, strict=True)
+        ],
+    )
+
+
+def _optional(tensors: Sequence[Any]) -> list[np.ndarray | None]:
+    return [None if tensor is None else np.asarray(tensor) for tensor in tensors]
+
+
+def _first_line(error: Exception) -> str:
+    lines = str(error).strip().splitlines() or [type(error).__name__]
+    return lines[0][:200]
