@@ -1,0 +1,26 @@
+"""Models with known faults, to judge what finds them. Models are built when asked for.
+
+`CASES` are models of which half precision spoils some layers, `FAILURES` steps that
+went wrong. What is said of `CASES` is proven by `prove_truth.py`.
+"""
+
+from benchmarks.faults import (
+    backward_cases,
+    failure_cases,
+    healthy,
+    precision_cases,
+    range_cases,
+)
+from benchmarks.faults.records import Case, Failure, split
+
+CASES: tuple[Case, ...] = split(
+    (
+        *range_cases.CASES,
+        *precision_cases.CASES,
+        *backward_cases.CASES,
+        *healthy.CASES,
+    )
+)
+FAILURES: tuple[Failure, ...] = split(failure_cases.FAILURES)
+
+__all__ = ["CASES", "FAILURES", "Case", "Failure"]
