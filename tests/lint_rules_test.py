@@ -399,7 +399,9 @@ def test_unscaled_float16_lets_scaled_and_bfloat16_models_be():
     assert places(uncompiled, "unscaled-float16", optimizer="adam") == []
     with tfamp.scope("mixed_float16", loss_scale=None):
         unscaled = sequential(L.Dense(8, name="low"), L.Dense(8))
+        low = keras.Sequential([keras.Input((16,)), L.Dense(8, name="low"), L.Dense(8)])
     assert places(unscaled, "unscaled-float16") == [("error", "low")]
+    assert places(low, "unscaled-float16", optimizer="adam") == [("error", "low")]
 
 
 @pytest.mark.parametrize("data", [None, batch(16)], ids=["by source", "by trace"])
@@ -699,16 +701,45 @@ def test_shifted_normalization_reads_adapted_statistics(mean, severity):
     assert places(kept, "shifted-normalization") == []
 
 
+def with_statistics(model, name, mean=1000.0, variance=0.01):
+    """Writes moving statistics far from 0, as training on such numbers does."""
+    layer = model.get_layer(name)
+    layer.moving_mean.assign(np.full(layer.moving_mean.shape, mean))
+    layer.moving_variance.assign(np.full(layer.moving_mean.shape, variance))
+    return model
+
+
 def test_shifted_normalization_reads_moving_statistics():
     with stock("mixed_float16"):
         model = sequential(L.Dense(8), L.BatchNormalization(name="norm"), head())
     assert places(model, "shifted-normalization") == []
-    model.get_layer("norm").moving_mean.assign(np.full(8, 1000.0))
-    model.get_layer("norm").moving_variance.assign(np.full(8, 0.01))
-    found = lint(model).of(rule="shifted-normalization")
+    found = lint(with_statistics(model, "norm")).of(rule="shifted-normalization")
     assert [(each.severity, each.layer) for each in found] == [("error", "norm")]
     # The spacing of float16 at 1000 is 0.5; 0.5 / sqrt(12) = 0.144 of 0.1.
     assert found[0].figure == pytest.approx(0.5 / 12**0.5 / 0.1)
+
+
+# Layers before the normalization -> whether it gets rounded numbers under tfamp.
+BEFORE = {
+    "first": (lambda: [], False),
+    "behind half precision": (lambda: [L.Dense(16)], True),
+}
+
+
+@pytest.mark.parametrize("before, hits", BEFORE.values(), ids=BEFORE)
+def test_shifted_normalization_knows_who_gets_exact_inputs(before, hits):
+    def model():
+        norm = L.BatchNormalization(name="norm")
+        made = sequential(*before(), norm, L.Dense(8), L.Dense(8))
+        return with_statistics(made, "norm")
+
+    with tfamp.scope("mixed_float16"):
+        managed = model()
+    expected = [("error", "norm")] if hits else []
+    assert places(managed, "shifted-normalization") == expected
+    with stock("mixed_float16"):
+        plain = model()
+    assert places(plain, "shifted-normalization") == [("error", "norm")]
 
 
 # --- inputs

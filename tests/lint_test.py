@@ -206,6 +206,71 @@ def test_several_inputs_are_told_apart():
     assert [(each.layer, each.details["input"]) for each in found] == [("second", 1)]
 
 
+def test_ragged_inputs_and_texts_are_taken():
+    class Ragged(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.table = L.Embedding(16, 8)
+            self.last = L.Dense(8, name="last")
+
+        def call(self, x):
+            return self.last(tf.reduce_mean(self.table(x.to_tensor()), 1))
+
+    with stock("mixed_bfloat16"):
+        model = Ragged()
+        text = keras.Input((), dtype="string")
+        tokens = L.TextVectorization(output_sequence_length=4, vocabulary=["a", "b"])
+        h = L.Embedding(8, 8, mask_zero=True)(tokens(text))
+        reader = keras.Model(text, L.Dense(8, name="last")(L.LSTM(8)(h)))
+    rows = tf.ragged.constant([[1, 2], [3]])
+    y = tf.zeros((2, 8))
+    data = tf.data.Dataset.from_tensors((rows, y))
+    assert places(model, "half-head", data=data) == [("warning", "last")]
+    data = tf.data.Dataset.from_tensors((tf.constant(["a b", "b"]), y))
+    assert places(reader, "half-head", data=data) == [("warning", "last")]
+
+
+def test_models_on_replicas_are_linted():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    with stock("mixed_float16"), strategy.scope():
+        layers = [L.Dense(8), L.BatchNormalization(), L.Dropout(0.1)]
+        model = keras.Sequential([*layers, L.Dense(8, "softmax", name="out")])
+        model.compile("adam", "mse")
+    found = lint(model, data=batch(16))
+    assert [(f.rule, f.layer) for f in found.errors] == [("half-head", "out")]
+    assert found.skipped == ()
+
+
+def test_a_model_that_is_only_a_train_step_is_told_what_can_be():
+    class OnlyStep(keras.Model):
+        def __init__(self):
+            super().__init__(name="only_step")
+            self.part = keras.Sequential([keras.Input((16,)), L.Dense(8)], name="part")
+
+        def compile(self, optimizer):
+            super().compile()
+            self.own = optimizer
+
+        def train_step(self, data):
+            x, _ = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(tf.cast(self.part(x), "float32"))
+            weights = self.part.trainable_variables
+            gradients = tape.gradient(loss, weights)
+            self.own.apply_gradients(zip(gradients, weights, strict=True))
+            return {"loss": loss}
+
+    with stock("mixed_float16"):
+        model = OnlyStep()
+    model.compile(keras.optimizers.Adam())
+    found = lint(model, data=batch(16))
+    assert [(f.rule, f.layer) for f in found] == [("unscaled-float16", "only_step")]
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam()))
+    found = lint(model, data=batch(16))
+    assert [(f.rule, f.layer) for f in found] == [("unscaled-train-step", "only_step")]
+    assert [s for s in found.skipped if s.startswith("half-head: the model cannot be")]
+
+
 def test_nothing_of_a_model_changes():
     keras.utils.set_random_seed(7)
     with tfamp.scope("mixed_float16"):
@@ -221,6 +286,12 @@ def test_nothing_of_a_model_changes():
     assert [layer.dtype_policy.name for layer in model.layers] == policies
     assert (random.getstate(), np.random.get_state()[1].tolist()) == before
     assert keras.config.dtype_policy() is before_policy
+
+
+def test_no_losses_of_the_traced_call_are_left():
+    model = sequential(L.Dense(8, activity_regularizer="l2"), shape=(4,))
+    lint(model, data=batch(4))
+    assert model.losses == []
 
 
 def test_building_a_model_takes_no_random_numbers():

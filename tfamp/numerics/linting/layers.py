@@ -101,7 +101,7 @@ def unscaled_attention(subject: Subject) -> Iterator[Found]:
 def shifted_normalization(subject: Subject) -> Iterator[Found]:
     """Normalization of numbers that lie far from 0, rounded before the mean goes."""
     for part in subject.half():
-        if part.care is not None and part.care.exact_inputs and not _is_inner(part):
+        if _gets_exact_inputs(part, subject.graph):
             continue
         shares = _lost(part)
         if shares is None:
@@ -122,12 +122,25 @@ def shifted_normalization(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _is_inner(part: Part) -> bool:
-    """States whether a layer gets what others computed, not the model's input.
+def _gets_exact_inputs(part: Part, graph: Graph | None) -> bool:
+    """States whether tfamp hands a layer its input before it is rounded.
 
-    What was computed in half precision cannot be handed over unrounded.
+    It does for the layer that comes first, or behind one in float32. Others widen
+    what was computed in half precision.
     """
-    return isinstance(part.layer, keras.layers.BatchNormalization)
+    if part.care is None or not part.care.exact_inputs:
+        return False
+    for node in graph.of_type("Cast") if graph is not None else ():
+        if node.layer != part.path or node.dtype("SrcT") not in HALF:
+            continue
+        before = graph.producer(node, 0)  # type: ignore[union-attr]
+        # Weights are rounded too, as they are read.
+        if before is None or before.op != "Cast":
+            return False
+        read = graph.producer(before, 0)  # type: ignore[union-attr]
+        if read is None or read.op != "ReadVariableOp":
+            return False
+    return True
 
 
 def _lost(part: Part) -> tuple[float, float, float] | None:

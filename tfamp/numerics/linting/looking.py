@@ -112,9 +112,11 @@ def trace_call(model: keras.Model, x: Any) -> Graph:
     @tf.autograph.experimental.do_not_convert
     def forward(*leaves: Any) -> Any:
         inputs = tf.nest.pack_sequence_as(x, leaves)
-        with tf.name_scope(marks.scope):
-            outputs = model(inputs, **options)
-        losses.extend(_added_losses(model))
+        # Layers keep the losses that they add, but not those of this call.
+        with keras.StatelessScope(collect_losses=True):
+            with tf.name_scope(marks.scope):
+                outputs = model(inputs, **options)
+            losses.extend(_added_losses(model))
         return outputs
 
     with model.distribute_strategy.scope(), marks.placed():

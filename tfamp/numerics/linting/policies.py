@@ -8,7 +8,7 @@ import keras
 
 from tfamp import formats
 from tfamp.keras_hooks import structure
-from tfamp.managed.lease import HALF, IN_FORCE, Lease
+from tfamp.managed.lease import HALF, IN_FORCE
 from tfamp.numerics.causes import name_layers
 from tfamp.numerics.linting.rule import Found, rule
 from tfamp.numerics.linting.subject import Part, Subject
@@ -48,9 +48,6 @@ def _wanted(subject: Subject) -> str | None:
     if getattr(present, "compute_dtype", "") in HALF:
         return str(present.name)
     # The policy was taken back, but part of the model follows it.
-    lease = _managing(subject)
-    if lease is not None:
-        return str(lease.policy.name)
     holders = _holders(subject)
     for part in subject.parts:
         policy = part.layer.dtype_policy
@@ -59,12 +56,10 @@ def _wanted(subject: Subject) -> str | None:
     return None
 
 
-def _managing(subject: Subject) -> Lease | None:
-    """Returns the settings under which tfamp put part of a model in half precision."""
-    for part in subject.parts:
-        if part.care is not None and part.care.lease.is_half:
-            return part.care.lease
-    return None
+def _is_managed(subject: Subject) -> bool:
+    """States whether tfamp put part of a model in half precision."""
+    cares = [part.care for part in subject.parts]
+    return any(care is not None and care.lease.is_half for care in cares)
 
 
 def _is_late(part: Part, subject: Subject) -> bool:
@@ -77,7 +72,7 @@ def _is_late(part: Part, subject: Subject) -> bool:
     if part.care is not None or part.dtype != "float32" or not part.weights:
         return False
     policy = part.layer.dtype_policy
-    if policy is keras.config.dtype_policy() and _managing(subject) is None:
+    if policy is keras.config.dtype_policy() and not _is_managed(subject):
         return IN_FORCE.lease is not None
     return _holders(subject)[id(policy)] > 1
 

@@ -1,6 +1,7 @@
 """Rules on the loss scale, without which float16's gradients vanish."""
 
 import ast
+import contextlib
 import inspect
 import textwrap
 import warnings
@@ -16,7 +17,10 @@ from tfamp.numerics.linting.subject import Subject
 from tfamp.numerics.tracing import trace_step
 
 _SCALING = ("scale_loss", "get_scaled_loss")
+_APPLYING = ("apply", "apply_gradients")
 _FLOAT16_SMALLEST = 2.0**-24
+# What Keras's loss scale begins with.
+_USUAL_SCALE = 2.0**15
 _LIBRARIES = ("keras", "tfamp", "tensorflow")
 
 
@@ -62,15 +66,21 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
     step = _own_train_step(model)
     if step is None or not subject.in_dtype("float16") or not _is_scaled(subject):
         return  # "unscaled-float16" says it of an optimizer without a scale
-    called = _calls_while_traced(subject)
+    called = _scales_while_traced(subject)
     if called is None:
+        if len(_dividing(subject)) < len(subject.optimizers) and subject.is_compiled:
+            raise CannotTellError(
+                "not every optimizer scales the loss, and the step cannot be traced to "
+                "see which one it uses"
+            )
         called = _names_it(step, type(model))
         evidence = "nothing in its class names"
     else:
         evidence = "its trace never calls"
     if called:
         return
-    scale = _present_scale(subject.optimizers)
+    scales = [float(each.initial_scale) for each in _dividing(subject)]
+    scale = scales[0] if scales else _USUAL_SCALE
     yield Found(
         "error",
         f"`{step.__qualname__}` trains float16 layers and {evidence} `scale_loss`: "
@@ -83,11 +93,15 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
     )
 
 
+def _dividing(subject: Subject) -> list[Any]:
+    """Returns the optimizers that divide gradients by a loss scale."""
+    kind = keras.optimizers.LossScaleOptimizer
+    return [each for each in subject.optimizers if isinstance(each, kind)]
+
+
 def _is_scaled(subject: Subject) -> bool:
     """States whether an optimizer divides gradients by a loss scale, or would."""
-    optimizers = subject.optimizers
-    scaled = (keras.optimizers.LossScaleOptimizer,)
-    if any(isinstance(optimizer, scaled) for optimizer in optimizers):
+    if _dividing(subject):
         return True
     return not subject.is_compiled and _would_be_wrapped(subject.model)
 
@@ -101,51 +115,50 @@ def _own_train_step(model: keras.Model) -> Any:
     return None if module.split(".")[0] in _LIBRARIES else step
 
 
-def _present_scale(optimizers: tuple[Any, ...]) -> float:
-    for optimizer in optimizers:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            return float(optimizer.initial_scale)
-    return 2.0**15
+def _scales_while_traced(subject: Subject) -> bool | None:
+    """States whether the traced step scales its loss, None if it cannot be traced.
 
-
-def _calls_while_traced(subject: Subject) -> bool | None:
-    """States whether the traced step scales its loss, None if it cannot be traced."""
+    It does if each optimizer that divides by a scale, and is used, is asked for it.
+    """
     model = subject.model
     if not (subject.is_compiled and model.compiled and subject.batch is not None):
         return None
     if model.run_eagerly:
         return None
-    calls: list[str] = []
     dataset = tf.data.Dataset.from_tensors(subject.batch)
-    held = []
+    scaled, applied = set[int](), set[int]()
     try:
-        for optimizer in subject.optimizers:
-            for name in _SCALING:
-                if hasattr(optimizer, name):
-                    held.append((optimizer, name, name in vars(optimizer)))
-                    _tell(optimizer, name, calls)
-        with warnings.catch_warnings():
+        with contextlib.ExitStack() as stack, warnings.catch_warnings():
             # The optimizer warns of the same thing.
             warnings.simplefilter("ignore")
+            for optimizer in _dividing(subject):
+                stack.enter_context(_noted(optimizer, _SCALING, scaled))
+                stack.enter_context(_noted(optimizer, _APPLYING, applied))
             trace_step(model, dataset, inference=False, compiled=False)
     except Exception:  # the user's own code, which may do anything
         return None
+    return applied <= scaled
+
+
+@contextlib.contextmanager
+def _noted(optimizer: Any, names: tuple[str, ...], called: set[int]) -> Iterator[None]:
+    """Notes an optimizer of which a method is called, past Keras's tracking."""
+
+    def noted(original: Any) -> Any:
+        def method(*args: Any, **kwargs: Any) -> Any:
+            called.add(id(optimizer))
+            return original(*args, **kwargs)
+
+        return method
+
+    own = [n for n in names if hasattr(optimizer, n) and n not in vars(optimizer)]
+    for name in own:
+        vars(optimizer)[name] = noted(getattr(optimizer, name))
+    try:
+        yield
     finally:
-        for optimizer, name, was_there in held:
-            if not was_there:
-                vars(optimizer).pop(name, None)
-    return bool(calls)
-
-
-def _tell(optimizer: Any, name: str, calls: list[str]) -> None:
-    """Makes a method of an optimizer note its calls, past Keras's tracking."""
-    original = getattr(optimizer, name)
-
-    def noted(*args: Any, **kwargs: Any) -> Any:
-        calls.append(name)
-        return original(*args, **kwargs)
-
-    vars(optimizer)[name] = noted
+        for name in own:
+            del vars(optimizer)[name]
 
 
 def _names_it(step: Any, cls: type) -> bool:
