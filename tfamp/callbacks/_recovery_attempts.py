@@ -1,6 +1,5 @@
 """Puts a model back after a failure, and applies what may keep it from the next."""
 
-import importlib
 from collections.abc import Callable
 from typing import Any
 
@@ -201,14 +200,23 @@ class Attempts:
             self._restore(other[0])
             return other[1]
         if remedy == _remedies.FLOAT32:
-            path = getattr(verdict, "layer", None)
-            layer = _remedies.find_layer(model, path)
-            if layer is None or not _remedies.keep_float32(layer):
-                return None
-            course.kept_layers = (*course.kept_layers, str(path))
-            course.around.trace_anew()
-            return repr(str(path))
+            return self._keep(verdict)
         return ""
+
+    def _keep(self, verdict: Any) -> str | None:
+        """Keeps the layers in float32 that a verdict is about."""
+        course = self._course
+        paths = getattr(verdict, "layers", ()) or (getattr(verdict, "layer", None),)
+        changed = []
+        for path in paths:
+            layer = _remedies.find_layer(self._model, path)
+            if layer is not None and _remedies.keep_float32(layer):
+                changed.append(str(path))
+        if not changed:
+            return None
+        course.kept_layers = (*course.kept_layers, *changed)
+        course.around.trace_anew()
+        return ", ".join(map(repr, changed))
 
     def _cut_rates(self) -> str | None:
         course = self._course
@@ -246,14 +254,9 @@ class Attempts:
         self._model.stop_training = True
 
 
-def _own_triage() -> Callable[[Any, Any], Any] | None:
-    """Returns tfamp's triage, None where this version has none.
+def _own_triage() -> Callable[[Any, Any], Any]:
+    """Returns tfamp's triage, which is loaded when something has failed."""
+    from tfamp.numerics.triaging import triage
 
-    By name: triage stands on the same floor as callbacks.
-    """
-    try:
-        module = importlib.import_module("tfamp.numerics.triaging")
-    except ImportError:
-        return None
-    found: Callable[[Any, Any], Any] = module.triage
+    found: Callable[[Any, Any], Any] = triage
     return found

@@ -10,6 +10,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.callbacks import _recovery_signs as signs
+from tfamp.callbacks._recovery_batches import LastBatches
 from tfamp.callbacks._recovery_function import AroundTraining
 from tfamp.callbacks._recovery_memory import Memory
 from tfamp.callbacks._recovery_signs import Sign
@@ -72,6 +73,7 @@ class Course:
         self.slots, self.run = slots, secrets.token_hex(4)
         self.writer = Background(slots, clock=settings.clock)
         self.last_logs: dict[str, Any] = {}
+        self._batches = LastBatches(model)
         self._model, self._settings, self._on_failure = model, settings, on_failure
         self._steps = int(model.steps_per_execution or 1)
         self._calls = 0
@@ -118,14 +120,15 @@ class Course:
             self.memory.take_soon()
 
     def failing_batch(self) -> Any:
-        """Returns the batch that training failed on, None where it was not kept."""
-        return None
+        """Returns the batch that training failed on, None where it was not held."""
+        return self._batches.failing()
 
     def close(self) -> None:
         """Gives the training function back and lets the snapshots go."""
         self.around.remove()
         self.write_newest()
         self.writer.finish()
+        self._batches.clear()
         self.memory = None
 
     def write_newest(self) -> None:
@@ -153,7 +156,7 @@ class Course:
         if self.memory is None:
             self.begin()
         try:
-            logs = self.around.train(iterator)
+            logs = self._train(iterator)
         except _ENDS:
             self._end_epoch()
             raise
@@ -177,6 +180,12 @@ class Course:
         self.num_finite_calls += 1
         self.last_logs = values
         return values if isinstance(logs, dict) else logs
+
+    def _train(self, iterator: Any) -> Any:
+        held = self._batches.through(iterator, self.around.function)
+        logs = self.around.train(held)
+        self._batches.fetch()
+        return logs
 
     def _count(self) -> None:
         self._calls += 1
@@ -205,6 +214,7 @@ class Course:
         memory, clock = self.memory, self._settings.clock
         if memory is None:
             return None
+        memory.note_loss(values.get("loss"))
         is_last = self._calls == self._num_calls
         sign = None
         if memory.candidate is not None or memory.is_due():

@@ -22,11 +22,14 @@ class AroundTraining:
     Args:
         model: A compiled model in `fit`.
         call: Called in the place of the training function, with the iterator.
+
+    Attributes:
+        function: The training function that it stands around.
     """
 
     def __init__(self, model: keras.Model, call: Callable[[Any], Any]) -> None:
         self._model, self._call = model, call
-        self._inner: Any = None
+        self.function: Any = None
         self._outer: Any = None
 
     def install(self) -> None:
@@ -34,7 +37,7 @@ class AroundTraining:
         function = self._model.train_function
         if function is None or function is self._outer:
             return
-        self._inner = function
+        self.function = function
 
         def guarded(iterator: Any) -> Any:
             return self._call(iterator)
@@ -44,12 +47,12 @@ class AroundTraining:
     def remove(self) -> None:
         """Gives the place back."""
         if self._outer is not None and self._model.train_function is self._outer:
-            self._model.train_function = self._inner
-        self._inner = self._outer = None
+            self._model.train_function = self.function
+        self.function = self._outer = None
 
     def train(self, iterator: Any) -> Any:
         """Runs the training function that was there before."""
-        return self._inner(iterator)
+        return self.function(iterator)
 
     def trace_anew(self) -> None:
         """Makes the model's functions anew, as a change of its dtypes needs.
@@ -59,6 +62,6 @@ class AroundTraining:
         is_installed = self._outer is not None
         drop_traced_functions(self._model)
         self._model.make_train_function(force=True)
-        self._inner = self._outer = None
+        self.function = self._outer = None
         if is_installed:
             self.install()

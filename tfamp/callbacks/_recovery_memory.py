@@ -114,26 +114,28 @@ class Memory:
         self._spent += seconds
         self.cost_seconds += seconds
 
-    def has_run_away(self, loss: Any) -> bool:
-        """Returns whether a loss is far above what it was at the snapshots before.
-
-        What it was follows slowly, so that a loss that stays high is taken for the new
-        state of things in the end.
-        """
-        if not isinstance(loss, float) or not math.isfinite(loss):
-            return False
-        size = abs(loss)
-        if self._reference is None:
-            self._reference, self._floor = size, _FLOOR * size
-        is_away = size > RUNAWAY * max(self._reference, self._floor)
-        self._reference = max(min(size, self._reference * _FOLLOWS), self._floor)
-        return is_away
+    def note_loss(self, loss: Any) -> None:
+        """Takes the first loss as what the loss was."""
+        if self._reference is None and isinstance(loss, float) and math.isfinite(loss):
+            self._reference, self._floor = abs(loss), _FLOOR * abs(loss)
 
     def is_growing(self, loss: Any) -> bool:
-        """Returns whether a loss is far above what it was, and changes nothing."""
+        """Returns whether a loss is far above what it was."""
         if self._reference is None or not isinstance(loss, float):
             return False
-        return abs(loss) > RUNAWAY * max(self._reference, self._floor)
+        return not abs(loss) <= RUNAWAY * max(self._reference, self._floor)
+
+    def has_run_away(self, loss: Any) -> bool:
+        """As `is_growing`, once for each snapshot.
+
+        What the loss was follows it slowly, so that one which stays high is taken for
+        the new state of things in the end.
+        """
+        is_away = self.is_growing(loss)
+        if self._reference is not None and isinstance(loss, float):
+            followed = min(abs(loss), self._reference * _FOLLOWS)
+            self._reference = max(followed, self._floor)
+        return is_away
 
     def _wait(self) -> None:
         """Sets the time of the next snapshot, by what this one has cost."""

@@ -34,9 +34,10 @@ class NanRecovery(keras.callbacks.Callback):
     - "move loss scale": a sixteenth of it, or 16 times where the triage says raise;
     - "keep in float32": the layer that the triage named, optimizer state kept.
 
-    Which one is said by the triage of the failing step. Without one a batch is dropped
-    first and the learning rate cut after; it is cut at once where the loss had grown
-    tenfold before, or steps were skipped without end.
+    Which one is said by the triage of the failing step; where it says "model", training
+    is stopped. Where it finds nothing a batch is dropped first and the learning rate
+    cut after; it is cut at once where the loss had grown tenfold before, or steps were
+    skipped without end.
 
     A snapshot is good once a step after it was finite and applied, the weights after
     that step were finite, all of the snapshot is, and the loss has not run away. Good
@@ -65,8 +66,8 @@ class NanRecovery(keras.callbacks.Callback):
         remedies: "auto" for all, or those that may be used.
         learning_rate_factor: What a cut leaves of the learning rate, in (0, 1).
         triage: Takes the model, as it was before the failure, and the failing batch or
-            None; gives an object with `cause`, `layer` and `remedy`. None for
-            `tfamp.triage`, where the batch is at hand.
+            None; gives an object with `cause`, `layer` and `remedy`, as `tfamp.triage`
+            does, which is asked by default.
         on_exhausted: "raise" a `RecoveryError`, or "stop" training and log the report.
             The model is as it was at its last good snapshot either way.
         ignore: Names in the logs that may be NaN or inf.

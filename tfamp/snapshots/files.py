@@ -163,7 +163,7 @@ def _read_table(file: BinaryIO, path: Path) -> dict[str, Any]:
 
 def _bytes_of(array: np.ndarray) -> memoryview:
     """Returns the memory of an array; bfloat16 is unknown to `memoryview` itself."""
-    return memoryview(np.ascontiguousarray(array).reshape(-1).view(np.uint8))
+    return np.ascontiguousarray(array).reshape(-1).view(np.uint8).data
 
 
 def _checksum(array: np.ndarray) -> int:

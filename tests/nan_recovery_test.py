@@ -1,0 +1,908 @@
+"""`NanRecovery`: a failing fit goes back to its last good state, and on from there."""
+
+import json
+import os
+import re
+import types
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tfamp import snapshots
+from tfamp.callbacks import Throughput, _remedies
+from tfamp.callbacks import _recovery_signs as signs
+from tfamp.callbacks._recovery_memory import Memory
+from tfamp.callbacks._recovery_records import Recovery, RecoveryError, table
+from tfamp.callbacks.flight_recorder import FlightRecorder
+from tfamp.callbacks.nan_recovery import NanRecovery
+from tfamp.snapshots import slots
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+STEPS, BATCH, EPOCHS = 8, 4, 4
+RANDOM = np.random.default_rng(0)
+# Of each epoch other noise, so that quality has a floor.
+X = RANDOM.normal(size=(EPOCHS * STEPS * BATCH, 3)).astype("float32")
+TRUE = np.array([[1.0], [-2.0], [0.5]], np.float32)
+Y = X @ TRUE + RANDOM.normal(size=(len(X), 1)).astype("float32")
+CLEAN_X = RANDOM.normal(size=(400, 3)).astype("float32")
+CLEAN_Y = CLEAN_X @ TRUE + RANDOM.normal(size=(400, 1)).astype("float32")
+
+
+class Clock:
+    """A second goes by between two readings."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        self.now += 1
+        return self.now
+
+
+@pytest.fixture(autouse=True)
+def quick_disk(monkeypatch):
+    """Waits for no disk; `snapshots_test.py` kills processes instead."""
+    monkeypatch.setattr(os, "fsync", lambda number: None)
+
+
+def data(*bad, value=np.nan):
+    """Batches of all epochs in a row; those at the steps `bad` hold `value`."""
+    x = X.copy()
+    for step in bad:
+        x[step * BATCH] = value
+    return tf.data.Dataset.from_tensor_slices((x, Y)).batch(BATCH)
+
+
+def linear(optimizer=None, kind=keras.Sequential, **options):
+    keras.utils.set_random_seed(7)
+    layers = [keras.layers.Dense(4), keras.layers.Dense(1)]
+    if kind is keras.Model:
+        inputs = keras.Input((3,))
+        model = keras.Model(inputs, layers[1](layers[0](inputs)))
+    elif kind is keras.Sequential:
+        model = keras.Sequential([keras.Input((3,)), *layers])
+    else:
+        model = kind(layers)
+    model.compile(
+        keras.optimizers.SGD(0.02) if optimizer is None else optimizer,
+        "mse",
+        **{"run_eagerly": True, **options},
+    )
+    return model
+
+
+def fit(model, batches, recovery, *others, **options):
+    settings = {"epochs": EPOCHS, "steps_per_epoch": STEPS, "verbose": 0, **options}
+    return model.fit(batches, callbacks=[*others, recovery], **settings)
+
+
+def often(folder, **options):
+    """Takes a snapshot every second step."""
+    return NanRecovery(folder, **{"every_seconds": 0, **options})
+
+
+def quality(model):
+    return model.evaluate(CLEAN_X, CLEAN_Y, verbose=0, batch_size=400)
+
+
+class OwnStep(keras.Model):
+    """Has a `train_step` and logs of its own, and makes its weights late."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+    def train_step(self, batch):
+        x, y = batch
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_variables, strict=True)
+        )
+        return {"loss": loss, "twice": 2 * loss}
+
+
+WAYS = {
+    "functional": dict(kind=keras.Model),
+    "sequential": {},
+    "own train_step": dict(kind=OwnStep),
+    "graph": dict(run_eagerly=False),
+    "jit": dict(run_eagerly=False, jit_compile=True),
+    "several steps a call": dict(run_eagerly=False, steps_per_execution=2),
+    "own train_step in a graph": dict(kind=OwnStep, run_eagerly=False),
+}
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Quality of a run without the fault."""
+    model = linear()
+    model.fit(data(), epochs=EPOCHS, steps_per_epoch=STEPS, verbose=0)
+    return quality(model)
+
+
+@pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
+def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(
+    way, undisturbed, tmp_path
+):
+    model, recovery = linear(**way), often(tmp_path)
+    run = fit(model, data(STEPS + 3), recovery)
+    assert run.history["recoveries"] == [0, 1, 1, 1]
+    assert np.all(np.isfinite(run.history["loss"]))
+    assert [each.remedy for each in recovery.recoveries] == ["drop batch"]
+    assert recovery.recoveries[0].epoch == 1
+    assert run.recoveries == recovery.recoveries
+    assert quality(model) == pytest.approx(undisturbed, rel=0.01)
+
+
+@pytest.mark.slow
+def test_a_bad_batch_is_dropped_on_two_replicas(undisturbed, tmp_path):
+    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+        model = linear(run_eagerly=False)
+    recovery = often(tmp_path)
+    run = fit(model, data(STEPS + 3), recovery)
+    assert run.history["recoveries"] == [0, 1, 1, 1]
+    assert quality(model) == pytest.approx(undisturbed, rel=0.01)
+    for variable in model.trainable_variables:
+        parts = model.distribute_strategy.experimental_local_results(variable.value)
+        assert parts[0].numpy().tobytes() == parts[1].numpy().tobytes()
+
+
+def test_the_model_goes_back_bit_by_bit_and_on_with_the_next_batch(tmp_path):
+    """As if the steps after the snapshot, the failing one included, had not been."""
+    optimizer = keras.optimizers.Adam(0.05)
+    model = linear(optimizer)
+    run = fit(model, data(5), often(tmp_path), epochs=1)
+    # Snapshots follow steps 1, 3 and 5; that of step 5 was never proven.
+    assert run.recoveries[0].restored_step == 3
+    twin = linear(keras.optimizers.Adam(0.05))
+    kept = [(X[i * 4 : i * 4 + 4], Y[i * 4 : i * 4 + 4]) for i in (0, 1, 2, 6, 7)]
+    for x, y in kept:
+        twin.train_on_batch(x, y)
+    for mine, other in zip(model.variables, twin.variables, strict=True):
+        assert mine.numpy().tobytes() == other.numpy().tobytes()
+    assert int(optimizer.iterations.numpy()) == 5
+
+
+def test_a_snapshot_counts_only_after_a_good_step(tmp_path):
+    """The candidate after step 5 is finite, but the step after it failed."""
+    run = fit(linear(), data(5), often(tmp_path), epochs=1)
+    assert run.recoveries[0].restored_step == 3
+    # With the failure a step later it has proven itself.
+    run = fit(linear(), data(6), often(tmp_path), epochs=1)
+    assert run.recoveries[0].restored_step == 5
+
+
+def test_metrics_go_back_with_the_weights(tmp_path):
+    model = linear(metrics=["mae"])
+    run = fit(model, data(5), often(tmp_path), epochs=1)
+    twin, errors = linear(metrics=["mae"]), []
+    for i in (0, 1, 2, 6, 7):
+        rows = slice(i * BATCH, (i + 1) * BATCH)
+        errors.append(twin.train_on_batch(X[rows], Y[rows])[1])
+    assert run.history["mae"][0] == pytest.approx(np.mean(errors), rel=1e-5)
+
+
+def test_metrics_of_an_earlier_epoch_do_not_come_back(tmp_path):
+    model = linear(metrics=["mae"])
+    run = fit(model, data(STEPS), often(tmp_path), epochs=2)
+    assert run.recoveries[0].restored_step == STEPS - 1
+    twin = linear()
+    last = [X[(STEPS + 1) * BATCH : 2 * STEPS * BATCH], Y[(STEPS + 1) * BATCH :]]
+    for i in range(STEPS - 1):
+        twin.train_on_batch(X[i * 4 : i * 4 + 4], Y[i * 4 : i * 4 + 4])
+    losses = [
+        twin.train_on_batch(last[0][i * 4 : i * 4 + 4], last[1][i * 4 : i * 4 + 4])
+        for i in range(STEPS - 1)
+    ]
+    assert run.history["loss"][1] == pytest.approx(np.mean(losses), rel=1e-4)
+
+
+def test_an_epoch_without_a_finite_step_does_not_read_zero(tmp_path):
+    run = fit(linear(), data(1), often(tmp_path), steps_per_epoch=1, epochs=3)
+    assert run.history["loss"][1] == run.history["loss"][0] > 0
+
+
+class Seen(keras.callbacks.Callback):
+    """Notes what another callback sees."""
+
+    def __init__(self):
+        super().__init__()
+        self.losses, self.weights = [], []
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.losses.append(logs["loss"])
+        self._note()
+
+    def on_epoch_end(self, epoch, logs=None):
+        self._note()
+
+    def _note(self):
+        finite = [np.all(np.isfinite(v.numpy())) for v in self.model.variables]
+        self.weights.append(all(finite))
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+def test_no_other_callback_sees_or_stops_for_the_failure(is_first, tmp_path):
+    model, seen, recovery = linear(), Seen(), often(tmp_path)
+    others = [seen, keras.callbacks.TerminateOnNaN()]
+    callbacks = [recovery, *others] if is_first else [*others, recovery]
+    run = model.fit(
+        data(STEPS + 3),
+        epochs=EPOCHS,
+        steps_per_epoch=STEPS,
+        verbose=0,
+        callbacks=callbacks,
+    )
+    assert len(run.history["loss"]) == EPOCHS
+    assert np.all(np.isfinite(seen.losses)) and len(seen.losses) == EPOCHS * STEPS
+    assert all(seen.weights)
+
+
+class Hidden(keras.layers.Layer):
+    """Turns NaN into 0, as a fused ReLU does on a CPU, so that the loss is finite."""
+
+    def call(self, x):
+        return tf.where(tf.math.is_nan(x), tf.zeros_like(x), x)
+
+
+def hiding(**options):
+    """Its moving statistics get NaN while its loss stays finite."""
+    keras.utils.set_random_seed(7)
+    inputs = keras.Input((3,))
+    seen = keras.layers.BatchNormalization(
+        name="statistics", center=False, scale=False
+    )(inputs)
+    model = keras.Model(
+        inputs, keras.layers.Dense(1)(Hidden()(inputs)) + 0 * Hidden()(seen)
+    )
+    model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True, **options)
+    return model
+
+
+# Keras says so at the end of any data of unknown length.
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize(
+    "num_steps", [STEPS, None], ids=["known length", "unknown length"]
+)
+def test_weights_are_judged_before_the_epoch_ends_where_the_loss_is_finite(
+    num_steps, tmp_path
+):
+    model, seen = hiding(), Seen()
+    batches = data(STEPS - 3).take(STEPS)
+    if num_steps is None:
+        batches = batches.filter(lambda x, y: True)
+    recovery = NanRecovery(tmp_path, every_seconds=1e6)
+    fit(model, batches, recovery, seen, steps_per_epoch=None, epochs=1)
+    assert [each.sign for each in recovery.recoveries] == [
+        f"{model.get_layer('statistics').moving_mean.path} holds values that are not "
+        "finite"
+    ]
+    assert seen.weights[-1]
+
+
+def test_a_snapshot_with_a_bad_slot_is_no_candidate(tmp_path):
+    model = linear(keras.optimizers.SGD(0.02, momentum=0.9))
+
+    class Spoil(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            if batch == 3:
+                slot = self.model.optimizer.variables[-1]
+                slot.assign([np.inf])
+
+    recovery = NanRecovery(tmp_path, every_seconds=0, max_recoveries=1)
+    fit(model, data(), recovery, Spoil(), epochs=1)
+    assert len(recovery.recoveries) == 1
+    assert np.all(np.isfinite(model.optimizer.variables[-1].numpy()))
+
+
+def test_a_learning_rate_that_explodes_is_cut(tmp_path, undisturbed):
+    """Above 2 / (largest curvature) each step multiplies the error."""
+    model = linear(keras.optimizers.SGD(1.5))
+    recovery = often(tmp_path, learning_rate_factor=0.1, max_recoveries=4)
+    fit(model, data(), recovery)
+    remedies = [each.remedy for each in recovery.recoveries]
+    assert "cut learning rate" in remedies
+    assert float(model.optimizer.learning_rate.numpy()) <= 0.15001
+    fit(model, data(), recovery)
+    assert np.isfinite(quality(model))
+
+
+def named(cause, layer=None, remedy="", layers=()):
+    """A triage that always gives this verdict, and notes what it was asked."""
+
+    def triage(model, batch):
+        asked.append(([v.numpy() for v in model.variables], batch))
+        return types.SimpleNamespace(
+            cause=cause, layer=layer, remedy=remedy, layers=layers
+        )
+
+    asked = []
+    triage.asked = asked
+    return triage
+
+
+def test_a_learning_rate_that_is_too_high_is_cut_and_quality_is_kept(tmp_path):
+    long = {"epochs": 3 * EPOCHS}
+    calm = linear(keras.optimizers.SGD(0.02))
+    calm.fit(data().repeat(), steps_per_epoch=STEPS, verbose=0, **long)
+    model = linear(keras.optimizers.SGD(2.0))
+    recovery = often(tmp_path, triage=named("learning rate"), learning_rate_factor=0.01)
+    run = fit(model, data().repeat(), recovery, **long)
+    assert [each.remedy for each in run.recoveries] == ["cut learning rate"]
+    assert recovery.recoveries[0].detail == "2 -> 0.02"
+    assert quality(model) == pytest.approx(quality(calm), rel=0.01)
+
+
+def test_a_cut_lasts_when_a_snapshot_from_before_it_comes_back(tmp_path):
+    model = linear(keras.optimizers.SGD(0.5))
+    # Never a snapshot but the first, so each recovery goes back behind the cut before.
+    recovery = NanRecovery(tmp_path, every_seconds=1e6, triage=named("optimizer"))
+    fit(model, data(2, 4, 6), recovery, epochs=1)
+    details = [each.detail for each in recovery.recoveries]
+    assert details == ["0.5 -> 0.25", "0.25 -> 0.125", "0.125 -> 0.0625"]
+    assert float(model.optimizer.learning_rate.numpy()) == 0.0625
+
+
+def test_a_schedule_is_cut_and_goes_on(tmp_path):
+    schedule = keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1.0)
+    model = linear(keras.optimizers.SGD(schedule), run_eagerly=False)
+    recovery = often(tmp_path, triage=named("learning rate"))
+    fit(model, data(3, 5), recovery, epochs=1)
+    assert [each.detail for each in recovery.recoveries] == [
+        "schedule x 0.5",
+        "schedule x 0.25",
+    ]
+    updates = int(model.optimizer.iterations.numpy())
+    rate = float(np.asarray(model.optimizer.learning_rate))
+    assert rate == pytest.approx(0.25 * 0.1 / (1 + updates))
+
+
+def test_a_cut_schedule_survives_its_configuration():
+    schedule = keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1.0)
+    cut = _remedies.CutSchedule(schedule, 0.25)
+    copy = keras.saving.deserialize_keras_object(
+        keras.saving.serialize_keras_object(cut)
+    )
+    assert float(copy(3)) == float(cut(3)) == pytest.approx(0.25 * 0.1 / 4)
+
+
+def test_every_optimizer_of_a_model_is_cut():
+    model = linear()
+    model.second = keras.optimizers.Adam(0.4)
+    rates = _remedies.multiply_rates(model, held=0.5, factor=0.5)
+    assert not rates.needs_trace
+    assert float(model.second.learning_rate.numpy()) == pytest.approx(0.2)
+    assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.01)
+
+
+@pytest.mark.slow
+def test_a_layer_that_overflows_in_float16_is_kept_in_float32(tmp_path):
+    """float16 ends at 65504; what makes and what takes 1e6 is kept, and no other."""
+    keras.utils.set_random_seed(7)
+    layers = [
+        keras.layers.Dense(3, name="low", use_bias=False),
+        keras.layers.Rescaling(1e6, name="huge"),
+        keras.layers.Rescaling(1e-6, name="back"),
+        keras.layers.Dense(1, name="head"),
+    ]
+    plain = keras.Sequential([keras.Input((3,)), *layers])
+    tfamp.apply(plain, "mixed_float16")
+    plain.compile(keras.optimizers.Adam(0.02), "mse", run_eagerly=True)
+    before = plain.optimizer
+    recovery = often(tmp_path, triage=named("precision", layers=("huge", "back")))
+    run = fit(plain, data(), recovery)
+    assert [each.remedy for each in run.recoveries] == ["keep in float32"]
+    assert run.recoveries[0].detail == "'huge', 'back'"
+    dtypes = [plain.get_layer(n).compute_dtype for n in ("low", "huge", "back")]
+    assert dtypes == ["float16", "float32", "float32"]
+    # The optimizer went on with its slots; a few steps were skipped for the scale.
+    assert plain.optimizer is before
+    assert before.judged_steps == EPOCHS * STEPS - 1
+    assert int(before.inner_optimizer.iterations.numpy()) == before.applied_steps
+    assert np.all(np.isfinite(run.history["loss"]))
+    # A fresh process computes in the same dtypes.
+    fresh = keras.models.clone_model(plain)
+    tfamp.apply(fresh, "mixed_float16")
+    fresh.compile(keras.optimizers.Adam(0.02), "mse", run_eagerly=True)
+    fit(fresh, data(), often(tmp_path, resume=True), epochs=1)
+    assert fresh.get_layer("huge").compute_dtype == "float32"
+    assert fresh.get_layer("low").compute_dtype == "float16"
+
+
+def test_a_layer_that_tfamp_does_not_manage_is_kept_with_all_inside():
+    inner = keras.Sequential([keras.layers.Dense(2)], name="inner")
+    model = keras.Sequential([keras.Input((2,)), inner, keras.layers.Dense(1)])
+    for layer in (inner, *inner.layers, model.layers[1]):
+        layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
+    layer = _remedies.find_layer(model, "inner")
+    assert _remedies.keep_float32(layer)
+    assert inner.layers[0].compute_dtype == "float32"
+    assert model.layers[1].compute_dtype == "bfloat16"
+    assert not _remedies.keep_float32(layer)
+    assert model(np.ones((1, 2))).dtype == "bfloat16"
+
+
+@pytest.mark.parametrize("path", [None, "nowhere", "inner/dense_of_another"])
+def test_a_layer_that_is_not_there_is_not_kept(path):
+    assert _remedies.find_layer(linear(), path) is None
+
+
+class Root(keras.layers.Layer):
+    """Finite forward at 0, where its gradient is 0 times infinity."""
+
+    def build(self, shape):
+        self.factor = self.add_weight(name="factor", shape=(), initializer="ones")
+
+    def call(self, x):
+        return x + tf.sqrt(self.factor * x**2)
+
+
+def rooted(optimizer, **options):
+    keras.utils.set_random_seed(7)
+    model = keras.Sequential([keras.Input((3,)), Root(), keras.layers.Dense(1)])
+    model.compile(optimizer, "mse", **{"run_eagerly": True, **options})
+    return model
+
+
+def guard(**options):
+    settings = {"initial_scale": 1.0, "dynamic": False, "max_consecutive_skips": 2}
+    return tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(0.01), **{**settings, **options}
+    )
+
+
+STOPS = {
+    "eager": {},
+    "graph": dict(run_eagerly=False),
+    # Read every 16 calls there.
+    "jit": dict(run_eagerly=False, jit_compile=True),
+}
+
+
+@pytest.mark.parametrize("way", STOPS.values(), ids=STOPS)
+def test_the_error_of_a_stalled_loss_scale_ends_no_training(way, tmp_path):
+    model = rooted(guard(), **way)
+    recovery = often(tmp_path, triage=named("none"))
+    run = fit(model, data(12, 13, value=0.0), recovery)
+    assert [each.remedy for each in run.recoveries] == ["cut learning rate"]
+    assert run.recoveries[0].sign.startswith("Skipped 2 updates in a row")
+    assert len(run.history["loss"]) == EPOCHS
+    rate = model.optimizer.inner_optimizer.learning_rate
+    assert float(rate.numpy()) == pytest.approx(0.005)
+
+
+def test_a_scale_at_its_floor_is_a_failure_after_8_skips_in_a_row(tmp_path):
+    optimizer = guard(dynamic=True, min_scale=0.5, max_consecutive_skips=None)
+    recovery = often(tmp_path, clock=lambda: 0.0, triage=named("none"))
+    fit(rooted(optimizer), data(*range(2, 11), value=0.0), recovery)
+    assert [(each.step, each.sign) for each in recovery.recoveries] == [
+        (10, "the loss scale stands at 0.5 after 8 skipped steps in a row")
+    ]
+
+
+def test_keras_own_loss_scale_is_a_failure_when_it_has_fallen(tmp_path):
+    inner = keras.optimizers.SGD(0.01)
+    optimizer = keras.optimizers.LossScaleOptimizer(inner, initial_scale=2.0**-12)
+    recovery = often(tmp_path, clock=lambda: 0.0, triage=named("none"))
+    fit(rooted(optimizer), data(2, 3, 4, value=0.0), recovery, epochs=1)
+    assert recovery.recoveries[0].sign == "the loss scale has fallen to 3.05176e-05"
+    assert float(optimizer.dynamic_scale.numpy()) == 2.0**-12
+
+
+def test_a_skipped_step_alone_is_no_failure_and_proves_no_snapshot(tmp_path):
+    """Snapshots follow steps 1 and 3; a skip at 4 leaves that of 3 unproven."""
+    model = rooted(guard(max_consecutive_skips=None))
+    batches = data(3, value=0.0)
+    bad = [tf.fill((4, 3), np.float32(np.nan)), tf.zeros((4, 1))]
+    batches = batches.take(4).concatenate(
+        tf.data.Dataset.from_tensor_slices(tuple(b[None] for b in bad))
+    )
+    recovery = often(tmp_path)
+    fit(model, batches, recovery, epochs=1, steps_per_epoch=5)
+    assert [each.restored_step for each in recovery.recoveries] == [1]
+
+
+SCALES = {
+    "lowered": ("", 2.0**15, "32768 -> 2048", 2.0**11),
+    "raised": ("Raise the loss scale.", 2.0**3, "8 -> 128", 2.0**7),
+    "no further than its floor": ("", 2.0, "2 -> 0.5", 0.5),
+}
+
+
+@pytest.mark.parametrize("remedy, first, detail, last", SCALES.values(), ids=SCALES)
+def test_the_loss_scale_is_moved_and_does_not_climb_back_at_once(
+    remedy, first, detail, last, tmp_path
+):
+    optimizer = guard(dynamic=True, initial_scale=first, min_scale=0.5)
+    model = linear(optimizer)
+    recovery = often(tmp_path, triage=named("loss scale", remedy=remedy))
+    fit(model, data(3), recovery, epochs=1)
+    assert [(e.remedy, e.detail) for e in recovery.recoveries] == [
+        ("move loss scale", detail)
+    ]
+    assert float(optimizer.dynamic_scale.numpy()) == last
+
+
+def test_a_scale_that_cannot_move_gives_way_to_the_learning_rate(tmp_path):
+    recovery = often(tmp_path, triage=named("loss scale"))
+    fit(linear(), data(3), recovery, epochs=1)
+    assert [each.remedy for each in recovery.recoveries] == ["cut learning rate"]
+
+
+def test_the_triage_is_asked_with_good_weights_and_the_failing_batch(tmp_path):
+    triage = named("data")
+    model = linear(run_eagerly=False)
+    recovery = often(tmp_path, triage=triage)
+    fit(model, data(3), recovery, epochs=1)
+    ((weights, (x, y)),) = triage.asked
+    assert all(np.all(np.isfinite(weight)) for weight in weights)
+    rows = slice(3 * BATCH, 4 * BATCH)
+    assert np.isnan(x[0]).all() and np.array_equal(x[1:], X[rows][1:])
+    assert np.array_equal(y, Y[rows])
+
+
+def test_what_the_triage_does_to_the_model_is_undone(tmp_path):
+    def spoil(model, batch):
+        for variable in model.variables:
+            variable.assign(variable * 0 + 77.0)
+        return types.SimpleNamespace(cause="data", layer=None, remedy="")
+
+    model = linear()
+    fit(model, data(7), often(tmp_path, triage=spoil), epochs=1)
+    assert not any(np.any(v.numpy() == 77) for v in model.variables)
+
+
+def test_by_default_tfamps_own_triage_is_asked(tmp_path):
+    run = fit(linear(), data(3), often(tmp_path), epochs=1)
+    assert [(e.cause, e.remedy) for e in run.recoveries] == [("data", "drop batch")]
+
+
+def test_a_triage_that_fails_leaves_the_remedies_to_be_tried(tmp_path, caplog):
+    def broken(model, batch):
+        raise KeyError("nothing")
+
+    recovery = often(tmp_path, triage=broken)
+    run = fit(linear(), data(3, 5), recovery, epochs=1)
+    remedies = [(each.cause, each.remedy) for each in run.recoveries]
+    assert remedies == [("", "drop batch"), ("", "cut learning rate")]
+    assert "The triage failed (KeyError: 'nothing')" in caplog.text
+
+
+def test_the_batch_comes_from_a_recorder_that_holds_it_already(tmp_path):
+    triage = named("data")
+    recorder = FlightRecorder(tmp_path / "bundles")
+    recovery = often(tmp_path, triage=triage)
+    fit(linear(run_eagerly=False), data(3), recovery, recorder, epochs=1)
+    assert np.isnan(triage.asked[0][1][0][0]).all()
+    assert len(recorder.bundles) == 1
+
+
+# The end of the budget.
+
+
+def endless(folder, **options):
+    """Each batch from the second on is bad."""
+    model = linear()
+    recovery = often(folder, **{"max_recoveries": 2, **options})
+    return model, recovery, data(*range(2, EPOCHS * STEPS))
+
+
+def test_after_the_last_recovery_an_error_tells_what_was_tried(tmp_path):
+    model, recovery, batches = endless(tmp_path, triage=named("none"))
+    with pytest.raises(RecoveryError) as caught:
+        fit(model, batches, recovery)
+    text = str(caught.value)
+    assert text.startswith(
+        "Training was stopped at epoch 1, step 5: loss is nan, and `max_recoveries` 2 "
+        "are used up; expected a remedy to help. The model is as it was at step 1, its "
+        "last good snapshot."
+    )
+    lines = text.splitlines()[1:]
+    assert lines[0].split("  ")[0] == "epoch" and len(lines) == 4
+    assert "drop batch" in lines[1]
+    assert "cut learning rate 0.02 -> 0.01" in lines[2]
+    assert "stop" in lines[3]
+    assert caught.value.recoveries == recovery.recoveries
+    assert all(np.all(np.isfinite(v.numpy())) for v in model.variables)
+
+
+def test_training_can_be_stopped_without_an_error(tmp_path):
+    model, recovery, batches = endless(tmp_path, on_exhausted="stop")
+    run = fit(model, batches, recovery)
+    assert len(run.history["loss"]) == 1 and np.isfinite(run.history["loss"][0])
+    assert [each.remedy for each in recovery.recoveries][-1] == "stop"
+    assert model.stop_training
+
+
+def test_a_fault_of_the_model_stops_at_once_with_the_advice_of_the_triage(tmp_path):
+    triage = named("model", "root", "Add an epsilon under the root.")
+    recovery = often(tmp_path, triage=triage)
+    with pytest.raises(RecoveryError, match="no remedy is left") as caught:
+        fit(linear(), data(3), recovery)
+    assert "Add an epsilon under the root." in str(caught.value)
+    assert len(recovery.recoveries) == 1
+
+
+def test_only_the_remedies_that_were_named_are_used(tmp_path):
+    recovery = often(tmp_path, remedies=["cut learning rate"])
+    with pytest.raises(RecoveryError, match="no remedy is left"):
+        fit(linear(), data(3), recovery)
+    recovery = often(tmp_path, remedies="cut learning rate", triage=named("none"))
+    run = fit(linear(), data(3), recovery, epochs=1)
+    assert [each.remedy for each in run.recoveries] == ["cut learning rate"]
+
+
+def test_a_snapshot_that_helped_twice_to_nothing_gives_way_to_an_older_one(tmp_path):
+    """Snapshots of steps 1, 3 and 5 are proven; later steps fail at once."""
+    recovery = often(
+        tmp_path, write_every_seconds=0, max_recoveries=4, triage=named("data")
+    )
+    bad = range(6, 10)
+    fit(linear(), data(*bad), Flush(recovery), recovery)
+    assert [each.restored_step for each in recovery.recoveries] == [5, 5, 3, 3]
+
+
+class Flush(keras.callbacks.Callback):
+    """Waits for each write, so that the next one is not left out."""
+
+    def __init__(self, recovery):
+        super().__init__()
+        self.recovery = recovery
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.recovery._course.writer.finish()
+
+
+# Beside other callbacks, and after an error.
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_a_throughput_beside_it_goes_on_measuring(is_first, tmp_path):
+    model, recovery = linear(run_eagerly=False), often(tmp_path)
+    meter = Throughput(clock=Clock())
+    callbacks = [recovery, meter] if is_first else [meter, recovery]
+    for _ in range(2):
+        run = model.fit(
+            data(STEPS + 3),
+            epochs=EPOCHS,
+            steps_per_epoch=STEPS,
+            verbose=0,
+            callbacks=callbacks,
+        )
+        assert run.history["recoveries"] == [0, 1, 1, 1]
+        assert len(run.history["examples_per_second"]) == EPOCHS
+        assert not any("another" in note for note in meter.notes)
+    assert "guarded" not in repr(model.train_function)
+
+
+def test_other_errors_pass_and_leave_nothing_behind(tmp_path):
+    def broken():
+        yield X[:4], Y[:4]
+        raise OSError("no such image")
+
+    model, recovery = linear(), often(tmp_path)
+    spec = (tf.TensorSpec((4, 3)), tf.TensorSpec((4, 1)))
+    batches = tf.data.Dataset.from_generator(broken, output_signature=spec)
+    with pytest.raises(tf.errors.UnknownError, match="no such image"):
+        model.fit(batches, verbose=0, callbacks=[recovery])
+    assert "guarded" not in repr(model.train_function)
+    assert np.isfinite(fit(model, data(), often(tmp_path)).history["loss"][-1])
+
+
+def test_a_backup_beside_it_holds_no_bad_weights(tmp_path):
+    """A second run begins with the backup's state, saved at an epoch's end."""
+    model = linear()
+    backup = keras.callbacks.BackupAndRestore(
+        tmp_path / "backup", delete_checkpoint=False
+    )
+    fit(model, data(2 * STEPS - 1), often(tmp_path / "mine"), backup, epochs=2)
+    fresh = linear()
+    seen = Seen()
+    backup = keras.callbacks.BackupAndRestore(
+        tmp_path / "backup", delete_checkpoint=False
+    )
+    run = fit(fresh, data(), often(tmp_path / "other"), backup, seen, epochs=3)
+    assert all(seen.weights) and np.isfinite(run.history["loss"]).all()
+
+
+def test_training_that_begins_with_bad_weights_is_refused(tmp_path):
+    model = linear()
+    model.layers[0].bias.assign([1, np.nan, np.inf, 1])
+    with pytest.raises(ValueError) as caught:
+        fit(model, data(), often(tmp_path))
+    assert str(caught.value).startswith(
+        "Training begins with 2 weights or optimizer values that are not finite, the "
+        f"first in {model.layers[0].bias.path!r}; expected finite ones. Load a good"
+    )
+
+
+# In a fresh process.
+
+
+def test_a_fresh_model_goes_on_from_the_last_good_snapshot(tmp_path):
+    optimizer = keras.optimizers.Adam(0.05)
+    recovery = often(tmp_path, write_every_seconds=0, triage=named("optimizer"))
+    fit(linear(optimizer), data(3), Flush(recovery), recovery, epochs=2)
+    state = slots.Slots(tmp_path).load()
+    assert state.counters["rate_factor"] == 0.5
+
+    class First(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            begun.append([v.numpy() for v in self.model.variables])
+            begun.append(float(self.model.optimizer.learning_rate.numpy()))
+
+    begun, fresh = [], linear(keras.optimizers.Adam(0.05))
+    resumed = often(tmp_path, resume=True)
+    assert resumed.initial_epoch == state.counters["epoch"] == 1
+    fit(fresh, data(), resumed, First(), initial_epoch=resumed.initial_epoch)
+    weights = [a for n, a in state.arrays.items() if n.startswith("weights/")]
+    for mine, other in zip(begun[0], weights, strict=True):
+        assert mine.tobytes() == other.tobytes()
+    assert begun[1] == pytest.approx(0.025)
+    assert slots.Slots(tmp_path).counters()["step"] > state.counters["step"]
+
+
+def test_an_empty_folder_resumes_nothing(tmp_path):
+    recovery = often(tmp_path, resume=True)
+    assert recovery.initial_epoch == 0
+    run = fit(linear(), data(), recovery)
+    assert np.isfinite(run.history["loss"]).all()
+
+
+def test_snapshots_of_an_earlier_run_are_told_of_and_not_used(tmp_path, caplog):
+    fit(linear(), data(), often(tmp_path), epochs=1)
+    assert often(tmp_path).initial_epoch == 0
+    model = linear()
+    run = fit(model, data(0), often(tmp_path), epochs=1)
+    assert "holds good snapshots of an earlier run" in caplog.text
+    assert run.recoveries[0].restored_step == 0
+
+
+def test_what_is_on_disk_is_good_when_training_ends(tmp_path):
+    model, recovery, batches = endless(tmp_path)
+    with pytest.raises(RecoveryError):
+        fit(model, batches, recovery)
+    state = slots.Slots(tmp_path).load()
+    assert state.counters["step"] == 1 and snapshots.num_nonfinite(state) == 0
+
+
+def test_the_journal_holds_every_recovery(tmp_path):
+    run = fit(linear(), data(3, 5), often(tmp_path), epochs=1)
+    lines = (tmp_path / "recoveries.jsonl").read_text().splitlines()
+    found = [Recovery.from_dict(json.loads(line)) for line in lines]
+    assert found == list(run.recoveries) and len(found) == 2
+
+
+# Parts.
+
+
+def test_names_that_may_be_nan_are_left_alone(tmp_path):
+    def undefined(y_true, y_pred):
+        return tf.constant(np.nan) * tf.reduce_sum(y_pred)
+
+    model = linear(metrics=[undefined])
+    run = fit(model, data(), often(tmp_path, ignore=["undefined"]), epochs=1)
+    assert run.history["recoveries"] == [0]
+
+
+LOGS = {
+    "nan": ({"loss": float("nan")}, "loss is nan"),
+    "below": ({"loss": 1.0, "mae": float("-inf")}, "mae is -inf"),
+    "nested": ({"out": {"mae": float("inf")}}, "out/mae is inf"),
+    "array": ({"each": np.array([1, np.nan])}, "each has values that are not finite"),
+    "finite": ({"loss": 1.0, "each": np.ones(2), "name": "text"}, None),
+}
+
+
+@pytest.mark.parametrize("logs, text", LOGS.values(), ids=LOGS)
+def test_logs_are_judged(logs, text):
+    sign = signs.of_logs(logs)
+    assert (sign and sign.text) == text
+
+
+def test_the_error_of_a_numeric_check_is_a_sign():
+    message = "dense : Tensor had NaN values"
+    sign = signs.of_error(tf.errors.InvalidArgumentError(None, None, message))
+    assert sign.text == "a checked tensor failed: tensor had nan"
+    assert signs.of_error(tf.errors.InvalidArgumentError(None, None, "shape")) is None
+    assert signs.of_error(ValueError("NaN")) is None
+
+
+def test_weights_whose_sum_overflows_are_good():
+    model = linear()
+    model.layers[0].bias.assign(np.full(4, np.finfo(np.float32).max))
+    model.layers[1].bias.assign([np.finfo(np.float32).max])
+    assert signs.of_weights(model) is None
+
+
+def memory(model, **options):
+    settings = {"every_seconds": None, "share": 0.01, "is_written": lambda s: False}
+    return Memory(model, **{**settings, "clock": Clock(), **options})
+
+
+def test_the_next_snapshot_waits_a_hundred_times_what_the_last_one_took():
+    now = [0.0]
+    kept = memory(linear(), clock=lambda: now[0])
+    kept.begin(kept.good)
+    assert kept.is_due()
+    assert kept.take(step=1)
+    kept.spend(0.25)
+    kept.promote()
+    now[0] = 24.9
+    assert not kept.is_due()
+    now[0] = 25.0
+    assert kept.is_due()
+
+
+def test_what_is_written_is_not_written_over():
+    held = []
+    kept = memory(linear(), is_written=lambda state: state in held)
+    first = kept.good
+    held.append(first)
+    for step in (1, 2, 3):
+        kept.take(step=step)
+        assert (
+            kept.candidate.arrays["weights/0/kernel"]
+            is not (first.arrays["weights/0/kernel"])
+        )
+        kept.promote()
+    held.clear()
+
+
+def test_a_loss_that_runs_away_proves_nothing_until_it_stays():
+    kept = memory(linear())
+    kept.note_loss(2.0)
+    assert not kept.has_run_away(19.0)
+    assert kept.has_run_away(21.0)
+    # What it was follows by a fiftieth each time: 10 * 2 * 1.02**n > 30 for n = 21.
+    assert [kept.has_run_away(30.0) for _ in range(25)].count(True) in range(18, 22)
+
+
+def test_a_table_has_a_line_for_each_recovery():
+    rows = [
+        Recovery(1, 0, 7, "loss is nan", cause="data", remedy="drop batch"),
+        Recovery(2, 3, 900, "loss is inf", layer="a/b", remedy="cut", detail="2 -> 1"),
+    ]
+    assert table(rows).splitlines() == [
+        "epoch  step  sign         cause  layer  remedy      back to step",
+        "1      7     loss is nan  data   -      drop batch  0",
+        "4      900   loss is inf  -      a/b    cut 2 -> 1  0",
+    ]
+
+
+ARGUMENTS = {
+    "keep": (dict(keep=1), ValueError, "`keep` is 1; expected an integer of at least"),
+    "seconds": (dict(every_seconds=-1), ValueError, "`every_seconds` is -1.0;"),
+    "budget": (dict(max_recoveries=-1), ValueError, "`max_recoveries` is -1;"),
+    "factor": (
+        dict(learning_rate_factor=1.0),
+        ValueError,
+        "`learning_rate_factor` is 1.0; expected a number above 0 and below 1.",
+    ),
+    "remedy": (
+        dict(remedies=["drop batches"]),
+        ValueError,
+        "Unknown `remedies` 'drop batches'; expected 'drop batch', 'cut learning rate'",
+    ),
+    "end": (dict(on_exhausted="ignore"), ValueError, "Unknown `on_exhausted` 'ignore'"),
+    "names": (dict(ignore="auc"), TypeError, "Pass `ignore=['auc']`."),
+    "triage": (dict(triage=3), TypeError, "`triage` is 3, of type int; expected a"),
+    "folder": (dict(directory=None), TypeError, "`directory` is None, of type"),
+}
+
+
+@pytest.mark.parametrize("given, error, text", ARGUMENTS.values(), ids=ARGUMENTS)
+def test_arguments_are_checked(given, error, text, tmp_path):
+    with pytest.raises(error, match=re.escape(text)):
+        NanRecovery(**{"directory": tmp_path, **given})

@@ -1,0 +1,91 @@
+"""The batch that training failed on, for the triage.
+
+In `fit` the traced function draws its batches out of Python's sight, so they are held
+on their way. A `FlightRecorder` in the same `fit` holds them already.
+"""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.callbacks import _batch_ring
+from tfamp.callbacks._timed_iterator import TimedIterator
+
+_ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
+
+
+class LastBatches:
+    """Holds the batches of the last call of a training function.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._steps = int(model.steps_per_execution or 1)
+        self._ring: _batch_ring.BatchRing | None = None
+        self._iterator: Any = None
+        self._function: Any = None
+        self._held: Any = None
+        self._calls = 0
+
+    def through(self, iterator: Any, function: Any) -> Any:
+        """Returns what the training function is to draw from.
+
+        Args:
+            iterator: What `fit` gave.
+            function: The training function.
+        """
+        if self._iterator is not iterator or self._function is not function:
+            self._iterator = self._held = iterator
+            self._function = function
+            is_held_elsewhere = hasattr(function, "recorded")
+            if isinstance(iterator, _ITERATORS) and not is_held_elsewhere:
+                if self._ring is None:
+                    strategy = self._model.distribute_strategy
+                    self._ring = _batch_ring.BatchRing(strategy, keep=self._steps)
+                self._held = TimedIterator(iterator, self._ring)
+        return self._held
+
+    def fetch(self) -> None:
+        """Lets older batches go, every few calls."""
+        if self._ring is None:
+            return
+        self._calls += self._steps
+        if self._calls >= self._ring.calls_between:
+            self._calls = 0
+            self._ring.fetch()
+
+    def failing(self) -> Any:
+        """Returns the last batch with NaN or inf in it, else the last; None without."""
+        ring = self._ring or _batch_ring._RINGS.get(self._model)
+        kept = ring.batches() if ring is not None else []
+        batches = [_whole(each.parts) for each in kept[-self._steps :]]
+        bad = [batch for batch in batches if _has_nonfinite(batch)]
+        return (bad or batches or [None])[-1]
+
+    def clear(self) -> None:
+        """Lets all batches go."""
+        if self._ring is not None:
+            self._ring.clear()
+        self._iterator = self._function = self._held = None
+
+
+def _whole(parts: tuple[Any, ...]) -> Any:
+    """Returns a batch of all replicas as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return tf.nest.map_structure(
+        lambda *leaves: leaves[0] if leaves[0] is None else tf.concat(leaves, 0), *parts
+    )
+
+
+def _has_nonfinite(batch: Any) -> bool:
+    return any(
+        not np.all(np.isfinite(np.asarray(leaf)))
+        for leaf in tf.nest.flatten(batch, expand_composites=True)
+        if tf.is_tensor(leaf) and leaf.dtype.is_floating
+    )
