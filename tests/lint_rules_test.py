@@ -427,22 +427,25 @@ def test_unscaled_train_step_believes_the_trace_over_the_source():
 
 
 def test_unscaled_train_step_is_about_optimizers_that_unscale():
+    rule = "unscaled-train-step"
     with stock("mixed_float16"):
         model = compiled(Forgets())
         raw = Forgets()
-    model.optimizer = model.optimizer.inner_optimizer
-    assert places(model, "unscaled-train-step", data=batch(16)) == []
-    assert len(places(raw, "unscaled-train-step", optimizer="adam")) == 1
-    assert len(places(model, "unscaled-float16")) == 1
-
-
-def test_unscaled_train_step_is_about_float16():
-    with stock("mixed_bfloat16"):
-        model = compiled(Forgets())
-    assert places(model, "unscaled-train-step", data=batch(16)) == []
-    with stock("mixed_float16"):
         plain = sequential(L.Dense(8), head())
-    assert places(plain, "unscaled-train-step") == []
+    assert places(plain, rule) == []
+    model.optimizer = model.optimizer.inner_optimizer
+    assert places(model, rule, data=batch(16)) == []
+    assert places(model, rule) == []
+    assert len(places(raw, rule, optimizer="adam")) == 1
+    assert len(places(model, "unscaled-float16")) == 1
+    with stock("mixed_bfloat16"):
+        bfloat16 = Forgets(name="forgets")
+    assert places(compiled(bfloat16), rule, data=batch(16)) == []
+    scaled = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 1024.0)
+    (found,) = lint(bfloat16, optimizer=scaled).of(rule=rule)
+    assert (found.layer, found.figure) == ("forgets", 1024)
+    one = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 1.0, dynamic=False)
+    assert places(bfloat16, rule, optimizer=one) == []
 
 
 # --- constants
@@ -659,6 +662,7 @@ def test_overflowing_norm_finds_norms_of_ones_own(function):
         product = Reduced(lambda x: tf.reduce_sum(x * (x + 1), -1, True))
         harmless = sequential(L.Dense(8), product, head())
     assert places(model, "overflowing-norm") == [("warning", "own")]
+    assert places(model, "constant-range") == []  # the limit of 1 / 1e-12
     assert places(wide, "overflowing-norm") == []
     assert places(harmless, "overflowing-norm") == []
 
@@ -988,7 +992,7 @@ def test_unaligned_shapes_notes_sizes_in_half_precision():
         ("note", "odd", 12),
         ("note", "after", 12),
     ]
-    assert "12 units are no multiples of 8" in found[0].message
+    assert "no multiples of 8: 12 units." in found[0].message
     assert "Take 16" in found[0].remedy
     assert places(sequential(L.Dense(12), head()), "unaligned-shapes") == []
 

@@ -77,8 +77,8 @@ def unaligned_shapes(subject: Subject) -> Iterator[Found]:
         better = [str(_MULTIPLE * math.ceil(size / _MULTIPLE)) for size in odd.values()]
         yield Found(
             "note",
-            f"{join_words(words)} are no multiples of {_MULTIPLE}: a GPU's matrix "
-            "units pad them, or are left out.",
+            f"Sizes that are no multiples of {_MULTIPLE}: {join_words(words)}. A GPU's "
+            "matrix units pad them, or are left out.",
             f"Take {join_words(better)}, where the model leaves the choice.",
             path or None,
             min(odd.values()),

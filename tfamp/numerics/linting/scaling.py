@@ -64,7 +64,7 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
     """A `train_step` of the user's that forgets the loss scale."""
     model = subject.model
     step = _own_train_step(model)
-    if step is None or not subject.in_dtype("float16") or not _is_scaled(subject):
+    if step is None or not _is_scaled(subject):
         return  # "unscaled-float16" says it of an optimizer without a scale
     called = _scales_while_traced(subject)
     if called is None:
@@ -74,18 +74,18 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
                 "see which one it uses"
             )
         called = _names_it(step, type(model))
-        evidence = "nothing in its class names"
+        evidence = "the code never names"
     else:
-        evidence = "its trace never calls"
+        evidence = "the trace never calls"
     if called:
         return
     scales = [float(each.initial_scale) for each in _dividing(subject)]
     scale = scales[0] if scales else _USUAL_SCALE
     yield Found(
         "error",
-        f"`{step.__qualname__}` trains float16 layers and {evidence} `scale_loss`: "
-        "gradients are divided by a loss scale that the loss was never multiplied "
-        f"by, so updates are {scale:,.0f} times too small.",
+        f"Of `{step.__qualname__}` {evidence} `scale_loss`: the optimizer divides "
+        "gradients by a loss scale that the loss was never multiplied by, so updates "
+        f"are {scale:,.0f} times too small.",
         "Put `loss = self.optimizer.scale_loss(loss)` before the gradients are "
         "computed; report the unscaled loss.",
         model.name,
@@ -95,8 +95,12 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
 
 def _dividing(subject: Subject) -> list[Any]:
     """Returns the optimizers that divide gradients by a loss scale."""
-    kind = keras.optimizers.LossScaleOptimizer
-    return [each for each in subject.optimizers if isinstance(each, kind)]
+    return [
+        each
+        for each in subject.optimizers
+        if isinstance(each, keras.optimizers.LossScaleOptimizer)
+        and (each.initial_scale != 1 or getattr(each, "dynamic", True))
+    ]
 
 
 def _is_scaled(subject: Subject) -> bool:
