@@ -10,7 +10,7 @@ import tensorflow as tf
 from benchmarks import faults
 from benchmarks.faults import lowering, records
 from benchmarks.faults.building import Chain, Node, Raw, Stage, assemble, compiled
-from benchmarks.faults.failure_cases import step
+from benchmarks.faults.failure_training import step
 from benchmarks.faults.lowering import Harm, Subject
 from benchmarks.faults.prove_truth import holds
 from benchmarks.faults.truth import is_right, prove

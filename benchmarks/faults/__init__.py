@@ -5,8 +5,11 @@ went wrong. What is said of `CASES` is proven by `prove_truth.py`.
 """
 
 from benchmarks.faults import (
+    accumulation_cases,
     backward_cases,
     failure_cases,
+    failure_precision,
+    failure_training,
     healthy,
     precision_cases,
     range_cases,
@@ -17,10 +20,17 @@ CASES: tuple[Case, ...] = split(
     (
         *range_cases.CASES,
         *precision_cases.CASES,
+        *accumulation_cases.CASES,
         *backward_cases.CASES,
         *healthy.CASES,
     )
 )
-FAILURES: tuple[Failure, ...] = split(failure_cases.FAILURES)
+FAILURES: tuple[Failure, ...] = split(
+    (
+        *failure_cases.FAILURES,
+        *failure_training.FAILURES,
+        *failure_precision.FAILURES,
+    )
+)
 
 __all__ = ["CASES", "FAILURES", "Case", "Failure"]

@@ -10,7 +10,7 @@ import numpy as np
 from keras import layers
 
 import tfamp
-from benchmarks.faults.building import assemble, trunk
+from benchmarks.faults.building import Raw, assemble, trunk
 from benchmarks.faults.records import Failure
 
 WIDTH = 8
@@ -106,3 +106,38 @@ def failure(
             return make(np.random.default_rng([seed, 11]))
 
     return Failure(name, build, cause, frozenset(layers))
+
+
+def damaged(
+    damage: Callable[[Any, Any], Any], **options: Any
+) -> Callable[[np.random.Generator], Any]:
+    """Returns a maker of a healthy model and a batch that was damaged."""
+    classes = options.pop("classes", 0)
+    if classes:
+        options |= {
+            "loss": "sparse_categorical_crossentropy",
+            "activation": "softmax",
+            "units": classes,
+        }
+
+    def make(rng: np.random.Generator) -> Any:
+        x, y = batch(rng, options.get("shape", (WIDTH,)), classes=classes)
+        return network(**options), damage(x, y)
+
+    return make
+
+
+def with_part(
+    part: Callable[[], list[Any]], **options: Any
+) -> Callable[[np.random.Generator], Any]:
+    """Returns a maker of a model with a part in it and a good batch."""
+
+    def make(rng: np.random.Generator) -> Any:
+        return network(part(), **options), batch(rng, options.get("shape", (WIDTH,)))
+
+    return make
+
+
+def raw(name: str, function: Callable[[Any], Any]) -> Callable[[], list[Any]]:
+    """Returns what makes a user's layer of a function, and one that normalises."""
+    return lambda: [Raw(function, name=name), layers.LayerNormalization(name="settle")]

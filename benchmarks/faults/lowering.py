@@ -147,6 +147,8 @@ class Subject:
                         gradient_error(gradients, reference[1]),
                     )
                 )
+                if found[-1].worst == np.inf:
+                    break
         return Harm(max(h.output for h in found), max(h.gradient for h in found))
 
     def least_harm(self, low: set[str], dtype: str, *, enough: Harm) -> Harm:
@@ -154,7 +156,8 @@ class Subject:
         found = []
         for scale in SCALES[dtype]:
             found.append(self.harm(low, dtype, scale))
-            if found[-1].is_within(enough):
+            # No scale acts on the outputs.
+            if found[-1].is_within(enough) or found[-1].output > enough.output:
                 break
         return min(found, key=lambda harm: harm.worst)
 
