@@ -23,7 +23,7 @@ from tfamp.snapshots.files import sync_folder
 
 RECORD, STATE, BATCHES = "bundle.json", "state.tfamp", "batches.tfamp"
 RANDOM, MODEL = "random.tfamp", "model.keras"
-_LEFTOVER = re.compile(r"\.writing-(?P<host>.*)-(?P<process>\d+)-.+")
+_LEFTOVER = re.compile(r"\.writing-(?P<host>[^-]*)-(?P<process>\d+)-.+")
 _CHUNK_BYTES = 2**20
 
 

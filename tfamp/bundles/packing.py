@@ -93,7 +93,7 @@ def unpack(description: Mapping[str, Any], arrays: Mapping[str, np.ndarray]) -> 
             *(unpack(description[k], arrays) for k in _SPARSE_FIELDS)
         )
     if kind in ("tensor", "text"):
-        return tf.constant(_array_of(description, arrays))
+        return tf.constant(_array_of(description, arrays), description["dtype"])
     raise ValueError(
         f"Found a part of a batch of kind {kind!r}; expected a kind that "
         "`tfamp.bundles.packing` lists. Update tfamp if a later version wrote it."
@@ -178,13 +178,14 @@ def _array_of(
         if description["kind"] == "tensor":
             return arrays[name]
         joined = arrays[f"{name}/bytes"].tobytes()
-        ends = np.cumsum(arrays[f"{name}/lengths"]).tolist()
+        lengths = arrays[f"{name}/lengths"]
     except KeyError as error:
         raise ValueError(
             f"The array {error.args[0]!r} of a batch is missing in the bundle; "
             "expected every array that its record names. Take another bundle."
         ) from error
-    texts = np.empty(len(ends), object)
-    for i, (start, end) in enumerate(zip([0, *ends[:-1]], ends, strict=True)):
-        texts[i] = joined[start:end]
+    texts = np.empty(len(lengths), object)
+    ends = np.cumsum(lengths, dtype=np.int64)
+    for i, (end, length) in enumerate(zip(ends, lengths, strict=True)):
+        texts[i] = joined[end - length : end]
     return texts.reshape(description["shape"])

@@ -17,7 +17,7 @@ def take_random() -> dict[str, np.ndarray]:
     """
     version, internal, gauss = random.getstate()
     kind, keys, position, has_gauss, cached = np.random.get_state()
-    states = {
+    states: dict[str, Any] = {
         "python/version": np.array(version, np.int64),
         "python/internal": np.array(internal, np.uint32),
         "python/gauss": np.array(np.nan if gauss is None else gauss),

@@ -127,6 +127,8 @@ class Bundle(Record):
         learning_rate: The rate after the failing call, None where it is not one number.
         state_learning_rate: The rate when the state was taken.
         model_class: The model's class.
+        classes: Where layers, optimizers and losses that are not Keras's are defined,
+            as "module:class", by the name that Keras saves them under.
         has_model: Whether `model.keras` is there.
         needs_build: Why a fresh process cannot rebuild the model from it without a
             function that builds it; empty where it can.
@@ -153,6 +155,7 @@ class Bundle(Record):
     learning_rate: float | None
     state_learning_rate: float | None
     model_class: str
+    classes: dict[str, str]
     has_model: bool
     needs_build: str
     build: str | None

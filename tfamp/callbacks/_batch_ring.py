@@ -124,9 +124,9 @@ class BatchRing(Meter):
                 size = tf.raw_ops.StageSize(dtypes=form.dtypes, shared_name=form.name)
                 for _ in range(int(size)):
                     flat = tf.raw_ops.Unstage(dtypes=form.dtypes, shared_name=form.name)
-                    self._add((form, flat), flat)
+                    self._hold((form, flat), flat)
         for data in self._eager_batches:
-            self._add((None, data), _flat(data))
+            self._hold((None, data), _flat(data))
         self._eager_batches.clear()
         return self.num_drawn
 
@@ -184,7 +184,7 @@ class BatchRing(Meter):
         )
         return self._forms[-1]
 
-    def _add(self, held: Any, flat: Sequence[Any]) -> None:
+    def _hold(self, held: Any, flat: Sequence[Any]) -> None:
         size = sum(map(_size_of, flat))
         self._kept.append((self.num_drawn, held, size))
         self.num_drawn += 1

@@ -2,6 +2,7 @@
 
 import inspect
 import os
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -22,6 +23,7 @@ _NAMES = (
     "TF_NUM_INTRAOP_THREADS",
     "NVIDIA_TF32_OVERRIDE",
 )
+_FOUND_ANYWAY = ("builtins", "keras", "tfamp")
 
 
 def surroundings_of(model: keras.Model) -> Surroundings:
@@ -55,17 +57,37 @@ def needs_build(model: keras.Model) -> str:
 
     Keras finds a class by the module that it says it is from.
     """
-    inner = getattr(model.optimizer, "inner_optimizer", None)
-    parts = [layer for _, layer, _ in structure.walk(model)]
-    for part in [*parts, model.optimizer, inner, *tf.nest.flatten(model.loss)]:
+    for part in _parts_of(model):
         if isinstance(part, keras.layers.Lambda):
             return f"layer {part.name!r} is a Lambda, whose code Keras does not load"
-        kind = part if inspect.isroutine(part) else type(part)
-        if getattr(kind, "__module__", "") == "__main__":
+        kind = _kind_of(part)
+        if kind.__module__ == "__main__":
             return f"{kind.__qualname__} is defined in the script that was run"
-        if "<locals>" in getattr(kind, "__qualname__", ""):
+        if "<locals>" in kind.__qualname__:
             return f"{kind.__qualname__} is defined inside a function"
     return ""
+
+
+def classes_of(model: keras.Model) -> dict[str, str]:
+    """Returns where the classes and functions of a model are that are not Keras's."""
+    kinds = map(_kind_of, _parts_of(model))
+    return {
+        keras.saving.get_registered_name(kind): f"{kind.__module__}:{kind.__qualname__}"
+        for kind in kinds
+        if kind.__module__.split(".")[0] not in _FOUND_ANYWAY
+    }
+
+
+def _parts_of(model: keras.Model) -> list[Any]:
+    """Returns layers, optimizers, and losses of a model."""
+    inner = getattr(model.optimizer, "inner_optimizer", None)
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    return [*layers, model.optimizer, inner, *tf.nest.flatten(model.loss)]
+
+
+def _kind_of(part: Any) -> Any:
+    """Returns the class of a part, or the function that it is."""
+    return part if inspect.isfunction(part) else type(part)
 
 
 def _replicas(strategy: tf.distribute.Strategy) -> tuple[str, ...]:

@@ -98,6 +98,8 @@ class FlightLog:
         if self._since_fetch >= self._ring.calls_between:
             self._ring.fetch()
             self._since_fetch = 0
+        if self.num_calls == 1:  # now the size of a batch is known
+            self.interval = min(self.interval, self._num_kept())
 
     @property
     def is_due(self) -> bool:
@@ -154,9 +156,13 @@ class FlightLog:
         state = snapshots.take(self._model, into=self._spare)
         return Before(state, step, take_random(), learning_rate_of(self._model))
 
+    def _num_kept(self) -> int:
+        """Returns the calls whose batches are kept at least, as far as is known."""
+        return max(1, min(self._least, self._ring.num_that_fit) // self.steps)
+
     def _adapt(self, snapshot_seconds: float, call_seconds: float) -> None:
         """Sets how long it is to the next snapshot, and keeps batches for so long."""
-        least = max(1, self._least // self.steps)
+        least = self._num_kept()
         self.interval = calls_to_next(
             snapshot_seconds, call_seconds, least, max_share=self._max_share
         )

@@ -14,7 +14,7 @@ from tfamp.bundles.files import Contents
 from tfamp.bundles.packing import pack
 from tfamp.bundles.record import Batch, Bundle, Call, Cause, error_name
 from tfamp.callbacks._batch_ring import BatchRing
-from tfamp.callbacks._flight_facts import needs_build, surroundings_of
+from tfamp.callbacks._flight_facts import classes_of, needs_build, surroundings_of
 from tfamp.callbacks._flight_log import FlightLog, learning_rate_of
 from tfamp.keras_hooks import fitting
 from tfamp.snapshots.names import optimizers_of
@@ -93,6 +93,7 @@ def contents_of(
         learning_rate=rate,
         state_learning_rate=before.learning_rate,
         model_class=f"{type(model).__module__}.{type(model).__qualname__}",
+        classes=classes_of(model),
         has_model=False,
         needs_build="",
         build=build,
@@ -156,8 +157,8 @@ def _notes(
         )
     if ring.was_cut:
         notes.append(
-            f"No more than {len(ring.batches())} batches are kept, since more take above "
-            f"`max_bytes={ring.max_bytes}`."
+            f"No more than {len(ring.batches())} batches are kept, since more take "
+            f"above `max_bytes={ring.max_bytes}`."
         )
     if leads and len({call.epoch for call in calls}) > 1:
         notes.append(

@@ -1,7 +1,6 @@
 """`FlightRecorder`: keeps what it takes to replay the step that failed."""
 
 import functools
-import math
 import os
 import time
 from collections.abc import Callable
@@ -20,6 +19,12 @@ from tfamp.callbacks import _flight_fit as flight_fit
 from tfamp.callbacks._batch_ring import ring_of
 from tfamp.callbacks._flight_log import FlightLog
 from tfamp.callbacks._flight_parts import built_from, contents_of, model_saver
+from tfamp.callbacks._flight_signs import (
+    before_late_error,
+    core_of,
+    has_finite_loss,
+    loss_of,
+)
 from tfamp.callbacks._timed_iterator import TimedIterator
 from tfamp.callbacks._writers import check_path
 from tfamp.loss_scale.errors import found_in
@@ -148,8 +153,9 @@ class FlightRecorder(keras.callbacks.Callback):
             self._log.begin_epoch(epoch)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Gives the training function back and lets batches and snapshots go."""
-        self.detach()
+        """Lets everything go, where the frame around `fit` does not."""
+        if not flight_fit.is_running(self.model):
+            self.detach()
 
     def attach(self) -> None:
         """Puts itself around the training function; `fit` does it."""
@@ -179,9 +185,12 @@ class FlightRecorder(keras.callbacks.Callback):
 
     def detach(self) -> None:
         """Gives the training function back; `fit` does it however it ends."""
-        if self._replacement is not None:
-            if self.model.train_function is self._replacement:
-                self.model.train_function = self._original
+        function = self.model.train_function
+        # A watch around it, which an error left there, is of no more use.
+        while function is not self._replacement and hasattr(function, "unwatched"):
+            function = function.unwatched
+        if self._replacement is not None and function is self._replacement:
+            self.model.train_function = self._original
         if self._ring is not None:
             self._ring.clear()
         if self._undo is not None:
@@ -210,7 +219,7 @@ class FlightRecorder(keras.callbacks.Callback):
         tally = tally_of(self.model.optimizer)
         self._asks_skips = self.on_skip and tally is not None
         self._num_skipped = self._skips()
-        self._undo = _before_late_error(self.model.optimizer, self._write_error)
+        self._undo = before_late_error(self.model.optimizer, self._write_error)
         return self._log
 
     def _call(self, function: Any, iterator: Any) -> Any:
@@ -230,9 +239,9 @@ class FlightRecorder(keras.callbacks.Callback):
             self._write_error(error)
             raise
         log.note(logs)
-        is_finite = _is_finite(logs)
+        is_finite = has_finite_loss(logs)
         if not is_finite and self._was_finite:
-            self._write("loss", f"The loss is {_loss_of(logs)}.")
+            self._write("loss", f"The loss is {loss_of(logs)}.")
         self._was_finite = is_finite
         if self._asks_skips and (skips := self._skips()) != self._num_skipped:
             self._num_skipped = skips
@@ -258,7 +267,7 @@ class FlightRecorder(keras.callbacks.Callback):
         if isinstance(error, flight_fit.HARMLESS):
             return
         text = str(error)
-        message = found_in(text) or _first_line(text)
+        message = found_in(text) or core_of(text)
         self._write("error", message, error, is_of_step=is_of_step)
 
     def _write(
@@ -273,6 +282,8 @@ class FlightRecorder(keras.callbacks.Callback):
         log = self._log
         if log is None or self._written_at == log.num_calls:
             return
+        if not self._ring.fetch():
+            return  # an error in the code, ahead of any step
         if len(self.bundles) >= self.max_bundles:
             self._note(
                 f"No more bundles: {self.max_bundles} were written. Pass a larger "
@@ -311,41 +322,6 @@ class FlightRecorder(keras.callbacks.Callback):
         if line not in self.notes:
             self.notes = (*self.notes, line)
             logging.warning("%s", line)
-
-
-def _before_late_error(
-    optimizer: Any, write: Callable[[Exception], None]
-) -> Callable[[], None] | None:
-    """Has the error told that XLA could not raise in the step; returns the undoing."""
-    if tally_of(optimizer) is None:
-        return None
-    own, original = vars(optimizer), optimizer.late_stop_error
-
-    def late_stop_error() -> Exception:
-        error: Exception = original()
-        write(error)
-        return error
-
-    own["late_stop_error"] = late_stop_error
-    return lambda: own.pop("late_stop_error", None)
-
-
-def _loss_of(logs: Any) -> float | None:
-    """Returns the loss in what a step returned, None where there is none."""
-    try:
-        return float(logs["loss"])
-    except (KeyError, TypeError, ValueError):
-        return None
-
-
-def _is_finite(logs: Any) -> bool:
-    loss = _loss_of(logs)
-    return loss is None or math.isfinite(loss)
-
-
-def _first_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[0] if lines else "An exception without a message."
 
 
 def _check_build(build: Any) -> str | None:

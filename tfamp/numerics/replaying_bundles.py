@@ -1,27 +1,23 @@
 """Replays the failing step of a bundle: rebuilds the model, puts the state, runs it."""
 
-import contextlib
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from pathlib import Path
+from collections.abc import Mapping
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 import tfamp
-from tfamp import _targets, _versions, hardware, policy, snapshots
-from tfamp.assignment import assignment, load_model
+from tfamp import _versions, hardware, snapshots
+from tfamp.assignment import assignment
 from tfamp.bundles import files
 from tfamp.bundles.batches import iterator_of, part_of
 from tfamp.bundles.digests import digest
 from tfamp.bundles.files import Contents
-from tfamp.bundles.random_states import put_random
 from tfamp.bundles.record import Bundle, Call, error_name, hexed, same_bits
 from tfamp.bundles.replay_record import Replayed, ReplayedStep
-from tfamp.keras_hooks import fitting
+from tfamp.numerics.rebuilding import begin, prepare_devices, rebuilt
 from tfamp.snapshots.names import tally_of
 
 
@@ -80,73 +76,6 @@ def replay(
     )
 
 
-def prepare_devices(record: Bundle) -> None:
-    """Gives TensorFlow the logical devices and threads that the bundle names.
-
-    Raises:
-        ValueError: They are not here, or TensorFlow has begun without them.
-    """
-    around = record.surroundings
-    if "MultiWorker" in around.strategy or "ParameterServer" in around.strategy:
-        raise ValueError(
-            f"The bundle was written under a {around.strategy}; expected one machine. "
-            "Steps of several workers cannot be replayed by one."
-        )
-    numbers = [int(n.split(":")[1]) for n in around.replicas if n.startswith("CPU:")]
-    # Refused where TensorFlow has begun; what counts is what is there afterwards.
-    with contextlib.suppress(RuntimeError):
-        tf.config.threading.set_intra_op_parallelism_threads(around.threads[0])
-        tf.config.threading.set_inter_op_parallelism_threads(around.threads[1])
-    with contextlib.suppress(RuntimeError):
-        if max(numbers, default=0) > 0:
-            tf.config.set_logical_device_configuration(
-                tf.config.list_physical_devices("CPU")[0],
-                [tf.config.LogicalDeviceConfiguration()] * (max(numbers) + 1),
-            )
-    names = {d.name.split("/device:")[-1] for d in tf.config.list_logical_devices()}
-    if missing := tuple(name for name in around.replicas if name not in names):
-        raise ValueError(
-            f"The bundle needs the devices {around.replicas!r}, of which {missing!r} "
-            "are missing here. Replay it in a fresh process, on a machine like its own."
-        )
-
-
-def rebuilt(
-    path: str | os.PathLike[str], contents: Contents, *, build: str | None = None
-) -> keras.Model:
-    """Returns the model of a bundle, with the state from before the failure.
-
-    Args:
-        path: The bundle.
-        contents: What `tfamp.bundles.files.read` read there.
-        build: As for `replay`.
-
-    Raises:
-        ValueError: It cannot be rebuilt, or is another model than the bundle's.
-    """
-    record = contents.record
-    target = build or (record.build if record.needs_build else None)
-    with _scope_of(record):
-        if target is None:
-            model = _loaded(Path(path) / files.MODEL, record)
-        else:
-            model = _built(target, record)
-        around = record.surroundings
-        model.run_eagerly, model.jit_compile = around.run_eagerly, around.jit_compile
-        model.steps_per_execution = around.steps_per_execution
-        # Metrics have no variables before the first step.
-        with contextlib.suppress(Exception):
-            fitting.build_from(model, part_of(contents, record.calls[0].first))
-        begin(model, contents)
-    return model
-
-
-def begin(model: keras.Model, contents: Contents) -> None:
-    """Gives a model and all random generators the state from before the failure."""
-    snapshots.put(model, contents.state)
-    put_random(contents.random)
-
-
 def failing_step(model: keras.Model, contents: Contents) -> Any:
     """Takes a model to the step that first went wrong, and returns its batch.
 
@@ -196,7 +125,8 @@ def _run(
                 model.optimizer.flush()
             model.reset_metrics()
         all_logs, error = _run_calls(model, contents, calls)
-        for call, logs in itertools.zip_longest(calls, all_logs, fillvalue={}):
+        missing = len(calls) - len(all_logs)  # of the call that raised
+        for call, logs in zip(calls, [*all_logs, *[{}] * missing], strict=True):
             found.append(_step_of(call, logs))
         if error is not None:
             break
@@ -290,58 +220,6 @@ def _explained(model: keras.Model, contents: Contents) -> str:
         return str(triage(model, failing_step(model, contents)).table())
     except Exception as error:  # the replay itself is told in any case
         return f"Triage failed: {type(error).__name__}: {error}"
-
-
-@contextlib.contextmanager
-def _scope_of(record: Bundle) -> Iterator[None]:
-    around = record.surroundings
-    if not around.replicas:
-        yield
-        return
-    with tf.distribute.MirroredStrategy(list(around.replicas)).scope():
-        yield
-
-
-def _loaded(path: Path, record: Bundle) -> keras.Model:
-    how = (
-        "Pass `--build module:function`, which returns the compiled model, or "
-        "`build=` to the recorder."
-    )
-    if not record.has_model:
-        raise ValueError(
-            f"The bundle holds no model {record.model_class}, since "
-            f"{record.needs_build}; expected a function that builds it. {how}"
-        )
-    try:
-        return load_model(path)
-    except Exception as error:  # whatever a class's constructor raises
-        why = record.needs_build or f"{type(error).__name__}: {error}"
-        raise ValueError(
-            f"Cannot rebuild the model {record.model_class} from its file, since "
-            f"{why}; expected a function that builds it. {how}"
-        ) from error
-
-
-def _built(target: str, record: Bundle) -> keras.Model:
-    function: Callable[..., Any] = _targets.load(target)
-    around = record.surroundings
-    before = keras.config.dtype_policy()
-    try:
-        with contextlib.ExitStack() as stack:
-            if around.is_managed:
-                stack.enter_context(policy.scope(around.policy))
-            else:
-                keras.config.set_dtype_policy(around.policy)
-            built = _targets.call(function, seed=0, epochs=1)
-    finally:
-        keras.config.set_dtype_policy(before)
-    model = built[0] if isinstance(built, tuple) else built
-    if not isinstance(model, keras.Model) or not model.compiled:
-        raise ValueError(
-            f"{target!r} returned {built!r}; expected a compiled Keras model, alone or "
-            "first in a tuple. Compile it as it was trained."
-        )
-    return model
 
 
 def _unlike_surroundings(model: keras.Model, record: Bundle) -> list[str]:

@@ -1,0 +1,152 @@
+"""`tfamp replay`: statuses, what is printed and written, and a fresh process."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.flight_recorder_test import compiled, fit
+from tfamp.bundles.replay_record import Replayed, ReplayedStep
+from tfamp.callbacks.flight_recorder import FlightRecorder
+from tfamp.cli.replay import main
+
+CLASSES = """
+import keras
+import numpy as np
+import tfamp
+from tfamp.callbacks.flight_recorder import FlightRecorder
+
+
+class Noisy(keras.layers.Layer):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.dense = keras.layers.Dense(4, activation="relu")
+        self.drop = keras.layers.Dropout(0.5)
+
+    def call(self, x, training=False):
+        return self.drop(self.dense(x), training=training)
+"""
+TRAINING = """
+import numpy as np
+import keras
+import tfamp
+from classes import FlightRecorder, Noisy
+
+keras.utils.set_random_seed(5)
+model = keras.Sequential([keras.Input((3,)), Noisy(), keras.layers.Dense(1)])
+inner = keras.optimizers.Adam(0.01)
+model.compile(tfamp.LossScaleOptimizer(inner, 64.0), "mse", metrics=["mae"])
+x = np.random.rand(60, 3).astype("float32")
+y = x[:, :1].copy()
+y[50] = np.nan
+recorder = FlightRecorder("failures")
+model.fit(x, y, batch_size=4, verbose=0, shuffle=False, callbacks=[recorder])
+print(recorder.bundles[0])
+"""
+
+
+@pytest.fixture(scope="module")
+def bundle(tmp_path_factory):
+    recorder = FlightRecorder(tmp_path_factory.mktemp("bundles"))
+    fit(compiled(), recorder)
+    return recorder.bundles[0]
+
+
+def test_a_failure_is_reproduced_printed_and_written(bundle, tmp_path, capsys):
+    path = tmp_path / "outcome.json"
+    assert main([bundle, "--notriage", f"--json={path}"]) == 0
+    text = capsys.readouterr().out
+    assert "Reproduced: the step fails as it did, bit by bit." in text
+    assert text.splitlines()[0] == f"{bundle}: The loss is nan."
+    outcome = Replayed.from_json(path)
+    assert outcome.is_reproduced and outcome.is_exact and outcome.triage == ""
+    assert outcome.steps[-1].step == 13
+
+
+def test_what_differs_is_told_and_is_a_failure(bundle, capsys, monkeypatch):
+    # The recorded digest stands; the variables afterwards are said to be others.
+    from tfamp.numerics import replaying_bundles
+
+    monkeypatch.setattr(replaying_bundles, "digest", lambda state: "another")
+    assert main([bundle, "--notriage"]) == 1
+    text = capsys.readouterr().out
+    assert "Not reproduced: the step fails again, but not bit by bit." in text
+    assert "- Some variables differ from those after the failing step." in text
+
+
+WRONG = {
+    "no bundle": ([], 2, "Nothing is named"),
+    "two": (["a", "b"], 2, "Unexpected argument 'b'"),
+    "an unknown flag": (["a", "--keep=3"], 2, "Unknown command line flag 'keep'"),
+    "a bad target": (["a", "--build=x"], 2, "`--build` is 'x'; expected 'module:func"),
+    "no folder": (["/nowhere"], 1, "Found no bundle in '/nowhere'"),
+}
+
+
+@pytest.mark.parametrize("argv, status, text", WRONG.values(), ids=WRONG)
+def test_calls_that_cannot_be_followed_have_their_status(argv, status, text, capsys):
+    assert main(argv) == status
+    assert text in capsys.readouterr().err
+
+
+def test_an_unknown_module_is_told(bundle, capsys):
+    assert main([bundle, "--build=nowhere:build"]) == 1
+    assert "There is no module 'nowhere'" in capsys.readouterr().err
+
+
+def test_help_says_what_it_is(capsys):
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: tfamp replay bundle [flags]")
+    assert "--build" in text and "--json" in text and "--triage" in text
+
+
+STEP = ReplayedStep(0, 3, 0.5, 0.25, ("loss",))
+VERDICTS = {
+    "not failing": ((False, True, True), False, "Not reproduced: the step does not"),
+    "exact": ((True, True, True), True, "Reproduced: the step fails as it did, bit"),
+    "other bits": ((True, False, True), False, "Not reproduced: the step fails again"),
+    "other device": ((True, False, False), True, "Reproduced: the step fails again, o"),
+    "no bits": ((True, None, True), True, "Reproduced: the step fails again; there"),
+}
+
+
+@pytest.mark.parametrize("facts, is_good, text", VERDICTS.values(), ids=VERDICTS)
+def test_the_verdict_follows_from_the_facts(facts, is_good, text):
+    outcome = Replayed("b", "loss", "The loss is nan.", *facts, (STEP,), ("d",), ("n",))
+    assert outcome.is_reproduced is is_good and outcome.verdict.startswith(text)
+    lines = outcome.table().splitlines()
+    row = "    0        3              0.5             0.25  differs: loss"
+    assert row in lines and lines[-2:] == ["- d", "- n"]
+    assert Replayed.from_json(outcome.to_json()) == outcome
+
+
+@pytest.mark.slow
+def test_a_fresh_process_replays_every_bit(tmp_path):
+    (tmp_path / "classes.py").write_text(CLASSES)
+    (tmp_path / "training.py").write_text(TRAINING)
+    root = str(Path(__file__).parents[1])
+    environ = {**os.environ, "PYTHONPATH": root, "CUDA_VISIBLE_DEVICES": ""}
+
+    def run(*arguments):
+        return subprocess.run(
+            [sys.executable, *arguments],
+            cwd=tmp_path,
+            env=environ,
+            capture_output=True,
+            text=True,
+        )
+
+    trained = run("training.py")
+    assert trained.returncode == 0, trained.stderr
+    path = trained.stdout.split()[-1]
+    code = "import sys; from tfamp.cli.replay import main; sys.exit(main(sys.argv[1:]))"
+    replayed = run("-c", code, path, "--json=outcome.json")
+    assert replayed.returncode == 0, replayed.stderr
+    outcome = json.loads((tmp_path / "outcome.json").read_text())
+    assert outcome["is_exact"] is True and outcome["is_same_device"] is True
+    assert [step["differing"] for step in outcome["steps"]] == [[]] * 5
+    assert "the cause is data" in outcome["triage"]
