@@ -173,7 +173,7 @@ class Extends(Forgets):
     """Has Keras's own step do it."""
 
     def train_step(self, data):
-        return keras.Model.train_step(self, data)
+        return super(Forgets, self).train_step(data)
 
 
 def compiled(model):
@@ -424,6 +424,7 @@ def test_unscaled_train_step_believes_the_trace_over_the_source():
     assert places(hands_on, rule) == [("error", "hands_on")]
     assert places(hands_on, rule, data=batch(16)) == []
     assert places(extends, rule, data=batch(16)) == []
+    assert places(extends, rule) == []
 
 
 def test_unscaled_train_step_is_about_optimizers_that_unscale():
@@ -659,7 +660,7 @@ def test_overflowing_norm_finds_norms_of_ones_own(function):
     with stock("mixed_float16"):
         model = sequential(L.Dense(8), Reduced(function, name="own"), head())
         wide = sequential(L.Dense(8), Reduced(function, dtype="float32"), head())
-        product = Reduced(lambda x: tf.reduce_sum(x * (x + 1), -1, True))
+        product = Reduced(lambda x: tf.sqrt(tf.reduce_sum(x * (x + 1), -1, True)))
         harmless = sequential(L.Dense(8), product, head())
     assert places(model, "overflowing-norm") == [("warning", "own")]
     assert places(model, "constant-range") == []  # the limit of 1 / 1e-12
@@ -838,9 +839,9 @@ def test_float_ids_lets_integers_and_managed_tables_be():
 
 def test_float_ids_finds_a_packed_column_of_a_subclassed_model():
     class Packed(keras.Model):
-        def __init__(self):
+        def __init__(self, rows=3000):
             super().__init__()
-            self.table = L.Embedding(3000, 4, name="table")
+            self.table = L.Embedding(rows, 4, name="table")
             self.last = L.Dense(8, dtype="float32", name="last")
 
         def call(self, x):
@@ -855,6 +856,10 @@ def test_float_ids_finds_a_packed_column_of_a_subclassed_model():
     assert [(e.severity, e.layer, e.figure) for e in found] == [
         ("error", "table", 2052)
     ]
+    x[:, 0], x[:, 1] = np.arange(8), 5000.25  # a quantity, no id
+    with stock("mixed_float16"):
+        model = Packed(rows=100)
+    assert places(model, "float-ids", data=(x, y)) == []
 
 
 # --- added losses, kernels, remat, shapes
