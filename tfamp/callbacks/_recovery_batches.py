@@ -30,7 +30,7 @@ class LastBatches:
         self._iterator: Any = None
         self._function: Any = None
         self._held: Any = None
-        self._calls = 0
+        self._num_calls = 0
 
     def through(self, iterator: Any, function: Any) -> Any:
         """Returns what the training function is to draw from.
@@ -50,14 +50,20 @@ class LastBatches:
                 self._held = TimedIterator(iterator, self._ring)
         return self._held
 
-    def fetch(self) -> None:
-        """Lets older batches go, every few calls."""
+    def let_go(self) -> None:
+        """Lets older batches go, every few calls; all at once, which is the cheapest.
+
+        To be called before the training function: what it draws is held then.
+        """
         if self._ring is None:
             return
-        self._calls += self._steps
-        if self._calls >= self._ring.calls_between:
-            self._calls = 0
-            self._ring.fetch()
+        if not self._num_calls:
+            self._ring.clear()
+        elif self._num_calls == 1:
+            self._ring.fetch()  # it learns their size, and so how many may pile up
+        self._num_calls += 1
+        if self._num_calls > max(1, self._ring.calls_between // self._steps):
+            self._num_calls = 0
 
     def failing(self) -> Any:
         """Returns the last batch with NaN or inf in it, else the last; None without."""

@@ -183,9 +183,8 @@ class Course:
 
     def _train(self, iterator: Any) -> Any:
         held = self._batches.through(iterator, self.around.function)
-        logs = self.around.train(held)
-        self._batches.fetch()
-        return logs
+        self._batches.let_go()
+        return self.around.train(held)
 
     def _count(self) -> None:
         self._calls += 1

@@ -140,7 +140,8 @@ def num_updates(model: keras.Model) -> int:
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
         return plain(value)
-    is_number = getattr(value, "shape", None) == () or isinstance(value, (int, float))
+    # Not `shape`, which takes ten times as long to ask a tensor for.
+    is_number = isinstance(value, (float, int)) or getattr(value, "ndim", None) == 0
     return float(value) if is_number else value
 
 
