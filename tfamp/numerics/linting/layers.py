@@ -125,22 +125,15 @@ def shifted_normalization(subject: Subject) -> Iterator[Found]:
 def _gets_exact_inputs(part: Part, graph: Graph | None) -> bool:
     """States whether tfamp hands a layer its input before it is rounded.
 
-    It does for the layer that comes first, or behind one in float32. Others widen
-    what was computed in half precision.
+    It does for the layer that comes first, or behind one in float32.
     """
     if part.care is None or not part.care.exact_inputs:
         return False
-    for node in graph.of_type("Cast") if graph is not None else ():
-        if node.layer != part.path or node.dtype("SrcT") not in HALF:
-            continue
-        before = graph.producer(node, 0)  # type: ignore[union-attr]
-        # Weights are rounded too, as they are read.
-        if before is None or before.op != "Cast":
-            return False
-        read = graph.producer(before, 0)  # type: ignore[union-attr]
-        if read is None or read.op != "ReadVariableOp":
-            return False
-    return True
+    casts = graph.of_type("Cast") if graph is not None else []
+    # What it gets in half precision, it widens by itself.
+    return not any(
+        node.layer == part.path and node.dtype("SrcT") in HALF for node in casts
+    )
 
 
 def _lost(part: Part) -> tuple[float, float, float] | None:
