@@ -22,6 +22,7 @@ import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
 import datasets  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import faults  # noqa: E402
 import reporting  # noqa: E402
 import tfamp  # noqa: E402
 from progress import TrainingProgress  # noqa: E402
@@ -40,6 +41,7 @@ def define_flags() -> flags.FlagValues:
     """Returns the recipe's flags with their defaults."""
     values = flags.FlagValues()
     reporting.define_common_flags(values)
+    faults.define_flags(values)
     flags.DEFINE_string(
         "dataset",
         "digits",
@@ -53,7 +55,10 @@ def define_flags() -> flags.FlagValues:
 
 
 def build_model(
-    input_shape: Sequence[int], num_classes: int, learning_rate: Any = 2e-3
+    input_shape: Sequence[int],
+    num_classes: int,
+    learning_rate: Any = 2e-3,
+    inject: str | None = None,
 ) -> keras.Model:
     """Returns the compiled network. It takes uint8 images and scales them itself."""
     images = keras.Input(input_shape, dtype="uint8")
@@ -64,6 +69,7 @@ def build_model(
         x = keras.layers.MaxPooling2D()(x)
         # A run has a few hundred steps: the default momentum of 0.99 lags behind.
         x = keras.layers.BatchNormalization(momentum=0.9)(x)
+    x = faults.layer(inject, x)
     x = keras.layers.Flatten()(x)
     x = keras.layers.Dropout(0.4)(x)
     x = keras.layers.Dense(128, activation="relu")(x)
@@ -113,11 +119,14 @@ def build(
         .prefetch()
         .build()
     )
+    train_data = faults.batches(settings.inject, train_data)
     test_data = test_images.cache("memory").batch(256).prefetch().build()
     schedule = keras.optimizers.schedules.CosineDecay(
-        settings.learning_rate, settings.epochs * int(train_data.cardinality())
+        faults.learning_rate(settings),
+        settings.epochs * int(train_data.cardinality()),
     )
-    model = build_model(train_data.element_spec[0].shape[1:], num_classes, schedule)
+    shape = train_data.element_spec[0].shape[1:]
+    model = build_model(shape, num_classes, schedule, settings.inject)
     model.jit_compile = settings.jit_compile
     return model, train_data, test_data
 
@@ -126,6 +135,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     """Trains under one policy and returns what came of it."""
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
+    faults.announce(settings)
     model, train_data, test_data = build(settings)
     progress = TrainingProgress(f"digits {status.policy}")
     started = time.perf_counter()

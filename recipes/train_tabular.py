@@ -30,7 +30,8 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
-import reporting  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import faults  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import reporting  # noqa: E402
 import tfamp  # noqa: E402
 from progress import TrainingProgress  # noqa: E402
 
@@ -70,6 +71,7 @@ def define_flags() -> flags.FlagValues:
     """Returns the recipe's flags with their defaults."""
     values = flags.FlagValues()
     reporting.define_common_flags(values)
+    faults.define_flags(values)
     flags.DEFINE_enum(
         "dataset",
         "breast_cancer",
@@ -184,7 +186,11 @@ def batches(
 
 
 def build_model(
-    first: keras.layers.Layer, num_columns: int, table: Table, learning_rate: float
+    first: keras.layers.Layer,
+    num_columns: int,
+    table: Table,
+    learning_rate: float,
+    inject: str | None = None,
 ) -> keras.Model:
     """Returns the compiled network, which begins with the layer that treats rows."""
     rows = keras.Input((num_columns,), dtype="float32")
@@ -192,6 +198,7 @@ def build_model(
     for width in (64, 32):
         x = keras.layers.Dense(width, activation="relu")(x)
         x = keras.layers.Dropout(0.3)(x)
+    x = faults.layer(inject, x)
     model = keras.Model(rows, keras.layers.Dense(1)(x))
     if table.is_classes:
         loss = keras.losses.BinaryCrossentropy(from_logits=True)
@@ -235,9 +242,10 @@ def make(way: str, damaged: Table, settings: Any) -> tuple[keras.Model, Any]:
     keras.utils.set_random_seed(settings.seed)
     data = batches(damaged.train, impute, statistics, settings)
     num_columns = damaged.train[0].shape[1]
-    model = build_model(first, num_columns, damaged, settings.learning_rate)
+    rate = faults.learning_rate(settings)
+    model = build_model(first, num_columns, damaged, rate, settings.inject)
     model.jit_compile = settings.jit_compile
-    return model, data
+    return model, faults.batches(settings.inject, data)
 
 
 def build(
@@ -261,6 +269,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     """Trains twice under one policy and returns what came of it."""
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
+    faults.announce(settings)
     table, damaged = load_damaged(settings)
     findings = tfamp.data.check(
         damaged.train, damaged.validation, compute_dtype=status.policy
@@ -270,7 +279,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     models, seconds = {}, 0.0
     for way in WAYS:
         model, data = make(way, damaged, settings)
-        sizes = [len(targets) for _, targets in data]
+        sizes = [len(targets) for _, targets, *_ in data]
         progress = TrainingProgress(f"{way} {status.policy}")
         started = time.perf_counter()
         model.fit(

@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
 import datasets  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import faults  # noqa: E402
 import reporting  # noqa: E402
 import tfamp  # noqa: E402
 from progress import TrainingProgress  # noqa: E402
@@ -43,6 +44,7 @@ def define_flags() -> flags.FlagValues:
     """Returns the recipe's flags with their defaults."""
     values = flags.FlagValues()
     reporting.define_common_flags(values)
+    faults.define_flags(values)
     flags.DEFINE_string(
         "dataset",
         "stdlib_text",
@@ -74,7 +76,12 @@ class Position(keras.layers.Layer):
 
 
 def build_model(
-    window: int, width: int, num_layers: int, num_heads: int, learning_rate: Any = 3e-3
+    window: int,
+    width: int,
+    num_layers: int,
+    num_heads: int,
+    learning_rate: Any = 3e-3,
+    inject: str | None = None,
 ) -> keras.Model:
     """Returns the compiled model: uint8 characters to logits of the next ones."""
     characters = keras.Input((window,), dtype="uint8")
@@ -87,6 +94,7 @@ def build_model(
         normed = keras.layers.LayerNormalization()(x)
         hidden = keras.layers.Dense(4 * width, activation="gelu")(normed)
         x = x + keras.layers.Dense(width)(hidden)
+    x = faults.layer(inject, x)
     x = keras.layers.LayerNormalization()(x)
     logits = keras.layers.Dense(NUM_CHARACTERS)(x)
     model = keras.Model(characters, logits)
@@ -166,12 +174,13 @@ def build(
         .prefetch()
         .build()
     )
+    train_data = faults.batches(settings.inject, train_data)
     validation_data = validation_windows.batch(settings.batch_size).prefetch().build()
     num_steps = int(train_data.cardinality())
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0,
         settings.epochs * num_steps,
-        warmup_target=settings.learning_rate,
+        warmup_target=faults.learning_rate(settings),
         warmup_steps=min(100, num_steps),
     )
     model = build_model(
@@ -180,6 +189,7 @@ def build(
         settings.num_layers,
         settings.num_heads,
         schedule,
+        settings.inject,
     )
     model.jit_compile = settings.jit_compile
     return model, train_data, validation_data
@@ -189,6 +199,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     """Trains under one policy and returns what came of it."""
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
+    faults.announce(settings)
     model, train_data, validation_data = build(settings)
     progress = TrainingProgress(f"text {status.policy}")
     started = time.perf_counter()
@@ -209,7 +220,8 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
         "policy": status.policy,
         "reason": status.reason,
         "bits_per_character": round(loss / math.log(2), 4),
-        "perplexity": round(math.exp(loss), 4),
+        # A fault on purpose may make a loss of which no float holds the exponential.
+        "perplexity": round(math.exp(min(loss, 700.0)), 4),
         "accuracy": round(accuracy, 4),
         "loss": round(loss, 4),
         **reporting.speed(progress.epoch_seconds, num_examples, num_steps),

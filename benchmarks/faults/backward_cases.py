@@ -201,7 +201,7 @@ LOSS_SCALE = (
     _loss_scale_case(
         "weak_loss_sequential",
         "sequential",
-        _weak_loss("sequential", "dense", 15, 1e-5, (16,)),
+        _weak_loss("sequential", "dense", 15, 1e-6, (16,)),
         16,
     ),
     _loss_scale_case(
@@ -213,13 +213,13 @@ LOSS_SCALE = (
     _loss_scale_case(
         "weak_loss_inside",
         "nested",
-        _weak_loss("nested", "sequence", 9, 1e-5, (12, 16)),
+        _weak_loss("nested", "sequence", 9, 1e-6, (12, 16)),
         11,
     ),
     _loss_scale_case(
         "weak_loss_image",
         "functional",
-        _weak_loss("functional", "image", 6, 1e-5, (6, 6, 3)),
+        _weak_loss("functional", "image", 6, 1e-6, (6, 6, 3)),
         8,
     ),
     _loss_scale_case(

@@ -1,0 +1,183 @@
+"""The faults that `--inject` puts into recipes are there, and are told."""
+
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
+RECIPES = Path(__file__).parents[1] / "recipes"
+TRAINING = sorted(path.name for path in RECIPES.glob("train_*.py"))
+FAULTS = ("bad_batch", "bad_lr", "mask", "overflow_layer")
+SHARED = ("comparing", "datasets", "faults", "progress", "reporting")
+
+
+def load(name):
+    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.fixture(scope="module")
+def faults():
+    """The module of faults, where recipes find it and one another."""
+    path = list(sys.path)
+    sys.path.insert(0, str(RECIPES))
+    import faults
+
+    yield faults
+    sys.path[:] = path
+    for name in SHARED:
+        sys.modules.pop(name, None)
+
+
+def settings(inject, learning_rate=0.5):
+    return types.SimpleNamespace(inject=inject, learning_rate=learning_rate)
+
+
+# Layers
+
+
+@pytest.mark.parametrize(
+    "inject, name", [("overflow_layer", "overflow"), ("mask",) * 2]
+)
+@pytest.mark.parametrize(
+    "dtype, survives",
+    [("float32", True), ("mixed_bfloat16", True), ("mixed_float16", False)],
+)
+@pytest.mark.parametrize("in_graph", [False, True], ids=["eager", "graph"])
+def test_a_layer_breaks_float16_and_no_other_format(
+    faults, inject, name, dtype, survives, in_graph
+):
+    inputs = keras.Input((4,))
+    model = keras.Model(inputs, faults.layer(inject, inputs))
+    layer = model.get_layer(name)
+    layer.dtype_policy = keras.DTypePolicy(dtype)
+    call = tf.function(layer) if in_graph else layer
+    # Powers of two and sums of few: bfloat16 holds them.
+    x = np.array([[0.25, -1.5, 3.0, 0.5]], "float32")
+    outputs = tf.cast(call(tf.constant(x)), "float32").numpy()
+    if survives:
+        np.testing.assert_array_equal(outputs, x)
+    else:
+        assert not np.isfinite(outputs).any()
+
+
+@pytest.mark.parametrize("inject", [None, "bad_batch", "bad_lr"])
+def test_other_faults_put_no_layer_in(faults, inject):
+    inputs = keras.Input((4,))
+    assert faults.layer(inject, inputs) is inputs
+
+
+@pytest.mark.parametrize("name", ["Overflow", "Mask"])
+def test_a_layer_is_saved_and_loaded(faults, tmp_path, name):
+    model = keras.Sequential([keras.Input((2,)), getattr(faults, name)(name="own")])
+    model.save(tmp_path / "model.keras")
+    loaded = keras.saving.load_model(tmp_path / "model.keras")
+    x = np.array([[1.0, -2.0]], "float32")
+    np.testing.assert_array_equal(loaded(x), x)
+    assert loaded.layers[0].name == "own"
+
+
+# Batches and the learning rate
+
+
+def numbered(num_batches, *, is_known=True):
+    x = np.arange(2 * num_batches, dtype="float32")
+    dataset = tf.data.Dataset.from_tensor_slices((x, x.astype("uint8"))).batch(2)
+    return dataset if is_known else dataset.filter(lambda x, y: True)
+
+
+@pytest.mark.parametrize("is_known", [True, False], ids=["known", "unknown"])
+@pytest.mark.parametrize("num_batches, middle", [(2, 1), (5, 2)])
+def test_the_batch_in_the_middle_is_bad_and_no_other(
+    faults, num_batches, middle, is_known
+):
+    data = faults.batches("bad_batch", numbered(num_batches, is_known=is_known))
+    assert int(data.cardinality()) == num_batches
+    for _ in range(2):
+        weights = [weight.numpy() for _, _, weight in data]
+        bad = [bool(np.isnan(weight).all()) for weight in weights]
+        assert bad == [i == middle for i in range(num_batches)]
+        assert all((w == 1.0).all() for w, b in zip(weights, bad, strict=True) if not b)
+    kept = np.concatenate([x for x, _, _ in data])
+    np.testing.assert_array_equal(kept, np.arange(2 * num_batches))
+
+
+@pytest.mark.parametrize("inject", [None, "bad_lr", "mask", "overflow_layer"])
+def test_other_faults_leave_the_batches_alone(faults, inject):
+    data = numbered(2)
+    assert faults.batches(inject, data) is data
+
+
+@pytest.mark.parametrize(
+    "inject, expected", [(None, 0.5), ("mask", 0.5), ("bad_lr", 5000.0)]
+)
+def test_a_bad_learning_rate_is_ten_thousand_times_too_high(faults, inject, expected):
+    assert faults.learning_rate(settings(inject)) == expected
+
+
+# What is said
+
+
+@pytest.mark.parametrize("inject", FAULTS)
+def test_a_fault_is_announced_in_one_line(faults, capsys, inject):
+    faults.announce(settings(inject))
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1
+    assert lines[0].startswith(f"Injected fault {inject}: the ")
+
+
+def test_nothing_is_announced_without_a_fault(faults, capsys):
+    faults.announce(settings(None))
+    assert capsys.readouterr().out == ""
+
+
+@pytest.mark.parametrize("recipe", TRAINING)
+def test_a_fault_is_refused_in_a_comparison(faults, capsys, recipe):
+    module = load(recipe.removesuffix(".py"))
+    assert module.main([recipe, "--inject=mask", "--compare=2"]) == 1
+    error = capsys.readouterr().err
+    assert "`--inject` came with `--compare`; expected one of them" in error
+    assert error.count("\n") == 1
+
+
+@pytest.mark.parametrize("recipe", TRAINING)
+def test_an_unknown_fault_is_refused(faults, capsys, recipe):
+    module = load(recipe.removesuffix(".py"))
+    assert module.main([recipe, "--inject=gremlin"]) == 1
+    assert re.search(r"inject=gremlin.*bad_batch", capsys.readouterr().err)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inject", FAULTS)
+@pytest.mark.parametrize("recipe", TRAINING)
+def test_smoke_runs_with_a_fault(recipe, inject):
+    """Under float32 a layer's fault changes nothing, a NaN batch ends in NaN."""
+    root = str(RECIPES.parent)
+    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
+    finished = subprocess.run(
+        [
+            *(sys.executable, str(RECIPES / recipe), "--smoke"),
+            *("--policy=float32", f"--inject={inject}"),
+        ],
+        env=os.environ | {"PYTHONPATH": path},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert finished.returncode == 0, finished.stderr[-2000:]
+    assert finished.stdout.count("Injected fault") == 1
+    record = json.loads(finished.stdout.splitlines()[-1])
+    if inject != "bad_lr":
+        assert record["finite"] == (inject != "bad_batch")
