@@ -186,6 +186,11 @@ def main(argv: Sequence[str]) -> int:
         result |= {"models": results, "goals": goals(results)}
         if settings.record:  # after each, since all of them take long
             path = RESULTS / f"{settings.record}.json"
+            # Models that are not measured now keep the figures they have.
+            before = json.loads(path.read_text()) if path.is_file() else {}
+            for part in ("models", "goals"):
+                kept = {k: v for k, v in before.get(part, {}).items() if k in MODELS}
+                result[part] = kept | result[part]
             path.write_text(json.dumps(result, indent=1) + "\n")
     _figures.finish(result, settings.json)
     return 0

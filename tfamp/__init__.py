@@ -30,6 +30,7 @@ _HOMES = {
     "data": "tfamp.data",
     "disable": "tfamp.policy",
     "enable": "tfamp.policy",
+    "lint": "tfamp.numerics.linting.linting",
     "load_model": "tfamp.assignment",
     "prove": "tfamp.numerics.proving",
     "ranges": "tfamp.numerics.ranging",
@@ -77,6 +78,7 @@ if TYPE_CHECKING:
     from tfamp.compare import compare as compare
     from tfamp.loss_scale.errors import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
+    from tfamp.numerics.linting.linting import lint as lint
     from tfamp.numerics.proof import Proof as Proof
     from tfamp.numerics.proving import prove as prove
     from tfamp.numerics.ranging import ranges as ranges

@@ -1,5 +1,7 @@
 """Callbacks for `fit`: what happens while a model trains."""
 
 from tfamp.callbacks.device_stats import DeviceStats as DeviceStats
+from tfamp.callbacks.flight_recorder import FlightRecorder as FlightRecorder
 from tfamp.callbacks.monitor import PrecisionMonitor as PrecisionMonitor
+from tfamp.callbacks.nan_recovery import NanRecovery as NanRecovery
 from tfamp.callbacks.throughput import Throughput as Throughput

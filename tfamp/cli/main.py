@@ -30,6 +30,14 @@ _COMMANDS = {
         "tfamp.cli.prove",
         "show which dtype a step computes in, and why it is not faster",
     ),
+    "lint": _Command(
+        "tfamp.cli.lint",
+        "show what half precision would spoil in a model, and the remedy",
+    ),
+    "replay": _Command(
+        "tfamp.cli.replay",
+        "repeat the failed step of a bundle, and say why it failed",
+    ),
     "doctor": _Command(
         "tfamp.cli.doctor",
         "show devices, versions, settings, the policy that suits, and problems",

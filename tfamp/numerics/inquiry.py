@@ -227,11 +227,11 @@ class Inquiry:
         large = list(suspicions.exploded(self._model))
         if large:
             return self._answer("learning rate", large[:3], _CUT)
-        sentence = self._bad_update(exact)
-        if sentence:
+        bad = self._bad_update(exact)
+        if bad is not None:
             return self._answer(
                 "optimizer",
-                [suspicions.Suspicion(None, sentence)],
+                [bad],
                 "Raise the optimizer's epsilon above 0, or look at what its update "
                 "divides by.",
             )
@@ -268,14 +268,14 @@ class Inquiry:
             inner.apply(gradients, trained)
             yield True
 
-    def _bad_update(self, exact: Examined) -> str:
+    def _bad_update(self, exact: Examined) -> suspicions.Suspicion | None:
         with self._updated(exact) as is_updated:
             found = next(suspicions.bad_weights(self._model), None)
         if not is_updated or found is None:
-            return ""
-        return (
-            "Loss and gradients are finite, and the update makes weights that are not: "
-            f"{found.sentence}"
+            return None
+        return found._replace(
+            sentence="Loss and gradients are finite, and the update makes weights that "
+            f"are not: {found.sentence.replace(' already', '')}"
         )
 
     def _jump(self, exact: Examined) -> str:

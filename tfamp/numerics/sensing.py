@@ -25,11 +25,16 @@ from tfamp.numerics.tracing import batches_of
 _DTYPES = ("float16", "bfloat16")
 # tfamp's first loss scale, and those that it may come to.
 _FIRST_SCALE = 2.0**15
-_OTHER_SCALES = (2.0**20, 2.0**24, 2.0**10, 2.0**5, 1.0)
+_OTHER_SCALES = (2.0**20, 2.0**24, 2.0**10, 2.0**5)
 # Errors above which a layer is guilty: of outputs relative to their spread over the
 # batch, of gradients relative to their size.
 FORWARD_LIMIT = {"float16": 0.1, "bfloat16": 0.25}
 BACKWARD_LIMIT = {"float16": 0.25, "bfloat16": 0.4}
+# Guilty layers that are verified by leaving them low, at most: each takes a step of the
+# whole model for each batch.
+_MAX_VERIFIED = 12
+# The error of all gradients that leaving one low may come to.
+_NO_WORSE, _NOTICEABLE = 1.5, 0.01
 # Error of all gradients above which a model is not the same one in low precision.
 WHOLE_LIMIT = 0.8
 
@@ -105,10 +110,11 @@ class _Search:
         scale = self._best_scale()
         guilty = self._guilty(scale)
         error = self._whole_error(guilty, scale)
+        guilty = self._needed(guilty, scale, error)
         verdict: Verdict = "layers" if guilty else "safe"
         if not guilty and not error <= WHOLE_LIMIT:
             verdict = "amplification"
-        elif not guilty and needs_loss_scale(self._format) and scale > _FIRST_SCALE:
+        elif not guilty and self._suffering(1.0):
             verdict = "loss scale"
         return Sensitivity(
             self._model.name,
@@ -126,20 +132,20 @@ class _Search:
         return list(self._shadow.suspects.values())
 
     def _best_scale(self) -> float:
-        """Reruns all layers, at other scales too where gradients suffer at the first.
+        """Reruns all layers without a scale, with the first one, and more if need be.
 
         Returns:
             The scale that the fewest layers suffer at, the first one if in doubt.
         """
+        self._shadow.measure(1.0)
         if not needs_loss_scale(self._format):
-            self._shadow.measure(1.0)
             return 1.0
         self._shadow.measure(_FIRST_SCALE)
         if not self._suffering(_FIRST_SCALE):
             return _FIRST_SCALE
         for scale in _OTHER_SCALES:
             self._shadow.measure(scale)
-        scales = (_FIRST_SCALE, *_OTHER_SCALES)
+        scales = (_FIRST_SCALE, *_OTHER_SCALES, 1.0)
         return min(scales, key=lambda scale: len(self._suffering(scale)))
 
     def _suffering(self, scale: float) -> list[Suspect]:
@@ -164,6 +170,27 @@ class _Search:
             for suspect in self._suspects()
             if self._spoils_outputs(suspect) or id(suspect) in suffering
         ]
+
+    def _needed(
+        self, guilty: Sequence[Suspect], scale: float, error: float
+    ) -> list[Suspect]:
+        """Returns the guilty layers but for those that may stay low after all.
+
+        A layer alone may look bad and do no harm in its place: a sum that takes a mask
+        beyond range to a softmax, or what nothing depends on.
+        """
+        needed = list(guilty)
+        if not error <= WHOLE_LIMIT:
+            return needed
+        # Those who take bad numbers come after those who make them: they go first.
+        for suspect in reversed(guilty[-_MAX_VERIFIED:]):
+            if len(needed) < 2:
+                break
+            rest = [each for each in needed if each is not suspect]
+            without = self._whole_error(rest, scale)
+            if without <= max(_NO_WORSE * error, error + _NOTICEABLE):
+                needed = rest
+        return needed
 
     def _whole_error(self, guilty: Sequence[Suspect], scale: float) -> float:
         """Returns the error of all gradients, with the guilty layers in float32."""
@@ -213,6 +240,13 @@ class _Search:
                 f"Nothing of {self._model.name!r} is spoiled by {self._dtype}: its "
                 f"gradients are off by {error:.2g} times their size."
                 + (first if 1 < scale < _FIRST_SCALE else "")
+            )
+        if verdict == "loss scale" and scale == _FIRST_SCALE:
+            paths = ", ".join(repr(s.site.path) for s in self._suffering(1.0)[:3])
+            return (
+                f"It needs a loss scale, and tfamp's first one, {scale:g}, does: "
+                f"without one the gradients of {paths} are spoiled. Under "
+                "`tfamp.enable` it is there."
             )
         if verdict == "loss scale":
             return (

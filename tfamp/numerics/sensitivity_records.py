@@ -43,9 +43,10 @@ class Sensitivity(Record):
     Args:
         model: The model's name.
         dtype: The low precision.
-        verdict: "safe"; "layers" where some should stay in float32; "loss scale" where
-            another scale than tfamp's first one, 2**15, cures it; "amplification"
-            where each layer is fine alone and the whole is not.
+        verdict: "safe" with a loss scale or without; "layers" where some should stay in
+            float32; "loss scale" where only gradients suffer and a scale cures them,
+            `loss_scale`; "amplification" where each layer is fine alone and the whole
+            is not.
         layers: What was measured of each layer.
         loss_scale: The scale that gradients were judged at, the best that was tried.
         whole_error: Error of the gradients of the whole model in the low precision,

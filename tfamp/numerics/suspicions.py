@@ -108,14 +108,22 @@ def bad_slots(model: keras.Model) -> Iterator[Suspicion]:
     for optimizer in optimizers_of(model):
         # A loss-scale optimizer's own numbers may well be inf: it counts them.
         inner = getattr(optimizer, "inner_optimizer", optimizer)
+        owners = {
+            weight.path.replace("/", "_"): path
+            for path, layer, _ in structure.walk(model)
+            for weight in structure.own_weights(layer)
+        }
         for variable in inner.variables:
             if "float" not in str(variable.dtype):
                 continue
             values = np.asarray(tf.cast(variable.value, tf.float32))
             bad = int(values.size - np.isfinite(values).sum())
             if bad:
+                name = variable.path.rsplit("/", 1)[-1]
+                # Slots bear the name of their weight and their own.
+                weight = max((w for w in owners if name.startswith(w)), default="")
                 yield Suspicion(
-                    None,
+                    owners.get(weight),
                     f"{bad} of {values.size} numbers of the optimizer's "
                     f"{variable.path!r} are inf or NaN already.",
                 )

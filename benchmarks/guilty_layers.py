@@ -1,0 +1,234 @@
+"""Judges `tfamp.sensitivity` and `tfamp.triage` by models with known faults.
+
+The models of benchmarks/faults were made, and their truth proven, before the thresholds
+were set; one half was used to set them ("develop"), the other half is only run to
+report ("final"). A case counts as found where verdict and layers are right exactly.
+
+Command: python benchmarks/guilty_layers.py [--splits=develop] [--seeds=2] [--record]
+Time: about five minutes on two CPU cores.
+"""
+
+import json
+import os
+import sys
+import time
+import traceback
+import warnings
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+
+import _figures  # noqa: E402
+from absl import flags  # noqa: E402  (TensorFlow reads its log level when imported)
+from rich.console import Console  # noqa: E402
+from rich.table import Table  # noqa: E402
+
+import tfamp  # noqa: E402
+from benchmarks import faults  # noqa: E402
+
+RESULT = ROOT / "benchmarks" / "results" / "guilty_layers.json"
+DTYPES = ("float16", "bfloat16")
+SPLITS = ("develop", "final")
+
+
+def define_flags() -> flags.FlagValues:
+    """Returns the flags with their defaults."""
+    values = flags.FlagValues()
+    flags.DEFINE_list("splits", list(SPLITS), "Which half.", flag_values=values)
+    flags.DEFINE_integer("seeds", 2, "Models of each case.", flag_values=values)
+    flags.DEFINE_string("only", "", "Part of a case's name.", flag_values=values)
+    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
+    flags.DEFINE_boolean("all", False, "Show what is right too.", flag_values=values)
+    flags.DEFINE_boolean(
+        "record", False, "Keep the figures for RESULTS.md.", flag_values=values
+    )
+    return values
+
+
+def sensitivities(split: str, seeds: int, only: str) -> Iterator[dict[str, Any]]:
+    """Yields what was found of each precision case, in each dtype and for each seed."""
+    for case in faults.CASES:
+        if case.split != split or only not in case.name:
+            continue
+        for seed in range(seeds):
+            for dtype in DTYPES:
+                row = {
+                    "case": case.name,
+                    "kind": case.kind,
+                    "dtype": dtype,
+                    "seed": seed,
+                    "depth": case.depth,
+                    "style": case.style,
+                    "expected": case.verdict[dtype],
+                }
+                began = time.perf_counter()
+                try:
+                    model, batches = case.build(seed)
+                    found = tfamp.sensitivity(model, _dataset(batches), dtype=dtype)
+                    guilty = frozenset(found.guilty)
+                    is_right = (
+                        found.verdict == case.verdict[dtype]
+                        and guilty in case.guilty[dtype]
+                    )
+                    reasons = {each.reason for each in found.layers if each.is_guilty}
+                    row |= {
+                        "found": found.verdict,
+                        "guilty": sorted(guilty),
+                        "right": is_right,
+                        "reasons": sorted(reasons),
+                        "reason_wanted": sorted(case.reasons[dtype]),
+                        "reason_right": not case.reasons[dtype]
+                        or bool(reasons & case.reasons[dtype]),
+                        "is_control": not any(case.guilty[dtype] - {frozenset()})
+                        and case.verdict[dtype] == "safe",
+                    }
+                except Exception as error:  # a tool that fails has not found it
+                    traceback.print_exc()
+                    text = f"{type(error).__name__}: {error}"[:200]
+                    row |= {"found": text, "guilty": [], "right": False}
+                row["wanted"] = [sorted(paths) for paths in case.guilty[dtype]][:3]
+                row["seconds"] = round(time.perf_counter() - began, 2)
+                yield row
+
+
+def triages(split: str, seeds: int, only: str) -> Iterator[dict[str, Any]]:
+    """Yields what was found of each failing step, for each seed."""
+    for failure in faults.FAILURES:
+        if failure.split != split or only not in failure.name:
+            continue
+        for seed in range(seeds):
+            row = {
+                "case": failure.name,
+                "kind": failure.cause,
+                "seed": seed,
+                "expected": failure.cause,
+                "wanted": sorted(failure.layers),
+            }
+            try:
+                model, batch = failure.build(seed)
+                found = tfamp.triage(model, batch)
+                row |= {
+                    "found": found.cause,
+                    "guilty": [] if found.layer is None else [found.layer],
+                    "right": found.cause == failure.cause,
+                    "layer_right": not failure.layers or found.layer in failure.layers,
+                }
+            except Exception as error:  # a tool that fails has not found it
+                traceback.print_exc()
+                text = f"{type(error).__name__}: {error}"[:200]
+                row |= {"found": text, "guilty": [], "right": False}
+            yield row
+
+
+def _dataset(batches: Any) -> Any:
+    """Returns batches as a dataset; they may differ in shape."""
+    import tensorflow as tf
+
+    if isinstance(batches, tf.data.Dataset):
+        return batches
+    first, *rest = (tf.data.Dataset.from_tensors(batch) for batch in batches)
+    for each in rest:
+        first = first.concatenate(each)
+    return first
+
+
+def show(title: str, rows: Sequence[dict[str, Any]], *, everything: bool) -> None:
+    """Prints what was not found, and how many were."""
+    table = Table(title=title, title_justify="left")
+    for column in ("case", "kind", "expected", "found", "wanted", "named"):
+        table.add_column(column, overflow="fold")
+    for row in rows:
+        if everything or not (
+            row["right"]
+            and row.get("layer_right", True)
+            and row.get("reason_right", True)
+        ):
+            name = f"{row['case']} {row.get('dtype', '')} {row['seed']}"
+            table.add_row(
+                name,
+                row["kind"],
+                row["expected"],
+                row["found"],
+                str(row["wanted"]),
+                " ".join(
+                    str(row.get(key, ""))
+                    for key in ("guilty", "reasons", "reason_wanted")
+                ),
+            )
+    Console(width=150).print(table)
+    print(f"{title}: {sum(row['right'] for row in rows)} of {len(rows)} right")
+
+
+def summary(rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
+    """Returns how many of the cases were found, by dtype or of all."""
+    if not rows:
+        return {}
+    if "dtype" not in rows[0]:
+        named = [row for row in rows if row["wanted"]]
+        return {
+            "causes": _part(rows, "right"),
+            "layers": _part(named, "layer_right"),
+        }
+    found: dict[str, Any] = {}
+    for dtype in DTYPES:
+        own = [row for row in rows if row["dtype"] == dtype]
+        faulty = [row for row in own if not row.get("is_control")]
+        controls = [row for row in own if row.get("is_control")]
+        found[dtype] = {
+            "found": _part(faulty, "right"),
+            "reasons": _part([r for r in faulty if r["right"]], "reason_right"),
+            "alarms": [sum(not row["right"] for row in controls), len(controls)],
+        }
+    return found
+
+
+def _part(rows: Sequence[dict[str, Any]], key: str) -> list[int]:
+    return [sum(bool(row.get(key)) for row in rows), len(rows)]
+
+
+def main(argv: Sequence[str]) -> int:
+    """Judges, prints what was missed and a last line of JSON."""
+    settings = define_flags()
+    settings(argv)
+    warnings.simplefilter("ignore", UserWarning)
+    words = [word for word in argv[1:] if not word.startswith("--record")]
+    result: dict[str, Any] = {
+        "benchmark": "guilty_layers",
+        "command": " ".join(["python benchmarks/guilty_layers.py", *words]),
+        "versions": _figures.versions(),
+        "seeds": settings.seeds,
+    }
+    for split in settings.splits:
+        layers = list(sensitivities(split, settings.seeds, settings.only))
+        steps = list(triages(split, settings.seeds, settings.only))
+        show(f"{split}, sensitivity", layers, everything=settings.all)
+        show(f"{split}, triage", steps, everything=settings.all)
+        result[split] = {
+            "sensitivity": summary(layers),
+            "triage": summary(steps),
+            "missed": [
+                row
+                for row in (*layers, *steps)
+                if not (row["right"] and row.get("layer_right", True))
+            ],
+        }
+    if settings.record:
+        RESULT.write_text(json.dumps(result, indent=1) + "\n")
+    _figures.finish(
+        {k: v for k, v in result.items() if k not in SPLITS}
+        | {
+            split: {k: v for k, v in result[split].items() if k != "missed"}
+            for split in settings.splits
+        },
+        settings.json,
+    )
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv))
