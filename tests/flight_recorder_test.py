@@ -302,6 +302,28 @@ def test_an_exception_in_the_step_is_replayed(tmp_path):
     assert replay(recorder.bundles[0], explain=False).is_reproduced
 
 
+class Mends(keras.callbacks.Callback):
+    """Goes back to the weights of the first step after a step that failed."""
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            self.state = snapshots.take(self.model)
+        if np.isnan(logs["loss"]) and batch == 4:
+            snapshots.put(self.model, self.state)
+            self.model.make_train_function(force=True)
+
+
+def test_a_failure_after_a_mended_one_is_replayed_from_where_it_was_mended(tmp_path):
+    x, y = arrays(5)
+    y[4 * 8] = np.nan
+    recorder = FlightRecorder(tmp_path)
+    fit(compiled(), recorder, data=(x, y), callbacks=[Mends()])
+    assert kinds(recorder) == ["failure-00000005-loss", "failure-00000009-loss"]
+    record = files.read_record(recorder.bundles[1])
+    assert (record.state_step, record.leads) == (5, True)
+    assert replay(recorder.bundles[1], explain=False).is_exact
+
+
 class Raises(keras.callbacks.Callback):
     def __init__(self, error, batch=5):
         super().__init__()
@@ -383,7 +405,7 @@ def test_nothing_is_left_behind(tmp_path):
     fit(model, recorder)
     traced, own = model.train_function, set(vars(model))
     with pytest.raises(RuntimeError):
-        fit(model, recorder, callbacks=[Raises(RuntimeError("boom"))])
+        fit(model, recorder, callbacks=[Throughput(), Raises(RuntimeError("boom"))])
     assert model.train_function is traced and not hasattr(traced, "recorded")
     assert "make_train_function" not in own | set(vars(model))
     ring = ring_of(model, keep=1, max_bytes=1)

@@ -50,11 +50,6 @@ def register(model: keras.Model, recorder: Recorder) -> bool:
     return True
 
 
-def is_running(model: keras.Model) -> bool:
-    """Returns whether recorders of a model are told when its `fit` is over."""
-    return model in _RUNNING
-
-
 def _around_fit(original: Callable[..., Any]) -> Callable[..., Any]:
     @like(original)
     def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:

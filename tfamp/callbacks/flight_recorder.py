@@ -144,7 +144,8 @@ class FlightRecorder(keras.callbacks.Callback):
             ) from error
         # A list of callbacks that was made before `fit`.
         flight_fit.register(self.model, self)
-        self.attach()
+        if self._replacement is None:
+            self.attach()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""
@@ -153,16 +154,17 @@ class FlightRecorder(keras.callbacks.Callback):
             self._log.begin_epoch(epoch)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Lets everything go, where the frame around `fit` does not."""
-        if not flight_fit.is_running(self.model):
-            self.detach()
+        """Gives the training function back and lets batches and snapshots go."""
+        self.detach()
 
     def attach(self) -> None:
         """Puts itself around the training function; `fit` does it."""
         function = self.model.train_function
-        if self._replacement is not None or function is None:
+        if function is None:
             return
         if hasattr(function, "recorded"):
+            if self._replacement is not None:
+                return  # it is there already; else the function was made anew
             self._note(
                 "No bundles of this recorder, since another FlightRecorder records the "
                 "same `fit`: use one."
@@ -215,7 +217,7 @@ class FlightRecorder(keras.callbacks.Callback):
         if not is_built:
             self._log.interval = 1  # the first snapshot with all variables in it
         self._was_finite = self._weights_were_finite = True
-        self._written_at = -1
+        self._written_at, self._has_failed = -1, False
         tally = tally_of(self.model.optimizer)
         self._asks_skips = self.on_skip and tally is not None
         self._num_skipped = self._skips()
@@ -225,6 +227,10 @@ class FlightRecorder(keras.callbacks.Callback):
     def _call(self, function: Any, iterator: Any) -> Any:
         """Runs the training function once and looks at what came of it."""
         log = self._log or self._begin(iterator)
+        if self._has_failed:
+            # Another callback may have mended the model since, or gone back.
+            self._has_failed = False
+            log.snapshot()
         if self._iterators[0] is not iterator:
             timed = iterator
             if isinstance(iterator, _ITERATORS):
@@ -282,6 +288,7 @@ class FlightRecorder(keras.callbacks.Callback):
         log = self._log
         if log is None or self._written_at == log.num_calls:
             return
+        self._has_failed = True
         if not self._ring.fetch():
             return  # an error in the code, ahead of any step
         if len(self.bundles) >= self.max_bundles:

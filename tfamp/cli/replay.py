@@ -1,10 +1,12 @@
 """`tfamp replay`: reproduces the failing step of a bundle, and says why it failed."""
 
+import contextlib
 import json
 import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -50,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
     from tfamp.numerics.replaying_bundles import replay
 
     try:
-        replayed = replay(path, build=values.build, explain=values.triage)
+        with _working():
+            replayed = replay(path, build=values.build, explain=values.triage)
         if values.json is not None:
             replayed.to_json(values.json)
     except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
@@ -58,6 +61,15 @@ def main(argv: Sequence[str]) -> int:
         return _EXIT_FAILED
     print(replayed.table())
     return 0 if replayed.is_reproduced else _EXIT_FAILED
+
+
+def _working() -> contextlib.AbstractContextManager[Any]:
+    """Shows on a terminal that the command is at work, and takes it away again."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status("Replaying the failing step")
 
 
 def _take_environment(folder: Path) -> None:
