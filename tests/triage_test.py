@@ -293,3 +293,24 @@ def test_no_batch_is_refused():
     message = "`batch_or_bundle` is of type int; expected a batch (x, y) or"
     with pytest.raises(TypeError, match=re.escape(message)):
         triage(made(parts), 3)
+
+
+def test_a_bundle_is_as_good_as_its_batch(tmp_path):
+    model = made(parts)
+    x = np.tile(X, (3, 1))
+    x[20] = np.inf
+    recorder = tfamp.callbacks.FlightRecorder(tmp_path)
+    model.fit(
+        *(x, np.tile(Y, 3)),
+        batch_size=16,
+        shuffle=False,
+        verbose=0,
+        callbacks=[recorder],
+    )
+    (bundle,) = tmp_path.iterdir()
+    after = [w.copy() for w in model.get_weights()]
+    found = triage(model, bundle)
+    assert found.cause == "data"
+    assert "`x` holds 4 numbers that are inf or NaN, in 1 of 16" in found.evidence[0]
+    for a, b in zip(after, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(a, b)

@@ -10,6 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.data.bottlenecks.arguments import build
 from tfamp.data.bottlenecks.unchanged import optimizers_of, unchanged
 from tfamp.formats import FORMATS
 from tfamp.keras_hooks import structure
@@ -36,6 +37,16 @@ _CUT = (
     "Go back to weights from before and cut the learning rate, warm it up, or clip "
     "gradients by `global_clipnorm=1.0`."
 )
+
+
+def inquire(model: keras.Model, batch: Any) -> Triage:
+    """Returns why the train step of a compiled model fails on a batch."""
+    batch = _checked(batch)
+    build(model, batch)
+    rate = model.optimizer.learning_rate if model.optimizer is not None else None
+    rate = float(rate) if isinstance(rate, keras.Variable) else None
+    with unchanged(model):
+        return Inquiry(model, batch, rate).run()
 
 
 class Inquiry:
@@ -313,6 +324,25 @@ class Inquiry:
             tuple(self._replays),
             source,
         )
+
+
+def _checked(batch: Any) -> Any:
+    """Returns a batch as `train_step` takes it."""
+    if not isinstance(batch, (tuple, list, dict)) and not tf.is_tensor(batch):
+        raise TypeError(
+            f"`batch_or_bundle` is of type {type(batch).__name__}; expected a batch "
+            "(x, y) or (x, y, sample_weight), or the path of a bundle. Take one from "
+            "a dataset by `next(iter(dataset))`."
+        )
+    batch = tuple(batch) if isinstance(batch, list) else batch
+    return tf.nest.map_structure(_as_tensor, batch)
+
+
+def _as_tensor(part: Any) -> Any:
+    if part is None or tf.is_tensor(part):
+        return part
+    array = np.asarray(part)
+    return tf.constant(array.astype(np.float32) if array.dtype == np.float64 else array)
 
 
 def _loss_scale(model: keras.Model) -> float:

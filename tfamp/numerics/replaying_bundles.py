@@ -17,6 +17,7 @@ from tfamp.bundles.digests import digest
 from tfamp.bundles.files import Contents
 from tfamp.bundles.record import Bundle, Call, error_name, hexed, same_bits
 from tfamp.bundles.replay_record import Replayed, ReplayedStep
+from tfamp.numerics.inquiry import inquire
 from tfamp.numerics.rebuilding import begin, prepare_devices, rebuilt
 from tfamp.snapshots.names import tally_of
 
@@ -213,11 +214,7 @@ def _explained(model: keras.Model, contents: Contents) -> str:
     if len(contents.record.surroundings.replicas) > 1:
         return "Triage is left out: the step ran on several replicas."
     try:
-        from tfamp.numerics.triaging import triage
-    except ImportError:
-        return ""
-    try:
-        return str(triage(model, failing_step(model, contents)).table())
+        return inquire(model, failing_step(model, contents)).table()
     except Exception as error:  # the replay itself is told in any case
         return f"Triage failed: {type(error).__name__}: {error}"
 

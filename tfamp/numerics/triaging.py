@@ -4,12 +4,13 @@ import os
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
-from tfamp.data.bottlenecks.arguments import build, check_model
-from tfamp.data.bottlenecks.unchanged import unchanged
-from tfamp.numerics.inquiry import Inquiry
+from tfamp import snapshots
+from tfamp.bundles import files
+from tfamp.bundles.random_states import put_random, take_random
+from tfamp.data.bottlenecks.arguments import check_model
+from tfamp.numerics.inquiry import inquire
+from tfamp.numerics.replaying_bundles import failing_step
 from tfamp.numerics.triage_records import Triage
 
 
@@ -37,6 +38,7 @@ def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
     Example:
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
+        >>> import numpy as np
         >>> bad = np.float32([[1, np.nan], [3, 4]])
         >>> found = triage(model, (bad, np.float32([[0], [0]])))
         >>> found.cause, found.evidence[0]  # doctest: +NORMALIZE_WHITESPACE
@@ -44,31 +46,13 @@ def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
         (number 0).')
     """
     check_model(model)
-    batch = _checked(batch_or_bundle)
-    build(model, batch)
-    rate = model.optimizer.learning_rate if model.optimizer is not None else None
-    rate = float(rate) if isinstance(rate, keras.Variable) else None
-    with unchanged(model):
-        return Inquiry(model, batch, rate).run()
-
-
-def _checked(batch: Any) -> Any:
-    """Returns a batch as `train_step` takes it."""
-    if isinstance(batch, (str, os.PathLike)):
-        raise NotImplementedError
-    if not isinstance(batch, (tuple, list, dict)) and not tf.is_tensor(batch):
-        raise TypeError(
-            f"`batch_or_bundle` is of type {type(batch).__name__}; expected a batch "
-            "(x, y) or (x, y, sample_weight), or the path of a bundle. Take one from "
-            "a dataset by `next(iter(dataset))`."
-        )
-    return tf.nest.map_structure(
-        _as_tensor, tuple(batch) if isinstance(batch, list) else batch
-    )
-
-
-def _as_tensor(part: Any) -> Any:
-    if part is None or tf.is_tensor(part):
-        return part
-    array = np.asarray(part)
-    return tf.constant(array.astype(np.float32) if array.dtype == np.float64 else array)
+    if not isinstance(batch_or_bundle, (str, os.PathLike)):
+        return inquire(model, batch_or_bundle)
+    contents = files.read(batch_or_bundle)
+    before = snapshots.take(model)
+    held = take_random()
+    try:
+        return inquire(model, failing_step(model, contents))
+    finally:
+        snapshots.put(model, before)
+        put_random(held)
