@@ -183,6 +183,14 @@ def test_a_snapshot_counts_only_after_a_good_step(tmp_path):
     assert run.recoveries[0].restored_step == 5
 
 
+def test_bad_weights_behind_a_finite_loss_prove_no_snapshot(tmp_path):
+    """Seen after the very step, so the snapshot of the step before is not trusted."""
+    recovery = often(tmp_path, triage=named("data"))
+    fit(hiding(), data(5), recovery, epochs=1)
+    found = [(each.step, each.restored_step) for each in recovery.recoveries]
+    assert found == [(6, 3)]
+
+
 def test_metrics_go_back_with_the_weights(tmp_path):
     model = linear(metrics=["mae"])
     run = fit(model, data(5), often(tmp_path), epochs=1)
@@ -330,6 +338,7 @@ def named(cause, layer=None, remedy="", layers=()):
     return triage
 
 
+@pytest.mark.slow
 def test_a_learning_rate_that_is_too_high_is_cut_and_quality_is_kept(tmp_path):
     long = {"epochs": 3 * EPOCHS}
     calm = linear(keras.optimizers.SGD(0.02))
@@ -519,7 +528,7 @@ SCALES = {
 
 
 @pytest.mark.parametrize("remedy, first, detail, last", SCALES.values(), ids=SCALES)
-def test_the_loss_scale_is_moved_and_does_not_climb_back_at_once(
+def test_the_loss_scale_is_moved_within_its_bounds(
     remedy, first, detail, last, tmp_path
 ):
     optimizer = guard(dynamic=True, initial_scale=first, min_scale=0.5)
@@ -530,6 +539,19 @@ def test_the_loss_scale_is_moved_and_does_not_climb_back_at_once(
         ("move loss scale", detail)
     ]
     assert float(optimizer.dynamic_scale.numpy()) == last
+
+
+def test_a_scale_that_was_lowered_is_not_to_climb_to_where_it_was():
+    optimizer = guard(dynamic=True, initial_scale=2.0**15)
+    model = linear(optimizer)
+    now = optimizer.tally.numbers()
+    optimizer.tally.put(now._replace(levels=now.levels._replace(peak=2.0**15)))
+    state = snapshots.take(model)
+    other, _ = _remedies.with_other_scale(model, state, raises=False)
+    snapshots.put(model, other)
+    assert optimizer.tally.numbers().levels.peak == 2.0**11
+    snapshots.put(model, state)
+    assert optimizer.tally.numbers().levels.peak == 2.0**15
 
 
 def test_a_scale_that_cannot_move_gives_way_to_the_learning_rate(tmp_path):
@@ -548,6 +570,13 @@ def test_the_triage_is_asked_with_good_weights_and_the_failing_batch(tmp_path):
     rows = slice(3 * BATCH, 4 * BATCH)
     assert np.isnan(x[0]).all() and np.array_equal(x[1:], X[rows][1:])
     assert np.array_equal(y, Y[rows])
+
+
+def test_of_several_batches_in_a_call_the_triage_gets_the_bad_one(tmp_path):
+    triage = named("data")
+    model = linear(run_eagerly=False, steps_per_execution=4)
+    fit(model, data(5), often(tmp_path, triage=triage), epochs=1)
+    assert np.isnan(triage.asked[0][1][0][0]).all()
 
 
 def test_what_the_triage_does_to_the_model_is_undone(tmp_path):
