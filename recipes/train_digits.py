@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
 import datasets  # noqa: E402  (TensorFlow reads its log level when it is imported)
-import faults  # noqa: E402
+import injecting  # noqa: E402
 import reporting  # noqa: E402
 import tfamp  # noqa: E402
 from progress import TrainingProgress  # noqa: E402
@@ -41,7 +41,7 @@ def define_flags() -> flags.FlagValues:
     """Returns the recipe's flags with their defaults."""
     values = flags.FlagValues()
     reporting.define_common_flags(values)
-    faults.define_flags(values)
+    injecting.define_flags(values)
     flags.DEFINE_string(
         "dataset",
         "digits",
@@ -69,7 +69,7 @@ def build_model(
         x = keras.layers.MaxPooling2D()(x)
         # A run has a few hundred steps: the default momentum of 0.99 lags behind.
         x = keras.layers.BatchNormalization(momentum=0.9)(x)
-    x = faults.layer(inject, x)
+    x = injecting.layer(inject, x)
     x = keras.layers.Flatten()(x)
     x = keras.layers.Dropout(0.4)(x)
     x = keras.layers.Dense(128, activation="relu")(x)
@@ -119,10 +119,10 @@ def build(
         .prefetch()
         .build()
     )
-    train_data = faults.batches(settings.inject, train_data)
+    train_data = injecting.batches(settings.inject, train_data)
     test_data = test_images.cache("memory").batch(256).prefetch().build()
     schedule = keras.optimizers.schedules.CosineDecay(
-        faults.learning_rate(settings),
+        injecting.learning_rate(settings),
         settings.epochs * int(train_data.cardinality()),
     )
     shape = train_data.element_spec[0].shape[1:]
@@ -135,7 +135,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     """Trains under one policy and returns what came of it."""
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
-    faults.announce(settings)
+    injecting.announce(settings)
     model, train_data, test_data = build(settings)
     progress = TrainingProgress(f"digits {status.policy}")
     started = time.perf_counter()

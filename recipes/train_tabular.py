@@ -30,7 +30,7 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
-import faults  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import injecting  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import reporting  # noqa: E402
 import tfamp  # noqa: E402
 from progress import TrainingProgress  # noqa: E402
@@ -71,7 +71,7 @@ def define_flags() -> flags.FlagValues:
     """Returns the recipe's flags with their defaults."""
     values = flags.FlagValues()
     reporting.define_common_flags(values)
-    faults.define_flags(values)
+    injecting.define_flags(values)
     flags.DEFINE_enum(
         "dataset",
         "breast_cancer",
@@ -198,7 +198,7 @@ def build_model(
     for width in (64, 32):
         x = keras.layers.Dense(width, activation="relu")(x)
         x = keras.layers.Dropout(0.3)(x)
-    x = faults.layer(inject, x)
+    x = injecting.layer(inject, x)
     model = keras.Model(rows, keras.layers.Dense(1)(x))
     if table.is_classes:
         loss = keras.losses.BinaryCrossentropy(from_logits=True)
@@ -242,10 +242,10 @@ def make(way: str, damaged: Table, settings: Any) -> tuple[keras.Model, Any]:
     keras.utils.set_random_seed(settings.seed)
     data = batches(damaged.train, impute, statistics, settings)
     num_columns = damaged.train[0].shape[1]
-    rate = faults.learning_rate(settings)
+    rate = injecting.learning_rate(settings)
     model = build_model(first, num_columns, damaged, rate, settings.inject)
     model.jit_compile = settings.jit_compile
-    return model, faults.batches(settings.inject, data)
+    return model, injecting.batches(settings.inject, data)
 
 
 def build(
@@ -269,7 +269,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     """Trains twice under one policy and returns what came of it."""
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
-    faults.announce(settings)
+    injecting.announce(settings)
     table, damaged = load_damaged(settings)
     findings = tfamp.data.check(
         damaged.train, damaged.validation, compute_dtype=status.policy

@@ -23,7 +23,7 @@ import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
 import datasets  # noqa: E402  (TensorFlow reads its log level when it is imported)
-import faults  # noqa: E402
+import injecting  # noqa: E402
 import reporting  # noqa: E402
 import tfamp  # noqa: E402
 from progress import TrainingProgress  # noqa: E402
@@ -44,7 +44,7 @@ def define_flags() -> flags.FlagValues:
     """Returns the recipe's flags with their defaults."""
     values = flags.FlagValues()
     reporting.define_common_flags(values)
-    faults.define_flags(values)
+    injecting.define_flags(values)
     flags.DEFINE_string(
         "dataset",
         "stdlib_text",
@@ -94,7 +94,7 @@ def build_model(
         normed = keras.layers.LayerNormalization()(x)
         hidden = keras.layers.Dense(4 * width, activation="gelu")(normed)
         x = x + keras.layers.Dense(width)(hidden)
-    x = faults.layer(inject, x)
+    x = injecting.layer(inject, x)
     x = keras.layers.LayerNormalization()(x)
     logits = keras.layers.Dense(NUM_CHARACTERS)(x)
     model = keras.Model(characters, logits)
@@ -174,13 +174,13 @@ def build(
         .prefetch()
         .build()
     )
-    train_data = faults.batches(settings.inject, train_data)
+    train_data = injecting.batches(settings.inject, train_data)
     validation_data = validation_windows.batch(settings.batch_size).prefetch().build()
     num_steps = int(train_data.cardinality())
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0,
         settings.epochs * num_steps,
-        warmup_target=faults.learning_rate(settings),
+        warmup_target=injecting.learning_rate(settings),
         warmup_steps=min(100, num_steps),
     )
     model = build_model(
@@ -199,7 +199,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     """Trains under one policy and returns what came of it."""
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
-    faults.announce(settings)
+    injecting.announce(settings)
     model, train_data, validation_data = build(settings)
     progress = TrainingProgress(f"text {status.policy}")
     started = time.perf_counter()

@@ -48,7 +48,8 @@ def _on_normal(
         keras.utils.set_random_seed(seed)
         # One ReLU of few that switches moves a gradient by much: no small batches.
         rng = np.random.default_rng([seed, 3])
-        return compiled(make()), normal_batches(rng, shape, units=units, batch=32)
+        batches = normal_batches(rng, shape, units=units, batch=32)
+        return compiled(make()), [(x, y + 2.0) for x, y in batches]
 
     return build
 
@@ -107,6 +108,7 @@ def _depthwise(x: Any) -> Any:
         x = layers.DepthwiseConv2D(3, padding="same")(x)
         x = layers.Activation("hard_silu")(layers.BatchNormalization()(x))
         x = layers.BatchNormalization()(layers.Conv2D(8, 1)(x))
+    x = layers.Activation("hard_silu")(x)
     return layers.GlobalAveragePooling2D()(x)
 
 
@@ -228,7 +230,7 @@ CASES = (
     _control("mlp", "sequential", 3, _on_normal(_mlp, (16,))),
     _control("residual_cnn", "functional", 19, _functional((6, 6, 3), _residual_cnn)),
     _control("resnet", "functional", 29, _functional((8, 8, 3), _resnet)),
-    _control("depthwise_cnn", "functional", 18, _functional((6, 6, 3), _depthwise)),
+    _control("depthwise_cnn", "functional", 19, _functional((6, 6, 3), _depthwise)),
     _control("unet", "functional", 8, _functional((6, 6, 3), _unet)),
     _control("transformer", "functional", 22, _functional((8, 6), _transformer)),
     _control("own_attention", "subclassed", 18, _on_normal(_own_attention, (6, 4))),
