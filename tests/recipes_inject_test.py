@@ -18,7 +18,7 @@ pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
 RECIPES = Path(__file__).parents[1] / "recipes"
 TRAINING = sorted(path.name for path in RECIPES.glob("train_*.py"))
 FAULTS = ("bad_batch", "bad_lr", "mask", "overflow_layer")
-SHARED = ("comparing", "datasets", "faults", "progress", "reporting")
+SHARED = ("comparing", "datasets", "injecting", "progress", "reporting")
 
 
 def load(name):
@@ -33,9 +33,9 @@ def faults():
     """The module of faults, where recipes find it and one another."""
     path = list(sys.path)
     sys.path.insert(0, str(RECIPES))
-    import faults
+    import injecting
 
-    yield faults
+    yield injecting
     sys.path[:] = path
     for name in SHARED:
         sys.modules.pop(name, None)
