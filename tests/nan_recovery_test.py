@@ -544,6 +544,7 @@ def test_the_loss_scale_is_moved_within_its_bounds(
 def test_a_scale_that_was_lowered_is_not_to_climb_to_where_it_was():
     optimizer = guard(dynamic=True, initial_scale=2.0**15)
     model = linear(optimizer)
+    optimizer.build(model.trainable_variables)
     now = optimizer.tally.numbers()
     optimizer.tally.put(now._replace(levels=now.levels._replace(peak=2.0**15)))
     state = snapshots.take(model)
