@@ -30,7 +30,7 @@ class LastBatches:
         self._iterator: Any = None
         self._function: Any = None
         self._held: Any = None
-        self._num_calls = 0
+        self._num_calls, self._is_sized = 0, False
 
     def through(self, iterator: Any, function: Any) -> Any:
         """Returns what the training function is to draw from.
@@ -59,8 +59,9 @@ class LastBatches:
             return
         if not self._num_calls:
             self._ring.clear()
-        elif self._num_calls == 1:
+        elif not self._is_sized:
             self._ring.fetch()  # it learns their size, and so how many may pile up
+            self._is_sized = True
         self._num_calls += 1
         if self._num_calls > max(1, self._ring.calls_between // self._steps):
             self._num_calls = 0
