@@ -16,7 +16,7 @@ FOLDER = Path(__file__).resolve().parent
 TEXTS = FOLDER / "results"
 ORDER = (
     *("enable_overhead", "loss_scale", "pipeline"),
-    *("training", "tried", "callbacks_cost"),
+    *("training", "tried", "callbacks_cost", "guilty_layers"),
 )
 
 
@@ -26,7 +26,8 @@ def sections(folder: Path) -> list[str]:
     for name in ORDER:
         figures, text = folder / f"{name}.json", folder / f"{name}.md"
         if figures.is_file():
-            found.append(training(json.loads(figures.read_text("utf-8")), name))
+            write = guilty_layers if name == "guilty_layers" else training
+            found.append(write(json.loads(figures.read_text("utf-8")), name))
         elif text.is_file():
             found.append(text.read_text("utf-8"))
     return found
@@ -50,6 +51,40 @@ def training(result: dict[str, Any], kind: str = "training") -> str:
         seeds=first["seeds"],
         rows="\n".join(rows),
         goals=_goals(result["goals"]),
+    )
+
+
+def guilty_layers(result: dict[str, Any], kind: str = "guilty_layers") -> str:
+    """Returns the section of benchmarks/guilty_layers.py, with what it missed."""
+    rows, missed = [], []
+    for split in ("develop", "final"):
+        found = result[split]
+        for dtype, counts in found["sensitivity"].items():
+            cells = [f"{right} of {total}" for right, total in counts.values()]
+            rows.append(f"| {split} | {dtype} | {' | '.join(cells)} |")
+        missed += [_missed(split, row) for row in found["missed"]]
+    causes = [
+        f"{split}: cause {' of '.join(map(str, found['causes']))}, layer "
+        f"{' of '.join(map(str, found['layers']))}"
+        for split in ("develop", "final")
+        for found in [result[split]["triage"]]
+    ]
+    template = (TEXTS / f"_{kind}.md").read_text(encoding="utf-8")
+    return template.format(
+        command=result["command"],
+        versions=", ".join(f"{k} {v}" for k, v in result["versions"].items()),
+        seeds=result["seeds"],
+        rows="\n".join(rows),
+        triage="; ".join(causes),
+        missed="\n".join(missed) or "None.",
+    )
+
+
+def _missed(split: str, row: dict[str, Any]) -> str:
+    where = " ".join(str(row[key]) for key in ("case", "dtype") if key in row)
+    return (
+        f"- {where}, seed {row['seed']} ({split}): expected {row['expected']} "
+        f"{row['wanted']}, got {row['found']} {row['guilty']}"
     )
 
 

@@ -1,5 +1,7 @@
 """Callbacks for `fit`: what happens while a model trains."""
 
+from tfamp.callbacks._recovery_records import Recovery as Recovery
+from tfamp.callbacks._recovery_records import RecoveryError as RecoveryError
 from tfamp.callbacks.device_stats import DeviceStats as DeviceStats
 from tfamp.callbacks.flight_recorder import FlightRecorder as FlightRecorder
 from tfamp.callbacks.monitor import PrecisionMonitor as PrecisionMonitor
