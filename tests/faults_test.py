@@ -21,7 +21,10 @@ FAULTY = [case for case in faults.CASES if case.kind != "healthy"]
 HEALTHY = [case for case in faults.CASES if case.kind == "healthy"]
 # Small and quick ones.
 SAMPLE = ("normalization_far_inside", "reciprocal_functional", "mlp")
-EACH_CASE = pytest.mark.parametrize("case", faults.CASES, ids=lambda case: case.name)
+# The whole set is proven by benchmarks/faults/prove_truth.py, which takes minutes.
+EACH_CASE = pytest.mark.parametrize(
+    "case", faults.CASES[::8], ids=lambda case: case.name
+)
 # One of each cause runs with the fast tests.
 QUICK = {
     *("infinity_in_x_float16", "root_of_zero", "learning_rate_sgd"),
@@ -81,7 +84,7 @@ def test_a_name_that_comes_twice_is_refused():
         records.split([case, case])
 
 
-@EACH_CASE
+@pytest.mark.parametrize("case", faults.CASES, ids=lambda case: case.name)
 def test_what_is_said_of_a_case_fits_together(case):
     for dtype in DTYPES:
         has_layers = case.guilty[dtype] != frozenset({frozenset()})
