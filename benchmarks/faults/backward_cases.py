@@ -145,11 +145,11 @@ BACKWARD = (
     make_case(
         "softmax_head_wrong",
         "backward",
-        _wrong_head(15, activation="softmax", most=15.4),
+        _wrong_head(6, activation="softmax", most=15.4),
         float16=("probability",),
         reasons=("backward", "underflow", "overflow"),
         style="functional",
-        depth=19,
+        depth=10,
     ),
 )
 
