@@ -46,6 +46,7 @@ def test_every_benchmark_is_tested_here():
     tested = {
         "callbacks_cost.py",
         "enable_overhead.py",
+        "guilty_layers.py",
         "loss_scale.py",
         "pipeline.py",
         "readme_figure.py",
@@ -64,6 +65,40 @@ def test_callbacks_cost_prints_ratios_and_waits(tmp_path):
     for wait in result["input_wait"].values():
         assert 0 <= wait["told"] <= 1
         assert 0 <= wait["waited"] <= 1
+
+
+@pytest.mark.slow
+def test_guilty_layers_judges_cases_of_both_halves(tmp_path):
+    result = run("guilty_layers.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    halves = [result["develop"], result["final"]]
+    counts = [
+        count
+        for half in halves
+        for found in half["sensitivity"].values()
+        for count in found.values()
+    ]
+    assert sum(total for _, total in counts) > 0
+    assert all(0 <= right <= total for right, total in counts)
+    assert sum(half["triage"]["causes"][1] for half in halves if half["triage"]) > 0
+
+
+def test_a_section_tells_what_was_missed():
+    writer = load("write_results.py")
+    missed = {
+        **{"case": "cube", "dtype": "float16", "seed": 0, "expected": "layers"},
+        **{"wanted": [["a"]], "found": "safe", "guilty": []},
+    }
+    half = {
+        "sensitivity": {"float16": {"found": [1, 2], "reasons": [1, 1]}},
+        "triage": {"causes": [3, 4], "layers": [2, 2]},
+        "missed": [missed],
+    }
+    result = {"develop": half, "final": {**half, "missed": []}, "command": "c"}
+    text = writer.guilty_layers({**result, "versions": {"keras": "3"}, "seeds": 1})
+    assert "| develop | float16 | 1 of 2 | 1 of 1 |" in text
+    assert "develop: cause 3 of 4, layer 2 of 2" in text
+    assert "- cube float16, seed 0 (develop): expected layers [['a']], got safe" in text
 
 
 @pytest.mark.slow
