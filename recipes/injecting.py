@@ -67,7 +67,7 @@ def layer(inject: str | None, x: Any) -> Any:
 
 
 def batches(inject: str | None, dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns the batches `(x, y)`, with `bad_batch` a weight beside each example."""
+    """Returns the batches `(x, y)`, with `bad_batch` a weight beside each target."""
     if inject != "bad_batch":
         return dataset
     num_batches = int(dataset.cardinality())
@@ -78,7 +78,7 @@ def batches(inject: str | None, dataset: tf.data.Dataset) -> tf.data.Dataset:
     def weigh(index: Any, batch: Any) -> Any:
         x, y = batch
         weight = tf.where(index == middle, np.float32(np.nan), np.float32(1.0))
-        return x, y, tf.fill(tf.shape(y)[:1], weight)
+        return x, y, tf.fill(tf.shape(y), weight)
 
     weighed = dataset.enumerate().map(weigh)
     return weighed.apply(tf.data.experimental.assert_cardinality(num_batches))

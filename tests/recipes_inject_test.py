@@ -114,6 +114,14 @@ def test_the_batch_in_the_middle_is_bad_and_no_other(
     np.testing.assert_array_equal(kept, np.arange(2 * num_batches))
 
 
+def test_targets_with_an_axis_of_time_get_a_weight_each(faults):
+    x = np.zeros((6, 5), "uint8")
+    data = tf.data.Dataset.from_tensor_slices((x, x)).batch(2)
+    weights = [w.numpy() for _, _, w in faults.batches("bad_batch", data)]
+    assert [w.shape for w in weights] == [(2, 5)] * 3
+    assert [bool(np.isnan(w).all()) for w in weights] == [False, True, False]
+
+
 @pytest.mark.parametrize("inject", [None, "bad_lr", "mask", "overflow_layer"])
 def test_other_faults_leave_the_batches_alone(faults, inject):
     data = numbered(2)
