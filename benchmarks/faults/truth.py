@@ -9,10 +9,12 @@ import dataclasses
 from benchmarks.faults.lowering import Harm, Subject
 
 # Error of outputs against the spread over the batch, and of a layer's gradient against
-# its norm. Rounding alone stays below GOOD in healthy models of 20 layers (more for
-# gradients: a ReLU whose input changes its sign switches a whole one). What is to be
-# found is above BAD. Between the two nobody can say, and the case does not count.
-GOOD = {"float16": Harm(0.05, 0.10), "bfloat16": Harm(0.10, 0.25)}
+# its norm. Rounding alone stays below GOOD in healthy models of 20 layers. Gradients
+# get more: a ReLU whose input changes its sign switches one. A resnet of 29 layers so
+# had errors to 0.12 in float16 and 0.30 in bfloat16; with GELU in place of ReLU, 0.005
+# and 0.034. What is to be found is above BAD. Between the two nobody can say, and the
+# case does not count.
+GOOD = {"float16": Harm(0.05, 0.15), "bfloat16": Harm(0.10, 0.35)}
 BAD = {"float16": Harm(0.10, 0.30), "bfloat16": Harm(0.30, 0.50)}
 
 
