@@ -32,7 +32,7 @@ help:  ## list the targets
 	  -e ".[data,report,dev]" "tensorflow==2.19.*" "keras==3.10.0" "tensorflow-metadata<1.18"
 
 train: .venv/.installed  ## train a small CNN on digits, float32 against the best policy
-	@echo "Training on scikit-learn's digits with 5 seeds under two policies: about 4 minutes."
+	@echo "Training on scikit-learn's digits with 5 seeds under two policies: about 6 minutes."
 	@$(BIN)/python recipes/train_digits.py --compare=5 --epochs=20 $(ARGS) $(NO_NOTICES)
 
 test: .venv/.installed  ## run the whole suite on the newest TensorFlow and Keras

@@ -18,6 +18,7 @@ from tfamp.numerics import suspicions
 from tfamp.numerics.health import Examined, examine
 from tfamp.numerics.precision import as_islands
 from tfamp.numerics.ranging import in_float32
+from tfamp.numerics.stepping import checked_batch
 from tfamp.numerics.triage_records import Cause, Replay, Triage
 
 # How many layers are kept in float32 in turn before precision is given up.
@@ -41,7 +42,7 @@ _CUT = (
 
 def inquire(model: keras.Model, batch: Any) -> Triage:
     """Returns why the train step of a compiled model fails on a batch."""
-    batch = _checked(batch)
+    batch = checked_batch(batch)
     build(model, batch)
     rate = model.optimizer.learning_rate if model.optimizer is not None else None
     rate = float(rate) if isinstance(rate, keras.Variable) else None
@@ -324,25 +325,6 @@ class Inquiry:
             tuple(self._replays),
             source,
         )
-
-
-def _checked(batch: Any) -> Any:
-    """Returns a batch as `train_step` takes it."""
-    if not isinstance(batch, (tuple, list, dict)) and not tf.is_tensor(batch):
-        raise TypeError(
-            f"`batch_or_bundle` is of type {type(batch).__name__}; expected a batch "
-            "(x, y) or (x, y, sample_weight), or the path of a bundle. Take one from "
-            "a dataset by `next(iter(dataset))`."
-        )
-    batch = tuple(batch) if isinstance(batch, list) else batch
-    return tf.nest.map_structure(_as_tensor, batch)
-
-
-def _as_tensor(part: Any) -> Any:
-    if part is None or tf.is_tensor(part):
-        return part
-    array = np.asarray(part)
-    return tf.constant(array.astype(np.float32) if array.dtype == np.float64 else array)
 
 
 def _loss_scale(model: keras.Model) -> float:

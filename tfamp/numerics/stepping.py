@@ -5,6 +5,7 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfamp.data.bottlenecks.unchanged import optimizers_of
@@ -140,3 +141,26 @@ def _eagerly() -> Iterator[None]:
         yield
     finally:
         tf.config.run_functions_eagerly(before)
+
+
+def checked_batch(batch: Any) -> Any:
+    """Returns a batch as `train_step` takes it.
+
+    Raises:
+        TypeError: It is no batch.
+    """
+    if not isinstance(batch, (tuple, list, dict)) and not tf.is_tensor(batch):
+        raise TypeError(
+            f"`batch_or_bundle` is of type {type(batch).__name__}; expected a batch "
+            "(x, y) or (x, y, sample_weight), or the path of a bundle. Take one from "
+            "a dataset by `next(iter(dataset))`."
+        )
+    batch = tuple(batch) if isinstance(batch, list) else batch
+    return tf.nest.map_structure(_as_tensor, batch)
+
+
+def _as_tensor(part: Any) -> Any:
+    if part is None or tf.is_tensor(part):
+        return part
+    array = np.asarray(part)
+    return tf.constant(array.astype(np.float32) if array.dtype == np.float64 else array)
