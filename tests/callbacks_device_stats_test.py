@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput, device_stats
 from tfamp.callbacks import _device_readers as readers
 from tfamp.callbacks._sampling import Sampler, Stay
@@ -145,9 +146,7 @@ def test_it_works_however_the_step_runs(settings):
 
 @pytest.mark.usefixtures("no_thread")
 def test_it_works_beside_the_other_callbacks_on_two_replicas():
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
+    strategy = two_replicas()
     with strategy.scope():
         model = compiled()
         model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0), "mse")

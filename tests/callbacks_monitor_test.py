@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp.callbacks import PrecisionMonitor, monitor
 
 INF = float("inf")
@@ -116,9 +117,7 @@ def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):
 
 
 def test_two_replicas_are_one(tmp_path):
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
+    strategy = two_replicas()
     with strategy.scope():
         model = compiled()
     watch = PrecisionMonitor(tmp_path / "events", tmp_path / "steps.csv", every_steps=4)

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp import _peaks
 from tfamp.callbacks import PrecisionMonitor, Throughput
 from tfamp.callbacks import _timed_iterator as timed
@@ -219,9 +220,7 @@ def test_it_says_why_there_is_no_input_wait():
 
 @pytest.mark.parametrize("steps", [1, 3])
 def test_examples_of_all_replicas_are_counted_together(steps):
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
+    strategy = two_replicas()
     with strategy.scope():
         model = compiled(steps_per_execution=steps)
     history = fit(model, Throughput(clock=Clock()))
@@ -724,8 +723,7 @@ def test_the_peak_is_that_of_the_gpu_in_the_dtype_of_most_weights(monkeypatch):
     model = keras.Sequential([keras.Input((8,)), keras.Sequential([wide]), head])
     assert utilisation.compute_dtype_of(model) == "bfloat16"
     assert utilisation.peak_of_devices(model) == (312e12, "")
-    reduction = tf.distribute.ReductionToOneDevice()
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], reduction).scope():
+    with two_replicas().scope():
         model = keras.models.clone_model(model)
     assert utilisation.peak_of_devices(model) == (2 * 312e12, "")
 

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp.compare import child, inference, largest, parcel, profiling, storage
 from tfamp.compare.job import FILE, Job
 from tfamp.compare.line import Line
@@ -145,9 +146,7 @@ def test_two_replicas_are_measured(tmp_path):
     if len(devices) < 2:
         pytest.skip("needs two logical CPU devices")
     # TensorFlow's collectives take a second model of a process for the first one.
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], tf.distribute.ReductionToOneDevice()
-    )
+    strategy = two_replicas()
     with strategy.scope():
         model = compiled(functional())
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)

@@ -1,6 +1,5 @@
 """Augmentation: transforms, strength and ramp, seeds, the layer, the dtype check."""
 
-import functools
 import re
 import threading
 
@@ -9,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.replicas import two_replicas
 from tfamp.data import Augment, Pipeline, _plan, augmentation
 from tfamp.data._service_graph import check_functions
 from tfamp.data.augmentation import (
@@ -822,13 +822,6 @@ def test_two_replicas_see_each_element_once_and_the_ramp():
             for part in two_replicas().experimental_local_results(x):
                 seen += part.numpy().tolist()
         assert sorted(seen) == [value + added for value in range(10)]
-
-
-@functools.cache
-def two_replicas():
-    reduction = tf.distribute.ReductionToOneDevice()
-    devices = ["CPU:0", "CPU:1"]
-    return tf.distribute.MirroredStrategy(devices, cross_device_ops=reduction)
 
 
 def test_sequences_are_augmented_before_they_are_padded():

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp.data import Pipeline
 from tfamp.data.bottlenecks import Bottleneck, advice, bottleneck, feed
 from tfamp.data.bottlenecks.feed import Feed, exhaust, kept_batches, prepare
@@ -683,9 +684,7 @@ def test_a_step_that_fails_leaves_the_model_as_it_was():
 
 
 def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
-    strategy = tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
+    strategy = two_replicas()
     with strategy.scope():
         model = keras.Sequential(
             [keras.layers.BatchNormalization(), keras.layers.Dense(1)]

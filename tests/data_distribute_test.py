@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.replicas import two_replicas
 from tfamp.data import Pipeline, _caching, _plan, _sharding
 from tfamp.data._sharding import num_workers
 
@@ -86,10 +87,7 @@ def sequences(num=NUM):
 
 @pytest.fixture(scope="module")
 def strategy():
-    """Two replicas in this process."""
-    return tf.distribute.MirroredStrategy(
-        ["CPU:0", "CPU:1"], cross_device_ops=tf.distribute.ReductionToOneDevice()
-    )
+    return two_replicas()
 
 
 def inputs_of(batch):

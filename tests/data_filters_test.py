@@ -12,6 +12,7 @@ from sklearn.experimental import enable_iterative_imputer  # noqa: F401
 from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
 
 import tfamp.data
+from tests.replicas import two_replicas
 from tfamp.data import _filters
 from tfamp.data._drops import DropLog, DropReport
 from tfamp.data._filter_shapes import crop_or_pad
@@ -477,7 +478,7 @@ def test_an_empty_dataset_and_two_interleaved_passes_raise_no_error():
 
 
 def test_it_feeds_replicas_of_a_strategy():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_replicas()
     with strategy.scope():
         stage = make_filter(lambda x, y: y % 2 == 0)
         dataset = applied(stage, slices(np.zeros(16), np.arange(16))).batch(4)

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp.data._plan
+from tests.replicas import two_replicas
 from tfamp.data import Pipeline
 from tfamp.data._stages import Settings
 
@@ -252,7 +253,7 @@ def test_fit_takes_it_with_steps_per_execution():
 def test_two_replicas_see_each_element_once(by_position, monkeypatch):
     if by_position:
         monkeypatch.setattr(tfamp.data._plan, "SHUFFLE_BUFFER_BYTES", 1)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_replicas()
     dataset = numbers(12).shuffle(seed=1).batch(4).prefetch().build()
     seen = []
     for x, _ in strategy.experimental_distribute_dataset(dataset):

@@ -12,6 +12,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp import snapshots
 from tfamp.bundles import files
 from tfamp.bundles.batches import part_of
@@ -88,7 +89,7 @@ def compiled(make=sequential, *, on_replicas=False, **settings):
     keras.utils.set_random_seed(1)
     scope = contextlib.nullcontext()
     if on_replicas:
-        scope = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope()
+        scope = two_replicas().scope()
     with scope:
         model = make()
         optimizer = settings.pop("optimizer", None) or keras.optimizers.Adam(0.01)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.lint_rules_test import batch, places, sequential, stock
+from tests.replicas import two_replicas
 from tfamp.findings import Findings
 from tfamp.numerics.linting.linting import lint
 from tfamp.numerics.linting.registry import RULE_IDS, RULES
@@ -231,7 +232,7 @@ def test_ragged_inputs_and_texts_are_taken():
 
 
 def test_models_on_replicas_are_linted():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_replicas()
     with stock("mixed_float16"), strategy.scope():
         layers = [L.Dense(8), L.BatchNormalization(), L.Dropout(0.1)]
         model = keras.Sequential([*layers, L.Dense(8, "softmax", name="out")])

@@ -20,6 +20,7 @@ from tests.linear_training import (
     spoiled,
     without,
 )
+from tests.replicas import two_replicas
 
 layers = keras.layers
 StockOptimizer = keras.optimizers.LossScaleOptimizer
@@ -35,9 +36,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
 @pytest.fixture(scope="module")
 def strategy():
-    """Reduces without collectives, which allow one strategy a process on a CPU."""
-    reduction = tf.distribute.ReductionToOneDevice()
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], reduction)
+    return two_replicas()
 
 
 class Training:

@@ -15,6 +15,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -587,7 +588,7 @@ def test_weights_that_do_not_fit_are_an_error():
 
 def test_a_file_reaches_every_replica(tmp_path):
     policy, options = CASES["float32 accumulation, hysteresis"]
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_replicas()
     with strategy.scope():
         model = model_of(policy, options, run_eagerly=False)
     x, y = BATCHES[0]

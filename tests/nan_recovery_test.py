@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp import snapshots
 from tfamp.callbacks import Throughput, _remedies
 from tfamp.callbacks import _recovery_signs as signs
@@ -147,7 +148,7 @@ def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(
 
 @pytest.mark.slow
 def test_a_bad_batch_is_dropped_on_two_replicas(undisturbed, tmp_path):
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
+    with two_replicas().scope():
         model = linear(run_eagerly=False)
     recovery = often(tmp_path)
     run = fit(model, data(STEPS + 3), recovery)

@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp.graphs.hlo import CompiledProduct
 from tfamp.numerics import proving
 from tfamp.numerics.cost import Roofline, computing, num_bytes
@@ -485,7 +486,7 @@ def test_nothing_stays_marked_after_an_error():
 def test_replicas_count_as_one_step_of_the_whole_batch():
     data = tf.data.Dataset.from_tensors(batch_of((512,), (10,)))
     alone = prove(dense_and_head(), data)
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_replicas()
     with strategy.scope():
         model = dense_and_head()
         before = state_of(model)

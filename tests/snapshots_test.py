@@ -14,6 +14,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tfamp import snapshots
 from tfamp.snapshots import State, background, files, slots
 from tfamp.snapshots.names import named_variables
@@ -127,7 +128,7 @@ def test_bfloat16_weights_and_odd_nans_keep_every_bit():
 
 
 def on_two_replicas():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_replicas()
     with strategy.scope():
         return compiled(run_eagerly=False)
 

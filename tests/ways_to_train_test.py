@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.recorded_operations import recorded_operations
+from tests.replicas import two_replicas
 
 layers = keras.layers
 rng = np.random.default_rng(0)
@@ -91,12 +92,6 @@ def test_steps_per_execution(build):
     check_dtypes(operations, "bfloat16")
     assert int(model.optimizer.iterations) == 4
     assert np.isfinite(history["loss"][0])
-
-
-def two_replicas():
-    """Reduces without collectives, which allow one strategy a process on a CPU."""
-    reduction = tf.distribute.ReductionToOneDevice()
-    return tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"], reduction)
 
 
 @pytest.mark.parametrize("build", [functional, Subclassed])

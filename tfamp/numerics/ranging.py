@@ -107,7 +107,7 @@ def best_loss_scale(gradients: Exponents) -> tuple[float, tuple[float, float]]:
         >>> gradients = Exponents()
         >>> gradients.add(np.float32([2.0**-40, 2.0**-20]))
         >>> best_loss_scale(gradients)
-        (1048576.0, (65536.0, 16777216.0))
+        (1048576.0, (32768.0, 16777216.0))
     """
     # What overflows costs the whole step, what vanishes only its own part of it.
     losses = []

@@ -97,7 +97,7 @@ def sites(model: keras.layers.Layer) -> list[Site]:
         >>> x = keras.Input((3,))
         >>> y = keras.layers.Dense(3, name="dense")(x) + 1.0
         >>> [site.class_name for site in sites(keras.Model(x, y))]
-        ['Functional', 'Dense', 'Add']
+        ['Functional', 'Add', 'Dense']
     """
     found: dict[int, Site] = {}
     for path, layer, _ in structure.walk(model):

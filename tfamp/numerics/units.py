@@ -22,8 +22,8 @@ def units(model: keras.Model) -> list[Site]:
     Example:
         >>> x = keras.Input((3,))
         >>> y = keras.Sequential([keras.layers.Dense(3, name="dense")], name="s")(x)
-        >>> [site.path for site in units(keras.Model(x, y + 1.0))]
-        ['s/dense', 'add']
+        >>> [site.class_name for site in units(keras.Model(x, y + 1.0))]
+        ['Add', 'Dense']
     """
     inside = {
         id(child)
