@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.styles import STYLES, Own, assembled
 from tfamp.numerics.deviation import forward_error, gradient_error, spread
 from tfamp.numerics.sensing import sensitivity
 from tfamp.numerics.sensitivity_records import Sensitivity
@@ -17,17 +18,6 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(32, 8)).astype(np.float32)
 Y = RNG.integers(0, 3, 32)
 LOSS = "sparse_categorical_crossentropy"
-
-
-class Own(L.Layer):
-    """A layer with a call from outside."""
-
-    def __init__(self, function, **options):
-        super().__init__(**options)
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
 
 
 def stack(*middle):
@@ -40,36 +30,11 @@ def stack(*middle):
     ]
 
 
-class Subclassed(keras.Model):
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = parts
-
-    def call(self, x):
-        for part in self.parts:
-            x = part(x)
-        return x
-
-
 def made(parts, style="sequential", shape=(8,)):
     keras.utils.set_random_seed(0)
-    if style == "subclassed":
-        model = Subclassed(parts)
-    elif style == "nested":
-        inner = keras.Sequential([keras.Input(shape), *parts[:-1]], name="inner")
-        model = keras.Sequential([keras.Input(shape), inner, parts[-1]])
-    elif style == "functional":
-        x = y = keras.Input(shape)
-        for part in parts:
-            y = part(y)
-        model = keras.Model(x, y)
-    else:
-        model = keras.Sequential([keras.Input(shape), *parts])
+    model = assembled(parts, style, shape)
     model.compile("adam", LOSS)
     return model
-
-
-STYLES = ("sequential", "functional", "subclassed", "nested")
 
 
 @pytest.mark.parametrize("style", STYLES)

@@ -1,7 +1,7 @@
 """`tfamp.triage`: why a step failed, where, and what to do about it."""
 
+import inspect
 import re
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.styles import STYLES, Own, assembled
 from tfamp.numerics.triage_records import Triage
 from tfamp.numerics.triaging import triage
 
@@ -18,28 +19,6 @@ RNG = np.random.default_rng(0)
 X = RNG.normal(size=(16, 4)).astype(np.float32)
 Y = RNG.integers(0, 3, 16)
 LOSS = "sparse_categorical_crossentropy"
-
-
-class Own(L.Layer):
-    """A layer with a call from outside."""
-
-    def __init__(self, function, **options):
-        super().__init__(**options)
-        self.function = function
-
-    def call(self, x):
-        return self.function(x)
-
-
-class Subclassed(keras.Model):
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = parts
-
-    def call(self, x):
-        for part in self.parts:
-            x = part(x)
-        return x
 
 
 class OwnStep(keras.Sequential):
@@ -69,28 +48,18 @@ def made(layers, style="sequential", *, policy="float32", optimizer="adam", **op
     keras.utils.set_random_seed(0)
     with tfamp.scope(policy, **options):
         layers = layers()
-        if style == "subclassed":
-            model = Subclassed(layers)
-        elif style == "own step":
+        if style == "own step":
             model = OwnStep([keras.Input((4,)), *layers])
-        elif style == "nested":
-            inner = keras.Sequential([keras.Input((4,)), *layers[:-1]], name="inner")
-            model = keras.Sequential([keras.Input((4,)), inner, layers[-1]])
-        elif style == "functional":
-            x = y = keras.Input((4,))
-            for layer in layers:
-                y = layer(y)
-            model = keras.Model(x, y)
         else:
-            model = keras.Sequential([keras.Input((4,)), *layers])
+            model = assembled(layers, style, (4,))
         model.compile(optimizer, LOSS)
     return model
 
 
-STYLES = ("sequential", "functional", "subclassed", "nested", "own step")
+WAYS = (*STYLES, "own step")
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", WAYS)
 def test_a_bad_number_in_the_data_is_counted(style):
     x = X.copy()
     x[5, 2], x[9, 0] = np.nan, np.inf
@@ -132,19 +101,15 @@ def root():
     return parts(Own(tf.sqrt, name="root"))
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", WAYS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_a_root_at_zero_is_the_models_fault(style, policy):
     found = triage(made(root, style, policy=policy), (X, Y))
     prefix = "inner/" if style == "nested" else ""
     assert (found.cause, found.layer) == ("model", f"{prefix}root")
     assert "on the way backward" in found.evidence[0]
-    line = next(
-        number
-        for number, text in enumerate(Path(__file__).read_text().splitlines(), 1)
-        if text.strip() == "def call(self, x):"
-    )
-    assert found.source == f"{__file__}:{line}"
+    _, line = inspect.getsourcelines(Own.call)
+    assert found.source == f"{inspect.getsourcefile(Own)}:{line}"
 
 
 def test_a_log_of_zero_is_found_forward():
@@ -209,7 +174,7 @@ def huge():
     return parts(L.Rescaling(1e5, name="huge"), L.LayerNormalization(name="norm"))
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", WAYS)
 def test_a_layer_that_float16_cannot_hold_is_named_and_cured(style):
     found = triage(made(huge, style, policy="mixed_float16"), (X, Y))
     prefix = "inner/" if style == "nested" else ""
@@ -244,7 +209,7 @@ def test_a_layer_that_fails_backward_in_float16_only_is_named():
     assert found.cause in ("none", "precision", "loss scale")
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", WAYS)
 def test_a_scale_that_is_too_high_is_lowered(style):
     model = made(
         parts,
@@ -258,7 +223,7 @@ def test_a_scale_that_is_too_high_is_lowered(style):
     assert 1 <= float(lower.group(1)) < 2.0**24
 
 
-@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("style", WAYS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_a_healthy_step_accuses_nobody(style, policy):
     found = triage(made(parts, style, policy=policy), (X, Y))

@@ -1,12 +1,13 @@
 """Reversible replacement of attributes on classes and modules."""
 
+import contextlib
 import functools
 import inspect
 import threading
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _ABSENT = object()
@@ -186,6 +187,39 @@ class HeldPatches(PatchSet):
             self._holders.discard(key)
             if not self._holders:
                 self.remove()
+
+
+@contextlib.contextmanager
+def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
+    """Replaces attributes of one object inside the block.
+
+    They are written past the object's own `__setattr__`, by which Keras tracks what is
+    assigned. What was inherited is inherited again afterwards.
+
+    Args:
+        owner: The object.
+        attributes: What stands there inside the block, by name.
+
+    Example:
+        >>> class House:
+        ...     def door(self):
+        ...         return "shut"
+        >>> house = House()
+        >>> with replaced(house, door=lambda: "open"):
+        ...     house.door()
+        'open'
+        >>> house.door()
+        'shut'
+    """
+    own = vars(owner)
+    before = {name: own[name] for name in attributes if name in own}
+    own.update(attributes)
+    try:
+        yield
+    finally:
+        for name in attributes:
+            del own[name]
+        own.update(before)
 
 
 def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:

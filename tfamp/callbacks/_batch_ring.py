@@ -223,6 +223,11 @@ def ring_of(model: keras.Model, *, keep: int, max_bytes: int) -> BatchRing:
     return ring
 
 
+def ring_in_use(model: keras.Model) -> BatchRing | None:
+    """Returns the ring that `ring_of` made for a model, None before it did."""
+    return _RINGS.get(model)
+
+
 def _flat(data: Any) -> list[tf.Tensor]:
     """Returns the dense tensors that a batch is made of."""
     flat = tf.nest.flatten(data, expand_composites=True)

@@ -14,7 +14,7 @@ from typing import Any, Protocol
 import keras
 import tensorflow as tf
 
-from tfamp._patch import HeldPatches, Patch, like
+from tfamp._patch import HeldPatches, Patch, like, replaced
 
 # What ends `fit` without being a failure of a step.
 HARMLESS = (StopIteration, tf.errors.OutOfRangeError)
@@ -67,7 +67,7 @@ def _around_fit(original: Callable[..., Any]) -> Callable[..., Any]:
 def _watched(model: keras.Model) -> Iterator[None]:
     recorders: list[Recorder] = []
     _RUNNING[model] = recorders
-    own, original = vars(model), model.make_train_function
+    original = model.make_train_function
 
     @like(original)
     def make_train_function(*args: Any, **kwargs: Any) -> Any:
@@ -77,20 +77,15 @@ def _watched(model: keras.Model) -> Iterator[None]:
             recorder.attach()
         return made
 
-    had = own.get("make_train_function")
-    own["make_train_function"] = make_train_function  # past Keras's tracking
     try:
-        yield
+        with replaced(model, make_train_function=make_train_function):
+            yield
     except Exception as error:
         for recorder in recorders:
             recorder.on_error(error)
         raise
     finally:
         del _RUNNING[model]
-        if had is None:
-            del own["make_train_function"]
-        else:
-            own["make_train_function"] = had
         for recorder in recorders:
             recorder.detach()
 

@@ -1,9 +1,11 @@
 """By what a failure is known: the loss of a step, an error, and what it says."""
 
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any
 
+from tfamp._patch import replaced
 from tfamp.snapshots.names import tally_of
 
 
@@ -21,15 +23,16 @@ def before_late_error(
     """
     if tally_of(optimizer) is None:
         return None
-    own, original = vars(optimizer), optimizer.late_stop_error
+    original = optimizer.late_stop_error
 
     def late_stop_error() -> Exception:
         error: Exception = original()
         write(error)
         return error
 
-    own["late_stop_error"] = late_stop_error
-    return lambda: own.pop("late_stop_error", None)
+    stack = contextlib.ExitStack()
+    stack.enter_context(replaced(optimizer, late_stop_error=late_stop_error))
+    return stack.close
 
 
 def loss_of(logs: Any) -> float | None:

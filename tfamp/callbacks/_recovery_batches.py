@@ -11,9 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.callbacks import _batch_ring
-from tfamp.callbacks._timed_iterator import TimedIterator
-
-_ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
+from tfamp.callbacks._timed_iterator import ITERATORS, TimedIterator
 
 
 class LastBatches:
@@ -43,7 +41,7 @@ class LastBatches:
             self._iterator = self._held = iterator
             self._function = function
             is_held_elsewhere = hasattr(function, "recorded")
-            if isinstance(iterator, _ITERATORS) and not is_held_elsewhere:
+            if isinstance(iterator, ITERATORS) and not is_held_elsewhere:
                 if self._ring is None:
                     strategy = self._model.distribute_strategy
                     self._ring = _batch_ring.BatchRing(strategy, keep=self._steps)
@@ -68,7 +66,7 @@ class LastBatches:
 
     def failing(self) -> Any:
         """Returns the last batch with NaN or inf in it, else the last; None without."""
-        ring = self._ring or _batch_ring._RINGS.get(self._model)
+        ring = self._ring or _batch_ring.ring_in_use(self._model)
         kept = ring.batches() if ring is not None else []
         batches = [_whole(each.parts) for each in kept[-self._steps :]]
         bad = [batch for batch in batches if _has_nonfinite(batch)]

@@ -13,6 +13,8 @@ from typing import Any, NamedTuple
 
 import tensorflow as tf
 
+# What `fit` draws from that can be timed.
+ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 _KEYS = itertools.count()
 # Only what is alive is found by its key.
 _METERS: "weakref.WeakValueDictionary[int, Meter]" = weakref.WeakValueDictionary()

@@ -15,9 +15,8 @@ import keras
 import tensorflow as tf
 
 from tfamp.callbacks._rates import Window
-from tfamp.callbacks._timed_iterator import Drawn, Meter, TimedIterator
+from tfamp.callbacks._timed_iterator import ITERATORS, Drawn, Meter, TimedIterator
 
-_ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 # One for a model: traces of its training function are kept by the meter, so that the
 # next `fit` finds them.
 _METERS: "weakref.WeakKeyDictionary[keras.Model, Meter]" = weakref.WeakKeyDictionary()
@@ -150,7 +149,7 @@ class Watch:
             # No epoch was begun: an error ended our `fit`, and this is another one.
             self.remove()
             return False
-        if not isinstance(iterator, _ITERATORS):
+        if not isinstance(iterator, ITERATORS):
             self.has_foreign_iterator = True
             self._timed = iterator
         else:

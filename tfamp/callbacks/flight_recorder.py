@@ -25,12 +25,11 @@ from tfamp.callbacks._flight_signs import (
     has_finite_loss,
     loss_of,
 )
-from tfamp.callbacks._timed_iterator import TimedIterator
+from tfamp.callbacks._timed_iterator import ITERATORS, TimedIterator
 from tfamp.callbacks._writers import check_path
 from tfamp.loss_scale.errors import found_in
 from tfamp.snapshots.names import tally_of
 
-_ITERATORS = (tf.data.Iterator, tf.distribute.DistributedIterator)
 # Most of a time that snapshots take.
 _MAX_SHARE = 0.0075
 
@@ -233,7 +232,7 @@ class FlightRecorder(keras.callbacks.Callback):
             log.snapshot()
         if self._iterators[0] is not iterator:
             timed = iterator
-            if isinstance(iterator, _ITERATORS):
+            if isinstance(iterator, ITERATORS):
                 timed = TimedIterator(iterator, self._ring)
             self._iterators = iterator, timed
         try:

@@ -105,6 +105,11 @@ def own_weights(layer: keras.layers.Layer) -> list[Any]:
     return list(layer._trainable_variables) + list(layer._non_trainable_variables)
 
 
+def remat_mode_of(layer: keras.layers.Layer) -> Any:
+    """Returns the `RematScope` that a layer was made in, None outside of any."""
+    return vars(layer).get("_remat_mode")
+
+
 def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
     """Traces `layer(*args, **kwargs)` for its shapes, without side effects.
 

@@ -1,11 +1,11 @@
 """Counts numbers by their exponent, and tells what of them a format would hold."""
 
-import dataclasses
 import math
 
 import numpy as np
 
 from tfamp.formats import FLOAT32, Format
+from tfamp.numerics.range_records import Fit
 
 # Numbers are counted by exponent and the first bits of the mantissa, which is as fine
 # as the largest numbers of both float8 formats need.
@@ -14,27 +14,6 @@ _SHIFT = FLOAT32.mantissa_bits - _MANTISSA_BITS
 _BINS = 2 ** (FLOAT32.exponent_bits + _MANTISSA_BITS)
 _PER_EXPONENT = 2**_MANTISSA_BITS
 _SPECIAL = 255  # exponent of inf and NaN
-
-
-@dataclasses.dataclass(frozen=True)
-class Shares:
-    """What a format would do to numbers, in parts of those that are finite and not 0.
-
-    Args:
-        overflow: Part that becomes inf, or NaN in a format without infinity.
-        zero: Part that becomes 0.
-        coarse: Part below the smallest normal number, which keeps fewer digits than
-            the format has.
-    """
-
-    overflow: float
-    zero: float
-    coarse: float
-
-    @property
-    def total(self) -> float:
-        """Part that is spoiled in any of these ways."""
-        return self.overflow + self.zero + self.coarse
 
 
 class Exponents:
@@ -98,7 +77,7 @@ class Exponents:
             for exponent in np.flatnonzero(counts)
         }
 
-    def in_format(self, format: Format, scale: float = 1.0) -> Shares:
+    def in_format(self, format: Format, scale: float = 1.0) -> Fit:
         """Returns what a format does to the numbers times a scale.
 
         Args:
@@ -110,12 +89,12 @@ class Exponents:
             >>> counted = Exponents()
             >>> counted.add(np.float32([1e-9, 1e-6, 1, 1e6]))
             >>> counted.in_format(FLOAT16)
-            Shares(overflow=0.25, zero=0.25, coarse=0.25)
+            Fit(format='float16', overflow=0.25, zero=0.25, coarse=0.25)
             >>> counted.in_format(FLOAT16, scale=2.0**10)
-            Shares(overflow=0.25, zero=0.0, coarse=0.25)
+            Fit(format='float16', overflow=0.25, zero=0.0, coarse=0.25)
         """
         if not self.usable:
-            return Shares(0.0, 0.0, 0.0)
+            return Fit(format.name, 0.0, 0.0, 0.0)
         over = first_overflow(format) / scale
         flushed = format.smallest_subnormal / 2 / scale
         normal = format.smallest_normal / scale
@@ -124,9 +103,8 @@ class Exponents:
         # just above it are taken for it, one sixteenth of a power of two.
         num_zero = int(self._bins[: _bin(flushed)].sum())
         num_coarse = int(self._bins[: _bin(normal)].sum()) - num_zero
-        return Shares(
-            num_over / self.usable, num_zero / self.usable, num_coarse / self.usable
-        )
+        counts = (num_over, num_zero, num_coarse)
+        return Fit(format.name, *(number / self.usable for number in counts))
 
 
 def first_overflow(format: Format) -> float:

@@ -11,15 +11,15 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.bottlenecks.arguments import build
-from tfamp.data.bottlenecks.unchanged import optimizers_of, unchanged
+from tfamp.data.bottlenecks.unchanged import unchanged
 from tfamp.formats import FORMATS
 from tfamp.keras_hooks import structure
 from tfamp.numerics import suspicions
 from tfamp.numerics.health import Examined, examine
-from tfamp.numerics.precision import as_islands
-from tfamp.numerics.ranging import in_float32
+from tfamp.numerics.precision import as_islands, in_float32
 from tfamp.numerics.stepping import checked_batch
 from tfamp.numerics.triage_records import Cause, Replay, Triage
+from tfamp.snapshots.names import optimizers_of
 
 # How many layers are kept in float32 in turn before precision is given up.
 _MAX_LAYERS = 8

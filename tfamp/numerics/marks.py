@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp._patch import Patch, like
+from tfamp._patch import Patch, like, replaced
 from tfamp.keras_hooks import structure
 
 _MARK = "tfamp-mark"
@@ -91,16 +91,8 @@ class Marks:
             with tf.name_scope(mark or layer.name):
                 return original(*args, **kwargs)
 
-        # Past Keras, which tracks what is assigned.
-        before = vars(layer).get("call")
-        vars(layer)["call"] = call
-        try:
+        with replaced(layer, call=call):
             yield
-        finally:
-            if before is None:
-                del vars(layer)["call"]
-            else:
-                vars(layer)["call"] = before
 
     def layer_of(self, name: str) -> str:
         """Returns the path of the layer that made an operation, "" for none.

@@ -8,7 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfamp._care import care_of, drop_care, set_care
-from tfamp._patch import like
+from tfamp._patch import like, replaced
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.calls import cast_outputs, unrounded
 from tfamp.managed.keeping import set_policy
@@ -54,6 +54,14 @@ def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[N
 
 
 @contextlib.contextmanager
+def in_float32(model: keras.Model) -> Iterator[None]:
+    """Has a whole model compute in float32, without rules, inside the block."""
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    with computing_in(layers, "float32"):
+        yield
+
+
+@contextlib.contextmanager
 def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[None]:
     """Has layers compute in float32 and return another dtype.
 
@@ -79,24 +87,18 @@ def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[Non
 
 @contextlib.contextmanager
 def _returning(layer: Any, dtype: str) -> Iterator[None]:
-    own, original = vars(layer), layer.call
-    before = {name: own[name] for name in ("call", "autocast") if name in own}
+    original = layer.call
 
     @like(original)
     def call(*args: Any, **kwargs: Any) -> Any:
         args, kwargs = structure.map_structure(_exact, (args, kwargs))
         return cast_outputs(original(*args, **kwargs), dtype)
 
-    # Past Keras, which tracks what is assigned. Without autocasting the layer is given
-    # the very tensors that others returned, which know what they were rounded from.
-    own["call"] = call
-    if "autocast" in before:
-        own["autocast"] = False
-    try:
+    # Without autocasting the layer is given the very tensors that others returned,
+    # which know what they were rounded from. Operations have no such setting.
+    uncast = {"autocast": False} if "autocast" in vars(layer) else {}
+    with replaced(layer, call=call, **uncast):
         yield
-    finally:
-        del own["call"]
-        own.update(before)
 
 
 def _exact(x: Any) -> Any:

@@ -1,6 +1,5 @@
 """`tfamp.ranges`: looks at the magnitudes of all numbers in a few float32 steps."""
 
-import contextlib
 import math
 from collections.abc import Iterator
 from typing import Any, Literal
@@ -15,8 +14,8 @@ from tfamp.data.bottlenecks.unchanged import unchanged
 from tfamp.formats import FLOAT16, FORMATS
 from tfamp.keras_hooks import structure
 from tfamp.numerics.exponents import Exponents
-from tfamp.numerics.precision import computing_in
-from tfamp.numerics.range_records import KINDS, LOW_FORMATS, Fit, Kind, LayerRange
+from tfamp.numerics.precision import in_float32
+from tfamp.numerics.range_records import KINDS, LOW_FORMATS, Kind, LayerRange
 from tfamp.numerics.range_report import Ranges
 from tfamp.numerics.stepping import run_step
 from tfamp.numerics.taps import Call, Observer, Site, floats, sites, tapped
@@ -84,14 +83,6 @@ def ranges(
     best, scales = best_loss_scale(every)
     lost = tuple(every.in_format(FLOAT16, scale).total for scale in (1.0, best))
     return Ranges(model.name, seen, layers, best, scales, (lost[0], lost[1]))
-
-
-@contextlib.contextmanager
-def in_float32(model: keras.Model) -> Iterator[None]:
-    """Has a whole model compute in float32, without rules, inside the block."""
-    layers = [layer for _, layer, _ in structure.walk(model)]
-    with computing_in(layers, "float32"):
-        yield
 
 
 def best_loss_scale(gradients: Exponents) -> tuple[float, tuple[float, float]]:
@@ -189,10 +180,6 @@ class _Counted(Observer):
 
 
 def _record(site: Site, kind: Kind, tally: Exponents) -> LayerRange:
-    fits = []
-    for name in LOW_FORMATS:
-        shares = tally.in_format(FORMATS[name])
-        fits.append(Fit(name, shares.overflow, shares.zero, shares.coarse))
     return LayerRange(
         site.path,
         site.class_name,
@@ -203,5 +190,5 @@ def _record(site: Site, kind: Kind, tally: Exponents) -> LayerRange:
         tally.smallest,
         tally.largest,
         {str(exponent): count for exponent, count in tally.by_exponent().items()},
-        tuple(fits),
+        tuple(tally.in_format(FORMATS[name]) for name in LOW_FORMATS),
     )

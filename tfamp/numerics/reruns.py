@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp._patch import like
+from tfamp._patch import like, replaced
 from tfamp.keras_hooks import structure
 from tfamp.numerics.precision import computing_in
 from tfamp.numerics.recording import Recorded, children_of, set_state
@@ -130,19 +130,10 @@ class _Taken:
     def instead_of_children(self) -> Iterator[None]:
         """Has the layers inside hand over what they gave in float32."""
         layer = self._recorded.site.layer
-        placed = []
-        try:
+        with contextlib.ExitStack() as stack:
             for child in () if runs_whole(layer) else children_of(layer):
-                own = vars(child)
-                placed.append((own, own.get("call")))
-                own["call"] = self._stand_in(child)  # past Keras's tracking
+                stack.enter_context(replaced(child, call=self._stand_in(child)))
             yield
-        finally:
-            for own, before in reversed(placed):
-                if before is None:
-                    del own["call"]
-                else:
-                    own["call"] = before
 
     def _stand_in(self, child: Any) -> Any:
         calls = [each for each in self._recorded.inside if each.site.layer is child]

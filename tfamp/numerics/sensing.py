@@ -14,11 +14,10 @@ from tfamp.data.bottlenecks.unchanged import unchanged
 from tfamp.formats import FORMATS, needs_loss_scale
 from tfamp.keras_hooks import structure
 from tfamp.numerics.deviation import gradient_error
-from tfamp.numerics.precision import as_islands, computing_in
-from tfamp.numerics.ranging import in_float32
+from tfamp.numerics.precision import as_islands, computing_in, in_float32
 from tfamp.numerics.reasons import explain
 from tfamp.numerics.sensitivity_records import LayerSensitivity, Sensitivity, Verdict
-from tfamp.numerics.shadow import _CANNOT_RUN, Shadow, Suspect
+from tfamp.numerics.shadow import CANNOT_RUN, Shadow, Suspect
 from tfamp.numerics.stepping import Step, run_step
 from tfamp.numerics.tracing import batches_of
 
@@ -110,7 +109,7 @@ class _Search:
         scale = self._best_scale()
         guilty = self._guilty(scale)
         error = self._whole_error(guilty, scale)
-        guilty = self._needed(guilty, scale, error)
+        guilty, error = self._needed(guilty, scale, error)
         verdict: Verdict = "layers" if guilty else "safe"
         if not guilty and not error <= WHOLE_LIMIT:
             verdict = "amplification"
@@ -137,14 +136,13 @@ class _Search:
         Returns:
             The scale that the fewest layers suffer at, the first one if in doubt.
         """
-        self._shadow.measure(1.0)
         if not needs_loss_scale(self._format):
+            self._shadow.measure(1.0)
             return 1.0
-        self._shadow.measure(_FIRST_SCALE)
+        self._shadow.measure(1.0, _FIRST_SCALE)
         if not self._suffering(_FIRST_SCALE):
             return _FIRST_SCALE
-        for scale in _OTHER_SCALES:
-            self._shadow.measure(scale)
+        self._shadow.measure(*_OTHER_SCALES)
         scales = (_FIRST_SCALE, *_OTHER_SCALES, 1.0)
         return min(scales, key=lambda scale: len(self._suffering(scale)))
 
@@ -173,15 +171,16 @@ class _Search:
 
     def _needed(
         self, guilty: Sequence[Suspect], scale: float, error: float
-    ) -> list[Suspect]:
+    ) -> tuple[list[Suspect], float]:
         """Returns the guilty layers but for those that may stay low after all.
 
         A layer alone may look bad and do no harm in its place: a sum that takes a mask
-        beyond range to a softmax, or what nothing depends on.
+        beyond range to a softmax, or what nothing depends on. With them comes the error
+        of all gradients that is left.
         """
-        needed = list(guilty)
+        needed, left = list(guilty), error
         if not error <= WHOLE_LIMIT:
-            return needed
+            return needed, left
         # Those who take bad numbers come after those who make them: they go first.
         for suspect in reversed(guilty[-_MAX_VERIFIED:]):
             if len(needed) < 2:
@@ -189,8 +188,8 @@ class _Search:
             rest = [each for each in needed if each is not suspect]
             without = self._whole_error(rest, scale)
             if without <= max(_NO_WORSE * error, error + _NOTICEABLE):
-                needed = rest
-        return needed
+                needed, left = rest, without
+        return needed, left
 
     def _whole_error(self, guilty: Sequence[Suspect], scale: float) -> float:
         """Returns the error of all gradients, with the guilty layers in float32."""
@@ -203,7 +202,7 @@ class _Search:
             try:
                 with computing_in(layers, self._dtype), as_islands(kept, self._dtype):
                     low = run_step(self._model, batch, loss_scale=scale)
-            except _CANNOT_RUN:
+            except CANNOT_RUN:
                 return math.nan
             self._num_evaluations += 1
             worst = max(worst, _step_error(low, exact))

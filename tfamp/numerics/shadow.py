@@ -1,7 +1,7 @@
 """Reruns each layer alone in low precision, on what it got in a float32 step."""
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -13,10 +13,11 @@ from tfamp.numerics.recording import Recorded, Recorder, set_state, state_of
 from tfamp.numerics.reruns import Rerun, rerun
 from tfamp.numerics.stepping import Step, run_step
 from tfamp.numerics.taps import Site, tapped
+from tfamp.numerics.tracing import first_line
 from tfamp.numerics.units import units, watched_sites
 
 # What TensorFlow raises where a layer has no kernel for a dtype, or mixes two.
-_CANNOT_RUN = (
+CANNOT_RUN = (
     TypeError,
     ValueError,
     NotImplementedError,
@@ -111,42 +112,32 @@ class Shadow:
         """Gives the model the state it had ahead of a recorded step."""
         set_state(self._states[number])
 
-    def measure(
-        self,
-        loss_scale: float,
-        *,
-        paths: Sequence[str] | None = None,
-        on_call: Callable[[], None] = lambda: None,
-    ) -> None:
-        """Reruns what was recorded, at a loss scale.
+    def measure(self, *loss_scales: float) -> None:
+        """Reruns what was recorded.
 
         Args:
-            loss_scale: The factor on gradients.
-            paths: Layers to rerun; None for all.
-            on_call: Called after each rerun.
+            loss_scales: Factors on gradients, one after the other.
         """
         for calls in self._recorded:
             for recorded in calls:
-                path = recorded.site.path
-                if paths is None or path in paths:
-                    self._measure_one(recorded, self.suspects[path], loss_scale)
-                on_call()
-
-    @property
-    def num_calls(self) -> int:
-        """How many calls were recorded."""
-        return sum(map(len, self._recorded))
+                suspect = self.suspects[recorded.site.path]
+                if suspect.failure or any(
+                    suspect.site.layer is each for each in self.random
+                ):
+                    continue
+                exact = rerun(recorded, "float32")
+                for loss_scale in loss_scales:
+                    self._measure_one(recorded, suspect, exact, loss_scale)
 
     def _measure_one(
-        self, recorded: Recorded, suspect: Suspect, loss_scale: float
+        self, recorded: Recorded, suspect: Suspect, exact: Rerun, loss_scale: float
     ) -> None:
-        if suspect.failure or any(suspect.site.layer is each for each in self.random):
+        if suspect.failure:
             return
-        exact = rerun(recorded, "float32")
         try:
             low = rerun(recorded, self._dtype, loss_scale=loss_scale)
-        except _CANNOT_RUN as error:
-            suspect.failure = _first_line(error)
+        except CANNOT_RUN as error:
+            suspect.failure = first_line(error)
             suspect.worst = recorded
             return
         sources = arrays(exact.sources)
@@ -208,8 +199,3 @@ def _without_cancelled(exact: Rerun, sums: Rerun) -> Rerun:
 
 def _optional(tensors: Sequence[Any]) -> list[np.ndarray | None]:
     return [None if tensor is None else np.asarray(tensor) for tensor in tensors]
-
-
-def _first_line(error: Exception) -> str:
-    lines = str(error).strip().splitlines() or [type(error).__name__]
-    return lines[0][:200]

@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.bottlenecks.unchanged import optimizers_of
+from tfamp._patch import replaced
+from tfamp.snapshots.names import optimizers_of
 
 
 class Step(NamedTuple):
@@ -81,23 +82,16 @@ class _Taken:
                 trainable_variables = known._trainable_variables
             self._apply(grads, trainable_variables)
 
-        replaced = {
-            "scale_loss": self._scale_loss,
-            "get_scaled_loss": self._scale_loss,
-            "get_unscaled_gradients": self._unscale,
-            "apply_gradients": self._apply_gradients,
-            "apply": apply,
-        }
-        own = vars(optimizer)
-        before = {name: own[name] for name in replaced if name in own}
-        own.update(replaced)  # past Keras, which tracks what is assigned
         self._already_unscaled = False
-        try:
+        with replaced(
+            optimizer,
+            scale_loss=self._scale_loss,
+            get_scaled_loss=self._scale_loss,
+            get_unscaled_gradients=self._unscale,
+            apply_gradients=self._apply_gradients,
+            apply=apply,
+        ):
             yield
-        finally:
-            for name in replaced:
-                del own[name]
-            own.update(before)
 
     def _scale_loss(self, loss: Any) -> Any:
         self.is_scaled = True

@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.bottlenecks.unchanged import optimizers_of
 from tfamp.keras_hooks import structure
+from tfamp.snapshots.names import optimizers_of
 
 # An example so many times as large as the median one is an outlier.
 _OUTLIER = 1e3

@@ -13,7 +13,7 @@ from typing import Any, Literal, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfamp._patch import like
+from tfamp._patch import like, replaced
 from tfamp.keras_hooks import structure
 
 _LOGITS = "_keras_logits"
@@ -133,21 +133,12 @@ def tapped(
         ...     _ = model(tf.zeros((5, 3)))  # doctest: +SKIP
         dense (5, 2)
     """
-    placed = []
-    try:
+    with contextlib.ExitStack() as stack:
         for site in sites(model):
             if only(site):
-                own = vars(site.layer)
-                placed.append((own, own.get("call")))
-                # Past Keras, which tracks what is assigned.
-                own["call"] = _observed(site, site.layer.call, observer)
+                call = _observed(site, site.layer.call, observer)
+                stack.enter_context(replaced(site.layer, call=call))
         yield
-    finally:
-        for own, before in reversed(placed):
-            if before is None:
-                del own["call"]
-            else:
-                own["call"] = before
 
 
 def _observed(

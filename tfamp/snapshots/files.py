@@ -21,7 +21,7 @@ from tfamp.snapshots.state import State
 _START, _END = b"tfampST1", b"tfampEND"
 # Offset, length and checksum of the table, and the mark that closes the file.
 _FOOTER = struct.Struct("<QQI8s")
-_BESIDE = ".writing"
+BESIDE = ".writing"
 
 
 def write(state: State, path: str | os.PathLike[str]) -> None:
@@ -40,7 +40,7 @@ def write(state: State, path: str | os.PathLike[str]) -> None:
             was at `path` is still there.
     """
     target = Path(path)
-    beside = target.with_name(target.name + _BESIDE)
+    beside = target.with_name(target.name + BESIDE)
     try:
         with open(beside, "wb") as file:
             _write(state, file)
@@ -101,7 +101,7 @@ def read_counters(path: str | os.PathLike[str]) -> dict[str, Any]:
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
     """Writes a small text file as `write` writes a state."""
     target = Path(path)
-    beside = target.with_name(target.name + _BESIDE)
+    beside = target.with_name(target.name + BESIDE)
     with open(beside, "w", encoding="utf-8") as file:
         file.write(text)
         file.flush()

@@ -20,7 +20,6 @@ from tfamp.snapshots.state import State
 
 MANIFEST = "manifest.json"
 _SUFFIX = ".state"
-_BESIDE = ".writing"
 _NAME = re.compile(r"good-\d+\.state")
 
 
@@ -41,7 +40,7 @@ class Slots:
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
         self.keep = _checks.positive_int("keep", keep, minimum=2)
         self.directory = made_folder("directory", directory)
-        for left in self.directory.glob(f"*{_BESIDE}"):
+        for left in self.directory.glob(f"*{files.BESIDE}"):
             left.unlink()  # by a process that was killed
 
     def save(self, state: State, **facts: Any) -> Path:

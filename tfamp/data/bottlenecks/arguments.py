@@ -5,7 +5,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.data.bottlenecks.unchanged import optimizers_of
+from tfamp.snapshots.names import optimizers_of
 
 
 def check_model(model: Any) -> None:

@@ -2,11 +2,13 @@
 
 import contextlib
 import random
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 import numpy as np
+
+from tfamp.snapshots.names import optimizers_of
 
 
 @contextlib.contextmanager
@@ -48,19 +50,6 @@ def unchanged(model: keras.Model) -> Iterator[None]:
             part.assign(bits)
         random.setstate(python_state)
         np.random.set_state(numpy_state)
-
-
-def optimizers_of(model: keras.Model) -> list[Any]:
-    """Returns the optimizers of a model: in attributes, and in lists or dicts there."""
-    found = [getattr(model, "optimizer", None)]
-    for value in vars(model).values():
-        if isinstance(value, Mapping):
-            found += value.values()
-        else:
-            found += value if isinstance(value, (list, tuple)) else [value]
-    # By identity: a model may hold one under several names.
-    optimizers = {id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}
-    return list(optimizers.values())
 
 
 def variables_of(model: keras.Model) -> list[Any]:

@@ -12,6 +12,7 @@ from tfamp._units import join_words
 from tfamp.graphs.dimensions import Sizes, sizes_of
 from tfamp.graphs.operations import read_operations
 from tfamp.graphs.products import is_product
+from tfamp.keras_hooks import structure
 from tfamp.managed.lease import HALF
 from tfamp.numerics.cost import product_dtype
 from tfamp.numerics.linting.rule import Found, rule
@@ -90,7 +91,7 @@ def unaligned_shapes(subject: Subject) -> Iterator[Found]:
 def failing_remat(subject: Subject) -> Iterator[Found]:
     """Layers whose rematerialisation by Keras ends `fit` with an error."""
     for part in subject.parts:
-        mode = vars(part.layer).get("_remat_mode")
+        mode = structure.remat_mode_of(part.layer)
         if mode is None or not _is_rematerialised(part.layer, mode):
             continue
         parameters = inspect.signature(part.layer.call).parameters

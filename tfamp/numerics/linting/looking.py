@@ -13,11 +13,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.bottlenecks.arguments import first_batch
-from tfamp.data.bottlenecks.unchanged import optimizers_of
 from tfamp.keras_hooks import structure
 from tfamp.numerics.linting.graph import Graph, leaf_name
 from tfamp.numerics.linting.subject import Subject, parts_of
 from tfamp.numerics.marks import Marks
+from tfamp.snapshots.names import optimizers_of
 
 # Batches whose numbers are looked at, and how many of one input in one batch.
 NUM_BATCHES = 8

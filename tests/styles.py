@@ -1,0 +1,45 @@
+"""The same layers as a Sequential, Functional, subclassed or nested model."""
+
+import keras
+
+STYLES = ("sequential", "functional", "subclassed", "nested")
+
+
+class Own(keras.layers.Layer):
+    """A layer with a call from outside."""
+
+    def __init__(self, function, **options):
+        super().__init__(**options)
+        self.function = function
+
+    def call(self, x):
+        return self.function(x)
+
+
+class Subclassed(keras.Model):
+    """Calls its layers one after the other."""
+
+    def __init__(self, parts):
+        super().__init__()
+        self.parts = parts
+
+    def call(self, x):
+        for part in self.parts:
+            x = part(x)
+        return x
+
+
+def assembled(parts, style, shape):
+    """Returns a model of layers, written in a style, for examples of a shape."""
+    if style == "subclassed":
+        return Subclassed(parts)
+    if style == "nested":
+        inner = keras.Sequential([keras.Input(shape), *parts[:-1]], name="inner")
+        return keras.Sequential([keras.Input(shape), inner, parts[-1]])
+    if style == "functional":
+        x = y = keras.Input(shape)
+        for part in parts:
+            y = part(y)
+        return keras.Model(x, y)
+    assert style == "sequential"
+    return keras.Sequential([keras.Input(shape), *parts])
