@@ -28,7 +28,7 @@ import _figures  # noqa: E402
 import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from _turns import ratio, take_turns  # noqa: E402
+from _callback_turns import MEDIAN, Side, measure, side  # noqa: E402
 from absl import flags  # noqa: E402
 
 import tfamp  # noqa: E402
@@ -37,8 +37,6 @@ from tfamp.callbacks import DeviceStats, Throughput  # noqa: E402
 GOAL = 1.01
 # Width of two Dense layers, batch size, steps of a turn.
 CASES = {"small": (32, 32, 400), "medium": (512, 256, 80)}
-UNTIMED_STEPS = 10
-WARM_UP = 2
 # Milliseconds to make a batch and to train on it.
 PIPELINES = {"input-bound": (30, 10), "balanced": (20, 15), "compute-bound": (5, 20)}
 SIDES: dict[str, Callable[[], list[keras.callbacks.Callback]]] = {
@@ -63,26 +61,6 @@ def define_flags() -> flags.FlagValues:
     return values
 
 
-class Timer(keras.callbacks.Callback):
-    """Takes the time of steps, those at the beginning left out."""
-
-    def on_train_begin(self, logs: Any = None) -> None:
-        """Forgets the last turn."""
-        self.times: list[float] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Notes the time."""
-        if batch + 1 == UNTIMED_STEPS:
-            self.processor = time.process_time()
-        if batch + 1 >= UNTIMED_STEPS:
-            self.times.append(time.perf_counter())
-
-    def seconds(self) -> tuple[float, float]:
-        """Returns the median step, and the processor's time of a step."""
-        processor = time.process_time() - self.processor
-        return float(np.median(np.diff(self.times))), processor / len(self.times)
-
-
 def make_model(width: int) -> keras.Model:
     """Returns a compiled model of two layers."""
     model = keras.Sequential(
@@ -96,51 +74,22 @@ def make_model(width: int) -> keras.Model:
     return model
 
 
-def make_side(name: str, width: int, batch: int, steps: int) -> Callable[[], Any]:
-    """Returns a turn of a side: it trains and returns what `Timer.seconds` does."""
+def make_side(name: str, width: int, batch: int, steps: int) -> Side:
+    """Returns a turn of a side."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4 * batch, width)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
     dataset = dataset.batch(batch).cache().repeat().prefetch(2)
-    model, timer = make_model(width), Timer()
-    callbacks = [*SIDES[name](), timer]
-
-    def turn() -> tuple[float, float]:
-        model.fit(dataset, steps_per_epoch=steps, verbose=0, callbacks=callbacks)
-        return timer.seconds()
-
-    return turn
+    return side(make_model(width), dataset, SIDES[name](), steps)
 
 
-def measure(width: int, batch: int, steps: int, turns: int) -> dict[str, Any]:
+def measure_case(width: int, batch: int, steps: int, turns: int) -> dict[str, Any]:
     """Returns the figures of one case."""
-    made = [make_side(name, width, batch, steps) for name in SIDES]
-    times: list[list[tuple[float, float]]] = [[] for _ in made]
-
-    def timed(index: int) -> Callable[[], Any]:
-        return lambda: times[index].append(made[index]())
-
-    sides = [timed(index) for index in range(len(made))]
-    take_turns(sides, WARM_UP)
-    for each in times:
-        each.clear()
-    take_turns(sides, turns)
-    seconds = np.array(times)
-    figures: dict[str, Any] = {
-        name: {
-            **ratio(seconds[index, :, 0], seconds[0, :, 0]),
-            "processor": ratio(seconds[index, :, 1], seconds[0, :, 1]),
-        }
-        for index, name in enumerate(SIDES)
-        if index
-    }
-    for name in figures:
+    sides = {name: make_side(name, width, batch, steps) for name in SIDES}
+    figures = measure(sides, turns, what=MEDIAN)
+    for name in list(SIDES)[1:]:
         figures[name]["met"] = figures[name]["ratio"] <= GOAL
-    return {
-        "step_milliseconds": round(1e3 * float(np.median(seconds[0, :, 0])), 3),
-        "turns": turns,
-        **figures,
-    }
+    return figures
 
 
 class Sleeping(keras.layers.Layer):
@@ -238,7 +187,7 @@ def main(argv: Sequence[str]) -> int:
         "device": f"{device.name}, {os.cpu_count()} cores",
         "versions": _figures.versions(),
         "goal": GOAL,
-        "cases": {case: measure(*size, turns) for case, size in cases.items()},
+        "cases": {case: measure_case(*size, turns) for case, size in cases.items()},
         "input_wait": {
             name: measure_wait(*milliseconds, wait_steps)
             for name, milliseconds in PIPELINES.items()

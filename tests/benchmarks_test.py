@@ -46,6 +46,7 @@ def test_every_benchmark_is_tested_here():
     tested = {
         "callbacks_cost.py",
         "enable_overhead.py",
+        "guards.py",
         "guilty_layers.py",
         "loss_scale.py",
         "pipeline.py",
@@ -65,6 +66,16 @@ def test_callbacks_cost_prints_ratios_and_waits(tmp_path):
     for wait in result["input_wait"].values():
         assert 0 <= wait["told"] <= 1
         assert 0 <= wait["waited"] <= 1
+
+
+@pytest.mark.slow
+def test_guards_prints_the_ratio_of_each_and_of_both(tmp_path):
+    result = run("guards.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    figures = result["cases"]["small MLP"]
+    for name in ("FlightRecorder", "NanRecovery", "both"):
+        assert figures[name]["ratio"] > 0
+    assert figures["met"] == (figures["both"]["ratio"] <= result["goal"])
 
 
 @pytest.mark.slow
