@@ -434,10 +434,10 @@ def test_a_layer_that_tfamp_does_not_manage_is_kept_with_all_inside():
     for layer in (inner, *inner.layers, model.layers[1]):
         layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
     layer = _remedies.find_layer(model, "inner")
-    assert _remedies.keep_float32(layer)
+    assert _remedies.keep_float32(model, layer)
     assert inner.layers[0].compute_dtype == "float32"
     assert model.layers[1].compute_dtype == "bfloat16"
-    assert not _remedies.keep_float32(layer)
+    assert not _remedies.keep_float32(model, layer)
     assert model(np.ones((1, 2))).dtype == "bfloat16"
 
 

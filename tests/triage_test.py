@@ -146,11 +146,30 @@ def test_weights_that_ran_away_accuse_the_learning_rate(policy):
     assert "initializers make that about 1" in found.evidence[-1]
 
 
-def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate():
-    model = made(parts, optimizer=keras.optimizers.SGD(1e4))
+def falling(rate):
+    """A schedule that is at `rate` in its first step."""
+    return keras.optimizers.schedules.CosineDecay(rate, 100)
+
+
+@pytest.mark.parametrize("rate", [1e4, falling(1e4)], ids=["constant", "schedule"])
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate(rate, policy):
+    model = made(parts, policy=policy, optimizer=keras.optimizers.SGD(rate))
+    before = [variable.numpy() for variable in model.variables]
     found = triage(model, (X, Y))
     assert found.cause == "learning rate"
     assert found.evidence[0].startswith("One update takes the loss from 1.")
+    assert f"cut the learning rate from 1e+04 to {1e4 * found.rate_factor:.3g}, at" in (
+        found.remedy
+    )
+    # The largest power of ten that lowers the loss; ten times as much raises it.
+    losses = []
+    for factor in (found.rate_factor, 10 * found.rate_factor):
+        twin = made(parts, optimizer=keras.optimizers.SGD(1e4 * factor))
+        losses += [twin.train_on_batch(X, Y), float(twin.evaluate(X, Y, verbose=0))]
+    assert losses[1] <= losses[0] == losses[2] < losses[3]
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(variable.numpy(), value)
 
 
 def test_an_epsilon_of_zero_accuses_the_optimizer():
@@ -196,6 +215,40 @@ def test_the_remedy_for_precision_trains():
     history = model.fit(X, Y, verbose=0).history
     assert np.isfinite(history["loss"][0])
     assert int(model.optimizer.skipped_steps) == 0
+
+
+def there_and_back():
+    middle = [L.Rescaling(1e6, name="huge"), L.Rescaling(1e-6, name="back")]
+    return parts(*middle)
+
+
+@pytest.mark.parametrize("style", WAYS)
+def test_the_layer_that_takes_huge_numbers_is_named_with_the_one_that_makes_them(style):
+    """What a layer in float32 hands over is bad only in the hands of the next one."""
+    found = triage(made(there_and_back, style, policy="mixed_float16"), (X, Y))
+    prefix = "inner/" if style == "nested" else ""
+    assert (found.cause, found.layer) == ("precision", f"{prefix}huge")
+    assert found.layers == (f"{prefix}huge", f"{prefix}back")
+    keep = f"['default', '{prefix}huge', '{prefix}back']"
+    assert found.remedy == f"Keep them in float32: `keep_float32={keep}`."
+
+
+def test_operations_are_named_with_a_remedy_that_can_be_followed():
+    """`keep_float32` takes layers only."""
+    keras.utils.set_random_seed(0)
+    with tfamp.scope("mixed_float16"):
+        x = keras.Input((4,))
+        h = L.Dense(8, name="first")(x) * 1e6 * 1e-6
+        model = keras.Model(x, L.Dense(3, activation="softmax", name="head")(h))
+        model.compile("adam", LOSS)
+    first, second = (o.name for o in model.operations if type(o).__name__ == "Multiply")
+    found = triage(model, (X, Y))
+    assert (found.cause, found.layers) == ("precision", (first, second))
+    assert found.remedy == (
+        f"Operations of a Functional graph have no dtype: put {first!r}, {second!r} "
+        "into a layer of your own and make that with `dtype='float32'`."
+    )
+    assert found.remedy in tfamp.sensitivity(model, (X, Y)).advice
 
 
 def test_a_layer_that_fails_backward_in_float16_only_is_named():

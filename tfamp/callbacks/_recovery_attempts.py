@@ -113,7 +113,7 @@ class Attempts:
         needs_trace = False
         for path in counters.get("kept_float32", []):
             layer = _remedies.find_layer(self._model, path)
-            if layer is not None and _remedies.keep_float32(layer):
+            if layer is not None and _remedies.keep_float32(self._model, layer):
                 needs_trace = True
         put(self._model, state, metrics=False)
         course.step = int(counters["step"])
@@ -190,7 +190,7 @@ class Attempts:
         """Applies a remedy; returns its numbers, None where it changes nothing."""
         course, model = self._course, self._model
         if remedy == _remedies.RATE:
-            return self._cut_rates()
+            return self._cut_rates(getattr(verdict, "rate_factor", None))
         if remedy == _remedies.SCALE:
             raises = "raise" in str(getattr(verdict, "remedy", "")).lower()
             other = _remedies.with_other_scale(model, state, raises=raises)
@@ -210,7 +210,7 @@ class Attempts:
         changed = []
         for path in paths:
             layer = _remedies.find_layer(self._model, path)
-            if layer is not None and _remedies.keep_float32(layer):
+            if layer is not None and _remedies.keep_float32(self._model, layer):
                 changed.append(str(path))
         if not changed:
             return None
@@ -218,16 +218,16 @@ class Attempts:
         course.around.trace_anew()
         return ", ".join(map(repr, changed))
 
-    def _cut_rates(self) -> str | None:
+    def _cut_rates(self, factor: float | None) -> str | None:
+        """Cuts the rates by what the triage found to help, by the setting without."""
         course = self._course
+        factor = self._factor if factor is None else factor
         rates = _remedies.multiply_rates(
-            self._model,
-            held=self._factor,
-            factor=course.rate_factor * self._factor,
+            self._model, held=factor, factor=course.rate_factor * factor
         )
         if not rates.text:
             return None
-        course.rate_factor *= self._factor
+        course.rate_factor *= factor
         if rates.needs_trace:
             course.around.trace_anew()
         return rates.text

@@ -6,6 +6,7 @@ from typing import Any
 
 import keras
 import numpy as np
+from absl import logging
 
 from tfamp._care import care_of
 from tfamp.keras_hooks import structure
@@ -137,28 +138,38 @@ def multiply_rates(model: keras.Model, *, held: float, factor: float) -> Rates:
     return Rates(text, needs_trace)
 
 
-def find_layer(model: keras.Model, path: str | None) -> keras.layers.Layer | None:
-    """Returns the layer of a path or name, None where there is none or several."""
-    rows = list(structure.walk(model))
+def find_layer(model: keras.Model, path: str | None) -> Any:
+    """Returns the layer or operation of a path or name, None for none or several."""
+    # Here, as it is needed when something has failed.
+    from tfamp.numerics.taps import sites
+
+    found = sites(model)
     for ways in (
-        [layer for where, layer, _ in rows if where == path],
-        [layer for _, layer, _ in rows if layer.path and layer.path == path],
-        [layer for _, layer, _ in rows if layer.name == path],
+        [site.layer for site in found if site.path == path],
+        [s.layer for s in found if path and getattr(s.layer, "path", None) == path],
+        [site.layer for site in found if site.layer.name == path],
     ):
         if len(ways) == 1 and ways[0] is not model:
             return ways[0]
     return None
 
 
-def keep_float32(layer: keras.layers.Layer) -> bool:
+def keep_float32(model: keras.Model, layer: Any) -> bool:
     """Makes a layer compute in float32, weights and slots untouched.
 
     A managed layer becomes an island, whose output is cast to the policy's dtype. Any
-    other gives float32, as one that was made with `dtype="float32"`.
+    other gives float32, as one that was made with `dtype="float32"`. An operation of a
+    Functional graph does so in this process.
+
+    Args:
+        model: The model.
+        layer: One of its layers or operations.
 
     Returns:
         Whether anything changed. Then the model's functions are to be traced anew.
     """
+    if not isinstance(layer, keras.layers.Layer):
+        return _keep_operation(model, layer)
     if not any(inner.compute_dtype in HALF for _, inner, _ in structure.walk(layer)):
         return False
     care = care_of(layer)
@@ -170,6 +181,21 @@ def keep_float32(layer: keras.layers.Layer) -> bool:
     rule = Rule("NanRecovery", "a failed step was traced to this layer")
     keeping.keep(layer, care.lease, rule)
     keeping.spread(layer)
+    return True
+
+
+def _keep_operation(model: keras.Model, operation: Any) -> bool:
+    from tfamp.numerics.precision import keep_operation
+
+    dtypes = {layer.compute_dtype for _, layer, _ in structure.walk(model)} & {*HALF}
+    if not dtypes or not keep_operation(operation, min(dtypes)):
+        return False
+    logging.warning(
+        "%r is an operation of a Functional graph: it computes in float32 in this "
+        "process, and a saved model will not know. Put it into a layer that is made "
+        "with `dtype='float32'`.",
+        operation.name,
+    )
     return True
 
 

@@ -29,8 +29,9 @@ class NanRecovery(keras.callbacks.Callback):
     the next batch:
 
     - "drop batch": nothing else; the failing batch is not trained on again;
-    - "cut learning rate": the rates of all optimizers times `learning_rate_factor`,
-      from here on. A `LearningRateScheduler` that sets rates by itself undoes it;
+    - "cut learning rate": the rates of all optimizers times what the triage found to
+      lower the loss, or `learning_rate_factor`, from here on. A
+      `LearningRateScheduler` that sets rates by itself undoes it;
     - "move loss scale": a sixteenth of it, or 16 times where the triage says raise;
     - "keep in float32": the layer that the triage named, optimizer state kept.
 
@@ -64,7 +65,8 @@ class NanRecovery(keras.callbacks.Callback):
         write_every_seconds: Time between writes to disk, at least.
         max_recoveries: Recoveries in one `fit` after which the next failure stops it.
         remedies: "auto" for all, or those that may be used.
-        learning_rate_factor: What a cut leaves of the learning rate, in (0, 1).
+        learning_rate_factor: What a cut leaves of the learning rate, in (0, 1), where
+            the triage names no other.
         triage: Takes the model, as it was before the failure, and the failing batch or
             None; gives an object with `cause`, `layer` and `remedy`, as `tfamp.triage`
             does, which is asked by default.

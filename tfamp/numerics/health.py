@@ -7,6 +7,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.calls import unrounded
 from tfamp.numerics.stepping import Step, run_step
 from tfamp.numerics.taps import Call, Observer, floats, sites, tapped
 
@@ -118,4 +119,11 @@ def examine(model: keras.Model, batch: Any, *, loss_scale: float) -> Examined:
 
 
 def _are_finite(tensors: list[Any]) -> bool:
-    return all(bool(tf.reduce_all(tf.math.is_finite(tensor))) for tensor in tensors)
+    """States whether tensors are finite, or were before they were rounded.
+
+    What a layer in float32 hands over beyond the range of half precision is good: it is
+    the one who takes it in half precision that makes it bad.
+    """
+    return all(
+        bool(tf.reduce_all(tf.math.is_finite(unrounded(tensor)))) for tensor in tensors
+    )

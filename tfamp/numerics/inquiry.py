@@ -1,9 +1,8 @@
 """The replays of a failing step, and what they say about its cause."""
 
-import contextlib
+import dataclasses
 import inspect
 import math
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -18,7 +17,10 @@ from tfamp.numerics import suspicions
 from tfamp.numerics.health import Examined, examine
 from tfamp.numerics.precision import as_islands, in_float32
 from tfamp.numerics.stepping import checked_batch
+from tfamp.numerics.taps import Site
 from tfamp.numerics.triage_records import Cause, Replay, Triage
+from tfamp.numerics.units import how_to_keep
+from tfamp.numerics.updates import Update
 from tfamp.snapshots.names import optimizers_of
 
 # How many layers are kept in float32 in turn before precision is given up.
@@ -44,8 +46,9 @@ def inquire(model: keras.Model, batch: Any) -> Triage:
     """Returns why the train step of a compiled model fails on a batch."""
     batch = checked_batch(batch)
     build(model, batch)
-    rate = model.optimizer.learning_rate if model.optimizer is not None else None
-    rate = float(rate) if isinstance(rate, keras.Variable) else None
+    rate = None
+    if model.optimizer is not None:  # of this step, where it follows a schedule
+        rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
     with unchanged(model):
         return Inquiry(model, batch, rate).run()
 
@@ -56,7 +59,7 @@ class Inquiry:
     Args:
         model: The model.
         batch: The step's batch.
-        rate: The learning rate of an update, None where the optimizer knows it.
+        rate: The learning rate of an update, None without an optimizer.
     """
 
     def __init__(self, model: keras.Model, batch: Any, rate: float | None) -> None:
@@ -194,7 +197,7 @@ class Inquiry:
         if paths:
             sentences.append(self._range_of(own, exact))
         if found.step.is_finite:
-            remedy = f"Keep them in float32: `keep_float32=['default', {shown}]`."
+            remedy = how_to_keep(list(map(Site, paths, kept)))
         else:
             remedy = (
                 "Train it in float32: keeping the layers found so far "
@@ -239,65 +242,42 @@ class Inquiry:
         large = list(suspicions.exploded(self._model))
         if large:
             return self._answer("learning rate", large[:3], _CUT)
-        bad = self._bad_update(exact)
-        if bad is not None:
-            return self._answer(
-                "optimizer",
-                [bad],
-                "Raise the optimizer's epsilon above 0, or look at what its update "
-                "divides by.",
-            )
-        jump = self._jump(exact)
-        if jump:
-            return self._answer(
-                "learning rate", [suspicions.Suspicion(None, jump)], _CUT
-            )
+        update = Update.of(self._model, self._batch, exact, self._rate)
+        if update is not None:
+            bad = update.bad_weight()
+            if bad is not None:
+                return self._answer(
+                    "optimizer",
+                    [bad],
+                    "Raise the optimizer's epsilon above 0, or look at what its update "
+                    "divides by.",
+                )
+            before = math.inf if exact.step.loss is None else float(exact.step.loss)
+            after = update.loss_after()
+            if after is not None and not after <= _JUMP * max(before, 1e-6):
+                return self._of_a_jump(update, before, after)
         return self._answer(
             "none",
             [],
             "Nothing is wrong with this step: loss and gradients are finite.",
         )
 
-    @contextlib.contextmanager
-    def _updated(self, exact: Examined) -> Iterator[bool]:
-        """Applies the gradients of the float32 step inside the block.
-
-        Yields:
-            Whether they could be: those of the one optimizer the model is compiled
-            with, for all of its weights.
-        """
-        optimizer = self._model.optimizer
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        trained = list(self._model.trainable_variables)
-        found = {id(v): g for v, g in exact.step.gradients if g is not None}
-        if inner is None or not {id(v) for v in trained} >= set(found):
-            yield False
-            return
-        with unchanged(self._model):
-            if self._rate is not None:
-                inner.learning_rate.assign(self._rate)
-            gradients = [found.get(id(v), tf.zeros_like(v.value)) for v in trained]
-            inner.apply(gradients, trained)
-            yield True
-
-    def _bad_update(self, exact: Examined) -> suspicions.Suspicion | None:
-        with self._updated(exact) as is_updated:
-            found = next(suspicions.bad_weights(self._model), None)
-        if not is_updated or found is None:
-            return None
-        return found._replace(
-            sentence="Loss and gradients are finite, and the update makes weights that "
-            f"are not: {found.sentence.replace(' already', '')}"
+    def _of_a_jump(self, update: Update, before: float, after: float) -> Triage:
+        """Blames the learning rate, and names one that lowers the loss."""
+        found = f"One update takes the loss from {before:.4g} to {after:.4g}."
+        softer = update.softer(before)
+        remedy = _CUT
+        if softer is not None:
+            remedy = (
+                "Go back to weights from before and cut the learning rate from "
+                f"{update.rate:.3g} to {update.rate * softer.factor:.3g}, at which one "
+                f"update takes the loss to {softer.loss:.4g}; or warm it up."
+            )
+        answer = self._answer(
+            "learning rate", [suspicions.Suspicion(None, found)], remedy
         )
-
-    def _jump(self, exact: Examined) -> str:
-        before = math.inf if exact.step.loss is None else float(exact.step.loss)
-        with self._updated(exact) as is_updated, in_float32(self._model):
-            after = examine(self._model, self._batch, loss_scale=1.0).step.loss
-        limit = _JUMP * max(before, 1e-6)
-        if not is_updated or after is None or float(after) <= limit:
-            return ""
-        return f"One update takes the loss from {before:.4g} to {float(after):.4g}."
+        factor = None if softer is None else softer.factor
+        return dataclasses.replace(answer, rate_factor=factor)
 
     def _answer(
         self,

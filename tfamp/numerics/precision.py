@@ -14,6 +14,7 @@ from tfamp.keras_hooks.calls import cast_outputs, unrounded
 from tfamp.managed.keeping import set_policy
 
 _FLOATS = ("float16", "bfloat16", "float32")
+_KEPT = "_tfamp_kept_in_float32"
 
 
 @contextlib.contextmanager
@@ -83,6 +84,27 @@ def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[Non
         for layer in chosen:
             stack.enter_context(_returning(layer, dtype))
         yield
+
+
+def keep_operation(operation: Any, dtype: str) -> bool:
+    """Has an operation of a Functional graph compute in float32 from now on.
+
+    It has no dtype to be set, so its call is replaced on the instance; a file that the
+    model is saved to knows nothing of that.
+
+    Args:
+        operation: The operation.
+        dtype: What its floating-point outputs are cast to.
+
+    Returns:
+        Whether it did not do so already.
+    """
+    if _KEPT in vars(operation):
+        return False
+    # Let go of, the stack would put the call back.
+    stack = vars(operation)[_KEPT] = contextlib.ExitStack()
+    stack.enter_context(_returning(operation, dtype))
+    return True
 
 
 @contextlib.contextmanager

@@ -20,6 +20,7 @@ from tfamp.numerics.sensitivity_records import LayerSensitivity, Sensitivity, Ve
 from tfamp.numerics.shadow import CANNOT_RUN, Shadow, Suspect
 from tfamp.numerics.stepping import Step, run_step
 from tfamp.numerics.tracing import batches_of
+from tfamp.numerics.units import how_to_keep
 
 _DTYPES = ("float16", "bfloat16")
 # tfamp's first loss scale, and those that it may come to.
@@ -63,7 +64,8 @@ def sensitivity(
 
     Returns:
         The `Sensitivity`: `.verdict`, `.guilty` (layer path -> reason), `.layers`,
-        `.table()`. Pass `keep_float32=list(found.guilty)` to `tfamp.apply`.
+        `.table()`, and `.advice` on how to keep them in float32: layers by
+        `keep_float32`, operations, which have no dtype, in a layer of their own.
 
     Raises:
         TypeError: `model` is not a compiled Keras model, or `data` not of these.
@@ -260,8 +262,7 @@ class _Search:
                 "size: keeping single layers does not help. Train it in float32, or "
                 "normalize between its layers."
             )
-        paths = ", ".join(repr(suspect.site.path) for suspect in guilty)
-        return f"Keep them in float32: `keep_float32=['default', {paths}]`."
+        return how_to_keep([suspect.site for suspect in guilty])
 
 
 def _outermost(layers: Sequence[Any]) -> list[Any]:

@@ -48,6 +48,8 @@ class Triage(Record):
         layers: All layers the remedy is about.
         replays: The step as it was replayed.
         source: File and line of the layer's `call`, where it is the user's own.
+        rate_factor: What to multiply the learning rate by, the largest power of ten
+            at which one update does not raise the loss; None where that was not tried.
     """
 
     model: str
@@ -58,6 +60,7 @@ class Triage(Record):
     layers: tuple[str, ...] = ()
     replays: tuple[Replay, ...] = ()
     source: str = ""
+    rate_factor: float | None = None
 
     def table(self) -> str:
         """Returns cause, evidence, remedy and replays, at most 110 columns wide."""

@@ -48,6 +48,31 @@ def computes_itself(site: Site) -> bool:
     )
 
 
+def how_to_keep(found: Sequence[Site]) -> str:
+    """Returns what keeps layers and operations in float32, as a sentence for people.
+
+    Example:
+        >>> x = keras.Input((3,))
+        >>> dense = keras.layers.Dense(3, name="dense")
+        >>> model = keras.Model(x, dense(x))
+        >>> how_to_keep([Site("dense", dense)])
+        "Keep them in float32: `keep_float32=['default', 'dense']`."
+    """
+    layers = [s for s in found if isinstance(s.layer, keras.layers.Layer)]
+    operations = [s for s in found if not isinstance(s.layer, keras.layers.Layer)]
+    sentences = []
+    if layers:
+        paths = ", ".join(repr(site.path) for site in layers)
+        sentences.append(f"Keep them in float32: `keep_float32=['default', {paths}]`.")
+    if operations:
+        paths = ", ".join(repr(site.path) for site in operations)
+        sentences.append(
+            f"Operations of a Functional graph have no dtype: put {paths} into a layer "
+            "of your own and make that with `dtype='float32'`."
+        )
+    return " ".join(sentences)
+
+
 def runs_whole(layer: Any) -> bool:
     """States whether what is inside a layer is lowered together with it."""
     return isinstance(layer, _WHOLE) or not _children(layer)

@@ -1,0 +1,109 @@
+"""What the update makes of a finite step: bad weights, or a loss that jumps."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple, Optional
+
+import keras
+import tensorflow as tf
+
+from tfamp._patch import replaced
+from tfamp.data.bottlenecks.unchanged import unchanged
+from tfamp.numerics import suspicions
+from tfamp.numerics.health import Examined, examine
+from tfamp.numerics.precision import in_float32
+
+# What a learning rate that is too high is multiplied by, until the loss falls.
+_RATE_FACTORS = tuple(10.0**-n for n in range(1, 9))
+
+
+class Softer(NamedTuple):
+    """A learning rate that does no harm.
+
+    Attributes:
+        factor: What the learning rate is multiplied by.
+        loss: The loss after one update.
+    """
+
+    factor: float
+    loss: float
+
+
+class Update:
+    """The update of the one optimizer that a model is compiled with.
+
+    Args:
+        model: The model.
+        batch: The batch of the step.
+        gradients: Of each trained variable.
+        rate: The learning rate of the step.
+    """
+
+    def __init__(
+        self, model: keras.Model, batch: Any, gradients: list[tf.Tensor], rate: float
+    ) -> None:
+        self.rate = rate
+        self._model, self._batch, self._gradients = model, batch, gradients
+
+    @classmethod
+    def of(
+        cls, model: keras.Model, batch: Any, exact: Examined, rate: float | None
+    ) -> Optional["Update"]:
+        """Returns the update of a step, None where the step has others or none.
+
+        Args:
+            model: The model.
+            batch: The batch of the step.
+            exact: The step in float32.
+            rate: The learning rate, None without an optimizer.
+        """
+        trained = list(model.trainable_variables)
+        found = {id(v): g for v, g in exact.step.gradients if g is not None}
+        if rate is None or not {id(v) for v in trained} >= set(found):
+            return None
+        gradients = [found.get(id(v), tf.zeros_like(v.value)) for v in trained]
+        return cls(model, batch, gradients, rate)
+
+    def bad_weight(self) -> suspicions.Suspicion | None:
+        """Returns the first weight that the update makes inf or NaN."""
+        with self._applied():
+            found = next(suspicions.bad_weights(self._model), None)
+        if found is None:
+            return None
+        return found._replace(
+            sentence="Loss and gradients are finite, and the update makes weights that "
+            f"are not: {found.sentence.replace(' already', '')}"
+        )
+
+    def loss_after(self, rate_factor: float = 1.0) -> float | None:
+        """Returns the loss of the batch after the update, None where it has none.
+
+        Args:
+            rate_factor: What the learning rate is multiplied by.
+        """
+        with self._applied(rate_factor), in_float32(self._model):
+            after = examine(self._model, self._batch, loss_scale=1.0).step.loss
+        return None if after is None else float(after)
+
+    def softer(self, before: float) -> Softer | None:
+        """Returns the largest learning rate that does not raise the loss.
+
+        Args:
+            before: The loss ahead of the update.
+        """
+        for factor in _RATE_FACTORS:
+            after = self.loss_after(factor)
+            if after is not None and after <= before:
+                return Softer(factor, after)
+        return None
+
+    @contextlib.contextmanager
+    def _applied(self, rate_factor: float = 1.0) -> Iterator[None]:
+        optimizer = self._model.optimizer
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        with (
+            unchanged(self._model),
+            replaced(inner, _learning_rate=self.rate * rate_factor),
+        ):
+            inner.apply(self._gradients, list(self._model.trainable_variables))
+            yield
