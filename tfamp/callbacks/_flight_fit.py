@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfamp._patch import HeldPatches, Patch, like, replaced
+from tfamp.bundles.record import Cause
 
 # What ends `fit` without being a failure of a step.
 HARMLESS = (StopIteration, tf.errors.OutOfRangeError)
@@ -33,6 +34,9 @@ class Recorder(Protocol):
     def on_error(self, error: Exception) -> None:
         """Is told that `fit` ends in an error."""
 
+    def on_failure(self, cause: Cause, message: str) -> None:
+        """Is told that the last call failed, as another callback saw."""
+
     def detach(self) -> None:
         """Is told that `fit` is over, in one way or another."""
 
@@ -48,6 +52,12 @@ def register(model: keras.Model, recorder: Recorder) -> bool:
         return False
     recorders.append(recorder)
     return True
+
+
+def tell_recorders(model: keras.Model, cause: Cause, message: str) -> None:
+    """Tells the recorders of a model's `fit` of a failure that was seen elsewhere."""
+    for recorder in _RUNNING.get(model, ()):
+        recorder.on_failure(cause, message)
 
 
 def _around_fit(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -193,7 +193,12 @@ class Attempts:
             return self._cut_rates(getattr(verdict, "rate_factor", None))
         if remedy == _remedies.SCALE:
             raises = "raise" in str(getattr(verdict, "remedy", "")).lower()
-            other = _remedies.with_other_scale(model, state, raises=raises)
+            other = _remedies.with_other_scale(
+                model,
+                state,
+                raises=raises,
+                wanted=getattr(verdict, "loss_scale", None),
+            )
             if other is None or course.memory is None:
                 return None
             course.memory.good = other[0]

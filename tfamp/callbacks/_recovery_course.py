@@ -9,7 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfamp.bundles.record import Cause
 from tfamp.callbacks import _recovery_signs as signs
+from tfamp.callbacks._flight_fit import tell_recorders
+from tfamp.callbacks._flight_parts import built_from
 from tfamp.callbacks._recovery_batches import LastBatches
 from tfamp.callbacks._recovery_function import AroundTraining
 from tfamp.callbacks._recovery_memory import Memory
@@ -22,6 +25,12 @@ from tfamp.snapshots.slots import Slots
 _ENDS = (StopIteration, tf.errors.OutOfRangeError)
 # Looking at the scale may take this part of the time.
 _SHARE_OF_SCALE = 0.001
+# What a flight recorder calls a sign.
+_BUNDLED: dict[str, Cause] = {
+    "logs": "loss",
+    "weights": "weights",
+    "loss scale": "skip",
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,14 +99,17 @@ class Course:
         self.epoch, self._calls, self.num_finite_calls = epoch, 0, 0
         self._num_calls = -(-num_batches // self._steps) if num_batches else None
 
-    def begin(self) -> None:
-        """Takes what training begins with as good.
+    def begin(self, element_spec: Any) -> None:
+        """Takes what training begins with as good, built as far as it can be.
+
+        Args:
+            element_spec: What a batch is like, None where that is not known.
 
         Raises:
             ValueError: It holds NaN or inf.
         """
         settings = self._settings
-        self._build_optimizer()
+        is_whole = self._build(element_spec)
         self.memory = Memory(
             self._model,
             every_seconds=settings.every_seconds,
@@ -114,7 +126,7 @@ class Course:
                 f"last good snapshot in {str(settings.directory)!r}, if there is one."
             )
         self.memory.begin(start)
-        if not self._is_whole():
+        if not is_whole:
             # The first step makes more variables, so take all as soon as they exist.
             self.memory.is_partial = True
             self.memory.take_soon()
@@ -140,21 +152,24 @@ class Course:
         self._written = memory.good
         self.writer.start(memory.good)
 
-    def _build_optimizer(self) -> None:
-        """Makes the slots that the first step would make, so that they are kept."""
-        optimizer = getattr(self._model, "optimizer", None)
-        if optimizer is not None and self._model.built and not optimizer.built:
-            with self._model.distribute_strategy.scope():
-                optimizer.build(self._model.trainable_variables)
+    def _build(self, element_spec: Any) -> bool:
+        """Makes the variables that the first step would make, so that they are kept.
 
-    def _is_whole(self) -> bool:
-        optimizers = optimizers_of(self._model)
-        return self._model.built and all(each.built for each in optimizers)
+        Returns:
+            Whether the model and its optimizers have all of them.
+        """
+        model = self._model
+        built_from(model, element_spec)
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and model.built and not optimizer.built:
+            with model.distribute_strategy.scope():
+                optimizer.build(model.trainable_variables)
+        return model.built and all(each.built for each in optimizers_of(model))
 
     def _call(self, iterator: Any) -> Any:
         """Stands for the training function: one call of it, judged."""
         if self.memory is None:
-            self.begin()
+            self.begin(getattr(iterator, "element_spec", None))
         try:
             logs = self._train(iterator)
         except _ENDS:
@@ -192,6 +207,8 @@ class Course:
         self._is_checked = False
 
     def _fail(self, sign: Sign) -> dict[str, Any]:
+        # Of the state before it is mended.
+        tell_recorders(self._model, _BUNDLED[sign.kind], sign.text)
         try:
             self._on_failure(sign)
         except BaseException:

@@ -200,7 +200,7 @@ def _keep_operation(model: keras.Model, operation: Any) -> bool:
 
 
 def with_other_scale(
-    model: keras.Model, state: State, *, raises: bool
+    model: keras.Model, state: State, *, raises: bool, wanted: float | None = None
 ) -> tuple[State, str] | None:
     """Returns a state with another loss scale, and the change for people.
 
@@ -210,6 +210,7 @@ def with_other_scale(
         model: The model of the state.
         state: A state; it stays as it is.
         raises: Whether the scale is to be raised, not lowered.
+        wanted: The scale to go to; None moves it by a factor of 16.
 
     Returns:
         None where the model has no loss scale, or it is at its end.
@@ -222,6 +223,7 @@ def with_other_scale(
         name = names[id(optimizer.dynamic_scale)]
         tally, before = tally_of(optimizer), float(arrays[name])
         scale = before * _SCALE_FACTOR if raises else before / _SCALE_FACTOR
+        scale = scale if wanted is None else wanted
         if tally is not None:
             scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
             levels = arrays[names[id(tally.levels)]].copy()

@@ -204,6 +204,11 @@ class FlightRecorder(keras.callbacks.Callback):
         if self._log is not None and self._log.num_calls:
             self._write_error(error, is_of_step=False)
 
+    def on_failure(self, cause: Cause, message: str) -> None:
+        """Writes a bundle of the last call; `NanRecovery` does it ahead of mending."""
+        if self._log is not None and self._log.num_calls:
+            self._write(cause, f"{message}.")
+
     def _begin(self, iterator: Any) -> FlightLog:
         """Takes the first snapshot, after callbacks that load a checkpoint."""
         is_built = built_from(self.model, getattr(iterator, "element_spec", None))

@@ -32,7 +32,8 @@ class NanRecovery(keras.callbacks.Callback):
     - "cut learning rate": the rates of all optimizers times what the triage found to
       lower the loss, or `learning_rate_factor`, from here on. A
       `LearningRateScheduler` that sets rates by itself undoes it;
-    - "move loss scale": a sixteenth of it, or 16 times where the triage says raise;
+    - "move loss scale": to what the triage found to be finite; else to a sixteenth, or
+      16 times where the triage says raise;
     - "keep in float32": the layer that the triage named, optimizer state kept.
 
     Which one is said by the triage of the failing step; where it says "model", training

@@ -233,9 +233,10 @@ class Inquiry:
             f"Lower the scale to {scale:g} at most, or let it be dynamic: a dynamic "
             "one comes down by itself after a skipped step."
         )
-        return self._answer(
+        answer = self._answer(
             "loss scale", [suspicions.Suspicion(path, sentence)], remedy, own
         )
+        return dataclasses.replace(answer, loss_scale=scale)
 
     def _of_the_update(self, exact: Examined) -> Triage:
         """Looks for the cause in the update: the step itself is finite."""

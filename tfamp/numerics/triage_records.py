@@ -48,8 +48,11 @@ class Triage(Record):
         layers: All layers the remedy is about.
         replays: The step as it was replayed.
         source: File and line of the layer's `call`, where it is the user's own.
-        rate_factor: What to multiply the learning rate by, the largest power of ten
-            at which one update does not raise the loss; None where that was not tried.
+        rate_factor: What to multiply the learning rate by: a tenth of the largest power
+            of ten at which one update does not raise the loss; None where that was not
+            tried.
+        loss_scale: A loss scale at which the step is finite; None where the scale is
+            not to blame.
     """
 
     model: str
@@ -61,6 +64,7 @@ class Triage(Record):
     replays: tuple[Replay, ...] = ()
     source: str = ""
     rate_factor: float | None = None
+    loss_scale: float | None = None
 
     def table(self) -> str:
         """Returns cause, evidence, remedy and replays, at most 110 columns wide."""

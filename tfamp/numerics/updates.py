@@ -1,6 +1,7 @@
 """What the update makes of a finite step: bad weights, or a loss that jumps."""
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
@@ -22,7 +23,7 @@ class Softer(NamedTuple):
 
     Attributes:
         factor: What the learning rate is multiplied by.
-        loss: The loss after one update.
+        loss: The loss after one update at that rate.
     """
 
     factor: float
@@ -86,15 +87,19 @@ class Update:
         return None if after is None else float(after)
 
     def softer(self, before: float) -> Softer | None:
-        """Returns the largest learning rate that does not raise the loss.
+        """Returns a tenth of the largest learning rate that does not raise the loss.
+
+        At the largest one training only just goes well: a range test, too, takes a rate
+        an order below the one from which the loss rises.
 
         Args:
             before: The loss ahead of the update.
         """
-        for factor in _RATE_FACTORS:
-            after = self.loss_after(factor)
-            if after is not None and after <= before:
-                return Softer(factor, after)
+        for edge, factor in itertools.pairwise(_RATE_FACTORS):
+            at_edge = self.loss_after(edge)
+            if at_edge is not None and at_edge <= before:
+                after = self.loss_after(factor)
+                return None if after is None else Softer(factor, after)
         return None
 
     @contextlib.contextmanager

@@ -1,0 +1,223 @@
+"""From the fault to the cure: training fails, triage names why, recovery goes on.
+
+Every fault strikes in every style of model, and `tfamp.triage` itself is asked.
+"""
+
+import functools
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.styles import STYLES, Own, assembled
+from tfamp.callbacks import FlightRecorder, NanRecovery
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+L = keras.layers
+NUM_FEATURES, NUM_CLASSES, BATCH, STEPS, EPOCHS = 16, 4, 32, 25, 9
+BAD_STEP = 60
+RNG = np.random.default_rng(0)
+TRUE = RNG.normal(size=(NUM_FEATURES, NUM_CLASSES))
+
+
+def examples(num):
+    x = RNG.normal(size=(num, NUM_FEATURES)).astype("float32")
+    return x, (x @ TRUE).argmax(-1).astype("int32")
+
+
+X, Y = examples(EPOCHS * STEPS * BATCH)
+TEST = examples(4000)
+
+
+def batches(spoil=lambda x, y: None):
+    """The batches of all epochs in a row; `spoil` gets the one of `BAD_STEP`."""
+    x, y = X.copy(), Y.copy()
+    rows = slice(BAD_STEP * BATCH, (BAD_STEP + 1) * BATCH)
+    spoil(x[rows], y[rows])
+    return tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH)
+
+
+def nan_in_an_example(x, y):
+    x[3, 5] = np.nan
+
+
+class Breaking(keras.callbacks.Callback):
+    """Spoils something of the model once, after `BAD_STEP` steps."""
+
+    def __init__(self, spoil):
+        super().__init__()
+        self.spoil, self.num_steps = spoil, 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.num_steps += 1
+        if self.num_steps == BAD_STEP:
+            self.spoil(self.model)
+
+
+def bad_slot(model):
+    inner = getattr(model.optimizer, "inner_optimizer", model.optimizer)
+    slot = inner.variables[2]
+    slot.assign(tf.fill(slot.shape, np.inf))
+
+
+def bad_weight(model):
+    """Hidden where a ReLU follows, which makes 0 of NaN on a CPU."""
+    kernel = model.trainable_variables[0]
+    kernel.assign(tf.fill(kernel.shape, np.nan))
+
+
+def far_mask(x):
+    hidden = tf.cast(x < -1e4, x.dtype)
+    return x + hidden * tf.cast(-1e9, x.dtype)
+
+
+def there_and_back():
+    return [L.Rescaling(1e6, name="huge"), L.Rescaling(1e-6, name="back")]
+
+
+def adam(rate=0.01):
+    return keras.optimizers.Adam(rate)
+
+
+def sgd(rate=0.1):
+    return keras.optimizers.SGD(rate)
+
+
+def too_high_a_scale():
+    return tfamp.LossScaleOptimizer(
+        adam(), initial_scale=2.0**30, dynamic=False, max_consecutive_skips=4
+    )
+
+
+# Fault -> policy, what is done, the cause that is named, and the remedies applied.
+FAULTS = {
+    "NaN in the data": (
+        "mixed_float16",
+        {"spoil": nan_in_an_example},
+        "data",
+        ["drop batch"],
+    ),
+    "learning rate": (
+        "float32",
+        {"optimizer": lambda: sgd(1e6 * 0.1)},
+        "learning rate",
+        ["cut learning rate"],
+    ),
+    "learning rate in float16": (
+        "mixed_float16",
+        {"optimizer": lambda: adam(1e3)},
+        "learning rate",
+        ["cut learning rate"],
+    ),
+    "overflow": (
+        "mixed_float16",
+        {"middle": there_and_back},
+        "precision",
+        ["keep in float32"],
+    ),
+    "mask": (
+        "mixed_float16",
+        {"middle": lambda: [Own(far_mask, name="mask")]},
+        "precision",
+        ["keep in float32"],
+    ),
+    "loss scale": (
+        "mixed_float16",
+        {"optimizer": too_high_a_scale},
+        "loss scale",
+        ["move loss scale"],
+    ),
+    # Of these nothing is left in the snapshot from before.
+    "a slot": ("float32", {"callback": bad_slot}, "none", ["drop batch"]),
+    "a weight": ("mixed_bfloat16", {"callback": bad_weight}, "none", ["drop batch"]),
+}
+LAYERS = {"overflow": ["huge", "back"], "mask": ["mask"]}
+
+
+def made(style, policy, *, middle=list, optimizer=adam):
+    keras.utils.set_random_seed(0)
+    with tfamp.scope(policy):
+        layers = [
+            L.Dense(32, activation="relu", name="first"),
+            *middle(),
+            L.Dense(NUM_CLASSES, name="head"),
+        ]
+        model = assembled(layers, style, (NUM_FEATURES,))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer(), loss, metrics=["accuracy"])
+    return model
+
+
+def fit(model, data, *callbacks):
+    settings = {"epochs": EPOCHS, "steps_per_epoch": STEPS, "verbose": 0}
+    return model.fit(data, callbacks=list(callbacks), **settings)
+
+
+def quality(model):
+    return model.evaluate(*TEST, batch_size=500, verbose=0)[1]
+
+
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Accuracy of a run without a fault, by optimizer."""
+
+    @functools.cache
+    def of(optimizer):
+        model = made("sequential", "float32", optimizer=optimizer)
+        fit(model, batches())
+        return quality(model)
+
+    return of
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("fault", FAULTS)
+def test_training_is_cured(fault, style, undisturbed, tmp_path):
+    policy, what, cause, remedies = FAULTS[fault]
+    what = dict(what)
+    others = [Breaking(what.pop("callback"))] if "callback" in what else []
+    data = batches(what.pop("spoil", lambda x, y: None))
+    model = made(style, policy, **what)
+    recorder = FlightRecorder(tmp_path / "bundles")
+    recovery = NanRecovery(tmp_path / "good", every_seconds=0)
+    run = fit(model, data, *others, recorder, recovery)
+    assert [each.remedy for each in run.recoveries] == remedies
+    assert {each.cause for each in run.recoveries} == {cause}
+    prefix = "inner/" if style == "nested" else ""
+    kept = ", ".join(repr(prefix + name) for name in LAYERS.get(fault, ()))
+    if kept:
+        assert run.recoveries[0].detail == kept
+    assert recorder.bundles
+    assert np.isfinite(run.history["loss"]).all()
+    healthy = undisturbed(sgd if fault == "learning rate" else adam)
+    assert quality(model) == pytest.approx(healthy, rel=0.01)
+
+
+def test_operations_that_overflow_are_kept_in_float32(undisturbed, tmp_path):
+    keras.utils.set_random_seed(0)
+    with tfamp.scope("mixed_float16"):
+        x = keras.Input((NUM_FEATURES,))
+        h = L.Dense(32)(x) * 300.0
+        h = keras.ops.sqrt(keras.ops.square(h) + 1.0) / 300.0
+        model = keras.Model(x, L.Dense(NUM_CLASSES)(h))
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(adam(), loss, metrics=["accuracy"])
+    kinds = ("Square", "Add", "Sqrt")
+    names = [o.name for o in model.operations if type(o).__name__ in kinds]
+    recovery = NanRecovery(tmp_path, every_seconds=0)
+    run = fit(model, batches(), recovery)
+    assert [each.remedy for each in run.recoveries] == ["keep in float32"]
+    assert run.recoveries[0].detail == ", ".join(map(repr, names))
+    assert quality(model) == pytest.approx(undisturbed(adam), rel=0.01)
+
+
+def test_a_fault_of_the_model_itself_ends_with_the_layer_and_the_way_out(tmp_path):
+    def root():
+        return [Own(tf.sqrt, name="root")]
+
+    model = made("functional", "mixed_float16", middle=root)
+    with pytest.raises(tfamp.callbacks.RecoveryError, match="'root': keep what it"):
+        fit(model, batches(), NanRecovery(tmp_path, every_seconds=0))
+    assert all(np.isfinite(weight).all() for weight in model.get_weights())
