@@ -16,7 +16,15 @@ MEDIAN, MEAN, PROCESSOR = 0, 1, 2
 
 
 class Timer(keras.callbacks.Callback):
-    """Takes the time of steps, those at the beginning left out."""
+    """Takes the time of steps, those at the beginning left out.
+
+    Args:
+        untimed: How many are left out.
+    """
+
+    def __init__(self, untimed: int) -> None:
+        super().__init__()
+        self.untimed = untimed
 
     def on_train_begin(self, logs: Any = None) -> None:
         """Forgets the last turn."""
@@ -24,9 +32,9 @@ class Timer(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Notes the time."""
-        if batch + 1 == UNTIMED_STEPS:
+        if batch + 1 == self.untimed:
             self.processor = time.process_time()
-        if batch + 1 >= UNTIMED_STEPS:
+        if batch + 1 >= self.untimed:
             self.times.append(time.perf_counter())
 
     def seconds(self) -> tuple[float, float, float]:
@@ -39,9 +47,23 @@ class Timer(keras.callbacks.Callback):
 Side = Callable[[], tuple[float, float, float]]
 
 
-def side(model: keras.Model, dataset: Any, callbacks: list[Any], steps: int) -> Side:
-    """Returns a turn of a side: it trains and returns what `Timer.seconds` does."""
-    timer = Timer()
+def side(
+    model: keras.Model,
+    dataset: Any,
+    callbacks: list[Any],
+    steps: int,
+    untimed: int = UNTIMED_STEPS,
+) -> Side:
+    """Returns a turn of a side: it trains and returns what `Timer.seconds` does.
+
+    Args:
+        model: What is trained.
+        dataset: On what.
+        callbacks: What is measured.
+        steps: Steps of a turn.
+        untimed: How many of them, at the beginning, are not timed.
+    """
+    timer = Timer(untimed)
     callbacks = [*callbacks, timer]
 
     def turn() -> tuple[float, float, float]:

@@ -17,6 +17,7 @@ TEXTS = FOLDER / "results"
 ORDER = (
     *("enable_overhead", "loss_scale", "pipeline"),
     *("training", "tried", "callbacks_cost", "guilty_layers"),
+    *("guards", "shadow_pass"),
 )
 
 

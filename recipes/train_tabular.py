@@ -30,7 +30,8 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
-import injecting  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import guarding  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import injecting  # noqa: E402
 import reporting  # noqa: E402
 import tfamp  # noqa: E402
 from progress import TrainingProgress  # noqa: E402
@@ -72,6 +73,7 @@ def define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     reporting.define_common_flags(values)
     injecting.define_flags(values)
+    guarding.define_flags(values)
     flags.DEFINE_enum(
         "dataset",
         "breast_cancer",
@@ -282,18 +284,20 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
         sizes = [len(targets) for _, targets, *_ in data]
         progress = TrainingProgress(f"{way} {status.policy}")
         started = time.perf_counter()
+        guard = guarding.Guard(settings, way)
         model.fit(
             data,
             epochs=settings.epochs,
             shuffle=False,
             verbose=0,
-            callbacks=[progress],
+            callbacks=[*guard.callbacks, progress],
         )
         seconds += time.perf_counter() - started
         key = "score" if way == "treated" else way
         for name, rows in {"clean": table, "damaged": damaged}.items():
             results[f"{key}_{name}"] = round(score(model, rows), 4)
         if way == "treated":
+            results |= guard.report()
             results["num_train"] = sum(sizes)
             results |= reporting.speed(progress.epoch_seconds, sum(sizes), len(sizes))
         models[way] = model

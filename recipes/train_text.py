@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
 import datasets  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import guarding  # noqa: E402
 import injecting  # noqa: E402
 import reporting  # noqa: E402
 import tfamp  # noqa: E402
@@ -45,6 +46,7 @@ def define_flags() -> flags.FlagValues:
     values = flags.FlagValues()
     reporting.define_common_flags(values)
     injecting.define_flags(values)
+    guarding.define_flags(values)
     flags.DEFINE_string(
         "dataset",
         "stdlib_text",
@@ -203,12 +205,13 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     model, train_data, validation_data = build(settings)
     progress = TrainingProgress(f"text {status.policy}")
     started = time.perf_counter()
+    guard = guarding.Guard(settings)
     model.fit(
         train_data,
         epochs=settings.epochs,
         shuffle=False,
         verbose=0,
-        callbacks=[progress],
+        callbacks=[*guard.callbacks, progress],
     )
     seconds = time.perf_counter() - started
     loss, accuracy = model.evaluate(validation_data, verbose=0)
@@ -227,6 +230,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
         **reporting.speed(progress.epoch_seconds, num_examples, num_steps),
         "seconds": round(seconds, 2),
         "finite": reporting.is_finite(model, loss, accuracy),
+        **guard.report(),
         "versions": reporting.versions(),
     }
 

@@ -51,6 +51,7 @@ def test_every_benchmark_is_tested_here():
         "loss_scale.py",
         "pipeline.py",
         "readme_figure.py",
+        "shadow_pass.py",
         "training.py",
         "write_results.py",
     }
@@ -76,6 +77,16 @@ def test_guards_prints_the_ratio_of_each_and_of_both(tmp_path):
     for name in ("FlightRecorder", "NanRecovery", "both"):
         assert figures[name]["ratio"] > 0
     assert figures["met"] == (figures["both"]["ratio"] <= result["goal"])
+
+
+@pytest.mark.slow
+def test_shadow_pass_prints_seconds_and_what_it_found(tmp_path):
+    result = run("shadow_pass.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    for dtype in ("float16", "bfloat16"):
+        figures = result["cases"]["MLP"][dtype]
+        assert 0 < figures["seconds"] <= figures["slowest"]
+        assert figures["verdict"] == "safe"
 
 
 @pytest.mark.slow

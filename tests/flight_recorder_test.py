@@ -575,3 +575,19 @@ def test_a_directory_that_cannot_be_made_is_told(tmp_path):
 
 def test_an_exception_without_a_text_is_told_too():
     assert core_of("") == "An exception without a message."
+
+
+def test_nan_that_a_relu_hides_is_seen_when_training_ends(tmp_path):
+    """The loss is finite to the end, and no snapshot was due since."""
+    model = compiled(
+        lambda: keras.Sequential(
+            [keras.Input((3,)), layers.Dense(4, activation="relu"), layers.Dense(1)]
+        )
+    )
+    x, y = arrays(bad=None)
+    x[BATCH * 2] = np.nan
+    recorder = FlightRecorder(tmp_path, keep=NUM_EXAMPLES // BATCH)
+    run = fit(model, recorder, data=(x, y))
+    assert np.isfinite(run.history["loss"]).all()
+    assert len(recorder.bundles) == 1
+    assert recorder.bundles[0].endswith("-weights")

@@ -18,7 +18,10 @@ pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
 RECIPES = Path(__file__).parents[1] / "recipes"
 TRAINING = sorted(path.name for path in RECIPES.glob("train_*.py"))
 FAULTS = ("bad_batch", "bad_lr", "mask", "overflow_layer")
-SHARED = ("comparing", "datasets", "injecting", "progress", "reporting")
+SHARED = (
+    *("comparing", "datasets", "guarding"),
+    *("injecting", "progress", "reporting"),
+)
 
 
 def load(name):
@@ -167,25 +170,80 @@ def test_an_unknown_fault_is_refused(faults, capsys, recipe):
     assert re.search(r"inject=gremlin.*bad_batch", capsys.readouterr().err)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("inject", FAULTS)
-@pytest.mark.parametrize("recipe", TRAINING)
-def test_smoke_runs_with_a_fault(recipe, inject):
-    """Under float32 a layer's fault changes nothing, a NaN batch ends in NaN."""
+def run(recipe, *arguments):
+    """Runs a recipe and returns the record of its last line, and all it printed."""
     root = str(RECIPES.parent)
     path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
     finished = subprocess.run(
-        [
-            *(sys.executable, str(RECIPES / recipe), "--smoke"),
-            *("--policy=float32", f"--inject={inject}"),
-        ],
+        [sys.executable, str(RECIPES / recipe), *arguments],
         env=os.environ | {"PYTHONPATH": path},
         capture_output=True,
         text=True,
         check=False,
     )
     assert finished.returncode == 0, finished.stderr[-2000:]
-    assert finished.stdout.count("Injected fault") == 1
-    record = json.loads(finished.stdout.splitlines()[-1])
+    return json.loads(finished.stdout.splitlines()[-1]), finished.stdout
+
+
+# Each recipe with two faults, each fault with a recipe or two.
+PAIRS = [
+    (recipe, inject)
+    for i, recipe in enumerate(TRAINING)
+    for j, inject in enumerate(FAULTS)
+    if (i + j) % 2 == 0
+]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("recipe, inject", PAIRS)
+def test_smoke_runs_with_a_fault(recipe, inject):
+    """Under float32 a layer's fault changes nothing, a NaN batch ends in NaN."""
+    record, text = run(recipe, "--smoke", "--policy=float32", f"--inject={inject}")
+    assert text.count("Injected fault") == 1
     if inject != "bad_lr":
         assert record["finite"] == (inject != "bad_batch")
+
+
+# `--guard`
+
+
+def tabular(*arguments):
+    return run("train_tabular.py", "--policy=mixed_float16", *arguments)
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    """Accuracy of the recipe without a fault."""
+    record, _ = tabular()
+    assert "recoveries" not in record
+    return record["score_clean"]
+
+
+REMEDIES = {
+    "bad_batch": ("data", "drop batch"),
+    "bad_lr": ("learning rate", "cut learning rate"),
+    "mask": ("precision", "keep in float32"),
+    "overflow_layer": ("precision", "keep in float32"),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("inject", FAULTS)
+def test_a_guarded_recipe_is_cured(inject, healthy, tmp_path):
+    record, text = tabular(f"--inject={inject}", f"--guard={tmp_path}")
+    first = record["recoveries"][0]
+    assert (first["cause"], first["remedy"]) == REMEDIES[inject]
+    assert {each["remedy"] for each in record["recoveries"]} == {first["remedy"]}
+    assert "Recovery 1 at epoch 1" in text
+    assert f"Replay a failing step: tfamp replay {record['bundles'][0]}" in text
+    assert Path(record["bundles"][0]).is_relative_to(tmp_path)
+    assert record["finite"]
+    assert record["score_clean"] == pytest.approx(healthy, abs=0.01)
+
+
+@pytest.mark.parametrize("recipe", TRAINING)
+def test_a_guard_is_refused_in_a_comparison(faults, capsys, recipe):
+    module = load(recipe.removesuffix(".py"))
+    assert module.main([recipe, "--guard=runs", "--compare=2"]) == 1
+    error = capsys.readouterr().err
+    assert "`--guard` came with `--compare`; expected one of them" in error

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
 from tfamp.numerics.deviation import forward_error, gradient_error, spread
 from tfamp.numerics.sensing import sensitivity
@@ -49,6 +50,22 @@ def test_producer_and_consumer_of_a_huge_value_are_guilty(style):
     # With both in float32 the rest is as good as in float32.
     assert found.whole_error < 0.05
     assert sensitivity(model, (X, Y), dtype="bfloat16").verdict == "safe"
+
+
+def test_a_model_on_two_replicas_is_judged_as_one():
+    def build():
+        layers = stack(L.BatchNormalization(), L.Dropout(0.1), L.Rescaling(1e5))
+        return made(layers)
+
+    alone = sensitivity(build(), (X, Y))
+    with two_replicas().scope():
+        model = build()
+    before = [weight.numpy() for weight in model.weights]
+    found = sensitivity(model, (X, Y))
+    assert len(found.guilty) == len(alone.guilty) == 2
+    assert found.whole_error == pytest.approx(alone.whole_error, rel=0.5)
+    for weight, value in zip(model.weights, before, strict=True):
+        np.testing.assert_array_equal(weight.numpy(), value)
 
 
 # Layer -> dtype -> reason of its guilt.

@@ -9,7 +9,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
+from tfamp import snapshots
 from tfamp.numerics.triage_records import Triage
 from tfamp.numerics.triaging import triage
 
@@ -217,6 +219,23 @@ def test_the_remedy_for_precision_trains():
     assert int(model.optimizer.skipped_steps) == 0
 
 
+def test_a_step_of_two_replicas_is_replayed_as_one():
+    with two_replicas().scope():
+        model = made(huge, policy="mixed_float16")
+        model.compile("adam", LOSS, metrics=["accuracy"])
+        model.optimizer.build(model.trainable_variables)
+    before = snapshots.take(model)
+    found = triage(model, (X, Y))
+    assert (found.cause, found.layers) == ("precision", ("huge",))
+    alone = triage(made(huge, policy="mixed_float16"), (X, Y))
+    assert [each.is_finite for each in found.replays] == [
+        each.is_finite for each in alone.replays
+    ]
+    after = snapshots.take(model)
+    for name, value in before.arrays.items():
+        assert value.tobytes() == after.arrays[name].tobytes(), name
+
+
 def there_and_back():
     middle = [L.Rescaling(1e6, name="huge"), L.Rescaling(1e-6, name="back")]
     return parts(*middle)
@@ -333,3 +352,20 @@ def test_a_bundle_is_as_good_as_its_batch(tmp_path):
     assert "`x` holds 4 numbers that are inf or NaN, in 1 of 16" in found.evidence[0]
     for a, b in zip(after, model.get_weights(), strict=True):
         np.testing.assert_array_equal(a, b)
+
+
+def fills_gaps():
+    fill = lambda x: tf.where(tf.math.is_finite(x), x, tf.zeros_like(x))  # noqa: E731
+    return [Own(fill, name="fill", dtype="float32"), *huge()]
+
+
+def test_gaps_that_a_model_fills_are_not_to_blame():
+    x = X.copy()
+    x[5, 2], x[9, 0] = np.nan, np.inf
+    assert triage(made(fills_gaps), (x, Y)).cause == "none"
+    found = triage(made(fills_gaps, policy="mixed_float16"), (x, Y))
+    assert (found.cause, found.layer) == ("precision", "huge")
+    # A weight of an example is no gap.
+    weights = np.ones(16, np.float32)
+    weights[3] = np.nan
+    assert triage(made(fills_gaps), (x, Y, weights)).cause == "data"

@@ -44,7 +44,8 @@ class FlightRecorder(keras.callbacks.Callback):
     is in it. Failures are
 
     - a loss that is not finite, at the first step that returns one;
-    - weights, statistics or slots that are not finite, seen at the next snapshot;
+    - weights, statistics or slots that are not finite, seen at the next snapshot or
+      when training ends;
     - an exception in `fit` after its first step, such as `tfamp.LossScaleError`; not
       KeyboardInterrupt;
     - with `on_skip`, each step that the loss scale skips.
@@ -153,7 +154,9 @@ class FlightRecorder(keras.callbacks.Callback):
             self._log.begin_epoch(epoch)
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Gives the training function back and lets batches and snapshots go."""
+        """Looks at the weights once more, and lets batches and snapshots go."""
+        if self._log is not None and self._log.num_calls:
+            self._snapshot(self._log)
         self.detach()
 
     def attach(self) -> None:

@@ -74,7 +74,7 @@ class Inquiry:
     def run(self) -> Triage:
         """Replays as often as it takes, and answers."""
         found = list(suspicions.bad_data(self._batch))
-        if found:
+        if found and self._is_spoiled_by_data():
             return self._answer("data", found, _DROP)
         found = list(suspicions.bad_weights(self._model))
         if found:
@@ -93,6 +93,20 @@ class Inquiry:
         if not own.step.is_finite:
             return self._of_precision(own, exact)
         return self._of_the_update(exact)
+
+    def _is_spoiled_by_data(self) -> bool:
+        """States whether bad numbers in the batch are to blame.
+
+        A model may take NaN for what is missing, and mean it.
+        """
+        if next(suspicions.bad_weights(self._model), None) is not None:
+            return True  # by the step, it seems; there is nothing left to try
+        with in_float32(self._model):
+            if self._replay("float32", 1.0).step.is_finite:
+                return False
+            mended = suspicions.mended(self._batch)
+            again = self._replay("float32, 0 for what is not finite", 1.0, mended)
+        return again.step.is_finite
 
     @property
     def _is_low(self) -> bool:

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp import _checks
+from tfamp.data._progress import progress
 from tfamp.data.bottlenecks.arguments import build, check_model, first_batch
 from tfamp.data.bottlenecks.unchanged import unchanged
 from tfamp.formats import FLOAT16, FORMATS
@@ -72,11 +73,13 @@ def ranges(
         in_float32(model),
         unchanged(model),
         tapped(model, counted, only=computes_itself),
+        progress("Counting magnitudes", num_batches, unit="batches") as done,
     ):
         for batch in dataset.take(num_batches):
             step = run_step(model, batch)
             counted.add_weight_gradients(step.gradients)
             seen += 1
+            done(seen)
         counted.add_weights()
     layers = tuple(counted.records())
     every = counted.all_gradients()

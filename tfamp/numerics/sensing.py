@@ -8,7 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _checks
+from tfamp import _amx, _checks
+from tfamp.data._progress import progress
 from tfamp.data.bottlenecks.arguments import build, check_model, first_batch
 from tfamp.data.bottlenecks.unchanged import unchanged
 from tfamp.formats import FORMATS, needs_loss_scale
@@ -82,6 +83,7 @@ def sensitivity(
     _checks.choice("dtype", dtype, _DTYPES)
     _checks.positive_int("num_batches", num_batches)
     check_model(model)
+    _amx.avoid()
     dataset = batches_of(data, batch_size)
     build(model, first_batch(dataset))
     batches = list(dataset.take(num_batches))
@@ -184,13 +186,16 @@ class _Search:
         if not error <= WHOLE_LIMIT:
             return needed, left
         # Those who take bad numbers come after those who make them: they go first.
-        for suspect in reversed(guilty[-_MAX_VERIFIED:]):
-            if len(needed) < 2:
-                break
-            rest = [each for each in needed if each is not suspect]
-            without = self._whole_error(rest, scale)
-            if without <= max(_NO_WORSE * error, error + _NOTICEABLE):
-                needed, left = rest, without
+        tried = guilty[: -_MAX_VERIFIED - 1 : -1]
+        with progress("Verifying guilty layers", len(tried), unit="layers") as done:
+            for number, suspect in enumerate(tried):
+                if len(needed) < 2:
+                    break
+                rest = [each for each in needed if each is not suspect]
+                without = self._whole_error(rest, scale)
+                if without <= max(_NO_WORSE * error, error + _NOTICEABLE):
+                    needed, left = rest, without
+                done(number + 1)
         return needed, left
 
     def _whole_error(self, guilty: Sequence[Suspect], scale: float) -> float:

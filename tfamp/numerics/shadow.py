@@ -8,6 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.data._progress import progress
 from tfamp.numerics.deviation import forward_error, gradient_error
 from tfamp.numerics.recording import Recorded, Recorder, set_state, state_of
 from tfamp.numerics.reruns import Rerun, rerun
@@ -118,16 +119,17 @@ class Shadow:
         Args:
             loss_scales: Factors on gradients, one after the other.
         """
-        for calls in self._recorded:
-            for recorded in calls:
+        calls = [recorded for batch in self._recorded for recorded in batch]
+        what = f"Rerunning layers in {self._dtype}"
+        with progress(what, len(calls), unit="calls") as done:
+            for number, recorded in enumerate(calls):
                 suspect = self.suspects[recorded.site.path]
-                if suspect.failure or any(
-                    suspect.site.layer is each for each in self.random
-                ):
-                    continue
-                exact = rerun(recorded, "float32")
-                for loss_scale in loss_scales:
-                    self._measure_one(recorded, suspect, exact, loss_scale)
+                is_random = any(suspect.site.layer is each for each in self.random)
+                if not suspect.failure and not is_random:
+                    exact = rerun(recorded, "float32")
+                    for loss_scale in loss_scales:
+                        self._measure_one(recorded, suspect, exact, loss_scale)
+                done(number + 1)
 
     def _measure_one(
         self, recorded: Recorded, suspect: Suspect, exact: Rerun, loss_scale: float

@@ -46,6 +46,18 @@ def bad_data(batch: Any) -> Iterator[Suspicion]:
                 )
 
 
+def mended(batch: Any) -> Any:
+    """Returns a batch with 0 for every number that is inf or NaN."""
+
+    def finite(part: Any) -> Any:
+        if part is None or not tf.convert_to_tensor(part).dtype.is_floating:
+            return part
+        tensor = tf.convert_to_tensor(part)
+        return tf.where(tf.math.is_finite(tensor), tensor, tf.zeros_like(tensor))
+
+    return tf.nest.map_structure(finite, batch)
+
+
 def bad_labels(model: keras.Model, batch: Any) -> Iterator[Suspicion]:
     """Yields a sentence where class numbers lie outside of the model's outputs."""
     _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
