@@ -238,7 +238,7 @@ def test_a_guarded_recipe_is_cured(inject, healthy, tmp_path):
     assert f"Replay a failing step: tfamp replay {record['bundles'][0]}" in text
     assert Path(record["bundles"][0]).is_relative_to(tmp_path)
     assert record["finite"]
-    assert record["score_clean"] == pytest.approx(healthy, abs=0.01)
+    assert record["score_clean"] >= healthy - 0.01
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
