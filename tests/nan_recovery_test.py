@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
+from tests.styles import Subclassed
 from tfamp import snapshots
 from tfamp.callbacks import Throughput, _remedies
 from tfamp.callbacks import _recovery_signs as signs
@@ -89,17 +90,8 @@ def quality(model):
     return model.evaluate(CLEAN_X, CLEAN_Y, verbose=0, batch_size=400)
 
 
-class OwnStep(keras.Model):
+class OwnStep(Subclassed):
     """Has a `train_step` and logs of its own, and makes its weights late."""
-
-    def __init__(self, parts):
-        super().__init__()
-        self.parts = parts
-
-    def call(self, x):
-        for part in self.parts:
-            x = part(x)
-        return x
 
     def train_step(self, batch):
         x, y = batch
