@@ -27,7 +27,7 @@ def sections(folder: Path) -> list[str]:
     for name in ORDER:
         figures, text = folder / f"{name}.json", folder / f"{name}.md"
         if figures.is_file():
-            write = guilty_layers if name == "guilty_layers" else training
+            write = WRITERS.get(name, training)
             found.append(write(json.loads(figures.read_text("utf-8")), name))
         elif text.is_file():
             found.append(text.read_text("utf-8"))
@@ -79,6 +79,61 @@ def guilty_layers(result: dict[str, Any], kind: str = "guilty_layers") -> str:
         triage="; ".join(causes),
         missed="\n".join(missed) or "None.",
     )
+
+
+def guards(result: dict[str, Any], kind: str = "guards") -> str:
+    """Returns the section of benchmarks/guards.py."""
+    rows = []
+    for case, found in result["cases"].items():
+        cells = [case, f"{found['parameters']:,}", f"{found['step_milliseconds']} ms"]
+        for name in ("FlightRecorder", "NanRecovery", "both"):
+            own = found[name]
+            low, high = own["interval"]
+            cells.append(f"{own['ratio']:.3f} [{low:.3f}, {high:.3f}]")
+        cells.append(f"{found['both']['processor']['ratio']:.3f}")
+        rows.append(f"| {' | '.join(cells)} |")
+    missed = [case for case, found in result["cases"].items() if not found["met"]]
+    turns = {found["turns"] for found in result["cases"].values()}
+    return _filled(
+        kind,
+        result,
+        rows,
+        goal=result["goal"],
+        turns=" or ".join(map(str, sorted(turns))),
+        missed=f"Above it: {', '.join(missed)}." if missed else "All are below it.",
+    )
+
+
+def shadow_pass(result: dict[str, Any], kind: str = "shadow_pass") -> str:
+    """Returns the section of benchmarks/shadow_pass.py."""
+    rows = [
+        f"| {case} | {found['parameters']:,} | {dtype} | {own['seconds']} s | "
+        f"{own['slowest']} s | {own['steps']} |"
+        for case, found in result["cases"].items()
+        for dtype, own in found.items()
+        if isinstance(own, dict)
+    ]
+    return _filled(kind, result, rows, runs=result["runs"], goal=result["goal"])
+
+
+def _filled(
+    kind: str, result: dict[str, Any], rows: Sequence[str], **texts: Any
+) -> str:
+    """Returns a template with a table's rows, the device and versions."""
+    template = (TEXTS / f"_{kind}.md").read_text(encoding="utf-8")
+    return template.format(
+        device=result["device"],
+        versions=", ".join(f"{k} {v}" for k, v in result["versions"].items()),
+        rows="\n".join(rows),
+        **texts,
+    )
+
+
+WRITERS = {
+    "guilty_layers": guilty_layers,
+    "guards": guards,
+    "shadow_pass": shadow_pass,
+}
 
 
 def _missed(split: str, row: dict[str, Any]) -> str:
