@@ -105,7 +105,7 @@ class Inquiry:
             if self._replay("float32", 1.0).step.is_finite:
                 return False
             mended = suspicions.mended(self._batch)
-            again = self._replay("float32, 0 for what is not finite", 1.0, mended)
+            again = self._replay("float32, means for what is not finite", 1.0, mended)
         return again.step.is_finite
 
     @property

@@ -47,13 +47,19 @@ def bad_data(batch: Any) -> Iterator[Suspicion]:
 
 
 def mended(batch: Any) -> Any:
-    """Returns a batch with 0 for every number that is inf or NaN."""
+    """Returns a batch with the mean of the others for each number not finite.
+
+    Not with 0, which a root, a log or a quotient may not bear.
+    """
 
     def finite(part: Any) -> Any:
         if part is None or not tf.convert_to_tensor(part).dtype.is_floating:
             return part
         tensor = tf.convert_to_tensor(part)
-        return tf.where(tf.math.is_finite(tensor), tensor, tf.zeros_like(tensor))
+        is_good = tf.math.is_finite(tensor)
+        others = tf.boolean_mask(tensor, is_good)
+        mean = tf.reduce_mean(others) if len(others) else tf.ones((), tensor.dtype)
+        return tf.where(is_good, tensor, mean)
 
     return tf.nest.map_structure(finite, batch)
 
