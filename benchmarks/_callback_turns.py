@@ -1,7 +1,7 @@
 """Times steps of `fit` with and without callbacks, which take turns in one process."""
 
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import keras
@@ -71,6 +71,15 @@ def side(
         return timer.seconds()
 
     return turn
+
+
+def cells(figures: Mapping[str, Any], names: Iterable[str]) -> list[str]:
+    """Returns the ratios of some sides as cells of a table."""
+    return [
+        f"{figures[name]['ratio']:.3f} {figures[name]['interval']}\nprocessor "
+        f"{figures[name]['processor']['ratio']:.3f}"
+        for name in names
+    ]
 
 
 def measure(sides: Mapping[str, Side], turns: int, *, what: int) -> dict[str, Any]:

@@ -28,7 +28,7 @@ import _figures  # noqa: E402
 import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
-from _callback_turns import MEDIAN, Side, measure, side  # noqa: E402
+from _callback_turns import MEDIAN, Side, cells, measure, side  # noqa: E402
 from absl import flags  # noqa: E402
 
 import tfamp  # noqa: E402
@@ -159,11 +159,7 @@ def show(result: dict[str, Any]) -> None:
     for column in ("model", "step", *list(SIDES)[1:]):
         table.add_column(column)
     for case, figures in result["cases"].items():
-        ratios = [
-            f"{figures[name]['ratio']:.3f} {figures[name]['interval']}\nprocessor "
-            f"{figures[name]['processor']['ratio']:.3f}"
-            for name in list(SIDES)[1:]
-        ]
+        ratios = cells(figures, list(SIDES)[1:])
         table.add_row(case, f"{figures['step_milliseconds']} ms", *ratios)
     console.print(table)
     table = Table(title="Part of the time that is waited for input")

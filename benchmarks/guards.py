@@ -25,7 +25,7 @@ os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 import _figures  # noqa: E402
 import _models  # noqa: E402
 import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
-from _callback_turns import MEAN, measure, side  # noqa: E402
+from _callback_turns import MEAN, cells, measure, side  # noqa: E402
 from absl import flags, logging  # noqa: E402
 
 import tfamp  # noqa: E402
@@ -91,11 +91,7 @@ def show(result: dict[str, Any]) -> None:
     for column in ("model", "parameters", "step", *list(SIDES)[1:]):
         table.add_column(column)
     for case, figures in result["cases"].items():
-        ratios = [
-            f"{figures[name]['ratio']:.3f} {figures[name]['interval']}\nprocessor "
-            f"{figures[name]['processor']['ratio']:.3f}"
-            for name in list(SIDES)[1:]
-        ]
+        ratios = cells(figures, list(SIDES)[1:])
         size = f"{figures['parameters']:,}"
         table.add_row(case, size, f"{figures['step_milliseconds']} ms", *ratios)
     Console(width=120).print(table)
