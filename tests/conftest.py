@@ -1,6 +1,7 @@
 """What every test gets: two CPU devices, and a check that Keras was left as found."""
 
 import os
+import random
 
 import pytest
 
@@ -61,12 +62,14 @@ def stock_layer_init():
 def keras_is_left_as_found(stock_layer_init):
     """Fails a test that leaves a global policy or a hook on `Layer.__init__`.
 
-    A seed that a test set for the whole process is forgotten, since a later test may
-    be about what has none.
+    Every test draws the same initial weights, alone or after others: Keras takes
+    their seeds from `random`. A seed that a test set for TensorFlow is forgotten, since
+    a later test may be about what has none.
     """
     import keras
     import tensorflow as tf
 
+    random.seed(0)
     yield
     left_policy = keras.config.dtype_policy().name
     left_init = keras.layers.Layer.__init__
