@@ -55,6 +55,23 @@ def define_flags(values: flags.FlagValues) -> None:
     )
 
 
+def leave_out(values: flags.FlagValues, flag: str, why: str) -> None:
+    """Refuses `--compare` together with another flag.
+
+    Args:
+        values: The flags.
+        flag: The other one.
+        why: Why not, for the message.
+    """
+    flags.register_multi_flags_validator(
+        [flag, "compare"],
+        lambda given: not (given[flag] and given["compare"]),
+        f"`--{flag}` came with `--compare`; expected one of them, as {why}. Leave one "
+        "out",
+        flag_values=values,
+    )
+
+
 def check(settings: types.SimpleNamespace) -> None:
     """Checks that every flag that was given has an effect.
 

@@ -7,6 +7,7 @@ from typing import Any
 import keras
 from absl import flags
 
+import comparing
 import tfamp
 from tfamp.callbacks import FlightRecorder, NanRecovery
 
@@ -21,13 +22,7 @@ def define_flags(values: flags.FlagValues) -> None:
         "folder of its own.",
         flag_values=values,
     )
-    flags.register_multi_flags_validator(
-        ["guard", "compare"],
-        lambda given: not (given["guard"] and given["compare"]),
-        "`--guard` came with `--compare`; expected one of them, as a run that was "
-        "mended is not comparable. Leave one out",
-        flag_values=values,
-    )
+    comparing.leave_out(values, "guard", "a run that was mended is not comparable")
 
 
 class Guard:

@@ -8,6 +8,8 @@ import numpy as np
 import tensorflow as tf
 from absl import flags
 
+import comparing
+
 FAULTS = {
     "overflow_layer": "the layer 'overflow' has activations beyond 65504, the most "
     "that float16 holds; in other formats it changes nothing",
@@ -35,12 +37,8 @@ def define_flags(values: flags.FlagValues) -> None:
         + ".",
         flag_values=values,
     )
-    flags.register_multi_flags_validator(
-        ["inject", "compare"],
-        lambda given: not (given["inject"] and given["compare"]),
-        "`--inject` came with `--compare`; expected one of them, as a comparison with "
-        "a fault on purpose tells nothing. Leave one out",
-        flag_values=values,
+    comparing.leave_out(
+        values, "inject", "a comparison with a fault on purpose tells nothing"
     )
 
 

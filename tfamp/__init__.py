@@ -30,6 +30,7 @@ _HOMES = {
     "data": "tfamp.data",
     "disable": "tfamp.policy",
     "enable": "tfamp.policy",
+    "freeze": "tfamp.serving.freezing",
     "lint": "tfamp.numerics.linting.linting",
     "load_model": "tfamp.assignment",
     "prove": "tfamp.numerics.proving",
@@ -89,6 +90,7 @@ if TYPE_CHECKING:
     from tfamp.policy import enable as enable
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
+    from tfamp.serving.freezing import freeze as freeze
 else:
 
     def __getattr__(name: str) -> Any:

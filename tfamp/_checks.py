@@ -7,6 +7,7 @@ import difflib
 import importlib
 import math
 import operator
+import re
 import types
 from collections.abc import Iterable
 from typing import SupportsIndex
@@ -213,3 +214,19 @@ def _number(argument: str, value: object) -> float:
         f"`{argument}` is {value!r}, of type {type(value).__name__}; expected a "
         f"number. Pass a float, as in `{argument}=0.5`."
     )
+
+
+def first_line(error: BaseException) -> str:
+    """Returns the line of an error's text that tells, at most 200 characters of it.
+
+    Keras puts a line of its own before it, in bold.
+
+    Example:
+        >>> text = chr(10).join(["Exception encountered when ...", "", "Is bad.", "x"])
+        >>> first_line(ValueError(text))
+        'Is bad.'
+    """
+    text = re.sub(r"\x1b\[\d*m", "", str(error))
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    told = [line for line in lines if not line.startswith("Exception encountered")]
+    return (told or lines or [type(error).__name__])[0][:200]

@@ -51,12 +51,14 @@ class _Form(NamedTuple):
         dtypes: Of the flat list of tensors.
         shapes: Likewise, with None where they vary.
         structure: What they are packed into.
+        num_bytes: The size of one, None where it varies.
     """
 
     name: str
     dtypes: tuple[tf.DType, ...]
     shapes: tuple[Any, ...]
     structure: Any
+    num_bytes: int | None
 
 
 class BatchRing(Meter):
@@ -124,9 +126,12 @@ class BatchRing(Meter):
                 size = tf.raw_ops.StageSize(dtypes=form.dtypes, shared_name=form.name)
                 for _ in range(int(size)):
                     flat = tf.raw_ops.Unstage(dtypes=form.dtypes, shared_name=form.name)
-                    self._hold((form, flat), flat)
+                    num_bytes = form.num_bytes
+                    if num_bytes is None:
+                        num_bytes = sum(map(_size_of, flat))
+                    self._hold((form, flat), num_bytes)
         for data in self._eager_batches:
-            self._hold((None, data), _flat(data))
+            self._hold((None, data), sum(map(_size_of, _flat(data))))
         self._eager_batches.clear()
         return self.num_drawn
 
@@ -180,12 +185,12 @@ class BatchRing(Meter):
                 dtypes=tuple(tensor.dtype for tensor in flat),
                 shapes=tuple(_shape_of(tensor) for tensor in flat),
                 structure=structure,
+                num_bytes=_known_size(flat),
             )
         )
         return self._forms[-1]
 
-    def _hold(self, held: Any, flat: Sequence[Any]) -> None:
-        size = sum(map(_size_of, flat))
+    def _hold(self, held: Any, size: int) -> None:
         self._kept.append((self.num_drawn, held, size))
         self.num_drawn += 1
         self._num_bytes += size
@@ -264,6 +269,17 @@ def _value_of(leaf: Any) -> Any:
     if isinstance(leaf, tf.experimental.Optional):
         return None
     return leaf
+
+
+def _known_size(tensors: Sequence[tf.Tensor]) -> int | None:
+    """Returns the bytes of tensors of a graph, None where shapes or strings vary."""
+    total = 0
+    for tensor in tensors:
+        is_known = tensor.shape.is_fully_defined() and tensor.dtype != tf.string
+        if not is_known:
+            return None
+        total += _size_of(tensor)
+    return total
 
 
 def _size_of(tensor: Any) -> int:

@@ -123,7 +123,7 @@ def built_from(model: keras.Model, element_spec: Any) -> bool:
         with contextlib.suppress(Exception), strategy.scope():
             if not model.built:
                 fitting.build_from(model, element_spec)
-            elif not model.optimizer.built:
+            if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
     return model.built and all(optimizer.built for optimizer in optimizers)
 
@@ -152,7 +152,7 @@ def _notes(
         notes.append(
             f"The state was taken {num} batches before the end of the failing call, of "
             f"which {len(ring.batches())} are kept: a snapshot every "
-            f"{log.interval} calls is what 1 % of the time buys. So the failing call "
+            f"{log.interval} calls is what 0.4 % of the time buys. So the failing call "
             "alone is replayed, from that older state, and its bits can differ."
         )
     if ring.was_cut:

@@ -19,7 +19,6 @@ from tfamp.callbacks._recovery_memory import Memory
 from tfamp.callbacks._recovery_signs import Sign
 from tfamp.snapshots import State, first_nonfinite, num_nonfinite
 from tfamp.snapshots.background import Background
-from tfamp.snapshots.names import optimizers_of
 from tfamp.snapshots.slots import Slots
 
 _ENDS = (StopIteration, tf.errors.OutOfRangeError)
@@ -43,7 +42,7 @@ class Settings:
     write_every_seconds: float
     ignored: tuple[str, ...]
     clock: Callable[[], float]
-    share: float = 0.01
+    share: float = 0.005
 
 
 class Course:
@@ -109,7 +108,7 @@ class Course:
             ValueError: It holds NaN or inf.
         """
         settings = self._settings
-        is_whole = self._build(element_spec)
+        is_whole = built_from(self._model, element_spec)
         self.memory = Memory(
             self._model,
             every_seconds=settings.every_seconds,
@@ -151,20 +150,6 @@ class Course:
         self.writer.finish()
         self._written = memory.good
         self.writer.start(memory.good)
-
-    def _build(self, element_spec: Any) -> bool:
-        """Makes the variables that the first step would make, so that they are kept.
-
-        Returns:
-            Whether the model and its optimizers have all of them.
-        """
-        model = self._model
-        built_from(model, element_spec)
-        optimizer = getattr(model, "optimizer", None)
-        if optimizer is not None and model.built and not optimizer.built:
-            with model.distribute_strategy.scope():
-                optimizer.build(model.trainable_variables)
-        return model.built and all(each.built for each in optimizers_of(model))
 
     def _call(self, iterator: Any) -> Any:
         """Stands for the training function: one call of it, judged."""

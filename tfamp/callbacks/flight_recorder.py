@@ -31,7 +31,7 @@ from tfamp.loss_scale.errors import found_in
 from tfamp.snapshots.names import tally_of
 
 # Most of a time that snapshots take.
-_MAX_SHARE = 0.0075
+_MAX_SHARE = 0.004
 
 
 class FlightRecorder(keras.callbacks.Callback):

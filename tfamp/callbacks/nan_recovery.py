@@ -50,8 +50,8 @@ class NanRecovery(keras.callbacks.Callback):
     between the snapshot and the failure are not trained again.
 
     Cost: memory of the host for three copies of the weights and optimizer state. They
-    are taken so rarely that they cost 1 % of the time; the logs are read after each
-    step, as other callbacks make `fit` do.
+    are taken so rarely that they cost half a percent of the time; the logs are read
+    after each step, as other callbacks make `fit` do.
 
     To go on in a fresh process, nothing is automatic: pass `resume=True`, and
     `initial_epoch=recovery.initial_epoch` to `fit`. Beside a `BackupAndRestore` leave

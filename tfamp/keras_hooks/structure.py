@@ -70,6 +70,11 @@ def outputs_of(graph: Functional) -> list[keras.KerasTensor]:
     return list(graph.outputs)
 
 
+def inputs_of(graph: Functional) -> Any:
+    """Returns the input tensors of a Functional graph, in the structure of its call."""
+    return graph._inputs_struct
+
+
 def operations_of(layer: keras.layers.Layer) -> list[Any]:
     """Returns the operations in a layer's own Functional graph that are no layers."""
     graph = graph_of(layer)
@@ -134,6 +139,11 @@ def flatten(structure: Any) -> list[Any]:
 def map_structure(function: Callable[[Any], Any], structure: Any) -> Any:
     """Returns a nested structure with the function applied to each leaf."""
     return tree.map_structure(function, structure)
+
+
+def map_shapes(function: Callable[[Any], Any], structure: Any) -> Any:
+    """Returns a nested structure of shapes with the function applied to each."""
+    return tree.map_shape_structure(function, structure)
 
 
 def refresh_normalization(layer: keras.layers.Normalization) -> None:

@@ -56,6 +56,14 @@ def is_compiled(model: keras.layers.Layer) -> bool:
     return isinstance(model, Trainer) and bool(model.compiled)
 
 
+def forget_training(model: keras.Model) -> None:
+    """Takes from `model` what `compile` gave it, and freezes its weights."""
+    model.trainable = False
+    model.optimizer = None
+    model.compiled = False
+    model._compile_config = None
+
+
 def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
     """Gives a compiled `model` another optimizer, in what it saves too."""
     model.optimizer = optimizer

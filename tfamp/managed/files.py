@@ -1,14 +1,15 @@
 """A model's dtypes as data: what is put into a saved file, and taken out again."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import keras
 
 from tfamp import rules as _rules
 from tfamp._care import Care, Kind, care_of, set_care
-from tfamp.keras_hooks import structure, trainer
+from tfamp.keras_hooks import storage, structure, trainer
 from tfamp.managed import heads, keeping, resolving
-from tfamp.managed.lease import Lease
+from tfamp.managed.lease import HALF, Lease
 
 SCHEMA = 1
 _STORED = (
@@ -51,6 +52,9 @@ def _row(path: str, layer: keras.layers.Layer) -> dict[str, Any]:
     }
     if care is not None:
         row["kind"] = care.kind.name
+        stored = [weight.dtype for weight in structure.own_weights(layer)]
+        if {*stored} & {*HALF} and layer.variable_dtype not in HALF:
+            row["stored"] = stored
         row.update({name: getattr(care, name) for name in _STORED})
     return row
 
@@ -93,6 +97,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
             stored = {field: row[field] for field in _STORED}
             stored["graph_key"] = structure.graph_key(layer)
             set_care(layer, Care(lease, Kind[row["kind"]], **stored))
+            _store(layer, row.get("stored", ()))
         trainer.drop_traced_functions(layer)
     found = heads.graph_heads(model)
     if found is not None and any(
@@ -103,6 +108,13 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     ):
         for tensor in found.tensors:
             structure.set_tensor_dtype(tensor, "float32")
+
+
+def _store(layer: keras.layers.Layer, dtypes: Sequence[str]) -> None:
+    """Stores the weights of a layer of a frozen model as they were."""
+    for weight, dtype in zip(structure.own_weights(layer), dtypes, strict=False):
+        if weight.dtype != dtype:
+            storage.store_in(weight, dtype)
 
 
 def _lease(entry: dict[str, Any]) -> Lease:

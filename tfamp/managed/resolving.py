@@ -10,6 +10,7 @@ from absl import logging
 
 from tfamp import rules as _rules
 from tfamp._care import Care, Kind, care_of, change_care
+from tfamp._checks import first_line
 from tfamp.keras_hooks import calls, structure
 from tfamp.managed import heads, keeping
 from tfamp.managed.lease import IN_FORCE, Lease
@@ -148,7 +149,7 @@ def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
             "half precision: its `call` cannot be traced to find that layer (%s). Make "
             "the model a Functional one, or give its last layer dtype='float32'.",
             model.name,
-            _first_line(failure),
+            f"{type(failure).__name__}: {first_line(failure)}",
         )
     return is_final
 
@@ -176,13 +177,8 @@ def _say_what_broke(model: keras.layers.Layer, broken: Exception) -> None:
         "precision: with that layer in float32 its `call` raises %s. Cast what is "
         "combined with it to one dtype, for example with `keras.ops.cast`.",
         model.name,
-        _first_line(broken),
+        f"{type(broken).__name__}: {first_line(broken)}",
     )
-
-
-def _first_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {text[0] if text else ''}"
 
 
 def _settle_layers(model: keras.layers.Layer, lease: Lease) -> None:

@@ -65,6 +65,7 @@ class Inquiry:
     def __init__(self, model: keras.Model, batch: Any, rate: float | None) -> None:
         self._model, self._batch, self._rate = model, batch, rate
         self._replays: list[Replay] = []
+        self._exact: Examined | None = None
         self._scale = _loss_scale(model)
         self._dtypes = sorted(
             {layer.compute_dtype for _, layer, _ in structure.walk(model)} & {*_HALF}
@@ -86,8 +87,7 @@ class Inquiry:
         if found:
             return self._answer("data", found, _RELABEL)
         own = self._replay(self._policy, self._scale)
-        with in_float32(self._model):
-            exact = self._replay("float32", 1.0) if self._is_low else own
+        exact = self._in_float32() if self._is_low else own
         if not exact.step.is_finite:
             return self._of_float32(exact)
         if not own.step.is_finite:
@@ -101,12 +101,18 @@ class Inquiry:
         """
         if next(suspicions.bad_weights(self._model), None) is not None:
             return True  # by the step, it seems; there is nothing left to try
+        if self._in_float32().step.is_finite:
+            return False
         with in_float32(self._model):
-            if self._replay("float32", 1.0).step.is_finite:
-                return False
             mended = suspicions.mended(self._batch)
             again = self._replay("float32, means for what is not finite", 1.0, mended)
         return again.step.is_finite
+
+    def _in_float32(self) -> Examined:
+        if self._exact is None:
+            with in_float32(self._model):
+                self._exact = self._replay("float32", 1.0)
+        return self._exact
 
     @property
     def _is_low(self) -> bool:

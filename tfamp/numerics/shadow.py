@@ -1,6 +1,7 @@
 """Reruns each layer alone in low precision, on what it got in a float32 step."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -8,13 +9,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp._checks import first_line
 from tfamp.data._progress import progress
 from tfamp.numerics.deviation import forward_error, gradient_error
 from tfamp.numerics.recording import Recorded, Recorder, set_state, state_of
 from tfamp.numerics.reruns import Rerun, rerun
 from tfamp.numerics.stepping import Step, run_step
 from tfamp.numerics.taps import Site, tapped
-from tfamp.numerics.tracing import first_line
 from tfamp.numerics.units import units, watched_sites
 
 # What TensorFlow raises where a layer has no kernel for a dtype, or mixes two.
@@ -126,35 +127,56 @@ class Shadow:
                 suspect = self.suspects[recorded.site.path]
                 is_random = any(suspect.site.layer is each for each in self.random)
                 if not suspect.failure and not is_random:
-                    exact = rerun(recorded, "float32")
+                    exact = _Exact(recorded)
                     for loss_scale in loss_scales:
-                        self._measure_one(recorded, suspect, exact, loss_scale)
+                        self._measure_one(exact, suspect, loss_scale)
                 done(number + 1)
 
     def _measure_one(
-        self, recorded: Recorded, suspect: Suspect, exact: Rerun, loss_scale: float
+        self, exact: "_Exact", suspect: Suspect, loss_scale: float
     ) -> None:
         if suspect.failure:
             return
+        recorded = exact.recorded
         try:
             low = rerun(recorded, self._dtype, loss_scale=loss_scale)
         except CANNOT_RUN as error:
             suspect.failure = first_line(error)
             suspect.worst = recorded
             return
-        sources = arrays(exact.sources)
         forward = 0.0
-        for a, b in zip(arrays(low.outputs), arrays(exact.outputs), strict=True):
+        for a, b in zip(arrays(low.outputs), exact.outputs, strict=True):
             off = forward_error(a, b)
             # What only passes through is the affair of those who made and take it.
-            if off > _WORTH_A_LOOK and any(np.array_equal(b, s) for s in sources):
+            if off > _WORTH_A_LOOK and any(np.array_equal(b, s) for s in exact.sources):
                 continue
             forward = max(forward, off)
-        backward = _backward(low, exact)
+        backward = _backward(low, exact.rerun)
         if backward > _WORTH_A_LOOK:
-            sums = rerun(recorded, "float32", absolute=True)
-            backward = _backward(low, _without_cancelled(exact, sums))
+            backward = _backward(low, exact.without_cancelled)
         suspect.add(recorded, forward, loss_scale, backward)
+
+
+class _Exact:
+    """The rerun of a call in float32, and what is made of it once for all scales."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.recorded = recorded
+        self.rerun = rerun(recorded, "float32")
+
+    @functools.cached_property
+    def outputs(self) -> list[np.ndarray]:
+        return arrays(self.rerun.outputs)
+
+    @functools.cached_property
+    def sources(self) -> list[np.ndarray]:
+        return arrays(self.rerun.sources)
+
+    @functools.cached_property
+    def without_cancelled(self) -> Rerun:
+        """The rerun but for gradients that are 0 by their nature."""
+        sums = rerun(self.recorded, "float32", absolute=True)
+        return _without_cancelled(self.rerun, sums)
 
 
 def arrays(tensors: Sequence[Any]) -> list[np.ndarray]:

@@ -158,7 +158,7 @@ def _compile(step: Any, batch: Any) -> tuple[tuple[CompiledProduct, ...], str]:
         program = function.experimental_get_compiler_ir(batch)
         return read_hlo(program(stage="optimized_hlo")), ""
     except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
-        return (), f"XLA cannot compile this step ({first_line(error)})"
+        return (), f"XLA cannot compile this step ({_checks.first_line(error)})"
 
 
 def _rewrite(
@@ -169,18 +169,12 @@ def _rewrite(
     try:
         return read_optimized(lambda: concrete(batch), named=marks.scope), ""
     except (tf.errors.OpError, ValueError, TypeError) as error:
-        return (), f"TensorFlow's rewrite cannot be read ({first_line(error)})"
+        return (), f"TensorFlow's rewrite cannot be read ({_checks.first_line(error)})"
 
 
 def _rewrite_is_on() -> bool:
     options = tf.config.optimizer.get_experimental_options()
     return any(options.get(name) for name in _REWRITES)
-
-
-def first_line(error: Exception) -> str:
-    """Returns how an error's text begins, at most 200 characters of it."""
-    first, *_ = str(error).strip().splitlines() or [type(error).__name__]
-    return first[:200]
 
 
 def _size(batch: Any) -> int:

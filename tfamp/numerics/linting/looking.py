@@ -3,7 +3,6 @@
 import contextlib
 import inspect
 import random
-import re
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -12,6 +11,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp._checks import first_line
 from tfamp.data.bottlenecks.arguments import first_batch
 from tfamp.keras_hooks import structure
 from tfamp.numerics.linting.graph import Graph, leaf_name
@@ -68,7 +68,8 @@ def look(
             try:
                 graph = trace_call(model, x)
             except Exception as error:  # the user's own code, which may do anything
-                missing["graph"] = f"the model cannot be traced ({_first_line(error)})"
+                why = f"{type(error).__name__}: {first_line(error)}"
+                missing["graph"] = f"the model cannot be traced ({why})"
     loss = getattr(model, "loss", None) if loss is None else loss
     if loss is None:
         missing["loss"] = "no `loss` was passed, and the model has none"
@@ -185,14 +186,6 @@ def _as_rows(leaf: Any) -> np.ndarray:
     array = leaf.numpy()
     array = array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
     return array[:: 1 + array.size // _MAX_NUMBERS]
-
-
-def _first_line(error: Exception) -> str:
-    """Returns the first line of an error, past the one that Keras puts before it."""
-    text = re.sub(r"\x1b\[\d*m", "", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith("Exception encountered")]
-    return f"{type(error).__name__}: {(told or lines or [''])[0]}"[:200]
 
 
 @contextlib.contextmanager

@@ -1,0 +1,275 @@
+"""`tfamp.freeze`: the mixed model's outputs bit by bit, from weights stored once."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from keras.src.backend.common.variables import AutocastScope
+
+import tfamp
+from tests.replicas import two_replicas
+from tests.styles import STYLES, Own, assembled
+
+L = keras.layers
+DTYPES = ("bfloat16", "float16")
+X = np.random.default_rng(0).normal(size=(16, 8)).astype(np.float32)
+IDS = np.random.default_rng(1).integers(0, 20, (4, 6))
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Plain(keras.Model):
+    """A subclassed model that can be copied."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first = L.Dense(16, activation="relu")
+        self.head = L.Dense(3, activation="softmax")
+
+    def call(self, x):
+        return self.head(self.first(x))
+
+
+class TwoInputs(keras.Model):
+    """A subclassed model with inputs by name."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first = L.Dense(4)
+
+    def call(self, inputs):
+        return self.first(inputs["a"] + inputs["b"])
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class OfWords(keras.Model):
+    """A subclassed model that takes nothing but integers."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.table = self.add_weight(shape=(20, 4))
+
+    def build(self, input_shape=None):
+        self.built = True
+
+    def call(self, ids):
+        return tf.gather(self.table, ids)
+
+
+class Tied(keras.Model):
+    """Its head uses the table of its embedding, in float32."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.table = L.Embedding(20, 8)
+        self.head = L.Dense(8, use_bias=False)
+
+    def call(self, ids):
+        x = self.head(self.table(ids))
+        with AutocastScope(None):
+            table = self.table.embeddings.value
+        return tf.matmul(tf.cast(x, tf.float32), table, transpose_b=True)
+
+
+def parts():
+    return [
+        L.Dense(16, activation="relu"),
+        L.BatchNormalization(),
+        L.LayerNormalization(),
+        L.Dense(16, activation="gelu"),
+        L.Dense(3, activation="softmax"),
+    ]
+
+
+def mixed(model, dtype, sample=X):
+    model(sample)
+    tfamp.apply(model, f"mixed_{dtype}")
+    return model
+
+
+def casts_of_weights(model, x):
+    """The casts in inference that read a variable."""
+    function = tf.function(lambda x: model(x, training=False))
+    operations = function.get_concrete_function(x).graph.get_operations()
+    return [
+        each
+        for each in operations
+        if each.type == "Cast" and each.inputs[0].op.type == "ReadVariableOp"
+    ]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("style", STYLES)
+def test_outputs_are_those_of_the_mixed_model_to_the_last_bit(style, dtype):
+    model = mixed(assembled(parts(), style, (8,)), dtype)
+    before = [weight.numpy() for weight in model.weights]
+    expected = model.predict(X, verbose=0)
+    is_subclassed = style == "subclassed"
+    frozen = tfamp.freeze(model, dtype, in_place=is_subclassed)
+    stored = [weight.dtype for weight in frozen.weights]
+    assert stored == [dtype] * 2 + ["float32"] * 6 + [dtype] * 2 + ["float32"] * 2
+    np.testing.assert_array_equal(frozen.predict(X, verbose=0), expected)
+    assert casts_of_weights(frozen, X) == []
+    if not is_subclassed:
+        np.testing.assert_array_equal(frozen(X), model(X))
+        assert len(casts_of_weights(model, X)) == 4
+        for weight, value in zip(model.weights, before, strict=True):
+            assert weight.dtype == "float32"
+            np.testing.assert_array_equal(weight.numpy(), value)
+
+
+@pytest.mark.parametrize(
+    ("make", "x"),
+    [
+        (lambda: [L.Embedding(20, 8), L.LSTM(6), L.Dense(2)], IDS),
+        (lambda: [L.Embedding(20, 8), L.Bidirectional(L.GRU(6)), L.Dense(2)], IDS),
+        (lambda: [L.Reshape((8, 1)), L.Conv1D(4, 3), L.Flatten(), L.Dense(2)], X),
+        (lambda: [L.Rescaling(2.0), L.Normalization(mean=0.5, variance=2.0)], X),
+    ],
+)
+def test_layers_of_many_kinds(make, x):
+    model = keras.Sequential([keras.Input(x.shape[1:], dtype=x.dtype.name), *make()])
+    mixed(model, "bfloat16", x)
+    frozen = tfamp.freeze(model)
+    expected = model.predict(x, verbose=0)
+    np.testing.assert_array_equal(frozen.predict(x, verbose=0), expected)
+    assert casts_of_weights(frozen, x) == []
+
+
+def test_attention_with_a_mask():
+    x = keras.Input((6,), dtype="int32")
+    y = L.Embedding(20, 8, mask_zero=True)(x)
+    y = L.MultiHeadAttention(2, 4)(y, y)
+    model = mixed(keras.Model(x, L.Dense(2)(y)), "bfloat16", IDS)
+    frozen = tfamp.freeze(model)
+    expected = model.predict(IDS, verbose=0)
+    np.testing.assert_array_equal(frozen.predict(IDS, verbose=0), expected)
+    assert casts_of_weights(frozen, IDS) == []
+
+
+def test_a_float32_model_gets_the_dtypes_of_apply():
+    model = assembled(parts(), "functional", (8,))
+    frozen = tfamp.freeze(model, "bfloat16")
+    assert model.layers[1].compute_dtype == "float32"
+    tfamp.apply(model, "mixed_bfloat16")
+    expected = model.predict(X, verbose=0)
+    np.testing.assert_array_equal(frozen.predict(X, verbose=0), expected)
+
+
+def test_a_model_without_tfamp_is_frozen_too():
+    policy = keras.DTypePolicy("mixed_bfloat16")
+    layers = [L.Dense(8, dtype=policy), L.Dense(2, dtype=policy)]
+    model = keras.Sequential([keras.Input((8,)), *layers])
+    frozen = tfamp.freeze(model)
+    assert {weight.dtype for weight in frozen.weights} == {"bfloat16"}
+    expected = model.predict(X, verbose=0)
+    np.testing.assert_array_equal(frozen.predict(X, verbose=0), expected)
+
+
+def test_a_weight_that_is_also_read_in_float32_stays():
+    model = mixed(Tied(), "bfloat16", IDS)
+    expected = model(IDS)
+    frozen = tfamp.freeze(model, sample=IDS)
+    stored = {weight.path.split("/")[-1]: weight.dtype for weight in frozen.weights}
+    assert stored == {"embeddings": "float32", "kernel": "bfloat16"}
+    np.testing.assert_array_equal(frozen(IDS), expected)
+
+
+def test_it_holds_half_the_bytes():
+    model = keras.Sequential([keras.Input((64,)), *[L.Dense(64) for _ in range(4)]])
+    frozen = tfamp.freeze(model)
+    sizes = [np.asarray(weight).nbytes for weight in frozen.weights]
+    whole = sum(np.asarray(weight).nbytes for weight in model.weights)
+    # The head is read in float32.
+    assert sum(sizes) == whole * (3 / 2 + 1) / 4
+
+
+@pytest.mark.parametrize("style", ["sequential", "functional", "nested"])
+def test_a_saved_one_loads_as_it_was(style, tmp_path):
+    frozen = tfamp.freeze(assembled(parts(), style, (8,)))
+    frozen.save(tmp_path / "frozen.keras")
+    loaded = tfamp.load_model(tmp_path / "frozen.keras")
+    for weight, before in zip(loaded.weights, frozen.weights, strict=True):
+        assert weight.dtype == before.dtype
+    expected = frozen.predict(X, verbose=0)
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), expected)
+
+
+def test_a_frozen_model_is_frozen_again_and_exported(tmp_path):
+    frozen = tfamp.freeze(tfamp.freeze(mixed(Plain(), "bfloat16")))
+    assert frozen.weights[0].dtype == "bfloat16"
+    frozen.export(tmp_path / "saved", format="tf_saved_model", verbose=False)
+    loaded = tf.saved_model.load(str(tmp_path / "saved"))
+    np.testing.assert_array_equal(loaded.serve(X), frozen(X))
+
+
+def test_under_xla():
+    model = mixed(assembled(parts(), "functional", (8,)), "bfloat16")
+    frozen = tfamp.freeze(model)
+    for each in (model, frozen):
+        each.compile(jit_compile=True)
+    expected = model.predict(X, verbose=0)
+    np.testing.assert_array_equal(frozen.predict(X, verbose=0), expected)
+
+
+def test_on_two_replicas():
+    with two_replicas().scope():
+        model = mixed(assembled(parts(), "functional", (8,)), "bfloat16")
+        frozen = tfamp.freeze(model)
+    expected = model.predict(X, verbose=0)
+    np.testing.assert_array_equal(frozen.predict(X, verbose=0), expected)
+    assert frozen.weights[0].value.values[1].dtype == tf.bfloat16
+
+
+def test_in_place_the_model_loses_what_compile_gave_it():
+    model = mixed(assembled(parts(), "sequential", (8,)), "bfloat16")
+    model.compile("adam", "mse")
+    assert tfamp.freeze(model, in_place=True) is model
+    assert not model.trainable_weights
+    with pytest.raises(ValueError, match="compile"):
+        model.fit(X, X[:, :3], verbose=0)
+
+
+def test_the_original_trains_on():
+    model = mixed(assembled(parts(), "functional", (8,)), "bfloat16")
+    model.compile("sgd", "mse")
+    frozen = tfamp.freeze(model)
+    before = frozen.predict(X, verbose=0)
+    model.fit(X, X[:, :3], epochs=2, verbose=0)
+    np.testing.assert_array_equal(frozen.predict(X, verbose=0), before)
+    assert not np.array_equal(model.predict(X, verbose=0), before)
+
+
+def test_inputs_that_cannot_be_told_are_asked_for():
+    model = mixed(OfWords(), "bfloat16", IDS)
+    with pytest.raises(ValueError, match="Pass some .*`sample="):
+        tfamp.freeze(model, in_place=True)
+    assert model.table.dtype == "float32"
+    frozen = tfamp.freeze(model, sample=IDS)
+    assert frozen.table.dtype == "bfloat16"
+    np.testing.assert_array_equal(frozen(IDS), model(IDS))
+
+
+def test_several_inputs_are_remembered():
+    inputs = {"a": X, "b": X}
+    model = TwoInputs()
+    model(inputs)
+    tfamp.apply(model, "mixed_bfloat16", keep_float32="none")
+    frozen = tfamp.freeze(model)
+    assert frozen.first.kernel.dtype == "bfloat16"
+    np.testing.assert_array_equal(frozen(inputs), model(inputs))
+
+
+def test_what_cannot_be_frozen_is_told():
+    with pytest.raises(TypeError, match=r"expected a `keras\.Model`"):
+        tfamp.freeze(L.Dense(2))
+    with pytest.raises(ValueError, match="expected a built one"):
+        tfamp.freeze(Plain())
+    with pytest.raises(ValueError, match="float32"):
+        tfamp.freeze(Plain(), "float32")
+    model = assembled([Own(lambda x: x), L.Dense(2)], "functional", (8,))
+    with pytest.raises(ValueError, match=r"Cannot copy .*\n?.*`in_place=True`"):
+        tfamp.freeze(model)
+    model.layers[-1].kernel.assign_add(np.full((8, 2), 1e5, np.float32))
+    with pytest.raises(ValueError, match=r"reaches 1e\+05; .* Freeze in bfloat16"):
+        tfamp.freeze(model, "float16", in_place=True)
+    assert model.layers[-1].kernel.dtype == "float32"

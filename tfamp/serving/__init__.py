@@ -1,0 +1,1 @@
+"""Models that only predict: frozen in half precision."""

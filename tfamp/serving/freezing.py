@@ -1,0 +1,191 @@
+"""`tfamp.freeze`: weights stored once in the dtype that a model computes in."""
+
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfamp import _checks
+from tfamp._checks import first_line
+from tfamp._units import format_bytes
+from tfamp.assignment import apply, load_model
+from tfamp.keras_hooks import storage, structure, trainer
+from tfamp.managed.lease import HALF
+
+
+def freeze(
+    model: keras.Model,
+    dtype: str = "bfloat16",
+    *,
+    sample: Any = None,
+    in_place: bool = False,
+) -> keras.Model:
+    """Returns a model for inference that stores its weights in half precision.
+
+    Under a mixed policy weights are stored in float32 and cast at every call, which at
+    small batches takes longer than the layers themselves. A frozen model stores what
+    the casts gave: its outputs are those of the mixed model to the last bit, it needs
+    half the memory, and it cannot be trained. Weights that any layer reads in float32,
+    such as those of a LayerNormalization or of a head, stay as they are.
+
+    Args:
+        model: A built Keras model. One that computes in `dtype` already keeps its
+            dtypes; another gets those of `tfamp.apply(model, "mixed_<dtype>")`.
+        dtype: "bfloat16" or "float16".
+        sample: Inputs for one call, of whatever batch size: arrays as `predict` takes
+            them. Only a subclassed model may need it, to tell what it reads.
+        in_place: Change `model` itself rather than a copy. It loses its optimizer.
+
+    Returns:
+        The frozen model: a copy, not compiled. Saved and loaded by `tfamp.load_model`,
+        a managed one is as it was; one that tfamp does not manage loads with the
+        rounded weights in float32.
+
+    Raises:
+        TypeError: `model` is not a Keras model.
+        ValueError: It is not built, cannot be copied or called, or a weight is beyond
+            the range of `dtype`. `model` is as it was.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8),
+        ...                           keras.layers.Dense(2)])
+        >>> frozen = freeze(model)
+        >>> [weight.dtype for weight in frozen.weights]
+        ['bfloat16', 'bfloat16', 'float32', 'float32']
+    """
+    _checks.choice("dtype", dtype, HALF)
+    _check(model)
+    _check_range(model, dtype)
+    _reads(model, sample)  # raises where it cannot be called
+    frozen = model if in_place else _copy(model)
+    if _half_dtypes(frozen) != {dtype}:
+        apply(frozen, f"mixed_{dtype}")
+    reads = _reads(frozen, sample)
+    trainer.forget_training(frozen)
+    with frozen.distribute_strategy.scope():
+        lowered = [
+            weight
+            for weight in frozen.weights
+            if reads.get(id(weight)) == {dtype} and weight.dtype != dtype
+        ]
+        before = _num_bytes(frozen)
+        for weight in lowered:
+            storage.store_in(weight, dtype)
+    trainer.drop_traced_functions(frozen)
+    logging.info(
+        "tfamp.freeze: %d of %d weights of %r are stored in %s now, %s instead of %s; "
+        "the others are read in float32.",
+        len(lowered),
+        len(frozen.weights),
+        frozen.name,
+        dtype,
+        format_bytes(_num_bytes(frozen)),
+        format_bytes(before),
+    )
+    return frozen
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Cannot freeze {model!r}, of type {type(model).__name__}; expected a "
+            "`keras.Model`. Wrap a layer: `keras.Sequential([keras.Input(shape), "
+            "layer])`."
+        )
+    if not model.built:
+        raise ValueError(
+            f"Model {model.name!r} has no weights yet; expected a built one. Call it "
+            "on a batch, or load its weights, first."
+        )
+
+
+def _check_range(model: keras.Model, dtype: str) -> None:
+    largest = float(tf.as_dtype(dtype).max)
+    for weight in model.weights:
+        if not _is_float(weight) or weight.dtype == dtype or dtype == "bfloat16":
+            continue
+        size = float(np.max(np.abs(np.asarray(weight)), initial=0.0))
+        if np.isfinite(size) and size > largest:
+            raise ValueError(
+                f"The weight {weight.path!r} reaches {size:.4g}; expected at most "
+                f"{largest:.6g}, the most that {dtype} holds. Freeze in bfloat16."
+            )
+
+
+def _half_dtypes(model: keras.Model) -> set[str]:
+    return {layer.compute_dtype for _, layer, _ in structure.walk(model)} & {*HALF}
+
+
+def _copy(model: keras.Model) -> keras.Model:
+    """Returns the model as it is after saving and loading, with its classes."""
+    classes = {
+        type(layer).__name__: type(layer)
+        for _, layer, _ in structure.walk(model)
+        if not type(layer).__module__.startswith("keras.")
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        try:
+            model.save(path)
+            return load_model(
+                path, custom_objects=classes, compile=False, safe_mode=False
+            )
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"Cannot copy model {model.name!r}: {first_line(error)} Give its "
+                "classes a `get_config` that returns their arguments, or pass "
+                "`in_place=True` to freeze the model itself."
+            ) from error
+
+
+def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
+    """Returns the dtypes in which inference reads each weight."""
+    graph = structure.graph_of(model)
+    args: tuple[Any, ...] = ()
+    if sample is not None:
+        args = (structure.map_structure(tf.convert_to_tensor, sample),)
+    elif graph is not None:
+        args = (structure.inputs_of(graph),)
+    else:
+        args = _remembered_inputs(model)
+    with storage.noting_reads() as found:
+        try:
+            structure.trace_call(model, args, {"training": False})
+        except Exception as error:
+            if graph is not None or sample is not None:
+                raise
+            raise ValueError(
+                f"Cannot tell the inputs of {model.name!r} from the shapes it was "
+                f"built with: {first_line(error)}. Pass some inputs as `sample=`."
+            ) from error
+    return found
+
+
+def _remembered_inputs(model: keras.Model) -> tuple[Any, ...]:
+    """Returns the arguments of a call, of the shapes that a model was built with."""
+    shapes = getattr(model, "_build_shapes_dict", None)
+    if not shapes:
+        raise ValueError(
+            f"Cannot tell the inputs of {model.name!r}: Keras remembers no shapes of "
+            "it. Pass some inputs as `sample=`."
+        )
+
+    def tensor(shape: tuple[int | None, ...]) -> keras.KerasTensor:
+        return keras.KerasTensor(shape, model.input_dtype)
+
+    return tuple(structure.map_shapes(tensor, shape) for shape in shapes.values())
+
+
+def _is_float(weight: Any) -> bool:
+    return keras.backend.is_float_dtype(weight.dtype)
+
+
+def _num_bytes(model: keras.Model) -> int:
+    return sum(
+        int(np.prod(weight.shape, dtype=np.int64)) * tf.as_dtype(weight.dtype).size
+        for weight in model.weights
+    )
