@@ -189,8 +189,6 @@ class _Search:
         tried = guilty[: -_MAX_VERIFIED - 1 : -1]
         with progress("Verifying guilty layers", len(tried), unit="layers") as done:
             for number, suspect in enumerate(tried):
-                if len(needed) < 2:
-                    break
                 rest = [each for each in needed if each is not suspect]
                 without = self._whole_error(rest, scale)
                 if without <= max(_NO_WORSE * error, error + _NOTICEABLE):
