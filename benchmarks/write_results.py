@@ -17,7 +17,7 @@ TEXTS = FOLDER / "results"
 ORDER = (
     *("enable_overhead", "loss_scale", "pipeline"),
     *("training", "tried", "callbacks_cost", "guilty_layers"),
-    *("guards", "shadow_pass"),
+    *("guards", "shadow_pass", "freeze"),
 )
 
 
@@ -116,6 +116,26 @@ def shadow_pass(result: dict[str, Any], kind: str = "shadow_pass") -> str:
     return _filled(kind, result, rows, runs=result["runs"], goal=result["goal"])
 
 
+def freeze(result: dict[str, Any], kind: str = "freeze") -> str:
+    """Returns the section of benchmarks/freeze.py."""
+    rows, sizes = [], []
+    for case, by_size in result["cases"].items():
+        before, after = by_size["bytes"].values()
+        sizes.append(f"{after / before:.2f} of the bytes in the {case}")
+        for size, found in by_size.items():
+            if size == "bytes":
+                continue
+            ratios = [
+                f"{own['ratio']:.2f} {own['interval']}"
+                for own in found.values()
+                if isinstance(own, dict)
+            ]
+            milliseconds = f"{found['float32_milliseconds']} ms"
+            cells = [case, size, milliseconds, *ratios, str(found["goal"] or "")]
+            rows.append(f"| {' | '.join(cells)} |")
+    return _filled(kind, result, rows, turns=result["turns"], bytes=" and ".join(sizes))
+
+
 def _filled(
     kind: str, result: dict[str, Any], rows: Sequence[str], **texts: Any
 ) -> str:
@@ -130,6 +150,7 @@ def _filled(
 
 
 WRITERS = {
+    "freeze": freeze,
     "guilty_layers": guilty_layers,
     "guards": guards,
     "shadow_pass": shadow_pass,

@@ -46,6 +46,7 @@ def test_every_benchmark_is_tested_here():
     tested = {
         "callbacks_cost.py",
         "enable_overhead.py",
+        "freeze.py",
         "guards.py",
         "guilty_layers.py",
         "loss_scale.py",
@@ -87,6 +88,17 @@ def test_shadow_pass_prints_seconds_and_what_it_found(tmp_path):
         figures = result["cases"]["MLP"][dtype]
         assert 0 < figures["seconds"] <= figures["slowest"]
         assert figures["verdict"] == "safe"
+
+
+@pytest.mark.slow
+def test_freeze_prints_ratios_and_bytes(tmp_path):
+    result = run("freeze.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    figures = result["cases"]["MLP"]
+    assert figures["bytes"]["frozen"] < 0.55 * figures["bytes"]["float32"]
+    for side in ("Keras mixed_bfloat16", "tfamp mixed_bfloat16", "frozen"):
+        low, high = figures["1"][side]["interval"]
+        assert 0 < low <= figures["1"][side]["ratio"] <= high
 
 
 @pytest.mark.slow
