@@ -17,7 +17,7 @@ TEXTS = FOLDER / "results"
 ORDER = (
     *("enable_overhead", "loss_scale", "pipeline"),
     *("training", "tried", "callbacks_cost", "guilty_layers"),
-    *("guards", "shadow_pass", "freeze"),
+    *("guards", "shadow_pass", "freeze", "remat"),
 )
 
 
@@ -136,6 +136,22 @@ def freeze(result: dict[str, Any], kind: str = "freeze") -> str:
     return _filled(kind, result, rows, turns=result["turns"], bytes=" and ".join(sizes))
 
 
+def remat(result: dict[str, Any], kind: str = "remat") -> str:
+    """Returns the section of benchmarks/remat.py."""
+    rows = [
+        f"| {case} | {policy} | {found['batch']} | {_mebibytes(found['plain_bytes'])} | "
+        f"{_mebibytes(found['remat_bytes'])} | {found['memory']:.2f} | "
+        f"{found['time']:.2f} | {found['off']:.1e} |"
+        for case, policies in result["cases"].items()
+        for policy, found in policies.items()
+    ]
+    return _filled(kind, result, rows, goal=result["goal"])
+
+
+def _mebibytes(num_bytes: int) -> str:
+    return f"{num_bytes / 2**20:,.0f} MiB"
+
+
 def _filled(
     kind: str, result: dict[str, Any], rows: Sequence[str], **texts: Any
 ) -> str:
@@ -153,6 +169,7 @@ WRITERS = {
     "freeze": freeze,
     "guilty_layers": guilty_layers,
     "guards": guards,
+    "remat": remat,
     "shadow_pass": shadow_pass,
 }
 

@@ -52,6 +52,7 @@ def test_every_benchmark_is_tested_here():
         "loss_scale.py",
         "pipeline.py",
         "readme_figure.py",
+        "remat.py",
         "shadow_pass.py",
         "training.py",
         "write_results.py",
@@ -99,6 +100,16 @@ def test_freeze_prints_ratios_and_bytes(tmp_path):
     for side in ("Keras mixed_bfloat16", "tfamp mixed_bfloat16", "frozen"):
         low, high = figures["1"][side]["interval"]
         assert 0 < low <= figures["1"][side]["ratio"] <= high
+
+
+@pytest.mark.slow
+def test_remat_prints_memory_time_and_losses(tmp_path):
+    result = run("remat.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    figures = result["cases"]["MLP of 12 blocks"]["float32"]
+    assert figures["plain_bytes"] > 0
+    assert figures["time"] > 0
+    assert figures["off"] < 1e-4
 
 
 @pytest.mark.slow

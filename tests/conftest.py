@@ -14,19 +14,28 @@ os.environ.pop("TFAMP_POLICY", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--thin=N`: of each test at most N of its cases run."""
+    """Adds `--thin=N`, at most N cases of each test, and `--whole`, every case."""
     parser.addoption("--thin", type=int, default=0, help="cases of each test")
+    parser.addoption("--whole", action="store_true", help="more than a test's `most`")
 
 
 def pytest_collection_modifyitems(
     config: pytest.Config, items: list[pytest.Item]
 ) -> None:
-    """Leaves out the cases that `--thin` does not choose."""
-    chosen = set(thinning.chosen([item.nodeid for item in items], config.option.thin))
+    """Leaves out the cases that `--thin`, or a test's mark `most`, does not choose."""
+    most = {} if config.option.whole else dict(map(_most, items))
+    names = [item.nodeid for item in items]
+    chosen = set(thinning.chosen(names, config.option.thin, most))
     left_out = [item for item in items if item.nodeid not in chosen]
     if left_out:
         config.hook.pytest_deselected(items=left_out)
         items[:] = [item for item in items if item.nodeid in chosen]
+
+
+def _most(item: pytest.Item) -> tuple[str, int]:
+    """Returns the test of a case, and how many of its cases run."""
+    mark = item.get_closest_marker("most")
+    return thinning.test_of(item.nodeid), mark.args[0] if mark else 0
 
 
 def pytest_configure(config: pytest.Config) -> None:

@@ -174,6 +174,7 @@ def test_under_xla_train_on_batch_ends_a_few_steps_late():
 
 
 @pytest.mark.slow
+@pytest.mark.most(3)
 @pytest.mark.parametrize("skips", [334, None], ids=["stopped", "never stopped"])
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16", "mixed_bfloat16"])
 def test_a_thousand_bad_steps_and_training_goes_on(policy, skips):

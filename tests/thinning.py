@@ -1,9 +1,16 @@
 """Chooses a few cases of each test, for a run that must be short."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 
-def chosen(names: Sequence[str], most: int) -> list[str]:
+def test_of(name: str) -> str:
+    """Returns the test that a case is of, by the names that pytest gives them."""
+    return name.split("[")[0]
+
+
+def chosen(
+    names: Sequence[str], most: int, own: Mapping[str, int] | None = None
+) -> list[str]:
     """Returns the names, at most so many cases of each test among them.
 
     They lie evenly from the first case to the last, as neighbours differ least.
@@ -11,6 +18,7 @@ def chosen(names: Sequence[str], most: int) -> list[str]:
     Args:
         names: Names as pytest gives them, "file::test[case]".
         most: Cases of each test; 0 keeps all.
+        own: Fewer for some tests, by name; 0 says nothing.
 
     Example:
         >>> chosen(["a[1]", "a[2]", "b", "a[3]", "a[4]", "a[5]"], 3)
@@ -18,10 +26,11 @@ def chosen(names: Sequence[str], most: int) -> list[str]:
     """
     tests: dict[str, list[str]] = {}
     for name in names:
-        tests.setdefault(name.split("[")[0], []).append(name)
+        tests.setdefault(test_of(name), []).append(name)
     kept: set[str] = set()
-    for cases in tests.values():
-        num = most if 0 < most < len(cases) else len(cases)
+    for test, cases in tests.items():
+        limits = (most, (own or {}).get(test, 0), len(cases))
+        num = min(limit for limit in limits if limit > 0)
         last, gaps = len(cases) - 1, max(1, num - 1)
         kept.update(cases[round(i * last / gaps)] for i in range(num))
     return [name for name in names if name in kept]

@@ -11,6 +11,12 @@ def test_all_run_where_nothing_is_thinned():
     assert chosen(NAMES, 0) == NAMES
 
 
+def test_a_test_may_have_a_limit_of_its_own():
+    found = chosen(NAMES, 3, {"x::many": 2, "x::two": 0})
+    assert found == ["x::many[0]", "x::many[9]", "x::one", "x::two[a]", "x::two[b-[c]]"]
+    assert len(chosen(NAMES, 0, {"x::many": 99})) == len(NAMES)
+
+
 @pytest.mark.parametrize(
     "most, many", [(1, [0]), (2, [0, 9]), (3, [0, 4, 9]), (4, [0, 3, 6, 9])]
 )

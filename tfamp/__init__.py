@@ -35,6 +35,7 @@ _HOMES = {
     "load_model": "tfamp.assignment",
     "prove": "tfamp.numerics.proving",
     "ranges": "tfamp.numerics.ranging",
+    "remat": "tfamp.training.remat",
     "scope": "tfamp.policy",
     "sensitivity": "tfamp.numerics.sensing",
     "status": "tfamp.policy",
@@ -91,6 +92,7 @@ if TYPE_CHECKING:
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
     from tfamp.serving.freezing import freeze as freeze
+    from tfamp.training.remat import remat as remat
 else:
 
     def __getattr__(name: str) -> Any:

@@ -1,0 +1,320 @@
+"""`tfamp.remat`: the same training with activations computed again, not kept."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tests.styles import STYLES, Own, assembled
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+L = keras.layers
+POLICIES = ("float32", "mixed_bfloat16", "mixed_float16")
+WAYS = {
+    "graph": {},
+    "eager": {"run_eagerly": True},
+    "xla": {"jit_compile": True},
+    "several steps": {"steps_per_execution": 2},
+}
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(32, 8)).astype(np.float32)
+Y = RNG.normal(size=(32, 3)).astype(np.float32)
+# Rounding of one step, and of the steps that follow from it; half precision rounds
+# otherwise where a graph fuses otherwise.
+TOLERANCE = {"float32": 1e-5, "mixed_bfloat16": 2e-2, "mixed_float16": 1e-2}
+
+
+@keras.saving.register_keras_serializable(package="tests")
+class Block(L.Layer):
+    """Layers in a layer: dropout, statistics, a loss of its own, an optional scale."""
+
+    def __init__(self, width=8, **options):
+        super().__init__(**options)
+        self.width = width
+        self.norm = L.BatchNormalization()
+        self.dense = L.Dense(width, activation="gelu")
+        self.drop = L.Dropout(0.3)
+        self.supports_masking = True
+
+    def build(self, shape):
+        self.norm.build(shape)
+        self.dense.build(shape)
+
+    def call(self, x, training=None, scale=None):
+        y = self.drop(self.dense(self.norm(x, training=training)), training=training)
+        self.add_loss(1e-3 * keras.ops.mean(keras.ops.cast(y, "float32") ** 2))
+        return x + y if scale is None else x + y * scale
+
+
+class Attending(keras.Model):
+    """Attention with a mask, keyword arguments and a flag."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.table = L.Embedding(20, 8, mask_zero=True)
+        self.attend = L.MultiHeadAttention(2, 4, dropout=0.2, name="attend")
+        self.block = Block(name="block")
+        self.head = L.Dense(3)
+
+    def call(self, ids, training=None):
+        x = self.table(ids)
+        y = self.attend(query=x, value=x, training=training, use_causal_mask=True)
+        y = self.block(y, training=training, scale=0.5)
+        return self.head(keras.ops.mean(y, axis=1))
+
+
+def blocks():
+    return [*(Block() for _ in range(4)), L.Dense(3)]
+
+
+def trained(make, policy, options, *, again, data=(X, Y), epochs=2):
+    """Losses, weights and statistics after a short training."""
+    keras.utils.set_random_seed(0)
+    with tfamp.scope(policy):
+        model = make()
+        optimizer = keras.optimizers.SGD(0.05, momentum=0.9)
+        model.compile(optimizer, "mse", **options)
+    x, y = data
+    model(x[:1])
+    if again:
+        assert tfamp.remat(model, **({} if again is True else again)) is model
+    history = model.fit(x, y, 8, epochs, shuffle=False, verbose=0)
+    return history.history["loss"], [np.asarray(w) for w in model.variables], model
+
+
+def assert_same(make, policy, options, *, again=True, **arguments):
+    plain, weights, _ = trained(make, policy, options, again=False, **arguments)
+    losses, ours, model = trained(make, policy, options, again=again, **arguments)
+    tolerance = TOLERANCE[policy]
+    np.testing.assert_allclose(losses, plain, rtol=tolerance)
+    for a, b, variable in zip(ours, weights, model.variables, strict=True):
+        if "seed" in variable.path or a.dtype.kind in "iu":
+            np.testing.assert_array_equal(a, b, err_msg=variable.path)
+        else:
+            np.testing.assert_allclose(a, b, atol=5 * tolerance, rtol=5 * tolerance)
+    return model
+
+
+# Each policy in each way, and each of both in each style.
+CELLS = [
+    (policy, way, STYLES[(i + j) % len(STYLES)])
+    for i, policy in enumerate(POLICIES)
+    for j, way in enumerate(WAYS)
+]
+
+
+@pytest.mark.parametrize(("policy", "way", "style"), CELLS)
+def test_training_is_the_same(policy, way, style):
+    assert_same(lambda: assembled(blocks(), style, (8,)), policy, WAYS[way])
+
+
+@pytest.mark.parametrize(
+    ("policy", "way"), list(zip((*POLICIES, POLICIES[0]), WAYS, strict=True))
+)
+def test_attention_with_masks_and_keyword_arguments(policy, way):
+    ids = RNG.integers(0, 20, (32, 6))
+    again = {"only": ["attend", "block"]}
+    assert_same(Attending, policy, WAYS[way], again=again, data=(ids, Y))
+
+
+def matmuls(model, x=X, y=Y):
+    """The matrix products of a traced train step."""
+
+    @tf.function
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+        return tape.gradient(loss, model.trainable_variables)
+
+    operations = step.get_concrete_function().graph.get_operations()
+    return sum(operation.type == "MatMul" for operation in operations)
+
+
+def deep():
+    dense = [L.Dense(8, activation="tanh", name=f"dense_{i}") for i in range(9)]
+    return keras.Sequential([keras.Input((8,)), *dense, L.Dense(3)])
+
+
+def test_a_graph_is_cut_and_all_but_the_last_segment_computed_again():
+    model = deep()
+    plain = matmuls(model)
+    tfamp.remat(model)
+    # Of three segments two are computed again: seven of ten layers.
+    assert plain < matmuls(model) <= plain + 8
+    tfamp.remat(model, enabled=False)
+    assert matmuls(model) == plain
+
+
+def test_xla_computes_again_too():
+    def tanhs(model):
+        @tf.function(jit_compile=True)
+        def step(x, y):
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean((model(x, training=True) - y) ** 2)
+            return tape.gradient(loss, model.trainable_variables)
+
+        program = step.experimental_get_compiler_ir(tf.constant(X), tf.constant(Y))
+        return len(re.findall(r"\btanh\(", program(stage="optimized_hlo")))
+
+    model = deep()
+    plain = tanhs(model)
+    assert tanhs(tfamp.remat(model)) >= plain + 5
+
+
+def test_layers_and_names_are_segments_of_their_own():
+    model = deep()
+    plain = matmuls(model)
+    tfamp.remat(model, only=["dense_3", "dense_4"])
+    assert matmuls(model) == plain + 2
+    tfamp.remat(model, only=L.Dense)
+    # With the gradient by the inputs, which a run leaves out.
+    assert matmuls(model) == plain + 10 + 1
+    other = deep()
+    assert tfamp.remat(other.layers[2:4]) == other.layers[2:4]
+    assert matmuls(other) == plain + 2
+    assert tfamp.remat(other.layers[2], enabled=False) is other.layers[2]
+    assert matmuls(other) == plain + 1
+
+
+def test_a_model_in_a_model_is_cut_inside():
+    inner = deep()
+    model = keras.Sequential([keras.Input((8,)), inner, L.Dense(3)])
+    plain = matmuls(model)
+    tfamp.remat(model)
+    assert matmuls(model) >= plain + 6
+
+
+def test_a_trained_model_goes_on_with_it():
+    losses, _, model = trained(deep, "float32", {}, again=False)
+    tfamp.remat(model)
+    before = model.train_function
+    assert before is None
+    more = model.fit(X, Y, 8, 1, shuffle=False, verbose=0).history["loss"]
+    assert more[0] < losses[-1]
+
+
+def test_two_replicas_train_the_same():
+    def make():
+        return assembled(blocks(), "functional", (8,))
+
+    found = []
+    for again in (False, True):
+        with two_replicas().scope():
+            found.append(trained(make, "mixed_float16", {}, again=again))
+    np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-2)
+
+
+def test_it_composes_with_accumulation_and_averaging():
+    def make():
+        model = assembled(blocks(), "functional", (8,))
+        return model
+
+    def run(again):
+        keras.utils.set_random_seed(0)
+        with tfamp.scope("mixed_bfloat16"):
+            model = make()
+            optimizer = keras.optimizers.Adam(
+                1e-2, use_ema=True, gradient_accumulation_steps=2
+            )
+            model.compile(optimizer, "mse")
+        if again:
+            tfamp.remat(model)
+        return model.fit(X, Y, 8, 3, shuffle=False, verbose=0).history["loss"]
+
+    np.testing.assert_allclose(run(True), run(False), rtol=2e-2)
+
+
+def test_a_loop_of_ones_own():
+    def gradients(again):
+        keras.utils.set_random_seed(0)
+        model = assembled(blocks(), "functional", (8,))
+        if again:
+            tfamp.remat(model)
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((model(X, training=True) - Y) ** 2)
+            loss += tf.add_n(model.losses)
+        return loss, tape.gradient(loss, model.trainable_variables)
+
+    (loss, found), (plain, expected) = gradients(True), gradients(False)
+    np.testing.assert_allclose(loss, plain, rtol=1e-6)
+    for a, b in zip(found, expected, strict=True):
+        np.testing.assert_allclose(a, b, rtol=1e-4, atol=1e-6)
+
+
+def test_inference_and_statistics_are_untouched():
+    model = assembled(blocks(), "functional", (8,))
+    before = [np.asarray(variable) for variable in model.variables]
+    expected = model.predict(X, verbose=0)
+    tfamp.remat(model)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), expected)
+    for variable, value in zip(model.variables, before, strict=True):
+        np.testing.assert_array_equal(np.asarray(variable), value)
+
+
+@pytest.mark.parametrize(
+    ("function", "what"),
+    [
+        (lambda x: x + tf.random.normal(tf.shape(x)), "draws random numbers"),
+        (lambda x: x * tf.nn.dropout(x, 0.5), "draws random numbers"),
+    ],
+)
+def test_what_would_differ_a_second_time_is_refused(function, what):
+    layer = Own(function)
+    model = keras.Sequential([keras.Input((8,)), layer, L.Dense(3)])
+    model.compile("sgd", "mse")
+    tfamp.remat(model, only=Own)
+    with pytest.raises(ValueError, match=rf"Cannot compute '{layer.name}' .* {what}"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_a_write_past_keras_is_refused():
+    class Counting(L.Layer):
+        def build(self, shape):
+            self.count = tf.Variable(0.0)
+
+        def call(self, x):
+            self.count.assign_add(1.0)
+            return x * 2
+
+    model = keras.Sequential([keras.Input((8,)), Counting(), L.Dense(3)])
+    model.compile("sgd", "mse")
+    tfamp.remat(model, only="counting")
+    with pytest.raises(ValueError, match="writes to a variable"):
+        model.fit(X, Y, verbose=0)
+
+
+def test_bad_arguments_are_told():
+    model = deep()
+    with pytest.raises(TypeError, match="expected a Keras model, a layer, or a list"):
+        tfamp.remat("model")
+    with pytest.raises(ValueError, match="`only` names 'dense_99'"):
+        tfamp.remat(model, only="dense_99")
+    with pytest.raises(ValueError, match="Leave one out"):
+        tfamp.remat(model, only="dense", segments=2)
+    with pytest.raises(ValueError, match="came with layers"):
+        tfamp.remat(model.layers, segments=2)
+    with pytest.raises(ValueError, match="no graph to cut"):
+        tfamp.remat(assembled(blocks(), "subclassed", (8,)), segments=2)
+    with pytest.raises(ValueError, match="segments"):
+        tfamp.remat(model, segments=0)
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_kerass_own_still_fails_where_ours_works(policy):
+    def make():
+        layers = [L.Dense(8), L.BatchNormalization(), L.Dropout(0.2), L.Dense(3)]
+        return keras.Sequential([keras.Input((8,)), *layers])
+
+    keras.config.set_dtype_policy(policy)
+    with keras.RematScope(mode="full"):
+        model = make()
+    model.compile("sgd", "mse")
+    with pytest.raises(ValueError, match="keywords arguments only when eager"):
+        model.fit(X, Y, verbose=0)
+    keras.config.set_dtype_policy("float32")
+    assert_same(make, policy, {})

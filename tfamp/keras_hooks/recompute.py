@@ -1,0 +1,320 @@
+"""Calls whose gradient computes them again instead of keeping what they made.
+
+Such a call is made a function of its tensors and of the state it reads, so that the
+second time gives the same numbers: what it draws, a dropout's mask for example, comes
+from the seeds that the first time had, and what it writes, such as moving averages, is
+written once. Trainable weights change in between by no step, so they are read again.
+
+Relies on: `StatelessScope` catching what is written and which losses are added; the
+call context and the autocast scope being global attributes, which inner layers read.
+"""
+
+import copy
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src import backend, tree
+from keras.src.backend.common import global_state
+from tensorflow.python.eager import record
+
+from tfamp._care import CALLS
+
+# What hangs on a tensor: a mask, its value ahead of a cast, the logits it came from.
+_HANGING = ("_keras_mask", "_tfamp_source", "_keras_logits")
+_CONTEXT = "current_call_ctx"
+_AUTOCAST = "autocast_scope"
+# Kinds of operations that a second time would do twice, or otherwise.
+_WRITES = ("Assign", "ResourceScatter", "ResourceApply")
+_DRAWS = ("Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal")
+
+
+class _Form(NamedTuple):
+    """What a flat list of tensors is packed into.
+
+    Attributes:
+        structure: A nested structure of the leaves' places.
+        places: For each leaf the number of its tensor, None for what is no tensor.
+        hanging: (number of the tensor, attribute, number of what hangs on it).
+        leaves: The leaves, with None for tensors.
+    """
+
+    structure: Any
+    places: list[int | None]
+    hanging: list[tuple[int, str, int]]
+    leaves: list[Any]
+
+
+class _Results(NamedTuple):
+    """What one run came to.
+
+    Attributes:
+        tensors: Of the outputs and what hangs on them, flat.
+        form: What they are packed into.
+        updates: (variable, its new value).
+        losses: That layers inside added.
+    """
+
+    tensors: list[Any]
+    form: _Form
+    updates: list[tuple[Any, Any]]
+    losses: list[Any]
+
+
+class _Surroundings:
+    """The scopes around a call, to be put around it again."""
+
+    def __init__(self) -> None:
+        # Layers write into the context on their way.
+        self._context = copy.copy(global_state.get_global_attribute(_CONTEXT))
+        self._autocast = backend.get_autocast_scope()
+        self._stack = list(CALLS.stack)
+
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Calls a function in them."""
+        names = (_CONTEXT, _AUTOCAST)
+        before = {name: global_state.get_global_attribute(name) for name in names}
+        stack = list(CALLS.stack)
+        try:
+            global_state.set_global_attribute(_CONTEXT, copy.copy(self._context))
+            global_state.set_global_attribute(_AUTOCAST, self._autocast)
+            CALLS.stack[:] = self._stack
+            return function(*args)
+        finally:
+            CALLS.stack[:] = stack
+            for name, value in before.items():
+                global_state.set_global_attribute(name, value)
+
+
+def recomputed(
+    call: Callable[..., Any],
+    *,
+    owner: keras.layers.Layer,
+    layers: Sequence[keras.layers.Layer],
+    name: str,
+    is_ready: Callable[[], bool],
+    in_xla: Callable[[], bool],
+) -> Callable[..., Any]:
+    """Returns a function that gives what `call` does; its gradient calls it again.
+
+    Args:
+        call: Calls layers; its tensors are among its arguments.
+        owner: The layer that gets the losses that are added inside.
+        layers: All layers that are called inside, with those inside of them.
+        name: What errors call it.
+        is_ready: States whether all variables inside are made.
+        in_xla: States whether XLA compiles what is being traced.
+
+    Raises:
+        ValueError: When it is called, if the call draws random numbers or writes to
+            variables past Keras, which a second time would do again.
+    """
+
+    def calling(*args: Any, **kwargs: Any) -> Any:
+        # Where Keras asks for shapes, or variables are yet to be made, nothing is kept.
+        if backend.in_stateless_scope() or not is_ready():
+            return call(*args, **kwargs)
+        variables = _fixed(layers)
+        surroundings = _Surroundings()
+        inputs, form = _flat((args, kwargs))
+        told: list[_Results] = []
+
+        def run(tensors: Sequence[Any], state: Sequence[Any]) -> _Results:
+            again_args, again_kwargs = _packed(tensors, form)
+            return _run(
+                lambda: call(*again_args, **again_kwargs),
+                list(zip(variables, state, strict=True)),
+            )
+
+        @tf.custom_gradient
+        def once(*tensors: Any) -> Any:
+            with backend.AutocastScope(None):
+                state = [tf.identity(variable.value) for variable in variables]
+            with record.stop_recording():
+                _refuse_what_differs(lambda: told.append(run(tensors, state)), name)
+            results = told[-1]
+
+            def back(*upstream: Any, variables: Any = None) -> Any:
+                return _gradients(
+                    lambda t, s: surroundings.call(run, t, s),
+                    *_behind(tensors, state, upstream, in_xla()),
+                    upstream,
+                    list(variables or ()),
+                )
+
+            flat = [*results.tensors, *results.losses]
+            return [*flat, *(value for _, value in results.updates)], back
+
+        flat = list(once(*inputs))
+        results = told[-1]
+        num_outputs, num_losses = len(results.tensors), len(results.losses)
+        outputs = _packed(flat[:num_outputs], results.form)
+        losses = flat[num_outputs : num_outputs + num_losses]
+        updates = flat[num_outputs + num_losses :]
+        for loss in losses:
+            keras.layers.Layer.add_loss(owner, loss)  # which graphs refuse to users
+        for (variable, _), value in zip(results.updates, updates, strict=True):
+            variable.assign(tf.stop_gradient(value))
+        return outputs
+
+    return calling
+
+
+def _run(call: Callable[[], Any], state: list[tuple[Any, Any]]) -> _Results:
+    with backend.AutocastScope(None):  # else their dtypes are those of the scope
+        scope = backend.StatelessScope(state_mapping=state, collect_losses=True)
+    given = {id(variable): scope.get_current_value(variable) for variable, _ in state}
+    with scope:
+        outputs = call()
+    updates = [
+        (variable, scope.get_current_value(variable))
+        for variable, _ in state
+        if scope.get_current_value(variable) is not given[id(variable)]
+    ]
+    tensors, form = _flat(outputs)
+    return _Results(tensors, form, updates, list(scope.losses))
+
+
+def _gradients(
+    run: Callable[[Any, Any], _Results],
+    tensors: Sequence[Any],
+    state: Sequence[Any],
+    upstream: Sequence[Any],
+    variables: list[Any],
+) -> Any:
+    """Runs the call again and returns gradients by tensors, or also by variables."""
+    with tf.GradientTape() as tape:
+        tape.watch([x for x in tensors if x.dtype.is_floating])
+        results = run(tensors, state)
+        targets = [*results.tensors, *results.losses]
+    pairs = [
+        (target, gradient)
+        for target, gradient in zip(targets, upstream, strict=False)
+        if target.dtype.is_floating and gradient is not None
+    ]
+    floats = [x for x in tensors if x.dtype.is_floating]
+    found = tape.gradient(
+        [target for target, _ in pairs],
+        [*floats, *variables],
+        output_gradients=[gradient for _, gradient in pairs],
+    )
+    of_floats = iter(found[: len(floats)])
+    by_tensors = [next(of_floats) if x.dtype.is_floating else None for x in tensors]
+    if variables:
+        return by_tensors, found[len(floats) :]
+    return by_tensors
+
+
+def _behind(
+    tensors: Sequence[Any],
+    state: Sequence[Any],
+    upstream: Sequence[Any],
+    is_xla: bool,
+) -> tuple[list[Any], list[Any]]:
+    """Returns tensors and state as they are once gradients have come.
+
+    Else everything would be computed again at once, or be taken from the first time.
+    """
+    given = [x for x in upstream if x is not None]
+    # A tensor that comes as several arguments becomes several, each with a gradient.
+    if is_xla:
+        after = functools.partial(_with, _zero_of(given))
+    else:
+        after = tf.identity
+    with tf.control_dependencies(given):
+        return [after(x) for x in tensors], [after(x) for x in state]
+
+
+def _zero_of(gradients: Sequence[Any]) -> Any:
+    """Returns a 0 that XLA cannot know without the gradients.
+
+    It takes no notice of control dependencies, and on CPUs its barriers are gone before
+    it looks for what is computed twice.
+    """
+    first = next(x for x in gradients if x.dtype.is_floating)
+    number = tf.reduce_sum(tf.reshape(first, [-1])[:1])
+    return tf.where(tf.math.is_finite(number), number * 0, tf.zeros_like(number))
+
+
+def _with(zero: Any, tensor: Any) -> Any:
+    """Returns a tensor with 0 added."""
+    if tensor.dtype == tf.bool:
+        return tf.logical_or(tensor, tf.cast(zero, tf.bool))
+    if tensor.dtype.is_floating or tensor.dtype.is_integer:
+        return tensor + tf.cast(zero, tensor.dtype)
+    return tensor
+
+
+def _fixed(layers: Iterable[keras.layers.Layer]) -> list[Any]:
+    """Returns the variables that no gradient is asked for, seeds among them."""
+    found = {
+        id(variable): variable
+        for layer in layers
+        for variable in layer.variables
+        if not variable.trainable or not layer.trainable
+    }
+    return list(found.values())
+
+
+def _flat(nested: Any) -> tuple[list[Any], _Form]:
+    """Returns the tensors of a nested structure, and what hangs on them, once each."""
+    tensors: list[Any] = []
+    hanging: list[tuple[int, str, int]] = []
+    leaves = tree.flatten(nested)
+    places: list[int | None] = []
+    for leaf in leaves:
+        if not tf.is_tensor(leaf) or isinstance(leaf, keras.Variable):
+            places.append(None)
+            continue
+        places.append(len(tensors))
+        tensors.append(leaf)
+    for number, tensor in enumerate(list(tensors)):
+        for name in _HANGING:
+            other = getattr(tensor, name, None)
+            if other is not None:
+                hanging.append((number, name, len(tensors)))
+                tensors.append(other)
+    kept = [
+        leaf if place is None else None
+        for leaf, place in zip(leaves, places, strict=True)
+    ]
+    shape = tree.map_structure(lambda _: 0, nested)  # which holds no tensor
+    return tensors, _Form(shape, places, hanging, kept)
+
+
+def _packed(tensors: Sequence[Any], form: _Form) -> Any:
+    for number, name, other in form.hanging:
+        setattr(tensors[number], name, tensors[other])
+    leaves = [
+        leaf if place is None else tensors[place]
+        for leaf, place in zip(form.leaves, form.places, strict=True)
+    ]
+    return tree.pack_sequence_as(form.structure, leaves)
+
+
+def _refuse_what_differs(run: Callable[[], Any], name: str) -> None:
+    """Runs a call once; raises where a second time would not be the same."""
+    if tf.executing_eagerly():
+        run()
+        return
+    graph = tf.compat.v1.get_default_graph()
+    before = len(graph.get_operations())
+    run()
+    for operation in graph.get_operations()[before:]:
+        if operation.type.startswith(_DRAWS) or (
+            operation.type.startswith(_WRITES) and operation.type.endswith("Op")
+        ):
+            what = (
+                "draws random numbers"
+                if operation.type.startswith(_DRAWS)
+                else ("writes to a variable")
+            )
+            raise ValueError(
+                f"Cannot compute {name!r} again in the gradient: its operation "
+                f"{operation.name!r} ({operation.type}) {what} past Keras, which a "
+                "second time would do again; expected `keras.random` with a "
+                "`keras.random.SeedGenerator`, and `keras.Variable`s. Leave that layer "
+                "out of `tfamp.remat`, or change it."
+            )

@@ -1,0 +1,1 @@
+"""What training takes: memory traded for time."""

@@ -1,0 +1,248 @@
+"""`tfamp.remat`: activations computed again in the backward pass, not kept."""
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfamp import _checks
+from tfamp.keras_hooks import graph_runs, structure, trainer
+from tfamp.keras_hooks.optimizers import in_xla
+from tfamp.keras_hooks.recompute import recomputed
+from tfamp.training.segments import Segment, cut
+
+# A graph with fewer nodes is computed again as a whole, if at all.
+_MIN_NODES = 4
+
+
+def remat(
+    model_or_layers: Any,
+    *,
+    only: str | type | Iterable[str | type] | None = None,
+    segments: int | None = None,
+    enabled: bool = True,
+) -> Any:
+    """Computes activations again in the backward pass, in place, and keeps fewer.
+
+    A training step then needs the memory of few layers at a time, and about a third
+    more time. Losses, gradients and weights are those of the plain step to rounding:
+    dropout draws the same mask again, moving averages are updated once. It works in
+    every dtype, in `fit` and in loops of your own, eager, in graphs and under XLA.
+
+    A Functional or Sequential model is cut into segments of several layers, where
+    little passes from one to the next; models inside it are cut likewise. Of a
+    subclassed model each layer that holds others is one, or each layer where none does.
+    The last segment is not computed again, as its gradient comes first.
+
+    Args:
+        model_or_layers: A model, a layer, or several layers; each layer is one segment.
+        only: Of a model, the layers to compute again, one by one: names, paths or
+            classes.
+        segments: Of a Functional or Sequential model, how many to cut it into; None for
+            the square root of the number of its nodes.
+        enabled: False gives everything its own way to compute back.
+
+    Returns:
+        What was given. It is not kept in saved files: call it again after loading.
+
+    Raises:
+        TypeError: It is no model, layer or sequence of layers.
+        ValueError: `only` names no layer of the model, or comes with layers or with
+            `segments`. At the first step: a layer draws random numbers or writes to
+            variables past Keras.
+
+    Example:
+        >>> layers = [keras.layers.Dense(8, activation="relu") for _ in range(12)]
+        >>> model = keras.Sequential([keras.Input((4,)), *layers])
+        >>> model.compile("sgd", "mse")
+        >>> remat(model) is model
+        True
+
+    Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    """
+    model = model_or_layers if isinstance(model_or_layers, keras.Model) else None
+    _check_settings(model, only, segments)
+    if model is None:
+        layers = _layers(model_or_layers)
+        for layer in layers:
+            _set(layer, enabled=enabled)
+        return model_or_layers
+    chosen = None if only is None else _chosen(model, only)
+    _clear(model)
+    if enabled and chosen is not None:
+        for layer in chosen:
+            _set(layer, enabled=True)
+        _tell(model, len(chosen), "layers")
+    elif enabled:
+        _remat_model(model, segments)
+    for _, layer, _ in structure.walk(model):
+        trainer.drop_traced_functions(layer)
+    return model
+
+
+def _check_settings(model: keras.Model | None, only: Any, segments: int | None) -> None:
+    if segments is not None:
+        _checks.positive_int("segments", segments)
+    if only is not None and segments is not None:
+        raise ValueError(
+            "`only` came with `segments`; expected one of them, as each layer named is "
+            "a segment. Leave one out."
+        )
+    if model is None and (only is not None or segments is not None):
+        raise ValueError(
+            "`only` or `segments` came with layers; expected them with a model, since "
+            "each layer is a segment. Pass the model, or the layers alone."
+        )
+    if segments is not None and model is not None and structure.graph_of(model) is None:
+        raise ValueError(
+            f"`segments` came with {model.name!r}, which has no graph to cut; expected "
+            "a built Functional or Sequential model. Name layers by `only`."
+        )
+
+
+def _layers(given: Any) -> list[keras.layers.Layer]:
+    layers = [given] if isinstance(given, keras.layers.Layer) else given
+    if isinstance(layers, Sequence) and not isinstance(layers, str):
+        if layers and all(isinstance(each, keras.layers.Layer) for each in layers):
+            return list(layers)
+    raise TypeError(
+        f"Cannot rematerialise {given!r}; expected a Keras model, a layer, or a list "
+        "of layers. Pass what `keras.Model(...)` gave, or `model.layers[1:-1]`."
+    )
+
+
+def _chosen(model: keras.Model, only: Any) -> list[keras.layers.Layer]:
+    wanted = [only] if isinstance(only, str | type) else list(only)
+    found: dict[int, keras.layers.Layer] = {}
+    rows = [row[:2] for row in structure.walk(model) if row[2] is not None]
+    for each in wanted:
+        matching = [
+            layer
+            for path, layer in rows
+            if (
+                isinstance(layer, each)
+                if isinstance(each, type)
+                else each in (path, layer.name, type(layer).__name__)
+            )
+        ]
+        if not matching:
+            raise ValueError(
+                f"`only` names {each!r}, and model {model.name!r} has no such layer; "
+                f"expected one of {tuple(path for path, _ in rows)}, or a class. Check "
+                "the name."
+            )
+        found |= {id(layer): layer for layer in matching}
+    return list(found.values())
+
+
+def _clear(model: keras.Model) -> None:
+    for _, layer, _ in structure.walk(model):
+        graph_runs.replace_call(layer, None)
+        graph = structure.graph_of(layer)
+        if graph is not None:
+            graph_runs.replace_run(graph, None)
+
+
+def _set(layer: keras.layers.Layer, *, enabled: bool) -> None:
+    """Makes one layer a segment of its own."""
+    graph_runs.replace_call(layer, None)
+    if enabled:
+        call = _again(layer.call, layer, [layer], layer.name)
+        graph_runs.replace_call(layer, call)
+
+
+def _again(
+    call: Callable[..., Any],
+    owner: keras.layers.Layer,
+    layers: Sequence[keras.layers.Layer],
+    name: str,
+) -> Callable[..., Any]:
+    """Returns what stands for a call of some layers."""
+
+    def is_ready() -> bool:
+        inside = (x for layer in layers for _, x, _ in structure.walk(layer))
+        return all(layer.built for layer in inside)
+
+    return recomputed(
+        call, owner=owner, layers=layers, name=name, is_ready=is_ready, in_xla=in_xla
+    )
+
+
+def _remat_model(model: keras.Model, count: int | None) -> None:
+    graph = structure.graph_of(model)
+    if graph is not None:
+        _tell(model, _cut_graph(model, graph, count), "segments")
+        return
+    children = structure.children(model)
+    composite = [layer for layer in children if structure.children(layer)]
+    for layer in composite or children:
+        _set(layer, enabled=True)
+    _tell(model, len(composite or children), "layers")
+
+
+def _tell(model: keras.Model, count: int, what: str) -> None:
+    logging.info(
+        "tfamp.remat: %d %s of %r are computed again in the backward pass.",
+        count,
+        what,
+        model.name,
+    )
+
+
+def _cut_graph(model: Any, graph: Any, count: int | None) -> int:
+    """Makes a model's graph run in segments; returns how many are computed again."""
+    nodes = graph_runs.nodes_of(graph)
+    inner = {
+        id(node): (node.operation, found)
+        for node in nodes
+        if (found := structure.graph_of(node.operation)) is not None
+        and len(graph_runs.nodes_of(found)) >= _MIN_NODES
+    }
+    steps: list[tuple[Segment, bool]] = []
+    num_inner = sum(_cut_graph(*each, count) for each in inner.values())
+    start = 0
+    for place in (*(i for i, n in enumerate(nodes) if id(n) in inner), len(nodes)):
+        results = _needed(nodes[place:], graph.outputs)
+        if place > start:
+            part = nodes[start:place]
+            steps += [(segment, True) for segment in cut(part, results, count)]
+        if place < len(nodes):
+            behind = _needed(nodes[place + 1 :], graph.outputs)
+            steps += [(segment, False) for segment in cut([nodes[place]], behind, 1)]
+        start = place + 1
+    if steps:
+        steps[-1] = (steps[-1][0], False)
+    graph_runs.replace_run(graph, _runner(model, steps))
+    return num_inner + sum(is_again for _, is_again in steps)
+
+
+def _needed(nodes: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    return [*outputs, *(x for node in nodes for x in node.input_tensors)]
+
+
+def _runner(owner: Any, steps: Sequence[tuple[Segment, bool]]) -> Callable[..., None]:
+    def run(tensors: dict[int, Any], operation_fn: Any) -> None:
+        for segment, is_again in steps:
+            if not is_again or any(id(x) not in tensors for x in segment.inputs):
+                graph_runs.run_nodes(segment.nodes, tensors, operation_fn)
+            else:
+                _run_again(owner, segment, tensors, operation_fn)
+
+    return run
+
+
+def _run_again(
+    owner: Any, segment: Segment, tensors: dict[int, Any], operation_fn: Any
+) -> None:
+    def call(*values: Any) -> list[Any]:
+        own = {id(x): y for x, y in zip(segment.inputs, values, strict=True)}
+        graph_runs.run_nodes(segment.nodes, own, operation_fn)
+        return [own[id(x)] for x in segment.outputs]
+
+    names = [layer.name for layer in segment.layers]
+    name = f"{names[0]} to {names[-1]}" if names else "a segment"
+    again = _again(call, owner, segment.layers, name)
+    outputs = again(*(tensors[id(x)] for x in segment.inputs))
+    for x, y in zip(segment.outputs, outputs, strict=True):
+        tensors[id(x)] = y
