@@ -256,20 +256,28 @@ def test_inference_and_statistics_are_untouched():
         np.testing.assert_array_equal(np.asarray(variable), value)
 
 
-@pytest.mark.parametrize(
-    ("function", "what"),
-    [
-        (lambda x: x + tf.random.normal(tf.shape(x)), "draws random numbers"),
-        (lambda x: x * tf.nn.dropout(x, 0.5), "draws random numbers"),
-    ],
-)
-def test_what_would_differ_a_second_time_is_refused(function, what):
-    layer = Own(function)
-    model = keras.Sequential([keras.Input((8,)), layer, L.Dense(3)])
-    model.compile("sgd", "mse")
+@pytest.mark.parametrize("eager", [False, True], ids=["graph", "eager"])
+def test_what_would_differ_a_second_time_is_refused(eager):
+    layer = Own(lambda x: x + tf.random.normal(tf.shape(x)))
+    model = keras.Sequential([keras.Input((8,)), L.Dense(8), layer, L.Dense(3)])
+    model.compile("sgd", "mse", run_eagerly=eager)
     tfamp.remat(model, only=Own)
-    with pytest.raises(ValueError, match=rf"Cannot compute '{layer.name}' .* {what}"):
+    why = "the second time" if eager else "draws random numbers"
+    with pytest.raises(ValueError, match=rf"Cannot compute '{layer.name}' .* {why}"):
         model.fit(X, Y, verbose=0)
+
+
+def test_recurrent_layers_and_their_state():
+    def make():
+        layers = [
+            L.Reshape((4, 2)),
+            L.LSTM(5, return_sequences=True, dropout=0.2, name="lstm"),
+            L.Bidirectional(L.GRU(4), name="both"),
+            L.Dense(3),
+        ]
+        return keras.Sequential([keras.Input((8,)), *layers])
+
+    assert_same(make, "float32", {}, again={"only": ["lstm", "both"]})
 
 
 def test_a_write_past_keras_is_refused():

@@ -39,6 +39,7 @@ _HOMES = {
     "scope": "tfamp.policy",
     "sensitivity": "tfamp.numerics.sensing",
     "status": "tfamp.policy",
+    "training": "tfamp.training",
     "triage": "tfamp.numerics.triaging",
 }
 
@@ -72,6 +73,7 @@ def _check_environment() -> None:
 if TYPE_CHECKING:
     from tfamp import callbacks as callbacks
     from tfamp import data as data
+    from tfamp import training as training
     from tfamp.assignment import Assignment as Assignment
     from tfamp.assignment import apply as apply
     from tfamp.assignment import assignment as assignment

@@ -12,7 +12,7 @@ call context and the autocast scope being global attributes, which inner layers 
 import copy
 import functools
 from collections.abc import Callable, Iterable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, NoReturn
 
 import keras
 import tensorflow as tf
@@ -26,6 +26,8 @@ from tfamp._care import CALLS
 _HANGING = ("_keras_mask", "_tfamp_source", "_keras_logits")
 _CONTEXT = "current_call_ctx"
 _AUTOCAST = "autocast_scope"
+# Sums of outputs differ by less than that part of the magnitudes where all is the same.
+_SAME = 1e-5
 # Kinds of operations that a second time would do twice, or otherwise.
 _WRITES = ("Assign", "ResourceScatter", "ResourceApply")
 _DRAWS = ("Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNormal")
@@ -135,10 +137,16 @@ def recomputed(
             with record.stop_recording():
                 _refuse_what_differs(lambda: told.append(run(tensors, state)), name)
             results = told[-1]
+            sums = _sums(results.tensors)
+
+            def again(tensors: Sequence[Any], state: Sequence[Any]) -> _Results:
+                found: _Results = surroundings.call(run, tensors, state)
+                _check_sums(_sums(found.tensors), sums, name)
+                return found
 
             def back(*upstream: Any, variables: Any = None) -> Any:
                 return _gradients(
-                    lambda t, s: surroundings.call(run, t, s),
+                    again,
                     *_behind(tensors, state, upstream, in_xla()),
                     upstream,
                     list(variables or ()),
@@ -297,24 +305,46 @@ def _packed(tensors: Sequence[Any], form: _Form) -> Any:
 def _refuse_what_differs(run: Callable[[], Any], name: str) -> None:
     """Runs a call once; raises where a second time would not be the same."""
     if tf.executing_eagerly():
-        run()
+        run()  # what a second time gives is compared
         return
     graph = tf.compat.v1.get_default_graph()
     before = len(graph.get_operations())
     run()
     for operation in graph.get_operations()[before:]:
-        if operation.type.startswith(_DRAWS) or (
-            operation.type.startswith(_WRITES) and operation.type.endswith("Op")
-        ):
-            what = (
-                "draws random numbers"
-                if operation.type.startswith(_DRAWS)
-                else ("writes to a variable")
+        kind = operation.type
+        what = ""
+        if kind.startswith(_DRAWS):
+            what = "draws random numbers"
+        elif kind.startswith(_WRITES) and kind.endswith("Op"):
+            what = "writes to a variable"
+        if what:
+            _refuse(
+                name, f"its operation {operation.name!r} ({kind}) {what} past Keras"
             )
-            raise ValueError(
-                f"Cannot compute {name!r} again in the gradient: its operation "
-                f"{operation.name!r} ({operation.type}) {what} past Keras, which a "
-                "second time would do again; expected `keras.random` with a "
-                "`keras.random.SeedGenerator`, and `keras.Variable`s. Leave that layer "
-                "out of `tfamp.remat`, or change it."
+
+
+def _sums(tensors: Sequence[Any]) -> list[tuple[float, float]]:
+    """Returns the sums of tensors, and of their magnitudes, where known at once."""
+    if not tf.executing_eagerly():
+        return []
+    floats = [tf.cast(x, tf.float32) for x in tensors if x.dtype.is_floating]
+    return [(float(tf.reduce_sum(x)), float(tf.reduce_sum(abs(x)))) for x in floats]
+
+
+def _check_sums(
+    found: list[tuple[float, float]], expected: list[tuple[float, float]], name: str
+) -> None:
+    for (a, _), (b, size) in zip(found, expected, strict=False):
+        if abs(a - b) > _SAME * size:  # never where one is NaN
+            _refuse(
+                name, f"its outputs added up to {b:g}, and to {a:g} the second time"
             )
+
+
+def _refuse(name: str, why: str) -> NoReturn:
+    raise ValueError(
+        f"Cannot compute {name!r} again in the gradient: {why}; expected the same "
+        "numbers and no further effect. Draw by `keras.random` with a "
+        "`keras.random.SeedGenerator`, write to `keras.Variable`s, or leave that layer "
+        "out of `tfamp.remat`."
+    )

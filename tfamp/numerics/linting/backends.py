@@ -112,12 +112,8 @@ def failing_remat(subject: Subject) -> Iterator[Found]:
         yield Found(
             "error",
             f"Keras's RematScope({mode.mode!r}) recomputes this layer: {why}",
-            "Leave it out of the scope, use the mode 'activations'"
-            + (
-                ", or rematerialise a function of your own."
-                if taken
-                else ", or keep the layer in float32 (`dtype='float32'`)."
-            ),
+            "Make it outside of the scope and call `tfamp.remat(model)`, or use the "
+            "mode 'activations'.",
             part.path,
             None,
             {"mode": mode.mode, "error": "ValueError" if taken else "TypeError"},

@@ -1,0 +1,172 @@
+"""Rates for other batch sizes, warm-ups, and the range test."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tests.styles import STYLES, assembled
+from tfamp.training import LearningRates
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+L = keras.layers
+RNG = np.random.default_rng(0)
+X = RNG.normal(size=(256, 8)).astype(np.float32)
+Y = (X @ RNG.normal(size=(8, 1))).astype(np.float32)
+DATA = tf.data.Dataset.from_tensor_slices((X, Y)).batch(32)
+
+
+def model_of(style="functional", optimizer="sgd", **options):
+    model = assembled([L.Dense(16, activation="relu"), L.Dense(1)], style, (8,))
+    model.compile(optimizer, "mse", **options)
+    return model
+
+
+def bits(model):
+    found = [*model.variables, *model.optimizer.variables]
+    return [np.asarray(variable).copy() for variable in found]
+
+
+@pytest.mark.parametrize(("rule", "factor"), [("linear", 4.0), ("sqrt", 2.0)])
+def test_rules_scale_numbers_and_schedules(rule, factor):
+    sizes = {"batch_size": 1024, "base_batch_size": 256, "rule": rule}
+    number = tfamp.training.scale_learning_rate(0.1, **sizes)
+    assert float(number(7)) == pytest.approx(0.1 * factor)
+    cosine = keras.optimizers.schedules.CosineDecay(0.1, 100)
+    scaled = tfamp.training.scale_learning_rate(cosine, **sizes)
+    for step in (0, 30, 100):
+        assert float(scaled(step)) == pytest.approx(
+            float(cosine(step)) * factor, abs=1e-9
+        )
+
+
+@pytest.mark.parametrize(
+    "warmup", [{"warmup_steps": 10}, {"warmup_epochs": 2.5, "steps_per_epoch": 4}]
+)
+def test_a_warm_up_goes_evenly_from_the_old_rate_to_the_new(warmup):
+    rate = tfamp.training.scale_learning_rate(
+        0.1, batch_size=512, base_batch_size=64, **warmup
+    )
+    expected = [0.1 * (1 + 7 * min(step / 10, 1)) for step in range(15)]
+    np.testing.assert_allclose([float(rate(s)) for s in range(15)], expected, rtol=1e-6)
+
+
+def test_a_model_trains_with_it_and_a_file_keeps_it(tmp_path):
+    decay = keras.optimizers.schedules.ExponentialDecay(0.01, 10, 0.5)
+    rate = tfamp.training.scale_learning_rate(
+        decay, batch_size=64, base_batch_size=32, warmup_steps=4
+    )
+    with tfamp.scope("mixed_float16"):
+        model = model_of("sequential", keras.optimizers.Adam(rate))
+    model.fit(DATA, verbose=0)
+    assert float(model.optimizer.learning_rate) == pytest.approx(
+        2 * float(decay(8)), rel=1e-5
+    )
+    model.save(tmp_path / "model.keras")
+    loaded = tfamp.load_model(tmp_path / "model.keras")
+    inner = loaded.optimizer.inner_optimizer
+    assert inner._learning_rate.get_config() == rate.get_config()
+    assert float(loaded.optimizer.learning_rate) == pytest.approx(
+        float(model.optimizer.learning_rate)
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "text"),
+    [
+        ({"batch_size": 0}, "batch_size"),
+        ({"rule": "cubic"}, "rule"),
+        ({"warmup_steps": -1}, "warmup_steps"),
+        ({"warmup_epochs": 2}, "expected both or neither"),
+        ({"warmup_steps": 2, "warmup_epochs": 2}, "expected one of them"),
+        ({"learning_rate": 0.0}, "learning_rate"),
+    ],
+)
+def test_bad_arguments_are_told(arguments, text):
+    given = {"learning_rate": 0.1, "batch_size": 64, "base_batch_size": 32}
+    given |= arguments
+    with pytest.raises(ValueError, match=text):
+        tfamp.training.scale_learning_rate(given.pop("learning_rate"), **given)
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_the_range_test_finds_a_rate_and_leaves_no_trace(style):
+    model = model_of(style, keras.optimizers.SGD(0.05, momentum=0.9))
+    model.fit(DATA, verbose=0)
+    before = bits(model)
+    found = tfamp.training.lr_find(model, DATA, num_steps=60)
+    for ours, was in zip(bits(model), before, strict=True):
+        np.testing.assert_array_equal(ours, was)
+    assert float(model.optimizer.learning_rate) == pytest.approx(0.05)
+    assert found.rates == tuple(sorted(found.rates))
+    assert len(found.rates) == len(found.losses) == len(found.smoothed)
+    model.fit(DATA, verbose=0)
+    assert not np.array_equal(bits(model)[0], before[0])
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("optimizer", ["sgd", "schedule"])
+def test_the_suggestion_trains_and_ten_times_the_highest_does_not(optimizer, policy):
+    rate = 0.01
+    if optimizer == "schedule":
+        rate = keras.optimizers.schedules.CosineDecay(0.01, 100)
+    with tfamp.scope(policy):
+        model = model_of("sequential", keras.optimizers.SGD(rate))
+    found = tfamp.training.lr_find(model, DATA)
+    assert found.why_it_ended in ("it diverged", "a loss is not finite")
+    assert 1e-3 < found.suggestion < 1
+
+    def loss_at(rate):
+        keras.utils.set_random_seed(1)
+        trained = model_of("sequential", keras.optimizers.SGD(rate))
+        return trained.fit(DATA, epochs=3, verbose=0).history["loss"][-1]
+
+    assert loss_at(found.suggestion) < 0.5 * loss_at(1e-5)
+
+
+@pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
+def test_where_nothing_is_learned_nothing_is_suggested():
+    model = model_of()
+    model.trainable = False
+    model.compile("sgd", "mse")
+    found = tfamp.training.lr_find(model, DATA.take(1).cache(), num_steps=20)
+    assert found.suggestion is None
+    assert "fell at no rate" in str(found)
+
+
+def test_on_two_replicas():
+    with two_replicas().scope():
+        model = model_of()
+    before = bits(model)
+    assert tfamp.training.lr_find(model, DATA, num_steps=30).suggestion > 0
+    for ours, was in zip(bits(model), before, strict=True):
+        np.testing.assert_array_equal(ours, was)
+
+
+def test_it_is_drawn_told_and_written(tmp_path):
+    found = tfamp.training.lr_find(model_of(), DATA, num_steps=40)
+    assert f"{found.suggestion:.3g}" in str(found)
+    assert found.table(rows=5).count("\n") < 12
+    found.plot(tmp_path / "rates.png")
+    assert (tmp_path / "rates.png").stat().st_size > 10_000
+    found.to_json(tmp_path / "rates.json")
+    assert LearningRates.from_json(tmp_path / "rates.json") == found
+
+
+def test_what_cannot_be_tried_is_told():
+    model = model_of()
+    with pytest.raises(ValueError, match="Exchange them"):
+        tfamp.training.lr_find(model, DATA, min_rate=1.0, max_rate=0.1)
+    with pytest.raises(ValueError, match="num_steps"):
+        tfamp.training.lr_find(model, DATA, num_steps=3)
+    with pytest.raises(ValueError, match="not compiled"):
+        tfamp.training.lr_find(keras.Sequential([keras.Input((8,)), L.Dense(1)]), DATA)
+    with pytest.raises(TypeError, match="expected a"):
+        tfamp.training.lr_find(model, X)
+    bad = DATA.map(lambda x, y: (x, y * np.nan))
+    with pytest.raises(ValueError, match="first loss of .* is not finite"):
+        tfamp.training.lr_find(model, bad)
+    assert np.isfinite(bits(model)[0]).all()
