@@ -148,6 +148,7 @@ def main(argv: Sequence[str]) -> int:
     settings = define_flags()
     settings(argv)
     _amx.avoid()  # ahead of the first product
+    tf.get_logger().setLevel("ERROR")  # each shape and model is a trace of its own
     turns, sizes, options = settings.turns, BATCH_SIZES, {}
     chosen = list(CASES)
     if settings.smoke:

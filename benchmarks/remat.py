@@ -29,7 +29,7 @@ GOAL = 0.4
 STEPS = 3
 POLICIES = ("float32", "mixed_bfloat16")
 # Batch sizes at which activations outweigh all else.
-CASES = {"MLP of 12 blocks": 3072, "transformer of 6 blocks": 96}
+CASES = {"MLP of 12 blocks": 1536, "transformer of 6 blocks": 96}
 SMOKE = {"MLP of 12 blocks": 16}
 
 

@@ -139,8 +139,9 @@ def freeze(result: dict[str, Any], kind: str = "freeze") -> str:
 def remat(result: dict[str, Any], kind: str = "remat") -> str:
     """Returns the section of benchmarks/remat.py."""
     rows = [
-        f"| {case} | {policy} | {found['batch']} | {_mebibytes(found['plain_bytes'])} | "
-        f"{_mebibytes(found['remat_bytes'])} | {found['memory']:.2f} | "
+        f"| {case} | {policy} | {found['batch']} | "
+        f"{_mebibytes(found['plain_bytes'])} | {_mebibytes(found['remat_bytes'])} | "
+        f"{found['memory']:.2f} | "
         f"{found['time']:.2f} | {found['off']:.1e} |"
         for case, policies in result["cases"].items()
         for policy, found in policies.items()

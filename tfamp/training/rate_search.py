@@ -27,6 +27,9 @@ _MEMORY = 0.9
 _DIVERGED = 4.0
 # Steps at the beginning that no suggestion rests on: their average is of few.
 _FIRST_STEPS = 5
+# Part of the first loss that a fall must come to, and part of the fall from which on
+# it has begun.
+_NOTICEABLE, _BEGUN = 0.02, 0.1
 
 
 def lr_find(
@@ -169,9 +172,15 @@ def _judged(
         f"The loss of {name!r} fell at no rate up to {rates[-1]:.3g}: is the model "
         "able to learn from this data? Try more steps, or `tfamp.lint`."
     )
-    if lowest > _FIRST_STEPS:
+    start = float(
+        np.median(smoothed[_FIRST_STEPS : max(_FIRST_STEPS + 1, lowest // 2)])
+    )
+    fall = start - smoothed[lowest]
+    if lowest > _FIRST_STEPS and fall > _NOTICEABLE * abs(start):
         slopes = np.gradient(smoothed[: lowest + 1], np.log(rates[: lowest + 1]))
-        steepest = _FIRST_STEPS + int(np.argmin(slopes[_FIRST_STEPS:]))
+        # Before, what looks like a fall is one batch being easier than another.
+        falling = np.array(smoothed[: lowest + 1]) < start - _BEGUN * fall
+        steepest = int(np.argmin(np.where(falling, slopes, np.inf)))
         suggestion, highest = float(rates[steepest]), float(rates[lowest]) / 10
         why = (
             f"The loss of {name!r} falls fastest at a learning rate of "
