@@ -170,7 +170,7 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
     """
     if not isinstance(layer, keras.layers.Layer):
         return _keep_operation(model, layer)
-    if not any(inner.compute_dtype in HALF for _, inner, _ in structure.walk(layer)):
+    if not structure.compute_dtypes(layer) & {*HALF}:
         return False
     care = care_of(layer)
     if care is None:
@@ -187,7 +187,7 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
 def _keep_operation(model: keras.Model, operation: Any) -> bool:
     from tfamp.numerics.precision import keep_operation
 
-    dtypes = {layer.compute_dtype for _, layer, _ in structure.walk(model)} & {*HALF}
+    dtypes = structure.compute_dtypes(model) & {*HALF}
     if not dtypes or not keep_operation(operation, min(dtypes)):
         return False
     logging.warning(

@@ -5,7 +5,7 @@ how a graph is called; `_nodes_by_depth` giving the order; `node.arguments.fill_
 giving the arguments of a node from tensors by their `id`.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 from keras.src import tree
@@ -69,8 +69,7 @@ def replace_run(
         given = zip(graph.inputs, tree.flatten(inputs), strict=False)
         tensors = {id(x): y for x, y in given}
         run(tensors, operation_fn)
-        missing: Mapping[int, Any] = tensors
-        if any(id(x) not in missing for x in graph.outputs):
+        if any(id(x) not in tensors for x in graph.outputs):
             return original(inputs, operation_fn)  # which says what is not connected
         return tree.pack_sequence_as(
             graph._outputs_struct, [tensors[id(x)] for x in graph.outputs]

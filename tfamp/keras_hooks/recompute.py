@@ -177,9 +177,9 @@ def _run(call: Callable[[], Any], state: list[tuple[Any, Any]]) -> _Results:
     with scope:
         outputs = call()
     updates = [
-        (variable, scope.get_current_value(variable))
+        (variable, value)
         for variable, _ in state
-        if scope.get_current_value(variable) is not given[id(variable)]
+        if (value := scope.get_current_value(variable)) is not given[id(variable)]
     ]
     tensors, form = _flat(outputs)
     return _Results(tensors, form, updates, list(scope.losses))
@@ -193,8 +193,9 @@ def _gradients(
     variables: list[Any],
 ) -> Any:
     """Runs the call again and returns gradients by tensors, or also by variables."""
+    floats = [x for x in tensors if x.dtype.is_floating]
     with tf.GradientTape() as tape:
-        tape.watch([x for x in tensors if x.dtype.is_floating])
+        tape.watch(floats)
         results = run(tensors, state)
         targets = [*results.tensors, *results.losses]
     pairs = [
@@ -202,7 +203,6 @@ def _gradients(
         for target, gradient in zip(targets, upstream, strict=False)
         if target.dtype.is_floating and gradient is not None
     ]
-    floats = [x for x in tensors if x.dtype.is_floating]
     found = tape.gradient(
         [target for target, _ in pairs],
         [*floats, *variables],

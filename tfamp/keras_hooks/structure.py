@@ -50,6 +50,11 @@ def walk(
     yield from below(root, "")
 
 
+def compute_dtypes(model: keras.layers.Layer) -> set[str]:
+    """Returns the dtypes that a model and the layers inside it compute in."""
+    return {layer.compute_dtype for _, layer, _ in walk(model)}
+
+
 def graph_of(model: keras.layers.Layer) -> Functional | None:
     """Returns the Functional graph of a model, None where it has none (yet)."""
     if isinstance(model, Functional):

@@ -67,9 +67,7 @@ class Inquiry:
         self._replays: list[Replay] = []
         self._exact: Examined | None = None
         self._scale = _loss_scale(model)
-        self._dtypes = sorted(
-            {layer.compute_dtype for _, layer, _ in structure.walk(model)} & {*_HALF}
-        )
+        self._dtypes = sorted(structure.compute_dtypes(model) & {*_HALF})
         self._policy = model.dtype_policy.name
 
     def run(self) -> Triage:

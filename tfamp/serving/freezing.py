@@ -62,7 +62,7 @@ def freeze(
     _check_range(model, dtype)
     _reads(model, sample)  # raises where it cannot be called
     frozen = model if in_place else _copy(model)
-    if _half_dtypes(frozen) != {dtype}:
+    if structure.compute_dtypes(frozen) & {*HALF} != {dtype}:
         apply(frozen, f"mixed_{dtype}")
     reads = _reads(frozen, sample)
     trainer.forget_training(frozen)
@@ -114,10 +114,6 @@ def _check_range(model: keras.Model, dtype: str) -> None:
                 f"The weight {weight.path!r} reaches {size:.4g}; expected at most "
                 f"{largest:.6g}, the most that {dtype} holds. Freeze in bfloat16."
             )
-
-
-def _half_dtypes(model: keras.Model) -> set[str]:
-    return {layer.compute_dtype for _, layer, _ in structure.walk(model)} & {*HALF}
 
 
 def _copy(model: keras.Model) -> keras.Model:
