@@ -18,6 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfamp import probes
+from tfamp._out_of_memory import is_out_of_memory
 from tfamp.compare import child
 from tfamp.compare.in_force import in_force
 from tfamp.compare.inference import rows
@@ -63,10 +64,8 @@ def step_fits(model: keras.Model, data: Any, job: Job, size: int) -> bool:
     try:
         for _ in range(_STEPS):
             model.train_on_batch(x, y, sample_weight=weights)
-    except (tf.errors.ResourceExhaustedError, MemoryError):
-        return False
-    except (tf.errors.InternalError, tf.errors.UnknownError) as error:
-        if "memory" in str(error).lower():
+    except Exception as error:
+        if is_out_of_memory(error):
             return False
         raise
     return True
