@@ -1,0 +1,157 @@
+"""The limit on this process's memory, from files of described systems."""
+
+import sys
+import types
+
+import pytest
+
+from tfamp.probes import MemoryLimit, limits, memory_limit
+
+MIB, GIB = 2**20, 2**30
+# What version 1 writes where there is no limit: the largest number of pages.
+UNLIMITED = 9223372036854771712
+
+
+def system(root, files):
+    """Writes files below `root`: path -> text."""
+    meminfo = "MemTotal: 8388608 kB\nMemAvailable: 2097152 kB\nSwapTotal: 4 kB\n"
+    for path, text in {"proc/meminfo": meminfo, **files}.items():
+        file = root / path
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    return root
+
+
+def limit_of(root, *, space=None):
+    return memory_limit(root, address_space=lambda: space)
+
+
+# Files, RLIMIT_AS, and the limit that decides. The machine has 8 GiB, 2 of them free.
+SYSTEMS = {
+    "no limit": ({}, None, MemoryLimit(8 * GIB, "physical memory", 6 * GIB)),
+    "container, version 2": (
+        {
+            "proc/self/cgroup": "0::/\n",
+            "sys/fs/cgroup/memory.max": f"{GIB}\n",
+            "sys/fs/cgroup/memory.current": f"{500 * MIB}\n",
+            "sys/fs/cgroup/memory.stat": f"anon 7\ninactive_file {200 * MIB}\n",
+        },
+        None,
+        MemoryLimit(GIB, "cgroup v2", 300 * MIB),
+    ),
+    "the job above the own one": (
+        {
+            "proc/self/cgroup": "0::/job/step\n",
+            "sys/fs/cgroup/job/step/memory.max": "max\n",
+            "sys/fs/cgroup/job/memory.max": f"{2 * GIB}\n",
+            "sys/fs/cgroup/job/memory.current": f"{GIB}\n",
+        },
+        None,
+        MemoryLimit(2 * GIB, "cgroup v2", GIB),
+    ),
+    "a path of the host's": (
+        {
+            "proc/self/cgroup": "0::/docker/abc\n",
+            "sys/fs/cgroup/memory.max": f"{3 * GIB}\n",
+        },
+        None,
+        MemoryLimit(3 * GIB, "cgroup v2"),
+    ),
+    "container, version 1": (
+        {
+            "proc/self/cgroup": "3:cpuset:/x\n5:cpu,memory:/job\n0::/\n",
+            "sys/fs/cgroup/memory/job/memory.limit_in_bytes": f"{4 * GIB}\n",
+            "sys/fs/cgroup/memory/job/memory.usage_in_bytes": f"{3 * GIB}\n",
+            "sys/fs/cgroup/memory/job/memory.stat": f"total_inactive_file {GIB}\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n",
+        },
+        None,
+        MemoryLimit(4 * GIB, "cgroup v1", 2 * GIB),
+    ),
+    "version 1 without a limit": (
+        {
+            "proc/self/cgroup": "4:memory:/\n",
+            "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n",
+        },
+        None,
+        MemoryLimit(8 * GIB, "physical memory", 6 * GIB),
+    ),
+    "a limit above the machine's memory": (
+        {"sys/fs/cgroup/memory.max": f"{64 * GIB}\n"},
+        None,
+        MemoryLimit(8 * GIB, "physical memory", 6 * GIB),
+    ),
+    "more cached than used": (
+        {
+            "sys/fs/cgroup/memory.max": f"{GIB}\n",
+            "sys/fs/cgroup/memory.current": "10\n",
+            "sys/fs/cgroup/memory.stat": "inactive_file 11\n",
+        },
+        None,
+        MemoryLimit(GIB, "cgroup v2", 0),
+    ),
+    "ulimit -v": (
+        {"proc/self/status": "Name:\tpython\nVmSize:\t 1048576 kB\n"},
+        2 * GIB,
+        MemoryLimit(2 * GIB, "RLIMIT_AS", GIB),
+    ),
+    "ulimit -v above a container's": (
+        {"sys/fs/cgroup/memory.max": f"{GIB}\n"},
+        2 * GIB,
+        MemoryLimit(GIB, "cgroup v2"),
+    ),
+}
+
+
+@pytest.mark.parametrize("files, space, expected", SYSTEMS.values(), ids=SYSTEMS)
+def test_the_smallest_limit_decides(tmp_path, files, space, expected):
+    assert limit_of(system(tmp_path, files), space=space) == expected
+
+
+def test_all_limits_are_told_the_machine_first(tmp_path):
+    files = {"sys/fs/cgroup/memory.max": f"{GIB}\n"}
+    found = limits.memory_limits(system(tmp_path, files), address_space=lambda: 5)
+    sources = [limit.source for limit in found]
+    assert sources == ["physical memory", "cgroup v2", "RLIMIT_AS"]
+
+
+def test_what_is_free_is_never_below_zero():
+    assert MemoryLimit(10, "cgroup v2", 4).free_bytes == 6
+    assert MemoryLimit(10, "cgroup v2", 14).free_bytes == 0
+    assert MemoryLimit(10, "cgroup v2").free_bytes == 10
+
+
+def test_without_proc_the_system_is_asked(tmp_path):
+    found = memory_limit(tmp_path, address_space=lambda: None, physical=lambda: 7)
+    assert found == MemoryLimit(7, "physical memory")
+
+
+def test_without_proc_and_sysconf_psutil_is_asked(tmp_path, monkeypatch):
+    memory = types.SimpleNamespace(total=9 * MIB)
+    fake = types.SimpleNamespace(virtual_memory=lambda: memory)
+    monkeypatch.setitem(sys.modules, "psutil", fake)
+    monkeypatch.delattr(limits.os, "sysconf", raising=False)
+    assert limit_of(tmp_path).bytes == 9 * MIB
+
+
+@pytest.mark.skipif(sys.platform == "win32", reason="Windows has no `resource`")
+def test_the_address_space_is_this_processes(tmp_path, monkeypatch):
+    import resource
+
+    told = {"soft": resource.RLIM_INFINITY}
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (told["soft"], -1))
+    system(tmp_path, {})
+    assert memory_limit(tmp_path).source == "physical memory"
+    told["soft"] = 3 * GIB
+    assert memory_limit(tmp_path) == MemoryLimit(3 * GIB, "RLIMIT_AS")
+
+
+def test_swap_is_total_and_free_or_unknown(tmp_path):
+    assert limits.swap_bytes(system(tmp_path, {})) is None
+    text = "SwapTotal: 4 kB\nSwapFree: 1 kB\n"
+    assert limits.swap_bytes(system(tmp_path, {"proc/meminfo": text})) == (4096, 1024)
+
+
+def test_a_limit_survives_json():
+    limit = MemoryLimit(3, "cgroup v1", 2)
+    assert MemoryLimit.from_json(limit.to_json()) == limit
