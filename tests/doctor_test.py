@@ -12,6 +12,7 @@ import pytest
 from rich.console import Console
 
 from tfamp import _versions, hardware
+from tfamp._memory_records import MachineMemory, MemoryLimit
 from tfamp.cli import _diagnosis, doctor
 from tfamp.cli._diagnosis import Diagnosis, Finding, Probes, diagnose
 from tfamp.managed import lease
@@ -28,11 +29,18 @@ CPU = Device("cpu", "Old Xeon", memory_bytes=2**34, features=("avx2",))
 AMX_CPU = Device("cpu", "Xeon", features=("amx_bf16", "avx512_bf16"))
 BROKEN_AMX_CPU = Device("cpu", "Xeon", features=("amx_broken", "avx512_bf16"))
 T4 = Device("gpu", "Tesla T4", (7, 5), 15 * 2**30)
+MEMORY = MachineMemory((MemoryLimit(2**34, "physical memory", 2**33),))
 A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
 
 
 def machine(
-    *devices, environ=None, versions=None, nvidia_gpus=0, tf32=True, problems=()
+    *devices,
+    environ=None,
+    versions=None,
+    nvidia_gpus=0,
+    tf32=True,
+    problems=(),
+    memory=MEMORY,
 ):
     """Describes a machine; nothing of the real one is looked at."""
     return Probes(
@@ -43,6 +51,7 @@ def machine(
         hardware=lambda: hardware,
         tensorfloat32=lambda: tf32,
         nvidia_gpus=lambda: nvidia_gpus,
+        memory=lambda environ: memory,
     )
 
 

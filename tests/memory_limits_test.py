@@ -115,6 +115,12 @@ def test_all_limits_are_told_the_machine_first(tmp_path):
     assert sources == ["physical memory", "cgroup v2", "RLIMIT_AS"]
 
 
+def test_version_1_writes_no_limit_as_a_number_that_is_none(tmp_path):
+    files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n"}
+    found = limits.memory_limits(system(tmp_path, files), address_space=lambda: None)
+    assert [limit.source for limit in found] == ["physical memory"]
+
+
 def test_what_is_free_is_never_below_zero():
     assert MemoryLimit(10, "cgroup v2", 4).free_bytes == 6
     assert MemoryLimit(10, "cgroup v2", 14).free_bytes == 0

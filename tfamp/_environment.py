@@ -16,6 +16,9 @@ VARIABLES = {
     "TF_ENABLE_AUTO_MIXED_PRECISION": "1 has TensorFlow lower precision on its own",
     "TF_GPU_ALLOCATOR": "cuda_malloc_async lessens fragmentation of GPU memory",
     "TF_FORCE_GPU_ALLOW_GROWTH": "true takes GPU memory as needed, not all at once",
+    "TF_PER_DEVICE_MEMORY_LIMIT_MB": "caps what TensorFlow takes of each GPU",
+    "TF_GPU_HOST_MEM_LIMIT_IN_MB": "caps pinned memory for copies to GPUs",
+    "XLA_PYTHON_CLIENT_PREALLOCATE": "is read by JAX; TensorFlow does not",
     "TF_DETERMINISTIC_OPS": "1 gives the same result in each run, at some speed",
     "TF_CUDNN_DETERMINISTIC": "1 is the same for cuDNN's convolutions alone",
 }

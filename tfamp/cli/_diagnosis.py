@@ -14,6 +14,7 @@ from typing import Any, Literal, TypeVar
 import tfamp
 from tfamp import _amx, _checks, _versions
 from tfamp._environment import VARIABLES
+from tfamp._memory_records import MachineMemory
 from tfamp.results import Device, Recommendation, Record
 
 T = TypeVar("T")
@@ -65,6 +66,7 @@ class Diagnosis(Record):
         settings: The environment variables and switches that matter.
         recommendation: The policy that suits; None if there are no devices.
         findings: Problems, errors first.
+        memory: What there is, and who holds it; None if TensorFlow does not run.
     """
 
     versions: dict[str, str | None]
@@ -72,6 +74,7 @@ class Diagnosis(Record):
     settings: tuple[Setting, ...]
     recommendation: Recommendation | None
     findings: tuple[Finding, ...]
+    memory: MachineMemory | None = None
 
     @property
     def is_broken(self) -> bool:
@@ -84,6 +87,13 @@ def _hardware() -> Any:
     from tfamp import hardware
 
     return hardware
+
+
+def _allocators() -> Any:
+    # As above.
+    from tfamp.probes import allocators
+
+    return allocators
 
 
 def _tensorfloat32() -> bool:
@@ -117,6 +127,8 @@ class Probes:
         hardware: Gives the module that judges devices.
         tensorfloat32: States whether TensorFlow may round float32 to TF32.
         nvidia_gpus: Gives the number of NVIDIA GPUs in the system.
+        memory: Gives the machine's memory; takes `environ`.
+        allocators: Gives the module that judges it.
     """
 
     environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
@@ -126,6 +138,10 @@ class Probes:
     hardware: Callable[[], Any] = _hardware
     tensorfloat32: Callable[[], bool] = _tensorfloat32
     nvidia_gpus: Callable[[], int] = _nvidia_gpus
+    memory: Callable[..., MachineMemory] = lambda **kwargs: (
+        _allocators().machine_memory(**kwargs)
+    )
+    allocators: Callable[[], Any] = _allocators
 
 
 def diagnose(probes: Probes) -> Diagnosis:
@@ -148,6 +164,7 @@ def diagnose(probes: Probes) -> Diagnosis:
     findings += _policy_findings(probes.environ, hardware, devices, onednn)
     findings += _gpu_findings(probes, devices, tf32)
     findings += _cpu_findings(probes.environ, devices, onednn)
+    memory = _memory(probes, devices, findings) if devices else None
     return Diagnosis(
         versions=versions,
         devices=tuple(
@@ -161,7 +178,26 @@ def diagnose(probes: Probes) -> Diagnosis:
         ),
         # A stable sort: errors first, else in the order they were found.
         findings=tuple(sorted(findings, key=lambda each: each.severity != "error")),
+        memory=memory,
     )
+
+
+def _memory(
+    probes: Probes, devices: tuple[Device, ...], findings: list[Finding]
+) -> MachineMemory | None:
+    """Returns the machine's memory, and notes what could be better about it."""
+    try:
+        memory = probes.memory(environ=probes.environ)
+    except Exception as error:  # a driver, or files of the kernel, that answer oddly
+        message = f"Memory cannot be read: {_checks.first_line(error)}"
+        remedy = "The rest of this report is right without it."
+        findings.append(Finding("advice", message, remedy))
+        return None
+    has_gpu = any(device.kind == "gpu" for device in devices)
+    advice = probes.allocators().advice(memory, probes.environ, has_gpu=has_gpu)
+    for each in advice:
+        findings.append(Finding("advice", each.message, each.remedy))
+    return memory
 
 
 def _attempt(probe: Callable[[], T], findings: list[Finding], fallback: T) -> T:

@@ -1,4 +1,4 @@
-"""`tfamp doctor`: devices, versions, settings, the policy that suits, problems."""
+"""`tfamp doctor`: devices, memory, versions, settings, the policy, problems."""
 
 import contextlib
 import os
@@ -14,12 +14,13 @@ from rich.table import Table
 from rich.text import Text
 
 from tfamp import _amx, _units
+from tfamp._memory_records import GpuMemory, MachineMemory
 from tfamp.cli import _flags
 from tfamp.cli._diagnosis import Diagnosis, Probes, diagnose
 
 _PURPOSE = (
-    "Shows devices, versions and settings, recommends a policy and says why, and\n"
-    "names problems with their remedies. Ends with status 1 if something is broken."
+    "Shows devices, memory, versions and settings, recommends a policy and says why,\n"
+    "and names problems with their remedies. Ends with status 1 if something is broken."
 )
 _SUPPORTED = {
     "python": "3.10 to 3.13",
@@ -68,6 +69,8 @@ def render(diagnosis: Diagnosis, console: Console) -> None:
     """Prints a diagnosis as tables, the problems last, where the eye ends up."""
     console.print(_versions_table(diagnosis))
     console.print(_devices_table(diagnosis))
+    if diagnosis.memory is not None:
+        console.print(_memory_table(diagnosis.memory))
     console.print(_settings_table(diagnosis))
     if diagnosis.recommendation is not None:
         line = Text("Recommended policy: ", style="bold")
@@ -130,6 +133,42 @@ def _devices_table(diagnosis: Diagnosis) -> Table:
     if not diagnosis.devices:
         table.add_row("none", "TensorFlow does not run here")
     return table
+
+
+def _memory_table(memory: MachineMemory) -> Table:
+    table = _table("Memory", "Of", "Size", "Free", "Held by")
+    for gpu in memory.gpus:
+        place = f"GPU:{gpu.index}"
+        if gpu.mig_slice:
+            place += f" (MIG {gpu.mig_slice})"
+        table.add_row(
+            place, _size(gpu.total_bytes), _size(gpu.free_bytes), Text(_holders(gpu))
+        )
+    for limit in memory.limits:
+        first = "sets the limit" if limit == memory.limit else ""
+        free = None if limit.used_bytes is None else limit.free_bytes
+        table.add_row(f"CPU, {limit.source}", _size(limit.bytes), _size(free), first)
+    if memory.swap_bytes:
+        free = memory.swap_free_bytes
+        table.add_row("swap", _size(memory.swap_bytes), _size(free), "")
+    return table
+
+
+def _size(num_bytes: int | None) -> str:
+    return "" if num_bytes is None else _units.format_bytes(num_bytes)
+
+
+def _holders(gpu: GpuMemory) -> str:
+    """Returns who holds memory of a GPU, and how this process takes it."""
+    parts = []
+    for holder in gpu.holders:
+        name = "this process" if holder.is_own else holder.name or "a process"
+        parts.append(f"{name} (pid {holder.pid}) {_size(holder.bytes)}".strip())
+    if gpu.limit_bytes is not None:
+        parts.append(f"at most {_size(gpu.limit_bytes)} for this process")
+    if gpu.growth:
+        parts.append("taken as needed (memory growth)")
+    return ", ".join(parts) or "nobody to be seen"
 
 
 def _settings_table(diagnosis: Diagnosis) -> Table:

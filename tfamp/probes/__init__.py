@@ -1,6 +1,7 @@
 """Reads what a process and its GPUs use: memory, load, power."""
 
-from tfamp.probes.limits import MemoryLimit as MemoryLimit
+from tfamp._memory_records import MemoryLimit as MemoryLimit
+from tfamp.probes.allocators import machine_memory as machine_memory
 from tfamp.probes.limits import memory_limit as memory_limit
 from tfamp.probes.memory import device_peak_bytes as device_peak_bytes
 from tfamp.probes.memory import peak_process_bytes as peak_process_bytes

@@ -4,13 +4,12 @@ A container sees the machine's whole memory and is killed at its cgroup's limit,
 smallest of all limits decides.
 """
 
-import dataclasses
 import os
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 from tfamp import _checks
-from tfamp.results import Record
+from tfamp._memory_records import MemoryLimit
 
 _ROOT = Path("/")
 # Version -> its mount, the files of limit and use, and the line of memory.stat with
@@ -27,28 +26,6 @@ _CGROUPS = {
 }
 PHYSICAL = "physical memory"
 ADDRESS_SPACE = "RLIMIT_AS"
-
-
-@dataclasses.dataclass(frozen=True)
-class MemoryLimit(Record):
-    """The most memory there is to take, and who says so.
-
-    Args:
-        bytes: The limit.
-        source: "physical memory", "cgroup v2" or "cgroup v1" (a container's limit), or
-            "RLIMIT_AS" (`ulimit -v`, which counts reserved addresses and not memory).
-        used_bytes: What counts against it now, of all processes that share it; cached
-            files, which the system gives up on demand, are left out. None if unknown.
-    """
-
-    bytes: int
-    source: str
-    used_bytes: int | None = None
-
-    @property
-    def free_bytes(self) -> int:
-        """What is left now; all of it where the use is not known."""
-        return max(0, self.bytes - (self.used_bytes or 0))
 
 
 def memory_limit(

@@ -134,11 +134,19 @@ class Nvml:
             for index, (part, whole) in self._handles.items()
         )
 
+    @property
+    def handles(self) -> dict[int, tuple[Any, Any]]:
+        """Number in TensorFlow -> NVML's handle of what it computes on, of the GPU.
+
+        The two differ on a MIG slice.
+        """
+        return dict(self._handles)
+
     def close(self) -> None:
         """Lets NVML go; a second time does nothing."""
         if self._is_open:
             self._is_open = False
-            self._ask("nvmlShutdown")
+            self.ask("nvmlShutdown")
 
     def __enter__(self) -> "Nvml":
         """Returns itself."""
@@ -156,15 +164,15 @@ class Nvml:
             part: What TensorFlow computes on: a GPU, or a MIG slice of one.
             whole: The GPU itself.
         """
-        name = _text(self._ask("nvmlDeviceGetName", part) or "GPU")
+        name = _text(self.ask("nvmlDeviceGetName", part) or "GPU")
         found = _MIG.search(name)
         sliced = found.group(1) if found else None
         if part is not whole and sliced is None:
             sliced = "MIG"
-        memory = self._ask("nvmlDeviceGetMemoryInfo", part)
-        load = self._ask("nvmlDeviceGetUtilizationRates", part)
+        memory = self.ask("nvmlDeviceGetMemoryInfo", part)
+        load = self.ask("nvmlDeviceGetUtilizationRates", part)
         sensor = getattr(self._pynvml, "NVML_TEMPERATURE_GPU", 0)
-        milliwatts = self._ask("nvmlDeviceGetPowerUsage", whole)
+        milliwatts = self.ask("nvmlDeviceGetPowerUsage", whole)
         watts = None if milliwatts is None else milliwatts / 1000
         energy, source = self._energy(index, whole, watts)
         return GpuReading(
@@ -175,7 +183,7 @@ class Nvml:
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
             temperature_celsius=_number(
-                self._ask("nvmlDeviceGetTemperature", whole, sensor)
+                self.ask("nvmlDeviceGetTemperature", whole, sensor)
             ),
             power_watts=watts,
             energy_joules=energy,
@@ -187,7 +195,7 @@ class Nvml:
     ) -> tuple[float | None, str | None]:
         """Returns joules and where they come from."""
         if index not in self._summed:
-            millijoules = self._ask("nvmlDeviceGetTotalEnergyConsumption", whole)
+            millijoules = self.ask("nvmlDeviceGetTotalEnergyConsumption", whole)
             if millijoules is not None:
                 return millijoules / 1000, "counter"
         if watts is None:
@@ -195,8 +203,8 @@ class Nvml:
         summed = self._summed.setdefault(index, _Summed())
         return summed.add(self._clock(), watts), "power"
 
-    def _ask(self, name: str, *arguments: Any) -> Any:
-        """Returns the answer to a query, None where there is none.
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Returns the answer to a query of the library, None where there is none.
 
         Under MIG, in containers and on consumer GPUs single queries are refused; old
         versions of the library lack some.

@@ -1,0 +1,347 @@
+"""Memory of a machine and its GPUs, who holds it, and what to change about it."""
+
+import types
+
+import pytest
+
+from tests.doctor_test import CPU, T4, machine, text_of
+from tests.probes_test import Driver, Gpu, NVMLError
+from tfamp._memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.cli._diagnosis import Finding, diagnose
+from tfamp.probes.allocators import ALLOCATORS, advice, machine_memory
+
+MIB, GIB = 2**20, 2**30
+OWN = 42
+
+
+class Occupied(Driver):
+    """A driver that tells processes: of a GPU's figures `compute` and `graphics`."""
+
+    names = {7: b"/usr/bin/python3 train.py", OWN: "/opt/python"}
+
+    def nvmlDeviceGetComputeRunningProcesses(self, gpu):
+        return self.processes(gpu, "compute")
+
+    def nvmlDeviceGetGraphicsRunningProcesses(self, gpu):
+        return self.processes(gpu, "graphics")
+
+    def nvmlDeviceGetMigMode(self, gpu):
+        return self.figure(gpu, "mig")
+
+    def nvmlSystemGetProcessName(self, pid):
+        if pid not in self.names:
+            raise NVMLError("Not Found")
+        return self.names[pid]
+
+    def processes(self, gpu, kind):
+        rows = self.figure(gpu, kind)
+        return [types.SimpleNamespace(pid=p, usedGpuMemory=b) for p, b in rows]
+
+
+class Config:
+    """Stands for `tf.config` with GPUs: number -> (growth, limits of its parts)."""
+
+    def __init__(self, gpus):
+        self.gpus = gpus
+        self.experimental = self
+
+    def list_physical_devices(self, kind):
+        names = (f"/physical_device:{kind}:{number}" for number in self.gpus)
+        return [types.SimpleNamespace(name=name) for name in names]
+
+    def get_memory_growth(self, gpu):
+        growth = self.gpus[int(gpu.name[-1])][0]
+        if growth is None:
+            raise ValueError("not initialized")
+        return growth
+
+    def get_logical_device_configuration(self, gpu):
+        parts = self.gpus[int(gpu.name[-1])][1]
+        return parts and [types.SimpleNamespace(memory_limit=part) for part in parts]
+
+
+def gpus_of(driver, root, *, seen=((0, ""),), config=None, **environ):
+    """GPUs of a described machine, as this process with number `OWN` sees them."""
+    memory = machine_memory(
+        driver,
+        gpus=seen,
+        environ=environ,
+        root=root,
+        own_pid=OWN,
+        config=config or Config({}),
+    )
+    assert driver.open == 0
+    return memory.gpus
+
+
+def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path):
+    (tmp_path / "proc/8").mkdir(parents=True)
+    (tmp_path / "proc/8/comm").write_text("Xorg\n")
+    gpu = Gpu(
+        "Tesla T4",
+        "GPU-t",
+        memory=(9 * GIB, 15 * GIB),
+        mig=(0, 0),
+        compute=((OWN, 2 * GIB), (7, 6 * GIB), (9, None)),
+        graphics=((8, GIB), (7, 6 * GIB)),
+    )
+    config = Config({0: (True, (1024, 2048))})
+    (told,) = gpus_of(Occupied(gpu), tmp_path, config=config)
+    assert told == GpuMemory(
+        0,
+        "Tesla T4",
+        15 * GIB,
+        9 * GIB,
+        is_mig=False,
+        holders=(
+            Holder(7, "python3", 6 * GIB),
+            Holder(OWN, "python", 2 * GIB, is_own=True),
+            Holder(8, "Xorg", GIB),
+            Holder(9, "", None),
+        ),
+        growth=True,
+        limit_bytes=3 * GIB,
+    )
+    assert told.free_bytes == 6 * GIB
+    assert [holder.pid for holder in told.others] == [7, 8, 9]
+    assert GpuMemory.from_json(told.to_json()) == told
+
+
+def test_what_a_driver_refuses_is_unknown(tmp_path):
+    (told,) = gpus_of(Driver(Gpu("T4", "GPU-t")), tmp_path)
+    assert told == GpuMemory(0, "T4")
+    assert told.free_bytes is None
+    assert told.unseen_bytes == 0
+
+
+def test_a_slice_is_told_with_its_own_memory_and_processes(tmp_path):
+    part = Gpu(
+        "A100 MIG 1g.5gb", "MIG-1", memory=(GIB, 5 * GIB), compute=((7, 512 * MIB),)
+    )
+    whole = Gpu("A100", "GPU-a", slices=(part,), memory=(9, 9), mig=(1, 1))
+    (told,) = gpus_of(Occupied(whole), tmp_path)
+    assert (told.is_mig, told.mig_slice) == (True, "1g.5gb")
+    assert (told.total_bytes, told.used_bytes) == (5 * GIB, GIB)
+    assert told.holders == (Holder(7, "python3", 512 * MIB),)
+
+
+TAKING = {
+    "undecided": ((None, None), (None, None)),
+    "all at once": ((False, None), (False, None)),
+    "parts, one unlimited": ((True, (1024, None)), (True, None)),
+}
+
+
+@pytest.mark.parametrize("settings, expected", TAKING.values(), ids=TAKING)
+def test_growth_and_limits_are_those_of_this_process(tmp_path, settings, expected):
+    driver = Driver(Gpu("a", "GPU-a"), Gpu("b", "GPU-b"))
+    config = Config({0: (True, (1,)), 1: settings})
+    (told,) = gpus_of(driver, tmp_path, seen=[(1, "")], config=config)
+    assert (told.index, told.growth, told.limit_bytes) == (1, *expected)
+
+
+def test_without_nvml_there_is_the_cpu(tmp_path):
+    (tmp_path / "proc").mkdir()
+    text = "MemTotal: 1024 kB\nMemAvailable: 1 kB\nSwapTotal: 4 kB\nSwapFree: 3 kB\n"
+    (tmp_path / "proc/meminfo").write_text(text)
+    memory = machine_memory(Driver(is_dead=True), gpus=[(0, "")], root=tmp_path)
+    assert memory.gpus == ()
+    assert memory.limits[0] == MemoryLimit(MIB, "physical memory", 1023 * 1024)
+    assert (memory.swap_bytes, memory.swap_free_bytes) == (4096, 3072)
+
+
+def gpu(used=0, *, total=16 * GIB, **facts):
+    return MachineMemory(gpus=(GpuMemory(0, "GPU", total, used, **facts),))
+
+
+def cpu(*limits):
+    physical = MemoryLimit(16 * GIB, "physical memory", 2 * GIB)
+    return MachineMemory((physical, *limits))
+
+
+GPU = gpu()
+# Memory, environment, message, remedy.
+PROBLEMS = {
+    "another process": (
+        gpu(
+            15 * GIB,
+            holders=(Holder(123, "python", 14 * GIB), Holder(OWN, "x", GIB, True)),
+        ),
+        {},
+        "Another process (pid 123, python) holds 14.0 GiB of 16.0 GiB on GPU:0.",
+        "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
+        "share it, set TF_FORCE_GPU_ALLOW_GROWTH=true for both.",
+    ),
+    "a process without a name": (
+        gpu(GIB, holders=(Holder(5, "", GIB),)),
+        {},
+        "Another process (pid 5) holds 1.0 GiB of 16.0 GiB on GPU:0.",
+        "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
+        "share it, set TF_FORCE_GPU_ALLOW_GROWTH=true for both.",
+    ),
+    "another container": (
+        gpu(8 * GIB),
+        {},
+        "8.0 GiB of 16.0 GiB on GPU:0 are held by processes that cannot be seen from "
+        "here, such as those of another container.",
+        "Look with `nvidia-smi` on the host, or choose another GPU by "
+        "CUDA_VISIBLE_DEVICES.",
+    ),
+    "MIG without a slice": (
+        gpu(is_mig=True),
+        {},
+        "GPU:0 is cut by MIG, but has no slice to compute on.",
+        "Make one with `nvidia-smi mig -cgi <profile> -C`, or turn MIG off with "
+        "`nvidia-smi -mig 0`.",
+    ),
+    "a limit beyond the GPU": (
+        gpu(limit_bytes=20 * GIB),
+        {},
+        "This process may take 20.0 GiB on GPU:0, which has 16.0 GiB.",
+        "Lower the `memory_limit` of its logical devices.",
+    ),
+    "unknown allocator": (
+        GPU,
+        {"TF_GPU_ALLOCATOR": "cuda_async"},
+        "TF_GPU_ALLOCATOR is 'cuda_async', which TensorFlow does not know and ignores.",
+        "Set TF_GPU_ALLOCATOR=cuda_malloc_async, or unset it.",
+    ),
+    "allocator for finding errors": (
+        GPU,
+        {"TF_GPU_ALLOCATOR": "memory_guard"},
+        "TF_GPU_ALLOCATOR is 'memory_guard', which is slow and meant for finding "
+        "errors in TensorFlow.",
+        "Set TF_GPU_ALLOCATOR=cuda_malloc_async, or unset it.",
+    ),
+    "growth that is not understood": (
+        GPU,
+        {"TF_FORCE_GPU_ALLOW_GROWTH": "1"},
+        "TF_FORCE_GPU_ALLOW_GROWTH is '1', which TensorFlow ignores: it takes only "
+        "'true' and 'false'.",
+        "Set TF_FORCE_GPU_ALLOW_GROWTH=true.",
+    ),
+    "a variable of JAX's": (
+        GPU,
+        {"XLA_PYTHON_CLIENT_PREALLOCATE": "false"},
+        "XLA_PYTHON_CLIENT_PREALLOCATE is 'false', which JAX reads and TensorFlow does "
+        "not.",
+        "Set TF_FORCE_GPU_ALLOW_GROWTH=true to have TensorFlow take GPU memory as "
+        "needed.",
+    ),
+    "a limit that is no number": (
+        GPU,
+        {"TF_GPU_HOST_MEM_LIMIT_IN_MB": "8GB"},
+        "TF_GPU_HOST_MEM_LIMIT_IN_MB is '8GB'; expected a whole number of MiB.",
+        "Set another number, as in TF_GPU_HOST_MEM_LIMIT_IN_MB=8192, or unset it.",
+    ),
+    "ulimit -v": (
+        cpu(MemoryLimit(8 * GIB, "RLIMIT_AS")),
+        {},
+        "RLIMIT_AS lets this process reserve 8.0 GiB of addresses. TensorFlow reserves "
+        "many more than it uses, and ends with `std::bad_alloc` at the limit.",
+        "Run `ulimit -v unlimited`, and bound the memory by a cgroup.",
+    ),
+    "a container that is full": (
+        cpu(MemoryLimit(4 * GIB, "cgroup v2", 4 * GIB - 100 * MIB)),
+        {},
+        "100 MiB of 4.0 GiB (cgroup v2) is free.",
+        "End other processes, or raise the container's limit.",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "memory, environ, message, remedy", PROBLEMS.values(), ids=PROBLEMS
+)
+def test_each_problem_is_told_with_its_remedy(memory, environ, message, remedy):
+    assert advice(memory, environ) == ((message, remedy),)
+
+
+HARMLESS = {
+    "an idle GPU": (GPU, {}),
+    "what the driver takes": (gpu(GIB), {}),
+    "this process": (gpu(15 * GIB, holders=(Holder(1, "x", 15 * GIB, True),)), {}),
+    "a small process": (gpu(GIB, holders=(Holder(1, "Xorg", 100 * MIB),)), {}),
+    "a process of unknown size": (gpu(15 * GIB, holders=(Holder(1, "x"),)), {}),
+    "a slice": (gpu(is_mig=True, mig_slice="1g.5gb"), {}),
+    "nothing told": (gpu(total=None, used=None, is_mig=True), {}),
+    "the allocator for training": (GPU, {"TF_GPU_ALLOCATOR": ALLOCATORS[-1]}),
+    "growth": (
+        GPU,
+        {"TF_FORCE_GPU_ALLOW_GROWTH": "true", "XLA_PYTHON_CLIENT_PREALLOCATE": "0"},
+    ),
+    "numbers": (GPU, {"TF_PER_DEVICE_MEMORY_LIMIT_MB": "4096"}),
+    "GPU settings on a CPU": (
+        cpu(),
+        {"TF_GPU_ALLOCATOR": "x", "TF_FORCE_GPU_ALLOW_GROWTH": "1"},
+    ),
+    "a container with room": (cpu(MemoryLimit(4 * GIB, "cgroup v2", GIB)), {}),
+    "more addresses than memory": (cpu(MemoryLimit(64 * GIB, "RLIMIT_AS", 1)), {}),
+}
+
+
+@pytest.mark.parametrize("memory, environ", HARMLESS.values(), ids=HARMLESS)
+def test_what_does_no_harm_is_not_told(memory, environ):
+    assert advice(memory, environ) == ()
+
+
+def test_settings_of_gpus_are_judged_where_nvml_is_missing():
+    environ = {"TF_GPU_ALLOCATOR": "x"}
+    assert len(advice(cpu(), environ, has_gpu=True)) == 1
+
+
+def test_the_doctor_shows_memory_and_judges_it():
+    holders = (Holder(123, "python", 14 * GIB), Holder(OWN, "x", GIB, is_own=True))
+    row = GpuMemory(
+        0,
+        "T4",
+        16 * GIB,
+        15 * GIB,
+        mig_slice="1g.5gb",
+        holders=holders,
+        growth=True,
+        limit_bytes=2 * GIB,
+    )
+    limits = (
+        MemoryLimit(16 * GIB, "physical memory", 4 * GIB),
+        MemoryLimit(3 * GIB, "cgroup v2", GIB),
+    )
+    memory = MachineMemory(limits, (row,), 5 * GIB, 4 * GIB)
+    diagnosis = diagnose(machine(T4, CPU, memory=memory))
+    assert diagnosis.memory == memory
+    assert [finding.severity for finding in diagnosis.findings] == ["advice"]
+    assert "pid 123, python" in diagnosis.findings[0].message
+    lines = [" ".join(line.split()) for line in text_of(diagnosis, 200).splitlines()]
+    for expected in (
+        "GPU:0 (MIG 1g.5gb) 16.0 GiB 1.0 GiB python (pid 123) 14.0 GiB, this process "
+        "(pid 42) 1.0 GiB, at most 2.0 GiB for this process, taken as needed (memory "
+        "growth)",
+        "CPU, physical memory 16.0 GiB 12.0 GiB",
+        "CPU, cgroup v2 3.0 GiB 2.0 GiB sets the limit",
+        "swap 5.0 GiB 4.0 GiB",
+    ):
+        assert expected in lines
+
+
+def test_the_doctor_says_nothing_of_gpu_settings_on_a_cpu():
+    environ = {"TF_GPU_ALLOCATOR": "x"}
+    assert diagnose(machine(CPU, environ=environ)).findings == ()
+    (finding,) = diagnose(machine(T4, environ=environ)).findings
+    assert finding.message.startswith("TF_GPU_ALLOCATOR is 'x'")
+
+
+def test_the_doctor_outlives_memory_that_cannot_be_read():
+    def fail(environ):
+        raise OSError("no such file\nand more")
+
+    probes = machine(CPU)
+    object.__setattr__(probes, "memory", fail)
+    diagnosis = diagnose(probes)
+    assert diagnosis.memory is None
+    assert diagnosis.findings == (
+        Finding(
+            "advice",
+            "Memory cannot be read: no such file",
+            "The rest of this report is right without it.",
+        ),
+    )
