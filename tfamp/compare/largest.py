@@ -1,6 +1,7 @@
 """The largest batch whose training step fits, by trials in processes of their own."""
 
 import json
+import math
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
@@ -46,14 +47,39 @@ def largest(fits: Callable[[int], bool], start: int) -> int | None:
             size //= 2
             if size < 1:
                 return None
-    while bad - good > max(1, _PRECISION * good):
+    return narrowed(fits, good, bad)
+
+
+def narrowed(
+    fits: Callable[[int], bool], good: int, bad: int, *, multiple: int = 1
+) -> int:
+    """Returns about the largest size that fits, between one that does and one not.
+
+    Args:
+        fits: Tries a size.
+        good: A size that fits.
+        bad: A larger one that does not.
+        multiple: What sizes are multiples of.
+
+    Example:
+        >>> narrowed(lambda size: size <= 1000, 512, 1024)
+        960
+        >>> narrowed(lambda size: size <= 1000, 510, 1020, multiple=3)
+        936
+    """
+    while bad - good > max(multiple, _PRECISION * good):
         middle = (good + bad) // 2
         # Tensor cores and vector units like multiples of 8.
-        middle = middle - middle % 8 if middle - middle % 8 > good else middle
-        if fits(middle):
-            good = middle
+        for unit in (math.lcm(8, multiple), multiple):
+            rounded = middle - middle % unit
+            if rounded > good:
+                break
         else:
-            bad = middle
+            return good
+        if fits(rounded):
+            good = rounded
+        else:
+            bad = rounded
     return good
 
 
