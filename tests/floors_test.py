@@ -61,6 +61,8 @@ FLOOR_OF: dict[str, float] = {
 # Between the floors: records that the probes and the command line both know, the
 # latter without TensorFlow.
 FLOOR_OF["_memory_records"] = 0.5
+# What stands around runs asks the probes, and the loss scale's care for `fit` asks it.
+FLOOR_OF["runs"] = 1.5
 # May import one another; "policy" and "assignment" stand for the whole of floor 4.
 FLOORS_WITH_SIBLINGS = {4, 11}
 FOLDERS_WITH_SIBLINGS = {
@@ -79,6 +81,7 @@ FOLDERS_WITH_SIBLINGS = {
     "profiles",
     "report",
     "rules",
+    "runs",
     "snapshots",
     "training",
 }

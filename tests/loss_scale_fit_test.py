@@ -251,7 +251,7 @@ def test_hooks_go_with_the_last_optimizer():
     gc.collect()
     assert FIT_HOOKS.installed == ()
     optimizer = OURS(keras.optimizers.SGD())
-    assert len(FIT_HOOKS.installed) == 3
+    assert len(FIT_HOOKS.installed) == 5
     del optimizer
     gc.collect()
     assert FIT_HOOKS.installed == ()

@@ -1,8 +1,9 @@
-"""Hooks around training: the step that is traced, the function, and `fit` itself.
+"""Hooks around training and other runs: the traced step, its function, `fit` itself.
 
 Relies on: `TensorFlowTrainer._make_function` making the training function out of
-`train_step`; `fit` and `train_on_batch` of that class running it; `_symbolic_build`
-building model, losses and optimizer from one batch.
+`train_step`; `fit` and `train_on_batch` of that class running it; `evaluate` and
+`predict` being methods of that class too; `_symbolic_build` building model, losses
+and optimizer from one batch.
 """
 
 import contextlib
@@ -22,8 +23,11 @@ def patches(
     around_function: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
     around_fit: Callable[[keras.Model, Any], contextlib.AbstractContextManager[Any]],
     around_batch: Callable[[keras.Model], contextlib.AbstractContextManager[Any]],
+    around_run: Callable[
+        [keras.Model, str, dict[str, Any]], contextlib.AbstractContextManager[Any]
+    ],
 ) -> list[Patch]:
-    """Returns the patches on a model's training.
+    """Returns the patches on a model's training, evaluation and prediction.
 
     Args:
         around_step: Takes a model and its `train_step`, returns what is traced.
@@ -32,6 +36,8 @@ def patches(
         around_fit: Takes a model and the argument `callbacks` of `fit`; gives a
             context in which it runs, whose value are the callbacks to use.
         around_batch: Takes a model; gives a context for `train_on_batch`.
+        around_run: Takes a model, "fit", "evaluate" or "predict", and the arguments
+            by name; gives a context around all of it.
     """
 
     def wrap_make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -50,11 +56,25 @@ def patches(
         @like(original)
         def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
             bound = signature.bind(self, *args, **kwargs)
-            with around_fit(self, bound.arguments.get("callbacks")) as callbacks:
+            with (
+                around_run(self, "fit", bound.arguments),
+                around_fit(self, bound.arguments.get("callbacks")) as callbacks,
+            ):
                 bound.arguments["callbacks"] = callbacks
                 return original(*bound.args, **bound.kwargs)
 
         return fit
+
+    def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @like(original)
+        def run(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(self, *args, **kwargs)
+            with around_run(self, original.__name__, bound.arguments):
+                return original(*bound.args, **bound.kwargs)
+
+        return run
 
     def wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
@@ -67,6 +87,8 @@ def patches(
     return [
         Patch(TensorFlowTrainer, "_make_function", wrap_make),
         Patch(TensorFlowTrainer, "fit", wrap_fit),
+        Patch(TensorFlowTrainer, "evaluate", wrap_run),
+        Patch(TensorFlowTrainer, "predict", wrap_run),
         Patch(TensorFlowTrainer, "train_on_batch", wrap_batch),
     ]
 

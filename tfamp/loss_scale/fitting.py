@@ -18,6 +18,7 @@ from tfamp.keras_hooks import fitting
 from tfamp.keras_hooks.optimizers import in_xla, variables_written
 from tfamp.loss_scale import errors
 from tfamp.loss_scale.branches import either, stop_if_due, where_replicas_are_one
+from tfamp.runs.caring import around_run
 
 # Under XLA no error can be raised in the graph, so the counter is read every so
 # many calls; each reading waits for the device.
@@ -198,5 +199,5 @@ def _our_errors(model: keras.Model) -> Iterator[None]:
 
 
 FIT_HOOKS = HeldPatches(
-    fitting.patches(_guarded, _watched, _fit_with_care, _our_errors)
+    fitting.patches(_guarded, _watched, _fit_with_care, _our_errors, around_run)
 )

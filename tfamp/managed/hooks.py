@@ -56,8 +56,9 @@ _LOCK = threading.RLock()
 
 
 def hold(lease: Lease) -> None:
-    """Keeps the hooks on calls installed for as long as `lease` lives."""
+    """Keeps the hooks on calls and runs installed for as long as `lease` lives."""
     _RUNNING.hold(lease)
+    FIT_HOOKS.hold(lease)
     WORKER_HOOKS.hold(lease)
 
 

@@ -1,0 +1,1 @@
+"""What stands around `fit`, `evaluate` and `predict` of a managed model."""
