@@ -501,6 +501,20 @@ def test_optimizer_epsilon_is_about_weights_in_half_precision():
     assert places(wide, "optimizer-epsilon") == []
 
 
+def test_rounded_and_lost_updates_are_about_weights_in_half_precision():
+    # More of them, and what stock Keras computes, in tests/half_optimizer_lint_test.py.
+    def adam():
+        return keras.optimizers.AdamW(2.0**-6, weight_decay=2.0**-6)
+
+    with stock("bfloat16"):
+        low = sequential(L.Dense(8, name="low"), head(), optimizer=adam())
+    with stock("mixed_bfloat16"):
+        mixed = sequential(L.Dense(8), head(), optimizer=adam())
+    assert places(low, "rounded-momentum") == [("error", "low")]
+    assert places(low, "lost-updates") == [("warning", "low")]
+    assert places(mixed, "rounded-momentum") == places(mixed, "lost-updates") == []
+
+
 # Epsilon -> steps of two weights whose gradients are 0 and 1e-3, at a rate of 1e-3.
 STEPS = {1e-8: [np.nan, np.inf], 1e-7: [0.0, 0.5]}
 

@@ -1,5 +1,6 @@
 """Rules on constants that a format cannot hold: too small or too large."""
 
+import itertools
 import math
 from collections.abc import Iterator
 from typing import Any
@@ -18,6 +19,8 @@ _TOLD_ELSEWHERE = (keras.layers.UnitNormalization, keras.layers.Dot)
 # Where a divisor or an argument of a logarithm stands.
 _DIVIDING = {"RealDiv": 1, "Div": 1, "DivNoNan": 1, "Rsqrt": 0, "Log": 0, "Inv": 0}
 _DIVIDING |= {"Reciprocal": 0, "Pow": 0, "Log1p": 0}
+# Of optimizers; the second is Adafactor's and added to a square.
+_EPSILONS = ("epsilon", "epsilon_1")
 _BEFORE_DIVIDING = frozenset(("Sqrt", "Identity", "Reshape", "ExpandDims", "Cast"))
 
 
@@ -94,8 +97,12 @@ def _written_epsilon(layer: Any) -> float | None:
 
 def _safe_epsilon(dtype: str) -> float:
     """Returns an epsilon with all digits of a format, rounded up to a power of 10."""
-    smallest = formats.FORMATS[dtype].smallest_normal
-    return float(10.0 ** np.ceil(np.log10(smallest)))
+    return _round_up(formats.FORMATS[dtype].smallest_normal)
+
+
+def _round_up(value: float) -> float:
+    """Returns the next power of 10."""
+    return float(10.0 ** np.ceil(np.log10(value)))
 
 
 @rule("optimizer-epsilon", needs=("optimizer",))
@@ -103,10 +110,10 @@ def optimizer_epsilon(subject: Subject) -> Iterator[Found]:
     """Epsilons of optimizers that are too small for the dtype of the weights."""
     for optimizer in subject.optimizers:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
-        epsilon = getattr(inner, "epsilon", None)
-        if not isinstance(epsilon, (int, float)) or epsilon <= 0:
-            continue
-        for dtype in HALF:
+        for name, dtype in itertools.product(_EPSILONS, HALF):
+            epsilon = getattr(inner, name, None)
+            if not isinstance(epsilon, (int, float)) or epsilon <= 0:
+                continue
             smallest = formats.FORMATS[dtype].smallest_subnormal
             layers = [
                 part.path
@@ -115,18 +122,20 @@ def optimizer_epsilon(subject: Subject) -> Iterator[Found]:
             ]
             # Below its root the square of a gradient is 0, and epsilon alone divides.
             least = math.sqrt(smallest)
-            if not layers or epsilon >= least:
+            is_square = name != "epsilon"
+            if not layers or epsilon >= (smallest if is_square else least):
                 continue
             vanishes = epsilon <= smallest / 2
+            safe = least**2 if is_square else least
             yield Found(
                 "error" if vanishes else "warning",
-                f"The epsilon {epsilon:g} of {inner.name!r} "
+                f"The {name} {epsilon:g} of {inner.name!r} "
                 + (f"is 0 in {dtype}" if vanishes else f"is small in {dtype}")
                 + f", in which {len(layers)} layers store their weights: the squares "
                 f"of gradients below {least:.1e} are 0 there, and the update is "
                 + ("0 / 0 or inf." if vanishes else "divided by epsilon alone."),
                 f"Use the policy 'mixed_{dtype}', which keeps weights and moments in "
-                "float32.",
+                f"float32, or pass `{name}={_round_up(safe):.0e}`.",
                 layers[0],
                 epsilon,
                 {"dtype": dtype, "num_layers": len(layers)},

@@ -22,6 +22,7 @@ from tfamp.numerics.linting.policies import half_weights, late_policy
 from tfamp.numerics.linting.reductions import long_reduction
 from tfamp.numerics.linting.rule import LintRule
 from tfamp.numerics.linting.scaling import unscaled_float16, unscaled_train_step
+from tfamp.numerics.linting.updates import lost_updates, rounded_momentum
 
 RULES: tuple[LintRule, ...] = (
     half_head,
@@ -31,6 +32,8 @@ RULES: tuple[LintRule, ...] = (
     unscaled_train_step,
     half_weights,
     optimizer_epsilon,
+    rounded_momentum,
+    lost_updates,
     vanishing_epsilon,
     constant_range,
     long_reduction,
