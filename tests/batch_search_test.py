@@ -281,6 +281,12 @@ CGROUP = {
 LIMITS = {
     "what is free": (None, {}, None, MemoryLimit(8 * GIB, "physical memory", 6 * GIB)),
     "a container": (None, CGROUP, None, MemoryLimit(2 * GIB, "cgroup v2", GIB)),
+    "a larger one, fuller": (
+        None,
+        {"sys/fs/cgroup/memory.max": f"{4 * GIB}\n"},
+        None,
+        MemoryLimit(8 * GIB, "physical memory", 6 * GIB),
+    ),
     "the caller's": (GIB // 2, CGROUP, None, MemoryLimit(GIB // 2, "max_memory_bytes")),
     "too much asked": (9 * GIB, CGROUP, None, MemoryLimit(2 * GIB, "cgroup v2", GIB)),
     "addresses": (

@@ -46,6 +46,5 @@ def splits(largest: int, target: int, *, replicas: int = 1) -> tuple[Split, ...]
     aligned = [split for split in exact if split.batch_size % 8 == 0]
     found = [*aligned[:1], *exact[:1]]
     nearest = max(1, round(target / fewest / replicas)) * replicas
-    found.append(Split(nearest if nearest <= largest else nearest - replicas, fewest))
-    found.append(Split(largest, fewest))
-    return tuple(dict.fromkeys(split for split in found if split.batch_size > 0))
+    found += [Split(nearest, fewest), Split(largest, fewest)]
+    return tuple(dict.fromkeys(found))

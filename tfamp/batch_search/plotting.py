@@ -76,10 +76,22 @@ def _draw_memory(axes: Any, found: Any) -> None:
     )
     fitting = [(size, peak) for size, peak, fits in known if fits]
     axes.plot(*zip(*fitting, strict=True), color=_BLUE, marker="o", label="peak memory")
-    # A trial that was ended had no peak yet: it stands at the limit.
     allowed = found.allowed_bytes
-    peaks = [peak for _, peak in fitting]
-    highest = max(peaks) if allowed is None else allowed / _GIB
+    highest = max(peak for _, peak in fitting)
+    is_over = any(trial.outcome == "over the limit" for trial in found.trials)
+    # A limit far above all that was held would press the curve flat.
+    if allowed is not None and (is_over or allowed / _GIB < 4 * highest):
+        highest = allowed / _GIB
+        axes.axhline(
+            found.limit.free_bytes / _GIB,
+            color=_RED,
+            linestyle=":",
+            label=f"limit: {found.limit.source}",
+        )
+        axes.axhline(
+            highest, color=_RED, linestyle="--", label=f"less {found.margin:.0%} margin"
+        )
+    # A trial that was ended had no peak yet: it stands at the limit.
     failed = sorted({trial.batch_size for trial in found.trials if not trial.fits})
     if failed:
         axes.plot(
@@ -89,18 +101,5 @@ def _draw_memory(axes: Any, found: Any) -> None:
             marker="x",
             linestyle="",
             label="does not fit",
-        )
-    # A limit far above all that was held would press the curve flat.
-    if found.limit is not None and (
-        failed or found.limit.free_bytes / _GIB < 4 * max(peaks)
-    ):
-        axes.axhline(
-            found.limit.free_bytes / _GIB,
-            color=_RED,
-            linestyle=":",
-            label=f"limit: {found.limit.source}",
-        )
-        axes.axhline(
-            highest, color=_RED, linestyle="--", label=f"less {found.margin:.0%} margin"
         )
     axes.set_ylabel("peak memory in GiB")
