@@ -130,6 +130,12 @@ ROUNDED = {
         "error",
         "weights turn infinite or NaN",
     ),
+    "Adamax's beta_1": (
+        K.Adamax,
+        {"beta_1": 0.999, "beta_2": 0.9},
+        "error",
+        "weights turn infinite or NaN",
+    ),
     "Nadam's beta_1": (
         K.Nadam,
         {"beta_1": 0.999, "beta_2": 0.9},
