@@ -474,9 +474,8 @@ def test_ctrl_c_ends_the_trial(process, tmp_path, monkeypatch):
 
     monkeypatch.setattr(trying.subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
-        process("time.sleep(60)")
-    with pytest.raises(ProcessLookupError):
-        os.kill(Interrupted.started[0].pid, 0)
+        process("time.sleep(20)")
+    assert Interrupted.started[0].returncode == -signal.SIGKILL
 
 
 # The steps that are timed
@@ -660,7 +659,8 @@ def test_a_size_for_a_target_that_does_not_fit_is_not_taken(machine):
 
 
 def test_a_target_that_fits_needs_one_step(machine):
-    found = found_with(machine, target_batch_size=50)
+    found = found_with(machine, target_batch_size=50, policy="float32+xla")
+    assert found.policy == "float32+xla"
     assert (found.batch_size, found.accumulation_steps) == (50, 1)
     assert found.stopped_by == "target_batch_size"
     assert machine["machine"].tried == [8, 16, 32, 50]
