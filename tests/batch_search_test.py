@@ -3,7 +3,6 @@
 import dataclasses
 import errno
 import json
-import os
 import re
 import signal
 import sys
