@@ -90,8 +90,10 @@ def test_an_update_takes_all_its_micro_batches(optimizer, size):
 
 
 def compiled(optimizer, policy="float32"):
+    layers = keras.layers
     with tfamp.scope(policy):
-        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        # The last one is kept in float32; the first needs a loss scale in float16.
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(2), layers.Dense(1)])
         model.compile(optimizer, "mse")
     return model
 
