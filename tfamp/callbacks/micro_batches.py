@@ -1,0 +1,183 @@
+"""`MicroBatches`: goes on where a batch does not fit into memory, in smaller parts."""
+
+from typing import Any
+
+import keras
+
+from tfamp import _checks
+from tfamp.bundles.record import Cause
+from tfamp.callbacks import _flight_fit as flight_fit
+from tfamp.callbacks._micro_course import BatchSplit, Course
+from tfamp.callbacks._micro_text import check_model, warn_of_split
+from tfamp.keras_hooks import batch_steps
+
+
+class MicroBatches(keras.callbacks.Callback):
+    """Trains a batch that does not fit into memory as micro-batches, with one update.
+
+    Where a step of `fit` runs out of memory, the model is put back to before it, bit by
+    bit, and the same batch is trained again in 2 parts, then 4, and so on, on all
+    replicas together. Their gradients are added up in float32, weighted by the sizes of
+    the parts, and the optimizer is given the sum once: the effective batch stays what
+    it was, and so do learning rate, `iterations`, schedules, clipping, averages, loss
+    scale and an accumulation of your own. Metrics and losses in the logs are those of
+    the whole batch, and callbacks see one step. A log line says so, and later batches
+    are cut to the same size at once, in later calls of `fit` too. Batches that are
+    smaller than that stay whole. It stands in any order beside other callbacks.
+
+    What differs from the whole batch, as the model sees the parts one by one:
+
+    - BatchNormalization normalizes by the statistics of a micro-batch, and its moving
+      statistics move once for each;
+    - random numbers, as of Dropout, are drawn for each;
+    - a loss with `reduction="mean_with_sample_weight"`, or masked time steps, divides
+      by the weights of a micro-batch, so that results differ where these sums do;
+    - a `train_step` of your own runs once for each: what it writes besides metrics and
+      by its optimizer is written as often.
+
+    Weights and optimizer state are copied to the host's memory before the first step
+    of a `fit`, and of a larger batch than any before, as that is where memory runs out.
+    Later a step is taken back where it had not begun to write to its weights; its
+    update begins only when all gradients are there. Else, as where the update itself
+    does not fit, training ends with an error.
+
+    Cost: until a batch does not fit, a tenth of a millisecond a step, the copy, and in
+    graph mode gradients are kept until the last of them is there. Then a copy of the
+    gradients in float32 on each device, and the time of smaller batches.
+
+    Args:
+        max_splits: Most micro-batches that a batch is cut into. Where even these, or
+            single examples, do not fit, the error of TensorFlow is raised with what
+            holds memory and what helps.
+
+    Attributes:
+        splits: Micro-batches of the last batch; 1 where it was whole.
+        events: A `BatchSplit` for each time that a batch did not fit, in the last
+            `fit`; also in `model.history.micro_batches`.
+
+    Raises:
+        TypeError: `max_splits` is no integer.
+        ValueError: `max_splits` is below 2; or, when training begins, the model has
+            several optimizers, a loss that is no mean over the batch,
+            `steps_per_execution` above 1, or runs on several workers.
+
+    Example:
+        >>> class Small(keras.Model):  # as if no more than 4 examples fitted
+        ...     def train_step(self, data):
+        ...         if len(data[0]) > 4:
+        ...             raise MemoryError("that is too much")
+        ...         return super().train_step(data)
+        >>> inputs = keras.Input((2,))
+        >>> model = Small(inputs, keras.layers.Dense(1)(inputs))
+        >>> model.compile("sgd", "mse", run_eagerly=True)
+        >>> data, micro_batches = keras.ops.ones((16, 2)), MicroBatches()
+        >>> run = model.fit(
+        ...     data, data, batch_size=8, verbose=0, callbacks=[micro_batches]
+        ... )
+        >>> micro_batches.splits, int(model.optimizer.iterations)
+        (2, 2)
+        >>> [(event.examples, event.splits) for event in micro_batches.events]
+        [(8, 2)]
+    """
+
+    def __init__(self, max_splits: int = 64) -> None:
+        super().__init__()
+        self.max_splits = _checks.positive_int("max_splits", max_splits, minimum=2)
+        self.events: tuple[BatchSplit, ...] = ()
+        self._course: Course | None = None
+        self._course_model: keras.Model | None = None
+        self._function: Any = None
+        self._given_back: Any = None
+        self._is_inside = False
+        flight_fit.FIT_FRAME.hold(self)
+
+    @property
+    def splits(self) -> int:
+        """Micro-batches of the last batch; 1 where it was whole."""
+        return 1 if self._course is None else self._course.splits
+
+    def set_model(self, model: keras.Model) -> None:
+        """Takes its place in the `fit` of a model, inside of all other callbacks."""
+        super().set_model(model)
+        if flight_fit.register(model, self):
+            self._put_inside()
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Checks that the model's steps can be split."""
+        # A list of callbacks that was made before `fit`.
+        flight_fit.register(self.model, self)
+        check_model(self.model)
+        if not self._is_inside:
+            self._put_inside()
+            self.model.make_train_function(force=True)
+        self._tell(())
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes the epoch."""
+        if self._course is not None:
+            self._course.epoch = epoch
+
+    def attach(self) -> None:
+        """Is told that the training function is there; `fit` does it."""
+
+    def on_error(self, error: Exception) -> None:
+        """Is told that `fit` ends in an error; `fit` does it."""
+
+    def on_failure(self, cause: Cause, message: str) -> None:
+        """Is told that another callback saw a failure; `NanRecovery` does it."""
+
+    def detach(self) -> None:
+        """Gives the training function back; `fit` does it however it ends."""
+        if not self._is_inside:
+            return
+        self._is_inside = False
+        batch_steps.take_out(self.model)
+        if self._given_back is None:
+            self.model.train_function = None
+            self.model.make_train_function()
+            self._given_back = self.model.train_function
+        self.model.train_function = self._given_back
+
+    def _put_inside(self) -> None:
+        """Has the model make our training function, and keeps its own."""
+        model, course = self.model, self._course
+        is_known = course is not None and self._course_model is model
+        is_same = is_known and model.train_function is self._given_back
+        if course is None or not is_known:
+            course = self._course = Course(
+                model, max_splits=self.max_splits, on_split=self._note
+            )
+            self._course_model = model
+        elif not is_same:
+            course.trace_anew()  # compiled anew, or given other dtypes
+        course.begin()
+        self._given_back = model.train_function
+        self._is_inside, self._function = True, None
+        batch_steps.put_inside(model, self._made)
+        model.train_function = None
+
+    def _made(self) -> Any:
+        """Returns the training function, in the place of Keras's own."""
+        course = self._course
+        if course is None:
+            raise RuntimeError("No training is under way.")
+        if self._function is not None:
+            course.trace_anew()  # asked for in the middle of `fit`
+
+        def train_in_parts(iterator: Any) -> Any:
+            return course.call(iterator)
+
+        self._function = train_in_parts
+        return train_in_parts
+
+    def _note(self, split: BatchSplit) -> None:
+        warn_of_split(
+            self.model, split, self.model.distribute_strategy.num_replicas_in_sync
+        )
+        self._tell((*self.events, split))
+
+    def _tell(self, events: tuple[BatchSplit, ...]) -> None:
+        self.events = events
+        history = getattr(self.model, "history", None)
+        if history is not None:
+            history.micro_batches = events
