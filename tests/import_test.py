@@ -12,6 +12,7 @@ import tfamp
 
 ROOT = Path(__file__).parents[1]
 HOMES = tfamp._HOMES
+RESULTS = tfamp._RESULTS
 MAX_PUBLIC_NAMES = 24
 # Python starts in about this much; a first read from a cold disk takes longer.
 MAX_IMPORT_SECONDS = 0.05
@@ -67,7 +68,7 @@ def test_import_takes_under_50_ms_beyond_python():
 
 
 def test_both_lists_of_public_names_agree():
-    assert names_under_type_checking() == HOMES
+    assert names_under_type_checking() == HOMES | RESULTS
 
 
 def test_there_are_at_most_24_public_names():
@@ -78,10 +79,15 @@ def test_dir_lists_the_public_names_and_no_others():
     assert {name for name in dir(tfamp) if not name.startswith("_")} == set(HOMES)
 
 
-@pytest.mark.parametrize("name", HOMES)
+def test_types_of_results_are_classes_beside_the_public_names():
+    assert not HOMES.keys() & RESULTS.keys()
+    assert all(isinstance(getattr(tfamp, name), type) for name in RESULTS)
+
+
+@pytest.mark.parametrize("name", HOMES | RESULTS)
 def test_name_loads_from_its_home(name):
     value = getattr(tfamp, name)
-    home = sys.modules[HOMES[name]]
+    home = sys.modules[(HOMES | RESULTS)[name]]
     is_package = hasattr(home, "__path__")
     assert value is (vars(home).get(name, home) if is_package else vars(home)[name])
 

@@ -17,12 +17,8 @@ __version__ = "0.1.0.dev0"
 # Public name -> module that defines it; a public subpackage is its own home, unless
 # it has a function of its name.
 _HOMES = {
-    "Assignment": "tfamp.assignment",
-    "Comparison": "tfamp.compare",
     "LossScaleError": "tfamp.loss_scale.errors",
     "LossScaleOptimizer": "tfamp.loss_scale.optimizer",
-    "Proof": "tfamp.numerics.proof",
-    "Status": "tfamp.policy",
     "apply": "tfamp.assignment",
     "assignment": "tfamp.assignment",
     "callbacks": "tfamp.callbacks",
@@ -30,6 +26,8 @@ _HOMES = {
     "data": "tfamp.data",
     "disable": "tfamp.policy",
     "enable": "tfamp.policy",
+    "estimate_memory": "tfamp.memory.estimating",
+    "find_batch_size": "tfamp.batch_search",
     "freeze": "tfamp.serving.freezing",
     "lint": "tfamp.numerics.linting.linting",
     "load_model": "tfamp.assignment",
@@ -41,6 +39,15 @@ _HOMES = {
     "status": "tfamp.policy",
     "training": "tfamp.training",
     "triage": "tfamp.numerics.triaging",
+}
+# What the functions above return, for annotations; editors do not list them.
+_RESULTS = {
+    "Assignment": "tfamp.assignment",
+    "BatchSearch": "tfamp.batch_search",
+    "Comparison": "tfamp.compare",
+    "MemoryEstimate": "tfamp.memory.records",
+    "Proof": "tfamp.numerics.proof",
+    "Status": "tfamp.policy",
 }
 
 
@@ -78,10 +85,14 @@ if TYPE_CHECKING:
     from tfamp.assignment import apply as apply
     from tfamp.assignment import assignment as assignment
     from tfamp.assignment import load_model as load_model
+    from tfamp.batch_search import BatchSearch as BatchSearch
+    from tfamp.batch_search import find_batch_size as find_batch_size
     from tfamp.compare import Comparison as Comparison
     from tfamp.compare import compare as compare
     from tfamp.loss_scale.errors import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
+    from tfamp.memory.estimating import estimate_memory as estimate_memory
+    from tfamp.memory.records import MemoryEstimate as MemoryEstimate
     from tfamp.numerics.linting.linting import lint as lint
     from tfamp.numerics.proof import Proof as Proof
     from tfamp.numerics.proving import prove as prove
@@ -99,11 +110,12 @@ else:
 
     def __getattr__(name: str) -> Any:
         package = sys.modules[__name__]
-        if name not in _HOMES:
+        place = _HOMES.get(name) or _RESULTS.get(name)
+        if place is None:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=package)
         _check_environment()
-        home = importlib.import_module(_HOMES[name])
+        home = importlib.import_module(place)
         is_package = hasattr(home, "__path__")
         value = getattr(home, name, home) if is_package else getattr(home, name)
         setattr(package, name, value)

@@ -64,7 +64,7 @@ class Body:
         self.argument_shapes = dict(argument_shapes)
         self.argument_values: dict[int, Any] = {}
         self.loops: dict[Any, Any] = {}
-        self._kept = list(kept)
+        self.kept = list(kept)
         self._functions = functions
         self._live: list[tf.compat.v1.NodeDef] | None = None
 
@@ -89,7 +89,7 @@ class Body:
         Keras's recurrent layers, for example, trace a step whose result nobody uses.
         """
         if self._live is None:
-            found = self._behind([*(r.name for r in self.results), *self._kept])
+            found = self._behind([*(r.name for r in self.results), *self.kept])
             self._live = [node for node in self.nodes.values() if node.name in found]
         return self._live
 

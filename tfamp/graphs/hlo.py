@@ -76,7 +76,7 @@ def read_hlo(text: str) -> tuple[CompiledProduct, ...]:
             kind = target["target"] if target else ""
             if not _LIBRARY.search(kind):
                 continue
-        operands = _operands(call["operands"])[:2]
+        operands = operands_of(call["operands"])[:2]
         op_name = _OP_NAME.search(line)
         products.append(
             CompiledProduct(
@@ -90,7 +90,7 @@ def read_hlo(text: str) -> tuple[CompiledProduct, ...]:
     return tuple(products)
 
 
-def _operands(text: str) -> list[str]:
+def operands_of(text: str) -> list[str]:
     """Returns the names in "%a, %b", or in "f32[2,3]{1,0} %a, f32[3]{0} %b"."""
     if "%" in text:
         return re.findall(r"%([\w.\-]+)", text)

@@ -120,6 +120,11 @@ def remat_mode_of(layer: keras.layers.Layer) -> Any:
     return vars(layer).get("_remat_mode")
 
 
+def built_shapes(layer: keras.layers.Layer) -> dict[str, Any]:
+    """Returns the shapes that a layer was built with, by argument; empty if unknown."""
+    return dict(getattr(layer, "_build_shapes_dict", None) or {})
+
+
 def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
     """Traces `layer(*args, **kwargs)` for its shapes, without side effects.
 

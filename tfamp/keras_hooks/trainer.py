@@ -5,8 +5,9 @@ Relies on: `Trainer.compile` being what every model's `compile` ends in;
 they are None; `_compile_config` being what is saved.
 """
 
+import contextlib
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -54,6 +55,33 @@ def drop_traced_functions(model: keras.layers.Layer) -> None:
 def is_compiled(model: keras.layers.Layer) -> bool:
     """Returns whether `compile` has been called on `model`."""
     return isinstance(model, Trainer) and bool(model.compiled)
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Returns what a model's `compile` was called with; nothing if it was not."""
+    config = getattr(model, "_compile_config", None)
+    if not model.compiled or config is None:
+        return {}
+    return dict(config.config)
+
+
+@contextlib.contextmanager
+def compiled_as(model: keras.Model, **arguments: Any) -> Iterator[None]:
+    """Compiles a model for as long as it lasts; afterwards it is as it was.
+
+    Args:
+        model: Compiled or not.
+        **arguments: Of `compile`.
+    """
+    before = dict(vars(model))
+    try:
+        model.compile(**arguments)
+        yield
+    finally:
+        # Past `__setattr__`, which would track what comes back as if it were new.
+        for name in vars(model).keys() - before.keys():
+            del vars(model)[name]
+        vars(model).update(before)
 
 
 def forget_training(model: keras.Model) -> None:

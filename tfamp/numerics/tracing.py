@@ -1,6 +1,7 @@
 """Traces the step that `fit` or `predict` runs, and leaves the model as it was."""
 
 import contextlib
+import random
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -46,6 +47,18 @@ class Trace(NamedTuple):
     source: Literal["graph", "XLA", "rewrite"]
     final: tuple[CompiledProduct, ...]
     note: str
+
+
+class TracedSpecs(NamedTuple):
+    """A step that was traced for shapes.
+
+    Attributes:
+        concrete: The traced function.
+        marks: Knows the layer of each operation.
+    """
+
+    concrete: Any
+    marks: Marks
 
 
 def batches_of(data: Any, batch_size: int) -> tf.data.Dataset:
@@ -118,15 +131,9 @@ def trace_step(
         argument = tf.nest.map_structure(tf.type_spec_from_value, batch)
 
     marks = Marks(model)
-
-    @tf.autograph.experimental.do_not_convert
-    def one_step(data: Any) -> Any:
-        with tf.name_scope(marks.scope):
-            return strategy.run(step, args=(data,))
-
     with unchanged(model) if model.compiled else contextlib.nullcontext():
         with marks.placed():
-            concrete = tf.function(one_step).get_concrete_function(argument)
+            concrete = _traced(model, argument, marks, inference=inference)
             if not compiled and not _rewrite_is_on():
                 return Trace(concrete, marks, batch, "graph", (), "")
             if num_replicas > 1:
@@ -140,6 +147,38 @@ def trace_step(
                 program, note = _rewrite(concrete, batch, marks)
                 source = "rewrite"
     return Trace(concrete, marks, batch, "graph" if note else source, program, note)
+
+
+def trace_specs(model: keras.Model, specs: Any, *, inference: bool) -> TracedSpecs:
+    """Traces one step for a batch of given shapes, and makes no such batch.
+
+    On several replicas each gets a batch of these shapes.
+
+    Args:
+        model: A built Keras model, compiled and with a built optimizer unless for
+            inference.
+        specs: A `tf.TensorSpec` for each tensor of a batch.
+        inference: Whether `predict`'s step is traced rather than `fit`'s.
+    """
+    marks = Marks(model)
+    before = random.getstate()
+    with marks.placed():
+        concrete = _traced(model, specs, marks, inference=inference)
+    random.setstate(before)
+    return TracedSpecs(concrete, marks)
+
+
+def _traced(model: keras.Model, argument: Any, marks: Marks, *, inference: bool) -> Any:
+    """Returns a step as a function that is traced and marked."""
+    step = model.predict_step if inference else model.train_step
+    strategy = model.distribute_strategy
+
+    @tf.autograph.experimental.do_not_convert
+    def one_step(data: Any) -> Any:
+        with tf.name_scope(marks.scope):
+            return strategy.run(step, args=(data,))
+
+    return tf.function(one_step).get_concrete_function(argument)
 
 
 def _build(model: keras.Model, batch: Any) -> None:

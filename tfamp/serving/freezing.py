@@ -1,7 +1,5 @@
 """`tfamp.freeze`: weights stored once in the dtype that a model computes in."""
 
-import tempfile
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -12,9 +10,12 @@ from absl import logging
 from tfamp import _checks
 from tfamp._checks import first_line
 from tfamp._units import format_bytes
-from tfamp.assignment import apply, load_model
+from tfamp.assignment import apply
+from tfamp.copying import copied
 from tfamp.keras_hooks import storage, structure, trainer
 from tfamp.managed.lease import HALF
+
+_IN_PLACE = "pass `in_place=True` to freeze the model itself"
 
 
 def freeze(
@@ -61,7 +62,7 @@ def freeze(
     _check(model)
     _check_range(model, dtype)
     _reads(model, sample)  # raises where it cannot be called
-    frozen = model if in_place else _copy(model)
+    frozen = model if in_place else copied(model, instead=_IN_PLACE)
     if structure.compute_dtypes(frozen) & {*HALF} != {dtype}:
         apply(frozen, f"mixed_{dtype}")
     reads = _reads(frozen, sample)
@@ -116,28 +117,6 @@ def _check_range(model: keras.Model, dtype: str) -> None:
             )
 
 
-def _copy(model: keras.Model) -> keras.Model:
-    """Returns the model as it is after saving and loading, with its classes."""
-    classes = {
-        type(layer).__name__: type(layer)
-        for _, layer, _ in structure.walk(model)
-        if not type(layer).__module__.startswith("keras.")
-    }
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder, "model.keras")
-        try:
-            model.save(path)
-            return load_model(
-                path, custom_objects=classes, compile=False, safe_mode=False
-            )
-        except (TypeError, ValueError, NotImplementedError) as error:
-            raise ValueError(
-                f"Cannot copy model {model.name!r}: {first_line(error)} Give its "
-                "classes a `get_config` that returns their arguments, or pass "
-                "`in_place=True` to freeze the model itself."
-            ) from error
-
-
 def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
     """Returns the dtypes in which inference reads each weight."""
     graph = structure.graph_of(model)
@@ -163,7 +142,7 @@ def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
 
 def _remembered_inputs(model: keras.Model) -> tuple[Any, ...]:
     """Returns the arguments of a call, of the shapes that a model was built with."""
-    shapes = getattr(model, "_build_shapes_dict", None)
+    shapes = structure.built_shapes(model)
     if not shapes:
         raise ValueError(
             f"Cannot tell the inputs of {model.name!r}: Keras remembers no shapes of "

@@ -1,0 +1,190 @@
+"""Which buffers a plan holds at the same time, against sums made by hand."""
+
+import pytest
+import tensorflow as tf
+
+from tfamp.graphs.hlo_liveness import find_program_peak
+from tfamp.graphs.liveness import find_peak
+from tfamp.graphs.plans import read_plan
+from tfamp.memory.scaling import scaled
+
+KIB = 2**10
+# 64 x 64 numbers in float32.
+ONE = 16 * KIB
+
+
+def peak_of(function, *specs, **options):
+    """Returns the peak of a traced function, and what lives then."""
+    concrete = tf.function(function).get_concrete_function(*specs)
+    return find_peak(read_plan(concrete), **options)
+
+
+def square(dtype=tf.float32):
+    return tf.TensorSpec((64, 64), dtype)
+
+
+def test_a_chain_that_writes_in_place_needs_one_buffer():
+    peak = peak_of(lambda x: tf.exp(tf.tanh(tf.transpose(x))), square())
+    assert peak.num_bytes == ONE
+
+
+def test_a_chain_of_new_buffers_needs_two_at_a_time():
+    def chain(x):
+        for _ in range(5):
+            x = tf.transpose(x)
+        return x
+
+    assert peak_of(chain, square()).num_bytes == 2 * ONE
+
+
+def test_what_a_gradient_needs_is_kept_until_then():
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            # tanh keeps its output: four in all, then the first gradient in place.
+            y = tf.tanh(tf.tanh(tf.tanh(tf.tanh(x))))
+        return tape.gradient(y, x)
+
+    peak = peak_of(gradient, square())
+    # Four outputs, and ones that the gradient starts from.
+    assert 4 * ONE <= peak.num_bytes <= 5 * ONE
+    assert sum(held.num_bytes for held in peak.held) == peak.num_bytes
+
+
+def test_reshapes_and_reads_of_variables_cost_nothing():
+    variable = tf.Variable(tf.zeros((64, 64)))
+
+    def read(x):
+        return tf.reshape(x, (-1,))[0] + tf.reshape(variable, (4096,))[0]
+
+    assert peak_of(read, square()).num_bytes <= 64
+
+
+def test_two_readers_keep_a_buffer_from_being_written_over():
+    def both(x):
+        y = tf.transpose(x)
+        return tf.exp(y), tf.tanh(y)
+
+    assert peak_of(both, square()).num_bytes == 2 * ONE
+
+
+def test_a_loop_keeps_one_tensor_for_each_of_its_runs():
+    def loop(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = x
+            for _ in tf.range(10):
+                y = tf.tanh(y)
+        return tape.gradient(y, x)
+
+    kept = peak_of(loop, square()).num_bytes / ONE
+    # Ten outputs of tanh; a few more for the running value and its gradient.
+    assert 10 <= kept <= 14
+
+
+def test_a_variable_that_a_loop_reads_is_not_kept_for_each_run():
+    variable = tf.Variable(tf.zeros((64, 64)))
+
+    def loop(x):
+        with tf.GradientTape() as tape:
+            y = x
+            for _ in tf.range(10):
+                y = tf.tanh(tf.matmul(y, variable))
+        return tape.gradient(y, variable)
+
+    kept = peak_of(loop, square()).num_bytes / ONE
+    # Ten inputs of the product, which are the outputs of tanh before; not ten copies
+    # of the variable beside them.
+    assert 10 <= kept <= 18
+
+
+def test_the_dearer_branch_of_a_condition_counts():
+    def branches(x, is_large):
+        return tf.cond(
+            is_large,
+            lambda: tf.reduce_sum(tf.transpose(tf.transpose(tf.transpose(x)))),
+            lambda: tf.constant(0.0),
+        )
+
+    peak = peak_of(branches, square(), tf.TensorSpec((), tf.bool))
+    assert 2 * ONE <= peak.num_bytes <= 2 * ONE + 64
+
+
+def test_a_product_that_is_emulated_holds_copies_in_float32():
+    def product(x, y):
+        return tf.matmul(x, y)
+
+    specs = square(tf.bfloat16), square(tf.bfloat16)
+    native = peak_of(product, *specs)
+    emulated = peak_of(product, *specs, emulated=frozenset(["bfloat16"]))
+    assert native.num_bytes == ONE // 2
+    assert emulated.num_bytes == ONE // 2 + 3 * ONE
+
+
+def test_an_einsum_that_has_to_transpose_holds_the_copies():
+    specs = tf.TensorSpec((2, 8, 4, 16)), tf.TensorSpec((2, 8, 4, 16))
+    size = 2 * 8 * 4 * 16 * 4
+    result = 2 * 4 * 8 * 8 * 4
+    peak = peak_of(lambda x, y: tf.einsum("BTNH,BSNH->BNTS", x, y), *specs)
+    assert peak.num_bytes == 2 * size + result
+    flat = tf.TensorSpec((8, 16)), tf.TensorSpec((16, 4))
+    assert peak_of(lambda x, y: tf.einsum("ab,bc->ac", x, y), *flat).num_bytes == 128
+
+
+def test_sizes_that_the_graph_does_not_tell_are_named():
+    double = tf.function(lambda x: tf.transpose(x))
+    plan = read_plan(double.get_concrete_function(tf.TensorSpec((None, 4))))
+    assert [name.split("/")[-1] for name in plan.unknown][-1] == "Identity"
+
+
+def test_a_plan_is_scaled_to_another_batch():
+    function = tf.function(lambda x: tf.transpose(tf.matmul(x, tf.ones((8, 4)))))
+    plans = [
+        read_plan(function.get_concrete_function(tf.TensorSpec((size, 8))))
+        for size in (10, 20)
+    ]
+    plan = scaled(*plans, (10, 20), 50)
+    assert find_peak(plan).num_bytes == 2 * 50 * 4 * 4
+
+
+def test_plans_of_other_operations_are_not_scaled():
+    one, other = (
+        read_plan(tf.function(f).get_concrete_function(square()))
+        for f in (lambda x: tf.transpose(x), lambda x: tf.linalg.inv(x))
+    )
+    assert scaled(one, other, (1, 2), 3) is None
+
+
+PROGRAM = """HloModule m, is_scheduled=true, input_output_alias={ {0}: (0, {}) }
+%body (p: (f32[1024], s32[])) -> (f32[1024], s32[]) {
+  %p = (f32[1024]{0}, s32[]) parameter(0)
+  %x = f32[1024]{0} get-tuple-element(%p), index=0
+  %i = s32[] get-tuple-element(%p), index=1
+  %t = f32[2048]{0} custom-call(%x), custom_call_target="grow"
+  %u = f32[1024]{0} custom-call(%t), custom_call_target="shrink"
+  ROOT %r = (f32[1024]{0}, s32[]) tuple(%u, %i)
+}
+ENTRY %main (a: f32[1024], b: f32[1024]) -> (f32[1024], f32[]) {
+  %a = f32[1024]{0} parameter(0)
+  %b = f32[1024]{0} parameter(1)
+  %zero = s32[] constant(0)
+  %c = f32[1024]{0} add(%a, %b)
+  %start = (f32[1024]{0}, s32[]) tuple(%c, %zero)
+  %w = (f32[1024]{0}, s32[]) while(%start), condition=%cond, body=%body
+  %d = f32[1024]{0} get-tuple-element(%w), index=0
+  %e = f32[] reduce(%d, %d), to_apply=%sum, metadata={op_name="loss/Mean"}
+  %new = f32[1024]{0} subtract(%a, %b)
+  ROOT %out = (f32[1024]{0}, f32[]) tuple(%new, %e)
+}
+"""
+
+
+def test_a_program_holds_its_loop_variable_and_what_the_body_makes():
+    peak = find_program_peak(PROGRAM)
+    # %c, and in the body %t and %u; %new takes the place of the argument %a.
+    assert peak.num_bytes == 4 * (1024 + 2048 + 1024)
+
+
+def test_a_program_without_a_schedule_is_refused():
+    with pytest.raises(ValueError, match=r"expected `is_scheduled=true` in it"):
+        find_program_peak("HloModule m\nENTRY %main () -> f32[] {\n}")

@@ -1,0 +1,331 @@
+"""`tfamp.estimate_memory`: bytes of a step by kind, against sums made by hand."""
+
+import contextlib
+import json
+import re
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tfamp.memory import MemoryEstimates
+
+BATCH = 32
+
+
+@contextlib.contextmanager
+def quietly():
+    """Takes away the warning that half precision is slow on most CPUs."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", UserWarning)
+        yield
+
+
+def mlp(policy="float32", units=256, **options):
+    """Returns a compiled model of two layers; weights are 4 x 256 x 256 numbers."""
+    with quietly(), tfamp.scope(policy):
+        model = keras.Sequential(
+            [
+                keras.Input((units,)),
+                keras.layers.Dense(units, activation="relu", use_bias=False),
+                keras.layers.Dense(units, activation="relu", use_bias=False),
+                keras.layers.Dense(10, use_bias=False),
+            ]
+        )
+        options = {"optimizer": "adam", "loss": "mse"} | options
+        model.compile(**options)
+    return model
+
+
+def num_weights(model):
+    return sum(int(np.prod(w.shape)) for w in model.trainable_weights)
+
+
+def test_parameters_slots_and_inputs_are_exact():
+    model = mlp()
+    estimate = tfamp.estimate_memory(model, BATCH)
+    weights = num_weights(model)
+    # Adam: two slots, the number of steps (int64) and the learning rate.
+    assert estimate.by_kind["optimizer slots"] == 2 * 4 * weights + 8 + 4
+    # The loss has a mean and a count.
+    assert 0 <= estimate.by_kind["parameters"] - 4 * weights <= 16
+    assert estimate.by_kind["inputs"] == BATCH * (256 + 10) * 4
+    assert estimate.peak_bytes == sum(estimate.by_kind.values())
+
+
+def test_activations_of_a_large_batch_are_what_the_gradient_keeps():
+    batch = 2**16
+    estimate = tfamp.estimate_memory(mlp(), batch)
+    # Two outputs of relu; the peak comes with the gradient of one of them on top.
+    each = batch * 256 * 4
+    assert 2 * each <= estimate.by_kind["activations"] <= 2.1 * each
+    assert each <= estimate.by_kind["workspace"] <= 2.1 * each
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_mixed_precision_halves_activations_and_adds_casts(dtype):
+    batch = 2**16
+    model = mlp(f"mixed_{dtype}")
+    plain, mixed = (tfamp.estimate_memory(m, batch) for m in (mlp(), model))
+    ratio = mixed.by_kind["activations"] / plain.by_kind["activations"]
+    assert 0.5 <= ratio <= 0.55
+    # Kernels in half precision; the last layer is a head in float32, and the first
+    # cast may be over.
+    assert 256 * 256 * 2 <= mixed.by_kind["casts"] <= 2 * 256 * 256 * 2
+    assert "casts" not in plain.by_kind
+
+
+def test_a_step_of_predict_has_neither_slots_nor_gradients():
+    estimate = tfamp.estimate_memory(mlp(), 2**12, training=False)
+    assert {*estimate.by_kind} == {"parameters", "inputs", "activations"}
+    # One output is made while the one before is read.
+    assert estimate.by_kind["activations"] == 2 * 2**12 * 256 * 4
+
+
+def test_layers_add_up_to_the_peak_without_inputs_and_metrics():
+    model = mlp()
+    estimate = tfamp.estimate_memory(model, BATCH)
+    metrics = sum(int(np.prod(v.shape)) * 4 for v in model.metrics_variables)
+    total = sum(estimate.by_layer.values())
+    without = estimate.peak_bytes - estimate.by_kind["inputs"] - metrics
+    # Slots are shared out by rounding down; the counter of steps is nobody's.
+    assert abs(total - without) <= 64
+    assert {"dense", "dense_1"} <= {
+        re.sub(r"_\d+$", "", p) for p in estimate.by_layer
+    } | {"dense_1"}
+
+
+def test_accumulation_and_moving_averages_are_slots():
+    weights = 4 * num_weights(mlp())
+    plain = tfamp.estimate_memory(mlp(optimizer=keras.optimizers.SGD()), BATCH)
+    averaged = keras.optimizers.SGD(use_ema=True)
+    accumulated = tfamp.LossScaleOptimizer(
+        keras.optimizers.SGD(), 1.0, dynamic=False, accumulation_steps=4
+    )
+    for optimizer in (averaged, accumulated):
+        more = tfamp.estimate_memory(mlp(optimizer=optimizer), BATCH)
+        grown = more.by_kind["optimizer slots"] - plain.by_kind["optimizer slots"]
+        # Ours keeps a history of 1,024 steps.
+        assert weights <= grown <= weights + 2**14
+
+
+def test_another_optimizer_is_counted_and_the_model_stays_as_it_was():
+    model = mlp(optimizer="sgd")
+    before = dict(vars(model))
+    estimate = tfamp.estimate_memory(model, BATCH, optimizer="adam")
+    assert estimate.by_kind["optimizer slots"] >= 2 * 4 * num_weights(model)
+    assert vars(model).keys() == before.keys()
+    assert isinstance(model.optimizer, keras.optimizers.SGD)
+    model.fit(np.ones((4, 256)), np.ones((4, 10)), verbose=0)
+
+
+def test_a_model_that_is_not_compiled_takes_an_optimizer():
+    model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+    estimate = tfamp.estimate_memory(model, BATCH, optimizer="adam")
+    assert estimate.by_kind["optimizer slots"] >= 2 * 4 * (8 * 4 + 4)
+    assert not model.compiled and not hasattr(model, "optimizer")
+
+
+def test_other_policies_are_of_copies():
+    model = mlp()
+    optimizer = model.optimizer
+    sizes = [2**12, 2**13]
+    policies = ["float32", "mixed_float16"]
+    found = tfamp.estimate_memory(model, sizes, policy=policies)
+    assert [(e.policy, e.batch_size) for e in found] == [
+        (policy, size) for policy in policies for size in sizes
+    ]
+    assert found[0].by_kind == tfamp.estimate_memory(model, sizes[0]).by_kind
+    assert "casts" in found[2].by_kind
+    assert model.optimizer is optimizer and model.compute_dtype == "float32"
+
+
+def test_rematerialised_activations_are_not_kept():
+    def deep():
+        layers = [keras.layers.Dense(256, activation="gelu") for _ in range(12)]
+        model = keras.Sequential([keras.Input((256,)), *layers, keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+        return model
+
+    plain = tfamp.estimate_memory(deep(), 4096)
+    again = tfamp.estimate_memory(tfamp.remat(deep()), 4096)
+    assert again.step_bytes < 0.5 * plain.step_bytes
+
+
+def test_the_largest_batch_fits_and_one_more_does_not():
+    model = mlp()
+    limit = 64 * 2**20
+    size = tfamp.estimate_memory(model, 4096).largest_batch(limit)
+    assert tfamp.estimate_memory(model, size).peak_bytes <= limit
+    assert tfamp.estimate_memory(model, round(1.05 * size)).peak_bytes > limit
+    eights = tfamp.estimate_memory(model, 4096).largest_batch(limit, multiple_of=8)
+    assert eights == size - size % 8
+
+
+def test_a_limit_below_the_weights_is_refused_with_remedies():
+    estimate = tfamp.estimate_memory(mlp(), BATCH)
+    with pytest.raises(
+        ValueError, match=r"and a batch of 1 takes .* Use `tfamp.remat`"
+    ):
+        estimate.largest_batch(2**10)
+
+
+class Own(keras.Model):
+    """A subclassed model with a train step of its own."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = keras.layers.Dense(64, activation="relu")
+        self.head = keras.layers.Dense(4)
+
+    def call(self, x):
+        return self.head(self.inner(x))
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(x, training=True) - y))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"loss": loss}
+
+
+def test_a_subclassed_model_is_asked_with_data():
+    model = Own()
+    model.compile("sgd")
+    data = np.ones((2, 16), np.float32), np.ones((2, 4), np.float32)
+    estimate = tfamp.estimate_memory(model, 4096, data=data)
+    assert 4096 * 64 * 4 <= estimate.by_kind["activations"] <= 1.5 * 4096 * 64 * 4
+    dataset = tf.data.Dataset.from_tensor_slices(data).batch(2)
+    again = tfamp.estimate_memory(model, 4096, data=dataset)
+    assert again.by_kind == estimate.by_kind
+
+
+def test_a_subclassed_model_remembers_what_it_was_built_with():
+    model = Own()
+    model(np.ones((2, 16), np.float32))
+    model.compile("sgd", "mse")
+    assert tfamp.estimate_memory(model, 64).by_kind["inputs"] == 64 * (16 + 4) * 4
+
+
+def test_classes_as_numbers_are_targets_of_a_sparse_loss():
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    estimate = tfamp.estimate_memory(mlp(loss=loss), BATCH)
+    assert estimate.by_kind["inputs"] == BATCH * (256 * 4 + 4)
+
+
+def test_xla_s_program_is_read():
+    graph, xla = (
+        tfamp.estimate_memory(mlp(), 2**14, compiled=compiled)
+        for compiled in (False, True)
+    )
+    assert (graph.source, xla.source) == ("graph", "XLA")
+    # It keeps what goes into relu too, where it fuses relu into its readers.
+    assert 0.7 < xla.step_bytes / graph.step_bytes < 1.7
+    assert not xla.notes
+
+
+def test_each_replica_has_its_part_of_the_batch():
+    strategy = two_replicas()
+    with strategy.scope():
+        model = mlp()
+    single = tfamp.estimate_memory(mlp(), 2**14)
+    both = tfamp.estimate_memory(model, 2**14)
+    # Activations of both replicas together are those of the whole batch.
+    ratio = both.by_kind["activations"] / single.by_kind["activations"]
+    assert 0.9 < ratio < 1.3
+    with pytest.raises(ValueError, match=r"`batch_size` is 33 on 2 replicas"):
+        tfamp.estimate_memory(model, 33)
+
+
+@pytest.mark.parametrize("compiled", [False, True], ids=["graph", "XLA"])
+def test_nothing_is_run_or_changed(compiled):
+    model = mlp()
+    before = [np.array(w) for w in model.get_weights()]
+    tfamp.estimate_memory(model, BATCH, compiled=compiled)
+    after = model.get_weights()
+    assert all((a == b).all() for a, b in zip(before, after, strict=True))
+    assert int(model.optimizer.iterations) == 0
+
+
+def test_records_make_the_round_trip_and_tables_show_them(tmp_path):
+    estimate = tfamp.estimate_memory(mlp(), BATCH)
+    path = tmp_path / "memory.json"
+    estimate.to_json(path)
+    assert tfamp.MemoryEstimate.from_json(path) == estimate
+    assert json.loads(path.read_text())["peak_bytes"] == estimate.peak_bytes
+    both = MemoryEstimates((estimate, estimate))
+    assert MemoryEstimates.from_json(both.to_json()) == both
+    for text in (str(estimate), str(both)):
+        assert "optimizer slots" in text and "peak" in text
+        assert max(map(len, text.splitlines())) <= 110
+
+
+def test_a_plot_is_an_image(tmp_path):
+    path = tmp_path / "memory.png"
+    tfamp.estimate_memory(mlp(), BATCH).plot(path)
+    assert path.read_bytes()[:4] == b"\x89PNG"
+
+
+ERRORS = {
+    "no model": (
+        lambda: tfamp.estimate_memory("model", 8),
+        TypeError,
+        "expected a `keras.Model`",
+    ),
+    "not compiled": (
+        lambda: tfamp.estimate_memory(
+            keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)]), 8
+        ),
+        ValueError,
+        "Compile it, or pass `optimizer='adam'`",
+    ),
+    "no size": (
+        lambda: tfamp.estimate_memory(mlp(), []),
+        ValueError,
+        "`batch_size` is empty",
+    ),
+    "size 0": (
+        lambda: tfamp.estimate_memory(mlp(), 0),
+        ValueError,
+        "`batch_size` is 0",
+    ),
+    "optimizer for inference": (
+        lambda: tfamp.estimate_memory(mlp(), 8, optimizer="sgd", training=False),
+        ValueError,
+        "`optimizer` came with `training=False`",
+    ),
+    "one array": (
+        lambda: tfamp.estimate_memory(mlp(), 8, data=np.ones((2, 256))),
+        TypeError,
+        "expected a dataset of batches",
+    ),
+    "unknown sizes": (
+        lambda: tfamp.estimate_memory(sequences(), 8),
+        ValueError,
+        "Pass a batch of yours as `data=(x, y)`",
+    ),
+}
+
+
+def sequences():
+    model = keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    return model
+
+
+@pytest.mark.parametrize("case", ERRORS.values(), ids=ERRORS)
+def test_wrong_calls_are_refused(case):
+    call, error, text = case
+    with pytest.raises(error, match=re.escape(text)):
+        call()
+
+
+def test_lengths_that_a_model_leaves_open_come_from_data():
+    data = np.ones((1, 50, 4), np.float32), np.ones((1, 50, 2), np.float32)
+    estimate = tfamp.estimate_memory(sequences(), 8, data=data)
+    assert estimate.by_kind["inputs"] == 8 * 50 * (4 + 2) * 4
