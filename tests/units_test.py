@@ -1,5 +1,7 @@
 """Quantities as text: the unit, the digits, and the edges between units."""
 
+import re
+
 import pytest
 
 from tfamp import _units
@@ -22,6 +24,38 @@ from tfamp import _units
 )
 def test_bytes_are_in_the_largest_unit_they_fill(num_bytes, text):
     assert _units.format_bytes(num_bytes) == text
+
+
+@pytest.mark.parametrize(
+    "text, num_bytes",
+    [
+        ("1", 1),
+        ("123456", 123456),
+        ("100B", 100),
+        ("2kB", 2000),
+        ("3MB", 3_000_000),
+        ("16GB", 16_000_000_000),
+        ("0.5 TB", 500_000_000_000),
+        ("1KiB", 1024),
+        ("1.5MiB", 3 * 2**19),
+        ("2 gib", 2**31),
+        (".25TiB", 2**38),
+    ],
+)
+def test_bytes_are_read_in_units_of_1000_and_of_1024(text, num_bytes):
+    assert _units.parse_bytes("limit", text) == num_bytes
+
+
+@pytest.mark.parametrize(
+    "text", ["", "0", "0.5", "-1GB", "GB", "16 G", "16 gigabytes", "1e9", "1.2.3GB"]
+)
+def test_what_is_no_number_of_bytes_is_refused(text):
+    message = (
+        f"`--limit` is {text!r}; expected a number of bytes, or one with a unit from "
+        "kB to TB or from KiB to TiB. Write for example 16GB or 14.5GiB."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        _units.parse_bytes("--limit", text)
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,18 @@
 """Bytes, seconds, rates and ratios as text that fits in a table or a sentence."""
 
 import math
+import re
 
 _BYTE_UNITS = ("bytes", "KiB", "MiB", "GiB", "TiB", "PiB")
 _SECOND_UNITS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns"))
 _RATE_UNITS = ((1e9, "G"), (1e6, "M"), (1e3, "k"))
 _SECONDS_PER_MINUTE = 60
+# GB is the maker's unit of a disk or a GPU's name, GiB what memory is counted in.
+_FACTORS = {
+    "": 1,
+    **{f"{letter}b": 1000**n for n, letter in enumerate(("", *"kmgt"))},
+    **{f"{letter}ib": 1024**n for n, letter in enumerate("kmgt", start=1)},
+}
 
 
 def _three_digits(value: float) -> str:
@@ -32,6 +39,32 @@ def format_bytes(num_bytes: float) -> str:
     if unit == "bytes":
         return f"{value:.0f} byte" if abs(value) == 1 else f"{value:.0f} bytes"
     return f"{_three_digits(value)} {unit}"
+
+
+def parse_bytes(argument: str, text: str) -> int:
+    """Returns the number of bytes that a text such as "16GB" or "1.5 GiB" stands for.
+
+    Args:
+        argument: What it was given as, for the message.
+        text: A number above 0, alone or with B, kB, MB, GB, TB (powers of 1000) or KiB,
+            MiB, GiB, TiB (powers of 1024), in any case.
+
+    Raises:
+        ValueError: It is something else, or less than one byte.
+
+    Example:
+        >>> parse_bytes("--limit", "1.5GiB"), parse_bytes("--limit", "16 GB")
+        (1610612736, 16000000000)
+    """
+    found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", text.strip().lower())
+    factor = _FACTORS.get(found[2]) if found else None
+    number = 0 if found is None or factor is None else int(float(found[1]) * factor)
+    if number < 1:
+        raise ValueError(
+            f"`{argument}` is {text!r}; expected a number of bytes, or one with a unit "
+            "from kB to TB or from KiB to TiB. Write for example 16GB or 14.5GiB."
+        )
+    return number
 
 
 def format_seconds(seconds: float) -> str:

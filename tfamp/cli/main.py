@@ -34,6 +34,10 @@ _COMMANDS = {
         "tfamp.cli.lint",
         "show what half precision would spoil in a model, and the remedy",
     ),
+    "memory": _Command(
+        "tfamp.cli.memory",
+        "tell what a step will hold in memory, and the largest batch that fits",
+    ),
     "replay": _Command(
         "tfamp.cli.replay",
         "repeat the failed step of a bundle, and say why it failed",

@@ -1,0 +1,287 @@
+"""`tfamp memory`: estimates, the batch that fits, trials, statuses, what is refused."""
+
+import json
+import re
+import sys
+import textwrap
+
+import keras
+import pytest
+
+from tfamp import batch_search
+from tfamp._memory_records import MemoryLimit
+from tfamp.batch_search import BatchSearch, Trial
+from tfamp.cli import memory
+from tfamp.memory import MemoryEstimates
+
+# Bytes of the two layers (16 * 8 + 8 + 8 * 4 + 4 float32) and of the loss's mean (2).
+PARAMETERS = 4 * (172 + 2)
+# Of an example: 16 inputs and 4 targets.
+EXAMPLE = 4 * (16 + 4)
+
+MODULE = """
+    import keras
+    import tensorflow as tf
+
+    def alone():
+        found = keras.Sequential(
+            [keras.Input((16,)), keras.layers.Dense(8, name="hidden"),
+             keras.layers.Dense(4, name="head")], name="tiny")
+        found.compile("sgd", "mse")
+        return found
+
+    def build():
+        data = tf.data.Dataset.range(96).map(lambda _: (tf.zeros(16), tf.zeros(4)))
+        return alone(), data.batch(48)
+
+    def build_arrays(seed):
+        assert seed == 0
+        return alone(), (tf.zeros((200, 16)), tf.zeros((200, 4))), None
+
+    def open_shape():
+        found = keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(4)])
+        found.compile("sgd", "mse")
+        return found
+
+    def open_shape_with_data():
+        return open_shape(), (tf.zeros((64, 5, 4)), tf.zeros((64, 5, 4)))
+
+    def uncompiled():
+        return keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)], name="raw")
+
+    def four():
+        return alone(), 1, 2, 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def module(tmp_path, monkeypatch):
+    """A module in the current folder, which a command finds there."""
+    (tmp_path / "measurable.py").write_text(textwrap.dedent(MODULE))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    yield tmp_path
+    sys.modules.pop("measurable", None)
+
+
+def estimated(target, *argv):
+    """Returns what the command wrote as JSON, having ended well."""
+    assert memory.main([f"measurable:{target}", *argv, "--json=found.json"]) == 0
+    return MemoryEstimates.from_json("found.json")
+
+
+def test_it_prints_the_table_of_the_datas_batches(capsys):
+    found = estimated("build", "--policy=float32")
+    assert capsys.readouterr().out == f"{found.table()}\n"
+    (one,) = found
+    assert (one.model, one.policy, one.batch_size) == ("tiny", "float32", 48)
+    assert one.training
+    assert one.by_kind["parameters"] == PARAMETERS
+    assert one.by_kind["inputs"] == 48 * EXAMPLE
+
+
+@pytest.mark.parametrize(
+    "target, batch_size", [("alone", 32), ("build", 48), ("build_arrays", 32)]
+)
+def test_without_sizes_it_takes_those_of_fit(target, batch_size):
+    (one,) = estimated(target, "--policy=float32")
+    assert one.batch_size == batch_size
+    assert one.by_kind["inputs"] == batch_size * EXAMPLE
+
+
+def test_shapes_that_the_model_leaves_open_are_the_datas():
+    (one,) = estimated("open_shape_with_data", "--policy=float32", "--batch_size=2")
+    assert one.by_kind["inputs"] == 2 * 2 * 5 * 4 * 4
+
+
+def test_it_takes_each_policy_with_each_size():
+    policies = ["float32", "mixed_bfloat16+no_rules", "float32+xla"]
+    found = estimated("alone", "--policy", ",".join(policies), "--batch-size=8,24")
+    assert [(each.policy, each.batch_size) for each in found] == [
+        (policy, size) for policy in policies for size in (8, 24)
+    ]
+    assert [each.source for each in found] == ["graph"] * 4 + ["XLA"] * 2
+    assert keras.config.dtype_policy().name == "float32"
+
+
+def test_auto_is_told_by_the_policy_it_came_to():
+    (one,) = estimated("alone")
+    assert one.policy in ("float32", "mixed_bfloat16", "mixed_float16")
+
+
+def test_another_optimizer_and_inference_reach_the_estimate():
+    (adam,) = estimated("build", "--policy=float32", "--optimizer=adam")
+    # Two moments of each weight, the counter (int64) and the learning rate.
+    assert adam.by_kind["optimizer slots"] == 2 * 4 * 172 + 8 + 4
+    (one,) = estimated("build", "--policy=float32", "--inference")
+    assert not one.training
+    assert "optimizer slots" not in one.by_kind
+    assert one.by_kind["inputs"] == 48 * 16 * 4
+
+
+def test_a_limit_is_answered_by_the_largest_batch_of_each_policy(capsys):
+    limit = 1_000_000
+    policies = ("float32", "mixed_bfloat16")
+    found = estimated(
+        "build", f"--policy={','.join(policies)}", "--batch_size=64,8", "--limit=1MB"
+    )
+    last = capsys.readouterr().out.splitlines()[-1]
+    words = re.fullmatch(
+        r"Largest batch size that fits in 977 KiB: ([\d,]+) \(float32\), ([\d,]+) "
+        r"\(mixed_bfloat16\)\.",
+        last,
+    )
+    for policy, word in zip(policies, words.groups(), strict=True):
+        size = int(word.replace(",", ""))
+        one = next(e for e in found if e.policy == policy and e.batch_size == 64)
+        assert size % 8 == 0
+        assert one.bytes_at(size) <= limit < one.bytes_at(size + 8)
+
+
+@pytest.mark.parametrize(
+    "limit, expected",
+    [
+        (f"{PARAMETERS + 12 + EXAMPLE}", r"none, 1 takes [\d,.]+ (bytes|KiB)"),
+        ("2KiB", r"[1-7]"),
+        ("2KB", r"[1-7]"),
+    ],
+    ids=["no example", "a few", "thousands"],
+)
+def test_a_limit_may_hold_less_than_eight_examples_or_none(capsys, limit, expected):
+    estimated("alone", "--policy=float32", f"--limit={limit}", "--batch_size=8")
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert re.fullmatch(rf"Largest batch .*: {expected} \(float32\)\.", last), last
+
+
+def test_a_step_that_does_not_grow_fits_in_any_size(monkeypatch, capsys):
+    import tfamp.memory
+
+    one = MemoryEstimates.from_dict
+    (real,) = estimated("alone", "--policy=float32")
+    flat = {**real.to_dict(), "curve": [[1, 1000], [2, 1000]]}
+    made_up = one({"estimates": [flat]})
+    monkeypatch.setattr(tfamp.memory, "estimate_memory", lambda *_, **__: made_up)
+    assert memory.main(["measurable:alone", "--policy=float32", "--limit=2KiB"]) == 0
+    last = capsys.readouterr().out.splitlines()[-1]
+    assert last == "Largest batch size that fits in 2.0 KiB: any (float32)."
+
+
+def test_a_plot_is_drawn(module):
+    pytest.importorskip("matplotlib")
+    estimated("alone", "--policy=float32", "--plot=memory.png")
+    assert (module / "memory.png").read_bytes().startswith(b"\x89PNG")
+
+
+# --find
+
+
+@pytest.fixture
+def searched(monkeypatch):
+    """What the search was called with; it finds 64 of two sizes."""
+    calls = []
+    found = BatchSearch(
+        **{"model": "tiny", "policy": "float32", "batch_size": 64},
+        accumulation_steps=1,
+        trials=(Trial(32, "fits", 100.0, 0.3, 1.0, 10), Trial(64, "fits", 190.0)),
+        stopped_by="knee",
+        largest_that_fits=None,
+        limit=MemoryLimit(10**9, "max_memory_bytes"),
+        **{"margin": 0.1, "min_gain": 0.05},
+    )
+
+    def find(*args, **kwargs):
+        calls.append((args, kwargs))
+        return found
+
+    monkeypatch.setattr(batch_search, "find_batch_size", find)
+    return calls, found
+
+
+def test_find_prints_what_the_trials_come_to(searched, capsys):
+    calls, found = searched
+    argv = ["measurable:build", "--find", "--policy=float32+xla", "--limit=1GB"]
+    assert memory.main([*argv, "--json=found.json"]) == 0
+    kwargs = {"policy": "float32+xla", "max_memory_bytes": 10**9}
+    assert calls == [(("measurable:build",), kwargs)]
+    assert capsys.readouterr().out == f"{found}\n"
+    with open("found.json") as file:
+        assert json.load(file)["batch_size"] == 64
+    assert "measurable" not in sys.modules  # trials build it, this process does not
+
+
+def test_find_without_a_limit_leaves_it_to_the_machine(searched):
+    calls, _ = searched
+    assert memory.main(["measurable:build", "--find"]) == 0
+    assert calls[0][1] == {"policy": "auto", "max_memory_bytes": None}
+
+
+@pytest.mark.slow
+def test_find_makes_trials_of_what_the_function_builds(capsys):
+    pytest.importorskip("cloudpickle")
+    argv = ["measurable:build", "--find", "--policy=float32", "--limit=10MB"]
+    assert memory.main(argv) == 1
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith("tfamp memory: ")
+    # No process with TensorFlow in it holds 9 MB.
+    assert "of 'measurable:build' does not fit" in printed.err
+    assert "8.6 MiB (max_memory_bytes, less the margin)" in printed.err
+
+
+# Failures
+
+FAILURES = {
+    "no module": (["nowhere:build"], 1, "There is no module 'nowhere'"),
+    "no function": (["measurable:bild"], 1, "Did you mean 'build'?"),
+    "four": (["measurable:four"], 1, "returned a tuple of 4; expected a compiled"),
+    "not compiled": (["measurable:uncompiled"], 1, "Model 'raw' is not compiled;"),
+    "open shape": (["measurable:open_shape"], 1, "expected one that is known but for"),
+    "no folder": (
+        ["measurable:alone", "--json=nowhere/found.json"],
+        1,
+        "No such file or directory",
+    ),
+    "nothing": ([], 2, "Nothing is named; expected one 'module:build' and flags"),
+    "two": (["a:b", "c:d"], 2, "Unexpected argument 'c:d'"),
+    "policy": (["a:b", "--policy=fp16"], 2, "Unknown `--policy` 'fp16'; expected"),
+    "size": (["a:b", "--batch_size=8,0"], 2, "`--batch_size` has '0'; expected whole"),
+    "limit": (["a:b", "--limit=16GO"], 2, "`--limit` is '16GO'; expected a number of"),
+    "no optimizer": (
+        ["a:b", "--inference", "--optimizer=adam"],
+        2,
+        "`--optimizer` came with `--inference`; expected one of them",
+    ),
+    "find several": (
+        ["a:b", "--find", "--policy=float32,auto"],
+        2,
+        "`--policy` is 'float32,auto' with `--find`; expected one policy",
+    ),
+    "find sizes": (
+        ["a:b", "--find", "--batch_size=8"],
+        2,
+        "`--batch_size` came with `--find`; expected one of them, as trials train",
+    ),
+    "find inference": (["a:b", "--find", "--inference"], 2, "`--inference` came with"),
+    "find optimizer": (["a:b", "--find", "--optimizer=sgd"], 2, "`--optimizer` came"),
+}
+
+
+@pytest.mark.parametrize("argv, status, message", FAILURES.values(), ids=FAILURES)
+def test_failures_end_with_a_status_and_a_sentence(capsys, argv, status, message):
+    if not any(word.startswith("--policy") for word in argv):
+        argv = [*argv, "--policy=float32"]
+    assert memory.main(argv) == status
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert message in printed.err
+    assert printed.err.startswith("tfamp memory: ")
+    assert printed.err.count("\n") == 1
+
+
+def test_help_names_every_flag(capsys):
+    assert memory.main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith("usage: tfamp memory module:build [flags]")
+    names = ("batch_size", "policy", "inference", "optimizer", "limit", "find", "json")
+    for flag in (*names, "plot"):
+        assert f"--{flag} " in text

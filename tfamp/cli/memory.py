@@ -1,0 +1,253 @@
+"""`tfamp memory`: what a step will hold, and which batch size fits or suits."""
+
+import dataclasses
+import os
+import sys
+import warnings
+from collections.abc import Sequence
+from typing import Any
+
+from absl import flags
+
+from tfamp import _targets, _units
+from tfamp.cli import _flags
+from tfamp.evidence import Variant
+
+_COMMAND = "tfamp memory"
+_ARGUMENT = "module:build"
+_PURPOSE = """\
+Predicts what a training step will hold in memory, by kind, and trains nothing: the
+step is traced. With --limit it tells the largest batch that fits. `module:build` names
+a function that returns a compiled model, or (model, train) or (model, train,
+validation), of which shapes and the batch size are read. --find trains a few steps of
+real batches instead, each size in a fresh process, until one does not fit or gains too
+little speed.
+
+Ends with status 0, 1 if it cannot be told, 2 if called wrongly."""
+_EXIT_FAILED = 1
+# `fit` and `predict` take as many examples where nobody says.
+_BATCH_SIZE = 32
+# Sizes that matrix units like.
+_MULTIPLE = 8
+# No model's batch is as large: what holds it, holds any.
+_ENDLESS = 2**40
+# Flags that trials have no use for.
+_NOT_FOUND_WITH = ("batch_size", "inference", "optimizer")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Runs the command.
+
+    Args:
+        argv: The arguments after "memory".
+
+    Returns:
+        The exit status, as the help says.
+    """
+    values = _define()
+    target = _flags.parse(
+        values, argv, command=_COMMAND, purpose=_PURPOSE, argument=_ARGUMENT
+    )
+    if not isinstance(target, str):
+        return int(target or 0)
+    # TensorFlow reads it when it is imported; its notices are of no help here.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        variants = [Variant.parse(word, "--policy") for word in values.policy]
+        sizes = [_whole(text) for text in values.batch_size or ()]
+        limit = (
+            None
+            if values.limit is None
+            else _units.parse_bytes("--limit", values.limit)
+        )
+        _check(values)
+    except ValueError as error:
+        return _flags.refuse(str(error).rstrip("."), _COMMAND)
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            if values.find:
+                found = find(target, variants[0], limit)
+                text = str(found)
+            else:
+                found = estimate(target, variants, sizes, values)
+                lines = [found.table(), *_largest(found, limit)]
+                text = "\n".join(lines)
+            if values.json is not None:
+                found.to_json(values.json)
+            if values.plot is not None:
+                found.plot(values.plot)
+    except (
+        *(ImportError, MemoryError, OSError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
+        print(f"{_COMMAND}: {error}", file=sys.stderr)
+        return _EXIT_FAILED
+    print(text)
+    for message in dict.fromkeys(str(warning.message) for warning in caught):
+        print(f"{_COMMAND}: {message}", file=sys.stderr)
+    return 0
+
+
+def estimate(
+    target: str,
+    variants: Sequence[Variant],
+    sizes: Sequence[int],
+    values: flags.FlagValues,
+) -> Any:
+    """Returns the estimates of each policy, each built under it, and each size."""
+    build = _targets.load(target)
+    from tfamp.batch_search.data import batch_of
+    from tfamp.compare.in_force import in_force
+    from tfamp.memory import MemoryEstimates, estimate_memory
+
+    found: list[Any] = []
+    for variant in variants:
+        with in_force(variant):
+            model, data = _built(target, _targets.call(build, seed=0, epochs=1))
+            batch = None if data is None else batch_of(data)
+            own = estimate_memory(
+                model,
+                list(sizes) or [_BATCH_SIZE if batch is None else batch.size],
+                optimizer=values.optimizer,
+                training=not values.inference,
+                data=None if batch is None else _parts(batch.parts, values.inference),
+                compiled=True if variant.jit_compile else None,
+            )
+        found += [_named(each, variant) for each in own]
+    return MemoryEstimates(tuple(found))
+
+
+def find(target: str, variant: Variant, limit: int | None) -> Any:
+    """Returns what trials of real batches come to."""
+    from tfamp.batch_search import find_batch_size
+
+    return find_batch_size(target, policy=str(variant), max_memory_bytes=limit)
+
+
+def _built(target: str, built: Any) -> tuple[Any, Any]:
+    """Returns the model, and the data or None, of what a function returned."""
+    if not isinstance(built, tuple):
+        return built, None
+    if not 2 <= len(built) <= 3:
+        raise TypeError(
+            f"{target!r} returned a tuple of {len(built)}; expected a compiled model, "
+            "(model, train) or (model, train, validation). Return one of them."
+        )
+    return built[0], built[1]
+
+
+def _parts(parts: Any, inference: bool) -> Any:
+    """Returns the parts of a batch that a step takes: for `predict` inputs alone."""
+    if not isinstance(parts, tuple):
+        return (parts,)
+    return parts[:1] if inference else parts
+
+
+def _named(estimate: Any, variant: Variant) -> Any:
+    """Returns an estimate under the name its policy was typed by, "auto" resolved."""
+    if variant.policy == "auto":
+        variant = dataclasses.replace(variant, policy=estimate.policy)
+    return dataclasses.replace(estimate, policy=str(variant))
+
+
+def _largest(estimates: Any, limit: int | None) -> list[str]:
+    """Returns a line on the largest batch that fits, of each policy."""
+    if limit is None:
+        return []
+    # The largest size that was traced says most of those beyond.
+    by_policy = {each.policy: each for each in sorted(estimates, key=_size)}
+    names = dict.fromkeys(each.policy for each in estimates)
+    words = ", ".join(f"{_fitting(by_policy[name], limit)} ({name})" for name in names)
+    return [f"Largest batch size that fits in {_units.format_bytes(limit)}: {words}."]
+
+
+def _size(estimate: Any) -> int:
+    return int(estimate.batch_size)
+
+
+def _fitting(estimate: Any, limit: int) -> str:
+    if estimate.bytes_at(1) > limit:
+        return f"none, 1 takes {_units.format_bytes(estimate.bytes_at(1))}"
+    if estimate.bytes_at(_ENDLESS) <= limit:
+        return "any"
+    multiple = _MULTIPLE if estimate.bytes_at(_MULTIPLE) <= limit else 1
+    return f"{estimate.largest_batch(limit, multiple_of=multiple):,}"
+
+
+def _check(values: flags.FlagValues) -> None:
+    """Checks that every flag that was given has an effect."""
+    if values.inference and values.optimizer is not None:
+        raise ValueError(
+            "`--optimizer` came with `--inference`; expected one of them, as predict "
+            "has no optimizer. Leave one out"
+        )
+    if not values.find:
+        return
+    if len(values.policy) != 1:
+        raise ValueError(
+            f"`--policy` is {','.join(values.policy)!r} with `--find`; expected one "
+            "policy, as its trials take minutes. Call once for each"
+        )
+    for name in _NOT_FOUND_WITH:
+        if values[name].present:
+            raise ValueError(
+                f"`--{name}` came with `--find`; expected one of them, as trials train "
+                "what is built, in sizes of their own. Leave one out"
+            )
+
+
+def _whole(text: str) -> int:
+    if not text.isdigit() or int(text) < 1:
+        raise ValueError(
+            f"`--batch_size` has {text!r}; expected whole numbers of at least 1. Write "
+            "for example 32,64"
+        )
+    return int(text)
+
+
+def _define() -> flags.FlagValues:
+    values = _flags.new_flags()
+    flags.DEFINE_list(
+        "batch_size",
+        None,
+        "Batch sizes, separated by commas; else that of the data, without data 32.",
+        flag_values=values,
+    )
+    flags.DEFINE_list(
+        "policy",
+        "auto",
+        "Policies to build under, such as float32,mixed_bfloat16+xla.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "inference",
+        False,
+        "Look at the step of predict, not of fit.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "optimizer",
+        None,
+        "Another optimizer than the model's, by its Keras name.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "limit",
+        None,
+        "Memory there is, such as 16GB, 14.5GiB or a number of bytes.",
+        flag_values=values,
+    )
+    flags.DEFINE_bool(
+        "find",
+        False,
+        "Try sizes by training real batches, below --limit and the machine's memory.",
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "json", None, "File that gets the result as JSON.", flag_values=values
+    )
+    flags.DEFINE_string(
+        "plot", None, "Image file that gets memory by batch size.", flag_values=values
+    )
+    return values
