@@ -62,7 +62,7 @@ def _kind(held: Held, weights: set[int], *, in_layer: bool) -> str:
         return "workspace"
     if held.op == "Cast" and held.source == "ReadVariableOp":
         return "casts"
-    if _is_backward(held.name):
+    if is_backward(held.name):
         return "gradients" if held.num_bytes in weights else "workspace"
     # The optimizer computes with numbers of the weights' sizes.
     return "activations" if in_layer or held.num_bytes not in weights else "workspace"
@@ -87,7 +87,8 @@ def by_layer(
     return {path: size for path, size in found.most_common() if size}
 
 
-def _is_backward(name: str) -> bool:
+def is_backward(name: str) -> bool:
+    """States whether an operation of this name was traced by a gradient tape."""
     return any(
         part.startswith(("gradient_tape", "gradients")) for part in name.split("/")
     )

@@ -1,17 +1,27 @@
 """`tfamp.remat`: activations computed again in the backward pass, not kept."""
 
+import functools
+import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
 from absl import logging
 
-from tfamp import _checks
 from tfamp.keras_hooks import graph_runs, structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.recompute import recomputed
+from tfamp.training.remat_planning import fit_into
+from tfamp.training.remat_settings import (
+    check_settings,
+    check_target,
+    chosen_layers,
+    layers_of,
+)
 from tfamp.training.segments import Segment, cut
 
+# Where a target decides what is computed again, pieces are small.
+_NODES_OF_A_PIECE = 4
 # A graph with fewer nodes is computed again as a whole, if at all.
 _MIN_NODES = 4
 
@@ -22,6 +32,9 @@ def remat(
     only: str | type | Iterable[str | type] | None = None,
     segments: int | None = None,
     enabled: bool = True,
+    max_memory_bytes: int | None = None,
+    batch_size: int | None = None,
+    data: Any = None,
 ) -> Any:
     """Computes activations again in the backward pass, in place, and keeps fewer.
 
@@ -42,6 +55,11 @@ def remat(
         segments: Of a Functional or Sequential model, how many to cut it into; None for
             the square root of the number of its nodes.
         enabled: False gives everything its own way to compute back.
+        max_memory_bytes: Of a compiled model: compute again only as much as a training
+            step needs to stay below this, as `tfamp.estimate_memory` predicts it, what
+            saves most for the time it takes first; nothing where it fits as it is.
+        batch_size: Examples of that step, of all replicas.
+        data: As for `tfamp.estimate_memory`, where the model does not tell its inputs.
 
     Returns:
         What was given. It is not kept in saved files: call it again after loading.
@@ -49,7 +67,8 @@ def remat(
     Raises:
         TypeError: It is no model, layer or sequence of layers.
         ValueError: `only` names no layer of the model, or comes with layers or with
-            `segments`. At the first step: a layer draws random numbers or writes to
+            `segments`; the target cannot be met, or lacks its batch size. At the first
+            step: a layer draws random numbers or writes to
             variables past Keras.
 
     Example:
@@ -62,15 +81,18 @@ def remat(
     Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     model = model_or_layers if isinstance(model_or_layers, keras.Model) else None
-    _check_settings(model, only, segments)
+    check_settings(model, only, segments)
+    check_target(model, max_memory_bytes, batch_size, enabled=enabled)
     if model is None:
-        layers = _layers(model_or_layers)
+        layers = layers_of(model_or_layers)
         for layer in layers:
             _set(layer, enabled=enabled)
         return model_or_layers
-    chosen = None if only is None else _chosen(model, only)
+    chosen = None if only is None else chosen_layers(model, only)
     _clear(model)
-    if enabled and chosen is not None:
+    if max_memory_bytes is not None and batch_size is not None:
+        _fit(model, chosen, segments, max_memory_bytes, batch_size, data)
+    elif enabled and chosen is not None:
         for layer in chosen:
             _set(layer, enabled=True)
         _tell(model, len(chosen), "layers")
@@ -81,59 +103,48 @@ def remat(
     return model
 
 
-def _check_settings(model: keras.Model | None, only: Any, segments: int | None) -> None:
-    if segments is not None:
-        _checks.positive_int("segments", segments)
-    if only is not None and segments is not None:
-        raise ValueError(
-            "`only` came with `segments`; expected one of them, as each layer named is "
-            "a segment. Leave one out."
-        )
-    if model is None and (only is not None or segments is not None):
-        raise ValueError(
-            "`only` or `segments` came with layers; expected them with a model, since "
-            "each layer is a segment. Pass the model, or the layers alone."
-        )
-    if segments is not None and model is not None and structure.graph_of(model) is None:
-        raise ValueError(
-            f"`segments` came with {model.name!r}, which has no graph to cut; expected "
-            "a built Functional or Sequential model. Name layers by `only`."
-        )
-
-
-def _layers(given: Any) -> list[keras.layers.Layer]:
-    layers = [given] if isinstance(given, keras.layers.Layer) else given
-    if isinstance(layers, Sequence) and not isinstance(layers, str):
-        if layers and all(isinstance(each, keras.layers.Layer) for each in layers):
-            return list(layers)
-    raise TypeError(
-        f"Cannot rematerialise {given!r}; expected a Keras model, a layer, or a list "
-        "of layers. Pass what `keras.Model(...)` gave, or `model.layers[1:-1]`."
+def _fit(
+    model: keras.Model,
+    chosen: Sequence[keras.layers.Layer] | None,
+    segments: int | None,
+    max_memory_bytes: int,
+    batch_size: int,
+    data: Any,
+) -> None:
+    """Computes as few pieces again as a target needs."""
+    graph = structure.graph_of(model)
+    if chosen is None and graph is None:
+        chosen = _parts(model)
+    parts: list[Segment] = []
+    count = 1
+    if chosen is None:
+        count = segments or len(graph_runs.nodes_of(graph)) // _NODES_OF_A_PIECE
+        count = max(1, count)
+        # What is asked whether it is wanted, in order, are the pieces.
+        _cut_graph(model, graph, count, functools.partial(_note, parts))
+    pieces = (
+        [part.layers for part in parts] if chosen is None else [[x] for x in chosen]
     )
 
+    def put(numbers: set[int]) -> None:
+        _clear(model)
+        if chosen is not None:
+            for number in numbers:
+                _set(chosen[number], enabled=True)
+            return
+        places = itertools.count()
+        if numbers:
+            _cut_graph(model, graph, count, lambda part: next(places) in numbers)
 
-def _chosen(model: keras.Model, only: Any) -> list[keras.layers.Layer]:
-    wanted = [only] if isinstance(only, str | type) else list(only)
-    found: dict[int, keras.layers.Layer] = {}
-    rows = [row[:2] for row in structure.walk(model) if row[2] is not None]
-    for each in wanted:
-        matching = [
-            layer
-            for path, layer in rows
-            if (
-                isinstance(layer, each)
-                if isinstance(each, type)
-                else each in (path, layer.name, type(layer).__name__)
-            )
-        ]
-        if not matching:
-            raise ValueError(
-                f"`only` names {each!r}, and model {model.name!r} has no such layer; "
-                f"expected one of {tuple(path for path, _ in rows)}, or a class. Check "
-                "the name."
-            )
-        found |= {id(layer): layer for layer in matching}
-    return list(found.values())
+    put(set())
+    fit_into(
+        model,
+        pieces,
+        put,
+        max_memory_bytes=max_memory_bytes,
+        batch_size=batch_size,
+        data=data,
+    )
 
 
 def _clear(model: keras.Model) -> None:
@@ -142,6 +153,11 @@ def _clear(model: keras.Model) -> None:
         graph = structure.graph_of(layer)
         if graph is not None:
             graph_runs.replace_run(graph, None)
+
+
+def _note(parts: list[Segment], part: Segment) -> bool:
+    parts.append(part)
+    return True
 
 
 def _set(layer: keras.layers.Layer, *, enabled: bool) -> None:
@@ -174,11 +190,16 @@ def _remat_model(model: keras.Model, count: int | None) -> None:
     if graph is not None:
         _tell(model, _cut_graph(model, graph, count), "segments")
         return
-    children = structure.children(model)
-    composite = [layer for layer in children if structure.children(layer)]
-    for layer in composite or children:
+    parts = _parts(model)
+    for layer in parts:
         _set(layer, enabled=True)
-    _tell(model, len(composite or children), "layers")
+    _tell(model, len(parts), "layers")
+
+
+def _parts(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers of a model without a graph that are a segment each."""
+    children = structure.children(model)
+    return [layer for layer in children if structure.children(layer)] or children
 
 
 def _tell(model: keras.Model, count: int, what: str) -> None:
@@ -190,7 +211,12 @@ def _tell(model: keras.Model, count: int, what: str) -> None:
     )
 
 
-def _cut_graph(model: Any, graph: Any, count: int | None) -> int:
+def _cut_graph(
+    model: Any,
+    graph: Any,
+    count: int | None,
+    is_wanted: Callable[[Segment], bool] = lambda segment: True,
+) -> int:
     """Makes a model's graph run in segments; returns how many are computed again."""
     nodes = graph_runs.nodes_of(graph)
     inner = {
@@ -200,19 +226,22 @@ def _cut_graph(model: Any, graph: Any, count: int | None) -> int:
         and len(graph_runs.nodes_of(found)) >= _MIN_NODES
     }
     steps: list[tuple[Segment, bool]] = []
-    num_inner = sum(_cut_graph(*each, count) for each in inner.values())
+    num_inner = sum(_cut_graph(*each, count, is_wanted) for each in inner.values())
     start = 0
     for place in (*(i for i, n in enumerate(nodes) if id(n) in inner), len(nodes)):
         results = _needed(nodes[place:], graph.outputs)
         if place > start:
             part = nodes[start:place]
-            steps += [(segment, True) for segment in cut(part, results, count)]
+            found = cut(part, results, count)
+            is_end = place == len(nodes)
+            steps += [
+                (segment, not (is_end and segment is found[-1]) and is_wanted(segment))
+                for segment in found
+            ]
         if place < len(nodes):
             behind = _needed(nodes[place + 1 :], graph.outputs)
             steps += [(segment, False) for segment in cut([nodes[place]], behind, 1)]
         start = place + 1
-    if steps:
-        steps[-1] = (steps[-1][0], False)
     graph_runs.replace_run(graph, _runner(model, steps))
     return num_inner + sum(is_again for _, is_again in steps)
 

@@ -1,0 +1,70 @@
+"""Mixed precision, accumulation, rematerialisation and EMA on two replicas, together."""
+
+import contextlib
+import warnings
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+
+BATCH = 32
+STEPS = 3
+# Sums of a batch in other orders, in a format with so many digits.
+TOLERANCE = {"float32": 2e-5, "mixed_bfloat16": 2e-2, "mixed_float16": 4e-3}
+
+
+def build(policy, *, accumulation_steps):
+    keras.utils.set_random_seed(1)
+    with warnings.catch_warnings(), tfamp.scope(policy):
+        layers = [keras.layers.Dense(32, activation="tanh") for _ in range(8)]
+        model = keras.Sequential([keras.Input((16,)), *layers, keras.layers.Dense(1)])
+        inner = keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.5)
+        optimizer = tfamp.LossScaleOptimizer(
+            inner, 2.0**8, dynamic=False, accumulation_steps=accumulation_steps
+        )
+        model.compile(optimizer, "mse")
+    return model
+
+
+def trained(policy, *, micro_batches, with_trades):
+    """Returns weights, averages and losses after a few updates of the same batches."""
+    strategy = two_replicas() if with_trades else contextlib.nullcontext()
+    with strategy.scope() if with_trades else strategy:
+        model = build(policy, accumulation_steps=micro_batches)
+    if with_trades:
+        tfamp.remat(model)
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(BATCH * STEPS, 16)).astype(np.float32)
+    y = x[:, :1] - x[:, 1:2]
+    data = tf.data.Dataset.from_tensor_slices((x, y)).batch(BATCH // micro_batches)
+    history = model.fit(data, epochs=2, verbose=0).history["loss"]
+    inner = model.optimizer.inner_optimizer
+    # At the end of `fit` Keras puts the averages into the weights.
+    return [np.array(w) for w in model.get_weights()], history, int(inner.iterations)
+
+
+@pytest.mark.filterwarnings("ignore:'mixed_:UserWarning")
+@pytest.mark.parametrize("policy", TOLERANCE)
+def test_all_trades_together_equal_the_large_batch(policy):
+    plain = trained(policy, micro_batches=1, with_trades=False)
+    traded = trained(policy, micro_batches=4, with_trades=True)
+    assert plain[2] == traded[2] == 2 * STEPS
+    for a, b in zip(plain[0], traded[0], strict=True):
+        scale = np.abs(a).max() + 1e-3
+        np.testing.assert_allclose(a / scale, b / scale, atol=TOLERANCE[policy])
+    np.testing.assert_allclose(plain[1], traded[1], rtol=TOLERANCE[policy])
+
+
+@pytest.mark.filterwarnings("ignore:'mixed_:UserWarning")
+def test_the_trades_are_in_the_estimate():
+    with_ema = build("float32", accumulation_steps=4)
+    weights = sum(4 * int(np.prod(w.shape)) for w in with_ema.trainable_weights)
+    plain = tfamp.estimate_memory(with_ema, 2**14)
+    # Momentum, averages and accumulators.
+    assert plain.by_kind["optimizer slots"] >= 3 * weights
+    again = tfamp.estimate_memory(tfamp.remat(with_ema), 2**14)
+    assert again.step_bytes < 0.8 * plain.step_bytes
