@@ -1,4 +1,4 @@
-"""Mixed precision, accumulation, rematerialisation and EMA on two replicas, together."""
+"""Mixed precision, accumulation, remat and EMA on two replicas, all together."""
 
 import contextlib
 import warnings
@@ -10,9 +10,10 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
+from tfamp.memory.savings import peak_bytes
 
 BATCH = 32
-STEPS = 3
+STEPS = 2
 # Sums of a batch in other orders, in a format with so many digits.
 TOLERANCE = {"float32": 2e-5, "mixed_bfloat16": 2e-2, "mixed_float16": 4e-3}
 
@@ -20,7 +21,7 @@ TOLERANCE = {"float32": 2e-5, "mixed_bfloat16": 2e-2, "mixed_float16": 4e-3}
 def build(policy, *, accumulation_steps):
     keras.utils.set_random_seed(1)
     with warnings.catch_warnings(), tfamp.scope(policy):
-        layers = [keras.layers.Dense(32, activation="tanh") for _ in range(8)]
+        layers = [keras.layers.Dense(32, activation="tanh") for _ in range(4)]
         model = keras.Sequential([keras.Input((16,)), *layers, keras.layers.Dense(1)])
         inner = keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.5)
         optimizer = tfamp.LossScaleOptimizer(
@@ -36,7 +37,7 @@ def trained(policy, *, micro_batches, with_trades):
     with strategy.scope() if with_trades else strategy:
         model = build(policy, accumulation_steps=micro_batches)
     if with_trades:
-        tfamp.remat(model)
+        tfamp.remat(model, segments=2)
     rng = np.random.default_rng(0)
     x = rng.normal(size=(BATCH * STEPS, 16)).astype(np.float32)
     y = x[:, :1] - x[:, 1:2]
@@ -44,14 +45,25 @@ def trained(policy, *, micro_batches, with_trades):
     history = model.fit(data, epochs=2, verbose=0).history["loss"]
     inner = model.optimizer.inner_optimizer
     # At the end of `fit` Keras puts the averages into the weights.
-    return [np.array(w) for w in model.get_weights()], history, int(inner.iterations)
+    return (
+        [np.array(w) for w in model.get_weights()],
+        history,
+        int(inner.iterations.numpy()),
+    )
 
 
 @pytest.mark.filterwarnings("ignore:'mixed_:UserWarning")
-@pytest.mark.parametrize("policy", TOLERANCE)
+@pytest.mark.parametrize(
+    "policy",
+    [
+        "float32",
+        "mixed_float16",
+        pytest.param("mixed_bfloat16", marks=pytest.mark.slow),
+    ],
+)
 def test_all_trades_together_equal_the_large_batch(policy):
     plain = trained(policy, micro_batches=1, with_trades=False)
-    traded = trained(policy, micro_batches=4, with_trades=True)
+    traded = trained(policy, micro_batches=2, with_trades=True)
     assert plain[2] == traded[2] == 2 * STEPS
     for a, b in zip(plain[0], traded[0], strict=True):
         scale = np.abs(a).max() + 1e-3
@@ -66,5 +78,5 @@ def test_the_trades_are_in_the_estimate():
     plain = tfamp.estimate_memory(with_ema, 2**14)
     # Momentum, averages and accumulators.
     assert plain.by_kind["optimizer slots"] >= 3 * weights
-    again = tfamp.estimate_memory(tfamp.remat(with_ema), 2**14)
-    assert again.step_bytes < 0.8 * plain.step_bytes
+    tfamp.remat(with_ema, segments=2)
+    assert peak_bytes(with_ema, 2**14, None) < 0.9 * plain.peak_bytes

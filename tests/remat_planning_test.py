@@ -7,13 +7,13 @@ import numpy as np
 import pytest
 
 import tfamp
-from tfamp.memory.savings import Savings
+from tfamp.memory.savings import Savings, peak_bytes
 from tfamp.training.remat_planning import ranked
 
 BATCH = 2048
 
 
-def deep(num_layers=12, **options):
+def deep(num_layers=8, **options):
     layers = [keras.layers.Dense(128, activation="gelu") for _ in range(num_layers)]
     model = keras.Sequential([keras.Input((128,)), *layers, keras.layers.Dense(1)])
     model.compile("sgd", "mse", **options)
@@ -21,7 +21,7 @@ def deep(num_layers=12, **options):
 
 
 def peak(model):
-    return tfamp.estimate_memory(model, BATCH).peak_bytes
+    return peak_bytes(model, BATCH, None)
 
 
 def test_a_step_that_fits_computes_nothing_again():
@@ -32,13 +32,14 @@ def test_a_step_that_fits_computes_nothing_again():
 
 
 def test_the_target_is_met_and_less_than_all_is_computed_again():
-    model, whole = deep(), deep()
+    model, whole = deep(16), deep(16)
     before = peak(model)
-    tfamp.remat(model, max_memory_bytes=int(0.8 * before), batch_size=BATCH)
-    tfamp.remat(whole, segments=3)
-    assert peak(whole) < peak(model) <= 0.8 * before
+    tfamp.remat(model, max_memory_bytes=int(0.85 * before), batch_size=BATCH)
+    tfamp.remat(whole)
+    assert peak(whole) < peak(model) <= 0.85 * before
 
 
+@pytest.mark.most(1)
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "XLA"])
 def test_losses_are_those_of_the_plain_model(jit_compile):
     x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)
