@@ -22,6 +22,7 @@ import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
 import datasets  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import fitting_in_memory  # noqa: E402
 import guarding  # noqa: E402
 import injecting  # noqa: E402
 import reporting  # noqa: E402
@@ -44,6 +45,7 @@ def define_flags() -> flags.FlagValues:
     reporting.define_common_flags(values)
     injecting.define_flags(values)
     guarding.define_flags(values)
+    fitting_in_memory.define_flags(values)
     flags.DEFINE_string(
         "dataset",
         "digits",
@@ -61,6 +63,7 @@ def build_model(
     num_classes: int,
     learning_rate: Any = 2e-3,
     inject: str | None = None,
+    accumulation_steps: int = 1,
 ) -> keras.Model:
     """Returns the compiled network. It takes uint8 images and scales them itself."""
     images = keras.Input(input_shape, dtype="uint8")
@@ -79,7 +82,9 @@ def build_model(
     outputs = keras.layers.Dense(num_classes, activation="softmax")(x)
     model = keras.Model(images, outputs)
     model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate),
+        optimizer=fitting_in_memory.accumulating(
+            keras.optimizers.Adam(learning_rate), accumulation_steps
+        ),
         loss="sparse_categorical_crossentropy",
         metrics=["accuracy"],
     )
@@ -123,12 +128,16 @@ def build(
     )
     train_data = injecting.batches(settings.inject, train_data)
     test_data = test_images.cache("memory").batch(256).prefetch().build()
+    num_updates = fitting_in_memory.num_updates(
+        int(train_data.cardinality()), settings.accumulation_steps
+    )
     schedule = keras.optimizers.schedules.CosineDecay(
-        injecting.learning_rate(settings),
-        settings.epochs * int(train_data.cardinality()),
+        injecting.learning_rate(settings), settings.epochs * num_updates
     )
     shape = train_data.element_spec[0].shape[1:]
-    model = build_model(shape, num_classes, schedule, settings.inject)
+    model = build_model(
+        shape, num_classes, schedule, settings.inject, settings.accumulation_steps
+    )
     model.jit_compile = settings.jit_compile
     return model, train_data, test_data
 
@@ -138,6 +147,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
     injecting.announce(settings)
+    settings, memory = fitting_in_memory.fitted(settings, build)
     model, train_data, test_data = build(settings)
     progress = TrainingProgress(f"digits {status.policy}")
     started = time.perf_counter()
@@ -164,6 +174,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "finite": reporting.is_finite(model, loss, accuracy),
         **guard.report(),
+        **memory,
         "versions": reporting.versions(),
     }
 

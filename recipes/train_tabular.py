@@ -30,7 +30,8 @@ import keras  # noqa: E402
 import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
-import guarding  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import fitting_in_memory  # noqa: E402  (TensorFlow reads its log level on import)
+import guarding  # noqa: E402
 import injecting  # noqa: E402
 import reporting  # noqa: E402
 import tfamp  # noqa: E402
@@ -74,6 +75,7 @@ def define_flags() -> flags.FlagValues:
     reporting.define_common_flags(values)
     injecting.define_flags(values)
     guarding.define_flags(values)
+    fitting_in_memory.define_flags(values)
     flags.DEFINE_enum(
         "dataset",
         "breast_cancer",
@@ -193,6 +195,7 @@ def build_model(
     table: Table,
     learning_rate: float,
     inject: str | None = None,
+    accumulation_steps: int = 1,
 ) -> keras.Model:
     """Returns the compiled network, which begins with the layer that treats rows."""
     rows = keras.Input((num_columns,), dtype="float32")
@@ -207,7 +210,10 @@ def build_model(
         metric = keras.metrics.BinaryAccuracy(name="accuracy", threshold=0.0)
     else:
         loss, metric = "mse", keras.metrics.R2Score(name="R2")
-    model.compile(keras.optimizers.Adam(learning_rate), loss, metrics=[metric])
+    optimizer = fitting_in_memory.accumulating(
+        keras.optimizers.Adam(learning_rate), accumulation_steps
+    )
+    model.compile(optimizer, loss, metrics=[metric])
     return model
 
 
@@ -245,7 +251,14 @@ def make(way: str, damaged: Table, settings: Any) -> tuple[keras.Model, Any]:
     data = batches(damaged.train, impute, statistics, settings)
     num_columns = damaged.train[0].shape[1]
     rate = injecting.learning_rate(settings)
-    model = build_model(first, num_columns, damaged, rate, settings.inject)
+    model = build_model(
+        first,
+        num_columns,
+        damaged,
+        rate,
+        settings.inject,
+        settings.accumulation_steps,
+    )
     model.jit_compile = settings.jit_compile
     return model, injecting.batches(settings.inject, data)
 
@@ -272,6 +285,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
     injecting.announce(settings)
+    settings, memory = fitting_in_memory.fitted(settings, build)
     table, damaged = load_damaged(settings)
     findings = tfamp.data.check(
         damaged.train, damaged.validation, compute_dtype=status.policy
@@ -314,6 +328,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
         "findings": [finding.rule for finding in findings],
         "same_bits_after_loading": survives_saving(model, damaged.validation[0]),
         "seconds": round(seconds, 2),
+        **memory,
         "finite": reporting.is_finite(
             model, loss, results["score_clean"], results["score_damaged"]
         ),

@@ -23,6 +23,7 @@ import numpy as np  # noqa: E402
 from absl import flags  # noqa: E402
 
 import datasets  # noqa: E402  (TensorFlow reads its log level when it is imported)
+import fitting_in_memory  # noqa: E402
 import guarding  # noqa: E402
 import injecting  # noqa: E402
 import reporting  # noqa: E402
@@ -47,6 +48,7 @@ def define_flags() -> flags.FlagValues:
     reporting.define_common_flags(values)
     injecting.define_flags(values)
     guarding.define_flags(values)
+    fitting_in_memory.define_flags(values)
     flags.DEFINE_string(
         "dataset",
         "stdlib_text",
@@ -84,6 +86,7 @@ def build_model(
     num_heads: int,
     learning_rate: Any = 3e-3,
     inject: str | None = None,
+    accumulation_steps: int = 1,
 ) -> keras.Model:
     """Returns the compiled model: uint8 characters to logits of the next ones."""
     characters = keras.Input((window,), dtype="uint8")
@@ -101,7 +104,10 @@ def build_model(
     logits = keras.layers.Dense(NUM_CHARACTERS)(x)
     model = keras.Model(characters, logits)
     model.compile(
-        optimizer=keras.optimizers.Adam(learning_rate, beta_2=0.99, clipnorm=1.0),
+        optimizer=fitting_in_memory.accumulating(
+            keras.optimizers.Adam(learning_rate, beta_2=0.99, clipnorm=1.0),
+            accumulation_steps,
+        ),
         loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True),
         metrics=["accuracy"],
     )
@@ -178,12 +184,14 @@ def build(
     )
     train_data = injecting.batches(settings.inject, train_data)
     validation_data = validation_windows.batch(settings.batch_size).prefetch().build()
-    num_steps = int(train_data.cardinality())
+    num_updates = fitting_in_memory.num_updates(
+        int(train_data.cardinality()), settings.accumulation_steps
+    )
     schedule = keras.optimizers.schedules.CosineDecay(
         0.0,
-        settings.epochs * num_steps,
+        settings.epochs * num_updates,
         warmup_target=injecting.learning_rate(settings),
-        warmup_steps=min(100, num_steps),
+        warmup_steps=min(100, num_updates),
     )
     model = build_model(
         settings.window,
@@ -192,6 +200,7 @@ def build(
         settings.num_heads,
         schedule,
         settings.inject,
+        settings.accumulation_steps,
     )
     model.jit_compile = settings.jit_compile
     return model, train_data, validation_data
@@ -202,6 +211,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
     settings = reporting.resolve(define_flags, flag_values)
     status = reporting.enable(settings)
     injecting.announce(settings)
+    settings, memory = fitting_in_memory.fitted(settings, build)
     model, train_data, validation_data = build(settings)
     progress = TrainingProgress(f"text {status.policy}")
     started = time.perf_counter()
@@ -231,6 +241,7 @@ def train(flag_values: flags.FlagValues) -> dict[str, Any]:
         "seconds": round(seconds, 2),
         "finite": reporting.is_finite(model, loss, accuracy),
         **guard.report(),
+        **memory,
         "versions": reporting.versions(),
     }
 

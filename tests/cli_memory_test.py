@@ -8,6 +8,7 @@ import textwrap
 import keras
 import pytest
 
+import tfamp.memory
 from tfamp import batch_search
 from tfamp._memory_records import MemoryLimit
 from tfamp.batch_search import BatchSearch, Trial
@@ -101,6 +102,8 @@ def test_it_takes_each_policy_with_each_size():
         (policy, size) for policy in policies for size in (8, 24)
     ]
     assert [each.source for each in found] == ["graph"] * 4 + ["XLA"] * 2
+    # The products of mixed_bfloat16 read casts, whatever it is called.
+    assert found[1].by_kind != found[3].by_kind
     assert keras.config.dtype_policy().name == "float32"
 
 
@@ -153,17 +156,29 @@ def test_a_limit_may_hold_less_than_eight_examples_or_none(capsys, limit, expect
     assert re.fullmatch(rf"Largest batch .*: {expected} \(float32\)\.", last), last
 
 
-def test_a_step_that_does_not_grow_fits_in_any_size(monkeypatch, capsys):
-    import tfamp.memory
-
-    one = MemoryEstimates.from_dict
-    (real,) = estimated("alone", "--policy=float32")
-    flat = {**real.to_dict(), "curve": [[1, 1000], [2, 1000]]}
-    made_up = one({"estimates": [flat]})
+@pytest.mark.parametrize(
+    "curve, expected",
+    [
+        # 100 bytes and 10 an example: 2,000 hold 190, or 184 as a multiple of 8.
+        ([[64, 740], [128, 1380]], "184"),
+        ([[64, 100], [128, 100]], "any"),
+    ],
+    ids=["grows", "does not grow"],
+)
+def test_what_was_traced_for_the_larger_size_tells(
+    monkeypatch, capsys, curve, expected
+):
+    (one,) = estimated("alone", "--policy=float32")
+    large = {"batch_size": 64, "curve": curve}
+    small = {"batch_size": 8, "curve": [[8, 100], [16, 200]]}
+    made_up = MemoryEstimates.from_dict(
+        {"estimates": [one.to_dict() | large, one.to_dict() | small]}
+    )
     monkeypatch.setattr(tfamp.memory, "estimate_memory", lambda *_, **__: made_up)
-    assert memory.main(["measurable:alone", "--policy=float32", "--limit=2KiB"]) == 0
+    argv = ["measurable:alone", "--policy=float32", "--batch_size=64,8"]
+    assert memory.main([*argv, "--limit=2000"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
-    assert last == "Largest batch size that fits in 2.0 KiB: any (float32)."
+    assert last == f"Largest batch size that fits in 2.0 KiB: {expected} (float32)."
 
 
 def test_a_plot_is_drawn(module):
