@@ -1,7 +1,10 @@
 """What every benchmark states of itself, and how its figures leave it."""
 
 import json
+import os
 import platform
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +22,26 @@ def versions() -> dict[str, str]:
         "keras": keras.__version__,
         "tfamp": tfamp.__version__,
     }
+
+
+def in_a_process(script: str, side: dict[str, Any], **environment: str) -> Any:
+    """Returns the last line of a script that measures one side in a fresh process.
+
+    Args:
+        script: Its file; it takes the side as JSON by `--side`.
+        side: What to measure.
+        **environment: Variables beside those that are set.
+    """
+    root = str(Path(__file__).resolve().parents[1])
+    completed = subprocess.run(
+        [sys.executable, script, f"--side={json.dumps(side)}"],
+        env={**os.environ, **environment, "PYTHONPATH": root},
+        capture_output=True,
+        text=True,
+    )
+    if completed.returncode:
+        raise RuntimeError(completed.stderr)
+    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def finish(result: dict[str, Any], path: str) -> None:

@@ -16,10 +16,8 @@ keeps for later depends on what ran before. The first step, which traces, is lef
 import ctypes
 import json
 import os
-import subprocess
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -153,22 +151,14 @@ def measure_side(
     }
 
 
-def in_a_process(**side: Any) -> dict[str, Any]:
-    """Measures a case in a fresh process."""
-    root = str(Path(__file__).resolve().parents[1])
-    completed = subprocess.run(
-        [sys.executable, __file__, f"--side={json.dumps(side)}"],
-        env={**os.environ, **_ALLOCATOR, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-    )
-    if completed.returncode:
-        raise RuntimeError(completed.stderr)
-    found = json.loads(completed.stdout.splitlines()[-1])
+def measure(**side: Any) -> dict[str, Any]:
+    """Measures a case in a fresh process, and says how near the prediction came."""
+    import _figures
+
+    found: dict[str, Any] = _figures.in_a_process(__file__, side, **_ALLOCATOR)
     middle = found["measured"][len(found["measured"]) // 2]
     found["ratio"] = round(found["predicted"] / max(1, middle), 3)
     found["batch"] = side["batch"]
-    print(f"{side}: {found['ratio']}", file=sys.stderr, flush=True)
     return found
 
 
@@ -211,14 +201,13 @@ def main(argv: Sequence[str]) -> int:
     device = tfamp.status().devices[0]
     policies = POLICIES[:1] if settings.smoke else POLICIES
     cases: dict[str, dict[str, Any]] = {
-        case: {p: in_a_process(case=case, policy=p, batch=batch) for p in policies}
+        case: {p: measure(case=case, policy=p, batch=batch) for p in policies}
         for case, batch in (SMOKE if settings.smoke else CASES).items()
     }
     for case, options in () if settings.smoke else OTHERS.items():
         batch = CASES[case.split(",")[0]]
         cases[case] = {
-            p: in_a_process(case=case, policy=p, batch=batch, **options)
-            for p in policies
+            p: measure(case=case, policy=p, batch=batch, **options) for p in policies
         }
     result = {
         "benchmark": "memory",

@@ -14,11 +14,9 @@ given back. The peak is that of the resident memory, reset ahead of the steps.
 
 import json
 import os
-import subprocess
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -114,24 +112,13 @@ def measure_side(case: str, policy: str, is_again: bool, batch: int) -> dict[str
     }
 
 
-def in_a_process(**side: Any) -> dict[str, Any]:
-    """Measures a side in a fresh process."""
-    root = str(Path(__file__).resolve().parents[1])
-    completed = subprocess.run(
-        [sys.executable, __file__, f"--side={json.dumps(side)}"],
-        env={**os.environ, "PYTHONPATH": root},
-        capture_output=True,
-        text=True,
-    )
-    if completed.returncode:
-        raise RuntimeError(completed.stderr)
-    return json.loads(completed.stdout.splitlines()[-1])
-
-
 def measure(case: str, policy: str, batch: int) -> dict[str, Any]:
     """Returns the figures of one model under one policy."""
+    import _figures
+
+    side = {"case": case, "policy": policy, "batch": batch}
     plain, again = (
-        in_a_process(case=case, policy=policy, is_again=is_again, batch=batch)
+        _figures.in_a_process(__file__, {**side, "is_again": is_again})
         for is_again in (False, True)
     )
     pairs = zip(plain["losses"], again["losses"], strict=True)

@@ -17,7 +17,7 @@ TEXTS = FOLDER / "results"
 ORDER = (
     *("enable_overhead", "loss_scale", "pipeline"),
     *("training", "tried", "callbacks_cost", "guilty_layers"),
-    *("guards", "shadow_pass", "freeze", "remat"),
+    *("guards", "shadow_pass", "freeze", "memory", "remat"),
 )
 
 
@@ -149,6 +149,18 @@ def remat(result: dict[str, Any], kind: str = "remat") -> str:
     return _filled(kind, result, rows, goal=result["goal"])
 
 
+def memory(result: dict[str, Any], kind: str = "memory") -> str:
+    """Returns the section of benchmarks/memory.py."""
+    rows = [
+        f"| {case} | {policy} | {found['batch']} | {_mebibytes(found['predicted'])} | "
+        f"{_mebibytes(found['measured'][0])} to {_mebibytes(found['measured'][-1])} | "
+        f"{found['ratio']:.2f} |"
+        for case, policies in result["cases"].items()
+        for policy, found in policies.items()
+    ]
+    return _filled(kind, result, rows, goal=f"{result['goal']:.0%}")
+
+
 def _mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
 
@@ -170,6 +182,7 @@ WRITERS = {
     "freeze": freeze,
     "guilty_layers": guilty_layers,
     "guards": guards,
+    "memory": memory,
     "remat": remat,
     "shadow_pass": shadow_pass,
 }

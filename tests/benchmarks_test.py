@@ -50,6 +50,7 @@ def test_every_benchmark_is_tested_here():
         "guards.py",
         "guilty_layers.py",
         "loss_scale.py",
+        "memory.py",
         "pipeline.py",
         "readme_figure.py",
         "remat.py",
@@ -100,6 +101,17 @@ def test_freeze_prints_ratios_and_bytes(tmp_path):
     for side in ("Keras mixed_bfloat16", "tfamp mixed_bfloat16", "frozen"):
         low, high = figures["1"][side]["interval"]
         assert 0 < low <= figures["1"][side]["ratio"] <= high
+
+
+@pytest.mark.slow
+def test_memory_prints_predictions_beside_what_was_measured(tmp_path):
+    result = run("memory.py", tmp_path, "--json=figures.json")
+    assert result == json.loads((tmp_path / "figures.json").read_text())
+    figures = result["cases"]["MLP"]["float32"]
+    # 12 blocks of 2 x 1024 x 2048 numbers: gradients at least of one.
+    assert figures["predicted"] > 2**23
+    assert figures["measured"] == sorted(figures["measured"])
+    assert figures["ratio"] > 0
 
 
 @pytest.mark.slow

@@ -5,9 +5,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from tfamp import _checks
+from tfamp._units import format_bytes
 
 _COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#f58518", "#72b7b2")
-_GIB = 2**30
 
 
 def plot(estimates: Sequence[Any], path: str | os.PathLike[str]) -> None:
@@ -33,22 +33,22 @@ def plot(estimates: Sequence[Any], path: str | os.PathLike[str]) -> None:
         points = sorted({point for each in own for point in each.curve})
         axes.plot(
             [size for size, _ in points],
-            [peak / _GIB for _, peak in points],
+            [peak for _, peak in points],
             color=colour,
             label=policy,
         )
         axes.plot(
             [each.batch_size for each in own],
-            [each.peak_bytes / _GIB for each in own],
+            [each.peak_bytes for each in own],
             "o",
             color=colour,
         )
     axes.set_xscale("log", base=2)
     axes.set_yscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:,.0f}")
-    axes.yaxis.set_major_formatter("{x:.3g}")
+    axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
     axes.set_xlabel("batch size")
-    axes.set_ylabel("peak memory, GiB (predicted)")
+    axes.set_ylabel("peak memory (predicted)")
     axes.set_title(f"Memory of a step of {estimates[0].model}")
     axes.grid(alpha=0.3)
     axes.legend(title="policy")
