@@ -41,8 +41,8 @@ class MicroBatches(keras.callbacks.Callback):
     update begins only when all gradients are there. Else, as where the update itself
     does not fit, training ends with an error.
 
-    Cost: until a batch does not fit, a tenth of a millisecond a step, the copy, and in
-    graph mode gradients are kept until the last of them is there. Then a copy of the
+    Cost: until a batch does not fit, up to a millisecond a step, the copy, and in graph
+    mode gradients are kept until the last of them is there. Then a copy of the
     gradients in float32 on each device, and the time of smaller batches.
 
     Args:
