@@ -185,6 +185,23 @@ def test_a_program_holds_its_loop_variable_and_what_the_body_makes():
     assert peak.num_bytes == 4 * (1024 + 2048 + 1024)
 
 
+CALL = """HloModule m, is_scheduled=true
+%parallel (x: f32[1024]) -> f32[1024] {
+  %x = f32[1024]{0} parameter(0)
+  ROOT %y = f32[1024]{0} fusion(%x), kind=kLoop, calls=%fused
+}
+ENTRY %main (a: f32[1024]) -> f32[] {
+  %a = f32[1024]{0} parameter(0)
+  %b = f32[1024]{0} call(%a), to_apply=%parallel
+  ROOT %c = f32[] reduce(%b, %b), to_apply=%sum
+}
+"""
+
+
+def test_what_a_call_gives_counts_once():
+    assert find_program_peak(CALL).num_bytes == 4 * 1024 + 4
+
+
 def test_a_program_without_a_schedule_is_refused():
     with pytest.raises(ValueError, match=r"expected `is_scheduled=true` in it"):
         find_program_peak("HloModule m\nENTRY %main () -> f32[] {\n}")

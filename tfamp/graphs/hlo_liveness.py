@@ -26,6 +26,7 @@ _SHARING = frozenset(
 _GIVEN = frozenset(("parameter", "constant", "iota", "partition-id", "replica-id"))
 _NEVER_IN_PLACE = frozenset(("dot", "convolution", "custom-call", "sort", "reduce"))
 _INNER = frozenset(("while", "call", "conditional"))
+_MAX_RESULTS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,8 +149,10 @@ def _walk(
 
 def _inner(each: _Instruction, computations: dict[str, list[_Instruction]]) -> Peak:
     """Returns what the dearest of the called computations holds."""
+    # What a call gives is written to where its caller has it.
+    given = set() if each.op == "while" else set(range(_MAX_RESULTS))
     peaks = [
-        _walk(computations[name], computations, set())
+        _walk(computations[name], computations, given)
         for name in each.called
         if name in computations
     ]
