@@ -37,6 +37,17 @@ def test_a_chain_of_new_buffers_needs_two_at_a_time():
     assert peak_of(chain, square()).num_bytes == 2 * ONE
 
 
+def test_tensors_that_pass_an_identity_together_do_not_wait_for_one_another():
+    def sums(x):
+        outputs = [tf.transpose(x) + float(i) for i in range(8)]
+        return [tf.reduce_sum(y) for y in tf.identity_n(outputs)]
+
+    concrete = tf.function(sums).get_concrete_function(square())
+    plan = read_plan(concrete)
+    readers = [step for step in plan.steps if step.op == "Sum"]
+    assert all(plan.steps[step.inputs[0][0]].op == "AddV2" for step in readers)
+
+
 def test_what_a_gradient_needs_is_kept_until_then():
     def gradient(x):
         with tf.GradientTape() as tape:

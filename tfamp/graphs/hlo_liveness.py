@@ -127,7 +127,7 @@ def _walk(
         inner = _inner(each, computations)
         read = set[str]().union(*(roots.get(name, {name}) for name in each.operands))
         size = each.num_bytes
-        if each.op in _SHARING or each.op in _GIVEN or each.name in free:
+        if each.op in _SHARING | _GIVEN or each.name in free:
             size = 0
         is_over = [n for n in read if uses[n] == 1 and alive.get(n) == size and size]
         if is_over and each.op not in _NEVER_IN_PLACE:

@@ -137,8 +137,6 @@ class _Run:
         op, sizes = step.op, step.outputs
         if op in SHARING and given:
             return [given[0]], ()
-        if op == "IdentityN":
-            return given, ()
         if op in GIVEN or op in ASSIGNMENTS:
             return [_Buffer(0, None)], ()
         if op in IN_PLACE:

@@ -132,6 +132,13 @@ class _Flattener:
                         function, name, inputs, after + begin
                     )
                     continue
+            if node.op == "IdentityN":
+                # TensorFlow takes it apart: no output waits for the input of another.
+                made[node.name] = inputs
+                end = Step(f"{name}/end", "NoOp", inputs[:0], after + begin, [])
+                end.after += [number for number, _ in inputs if number != ARGUMENT]
+                ends[node.name] = self._plan.add(end)
+                continue
             # What needs nothing still waits for the call that it is in.
             step = self._step(body, node, name, inputs, after if inputs else begin)
             step.after += after if not inputs else []
