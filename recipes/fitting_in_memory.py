@@ -59,15 +59,13 @@ def fitted(
     limit = num_bytes(settings.max_memory)
     before = settings.batch_size * settings.accumulation_steps
     first = estimate = _estimate(build, settings)
-    if estimate.peak_bytes > limit:
-        # Gradients that are added up take memory too, the same for any number.
-        steps = max(settings.accumulation_steps, 2)
-        estimate = _estimate(build, _with(settings, accumulation_steps=steps))
-    # Far from a size that was traced a prediction is a guess: the choice is traced.
+    # What is chosen is traced again: gradients that are added up take memory too, and
+    # far from a size that was traced a prediction is a guess.
     while estimate.peak_bytes > limit:
         largest = _largest(estimate, limit, settings.max_memory)
         size, steps = split(largest, before)
-        settings = _with(settings, batch_size=size, accumulation_steps=steps)
+        chosen = {"batch_size": size, "accumulation_steps": steps}
+        settings = types.SimpleNamespace(**vars(settings) | chosen)
         estimate = _estimate(build, settings)
     if estimate is not first:
         size, steps = settings.batch_size, settings.accumulation_steps
@@ -154,10 +152,6 @@ def num_bytes(text: str) -> int:
             "`--max_memory=2GiB`."
         )
     return number
-
-
-def _with(settings: types.SimpleNamespace, **changed: Any) -> types.SimpleNamespace:
-    return types.SimpleNamespace(**vars(settings) | changed)
 
 
 def _estimate(
