@@ -213,6 +213,11 @@ def test_what_a_call_gives_counts_once():
     assert find_program_peak(CALL).num_bytes == 4 * 1024 + 4
 
 
+def test_a_copy_of_an_argument_takes_no_memory():
+    text = CALL.replace("call(%a), to_apply=%parallel", "copy(%a)")
+    assert find_program_peak(text).num_bytes == 4
+
+
 def test_a_program_without_a_schedule_is_refused():
     with pytest.raises(ValueError, match=r"expected `is_scheduled=true` in it"):
         find_program_peak("HloModule m\nENTRY %main () -> f32[] {\n}")
