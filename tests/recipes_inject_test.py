@@ -1,6 +1,5 @@
 """The faults that `--inject` puts into recipes are there, and are told."""
 
-import importlib.util
 import json
 import os
 import re
@@ -14,34 +13,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.recipe_modules import RECIPES, TRAINING, load, shared
+
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
-RECIPES = Path(__file__).parents[1] / "recipes"
-TRAINING = sorted(path.name for path in RECIPES.glob("train_*.py"))
 FAULTS = ("bad_batch", "bad_lr", "mask", "overflow_layer")
-SHARED = (
-    *("comparing", "datasets", "guarding"),
-    *("injecting", "progress", "reporting"),
-)
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def faults():
     """The module of faults, where recipes find it and one another."""
-    path = list(sys.path)
-    sys.path.insert(0, str(RECIPES))
-    import injecting
-
-    yield injecting
-    sys.path[:] = path
-    for name in SHARED:
-        sys.modules.pop(name, None)
+    with shared("injecting") as module:
+        yield module
 
 
 def settings(inject, learning_rate=0.5):

@@ -1,47 +1,27 @@
 """What `--max_memory` does in recipes: batches that fit, updates, what is refused."""
 
-import importlib.util
 import json
 import os
 import re
 import subprocess
 import sys
 import types
-from pathlib import Path
 
 import keras
 import pytest
 
 import tfamp
+from tests.recipe_modules import RECIPES, TRAINING, load, shared
 from tfamp import _units
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
-RECIPES = Path(__file__).parents[1] / "recipes"
-TRAINING = sorted(path.name for path in RECIPES.glob("train_*.py"))
-SHARED = (
-    *("comparing", "datasets", "fitting_in_memory", "guarding"),
-    *("injecting", "progress", "reporting"),
-)
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, RECIPES / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 @pytest.fixture(scope="module")
 def fitting():
     """The module under test, where recipes find it and one another."""
-    path = list(sys.path)
-    sys.path.insert(0, str(RECIPES))
-    import fitting_in_memory
-
-    yield fitting_in_memory
-    sys.path[:] = path
-    for name in SHARED:
-        sys.modules.pop(name, None)
+    with shared("fitting_in_memory") as module:
+        yield module
 
 
 def settings(max_memory, batch_size=256, accumulation_steps=1):
