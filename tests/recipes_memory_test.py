@@ -256,6 +256,7 @@ TOO_LARGE = {
 
 
 @pytest.mark.slow
+@pytest.mark.most(1)
 @pytest.mark.parametrize("recipe", TOO_LARGE)
 def test_smoke_trains_in_batches_that_fit(recipe):
     size, limit = TOO_LARGE[recipe]
