@@ -112,6 +112,7 @@ IMPORTS = {
 }
 
 
+@pytest.mark.most(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("statement", IMPORTS.values(), ids=IMPORTS)
 def test_function_survives_import_of_the_module_of_its_name(statement):

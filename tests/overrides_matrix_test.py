@@ -292,7 +292,7 @@ def test_layers_built_after_enable(structure, row):
 
 
 @pytest.mark.slow
-@pytest.mark.most(16)
+@pytest.mark.most(10)
 @pytest.mark.parametrize("structure, row", pairs(STRUCTURES))
 def test_apply_on_a_trained_model(structure, row):
     x, y = data()
@@ -316,7 +316,7 @@ def test_apply_on_a_trained_model(structure, row):
 
 
 @pytest.mark.slow
-@pytest.mark.most(16)
+@pytest.mark.most(10)
 @pytest.mark.parametrize("way, row", pairs(EAGER_AND_XLA))
 def test_eager_and_xla_runs(way, row):
     structure, mode = way
@@ -326,7 +326,7 @@ def test_eager_and_xla_runs(way, row):
 
 
 @pytest.mark.slow
-@pytest.mark.most(16)
+@pytest.mark.most(10)
 @pytest.mark.parametrize("way, row", pairs(EAGER_AND_XLA))
 def test_apply_in_eager_and_xla_runs(way, row):
     structure, mode = way

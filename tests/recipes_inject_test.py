@@ -209,6 +209,7 @@ REMEDIES = {
 }
 
 
+@pytest.mark.most(2)
 @pytest.mark.slow
 @pytest.mark.parametrize("inject", FAULTS)
 def test_a_guarded_recipe_is_cured(inject, healthy, tmp_path):
