@@ -197,12 +197,19 @@ def test_the_truth_of_a_sample_is_proven(name):
         assert holds(case, dtype, truth), (dtype, truth)
 
 
+# Layers that lose digits on processors that add up in this dtype, not in float32.
+BY_PROCESSOR = {("average_pooling", "bfloat16"): frozenset({"mean"})}
+
+
 @pytest.mark.slow
 @EACH_CASE
 def test_the_truth_is_proven(case):
     subject = Subject(*case.build(0))
     for dtype in DTYPES:
         truth = prove(subject, dtype)
+        if (case.name, dtype) in BY_PROCESSOR and truth.guilty:
+            assert truth.guilty == BY_PROCESSOR[case.name, dtype], truth
+            continue
         assert holds(case, dtype, truth), (dtype, truth)
 
 

@@ -577,11 +577,16 @@ def test_an_exception_without_a_text_is_told_too():
     assert core_of("") == "An exception without a message."
 
 
+def hiding(x):
+    """A ReLU that gives 0 for NaN, as TensorFlow's own does on some processors."""
+    return keras.ops.where(x > 0, x, keras.ops.zeros_like(x))
+
+
 def test_nan_that_a_relu_hides_is_seen_when_training_ends(tmp_path):
     """The loss is finite to the end, and no snapshot was due since."""
     model = compiled(
         lambda: keras.Sequential(
-            [keras.Input((3,)), layers.Dense(4, activation="relu"), layers.Dense(1)]
+            [keras.Input((3,)), layers.Dense(4, activation=hiding), layers.Dense(1)]
         )
     )
     x, y = arrays(bad=None)
