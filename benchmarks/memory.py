@@ -41,7 +41,7 @@ OTHERS = {
     "MLP, remat": {"is_again": True},
     "transformer, remat": {"is_again": True},
 }
-SMOKE = {"MLP": 16}
+SMOKE = {"MLP of 2 blocks": 16}
 # glibc gives blocks of at least so many bytes back when they are freed.
 _ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
@@ -73,7 +73,7 @@ def build(case: str) -> Any:
         )
     if case.startswith("MLP"):
         x = y = keras.Input((1024,))
-        for _ in range(12):
+        for _ in range(int(case.split()[2]) if " of " in case else 12):
             h = layers.Dense(2048, activation="gelu")(layers.LayerNormalization()(y))
             y = y + layers.Dropout(0.1)(layers.Dense(1024)(h))
     elif case.startswith("CNN"):

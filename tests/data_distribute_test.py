@@ -124,6 +124,7 @@ KINDS = {
 }
 
 
+@pytest.mark.most(6)
 @pytest.mark.parametrize(
     "kind, is_shuffled",
     [("arrays", False), ("records", False), ("csv", False)]

@@ -176,6 +176,7 @@ WAYS = {
 FAST = ("float32 guard", "float16 dynamic", "float16 accumulation")
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize(
     "policy, options",
     [
@@ -544,6 +545,7 @@ KINDS = {
 }
 
 
+@pytest.mark.most(8)
 @pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
 @pytest.mark.parametrize("saved, do, loads, scale, stays", KINDS.values(), ids=KINDS)
 def test_a_scale_goes_to_its_own_kind(
