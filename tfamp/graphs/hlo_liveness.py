@@ -26,7 +26,6 @@ _SHARING = frozenset(
 _GIVEN = frozenset(("parameter", "constant", "iota", "partition-id", "replica-id"))
 _NEVER_IN_PLACE = frozenset(("dot", "convolution", "custom-call", "sort", "reduce"))
 _INNER = frozenset(("while", "call", "conditional"))
-_MAX_RESULTS = 4096
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +101,7 @@ def _read(lines: Iterable[str]) -> tuple[dict[str, list[_Instruction]], str]:
 def _walk(
     instructions: list[_Instruction],
     computations: dict[str, list[_Instruction]],
-    updated: set[int],
+    updated: set[int] | None,
 ) -> Peak:
     roots: dict[str, set[str]] = {}
     buffers: dict[str, _Instruction] = {}
@@ -154,7 +153,7 @@ def _walk(
 def _inner(each: _Instruction, computations: dict[str, list[_Instruction]]) -> Peak:
     """Returns what the dearest of the called computations holds."""
     # What a call gives is written to where its caller has it.
-    given = set() if each.op == "while" else set(range(_MAX_RESULTS))
+    given = set[int]() if each.op == "while" else None
     peaks = [
         _walk(computations[name], computations, given)
         for name in each.called
@@ -164,15 +163,22 @@ def _inner(each: _Instruction, computations: dict[str, list[_Instruction]]) -> P
 
 
 def _written_over_arguments(
-    instructions: list[_Instruction], updated: set[int]
+    instructions: list[_Instruction], updated: set[int] | None
 ) -> set[str]:
-    """Returns the instructions whose results take the place of arguments."""
+    """Returns the instructions whose results have a place already.
+
+    Args:
+        instructions: Of a computation.
+        updated: Numbers of the results that take the place of arguments; None for all.
+    """
     root = next((each for each in instructions if each.is_root), None)
     if root is None:
         return set()
     if root.op != "tuple":
-        return {root.name} if 0 in updated else set()
-    return {name for i, name in enumerate(root.operands) if i in updated}
+        return {root.name} if updated is None or 0 in updated else set()
+    return {
+        name for i, name in enumerate(root.operands) if updated is None or i in updated
+    }
 
 
 def _describe(

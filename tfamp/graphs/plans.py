@@ -135,7 +135,7 @@ class _Flattener:
             if node.op == "IdentityN":
                 # TensorFlow takes it apart: no output waits for the input of another.
                 made[node.name] = inputs
-                end = Step(f"{name}/end", "NoOp", inputs[:0], after + begin, [])
+                end = Step(f"{name}/end", "NoOp", [], after + begin, [])
                 end.after += [number for number, _ in inputs if number != ARGUMENT]
                 ends[node.name] = self._plan.add(end)
                 continue
@@ -165,7 +165,7 @@ class _Flattener:
         after: list[int],
     ) -> Step:
         sizes = output_bytes(node)
-        if None in sizes and any(functions_of(node)) is False:
+        if None in sizes and not any(functions_of(node)):
             self._plan.unknown.append(name)
         step = Step(name, node.op, inputs, list(after), [s or 0 for s in sizes], node)
         if node.op in _LOOPS:

@@ -5,10 +5,12 @@ model keeping its graph in `_functional`; `KerasTensor._keras_history` and
 `Operation._inbound_nodes` describing the graph.
 """
 
-from collections.abc import Callable, Iterator
+import math
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
+import tensorflow as tf
 from keras.src import backend, tree
 from keras.src.models.functional import Functional
 
@@ -113,6 +115,17 @@ def set_tensor_dtype(tensor: keras.KerasTensor, dtype: str) -> None:
 def own_weights(layer: keras.layers.Layer) -> list[Any]:
     """Returns the weights a layer holds itself, not through sublayers."""
     return list(layer._trainable_variables) + list(layer._non_trainable_variables)
+
+
+def num_bytes(value: Any) -> int:
+    """Returns the bytes of a variable, or of what a spec describes."""
+    dtype = tf.as_dtype(getattr(value.dtype, "name", value.dtype))
+    return math.prod(value.shape) * int(dtype.size)
+
+
+def bytes_of(variables: Iterable[Any]) -> int:
+    """Returns the bytes of variables, each counted once."""
+    return sum(map(num_bytes, {id(each): each for each in variables}.values()))
 
 
 def remat_mode_of(layer: keras.layers.Layer) -> Any:

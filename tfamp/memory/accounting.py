@@ -1,15 +1,13 @@
 """Sorts what lives at the peak by kind and by layer."""
 
 import collections
-import math
-from collections.abc import Iterable
-from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfamp.graphs.liveness import Held, Peak
+from tfamp.graphs.operation import is_backward
 from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.structure import bytes_of, num_bytes
 from tfamp.numerics.marks import Marks
 from tfamp.snapshots.names import optimizers_of
 
@@ -25,17 +23,6 @@ KINDS = (
 )
 # What belongs to no layer: the loss, the optimizer, the train step itself.
 OUTSIDE = "(outside layers)"
-
-
-def bytes_of(variables: Iterable[Any]) -> int:
-    """Returns the bytes of Keras variables, each once."""
-    return sum(map(num_bytes, {id(each): each for each in variables}.values()))
-
-
-def num_bytes(value: Any) -> int:
-    """Returns the bytes of a variable or of what a spec describes."""
-    dtype = tf.as_dtype(getattr(value.dtype, "name", value.dtype))
-    return math.prod(value.shape) * int(dtype.size)
 
 
 def standing(model: keras.Model, *, training: bool) -> tuple[int, int]:
@@ -85,10 +72,3 @@ def by_layer(
         share = sum(num_bytes(w) for w in own if getattr(w, "trainable", False))
         found[path] += size + slots * share // trainable
     return {path: size for path, size in found.most_common() if size}
-
-
-def is_backward(name: str) -> bool:
-    """States whether an operation of this name was traced by a gradient tape."""
-    return any(
-        part.startswith(("gradient_tape", "gradients")) for part in name.split("/")
-    )

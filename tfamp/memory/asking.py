@@ -7,8 +7,10 @@ import tensorflow as tf
 
 from tfamp import hardware
 from tfamp.assignment import assignment
+from tfamp.data.bottlenecks.arguments import build
 from tfamp.graphs.liveness import Peak, find_peak
 from tfamp.graphs.plans import Plan, read_plan
+from tfamp.keras_hooks import structure
 from tfamp.managed.lease import HALF
 from tfamp.memory import accounting
 from tfamp.memory.programs import program_peak
@@ -33,6 +35,8 @@ class Asked:
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self._emulated = frozenset(HALF) - _fast_dtypes()
         self._traced: dict[int, tuple[TracedSpecs, Plan]] = {}
+        if training:
+            build(model, None if model.built else self._one_example())
 
     def estimate(self, size: int) -> MemoryEstimate:
         """Returns the estimate for one batch size."""
@@ -55,11 +59,9 @@ class Asked:
                 f"{len(plan.unknown)} operations do not tell the size of what they "
                 f"give, the first is {plain_name(plan.unknown[0])!r}; it counts 0."
             )
-        parameters, slots = accounting.standing(self._model, training=self._training)
-        inputs = sum(map(accounting.num_bytes, tf.nest.flatten(self._specs(size))))
-        inputs *= self._replicas
+        kinds = self._standing(size)
+        parameters, slots, inputs = kinds.values()
         standing = parameters + slots + inputs
-        kinds = {"parameters": parameters, "optimizer slots": slots, "inputs": inputs}
         kinds |= accounting.by_kind(peak, self._model, traced.marks)
         model = self._model
         return MemoryEstimate(
@@ -83,9 +85,17 @@ class Asked:
         """
         traced, plan = self._trace(size)
         peak = find_peak(plan, emulated=self._emulated)
-        standing = sum(accounting.standing(self._model, training=self._training))
-        inputs = sum(map(accounting.num_bytes, tf.nest.flatten(self._specs(size))))
-        return standing + inputs * self._replicas + peak.num_bytes, traced, peak
+        return sum(self._standing(size).values()) + peak.num_bytes, traced, peak
+
+    def _standing(self, size: int) -> dict[str, int]:
+        """Returns the bytes of what is there before a step, by kind."""
+        parameters, slots = accounting.standing(self._model, training=self._training)
+        inputs = sum(map(structure.num_bytes, tf.nest.flatten(self._specs(size))))
+        return {
+            "parameters": parameters,
+            "optimizer slots": slots,
+            "inputs": inputs * self._replicas,
+        }
 
     def _curve(
         self, size: int, peak: Peak, standing: int, input_bytes: float
@@ -120,6 +130,11 @@ class Asked:
     def _specs(self, size: int) -> Any:
         each = size // self._replicas
         return specs_of(self._model, self._data, each, training=self._training)
+
+    def _one_example(self) -> Any:
+        """Returns zeros that a model without weights yet can be built with."""
+        specs = specs_of(self._model, self._data, 1, training=True)
+        return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
 
     def _program(self, traced: TracedSpecs, size: int) -> tuple[Peak | None, str]:
         model = self._model

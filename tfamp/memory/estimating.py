@@ -5,16 +5,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfamp import _checks
 from tfamp.assignment import apply
 from tfamp.copying import copied
-from tfamp.data.bottlenecks.arguments import build
 from tfamp.keras_hooks import trainer
 from tfamp.memory.asking import Asked
 from tfamp.memory.records import MemoryEstimates
-from tfamp.memory.specs import specs_of
 
 
 def estimate_memory(
@@ -74,7 +71,7 @@ def estimate_memory(
     found = []
     for name in policies:
         given = model if name is None else _with_policy(model, name)
-        with _ready(given, model, optimizer, data, training=training):
+        with _ready(given, model, optimizer, training=training):
             in_xla = bool(given.jit_compile) if compiled is None else bool(compiled)
             ask = Asked(given, data, training=training, in_xla=in_xla)
             found += [ask.estimate(size) for size in sizes]
@@ -126,7 +123,6 @@ def _ready(
     model: keras.Model,
     original: keras.Model,
     optimizer: Any,
-    data: Any,
     *,
     training: bool,
 ) -> Iterator[None]:
@@ -139,15 +135,7 @@ def _ready(
             arguments |= {"optimizer": _anew(chosen), "run_eagerly": False}
             arguments.setdefault("loss", "mse")
             stack.enter_context(trainer.compiled_as(model, **arguments))
-        if training:
-            build(model, None if model.built else _one_example(model, data))
         yield
-
-
-def _one_example(model: keras.Model, data: Any) -> Any:
-    """Returns zeros that a model without weights yet can be built with."""
-    specs = specs_of(model, data, 1, training=True)
-    return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
 
 
 def _anew(optimizer: Any) -> Any:

@@ -8,10 +8,9 @@ from typing import Any
 import keras
 
 from tfamp import hardware
-from tfamp.data.bottlenecks.arguments import build
+from tfamp.graphs.operation import is_backward
 from tfamp.graphs.operations import read_operations
 from tfamp.keras_hooks import structure
-from tfamp.memory import accounting
 from tfamp.memory.asking import Asked
 from tfamp.numerics.cost import Roofline, computing
 
@@ -59,14 +58,12 @@ def read_savings(model: keras.Model, batch_size: int, data: Any) -> Savings:
         data: As for `estimate_memory`.
     """
     with model.distribute_strategy.scope():
-        if model.built:
-            build(model, None)
         asked = Asked(model, data, training=True, in_xla=False)
         whole, traced, peak = asked.whole(batch_size)
     kept: collections.Counter[str] = collections.Counter()
     for held in peak.held:
         layer = traced.marks.layer_of(held.name)
-        if layer and not accounting.is_backward(held.name):
+        if layer and not is_backward(held.name):
             kept[layer] += held.num_bytes
     roofline = Roofline(computing(hardware.devices()))
     cost: dict[str, float] = collections.defaultdict(float)

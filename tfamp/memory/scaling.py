@@ -1,6 +1,8 @@
 """A plan for another batch size, from the plans of two."""
 
-from tfamp.graphs.plans import Plan, Step
+import dataclasses
+
+from tfamp.graphs.plans import Plan
 
 
 def scaled(first: Plan, second: Plan, sizes: tuple[int, int], size: int) -> Plan | None:
@@ -33,17 +35,6 @@ def scaled(first: Plan, second: Plan, sizes: tuple[int, int], size: int) -> Plan
                 return None
             inner.append(each)
         outputs = list(map(between, one.outputs, other.outputs))
-        plan.add(
-            Step(
-                one.name,
-                one.op,
-                one.inputs,
-                one.after,
-                outputs,
-                one.node,
-                tuple(inner),
-                one.trips,
-            )
-        )
+        plan.add(dataclasses.replace(one, outputs=outputs, inner=tuple(inner)))
     plan.results = first.results
     return plan

@@ -64,9 +64,9 @@ def _add_note(error: Exception, model: keras.Model, *, training: bool) -> None:
 def _explanation(error: Exception, model: keras.Model, training: bool) -> str:
     dtypes = structure.compute_dtypes(model)
     optimizer = getattr(model, "optimizer", None) if training else None
-    held = {"weights": _bytes_of(model.weights)}
+    held = {"weights": structure.bytes_of(model.weights)}
     if optimizer is not None:
-        held["optimizer slots"] = _bytes_of(optimizer.variables)
+        held["optimizer slots"] = structure.bytes_of(optimizer.variables)
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
     return explain(
         str(error),
@@ -77,13 +77,3 @@ def _explanation(error: Exception, model: keras.Model, training: bool) -> str:
         training=training,
         computes_in=dtypes.pop() if len(dtypes) == 1 else "",
     )
-
-
-def _bytes_of(variables: Any) -> int:
-    """Returns the bytes of variables, each counted once."""
-    unique = {id(variable): variable for variable in variables}.values()
-    sizes = [
-        tf.TensorShape(variable.shape).num_elements() * tf.as_dtype(variable.dtype).size
-        for variable in unique
-    ]
-    return int(sum(sizes))

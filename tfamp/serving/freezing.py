@@ -73,7 +73,7 @@ def freeze(
             for weight in frozen.weights
             if reads.get(id(weight)) == {dtype} and weight.dtype != dtype
         ]
-        before = _num_bytes(frozen)
+        before = structure.bytes_of(frozen.weights)
         for weight in lowered:
             storage.store_in(weight, dtype)
     trainer.drop_traced_functions(frozen)
@@ -84,7 +84,7 @@ def freeze(
         len(frozen.weights),
         frozen.name,
         dtype,
-        format_bytes(_num_bytes(frozen)),
+        format_bytes(structure.bytes_of(frozen.weights)),
         format_bytes(before),
     )
     return frozen
@@ -157,10 +157,3 @@ def _remembered_inputs(model: keras.Model) -> tuple[Any, ...]:
 
 def _is_float(weight: Any) -> bool:
     return keras.backend.is_float_dtype(weight.dtype)
-
-
-def _num_bytes(model: keras.Model) -> int:
-    return sum(
-        int(np.prod(weight.shape, dtype=np.int64)) * tf.as_dtype(weight.dtype).size
-        for weight in model.weights
-    )
