@@ -88,3 +88,18 @@ def keras_is_left_as_found(stock_layer_init):
     tf.random.set_seed(None)
     assert left_policy == "float32"
     assert left_init is stock_layer_init
+
+
+@pytest.fixture(autouse=True)
+def traced_steps_are_given_back():
+    """Lets go of the graphs that TensorFlow would keep as long as the process lives.
+
+    It registers the gradient of each function with a custom one, every reduction over
+    replicas among them, under a name of its own and for ever: some megabytes a model.
+    """
+    from tensorflow.python.framework import ops
+
+    yield
+    registered = ops.gradient_registry._registry
+    for name in [name for name in registered if name.startswith("CustomGradient-")]:
+        del registered[name]

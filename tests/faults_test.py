@@ -202,6 +202,7 @@ BY_PROCESSOR = {("average_pooling", "bfloat16"): frozenset({"mean"})}
 
 
 @pytest.mark.slow
+@pytest.mark.most(6)
 @EACH_CASE
 def test_the_truth_is_proven(case):
     subject = Subject(*case.build(0))
@@ -254,12 +255,14 @@ def is_finite(model, batch):
         return False
 
 
+@pytest.mark.most(20)
 @EACH_FAILURE
 def test_a_failure_fails_and_none_does_not(failure):
     model, batch = failure.build(0)
     assert is_finite(model, batch) == (failure.cause == "none")
 
 
+@pytest.mark.most(16)
 @EACH_FAILURE
 def test_the_cause_is_the_cause(failure):
     """Each cause is taken away, and the step is finite; what is no cause is not."""

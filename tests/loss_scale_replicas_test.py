@@ -119,6 +119,7 @@ def check_weights(strategy, model, expected):
         np.testing.assert_allclose(on_both(strategy, variable), value, **TOLERANCE)
 
 
+@pytest.mark.most(3)
 @pytest.mark.parametrize("make", [SGD, keras.optimizers.Adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("fails", FAILING, ids=FAILING_IDS)
 def test_an_overflow_on_any_replica_changes_no_bit(strategy, make, fails):

@@ -176,7 +176,7 @@ WAYS = {
 FAST = ("float32 guard", "float16 dynamic", "float16 accumulation")
 
 
-@pytest.mark.most(4)
+@pytest.mark.most(3)
 @pytest.mark.parametrize(
     "policy, options",
     [

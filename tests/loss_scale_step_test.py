@@ -62,6 +62,7 @@ def constrained_variables():
 GRADIENTS = [tf.constant([[8.0, -4.0], [2.0, 1.0]]), tf.constant([4.0, 8.0, -2.0])]
 
 
+@pytest.mark.most(10)
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_a_skipped_step_changes_no_bit(inner, mode):
@@ -91,6 +92,7 @@ def test_a_skipped_step_changes_no_bit(inner, mode):
     assert bits(state) != before
 
 
+@pytest.mark.most(12)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_an_applied_step_is_the_inner_optimizers(inner, mode):

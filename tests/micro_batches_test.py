@@ -198,7 +198,7 @@ def optimizer_for(policy):
 MODES = {"graph": {}, "eager": {"run_eagerly": True}, "XLA": {"jit_compile": True}}
 
 
-@pytest.mark.most(4)
+@pytest.mark.most(3)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("style", ["functional", "subclassed", "own step"])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])

@@ -124,6 +124,7 @@ def undisturbed():
     return quality(model)
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(
     way, undisturbed, tmp_path

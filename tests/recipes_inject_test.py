@@ -177,6 +177,7 @@ PAIRS = [
 
 
 @pytest.mark.slow
+@pytest.mark.most(3)
 @pytest.mark.parametrize("recipe, inject", PAIRS)
 def test_smoke_runs_with_a_fault(recipe, inject):
     """Under float32 a layer's fault changes nothing, a NaN batch ends in NaN."""
@@ -209,7 +210,7 @@ REMEDIES = {
 }
 
 
-@pytest.mark.most(2)
+@pytest.mark.most(1)
 @pytest.mark.slow
 @pytest.mark.parametrize("inject", FAULTS)
 def test_a_guarded_recipe_is_cured(inject, healthy, tmp_path):

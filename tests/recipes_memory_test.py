@@ -191,6 +191,7 @@ def test_only_float16_gets_a_loss_scale(fitting, policy, scale):
     assert optimizer.scale == (1.0 if policy == "float32" else 2.0**14)
 
 
+@pytest.mark.most(2)
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_every_recipe_adds_batches_up(fitting, recipe):
     module = load(recipe.removesuffix(".py"))

@@ -108,11 +108,13 @@ CELLS = [
 ]
 
 
+@pytest.mark.most(6)
 @pytest.mark.parametrize(("policy", "way", "style"), CELLS)
 def test_training_is_the_same(policy, way, style):
     assert_same(lambda: assembled(blocks(), style, (8,)), policy, WAYS[way])
 
 
+@pytest.mark.most(2)
 @pytest.mark.parametrize(
     ("policy", "way"), list(zip((*POLICIES, POLICIES[0]), WAYS, strict=True))
 )

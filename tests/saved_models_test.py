@@ -128,7 +128,7 @@ def state_of(optimizer):
     return [float(np.sum(v, dtype="float64")) for v in variables]
 
 
-@pytest.mark.most(4)
+@pytest.mark.most(3)
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["mixed_bfloat16", "mixed_float16"])
 @pytest.mark.parametrize("name", BUILDERS)

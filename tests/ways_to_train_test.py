@@ -70,6 +70,7 @@ def check_dtypes(operations, half):
     assert operations.of("SparseSoftmaxCrossEntropyWithLogits") == {"float32"}
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("build", [functional, Subclassed, OwnStep])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_learns(policy, build):
@@ -122,6 +123,7 @@ def test_two_replicas_compute_what_one_computes(build):
     np.testing.assert_allclose(two, one, rtol=2**-7)
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 @pytest.mark.parametrize("build", [functional, Subclassed])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
