@@ -25,6 +25,7 @@ FLOORS = [
         "_care",
         "_checks",
         "_environment",
+        "_files",
         "_out_of_memory",
         "_patch",
         "_peaks",

@@ -10,12 +10,13 @@ import json
 import math
 import numbers
 import os
-import secrets
 import types
 import typing
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
+
+from tfamp._files import whole
 
 RecordType = TypeVar("RecordType", bound="Record")
 
@@ -115,7 +116,8 @@ class Record:
         """
         text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
         if path is not None:
-            _write_atomically(Path(path), f"{text}\n")
+            with whole(path) as beside:
+                beside.write_text(f"{text}\n", encoding="utf-8")
         return text
 
     @classmethod
@@ -278,13 +280,3 @@ def _decode(value: Any, hint: Any, where: str) -> Any:
         f"{where} is {value!r}; expected {expected.removeprefix('typing.')}. "
         f"Correct it, or write the record again."
     )
-
-
-def _write_atomically(path: Path, text: str) -> None:
-    """Writes a file so that a reader or a crash never sees half of it."""
-    beside = path.with_name(f".{path.name}.{secrets.token_hex(4)}.tmp")
-    try:
-        beside.write_text(text, encoding="utf-8")
-        os.replace(beside, path)
-    finally:
-        beside.unlink(missing_ok=True)

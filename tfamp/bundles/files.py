@@ -18,8 +18,8 @@ from typing import NamedTuple
 import numpy as np
 
 from tfamp import snapshots
+from tfamp._files import sync_folder
 from tfamp.bundles.record import Bundle, FileMark
-from tfamp.snapshots.files import sync_folder
 
 RECORD, STATE, BATCHES = "bundle.json", "state.tfamp", "batches.tfamp"
 RANDOM, MODEL = "random.tfamp", "model.keras"

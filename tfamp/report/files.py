@@ -2,8 +2,9 @@
 
 import errno
 import os
-import secrets
 from pathlib import Path
+
+from tfamp._files import whole
 
 
 def write(path: str | os.PathLike[str], text: str) -> None:
@@ -29,13 +30,9 @@ def write(path: str | os.PathLike[str], text: str) -> None:
             f"`path` is {str(target)!r}, a folder; expected a file. Add a name to it, "
             f"as in {str(target / 'report.html')!r}."
         )
-    beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}.tmp")
     try:
-        try:
+        with whole(target) as beside:
             beside.write_text(text, encoding="utf-8")
-            os.replace(beside, target)
-        finally:
-            beside.unlink(missing_ok=True)
     except OSError as error:
         # Windows has no quotas to run out of.
         full = error.errno in (errno.ENOSPC, getattr(errno, "EDQUOT", None))

@@ -16,12 +16,12 @@ from typing import Any, BinaryIO
 import numpy as np
 import tensorflow as tf
 
+from tfamp._files import whole
 from tfamp.snapshots.state import State
 
 _START, _END = b"tfampST1", b"tfampEND"
 # Offset, length and checksum of the table, and the mark that closes the file.
 _FOOTER = struct.Struct("<QQI8s")
-BESIDE = ".writing"
 
 
 def write(state: State, path: str | os.PathLike[str]) -> None:
@@ -32,25 +32,14 @@ def write(state: State, path: str | os.PathLike[str]) -> None:
 
     Args:
         state: The state.
-        path: Where to; the folder has to exist. Two processes must not write to one
-            path at the same time.
+        path: Where to; the folder has to exist.
 
     Raises:
         OSError: The disk is full, or the folder is missing or cannot be written. What
             was at `path` is still there.
     """
-    target = Path(path)
-    beside = target.with_name(target.name + BESIDE)
-    try:
-        with open(beside, "wb") as file:
-            _write(state, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(beside, target)
-    except BaseException:
-        beside.unlink(missing_ok=True)
-        raise
-    sync_folder(target.parent)
+    with whole(path, durable=True) as beside, open(beside, "wb") as file:
+        _write(state, file)
 
 
 def read(path: str | os.PathLike[str]) -> State:
@@ -100,25 +89,8 @@ def read_counters(path: str | os.PathLike[str]) -> dict[str, Any]:
 
 def write_text(text: str, path: str | os.PathLike[str]) -> None:
     """Writes a small text file as `write` writes a state."""
-    target = Path(path)
-    beside = target.with_name(target.name + BESIDE)
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, target)
-    sync_folder(target.parent)
-
-
-def sync_folder(folder: Path) -> None:
-    """Makes the names in a folder reach the disk, where the system can do that."""
-    if not hasattr(os, "O_DIRECTORY"):
-        return
-    handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)
+    with whole(path, durable=True) as beside:
+        beside.write_text(text, encoding="utf-8")
 
 
 def _write(state: State, file: BinaryIO) -> None:

@@ -15,6 +15,7 @@ from typing import Any
 from absl import logging
 
 from tfamp import _checks
+from tfamp._files import BESIDE
 from tfamp.snapshots import files
 from tfamp.snapshots.state import State
 
@@ -40,7 +41,7 @@ class Slots:
     def __init__(self, directory: str | os.PathLike[str], *, keep: int = 2) -> None:
         self.keep = _checks.positive_int("keep", keep, minimum=2)
         self.directory = made_folder("directory", directory)
-        for left in self.directory.glob(f"*{files.BESIDE}"):
+        for left in self.directory.glob(f"*{BESIDE}"):
             left.unlink()  # by a process that was killed
 
     def save(self, state: State, **facts: Any) -> Path:
