@@ -5,6 +5,7 @@ import inside themselves, as do the files of floor 4, and never in a circle.
 """
 
 import ast
+import functools
 import graphlib
 from collections.abc import Iterator
 from pathlib import Path
@@ -184,6 +185,37 @@ def test_only_keras_hooks_touch_private_keras(path):
             if isinstance(node, ast.Attribute)
         ]
         assert "keras.src" not in attributes
+        found = private_of_others(path.read_text())
+        assert found & private_names_of_keras() == set()
+
+
+def private_of_others(source: str) -> set[str]:
+    """Returns the private attributes that code reads of anything but its own class."""
+    return {
+        node.attr
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Attribute)
+        and node.attr.startswith("_")
+        and ast.unparse(node.value) not in ("self", "cls", "super()")
+    }
+
+
+@functools.cache
+def private_names_of_keras() -> set[str]:
+    """Returns the private names of models, layers, optimizers and tensors."""
+    import keras
+
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    objects = [model, model.layers[0], model.optimizer, model.loss]
+    names = {name for each in objects for name in dir(each)} | {"_keras_mask"}
+    return {name for name in names if name.startswith("_") and name[1] != "_"}
+
+
+def test_private_attributes_of_others_are_seen():
+    source = "self._a(model._b, x.y._c[0], super()._d, _e, _f.g, cls._h, os._exit)"
+    assert private_of_others(source) == {"_b", "_c", "_exit"}
+    assert {"_var_key", "_flatten_layers"} <= private_names_of_keras()
 
 
 @pytest.mark.parametrize("path", FILES, ids=IDS)

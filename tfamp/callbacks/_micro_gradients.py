@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfamp._patch import replaced
-from tfamp.keras_hooks import batch_steps
+from tfamp.keras_hooks import batch_steps, optimizers
 
 
 class _Kind(NamedTuple):
@@ -56,8 +56,8 @@ class Gradients:
         if not model.run_eagerly:
             # Not in the traced function, where they have no value if that fails.
             with model.distribute_strategy.scope():
-                for variable in optimizer._trainable_variables:
-                    if optimizer._var_key(variable) not in tables:
+                for variable in optimizers.trained_by(optimizer):
+                    if optimizers.key_of(optimizer, variable) not in tables:
                         self._total_of(variable)
 
     @property
@@ -147,14 +147,14 @@ class Gradients:
         here = self._here
         here.num_updates += 1
         if here.num_updates > 1 or here.slices is None:
-            raise NotImplementedError(
+            raise RuntimeError(
                 f"{type(self._model).__name__}.train_step updates its weights more "
                 "than once in a step, and later gradients depend on earlier updates; "
                 "expected one update, since micro-batches are made one at its end. "
                 "Train with a smaller batch size, or leave MicroBatches out."
             )
         if trainable_variables is None:
-            trainable_variables = self._model.optimizer._trainable_variables
+            trainable_variables = optimizers.trained_by(self._model.optimizer)
         kinds = []
         for gradient, variable in zip(grads, trainable_variables, strict=True):
             is_sparse = isinstance(gradient, tf.IndexedSlices)
@@ -175,7 +175,7 @@ class Gradients:
             total.assign_add(gradient * tf.cast(self._here.share, total.dtype))
 
     def _total_of(self, variable: Any) -> Any:
-        key = self._model.optimizer._var_key(variable)
+        key = optimizers.key_of(self._model.optimizer, variable)
         if key not in self._totals:
             dtype = "float64" if variable.dtype == "float64" else "float32"
             with tf.init_scope():
@@ -207,11 +207,11 @@ def only_after_gradients(
     def apply(grads: Sequence[Any], trainable_variables: Any = None) -> Any:
         gradients = list(grads)
         if trainable_variables is None:
-            trainable_variables = optimizer._trainable_variables
+            trainable_variables = optimizers.trained_by(optimizer)
         variables = list(trainable_variables)
         for gradient, variable in zip(gradients, variables, strict=True):
             if isinstance(gradient, tf.IndexedSlices):
-                on_table(optimizer._var_key(variable))
+                on_table(optimizers.key_of(optimizer, variable))
         tensors = tf.nest.flatten(
             [g for g in gradients if g is not None], expand_composites=True
         )

@@ -9,6 +9,7 @@ from absl import logging
 
 from tfamp._checks import first_line
 from tfamp._units import format_bytes
+from tfamp.keras_hooks import structure
 from tfamp.snapshots.names import optimizers_of
 
 _NOT_MEANS = ("sum", "none", None)
@@ -67,7 +68,7 @@ def warn_of_split(model: keras.Model, split: Any, num_replicas: int) -> None:
     """Logs that a batch did not fit."""
     each = -(-split.examples // (split.splits * num_replicas))
     notes = []
-    layers = model._flatten_layers(include_self=False)
+    layers = (layer for _, layer, _ in structure.walk(model))
     if any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
         notes.append(
             " Statistics of BatchNormalization are those of the micro-batches from "

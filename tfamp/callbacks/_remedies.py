@@ -9,7 +9,7 @@ import numpy as np
 from absl import logging
 
 from tfamp._care import care_of
-from tfamp.keras_hooks import structure
+from tfamp.keras_hooks import optimizers, structure
 from tfamp.loss_scale.tally import Levels
 from tfamp.managed import keeping
 from tfamp.managed.lease import HALF
@@ -128,7 +128,7 @@ def multiply_rates(model: keras.Model, *, held: float, factor: float) -> Rates:
             optimizer.learning_rate = before * held
             text = text or f"{before:g} -> {before * held:g}"
             continue
-        schedule = optimizer._learning_rate  # the getter gives the present rate
+        schedule = optimizers.rate_or_schedule(optimizer)
         if isinstance(schedule, CutSchedule):
             schedule = schedule.schedule
         if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):

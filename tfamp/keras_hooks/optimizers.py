@@ -1,11 +1,12 @@
-"""What the loss scale needs of an optimizer's insides, and of XLA.
+"""What the loss scale and recovery need of an optimizer's insides, and of XLA.
 
 Relies on: TensorFlow optimizers reducing gradients in
 `_all_reduce_sum_gradients` and clipping them in `_clip_gradients`, both looked
 up on the instance; every write of an optimizer going through the `assign` and
 `scatter` methods of TensorFlow's resource variables; Keras naming a class in
 saved files by a table of its public names; `_walk_saveable` visiting the
-attributes of an optimizer that are saveables themselves.
+attributes of an optimizer that are saveables themselves; `_trainable_variables`,
+`_var_key`, `_iterations` and `_learning_rate` of an optimizer.
 """
 
 import contextlib
@@ -42,6 +43,26 @@ def leaves(optimizer: Any) -> list[Any]:
     """Returns the optimizers that update variables themselves in `optimizer`."""
     inner = getattr(optimizer, "optimizers", None)
     return list(inner) if isinstance(inner, list | tuple) else [optimizer]
+
+
+def trained_by(optimizer: Any) -> list[Any]:
+    """Returns the variables that an optimizer was built for, in its order."""
+    return list(optimizer._trainable_variables)
+
+
+def key_of(optimizer: Any, variable: Any) -> Any:
+    """Returns what an optimizer tells its variables apart by."""
+    return optimizer._var_key(variable)
+
+
+def call_counter(optimizer: Any) -> Any:
+    """Returns the variable that counts calls of `apply`, microbatches among them."""
+    return optimizer._iterations
+
+
+def rate_or_schedule(optimizer: Any) -> Any:
+    """Returns what a learning rate was set to; the getter gives the present rate."""
+    return optimizer._learning_rate
 
 
 @contextlib.contextmanager

@@ -2,7 +2,7 @@
 
 Relies on: `Layer._layers` holding the sublayers a layer tracks; a Sequential
 model keeping its graph in `_functional`; `KerasTensor._keras_history` and
-`Operation._inbound_nodes` describing the graph.
+`Operation._inbound_nodes` describing the graph; `_keras_mask` on a tensor.
 """
 
 import math
@@ -131,6 +131,14 @@ def bytes_of(variables: Iterable[Any]) -> int:
 def remat_mode_of(layer: keras.layers.Layer) -> Any:
     """Returns the `RematScope` that a layer was made in, None outside of any."""
     return vars(layer).get("_remat_mode")
+
+
+def with_mask_of(source: Any, tensor: Any) -> Any:
+    """Returns a tensor that now bears the mask of another, if that has one."""
+    mask = getattr(source, "_keras_mask", None)
+    if mask is not None:
+        tensor._keras_mask = mask
+    return tensor
 
 
 def built_shapes(layer: keras.layers.Layer) -> dict[str, Any]:

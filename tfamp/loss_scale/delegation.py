@@ -4,6 +4,7 @@ from typing import Any
 
 from absl import logging
 
+from tfamp.keras_hooks import optimizers
 from tfamp.loss_scale.parts import Parts
 
 _INNER = "inner_optimizer"
@@ -130,7 +131,8 @@ def adopted_accumulation(inner: Any, steps: int) -> int:
         )
     if inner.built:
         # Keras counted microbatches; here an update counts.
-        inner._iterations.assign(inner._iterations // found)
+        counter = optimizers.call_counter(inner)
+        counter.assign(counter // found)
     inner.gradient_accumulation_steps = None
     logging.info(
         "`gradient_accumulation_steps=%r` of the wrapped optimizer becomes "

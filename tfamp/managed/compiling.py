@@ -6,7 +6,7 @@ import keras
 from absl import logging
 
 from tfamp._care import care_of, change_care
-from tfamp.keras_hooks import trainer
+from tfamp.keras_hooks import optimizers, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.managed import resolving
 from tfamp.managed.lease import Lease
@@ -73,8 +73,8 @@ def exact(stock: Any) -> LossScaleOptimizer:
     )
     if stock.built:
         # Keras 3.10 writes them down on the inner optimizer only.
-        known = stock._trainable_variables or stock.inner_optimizer._trainable_variables
-        ours.build(known)
+        known = optimizers.trained_by(stock)
+        ours.build(known or optimizers.trained_by(stock.inner_optimizer))
         ours.set_weights([variable.numpy() for variable in stock.variables])
     return ours
 

@@ -155,11 +155,7 @@ class _Taken:
         source = tf.identity(x)
         self._tape.watch(source)
         self.handed_over.append(source)
-        y = tf.cast(source, self._dtype)
-        mask = getattr(x, "_keras_mask", None)
-        if mask is not None:
-            y._keras_mask = mask
-        return y
+        return structure.with_mask_of(x, tf.cast(source, self._dtype))
 
 
 def _lowered(layer: Any) -> list[Any]:
@@ -215,10 +211,6 @@ def _with_floats(values: Any, tensors: list[tf.Tensor]) -> Any:
     def replaced(x: Any) -> Any:
         if not is_float(x):
             return x
-        y = next(rest)
-        mask = getattr(x, "_keras_mask", None)
-        if mask is not None:
-            y._keras_mask = mask
-        return y
+        return structure.with_mask_of(x, next(rest))
 
     return structure.map_structure(replaced, values)

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp._patch import replaced
+from tfamp.keras_hooks import optimizers
 from tfamp.snapshots.names import optimizers_of
 
 
@@ -79,7 +80,7 @@ class _Taken:
             # Left out, they are those that the optimizer was built for.
             known = getattr(optimizer, "inner_optimizer", optimizer)
             if trainable_variables is None:
-                trainable_variables = known._trainable_variables
+                trainable_variables = optimizers.trained_by(known)
             self._apply(grads, trainable_variables)
 
         self._already_unscaled = False
