@@ -108,7 +108,7 @@ CELLS = [
 ]
 
 
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize(("policy", "way", "style"), CELLS)
 def test_training_is_the_same(policy, way, style):
     assert_same(lambda: assembled(blocks(), style, (8,)), policy, WAYS[way])
@@ -166,6 +166,24 @@ def test_xla_computes_again_too():
     model = deep()
     plain = tanhs(model)
     assert tanhs(tfamp.remat(model)) >= plain + 5
+
+
+def test_what_needs_weights_alone_waits_for_its_turn():
+    """Casts of weights are there when their segment is, not all at once."""
+
+    def casts(*, again):
+        with tfamp.scope("mixed_bfloat16"):
+            model = keras.Sequential([keras.Input((128,))])
+            for _ in range(12):
+                model.add(L.Dense(128, activation="gelu"))
+            model.compile("sgd", "mse")
+        if again:
+            tfamp.remat(model)
+        return tfamp.estimate_memory(model, 64).by_kind["casts"]
+
+    whole = 12 * 128 * 128 * 2
+    assert casts(again=False) > whole / 2
+    assert casts(again=True) < whole / 3
 
 
 def test_layers_and_names_are_segments_of_their_own():

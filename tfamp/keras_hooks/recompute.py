@@ -125,10 +125,15 @@ def recomputed(
 
         def run(tensors: Sequence[Any], state: Sequence[Any]) -> _Results:
             again_args, again_kwargs = _packed(tensors, form)
-            return _run(
-                lambda: call(*again_args, **again_kwargs),
-                list(zip(variables, state, strict=True)),
-            )
+            # What needs weights and seeds alone, casts and masks, waits for its turn;
+            # not under a strategy, whose graph went in a circle on two replicas.
+            waits = not tf.distribute.has_strategy()
+            parts = tf.nest.flatten(tensors if waits else [], expand_composites=True)
+            with tf.control_dependencies(parts):
+                return _run(
+                    lambda: call(*again_args, **again_kwargs),
+                    list(zip(variables, state, strict=True)),
+                )
 
         @tf.custom_gradient
         def once(*tensors: Any) -> Any:
@@ -173,13 +178,13 @@ def recomputed(
 def _run(call: Callable[[], Any], state: list[tuple[Any, Any]]) -> _Results:
     with backend.AutocastScope(None):  # else their dtypes are those of the scope
         scope = backend.StatelessScope(state_mapping=state, collect_losses=True)
-    given = {id(variable): scope.get_current_value(variable) for variable, _ in state}
+    given = [scope.get_current_value(variable) for variable, _ in state]
     with scope:
         outputs = call()
     updates = [
         (variable, value)
-        for variable, _ in state
-        if (value := scope.get_current_value(variable)) is not given[id(variable)]
+        for (variable, _), before in zip(state, given, strict=True)
+        if (value := scope.get_current_value(variable)) is not before
     ]
     tensors, form = _flat(outputs)
     return _Results(tensors, form, updates, list(scope.losses))
@@ -227,10 +232,7 @@ def _behind(
     """
     given = [x for x in upstream if x is not None]
     # A tensor that comes as several arguments becomes several, each with a gradient.
-    if is_xla:
-        after = functools.partial(_with, _zero_of(given))
-    else:
-        after = tf.identity
+    after = functools.partial(_with, _zero_of(given)) if is_xla else tf.identity
     with tf.control_dependencies(given):
         return [after(x) for x in tensors], [after(x) for x in state]
 
@@ -312,12 +314,9 @@ def _refuse_what_differs(run: Callable[[], Any], name: str) -> None:
     run()
     for operation in graph.get_operations()[before:]:
         kind = operation.type
-        what = ""
-        if kind.startswith(_DRAWS):
-            what = "draws random numbers"
-        elif kind.startswith(_WRITES) and kind.endswith("Op"):
-            what = "writes to a variable"
-        if what:
+        writes = kind.startswith(_WRITES) and kind.endswith("Op")
+        if writes or kind.startswith(_DRAWS):
+            what = "writes to a variable" if writes else "draws random numbers"
             _refuse(
                 name, f"its operation {operation.name!r} ({kind}) {what} past Keras"
             )
