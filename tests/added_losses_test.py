@@ -54,7 +54,7 @@ def loss_in_fit(structure, make, mode="graph"):
     return model.fit(X, Y, verbose=0).history["loss"][0]
 
 
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
 @pytest.mark.parametrize("structure", [functional, Subclassed])
 @pytest.mark.parametrize("policy", POLICIES)
@@ -68,7 +68,7 @@ def test_activity_regularizer(policy, structure, mode):
     assert loss == pytest.approx(in_float32)
 
 
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
 @pytest.mark.parametrize("structure", [functional, Subclassed])
 @pytest.mark.parametrize("policy", POLICIES)

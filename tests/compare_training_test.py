@@ -86,6 +86,7 @@ def job(**changed):
     )
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("make, options", WAYS.values(), ids=WAYS)
 def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)

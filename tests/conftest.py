@@ -1,5 +1,6 @@
 """What every test gets: two CPU devices, and a check that Keras was left as found."""
 
+import gc
 import os
 import random
 
@@ -103,3 +104,15 @@ def traced_steps_are_given_back():
     registered = ops.gradient_registry._registry
     for name in [name for name in registered if name.startswith("CustomGradient-")]:
         del registered[name]
+
+
+@pytest.fixture(autouse=True, scope="module")
+def garbage_is_collected_while_it_is_young():
+    """Collects what a file's tests leave, and leaves the rest out of later rounds.
+
+    Else the collector goes through gigabytes again and again, of which most has not
+    been touched for long: rounds of a minute were seen.
+    """
+    yield
+    gc.collect()
+    gc.freeze()

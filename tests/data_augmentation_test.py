@@ -213,6 +213,7 @@ def test_transforms_match_a_slow_reference(transform, columns, low, oracle, stre
         np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_ERROR)
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("transform, columns, low, oracle", ORACLES, ids=NAMES)
 def test_transforms_match_it_when_xla_compiles_them(
     transform, columns, low, oracle, monkeypatch
@@ -616,6 +617,7 @@ CHOICES = {
 }
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("choose, source, length", CHOICES.values(), ids=list(CHOICES))
 def test_it_goes_with_every_way_to_choose(choose, source, length, monkeypatch):
     if source == "positions":
@@ -959,6 +961,7 @@ def model_of(layer, policy="float32"):
     return model
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize(
     "policy, transforms, options",
     [

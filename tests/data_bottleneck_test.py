@@ -110,6 +110,7 @@ TRUTHS = {
 }
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("times, options, truth", TRUTHS.values(), ids=TRUTHS)
 def test_verdict_is_right_in_nine_of_ten_noisy_measurements(times, options, truth):
     verdicts = [
@@ -585,6 +586,7 @@ WAYS = {
 }
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("make_optimizer, options", WAYS.values(), ids=WAYS)
 def test_a_trained_model_is_left_as_it_was_bit_by_bit(make_optimizer, options):
     model = make_model(make_optimizer, **options)

@@ -124,7 +124,7 @@ KINDS = {
 }
 
 
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize(
     "kind, is_shuffled",
     [("arrays", False), ("records", False), ("csv", False)]

@@ -196,6 +196,7 @@ def tukey(values, width):
     return low - width * (high - low), high + width * (high - low)
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("rule, limits", RULES.values(), ids=RULES)
 def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(
     rule, limits, either_way

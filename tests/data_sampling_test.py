@@ -342,6 +342,7 @@ CLASSES = {
 }
 
 
+@pytest.mark.most(4)
 @ways
 @pytest.mark.parametrize("labels", CLASSES.values(), ids=CLASSES)
 def test_classes_may_be(labels, way):
@@ -416,6 +417,7 @@ KINDS = [
 ]
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("kind", KINDS)
 def test_elements_of_every_kind_are_copied_whole(kind):
     dataset = elements_of_many_kinds()[kind]
@@ -476,6 +478,7 @@ def test_a_dataset_that_shuffles_itself_is_an_error(by):
         list(stream)
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("by", [None, lambda x, y: y], ids=["chunks", "one by one"])
 @pytest.mark.parametrize("later", [3, 5, 6, 8, 200], ids=str)
 def test_a_dataset_that_changes_its_length_is_an_error(later, by):
@@ -808,6 +811,7 @@ ERRORS = {
 }
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("call, message", ERRORS.values(), ids=ERRORS)
 def test_errors_say_what_to_do(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):

@@ -398,6 +398,7 @@ def texts(dataset):
 
 
 @pytest.mark.slow
+@pytest.mark.most(4)
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_elements_and_order_are_those_without_a_service(service, work):
     expected = work(numbers())

@@ -40,6 +40,7 @@ def epochs(outcomes, case):
     return list(zip(*(outcome[case] for outcome in outcomes), strict=True))
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("case", EXPECTED)
 def test_each_element_comes_once_on_one_of_the_workers(outcomes, case):
     for first, second in epochs(outcomes, case):

@@ -172,7 +172,7 @@ def undisturbed():
     return of
 
 
-@pytest.mark.most(5)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("style", STYLES)
 @pytest.mark.parametrize("fault", FAULTS)
 def test_training_is_cured(fault, style, undisturbed, tmp_path):

@@ -202,7 +202,7 @@ BY_PROCESSOR = {("average_pooling", "bfloat16"): frozenset({"mean"})}
 
 
 @pytest.mark.slow
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @EACH_CASE
 def test_the_truth_is_proven(case):
     subject = Subject(*case.build(0))
@@ -215,6 +215,7 @@ def test_the_truth_is_proven(case):
 
 
 @pytest.mark.slow
+@pytest.mark.most(5)
 @EACH_CASE
 def test_the_same_seed_builds_the_same_case(case):
     (first, data), (second, again) = case.build(3), case.build(3)
@@ -255,14 +256,14 @@ def is_finite(model, batch):
         return False
 
 
-@pytest.mark.most(20)
+@pytest.mark.most(12)
 @EACH_FAILURE
 def test_a_failure_fails_and_none_does_not(failure):
     model, batch = failure.build(0)
     assert is_finite(model, batch) == (failure.cause == "none")
 
 
-@pytest.mark.most(16)
+@pytest.mark.most(10)
 @EACH_FAILURE
 def test_the_cause_is_the_cause(failure):
     """Each cause is taken away, and the step is finite; what is no cause is not."""
@@ -301,6 +302,7 @@ def repaired(batch):
     return tuple(repair(values) for values in batch)
 
 
+@pytest.mark.most(16)
 @EACH_FAILURE
 def test_the_named_layer_is_where_it_begins(failure):
     """It gets finite values, and gives one that is not, forward or backward."""

@@ -132,7 +132,7 @@ def slow_where(name):
     return [pytest.mark.slow] if name in ("XLA", "Functional", "eager") else []
 
 
-@pytest.mark.most(5)
+@pytest.mark.most(4)
 @pytest.mark.parametrize(
     "make, settings",
     [pytest.param(*way, marks=slow_where(name)) for name, way in WAYS.items()],

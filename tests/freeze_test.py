@@ -97,6 +97,7 @@ def casts_of_weights(model, x):
     ]
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("style", STYLES)
 def test_outputs_are_those_of_the_mixed_model_to_the_last_bit(style, dtype):

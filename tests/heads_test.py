@@ -93,7 +93,7 @@ CASES = [
 CASE_IDS = [f"{structure.__name__}-{kind}" for structure, kind in CASES]
 
 
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(("structure", "kind"), CASES, ids=CASE_IDS)
@@ -109,7 +109,7 @@ def test_sigmoid_heads(structure, kind, policy, jit_compile):
         assert gradient[0] == pytest.approx(exact, rel=RELATIVE)
 
 
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize(

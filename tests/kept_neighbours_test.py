@@ -82,7 +82,7 @@ def kept(build, names, **options):
     return model, expected
 
 
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_a_number_beyond_float16_passes_from_layer_to_layer(build, options):

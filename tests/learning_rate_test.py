@@ -107,6 +107,7 @@ def test_the_range_test_finds_a_rate_and_leaves_no_trace(style):
     assert not np.array_equal(bits(model)[0], before[0])
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 @pytest.mark.parametrize("optimizer", ["sgd", "schedule"])
 def test_the_suggestion_trains_and_ten_times_the_highest_does_not(optimizer, policy):

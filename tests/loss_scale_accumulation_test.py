@@ -63,7 +63,7 @@ def weights_of(model):
     return np.concatenate([w.ravel() for w in model.get_weights()])
 
 
-@pytest.mark.most(8)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_microbatches_equal_one_batch(inner, mode):

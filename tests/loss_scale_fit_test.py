@@ -100,7 +100,7 @@ def fit(model, x, **options):
     return history.get("own_loss", history.get("loss"))
 
 
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("build", MODELS)
 def test_bad_batches_change_no_bit_of_the_model(build, mode):
@@ -114,7 +114,7 @@ def test_bad_batches_change_no_bit_of_the_model(build, mode):
     assert state(model) != before
 
 
-@pytest.mark.most(5)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("build", MODELS)
 @pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
 def test_the_very_first_batch_may_be_bad(cls, build):

@@ -64,7 +64,7 @@ def minimize_with_tape(optimizer, weight):
 LOOPS = [keras_3, keras_3_pairs, legacy, legacy_callable, minimize, minimize_with_tape]
 
 
-@pytest.mark.most(14)
+@pytest.mark.most(9)
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
 @pytest.mark.parametrize("decorate", MODES.values(), ids=MODES)
 @pytest.mark.parametrize("loop", LOOPS)

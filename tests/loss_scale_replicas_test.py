@@ -163,6 +163,7 @@ CLIPS = [
 ]
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("stock", [False, True], ids=["ours", "stock"])
 @pytest.mark.parametrize(
     ("clip", "gradients", "ours", "theirs"),
@@ -298,6 +299,7 @@ def flush_in_a_function(strategy, optimizer):
     tf.function(lambda: strategy.run(optimizer.flush))()
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize(
     "flush",
     [flush_in_python, flush_in_scope, flush_on_replicas, flush_in_a_function],

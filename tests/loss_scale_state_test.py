@@ -467,6 +467,7 @@ OTHER = {
 }
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("how", ["from_config", "deserialize", "get"])
 @pytest.mark.parametrize("name", [*OTHER, "auto", "all", "none"])
 def test_every_setting_survives_its_configuration(name, how):
@@ -545,7 +546,7 @@ KINDS = {
 }
 
 
-@pytest.mark.most(8)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
 @pytest.mark.parametrize("saved, do, loads, scale, stays", KINDS.values(), ids=KINDS)
 def test_a_scale_goes_to_its_own_kind(

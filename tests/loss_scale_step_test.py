@@ -62,7 +62,7 @@ def constrained_variables():
 GRADIENTS = [tf.constant([[8.0, -4.0], [2.0, 1.0]]), tf.constant([4.0, 8.0, -2.0])]
 
 
-@pytest.mark.most(10)
+@pytest.mark.most(6)
 @pytest.mark.parametrize("mode", ["graph", "xla"])
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_a_skipped_step_changes_no_bit(inner, mode):
@@ -92,7 +92,7 @@ def test_a_skipped_step_changes_no_bit(inner, mode):
     assert bits(state) != before
 
 
-@pytest.mark.most(12)
+@pytest.mark.most(6)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_an_applied_step_is_the_inner_optimizers(inner, mode):
@@ -198,6 +198,7 @@ def test_finite_slices_are_applied_and_measured(mode):
     assert optimizer.gradient_norm == 5.0  # (3, 4), where rows are added up first
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize(
     "clipping, expected",
@@ -293,6 +294,7 @@ def test_float16_gradients_are_unscaled_in_float32():
 SCALES = {"below 1": 2.0**-10, "no power of two": 3.0, "one": 1.0}
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("scale", SCALES.values(), ids=SCALES)
 def test_a_static_scale_skips_and_stays(scale, mode):
@@ -412,6 +414,7 @@ def test_under_xla_a_user_reads_the_stops():
         optimizer.raise_if_due()
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
 def test_a_thousand_bad_steps(cls, mode):

@@ -237,6 +237,7 @@ def test_last_smaller_batch_stays_whole_or_has_fewer_parts():
     assert micro_batches.splits == 1
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("kind", ["plain", "guarded", "stock", "accumulating"])
 def test_everything_of_an_optimizer_happens_once(kind):
     def optimizer():

@@ -240,7 +240,7 @@ def check(operations, row, half):
     assert operations.of("Softplus") == {"float32"}
 
 
-@pytest.mark.most(10)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 def test_stock_keras_fails_the_row(row):
     keras.config.set_dtype_policy("mixed_bfloat16")
@@ -282,7 +282,7 @@ EAGER_AND_XLA = {
 }
 
 
-@pytest.mark.most(16)
+@pytest.mark.most(8)
 @pytest.mark.parametrize("row", ROWS.values(), ids=ROWS)
 @pytest.mark.parametrize("structure", STRUCTURES.values(), ids=STRUCTURES)
 def test_layers_built_after_enable(structure, row):
@@ -293,7 +293,7 @@ def test_layers_built_after_enable(structure, row):
 
 
 @pytest.mark.slow
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("structure, row", pairs(STRUCTURES))
 def test_apply_on_a_trained_model(structure, row):
     x, y = data()
@@ -317,7 +317,7 @@ def test_apply_on_a_trained_model(structure, row):
 
 
 @pytest.mark.slow
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("way, row", pairs(EAGER_AND_XLA))
 def test_eager_and_xla_runs(way, row):
     structure, mode = way
@@ -327,7 +327,7 @@ def test_eager_and_xla_runs(way, row):
 
 
 @pytest.mark.slow
-@pytest.mark.most(6)
+@pytest.mark.most(4)
 @pytest.mark.parametrize("way, row", pairs(EAGER_AND_XLA))
 def test_apply_in_eager_and_xla_runs(way, row):
     structure, mode = way
@@ -337,7 +337,7 @@ def test_apply_in_eager_and_xla_runs(way, row):
     check(run(model, mode), row, "bfloat16")
 
 
-@pytest.mark.most(8)
+@pytest.mark.most(5)
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("name", STRUCTURES)
 def test_float16_alike(name, mode):

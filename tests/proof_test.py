@@ -325,6 +325,7 @@ ATTRIBUTED = {
 }
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("make, expected", ATTRIBUTED.values(), ids=ATTRIBUTED)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_every_product_is_attributed_to_its_layer(make, expected, policy):

@@ -95,6 +95,7 @@ def test_steps_per_execution(build):
     assert np.isfinite(history["loss"][0])
 
 
+@pytest.mark.most(4)
 @pytest.mark.parametrize("build", [functional, Subclassed])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_two_replicas(policy, build):
