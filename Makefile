@@ -36,7 +36,7 @@ train: .venv/.installed  ## train a small CNN on digits, float32 against the bes
 	@$(BIN)/python recipes/train_digits.py --compare=5 --epochs=20 $(ARGS) $(NO_NOTICES)
 
 test: .venv/.installed  ## run the whole suite on the newest TensorFlow and Keras
-	@echo "Running the suite in $(JOBS) processes: 25 minutes on two cores."
+	@echo "Running the suite in $(JOBS) processes: about half an hour on two cores."
 	@$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS) $(NO_NOTICES)
 
 test-oldest: .venv-oldest/.installed  ## run every fast test, two cases of each, on the oldest

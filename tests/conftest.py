@@ -110,8 +110,8 @@ def traced_steps_are_given_back():
 def garbage_is_collected_while_it_is_young():
     """Collects what a file's tests leave, and leaves the rest out of later rounds.
 
-    Else the collector goes through gigabytes again and again, of which most has not
-    been touched for long: rounds of a minute were seen.
+    Freeing traced functions waits inside TensorFlow, the longer the older a process
+    is: rounds of a minute were seen, with hardly any work in them.
     """
     yield
     gc.collect()

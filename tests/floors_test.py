@@ -180,23 +180,23 @@ def test_only_keras_hooks_touch_private_keras(path):
     if top(module_name(path)) != "keras_hooks":
         private = [name for name in imports_of(path) if name.startswith("keras.src")]
         assert private == []
-        attributes = [
-            ast.unparse(node)
-            for node in ast.walk(ast.parse(path.read_text()))
-            if isinstance(node, ast.Attribute)
-        ]
-        assert "keras.src" not in attributes
-        found = private_of_others(path.read_text())
-        assert found & private_names_of_keras() == set()
+        attributes = attributes_in(path.read_text())
+        assert "keras.src" not in map(ast.unparse, attributes)
+        assert private_of_others(attributes) & private_names_of_keras() == set()
 
 
-def private_of_others(source: str) -> set[str]:
-    """Returns the private attributes that code reads of anything but its own class."""
+def attributes_in(source: str) -> list[ast.Attribute]:
+    """Returns every look-up of an attribute."""
+    nodes = ast.walk(ast.parse(source))
+    return [node for node in nodes if isinstance(node, ast.Attribute)]
+
+
+def private_of_others(attributes: list[ast.Attribute]) -> set[str]:
+    """Returns the private ones that are read of anything but the code's own class."""
     return {
         node.attr
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Attribute)
-        and node.attr.startswith("_")
+        for node in attributes
+        if node.attr.startswith("_")
         and ast.unparse(node.value) not in ("self", "cls", "super()")
     }
 
@@ -215,7 +215,7 @@ def private_names_of_keras() -> set[str]:
 
 def test_private_attributes_of_others_are_seen():
     source = "self._a(model._b, x.y._c[0], super()._d, _e, _f.g, cls._h, os._exit)"
-    assert private_of_others(source) == {"_b", "_c", "_exit"}
+    assert private_of_others(attributes_in(source)) == {"_b", "_c", "_exit"}
     assert {"_var_key", "_flatten_layers"} <= private_names_of_keras()
 
 

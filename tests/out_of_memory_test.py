@@ -38,7 +38,7 @@ MEMORY = {
     "RuntimeError": RuntimeError("std::bad_alloc"),
 }
 OTHERS = {
-    "disk": _of(tf.errors.ResourceExhaustedError, "/tmp/x; No space left on device"),
+    "disk": _of(tf.errors.ResourceExhaustedError, "cache/x; No space left on device"),
     "network": _of(
         tf.errors.ResourceExhaustedError, "Received message larger than max (5 vs. 4)"
     ),

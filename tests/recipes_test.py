@@ -25,8 +25,7 @@ RECIPES = sorted(
     for path in (ROOT / "recipes").glob("*.py")
     if '__name__ == "__main__"' in path.read_text()
 )
-# After 5 epochs; seeds 0 to 2 give 0.975 to 0.992 in float32 and in bfloat16.
-MIN_DIGITS_ACCURACY = 0.96
+MIN_DIGITS_ACCURACY = 0.98
 
 
 def run(recipe, *arguments, **environment):
@@ -131,7 +130,7 @@ def test_a_run_that_fails_fails_the_whole_command():
 @pytest.mark.slow
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_digits_are_read_well(policy):
-    record = last_record(run("train_digits.py", f"--policy={policy}", "--epochs=5"))
+    record = last_record(run("train_digits.py", f"--policy={policy}", "--epochs=8"))
     assert record["accuracy"] >= MIN_DIGITS_ACCURACY
     assert record["policy"] == policy
     assert record["finite"] is True

@@ -2,7 +2,7 @@
 
 Relies on: `Layer._layers` holding the sublayers a layer tracks; a Sequential
 model keeping its graph in `_functional`; `KerasTensor._keras_history` and
-`Operation._inbound_nodes` describing the graph; `_keras_mask` on a tensor.
+`Operation._inbound_nodes` describing the graph.
 """
 
 import math
@@ -135,9 +135,9 @@ def remat_mode_of(layer: keras.layers.Layer) -> Any:
 
 def with_mask_of(source: Any, tensor: Any) -> Any:
     """Returns a tensor that now bears the mask of another, if that has one."""
-    mask = getattr(source, "_keras_mask", None)
+    mask = backend.get_keras_mask(source)
     if mask is not None:
-        tensor._keras_mask = mask
+        backend.set_keras_mask(tensor, mask)
     return tensor
 
 
