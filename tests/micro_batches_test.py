@@ -223,6 +223,43 @@ def test_parts_end_where_whole_batches_do(policy, style, mode, request):
         assert room.seen == [12, 6, 6, 6, 6, 6] + [6, 6, 6, 6, 6]
 
 
+@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+@pytest.mark.parametrize("finite", [True, False], ids=["finite", "until it ends"])
+def test_execution_of_several_steps_is_seen_as_one(finite, eagerly, monkeypatch):
+    def trained(room, *callbacks):
+        model, room = built(room=room)
+        adam = keras.optimizers.Adam(0.05)
+        compiled(model, adam, run_eagerly=eagerly, steps_per_execution=2)
+        data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(6)
+        if not finite:
+            data = data.filter(lambda x, y: True)  # its length is not known
+        calls = []
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: calls.append((batch, logs["loss"]))
+        )
+        run = model.fit(data, epochs=2, verbose=0, callbacks=[note, *callbacks])
+        return model, room, run, calls
+
+    lines = []
+    monkeypatch.setattr(logging, "info", lambda text, *args: lines.append(text % args))
+    whole, _, expected, calls = trained(Room())
+    # The second step of an execution does not fit; 5 batches in executions of 2.
+    micro_batches = MicroBatches()
+    model, room, found, seen = trained(Room(calls=(2,)), micro_batches)
+    same(model, whole)
+    same_logs(found, expected)
+    assert room.seen == [6, 6, *(18 * [3])]
+    ((step, splits),) = [(event.step, event.splits) for event in micro_batches.events]
+    assert (step, splits) == (1, 2)
+    assert [batch for batch, _ in seen] == [batch for batch, _ in calls]
+    losses = ([loss for _, loss in each] for each in (seen, calls))
+    np.testing.assert_allclose(*losses, **EXACT)
+    assert any("2 steps of an execution are a call each" in line for line in lines) is (
+        not eagerly
+    )
+
+
 def test_last_smaller_batch_stays_whole_or_has_fewer_parts():
     whole, _ = built()
     fit(compiled(whole), batch_size=7)
@@ -617,10 +654,6 @@ def sums(reduction):
 
 
 REFUSED = {
-    "steps_per_execution": (
-        {"steps_per_execution": 2},
-        "`steps_per_execution` is 2; expected 1, since MicroBatches goes",
-    ),
     "sum": (
         {"loss": sums("sum")},
         "The loss 'mean_squared_error' has `reduction='sum'`; expected a mean",

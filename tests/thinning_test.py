@@ -1,4 +1,4 @@
-"""A thinned run has cases of every test, the first and the last among them."""
+"""A thinned run has cases of every test: the first and the last, or one of them."""
 
 import pytest
 
@@ -18,7 +18,7 @@ def test_a_test_may_have_a_limit_of_its_own():
 
 
 @pytest.mark.parametrize(
-    "most, many", [(1, [0]), (2, [0, 9]), (3, [0, 4, 9]), (4, [0, 3, 6, 9])]
+    "most, many", [(1, [2]), (2, [0, 9]), (3, [0, 4, 9]), (4, [0, 3, 6, 9])]
 )
 def test_cases_lie_evenly_and_every_test_has_one(most, many):
     found = chosen(NAMES, most)

@@ -80,13 +80,20 @@ class Course:
         self._largest = 0
 
     def call(self, iterator: Any) -> Any:
-        """Stands for the training function: draws a batch and trains on it."""
+        """Stands for the training function: trains on the batches of an execution."""
         self._prepare(iterator)
         if not isinstance(iterator, ITERATORS):
             return self._whole(next(iter(iterator)))
-        data = parts.without_optionals(iterator.get_next())
-        logs = self._step(data)
-        self.step += 1
+        logs: Any = None
+        for done in range(int(self._model.steps_per_execution or 1)):
+            try:
+                data = iterator.get_next()
+            except tf.errors.OutOfRangeError:
+                if not done:
+                    raise
+                break
+            logs = self._step(parts.without_optionals(data))
+            self.step += 1
         return logs
 
     def _prepare(self, iterator: Any) -> None:

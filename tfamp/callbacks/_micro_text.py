@@ -30,12 +30,6 @@ def check_model(model: keras.Model) -> None:
     Raises:
         ValueError: It is compiled or distributed in another way.
     """
-    steps = int(model.steps_per_execution or 1)
-    if steps > 1:
-        raise ValueError(
-            f"`steps_per_execution` is {steps}; expected 1, since MicroBatches goes "
-            "back to a single step. Pass `steps_per_execution=1` to `compile`."
-        )
     strategy = model.distribute_strategy
     kinds = (tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy)
     if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
@@ -62,6 +56,18 @@ def check_model(model: keras.Model) -> None:
                 "sizes. Pass `reduction='sum_over_batch_size'`, with a learning rate "
                 "as many times larger as a batch has examples."
             )
+
+
+def tell_of_single_steps(model: keras.Model) -> None:
+    """Logs that the steps of an execution are calls of their own."""
+    steps = int(model.steps_per_execution or 1)
+    if steps > 1 and not model.run_eagerly:
+        logging.info(
+            "The %d steps of an execution are a call each under MicroBatches, which "
+            "goes back to a single one: callbacks see what they would without it, and "
+            "a step takes up to a millisecond more.",
+            steps,
+        )
 
 
 def warn_of_split(model: keras.Model, split: Any, num_replicas: int) -> None:

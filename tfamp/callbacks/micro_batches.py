@@ -8,7 +8,11 @@ from tfamp import _checks
 from tfamp.bundles.record import Cause
 from tfamp.callbacks import _flight_fit as flight_fit
 from tfamp.callbacks._micro_course import BatchSplit, Course
-from tfamp.callbacks._micro_text import check_model, warn_of_split
+from tfamp.callbacks._micro_text import (
+    check_model,
+    tell_of_single_steps,
+    warn_of_split,
+)
 from tfamp.keras_hooks import batch_steps
 
 
@@ -41,8 +45,9 @@ class MicroBatches(keras.callbacks.Callback):
     update begins only when all gradients are there. Else, as where the update itself
     does not fit, training ends with an error.
 
-    Cost: until a batch does not fit, up to a millisecond a step, the copy, and in graph
-    mode gradients are kept until the last of them is there. Then a copy of the
+    Cost: until a batch does not fit, up to a millisecond a step, also of those that
+    `steps_per_execution` would join, the copy, and in graph mode gradients are kept
+    until the last of them is there. Then a copy of the
     gradients in float32 on each device, and the time of smaller batches.
 
     Args:
@@ -58,8 +63,8 @@ class MicroBatches(keras.callbacks.Callback):
     Raises:
         TypeError: `max_splits` is no integer.
         ValueError: `max_splits` is below 2; or, when training begins, the model has
-            several optimizers, a loss that is no mean over the batch,
-            `steps_per_execution` above 1, or runs on several workers.
+            several optimizers, a loss that is no mean over the batch, or runs on
+            several workers.
 
     Example:
         >>> class Small(keras.Model):  # as if no more than 4 examples fitted
@@ -107,6 +112,7 @@ class MicroBatches(keras.callbacks.Callback):
         # A list of callbacks that was made before `fit`.
         flight_fit.register(self.model, self)
         check_model(self.model)
+        tell_of_single_steps(self.model)
         if not self._is_inside:
             self._put_inside()
             self.model.make_train_function(force=True)
