@@ -24,6 +24,11 @@ def versions() -> dict[str, str]:
     }
 
 
+# glibc gives blocks of at least so many bytes back when they are freed, and so a peak
+# of the resident memory is one of what is in use, as with a GPU's allocator.
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
+
 def in_a_process(script: str, side: dict[str, Any], **environment: str) -> Any:
     """Returns the last line of a script that measures one side in a fresh process.
 

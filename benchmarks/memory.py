@@ -42,8 +42,6 @@ OTHERS = {
     "transformer, remat": {"is_again": True},
 }
 SMOKE = {"MLP of 2 blocks": 16}
-# glibc gives blocks of at least so many bytes back when they are freed.
-_ALLOCATOR = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def define_flags() -> flags.FlagValues:
@@ -155,7 +153,9 @@ def measure(**side: Any) -> dict[str, Any]:
     """Measures a case in a fresh process, and says how near the prediction came."""
     import _figures
 
-    found: dict[str, Any] = _figures.in_a_process(__file__, side, **_ALLOCATOR)
+    found: dict[str, Any] = _figures.in_a_process(
+        __file__, side, **_figures.FREED_AT_ONCE
+    )
     middle = found["measured"][len(found["measured"]) // 2]
     found["ratio"] = round(found["predicted"] / max(1, middle), 3)
     found["batch"] = side["batch"]

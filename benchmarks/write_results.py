@@ -141,7 +141,7 @@ def remat(result: dict[str, Any], kind: str = "remat") -> str:
     rows = [
         f"| {case} | {policy} | {found['batch']} | "
         f"{_mebibytes(found['plain_bytes'])} | {_mebibytes(found['remat_bytes'])} | "
-        f"{found['memory']:.2f} | "
+        f"{found['memory']:.2f} | {found['memory_with_glibc']:.2f} | "
         f"{found['time']:.2f} | {found['off']:.1e} |"
         for case, policies in result["cases"].items()
         for policy, found in policies.items()

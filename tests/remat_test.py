@@ -139,7 +139,7 @@ def matmuls(model, x=X, y=Y):
 
 def deep():
     dense = [L.Dense(8, activation="tanh", name=f"dense_{i}") for i in range(9)]
-    return keras.Sequential([keras.Input((8,)), *dense, L.Dense(3)])
+    return keras.Sequential([keras.Input((8,)), *dense, L.Dense(3, name="last")])
 
 
 def test_a_graph_is_cut_and_all_but_the_last_segment_computed_again():

@@ -78,8 +78,8 @@ class MemoryEstimate(Record):
                 f"`limit_bytes` is {format_bytes(limit)}, and a batch of {step} takes "
                 f"{format_bytes(self.bytes_at(step))}, of which model and optimizer "
                 f"hold {format_bytes(self.peak_bytes - self.step_bytes)}; expected a "
-                f"limit that {step} examples fit into. Use `tfamp.remat`, a policy of "
-                "less precision, an optimizer with fewer slots, or a smaller model."
+                "limit that this fits into. Use `tfamp.remat`, a policy of less "
+                "precision, an optimizer with fewer slots, or a smaller model."
             )
         low, high = 1, 2
         while self.bytes_at(high * step) <= limit:
