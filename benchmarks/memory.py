@@ -5,12 +5,13 @@ in float32 and mixed_bfloat16, the memory above what model and optimizer hold: p
 from the traced graph, measured in a run of `fit`, and their ratio. The goal is a ratio
 within 15 % of 1. A second table does so for `predict`, for XLA, and for `tfamp.remat`.
 
-Command: python benchmarks/memory.py [--json=FILE]
+Command: python benchmarks/memory.py [--json=FILE] [--glibc]
 Time: about a quarter of an hour on two CPU cores.
 
 Each case runs in a process of its own. The peak is that of the resident memory, reset
 ahead of a step; the C library is told to give back at once what is freed, since what it
-keeps for later depends on what ran before. The first step, which traces, is left out.
+keeps for later depends on what ran before; `--glibc` leaves it as it is, to see how
+much that comes to. The first step, which traces, is left out.
 """
 
 import ctypes
@@ -50,6 +51,9 @@ def define_flags() -> flags.FlagValues:
     flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
     flags.DEFINE_string(
         "side", None, "JSON of one case, measured here.", flag_values=values
+    )
+    flags.DEFINE_boolean(
+        "glibc", False, "Leave the C library's allocator as it is.", flag_values=values
     )
     flags.DEFINE_boolean(
         "smoke", False, "A small batch; the figures mean nothing.", flag_values=values
@@ -149,13 +153,11 @@ def measure_side(
     }
 
 
-def measure(**side: Any) -> dict[str, Any]:
+def measure(allocator: dict[str, str], **side: Any) -> dict[str, Any]:
     """Measures a case in a fresh process, and says how near the prediction came."""
     import _figures
 
-    found: dict[str, Any] = _figures.in_a_process(
-        __file__, side, **_figures.FREED_AT_ONCE
-    )
+    found: dict[str, Any] = _figures.in_a_process(__file__, side, **allocator)
     middle = found["measured"][len(found["measured"]) // 2]
     found["ratio"] = round(found["predicted"] / max(1, middle), 3)
     found["batch"] = side["batch"]
@@ -200,14 +202,18 @@ def main(argv: Sequence[str]) -> int:
 
     device = tfamp.status().devices[0]
     policies = POLICIES[:1] if settings.smoke else POLICIES
+    allocator = {} if settings.glibc else _figures.FREED_AT_ONCE
     cases: dict[str, dict[str, Any]] = {
-        case: {p: measure(case=case, policy=p, batch=batch) for p in policies}
+        case: {
+            p: measure(allocator, case=case, policy=p, batch=batch) for p in policies
+        }
         for case, batch in (SMOKE if settings.smoke else CASES).items()
     }
     for case, options in () if settings.smoke else OTHERS.items():
         batch = CASES[case.split(",")[0]]
         cases[case] = {
-            p: measure(case=case, policy=p, batch=batch, **options) for p in policies
+            p: measure(allocator, case=case, policy=p, batch=batch, **options)
+            for p in policies
         }
     result = {
         "benchmark": "memory",

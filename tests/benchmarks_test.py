@@ -104,8 +104,9 @@ def test_freeze_prints_ratios_and_bytes(tmp_path):
 
 
 @pytest.mark.slow
-def test_memory_prints_predictions_beside_what_was_measured(tmp_path):
-    result = run("memory.py", tmp_path, "--json=figures.json")
+@pytest.mark.parametrize("allocator", ["--glibc", "--noglibc"])
+def test_memory_prints_predictions_beside_what_was_measured(allocator, tmp_path):
+    result = run("memory.py", tmp_path, "--json=figures.json", allocator)
     assert result == json.loads((tmp_path / "figures.json").read_text())
     figures = result["cases"]["MLP of 2 blocks"]["float32"]
     # A block has 2 x 1024 x 2048 numbers: the gradient of one product at least.

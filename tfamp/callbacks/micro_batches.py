@@ -47,8 +47,8 @@ class MicroBatches(keras.callbacks.Callback):
 
     Cost: until a batch does not fit, up to a millisecond a step, also of those that
     `steps_per_execution` would join, the copy, and in graph mode gradients are kept
-    until the last of them is there. Then a copy of the
-    gradients in float32 on each device, and the time of smaller batches.
+    until the last of them is there. Then a copy of the gradients in float32 on each
+    device, and the time of smaller batches.
 
     Args:
         max_splits: Most micro-batches that a batch is cut into. Where even these, or
