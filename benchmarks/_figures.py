@@ -8,6 +8,10 @@ import sys
 from pathlib import Path
 from typing import Any
 
+# glibc gives blocks of at least so many bytes back when they are freed, and so a peak
+# of the resident memory is one of what is in use, as with a GPU's allocator.
+FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+
 
 def versions() -> dict[str, str]:
     """Returns the versions that figures depend on."""
@@ -22,11 +26,6 @@ def versions() -> dict[str, str]:
         "keras": keras.__version__,
         "tfamp": tfamp.__version__,
     }
-
-
-# glibc gives blocks of at least so many bytes back when they are freed, and so a peak
-# of the resident memory is one of what is in use, as with a GPU's allocator.
-FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
 
 
 def in_a_process(script: str, side: dict[str, Any], **environment: str) -> Any:
