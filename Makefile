@@ -4,10 +4,19 @@ PYTHON_OLDEST ?= $(PYTHON)
 # Processes that share the suite; TensorFlow takes about 1 GB in each.
 JOBS ?= 2
 ARGS ?=
+# `make check` looks at what differs from this commit: what is not committed, or else
+# the last commit.
+BASE ?= $(shell test -n "$$(git status --porcelain)" && echo HEAD || echo HEAD~1)
+# `make test-whole` in parts, and on which versions.
+SHARD ?= 1/1
+VERSIONS ?= newest oldest nightly
 
 SHELL := /bin/bash
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
+NIGHTLY := .venv-nightly/bin
+# Tests of a file stay in one process; whoever is done takes from the other's end.
+PYTEST := -m pytest -q -n $(JOBS) --dist worksteal -rs
 # TensorFlow prints these whatever the level is: notices, and errors that every start
 # without a GPU or with two copies of a CUDA plug-in gives. `tfamp doctor` tells more.
 export TF_CPP_MIN_LOG_LEVEL ?= 2
@@ -17,11 +26,12 @@ NOTICES := $(NOTICES)|failed call to cuInit
 NO_NOTICES := 2> >(grep --line-buffered -v -E '$(NOTICES)' >&2)
 
 .DEFAULT_GOAL := help
-.PHONY: help train test test-oldest lint notebooks bench clean
+.PHONY: help train check test test-oldest test-whole test-whole-newest \
+  test-whole-oldest test-whole-nightly durations mutants lint notebooks bench clean
 
 help:  ## list the targets
 	@echo "make <target> [PYTHON=python3.12] [JOBS=2] [ARGS='...']"
-	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-12s %s\n", $$1, $$2 }' Makefile
+	@awk -F':.*## ' '/^[a-z-]+:.*## / { printf "  %-18s %s\n", $$1, $$2 }' Makefile
 
 .venv/.installed: setup.cfg pyproject.toml
 	@.ci/environment .venv "$(PYTHON)" "TensorFlow, tfamp and its tools" \
@@ -31,17 +41,50 @@ help:  ## list the targets
 	@NEWEST_PYTHON=3.12 .ci/environment .venv-oldest "$(PYTHON_OLDEST)" "the oldest supported versions" \
 	  -e ".[data,report,dev]" "tensorflow==2.19.*" "keras==3.10.0" "tensorflow-metadata<1.18"
 
+# Keras's nightly build is a package of its own that holds the same files.
+.venv-nightly/.installed: setup.cfg pyproject.toml
+	@.ci/environment .venv-nightly "$(PYTHON)" "TensorFlow and last night's Keras" \
+	  -e ".[data,report,dev]"
+	@rm .venv-nightly/.installed
+	@$(NIGHTLY)/python -m pip uninstall -q -y keras
+	@$(NIGHTLY)/python -m pip install -q --disable-pip-version-check keras-nightly
+	@touch .venv-nightly/.installed
+
 train: .venv/.installed  ## train a small CNN on digits, float32 against the best policy
 	@echo "Training on scikit-learn's digits with 5 seeds under two policies: about 6 minutes."
 	@$(BIN)/python recipes/train_digits.py --compare=5 --epochs=20 $(ARGS) $(NO_NOTICES)
 
-test: .venv/.installed  ## run the whole suite on the newest TensorFlow and Keras
-	@echo "Running the suite in $(JOBS) processes: about half an hour on two cores."
-	@$(BIN)/python -m pytest -q -n $(JOBS) $(ARGS) $(NO_NOTICES)
+check: lint  ## lint, and a minute of the tests nearest to what you changed
+	@echo "Running the tests nearest to what differs from $(BASE)."
+	@$(BIN)/python $(PYTEST) --changed=$(BASE) --seconds=80 $(ARGS) $(NO_NOTICES)
 
-test-oldest: .venv-oldest/.installed  ## run every fast test, one case of each, on the oldest
-	@echo "Running a case of every fast test on TensorFlow 2.19 and Keras 3.10: nine minutes."
-	@$(OLDEST)/python -m pytest -q -n $(JOBS) -m "not slow" --thin=1 $(ARGS) $(NO_NOTICES)
+test: .venv/.installed  ## test every promise on the newest TensorFlow and Keras
+	@echo "Running the tests in $(JOBS) processes: five to eight minutes on two cores."
+	@$(BIN)/python $(PYTEST) --durations=10 --durations-min=1 $(ARGS) $(NO_NOTICES)
+
+test-oldest: .venv-oldest/.installed  ## run a fast case of each test on the oldest
+	@echo "Running a fast case of each test on TensorFlow 2.19 and Keras 3.10."
+	@$(OLDEST)/python $(PYTEST) --thin $(ARGS) $(NO_NOTICES)
+
+test-whole: $(VERSIONS:%=test-whole-%)  ## run every case, on each of VERSIONS
+
+test-whole-newest: .venv/.installed
+	@echo "Running every case on the newest TensorFlow and Keras, part $(SHARD)."
+	@$(BIN)/python $(PYTEST) --whole --shard=$(SHARD) $(ARGS) $(NO_NOTICES)
+
+test-whole-oldest: .venv-oldest/.installed
+	@echo "Running every case on TensorFlow 2.19 and Keras 3.10, part $(SHARD)."
+	@$(OLDEST)/python $(PYTEST) --whole --shard=$(SHARD) $(ARGS) $(NO_NOTICES)
+
+test-whole-nightly: .venv-nightly/.installed
+	@echo "Running every case on last night's Keras, part $(SHARD)."
+	@$(NIGHTLY)/python $(PYTEST) --whole --shard=$(SHARD) $(ARGS) $(NO_NOTICES)
+
+durations: .venv/.installed  ## measure every case and write tests/durations.json
+	@$(BIN)/python $(PYTEST) --whole --shard=$(SHARD) --record $(ARGS) $(NO_NOTICES)
+
+mutants: .venv/.installed  ## break a line at a time and see that a test notices
+	@$(BIN)/python -m tests.suite.mutants $(ARGS)
 
 lint: .venv/.installed  ## check format, style and types: ten seconds
 	@$(BIN)/ruff format --check --diff .
@@ -59,6 +102,6 @@ bench: .venv/.installed  ## measure what benchmarks/RESULTS.md states
 	@$(BIN)/python benchmarks/training.py $(ARGS) $(NO_NOTICES)
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-oldest build dist *.egg-info .coverage .coverage.*
+	rm -rf .venv .venv-oldest .venv-nightly build dist *.egg-info .coverage .coverage.*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -3,10 +3,11 @@
 import gc
 import os
 import random
+import sys
 
 import pytest
 
-from tests import thinning
+from tests.suite import durations, progress, selection
 from tfamp import _amx
 
 os.environ["KERAS_BACKEND"] = "tensorflow"
@@ -15,49 +16,51 @@ os.environ.pop("TFAMP_POLICY", None)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    """Adds `--thin=N`, at most N cases of each test, and `--whole`, every case."""
-    parser.addoption("--thin", type=int, default=0, help="cases of each test")
-    parser.addoption("--whole", action="store_true", help="more than a test's `most`")
-
-
-def pytest_collection_modifyitems(
-    config: pytest.Config, items: list[pytest.Item]
-) -> None:
-    """Leaves out the cases that `--thin`, or a test's mark `most`, does not choose."""
-    most = {} if config.option.whole else dict(map(_most, items))
-    names = [item.nodeid for item in items]
-    chosen = set(thinning.chosen(names, config.option.thin, most))
-    left_out = [item for item in items if item.nodeid not in chosen]
-    if left_out:
-        config.hook.pytest_deselected(items=left_out)
-        items[:] = [item for item in items if item.nodeid in chosen]
-
-
-def _most(item: pytest.Item) -> tuple[str, int]:
-    """Returns the test of a case, and how many of its cases run."""
-    mark = item.get_closest_marker("most")
-    return thinning.test_of(item.nodeid), mark.args[0] if mark else 0
+    """Adds what chooses among the tests; BUILD.md has the commands that use it."""
+    selection.add_options(parser)
 
 
 def pytest_configure(config: pytest.Config) -> None:
     """Gives TensorFlow two CPU devices, which is only possible before it starts.
 
-    Strategies of two replicas then run on any machine. Where AMX ends a process,
-    oneDNN does without it, in the processes that tests start too. Under
-    pytest-xdist the controller runs no test and is spared the import.
+    Strategies of two replicas then run on any machine. One thread for the operations,
+    as each core has a process of the suite. Where AMX ends a process, oneDNN does
+    without it, in the processes that tests start too. Under pytest-xdist the controller
+    runs no test: it shows the progress and is spared the import.
     """
     _amx.avoid()
-    is_controller = config.getoption("numprocesses", None) and not hasattr(
-        config, "workerinput"
-    )
-    if is_controller:
-        return
+    config.pluginmanager.register(selection.Selection(), "tfamp-selection")
+    processes = config.getoption("numprocesses", None) or 0
+    if not hasattr(config, "workerinput"):
+        _show_and_record(config, processes)
+        if processes:
+            return
     import tensorflow as tf
 
     cpu = tf.config.list_physical_devices("CPU")[0]
     tf.config.set_logical_device_configuration(
         cpu, [tf.config.LogicalDeviceConfiguration()] * 2
     )
+    tf.config.threading.set_intra_op_parallelism_threads(1)
+
+
+def _show_and_record(config: pytest.Config, processes: int) -> None:
+    """Sets up what stands around a run of the whole suite."""
+    choice = selection.Choice.of(config)
+    if config.option.verbose < 0 and not config.option.collectonly:
+        shown = progress.Progress(
+            choice.seconds,
+            processes,
+            choice.text(),
+            # It exists only when all plugins are configured.
+            write=lambda text: config.get_terminal_writer().write(text, flush=True),
+            is_terminal=sys.stdout.isatty(),
+        )
+        config.pluginmanager.register(shown, "tfamp-progress")
+    if config.option.record:
+        if not choice.is_whole:
+            raise pytest.UsageError("--record needs --whole, or a --shard of it.")
+        config.pluginmanager.register(durations.Recorder(), "tfamp-durations")
 
 
 @pytest.fixture(autouse=True, scope="session")

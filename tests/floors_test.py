@@ -7,14 +7,13 @@ import inside themselves, as do the files of floor 4, and never in a circle.
 import ast
 import functools
 import graphlib
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
-PACKAGE = Path(__file__).parents[1] / "tfamp"
+from tests.suite.imports import PACKAGE, imports
+
 FILES = sorted(PACKAGE.rglob("*.py"))
-IDS = [str(path.relative_to(PACKAGE)) for path in FILES]
 MAX_LINES = 350
 
 # Floor -> files and folders of the package on it.
@@ -105,23 +104,7 @@ def top(name: str) -> str:
     return name.split(".")[0] or "__init__"
 
 
-def imports(source: str, package: str) -> Iterator[str]:
-    """Yields the dotted name of all that `source` imports, wherever it does.
-
-    Args:
-        source: The text of a file.
-        package: Dotted name of the folder it lies in, for its relative imports.
-    """
-    levels = package.split(".")
-    for node in ast.walk(ast.parse(source)):
-        if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
-        elif isinstance(node, ast.ImportFrom):
-            base = levels[: len(levels) - node.level + 1] if node.level else []
-            start = ".".join([*base, *([node.module] if node.module else [])])
-            yield from (f"{start}.{alias.name}" for alias in node.names)
-
-
+@functools.cache
 def imports_of(path: Path) -> list[str]:
     """Returns the dotted names that a file of the package imports."""
     folder = path.parent.relative_to(PACKAGE.parent)
@@ -154,35 +137,41 @@ def may_import(importer: str, imported: str) -> bool:
     return below < floor or (below == floor and floor in FLOORS_WITH_SIBLINGS)
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_file_stands_on_a_floor(path):
-    assert top(module_name(path)) in FLOOR_OF, "add it to FLOORS above"
+def test_files_stand_on_a_floor():
+    names = {top(module_name(path)) for path in FILES}
+    assert names - FLOOR_OF.keys() == set(), "add them to FLOORS above"
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_file_imports_only_what_it_may(path):
-    importer = module_name(path)
-    own = own_modules(path) - {importer}
-    if importer not in ("", "__main__"):
-        # The package itself: only its version and its lazy names are in there.
-        own.discard("")
-    assert [name for name in sorted(own) if not may_import(importer, name)] == []
+def test_files_import_only_what_they_may():
+    forbidden = []
+    for path in FILES:
+        importer = module_name(path)
+        own = own_modules(path) - {importer}
+        if importer not in ("", "__main__"):
+            # The package itself: only its version and its lazy names are in there.
+            own.discard("")
+        forbidden += [
+            (importer, name) for name in own if not may_import(importer, name)
+        ]
+    assert forbidden == []
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_floor_0_imports_no_framework(path):
-    if FLOOR_OF.get(top(module_name(path)), 1) < 1:
-        assert not FRAMEWORKS & {name.split(".")[0] for name in imports_of(path)}
+def test_floor_0_imports_no_framework():
+    for path in FILES:
+        if FLOOR_OF.get(top(module_name(path)), 1) < 1:
+            imported = {name.split(".")[0] for name in imports_of(path)}
+            assert not FRAMEWORKS & imported, path
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_only_keras_hooks_touch_private_keras(path):
-    if top(module_name(path)) != "keras_hooks":
+def test_only_keras_hooks_touch_private_keras():
+    for path in FILES:
+        if top(module_name(path)) == "keras_hooks":
+            continue
         private = [name for name in imports_of(path) if name.startswith("keras.src")]
-        assert private == []
+        assert private == [], path
         attributes = attributes_in(path.read_text())
-        assert "keras.src" not in map(ast.unparse, attributes)
-        assert private_of_others(attributes) & private_names_of_keras() == set()
+        assert "keras.src" not in map(ast.unparse, attributes), path
+        assert private_of_others(attributes) & private_names_of_keras() == set(), path
 
 
 def attributes_in(source: str) -> list[ast.Attribute]:
@@ -219,16 +208,12 @@ def test_private_attributes_of_others_are_seen():
     assert {"_var_key", "_flatten_layers"} <= private_names_of_keras()
 
 
-@pytest.mark.parametrize("path", FILES, ids=IDS)
-def test_file_has_no_assert_and_at_most_350_lines(path):
-    source = path.read_text()
-    lines = [
-        node.lineno
-        for node in ast.walk(ast.parse(source))
-        if isinstance(node, ast.Assert)
-    ]
-    assert lines == [], "python -O drops them: raise an error"
-    assert len(source.splitlines()) <= MAX_LINES, "two ideas: split the file"
+def test_files_have_no_assert_and_at_most_350_lines():
+    for path in FILES:
+        source = path.read_text()
+        found = [n for n in ast.walk(ast.parse(source)) if isinstance(n, ast.Assert)]
+        assert found == [], f"python -O drops asserts: raise an error in {path}"
+        assert len(source.splitlines()) <= MAX_LINES, f"two ideas: split {path}"
 
 
 def test_imports_run_in_no_circle():
