@@ -12,7 +12,7 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tfamp.data import Pipeline
-from tfamp.data.bottlenecks import Bottleneck, advice, bottleneck, feed
+from tfamp.data.bottlenecks import Bottleneck, advice, bottleneck, feed, timer
 from tfamp.data.bottlenecks.feed import Feed, exhaust, kept_batches, prepare
 from tfamp.data.bottlenecks.measure import until_clear
 from tfamp.data.bottlenecks.timer import Timer, time_in_rounds
@@ -110,7 +110,6 @@ TRUTHS = {
 }
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("times, options, truth", TRUTHS.values(), ids=TRUTHS)
 def test_verdict_is_right_in_nine_of_ten_noisy_measurements(times, options, truth):
     verdicts = [
@@ -541,21 +540,31 @@ def momentum():
     return keras.optimizers.SGD(0.01, momentum=0.9)
 
 
-def make_model(make_optimizer=momentum, **options):
+def make_model(make_optimizer=momentum, *, policy="float32", **options):
     """Few weights, and every kind of state: statistics, a seed, slots, metrics."""
-    model = keras.Sequential(
-        [
-            keras.layers.BatchNormalization(),
-            keras.layers.Dropout(0.5),
-            keras.layers.Dense(1),
-        ]
-    )
+    with tfamp.scope(policy):
+        model = keras.Sequential(
+            [
+                keras.layers.BatchNormalization(),
+                keras.layers.Dropout(0.5),
+                keras.layers.Dense(1),
+            ]
+        )
     model.compile(make_optimizer(), "mse", metrics=["mae"], **options)
     return model
 
 
-def measured(model, data, **options):
-    return bottleneck(model, data, seconds=0.3, clock=Ticks(), **options)
+def plain_model(**options):
+    model = keras.Sequential([keras.layers.Dense(1)])
+    model.compile("sgd", "mse", **options)
+    return model
+
+
+def measured(model, data):
+    """What two rounds of turns give, the first of which is not counted."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(timer, "_MIN_ROUNDS", 1)
+        return bottleneck(model, data, seconds=0.3, clock=Ticks())
 
 
 def state(model):
@@ -582,11 +591,11 @@ WAYS = {
         lambda: tfamp.LossScaleOptimizer(momentum()),
         {"jit_compile": True},
     ),
+    "mixed_bfloat16": (momentum, {"policy": "mixed_bfloat16"}),
     "eager": (momentum, {"run_eagerly": True}),
 }
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("make_optimizer, options", WAYS.values(), ids=WAYS)
 def test_a_trained_model_is_left_as_it_was_bit_by_bit(make_optimizer, options):
     model = make_model(make_optimizer, **options)
@@ -596,7 +605,7 @@ def test_a_trained_model_is_left_as_it_was_bit_by_bit(make_optimizer, options):
     assert state(model) == before
     assert 0 <= result.possible_gain < 1
     rounds = len(result.times["real"])
-    assert rounds == len(result.times["compute"]) == len(result.times["input"]) >= 5
+    assert rounds == len(result.times["compute"]) == len(result.times["input"]) >= 1
 
 
 def test_the_step_really_changes_what_is_put_back():
@@ -622,7 +631,7 @@ def test_the_step_really_changes_what_is_put_back():
 
 def test_times_are_those_of_a_step_not_of_a_call():
     def seconds(steps):
-        model = make_model(steps_per_execution=steps)
+        model = plain_model(steps_per_execution=steps)
         return measured(model, pairs().repeat()).compute_seconds
 
     assert seconds(2) == pytest.approx(seconds(1) / 2, rel=0.01)
@@ -710,17 +719,6 @@ def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
     assert state(model) == before
 
 
-def test_mixed_bfloat16_is_measured_and_undone():
-    with tfamp.scope("mixed_bfloat16"):
-        model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile(momentum(), "mse")
-    assert model.layers[-1].compute_dtype == "bfloat16"
-    model.fit(pairs(), verbose=0)
-    before = state(model)
-    measured(model, pairs())
-    assert state(model) == before
-
-
 def weighted(x, y):
     return {"a": x[:, :1], "b": x[:, 1:]}, y, tf.ones_like(y[:, 0])
 
@@ -739,9 +737,7 @@ SHORT = {"three batches": (12, 1), "less than a call": (4, 3)}
 
 @pytest.mark.parametrize("examples, steps", SHORT.values(), ids=SHORT)
 def test_a_dataset_of_few_batches(examples, steps):
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse", steps_per_execution=steps)
-    result = measured(model, pairs(examples))
+    result = measured(plain_model(steps_per_execution=steps), pairs(examples))
     assert result.epoch_steps == examples // 4
     # Starts of epochs are in the times.
     assert result.epoch_start_seconds is None
@@ -807,28 +803,33 @@ class Working(keras.layers.Layer):
         self.clock, self.seconds = clock, 0.0
 
     def call(self, x):
-        self.clock.now += self.seconds
-        return x
+        def work(x):
+            self.clock.now += self.seconds
+            return x
+
+        return tf.ensure_shape(tf.numpy_function(work, [x], x.dtype), x.shape)
 
 
 @pytest.fixture(scope="module")
-def eager():
+def clocked():
     """A clock, and a model whose step takes `model.layers[0].seconds` of it."""
     clock = Clock()
     model = keras.Sequential([Working(clock), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", run_eagerly=True)
+    model.compile("sgd", "mse")
     return clock, model
 
 
 WHOLE = {
-    "slow map": (0.010, 0.002, "input", 10 / 12),
+    "slow map": (0.020, 0.004, "input", 20 / 24),
     "slow step": (0.0002, 0.010, "compute", 0.2 / 10.2),
 }
 
 
 @pytest.mark.parametrize("load, work, verdict, gain", WHOLE.values(), ids=WHOLE)
-def test_steps_and_batches_are_timed_in_their_places(eager, load, work, verdict, gain):
-    clock, model = eager
+def test_steps_and_batches_are_timed_in_their_places(
+    clocked, load, work, verdict, gain
+):
+    clock, model = clocked
     first = next(iter(pairs()))[0].numpy()
 
     def read(x):
@@ -837,6 +838,7 @@ def test_steps_and_batches_are_timed_in_their_places(eager, load, work, verdict,
 
     model.layers[0].seconds = work
     result = bottleneck(model, plainly(pairs(80), read), seconds=0.2, clock=clock)
+    assert min(map(len, result.times.values())) >= 5
     assert result.verdict == verdict
     assert result.possible_gain == pytest.approx(gain, abs=1e-6)
     assert result.compute_seconds == pytest.approx(work)
@@ -849,8 +851,7 @@ def test_steps_and_batches_are_timed_in_their_places(eager, load, work, verdict,
 def test_a_prefetch_is_tried_where_neither_alone_explains_the_step(monkeypatch):
     times = {"real": [20.0] * 6, "compute": [10.0] * 6, "input": [10.0] * 6}
     trial = {"prefetched": [10.5] * 6, "compute": [10.0] * 6}
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = plain_model()
     monkeypatch.setattr(Timer, "measure", lambda self, seconds: dict(times))
     monkeypatch.setattr(Timer, "try_prefetch", lambda self, seconds: dict(trial))
     result = bottleneck(model, pairs())
@@ -872,8 +873,7 @@ def test_the_pipeline_that_is_tried_fetches_ahead(monkeypatch):
             third.set()
         return x
 
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
+    model = plain_model()
     timer = Timer(model, plainly(pairs(), read), batch_bytes=64, clock=Ticks())
 
     def once(turns, **options):
@@ -895,8 +895,7 @@ def test_a_call_draws_the_batches_of_its_steps_unless_they_are_in_memory(monkeyp
         drawn.append(1)
         return x
 
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse", steps_per_execution=3)
+    model = plain_model(steps_per_execution=3)
     data = plainly(pairs(), read).repeat()
     timer = Timer(model, data, batch_bytes=64, clock=Ticks())
 
@@ -949,17 +948,13 @@ def test_the_result_describes_epochs_and_batches():
 
 def test_a_pipeline_is_built_and_measured():
     x = np.zeros((40, 3), np.float32)
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    result = measured(model, Pipeline.from_arrays(x, x[:, :1]).batch(8))
+    result = measured(plain_model(), Pipeline.from_arrays(x, x[:, :1]).batch(8))
     assert (result.batch_size, result.epoch_steps) == (8, 5)
 
 
 def test_a_file_cache_is_whole_or_absent_afterwards(tmp_path):
     cache = str(tmp_path / "cache")
-    model = keras.Sequential([keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    measured(model, pairs().cache(cache))
+    measured(plain_model(), pairs().cache(cache))
     left = sorted(path.name for path in tmp_path.iterdir())
     assert not any("lock" in name for name in left)
     # Training can use it, or write it anew.
@@ -1174,7 +1169,7 @@ def busy(x):
     """Work for some milliseconds on one core."""
     a = tf.random.stateless_uniform((64, 64), (1, 2))
     _, a = tf.while_loop(
-        lambda i, a: i < 600, lambda i, a: (i + 1, tf.tanh(a @ a * 0.01)), (0, a)
+        lambda i, a: i < 200, lambda i, a: (i + 1, tf.tanh(a @ a * 0.01)), (0, a)
     )
     return x + 0 * a[0, 0]
 
@@ -1183,13 +1178,12 @@ def busy(x):
 # where the possible gain lies even when half of the step is noise.
 REAL = {
     "slow map": (16, True, ("compute",), (0.3, 1.0)),
-    "slow step": (1024, False, ("input", "contention"), (0.0, 0.3)),
-    "both": (1024, True, ("compute",), (0.05, 1.0)),
+    "slow step": (512, False, ("input", "contention"), (0.0, 0.3)),
+    "both": (512, True, ("compute",), (0.05, 1.0)),
     "neither": (128, False, ("input", "contention"), (0.0, 0.3)),
 }
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("width, is_busy, opposite, gains", REAL.values(), ids=REAL)
 def test_verdicts_on_real_datasets(width, is_busy, opposite, gains):
     """Many times as slow on one side, since the machine may be busy otherwise.
@@ -1203,6 +1197,6 @@ def test_verdicts_on_real_datasets(width, is_busy, opposite, gains):
     data = data.repeat(500)
     if is_busy:
         data = data.map(lambda x, y: (busy(x), y), num_parallel_calls=2)
-    result = bottleneck(model, data.prefetch(2), seconds=6)
+    result = bottleneck(model, data.prefetch(2), seconds=2)
     assert result.verdict not in opposite
     assert gains[0] <= result.possible_gain <= gains[1]

@@ -1,7 +1,7 @@
 """The data service: what is refused, exact shares in order, workers that die.
 
-Tests that start worker processes are slow; the others hand plain datasets to the
-reading side, which cannot tell them from a worker's.
+Two worker processes serve all tests that need real ones; the others hand plain
+datasets to the reading side, which cannot tell them from a worker's.
 """
 
 import os
@@ -397,8 +397,6 @@ def texts(dataset):
     return [str([np.array(p.numpy()).tolist() for p in part]) for part in parts]
 
 
-@pytest.mark.slow
-@pytest.mark.most(4)
 @pytest.mark.parametrize("work", WORK.values(), ids=WORK)
 def test_elements_and_order_are_those_without_a_service(service, work):
     expected = work(numbers())
@@ -406,7 +404,7 @@ def test_elements_and_order_are_those_without_a_service(service, work):
     assert dataset.element_spec == expected.element_spec
     assert int(dataset.cardinality()) == 103
     orders = []
-    for _ in range(3):
+    for _ in range(2):
         found = within_limit(lambda: texts(dataset))
         # The seeded shuffle and `take` behind it: another 103 numbers each epoch.
         assert found == texts(expected)
@@ -414,7 +412,6 @@ def test_elements_and_order_are_those_without_a_service(service, work):
     assert orders[0] != orders[1]
 
 
-@pytest.mark.slow
 def test_a_filter_on_the_workers_drops_no_more_and_no_less(service):
     def keep(share):
         # Everything that worker 1 has of one epoch, and nothing of worker 0's.
@@ -428,7 +425,6 @@ def test_a_filter_on_the_workers_drops_no_more_and_no_less(service):
         assert sorted(texts(mixed)) == sorted(texts(expected))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("size", [0, 1, 2, 5], ids=str)
 def test_a_few_elements_are_shared_too(service, size):
     dataset = service.distribute(numbers(size), lambda share: share)
@@ -437,14 +433,12 @@ def test_a_few_elements_are_shared_too(service, size):
         assert within_limit(lambda: texts(dataset)) == texts(expected)
 
 
-@pytest.mark.slow
 def test_an_epoch_left_early_is_followed_by_a_whole_one(service):
     dataset = service.distribute(tf.data.Dataset.range(5000), lambda share: share)
     assert texts(dataset.take(3)) == ["[0]", "[1]", "[2]"]
     assert len(set(within_limit(lambda: texts(dataset)))) == 5000
 
 
-@pytest.mark.slow
 def test_fit_trains_on_each_element_once_an_epoch(service):
     seen = []
     dataset = service.distribute(tf.data.Dataset.range(20), WORK["dense"])
@@ -472,7 +466,6 @@ def test_fit_trains_on_each_element_once_an_epoch(service):
     assert seen == [380.0, 760.0, 1140.0]
 
 
-@pytest.mark.slow
 def test_an_error_on_a_worker_arrives_with_its_text(service):
     def fail(x):
         check = tf.debugging.assert_less(x, tf.constant(30, tf.int64), "too many")
@@ -486,7 +479,6 @@ def test_an_error_on_a_worker_arrives_with_its_text(service):
         within_limit(lambda: texts(dataset))
 
 
-@pytest.mark.slow
 def test_a_worker_that_runs_elsewhere_is_used_and_left_running(service):
     addresses = [worker.address for worker in service.workers]
     with Service.at(addresses) as elsewhere:
@@ -495,10 +487,22 @@ def test_a_worker_that_runs_elsewhere_is_used_and_left_running(service):
     service.check()
 
 
-@pytest.mark.slow
-def test_a_killed_worker_ends_the_epoch_and_a_new_service_works():
+def test_what_is_augmented_behind_the_workers_follows_its_ramp(service):
+    def add(value, strength):
+        return value + tf.cast(100 * strength, value.dtype)
+
+    numbers = np.arange(24, dtype=np.float32)
+    pipeline = Pipeline.from_arrays(numbers).map(lambda x: x).batch(8).prefetch()
+    pipeline = pipeline.augment(add, ramp_epochs=2, seed=1)
+    dataset = pipeline.build(service=service)
+    found = [{float(x[0]) for x in dataset} for _ in range(3)]
+    assert found == [{0, 8, 16}, {50, 58, 66}, {100, 108, 116}]
+
+
+def test_a_killed_worker_ends_the_epoch_and_a_new_service_works(service):
+    """The last test of the shared workers, both of which it ends."""
     before = set(threading.enumerate())
-    with Service(2) as service:
+    with service:
         dataset = service.distribute(tf.data.Dataset.range(10**8), lambda share: share)
 
         def read():
@@ -514,12 +518,16 @@ def test_a_killed_worker_ends_the_epoch_and_a_new_service_works():
         assert time.monotonic() - read.killed < 10
         with pytest.raises(ServiceError, match="was ended by SIGKILL"):
             service.distribute(numbers(), lambda share: share)
+        survivor = service.workers[0]
+        with Service.at([survivor.address]) as new:
+            dataset = new.distribute(numbers(), lambda share: share)
+            assert within_limit(lambda: texts(dataset)) == texts(numbers())
+        # As where its parent is killed, which tells it nothing else.
+        survivor._process.stdin.close()
+        survivor._process.wait(LIMIT_SECONDS)
     # Threads that waited for the dead worker are gone with the service.
     left = set(threading.enumerate()) - before
     assert "tfamp service reader" not in {thread.name for thread in left}
-    with Service(1) as service:
-        dataset = service.distribute(numbers(), lambda share: share)
-        assert within_limit(lambda: texts(dataset)) == texts(numbers())
 
 
 PROGRAM = """
@@ -547,7 +555,7 @@ def is_running(pid):
     )
 
 
-@pytest.mark.slow
+@pytest.mark.whole("a worker's end with the pipe from its parent is tested above")
 @pytest.mark.parametrize("kill", [False, True], ids=["ends", "is killed"])
 def test_no_worker_outlives_a_program_that(kill):
     done = subprocess.run(

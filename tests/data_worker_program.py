@@ -1,7 +1,7 @@
 """What each process of `data_workers_test.py` runs; writes what came out as JSON.
 
-`python -m tests.data_worker_program OUT FOLDER` with `TF_CONFIG` set, in every worker
-alike; `FOLDER` holds TFRecord files of the numbers from 0 to 26.
+`python -m tests.data_worker_program OUT FOLDER CASE...` with `TF_CONFIG` set, in every
+worker alike; `FOLDER` holds TFRecord files of the numbers from 0 to 26.
 """
 
 import json
@@ -32,28 +32,40 @@ def given(folder):
     return Pipeline.from_dataset(examples)
 
 
-def cases(strategy, folder):
-    """Returns the pipelines to distribute, by name."""
-    index = strategy.cluster_resolver.task_id
+def pipelines(index, folder):
+    """Returns what makes the pipelines to distribute, by name."""
     return {
-        "arrays": arrays().shuffle(seed=1),
-        "arrays, odd batch": arrays().shuffle(seed=1),
-        "arrays, no remainder": arrays().shuffle(seed=1),
-        "balance": arrays().balance(seed=1).shuffle(seed=2),
-        "records": records(folder).shuffle(seed=1),
-        "records, file cache": records(folder).cache(f"{folder}/one").shuffle(seed=1),
-        "dataset, file cache": given(folder).cache(f"{folder}/two"),
-        "filter": records(folder).filter(lambda x: x % 3 > 0).shuffle(seed=1),
-        "shard of arrays": arrays().shard(2, index).shuffle(),
-        "shard of records": records(folder).shard(2, index).shuffle(),
-        "shard, file cache": records(folder)
-        .shard(2, index)
-        .cache(f"{folder}/three")
-        .shuffle(),
-        "shard, odd batch": arrays().shard(2, index).shuffle(),
-        "shards of unequal steps": Pipeline.from_dataset(tf.data.Dataset.range(9))
-        .shard(2, index)
-        .shuffle(),
+        "arrays": lambda: arrays().shuffle(seed=1),
+        "arrays, odd batch": lambda: arrays().shuffle(seed=1),
+        "arrays, no remainder": lambda: arrays().shuffle(seed=1),
+        "balance": lambda: arrays().balance(seed=1).shuffle(seed=2),
+        "records": lambda: records(folder).shuffle(seed=1),
+        "records, file cache": lambda: (
+            records(folder).cache(f"{folder}/one").shuffle(seed=1)
+        ),
+        "dataset, file cache": lambda: given(folder).cache(f"{folder}/two"),
+        "filter": lambda: records(folder).filter(lambda x: x % 3 > 0).shuffle(seed=1),
+        "shard of arrays": lambda: arrays().shard(2, index).shuffle(),
+        "shard of records": lambda: records(folder).shard(2, index).shuffle(),
+        "shard, file cache": lambda: (
+            records(folder).shard(2, index).cache(f"{folder}/three").shuffle()
+        ),
+        "shard, odd batch": lambda: arrays().shard(2, index).shuffle(),
+        "shards of unequal steps": lambda: (
+            Pipeline.from_dataset(tf.data.Dataset.range(9)).shard(2, index).shuffle()
+        ),
+    }
+
+
+def fitted(columns, index):
+    """Returns the pipelines to fit to, by name."""
+    few = columns.subset(25)
+    return {
+        "fit, shuffled": columns.shuffle(seed=1),
+        "fit, shard": columns.shard(2, index).cache("memory").shuffle().prefetch(),
+        # 13 and 12 examples: three steps of 4 each, then 1 on one worker alone.
+        "fit, shards of unequal steps": few.shard(2, index).shuffle(),
+        "fit, part of a batch on one worker": few.shuffle(seed=1),
     }
 
 
@@ -86,45 +98,42 @@ def fit(strategy, pipeline):
     return model.fit(dataset, epochs=2, verbose=0).history["mae"]
 
 
-def main(out, folder):
-    """Runs everything in turn: a process can make the strategy once."""
-    strategy = tf.distribute.MultiWorkerMirroredStrategy()
-    results = {}
-    for name, pipeline in cases(strategy, folder).items():
-        distributed = strategy.experimental_distribute_dataset(batches(name, pipeline))
-        results[name] = [epoch_of(strategy, distributed) for _ in range(2)]
+def from_context(context):
+    """Returns this worker's share, as a function of the user would divide it."""
+    size = context.get_per_replica_batch_size(GLOBAL_BATCH)
+    pipeline = arrays().shard(context.num_input_pipelines, context.input_pipeline_id)
+    return pipeline.shuffle().batch(size).build()
 
-    def from_context(context):
-        size = context.get_per_replica_batch_size(GLOBAL_BATCH)
-        pipeline = arrays().shard(
-            context.num_input_pipelines, context.input_pipeline_id
-        )
-        return pipeline.shuffle().batch(size).build()
 
-    distributed = strategy.distribute_datasets_from_function(from_context)
-    results["from a function"] = [epoch_of(strategy, distributed) for _ in range(2)]
-    x = np.arange(NUM, dtype=np.float32)[:, None]
-    columns = Pipeline.from_arrays(x, 0 * x)
-    index = strategy.cluster_resolver.task_id
-    results["fit"] = {
-        "shuffled": fit(strategy, columns.shuffle(seed=1)),
-        "shard": fit(
-            strategy, columns.shard(2, index).cache("memory").shuffle().prefetch()
-        ),
-        # 13 and 12 examples: three steps of 4 each, then 1 on one worker alone.
-        "shards of unequal steps": fit(
-            strategy, columns.subset(25).shard(2, index).shuffle()
-        ),
-        "part of a batch on one worker": fit(
-            strategy, columns.subset(25).shuffle(seed=1)
-        ),
-    }
-    results["subset"] = [float(x[0]) for x, _ in columns.subset(25).build()]
-    results["errors"] = {
+def errors(folder):
+    """Returns what orders of a worker's own raise, by stage."""
+    return {
         "shuffle": failure_of(arrays().shuffle()),
         "balance": failure_of(arrays().balance().shuffle(seed=1)),
         "weights": failure_of(records(folder).weights([1.0] * NUM)),
     }
+
+
+def main(out, folder, *names):
+    """Runs the cases in turn: a process can make the strategy once."""
+    strategy = tf.distribute.MultiWorkerMirroredStrategy()
+    index = strategy.cluster_resolver.task_id
+    x = np.arange(NUM, dtype=np.float32)[:, None]
+    columns = Pipeline.from_arrays(x, 0 * x)
+    makers, fits = pipelines(index, folder), fitted(columns, index)
+    results = {"subset": [float(x[0]) for x, _ in columns.subset(25).build()]}
+    for name in names:
+        if name == "errors":
+            results[name] = errors(folder)
+        elif name in fits:
+            results[name] = fit(strategy, fits[name])
+        else:
+            if name == "from a function":
+                distributed = strategy.distribute_datasets_from_function(from_context)
+            else:
+                dataset = batches(name, makers[name]())
+                distributed = strategy.experimental_distribute_dataset(dataset)
+            results[name] = [epoch_of(strategy, distributed) for _ in range(2)]
     with open(out, "w") as file:
         json.dump(results, file)
 

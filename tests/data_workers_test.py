@@ -7,32 +7,42 @@ import pytest
 from tests.data_distribute_test import LABELS, NUM, flat, sizes, write_records
 from tests.multi_worker_test import run_workers
 
-pytestmark = pytest.mark.slow
-
-WHOLE = list(range(NUM))
+EVERY = list(range(NUM))
 EXPECTED = {
-    "arrays": WHOLE,
-    "arrays, odd batch": WHOLE,
-    "records": WHOLE,
-    "records, file cache": WHOLE,
-    "dataset, file cache": WHOLE,
-    "filter": [n for n in WHOLE if n % 3],
-    "shard of arrays": WHOLE,
-    "shard of records": WHOLE,
-    "shard, file cache": WHOLE,
-    "shard, odd batch": WHOLE,
+    "arrays": EVERY,
+    "arrays, odd batch": EVERY,
+    "records": EVERY,
+    "records, file cache": EVERY,
+    "dataset, file cache": EVERY,
+    "filter": [n for n in EVERY if n % 3],
+    "shard of arrays": EVERY,
+    "shard of records": EVERY,
+    "shard, file cache": EVERY,
+    "shard, odd batch": EVERY,
     "shards of unequal steps": list(range(9)),
-    "from a function": WHOLE,
+    "from a function": EVERY,
 }
+# The workers run what the chosen tests ask for: a second or two for each.
+IN_SHORT = ("arrays", "balance", "errors")
+whole = pytest.mark.whole("arrays show how a batch is divided; others take the time")
+
+
+def cases(*names):
+    """Gives a test its `case`: those that are not in short runs are marked."""
+    marks = {name: () if name in IN_SHORT else (whole,) for name in names}
+    params = [pytest.param(name, marks=marks[name]) for name in names]
+    return pytest.mark.parametrize("case", params)
 
 
 @pytest.fixture(scope="module")
-def outcomes(tmp_path_factory):
+def outcomes(request, tmp_path_factory):
     """What each of the two workers wrote; they run once for all tests."""
+    items = [item for item in request.session.items if item.path == request.path]
+    asked = sorted({item.callspec.params["case"] for item in items})
     folder = tmp_path_factory.mktemp("workers")
     (folder / "data").mkdir()
     data = write_records(folder / "data")
-    return run_workers(folder, "tests.data_worker_program", str(data))
+    return run_workers(folder, "tests.data_worker_program", str(data), *asked)
 
 
 def epochs(outcomes, case):
@@ -40,41 +50,40 @@ def epochs(outcomes, case):
     return list(zip(*(outcome[case] for outcome in outcomes), strict=True))
 
 
-@pytest.mark.most(4)
-@pytest.mark.parametrize("case", EXPECTED)
+@cases(*EXPECTED)
 def test_each_element_comes_once_on_one_of_the_workers(outcomes, case):
     for first, second in epochs(outcomes, case):
         assert sorted(flat(first) + flat(second)) == EXPECTED[case]
         assert len(first) == len(second)
 
 
-@pytest.mark.parametrize(
-    "case, batch",
-    [("arrays", 8), ("records", 8), ("arrays, odd batch", 7), ("shard of arrays", 8),
-     ("shard, odd batch", 7), ("from a function", 8)],
-)  # fmt: skip
-def test_a_step_takes_the_global_batch(outcomes, case, batch):
+@cases("arrays", "records", "arrays, odd batch", "shard of arrays", "shard, odd batch",
+       "from a function")  # fmt: skip
+def test_a_step_takes_the_global_batch(outcomes, case):
+    batch = 7 if "odd batch" in case else 8
     for first, second in epochs(outcomes, case):
         for one, other in zip(sizes(first)[:3], sizes(second)[:3], strict=True):
             assert sum(one) + sum(other) == batch
             assert abs(sum(one) - sum(other)) <= 1
 
 
-@pytest.mark.parametrize("case", ["arrays", "records", "shard of arrays"])
+@cases("arrays", "records", "shard of arrays")
 def test_each_epoch_has_another_order(outcomes, case):
     for outcome in outcomes:
         first, second = outcome[case]
         assert first != second
 
 
-def test_without_remainder_all_workers_get_full_batches(outcomes):
-    for first, second in epochs(outcomes, "arrays, no remainder"):
+@cases("arrays, no remainder")
+def test_without_remainder_all_workers_get_full_batches(outcomes, case):
+    for first, second in epochs(outcomes, case):
         assert sizes(first) == sizes(second) == [[4]] * 3
         assert max(collections.Counter(flat(first) + flat(second)).values()) == 1
 
 
-def test_both_workers_draw_the_same_balance(outcomes):
-    for first, second in epochs(outcomes, "balance"):
+@cases("balance")
+def test_both_workers_draw_the_same_balance(outcomes, case):
+    for first, second in epochs(outcomes, case):
         numbers = collections.Counter(flat(first) + flat(second))
         assert sum(numbers.values()) == NUM
         rare = {n: many for n, many in numbers.items() if LABELS[n]}
@@ -84,25 +93,25 @@ def test_both_workers_draw_the_same_balance(outcomes):
         assert max(rare.values()) - min(rare.values()) <= 1
 
 
-@pytest.mark.parametrize("stage", ["shuffle", "balance", "weights"])
-def test_orders_of_their_own_are_refused(outcomes, stage):
+@cases("errors")
+def test_orders_of_their_own_are_refused(outcomes, case):
     for outcome in outcomes:
-        name, text = outcome["errors"][stage]
-        assert name == "ValueError"
-        assert text.startswith(f"`.{stage}` has no seed, and 2 worker processes train")
+        for stage in ("shuffle", "balance", "weights"):
+            name, text = outcome[case][stage]
+            assert name == "ValueError"
+            start = f"`.{stage}` has no seed, and 2 worker processes train"
+            assert text.startswith(start)
 
 
-@pytest.mark.parametrize("case", ["shuffled", "shard"])
+@cases("fit, shuffled", "fit, shard")
 def test_fit_sees_each_example_once(outcomes, case):
     for outcome in outcomes:
         # The mean of 0, 2, ..., 52; sums of such numbers are exact in float32.
-        assert outcome["fit"][case] == [26.0, 26.0]
+        assert outcome[case] == [26.0, 26.0]
 
 
-@pytest.mark.parametrize(
-    "case", ["shards of unequal steps", "part of a batch on one worker"]
-)
+@cases("fit, shards of unequal steps", "fit, part of a batch on one worker")
 def test_fit_counts_no_more_where_a_worker_has_no_more(outcomes, case):
     for outcome in outcomes:
         mean = 2 * sum(outcome["subset"]) / 25
-        assert outcome["fit"][case] == pytest.approx([mean, mean], rel=4 * 2**-23)
+        assert outcome[case] == pytest.approx([mean, mean], rel=4 * 2**-23)
