@@ -245,10 +245,8 @@ def meet_unmanaged(model: keras.layers.Layer) -> None:
     stay in half precision. Of one that was built before `tfamp.enable` it is said
     that it computes as it was built.
     """
-    number = IN_FORCE.lease.number if IN_FORCE.lease is not None else 0
-    if _met_under.get(model) == number:
+    if not count_as_met(model):
         return
-    _met_under[model] = number
     lease = care_lease(model)
     if lease is not None:
         keeping.begin(model, lease, is_explicit=False)
@@ -260,6 +258,18 @@ def meet_unmanaged(model: keras.layers.Layer) -> None:
             UserWarning,
             stacklevel=4,
         )
+
+
+def count_as_met(model: keras.layers.Layer) -> bool:
+    """Counts a model as looked at under the present `enable`.
+
+    Returns:
+        Whether it was not before.
+    """
+    number = IN_FORCE.lease.number if IN_FORCE.lease is not None else 0
+    is_new = _met_under.get(model) != number
+    _met_under[model] = number
+    return is_new
 
 
 def computes_in(model: keras.layers.Layer, dtype: str) -> bool:

@@ -12,6 +12,7 @@ from tfamp._patch import like, replaced
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.calls import cast_outputs, unrounded
 from tfamp.managed.keeping import set_policy
+from tfamp.managed.resolving import count_as_met
 
 _FLOATS = ("float16", "bfloat16", "float32")
 _KEPT = "_tfamp_kept_in_float32"
@@ -44,6 +45,8 @@ def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[N
             if not isinstance(layer, keras.layers.Layer) or not _computes(layer):
                 continue
             before.append((layer, layer.dtype_policy, care_of(layer)))
+            if care_of(layer) is not None:
+                count_as_met(layer)  # nobody is to be told that it is not managed
             drop_care(layer)
             set_policy(layer, policy)
         yield
