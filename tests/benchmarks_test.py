@@ -12,21 +12,9 @@ import pytest
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
+NOT_MEASURING = {"readme_figure.py", "write_results.py"}
 # Both are float32 in the loss; what is left is rounding of a logit near 10.
 FLOAT32_TOLERANCE = 1e-3
-
-
-def run(name: str, folder: Path, *arguments: str) -> dict:
-    """Runs a benchmark on little work and returns its last line."""
-    completed = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / name, "--smoke", *arguments],
-        cwd=folder,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
-        capture_output=True,
-        text=True,
-    )
-    assert completed.returncode == 0, completed.stderr
-    return json.loads(completed.stdout.splitlines()[-1])
 
 
 def load(name: str):
@@ -42,29 +30,7 @@ def load(name: str):
     return module
 
 
-def test_every_benchmark_is_tested_here():
-    tested = {
-        "callbacks_cost.py",
-        "enable_overhead.py",
-        "freeze.py",
-        "guards.py",
-        "guilty_layers.py",
-        "loss_scale.py",
-        "memory.py",
-        "pipeline.py",
-        "readme_figure.py",
-        "remat.py",
-        "shadow_pass.py",
-        "training.py",
-        "write_results.py",
-    }
-    assert {script.name for script in SCRIPTS} == tested
-
-
-@pytest.mark.slow
-def test_callbacks_cost_prints_ratios_and_waits(tmp_path):
-    result = run("callbacks_cost.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
+def check_callbacks_cost(result):
     for name in ("Throughput", "DeviceStats", "both"):
         assert result["cases"]["small"][name]["ratio"] > 0
     for wait in result["input_wait"].values():
@@ -72,30 +38,21 @@ def test_callbacks_cost_prints_ratios_and_waits(tmp_path):
         assert 0 <= wait["waited"] <= 1
 
 
-@pytest.mark.slow
-def test_guards_prints_the_ratio_of_each_and_of_both(tmp_path):
-    result = run("guards.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
+def check_guards(result):
     figures = result["cases"]["small MLP"]
     for name in ("FlightRecorder", "NanRecovery", "both"):
         assert figures[name]["ratio"] > 0
     assert figures["met"] == (figures["both"]["ratio"] <= result["goal"])
 
 
-@pytest.mark.slow
-def test_shadow_pass_prints_seconds_and_what_it_found(tmp_path):
-    result = run("shadow_pass.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
+def check_shadow_pass(result):
     for dtype in ("float16", "bfloat16"):
         figures = result["cases"]["MLP"][dtype]
         assert 0 < figures["seconds"] <= figures["slowest"]
         assert figures["verdict"] == "safe"
 
 
-@pytest.mark.slow
-def test_freeze_prints_ratios_and_bytes(tmp_path):
-    result = run("freeze.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
+def check_freeze(result):
     figures = result["cases"]["MLP"]
     assert figures["bytes"]["frozen"] < 0.55 * figures["bytes"]["float32"]
     for side in ("Keras mixed_bfloat16", "tfamp mixed_bfloat16", "frozen"):
@@ -103,11 +60,7 @@ def test_freeze_prints_ratios_and_bytes(tmp_path):
         assert 0 < low <= figures["1"][side]["ratio"] <= high
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("allocator", ["--glibc", "--noglibc"])
-def test_memory_prints_predictions_beside_what_was_measured(allocator, tmp_path):
-    result = run("memory.py", tmp_path, "--json=figures.json", allocator)
-    assert result == json.loads((tmp_path / "figures.json").read_text())
+def check_memory(result):
     figures = result["cases"]["MLP of 2 blocks"]["float32"]
     # A block has 2 x 1024 x 2048 numbers: the gradient of one product at least.
     assert figures["predicted"] > 2**23
@@ -115,20 +68,14 @@ def test_memory_prints_predictions_beside_what_was_measured(allocator, tmp_path)
     assert figures["ratio"] > 0
 
 
-@pytest.mark.slow
-def test_remat_prints_memory_time_and_losses(tmp_path):
-    result = run("remat.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
+def check_remat(result):
     figures = result["cases"]["MLP of 3 blocks"]["float32"]
     assert figures["plain_bytes"] > 0
     assert figures["time"] > 0
     assert figures["off"] < 1e-4
 
 
-@pytest.mark.slow
-def test_guilty_layers_judges_cases_of_both_halves(tmp_path):
-    result = run("guilty_layers.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
+def check_guilty_layers(result):
     halves = [result["develop"], result["final"]]
     counts = [
         count
@@ -139,6 +86,73 @@ def test_guilty_layers_judges_cases_of_both_halves(tmp_path):
     assert sum(total for _, total in counts) > 0
     assert all(0 <= right <= total for right, total in counts)
     assert sum(half["triage"]["causes"][1] for half in halves if half["triage"]) > 0
+
+
+def check_enable_overhead(result):
+    for part, goal in (("step", 1.02), ("build", 1.10)):
+        assert result[part]["goal"] == goal
+        assert result[part]["ratio"] > 0
+    assert set(result["versions"]) == {"python", "tensorflow", "keras", "tfamp"}
+
+
+def check_loss_scale(result):
+    assert set(result["cases"]) == {"3 of 4x4, graph", "3 of 4x4, XLA"}
+    for figures in result["cases"].values():
+        assert figures["keras"]["ratio"] > 0
+        assert figures["tfamp"]["ratio"] > 0
+        assert set(figures["first_call_seconds"]) == {"bare", "keras", "tfamp"}
+
+
+def check_pipeline(result):
+    benchmark = load("pipeline.py")
+    names = {f"{ours} / {other}" for ours, other in benchmark.GOALS}
+    with_other_loaders = {name for name in names if "OpenCV" in name}
+    assert names - with_other_loaders <= set(result["ratios"]) <= names
+    assert all(figures["ratio"] > 0 for figures in result["ratios"].values())
+    assert set(result["plans"]) == set(benchmark.PLANS)
+    assert 0 < result["epoch_ends"]["longest_milliseconds"] < 10_000
+
+
+def check_training(result):
+    tiny = result["models"]["tiny"]
+    assert list(tiny["rows"]) == ["float32", "keras:mixed_bfloat16"]
+    # One seed: a ratio without an interval, and no verdict.
+    assert tiny["rows"]["keras:mixed_bfloat16"]["ratio"][0] > 0
+    assert tiny["rows"]["keras:mixed_bfloat16"]["ratio"][1:] == [None, None]
+    assert tiny["rows"]["keras:mixed_bfloat16"]["answer"] == "undecided"
+
+
+CHECKS = {
+    script.name: globals()[f"check_{script.stem}"]
+    for script in SCRIPTS
+    if script.name not in NOT_MEASURING
+}
+RUNS = [[name] for name in CHECKS if name != "memory.py"]
+RUNS += [["memory.py", "--glibc"], ["memory.py", "--noglibc"]]
+
+
+@pytest.mark.whole("what they compute is tested below; what they print, seldom changes")
+@pytest.mark.parametrize("command", RUNS, ids=" ".join)
+def test_a_benchmark_prints_the_figures_that_it_writes(command, tmp_path):
+    name, *arguments = command
+    path = tmp_path / "figures.json"
+    completed = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / name, "--smoke", *arguments]
+        + [f"--json={path}"],
+        cwd=tmp_path,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        capture_output=True,
+        text=True,
+    )
+    assert completed.returncode == 0, completed.stderr
+    result = json.loads(completed.stdout.splitlines()[-1])
+    assert result == json.loads(path.read_text())
+    CHECKS[name](result)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_a_benchmark_can_be_loaded_and_shortened(name):
+    assert {"smoke", "json"} <= set(load(name).define_flags())
 
 
 def test_a_section_tells_what_was_missed():
@@ -159,46 +173,12 @@ def test_a_section_tells_what_was_missed():
     assert "- cube float16, seed 0 (develop): expected layers [['a']], got safe" in text
 
 
-@pytest.mark.slow
-def test_enable_overhead_prints_both_ratios(tmp_path):
-    result = run("enable_overhead.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
-    for part, goal in (("step", 1.02), ("build", 1.10)):
-        assert result[part]["goal"] == goal
-        assert result[part]["ratio"] > 0
-    assert set(result["versions"]) == {"python", "tensorflow", "keras", "tfamp"}
-
-
-@pytest.mark.slow
-def test_loss_scale_prints_both_wrappers_over_the_bare_step(tmp_path):
-    result = run("loss_scale.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
-    assert set(result["cases"]) == {"3 of 4x4, graph", "3 of 4x4, XLA"}
-    for figures in result["cases"].values():
-        assert figures["keras"]["ratio"] > 0
-        assert figures["tfamp"]["ratio"] > 0
-        assert set(figures["first_call_seconds"]) == {"bare", "keras", "tfamp"}
-
-
 def test_ratios_of_the_loss_scale_are_to_the_bare_step_of_the_same_turn():
     benchmark = load("loss_scale.py")
     # Turn by turn 2, 1.5 and 1 times the bare step.
     seconds = np.array([[1.0, 9, 2], [4, 9, 6], [2, 9, 2]])
     found = benchmark.ratio(seconds[:, 2], seconds[:, 0])
     assert found == {"ratio": 1.5, "interval": [1.0, 2.0]}
-
-
-@pytest.mark.slow
-def test_pipeline_prints_ratios_plans_and_ends(tmp_path):
-    result = run("pipeline.py", tmp_path, "--json=figures.json")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
-    benchmark = load("pipeline.py")
-    names = {f"{ours} / {other}" for ours, other in benchmark.GOALS}
-    with_other_loaders = {name for name in names if "OpenCV" in name}
-    assert names - with_other_loaders <= set(result["ratios"]) <= names
-    assert all(figures["ratio"] > 0 for figures in result["ratios"].values())
-    assert set(result["plans"]) == set(benchmark.PLANS)
-    assert 0 < result["epoch_ends"]["longest_milliseconds"] < 10_000
 
 
 class Counted:
@@ -253,11 +233,12 @@ def test_goals_of_the_pipeline_are_met_by_ratios_plans_and_ends_at_their_limits(
     assert (ends["longest_milliseconds"], ends["met"]) == (20.0, True)
 
 
-@pytest.mark.slow
-def test_readme_figure_shows_what_readme_says(tmp_path):
+def test_readme_figure_shows_what_readme_says(tmp_path, capsys):
     pytest.importorskip("matplotlib")
-    result = run("readme_figure.py", tmp_path, "--output=figure.png")
-    assert (tmp_path / "figure.png").stat().st_size > 0
+    path = tmp_path / "figure.png"
+    assert load("readme_figure.py").main(["x", "--smoke", f"--output={path}"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert path.stat().st_size > 0
     exact, stock, ours = result["gradients"]["sigmoid, wrong by 9"].values()
     # sigma(9) = 1 / (1 + exp(-9)) = 0.99988
     assert exact == pytest.approx(0.99988, abs=1e-5)
@@ -267,18 +248,6 @@ def test_readme_figure_shows_what_readme_says(tmp_path):
     assert exact == pytest.approx(0.999994, abs=1e-6)
     assert stock in ("inf", "nan")
     assert ours == pytest.approx(exact, rel=FLOAT32_TOLERANCE)
-
-
-@pytest.mark.slow
-def test_training_compares_and_prints_ratios(tmp_path):
-    result = run("training.py", tmp_path, f"--json={tmp_path / 'figures.json'}")
-    assert result == json.loads((tmp_path / "figures.json").read_text())
-    tiny = result["models"]["tiny"]
-    assert list(tiny["rows"]) == ["float32", "keras:mixed_bfloat16"]
-    # One seed: a ratio without an interval, and no verdict.
-    assert tiny["rows"]["keras:mixed_bfloat16"]["ratio"][0] > 0
-    assert tiny["rows"]["keras:mixed_bfloat16"]["ratio"][1:] == [None, None]
-    assert tiny["rows"]["keras:mixed_bfloat16"]["answer"] == "undecided"
 
 
 def training_figures(over_stock):

@@ -1,10 +1,6 @@
 """The faults that `--inject` puts into recipes are there, and are told."""
 
-import json
-import os
 import re
-import subprocess
-import sys
 import types
 from pathlib import Path
 
@@ -13,16 +9,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.recipe_modules import RECIPES, TRAINING, load, shared
+from tests.recipe_modules import TINY, TRAINING, load, run, shared
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 FAULTS = ("bad_batch", "bad_lr", "mask", "overflow_layer")
 
 
 @pytest.fixture(scope="module")
 def faults():
     """The module of faults, where recipes find it and one another."""
-    with shared("injecting") as module:
+    with shared("injecting") as (module,):
         yield module
 
 
@@ -137,34 +134,18 @@ def test_nothing_is_announced_without_a_fault(faults, capsys):
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
-def test_a_fault_is_refused_in_a_comparison(faults, capsys, recipe):
-    module = load(recipe.removesuffix(".py"))
-    assert module.main([recipe, "--inject=mask", "--compare=2"]) == 1
+@pytest.mark.parametrize("flag, value", [("inject", "mask"), ("guard", "runs")])
+def test_a_comparison_refuses_it(faults, capsys, recipe, flag, value):
+    assert load(recipe).main([recipe, f"--{flag}={value}", "--compare=2"]) == 1
     error = capsys.readouterr().err
-    assert "`--inject` came with `--compare`; expected one of them" in error
+    assert f"`--{flag}` came with `--compare`; expected one of them" in error
     assert error.count("\n") == 1
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
 def test_an_unknown_fault_is_refused(faults, capsys, recipe):
-    module = load(recipe.removesuffix(".py"))
-    assert module.main([recipe, "--inject=gremlin"]) == 1
+    assert load(recipe).main([recipe, "--inject=gremlin"]) == 1
     assert re.search(r"inject=gremlin.*bad_batch", capsys.readouterr().err)
-
-
-def run(recipe, *arguments):
-    """Runs a recipe and returns the record of its last line, and all it printed."""
-    root = str(RECIPES.parent)
-    path = os.pathsep.join(filter(None, [root, os.environ.get("PYTHONPATH")]))
-    finished = subprocess.run(
-        [sys.executable, str(RECIPES / recipe), *arguments],
-        env=os.environ | {"PYTHONPATH": path},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    return json.loads(finished.stdout.splitlines()[-1]), finished.stdout
 
 
 # Each recipe with two faults, each fault with a recipe or two.
@@ -176,30 +157,20 @@ PAIRS = [
 ]
 
 
-@pytest.mark.slow
-@pytest.mark.most(3)
 @pytest.mark.parametrize("recipe, inject", PAIRS)
+@pytest.mark.anchors("train_tabular.py-bad_lr", "train_digits.py-bad_batch")
 def test_smoke_runs_with_a_fault(recipe, inject):
     """Under float32 a layer's fault changes nothing, a NaN batch ends in NaN."""
-    record, text = run(recipe, "--smoke", "--policy=float32", f"--inject={inject}")
-    assert text.count("Injected fault") == 1
+    finished = run(
+        *(recipe, "--smoke", "--policy=float32", f"--inject={inject}"),
+        *TINY.get(recipe, ()),
+    )
+    assert finished.stdout.count("Injected fault") == 1
     if inject != "bad_lr":
-        assert record["finite"] == (inject != "bad_batch")
+        assert finished.record["finite"] == (inject != "bad_batch")
 
 
 # `--guard`
-
-
-def tabular(*arguments):
-    return run("train_tabular.py", "--policy=mixed_float16", *arguments)
-
-
-@pytest.fixture(scope="module")
-def healthy():
-    """Accuracy of the recipe without a fault."""
-    record, _ = tabular()
-    assert "recoveries" not in record
-    return record["score_clean"]
 
 
 REMEDIES = {
@@ -210,24 +181,39 @@ REMEDIES = {
 }
 
 
-@pytest.mark.most(1)
-@pytest.mark.slow
-@pytest.mark.parametrize("inject", FAULTS)
-def test_a_guarded_recipe_is_cured(inject, healthy, tmp_path):
-    record, text = tabular(f"--inject={inject}", f"--guard={tmp_path}")
+def cured(folder, inject, *arguments):
+    """Runs the recipe of the tables with a fault and a guard; returns its record."""
+    finished = run(
+        *("train_tabular.py", "--policy=mixed_float16", *arguments),
+        *(f"--inject={inject}", f"--guard={folder}"),
+    )
+    record = finished.record
     first = record["recoveries"][0]
     assert (first["cause"], first["remedy"]) == REMEDIES[inject]
     assert {each["remedy"] for each in record["recoveries"]} == {first["remedy"]}
-    assert "Recovery 1 at epoch 1" in text
-    assert f"Replay a failing step: tfamp replay {record['bundles'][0]}" in text
-    assert Path(record["bundles"][0]).is_relative_to(tmp_path)
+    assert "Recovery 1 at epoch 1" in finished.stdout
+    replay = f"Replay a failing step: tfamp replay {record['bundles'][0]}"
+    assert replay in finished.stdout
+    assert Path(record["bundles"][0]).is_relative_to(folder)
     assert record["finite"]
-    assert record["score_clean"] >= healthy - 0.01
+    return record
 
 
-@pytest.mark.parametrize("recipe", TRAINING)
-def test_a_guard_is_refused_in_a_comparison(faults, capsys, recipe):
-    module = load(recipe.removesuffix(".py"))
-    assert module.main([recipe, "--guard=runs", "--compare=2"]) == 1
-    error = capsys.readouterr().err
-    assert "`--guard` came with `--compare`; expected one of them" in error
+def test_a_guarded_recipe_is_cured_at_its_first_step(tmp_path):
+    cured(tmp_path, "mask", "--smoke")
+
+
+@pytest.fixture(scope="module")
+def healthy():
+    """Accuracy of the recipe without a fault."""
+    record = run("train_tabular.py", "--policy=mixed_float16").record
+    assert "recoveries" not in record
+    return record["score_clean"]
+
+
+@pytest.mark.whole(
+    "the test above holds the cure, failure_to_recovery_test what follows"
+)
+@pytest.mark.parametrize("inject", FAULTS)
+def test_a_guarded_recipe_ends_as_well_as_a_healthy_one(inject, healthy, tmp_path):
+    assert cured(tmp_path, inject)["score_clean"] >= healthy - 0.01

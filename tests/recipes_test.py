@@ -1,7 +1,6 @@
 """Every recipe runs with `--smoke`, compares, and keeps its promises."""
 
 import dataclasses
-import importlib.util
 import json
 import math
 import os
@@ -13,58 +12,36 @@ import types
 import warnings
 from pathlib import Path
 
+import keras
+import numpy as np
 import pytest
 
+import tfamp
 from tests import made_evidence
+from tests.recipe_modules import (
+    RECIPES,
+    ROOT,
+    TINY,
+    load,
+    parsed,
+    run,
+    run_process,
+    shared,
+    train_here,
+)
+from tfamp.compare import Comparison
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
-ROOT = Path(__file__).parents[1]
-# A recipe is a file that can be run; the others are what recipes share.
-RECIPES = sorted(
-    path.name
-    for path in (ROOT / "recipes").glob("*.py")
-    if '__name__ == "__main__"' in path.read_text()
-)
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
 MIN_DIGITS_ACCURACY = 0.98
-
-
-def run(recipe, *arguments, **environment):
-    path = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
-    return subprocess.run(
-        [sys.executable, str(ROOT / "recipes" / recipe), *arguments],
-        env=os.environ | {"PYTHONPATH": path} | environment,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-
-
-def last_record(finished):
-    assert finished.returncode == 0, finished.stderr[-2000:]
-    return json.loads(finished.stdout.splitlines()[-1])
 
 
 @pytest.fixture(scope="module")
 def recipe_modules():
     """The files that recipes share, under the names the recipes know them by."""
-    path = list(sys.path)
-    sys.path.insert(0, str(ROOT / "recipes"))
-    import comparing
-    import progress
-    import reporting
-
-    yield {"comparing": comparing, "progress": progress, "reporting": reporting}
-    sys.path[:] = path
-    for name in ("comparing", "datasets", "progress", "reporting"):
-        sys.modules.pop(name, None)
-
-
-def load(name):
-    spec = importlib.util.spec_from_file_location(name, ROOT / "recipes" / f"{name}.py")
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module
-    spec.loader.exec_module(module)
-    return module
+    names = ("comparing", "progress", "reporting")
+    with shared(*names) as modules:
+        yield dict(zip(names, modules, strict=True))
 
 
 def test_recipes_are_found():
@@ -79,76 +56,121 @@ def test_a_recipe_opens_with_what_a_reader_needs(recipe):
         assert f"\n{word} " in opening
 
 
-@pytest.mark.slow
-@pytest.mark.most(4)
-@pytest.mark.parametrize("policy", ["auto", "mixed_bfloat16"])
-@pytest.mark.parametrize("recipe", RECIPES)
-def test_smoke_keeps_the_promises_of_its_last_line(recipe, policy, tmp_path):
-    finished = run(
-        recipe, "--smoke", f"--policy={policy}", f"--output={tmp_path / 'out.json'}"
-    )
-    record = last_record(finished)
+def check_promises(finished, policy):
+    """Checks what every recipe says of a run that went well."""
+    record = finished.record
     assert record["finite"] is True
     assert math.isfinite(record["loss"])
     assert record["reason"]
     assert record["asked"] == policy
     assert policy in ("auto", record["policy"])
     assert {"tfamp", "tensorflow", "keras", "python"} == set(record["versions"])
-    assert json.loads((tmp_path / "out.json").read_text()) == record
-    # No terminal: a line for the epoch, no bar drawn over itself.
-    assert "epoch 1/1" in finished.stdout
+    # No terminal: a line for each epoch, no bar drawn over itself.
+    assert "epoch 1/" in finished.stdout
     assert "\r" not in finished.stdout
 
 
-@pytest.mark.slow
+@pytest.mark.parametrize("policy", ["auto", "mixed_bfloat16"])
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.anchors("custom_loop.py-auto", "train_text.py-mixed_bfloat16")
+def test_smoke_keeps_the_promises_of_its_last_line(recipe, policy, tmp_path):
+    """Those of `train_digits.py` and `train_tabular.py` are kept below, too."""
+    arguments = ["--smoke", f"--policy={policy}", f"--output={tmp_path / 'out.json'}"]
+    # One of them as a reader starts it.
+    start = run_process if recipe == "custom_loop.py" else run
+    finished = start(recipe, *arguments, *TINY.get(recipe, ()))
+    check_promises(finished, policy)
+    assert json.loads((tmp_path / "out.json").read_text()) == finished.record
+
+
+@pytest.mark.whole("a recipe starts and runs above, without what makes it small")
+@pytest.mark.parametrize("recipe", RECIPES)
+def test_smoke_runs_as_it_is_written_in_a_process(recipe):
+    check_promises(run_process(recipe, "--smoke"), "auto")
+
+
 def test_a_loop_of_its_own_applies_the_window_that_is_not_full():
-    record = last_record(
-        run("custom_loop.py", "--smoke", "--policy=float32", "--accumulation_steps=3")
+    finished = run(
+        "custom_loop.py", "--smoke", "--policy=float32", "--accumulation_steps=3"
     )
     # Four microbatches: three make an update, `flush` applies the fourth.
-    assert (record["updates"], record["skipped"]) == (2, 0)
+    assert (finished.record["updates"], finished.record["skipped"]) == (2, 0)
 
 
-@pytest.mark.slow
-def test_several_policies_end_in_one_table():
-    finished = run("train_digits.py", "--smoke", "--policy=auto,float32")
-    record = last_record(finished)
+@pytest.fixture
+def commands(recipe_modules, monkeypatch):
+    """Has the runs of several policies take place here; lists their commands."""
+    started = []
+
+    def start(command, *, check):
+        started.append(command)
+        python, path, *arguments = command
+        assert (python, check) == (sys.executable, False)
+        finished = run(Path(path).name, *arguments)
+        print(finished.stderr, file=sys.stderr)
+        return finished
+
+    monkeypatch.setattr(recipe_modules["reporting"].subprocess, "run", start)
+    return started
+
+
+def test_several_policies_end_in_one_table(commands):
+    finished = run("custom_loop.py", "--smoke", "--policy=auto,float32")
+    record = finished.record
     assert [one["asked"] for one in record["runs"]] == ["auto", "float32"]
     assert record["finite"] is True
-    assert finished.stdout.count("examples/s") == 1
+    assert finished.stdout.count("ms/step") == 1
     assert record["runs"][0]["reason"] in finished.stdout
+    assert ["--nosummary" in command for command in commands] == [True, True]
 
 
-@pytest.mark.slow
-def test_a_run_that_fails_fails_the_whole_command():
-    finished = run("train_digits.py", "--smoke", "--policy=float32,nonsense")
+def test_a_run_that_fails_fails_the_whole_command(commands):
+    finished = run("custom_loop.py", "--smoke", "--policy=nonsense,float32")
     assert finished.returncode == 1
     assert "The run under `--policy=nonsense` ended with exit code 1" in finished.stderr
     assert "Unknown `policy` 'nonsense'" in finished.stderr
+    assert len(commands) == 1
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
-def test_digits_are_read_well(policy):
-    record = last_record(run("train_digits.py", f"--policy={policy}", "--epochs=8"))
-    assert record["accuracy"] >= MIN_DIGITS_ACCURACY
-    assert record["policy"] == policy
-    assert record["finite"] is True
+@pytest.mark.whole("the two tests above hold it, with their runs in one process")
+def test_several_policies_train_in_processes_of_their_own():
+    finished = run_process("custom_loop.py", "--smoke", "--policy=auto,nonsense")
+    assert finished.returncode == 1
+    assert finished.stdout.count("epoch 1/1") == 1
+    assert "The run under `--policy=nonsense` ended with exit code 1" in finished.stderr
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
-    "arguments, least, gain",
+    "policy, epochs",
+    [
+        ("float32", 5),
+        pytest.param(
+            *("mixed_bfloat16", 8),
+            marks=pytest.mark.whole("a CPU without its units takes minutes"),
+        ),
+    ],
+)
+def test_digits_are_read_well(policy, epochs):
+    finished = run("train_digits.py", f"--policy={policy}", f"--epochs={epochs}")
+    check_promises(finished, policy)
+    assert finished.record["accuracy"] >= MIN_DIGITS_ACCURACY
+    assert finished.record["policy"] == policy
+
+
+@pytest.mark.parametrize(
+    "dataset, least, gain",
     [
         # Of 190 rows; seeds 0 to 2 give 0.94 to 0.96, at least 0.15 above naive.
-        ([], 0.90, 0.10),
+        ("breast_cancer", 0.90, 0.10),
         # Seeds 0 to 2 give 0.32 to 0.36, at least 0.33 above naive.
-        (["--dataset=diabetes"], 0.25, 0.20),
+        ("diabetes", 0.25, 0.20),
     ],
-    ids=["breast_cancer", "diabetes"],
 )
-def test_treated_tables_are_read_better_than_naively(arguments, least, gain):
-    record = last_record(run("train_tabular.py", "--policy=float32", *arguments))
+@pytest.mark.anchors("breast_cancer-*")
+def test_treated_tables_are_read_better_than_naively(dataset, least, gain):
+    finished = run("train_tabular.py", "--policy=float32", f"--dataset={dataset}")
+    check_promises(finished, "float32")
+    record = finished.record
     assert record["score_damaged"] >= least
     assert record["score_damaged"] >= record["naive_damaged"] + gain
     assert record["score_clean"] >= record["naive_clean"]
@@ -157,8 +179,6 @@ def test_treated_tables_are_read_better_than_naively(arguments, least, gain):
 
 
 def test_a_table_is_damaged_as_the_flags_say(recipe_modules):
-    import numpy as np
-
     damage = load("train_tabular").damage
     rows = np.arange(1.0, 4001.0).reshape(1000, 4)
     damaged = damage(rows, 0.1, 0.02, np.random.default_rng(0))
@@ -178,10 +198,6 @@ def test_a_table_is_damaged_as_the_flags_say(recipe_modules):
 def test_the_pipeline_drops_or_fills_rows_or_leaves_them_to_the_model(
     recipe_modules, impute, num_rows, num_missing
 ):
-    import numpy as np
-
-    import tfamp
-
     train_tabular = load("train_tabular")
     settings = train_tabular.define_flags()
     settings(["train_tabular.py", "--batch_size=4"])
@@ -196,11 +212,6 @@ def test_the_pipeline_drops_or_fills_rows_or_leaves_them_to_the_model(
 
 
 def test_a_model_that_changes_when_it_is_loaded_is_seen(recipe_modules, monkeypatch):
-    import keras
-    import numpy as np
-
-    import tfamp
-
     def model(value):
         kernel = keras.initializers.Constant(value)
         dense = keras.layers.Dense(1, kernel_initializer=kernel)
@@ -224,8 +235,6 @@ def test_speed_leaves_the_first_epoch_out(recipe_modules):
 
 
 def test_a_non_finite_weight_is_seen(recipe_modules):
-    import keras
-
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
     is_finite = recipe_modules["reporting"].is_finite
     assert is_finite(model, 1.0)
@@ -244,8 +253,6 @@ def test_targets_are_one_character_ahead(recipe_modules):
 
 
 def test_a_character_model_does_not_look_ahead(recipe_modules):
-    import numpy as np
-
     model = load("train_text").build_model(8, width=16, num_layers=1, num_heads=2)
     text = np.arange(65, 73, dtype=np.uint8)[np.newaxis]
     changed = text.copy()
@@ -272,14 +279,6 @@ def test_wrong_arguments_end_with_a_message(recipe_modules, capsys, arguments, m
 # What a recipe builds
 
 
-def parsed(recipe, *arguments):
-    """Returns a recipe's module and its flags, as a command line gives them."""
-    module = load(recipe.removesuffix(".py"))
-    settings = module.define_flags()
-    settings([recipe, *arguments])
-    return module, settings
-
-
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_build_returns_a_compiled_model_with_data_that_fits_it(recipe_modules, recipe):
     module, settings = parsed(recipe, "--smoke", "--batch_size=8")
@@ -299,8 +298,6 @@ def test_build_returns_a_compiled_model_with_data_that_fits_it(recipe_modules, r
 
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_seed_and_epochs_come_before_the_settings(recipe_modules, recipe):
-    import numpy as np
-
     module, settings = parsed(recipe, "--smoke", "--batch_size=8", "--seed=1")
 
     def kernels(**own):
@@ -344,10 +341,7 @@ def test_settings_are_the_defaults_where_none_are_given(recipe_modules):
     assert given.seed == 0  # the settings passed in are left alone
 
 
-@pytest.mark.slow
 def test_fit_makes_the_updates_of_the_loop(recipe_modules):
-    import numpy as np
-
     module, settings = parsed("custom_loop.py", "--smoke", "--batch_size=8")
     looped, data, _ = module.build(settings)
     step = module.make_step(looped, looped.optimizer, jit_compile=False)
@@ -447,9 +441,6 @@ def made_up(monkeypatch, tmp_path):
     The dict holds what differs in the run of a policy and a seed; "stop" is how many
     runs there are before Ctrl-C.
     """
-    import tfamp
-    from tfamp.compare import Comparison
-
     monkeypatch.chdir(tmp_path)
     calls, changed = [], {}
 
@@ -460,15 +451,13 @@ def made_up(monkeypatch, tmp_path):
         stop = changed.get("stop", 1000)
         if stop < 2:
             raise KeyboardInterrupt
+        runs = [made_evidence.run(p, seed) for seed in seeds for p in policies]
         runs = [
-            made_evidence.run(policy, seed) for seed in seeds for policy in policies
+            dataclasses.replace(each, **changed.get((each.policy, each.seed), {}))
+            for each in runs
         ]
-        runs = [
-            dataclasses.replace(run, **changed.get((run.policy, run.seed), {}))
-            for run in runs
-        ]
-        for run in runs[:stop]:
-            on_run(run)
+        for each in runs[:stop]:
+            on_run(each)
         if stop < len(runs):
             warnings.warn("Stopped early.", UserWarning, stacklevel=2)
         found = made_evidence.evidence(
@@ -620,27 +609,43 @@ def test_a_line_says_what_a_run_came_to_and_what_is_left(recipe_modules, capsys)
     assert second == "[2/4] auto, seed 1: failed: it broke  (30 s left)"
 
 
-@pytest.mark.slow
-def test_smoke_compares_in_processes_of_its_own(tmp_path):
-    recipe, seeds = "train_digits.py", 1
-    arguments = ["--smoke", "--policy=float32,keras:float32", "--batch_size=8"]
-    finished = run(
-        recipe, *arguments, f"--compare={seeds}", f"--report={tmp_path / 'report'}"
+COMPARISONS = {
+    "here": ("custom_loop.py", run),
+    "in processes": ("train_digits.py", run_process),
+}
+
+
+@pytest.mark.parametrize(
+    "recipe, start",
+    [
+        COMPARISONS["here"],
+        pytest.param(
+            *COMPARISONS["in processes"],
+            marks=pytest.mark.whole("the other case, and `tfamp compare`'s own tests"),
+        ),
+    ],
+    ids=COMPARISONS,
+)
+def test_smoke_compares_and_leaves_a_report(recipe, start, tmp_path, monkeypatch):
+    train_here(monkeypatch)
+    finished = start(
+        *(recipe, "--smoke", "--policy=float32,keras:float32", "--batch_size=8"),
+        *("--compare=1", f"--report={tmp_path / 'report'}"),
     )
-    record = last_record(finished)
+    record = finished.record
     assert record["finite"] is True
     assert math.isfinite(record["loss"])
-    assert record["seeds"] == list(range(seeds))
+    assert record["seeds"] == [0]
     assert f"Report: {tmp_path / 'report' / 'report.html'}" in finished.stdout
     found = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert [each["batch_size"] for each in found["runs"]] == [8] * 2 * seeds
-    assert [each["num_epochs"] for each in found["runs"]] == [1] * 2 * seeds
+    assert [each["batch_size"] for each in found["runs"]] == [8, 8]
+    assert [each["num_epochs"] for each in found["runs"]] == [1, 1]
     # No terminal: a line for each run, no bar drawn over itself.
-    assert f"[{2 * seeds}/{2 * seeds}] " in finished.stdout
+    assert "[2/2] " in finished.stdout
     assert "\r" not in finished.stdout + finished.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.whole("`tfamp compare` of a program of one's own holds it, and `build`")
 def test_a_recipe_is_compared_from_the_repository_by_name(tmp_path):
     target = "recipes.train_digits:build"
     finished = subprocess.run(
