@@ -1,4 +1,4 @@
-"""`tfamp.find_batch_size` with real processes, each of which takes some seconds."""
+"""`tfamp.find_batch_size` with real trials; a process for each takes some seconds."""
 
 import re
 import sys
@@ -9,13 +9,14 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.batch_search import find_batch_size
+from tests.replicas import two_replicas
+from tfamp.batch_search import find_batch_size, trial, trying
 
 pytest.importorskip("cloudpickle")
-pytestmark = pytest.mark.slow
 MIB = 2**20
-X = np.random.default_rng(0).normal(size=(6000, 16)).astype("float32")
+X = np.random.default_rng(0).normal(size=(160, 16)).astype("float32")
 Y = X[:, :1]
+LIMIT = 1225 * MIB
 # Values that a layer of `wide` makes of one example: 32 MiB of float32.
 WIDTH = 8 * MIB
 
@@ -79,10 +80,8 @@ def not_compiled():
 
 
 def replicated():
-    with tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"]).scope():
-        model = keras.Sequential([keras.Input((16,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
-    return model
+    with two_replicas().scope():
+        return wide()
 
 
 class Enough(Exception):
@@ -104,30 +103,35 @@ def first_trial(build_model, size, **options):
     return found[0]
 
 
-def test_the_answer_is_confirmed_and_the_next_size_fails():
-    limit = {"max_memory_bytes": 1225 * MIB}
-    found = find_batch_size(
-        wide, (X, Y), start=8, min_gain=None, verbose=False, **limit
-    )
-    assert found.stopped_by == "memory"
-    assert found.batch_size == found.largest_that_fits
-    assert found.chosen.peak_bytes <= found.allowed_bytes == int(1225 * MIB * 0.9)
-    failed = min(trial.batch_size for trial in found.trials if not trial.fits)
-    assert (
-        found.batch_size < failed <= max(1.125 * found.batch_size, found.batch_size + 8)
-    )
-    # Fresh processes, which know nothing of the search.
-    assert first_trial(wide, found.batch_size, **limit).outcome == "fits"
-    assert first_trial(wide, failed, **limit).outcome == "over the limit"
+def test_the_answer_fits_the_next_size_does_not_and_what_is_in_force_holds():
+    before = keras.config.dtype_policy().name, tf.random.get_global_generator()
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20)
+    limit = {"max_memory_bytes": LIMIT, "min_gain": None, "start": 7}
+    with tfamp.scope("mixed_bfloat16", keep_float32="none"):
+        found = find_batch_size(replicated, data, verbose=False, **limit)
+    assert (found.stopped_by, found.replicas) == ("memory", 2)
+    # Of 7 examples two replicas make 8; each trial is a process of its own.
+    outcomes = [(trial.batch_size, trial.outcome) for trial in found.trials]
+    assert outcomes == [(8, "fits"), (16, "over the limit")]
+    assert found.batch_size == found.largest_that_fits == 8
+    assert found.per_replica_batch_size == 4
+    assert found.chosen.peak_bytes <= found.allowed_bytes == int(LIMIT * 0.9)
+    assert (found.policy, found.data_batch_size) == ("mixed_bfloat16", 20)
+    after = keras.config.dtype_policy().name, tf.random.get_global_generator()
+    assert after == before
+    assert not tf.distribute.has_strategy()
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads proc and limits addresses")
-def test_a_real_lack_of_memory_is_recognised():
+def test_a_real_lack_of_memory_is_recognised(monkeypatch):
+    # The allocator of oneDNN waits 10 s before it says so.
+    monkeypatch.setenv("TF_ENABLE_ONEDNN_OPTS", "0")
     trial = first_trial(limited, 128)
     assert trial.outcome == "ResourceExhaustedError"
     assert "OOM when allocating tensor" in trial.detail
 
 
+@pytest.mark.whole("batch_search_test kills a process that trains nothing")
 def test_a_process_that_the_system_kills_did_not_fit():
     trial = first_trial(killed_above_16, 24)
     assert (trial.batch_size, trial.outcome) == (24, "killed")
@@ -141,22 +145,14 @@ def test_a_process_that_the_system_kills_did_not_fit():
         (not_compiled, "; expected a compiled `keras.Model`. Call `model.compile`"),
     ],
 )
-def test_a_fault_of_the_users_is_raised(build_model, message):
+def test_a_fault_of_the_users_is_raised(build_model, message, monkeypatch, tmp_path):
+    def in_this_process(folder, size, log, timeout_seconds):
+        log.touch()
+        return trial.main([str(folder), str(size)])
+
+    monkeypatch.setattr(trying, "_run", in_this_process)
+    monkeypatch.setattr(trial, "_end_with_parent", lambda: None)
+    monkeypatch.setattr(trial, "_OWN_SCORE", tmp_path / "score")
+    monkeypatch.setattr(trial, "watch", lambda *args, **options: None)
     with pytest.raises(RuntimeError, match=re.escape(message)):
         find_batch_size(build_model, (X, Y), start=16, verbose=False)
-
-
-def test_replicas_share_a_batch_and_what_is_in_force_holds():
-    before = keras.config.dtype_policy().name, tf.random.get_global_generator()
-    data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(20)
-    with tfamp.scope("mixed_bfloat16", keep_float32="none"):
-        found = find_batch_size(
-            replicated, data, start=21, target_batch_size=22, verbose=False
-        )
-    assert found.replicas == 2
-    assert [trial.batch_size for trial in found.trials] == [22]
-    assert (found.batch_size, found.per_replica_batch_size) == (22, 11)
-    assert (found.policy, found.data_batch_size) == ("mixed_bfloat16", 20)
-    after = keras.config.dtype_policy().name, tf.random.get_global_generator()
-    assert after == before
-    assert not tf.distribute.has_strategy()

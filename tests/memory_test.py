@@ -68,15 +68,24 @@ def test_activations_of_a_large_batch_are_what_the_gradient_keeps():
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 def test_mixed_precision_halves_activations_and_adds_casts(dtype):
-    batch = 2**16
-    model = mlp(f"mixed_{dtype}")
-    plain, mixed = (tfamp.estimate_memory(m, batch) for m in (mlp(), model))
-    ratio = mixed.by_kind["activations"] / plain.by_kind["activations"]
-    assert 0.5 <= ratio <= 0.55
-    # Kernels in half precision; the last layer is a head in float32, and the first
-    # cast may be over.
-    assert 256 * 256 * 2 <= mixed.by_kind["casts"] <= 2 * 256 * 256 * 2
-    assert "casts" not in plain.by_kind
+    def estimated(policy):
+        with quietly(), tfamp.scope(policy):
+            # The input is narrow, and so is what the head has in float32.
+            units = [256] * 4 + [16, 10]
+            layers = [keras.layers.Dense(n, "relu", use_bias=False) for n in units]
+            model = keras.Sequential([keras.Input((16,)), *layers])
+            model.compile("adam", "mse")
+        return tfamp.estimate_memory(model, 2**14).by_kind
+
+    plain, mixed = estimated("float32"), estimated(f"mixed_{dtype}")
+    # A CPU that multiplies in this type peaks with four wide outputs of half the bytes.
+    # Another one widens operands on the way: its peak is the backward product of the
+    # fourth layer, whose own output is gone by then.
+    ratio = mixed["activations"] / plain["activations"]
+    assert 3 / 8 <= ratio <= 0.55
+    # Three wide kernels and the small ones; the first casts may be over.
+    assert 3 * 256 * 256 * 2 <= mixed["casts"] <= 3.2 * 256 * 256 * 2
+    assert "casts" not in plain
 
 
 def test_a_step_of_predict_has_neither_slots_nor_gradients():
@@ -146,7 +155,7 @@ def test_other_policies_are_of_copies():
 
 def test_rematerialised_activations_are_not_kept():
     def deep():
-        layers = [keras.layers.Dense(256, activation="gelu") for _ in range(12)]
+        layers = [keras.layers.Dense(256, activation="gelu") for _ in range(8)]
         model = keras.Sequential([keras.Input((256,)), *layers, keras.layers.Dense(1)])
         model.compile("sgd", "mse")
         return model

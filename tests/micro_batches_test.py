@@ -1,5 +1,6 @@
 """MicroBatches: a batch that does not fit is trained in parts, to the same end."""
 
+import os
 import re
 import subprocess
 import sys
@@ -198,31 +199,36 @@ def optimizer_for(policy):
 MODES = {"graph": {}, "eager": {"run_eagerly": True}, "XLA": {"jit_compile": True}}
 
 
-@pytest.mark.most(3)
+@pytest.mark.anchors("mixed_float16-functional-graph", "float32-own step-XLA")
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("style", ["functional", "subclassed", "own step"])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_parts_end_where_whole_batches_do(policy, style, mode, request):
     request.getfixturevalue("under")(policy)
-    room = Room(None if mode == "XLA" else ANY)
-    whole, _ = built(style, room)
-    expected = fit(compiled(whole, optimizer_for(policy), **MODES[mode]))
-    if mode == "XLA":
+    is_xla = mode == "XLA"
+    # XLA compiles for each size; the last batch would be one of its own.
+    data = (X[:24], Y[:24]) if is_xla else (X, Y)
+    whole, _ = built(style, Room(None if is_xla else ANY))
+    compiled(whole, optimizer_for(policy), **MODES[mode])
+    expected = fit(whole, data=data)
+    if is_xla:
         request.getfixturevalue("narrow")
-    model, room = built(style, Room(None if mode == "XLA" else 6))
+    model, room = built(style, Room(None if is_xla else 6))
     micro_batches = MicroBatches()
-    found = fit(compiled(model, optimizer_for(policy), **MODES[mode]), micro_batches)
+    compiled(model, optimizer_for(policy), **MODES[mode])
+    found = fit(model, micro_batches, data=data)
     tolerance = EXACT if policy == "float32" else HALF
     same(model, whole, tolerance)
     same_logs(found, expected, tolerance)
     assert micro_batches.events == model.history.micro_batches
     (event,) = micro_batches.events
     assert (event.epoch, event.step, event.examples, event.splits) == (0, 0, 12, 2)
-    if mode != "XLA":
+    if not is_xla:
         # The whole batch, then halves; the last, smaller one is whole again.
         assert room.seen == [12, 6, 6, 6, 6, 6] + [6, 6, 6, 6, 6]
 
 
+@pytest.mark.anchors("finite-graph")
 @pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
 @pytest.mark.parametrize("finite", [True, False], ids=["finite", "until it ends"])
@@ -274,7 +280,7 @@ def test_last_smaller_batch_stays_whole_or_has_fewer_parts():
     assert micro_batches.splits == 1
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("guarded")
 @pytest.mark.parametrize("kind", ["plain", "guarded", "stock", "accumulating"])
 def test_everything_of_an_optimizer_happens_once(kind):
     def optimizer():
@@ -325,12 +331,11 @@ def test_rows_of_a_table_are_squared_by_themselves_as_keras_does(eagerly):
     same(model, whole)
 
 
-@pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
-def test_replicas_split_together(eagerly):
+def test_replicas_split_together():
     def trained(most, *callbacks):
         with two_replicas().scope():
             model, room = built(room=Room(most))
-            compiled(model, keras.optimizers.Adam(0.05), run_eagerly=eagerly)
+            compiled(model, keras.optimizers.Adam(0.05))
         # The last batch is 5 and 4 examples.
         data = X[:29], Y[:29]
         return model, room, fit(model, *callbacks, data=data, batch_size=20, epochs=1)
@@ -384,7 +389,7 @@ def test_three_weights_by_hand():
     assert run.history["loss"] == [pytest.approx((1 + 1 + 16) / 3, rel=1e-6)]
 
 
-@pytest.mark.most(2)
+@pytest.mark.anchors("later step-graph")
 @pytest.mark.parametrize("eagerly", [False, True], ids=["graph", "eager"])
 @pytest.mark.parametrize("call", [1, 3], ids=["first step", "later step"])
 def test_nothing_is_lost_where_the_backward_pass_fails(call, eagerly, monkeypatch):
@@ -394,7 +399,7 @@ def test_nothing_is_lost_where_the_backward_pass_fails(call, eagerly, monkeypatc
         return [
             keras.layers.Dense(4),
             keras.layers.BatchNormalization(momentum=0.5),
-            *(keras.layers.Dense(64) for _ in range(6)),
+            *(keras.layers.Dense(64) for _ in range(3)),
             keras.layers.Dense(1),
         ]
 
@@ -748,40 +753,41 @@ def test_event_is_a_plain_record():
 
 
 PROGRAM = """
-import resource, sys
+import resource
 import keras, numpy as np
 from tfamp.callbacks import MicroBatches
 
-keras.utils.set_random_seed(1)
 wide = [keras.layers.Activation("tanh") for _ in range(24)]
 first, last = keras.layers.Dense(1024), keras.layers.Dense(1)
-model = keras.Sequential([keras.Input((64,)), first, *wide, last])
+model = keras.Sequential([keras.Input((1,)), first, *wide, last])
 model.compile("sgd", "mse")
-x, y = np.ones((16384, 64), "float32"), np.ones((16384, 1), "float32")
+x, y = np.ones((8192, 1), "float32"), np.ones((8192, 1), "float32")
 model.fit(x[:8], y[:8], verbose=0)
 with open("/proc/self/statm") as pages:
     now = int(pages.read().split()[0]) * resource.getpagesize()
-# One epoch: the threads of another one may find no room for their stacks.
 # The whole batch needs 8192 * 1024 * 4 bytes for each of 25 layers, which is 800 MiB.
 most = now + 500 * 2**20
 resource.setrlimit(resource.RLIMIT_AS, (most, most))
-micro_batches = MicroBatches()
-callbacks = [micro_batches] if sys.argv[1] == "with" else []
-model.fit(x, y, 8192, verbose=0, callbacks=callbacks)
-print("trained", int(model.optimizer.iterations), micro_batches.splits)
+for callbacks in [], [MicroBatches()]:
+    before = int(model.optimizer.iterations)
+    try:
+        model.fit(x, y, 8192, verbose=0, callbacks=callbacks)
+    except Exception as error:
+        print(type(error).__name__, flush=True)
+print(int(model.optimizer.iterations) - before, callbacks[0].events[-1].splits)
 """
 
 
-@pytest.mark.slow
+@pytest.mark.whole("Others raise the error; a trial of the batch search runs out indeed")
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks for /proc")
 def test_memory_that_has_a_limit():
-    def run(how):
-        return subprocess.run(
-            [sys.executable, "-c", PROGRAM, how], capture_output=True, text=True
-        )
-
-    without, with_it = run("without"), run("with")
-    assert without.returncode != 0 and "ResourceExhaustedError" in without.stderr
-    assert with_it.returncode == 0, with_it.stderr[-2000:]
-    num_updates, num_parts = map(int, re.findall(r"\d+", with_it.stdout))
-    assert num_updates == 3 and num_parts >= 2
+    # Where oneDNN finds no address for what it compiles, it ends the process; and its
+    # allocator waits 10 s before it says that memory ran out.
+    environment = {**os.environ, "TF_ENABLE_ONEDNN_OPTS": "0"}
+    command = [sys.executable, "-c", PROGRAM]
+    run = subprocess.run(command, capture_output=True, text=True, env=environment)
+    assert run.returncode == 0, run.stderr[-2000:]
+    without, with_it = run.stdout.splitlines()
+    assert without == "ResourceExhaustedError"
+    num_updates, num_parts = map(int, with_it.split())
+    assert num_updates == 1 and num_parts >= 2
