@@ -5,6 +5,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from tests.styles import assembled
 
 layers = keras.layers
 POLICIES = ("mixed_float16", "mixed_bfloat16")
@@ -22,29 +23,13 @@ class AddsLoss(layers.Layer):
         return x
 
 
-class Subclassed(keras.Model):
-    """Calls two layers in turn."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-        self.head = layers.Dense(1, kernel_initializer="zeros")
-
-    def call(self, x):
-        return self.head(self.layer(x))
-
-
-def functional(layer):
-    x = keras.Input((2,))
-    return keras.Model(x, layers.Dense(1, kernel_initializer="zeros")(layer(x)))
-
-
 def regularized():
     return layers.Activation("linear", activity_regularizer=keras.regularizers.L2(1e-6))
 
 
-def loss_in_fit(structure, make, mode="graph"):
-    model = structure(make())
+def loss_in_fit(style, layer, mode="graph"):
+    head = layers.Dense(1, kernel_initializer="zeros")
+    model = assembled([layer, head], style, (2,))
     model.compile(
         keras.optimizers.SGD(0.0),
         "mse",
@@ -54,27 +39,27 @@ def loss_in_fit(structure, make, mode="graph"):
     return model.fit(X, Y, verbose=0).history["loss"][0]
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("mixed_float16-functional-graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
-@pytest.mark.parametrize("structure", [functional, Subclassed])
+@pytest.mark.parametrize("style", ["functional", "subclassed"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_activity_regularizer(policy, structure, mode):
+def test_activity_regularizer(policy, style, mode):
     with tfamp.scope(policy):
-        loss = loss_in_fit(structure, regularized, mode)
+        loss = loss_in_fit(style, regularized(), mode)
     # 1e-6 times the 8 squares of 500, which float16 cannot hold; later versions of
     # Keras divide by the batch of 4. The predictions are 0 and right.
-    in_float32 = loss_in_fit(structure, regularized, mode)
+    in_float32 = loss_in_fit(style, regularized(), "eager")
     assert in_float32 in (pytest.approx(2.0), pytest.approx(0.5))
     assert loss == pytest.approx(in_float32)
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("mixed_float16-functional-graph")
 @pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
-@pytest.mark.parametrize("structure", [functional, Subclassed])
+@pytest.mark.parametrize("style", ["functional", "subclassed"])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_add_loss(policy, structure, mode):
+def test_add_loss(policy, style, mode):
     with tfamp.scope(policy):
-        loss = loss_in_fit(structure, AddsLoss, mode)
+        loss = loss_in_fit(style, AddsLoss(), mode)
     assert loss == pytest.approx(500)
 
 
@@ -84,7 +69,7 @@ def test_stock_keras_raises(policy, make):
     keras.config.set_dtype_policy(policy)
     try:
         with pytest.raises(Exception, match="float32|dtype"):
-            loss_in_fit(functional, make)
+            loss_in_fit("functional", make())
     finally:
         keras.config.set_dtype_policy("float32")
 

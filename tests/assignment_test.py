@@ -28,7 +28,7 @@ def classifier():
 
 def compiled(optimizer="adam"):
     model = classifier()
-    model.compile(optimizer, "sparse_categorical_crossentropy")
+    model.compile(optimizer, "sparse_categorical_crossentropy", jit_compile=False)
     return model
 
 

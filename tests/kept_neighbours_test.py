@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.styles import STYLES, Subclassed, assembled
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 L = keras.layers
@@ -26,68 +27,27 @@ def parts():
     ]
 
 
-def sequential():
-    return keras.Sequential([keras.Input((4,)), *parts()])
-
-
-def functional():
-    x = y = keras.Input((4,))
-    for layer in parts():
-        y = layer(y)
-    return keras.Model(x, y)
-
-
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.parts = parts()
-
-    def call(self, x):
-        for layer in self.parts:
-            x = layer(x)
-        return x
-
-
-class Nested(keras.Model):
-    def __init__(self):
-        super().__init__()
-        first, *rest = parts()
-        self.first = keras.Sequential([keras.Input((4,)), first, rest.pop(0)])
-        self.rest = keras.Sequential(rest)
-
-    def call(self, x):
-        return self.rest(self.first(x))
-
-
-MODELS = {
-    "functional": functional,
-    "sequential": sequential,
-    "subclassed": Subclassed,
-    "nested": Nested,
-}
 MODES = {
     "eager": {"run_eagerly": True},
-    "graph": {},
+    "graph": {"jit_compile": False},
     "xla": {"jit_compile": True},
 }
 
 
-def kept(build, names, **options):
+def kept(model, names, **options):
     """A float32 model's outputs and loss, and those of it in mixed_float16."""
-    keras.utils.set_random_seed(0)
-    model = build()
     model.compile(keras.optimizers.SGD(0.0), "mse", **options)
     expected = model.predict(X, verbose=0), model.evaluate(X, Y, verbose=0)
     tfamp.apply(model, "mixed_float16", keep_float32=names)
-    return model, expected
+    return expected
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("functional-graph", "subclassed-eager")
 @pytest.mark.parametrize("options", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
-def test_a_number_beyond_float16_passes_from_layer_to_layer(build, options):
-    names = [".*producer", ".*consumer"]
-    model, (outputs, loss) = kept(build, names, **options)
+@pytest.mark.parametrize("style", STYLES)
+def test_a_number_beyond_float16_passes_from_layer_to_layer(style, options):
+    model = assembled(parts(), style, (4,))
+    outputs, loss = kept(model, [".*producer", ".*consumer"], **options)
     found = model.predict(X, verbose=0)
     np.testing.assert_allclose(found, outputs, rtol=0, atol=TOLERANCE * 4)
     history = model.fit(X, Y, batch_size=8, verbose=0).history
@@ -96,7 +56,8 @@ def test_a_number_beyond_float16_passes_from_layer_to_layer(build, options):
 
 
 def test_a_layer_in_float16_gets_what_the_table_says():
-    model, _ = kept(functional, ["producer"])
+    model = assembled(parts(), "functional", (4,))
+    kept(model, ["producer"], run_eagerly=True)
     assert tfamp.assignment(model)["producer"].output_dtype == "float16"
     assert not np.isfinite(model.predict(X, verbose=0)).all()
 
@@ -108,5 +69,6 @@ def test_a_users_own_operation_in_between_works_in_float16():
             x = producer(inner(x))
             return head(consumer(x * tf.constant(1.0, x.dtype)))
 
-    model, _ = kept(Between, [".*producer", ".*consumer"])
+    model = Between(parts())
+    kept(model, [".*producer", ".*consumer"], run_eagerly=True)
     assert not np.isfinite(model.predict(X, verbose=0)).all()

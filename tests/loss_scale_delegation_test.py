@@ -250,7 +250,7 @@ Y = X.sum(-1, keepdims=True)
 def regression(optimizer):
     model = keras.Sequential([keras.Input((2,)), layers.Dense(1)])
     model.set_weights([np.zeros((2, 1), "float32"), np.zeros(1, "float32")])
-    model.compile(optimizer, "mse")
+    model.compile(optimizer, "mse", run_eagerly=True)
     return model
 
 

@@ -151,7 +151,6 @@ RULES = {
 }
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("is_frozen", [False, True], ids=["moving", "frozen"])
 @pytest.mark.parametrize("rule", RULES.values(), ids=RULES)
 def test_tensors_follow_the_numbers(rule, is_frozen):

@@ -177,9 +177,16 @@ import keras
 import numpy as np
 
 import tfamp
+from tfamp.loss_scale.fitting import FIT_HOOKS
 from tfamp.managed import hooks
 
 layers = keras.layers
+assert len(FIT_HOOKS.installed) == 0
+optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
+assert len(FIT_HOOKS.installed) == 5
+del optimizer
+gc.collect()
+assert len(FIT_HOOKS.installed) == 0
 assert hooks.installed() == ()
 originals = (layers.Layer.__call__, keras.Loss.__call__, keras.Model.compile)
 with tfamp.scope("mixed_bfloat16"):
@@ -199,7 +206,7 @@ assert "activity_regularizer" not in vars(layers.Layer)
 """
 
 
-def test_with_the_last_managed_model_every_hook_goes():
+def test_with_the_last_managed_model_or_optimizer_every_hook_goes():
     # A process of its own: a model that another test left alive keeps the hooks.
     command = [sys.executable, "-W", "ignore", "-c", HOOKS_GO]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)

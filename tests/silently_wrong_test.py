@@ -186,7 +186,7 @@ def test_stock_keras_is_wrong(name, policy):
     assert not error(found, case.expected) < 4 * case.tolerance  # NaN is wrong too
 
 
-@pytest.mark.most(40)
+@pytest.mark.anchors("*-functional-eager", "*-subclassed-eager")
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 @pytest.mark.parametrize("structure", STRUCTURES)
 @pytest.mark.parametrize(("name", "policy"), IDS)
