@@ -80,7 +80,27 @@ def test_id_of_a_cell_stays_when_a_cell_is_put_before_it():
     assert second == alone
 
 
-@pytest.mark.slow
+@pytest.mark.filterwarnings(
+    "ignore:'mixed_(bfloat16|float16)' will be slow",
+    "ignore:FigureCanvasAgg is non-interactive",
+)
+def test_cells_of_the_quickstart_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    pyplot.switch_backend("agg")
+    monkeypatch.setenv("TFAMP_SMOKE", "1")
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    names = {}
+    for code in code_cells(FOLDER / "01_quickstart.py"):
+        exec(code, names)
+    pyplot.close("all")
+    printed = capsys.readouterr().out
+    assert "wrong by 9: float32 0.9999, stock 0.0000, tfamp 0.9999" in printed
+    assert "same dtypes: True\nsame predictions, bit for bit: True" in printed
+
+
+@pytest.mark.whole(
+    "the quickstart's cells run above, and the claims have tests of theirs"
+)
 @pytest.mark.parametrize("script", SCRIPTS, ids=IDS)
 def test_notebook_runs_in_a_real_kernel(script, tmp_path, monkeypatch):
     nbclient = pytest.importorskip("nbclient")

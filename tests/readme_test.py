@@ -8,18 +8,13 @@ from pathlib import Path
 
 import pytest
 
+from tests.recipe_modules import train_here
+
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
 LINKS = re.findall(r"\]\(([^)#]+)\)", README)
 COMMANDS = re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)
-# Where bfloat16 gains nothing, README's policy is objected to, as it should be.
-WARNINGS = (
-    "-W",
-    "error::UserWarning:__main__",
-    "-W",
-    "ignore:'mixed_bfloat16' will be slow:UserWarning",
-)
 TESTS = re.findall(r"`(tests/\w+\.py)::(\w+)`", README)
 
 
@@ -27,21 +22,38 @@ def test_readme_has_code_links_commands_and_tests():
     assert BLOCKS and LINKS and COMMANDS and TESTS
 
 
-@pytest.mark.slow
-def test_code_blocks_run_one_after_the_other(tmp_path):
+# Where bfloat16 gains nothing, README's policy is objected to, as it should be.
+@pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
+def test_code_blocks_run_one_after_the_other(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    train_here(monkeypatch)
+    names = {"__name__": "__main__"}
+    for block in BLOCKS:
+        exec(block, names)
+    check_printed(capsys.readouterr().out)
+
+
+@pytest.mark.whole("the blocks run in the test above")
+def test_code_blocks_run_in_processes_of_their_own(tmp_path):
     script = tmp_path / "readme.py"
     script.write_text("\n".join(BLOCKS), encoding="utf-8")
     completed = subprocess.run(
-        [sys.executable, *WARNINGS, script],
+        [sys.executable, script],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
         text=True,
     )
     assert completed.returncode == 0, completed.stderr
-    # What `print(tfamp.assignment(model))` and `print(tfamp.status())` show.
-    assert "mixed_bfloat16" in completed.stdout
-    assert "LayerNormalization" in completed.stdout
+    check_printed(completed.stdout)
+
+
+def check_printed(text):
+    """Checks what `print(tfamp.assignment(model))` and `print(tfamp.status())` show."""
+    assert "mixed_bfloat16" in text
+    assert "LayerNormalization" in text
+    assert "Verdict: auto" in text
 
 
 @pytest.mark.parametrize("link", LINKS)
