@@ -5,9 +5,6 @@ import itertools
 import json
 import math
 import re
-import subprocess
-import sys
-from pathlib import Path
 
 import keras
 import numpy as np
@@ -16,6 +13,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
+from tfamp.cli import main as cli
 from tfamp.compare import child, inference, largest, parcel, profiling, storage
 from tfamp.compare.job import FILE, Job
 from tfamp.compare.line import Line
@@ -24,7 +22,6 @@ from tfamp.compare.windows import Window, curve, seconds_per_step, steady
 from tfamp.evidence import Run
 
 pytest.importorskip("cloudpickle")
-ROOT = Path(__file__).parents[1]
 X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
 Y = X.sum(axis=1, keepdims=True)
 
@@ -86,7 +83,7 @@ def job(**changed):
     )
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("functional", "own train_step")
 @pytest.mark.parametrize("make, options", WAYS.values(), ids=WAYS)
 def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
@@ -504,38 +501,33 @@ def build(seed, epochs):
 """
 
 
-@pytest.mark.slow
-def test_the_command_compares_in_fresh_processes_and_leaves_a_report(tmp_path):
+def test_the_command_compares_in_fresh_processes_and_leaves_a_report(
+    tmp_path, monkeypatch, capsys
+):
     (tmp_path / "program_of_mine.py").write_text(PROGRAM)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(tmp_path)
     command = [
-        *(sys.executable, "-m", "tfamp", "compare", "program_of_mine:build"),
-        *("--policies", "float32,mixed_bfloat16", "--seeds", "2", "--out", "report"),
-        *("--fail-if", "failed", "--latency-batch-sizes", "1"),
+        *("compare", "program_of_mine:build", "--policies", "float32,mixed_bfloat16"),
+        *("--seeds", "1", "--out", "report", "--fail-if", "failed"),
+        *("--latency-batch-sizes", "1"),
     ]
-    environment = {**child.os.environ, "PYTHONPATH": str(ROOT)}
-    ended = subprocess.run(
-        command, cwd=tmp_path, env=environment, capture_output=True, text=True
-    )
-    assert ended.returncode == 0, ended.stderr
-    assert "[4/4] " in ended.stdout
-    assert ended.stdout.splitlines()[-1] == "Report: report/report.html"
+    assert cli.main(command) == 0
+    printed = capsys.readouterr().out
+    assert "[2/2] " in printed
+    assert printed.splitlines()[-1] == "Report: report/report.html"
     found = json.loads((tmp_path / "report" / "report.json").read_text())
-    assert [(run["policy"], run["seed"]) for run in found["runs"]] == [
-        ("float32", 0),
-        ("mixed_bfloat16", 0),
-        ("float32", 1),
-        ("mixed_bfloat16", 1),
-    ]
-    for before, after in (found["runs"][:2], found["runs"][2:]):
-        # The same seed begins alike, and bfloat16 takes the weights elsewhere.
-        assert before["losses"][0][1] == pytest.approx(after["losses"][0][1], rel=0.02)
-        assert 0 < after["weights_drift"] < 1
+    before, after = found["runs"]
+    assert (before["policy"], after["policy"]) == ("float32", "mixed_bfloat16")
+    # The same seed begins alike, and bfloat16 takes the weights elsewhere.
+    assert before["losses"][0][1] == pytest.approx(after["losses"][0][1], rel=0.02)
+    assert 0 < after["weights_drift"] < 1
     assert found["context"]["command"].startswith("tfamp compare program_of_mine:build")
     assert (tmp_path / "report" / "report.md").exists()
     assert "<html" in (tmp_path / "report" / "report.html").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.whole("batch_search_trials_test ends processes by the same watch")
 def test_a_batch_that_does_not_fit_is_found_in_a_process_of_its_own(tmp_path):
     def build_wide():
         # 2048 float32 a row between the layers: 32,768 rows are 256 MiB.

@@ -85,7 +85,11 @@ def checked():
     return keras.Sequential([keras.Input((3,)), Checked(), layers.Dense(1)])
 
 
-def compiled(make=sequential, *, on_replicas=False, **settings):
+def small():
+    return keras.Sequential([keras.Input((3,)), layers.Dropout(0.5), layers.Dense(1)])
+
+
+def compiled(make=small, *, on_replicas=False, **settings):
     keras.utils.set_random_seed(1)
     scope = contextlib.nullcontext()
     if on_replicas:
@@ -128,16 +132,8 @@ WAYS = {
 }
 
 
-def slow_where(name):
-    return [pytest.mark.slow] if name in ("XLA", "Functional", "eager") else []
-
-
-@pytest.mark.most(4)
-@pytest.mark.parametrize(
-    "make, settings",
-    [pytest.param(*way, marks=slow_where(name)) for name, way in WAYS.items()],
-    ids=WAYS,
-)
+@pytest.mark.anchors("Sequential", "a train_step of its own")
+@pytest.mark.parametrize("make, settings", WAYS.values(), ids=WAYS)
 def test_the_failing_step_is_kept_and_replayed_bit_by_bit(tmp_path, make, settings):
     model, recorder = compiled(make, **settings), FlightRecorder(tmp_path, keep=4)
     fit(model, recorder)
@@ -258,11 +254,8 @@ def guarded(**settings):
     return tfamp.LossScaleOptimizer(inner, 1024.0, max_consecutive_skips=3, **settings)
 
 
-@pytest.mark.parametrize(
-    "jit_compile",
-    [False, pytest.param(True, marks=pytest.mark.slow)],
-    ids=["graph", "XLA"],
-)
+@pytest.mark.anchors("graph")
+@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "XLA"])
 def test_a_streak_of_skips_is_replayed_to_its_end(tmp_path, jit_compile):
     model = compiled(optimizer=guarded(), jit_compile=jit_compile)
     x, y = arrays(None)
@@ -370,7 +363,8 @@ def test_weights_that_are_not_finite_are_seen_at_the_next_snapshot(tmp_path):
                 statistics.assign(np.full(4, np.nan))
 
     recorder = FlightRecorder(tmp_path, keep=4)
-    fit(compiled(), recorder, data=arrays(None), callbacks=[Spoils()])
+    model = compiled(sequential)
+    fit(model, recorder, data=arrays(None), callbacks=[Spoils()])
     assert kinds(recorder) == ["failure-00000004-weights"]
     record = files.read_record(recorder.bundles[0])
     where = "4 numbers are not finite, first in 'sequential"
@@ -521,7 +515,7 @@ def test_the_failing_step_is_found_among_several(tmp_path):
 
 
 def make_for_replay():
-    model = sequential()
+    model = small()
     model.compile(keras.optimizers.Adam(0.01), "mse")
     return model, None
 

@@ -18,10 +18,10 @@ STEPS = 2
 TOLERANCE = {"float32": 2e-5, "mixed_bfloat16": 2e-2, "mixed_float16": 4e-3}
 
 
-def build(policy, *, accumulation_steps):
+def build(policy, *, accumulation_steps, hidden=2):
     keras.utils.set_random_seed(1)
     with warnings.catch_warnings(), tfamp.scope(policy):
-        layers = [keras.layers.Dense(32, activation="tanh") for _ in range(4)]
+        layers = [keras.layers.Dense(32, activation="tanh") for _ in range(hidden)]
         model = keras.Sequential([keras.Input((16,)), *layers, keras.layers.Dense(1)])
         inner = keras.optimizers.SGD(0.05, momentum=0.9, use_ema=True, ema_momentum=0.5)
         optimizer = tfamp.LossScaleOptimizer(
@@ -53,14 +53,8 @@ def trained(policy, *, micro_batches, with_trades):
 
 
 @pytest.mark.filterwarnings("ignore:'mixed_:UserWarning")
-@pytest.mark.parametrize(
-    "policy",
-    [
-        "float32",
-        "mixed_float16",
-        pytest.param("mixed_bfloat16", marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.anchors("mixed_float16")
+@pytest.mark.parametrize("policy", TOLERANCE)
 def test_all_trades_together_equal_the_large_batch(policy):
     plain = trained(policy, micro_batches=1, with_trades=False)
     traded = trained(policy, micro_batches=2, with_trades=True)
@@ -73,7 +67,7 @@ def test_all_trades_together_equal_the_large_batch(policy):
 
 @pytest.mark.filterwarnings("ignore:'mixed_:UserWarning")
 def test_the_trades_are_in_the_estimate():
-    with_ema = build("float32", accumulation_steps=4)
+    with_ema = build("float32", accumulation_steps=4, hidden=4)
     weights = sum(4 * int(np.prod(w.shape)) for w in with_ema.trainable_weights)
     plain = tfamp.estimate_memory(with_ema, 2**14)
     # Momentum, averages and accumulators.
