@@ -23,7 +23,6 @@ from tfamp.data.augmentation import (
 from tfamp.data.augmentation.chain import make_chain, num_arguments
 from tfamp.data.augmentation.epochs import EpochCounter
 from tfamp.data.augmentation.probing import check_range
-from tfamp.data.service import Service
 
 ALL = (Flip(True, True), Shift(), Rotate(), Brightness(), Contrast(), Cutout())
 ROW = np.arange(4.0, dtype=np.float32).reshape(1, 1, 4, 1)
@@ -213,7 +212,6 @@ def test_transforms_match_a_slow_reference(transform, columns, low, oracle, stre
         np.testing.assert_allclose(found, expected, rtol=0, atol=FLOAT32_ERROR)
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("transform, columns, low, oracle", ORACLES, ids=NAMES)
 def test_transforms_match_it_when_xla_compiles_them(
     transform, columns, low, oracle, monkeypatch
@@ -617,7 +615,6 @@ CHOICES = {
 }
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("choose, source, length", CHOICES.values(), ids=list(CHOICES))
 def test_it_goes_with_every_way_to_choose(choose, source, length, monkeypatch):
     if source == "positions":
@@ -742,16 +739,6 @@ def test_behind_a_service_it_runs_on_the_reading_side():
     pipeline = pipeline.augment(add_strength, ramp_epochs=2, seed=1)
     dataset = pipeline.build(service=HereService())
     found = [{float(x[0]) for x, _ in dataset} for _ in range(3)]
-    assert found == [{0, 8, 16}, {50, 58, 66}, {100, 108, 116}]
-
-
-@pytest.mark.slow
-def test_worker_processes_read_what_is_augmented_here():
-    with Service(2) as service:
-        pipeline = marked().map(lambda x, y: (x, y)).batch(8).prefetch()
-        pipeline = pipeline.augment(add_strength, ramp_epochs=2, seed=1)
-        dataset = pipeline.build(service=service)
-        found = [{float(x[0]) for x, _ in dataset} for _ in range(3)]
     assert found == [{0, 8, 16}, {50, 58, 66}, {100, 108, 116}]
 
 
@@ -961,15 +948,12 @@ def model_of(layer, policy="float32"):
     return model
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize(
     "policy, transforms, options",
     [
         ("mixed_bfloat16", ALL, {}),
         ("float32", (Flip(), Brightness()), {"jit_compile": True}),
-        pytest.param(
-            "mixed_bfloat16", ALL, {"jit_compile": True}, marks=pytest.mark.slow
-        ),
+        ("mixed_bfloat16", ALL, {"jit_compile": True}),
         ("float32", (Flip(), Brightness()), {"run_eagerly": True}),
     ],
     ids=["mixed_bfloat16", "xla", "mixed_bfloat16 xla", "eager"],

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
 import types
@@ -155,39 +156,36 @@ def test_a_half_written_cache_is_built_again(tmp_path, caplog):
     assert (tmp_path / "train_of_another.txt").read_text() == "mine"
 
 
-KILLED = """
-import os, signal, sys
-import numpy as np
-import tensorflow as tf
-from tfamp.data import Pipeline
+def deadly(path):
+    """Returns a pipeline that ends a process at its 600th element, if told to."""
 
-def stop(x):
-    if x == 600:
-        os.kill(os.getpid(), signal.SIGKILL)
-    return x
+    def stop(x):
+        if x == 600 and "TFAMP_TEST_DIES" in os.environ:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return x
 
-def f(x):
-    return tf.ensure_shape(tf.py_function(stop, [x], tf.int64), ())
+    def look(x):
+        return tf.ensure_shape(tf.py_function(stop, [x], tf.int64), ())
 
-if sys.argv[2] == "lives":
-    f = lambda x: x
-Pipeline.from_arrays(np.arange(1000)).map(f).cache(sys.argv[1]).build()
-"""
+    return Pipeline.from_arrays(np.arange(1000)).map(look).cache(path)
 
 
-@pytest.mark.slow
 def test_a_writer_that_was_killed_does_not_stop_the_next_one(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(KILLED)
-    folder = tmp_path / "caches"
-    folder.mkdir()
-    command = [sys.executable, str(program), str(folder / "train")]
-    killed = subprocess.run([*command, "dies"], cwd=ROOT, capture_output=True)
-    assert killed.returncode == -9
-    assert only(folder).parts()
-    assert not only(folder).is_complete
-    again = Pipeline.from_arrays(np.arange(1000)).cache(folder / "train").build()
-    assert [int(x) for x in again] == list(range(1000))
+    path = tmp_path / "train"
+    program = "from tests.data_cache_test import deadly as d; import sys; "
+    killed = subprocess.run(
+        [sys.executable, "-c", program + "d(sys.argv[1]).build()", str(path)],
+        cwd=ROOT,
+        env=os.environ | {"TFAMP_TEST_DIES": "1"},
+        capture_output=True,
+    )
+    assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
+    left = only(tmp_path)
+    assert left.parts()
+    assert not left.is_complete
+    assert [int(x) for x in deadly(path).build()] == list(range(1000))
+    # Its own place: the same pipeline has the same name in every process.
+    assert caches(tmp_path) == [left.record.name]
 
 
 def test_one_waits_for_the_process_that_fills_the_cache(tmp_path):
@@ -257,28 +255,23 @@ def test_the_size_of_varying_elements_is_estimated_from_the_first(tmp_path):
     assert caching._sampled_bytes(texts.build()) == 50 * (100 + 64)
 
 
-FULL = """
-import resource, signal, sys
-import numpy as np
-from tfamp.data import Pipeline
+@pytest.fixture
+def files_of_100_kb():
+    """Limits each file that this process writes, as a full disk does."""
+    resource = pytest.importorskip("resource")
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
+    yield
+    resource.setrlimit(resource.RLIMIT_FSIZE, before)
 
-signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, 100_000))
-Pipeline.from_arrays(np.zeros((1000, 1000))).cache(sys.argv[1]).build()
-"""
 
-
-@pytest.mark.slow
-def test_a_full_disk_ends_in_a_clear_error_and_leaves_nothing(tmp_path):
-    pytest.importorskip("resource")
-    folder = tmp_path / "caches"
-    folder.mkdir()
-    command = [sys.executable, "-c", FULL, str(folder / "train")]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 1
-    assert "OSError: [Errno 28] The disk of" in done.stderr, done.stderr
-    assert "What was written is removed." in done.stderr
-    assert list(folder.iterdir()) == []
+def test_a_full_disk_ends_in_a_clear_error_and_leaves_nothing(
+    tmp_path, files_of_100_kb
+):
+    pipeline = Pipeline.from_arrays(np.zeros((100, 1000))).cache(tmp_path / "train")
+    with pytest.raises(OSError, match="The disk of .* What was written is removed."):
+        pipeline.build()
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_an_error_while_filling_leaves_nothing(tmp_path):
