@@ -230,7 +230,7 @@ def test_find_without_a_limit_leaves_it_to_the_machine(searched):
     assert calls[0][1] == {"policy": "auto", "max_memory_bytes": None}
 
 
-@pytest.mark.slow
+@pytest.mark.whole("the tests above hold the call, batch_search_trials_test the trials")
 def test_find_makes_trials_of_what_the_function_builds(capsys):
     pytest.importorskip("cloudpickle")
     argv = ["measurable:build", "--find", "--policy=float32", "--limit=10MB"]

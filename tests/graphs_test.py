@@ -167,7 +167,9 @@ class Halving(LAYERS.Layer):
 def test_a_loop_that_data_end_counts_once_and_a_warning_says_so():
     expected = "The FLOPs of 1 operations of 'halving' are not known"
     with pytest.warns(UserWarning, match=re.escape(expected)):
-        assert flops.forward_flops(Halving(), tf.zeros((4, 4))) == 2 * 4**3
+        assert (
+            flops.forward_flops(Halving(name="halving"), tf.zeros((4, 4))) == 2 * 4**3
+        )
 
 
 # What is called, on a 3 x 4 and a 4 x 5 matrix.

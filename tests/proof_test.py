@@ -325,7 +325,7 @@ ATTRIBUTED = {
 }
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("mixed_bfloat16-attention", "float32-subclassed")
 @pytest.mark.parametrize("make, expected", ATTRIBUTED.values(), ids=ATTRIBUTED)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_every_product_is_attributed_to_its_layer(make, expected, policy):
@@ -516,7 +516,7 @@ def test_xla_tells_the_dtypes_of_the_compiled_program():
     assert state_of(model) == before
 
 
-@pytest.mark.slow
+@pytest.mark.whole("the compiled program of dense layers is read above")
 def test_xla_is_read_for_loops_attention_and_convolutions():
     inputs = keras.Input((8, 8, 3))
     x = LAYERS.Conv2D(8, 3)(inputs)

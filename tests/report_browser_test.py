@@ -13,8 +13,6 @@ from tfamp.evidence import OperationTime, Run
 from tfamp.report import html as report_html
 from tfamp.report import to_html
 
-pytestmark = pytest.mark.slow
-
 # Playwright's own comes first; these are what systems call theirs.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
 ARGUMENTS = [
