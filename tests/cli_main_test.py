@@ -1,5 +1,6 @@
 """The `tfamp` command: help, version, commands that do not exist, handing over."""
 
+import importlib
 import subprocess
 import sys
 import types
@@ -92,6 +93,56 @@ def test_every_listed_command_exists():
     for command in cli._COMMANDS.values():
         module = __import__(command.module, fromlist=["main"])
         assert callable(module.main)
+
+
+# What takes a model -> some of its flags.
+ON_MODELS = {
+    "lint": ("policy", "json", "fail_on", "silence"),
+    "memory": ("batch_size", "policy", "inference", "limit", "find", "json", "plot"),
+    "prove": ("policy", "json", "seconds", "inference"),
+}
+FAILURES = {
+    "no module": (["nowhere:build"], 1, "There is no module 'nowhere'"),
+    "no function": (["buildable:bild"], 1, "Did you mean 'build'?"),
+    "no folder": (["buildable:build", "--json=no/x"], 1, "No such file or directory"),
+    "nothing": ([], 2, "Nothing is named; expected one 'module:build' and flags"),
+    "two": (["a:b", "c:d"], 2, "Unexpected argument 'c:d'"),
+    "policy": (["a:b", "--policy=fp16"], 2, "Unknown `--policy` 'fp16'; expected"),
+}
+MODULE = """
+import keras, numpy
+
+def build():
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+    return model, (numpy.zeros((8, 2)), numpy.zeros((8, 1)))
+"""
+
+
+@pytest.mark.parametrize("name", ON_MODELS)
+@pytest.mark.parametrize("argv, status, message", FAILURES.values(), ids=FAILURES)
+def test_commands_on_a_model_fail_alike(
+    tmp_path, monkeypatch, capsys, name, argv, status, message
+):
+    (tmp_path / "buildable.py").write_text(MODULE)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    main = importlib.import_module(f"tfamp.cli.{name}").main
+    assert main(["--policy=float32", *argv]) == status
+    sys.modules.pop("buildable", None)
+    printed = capsys.readouterr()
+    assert printed.out == ""
+    assert printed.err.startswith(f"tfamp {name}: ")
+    assert message in printed.err
+    assert printed.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("name, flags", ON_MODELS.items(), ids=ON_MODELS)
+def test_help_of_a_command_names_its_flags(capsys, name, flags):
+    assert importlib.import_module(f"tfamp.cli.{name}").main(["--help"]) == 0
+    text = capsys.readouterr().out
+    assert text.startswith(f"usage: tfamp {name} module:build [flags]")
+    assert [flag for flag in flags if f"--{flag}" not in text] == []
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version", "docter"])

@@ -246,19 +246,9 @@ def test_find_makes_trials_of_what_the_function_builds(capsys):
 # Failures
 
 FAILURES = {
-    "no module": (["nowhere:build"], 1, "There is no module 'nowhere'"),
-    "no function": (["measurable:bild"], 1, "Did you mean 'build'?"),
     "four": (["measurable:four"], 1, "returned a tuple of 4; expected a compiled"),
     "not compiled": (["measurable:uncompiled"], 1, "Model 'raw' is not compiled;"),
     "open shape": (["measurable:open_shape"], 1, "expected one that is known but for"),
-    "no folder": (
-        ["measurable:alone", "--json=nowhere/found.json"],
-        1,
-        "No such file or directory",
-    ),
-    "nothing": ([], 2, "Nothing is named; expected one 'module:build' and flags"),
-    "two": (["a:b", "c:d"], 2, "Unexpected argument 'c:d'"),
-    "policy": (["a:b", "--policy=fp16"], 2, "Unknown `--policy` 'fp16'; expected"),
     "size": (["a:b", "--batch_size=8,0"], 2, "`--batch_size` has '0'; expected whole"),
     "limit": (["a:b", "--limit=16GO"], 2, "`--limit` is '16GO'; expected a number of"),
     "no optimizer": (
@@ -291,12 +281,3 @@ def test_failures_end_with_a_status_and_a_sentence(capsys, argv, status, message
     assert message in printed.err
     assert printed.err.startswith("tfamp memory: ")
     assert printed.err.count("\n") == 1
-
-
-def test_help_names_every_flag(capsys):
-    assert memory.main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: tfamp memory module:build [flags]")
-    names = ("batch_size", "policy", "inference", "optimizer", "limit", "find", "json")
-    for flag in (*names, "plot"):
-        assert f"--{flag} " in text
