@@ -90,7 +90,6 @@ WAYS = {
 }
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("every_steps", [1, 4, 100])
 @pytest.mark.parametrize("compiling", WAYS.values(), ids=WAYS)
 def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):

@@ -135,7 +135,6 @@ EXPECTED = {
 }
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("every_steps", [1, 4, 100])
 @pytest.mark.parametrize("make", MODELS.values(), ids=MODELS)
 def test_rates_of_each_epoch_are_in_the_history(make, every_steps):

@@ -6,7 +6,7 @@ import re
 import numpy as np
 import pytest
 
-from tfamp.evidence import Interval, Verdict, judge
+from tfamp.evidence import Interval, Verdict, judge, verdict
 from tfamp.evidence.verdict import interval, more_seeds
 
 pytest.importorskip("scipy")
@@ -127,60 +127,67 @@ def test_as_many_seeds_as_it_asks_for_tell_faster_from_not_faster():
 # Error rates
 
 
-def answers(*, mean, ratio, seeds):
+@pytest.fixture
+def answers(monkeypatch):
     """Answers on comparisons whose truth is known: seeds scatter by 0.4 %."""
-    rng = np.random.default_rng(42)
-    for _ in range(NUM_COMPARISONS):
-        differences = rng.normal(mean, 0.004, seeds)
-        ratios = ratio * np.exp(rng.normal(0, 0.03, seeds))
-        yield judge(differences, ratios, tolerance=TOLERANCE).answer
+    # Most of the time goes to how many more seeds would decide, which is not asked.
+    monkeypatch.setattr(verdict, "_more", lambda *_: None)
+
+    def found(*, mean, ratio, seeds, spread=0.004):
+        rng = np.random.default_rng(42)
+        return [
+            judge(
+                rng.normal(mean, spread, seeds),
+                ratio * np.exp(rng.normal(0, 0.03, seeds)),
+                tolerance=TOLERANCE,
+            ).answer
+            for _ in range(NUM_COMPARISONS)
+        ]
+
+    return found
 
 
 @pytest.mark.parametrize("seeds", [2, 5, 10])
-def test_what_is_worse_by_the_tolerance_is_seldom_called_equivalent(seeds):
-    found = list(answers(mean=-TOLERANCE, ratio=2.0, seeds=seeds))
+def test_what_is_worse_by_the_tolerance_is_seldom_called_equivalent(seeds, answers):
+    found = answers(mean=-TOLERANCE, ratio=2.0, seeds=seeds)
     assert sum("equivalent" in answer for answer in found) <= MOST_FALSE
     # At the border itself "worse" is as false a claim.
     assert found.count("worse") <= MOST_FALSE
 
 
-def test_what_is_1_percent_worse_is_never_called_equivalent_and_mostly_worse():
-    found = list(answers(mean=-0.01, ratio=2.0, seeds=10))
+def test_what_is_1_percent_worse_is_never_called_equivalent_and_mostly_worse(answers):
+    found = answers(mean=-0.01, ratio=2.0, seeds=10)
     assert sum("equivalent" in answer for answer in found) == 0
     assert found.count("worse") > 0.9 * NUM_COMPARISONS
 
 
 @pytest.mark.parametrize("seeds", [3, 10])
-def test_what_is_the_same_is_never_called_worse_and_seldom_faster(seeds):
-    found = list(answers(mean=0.0, ratio=1.0, seeds=seeds))
+def test_what_is_the_same_is_never_called_worse_and_seldom_faster(seeds, answers):
+    found = answers(mean=0.0, ratio=1.0, seeds=seeds)
     assert found.count("worse") == 0
     assert found.count("equivalent and faster") <= MOST_FALSE
 
 
 @pytest.mark.parametrize("seeds", [3, 10])
-def test_what_is_faster_by_5_percent_is_seldom_called_not_faster(seeds):
-    found = list(answers(mean=0.01, ratio=1.0501, seeds=seeds))
+def test_what_is_faster_by_5_percent_is_seldom_called_not_faster(seeds, answers):
+    found = answers(mean=0.01, ratio=1.0501, seeds=seeds)
     assert found.count("equivalent, not faster") <= MOST_FALSE
 
 
-def test_what_is_the_same_is_mostly_called_not_faster():
-    found = list(answers(mean=0.0, ratio=1.0, seeds=20))
+def test_what_is_the_same_is_mostly_called_not_faster(answers):
+    found = answers(mean=0.0, ratio=1.0, seeds=20)
     assert found.count("equivalent, not faster") > 0.85 * NUM_COMPARISONS
 
 
-def test_what_is_the_same_and_faster_is_mostly_called_so():
-    found = list(answers(mean=0.0, ratio=1.5, seeds=10))
+def test_what_is_the_same_and_faster_is_mostly_called_so(answers):
+    found = answers(mean=0.0, ratio=1.5, seeds=10)
     assert found.count("equivalent and faster") > 0.9 * NUM_COMPARISONS
 
 
-def test_noise_is_undecided():
-    rng = np.random.default_rng(1)
-    noisy = [
-        judge(rng.normal(0, 0.05, 5), [2.0] * 5, tolerance=TOLERANCE)
-        for _ in range(NUM_COMPARISONS)
-    ]
-    undecided = [verdict for verdict in noisy if verdict.answer == "undecided"]
-    assert len(undecided) >= NUM_COMPARISONS - MOST_FALSE
+def test_noise_is_undecided(answers):
+    found = answers(mean=0.0, ratio=2.0, seeds=5, spread=0.05)
+    # Either of the two claims about the metric comes up by chance.
+    assert found.count("undecided") >= NUM_COMPARISONS - 2 * MOST_FALSE
 
 
 # What is refused

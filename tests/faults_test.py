@@ -20,23 +20,12 @@ from tfamp.keras_hooks import structure
 DTYPES = ("float16", "bfloat16")
 FAULTY = [case for case in faults.CASES if case.kind != "healthy"]
 HEALTHY = [case for case in faults.CASES if case.kind == "healthy"]
-# Small and quick ones.
-SAMPLE = ("normalization_far_inside", "reciprocal_functional", "mlp")
 # The whole set is proven by benchmarks/faults/prove_truth.py, which takes minutes.
 EACH_CASE = pytest.mark.parametrize(
     "case", faults.CASES[::8], ids=lambda case: case.name
 )
-# One of each cause runs with the fast tests.
-QUICK = {
-    *("infinity_in_x_float16", "root_of_zero", "learning_rate_sgd"),
-    *("adam_without_epsilon", "static_scale", "cube", "healthy_float32_functional"),
-}
 EACH_FAILURE = pytest.mark.parametrize(
-    "failure",
-    [
-        pytest.param(f, id=f.name, marks=[] if f.name in QUICK else [pytest.mark.slow])
-        for f in faults.FAILURES
-    ],
+    "failure", faults.FAILURES, ids=lambda failure: failure.name
 )
 
 
@@ -110,10 +99,10 @@ def doubled_twice(style="functional"):
     "style, path",
     [
         ("functional", "square"),
-        pytest.param("sequential", "square", marks=pytest.mark.slow),
+        ("sequential", "square"),
         ("subclassed", "square"),
         ("nested", "inner/square"),
-        pytest.param("nested stage", "stage/square", marks=pytest.mark.slow),
+        ("nested stage", "stage/square"),
     ],
 )
 def test_a_square_beyond_float16_is_the_guilty_layer(style, path):
@@ -188,21 +177,10 @@ def test_errors_are_as_by_hand():
 # The cases
 
 
-@pytest.mark.parametrize("name", SAMPLE)
-def test_the_truth_of_a_sample_is_proven(name):
-    case = by_name(name)
-    subject = Subject(*case.build(0))
-    for dtype in DTYPES:
-        truth = prove(subject, dtype)
-        assert holds(case, dtype, truth), (dtype, truth)
-
-
 # Layers that lose digits on processors that add up in this dtype, not in float32.
 BY_PROCESSOR = {("average_pooling", "bfloat16"): frozenset({"mean"})}
 
 
-@pytest.mark.slow
-@pytest.mark.most(4)
 @EACH_CASE
 def test_the_truth_is_proven(case):
     subject = Subject(*case.build(0))
@@ -214,8 +192,6 @@ def test_the_truth_is_proven(case):
         assert holds(case, dtype, truth), (dtype, truth)
 
 
-@pytest.mark.slow
-@pytest.mark.most(5)
 @EACH_CASE
 def test_the_same_seed_builds_the_same_case(case):
     (first, data), (second, again) = case.build(3), case.build(3)
@@ -256,14 +232,12 @@ def is_finite(model, batch):
         return False
 
 
-@pytest.mark.most(12)
 @EACH_FAILURE
 def test_a_failure_fails_and_none_does_not(failure):
     model, batch = failure.build(0)
     assert is_finite(model, batch) == (failure.cause == "none")
 
 
-@pytest.mark.most(10)
 @EACH_FAILURE
 def test_the_cause_is_the_cause(failure):
     """Each cause is taken away, and the step is finite; what is no cause is not."""
@@ -302,7 +276,6 @@ def repaired(batch):
     return tuple(repair(values) for values in batch)
 
 
-@pytest.mark.most(16)
 @EACH_FAILURE
 def test_the_named_layer_is_where_it_begins(failure):
     """It gets finite values, and gives one that is not, forward or backward."""

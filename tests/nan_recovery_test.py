@@ -124,7 +124,7 @@ def undisturbed():
     return quality(model)
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("functional", "own train_step in a graph")
 @pytest.mark.parametrize("way", WAYS.values(), ids=WAYS)
 def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(
     way, undisturbed, tmp_path
@@ -139,7 +139,6 @@ def test_a_bad_batch_in_epoch_2_is_dropped_and_quality_is_kept(
     assert quality(model) == pytest.approx(undisturbed, rel=0.01)
 
 
-@pytest.mark.slow
 def test_a_bad_batch_is_dropped_on_two_replicas(undisturbed, tmp_path):
     with two_replicas().scope():
         model = linear(run_eagerly=False)
@@ -332,19 +331,6 @@ def named(cause, layer=None, remedy="", layers=()):
     return triage
 
 
-@pytest.mark.slow
-def test_a_learning_rate_that_is_too_high_is_cut_and_quality_is_kept(tmp_path):
-    long = {"epochs": 3 * EPOCHS}
-    calm = linear(keras.optimizers.SGD(0.02))
-    calm.fit(data().repeat(), steps_per_epoch=STEPS, verbose=0, **long)
-    model = linear(keras.optimizers.SGD(2.0))
-    recovery = often(tmp_path, triage=named("learning rate"), learning_rate_factor=0.01)
-    run = fit(model, data().repeat(), recovery, **long)
-    assert [each.remedy for each in run.recoveries] == ["cut learning rate"]
-    assert recovery.recoveries[0].detail == "2 -> 0.02"
-    assert quality(model) == pytest.approx(quality(calm), rel=0.01)
-
-
 def test_a_cut_lasts_when_a_snapshot_from_before_it_comes_back(tmp_path):
     model = linear(keras.optimizers.SGD(0.5))
     # Never a snapshot but the first, so each recovery goes back behind the cut before.
@@ -387,7 +373,6 @@ def test_every_optimizer_of_a_model_is_cut():
     assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.01)
 
 
-@pytest.mark.slow
 def test_a_layer_that_overflows_in_float16_is_kept_in_float32(tmp_path):
     """float16 ends at 65504; what makes and what takes 1e6 is kept, and no other."""
     keras.utils.set_random_seed(7)
@@ -471,6 +456,7 @@ STOPS = {
 }
 
 
+@pytest.mark.anchors("graph")
 @pytest.mark.parametrize("way", STOPS.values(), ids=STOPS)
 def test_the_error_of_a_stalled_loss_scale_ends_no_training(way, tmp_path):
     model = rooted(guard(), **way)

@@ -94,7 +94,7 @@ def compiled(optimizer, policy="float32"):
     with tfamp.scope(policy):
         # The last one is kept in float32; the first needs a loss scale in float16.
         model = keras.Sequential([keras.Input((2,)), layers.Dense(2), layers.Dense(1)])
-        model.compile(optimizer, "mse")
+        model.compile(optimizer, "mse", run_eagerly=True)
     return model
 
 

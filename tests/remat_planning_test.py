@@ -39,7 +39,7 @@ def test_the_target_is_met_and_less_than_all_is_computed_again():
     assert peak(whole) < peak(model) <= 0.85 * before
 
 
-@pytest.mark.most(1)
+@pytest.mark.anchors("graph")
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "XLA"])
 def test_losses_are_those_of_the_plain_model(jit_compile):
     x = np.random.default_rng(0).normal(size=(64, 128)).astype(np.float32)

@@ -108,13 +108,12 @@ CELLS = [
 ]
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("mixed_float16-graph-*")
 @pytest.mark.parametrize(("policy", "way", "style"), CELLS)
 def test_training_is_the_same(policy, way, style):
     assert_same(lambda: assembled(blocks(), style, (8,)), policy, WAYS[way])
 
 
-@pytest.mark.most(2)
 @pytest.mark.parametrize(
     ("policy", "way"), list(zip((*POLICIES, POLICIES[0]), WAYS, strict=True))
 )

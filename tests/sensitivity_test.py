@@ -95,7 +95,7 @@ SPOILED = {
 }
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("square-float16")
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("function, reasons", SPOILED.values(), ids=SPOILED)
 def test_a_layer_is_guilty_for_the_reason(function, reasons, dtype):
@@ -207,7 +207,6 @@ HEALTHY = {
 }
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
 @pytest.mark.parametrize("parts, shape", HEALTHY.values(), ids=HEALTHY)
 def test_no_alarm_on_healthy_models(parts, shape, dtype):

@@ -76,7 +76,7 @@ OPTIMIZERS = {
 }
 
 
-@pytest.mark.most(3)
+@pytest.mark.anchors("loss scale")
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_what_is_trained_after_a_put_is_what_was_trained_after_the_take(make):
     model = compiled(make(), run_eagerly=make is not keras.optimizers.Adam)
@@ -91,7 +91,7 @@ def test_what_is_trained_after_a_put_is_what_was_trained_after_the_take(make):
     assert same_bits(snapshots.take(model), wanted)
 
 
-@pytest.mark.most(3)
+@pytest.mark.anchors("loss scale")
 @pytest.mark.parametrize("make", OPTIMIZERS.values(), ids=OPTIMIZERS)
 def test_a_model_made_anew_takes_a_state_of_the_first(make):
     first = compiled(make())
@@ -533,7 +533,6 @@ work()
 """
 
 
-@pytest.mark.slow
 def test_kill_9_at_any_moment_leaves_the_last_good_state(tmp_path):
     script, folder = tmp_path / "killed.py", tmp_path / "run"
     script.write_text(KILLED)

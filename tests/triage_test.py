@@ -103,7 +103,7 @@ def root():
     return parts(Own(tf.sqrt, name="root"))
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("mixed_float16-subclassed")
 @pytest.mark.parametrize("style", WAYS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
 def test_a_root_at_zero_is_the_models_fault(style, policy):
@@ -296,7 +296,7 @@ def test_a_scale_that_is_too_high_is_lowered(style):
     assert 1 <= float(lower.group(1)) < 2.0**24
 
 
-@pytest.mark.most(4)
+@pytest.mark.anchors("mixed_float16-functional")
 @pytest.mark.parametrize("style", WAYS)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_a_healthy_step_accuses_nobody(style, policy):
