@@ -12,7 +12,9 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp.memory import MemoryEstimates
+from tfamp.graphs.liveness import Held, Peak
+from tfamp.memory import MemoryEstimates, accounting
+from tfamp.numerics.marks import Marks
 
 BATCH = 32
 
@@ -86,6 +88,17 @@ def test_mixed_precision_halves_activations_and_adds_casts(dtype):
     # Three wide kernels and the small ones; the first casts may be over.
     assert 3 * 256 * 256 * 2 <= mixed["casts"] <= 3.2 * 256 * 256 * 2
     assert "casts" not in plain
+
+
+def test_gradients_in_half_precision_are_gradients():
+    model = mlp("mixed_float16")
+    held = [
+        Held(num_bytes, f"gradient_tape/{num_bytes}", "MatMul")
+        for num_bytes in (4 * 256 * 256, 2 * 256 * 256, 3 * 256 * 256)
+    ]
+    found = accounting.by_kind(Peak(0, tuple(held), "any"), model, Marks(model))
+    # Those of a kernel in float32 and in float16; no weight has the size of the third.
+    assert found == {"gradients": 6 * 256 * 256, "workspace": 3 * 256 * 256}
 
 
 def test_a_step_of_predict_has_neither_slots_nor_gradients():

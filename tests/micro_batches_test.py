@@ -778,7 +778,9 @@ print(int(model.optimizer.iterations) - before, callbacks[0].events[-1].splits)
 """
 
 
-@pytest.mark.whole("Others raise the error; a trial of the batch search runs out indeed")
+@pytest.mark.whole(
+    "Others raise the error; batch_search_trials_test runs out of memory"
+)
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="asks for /proc")
 def test_memory_that_has_a_limit():
     # Where oneDNN finds no address for what it compiles, it ends the process; and its
