@@ -137,21 +137,18 @@ def windows(buckets, sizes, drop_remainder):
 @pytest.mark.parametrize("drop_remainder", [False, True], ids=["kept", "dropped"])
 @pytest.mark.parametrize("inside_map", [False, True], ids=["eager", "map"])
 def test_batches_are_those_that_windows_would_give(drop_remainder, inside_map):
-    for seed in range(5):
-        buckets = np.random.default_rng(seed).integers(0, 4, 50)
-        sizes = np.array([1, 3, 7, 60])
+    arrivals = np.random.default_rng(0).integers(0, 4, (5, 50))
+    sizes = np.array([1, 3, 7, 60])
 
-        def plan(buckets, sizes=sizes):
-            batches, of_bucket = batches_in_arrival_order(
-                buckets, tf.constant(sizes), drop_remainder=drop_remainder
-            )
-            return batches.values, batches.row_lengths(), of_bucket
+    def plan(buckets):
+        batches, of_bucket = batches_in_arrival_order(
+            buckets, tf.constant(sizes), drop_remainder=drop_remainder
+        )
+        return batches.values, batches.row_lengths(), of_bucket
 
-        if inside_map:
-            dataset = tf.data.Dataset.from_tensors(buckets)
-            values, lengths, of_bucket = next(iter(dataset.map(plan)))
-        else:
-            values, lengths, of_bucket = plan(tf.constant(buckets))
+    given = tf.data.Dataset.from_tensor_slices(arrivals)
+    plans = given.map(plan) if inside_map else map(plan, given)
+    for buckets, (values, lengths, of_bucket) in zip(arrivals, plans, strict=True):
         batches = tf.RaggedTensor.from_row_lengths(values, lengths).to_list()
         found = list(zip(batches, of_bucket.numpy().tolist(), strict=True))
         assert found == windows(buckets.tolist(), sizes, drop_remainder)
