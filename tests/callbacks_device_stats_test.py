@@ -61,7 +61,7 @@ def no_thread(monkeypatch):
 
 def compiled(**settings):
     model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse", **settings)
+    model.compile("sgd", "mse", **(settings or {"run_eagerly": True}))
     return model
 
 
@@ -133,7 +133,7 @@ def test_rows_and_scalars_hold_every_sample(tmp_path):
 WAYS = {
     "XLA": {"jit_compile": True},
     "three steps a call": {"steps_per_execution": 3},
-    "eager": {"run_eagerly": True},
+    "graph": {"run_eagerly": False},
 }
 
 
