@@ -210,15 +210,6 @@ def test_compile_scales_the_loss_where_a_layer_computes_in_float16():
     assert not isinstance(model.optimizer, SCALED)
 
 
-def test_compile_scales_where_one_layer_alone_is_float16():
-    with tfamp.scope("float32"):
-        x = keras.Input((4,))
-        h = layers.Dense(4, dtype="mixed_float16")(x)
-        model = keras.Model(x, layers.Dense(1)(h))
-        model.compile("adam", "mse")
-    assert isinstance(model.optimizer, SCALED)
-
-
 def test_compile_does_not_scale_where_all_is_kept():
     with tfamp.scope("mixed_float16", keep_float32=["default", "Dense"]):
         x = keras.Input((4,))

@@ -271,17 +271,3 @@ def test_stock_keras_advances_the_schedule_by_microbatches_and_drops_the_rest():
     assert float(stock.learning_rate) == pytest.approx(0.1 * 0.5**2.5)
     assert float(ours.learning_rate) == pytest.approx(0.1 * 0.5)
     assert (int(stock.iterations), int(ours.iterations)) == (1, 2)
-
-
-def test_an_inner_optimizer_that_accumulates_hands_it_over():
-    optimizer = unscaled(keras.optimizers.SGD(1.0, gradient_accumulation_steps=2), 1)
-    assert optimizer.accumulation_steps == 2
-    assert optimizer.inner_optimizer.gradient_accumulation_steps is None
-    _, trail = by_hand(optimizer, [1.0, NAN, 3.0])
-    assert trail == [0, 0, -2]
-
-
-def test_both_accumulating_is_an_error():
-    inner = keras.optimizers.SGD(1.0, gradient_accumulation_steps=2)
-    with pytest.raises(ValueError, match="`accumulation_steps` is 3 and the inner"):
-        unscaled(inner, 3)

@@ -214,18 +214,6 @@ def test_a_loss_scale_of_the_inner_optimizer_is_taken_off(caplog):
     )
 
 
-def test_enable_makes_a_static_scale_of_a_loss_scale_factor():
-    inner = optimizers.SGD(1.0, loss_scale_factor=64.0)
-    with tfamp.scope("mixed_float16"):
-        hidden = layers.Dense(2)  # the head computes in float32
-        model = keras.Sequential([keras.Input((2,)), hidden, layers.Dense(1)])
-        model.compile(inner, "mse")
-    assert type(model.optimizer) is tfamp.LossScaleOptimizer
-    assert (model.optimizer.scale, model.optimizer.is_frozen) == (64, True)
-    assert not model.optimizer.dynamic
-    assert inner.loss_scale_factor is None
-
-
 @pytest.mark.parametrize("accumulation_steps", [1, 2])
 def test_variables_begin_with_keras_and_the_inner_optimizer(accumulation_steps):
     variable = keras.Variable([1.0])

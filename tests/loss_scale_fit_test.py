@@ -1,5 +1,6 @@
 """`fit` with a loss scale: what a skipped step leaves behind, and how training ends."""
 
+import functools
 import re
 
 import keras
@@ -8,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.styles import STYLES, Subclassed, assembled
 
 layers = keras.layers
 STOCK, OURS = keras.optimizers.LossScaleOptimizer, tfamp.LossScaleOptimizer
@@ -35,35 +37,14 @@ def parts():
     ]
 
 
-def functional():
-    x = keras.Input((4,))
-    h = x
-    for layer in parts():
-        h = layer(h)
-    return keras.Model(x, h)
-
-
-def sequential():
-    return keras.Sequential(parts())
-
-
-def nested():
-    x = keras.Input((4,))
-    return keras.Model(x, functional()(x))
-
-
-class Subclassed(keras.Model):
-    def __init__(self):
-        super().__init__()
-        self.parts = parts()
+class ToldOfTraining(Subclassed):
+    """Without the argument Keras would leave the moving statistics alone."""
 
     def call(self, x, training=None):
-        for layer in self.parts:
-            x = layer(x, training=training)
-        return x
+        return super().call(x)
 
 
-class OwnStep(Subclassed):
+class OwnStep(ToldOfTraining):
     def train_step(self, data):
         x, y = data
         with tf.GradientTape() as tape:
@@ -76,7 +57,14 @@ class OwnStep(Subclassed):
         return {"own_loss": loss}
 
 
-MODELS = [functional, sequential, nested, Subclassed, OwnStep]
+def in_style(style):
+    return assembled(parts(), style, (4,))
+
+
+MODELS = {style: functools.partial(in_style, style) for style in STYLES}
+MODELS["subclassed"] = lambda: ToldOfTraining(parts())
+MODELS["own step"] = lambda: OwnStep(parts())
+functional = MODELS["functional"]
 
 
 def linear():
@@ -105,7 +93,7 @@ def fit(model, x, **options):
 
 @pytest.mark.anchors("functional-graph")
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 def test_bad_batches_change_no_bit_of_the_model(build, mode):
     model = compiled(build, mode=mode)
     fit(model, X)
@@ -118,7 +106,7 @@ def test_bad_batches_change_no_bit_of_the_model(build, mode):
 
 
 @pytest.mark.anchors("ours-functional")
-@pytest.mark.parametrize("build", MODELS)
+@pytest.mark.parametrize("build", MODELS.values(), ids=MODELS)
 @pytest.mark.parametrize("cls", [STOCK, OURS], ids=["stock", "ours"])
 def test_the_very_first_batch_may_be_bad(cls, build):
     model = compiled(build, cls=cls)
@@ -143,7 +131,9 @@ STOPPED = "Skipped 3 updates in a row, because their gradients were not finite"
 
 @pytest.mark.anchors("functional-graph")
 @pytest.mark.parametrize("mode", MODES.values(), ids=MODES)
-@pytest.mark.parametrize("build", [functional, OwnStep])
+@pytest.mark.parametrize(
+    "build", [functional, MODELS["own step"]], ids=["functional", "own step"]
+)
 def test_fit_ends_after_too_many_skips_and_the_next_one_begins_clean(build, mode):
     model = compiled(build, mode=mode, initial_scale=8.0, max_consecutive_skips=3)
     fit(model, X)

@@ -230,19 +230,6 @@ def test_without_a_scale_nothing_is_forgotten():
         forgetful(optimizer, keras.Variable(1.0))
 
 
-def test_a_schedule_stepped_by_hand_reads_whether_the_step_was_skipped():
-    weight = keras.Variable(1.0)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), 1.0)
-    optimizer.scale_loss(0.0)
-    rates = []
-    for gradient in (0.0, float("nan"), 0.0):
-        optimizer.apply([tf.constant(gradient)], [weight])
-        if not optimizer.last_step_skipped:
-            optimizer.learning_rate = float(optimizer.learning_rate) / 2
-        rates.append(float(optimizer.inner_optimizer.learning_rate))
-    assert rates == [0.5, 0.5, 0.25]
-
-
 def test_a_setting_of_the_inner_optimizer_that_would_spoil_the_update():
     weight = keras.Variable(1.0)
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
