@@ -74,11 +74,22 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
 
 
 def _start_again(model: keras.layers.Layer, lease: Lease) -> None:
-    """Undoes what was settled for layers that a Sequential model had before."""
-    for _, layer, _ in structure.walk(model):
+    """Undoes what was settled for layers that a Sequential model had before.
+
+    What a rule decided that the lease does not hold stays: a loaded model's user wrote
+    it in another process.
+    """
+    known = {rule.name for rule in lease.rules.rules}
+    left: set[int] = set()
+    for _, layer, parent in structure.walk(model):
         care = care_of(layer)
-        if care is not None and care.lease is lease:
-            keeping.begin_again(layer, lease)
+        if care is None or care.lease is not lease:
+            continue
+        is_unknown = care.kind is Kind.ISLAND and care.rule not in known
+        if is_unknown or (care.kind is Kind.INSIDE and id(parent) in left):
+            left.add(id(layer))
+            continue
+        keeping.begin_again(layer, lease)
 
 
 def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) -> bool:
