@@ -96,11 +96,10 @@ def assignment(model: keras.layers.Layer) -> Assignment:
         'float32'
     """
     _check_model(model)
-    if structure.graph_of(model) is not None:
-        resolving.resolve(model)
-    lease = resolving.care_lease(model)
-    policy = model.dtype_policy.name if lease is None else lease.policy.name
-    rows = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
+    with resolving.previewed(model):
+        lease = resolving.care_lease(model)
+        policy = model.dtype_policy.name if lease is None else lease.policy.name
+        rows = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
     return Assignment(model.name, policy, rows)
 
 

@@ -68,8 +68,8 @@ def scaled(optimizer: Any, model: keras.Model, lease: Lease) -> Any:
 
 def _say_whose(optimizer: Any) -> None:
     logging.info(
-        "Optimizer %r is of your own class %s, so it scales the loss as that does. Derive "
-        "it from `tfamp.LossScaleOptimizer` to have steps skipped on all replicas alike.",
+        "Optimizer %r is of your own class %s, so it scales the loss as that does. "
+        "Derive it from `tfamp.LossScaleOptimizer` to skip steps on all replicas alike.",
         optimizer.name,
         type(optimizer).__name__,
     )
