@@ -69,7 +69,7 @@ def scaled(optimizer: Any, model: keras.Model, lease: Lease) -> Any:
 def _say_whose(optimizer: Any) -> None:
     logging.info(
         "Optimizer %r is of your own class %s, so it scales the loss as that does. "
-        "Derive it from `tfamp.LossScaleOptimizer` to skip steps on all replicas alike.",
+        "Derive it from `tfamp.LossScaleOptimizer` to judge steps on all replicas.",
         optimizer.name,
         type(optimizer).__name__,
     )
