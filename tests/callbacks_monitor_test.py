@@ -41,7 +41,7 @@ def compiled(*, compiling=None, **options):
     )
     layer = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros", name="d")
     model = keras.Sequential([keras.Input((2,)), layer], name="m")
-    model.compile(optimizer, "mse", **(compiling or {}))
+    model.compile(optimizer, "mse", **(compiling or {"run_eagerly": True}))
     return model
 
 
@@ -83,13 +83,14 @@ def events(folder):
 
 
 WAYS = {
-    "graph": {},
+    "graph": {"run_eagerly": False},
     "XLA": {"jit_compile": True},
     "eager": {"run_eagerly": True},
     "three steps a call": {"steps_per_execution": 3},
 }
 
 
+@pytest.mark.anchors("graph-4")
 @pytest.mark.parametrize("every_steps", [1, 4, 100])
 @pytest.mark.parametrize("compiling", WAYS.values(), ids=WAYS)
 def test_logs_and_rows_hold_every_step(compiling, every_steps, tmp_path):

@@ -324,10 +324,7 @@ def rounds_of(clock, seconds, **options):
 def test_each_round_has_every_turn_once():
     done = []
     times = rounds_of(Clock(), {"a": 0.01, "b": 0.02}, progress=done.append)
-    assert times == {
-        "a": [pytest.approx(0.01)] * 6,
-        "b": [pytest.approx(0.02)] * 6,
-    }
+    assert times == {"a": [pytest.approx(0.01)] * 6, "b": [pytest.approx(0.02)] * 6}
     assert done == [1, 2, 3, 4, 5, 6]
 
 
@@ -1018,10 +1015,7 @@ EITHER = judge([15.0] * 6, [5.0] * 6, [9.0, 11.0] * 3)
 def advised(judgement, *, step_seconds=0.05, epoch_start_share=None, **changes):
     facts = advice.Facts(**(vars(FACTS) | changes))
     return advice.advise(
-        judgement,
-        facts,
-        step_seconds=step_seconds,
-        epoch_start_share=epoch_start_share,
+        judgement, facts, step_seconds=step_seconds, epoch_start_share=epoch_start_share
     )
 
 
@@ -1108,49 +1102,46 @@ def test_float_images_are_inputs_of_rows_and_columns(batch, expected):
 ERRORS = {
     "no model": (
         lambda: bottleneck(pairs(), make_model()),
-        TypeError,
         "expected a compiled `keras.Model`. Pass the model first, then the dataset.",
+        TypeError,
     ),
     "not compiled": (
         lambda: bottleneck(keras.Sequential(name="plain"), pairs()),
-        ValueError,
         "Model 'plain' is not compiled; expected one that `fit` takes.",
     ),
     "an iterator": (
         lambda: bottleneck(make_model(), iter(pairs())),
-        TypeError,
         "It can be read once only and would be used up: pass what it iterates.",
+        TypeError,
     ),
     "a generator": (
         lambda: bottleneck(make_model(), (batch for batch in pairs())),
-        TypeError,
         "`dataset` is of type generator; expected a `tf.data.Dataset` of batches",
+        TypeError,
     ),
     "arrays": (
         lambda: bottleneck(make_model(), (np.zeros(3), np.zeros(3))),
-        TypeError,
         "Wrap arrays by `tfamp.data.Pipeline.from_arrays(x, y).batch(32)`.",
+        TypeError,
     ),
     "single examples": (
         lambda: bottleneck(make_model(), tf.data.Dataset.range(3)),
-        ValueError,
         "hold a scalar, so they are single examples; expected batches",
     ),
     "empty": (
         lambda: bottleneck(make_model(), pairs().take(0)),
-        ValueError,
         "`dataset` holds no batches; expected at least one.",
     ),
     "seconds": (
         lambda: bottleneck(make_model(), pairs(), seconds=0),
-        ValueError,
         "`seconds` is 0.0; expected a finite number above 0.",
     ),
 }
 
 
-@pytest.mark.parametrize("call, kind, message", ERRORS.values(), ids=ERRORS)
-def test_errors(call, kind, message):
+@pytest.mark.parametrize("case", ERRORS.values(), ids=ERRORS)
+def test_errors(case):
+    call, message, kind = (*case, ValueError)[:3]
     with pytest.raises(kind, match=re.escape(message)):
         call()
 

@@ -363,9 +363,7 @@ def test_masks_and_weights_are_the_same_by_position():
 
 
 def test_weights_of_each_step_are_kept():
-    dataset = stream_of([2, 3]).map(
-        lambda x, y: (x, x, tf.cast(x, tf.float32) / 4),
-    )
+    dataset = stream_of([2, 3]).map(lambda x, y: (x, x, tf.cast(x, tf.float32) / 4))
     stage = make_bucket(2, boundaries=[4], pad_to_multiple=4, weight_padding=True)
     ((_, _, w),) = stage.apply(dataset, SETTINGS)
     assert w.numpy().tolist() == [[0.25, 0.25, 0, 0], [0.5, 0.5, 0.5, 0]]

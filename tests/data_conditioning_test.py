@@ -305,7 +305,6 @@ PLACES = [
 ]
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("run", PLACES, ids=lambda run: run.__name__[4:])
 def test_every_place_gives_the_same(run):
     values = table(40)

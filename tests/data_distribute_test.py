@@ -124,7 +124,6 @@ KINDS = {
 }
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize(
     "kind, is_shuffled",
     [("arrays", False), ("records", False), ("csv", False)]
@@ -431,45 +430,44 @@ def test_a_dataset_that_is_divided_already_needs_no_seed(monkeypatch):
     assert sorted(int(x) for x in built) == [0, 2, 4, 6]
 
 
-@pytest.mark.parametrize(
-    "names, expected",
-    [
-        (["/device:CPU:0", "/device:CPU:1"], 1),
-        (["/job:localhost/replica:0/task:0/device:GPU:0"], 1),
-        (["/job:worker/replica:0/task:0/device:CPU:0"], 1),
-        (
-            [
-                f"/job:worker/replica:0/task:{task}/device:GPU:{gpu}"
-                for task in range(3)
-                for gpu in range(2)
-            ],
-            3,
-        ),
-        (
-            [
-                "/job:chief/replica:0/task:0/device:CPU:0",
-                "/job:worker/replica:0/task:0/device:CPU:0",
-            ],
-            2,
-        ),
-        (
-            [
-                "/job:ps/replica:0/task:0/device:CPU:0",
-                "/job:worker/replica:0/task:0/device:CPU:0",
-                "/job:worker/replica:0/task:1/device:CPU:0",
-            ],
-            1,
-        ),
-        (
-            [
-                "/job:coordinator/replica:0/task:0/device:CPU:0",
-                "/job:worker/replica:0/task:0/device:TPU:0",
-            ],
-            1,
-        ),
-    ],
-    ids=["devices", "localhost", "one", "gpus", "chief", "ps", "coordinator"],
-)
+TASKS = {
+    "devices": (["/device:CPU:0", "/device:CPU:1"], 1),
+    "localhost": (["/job:localhost/replica:0/task:0/device:GPU:0"], 1),
+    "one": (["/job:worker/replica:0/task:0/device:CPU:0"], 1),
+    "gpus": (
+        [
+            f"/job:worker/replica:0/task:{task}/device:GPU:{gpu}"
+            for task in range(3)
+            for gpu in range(2)
+        ],
+        3,
+    ),
+    "chief": (
+        [
+            "/job:chief/replica:0/task:0/device:CPU:0",
+            "/job:worker/replica:0/task:0/device:CPU:0",
+        ],
+        2,
+    ),
+    "ps": (
+        [
+            "/job:ps/replica:0/task:0/device:CPU:0",
+            "/job:worker/replica:0/task:0/device:CPU:0",
+            "/job:worker/replica:0/task:1/device:CPU:0",
+        ],
+        1,
+    ),
+    "coordinator": (
+        [
+            "/job:coordinator/replica:0/task:0/device:CPU:0",
+            "/job:worker/replica:0/task:0/device:TPU:0",
+        ],
+        1,
+    ),
+}
+
+
+@pytest.mark.parametrize("names, expected", TASKS.values(), ids=TASKS)
 def test_workers_are_counted_by_their_tasks(names, expected):
     assert num_workers(names) == expected
 

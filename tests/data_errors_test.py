@@ -108,39 +108,36 @@ def test_describe_says_how_many_so_far():
     assert "each one costs itself; 4 so far" in text
 
 
-@pytest.mark.parametrize(
-    "call, error, message",
-    [
-        (
-            lambda p: p.on_error("ignore"),
-            ValueError,
-            "Unknown `action` 'ignore'; expected 'skip' or 'raise'.",
+REFUSED = {
+    "action": (
+        lambda p: p.on_error("ignore"),
+        "Unknown `action` 'ignore'; expected 'skip' or 'raise'.",
+    ),
+    "share": (
+        lambda p: p.on_error("skip", max_fraction=2),
+        "`max_fraction` is 2.0; expected a number in [0, 1].",
+    ),
+    "nothing to act on": (
+        lambda p: p.on_error("skip").build(),
+        "`.on_error('skip')` has nothing to act on",
+    ),
+    "ragged": (
+        lambda p: (
+            p.map(lambda x: tf.RaggedTensor.from_row_lengths([x], [1]))
+            .on_error("skip")
+            .build()
         ),
-        (
-            lambda p: p.on_error("skip", max_fraction=2),
-            ValueError,
-            "`max_fraction` is 2.0; expected a number in [0, 1].",
-        ),
-        (
-            lambda p: p.on_error("skip").build(),
-            ValueError,
-            "`.on_error('skip')` has nothing to act on",
-        ),
-        (
-            lambda p: (
-                p.map(lambda x: tf.RaggedTensor.from_row_lengths([x], [1]))
-                .on_error("skip")
-                .build()
-            ),
-            TypeError,
-            "expected dense tensors of known rank where `.on_error('skip')` is used.",
-        ),
-    ],
-    ids=["action", "share", "nothing to act on", "ragged"],
-)
-def test_wrong_uses_are_refused(call, error, message):
+        "expected dense tensors of known rank where `.on_error('skip')` is used.",
+        TypeError,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_wrong_uses_are_refused(case):
+    call, message, kind = (*case, ValueError)[:3]
     pipeline = numbers()
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(kind, match=re.escape(message)):
         call(pipeline)
 
 

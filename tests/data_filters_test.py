@@ -196,7 +196,6 @@ def tukey(values, width):
     return low - width * (high - low), high + width * (high - low)
 
 
-@pytest.mark.most(4)
 @pytest.mark.parametrize("rule, limits", RULES.values(), ids=RULES)
 def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(
     rule, limits, either_way
@@ -632,9 +631,7 @@ ERRORS = {
     ),
     "vectors for scalars": (
         checked(
-            slices(VALUES),
-            missing="drop",
-            statistics=fit_statistics(np.arange(3.0)),
+            slices(VALUES), missing="drop", statistics=fit_statistics(np.arange(3.0))
         ),
         "`statistics` were taken of scalars; expected shape ()",
     ),

@@ -151,133 +151,100 @@ def test_identity_follows_files_and_labels(tmp_path):
     assert images_source(tmp_path).identity() != identity
 
 
-@pytest.mark.parametrize(
-    "files, options, error, message",
-    [
-        pytest.param(
-            (), {}, ValueError, "has no class folders: it is empty", id="empty"
-        ),
-        pytest.param(
-            ("1.png", "2.png"),
-            {},
-            ValueError,
-            "has no class folders: it has files such as '1.png' and '2.png'. Expected "
-            "one folder of images for each class. Pass `labels=None`",
-            id="no folders",
-        ),
-        pytest.param(
-            ("a/1.png", "b/notes.txt"),
-            {},
-            ValueError,
-            "b' holds no images; expected at least one file that ends in ('.jpg',",
-            id="class without images",
-        ),
-        pytest.param(
-            ("cats/1.png",),
-            {"class_names": ["cast"]},
-            ValueError,
-            "Unknown class 'cast' in `class_names`; expected folders of",
-            id="unknown class",
-        ),
-        pytest.param(
-            ("a/1.png",),
-            {"class_names": ["a", "a"]},
-            ValueError,
-            "`class_names` is ('a', 'a'), with a name twice; expected each class once.",
-            id="class twice",
-        ),
-        pytest.param(
-            ("a/1.png",),
-            {"class_names": "a"},
-            TypeError,
-            "`class_names` is 'a'; expected a sequence of names. Pass "
-            "`class_names=['a']`.",
-            id="class names as text",
-        ),
-        pytest.param(
-            ("1.png",),
-            {"labels": [0, 1]},
-            ValueError,
-            "`labels` has 2 entries for 1 files; expected as many.",
-            id="too many labels",
-        ),
-        pytest.param(
-            ("1.png",),
-            {"labels": [0.5]},
-            TypeError,
-            "`labels` is a list of float64 with shape (1,); expected one integer for",
-            id="labels of floats",
-        ),
-        pytest.param(
-            ("1.png",),
-            {"labels": [-1]},
-            ValueError,
-            "`labels` holds -1; expected class numbers from 0 to 2147483647.",
-            id="negative label",
-        ),
-        pytest.param(
-            ("1.png", "2.png"),
-            {"labels": {"1.png": 0}},
-            ValueError,
-            "`labels` lacks '2.png', which lie there; expected one label for each file",
-            id="label missing",
-        ),
-        pytest.param(
-            ("1.png",),
-            {"labels": {"1.png": 0, "3.png": 0}},
-            ValueError,
-            "`labels` names '3.png', which do not lie there; expected one label",
-            id="file missing",
-        ),
-        pytest.param(
-            ("1.png", "2.png"),
-            {"labels": {"1.png": 0, "2.png": "b"}},
-            TypeError,
-            "`labels` holds '0' and 'b'; expected integers alone, or class names",
-            id="labels of two kinds",
-        ),
-        pytest.param(
-            ("1.png",),
-            {"labels": {"1.png": "b"}, "class_names": ["a"]},
-            ValueError,
-            "`labels` holds the class 'b'; expected one of `class_names`, 'a'.",
-            id="class not named",
-        ),
-        pytest.param(
-            ("1.png",),
-            {"labels": [0], "class_names": ["a"]},
-            ValueError,
-            "`class_names` is ('a',) and `labels` is list; expected names only where",
-            id="names beside numbers",
-        ),
-        pytest.param(
-            ("1.png",),
-            {"labels": "infer"},
-            ValueError,
-            "Unknown `labels` 'infer'; expected 'inferred'.",
-            id="unknown way",
-        ),
-        pytest.param(
-            ("a/1.png",),
-            {"extensions": ["png"]},
-            ValueError,
-            "`extensions` is ('png',); expected endings with their dot.",
-            id="extension without dot",
-        ),
-        pytest.param(
-            ("notes.txt",),
-            {"labels": None},
-            ValueError,
-            "holds no images; expected at least one file that ends in",
-            id="no images",
-        ),
-    ],
-)
-def test_wrong_folders_and_labels_are_refused_at_once(
-    tmp_path, files, options, error, message
-):
+REFUSED = {
+    "empty": ((), {}, "has no class folders: it is empty"),
+    "no folders": (
+        ("1.png", "2.png"),
+        {},
+        "has no class folders: it has files such as '1.png' and '2.png'. Expected "
+        "one folder of images for each class. Pass `labels=None`",
+    ),
+    "class without images": (
+        ("a/1.png", "b/notes.txt"),
+        {},
+        "b' holds no images; expected at least one file that ends in ('.jpg',",
+    ),
+    "unknown class": (
+        ("cats/1.png",),
+        {"class_names": ["cast"]},
+        "Unknown class 'cast' in `class_names`; expected folders of",
+    ),
+    "class twice": (
+        ("a/1.png",),
+        {"class_names": ["a", "a"]},
+        "`class_names` is ('a', 'a'), with a name twice; expected each class once.",
+    ),
+    "class names as text": (
+        ("a/1.png",),
+        {"class_names": "a"},
+        "`class_names` is 'a'; expected a sequence of names. Pass `class_names=['a']`.",
+        TypeError,
+    ),
+    "too many labels": (
+        ("1.png",),
+        {"labels": [0, 1]},
+        "`labels` has 2 entries for 1 files; expected as many.",
+    ),
+    "labels of floats": (
+        ("1.png",),
+        {"labels": [0.5]},
+        "`labels` is a list of float64 with shape (1,); expected one integer for",
+        TypeError,
+    ),
+    "negative label": (
+        ("1.png",),
+        {"labels": [-1]},
+        "`labels` holds -1; expected class numbers from 0 to 2147483647.",
+    ),
+    "label missing": (
+        ("1.png", "2.png"),
+        {"labels": {"1.png": 0}},
+        "`labels` lacks '2.png', which lie there; expected one label for each file",
+    ),
+    "file missing": (
+        ("1.png",),
+        {"labels": {"1.png": 0, "3.png": 0}},
+        "`labels` names '3.png', which do not lie there; expected one label",
+    ),
+    "labels of two kinds": (
+        ("1.png", "2.png"),
+        {"labels": {"1.png": 0, "2.png": "b"}},
+        "`labels` holds '0' and 'b'; expected integers alone, or class names",
+        TypeError,
+    ),
+    "class not named": (
+        ("1.png",),
+        {"labels": {"1.png": "b"}, "class_names": ["a"]},
+        "`labels` holds the class 'b'; expected one of `class_names`, 'a'.",
+    ),
+    "names beside numbers": (
+        ("1.png",),
+        {"labels": [0], "class_names": ["a"]},
+        "`class_names` is ('a',) and `labels` is list; expected names only where",
+    ),
+    "unknown way": (
+        ("1.png",),
+        {"labels": "infer"},
+        "Unknown `labels` 'infer'; expected 'inferred'.",
+    ),
+    "extension without dot": (
+        ("a/1.png",),
+        {"extensions": ["png"]},
+        "`extensions` is ('png',); expected endings with their dot.",
+    ),
+    "no images": (
+        ("notes.txt",),
+        {"labels": None},
+        "holds no images; expected at least one file that ends in",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_wrong_folders_and_labels_are_refused_at_once(case, tmp_path):
+    files, options, message, kind = (*case, ValueError)[:4]
     fill(tmp_path, *files)
-    with pytest.raises(error, match=re.escape(message)):
+    with pytest.raises(kind, match=re.escape(message)):
         images_source(tmp_path, **options)
 
 
@@ -602,58 +569,53 @@ def test_a_file_that_is_no_image_is_named(tmp_path):
         make_decode((8, 8), reads_files=True).function(str(path))
 
 
-@pytest.mark.parametrize(
-    "element, key, message",
-    [
-        pytest.param(
-            np.zeros((8, 8, 3), np.uint8),
-            None,
-            "expected a path or the bytes of an image, a scalar string.",
-            id="pixels",
-        ),
-        pytest.param(
-            {"image": "a", "name": "b", "id": 1},
-            None,
-            "`key` is None and elements are dicts of ('image', 'name', 'id'); expected "
-            "the name of the image among them. Pass one of ('image', 'name').",
-            id="dict",
-        ),
-        pytest.param(
-            {"image": "a"}, "picture", "`key` is 'picture' and elements are", id="key"
-        ),
-        pytest.param("a", "image", "`key` is 'image' and elements hold", id="no dict"),
-        pytest.param(["a", "b"], None, "decode before you batch.", id="batch"),
-    ],
-)
+NO_IMAGES = {
+    "pixels": (
+        np.zeros((8, 8, 3), np.uint8),
+        None,
+        "expected a path or the bytes of an image, a scalar string.",
+    ),
+    "dict": (
+        {"image": "a", "name": "b", "id": 1},
+        None,
+        "`key` is None and elements are dicts of ('image', 'name', 'id'); expected "
+        "the name of the image among them. Pass one of ('image', 'name').",
+    ),
+    "key": ({"image": "a"}, "picture", "`key` is 'picture' and elements are"),
+    "no dict": ("a", "image", "`key` is 'image' and elements hold"),
+    "batch": (["a", "b"], None, "decode before you batch."),
+}
+
+
+@pytest.mark.parametrize("element, key, message", NO_IMAGES.values(), ids=NO_IMAGES)
 def test_elements_without_an_image_are_refused(element, key, message):
     dataset = tf.data.Dataset.from_tensors(element)
     with pytest.raises(ValueError, match=re.escape(message)):
         make_decode((4, 4), key=key).check(dataset)
 
 
-@pytest.mark.parametrize(
-    "options, error, message",
-    [
-        (
-            {"image_size": 224},
-            TypeError,
-            "`image_size` is 224; expected (height, width)",
-        ),
-        ({"image_size": (8, 0)}, ValueError, "`image_size` is 0; expected an integer"),
-        ({"channels": 4}, ValueError, "`channels` is 4; expected 1 or 3."),
-        ({"decoder": "pil"}, ValueError, "Unknown `decoder` 'pil'; expected 'tf',"),
-        ({"method": "cubic"}, ValueError, "Unknown `method` 'cubic'; expected"),
-        ({"fit": "crop"}, ValueError, "without `image_size`; expected a size to"),
-        (
-            {"decoder": "opencv", "image_size": (8, 8), "fit": "pad"},
-            ValueError,
-            "`decoder` 'opencv' came with size (8, 8), method 'bilinear',",
-        ),
-    ],
-    ids=["one number", "zero", "channels", "decoder", "method", "no size", "opencv"],
-)
-def test_wrong_arguments_are_refused(options, error, message):
-    with pytest.raises(error, match=re.escape(message)):
+WRONG_ARGUMENTS = {
+    "one number": (
+        {"image_size": 224},
+        "`image_size` is 224; expected (height, width)",
+        TypeError,
+    ),
+    "zero": ({"image_size": (8, 0)}, "`image_size` is 0; expected an integer"),
+    "channels": ({"channels": 4}, "`channels` is 4; expected 1 or 3."),
+    "decoder": ({"decoder": "pil"}, "Unknown `decoder` 'pil'; expected 'tf',"),
+    "method": ({"method": "cubic"}, "Unknown `method` 'cubic'; expected"),
+    "no size": ({"fit": "crop"}, "without `image_size`; expected a size to"),
+    "opencv": (
+        {"decoder": "opencv", "image_size": (8, 8), "fit": "pad"},
+        "`decoder` 'opencv' came with size (8, 8), method 'bilinear',",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
+def test_wrong_arguments_are_refused(case):
+    options, message, kind = (*case, ValueError)[:3]
+    with pytest.raises(kind, match=re.escape(message)):
         make_decode(**options)
 
 

@@ -142,24 +142,23 @@ def test_sequences_are_bucketed_behind_a_shuffle():
     assert shapes == [(1, 8), (1, 16), (2, 8), (2, 16)]
 
 
-@pytest.mark.parametrize(
-    "call, message",
-    [
-        (
-            lambda p: p.balance().weights([1.0] * 8).build(),
-            "`.balance` and `.weights` came together; expected one of them",
-        ),
-        (
-            lambda p: p.batch(2).bucket(2).build(),
-            "`.batch` and `.bucket` came together; expected one of them.",
-        ),
-        (
-            lambda p: p.map(lambda x, y: (x, y)).on_error("skip").build(service=1),
-            "`.on_error('skip')` came with `service`; expected one of them",
-        ),
-    ],
-    ids=["two samplers", "two batchings", "skipping on workers"],
-)
+REFUSED = {
+    "two samplers": (
+        lambda p: p.balance().weights([1.0] * 8).build(),
+        "`.balance` and `.weights` came together; expected one of them",
+    ),
+    "two batchings": (
+        lambda p: p.batch(2).bucket(2).build(),
+        "`.batch` and `.bucket` came together; expected one of them.",
+    ),
+    "skipping on workers": (
+        lambda p: p.map(lambda x, y: (x, y)).on_error("skip").build(service=1),
+        "`.on_error('skip')` came with `service`; expected one of them",
+    ),
+}
+
+
+@pytest.mark.parametrize("call, message", REFUSED.values(), ids=REFUSED)
 def test_stages_that_do_not_go_together_are_refused(call, message):
     with pytest.raises(ValueError, match=re.escape(message)):
         call(uneven())

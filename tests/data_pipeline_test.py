@@ -192,21 +192,9 @@ def test_autotune_must_be_auto_or_a_bool():
 @pytest.mark.parametrize(
     "call, error, message",
     [
-        (
-            lambda p: p.batch(0),
-            ValueError,
-            "`size` is 0; expected",
-        ),
-        (
-            lambda p: p.batch(2.5),
-            TypeError,
-            "`size` is 2.5, of type float;",
-        ),
-        (
-            lambda p: p.batch(True),
-            TypeError,
-            "`size` is True, of type bool;",
-        ),
+        (lambda p: p.batch(0), ValueError, "`size` is 0; expected"),
+        (lambda p: p.batch(2.5), TypeError, "`size` is 2.5, of type float;"),
+        (lambda p: p.batch(True), TypeError, "`size` is True, of type bool;"),
         (lambda p: p.shuffle(-1), ValueError, "`buffer_size` is -1; expected"),
         (
             lambda p: p.shuffle(seed="a"),

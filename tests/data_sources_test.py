@@ -74,58 +74,41 @@ def test_x_alone_gives_elements_that_are_no_tuples():
     assert [int(x) for x in Pipeline.from_arrays(np.arange(3)).build()] == [0, 1, 2]
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        pytest.param(
-            (np.zeros(3), np.zeros(4)),
-            ValueError,
-            "Arrays differ in length: `x` has 3, `y` has 4; expected one length",
-            id="lengths",
-        ),
-        pytest.param(
-            ({"a": np.zeros(3), "b": np.zeros(2)},),
-            ValueError,
-            "Arrays differ in length: `x` has 3 and 2; expected one length",
-            id="lengths inside x",
-        ),
-        pytest.param(
-            (np.zeros((0, 2)),), ValueError, "`x` has 0 examples; expected", id="empty"
-        ),
-        pytest.param(
-            ([1, 2],), TypeError, "`x` is a list; expected an array", id="list"
-        ),
-        pytest.param(
-            ("abc",), TypeError, "`x` holds a str; expected NumPy arrays", id="str"
-        ),
-        pytest.param(
-            (np.float32(1),), ValueError, "`x` holds a scalar; expected", id="scalar"
-        ),
-        pytest.param(
-            (np.array([{}, {}]),),
-            TypeError,
-            "`x` is an object array of dict; expected numbers",
-            id="objects",
-        ),
-        pytest.param(
-            (np.zeros(3), None, np.zeros(3)),
-            ValueError,
-            "`sample_weight` came without `y`; expected both",
-            id="weights alone",
-        ),
-    ],
-)
-def test_wrong_arrays_are_refused(arguments, error, message):
-    with pytest.raises(error, match=re.escape(message)):
+WRONG_ARRAYS = {
+    "lengths": (
+        (np.zeros(3), np.zeros(4)),
+        "Arrays differ in length: `x` has 3, `y` has 4; expected one length",
+    ),
+    "lengths inside x": (
+        ({"a": np.zeros(3), "b": np.zeros(2)},),
+        "Arrays differ in length: `x` has 3 and 2; expected one length",
+    ),
+    "empty": ((np.zeros((0, 2)),), "`x` has 0 examples; expected"),
+    "list": (([1, 2],), "`x` is a list; expected an array", TypeError),
+    "str": (("abc",), "`x` holds a str; expected NumPy arrays", TypeError),
+    "scalar": ((np.float32(1),), "`x` holds a scalar; expected"),
+    "objects": (
+        (np.array([{}, {}]),),
+        "`x` is an object array of dict; expected numbers",
+        TypeError,
+    ),
+    "weights alone": (
+        (np.zeros(3), None, np.zeros(3)),
+        "`sample_weight` came without `y`; expected both",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
+def test_wrong_arrays_are_refused(case):
+    arguments, message, kind = (*case, ValueError)[:3]
+    with pytest.raises(kind, match=re.escape(message)):
         Pipeline.from_arrays(*arguments)
 
 
 @pytest.mark.parametrize(
     "dataset",
-    [
-        tf.data.Dataset.range(0),
-        tf.data.Dataset.range(5).filter(lambda x: x > 9),
-    ],
+    [tf.data.Dataset.range(0), tf.data.Dataset.range(5).filter(lambda x: x > 9)],
     ids=["known", "unknown length"],
 )
 def test_an_empty_dataset_is_refused(dataset):

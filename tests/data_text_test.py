@@ -168,56 +168,47 @@ def test_length_is_known_where_it_was_counted(tmp_path, monkeypatch):
     assert text_source(path, num_examples="count").num_examples == 2
 
 
+REFUSED = {
+    "missing": ({}, "none.txt", {}, "in `paths` does not exist."),
+    "empty folder": ({}, "", {}, "holds no texts; expected at least"),
+    "empty": ({"a.txt": ""}, "a.txt", {}, "in `paths` has 0 bytes; expected"),
+    "empty lines": (
+        {"a.txt": "\n\n"},
+        "a.txt",
+        {},
+        "The 1 files in `paths` hold no text; expected at least one line that is "
+        "not empty.",
+    ),
+    "0": ({"a.txt": b"a\0b"}, "a.txt", {}, "is with zero bytes; expected text"),
+    "by": (
+        {"a.txt": "a"},
+        "a.txt",
+        {"by": "word"},
+        "Unknown `by` 'word'; expected 'line' or 'file'.",
+    ),
+    "labels": (
+        {"a.txt": "a"},
+        "a.txt",
+        {"labels": [1, 2]},
+        "`labels` has 2 entries for 1 files; expected as many.",
+    ),
+    "dict without folder": (
+        {"a.txt": "a"},
+        "a.txt",
+        {"labels": {"a.txt": 1}},
+        "no folder, and `class_names` or a dict of `labels` came with it;",
+    ),
+    "no class folders": (
+        {"a.txt": "a"},
+        "",
+        {"labels": "inferred"},
+        "has no class folders: it has files such as 'a.txt'.",
+    ),
+}
+
+
 @pytest.mark.parametrize(
-    "files, paths, options, message",
-    [
-        pytest.param({}, "none.txt", {}, "in `paths` does not exist.", id="missing"),
-        pytest.param(
-            {}, "", {}, "holds no texts; expected at least", id="empty folder"
-        ),
-        pytest.param(
-            {"a.txt": ""}, "a.txt", {}, "in `paths` has 0 bytes; expected", id="empty"
-        ),
-        pytest.param(
-            {"a.txt": "\n\n"},
-            "a.txt",
-            {},
-            "The 1 files in `paths` hold no text; expected at least one line that is "
-            "not empty.",
-            id="empty lines",
-        ),
-        pytest.param(
-            {"a.txt": b"a\0b"}, "a.txt", {}, "is with zero bytes; expected text", id="0"
-        ),
-        pytest.param(
-            {"a.txt": "a"},
-            "a.txt",
-            {"by": "word"},
-            "Unknown `by` 'word'; expected 'line' or 'file'.",
-            id="by",
-        ),
-        pytest.param(
-            {"a.txt": "a"},
-            "a.txt",
-            {"labels": [1, 2]},
-            "`labels` has 2 entries for 1 files; expected as many.",
-            id="labels",
-        ),
-        pytest.param(
-            {"a.txt": "a"},
-            "a.txt",
-            {"labels": {"a.txt": 1}},
-            "no folder, and `class_names` or a dict of `labels` came with it;",
-            id="dict without folder",
-        ),
-        pytest.param(
-            {"a.txt": "a"},
-            "",
-            {"labels": "inferred"},
-            "has no class folders: it has files such as 'a.txt'.",
-            id="no class folders",
-        ),
-    ],
+    "files, paths, options, message", REFUSED.values(), ids=REFUSED
 )
 def test_wrong_files_and_arguments_are_refused_at_once(
     tmp_path, files, paths, options, message

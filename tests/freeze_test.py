@@ -134,6 +134,7 @@ def test_outputs_are_those_of_the_mixed_model_to_the_last_bit(style, dtype):
         (lambda: [L.Embedding(20, 8), L.LSTM(6), L.Dense(2)], IDS),
         (lambda: [L.Embedding(20, 8), L.Bidirectional(L.GRU(6)), L.Dense(2)], IDS),
         (lambda: [L.Reshape((8, 1)), L.Conv1D(4, 3), L.Flatten(), L.Dense(2)], X),
+        (lambda: [L.Lambda(lambda x: 2 * x), L.Dense(2)], X),
         (lambda: [L.Rescaling(2.0), L.Normalization(mean=0.5, variance=2.0)], X),
     ],
 )

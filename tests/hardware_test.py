@@ -5,6 +5,7 @@ import types
 import pytest
 import tensorflow as tf
 
+from tests.probes_test import Driver, Gpu
 from tfamp import hardware
 from tfamp.results import Device
 
@@ -244,52 +245,23 @@ def test_a_device_without_details_is_still_listed(monkeypatch):
     assert hardware.devices()[0] == Device("gpu", "GPU")
 
 
-class FakeNvml:
-    """NVML with an A100 cut into two slices, and a second A100 that is whole."""
+class OldDriver(Driver):
+    """Refuses to count the slices of a GPU that has none."""
 
-    class NVMLError(Exception):
-        """As NVML's own."""
-
-    def __init__(self):
-        self.is_open = False
-
-    def nvmlInit(self):
-        self.is_open = True
-
-    def nvmlShutdown(self):
-        self.is_open = False
-
-    def nvmlDeviceGetCount(self):
-        return 2
-
-    def nvmlDeviceGetHandleByIndex(self, index):
-        return ("NVIDIA A100", (40 + index) * 2**30, index)
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, handle):
-        if handle[2] == 1:
-            raise self.NVMLError("not supported")
-        return 3
-
-    def nvmlDeviceGetMigDeviceHandleByIndex(self, handle, index):
-        if index == 2:
-            raise self.NVMLError("no such slice")
-        return (b"NVIDIA A100 MIG 1g.5gb", 5 * 2**30, index)
-
-    def nvmlDeviceGetName(self, handle):
-        return handle[0]
-
-    def nvmlDeviceGetMemoryInfo(self, handle):
-        return types.SimpleNamespace(total=handle[1])
+    def nvmlDeviceGetMaxMigDeviceCount(self, gpu):
+        return super().nvmlDeviceGetMaxMigDeviceCount(gpu) or self.figure(gpu, "slices")
 
 
 def test_nvml_gives_the_memory_of_gpus_and_slices(monkeypatch):
-    nvml = FakeNvml()
+    part = Gpu(b"NVIDIA A100 MIG 1g.5gb", "", memory=(0, 5 * 2**30))
+    cut = Gpu("NVIDIA A100", "", slices=(part, part), memory=(0, 40 * 2**30))
+    nvml = OldDriver(cut, Gpu("NVIDIA A100", "", memory=(0, 41 * 2**30)))
     monkeypatch.setattr(hardware._checks, "require", lambda *_, **__: nvml)
     assert hardware._nvml_memory() == {
         "NVIDIA A100": 40 * 2**30,
         "NVIDIA A100 MIG 1g.5gb": 5 * 2**30,
     }
-    assert not nvml.is_open
+    assert nvml.open == 0
 
 
 def test_nvml_is_never_required(monkeypatch):
@@ -298,14 +270,8 @@ def test_nvml_is_never_required(monkeypatch):
 
     monkeypatch.setattr(hardware._checks, "require", missing)
     assert hardware._nvml_memory() == {}
-
-    nvml = FakeNvml()
-
-    def no_driver():
-        raise nvml.NVMLError("no driver")
-
-    nvml.nvmlInit = no_driver
-    monkeypatch.setattr(hardware._checks, "require", lambda *_, **__: nvml)
+    dead = Driver(is_dead=True)
+    monkeypatch.setattr(hardware._checks, "require", lambda *_, **__: dead)
     assert hardware._nvml_memory() == {}
 
 

@@ -182,6 +182,22 @@ def test_where_no_layer_can_be_the_head_the_output_alone_is_cast(policy, model_c
     assert "the output alone is cast to float32" in row.note
 
 
+def test_all_layers_that_an_output_is_made_of_are_heads():
+    class Sum(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.parts = [layers.Dense(3, name="left"), layers.Dense(3, name="right")]
+
+        def call(self, x):
+            return self.parts[0](x) + self.parts[1](x)
+
+    with tfamp.scope("mixed_bfloat16"):
+        model = Sum()
+    assert model(np.ones((2, 3), "float32")).dtype == tf.float32
+    rows = tfamp.assignment(model)
+    assert rows["left"].rule == rows["right"].rule == "default: heads"
+
+
 def test_a_broken_head_is_said(caplog):
     with tfamp.scope("mixed_bfloat16"):
         model = HeadIsAlsoUsedInside()
@@ -328,3 +344,16 @@ def test_a_loss_object_sees_the_logits_of_half_probabilities(policy):
     assert probabilities.dtype == policy.removeprefix("mixed_")
     assert float(loss) == pytest.approx(20.0, rel=RELATIVE)
     np.testing.assert_allclose(gradient, [1, -1, 0], atol=1e-6)
+
+
+def test_padding_does_not_count_in_the_loss_of_half_probabilities():
+    with tfamp.scope("mixed_bfloat16"):
+        masking = layers.Masking()
+        layer = layers.Dense(3, activation="softmax", kernel_initializer="zeros")
+    layer.build((None, 2, 1))
+    layer.bias.assign([20.0, 0.0, 0.0])
+    probabilities = layer(masking(tf.constant([[[1.0], [0.0]]])))
+    loss_of = keras.losses.SparseCategoricalCrossentropy()
+    # The second step is padding; its label is the likely one.
+    loss = loss_of(tf.constant([[1, 0]]), probabilities)
+    assert float(loss) == pytest.approx(20.0, rel=RELATIVE)

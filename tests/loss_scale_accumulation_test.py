@@ -185,6 +185,14 @@ def test_sparse_gradients_are_added_up():
     np.testing.assert_array_equal(table, [[-1.0], [-5.0], [0.0]])
 
 
+def test_gradients_of_float16_weights_are_added_up_in_float32():
+    weight = keras.Variable(np.float16([0.0]), dtype="float16")
+    optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
+    for _ in range(2):
+        optimizer.apply([tf.constant([4e4], tf.float16)], [weight])
+    assert weight.numpy() == -4e4  # the sum is beyond float16
+
+
 @pytest.mark.filterwarnings("ignore:Gradients do not exist")
 def test_a_variable_without_a_gradient_stays():
     weight, idle = keras.Variable(1.0), keras.Variable(1.0)

@@ -124,7 +124,7 @@ def check_weights(strategy, model, expected):
         np.testing.assert_allclose(on_both(strategy, variable), value, **TOLERANCE)
 
 
-@pytest.mark.anchors("second-adam-graph", "*-eager")
+@pytest.mark.anchors("second-adam-graph")
 @pytest.mark.parametrize("is_traced", [False, True], ids=["eager", "graph"])
 @pytest.mark.parametrize("make", [SGD, keras.optimizers.Adam], ids=["sgd", "adam"])
 @pytest.mark.parametrize("fails", FAILING, ids=FAILING_IDS)

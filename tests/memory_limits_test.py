@@ -156,8 +156,3 @@ def test_swap_is_total_and_free_or_unknown(tmp_path):
     assert limits.swap_bytes(system(tmp_path, {})) is None
     text = "SwapTotal: 4 kB\nSwapFree: 1 kB\n"
     assert limits.swap_bytes(system(tmp_path, {"proc/meminfo": text})) == (4096, 1024)
-
-
-def test_a_limit_survives_json():
-    limit = MemoryLimit(3, "cgroup v1", 2)
-    assert MemoryLimit.from_json(limit.to_json()) == limit

@@ -72,7 +72,9 @@ def outcomes(tmp_path_factory, request):
     return run_workers(folder, "tests.worker_program", *["--whole"] * is_whole)
 
 
-whole = pytest.mark.whole("the other cases take the same steps on two workers")
+whole = pytest.mark.whole(
+    "test_both_workers_end_in_the_same_state has an epoch, windows, bad batches"
+)
 
 
 def check_weights(outcome, model):
@@ -80,6 +82,7 @@ def check_weights(outcome, model):
         np.testing.assert_allclose(found, expected, **TOLERANCE)
 
 
+@whole
 @pytest.mark.parametrize(
     ("case", "message"),
     [
@@ -94,15 +97,16 @@ def test_stock_keras_still_needs_the_hooks(outcomes, case, message):
         assert text.startswith(message)
 
 
+@pytest.mark.anchors("*")
 @pytest.mark.parametrize(
     "case",
     [
         "fit",
-        "fit, overflows",
         "accumulation",
         "stopped",
         "evaluate",
         "predict",
+        pytest.param("fit, overflows", marks=whole),
         pytest.param("loop, overflows", marks=whole),
         pytest.param("float16, overflows", marks=whole),
     ],
@@ -122,9 +126,8 @@ def test_fit_evaluate_and_predict_give_what_one_device_gives(outcomes):
     np.testing.assert_allclose(outcomes[0]["predict"], predictions, **TOLERANCE)
 
 
-@pytest.mark.parametrize(
-    "case", ["fit, overflows", pytest.param("loop, overflows", marks=whole)]
-)
+@whole
+@pytest.mark.parametrize("case", ["fit, overflows", "loop, overflows"])
 def test_a_bad_batch_on_any_worker_is_as_if_it_had_not_been(outcomes, case):
     x, y = without(program.BAD_ROWS, program.GLOBAL_BATCH)
     model, _ = one_device(x, y, program.GLOBAL_BATCH)

@@ -275,10 +275,7 @@ two_structures = pytest.mark.parametrize("build", [functional, Subclassed])
 eager_and_xla = pytest.mark.parametrize("mode", ["run_eagerly", "xla"])
 
 
-@pytest.mark.anchors(
-    *("functional-softmax", "functional-attention", "functional-chosen"),
-    *("subclassed-softmax", "subclassed-attention", "subclassed-inside others"),
-)
+@pytest.mark.anchors("functional-*", "subclassed-softmax", "subclassed-attention")
 @grouped
 @structured
 def test_layers_built_after_enable(build, group):
@@ -290,6 +287,7 @@ def test_layers_built_after_enable(build, group):
     check(operations, group, "bfloat16")
 
 
+@pytest.mark.anchors("functional-softmax")
 @grouped
 @structured
 def test_apply_on_a_trained_model(build, group):
@@ -336,3 +334,11 @@ def test_float16_alike(build, mode):
     with tfamp.scope("mixed_float16"):
         model = build(made(group))
     check(run(model, mode), group, "float16")
+
+
+def test_none_leaves_operations_in_half():
+    with tfamp.scope("mixed_bfloat16", keep_float32="none"):
+        layer = Own(keras.ops.softmax)
+    with recorded_operations() as operations:
+        layer(X)
+    assert operations.of("Softmax") == {"bfloat16"}

@@ -9,6 +9,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.graphs_test import operation
+from tests.lint_rules_test import stock
 from tests.replicas import two_replicas
 from tfamp.graphs.hlo import CompiledProduct
 from tfamp.numerics import proving
@@ -177,15 +179,12 @@ def classifier():
 
 def test_stock_keras_and_tfamp_show_their_own_dtypes():
     data = batch_of((16,), (4,))
-    keras.config.set_dtype_policy("mixed_bfloat16")
-    try:
-        stock = prove(classifier(), data)
-    finally:
-        keras.config.set_dtype_policy("float32")
+    with stock("mixed_bfloat16"):
+        theirs = prove(classifier(), data)
     with tfamp.scope("mixed_bfloat16"):
         ours = prove(classifier(), data)
-    assert stock.half_share_of_flops == 1.0
-    assert stock.reasons == {}
+    assert theirs.half_share_of_flops == 1.0
+    assert theirs.reasons == {}
     hidden, head = 2 * 2 * 8 * 16 * 32, 3 * 2 * 8 * 32 * 4
     assert ours.half_share_of_flops == hidden / (hidden + head)
     assert ours.reasons == {
@@ -329,14 +328,11 @@ ATTRIBUTED = {
 @pytest.mark.parametrize("make, expected", ATTRIBUTED.values(), ids=ATTRIBUTED)
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_every_product_is_attributed_to_its_layer(make, expected, policy):
-    keras.config.set_dtype_policy(policy)
-    try:
+    with stock(policy):
         model, shapes = make()
         compiled(model)
         found = num_products(prove(model, batch_of(*shapes)))
         again = num_products(prove(model, batch_of(*shapes)))
-    finally:
-        keras.config.set_dtype_policy("float32")
     paths = {row.path for row in tfamp.assignment(model)}
     if "subclassed" in expected:
         expected = {
@@ -860,14 +856,6 @@ def test_a_loop_costs_as_much_as_its_steps():
         figures.append(cause.figure)
     # What a loop does besides is small change.
     assert figures[0] == pytest.approx(figures[1], rel=0.1)
-
-
-def operation(op_type, inputs, outputs, **dtypes):
-    """Returns an operation with these shapes and dtypes."""
-    node = tf.compat.v1.NodeDef(op=op_type)
-    for name, dtype in dtypes.items():
-        node.attr[name].type = tf.as_dtype(dtype).as_datatype_enum
-    return proving.Operation("x", op_type, inputs, outputs, node.attr)
 
 
 MOVED = {

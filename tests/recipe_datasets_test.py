@@ -1,30 +1,22 @@
 """`recipes/datasets.py`: the builders that need no network, and `--dataset`."""
 
-import importlib.util
 import re
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from tests.recipe_modules import shared
 from tfamp.data import Pipeline
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
-RECIPES = Path(__file__).parents[1] / "recipes"
 
 
 @pytest.fixture(scope="module")
 def datasets():
-    """The recipes' sibling file, loaded under a name of its own."""
-    spec = importlib.util.spec_from_file_location(
-        "recipe_datasets", RECIPES / "datasets.py"
-    )
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module
-    spec.loader.exec_module(module)
-    yield module
-    del sys.modules[spec.name]
+    """The module under test, where recipes find it."""
+    with shared("datasets") as (module,):
+        yield module
 
 
 @pytest.fixture(scope="module")

@@ -191,7 +191,6 @@ ACCUMULATING = ("--smoke", "--batch_size=8", "--accumulation_steps=2")
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
-@pytest.mark.anchors("train_tabular.py")
 def test_every_recipe_adds_batches_up(fitting, recipe):
     module, flags = parsed(recipe, *ACCUMULATING)
     model, data, _ = module.build(flags)

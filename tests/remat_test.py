@@ -68,8 +68,8 @@ class Attending(keras.Model):
         return self.head(keras.ops.mean(y, axis=1))
 
 
-def blocks():
-    return [*(Block() for _ in range(4)), L.Dense(3)]
+def blocks(num=4):
+    return [*(Block() for _ in range(num)), L.Dense(3)]
 
 
 def trained(make, policy, options, *, again, data=(X, Y), epochs=2):
@@ -111,9 +111,10 @@ CELLS = [
 @pytest.mark.anchors("mixed_float16-graph-*")
 @pytest.mark.parametrize(("policy", "way", "style"), CELLS)
 def test_training_is_the_same(policy, way, style):
-    assert_same(lambda: assembled(blocks(), style, (8,)), policy, WAYS[way])
+    assert_same(lambda: assembled(blocks(2), style, (8,)), policy, WAYS[way])
 
 
+@pytest.mark.anchors("float32-graph")
 @pytest.mark.parametrize(
     ("policy", "way"), list(zip((*POLICIES, POLICIES[0]), WAYS, strict=True))
 )
@@ -217,35 +218,16 @@ def test_a_trained_model_goes_on_with_it():
     assert more[0] < losses[-1]
 
 
+@pytest.mark.whole("memory_trades_test trains on two replicas, without statistics")
 def test_two_replicas_train_the_same():
     def make():
-        return assembled(blocks(), "functional", (8,))
+        return assembled(blocks(2), "functional", (8,))
 
     found = []
     for again in (False, True):
         with two_replicas().scope():
             found.append(trained(make, "mixed_float16", {}, again=again))
     np.testing.assert_allclose(found[1][0], found[0][0], rtol=1e-2)
-
-
-def test_it_composes_with_accumulation_and_averaging():
-    def make():
-        model = assembled(blocks(), "functional", (8,))
-        return model
-
-    def run(again):
-        keras.utils.set_random_seed(0)
-        with tfamp.scope("mixed_bfloat16"):
-            model = make()
-            optimizer = keras.optimizers.Adam(
-                1e-2, use_ema=True, gradient_accumulation_steps=2
-            )
-            model.compile(optimizer, "mse")
-        if again:
-            tfamp.remat(model)
-        return model.fit(X, Y, 8, 3, shuffle=False, verbose=0).history["loss"]
-
-    np.testing.assert_allclose(run(True), run(False), rtol=2e-2)
 
 
 def test_a_loop_of_ones_own():
@@ -288,15 +270,11 @@ def test_what_would_differ_a_second_time_is_refused(eager):
 
 def test_recurrent_layers_and_their_state():
     def make():
-        layers = [
-            L.Reshape((4, 2)),
-            L.LSTM(5, return_sequences=True, dropout=0.2, name="lstm"),
-            L.Bidirectional(L.GRU(4), name="both"),
-            L.Dense(3),
-        ]
+        both = L.Bidirectional(L.LSTM(4, dropout=0.2), name="both")
+        layers = [L.Reshape((4, 2)), both, L.Dense(3)]
         return keras.Sequential([keras.Input((8,)), *layers])
 
-    assert_same(make, "float32", {}, again={"only": ["lstm", "both"]})
+    assert_same(make, "float32", {}, again={"only": ["both"]})
 
 
 def test_a_write_past_keras_is_refused():
@@ -331,17 +309,14 @@ def test_bad_arguments_are_told():
         tfamp.remat(model, segments=0)
 
 
-@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
-def test_kerass_own_still_fails_where_ours_works(policy):
+def test_kerass_own_still_fails_where_ours_works():
     def make():
         layers = [L.Dense(8), L.BatchNormalization(), L.Dropout(0.2), L.Dense(3)]
         return keras.Sequential([keras.Input((8,)), *layers])
 
-    keras.config.set_dtype_policy(policy)
     with keras.RematScope(mode="full"):
         model = make()
     model.compile("sgd", "mse")
     with pytest.raises(ValueError, match="keywords arguments only when eager"):
         model.fit(X, Y, verbose=0)
-    keras.config.set_dtype_policy("float32")
-    assert_same(make, policy, {})
+    assert_same(make, "float32", {})

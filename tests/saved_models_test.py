@@ -1,8 +1,12 @@
-"""Saved models carry their dtypes: a fresh process, without `enable`, has them all."""
+"""Saved models carry their dtypes: a fresh process, without `enable`, has them all.
+
+What else only a fresh process can show is asked of the same one.
+"""
 
 import copy
 import functools
 import json
+import pickle
 import re
 import subprocess
 import sys
@@ -14,6 +18,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from tests import loss_scale_state_test as state
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
@@ -80,52 +85,111 @@ def trained(name, run_eagerly=True):
     return model
 
 
-READ = """
-    import json, sys
-    sys.path.insert(0, {root!r})
-    import keras, numpy as np
+REFUSED = {
+    "measures_scale": dict(initial_scale="auto"),
+    "hysteresis": dict(hysteresis=3),
+    "dynamic": dict(dynamic=False),
+    "accumulation_steps": dict(accumulation_steps=2),
+    "max_consecutive_skips": dict(max_consecutive_skips=None),
+}
+# First Keras alone, then tfamp with nothing that keeps its hooks, then saved models.
+FRESH = """
+    import gc, pickle, sys
+    import keras
+    import numpy as np
+    asked = pickle.loads({asked!r})
+    folder = asked["folder"]
+    answers = {{"errors": []}}
+    optimizer = keras.saving.load_model(f"{{folder}}/alone.keras").optimizer
+    answers["alone"] = type(optimizer), [np.array(v) for v in optimizer.variables]
+    for config in asked["configs"]:
+        try:
+            keras.saving.deserialize_keras_object(config)
+        except Exception as error:
+            answers["errors"].append(str(error))
+    assert not any(name.split(".")[0] == "tfamp" for name in sys.modules)
+
+    sys.path.insert(0, asked["root"])
     import tfamp
+    from tfamp.loss_scale.fitting import FIT_HOOKS
+    from tfamp.managed import hooks
+    layers, Layer, Model = keras.layers, keras.layers.Layer, keras.Model
+    originals = (Layer.__call__, keras.Loss.__call__, Model.compile)
+    hooked = answers["hooks"] = [hooks.installed(), len(FIT_HOOKS.installed)]
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
+    hooked.append(len(FIT_HOOKS.installed))
+    del optimizer
+    gc.collect()
+    hooked.append(len(FIT_HOOKS.installed))
+    with tfamp.scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((2,)), layers.Dense(2)])
+        other = layers.Dense(2)
+    model.compile("sgd", "mse")
+    model.fit(np.ones((2, 2)), np.ones((2, 2)), verbose=0)
+    del other
+    gc.collect()
+    hooked.append("keras.src.layers.layer.Layer.__call__" in hooks.installed())
+    del model
+    gc.collect()
+    hooked.append(hooks.installed())
+    hooked.append((Layer.__call__, keras.Loss.__call__, Model.compile) == originals)
+    hooked.append("activity_regularizer" in vars(Layer))
+
+    from tests import loss_scale_state_test as state
     from tests import saved_models_test as test  # registers the subclassed model
     from tests.recorded_operations import recorded_operations
-    answers = {{}}
-    for name, load in {loads!r}:
-        model = {{"tfamp": tfamp, "keras": keras.saving}}[load].load_model(
-            f"{folder}/{{name}}.keras"
-        )
+    loaders = {{"tfamp": tfamp.load_model, "keras": keras.saving.load_model}}
+    for name, loader in asked["loads"]:
+        model = loaders[loader](f"{{folder}}/{{name}}.keras")
+        if name == "scaled":
+            state.train(model, state.BATCHES[state.HALF_WAY :])
+            answers[name, loader] = state.facts_of(model)
+            continue
         with recorded_operations() as operations:
-            y = model.predict(test.X, verbose=0)
-        optimizer = model.optimizer
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        answers[f"{{name}} by {{load}}"] = {{
-            "predictions": y.tolist(),
-            "rows": test.rows_of(model),
-            "softmax": sorted(operations.of("Softmax")),
-            "optimizer": type(optimizer).__name__,
-            "iterations": int(inner.iterations),
-            "state": test.state_of(optimizer),
-            "policy": model.dtype_policy.name,
+            predictions = model.predict(test.X, verbose=0)
+        answers[name, loader] = {{
+            "predictions": predictions,
+            "softmax": operations.of("Softmax"),
             "global": keras.config.dtype_policy().name,
+            **test.facts_of(model),
         }}
-    print(json.dumps(answers))
+    print(pickle.dumps(answers).hex())
 """
 
 
 @pytest.fixture(scope="module")
 def fresh(tmp_path_factory, pytestconfig):
-    """What models are in a fresh process, and here; it starts once for all tests."""
+    """What a fresh process finds, and the models; it starts once for all tests."""
     folder = tmp_path_factory.mktemp("models")
     models = {name: trained(name, name != "functional") for name in BUILDERS}
+    alone = state.model_of("mixed_float16", {})
+    models["alone"] = alone
+    state.train(alone, state.BATCHES[: state.HALF_WAY])
+    case = state.CASES["float16 accumulation"]
+    models["scaled"] = state.model_of(*case, run_eagerly=False)
+    state.train(models["scaled"], state.BATCHES[: state.HALF_WAY])
     for name, model in models.items():
         model.save(folder / f"{name}.keras")
+    state.train(models["scaled"], state.BATCHES[state.HALF_WAY :])
     # Stock Keras cannot load a mixed subclassed model that adds tensors by hand.
-    loads = [(n, "tfamp") for n in models] + [(n, "keras") for n in models][:2]
-    script = textwrap.dedent(READ).format(
-        root=str(pytestconfig.rootpath), loads=loads, folder=folder
-    )
+    by_keras = ["functional", "sequential", "scaled"]
+    asked = {
+        "folder": str(folder),
+        "root": str(pytestconfig.rootpath),
+        "configs": [
+            keras.saving.serialize_keras_object(
+                tfamp.LossScaleOptimizer(keras.optimizers.SGD(), **each)
+            )
+            for each in REFUSED.values()
+        ],
+        "loads": [(name, "tfamp") for name in (*BUILDERS, "scaled")]
+        + [(name, "keras") for name in by_keras],
+    }
+    script = textwrap.dedent(FRESH).format(asked=pickle.dumps(asked))
     command = [sys.executable, "-W", "ignore", "-c", script]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1]), models
+    return pickle.loads(bytes.fromhex(done.stdout.splitlines()[-1])), models
 
 
 def rows_of(model):
@@ -135,33 +199,65 @@ def rows_of(model):
     ]
 
 
-def state_of(optimizer):
-    variables = [keras.ops.convert_to_numpy(v) for v in optimizer.variables]
-    return [float(np.sum(v, dtype="float64")) for v in variables]
+def facts_of(model):
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", optimizer)
+    return {
+        "rows": rows_of(model),
+        "optimizer": type(optimizer),
+        "iterations": int(inner.iterations),
+        "state": [np.sum(np.array(v), dtype="float64") for v in optimizer.variables],
+        "policy": model.dtype_policy.name,
+    }
 
 
+@pytest.mark.anchors("*")
 @pytest.mark.parametrize("name", BUILDERS)
 def test_a_fresh_process_has_dtypes_predictions_and_optimizer(name, fresh):
-    found, model = fresh[0][f"{name} by tfamp"], fresh[1][name]
-    assert found["rows"] == rows_of(model)
-    expected = model.predict(X, verbose=0)
-    np.testing.assert_array_equal(np.float32(found["predictions"]), expected)
+    found, model = fresh[0][name, "tfamp"], fresh[1][name]
+    expected = facts_of(model)
+    assert {fact: found[fact] for fact in expected} == expected
     assert found["iterations"] == 1
-    assert found["optimizer"] == type(model.optimizer).__name__
-    assert found["state"] == state_of(model.optimizer)
-    assert (found["policy"], found["global"]) == (model.dtype_policy.name, "float32")
-    assert found["softmax"] == ["float32"]
+    assert found["softmax"] == {"float32"}
+    assert found["global"] == "float32"
+    np.testing.assert_array_equal(found["predictions"], model.predict(X, verbose=0))
 
 
 @pytest.mark.parametrize("name", ["functional", "sequential"])
 def test_plain_keras_loads_the_file_as_it_can(name, fresh):
-    found, model = fresh[0][f"{name} by keras"], fresh[1][name]
+    found, model = fresh[0][name, "keras"], fresh[1][name]
     # The optimizer was wrapped before `compile` saw it, so even stock Keras has it.
-    assert found["optimizer"] == type(model.optimizer).__name__
+    assert found["optimizer"] is type(model.optimizer)
     assert found["iterations"] == 1
     # Only the layers' own dtypes are in the config: near, but not the same.
     expected = model.predict(X, verbose=0)
     np.testing.assert_allclose(found["predictions"], expected, atol=0.02)
+
+
+@pytest.mark.parametrize("loader", ["tfamp", "keras"])
+def test_training_with_a_loss_scale_goes_on_bit_by_bit(loader, fresh):
+    answers, models = fresh
+    state.assert_same(answers["scaled", loader], state.facts_of(models["scaled"]))
+
+
+def test_plain_keras_goes_on_where_tfamp_is_missing(fresh):
+    answers, models = fresh
+    cls, variables = answers["alone"]
+    assert cls is keras.optimizers.LossScaleOptimizer
+    optimizer = models["alone"].optimizer
+    expected = [np.array(v) for v in optimizer._stock_variables()]
+    np.testing.assert_equal(variables, expected)
+    assert optimizer.scale == 2.0**14  # one backoff
+
+
+def test_plain_keras_refuses_by_name_what_it_cannot_honour(fresh):
+    for name, text in zip(REFUSED, fresh[0]["errors"], strict=True):
+        assert name in text
+
+
+def test_with_the_last_managed_model_or_optimizer_every_hook_goes(fresh):
+    # Elsewhere a model that another test left alive keeps them.
+    assert fresh[0]["hooks"] == [(), 0, 5, 0, True, (), True, False]
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -1,6 +1,8 @@
 """What stands around the suite: durations, progress, imports and mutants."""
 
+import ast
 import json
+import re
 import shutil
 
 import pytest
@@ -143,3 +145,13 @@ def test_a_mutant_dies_by_a_test_that_fails_and_the_file_is_put_back(
     assert (tmp_path / "a.py").read_text() == "x = 1\n"
     monkeypatch.setattr(mutants, "run_tests", lambda *_: (0, ""))
     assert mutants.judged(mutant, tmp_path, "seed", whole=False).killer == ""
+
+
+def test_what_readme_cites_runs_in_every_run():
+    readme = (imports.ROOT / "README.md").read_text(encoding="utf-8")
+    for path, name in re.findall(r"`(tests/\w+\.py)::(\w+)`", readme):
+        tree = ast.parse((imports.ROOT / path).read_text(encoding="utf-8"))
+        (test,) = [n for n in tree.body if getattr(n, "name", None) == name]
+        of_the_file = [n.value for n in tree.body if isinstance(n, ast.Assign)]
+        marks = {ast.unparse(mark) for mark in (*test.decorator_list, *of_the_file)}
+        assert not [m for m in marks if "mark.whole" in m], f"{path}::{name}"

@@ -32,7 +32,6 @@ LIMIT_SECONDS = 900
 _FAILED = re.compile(r"^(?:FAILED|ERROR) (\S+?\.py(?:::[^\s\[]+)?)", re.MULTILINE)
 # Of pytest: tests failed, or could not be collected.
 _KILLED = (1, 2)
-_NO_TEST = 5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,7 +152,7 @@ def judged(mutant: Mutant, root: Path, seed: str, whole: bool) -> Outcome:
                 return Outcome(mutant, killer or "collection")
     finally:
         (root / mutant.file).write_text(before, encoding="utf-8")
-    return Outcome(mutant, "", "no test reaches it" if status == _NO_TEST else "")
+    return Outcome(mutant, "")
 
 
 def main(argv: Sequence[str]) -> int:

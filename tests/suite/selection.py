@@ -83,9 +83,11 @@ class Choice:
 
     def text(self) -> str:
         """Returns what a reader needs to run the same cases again."""
-        if self.is_whole:
-            return "every case"
-        return f"cases chosen by --seed={self.seed}"
+        cases = "every case" if self.is_whole else f"cases chosen by --seed={self.seed}"
+        if self.near is None:
+            return cases
+        limit = "" if self.max_seconds is None else f" that take {self.max_seconds:g} s"
+        return f"the nearest to {len(self.near)} changed files{limit}, {cases}"
 
 
 def anchors_of(item: pytest.Item) -> tuple[str, ...]:
@@ -188,3 +190,10 @@ class Selection:
         if left_out:
             config.hook.pytest_deselected(items=left_out)
         items[:] = kept
+
+    @pytest.hookimpl(trylast=True)
+    def pytest_sessionfinish(self, session: pytest.Session, exitstatus: int) -> None:
+        """Lets a change pass that no test reaches, such as one of a text."""
+        is_near = Choice.of(session.config).near is not None
+        if is_near and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+            session.exitstatus = pytest.ExitCode.OK
