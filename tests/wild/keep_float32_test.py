@@ -35,7 +35,7 @@ def in_float32(model):
         (["none", "plain"], {"plain"}),
         ("none", set()),
     ],
-    ids=str,
+    ids=["sequence", "word", "with default", "empty", "with none", "none"],
 )
 def test_a_sequence_adds_to_the_default_rules(keep, expected):
     with tfamp.scope("mixed_bfloat16", keep_float32=keep):
