@@ -1,10 +1,8 @@
 """Settles a whole model once, before its first use: rules by path, and heads."""
 
-import contextlib
 import threading
 import warnings
 import weakref
-from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -73,39 +71,6 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
             raise
         change_care(model, resolved=done, graph_key=structure.graph_key(model))
         return done
-
-
-@contextlib.contextmanager
-def previewed(model: keras.layers.Layer) -> Iterator[None]:
-    """Shows inside the block what `compile` would make of a graph of layers.
-
-    Which layers are heads is decided when the model is compiled or used; until then
-    it may yet become a part of another model.
-    """
-    care = care_of(model)
-    if structure.graph_of(model) is None or care is None:
-        yield
-        return
-    if care.resolved:
-        resolve(model)  # a Sequential may have grown since
-        yield
-        return
-    settled = [(layer, care_of(layer)) for _, layer, _ in structure.walk(model)]
-    policies = [layer.dtype_policy for layer, _ in settled]
-    found = heads.graph_heads(model)
-    tensors = [(t, t.dtype) for t in (found.tensors if found is not None else ())]
-    try:
-        resolve(model)
-        yield
-    finally:
-        before = [
-            (layer, care, policy)
-            for (layer, care), policy in zip(settled, policies, strict=True)
-            if care is not None
-        ]
-        heads.restore(before)
-        for tensor, dtype in tensors:
-            structure.set_tensor_dtype(tensor, dtype)
 
 
 def _start_again(model: keras.layers.Layer, lease: Lease) -> None:
