@@ -163,7 +163,7 @@ def test_a_predicate_that_raises_names_the_layer():
         ("(", ValueError, "Cannot read pattern '(' in `keep_float32`"),
         (3, TypeError, "Cannot use 3 in `keep_float32`"),
         (dict, TypeError, "Cannot use <class 'dict'> in `keep_float32`"),
-        ("none", ValueError, "'none' stands alone"),
+        ("none", ValueError, "'none' leaves the default rules out"),
     ],
     ids=["pattern", "number", "foreign class", "none beside others"],
 )

@@ -140,7 +140,7 @@ def test_a_failed_enable_changes_nothing():
     tfamp.enable("mixed_bfloat16")
     before = tfamp.status()
     with pytest.raises(ValueError, match="none"):
-        tfamp.enable("float32", keep_float32=["none", "Dense"])
+        tfamp.enable("float32", keep_float32=["none", "default"])
     assert tfamp.status() == before
 
 
@@ -295,12 +295,12 @@ def test_the_users_dtype_wins():
     assert layers.Dense(2, dtype="float32").compute_dtype == "float32"
 
 
-def test_none_keeps_nothing_and_a_sequence_without_default_only_what_it_names():
+def test_none_keeps_nothing_and_in_a_sequence_only_what_that_names():
     with tfamp.scope("mixed_bfloat16", keep_float32="none"):
         x = keras.Input((2,))
         model = keras.Model(x, layers.Softmax()(layers.Dense(2)(x)))
     assert model(np.ones((1, 2))).dtype == "bfloat16"
-    with tfamp.scope("mixed_bfloat16", keep_float32=["Dense"]):
+    with tfamp.scope("mixed_bfloat16", keep_float32=["none", "Dense"]):
         assert dense() == "float32"
         assert layers.Softmax().compute_dtype == "bfloat16"
 

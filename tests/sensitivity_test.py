@@ -253,7 +253,7 @@ def test_it_goes_to_json_and_into_a_table():
     assert Sensitivity.from_json(found.to_json()) == found
     text = str(found)
     assert max(map(len, text.splitlines())) <= 110
-    assert "Keep them in float32: `keep_float32=['default', 'huge', 'norm']`." in text
+    assert "Keep them in float32: `keep_float32=['huge', 'norm']`." in text
 
 
 def test_what_it_advises_cures():

@@ -203,7 +203,7 @@ def test_a_layer_that_float16_cannot_hold_is_named_and_cured(style):
     assert (found.cause, found.layer) == ("precision", f"{prefix}huge")
     assert "; float16 holds 65504." in found.evidence[1]
     assert found.remedy == (
-        f"Keep them in float32: `keep_float32=['default', '{prefix}huge']`."
+        f"Keep them in float32: `keep_float32=['{prefix}huge']`."
     )
     names = [replay.name for replay in found.replays]
     scaled = "mixed_float16, loss scale 32768"
@@ -249,7 +249,7 @@ def test_the_layer_that_takes_huge_numbers_is_named_with_the_one_that_makes_them
     prefix = "inner/" if style == "nested" else ""
     assert (found.cause, found.layer) == ("precision", f"{prefix}huge")
     assert found.layers == (f"{prefix}huge", f"{prefix}back")
-    keep = f"['default', '{prefix}huge', '{prefix}back']"
+    keep = f"['{prefix}huge', '{prefix}back']"
     assert found.remedy == f"Keep them in float32: `keep_float32={keep}`."
 
 

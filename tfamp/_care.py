@@ -96,6 +96,7 @@ class _Calls(threading.local):
     def __init__(self) -> None:
         self.stack: list[Care] = []
         self.recorder: Any = None
+        self.num_builds = 0  # how many layers are being built around this one
 
 
 CALLS = _Calls()

@@ -177,8 +177,14 @@ class HeldPatches(PatchSet):
         with self._lock:
             if id(holder) in self._holders:
                 return
-            self.install()
+            # Ahead of the installation, in which the garbage collector may take
+            # another holder away: that must not be the last one.
             self._holders.add(id(holder))
+            try:
+                self.install()
+            except BaseException:
+                self._release(id(holder))
+                raise
             finalizer = weakref.finalize(holder, self._release, id(holder))
             finalizer.atexit = False
 

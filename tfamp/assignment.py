@@ -12,7 +12,7 @@ import keras
 from tfamp import rules
 from tfamp._care import Care, Kind, care_of
 from tfamp.keras_hooks import saving, structure, trainer
-from tfamp.managed import compiling, hooks, keeping, resolving
+from tfamp.managed import compiling, hooks, keeping, preview, resolving
 from tfamp.managed.lease import HALF, IN_FORCE, Lease, choose_policy, make_lease
 from tfamp.results import Record
 
@@ -96,11 +96,10 @@ def assignment(model: keras.layers.Layer) -> Assignment:
         'float32'
     """
     _check_model(model)
-    if structure.graph_of(model) is not None:
-        resolving.resolve(model)
-    lease = resolving.care_lease(model)
-    policy = model.dtype_policy.name if lease is None else lease.policy.name
-    rows = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
+    with preview.previewed(model):
+        lease = resolving.care_lease(model)
+        policy = model.dtype_policy.name if lease is None else lease.policy.name
+        rows = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
     return Assignment(model.name, policy, rows)
 
 

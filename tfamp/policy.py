@@ -98,9 +98,9 @@ def enable(
             that is slower than float32; else "float32", "mixed_float16",
             "mixed_bfloat16", "float16" or "bfloat16". With "auto", the
             environment variable TFAMP_POLICY is used where it is set.
-        keep_float32: "default", "none", or a sequence of layer classes, class
-            names, patterns for whole names or paths, and callables taking a
-            layer; the word "default" in it stands for the default rules.
+        keep_float32: "default", "none", or a sequence of layers, layer classes,
+            class names, patterns for whole names or paths, and callables taking
+            a layer. A sequence adds to the default rules, unless "none" is in it.
         loss_scale: "dynamic", a number for a static scale, or None for no
             scaling. Used where a layer computes in float16.
         loss_scale_options: Further arguments of the loss-scale optimizer.
@@ -111,7 +111,7 @@ def enable(
     Raises:
         ValueError: An argument is unknown, or the loss scale could have no
             effect under an explicit policy without float16.
-        TypeError: An entry of `keep_float32` is no class, text or callable.
+        TypeError: An entry of `keep_float32` is no layer, class, text or callable.
         RuntimeError: Keras runs on another backend, or a version of Python,
             Keras or TensorFlow is out of range.
 

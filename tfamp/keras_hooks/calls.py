@@ -8,7 +8,8 @@ mask and the activity regularizer see them; `Layer.__call__` reading
 `self.activity_regularizer` while a call context is open.
 """
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -68,30 +69,50 @@ def patches(
 
 
 def in_call() -> bool:
-    """Returns whether this thread is inside the call of any layer."""
+    """Returns whether this thread is inside the call of any layer.
+
+    A layer without a `build` of its own is built by a trace of its `call`, for which
+    Keras has not opened its call context yet.
+    """
+    if CALLS.num_builds:
+        return True
     return global_state.get_global_attribute("current_call_ctx") is not None
 
 
-def _wrap_maybe_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Builds layers outside tfamp's own trace, as a plain first call would.
+@contextlib.contextmanager
+def _outside_the_trace() -> Iterator[None]:
+    """Leaves tfamp's own trace, if there is one, as a plain first call would.
 
     What `build` keeps must not be a tensor of a graph that is thrown away.
     """
+    if CALLS.recorder is None:
+        yield
+        return
+    scopes = ("stateless_scope", "symbolic_scope")
+    before = {name: global_state.get_global_attribute(name) for name in scopes}
+    try:
+        for name in scopes:
+            global_state.set_global_attribute(name, None)
+        with tf.init_scope():
+            yield
+    finally:
+        for name, scope in before.items():
+            global_state.set_global_attribute(name, scope)
+
+
+def _wrap_maybe_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Marks that a layer is being built, and builds it outside tfamp's own trace."""
 
     @like(original)
     def _maybe_build(self: keras.layers.Layer, call_spec: Any) -> Any:
-        if CALLS.recorder is None or self.built:
+        if self.built:
             return original(self, call_spec)
-        scopes = ("stateless_scope", "symbolic_scope")
-        before = {name: global_state.get_global_attribute(name) for name in scopes}
+        CALLS.num_builds += 1
         try:
-            for name in scopes:
-                global_state.set_global_attribute(name, None)
-            with tf.init_scope():
+            with _outside_the_trace():
                 return original(self, call_spec)
         finally:
-            for name, scope in before.items():
-                global_state.set_global_attribute(name, scope)
+            CALLS.num_builds -= 1
 
     return _maybe_build
 

@@ -10,6 +10,7 @@ attributes of an optimizer that are saveables themselves; `_trainable_variables`
 """
 
 import contextlib
+import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -105,7 +106,7 @@ def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
         condition: A boolean scalar.
     """
     is_inside = [False]
-    with _replaced_writes(
+    with _WRITES.replaced(
         lambda original, name: _masked(original, name, condition, is_inside)
     ):
         yield
@@ -115,25 +116,85 @@ def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
 def variables_written() -> Iterator[set[int]]:
     """Collects the ids of the variables that are written inside the block."""
     written: set[int] = set()
-    with _replaced_writes(lambda original, name: _noted(original, written)):
+    with _WRITES.replaced(lambda original, name: _noted(original, written)):
         yield written
 
 
-@contextlib.contextmanager
-def _replaced_writes(
-    replace: Callable[[Callable[..., Any], str], Callable[..., Any]],
-) -> Iterator[None]:
-    replaced: list[tuple[type, str, Any]] = []
-    try:
+_Replace = Callable[[Callable[..., Any], str], Callable[..., Any]]
+
+
+class _Writes:
+    """What stands around writes of variables, for each thread and graph of its own.
+
+    The methods of TensorFlow's classes are replaced while any block is open; what a
+    write does is decided by the thread, or the graph, that it happens in. Threads
+    that train, load or count beside one that traces are not touched.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._around: dict[tuple[str, int], list[_Replace]] = {}
+        self._originals: list[tuple[type, str, Any]] = []
+
+    @contextlib.contextmanager
+    def replaced(self, replace: _Replace) -> Iterator[None]:
+        """Puts `replace(original, name)` in place of a write, for this place only."""
+        place = _place()
+        with self._lock:
+            if not self._around:
+                self._install()
+            self._around.setdefault(place, []).append(replace)
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._around[place].remove(replace)
+                if not self._around[place]:
+                    del self._around[place]
+                if not self._around:
+                    self._remove()
+
+    def _install(self) -> None:
         for cls in _variable_classes(BaseResourceVariable):
             for name in (*_MASKED, *_MASKED_SPARSE, *_UNMASKED):
                 if name in vars(cls):
-                    replaced.append((cls, name, vars(cls)[name]))
-                    setattr(cls, name, replace(vars(cls)[name], name))
-        yield
-    finally:
-        for cls, name, original in reversed(replaced):
+                    original = vars(cls)[name]
+                    self._originals.append((cls, name, original))
+                    setattr(cls, name, self._write(original, name))
+
+    def _remove(self) -> None:
+        while self._originals:
+            cls, name, original = self._originals.pop()
             setattr(cls, name, original)
+
+    def _write(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
+        def write(variable: Any, *args: Any, **kwargs: Any) -> Any:
+            function = original
+            for replace in tuple(self._around.get(_place(), ())):
+                function = replace(function, name)
+            return function(variable, *args, **kwargs)
+
+        return write
+
+
+def _place() -> tuple[str, int]:
+    """Returns the function that is being traced, outermost, or else the thread.
+
+    Replicas trace one function in threads of their own. What `init_scope` runs while
+    a function is traced belongs to the thread, where no mask of the graph is known.
+    """
+    if tf.executing_eagerly():
+        return "thread", threading.get_ident()
+    graph = tf.compat.v1.get_default_graph()
+    while getattr(graph, "outer_graph", None) is not None:
+        outer = graph.outer_graph
+        if not outer.building_function:
+            break
+        graph = outer
+    return "graph", id(graph)
+
+
+_WRITES = _Writes()
 
 
 def _noted(original: Callable[..., Any], written: set[int]) -> Callable[..., Any]:

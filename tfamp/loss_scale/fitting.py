@@ -14,7 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfamp._patch import HeldPatches
-from tfamp.keras_hooks import fitting
+from tfamp.keras_hooks import fitting, structure
 from tfamp.keras_hooks.optimizers import in_xla, variables_written
 from tfamp.loss_scale import errors
 from tfamp.loss_scale.branches import either, stop_if_due, where_replicas_are_one
@@ -55,7 +55,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         if optimizer is None:
             return train_step(data)
         _build(model, optimizer, data)
-        held = list(model.non_trainable_weights)
+        held = _moving_state(model)
         before = [tf.convert_to_tensor(v.value) for v in held]
         weight = fitting.batch_size_of(data) if optimizer.accumulates else None
         optimizer.leaves_stop_to_caller, _MICROBATCH.weight = True, weight
@@ -74,6 +74,21 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         return logs
 
     return step_and_undo
+
+
+def _moving_state(model: keras.Model) -> list[Any]:
+    """Returns what a step changes beside the weights that the optimizer trains.
+
+    Moving statistics, and the states of recurrent layers, which Keras lists under no
+    model. Random numbers go on, as they do in stock Keras, so that the next step draws
+    another mask.
+    """
+    held = list(model.non_trainable_weights)
+    for _, layer, _ in structure.walk(model):
+        if getattr(layer, "stateful", False):
+            states = structure.flatten(getattr(layer, "states", None))
+            held += [v for v in states if isinstance(v, keras.Variable)]
+    return list({id(v): v for v in held}.values())
 
 
 def _build(model: keras.Model, optimizer: Any, data: Any) -> None:

@@ -42,8 +42,11 @@ def scaled(optimizer: Any, model: keras.Model, lease: Lease) -> Any:
     """
     if isinstance(optimizer, LossScaleOptimizer):
         return optimizer
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+    if type(optimizer) is keras.optimizers.LossScaleOptimizer:
         return exact(optimizer)
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        _say_whose(optimizer)
+        return optimizer
     if lease.loss_scale is None or not resolving.computes_in(model, "float16"):
         return optimizer
     options = dict(lease.loss_scale_options)
@@ -61,6 +64,15 @@ def scaled(optimizer: Any, model: keras.Model, lease: Lease) -> Any:
     optimizer.loss_scale_factor = None
     options.update(initial_scale=float(static), dynamic=False)
     return LossScaleOptimizer(optimizer, name=_NAME, **options)
+
+
+def _say_whose(optimizer: Any) -> None:
+    logging.info(
+        "Optimizer %r is of your own class %s, so it scales the loss as that does. "
+        "Derive it from `tfamp.LossScaleOptimizer` to judge steps on all replicas.",
+        optimizer.name,
+        type(optimizer).__name__,
+    )
 
 
 def exact(stock: Any) -> LossScaleOptimizer:

@@ -121,5 +121,7 @@ def _lease(entry: dict[str, Any]) -> Lease:
     options = dict(entry["loss_scale"])
     loss_scale = options.pop("loss_scale")
     policy = keras.DTypePolicy(entry["policy"])
-    rules = _rules.RuleSet((), entry["has_defaults"])
+    # The user's own rules, which may be functions, are known by what they decided.
+    rules = _rules.parse("default" if entry["has_defaults"] else "none")
+    rules = rules.for_dtype(policy.compute_dtype)
     return Lease(policy, rules, loss_scale, options)

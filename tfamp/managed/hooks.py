@@ -13,19 +13,32 @@ import keras
 
 from tfamp._care import Care, Kind
 from tfamp._patch import HeldPatches, PatchSet
-from tfamp.keras_hooks import calls, dtypes, layers, losses, nn, saving, state, trainer
+from tfamp.keras_hooks import (
+    calls,
+    configs,
+    dtypes,
+    layers,
+    losses,
+    nn,
+    saving,
+    state,
+    trainer,
+)
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fitting import FIT_HOOKS
 from tfamp.managed import compiling, files, keeping, resolving
 from tfamp.managed.lease import IN_FORCE, Lease
 
 _MAKING = PatchSet(
-    layers.patches(
-        keeping.restore_global_policy,
-        keeping.on_created,
-        keeping.on_recurrent_created,
-        keeping.on_bidirectional_created,
-    )
+    [
+        *layers.patches(
+            keeping.restore_global_policy,
+            keeping.on_created,
+            keeping.on_recurrent_created,
+            keeping.on_bidirectional_created,
+        ),
+        *configs.read_patches(keeping.is_in_force),
+    ]
 )
 
 
@@ -49,6 +62,7 @@ _RUNNING = HeldPatches(
         *losses.patches(nn.CAREFUL),
         *trainer.patches(compiling.before_compile),
         *saving.patches(files.describe, restore),
+        *configs.write_patches(keeping.inherited_policy),
     ]
 )
 

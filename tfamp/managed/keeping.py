@@ -8,7 +8,7 @@ import keras
 
 from tfamp import rules as _rules
 from tfamp._care import Care, Kind, care_of, change_care, set_care
-from tfamp.keras_hooks import state, structure
+from tfamp.keras_hooks import configs, state, structure
 from tfamp.managed.lease import HALF, IN_FORCE, Lease
 
 
@@ -20,6 +20,20 @@ def restore_global_policy() -> None:
     lease = IN_FORCE.lease
     if lease is not None and not state.is_marked(lease):
         state.mark(lease, lease.policy)
+
+
+def is_in_force(policy: str) -> bool:
+    """States whether new layers come under the policy of this name."""
+    lease = IN_FORCE.lease
+    return lease is not None and lease.policy.name == policy
+
+
+def inherited_policy(layer: keras.layers.Layer) -> str | None:
+    """Returns the policy that a layer's dtypes came from, None if they were passed."""
+    care = care_of(layer)
+    if care is None or care.kind is Kind.EXPLICIT or layer.quantization_mode:
+        return None
+    return care.lease.policy.name
 
 
 def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
@@ -38,6 +52,9 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
     if dtype is lease.kept:
         _begin_inside(layer, lease)
         return
+    if is_in_force(configs.inherited_from(dtype) or ""):
+        set_policy(layer, lease.policy)
+        dtype = None
     present = state.present_policy()
     is_explicit = dtype is not None and dtype is not present
     if not is_explicit and present is not lease.policy:

@@ -74,11 +74,22 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
 
 
 def _start_again(model: keras.layers.Layer, lease: Lease) -> None:
-    """Undoes what was settled for layers that a Sequential model had before."""
-    for _, layer, _ in structure.walk(model):
+    """Undoes what was settled for layers that a Sequential model had before.
+
+    What a rule decided that the lease does not hold stays: a loaded model's user wrote
+    it in another process.
+    """
+    known = {rule.name for rule in lease.rules.rules}
+    left: set[int] = set()
+    for _, layer, parent in structure.walk(model):
         care = care_of(layer)
-        if care is not None and care.lease is lease:
-            keeping.begin_again(layer, lease)
+        if care is None or care.lease is not lease:
+            continue
+        is_unknown = care.kind is Kind.ISLAND and care.rule not in known
+        if is_unknown or (care.kind is Kind.INSIDE and id(parent) in left):
+            left.add(id(layer))
+            continue
+        keeping.begin_again(layer, lease)
 
 
 def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) -> bool:
@@ -98,8 +109,11 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
     if failure is not None:
         return _give_up(model, failure)
     found = heads.graph_heads(model) or found
+    is_graph = structure.graph_of(model) is not None
+    if is_graph and _cast_for_tied_heads(model, found):
+        return True
     before = heads.keep_heads(model, found, lease, shapes)
-    if structure.graph_of(model) is not None:
+    if is_graph:
         return True
     if _output_is_float32(found):
         change_care(model, output_dtype="float32")
@@ -110,6 +124,34 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
         _say_what_broke(model, broken)
     elif not found.is_complete:
         _cast_output(model, "no layer could be named that makes the output")
+    return True
+
+
+def _cast_for_tied_heads(model: keras.layers.Layer, found: heads.Heads) -> bool:
+    """Casts the output alone where another layer uses a head inside its `call`.
+
+    That `call` may add the head's output to tensors in half precision, which a head in
+    float32 would break.
+
+    Returns:
+        Whether there is such a head.
+    """
+    ids = {id(head) for head in found.heads}
+    tied = [
+        (layer, child)
+        for _, layer, _ in structure.walk(model)
+        if structure.graph_of(layer) is None
+        for child in structure.children(layer)
+        if id(child) in ids
+    ]
+    if not tied:
+        return False
+    (outer, head), *_ = tied
+    because = f"layer {head.name!r} is used inside {outer.name!r} too"
+    _cast_output(model, because)
+    logging.info("Model %r: %s, so its output alone is cast.", model.name, because)
+    for tensor in found.tensors:
+        structure.set_tensor_dtype(tensor, "float32")
     return True
 
 

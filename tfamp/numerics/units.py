@@ -56,14 +56,14 @@ def how_to_keep(found: Sequence[Site]) -> str:
         >>> dense = keras.layers.Dense(3, name="dense")
         >>> model = keras.Model(x, dense(x))
         >>> how_to_keep([Site("dense", dense)])
-        "Keep them in float32: `keep_float32=['default', 'dense']`."
+        "Keep them in float32: `keep_float32=['dense']`."
     """
     layers = [s for s in found if isinstance(s.layer, keras.layers.Layer)]
     operations = [s for s in found if not isinstance(s.layer, keras.layers.Layer)]
     sentences = []
     if layers:
         paths = ", ".join(repr(site.path) for site in layers)
-        sentences.append(f"Keep them in float32: `keep_float32=['default', {paths}]`.")
+        sentences.append(f"Keep them in float32: `keep_float32=[{paths}]`.")
     if operations:
         paths = ", ".join(repr(site.path) for site in operations)
         sentences.append(

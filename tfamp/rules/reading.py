@@ -41,45 +41,50 @@ class RuleSet:
 def parse(keep_float32: KeepFloat32) -> RuleSet:
     """Reads the `keep_float32` argument.
 
+    What it names comes on top of the default rules: naming one layer never takes the
+    others' safety away.
+
     Args:
-        keep_float32: "default", "none", or a sequence of layer classes, class
-            names, patterns that match a whole name or path, and callables
-            taking a layer; the word "default" in it stands for the default
-            rules.
+        keep_float32: "default", "none", or a sequence of layers, layer classes, class
+            names, names and paths or patterns that match a whole one, and callables
+            taking a layer. "none" among them leaves the default rules out; "default"
+            changes nothing.
 
     Raises:
         TypeError: An entry is none of these.
-        ValueError: A pattern does not compile, "none" stands beside others, or
-            a lone string looks like a misspelt "default" or "none".
+        ValueError: A pattern does not compile, "none" stands beside "default", or
+            a lone string looks like a misspelt one of the two.
 
     Example:
-        >>> [rule.name for rule in parse(["Dense", "encoder/.*"]).rules]
-        ["keep_float32: 'Dense'", "keep_float32: 'encoder/.*'"]
-        >>> parse(["default", "Dense"]).has_defaults
-        True
+        >>> rules = parse(["Dense", "encoder/.*"])
+        >>> [rule.name for rule in rules.of_user], rules.has_defaults
+        (["keep_float32: 'Dense'", "keep_float32: 'encoder/.*'"], True)
+        >>> parse(["none", "Dense"]).has_defaults
+        False
     """
     if isinstance(keep_float32, str):
         _refuse_misspelt(keep_float32)
-        entries: list[Any] = [] if keep_float32 == "none" else [keep_float32]
-    elif isinstance(keep_float32, type) or callable(keep_float32):
+        entries: list[Any] = [keep_float32]
+    elif isinstance(keep_float32, keras.layers.Layer) or callable(keep_float32):
         entries = [keep_float32]
     else:
         try:
             entries = list(keep_float32)
         except TypeError:
             raise TypeError(_wrong_entry(keep_float32)) from None
-        if "none" in [entry for entry in entries if isinstance(entry, str)]:
-            raise ValueError(
-                f"Clashing `keep_float32` {keep_float32!r}: 'none' stands alone. "
-                "Leave 'none' out, or pass keep_float32='none'."
-            )
-    rules: list[Rule] = []
-    for entry in entries:
-        if isinstance(entry, str) and entry == "default":
-            rules.extend(DEFAULT_RULES)
-        else:
-            rules.append(_rule_of_user(entry))
-    return RuleSet(tuple(rules), any(e == "default" for e in entries if type(e) is str))
+    words = {entry for entry in entries if isinstance(entry, str)}
+    if {"none", "default"} <= words:
+        raise ValueError(
+            f"Clashing `keep_float32` {keep_float32!r}: 'none' leaves the default "
+            "rules out, and 'default' stands for them. Leave one of the two out."
+        )
+    has_defaults = "none" not in words
+    rules = [
+        _rule_of_user(entry)
+        for entry in entries
+        if not (isinstance(entry, str) and entry in ("none", "default"))
+    ]
+    return RuleSet((*rules, *(DEFAULT_RULES if has_defaults else ())), has_defaults)
 
 
 def _refuse_misspelt(word: str) -> None:
@@ -95,8 +100,8 @@ def _refuse_misspelt(word: str) -> None:
 def _wrong_entry(entry: Any) -> str:
     return (
         f"Cannot use {entry!r} in `keep_float32`; expected a layer class, a class "
-        "name, a pattern for names or paths, or a callable taking a layer. Wrap single "
-        "values in a list."
+        "name, a layer, a pattern for names or paths, or a callable taking a layer. "
+        "Wrap single values in a list."
     )
 
 
@@ -109,7 +114,7 @@ def _rule_of_user(entry: Any) -> Rule:
             raise ValueError(
                 f"Cannot read pattern {entry!r} in `keep_float32`: {error}. Expected a "
                 "regular expression that matches a layer's whole name or path; escape "
-                "special characters with a backslash."
+                "special characters with a backslash, or pass the layer itself."
             ) from error
         name = f"keep_float32: {entry!r}"
         return Rule(name, reason, class_name=entry, pattern=pattern)
@@ -118,7 +123,10 @@ def _rule_of_user(entry: Any) -> Rule:
             raise TypeError(_wrong_entry(entry))
         name = f"keep_float32: {entry.__name__}"
         return Rule(name, reason, classes=(entry,))
-    if isinstance(entry, keras.layers.Layer) or not callable(entry):
+    if isinstance(entry, keras.layers.Layer):
+        name = f"keep_float32: layer {entry.name!r}"
+        return Rule(name, reason, predicate=lambda layer: layer is entry)
+    if not callable(entry):
         raise TypeError(_wrong_entry(entry))
     label = getattr(entry, "__name__", type(entry).__name__)
     return Rule(f"keep_float32: {label}()", reason, predicate=entry)

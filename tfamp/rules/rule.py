@@ -63,7 +63,9 @@ class Rule:
             return True
         candidates = {layer.name, path, getattr(layer, "path", None)} - {None}
         pattern = self.pattern
-        return pattern is not None and any(pattern.fullmatch(c) for c in candidates)
+        return pattern is not None and any(
+            pattern.pattern == c or pattern.fullmatch(c) for c in candidates
+        )
 
     def _ask(self, layer: keras.layers.Layer) -> bool:
         try:

@@ -1,0 +1,104 @@
+"""Clones and configurations, made while tfamp is enabled, are what the original is."""
+
+import copy
+import pickle
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfamp
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+def functional():
+    inputs = keras.Input((6, 8))
+    x = layers.Bidirectional(layers.LSTM(4, return_sequences=True))(inputs)
+    x = layers.TimeDistributed(layers.Dense(8, activation="softmax"))(x)
+    x = layers.MultiHeadAttention(2, 4, dropout=0.1)(x, x)
+    x = layers.Dense(8, dtype="float32", name="own")(x)
+    x = layers.Softmax()(layers.LayerNormalization()(x))
+    x = layers.Dense(1)(layers.GlobalAveragePooling1D()(x))
+    return keras.Model(inputs, layers.Activation("sigmoid")(x))
+
+
+def sequential():
+    parts = [layers.Dense(8, activation="softmax"), layers.UnitNormalization()]
+    inner = keras.Sequential([keras.Input((6, 8)), *parts])
+    head = layers.Dense(1, activation="sigmoid")
+    return keras.Sequential([keras.Input((6, 8)), inner, layers.Flatten(), head])
+
+
+def by_stock_file(model, folder):
+    model.save(folder / "model.keras")
+    return keras.saving.load_model(folder / "model.keras")
+
+
+WAYS = {
+    "clone_model": lambda model, _: keras.models.clone_model(model),
+    "config": lambda model, _: type(model).from_config(model.get_config()),
+    "json": lambda model, _: keras.models.model_from_json(model.to_json()),
+    "stock file": by_stock_file,
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+}
+
+
+def facts(model):
+    return [
+        (row.path.split("/")[-1].rstrip("_0123456789"), row.class_name)
+        + (row.compute_dtype, row.variable_dtype, row.rule.split("'")[0])
+        for row in tfamp.assignment(model)
+    ]
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("make", [functional, sequential])
+@pytest.mark.anchors("sequential-plain-*", "functional-compiled-clone_model")
+def test_a_copy_has_the_dtypes_and_predictions_of_the_original(
+    make, is_compiled, way, tmp_path
+):
+    x = np.random.default_rng(0).normal(size=(4, 6, 8)).astype("float32")
+    with tfamp.scope("mixed_float16"):
+        model = make()
+        if is_compiled:
+            model.compile("adam", "binary_crossentropy")
+        same = WAYS[way](model, tmp_path)
+        same.set_weights(model.get_weights())
+    assert facts(same) == facts(model)
+    np.testing.assert_array_equal(same(x), model(x))
+    assert same(x).dtype == "float32"
+
+
+def test_a_clone_learns_where_its_head_is_sure_and_wrong():
+    with tfamp.scope("mixed_float16"):
+        head = layers.Dense(1, activation="sigmoid", use_bias=False)
+        model = keras.models.clone_model(keras.Sequential([keras.Input((1,)), head]))
+        model.compile(keras.optimizers.SGD(1.0), "binary_crossentropy")
+    model.set_weights([np.float32([[9.0]])])
+    loss = model.fit(np.ones((1, 1)), np.zeros((1, 1)), verbose=0).history["loss"]
+    # -log(1 - sigmoid(9)) is 9.0001, and the gradient sigmoid(9) is 0.9999.
+    assert loss[0] == pytest.approx(9.0001, abs=1e-3)
+    assert model.get_weights()[0][0, 0] == pytest.approx(9.0 - 0.9999, abs=1e-3)
+
+
+def test_a_clone_under_another_policy_keeps_the_dtypes_of_the_original():
+    with tfamp.scope("mixed_bfloat16"):
+        model = sequential()
+    with tfamp.scope("mixed_float16"):
+        other = keras.models.clone_model(model)
+    # A Sequential writes no dtype of its own into its configuration.
+    dense, norm = other.layers[0].layers
+    assert (dense.compute_dtype, norm.compute_dtype) == ("bfloat16", "float32")
+
+
+def test_stock_keras_reads_what_was_written():
+    with tfamp.scope("mixed_bfloat16"):
+        text = sequential().to_json()
+    assert "tfamp_inherited" in text
+    stock = keras.models.model_from_json(text)
+    dense, norm = stock.layers[0].layers
+    assert (dense.compute_dtype, norm.compute_dtype) == ("bfloat16", "float32")

@@ -1,0 +1,64 @@
+"""Naming a layer in `keep_float32` never takes the others' safety away."""
+
+import keras
+import pytest
+from keras import layers
+
+import tfamp
+
+
+def model_of(name="odd.(name)"):
+    hidden = layers.Dense(8, name=name)
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            hidden,
+            layers.Dense(8, name="plain"),
+            layers.UnitNormalization(name="norm"),
+            layers.Dense(1, activation="sigmoid", name="head"),
+        ]
+    )
+
+
+def in_float32(model):
+    rows = tfamp.assignment(model)
+    return {row.path for row in rows if row.compute_dtype == "float32"}
+
+
+@pytest.mark.parametrize(
+    "keep, expected",
+    [
+        (["plain"], {"plain", "norm", "head"}),
+        ("plain", {"plain", "norm", "head"}),
+        (["default", "plain"], {"plain", "norm", "head"}),
+        ([], {"norm", "head"}),
+        (["none", "plain"], {"plain"}),
+        ("none", set()),
+    ],
+    ids=["sequence", "word", "with default", "empty", "with none", "none"],
+)
+def test_a_sequence_adds_to_the_default_rules(keep, expected):
+    with tfamp.scope("mixed_bfloat16", keep_float32=keep):
+        model = model_of()
+        model.compile("sgd", "mse")
+    assert in_float32(model) == expected
+
+
+def test_a_layer_and_a_name_with_odd_characters_are_taken_as_they_are():
+    for entry in ("odd.(name)", None):
+        model = model_of()
+        keep = [entry or model.layers[0]]
+        tfamp.apply(model, "mixed_bfloat16", keep_float32=keep)
+        assert in_float32(model) == {"odd.(name)", "norm", "head"}
+        rule = tfamp.assignment(model)["odd.(name)"].rule
+        assert rule == (
+            "keep_float32: 'odd.(name)'"
+            if entry
+            else "keep_float32: layer 'odd.(name)'"
+        )
+
+
+def test_none_beside_default_is_refused():
+    with pytest.raises(ValueError, match="'none' leaves the default rules out"):
+        tfamp.enable("mixed_bfloat16", keep_float32=["none", "default"])
+    assert tfamp.status().policy == "float32"

@@ -1,0 +1,39 @@
+"""A recurrent layer that keeps its state over batches, and one batch that is bad."""
+
+import keras
+import numpy as np
+import pytest
+from keras import layers
+
+import tfamp
+
+
+@pytest.mark.parametrize("way", ["graph", "eager", "xla"])
+@pytest.mark.parametrize("kind", [layers.LSTM, layers.GRU])
+@pytest.mark.anchors("LSTM-graph")
+def test_a_bad_batch_leaves_the_state_as_it_was(kind, way):
+    inputs = keras.Input(batch_shape=(4, 6, 3))
+    recurrent = kind(5, stateful=True)
+    outputs = layers.Dense(1)(layers.Dropout(0.5)(recurrent(inputs)))
+    model = keras.Model(inputs, outputs)
+    model.compile(
+        tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1)),
+        "mse",
+        run_eagerly=way == "eager",
+        jit_compile=way == "xla",
+    )
+    x = np.random.default_rng(0).normal(size=(4, 6, 3)).astype("float32")
+    y = np.ones((4, 1), "float32")
+
+    def step(x):
+        model.fit(x, y, batch_size=4, shuffle=False, verbose=0)
+        states = keras.tree.flatten(recurrent.states)
+        return [keras.ops.convert_to_numpy(state) for state in states]
+
+    before = step(x)
+    x[0, 0, 0] = np.nan
+    after = step(x)
+    assert model.optimizer.skipped_steps == 1
+    assert np.any(before[0])
+    for one, other in zip(before, after, strict=True):
+        np.testing.assert_array_equal(one, other)

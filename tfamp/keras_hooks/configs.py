@@ -1,0 +1,66 @@
+"""Hooks where layers are written as configurations and made from them.
+
+Keras writes the dtype that a layer inherited as if it had been passed, so a clone
+would take every dtype for the user's own. The serialized dtype says which it is, in an
+entry of its own that stock Keras passes over.
+
+Relies on: `Layer.get_config` serializing the policy into a dict under "dtype";
+`deserialize_keras_object` passing over entries it does not know; layers being
+made by `Operation.from_config`, or by a `from_config` of their own that hands
+that dict to `Layer.__init__`.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import keras
+
+from tfamp._patch import Patch, like
+
+_INHERITED = "tfamp_inherited"
+
+
+def write_patches(policy_of: Callable[[keras.layers.Layer], str | None]) -> list[Patch]:
+    """Returns the patch that writes down which dtypes were inherited.
+
+    Args:
+        policy_of: Returns the name of the policy that a layer's dtype came from, None
+            where it was passed to the layer or nobody knows.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def get_config(self: keras.layers.Layer) -> dict[str, Any]:
+            config = original(self)
+            name, dtype = policy_of(self), config.get("dtype")
+            if name is not None and isinstance(dtype, dict):
+                config["dtype"] = {**dtype, _INHERITED: name}
+            return config
+
+        return get_config
+
+    return [Patch(keras.layers.Layer, "get_config", wrap)]
+
+
+def read_patches(is_in_force: Callable[[str], bool]) -> list[Patch]:
+    """Returns the patch that lets a layer inherit its dtype as the written one did.
+
+    Args:
+        is_in_force: States whether new layers come under the policy of a name.
+    """
+
+    def wrap(original: Any) -> Any:
+        def from_config(cls: type, config: dict[str, Any]) -> Any:
+            name = inherited_from(config.get("dtype"))
+            if name is not None and is_in_force(name):
+                config = {k: v for k, v in config.items() if k != "dtype"}
+            return original.__func__(cls, config)
+
+        return classmethod(from_config)
+
+    return [Patch(keras.Operation, "from_config", wrap)]
+
+
+def inherited_from(dtype: Any) -> str | None:
+    """Returns the policy that a serialized dtype came from, None if it was passed."""
+    return dtype.get(_INHERITED) if isinstance(dtype, dict) else None
