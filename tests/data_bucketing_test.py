@@ -1,6 +1,5 @@
 """`tfamp.data.bucketing`: boundaries, batches, padding, masks, and what it wastes."""
 
-import dataclasses
 import itertools
 import re
 
@@ -9,11 +8,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.data._arrays import ArraySource
 from tfamp.data._stages import Settings
 from tfamp.data.bucketing import make_bucket
 from tfamp.data.bucketing.plan import (
-    batches_in_arrival_order,
     choose_boundaries,
     plan_of,
     sizes_of_batches,
@@ -33,34 +30,20 @@ def sequences(lengths):
     return tf.RaggedTensor.from_row_lengths(numbers.astype(np.int32), lengths)
 
 
-def source_of(lengths):
-    tensors = (sequences(lengths), tf.range(len(lengths)))
-    return ArraySource(tensors, len(lengths))
-
-
 def stream_of(lengths):
     """Returns pairs of a dense sequence of unknown length and its number."""
-    pairs = tf.data.Dataset.from_tensor_slices(source_of(lengths).tensors)
+    tensors = (sequences(lengths), tf.range(len(lengths)))
+    pairs = tf.data.Dataset.from_tensor_slices(tensors)
     return pairs.map(lambda x, y: (tf.ensure_shape(tf.identity(x), [None]), y))
-
-
-def by_position(stage, lengths):
-    source = source_of(lengths)
-    return stage.apply_positions(source.positions(), source, SETTINGS)
 
 
 def listed(dataset):
     return [(x.numpy().tolist(), y.numpy().tolist()) for x, y in dataset]
 
 
-def built(stage, lengths, way):
-    if way == "position":
-        return by_position(stage, lengths)
+def built(stage, lengths):
     stage.check(stream_of(lengths))
     return stage.apply(stream_of(lengths), SETTINGS)
-
-
-ways = pytest.mark.parametrize("way", ["position", "stream"])
 
 
 # Plans.
@@ -105,15 +88,11 @@ def test_sequences_without_length_have_a_bucket():
 
 def test_a_plan_counts_batches_and_padding():
     plan = plan_of(np.array([0, 8, 8, 9, 16, 20]), (8, 16), (2, 2))
-    assert plan.counts == (3, 2)
     assert plan.num_too_long == 1
-    assert plan.num_batches(drop_remainder=False) == 3
-    assert plan.num_batches(drop_remainder=True) == 2
     # 41 of 3 * 8 + 2 * 16 = 56 places, and of 5 * 16 = 80.
     assert plan.waste == pytest.approx(15 / 56)
     assert plan.waste_of_one_shape == pytest.approx(39 / 80)
     cut = plan_of(np.array([8, 20]), (8, 16), (2, 2), keeps_too_long=True)
-    assert cut.counts == (1, 1)
     assert cut.waste == 0
 
 
@@ -122,50 +101,10 @@ def test_a_budget_gives_long_sequences_smaller_batches():
     assert sizes == (48, 8, 6, 4)
 
 
-def windows(buckets, sizes, drop_remainder):
-    """Returns batches and their buckets, filling windows one arrival at a time."""
-    held = {}
-    batches = []
-    for arrival, bucket in enumerate(buckets):
-        held.setdefault(bucket, []).append(arrival)
-        if len(held[bucket]) == sizes[bucket]:
-            batches.append((held.pop(bucket), bucket))
-    rest = [] if drop_remainder else sorted(held.items())
-    return batches + [(arrivals, bucket) for bucket, arrivals in rest]
-
-
-@pytest.mark.parametrize("drop_remainder", [False, True], ids=["kept", "dropped"])
-@pytest.mark.parametrize("inside_map", [False, True], ids=["eager", "map"])
-def test_batches_are_those_that_windows_would_give(drop_remainder, inside_map):
-    arrivals = np.random.default_rng(0).integers(0, 4, (5, 50))
-    sizes = np.array([1, 3, 7, 60])
-
-    def plan(buckets):
-        batches, of_bucket = batches_in_arrival_order(
-            buckets, tf.constant(sizes), drop_remainder=drop_remainder
-        )
-        return batches.values, batches.row_lengths(), of_bucket
-
-    given = tf.data.Dataset.from_tensor_slices(arrivals)
-    plans = given.map(plan) if inside_map else map(plan, given)
-    for buckets, (values, lengths, of_bucket) in zip(arrivals, plans, strict=True):
-        batches = tf.RaggedTensor.from_row_lengths(values, lengths).to_list()
-        found = list(zip(batches, of_bucket.numpy().tolist(), strict=True))
-        assert found == windows(buckets.tolist(), sizes, drop_remainder)
-
-
-def test_no_arrivals_give_no_batches():
-    batches, of_bucket = batches_in_arrival_order(
-        tf.zeros([0], tf.int64), tf.constant([2], tf.int64), drop_remainder=False
-    )
-    assert int(batches.nrows()) == len(of_bucket) == 0
-
-
 # Batches.
 
 
-@ways
-def test_batches_and_their_order_are_those_of_stock_bucketing(way):
+def test_batches_and_their_order_are_those_of_stock_bucketing():
     lengths = zipf_lengths()
     boundaries = [8, 16, 40, 120]
     # Stock buckets end below their boundary, and pad to one less than it.
@@ -176,16 +115,15 @@ def test_batches_and_their_order_are_those_of_stock_bucketing(way):
         pad_to_bucket_boundary=True,
     )
     stage = make_bucket(16, boundaries=boundaries)
-    assert listed(built(stage, lengths, way)) == listed(stock)
+    assert listed(built(stage, lengths)) == listed(stock)
 
 
-@ways
 @pytest.mark.parametrize("drop_remainder", [False, True], ids=["kept", "dropped"])
-def test_every_sequence_comes_once_and_whole(way, drop_remainder):
+def test_every_sequence_comes_once_and_whole(drop_remainder):
     lengths = zipf_lengths()
     stage = make_bucket(16, drop_remainder=drop_remainder, max_shapes=4)
     seen, used, total = [], 0, 0
-    for tokens, numbers in built(stage, lengths, way):
+    for tokens, numbers in built(stage, lengths):
         assert tokens.shape[1] in stage.plan.boundaries
         for row, number in zip(tokens.numpy(), numbers.numpy(), strict=True):
             length = lengths[number]
@@ -195,47 +133,17 @@ def test_every_sequence_comes_once_and_whole(way, drop_remainder):
             used += length
             total += len(row)
     if drop_remainder:
-        assert (
-            len(set(seen))
-            == len(seen)
-            == 16 * stage.plan.num_batches(drop_remainder=True)
-        )
+        last = np.searchsorted(stage.plan.boundaries, lengths)
+        whole = sum(np.bincount(last) // 16)
+        assert len(set(seen)) == len(seen) == 16 * whole
     else:
         assert sorted(seen) == list(range(len(lengths)))
         assert stage.waste == pytest.approx(1 - used / total)
 
 
-@ways
-def test_the_number_of_batches_is_known_if_each_sequence_comes_once(way):
-    for drop_remainder in (False, True):
-        stage = make_bucket(16, drop_remainder=drop_remainder)
-        stage = dataclasses.replace(stage, each_once=True)
-        dataset = built(stage, zipf_lengths(), way)
-        assert int(dataset.cardinality()) == len(list(dataset)) > 0
-
-
-@ways
-def test_else_the_number_of_batches_is_unknown(way):
-    dataset = built(make_bucket(4), LENGTHS, way)
-    assert int(dataset.cardinality()) == int(tf.data.UNKNOWN_CARDINALITY)
-
-
-def test_positions_may_come_shuffled_and_more_than_once():
-    source = source_of(LENGTHS)
-    stage = make_bucket(4, max_shapes=2)
-    shuffled = source.positions().repeat(2).shuffle(24, seed=1)
-    dataset = stage.apply_positions(shuffled, source, SETTINGS)
-    first, second = listed(dataset), listed(dataset)
-    for epoch in (first, second):
-        numbers = [number for _, batch in epoch for number in batch]
-        assert sorted(numbers) == sorted([*range(12)] * 2)
-    assert first != second
-
-
-@ways
-def test_dropping_what_is_not_full_leaves_one_shape_for_each_bucket(way):
+def test_dropping_what_is_not_full_leaves_one_shape_for_each_bucket():
     stage = make_bucket(4, max_shapes=3, drop_remainder=True)
-    dataset = built(stage, zipf_lengths(), way)
+    dataset = built(stage, zipf_lengths())
     shapes = {tuple(x.shape) for x, _ in dataset}
     assert shapes == {(4, boundary) for boundary in stage.plan.boundaries}
     assert dataset.element_spec[0].shape.as_list() == [4, None]
@@ -260,8 +168,6 @@ def test_a_compiled_model_trains_on_buckets_with_masks_and_weights():
     lengths = [3, 9, 5, 12, 7, 10, 2, 16]
     dataset = stream_of(lengths).map(lambda x, y: (x, tf.cast(x > 2, tf.int32)))
     stage = make_bucket(2, max_shapes=2, drop_remainder=True, weight_padding=True)
-    # Keras warns of a dataset whose length it does not know.
-    stage = dataclasses.replace(stage, each_once=True)
     model = keras.Sequential(
         [
             keras.layers.Embedding(10, 4, mask_zero=True),
@@ -269,15 +175,17 @@ def test_a_compiled_model_trains_on_buckets_with_masks_and_weights():
         ]
     )
     model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=True)
-    history = model.fit(stage.apply(dataset, SETTINGS), epochs=2, verbose=0)
+    # Keras warns of a dataset whose length it does not know.
+    batches = stage.apply(dataset, SETTINGS)
+    batches = batches.apply(tf.data.experimental.assert_cardinality(len(list(batches))))
+    history = model.fit(batches, epochs=2, verbose=0)
     assert np.isfinite(history.history["loss"]).all()
 
 
-@ways
-def test_a_token_budget_bounds_every_batch(way):
+def test_a_token_budget_bounds_every_batch():
     stage = make_bucket(token_budget=128, max_shapes=4)
     sizes = []
-    for tokens, _ in built(stage, zipf_lengths(), way):
+    for tokens, _ in built(stage, zipf_lengths()):
         assert tokens.shape.num_elements() <= 128
         sizes.append(tokens.shape[0])
     assert max(sizes) == 128 // stage.plan.boundaries[0] > min(sizes)
@@ -340,25 +248,6 @@ def test_a_mask_and_weights_tell_padding():
     assert stage.preview(steps([0, 5]), SETTINGS).element_spec == dataset.element_spec
 
 
-def test_masks_and_weights_are_the_same_by_position():
-    lengths = [3, 0, 12, 9]
-    ragged = sequences(lengths)
-    tensors = ({"tokens": ragged}, ragged + 1, tf.constant([1.0, 2.0, 3.0, 4.0]))
-    source = ArraySource(tensors, 4)
-    options = {"mask": "mask", "weight_padding": True, "padding_values": 9}
-    found = make_bucket(2, boundaries=[8, 16], **options).apply_positions(
-        source.positions(), source, SETTINGS
-    )
-    expected = make_bucket(2, boundaries=[8, 16], **options).apply(
-        source.dataset(SETTINGS), SETTINGS
-    )
-    for a, b in zip(found, expected, strict=True):
-        tf.nest.map_structure(np.testing.assert_array_equal, a, b)
-        assert tf.nest.map_structure(lambda t: t.dtype, a) == tf.nest.map_structure(
-            lambda t: t.dtype, b
-        )
-
-
 def test_weights_of_each_step_are_kept():
     dataset = stream_of([2, 3]).map(lambda x, y: (x, x, tf.cast(x, tf.float32) / 4))
     stage = make_bucket(2, boundaries=[4], pad_to_multiple=4, weight_padding=True)
@@ -412,21 +301,12 @@ def test_a_sequence_above_the_last_boundary_is_named_on_a_stream():
         list(dataset)
 
 
-def test_a_sequence_above_the_last_boundary_is_named_by_position():
-    message = (
-        "Example 1 has length 11, one of 2 above the last boundary; expected at most 8."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        by_position(make_bucket(2, boundaries=[8]), [3, 11, 5, 9])
-
-
-@ways
 @pytest.mark.parametrize(
     "too_long, kept", [("truncate", [3, 8, 8, 5]), ("drop", [3, 8, 5])], ids=str
 )
-def test_sequences_may_be_cut_or_left_out_and_are_counted(way, too_long, kept):
+def test_sequences_may_be_cut_or_left_out_and_are_counted(too_long, kept):
     stage = make_bucket(8, boundaries=[8], too_long=too_long)
-    ((x, _),) = built(stage, [3, 8, 11, 5], way)
+    ((x, _),) = built(stage, [3, 8, 11, 5])
     assert (x.numpy() > 0).sum(axis=1).tolist() == kept
     assert stage.plan.num_too_long == 1
     setting, reason = stage.explain(stream_of([3]), SETTINGS)

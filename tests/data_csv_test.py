@@ -218,26 +218,6 @@ def test_chunks_hold_the_same_rows(tmp_path, small_blocks):
     assert [len(y) for _, y in batches] == [8] * 6 + [2]
 
 
-@pytest.mark.parametrize("label", [None, "y"], ids=["dict", "pair"])
-def test_packed_rows_are_the_same_rows(tmp_path, label):
-    lines = "".join(f"{n},{n / 2},t{n},{n % 3},{-n}.5\n" for n in range(20))
-    path = write(tmp_path / "a.csv", "n,x,t,y,z\n" + lines)
-    source = csv_source(path, label=label)
-    packed = source.packed(RAISE)
-    assert {name: spec.shape for name, spec in packed.element_spec.items()} == {
-        "float32": (2,),
-        "int64": (2,),
-        "string": (1,),
-    }
-    assert int(packed.cardinality()) == 20
-    whole = next(iter(source.dataset(RAISE).batch(20)))
-    again = next(iter(packed.batch(20).map(source.unpacked)))
-    tf.nest.assert_same_structure(whole, again)
-    for one, other in zip(tf.nest.flatten(whole), tf.nest.flatten(again), strict=True):
-        assert one.dtype == other.dtype
-        assert one.numpy().tolist() == other.numpy().tolist()
-
-
 def test_parsing_can_be_traced(tmp_path):
     source = csv_source(write(tmp_path / "a.csv", "a,b\n1,2\n3,4\n"))
 

@@ -94,13 +94,6 @@ def test_a_value_that_holds_itself_ends():
     assert digest(loop) != digest([1])
 
 
-def test_the_parts_that_changed_are_named():
-    before = fingerprint({"source": 1, "map": 2})
-    after = fingerprint({"source": 1, "map": 3, "filter": 4})
-    assert after.changes(before.parts) == ["map", "filter"]
-    assert fingerprint({"source": 1}).changes(before.parts) == ["map"]
-
-
 def test_a_file_that_a_dataset_reads_counts_by_its_change(tmp_path):
     path = tmp_path / "lines.txt"
     path.write_text("a\n")

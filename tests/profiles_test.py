@@ -1,4 +1,4 @@
-"""Profiles: capturing one, reading the time of operations, two side by side."""
+"""Profiles: capturing one, reading the time of operations."""
 
 import re
 import shutil
@@ -10,8 +10,8 @@ import tensorflow as tf
 from tensorflow.tsl.profiler.protobuf import xplane_pb2
 
 from tfamp import profiles
-from tfamp.profiles import OperationTime, OperationTimes
-from tfamp.profiles.scopes import layers_of, scope_of
+from tfamp.profiles import OperationTimes
+from tfamp.profiles.scopes import scope_of
 from tfamp.profiles.xplane import Timed, read_operations
 
 MS = 10**9  # picoseconds
@@ -97,24 +97,19 @@ def approx(*values):
 
 
 def test_operations_are_added_up_by_name_and_layer(tmp_path):
-    times = profiles.operation_times(written(tmp_path, host), layers=["a", "b"])
+    times = profiles.operation_times(written(tmp_path, host))
     assert [(t.name, t.layer, t.count) for t in times.by_name] == [
-        ("Call/m/a/MatMul", "a", 2),
-        ("m/while/body/_3/m/b/Mul", "b", 2),
-        ("m/while", "", 1),
-        ("m/b/Mul", "b", 1),
+        ("Call/m/a/MatMul", "Call/m/a", 2),
+        ("m/while/body/_3/m/b/Mul", "m/b", 2),
+        ("m/while", "m", 1),
+        ("m/b/Mul", "m/b", 1),
     ]
     assert times.by_layer == {
-        "a": approx(0.03)[0],
-        "b": approx(0.02)[0],
-        "": approx(0.012)[0],
+        "Call/m/a": approx(0.03)[0],
+        "m/b": approx(0.02)[0],
+        "m": approx(0.012)[0],
     }
-    assert list(times.by_layer) == ["a", "b", ""]
-
-
-def test_scopes_stand_for_layers_that_are_not_given(tmp_path):
-    times = profiles.operation_times(written(tmp_path, host))
-    assert [t.layer for t in times.by_name] == ["Call/m/a", "m/b", "m", "m/b"]
+    assert list(times.by_layer) == ["Call/m/a", "m/b", "m"]
 
 
 def test_kernels_of_a_gpu_are_named_by_their_operation(tmp_path):
@@ -126,13 +121,13 @@ def test_kernels_of_a_gpu_are_named_by_their_operation(tmp_path):
         gpu.line("TensorFlow Ops", ("m/a/MatMul:MatMul", 2, 30))
         gpu.line("Steps", ("1", 0, 40))
 
-    times = profiles.operation_times(written(tmp_path, fill), layers=["a"])
+    times = profiles.operation_times(written(tmp_path, fill))
     assert [(t.type, t.where, t.self_seconds, t.share) for t in times.by_type] == [
         ("MatMul", "device", *approx(0.030), 1.0),
         ("MatMul", "host", *approx(0.001), 1.0),
     ]
     # What launches a kernel is not the layer's time.
-    assert times.by_layer == {"a": approx(0.030)[0]}
+    assert times.by_layer == {"m/a": approx(0.030)[0]}
 
 
 def test_instructions_of_xla_are_named_without_their_numbers(tmp_path):
@@ -191,60 +186,9 @@ def test_of_several_profiles_the_newest_counts_with_all_its_hosts(tmp_path):
     assert [run.kind for run in read_operations(tmp_path)] == ["A", "B"]
 
 
-def test_the_text_is_a_table_of_the_longest_types(tmp_path):
-    times = profiles.operation_times(written(tmp_path, host), steps=2)
-    assert str(times).splitlines() == [
-        "type        where  count  time a step   share",
-        "_MklMatMul   host      2      15.0 ms  48.4 %",
-        "Mul          host      3      10.0 ms  32.3 %",
-        "While        host      1       6.0 ms  19.4 %",
-    ]
-    assert (
-        times.table(limit=1).splitlines()[2] == "2 more                 4      16.0 ms"
-    )
-    whole = profiles.operation_times(tmp_path)
-    assert whole.table(limit=1).splitlines()[1].split()[3:5] == ["30.0", "ms"]
-
-
 def test_times_go_to_json_and_back(tmp_path):
-    times = profiles.operation_times(written(tmp_path, host), steps=2, layers=["a"])
+    times = profiles.operation_times(written(tmp_path, host), steps=2)
     assert OperationTimes.from_json(times.to_json()) == times
-
-
-def times_of(steps, **seconds):
-    found = [
-        OperationTime(kind, where, 1, taken, taken, 0.0)
-        for kind, (where, taken) in seconds.items()
-    ]
-    return OperationTimes(tuple(found), (), {}, 1.0, steps)
-
-
-def test_two_profiles_stand_side_by_side_a_step():
-    before = times_of(
-        10, MatMul=("device", 0.4), Relu=("device", 0.1), Add=("host", 0.01)
-    )
-    after = times_of(5, MatMul=("device", 0.1), Cast=("device", 0.05))
-    table = profiles.compare_times(before, after, names=("float32", "auto"))
-    assert table.splitlines() == [
-        "type             where  float32     auto  ratio",
-        "MatMul          device  40.0 ms  20.0 ms  0.50x",
-        "Relu            device  10.0 ms        -      -",
-        "Cast            device        -  10.0 ms      -",
-        "Add               host   1.0 ms        -      -",
-        "all operations  device  50.0 ms  30.0 ms  0.60x",
-        "all operations    host   1.0 ms        -      -",
-    ]
-    short = profiles.compare_times(before, after, limit=1).splitlines()
-    assert short[2].split() == ["3", "more", "11.0", "ms", "10.0", "ms", "0.91x"]
-
-
-def test_a_side_without_steps_is_not_compared_to_one_with():
-    text = (
-        "`before` has 3 steps, `after` has None; expected a number in both or in "
-        "neither. Pass `steps` to `operation_times`."
-    )
-    with pytest.raises(ValueError, match=re.escape(text)):
-        profiles.compare_times(times_of(3), times_of(None))
 
 
 SCOPES = {
@@ -267,31 +211,6 @@ def test_scopes_are_what_stands_around_an_operation(name, expected):
     assert scope_of(name) == expected
 
 
-LAYERS = {
-    "as they stand": (
-        ["m/dense/MatMul", "m/dense_1/MatMul", "m/dense_1/Relu"],
-        ["dense", "dense_1"],
-        ["dense", "dense_1", "dense_1"],
-    ),
-    "entered a second time": (
-        ["m_1/dense_1/MatMul", "m_1/dense_1_1/MatMul"],
-        ["dense", "dense_1"],
-        ["dense", "dense_1"],
-    ),
-    "nested": (
-        ["m/block/dense/MatMul", "m/block/Relu", "m/dense/MatMul"],
-        ["block", "block/dense", "dense"],
-        ["block/dense", "block", "dense"],
-    ),
-    "none": (["adam/Mul"], ["dense"], [""]),
-}
-
-
-@pytest.mark.parametrize("names, layers, expected", LAYERS.values(), ids=LAYERS)
-def test_operations_are_put_to_the_innermost_layer(names, layers, expected):
-    assert list(layers_of(names, layers).values()) == expected
-
-
 def test_a_real_profile_shows_what_takes_the_time(tmp_path):
     large, small = tf.random.normal((768, 768)), tf.random.normal((4, 4))
 
@@ -308,7 +227,7 @@ def test_a_real_profile_shows_what_takes_the_time(tmp_path):
         for _ in range(3):
             step(large, small)
     assert folder == tmp_path
-    times = profiles.operation_times(folder, steps=3, layers=["heavy", "light"])
+    times = profiles.operation_times(folder, steps=3)
     first = times.by_type[0]
     # 2 * 768**3 FLOPs against 768**2 of the sum, and 2 * 4**3.
     assert first.type.endswith("MatMul")

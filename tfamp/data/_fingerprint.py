@@ -49,12 +49,6 @@ class Fingerprint:
         text = repr(self.parts).encode()
         return hashlib.blake2b(text).hexdigest()[:_DIGITS]
 
-    def changes(self, recorded: Iterable[Iterable[str]]) -> list[str]:
-        """Returns the names of the parts that differ from those of another one."""
-        old = {name: digest for name, digest in recorded}
-        new = dict(self.parts)
-        return [name for name in {**new, **old} if old.get(name) != new.get(name)]
-
 
 def fingerprint(parts: Mapping[str, Any]) -> Fingerprint:
     """Returns the fingerprint of named parts and of the versions here.

@@ -47,16 +47,6 @@ class Recorded:
         """The floating-point inputs."""
         return floats((self.args, self.kwargs))
 
-    @property
-    def float_outputs(self) -> list[tf.Tensor]:
-        """The floating-point outputs."""
-        return floats(self.outputs)
-
-    @property
-    def is_trained_through(self) -> bool:
-        """Whether any gradient came to its outputs."""
-        return any(gradient is not None for gradient in self.output_gradients)
-
 
 class Recorder(Observer):
     """Keeps every call of a step that runs eagerly.

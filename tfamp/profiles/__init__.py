@@ -1,7 +1,6 @@
 """Where the time of training steps goes, by TensorFlow's own profiler."""
 
 from tfamp.profiles.capturing import capture as capture
-from tfamp.profiles.comparison import compare_times as compare_times
 from tfamp.profiles.times import OperationTime as OperationTime
 from tfamp.profiles.times import OperationTimes as OperationTimes
 from tfamp.profiles.times import operation_times as operation_times

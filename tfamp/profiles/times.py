@@ -2,12 +2,10 @@
 
 import dataclasses
 import os
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 
 from tfamp import _checks
-from tfamp._units import format_seconds, format_share
-from tfamp.profiles.columns import in_columns
-from tfamp.profiles.scopes import layers_of
+from tfamp.profiles.scopes import scope_of
 from tfamp.profiles.xplane import Timed, read_operations
 from tfamp.results import Record
 
@@ -25,7 +23,7 @@ class OperationTime(Record):
         self_seconds: Time in it alone.
         share: Its part of the time of all operations in the same place, in [0, 1].
         name: Name in the graph; "" for a type.
-        layer: The layer it belongs to; "" for a type, and where unknown.
+        layer: The scopes it stands in, those of its layer; "" for a type.
     """
 
     type: str
@@ -40,7 +38,7 @@ class OperationTime(Record):
 
 @dataclasses.dataclass(frozen=True)
 class OperationTimes(Record):
-    """Where the time of a profile went; `print` shows it as a table.
+    """Where the time of a profile went.
 
     Operations run beside one another, so their times may add up to more than went by.
     One that is cut up among threads counts once.
@@ -49,7 +47,7 @@ class OperationTimes(Record):
         by_type: One entry for each type and place, the longest first.
         by_name: One for each operation, the longest first.
         by_layer: Self time of each layer in seconds, the longest first; "" is what
-            belongs to none. On the devices, where there are any besides the host.
+            stands in no scope. On the devices, where there are any besides the host.
         wall_seconds: From the first operation's start to the last one's end.
         steps: Training steps in the profile, None if not told.
     """
@@ -60,49 +58,15 @@ class OperationTimes(Record):
     wall_seconds: float
     steps: int | None = None
 
-    def __str__(self) -> str:
-        """Returns the longest types as a table."""
-        return self.table()
-
-    def table(self, *, limit: int = 15) -> str:
-        """Returns the longest types as a table.
-
-        Args:
-            limit: Rows at most; what is left out is summed up.
-        """
-        steps = self.steps or 1
-        rows = [
-            (
-                entry.type,
-                entry.where,
-                str(entry.count),
-                format_seconds(entry.self_seconds / steps),
-                format_share(entry.share),
-            )
-            for entry in self.by_type[:limit]
-        ]
-        if left := self.by_type[limit:]:
-            seconds = sum(entry.self_seconds for entry in left) / steps
-            count = str(sum(entry.count for entry in left))
-            rows.append((f"{len(left)} more", "", count, format_seconds(seconds), ""))
-        a_step = "time a step" if self.steps else "time"
-        return in_columns([("type", "where", "count", a_step, "share"), *rows])
-
 
 def operation_times(
-    directory: str | os.PathLike[str],
-    *,
-    steps: int | None = None,
-    layers: Collection[str] = (),
+    directory: str | os.PathLike[str], *, steps: int | None = None
 ) -> OperationTimes:
     """Returns where the time of the newest profile in a directory went.
 
     Args:
         directory: What `capture` wrote to.
         steps: Training steps in it, to tell times a step.
-        layers: Paths of the model's layers, as in `tfamp.assignment(model)`, by which
-            operations are put to layers; without them, by their scopes. Under XLA
-            instructions of several layers are one, and the layer is unknown.
 
     Raises:
         FileNotFoundError: There is no profile.
@@ -118,7 +82,7 @@ def operation_times(
             "some steps. Run them inside `capture(directory)`, after a first one that "
             "traces."
         )
-    layer_of = layers_of(sorted({run.name for run in operations}), layers)
+    layer_of = {run.name: "/".join(scope_of(run.name)) for run in operations}
     # With a GPU the host's time is that of launching, which no layer is judged by.
     has_device = any(run.where == "device" for run in operations)
     main = [run for run in operations if run.where == "device" or not has_device]

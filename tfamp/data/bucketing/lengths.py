@@ -1,13 +1,12 @@
-"""Reads the lengths of sequences, in one pass or from ragged tensors in place."""
+"""Reads the lengths of sequences in one pass."""
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length
 from tfamp.data._progress import progress
-from tfamp.data._sources import RandomAccess
 from tfamp.data._stages import Settings, map_in_order
-from tfamp.data.bucketing.padding import Padder, Padding
+from tfamp.data.bucketing.padding import Padder
 
 # Lengths brought to Python at once.
 _LENGTHS_AT_ONCE = 1024
@@ -30,17 +29,3 @@ def read_lengths(
             "one. Check the files or the filter before it."
         )
     return np.concatenate(read)
-
-
-def lengths_of_source(
-    source: RandomAccess, padding: Padding, padder: Padder, settings: Settings
-) -> np.ndarray:
-    """Returns the length of every example, from the row lengths where they tell."""
-    if padding.length is not None:
-        return read_lengths(source.dataset(settings), padder, settings)
-    lengths = [
-        tensor.row_lengths().numpy()
-        for tensor in tf.nest.flatten(source.tensors)
-        if isinstance(tensor, tf.RaggedTensor)
-    ]
-    return np.max(lengths, axis=0)

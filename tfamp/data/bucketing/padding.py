@@ -121,37 +121,6 @@ class Padder:
         )
         return padded.map(self._finished)
 
-    def dense(self, element: Any, boundary: tf.Tensor, size: int | None) -> Any:
-        """Returns a batch of ragged rows padded, or cut, to a boundary.
-
-        Args:
-            element: The batch.
-            boundary: How long its sequences become.
-            size: How many there are, None where that is not fixed.
-        """
-        leaves = tf.nest.flatten(element)
-        lengths = [
-            tf.minimum(tf.cast(leaf.row_lengths(), tf.int64), boundary)
-            if is_sequence
-            else None
-            for leaf, is_sequence in zip(leaves, self._is_sequence, strict=True)
-        ]
-        for i, is_sequence in enumerate(self._is_sequence):
-            if is_sequence:
-                rest = self.specs[i].shape[1:]
-                shape = tf.stack([tf.constant(-1, tf.int64), boundary, *rest])
-                dense = leaves[i].to_tensor(self._fill[i], shape=shape)
-                leaves[i] = tf.ensure_shape(dense, [size, None, *rest])
-        padded = tf.nest.pack_sequence_as(self._spec, leaves)
-        if not self._needs_sizes:
-            return padded
-        of_inputs = lengths[self._of_inputs[0]] if self._padding.mask else None
-        of_targets = lengths[self._of_targets[0]] if self._padding.weighs else None
-        both = [of_inputs, of_targets]
-        known = next(sizes for sizes in both if sizes is not None)
-        sizes = tf.stack([known if one is None else one for one in both], axis=1)
-        return self._finished(padded, sizes)
-
     @property
     def _needs_sizes(self) -> bool:
         return self._padding.mask is not None or self._padding.weighs

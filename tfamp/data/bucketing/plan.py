@@ -1,4 +1,4 @@
-"""Which sequence goes into which batch: lengths in, boundaries and batches out.
+"""Which sequence goes into which batch: lengths in, boundaries and sizes out.
 
 A bucket holds the sequences up to a length, its boundary; they are padded to it. So
 there are as many shapes as buckets, and XLA compiles each of them once.
@@ -7,7 +7,6 @@ there are as many shapes as buckets, and XLA compiles each of them once.
 import dataclasses
 
 import numpy as np
-import tensorflow as tf
 
 # Tensor cores and XLA's tiles take dimensions in steps of this.
 LENGTH_MULTIPLE = 8
@@ -24,7 +23,6 @@ class BucketPlan:
     Attributes:
         boundaries: The longest length of each bucket, ascending; what it is padded to.
         batch_sizes: Sequences in a batch of each bucket.
-        counts: How many sequences each bucket has, None if lengths were not read.
         waste: Share of all places that is padding, None if lengths were not read.
         waste_of_one_shape: The same if all were padded to the longest.
         num_too_long: Sequences above the last boundary.
@@ -32,19 +30,9 @@ class BucketPlan:
 
     boundaries: tuple[int, ...]
     batch_sizes: tuple[int, ...]
-    counts: tuple[int, ...] | None = None
     waste: float | None = None
     waste_of_one_shape: float | None = None
     num_too_long: int = 0
-
-    def num_batches(self, *, drop_remainder: bool) -> int | None:
-        """Returns the number of batches, None if lengths were not read."""
-        if self.counts is None:
-            return None
-        pairs = zip(self.counts, self.batch_sizes, strict=True)
-        if drop_remainder:
-            return sum(count // size for count, size in pairs)
-        return sum(-(-count // size) for count, size in pairs)
 
 
 def choose_boundaries(
@@ -154,66 +142,10 @@ def plan_of(
     return BucketPlan(
         boundaries,
         batch_sizes,
-        tuple(int(count) for count in counts),
         1 - used / places if places else 0.0,
         1 - used / one_shape if one_shape else 0.0,
         int(is_too_long.sum()),
     )
-
-
-def batches_in_arrival_order(
-    buckets: tf.Tensor, batch_sizes: tf.Tensor, *, drop_remainder: bool
-) -> tuple[tf.RaggedTensor, tf.Tensor]:
-    """Returns the batches of sequences that arrive in some order.
-
-    A batch is there as soon as its last sequence has arrived, and what is left of
-    each bucket comes at the end: the order in which `bucket_by_sequence_length`
-    gives them, found with one sort instead of a function call for each sequence.
-
-    Args:
-        buckets: The bucket of each arrival, `(arrivals,)`.
-        batch_sizes: int64 `(buckets,)`.
-        drop_remainder: Whether to leave out batches that are not full.
-
-    Returns:
-        Numbers of the arrivals in each batch, int64 `(batches, None)`, and the
-        bucket of each batch, `(batches,)`.
-
-    Example:
-        >>> buckets = tf.constant([0, 1, 0, 0, 1, 0, 0])
-        >>> batches, of_bucket = batches_in_arrival_order(
-        ...     buckets, tf.constant([2, 2], tf.int64), drop_remainder=False)
-        >>> batches.to_list(), of_bucket.numpy().tolist()
-        ([[0, 2], [1, 4], [3, 5], [6]], [0, 1, 0, 0])
-    """
-    num_arrivals = tf.shape(buckets, tf.int64)[0]
-    order = tf.cast(tf.argsort(buckets, stable=True), tf.int64)
-    by_bucket = tf.gather(buckets, order)
-    counts = tf.math.bincount(
-        tf.cast(buckets, tf.int32),
-        minlength=tf.size(batch_sizes),
-        maxlength=tf.size(batch_sizes),
-        dtype=tf.int64,
-    )
-    starts = tf.cumsum(counts, exclusive=True)
-    places = tf.range(num_arrivals) - tf.gather(starts, by_bucket)
-    sizes = tf.gather(batch_sizes, by_bucket)
-    is_first = places % sizes == 0
-    firsts = tf.where(is_first)[:, 0]
-    of_bucket = tf.gather(by_bucket, firsts)
-    # Without arrivals there is no last one either.
-    ends = tf.concat([firsts[1:], num_arrivals[None]], 0)[: tf.size(firsts)]
-    batches = tf.RaggedTensor.from_row_starts(order, firsts)
-    is_full = ends - firsts == tf.gather(batch_sizes, of_bucket)
-    ready = tf.where(
-        is_full,
-        tf.gather(order, ends - 1),
-        num_arrivals + tf.cast(of_bucket, tf.int64),
-    )
-    by_time = tf.argsort(ready)
-    if drop_remainder:
-        by_time = tf.boolean_mask(by_time, tf.gather(is_full, by_time))
-    return tf.gather(batches, by_time), tf.gather(of_bucket, by_time)
 
 
 def check_budget(token_budget: int, boundaries: tuple[int, ...]) -> None:

@@ -8,14 +8,11 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp import _units
-from tfamp.data._elements import known_length
-from tfamp.data._sources import RandomAccess
 from tfamp.data._stages import Settings, Stage, map_in_order
-from tfamp.data.bucketing.lengths import lengths_of_source, read_lengths
+from tfamp.data.bucketing.lengths import read_lengths
 from tfamp.data.bucketing.padding import Padder, Padding
 from tfamp.data.bucketing.plan import (
     BucketPlan,
-    batches_in_arrival_order,
     check_budget,
     choose_boundaries,
     plan_of,
@@ -23,8 +20,6 @@ from tfamp.data.bucketing.plan import (
 )
 from tfamp.data.sampling.labels import Memory
 
-# A batch of all positions, where tf.data does not know how many there are.
-_MORE_THAN_ALL = 2**40
 # What `padded_batch` takes as a size for the longest in the batch.
 _TO_LONGEST = -1
 _TOO_LONG_ADVICE = (
@@ -45,8 +40,6 @@ class Bucket(Stage):
         drop_remainder: Whether batches that are not full are left out.
         padding: How sequences are padded.
         too_long: What happens above the last boundary.
-        each_once: Whether every epoch brings the same sequences, in any order: then
-            the number of batches is known once lengths were read.
         memory: The plan for the last dataset.
     """
 
@@ -60,7 +53,6 @@ class Bucket(Stage):
     drop_remainder: bool
     padding: Padding
     too_long: str
-    each_once: bool = False
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False
     )
@@ -68,7 +60,7 @@ class Bucket(Stage):
     @property
     def plan(self) -> BucketPlan | None:
         """The buckets of the dataset built last, None before."""
-        return None if self.memory.last is None else self.memory.last[0]
+        return self.memory.last
 
     @property
     def waste(self) -> float | None:
@@ -89,71 +81,15 @@ class Bucket(Stage):
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns batches in the order in which they fill."""
 
-        def look() -> tuple[BucketPlan, np.ndarray | None]:
+        def look() -> BucketPlan:
             lengths = None
             if self._reads_lengths:
                 padder = Padder(self.padding, dataset.element_spec)
                 lengths = read_lengths(dataset, padder, settings)
-            return self._plan_of(lengths), lengths
+            return self._plan_of(lengths)
 
-        plan, _ = self.memory.get(dataset, look)
-        return self._counted(self._batched(dataset, plan, settings), plan)
-
-    def apply_positions(
-        self,
-        positions: tf.data.Dataset,
-        source: RandomAccess,
-        settings: Settings,
-    ) -> tf.data.Dataset:
-        """Returns the same batches of a source whose sequences are ragged tensors.
-
-        All batches of an epoch are found with one sort of its positions, so that a
-        sequence costs no function call.
-
-        Args:
-            positions: Which examples, in which order.
-            source: Where they are.
-            settings: How parallel to run.
-        """
-        padder = Padder(self.padding, source.dataset(settings).element_spec)
-
-        def look() -> tuple[BucketPlan, np.ndarray]:
-            lengths = lengths_of_source(source, self.padding, padder, settings)
-            return self._plan_of(lengths), lengths
-
-        plan, lengths = self.memory.get(source, look)
-        self._check_lengths(lengths, plan)
-        boundaries = tf.constant(plan.boundaries, tf.int64)
-        sizes = tf.constant(plan.batch_sizes, tf.int64)
-        with tf.device("CPU:0"):
-            kept = np.minimum(lengths, plan.boundaries[-1])
-            bucket_of_each = tf.constant(np.searchsorted(plan.boundaries, kept))
-            fits = tf.constant(lengths <= plan.boundaries[-1])
-
-        def epoch(arrived: tf.Tensor) -> tf.data.Dataset:
-            if self.too_long == "drop":
-                arrived = tf.boolean_mask(arrived, tf.gather(fits, arrived))
-            batches, buckets = batches_in_arrival_order(
-                tf.gather(bucket_of_each, arrived),
-                sizes,
-                drop_remainder=self.drop_remainder,
-            )
-            # Slices of one tensor: tf.data's optimiser is at odds with ragged ones.
-            rows = tf.gather(arrived, batches.values)
-            spans = (batches.row_starts(), batches.row_limits(), buckets)
-            return tf.data.Dataset.from_tensor_slices(spans).map(
-                lambda start, limit, bucket: (rows[start:limit], bucket)
-            )
-
-        size = self.batch_size if self.drop_remainder else None
-
-        def read(rows: tf.Tensor, bucket: tf.Tensor) -> Any:
-            rows = tf.ensure_shape(rows, [size])
-            return padder.dense(source.rows(rows), tf.gather(boundaries, bucket), size)
-
-        everything = positions.batch(known_length(positions) or _MORE_THAN_ALL)
-        batches = map_in_order(everything.flat_map(epoch), read, settings)
-        return self._counted(batches, plan)
+        plan = self.memory.get(dataset, look)
+        return self._batched(dataset, plan, settings)
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, and reads nothing."""
@@ -213,22 +149,6 @@ class Bucket(Stage):
                 "left out" if self.too_long == "drop" else "cut to it",
             )
         return plan
-
-    def _counted(self, batches: tf.data.Dataset, plan: BucketPlan) -> tf.data.Dataset:
-        """Returns batches of known number, where it is known."""
-        number = plan.num_batches(drop_remainder=self.drop_remainder)
-        if number is None or not self.each_once:
-            return batches
-        return batches.apply(tf.data.experimental.assert_cardinality(number))
-
-    def _check_lengths(self, lengths: np.ndarray, plan: BucketPlan) -> None:
-        if self.too_long == "error" and plan.num_too_long:
-            first = int(np.argmax(lengths > plan.boundaries[-1]))
-            raise ValueError(
-                f"Example {first} has length {int(lengths[first])}, one of "
-                f"{plan.num_too_long} above the last boundary; expected at most "
-                f"{plan.boundaries[-1]}. {_TOO_LONG_ADVICE}"
-            )
 
     def _batched(
         self, dataset: tf.data.Dataset, plan: BucketPlan, settings: Settings

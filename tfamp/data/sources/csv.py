@@ -83,51 +83,6 @@ class CsvSource(Source):
         read = tf.data.Dataset.from_generator(blocks, output_signature=spec)
         return map_in_order(read, parse, settings)
 
-    def packed(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the rows with one vector for each dtype instead of one for all.
-
-        tf.data handles 3 tensors of a row twice as fast as 10, which counts where
-        rows are shuffled. `unpacked` undoes it for batches.
-        """
-        dtypes = sorted({self._dtype(name) for name in self.format.selected})
-
-        def pack(*parts: Any) -> dict[str, tf.Tensor]:
-            found = self._by_name(parts if len(parts) == 2 else parts[0])
-            return {
-                dtype: tf.stack([found[name] for name in self._of(dtype)], axis=-1)
-                for dtype in dtypes
-            }
-
-        rows = map_in_order(self.chunks(settings), pack, settings).unbatch()
-        return self._of_known_length(rows, settings)
-
-    def unpacked(self, batch: Mapping[str, tf.Tensor]) -> Any:
-        """Returns a batch of packed rows as `dataset` would give it."""
-        found = {
-            name: part
-            for dtype, packed in batch.items()
-            for name, part in zip(
-                self._of(dtype), tf.unstack(packed, axis=-1), strict=True
-            )
-        }
-        features = {name: found[name] for name in self.format.features}
-        label = self.format.label
-        return features if label is None else (features, found[label])
-
-    def _by_name(self, element: Any) -> dict[str, tf.Tensor]:
-        """Returns all parts of an element by the names of their columns."""
-        if self.format.label is None:
-            return dict(element)
-        features, label = element
-        return {**features, self.format.label: label}
-
-    def _dtype(self, name: str) -> str:
-        return next(c.dtype for c in self.format.columns if c.name == name)
-
-    def _of(self, dtype: str) -> list[str]:
-        """Returns the names of the selected columns of a dtype."""
-        return [name for name in self.format.selected if self._dtype(name) == dtype]
-
     def _of_known_length(
         self, rows: tf.data.Dataset, settings: Settings
     ) -> tf.data.Dataset:

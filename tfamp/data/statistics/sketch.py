@@ -64,12 +64,6 @@ class QuantileSketch:
         self._put(top, np.repeat(values, counts >> top))
         self._compress()
 
-    def merge(self, other: "QuantileSketch") -> None:
-        """Adds what another sketch has seen; the other stays as it is."""
-        for level, values in enumerate(other._levels):
-            self._put(level, values)
-        self._compress()
-
     def weighted_values(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the kept values in ascending order and how many each stands for."""
         values = np.concatenate(self._levels)
