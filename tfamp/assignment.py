@@ -13,7 +13,8 @@ from tfamp import rules
 from tfamp._care import Care, Kind, care_of
 from tfamp.keras_hooks import saving, structure, trainer
 from tfamp.managed import compiling, hooks, keeping, preview, resolving
-from tfamp.managed.lease import HALF, IN_FORCE, Lease, choose_policy, make_lease
+from tfamp.managed.in_force import IN_FORCE
+from tfamp.managed.lease import HALF, Lease, choose_policy, make_lease
 from tfamp.results import Record
 
 

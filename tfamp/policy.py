@@ -13,7 +13,8 @@ from tfamp import _versions, hardware, rules
 from tfamp.keras_hooks import state
 from tfamp.loss_scale.settings import check_settings
 from tfamp.managed import hooks, keeping
-from tfamp.managed.lease import IN_FORCE, Lease, choose_policy, make_lease
+from tfamp.managed.in_force import IN_FORCE, NOT_ENABLED
+from tfamp.managed.lease import Lease, choose_policy, make_lease
 from tfamp.results import Device, Record
 
 # Arguments of `LossScaleOptimizer` that say how a dynamic scale moves, and the rest.
@@ -72,13 +73,6 @@ class Status(Record):
         return _render(self)
 
 
-class _Present:
-    """What `disable` and `scope` put back, and why the policy was chosen."""
-
-    why: str = "tfamp is not enabled"
-    policy_before: keras.DTypePolicy | None = None
-
-
 def enable(
     policy: str = "auto",
     *,
@@ -131,8 +125,9 @@ def enable(
     lease = make_lease(name, keep_float32, loss_scale, loss_scale_options)
     if explicit:
         _object_to(name)
-    if IN_FORCE.lease is None:
-        _Present.policy_before = state.present_policy()
+    present = IN_FORCE.present
+    if present.lease is None:
+        present.policy_before = state.present_policy()
     _put_in_force(lease, reason)
     return status()
 
@@ -149,10 +144,13 @@ def disable() -> None:
         >>> keras.config.dtype_policy().name
         'float32'
     """
-    if IN_FORCE.lease is None:
+    present = IN_FORCE.present
+    if present.lease is None:
         return
-    before, _Present.policy_before = _Present.policy_before, None
-    _take_out_of_force(before)
+    before, present.policy_before = present.policy_before, None
+    IN_FORCE.put(None, NOT_ENABLED)
+    hooks.follow_enabled()
+    state.unmark(before)
 
 
 @contextlib.contextmanager
@@ -166,7 +164,8 @@ def scope(
     """Enables tfamp for the models built inside a `with` block.
 
     What was in force before is in force after it, on exceptions too. Scopes
-    nest. Arguments and errors are those of `enable`.
+    nest, and hold for the thread or task that runs the block. Arguments and errors
+    are those of `enable`.
 
     Yields:
         The `Status` inside the block.
@@ -177,23 +176,18 @@ def scope(
         >>> inside.compute_dtype, keras.layers.Dense(4).compute_dtype
         ('bfloat16', 'float32')
     """
-    lease_before, why_before = IN_FORCE.lease, _Present.why
-    outermost_before = _Present.policy_before
-    policy_before = state.present_policy()
-    given = enable(
-        policy,
-        keep_float32=keep_float32,
-        loss_scale=loss_scale,
-        loss_scale_options=loss_scale_options,
-    )
+    before = state.present_policy()
     try:
-        yield given
+        with IN_FORCE.block():
+            yield enable(
+                policy,
+                keep_float32=keep_float32,
+                loss_scale=loss_scale,
+                loss_scale_options=loss_scale_options,
+            )
     finally:
-        _Present.policy_before = outermost_before
-        if lease_before is None:
-            _take_out_of_force(policy_before)
-        else:
-            _put_in_force(lease_before, why_before)
+        hooks.follow_enabled()
+        keeping.settle_thread(before)
 
 
 def status() -> Status:
@@ -204,12 +198,12 @@ def status() -> Status:
         False
     """
     lease = IN_FORCE.lease
-    if lease is not None:
-        keeping.restore_global_policy()
+    with keeping.policy_in_force():
+        policy = keras.config.dtype_policy().name
     return Status(
         enabled=lease is not None,
-        policy=keras.config.dtype_policy().name if lease is None else lease.policy.name,
-        why=_Present.why,
+        policy=policy if lease is None else lease.policy.name,
+        why=IN_FORCE.present.why,
         devices=hardware.devices(),
         rules=() if lease is None else _rules_in_force(lease),
         loss_scale=lease.loss_scale if lease and lease.is_half else None,
@@ -219,20 +213,14 @@ def status() -> Status:
 
 
 def _put_in_force(lease: Lease, why: str) -> None:
-    IN_FORCE.lease, _Present.why = lease, why
+    IN_FORCE.put(lease, why)
     try:
         hooks.follow_enabled()
     except BaseException:
-        IN_FORCE.lease, _Present.why = None, "tfamp is not enabled"
+        IN_FORCE.put(None, NOT_ENABLED)
         raise
     state.mark(lease, lease.policy)
     keeping.forget_warnings()
-
-
-def _take_out_of_force(policy: keras.DTypePolicy | None) -> None:
-    IN_FORCE.lease, _Present.why = None, "tfamp is not enabled"
-    hooks.follow_enabled()
-    state.unmark(policy)
 
 
 def _object_to(policy: str) -> None:

@@ -17,7 +17,7 @@ import tfamp
 from tfamp import _checks
 from tfamp.compare.in_force import in_force
 from tfamp.evidence import Variant
-from tfamp.managed.lease import IN_FORCE
+from tfamp.managed.in_force import IN_FORCE
 from tfamp.rules.reading import RuleSet
 
 FILE = "settings.pickle"

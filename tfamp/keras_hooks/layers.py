@@ -6,6 +6,7 @@ exists; `Bidirectional.__init__` making its two layers from a config, which
 turns the dtype that the given layer inherited into an explicit one.
 """
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +16,7 @@ from tfamp._patch import Patch, like
 
 
 def patches(
-    before: Callable[[], None],
+    around: Callable[[], contextlib.AbstractContextManager[None]],
     after: Callable[[keras.layers.Layer, Any], None],
     after_recurrent: Callable[[keras.layers.Layer], None],
     after_bidirectional: Callable[[keras.layers.Layer, keras.layers.Layer], None],
@@ -23,8 +24,8 @@ def patches(
     """Returns the patches that report each new layer.
 
     Args:
-        before: Called before a layer's own initialisation, so that the
-            global policy can be put right first.
+        around: Gives a context for a layer's own initialisation, in which the
+            global policy is what it should be.
         after: Called with the layer and the `dtype` argument it was given.
             Only what `Layer.__init__` sets can be read then: the subclass's
             constructor has not finished.
@@ -36,9 +37,9 @@ def patches(
     def wrap_layer(original: Callable[..., None]) -> Callable[..., None]:
         @like(original)
         def __init__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
-            before()
-            original(self, *args, **kwargs)
-            after(self, kwargs.get("dtype"))
+            with around():
+                original(self, *args, **kwargs)
+                after(self, kwargs.get("dtype"))
 
         return __init__
 

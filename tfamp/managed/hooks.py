@@ -27,12 +27,13 @@ from tfamp.keras_hooks import (
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fitting import FIT_HOOKS
 from tfamp.managed import compiling, files, keeping, resolving
-from tfamp.managed.lease import IN_FORCE, Lease
+from tfamp.managed.in_force import IN_FORCE
+from tfamp.managed.lease import Lease
 
 _MAKING = PatchSet(
     [
         *layers.patches(
-            keeping.restore_global_policy,
+            keeping.policy_in_force,
             keeping.on_created,
             keeping.on_recurrent_created,
             keeping.on_bidirectional_created,
@@ -79,11 +80,12 @@ def hold(lease: Lease) -> None:
 def follow_enabled() -> None:
     """Installs or removes the hook where layers are made, as enabled or not."""
     with _LOCK:
-        if IN_FORCE.lease is None:
-            _MAKING.remove()
-        else:
+        if IN_FORCE.lease is not None:
             hold(IN_FORCE.lease)
+        if IN_FORCE.is_used:
             _MAKING.install()
+        else:
+            _MAKING.remove()
 
 
 def installed() -> tuple[str, ...]:
@@ -100,17 +102,13 @@ def loading(policy: str) -> Iterator[None]:
     Keras builds a loaded subclassed model by its `call` on float32 inputs, where
     half-precision sublayers would clash. `restore` sets the dtypes afterwards.
     """
-    lease, before = IN_FORCE.lease, state.present_policy()
+    before = state.present_policy()
     is_mixed = policy.startswith("mixed_")
-    IN_FORCE.lease, IN_FORCE.makes_float32 = None, is_mixed
     try:
-        _MAKING.install()
-        keras.config.set_dtype_policy("float32" if is_mixed else policy)
-        yield
+        with IN_FORCE.block(lease=None, makes_float32=is_mixed):
+            follow_enabled()
+            keras.config.set_dtype_policy("float32" if is_mixed else policy)
+            yield
     finally:
-        IN_FORCE.lease, IN_FORCE.makes_float32 = lease, False
         follow_enabled()
-        if lease is None:
-            state.unmark(before)
-        else:
-            state.mark(lease, lease.policy)
+        keeping.settle_thread(before)

@@ -1,7 +1,9 @@
 """Puts single layers under care: who follows the policy, who stays in float32."""
 
+import contextlib
 import threading
 import warnings
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -9,17 +11,41 @@ import keras
 from tfamp import rules as _rules
 from tfamp._care import Care, Kind, care_of, change_care, set_care
 from tfamp.keras_hooks import configs, state, structure
-from tfamp.managed.lease import HALF, IN_FORCE, Lease
+from tfamp.managed.in_force import IN_FORCE
+from tfamp.managed.lease import HALF, Lease
 
 
-def restore_global_policy() -> None:
-    """Sets Keras's global policy again where it was lost.
+@contextlib.contextmanager
+def policy_in_force() -> Iterator[None]:
+    """Has Keras's global policy be the one in force inside the block.
 
-    `keras.utils.clear_session()` resets it, and a new thread starts without it.
+    `keras.utils.clear_session()` resets it, and a new thread starts without it. The
+    thread that enabled tfamp keeps it; another one would not hear of `disable`.
     """
     lease = IN_FORCE.lease
-    if lease is not None and not state.is_marked(lease):
+    if lease is None or state.is_marked(lease):
+        yield
+        return
+    before = state.present_policy()
+    state.mark(lease, lease.policy)
+    try:
+        yield
+    finally:
+        if not IN_FORCE.owns_thread:
+            state.unmark(before)
+
+
+def settle_thread(before: keras.DTypePolicy | None) -> None:
+    """Gives this thread the policy in force at the end of a block.
+
+    Args:
+        before: Keras's policy ahead of the block.
+    """
+    lease = IN_FORCE.lease
+    if lease is not None and IN_FORCE.owns_thread:
         state.mark(lease, lease.policy)
+    else:
+        state.unmark(before)
 
 
 def is_in_force(policy: str) -> bool:
@@ -46,7 +72,7 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
         return
     lease = IN_FORCE.lease
     if lease is None:
-        if IN_FORCE.makes_float32 and layer.compute_dtype in HALF:
+        if IN_FORCE.present.makes_float32 and layer.compute_dtype in HALF:
             set_policy(layer, keras.config.dtype_policy())
         return
     if dtype is lease.kept:

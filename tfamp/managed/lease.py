@@ -1,4 +1,4 @@
-"""The settings under which layers are made, and which of them are in force."""
+"""The settings under which layers are made."""
 
 import dataclasses
 import itertools
@@ -94,19 +94,3 @@ def choose_policy(policy: str) -> tuple[str, str, bool]:
         return policy, "named by the caller", True
     advice = hardware.recommend(hardware.devices())
     return advice.policy, advice.reason, False
-
-
-class _InForce:
-    """What new layers come under.
-
-    Attributes:
-        lease: The lease of managed layers, None while tfamp is disabled.
-        makes_float32: Whether a saved model is being loaded, whose layers are
-            made in float32 first.
-    """
-
-    lease: Lease | None = None
-    makes_float32: bool = False
-
-
-IN_FORCE = _InForce()

@@ -13,7 +13,8 @@ from tfamp._care import Care, Kind, care_of, change_care
 from tfamp._checks import first_line
 from tfamp.keras_hooks import calls, structure
 from tfamp.managed import heads, keeping
-from tfamp.managed.lease import IN_FORCE, Lease
+from tfamp.managed.in_force import IN_FORCE
+from tfamp.managed.lease import Lease
 
 # Calls of a model that are traced in search of its heads, where tracing fails.
 MAX_TRACES = 3

@@ -8,7 +8,8 @@ import keras
 
 from tfamp import formats
 from tfamp.keras_hooks import structure
-from tfamp.managed.lease import HALF, IN_FORCE
+from tfamp.managed.in_force import IN_FORCE
+from tfamp.managed.lease import HALF
 from tfamp.numerics.causes import name_layers
 from tfamp.numerics.linting.rule import Found, rule
 from tfamp.numerics.linting.subject import Part, Subject
