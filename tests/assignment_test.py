@@ -328,3 +328,15 @@ def test_sublayers_made_in_build_follow_a_kept_layer_without_a_model():
         block = Block()
         output = block(np.ones((1, 2)))
     assert (block.seen.dtype, output.dtype) == (tf.float32, tf.bfloat16)
+
+
+def test_a_path_is_never_broken_in_a_table_or_in_plain_text():
+    name = "a_layer_with_a_name_" * 6
+    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1, name=name)])
+    found = tfamp.assignment(model)
+    assert name in str(found)
+    lines = found.to_text().splitlines()
+    assert [line.split()[0] for line in lines] == ["layer", found.model, name]
+    assert max(map(len, found.to_text(width=40).splitlines())) == len(name)
+    with pytest.raises(ValueError, match="`width`"):
+        found.to_text(width=3)

@@ -9,13 +9,17 @@ from typing import Any
 
 import keras
 
-from tfamp import rules
+from tfamp import _checks, rules
 from tfamp._care import Care, Kind, care_of
 from tfamp.keras_hooks import saving, structure, trainer
 from tfamp.managed import compiling, hooks, keeping, preview, resolving
 from tfamp.managed.in_force import IN_FORCE
 from tfamp.managed.lease import HALF, Lease, choose_policy, make_lease
 from tfamp.results import Record
+
+_COLUMNS = ("layer", "class", "computes in", "stores", "gives", "because")
+_WIDTH = 110
+_WIDTH_OF_THE_REST = 80
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,6 +80,33 @@ class Assignment(Record):
 
     def __str__(self) -> str:
         return _render(self)
+
+    def to_text(self, width: int | None = None) -> str:
+        """Returns a line for each layer, in columns without a frame, as for `grep`.
+
+        Args:
+            width: Characters in a line, at least 40; a longer reason is cut, a path
+                never is. None cuts nothing.
+
+        Raises:
+            ValueError: The width is too small.
+
+        Example:
+            >>> layer = LayerAssignment("a/b", "Dense", "float16", "float32", "float16",
+            ...     "policy mixed_float16")
+            >>> print(Assignment("m", "mixed_float16", (layer,)).to_text())
+            layer  class  computes in  stores   gives    because
+            a/b    Dense  float16      float32  float16  policy mixed_float16
+        """
+        if width is not None:
+            _checks.positive_int("width", width, minimum=40)
+        rows = [_COLUMNS, *map(_cells, self.layers)]
+        sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, cells, sizes)).rstrip() for cells in rows)
+        return "\n".join(
+            line if width is None else line[: max(width, len(cells[0]))]
+            for line, cells in zip(lines, rows, strict=True)
+        )
 
 
 def assignment(model: keras.layers.Layer) -> Assignment:
@@ -278,18 +309,19 @@ def _render(assignment: Assignment) -> str:
     table = Table(
         title=f"{assignment.model}: policy {assignment.policy}", title_justify="left"
     )
-    for column in ("layer", "class", "computes in", "stores", "gives", "because"):
-        table.add_column(column, overflow="fold")
+    for column in _COLUMNS:
+        # A path in two lines is a path that nobody can search for.
+        table.add_column(column, overflow="fold", no_wrap=column == "layer")
     for row in assignment.layers:
-        because = f"{row.rule} ({row.note})" if row.note else row.rule
-        table.add_row(
-            row.path,
-            row.class_name,
-            row.compute_dtype,
-            row.variable_dtype,
-            row.output_dtype,
-            because,
-        )
-    console = Console(file=io.StringIO(), width=110, color_system=None)
+        table.add_row(*_cells(row))
+    longest = max(len(row.path) for row in assignment.layers)
+    width = max(_WIDTH, longest + _WIDTH_OF_THE_REST)
+    console = Console(file=io.StringIO(), width=width, color_system=None)
     console.print(table)
     return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+
+
+def _cells(row: LayerAssignment) -> tuple[str, ...]:
+    because = f"{row.rule} ({row.note})" if row.note else row.rule
+    dtypes = (row.compute_dtype, row.variable_dtype, row.output_dtype)
+    return (row.path, row.class_name, *dtypes, because)
