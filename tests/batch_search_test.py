@@ -13,6 +13,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.memory_limits_test import system
 from tests.replicas import two_replicas
 from tfamp._memory_records import MemoryLimit
 from tfamp.batch_search import (
@@ -262,15 +263,6 @@ def test_a_split_fits_and_comes_close(replicas):
 
 
 # Limits
-
-
-def system(root, files):
-    meminfo = "MemTotal: 8388608 kB\nMemAvailable: 2097152 kB\n"
-    for path, text in {"proc/meminfo": meminfo, **files}.items():
-        file = root / path
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    return root
 
 
 CGROUP = {
@@ -525,8 +517,6 @@ def test_short_steps_are_timed_more_often():
 
 
 def test_two_replicas_share_a_batch():
-    if len(tf.config.list_logical_devices("CPU")) < 2:
-        pytest.skip("needs two logical CPU devices")
     sizes = []
 
     class Noting(keras.layers.Layer):
@@ -543,24 +533,17 @@ def test_two_replicas_share_a_batch():
 
 # Data
 
+
+def slices():
+    return tf.data.Dataset.from_tensor_slices((X, Y))
+
+
 DATA = {
     "arrays": (lambda: (X, Y), 20, 20),
     "inputs by name": (lambda: ({"a": X, "b": X}, Y, None), 20, 20),
-    "a dataset": (
-        lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(8),
-        8,
-        24,
-    ),
-    "endless": (
-        lambda: tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).repeat(),
-        8,
-        None,
-    ),
-    "a pipeline": (
-        lambda: tfamp.data.Pipeline.from_arrays(X, Y).batch(5),
-        5,
-        20,
-    ),
+    "a dataset": (lambda: slices().batch(8), 8, 24),
+    "endless": (lambda: slices().batch(8).repeat(), 8, None),
+    "a pipeline": (lambda: tfamp.data.Pipeline.from_arrays(X, Y).batch(5), 5, 20),
     "ragged": (
         lambda: tf.data.Dataset.from_tensors(
             (tf.ragged.constant([[1], [2, 3]]), [1, 2])
@@ -810,8 +793,6 @@ def test_a_named_policy_replaces_what_is_in_force(tmp_path):
 
 
 def test_devices_and_an_open_strategy_go_to_the_trials():
-    if len(tf.config.list_logical_devices("CPU")) < 2:
-        pytest.skip("needs two logical CPU devices")
     assert Settings.present(None).replicas == ()
     with two_replicas().scope():
         settings = Settings.present(None)

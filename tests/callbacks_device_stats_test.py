@@ -2,7 +2,6 @@
 
 import csv
 import gc
-import re
 import sys
 import threading
 import types
@@ -11,9 +10,10 @@ import weakref
 import keras
 import numpy as np
 import pytest
-import tensorflow as tf
 
 import tfamp
+from tests.callbacks_monitor_test import events
+from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput, device_stats
 from tfamp.callbacks import _device_readers as readers
@@ -87,9 +87,11 @@ def rows(path):
 # before its first epoch, and one at the end of each: 20, 30, 40.
 @pytest.mark.usefixtures("no_thread")
 def test_mean_and_most_of_each_epoch_are_in_the_history():
-    history = fit(compiled(), stats())
+    reader = Reader()
+    history = fit(compiled(), stats(reader))
     assert history["load_mean"] == [30.0, 40.0]
     assert history["load_max"] == [30.0, 40.0]
+    assert reader.is_closed
 
 
 @pytest.mark.usefixtures("no_thread")
@@ -121,13 +123,7 @@ def test_rows_and_scalars_hold_every_sample(tmp_path):
         ["0", "1003", "60.0", "106.0"],
         ["3", "1004", "70.0", "107.0"],
     ]
-    found = {}
-    for path in (tmp_path / "events").glob("events*"):
-        for record in tf.data.TFRecordDataset(str(path)):
-            event = tf.compat.v1.Event.FromString(record.numpy())
-            for value in event.summary.value:
-                found[event.step, value.tag] = tf.make_ndarray(value.tensor).item()
-    assert found[6, "load"] == 40.0
+    assert events(tmp_path / "events")[0][6, "load"] == 40.0
 
 
 WAYS = {
@@ -163,13 +159,6 @@ def test_a_real_fit_reads_this_process_and_leaves_no_thread(tmp_path):
     assert header[:4] == ["step", "time", "cpu_percent", "process_bytes"]
     assert len(lines) >= 2
     assert "tfamp-device-stats" not in {t.name for t in threading.enumerate()}
-
-
-@pytest.mark.usefixtures("no_thread")
-def test_readers_and_files_are_closed_at_the_end(tmp_path):
-    reader = Reader()
-    fit(compiled(), stats(reader))
-    assert reader.is_closed
 
 
 class Failing(Reader):
@@ -422,24 +411,11 @@ def test_without_psutil_there_is_a_line_and_no_figure(monkeypatch):
     )
 
 
-WRONG = {
-    "interval": (
-        {"interval_seconds": 0},
-        ValueError,
-        "`interval_seconds` is 0.0; expected a finite number above 0.",
-    ),
-    "log_dir": (
-        {"log_dir": 1},
-        TypeError,
-        "`log_dir` is 1, of type int; expected a path.",
-    ),
-}
-
-
-@pytest.mark.parametrize("settings, kind, text", WRONG.values(), ids=WRONG)
-def test_wrong_arguments_are_named(settings, kind, text):
-    with pytest.raises(kind, match=re.escape(text)):
-        DeviceStats(**settings)
+test_wrong_arguments_are_named = refused_arguments(
+    DeviceStats,
+    ("interval_seconds", 0.0, "; expected a finite number above 0."),
+    ("log_dir", 1, ", of type int; expected a path.", TypeError),
+)
 
 
 def test_a_file_that_cannot_be_written_ends_training_before_it_begins(tmp_path):

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import PrecisionMonitor, monitor
 
@@ -444,15 +445,9 @@ def test_a_wrong_path_is_said_before_training(name, tmp_path):
     assert (tmp_path / "file").read_text() == "time,loss\n"
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ({"log_dir": 3}, TypeError, "`log_dir` is 3, of type int; expected a path"),
-        ({"csv_path": b"x"}, TypeError, "`csv_path` is b'x', of type bytes"),
-        ({"every_steps": 0}, ValueError, "`every_steps` is 0; expected an integer"),
-    ],
-    ids=["log_dir", "csv_path", "every_steps"],
+test_a_wrong_argument_is_refused = refused_arguments(
+    PrecisionMonitor,
+    ("log_dir", 3, ", of type int; expected a path", TypeError),
+    ("csv_path", b"x", ", of type bytes", TypeError),
+    ("every_steps", 0, "; expected an integer"),
 )
-def test_a_wrong_argument_is_refused(arguments, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        PrecisionMonitor(**arguments)

@@ -10,6 +10,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.clocks import Ticks
+from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.data import Pipeline
 from tfamp.data.bottlenecks import Bottleneck, advice, bottleneck, feed, timer
@@ -102,11 +104,7 @@ TRUTHS = {
     "both, each on cores of its own": ((0.008, 0.010), {"shared": False}, "compute"),
     "both on the same cores": ((0.010, 0.010), {"shared": True}, "contention"),
     "neither": ((0.0002, 0.004), {"shared": False}, "compute"),
-    "slow map, many batches ahead": (
-        (0.010, 0.001),
-        {"shared": False, "depth": 30},
-        "input",
-    ),
+    "slow map, many ahead": ((0.010, 0.001), {"shared": False, "depth": 30}, "input"),
 }
 
 
@@ -151,13 +149,53 @@ def test_a_small_gain_that_may_be_a_large_one_is_unclear():
     assert judgement.verdict == "unclear"
 
 
-def test_what_is_lost_to_sharing_is_beyond_the_slower_of_both():
-    judgement = judge([10.0] * 5, [8.0] * 5, [1.0] * 5)
-    assert judgement.lost_to_sharing == pytest.approx(0.2)
-    assert judgement.lost_to_input == 0
-    judgement = judge([10.0] * 5, [2.0] * 5, [7.0] * 5)
-    assert judgement.lost_to_sharing == pytest.approx(0.3)
-    assert judgement.lost_to_input == pytest.approx(0.5)
+ROUNDS = ([20.0] * 7, [10.0] * 7, [10.0] * 7)
+# Times of real steps, of the model and of the input alone; what a prefetch leaves of
+# the gain; what they come to.
+JUDGED = {
+    "sharing is what the slower one does not explain": (
+        ([10.0] * 5, [8.0] * 5, [1.0] * 5),
+        None,
+        {"lost_to_sharing": 0.2, "lost_to_input": 0},
+    ),
+    "beyond a slower input": (
+        ([10.0] * 5, [2.0] * 5, [7.0] * 5),
+        None,
+        {"lost_to_sharing": 0.3, "lost_to_input": 0.5},
+    ),
+    "faster with the pipeline": (
+        ([9.0] * 5, [10.0] * 5, [1.0] * 5),
+        None,
+        {"gain": 0, "gain_low": 0, "verdict": "compute"},
+    ),
+    "shared cores": (ROUNDS, None, {"verdict": "contention"}),
+    "a prefetch regains it": (
+        ROUNDS,
+        [0.05] * 6,
+        {"verdict": "input", "needs_prefetch": True},
+    ),
+    "a prefetch in vain": (
+        ROUNDS,
+        [0.4] * 6,
+        {"verdict": "contention", "needs_prefetch": False},
+    ),
+    "a prefetch within the noise": (
+        ROUNDS,
+        [0.1, 0.9] * 3 + [0.1],
+        {"verdict": "contention", "needs_prefetch": False},
+    ),
+}
+
+
+@pytest.mark.parametrize("times, regained, expected", JUDGED.values(), ids=JUDGED)
+def test_times_come_to_a_judgement(times, regained, expected):
+    options = {} if regained is None else {"prefetched_gains": regained}
+    judgement = judge(*times, **options)
+    found = {name: getattr(judgement, name) for name in expected}
+    assert found == {
+        name: value if isinstance(value, str) else pytest.approx(value)
+        for name, value in expected.items()
+    }
 
 
 def test_losses_that_are_equal_are_unclear():
@@ -177,21 +215,6 @@ def test_load_that_comes_and_goes_cancels_within_a_round():
     assert judgement.gain == judgement.gain_low == judgement.gain_high
     assert judgement.gain == pytest.approx(0.05)
     assert judgement.verdict == "compute"
-
-
-def test_a_prefetch_that_regains_the_loss_makes_it_the_input():
-    real, compute, alone = [20.0] * 6, [10.0] * 6, [10.0] * 6
-    assert judge(real, compute, alone).verdict == "contention"
-    regained = judge(real, compute, alone, prefetched_gains=[0.05] * 6)
-    assert (regained.verdict, regained.needs_prefetch) == ("input", True)
-    in_vain = judge(real, compute, alone, prefetched_gains=[0.4] * 6)
-    assert (in_vain.verdict, in_vain.needs_prefetch) == ("contention", False)
-
-
-def test_a_prefetch_whose_gain_is_within_the_noise_changes_nothing():
-    real, compute, alone = [20.0] * 6, [10.0] * 6, [10.0] * 6
-    noisy = judge(real, compute, alone, prefetched_gains=[0.1, 0.9] * 3 + [0.1])
-    assert (noisy.verdict, noisy.needs_prefetch) == ("contention", False)
 
 
 def test_a_verdict_that_is_unclear_gets_more_rounds_until_time_is_up():
@@ -217,22 +240,6 @@ def test_a_verdict_that_is_unclear_gets_more_rounds_until_time_is_up():
     assert times["real"] == [1.0, 2.0] * 3 + [1.0] * 30
     times, judgement = judged(*[unclear] * 9)
     assert (asked, judgement.verdict) == ([2, 2, 2, 2], "unclear")
-
-
-def test_a_step_that_is_faster_with_the_pipeline_gains_nothing():
-    judgement = judge([9.0] * 5, [10.0] * 5, [1.0] * 5)
-    assert (judgement.gain, judgement.gain_low, judgement.verdict) == (0, 0, "compute")
-
-
-def test_rounds_that_differ_in_number_are_an_error():
-    message = (
-        "`real`, `compute` and `input` have 2, 1 and 2 rounds; expected one number of "
-        "at least 1. Pass the times of the same rounds."
-    )
-    with pytest.raises(ValueError, match=re.escape(message)):
-        judge([1.0, 1.0], [1.0], [1.0, 1.0])
-    with pytest.raises(ValueError, match="have 0, 0 and 0 rounds"):
-        judge([], [], [])
 
 
 # Turns ---------------------------------------------------------------------------
@@ -428,15 +435,17 @@ def numbers(n, size, **options):
     return tf.data.Dataset.range(n).batch(size, **options)
 
 
-def test_a_smaller_last_batch_is_left_out():
-    source = prepare(numbers(43, 8), 1)  # five full ones and three numbers
+PREPARED = {
+    "without the smaller last batch": (numbers(43, 8), 1),
+    "none is smaller": (numbers(40, 8, drop_remainder=True), 1),
+    "calls of two steps, rounded down": (numbers(83, 8), 2),
+}
+
+
+@pytest.mark.parametrize("data, steps", PREPARED.values(), ids=PREPARED)
+def test_an_epoch_has_five_whole_calls(data, steps):
+    source = prepare(data, steps)
     assert (source.calls_per_epoch, source.repeats) == (5, False)
-    full = prepare(numbers(40, 8, drop_remainder=True), 1)
-    assert (full.calls_per_epoch, full.repeats) == (5, False)
-
-
-def test_calls_of_several_steps_fill_an_epoch_rounded_down():
-    assert prepare(numbers(83, 8), 2).calls_per_epoch == 5
 
 
 def test_short_epochs_and_those_of_unknown_length_are_joined():
@@ -506,17 +515,6 @@ def test_a_smaller_last_batch_is_not_kept():
 # A real model, on a clock that ticks ---------------------------------------------
 
 
-class Ticks:
-    """A clock that goes on a little whenever it is read, so turns end soon."""
-
-    def __init__(self, tick=0.01):
-        self.now, self.tick = 0.0, tick
-
-    def __call__(self):
-        self.now += self.tick
-        return self.now
-
-
 def pairs(n=40, batch=4):
     x = np.random.default_rng(0).normal(size=(n, 3)).astype(np.float32)
     y = x.sum(axis=1, keepdims=True)
@@ -561,7 +559,7 @@ def measured(model, data):
     """What two rounds of turns give, the first of which is not counted."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(timer, "_MIN_ROUNDS", 1)
-        return bottleneck(model, data, seconds=0.3, clock=Ticks())
+        return bottleneck(model, data, seconds=0.3, clock=Ticks(0.01))
 
 
 def state(model):
@@ -584,10 +582,7 @@ WAYS = {
         ),
         {"steps_per_execution": 3},
     ),
-    "loss scale, xla": (
-        lambda: tfamp.LossScaleOptimizer(momentum()),
-        {"jit_compile": True},
-    ),
+    "scale, xla": (lambda: tfamp.LossScaleOptimizer(momentum()), {"jit_compile": True}),
     "mixed_bfloat16": (momentum, {"policy": "mixed_bfloat16"}),
     "eager": (momentum, {"run_eagerly": True}),
 }
@@ -871,7 +866,7 @@ def test_the_pipeline_that_is_tried_fetches_ahead(monkeypatch):
         return x
 
     model = plain_model()
-    timer = Timer(model, plainly(pairs(), read), batch_bytes=64, clock=Ticks())
+    timer = Timer(model, plainly(pairs(), read), batch_bytes=64, clock=Ticks(0.01))
 
     def once(turns, **options):
         drawn.clear()
@@ -894,7 +889,7 @@ def test_a_call_draws_the_batches_of_its_steps_unless_they_are_in_memory(monkeyp
 
     model = plain_model(steps_per_execution=3)
     data = plainly(pairs(), read).repeat()
-    timer = Timer(model, data, batch_bytes=64, clock=Ticks())
+    timer = Timer(model, data, batch_bytes=64, clock=Ticks(0.01))
 
     def once(turns, **options):
         counts = {}
@@ -990,11 +985,6 @@ def test_the_table_says_what_was_measured():
     assert max(map(len, text.splitlines()[:10])) <= 110
 
 
-def test_medians_are_properties():
-    assert (RESULT.real_seconds, RESULT.compute_seconds) == (0.01, 0.002)
-    assert RESULT.input_seconds == 0.01
-
-
 FACTS = advice.Facts(
     total_bytes=2**20,
     float_images=True,
@@ -1019,14 +1009,11 @@ def advised(judgement, *, step_seconds=0.05, epoch_start_share=None, **changes):
     )
 
 
+NOT = object()  # in front of what is not advised
 ADVICE = {
     "uint8 first": (INPUT, {}, "1. Deliver images as uint8"),
     "no uint8 for tables": (INPUT, {"float_images": False}, "1. Cache"),
-    "the size of the cache": (
-        INPUT,
-        {},
-        "an epoch as delivered is 1.0 MiB, in memory.",
-    ),
+    "size of the cache": (INPUT, {}, "an epoch as delivered is 1.0 MiB, in memory."),
     "a large cache": (INPUT, {"total_bytes": 2**40}, "in a file on an SSD."),
     "parallel map": (INPUT, {}, "`num_parallel_calls`"),
     "autotune": (INPUT, {}, "autotune.enabled = False"),
@@ -1040,33 +1027,25 @@ ADVICE = {
     "measure longer": (UNCLEAR, {}, "1. Measure longer"),
     "less input where a gain is sure": (EITHER, {}, "Cache"),
     "epoch starts": (COMPUTE, {"epoch_start_share": 0.3}, "starts with 30.0 %"),
-}
-
-
-@pytest.mark.parametrize("judgement, options, words", ADVICE.values(), ids=ADVICE)
-def test_advice(judgement, options, words):
-    assert words in advised(judgement, **options)
-
-
-NO_ADVICE = {
-    "autotune that is off": (INPUT, {"autotunes": False}, "autotun"),
-    "prefetch in vain": (CONTENTION, {}, "prefetch"),
-    "larger batches of long steps": (COMPUTE, {}, "larger batches"),
-    "short epoch starts": (COMPUTE, {"epoch_start_share": 0.01}, "epoch starts"),
-    "less input where no gain is sure": (UNCLEAR, {}, "Cache"),
+    "autotune that is off": (INPUT, {"autotunes": False}, NOT, "autotun"),
+    "prefetch in vain": (CONTENTION, {}, NOT, "prefetch"),
+    "long steps": (COMPUTE, {}, NOT, "larger batches"),
+    "short epoch starts": (COMPUTE, {"epoch_start_share": 0.01}, NOT, "epoch starts"),
+    "less input where no gain is sure": (UNCLEAR, {}, NOT, "Cache"),
     "steps in a call there are": (
         COMPUTE,
         {"step_seconds": 0.001, "steps_per_execution": 16},
-        "steps_per_execution",
+        *(NOT, "steps_per_execution"),
     ),
-    "xla that is on": (COMPUTE, {"jit_compiled": True}, "jit_compile"),
-    "one thread": (CONTENTION, {"threads": 1}, "fewer threads"),
+    "xla that is on": (COMPUTE, {"jit_compiled": True}, NOT, "jit_compile"),
+    "one thread": (CONTENTION, {"threads": 1}, NOT, "fewer threads"),
 }
 
 
-@pytest.mark.parametrize("judgement, options, words", NO_ADVICE.values(), ids=NO_ADVICE)
-def test_advice_that_is_not_given(judgement, options, words):
-    assert words not in advised(judgement, **options)
+@pytest.mark.parametrize("case", ADVICE.values(), ids=ADVICE)
+def test_advice(case):
+    judgement, options, *words = case
+    assert (words[-1] in advised(judgement, **options)) is (words[0] is not NOT)
 
 
 def test_facts_are_read_from_dataset_and_model():
@@ -1132,6 +1111,12 @@ ERRORS = {
         lambda: bottleneck(make_model(), pairs().take(0)),
         "`dataset` holds no batches; expected at least one.",
     ),
+    "rounds": (
+        lambda: judge([1.0, 1.0], [1.0], [1.0, 1.0]),
+        "`real`, `compute` and `input` have 2, 1 and 2 rounds; expected one number of "
+        "at least 1. Pass the times of the same rounds.",
+    ),
+    "no rounds": (lambda: judge([], [], []), "have 0, 0 and 0 rounds"),
     "seconds": (
         lambda: bottleneck(make_model(), pairs(), seconds=0),
         "`seconds` is 0.0; expected a finite number above 0.",
@@ -1139,11 +1124,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("case", ERRORS.values(), ids=ERRORS)
-def test_errors(case):
-    call, message, kind = (*case, ValueError)[:3]
-    with pytest.raises(kind, match=re.escape(message)):
-        call()
+test_errors = refusals(ERRORS)
 
 
 def test_an_iterator_is_not_drawn_from():

@@ -8,13 +8,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.refusals import refusals
 from tfamp.data._stages import Settings
 from tfamp.data.bucketing import make_bucket
-from tfamp.data.bucketing.plan import (
-    choose_boundaries,
-    plan_of,
-    sizes_of_batches,
-)
+from tfamp.data.bucketing.plan import choose_boundaries, plan_of, sizes_of_batches
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 LENGTHS = [3, 17, 8, 5, 30, 1, 9, 16, 2, 12, 31, 4]
@@ -471,10 +468,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("call, message", ERRORS.values(), ids=ERRORS)
-def test_errors_say_what_to_do(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+test_errors_say_what_to_do = refusals(ERRORS)
 
 
 TYPE_ERRORS = {
@@ -491,10 +485,7 @@ TYPE_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("call, message", TYPE_ERRORS.values(), ids=TYPE_ERRORS)
-def test_type_errors_say_what_to_do(call, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
-        call()
+test_type_errors_say_what_to_do = refusals(TYPE_ERRORS, kind=TypeError)
 
 
 def test_a_dataset_without_end_may_have_boundaries_of_its_own():

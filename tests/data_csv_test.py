@@ -127,12 +127,8 @@ def test_given_types_hold(tmp_path):
     path = write(tmp_path / "a.csv", "a,b,c,d\n1,2,3,4\n")
     wanted = {"a": tf.float64, "b": "int32", "c": np.float32, "d": str}
     spec = csv_source(path, dtypes=wanted).dataset(RAISE).element_spec
-    assert [one.dtype.name for one in spec.values()] == [
-        "float64",
-        "int32",
-        "float32",
-        "string",
-    ]
+    dtypes = [one.dtype.name for one in spec.values()]
+    assert dtypes == ["float64", "int32", "float32", "string"]
 
 
 def test_gaps_are_nan_in_numbers_and_empty_in_text(tmp_path):
@@ -155,17 +151,8 @@ def test_other_spellings_of_gaps(tmp_path, na_values):
 
 
 def test_quoted_fields_hold_delimiters_line_ends_and_quotes(tmp_path, small_blocks):
-    texts = [
-        "a,b",
-        "two\nlines",
-        "a\x1eb",
-        'say "hi"',
-        "plain",
-        "",
-        "three\n\nlines,",
-        '"',
-        "z",
-    ]
+    texts = ["a,b", "two\nlines", "a\x1eb", 'say "hi"', "plain", "", '"', "z"]
+    texts.append("three\n\nlines,")
     with open(tmp_path / "a.csv", "w", newline="") as file:
         writer = stdlib_csv.writer(file)
         writer.writerow(["n", "text"])
@@ -243,31 +230,27 @@ def test_other_delimiters(tmp_path):
     assert column(csv_source(path, delimiter="\t"), "b") == [b"x\ty"]
 
 
-BAD_ROWS = [
-    pytest.param("4", "1 fields, expected 3", id="too few fields"),
-    pytest.param("4,5,x,7", "4 fields, expected 3", id="too many fields"),
-    pytest.param(
+BAD_ROWS = {
+    "too few fields": ("4", "1 fields, expected 3"),
+    "too many fields": ("4,5,x,7", "4 fields, expected 3"),
+    "no number": (
         "4,five,x",
         "column 'b' holds 'five', expected float32 (see `dtypes`) or one of "
         "`na_values`",
-        id="no number",
     ),
-    pytest.param(
+    "gap in integers": (
         ",5,x",
         "column 'a' is missing, which int64 cannot say; pass `dtypes={'a': 'float64'}`",
-        id="gap in integers",
     ),
-    pytest.param(
-        b"4,\xff,x", "column 'b' holds '\ufffd', expected float32", id="no text"
-    ),
-    pytest.param('4,5,x"y', "a quote that is not closed, or stands", id="stray quote"),
-    pytest.param('4,5,"xy', "a quote that is not closed, or stands", id="open quote"),
-]
+    "no text": (b"4,\xff,x", "column 'b' holds '\ufffd', expected float32"),
+    "stray quote": ('4,5,x"y', "a quote that is not closed, or stands"),
+    "open quote": ('4,5,"xy', "a quote that is not closed, or stands"),
+}
 
 
 def test_bad_rows_cost_themselves(tmp_path):
     lines = [f"{n},{n}.5,t{n}".encode() for n in range(300)]
-    bad = {101 + 30 * n: row.values for n, row in enumerate(BAD_ROWS)}
+    bad = {101 + 30 * n: row for n, row in enumerate(BAD_ROWS.values())}
     for number, (line, _) in bad.items():
         lines[number] = line if isinstance(line, bytes) else line.encode()
     path = write(tmp_path / "a.csv", b"a,b,c\n" + b"\n".join(lines) + b"\n")
@@ -281,7 +264,7 @@ def test_bad_rows_cost_themselves(tmp_path):
         assert one.message.startswith(reason)
 
 
-@pytest.mark.parametrize("bad, reason", BAD_ROWS)
+@pytest.mark.parametrize("bad, reason", BAD_ROWS.values(), ids=BAD_ROWS)
 def test_a_bad_row_is_named_where_it_is_not_skipped(tmp_path, bad, reason):
     path = write(tmp_path / "a.csv", "a,b,c\n1,2.5,x\n")
     source = csv_source(path)
@@ -366,103 +349,83 @@ def test_length_is_known_where_rows_were_counted(tmp_path, monkeypatch):
     assert int(csv_source(path).dataset(skip()).cardinality()) == -2
 
 
-def contents(**files):
-    def make(folder):
-        for name, text in files.items():
-            write(folder / f"{name}.csv", text)
-        return folder
-
-    return make
-
-
+# What the file or the files hold, the message, arguments.
 REFUSED = {
-    "header only": (
-        contents(a="a,b\n"),
-        {},
-        "has a header and no rows; expected at least one.",
-    ),
-    "lines": (contents(a="\n\n"), {}, "holds only empty lines; expected rows."),
-    "empty": (contents(a=""), {}, "has 0 bytes; expected at least one"),
-    "folder": (contents(), {}, "has no file that ends in .csv, .tsv, .txt or"),
+    "header only": ("a,b\n", "has a header and no rows; expected at least one."),
+    "lines": ("\n\n", "holds only empty lines; expected rows."),
+    "empty": ("", "has 0 bytes; expected at least one"),
+    "folder": ({}, "has no file that ends in .csv, .tsv, .txt or"),
     "delimiter": (
-        contents(a="a;b\n1;2\n"),
-        {},
+        "a;b\n1;2\n",
         "has 1 column, 'a;b', with `delimiter` ','; expected more. Did you mean "
         "`delimiter=';'`?",
     ),
     "label": (
-        contents(a="age,b\n1,2\n"),
-        {"label": "aeg"},
+        "age,b\n1,2\n",
         "`label` names the column 'aeg', which the files lack; expected one of "
         "their 2, 'age' and 'b'. Did you mean 'age'?",
+        {"label": "aeg"},
     ),
     "column": (
-        contents(a="a,b\n1,2\n"),
-        {"columns": ["a", "zzz"]},
+        "a,b\n1,2\n",
         "`columns` names the column 'zzz', which the files lack",
+        {"columns": ["a", "zzz"]},
     ),
     "dtypes' column": (
-        contents(a="a,b\n1,2\n"),
-        {"dtypes": {"c": "int32"}},
+        "a,b\n1,2\n",
         "`dtypes` names the column 'c', which the files lack",
+        {"dtypes": {"c": "int32"}},
     ),
     "dtype": (
-        contents(a="a,b\n1,2\n"),
-        {"dtypes": {"a": "float"}},
+        "a,b\n1,2\n",
         "Unknown `dtypes['a']` 'float'; expected 'float32', 'float64',",
+        {"dtypes": {"a": "float"}},
     ),
     "headers differ": (
-        contents(a="a,b\n1,2\n", b="a,c\n1,2\n"),
-        {},
+        {"a": "a,b\n1,2\n", "b": "a,c\n1,2\n"},
         "it lacks 'b' and has 'c' in addition. Expected the same in all files.",
     ),
     "order differs": (
-        contents(a="a,b\n1,2\n", b="b,a\n1,2\n"),
-        {},
+        {"a": "a,b\n1,2\n", "b": "b,a\n1,2\n"},
         "it has them in another order. Expected the same in all files.",
     ),
-    "twice": (contents(a="a,a\n1,2\n"), {}, "names 'a' more than once;"),
+    "twice": ("a,a\n1,2\n", "names 'a' more than once;"),
     "no header": (
-        contents(a="1.5,2\n3,4\n"),
-        {},
+        "1.5,2\n3,4\n",
         "holds numbers, '1.5' and '2'; expected the names of the columns. Pass "
         "`header=False`.",
     ),
     "number of names": (
-        contents(a="1,2\n3,4\n"),
-        {"header": False, "column_names": ["a"]},
+        "1,2\n3,4\n",
         "`column_names` has 1 names and file",
+        {"header": False, "column_names": ["a"]},
     ),
     "names beside a header": (
-        contents(a="a,b\n3,4\n"),
-        {"column_names": ["a", "b"]},
+        "a,b\n3,4\n",
         "`column_names` is ('a', 'b') and `header` True; expected names only",
+        {"column_names": ["a", "b"]},
     ),
     "label alone": (
-        contents(a="a,b\n3,4\n"),
-        {"label": "a", "columns": ["a"]},
+        "a,b\n3,4\n",
         "Only the label 'a' is selected; expected a feature beside it.",
+        {"label": "a", "columns": ["a"]},
     ),
     "two characters": (
-        contents(a="a,b\n3,4\n"),
-        {"delimiter": ", "},
+        "a,b\n3,4\n",
         "`delimiter` is ', '; expected one character, no quote.",
+        {"delimiter": ", "},
     ),
-    "UTF-16": (
-        contents(a="a,b\n1,2\n".encode("utf-16")),
-        {},
-        "is in UTF-16; expected text in UTF-8.",
-    ),
+    "UTF-16": ("a,b\n1,2\n".encode("utf-16"), "is in UTF-16; expected text in UTF-8."),
 }
 
 
-@pytest.mark.parametrize("make, options, message", REFUSED.values(), ids=REFUSED)
-def test_wrong_files_and_arguments_are_refused_at_once(
-    tmp_path, make, options, message
-):
-    folder = make(tmp_path)
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_wrong_files_and_arguments_are_refused_at_once(tmp_path, case):
+    files, message, options = (*case, {})[:3]
+    for name, data in (files if isinstance(files, dict) else {"a": files}).items():
+        write(tmp_path / f"{name}.csv", data)
     with pytest.raises(ValueError, match=re.escape(message)):
-        csv_source(folder, **options)
+        csv_source(tmp_path, **options)
 
 
 @pytest.mark.parametrize("argument", ["columns", "na_values"])

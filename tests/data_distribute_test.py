@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.data import Pipeline, _caching, _plan, _sharding
 from tfamp.data._sharding import num_workers
@@ -225,21 +226,20 @@ def test_a_policy_that_the_user_chose_for_a_dataset_stays(policy):
     assert built.options().experimental_distribute.auto_shard_policy == policy
 
 
-@pytest.mark.parametrize(
-    "stage, name",
-    [
-        (lambda p, folder: p.cache(folder / "cache"), "cache"),
-        (lambda p, folder: p.subset(2), "subset"),
-        (lambda p, folder: p.balance(lambda x: x % 2), "balance"),
-        (lambda p, folder: p.shard(2, 0), "shard"),
-    ],
-    ids=["file cache", "subset", "balance", "shard"],
-)
-def test_dividing_files_behind_what_needs_all_of_them_is_refused(tmp_path, stage, name):
+NEED_ALL = {
+    "cache": lambda p, folder: p.cache(folder / "cache"),
+    "subset": lambda p, folder: p.subset(2),
+    "balance": lambda p, folder: p.balance(lambda x: x % 2),
+    "shard": lambda p, folder: p.shard(2, 0),
+}
+
+
+@pytest.mark.parametrize("name", NEED_ALL)
+def test_dividing_files_behind_what_needs_all_of_them_is_refused(tmp_path, name):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = Policy.FILE
     given = tf.data.Dataset.range(4).with_options(options)
-    pipeline = stage(Pipeline.from_dataset(given), tmp_path)
+    pipeline = NEED_ALL[name](Pipeline.from_dataset(given), tmp_path)
     message = (
         f"`dataset` has the option `auto_shard_policy` FILE, and `.{name}` came with "
         "it; expected elements of all files there. Leave the option as it was"
@@ -347,19 +347,15 @@ def test_the_table_says_which_part_it_is():
     assert "tf.distribute divides no further" in told
 
 
-@pytest.mark.parametrize(
-    "arguments, error, message",
-    [
-        ((2, 2), ValueError, "`index` is 2 with `num_shards` 2; expected one from 0"),
-        ((2, -1), ValueError, "`index` is -1"),
-        ((0, 0), ValueError, "`num_shards` is 0"),
-        ((2, 0.5), TypeError, "`index` is 0.5"),
-    ],
-    ids=["beyond", "negative", "none", "no integer"],
+WRONG_SHARDS = {
+    "beyond": ((2, 2), "`index` is 2 with `num_shards` 2; expected one from 0"),
+    "negative": ((2, -1), "`index` is -1"),
+    "none": ((0, 0), "`num_shards` is 0"),
+    "no integer": ((2, 0.5), "`index` is 0.5", TypeError),
+}
+test_a_wrong_shard_is_refused = refusals(
+    WRONG_SHARDS, lambda arguments: arrays().shard(*arguments)
 )
-def test_a_wrong_shard_is_refused(arguments, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        arrays().shard(*arguments)
 
 
 @pytest.mark.parametrize("kind", ["arrays", "dataset"])
@@ -430,40 +426,19 @@ def test_a_dataset_that_is_divided_already_needs_no_seed(monkeypatch):
     assert sorted(int(x) for x in built) == [0, 2, 4, 6]
 
 
+def task(job, number=0, device="CPU:0"):
+    return f"/job:{job}/replica:0/task:{number}/device:{device}"
+
+
+GPUS = [task("worker", n, f"GPU:{gpu}") for n in range(3) for gpu in range(2)]
 TASKS = {
     "devices": (["/device:CPU:0", "/device:CPU:1"], 1),
-    "localhost": (["/job:localhost/replica:0/task:0/device:GPU:0"], 1),
-    "one": (["/job:worker/replica:0/task:0/device:CPU:0"], 1),
-    "gpus": (
-        [
-            f"/job:worker/replica:0/task:{task}/device:GPU:{gpu}"
-            for task in range(3)
-            for gpu in range(2)
-        ],
-        3,
-    ),
-    "chief": (
-        [
-            "/job:chief/replica:0/task:0/device:CPU:0",
-            "/job:worker/replica:0/task:0/device:CPU:0",
-        ],
-        2,
-    ),
-    "ps": (
-        [
-            "/job:ps/replica:0/task:0/device:CPU:0",
-            "/job:worker/replica:0/task:0/device:CPU:0",
-            "/job:worker/replica:0/task:1/device:CPU:0",
-        ],
-        1,
-    ),
-    "coordinator": (
-        [
-            "/job:coordinator/replica:0/task:0/device:CPU:0",
-            "/job:worker/replica:0/task:0/device:TPU:0",
-        ],
-        1,
-    ),
+    "localhost": ([task("localhost", device="GPU:0")], 1),
+    "one": ([task("worker")], 1),
+    "gpus": (GPUS, 3),
+    "chief": ([task("chief"), task("worker")], 2),
+    "ps": ([task("ps"), task("worker"), task("worker", 1)], 1),
+    "coordinator": ([task("coordinator"), task("worker", device="TPU:0")], 1),
 }
 
 

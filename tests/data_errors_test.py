@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.refusals import refusals
 from tfamp.data import Pipeline
 
 # Numbers that `refuse` fails on, out of 200.
@@ -133,12 +134,7 @@ REFUSED = {
 }
 
 
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_wrong_uses_are_refused(case):
-    call, message, kind = (*case, ValueError)[:3]
-    pipeline = numbers()
-    with pytest.raises(kind, match=re.escape(message)):
-        call(pipeline)
+test_wrong_uses_are_refused = refusals(REFUSED, lambda call: call(numbers()))
 
 
 def test_raise_is_what_happens_without_it():

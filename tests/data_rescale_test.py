@@ -1,12 +1,11 @@
 """`Rescale`: every pixel value against float64, files, and Keras's layer beside it."""
 
-import re
-
 import keras
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.refusals import refused_arguments
 from tfamp.data.rescaling import Rescale
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="comes with TensorFlow")
@@ -107,17 +106,11 @@ def test_fit_takes_uint8_and_the_first_layer_scales():
     assert np.isfinite(history.history["loss"][0])
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        ({"scale": 0.0}, "`scale` is 0.0; expected numbers other than 0"),
-        ({"scale": [1.0, 0.0]}, "`scale` is [1.0, 0.0]; expected numbers other than"),
-        ({"offset": np.nan}, "`offset` is nan; expected a finite number, or a list"),
-        ({"scale": "1/255"}, "`scale` is '1/255'; expected a finite number, or a"),
-        ({"scale": []}, "`scale` is []; expected a finite number, or a list of one"),
-    ],
-    ids=["zero", "one zero", "nan", "text", "empty"],
+test_wrong_arguments_are_refused = refused_arguments(
+    Rescale,
+    ("scale", 0.0, "; expected numbers other than 0"),
+    ("scale", [1.0, 0.0], "; expected numbers other than"),
+    ("offset", np.nan, "; expected a finite number, or a list"),
+    ("scale", "1/255", "; expected a finite number, or a"),
+    ("scale", [], "; expected a finite number, or a list of one"),
 )
-def test_wrong_arguments_are_refused(arguments, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Rescale(**arguments)

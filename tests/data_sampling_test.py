@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.refusals import refusals
 from tfamp.data._arrays import array_source
 from tfamp.data._stages import Settings
 from tfamp.data.sampling import make_balance, make_subset, make_weights, plans
-from tfamp.data.sampling.labels import class_ids
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 # Of 1,000 examples, as skewed as class labels are.
@@ -98,13 +98,6 @@ def test_a_balanced_plan_is_exact_by_class_and_by_member(num_outputs):
             of_class = times[labels == label]
             assert abs(of_class.sum() - num_outputs / 5) < 1
             assert of_class.max() - of_class.min() <= 1
-
-
-def test_copies_are_those_of_the_plan():
-    labels = tf.constant(skewed_labels())
-    plan = plans.balanced_plan(labels, 5, 777, [3, 4])
-    copies = plans.balanced_copies(labels, 5, 777, [3, 4])
-    np.testing.assert_array_equal(np.bincount(plan, minlength=1000), copies)
 
 
 def test_places_left_over_go_to_other_classes_and_members_each_time():
@@ -220,23 +213,6 @@ def test_members_of_a_subset_are_drawn_uniformly():
     assert_drawn_from(np.bincount(chosen.ravel(), minlength=9), [1 / 9] * 9)
 
 
-@pytest.mark.parametrize("kind", ["balanced", "weighted", "subset"])
-def test_plans_are_the_same_inside_a_map(kind):
-    labels = tf.constant(skewed_labels())
-
-    def plan(seed):
-        if kind == "balanced":
-            return plans.balanced_plan(labels, 5, 500, seed)
-        if kind == "weighted":
-            weights = tf.cast(labels, tf.float64)
-            return plans.weighted_plan(weights, 500, seed, replacement=True)
-        return plans.stratified_subset(labels, 5, 500, seed)
-
-    seeds = tf.data.Dataset.from_tensors(tf.constant([1, 2], tf.int64))
-    inside = next(iter(seeds.map(plan)))
-    np.testing.assert_array_equal(inside, plan(tf.constant([1, 2], tf.int64)))
-
-
 # Balance.
 
 
@@ -249,13 +225,6 @@ def test_balancing_gives_every_class_its_number(way, method, of_each):
     stage = make_balance(method=method, seed=1)
     for epoch in epoch_of(stage, labels, way):
         assert np.bincount(labels[epoch]).tolist() == [of_each] * 5
-
-
-def test_stock_rejection_resampling_loses_the_cardinality():
-    stock = numbered([0, 0, 0, 1]).rejection_resample(
-        lambda x, y: y, [0.5, 0.5], [0.75, 0.25], seed=1
-    )
-    assert int(stock.cardinality()) == int(tf.data.UNKNOWN_CARDINALITY)
 
 
 @ways
@@ -333,12 +302,6 @@ def test_elements_that_are_dicts_have_keys():
     assert [int(e["a"]) for e in balanced] == [0, 1, 2, 2]
 
 
-def test_a_class_with_one_member_repeats_it():
-    labels = [0] * 99 + [1]
-    for epoch in epoch_of(make_balance(seed=1), labels, "stream"):
-        assert epoch.count(99) == 50
-
-
 @ways
 def test_a_single_class_is_warned_of(way):
     stage = make_balance(seed=1)
@@ -368,17 +331,7 @@ def elements_of_many_kinds():
     }
 
 
-KINDS = [
-    "small and static",
-    "strings",
-    "unknown length",
-    "too large to copy",
-    "ragged",
-    "sparse",
-]
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", elements_of_many_kinds())
 def test_elements_of_every_kind_are_copied_whole(kind):
     dataset = elements_of_many_kinds()[kind]
     stage = make_balance(method="oversample", seed=1)
@@ -765,10 +718,7 @@ ERRORS = {
 }
 
 
-@pytest.mark.parametrize("call, message", ERRORS.values(), ids=ERRORS)
-def test_errors_say_what_to_do(call, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        call()
+test_errors_say_what_to_do = refusals(ERRORS)
 
 
 TYPE_ERRORS = {
@@ -795,13 +745,4 @@ TYPE_ERRORS = {
 }
 
 
-@pytest.mark.parametrize("call, message", TYPE_ERRORS.values(), ids=TYPE_ERRORS)
-def test_type_errors_say_what_to_do(call, message):
-    with pytest.raises(TypeError, match=re.escape(message)):
-        call()
-
-
-def test_classes_are_numbered_in_order():
-    ids, classes = class_ids(np.array([5, -1, 5, 9]), "by")
-    assert ids.tolist() == [1, 0, 1, 2]
-    assert classes.tolist() == [-1, 5, 9]
+test_type_errors_say_what_to_do = refusals(TYPE_ERRORS, kind=TypeError)

@@ -18,6 +18,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.refusals import refusals
 from tfamp.data import Pipeline, _service_reading, service_worker
 from tfamp.data._service_graph import check_beginning, check_functions
 from tfamp.data._service_processes import LocalWorker
@@ -300,11 +301,7 @@ WRONG_ARGUMENTS = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_ARGUMENTS.values(), ids=WRONG_ARGUMENTS)
-def test_wrong_arguments_are_refused(case):
-    call, message, kind = (*case, ValueError)[:3]
-    with pytest.raises(kind, match=re.escape(message)):
-        call()
+test_wrong_arguments_are_refused = refusals(WRONG_ARGUMENTS)
 
 
 def test_a_worker_elsewhere_that_does_not_answer_is_an_error_at_once():

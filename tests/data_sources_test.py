@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.refusals import refusals
 from tfamp.data import Pipeline, _tfds
 
 tfds = pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
@@ -99,28 +100,9 @@ WRONG_ARRAYS = {
 }
 
 
-@pytest.mark.parametrize("case", WRONG_ARRAYS.values(), ids=WRONG_ARRAYS)
-def test_wrong_arrays_are_refused(case):
-    arguments, message, kind = (*case, ValueError)[:3]
-    with pytest.raises(kind, match=re.escape(message)):
-        Pipeline.from_arrays(*arguments)
-
-
-@pytest.mark.parametrize(
-    "dataset",
-    [tf.data.Dataset.range(0), tf.data.Dataset.range(5).filter(lambda x: x > 9)],
-    ids=["known", "unknown length"],
+test_wrong_arrays_are_refused = refusals(
+    WRONG_ARRAYS, lambda arrays: Pipeline.from_arrays(*arrays)
 )
-def test_an_empty_dataset_is_refused(dataset):
-    message = "`dataset` has no elements; expected at least one."
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Pipeline.from_dataset(dataset)
-
-
-def test_what_is_no_dataset_is_refused():
-    message = "`dataset` is a ndarray; expected a tf.data.Dataset."
-    with pytest.raises(TypeError, match=re.escape(message)):
-        Pipeline.from_dataset(np.zeros(3))
 
 
 def test_a_dataset_of_unknown_length_keeps_its_elements():
@@ -150,28 +132,47 @@ def test_a_builder_class_is_prepared_in_the_given_folder(tmp_path, capsys):
     assert Pairs(data_dir=str(tmp_path)).is_prepared()
 
 
-def test_an_unknown_split_is_refused(pairs):
-    message = "Unknown `split` 'test' of dataset 'pairs'; expected one of ('train',)"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Pipeline.from_tfds(pairs, "test")
-
-
-def test_an_empty_part_of_a_split_is_refused(pairs):
-    message = "Split 'train[:0]' of dataset 'pairs' has 0 examples; expected"
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Pipeline.from_tfds(pairs, "train[:0]")
-
-
 def test_a_dataset_without_pairs_is_refused(tmp_path):
     message = "Dataset 'lonely' names no (input, target) pair among its features"
     with pytest.raises(ValueError, match=re.escape(message)):
         Pipeline.from_tfds(Lonely, data_dir=str(tmp_path))
 
 
-def test_what_is_no_builder_is_refused():
-    message = "`name_or_builder` is 3; expected a TFDS name such as 'mnist'"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        Pipeline.from_tfds(3)
+NO_DATASET = "`dataset` has no elements; expected at least one."
+WRONG_SOURCES = {
+    "no dataset": (
+        lambda pairs: Pipeline.from_dataset(np.zeros(3)),
+        "`dataset` is a ndarray; expected a tf.data.Dataset.",
+        TypeError,
+    ),
+    "empty": (lambda _: Pipeline.from_dataset(tf.data.Dataset.range(0)), NO_DATASET),
+    "nothing left": (
+        lambda pairs: Pipeline.from_dataset(
+            tf.data.Dataset.range(5).filter(lambda x: x > 9)
+        ),
+        NO_DATASET,
+    ),
+    "split": (
+        lambda pairs: Pipeline.from_tfds(pairs, "test"),
+        "Unknown `split` 'test' of dataset 'pairs'; expected one of ('train',)",
+    ),
+    "part of a split": (
+        lambda pairs: Pipeline.from_tfds(pairs, "train[:0]"),
+        "Split 'train[:0]' of dataset 'pairs' has 0 examples; expected",
+    ),
+    "no builder": (
+        lambda pairs: Pipeline.from_tfds(3),
+        "`name_or_builder` is 3; expected a TFDS name such as 'mnist'",
+        TypeError,
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG_SOURCES.values(), ids=WRONG_SOURCES)
+def test_what_is_no_source_is_refused(case, pairs):
+    call, message, kind = (*case, ValueError)[:3]
+    with pytest.raises(kind, match=re.escape(message)):
+        call(pairs)
 
 
 def test_a_tfds_that_did_not_load_is_an_error(monkeypatch):

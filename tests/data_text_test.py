@@ -168,51 +168,49 @@ def test_length_is_known_where_it_was_counted(tmp_path, monkeypatch):
     assert text_source(path, num_examples="count").num_examples == 2
 
 
+# Files, what `paths` names, the message, arguments.
+A = {"a.txt": "a"}
 REFUSED = {
-    "missing": ({}, "none.txt", {}, "in `paths` does not exist."),
-    "empty folder": ({}, "", {}, "holds no texts; expected at least"),
-    "empty": ({"a.txt": ""}, "a.txt", {}, "in `paths` has 0 bytes; expected"),
+    "missing": ({}, "none.txt", "in `paths` does not exist."),
+    "empty folder": ({}, "", "holds no texts; expected at least"),
+    "empty": ({"a.txt": ""}, "a.txt", "in `paths` has 0 bytes; expected"),
     "empty lines": (
         {"a.txt": "\n\n"},
         "a.txt",
-        {},
         "The 1 files in `paths` hold no text; expected at least one line that is "
         "not empty.",
     ),
-    "0": ({"a.txt": b"a\0b"}, "a.txt", {}, "is with zero bytes; expected text"),
+    "0": ({"a.txt": b"a\0b"}, "a.txt", "is with zero bytes; expected text"),
     "by": (
-        {"a.txt": "a"},
+        A,
         "a.txt",
-        {"by": "word"},
         "Unknown `by` 'word'; expected 'line' or 'file'.",
+        {"by": "word"},
     ),
     "labels": (
-        {"a.txt": "a"},
+        A,
         "a.txt",
-        {"labels": [1, 2]},
         "`labels` has 2 entries for 1 files; expected as many.",
+        {"labels": [1, 2]},
     ),
     "dict without folder": (
-        {"a.txt": "a"},
+        A,
         "a.txt",
-        {"labels": {"a.txt": 1}},
         "no folder, and `class_names` or a dict of `labels` came with it;",
+        {"labels": {"a.txt": 1}},
     ),
     "no class folders": (
-        {"a.txt": "a"},
+        A,
         "",
-        {"labels": "inferred"},
         "has no class folders: it has files such as 'a.txt'.",
+        {"labels": "inferred"},
     ),
 }
 
 
-@pytest.mark.parametrize(
-    "files, paths, options, message", REFUSED.values(), ids=REFUSED
-)
-def test_wrong_files_and_arguments_are_refused_at_once(
-    tmp_path, files, paths, options, message
-):
+@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
+def test_wrong_files_and_arguments_are_refused_at_once(tmp_path, case):
+    files, paths, message, options = (*case, {})[:4]
     for name, data in files.items():
         write(tmp_path / name, data)
     with pytest.raises(ValueError, match=re.escape(message)):

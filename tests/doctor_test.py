@@ -19,12 +19,7 @@ from tfamp.managed import lease
 from tfamp.results import Device, Recommendation
 
 ROOT = Path(__file__).parents[1]
-VERSIONS = {
-    "python": "3.12.1",
-    "tensorflow": "2.20.0",
-    "keras": "3.12.0",
-    "numpy": "2.1.0",
-}
+VERSIONS = dict(python="3.12.1", tensorflow="2.20.0", keras="3.12.0", numpy="2.1.0")
 CPU = Device("cpu", "Old Xeon", memory_bytes=2**34, features=("avx2",))
 AMX_CPU = Device("cpu", "Xeon", features=("amx_bf16", "avx512_bf16"))
 BROKEN_AMX_CPU = Device("cpu", "Xeon", features=("amx_broken", "avx512_bf16"))
@@ -33,25 +28,17 @@ MEMORY = MachineMemory((MemoryLimit(2**34, "physical memory", 2**33),))
 A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
 
 
-def machine(
-    *devices,
-    environ=None,
-    versions=None,
-    nvidia_gpus=0,
-    tf32=True,
-    problems=(),
-    memory=MEMORY,
-):
+def machine(*devices, environ=None, versions=None, nvidia_gpus=0, tf32=True):
     """Describes a machine; nothing of the real one is looked at."""
     return Probes(
         environ={"HOME": "/nowhere", **(environ or {})},
         versions=lambda: {**VERSIONS, **(versions or {})},
-        problems=lambda **_: tuple(problems),
+        problems=lambda **_: (),
         devices=lambda: devices,
         hardware=lambda: hardware,
         tensorfloat32=lambda: tf32,
         nvidia_gpus=lambda: nvidia_gpus,
-        memory=lambda environ: memory,
+        memory=lambda environ: MEMORY,
     )
 
 
@@ -73,87 +60,76 @@ def test_a_sound_machine_has_no_findings():
     assert "tfamp" in diagnosis.versions
 
 
-# Machine, severity, start of the message, remedy.
+TF32_OFF = f"TF32 is off: what stays in float32 is slow on {A100.name}."
+AMX_ENDS = (
+    "AMX ends the process, so any bfloat16 product in TensorFlow does.",
+    "Set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, or use another machine.",
+)
+# Machine, message, remedy; severity where it is no advice.
 MACHINES = {
     "GPU that TensorFlow misses": (
         machine(CPU, nvidia_gpus=2),
-        "error",
         "The system has 2 NVIDIA GPU(s); TensorFlow sees none.",
         "Check the driver with `nvidia-smi`, then run "
         "`pip install 'tensorflow[and-cuda]'`.",
+        "error",
     ),
     "GPU that is hidden": (
         machine(CPU, nvidia_gpus=1, environ={"CUDA_VISIBLE_DEVICES": "-1"}),
-        "advice",
         "The system has 1 NVIDIA GPU(s); TensorFlow sees none, since "
         "CUDA_VISIBLE_DEVICES is '-1'.",
         "Unset it to use the GPU.",
     ),
     "unknown TFAMP_POLICY": (
         machine(CPU, environ={"TFAMP_POLICY": "fp16"}),
-        "error",
         "Unknown `TFAMP_POLICY` 'fp16'; expected 'auto', 'float32', 'mixed_float16', "
         "'mixed_bfloat16', 'float16' or 'bfloat16'. Did you mean 'mixed_float16'?",
         "Set another name, or unset it.",
+        "error",
     ),
     "slow TFAMP_POLICY": (
         machine(T4, environ={"TFAMP_POLICY": "mixed_bfloat16"}),
-        "advice",
         "TFAMP_POLICY: 'mixed_bfloat16' will be slow or gain nothing here: Tesla T4 "
         "emulates bfloat16 (compute capability 7.5, needs 8.0); use 'mixed_float16'.",
         "Set TFAMP_POLICY=auto, or unset it.",
     ),
     "oneDNN off": (
         machine(AMX_CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"}),
-        "advice",
         "oneDNN is off, so amx_bf16 and avx512_bf16 of this CPU go unused.",
         "Unset TF_ENABLE_ONEDNN_OPTS, or set it to 1.",
     ),
     "oneDNN capped": (
         machine(AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "avx512_core_bf16"}),
-        "advice",
         "ONEDNN_MAX_CPU_ISA is 'AVX512_CORE_BF16', so amx_bf16 of this CPU goes unused "
         "and bfloat16 is slower than float32.",
         "Unset it.",
     ),
-    "AMX that ends the process": (
-        machine(BROKEN_AMX_CPU),
-        "error",
-        "AMX ends the process, so any bfloat16 product in TensorFlow does.",
-        "Set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, or use another machine.",
-    ),
+    "AMX that ends the process": (machine(BROKEN_AMX_CPU), *AMX_ENDS, "error"),
     "AMX that ends the process, allowed by a cap": (
         machine(BROKEN_AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "avx512_core_amx"}),
+        *AMX_ENDS,
         "error",
-        "AMX ends the process, so any bfloat16 product in TensorFlow does.",
-        "Set ONEDNN_MAX_CPU_ISA=AVX512_CORE_FP16, or use another machine.",
     ),
     "XLA on the CPU": (
         machine(
             AMX_CPU,
             environ={"TF_XLA_FLAGS": "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit"},
         ),
-        "advice",
         "TF_XLA_FLAGS compile for the CPU, where bfloat16 then gains nothing.",
         "Drop --tf_xla_cpu_global_jit.",
     ),
     "TF32 off in TensorFlow": (
         machine(A100, tf32=False),
-        "advice",
-        "TF32 is off: what stays in float32 is slow on NVIDIA A100-SXM4-40GB MIG "
-        "1g.5gb.",
+        TF32_OFF,
         "Unless the digits are needed, leave it on.",
     ),
     "TF32 off in the libraries": (
         machine(A100, environ={"NVIDIA_TF32_OVERRIDE": "0"}),
-        "advice",
-        "TF32 is off: what stays in float32 is slow on NVIDIA A100-SXM4-40GB MIG "
-        "1g.5gb.",
+        TF32_OFF,
         "Unless the digits are needed, unset NVIDIA_TF32_OVERRIDE.",
     ),
     "TensorFlow's own rewrite": (
         machine(T4, environ={"TF_ENABLE_AUTO_MIXED_PRECISION": "1"}),
-        "advice",
         "TF_ENABLE_AUTO_MIXED_PRECISION has TensorFlow rewrite graphs that tfamp has "
         "set dtypes in.",
         "Unset it.",
@@ -161,10 +137,9 @@ MACHINES = {
 }
 
 
-@pytest.mark.parametrize(
-    "probes, severity, message, remedy", MACHINES.values(), ids=MACHINES
-)
-def test_each_problem_is_found_with_its_remedy(probes, severity, message, remedy):
+@pytest.mark.parametrize("case", MACHINES.values(), ids=MACHINES)
+def test_each_problem_is_found_with_its_remedy(case):
+    probes, message, remedy, severity = (*case, "advice")[:4]
     diagnosis = diagnose(probes)
     assert diagnosis.findings == (Finding(severity, message, remedy),)
     assert diagnosis.is_broken == (severity == "error")
@@ -212,11 +187,8 @@ BROKEN = {
 def test_a_broken_environment_is_an_error_and_the_rest_is_still_told(
     environ, versions, start
 ):
-    def problems(**arguments):
-        return _versions.find_problems(**arguments, modules={})
-
     probes = machine(CPU, environ=environ, versions=versions)
-    diagnosis = diagnose(dataclasses.replace(probes, problems=problems))
+    diagnosis = diagnose(dataclasses.replace(probes, problems=found_problems))
     (finding,) = diagnosis.findings
     assert finding.severity == "error"
     assert finding.message.startswith(start)
@@ -224,17 +196,18 @@ def test_a_broken_environment_is_an_error_and_the_rest_is_still_told(
     assert diagnosis.recommendation.policy == "float32"
 
 
+def found_problems(**arguments):
+    return _versions.find_problems(**arguments, modules={})
+
+
 def refuse():
     raise AssertionError("TensorFlow is not there to be asked")
 
 
 def test_without_tensorflow_no_device_is_looked_for():
-    def problems(**arguments):
-        return _versions.find_problems(**arguments, modules={})
-
     probes = dataclasses.replace(
         machine(versions={"tensorflow": None}, nvidia_gpus=1),
-        problems=problems,
+        problems=found_problems,
         devices=refuse,
         hardware=refuse,
         tensorfloat32=refuse,
@@ -362,26 +335,17 @@ def test_a_second_call_starts_from_the_defaults(capsys):
     assert "Recommended policy: float32" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(
-    "arguments, message",
-    [
-        (
-            ["now"],
-            "tfamp doctor: Unexpected argument 'now'; expected flags only. See "
-            "`tfamp doctor --help`.\n",
-        ),
-        (
-            ["--zzz"],
-            "tfamp doctor: Unknown command line flag 'zzz'. See "
-            "`tfamp doctor --help`.\n",
-        ),
-    ],
-    ids=["argument", "flag"],
-)
-def test_a_wrong_call_is_an_error(capsys, arguments, message):
-    assert doctor.main(arguments, probes=machine(CPU)) == 2
-    out, err = capsys.readouterr()
-    assert (out, err) == ("", message)
+WRONG_CALLS = {
+    "now": "Unexpected argument 'now'; expected flags only.",
+    "--zzz": "Unknown command line flag 'zzz'.",
+}
+
+
+@pytest.mark.parametrize("argument", WRONG_CALLS)
+def test_a_wrong_call_is_an_error(capsys, argument):
+    assert doctor.main([argument], probes=machine(CPU)) == 2
+    message = f"tfamp doctor: {WRONG_CALLS[argument]} See `tfamp doctor --help`.\n"
+    assert capsys.readouterr() == ("", message)
 
 
 def test_help_tells_the_flags(capsys):

@@ -1,11 +1,11 @@
 """Verdicts: intervals by hand, each answer, error rates over simulated comparisons."""
 
 import math
-import re
 
 import numpy as np
 import pytest
 
+from tests.refusals import refusals
 from tfamp.evidence import Interval, Verdict, judge, verdict
 from tfamp.evidence.verdict import interval, more_seeds
 
@@ -199,16 +199,11 @@ WRONG = {
         "expected finite numbers. A run that ended",
     ),
     "no speed": (([0.1, 0.1], [1, 0], 0.1), "expected finite numbers above 0"),
-    "unpaired": (
-        ([0.1, 0.1], [1, 1, 1], 0.1),
-        "`differences` has 2 values and `ratios`",
-    ),
+    "unpaired": (([0.1] * 2, [1] * 3, 0.1), "`differences` has 2 values and `ratios`"),
     "tolerance": (([0.1, 0.1], [1, 1], 0), "`tolerance` is 0"),
 }
 
 
-@pytest.mark.parametrize("arguments, message", WRONG.values(), ids=WRONG)
-def test_wrong_arguments_are_refused(arguments, message):
-    differences, ratios, tolerance = arguments
-    with pytest.raises(ValueError, match=re.escape(message)):
-        judge(differences, ratios, tolerance=tolerance)
+test_wrong_arguments_are_refused = refusals(
+    WRONG, lambda given: judge(*given[:2], tolerance=given[2])
+)

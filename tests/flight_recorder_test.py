@@ -12,6 +12,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.clocks import Ticks
+from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp import snapshots
 from tfamp.bundles import files
@@ -451,17 +453,6 @@ def test_fewer_batches_are_kept_where_more_do_not_fit(tmp_path):
     assert recorder.notes[0].startswith(text)
 
 
-class Ticks:
-    """A clock by which a look at it takes a second."""
-
-    def __init__(self):
-        self.now = 0.0
-
-    def __call__(self):
-        self.now += 1.0
-        return self.now
-
-
 def test_a_dear_snapshot_is_rare_and_the_bundle_says_what_that_means(tmp_path):
     # By that clock a snapshot takes as long as all calls between two of them, so there
     # are two of them; more batches than three do not fit.
@@ -546,19 +537,14 @@ def test_a_function_that_builds_the_model_is_called(tmp_path):
     assert done.is_reproduced
 
 
-BAD_ARGUMENTS = {
-    "no directory": ({"directory": None}, TypeError, "`directory` is None; expected"),
-    "keep": ({"keep": 0}, ValueError, "`keep` is 0; expected an integer of at least 1"),
-    "bytes": ({"max_bytes": 1.5}, TypeError, "`max_bytes` is 1.5, of type float"),
-    "bundles": ({"max_bundles": 0}, ValueError, "`max_bundles` is 0; expected an"),
-    "build": ({"build": "x"}, ValueError, "`build` is 'x'; expected 'module:function'"),
-}
-
-
-@pytest.mark.parametrize("given, kind, text", BAD_ARGUMENTS.values(), ids=BAD_ARGUMENTS)
-def test_bad_arguments_are_refused(given, kind, text):
-    with pytest.raises(kind, match=re.escape(text)):
-        FlightRecorder(**{"directory": "x"} | given)
+test_bad_arguments_are_refused = refused_arguments(
+    lambda **given: FlightRecorder(**{"directory": "x"} | given),
+    ("directory", None, "; expected", TypeError),
+    ("keep", 0, "; expected an integer of at least 1"),
+    ("max_bytes", 1.5, ", of type float", TypeError),
+    ("max_bundles", 0, "; expected an"),
+    ("build", "x", "; expected 'module:function'"),
+)
 
 
 def test_a_directory_that_cannot_be_made_is_told(tmp_path):

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfamp.graphs import dimensions, flops, hlo, operations, optimized, products
 from tfamp.graphs.operation import Operation, plain_type
 
-LAYERS = keras.layers
+L = keras.layers
 
 
 def traced(function, *specs):
@@ -28,107 +28,56 @@ def flops_of(function, *specs):
 def attention(num_heads, key_dim):
     """Returns a model that attends over its own inputs of 6 x 8."""
     inputs = keras.Input((6, 8))
-    layer = LAYERS.MultiHeadAttention(num_heads, key_dim)
+    layer = L.MultiHeadAttention(num_heads, key_dim)
     return keras.Model(inputs, layer(inputs, inputs))
 
 
-# Two for each multiply-add. Batches of 2; the numbers of a convolution are
-# 2 * batch * positions of the output * channels * window * channels in a group.
+# Multiply-adds of an example in a batch of 2; the numbers of a convolution are
+# positions of the output * channels * window * channels in a group.
+IMAGES, TOKENS = (2, 8, 8, 4), (2, 6, 8)
 FORWARD = {
-    "Dense": (lambda: LAYERS.Dense(5), (2, 3), 2 * 2 * 3 * 5),
-    "Dense over tokens": (lambda: LAYERS.Dense(5), (2, 7, 3), 2 * 2 * 7 * 3 * 5),
-    "EinsumDense": (
-        lambda: LAYERS.EinsumDense("abc,cd->abd", (None, 5)),
-        (2, 7, 3),
-        2 * 2 * 7 * 3 * 5,
-    ),
-    "Conv1D": (lambda: LAYERS.Conv1D(6, 3), (2, 8, 4), 2 * 2 * 6 * 6 * 3 * 4),
-    "Conv2D valid": (
-        lambda: LAYERS.Conv2D(6, (3, 5)),
-        (2, 8, 8, 4),
-        2 * 2 * (6 * 4) * 6 * (3 * 5) * 4,
-    ),
-    "Conv2D same": (
-        lambda: LAYERS.Conv2D(6, 3, padding="same"),
-        (2, 8, 8, 4),
-        2 * 2 * (8 * 8) * 6 * 9 * 4,
-    ),
-    "Conv2D strided": (
-        lambda: LAYERS.Conv2D(6, 3, strides=2, padding="same"),
-        (2, 8, 8, 4),
-        2 * 2 * (4 * 4) * 6 * 9 * 4,
-    ),
-    "Conv2D dilated": (
-        lambda: LAYERS.Conv2D(6, 3, dilation_rate=2),
-        (2, 8, 8, 4),
-        2 * 2 * (4 * 4) * 6 * 9 * 4,
-    ),
-    "Conv2D in groups": (
-        lambda: LAYERS.Conv2D(6, 3, groups=2),
-        (2, 8, 8, 4),
-        2 * 2 * (6 * 6) * 6 * 9 * 2,
-    ),
-    "Conv3D": (
-        lambda: LAYERS.Conv3D(3, 2),
-        (2, 4, 4, 4, 2),
-        2 * 2 * 27 * 3 * 8 * 2,
-    ),
-    "DepthwiseConv2D": (
-        lambda: LAYERS.DepthwiseConv2D(3, depth_multiplier=2),
-        (2, 8, 8, 4),
-        2 * 2 * (6 * 6) * 8 * 9,
-    ),
-    "SeparableConv2D": (
-        lambda: LAYERS.SeparableConv2D(5, 3),
-        (2, 8, 8, 4),
-        2 * 2 * (6 * 6) * 4 * 9 + 2 * 2 * (6 * 6) * 5 * 4,
-    ),
+    "Dense": (L.Dense(5), (2, 3), 3 * 5),
+    "Dense over tokens": (L.Dense(5), (2, 7, 3), 7 * 3 * 5),
+    "EinsumDense": (L.EinsumDense("abc,cd->abd", (None, 5)), (2, 7, 3), 7 * 3 * 5),
+    "Conv1D": (L.Conv1D(6, 3), (2, 8, 4), 6 * 6 * 3 * 4),
+    "Conv2D valid": (L.Conv2D(6, (3, 5)), IMAGES, (6 * 4) * 6 * (3 * 5) * 4),
+    "Conv2D same": (L.Conv2D(6, 3, padding="same"), IMAGES, (8 * 8) * 6 * 9 * 4),
+    "Conv2D strided": (L.Conv2D(6, 3, 2, padding="same"), IMAGES, (4 * 4) * 6 * 9 * 4),
+    "Conv2D dilated": (L.Conv2D(6, 3, dilation_rate=2), IMAGES, (4 * 4) * 6 * 9 * 4),
+    "Conv2D in groups": (L.Conv2D(6, 3, groups=2), IMAGES, (6 * 6) * 6 * 9 * 2),
+    "Conv3D": (L.Conv3D(3, 2), (2, 4, 4, 4, 2), 27 * 3 * 8 * 2),
+    "depthwise": (L.DepthwiseConv2D(3, depth_multiplier=2), IMAGES, 6 * 6 * 8 * 9),
+    "separable": (L.SeparableConv2D(5, 3), IMAGES, 6 * 6 * 4 * 9 + 6 * 6 * 5 * 4),
     # Each of the 8 x 8 x 4 inputs is spread over a window of 9 x 5.
-    "Conv2DTranspose": (
-        lambda: LAYERS.Conv2DTranspose(5, 3, strides=2),
-        (2, 8, 8, 4),
-        2 * 2 * (8 * 8 * 4) * 9 * 5,
-    ),
-    "Conv3DTranspose": (
-        lambda: LAYERS.Conv3DTranspose(3, 2, strides=2),
-        (2, 2, 2, 2, 4),
-        2 * 2 * (8 * 4) * 8 * 3,
-    ),
+    "transposed": (L.Conv2DTranspose(5, 3, strides=2), IMAGES, (8 * 8 * 4) * 9 * 5),
+    "in 3D": (L.Conv3DTranspose(3, 2, strides=2), (2, 2, 2, 2, 4), (8 * 4) * 8 * 3),
     # Four projections of 8 x 8; two products of 6 x 6 x 4 for each of two heads.
-    "MultiHeadAttention": (
-        lambda: attention(2, 4),
-        (2, 6, 8),
-        4 * (2 * 2 * 6 * 8 * 8) + 2 * (2 * 2 * 2 * 6 * 6 * 4),
-    ),
+    "attention": (attention(2, 4), TOKENS, 4 * (6 * 8 * 8) + 2 * 2 * (6 * 6 * 4)),
     # Six steps of inputs 8 x 16 and states 4 x 16 (four gates of four units).
-    "LSTM": (lambda: LAYERS.LSTM(4), (2, 6, 8), 6 * 2 * 2 * (8 * 16 + 4 * 16)),
-    "LSTM unrolled": (
-        lambda: LAYERS.LSTM(4, unroll=True),
-        (2, 6, 8),
-        6 * 2 * 2 * (8 * 16 + 4 * 16),
-    ),
+    "LSTM": (L.LSTM(4), TOKENS, 6 * (8 * 16 + 4 * 16)),
+    "LSTM unrolled": (L.LSTM(4, unroll=True), TOKENS, 6 * (8 * 16 + 4 * 16)),
     "Bidirectional GRU": (
-        lambda: LAYERS.Bidirectional(LAYERS.GRU(4, return_sequences=True)),
-        (2, 6, 8),
-        2 * 6 * 2 * 2 * (8 * 12 + 4 * 12),
+        L.Bidirectional(L.GRU(4, return_sequences=True)),
+        TOKENS,
+        2 * 6 * (8 * 12 + 4 * 12),
     ),
     "stacked cells": (
-        lambda: LAYERS.RNN([LAYERS.SimpleRNNCell(4), LAYERS.SimpleRNNCell(3)]),
-        (2, 6, 8),
-        6 * 2 * 2 * (8 * 4 + 4 * 4 + 4 * 3 + 3 * 3),
+        L.RNN([L.SimpleRNNCell(4), L.SimpleRNNCell(3)]),
+        TOKENS,
+        6 * (8 * 4 + 4 * 4 + 4 * 3 + 3 * 3),
     ),
-    "no product": (lambda: LAYERS.LayerNormalization(), (2, 3), 0),
+    "no product": (L.LayerNormalization(), (2, 3), 0),
 }
 
 
-@pytest.mark.parametrize("make, shape, expected", FORWARD.values(), ids=FORWARD)
-def test_forward_flops_of_a_layer_are_those_by_hand(make, shape, expected):
-    assert flops.forward_flops(make(), tf.zeros(shape)) == expected
+@pytest.mark.parametrize("layer, shape, expected", FORWARD.values(), ids=FORWARD)
+def test_forward_flops_of_a_layer_are_those_by_hand(layer, shape, expected):
+    assert flops.forward_flops(layer, tf.zeros(shape)) == 2 * 2 * expected
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_forward_flops_do_not_depend_on_the_dtype(policy):
-    layer = LAYERS.Conv2D(6, 3, dtype=policy)
+    layer = L.Conv2D(6, 3, dtype=policy)
     assert flops.forward_flops(layer, tf.zeros((2, 5, 5, 4))) == 2 * 2 * 9 * 6 * 9 * 4
 
 
@@ -136,7 +85,7 @@ def test_forward_flops_take_specs_and_structures_of_inputs():
     class Both(keras.Model):
         def __init__(self):
             super().__init__()
-            self.dense = LAYERS.Dense(4)
+            self.dense = L.Dense(4)
 
         def call(self, inputs):
             return self.dense(inputs["a"]) + self.dense(inputs["b"])
@@ -146,15 +95,13 @@ def test_forward_flops_take_specs_and_structures_of_inputs():
 
 
 def test_forward_flops_leave_a_built_model_as_it_was():
-    model = keras.Sequential(
-        [keras.Input((4,)), LAYERS.Dense(3), LAYERS.BatchNormalization()]
-    )
+    model = keras.Sequential([keras.Input((4,)), L.Dense(3), L.BatchNormalization()])
     before = [variable.numpy().tobytes() for variable in model.variables]
     flops.forward_flops(model, tf.ones((8, 4)))
     assert [variable.numpy().tobytes() for variable in model.variables] == before
 
 
-class Halving(LAYERS.Layer):
+class Halving(L.Layer):
     """Multiplies by a matrix until the data say that it is enough."""
 
     def call(self, x):
@@ -171,33 +118,24 @@ def test_a_loop_that_data_end_counts_once_and_a_warning_says_so():
         )
 
 
+ONE = 2 * 3 * 4 * 5  # of the product
+
+
 # What is called, on a 3 x 4 and a 4 x 5 matrix.
 FUNCTIONS = {
-    "matmul": (tf.matmul, 2 * 3 * 4 * 5),
-    "transposed left": (
-        lambda a, b: tf.matmul(tf.transpose(a), b, transpose_a=True),
-        2 * 3 * 4 * 5,
-    ),
-    "transposed right": (
-        lambda a, b: tf.matmul(a, tf.transpose(b), transpose_b=True),
-        2 * 3 * 4 * 5,
-    ),
-    "batch, adjoint": (
-        lambda a, b: tf.matmul(tf.stack([a, a]), tf.stack([b, b]), adjoint_a=False),
-        2 * 2 * 3 * 4 * 5,
-    ),
-    "einsum": (lambda a, b: tf.einsum("ij,jk->ki", a, b), 2 * 3 * 4 * 5),
+    "matmul": (tf.matmul, ONE),
+    "left transposed": (lambda a, b: tf.matmul(tf.transpose(a), b, True), ONE),
+    "right transposed": (lambda a, b: tf.matmul(a, tf.transpose(b), False, True), ONE),
+    "batch": (lambda a, b: tf.matmul(tf.stack([a, a]), tf.stack([b, b])), 2 * ONE),
+    "einsum": (lambda a, b: tf.einsum("ij,jk->ki", a, b), ONE),
     "einsum with dots": (
         lambda a, b: tf.einsum("...ij,jk->...ik", tf.stack([a, a]), b),
-        2 * 2 * 3 * 4 * 5,
+        2 * ONE,
     ),
     # i is summed in the first factor before anything is multiplied.
-    "einsum with a sum of one factor": (
-        lambda a, b: tf.einsum("ij,jk->k", a, b),
-        2 * 4 * 5,
-    ),
+    "einsum, one factor summed": (lambda a, b: tf.einsum("ij,jk->k", a, b), 2 * 4 * 5),
     "einsum of one": (lambda a, b: tf.einsum("ij->ji", a), 0),
-    "in a function": (lambda a, b: tf.function(tf.matmul)(a, b), 2 * 3 * 4 * 5),
+    "in a function": (lambda a, b: tf.function(tf.matmul)(a, b), ONE),
     "unused": (lambda a, b: [tf.matmul(a, b), a][1], 0),
     "constant branch": (
         lambda a, b: tf.cond(
@@ -209,7 +147,7 @@ FUNCTIONS = {
         lambda a, b: tf.cond(
             tf.reduce_sum(a) > 8, lambda: tf.matmul(a, b), lambda: tf.zeros((3, 5))
         ),
-        2 * 3 * 4 * 5,
+        ONE,
     ),
     "branch by data, the dearer one short": (
         lambda a, b: tf.cond(
@@ -217,14 +155,14 @@ FUNCTIONS = {
             lambda: tf.sin(tf.cos(tf.sin(tf.cos(tf.zeros((3, 5)) + a[0, 0])))),
             lambda: tf.matmul(a, b),
         ),
-        2 * 3 * 4 * 5,
+        ONE,
     ),
     "switch": (
         lambda a, b: tf.switch_case(
             tf.cast(a[0, 0], tf.int32),
             [lambda: a @ b, lambda: tf.zeros((3, 5)), lambda: (a + a) @ b + 1.0],
         ),
-        2 * 3 * 4 * 5,
+        ONE,
     ),
 }
 
@@ -258,35 +196,21 @@ def limit_in_a_loop(x):
     return x
 
 
+def squared_while(condition, first=0, step=1, **options):
+    """Returns a function that squares a matrix as long as a count is as asked."""
+    return lambda x: tf.while_loop(
+        lambda i, x: condition(i), lambda i, x: (i + step, x @ x), [first, x], **options
+    )[1]
+
+
 LOOPS = {
-    "limit handed into a function": (
-        lambda x: limited_by_an_argument(x, tf.shape(x)[0]),
-        4,
-    ),
+    "limit of a function": (lambda x: limited_by_an_argument(x, tf.shape(x)[0]), 4),
     "limit kept in a loop": (limit_in_a_loop, 6),
     "range with a step": (loop_over_range, 4),
     "loop in a loop": (loop_in_loop, 12),
-    "counting down": (
-        lambda x: tf.while_loop(
-            lambda i, x: i > 2, lambda i, x: (i - 1, x @ x), [7, x]
-        )[1],
-        5,
-    ),
-    "limited by a maximum": (
-        lambda x: tf.while_loop(
-            lambda i, x: i < 7,
-            lambda i, x: (i + 1, x @ x),
-            [0, x],
-            maximum_iterations=3,
-        )[1],
-        3,
-    ),
-    "never": (
-        lambda x: tf.while_loop(
-            lambda i, x: i < 0, lambda i, x: (i + 1, x @ x), [0, x]
-        )[1],
-        0,
-    ),
+    "counting down": (squared_while(lambda i: i > 2, 7, -1), 5),
+    "limited by a maximum": (squared_while(lambda i: i < 7, maximum_iterations=3), 3),
+    "never": (squared_while(lambda i: i < 0), 0),
     "map": (lambda x: tf.map_fn(lambda row: x @ x, x), 4),
 }
 
@@ -340,7 +264,7 @@ def test_the_gradient_of_a_loop_counts_two_products_a_trip(function, trips):
 
 def test_the_gradient_of_a_model_counts_by_hand():
     model = keras.Sequential(
-        [keras.Input((6, 6, 2)), LAYERS.Conv2D(4, 3), LAYERS.Flatten(), LAYERS.Dense(3)]
+        [keras.Input((6, 6, 2)), L.Conv2D(4, 3), L.Flatten(), L.Dense(3)]
     )
 
     def gradients(x):
@@ -396,27 +320,18 @@ def operation(op_type, inputs, outputs=(), **attributes):
 
 
 # 3 x 4 by 4 x 5; a 3 x 3 window over 4 channels to 6; 7 steps of 2 examples.
+CONVOLUTION = (((1, 4, 4, 4), (3, 3, 4, 6)), ((1, 2, 2, 6),), {}, 2 * 4 * 6 * 9 * 4)
 FUSED = {
-    "_FusedMatMul": (((3, 4), (4, 5), (5,)), ((3, 5),), {}, 2 * 3 * 4 * 5),
-    "_MklNativeFusedMatMul": (((3, 4), (4, 5)), ((3, 5),), {}, 2 * 3 * 4 * 5),
+    "_FusedMatMul": (((3, 4), (4, 5), (5,)), ((3, 5),), {}, ONE),
+    "_MklNativeFusedMatMul": (((3, 4), (4, 5)), ((3, 5),), {}, ONE),
     "_MklFusedBatchMatMulV2": (
         ((2, 4, 3), (2, 4, 5)),
         ((2, 3, 5),),
         {"adj_x": True},
-        2 * 2 * 3 * 4 * 5,
+        2 * ONE,
     ),
-    "_FusedConv2D": (
-        ((1, 4, 4, 4), (3, 3, 4, 6)),
-        ((1, 2, 2, 6),),
-        {},
-        2 * 4 * 6 * 9 * 4,
-    ),
-    "_MklNativeConv2DWithBias": (
-        ((1, 4, 4, 4), (3, 3, 4, 6)),
-        ((1, 2, 2, 6),),
-        {},
-        2 * 4 * 6 * 9 * 4,
-    ),
+    "_FusedConv2D": CONVOLUTION,
+    "_MklNativeConv2DWithBias": CONVOLUTION,
     "CudnnRNNV3": (
         ((7, 2, 8), (1, 2, 4)),
         (),
@@ -482,20 +397,13 @@ def convolution(kernel, op_type="Conv2D"):
     return operation(op_type, ((1, 8, 8, 3), kernel, (1, 6, 6, 5)), (kernel,))
 
 
+TRANSPOSED = {"transpose_a": True, "transpose_b": True}
+DENSE = {"rows": 32, "inputs": 27, "units": 10}
 SIZES = {
-    "matmul": (
-        operation("MatMul", ((32, 27), (27, 10)), ((32, 10),)),
-        {"rows": 32, "inputs": 27, "units": 10},
-    ),
+    "matmul": (operation("MatMul", ((32, 27), (27, 10)), ((32, 10),)), DENSE),
     "transposed": (
-        operation(
-            "MatMul",
-            ((27, 32), (10, 27)),
-            ((32, 10),),
-            transpose_a=True,
-            transpose_b=True,
-        ),
-        {"rows": 32, "inputs": 27, "units": 10},
+        operation("MatMul", ((27, 32), (10, 27)), ((32, 10),), **TRANSPOSED),
+        DENSE,
     ),
     "over tokens": (
         operation("BatchMatMulV2", ((4, 7, 27), (27, 10)), ((4, 7, 10),)),
@@ -528,10 +436,7 @@ SIZES = {
         operation("Einsum", (None, (4, 9)), (), equation=b"bd,de->be"),
         {},
     ),
-    "convolution": (
-        convolution((3, 3, 3, 12)),
-        {"channels in": 3, "channels out": 12},
-    ),
+    "convolution": (convolution((3, 3, 3, 12)), {"channels in": 3, "channels out": 12}),
     "gradient of a kernel": (
         convolution((3, 3, 3, 12), "Conv2DBackpropFilter"),
         {"channels in": 3, "channels out": 12},
@@ -575,19 +480,14 @@ custom_call_target="__cublas$gemm"
 
 
 def test_compiled_products_are_read_with_their_factors():
+    conv = "conv", "__cudnn$convForward", "model/conv/Conv2D"
     found = [
         (each.name, each.kind, each.op_name, each.dtypes, each.output_shape)
         for each in hlo.read_hlo(HLO)
     ]
     assert found == [
         ("MatMul.1", "dot", "model/dense/MatMul", ("bfloat16",) * 2, (8, 4)),
-        (
-            "conv",
-            "__cudnn$convForward",
-            "model/conv/Conv2D",
-            ("float16",) * 2,
-            (1, 6, 6, 4),
-        ),
+        (*conv, ("float16",) * 2, (1, 6, 6, 4)),
         ("gemm", "__cublas$gemm", "", ("float32", "bfloat16"), (8, 4)),
         ("convolution-rest", "convolution", "", ("float32",) * 2, (8, 4)),
     ]

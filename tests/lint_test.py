@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.lint_rules_test import batch, places, sequential, stock
+from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.findings import Findings
 from tfamp.numerics.linting.linting import lint
@@ -332,66 +333,52 @@ def test_silenced_rules_are_listed_with_their_reason():
 WRONG = {
     "model": (
         lambda model: lint("model"),
-        TypeError,
         "`model` is 'model', of type str; expected a `keras.Model`. Pass the model",
+        TypeError,
     ),
     "rule": (
         lambda model: lint(model, silence={"half_head": "why"}),
-        ValueError,
         "Unknown `silence` 'half_head'; expected 'half-head', 'half-loss', ",
     ),
     "guess": (
         lambda model: lint(model, silence={"late-polic": "why"}),
-        ValueError,
         "Did you mean 'late-policy'?",
     ),
     "reason": (
         lambda model: lint(model, silence={"half-head": "  "}),
-        ValueError,
         "The reason to silence 'half-head' is '  '; expected a sentence that says "
         "why, for one of ('half-head', 'half-loss', ",
     ),
     "no dict": (
         lambda model: lint(model, silence=["half-head"]),
-        TypeError,
         "`silence` is ['half-head'], of type list; expected a dict of rules with",
+        TypeError,
     ),
     "data": (
         lambda model: lint(model, data=7),
-        TypeError,
         "`data` is of type int; expected a `tf.data.Dataset` of batches",
+        TypeError,
     ),
     "no data": (
         lambda model: lint(model, data=DATA["dataset"](*batch(4)).take(0)),
-        ValueError,
         "`dataset` holds no batches; expected at least one.",
     ),
 }
 
 
-@pytest.mark.parametrize("call, error, message", WRONG.values(), ids=WRONG)
-def test_wrong_arguments_are_named_with_a_remedy(call, error, message):
-    model = sequential(L.Dense(8), shape=(4,))
-    with pytest.raises(error, match=re.escape(message)):
-        call(model)
+test_wrong_arguments_are_named_with_a_remedy = refusals(
+    WRONG, lambda call: call(sequential(L.Dense(8), shape=(4,)))
+)
 
 
-def test_the_documentation_has_a_section_for_each_rule():
-    text = DOCUMENTATION.read_text()
-    assert tuple(re.findall(r"^## `(.*)`$", text, re.MULTILINE)) == RULE_IDS
+def test_the_documentation_has_a_whole_section_for_each_rule():
+    titles = r"^## `(.*)`$"
+    _, *found = re.split(titles, DOCUMENTATION.read_text(), flags=re.MULTILINE)
+    sections = dict(zip(found[::2], found[1::2], strict=True))
+    assert tuple(sections) == RULE_IDS
+    for name, section in sections.items():
+        for part in ("**Why.**", "**Remedy.**", "**Silence.**"):
+            assert part in section, name
+        assert f'silence={{"{name}": ' in section
     anchors = [rule.documentation for rule in RULES]
     assert anchors == [f"docs/lint.md#{name}" for name in RULE_IDS]
-
-
-@pytest.mark.parametrize("part", ["**Why.**", "**Remedy.**", "**Silence.**"])
-def test_each_section_says_why_and_what_to_do(part):
-    sections = DOCUMENTATION.read_text().split("\n## ")[1:]
-    without = [text.splitlines()[0] for text in sections if part not in text]
-    assert [name for name in without if name.startswith("`")] == []
-
-
-def test_each_section_silences_its_own_rule():
-    for text in DOCUMENTATION.read_text().split("\n## ")[1:]:
-        name = text.splitlines()[0].strip("`")
-        if name in RULE_IDS:
-            assert f'silence={{"{name}": ' in text

@@ -12,9 +12,9 @@ import tensorflow as tf
 from absl import logging
 
 import tfamp
+from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import (
-    BatchSplit,
     FlightRecorder,
     MicroBatches,
     NanRecovery,
@@ -654,23 +654,12 @@ def test_list_of_callbacks_made_before_fit():
     assert micro_batches.splits == 1
 
 
-def sums(reduction):
-    return keras.losses.MeanSquaredError(reduction=reduction)
-
-
-REFUSED = {
-    "sum": (
-        {"loss": sums("sum")},
-        "The loss 'mean_squared_error' has `reduction='sum'`; expected a mean",
-    ),
-    "none": ({"loss": sums("none")}, "has `reduction='none'`; expected a mean"),
-}
-
-
-@pytest.mark.parametrize("options, text", REFUSED.values(), ids=REFUSED)
-def test_models_that_cannot_be_split_are_refused(options, text):
+@pytest.mark.parametrize("reduction", ["sum", "none"])
+def test_losses_that_are_no_mean_are_refused(reduction):
     model, _ = built()
-    model.compile(**{"optimizer": "sgd", "loss": "mse", **options})
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    model.compile("sgd", loss)
+    text = f"The loss {loss.name!r} has `reduction={reduction!r}`; expected a mean"
     with pytest.raises(ValueError, match=re.escape(text)):
         fit(model, MicroBatches())
     assert "_make_function" not in vars(model)
@@ -720,12 +709,12 @@ def test_batch_of_several_lengths_is_not_split():
         model.fit(data, verbose=0, callbacks=[MicroBatches()])
 
 
-@pytest.mark.parametrize(
-    "value, error", [(1, ValueError), (2.0, TypeError), (True, TypeError)]
+test_bad_settings_are_refused = refused_arguments(
+    MicroBatches,
+    ("max_splits", 1, ""),
+    ("max_splits", 2.0, "", TypeError),
+    ("max_splits", True, "", TypeError),
 )
-def test_bad_settings_are_refused(value, error):
-    with pytest.raises(error, match="`max_splits` is"):
-        MicroBatches(max_splits=value)
 
 
 def test_what_has_no_examples_stays_whole_in_each_part():
@@ -745,11 +734,6 @@ def test_what_has_no_examples_stays_whole_in_each_part():
     assert [float(p[0]["n"]) for p in (first, second)] == [3.0, 3.0]
     shares = [float(share) for _, share in (first, second)]
     assert shares == [pytest.approx(0.4), pytest.approx(0.6)]
-
-
-def test_event_is_a_plain_record():
-    event = BatchSplit(epoch=0, step=3, examples=8, splits=2, error="MemoryError: x")
-    assert event == BatchSplit(0, 3, 8, 2, "MemoryError: x")
 
 
 PROGRAM = """

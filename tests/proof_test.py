@@ -1,7 +1,6 @@
 """Proofs: dtypes, layers, casts and causes of a step by hand; nothing changes."""
 
 import random
-import re
 
 import keras
 import numpy as np
@@ -11,6 +10,7 @@ import tensorflow as tf
 import tfamp
 from tests.graphs_test import operation
 from tests.lint_rules_test import stock
+from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.graphs.hlo import CompiledProduct
 from tfamp.numerics import proving
@@ -22,7 +22,7 @@ from tfamp.numerics.proving import prove
 from tfamp.numerics.records import Cause
 from tfamp.results import Device
 
-LAYERS = keras.layers
+L = keras.layers
 A100 = Device("gpu", "NVIDIA A100", (8, 0))
 V100 = Device("gpu", "Tesla V100", (7, 0))
 OLD_CPU = Device("cpu", "Old Xeon", features=("avx2",))
@@ -43,8 +43,8 @@ def dense_and_head(units=512, outputs=10, policy="mixed_bfloat16"):
         keras.Sequential(
             [
                 keras.Input((512,)),
-                LAYERS.Dense(units, dtype=policy, name="dense"),
-                LAYERS.Dense(outputs, dtype="float32", name="head"),
+                L.Dense(units, dtype=policy, name="dense"),
+                L.Dense(outputs, dtype="float32", name="head"),
             ],
             name="two",
         )
@@ -120,8 +120,8 @@ def test_convolutions_tell_both_factors_of_a_gradient():
     model = keras.Sequential(
         [
             keras.Input((6, 6, 2)),
-            LAYERS.Conv2D(3, 3, name="first"),
-            LAYERS.Conv2D(4, 3, name="second"),
+            L.Conv2D(3, 3, name="first"),
+            L.Conv2D(4, 3, name="second"),
         ]
     )
     proof = prove(compiled(model), batch_of((6, 6, 2), (2, 2, 4)))
@@ -170,8 +170,8 @@ def classifier():
         keras.Sequential(
             [
                 keras.Input((16,)),
-                LAYERS.Dense(32, activation="relu", name="hidden"),
-                LAYERS.Dense(4, name="head"),
+                L.Dense(32, activation="relu", name="hidden"),
+                L.Dense(4, name="head"),
             ]
         )
     )
@@ -193,7 +193,7 @@ def test_stock_keras_and_tfamp_show_their_own_dtypes():
     assert "(default: heads: makes an output" in ours.table().replace("\n   ", " ")
 
 
-class InFloat32(LAYERS.Layer):
+class InFloat32(L.Layer):
     """Multiplies in float32, whatever it computes in."""
 
     def build(self, shape):
@@ -213,40 +213,40 @@ def test_code_that_multiplies_in_float32_is_named():
 
 def nested():
     """Returns a model with a layer used twice and a model inside."""
-    shared = LAYERS.Dense(8, name="shared")
+    shared = L.Dense(8, name="shared")
     # A name as TensorFlow would give the second use of "shared".
-    other = LAYERS.Dense(8, name="shared_1")
+    other = L.Dense(8, name="shared_1")
     inner = keras.Sequential(
-        [keras.Input((8,)), LAYERS.Dense(8, name="dense"), LAYERS.Dense(8, name="out")],
+        [keras.Input((8,)), L.Dense(8, name="dense"), L.Dense(8, name="out")],
         name="inner",
     )
     inputs = keras.Input((8,))
     outputs = inner(other(shared(shared(inputs))))
-    outputs = LAYERS.Dense(8, name="dense")(outputs)
+    outputs = L.Dense(8, name="dense")(outputs)
     return keras.Model(inputs, outputs), ((8,), (8,))
 
 
 def attending():
     """Returns attention over six tokens."""
     inputs = keras.Input((6, 8))
-    x = LAYERS.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
-    return keras.Model(inputs, LAYERS.Dense(8, name="dense")(x)), ((6, 8), (6, 8))
+    x = L.MultiHeadAttention(2, 4, name="attention")(inputs, inputs)
+    return keras.Model(inputs, L.Dense(8, name="dense")(x)), ((6, 8), (6, 8))
 
 
 def recurrent():
     """Returns two ways of running over six steps."""
     inputs = keras.Input((6, 8))
-    x = LAYERS.LSTM(4, return_sequences=True, name="lstm")(inputs)
-    x = LAYERS.TimeDistributed(LAYERS.Dense(3, name="each"), name="over")(x)
+    x = L.LSTM(4, return_sequences=True, name="lstm")(inputs)
+    x = L.TimeDistributed(L.Dense(3, name="each"), name="over")(x)
     return keras.Model(inputs, x), ((6, 8), (6, 3))
 
 
-class Block(LAYERS.Layer):
+class Block(L.Layer):
     """A block of two layers."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        self.first, self.second = LAYERS.Dense(8, name="a"), LAYERS.Dense(8, name="b")
+        self.first, self.second = L.Dense(8, name="a"), L.Dense(8, name="b")
 
     def call(self, x):
         return self.second(self.first(x))
@@ -272,15 +272,15 @@ def subclassed():
 def recomputed():
     """Returns a layer whose forward pass runs again backwards."""
 
-    class Recomputed(LAYERS.Layer):
+    class Recomputed(L.Layer):
         def __init__(self, **kwargs):
             super().__init__(**kwargs)
-            self.dense = LAYERS.Dense(8, name="inside", activation="tanh")
+            self.dense = L.Dense(8, name="inside", activation="tanh")
 
         def call(self, x):
             return tf.recompute_grad(self.dense)(x)
 
-    layers = [LAYERS.Dense(8, name="before"), Recomputed(name="again")]
+    layers = [L.Dense(8, name="before"), Recomputed(name="again")]
     return keras.Sequential([keras.Input((8,)), *layers]), ((8,), (8,))
 
 
@@ -343,11 +343,11 @@ def test_every_product_is_attributed_to_its_layer(make, expected, policy):
 
 
 def test_functions_that_were_traced_before_are_told_by_names():
-    class Traced(LAYERS.Layer):
+    class Traced(L.Layer):
         def __init__(self):
             super().__init__(name="traced")
-            self.dense = LAYERS.Dense(8, name="inside")
-            self.other = LAYERS.Dense(8, name="inside_1")
+            self.dense = L.Dense(8, name="inside")
+            self.other = L.Dense(8, name="inside_1")
 
         @tf.function
         def call(self, x):
@@ -372,7 +372,7 @@ def test_a_train_step_of_the_user_is_the_one_that_is_traced():
             return {"loss": loss}
 
     inputs = keras.Input((8,))
-    model = compiled(Own(inputs, LAYERS.Dense(4, name="dense")(inputs)))
+    model = compiled(Own(inputs, L.Dense(4, name="dense")(inputs)))
     proof = prove(model, batch_of((8,), (4,)))
     assert num_products(proof) == {"dense": (1, 1), "": (1, 0)}
     assert (
@@ -383,7 +383,7 @@ def test_a_train_step_of_the_user_is_the_one_that_is_traced():
 
 def test_casts_are_counted_with_their_bytes():
     model = keras.Sequential(
-        [keras.Input((3,)), LAYERS.Dense(4, dtype="mixed_bfloat16", name="dense")]
+        [keras.Input((3,)), L.Dense(4, dtype="mixed_bfloat16", name="dense")]
     )
     proof = prove(compiled(model), batch_of((3,), (4,)))
     found = {
@@ -408,7 +408,7 @@ def test_casts_are_counted_with_their_bytes():
 
 def test_casts_in_a_loop_count_each_step():
     inputs = keras.Input((6, 8))
-    layer = LAYERS.LSTM(4, dtype="mixed_bfloat16", name="lstm")
+    layer = L.LSTM(4, dtype="mixed_bfloat16", name="lstm")
     model = compiled(keras.Model(inputs, layer(inputs)))
     proof = prove(model, batch_of((6, 8), (4,)))
     found = {
@@ -429,7 +429,7 @@ def state_of(model):
     return [np.asarray(variable).tobytes() for variable in variables]
 
 
-class Drawing(LAYERS.Layer):
+class Drawing(L.Layer):
     """Draws from Python and NumPy whenever it is traced."""
 
     def call(self, x):
@@ -443,11 +443,11 @@ def test_nothing_changes(policy):
         model = keras.Sequential(
             [
                 keras.Input((8,)),
-                LAYERS.Dense(8),
-                LAYERS.BatchNormalization(),
-                LAYERS.Dropout(0.5, seed=1),
+                L.Dense(8),
+                L.BatchNormalization(),
+                L.Dropout(0.5, seed=1),
                 Drawing(),
-                LAYERS.Dense(4),
+                L.Dense(4),
             ]
         )
         model.compile("adam", "mse", metrics=["mae"])
@@ -467,13 +467,13 @@ def test_nothing_changes(policy):
 
 
 def test_nothing_stays_marked_after_an_error():
-    class Failing(LAYERS.Layer):
+    class Failing(L.Layer):
         def call(self, x, training=False):
             if training:
                 raise RuntimeError("not today")
             return x
 
-    model = compiled(keras.Sequential([keras.Input((8,)), Failing(), LAYERS.Dense(4)]))
+    model = compiled(keras.Sequential([keras.Input((8,)), Failing(), L.Dense(4)]))
     called = keras.layers.Layer.__call__
     with pytest.raises(RuntimeError, match="not today"):
         prove(model, batch_of((8,), (4,)))
@@ -515,12 +515,12 @@ def test_xla_tells_the_dtypes_of_the_compiled_program():
 @pytest.mark.whole("the compiled program of dense layers is read above")
 def test_xla_is_read_for_loops_attention_and_convolutions():
     inputs = keras.Input((8, 8, 3))
-    x = LAYERS.Conv2D(8, 3)(inputs)
-    x = LAYERS.DepthwiseConv2D(3)(x)
-    x = LAYERS.Conv2DTranspose(4, 3, strides=2)(x)
-    x = LAYERS.Reshape((18, 18))(x)
-    x = LAYERS.MultiHeadAttention(2, 4)(x, x)
-    x = LAYERS.LSTM(4)(x)
+    x = L.Conv2D(8, 3)(inputs)
+    x = L.DepthwiseConv2D(3)(x)
+    x = L.Conv2DTranspose(4, 3, strides=2)(x)
+    x = L.Reshape((18, 18))(x)
+    x = L.MultiHeadAttention(2, 4)(x, x)
+    x = L.LSTM(4)(x)
     model = compiled(keras.Model(inputs, x), jit_compile=True)
     proof = prove(model, batch_of((8, 8, 3), (4,)))
     assert proof.source == "XLA"
@@ -528,12 +528,12 @@ def test_xla_is_read_for_loops_attention_and_convolutions():
 
 
 def test_a_step_that_xla_cannot_compile_says_so():
-    class Slow(LAYERS.Layer):
+    class Slow(L.Layer):
         def call(self, x):
             y = tf.numpy_function(lambda x: x, [x], tf.float32)
             return tf.ensure_shape(y, x.shape)
 
-    model = keras.Sequential([keras.Input((8,)), Slow(), LAYERS.Dense(4)])
+    model = keras.Sequential([keras.Input((8,)), Slow(), L.Dense(4)])
     proof = prove(compiled(model), batch_of((8,), (4,)), compiled=True)
     assert proof.source == "graph"
     (note,) = proof.notes
@@ -666,10 +666,10 @@ def test_shapes_are_a_cause_on_tensor_cores():
 
 def test_unaligned_layers_are_listed_by_their_flops():
     inputs = keras.Input((8, 8, 3))
-    x = LAYERS.Conv2D(12, 3, dtype="mixed_bfloat16", name="conv")(inputs)
-    x = LAYERS.GlobalAveragePooling2D()(x)
-    x = LAYERS.Dense(16, dtype="mixed_bfloat16", name="dense")(x)
-    x = LAYERS.Dense(9, dtype="float32", name="head")(x)
+    x = L.Conv2D(12, 3, dtype="mixed_bfloat16", name="conv")(inputs)
+    x = L.GlobalAveragePooling2D()(x)
+    x = L.Dense(16, dtype="mixed_bfloat16", name="dense")(x)
+    x = L.Dense(9, dtype="float32", name="head")(x)
     model = compiled(keras.Model(inputs, x))
     first, second = prove(model, batch_of((8, 8, 3), (9,))).unaligned
     assert first.layer == "conv"
@@ -748,7 +748,7 @@ def test_the_input_is_a_cause_where_it_is_measured(monkeypatch):
 
 
 def test_inference_has_no_gradients_and_needs_no_compile():
-    model = keras.Sequential([LAYERS.Dense(4, name="dense")])
+    model = keras.Sequential([L.Dense(4, name="dense")])
     proof = prove(model, batch_of((8,), (4,)), inference=True)
     assert proof.step == "inference"
     assert num_products(proof) == {"dense": (1, 0)}
@@ -775,7 +775,7 @@ def test_a_pipeline_is_built():
 
 
 def test_a_model_without_products_has_no_share():
-    model = compiled(keras.Sequential([keras.Input((8,)), LAYERS.LayerNormalization()]))
+    model = compiled(keras.Sequential([keras.Input((8,)), L.LayerNormalization()]))
     proof = prove(model, batch_of((8,), (8,)))
     assert (proof.flops, proof.half_share_of_flops, proof.operations) == (0, 0.0, ())
     assert proof.notes == ("The step has no matrix product and no convolution.",)
@@ -783,7 +783,7 @@ def test_a_model_without_products_has_no_share():
 
 
 def test_loops_that_data_end_are_noted():
-    class Halving(LAYERS.Layer):
+    class Halving(L.Layer):
         def call(self, x):
             y = tf.while_loop(
                 lambda y: tf.reduce_max(y) > 1.0,
@@ -792,7 +792,7 @@ def test_loops_that_data_end_are_noted():
             )[0]
             return x @ y
 
-    model = compiled(keras.Sequential([keras.Input((4,)), LAYERS.Dense(4), Halving()]))
+    model = compiled(keras.Sequential([keras.Input((4,)), L.Dense(4), Halving()]))
     (note,) = prove(model, batch_of((4,), (4,))).notes
     assert note.startswith("The FLOPs of 3 products are not known, the first is ")
 
@@ -813,8 +813,8 @@ def test_a_proof_goes_to_json_and_back():
 
 
 def test_the_table_fits_and_leaves_out_what_is_too_much():
-    layers = [LAYERS.Dense(4, name=f"layer_{i}") for i in range(40)]
-    layers.insert(0, LAYERS.Dense(4, name=f"long_{'x' * 100}"))
+    layers = [L.Dense(4, name=f"layer_{i}") for i in range(40)]
+    layers.insert(0, L.Dense(4, name=f"long_{'x' * 100}"))
     model = compiled(keras.Sequential([keras.Input((8,)), *layers]))
     text = str(prove(model, batch_of((8,), (4,)), devices=[A100], tf32=True))
     assert max(map(len, text.splitlines())) <= 110
@@ -824,7 +824,7 @@ def test_the_table_fits_and_leaves_out_what_is_too_much():
     assert "TF32 on" in table
 
 
-class Repeated(LAYERS.Layer):
+class Repeated(L.Layer):
     """Multiplies 20 times, in a loop of the graph or of Python."""
 
     def __init__(self, in_graph):
@@ -913,14 +913,11 @@ def test_a_product_costs_the_longer_of_computing_and_moving():
 WRONG = {
     "no model": (
         lambda: prove("model", batch_of((512,), (10,))),
-        TypeError,
         "`model` is 'model', of type str; expected a compiled `keras.Model`.",
+        TypeError,
     ),
     "not compiled": (
-        lambda: prove(
-            keras.Sequential([LAYERS.Dense(2)], name="raw"), batch_of((2,), (2,))
-        ),
-        ValueError,
+        lambda: prove(keras.Sequential([L.Dense(2)], name="raw"), batch_of((2,), (2,))),
         "Model 'raw' is not compiled; expected one that `fit` takes.",
     ),
     "empty": (
@@ -928,29 +925,27 @@ WRONG = {
             dense_and_head(),
             tf.data.Dataset.from_tensors(batch_of((512,), (10,))).take(0),
         ),
-        ValueError,
         "`dataset` holds no batches; expected at least one.",
     ),
     "generator": (
         lambda: prove(dense_and_head(), (batch for batch in [])),
-        TypeError,
         "`data` is of type generator; expected a `tf.data.Dataset` of batches, a "
         "`Pipeline`, or a tuple (x, y) of arrays. It can be read once only and would "
         "be used up",
+        TypeError,
     ),
     "one array": (
         lambda: prove(dense_and_head(), np.zeros((8, 512))),
-        TypeError,
         "`data` is one array of shape (8, 512); expected a tuple (x, y)",
+        TypeError,
     ),
     "a number": (
         lambda: prove(dense_and_head(), 7),
-        TypeError,
         "`data` is of type int; expected a `tf.data.Dataset` of batches",
+        TypeError,
     ),
     "lengths": (
         lambda: prove(dense_and_head(), (np.zeros((8, 512)), np.zeros((7, 10)))),
-        ValueError,
         "`data` holds arrays of shapes ((8, 512), (7, 10)); expected the same number "
         "of examples in each. Cut them to one length.",
     ),
@@ -959,30 +954,23 @@ WRONG = {
             dense_and_head(),
             tf.data.Dataset.from_tensors((tf.zeros(512), tf.zeros(()))),
         ),
-        ValueError,
         "expected batches, as `fit` takes them. Add `.batch(32)`.",
     ),
     "seconds of inference": (
         lambda: prove(
             dense_and_head(), batch_of((512,), (10,)), seconds=1, inference=True
         ),
-        ValueError,
         "`seconds` is 1.0 with `inference=True`; expected None",
     ),
     "no seconds": (
         lambda: prove(dense_and_head(), batch_of((512,), (10,)), seconds=0),
-        ValueError,
         "`seconds` is 0.0; expected a finite number above 0.",
     ),
     "batch size": (
         lambda: prove(dense_and_head(), batch_of((512,), (10,)), batch_size=0),
-        ValueError,
         "`batch_size` is 0; expected an integer of at least 1.",
     ),
 }
 
 
-@pytest.mark.parametrize("call, error, message", WRONG.values(), ids=WRONG)
-def test_wrong_arguments_are_named_with_a_remedy(call, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        call()
+test_wrong_arguments_are_named_with_a_remedy = refusals(WRONG)

@@ -1,12 +1,11 @@
 """`tfamp.remat` with a target: as little is computed again as the memory needs."""
 
-import re
-
 import keras
 import numpy as np
 import pytest
 
 import tfamp
+from tests.refusals import refusals
 from tfamp.memory.savings import Savings, peak_bytes
 from tfamp.training.remat_planning import ranked
 
@@ -113,24 +112,19 @@ def test_pieces_that_save_most_for_their_time_come_first():
 
 
 ERRORS = {
-    "no size": (lambda: {"max_memory_bytes": 2**30}, "expected both"),
-    "no target": (lambda: {"batch_size": 32}, "expected both"),
-    "negative": (
-        lambda: {"max_memory_bytes": -1, "batch_size": 8},
-        "`max_memory_bytes` is -1",
-    ),
+    "no size": ({"max_memory_bytes": 2**30}, "expected both"),
+    "no target": ({"batch_size": 32}, "expected both"),
+    "negative": ({"max_memory_bytes": -1, "batch_size": 8}, "`max_memory_bytes` is -1"),
     "switched off": (
-        lambda: {"max_memory_bytes": 2**30, "batch_size": 8, "enabled": False},
+        {"max_memory_bytes": 2**30, "batch_size": 8, "enabled": False},
         "came without a compiled model, or with `enabled=False`",
     ),
 }
 
 
-@pytest.mark.parametrize("case", ERRORS.values(), ids=ERRORS)
-def test_wrong_targets_are_refused(case):
-    arguments, text = case
-    with pytest.raises(ValueError, match=re.escape(text)):
-        tfamp.remat(deep(), **arguments())
+test_wrong_targets_are_refused = refusals(
+    ERRORS, lambda arguments: tfamp.remat(deep(), **arguments)
+)
 
 
 def test_layers_have_no_target():

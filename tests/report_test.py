@@ -175,70 +175,65 @@ class Page(html.parser.HTMLParser):
 
 # Sentences ---------------------------------------------------------------------------
 
+SEEN = "accuracy 0.982 against 0.981, 3 seeds"
+FAST = "it trains 1.92 times (1.85 to 1.99) as fast"
+AS_GOOD = f"({SEEN}, at most 0.001 lost where 0.005 is allowed)"
 SENTENCES = {
     "faster": (
         judged("equivalent and faster", quality=(0.001, -0.003, 0.004)),
-        "auto trains 1.92 times (1.85 to 1.99) as fast as float32 and is as accurate: "
-        "accuracy 0.982 against 0.981, 3 seeds, at most 0.003 lost where 0.005 is "
-        "allowed.",
+        f"auto trains{FAST[9:]} as float32 and is as accurate: {SEEN}, at most 0.003 "
+        "lost where 0.005 is allowed.",
     ),
     "nothing lost": (
         judged("equivalent and faster", quality=(0.001, 0.0005, 0.002)),
-        "auto trains 1.92 times (1.85 to 1.99) as fast as float32 and is as accurate: "
-        "accuracy 0.982 against 0.981, 3 seeds, nothing lost where 0.005 is allowed.",
+        f"auto trains{FAST[9:]} as float32 and is as accurate: {SEEN}, nothing lost "
+        "where 0.005 is allowed.",
     ),
     "slower": (
         judged(
             "equivalent, not faster", quality=(0, -0.001, 0.001), speed=(0.7, 0.6, 0.8)
         ),
-        "auto is as accurate as float32 (accuracy 0.982 against 0.981, 3 seeds, at "
-        "most 0.001 lost where 0.005 is allowed) but slower: it trains 0.70 times "
+        f"auto is as accurate as float32 {AS_GOOD} but slower: it trains 0.70 times "
         "(0.60 to 0.80) as fast.",
     ),
     "not clearly faster": (
         judged(
             "equivalent, not faster", quality=(0, -0.001, 0.001), speed=(1.1, 0.9, 1.3)
         ),
-        "auto is as accurate as float32 (accuracy 0.982 against 0.981, 3 seeds, at "
-        "most 0.001 lost where 0.005 is allowed) but not clearly faster: it trains "
+        f"auto is as accurate as float32 {AS_GOOD} but not clearly faster: it trains "
         "1.10 times (0.90 to 1.30) as fast.",
     ),
     "worse": (
         judged("worse", quality=(-0.03, -0.032, -0.028)),
-        "auto is less accurate than float32: accuracy 0.982 against 0.981, 3 seeds, at "
-        "least 0.028 lost where 0.005 is allowed; it trains 1.92 times (1.85 to 1.99) "
-        "as fast.",
+        f"auto is less accurate than float32: {SEEN}, at least 0.028 lost where 0.005 "
+        f"is allowed; {FAST}.",
     ),
     "NaN": (
         judged("worse", quality=(math.nan,) * 3, reason="the metric is not a number"),
-        "auto breaks training: the metric is not a number; it trains 1.92 times (1.85 "
-        "to 1.99) as fast.",
+        f"auto breaks training: the metric is not a number; {FAST}.",
     ),
     "undecided": (
         judged("undecided", quality=(-0.002, -0.012, 0.008), more=1),
-        "Not decided yet whether auto is as accurate as float32: accuracy 0.982 "
-        "against 0.981, 3 seeds, and 0.012 may be lost where 0.005 is allowed; 1 more "
-        "seed would decide if they come out like these; so far it trains 1.92 times "
-        "(1.85 to 1.99) as fast.",
+        f"Not decided yet whether auto is as accurate as float32: {SEEN}, and 0.012 "
+        "may be lost where 0.005 is allowed; 1 more seed would decide if they come out "
+        f"like these; so far {FAST}.",
     ),
     "the same under another name": (
         same_under_another_name(),
         "auto (float32) is float32 itself on this machine, so there is nothing to gain "
-        "or to lose: accuracy 0.982 against 0.981, 3 seeds; it trains 1.05 times (1.05 "
-        "to 1.05) as fast, which is noise.",
+        f"or to lose: {SEEN}; it trains 1.05 times (1.05 to 1.05) as fast, which is "
+        "noise.",
     ),
     "speed alone is open": (
         judged("undecided", quality=(0.001, -0.001, 0.003), speed=(1.1, 0.9, 1.3)),
-        "auto is as accurate as float32 (accuracy 0.982 against 0.981, 3 seeds, at "
-        "most 0.001 lost where 0.005 is allowed), but whether it is faster is not "
+        f"auto is as accurate as float32 {AS_GOOD}, but whether it is faster is not "
         "decided yet: so far it trains 1.10 times (0.90 to 1.30) as fast.",
     ),
     "at the tolerance": (
         judged("undecided", quality=(-0.005, -0.006, -0.004)),
-        "Not decided yet whether auto is as accurate as float32: accuracy 0.982 "
-        "against 0.981, 3 seeds, and 0.006 may be lost where 0.005 is allowed; more "
-        "seeds would not help, the loss is about the tolerance; so far it trains 1.92 "
-        "times (1.85 to 1.99) as fast.",
+        f"Not decided yet whether auto is as accurate as float32: {SEEN}, and 0.006 "
+        "may be lost where 0.005 is allowed; more seeds would not help, the loss is "
+        f"about the tolerance; so far {FAST}.",
     ),
     "one seed": (
         judged(
@@ -256,8 +251,7 @@ SENTENCES = {
         judged(
             "undecided", quality=(math.nan,) * 3, reason="it failed: ValueError: no"
         ),
-        "Nothing is decided on auto yet: it failed: ValueError: no; so far it trains "
-        "1.92 times (1.85 to 1.99) as fast.",
+        f"Nothing is decided on auto yet: it failed: ValueError: no; so far {FAST}.",
     ),
     "less is better": (
         less_is_better(),
@@ -453,15 +447,11 @@ def test_a_row_has_median_ratio_interval_and_effect():
     assert found == rows.Cell("auto", "100", "0.50×", "0.50 to 0.50", "better")
 
 
+M = "\u2212"  # minus
 QUALITIES = {
     "better": ((0.002, 0.001, 0.003), "+0.0020", "+0.0010 to +0.0030", "better"),
     "as good": ((0.0, -0.004, 0.004), "0.0000", "\u22120.0040 to +0.0040", "as good"),
-    "worse": (
-        (-0.02, -0.03, -0.01),
-        "\u22120.0200",
-        "\u22120.0300 to \u22120.0100",
-        "worse",
-    ),
+    "worse": ((-0.02, -0.03, -0.01), f"{M}0.0200", f"{M}0.0300 to {M}0.0100", "worse"),
     "a little less": (
         (-0.002, -0.003, -0.001),
         "\u22120.0020",
@@ -646,7 +636,7 @@ def test_the_page_has_what_was_measured():
     evidence = CASES["a loss scale"]()
     keys = {plot.key for plot in report_html.plots(evidence)}
     assert keys == {
-        *("speed", "quality", "metric", "loss", "latency", "memory", "step", "scale"),
+        *("speed", "quality", "metric", "loss", "latency", "memory", "step", "scale")
     }
     text = "".join(Page(to_html(evidence)).text)
     for expected in (
@@ -674,14 +664,14 @@ def test_every_plot_says_what_one_would_see(case):
         assert re.search(r"\d", plot.summary)
 
 
+def plot_of(evidence, key):
+    (plot,) = [plot for plot in report_html.plots(evidence) if plot.key == key]
+    return plot
+
+
 def test_what_is_not_a_number_leaves_a_gap_and_a_note():
-    (plot,) = [
-        plot
-        for plot in report_html.plots(
-            made_evidence.evidence(replaced=(nan_losses(),), seeds=(1,))
-        )
-        if plot.key == "loss"
-    ]
+    found = made_evidence.evidence(replaced=(nan_losses(),), seeds=(1,))
+    plot = plot_of(found, "loss")
     assert plot.notes == (
         "Left out where it is not a finite number, first auto with seed 1 at step 150.",
     )
@@ -768,15 +758,9 @@ def test_a_gap_lifts_the_pen():
 
 TICKS = {
     "from 0": (scales.scale([0, 1900], 0, 1, from_zero=True), ["0", "500", "1,000"]),
-    "far apart": (
-        scales.scale([0.01, 10], 0, 1, may_be_log=True),
-        ["0.01", "0.1", "1"],
-    ),
+    "log": (scales.scale([0.01, 10], 0, 1, may_be_log=True), ["0.01", "0.1", "1"]),
     "epochs": (scales.scale([1, 2, 3], 0, 1, whole=True), ["1", "2", "3"]),
-    "below 0": (
-        scales.scale([-0.02, 0.02], 0, 1),
-        ["\u22120.02", "\u22120.01", "0.00"],
-    ),
+    "minus": (scales.scale([-0.02, 0.02], 0, 1), ["\u22120.02", "\u22120.01", "0.00"]),
     "equal": (scales.scale([5.0, 5.0], 0, 1), ["4.6", "4.8", "5.0"]),
     "nothing": (scales.scale([math.nan], 0, 1), ["0.0", "0.5", "1.0"]),
 }
@@ -824,11 +808,7 @@ def test_a_policy_has_one_look_and_its_own_name():
 
 
 def test_labels_of_curves_that_end_together_stand_apart():
-    (plot,) = [
-        plot
-        for plot in report_html.plots(CASES["five policies, ten seeds"]())
-        if plot.key == "metric"
-    ]
+    plot = plot_of(CASES["five policies, ten seeds"](), "metric")
     root = ElementTree.fromstring(plot.svg)
     labels = [e for e in root.iter("text") if e.attrib["class"] == "label"]
     places = sorted(float(each.attrib["y"]) for each in labels)
@@ -841,7 +821,7 @@ def test_labels_of_curves_that_end_together_stand_apart():
 def test_small_operations_are_one_line():
     times = tuple(OperationTime(f"Op{n}", 20.0 - n, 10.0) for n in range(15))
     found = made_evidence.evidence(operations={"auto": times})
-    (plot,) = [p for p in report_html.plots(found) if p.key == "operations-1"]
+    plot = plot_of(found, "operations-1")
     # Of 15 operations 12 have a line; the last have 8 + 7 + 6 s, and 3 times 10 s.
     assert "3 others 21.0 → 30.0" in plot.summary
     # 20 + 19 + ... + 6 = 195.
@@ -875,10 +855,7 @@ def test_a_folder_is_no_file(tmp_path):
 
 ERRORS = {
     "full": (errno.ENOSPC, "expected room for 5 bytes and the right to write. Free"),
-    "forbidden": (
-        errno.EACCES,
-        "expected room for 5 bytes and the right to write. Make",
-    ),
+    "no": (errno.EACCES, "expected room for 5 bytes and the right to write. Make"),
 }
 
 

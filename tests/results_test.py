@@ -10,6 +10,7 @@ from typing import Any, Literal
 import numpy as np
 import pytest
 
+from tests.refusals import refusals
 from tfamp.results import Device, Recommendation, Record
 
 
@@ -144,10 +145,9 @@ BAD = {
 }
 
 
-@pytest.mark.parametrize("values, message", BAD.values(), ids=BAD)
-def test_a_dictionary_that_does_not_fit_is_an_error(values, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        Recommendation.from_dict(values)
+test_a_dictionary_that_does_not_fit_is_an_error = refusals(
+    BAD, Recommendation.from_dict
+)
 
 
 WRONG = {

@@ -25,72 +25,38 @@ def write_config(folder, backend):
     (folder / "keras.json").write_text(json.dumps({"backend": backend}))
 
 
-@pytest.mark.parametrize(
-    "package, version",
-    [
-        ("tensorflow", "2.19.0"),
-        ("tensorflow", "2.19.1"),
-        ("tensorflow", "2.21.0rc1"),
-        ("tensorflow", "2.21.7+nv25.3"),
-        ("keras", "3.10.0"),
-        ("keras", "3.15.1"),
-        ("keras", "4.0"),
-        ("python", "3.10.0"),
-        ("python", "3.13.9"),
-    ],
-)
+PASSING = [
+    *[("tensorflow", each) for each in ("2.19.0", "2.19.1", "2.21.0rc1")],
+    ("tensorflow", "2.21.7+nv25.3"),
+    *[("keras", each) for each in ("3.10.0", "3.15.1", "4.0")],
+    *[("python", each) for each in ("3.10.0", "3.13.9")],
+]
+
+
+@pytest.mark.parametrize("package, version", PASSING)
 def test_supported_versions_pass(environ, package, version):
     _versions.check_environment(environ, {**GOOD, package: version}, {})
 
 
-MESSAGES = {
-    "tensorflow old": (
-        {"tensorflow": "2.18.1"},
-        "Found TensorFlow 2.18.1; tfamp supports TensorFlow 2.19 to 2.21. Run "
-        "`pip install 'tensorflow>=2.19,<2.22'`.",
-    ),
-    "tensorflow new": (
-        {"tensorflow": "2.22.0.dev20260101"},
-        "Found TensorFlow 2.22.0.dev20260101; tfamp supports TensorFlow 2.19 to 2.21. "
-        "Run `pip install 'tensorflow>=2.19,<2.22'`.",
-    ),
-    "tensorflow missing": (
-        {"tensorflow": None},
-        "TensorFlow is not installed; tfamp supports TensorFlow 2.19 to 2.21. Run "
-        "`pip install 'tensorflow>=2.19,<2.22'`.",
-    ),
-    "keras 2": (
-        {"keras": "2.15.0"},
-        "Found Keras 2.15.0; tfamp supports Keras 3.10 and later. Run "
-        "`pip install 'keras>=3.10'`.",
-    ),
-    "keras 3.9": (
-        {"keras": "3.9.2"},
-        "Found Keras 3.9.2; tfamp supports Keras 3.10 and later. Run "
-        "`pip install 'keras>=3.10'`.",
-    ),
-    "keras missing": (
-        {"keras": None},
-        "Keras is not installed; tfamp supports Keras 3.10 and later. Run "
-        "`pip install 'keras>=3.10'`.",
-    ),
-    "python old": (
-        {"python": "3.9.18"},
-        "Found Python 3.9.18; tfamp supports Python 3.10 to 3.13. Make an environment "
-        "with one of these.",
-    ),
-    "python new": (
-        {"python": "3.14.0"},
-        "Found Python 3.14.0; tfamp supports Python 3.10 to 3.13. Make an environment "
-        "with one of these.",
-    ),
+SUPPORTED = {
+    "TensorFlow": "2.19 to 2.21. Run `pip install 'tensorflow>=2.19,<2.22'`.",
+    "Keras": "3.10 and later. Run `pip install 'keras>=3.10'`.",
+    "Python": "3.10 to 3.13. Make an environment with one of these.",
 }
+OTHERS = [
+    *[("TensorFlow", each) for each in ("2.18.1", "2.22.0.dev20260101", None)],
+    *[("Keras", each) for each in ("2.15.0", "3.9.2", None)],
+    *[("Python", each) for each in ("3.9.18", "3.14.0")],
+]
 
 
-@pytest.mark.parametrize("versions, message", MESSAGES.values(), ids=MESSAGES)
-def test_other_versions_are_import_errors(environ, versions, message):
+@pytest.mark.parametrize("package, version", OTHERS)
+def test_other_versions_are_import_errors(environ, package, version):
+    start = f"Found {package} {version}" if version else f"{package} is not installed"
+    message = f"{start}; tfamp supports {package} {SUPPORTED[package]}"
+    versions = {**GOOD, package.lower(): version}
     with pytest.raises(ImportError, match=re.escape(message)):
-        _versions.check_environment(environ, {**GOOD, **versions}, {})
+        _versions.check_environment(environ, versions, {})
 
 
 def test_another_backend_in_the_environment_is_an_error(environ):
