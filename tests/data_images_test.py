@@ -246,9 +246,8 @@ def test_wrong_folders_and_labels_are_refused_at_once(case, tmp_path):
 
 def test_a_missing_folder_is_refused(tmp_path):
     (tmp_path / "train").mkdir()
-    message = (
-        f"which does not exist; expected a folder. Did you mean '{tmp_path}/train'"
-    )
+    message = "which does not exist; expected a folder. Did you mean "
+    message += f"'{tmp_path}/train'?"
     with pytest.raises(ValueError, match=re.escape(message)):
         images_source(tmp_path / "trian")
 

@@ -96,11 +96,7 @@ F16 = "mixed_float16"
 FAULTS = {
     "NaN in the data": (F16, {"spoil": nan_in_an_example}, "data"),
     "learning rate": ("float32", {"optimizer": lambda: sgd(1e5)}, "learning rate"),
-    "learning rate in float16": (
-        F16,
-        {"optimizer": lambda: adam(1e3)},
-        "learning rate",
-    ),
+    "rate in float16": (F16, {"optimizer": lambda: adam(1e3)}, "learning rate"),
     "overflow": (F16, {"middle": there_and_back}, "precision"),
     "mask": (F16, {"middle": lambda: [Own(far_mask, name="mask")]}, "precision"),
     "loss scale": (F16, {"optimizer": too_high_a_scale}, "loss scale"),
