@@ -227,6 +227,13 @@ def test_balancing_gives_every_class_its_number(way, method, of_each):
         assert np.bincount(labels[epoch]).tolist() == [of_each] * 5
 
 
+def test_stock_rejection_resampling_loses_the_cardinality():
+    stock = numbered([0, 0, 0, 1]).rejection_resample(
+        lambda x, y: y, [0.5, 0.5], [0.75, 0.25], seed=1
+    )
+    assert int(stock.cardinality()) == int(tf.data.UNKNOWN_CARDINALITY)
+
+
 @ways
 def test_each_epoch_is_another_draw_and_a_seed_repeats_all_of_them(way):
     labels = skewed_labels()

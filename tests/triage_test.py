@@ -202,9 +202,7 @@ def test_a_layer_that_float16_cannot_hold_is_named_and_cured(style):
     prefix = "inner/" if style == "nested" else ""
     assert (found.cause, found.layer) == ("precision", f"{prefix}huge")
     assert "; float16 holds 65504." in found.evidence[1]
-    assert found.remedy == (
-        f"Keep them in float32: `keep_float32=['{prefix}huge']`."
-    )
+    assert found.remedy == (f"Keep them in float32: `keep_float32=['{prefix}huge']`.")
     names = [replay.name for replay in found.replays]
     scaled = "mixed_float16, loss scale 32768"
     cured = f"mixed_float16, '{prefix}huge' in float32"
