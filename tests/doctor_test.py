@@ -28,17 +28,19 @@ MEMORY = MachineMemory((MemoryLimit(2**34, "physical memory", 2**33),))
 A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
 
 
-def machine(*devices, environ=None, versions=None, nvidia_gpus=0, tf32=True):
+def machine(
+    *devices, versions=None, nvidia_gpus=0, tf32=True, memory=MEMORY, **environ
+):
     """Describes a machine; nothing of the real one is looked at."""
     return Probes(
-        environ={"HOME": "/nowhere", **(environ or {})},
+        environ={"HOME": "/nowhere", **environ},
         versions=lambda: {**VERSIONS, **(versions or {})},
         problems=lambda **_: (),
         devices=lambda: devices,
         hardware=lambda: hardware,
         tensorfloat32=lambda: tf32,
         nvidia_gpus=lambda: nvidia_gpus,
-        memory=lambda environ: MEMORY,
+        memory=lambda environ: memory,
     )
 
 
@@ -75,46 +77,43 @@ MACHINES = {
         "error",
     ),
     "GPU that is hidden": (
-        machine(CPU, nvidia_gpus=1, environ={"CUDA_VISIBLE_DEVICES": "-1"}),
+        machine(CPU, nvidia_gpus=1, CUDA_VISIBLE_DEVICES="-1"),
         "The system has 1 NVIDIA GPU(s); TensorFlow sees none, since "
         "CUDA_VISIBLE_DEVICES is '-1'.",
         "Unset it to use the GPU.",
     ),
     "unknown TFAMP_POLICY": (
-        machine(CPU, environ={"TFAMP_POLICY": "fp16"}),
+        machine(CPU, TFAMP_POLICY="fp16"),
         "Unknown `TFAMP_POLICY` 'fp16'; expected 'auto', 'float32', 'mixed_float16', "
         "'mixed_bfloat16', 'float16' or 'bfloat16'. Did you mean 'mixed_float16'?",
         "Set another name, or unset it.",
         "error",
     ),
     "slow TFAMP_POLICY": (
-        machine(T4, environ={"TFAMP_POLICY": "mixed_bfloat16"}),
+        machine(T4, TFAMP_POLICY="mixed_bfloat16"),
         "TFAMP_POLICY: 'mixed_bfloat16' will be slow or gain nothing here: Tesla T4 "
         "emulates bfloat16 (compute capability 7.5, needs 8.0); use 'mixed_float16'.",
         "Set TFAMP_POLICY=auto, or unset it.",
     ),
     "oneDNN off": (
-        machine(AMX_CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"}),
+        machine(AMX_CPU, TF_ENABLE_ONEDNN_OPTS="0"),
         "oneDNN is off, so amx_bf16 and avx512_bf16 of this CPU go unused.",
         "Unset TF_ENABLE_ONEDNN_OPTS, or set it to 1.",
     ),
     "oneDNN capped": (
-        machine(AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "avx512_core_bf16"}),
+        machine(AMX_CPU, ONEDNN_MAX_CPU_ISA="avx512_core_bf16"),
         "ONEDNN_MAX_CPU_ISA is 'AVX512_CORE_BF16', so amx_bf16 of this CPU goes unused "
         "and bfloat16 is slower than float32.",
         "Unset it.",
     ),
     "AMX that ends the process": (machine(BROKEN_AMX_CPU), *AMX_ENDS, "error"),
     "AMX that ends the process, allowed by a cap": (
-        machine(BROKEN_AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "avx512_core_amx"}),
+        machine(BROKEN_AMX_CPU, ONEDNN_MAX_CPU_ISA="avx512_core_amx"),
         *AMX_ENDS,
         "error",
     ),
     "XLA on the CPU": (
-        machine(
-            AMX_CPU,
-            environ={"TF_XLA_FLAGS": "--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit"},
-        ),
+        machine(AMX_CPU, TF_XLA_FLAGS="--tf_xla_auto_jit=2 --tf_xla_cpu_global_jit"),
         "TF_XLA_FLAGS compile for the CPU, where bfloat16 then gains nothing.",
         "Drop --tf_xla_cpu_global_jit.",
     ),
@@ -124,12 +123,12 @@ MACHINES = {
         "Unless the digits are needed, leave it on.",
     ),
     "TF32 off in the libraries": (
-        machine(A100, environ={"NVIDIA_TF32_OVERRIDE": "0"}),
+        machine(A100, NVIDIA_TF32_OVERRIDE="0"),
         TF32_OFF,
         "Unless the digits are needed, unset NVIDIA_TF32_OVERRIDE.",
     ),
     "TensorFlow's own rewrite": (
-        machine(T4, environ={"TF_ENABLE_AUTO_MIXED_PRECISION": "1"}),
+        machine(T4, TF_ENABLE_AUTO_MIXED_PRECISION="1"),
         "TF_ENABLE_AUTO_MIXED_PRECISION has TensorFlow rewrite graphs that tfamp has "
         "set dtypes in.",
         "Unset it.",
@@ -147,20 +146,16 @@ def test_each_problem_is_found_with_its_remedy(case):
 
 HARMLESS = {
     "TF32 off on an older GPU": machine(T4, tf32=False),
-    "oneDNN off beside a GPU": machine(
-        T4, AMX_CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"}
-    ),
-    "oneDNN off on an old CPU": machine(CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"}),
-    "oneDNN capped high enough": machine(
-        AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_AMX"}
-    ),
+    "oneDNN off beside a GPU": machine(T4, AMX_CPU, TF_ENABLE_ONEDNN_OPTS="0"),
+    "oneDNN off on an old CPU": machine(CPU, TF_ENABLE_ONEDNN_OPTS="0"),
+    "oneDNN capped high enough": machine(AMX_CPU, ONEDNN_MAX_CPU_ISA="AVX512_CORE_AMX"),
     "AMX that ends the process, capped": machine(
-        BROKEN_AMX_CPU, environ={"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
+        BROKEN_AMX_CPU, ONEDNN_MAX_CPU_ISA="AVX512_CORE_FP16"
     ),
-    "XLA for GPUs": machine(AMX_CPU, environ={"TF_XLA_FLAGS": "--tf_xla_auto_jit=2"}),
-    "TFAMP_POLICY=auto": machine(CPU, environ={"TFAMP_POLICY": "auto"}),
-    "TFAMP_POLICY empty": machine(CPU, environ={"TFAMP_POLICY": ""}),
-    "policy that suits": machine(A100, environ={"TFAMP_POLICY": "mixed_float16"}),
+    "XLA for GPUs": machine(AMX_CPU, TF_XLA_FLAGS="--tf_xla_auto_jit=2"),
+    "TFAMP_POLICY=auto": machine(CPU, TFAMP_POLICY="auto"),
+    "TFAMP_POLICY empty": machine(CPU, TFAMP_POLICY=""),
+    "policy that suits": machine(A100, TFAMP_POLICY="mixed_float16"),
 }
 
 
@@ -170,7 +165,7 @@ def test_what_costs_nothing_is_not_reported(probes):
 
 
 def test_onednn_off_changes_the_recommendation():
-    probes = machine(AMX_CPU, environ={"TF_ENABLE_ONEDNN_OPTS": "0"})
+    probes = machine(AMX_CPU, TF_ENABLE_ONEDNN_OPTS="0")
     assert diagnose(probes).recommendation.policy == "float32"
     assert diagnose(machine(AMX_CPU)).recommendation.policy == "mixed_bfloat16"
 
@@ -187,7 +182,7 @@ BROKEN = {
 def test_a_broken_environment_is_an_error_and_the_rest_is_still_told(
     environ, versions, start
 ):
-    probes = machine(CPU, environ=environ, versions=versions)
+    probes = machine(CPU, versions=versions, **environ)
     diagnosis = diagnose(dataclasses.replace(probes, problems=found_problems))
     (finding,) = diagnosis.findings
     assert finding.severity == "error"
@@ -241,12 +236,12 @@ def test_a_tensorflow_that_fails_to_import_is_reported():
 
 def test_errors_come_before_advice():
     environ = {"TF_ENABLE_AUTO_MIXED_PRECISION": "1", "TFAMP_POLICY": "zzz"}
-    findings = diagnose(machine(A100, environ=environ, tf32=False)).findings
+    findings = diagnose(machine(A100, tf32=False, **environ)).findings
     assert [finding.severity for finding in findings] == ["error", "advice", "advice"]
 
 
 def test_settings_show_what_is_set():
-    diagnosis = diagnose(machine(CPU, environ={"TF_GPU_ALLOCATOR": "cuda_malloc"}))
+    diagnosis = diagnose(machine(CPU, TF_GPU_ALLOCATOR="cuda_malloc"))
     values = {setting.name: setting.value for setting in diagnosis.settings}
     assert values["TF_GPU_ALLOCATOR"] == "cuda_malloc"
     assert values["KERAS_BACKEND"] is None
@@ -261,7 +256,7 @@ def test_the_policies_are_those_that_enable_takes():
 @pytest.mark.parametrize("width", [80, 200])
 def test_the_tables_fit_and_say_it_all(width):
     environ = {"TFAMP_POLICY": "mixed_bfloat16", "CUDA_VISIBLE_DEVICES": ""}
-    text = text_of(diagnose(machine(A100, T4, CPU, environ=environ)), width)
+    text = text_of(diagnose(machine(A100, T4, CPU, **environ)), width)
     assert max(len(line) for line in text.splitlines()) <= width
     assert "\x1b" not in text
     words = " ".join(text.split())
@@ -284,12 +279,12 @@ def test_a_machine_without_problems_says_so():
 
 
 def test_markup_in_a_value_is_shown_as_it_is():
-    text = text_of(diagnose(machine(CPU, environ={"XLA_FLAGS": "[red]x[/red]"})))
+    text = text_of(diagnose(machine(CPU, XLA_FLAGS="[red]x[/red]")))
     assert "[red]x[/red]" in text
 
 
 def test_the_diagnosis_survives_json():
-    probes = machine(A100, CPU, environ={"TFAMP_POLICY": "zzz"}, tf32=False)
+    probes = machine(A100, CPU, TFAMP_POLICY="zzz", tf32=False)
     diagnosis = diagnose(probes)
     for field in dataclasses.fields(diagnosis):
         assert getattr(diagnosis, field.name), field.name
@@ -358,21 +353,14 @@ def test_help_tells_the_flags(capsys):
 
 
 def test_nvidia_gpus_are_counted_among_the_pci_devices(tmp_path):
-    for index, (vendor, kind) in enumerate(
-        [
-            ("0x10de", "0x030200"),
-            ("0x10de", "0x030000"),
-            # A GPU's audio function, another maker's display, a broken entry.
-            ("0x10de", "0x040300"),
-            ("0x1002", "0x030000"),
-            (None, None),
-        ]
-    ):
+    # Two GPUs; a GPU's audio function, another maker's display, a broken entry.
+    entries = ["10de 0302", "10de 0300", "10de 0403", "1002 0300", ""]
+    for index, entry in enumerate(entries):
         folder = tmp_path / str(index)
         folder.mkdir()
-        if vendor:
-            (folder / "vendor").write_text(f"{vendor}\n")
-            (folder / "class").write_text(f"{kind}\n")
+        if entry:
+            (folder / "vendor").write_text(f"0x{entry[:4]}\n")
+            (folder / "class").write_text(f"0x{entry[5:]}00\n")
     assert _diagnosis._nvidia_gpus(tmp_path) == 2
     assert _diagnosis._nvidia_gpus(tmp_path / "none") == 0
 

@@ -17,7 +17,7 @@ from pathlib import Path
 
 FAST_SECONDS = 0.05
 # For the slow cases of one test that are not its anchors.
-TEST_SECONDS = 1.0
+TEST_SECONDS = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
