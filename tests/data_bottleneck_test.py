@@ -30,14 +30,6 @@ class Machine:
 
     While both work on shared cores each goes at half its speed. Times vary by 10 %
     from call to call, and for a tenth of the time the machine is twice as slow.
-
-    Args:
-        input_seconds: Work for a batch.
-        step_seconds: Work for a step.
-        shared: Whether both need the same cores.
-        depth: Batches that are fetched ahead.
-        overhead: Of drawing a batch that is there.
-        seed: Of the noise.
     """
 
     def __init__(
@@ -264,18 +256,18 @@ class Clock:
         return call
 
 
-def test_a_turn_does_not_count_its_first_calls():
-    clock = Clock()
-    turn = Turn(clock.taking(*[0.0] * 5, 0.5))
-    seconds = turn.seconds_per_call(clock, warm_seconds=1.0, timed_seconds=2.0)
-    assert seconds == 0.5
+CALLS = {
+    "its first calls do not count": ([*[0.0] * 5, 0.5], 1.0, 2.0, 0.0),
+    "it gives the mean of bursts": ([0.0, 1.0] * 100, 4.0, 20.0, 0.03),
+}
 
 
-def test_a_turn_gives_the_mean_of_bursts():
+@pytest.mark.parametrize("calls, warm, timed, tolerance", CALLS.values(), ids=CALLS)
+def test_a_turn_times_its_calls(calls, warm, timed, tolerance):
     clock = Clock()
-    turn = Turn(clock.taking(*[0.0, 1.0] * 100))
-    seconds = turn.seconds_per_call(clock, warm_seconds=4.0, timed_seconds=20.0)
-    assert seconds == pytest.approx(0.5, abs=0.03)
+    turn = Turn(clock.taking(*calls))
+    seconds = turn.seconds_per_call(clock, warm_seconds=warm, timed_seconds=timed)
+    assert abs(seconds - 0.5) <= tolerance
 
 
 def test_a_device_is_waited_for_after_each_long_call_and_once_for_short_ones():
@@ -345,16 +337,9 @@ def test_a_round_without_a_counted_call_is_left_out():
             excluded.seconds += 1
 
     turns = {"a": Turn(clock.taking(1.0)), "b": Turn(call, excluded=excluded)}
-    times = take_turns(
-        turns,
-        clock=clock,
-        max_seconds=99,
-        min_rounds=3,
-        max_rounds=3,
-        timed_seconds=1,
-        warm_seconds=1,
-        progress=lambda rounds: left.clear(),
-    )
+    seconds = {"max_seconds": 99, "timed_seconds": 1, "warm_seconds": 1}
+    rounds = {"min_rounds": 3, "max_rounds": 3, "progress": lambda _: left.clear()}
+    times = take_turns(turns, clock=clock, **seconds, **rounds)
     assert times == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
 
 
@@ -522,8 +507,13 @@ def pairs(n=40, batch=4):
 
 
 def plainly(data, read):
-    """`pairs` read by a function, batch by batch: nothing parallel, nothing ahead."""
-    data = data.map(lambda x, y: (tf.numpy_function(read, [x], x.dtype), y))
+    """`pairs` told to a function, batch by batch: nothing parallel, nothing ahead."""
+
+    def told(x):
+        read(x)
+        return x
+
+    data = data.map(lambda x, y: (tf.numpy_function(told, [x], x.dtype), y))
     data = data.map(lambda x, y: (tf.ensure_shape(x, (None, 3)), y))
     options = tf.data.Options()
     options.experimental_optimization.apply_default_optimizations = False
@@ -689,10 +679,7 @@ def test_a_step_that_fails_leaves_the_model_as_it_was():
 def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
     strategy = two_replicas()
     with strategy.scope():
-        model = keras.Sequential(
-            [keras.layers.BatchNormalization(), keras.layers.Dense(1)]
-        )
-        model.compile(momentum(), "mse")
+        model = make_model()
     model.fit(pairs(), verbose=0)
     before = state(model)
     # Their statistics come from examples of their own.
@@ -711,16 +698,15 @@ def test_two_replicas_are_measured_and_each_is_left_as_it_was(monkeypatch):
     assert state(model) == before
 
 
-def weighted(x, y):
-    return {"a": x[:, :1], "b": x[:, 1:]}, y, tf.ones_like(y[:, 0])
-
-
 def test_dict_inputs_with_sample_weights():
     inputs = {"a": keras.Input((1,), name="a"), "b": keras.Input((2,), name="b")}
     joined = keras.layers.Concatenate()(list(inputs.values()))
     model = keras.Model(inputs, keras.layers.Dense(1)(joined))
     model.compile("sgd", "mse", weighted_metrics=["mae"])
-    result = measured(model, pairs().map(weighted))
+    data = pairs().map(
+        lambda x, y: ({"a": x[:, :1], "b": x[:, 1:]}, y, tf.ones_like(y[:, 0]))
+    )
+    result = measured(model, data)
     assert (result.batch_size, result.epoch_steps) == (4, 10)
 
 
@@ -826,7 +812,6 @@ def test_steps_and_batches_are_timed_in_their_places(
 
     def read(x):
         clock.now += load + 1.0 * np.array_equal(x, first)
-        return x
 
     model.layers[0].seconds = work
     result = bottleneck(model, plainly(pairs(80), read), seconds=0.2, clock=clock)
@@ -863,7 +848,6 @@ def test_the_pipeline_that_is_tried_fetches_ahead(monkeypatch):
         drawn.append(1)
         if len(drawn) >= 3:
             third.set()
-        return x
 
     model = plain_model()
     timer = Timer(model, plainly(pairs(), read), batch_bytes=64, clock=Ticks(0.01))
@@ -882,13 +866,8 @@ def test_the_pipeline_that_is_tried_fetches_ahead(monkeypatch):
 
 def test_a_call_draws_the_batches_of_its_steps_unless_they_are_in_memory(monkeypatch):
     drawn = []
-
-    def read(x):
-        drawn.append(1)
-        return x
-
     model = plain_model(steps_per_execution=3)
-    data = plainly(pairs(), read).repeat()
+    data = plainly(pairs(), drawn.append).repeat()
     timer = Timer(model, data, batch_bytes=64, clock=Ticks(0.01))
 
     def once(turns, **options):
@@ -985,15 +964,7 @@ def test_the_table_says_what_was_measured():
     assert max(map(len, text.splitlines()[:10])) <= 110
 
 
-FACTS = advice.Facts(
-    total_bytes=2**20,
-    float_images=True,
-    autotunes=True,
-    threads=None,
-    on_cpu=True,
-    jit_compiled=False,
-    steps_per_execution=1,
-)
+FACTS = advice.Facts(2**20, True, True, None, True, False, 1)
 INPUT = judge([10.0] * 5, [2.0] * 5, [10.0] * 5)
 UNFETCHED = judge([20.0] * 5, [10.0] * 5, [10.0] * 5, prefetched_gains=[0.0] * 5)
 CONTENTION = judge([20.0] * 5, [10.0] * 5, [10.0] * 5)
@@ -1088,11 +1059,6 @@ ERRORS = {
         lambda: bottleneck(keras.Sequential(name="plain"), pairs()),
         "Model 'plain' is not compiled; expected one that `fit` takes.",
     ),
-    "an iterator": (
-        lambda: bottleneck(make_model(), iter(pairs())),
-        "It can be read once only and would be used up: pass what it iterates.",
-        TypeError,
-    ),
     "a generator": (
         lambda: bottleneck(make_model(), (batch for batch in pairs())),
         "`dataset` is of type generator; expected a `tf.data.Dataset` of batches",
@@ -1129,7 +1095,8 @@ test_errors = refusals(ERRORS)
 
 def test_an_iterator_is_not_drawn_from():
     iterator = iter(pairs(8))
-    with pytest.raises(TypeError, match="would be used up"):
+    message = "It can be read once only and would be used up: pass what it iterates."
+    with pytest.raises(TypeError, match=re.escape(message)):
         bottleneck(make_model(), iterator)
     assert len(list(iterator)) == 2
 
