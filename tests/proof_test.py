@@ -56,13 +56,12 @@ def batch_of(*shapes, size=8):
     return tuple(tf.zeros((size, *shape)) for shape in shapes)
 
 
-def rows(proof, **wanted):
+def rows(proof):
     """Returns {(layer, direction): [(dtype, count), ...]} of a proof's products."""
     found = {}
     for product in proof.operations:
-        if all(getattr(product, name) == value for name, value in wanted.items()):
-            key = product.layer, product.direction
-            found.setdefault(key, []).append((product.dtype, product.count))
+        key = product.layer, product.direction
+        found.setdefault(key, []).append((product.dtype, product.count))
     return found
 
 
@@ -70,18 +69,14 @@ def num_products(proof):
     """Returns {layer: (products forward, products backward)}."""
     found = {}
     for product in proof.operations:
-        forward, backward = found.get(product.layer, (0, 0))
-        is_forward = product.direction == "forward"
-        found[product.layer] = (
-            forward + product.count * is_forward,
-            backward + product.count * (not is_forward),
-        )
-    return found
+        counts = found.setdefault(product.layer, [0, 0])
+        counts[product.direction != "forward"] += product.count
+    return {layer: tuple(counts) for layer, counts in found.items()}
 
 
-def names(proof):
-    """Returns the names of a proof's causes."""
-    return [cause.name for cause in proof.causes]
+def causes(proof):
+    """Returns {name: cause} of a proof."""
+    return {cause.name: cause for cause in proof.causes}
 
 
 # The first layer needs no gradient of its inputs: two products, not three.
@@ -146,8 +141,8 @@ def test_a_float32_model_has_no_casts_and_says_why_it_is_float32():
         "dense": "its dtype policy says so, no rule of tfamp",
         "head": "its dtype policy says so, no rule of tfamp",
     }
-    assert set(names(proof)) == {"float32", "memory"}
-    cause = next(cause for cause in proof.causes if cause.name == "float32")
+    assert set(causes(proof)) == {"float32", "memory"}
+    cause = causes(proof)["float32"]
     assert cause.message == (
         "Every matrix product and convolution runs in float32: 'dense' and 'head' "
         "(its dtype policy says so, no rule of tfamp)."
@@ -158,8 +153,7 @@ def test_a_float32_model_has_no_casts_and_says_why_it_is_float32():
 def test_a_float32_model_stays_so_where_nothing_is_faster():
     model = dense_and_head(policy="float32")
     proof = prove(model, batch_of((512,), (10,)), devices=[OLD_CPU])
-    cause = next(cause for cause in proof.causes if cause.name == "float32")
-    assert cause.remedy == (
+    assert causes(proof)["float32"].remedy == (
         "Leave it: Old Xeon has no bfloat16 instructions (amx_bf16 or avx512_bf16)."
     )
 
@@ -600,8 +594,7 @@ def test_products_that_were_not_found_are_noted(monkeypatch):
     assert proof.operations[0].dtype == "bfloat16"
     (note,) = proof.notes
     assert note.startswith("4 of 5 products have no counterpart in what was read last")
-    cause = next(cause for cause in proof.causes if cause.name == "compiler")
-    assert cause.message == (
+    assert causes(proof)["compiler"].message == (
         "XLA computes 1 of 5 products in float32 that the graph has in bfloat16: it "
         "converts their factors first ('dense')."
     )
@@ -616,7 +609,7 @@ def cause_of(name, *, devices, tf32=False, model=None, size=8):
     figures = [cause.figure for cause in proof.causes]
     assert figures == sorted(figures, reverse=True)
     assert all(0 <= figure <= 1 for figure in figures)
-    return next((cause for cause in proof.causes if cause.name == name), None)
+    return causes(proof).get(name)
 
 
 def test_the_compiler_is_no_cause_where_nothing_is_compiled():
@@ -675,13 +668,8 @@ def test_unaligned_layers_are_listed_by_their_flops():
     assert first.layer == "conv"
     assert first.sizes == {"channels in": 3, "channels out": 12}
     assert first.padded == {"channels in": 8, "channels out": 16}
-    convolution, dense, head = (
-        2 * 2 * 8 * 36 * 12 * 27,
-        3 * 2 * 8 * 12 * 16,
-        3 * 2 * 8 * 16 * 9,
-    )
-    total = convolution + dense + head
-    assert first.share_of_flops == convolution / total
+    convolution, denses = 2 * 2 * 8 * 36 * 12 * 27, 3 * 2 * 8 * (12 * 16 + 16 * 9)
+    assert first.share_of_flops == convolution / (convolution + denses)
     assert (second.layer, second.sizes) == ("dense", {"inputs": 12})
 
 
@@ -700,7 +688,7 @@ def test_small_products_are_a_cause_until_the_batch_is_large():
 def test_casts_and_float32_are_causes_with_their_figures():
     model = dense_and_head(outputs=256)
     proof = prove(model, batch_of((512,), (256,)), devices=[AMX_CPU])
-    by_name = {cause.name: cause for cause in proof.causes}
+    by_name = causes(proof)
     weights = 512 * 512 + 512
     inputs = 8 * 512
     # The head takes activations in float32, and hands gradients of them back.
@@ -734,8 +722,7 @@ def test_the_input_is_a_cause_where_it_is_measured(monkeypatch):
     proof = prove(dense_and_head(), batch_of((512,), (10,)), seconds=3)
     assert asked == [("two", (512,), 3.0)]
     assert proof.possible_gain == 0.75
-    cause = next(cause for cause in proof.causes if cause.name == "input")
-    assert cause == Cause(
+    assert causes(proof)["input"] == Cause(
         "input",
         0.75,
         "The input takes 75.0 % of a step, which no dtype shortens (measured).",
@@ -809,7 +796,7 @@ def test_a_proof_goes_to_json_and_back():
     proof = prove(model, batch_of((512,), (100,)), devices=[V100], tf32=True)
     assert Proof.from_json(proof.to_json()) == proof
     assert hash(Proof.from_json(proof.to_json())) == hash(proof)
-    assert {"casts", "device", "shapes", "float32", "memory"} <= set(names(proof))
+    assert {"casts", "device", "shapes", "float32", "memory"} <= set(causes(proof))
 
 
 def test_the_table_fits_and_leaves_out_what_is_too_much():
@@ -852,8 +839,7 @@ def test_a_loop_costs_as_much_as_its_steps():
     for in_graph in (True, False):
         model = compiled(keras.Sequential([keras.Input((64,)), Repeated(in_graph)]))
         proof = prove(model, batch_of((64,), (64,)), inference=True, devices=[OLD_CPU])
-        cause = next(cause for cause in proof.causes if cause.name == "float32")
-        figures.append(cause.figure)
+        figures.append(causes(proof)["float32"].figure)
     # What a loop does besides is small change.
     assert figures[0] == pytest.approx(figures[1], rel=0.1)
 
@@ -910,67 +896,65 @@ def test_a_product_costs_the_longer_of_computing_and_moving():
     assert Roofline([A100], tf32=True).flops_per_byte("float32") == 100
 
 
+# Arguments in the place of good ones.
 WRONG = {
     "no model": (
-        lambda: prove("model", batch_of((512,), (10,))),
+        {"model": "model"},
         "`model` is 'model', of type str; expected a compiled `keras.Model`.",
         TypeError,
     ),
     "not compiled": (
-        lambda: prove(keras.Sequential([L.Dense(2)], name="raw"), batch_of((2,), (2,))),
+        {"model": keras.Sequential(name="raw")},
         "Model 'raw' is not compiled; expected one that `fit` takes.",
     ),
     "empty": (
-        lambda: prove(
-            dense_and_head(),
-            tf.data.Dataset.from_tensors(batch_of((512,), (10,))).take(0),
-        ),
+        {"data": tf.data.Dataset.from_tensors(batch_of((512,), (10,))).take(0)},
         "`dataset` holds no batches; expected at least one.",
     ),
     "generator": (
-        lambda: prove(dense_and_head(), (batch for batch in [])),
+        {"data": (batch for batch in [])},
         "`data` is of type generator; expected a `tf.data.Dataset` of batches, a "
         "`Pipeline`, or a tuple (x, y) of arrays. It can be read once only and would "
         "be used up",
         TypeError,
     ),
     "one array": (
-        lambda: prove(dense_and_head(), np.zeros((8, 512))),
+        {"data": np.zeros((8, 512))},
         "`data` is one array of shape (8, 512); expected a tuple (x, y)",
         TypeError,
     ),
     "a number": (
-        lambda: prove(dense_and_head(), 7),
+        {"data": 7},
         "`data` is of type int; expected a `tf.data.Dataset` of batches",
         TypeError,
     ),
     "lengths": (
-        lambda: prove(dense_and_head(), (np.zeros((8, 512)), np.zeros((7, 10)))),
+        {"data": (np.zeros((8, 512)), np.zeros((7, 10)))},
         "`data` holds arrays of shapes ((8, 512), (7, 10)); expected the same number "
         "of examples in each. Cut them to one length.",
     ),
     "single examples": (
-        lambda: prove(
-            dense_and_head(),
-            tf.data.Dataset.from_tensors((tf.zeros(512), tf.zeros(()))),
-        ),
+        {"data": tf.data.Dataset.from_tensors((tf.zeros(512), tf.zeros(())))},
         "expected batches, as `fit` takes them. Add `.batch(32)`.",
     ),
     "seconds of inference": (
-        lambda: prove(
-            dense_and_head(), batch_of((512,), (10,)), seconds=1, inference=True
-        ),
+        {"seconds": 1, "inference": True},
         "`seconds` is 1.0 with `inference=True`; expected None",
     ),
     "no seconds": (
-        lambda: prove(dense_and_head(), batch_of((512,), (10,)), seconds=0),
+        {"seconds": 0},
         "`seconds` is 0.0; expected a finite number above 0.",
     ),
     "batch size": (
-        lambda: prove(dense_and_head(), batch_of((512,), (10,)), batch_size=0),
+        {"batch_size": 0},
         "`batch_size` is 0; expected an integer of at least 1.",
     ),
 }
 
 
-test_wrong_arguments_are_named_with_a_remedy = refusals(WRONG)
+test_wrong_arguments_are_named_with_a_remedy = refusals(
+    WRONG,
+    lambda given: prove(
+        **{"model": dense_and_head(), "data": batch_of((512,), (10,)), **given}
+    ),
+)
