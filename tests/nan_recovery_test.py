@@ -48,9 +48,9 @@ def data(*bad, value=np.nan):
     return tf.data.Dataset.from_tensor_slices((x, Y)).batch(BATCH)
 
 
-def linear(optimizer=None, kind=keras.Sequential, **options):
+def linear(optimizer=None, kind=keras.Sequential, hidden=None, **options):
     keras.utils.set_random_seed(7)
-    layers = [keras.layers.Dense(4), keras.layers.Dense(1)]
+    layers = [hidden or keras.layers.Dense(4), keras.layers.Dense(1)]
     if kind is keras.Model:
         inputs = keras.Input((3,))
         model = keras.Model(inputs, layers[1](layers[0](inputs)))
@@ -154,13 +154,7 @@ def test_the_model_goes_back_bit_by_bit_and_on_with_the_next_batch(tmp_path):
     for mine, other in zip(model.variables, twin.variables, strict=True):
         assert mine.numpy().tobytes() == other.numpy().tobytes()
     assert int(optimizer.iterations.numpy()) == 5
-
-
-def test_a_snapshot_counts_only_after_a_good_step(tmp_path):
-    """The candidate after step 5 is finite, but the step after it failed."""
-    run = fit(linear(), data(5), often(tmp_path), epochs=1)
-    assert run.recoveries[0].restored_step == 3
-    # With the failure a step later it has proven itself.
+    # With the failure a step later that of step 5 has proven itself.
     run = fit(linear(), data(6), often(tmp_path), epochs=1)
     assert run.recoveries[0].restored_step == 5
 
@@ -169,8 +163,7 @@ def test_bad_weights_behind_a_finite_loss_prove_no_snapshot(tmp_path):
     """Seen after the very step, so the snapshot of the step before is not trusted."""
     recovery = often(tmp_path, triage=named("data"))
     fit(hiding(), data(5), recovery, epochs=1)
-    found = [(each.step, each.restored_step) for each in recovery.recoveries]
-    assert found == [(6, 3)]
+    assert [(e.step, e.restored_step) for e in recovery.recoveries] == [(6, 3)]
 
 
 def test_metrics_go_back_with_the_weights(tmp_path):
@@ -238,31 +231,26 @@ class Hidden(keras.layers.Layer):
         return tf.where(tf.math.is_nan(x), tf.zeros_like(x), x)
 
 
-def hiding(**options):
+def hiding():
     """Its moving statistics get NaN while its loss stays finite."""
     keras.utils.set_random_seed(7)
-    inputs = keras.Input((3,))
-    seen = keras.layers.BatchNormalization(
-        name="statistics", center=False, scale=False
-    )(inputs)
-    model = keras.Model(
-        inputs, keras.layers.Dense(1)(Hidden()(inputs)) + 0 * Hidden()(seen)
-    )
-    model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True, **options)
+    inputs, options = keras.Input((3,)), {"center": False, "scale": False}
+    seen = keras.layers.BatchNormalization(name="statistics", **options)(inputs)
+    outputs = keras.layers.Dense(1)(Hidden()(inputs)) + 0 * Hidden()(seen)
+    model = keras.Model(inputs, outputs)
+    model.compile(keras.optimizers.SGD(0.0), "mse", run_eagerly=True)
     return model
 
 
 # Keras says so at the end of any data of unknown length.
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize(
-    "num_steps", [STEPS, None], ids=["known length", "unknown length"]
-)
+@pytest.mark.parametrize("is_known", [True, False], ids=["known length", "unknown"])
 def test_weights_are_judged_before_the_epoch_ends_where_the_loss_is_finite(
-    num_steps, tmp_path
+    is_known, tmp_path
 ):
     model, seen = hiding(), Seen()
     batches = data(STEPS - 3).take(STEPS)
-    if num_steps is None:
+    if not is_known:
         batches = batches.filter(lambda x, y: True)
     recovery = NanRecovery(tmp_path, every_seconds=1e6)
     fit(model, batches, recovery, seen, steps_per_epoch=None, epochs=1)
@@ -279,8 +267,7 @@ def test_a_snapshot_with_a_bad_slot_is_no_candidate(tmp_path):
     class Spoil(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
             if batch == 3:
-                slot = self.model.optimizer.variables[-1]
-                slot.assign([np.inf])
+                self.model.optimizer.variables[-1].assign([np.inf])
 
     recovery = NanRecovery(tmp_path, every_seconds=0, max_recoveries=1)
     fit(model, data(), recovery, Spoil(), epochs=1)
@@ -293,8 +280,7 @@ def test_a_learning_rate_that_explodes_is_cut(tmp_path, undisturbed):
     model = linear(keras.optimizers.SGD(1.5))
     recovery = often(tmp_path, learning_rate_factor=0.1, max_recoveries=4)
     fit(model, data(), recovery)
-    remedies = [each.remedy for each in recovery.recoveries]
-    assert "cut learning rate" in remedies
+    assert "cut learning rate" in [each.remedy for each in recovery.recoveries]
     assert float(model.optimizer.learning_rate.numpy()) <= 0.15001
     fit(model, data(), recovery)
     assert np.isfinite(quality(model))
@@ -418,10 +404,7 @@ class Root(keras.layers.Layer):
 
 
 def rooted(optimizer, **options):
-    keras.utils.set_random_seed(7)
-    model = keras.Sequential([keras.Input((3,)), Root(), keras.layers.Dense(1)])
-    model.compile(optimizer, "mse", **{"run_eagerly": True, **options})
-    return model
+    return linear(optimizer, hidden=Root(), **options)
 
 
 def guard(**options):
@@ -431,18 +414,10 @@ def guard(**options):
     )
 
 
-STOPS = {
-    "eager": {},
-    "graph": dict(run_eagerly=False),
-    # Read every 16 calls there.
-    "jit": dict(run_eagerly=False, jit_compile=True),
-}
-
-
 @pytest.mark.anchors("graph")
-@pytest.mark.parametrize("way", STOPS.values(), ids=STOPS)
+@pytest.mark.parametrize("way", ["sequential", "graph", "jit"])
 def test_the_error_of_a_stalled_loss_scale_ends_no_training(way, tmp_path):
-    model = rooted(guard(), **way)
+    model = rooted(guard(), **WAYS[way])
     recovery = often(tmp_path, triage=named("none"))
     run = fit(model, data(12, 13, value=0.0), recovery)
     assert [each.remedy for each in run.recoveries] == ["cut learning rate"]
@@ -555,10 +530,7 @@ def test_what_the_triage_does_to_the_model_is_undone(tmp_path):
 
 
 def test_a_triage_that_fails_leaves_the_remedies_to_be_tried(tmp_path, caplog):
-    def broken(model, batch):
-        raise KeyError("nothing")
-
-    recovery = often(tmp_path, triage=broken)
+    recovery = often(tmp_path, triage=lambda model, batch: {}["nothing"])
     run = fit(linear(), data(3, 5), recovery, epochs=1)
     remedies = [(each.cause, each.remedy) for each in run.recoveries]
     assert remedies == [("", "drop batch"), ("", "cut learning rate")]
@@ -572,9 +544,6 @@ def test_the_batch_comes_from_a_recorder_that_holds_it_already(tmp_path):
     fit(linear(run_eagerly=False), data(3), recovery, recorder, epochs=1)
     assert np.isnan(triage.asked[0][1][0][0]).all()
     assert len(recorder.bundles) == 1
-
-
-# The end of the budget.
 
 
 def endless(folder, **options):
@@ -631,16 +600,10 @@ def test_only_the_remedies_that_were_named_are_used(tmp_path):
 
 def test_a_snapshot_that_helped_twice_to_nothing_gives_way_to_an_older_one(tmp_path):
     """Snapshots of steps 1, 3 and 5 are proven; later steps fail at once."""
-    recovery = often(
-        tmp_path,
-        write_every_seconds=0,
-        max_recoveries=4,
-        triage=named("data"),
-        # Else the next write waits by how long the last one took.
-        clock=lambda: 0.0,
-    )
-    bad = range(6, 10)
-    fit(linear(), data(*bad), Flush(recovery), recovery)
+    # By another clock the next write waits by how long the last one took.
+    options = {"write_every_seconds": 0, "max_recoveries": 4, "clock": lambda: 0.0}
+    recovery = often(tmp_path, triage=named("data"), **options)
+    fit(linear(), data(*range(6, 10)), Flush(recovery), recovery)
     assert [each.restored_step for each in recovery.recoveries] == [5, 5, 3, 3]
 
 
@@ -653,9 +616,6 @@ class Flush(keras.callbacks.Callback):
 
     def on_train_batch_end(self, batch, logs=None):
         self.recovery._course.writer.finish()
-
-
-# Beside other callbacks, and after an error.
 
 
 @pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
@@ -687,17 +647,13 @@ def test_other_errors_pass_and_leave_nothing_behind(tmp_path):
 
 def test_a_backup_beside_it_holds_no_bad_weights(tmp_path):
     """A second run begins with the backup's state, saved at an epoch's end."""
-    model = linear()
-    backup = keras.callbacks.BackupAndRestore(
-        tmp_path / "backup", delete_checkpoint=False
-    )
-    fit(model, data(2 * STEPS - 1), often(tmp_path / "mine"), backup, epochs=2)
-    fresh = linear()
     seen = Seen()
-    backup = keras.callbacks.BackupAndRestore(
-        tmp_path / "backup", delete_checkpoint=False
+    first, second = (
+        keras.callbacks.BackupAndRestore(tmp_path / "backup", delete_checkpoint=False)
+        for _ in range(2)
     )
-    run = fit(fresh, data(), often(tmp_path / "other"), backup, seen, epochs=3)
+    fit(linear(), data(2 * STEPS - 1), often(tmp_path / "mine"), first, epochs=2)
+    run = fit(linear(), data(), often(tmp_path / "other"), second, seen, epochs=3)
     assert all(seen.weights) and np.isfinite(run.history["loss"]).all()
 
 
@@ -710,9 +666,6 @@ def test_training_that_begins_with_bad_weights_is_refused(tmp_path):
         "Training begins with 2 weights or optimizer values that are not finite, the "
         f"first in {model.layers[0].bias.path!r}; expected finite ones. Load a good"
     )
-
-
-# In a fresh process.
 
 
 def test_a_fresh_model_goes_on_from_the_last_good_snapshot(tmp_path):
@@ -748,8 +701,7 @@ def test_an_empty_folder_resumes_nothing(tmp_path):
 def test_snapshots_of_an_earlier_run_are_told_of_and_not_used(tmp_path, caplog):
     fit(linear(), data(), often(tmp_path), epochs=1)
     assert often(tmp_path).initial_epoch == 0
-    model = linear()
-    run = fit(model, data(0), often(tmp_path), epochs=1)
+    run = fit(linear(), data(0), often(tmp_path), epochs=1)
     assert "holds good snapshots of an earlier run" in caplog.text
     assert run.recoveries[0].restored_step == 0
 
@@ -767,9 +719,6 @@ def test_the_journal_holds_every_recovery(tmp_path):
     lines = (tmp_path / "recoveries.jsonl").read_text().splitlines()
     found = [Recovery.from_dict(json.loads(line)) for line in lines]
     assert found == list(run.recoveries) and len(found) == 2
-
-
-# Parts.
 
 
 def test_names_that_may_be_nan_are_left_alone(tmp_path):
@@ -811,14 +760,14 @@ def test_weights_whose_sum_overflows_are_good():
     assert signs.of_weights(model) is None
 
 
-def memory(model, **options):
+def memory(**options):
     settings = {"every_seconds": None, "share": 0.01, "is_written": lambda s: False}
-    return Memory(model, **{**settings, "clock": Ticks(), **options})
+    return Memory(linear(), **{**settings, "clock": Ticks(), **options})
 
 
 def test_the_next_snapshot_waits_a_hundred_times_what_the_last_one_took():
     now = [0.0]
-    kept = memory(linear(), clock=lambda: now[0])
+    kept = memory(clock=lambda: now[0])
     kept.begin(kept.good)
     assert kept.is_due()
     assert kept.take(step=1)
@@ -832,7 +781,7 @@ def test_the_next_snapshot_waits_a_hundred_times_what_the_last_one_took():
 
 def test_what_is_written_is_not_written_over():
     held = []
-    kept = memory(linear(), is_written=lambda state: state in held)
+    kept = memory(is_written=lambda state: state in held)
     first = kept.good
     held.append(first)
     for step in (1, 2, 3):
@@ -844,7 +793,7 @@ def test_what_is_written_is_not_written_over():
 
 
 def test_a_loss_that_runs_away_proves_nothing_until_it_stays():
-    kept = memory(linear())
+    kept = memory()
     kept.note_loss(2.0)
     assert not kept.has_run_away(19.0)
     assert kept.has_run_away(21.0)
