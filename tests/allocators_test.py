@@ -325,8 +325,8 @@ def test_the_doctor_shows_memory_and_judges_it():
 
 def test_the_doctor_says_nothing_of_gpu_settings_on_a_cpu():
     environ = {"TF_GPU_ALLOCATOR": "x"}
-    assert diagnose(machine(CPU, environ=environ)).findings == ()
-    (finding,) = diagnose(machine(T4, environ=environ)).findings
+    assert diagnose(machine(CPU, **environ)).findings == ()
+    (finding,) = diagnose(machine(T4, **environ)).findings
     assert finding.message.startswith("TF_GPU_ALLOCATOR is 'x'")
 
 
