@@ -102,19 +102,22 @@ class Own(keras.Model):
 
 
 def built(style="functional", room=None, layers=None):
-    """Returns a model with the same weights each time, and where its room is."""
+    """Returns a model with the same weights each time, and its room."""
     keras.utils.set_random_seed(7)
     room = room or Room()
-    layers = (
-        layers() if layers else [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
-    )
-    layers = [layers[0], room, *layers[1:]]
+    first, *others = layers() if layers else small()
+    layers = [first, room, *others]
     if style == "subclassed":
         return Plain(layers), room
     inputs = outputs = keras.Input((3,))
     for layer in layers:
         outputs = layer(outputs)
-    return (Own if style == "own step" else keras.Model)(inputs, outputs), room
+    kinds = {"functional": keras.Model, "own step": Own}
+    return kinds.get(style, style)(inputs, outputs), room
+
+
+def small():
+    return [keras.layers.Dense(4, "tanh"), keras.layers.Dense(1)]
 
 
 def normalized():
@@ -158,28 +161,12 @@ def same_logs(one, other, tolerance=EXACT):
         np.testing.assert_allclose(values, other.history[name], **tolerance)
 
 
-@pytest.fixture
-def warned(monkeypatch):
-    """The log lines."""
-    lines = []
-    monkeypatch.setattr(
-        logging, "warning", lambda text, *values: lines.append(text % values)
-    )
-    return lines
-
-
-@pytest.fixture
-def narrow(monkeypatch):
-    """Lets no more than 6 examples be trained at once, as XLA is out of sight."""
-
-    def train(self, data, num_parts):
-        examples = sum(parts.sizes(self._model.distribute_strategy, data))
-        if -(-examples // num_parts) > 6:
-            raise tf.errors.ResourceExhaustedError(None, None, "Out of memory")
-        return original(self, data, num_parts)
-
-    original = course.Course._train
-    monkeypatch.setattr(course.Course, "_train", train)
+def train_at_most_6(self, data, num_parts, train=course.Course._train):
+    """Has no memory for more examples at once, as XLA is out of sight."""
+    examples = sum(parts.sizes(self._model.distribute_strategy, data))
+    if -(-examples // num_parts) > 6:
+        raise tf.errors.ResourceExhaustedError(None, None, "Out of memory")
+    return train(self, data, num_parts)
 
 
 @pytest.fixture
@@ -203,8 +190,8 @@ MODES = {"graph": {}, "eager": {"run_eagerly": True}, "XLA": {"jit_compile": Tru
 @pytest.mark.parametrize("mode", MODES)
 @pytest.mark.parametrize("style", ["functional", "subclassed", "own step"])
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
-def test_parts_end_where_whole_batches_do(policy, style, mode, request):
-    request.getfixturevalue("under")(policy)
+def test_parts_end_where_whole_batches_do(policy, style, mode, under, monkeypatch):
+    under(policy)
     is_xla = mode == "XLA"
     # XLA compiles for each size; the last batch would be one of its own.
     data = (X[:24], Y[:24]) if is_xla else (X, Y)
@@ -212,7 +199,7 @@ def test_parts_end_where_whole_batches_do(policy, style, mode, request):
     compiled(whole, optimizer_for(policy), **MODES[mode])
     expected = fit(whole, data=data)
     if is_xla:
-        request.getfixturevalue("narrow")
+        monkeypatch.setattr(course.Course, "_train", train_at_most_6)
     model, room = built(style, Room(None if is_xla else 6))
     micro_batches = MicroBatches()
     compiled(model, optimizer_for(policy), **MODES[mode])
@@ -377,11 +364,8 @@ def test_bare_loss_of_an_own_step_is_the_mean_over_the_examples():
 def test_three_weights_by_hand():
     # y = w x with w = 0 on x = 1, 2, 3 and y = 1, 1, 4: the gradient of the mean of
     # (w x - y)^2 is -2 (1 + 2 + 12) / 3 = -10, so w = 0.1 * 10 = 1.
-    inputs = keras.Input((1,))
-    outputs = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")(
-        Room(2)(inputs)
-    )
-    model = keras.Model(inputs, outputs)
+    last = keras.layers.Dense(1, use_bias=False, kernel_initializer="zeros")
+    model = keras.Sequential([keras.Input((1,)), Room(2), last])
     model.compile(keras.optimizers.SGD(0.1), "mse")
     x, y = np.array([[1.0], [2.0], [3.0]]), np.array([[1.0], [1.0], [4.0]])
     run = fit(model, MicroBatches(), data=(x, y), batch_size=3, epochs=1)
@@ -429,8 +413,6 @@ def test_nothing_is_lost_where_the_backward_pass_fails(call, eagerly, monkeypatc
 class Late(keras.Model):
     """Runs out of memory when its weights are written already."""
 
-    fails = (1,)
-
     def train_step(self, data):
         self.num_steps = getattr(self, "num_steps", 0) + 1
         logs = super().train_step(data)
@@ -440,10 +422,7 @@ class Late(keras.Model):
 
 
 def late(*fails):
-    keras.utils.set_random_seed(7)
-    inputs = keras.Input((3,))
-    hidden = keras.layers.Dense(4, "tanh")(inputs)
-    model = Late(inputs, keras.layers.Dense(1)(hidden))
+    model, _ = built(Late)
     model.fails = fails
     return compiled(model, keras.optimizers.Adam(0.05), run_eagerly=True)
 
@@ -463,24 +442,14 @@ def test_later_step_that_has_written_is_refused():
 
 
 def test_larger_batch_is_copied_for_again():
-    model = late(2)
-    sizes = [4, 8, 8]
-    edges = np.cumsum([0, *sizes])
-    batches = [(X[a:b], Y[a:b]) for a, b in zip(edges[:-1], edges[1:], strict=True)]
-
     def trained(model, *callbacks):
-        data = tf.data.Dataset.from_generator(
-            lambda: iter(batches),
-            output_signature=(
-                tf.TensorSpec((None, 3), tf.float32),
-                tf.TensorSpec((None, 1), tf.float32),
-            ),
-        )
-        data = data.apply(tf.data.experimental.assert_cardinality(3))
+        edges = tf.data.Dataset.from_tensor_slices([[0, 4], [4, 12], [12, 20]])
+        rows = edges.map(lambda ends: tf.range(ends[0], ends[1]))
+        data = rows.map(lambda each: (tf.gather(X, each), tf.gather(Y, each)))
         model.fit(data, verbose=0, callbacks=list(callbacks))
         return model
 
-    same(trained(model, MicroBatches()), trained(late()))
+    same(trained(late(2), MicroBatches()), trained(late()))
 
 
 def test_one_example_is_not_split_further():
@@ -526,8 +495,7 @@ def test_other_errors_pass_untouched():
             raise error
 
     error = ZeroDivisionError("of mine")
-    inputs = keras.Input((3,))
-    model = compiled(Broken(inputs, keras.layers.Dense(1)(inputs)), run_eagerly=True)
+    model = compiled(built(Broken)[0], run_eagerly=True)
     with pytest.raises(ZeroDivisionError) as caught:
         fit(model, MicroBatches())
     assert caught.value is error
@@ -586,10 +554,12 @@ def test_traces_are_kept_for_later_fits():
     assert traces
 
 
-def test_line_says_what_was_done(warned):
+def test_line_says_what_was_done(monkeypatch):
+    lines = []
+    monkeypatch.setattr(logging, "warning", lambda text, *a: lines.append(text % a))
     model, _ = built(room=Room(6), layers=normalized)
     fit(compiled(model, run_eagerly=True), MicroBatches(), epochs=1)
-    (line,) = warned
+    (line,) = lines
     assert line.startswith(
         "Batch of 12 examples did not fit into memory at step 1 of epoch 1 "
         "(MemoryError: OOM when allocating tensor with shape[12,3]"
@@ -612,29 +582,19 @@ def test_skipped_step_leaves_statistics_as_they_were():
         np.testing.assert_array_equal(a, b)
 
 
-ORDERS = {"before": lambda a, b: [a, *b], "after": lambda a, b: [*b, a]}
-
-
-@pytest.mark.parametrize("order", ORDERS.values(), ids=ORDERS)
-def test_it_goes_with_other_callbacks(order, tmp_path):
-    def guard():
-        sgd = keras.optimizers.SGD(0.1)
-        return tfamp.LossScaleOptimizer(sgd, 1.0, dynamic=False)
-
+@pytest.mark.parametrize("is_first", [True, False], ids=["before", "after"])
+def test_it_goes_with_other_callbacks(is_first, tmp_path):
+    guard = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1), 1.0, dynamic=False)
     model, _ = built(room=Room(6))
     x = np.concatenate([X[:12], np.full((12, 3), np.nan, "float32"), X[12:]])
     y = np.concatenate([Y[:12], Y[:12], Y[12:]])
     recovery = NanRecovery(tmp_path / "good", every_seconds=0, remedies="drop batch")
-    throughput, monitor = Throughput(), PrecisionMonitor()
-    recorder = FlightRecorder(tmp_path / "bundles")
-    others = [recorder, recovery, throughput, monitor]
-    callbacks = order(MicroBatches(), others)
-    compiled(model, guard(), run_eagerly=order is ORDERS["after"])
+    recorder, micro_batches = FlightRecorder(tmp_path / "bundles"), MicroBatches()
+    others = [recorder, recovery, Throughput(), PrecisionMonitor()]
+    callbacks = [micro_batches, *others] if is_first else [*others, micro_batches]
+    compiled(model, guard, run_eagerly=not is_first)
     run = fit(model, *callbacks, data=(x, y), epochs=1)
-    assert [
-        event.splits
-        for event in callbacks[0 if order is ORDERS["before"] else -1].events
-    ] == [2]
+    assert [event.splits for event in micro_batches.events] == [2]
     assert len(recovery.recoveries) == 1
     # The recovery drops the second, and what came after its snapshot: the first.
     assert run.history["applied_steps"] == [2]
@@ -646,9 +606,8 @@ def test_list_of_callbacks_made_before_fit():
     model, room = built(room=Room(6))
     compiled(model, run_eagerly=True)
     micro_batches = MicroBatches()
-    callbacks = keras.callbacks.CallbackList(
-        [micro_batches], add_history=True, model=model
-    )
+    settings = {"add_history": True, "model": model}
+    callbacks = keras.callbacks.CallbackList([micro_batches], **settings)
     model.fit(X, Y, 12, callbacks=callbacks, verbose=0, shuffle=False)
     assert room.seen == [12, 6, 6, 6, 6, 6]
     assert micro_batches.splits == 1
@@ -687,9 +646,7 @@ def test_step_with_two_updates_is_refused():
             super().train_step(data)
             return super().train_step(data)
 
-    inputs = keras.Input((3,))
-    outputs = keras.layers.Dense(1)(Room(6)(inputs))
-    model = compiled(Twice(inputs, outputs), run_eagerly=True)
+    model = compiled(built(Twice, Room(6))[0], run_eagerly=True)
     with pytest.raises(
         RuntimeError, match="^Twice.train_step updates its weights more"
     ):
@@ -701,8 +658,7 @@ def test_batch_of_several_lengths_is_not_split():
         def train_step(self, data):
             raise MemoryError("too much")
 
-    inputs = keras.Input((3,))
-    model = compiled(Pairs(inputs, keras.layers.Dense(1)(inputs)), run_eagerly=True)
+    model = compiled(built(Pairs)[0], run_eagerly=True)
     data = tf.data.Dataset.from_tensors((X[:4], Y[:3]))
     text = "cannot be split: its arrays have (4,) and (3,) rows"
     with pytest.raises(MemoryError, match=re.escape(text)):
@@ -725,10 +681,8 @@ def test_what_has_no_examples_stays_whole_in_each_part():
     examples = parts.sizes(strategy, data)
     assert examples == (5,)
     first, second = parts.cut(strategy, data, examples, 2)
-    assert [piece[0]["r"].to_list() for piece in (first, second)] == [
-        [[1], []],
-        [[2, 3], [4], [5]],
-    ]
+    rows = [piece[0]["r"].to_list() for piece in (first, second)]
+    assert rows == [[[1], []], [[2, 3], [4], [5]]]
     dense = [tf.sparse.to_dense(p[0]["s"]).numpy().tolist() for p in (first, second)]
     assert dense == [[[0, 1], [2, 0]], [[0, 0], [3, 4], [5, 0]]]
     assert [float(p[0]["n"]) for p in (first, second)] == [3.0, 3.0]
