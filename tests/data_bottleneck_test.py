@@ -234,9 +234,6 @@ def test_a_verdict_that_is_unclear_gets_more_rounds_until_time_is_up():
     assert (asked, judgement.verdict) == ([2, 2, 2, 2], "unclear")
 
 
-# Turns ---------------------------------------------------------------------------
-
-
 class Clock:
     """A clock that goes on when it is told to."""
 
@@ -355,9 +352,6 @@ def test_rounds_end_with_the_time_but_not_before_enough():
     # Seven calls of a second in a round.
     assert len(rounds_of(Clock(), {"a": 1.0})["a"]) == 2
     assert len(rounds_of(Clock(), {"a": 1.0}, max_seconds=30)["a"]) == 4
-
-
-# Epochs --------------------------------------------------------------------------
 
 
 def test_epoch_starts_are_timed_apart():
@@ -1046,8 +1040,6 @@ def test_float_images_are_inputs_of_rows_and_columns(batch, expected):
     facts = advice.facts_of(data, keras.Sequential(), batch_bytes=1)
     assert facts.float_images is expected
 
-
-# Errors --------------------------------------------------------------------------
 
 ERRORS = {
     "no model": (
