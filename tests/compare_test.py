@@ -1,6 +1,5 @@
 """`tfamp.compare`: order, resuming, failures, Ctrl-C, what goes to the processes."""
 
-import dataclasses
 import io
 import json
 import math
@@ -10,6 +9,7 @@ import signal
 import sys
 import threading
 import types
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -76,9 +76,6 @@ def started(monkeypatch):
     return calls, answers
 
 
-# The order of runs
-
-
 def in_words(runs):
     return ", ".join(f"{policy} {seed}" for policy, seed in runs)
 
@@ -96,9 +93,6 @@ def test_runs_are_told_as_they_end_and_sorted_in_the_result(started):
     pairs = [(run.policy, run.seed) for run in found.runs]
     assert in_words(pairs) == "float32 0, auto 0, float32 1, auto 1"
     assert found.verdict == "equivalent, not faster"
-
-
-# Going on
 
 
 def test_a_folder_with_runs_is_not_taken_by_mistake(started, tmp_path):
@@ -141,9 +135,6 @@ def test_a_changed_source_is_noticed(started, tmp_path, monkeypatch):
         tfamp.compare(model_of_mine.build, seeds=1, directory=runs, resume=True)
 
 
-# Failures
-
-
 def test_a_first_run_that_fails_ends_it_with_its_log(started, tmp_path):
     failed = Run("float32", 0, status="failed", error="ValueError: no such layer")
     started[1]["float32", 0] = failed
@@ -174,9 +165,6 @@ def test_a_policy_that_failed_later_is_tried_with_the_other_seeds(started):
     assert [seed for policy, seed in calls if policy == "auto"] == [0, 1, 2]
 
 
-# Ctrl-C
-
-
 def test_ctrl_c_keeps_what_can_be_compared(started, tmp_path):
     started[1]["float32", 1] = KeyboardInterrupt()
     with pytest.warns(UserWarning, match="Stopped after 3 of 6 runs; the comparison"):
@@ -195,8 +183,6 @@ def test_ctrl_c_before_two_runs_can_be_compared_is_ctrl_c(started):
     with pytest.raises(KeyboardInterrupt):
         tfamp.compare(build_nothing)
 
-
-# Arguments
 
 REFUSED = {
     "one policy": ({"policies": ("auto",)}, "expected at least two different ones"),
@@ -234,11 +220,8 @@ def test_seeds_and_policies_are_read():
 def test_a_job_comes_back_from_json():
     job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), 6, 7, "s", "c")
     assert Job.from_json(job.to_json()) == job
-    changed = dataclasses.replace(job, policies=("a",), seeds=(1,), batch_size=8)
+    changed = replace(job, policies=("a",), seeds=(1,), batch_size=8)
     assert job.differences(changed) == ("batch_size",)
-
-
-# What goes to the processes
 
 
 def test_functions_and_arrays_come_out_as_they_went_in(tmp_path):
@@ -308,8 +291,6 @@ def test_a_function_that_holds_a_dataset_is_refused(tmp_path):
         parcel.pack(tmp_path, lambda: dataset, None, None)
 
 
-# Why a process ended
-
 ENDS = {
     "killed": (-signal.SIGKILL, "SIGKILL ended the process: the system killed it"),
     "illegal": (-signal.SIGILL, "`tfamp doctor` tells which"),
@@ -330,20 +311,16 @@ def process(tmp_path, monkeypatch, code, **options):
         "def told(word): os.write(int(sys.argv[4]), (word + '\\n').encode())\n"
         "def go(): return sys.stdin.readline()\n"
     )
-    monkeypatch.setattr(
-        processes,
-        "command",
-        lambda module, words: [sys.executable, "-c", talk + code, *words],
-    )
+    command = [sys.executable, "-c", talk + code]
+    monkeypatch.setattr(processes, "command", lambda module, words: [*command, *words])
     return processes.RunProcess(tmp_path, "float32", 0, **options)
 
 
 def test_a_process_goes_on_turn_by_turn(tmp_path, monkeypatch):
     code = "told('0.25'); told('turn'); print(go()); told('turn'); print(go())"
     parts = []
-    found = process(
-        tmp_path, monkeypatch, code, on_progress=lambda p: parts.append(p.part_done)
-    )
+    note = {"on_progress": lambda process: parts.append(process.part_done)}
+    found = process(tmp_path, monkeypatch, code, **note)
     assert found.pid is None
     assert found.go_on()
     assert found.part_done == 0.25
@@ -391,9 +368,6 @@ def test_a_process_can_be_ended_and_ends_with_its_comparison(tmp_path, monkeypat
         os.kill(found.pid, 0)
 
 
-# Turns
-
-
 class Player:
     """Goes on for some turns, and notes each."""
 
@@ -422,7 +396,7 @@ def test_players_go_on_in_a_circle():
 
 def test_where_there_is_no_room_they_run_one_after_the_other():
     notes = []
-    players = [Player("a", 2, notes), Player("b", 2, notes)]
+    players = [Player(name, 2, notes) for name in "ab"]
     list(turns.in_turns(players, has_room=lambda waiting: False))
     assert "".join(notes) == "aabb"
 
@@ -439,11 +413,8 @@ def test_room_is_what_memory_has_free(monkeypatch):
     import psutil
 
     own = psutil.Process().memory_info().rss
-    free = [int(1.6 * own), int(1.4 * own)]
-    answers = iter(free)
-    monkeypatch.setattr(
-        psutil, "virtual_memory", lambda: types.SimpleNamespace(available=next(answers))
-    )
+    free = iter(types.SimpleNamespace(available=int(n * own)) for n in (1.6, 1.4))
+    monkeypatch.setattr(psutil, "virtual_memory", lambda: next(free))
     assert turns.memory_has_room([os.getpid(), 2**22 + 1])
     assert not turns.memory_has_room([os.getpid()])
 
@@ -467,9 +438,6 @@ def test_a_run_that_takes_no_turns_does_not_wait():
     line.Line(None, io.StringIO(""), takes_turns=True).wait_for_turn()
 
 
-# Drift
-
-
 def weights(path, before, after):
     np.savez(path, before_0=np.float32(before), after_0=np.float32(after))
     return path
@@ -489,10 +457,7 @@ def test_drift_is_the_distance_over_the_way(tmp_path):
 
 def test_drift_is_added_to_all_but_the_reference(tmp_path):
     job = Job("t", ("auto", "float32"), (0,), 1)
-    runs = [
-        dataclasses.replace(made_evidence.run(p, 0), weights_drift=None)
-        for p in job.policies
-    ]
+    runs = [replace(made_evidence.run(p, 0), weights_drift=None) for p in job.policies]
     weights(tmp_path / "float32_seed0.npz", [0.0], [2.0])
     weights(tmp_path / "auto_seed0.npz", [0.0], [1.0])
     found = storage.add_drift(tmp_path, job, runs)
@@ -507,9 +472,6 @@ def test_a_finished_comparison_leaves_no_weights_behind(tmp_path):
     assert (tmp_path / "float32_seed0.npz").exists()
     storage.end(tmp_path, is_complete=True)
     assert not (tmp_path / "float32_seed0.npz").exists()
-
-
-# Profiles
 
 
 def profile_of(where="host", **seconds):
@@ -537,14 +499,9 @@ def test_operations_stand_beside_those_of_the_reference():
 
 def test_with_a_device_the_time_of_the_host_is_left_out():
     both = profile_of("device", MatMul=0.1)
-    both = dataclasses.replace(
-        both, by_type=(*both.by_type, *profile_of(Add=1).by_type)
-    )
+    both = replace(both, by_type=(*both.by_type, *profile_of(Add=1).by_type))
     (row,) = profiling.side_by_side({"a": both, "b": both}, "a")["b"]
     assert row == OperationTime("MatMul", 0.01, 0.01)
-
-
-# What is worth saying
 
 
 def concluded(policies, **options):
@@ -554,15 +511,9 @@ def concluded(policies, **options):
         for policy, speed in policies.items()
     ]
     job = Job("t", tuple(policies), (0, 1, 2), 1)
-    return conclusion.conclude(
-        job,
-        [dataclasses.replace(run, **options) for run in runs],
-        metric=None,
-        better=None,
-        tolerance=0.005,
-        has_validation=True,
-        context=None,
-    )
+    runs = [replace(run, **options) for run in runs]
+    settings = {"metric": None, "better": None, "tolerance": 0.005, "context": None}
+    return conclusion.conclude(job, runs, has_validation=True, **settings)
 
 
 def test_the_fastest_float32_is_named_as_the_reference():
@@ -582,10 +533,8 @@ def test_what_auto_came_to_is_said():
 
 def test_notes_of_runs_are_said_once_for_each_policy():
     found = concluded({"float32": 1.0, "auto": 1.2}, notes=("It rained.",))
-    assert [note for note in found.notes if "rained" in note] == [
-        "float32: It rained.",
-        "auto: It rained.",
-    ]
+    notes = [note for note in found.notes if "rained" in note]
+    assert notes == ["float32: It rained.", "auto: It rained."]
 
 
 def test_the_metric_and_its_direction_are_chosen():
@@ -593,9 +542,6 @@ def test_the_metric_and_its_direction_are_chosen():
     assert (found.metric, found.better) == ("accuracy", "max")
     lossy = concluded({"float32": 1.0, "auto": 1.2}, final_metrics={"loss": math.pi})
     assert (lossy.metric, lossy.better) == ("loss", "min")
-
-
-# The largest batch
 
 
 @pytest.mark.parametrize("limit", [1, 7, 8, 63, 64, 65, 100, 1000, 12345])
@@ -644,9 +590,8 @@ def test_a_process_that_holds_too_much_gives_up():
 def test_a_batch_that_takes_too_long_does_not_fit(tmp_path, monkeypatch):
     monkeypatch.setattr(largest, "_TIMEOUT_SECONDS", 0.3)
     code = "import time; print('began', flush=True); time.sleep(60)"
-    monkeypatch.setattr(
-        largest.processes, "command", lambda *_: [sys.executable, "-c", code]
-    )
+    command = [sys.executable, "-c", code]
+    monkeypatch.setattr(processes, "command", lambda *_: command)
     assert not largest.trial(tmp_path, "float32", 0, 8)
     log = (tmp_path / "batch_8.log").read_text()
     assert log.endswith("It was ended, as it took too long.\n")
