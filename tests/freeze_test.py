@@ -70,6 +70,20 @@ class Tied(keras.Model):
         return tf.matmul(tf.cast(x, tf.float32), table, transpose_b=True)
 
 
+class TwiceRead(keras.Model):
+    """Its layer multiplies by a kernel in half precision, its `call` in float32."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.dense = L.Dense(8, use_bias=False)
+
+    def call(self, x):
+        x = self.dense(x)
+        with AutocastScope(None):
+            kernel = self.dense.kernel.value
+        return tf.matmul(tf.cast(x, tf.float32), kernel)
+
+
 def parts():
     return [
         L.Dense(16, activation="relu"),
@@ -180,6 +194,15 @@ def test_a_weight_that_is_also_read_in_float32_stays():
     stored = {weight.path.split("/")[-1]: weight.dtype for weight in frozen.weights}
     assert stored == {"embeddings": "float32", "kernel": "bfloat16"}
     np.testing.assert_array_equal(frozen(IDS), expected)
+
+
+def test_a_kernel_that_is_read_in_both_stays():
+    x = np.random.default_rng(2).normal(size=(4, 8)).astype("float32")
+    model = mixed(TwiceRead(), "bfloat16", x)
+    expected = model(x)
+    frozen = tfamp.freeze(model, sample=x)
+    assert [weight.dtype for weight in frozen.weights] == ["float32"]
+    np.testing.assert_array_equal(frozen(x), expected)
 
 
 def test_it_holds_half_the_bytes():
