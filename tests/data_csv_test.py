@@ -291,19 +291,20 @@ def test_lines_are_counted_through_quoted_line_ends_and_empty_lines(tmp_path):
     assert places == [f"{path}, line 6", f"{path}, line 9"]
 
 
-def test_integers_with_gaps_are_never_rounded(tmp_path):
+@pytest.mark.parametrize("sign", ["", "-"], ids=["positive", "negative"])
+def test_integers_with_gaps_are_never_rounded(sign, tmp_path):
     lines = [f"{n},0" for n in range(100)]
-    lines[3], lines[80], lines[90] = ",0", "16777216,0", "16777217,0"
+    lines[3], lines[80], lines[90] = ",0", f"{sign}16777216,0", f"{sign}16777217,0"
     path = write(tmp_path / "a.csv", "a,b\n" + "\n".join(lines))
     source = csv_source(path, num_infer_rows=50)
     message = (
-        f"{path}, line 92: column 'a' holds '16777217', which float32 would round; "
-        "pass `dtypes={'a': 'float64'}`"
+        f"{path}, line 92: column 'a' holds '{sign}16777217', which float32 would "
+        "round; pass `dtypes={'a': 'float64'}`"
     )
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
         list(source.chunks(RAISE))
     exact = csv_source(path, num_infer_rows=50, dtypes={"a": "float64"})
-    assert column(exact, "a")[90] == 16777217.0
+    assert column(exact, "a")[90] == float(f"{sign}16777217")
 
 
 def test_a_quote_that_is_never_closed_does_not_eat_the_file(tmp_path, monkeypatch):
