@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfamp.data import Pipeline
 from tfamp.data import _caching as caching
-from tfamp.data._file_cache import _HELD, CacheFiles
+from tfamp.data._file_cache import _HELD, CacheFiles, is_in_use
 
 ROOT = Path(__file__).parents[1]
 FACTOR = 2
@@ -314,3 +314,15 @@ def test_describing_touches_no_file_and_shows_size_and_use(tmp_path):
     assert f"10 elements, {size} bytes" in text
     assert "used again 2 times" in text
     assert json.loads(only(tmp_path).record.read_text())["hits"] == 2
+
+
+def test_a_cache_that_another_one_reads_is_in_use(tmp_path):
+    fcntl = pytest.importorskip("fcntl", reason="Windows locks no files this way")
+    files = CacheFiles(tmp_path / "train", "0123")
+    files.record.touch()
+    assert not is_in_use(files)
+    # A file that was opened apart has a lock of its own, as another process's does.
+    with files.record.open() as reader:
+        fcntl.flock(reader, fcntl.LOCK_SH)
+        assert is_in_use(files)
+    assert not is_in_use(files)

@@ -46,6 +46,12 @@ def mapped(number):
     return tf.data.Dataset.range(10).map(branch).shuffle(4, seed=1)
 
 
+def using_a_global_inside(number):
+    names = {"__name__": __name__, "scale": number}
+    exec("def outer(x):\n    return (lambda y: y * scale)(x)", names)
+    return names["outer"]
+
+
 def dense(value):
     layer = keras.layers.Dense(1, kernel_initializer=keras.initializers.Constant(value))
     layer.build((1, 2))
@@ -59,6 +65,7 @@ MAKERS = {
     "strings": lambda n: np.array([f"a{n}", "b"], object),
     "closure": adding,
     "inner function": lambda n: calling(adding(n)),
+    "global of an inner function": using_a_global_inside,
     "partial": lambda n: functools.partial(np.add, n),
     "object": Callable,
     "method": lambda n: Callable(n).__call__,
