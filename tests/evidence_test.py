@@ -175,8 +175,9 @@ def test_a_metric_that_became_nan_is_worse():
 
 
 def test_a_reference_that_is_nan_itself_decides_nothing():
-    found = judged(losses((math.nan, 1.0), (1.0, 1.0)))
-    assert (found.answer, found.more_seeds) == ("undecided", None)
+    for after in (1.0, math.nan):
+        found = judged(losses((math.nan, after), (1.0, 1.0)))
+        assert (found.answer, found.more_seeds) == ("undecided", None)
 
 
 def test_one_seed_asks_for_two_more():

@@ -160,6 +160,15 @@ class HandsOn(Forgets):
         return getattr(self.optimizer, "scale" + "_loss")(loss)
 
 
+class Pretends(Forgets):
+    """Names the method in its step, and never calls it."""
+
+    def train_step(self, data):
+        if self.name == "scales":
+            self.optimizer.scale_loss(0.0)
+        return super().train_step(data)
+
+
 class Extends(Forgets):
     """Has Keras's own step do it."""
 
@@ -391,11 +400,14 @@ def test_unscaled_train_step_believes_the_trace_over_the_source():
     with stock("mixed_float16"):
         hands_on = compiled(HandsOn(name="hands_on"))
         extends = compiled(Extends(name="extends"))
+        pretends = compiled(Pretends(name="pretends"))
     rule = "unscaled-train-step"
     assert places(hands_on, rule) == [("error", "hands_on")]
     assert places(hands_on, rule, data=batch(16)) == []
     assert places(extends, rule, data=batch(16)) == []
     assert places(extends, rule) == []
+    assert places(pretends, rule) == []
+    assert places(pretends, rule, data=batch(16)) == [("error", "pretends")]
 
 
 def test_unscaled_train_step_is_about_optimizers_that_unscale():

@@ -261,6 +261,7 @@ def test_each_replica_has_its_part_of_the_batch():
     # Activations of both replicas together are those of the whole batch.
     ratio = both.by_kind["activations"] / single.by_kind["activations"]
     assert 0.9 < ratio < 1.3
+    assert both.by_kind["inputs"] == single.by_kind["inputs"]
     with pytest.raises(ValueError, match=r"`batch_size` is 33 on 2 replicas"):
         tfamp.estimate_memory(model, 33)
 

@@ -84,6 +84,14 @@ def test_the_best_scale_brings_gradients_into_range(power):
         assert shares.total == 0 or best in (2.0**24, 2.0**-14)
 
 
+def test_one_overflow_costs_more_than_all_that_vanishes():
+    # At a scale of 2**6 the large one is past 65504, the others are still 0.
+    found = counted(2.0**10, *[2.0**-31] * 999)
+    best, (_, high) = best_loss_scale(found)
+    assert best <= high == 2.0**5
+    assert found.in_format(FLOAT16, high).zero == 0.999
+
+
 def model_of(style):
     def parts():
         return [

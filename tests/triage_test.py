@@ -14,6 +14,7 @@ from tests.styles import STYLES, Own, assembled
 from tfamp import snapshots
 from tfamp.numerics.triage_records import Triage
 from tfamp.numerics.triaging import triage
+from tfamp.numerics.updates import Update
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 L = keras.layers
@@ -173,6 +174,12 @@ def test_an_update_that_throws_the_loss_up_accuses_the_learning_rate(rate, polic
     assert losses[1] <= losses[0] == losses[2] < losses[3]
     for variable, value in zip(model.variables, before, strict=True):
         np.testing.assert_array_equal(variable.numpy(), value)
+
+
+def test_an_update_after_which_the_loss_is_nan_accuses_the_learning_rate(monkeypatch):
+    monkeypatch.setattr(Update, "loss_after", lambda *_, **__: float("nan"))
+    found = triage(made(parts), (X, Y))
+    assert found.cause == "learning rate"
 
 
 def test_an_epsilon_of_zero_accuses_the_optimizer():
