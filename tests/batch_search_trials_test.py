@@ -16,9 +16,11 @@ pytest.importorskip("cloudpickle")
 MIB = 2**20
 X = np.random.default_rng(0).normal(size=(160, 16)).astype("float32")
 Y = X[:, :1]
-LIMIT = 1225 * MIB
-# Values that a layer of `wide` makes of one example: 32 MiB of float32.
-WIDTH = 8 * MIB
+# Values that a layer of `wide` makes of one example: 128 MiB of float32.
+WIDTH = 32 * MIB
+# A process takes some 700 MiB before it trains and 200 for each example: 2300 for 8,
+# 2700 for the next size that two replicas share. 0.9 of the limit lies between.
+LIMIT = 2778 * MIB
 
 
 def wide():
