@@ -64,7 +64,7 @@ test: .venv/.installed  ## test every promise on the newest TensorFlow and Keras
 
 test-oldest: .venv-oldest/.installed  ## run a fast case of each test on the oldest
 	@echo "Running a fast case of each test on TensorFlow 2.19 and Keras 3.10."
-	@$(OLDEST)/python $(PYTEST) --thin $(ARGS) $(NO_NOTICES)
+	@$(OLDEST)/python $(PYTEST) --thin --seed=oldest $(ARGS) $(NO_NOTICES)
 
 test-whole: $(VERSIONS:%=test-whole-%)  ## run every case, on each of VERSIONS
 

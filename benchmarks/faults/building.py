@@ -157,8 +157,9 @@ def assemble(
     inputs = keras.Input(shape)
     x = extend(inputs, before)
     if style == "nested":
-        inner = keras.Input(x.shape[1:])
-        x = keras.Model(inner, extend(inner, middle), name="inner")(x)
+        if middle:  # Keras 3.10 refuses a graph without an operation
+            inner = keras.Input(x.shape[1:])
+            x = keras.Model(inner, extend(inner, middle), name="inner")(x)
         x = keras.Sequential([keras.Input(x.shape[1:]), *plain(after)], name="rest")(x)
     elif style == "nested stage":
         x = extend(Stage(plain(middle), name="stage")(x), after)
