@@ -1,5 +1,7 @@
 """Accumulation on one device: n microbatches of b are one batch of n times b."""
 
+import contextlib
+
 import keras
 import numpy as np
 import pytest
@@ -168,6 +170,27 @@ def test_finite_parts_whose_sum_is_not(decorate):
     assert history["skipped"].tolist() == [False, True, False, False]
     assert history["scale"].tolist() == [1, 1, 1, 1]
     assert (optimizer.judged_steps, optimizer.skipped_steps) == (4, 1)
+
+
+@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+def test_windows_that_are_dropped_in_a_row_stop_training(decorate):
+    optimizer = unscaled(keras.optimizers.SGD(1.0), 2, max_consecutive_skips=3)
+    # A window that is applied ends the streak.
+    weight, _ = by_hand(optimizer, [1.5e19] * 4 + [1.0, 3.0] + [1.5e19] * 5, decorate)
+    assert (optimizer.num_stops, optimizer.skipped_steps) == (0, 4)
+    with contextlib.suppress(tfamp.LossScaleError, tf.errors.InvalidArgumentError):
+        decorate(lambda: optimizer.apply([tf.constant(1.5e19)], [weight]))()
+    assert optimizer.was_stopped()
+    assert optimizer.consecutive_skips == 3
+
+
+def test_a_dropped_window_names_whose_sum_was_not_finite():
+    good, bad = keras.Variable(0.0, name="good"), keras.Variable(0.0, name="bad")
+    optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
+    for _ in range(2):
+        optimizer.apply([tf.constant(1.0), tf.constant(1.5e19)], [good, bad])
+    assert optimizer.nonfinite_variables == (bad.path,)
+    assert optimizer.nonfinite_counts == {bad.path: 1}
 
 
 def test_sparse_gradients_are_added_up():

@@ -94,6 +94,7 @@ def _read_everywhere(optimizer: Any) -> list[tf.Tensor]:
     counted = [tally.dynamic_scale, tally.step_counter, tally.counters, tally.levels]
     if optimizer.accumulates:
         counted += map(optimizer.accumulator, optimizer.accumulated_variables)
+        counted.append(optimizer.has_gradient)
     strategy = tf.distribute.get_strategy()
     return [
         part.read_value()

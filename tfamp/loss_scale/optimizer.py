@@ -132,7 +132,7 @@ class LossScaleOptimizer(
         self.max_consecutive_skips = max_consecutive_skips
         self.measures_scale = initial_scale == "auto"
         self.leaves_stop_to_caller = False
-        self.has_gradient: set[Any] = set()
+        self.has_gradient: Any = None
         self.gradients_come_unscaled = False
         self.has_scaled_loss = False
         self.blame: Blame | None = None
@@ -286,6 +286,9 @@ class LossScaleOptimizer(
                     shape=variable.shape, dtype=dtype, name="accumulator"
                 )
             self._accumulators.append(total)
+        self.has_gradient = self.add_variable(
+            shape=(len(variables),), dtype="bool", initializer="zeros", name="trained"
+        )
 
 
 def _check_inner(inner: Any) -> None:

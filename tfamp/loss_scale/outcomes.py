@@ -37,10 +37,24 @@ def after_non_finite(optimizer: Any, before: Snapshot, norm: tf.Tensor) -> Snaps
     )
 
 
+def after_dropped(optimizer: Any, before: Snapshot, norm: tf.Tensor) -> Snapshot:
+    """Returns the values after a window whose parts were finite and whose sum was not.
+
+    Its microbatches ended the streak of steps; windows in a row make one of their own.
+    """
+    streak = before.counters.dropped
+    values = before._replace(counters=before.counters._replace(streak=streak))
+    values = after_non_finite(optimizer, values, norm)
+    counters = values.counters
+    return values._replace(counters=counters._replace(dropped=counters.streak))
+
+
 def applied(values: Snapshot) -> Snapshot:
     """Returns the values after an update."""
     counters = values.counters
-    return values._replace(counters=counters._replace(applied=counters.applied + 1))
+    return values._replace(
+        counters=counters._replace(applied=counters.applied + 1, dropped=0)
+    )
 
 
 def with_empty_window(values: Snapshot) -> Snapshot:

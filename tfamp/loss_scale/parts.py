@@ -23,7 +23,8 @@ class Parts:
         measures_scale: Whether the first gradients set the scale.
         leaves_stop_to_caller: Whether `fit`, which has something to undo first,
             raises the error.
-        has_gradient: Keys of the variables that ever had a gradient.
+        has_gradient: For each variable whether the present window has a gradient
+            of it; None where nothing is accumulated.
         has_scaled_loss: Whether any loss was scaled.
         gradients_come_unscaled: Whether `get_unscaled_gradients` was called last.
     """
@@ -44,7 +45,7 @@ class Parts:
     max_consecutive_skips: int | None
     measures_scale: bool
     leaves_stop_to_caller: bool
-    has_gradient: set[Any]
+    has_gradient: Any
     has_scaled_loss: bool
     gradients_come_unscaled: bool
     _variables: list[Any]
@@ -58,7 +59,6 @@ class Parts:
     accumulates: Any
     iterations: Any
     apply_gradients: Any
-    find_gradients: Any
     _on_all_replicas: Any
     _put: Any
     _trainable_variables: list[Any]

@@ -24,8 +24,6 @@ class OnReplicas(Parts):
         `fit` does it at the end of each epoch; in a loop of your own call it at the
         end, or before the weights are evaluated. Does nothing where there are none.
         """
-        if tf.executing_eagerly() and self.built and not self.has_gradient:
-            self.find_gradients()
         self._on_window(window.flush)
 
     def discard(self) -> None:
@@ -100,12 +98,11 @@ class OnReplicas(Parts):
     def _traced(self, take: Callable[..., None]) -> Callable[[], None]:
         """Returns `take` as a graph: on several replicas eager code is slow."""
         functions = vars(self).setdefault("_window_functions", {})
-        key = (take, frozenset(self.has_gradient))
-        if key not in functions:
-            functions[key] = tf.function(
+        if take not in functions:
+            functions[take] = tf.function(
                 lambda: take(self._distribution_strategy, self), autograph=False
             )
-        return functions[key]
+        return functions[take]
 
     def _put(self, values: Snapshot) -> None:
         """Stores plain numbers on every replica."""

@@ -137,17 +137,6 @@ class Saving(Parts):
         with self._on_all_replicas():
             for variable, weight in zip(targets, weights, strict=True):
                 variable.assign(weight)
-        self.find_gradients()
-
-    def find_gradients(self) -> None:
-        """Notes whose gradients are in a window that was begun elsewhere."""
-        if not self._accumulators or not self.tally.numbers().counters.microbatches:
-            return
-        for variable, total in zip(
-            self._trainable_variables, self._accumulators, strict=True
-        ):
-            if np.any(total.numpy()):
-                self.has_gradient.add(self._var_key(variable))
 
     def _stock_variables(self) -> list[Any]:
         return [*self._variables[:_NUM_STOCK], *self.inner_optimizer.variables]
@@ -164,6 +153,8 @@ class Saving(Parts):
             named["blame"] = self.blame.counts
         for position, total in enumerate(self._accumulators):
             named[f"accumulator_{position}"] = total
+        if self.has_gradient is not None:
+            named["has_gradient"] = self.has_gradient
         return named
 
     def _take_beside(self, values: dict[str, Any]) -> None:
@@ -196,7 +187,6 @@ class Saving(Parts):
             if value is not None and tuple(value.shape) == tuple(variable.shape):
                 with self._on_all_replicas():
                     variable.assign(value)
-        self.find_gradients()
 
     def _settle_loaded(self) -> None:
         """Gives the variables that exist now what was loaded for them."""

@@ -61,7 +61,7 @@ def take_step(
         values = after_finite(optimizer, before, norm, [g for _, g in judged], scale)
         if optimizer.accumulates:
             add_up(strategy, optimizer, gradients, variables, weight / scale)
-            close_if_full(strategy, optimizer, variables, values, weight)
+            close_if_full(strategy, optimizer, gradients, variables, values, weight)
             return
         apply_update(strategy, optimizer, gradients, variables, 1 / scale, norm)
         tally.write(applied(values))

@@ -35,6 +35,7 @@ class Counters(NamedTuple):
     is_frozen: Any = 0  # above 0 where the scale stays; one of the codes below
     is_probing: Any = 0
     microbatches: Any = 0  # in the present window of accumulation
+    dropped: Any = 0  # windows in a row whose sum was not finite
 
 
 class Levels(NamedTuple):

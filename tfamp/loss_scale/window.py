@@ -12,7 +12,7 @@ from tfamp.loss_scale.branches import (
     stop_if_due,
 )
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
-from tfamp.loss_scale.outcomes import after_non_finite, applied, with_empty_window
+from tfamp.loss_scale.outcomes import after_dropped, applied, with_empty_window
 from tfamp.loss_scale.tally import Snapshot
 from tfamp.loss_scale.update import apply_update
 
@@ -22,7 +22,7 @@ def flush(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     before = optimizer.tally.read()
     either(
         before.counters.microbatches > 0,
-        lambda: _close(strategy, optimizer, optimizer.accumulated_variables, before),
+        lambda: _close(strategy, optimizer, [], [], before),
         lambda: None,
     )
 
@@ -57,17 +57,16 @@ def add_up(
             else:
                 total.assign_add(tf.cast(part, total.dtype))
 
-    optimizer.has_gradient.update(
-        optimizer.key_of(variable)
-        for gradient, variable in zip(gradients, variables, strict=True)
-        if gradient is not None
-    )
+    given = _keys_of_present(optimizer, gradients, variables)
+    flags = [optimizer.key_of(v) in given for v in optimizer.accumulated_variables]
+    optimizer.has_gradient.assign(_flags(optimizer) | tf.constant(flags))
     on_each_replica(strategy, add, gradients)
 
 
 def close_if_full(
     strategy: tf.distribute.Strategy,
     optimizer: Any,
+    gradients: Sequence[Any],
     variables: Sequence[Any],
     values: Snapshot,
     weight: Any,
@@ -80,7 +79,7 @@ def close_if_full(
     )
     either(
         values.counters.microbatches >= optimizer.accumulation_steps,
-        lambda: _close(strategy, optimizer, variables, values),
+        lambda: _close(strategy, optimizer, gradients, variables, values),
         lambda: optimizer.tally.write(values),
     )
 
@@ -88,27 +87,31 @@ def close_if_full(
 def _close(
     strategy: tf.distribute.Strategy,
     optimizer: Any,
+    gradients: Sequence[Any],
     variables: Sequence[Any],
     values: Snapshot,
 ) -> None:
-    """Makes an update of the mean of a window's microbatches and begins a new one."""
+    """Makes an update of the mean of a window's microbatches and begins a new one.
+
+    Args:
+        strategy: The strategy whose cross-replica context this is.
+        optimizer: The `LossScaleOptimizer`.
+        gradients: Those of the call that completes the window, if one does.
+        variables: The variables of that call.
+        values: The values up to now.
+    """
     weight = values.levels.weight
-    sums = [
-        first_of(strategy, optimizer.accumulator(variable).value)
-        for variable in variables
-        if not optimizer.is_overwritten(variable)
+    judged = [
+        v for v in optimizer.accumulated_variables if not optimizer.is_overwritten(v)
     ]
-    total = tf.reduce_sum(sums_of_squares(sums))
+    squares = sums_of_squares(
+        [first_of(strategy, optimizer.accumulator(v).value) for v in judged]
+    )
+    total = tf.reduce_sum(squares)
     norm = tf.sqrt(total) / weight
 
     def update() -> None:
-        held = [
-            optimizer.accumulator(variable).value
-            if optimizer.key_of(variable) in optimizer.has_gradient
-            else None
-            for variable in variables
-        ]
-        apply_update(strategy, optimizer, held, variables, 1 / weight, norm)
+        _apply_window(strategy, optimizer, gradients, variables, 1 / weight, norm)
         levels = values.levels._replace(norm=norm, finite_norm=norm)
         done = applied(values._replace(levels=levels))
         optimizer.tally.write(with_empty_window(done))
@@ -118,12 +121,75 @@ def _close(
         # The last microbatch was counted, and stands among the recent steps as good.
         last = values.counters._replace(judged=values.counters.judged - 1)
         optimizer.tally.remember(last, values.levels.good_scale, norm, True)
-        after = after_non_finite(optimizer, values._replace(counters=last), norm)
+        after = after_dropped(optimizer, values._replace(counters=last), norm)
         optimizer.tally.write(with_empty_window(after))
+        optimizer.blame.note(judged, squares)
         _empty(strategy, optimizer)
         stop_if_due(optimizer)
 
     either(tf.math.is_finite(total), update, drop)
+
+
+def _apply_window(
+    strategy: tf.distribute.Strategy,
+    optimizer: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    factor: tf.Tensor,
+    norm: tf.Tensor,
+) -> None:
+    """Applies what a window has added up, to no other variables than it was for.
+
+    Which those are is known of the present call alone while a graph is traced; what
+    earlier calls have trained is told by flags.
+    """
+    flags = _flags(optimizer)
+    given = _keys_of_present(optimizer, gradients, variables)
+    rest = {
+        optimizer.key_of(v): flags[i]
+        for i, v in enumerate(optimizer.accumulated_variables)
+        if optimizer.key_of(v) not in given
+    }
+
+    def apply(chosen: Sequence[Any], conditions: dict[Any, tf.Tensor]) -> None:
+        trained = {*given, *conditions}
+        totals = [
+            optimizer.accumulator(v).value if optimizer.key_of(v) in trained else None
+            for v in chosen
+        ]
+        apply_update(strategy, optimizer, totals, chosen, factor, norm, conditions)
+
+    def with_rest() -> None:
+        everything = optimizer.accumulated_variables
+        if not tf.executing_eagerly():
+            apply(everything, rest)
+            return
+        marked = {key: flag for key, flag in rest.items() if flag}
+        keys = {*given, *marked}
+        apply([v for v in everything if optimizer.key_of(v) in keys], marked)
+
+    if not rest:
+        apply(variables, {})
+    elif not given:
+        with_rest()
+    else:
+        is_any = tf.reduce_any(tf.stack(list(rest.values())))
+        either(is_any, with_rest, lambda: apply(variables, {}))
+
+
+def _keys_of_present(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> set[Any]:
+    return {
+        optimizer.key_of(variable)
+        for gradient, variable in zip(gradients, variables, strict=True)
+        if gradient is not None
+    }
+
+
+def _flags(optimizer: Any) -> tf.Tensor:
+    """Returns for each variable whether the window has a gradient of it."""
+    return tf.convert_to_tensor(optimizer.has_gradient.value)
 
 
 def _empty(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
@@ -132,4 +198,5 @@ def _empty(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
             total = optimizer.accumulator(variable).value
             total.assign(tf.zeros(total.shape, total.dtype))
 
+    optimizer.has_gradient.assign(tf.zeros_like(_flags(optimizer)))
     on_each_replica(strategy, reset)

@@ -14,7 +14,6 @@ from tfamp.snapshots.names import (
     WEIGHTS,
     Named,
     named_variables,
-    optimizers_of,
     tally_of,
 )
 
@@ -126,9 +125,6 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
         for part, row in zip(parts, rows, strict=True):
             # A copy: TensorFlow may train on in the very memory it was given.
             part.assign(np.array(row))
-    for optimizer in optimizers_of(model):
-        if tally_of(optimizer) is not None:
-            optimizer.find_gradients()
 
 
 def num_nonfinite(state: State) -> int:

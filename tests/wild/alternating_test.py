@@ -1,0 +1,143 @@
+"""Loops that train one part of a model in one microbatch and another in the next."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+
+WAYS = {
+    "eager": lambda f: f,
+    "graph": tf.function,
+    "xla": tf.function(jit_compile=True),
+}
+# As many roundings as an update has operations.
+FLOAT32 = 8 * np.finfo(np.float32).eps
+
+pytestmark = pytest.mark.filterwarnings("ignore:Gradients do not exist")
+
+
+def accumulating(inner, steps=2):
+    return tfamp.LossScaleOptimizer(
+        inner, initial_scale=1, dynamic=False, accumulation_steps=steps
+    )
+
+
+def steps_of(optimizer, variables, decorate):
+    """Returns for each variable a step that trains it alone."""
+
+    def step_on(variable):
+        return decorate(lambda g: optimizer.apply([g], [variable]))
+
+    optimizer.build(variables)
+    return [step_on(v) for v in variables]
+
+
+@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+def test_each_part_of_a_window_counts(decorate):
+    variables = [keras.Variable(0.0) for _ in range(2)]
+    optimizer = accumulating(keras.optimizers.SGD(1.0))
+    first, second = steps_of(optimizer, variables, decorate)
+    for _ in range(2):
+        first(tf.constant(2.0))
+        second(tf.constant(6.0))
+    # Each gradient is one of two in its window.
+    assert [float(v) for v in variables] == [-2, -6]
+    assert optimizer.applied_steps == int(optimizer.iterations) == 2
+
+
+@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+def test_what_a_window_did_not_train_does_not_move(decorate):
+    inner = keras.optimizers.SGD(1.0, momentum=0.5, weight_decay=0.25)
+    variables = [keras.Variable(1.0) for _ in range(3)]
+    optimizer = accumulating(inner)
+    steps = steps_of(optimizer, variables, decorate)
+    for step in (0, 1, 0, 2, 2, 2):
+        steps[step](tf.constant(2.0))
+    by_hand = [keras.Variable(1.0) for _ in range(3)]
+    plain = keras.optimizers.SGD(1.0, momentum=0.5, weight_decay=0.25)
+    plain.build(by_hand)
+    for means in ([1.0, 1.0, None], [1.0, None, 1.0], [None, None, 2.0]):
+        plain.apply([g if g is None else tf.constant(g) for g in means], by_hand)
+    np.testing.assert_allclose(variables, by_hand, rtol=FLOAT32)
+
+
+@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+def test_flush_applies_what_other_calls_added(decorate):
+    variables = [keras.Variable(1.0) for _ in range(3)]
+    optimizer = accumulating(keras.optimizers.SGD(1.0, weight_decay=0.5), 4)
+    first, second, _ = steps_of(optimizer, variables, decorate)
+    first(tf.constant(2.0))
+    second(tf.constant(6.0))
+    decorate(optimizer.flush)()
+    # Each is half of the window, and half of each weight decays.
+    assert [float(v) for v in variables] == [-0.5, -2.5, 1.0]
+
+
+@pytest.mark.parametrize("jit", [None, tf.function], ids=["eager", "graph"])
+def test_on_two_replicas(jit):
+    strategy = two_replicas()
+    with strategy.scope():
+        variables = [keras.Variable(0.0) for _ in range(3)]
+        optimizer = accumulating(keras.optimizers.SGD(1.0, momentum=0.5))
+        optimizer.build(variables)
+
+    def step_on(variable):
+        def step(x):
+            strategy.run(lambda x: optimizer.apply([x * x], [variable]), args=(x,))
+
+        return jit(step) if jit else step
+
+    steps = [step_on(v) for v in variables]
+    for step in (0, 1, 0, 2):
+        steps[step](tf.constant(1.0))
+    # Replicas are summed; the second time the first adds half of what it moved.
+    assert [float(v.numpy()) for v in variables] == [-2.5, -1, -1]
+
+
+def test_a_table_that_takes_its_gradient_as_its_value_keeps_it():
+    weight, table = keras.Variable(0.0), keras.Variable(3.0)
+    table.overwrite_with_gradient = True
+    optimizer = accumulating(keras.optimizers.SGD(1.0))
+    first, second = steps_of(optimizer, [weight, table], tf.function)
+    first(tf.constant(1.0))
+    second(tf.constant(5.0))
+    for _ in range(3):
+        first(tf.constant(1.0))
+    assert float(table) == 5
+
+
+def test_tasks_that_take_turns_train_as_in_one_batch():
+    x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+    targets = [x[:, :1] * 2, x[:, 1:2] - 1]
+
+    def run(steps):
+        keras.utils.set_random_seed(0)
+        shared = keras.layers.Dense(3, activation="tanh")
+        heads = [keras.layers.Dense(1) for _ in range(2)]
+        for head in heads:
+            head(shared(x))
+        weights = [w for part in (shared, *heads) for w in part.trainable_variables]
+        inner = keras.optimizers.Adam(0.01)
+        optimizer = accumulating(inner, steps) if steps > 1 else inner
+        optimizer.build(weights)
+
+        def loss_of(task):
+            return tf.reduce_mean((heads[task](shared(x)) - targets[task]) ** 2)
+
+        @tf.function
+        def step(tasks):
+            trained = [*shared.trainable_variables]
+            trained += [w for t in tasks for w in heads[t].trainable_variables]
+            with tf.GradientTape() as tape:
+                loss = sum(map(loss_of, tasks)) / (1 if steps > 1 else 2)
+            optimizer.apply(tape.gradient(loss, [w.value for w in trained]), trained)
+
+        for _ in range(3):
+            for tasks in ((0,), (1,)) if steps > 1 else ((0, 1),):
+                step(tasks)
+        return np.concatenate([w.numpy().ravel() for w in weights])
+
+    np.testing.assert_allclose(run(2), run(1), rtol=0, atol=1e-6)
