@@ -67,6 +67,19 @@ def test_attributes_of_its_own_stay_on_the_wrapper():
         _ = optimizer.velocity
 
 
+def test_an_inner_optimizer_keeps_its_own_attributes_of_the_same_names():
+    plain = vars(optimizers.SGD())
+    own = [n for n in vars(wrapped(optimizers.SGD())) if n[0] != "_" and n not in plain]
+    assert {"rule", "dynamic", "blame", "initial_scale"} < set(own)
+    inner = optimizers.SGD()
+    for name in own:
+        setattr(inner, name, f"my {name}")
+    optimizer = wrapped(inner)
+    step(optimizer, [keras.Variable([1.0])], [[1.0]])
+    optimizer.max_consecutive_skips = 3
+    assert {name: getattr(inner, name) for name in own} == {n: f"my {n}" for n in own}
+
+
 def test_a_changed_momentum_and_learning_rate_count_in_the_next_step():
     variable = keras.Variable([1.0])
     optimizer = wrapped(optimizers.SGD(0.5, momentum=0.5))

@@ -74,6 +74,7 @@ class Delegating(Parts):
             inner is not None
             and not name.startswith("_")
             and name not in vars(self)
+            and name not in Parts.__annotations__
             and not hasattr(type(self), name)
             and hasattr(inner, name)
         )
