@@ -109,6 +109,8 @@ FRESH = """
             answers["errors"].append(str(error))
     assert not any(name.split(".")[0] == "tfamp" for name in sys.modules)
 
+    Scaling = keras.optimizers.LossScaleOptimizer
+    from_config = vars(Scaling)["from_config"]
     sys.path.insert(0, asked["root"])
     import tfamp
     from tfamp.loss_scale.fitting import FIT_HOOKS
@@ -134,11 +136,15 @@ FRESH = """
     hooked.append(hooks.installed())
     hooked.append((Layer.__call__, keras.Loss.__call__, Model.compile) == originals)
     hooked.append("activity_regularizer" in vars(Layer))
+    hooked.append(vars(Scaling)["from_config"] is from_config)
 
     from tests import loss_scale_state_test as state
     from tests import saved_models_test as test  # registers the subclassed model
     from tests.recorded_operations import recorded_operations
     loaders = {{"tfamp": tfamp.load_model, "keras": keras.saving.load_model}}
+    stock = keras.saving.load_model(f"{{folder}}/alone.keras").optimizer
+    kept = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
+    hooked.append([type(stock) is Scaling, hooks.installed()[-1].split(".")[-1]])
     for name, loader in asked["loads"]:
         model = loaders[loader](f"{{folder}}/{{name}}.keras")
         if name == "scaled":
@@ -257,7 +263,10 @@ def test_plain_keras_refuses_by_name_what_it_cannot_honour(fresh):
 
 def test_with_the_last_managed_model_or_optimizer_every_hook_goes(fresh):
     # Elsewhere a model that another test left alive keeps them.
-    assert fresh[0]["hooks"] == [(), 0, 5, 0, True, (), True, False]
+    assert fresh[0]["hooks"] == [
+        *((), 0, 5, 0, True, (), True, False, True),
+        [True, "from_config"],
+    ]
 
 
 @pytest.mark.parametrize("name", BUILDERS)

@@ -7,6 +7,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
+from tfamp._patch import HeldPatches
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale import forgotten
@@ -147,6 +148,7 @@ class LossScaleOptimizer(
         )
         FIT_HOOKS.hold(self)
         WORKER_HOOKS.hold(self)
+        CONFIG_HOOKS.hold(self)
 
     @property
     def accumulates(self) -> bool:
@@ -306,4 +308,5 @@ def _check_inner(inner: Any) -> None:
 
 
 hooks.save_under_stock_name(LossScaleOptimizer, keras.optimizers.LossScaleOptimizer)
-hooks.from_config_patch(Saving.wrote, LossScaleOptimizer).install()
+# So that Keras's own `load_model` and `optimizers.get` give what was saved.
+CONFIG_HOOKS = HeldPatches([hooks.from_config_patch(Saving.wrote, LossScaleOptimizer)])

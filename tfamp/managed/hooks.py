@@ -26,6 +26,7 @@ from tfamp.keras_hooks import (
 )
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fitting import FIT_HOOKS
+from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.managed import compiling, files, keeping, resolving
 from tfamp.managed.in_force import IN_FORCE
 from tfamp.managed.lease import Lease
@@ -75,6 +76,7 @@ def hold(lease: Lease) -> None:
     _RUNNING.hold(lease)
     FIT_HOOKS.hold(lease)
     WORKER_HOOKS.hold(lease)
+    CONFIG_HOOKS.hold(lease)
 
 
 def follow_enabled() -> None:
@@ -90,8 +92,12 @@ def follow_enabled() -> None:
 
 def installed() -> tuple[str, ...]:
     """Returns the names of everything in Keras that is replaced now."""
-    sets = (_MAKING, _RUNNING, WORKER_HOOKS, FIT_HOOKS)
+    sets = (_MAKING, _RUNNING, WORKER_HOOKS, FIT_HOOKS, CONFIG_HOOKS)
     return tuple(name for patches in sets for name in patches.installed)
+
+
+class _Load:
+    """Holds the hooks that a file needs until it is read."""
 
 
 @contextlib.contextmanager
@@ -102,6 +108,8 @@ def loading(policy: str) -> Iterator[None]:
     Keras builds a loaded subclassed model by its `call` on float32 inputs, where
     half-precision sublayers would clash. `restore` sets the dtypes afterwards.
     """
+    load = _Load()
+    CONFIG_HOOKS.hold(load)
     before = state.present_policy()
     is_mixed = policy.startswith("mixed_")
     try:
