@@ -3,6 +3,7 @@
 # Environment variable -> what it does.
 VARIABLES = {
     "TFAMP_POLICY": "policy of `tfamp.enable()` when it is given none",
+    "TFAMP_UNTESTED_KERAS": "1 leaves out the self-test on versions not tested",
     "KERAS_BACKEND": "Keras's backend; has to be tensorflow",
     "KERAS_HOME": "folder of keras.json, which may set a backend too",
     "TF_USE_LEGACY_KERAS": "1 makes tf.keras the old Keras 2",

@@ -75,12 +75,22 @@ class Patch:
 
     def check(self) -> None:
         """Raises `HookError` where the attribute to replace is missing."""
-        if not self._optional and not hasattr(self._owner, self._name):
+        if not self._optional and not self._exists():
             raise HookError(
                 f"Found no `{self.label}` in this Keras; tfamp relies on it. "
-                "Install a supported version: `pip install 'keras>=3.10'`, or "
-                "report this version of Keras."
+                "Install a version of Keras that tfamp's README names as tested, or "
+                "report this one."
             )
+
+    def _exists(self) -> bool:
+        """Whether the owner has the attribute, or inherits it from a class of its own.
+
+        Every class answers to `__init__` and `__call__`: those are of `object` and
+        `type`.
+        """
+        if not isinstance(self._owner, type):
+            return hasattr(self._owner, self._name)
+        return any(self._name in vars(cls) for cls in self._owner.__mro__[:-1])
 
     def install(self) -> None:
         """Puts the replacement in place; does nothing where it stands already."""
@@ -88,7 +98,8 @@ class Patch:
             return
         self.check()
         self._saved = vars(self._owner).get(self._name, _ABSENT)
-        placed = self._replace(getattr(self._owner, self._name, None))
+        original = getattr(self._owner, self._name) if self._exists() else None
+        placed = self._replace(original)
         setattr(self._owner, self._name, placed)
         self._placed = vars(self._owner)[self._name]
 

@@ -18,6 +18,10 @@ from typing import Any, NamedTuple
 PYTHON = ((3, 10), (3, 13))
 TENSORFLOW = ((2, 19), (2, 21))
 KERAS_MINIMUM = (3, 10)
+# What the suite runs on, oldest and newest. On any other a self-test comes first, which
+# the variable named here leaves out.
+TESTED_KERAS = ("3.10.0", "3.15.1")
+UNTESTED_KERAS = "TFAMP_UNTESTED_KERAS"
 
 # The same library under the names it is published by; the first one found counts.
 _DISTRIBUTIONS = {

@@ -106,8 +106,11 @@ def enable(
         ValueError: An argument is unknown, or the loss scale could have no
             effect under an explicit policy without float16.
         TypeError: An entry of `keep_float32` is no layer, class, text or callable.
-        RuntimeError: Keras runs on another backend, or a version of Python,
-            Keras or TensorFlow is out of range.
+        ValueError, ImportError: Keras runs on another backend, or a version of
+            Python, Keras or TensorFlow is out of range.
+        HookError: This version of Keras is not among the tested ones, and does not
+            behave as they do. If TensorFlow has not started yet, the first call of
+            a layer raises it.
 
     Example:
         >>> status = enable("mixed_bfloat16")
@@ -218,6 +221,7 @@ def _put_in_force(lease: Lease, why: str) -> None:
         hooks.follow_enabled()
     except BaseException:
         IN_FORCE.put(None, NOT_ENABLED)
+        hooks.follow_enabled()
         raise
     state.mark(lease, lease.policy)
     keeping.forget_warnings()

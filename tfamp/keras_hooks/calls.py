@@ -9,6 +9,7 @@ mask and the activity regularizer see them; `Layer.__call__` reading
 """
 
 import contextlib
+import functools
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -54,7 +55,7 @@ def patches(
         Patch(
             TFLayer,
             "__call__",
-            lambda original: _inner_call(after_build),
+            lambda original: _inner_call(original, after_build),
             optional=True,
         ),
         Patch(_data_layer_class(), "__call__", _wrap_data_layer),
@@ -137,12 +138,16 @@ def _wrap_data_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _inner_call(
+    original: Callable[..., Any] | None,
     after_build: Callable[[keras.layers.Layer], None],
 ) -> Callable[..., Any]:
     """Returns a method for `TFLayer`, which has none: the next class in line has."""
 
     def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-        call = super(TFLayer, self).__call__
+        if original is None:
+            call = super(TFLayer, self).__call__
+        else:
+            call = functools.partial(original, self)
         care = care_of(self)
         if care is None:
             return call(*args, **kwargs)

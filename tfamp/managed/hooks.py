@@ -11,7 +11,7 @@ from typing import Any
 
 import keras
 
-from tfamp._care import Care, Kind
+from tfamp._care import Care, Kind, care_of
 from tfamp._patch import HeldPatches, PatchSet
 from tfamp.keras_hooks import (
     calls,
@@ -30,6 +30,7 @@ from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.managed import compiling, files, keeping, resolving
 from tfamp.managed.in_force import IN_FORCE
 from tfamp.managed.lease import Lease
+from tfamp.managed.self_test import SelfTest
 
 _MAKING = PatchSet(
     [
@@ -48,6 +49,12 @@ def _takes_care(care: Care) -> bool:
     return care.kind is not Kind.EXPLICIT and care.lease.has_defaults
 
 
+def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+    if SELF_TEST.is_due and (care := care_of(layer)) and care.lease.is_half:
+        SELF_TEST.run()
+    resolving.before_call(layer, args, kwargs)
+
+
 def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     """Gives a loaded `model` the dtypes of its file, and installs the hooks."""
     files.restore(model, entry)
@@ -59,7 +66,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
 _RUNNING = HeldPatches(
     [
         *dtypes.patches(keeping.on_read),
-        *calls.patches(resolving.before_call, keeping.spread),
+        *calls.patches(_before_call, keeping.spread),
         *nn.patches(_takes_care),
         *losses.patches(nn.CAREFUL),
         *trainer.patches(compiling.before_compile),
@@ -73,6 +80,11 @@ _LOCK = threading.RLock()
 
 def hold(lease: Lease) -> None:
     """Keeps the hooks on calls and runs installed for as long as `lease` lives."""
+    _hold(lease)
+    SELF_TEST.run_if_started(lease)
+
+
+def _hold(lease: Lease) -> None:
     _RUNNING.hold(lease)
     FIT_HOOKS.hold(lease)
     WORKER_HOOKS.hold(lease)
@@ -83,11 +95,16 @@ def follow_enabled() -> None:
     """Installs or removes the hook where layers are made, as enabled or not."""
     with _LOCK:
         if IN_FORCE.lease is not None:
-            hold(IN_FORCE.lease)
+            _hold(IN_FORCE.lease)
         if IN_FORCE.is_used:
             _MAKING.install()
         else:
             _MAKING.remove()
+    if IN_FORCE.lease is not None:
+        SELF_TEST.run_if_started(IN_FORCE.lease)
+
+
+SELF_TEST = SelfTest(follow_enabled)
 
 
 def installed() -> tuple[str, ...]:
