@@ -6,7 +6,7 @@ import sys
 import pytest
 
 from tfamp import _amx
-from tfamp.managed import lease
+from tfamp.managed import hooks, lease
 
 NAMED = "flags\t\t: avx512_bf16 amx_bf16 amx_tile\n"
 
@@ -70,10 +70,14 @@ def test_onednn_is_capped_only_where_it_has_to_be():
     "policy, avoids",
     [("mixed_bfloat16", True), ("bfloat16", True), ("float32", False)],
 )
-def test_every_lease_in_half_precision_avoids_broken_amx(monkeypatch, policy, avoids):
+def test_broken_amx_is_avoided_where_settings_come_into_force(
+    monkeypatch, policy, avoids
+):
     calls = []
     monkeypatch.setattr(_amx, "avoid", lambda: calls.append(1))
-    lease.make_lease(policy)
+    settings = lease.make_lease(policy)
+    assert calls == []
+    hooks.hold(settings)
     assert bool(calls) is avoids
 
 

@@ -285,6 +285,14 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path):
     )
 
 
+def test_no_process_gets_a_signal_on_windows(tmp_path, monkeypatch):
+    # There `os.kill(pid, 0)` presses Ctrl-C in every process of the console.
+    monkeypatch.setattr(files.sys, "platform", "win32")
+    monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
+    (tmp_path / files._writing_name(record())).mkdir()
+    assert files.remove_leftovers(tmp_path) == 0
+
+
 def state(**arrays):
     return snapshots.State(
         {k: np.asarray(v, np.float32) for k, v in arrays.items()}, {}

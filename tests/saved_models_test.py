@@ -138,6 +138,12 @@ FRESH = """
     hooked.append("activity_regularizer" in vars(Layer))
     hooked.append(vars(Scaling)["from_config"] is from_config)
 
+    model = pickle.loads(asked["pickled"])
+    answers["pickled"] = type(model.optimizer).__name__, [
+        (row.compute_dtype, row.rule) for row in tfamp.assignment(model)
+    ], model.predict(np.ones((2, 2)), verbose=0), keras.config.dtype_policy().name
+    del model
+
     from tests import loss_scale_state_test as state
     from tests import saved_models_test as test  # registers the subclassed model
     from tests.recorded_operations import recorded_operations
@@ -174,6 +180,10 @@ def fresh(tmp_path_factory, pytestconfig):
     case = state.CASES["float16 accumulation"]
     models["scaled"] = state.model_of(*case, run_eagerly=False)
     state.train(models["scaled"], state.BATCHES[: state.HALF_WAY])
+    with tfamp.scope("mixed_bfloat16", keep_float32=[layers.LeakyReLU]):
+        parts = [layers.Dense(8), layers.LeakyReLU(), layers.Dense(2)]
+        models["pickled"] = keras.Sequential([keras.Input((2,)), *parts])
+    models["pickled"].compile("sgd", "mse")
     for name, model in models.items():
         model.save(folder / f"{name}.keras")
     state.train(models["scaled"], state.BATCHES[state.HALF_WAY :])
@@ -188,6 +198,7 @@ def fresh(tmp_path_factory, pytestconfig):
             )
             for each in REFUSED.values()
         ],
+        "pickled": pickle.dumps(models["pickled"]),
         "loads": [(name, "tfamp") for name in (*BUILDERS, "scaled")]
         + [(name, "keras") for name in by_keras],
     }
@@ -288,6 +299,15 @@ def test_loading_while_another_policy_is_enabled(tmp_path):
         assert layers.Dense(1).compute_dtype == "bfloat16"
     assert rows_of(loaded) == rows_of(model)
     np.testing.assert_array_equal(loaded(X), model(X))
+
+
+def test_a_pickle_is_the_same_in_a_process_that_has_not_imported_tfamp(fresh):
+    optimizer, rows, predictions, policy = fresh[0]["pickled"]
+    model = fresh[1]["pickled"]
+    assert rows == [(row.compute_dtype, row.rule) for row in tfamp.assignment(model)]
+    assert "float32" in {dtype for dtype, _ in rows}
+    np.testing.assert_array_equal(predictions, model.predict(np.ones((2, 2))))
+    assert (optimizer, policy) == ("SGD", "float32")
 
 
 @pytest.mark.parametrize("name", ["functional", "sequential"])

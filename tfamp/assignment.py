@@ -221,11 +221,10 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             "layers, load them with Keras and call `tfamp.apply(model)`."
         ) from error
     if entry is None:
+        return keras.saving.load_model(text, **kwargs)
+    with hooks.loading(entry["policy"]):
         model = keras.saving.load_model(text, **kwargs)
-    else:
-        with hooks.loading(entry["policy"]):
-            model = keras.saving.load_model(text, **kwargs)
-        hooks.restore(model, entry)
+    hooks.restore(model, entry)
     compiling.make_exact(model)
     return model
 

@@ -37,3 +37,51 @@ def test_a_bad_batch_leaves_the_state_as_it_was(kind, way):
     assert np.any(before[0])
     for one, other in zip(before, after, strict=True):
         np.testing.assert_array_equal(one, other)
+
+
+class Recalibrating(keras.Sequential):
+    """Lets the statistics follow the data in steps that train no weight."""
+
+    only_looks = False
+
+    def train_step(self, data):
+        if self.only_looks:
+            self(data[0], training=True)
+            return {"loss": 0.0}
+        return super().train_step(data)
+
+
+@pytest.mark.parametrize("way", ["graph", "eager", "xla"])
+@pytest.mark.anchors("eager")
+def test_statistics_move_in_a_step_without_an_update_after_a_bad_batch(way):
+    norm = layers.BatchNormalization(momentum=0.5)
+    model = Recalibrating([keras.Input((1,)), norm, layers.Dense(1)])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    options = {"run_eagerly": way == "eager", "jit_compile": way == "xla"}
+    model.compile(optimizer, "mse", **options)
+    x, y = np.full((4, 1), 8.0, "float32"), np.zeros((4, 1), "float32")
+    model.fit(np.full_like(x, np.nan), y, verbose=0)
+    assert (optimizer.skipped_steps, norm.moving_mean.numpy()) == (1, 0)
+    model.only_looks = True
+    model.compile(optimizer, "mse", **options)  # the step is traced anew
+    model.fit(x, y, verbose=0)
+    assert norm.moving_mean.numpy() == 4
+
+
+def test_two_updates_in_a_step_of_which_the_first_is_bad():
+    class Twice(keras.Sequential):
+        def train_step(self, data):
+            x, y = data
+            for part in (x[:2], x[2:]):
+                logs = super().train_step((part, y[:2]))
+            return logs
+
+    norm = layers.BatchNormalization(momentum=0.5)
+    model = Twice([keras.Input((1,)), norm, layers.Dense(1)])
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+    model.compile(optimizer, "mse", jit_compile=False)
+    x, y = np.ones((4, 1), "float32"), np.zeros((4, 1), "float32")
+    x[0] = np.nan
+    model.fit(x, y, shuffle=False, verbose=0)
+    assert (optimizer.skipped_steps, optimizer.applied_steps) == (1, 1)
+    assert norm.moving_mean.numpy() == 0

@@ -10,6 +10,7 @@ import os
 import platform
 import re
 import shutil
+import sys
 import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -211,6 +212,8 @@ def _host() -> str:
 
 
 def _is_running(process: int) -> bool:
+    if sys.platform == "win32":
+        return True  # `os.kill` ends processes there, so nobody can be asked
     try:
         os.kill(process, 0)
     except ProcessLookupError:

@@ -45,6 +45,8 @@ def patches(
             care = care_of(self)
             if care is None or not (care.settled and care.resolved):
                 before_call(self, args, kwargs)
+                care = care_of(self)
+            CALLS.is_managed = care is not None
             return original(self, *args, **kwargs)
 
         return __call__
@@ -179,7 +181,9 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
         if isinstance(x, keras.KerasTensor):
             if not backend.is_float_dtype(x.dtype) or x.dtype == dtype:
                 return x
-            return keras.KerasTensor(x.shape, dtype=dtype, sparse=x.sparse)
+            return keras.KerasTensor(
+                x.shape, dtype=dtype, sparse=x.sparse, ragged=x.ragged
+            )
         if not tf.is_tensor(x) or not x.dtype.is_floating:
             return x
         y = x if x.dtype == dtype else backend.cast(x, dtype)
@@ -207,7 +211,9 @@ def _wrap_convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
         self: keras.DTypePolicy, x: Any, autocast: bool, dtype: Any
     ) -> Any:
         y = original(self, x, autocast, dtype)
-        if y is x or not isinstance(y, tf.Tensor) or not y.dtype.is_floating:
+        if y is x or not CALLS.is_managed:
+            return y
+        if not isinstance(y, tf.Tensor) or not y.dtype.is_floating:
             return y
         if isinstance(x, tf.Tensor):
             source = getattr(x, _SOURCE, None)
@@ -243,10 +249,13 @@ def _restore_source(x: Any) -> Any:
 
 
 class _InFloat32:
-    """Calls a regularizer on the float32 value of what it is given."""
+    """A regularizer, called on the float32 value of what it is given."""
 
     def __init__(self, regularizer: Callable[[Any], Any]) -> None:
         self._regularizer = regularizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._regularizer, name)
 
     def __call__(self, x: Any) -> Any:
         return self._regularizer(backend.cast(x, "float32"))

@@ -1,8 +1,9 @@
-"""Hooks that put one more entry into a saved model, and take it out of copies.
+"""Hooks that put one more entry into a saved model, and into its copies.
 
 Relies on: `_serialize_model_as_json` giving the configuration and the metadata
 of a `.keras` archive as two JSON texts; Keras ignoring metadata it does not
-know; pickling and `copy.deepcopy` going through `_unpickle_model`.
+know; pickling and `copy.deepcopy` going through `KerasSaveable.__reduce__`, which
+gives a function and an archive in memory.
 """
 
 import json
@@ -23,13 +24,14 @@ METADATA_KEY = "tfamp"
 
 def patches(
     describe: Callable[[keras.layers.Layer], dict[str, Any] | None],
-    restore: Callable[[keras.layers.Layer, dict[str, Any]], None],
+    unpickle: Callable[[Any], Any],
 ) -> list[Patch]:
     """Returns the patches on saving and on copying.
 
     Args:
         describe: Gives what to store for a model or layer, None for nothing.
-        restore: Gives a freshly unpickled model or layer what was stored.
+        unpickle: Loads a pickled model or layer with what was stored. A function of a
+            module: a pickle names it, so that any process finds it.
     """
 
     def wrap_serialize(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,20 +45,24 @@ def patches(
 
         return _serialize_model_as_json
 
-    def wrap_unpickle(original: Callable[..., Any]) -> Any:
-        def _unpickle_model(cls: type, bytesio: Any) -> Any:
-            model = original(bytesio)
-            entry = read_entry(bytesio)
-            if entry is not None:
-                restore(model, entry)
-            return model
+    def wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def __reduce__(self: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+            function, (archive,) = original(self)
+            is_ours = read_entry(archive) is not None
+            return unpickle if is_ours else function, (archive,)
 
-        return classmethod(_unpickle_model)
+        return __reduce__
 
     return [
         Patch(saving_lib, "_serialize_model_as_json", wrap_serialize),
-        Patch(KerasSaveable, "_unpickle_model", wrap_unpickle),
+        Patch(KerasSaveable, "__reduce__", wrap_reduce),
     ]
+
+
+def unpickled(archive: Any) -> Any:
+    """Loads a pickled model or layer as Keras does."""
+    return KerasSaveable._unpickle_model(archive)
 
 
 def read_entry(archive: Any) -> dict[str, Any] | None:

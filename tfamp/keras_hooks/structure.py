@@ -5,7 +5,9 @@ model keeping its graph in `_functional`; `KerasTensor._keras_history` and
 `Operation._inbound_nodes` describing the graph.
 """
 
+import itertools
 import math
+import weakref
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
@@ -13,6 +15,9 @@ import keras
 import tensorflow as tf
 from keras.src import backend, tree
 from keras.src.models.functional import Functional
+
+_COUNT = itertools.count()
+_NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
@@ -69,7 +74,9 @@ def graph_key(model: keras.layers.Layer) -> int | None:
     """Returns a number that changes as layers are added to or taken from a graph."""
     if graph_of(model) is None:
         return None
-    return hash(tuple(id(child) for child in children(model)))
+    # Not by `id`, which a layer may have from one that is gone.
+    numbers = [_NUMBERS.setdefault(child, next(_COUNT)) for child in children(model)]
+    return hash(tuple(numbers))
 
 
 def outputs_of(graph: Functional) -> list[keras.KerasTensor]:

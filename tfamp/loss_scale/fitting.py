@@ -17,7 +17,12 @@ from tfamp._patch import HeldPatches
 from tfamp.keras_hooks import fitting, structure
 from tfamp.keras_hooks.optimizers import in_xla, variables_written
 from tfamp.loss_scale import errors
-from tfamp.loss_scale.branches import either, stop_if_due, where_replicas_are_one
+from tfamp.loss_scale.branches import (
+    either,
+    first_of,
+    stop_if_due,
+    where_replicas_are_one,
+)
 from tfamp.runs.caring import around_run
 
 # Under XLA no error can be raised in the graph, so the counter is read every so
@@ -57,6 +62,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         _build(model, optimizer, data)
         held = _moving_state(model)
         before = [tf.convert_to_tensor(v.value) for v in held]
+        num_skipped = optimizer.tally.read().counters.skipped
         weight = fitting.batch_size_of(data) if optimizer.accumulates else None
         optimizer.leaves_stop_to_caller, _MICROBATCH.weight = True, weight
         # Under XLA each is a select, so only what is written is undone.
@@ -70,7 +76,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
             pairs = list(zip(held, before, strict=True))
             pairs = [pair for pair in pairs if id(pair[0].value) in written]
             held, before = [v for v, _ in pairs], [b for _, b in pairs]
-        _undo(optimizer, held, before)
+        _undo(optimizer, held, before, num_skipped)
         return logs
 
     return step_and_undo
@@ -101,12 +107,12 @@ def _build(model: keras.Model, optimizer: Any, data: Any) -> None:
         return
 
 
-def _undo(optimizer: Any, held: list[Any], before: list[Any]) -> None:
+def _undo(optimizer: Any, held: list[Any], before: list[Any], num_skipped: Any) -> None:
     if not optimizer.built:
         return
     values = [v.value for v in held]
 
-    def merged(strategy: Any, before: Any) -> None:
+    def merged(strategy: Any, before: Any, num_skipped: Any) -> None:
         def restore() -> None:
             done = []
             for variable, value in zip(values, before, strict=True):
@@ -114,9 +120,11 @@ def _undo(optimizer: Any, held: list[Any], before: list[Any]) -> None:
                 done.append(write(variable, value))
             stop_if_due(optimizer, [op for op in done if op is not None])
 
-        either(optimizer.tally.read().counters.streak > 0, restore, _nothing)
+        now = optimizer.tally.read().counters
+        is_skipped = now.skipped > first_of(strategy, num_skipped)
+        either(is_skipped, restore, _nothing)
 
-    where_replicas_are_one(merged, before)
+    where_replicas_are_one(merged, before, num_skipped)
 
 
 def _write(strategy: Any, variable: Any, value: Any) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 
 import keras
 
+from tfamp import _amx
 from tfamp._care import Care, Kind, care_of
 from tfamp._patch import HeldPatches, PatchSet
 from tfamp.keras_hooks import (
@@ -63,6 +64,20 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
         hold(lease)
 
 
+def unpickled(archive: Any) -> Any:
+    """Loads a pickled model; pickles name this function."""
+    entry = saving.read_entry(archive)
+    if entry is None:
+        raise ValueError(
+            "The pickle names tfamp, but its archive holds no dtypes of layers. It was "
+            "changed since; pickle the model again."
+        )
+    with loading(entry["policy"]):
+        model = saving.unpickled(archive)
+    restore(model, entry)
+    return model
+
+
 _RUNNING = HeldPatches(
     [
         *dtypes.patches(keeping.on_read),
@@ -70,7 +85,7 @@ _RUNNING = HeldPatches(
         *nn.patches(_takes_care),
         *losses.patches(nn.CAREFUL),
         *trainer.patches(compiling.before_compile),
-        *saving.patches(files.describe, restore),
+        *saving.patches(files.describe, unpickled),
         *configs.write_patches(keeping.inherited_policy),
     ]
 )
@@ -85,6 +100,8 @@ def hold(lease: Lease) -> None:
 
 
 def _hold(lease: Lease) -> None:
+    if lease.is_half:
+        _amx.avoid()
     _RUNNING.hold(lease)
     FIT_HOOKS.hold(lease)
     WORKER_HOOKS.hold(lease)

@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfamp import _amx, _checks, hardware
+from tfamp import _checks, hardware
 from tfamp import rules as _rules
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
@@ -42,10 +42,6 @@ class Lease:
         default_factory=lambda: keras.DTypePolicy("float32")
     )
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__)
-
-    def __post_init__(self) -> None:
-        if self.is_half:
-            _amx.avoid()
 
     @property
     def compute_dtype(self) -> str:
