@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from tests.suite import durations, sampling
+from tests.suite import durations, sampling, selection
 from tests.suite.imports import ROOT
 from tests.suite.sampling import Case
 
@@ -149,6 +149,11 @@ def test_options_choose_after_marks_and_words_have(tmp_path):
     assert named == ["test_long"]
     parts = [run(tmp_path, "--whole", f"--shard={i}/2")[0] for i in (1, 2)]
     assert sorted(parts[0] + parts[1]) == sorted(whole)
+
+
+def test_a_process_reads_its_options_once(pytestconfig):
+    first = selection.Choice.of(pytestconfig)
+    assert selection.Choice.of(pytestconfig) is first
 
 
 @pytest.mark.parametrize(

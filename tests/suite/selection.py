@@ -9,8 +9,6 @@ from tests.suite import durations, imports, sampling
 
 # For `--thin`: a slower case than this is left to the newest versions.
 THIN_SECONDS = 0.4
-# For the slow cases of one test; a change near it deserves more than a far one.
-CHANGED_TEST_SECONDS = 2.0
 
 
 def add_options(parser: pytest.Parser) -> None:
@@ -50,11 +48,17 @@ class Choice:
 
     @classmethod
     def of(cls, config: pytest.Config) -> "Choice":
-        """Reads the options.
+        """Returns the choice of this process, which is made once.
 
         Raises:
             pytest.UsageError: An option's value is not what it takes.
         """
+        if _CHOICE not in config.stash:
+            config.stash[_CHOICE] = cls._read(config)
+        return config.stash[_CHOICE]
+
+    @classmethod
+    def _read(cls, config: pytest.Config) -> "Choice":
         option = config.option
         try:
             index, num = map(int, (option.shard or "1/1").split("/"))
@@ -88,6 +92,9 @@ class Choice:
             return cases
         limit = "" if self.max_seconds is None else f" that take {self.max_seconds:g} s"
         return f"the nearest to {len(self.near)} changed files{limit}, {cases}"
+
+
+_CHOICE = pytest.StashKey[Choice]()
 
 
 def anchors_of(item: pytest.Item) -> tuple[str, ...]:
