@@ -111,6 +111,15 @@ def test_an_epoch_is_summed_up_over_all_of_its_samples():
 
 
 @pytest.mark.usefixtures("no_thread")
+def test_energy_that_is_not_told_at_first_counts_from_where_it_is():
+    # The columns, the beginning, and the ends of four epochs.
+    told = iter([None, None, None, 5000.0, 5003.0, 5010.0])
+    watch = stats(lambda: {"gpu0_energy_joules": next(told)})
+    history = fit(compiled(), watch, epochs=4)
+    assert history["gpu0_energy_joules"] == [3.0, 7.0]
+
+
+@pytest.mark.usefixtures("no_thread")
 def test_rows_and_scalars_hold_every_sample(tmp_path):
     watch = stats(csv_path=tmp_path / "stats.csv", log_dir=tmp_path / "events")
     fit(compiled(), watch)

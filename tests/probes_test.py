@@ -160,6 +160,18 @@ def test_energy_without_a_counter_is_the_area_below_the_power():
     assert joules == [0.0, 400.0, 700.0]
 
 
+def test_a_counter_that_fails_once_goes_on_afterwards():
+    gpu = full()
+    with Nvml(Driver(gpu), gpus=[(0, "")], environ={}, clock=lambda: 0.0) as nvml:
+        told = [nvml.read()[0]]
+        energy = gpu.figures.pop("energy")
+        told += nvml.read()
+        gpu.figures["energy"] = energy + 1000
+        told += nvml.read()
+    found = [(reading.energy_joules, reading.energy_source) for reading in told]
+    assert found == [(7.25, "counter"), (None, None), (8.25, "counter")]
+
+
 def test_memory_is_the_slices_and_power_the_whole_gpus_under_mig():
     part = Gpu("NVIDIA A100 MIG 1g.5gb", "MIG-1", memory=(MIB, 5 * MIB), power=1)
     other = Gpu("NVIDIA A100 MIG 3g.20gb", "MIG-2", memory=(0, 20 * MIB))

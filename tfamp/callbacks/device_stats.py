@@ -207,7 +207,7 @@ class _Session:
     def __init__(self, readers: Sequence[Reader], stay: Stay) -> None:
         self._readers, self.stay = readers, stay
         first = self._read()
-        self._energy = {name: value or 0.0 for name, value in first.items()}
+        self._energy = dict(first)
         self.fields = ("step", "time", *first)
         self.samples: list[dict[str, float | None]] = []
         self.writers: list[CsvRows | Summaries] = []
@@ -230,8 +230,12 @@ class _Session:
             if not values:
                 continue
             if name.endswith(_ENERGY):
-                found[name] = values[-1] - self._energy[name]
-                self._energy[name] = values[-1]
+                before = self._energy[name]
+                if before is None:
+                    before = values.pop(0)
+                if values:
+                    found[name] = values[-1] - before
+                self._energy[name] = values[-1] if values else before
             else:
                 found[f"{name}_mean"] = statistics.fmean(values)
                 found[f"{name}_max"] = max(values)

@@ -86,6 +86,7 @@ class Nvml:
         )
         self._clock = clock
         self._summed: dict[int, _Summed] = {}
+        self._counting: set[int] = set()
         self._handles: dict[int, tuple[Any, Any]] = {}
         try:
             self._pynvml.nvmlInit()
@@ -193,12 +194,13 @@ class Nvml:
     def _energy(
         self, index: int, whole: Any, watts: float | None
     ) -> tuple[float | None, str | None]:
-        """Returns joules and where they come from."""
+        """Returns joules and where they come from, the same place as before."""
         if index not in self._summed:
             millijoules = self.ask("nvmlDeviceGetTotalEnergyConsumption", whole)
             if millijoules is not None:
+                self._counting.add(index)
                 return millijoules / 1000, "counter"
-        if watts is None:
+        if watts is None or index in self._counting:
             return None, None
         summed = self._summed.setdefault(index, _Summed())
         return summed.add(self._clock(), watts), "power"
