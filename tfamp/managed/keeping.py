@@ -72,7 +72,7 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
         return
     lease = IN_FORCE.lease
     if lease is None:
-        if IN_FORCE.present.makes_float32 and layer.compute_dtype in HALF:
+        if IN_FORCE.present.makes_float32 and layer.dtype_policy.compute_dtype in HALF:
             set_policy(layer, keras.config.dtype_policy())
         return
     if dtype is lease.kept:
@@ -138,7 +138,7 @@ def _ask(
     for rule in lease.rules.rules:
         if early and rule.needs_finished_layer:
             continue
-        if rule.matches(layer, path=path, is_exact=rule.name in lease.exact):
+        if rule.matches(layer, path=path):
             keep(layer, lease, rule)
             return
 
