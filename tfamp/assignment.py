@@ -12,7 +12,7 @@ import keras
 from tfamp import _checks, rules
 from tfamp._care import Care, Kind, care_of
 from tfamp.keras_hooks import saving, structure, trainer
-from tfamp.managed import compiling, hooks, keeping, preview, resolving
+from tfamp.managed import compiling, exact_names, hooks, keeping, preview, resolving
 from tfamp.managed.in_force import IN_FORCE
 from tfamp.managed.lease import HALF, Lease, choose_policy, make_lease
 from tfamp.results import Record
@@ -177,6 +177,7 @@ def apply(
         lease.loss_scale_options = IN_FORCE.lease.loss_scale_options
     _check_patterns(model, lease)
     hooks.hold(lease)
+    exact_names.find(model, lease)
     layers = [layer for _, layer, _ in structure.walk(model)]
     for layer in layers:
         keeping.begin_again(layer, lease)

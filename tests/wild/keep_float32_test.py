@@ -62,3 +62,42 @@ def test_none_beside_default_is_refused():
     with pytest.raises(ValueError, match="'none' leaves the default rules out"):
         tfamp.enable("mixed_bfloat16", keep_float32=["none", "default"])
     assert tfamp.status().policy == "float32"
+
+
+def dotted():
+    inner = [keras.Input((8,)), layers.Dense(8, name="conv_1")]
+    return keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(8, name="conv_1"),
+            keras.Sequential(inner, name="blockx"),
+            layers.Dense(8, name="conv.1"),
+            keras.Sequential(inner[:1] + [layers.Dense(8, name="b")], name="block."),
+            layers.Dense(1, name="head"),
+        ]
+    )
+
+
+@pytest.mark.parametrize("way", ["enable", "apply"])
+@pytest.mark.parametrize(
+    "name, expected",
+    [
+        ("conv.1", {"conv.1"}),
+        ("block./b", {"block./b"}),
+        ("block.", {"block.", "block./b"}),
+        ("conv[_.]1", {"conv_1", "blockx/conv_1", "conv.1"}),
+        ("block.*", {"blockx", "blockx/conv_1", "block.", "block./b"}),
+    ],
+)
+def test_an_exact_name_is_no_pattern_for_others(name, expected, way):
+    keep = ["none", name]
+    if way == "enable":
+        with tfamp.scope("mixed_bfloat16", keep_float32=keep):
+            model = dotted()
+            model.compile("sgd", "mse")
+    else:
+        model = dotted()
+        tfamp.apply(model, "mixed_bfloat16", keep_float32=keep)
+    assert in_float32(model) == expected
+    rules = {row.rule for row in tfamp.assignment(model) if row.path not in expected}
+    assert rules == {"policy mixed_bfloat16"}

@@ -138,7 +138,7 @@ def _ask(
     for rule in lease.rules.rules:
         if early and rule.needs_finished_layer:
             continue
-        if rule.matches(layer, path=path):
+        if rule.matches(layer, path=path, is_exact=rule.name in lease.exact):
             keep(layer, lease, rule)
             return
 

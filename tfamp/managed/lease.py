@@ -28,6 +28,7 @@ class Lease:
         loss_scale: "dynamic", a number for a static scale, or None.
         loss_scale_options: Further arguments of the loss-scale optimizer.
         matched: Names of user rules that have matched some layer.
+        exact: Names of user rules whose pattern is the name or path of a layer.
         kept: The float32 policy given to kept layers. One object, so that
             sublayers that are handed it count as given a dtype.
         number: Tells leases apart when they are gone.
@@ -38,6 +39,7 @@ class Lease:
     loss_scale: str | float | None = "dynamic"
     loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     matched: set[str] = dataclasses.field(default_factory=set)
+    exact: set[str] = dataclasses.field(default_factory=set)
     kept: keras.DTypePolicy = dataclasses.field(
         default_factory=lambda: keras.DTypePolicy("float32")
     )

@@ -12,7 +12,7 @@ from tfamp import rules as _rules
 from tfamp._care import Care, Kind, care_of, change_care
 from tfamp._checks import first_line
 from tfamp.keras_hooks import calls, structure
-from tfamp.managed import heads, keeping
+from tfamp.managed import exact_names, heads, keeping
 from tfamp.managed.in_force import IN_FORCE
 from tfamp.managed.lease import Lease
 
@@ -226,6 +226,7 @@ def _say_what_broke(model: keras.layers.Layer, broken: Exception) -> None:
 
 def _settle_layers(model: keras.layers.Layer, lease: Lease) -> None:
     """Asks all rules about all layers, whose paths are known now."""
+    exact_names.find(model, lease)
     for path, layer, _ in structure.walk(model):
         care = care_of(layer)
         if care is None or care.lease is not lease:
@@ -241,7 +242,7 @@ def _note_user_rules(layer: keras.layers.Layer, path: str, lease: Lease) -> None
             care is None or care.kind is not Kind.EXPLICIT
         ):
             continue
-        if not rule.matches(layer, path=path):
+        if not rule.matches(layer, path=path, is_exact=rule.name in lease.exact):
             continue
         lease.matched.add(rule.name)
         if care is not None and care.kind is Kind.EXPLICIT:

@@ -47,7 +47,8 @@ def parse(keep_float32: KeepFloat32) -> RuleSet:
     Args:
         keep_float32: "default", "none", or a sequence of layers, layer classes, class
             names, names and paths or patterns that match a whole one, and callables
-            taking a layer. "none" among them leaves the default rules out; "default"
+            taking a layer. What is the name or path of a layer is no pattern for
+            others. "none" among them leaves the default rules out; "default"
             changes nothing.
 
     Raises:

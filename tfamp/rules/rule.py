@@ -39,12 +39,19 @@ class Rule:
         """Whether the layer's constructor must have ended before asking."""
         return self.predicate is not None
 
-    def matches(self, layer: keras.layers.Layer, *, path: str | None = None) -> bool:
+    def matches(
+        self,
+        layer: keras.layers.Layer,
+        *,
+        path: str | None = None,
+        is_exact: bool = False,
+    ) -> bool:
         """Returns whether the rule keeps `layer`.
 
         Args:
             layer: The layer; a finished one where the rule has a predicate.
             path: Its path within a model, where known.
+            is_exact: Whether the pattern is a name or path as it stands.
 
         Raises:
             TypeError: A predicate gave something that is not a truth value.
@@ -53,18 +60,25 @@ class Rule:
         if self.classes and not isinstance(layer, self.classes):
             return False
         if self.class_name is not None or self.pattern is not None:
-            return self._matches_text(layer, path)
+            return self._matches_text(layer, path, is_exact=is_exact)
         if self.predicate is not None:
             return self._ask(layer)
         return bool(self.classes)  # a rule for layers this Keras lacks keeps none
 
-    def _matches_text(self, layer: keras.layers.Layer, path: str | None) -> bool:
-        if self.class_name in _ancestors(type(layer)):
+    def is_name_of(self, layer: keras.layers.Layer, path: str | None) -> bool:
+        """Returns whether the pattern, as it stands, is a layer's name or path."""
+        return self.pattern is not None and self.pattern.pattern in _texts(layer, path)
+
+    def _matches_text(
+        self, layer: keras.layers.Layer, path: str | None, *, is_exact: bool
+    ) -> bool:
+        if self.class_name in _ancestors(type(layer)) or self.is_name_of(layer, path):
             return True
-        candidates = {layer.name, path, getattr(layer, "path", None)} - {None}
         pattern = self.pattern
-        return pattern is not None and any(
-            pattern.pattern == c or pattern.fullmatch(c) for c in candidates
+        return (
+            not is_exact
+            and pattern is not None
+            and any(map(pattern.fullmatch, _texts(layer, path)))
         )
 
     def _ask(self, layer: keras.layers.Layer) -> bool:
@@ -83,6 +97,11 @@ class Rule:
             f"Rule {self.name} returned {answer!r} for layer {layer.name!r}; expected "
             "True or False. Return whether the layer stays in float32."
         )
+
+
+def _texts(layer: keras.layers.Layer, path: str | None) -> set[str]:
+    found = {layer.name, path, getattr(layer, "path", None)}
+    return {text for text in found if text is not None}
 
 
 def _ancestors(cls: type) -> set[str]:
