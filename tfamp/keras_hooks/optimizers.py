@@ -183,15 +183,23 @@ def _place() -> tuple[str, int]:
     Replicas trace one function in threads of their own. What `init_scope` runs while
     a function is traced belongs to the thread, where no mask of the graph is known.
     """
-    if tf.executing_eagerly():
+    graph = outermost_graph()
+    if graph is None:
         return "thread", threading.get_ident()
+    return "graph", id(graph)
+
+
+def outermost_graph() -> Any:
+    """Returns the function that is being traced, outermost; None in eager code."""
+    if tf.executing_eagerly():
+        return None
     graph = tf.compat.v1.get_default_graph()
     while getattr(graph, "outer_graph", None) is not None:
         outer = graph.outer_graph
         if not outer.building_function:
             break
         graph = outer
-    return "graph", id(graph)
+    return graph
 
 
 _WRITES = _Writes()

@@ -1,4 +1,4 @@
-"""The care that `fit` takes where the optimizer is a `LossScaleOptimizer`.
+"""The care that `fit` takes where an optimizer is a `LossScaleOptimizer`.
 
 A skipped step leaves the moving statistics as they were; a window that is not full
 is applied at the end of an epoch; an error of TensorFlow becomes ours.
@@ -14,15 +14,12 @@ import keras
 import tensorflow as tf
 
 from tfamp._patch import HeldPatches
-from tfamp.keras_hooks import fitting, structure
+from tfamp.keras_hooks import fitting
+from tfamp.keras_hooks.model_optimizers import optimizers_of
 from tfamp.keras_hooks.optimizers import in_xla, variables_written
 from tfamp.loss_scale import errors
-from tfamp.loss_scale.branches import (
-    either,
-    first_of,
-    stop_if_due,
-    where_replicas_are_one,
-)
+from tfamp.loss_scale.held_state import HeldState
+from tfamp.loss_scale.tape import training_with
 from tfamp.runs.caring import around_run
 
 # Under XLA no error can be raised in the graph, so the counter is read every so
@@ -45,10 +42,13 @@ def microbatch_weight() -> Any:
     return tf.constant(1.0) if weight is None else weight
 
 
-def _ours(model: Any) -> Any:
-    """Returns a model's optimizer where it is a `LossScaleOptimizer` of tfamp."""
-    optimizer = getattr(model, "optimizer", None)
-    return optimizer if hasattr(type(optimizer), "last_step_skipped") else None
+# What is done ahead of a model's training, by parts that this one does not know.
+BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
+
+
+def _ours(model: Any) -> list[Any]:
+    """Returns the optimizers of a model that are a `LossScaleOptimizer` of tfamp."""
+    return [o for o in optimizers_of(model) if hasattr(type(o), "last_step_skipped")]
 
 
 def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[..., Any]:
@@ -56,50 +56,34 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(train_step)
     def step_and_undo(data: Any) -> Any:
-        optimizer = _ours(model)
-        if optimizer is None:
+        optimizers = _ours(model)
+        if not optimizers:
             return train_step(data)
-        _build(model, optimizer, data)
-        held = _moving_state(model)
-        before = [tf.convert_to_tensor(v.value) for v in held]
-        num_skipped = optimizer.tally.read().counters.skipped
-        weight = fitting.batch_size_of(data) if optimizer.accumulates else None
-        optimizer.leaves_stop_to_caller, _MICROBATCH.weight = True, weight
+        _build(model, optimizers, data)
+        state = HeldState(model, optimizers)
+        accumulates = any(o.accumulates for o in optimizers)
+        weight = fitting.batch_size_of(data) if accumulates else None
+        for optimizer in optimizers:
+            optimizer.leaves_stop_to_caller = True
+        _MICROBATCH.weight = weight
         # Under XLA each is a select, so only what is written is undone.
         watch = variables_written() if in_xla() else contextlib.nullcontext()
         try:
-            with watch as written:
+            with watch as written, training_with(optimizers):
                 logs = train_step(data)
         finally:
-            optimizer.leaves_stop_to_caller, _MICROBATCH.weight = False, None
-        if written is not None:
-            pairs = list(zip(held, before, strict=True))
-            pairs = [pair for pair in pairs if id(pair[0].value) in written]
-            held, before = [v for v, _ in pairs], [b for _, b in pairs]
-        _undo(optimizer, held, before, num_skipped)
+            for optimizer in optimizers:
+                optimizer.leaves_stop_to_caller = False
+            _MICROBATCH.weight = None
+        state.put_back_if_skipped(written)
         return logs
 
     return step_and_undo
 
 
-def _moving_state(model: keras.Model) -> list[Any]:
-    """Returns what a step changes beside the weights that the optimizer trains.
-
-    Moving statistics, and the states of recurrent layers, which Keras lists under no
-    model. Random numbers go on, as they do in stock Keras, so that the next step draws
-    another mask.
-    """
-    held = list(model.non_trainable_weights)
-    for _, layer, _ in structure.walk(model):
-        if getattr(layer, "stateful", False):
-            states = structure.flatten(getattr(layer, "states", None))
-            held += [v for v in states if isinstance(v, keras.Variable)]
-    return list({id(v): v for v in held}.values())
-
-
-def _build(model: keras.Model, optimizer: Any, data: Any) -> None:
+def _build(model: keras.Model, optimizers: list[Any], data: Any) -> None:
     """Builds what is not built, so that its variables can be held from the start."""
-    if model.built and optimizer.built:
+    if model.built and all(o.built for o in optimizers):
         return
     try:
         fitting.build_from(model, data)
@@ -107,43 +91,9 @@ def _build(model: keras.Model, optimizer: Any, data: Any) -> None:
         return
 
 
-def _undo(optimizer: Any, held: list[Any], before: list[Any], num_skipped: Any) -> None:
-    if not optimizer.built:
-        return
-    values = [v.value for v in held]
-
-    def merged(strategy: Any, before: Any, num_skipped: Any) -> None:
-        def restore() -> None:
-            done = []
-            for variable, value in zip(values, before, strict=True):
-                write = functools.partial(_write, strategy)
-                done.append(write(variable, value))
-            stop_if_due(optimizer, [op for op in done if op is not None])
-
-        now = optimizer.tally.read().counters
-        is_skipped = now.skipped > first_of(strategy, num_skipped)
-        either(is_skipped, restore, _nothing)
-
-    where_replicas_are_one(merged, before, num_skipped)
-
-
-def _write(strategy: Any, variable: Any, value: Any) -> Any:
-    if tf.distribute.in_cross_replica_context():
-        done = strategy.extended.update(
-            variable, lambda v, x: v.assign(x, read_value=False), args=(value,)
-        )
-    else:
-        done = variable.assign(value, read_value=False)
-    return done if isinstance(done, tf.Operation) else None
-
-
-def _nothing() -> None:
-    return None
-
-
 def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a training function that reads the counters now and then, under XLA."""
-    if not model.jit_compile or _ours(model) is None:
+    if not model.jit_compile or not _ours(model):
         return function
     calls = 0
 
@@ -160,9 +110,9 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _raise_if_stopped(model: keras.Model) -> None:
-    optimizer = _ours(model)
-    if optimizer is not None and optimizer.was_stopped():
-        raise optimizer.late_stop_error()
+    for optimizer in _ours(model):
+        if optimizer.was_stopped():
+            raise optimizer.late_stop_error()
 
 
 class _EndOfEpoch(keras.callbacks.Callback):
@@ -179,14 +129,14 @@ class _EndOfEpoch(keras.callbacks.Callback):
         self._flush()
 
     def _flush(self) -> None:
-        optimizer = _ours(self.model)
-        if optimizer is not None:
+        for optimizer in _ours(self.model):
             optimizer.flush()
 
 
 @contextlib.contextmanager
 def _fit_with_care(model: keras.Model, callbacks: Any) -> Iterator[Any]:
-    if _ours(model) is None:
+    _prepare(model)
+    if not _ours(model):
         with _our_errors(model):  # of optimizers that a `train_step` has of its own
             yield callbacks
         return
@@ -197,12 +147,14 @@ def _fit_with_care(model: keras.Model, callbacks: Any) -> Iterator[Any]:
     else:
         ours.set_model(model)
         given.callbacks.insert(0, ours)
-    _ours(model).forget_stops()
+    for optimizer in _ours(model):
+        optimizer.forget_stops()
     try:
         with _our_errors(model):
             yield callbacks
     except BaseException:
-        _ours(model).discard()  # nothing of this `fit` leaks into the next
+        for optimizer in _ours(model):
+            optimizer.discard()  # nothing of this `fit` leaks into the next
         raise
     finally:
         if given is not None:
@@ -221,6 +173,18 @@ def _our_errors(model: keras.Model) -> Iterator[None]:
         raise errors.LossScaleError(text) from error
 
 
+@contextlib.contextmanager
+def _around_batch(model: keras.Model) -> Iterator[None]:
+    _prepare(model)
+    with _our_errors(model):
+        yield
+
+
+def _prepare(model: keras.Model) -> None:
+    for prepare in BEFORE_TRAINING:
+        prepare(model)
+
+
 FIT_HOOKS = HeldPatches(
-    fitting.patches(_guarded, _watched, _fit_with_care, _our_errors, around_run)
+    fitting.patches(_guarded, _watched, _fit_with_care, _around_batch, around_run)
 )

@@ -1,4 +1,4 @@
-"""Notices a training loop that applies gradients of a loss it never scaled."""
+"""Notices gradients that neither a tape nor `scale_loss` knows of."""
 
 import sys
 import warnings
@@ -10,29 +10,26 @@ import tensorflow as tf
 # Gradients may have been scaled by hand, as in a test of an optimizer; a loop that
 # goes on like this has forgotten it.
 _EAGER_STEPS = 10
-_MAX_FRAMES = 12
 _LIBRARIES = ("tfamp", "tensorflow", "keras", "contextlib", "threading")
 
 _applies: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
 def warn_of_unscaled_loss(optimizer: Any) -> None:
-    """Warns once where the loss was never scaled and its gradients are applied."""
+    """Warns once where gradients of unknown origin are taken for scaled ones."""
     if optimizer.has_scaled_loss or _has_no_scale(optimizer):
         return
     count = _applies.get(optimizer, 0) + 1
     _applies[optimizer] = count
-    if count > _EAGER_STEPS:
-        return
-    is_sure = not tf.executing_eagerly() or _is_under_a_tape()
-    if not is_sure and count < _EAGER_STEPS:
+    is_sure = not tf.executing_eagerly() or count == _EAGER_STEPS
+    if count > _EAGER_STEPS or not is_sure:
         return
     _applies[optimizer] = _EAGER_STEPS
     warnings.warn(
-        f"Optimizer {optimizer.name!r} divides gradients by its loss scale, but the "
-        "loss was never multiplied by it: updates are too small by that factor. Put "
-        "`loss = optimizer.scale_loss(loss)` before the gradients are computed, in "
-        "`train_step` as `self.optimizer.scale_loss(loss)`.",
+        f"Optimizer {optimizer.name!r} divides gradients by its loss scale, but they "
+        "come from no `tf.GradientTape`, and no loss was multiplied by it: updates are "
+        "too small by that factor. Compute them by a tape, or put `loss = "
+        "optimizer.scale_loss(loss)` before they are computed.",
         UserWarning,
         stacklevel=_level_of_user(),
     )
@@ -51,15 +48,3 @@ def _level_of_user() -> int:
             return level
         frame, level = frame.f_back, level + 1
     return 2
-
-
-def _is_under_a_tape() -> bool:
-    """Returns whether a caller holds a gradient tape among its variables."""
-    frame = sys._getframe(2)
-    for _ in range(_MAX_FRAMES):
-        if any(isinstance(v, tf.GradientTape) for v in frame.f_locals.values()):
-            return True
-        if frame.f_back is None:
-            return False
-        frame = frame.f_back
-    return False

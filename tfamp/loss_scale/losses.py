@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfamp.loss_scale.gradients import multiplied
 from tfamp.loss_scale.parts import Parts
+from tfamp.loss_scale.scaled import SCALINGS
 
 _HALF = (tf.float16, tf.bfloat16)
 
@@ -21,13 +22,12 @@ class ScalingLosses(Parts):
         Args:
             loss: A number or tensor of any shape.
         """
-        self.has_scaled_loss = True
-        self.gradients_come_unscaled = False
+        SCALINGS.say(self, is_scaled=True)
         return self._scaled(loss)
 
     def get_scaled_loss(self, loss: Any) -> Any:
         """As `scale_loss`; takes a callable too and returns one, as legacy Keras."""
-        self.has_scaled_loss = True
+        SCALINGS.say(self, is_scaled=True)
         if callable(loss):
             return lambda: self._scaled(loss())
         return self._scaled(loss)
@@ -35,13 +35,13 @@ class ScalingLosses(Parts):
     def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
         """Returns gradients of a scaled loss divided by the scale.
 
-        `apply` and `apply_gradients` take what came through here as it is, as legacy
-        Keras did, until `scale_loss` is called again.
+        The next `apply` or `apply_gradients` takes what came through here as it is, as
+        legacy Keras did.
 
         Args:
             grads: Tensors, `tf.IndexedSlices` or None.
         """
-        self.gradients_come_unscaled = True
+        SCALINGS.say(self, is_scaled=False)
         factor = 1 / tf.convert_to_tensor(self.dynamic_scale.value)
         return [None if g is None else multiplied(g, factor) for g in grads]
 

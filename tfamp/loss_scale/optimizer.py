@@ -10,7 +10,6 @@ from absl import logging
 from tfamp._patch import HeldPatches
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.workers import WORKER_HOOKS
-from tfamp.loss_scale import forgotten
 from tfamp.loss_scale.blame import Blame
 from tfamp.loss_scale.delegation import Delegating, adopted_accumulation
 from tfamp.loss_scale.fitting import FIT_HOOKS
@@ -20,6 +19,7 @@ from tfamp.loss_scale.reporting import Reporting
 from tfamp.loss_scale.saving import Saving
 from tfamp.loss_scale.settings import check_settings
 from tfamp.loss_scale.tally import Tally
+from tfamp.loss_scale.tape import TAPE_HOOKS, know
 
 
 class LossScaleOptimizer(
@@ -33,7 +33,9 @@ class LossScaleOptimizer(
     """Scales the loss, and applies only steps whose gradients are finite.
 
     float16 gradients below 6e-8 are 0. Multiplying the loss by a scale lifts all of
-    them; the optimizer divides it out again. A step whose gradients are not finite on
+    them; it is divided out again. Gradients that a `tf.GradientTape` computes for the
+    optimizer's variables are scaled there and come out true; code that calls
+    `scale_loss` gets them scaled, and the optimizer divides. A step whose gradients are not finite on
     every replica and after the reduction changes no bit of any weight or slot; where
     the scale was the cause, it is lowered. Under `tfamp.enable`, `compile` wraps the
     optimizer by itself wherever a layer computes in float16.
@@ -134,7 +136,6 @@ class LossScaleOptimizer(
         self.measures_scale = initial_scale == "auto"
         self.leaves_stop_to_caller = False
         self.has_gradient: Any = None
-        self.gradients_come_unscaled = False
         self.has_scaled_loss = False
         self.blame: Blame | None = None
         self._accumulators: list[Any] = []
@@ -147,8 +148,10 @@ class LossScaleOptimizer(
             "loss_scale_state", self._beside, self._take_beside
         )
         FIT_HOOKS.hold(self)
+        TAPE_HOOKS.hold(self)
         WORKER_HOOKS.hold(self)
         CONFIG_HOOKS.hold(self)
+        know(self)
 
     @property
     def accumulates(self) -> bool:
@@ -172,7 +175,9 @@ class LossScaleOptimizer(
         if self.built:
             return
         variables = list(var_list)
-        if not self.inner_optimizer.built:
+        if self.inner_optimizer.built:
+            variables = hooks.trained_by(self.inner_optimizer) or variables
+        else:
             self.inner_optimizer.build(variables)
         for position, variable in enumerate(variables):
             self._trainable_variables_indices[self._var_key(variable)] = position
@@ -185,7 +190,11 @@ class LossScaleOptimizer(
     def apply(
         self, grads: Sequence[Any], trainable_variables: Sequence[Any] | None = None
     ) -> None:
-        """Makes an update of the scaled gradients, if they are finite everywhere.
+        """Makes an update of the gradients, if they are finite everywhere.
+
+        What a `tf.GradientTape` gave since the last update counts as unscaled, unless
+        the loss went through `scale_loss`; gradients of any other origin are divided
+        by the scale.
 
         Args:
             grads: For each variable a tensor, `tf.IndexedSlices` or None. On several
@@ -213,7 +222,6 @@ class LossScaleOptimizer(
         with tf.name_scope(self.name):
             variables = self._variables_of(gradients, trainable_variables)
             self._check_setting()
-            forgotten.warn_of_unscaled_loss(self)
             self._take_step(gradients, variables)
 
     def apply_gradients(self, grads_and_vars: Any) -> Any:

@@ -25,8 +25,7 @@ class Parts:
             raises the error.
         has_gradient: For each variable whether the present window has a gradient
             of it; None where nothing is accumulated.
-        has_scaled_loss: Whether any loss was scaled.
-        gradients_come_unscaled: Whether `get_unscaled_gradients` was called last.
+        has_scaled_loss: Whether gradients ever came of which the scale was known.
     """
 
     name: str
@@ -47,7 +46,6 @@ class Parts:
     leaves_stop_to_caller: bool
     has_gradient: Any
     has_scaled_loss: bool
-    gradients_come_unscaled: bool
     _variables: list[Any]
     _accumulators: list[Any]
     _loaded: list[Any] | None

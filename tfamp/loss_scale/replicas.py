@@ -7,12 +7,14 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
-from tfamp.loss_scale import window
-from tfamp.loss_scale.branches import where_replicas_are_one
+from tfamp.loss_scale import forgotten, window
+from tfamp.loss_scale.branches import first_of, where_replicas_are_one
 from tfamp.loss_scale.fitting import microbatch_weight
 from tfamp.loss_scale.parts import Parts
+from tfamp.loss_scale.scaled import SCALINGS
 from tfamp.loss_scale.step import take_step
 from tfamp.loss_scale.tally import Snapshot
+from tfamp.loss_scale.tape import ids_of
 
 
 class OnReplicas(Parts):
@@ -52,25 +54,38 @@ class OnReplicas(Parts):
 
     def _take_step(self, gradients: list[Any], variables: list[Any]) -> None:
         """Reduces the gradients and takes the step where all replicas are one."""
-        come_scaled = not self.gradients_come_unscaled
+        scaling = SCALINGS.take(self, ids_of(self))
+        if scaling is None:
+            forgotten.warn_of_unscaled_loss(self)
+        else:
+            self.has_scaled_loss = True
+        come_scaled = scaling is None or scaling.is_scaled
+        verdict = None if scaling is None else scaling.verdict_on(gradients)
+        num_spoilt = tf.constant(0.0) if verdict is None else tf.cast(~verdict, "float32")
         context = tf.distribute.get_replica_context()
         weight = microbatch_weight()
         if context.num_replicas_in_sync > 1:
             present = [g for g in gradients if g is not None]
-            *reduced, weight = context.all_reduce(
-                tf.distribute.ReduceOp.SUM, [*present, tf.convert_to_tensor(weight)]
+            *reduced, weight, num_spoilt = context.all_reduce(
+                tf.distribute.ReduceOp.SUM,
+                [*present, tf.convert_to_tensor(weight), num_spoilt],
             )
             reduced_in_turn = iter(reduced)
             gradients = [g if g is None else next(reduced_in_turn) for g in gradients]
 
-        def merged(strategy: Any, gradients: Any, weight: Any) -> None:
+        def merged(
+            strategy: Any, gradients: Any, weight: Any, num_spoilt: Any
+        ) -> None:
             take_step(
                 strategy,
                 self,
                 gradients,
                 variables,
                 come_scaled=come_scaled,
-                weight=strategy.experimental_local_results(weight)[0],
+                weight=first_of(strategy, weight),
+                was_finite=None
+                if verdict is None
+                else tf.equal(first_of(strategy, num_spoilt), 0.0),
             )
 
         can_merge = not tf.__internal__.distribute.strategy_supports_no_merge_call()
@@ -80,7 +95,7 @@ class OnReplicas(Parts):
                 "TensorFlow cannot compile a step of several replicas by XLA on these "
                 "devices (keras#21366). Pass `jit_compile=False`."
             )
-        where_replicas_are_one(merged, gradients, weight)
+        where_replicas_are_one(merged, gradients, weight, num_spoilt)
 
     @tf.autograph.experimental.do_not_convert
     def _on_window(self, take: Callable[..., None]) -> None:

@@ -6,8 +6,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp import _checks
+from tfamp.keras_hooks.tapes import is_recording
 from tfamp.loss_scale import errors
 from tfamp.loss_scale.parts import Parts
+from tfamp.loss_scale.scaled import SCALINGS
 from tfamp.loss_scale.tally import (
     FROZEN,
     HISTORY_STEPS,
@@ -26,7 +28,9 @@ class Reporting(Parts):
     @property
     def scale(self) -> Any:
         """The present loss scale."""
-        self.has_scaled_loss = True  # whoever reads it may scale by hand
+        self.has_scaled_loss = True
+        if is_recording():  # whoever reads it there scales by hand
+            SCALINGS.say(self, is_scaled=True)
         if tf.executing_eagerly():
             return self.tally.numbers().scale
         return tf.convert_to_tensor(self.dynamic_scale.value)

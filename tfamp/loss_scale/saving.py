@@ -17,6 +17,8 @@ from tfamp.loss_scale.tally import Counters, Levels
 _MARK = "tfamp"
 # iteration, learning_rate, step_counter and dynamic_scale of Keras's class.
 _NUM_STOCK = 4
+# Where nothing was built: of a plain optimizer, of Keras's wrapper alone, of both.
+_NUMS_UNBUILT = (2, _NUM_STOCK, _NUM_STOCK + 2)
 # Those of the constructor; what equals them stays out of a configuration.
 _DEFAULTS: dict[str, Any] = {
     "dynamic": True,
@@ -202,8 +204,7 @@ class Saving(Parts):
         targets = self._stock_variables() if _is_wrapped(values) else inner
         shapes = [tuple(v.shape) for v in targets]
         if shapes != [value.shape for value in values]:
-            is_unbuilt = len(values) in (_NUM_STOCK, _NUM_STOCK + 2)
-            if not is_unbuilt:
+            if len(values) not in _NUMS_UNBUILT:
                 warnings.warn(
                     f"The file's optimizer has {len(values)} variables that do not fit "
                     f"the {len(targets)} of {self.name!r}, so its slots begin anew. "

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfamp.loss_scale.branches import either, first_of, stop_if_due
 from tfamp.loss_scale.gradients import sums_of_squares
 from tfamp.loss_scale.outcomes import after_finite, after_non_finite, applied
+from tfamp.loss_scale.tally import Snapshot
 from tfamp.loss_scale.update import apply_update
 from tfamp.loss_scale.window import add_up, close_if_full
 
@@ -26,6 +27,7 @@ def take_step(
     *,
     come_scaled: bool,
     weight: Any,
+    was_finite: Any = None,
 ) -> None:
     """Judges reduced gradients and does what the verdict asks for.
 
@@ -38,6 +40,9 @@ def take_step(
         come_scaled: Whether the gradients are multiplied by the loss scale.
         weight: Weight of this microbatch in its window, where steps are
             accumulated; a float32 scalar.
+        was_finite: Whether the gradients were finite on all replicas as the tape gave
+            them, where they were changed since: clipping by value hides an overflow. A
+            boolean scalar, or None.
     """
     tally = optimizer.tally
     before = tally.read()
@@ -55,6 +60,8 @@ def take_step(
         if gradient is not None and optimizer.is_overwritten(variable):
             exact = tf.math.is_finite(first_of(strategy, gradient))
             is_finite = is_finite & tf.reduce_all(exact)
+    if was_finite is not None:
+        is_finite = is_finite & (was_finite | _is_lowest(optimizer, before))
     norm = tf.sqrt(tf.reduce_sum(squares)) / scale
 
     def go_on() -> None:
@@ -74,3 +81,12 @@ def take_step(
     # Before the branches, one of which may end in an error.
     tally.remember(before.counters, before.scale, norm, ~is_finite)
     either(is_finite, go_on, skip)
+
+
+def _is_lowest(optimizer: Any, before: Snapshot) -> tf.Tensor:
+    """Returns whether a lower scale is no remedy for gradients that were not finite.
+
+    Whoever makes them finite at a scale of 1 does so in float32 too.
+    """
+    lowest = max(1.0, optimizer.rule.min_scale)
+    return optimizer.dynamic & (before.scale <= lowest)

@@ -1,17 +1,19 @@
-"""What `compile` does for a managed model: heads first, then the loss scale."""
+"""What `compile` does for a managed model: heads first, then the loss scales."""
 
+import weakref
 from typing import Any
 
 import keras
 from absl import logging
 
 from tfamp._care import care_of, change_care
-from tfamp.keras_hooks import optimizers, trainer
+from tfamp.keras_hooks import model_optimizers, optimizers, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.managed import resolving
 from tfamp.managed.lease import Lease
 
 _NAME = "loss_scale_optimizer"  # as Keras names the one that it wraps with
+_WRAPPED: weakref.WeakSet[Any] = weakref.WeakSet()  # by `before_training`
 
 
 def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
@@ -33,6 +35,34 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
     plain = keras.optimizers.get(optimizer)
     arguments["optimizer"] = scaled(plain, model, lease)
     _note_wrapping(model, plain, arguments["optimizer"])
+
+
+def before_training(model: keras.Model) -> None:
+    """Gives each further optimizer of a model a loss scale of its own.
+
+    A model that is trained by several holds them under names that `compile` does not
+    know, as `d_optimizer`, or in a list.
+    """
+    lease = resolving.care_lease(model)
+    if lease is None:
+        return
+
+    def wrapped(optimizer: Any) -> Any:
+        given = scaled(optimizer, model, lease)
+        if given is not optimizer:
+            _WRAPPED.add(given)
+        return given
+
+    names = model_optimizers.replace_optimizers(model, wrapped)
+    if not names:
+        return
+    trainer.drop_traced_functions(model)
+    logging.info(
+        "Model %r computes in float16, so the optimizers in %s got a loss scale each. "
+        "Pass `tfamp.LossScaleOptimizer(...)` for other settings.",
+        model.name,
+        ", ".join(f"`{name}`" for name in names),
+    )
 
 
 def scaled(optimizer: Any, model: keras.Model, lease: Lease) -> Any:
@@ -103,6 +133,8 @@ def follow_policy(model: keras.layers.Layer, lease: Lease) -> None:
 
     The inner optimizer is the same object before and after, with its slots.
     """
+    if not resolving.computes_in(model, "float16"):
+        model_optimizers.replace_optimizers(model, _plain)
     care = care_of(model)
     if care is None or not trainer.is_compiled(model) or model.optimizer is None:
         return
@@ -118,6 +150,12 @@ def follow_policy(model: keras.layers.Layer, lease: Lease) -> None:
     if wanted is not present:
         trainer.replace_optimizer(model, wanted)
     _note_wrapping(model, plain, wanted)
+
+
+def _plain(optimizer: Any) -> Any:
+    """Returns an optimizer without the scale that was put around it here."""
+    is_ours = isinstance(optimizer, LossScaleOptimizer) and optimizer in _WRAPPED
+    return optimizer.inner_optimizer if is_ours else optimizer
 
 
 def _note_wrapping(model: keras.Model, plain: Any, given: Any) -> None:

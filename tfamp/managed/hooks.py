@@ -26,7 +26,7 @@ from tfamp.keras_hooks import (
     trainer,
 )
 from tfamp.keras_hooks.workers import WORKER_HOOKS
-from tfamp.loss_scale.fitting import FIT_HOOKS
+from tfamp.loss_scale.fitting import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.managed import compiling, files, keeping, resolving
 from tfamp.managed.in_force import IN_FORCE
@@ -89,6 +89,8 @@ _RUNNING = HeldPatches(
         *configs.write_patches(keeping.inherited_policy),
     ]
 )
+
+BEFORE_TRAINING.append(compiling.before_training)
 
 _LOCK = threading.RLock()
 

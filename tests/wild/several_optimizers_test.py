@@ -1,0 +1,231 @@
+"""Models trained by several optimizers, under names that `compile` does not know."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+from tests.replicas import two_replicas
+
+import tfamp
+
+layers = keras.layers
+Scaling = tfamp.LossScaleOptimizer
+x = np.random.default_rng(0).normal(1.0, 0.5, (32, 4)).astype("float32")
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+class GAN(keras.Model):
+    """Two networks and two optimizers, in the manner of the guides."""
+
+    normalization = layers.BatchNormalization
+
+    def __init__(self):
+        super().__init__()
+        self.critic = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(8),
+                self.normalization(),
+                layers.LeakyReLU(),
+                layers.Dense(1),
+            ]
+        )
+        self.maker = keras.Sequential(
+            [keras.Input((2,)), layers.Dense(8, "relu"), layers.Dense(4)]
+        )
+        self.noise = keras.random.SeedGenerator(3)
+
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile()
+        self.d_optimizer = d_optimizer
+        self.g_optimizer = g_optimizer
+        self.loss_fn = loss_fn
+        self.d_loss = keras.metrics.Mean(name="d_loss")
+        self.g_loss = keras.metrics.Mean(name="g_loss")
+
+    @property
+    def metrics(self):
+        return [self.d_loss, self.g_loss]
+
+    def optimizer_of(self, name):
+        return getattr(self, f"{name}_optimizer")
+
+    def train_step(self, data):
+        real = data[0] if isinstance(data, tuple) else data
+        size = tf.shape(real)[0]
+        labels = tf.concat([tf.ones((size, 1)), tf.zeros((size, 1))], 0)
+        fake = self.maker(keras.random.normal((size, 2), seed=self.noise))
+        both = tf.concat([real, tf.cast(fake, real.dtype)], 0)
+        with tf.GradientTape() as tape:
+            d_loss = self.loss_fn(labels, self.critic(both, training=True))
+        weights = self.critic.trainable_weights
+        gradients = tape.gradient(d_loss, weights)
+        self.optimizer_of("d").apply_gradients(zip(gradients, weights))
+        noise = keras.random.normal((size, 2), seed=self.noise)
+        with tf.GradientTape() as tape:
+            scores = self.critic(self.maker(noise))
+            g_loss = self.loss_fn(tf.ones((size, 1)), scores)
+        weights = self.maker.trainable_weights
+        gradients = tape.gradient(g_loss, weights)
+        self.optimizer_of("g").apply_gradients(zip(gradients, weights))
+        self.d_loss.update_state(d_loss)
+        self.g_loss.update_state(g_loss)
+        return {m.name: m.result() for m in self.metrics}
+
+
+class Called(GAN):
+    """Keras builds it where a strategy or a file wants it built."""
+
+    def call(self, inputs, training=None):
+        return self.critic(inputs, training=training)
+
+
+class InAList(GAN):
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile(None, None, loss_fn)
+        self.optimizers = [d_optimizer, g_optimizer]
+
+    def optimizer_of(self, name):
+        return self.optimizers["dg".index(name)]
+
+
+class InATuple(InAList):
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile(d_optimizer, g_optimizer, loss_fn)
+        self.optimizers = (d_optimizer, g_optimizer)
+
+
+class InADict(GAN):
+    def compile(self, d_optimizer, g_optimizer, loss_fn):
+        super().compile(None, None, loss_fn)
+        self.by_part = {"d": d_optimizer, "g": g_optimizer}
+
+    def optimizer_of(self, name):
+        return self.by_part[name]
+
+
+def trained(policy, cls=GAN, data=x, epochs=3, **changes):
+    keras.utils.set_random_seed(4)
+    with tfamp.scope(policy):
+        model = cls()
+    model.compile(
+        keras.optimizers.Adam(1e-2),
+        keras.optimizers.SGD(1e-2),
+        keras.losses.BinaryCrossentropy(from_logits=True),
+    )
+    for name, value in changes.items():
+        setattr(model, name, value)
+    history = model.fit(data, epochs=epochs, batch_size=16, shuffle=False, verbose=0)
+    return model, history.history
+
+
+HOLDERS = [GAN, InAList, InATuple, InADict]
+
+
+@pytest.mark.anchors("GAN-graph")
+@pytest.mark.parametrize("mode", ["graph", "eager", "xla"])
+@pytest.mark.parametrize("cls", HOLDERS)
+def test_each_gets_a_scale_of_its_own(cls, mode):
+    how = {"run_eagerly": mode == "eager", "jit_compile": mode == "xla"}
+    _, exact = trained("float32", cls, **how)
+    model, half = trained("mixed_float16", cls, **how)
+    for name in ("d_loss", "g_loss"):
+        assert half[name] == pytest.approx(exact[name], rel=0.02)
+    d, g = (model.optimizer_of(name) for name in "dg")
+    assert isinstance(d, Scaling) and isinstance(g, Scaling)
+    assert d is not g
+    assert (d.applied_steps, g.applied_steps) == (6, 6)
+    assert isinstance(d.inner_optimizer, keras.optimizers.Adam)
+
+
+def test_the_scales_move_apart():
+    class Plain(GAN):
+        # Moving statistics would carry the bad batch into the other's step.
+        normalization = layers.LayerNormalization
+
+    model, _ = trained("mixed_float16", Plain, epochs=1)
+    before = model.g_optimizer.scale
+    bad = x.copy()
+    bad[0] = np.nan  # the critic alone sees real examples
+    model.fit(bad, epochs=1, batch_size=16, shuffle=False, verbose=0)
+    assert model.d_optimizer.skipped_steps == 1
+    assert model.g_optimizer.skipped_steps == 0
+    assert model.d_optimizer.scale == before / 2
+    assert model.g_optimizer.scale == before
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_a_batch_bad_for_one_of_them_leaves_no_trace(jit_compile):
+    bad = x.copy()
+    bad[20] = np.inf
+    model, history = trained("mixed_float16", data=bad, jit_compile=jit_compile)
+    assert model.d_optimizer.skipped_steps == 3
+    for weight in model.critic.weights:
+        assert np.isfinite(weight).all(), weight.path
+    assert np.isfinite(float(model.d_loss.result()))
+
+
+def test_float32_and_other_owners_keep_their_optimizers():
+    model, _ = trained("float32", epochs=1)
+    assert type(model.d_optimizer) is keras.optimizers.Adam
+    given = Scaling(keras.optimizers.Adam(), 64.0)
+    model, _ = trained("mixed_float16", epochs=1, d_optimizer=given)
+    assert model.d_optimizer is given
+    assert given.applied_steps == 2
+
+
+def test_one_optimizer_under_two_names_stays_one():
+    shared = keras.optimizers.SGD(1e-2)
+
+    class Shared(GAN):
+        def compile(self, *args):
+            super().compile(*args)
+            self.d_optimizer = self.g_optimizer = shared
+            if not shared.built:
+                shared.build(self.trainable_variables)
+
+    model, _ = trained("mixed_float16", Shared, epochs=1)
+    assert model.d_optimizer is model.g_optimizer
+    assert model.d_optimizer.inner_optimizer is shared
+    assert model.d_optimizer.applied_steps == 4
+
+
+def test_train_on_batch():
+    with tfamp.scope("mixed_float16"):
+        model = GAN()
+    model.compile(
+        keras.optimizers.Adam(), keras.optimizers.Adam(), keras.losses.MeanSquaredError()
+    )
+    model.train_on_batch(x)
+    assert model.d_optimizer.applied_steps == model.g_optimizer.applied_steps == 1
+
+
+def test_on_replicas():
+    with two_replicas().scope():
+        model, history = trained(
+            "mixed_float16", Called, jit_compile=False, epochs=1
+        )
+    assert model.d_optimizer.applied_steps == model.g_optimizer.applied_steps == 2
+    assert np.isfinite(history["d_loss"]).all()
+
+
+def test_back_to_float32_takes_the_scales_off():
+    model, _ = trained("mixed_float16", epochs=1)
+    inner = model.d_optimizer.inner_optimizer
+    tfamp.apply(model, "float32")
+    assert model.d_optimizer is inner
+    model.fit(x, batch_size=16, verbose=0)
+    assert int(inner.iterations) == 4
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+def test_weights_go_into_a_new_model(policy, tmp_path):
+    model, _ = trained(policy, Called, epochs=1)
+    model(x)  # Keras saves what was called
+    model.save_weights(tmp_path / "gan.weights.h5")
+    again, _ = trained("mixed_float16", Called, epochs=1)
+    again(x)
+    again.load_weights(tmp_path / "gan.weights.h5")
+    for old, new in zip(model.weights, again.weights, strict=True):
+        np.testing.assert_array_equal(old, new)
+    again.fit(x, batch_size=16, verbose=0)

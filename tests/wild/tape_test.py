@@ -1,0 +1,387 @@
+"""Training code that knows nothing of loss scales: the tape scales and unscales."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+layers = keras.layers
+MODES = {
+    "eager": {"run_eagerly": True},
+    "graph": {"jit_compile": False},
+    "xla": {"jit_compile": True},
+    "several": {"jit_compile": False, "steps_per_execution": 2},
+}
+DECORATORS = {
+    "eager": lambda step: step,
+    "graph": tf.function,
+    "xla": tf.function(jit_compile=True),
+}
+# Of the loss: its gradients leave float16 below and above, were they not scaled.
+TINY = 1e-7
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+class Regression(keras.Model):
+    """A subclassed model with the train step that guides show."""
+
+    def __init__(self, factor=TINY):
+        super().__init__()
+        self.hidden = layers.Dense(8, activation="tanh")
+        self.out = layers.Dense(1)
+        self.factor = factor
+        self.loss_tracker = keras.metrics.Mean(name="loss")
+
+    def call(self, inputs):
+        return self.out(self.hidden(inputs))
+
+    @property
+    def metrics(self):
+        return [self.loss_tracker]
+
+    def train_step(self, data):
+        inputs, targets = data
+        with tf.GradientTape() as tape:
+            error = targets - self(inputs, training=True)
+            loss = self.factor * tf.reduce_mean(tf.square(error))
+        gradients = tape.gradient(loss, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        self.loss_tracker.update_state(loss)
+        return {"loss": self.loss_tracker.result(), "norm": tf.norm(gradients[0])}
+
+
+def fitted(policy, make=Regression, optimizer=None, data=(x, y), **how):
+    keras.utils.set_random_seed(1)
+    with tfamp.scope(policy):
+        model = make()
+        model.compile(optimizer or keras.optimizers.SGD(0.1 / TINY), **how)
+    history = model.fit(*data, epochs=3, batch_size=32, shuffle=False, verbose=0)
+    return model, history.history
+
+
+@pytest.mark.anchors("graph", "xla")
+@pytest.mark.parametrize("mode", MODES)
+def test_an_own_train_step_trains_as_in_float32(mode):
+    _, exact = fitted("float32", **MODES[mode])
+    model, half = fitted("mixed_float16", **MODES[mode])
+    assert half["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    # What the user's code sees is the true gradient.
+    assert half["norm"] == pytest.approx(exact["norm"], rel=0.02)
+    assert exact["loss"][-1] < exact["loss"][0] / 2
+    assert model.optimizer.applied_steps == 6
+    assert model.optimizer.gradient_norm < 1e-5
+
+
+def test_on_replicas():
+    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    _, exact = fitted("float32", jit_compile=False)
+    with strategy.scope():
+        model, half = fitted("mixed_float16", jit_compile=False)
+    # Two replicas of Keras add up the gradients of a loss that is not divided.
+    assert model.optimizer.applied_steps == 6
+    assert half["norm"][0] == pytest.approx(exact["norm"][0], rel=0.5)
+    assert 0 < half["loss"][-1] < half["loss"][0]
+
+
+def loop(optimizer, model, decorate, factor=TINY):
+    @decorate
+    def step(inputs, targets):
+        with tf.GradientTape() as tape:
+            error = targets - model(inputs, training=True)
+            loss = factor * tf.reduce_mean(tf.square(error))
+        gradients = tape.gradient(loss, model.trainable_variables)
+        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
+        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        return loss
+
+    return [float(step(x, y)) for _ in range(6)]
+
+
+@pytest.mark.anchors("graph-unbuilt", "xla-built")
+@pytest.mark.parametrize("built", [True, False], ids=["built", "unbuilt"])
+@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+def test_an_own_loop_trains_as_in_float32(decorate, built):
+    losses = []
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(2)
+        with tfamp.scope(policy):
+            model = keras.Sequential(
+                [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)]
+            )
+        optimizer = keras.optimizers.SGD(0.1 / TINY)
+        if policy != "float32":
+            optimizer = tfamp.LossScaleOptimizer(optimizer)
+        if built:
+            optimizer.build(model.trainable_variables)
+        losses.append(loop(optimizer, model, decorate))
+    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+    assert optimizer.applied_steps == 6
+
+
+def sum_of_squares(weight):
+    """Half the sum of squares: its gradient is the weight itself."""
+    return tf.reduce_sum(tf.square(tf.convert_to_tensor(weight))) / 2
+
+
+def pair(scale=8.0, **options):
+    weight = keras.Variable([1.0, 2.0])
+    return weight, tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), scale, **options)
+
+
+@pytest.mark.parametrize("by_hand", [False, True], ids=["true", "scaled by hand"])
+@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+def test_a_persistent_tape_is_asked_twice(decorate, by_hand):
+    first, optimizer = pair()
+    second = keras.Variable([4.0])
+    optimizer.build([first, second])
+
+    @decorate
+    def step():
+        with tf.GradientTape(persistent=True) as tape:
+            loss = sum_of_squares(first) + sum_of_squares(second)
+            if by_hand:
+                loss = 2 * optimizer.scale_loss(loss) / 2
+        seen = tape.gradient(loss, second)
+        optimizer.apply(tape.gradient(loss, [first]), [first])
+        optimizer.apply(tape.gradient(loss, [second]), [second])
+        return seen
+
+    seen = step()
+    np.testing.assert_allclose(first, [0.5, 1.0])
+    np.testing.assert_allclose(second, [2.0])
+    np.testing.assert_allclose(seen, [32.0 if by_hand else 4.0])
+
+
+def test_gradients_of_two_optimizers_from_one_call():
+    weight, low = pair(2.0, dynamic=False)
+    other, high = pair(1024.0, dynamic=False)
+    low.build([weight]), high.build([other])
+    with tf.GradientTape() as tape:
+        loss = sum_of_squares(weight) + sum_of_squares(other)
+    gradients = tape.gradient(loss, {"low": weight, "high": [other]})
+    np.testing.assert_allclose(gradients["low"], [1.0, 2.0])
+    low.apply([gradients["low"]], [weight])
+    high.apply(gradients["high"], [other])
+    np.testing.assert_allclose(weight, [0.5, 1.0])
+    np.testing.assert_allclose(other, [0.5, 1.0])
+
+
+@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+def test_gradients_that_leave_their_function(decorate):
+    weight, optimizer = pair()
+
+    @decorate
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = sum_of_squares(weight)
+        return tape.gradient(loss, [weight])
+
+    for share in (2, 4, 8):  # traced in the first round only
+        optimizer.apply_gradients(zip(gradients(), [weight]))
+        np.testing.assert_allclose(weight, [1 / share, 2 / share])
+
+
+def test_gradients_made_by_hand_are_divided_as_in_keras():
+    weight, optimizer = pair()
+    with tf.GradientTape() as tape:
+        loss = sum_of_squares(weight)
+    optimizer.apply(tape.gradient(loss, [weight]), [weight])
+    optimizer.apply([tf.constant([8.0, 8.0])], [weight])
+    np.testing.assert_allclose(weight, [0.0, 0.5])
+
+
+def test_a_tape_of_other_variables_says_nothing_of_an_optimizer():
+    weight, optimizer = pair()
+    other = keras.Variable([3.0])
+    with tf.GradientTape() as tape:
+        loss = sum_of_squares(other)
+    tape.gradient(loss, [other])
+    optimizer.apply([tf.constant([8.0, 8.0])], [weight])
+    np.testing.assert_allclose(weight, [0.5, 1.5])
+
+
+def test_each_thread_scales_for_itself():
+    weight, optimizer = pair()
+    optimizer.build([weight])
+    optimizer.scale_loss(1.0)
+
+    def work():
+        with tf.GradientTape() as tape:
+            loss = sum_of_squares(weight)
+        optimizer.apply(tape.gradient(loss, [weight]), [weight])
+
+    thread = threading.Thread(target=work)
+    thread.start()
+    thread.join()
+    np.testing.assert_allclose(weight, [0.5, 1.0])
+
+
+@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+def test_a_layer_with_a_gradient_of_its_own_is_not_scaled_again(decorate):
+    weight, optimizer = pair(2.0**14)
+    optimizer.build([weight])
+    seen = []
+
+    @tf.recompute_grad
+    def half(value):
+        return tf.cast(value, "float16") * tf.cast(weight.value, "float16")
+
+    @tf.custom_gradient
+    def spied(value):
+        def gradient(upstream):
+            seen.append(tf.reduce_max(upstream))
+            return upstream
+
+        return tf.identity(value), gradient
+
+    @decorate
+    def step():
+        with tf.GradientTape() as tape:
+            products = spied(half(tf.ones(2)))
+            loss = tf.reduce_sum(tf.cast(products, "float32"))
+        gradients = tape.gradient(loss, [weight])
+        optimizer.apply(gradients, [weight])
+        return gradients[0]
+
+    np.testing.assert_allclose(step(), [1.0, 1.0])
+    if decorate is DECORATORS["eager"]:
+        assert float(seen[0]) == 2.0**14
+
+
+class Critic(keras.Model):
+    """Learns with a gradient penalty: a tape around a tape."""
+
+    def __init__(self):
+        super().__init__()
+        self.net = keras.Sequential(
+            [
+                keras.Input((4,)),
+                layers.Dense(8, "tanh"),
+                layers.Dense(1, use_bias=False),
+            ]
+        )
+
+    def call(self, inputs):
+        return self.net(inputs)
+
+    def train_step(self, data):
+        inputs = data[0] if isinstance(data, tuple) else data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(inputs)
+                score = tf.reduce_mean(self(inputs, training=True))
+            slopes = 32.0 * inner.gradient(score, inputs)
+            norms = tf.norm(slopes, axis=1)
+            penalty = tf.reduce_mean(tf.square(norms - 1.0))
+        gradients = tape.gradient(penalty, self.trainable_weights)
+        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        return {"penalty": penalty}
+
+
+@pytest.mark.anchors("graph")
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_a_gradient_penalty_trains_as_in_float32(mode):
+    how = MODES[mode]
+    _, exact = fitted("float32", Critic, keras.optimizers.SGD(1.0), (x,), **how)
+    model, half = fitted(
+        "mixed_float16", Critic, keras.optimizers.SGD(1.0), (x,), **how
+    )
+    exact, half = exact["penalty"], half["penalty"]
+    assert half == pytest.approx(exact, rel=0.02)
+    assert exact[-1] < 0.8 * exact[0]
+    assert model.optimizer.skipped_steps == 0
+
+
+def test_gradients_of_inputs_keep_their_dtype_and_true_size():
+    with tfamp.scope("mixed_float16"):
+        dense = layers.Dense(2, kernel_initializer="ones")
+        hidden = tf.ones((1, 3), "float16")
+        dense(hidden)
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
+    optimizer.build(dense.trainable_variables)
+    with tf.GradientTape() as tape, tf.GradientTape() as inner:
+        inner.watch(hidden)
+        score = tf.reduce_sum(dense(hidden))
+        slope = inner.gradient(score, hidden)
+        total = tf.reduce_sum(slope * hidden)  # as in Grad-CAM
+    np.testing.assert_allclose(slope, [[2.0, 2.0, 2.0]])
+    assert slope.dtype == "float16"
+    assert tape.gradient(total, dense.trainable_variables)[0] is not None
+
+
+def test_outside_of_training_a_tape_is_left_alone():
+    with tfamp.scope("mixed_float16"):
+        model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])
+        model.compile(keras.optimizers.SGD(), "mse")
+    model.fit(np.ones((2, 1)), np.ones((2, 1)), verbose=0)
+    picture = tf.constant([[1.0]])
+    with tf.GradientTape() as tape:
+        tape.watch(picture)
+        score = 100.0 * model(picture)  # overflows float16 if multiplied by 2**15
+    slope = tape.gradient(score, picture)
+    kernel = float(model.layers[0].kernel.numpy()[0, 0])
+    np.testing.assert_allclose(slope, [[100 * kernel]], rtol=1e-2)
+
+
+def clipped_loop(optimizer, weight, decorate, clean):
+    """Steps on a loss whose float16 gradient overflows above a scale of 64."""
+
+    @decorate
+    def step():
+        with tf.GradientTape() as tape:
+            half = tf.cast(weight.value, "float16") * tf.constant(1000.0, "float16")
+            loss = tf.reduce_sum(tf.cast(half, "float32"))
+        gradients = tape.gradient(loss, [weight])
+        optimizer.apply_gradients(zip([clean(g) for g in gradients], [weight]))
+
+    return step
+
+
+@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+def test_clipping_by_value_hides_no_overflow(decorate):
+    weight, optimizer = pair(2.0**10)
+    step = clipped_loop(
+        optimizer, weight, decorate, lambda g: tf.clip_by_value(g, -1.0, 1.0)
+    )
+    for _ in range(4):
+        step()
+    assert optimizer.skipped_steps == 4
+    np.testing.assert_allclose(weight, [1.0, 2.0])
+    step()  # at 64
+    assert (optimizer.applied_steps, optimizer.scale) == (1, 64.0)
+    np.testing.assert_allclose(weight, [0.5, 1.5])
+
+
+def test_gradients_that_the_code_makes_finite_are_taken_in_the_end():
+    weight, optimizer = pair(4.0)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.sqrt(0.0 * weight.value)) + sum_of_squares(weight)
+        (gradient,) = tape.gradient(loss, [weight])
+        gradient = tf.where(tf.math.is_nan(gradient), 1.0, gradient)
+        optimizer.apply([gradient], [weight])
+
+    for _ in range(3):
+        step()
+    assert (optimizer.skipped_steps, optimizer.applied_steps) == (2, 1)
+    np.testing.assert_allclose(weight, [0.5, 1.5])
+
+
+def test_metrics_forget_a_bad_batch():
+    bad = x.copy()
+    bad[40] = np.nan
+    model, history = fitted(
+        "mixed_float16", data=(bad, y), optimizer=keras.optimizers.SGD(0.0)
+    )
+    alone, clean = fitted(
+        "mixed_float16", data=(x[:32], y[:32]), optimizer=keras.optimizers.SGD(0.0)
+    )
+    assert model.optimizer.skipped_steps == 3
+    assert float(model.loss_tracker.result()) == pytest.approx(clean["loss"][-1])

@@ -1,0 +1,67 @@
+"""What scaling in the tape needs of `tf.GradientTape`.
+
+Relies on: a tape deciding by `_persistent` as it is entered whether it can be asked
+again; one that cannot letting go of `_tape` at its first `gradient`, and of its place
+on the stack of tapes by `_pop_tape`; `record.could_possibly_record` telling whether any
+tape of the thread records.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import record
+
+from tfamp._patch import Patch, like
+
+_ONCE = "_tfamp_asked_once"
+
+
+def patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Patch]:
+    """Returns the patches on a tape.
+
+    Args:
+        wrap_gradient: Makes the new `gradient` out of the original one.
+    """
+
+    def wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def __init__(
+            self: Any, persistent: bool = False, watch_accessed_variables: bool = True
+        ) -> None:
+            # Where it costs no memory: nothing is kept in graphs, and a tape around
+            # this one keeps what this one keeps.
+            once = not persistent and (not tf.executing_eagerly() or is_recording())
+            original(self, persistent or once, watch_accessed_variables)
+            setattr(self, _ONCE, once)
+
+        return __init__
+
+    return [
+        Patch(tf.GradientTape, "__init__", wrap_init),
+        Patch(tf.GradientTape, "gradient", wrap_gradient),
+    ]
+
+
+def is_recording() -> bool:
+    """Returns whether any gradient tape of this thread records."""
+    return bool(record.could_possibly_record())
+
+
+def can_be_asked_again(tape: tf.GradientTape) -> bool:
+    """Returns whether more than one gradient can be computed inside `asked`."""
+    return bool(tape._persistent)
+
+
+@contextlib.contextmanager
+def asked(tape: tf.GradientTape) -> Iterator[None]:
+    """Uses a tape up, as one that is not persistent is by its first gradient."""
+    if not getattr(tape, _ONCE, False) or tape._tape is None:
+        yield
+        return
+    if tape._recording:
+        tape._pop_tape()
+    yield
+    tape._watched_variables = tape._tape.watched_variables()
+    tape._tape, tape._persistent = None, False

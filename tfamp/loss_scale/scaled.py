@@ -1,0 +1,149 @@
+"""Knows whether the gradients that an optimizer is handed are scaled.
+
+`scale_loss` says that they will be, the tape that they are not; `apply` asks. What is
+said holds for one thread and the function being traced there, until the next `apply`.
+Where gradients leave a function and are applied outside of it, what was said while it
+was traced holds each time.
+"""
+
+import dataclasses
+import threading
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.keras_hooks.optimizers import outermost_graph
+
+
+@dataclasses.dataclass
+class Scaling:
+    """What is known of the gradients that an optimizer has not applied yet.
+
+    Attributes:
+        is_scaled: Whether they are multiplied by the loss scale.
+        graph: The function that was being traced, None in eager code.
+        gradients: References to what the tape gave.
+        verdicts: For what the tape gave, whether it was finite: boolean scalars.
+    """
+
+    is_scaled: bool
+    graph: Any = None
+    gradients: list[Any] = dataclasses.field(default_factory=list)
+    verdicts: list[tf.Tensor] = dataclasses.field(default_factory=list)
+
+    @property
+    def is_current(self) -> bool:
+        """Whether the function in which it was said still exists."""
+        return self.graph is None or self.graph() is not None
+
+    def verdict_on(self, gradients: Sequence[Any]) -> tf.Tensor | None:
+        """Returns whether all that the tape gave was finite; None if not known.
+
+        Not where `gradients` are what the tape gave: they are judged themselves.
+        """
+        given = {id(gradient) for gradient in gradients}
+        is_same = all(r() is not None and id(r()) in given for r in self.gradients)
+        here = [v for v in self.verdicts if _is_usable(v)]
+        if is_same or not here:
+            return None
+        return tf.reduce_all(tf.stack(here))
+
+
+class Scalings:
+    """What was said of each optimizer, in each thread and function being traced."""
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._said: weakref.WeakKeyDictionary[Any, dict[Any, Scaling]] = (
+            weakref.WeakKeyDictionary()
+        )
+        # Of variables whose optimizer is not built, by the ids of those variables.
+        self._of_variables: list[tuple[Any, frozenset[int], Scaling]] = []
+
+    def say(self, optimizer: Any, *, is_scaled: bool) -> Scaling:
+        """Notes how the next gradients of an optimizer come."""
+        key, graph = _here()
+        with self._lock:
+            said = self._said.setdefault(optimizer, {})
+            for other in [k for k, v in said.items() if not v.is_current]:
+                del said[other]
+            if key not in said or said[key].is_scaled != is_scaled:
+                said[key] = Scaling(is_scaled, graph)
+            return said[key]
+
+    def say_of_variables(self, ids: frozenset[int]) -> Scaling:
+        """Notes that gradients of variables come unscaled, whoever applies them."""
+        key, graph = _here()
+        scaling = Scaling(False, graph)
+        with self._lock:
+            kept = [
+                entry
+                for entry in self._of_variables
+                if entry[2].is_current and entry[:2] != (key, ids)
+            ]
+            self._of_variables = [*kept, (key, ids, scaling)]
+        return scaling
+
+    def is_scaled(self, optimizer: Any) -> bool:
+        """Whether the loss was scaled here since the last `apply`."""
+        said = self._said.get(optimizer, {}).get(_here()[0])
+        return said is not None and said.is_current and said.is_scaled
+
+    def take(self, optimizer: Any, ids: Iterable[int]) -> Scaling | None:
+        """Returns how the gradients at hand come, and forgets what is used up.
+
+        Args:
+            optimizer: Who applies them.
+            ids: The identities of its variables.
+        """
+        key, _ = _here()
+        with self._lock:
+            said = self._said.get(optimizer, {})
+            own = said.get(key)
+            if own is not None and own.is_current:
+                del said[key]
+                return own
+            of_variables = self._taken_of_variables(key, frozenset(ids))
+            if of_variables is not None:
+                return of_variables
+            elsewhere = [s for s in said.values() if s.graph and s.is_current]
+            return elsewhere[-1] if elsewhere else None
+
+    def _taken_of_variables(self, key: Any, ids: frozenset[int]) -> Scaling | None:
+        elsewhere = None
+        for entry in reversed(self._of_variables):
+            place, known, scaling = entry
+            if not scaling.is_current or ids.isdisjoint(known):
+                continue
+            if place == key:
+                self._of_variables.remove(entry)
+                return scaling
+            if scaling.graph is not None and elsewhere is None:
+                elsewhere = scaling
+        return elsewhere
+
+
+SCALINGS = Scalings()
+
+
+def _here() -> tuple[Any, Any]:
+    """Returns a key of this thread and function, and a reference to the latter."""
+    graph = outermost_graph()
+    reference = None if graph is None else weakref.ref(graph)
+    return (threading.get_ident(), id(graph)), reference
+
+
+def _is_usable(tensor: Any) -> bool:
+    """Returns whether a tensor can be read here: not from within a branch or loop."""
+    if not tf.is_symbolic_tensor(tensor):
+        return True
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    while graph is not None:
+        if graph is tensor.graph:
+            return True
+        graph = getattr(graph, "outer_graph", None)
+    return False
