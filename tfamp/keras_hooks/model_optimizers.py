@@ -56,8 +56,8 @@ def replace_optimizers(
             setattr(model, name, changed[None])
         elif isinstance(value, tuple):
             parts = [changed.get(k, v) for k, v in entries]
-            is_plain = not hasattr(value, "_fields")
-            setattr(model, name, tuple(parts) if is_plain else value._make(parts))
+            make = getattr(type(value), "_make", tuple)  # of named tuples
+            setattr(model, name, make(parts))
         else:
             for key, entry in changed.items():
                 value[key] = entry

@@ -35,10 +35,10 @@ class LossScaleOptimizer(
     float16 gradients below 6e-8 are 0. Multiplying the loss by a scale lifts all of
     them; it is divided out again. Gradients that a `tf.GradientTape` computes for the
     optimizer's variables are scaled there and come out true; code that calls
-    `scale_loss` gets them scaled, and the optimizer divides. A step whose gradients are not finite on
-    every replica and after the reduction changes no bit of any weight or slot; where
-    the scale was the cause, it is lowered. Under `tfamp.enable`, `compile` wraps the
-    optimizer by itself wherever a layer computes in float16.
+    `scale_loss` gets them scaled, and the optimizer divides. A step whose gradients are
+    not finite on every replica and after the reduction changes no bit of any weight or
+    slot; where the scale was the cause, it is lowered. Under `tfamp.enable`, every
+    optimizer of a model is wrapped wherever a layer computes in float16.
 
     Args:
         inner_optimizer: The optimizer to wrap. Its clipping acts on the reduced,

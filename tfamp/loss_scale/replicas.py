@@ -61,7 +61,9 @@ class OnReplicas(Parts):
             self.has_scaled_loss = True
         come_scaled = scaling is None or scaling.is_scaled
         verdict = None if scaling is None else scaling.verdict_on(gradients)
-        num_spoilt = tf.constant(0.0) if verdict is None else tf.cast(~verdict, "float32")
+        num_spoilt = (
+            tf.constant(0.0) if verdict is None else tf.cast(~verdict, "float32")
+        )
         context = tf.distribute.get_replica_context()
         weight = microbatch_weight()
         if context.num_replicas_in_sync > 1:
@@ -73,9 +75,7 @@ class OnReplicas(Parts):
             reduced_in_turn = iter(reduced)
             gradients = [g if g is None else next(reduced_in_turn) for g in gradients]
 
-        def merged(
-            strategy: Any, gradients: Any, weight: Any, num_spoilt: Any
-        ) -> None:
+        def merged(strategy: Any, gradients: Any, weight: Any, num_spoilt: Any) -> None:
             take_step(
                 strategy,
                 self,
