@@ -123,5 +123,18 @@ def test_the_table_shows_every_field_and_no_line_is_too_wide():
     assert max(map(len, text.splitlines())) <= 110
 
 
+def test_a_note_on_several_layers_is_one_row_with_their_number():
+    notes = [Finding("odd", "note", "12 units.", "16.", layer=f"d{i}") for i in (1, 2)]
+    other = Finding("odd", "note", "6 units.", "8.", layer="d3")
+    bad = [Finding("head", "error", "Half.", "Wide.", layer=f"h{i}") for i in (1, 2)]
+    found = Findings((*notes, other, *bad))
+    text = str(found)
+    assert (text.count("12 units."), text.count("6 units.")) == (1, 1)
+    assert "d1 and 1 more" in text and "d2" not in text
+    # What spoils the result is told of each.
+    assert text.count("Half.") == 2
+    assert len(found) == len(found.of()) == 5
+
+
 def test_a_finding_can_be_hashed_in_spite_of_its_details():
     assert len({ERROR, ERROR, NOTE}) == 2

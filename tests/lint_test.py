@@ -142,6 +142,39 @@ def test_findings_tell_all_that_a_reader_needs():
     assert Findings.from_json(found.to_json()) == found
 
 
+UNLABELLED = {
+    "array": lambda x: x,
+    "tuple of one": lambda x: (x,),
+    "list of one": lambda x: [x],
+    "tensor": lambda x: keras.ops.convert_to_tensor(x),
+    "no targets": lambda x: (x, None),
+    "dataset": lambda x: tf.data.Dataset.from_tensor_slices(x).batch(8),
+}
+
+
+@pytest.mark.parametrize("given", UNLABELLED.values(), ids=UNLABELLED)
+def test_data_need_no_targets(given):
+    x, y = batch(16)
+    found = lint(sequential(L.Dense(8)), data=given(x * 1e5))
+    labelled = lint(sequential(L.Dense(8)), data=(x * 1e5, y))
+    assert found.findings == labelled.findings
+    assert found.skipped == ()
+
+
+@pytest.mark.parametrize("labelled", [True, False])
+def test_inputs_in_a_dict_or_a_list(labelled):
+    x, y = batch(16)
+    inputs = {name: keras.Input((16,), name=name) for name in "ab"}
+    outputs = L.Dense(1)(inputs["a"] + inputs["b"])
+    by_name, in_turn = (
+        keras.Model(inputs, outputs),
+        keras.Model([*inputs.values()], outputs),
+    )
+    for model, given in ((by_name, {"a": x, "b": x}), (in_turn, [x, x])):
+        found = lint(model, data=(given, y) if labelled else (given,))
+        assert "unnormalised-input" in found.rules
+
+
 def test_what_cannot_be_checked_is_listed_with_the_reason():
     model = sequential(L.Dense(8))
     assert lint(model).skipped == (

@@ -193,7 +193,10 @@ class Findings(Record):
         )
 
     def table(self) -> str:
-        """Returns a table of at most 110 columns, or one line if there is nothing."""
+        """Returns a table of at most 110 columns, or one line if there is nothing.
+
+        A note on several layers is one row with their number.
+        """
         lines = [f"Not checked: {reason}" for reason in self.skipped]
         if not self.findings:
             count = f" by {len(self.rules)} rules" if self.rules else ""
@@ -205,6 +208,18 @@ class Findings(Record):
     def __str__(self) -> str:
         """Returns the table."""
         return self.table()
+
+
+def _rows(findings: Findings) -> list[tuple[Finding, int]]:
+    """Returns each finding once, with how often notes say the same of other places."""
+    counts: dict[tuple[object, ...], int] = {}
+    firsts: dict[tuple[object, ...], Finding] = {}
+    for finding in findings:
+        place = None if finding.severity == "note" else finding.place
+        key = (finding.severity, finding.rule, finding.message, finding.remedy, place)
+        firsts.setdefault(key, finding)
+        counts[key] = counts.get(key, 0) + 1
+    return [(finding, counts[key]) for key, finding in firsts.items()]
 
 
 def _render(findings: Findings) -> str:
@@ -220,8 +235,9 @@ def _render(findings: Findings) -> str:
     table.add_column("rule", overflow="fold", max_width=18)
     table.add_column("found", ratio=3, overflow="fold")
     table.add_column("remedy", ratio=2, overflow="fold")
-    for finding in findings:
-        row = (finding.severity, finding.place, finding.rule)
+    for finding, count in _rows(findings):
+        place = finding.place if count == 1 else f"{finding.place} and {count - 1} more"
+        row = (finding.severity, place, finding.rule)
         # Text, since "x[0]" would be read as markup.
         table.add_row(*map(Text, (*row, finding.message, finding.remedy)))
     console = Console(

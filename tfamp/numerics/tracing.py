@@ -61,19 +61,31 @@ class TracedSpecs(NamedTuple):
     marks: Marks
 
 
-def batches_of(data: Any, batch_size: int) -> tf.data.Dataset:
+def batches_of(
+    data: Any, batch_size: int, *, needs_targets: bool = True
+) -> tf.data.Dataset:
     """Returns a dataset of batches from what the user passed.
 
     Args:
         data: A dataset of batches, a `Pipeline`, or a tuple of arrays.
         batch_size: Examples in a batch of arrays.
+        needs_targets: Whether arrays have to be (x, y); else x alone will do, an
+            array, a dict of arrays or a tuple of one.
 
     Raises:
         TypeError: It is none of these.
         ValueError: It has single examples, or the arrays differ in length.
     """
-    if isinstance(data, (tuple, list)) and 2 <= len(data) <= 3:
-        arrays = tf.nest.map_structure(_as_fit_takes_it, tuple(data))
+    least = 2 if needs_targets else 1
+    if not needs_targets and isinstance(data, (np.ndarray, tf.Tensor, dict)):
+        data = (data,)
+    if isinstance(data, (tuple, list)) and least <= len(data) <= 3:
+        given = tuple(data)
+        while len(given) > least and given[-1] is None:
+            given = given[:-1]
+        # Several inputs in a list: TensorFlow would stack them.
+        given = tuple(tuple(x) if isinstance(x, list) else x for x in given)
+        arrays = tf.nest.map_structure(_as_fit_takes_it, given)
         lengths = {leaf.shape[:1] for leaf in tf.nest.flatten(arrays)}
         if len(lengths) > 1 or () in lengths:
             raise ValueError(

@@ -36,7 +36,8 @@ def lint(
         model: A Keras model of any kind, compiled or not.
         loss: What it is trained with; None takes that of `compile`.
         optimizer: An optimizer or its name; None takes that of `compile`.
-        data: A `tf.data.Dataset` of batches, a `Pipeline`, or arrays (x, y). Without,
+        data: A `tf.data.Dataset` of batches, a `Pipeline`, or arrays: (x, y), or x
+            alone, as a dict where the model takes several inputs. Without,
             rules on numbers are skipped, and of a subclassed model those on its graph.
         silence: Rules that are not to run, each with the reason, which is listed
             with the result.
@@ -65,7 +66,9 @@ def lint(
             "`keras.Model`. Pass the model itself, not a function that builds it."
         )
     silenced = _checked(silence)
-    dataset = None if data is None else batches_of(data, batch_size)
+    dataset = None
+    if data is not None:
+        dataset = batches_of(data, batch_size, needs_targets=False)
     findings: list[Finding] = []
     ran, skipped = [], []
     with progress("Linting the model", len(RULES) + 1, unit="parts") as done:
