@@ -267,11 +267,32 @@ def test_the_tables_fit_and_say_it_all(width):
         "MIG slice",
         "15.0 GiB",
         "2.19 to 2.21",
-        "TF_FORCE_GPU_ALLOW_GROWTH",
+        "CUDA_VISIBLE_DEVICES",
         "advice",
     ):
         assert expected in words
     assert "''" in text, "a variable that is set to nothing is not unset"
+
+
+def test_only_settings_that_are_set_are_shown_unless_all_are_asked_for(capsys):
+    probes = machine(CPU, KERAS_BACKEND="tensorflow")
+    doctor.main([], probes=probes)
+    short = capsys.readouterr().out
+    assert "KERAS_BACKEND" in short and "TF32" in short
+    assert "TF_GPU_ALLOCATOR" not in short and "unset" not in short
+    number = len(_diagnosis.VARIABLES) - 1
+    words = f"{number} more are not set; `tfamp doctor --all` lists them."
+    assert words in " ".join(short.split())
+    doctor.main(["--all"], probes=probes)
+    whole = capsys.readouterr().out
+    assert all(name in whole for name in _diagnosis.VARIABLES)
+    assert "unset" in whole and "--all" not in whole
+
+
+def test_json_holds_every_setting(capsys):
+    doctor.main(["--json"], probes=machine(CPU))
+    found = {each["name"] for each in json.loads(capsys.readouterr().out)["settings"]}
+    assert found == {*_diagnosis.VARIABLES, "TF32"}
 
 
 def test_a_machine_without_problems_says_so():

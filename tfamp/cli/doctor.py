@@ -16,7 +16,7 @@ from rich.text import Text
 from tfamp import _amx, _units
 from tfamp._memory_records import GpuMemory, MachineMemory
 from tfamp.cli import _flags
-from tfamp.cli._diagnosis import Diagnosis, Probes, diagnose
+from tfamp.cli._diagnosis import Diagnosis, Probes, Setting, diagnose
 
 _PURPOSE = (
     "Shows devices, memory, versions and settings, recommends a policy and says why,\n"
@@ -48,6 +48,9 @@ def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
     flags.DEFINE_bool(
         "json", False, "Print one JSON document and nothing else.", flag_values=values
     )
+    flags.DEFINE_bool(
+        "all", False, "Show settings that are not set too.", flag_values=values
+    )
     status = _flags.parse(values, argv, command="tfamp doctor", purpose=_PURPOSE)
     if isinstance(status, int):
         return status
@@ -61,17 +64,25 @@ def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
     if values["json"].value:
         print(diagnosis.to_json())
     else:
-        render(diagnosis, Console())
+        render(diagnosis, Console(), all_settings=bool(values["all"].value))
     return 1 if diagnosis.is_broken else 0
 
 
-def render(diagnosis: Diagnosis, console: Console) -> None:
-    """Prints a diagnosis as tables, the problems last, where the eye ends up."""
+def render(
+    diagnosis: Diagnosis, console: Console, *, all_settings: bool = False
+) -> None:
+    """Prints a diagnosis as tables, the problems last, where the eye ends up.
+
+    Args:
+        diagnosis: What was found.
+        console: Where it goes.
+        all_settings: Whether settings are shown that are not set.
+    """
     console.print(_versions_table(diagnosis))
     console.print(_devices_table(diagnosis))
     if diagnosis.memory is not None:
         console.print(_memory_table(diagnosis.memory))
-    console.print(_settings_table(diagnosis))
+    _print_settings(diagnosis, console, all_settings=all_settings)
     if diagnosis.recommendation is not None:
         line = Text("Recommended policy: ", style="bold")
         line.append(diagnosis.recommendation.policy, style="bold green")
@@ -171,9 +182,22 @@ def _holders(gpu: GpuMemory) -> str:
     return ", ".join(parts) or "nobody to be seen"
 
 
-def _settings_table(diagnosis: Diagnosis) -> Table:
+def _print_settings(
+    diagnosis: Diagnosis, console: Console, *, all_settings: bool
+) -> None:
+    shown = [s for s in diagnosis.settings if all_settings or s.value is not None]
+    if shown:
+        console.print(_settings_table(shown))
+    num_unset = len(diagnosis.settings) - len(shown)
+    if num_unset:
+        more = "more are" if shown else "settings that matter are"
+        line = f"{num_unset} {more} not set; `tfamp doctor --all` lists them."
+        console.print(Padding(Text(line), (0, 0, 1, 0), expand=False))
+
+
+def _settings_table(settings: Sequence[Setting]) -> Table:
     table = _table("Settings", "Name", "Value", "Effect")
-    for setting in diagnosis.settings:
+    for setting in settings:
         value = Text("unset", style="dim")
         if setting.value is not None:
             value = Text(setting.value or "''", style="cyan")
