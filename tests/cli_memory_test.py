@@ -95,6 +95,11 @@ def test_shapes_that_the_model_leaves_open_are_the_datas():
     assert one.by_kind["inputs"] == 2 * 2 * 5 * 4 * 4
 
 
+def test_shapes_that_the_model_leaves_open_are_as_long_as_asked_for():
+    (found,) = estimated("open_shape", "--sequence_length=5", "--policy=float32")
+    assert found.by_kind["inputs"] == 32 * 5 * (4 + 4) * 4
+
+
 def test_it_takes_each_policy_with_each_size():
     policies = ["float32", "mixed_bfloat16+no_rules", "float32+xla"]
     found = estimated("alone", "--policy", ",".join(policies), "--batch-size=8,24")
@@ -248,7 +253,13 @@ def test_find_makes_trials_of_what_the_function_builds(capsys):
 FAILURES = {
     "four": (["measurable:four"], 1, "returned a tuple of 4; expected a compiled"),
     "not compiled": (["measurable:uncompiled"], 1, "Model 'raw' is not compiled;"),
-    "open shape": (["measurable:open_shape"], 1, "expected one that is known but for"),
+    "open shape": (["measurable:open_shape"], 1, "`--sequence_length=128` to `tfamp"),
+    "length": (["a:b", "--sequence_length=0"], 2, "sequence_length"),
+    "find length": (
+        ["a:b", "--find", "--sequence_length=8"],
+        2,
+        "`--sequence_length` came with `--find`; expected one of them",
+    ),
     "size": (["a:b", "--batch_size=8,0"], 2, "`--batch_size` has '0'; expected whole"),
     "limit": (["a:b", "--limit=16GO"], 2, "`--limit` is '16GO'; expected a number of"),
     "no optimizer": (

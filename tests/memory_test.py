@@ -313,14 +313,28 @@ ERRORS = {
         lambda: tfamp.estimate_memory(mlp(), 8, optimizer="sgd", training=False),
         "`optimizer` came with `training=False`",
     ),
-    "one array": (
-        lambda: tfamp.estimate_memory(mlp(), 8, data=np.ones((2, 256))),
+    "a number": (
+        lambda: tfamp.estimate_memory(mlp(), 8, data=256),
         "expected a dataset of batches",
         TypeError,
     ),
     "unknown sizes": (
-        lambda: tfamp.estimate_memory(sequences(), 8),
-        "Pass a batch of yours as `data=(x, y)`",
+        lambda: tfamp.estimate_memory(texts(), 8),
+        "Model 'texts' leaves sizes of its inputs open: 'padding_mask' (None, None), "
+        "'token_ids' (None, None); expected sizes that are known but for the batch. "
+        "Pass an example as `data`",
+    ),
+    "unknown sizes of data": (
+        lambda: tfamp.estimate_memory(sequences(), 8, data=rows_of_any_length()),
+        "Pass an example as `data`",
+    ),
+    "length 0": (
+        lambda: tfamp.estimate_memory(texts(), 8, sequence_length=0),
+        "`sequence_length` is 0",
+    ),
+    "length of nothing": (
+        lambda: tfamp.estimate_memory(mlp(), 8, sequence_length=16),
+        "`sequence_length` is 16, but model",
     ),
 }
 
@@ -329,6 +343,54 @@ def sequences():
     model = keras.Sequential([keras.Input((None, 4)), keras.layers.Dense(2)])
     model.compile("sgd", "mse")
     return model
+
+
+def rows_of_any_length():
+    specs = tuple(tf.TensorSpec((2, None, size), tf.float32) for size in (4, 2))
+    return tf.data.Dataset.from_generator(lambda: iter(()), output_signature=specs)
+
+
+def texts():
+    """Returns a classifier of texts, with the inputs of those of KerasHub."""
+    inputs = {
+        name: keras.Input((None,), dtype="int32", name=name)
+        for name in ("token_ids", "padding_mask")
+    }
+    x = keras.layers.Embedding(32, 8)(inputs["token_ids"])
+    x = x * keras.ops.cast(inputs["padding_mask"], x.dtype)[..., None]
+    outputs = keras.layers.Dense(4)(keras.layers.LSTM(8)(x))
+    model = keras.Model(inputs, outputs, name="texts")
+    model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+@pytest.mark.parametrize("training", [True, False], ids=["fit", "predict"])
+def test_sizes_that_a_model_leaves_open_are_a_length_or_an_example_s(training):
+    model = texts()
+    options = {"training": training}
+    estimate = tfamp.estimate_memory(model, 8, sequence_length=50, **options)
+    # Two numbers a token and one class, of four bytes each.
+    assert estimate.by_kind["inputs"] == 8 * (2 * 50 + training) * 4
+    assert "Sizes that the model leaves open are taken as 50." in estimate.notes
+    names = ("token_ids", "padding_mask")
+    example = {name: np.ones((2, 50), np.int32) for name in names}
+    for data in (example, (example, np.ones(2, np.int32))[: 1 + training]):
+        again = tfamp.estimate_memory(model, 8, data=data, **options)
+        assert again.by_kind == estimate.by_kind
+        assert again.notes == ()
+
+
+def test_a_length_stands_in_for_what_data_leave_open():
+    data = rows_of_any_length()
+    estimate = tfamp.estimate_memory(sequences(), 8, data=data, sequence_length=50)
+    assert estimate.by_kind["inputs"] == 8 * 50 * (4 + 2) * 4
+
+
+def test_an_example_alone_is_enough_for_a_model_that_is_not_built():
+    model = keras.Sequential([keras.layers.Dense(64), keras.layers.Dense(4)])
+    model.compile("sgd", "mse")
+    estimate = tfamp.estimate_memory(model, 64, data=np.ones((2, 16), np.float32))
+    assert estimate.by_kind["inputs"] == 64 * (16 + 4) * 4
 
 
 test_wrong_calls_are_refused = refusals(ERRORS)

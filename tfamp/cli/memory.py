@@ -32,7 +32,7 @@ _MULTIPLE = 8
 # No model's batch is as large: what holds it, holds any.
 _ENDLESS = 2**40
 # Flags that trials have no use for.
-_NOT_FOUND_WITH = ("batch_size", "inference", "optimizer")
+_NOT_FOUND_WITH = ("batch_size", "inference", "optimizer", "sequence_length")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -112,6 +112,7 @@ def estimate(
                 optimizer=values.optimizer,
                 training=not values.inference,
                 data=None if batch is None else _parts(batch.parts, values.inference),
+                sequence_length=values.sequence_length,
                 compiled=True if variant.jit_compile else None,
             )
         found += [_named(each, variant) for each in own]
@@ -224,6 +225,13 @@ def _define() -> flags.FlagValues:
         "inference",
         False,
         "Look at the step of predict, not of fit.",
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
+        "sequence_length",
+        None,
+        "What sizes are that model and data leave open, as lengths of texts.",
+        lower_bound=1,
         flag_values=values,
     )
     flags.DEFINE_string(

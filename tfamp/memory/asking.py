@@ -28,9 +28,16 @@ class Asked:
     """Traces steps of one model, each size once."""
 
     def __init__(
-        self, model: keras.Model, data: Any, *, training: bool, in_xla: bool
+        self,
+        model: keras.Model,
+        data: Any,
+        *,
+        training: bool,
+        in_xla: bool,
+        sequence_length: int | None = None,
     ) -> None:
         self._model, self._data, self._training = model, data, training
+        self._length = sequence_length
         self._in_xla = in_xla
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self._emulated = frozenset(HALF) - _fast_dtypes()
@@ -47,6 +54,10 @@ class Asked:
             )
         traced, plan = self._trace(size)
         notes = []
+        if self._length is not None:
+            notes.append(
+                f"Sizes that the model leaves open are taken as {self._length}."
+            )
         peak, source = None, "graph"
         if self._in_xla:
             peak, why = self._program(traced, size)
@@ -129,11 +140,20 @@ class Asked:
 
     def _specs(self, size: int) -> Any:
         each = size // self._replicas
-        return specs_of(self._model, self._data, each, training=self._training)
+        return self._specs_for(each, training=self._training)
+
+    def _specs_for(self, batch_size: int, *, training: bool) -> Any:
+        return specs_of(
+            self._model,
+            self._data,
+            batch_size,
+            training=training,
+            sequence_length=self._length,
+        )
 
     def _one_example(self) -> Any:
         """Returns zeros that a model without weights yet can be built with."""
-        specs = specs_of(self._model, self._data, 1, training=True)
+        specs = self._specs_for(1, training=False)
         return tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
 
     def _program(self, traced: TracedSpecs, size: int) -> tuple[Peak | None, str]:

@@ -22,6 +22,7 @@ def estimate_memory(
     policy: str | Sequence[str] | None = None,
     training: bool = True,
     data: Any = None,
+    sequence_length: int | None = None,
     compiled: bool | None = None,
 ) -> Any:
     """Predicts the most memory that a step will hold, and nothing is run.
@@ -44,8 +45,11 @@ def estimate_memory(
         policy: Another policy than the model's, or several; a copy of the model is
             made for each.
         training: False for a step of `predict`.
-        data: A batch (x, y) or a dataset of batches, of which only shapes and dtypes
-            are read; needed where the model does not tell its inputs or targets.
+        data: A batch (x, y), x alone, as an array or a dict, or a dataset of batches,
+            of which only shapes and dtypes are read; needed where the model does not
+            tell its inputs or targets.
+        sequence_length: What to take for every size that the model leaves open, as
+            models of text do; or pass an example as `data`.
         compiled: Whether XLA compiles the step; None for what the model says. It takes
             as long as compiling.
 
@@ -54,8 +58,9 @@ def estimate_memory(
 
     Raises:
         TypeError: `model` is no Keras model.
-        ValueError: It is not compiled, or does not tell its inputs; a size is not
-            positive, or no multiple of the replicas.
+        ValueError: It is not compiled, does not tell its inputs, or leaves sizes open
+            that neither `data` nor `sequence_length` tell; a size is not positive, or
+            no multiple of the replicas.
 
     Example:
         >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
@@ -68,6 +73,8 @@ def estimate_memory(
     section 3, for what a step keeps.
     """
     sizes = _sizes(batch_size)
+    if sequence_length is not None:
+        _checks.positive_int("sequence_length", sequence_length)
     _check_model(model, training=training, optimizer=optimizer)
     policies = [policy] if policy is None or isinstance(policy, str) else list(policy)
     found = []
@@ -75,7 +82,13 @@ def estimate_memory(
         given = model if name is None else _with_policy(model, name)
         with _ready(given, model, optimizer, training=training):
             in_xla = bool(given.jit_compile) if compiled is None else bool(compiled)
-            ask = Asked(given, data, training=training, in_xla=in_xla)
+            ask = Asked(
+                given,
+                data,
+                training=training,
+                in_xla=in_xla,
+                sequence_length=sequence_length,
+            )
             found += [ask.estimate(size) for size in sizes]
     if len(found) == 1 and not isinstance(batch_size, Sequence):
         return found[0]

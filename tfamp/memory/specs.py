@@ -7,31 +7,74 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 
-_HOW = "Pass a batch of yours as `data=(x, y)`; only its shapes are read."
+_HOW = "Pass an example as `data`, x alone or (x, y), of which only the shapes are read"
+_LENGTH = (
+    "; or one length for them: `sequence_length=128` to `tfamp.estimate_memory`, "
+    "`--sequence_length=128` to `tfamp memory`."
+)
 
 
-def specs_of(model: keras.Model, data: Any, batch_size: int, *, training: bool) -> Any:
+def specs_of(
+    model: keras.Model,
+    data: Any,
+    batch_size: int,
+    *,
+    training: bool,
+    sequence_length: int | None = None,
+) -> Any:
     """Returns a `tf.TensorSpec` for each tensor of a batch.
 
     Args:
         model: A Keras model.
-        data: A dataset of batches, a batch (x, y), or None to ask the model.
+        data: A dataset of batches, a batch (x, y), x alone, or None to ask the model.
         batch_size: Examples of the batch; the first dimension of each tensor.
         training: Whether targets are needed.
+        sequence_length: What sizes are that are left open, None where none may be.
 
     Raises:
         TypeError: `data` is neither.
         ValueError: The model does not tell its inputs or targets.
     """
-    if data is not None:
-        return tf.nest.map_structure(
-            lambda spec: _with_batch(spec.shape, spec.dtype, batch_size),
-            _specs_of_data(data),
+    whose = f"Model {model.name!r}" if data is None else "`data`"
+    given = _inputs(model) if data is None else _specs_of_data(data)
+    open_sizes = [
+        f"{_name(spec)} {tuple(spec.shape)}"
+        for spec in tf.nest.flatten(given)
+        if None in _sizes(spec)
+    ]
+    if open_sizes and sequence_length is None:
+        raise ValueError(
+            f"{whose} leaves sizes of its inputs open: {', '.join(open_sizes)}; "
+            f"expected sizes that are known but for the batch. {_HOW}{_LENGTH}"
         )
-    x = _inputs(model, batch_size)
-    if not training:
-        return (x,)
-    return x, _targets(model, x)
+    if not open_sizes and sequence_length is not None:
+        raise ValueError(
+            f"`sequence_length` is {sequence_length!r}, but {whose[0].lower()}"
+            f"{whose[1:]} leaves no size open; expected None. Leave it out."
+        )
+
+    def known(spec: Any) -> tf.TensorSpec:
+        sizes = [sequence_length if n is None else n for n in _sizes(spec)]
+        return tf.TensorSpec((batch_size, *sizes), spec.dtype)
+
+    specs = tf.nest.map_structure(known, given)
+    if data is not None and not _is_x_alone(data):
+        return specs
+    # Without a loss `data` tell all that a `train_step` takes.
+    has_targets = data is None or getattr(model, "loss", None) is not None
+    return (specs, _targets(model, specs)) if training and has_targets else (specs,)
+
+
+def _is_x_alone(data: Any) -> bool:
+    """Returns whether data are inputs without targets, not in a tuple or dataset."""
+    if isinstance(data, dict):
+        return True
+    return hasattr(data, "shape") and not callable(getattr(data, "build", None))
+
+
+def _sizes(spec: Any) -> list[int | None]:
+    """Returns the sizes of a tensor beside the batch."""
+    return [] if spec.shape.rank is None else spec.shape.as_list()[1:]
 
 
 def _specs_of_data(data: Any) -> Any:
@@ -39,7 +82,8 @@ def _specs_of_data(data: Any) -> Any:
         data = data.build()
     if isinstance(data, tf.data.Dataset):
         return data.element_spec
-    if not isinstance(data, (tuple, list)) or not 1 <= len(data) <= 3:
+    is_batch = isinstance(data, (tuple, list)) and 1 <= len(data) <= 3
+    if not is_batch and not _is_x_alone(data):
         raise TypeError(
             f"`data` is of type {type(data).__name__}; expected a dataset of batches, "
             "a `Pipeline`, or a tuple (x, y) of arrays. Pass one batch as (x, y)."
@@ -51,29 +95,31 @@ def _specs_of_data(data: Any) -> Any:
             dtype = tf.as_dtype(keras.config.floatx())
         return tf.TensorSpec(array.shape, dtype)
 
-    return tf.nest.map_structure(spec, tuple(data))
+    return tf.nest.map_structure(spec, tuple(data) if is_batch else data)
 
 
-def _inputs(model: keras.Model, batch_size: int) -> Any:
+def _inputs(model: keras.Model) -> Any:
     graph = structure.graph_of(model)
     if graph is not None:
         return structure.map_structure(
-            lambda x: _with_batch(x.shape, x.dtype, batch_size),
+            lambda x: tf.TensorSpec(x.shape, x.dtype, name=x.name),
             structure.inputs_of(graph),
         )
     shapes = structure.built_shapes(model)
     if not shapes:
         raise ValueError(
             f"Model {model.name!r} does not tell the shapes of its inputs; expected a "
-            f"Functional or Sequential model, or one that is built. {_HOW}"
+            f"Functional or Sequential model, or one that is built. {_HOW}."
         )
     found = [
-        structure.map_shapes(
-            lambda shape: _with_batch(shape, model.input_dtype, batch_size), shape
-        )
+        structure.map_shapes(lambda s: tf.TensorSpec(s, model.input_dtype), shape)
         for shape in shapes.values()
     ]
-    return found[0] if len(found) == 1 else tuple(found)
+    return found[0] if len(found) == 1 else found
+
+
+def _name(spec: Any) -> str:
+    return repr(spec.name) if spec.name else "an input"
 
 
 def _targets(model: keras.Model, x: Any) -> Any:
@@ -97,14 +143,3 @@ def _target(output: keras.KerasTensor, loss: Any) -> tf.TensorSpec:
     if "sparse" in str(name).lower():
         return tf.TensorSpec(output.shape[:-1], tf.int32)
     return tf.TensorSpec(output.shape, tf.as_dtype(keras.config.floatx()))
-
-
-def _with_batch(shape: Any, dtype: Any, batch_size: int) -> tf.TensorSpec:
-    sizes = tuple(tf.TensorShape(shape).as_list()) if shape is not None else (None,)
-    if None in sizes[1:]:
-        raise ValueError(
-            f"An input has the shape {sizes!r}, and sizes that are None may be any; "
-            "expected one that is known but for the batch. Pass a batch of yours as "
-            "`data=(x, y)`; only its shapes are read."
-        )
-    return tf.TensorSpec((batch_size, *sizes[1:]), tf.as_dtype(dtype))
