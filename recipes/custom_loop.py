@@ -96,9 +96,8 @@ def make_step(
     def step(images: Any, labels: Any) -> Any:
         with tf.GradientTape() as tape:
             loss = loss_of(labels, model(images, training=True))
-            scaled = optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, [v.value for v in variables])
-        # Unscales, checks, and adds up; the last microbatch of a window updates.
+        gradients = tape.gradient(loss, variables)  # scaled and unscaled in the tape
+        # Checks and adds up; the last microbatch of a window updates.
         optimizer.apply(gradients, variables)
         return loss
 

@@ -11,6 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.managed import resolving
 from tfamp.numerics.linting.rule import CannotTellError, Found, rule
 from tfamp.numerics.linting.subject import Subject
@@ -33,7 +34,7 @@ def unscaled_float16(subject: Subject) -> Iterator[Found]:
     for optimizer in subject.optimizers:
         if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             continue
-        if not subject.is_compiled and _would_be_wrapped(subject.model):
+        if _would_be_wrapped(subject, optimizer):
             continue
         policy = layers[0].layer.dtype_policy.name
         yield Found(
@@ -51,17 +52,23 @@ def unscaled_float16(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _would_be_wrapped(model: keras.Model) -> bool:
-    """States whether `compile` would give this model's optimizer a loss scale."""
+def _would_be_wrapped(subject: Subject, optimizer: Any) -> bool:
+    """States whether an optimizer would get a loss scale before a model is trained."""
+    model = subject.model
     lease = resolving.care_lease(model)
-    if lease is not None:
-        return lease.loss_scale is not None
-    return bool(model.dtype_policy.name == "mixed_float16")
+    if lease is None:
+        return not subject.is_compiled and model.dtype_policy.name == "mixed_float16"
+    # That of `compile` as it is compiled, others as the training begins.
+    is_open = not subject.is_compiled or optimizer is not model.optimizer
+    return lease.loss_scale is not None and is_open
 
 
 @rule("unscaled-train-step", needs=("optimizer",))
 def unscaled_train_step(subject: Subject) -> Iterator[Found]:
-    """A `train_step` of the user's that forgets the loss scale."""
+    """A `train_step` that forgets the loss scale of Keras's own wrapper.
+
+    `tfamp.LossScaleOptimizer` needs none: its gradients are scaled in the tape.
+    """
     model = subject.model
     step = _own_train_step(model)
     if step is None or not _is_scaled(subject):
@@ -87,7 +94,8 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
         "gradients by a loss scale that the loss was never multiplied by, so updates "
         f"are {scale:,.0f} times too small.",
         "Put `loss = self.optimizer.scale_loss(loss)` before the gradients are "
-        "computed; report the unscaled loss.",
+        "computed and report the unscaled loss, or build the model under "
+        "`tfamp.enable('mixed_float16')`, where the tape scales.",
         model.name,
         scale,
     )
@@ -99,7 +107,7 @@ def _dividing(subject: Subject) -> list[Any]:
         each
         for each in subject.optimizers
         if isinstance(each, keras.optimizers.LossScaleOptimizer)
-        and (each.initial_scale != 1 or getattr(each, "dynamic", True))
+        and not isinstance(each, LossScaleOptimizer)
     ]
 
 
@@ -107,7 +115,10 @@ def _is_scaled(subject: Subject) -> bool:
     """States whether an optimizer divides gradients by a loss scale, or would."""
     if _dividing(subject):
         return True
-    return not subject.is_compiled and _would_be_wrapped(subject.model)
+    model = subject.model
+    is_managed = resolving.care_lease(model) is not None
+    is_mixed = model.dtype_policy.name == "mixed_float16"
+    return is_mixed and not (subject.is_compiled or is_managed)
 
 
 def _own_train_step(model: keras.Model) -> Any:
