@@ -15,9 +15,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
+from keras.src import backend, tree, utils
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
+from keras.src.layers.layer import might_have_unbuilt_state
 
 from tfamp._care import CALLS, care_of
 from tfamp._patch import Patch, like
@@ -29,6 +30,7 @@ _SOURCE = "_tfamp_source"
 def patches(
     before_call: Callable[..., None],
     after_build: Callable[[keras.layers.Layer], None],
+    after_error: Callable[..., Any],
 ) -> list[Patch]:
     """Returns the patches around a layer's call.
 
@@ -37,6 +39,9 @@ def patches(
             first calls of a managed layer, before its inputs are cast.
         after_build: Called with a kept layer when it has been built, ahead of
             its own `call`.
+        after_error: Called as `after_error(layer, care, error, again)` where the call
+            of a managed layer has raised; returns outputs, or raises. `care` is what
+            the layer had ahead of it, `again` repeats it.
     """
 
     def wrap_outer(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -47,13 +52,24 @@ def patches(
                 before_call(self, args, kwargs)
                 care = care_of(self)
             CALLS.is_managed = care is not None
-            return original(self, *args, **kwargs)
+            if care is None:
+                return original(self, *args, **kwargs)
+            try:
+                return original(self, *args, **kwargs)
+            except Exception as error:
+                return after_error(
+                    self, care, error, lambda: __call__(self, *args, **kwargs)
+                )
 
         return __call__
 
     return [
         Patch(keras.layers.Layer, "__call__", wrap_outer),
-        Patch(keras.layers.Layer, "_maybe_build", _wrap_maybe_build),
+        Patch(
+            keras.layers.Layer,
+            "_maybe_build",
+            lambda original: _wrap_maybe_build(original, after_error),
+        ),
         Patch(
             TFLayer,
             "__call__",
@@ -103,7 +119,9 @@ def _outside_the_trace() -> Iterator[None]:
             global_state.set_global_attribute(name, scope)
 
 
-def _wrap_maybe_build(original: Callable[..., Any]) -> Callable[..., Any]:
+def _wrap_maybe_build(
+    original: Callable[..., Any], after_error: Callable[..., Any]
+) -> Callable[..., Any]:
     """Marks that a layer is being built, and builds it outside tfamp's own trace."""
 
     @like(original)
@@ -113,11 +131,40 @@ def _wrap_maybe_build(original: Callable[..., Any]) -> Callable[..., Any]:
         CALLS.num_builds += 1
         try:
             with _outside_the_trace():
+                if care_of(self) is not None and utils.is_default(self.build):
+                    _build_by_trace(self, call_spec, after_error)
                 return original(self, call_spec)
         finally:
             CALLS.num_builds -= 1
 
     return _maybe_build
+
+
+def _build_by_trace(
+    layer: keras.layers.Layer, call_spec: Any, after_error: Callable[..., Any]
+) -> None:
+    """Builds the sublayers as Keras does, which only warns where `call` raises."""
+    if call_spec.eager or not might_have_unbuilt_state(layer):
+        return
+    care = care_of(layer)
+
+    def trace() -> Any:
+        arguments = tree.map_structure(
+            lambda x: _cast_symbol(x, layer.compute_dtype), call_spec.arguments_dict
+        )
+        return backend.compute_output_spec(layer.call, **arguments)
+
+    try:
+        trace()
+    except Exception as error:
+        with contextlib.suppress(Exception):  # Keras raises or warns of it in turn
+            after_error(layer, care, error, trace)
+
+
+def _cast_symbol(x: Any, dtype: str) -> Any:
+    if isinstance(x, keras.KerasTensor) and backend.is_float_dtype(x.dtype):
+        return keras.KerasTensor(x.shape, dtype=dtype, sparse=x.sparse)
+    return x
 
 
 def _data_layer_class() -> type:

@@ -28,7 +28,7 @@ from tfamp.keras_hooks import (
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fitting import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
-from tfamp.managed import compiling, files, keeping, resolving
+from tfamp.managed import compiling, dtype_errors, files, keeping, resolving
 from tfamp.managed.in_force import IN_FORCE
 from tfamp.managed.lease import Lease
 from tfamp.managed.self_test import SelfTest
@@ -81,7 +81,7 @@ def unpickled(archive: Any) -> Any:
 _RUNNING = HeldPatches(
     [
         *dtypes.patches(keeping.on_read),
-        *calls.patches(_before_call, keeping.spread),
+        *calls.patches(_before_call, keeping.spread, dtype_errors.remedy),
         *nn.patches(_takes_care),
         *losses.patches(nn.CAREFUL),
         *trainer.patches(compiling.before_compile),

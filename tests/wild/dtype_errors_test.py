@@ -1,0 +1,247 @@
+"""Layers whose `call` mixes float32 into half precision run, where stock raises."""
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+
+layers, ops = keras.layers, keras.ops
+POLICIES = ["mixed_float16", "mixed_bfloat16"]
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+x = np.random.default_rng(0).normal(size=(16, 4)).astype("float32")
+
+
+class Sampling(layers.Layer):
+    """Draws from a normal distribution, as in examples of autoencoders."""
+
+    def call(self, inputs):
+        mean, log_variance = inputs
+        noise = tf.random.normal(tf.shape(mean))
+        return mean + tf.exp(0.5 * log_variance) * noise
+
+
+class Scaled(layers.Layer):
+    """Multiplies by a float32 constant between two products."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.first = layers.Dense(8)
+        self.second = layers.Dense(4)
+        self.norm = layers.LayerNormalization()
+
+    def call(self, inputs):
+        hidden = self.first(inputs) * tf.math.sqrt(8.0)
+        return self.norm(inputs + self.second(hidden))
+
+
+class CastByHand(layers.Layer):
+    def call(self, inputs):
+        return inputs * tf.cast(tf.reduce_mean(inputs), "float32")
+
+
+class Concatenated(layers.Layer):
+    def call(self, inputs):
+        return tf.concat([inputs, tf.zeros([tf.shape(inputs)[0], 2])], axis=-1)
+
+
+class Spectrum(layers.Layer):
+    def call(self, inputs):
+        return tf.abs(tf.signal.rfft(inputs))
+
+
+class Cell(layers.Layer):
+    """A recurrent cell with a float32 constant."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.state_size = 4
+        self.dense = layers.Dense(4)
+
+    def build(self, shape):
+        self.dense.build(shape)
+
+    def call(self, inputs, states):
+        state = self.dense(inputs) + states[0] * tf.constant(0.5)
+        return state, [state]
+
+
+def encoder():
+    inputs = keras.Input((4,))
+    hidden = layers.Dense(8, "relu")(inputs)
+    latent = Sampling(name="draw")([layers.Dense(2)(hidden), layers.Dense(2)(hidden)])
+    return keras.Model(inputs, layers.Dense(1)(latent))
+
+
+class Subclassed(keras.Model):
+    def __init__(self, make):
+        super().__init__()
+        self.part = make()
+        self.out = layers.Dense(1)
+
+    def call(self, inputs):
+        return self.out(self.part(inputs))
+
+
+def functional(make):
+    inputs = keras.Input((4,))
+    return keras.Model(inputs, layers.Dense(1)(make()(inputs)))
+
+
+def sequential(make):
+    return keras.Sequential([make(), layers.Dense(1)])
+
+
+STYLES = {"functional": functional, "sequential": sequential, "subclassed": Subclassed}
+MAKERS = [Scaled, CastByHand, Concatenated, Spectrum]
+
+
+def low(policy):
+    """Returns settings under which no gradient overflows, and no step is skipped."""
+    is_scaled = policy == "mixed_float16"
+    return {"loss_scale_options": {"initial_scale": 64.0}} if is_scaled else {}
+
+
+def fit(model, **how):
+    model.compile(keras.optimizers.SGD(0.01), "mse", **how)
+    history = model.fit(x, x[:, :1], epochs=2, batch_size=8, shuffle=False, verbose=0)
+    return history.history["loss"]
+
+
+@pytest.mark.anchors("functional-Scaled-mixed_float16")
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("make", MAKERS)
+@pytest.mark.parametrize("style", STYLES.values(), ids=STYLES)
+def test_a_layer_runs_and_trains_as_in_float32(style, make, policy):
+    losses = []
+    for each in ("float32", policy):
+        keras.utils.set_random_seed(3)
+        with tfamp.scope(each, **low(each)):
+            losses.append(fit(style(make), jit_compile=False))
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
+
+
+@pytest.mark.parametrize("make", [CastByHand, Spectrum])
+def test_stock_keras_raises(make):
+    layer = make(dtype="mixed_float16")
+    with pytest.raises((TypeError, ValueError, tf.errors.InvalidArgumentError)):
+        layer(x)
+
+
+@pytest.mark.parametrize("jit_compile", [False, True])
+def test_float32_noise_in_half_precision(jit_compile):
+    with tfamp.scope("mixed_float16"):
+        model = encoder()
+    rows = tfamp.assignment(model)
+    draw = rows["draw"]
+    assert (draw.compute_dtype, draw.output_dtype) == ("float32", "float16")
+    assert draw.rule == "default: cannot run in half precision"
+    assert "noise" in draw.reason and "dtype_errors_test.py" in draw.reason
+    assert model.layers[1].compute_dtype == "float16"
+    assert np.isfinite(fit(model, jit_compile=jit_compile)).all()
+
+
+def test_one_line_names_layer_and_expression(caplog):
+    with tfamp.scope("mixed_float16"), caplog.at_level("WARNING", "absl"):
+        layer = CastByHand(name="by_hand")
+        layer(x)
+        layer(x)
+    (record,) = caplog.records
+    text = record.getMessage()
+    assert "'by_hand'" in text
+    assert "inputs * tf.cast(tf.reduce_mean(inputs), " in text
+
+
+def test_sublayers_stay_in_half_precision():
+    with tfamp.scope("mixed_float16"):
+        block = Scaled(name="block")
+        outputs = block(x)
+    assert outputs.dtype == "float16"
+    assert block.compute_dtype == "float32"
+    assert block.first.compute_dtype == block.second.compute_dtype == "float16"
+    assert block.norm.compute_dtype == "float32"
+
+
+def test_a_model_that_mixes_in_its_own_call():
+    class Mixing(keras.Model):
+        def __init__(self):
+            super().__init__()
+            self.embed = layers.Dense(4)
+            self.out = layers.Dense(1)
+
+        def call(self, inputs):
+            hidden = self.embed(inputs)
+            hidden *= tf.math.sqrt(8.0)
+            return self.out(hidden)
+
+    losses = []
+    for policy in ("float32", "mixed_float16"):
+        keras.utils.set_random_seed(3)
+        with tfamp.scope(policy, **low(policy)):
+            model = Mixing()
+        losses.append(fit(model, jit_compile=False))
+    assert losses[1] == pytest.approx(losses[0], rel=0.03)
+    assert model.embed.compute_dtype == "float16"
+    assert model(x).dtype == "float32"
+    assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
+
+
+def test_a_cell_and_the_loop_around_it():
+    with tfamp.scope("mixed_float16"):
+        layer = layers.RNN(Cell(), return_sequences=True)
+        outputs = layer(np.ones((2, 3, 4), "float32"))
+    assert np.isfinite(outputs).all()
+
+
+def test_the_error_of_the_code_comes_through_where_float32_does_not_help():
+    class Wrong(layers.Layer):
+        def __init__(self):
+            super().__init__()
+            self.norm = layers.LayerNormalization(name="norm")
+
+        def call(self, inputs):
+            raise TypeError("no float16, please")
+
+    with tfamp.scope("mixed_float16"):
+        layer = Wrong()
+        with pytest.raises(TypeError, match="no float16, please") as caught:
+            layer(x)
+    assert layer.compute_dtype == "float16"
+    notes = getattr(caught.value, "__notes__", ["norm"])
+    assert any("norm" in note for note in notes)
+
+
+def test_other_errors_are_not_tried():
+    calls = []
+
+    class Failing(layers.Layer):
+        def call(self, inputs):
+            calls.append(inputs)
+            raise ValueError("a shape is wrong")
+
+    with tfamp.scope("mixed_float16"), pytest.raises(ValueError, match="shape is"):
+        Failing()(tf.constant(x))
+    assert len(calls) == 1 + (calls[0] is not calls[-1])
+
+
+def test_without_default_rules_the_error_stays():
+    with tfamp.scope("mixed_float16", keep_float32="none"):
+        layer = CastByHand()
+        with pytest.raises((TypeError, tf.errors.InvalidArgumentError)):
+            layer(x)
+
+
+# Keras's own, of a layer that has no `build`.
+@pytest.mark.filterwarnings("ignore:`build[(][)]` was called on layer")
+@pytest.mark.parametrize("policy", POLICIES)
+def test_saved_and_loaded(policy, tmp_path):
+    keras.saving.register_keras_serializable("dtype_errors")(Scaled)
+    with tfamp.scope(policy):
+        model = functional(Scaled)
+    fit(model, jit_compile=False)
+    model.save(tmp_path / "model.keras")
+    again = tfamp.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(
+        model.predict(x, verbose=0), again.predict(x, verbose=0)
+    )
