@@ -16,13 +16,13 @@ import numpy as np
 import pytest
 import tensorflow as tf
 from keras.src.backend.tensorflow.layer import TFLayer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 from keras.src.ops.operation import Operation
 from keras.src.saving import saving_lib
 
 import tfamp
 from tfamp import _versions
 from tfamp._patch import HookError, like
+from tfamp.keras_hooks.backend import TensorFlowTrainer
 from tfamp.loss_scale.fitting import FIT_HOOKS
 from tfamp.managed import hooks
 from tfamp.managed.self_test import SelfTest

@@ -15,13 +15,14 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree, utils
+from keras.src import tree, utils
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.layers.layer import might_have_unbuilt_state
 
 from tfamp._care import CALLS, care_of
 from tfamp._patch import Patch, like
+from tfamp.keras_hooks import backend
 
 _HALF = (tf.float16, tf.bfloat16)
 _SOURCE = "_tfamp_source"

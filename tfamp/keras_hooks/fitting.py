@@ -13,9 +13,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfamp._patch import Patch, like
+from tfamp.keras_hooks.backend import TensorFlowTrainer
 
 
 def patches(

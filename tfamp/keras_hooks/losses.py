@@ -10,10 +10,11 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
+from keras.src import tree
 
 from tfamp._care import care_of
 from tfamp._patch import Patch, like
+from tfamp.keras_hooks import backend
 
 _HALF = (tf.float16, tf.bfloat16)
 

@@ -11,22 +11,20 @@ from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
-from keras.src.backend.tensorflow import math as backend_math
-from keras.src.backend.tensorflow import nn as backend_nn
-from keras.src.backend.tensorflow import numpy as backend_numpy
 
 from tfamp._care import Care, Kind, innermost
 from tfamp._patch import Patch, like
+from tfamp.keras_hooks.backend import operations
 
 CAREFUL = "_tfamp_careful"
 _HALF = (tf.float16, tf.bfloat16)
 _OPERATIONS = (
-    (backend_nn, "softmax"),
-    (backend_nn, "log_softmax"),
-    (backend_nn, "sigmoid"),
-    (backend_math, "logsumexp"),
-    (backend_numpy, "cumsum"),
-    (backend_numpy, "cumprod"),
+    (operations.nn, "softmax"),
+    (operations.nn, "log_softmax"),
+    (operations.nn, "sigmoid"),
+    (operations.math, "logsumexp"),
+    (operations.numpy, "cumsum"),
+    (operations.numpy, "cumprod"),
 )
 
 

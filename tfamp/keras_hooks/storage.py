@@ -10,9 +10,9 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend
 
 from tfamp._patch import Patch, like
+from tfamp.keras_hooks import backend
 
 
 @contextlib.contextmanager

@@ -13,8 +13,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src import backend, tree
+from keras.src import tree
 from keras.src.models.functional import Functional
+
+from tfamp.keras_hooks import backend
 
 _COUNT = itertools.count()
 _NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()

@@ -11,15 +11,15 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
-from keras.src.trainers.trainer import Trainer
 
 from tfamp._patch import Patch, like
+from tfamp.keras_hooks.backend import SharedTrainer
 
 
 def patches(
     before_compile: Callable[[keras.Model, dict[str, Any]], None],
 ) -> list[Patch]:
-    """Returns the patch on `Trainer.compile`.
+    """Returns the patch on `compile`.
 
     Args:
         before_compile: Called with the model and the arguments of `compile`
@@ -38,7 +38,7 @@ def patches(
 
         return compile
 
-    return [Patch(Trainer, "compile", wrap)]
+    return [Patch(SharedTrainer, "compile", wrap)]
 
 
 def drop_traced_functions(model: keras.layers.Layer) -> None:
@@ -46,7 +46,7 @@ def drop_traced_functions(model: keras.layers.Layer) -> None:
 
     A traced function keeps the dtypes it was traced with.
     """
-    if isinstance(model, Trainer):
+    if isinstance(model, SharedTrainer):
         model.train_function = None
         model.test_function = None
         model.predict_function = None
@@ -54,7 +54,7 @@ def drop_traced_functions(model: keras.layers.Layer) -> None:
 
 def is_compiled(model: keras.layers.Layer) -> bool:
     """Returns whether `compile` has been called on `model`."""
-    return isinstance(model, Trainer) and bool(model.compiled)
+    return isinstance(model, SharedTrainer) and bool(model.compiled)
 
 
 def compile_arguments(model: keras.Model) -> dict[str, Any]:

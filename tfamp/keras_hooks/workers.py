@@ -12,9 +12,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 from keras.src.backend.tensorflow import trainer
-from keras.src.backend.tensorflow.trainer import TensorFlowTrainer
 
 from tfamp._patch import HeldPatches, Patch, like
+from tfamp.keras_hooks.backend import TensorFlowTrainer
 
 
 def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:

@@ -1,0 +1,35 @@
+"""The parts of Keras's backend that hooks use, wherever its versions keep them.
+
+Relies on: `backend.ops`, from Keras 3.16 on, holding what `backend` held before;
+`backend.common` holding what all backends share; the TensorFlow backend's trainer
+being a class on top of the one that all backends share.
+"""
+
+from keras.src import backend
+from keras.src.backend import common
+from keras.src.backend.common import masking
+from keras.src.backend.tensorflow import trainer as tensorflow_trainer
+from keras.src.trainers import trainer as shared_trainer
+
+# Hooks on operations replace attributes of its modules.
+operations = getattr(backend, "ops", backend)
+
+cast = operations.cast
+convert_to_tensor = operations.convert_to_tensor
+compute_output_spec = backend.compute_output_spec
+
+AutocastScope = common.AutocastScope
+get_autocast_scope = common.get_autocast_scope
+StatelessScope = backend.StatelessScope
+in_stateless_scope = backend.in_stateless_scope
+
+get_keras_mask = masking.get_keras_mask
+set_keras_mask = masking.set_keras_mask
+is_float_dtype = common.is_float_dtype
+standardize_dtype = common.standardize_dtype
+
+# Keras 3.16 names it as that of every backend, and the shared one otherwise.
+TensorFlowTrainer = (
+    getattr(tensorflow_trainer, "TensorFlowTrainer", None) or tensorflow_trainer.Trainer
+)
+SharedTrainer = getattr(shared_trainer, "BaseTrainer", None) or shared_trainer.Trainer
