@@ -41,6 +41,7 @@ class Care:
         resolved: For a model: whether its heads have been found.
         graph_key: For a model: which graph of layers they were found in. A
             Sequential model gets another with each `add`.
+        made_in: The policy under which the layer was made, None where nobody knows.
         wrapped_optimizer: For a model: whether `compile` gave its optimizer
             the loss scale, so that it may be taken off again.
     """
@@ -56,6 +57,7 @@ class Care:
     spread: bool = False
     resolved: bool = False
     graph_key: int | None = None
+    made_in: str | None = None
     wrapped_optimizer: bool = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "Care":

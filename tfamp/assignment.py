@@ -223,9 +223,7 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
         ) from error
     if entry is None:
         return keras.saving.load_model(text, **kwargs)
-    with hooks.loading(entry["policy"]):
-        model = keras.saving.load_model(text, **kwargs)
-    hooks.restore(model, entry)
+    model = hooks.load(entry, lambda: keras.saving.load_model(text, **kwargs))
     compiling.make_exact(model)
     return model
 

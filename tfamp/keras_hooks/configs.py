@@ -7,7 +7,8 @@ entry of its own that stock Keras passes over.
 Relies on: `Layer.get_config` serializing the policy into a dict under "dtype";
 `deserialize_keras_object` passing over entries it does not know; layers being
 made by `Operation.from_config`, or by a `from_config` of their own that hands
-that dict to `Layer.__init__`.
+that dict to `Layer.__init__`; `Model.build_from_config` tracing `self.call` on float32
+inputs.
 """
 
 from collections.abc import Callable
@@ -15,8 +16,11 @@ from typing import Any
 
 import keras
 
-from tfamp._patch import Patch, like
+from tfamp._care import CALLS, care_of
+from tfamp._patch import Patch, like, replaced
+from tfamp.keras_hooks import calls
 
+_HALF = ("float16", "bfloat16")
 _INHERITED = "tfamp_inherited"
 
 
@@ -59,6 +63,35 @@ def read_patches(is_in_force: Callable[[str], bool]) -> list[Patch]:
         return classmethod(from_config)
 
     return [Patch(keras.Operation, "from_config", wrap)]
+
+
+def build_patches() -> list[Patch]:
+    """Returns the patch that builds a loaded model from inputs as in a real call."""
+    return [Patch(keras.Model, "build_from_config", _wrap_build)]
+
+
+def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands a loaded model's `call`, by which it is built, inputs as in a real call."""
+
+    @like(original)
+    def build_from_config(self: keras.Model, config: Any) -> Any:
+        dtype = self.compute_dtype
+        if care_of(self) is None or dtype not in _HALF:
+            return original(self, config)
+        plain = self.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = calls.cast_outputs((args, kwargs), dtype)
+            return plain(*args, **kwargs)
+
+        CALLS.num_builds += 1
+        try:
+            with replaced(self, call=call):
+                return original(self, config)
+        finally:
+            CALLS.num_builds -= 1
+
+    return build_from_config
 
 
 def inherited_from(dtype: Any) -> str | None:

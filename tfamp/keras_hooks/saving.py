@@ -25,6 +25,7 @@ METADATA_KEY = "tfamp"
 def patches(
     describe: Callable[[keras.layers.Layer], dict[str, Any] | None],
     unpickle: Callable[[Any], Any],
+    load: Callable[[dict[str, Any], Callable[[], Any]], Any],
 ) -> list[Patch]:
     """Returns the patches on saving and on copying.
 
@@ -32,6 +33,8 @@ def patches(
         describe: Gives what to store for a model or layer, None for nothing.
         unpickle: Loads a pickled model or layer with what was stored. A function of a
             module: a pickle names it, so that any process finds it.
+        load: Takes what was stored in a file that Keras's own `load_model` is given,
+            and a function that makes the model as Keras does; returns the model.
     """
 
     def wrap_serialize(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -54,7 +57,18 @@ def patches(
 
         return __reduce__
 
+    def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def _load_model_from_fileobj(fileobj: Any, *args: Any, **kwargs: Any) -> Any:
+            entry = read_entry(fileobj)
+            if entry is None:
+                return original(fileobj, *args, **kwargs)
+            return load(entry, lambda: original(fileobj, *args, **kwargs))
+
+        return _load_model_from_fileobj
+
     return [
+        Patch(saving_lib, "_load_model_from_fileobj", wrap_load),
         Patch(saving_lib, "_serialize_model_as_json", wrap_serialize),
         Patch(KerasSaveable, "__reduce__", wrap_reduce),
     ]

@@ -104,6 +104,11 @@ def only_calls_others(layer: keras.layers.Layer) -> bool:
     return type(layer).call in (Functional.call, keras.Sequential.call)
 
 
+def constructor_makes_graph(model: keras.layers.Layer) -> bool:
+    """States whether a model's own constructor wired its Functional graph."""
+    return isinstance(model, Functional) and type(model) is not Functional
+
+
 def producer(
     tensor: keras.KerasTensor,
 ) -> tuple[Any, list[keras.KerasTensor], int] | None:

@@ -14,7 +14,7 @@ from tfamp.managed.lease import HALF, Lease
 SCHEMA = 1
 _STORED = (
     "rule reason output_dtype exact_inputs reach settled spread resolved "
-    "wrapped_optimizer"
+    "made_in wrapped_optimizer"
 ).split()
 
 
@@ -52,11 +52,23 @@ def _row(path: str, layer: keras.layers.Layer) -> dict[str, Any]:
     }
     if care is not None:
         row["kind"] = care.kind.name
+        if care.made_in is not None and structure.constructor_makes_graph(layer):
+            row["graph_made_in"] = care.made_in
         stored = [weight.dtype for weight in structure.own_weights(layer)]
         if {*stored} & {*HALF} and layer.variable_dtype not in HALF:
             row["stored"] = stored
         row.update({name: getattr(care, name) for name in _STORED})
     return row
+
+
+def check_schema(entry: dict[str, Any]) -> None:
+    """Raises ValueError where the file was written by a newer tfamp."""
+    if entry.get("schema") != SCHEMA:
+        raise ValueError(
+            f"The file's dtype assignment has schema {entry.get('schema')!r}; expected "
+            f"{SCHEMA}. Load it with the version of tfamp that wrote it, or upgrade: "
+            "`pip install --upgrade tfamp`."
+        )
 
 
 def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
@@ -65,15 +77,8 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     Layers are told apart by their place and class: names may have changed.
 
     Raises:
-        ValueError: The file was written by a newer tfamp, or describes another
-            model than this one.
+        ValueError: The file describes another model than this one.
     """
-    if entry.get("schema") != SCHEMA:
-        raise ValueError(
-            f"The file's dtype assignment has schema {entry.get('schema')!r}; expected "
-            f"{SCHEMA}. Load it with the version of tfamp that wrote it, or upgrade: "
-            "`pip install --upgrade tfamp`."
-        )
     layers = [layer for _, layer, _ in structure.walk(model)]
     rows = entry["layers"]
     if [type(layer).__name__ for layer in layers] != [r["class_name"] for r in rows]:
@@ -94,7 +99,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
             policy = policies.setdefault(name, keras.DTypePolicy(name))
             keeping.set_policy(layer, policy)
         if "kind" in row:
-            stored = {field: row[field] for field in _STORED}
+            stored = {field: row[field] for field in _STORED if field in row}
             stored["graph_key"] = structure.graph_key(layer)
             set_care(layer, Care(lease, Kind[row["kind"]], **stored))
             _store(layer, row.get("stored", ()))
@@ -108,6 +113,22 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     ):
         for tensor in found.tensors:
             structure.set_tensor_dtype(tensor, "float32")
+
+
+def lease_to_make(entry: dict[str, Any]) -> Lease | None:
+    """Returns the settings under which the layers of a saved model are to be made.
+
+    The constructor of a subclass may wire a graph, in which operations keep the dtypes
+    of the tensors that they met. Such a model is made as it was the first time.
+
+    Returns:
+        None where no such graph was made in half precision under tfamp.
+    """
+    for row in entry["layers"]:
+        lease = _lease({**entry, "policy": row.get("graph_made_in", "float32")})
+        if lease.is_half:
+            return lease
+    return None
 
 
 def _store(layer: keras.layers.Layer, dtypes: Sequence[str]) -> None:

@@ -6,7 +6,7 @@ while any managed layer lives: a model keeps its behaviour after `disable`.
 
 import contextlib
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -56,12 +56,29 @@ def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     resolving.before_call(layer, args, kwargs)
 
 
-def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
-    """Gives a loaded `model` the dtypes of its file, and installs the hooks."""
+def load(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
+    """Returns a saved model with the dtypes of its file.
+
+    Under a mixed policy its layers are made in float32 at first, whatever their configs
+    say: Keras builds a loaded subclassed model by its `call` on float32 inputs, where
+    half-precision sublayers would clash. Where a constructor wires a graph, they are
+    made as they were.
+
+    Args:
+        entry: What was stored for it.
+        make: Makes the model as Keras does.
+
+    Raises:
+        ValueError: The file was written by a newer tfamp, or describes another model.
+    """
+    files.check_schema(entry)
+    with _making(files.lease_to_make(entry), entry["policy"]):
+        model = make()
     files.restore(model, entry)
     lease = resolving.care_lease(model)
     if lease is not None:
         hold(lease)
+    return model
 
 
 def unpickled(archive: Any) -> Any:
@@ -72,10 +89,38 @@ def unpickled(archive: Any) -> Any:
             "The pickle names tfamp, but its archive holds no dtypes of layers. It was "
             "changed since; pickle the model again."
         )
-    with loading(entry["policy"]):
-        model = saving.unpickled(archive)
-    restore(model, entry)
-    return model
+    return load(entry, lambda: saving.unpickled(archive))
+
+
+def _load_for_keras(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
+    """Returns what Keras's own `load_model` gives while tfamp is enabled."""
+    present = IN_FORCE.present
+    is_ours = present.lease is not None and present.loaded is None
+    return load(entry, make) if is_ours else make()
+
+
+class _Load:
+    """Holds the hooks that a file needs until it is read."""
+
+
+@contextlib.contextmanager
+def _making(lease: Lease | None, policy: str) -> Iterator[None]:
+    """Makes layers in a `with` block under a lease, or unmanaged where it is None."""
+    load = _Load()
+    CONFIG_HOOKS.hold(load)
+    before = state.present_policy()
+    in_float32 = policy.startswith("mixed_")
+    try:
+        with IN_FORCE.block(lease=lease, loaded=policy):
+            follow_enabled()
+            if lease is None:
+                keras.config.set_dtype_policy("float32" if in_float32 else policy)
+            else:
+                state.mark(lease, lease.policy)
+            yield
+    finally:
+        follow_enabled()
+        keeping.settle_thread(before)
 
 
 _RUNNING = HeldPatches(
@@ -85,8 +130,9 @@ _RUNNING = HeldPatches(
         *nn.patches(_takes_care),
         *losses.patches(nn.CAREFUL),
         *trainer.patches(compiling.before_compile),
-        *saving.patches(files.describe, unpickled),
+        *saving.patches(files.describe, unpickled, _load_for_keras),
         *configs.write_patches(keeping.inherited_policy),
+        *configs.build_patches(),
     ]
 )
 
@@ -130,29 +176,3 @@ def installed() -> tuple[str, ...]:
     """Returns the names of everything in Keras that is replaced now."""
     sets = (_MAKING, _RUNNING, WORKER_HOOKS, FIT_HOOKS, CONFIG_HOOKS)
     return tuple(name for patches in sets for name in patches.installed)
-
-
-class _Load:
-    """Holds the hooks that a file needs until it is read."""
-
-
-@contextlib.contextmanager
-def loading(policy: str) -> Iterator[None]:
-    """Makes the layers of a saved model inside a `with` block, unmanaged.
-
-    Under a mixed policy they are made in float32, whatever their configs say:
-    Keras builds a loaded subclassed model by its `call` on float32 inputs, where
-    half-precision sublayers would clash. `restore` sets the dtypes afterwards.
-    """
-    load = _Load()
-    CONFIG_HOOKS.hold(load)
-    before = state.present_policy()
-    is_mixed = policy.startswith("mixed_")
-    try:
-        with IN_FORCE.block(lease=None, makes_float32=is_mixed):
-            follow_enabled()
-            keras.config.set_dtype_policy("float32" if is_mixed else policy)
-            yield
-    finally:
-        follow_enabled()
-        keeping.settle_thread(before)

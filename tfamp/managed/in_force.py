@@ -26,15 +26,15 @@ class Setting:
         lease: The settings of managed layers, None where they are left to Keras.
         why: Why the policy was chosen.
         policy_before: Keras's policy, as the user had set it.
-        makes_float32: Whether a saved model is being loaded, whose layers are made in
-            float32 first.
+        loaded: The policy of the saved model that is being loaded, whose layers are
+            made under the lease instead, or else in float32.
         thread: The thread whose Keras policy is the lease's all the time.
     """
 
     lease: Lease | None = None
     why: str = NOT_ENABLED
     policy_before: keras.DTypePolicy | None = None
-    makes_float32: bool = False
+    loaded: str | None = None
     thread: int = 0
 
 

@@ -51,7 +51,9 @@ def settle_thread(before: keras.DTypePolicy | None) -> None:
 def is_in_force(policy: str) -> bool:
     """States whether new layers come under the policy of this name."""
     lease = IN_FORCE.lease
-    return lease is not None and lease.policy.name == policy
+    if lease is None:
+        return False
+    return policy in (lease.policy.name, IN_FORCE.present.loaded)
 
 
 def inherited_policy(layer: keras.layers.Layer) -> str | None:
@@ -70,15 +72,17 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
     """
     if isinstance(layer, keras.layers.InputLayer):
         return
-    lease = IN_FORCE.lease
+    lease, loaded = IN_FORCE.lease, IN_FORCE.present.loaded
     if lease is None:
-        if IN_FORCE.present.makes_float32 and layer.dtype_policy.compute_dtype in HALF:
+        makes_float32 = (loaded or "").startswith("mixed_")
+        if makes_float32 and layer.dtype_policy.compute_dtype in HALF:
             set_policy(layer, keras.config.dtype_policy())
         return
     if dtype is lease.kept:
         _begin_inside(layer, lease)
         return
-    if is_in_force(configs.inherited_from(dtype) or ""):
+    is_loaded = loaded is not None and layer.dtype_policy.name == loaded
+    if is_loaded or is_in_force(configs.inherited_from(dtype) or ""):
         set_policy(layer, lease.policy)
         dtype = None
     present = state.present_policy()
@@ -87,6 +91,7 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
         _warn_of_foreign_policy(present)
         is_explicit = True
     begin(layer, lease, is_explicit=is_explicit)
+    change_care(layer, made_in=lease.policy.name)
 
 
 def begin(layer: keras.layers.Layer, lease: Lease, *, is_explicit: bool) -> None:
@@ -121,8 +126,9 @@ def begin_again(layer: keras.layers.Layer, lease: Lease) -> None:
     if not is_explicit:
         set_policy(layer, lease.policy)
     begin(layer, lease, is_explicit=is_explicit)
-    if before is not None and before.wrapped_optimizer:
-        change_care(layer, wrapped_optimizer=True)
+    if before is not None:
+        wrapped = before.wrapped_optimizer
+        change_care(layer, wrapped_optimizer=wrapped, made_in=before.made_in)
 
 
 def _begin_inside(layer: keras.layers.Layer, lease: Lease) -> None:

@@ -89,7 +89,7 @@ class SelfTest:
     def _look(self, found: list[str], errors: list[BaseException]) -> None:
         try:
             lease = make_lease(_POLICY)
-            with IN_FORCE.block(lease=lease, makes_float32=False):
+            with IN_FORCE.block(lease=lease, loaded=None):
                 self._install()
                 with tf.device("CPU:0"):
                     found += itertools.islice(_broken(), 1)

@@ -1,0 +1,194 @@
+"""Models whose constructor wires a Functional graph, as in KerasHub, saved and loaded.
+
+The operations of such a graph are no layers: they keep the dtypes of the tensors that
+they met when the constructor ran, and it runs again when a file is loaded.
+"""
+
+import copy
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+from keras import layers, ops
+
+import tfamp
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+ROOT = Path(__file__).parents[2]
+TOKENS = np.arange(24).reshape(4, 6) % 17
+
+
+@keras.saving.register_keras_serializable("constructor_graphs")
+class ReversibleEmbedding(layers.Embedding):
+    def call(self, inputs, reverse=False):
+        if not reverse:
+            return super().call(inputs)
+        return ops.matmul(
+            inputs, ops.transpose(ops.cast(self.embeddings, inputs.dtype))
+        )
+
+    def compute_output_spec(self, inputs, reverse=False):
+        width = self.input_dim if reverse else self.output_dim
+        shape = (*(inputs.shape[:-1] if reverse else inputs.shape), width)
+        return keras.KerasTensor(shape, dtype=self.compute_dtype)
+
+
+@keras.saving.register_keras_serializable("constructor_graphs")
+class Backbone(keras.Model):
+    def __init__(self, vocabulary=17, width=8, dtype=None, **kwargs):
+        self.token_embedding = ReversibleEmbedding(vocabulary, width, dtype=dtype)
+        tokens = keras.Input((None,), dtype="int32")
+        x = self.token_embedding(tokens)
+        x = x * ops.cast(ops.sqrt(float(width)), x.dtype)
+        hidden = layers.LayerNormalization(dtype=dtype)(x)
+        x = x + layers.Dense(width, activation="gelu", dtype=dtype)(hidden)
+        x = layers.LayerNormalization(dtype=dtype)(x)
+        super().__init__(inputs=tokens, outputs=x, dtype=dtype, **kwargs)
+
+    def get_config(self):
+        return {
+            "name": self.name,
+            "dtype": keras.dtype_policies.serialize(self.dtype_policy),
+        }
+
+
+@keras.saving.register_keras_serializable("constructor_graphs")
+class PolicyOfTheDay(Backbone):
+    def get_config(self):
+        return {"name": self.name}
+
+
+class WithBackbone:
+    def get_config(self):
+        return {"name": self.name, "backbone": keras.layers.serialize(self.backbone)}
+
+    @classmethod
+    def from_config(cls, config):
+        backbone = keras.layers.deserialize(config["backbone"])
+        return cls(**{**config, "backbone": backbone})
+
+
+@keras.saving.register_keras_serializable("constructor_graphs")
+class LanguageModel(WithBackbone, keras.Model):
+    def __init__(self, backbone, **kwargs):
+        self.backbone = backbone
+        hidden = backbone(backbone.input)
+        logits = backbone.token_embedding(hidden, reverse=True)
+        super().__init__(inputs=backbone.input, outputs=logits, **kwargs)
+
+
+@keras.saving.register_keras_serializable("constructor_graphs")
+class Classifier(WithBackbone, keras.Model):
+    def __init__(self, backbone, **kwargs):
+        super().__init__(**kwargs)
+        self.backbone = backbone
+        self.norm = layers.UnitNormalization()
+        self.mix = layers.Dense(8)
+        self.head = layers.Dense(2)
+
+    def call(self, tokens):
+        x = self.backbone(tokens)
+        return self.head(x + self.norm(self.mix(x)))
+
+
+MODELS = {
+    "tied head": lambda: LanguageModel(Backbone()),
+    "policy of the day": lambda: LanguageModel(PolicyOfTheDay()),
+    "inside a subclass": lambda: Classifier(Backbone()),
+}
+WAYS = ("enable", "apply", "apply to enabled")
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+
+
+def made(name, way, policy):
+    if way == "enable":
+        with tfamp.scope(policy):
+            model = MODELS[name]()
+            model(TOKENS)
+    else:
+        other = POLICIES[policy == POLICIES[0]]
+        with tfamp.scope("float32" if way == "apply" else other):
+            model = MODELS[name]()
+            model(TOKENS)
+        tfamp.apply(model, policy)
+    model.compile("sgd", "mse")
+    return model
+
+
+def facts(model):
+    return [tuple(vars(row).values())[1:] for row in tfamp.assignment(model)]
+
+
+def assert_same(loaded, model):
+    assert facts(loaded) == facts(model)
+    np.testing.assert_array_equal(loaded(TOKENS), model(TOKENS))
+    assert loaded(TOKENS).dtype == "float32"
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.anchors("tied head-*")
+def test_predictions_are_the_same_after_loading(name, way, policy, tmp_path):
+    model = made(name, way, policy)
+    model.save(tmp_path / "model.keras")
+    loaded = tfamp.load_model(tmp_path / "model.keras")
+    assert_same(loaded, model)
+    loaded.save(tmp_path / "again.keras")
+    assert_same(tfamp.load_model(tmp_path / "again.keras"), model)
+    assert not tfamp.status().enabled
+    assert keras.config.dtype_policy().name == "float32"
+
+
+COPIES = {
+    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
+    "deepcopy": copy.deepcopy,
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("by", COPIES)
+@pytest.mark.anchors("pickle-policy of the day-enable-mixed_float16")
+def test_predictions_of_a_copy_are_the_same(by, name, way, policy):
+    model = made(name, way, policy)
+    assert_same(COPIES[by](model), model)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("name", MODELS)
+def test_keras_own_loading_under_the_same_policy_gives_the_same(name, policy, tmp_path):
+    model = made(name, "enable", policy)
+    model.save(tmp_path / "model.keras")
+    with tfamp.scope(policy):
+        assert_same(keras.saving.load_model(tmp_path / "model.keras"), model)
+
+
+FRESH = """
+import sys, numpy as np, tfamp
+from tests.wild import constructor_graphs_test as test
+for path in sys.argv[1:]:
+    np.save(path + ".npy", tfamp.load_model(path)(test.TOKENS).numpy())
+"""
+
+
+@pytest.mark.whole("test_predictions_are_the_same_after_loading, in the same process")
+def test_predictions_are_the_same_in_a_fresh_process(tmp_path):
+    expected = {}
+    for name in MODELS:
+        for way in WAYS:
+            for policy in POLICIES:
+                model = made(name, way, policy)
+                path = str(tmp_path / f"{len(expected)}.keras")
+                model.save(path)
+                expected[path] = model(TOKENS).numpy()
+    command = [sys.executable, "-c", FRESH, *expected]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 0, done.stderr
+    for path, outputs in expected.items():
+        np.testing.assert_array_equal(np.load(f"{path}.npy"), outputs)
