@@ -210,8 +210,12 @@ def _inner_call(
             outputs = call(*args, **kwargs)
         finally:
             CALLS.stack.pop()
-        if care.output_dtype is not None:
-            outputs = cast_outputs(outputs, care.output_dtype)
+        output_dtype = care.output_dtype
+        if CALLS.is_training and not CALLS.stack and care.lease.has_defaults:
+            # For the code of a `train_step`, as a model's output is.
+            output_dtype = "float32"
+        if output_dtype is not None:
+            outputs = cast_outputs(outputs, output_dtype)
         if CALLS.recorder is not None:
             CALLS.recorder(self, outputs)
         return outputs

@@ -1,12 +1,12 @@
 """Hooks on the operations that half precision spoils wherever they are written.
 
 Relies on: layers, activation strings and `keras.ops` all reaching the
-TensorFlow backend's functions as attributes of its modules; losses recovering
-logits from the `_keras_logits` attribute of a prediction.
-
-Raw TensorFlow calls (`tf.nn.softmax`) do not pass here.
+TensorFlow backend's functions as attributes of its modules, and raw calls being
+attributes of TensorFlow's; losses recovering logits from the `_keras_logits` attribute
+of a prediction.
 """
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
@@ -18,6 +18,8 @@ from tfamp.keras_hooks.backend import operations
 
 CAREFUL = "_tfamp_careful"
 _HALF = (tf.float16, tf.bfloat16)
+_OF_BOTH = ("softmax", "log_softmax")
+_OF_ALL = ("sigmoid", "reduce_logsumexp", "cumsum")
 _OPERATIONS = (
     (operations.nn, "softmax"),
     (operations.nn, "log_softmax"),
@@ -25,6 +27,9 @@ _OPERATIONS = (
     (operations.math, "logsumexp"),
     (operations.numpy, "cumsum"),
     (operations.numpy, "cumprod"),
+    *((module, name) for module in (tf.nn, tf.math) for name in _OF_BOTH),
+    *((module, name) for module in (tf, tf.math) for name in _OF_ALL),
+    (tf.nn, "sigmoid"),
 )
 
 
@@ -40,16 +45,23 @@ def patches(takes_care: Callable[[Care], bool]) -> list[Patch]:
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        first = next(iter(inspect.signature(original).parameters))
+
         @like(original)
-        def operation(x: Any, *args: Any, **kwargs: Any) -> Any:
+        def operation(*args: Any, **kwargs: Any) -> Any:
             care = innermost()
+            x = args[0] if args else kwargs.get(first)
             if (
                 care is None
                 or not isinstance(x, tf.Tensor)
                 or x.dtype not in _HALF
                 or not takes_care(care)
             ):
-                return original(x, *args, **kwargs)
+                return original(*args, **kwargs)
+            if args:
+                args = args[1:]
+            else:
+                del kwargs[first]
             wide = tf.cast(x, tf.float32)
             result = original(wide, *args, **kwargs)
             output = result

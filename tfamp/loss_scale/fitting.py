@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfamp._care import CALLS, care_of
 from tfamp._patch import HeldPatches
 from tfamp.keras_hooks import fitting
 from tfamp.keras_hooks.model_optimizers import optimizers_of
@@ -56,6 +57,13 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(train_step)
     def step_and_undo(data: Any) -> Any:
+        before, CALLS.is_training = CALLS.is_training, care_of(model) is not None
+        try:
+            return guarded(data)
+        finally:
+            CALLS.is_training = before
+
+    def guarded(data: Any) -> Any:
         optimizers = _ours(model)
         if not optimizers:
             return train_step(data)

@@ -9,10 +9,10 @@ import keras
 from absl import logging
 
 from tfamp import rules as _rules
-from tfamp._care import CALLS, Care, Kind, care_of, change_care
+from tfamp._care import Care, Kind, care_of, change_care
 from tfamp._checks import first_line
 from tfamp.keras_hooks import calls, structure
-from tfamp.managed import exact_names, heads, keeping
+from tfamp.managed import dtype_errors, exact_names, heads, keeping
 from tfamp.managed.in_force import IN_FORCE
 from tfamp.managed.lease import Lease
 
@@ -118,7 +118,8 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
         return True
     if _output_is_float32(found):
         change_care(model, output_dtype="float32")
-    broken = _trace_with_heads(model, args, kwargs)
+    with dtype_errors.switched_off():  # the heads are tried, not the layers around
+        _, _, broken = _trace(model, args, kwargs)
     if broken is not None:
         heads.restore(before)
         _cast_output(model, "a float32 head would break the model's `call`")
@@ -173,20 +174,6 @@ def _trace(
     except Exception as error:  # the user's own code, which may do anything
         return heads.Heads(is_complete=False), {}, error
     return found, recorder.shapes, None
-
-
-def _trace_with_heads(
-    model: keras.layers.Layer, args: Any, kwargs: Any
-) -> Exception | None:
-    """Returns what a model's call raises with its heads in float32.
-
-    It is the heads that are tried: no layer is taken into float32 for them.
-    """
-    before, CALLS.may_keep = CALLS.may_keep, False
-    try:
-        return _trace(model, args, kwargs)[2]
-    finally:
-        CALLS.may_keep = before
 
 
 def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
