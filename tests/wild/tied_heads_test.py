@@ -23,6 +23,57 @@ def model_of(dense):
     return keras.Model(inputs, dense(hidden))
 
 
+class Embedded(layers.Layer):
+    """Tokens and their positions, added up by a plain sum."""
+
+    def __init__(self):
+        super().__init__()
+        self.tokens = layers.Embedding(12, 8)
+        self.positions = layers.Embedding(4, 8)
+
+    def call(self, ids):
+        return self.tokens(ids) + self.positions(np.arange(4))[None]
+
+
+class MaskedHead(layers.Layer):
+    """Holds the embedding of another layer for its last product."""
+
+    def __init__(self, embedding):
+        super().__init__()
+        self.dense = layers.Dense(8, "gelu")
+        self.embedding = embedding
+
+    def call(self, hidden):
+        table = keras.ops.transpose(self.embedding.embeddings)
+        return keras.ops.matmul(self.dense(hidden), table)
+
+
+@pytest.mark.parametrize("way", ["enable", "apply"])
+@pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
+@pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+def test_a_head_that_holds_the_embedding_of_another_layer(way, policy):
+    def make():
+        ids = keras.Input((4,), dtype="int32")
+        embedded = Embedded()
+        backbone = keras.Model(ids, layers.Dense(8)(embedded(ids)))
+        return keras.Model(ids, MaskedHead(embedded.tokens)(backbone(ids)))
+
+    if way == "enable":
+        with tfamp.scope(policy):
+            model = make()
+    else:
+        model = make()
+        tfamp.apply(model, policy)
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, jit_compile=False)
+    ids = np.arange(12).reshape(3, 4)
+    assert np.isfinite(model.fit(ids, ids, verbose=0).history["loss"]).all()
+    assert model.predict(ids, verbose=0).dtype == "float32"
+    # No error had to be caught for it.
+    rules = [row.rule for row in tfamp.assignment(model).layers]
+    assert "default: cannot run in half precision" not in rules
+
+
 @pytest.mark.parametrize("way", ["enable", "apply"])
 def test_a_tied_head_trains_and_its_output_is_float32(way):
     if way == "enable":

@@ -130,7 +130,7 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
 
 
 def _cast_for_tied_heads(model: keras.layers.Layer, found: heads.Heads) -> bool:
-    """Casts the output alone where another layer uses a head inside its `call`.
+    """Casts the output alone where another layer uses a head, or a part of one, inside.
 
     That `call` may add the head's output to tensors in half precision, which a head in
     float32 would break.
@@ -138,13 +138,13 @@ def _cast_for_tied_heads(model: keras.layers.Layer, found: heads.Heads) -> bool:
     Returns:
         Whether there is such a head.
     """
-    ids = {id(head) for head in found.heads}
+    parts = {id(part) for head in found.heads for _, part, _ in structure.walk(head)}
     tied = [
         (layer, child)
         for _, layer, _ in structure.walk(model)
-        if structure.graph_of(layer) is None
+        if structure.graph_of(layer) is None and id(layer) not in parts
         for child in structure.children(layer)
-        if id(child) in ids
+        if id(child) in parts
     ]
     if not tied:
         return False
