@@ -36,6 +36,11 @@ def by_stock_file(model, folder):
     return keras.saving.load_model(folder / "model.keras")
 
 
+def by_file(model, folder):
+    model.save(folder / "model.keras")
+    return tfamp.load_model(folder / "model.keras")
+
+
 WAYS = {
     "clone_model": lambda model, _: keras.models.clone_model(model),
     "config": lambda model, _: type(model).from_config(model.get_config()),
@@ -71,6 +76,74 @@ def test_a_copy_has_the_dtypes_and_predictions_of_the_original(
     assert facts(same) == facts(model)
     np.testing.assert_array_equal(same(x), model(x))
     assert same(x).dtype == "float32"
+
+
+def token_model():
+    tokens = keras.Input((6,), dtype="int32")
+    x = layers.Dense(8)(layers.Embedding(9, 8)(tokens))
+    x = layers.LayerNormalization()(layers.Softmax()(x))
+    return keras.Model(tokens, layers.Dense(3, activation="softmax")(x))
+
+
+def with_lora():
+    model = token_model()
+    for layer in (model.layers[1], model.layers[2]):
+        layer.enable_lora(2)
+        layer.set_weights([np.ones_like(w) * 0.3 for w in layer.get_weights()])
+    return model
+
+
+def quantized():
+    model = token_model()
+    model.quantize("int8")
+    return model
+
+
+# Keras says so of each layer without a kernel, and of optimizers ahead of a step.
+NO_STEP = "ignore:Skipping variable loading for optimizer:UserWarning"
+NO_QUANTIZE = "ignore:Layer .* does not have a `quantize` method:UserWarning"
+# Keras refuses to quantize layers that compute in float16.
+CHANGED = {"LoRA": (with_lora, "mixed_float16"), "int8": (quantized, "mixed_bfloat16")}
+
+
+@pytest.mark.filterwarnings(NO_QUANTIZE, NO_STEP)
+@pytest.mark.parametrize("way", [*WAYS, "file"])
+@pytest.mark.parametrize("is_compiled", [True, False], ids=["compiled", "plain"])
+@pytest.mark.parametrize("make, policy", CHANGED.values(), ids=CHANGED)
+@pytest.mark.anchors("int8-plain-*", "LoRA-compiled-clone_model")
+def test_a_copy_with_lora_or_int8_is_the_same(make, policy, is_compiled, way, tmp_path):
+    tokens = np.arange(12).reshape(2, 6) % 9
+    with tfamp.scope(policy):
+        model = make()
+        if is_compiled:
+            model.compile("adam", "mse")
+        same = {**WAYS, "file": by_file}[way](model, tmp_path)
+        same.set_weights(model.get_weights())
+    np.testing.assert_array_equal(same(tokens), model(tokens))
+    assert facts(same) == facts(model)
+    assert same(tokens).dtype == "float32"
+
+
+@pytest.mark.filterwarnings(NO_QUANTIZE)
+@pytest.mark.parametrize("when", ["before its first use", "compiled"])
+def test_a_quantized_head_is_read_as_quantized(when):
+    tokens = np.arange(12).reshape(2, 6) % 9
+    with tfamp.scope("mixed_bfloat16"):
+        model = keras.Sequential([keras.Input((6,)), layers.Embedding(9, 8)])
+        model.add(layers.Dense(3))
+        if when == "compiled":
+            model.compile("sgd", "mse")
+    plain = keras.models.clone_model(model)
+    plain.set_weights(model.get_weights())
+    expected = plain(tokens)
+    model.quantize("int8")
+    head = model.layers[-1]
+    # int8 has 127 steps, and bfloat16 in between rounds to 1 of 256.
+    np.testing.assert_allclose(
+        model(tokens), expected, atol=0.02 * np.abs(expected).max()
+    )
+    assert head.quantization_mode == "int8"
+    assert head.compute_dtype == "float32"
 
 
 def test_a_clone_learns_where_its_head_is_sure_and_wrong():

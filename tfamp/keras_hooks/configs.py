@@ -46,18 +46,29 @@ def write_patches(policy_of: Callable[[keras.layers.Layer], str | None]) -> list
     return [Patch(keras.layers.Layer, "get_config", wrap)]
 
 
-def read_patches(is_in_force: Callable[[str], bool]) -> list[Patch]:
+def read_patches(
+    is_in_force: Callable[[str], bool],
+    after_quantized: Callable[[keras.layers.Layer], None],
+) -> list[Patch]:
     """Returns the patch that lets a layer inherit its dtype as the written one did.
 
     Args:
         is_in_force: States whether new layers come under the policy of a name.
+        after_quantized: Called with a quantized layer, which needs the dtype that was
+            written, where the written one inherited it.
     """
 
     def wrap(original: Any) -> Any:
         def from_config(cls: type, config: dict[str, Any]) -> Any:
-            name = inherited_from(config.get("dtype"))
-            if name is not None and is_in_force(name):
-                config = {k: v for k, v in config.items() if k != "dtype"}
+            dtype = config.get("dtype")
+            name = inherited_from(dtype)
+            if dtype is None or name is None or not is_in_force(name):
+                return original.__func__(cls, config)
+            if dtype["class_name"] != "DTypePolicy":
+                layer = original.__func__(cls, config)
+                after_quantized(layer)
+                return layer
+            config = {k: v for k, v in config.items() if k != "dtype"}
             return original.__func__(cls, config)
 
         return classmethod(from_config)

@@ -96,7 +96,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     for layer, row in zip(layers, rows, strict=True):
         name = row["policy"]
         if layer.dtype_policy.name != name:
-            policy = policies.setdefault(name, keras.DTypePolicy(name))
+            policy = policies.setdefault(name, keras.dtype_policies.get(name))
             keeping.set_policy(layer, policy)
         if "kind" in row:
             stored = {field: row[field] for field in _STORED if field in row}

@@ -41,7 +41,7 @@ _MAKING = PatchSet(
             keeping.on_recurrent_created,
             keeping.on_bidirectional_created,
         ),
-        *configs.read_patches(keeping.is_in_force),
+        *configs.read_patches(keeping.is_in_force, keeping.on_quantized_read),
     ]
 )
 

@@ -59,7 +59,7 @@ def is_in_force(policy: str) -> bool:
 def inherited_policy(layer: keras.layers.Layer) -> str | None:
     """Returns the policy that a layer's dtypes came from, None if they were passed."""
     care = care_of(layer)
-    if care is None or care.kind is Kind.EXPLICIT or layer.quantization_mode:
+    if care is None or care.kind is Kind.EXPLICIT:
         return None
     return care.lease.policy.name
 
@@ -92,6 +92,15 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
         is_explicit = True
     begin(layer, lease, is_explicit=is_explicit)
     change_care(layer, made_in=lease.policy.name)
+
+
+def on_quantized_read(layer: keras.layers.Layer) -> None:
+    """Puts a quantized layer under care that inherited what it is quantized from."""
+    lease = IN_FORCE.lease
+    if lease is not None:
+        set_policy(layer, lease.policy)
+        begin(layer, lease, is_explicit=False)
+        change_care(layer, made_in=lease.policy.name)
 
 
 def begin(layer: keras.layers.Layer, lease: Lease, *, is_explicit: bool) -> None:
@@ -197,9 +206,15 @@ def keep(layer: keras.layers.Layer, lease: Lease, rule: _rules.Rule) -> None:
 
 
 def set_policy(layer: keras.layers.Layer, policy: keras.DTypePolicy) -> None:
-    """Sets the policy of one layer in place; its weights stay as they are."""
+    """Sets the policy of one layer in place; its weights stay as they are.
+
+    A quantized layer stays so: its policy is that of the quantization, from `policy`.
+    """
     if layer.dtype_policy is policy:
         return
+    if layer.quantization_mode is not None and policy.quantization_mode is None:
+        mode = layer.dtype_policy.name.partition("_from_")[0]
+        policy = keras.dtype_policies.get(f"{mode}_from_{policy.name}")
     layer.dtype_policy = policy
     if isinstance(layer, keras.layers.Normalization) and layer.built:
         structure.refresh_normalization(layer)
