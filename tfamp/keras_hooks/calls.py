@@ -211,7 +211,8 @@ def _inner_call(
         finally:
             CALLS.stack.pop()
         output_dtype = care.output_dtype
-        if CALLS.is_training and not CALLS.stack and care.lease.has_defaults:
+        is_outermost = not (CALLS.stack or CALLS.num_builds)
+        if CALLS.is_training and is_outermost and care.lease.has_defaults:
             # For the code of a `train_step`, as a model's output is.
             output_dtype = "float32"
         if output_dtype is not None:
