@@ -9,7 +9,9 @@ import types
 
 import pytest
 
+import tfamp
 from tfamp import _versions
+from tfamp._patch import HookError
 
 GOOD = {"python": "3.12.1", "tensorflow": "2.20.0", "keras": "3.10.0", "numpy": "2.0"}
 
@@ -169,3 +171,22 @@ def test_the_check_imports_neither_tensorflow_nor_keras():
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert completed.stdout == "[]\n"
+
+
+def test_an_import_that_fails_is_blamed_on_a_keras_that_was_not_tested():
+    error = ImportError("cannot import name 'Layer' from 'keras.src'\nmore")
+    text = _versions.blame_untested_keras(error, {"keras": "3.99.0"})
+    assert "Keras 3.99.0: ImportError: cannot import name 'Layer'" in text
+    assert "pip install 'keras==" in text
+    tested = {"keras": _versions.TESTED_KERAS[0]}
+    assert _versions.blame_untested_keras(error, tested) is None
+
+
+def test_a_name_that_cannot_be_imported_says_which_keras_is_tested(monkeypatch):
+    def fail(place):
+        raise AttributeError(f"{place} is gone")
+
+    monkeypatch.setattr(_versions, "TESTED_KERAS", ("3.0.0",))
+    monkeypatch.setattr(tfamp.importlib, "import_module", fail)
+    with pytest.raises(HookError, match=r"tfamp\.policy is gone.*keras==3\.0\.0"):
+        tfamp.__getattr__("enable")

@@ -77,6 +77,21 @@ def _check_environment() -> None:
     _versions.check_environment()
 
 
+def _imported(place: str) -> types.ModuleType:
+    """Imports a module; says so where an untested Keras is why it cannot be."""
+    try:
+        return importlib.import_module(place)
+    except (ImportError, AttributeError) as error:
+        from tfamp import _versions
+
+        text = _versions.blame_untested_keras(error)
+        if text is None:
+            raise
+        from tfamp._patch import HookError
+
+        raise HookError(text) from error
+
+
 if TYPE_CHECKING:
     from tfamp import callbacks as callbacks
     from tfamp import data as data
@@ -115,7 +130,7 @@ else:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=package)
         _check_environment()
-        home = importlib.import_module(place)
+        home = _imported(place)
         is_package = hasattr(home, "__path__")
         value = getattr(home, name, home) if is_package else getattr(home, name)
         setattr(package, name, value)

@@ -82,6 +82,26 @@ def installed_versions() -> dict[str, str | None]:
     return versions
 
 
+def blame_untested_keras(
+    error: Exception, versions: Mapping[str, str | None] | None = None
+) -> str | None:
+    """Returns what to say where tfamp cannot be imported; None on a tested Keras.
+
+    Args:
+        error: What the import raised.
+        versions: As `installed_versions` returns them, which is the default.
+    """
+    keras = (installed_versions() if versions is None else versions)["keras"]
+    if keras is None or keras in TESTED_KERAS:
+        return None
+    reason = (str(error).splitlines() or [""])[0]
+    return (
+        f"tfamp does not know its way in Keras {keras}: {type(error).__name__}: "
+        f"{reason}. Install a version that it was tested with: "
+        f"`pip install 'keras=={TESTED_KERAS[-1]}'`."
+    )
+
+
 def find_problems(
     environ: Mapping[str, str] | None = None,
     versions: Mapping[str, str | None] | None = None,
