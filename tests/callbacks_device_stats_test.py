@@ -17,7 +17,7 @@ from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput, device_stats
 from tfamp.callbacks import _device_readers as readers
-from tfamp.callbacks._sampling import Sampler, Stay
+from tfamp.callbacks._sampling import Sampler
 from tfamp.probes import GpuReading
 
 NUM_BATCHES = 3
@@ -225,7 +225,7 @@ class Raising(keras.callbacks.Callback):
 
 
 @pytest.mark.usefixtures("no_thread")
-def test_an_error_in_fit_ends_the_readings_at_the_next_sample():
+def test_an_error_in_fit_ends_the_readings():
     reader = Reader()
     watch = stats(reader)
     with pytest.raises(Bad):
@@ -250,21 +250,6 @@ def test_a_loop_of_ones_own_is_read_until_it_says_that_it_ends():
     assert watch.sample()
     watch.on_train_end()
     assert not watch.sample()
-
-
-def test_a_stay_is_over_when_its_fit_is_left_even_beside_another():
-    model, stays = compiled(), []
-
-    class Enter(keras.callbacks.Callback):
-        def on_train_begin(self, logs=None):
-            stays.append(Stay(self.model))
-
-        def on_train_end(self, logs=None):
-            stays.append(stays[-1].is_over())
-
-    fit(model, Enter(), epochs=1)
-    stay, was_over = stays
-    assert (was_over, stay.is_over()) == (False, True)
 
 
 class Owner:

@@ -246,8 +246,6 @@ def test_steps_before_an_error_are_not_lost(tmp_path):
     y[6:] = INF
     with pytest.raises(tfamp.LossScaleError):
         fit(model, watch, arrays=(x, y))
-    assert path.read_text().count("\n") == 1
-    watch.read()
     assert rows(path)["consecutive_skips"] == [0, 0, 1, 2]
     fit(model, watch, epochs=1)
     assert rows(path)["step"] == list(range(1, 11))
@@ -262,7 +260,6 @@ def test_a_streak_begins_anew_after_a_stop(tmp_path):
     for _ in range(2):
         with pytest.raises(tfamp.LossScaleError):
             fit(model, watch, arrays=(x, y))
-    watch.read()
     assert rows(path)["consecutive_skips"] == [1, 2, 1, 2]
     assert model.optimizer.consecutive_skips == 2
 

@@ -632,6 +632,31 @@ def test_several_optimizers_are_refused():
         fit(model, MicroBatches())
 
 
+def test_training_functions_of_ones_own_are_refused():
+    class Twice(keras.Model):
+        def make_train_function(self, force=False):
+            return super().make_train_function(force)
+
+    model, _ = built(Twice)
+    text = "Twice has a `make_train_function` of its own; expected that of Keras"
+    with pytest.raises(ValueError, match=re.escape(text)):
+        fit(compiled(model), MicroBatches())
+
+
+def test_function_made_anew_in_the_middle_of_fit():
+    class Anew(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                self.model.make_train_function(force=True)
+
+    model, room = built(room=Room(6))
+    compiled(model, run_eagerly=True)
+    fit(model, MicroBatches(), Anew(), epochs=1)
+    whole, _ = built()
+    fit(compiled(whole), epochs=1)
+    same(model, whole)
+
+
 def test_several_workers_are_refused():
     with tf.distribute.experimental.CentralStorageStrategy(["CPU:0"]).scope():
         model, _ = built()

@@ -64,6 +64,7 @@ class Course:
         self.epoch = self.step = 0
         self._model, self._max_splits, self._on_split = model, max_splits, on_split
         self._largest = 0
+        self._function: Any = None
         self.trace_anew()
 
     def begin(self) -> None:
@@ -79,8 +80,11 @@ class Course:
         self._tables: set[Any] = set()
         self._largest = 0
 
-    def call(self, iterator: Any) -> Any:
+    def call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Stands for the training function: trains on the batches of an execution."""
+        if function is not self._function:
+            self.trace_anew()  # compiled anew, or given other dtypes
+            self._function = function
         self._prepare(iterator)
         if not isinstance(iterator, ITERATORS):
             return self._whole(next(iter(iterator)))

@@ -40,6 +40,12 @@ def check_model(model: keras.Model) -> None:
                 "nothing makes other workers split with this one. Leave it out, and "
                 "choose the batch size by `tfamp.find_batch_size`."
             )
+    if type(model).make_train_function is not keras.Model.make_train_function:
+        raise ValueError(
+            f"{type(model).__name__} has a `make_train_function` of its own; expected "
+            "that of Keras, in whose place micro-batches are trained. Put what it does "
+            "into `train_step`, or leave MicroBatches out."
+        )
     optimizers = optimizers_of(model)
     if len(optimizers) != 1 or optimizers[0] is not model.optimizer:
         names = tuple(type(each).__name__ for each in optimizers)

@@ -126,7 +126,7 @@ class Attempts:
             )
             needs_trace = needs_trace or rates.needs_trace
         if needs_trace:
-            course.around.trace_anew()
+            course.trace_anew()
         logging.info("Resumed from the good snapshot of step %d.", course.step)
 
     def _state(self) -> State:
@@ -220,7 +220,7 @@ class Attempts:
         if not changed:
             return None
         course.kept_layers = (*course.kept_layers, *changed)
-        course.around.trace_anew()
+        course.trace_anew()
         return ", ".join(map(repr, changed))
 
     def _cut_rates(self, factor: float | None) -> str | None:
@@ -234,7 +234,7 @@ class Attempts:
             return None
         course.rate_factor *= factor
         if rates.needs_trace:
-            course.around.trace_anew()
+            course.trace_anew()
         return rates.text
 
     def _stop(self, last: Recovery, verdict: Any) -> None:

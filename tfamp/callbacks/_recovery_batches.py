@@ -26,22 +26,19 @@ class LastBatches:
         self._steps = int(model.steps_per_execution or 1)
         self._ring: _batch_ring.BatchRing | None = None
         self._iterator: Any = None
-        self._function: Any = None
         self._held: Any = None
         self._num_calls, self._is_sized = 0, False
 
-    def through(self, iterator: Any, function: Any) -> Any:
+    def through(self, iterator: Any, *, is_held: bool) -> Any:
         """Returns what the training function is to draw from.
 
         Args:
             iterator: What `fit` gave.
-            function: The training function.
+            is_held: Whether a `FlightRecorder` holds the batches already.
         """
-        if self._iterator is not iterator or self._function is not function:
+        if self._iterator is not iterator:
             self._iterator = self._held = iterator
-            self._function = function
-            is_held_elsewhere = hasattr(function, "recorded")
-            if isinstance(iterator, ITERATORS) and not is_held_elsewhere:
+            if isinstance(iterator, ITERATORS) and not is_held:
                 if self._ring is None:
                     strategy = self._model.distribute_strategy
                     self._ring = _batch_ring.BatchRing(strategy, keep=self._steps)
@@ -76,7 +73,7 @@ class LastBatches:
         """Lets all batches go."""
         if self._ring is not None:
             self._ring.clear()
-        self._iterator = self._function = self._held = None
+        self._iterator = self._held = None
 
 
 def _whole(parts: tuple[Any, ...]) -> Any:

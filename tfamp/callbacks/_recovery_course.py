@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from tfamp.bundles.record import Cause
 from tfamp.callbacks import _recovery_signs as signs
-from tfamp.callbacks._flight_fit import tell_recorders
 from tfamp.callbacks._flight_parts import built_from
 from tfamp.callbacks._recovery_batches import LastBatches
-from tfamp.callbacks._recovery_function import AroundTraining
 from tfamp.callbacks._recovery_memory import Memory
 from tfamp.callbacks._recovery_signs import Sign
+from tfamp.keras_hooks import around_training
+from tfamp.keras_hooks.trainer import drop_traced_functions
 from tfamp.snapshots import State, first_nonfinite, num_nonfinite
 from tfamp.snapshots.background import Background
 from tfamp.snapshots.slots import Slots
@@ -54,10 +54,11 @@ class Course:
         slots: Where good snapshots are written.
         on_failure: Called with the sign of a failure; puts the model back, and returns
             or raises.
+        on_end: Called when it has ended.
 
     Attributes:
         memory: The snapshots, None before the first batch.
-        around: The place around the training function.
+        member: Its part in the `fit`, around the training function.
         step: Batches trained in this `fit` and those it resumed.
         epoch: The present epoch, from 0.
         rate_factor: By what learning rates are multiplied now.
@@ -72,9 +73,9 @@ class Course:
         slots: Slots,
         *,
         on_failure: Callable[[Sign], None],
+        on_end: Callable[[], None],
     ) -> None:
         self.memory: Memory | None = None
-        self.around = AroundTraining(model, self._call)
         self.step = self.epoch = 0
         self.rate_factor = 1.0
         self.kept_layers: tuple[str, ...] = ()
@@ -82,7 +83,8 @@ class Course:
         self.writer = Background(slots, clock=settings.clock)
         self.last_logs: dict[str, Any] = {}
         self._batches = LastBatches(model)
-        self._model, self._settings, self._on_failure = model, settings, on_failure
+        self._model, self._settings = model, settings
+        self._on_failure, self._on_end = on_failure, on_end
         self._steps = int(model.steps_per_execution or 1)
         self._calls = 0
         self._num_calls: int | None = None
@@ -92,6 +94,12 @@ class Course:
         self._next_scale = 0.0
         self._is_checked = True
         self.num_finite_calls = 0
+        self.member = around_training.join(
+            model,
+            self._close,
+            place=around_training.Place.NAN_RECOVERY,
+            call=self._call,
+        )
 
     def begin_epoch(self, epoch: int, num_batches: int | None) -> None:
         """Notes that an epoch begins."""
@@ -134,15 +142,26 @@ class Course:
         """Returns the batch that training failed on, None where it was not held."""
         return self._batches.failing()
 
-    def close(self) -> None:
-        """Gives the training function back and lets the snapshots go."""
-        self.around.remove()
-        self.write_newest()
-        self.writer.finish()
-        self._batches.clear()
-        self.memory = None
+    def trace_anew(self) -> None:
+        """Makes the model's functions anew, as a change of its dtypes needs.
 
-    def write_newest(self) -> None:
+        What other callbacks put around the old one comes back with the next epoch.
+        """
+        drop_traced_functions(self._model)
+        self._model.make_train_function(force=True)
+        self.member.surround()
+
+    def _close(self, error: BaseException | None) -> None:
+        """Writes the last good snapshot, and lets all of them go."""
+        try:
+            self._write_newest()
+            self.writer.finish()
+        finally:
+            self._batches.clear()
+            self.memory = None
+            self._on_end()
+
+    def _write_newest(self) -> None:
         """Writes the good state, if it is not on disk yet."""
         memory = self.memory
         if memory is None or not memory.is_proven or memory.good is self._written:
@@ -151,25 +170,28 @@ class Course:
         self._written = memory.good
         self.writer.start(memory.good)
 
-    def _call(self, iterator: Any) -> Any:
+    def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Stands for the training function: one call of it, judged."""
         if self.memory is None:
             self.begin(getattr(iterator, "element_spec", None))
         try:
-            logs = self._train(iterator)
+            held = self._batches.through(
+                iterator,
+                is_held=self.member.stands_beside(
+                    around_training.Place.FLIGHT_RECORDER
+                ),
+            )
+            self._batches.let_go()
+            logs = function(held)
         except _ENDS:
             self._end_epoch()
             raise
         except Exception as error:
             sign = signs.of_error(error)
             if sign is None:
-                self.close()  # this `fit` is over, and nobody will say so
                 raise
             self._count()
             return self._fail(sign)
-        except BaseException:
-            self.close()
-            raise
         self._count()
         values = signs.plain(logs)
         sign = signs.of_logs(values, ignored=self._settings.ignored) or self._look(
@@ -181,11 +203,6 @@ class Course:
         self.last_logs = values
         return values if isinstance(logs, dict) else logs
 
-    def _train(self, iterator: Any) -> Any:
-        held = self._batches.through(iterator, self.around.function)
-        self._batches.let_go()
-        return self.around.train(held)
-
     def _count(self) -> None:
         self._calls += 1
         self.step += self._steps
@@ -193,12 +210,8 @@ class Course:
 
     def _fail(self, sign: Sign) -> dict[str, Any]:
         # Of the state before it is mended.
-        tell_recorders(self._model, _BUNDLED[sign.kind], sign.text)
-        try:
-            self._on_failure(sign)
-        except BaseException:
-            self.close()
-            raise
+        self.member.tell_failure(_BUNDLED[sign.kind], sign.text)
+        self._on_failure(sign)
         self._is_checked = True
         return self.last_logs
 

@@ -1,8 +1,6 @@
 """A thread that takes samples while a model trains, and ends with it."""
 
-import sys
 import threading
-import types
 import weakref
 from collections.abc import Callable
 from typing import Any, Protocol
@@ -77,35 +75,3 @@ def _run(
         del held  # or it would live as long as the thread
         if wait(stopped, interval_seconds):
             return
-
-
-class Stay:
-    """Tells whether a `fit` still runs.
-
-    An error leaves `fit` without a word to its callbacks, so what goes on beside it
-    looks whether the call is still there. Nothing of the call is held.
-
-    Args:
-        model: The model; to be made inside its `fit`, in the thread that runs it.
-    """
-
-    def __init__(self, model: Any) -> None:
-        self._thread = threading.get_ident()
-        self._call: int | None = None
-        frame: types.FrameType | None = sys._getframe()
-        while frame is not None:
-            is_fit = frame.f_code.co_name == "fit"
-            if is_fit and frame.f_locals.get("self") is model:
-                self._call = id(frame)
-            frame = frame.f_back
-
-    def is_over(self) -> bool:
-        """States whether `fit` was left; unknown, and False, for other loops."""
-        if self._call is None:
-            return False
-        frame = sys._current_frames().get(self._thread)
-        while frame is not None:
-            if id(frame) == self._call:
-                return False
-            frame = frame.f_back
-        return True

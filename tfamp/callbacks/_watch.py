@@ -1,18 +1,15 @@
 """Watches the calls of a model's training function, and cuts them into windows.
 
-The function is replaced for the length of a `fit` by one that hands it a timed
-iterator. On an accelerator a call returns before the device is done, but `fit` reads
-the logs of each step for its callbacks, which waits for it. Where there are no logs
-to read, Python runs ahead.
+For the length of a `fit` the function is handed a timed iterator. On an accelerator a
+call returns before the device is done, but `fit` reads the logs of each step for its
+callbacks, which waits for it. Where there are no logs to read, Python runs ahead.
 """
 
-import functools
 import weakref
 from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfamp.callbacks._rates import Window
 from tfamp.callbacks._timed_iterator import ITERATORS, Drawn, Meter, TimedIterator
@@ -41,7 +38,6 @@ class Watch:
 
     Attributes:
         has_foreign_iterator: Whether the model draws from what cannot be timed.
-        has_rival: Whether another watch has taken the place of this one.
     """
 
     def __init__(
@@ -56,7 +52,6 @@ class Watch:
         on_window: Callable[[Window, int], None],
         on_first_step: Callable[[float, Any], None],
     ) -> None:
-        self._model = model
         self._steps = int(model.steps_per_execution or 1)
         self._calls_in_window = max(1, every_steps // self._steps)
         self._batch_size = batch_size
@@ -65,10 +60,8 @@ class Watch:
         self._wait_for_device = wait_for_device
         self._on_window, self._on_first_step = on_window, on_first_step
         self._meter = _meter_of(model)
-        self.has_foreign_iterator = self.has_rival = False
+        self.has_foreign_iterator = False
         self._is_first = True
-        self._original: Any = None
-        self._replacement: Any = None
         self._iterator: Any = None
         self._timed: Any = None
         self._reset_window(0.0, Drawn(0.0, 0, 0))
@@ -76,31 +69,12 @@ class Watch:
         self._calls = self._foreign_batches = 0
         self._ended = 0.0
 
-    def install(self) -> None:
-        """Replaces the training function, unless it is replaced already."""
-        function = self._model.train_function
-        if function is None or function is self._replacement:
-            return
-        if self._replacement is not None and hasattr(function, "unwatched"):
-            self.has_rival = True
-            return
-        self._original = unwrapped(function)
-        self._replacement = _wrapped(self._original, self._call)
-        self._model.train_function = self._replacement
-
-    def remove(self) -> None:
-        """Puts the training function back and lets the data go."""
-        if self._model.train_function is self._replacement:
-            self._model.train_function = self._original
-        self._replacement = self._iterator = self._timed = None
-
     def begin_epoch(self, num_batches: int | None) -> None:
         """Takes the next iterator; windows begin anew.
 
         Args:
             num_batches: Of the epoch, None where unknown.
         """
-        self.install()
         self._iterator = self._timed = None
         self._calls, self._in_window = 0, 0
         # Then what other callbacks do after the epoch is no part of the last window.
@@ -115,20 +89,14 @@ class Watch:
             self._ended = self._clock()
         self._close(self._ended)
 
-    def _call(self, iterator: Any) -> Any:
+    def call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Runs the training function once."""
-        if self._iterator is not iterator and not self._adopt(iterator):
-            return self._original(iterator)
+        if self._iterator is not iterator:
+            self._adopt(iterator)
         if not self._calls and not self._is_first:
             self._start_epoch()
         num_traces = self._meter.num_traces
-        try:
-            logs = self._original(self._timed)
-        except (StopIteration, tf.errors.OutOfRangeError):
-            raise
-        except BaseException:
-            self.remove()  # this `fit` is over, and nobody will say so
-            raise
+        logs = function(self._timed)
         self._ended = self._clock()
         self._runs_ahead = self._is_asynchronous and not logs
         self._calls += 1
@@ -143,12 +111,8 @@ class Watch:
             self.end_window()
         return logs
 
-    def _adopt(self, iterator: Any) -> bool:
-        """Takes an iterator as that of the epoch, if it is one and can be timed."""
-        if self._iterator is not None:
-            # No epoch was begun: an error ended our `fit`, and this is another one.
-            self.remove()
-            return False
+    def _adopt(self, iterator: Any) -> None:
+        """Takes an iterator as that of the epoch."""
         if not isinstance(iterator, ITERATORS):
             self.has_foreign_iterator = True
             self._timed = iterator
@@ -157,7 +121,6 @@ class Watch:
         self._iterator = iterator
         if self._is_first:
             self._reset_window(self._clock(), self._read())
-        return True
 
     def _start_epoch(self) -> None:
         if self._runs_ahead:
@@ -220,22 +183,3 @@ def _meter_of(model: keras.Model) -> Meter:
     if model not in _METERS:
         _METERS[model] = Meter(model.distribute_strategy)
     return _METERS[model]
-
-
-def _wrapped(original: Any, call: Callable[[Any], Any]) -> Any:
-    @functools.wraps(original)
-    def watched(iterator: Any) -> Any:
-        return call(iterator)
-
-    watched.unwatched = original  # type: ignore[attr-defined]
-    return watched
-
-
-def unwrapped(function: Any) -> Any:
-    """Returns a training function without the watches around it.
-
-    One that an error left in place is of no more use.
-    """
-    while hasattr(function, "unwatched"):
-        function = function.unwatched
-    return function

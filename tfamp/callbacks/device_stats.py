@@ -12,8 +12,10 @@ from absl import logging
 
 from tfamp import _checks
 from tfamp.callbacks._device_readers import ProcessReader, Reader, open_gpu_reader
-from tfamp.callbacks._sampling import Sampler, Stay
+from tfamp.callbacks._sampling import Sampler
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
+from tfamp.keras_hooks import around_training
+from tfamp.loss_scale.fitting import FIT_HOOKS
 
 _ENERGY = "_energy_joules"
 
@@ -37,8 +39,8 @@ class DeviceStats(keras.callbacks.Callback):
     epoch is over within a tenth of a second.
 
     It never ends training: what cannot be read is said in one line, and if reading or
-    writing fails later, one warning is given and the callback is off. If an error ends
-    `fit`, the thread sees that and ends too.
+    writing fails later, one warning is given and the callback is off. The thread ends
+    with `fit`, however that ends.
 
     Cost: a step only counts itself. A sample takes a tenth of a millisecond, and some
     milliseconds with GPUs, beside the training, once a second.
@@ -86,15 +88,17 @@ class DeviceStats(keras.callbacks.Callback):
         self._clock, self._given = clock, readers
         self._lock = threading.RLock()
         self._session: _Session | None = None
+        self._member: around_training.Member | None = None
         self._num_batches = self._batches_before = 0
+        FIT_HOOKS.hold(self)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Opens what is read and written, and begins to take samples."""
-        self._end()
+        self._leave()
         self._num_batches = self._batches_before = 0
         readers = list(self._given if self._given is not None else self._found())
         try:
-            session = _Session(readers, Stay(self.model))
+            session = _Session(readers)
         except Exception as error:  # whatever it is, training begins
             self._turn_off(error)
             return
@@ -107,6 +111,7 @@ class DeviceStats(keras.callbacks.Callback):
             raise
         session.sampler = Sampler(self, self.interval_seconds)
         self._session = session
+        self._member = around_training.join(self.model, self._end)
         session.sampler.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -131,7 +136,7 @@ class DeviceStats(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Ends the samples and closes the files."""
-        self._end()
+        self._leave()
 
     def sample(self) -> bool:
         """Takes a sample now; the thread does.
@@ -144,17 +149,20 @@ class DeviceStats(keras.callbacks.Callback):
             if session is None:
                 return False
             try:
-                if not session.stay.is_over():
-                    session.take(self._num_batches, self._clock())
-                    return True
+                session.take(self._num_batches, self._clock())
+                return True
             except Exception as error:  # whatever it is, training goes on
                 self._turn_off(error)
             self._session = None
             session.close()
             return False
 
-    def _end(self) -> None:
-        session = self._session
+    def _leave(self) -> None:
+        if self._member is not None:
+            self._member.leave()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._member, session = None, self._session
         if session is None:
             return
         if session.sampler is not None:
@@ -195,7 +203,6 @@ class _Session:
 
     Args:
         readers: Called in turn; what they return first gives the columns.
-        stay: Tells whether the training goes on.
 
     Attributes:
         fields: Names of the columns of a row.
@@ -204,8 +211,8 @@ class _Session:
         sampler: The thread.
     """
 
-    def __init__(self, readers: Sequence[Reader], stay: Stay) -> None:
-        self._readers, self.stay = readers, stay
+    def __init__(self, readers: Sequence[Reader]) -> None:
+        self._readers = readers
         first = self._read()
         self._energy = dict(first)
         self.fields = ("step", "time", *first)

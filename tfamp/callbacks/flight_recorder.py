@@ -1,6 +1,5 @@
 """`FlightRecorder`: keeps what it takes to replay the step that failed."""
 
-import functools
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +14,6 @@ from tfamp import _checks, snapshots
 from tfamp._units import format_bytes
 from tfamp.bundles import files
 from tfamp.bundles.record import Cause
-from tfamp.callbacks import _flight_fit as flight_fit
 from tfamp.callbacks._batch_ring import ring_of
 from tfamp.callbacks._flight_log import FlightLog
 from tfamp.callbacks._flight_parts import built_from, contents_of, model_saver
@@ -27,9 +25,13 @@ from tfamp.callbacks._flight_signs import (
 )
 from tfamp.callbacks._timed_iterator import ITERATORS, TimedIterator
 from tfamp.callbacks._writers import check_path
+from tfamp.keras_hooks import around_training
 from tfamp.loss_scale.errors import found_in
+from tfamp.loss_scale.fitting import FIT_HOOKS
 from tfamp.snapshots.names import tally_of
 
+# What ends `fit` without being a failure of a step.
+_HARMLESS = (StopIteration, tf.errors.OutOfRangeError)
 # Most of a time that snapshots take.
 _MAX_SHARE = 0.004
 
@@ -119,20 +121,14 @@ class FlightRecorder(keras.callbacks.Callback):
         self._clock = clock
         self._log: FlightLog | None = None
         self._ring: Any = None
-        self._original: Any = None
-        self._replacement: Any = None
+        self._member: around_training.Member | None = None
         self._iterators: tuple[Any, Any] = (None, None)
         self._epoch = 0
         self._undo: Callable[[], None] | None = None
-        flight_fit.FIT_FRAME.hold(self)
-
-    def set_model(self, model: keras.Model) -> None:
-        """Takes its place in the `fit` of a model, ahead of other callbacks."""
-        super().set_model(model)
-        flight_fit.register(model, self)
+        FIT_HOOKS.hold(self)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Makes the directory and takes the first snapshot."""
+        """Makes the directory and takes its place around the training function."""
         folder = Path(self.directory)
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -142,10 +138,20 @@ class FlightRecorder(keras.callbacks.Callback):
                 f"`directory` is {self.directory!r}, which cannot be written "
                 f"({error.strerror}); expected a folder for bundles. Pass another one."
             ) from error
-        # A list of callbacks that was made before `fit`.
-        flight_fit.register(self.model, self)
-        if self._replacement is None:
-            self.attach()
+        if self._member is not None:
+            self._member.leave()
+        self._member = around_training.join(
+            self.model,
+            self._close,
+            place=around_training.Place.FLIGHT_RECORDER,
+            call=self._call,
+            on_failure=self._on_failure,
+        )
+        if not self._member.has_place:
+            self._note(
+                "No bundles of this recorder, since another FlightRecorder records the "
+                "same `fit`: use one."
+            )
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""
@@ -153,64 +159,39 @@ class FlightRecorder(keras.callbacks.Callback):
         if self._log is not None:
             self._log.begin_epoch(epoch)
 
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Sees that it is around the training function still."""
+        if self._member is not None:
+            self._member.surround()
+
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Looks at the weights once more, and lets batches and snapshots go."""
         if self._log is not None and self._log.num_calls:
             self._snapshot(self._log)
-        self.detach()
+        if self._member is not None:
+            self._member.leave()
 
-    def attach(self) -> None:
-        """Puts itself around the training function; `fit` does it."""
-        function = self.model.train_function
-        if function is None:
-            return
-        if hasattr(function, "recorded"):
-            if self._replacement is not None:
-                return  # it is there already; else the function was made anew
-            self._note(
-                "No bundles of this recorder, since another FlightRecorder records the "
-                "same `fit`: use one."
-            )
-            return
-        if hasattr(function, "unwatched"):
-            self._note(
-                "No bundles, since a Throughput measures this `fit` already: put the "
-                "FlightRecorder first in your CallbackList."
-            )
-            return
-        self._original = function
-
-        @functools.wraps(function)
-        def recorded(iterator: Any) -> Any:
-            return self._call(function, iterator)
-
-        recorded.recorded = True  # type: ignore[attr-defined]
-        self.model.train_function = self._replacement = recorded
-
-    def detach(self) -> None:
-        """Gives the training function back; `fit` does it however it ends."""
-        function = self.model.train_function
-        # A watch around it, which an error left there, is of no more use.
-        while function is not self._replacement and hasattr(function, "unwatched"):
-            function = function.unwatched
-        if self._replacement is not None and function is self._replacement:
-            self.model.train_function = self._original
-        if self._ring is not None:
-            self._ring.clear()
-        if self._undo is not None:
-            self._undo()
-        self._replacement = self._original = self._log = self._ring = None
-        self._undo, self._iterators = None, (None, None)
-
-    def on_error(self, error: Exception) -> None:
-        """Writes a bundle of the step before an error; `fit` does it."""
-        if self._log is not None and self._log.num_calls:
-            self._write_error(error, is_of_step=False)
-
-    def on_failure(self, cause: Cause, message: str) -> None:
-        """Writes a bundle of the last call; `NanRecovery` does it ahead of mending."""
+    def _on_failure(self, cause: Cause, message: str) -> None:
+        """Writes a bundle of the last call, ahead of its being mended."""
         if self._log is not None and self._log.num_calls:
             self._write(cause, f"{message}.")
+
+    def _close(self, error: BaseException | None) -> None:
+        """Writes a bundle of the step before an error; lets go of what it holds."""
+        self._member = None
+        try:
+            log = self._log
+            if isinstance(error, Exception) and log is not None and log.num_calls:
+                self._write_error(error, is_of_step=False)
+        finally:
+            if self._ring is not None:
+                self._ring.clear()
+            if self._undo is not None:
+                self._undo()
+            self._log = self._ring = self._undo = None
+            self._iterators = None, None
 
     def _begin(self, iterator: Any) -> FlightLog:
         """Takes the first snapshot, after callbacks that load a checkpoint."""
@@ -231,7 +212,7 @@ class FlightRecorder(keras.callbacks.Callback):
         self._undo = before_late_error(self.model.optimizer, self._write_error)
         return self._log
 
-    def _call(self, function: Any, iterator: Any) -> Any:
+    def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Runs the training function once and looks at what came of it."""
         log = self._log or self._begin(iterator)
         if self._has_failed:
@@ -245,7 +226,7 @@ class FlightRecorder(keras.callbacks.Callback):
             self._iterators = iterator, timed
         try:
             logs = function(self._iterators[1])
-        except (StopIteration, tf.errors.OutOfRangeError):
+        except _HARMLESS:
             raise
         except Exception as error:
             log.note(None)
@@ -277,7 +258,7 @@ class FlightRecorder(keras.callbacks.Callback):
             )
 
     def _write_error(self, error: Exception, *, is_of_step: bool = True) -> None:
-        if isinstance(error, flight_fit.HARMLESS):
+        if isinstance(error, _HARMLESS):
             return
         text = str(error)
         message = found_in(text) or core_of(text)

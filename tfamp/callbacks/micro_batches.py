@@ -3,17 +3,17 @@
 from typing import Any
 
 import keras
+from absl import logging
 
 from tfamp import _checks
-from tfamp.bundles.record import Cause
-from tfamp.callbacks import _flight_fit as flight_fit
 from tfamp.callbacks._micro_course import BatchSplit, Course
 from tfamp.callbacks._micro_text import (
     check_model,
     tell_of_single_steps,
     warn_of_split,
 )
-from tfamp.keras_hooks import batch_steps
+from tfamp.keras_hooks import around_training
+from tfamp.loss_scale.fitting import FIT_HOOKS
 
 
 class MicroBatches(keras.callbacks.Callback):
@@ -91,90 +91,60 @@ class MicroBatches(keras.callbacks.Callback):
         self.events: tuple[BatchSplit, ...] = ()
         self._course: Course | None = None
         self._course_model: keras.Model | None = None
-        self._function: Any = None
-        self._given_back: Any = None
-        self._is_inside = False
-        flight_fit.FIT_FRAME.hold(self)
+        self._member: around_training.Member | None = None
+        FIT_HOOKS.hold(self)
 
     @property
     def splits(self) -> int:
         """Micro-batches of the last batch; 1 where it was whole."""
         return 1 if self._course is None else self._course.splits
 
-    def set_model(self, model: keras.Model) -> None:
-        """Takes its place in the `fit` of a model, inside of all other callbacks."""
-        super().set_model(model)
-        if flight_fit.register(model, self):
-            self._put_inside()
-
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Checks that the model's steps can be split."""
-        # A list of callbacks that was made before `fit`.
-        flight_fit.register(self.model, self)
-        check_model(self.model)
-        tell_of_single_steps(self.model)
-        if not self._is_inside:
-            self._put_inside()
-            self.model.make_train_function(force=True)
+        """Checks that the model's steps can be split, and takes its place in `fit`."""
+        model = self.model
+        check_model(model)
+        tell_of_single_steps(model)
+        self._leave()
+        if self._course is None or self._course_model is not model:
+            self._course = Course(
+                model, max_splits=self.max_splits, on_split=self._note
+            )
+            self._course_model = model
+        self._course.begin()
+        self._member = around_training.join(
+            model,
+            self._close,
+            place=around_training.Place.MICRO_BATCHES,
+            call=self._course.call,
+        )
+        if not self._member.has_place:
+            logging.warning(
+                "A second MicroBatches in the same `fit` does nothing: use one."
+            )
         self._tell(())
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Sees that it is in the place of the training function still."""
+        if self._member is not None:
+            self._member.surround()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""
         if self._course is not None:
             self._course.epoch = epoch
 
-    def attach(self) -> None:
-        """Is told that the training function is there; `fit` does it."""
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Gives the training function back."""
+        self._leave()
 
-    def on_error(self, error: Exception) -> None:
-        """Is told that `fit` ends in an error; `fit` does it."""
+    def _leave(self) -> None:
+        if self._member is not None:
+            self._member.leave()
 
-    def on_failure(self, cause: Cause, message: str) -> None:
-        """Is told that another callback saw a failure; `NanRecovery` does it."""
-
-    def detach(self) -> None:
-        """Gives the training function back; `fit` does it however it ends."""
-        if not self._is_inside:
-            return
-        self._is_inside = False
-        batch_steps.take_out(self.model)
-        if self._given_back is None:
-            self.model.train_function = None
-            self.model.make_train_function()
-            self._given_back = self.model.train_function
-        self.model.train_function = self._given_back
-
-    def _put_inside(self) -> None:
-        """Has the model make our training function, and keeps its own."""
-        model, course = self.model, self._course
-        is_known = course is not None and self._course_model is model
-        is_same = is_known and model.train_function is self._given_back
-        if course is None or not is_known:
-            course = self._course = Course(
-                model, max_splits=self.max_splits, on_split=self._note
-            )
-            self._course_model = model
-        elif not is_same:
-            course.trace_anew()  # compiled anew, or given other dtypes
-        course.begin()
-        self._given_back = model.train_function
-        self._is_inside, self._function = True, None
-        batch_steps.put_inside(model, self._made)
-        model.train_function = None
-
-    def _made(self) -> Any:
-        """Returns the training function, in the place of Keras's own."""
-        course = self._course
-        if course is None:
-            raise RuntimeError("No training is under way.")
-        if self._function is not None:
-            course.trace_anew()  # asked for in the middle of `fit`
-
-        def train_in_parts(iterator: Any) -> Any:
-            return course.call(iterator)
-
-        self._function = train_in_parts
-        return train_in_parts
+    def _close(self, error: BaseException | None) -> None:
+        self._member = None
 
     def _note(self, split: BatchSplit) -> None:
         warn_of_split(

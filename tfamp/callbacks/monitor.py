@@ -9,6 +9,8 @@ from absl import logging
 from tfamp import _checks
 from tfamp.callbacks._steps import Reading, Step, StepReader
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
+from tfamp.keras_hooks import around_training
+from tfamp.loss_scale.fitting import FIT_HOOKS
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 
 _MAX_NAMES = 8
@@ -30,8 +32,8 @@ class PrecisionMonitor(keras.callbacks.Callback):
     Where a step was skipped, a warning names the variables whose gradients were not
     finite, once for each set of variables.
 
-    A second `fit` goes on counting and appends to the CSV. After an error has ended
-    `fit`, `read()` fetches the last steps before it.
+    A second `fit` goes on counting and appends to the CSV. Where an error or Ctrl-C
+    ends `fit`, the last steps before it are written too.
 
     Cost: nothing runs in a training step. A reading fetches some numbers from the
     device, half a millisecond on a CPU, so there is one every `every_steps` batches. No
@@ -76,16 +78,19 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self.every_steps = _checks.positive_int("every_steps", every_steps)
         self._reader: StepReader | None = None
         self._writers: list[CsvRows | Summaries] = []
+        self._member: around_training.Member | None = None
         self._latest: dict[str, float | int] = {}
         self._warned: set[frozenset[str]] = set()
         self._next_reading = 0
         self._is_first_epoch = True
         self._has_told_loss = False
+        FIT_HOOKS.hold(self)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the optimizer and opens the files."""
         _check_optimizer(self.model.optimizer)
-        self._close()
+        self._leave()
+        self._member = around_training.join(self.model, self._close)
         self._is_first_epoch = True
         self._writers = open_writers(
             self.model, Step._fields, csv_path=self.csv_path, log_dir=self.log_dir
@@ -117,12 +122,12 @@ class PrecisionMonitor(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes the files; the end of the last epoch has filled them."""
-        self._close()
+        self._leave()
 
     def read(self) -> dict[str, float | int]:
         """Reads the counters now and writes the steps since the last reading.
 
-        `fit` does it; call it yourself after an error ended `fit`.
+        `fit` does it; call it yourself in a loop of your own.
 
         Returns:
             The values that go into the logs.
@@ -142,10 +147,20 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self._warn(reading)
         return dict(reading.logs)
 
-    def _close(self) -> None:
-        for writer in self._writers:
-            writer.close()
-        self._writers = []
+    def _leave(self) -> None:
+        if self._member is not None:
+            self._member.leave()
+
+    def _close(self, error: BaseException | None) -> None:
+        """Closes the files, with the last steps before an error in them."""
+        self._member = None
+        try:
+            if error is not None and not self._is_first_epoch:
+                self.read()
+        finally:
+            writers, self._writers = self._writers, []
+            for writer in writers:
+                writer.close()
 
     def _warn(self, reading: Reading) -> None:
         if reading.num_lost and self._writers and not self._has_told_loss:

@@ -14,6 +14,7 @@ from tfamp.callbacks._recovery_attempts import Attempts
 from tfamp.callbacks._recovery_course import Course, Settings
 from tfamp.callbacks._recovery_records import Recovery
 from tfamp.callbacks._remedies import REMEDIES
+from tfamp.loss_scale.fitting import FIT_HOOKS
 from tfamp.snapshots.slots import Slots, made_folder
 
 
@@ -152,6 +153,7 @@ class NanRecovery(keras.callbacks.Callback):
         self._triage = triage
         self._course: Course | None = None
         self._attempts: Attempts | None = None
+        FIT_HOOKS.hold(self)
 
     @property
     def initial_epoch(self) -> int:
@@ -174,11 +176,23 @@ class NanRecovery(keras.callbacks.Callback):
                 "process, since nothing makes the workers go back together. Leave it "
                 "out, and use `keras.callbacks.BackupAndRestore`."
             )
+        if self._course is not None:
+            self._course.member.leave()
         settings = self._settings
         slots = Slots(settings.directory, keep=settings.keep)
         course = self._course = Course(
-            self.model, settings, slots, on_failure=self._recover
+            self.model,
+            settings,
+            slots,
+            on_failure=self._recover,
+            on_end=self._forget_course,
         )
+        if not course.member.has_place:
+            logging.warning(
+                "A second NanRecovery in the same `fit` does nothing: use one."
+            )
+            course.member.leave()
+            return
         self._attempts = Attempts(
             self.model,
             course,
@@ -212,14 +226,13 @@ class NanRecovery(keras.callbacks.Callback):
     ) -> None:
         """Takes its place around the training function, after all others."""
         if self._course is not None:
-            self._course.around.install()
+            self._course.member.surround()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the number of recoveries into the logs."""
         course = self._course
         if course is None:
             return
-        course.around.remove()
         if logs is None:
             return
         if not course.num_finite_calls:
@@ -230,7 +243,9 @@ class NanRecovery(keras.callbacks.Callback):
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Writes the last good snapshot and gives the training function back."""
         if self._course is not None:
-            self._course.close()
+            self._course.member.leave()
+
+    def _forget_course(self) -> None:
         self._course = self._attempts = None
 
     def _recover(self, sign: Any) -> None:

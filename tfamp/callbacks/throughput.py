@@ -14,6 +14,8 @@ from tfamp.callbacks._rates import Rates, Window, rates_of
 from tfamp.callbacks._utilisation import flops_of_example, peak_of_devices
 from tfamp.callbacks._watch import Watch
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
+from tfamp.keras_hooks import around_training
+from tfamp.loss_scale.fitting import FIT_HOOKS
 
 _FIELDS = ("step", *Rates._fields)
 # Older progress bars average over an epoch what batches log.
@@ -46,7 +48,7 @@ class Throughput(keras.callbacks.Callback):
     batch while it computes on the one before, so that drawing is no waiting, and
     `input_wait` is absent. On a GPU, where a `train_step` that returns no logs lets
     Python run ahead of the device, it is measured in one step of each window, when the
-    device is known to be idle.
+    device is known to be idle. A second Throughput in the same `fit` rests.
 
     Cost: below 1 % of a step of a millisecond. The device is waited for where `fit`
     does so, for its logs, and at the end of each window.
@@ -110,16 +112,30 @@ class Throughput(keras.callbacks.Callback):
         self.notes: tuple[str, ...] = ()
         self._clock = clock
         self._watch: Watch | None = None
+        self._member: around_training.Member | None = None
         self._writers: list[CsvRows | Summaries] = []
         self._windows: list[Window] = []
         self._latest: dict[str, float] = {}
         self._flops: float | None = None
         self._peak: float | None = None
         self._is_first_epoch = True
+        FIT_HOOKS.hold(self)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Opens the files and takes its place beside the training function."""
-        self._close()
+        """Opens the files and takes its place around the training function."""
+        self._leave()
+        self._member = around_training.join(
+            self.model,
+            self._close,
+            place=around_training.Place.THROUGHPUT,
+            call=self._call,
+        )
+        if not self._member.has_place:
+            self._note(
+                "No rates, since another Throughput measures the same `fit`: use one.",
+                logging.WARNING,
+            )
+            return
         self._writers = open_writers(
             self.model, _FIELDS, csv_path=self.csv_path, log_dir=self.log_dir
         )
@@ -136,13 +152,19 @@ class Throughput(keras.callbacks.Callback):
             on_window=self._take_window,
             on_first_step=self._take_first_step,
         )
-        self._watch.install()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to measure an epoch."""
         self._windows = []
         if self._watch is not None:
             self._watch.begin_epoch((self.params or {}).get("steps"))
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Sees that it is around the training function still."""
+        if self._member is not None:
+            self._member.surround()
 
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
@@ -172,15 +194,22 @@ class Throughput(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Closes the files and gives the training function back."""
-        self._close()
+        self._leave()
 
-    def _close(self) -> None:
-        if self._watch is not None:
-            self._watch.remove()
-            self._watch = None
-        for writer in self._writers:
+    def _leave(self) -> None:
+        if self._member is not None:
+            self._member.leave()
+
+    def _close(self, error: BaseException | None = None) -> None:
+        self._member = self._watch = None
+        writers, self._writers = self._writers, []
+        for writer in writers:
             writer.close()
-        self._writers = []
+
+    def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
+        """Stands around the training function, once its files are open."""
+        watch = self._watch
+        return function(iterator) if watch is None else watch.call(function, iterator)
 
     def _take_first_step(self, seconds: float, element_spec: Any) -> None:
         """Notes the first step; the model is built now."""
@@ -214,11 +243,6 @@ class Throughput(keras.callbacks.Callback):
         watch = self._watch
         if watch is None:
             return
-        if watch.has_rival:
-            self._note(
-                "No rates, since another Throughput measures the same `fit`: use one.",
-                logging.WARNING,
-            )
         if any(window.examples is None for window in self._windows):
             self._note(
                 "No examples_per_second, since batches have no first dimension to "

@@ -1,4 +1,4 @@
-"""A model's training function, replaced inside of whatever else stands around it.
+"""Functions that train on one batch as `fit` does, for those who draw the batches.
 
 Relies on: `make_train_function` making the function out of `train_step` by
 `_make_function`; what that gives running one step on each batch of a list, and reducing
@@ -11,9 +11,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp._patch import like, replaced
-
-_MAKE = "_make_function"
+from tfamp._patch import replaced
 
 
 def on_batch(model: keras.Model, step: Callable[[Any], Any] | None = None) -> Any:
@@ -43,24 +41,3 @@ def on_replicas(model: keras.Model, step: Callable[[Any], Any]) -> Any:
     if model.run_eagerly:
         return one_step
     return tf.function(one_step, reduce_retracing=True, jit_compile=model.jit_compile)
-
-
-def put_inside(model: keras.Model, function: Callable[[], Any]) -> None:
-    """Has `model.make_train_function` give another function from now on.
-
-    Args:
-        model: A model.
-        function: Called whenever one is to be made, returns it.
-    """
-    made = type(model)._make_function
-
-    @like(made)
-    def _make_function(step: Callable[..., Any]) -> Any:
-        return function() if step == model.train_step else made(model, step)
-
-    vars(model)[_MAKE] = _make_function
-
-
-def take_out(model: keras.Model) -> None:
-    """Undoes `put_inside`."""
-    vars(model).pop(_MAKE, None)

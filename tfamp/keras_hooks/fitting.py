@@ -1,9 +1,9 @@
 """Hooks around training and other runs: the traced step, its function, `fit` itself.
 
-Relies on: `TensorFlowTrainer._make_function` making the training function out of
-`train_step`; `fit` and `train_on_batch` of that class running it; `evaluate` and
-`predict` being methods of that class too; `_symbolic_build` building model, losses
-and optimizer from one batch.
+Relies on: `TensorFlowTrainer.make_train_function` making the training function out of
+`train_step` by `_make_function`; `fit` and `train_on_batch` of that class running it;
+`evaluate` and `predict` being methods of that class too; `_symbolic_build` building
+model, losses and optimizer from one batch.
 """
 
 import contextlib
@@ -21,6 +21,7 @@ from tfamp.keras_hooks.backend import TensorFlowTrainer
 def patches(
     around_step: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
     around_function: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
+    after_making: Callable[[keras.Model], None],
     around_fit: Callable[[keras.Model, Any], contextlib.AbstractContextManager[Any]],
     around_batch: Callable[[keras.Model], contextlib.AbstractContextManager[Any]],
     around_run: Callable[
@@ -33,6 +34,7 @@ def patches(
         around_step: Takes a model and its `train_step`, returns what is traced.
         around_function: Takes a model and its training function, returns what is
             called.
+        after_making: Takes a model whose training function was made just now.
         around_fit: Takes a model and the argument `callbacks` of `fit`; gives a
             context in which it runs, whose value are the callbacks to use.
         around_batch: Takes a model; gives a context for `train_on_batch`.
@@ -49,6 +51,17 @@ def patches(
             return around_function(self, function)
 
         return _make_function
+
+    def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def make_train_function(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            before = self.train_function
+            made = original(self, *args, **kwargs)
+            if self.train_function is not before:
+                after_making(self)
+            return made
+
+        return make_train_function
 
     def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -86,6 +99,7 @@ def patches(
 
     return [
         Patch(TensorFlowTrainer, "_make_function", wrap_make),
+        Patch(TensorFlowTrainer, "make_train_function", wrap_train),
         Patch(TensorFlowTrainer, "fit", wrap_fit),
         Patch(TensorFlowTrainer, "evaluate", wrap_run),
         Patch(TensorFlowTrainer, "predict", wrap_run),

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfamp._care import CALLS, care_of
 from tfamp._patch import HeldPatches
-from tfamp.keras_hooks import fitting
+from tfamp.keras_hooks import around_training, fitting
 from tfamp.keras_hooks.model_optimizers import optimizers_of
 from tfamp.keras_hooks.optimizers import in_xla, variables_written
 from tfamp.loss_scale import errors
@@ -182,9 +182,19 @@ def _our_errors(model: keras.Model) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _around_batch(model: keras.Model) -> Iterator[None]:
+def _run_with_care(
+    model: keras.Model, name: str, arguments: dict[str, Any]
+) -> Iterator[None]:
+    is_fit = name == "fit"
+    frame = around_training.running(model) if is_fit else contextlib.nullcontext()
+    with frame, around_run(model, name, arguments):
+        yield
+
+
+@contextlib.contextmanager
+def _batch_with_care(model: keras.Model) -> Iterator[None]:
     _prepare(model)
-    with _our_errors(model):
+    with around_training.running(model), _our_errors(model):
         yield
 
 
@@ -194,5 +204,12 @@ def _prepare(model: keras.Model) -> None:
 
 
 FIT_HOOKS = HeldPatches(
-    fitting.patches(_guarded, _watched, _fit_with_care, _around_batch, around_run)
+    fitting.patches(
+        _guarded,
+        _watched,
+        around_training.note_made,
+        _fit_with_care,
+        _batch_with_care,
+        _run_with_care,
+    )
 )

@@ -1,0 +1,316 @@
+"""Callbacks in a `fit` that ends in one way or another, and the same model after it."""
+
+import functools
+import os
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tfamp import callbacks
+
+STEPS, BATCH = 3, 4
+X = np.random.default_rng(0).normal(size=(STEPS * BATCH, 3)).astype("float32")
+Y = X.sum(1, keepdims=True)
+
+
+class Stop(Exception):
+    """What ends a `fit` in these tests."""
+
+
+class Ends(keras.callbacks.Callback):
+    """Raises at one of the places where Keras asks a callback: at batch 1, epoch 0."""
+
+    def __init__(self, place, error=Stop):
+        super().__init__()
+
+        def end(*args, **kwargs):
+            if "batch" not in place or args[0] == 1:
+                raise error("as told")
+
+        setattr(self, place, end)
+
+
+class Pairs(keras.utils.PyDataset):
+    """Batches, of which one cannot be read."""
+
+    def __len__(self):
+        return STEPS
+
+    def __getitem__(self, index):
+        if index == 2:
+            raise Stop("no such image")
+        rows = slice(index * BATCH, (index + 1) * BATCH)
+        return X[rows], Y[rows]
+
+
+def ended(place, error=Stop, **settings):
+    """The settings of a `fit` that a callback ends."""
+    return lambda: {"callbacks": [Ends(place, error)], **settings}
+
+
+ENDINGS = {
+    "train begin": ended("on_train_begin"),
+    "epoch begin": ended("on_epoch_begin"),
+    "batch begin": ended("on_train_batch_begin"),
+    "batch end": ended("on_train_batch_end"),
+    "epoch end": ended("on_epoch_end"),
+    "train end": ended("on_train_end"),
+    "validation": ended("on_test_batch_end", validation_data=(X, Y), batch_size=BATCH),
+    "validation data": lambda: {"validation_data": Pairs()},
+    "Ctrl-C": ended("on_train_batch_end", KeyboardInterrupt),
+    "Ctrl-C at the end of an epoch": ended("on_epoch_end", KeyboardInterrupt),
+    "data": lambda: {"x": Pairs(), "y": None},
+}
+
+CALLBACKS = {
+    "NanRecovery": lambda folder: callbacks.NanRecovery(folder, every_seconds=0),
+    "FlightRecorder": callbacks.FlightRecorder,
+    "PrecisionMonitor": lambda folder: callbacks.PrecisionMonitor(
+        folder / "logs", folder / "steps.csv"
+    ),
+    "Throughput": lambda folder: callbacks.Throughput(
+        log_dir=folder / "logs", csv_path=folder / "rates.csv", every_steps=1
+    ),
+    "DeviceStats": lambda folder: callbacks.DeviceStats(
+        log_dir=folder / "logs",
+        interval_seconds=3600.0,
+        readers=(lambda: {"load": 1.0},),
+    ),
+    "MicroBatches": lambda folder: callbacks.MicroBatches(),
+}
+
+
+def compiled(**settings):
+    keras.utils.set_random_seed(3)
+    inputs = keras.Input((3,))
+    x = keras.layers.BatchNormalization()(keras.layers.Dense(2)(inputs))
+    model = keras.Model(inputs, keras.layers.Dense(1)(keras.layers.Dropout(0.5)(x)))
+    momentum = keras.optimizers.SGD(0.1, momentum=0.9)
+    optimizer = tfamp.LossScaleOptimizer(momentum, 1.0, dynamic=False)
+    model.compile(optimizer, "mse", **settings)
+    return model
+
+
+def fit(model, x=X, y=Y, **settings):
+    settings = {"batch_size": BATCH, "verbose": 0, **settings}
+    if y is None:
+        del settings["batch_size"]
+    return model.fit(x, y, shuffle=False, **settings)
+
+
+def fit_to_its_end(model, ending, *others, is_first=True):
+    settings = ending()
+    ends = settings.pop("callbacks", [])
+    order = [*others, *ends] if is_first else [*ends, *others]
+    with pytest.raises((Stop, KeyboardInterrupt, tf.errors.OpError)) as caught:
+        fit(model, callbacks=order, **settings)
+    return caught
+
+
+def open_files(folder):
+    """The files of a folder that this process holds open."""
+    links = (f"/proc/self/fd/{number}" for number in os.listdir("/proc/self/fd"))
+    paths = [os.readlink(link) for link in links if os.path.islink(link)]
+    return [path for path in paths if path.startswith(str(folder))]
+
+
+def state(model):
+    return [v.numpy() for v in [*model.variables, *model.optimizer.variables]]
+
+
+def assert_same(one, other):
+    for a, b in zip(one, other, strict=True):
+        np.testing.assert_array_equal(a, b)
+
+
+def outcome(model):
+    """What a plain `fit` on a bad batch makes of a model."""
+    x = X.copy()
+    x[BATCH] = np.nan
+    model.reset_metrics()
+    history = fit(model, x).history
+    return [*state(model), *(np.asarray(values) for values in history.values())]
+
+
+def left(model):
+    """What stands on a model and its optimizer beside what is in every one."""
+    return set(vars(model)), set(vars(model.optimizer))
+
+
+@functools.cache
+def without_callback(ending):
+    """What a model is like after a `fit` that ended, and after another one."""
+    model = compiled(run_eagerly=True)
+    fit(model)
+    fit_to_its_end(model, ENDINGS[ending])
+    return state(model), left(model), outcome(model)
+
+
+@pytest.mark.parametrize("ending", ENDINGS)
+@pytest.mark.parametrize("make", CALLBACKS.values(), ids=CALLBACKS)
+@pytest.mark.anchors("NanRecovery-Ctrl-C", "NanRecovery-validation")
+def test_nothing_of_a_callback_outlives_its_fit(make, ending, tmp_path):
+    is_first = ending not in ("batch begin", "epoch end")
+    model = compiled(run_eagerly=True)
+    fit(model)
+    function, threads = model.train_function, threading.enumerate()
+    fit_to_its_end(model, ENDINGS[ending], make(tmp_path), is_first=is_first)
+    assert model.train_function is function
+    assert threading.enumerate() == threads
+    assert open_files(tmp_path) == []
+    expected, names, later = without_callback(ending)
+    assert left(model) == names
+    assert_same(state(model), expected)
+    assert_same(outcome(model), later)
+    assert model.train_function is function
+
+
+def strategy_of(way):
+    return two_replicas() if way == "replicas" else tf.distribute.get_strategy()
+
+
+WAYS = {
+    "graph": {},
+    "steps per execution": {"steps_per_execution": 2},
+    "xla": {"jit_compile": True},
+    "replicas": {"run_eagerly": False},
+}
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.anchors("graph")
+def test_a_plain_fit_after_an_interrupt_is_stock(way, tmp_path):
+    models, ending = [], ENDINGS["Ctrl-C at the end of an epoch"]
+    for _ in range(2):
+        with strategy_of(way).scope():
+            models.append(compiled(**WAYS[way]))
+    model, other = models
+    fit_to_its_end(model, ending, *(make(tmp_path) for make in CALLBACKS.values()))
+    fit_to_its_end(other, ending)
+    function = model.train_function
+    assert_same(outcome(model), outcome(other))
+    assert model.train_function is function
+    assert left(model) == left(other)
+
+
+def test_the_last_steps_before_ctrl_c_are_written(tmp_path):
+    monitor = callbacks.PrecisionMonitor(csv_path=tmp_path / "steps.csv")
+    fit_to_its_end(compiled(run_eagerly=True), ENDINGS["Ctrl-C"], monitor)
+    rows = (tmp_path / "steps.csv").read_text().splitlines()
+    assert [row.split(",")[0] for row in rows] == ["step", "1", "2"]
+
+
+class Trains(keras.callbacks.Callback):
+    """Trains its model on a bad batch in the middle of `fit`."""
+
+    def __init__(self, train):
+        super().__init__()
+        self.train = train
+
+    def on_train_batch_end(self, batch, logs=None):
+        if batch == 0:
+            self.train(self.model, np.full_like(X[:BATCH], np.nan), Y[:BATCH])
+            self.model.reset_metrics()
+
+
+INSIDE = {
+    "fit": lambda model, x, y: model.fit(x, y, verbose=0),
+    "train_on_batch": lambda model, x, y: model.train_on_batch(x, y),
+}
+
+
+@pytest.mark.parametrize("train", INSIDE.values(), ids=INSIDE)
+def test_training_inside_of_fit_is_none_of_its_callbacks_business(train, tmp_path):
+    recorder, rates = callbacks.FlightRecorder(tmp_path), callbacks.Throughput()
+    recovery = callbacks.NanRecovery(tmp_path / "good", every_seconds=0)
+    order = [recorder, rates, Trains(train), recovery]
+    model = compiled(run_eagerly=True)
+    history = fit(model, callbacks=order, epochs=2).history
+    assert recorder.bundles == () and recovery.recoveries == ()
+    assert history["examples_per_second"][1] > 0
+    assert model.optimizer.skipped_steps == 2
+
+
+class Surrounds(keras.callbacks.Callback):
+    """Puts a function of its own around the training function, and leaves it there."""
+
+    def __init__(self):
+        super().__init__()
+        self.calls = 0
+
+    def on_epoch_begin(self, epoch, logs=None):
+        inner = self.model.train_function
+
+        def outer(iterator):
+            self.calls += 1
+            logs = dict(inner(iterator))
+            return {**logs, "loss": np.nan} if self.calls == 2 else logs
+
+        if epoch == 0:
+            self.model.train_function = outer
+
+
+@pytest.mark.parametrize("is_first", [True, False], ids=["first", "last"])
+def test_functions_of_other_callbacks_run_once_and_stay(is_first, tmp_path):
+    recorder, rates = callbacks.FlightRecorder(tmp_path), callbacks.Throughput()
+    recovery = callbacks.NanRecovery(tmp_path / "good", every_seconds=0)
+    other, ours = Surrounds(), [recorder, rates, recovery]
+    model = compiled(run_eagerly=True)
+    order = [other, *ours] if is_first else [*ours, other]
+    fit(model, callbacks=order, epochs=2)
+    assert other.calls == 2 * STEPS
+    assert len(recovery.recoveries) == len(recorder.bundles) == 1
+    assert model.train_function.__name__ == "outer"
+    fit(model)
+    assert other.calls == 3 * STEPS and len(recorder.bundles) == 1
+
+
+def test_a_fit_in_a_thread_goes_on_when_another_one_ends(tmp_path):
+    models = [compiled(run_eagerly=True) for _ in range(2)]
+    for model in models:
+        fit(model)
+    functions = [model.train_function for model in models]
+    recovery = callbacks.NanRecovery(tmp_path / "0", every_seconds=0)
+
+    class Other(keras.callbacks.Callback):
+        def on_train_batch_begin(self, batch, logs=None):
+            if batch == 1:
+                other = callbacks.NanRecovery(tmp_path / "1", every_seconds=0)
+                arguments = models[1], ENDINGS["Ctrl-C"], other
+                thread = threading.Thread(target=fit_to_its_end, args=arguments)
+                thread.start()
+                thread.join()
+
+    x = X.copy()
+    x[2 * BATCH] = np.nan
+    fit(models[0], x, callbacks=[Other(), recovery])
+    assert [each.remedy for each in recovery.recoveries] == ["drop batch"]
+    assert [model.train_function for model in models] == functions
+
+
+def test_a_loop_of_ones_own_gives_the_function_back(tmp_path):
+    model = compiled(run_eagerly=True)
+    fit(model)
+    function = model.train_function
+    ours = [
+        callbacks.Throughput(csv_path=tmp_path / "rates.csv", every_steps=1),
+        callbacks.FlightRecorder(tmp_path),
+        callbacks.NanRecovery(tmp_path / "good", every_seconds=0),
+    ]
+    batches = tf.data.Dataset.from_tensor_slices((X, Y)).batch(BATCH)
+    told = keras.callbacks.CallbackList(ours, model=model, steps=STEPS)
+    told.on_train_begin()
+    told.on_epoch_begin(0)
+    iterator = iter(batches)
+    for batch in range(STEPS):
+        told.on_train_batch_begin(batch)
+        told.on_train_batch_end(batch, model.train_function(iterator))
+    told.on_epoch_end(0, {})
+    told.on_train_end()
+    assert model.train_function is function
+    assert len((tmp_path / "rates.csv").read_text().splitlines()) == STEPS

@@ -1,0 +1,268 @@
+"""What stands around a model's training function, for the length of one `fit`.
+
+Keras tells callbacks nothing of an exception: `fit` is left, and `on_train_end` is
+never called. So each `fit` has a record of those who joined it, in the order in which
+they stand around the training function. It ends with `fit`, however that ends: then
+the training function is the one that Keras made, and all are told.
+
+Relies on: `fit` and `train_on_batch` calling `model.train_function` anew for each step.
+"""
+
+import contextlib
+import enum
+import functools
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+from absl import logging
+
+# Takes the next function inside and the iterator, returns the logs.
+Call = Callable[[Callable[[Any], Any], Any], Any]
+
+
+class Place(enum.IntEnum):
+    """Where a call stands around the training function, from the inside out."""
+
+    MICRO_BATCHES = enum.auto()  # takes the place of the function that Keras made
+    FLIGHT_RECORDER = enum.auto()
+    THROUGHPUT = enum.auto()
+    NAN_RECOVERY = enum.auto()
+
+
+_LOCK = threading.Lock()
+# The runs of each model that are under way, the innermost last.
+_RUNS: "weakref.WeakKeyDictionary[keras.Model, list[Run]]" = weakref.WeakKeyDictionary()
+
+
+class Member:
+    """The part that a callback has in one `fit`.
+
+    Attributes:
+        has_place: Whether its call stands around the training function; another
+            member may have had the place before.
+    """
+
+    def __init__(
+        self,
+        run: "Run",
+        close: Callable[[BaseException | None], None],
+        on_failure: Callable[[Any, str], None] | None,
+    ) -> None:
+        self.has_place = False
+        self._run, self._close, self.on_failure = run, close, on_failure
+
+    def leave(self, error: BaseException | None = None) -> None:
+        """Ends its part and tells it so; a second time does nothing.
+
+        Args:
+            error: What ended `fit`, None where nothing did.
+        """
+        if self._run.drop(self):
+            self._close(error)
+
+    def surround(self) -> None:
+        """Puts the calls of all members around what the training function is now.
+
+        Another callback may have put its own around it, or had it made anew.
+        """
+        self._run.surround()
+
+    def stands_beside(self, place: Place) -> bool:
+        """Returns whether some member has a place."""
+        return self._run.has(place)
+
+    def tell_failure(self, cause: Any, message: str) -> None:
+        """Tells the other members of a failure, ahead of its being mended."""
+        self._run.tell_failure(cause, message)
+
+
+class Run:
+    """One `fit` of a model, in one thread.
+
+    Args:
+        model: The model.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self.model, self.thread = model, threading.get_ident()
+        self._members: list[Member] = []
+        self._calls: dict[Place, tuple[Member, Call]] = {}
+        self._is_inside = False
+
+    def join(
+        self,
+        close: Callable[[BaseException | None], None],
+        place: Place | None,
+        call: Call | None,
+        on_failure: Callable[[Any, str], None] | None,
+    ) -> Member:
+        """Takes a member in; see the function of this name."""
+        member = Member(self, close, on_failure)
+        self._members.append(member)
+        if place is not None and call is not None and place not in self._calls:
+            member.has_place, is_first = True, not self._calls
+            self._calls[place] = member, call
+            self.surround(is_made=is_first)
+        return member
+
+    def drop(self, member: Member) -> bool:
+        """Lets a member go; returns whether it was one."""
+        if member not in self._members:
+            return False
+        self._members.remove(member)
+        self._calls = {p: c for p, c in self._calls.items() if c[0] is not member}
+        if not self._calls:
+            self._take_off()
+        return True
+
+    def has(self, place: Place) -> bool:
+        """Returns whether a member has a place."""
+        return place in self._calls
+
+    def tell_failure(self, cause: Any, message: str) -> None:
+        """Tells the members that want to know of a failure."""
+        for member in self._members:
+            if member.on_failure is not None:
+                member.on_failure(cause, message)
+
+    def end(self, error: BaseException | None) -> None:
+        """Lets all members go, the first one first, whatever one of them raises."""
+        with contextlib.ExitStack() as stack:
+            for member in reversed(self._members):
+                stack.callback(_leave, member, error)
+
+    def surround(self, *, is_made: bool = False) -> None:
+        """Puts the calls around the training function, unless they are there.
+
+        Args:
+            is_made: Whether the function is as Keras made it, as far as is known.
+        """
+        function = self.model.train_function
+        if function is None or not self._calls:
+            return
+        if all(each.run is not self for each in _layers(function)):
+            self.model.train_function = _Around(self, function, is_made)
+
+    def call(self, around: "_Around", iterator: Any) -> Any:
+        """Runs a training function, with the calls of all members around it."""
+        function = around.function
+        if around.is_made and Place.MICRO_BATCHES in self._calls:
+            function = self._within(Place.MICRO_BATCHES, function)
+        if self._is_inside:  # what another callback put in between has called it
+            return function(iterator)
+        for place in sorted(self._calls):
+            if place is not Place.MICRO_BATCHES:
+                function = self._within(place, function)
+        self._is_inside = True
+        try:
+            return function(iterator)
+        finally:
+            self._is_inside = False
+
+    def _within(self, place: Place, function: Callable[[Any], Any]) -> Any:
+        return functools.partial(self._calls[place][1], function)
+
+    def _take_off(self) -> None:
+        """Takes the calls off the training function, where they can be reached."""
+        outer, function = None, self.model.train_function
+        for each in list(_layers(function)):
+            if each.run is not self:
+                outer = each
+            elif outer is None:
+                self.model.train_function = each.function
+            else:
+                outer.function = each.function
+
+
+class _Around:
+    """A training function with the calls of a run around it."""
+
+    def __init__(self, run: Run, function: Callable[[Any], Any], is_made: bool) -> None:
+        functools.update_wrapper(self, function)
+        self.run, self.function, self.is_made = run, function, is_made
+
+    def __call__(self, iterator: Any) -> Any:
+        # Another `fit` of this model, inside of this one, is none of its members'.
+        run = _current(self.run.model) or self.run
+        return run.call(self, iterator)
+
+
+def join(
+    model: keras.Model,
+    close: Callable[[BaseException | None], None],
+    *,
+    place: Place | None = None,
+    call: Call | None = None,
+    on_failure: Callable[[Any, str], None] | None = None,
+) -> Member:
+    """Joins the `fit` of a model that runs now, as callbacks do when training begins.
+
+    In a loop of the user's own, with no `fit` around it, the part ends where the
+    callback says so.
+
+    Args:
+        model: The model.
+        close: Called once when the part ends, with the exception that ended `fit`, or
+            None.
+        place: Where `call` stands around the training function.
+        call: Called in its place with the next function inside, and the iterator.
+        on_failure: Called with the cause and a sentence where another member sees that
+            training has failed, ahead of its being mended.
+    """
+    run = _current(model) or Run(model)
+    return run.join(close, place, call, on_failure)
+
+
+@contextlib.contextmanager
+def running(model: keras.Model) -> Iterator[None]:
+    """A frame around one `fit`, or any other training, of a model.
+
+    Whoever joined a `fit` around it rests inside.
+    """
+    run = Run(model)
+    with _LOCK:
+        _RUNS.setdefault(model, []).append(run)
+    try:
+        yield
+    except BaseException as error:
+        run.end(error)
+        raise
+    else:
+        run.end(None)
+    finally:
+        with _LOCK:
+            _RUNS[model].remove(run)
+            if not _RUNS[model]:
+                del _RUNS[model]
+
+
+def note_made(model: keras.Model) -> None:
+    """Puts what stood around a model's training function around the one just made."""
+    run = _current(model)
+    if run is not None:
+        run.surround(is_made=True)
+
+
+def _current(model: keras.Model) -> Run | None:
+    """Returns the innermost run of a model in this thread."""
+    thread = threading.get_ident()
+    for run in reversed(_RUNS.get(model, ())):
+        if run.thread == thread:
+            return run
+    return None
+
+
+def _layers(function: Any) -> Iterator[_Around]:
+    while isinstance(function, _Around):
+        yield function
+        function = function.function
+
+
+def _leave(member: Member, error: BaseException | None) -> None:
+    try:
+        member.leave(error)
+    except Exception:
+        logging.exception("A callback could not be closed after its `fit`.")
