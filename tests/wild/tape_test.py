@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp.numerics.stepping import run_step
 
 layers = keras.layers
 MODES = {
@@ -393,3 +394,40 @@ def test_metrics_forget_a_bad_batch():
     )
     assert model.optimizer.skipped_steps == 3
     assert float(model.loss_tracker.result()) == pytest.approx(clean["loss"][-1])
+
+
+@pytest.mark.parametrize("by_hand", [True, False], ids=["scaled by hand", "true"])
+def test_tools_that_run_a_step_scale_it_once(by_hand):
+    class Step(Regression):
+        def train_step(self, data):
+            inputs, targets = data
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_sum(self(inputs) - targets)
+                if by_hand:
+                    loss = self.optimizer.scale_loss(loss)
+            gradients = tape.gradient(loss, self.trainable_weights)
+            self.optimizer.apply(gradients, self.trainable_weights)
+            return {"sum": loss}
+
+    seen = []
+
+    @tf.custom_gradient
+    def spied(value):
+        def gradient(upstream):
+            seen.append(float(tf.reduce_max(upstream)))
+            return upstream
+
+        return tf.identity(value), gradient
+
+    with tfamp.scope("mixed_float16"):
+        model = Step()
+    model.compile(keras.optimizers.SGD())
+    model.fit(x, y, batch_size=64, verbose=0)
+    before = model.get_weights()
+    model.out.activation = spied
+    step = run_step(model, (tf.constant(x[:2]), tf.constant(y[:2])), loss_scale=8.0)
+    assert seen == [8.0]
+    bias = next(g for v, g in step.gradients if v is model.out.bias)
+    np.testing.assert_allclose(bias, [2.0])
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_array_equal(old, new)

@@ -26,11 +26,28 @@ _MAX_HALF_SCALE = 2.0**15
 _TAPE_MARK = "_tfamp_scaled_by_hand"
 
 
+class FixedScale:
+    """A scale that holds in a block, whatever the optimizers' own.
+
+    Args:
+        factor: What gradients of variables are multiplied by on their way.
+
+    Attributes:
+        is_by_hand: Whether the loss was multiplied by it already, which is for the one
+            who multiplies to say; the tape then does nothing.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.is_by_hand = False
+
+
 class _Here(threading.local):
     """What this thread is doing."""
 
     is_in_gradient: bool = False
     optimizers: tuple[Any, ...] = ()  # of the model whose `train_step` runs
+    fixed: FixedScale | None = None
 
 
 _HERE = _Here()
@@ -60,6 +77,16 @@ def training_with(optimizers: Sequence[Any]) -> Iterator[None]:
         _HERE.optimizers = before
 
 
+@contextlib.contextmanager
+def scaled_by(factor: float) -> Iterator[FixedScale]:
+    """Has the tapes of this thread scale by a number, and tell no optimizer."""
+    before, _HERE.fixed = _HERE.fixed, FixedScale(factor)
+    try:
+        yield _HERE.fixed
+    finally:
+        _HERE.fixed = before
+
+
 def ids_of(optimizer: Any) -> frozenset[int]:
     """Returns the identities of what an optimizer trains, as a tape may be asked."""
     if not optimizer.built:
@@ -82,14 +109,19 @@ class _Plan:
     """How one call of a tape is scaled.
 
     Args:
-        optimizers: Whose scale is taken: the smallest of them.
+        scales: The possible scales, of which the smallest is taken.
         scalings: What to tell of the gradients, where an optimizer may apply them.
+        is_judged: Whether somebody looks at the gradients, so that an overflow may be
+            left to see.
     """
 
-    def __init__(self, optimizers: Sequence[Any], scalings: Sequence[Scaling]) -> None:
-        self._optimizers = optimizers
+    def __init__(
+        self, scales: Sequence[Any], scalings: Sequence[Scaling], *, is_judged: bool
+    ) -> None:
+        self._scales = [tf.convert_to_tensor(scale) for scale in scales]
         self._scalings = scalings
-        self._is_nested = not scalings and tapes.is_recording()
+        self._is_judged = is_judged
+        self._is_nested = not is_judged and tapes.is_recording()
 
     def gradients(
         self, compute: _Compute, target: Any, sources: list[Any], seeds: Any
@@ -102,13 +134,13 @@ class _Plan:
             _unscaled(gradient, source, 1 / factor)
             for gradient, source in zip(scaled, sources, strict=True)
         ]
-        if self._scalings:
+        if self._is_judged:
             self._tell(true)
             return true
         return _or_as_they_are(true, sources, lambda: compute(targets, seeds))
 
     def _factor(self, targets: Sequence[Any]) -> tf.Tensor:
-        scales = [tf.convert_to_tensor(o.dynamic_scale.value) for o in self._optimizers]
+        scales = list(self._scales)
         if any(target.dtype in _HALF for target in targets):
             scales.append(tf.constant(_MAX_HALF_SCALE))
         least = scales[0] if len(scales) == 1 else tf.reduce_min(tf.stack(scales))
@@ -119,7 +151,7 @@ class _Plan:
     def _tell(self, gradients: Sequence[Any]) -> None:
         """Notes whether the gradients are finite: what follows may hide it."""
         gradients = [g for g in gradients if g is not None]
-        if not gradients:
+        if not (gradients and self._scalings):
             return
         verdict = tf.math.is_finite(tf.reduce_sum(sums_of_squares(gradients)))
         for scaling in self._scalings:
@@ -129,19 +161,24 @@ class _Plan:
 
 def _plan(tape: tf.GradientTape, target: Any, sources: list[Any]) -> _Plan | None:
     """Returns how to scale a call of a tape, None where it is left as it is."""
+    fixed = _HERE.fixed
+    if fixed is not None:
+        if fixed.is_by_hand or not _can_be_scaled(target) or not _has_variable(sources):
+            return None
+        return _Plan([fixed.factor], [], is_judged=True)
     with _LOCK:
         living = tuple(_living)
     if not living or not _can_be_scaled(target):
         return None
     ids = frozenset(map(id, sources))
     owners = [o for o in living if not ids.isdisjoint(ids_of(o))]
-    if owners or any(isinstance(s, keras.Variable | tf.Variable) for s in sources):
+    if owners or _has_variable(sources):
         unbuilt = [o for o in _HERE.optimizers or living if not o.built]
         return _plan_of_variables(tape, sources, owners, unbuilt)
     around = _training(tape, living)
     if not around or any(SCALINGS.is_scaled(o) for o in around):
         return None
-    return _Plan(around, [])
+    return _Plan(_scales_of(around), [], is_judged=False)
 
 
 def _plan_of_variables(
@@ -170,7 +207,15 @@ def _plan_of_variables(
         scalings.append(SCALINGS.say_of_variables(_identities(sources)))
     # One that does not move cannot be brought down by what overflows.
     moving = [o for o in possible if o.dynamic]
-    return _Plan(moving or possible, scalings)
+    return _Plan(_scales_of(moving or possible), scalings, is_judged=True)
+
+
+def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
+    return [optimizer.dynamic_scale.value for optimizer in optimizers]
+
+
+def _has_variable(sources: Sequence[Any]) -> bool:
+    return any(isinstance(source, keras.Variable | tf.Variable) for source in sources)
 
 
 def _training(tape: tf.GradientTape, living: Sequence[Any]) -> Sequence[Any]:

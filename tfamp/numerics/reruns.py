@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfamp._patch import like, replaced
 from tfamp.keras_hooks import structure
+from tfamp.loss_scale.tape import scaled_by
 from tfamp.numerics.precision import computing_in
 from tfamp.numerics.recording import Recorded, children_of, set_state
 from tfamp.numerics.taps import floats, is_float
@@ -90,11 +91,13 @@ def rerun(
     sources = [*tensors, *taken.handed_over, *weights]
     found: list[Any] = [None] * len(sources)
     if pairs:
-        found = tape.gradient(
-            [result for result, _ in pairs],
-            sources,
-            output_gradients=[gradient for _, gradient in pairs],
-        )
+        with scaled_by(loss_scale) as scale:
+            scale.is_by_hand = True
+            found = tape.gradient(
+                [result for result, _ in pairs],
+                sources,
+                output_gradients=[gradient for _, gradient in pairs],
+            )
     unscaled = [
         None
         if gradient is None

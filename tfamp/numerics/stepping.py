@@ -10,6 +10,7 @@ import tensorflow as tf
 
 from tfamp._patch import replaced
 from tfamp.keras_hooks import optimizers
+from tfamp.loss_scale.tape import FixedScale, scaled_by
 from tfamp.snapshots.names import optimizers_of
 
 
@@ -48,10 +49,11 @@ def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step
     Args:
         model: A compiled model whose weights and optimizers are built.
         batch: One batch, as `fit` passes it to `train_step`.
-        loss_scale: What `scale_loss` multiplies the loss by, whatever the optimizer.
+        loss_scale: What `scale_loss`, or else the tape, multiplies the loss by,
+            whatever the optimizer.
     """
-    taken = _Taken(loss_scale)
     with contextlib.ExitStack() as stack:
+        taken = _Taken(stack.enter_context(scaled_by(loss_scale)))
         stack.enter_context(_eagerly())
         for optimizer in optimizers_of(model):
             stack.enter_context(taken.instead_of(optimizer))
@@ -63,11 +65,12 @@ class _Taken:
     """Stands in for optimizers, and keeps what they are given.
 
     Args:
-        loss_scale: The factor on the loss.
+        scale: The factor on the loss.
     """
 
-    def __init__(self, loss_scale: float) -> None:
-        self._factor = loss_scale
+    def __init__(self, scale: FixedScale) -> None:
+        self._scale = scale
+        self._factor = scale.factor
         self.loss: tf.Tensor | None = None
         self.gradients: list[tuple[Any, tf.Tensor | None]] = []
         self.is_scaled = False
@@ -95,7 +98,7 @@ class _Taken:
             yield
 
     def _scale_loss(self, loss: Any) -> Any:
-        self.is_scaled = True
+        self.is_scaled = self._scale.is_by_hand = True
         value = tf.cast(tf.reduce_sum(loss), tf.float32)
         self.loss = value if self.loss is None else self.loss + value
         return loss * tf.cast(self._factor, loss.dtype)
