@@ -5,5 +5,8 @@ from tests.wild.programs import (  # noqa: F401 - each registers its programs
     loops,
     metric,
     nlp,
+    others,
+    structured,
+    timeseries,
     vision,
 )

@@ -1,6 +1,6 @@
 """Synthetic data that small models learn from in a few epochs.
 
-One label in five is wrong, so that a loss has a level to come to rest at.
+One label in five is wrong and numbers are noisy, so that a loss comes to rest above 0.
 """
 
 import numpy as np
@@ -45,10 +45,10 @@ def waves(n=64, length=16, classes=2):
 
 
 def rows(n=64, columns=6):
-    """Returns columns of numbers, and a target that depends on them smoothly."""
+    """Returns columns of numbers, and a target that depends on them, with noise."""
     random = np.random.RandomState(0)
     x = random.normal(size=(n, columns)).astype("float32")
-    y = np.tanh(x @ random.normal(size=(columns, 1))) + 0.1 * x[:, :1] ** 2
+    y = np.tanh(x @ random.normal(size=(columns, 1))) + random.normal(0, 0.4, (n, 1))
     return x, y.astype("float32")
 
 

@@ -326,6 +326,6 @@ def diffusion():
         optimizer=keras.optimizers.AdamW(0.01, weight_decay=1e-4),
         loss=keras.losses.mean_absolute_error,
     )
-    history = model.fit(x, epochs=8, batch_size=16, verbose=0)
+    history = model.fit(x, epochs=30, batch_size=16, verbose=0)
     ones = np.ones((2, 1, 1, 1), "float32")
     yield Trained(history.history["n_loss"], model.ema_network, [x[:2], 0.5 * ones])

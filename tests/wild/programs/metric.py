@@ -68,7 +68,7 @@ def siamese_triplets():
     model = SiameseModel(network)
     yield network
     model.compile(optimizer=keras.optimizers.Adam(0.001))
-    history = model.fit(triplets.map(lambda *parts: (parts,)), epochs=8, verbose=0)
+    history = model.fit(triplets.map(lambda *parts: (parts,)), epochs=40, verbose=0)
     yield Trained(history.history["loss"], embedding, x[:4])
 
 

@@ -61,7 +61,7 @@ def text_transformer():
     model = keras.Model(inputs, outputs)
     yield model
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    history = model.fit(x, y, batch_size=16, epochs=10, verbose=0)
+    history = model.fit(x, y, batch_size=16, epochs=25, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
@@ -277,7 +277,7 @@ def switch_transformer():
     model = keras.Model(inputs, layers.Dense(2, activation="softmax")(h))
     yield model
     model.compile(keras.optimizers.Adam(0.005), "sparse_categorical_crossentropy")
-    history = model.fit(x, y, batch_size=16, epochs=4, verbose=0)
+    history = model.fit(x, y, batch_size=16, epochs=25, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
@@ -299,7 +299,11 @@ def text_from_strings():
     yield Trained(history.history["loss"], model, texts[:4])
 
 
-@program("nlp", "subclassed blocks of a Keras layer with LoRA")
+@program(
+    "nlp",
+    "Functional, LoRA enabled after pretraining",
+    unsaved="stock Keras adds LoRA's product to the kernel as it saves",
+)
 def lora_fine_tuning():
     x, y = data.sentences()
     inputs = keras.Input((8,), dtype="int32")

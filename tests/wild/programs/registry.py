@@ -48,7 +48,8 @@ class Program:
         run: The generator.
         tolerance: Of the last loss against float32's, relative.
         why: Why the tolerance is not `TOLERANCE`.
-        saves: Whether its model can be saved with stock Keras in float32.
+        unsaved: Why the saved model is not compared, such as that stock Keras cannot
+            load it.
         is_built: Whether its models have their weights before training.
     """
 
@@ -58,7 +59,7 @@ class Program:
     run: Callable[[], Iterator[Any]]
     tolerance: float = TOLERANCE
     why: str = ""
-    saves: bool = True
+    unsaved: str = ""
     is_built: bool = True
 
     def __str__(self) -> str:

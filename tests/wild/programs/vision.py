@@ -57,7 +57,7 @@ def small_xception():
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     yield model
-    history = model.fit(x, y, batch_size=16, epochs=3, verbose=0)
+    history = model.fit(x, y, batch_size=16, epochs=12, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
@@ -252,5 +252,5 @@ def object_detection():
         metrics={"label": ["accuracy"]},
         loss_weights={"box": 10.0, "label": 1.0},
     )
-    history = model.fit(x, {"box": boxes, "label": y}, 16, 6, verbose=0)
+    history = model.fit(x, {"box": boxes, "label": y}, 16, 25, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
