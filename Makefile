@@ -27,7 +27,7 @@ NO_NOTICES := 2> >(grep --line-buffered -v -E '$(NOTICES)' >&2)
 
 .DEFAULT_GOAL := help
 .PHONY: help train check test test-oldest test-whole test-whole-newest \
-  test-whole-oldest test-whole-nightly durations mutants lint notebooks bench clean
+  test-whole-oldest test-whole-nightly durations mutants lint notebooks bench wild clean
 
 help:  ## list the targets
 	@echo "make <target> [PYTHON=python3.12] [JOBS=2] [ARGS='...']"
@@ -35,7 +35,7 @@ help:  ## list the targets
 
 .venv/.installed: setup.cfg pyproject.toml
 	@.ci/environment .venv "$(PYTHON)" "TensorFlow, tfamp and its tools" \
-	  -e ".[data,report,dev]" "keras==3.15.1"
+	  -e ".[data,report,dev,wild]" "keras==3.15.1"
 
 .venv-oldest/.installed: setup.cfg pyproject.toml
 	@NEWEST_PYTHON=3.12 .ci/environment .venv-oldest "$(PYTHON_OLDEST)" "the oldest supported versions" \
@@ -100,6 +100,10 @@ bench: .venv/.installed  ## measure what benchmarks/RESULTS.md states
 	@$(BIN)/python benchmarks/loss_scale.py $(ARGS) $(NO_NOTICES)
 	@$(BIN)/python benchmarks/pipeline.py $(ARGS) $(NO_NOTICES)
 	@$(BIN)/python benchmarks/training.py $(ARGS) $(NO_NOTICES)
+
+wild: .venv/.installed  ## run the programs of the corpus and write docs/wild.md
+	@echo "Running each program in every way and with three seeds: about an hour."
+	@$(BIN)/python -W ignore -m tests.wild.table $(ARGS) $(NO_NOTICES)
 
 clean:  ## remove the environments and everything built
 	rm -rf .venv .venv-oldest .venv-nightly build dist *.egg-info .coverage .coverage.*
