@@ -126,6 +126,15 @@ def set_tensor_dtype(tensor: keras.KerasTensor, dtype: str) -> None:
         tensor._dtype = dtype
 
 
+def widen_inputs(graph: Functional) -> None:
+    """Makes a graph take its inputs in float32, which it casts to their dtypes."""
+    for tensor in graph.inputs:
+        layer = tensor._keras_history.operation
+        for each in (tensor, layer):  # a Sequential asks the layer, a graph the tensor
+            if each.dtype in ("float16", "bfloat16"):
+                each._dtype = "float32"
+
+
 def own_weights(layer: keras.layers.Layer) -> list[Any]:
     """Returns the weights a layer holds itself, not through sublayers."""
     return list(layer._trainable_variables) + list(layer._non_trainable_variables)

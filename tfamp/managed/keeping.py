@@ -216,6 +216,9 @@ def set_policy(layer: keras.layers.Layer, policy: keras.DTypePolicy) -> None:
         mode = layer.dtype_policy.name.partition("_from_")[0]
         policy = keras.dtype_policies.get(f"{mode}_from_{policy.name}")
     layer.dtype_policy = policy
+    graph = structure.graph_of(layer)
+    if graph is not None and policy.compute_dtype == "float32":
+        structure.widen_inputs(graph)
     if isinstance(layer, keras.layers.Normalization) and layer.built:
         structure.refresh_normalization(layer)
 
