@@ -300,9 +300,11 @@ def test_a_model_that_is_only_a_train_step_is_told_what_can_be():
     model.compile(keras.optimizers.Adam())
     found = lint(model, data=batch(16))
     assert [(f.rule, f.layer) for f in found] == [("unscaled-float16", "only_step")]
-    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam()))
+    model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.Adam()))
     found = lint(model, data=batch(16))
     assert [(f.rule, f.layer) for f in found] == [("unscaled-train-step", "only_step")]
+    model.compile(tfamp.LossScaleOptimizer(keras.optimizers.Adam()))
+    assert not list(lint(model, data=batch(16)))
     assert [s for s in found.skipped if s.startswith("half-head: the model cannot be")]
 
 

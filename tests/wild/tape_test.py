@@ -431,3 +431,47 @@ def test_tools_that_run_a_step_scale_it_once(by_hand):
     np.testing.assert_allclose(bias, [2.0])
     for old, new in zip(before, model.get_weights(), strict=True):
         np.testing.assert_array_equal(old, new)
+
+
+def plain_loop(model, optimizer, scaled=False):
+    with tf.GradientTape() as tape:
+        loss = tf.reduce_mean(tf.square(model(x) - y))
+        if scaled:
+            loss = optimizer.scale_loss(loss)
+    gradients = tape.gradient(loss, model.trainable_variables)
+    optimizer.apply(gradients, model.trainable_variables)
+
+
+def small(policy, **options):
+    with tfamp.scope(policy, **options):
+        return keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.Dense(1)])
+
+
+NO_SCALE = "computed with no loss scale"
+
+
+def test_a_loop_without_any_scale_is_told_once():
+    model, optimizer = small("mixed_float16"), keras.optimizers.SGD()
+    with pytest.warns(UserWarning, match=NO_SCALE) as caught:
+        plain_loop(model, optimizer)
+    plain_loop(model, optimizer)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+
+
+def test_who_needs_no_scale_or_has_one_is_not_told():
+    sgd = keras.optimizers.SGD
+    plain_loop(small("mixed_bfloat16"), sgd())
+    plain_loop(small("mixed_float16", loss_scale=None), sgd())
+    plain_loop(small("mixed_float16"), tfamp.LossScaleOptimizer(sgd()))
+    other = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
+    small("mixed_float16")(x)
+    plain_loop(other, sgd())
+
+    def in_a_thread_of_its_own():
+        stock = keras.optimizers.LossScaleOptimizer(sgd())
+        plain_loop(small("mixed_float16"), stock, scaled=True)
+
+    thread = threading.Thread(target=in_a_thread_of_its_own)
+    thread.start()
+    thread.join()

@@ -10,6 +10,7 @@ mask and the activity regularizer see them; `Layer.__call__` reading
 
 import contextlib
 import functools
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -205,6 +206,8 @@ def _inner_call(
             after_build(self)
         if care.exact_inputs:
             args, kwargs = tree.map_structure(_restore_source, (args, kwargs))
+        if not CALLS.stack and care.lease.compute_dtype == "float16":
+            CALLS.outermost_float16 = weakref.ref(self)
         CALLS.stack.append(care)
         try:
             outputs = call(*args, **kwargs)

@@ -1,17 +1,22 @@
-"""Notices gradients that neither a tape nor `scale_loss` knows of."""
+"""Notices gradients that have no loss scale, or of which it is not known."""
 
 import sys
 import warnings
 import weakref
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
+
+from tfamp._care import CALLS, care_of
+from tfamp.keras_hooks import structure
 
 # Gradients may have been scaled by hand, as in a test of an optimizer; a loop that
 # goes on like this has forgotten it.
 _EAGER_STEPS = 10
 _LIBRARIES = ("tfamp", "tensorflow", "keras", "contextlib", "threading")
 
+_warned: weakref.WeakSet[Any] = weakref.WeakSet()
 _applies: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
 
@@ -30,6 +35,37 @@ def warn_of_unscaled_loss(optimizer: Any) -> None:
         "come from no `tf.GradientTape`, and no loss was multiplied by it: updates are "
         "too small by that factor. Compute them by a tape, or put `loss = "
         "optimizer.scale_loss(loss)` before they are computed.",
+        UserWarning,
+        stacklevel=_level_of_user(),
+    )
+
+
+def warn_of_no_scale(sources: Sequence[Any]) -> None:
+    """Warns once where a float16 model's gradients are computed for no loss scale.
+
+    Args:
+        sources: What a tape is asked for, none of it an optimizer's of tfamp.
+    """
+    layer = CALLS.outermost_float16 and CALLS.outermost_float16()
+    care = None if layer is None else care_of(layer)
+    if care is None or care.lease.loss_scale is None or layer in _warned:
+        return
+    if CALLS.scales_by_hand:
+        return
+    asked = {id(getattr(source, "value", source)) for source in sources}
+    low = [
+        weight
+        for _, part, _ in structure.walk(layer)
+        if part.compute_dtype == "float16"
+        for weight in structure.own_weights(part)
+    ]
+    if asked.isdisjoint(id(weight.value) for weight in low):
+        return
+    _warned.add(layer)
+    warnings.warn(
+        f"{type(layer).__name__} {layer.name!r} computes in float16, and its gradients "
+        "are computed with no loss scale: those below 6e-8 are 0. Apply them by "
+        "`tfamp.LossScaleOptimizer(optimizer)`, made ahead of the first step.",
         UserWarning,
         stacklevel=_level_of_user(),
     )

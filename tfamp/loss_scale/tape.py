@@ -14,9 +14,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp._patch import HeldPatches, like
+from tfamp._care import CALLS
+from tfamp._patch import HeldPatches, Patch, like
 from tfamp.keras_hooks import tapes
 from tfamp.keras_hooks.optimizers import trained_by
+from tfamp.loss_scale import forgotten
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
 from tfamp.loss_scale.scaled import SCALINGS, Scaling
 
@@ -168,7 +170,7 @@ def _plan(tape: tf.GradientTape, target: Any, sources: list[Any]) -> _Plan | Non
         return _Plan([fixed.factor], [], is_judged=True)
     with _LOCK:
         living = tuple(_living)
-    if not living or not _can_be_scaled(target):
+    if not _can_be_scaled(target):
         return None
     ids = frozenset(map(id, sources))
     owners = [o for o in living if not ids.isdisjoint(ids_of(o))]
@@ -201,6 +203,7 @@ def _plan_of_variables(
         setattr(tape, _TAPE_MARK, True)
         return None
     if not possible:
+        forgotten.warn_of_no_scale(sources)
         return None
     scalings = [SCALINGS.say(o, is_scaled=False) for o in owners]
     if unbuilt:
@@ -316,5 +319,21 @@ def _wrap_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
     return gradient
 
 
-# Held by every optimizer that scales losses.
-TAPE_HOOKS = HeldPatches(tapes.patches(_wrap_gradient))
+def _wrap_scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes that Keras's own wrapper is used, in code that knows of scales."""
+
+    @like(original)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        CALLS.scales_by_hand = True
+        return original(self, loss)
+
+    return scale_loss
+
+
+# Held by every optimizer that scales losses, and by all that may need one.
+TAPE_HOOKS = HeldPatches(
+    [
+        *tapes.patches(_wrap_gradient),
+        Patch(keras.optimizers.LossScaleOptimizer, "scale_loss", _wrap_scale_loss),
+    ]
+)

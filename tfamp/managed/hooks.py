@@ -28,6 +28,7 @@ from tfamp.keras_hooks import (
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fitting import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
+from tfamp.loss_scale.tape import TAPE_HOOKS
 from tfamp.managed import compiling, dtype_errors, files, keeping, resolving
 from tfamp.managed.in_force import IN_FORCE
 from tfamp.managed.lease import Lease
@@ -152,6 +153,7 @@ def _hold(lease: Lease) -> None:
         _amx.avoid()
     _RUNNING.hold(lease)
     FIT_HOOKS.hold(lease)
+    TAPE_HOOKS.hold(lease)
     WORKER_HOOKS.hold(lease)
     CONFIG_HOOKS.hold(lease)
 
@@ -174,5 +176,5 @@ SELF_TEST = SelfTest(follow_enabled)
 
 def installed() -> tuple[str, ...]:
     """Returns the names of everything in Keras that is replaced now."""
-    sets = (_MAKING, _RUNNING, WORKER_HOOKS, FIT_HOOKS, CONFIG_HOOKS)
+    sets = (_MAKING, _RUNNING, WORKER_HOOKS, FIT_HOOKS, TAPE_HOOKS, CONFIG_HOOKS)
     return tuple(name for patches in sets for name in patches.installed)
