@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp.loss_scale import tape as tape_scaling
 from tfamp.numerics.stepping import run_step
 
 layers = keras.layers
@@ -338,6 +339,7 @@ def test_outside_of_training_a_tape_is_left_alone():
 
 def clipped_loop(optimizer, weight, decorate, clean):
     """Steps on a loss whose float16 gradient overflows above a scale of 64."""
+    optimizer.build([weight])
 
     @decorate
     def step():
@@ -450,7 +452,8 @@ def small(policy, **options):
 NO_SCALE = "computed with no loss scale"
 
 
-def test_a_loop_without_any_scale_is_told_once():
+def test_a_loop_without_any_scale_is_told_once(monkeypatch):
+    monkeypatch.setattr(tape_scaling, "_living", set())  # of other tests
     model, optimizer = small("mixed_float16"), keras.optimizers.SGD()
     with pytest.warns(UserWarning, match=NO_SCALE) as caught:
         plain_loop(model, optimizer)
@@ -475,3 +478,28 @@ def test_who_needs_no_scale_or_has_one_is_not_told():
     thread = threading.Thread(target=in_a_thread_of_its_own)
     thread.start()
     thread.join()
+
+
+@pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
+def test_an_optimizer_that_waits_elsewhere_scales_no_float32_loop(decorate):
+    waiting = pair()[1]
+    weight, seen = keras.Variable([1.0, 2.0]), []
+
+    @tf.custom_gradient
+    def spied(value):
+        def gradient(upstream):
+            seen.append(upstream)
+            return upstream
+
+        return tf.identity(value), gradient
+
+    @decorate
+    def step():
+        with tf.GradientTape() as tape:
+            loss = sum_of_squares(spied(tf.convert_to_tensor(weight)))
+        gradient = tape.gradient(loss, [weight])[0]
+        return gradient, seen[0]
+
+    for gradient in step():
+        np.testing.assert_allclose(gradient, [1.0, 2.0])
+    assert not waiting.built

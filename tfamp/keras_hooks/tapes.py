@@ -16,6 +16,8 @@ from tensorflow.python.eager import record
 from tfamp._patch import Patch, like
 
 _ONCE = "_tfamp_asked_once"
+_HALF = (tf.float16, tf.bfloat16)
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "While", "StatelessWhile")
 
 
 def patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Patch]:
@@ -52,6 +54,20 @@ def is_recording() -> bool:
 def can_be_asked_again(tape: tf.GradientTape) -> bool:
     """Returns whether more than one gradient can be computed inside `asked`."""
     return bool(tape._persistent)
+
+
+def may_compute_in_half() -> bool:
+    """Returns whether a function is being traced that may compute in half precision.
+
+    What it calls as a function of its own is not looked into, and may.
+    """
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    return any(
+        operation.type in _CALLS or any(t.dtype in _HALF for t in operation.outputs)
+        for operation in graph.get_operations()
+    )
 
 
 @contextlib.contextmanager

@@ -40,26 +40,35 @@ def warn_of_unscaled_loss(optimizer: Any) -> None:
     )
 
 
-def warn_of_no_scale(sources: Sequence[Any]) -> None:
-    """Warns once where a float16 model's gradients are computed for no loss scale.
+def float16_layer_of(sources: Sequence[Any]) -> Any:
+    """Returns the layer called last here, if weights in float16 of it are asked for.
 
     Args:
-        sources: What a tape is asked for, none of it an optimizer's of tfamp.
+        sources: What a tape is asked for.
     """
     layer = CALLS.outermost_float16 and CALLS.outermost_float16()
-    care = None if layer is None else care_of(layer)
-    if care is None or care.lease.loss_scale is None or layer in _warned:
-        return
-    if CALLS.scales_by_hand:
-        return
-    asked = {id(getattr(source, "value", source)) for source in sources}
+    if layer is None or care_of(layer) is None:
+        return None
     low = [
         weight
         for _, part, _ in structure.walk(layer)
         if part.compute_dtype == "float16"
         for weight in structure.own_weights(part)
     ]
-    if asked.isdisjoint(id(weight.value) for weight in low):
+    asked = {id(getattr(source, "value", source)) for source in sources}
+    return None if asked.isdisjoint(id(weight.value) for weight in low) else layer
+
+
+def warn_of_no_scale(sources: Sequence[Any]) -> None:
+    """Warns once where a float16 model's gradients are computed for no loss scale.
+
+    Args:
+        sources: What a tape is asked for, none of it an optimizer's of tfamp.
+    """
+    layer = float16_layer_of(sources)
+    if layer is None or layer in _warned or CALLS.scales_by_hand:
+        return
+    if care_of(layer).lease.loss_scale is None:  # type: ignore[union-attr]
         return
     _warned.add(layer)
     warnings.warn(
