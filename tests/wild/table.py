@@ -16,7 +16,8 @@ from pathlib import Path
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
-import keras  # noqa: E402 - the environment is set first
+import absl.logging  # noqa: E402 - the environment is set first
+import keras  # noqa: E402
 import tensorflow as tf  # noqa: E402
 from rich import progress  # noqa: E402
 
@@ -46,10 +47,14 @@ def words(error: Exception) -> str:
     """Returns the kind of an error and the words that tell it."""
     text = str(error).replace("\x1b[1m", "").replace("\x1b[0m", "")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    telling = [line for line in lines if not line.startswith("Exception encount")]
+    telling = [line for line in lines if "does not match" in line or "expected" in line]
+    telling += [line for line in lines if not line.startswith("Exception encount")]
     first = (telling or lines or [""])[0]
-    short = first if len(first) <= 60 else first[:57] + "..."
-    return f"{type(error).__name__}: {short}".replace("|", "/").replace("`", "")
+    short = first if len(first) <= 90 else first[:87] + "..."
+    kind = type(error).__name__
+    return f"{kind}: {short.removeprefix(f'{kind}: ')}".replace("|", "/").replace(
+        "`", ""
+    )
 
 
 class Row:
@@ -189,6 +194,7 @@ def main() -> None:
     parser.add_argument("--missing", action="store_true", help="rows not there yet")
     options = parser.parse_args()
     warnings.simplefilter("ignore")
+    absl.logging.set_verbosity(absl.logging.ERROR)
     tf.config.threading.set_intra_op_parallelism_threads(1)
     modules = (programs.__name__, *EXTRA)
     for module in modules:

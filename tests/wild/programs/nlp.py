@@ -51,7 +51,7 @@ class TokenAndPositionEmbedding(layers.Layer):
 
 @program("nlp", "Functional with a block of own layers")
 def text_transformer():
-    x, y = data.sentences()
+    x, y = data.sentences(n=512)
     inputs = keras.Input((8,))
     h = TokenAndPositionEmbedding(8, 20, 8)(inputs)
     h = TransformerBlock(8, 2, 16)(h)
@@ -61,7 +61,7 @@ def text_transformer():
     model = keras.Model(inputs, outputs)
     yield model
     model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
-    history = model.fit(x, y, batch_size=16, epochs=25, verbose=0)
+    history = model.fit(x, y, batch_size=32, epochs=8, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
@@ -268,7 +268,7 @@ class Switch(layers.Layer):
 
 @program("nlp", "Functional, mixture of experts with its own loss")
 def switch_transformer():
-    x, y = data.sentences()
+    x, y = data.sentences(n=512)
     inputs = keras.Input((8,), dtype="int32")
     h = TokenAndPositionEmbedding(8, 20, 8)(inputs)
     h = layers.LayerNormalization()(h + layers.MultiHeadAttention(2, 4)(h, h))
@@ -277,7 +277,7 @@ def switch_transformer():
     model = keras.Model(inputs, layers.Dense(2, activation="softmax")(h))
     yield model
     model.compile(keras.optimizers.Adam(0.005), "sparse_categorical_crossentropy")
-    history = model.fit(x, y, batch_size=16, epochs=25, verbose=0)
+    history = model.fit(x, y, batch_size=32, epochs=8, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
