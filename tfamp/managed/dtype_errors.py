@@ -82,8 +82,19 @@ def _may_help(layer: keras.layers.Layer, care: Care, error: Exception) -> bool:
         and CALLS.may_keep
         and not getattr(error, _TRIED, False)
         and structure.graph_of(layer) is None
-        and bool(_NAMES_HALF.search(str(error).split(_ARGUMENTS)[0]))
+        and any(
+            _NAMES_HALF.search(str(each).split(_ARGUMENTS)[0])
+            for each in _with_causes(error)
+        )
     )
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those that it was raised for."""
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        each = each.__cause__ or each.__context__
 
 
 @contextlib.contextmanager
@@ -161,8 +172,7 @@ def _place(layer: keras.layers.Layer, error: BaseException) -> str:
     """Returns the line of the user's code that raised, as far as it is known."""
     file = inspect.unwrap(type(layer).call).__code__.co_filename
     found = None
-    each: BaseException | None = error
-    while each is not None:
+    for each in _with_causes(error):
         frames = [
             frame
             for frame in traceback.extract_tb(each.__traceback__)
@@ -171,7 +181,6 @@ def _place(layer: keras.layers.Layer, error: BaseException) -> str:
         own = [frame for frame in frames if frame.name != "error_handler"]
         inside = [frame for frame in own if frame.filename == file] or own
         found = inside[-1] if inside else found
-        each = each.__cause__ or each.__context__
     if found is None:
         return f"`{type(layer).__name__}.call`"
     line = (found.line or linecache.getline(found.filename, found.lineno or 0)).strip()
