@@ -323,6 +323,28 @@ def test_gradients_of_inputs_keep_their_dtype_and_true_size():
     assert tape.gradient(total, dense.trainable_variables)[0] is not None
 
 
+class Adversarial(Regression):
+    """Learns from examples moved along the gradient of a tiny loss."""
+
+    def train_step(self, data):
+        inputs, targets = data
+        with tf.GradientTape() as tape:
+            tape.watch(inputs)
+            loss = TINY * tf.reduce_mean(tf.square(targets - self(inputs)))
+        moved = inputs + 0.1 * tf.sign(tape.gradient(loss, inputs))
+        logs = super().train_step((moved, targets))
+        return {**logs, "moved": tf.reduce_mean(tf.abs(moved - inputs))}
+
+
+@pytest.mark.anchors("graph")
+@pytest.mark.parametrize("mode", ["eager", "graph", "xla"])
+def test_adversarial_examples_of_a_tiny_loss(mode):
+    _, exact = fitted("float32", Adversarial, **MODES[mode])
+    _, half = fitted("mixed_float16", Adversarial, **MODES[mode])
+    assert half["moved"] == pytest.approx([0.1] * 3, rel=0.02)
+    assert half["loss"] == pytest.approx(exact["loss"], rel=0.05)
+
+
 def test_outside_of_training_a_tape_is_left_alone():
     with tfamp.scope("mixed_float16"):
         model = keras.Sequential([keras.Input((1,)), layers.Dense(1)])

@@ -32,9 +32,9 @@ def patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Patch]:
         def __init__(
             self: Any, persistent: bool = False, watch_accessed_variables: bool = True
         ) -> None:
-            # Where it costs no memory: nothing is kept in graphs, and a tape around
-            # this one keeps what this one keeps.
-            once = not persistent and (not tf.executing_eagerly() or is_recording())
+            # It costs no memory where a tape around keeps what this one keeps. Others
+            # stay as they are: loops have another gradient under persistent tapes.
+            once = not persistent and is_recording()
             original(self, persistent or once, watch_accessed_variables)
             setattr(self, _ONCE, once)
 

@@ -122,7 +122,9 @@ def _plan(
     around = _training(tape, living)
     if not around or any(SCALINGS.is_scaled(o) for o in around):
         return None
-    return ScaledGradients(_scales_of(around), [], is_judged=False)
+    # What overflows and cannot be computed again spoils the step, which is skipped.
+    is_final = not tapes.can_be_asked_again(tape)
+    return ScaledGradients(_scales_of(around), [], is_judged=is_final)
 
 
 def _plan_of_variables(
@@ -177,14 +179,11 @@ def _has_variable(sources: Sequence[Any]) -> bool:
 
 
 def _training(tape: tf.GradientTape, living: Sequence[Any]) -> Sequence[Any]:
-    """Returns the optimizers for which a gradient of no variable is computed.
-
-    None where it could not be computed again if it overflowed.
-    """
-    is_training = bool(_HERE.optimizers) or tapes.is_recording()
+    """Returns the optimizers for which a gradient of no variable is computed."""
     # A branch of one replica cannot wait for the others.
     has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
-    if not is_training or has_replicas or not tapes.can_be_asked_again(tape):
+    is_nested = tapes.is_recording() and tapes.can_be_asked_again(tape)
+    if has_replicas or not (_HERE.optimizers or is_nested):
         return ()
     watched = frozenset(map(id, tape.watched_variables()))
     owners = [o for o in living if not watched.isdisjoint(ids_of(o))]
