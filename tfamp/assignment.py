@@ -221,9 +221,13 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
             "`model.save('name.keras')`; HDF5 files and SavedModels hold no dtypes of "
             "layers, load them with Keras and call `tfamp.apply(model)`."
         ) from error
-    if entry is None:
+
+    def load() -> Any:
         return keras.saving.load_model(text, **kwargs)
-    model = hooks.load(entry, lambda: keras.saving.load_model(text, **kwargs))
+
+    if entry is None:
+        return hooks.load_unmanaged(load)
+    model = hooks.load(entry, load)
     compiling.make_exact(model)
     return model
 

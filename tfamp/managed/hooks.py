@@ -82,6 +82,13 @@ def load(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
     return model
 
 
+def load_unmanaged(make: Callable[[], Any]) -> Any:
+    """Returns a saved model that has no dtypes of tfamp, with the optimizer it had."""
+    load = _Load()
+    CONFIG_HOOKS.hold(load)
+    return make()
+
+
 def unpickled(archive: Any) -> Any:
     """Loads a pickled model; pickles name this function."""
     entry = saving.read_entry(archive)
