@@ -10,6 +10,9 @@ import pytest
 from tests.suite import durations, progress, selection
 from tfamp import _amx
 
+# Programs that the tests run; each is registered once, and none has a doctest.
+collect_ignore_glob = ["wild/programs*"]
+
 os.environ["KERAS_BACKEND"] = "tensorflow"
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 os.environ.pop("TFAMP_POLICY", None)
