@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tfamp._care import CALLS
 from tfamp.loss_scale import tape as tape_scaling
 from tfamp.numerics.stepping import run_step
 
@@ -476,6 +477,7 @@ NO_SCALE = "computed with no loss scale"
 
 def test_a_loop_without_any_scale_is_told_once(monkeypatch):
     monkeypatch.setattr(tape_scaling, "_living", set())  # of other tests
+    monkeypatch.setattr(CALLS, "scales_by_hand", False)
     model, optimizer = small("mixed_float16"), keras.optimizers.SGD()
     with pytest.warns(UserWarning, match=NO_SCALE) as caught:
         plain_loop(model, optimizer)

@@ -65,8 +65,9 @@ def warn_of_no_scale(sources: Sequence[Any]) -> None:
     Args:
         sources: What a tape is asked for, none of it an optimizer's of tfamp.
     """
+    scaled_by_hand, CALLS.scales_by_hand = CALLS.scales_by_hand, False
     layer = float16_layer_of(sources)
-    if layer is None or layer in _warned or CALLS.scales_by_hand:
+    if layer is None or layer in _warned or scaled_by_hand:
         return
     if care_of(layer).lease.loss_scale is None:  # type: ignore[union-attr]
         return
