@@ -14,7 +14,11 @@ FAILURES = {
     "tiny_losses-*-mixed_float16": "a loop with an optimizer that tfamp never sees",
 }
 CASES = checking.cases(
-    [p for p in PROGRAMS.values() if p.run.__module__.startswith(programs.__name__)],
+    [
+        p
+        for p in PROGRAMS.values()
+        if p.run.__module__.startswith(f"{programs.__name__}.")
+    ],
     FAILURES,
 )
 
