@@ -1,6 +1,8 @@
 """Training code that knows nothing of loss scales: the tape scales and unscales."""
 
+import gc
 import threading
+import weakref
 
 import keras
 import numpy as np
@@ -29,6 +31,12 @@ TINY = 1e-7
 x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+@pytest.fixture(autouse=True)
+def no_optimizers_of_other_tests(monkeypatch):
+    """One that is not built may yet turn out to train what any loop trains."""
+    monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
 
 
 class Regression(keras.Model):
@@ -192,6 +200,23 @@ def test_gradients_that_leave_their_function(decorate):
     for share in (2, 4, 8):  # traced in the first round only
         optimizer.apply_gradients(zip(gradients(), [weight], strict=True))
         np.testing.assert_allclose(weight, [1 / share, 2 / share])
+
+
+def test_a_function_is_not_kept_for_gradients_that_nobody_applied():
+    weight, optimizer = pair()
+
+    @tf.function
+    def gradients():
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_sum(tf.cast(tf.cast(weight.value, "float16"), "float32"))
+        return tape.gradient(loss, [weight])
+
+    concrete = gradients.get_concrete_function()
+    graph = weakref.ref(concrete.graph)
+    del gradients, concrete
+    gc.collect()
+    assert graph() is None
+    assert not optimizer.built
 
 
 def test_gradients_made_by_hand_are_divided_as_in_keras():
@@ -476,7 +501,6 @@ NO_SCALE = "computed with no loss scale"
 
 
 def test_a_loop_without_any_scale_is_told_once(monkeypatch):
-    monkeypatch.setattr(tape_scaling, "_living", set())  # of other tests
     monkeypatch.setattr(CALLS, "scales_by_hand", False)
     model, optimizer = small("mixed_float16"), keras.optimizers.SGD()
     with pytest.warns(UserWarning, match=NO_SCALE) as caught:

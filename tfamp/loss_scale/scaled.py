@@ -9,7 +9,7 @@ was traced holds each time.
 import dataclasses
 import threading
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,18 +25,22 @@ class Scaling:
         is_scaled: Whether they are multiplied by the loss scale.
         graph: The function that was being traced, None in eager code.
         gradients: References to what the tape gave.
-        verdicts: For what the tape gave, whether it was finite: boolean scalars.
     """
 
     is_scaled: bool
     graph: Any = None
     gradients: list[Any] = dataclasses.field(default_factory=list)
-    verdicts: list[tf.Tensor] = dataclasses.field(default_factory=list)
+    _verdicts: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def is_current(self) -> bool:
         """Whether the function in which it was said still exists."""
         return self.graph is None or self.graph() is not None
+
+    def add(self, gradients: Sequence[Any], verdict: tf.Tensor) -> None:
+        """Notes what a tape gave, and whether it was finite: a boolean scalar."""
+        self.gradients += [weakref.ref(gradient) for gradient in gradients]
+        self._verdicts.append(_read_later(verdict))
 
     def verdict_on(self, gradients: Sequence[Any]) -> tf.Tensor | None:
         """Returns whether all that the tape gave was finite; None if not known.
@@ -45,7 +49,8 @@ class Scaling:
         """
         given = {id(gradient) for gradient in gradients}
         is_same = all(r() is not None and id(r()) in given for r in self.gradients)
-        here = [v for v in self.verdicts if _is_usable(v)]
+        verdicts = [verdict() for verdict in self._verdicts]
+        here = [v for v in verdicts if v is not None and _is_usable(v)]
         if is_same or not here:
             return None
         return tf.reduce_all(tf.stack(here))
@@ -133,6 +138,19 @@ def _here() -> tuple[Any, Any]:
     graph = outermost_graph()
     reference = None if graph is None else weakref.ref(graph)
     return (threading.get_ident(), id(graph)), reference
+
+
+def _read_later(tensor: tf.Tensor) -> Callable[[], tf.Tensor | None]:
+    """Returns what gives a tensor again, without keeping the graph that it is of."""
+    if not tf.is_symbolic_tensor(tensor):
+        return lambda: tensor
+    graph, name = weakref.ref(tensor.graph), tensor.name
+
+    def read() -> tf.Tensor | None:
+        present = graph()
+        return None if present is None else present.get_tensor_by_name(name)
+
+    return read
 
 
 def _is_usable(tensor: Any) -> bool:

@@ -1,6 +1,5 @@
 """Computes gradients with a scale on their way, and takes it off again."""
 
-import weakref
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -67,8 +66,7 @@ class ScaledGradients:
             return
         verdict = tf.math.is_finite(tf.reduce_sum(sums_of_squares(gradients)))
         for scaling in self._scalings:
-            scaling.verdicts.append(verdict)
-            scaling.gradients += [weakref.ref(g) for g in gradients]
+            scaling.add(gradients, verdict)
 
 
 def can_be_scaled(target: Any) -> bool:
