@@ -419,6 +419,7 @@ def test_clipping_by_value_hides_no_overflow(decorate):
 
 def test_gradients_that_the_code_makes_finite_are_taken_in_the_end():
     weight, optimizer = pair(4.0)
+    optimizer.build([weight])
 
     def step():
         with tf.GradientTape() as tape:
