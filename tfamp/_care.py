@@ -34,8 +34,10 @@ class Care:
             leave them.
         exact_inputs: Whether an input that was rounded on its way into the
             model is handed over unrounded.
-        reach: "all" where sublayers follow this layer into float32, "self"
-            where they keep their own dtypes.
+        reach: "all" where sublayers follow this layer into float32, "self" where
+            they keep their own dtypes, "own" where what they return is widened, too.
+        inner_dtype: What sublayers' outputs are cast to inside this layer: float32
+            for "own", half precision where one that is called inside is a head, too.
         settled: Whether rules that need the finished layer have been asked.
         spread: Whether the sublayers have been told.
         resolved: For a model: whether its heads have been found.
@@ -53,6 +55,7 @@ class Care:
     output_dtype: str | None = None
     exact_inputs: bool = False
     reach: str = "all"
+    inner_dtype: str | None = None
     settled: bool = False
     spread: bool = False
     resolved: bool = False

@@ -9,8 +9,6 @@ from tests.wild.programs.registry import PROGRAMS
 pytestmark = pytest.mark.filterwarnings("ignore")
 # By what stands between the brackets of a case.
 FAILURES = {
-    "switch_transformer-*": "a layer's own loss is summed in half",
-    "tied_embeddings-*": "logits by `ops.matmul` in the model's own call",
     "tiny_losses-*-mixed_float16": "a loop with an optimizer that tfamp never sees",
 }
 CASES = checking.cases(

@@ -69,8 +69,11 @@ def test_a_head_that_holds_the_embedding_of_another_layer(way, policy):
     ids = np.arange(12).reshape(3, 4)
     assert np.isfinite(model.fit(ids, ids, verbose=0).history["loss"]).all()
     assert model.predict(ids, verbose=0).dtype == "float32"
+    rows = {row.class_name: row for row in tfamp.assignment(model).layers}
+    assert rows["MaskedHead"].compute_dtype == "float32"
+    assert rows["Embedded"].compute_dtype == policy.removeprefix("mixed_")
     # No error had to be caught for it.
-    rules = [row.rule for row in tfamp.assignment(model).layers]
+    rules = [row.rule for row in rows.values()]
     assert "default: cannot run in half precision" not in rules
 
 
@@ -86,5 +89,6 @@ def test_a_tied_head_trains_and_its_output_is_float32(way):
     x = np.ones((4, 8), "float32")
     assert np.isfinite(model.fit(x, x, verbose=0).history["loss"]).all()
     assert model.predict(x, verbose=0).dtype == "float32"
-    rows = tfamp.assignment(model)
-    assert "cast" in rows.layers[0].rule or "cast" in rows.layers[0].reason
+    rows = {row.class_name: row for row in tfamp.assignment(model).layers}
+    assert rows["Residual"].compute_dtype == "bfloat16"
+    assert rows["Dense"].rule == "default: heads"

@@ -4,8 +4,7 @@ Relies on: `Layer.__call__` casting its inputs through
 `DTypePolicy.convert_input`, opening the autocast scope and then calling
 `super().__call__`, which the TensorFlow base class of `Layer` does not define;
 outputs of that call becoming the layer's outputs before the graph node, the
-mask and the activity regularizer see them; `Layer.__call__` reading
-`self.activity_regularizer` while a call context is open.
+mask and the activity regularizer see them.
 """
 
 import contextlib
@@ -21,7 +20,7 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.layers.layer import might_have_unbuilt_state
 
-from tfamp._care import CALLS, care_of
+from tfamp._care import CALLS, Care, Kind, care_of
 from tfamp._patch import Patch, like
 from tfamp.keras_hooks import backend
 
@@ -80,12 +79,6 @@ def patches(
         ),
         Patch(_data_layer_class(), "__call__", _wrap_data_layer),
         Patch(keras.DTypePolicy, "convert_input", _wrap_convert_input),
-        Patch(
-            keras.layers.Layer,
-            "activity_regularizer",
-            lambda original: _ActivityRegularizer(),
-            optional=True,
-        ),
     ]
 
 
@@ -133,8 +126,9 @@ def _wrap_maybe_build(
         CALLS.num_builds += 1
         try:
             with _outside_the_trace():
-                if care_of(self) is not None and utils.is_default(self.build):
-                    _build_by_trace(self, call_spec, after_error)
+                care = care_of(self)
+                if care is not None and utils.is_default(self.build):
+                    _build_by_trace(self, care, call_spec, after_error)
                 return original(self, call_spec)
         finally:
             CALLS.num_builds -= 1
@@ -143,18 +137,25 @@ def _wrap_maybe_build(
 
 
 def _build_by_trace(
-    layer: keras.layers.Layer, call_spec: Any, after_error: Callable[..., Any]
+    layer: keras.layers.Layer,
+    care: Care,
+    call_spec: Any,
+    after_error: Callable[..., Any],
 ) -> None:
     """Builds the sublayers as Keras does, which only warns where `call` raises."""
     if call_spec.eager or not might_have_unbuilt_state(layer):
         return
-    care = care_of(layer)
 
     def trace() -> Any:
         arguments = tree.map_structure(
             lambda x: _cast_symbol(x, layer.compute_dtype), call_spec.arguments_dict
         )
-        return backend.compute_output_spec(layer.call, **arguments)
+        # What sublayers return may be cast for this layer, as in its own call.
+        CALLS.stack.append(care_of(layer) or care)
+        try:
+            return backend.compute_output_spec(layer.call, **arguments)
+        finally:
+            CALLS.stack.pop()
 
     try:
         trace()
@@ -218,6 +219,8 @@ def _inner_call(
         if CALLS.is_training and is_outermost and care.lease.has_defaults:
             # For the code of a `train_step`, as a model's output is.
             output_dtype = "float32"
+        elif CALLS.stack:
+            output_dtype = _inside(CALLS.stack[-1], care)
         if output_dtype is not None:
             outputs = cast_outputs(outputs, output_dtype)
         if CALLS.recorder is not None:
@@ -225,6 +228,14 @@ def _inner_call(
         return outputs
 
     return __call__
+
+
+def _inside(outer: Care, care: Care) -> str | None:
+    """Returns what the outputs of a layer are cast to in the layer that calls it."""
+    is_own_dtype = care.kind is Kind.EXPLICIT and outer.inner_dtype != "float32"
+    if outer.inner_dtype is None or is_own_dtype:
+        return care.output_dtype
+    return outer.inner_dtype
 
 
 def cast_outputs(outputs: Any, dtype: str) -> Any:
@@ -302,42 +313,3 @@ def _restore_source(x: Any) -> Any:
         exact = tf.identity(exact)
         backend.set_keras_mask(exact, mask)
     return exact
-
-
-class _InFloat32:
-    """A regularizer, called on the float32 value of what it is given."""
-
-    def __init__(self, regularizer: Callable[[Any], Any]) -> None:
-        self._regularizer = regularizer
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._regularizer, name)
-
-    def __call__(self, x: Any) -> Any:
-        return self._regularizer(backend.cast(x, "float32"))
-
-
-class _ActivityRegularizer:
-    """`Layer.activity_regularizer`, which sees float32 during a managed call.
-
-    Outside a call the plain object is given, so configs are what they were.
-    """
-
-    _name = "activity_regularizer"
-
-    def __get__(self, layer: Any, owner: type | None = None) -> Any:
-        if layer is None:
-            return self
-        try:
-            regularizer = vars(layer)[self._name]
-        except KeyError:
-            raise AttributeError(self._name) from None
-        if regularizer is None or care_of(layer) is None or not in_call():
-            return regularizer
-        return _InFloat32(regularizer)
-
-    def __set__(self, layer: Any, value: Any) -> None:
-        vars(layer)[self._name] = value
-
-    def __delete__(self, layer: Any) -> None:
-        del vars(layer)[self._name]

@@ -120,6 +120,17 @@ def producer(
     return history.operation, list(node.input_tensors), history.tensor_index
 
 
+def last_output_shape(layer: keras.layers.Layer) -> tuple[int | None, ...]:
+    """Returns the shape of the first output of a layer's last node in a graph.
+
+    Returns:
+        () where it was never called on a graph's tensors.
+    """
+    nodes = layer._inbound_nodes
+    outputs = nodes[-1].output_tensors if nodes else ()
+    return tuple(outputs[0].shape) if outputs else ()
+
+
 def set_tensor_dtype(tensor: keras.KerasTensor, dtype: str) -> None:
     """Makes a graph tensor tell the dtype its layer now computes."""
     if backend.is_float_dtype(tensor.dtype):

@@ -17,10 +17,10 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfamp._care import CALLS, Care, Kind, care_of, change_care
+from tfamp._care import CALLS, Care, Kind, care_of
 from tfamp._checks import first_line
-from tfamp.keras_hooks import calls, structure
-from tfamp.managed import heads, keeping
+from tfamp.keras_hooks import structure
+from tfamp.managed import keeping, own_operations
 from tfamp.managed.lease import HALF, Lease
 from tfamp.rules import Rule
 
@@ -30,6 +30,7 @@ _ARGUMENTS = "Arguments received by"
 _TRIED = "_tfamp_tried_in_float32"
 _LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
 _RULE = "default: cannot run in half precision"
+_OWN_LOSS = "default: own loss"
 
 
 def remedy(
@@ -52,11 +53,13 @@ def remedy(
     care = care_of(layer)
     if care is not None and care.rule == _RULE != before.rule:
         return again()  # it was found as the layer was built, on inputs cast before
+    if care is not None and care.rule == _OWN_LOSS and _names_half(error):
+        return _without_own_loss(layer, care.lease, error, again)
     if care is None or not _may_help(layer, care, error):
         raise error
-    for take in (_alone, _with_sublayers):
-        with contextlib.suppress(Exception), _tried(layer):
-            take(layer, care.lease, error)
+    for reach in ("own", "all"):
+        with contextlib.suppress(Exception), own_operations.tried(layer):
+            own_operations.take(layer, care.lease, _rule(layer, error, reach))
             outputs = again()
             _say(layer, error)
             return outputs
@@ -82,11 +85,33 @@ def _may_help(layer: keras.layers.Layer, care: Care, error: Exception) -> bool:
         and CALLS.may_keep
         and not getattr(error, _TRIED, False)
         and structure.graph_of(layer) is None
-        and any(
-            _NAMES_HALF.search(str(each).split(_ARGUMENTS)[0])
-            for each in _with_causes(error)
-        )
+        and _names_half(error)
     )
+
+
+def _names_half(error: Exception) -> bool:
+    return any(
+        _NAMES_HALF.search(str(each).split(_ARGUMENTS)[0])
+        for each in _with_causes(error)
+    )
+
+
+def _without_own_loss(
+    layer: keras.layers.Layer, lease: Lease, error: Exception, again: Callable[[], Any]
+) -> Any:
+    """Returns what a call gives in half precision, after a default rule broke it."""
+    with own_operations.tried(layer):
+        lease.taken_back.add(layer)
+        keeping.begin_again(layer, lease)
+        outputs = again()
+    logging.warning(
+        "Layer %r computes in %s, and so does the loss that it adds: in float32 its "
+        "`call` raises %s. Cast to `self.compute_dtype` there.",
+        layer.name,
+        lease.compute_dtype,
+        f"{type(error).__name__}: {first_line(error)}",
+    )
+    return outputs
 
 
 def _with_causes(error: BaseException) -> Iterator[BaseException]:
@@ -97,50 +122,18 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
         each = each.__cause__ or each.__context__
 
 
-@contextlib.contextmanager
-def _tried(layer: keras.layers.Layer) -> Iterator[None]:
-    """Puts the dtypes of a layer and its sublayers back where the block fails."""
-    before = [
-        (part, care, part.dtype_policy)
-        for _, part, _ in structure.walk(layer)
-        if (care := care_of(part)) is not None
-    ]
-    try:
-        yield
-    except BaseException:
-        heads.restore(before)
-        raise
-
-
-def _alone(layer: keras.layers.Layer, lease: Lease, error: Exception) -> None:
-    """Takes what a layer computes itself into float32, but not its sublayers."""
-    children = [child for child in structure.children(layer) if care_of(child)]
-    _keep(layer, lease, error, reach="self")
-    for child in children:
-        change_care(child, output_dtype="float32")
-
-
-def _with_sublayers(layer: keras.layers.Layer, lease: Lease, error: Exception) -> None:
-    _keep(layer, lease, error, reach="all")
-
-
-def _keep(
-    layer: keras.layers.Layer, lease: Lease, error: Exception, reach: str
-) -> None:
+def _rule(layer: keras.layers.Layer, error: Exception, reach: str) -> Rule:
     reason = (
-        f"its `call` raises {type(error).__name__} in {lease.compute_dtype} at "
+        f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
         f"{_place(layer, error)}"
     )
-    keeping.keep(layer, lease, Rule(_RULE, reason, reach=reach))
-    change_care(layer, settled=True)
-    if isinstance(layer, keras.Model) and not calls.in_call():
-        change_care(layer, output_dtype="float32")  # a model's output is a head
+    return Rule(_RULE, reason, reach=reach)
 
 
 def _say(layer: keras.layers.Layer, error: Exception) -> None:
     care = care_of(layer)
     inside = structure.children(layer)
-    stay = bool(inside) and care is not None and care.reach == "self"
+    stay = bool(inside) and care is not None and care.reach == "own"
     logging.warning(
         "Layer %r computes in float32%s: %s. Cast to `self.compute_dtype` there to run "
         "it in half precision.",

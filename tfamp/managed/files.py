@@ -13,7 +13,7 @@ from tfamp.managed.lease import HALF, Lease
 
 SCHEMA = 1
 _STORED = (
-    "rule reason output_dtype exact_inputs reach settled spread resolved "
+    "rule reason output_dtype exact_inputs reach inner_dtype settled spread resolved "
     "made_in wrapped_optimizer"
 ).split()
 

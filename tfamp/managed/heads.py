@@ -27,6 +27,9 @@ _TRANSPARENT = frozenset(
     "Rsqrt L2Normalize SelectV2 Select Split SplitV".split()
 )
 
+# Products of two tensors, one of which may be a weight of the model's own.
+_PRODUCTS = frozenset("BatchMatMulV2 BatchMatMulV3 Conv2D Einsum MatMul".split())
+
 
 @dataclasses.dataclass
 class Heads:
@@ -37,12 +40,14 @@ class Heads:
         after: Layers without weights between a head and the output.
         tensors: Graph tensors from the heads on, where there is a graph.
         is_complete: Whether each output was followed to a layer.
+        own_products: Products of the model's own, at which an output's way ended.
     """
 
     heads: list[keras.layers.Layer] = dataclasses.field(default_factory=list)
     after: list[keras.layers.Layer] = dataclasses.field(default_factory=list)
     tensors: list[keras.KerasTensor] = dataclasses.field(default_factory=list)
     is_complete: bool = True
+    own_products: list[tf.Operation] = dataclasses.field(default_factory=list)
 
 
 def keeps_product_in_half(head_weights: int, share: float) -> bool:
@@ -152,6 +157,8 @@ class Recorder:
         if operation.type in ("Const", "Placeholder"):
             return operation.type == "Const"
         if operation.type not in _TRANSPARENT:
+            if operation.type in _PRODUCTS:
+                found.own_products.append(operation)
             return False
         floats = [x for x in operation.inputs if x.dtype.is_floating]
         return bool(floats) and all(self._follow(x, found, seen) for x in floats)
@@ -186,7 +193,7 @@ def keep_heads(
 ) -> list[tuple[keras.layers.Layer, Care, keras.DTypePolicy]]:
     """Keeps the heads in float32; returns what they were, for `restore`."""
     before = []
-    products = dict(_products(model, shapes))
+    products = dict(_products(model, found.heads, shapes))
     total = sum(products.values()) or 1
     for layer in _with_sublayers(found.heads + found.after):
         care = care_of(layer)
@@ -263,26 +270,21 @@ def _with_sublayers(
 
 
 def _products(
-    model: keras.layers.Layer, shapes: dict[int, Any]
+    model: keras.layers.Layer, found: list[keras.layers.Layer], shapes: dict[int, Any]
 ) -> Iterator[tuple[int, int]]:
     """Yields (id, multiplications per example) of each layer with a kernel.
 
     A kernel is used once for each position of the output; a position whose
-    number is unknown counts once. Embeddings multiply nothing.
+    number is unknown counts once. Embeddings multiply nothing, but as part of a head.
     """
+    head_of = {id(part): head for head in found for part in _with_sublayers([head])}
     for _, layer, _ in structure.walk(model):
-        if isinstance(layer, keras.layers.Embedding):
+        head = head_of.get(id(layer))
+        if isinstance(layer, keras.layers.Embedding) and head is None:
             continue
         weights = structure.own_weights(layer)
         kernels = [w.shape for w in weights if len(w.shape) >= 2]
         if kernels:
-            shape = shapes.get(id(layer)) or _output_shape(layer)
+            shape = shapes.get(id(layer)) or structure.last_output_shape(head or layer)
             positions = math.prod(size or 1 for size in shape[1:-1])
             yield id(layer), positions * sum(math.prod(k) for k in kernels)
-
-
-def _output_shape(layer: keras.layers.Layer) -> tuple[int | None, ...]:
-    try:
-        return tuple(layer.output.shape)
-    except (AttributeError, ValueError):  # never called symbolically, or nested
-        return ()

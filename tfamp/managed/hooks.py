@@ -21,6 +21,7 @@ from tfamp.keras_hooks import (
     layers,
     losses,
     nn,
+    regularizers,
     saving,
     state,
     trainer,
@@ -135,6 +136,7 @@ _RUNNING = HeldPatches(
     [
         *dtypes.patches(keeping.on_read),
         *calls.patches(_before_call, keeping.spread, dtype_errors.remedy),
+        *regularizers.patches(),
         *nn.patches(_takes_care),
         *losses.patches(nn.CAREFUL),
         *trainer.patches(compiling.before_compile),

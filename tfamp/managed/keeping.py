@@ -151,7 +151,7 @@ def _ask(
 ) -> None:
     """Asks the rules in turn and keeps `layer` where one matches."""
     for rule in lease.rules.rules:
-        if early and rule.needs_finished_layer:
+        if early and rule.needs_finished_layer or layer in lease.taken_back:
             continue
         if rule.matches(layer, path=path, is_exact=rule.name in lease.exact):
             keep(layer, lease, rule)
@@ -176,7 +176,7 @@ def on_read(layer: keras.layers.Layer) -> None:
     care = care_of(layer)
     if care is None or care.kind is not Kind.FOLLOWS or _asking.now:
         return
-    if not care.lease.is_half:
+    if not care.lease.is_half or layer in care.lease.taken_back:
         return
     _asking.now = True
     try:
@@ -201,6 +201,7 @@ def keep(layer: keras.layers.Layer, lease: Lease, rule: _rules.Rule) -> None:
         output_dtype=lease.compute_dtype,
         exact_inputs=True,
         reach=rule.reach,
+        inner_dtype="float32" if rule.reach == "own" else None,
         spread=False,
     )
 

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import os
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -29,6 +30,7 @@ class Lease:
         loss_scale_options: Further arguments of the loss-scale optimizer.
         matched: Names of user rules that have matched some layer.
         exact: Names of user rules whose pattern is the name or path of a layer.
+        taken_back: Layers whose `call` cannot run with what a default rule decided.
         kept: The float32 policy given to kept layers. One object, so that
             sublayers that are handed it count as given a dtype.
         number: Tells leases apart when they are gone.
@@ -40,6 +42,9 @@ class Lease:
     loss_scale_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     matched: set[str] = dataclasses.field(default_factory=set)
     exact: set[str] = dataclasses.field(default_factory=set)
+    taken_back: weakref.WeakSet[Any] = dataclasses.field(
+        default_factory=weakref.WeakSet
+    )
     kept: keras.DTypePolicy = dataclasses.field(
         default_factory=lambda: keras.DTypePolicy("float32")
     )

@@ -12,9 +12,9 @@ from tfamp import rules as _rules
 from tfamp._care import Care, Kind, care_of, change_care
 from tfamp._checks import first_line
 from tfamp.keras_hooks import calls, structure
-from tfamp.managed import dtype_errors, exact_names, heads, keeping
+from tfamp.managed import dtype_errors, exact_names, heads, keeping, own_operations
 from tfamp.managed.in_force import IN_FORCE
-from tfamp.managed.lease import Lease
+from tfamp.managed.lease import HALF, Lease
 
 # Calls of a model that are traced in search of its heads, where tracing fails.
 MAX_TRACES = 3
@@ -111,8 +111,8 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
         return _give_up(model, failure)
     found = heads.graph_heads(model) or found
     is_graph = structure.graph_of(model) is not None
-    if is_graph and _cast_for_tied_heads(model, found):
-        return True
+    if is_graph:
+        _narrow_around_tied_heads(model, found, lease)
     before = heads.keep_heads(model, found, lease, shapes)
     if is_graph:
         return True
@@ -124,37 +124,27 @@ def _resolve(model: keras.layers.Layer, lease: Lease, args: Any, kwargs: Any) ->
         heads.restore(before)
         _cast_output(model, "a float32 head would break the model's `call`")
         _say_what_broke(model, broken)
-    elif not found.is_complete:
+    elif not found.is_complete and not own_operations.take_for_output(
+        model, found, lease, lambda: heads.traced_heads(model, args, kwargs)
+    ):
         _cast_output(model, "no layer could be named that makes the output")
     return True
 
 
-def _cast_for_tied_heads(model: keras.layers.Layer, found: heads.Heads) -> bool:
-    """Casts the output alone where another layer uses a head, or a part of one, inside.
+def _narrow_around_tied_heads(
+    model: keras.layers.Layer, found: heads.Heads, lease: Lease
+) -> None:
+    """Has layers that use a head inside, or a part of one, get half precision from it.
 
-    That `call` may add the head's output to tensors in half precision, which a head in
-    float32 would break.
-
-    Returns:
-        Whether there is such a head.
+    Such a layer's `call` may add what it gets to tensors in half precision.
     """
     parts = {id(part) for head in found.heads for _, part, _ in structure.walk(head)}
-    tied = [
-        (layer, child)
-        for _, layer, _ in structure.walk(model)
-        if structure.graph_of(layer) is None and id(layer) not in parts
-        for child in structure.children(layer)
-        if id(child) in parts
-    ]
-    if not tied:
-        return False
-    (outer, head), *_ = tied
-    because = f"layer {head.name!r} is used inside {outer.name!r} too"
-    _cast_output(model, because)
-    logging.info("Model %r: %s, so its output alone is cast.", model.name, because)
-    for tensor in found.tensors:
-        structure.set_tensor_dtype(tensor, "float32")
-    return True
+    for _, layer, _ in structure.walk(model):
+        is_outside = structure.graph_of(layer) is None and id(layer) not in parts
+        if not is_outside or care_of(layer) is None or layer.compute_dtype not in HALF:
+            continue
+        if any(id(child) in parts for child in structure.children(layer)):
+            change_care(layer, inner_dtype=lease.compute_dtype)
 
 
 def _output_is_float32(found: heads.Heads) -> bool:

@@ -1,5 +1,7 @@
 """The default rules, the reason of each, and what float32 gains nothing on."""
 
+import functools
+import inspect
 import math
 from typing import Any
 
@@ -32,6 +34,31 @@ def _has_unscaled_scores(layer: Any) -> bool:
 def _has_no_gpu(layer: Any) -> bool:
     del layer
     return not tf.config.list_physical_devices("GPU")
+
+
+@functools.lru_cache(256)
+def _adds_a_loss(cls: type) -> bool:
+    """Returns whether a user's `call` names `add_loss`, or a method that does."""
+    todo: list[Any] = [getattr(cls, "call", None)]
+    seen = set()
+    while todo:
+        method = todo.pop()
+        function = inspect.unwrap(getattr(method, "python_function", method))
+        code = getattr(function, "__code__", None)
+        module = getattr(function, "__module__", None) or ""
+        if code is None or code in seen or module.split(".")[0] == "keras":
+            continue
+        seen.add(code)
+        if "add_loss" in code.co_names:
+            return True
+        named = (inspect.getattr_static(cls, name, None) for name in code.co_names)
+        todo += [function for function in named if inspect.isfunction(function)]
+    return False
+
+
+def _adds_own_loss(layer: Any) -> bool:
+    cls: Any = type(layer)  # a class is hashable, whatever its metaclass says
+    return _adds_a_loss(cls)
 
 
 def _default(name: str, reason: str, *classes: str, **fields: Any) -> Rule:
@@ -107,6 +134,13 @@ _RULES = (
         "XLA has no gradient for resizing in half precision (keras#20931)",
         "UpSampling2D",
         predicate=lambda layer: layer.interpolation != "nearest",
+    ),
+    _default(
+        "own loss",
+        "its `call` adds a loss, which would be summed in half precision",
+        "Layer",
+        predicate=_adds_own_loss,
+        reach="own",
     ),
     _default(
         "3-D pooling without a GPU",

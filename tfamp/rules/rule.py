@@ -21,7 +21,8 @@ class Rule:
         pattern: Expression that must match the whole name or path.
         predicate: Called with the finished layer. Where it stands beside
             `classes`, both must hold.
-        reach: "all" where sublayers follow into float32, "self" where not.
+        reach: "all" where sublayers follow into float32, "self" where not, "own" where
+            not and what they return is cast to float32 inside the layer.
         dtypes: Compute dtypes under which the rule applies.
     """
 
