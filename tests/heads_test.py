@@ -358,3 +358,29 @@ def test_padding_does_not_count_in_the_loss_of_half_probabilities():
     # The second step is padding; its label is the likely one.
     loss = loss_of(tf.constant([[1, 0]]), probabilities)
     assert float(loss) == pytest.approx(20.0, rel=RELATIVE)
+
+
+class Reversible(layers.Embedding):
+    """An embedding that also gives logits."""
+
+    def call(self, inputs, reverse=False):
+        if reverse:
+            return keras.ops.matmul(inputs, keras.ops.transpose(self.embeddings))
+        return super().call(inputs)
+
+    def compute_output_spec(self, inputs, reverse=False):
+        if not reverse:
+            return super().compute_output_spec(inputs)
+        shape = (*inputs.shape[:-1], self.input_dim)
+        return keras.KerasTensor(shape, dtype=self.compute_dtype)
+
+
+def test_a_dear_head_that_is_an_embedding_too_keeps_its_product_in_half():
+    with tfamp.scope("mixed_bfloat16"):
+        table = Reversible(4000, 128, name="table")
+        ids = keras.Input((4,), dtype="int32")
+        hidden = layers.Dense(128, "relu")(table(ids))
+        model = keras.Model(ids, table(hidden, reverse=True))
+    row = tfamp.assignment(model)["table"]
+    assert (row.compute_dtype, row.output_dtype) == ("bfloat16", "float32")
+    assert model(np.arange(8).reshape(2, 4)).dtype == tf.float32
