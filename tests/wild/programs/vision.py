@@ -34,7 +34,7 @@ def digits_convnet():
 
 @program("vision", "Functional, residual blocks in a loop")
 def small_xception():
-    x, y = data.images(n=32)
+    x, y = data.images(n=128)
     inputs = keras.Input((8, 8, 1))
     h = layers.Rescaling(2.0, offset=-1.0)(inputs)
     h = layers.Conv2D(4, 3, strides=2, padding="same")(h)
@@ -50,14 +50,14 @@ def small_xception():
         h = layers.add([h, residual])
         previous = h
     h = layers.GlobalAveragePooling2D()(h)
-    outputs = layers.Dense(4)(layers.Dropout(0.25)(h))
+    outputs = layers.Dense(4)(layers.Dropout(0.1)(h))
     model = keras.Model(inputs, outputs)
     model.compile(
         keras.optimizers.Adam(0.01),
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     yield model
-    history = model.fit(x, y, batch_size=16, epochs=12, verbose=0)
+    history = model.fit(x, y, batch_size=16, epochs=15, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
@@ -206,7 +206,7 @@ def mixup():
 
 @program("vision", "augmentation in the model, frozen base, fine-tuning")
 def transfer_learning():
-    x, y = data.images(n=32)
+    x, y = data.images(n=128)
     base = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -222,15 +222,15 @@ def transfer_learning():
     h = layers.Rescaling(2.0, offset=-1.0)(h)
     h = base(h, training=False)
     h = layers.Flatten()(h)
-    outputs = layers.Dense(4)(layers.Dropout(0.2)(h))
+    outputs = layers.Dense(4)(layers.Dropout(0.1)(h))
     model = keras.Model(inputs, outputs)
     yield model
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.02), loss)
-    first = model.fit(x, y, batch_size=16, epochs=4, verbose=0)
+    first = model.fit(x, y, batch_size=16, epochs=10, verbose=0)
     base.trainable = True
     model.compile(keras.optimizers.Adam(0.002), loss)
-    second = model.fit(x, y, batch_size=16, epochs=2, verbose=0)
+    second = model.fit(x, y, batch_size=16, epochs=5, verbose=0)
     yield Trained(first.history["loss"] + second.history["loss"], model, x[:4])
 
 
