@@ -455,15 +455,51 @@ def test_drift_is_the_distance_over_the_way(tmp_path):
     assert drift.drift(reference, still) is None
 
 
+def bare_run(policy, **given):
+    run = made_evidence.run(policy, 0, **given)
+    return replace(run, weights_drift=None, drift_from="")
+
+
 def test_drift_is_added_to_all_but_the_reference(tmp_path):
     job = Job("t", ("auto", "float32"), (0,), 1)
-    runs = [replace(made_evidence.run(p, 0), weights_drift=None) for p in job.policies]
+    runs = [bare_run(policy) for policy in job.policies]
     weights(tmp_path / "float32_seed0.npz", [0.0], [2.0])
     weights(tmp_path / "auto_seed0.npz", [0.0], [1.0])
-    found = storage.add_drift(tmp_path, job, runs)
+    found = storage.add_drift(tmp_path, runs, "float32")
     assert [run.weights_drift for run in found] == [0.5, None]
     written = json.loads((tmp_path / "auto_seed0.json").read_text())
     assert written["weights_drift"] == 0.5
+
+
+def test_drift_is_from_the_reference_that_the_report_names(started, tmp_path):
+    policies = ("float32", "float32+xla", "auto")
+    speeds = dict(zip(policies, (1.0, 2.0, 3.0), strict=True))
+    for place, (policy, speed) in enumerate(speeds.items()):
+        started[1][policy, 0] = bare_run(policy, speed=speed)
+        weights(tmp_path / f"{file_name(policy, 0)}.npz", [0.0], [2.0 - 0.5 * place])
+    found = tfamp.compare(build_nothing, policies=policies, seeds=1, directory=tmp_path)
+    assert found.reference == "float32+xla"
+    # It ended at 1.5, the others 0.5 away from there.
+    drifts = [run.weights_drift for run in found.runs]
+    assert drifts == [pytest.approx(1 / 3), None, pytest.approx(1 / 3)]
+    assert {run.drift_from for run in found.runs} == {"float32+xla", ""}
+
+
+def test_drift_from_a_former_reference_is_not_shown_as_one_from_the_new(tmp_path):
+    job = Job("t", ("float32", "float32+xla", "auto"), (0,), 1)
+    runs = [
+        replace(
+            made_evidence.run(policy, 0),
+            weights_drift=None if policy == "float32" else 0.25,
+            drift_from="" if policy == "float32" else "float32",
+        )
+        for policy in job.policies
+    ]
+    kept = storage.add_drift(tmp_path, runs, "float32")
+    assert [run.weights_drift for run in kept] == [None, 0.25, 0.25]
+    # The weights of earlier runs are gone, so nothing can be measured anew.
+    changed = storage.add_drift(tmp_path, runs, "float32+xla")
+    assert [run.weights_drift for run in changed] == [None, None, None]
 
 
 def test_a_finished_comparison_leaves_no_weights_behind(tmp_path):
@@ -544,6 +580,20 @@ def test_the_metric_and_its_direction_are_chosen():
     assert (lossy.metric, lossy.better) == ("loss", "min")
 
 
+def test_a_metric_of_unknown_direction_is_refused_after_the_first_run(started):
+    calls, answers = started
+    run = made_evidence.run("float32", 0)
+    answers["float32", 0] = replace(run, final_metrics={"loss": 0.5, "gain": 3.0})
+    with pytest.raises(ValueError, match="`metric` is 'gain', and `better` is None"):
+        tfamp.compare(build_nothing)
+    assert calls == [("float32", 0)]
+    answers.clear()
+    calls.clear()
+    with pytest.raises(ValueError, match="`metric` is 'gain', and `better` is None"):
+        tfamp.compare(build_nothing, metric="val_gain")
+    assert calls == []
+
+
 @pytest.mark.parametrize("limit", [1, 7, 8, 63, 64, 65, 100, 1000, 12345])
 @pytest.mark.parametrize("start", [1, 24, 64, 512])
 def test_the_largest_batch_was_tried_and_is_close_to_the_limit(limit, start):
@@ -585,6 +635,42 @@ def test_a_process_that_holds_too_much_gives_up():
     thread = batch_trial.watch(30, gave_up.set, memory=lambda: next(sizes))
     thread.join(10)
     assert gave_up.is_set()
+
+
+TRIALS = {
+    "killed": ("os.kill(os.getpid(), 9)", None),
+    "no memory": ("raise MemoryError()", None),
+    "the allocator gives up": (
+        "print('terminate: std::bad_alloc', flush=True); os.abort()",
+        None,
+    ),
+    "a faulty model": ("raise ValueError('no such layer')", "ValueError: no such"),
+    "an instruction": ("os.kill(os.getpid(), 4)", "SIGILL ended the process"),
+}
+
+
+@pytest.mark.parametrize("code, message", TRIALS.values(), ids=TRIALS)
+def test_only_want_of_memory_is_a_batch_that_does_not_fit(
+    tmp_path, monkeypatch, code, message
+):
+    command = [sys.executable, "-c", f"import os\n{code}"]
+    monkeypatch.setattr(processes, "command", lambda *_: command)
+    if message is None:
+        assert not largest.trial(tmp_path, "float32", 0, 8)
+        return
+    with pytest.raises(RuntimeError, match="A training step with a batch of 8") as told:
+        largest.trial(tmp_path, "float32", 0, 8)
+    assert message in str(told.value)
+
+
+def test_a_search_that_fails_is_noted_and_the_comparison_goes_on(started, monkeypatch):
+    def trial(folder, policy, seed, size):
+        raise RuntimeError("A training step with a batch of 64 failed.")
+
+    monkeypatch.setattr(largest, "trial", trial)
+    found = tfamp.compare(build_nothing, seeds=1, max_memory_bytes=10**9)
+    assert {run.largest_batch for run in found.runs} == {None}
+    assert "auto: A training step with a batch of 64 failed." in found.notes
 
 
 def test_a_batch_that_takes_too_long_does_not_fit(tmp_path, monkeypatch):

@@ -45,6 +45,11 @@ ANSWERS = {
         [1.02, 1.0, 1.03],
         "equivalent, not faster",
     ),
+    "a sure gain too small to count": (
+        [0.0] * 3,
+        [1.002] * 3,
+        "equivalent, not faster",
+    ),
     "slower": ([0.0] * 3, [0.5, 0.5, 0.51], "equivalent, not faster"),
     "better counts as same": ([0.1, 0.2, 0.3], [2, 2, 2.1], "equivalent and faster"),
     "1 % worse": ([-0.01, -0.011, -0.009], [2.0, 2.0, 2.1], "worse"),

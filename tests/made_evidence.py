@@ -66,6 +66,7 @@ def run(policy: str, seed: int, *, speed: float = 1.0, metric: float = 0.9) -> R
         loss_scales=((1, 32768.0), (100, 16384.0)) if "float16" in policy else (),
         skipped_steps=1 if "mixed_float16" in policy else 0,
         weights_drift=None if policy.startswith("float32") else 0.05 + 0.01 * seed,
+        drift_from="" if policy.startswith("float32") else "float32",
         latencies=(
             Latency.of(1, [0.001 / speed, 0.0012 / speed, 0.003 / speed]),
             Latency.of(64, [0.02 / speed, 0.021 / speed, 0.03 / speed]),

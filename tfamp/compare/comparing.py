@@ -1,12 +1,10 @@
 """`compare`: trains under each policy and seed in fresh processes and judges."""
 
-import contextlib
 import dataclasses
 import functools
 import os
-import tempfile
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +22,12 @@ from tfamp.compare.bar import bar
 from tfamp.compare.comparison import Comparison
 from tfamp.compare.job import Job, checked_policies, checked_seeds, fingerprint
 from tfamp.evidence import Run
-from tfamp.evidence.judging import Better
+from tfamp.evidence.judging import (
+    Better,
+    choose_metric,
+    choose_reference,
+    direction,
+)
 from tfamp.profiles import OperationTimes
 
 
@@ -84,7 +87,7 @@ def compare(
         tolerance: The loss of the metric that counts as none: absolute where more is
             better (0.005 is half a point of accuracy), else a part of its mean.
         metric: What quality is judged by; None takes the first compiled metric.
-        better: "max" or "min"; None goes by the metric's name.
+        better: "max" or "min"; None goes by the metric's name, where that is known.
         batch_size: For arrays; None takes 32.
         latency_batch_sizes: Sizes of the timed calls of the trained model; the size
             of a training batch is always timed too.
@@ -106,8 +109,8 @@ def compare(
         ImportError: A package of `tfamp[report]` is not installed.
         RuntimeError: The first run failed; the end of its log is in the message.
         TypeError: An argument has the wrong type, or cannot go to another process.
-        ValueError: An argument is unknown, or `directory` has runs that are none of
-            this comparison's.
+        ValueError: An argument is unknown, `directory` has runs that are none of this
+            comparison's, or a metric of unknown direction has no `better`.
 
     Example:
         >>> result = compare(build_model, train, validation)  # doctest: +SKIP
@@ -134,6 +137,8 @@ def compare(
     tolerance = _checks.positive("tolerance", tolerance)
     if better is not None:
         _checks.choice("better", better, ("max", "min"))
+    elif metric is not None:
+        direction(metric.removeprefix("val_"))
     if timeout_seconds is not None:
         timeout_seconds = _checks.positive("timeout_seconds", timeout_seconds)
     if resume and directory is None:
@@ -143,14 +148,20 @@ def compare(
         )
     for module in ("scipy.stats", "cloudpickle", "psutil"):
         _checks.require(module, extra="report", purpose="`tfamp.compare`")
-    with _folder(directory) as folder:
+    with storage.opened(directory) as folder:
         busy = conclusion.load_note()
         kept = storage.begin(folder, job, resume=resume)
         notes = parcel.pack(folder, build_model, train, validation)
         runs, was_stopped = _run_all(
-            folder, job, kept, on_run=on_run, timeout_seconds=timeout_seconds
+            folder,
+            job,
+            kept,
+            check=functools.partial(_check_metric, metric=metric, better=better),
+            on_run=on_run,
+            timeout_seconds=timeout_seconds,
         )
-        runs = storage.add_drift(folder, job, runs)
+        reference = choose_reference(job.policies, runs)
+        runs = storage.add_drift(folder, runs, reference)
         comparison = conclusion.conclude(
             job,
             runs,
@@ -171,12 +182,15 @@ def _run_all(
     job: Job,
     kept: Sequence[Run],
     *,
+    check: Callable[[Run], None],
     on_run: Callable[[Run], None] | None,
     timeout_seconds: float | None,
 ) -> tuple[list[Run], bool]:
     """Runs what is missing; returns all runs and whether Ctrl-C ended it."""
     runs = {(run.policy, run.seed): run for run in kept}
     total = len(job.order())
+    for run in kept[:1]:
+        check(run)
 
     def add(run: Run) -> None:
         if not run.is_finished and not runs:
@@ -186,6 +200,8 @@ def _run_all(
         runs[run.policy, run.seed] = run
         if on_run is not None:
             on_run(run)
+        if run.is_finished:
+            check(run)
 
     try:
         with bar(total) as show:
@@ -226,13 +242,25 @@ def _run_all(
 
 def _with_largest_batch(folder: Path, run: Run) -> Run:
     """Returns a run with the largest batch that fits under its policy."""
-    found = largest.largest(
-        lambda size: largest.trial(folder, run.policy, run.seed, size),
-        run.batch_size,
-    )
-    run = dataclasses.replace(run, largest_batch=found or 0)
+    try:
+        found = largest.largest(
+            lambda size: largest.trial(folder, run.policy, run.seed, size),
+            run.batch_size,
+        )
+    except RuntimeError as error:
+        # The run itself is done; it is not lost for that.
+        run = dataclasses.replace(run, notes=(*run.notes, str(error)))
+    else:
+        run = dataclasses.replace(run, largest_batch=found or 0)
     run.to_json(storage.record_of(folder, run))
     return run
+
+
+def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> None:
+    """Refuses what the metric of a run cannot be judged by, before the other runs."""
+    found = choose_metric([run], metric)
+    if better is None:
+        direction(found)
 
 
 def _show(
@@ -303,21 +331,3 @@ def _name_of(build_model: Any) -> str:
 
 def _optional_int(argument: str, value: int | None) -> int | None:
     return None if value is None else _checks.positive_int(argument, value)
-
-
-@contextlib.contextmanager
-def _folder(directory: str | os.PathLike[str] | None) -> Iterator[Path]:
-    """Gives the folder of the runs: the user's, or one that goes away again."""
-    if directory is None:
-        with tempfile.TemporaryDirectory(prefix="tfamp-compare-") as name:
-            yield Path(name)
-        return
-    path = Path(directory)
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ValueError(
-            f"`directory` is {str(directory)!r}, which cannot be made "
-            f"({error.strerror}); expected a folder to keep the runs in. Pass another."
-        ) from error
-    yield path.absolute()

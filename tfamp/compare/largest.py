@@ -2,10 +2,12 @@
 
 import json
 import math
+import signal
 import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
+from tfamp._out_of_memory import is_out_of_memory
 from tfamp.compare import processes
 
 # The answer lies within this part below the largest that fits.
@@ -86,13 +88,18 @@ def narrowed(
 def trial(folder: Path, policy: str, seed: int, batch_size: int) -> bool:
     """Whether a training step with a batch of this size fits, in a fresh process.
 
-    A process that is killed, that ends in an error, or that takes longer than ten
-    minutes is one where it did not fit; what it printed goes to a log.
+    A process that the system kills, whose log ends with want of memory, or that takes
+    longer than ten minutes is one where it did not fit; what it printed goes to a log.
+
+    Raises:
+        RuntimeError: The process ended for another reason, which says nothing of
+            memory.
     """
     log = folder / f"batch_{batch_size}.log"
     arguments = [str(folder), policy, str(seed), str(batch_size)]
     answer = folder / "batch.json"
     answer.unlink(missing_ok=True)
+    is_late = False
     with open(log, "wb") as output:
         process = subprocess.Popen(
             processes.command(MODULE, arguments),
@@ -105,12 +112,22 @@ def trial(folder: Path, policy: str, seed: int, batch_size: int) -> bool:
         try:
             process.wait(_TIMEOUT_SECONDS)
         except subprocess.TimeoutExpired:
+            is_late = True
             output.write(b"It was ended, as it took too long.\n")
         finally:
             process.kill()
-            process.wait()
-    if not answer.is_file():
+            status = process.wait()
+    if answer.is_file():
+        found = json.loads(answer.read_text())
+        log.unlink()
+        return bool(found["fits"])
+    if is_late or status == -signal.SIGKILL:
         return False
-    found = json.loads(answer.read_text())
-    log.unlink()
-    return bool(found["fits"])
+    end = processes.tail(log)
+    if is_out_of_memory(RuntimeError(end)):
+        return False
+    raise RuntimeError(
+        f"A training step with a batch of {batch_size} failed, and not for want of "
+        f"memory: {processes.why_ended(status)}. Expected it to train; mend what its "
+        f"log ends with:\n{end}"
+    )

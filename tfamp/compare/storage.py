@@ -1,15 +1,36 @@
 """The folder of a comparison: what is kept, taken up again, and thrown away."""
 
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from tfamp.compare import parcel
 from tfamp.compare.drift import drift
 from tfamp.compare.job import FILE, Job, file_name
-from tfamp.evidence import Context, Run, Variant
+from tfamp.evidence import Context, Run
 
 CONTEXT_FILE = "context.json"
+
+
+@contextlib.contextmanager
+def opened(directory: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """Gives the folder of the runs: the user's, or one that goes away again."""
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="tfamp-compare-") as name:
+            yield Path(name)
+        return
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"`directory` is {str(directory)!r}, which cannot be made "
+            f"({error.strerror}); expected a folder to keep the runs in. Pass another."
+        ) from error
+    yield path.absolute()
 
 
 def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
@@ -66,25 +87,32 @@ def context(folder: Path) -> Context | None:
     return Context.from_json(path) if path.is_file() else None
 
 
-def first_reference(policies: Sequence[str]) -> str:
-    """Returns the policy whose weights the others' are held against."""
-    plain = [policy for policy in policies if Variant.parse(policy).is_float32]
-    return (plain or list(policies))[0]
+def add_drift(folder: Path, runs: Sequence[Run], reference: str) -> list[Run]:
+    """Returns the runs with the drift of their weights from the reference's.
+
+    A drift that was measured from another reference is measured anew where the weights
+    are still there, and left out where they are not. Records that change are written.
+
+    Args:
+        folder: Where weights and records lie.
+        runs: Those there are.
+        reference: The policy that the report names as the reference.
+    """
+    return [_with_drift(folder, run, reference) for run in runs]
 
 
-def add_drift(folder: Path, job: Job, runs: Sequence[Run]) -> list[Run]:
-    """Returns the runs with the drift of their weights, and writes it down."""
-    reference = first_reference(job.policies)
-    found = []
-    for run in runs:
-        if run.is_finished and run.weights_drift is None and run.policy != reference:
-            names = [file_name(policy, run.seed) for policy in (reference, run.policy)]
-            value = drift(*(folder / f"{name}.npz" for name in names))
-            if value is not None:
-                run = dataclasses.replace(run, weights_drift=value)
-                run.to_json(record_of(folder, run))
-        found.append(run)
-    return found
+def _with_drift(folder: Path, run: Run, reference: str) -> Run:
+    value = None
+    if run.is_finished and run.policy != reference:
+        if run.drift_from == reference:
+            return run
+        names = [file_name(policy, run.seed) for policy in (reference, run.policy)]
+        value = drift(*(folder / f"{name}.npz" for name in names))
+    measured_from = "" if value is None else reference
+    changed = dataclasses.replace(run, weights_drift=value, drift_from=measured_from)
+    if changed != run:
+        changed.to_json(record_of(folder, run))
+    return changed
 
 
 def profile_of(folder: Path, policy: str, seed: int) -> Path:

@@ -2,8 +2,9 @@
 
 import dataclasses
 import math
+import re
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Literal, cast
 
 import numpy as np
 
@@ -20,11 +21,24 @@ from tfamp.evidence.verdict import (
 
 Better = Literal["max", "min"]
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
-# Parts of a metric's name that say that a smaller one is better.
-_MIN_WORDS = (
-    *("loss", "error", "entropy", "perplexity", "divergence", "hinge", "poisson"),
-    *("mse", "mae", "mape", "msle", "rmse", "deviance"),
+# Words of a metric's name that say which way is better. Keras puts the name of an
+# output before that of its metric, so the last word that is known decides.
+_MIN_WORDS = frozenset(
+    (
+        *("crossentropy", "cer", "deviance", "divergence", "entropy", "error"),
+        *("errors", "false", "hinge", "kl", "kld", "logcosh", "cosh", "loss", "mae"),
+        *("mape", "mse", "msle", "nll", "perplexity", "poisson", "rmse", "wer"),
+    )
 )
+_MAX_WORDS = frozenset(
+    (
+        *("acc", "accuracy", "auc", "bleu", "correct", "dice", "f1", "fbeta", "io"),
+        *("iou", "kappa", "map", "mcc", "miou", "mrr", "ndcg", "precision", "psnr"),
+        *("r2", "recall", "rouge", "score", "sensitivity", "similarity"),
+        *("specificity", "ssim", "true"),
+    )
+)
+_NEGATED = frozenset(("neg", "negative", "minus", "inverse"))
 # What a first comparison asks for where one run says nothing of the spread.
 _USUAL_SEEDS = 3
 
@@ -32,11 +46,24 @@ _USUAL_SEEDS = 3
 def direction(metric: str) -> Better:
     """Returns whether a metric of this name is better large or small.
 
+    Raises:
+        ValueError: No word of the name is known, or one says that it is negated.
+
     Example:
         >>> direction("accuracy"), direction("mean_squared_error")
         ('max', 'min')
     """
-    return "min" if any(word in metric.lower() for word in _MIN_WORDS) else "max"
+    words = re.findall(r"[a-z]+\d*", metric.lower())
+    # Keras numbers metrics of one name: "auc_1".
+    for word in reversed(words if not _NEGATED & set(words) else []):
+        for known, better in ((_MIN_WORDS, "min"), (_MAX_WORDS, "max")):
+            if {word, word.rstrip("0123456789")} & known:
+                return cast(Better, better)
+    raise ValueError(
+        f"`metric` is {metric!r}, and `better` is None; expected 'max' or 'min', since "
+        "the name does not say whether a larger or a smaller value is better. Pass "
+        "`better`."
+    )
 
 
 def choose_metric(runs: Sequence[Run], metric: str | None) -> str:
@@ -203,10 +230,11 @@ def rule_cost(
             ]
             found = interval_of_ratios(ratios)
             if found.estimate < 1 - worth:
+                between = f"{found.low:.3f} to {found.high:.3f}"
                 sentences.append(
                     f"Keeping layers in float32 costs {policy} "
                     f"{100 * (1 - found.estimate):.1f} % of the examples/s of {other} "
-                    f"(ratio {found.estimate:.3f}, {found.low:.3f} to "
-                    f"{found.high:.3f})."
+                    f"(ratio {found.estimate:.3f}, "
+                    f"{between if len(ratios) > 1 else 'one seed'})."
                 )
     return tuple(sentences)

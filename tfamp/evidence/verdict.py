@@ -91,7 +91,8 @@ def judge(
     """Returns the verdict on a policy against a reference.
 
     Worse means worse by more than `tolerance`; a policy that is better is equivalent.
-    Not faster means that a gain of `MIN_GAIN` or more can be ruled out. Each false
+    Not faster means that a gain of `MIN_GAIN` or more can be ruled out, however sure a
+    smaller one is. Each false
     claim has a chance of at most 5 %, if differences and logarithms of ratios are about
     normal.
 
@@ -145,10 +146,10 @@ def judge(
             f"the metric loses at most {lost:.4g}, {_allowed(tolerance)}; "
             f"{_times(speed)} as many examples/s"
         )
-        if speed.low > 1:
-            answer = "equivalent and faster"
-        elif speed.high < MIN_GAIN:
+        if speed.high < MIN_GAIN:
             answer = "equivalent, not faster"
+        elif speed.low > 1:
+            answer = "equivalent and faster"
         else:
             answer = "undecided"
             reason = f"as accurate, but maybe faster and maybe not: {reason}"
