@@ -53,12 +53,12 @@ def weather_forecast():
 
 @program("timeseries", "Sequential autoencoder of convolutions, validation split")
 def anomaly_autoencoder():
-    x, _ = data.waves(n=64)
+    x, _ = data.waves(n=256)
     model = keras.Sequential(
         [
             layers.Input(shape=(16, 1)),
             layers.Conv1D(8, 3, padding="same", strides=2, activation="relu"),
-            layers.Dropout(rate=0.1),
+            layers.Dropout(rate=0.05),
             layers.Conv1D(4, 3, padding="same", strides=2, activation="relu"),
             layers.Conv1DTranspose(4, 3, padding="same", strides=2, activation="relu"),
             layers.Conv1DTranspose(8, 3, padding="same", strides=2, activation="relu"),
@@ -67,7 +67,7 @@ def anomaly_autoencoder():
     )
     yield model
     model.compile(optimizer=keras.optimizers.Adam(learning_rate=0.01), loss="mse")
-    history = model.fit(x, x, 16, 50, validation_split=0.1, verbose=0)
+    history = model.fit(x, x, 16, 25, validation_split=0.1, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
