@@ -17,6 +17,7 @@ operations = getattr(backend, "ops", backend)
 cast = operations.cast
 convert_to_tensor = operations.convert_to_tensor
 compute_output_spec = backend.compute_output_spec
+random = backend.random
 
 AutocastScope = common.AutocastScope
 get_autocast_scope = common.get_autocast_scope

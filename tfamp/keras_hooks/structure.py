@@ -120,6 +120,11 @@ def producer(
     return history.operation, list(node.input_tensors), history.tensor_index
 
 
+def own_losses(layer: keras.layers.Layer) -> list[Any]:
+    """Returns the losses that a layer, not those inside it, has added since a step."""
+    return list(layer._losses)
+
+
 def last_output_shape(layer: keras.layers.Layer) -> tuple[int | None, ...]:
     """Returns the shape of the first output of a layer's last node in a graph.
 

@@ -1,5 +1,7 @@
 """Finds where the first number of a step that is not finite comes from."""
 
+import dataclasses
+import math
 from typing import Any, Literal, NamedTuple
 
 import keras
@@ -26,12 +28,26 @@ class Origin(NamedTuple):
     way: Literal["forward", "backward"]
 
 
+@dataclasses.dataclass
+class _Made:
+    """A call that made bad numbers of good ones.
+
+    Args:
+        origin: The call.
+        is_mask: Whether they are all -inf, as what a softmax is to leave out.
+        is_taken_up: Whether a later call made good numbers of them again.
+    """
+
+    origin: Origin
+    is_mask: bool
+    is_taken_up: bool = False
+
+
 class Health(Observer):
     """Watches for the first call that makes a bad number of good ones.
 
     Attributes:
-        forward: The first one on the way forward, None if all were fine.
-        backward: Likewise on the way back.
+        backward: The first one on the way back, None if all were fine.
         largest: The largest finite magnitude of each layer's outputs, by path.
         largest_gradient: Likewise of the gradients by its outputs.
     """
@@ -39,20 +55,46 @@ class Health(Observer):
     wants_gradients = True
 
     def __init__(self) -> None:
-        self.forward: Origin | None = None
         self.backward: Origin | None = None
         self.largest: dict[str, float] = {}
         self.largest_gradient: dict[str, float] = {}
         self._came_back_bad: set[tuple[int, int]] = set()
-        self._bad_call: tuple[int, int] | None = None
+        self._made: list[_Made] = []
+        self._num_made_at_start: list[int] = []
+
+    @property
+    def masks(self) -> frozenset[str]:
+        """The paths of what made -inf that a later call took up."""
+        return frozenset(
+            made.origin.path for made in self._made if made.is_mask and made.is_taken_up
+        )
+
+    def forward(self, masks: frozenset[str]) -> Origin | None:
+        """Returns the first one on the way forward, None if all were fine.
+
+        Args:
+            masks: The paths of what makes -inf and is meant to.
+        """
+        origins = (made.origin for made in self._made)
+        return next((o for o in origins if o.path not in masks), None)
+
+    def on_call(self, call: Call) -> None:
+        """Notes what was bad ahead of a call."""
+        self._num_made_at_start.append(len(self._made))
 
     def on_outputs(self, call: Call, outputs: Any) -> None:
         """Judges a call by its inputs and outputs; inner calls come first."""
         tensors = floats(outputs)
         self._note(self.largest, call.site.path, tensors)
-        if self.forward is None and not _are_finite(tensors):
-            if _are_finite(floats((call.args, call.kwargs))):
-                self.forward = Origin(call.site.path, call.site.layer, "forward")
+        inside = self._made[self._num_made_at_start.pop() :]
+        inputs_are_finite = _are_finite(floats((call.args, call.kwargs)))
+        if _are_finite(tensors):
+            taken = inside if inputs_are_finite or not tensors else self._made
+            for made in taken:
+                made.is_taken_up = True
+        elif inputs_are_finite and all(made.is_taken_up for made in inside):
+            origin = Origin(call.site.path, call.site.layer, "forward")
+            self._made.append(_Made(origin, all(map(_is_mask, tensors))))
 
     def on_gradient(
         self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
@@ -104,18 +146,33 @@ class Examined(NamedTuple):
     health: Health
     origin: Origin | None
 
+    def knowing(self, model: keras.Model, masks: frozenset[str]) -> "Examined":
+        """Returns it with the origin among all that is no mask."""
+        return self._replace(origin=_origin(model, self.step, self.health, masks))
+
 
 def examine(model: keras.Model, batch: Any, *, loss_scale: float) -> Examined:
     """Runs the train step with every layer watched."""
     health = Health()
     with tapped(model, health):
         step = run_step(model, batch, loss_scale=loss_scale)
-    origin = health.forward
+    return Examined(step, health, _origin(model, step, health, health.masks))
+
+
+def _origin(
+    model: keras.Model, step: Step, health: Health, masks: frozenset[str]
+) -> Origin | None:
+    origin = health.forward(masks)
     if origin is None and not step.is_finite:
         loss_is_fine = step.loss is None or bool(tf.math.is_finite(step.loss))
         if loss_is_fine:
             origin = health.backward or health.of_weights(model, step)
-    return Examined(step, health, origin)
+    return origin
+
+
+def _is_mask(tensor: tf.Tensor) -> bool:
+    """States whether all numbers are finite or -inf."""
+    return bool(tf.reduce_all(tf.math.is_finite(tensor) | (tensor == -math.inf)))
 
 
 def _are_finite(tensors: list[Any]) -> bool:

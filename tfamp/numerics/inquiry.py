@@ -14,21 +14,20 @@ from tfamp.data.bottlenecks.unchanged import unchanged
 from tfamp.formats import FORMATS
 from tfamp.keras_hooks import structure
 from tfamp.numerics import suspicions
+from tfamp.numerics.drawing import same_draws
 from tfamp.numerics.health import Examined, examine
 from tfamp.numerics.precision import as_islands, in_float32
-from tfamp.numerics.stepping import checked_batch
+from tfamp.numerics.recording import state_of, state_restored
+from tfamp.numerics.stepping import checked_batch, loss_scale_of
 from tfamp.numerics.taps import Site
 from tfamp.numerics.triage_records import Cause, Replay, Triage
 from tfamp.numerics.units import how_to_keep
 from tfamp.numerics.updates import Update
-from tfamp.snapshots.names import optimizers_of
 
 # How many layers are kept in float32 in turn before precision is given up.
 _MAX_LAYERS = 8
 # One layer may be made with large weights; where several have them they ran away.
 _MANY_LAYERS = 2
-# A loss that one update makes so many times as large has left where it was.
-_JUMP = 100.0
 _HALF = ("float16", "bfloat16")
 _DROP = (
     "Drop such examples: `Pipeline.filter`, or ask `tfamp.data.check(dataset)` for all "
@@ -49,7 +48,7 @@ def inquire(model: keras.Model, batch: Any) -> Triage:
     rate = None
     if model.optimizer is not None:  # of this step, where it follows a schedule
         rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
-    with unchanged(model):
+    with unchanged(model), same_draws():
         return Inquiry(model, batch, rate).run()
 
 
@@ -66,9 +65,11 @@ class Inquiry:
         self._model, self._batch, self._rate = model, batch, rate
         self._replays: list[Replay] = []
         self._exact: Examined | None = None
-        self._scale = _loss_scale(model)
+        self._scale = loss_scale_of(model)
         self._dtypes = sorted(structure.compute_dtypes(model) & {*_HALF})
         self._policy = model.dtype_policy.name
+        self._state = state_of(model)
+        self._masks: frozenset[str] | None = None
 
     def run(self) -> Triage:
         """Replays as often as it takes, and answers."""
@@ -84,8 +85,14 @@ class Inquiry:
         found = list(suspicions.bad_labels(self._model, self._batch))
         if found:
             return self._answer("data", found, _RELABEL)
+        place = len(self._replays)
         own = self._replay(self._policy, self._scale)
         exact = self._in_float32() if self._is_low else own
+        if exact is not own and exact.step.is_finite and not own.step.is_finite:
+            # -inf that is there in float32, too, is meant; any other overflowed.
+            self._masks = exact.health.masks
+            own = own.knowing(self._model, self._masks)
+            self._replays[place] = _replay_of(self._replays[place].name, own)
         if not exact.step.is_finite:
             return self._of_float32(exact)
         if not own.step.is_finite:
@@ -117,17 +124,17 @@ class Inquiry:
         return bool(self._dtypes) or self._scale != 1
 
     def _replay(self, policy: str, scale: float, batch: Any = None) -> Examined:
-        batch = self._batch if batch is None else batch
-        found = examine(self._model, batch, loss_scale=scale)
-        loss = None if found.step.loss is None else float(found.step.loss)
-        origin = None if found.step.is_finite else found.origin
-        way: Any = "" if found.step.is_finite else "loss"
-        if origin is not None:
-            way = origin.way
+        found = self._examine(self._batch if batch is None else batch, scale)
         name = policy if scale == 1 else f"{policy}, loss scale {scale:g}"
-        path = None if origin is None else origin.path
-        self._replays.append(Replay(name, found.step.is_finite, loss, path, way))
+        self._replays.append(_replay_of(name, found))
         return found
+
+    def _examine(self, batch: Any, scale: float) -> Examined:
+        """Runs the step on the state that the model had: with the same dropout."""
+        with state_restored(self._state):
+            found = examine(self._model, batch, loss_scale=scale)
+        masks = self._masks
+        return found if masks is None else found.knowing(self._model, masks)
 
     def _of_bad_weights(self, found: list[suspicions.Suspicion]) -> Triage:
         large = list(suspicions.exploded(self._model))
@@ -206,12 +213,9 @@ class Inquiry:
                 found = self._replay(f"{self._policy}, {shown} in float32", 1.0)
             if found.step.is_finite:
                 break
-        sentences = [
-            suspicions.Suspicion(
-                paths[0] if paths else None,
-                f"The step is finite in float32 and not in {self._policy}.",
-            )
-        ]
+        layer = paths[0] if paths else None
+        sentence = f"The step is finite in float32 and not in {self._policy}."
+        sentences = [suspicions.Suspicion(layer, sentence)]
         if paths:
             sentences.append(self._range_of(own, exact))
         if found.step.is_finite:
@@ -240,7 +244,7 @@ class Inquiry:
         scale = self._scale
         while scale > 1:
             scale /= 2.0**3 if scale >= 2.0**3 else scale
-            if examine(self._model, self._batch, loss_scale=scale).step.is_finite:
+            if self._examine(self._batch, scale).step.is_finite:
                 break
         path = None if own.origin is None else own.origin.path
         sentence = (
@@ -273,7 +277,7 @@ class Inquiry:
                 )
             before = math.inf if exact.step.loss is None else float(exact.step.loss)
             after = update.loss_after()
-            if after is not None and not after <= _JUMP * max(before, 1e-6):
+            if after is not None and update.is_jump(before, after):
                 return self._of_a_jump(update, before, after)
         return self._answer(
             "none",
@@ -326,12 +330,13 @@ class Inquiry:
         )
 
 
-def _loss_scale(model: keras.Model) -> float:
-    for optimizer in optimizers_of(model):
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-            scale = getattr(optimizer, "scale", None)
-            return float(optimizer.dynamic_scale if scale is None else scale)
-    return 1.0
+def _replay_of(name: str, found: Examined) -> Replay:
+    loss = None if found.step.loss is None else float(found.step.loss)
+    if found.step.is_finite:
+        return Replay(name, True, loss, None, "")
+    if found.origin is None:
+        return Replay(name, False, loss, None, "loss")
+    return Replay(name, False, loss, found.origin.path, found.origin.way)
 
 
 def _source(layer: Any) -> str:

@@ -1,7 +1,8 @@
 """Keeps what went through every layer in a float32 step, to run layers again alone."""
 
+import contextlib
 import dataclasses
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, Literal
 
 import keras
@@ -28,8 +29,7 @@ class Recorded:
         output_gradients: The gradients of the loss by the floating-point outputs; None
             where there is none.
         input_gradients: Likewise by the floating-point inputs.
-        is_random: Whether it drew random numbers, which come out differently in each
-            dtype, so that runs in two of them cannot be compared.
+        losses: Losses that its `call` added itself, scalars.
     """
 
     site: Site
@@ -40,7 +40,7 @@ class Recorded:
     outputs: Any = None
     output_gradients: list[tf.Tensor | None] = dataclasses.field(default_factory=list)
     input_gradients: list[tf.Tensor | None] = dataclasses.field(default_factory=list)
-    is_random: bool = False
+    losses: list[tf.Tensor] = dataclasses.field(default_factory=list)
 
     @property
     def float_inputs(self) -> list[tf.Tensor]:
@@ -64,6 +64,7 @@ class Recorder(Observer):
     def __init__(self) -> None:
         self.calls: list[Recorded] = []
         self._running: list[Recorded] = []
+        self._num_losses: list[int] = []
         self._by_call: dict[tuple[int, int], Recorded] = {}
 
     def on_call(self, call: Call) -> None:
@@ -75,6 +76,7 @@ class Recorder(Observer):
         if self._running:
             self._running[-1].inside.append(recorded)
         self._running.append(recorded)
+        self._num_losses.append(len(own_losses(layer)))
         self.calls.append(recorded)
         self._by_call[id(layer), call.number] = recorded
 
@@ -82,10 +84,7 @@ class Recorder(Observer):
         """Keeps what comes out."""
         recorded = self._running.pop()
         recorded.outputs = outputs
-        recorded.is_random = any(
-            "int" in str(variable.dtype) and (np.array(variable.value) != before).any()
-            for variable, before in recorded.state
-        )
+        recorded.losses = own_losses(call.site.layer)[self._num_losses.pop() :]
         recorded.output_gradients = [None] * len(floats(outputs))
 
     def on_gradient(
@@ -96,6 +95,12 @@ class Recorder(Observer):
         kept = recorded.input_gradients if of == "inputs" else recorded.output_gradients
         before = kept[at]
         kept[at] = gradient if before is None else before + gradient
+
+
+def own_losses(layer: Any) -> list[tf.Tensor]:
+    """Returns the losses that a layer's last calls have added themselves."""
+    is_layer = isinstance(layer, keras.layers.Layer)
+    return structure.own_losses(layer) if is_layer else []
 
 
 def state_of(layer: keras.layers.Layer) -> tuple[tuple[Any, np.ndarray], ...]:
@@ -114,6 +119,17 @@ def set_state(state: Iterable[tuple[Any, np.ndarray]]) -> None:
     for variable, value in state:
         # A copy, since TensorFlow may go on writing in the memory it is given.
         variable.assign(value.copy())
+
+
+@contextlib.contextmanager
+def state_restored(state: Sequence[tuple[Any, np.ndarray]]) -> Iterator[None]:
+    """Runs with the state that `state_of` kept, and leaves it as it is."""
+    held = [(v, np.asarray(v.value).copy()) for v, _ in state]
+    set_state(state)
+    try:
+        yield
+    finally:
+        set_state(held)
 
 
 def children_of(layer: Any) -> list[keras.layers.Layer]:

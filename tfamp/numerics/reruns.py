@@ -18,7 +18,12 @@ from tfamp._patch import like, replaced
 from tfamp.keras_hooks import structure
 from tfamp.loss_scale.tape import scaled_by
 from tfamp.numerics.precision import computing_in
-from tfamp.numerics.recording import Recorded, children_of, set_state
+from tfamp.numerics.recording import (
+    Recorded,
+    children_of,
+    own_losses,
+    state_restored,
+)
 from tfamp.numerics.taps import floats, is_float
 from tfamp.numerics.units import runs_whole
 
@@ -27,7 +32,8 @@ class Rerun(NamedTuple):
     """What came out of a layer that ran alone.
 
     Attributes:
-        outputs: The floating-point outputs, in the dtype they came in.
+        outputs: The floating-point outputs, in the dtype they came in, and losses
+            that the layer adds itself.
         sources: What came in for them, in float32: inputs, and what inner layers gave.
         input_gradients: The gradients by the floating-point inputs, in float32 and
             without the loss scale; None where there is none.
@@ -66,7 +72,7 @@ def rerun(
     weights = _own_trained_weights(layer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_rounded(weights, dtype, rounded_only))
-        stack.enter_context(_state_restored(recorded))
+        stack.enter_context(state_restored(recorded.state))
         stack.enter_context(computing_in(_lowered(layer), compute))
         stack.enter_context(taken.instead_of_children())
         stack.enter_context(tape)
@@ -76,8 +82,13 @@ def rerun(
         given = [tf.cast(tensor, compute) for tensor in given]
         args, kwargs = _with_floats((recorded.args, recorded.kwargs), given)
         outputs = layer(*args, **kwargs)
-        results = [*floats(outputs), *taken.given_to_children]
-    gradients = [*recorded.output_gradients, *taken.gradients_of_given]
+        losses = own_losses(layer)[: len(recorded.losses)]
+        results = [*floats(outputs), *losses, *taken.given_to_children]
+    gradients = [
+        *recorded.output_gradients,
+        *map(tf.ones_like, recorded.losses),  # each counts as much as the model's
+        *taken.gradients_of_given,
+    ]
     pairs = [
         (
             result,
@@ -175,17 +186,6 @@ def _own_trained_weights(layer: Any) -> list[Any]:
     if runs_whole(layer):
         return list(layer.trainable_variables)
     return [weight for weight in structure.own_weights(layer) if weight.trainable]
-
-
-@contextlib.contextmanager
-def _state_restored(recorded: Recorded) -> Iterator[None]:
-    """Runs with the state the call had, and leaves it as it is."""
-    held = [(v, np.asarray(v.value).copy()) for v, _ in recorded.state]
-    set_state(recorded.state)
-    try:
-        yield
-    finally:
-        set_state(held)
 
 
 @contextlib.contextmanager

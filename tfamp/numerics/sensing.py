@@ -9,12 +9,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp import _amx, _checks
+from tfamp._checks import first_line
 from tfamp.data._progress import progress
 from tfamp.data.bottlenecks.arguments import build, check_model, first_batch
 from tfamp.data.bottlenecks.unchanged import unchanged
 from tfamp.formats import FORMATS, needs_loss_scale
 from tfamp.keras_hooks import structure
 from tfamp.numerics.deviation import gradient_error
+from tfamp.numerics.drawing import same_draws
 from tfamp.numerics.precision import as_islands, computing_in, in_float32
 from tfamp.numerics.reasons import explain
 from tfamp.numerics.sensitivity_records import LayerSensitivity, Sensitivity, Verdict
@@ -87,7 +89,7 @@ def sensitivity(
     dataset = batches_of(data, batch_size)
     build(model, first_batch(dataset))
     batches = list(dataset.take(num_batches))
-    with in_float32(model), unchanged(model):
+    with in_float32(model), unchanged(model), same_draws():
         return _Search(model, batches, dtype).run()
 
 
@@ -99,6 +101,7 @@ class _Search:
         self._format = FORMATS[dtype]
         self._shadow = Shadow(model, dtype)
         self._num_evaluations = 0
+        self._failure = ""
 
     def run(self) -> Sensitivity:
         for batch in self._batches:
@@ -115,7 +118,9 @@ class _Search:
         error = self._whole_error(guilty, scale)
         guilty, error = self._needed(guilty, scale, error)
         verdict: Verdict = "layers" if guilty else "safe"
-        if not guilty and not error <= WHOLE_LIMIT:
+        if not guilty and math.isnan(error):
+            verdict = "cannot run"
+        elif not guilty and not error <= WHOLE_LIMIT:
             verdict = "amplification"
         elif not guilty and self._suffering(1.0):
             verdict = "loss scale"
@@ -207,7 +212,8 @@ class _Search:
             try:
                 with computing_in(layers, self._dtype), as_islands(kept, self._dtype):
                     low = run_step(self._model, batch, loss_scale=scale)
-            except CANNOT_RUN:
+            except CANNOT_RUN as error:
+                self._failure = first_line(error)
                 return math.nan
             self._num_evaluations += 1
             worst = max(worst, _step_error(low, exact))
@@ -257,6 +263,12 @@ class _Search:
                 f"Gradients fit {self._dtype} at a loss scale of {scale:g}, not at "
                 f"{_FIRST_SCALE:g}: pass `loss_scale_options={{'initial_scale': "
                 f"{scale:g}}}` to `tfamp.enable`."
+            )
+        if verdict == "cannot run":
+            return (
+                f"The step of {self._model.name!r} raises in {self._dtype}: "
+                f"{self._failure}. `tfamp.enable` keeps a layer in float32 whose "
+                "`call` does; a `train_step` is to cast to the dtype of the outputs."
             )
         if verdict == "amplification":
             return (

@@ -7,7 +7,7 @@ from typing import Literal
 
 from tfamp.results import Record
 
-Verdict = Literal["safe", "layers", "loss scale", "amplification"]
+Verdict = Literal["safe", "layers", "loss scale", "amplification", "cannot run"]
 _TABLE_WIDTH = 110
 
 
@@ -46,7 +46,7 @@ class Sensitivity(Record):
         verdict: "safe" with a loss scale or without; "layers" where some should stay in
             float32; "loss scale" where only gradients suffer and a scale cures them,
             `loss_scale`; "amplification" where each layer is fine alone and the whole
-            is not.
+            is not; "cannot run" where the step raises, by no layer of its own.
         layers: What was measured of each layer.
         loss_scale: The scale that gradients were judged at, the best that was tried.
         whole_error: Error of the gradients of the whole model in the low precision,

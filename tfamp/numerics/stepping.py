@@ -141,6 +141,15 @@ def _eagerly() -> Iterator[None]:
         tf.config.run_functions_eagerly(before)
 
 
+def loss_scale_of(model: keras.Model) -> float:
+    """Returns the loss scale of a model's first optimizer that has one, else 1."""
+    for optimizer in optimizers_of(model):
+        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            scale = getattr(optimizer, "scale", None)
+            return float(optimizer.dynamic_scale if scale is None else scale)
+    return 1.0
+
+
 def checked_batch(batch: Any) -> Any:
     """Returns a batch as `train_step` takes it.
 

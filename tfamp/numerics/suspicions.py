@@ -76,6 +76,9 @@ def bad_labels(model: keras.Model, batch: Any) -> Iterator[Suspicion]:
         return
     values = np.asarray(y)
     outside = (values < 0) | (values >= shape[-1])
+    ignored = getattr(loss, "ignore_class", None)
+    if ignored is not None:
+        outside &= values != ignored
     if outside.any():
         yield Suspicion(
             None,
@@ -156,19 +159,18 @@ def exploded(model: keras.Model) -> Iterator[Suspicion]:
             values = values[np.isfinite(values)] if values.ndim < 2 else values
             if values.ndim < 2 or not weight.trainable or not values.size:
                 continue
-            fan_in = math.prod(values.shape[:-1])
+            # A row of an embedding is looked up, and multiplies nothing.
+            is_table = isinstance(layer, keras.layers.Embedding)
+            fan_in = 1 if is_table else math.prod(values.shape[:-1])
             finite = values[np.isfinite(values)]
             if not finite.size:
                 continue
             gain = float(np.sqrt(np.mean(np.square(finite)) * fan_in))
             if gain > _EXPLODED:
-                found.append((gain, path, weight.path))
-    for gain, path, name in sorted(found, reverse=True):
-        yield Suspicion(
-            path,
-            f"The weight {name!r} multiplies what comes in by about {gain:.3g}; "
-            "initializers make that about 1.",
-        )
+                does = "holds rows of numbers of" if is_table else "multiplies by"
+                found.append((gain, path, f"{weight.path!r} {does} about {gain:.3g}"))
+    for _, path, sentence in sorted(found, reverse=True):
+        yield Suspicion(path, f"The weight {sentence}; initializers make that about 1.")
 
 
 def named_parts(batch: Any) -> Iterator[tuple[str, np.ndarray]]:

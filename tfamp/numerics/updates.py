@@ -14,6 +14,10 @@ from tfamp.numerics import suspicions
 from tfamp.numerics.health import Examined, examine
 from tfamp.numerics.precision import in_float32
 
+# A loss that one update makes so many times as large has left where it was, if it is
+# beyond that of the other examples' targets, too: near 0 any number is many times it.
+_JUMP = 100.0
+_SMALL = 1e-3
 # What a learning rate that is too high is multiplied by, until the loss falls.
 _RATE_FACTORS = tuple(10.0**-n for n in range(1, 9))
 
@@ -85,6 +89,24 @@ class Update:
         with self._applied(rate_factor), in_float32(self._model):
             after = examine(self._model, self._batch, loss_scale=1.0).step.loss
         return None if after is None else float(after)
+
+    def is_jump(self, before: float, after: float) -> bool:
+        """Returns whether an update has taken the loss far from where it was.
+
+        Args:
+            before: The loss ahead of the update.
+            after: That after it.
+        """
+        if after <= before + _JUMP * max(abs(before), _SMALL):
+            return False
+        x, y, weight = keras.utils.unpack_x_y_sample_weight(self._batch)
+        if y is None:
+            return True
+        others = tf.nest.map_structure(lambda part: tf.roll(part, 1, axis=0), y)
+        batch = keras.utils.pack_x_y_sample_weight(x, others, weight)
+        with unchanged(self._model), in_float32(self._model):
+            guess = examine(self._model, batch, loss_scale=1.0).step.loss
+        return guess is None or not after <= float(guess)
 
     def softer(self, before: float) -> Softer | None:
         """Returns a tenth of the largest learning rate that does not raise the loss.
