@@ -3,6 +3,7 @@
 import io
 import logging
 import re
+import struct
 
 import numpy as np
 import pytest
@@ -285,6 +286,86 @@ def test_of_a_gif_the_first_frame_is_read():
     frames[0].save(file, "GIF", save_all=True, append_images=frames[1:])
     found = decode(file.getvalue())
     np.testing.assert_array_equal(found, np.full((3, 4, 3), (255, 0, 0)))
+
+
+PALETTE = ((255, 0, 0), (0, 255, 0), (0, 0, 255), (9, 8, 7))
+NUMBERS = [[0, 1, 2], [3, 2, 1]]
+
+
+def packed(row, count):
+    """Numbers of a row, so many in a byte, the first one in its highest bits."""
+    row = [*row, *[0] * (-len(row) % count)]
+    return bytes(
+        sum(one << (8 // count * (count - 1 - at)) for at, one in enumerate(part))
+        for part in zip(*[iter(row)] * count, strict=True)
+    )
+
+
+def bitmap(numbers=NUMBERS, *, bits=8, packing=0, upside_down=False, header=40):
+    """A bitmap of numbers into `PALETTE`, as Windows writes it."""
+    rows = numbers if upside_down else numbers[::-1]
+    height = -len(numbers) if upside_down else len(numbers)
+    # A row ends at a multiple of four bytes.
+    rows = [packed(row, 8 // bits) for row in rows]
+    body = b"".join(row + bytes(-len(row) % 4) for row in rows)
+    end = b"\0" if header > 12 else b""
+    table = b"".join(bytes(reversed(color)) + end for color in PALETTE)
+    sizes = (len(numbers[0]), height, 1, bits)
+    if header == 12:
+        table += bytes(3 * 256 - len(table))
+        info = struct.pack("<IHHHH", 12, *sizes)
+    else:
+        info = struct.pack("<IiiHH", header, *sizes)
+        info += struct.pack("<IIiiII", packing, len(body), 0, 0, len(PALETTE), 0)
+        info += bytes(header - 40)
+    begin = 14 + len(info) + len(table)
+    return struct.pack("<2sIII", b"BM", begin + len(body), 0, begin) + (
+        info + table + body
+    )
+
+
+BITMAPS = {
+    "bottom up": {},
+    "top down": {"upside_down": True},
+    "header of version 5": {"header": 124},
+    "header of OS/2": {"header": 12},
+    "16 colors": {"bits": 4},
+}
+
+
+@pytest.mark.parametrize("decoder", ["tf", *FAST])
+@pytest.mark.parametrize("options", BITMAPS.values(), ids=BITMAPS)
+def test_numbers_of_a_bitmap_are_looked_up_in_its_palette(decoder, options):
+    needs(decoder)
+    decode = make_decode((2, 3), decoder=decoder).function
+    expected = [[PALETTE[number] for number in row] for row in NUMBERS]
+    assert decode(bitmap(**options)).numpy().tolist() == np.array(expected).tolist()
+    mapped = tf.data.Dataset.from_tensors(bitmap(**options)).map(decode)
+    assert next(iter(mapped)).numpy().tolist() == np.array(expected).tolist()
+
+
+def test_a_bitmap_with_a_palette_becomes_gray():
+    # 0.299, 0.587 and 0.114 of red, green and blue, as for other kinds of images.
+    expected = [[76, 150, 29], [8, 29, 150]]
+    pixels = make_decode(channels=1).function(bitmap())
+    assert pixels[..., 0].numpy().tolist() == expected
+
+
+UNREADABLE = {
+    "packed": (bitmap(packing=1), "is a BMP with 8 bits a pixel and compression 1"),
+    "2 bits": (bitmap(bits=2), "is a BMP with 2 bits a pixel and compression 0"),
+    "cut off": (bitmap()[:-3], "is a BMP that breaks off"),
+    "no such color": (bitmap([[200]]), "is a BMP with numbers beyond its palette"),
+}
+
+
+@pytest.mark.parametrize("data, message", UNREADABLE.values(), ids=UNREADABLE)
+def test_other_bitmaps_are_refused(data, message):
+    decode = make_decode((2, 3)).function
+    mapped = tf.data.Dataset.from_tensors(data).map(decode)
+    for read in (lambda: decode(data), lambda: next(iter(mapped))):
+        with pytest.raises(tf.errors.InvalidArgumentError, match=message):
+            read()
 
 
 def test_gray_images_get_three_channels_and_color_one():

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp import _checks
+from tfamp.data._bmp import decode_bmp
 
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5")
 # Weighted means of pixels, which lie between them.
@@ -17,7 +18,8 @@ DECODERS = ("tf", "simplejpeg", "opencv")
 FITS = ("stretch", "crop", "pad")
 # First bytes of what `tf.io.decode_image` reads: JPEG, PNG, GIF, BMP.
 JPEG_START = b"\xff\xd8\xff"
-_STARTS = (JPEG_START, b"\x89PN", b"GIF", b"BM")
+BMP_START = b"BM"
+_STARTS = (JPEG_START, b"\x89PN", b"GIF", BMP_START)
 _COLORS = {1: "GRAY", 3: "RGB"}
 
 
@@ -54,12 +56,14 @@ class ImageReader:
         with tf.control_dependencies([self._check_start(given, data)]):
             data = tf.identity(data)
         if self.decoder == "tf":
-            return self._read_by_tensorflow(data)
+            return self._read_by_tensorflow(given, data)
         fast = self.fast_function()
         pixels = tf.cond(
             tf.io.is_jpeg(data),
             lambda: tf.numpy_function(fast, [data], tf.uint8, stateful=False),
-            lambda: self._read_by_tensorflow(data, is_whole=self.decoder == "opencv"),
+            lambda: self._read_by_tensorflow(
+                given, data, is_whole=self.decoder == "opencv"
+            ),
         )
         if self.decoder == "simplejpeg":
             pixels = tf.ensure_shape(pixels, (None, None, self.channels))
@@ -87,9 +91,16 @@ class ImageReader:
             raise tf.errors.InvalidArgumentError(None, None, text)
         return tf.debugging.Assert(is_image, told)
 
-    def _read_by_tensorflow(self, data: tf.Tensor, is_whole: bool = True) -> tf.Tensor:
+    def _read_by_tensorflow(
+        self, given: tf.Tensor, data: tf.Tensor, is_whole: bool = True
+    ) -> tf.Tensor:
         """Returns the pixels, resized if this is the whole way."""
-        pixels = tf.io.decode_image(data, self.channels, expand_animations=False)
+        name = given if self.reads_files else tf.constant("An image")
+        pixels = tf.cond(
+            tf.strings.substr(data, 0, 2) == BMP_START,
+            lambda: decode_bmp(data, self.channels, name),
+            lambda: tf.io.decode_image(data, self.channels, expand_animations=False),
+        )
         pixels = tf.ensure_shape(pixels, (None, None, self.channels))
         return self._resized(pixels) if is_whole else pixels
 
