@@ -211,6 +211,32 @@ def test_no_batch_left_is_an_error():
         pipeline.build()
 
 
+def text_files(tmp_path):
+    (tmp_path / "a.txt").write_text("line\n" * 100)
+    return Pipeline.from_text(str(tmp_path / "a.txt"))
+
+
+def csv_files(tmp_path):
+    (tmp_path / "a.csv").write_text("x\n" + "1\n" * 100)
+    return Pipeline.from_csv(str(tmp_path / "a.csv"))
+
+
+def record_files(tmp_path):
+    with tf.io.TFRecordWriter(str(tmp_path / "a")) as writer:
+        for _ in range(100):
+            writer.write(b"record")
+    return Pipeline.from_tfrecord(str(tmp_path / "a"))
+
+
+@pytest.mark.parametrize("begin", [text_files, csv_files, record_files])
+def test_no_batch_left_of_chunks_is_an_error(tmp_path, begin):
+    pipeline = begin(tmp_path)
+    message = "Batch size 128 with `drop_remainder=True` leaves no batch of 100"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline.batch(128, drop_remainder=True).build()
+    assert int(pipeline.batch(100, drop_remainder=True).build().cardinality()) == 1
+
+
 def test_batching_batches_warns():
     batches = tf.data.Dataset.from_tensor_slices(np.zeros((6, 2))).batch(4)
     pipeline = Pipeline.from_dataset(batches).batch(2)

@@ -7,7 +7,6 @@ a new record here with a free rank.
 
 import abc
 import dataclasses
-import os
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -58,16 +57,6 @@ class Settings:
     def parallelism(self) -> str:
         """The same in words."""
         return "autotuned" if self.autotune else f"{self.num_threads} at once"
-
-
-def num_usable_cpus() -> int:
-    """Returns the number of cores this process may use.
-
-    A container or `taskset` often allows fewer cores than the machine has.
-    """
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def shuffle_buffer_size(
@@ -214,13 +203,7 @@ class Batch(Stage):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if no batch would be left; warns if elements look like batches."""
-        length = known_length(dataset)
-        if self.drop_remainder and length is not None and length < self.size:
-            raise ValueError(
-                f"Batch size {self.size} with `drop_remainder=True` leaves no batch of "
-                f"{length} elements; expected a size of at most {length}. Make the "
-                "batch smaller, or keep the remainder."
-            )
+        self.check_length(known_length(dataset))
         if looks_batched(dataset.element_spec):
             warnings.warn(
                 f"Elements {dataset.element_spec} look like batches already: "
@@ -229,6 +212,15 @@ class Batch(Stage):
                 "pass `ds.unbatch()`. If these are sequences of varying length, pad "
                 "them first.",
                 stacklevel=_STACKLEVEL,
+            )
+
+    def check_length(self, length: int | None) -> None:
+        """Raises if no batch would be left of `length` elements."""
+        if self.drop_remainder and length is not None and length < self.size:
+            raise ValueError(
+                f"Batch size {self.size} with `drop_remainder=True` leaves no batch of "
+                f"{length} elements; expected a size of at most {length}. Make the "
+                "batch smaller, or keep the remainder."
             )
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:

@@ -138,7 +138,8 @@ class Rebatch(Batch):
     num_rows: int | None = None
 
     def check(self, dataset: tf.data.Dataset) -> None:
-        """Chunks suit: the source made them for this."""
+        """Raises if no batch would be left; the source made the chunks for this."""
+        self.check_length(self.num_rows)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Cuts and joins whole chunks."""

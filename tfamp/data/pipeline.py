@@ -7,7 +7,8 @@ import tensorflow as tf
 
 from tfamp.data import _plan, _running
 from tfamp.data._choosing import Choosing
-from tfamp.data._stages import Settings, num_usable_cpus
+from tfamp.data._cpus import num_usable_cpus
+from tfamp.data._stages import Settings
 from tfamp.data._staging import Staging
 from tfamp.data._starting import Starting
 from tfamp.data.service import Service

@@ -7,7 +7,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp import _checks
-from tfamp.data._stages import num_usable_cpus
+from tfamp.data._cpus import num_usable_cpus
 from tfamp.data.health.examples import flatten
 from tfamp.findings import Findings, Fix
 

@@ -9,9 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp import _checks
+from tfamp.data._cpus import num_usable_cpus
 from tfamp.data._elements import known_length
 from tfamp.data._sources import RandomAccess
-from tfamp.data._stages import Settings, Stage, num_usable_cpus
+from tfamp.data._stages import Settings, Stage
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Memory, Reader, class_ids, count
 from tfamp.data.sampling.sampler import check_ends, of_unknown_length, told_seed
