@@ -92,6 +92,22 @@ def check_folder(folder: Any, *, argument: str) -> str:
     )
 
 
+def check_name(path: str) -> str:
+    """Returns a path that TensorFlow can hold, which is one in UTF-8.
+
+    Raises:
+        ValueError: Its name is in another encoding.
+    """
+    try:
+        path.encode()
+    except UnicodeEncodeError as error:
+        raise ValueError(
+            f"File {path!r} has a name that is not UTF-8; expected one that is. Rename "
+            "it, for example with `convmv -f latin1 -t utf8 --notest`."
+        ) from error
+    return path
+
+
 def is_pattern(path: str) -> bool:
     """Whether `path` holds a wildcard.
 
@@ -142,7 +158,7 @@ def _files_of(path: Any, *, argument: str, extensions: Sequence[str]) -> list[st
     if os.path.isdir(absolute):
         return _files_in(absolute, text, argument=argument, extensions=extensions)
     if is_pattern(text):
-        matches = sorted(p for p in glob.glob(absolute) if os.path.isfile(p))
+        matches = sorted(filter(os.path.isfile, _matches(absolute)))
         if matches:
             return matches
         raise ValueError(
@@ -153,6 +169,15 @@ def _files_of(path: Any, *, argument: str, extensions: Sequence[str]) -> list[st
         f"File {text!r} in `{argument}` does not exist.{_nearest(absolute)} Expected "
         "a file, a folder or a pattern such as 'data/*'; check the path."
     )
+
+
+def _matches(absolute: str) -> list[str]:
+    """Returns what a pattern matches; folders that exist are no part of it."""
+    folder, names = absolute, ""
+    while not os.path.isdir(folder):
+        folder, name = os.path.split(folder)
+        names = os.path.join(name, names) if names else name
+    return glob.glob(os.path.join(glob.escape(folder), names))
 
 
 def _files_in(

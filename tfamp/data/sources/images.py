@@ -4,6 +4,7 @@ import collections
 import dataclasses
 import os
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from tfamp import _checks
 from tfamp.data._sources import DATA, RandomAccess, files_identity
-from tfamp.data.sources._files import check_folder, shown
+from tfamp.data.sources._files import check_folder, check_name, shown
 
 # What `tf.io.decode_image` reads; the first frame of a GIF.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
@@ -170,7 +171,7 @@ def label_files(paths: Sequence[str], labels: Any, *, kind: str) -> FileSource:
 def _tensors(paths: list[str], numbers: list[int] | None) -> Any:
     """Returns paths, or (paths, labels), on the CPU."""
     with tf.device("CPU:0"):
-        as_tensor = tf.constant(paths)
+        as_tensor = tf.constant([check_name(path) for path in paths])
         if numbers is None:
             return as_tensor
         return as_tensor, tf.constant(np.array(numbers, LABEL_DTYPE))
@@ -192,15 +193,28 @@ def checked_extensions(extensions: Any) -> tuple[str, ...]:
 def _walk(
     folder: str, extensions: tuple[str, ...], ignored: collections.Counter[str]
 ) -> list[str]:
-    """Returns the files below `folder` in order, and counts the others."""
+    """Returns the files below `folder` in order, and counts the others.
+
+    Links to folders are followed, but for those to a folder that they lie in.
+    """
     found = []
+    above = {os.path.normpath(folder): _folders_above(folder)}
     for parent, folders, files in os.walk(folder, followlinks=True):
         ignored["in hidden folders"] += sum(
             len(os.listdir(os.path.join(parent, name)))
             for name in folders
             if name.startswith(".")
         )
-        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        seen = above.pop(os.path.normpath(parent))
+        entered = []
+        for name in sorted(name for name in folders if not name.startswith(".")):
+            place = os.path.join(parent, name)
+            if (identity := _identity(place)) in seen:
+                ignored["links to a folder above"] += 1
+            else:
+                above[os.path.normpath(place)] = seen | {identity}
+                entered.append(name)
+        folders[:] = entered
         for name in sorted(files):
             if name.startswith("."):
                 ignored["hidden"] += 1
@@ -212,6 +226,18 @@ def _walk(
     for reason in [reason for reason, count in ignored.items() if not count]:
         del ignored[reason]
     return found
+
+
+def _identity(folder: str) -> tuple[int, int]:
+    """Returns what a folder and every link to it have in common."""
+    found = os.stat(folder)
+    return found.st_dev, found.st_ino
+
+
+def _folders_above(folder: str) -> frozenset[tuple[int, int]]:
+    """Returns the identities of a folder and of those that it lies in."""
+    real = Path(os.path.realpath(folder))
+    return frozenset(_identity(str(one)) for one in (real, *real.parents))
 
 
 def _class_folders(
