@@ -363,6 +363,15 @@ def test_label_range(y, num_classes, severity):
     assert [finding.severity for finding in findings] == ([severity] * bool(severity))
 
 
+def test_a_huge_label_among_classes_costs_no_memory():
+    y = np.append(np.arange(99.0), 1e300)
+    assert "labels" not in fired(found(normal(100), y))
+    few = np.arange(1000) % 20
+    finding = only(found(normal(1000), few, num_classes=10**9), "labels")
+    assert finding.figure == 10**9 - 20
+    assert "(20, 21, 22, 23, 24, 25, 26, 27, ...)" in finding.message
+
+
 def test_one_hot_rows_that_do_not_sum_to_one():
     y = np.eye(4, dtype=np.float32)[np.arange(N) % 4]
     assert fired(labelled(y)) & {"one_hot", "labels"} == set()
@@ -600,6 +609,25 @@ def test_every_form_of_data_gives_the_same_findings(form):
     # Merging means in another order moves the last digits.
     same = pytest.approx(only(expected, "resolution").figure, rel=1e-6)
     assert only(findings, "resolution").figure == same
+
+
+SINGLE = {
+    "images": lambda x: Pipeline.from_arrays(x),
+    "mapped": lambda x: Pipeline.from_arrays(x).map(lambda one: one + 1),
+    "images and masks": lambda x: Pipeline.from_arrays(x, x[..., :1]),
+    "whole batches": lambda x: Pipeline.from_arrays(x).batch(6, drop_remainder=True),
+    "batches": lambda x: Pipeline.from_arrays(x).batch(4),
+    "given batches": lambda x: Pipeline.from_dataset(
+        tf.data.Dataset.from_tensor_slices(x).batch(6, drop_remainder=True)
+    ),
+}
+
+
+@pytest.mark.parametrize("make", SINGLE.values(), ids=SINGLE)
+def test_stages_of_a_pipeline_tell_batches_from_examples(make):
+    examples = read("train", make(normal(12, 5, 5, 3)))
+    assert examples.columns[0].shape == (5, 5, 3)
+    assert sum(len(chunk["x"]) for chunk in examples.chunks()) == 12
 
 
 def test_nested_columns_have_paths():

@@ -63,3 +63,10 @@ def looks_batched(element_spec: Any) -> bool:
         shape.rank is not None and shape.rank > 0 and shape[0] is None
         for shape in shapes
     )
+
+
+def batched_by_stages(pipeline: Any) -> bool | None:
+    """Returns whether a pipeline makes batches, None where its shapes must tell."""
+    if {"batch", "bucket"} & {stage.name for stage in pipeline.stages}:
+        return True
+    return False if pipeline.source.gives_examples else None

@@ -27,10 +27,12 @@ class Source(abc.ABC):
             exact for any number of files, and behind a cache or a sampling.
         skips_errors: Whether `dataset` itself leaves out what it cannot read when
             `settings.errors` is given.
+        gives_examples: Whether an element is one example, and never a batch.
     """
 
     shard_policy: ClassVar[tf.data.experimental.AutoShardPolicy] = DATA
     skips_errors: ClassVar[bool] = False
+    gives_examples: ClassVar[bool] = True
 
     @abc.abstractmethod
     def dataset(self, settings: Settings) -> tf.data.Dataset:
@@ -114,6 +116,7 @@ class RandomAccess(Source):
 class DatasetSource(Source):
     """A dataset that the user made."""
 
+    gives_examples = False
     given: tf.data.Dataset
 
     @property

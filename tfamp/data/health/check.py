@@ -61,8 +61,8 @@ def check(
         compute_dtype: "float32", "float16", "bfloat16", or the policy to train in,
             such as "mixed_float16".
         num_classes: Outputs of a classifier; None leaves out the check against it.
-        batched: Whether a dataset's elements are batches; None to tell from their
-            shapes.
+        batched: Whether a dataset's elements are batches; None to tell from the
+            stages of a pipeline, else from their shapes.
 
     Returns:
         Findings, worst first. "error" spoils the result or stops training; healthy

@@ -8,7 +8,7 @@ from typing import Any, Literal
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import looks_batched
+from tfamp.data._elements import batched_by_stages, looks_batched
 
 Role = Literal["input", "target", "weight"]
 _ROLES: dict[str, Role] = {"x": "input", "y": "target", "sample_weight": "weight"}
@@ -86,14 +86,16 @@ def read(argument: str, data: Any, *, batched: bool | None = None) -> Examples:
         argument: The argument's name, for messages.
         data: A `tf.data.Dataset` of batches or single examples, a `Pipeline`, or
             arrays: x, (x, y) or (x, y, sample_weight).
-        batched: Whether a dataset's elements are batches; None to tell from their
-            shapes, which are taken for batches when in doubt, as `fit` does.
+        batched: Whether a dataset's elements are batches; None to tell from the
+            stages of a pipeline, else from shapes, which are taken for batches when
+            in doubt, as `fit` does.
 
     Raises:
         TypeError: `data` is something else, or holds ragged or sparse tensors.
         ValueError: It is infinite or empty, or arrays differ in length.
     """
     if callable(getattr(data, "build", None)):
+        batched = batched_by_stages(data) if batched is None else batched
         data = data.build()
     if isinstance(data, tf.data.Dataset):
         return _dataset_examples(argument, data, batched)

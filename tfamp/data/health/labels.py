@@ -1,5 +1,6 @@
 """Counts the classes in targets, and the rules on labels and their balance."""
 
+import itertools
 from collections.abc import Iterator
 from typing import Any
 
@@ -153,21 +154,22 @@ def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
             figure=float(beyond[-1]),
         )
         return
-    missing = sorted(set(range(num_classes or values[-1] + 1)) - set(values))
-    if missing and labels.are_countable:
-        listed = ", ".join(map(str, missing[:_MAX_NAMED]))
-        more = "" if len(missing) <= _MAX_NAMED else ", ..."
+    num_missing = (num_classes or values[-1] + 1) - len(values)
+    if num_missing and labels.are_countable:
+        named = _first_missing(labels, min(num_missing, _MAX_NAMED))
+        listed = ", ".join(map(str, named))
+        more = "" if num_missing <= _MAX_NAMED else ", ..."
         yield Finding(
             "labels",
             "warning" if num_classes is None else "note",
             f"{name} has {len(values)} classes from {values[0]} to {values[-1]}; "
-            f"{len(missing)} between 0 and the last are missing ({listed}{more}): as "
+            f"{num_missing} between 0 and the last are missing ({listed}{more}): as "
             "many outputs as classes would be too few, and the missing ones are never "
             "learned.",
             "Map the labels to 0, 1, 2, ..., or pass `num_classes` if the missing ones "
             "exist.",
             column=name,
-            figure=float(len(missing)),
+            figure=float(num_missing),
         )
     if labels.column.is_float and labels.are_countable and len(values) > 2:
         yield Finding(
@@ -179,6 +181,12 @@ def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
             column=name,
             figure=float(len(values)),
         )
+
+
+def _first_missing(labels: Labels, count: int) -> list[int]:
+    """Returns the least numbers from 0 that are no label."""
+    free = (number for number in itertools.count() if number not in labels.counts)
+    return list(itertools.islice(free, count))
 
 
 def _negative(labels: Labels, values: list[int]) -> Finding:

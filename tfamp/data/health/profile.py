@@ -239,7 +239,9 @@ class Profile:
         total = np.maximum(self._finite + count, 1)
         shift = mean - self.mean
         with np.errstate(over="ignore"):
-            between = shift**2 * (self._finite * (count / total))
+            weight = self._finite * (count / total)
+            # The square of a large mean is inf, and 0 times inf would be NaN.
+            between = np.where(weight > 0, shift, 0.0) ** 2 * weight
             self._squares = self._squares + squares + between
         self.mean = self.mean + shift * (count / total)
         self._finite = self._finite + count

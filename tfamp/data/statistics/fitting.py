@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import batched_by_stages, known_length
 from tfamp.data._progress import progress
 from tfamp.data.statistics.accumulators import NumberColumn, TextAccumulator
 from tfamp.data.statistics.columns import (
@@ -53,7 +53,8 @@ def fit_statistics(
             them; None for all.
         missing_value: What stands for a missing value besides NaN: a number, a
             text, several, or a dict of these by column.
-        batched: Whether elements are batches; None to tell from their shapes.
+        batched: Whether elements are batches; None to tell from the stages of a
+            pipeline, else from their shapes.
 
     Returns:
         A record that prints as a table, goes to JSON, and makes a layer.
@@ -74,7 +75,7 @@ def fit_statistics(
         return _fit_arrays(dataset, columns, missing_value, batched)
     if hasattr(dataset, "build"):
         if batched is None:
-            batched = _batched_by_stage(dataset)
+            batched = batched_by_stages(dataset)
         dataset = dataset.build()
     if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
@@ -139,12 +140,6 @@ def _fit_arrays(
 def _tensor_dtype(value: np.ndarray) -> tf.DType:
     """Returns the tensor dtype of an array; objects are taken for text."""
     return tf.string if value.dtype.kind in "OSU" else tf.as_dtype(value.dtype)
-
-
-def _batched_by_stage(pipeline: Any) -> bool | None:
-    """Returns True for a pipeline with a batch stage, None if its shapes tell."""
-    names = {getattr(stage, "name", "") for stage in getattr(pipeline, "stages", ())}
-    return True if "batch" in names else None
 
 
 def _accumulators(layout: Layout, missing_value: MissingValues) -> dict[str, Any]:
