@@ -130,9 +130,9 @@ def vit():
 @program(FIELD, "backbone of an encoder and a decoder")
 def whisper():
     random = np.random.RandomState(0)
-    ids = tokens(8)
+    ids = tokens(32)
     x = {
-        "encoder_features": random.normal(size=(8, 16, 8)).astype("float32"),
+        "encoder_features": random.normal(size=(32, 16, 8)).astype("float32"),
         "decoder_token_ids": ids,
         "decoder_padding_mask": np.ones_like(ids),
     }
@@ -148,7 +148,7 @@ def whisper():
     h = keras.layers.Dense(VOCABULARY)(backbone.output["decoder_sequence_output"])
     model = keras.Model(backbone.input, h)
     yield model
-    losses = fit(model, x, np.roll(ids, -1, axis=1), from_logits())
+    losses = fit(model, x, np.roll(ids, -1, axis=1), from_logits(), epochs=20)
     yield Trained(losses, model, {k: v[:2] for k, v in x.items()})
 
 
