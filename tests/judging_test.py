@@ -77,6 +77,26 @@ def test_noise_is_the_same_up_to_rounding(function):
         np.testing.assert_allclose(low, draw((100,), seed=1), rtol=1e-3, atol=1e-4)
 
 
+# What matters
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_a_head_that_is_off_by_its_targets_spread_is_found(dtype):
+    """Its gradients are a small part of all; what it gives is wrong all the same."""
+    keras.utils.set_random_seed(0)
+    model = keras.Sequential(
+        [
+            keras.Input((8,)),
+            layers.Dense(32, "relu"),
+            layers.Dense(1, bias_initializer=keras.initializers.Constant(1500.0)),
+        ]
+    )
+    model.compile("sgd", "mse")
+    found = sensitivity(model, (X, 1500 + Y), dtype=dtype)
+    assert found.verdict == "layers"
+    assert [path.partition("_")[0] for path in found.guilty] == ["dense"]
+
+
 # Losses that layers add
 
 

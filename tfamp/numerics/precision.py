@@ -89,6 +89,19 @@ def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[Non
         yield
 
 
+@contextlib.contextmanager
+def giving_unrounded(model: keras.Model) -> Iterator[None]:
+    """Has a model give what its last layers computed in float32, as heads do."""
+    original = model.call
+
+    @like(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return structure.map_structure(_source_of, original(*args, **kwargs))
+
+    with replaced(model, call=call):
+        yield
+
+
 def keep_operation(operation: Any, dtype: str) -> bool:
     """Has an operation of a Functional graph compute in float32 from now on.
 
@@ -131,6 +144,10 @@ def _exact(x: Any) -> Any:
     if isinstance(x, tf.Tensor) and x.dtype in (tf.float16, tf.bfloat16):
         return unrounded(x)
     return x
+
+
+def _source_of(x: Any) -> Any:
+    return unrounded(x) if hasattr(x, "_tfamp_source") else x
 
 
 def _computes(layer: keras.layers.Layer) -> bool:

@@ -5,8 +5,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import keras
-import numpy as np
-import tensorflow as tf
 
 from tfamp import _amx, _checks
 from tfamp._checks import first_line
@@ -15,15 +13,21 @@ from tfamp.data.bottlenecks.arguments import build, check_model, first_batch
 from tfamp.data.bottlenecks.unchanged import unchanged
 from tfamp.formats import FORMATS, needs_loss_scale
 from tfamp.keras_hooks import structure
-from tfamp.numerics.deviation import gradient_error
 from tfamp.numerics.drawing import same_draws
-from tfamp.numerics.precision import as_islands, computing_in, in_float32
+from tfamp.numerics.precision import (
+    as_islands,
+    computing_in,
+    giving_unrounded,
+    in_float32,
+)
 from tfamp.numerics.reasons import explain
 from tfamp.numerics.sensitivity_records import LayerSensitivity, Sensitivity, Verdict
 from tfamp.numerics.shadow import CANNOT_RUN, Shadow, Suspect
-from tfamp.numerics.stepping import Step, run_step
+from tfamp.numerics.stepping import run_step
+from tfamp.numerics.taps import tapped
 from tfamp.numerics.tracing import batches_of
 from tfamp.numerics.units import how_to_keep
+from tfamp.numerics.wholes import Errors, Outputs, errors_of
 
 _DTYPES = ("float16", "bfloat16")
 # tfamp's first loss scale, and those that it may come to.
@@ -36,8 +40,6 @@ BACKWARD_LIMIT = {"float16": 0.25, "bfloat16": 0.4}
 # Guilty layers that are verified by leaving them low, at most: each takes a step of the
 # whole model for each batch.
 _MAX_VERIFIED = 12
-# The error of all gradients that leaving one low may come to.
-_NO_WORSE, _NOTICEABLE = 1.5, 0.01
 # Error of all gradients above which a model is not the same one in low precision.
 WHOLE_LIMIT = 0.8
 
@@ -115,8 +117,7 @@ class _Search:
                 )
         scale = self._best_scale()
         guilty = self._guilty(scale)
-        error = self._whole_error(guilty, scale)
-        guilty, error = self._needed(guilty, scale, error)
+        guilty, error = self._needed(guilty, scale)
         verdict: Verdict = "layers" if guilty else "safe"
         if not guilty and math.isnan(error):
             verdict = "cannot run"
@@ -179,7 +180,7 @@ class _Search:
         ]
 
     def _needed(
-        self, guilty: Sequence[Suspect], scale: float, error: float
+        self, guilty: Sequence[Suspect], scale: float
     ) -> tuple[list[Suspect], float]:
         """Returns the guilty layers but for those that may stay low after all.
 
@@ -187,36 +188,54 @@ class _Search:
         beyond range to a softmax, or what nothing depends on. With them comes the error
         of all gradients that is left.
         """
-        needed, left = list(guilty), error
-        if not error <= WHOLE_LIMIT:
-            return needed, left
+        needed, errors = list(guilty), self._errors(guilty, scale)
+        left = errors
+        if errors is None or left is None:
+            return needed, math.nan
+        if not errors.gradients <= WHOLE_LIMIT:
+            return needed, errors.gradients
         # Those who take bad numbers come after those who make them: they go first.
         tried = guilty[: -_MAX_VERIFIED - 1 : -1]
         with progress("Verifying guilty layers", len(tried), unit="layers") as done:
             for number, suspect in enumerate(tried):
                 rest = [each for each in needed if each is not suspect]
-                without = self._whole_error(rest, scale)
-                if without <= max(_NO_WORSE * error, error + _NOTICEABLE):
+                without = self._errors(rest, scale)
+                if without is not None and without.is_no_worse(
+                    errors,
+                    forward=FORWARD_LIMIT[self._dtype],
+                    backward=BACKWARD_LIMIT[self._dtype],
+                ):
                     needed, left = rest, without
                 done(number + 1)
-        return needed, left
+        return needed, left.gradients
 
-    def _whole_error(self, guilty: Sequence[Suspect], scale: float) -> float:
-        """Returns the error of all gradients, with the guilty layers in float32."""
+    def _errors(self, guilty: Sequence[Suspect], scale: float) -> Errors | None:
+        """Returns how far the model is off, with the guilty layers in float32.
+
+        None where it cannot run so.
+        """
         layers = [layer for _, layer, _ in structure.walk(self._model)]
         kept = _outermost([s.site.layer for s in guilty] + self._shadow.random)
-        worst = 0.0
+        worst = Errors()
         for number, exact in enumerate(self._shadow.steps):
             batch = self._batches[number]
             self._shadow.begin_again(number)
+            outputs = Outputs(self._model)
             try:
-                with computing_in(layers, self._dtype), as_islands(kept, self._dtype):
+                with (
+                    computing_in(layers, self._dtype),
+                    as_islands(kept, self._dtype),
+                    giving_unrounded(self._model),
+                    tapped(self._model, outputs, only=outputs.watches),
+                ):
                     low = run_step(self._model, batch, loss_scale=scale)
             except CANNOT_RUN as error:
                 self._failure = first_line(error)
-                return math.nan
+                return None
             self._num_evaluations += 1
-            worst = max(worst, _step_error(low, exact))
+            there = self._shadow.outputs[number]
+            errors = errors_of(self._model, (low, outputs.kept), (exact, there))
+            worst = worst.worst(errors)
         return worst
 
     def _layer(
@@ -291,15 +310,3 @@ def _outermost(layers: Sequence[Any]) -> list[Any]:
         if parent is not None
     }
     return [layer for layer in layers if id(layer) not in inside]
-
-
-def _step_error(low: Step, exact: Step) -> float:
-    """Returns the error of all gradients of a step together."""
-    found = {id(variable): gradient for variable, gradient in low.gradients}
-    pairs = [
-        (found.get(id(variable)), gradient) for variable, gradient in exact.gradients
-    ]
-    return gradient_error(
-        [None if a is None else np.asarray(a) for a, _ in pairs],
-        [None if b is None else np.asarray(tf.convert_to_tensor(b)) for _, b in pairs],
-    )

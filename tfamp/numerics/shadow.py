@@ -17,6 +17,7 @@ from tfamp.numerics.reruns import Rerun, rerun
 from tfamp.numerics.stepping import Step, run_step
 from tfamp.numerics.taps import Site, floats, tapped
 from tfamp.numerics.units import units, watched_sites
+from tfamp.numerics.wholes import Outputs
 
 # What TensorFlow raises where a layer has no kernel for a dtype, or mixes two.
 CANNOT_RUN = (
@@ -78,6 +79,7 @@ class Shadow:
     Attributes:
         suspects: What was measured, by path, in the order of the layers.
         steps: The float32 steps, one for each batch.
+        outputs: What the model gave in them.
         random: Layers that give something else each time, as they draw random numbers
             past Keras's seeds. They are not judged.
     """
@@ -89,6 +91,7 @@ class Shadow:
         self._is_unit = {id(site.layer) for site in self._units}
         self.suspects = {site.path: Suspect(site) for site in self._units}
         self.steps: list[Step] = []
+        self.outputs: list[list[np.ndarray]] = []
         self.random: list[Any] = []
         self._states: list[Any] = []
         self._recorded: list[list[Recorded]] = []
@@ -97,11 +100,16 @@ class Shadow:
         """Runs a step in float32 and keeps what went through the layers."""
         recorder = Recorder()
         self._states.append(state_of(self._model))
-        with tapped(
-            self._model, recorder, only=lambda site: id(site.layer) in self._watched
+        outputs = Outputs(self._model)
+        with (
+            tapped(self._model, outputs, only=outputs.watches),
+            tapped(
+                self._model, recorder, only=lambda site: id(site.layer) in self._watched
+            ),
         ):
             step = run_step(self._model, batch)
         self.steps.append(step)
+        self.outputs.append(outputs.kept)
         self._recorded.append(
             [each for each in recorder.calls if id(each.site.layer) in self._is_unit]
         )
