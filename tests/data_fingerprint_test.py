@@ -101,14 +101,65 @@ def test_a_value_that_holds_itself_ends():
     assert digest(loop) != digest([1])
 
 
-def test_a_file_that_a_dataset_reads_counts_by_its_change(tmp_path):
-    path = tmp_path / "lines.txt"
-    path.write_text("a\n")
-    dataset = tf.data.TextLineDataset([str(path)])
-    before = digest(dataset)
-    assert digest(tf.data.TextLineDataset([str(path)])) == before
-    path.write_text("a\nb\n")
-    assert digest(dataset) != before
+def lines(paths):
+    return tf.data.TextLineDataset(paths)
+
+
+def contents(paths):
+    return tf.data.Dataset.from_tensor_slices(paths).map(tf.io.read_file)
+
+
+def interleaved(paths):
+    names = tf.data.Dataset.from_tensor_slices([[path] for path in paths])
+    return names.interleave(tf.data.TextLineDataset)
+
+
+def tables_of_lines(paths):
+    def read(number):
+        return number, tf.io.read_file(paths[-1])
+
+    return tf.data.Dataset.range(3).map(read)
+
+
+READERS = {
+    "lines": lines,
+    "contents": contents,
+    "interleaved": interleaved,
+    "in the function": tables_of_lines,
+    "an array of names": np.array,
+    "a tensor of names": tf.constant,
+}
+
+
+@pytest.mark.parametrize("read", READERS.values(), ids=READERS)
+@pytest.mark.parametrize("num_files", [1, 2, 40], ids="{}files".format)
+def test_a_file_that_is_named_counts_by_its_change(tmp_path, read, num_files):
+    paths = [str(tmp_path / f"{number}.txt") for number in range(num_files)]
+    for path in paths:
+        Path(path).write_text("a\n")
+    made = read(paths)
+    before = digest(made)
+    assert digest(read(paths)) == before
+    Path(paths[-1]).write_text("a\nb\n")
+    assert digest(made) != before
+    assert fingerprint({"source": made}).unseen == ()
+
+
+@pytest.mark.parametrize(
+    "text",
+    ["a" * 5000, "a/" * 3000, "a\0b", "\n", "é" * 300],
+    ids=lambda text: len(text),
+)
+def test_texts_that_name_no_file_are_no_error(text):
+    assert digest(tf.data.Dataset.from_tensor_slices([text]))
+    assert digest(np.array([text], object))
+
+
+def test_files_under_names_that_a_dataset_makes_are_said(tmp_path):
+    folder = tf.constant(str(tmp_path) + "/")
+    names = tf.data.Dataset.range(3).map(lambda n: folder + tf.strings.as_string(n))
+    unseen = fingerprint({"source": names.map(tf.io.read_file)}).unseen
+    assert unseen == ("files that ReadFile reads",)
 
 
 def test_what_cannot_be_looked_into_is_named():

@@ -1,0 +1,1 @@
+"""What of a Python value is put into a fingerprint, by kind of value."""

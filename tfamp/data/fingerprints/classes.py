@@ -1,0 +1,206 @@
+"""What counts of classes, and of objects that are no function, layer or dataset."""
+
+import builtins
+import copyreg
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from tfamp.data.fingerprints.packages import is_installed, version
+from tfamp.data.fingerprints.walk import Parts, Unordered, Unseen
+
+# Places in the code, texts for readers, and what Python notes for itself.
+_NO_MEANING = {
+    "__abstractmethods__",
+    "__annotate__",
+    "__annotate_func__",
+    "__annotations__",
+    "__annotations_cache__",
+    "__dict__",
+    "__doc__",
+    "__firstlineno__",
+    "__module__",
+    "__static_attributes__",
+    "__weakref__",
+    "_abc_impl",
+}
+_DESCRIPTORS = (
+    types.ClassMethodDescriptorType,
+    types.GetSetDescriptorType,
+    types.MemberDescriptorType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+)
+# What a subclass of these holds beside its attributes.
+_CONTENTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (dict, lambda value: Unordered([*dict.items(value)])),
+    (list, lambda value: [*list.__iter__(value)]),
+    (tuple, lambda value: tuple(tuple.__iter__(value))),
+    (set, lambda value: Unordered([*set.__iter__(value)])),
+    (frozenset, lambda value: Unordered([*frozenset.__iter__(value)])),
+    (str, str.__repr__),
+    (bytes, bytes.__repr__),
+    (bytearray, bytes),
+    (int, int.__repr__),
+    (float, float.__repr__),
+    (complex, complex.__repr__),
+)
+_LOCKS = ("_thread.lock", "_thread.RLock")
+_PROTOCOL = 4
+# The flag of classes that a program made, as against those written in C.
+_MADE = 1 << 9
+
+
+def name_of(value: Any) -> str:
+    """Returns the module and the name of a function, a class or an object's class."""
+    named = value if hasattr(value, "__qualname__") else type(value)
+    module = module_of(named) if isinstance(named, type) else named.__module__
+    return f"{module}.{named.__qualname__}"
+
+
+def module_of(kind: type) -> str:
+    """Returns the name of a class's module."""
+    module = kind.__module__  # a property of the class's own, in some written in C
+    return module if isinstance(module, str) else repr(kind).split("'")[1]
+
+
+def class_parts(value: type) -> Parts:
+    """Yields what a class is and, where it is the user's, all that is in it."""
+    yield "class"
+    yield name_of(value)
+    module = module_of(value)
+    if is_installed(module) and (is_named(value) or not value.__flags__ & _MADE):
+        yield version(module)
+        return
+    if type(value) is not type:
+        yield type(value)
+    yield from value.__bases__
+    for name, member in sorted(vars(value).items()):
+        if name not in _NO_MEANING:
+            yield name
+            yield member
+
+
+def object_parts(value: Any) -> Parts:
+    """Yields what counts of an object: its class and all that it holds."""
+    yield "object"
+    if isinstance(value, (staticmethod, classmethod)):
+        yield from (type(value).__name__, value.__func__)
+    elif isinstance(value, property):
+        yield from ("property", value.fget, value.fset, value.fdel)
+    elif isinstance(value, _DESCRIPTORS):
+        yield from (name_of(value.__objclass__), value.__name__)
+    elif isinstance(value, (types.BuiltinFunctionType, types.MethodWrapperType)):
+        yield from _builtin_parts(value)
+    elif isinstance(value, weakref.ref):
+        yield from ("weak", value())
+    elif name_of(type(value)) in _LOCKS:
+        yield "lock"
+    elif is_installed(module_of(type(value))):
+        yield type(value)
+        yield from _installed_parts(value)
+    else:
+        yield type(value)
+        yield attributes(value)
+        yield from _inherited(value)
+
+
+def attributes(value: Any) -> dict[str, Any]:
+    """Returns the attributes of an object, those in slots included."""
+    found = {}
+    for one in type(value).__mro__:
+        for name, member in vars(one).items():
+            if isinstance(member, types.MemberDescriptorType) and not is_installed(
+                module_of(one)
+            ):
+                try:
+                    found[name] = member.__get__(value)
+                except AttributeError:  # not set yet
+                    continue
+    found.update(getattr(value, "__dict__", {}))
+    # TensorFlow's book-keeping of what it tracks.
+    return {k: v for k, v in found.items() if not k.startswith("_self_")}
+
+
+def _inherited(value: Any) -> Iterator[Any]:
+    """Yields what an object of a user's class holds by its installed base classes."""
+    for base, content in _CONTENTS:
+        if isinstance(value, base):
+            yield content(value)
+            return
+    if not hasattr(value, "get_config") and _reduces(type(value)):
+        yield from _reduced(value)
+
+
+def _reduces(kind: type) -> bool:
+    """Whether an installed base class says what its objects are made of."""
+    for one in kind.__mro__[:-1]:
+        if {"__reduce__", "__reduce_ex__"} & vars(one).keys():
+            return is_installed(module_of(one))
+    return False
+
+
+def _installed_parts(value: Any) -> Iterator[Any]:
+    """Yields the state of an object whose class is installed."""
+    if callable(getattr(value, "get_config", None)):
+        yield configuration(value)
+        yield list(getattr(value, "variables", ()))
+    else:
+        yield from _reduced(value)
+
+
+def configuration(value: Any) -> Any:
+    """Returns the configuration of one of Keras's objects."""
+    try:
+        return value.get_config()
+    except Exception:  # the user's code; its attributes count beside it
+        return "no configuration"
+
+
+def _reduced(value: Any) -> Iterator[Any]:
+    """Yields what `pickle` would write of an object, or names it."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            reducer = copyreg.dispatch_table.get(type(value))
+            made = reducer(value) if reducer else value.__reduce_ex__(_PROTOCOL)
+            if not isinstance(made, str):
+                function, arguments, *more = made
+                made = (function, arguments, *map(_listed, more))
+    except Exception:  # "cannot pickle", in whatever words its author chose
+        held = attributes(value)
+        yield held if held else Unseen(f"a {name_of(type(value))}")
+        return
+    if isinstance(made, str):  # by name, such as a cached function
+        yield made
+        yield attributes(value)
+    else:
+        yield from made
+
+
+def _listed(state: Any) -> Any:
+    """Returns a state; items that come by an iterator are taken from it."""
+    return list(state) if isinstance(state, Iterator) else state
+
+
+def _builtin_parts(value: Any) -> Iterator[Any]:
+    """Yields a function written in C by name, and what it is bound to."""
+    module = getattr(value, "__module__", None) or ""
+    yield f"{module}.{value.__qualname__} {version(module) if module else ''}"
+    owner = getattr(value, "__self__", None)
+    if isinstance(owner, types.ModuleType):
+        if not is_installed(owner.__name__) and owner is not builtins:
+            yield Unseen(f"the code of {module}.{value.__qualname__}")
+    else:
+        yield owner
+
+
+def is_named(value: Any) -> bool:
+    """Whether a function or class is found in its module by its name."""
+    found: Any = sys.modules.get(str(value.__module__))
+    for name in value.__qualname__.split("."):
+        found = getattr(found, name, None)
+    return found is value

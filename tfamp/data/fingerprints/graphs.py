@@ -1,0 +1,140 @@
+"""What counts of datasets and traced functions: their graphs, and files named there."""
+
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.data.fingerprints.files import files_named
+from tfamp.data.fingerprints.layers import pairs
+from tfamp.data.fingerprints.walk import Parts, Unseen
+
+# Names that a process gives to what it makes, and notes for profilers.
+_NAMES = {"metadata", "shared_name", "debug_name", "container"}
+_READERS = {"ReadFile", "TextLineDataset", "TFRecordDataset", "TFRecordDatasetV2"}
+_READERS |= {"FixedLengthRecordDatasetV2", "TextLineDatasetV2"}
+# Resources that hold no data of the user's: the state of shuffles and caches.
+_STATELESS = ("SeedGenerator", "MemoryCache")
+
+
+def dataset_parts(dataset: tf.data.Dataset) -> Parts:
+    """Yields a dataset by its graph, and the files that the graph names."""
+    yield "dataset"
+    yield repr(dataset.element_spec)
+    yield int(dataset.cardinality())
+    try:
+        text = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            external_state_policy=1,  # a state that cannot be written is left out
+            strip_device_assignment=True,
+        ).numpy()
+    except (tf.errors.OpError, ValueError):
+        yield Unseen("a dataset that cannot be written as a graph")
+        return
+    graph = tf.compat.v1.GraphDef.FromString(text)
+    yield from _graph_parts(graph)
+
+
+def concrete_parts(function: Any) -> Parts:
+    """Yields a traced function by its graph, and what it captured."""
+    yield "traced function"
+    yield from _graph_parts(function.graph.as_graph_def())
+    handles = {id(variable.handle) for variable in function.variables}
+    yield list(function.variables)
+    for captured in function.captured_inputs:
+        if captured.dtype != tf.resource:
+            yield captured
+        elif id(captured) not in handles:
+            yield Unseen("a resource that a traced function holds")
+
+
+def _graph_parts(graph: Any) -> Iterator[Any]:
+    functions = {one.signature.name: one for one in graph.library.function}
+    yield from _nodes(graph.node, functions, {})
+
+
+def _nodes(
+    nodes: Iterable[Any], functions: Mapping[str, Any], numbers: dict[str, int]
+) -> Iterator[Any]:
+    """Yields nodes, and where they name a function its nodes.
+
+    Names of nodes and functions count how many this process has made, so each is
+    known by the place where it is met first.
+    """
+    nodes = list(nodes)
+    places = {node.name: str(place) for place, node in enumerate(nodes)}
+    by_name = {node.name: node for node in nodes}
+    tables = [node for node in nodes if node.op == "LookupTableImportV2"]
+    in_tables = {name for node in tables for name in node.input[1:3]}
+    for node in nodes:
+        yield [_renamed(name, places) for name in node.input]
+        yield from _called(node.op, functions, numbers)
+        if node.op in _READERS:
+            yield Unseen(f"files that {node.op} reads", unless_files=True)
+        if node.name in in_tables:
+            continue  # in the order in which TensorFlow found them, which changes
+        if node.op == "LookupTableImportV2" and in_tables <= by_name.keys():
+            yield pairs(*(_array(by_name[name]) for name in node.input[1:3]))
+        for key, attribute in sorted(node.attr.items()):
+            if key == "token":
+                yield Unseen("a Python function inside a dataset")
+            elif attribute.HasField("func"):
+                yield from _called(attribute.func.name, functions, numbers)
+            elif attribute.tensor.dtype == tf.resource.as_datatype_enum:
+                yield from _resource(attribute.tensor)
+            elif key not in _NAMES:
+                yield key
+                yield attribute.SerializeToString(deterministic=True)
+                yield from _files(attribute)
+
+
+def _called(
+    name: str, functions: Mapping[str, Any], numbers: dict[str, int]
+) -> Iterator[Any]:
+    """Yields an operation by name, or a function by what it does."""
+    if name not in functions:
+        yield name
+    elif name in numbers:
+        yield numbers[name]
+    else:
+        numbers[name] = len(numbers)
+        function = functions[name]
+        yield from _nodes(function.node_def, functions, numbers)
+        places = {node.name: str(at) for at, node in enumerate(function.node_def)}
+        for _, name in sorted(function.ret.items()):
+            yield _renamed(name, places)
+
+
+def _renamed(name: str, places: Mapping[str, str]) -> str:
+    """Returns the input of a node ("^name", "name:output:0") with its place."""
+    mark = "^" if name.startswith("^") else ""
+    base, colon, output = name.removeprefix("^").partition(":")
+    return f"{mark}{places.get(base, base)}{colon}{output}"
+
+
+def _resource(tensor: Any) -> Iterator[Any]:
+    """Names the handle of something that lives in a process, if it may hold data."""
+    kinds = [handle.maybe_type_name for handle in tensor.resource_handle_val]
+    if not all(any(one in kind for one in _STATELESS) for kind in kinds):
+        yield Unseen("a resource that a dataset holds")
+
+
+def _array(node: Any) -> np.ndarray:
+    """Returns the value of a constant."""
+    tensor = node.attr["value"].tensor
+    dtype = tf.dtypes.as_dtype(tensor.dtype)
+    return np.asarray(tf.io.parse_tensor(tensor.SerializeToString(), dtype))
+
+
+def _files(attribute: Any) -> Iterator[Any]:
+    """Yields the files whose names an attribute holds, alone, listed or packed."""
+    texts = [attribute.s, *attribute.list.s]
+    tensor = attribute.tensor
+    if tensor.dtype == tf.string.as_datatype_enum:
+        # Longer lists are packed into `tensor_content`, in a form of TensorFlow's.
+        found = tf.io.parse_tensor(tensor.SerializeToString(), tf.string)
+        texts += list(np.ravel(found))
+    named = files_named(text for text in texts if text)
+    if named.identities:
+        yield named
