@@ -127,12 +127,17 @@ def vit():
     yield Trained(losses, model, x[:2])
 
 
-@program(FIELD, "backbone of an encoder and a decoder")
+@program(
+    FIELD,
+    "backbone of an encoder and a decoder",
+    tolerance=0.15,
+    why="three steps, of which float16 skips the first as the loss scale comes down",
+)
 def whisper():
     random = np.random.RandomState(0)
-    ids = tokens(32)
+    ids = tokens(8)
     x = {
-        "encoder_features": random.normal(size=(32, 16, 8)).astype("float32"),
+        "encoder_features": random.normal(size=(8, 16, 8)).astype("float32"),
         "decoder_token_ids": ids,
         "decoder_padding_mask": np.ones_like(ids),
     }
@@ -148,7 +153,7 @@ def whisper():
     h = keras.layers.Dense(VOCABULARY)(backbone.output["decoder_sequence_output"])
     model = keras.Model(backbone.input, h)
     yield model
-    losses = fit(model, x, np.roll(ids, -1, axis=1), from_logits(), epochs=20)
+    losses = fit(model, x, np.roll(ids, -1, axis=1), from_logits())
     yield Trained(losses, model, {k: v[:2] for k, v in x.items()})
 
 

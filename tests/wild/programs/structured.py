@@ -122,7 +122,7 @@ def variable_selection():
     model = keras.Model(inputs, layers.Dense(1)(h))
     yield model
     model.compile(keras.optimizers.Adam(0.02), "mse")
-    history = model.fit(x, y, batch_size=32, epochs=8, verbose=0)
+    history = model.fit(x, y, batch_size=32, epochs=16, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 

@@ -51,7 +51,12 @@ def weather_forecast():
     yield Trained(history.history["loss"], model, x[:, :8])
 
 
-@program("timeseries", "Sequential autoencoder of convolutions, validation split")
+@program(
+    "timeseries",
+    "Sequential autoencoder of convolutions, validation split",
+    tolerance=0.25,
+    why="dropout draws other numbers in half precision, and seeds differ by half",
+)
 def anomaly_autoencoder():
     x, _ = data.waves(n=256)
     model = keras.Sequential(

@@ -11,7 +11,7 @@ from tests.wild.programs.registry import Trained, program
 
 @program("vision", "Sequential")
 def digits_convnet():
-    x, y = data.images()
+    x, y = data.images(n=256)
     model = keras.Sequential(
         [
             keras.Input((8, 8, 1)),
@@ -28,13 +28,13 @@ def digits_convnet():
         "sparse_categorical_crossentropy",
         metrics=["accuracy"],
     )
-    history = model.fit(x, y, batch_size=16, epochs=10, verbose=0)
+    history = model.fit(x, y, batch_size=16, epochs=6, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
 @program("vision", "Functional, residual blocks in a loop")
 def small_xception():
-    x, y = data.images(n=128)
+    x, y = data.images(n=512)
     inputs = keras.Input((8, 8, 1))
     h = layers.Rescaling(2.0, offset=-1.0)(inputs)
     h = layers.Conv2D(4, 3, strides=2, padding="same")(h)
@@ -57,7 +57,7 @@ def small_xception():
         keras.losses.SparseCategoricalCrossentropy(from_logits=True),
     )
     yield model
-    history = model.fit(x, y, batch_size=16, epochs=15, verbose=0)
+    history = model.fit(x, y, batch_size=16, epochs=6, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
 
 
@@ -230,14 +230,14 @@ def transfer_learning():
     first = model.fit(x, y, batch_size=16, epochs=10, verbose=0)
     base.trainable = True
     model.compile(keras.optimizers.Adam(0.002), loss)
-    second = model.fit(x, y, batch_size=16, epochs=5, verbose=0)
+    second = model.fit(x, y, batch_size=16, epochs=15, verbose=0)
     yield Trained(first.history["loss"] + second.history["loss"], model, x[:4])
 
 
 @program("vision", "Functional, image and box heads")
 def object_detection():
-    x, y = data.images(n=32)
-    boxes = np.stack([y / 4, np.zeros(32), (y + 1) / 4, np.ones(32)], axis=1)
+    x, y = data.images(n=256)
+    boxes = np.stack([y / 4, np.zeros(256), (y + 1) / 4, np.ones(256)], axis=1)
     inputs = keras.Input((8, 8, 1))
     h = layers.Conv2D(4, 3, strides=2, activation="relu")(inputs)
     h = layers.Flatten()(h)
@@ -252,5 +252,5 @@ def object_detection():
         metrics={"label": ["accuracy"]},
         loss_weights={"box": 10.0, "label": 1.0},
     )
-    history = model.fit(x, {"box": boxes, "label": y}, 16, 25, verbose=0)
+    history = model.fit(x, {"box": boxes, "label": y}, 16, 12, verbose=0)
     yield Trained(history.history["loss"], model, x[:4])
