@@ -122,6 +122,11 @@ def check_training(result):
     assert tiny["rows"]["keras:mixed_bfloat16"]["answer"] == "undecided"
 
 
+def check_verdict_rates(result):
+    assert len(result["rates"]) > 10
+    assert all(0 <= rate <= 1 for rate in result["rates"].values())
+
+
 CHECKS = {
     script.name: globals()[f"check_{script.stem}"]
     for script in SCRIPTS

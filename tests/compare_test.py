@@ -92,7 +92,7 @@ def test_runs_are_told_as_they_end_and_sorted_in_the_result(started):
     assert [(run.policy, run.seed) for run in told] == started[0]
     pairs = [(run.policy, run.seed) for run in found.runs]
     assert in_words(pairs) == "float32 0, auto 0, float32 1, auto 1"
-    assert found.verdict == "equivalent, not faster"
+    assert found.verdict == "undecided"
 
 
 def test_a_folder_with_runs_is_not_taken_by_mistake(started, tmp_path):
@@ -113,6 +113,24 @@ def test_resuming_runs_what_is_missing_and_what_failed(started, tmp_path):
     found = tfamp.compare(build_nothing, seeds=3, directory=tmp_path, resume=True)
     assert calls == [("auto", 1), ("float32", 2), ("auto", 2)]
     assert len(found.pairs("auto")) == 3
+
+
+def test_each_look_at_more_runs_has_less_error(started, tmp_path):
+    found = tfamp.compare(build_nothing, seeds=2, directory=tmp_path)
+    assert found.num_looks == 1
+    again = {"directory": tmp_path, "resume": True}
+    same = tfamp.compare(build_nothing, seeds=2, **again)
+    assert (same.num_looks, same.verdicts) == (1, found.verdicts)
+    more = tfamp.compare(build_nothing, seeds=3, **again)
+    assert more.num_looks == 2
+    (note,) = [note for note in more.notes if "were judged" in note]
+    assert note.startswith("These runs were judged 2 times as they came in, so this ")
+    # Another metric is another question to the same runs.
+    assert tfamp.compare(build_nothing, seeds=3, metric="loss", **again).num_looks == 3
+    alone = tfamp.compare(build_nothing, seeds=3)
+    assert alone.num_looks == 1
+    one, two = (each.verdicts["auto"].quality for each in (alone, more))
+    assert two.high - two.low > one.high - one.low
 
 
 def test_runs_of_other_settings_do_not_go_on(started, tmp_path):

@@ -14,7 +14,15 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tfamp.cli import main as cli
-from tfamp.compare import child, inference, largest, parcel, profiling, storage
+from tfamp.compare import (
+    child,
+    examples,
+    inference,
+    largest,
+    parcel,
+    profiling,
+    storage,
+)
 from tfamp.compare.job import FILE, Job
 from tfamp.compare.line import Line
 from tfamp.compare.training import train
@@ -318,6 +326,87 @@ def test_many_points_are_joined_by_weight():
     assert curve(run, max_points=4) == ((3, 1.0), (6, 1.0), (9, 1.0), (10, 1.0))
 
 
+# Single examples
+
+
+def classifier(**options):
+    model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("sgd", loss, **{"metrics": ["accuracy"], **options})
+    return model
+
+
+LABELS = (Y[:, 0] > 0).astype("int32")
+FORMS = {
+    "arrays": lambda: (X, LABELS),
+    "a dataset": lambda: tf.data.Dataset.from_tensor_slices((X, LABELS)).batch(16),
+}
+
+
+def measured_examples(model, data, **changed):
+    arrays = data[:2] if isinstance(data, tuple) else (data,)
+    final = model.evaluate(*arrays, verbose=0, return_dict=True)
+    return examples.measure(model, data, {**final, **changed}, batch_size=16), final
+
+
+@pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
+def test_metrics_are_known_of_each_example(make):
+    model = classifier()
+    found, final = measured_examples(model, make())
+    right = model.predict(X, verbose=0).argmax(axis=1) == LABELS
+    assert found.number == 40
+    np.testing.assert_array_equal(found.values["accuracy"], right.astype(np.float32))
+    assert np.mean(found.values["loss"]) == pytest.approx(final["loss"], rel=1e-5)
+
+
+NOT_PER_EXAMPLE = {
+    "an accuracy that fit logged otherwise": ({}, {"accuracy": 0.123}, "accuracy"),
+    "no mean": ({"metrics": [keras.metrics.AUC(from_logits=True)]}, {}, "auc"),
+}
+
+
+@pytest.mark.parametrize(
+    "options, changed, name", NOT_PER_EXAMPLE.values(), ids=NOT_PER_EXAMPLE
+)
+def test_a_metric_that_is_no_mean_over_examples_is_left_out(options, changed, name):
+    model = classifier(**options)
+    if name == "auc":
+        model = functional()
+        model.compile("sgd", "binary_crossentropy", **options)
+    found, _ = measured_examples(model, (X, LABELS), **changed)
+    assert name not in found.values
+    assert found.number == 40
+
+
+def test_weighted_examples_are_counted_and_no_more():
+    found, _ = measured_examples(classifier(), (X, LABELS, np.ones(40, np.float32)))
+    assert (found.values, found.number) == ({}, 40)
+
+
+def test_examples_are_compared_where_all_runs_saw_the_same(tmp_path):
+    pair = Run("float32", 0), Run("auto", 0)
+
+    def write(run, values, fingerprint="a"):
+        given = {"accuracy": np.float32(values)}
+        examples.PerExample(given, fingerprint, 3).write(tmp_path, run.policy, 0)
+
+    assert examples.differences(tmp_path, [pair], "accuracy") is None
+    write(pair[0], [1, 1, 0])
+    write(pair[1], [1, 0, 1])
+    found = examples.differences(tmp_path, [pair], "accuracy")
+    assert found.tolist() == [[0, -1, 1]]
+    assert examples.differences(tmp_path, [pair], "loss") is None
+    write(pair[1], [1, 0, 1], "another order")
+    assert examples.differences(tmp_path, [pair], "accuracy") is None
+
+
+def test_the_order_of_examples_is_in_their_fingerprint():
+    model, turned = classifier(), (X[::-1], LABELS[::-1])
+    first, second = (measured_examples(model, d)[0] for d in ((X, LABELS), turned))
+    assert first.fingerprint != second.fingerprint
+    assert first.fingerprint == measured_examples(model, (X, LABELS))[0].fingerprint
+
+
 # Latencies
 
 
@@ -378,6 +467,8 @@ def test_a_run_has_every_figure(tmp_path, disabled):
     assert run.policy == run.resolved_policy == "mixed_bfloat16"
     assert run.seed == 7
     assert (run.num_epochs, run.num_steps, run.num_parameters) == (3, 6, 4)
+    assert run.num_examples == 40
+    assert (tmp_path / "mixed_bfloat16_seed7.examples").is_file()
     assert [each.batch_size for each in run.latencies] == [2, 20]
     assert 2**26 < run.memory.start_bytes <= run.memory.training_bytes
     assert run.file_bytes > 1000

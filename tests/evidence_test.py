@@ -4,6 +4,7 @@ import dataclasses
 import math
 import re
 
+import numpy as np
 import pytest
 
 from tests import made_evidence
@@ -192,6 +193,77 @@ def test_of_a_loss_more_is_worse_and_the_tolerance_is_a_part():
     assert found.answer == "worse"
     assert found.tolerance == pytest.approx(2.0)
     assert judged(losses((200, 196), (200, 196.1))).answer == "equivalent, not faster"
+
+
+def accuracies(*pairs, number=0):
+    return [
+        tuple(
+            Run(
+                policy,
+                seed,
+                examples_per_second=1.0,
+                final_metrics={"accuracy": value},
+                num_examples=number,
+            )
+            for policy, value in zip(("float32", "auto"), pair, strict=True)
+        )
+        for seed, pair in enumerate(pairs)
+    ]
+
+
+def judged_accuracy(pairs, **options):
+    settings = {"metric": "accuracy", "better": "max", "tolerance": 0.005, **options}
+    return judging.verdict_on(pairs, (), **settings)
+
+
+def test_ties_on_few_examples_do_not_prove_equivalence():
+    found = judged_accuracy(accuracies(*[(0.9, 0.9)] * 3, number=50))
+    assert (found.answer, found.more_seeds) == ("undecided", None)
+    assert found.reason.startswith(
+        "inconclusive, since the tolerance is below what 50 examples can show, of 736 "
+        "or more: the metric may lose"
+    )
+    assert (found.num_examples, found.examples_needed) == (50, 736)
+    assert found.quality.low < -0.05
+    # All right or all wrong is no certainty either.
+    for value in (0.0, 1.0):
+        found = judged_accuracy(accuracies(*[(value, value)] * 3, number=50))
+        assert found.answer == "undecided"
+        assert found.quality.low < -0.05 < 0.05 < found.quality.high
+
+
+def test_an_accuracy_of_unknown_examples_decides_nothing():
+    found = judged_accuracy(accuracies(*[(0.9, 0.9)] * 3))
+    assert found.answer == "undecided"
+    assert found.reason.startswith("on how many examples accuracy was taken is not")
+
+
+def test_an_error_rate_is_taken_for_a_fraction_too():
+    pairs = [
+        tuple(dataclasses.replace(run, final_metrics={"error": 0.1}) for run in pair)
+        for pair in accuracies(*[(0, 0)] * 3, number=50)
+    ]
+    found = judged_accuracy(pairs, metric="error", better="min", tolerance=0.05)
+    assert found.answer == "undecided"
+    assert found.tolerance == pytest.approx(0.005)
+
+
+def test_the_same_examples_show_more_than_two_accuracies():
+    pairs = accuracies(*[(0.9, 0.9)] * 3, number=10_000)
+    assert judged_accuracy(pairs).answer == "undecided"
+    examples = np.zeros((3, 10_000))
+    examples[:, :20], examples[:, 20:40] = 1, -1
+    found = judged_accuracy(pairs, examples=examples)
+    assert found.answer == "equivalent, not faster"
+    # By hand: a deviation of sqrt(0.004) over 100, and quantile 1.96 of the normal.
+    assert found.quality.low == pytest.approx(-1.96 * 0.004**0.5 / 100, rel=0.12)
+
+
+def test_a_metric_that_is_no_fraction_has_a_floor_of_its_resolution():
+    pairs = losses((200, 200), (200, 200))
+    found = judged(pairs)
+    assert found.answer == "equivalent, not faster"
+    assert found.quality.low < 0 < found.quality.high
 
 
 def test_a_metric_that_became_nan_is_worse():

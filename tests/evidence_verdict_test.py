@@ -6,8 +6,9 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusals
-from tfamp.evidence import Interval, Verdict, judge, verdict
-from tfamp.evidence.verdict import interval, more_seeds
+from tfamp.evidence import Interval, Verdict, judge, missing
+from tfamp.evidence.intervals import interval
+from tfamp.evidence.missing import more_seeds
 
 pytest.importorskip("scipy")
 
@@ -30,19 +31,21 @@ def test_the_interval_is_the_one_of_the_t_table():
 def test_the_ratio_is_a_geometric_mean():
     speed = judge([0.0, 0.0], [1.0, 4.0], tolerance=TOLERANCE).speed
     assert speed.estimate == pytest.approx(2.0)
-    # Of logarithms 0 and log 4: quantile 6.314 of t with one degree of freedom.
-    half = 6.3138 * (math.log(4) / math.sqrt(2)) / math.sqrt(2)
-    assert speed.high == pytest.approx(2 * math.exp(half), rel=1e-4)
+    # Of logarithms 0 and log 4: quantile 50.92 of t with one degree of freedom, an
+    # eighth of 5 % on each side.
+    half = 50.92 * (math.log(4) / math.sqrt(2)) / math.sqrt(2)
+    assert math.log(speed.high / 2) == pytest.approx(half, rel=1e-3)
 
 
-# By hand: with three seeds the half width is 2.92 / sqrt(3) = 1.686 deviations.
+# By hand: with three seeds the half width is 4.303 / sqrt(3) = 2.484 deviations, for a
+# difference 8.86 / sqrt(3) = 5.12.
 ANSWERS = {
     "same and faster": ([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], "equivalent and faster"),
     "same and as fast": ([0.001, 0.0, -0.001], SAME_SPEED, "equivalent, not faster"),
     "faster in the noise": ([0.0] * 3, [0.9, 1.1, 1.3], "undecided"),
     "a gain too small to count": (
         [0.0] * 3,
-        [1.02, 1.0, 1.03],
+        [1.01, 1.0, 1.01],
         "equivalent, not faster",
     ),
     "a sure gain too small to count": (
@@ -51,8 +54,13 @@ ANSWERS = {
         "equivalent, not faster",
     ),
     "slower": ([0.0] * 3, [0.5, 0.5, 0.51], "equivalent, not faster"),
-    "better counts as same": ([0.1, 0.2, 0.3], [2, 2, 2.1], "equivalent and faster"),
-    "1 % worse": ([-0.01, -0.011, -0.009], [2.0, 2.0, 2.1], "worse"),
+    "better counts as same": ([0.19, 0.2, 0.21], [2, 2, 2.1], "equivalent and faster"),
+    "1 % worse": ([-0.011, -0.012, -0.01], [2.0, 2.0, 2.1], "worse"),
+    "worse by too little to be sure": (
+        [-0.01, -0.011, -0.009],
+        SAME_SPEED,
+        "undecided",
+    ),
     "noise": ([-0.02, 0.0, 0.02], [2.0, 2.0, 2.1], "undecided"),
     "at the tolerance": ([-0.005] * 3, SAME_SPEED, "equivalent, not faster"),
     "just beyond it": ([-0.00501] * 3, SAME_SPEED, "worse"),
@@ -67,14 +75,14 @@ def test_each_case_has_its_answer(differences, ratios, answer):
 def test_the_sentence_has_the_figures():
     verdict = judge([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], tolerance=TOLERANCE)
     assert str(verdict) == (
-        "equivalent and faster; the metric loses at most 0.001686, where 0.005 is "
-        "allowed; 2 times (1.84 to 2.17) as many examples/s"
+        "equivalent and faster; the metric loses at most 0.002484, where 0.005 is "
+        "allowed; 2 times (1.55 to 2.58) as many examples/s"
     )
     better = judge([0.1, 0.1, 0.1], SAME_SPEED, tolerance=TOLERANCE)
     assert better.reason.startswith("the metric loses at most 0, where")
-    worse = judge([-0.01, -0.011, -0.009], SAME_SPEED, tolerance=TOLERANCE)
+    worse = judge([-0.011, -0.012, -0.01], SAME_SPEED, tolerance=TOLERANCE)
     assert str(worse) == (
-        "worse; the metric loses 0.008314 or more, where 0.005 is allowed"
+        "worse; the metric loses 0.008516 or more, where 0.005 is allowed"
     )
 
 
@@ -95,13 +103,14 @@ def test_as_many_seeds_as_it_asks_for_decide():
     missing = judge(values, [1.0] * 4, tolerance=TOLERANCE).more_seeds
     whole = np.resize(values, 4 + missing)
     whole = 0.01 * (whole - whole.mean()) / whole.std(ddof=1)
-    answer = judge(whole, [1.0] * len(whole), tolerance=TOLERANCE).answer
+    answer = judge(whole, [1.0] * len(whole), tolerance=TOLERANCE, look=2).answer
     assert answer == "equivalent, not faster"
     one_less = whole[:-1]
     one_less = 0.01 * (one_less - one_less.mean()) / one_less.std(ddof=1)
-    verdict = judge(one_less, [1.0] * len(one_less), tolerance=TOLERANCE)
-    assert (verdict.answer, verdict.more_seeds) == ("undecided", 1)
-    assert str(verdict).startswith("undecided: needs 1 more seed;")
+    verdict = judge(one_less, [1.0] * len(one_less), tolerance=TOLERANCE, look=2)
+    assert verdict.answer == "undecided"
+    # A look that decides nothing has spent its error, so the next one needs more.
+    assert verdict.more_seeds > 1
 
 
 def test_a_loss_of_just_the_tolerance_is_told_by_no_number_of_seeds():
@@ -122,7 +131,7 @@ def test_as_many_seeds_as_it_asks_for_tell_faster_from_not_faster():
         values = logs.mean() + (values - values.mean()) * (
             logs.std(ddof=1) / values.std(ddof=1)
         )
-        return judge([0.0] * number, np.exp(values), tolerance=TOLERANCE)
+        return judge([0.0] * number, np.exp(values), tolerance=TOLERANCE, look=2)
 
     enough = 3 + verdict.more_seeds
     assert with_number(enough).answer == "equivalent and faster"
@@ -136,7 +145,7 @@ def test_as_many_seeds_as_it_asks_for_tell_faster_from_not_faster():
 def answers(monkeypatch):
     """Answers on comparisons whose truth is known: seeds scatter by 0.4 %."""
     # Most of the time goes to how many more seeds would decide, which is not asked.
-    monkeypatch.setattr(verdict, "_more", lambda *_: None)
+    monkeypatch.setattr(missing, "_more", lambda *_: None)
 
     def found(*, mean, ratio, seeds, spread=0.004):
         rng = np.random.default_rng(42)
@@ -163,7 +172,7 @@ def test_what_is_worse_by_the_tolerance_is_seldom_called_equivalent(seeds, answe
 def test_what_is_1_percent_worse_is_never_called_equivalent_and_mostly_worse(answers):
     found = answers(mean=-0.01, ratio=2.0, seeds=10)
     assert sum("equivalent" in answer for answer in found) == 0
-    assert found.count("worse") > 0.9 * NUM_COMPARISONS
+    assert found.count("worse") > 0.7 * NUM_COMPARISONS
 
 
 @pytest.mark.parametrize("seeds", [3, 10])

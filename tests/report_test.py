@@ -56,6 +56,13 @@ def judged(answer, *, quality, speed=(1.92, 1.85, 1.99), more=None, seeds=3, rea
     return replace(found, verdicts={"auto": verdict})
 
 
+def few_examples():
+    """Evidence on more seeds than examples are worth."""
+    found = judged("undecided", quality=(0.0, -0.071, 0.071))
+    verdict = replace(found.verdicts["auto"], num_examples=50, examples_needed=736)
+    return replace(found, verdicts={"auto": verdict})
+
+
 def same_under_another_name():
     """Evidence on an "auto" that came to float32."""
     found = judged(
@@ -238,6 +245,12 @@ SENTENCES = {
         "against 0.981, 1 seed, which shows no spread; 2 more seeds may decide; so far "
         "it trains 1.90 times as fast.",
     ),
+    "few examples": (
+        few_examples(),
+        f"Not decided yet whether auto is as accurate as float32: {SEEN}, and 0.071 "
+        "may be lost where 0.005 is allowed; 50 examples are too few to tell, however "
+        f"many seeds there are; so far {FAST}.",
+    ),
     "a failed run": (
         judged(
             "undecided", quality=(math.nan,) * 3, reason="it failed: ValueError: no"
@@ -304,6 +317,8 @@ ADVICE = {
     "one seed": "Measure again with 3 seeds.",
     "at the tolerance": "Train longer, or say with another tolerance what loss counts "
     "as none.",
+    "few examples": "Validate on 736 examples or more, or say with another tolerance "
+    "what loss counts as none.",
     "a failed run": "Mend what failed, and measure again.",
     "no pair": "Look at the errors of the runs, and measure again.",
 }

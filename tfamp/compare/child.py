@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp import _targets, probes
-from tfamp.compare import inference, parcel, profiling, surroundings
+from tfamp.compare import examples, inference, parcel, profiling, surroundings
 from tfamp.compare.in_force import in_force
 from tfamp.compare.job import FILE, Job, file_name
 from tfamp.compare.line import Line
@@ -82,6 +82,8 @@ def _measure(
     )
     _keep_weights(model, trained, folder / name)
     notes = list(trained.notes)
+    num_examples, why = _per_example(model, validation, trained, job, folder, run)
+    notes += why
     if can_reset:
         probes.reset_peak()
     latencies, why = inference.latencies(
@@ -112,6 +114,7 @@ def _measure(
         first_step_seconds=trained.first_step_seconds,
         history=trained.history,
         final_metrics=trained.final_metrics,
+        num_examples=num_examples,
         losses=trained.losses,
         loss_scales=trained.loss_scales,
         skipped_steps=trained.skipped_steps,
@@ -194,6 +197,28 @@ def _keep_weights(model: keras.Model, trained: Trained, path: Path) -> None:
     arrays: dict[str, Any] = {f"after_{i}": array for i, array in enumerate(after)}
     arrays |= {f"before_{i}": array for i, array in enumerate(trained.first_weights)}
     np.savez(f"{path}.npz", **arrays)
+
+
+def _per_example(
+    model: keras.Model,
+    validation: Any,
+    trained: Trained,
+    job: Job,
+    folder: Path,
+    run: Run,
+) -> tuple[int, list[str]]:
+    """Writes the metrics of each example; returns how many, or why they are unknown."""
+    if validation is None:
+        return trained.num_examples, []
+    try:
+        found = examples.measure(
+            model, validation, trained.final_metrics, batch_size=job.batch_size
+        )
+        found.write(folder, run.policy, run.seed)
+        return found.number, []
+    except Exception as error:
+        # Data and metrics of the user's own fail in their own ways; the run is done.
+        return 0, [f"The metric of single examples is not known: {short(error)}"]
 
 
 def _profile(model: keras.Model, data: Any, job: Job, directory: Path) -> list[str]:

@@ -11,6 +11,7 @@ from typing import Any
 from tfamp import _checks
 from tfamp.compare import (
     conclusion,
+    examples,
     largest,
     parcel,
     processes,
@@ -172,6 +173,8 @@ def compare(
             context=storage.context(folder),
             notes=(*notes, *busy),
             profiles=_profiles(folder, job),
+            look=storage.look(folder, runs, choose_metric(runs, metric)),
+            examples=functools.partial(examples.differences, folder),
         )
         storage.end(folder, is_complete=not was_stopped)
     return comparison

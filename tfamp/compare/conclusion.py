@@ -2,12 +2,14 @@
 
 import dataclasses
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
 
 from tfamp.compare.comparison import Comparison
 from tfamp.compare.job import Job
 from tfamp.compare.profiling import side_by_side
-from tfamp.evidence import Context, Run, Variant
+from tfamp.evidence import Context, Run, Variant, looks
 from tfamp.evidence.judging import (
     Better,
     choose_metric,
@@ -18,6 +20,7 @@ from tfamp.evidence.judging import (
 )
 from tfamp.profiles import OperationTimes
 
+PerExample = Callable[[Sequence[tuple[Run, Run]], str], np.ndarray | None]
 # Other work on more than this part of the cores widens the intervals.
 _BUSY = 0.5
 
@@ -33,8 +36,24 @@ def conclude(
     context: Context | None,
     notes: Sequence[str] = (),
     profiles: Mapping[str, OperationTimes] | None = None,
+    look: int = 1,
+    examples: PerExample = lambda pairs, metric: None,
 ) -> Comparison:
-    """Returns the comparison of runs, at least one of them finished."""
+    """Returns the comparison of runs, at least one of them finished.
+
+    Args:
+        job: The settings.
+        runs: All of them.
+        metric: As for `compare`.
+        better: Likewise.
+        tolerance: Likewise.
+        has_validation: Whether the metric was taken on validation data.
+        context: Where they were measured.
+        notes: What a reader should know.
+        profiles: Policy -> its profile.
+        look: Number of this look at the runs.
+        examples: Gives the differences of a metric on each example of pairs of runs.
+    """
     metric = choose_metric(runs, metric)
     better = better or direction(metric)
     reference = choose_reference(job.policies, runs)
@@ -51,6 +70,7 @@ def conclude(
         verdicts={},
         context=context,
         operations=side_by_side(profiles or {}, reference),
+        num_looks=look,
     )
     verdicts = {
         policy: verdict_on(
@@ -63,6 +83,9 @@ def conclude(
             metric=metric,
             better=better,
             tolerance=tolerance,
+            examples=examples(first.pairs(policy), metric),
+            look=look,
+            num_candidates=len(first.candidates),
         )
         for policy in first.candidates
     }
@@ -112,6 +135,13 @@ def _sentences(found: Comparison) -> tuple[str, ...]:
             sentences.append(
                 f"{policy} came to {runs[0].resolved_policy}: {runs[0].reason}"
             )
+    if found.num_looks > 1:
+        rate = 100 * looks.rate_of(found.num_looks)
+        sentences.append(
+            f"These runs were judged {found.num_looks} times as they came in, so this "
+            f"time each claim has an error of at most {rate:.2g} %; all times together "
+            "have at most 5 %."
+        )
     by_policy = {policy: found.finished(policy) for policy in found.policies}
     return (*sentences, *rule_cost(by_policy))
 

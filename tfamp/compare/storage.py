@@ -11,8 +11,21 @@ from tfamp.compare import parcel
 from tfamp.compare.drift import drift
 from tfamp.compare.job import FILE, Job, file_name
 from tfamp.evidence import Context, Run
+from tfamp.results import Record
 
 CONTEXT_FILE = "context.json"
+_LOOKS_FILE = "looks.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Looks(Record):
+    """What was judged at each look at the runs of a folder.
+
+    Args:
+        judged: The metric, and the files of the finished runs by name.
+    """
+
+    judged: tuple[tuple[str, ...], ...] = ()
 
 
 @contextlib.contextmanager
@@ -69,6 +82,21 @@ def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
             if run.is_finished:
                 kept.append(run)
     return kept
+
+
+def look(folder: Path, runs: Sequence[Run], metric: str) -> int:
+    """Returns the number of this look at runs, from 1, and writes it down.
+
+    The same runs judged by the same metric again are no further look.
+    """
+    path = folder / _LOOKS_FILE
+    looks = Looks.from_json(path) if path.is_file() else Looks()
+    names = sorted(file_name(run.policy, run.seed) for run in runs if run.is_finished)
+    seen = (metric, *names)
+    if seen not in looks.judged:
+        looks = Looks((*looks.judged, seen))
+        looks.to_json(path)
+    return looks.judged.index(seen) + 1
 
 
 def log_of(folder: Path, run: Run) -> Path:

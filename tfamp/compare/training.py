@@ -31,6 +31,7 @@ class Trained:
     first_step_seconds: float
     history: dict[str, tuple[float, ...]]
     final_metrics: dict[str, float]
+    num_examples: int
     losses: tuple[tuple[int, float], ...]
     loss_scales: tuple[tuple[int, float], ...]
     skipped_steps: int
@@ -116,6 +117,7 @@ def train(
         first_step_seconds=timer.first_step_seconds,
         history=plain,
         final_metrics=final,
+        num_examples=round(per_step * num_steps / (timer.windows[-1].epoch + 1)),
         losses=curve(timer.windows),
         loss_scales=scales,
         skipped_steps=skipped,

@@ -7,13 +7,9 @@ from typing import Literal
 from tfamp import _checks
 from tfamp.evidence import measures
 from tfamp.evidence.context import Context
+from tfamp.evidence.intervals import Interval, interval_of_ratios
 from tfamp.evidence.runs import Run
-from tfamp.evidence.verdict import (
-    Answer,
-    Interval,
-    Verdict,
-    interval_of_ratios,
-)
+from tfamp.evidence.verdict import Answer, Verdict
 from tfamp.results import Record
 
 
@@ -51,6 +47,7 @@ class Evidence(Record):
         context: Where it was measured; None if no run got so far.
         notes: What a reader should know, one sentence each.
         operations: Policy -> operations by time, where a profile was taken.
+        num_looks: How often runs of this comparison were judged, this time included.
     """
 
     title: str
@@ -68,6 +65,7 @@ class Evidence(Record):
     operations: dict[str, tuple[OperationTime, ...]] = dataclasses.field(
         default_factory=dict, hash=False
     )
+    num_looks: int = 1
 
     @property
     def candidates(self) -> tuple[str, ...]:

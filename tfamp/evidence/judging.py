@@ -4,22 +4,20 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import numpy as np
 
 from tfamp import _checks
+from tfamp.evidence import looks
+from tfamp.evidence.intervals import Interval, interval, interval_of_ratios
 from tfamp.evidence.runs import Run
+from tfamp.evidence.sampling import Fractions, PairedExamples, Sampling
 from tfamp.evidence.variant import Variant
-from tfamp.evidence.verdict import (
-    Interval,
-    Verdict,
-    interval,
-    interval_of_ratios,
-    judge,
-)
+from tfamp.evidence.verdict import Answer, Verdict, judge
 
 Better = Literal["max", "min"]
+_FLOAT32_EPSILON = 2.0**-23
 _UNKNOWN = Interval(math.nan, math.nan, math.nan)
 # Words of a metric's name that say which way is better. Keras puts the name of an
 # output before that of its metric, so the last word that is known decides.
@@ -113,6 +111,9 @@ def verdict_on(
     metric: str,
     better: Better,
     tolerance: float,
+    examples: np.ndarray | None = None,
+    look: int = 1,
+    num_candidates: int = 1,
 ) -> Verdict:
     """Returns the verdict on a policy from its runs.
 
@@ -122,28 +123,38 @@ def verdict_on(
         metric: Name of the metric.
         better: Whether more of it is better, or less.
         tolerance: As `Evidence` has it.
+        examples: The metric of each validation example under the policy minus that
+            under the reference, shape (pairs, examples); None if unknown.
+        look: As for `judge`.
+        num_candidates: Likewise.
     """
     ratios = [
         after.examples_per_second / before.examples_per_second
         for before, after in pairs
     ]
-    speed = interval_of_ratios(ratios)
+    speed = interval_of_ratios(ratios, looks.difference_rate_of(look, num_candidates))
     values = [(a.final_metrics[metric], b.final_metrics[metric]) for a, b in pairs]
     broken = [
         b.seed
         for (_, b), (x, y) in zip(pairs, values, strict=True)
         if math.isfinite(x) and not math.isfinite(y)
     ]
+
+    def without_judgement(
+        answer: Answer, reason: str, quality: Interval = _UNKNOWN, **rest: Any
+    ) -> Verdict:
+        return Verdict(answer, reason, quality, speed, tolerance, len(pairs), **rest)
+
     if broken:
         reason = (
             f"the metric is not a number after training with {_seeds(broken)}, where "
             "the reference's is"
         )
-        return Verdict("worse", reason, _UNKNOWN, speed, tolerance, len(pairs))
+        return without_judgement("worse", reason, quality_effect="worse")
     values = [(x, y) for x, y in values if math.isfinite(x)]
     if len(values) < len(pairs):
         reason = "the reference itself trains to a metric that is not a number"
-        return Verdict("undecided", reason, _UNKNOWN, speed, tolerance, len(pairs))
+        return without_judgement("undecided", reason)
     sign = 1 if better == "max" else -1
     differences = [sign * (y - x) for x, y in values]
     if better == "min" and values:
@@ -153,31 +164,68 @@ def verdict_on(
         reason = (
             f"the run under {first.policy} with seed {first.seed} failed: {first.error}"
         )
-        return Verdict("undecided", reason, _UNKNOWN, speed, tolerance, len(pairs))
+        return without_judgement("undecided", reason)
+    resolution = _FLOAT32_EPSILON * max((abs(x) for x, _ in values), default=0.0)
     if pairs and all(are_same(before, after) for before, after in pairs):
         before, after = pairs[0]
-        return Verdict(
+        return without_judgement(
             "equivalent, not faster",
             f"{after.policy} came to {before.policy} itself, so there is nothing to "
             f"gain or to lose; the ratio of {speed.estimate:.3g} is noise",
-            _of_differences(differences),
-            speed,
-            tolerance,
-            len(pairs),
+            _of_differences(differences, resolution),
+            quality_effect="same",
+            speed_effect="same",
         )
     if len(pairs) < 2:
-        return Verdict(
+        return without_judgement(
             "undecided",
             f"{len(pairs)} seeds show no spread"
             if not pairs
             else "one seed shows no spread",
-            _of_differences(differences) if differences else _UNKNOWN,
-            speed,
-            tolerance,
-            len(pairs),
-            _USUAL_SEEDS - len(pairs),
+            _of_differences(differences, resolution) if differences else _UNKNOWN,
+            more_seeds=_USUAL_SEEDS - len(pairs),
         )
-    return judge(differences, ratios, tolerance=tolerance)
+    number = min(run.num_examples for pair in pairs for run in pair)
+    is_bounded = _is_fraction(values, number, better)
+    sampling: Sampling | None = None
+    if examples is not None:
+        is_bounded = is_bounded and bool(np.abs(examples).max(initial=0.0) <= 1)
+        sampling = PairedExamples(sign * examples, is_bounded)
+    elif is_bounded and number:
+        means = np.mean(values, axis=0) if sign > 0 else 1 - np.mean(values, axis=0)
+        sampling = Fractions(float(means[0]), float(means[1]), number)
+    elif is_bounded:
+        return without_judgement(
+            "undecided",
+            f"on how many examples {metric} was taken is not known, so nothing says "
+            "how far it may be off",
+            _of_differences(differences, resolution),
+        )
+    return judge(
+        differences,
+        ratios,
+        tolerance=tolerance,
+        sampling=sampling,
+        resolution=resolution,
+        look=look,
+        num_candidates=num_candidates,
+    )
+
+
+def _is_fraction(
+    values: Sequence[tuple[float, float]], number: int, better: Better
+) -> bool:
+    """Whether a metric is a mean of values in [0, 1], as accuracies are.
+
+    All metrics in [0, 1] of which more is better are taken for such, and those of
+    which less is better where they are multiples of one part of the examples.
+    """
+    array = np.asarray(values, np.float64)
+    if (array < 0).any() or (array > 1).any():
+        return False
+    parts = array * number
+    is_count = number > 0 and bool((np.abs(parts - np.round(parts)) < 1e-3).all())
+    return better == "max" or is_count
 
 
 def are_same(before: Run, after: Run) -> bool:
@@ -188,9 +236,9 @@ def are_same(before: Run, after: Run) -> bool:
     return first == dataclasses.replace(second, policy=first.policy)
 
 
-def _of_differences(differences: Sequence[float]) -> Interval:
+def _of_differences(differences: Sequence[float], resolution: float) -> Interval:
     if len(differences) > 1:
-        return interval(differences)
+        return interval(differences, resolution=resolution)
     return Interval(differences[0], -math.inf, math.inf)
 
 

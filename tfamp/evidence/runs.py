@@ -143,6 +143,7 @@ class Run(Record):
         history: Metrics after each epoch, as `fit` names them.
         final_metrics: Of the validation data after the last epoch, without "val_";
             of the training data where there is no validation data.
+        num_examples: Examples that those were taken on, 0 if unknown.
         losses: Step and training loss (its mean since the step before, in order).
         loss_scales: Step and loss scale from there on; empty where nothing is scaled.
         skipped_steps: Steps whose gradients were not finite.
@@ -176,6 +177,7 @@ class Run(Record):
     first_step_seconds: float = 0.0
     history: dict[str, tuple[float, ...]] = dataclasses.field(default_factory=dict)
     final_metrics: dict[str, float] = dataclasses.field(default_factory=dict)
+    num_examples: int = 0
     losses: tuple[tuple[int, float], ...] = ()
     loss_scales: tuple[tuple[int, float], ...] = ()
     skipped_steps: int = 0

@@ -7,45 +7,29 @@ Quality is judged by two one-sided t-tests on the paired differences (TOST), whi
 to looking where the t-interval lies: not by "no significant difference", which any test
 with few seeds would grant. A t-interval rather than a bootstrap, since three to ten
 seeds are too few to resample: a bootstrap interval of five values covers far less than
-it states.
+it states. What the validation examples leave open, which the seeds share, is added
+(`tfamp.evidence.sampling`), and looks at a comparison that goes on share the error
+(`tfamp.evidence.looks`).
 """
 
 import dataclasses
-import math
 from collections.abc import Sequence
 from typing import Literal
 
 import numpy as np
 
 from tfamp import _checks
+from tfamp.evidence import looks
+from tfamp.evidence.effects import MIN_GAIN, Effect, effect_of_ratio
+from tfamp.evidence.intervals import Interval, interval_of_ratios
+from tfamp.evidence.missing import examples_needed, more_seeds, more_seeds_for_speed
+from tfamp.evidence.sampling import Sampling, quality_of
 from tfamp.results import Record
 
 Answer = Literal[
     "equivalent and faster", "equivalent, not faster", "worse", "undecided"
 ]
-# Chance of each false claim: "equivalent" for a policy that is worse by the tolerance
-# or more, "worse" for one that is not, "faster" for one that is not.
-ERROR_RATE = 0.05
 MIN_SEEDS = 2
-# A gain of less than this is none: changing the policy has its own cost.
-MIN_GAIN = 1.05
-# Beyond so many seeds more of them is no advice.
-MAX_SEEDS = 1000
-
-
-@dataclasses.dataclass(frozen=True)
-class Interval(Record):
-    """An estimate and where the true value may lie.
-
-    Args:
-        estimate: The mean over seeds; of ratios the geometric mean.
-        low: Lower end; the true value lies below it with a chance of `ERROR_RATE`.
-        high: Upper end, likewise above it.
-    """
-
-    estimate: float
-    low: float
-    high: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,6 +46,12 @@ class Verdict(Record):
         num_seeds: Pairs of runs.
         more_seeds: How many more would decide, if they come out like these; None where
             it is decided, or where more seeds would not help.
+        num_examples: Examples that the metric was taken on, 0 where they were not
+            counted in.
+        examples_needed: How many of them would decide where more seeds would not help;
+            None elsewhere.
+        quality_effect: What the difference of the metric comes to, "" if unknown.
+        speed_effect: What the ratio of examples/s comes to, likewise.
     """
 
     answer: Answer
@@ -71,6 +61,10 @@ class Verdict(Record):
     tolerance: float
     num_seeds: int
     more_seeds: int | None = None
+    num_examples: int = 0
+    examples_needed: int | None = None
+    quality_effect: Effect = ""
+    speed_effect: Effect = ""
 
     @property
     def is_as_good(self) -> bool:
@@ -86,21 +80,32 @@ class Verdict(Record):
 
 
 def judge(
-    differences: Sequence[float], ratios: Sequence[float], *, tolerance: float
+    differences: Sequence[float],
+    ratios: Sequence[float],
+    *,
+    tolerance: float,
+    sampling: Sampling | None = None,
+    resolution: float = 0.0,
+    look: int = 1,
+    num_candidates: int = 1,
 ) -> Verdict:
     """Returns the verdict on a policy against a reference.
 
     Worse means worse by more than `tolerance`; a policy that is better is equivalent.
     Not faster means that a gain of `MIN_GAIN` or more can be ruled out, however sure a
-    smaller one is. Each false
-    claim has a chance of at most 5 %, if differences and logarithms of ratios are about
-    normal.
+    smaller one is. Over all looks together each false claim has a chance of at most
+    5 %, if differences and logarithms of ratios are about normal over seeds.
 
     Args:
         differences: Metric under the policy minus that under the reference, one for
             each seed, signed so that above 0 is better.
         ratios: Examples/s under the policy over that under the reference, likewise.
         tolerance: The loss of the metric that counts as none, above 0.
+        sampling: What the examples of the metric leave open; None counts the seeds
+            alone.
+        resolution: The least difference that the metric can show.
+        look: Number of the look at this comparison, from 1.
+        num_candidates: Policies that are judged beside one another.
 
     Raises:
         ImportError: SciPy is not installed.
@@ -114,13 +119,13 @@ def judge(
         >>> judge([-0.02, -0.021, -0.019], [2.0, 2.0, 2.1], tolerance=0.005).answer
         'worse'
         >>> print(str(judge([0.01, -0.01], [2.0, 2.1], tolerance=0.005)).split(";")[0])
-        undecided: needs 22 more seeds
+        undecided: needs 48 more seeds
 
     Source: Schuirmann, A comparison of the two one-sided tests procedure and the power
     approach for assessing the equivalence of average bioavailability, 1987.
     """
     tolerance = _checks.positive("tolerance", tolerance)
-    quality = interval(_finite("differences", differences))
+    _finite("differences", differences)
     _finite("ratios", ratios, is_positive=True)
     if len(differences) != len(ratios):
         raise ValueError(
@@ -128,18 +133,33 @@ def judge(
             f"{len(ratios)}; expected one of each for every seed. Pass the figures of "
             "the same runs."
         )
-    speed = interval_of_ratios(ratios)
-    more = None
-    if quality.high < -tolerance:
+    rate = looks.rate_of(look, num_candidates)
+    quality = quality_of(differences, rate, sampling, resolution=resolution)
+    sure_rate = looks.difference_rate_of(look, num_candidates)
+    sure = quality_of(differences, sure_rate, sampling, resolution=resolution)
+    speed = interval_of_ratios(ratios, sure_rate)
+    speed_effect = effect_of_ratio(speed, more_is_better=True)
+    quality_effect = _quality_effect(quality, sure, tolerance)
+    more = needed = None
+    if quality_effect == "worse":
         answer: Answer = "worse"
         reason = f"the metric loses {-quality.high:.4g} or more, {_allowed(tolerance)}"
-    elif quality.low < -tolerance:
+    elif quality_effect == "unclear":
         answer = "undecided"
         reason = (
             f"the metric may lose {-quality.low:.4g} or change by {quality.high:+.4g}, "
             f"{_allowed(tolerance)}"
         )
-        more = more_seeds(differences, tolerance=tolerance)
+        needed, why = examples_needed(quality, tolerance, sampling, rate)
+        reason = f"{why}: {reason}" if why else reason
+        if needed is None:
+            more = more_seeds(
+                differences,
+                tolerance=tolerance,
+                sampling=sampling,
+                look=look + 1,
+                num_candidates=num_candidates,
+            )
     else:
         lost = max(0.0, -quality.low)
         reason = (
@@ -148,85 +168,36 @@ def judge(
         )
         if speed.high < MIN_GAIN:
             answer = "equivalent, not faster"
-        elif speed.low > 1:
+        elif speed_effect == "better":
             answer = "equivalent and faster"
         else:
             answer = "undecided"
             reason = f"as accurate, but maybe faster and maybe not: {reason}"
-            more = more_seeds_for_speed(ratios)
-    return Verdict(answer, reason, quality, speed, tolerance, len(ratios), more)
+            more = more_seeds_for_speed(
+                ratios, look=look + 1, num_candidates=num_candidates
+            )
+    return Verdict(
+        answer,
+        reason,
+        quality,
+        speed,
+        tolerance,
+        len(ratios),
+        more,
+        num_examples=0 if sampling is None else sampling.number,
+        examples_needed=needed,
+        quality_effect=quality_effect,
+        speed_effect=speed_effect,
+    )
 
 
-def interval(
-    values: Sequence[float] | np.ndarray, rate: float = ERROR_RATE
-) -> Interval:
-    """Returns the mean of values from a normal distribution, and its t-interval.
-
-    Args:
-        values: At least two.
-        rate: Chance that the true mean lies below it, and that it lies above.
-
-    Example:
-        >>> interval([1.0, 2.0, 3.0])
-        Interval(estimate=2.0, low=0.314..., high=3.685...)
-    """
-    values = np.asarray(values, np.float64)
-    middle = float(np.mean(values))
-    half = _half_width(float(np.std(values, ddof=1)), len(values), rate)
-    return Interval(middle, middle - half, middle + half)
-
-
-def interval_of_ratios(ratios: Sequence[float]) -> Interval:
-    """Returns the geometric mean of ratios and its t-interval.
-
-    Args:
-        ratios: Above 0. Of one nothing is known but itself, so its interval is
-            without end; of none all is NaN.
-
-    Example:
-        >>> interval_of_ratios([2.0, 2.0])
-        Interval(estimate=2.0, low=2.0, high=2.0)
-    """
-    if not len(ratios):
-        return Interval(math.nan, math.nan, math.nan)
-    if len(ratios) == 1:
-        return Interval(float(ratios[0]), 0.0, math.inf)
-    found = interval(np.log(np.asarray(ratios, np.float64)))
-    estimate, low, high = np.exp((found.estimate, found.low, found.high)).tolist()
-    return Interval(estimate, low, high)
-
-
-def more_seeds(differences: Sequence[float], *, tolerance: float) -> int | None:
-    """Returns how many more seeds would decide, if mean and spread stay as they are.
-
-    Returns:
-        None where `MAX_SEEDS` would not be enough: the true loss is about the
-        tolerance itself.
-    """
-    distance = abs(float(np.mean(differences)) + tolerance)
-    return _more(differences, distance)
-
-
-def more_seeds_for_speed(ratios: Sequence[float]) -> int | None:
-    """Returns how many more seeds would tell faster from not faster, likewise."""
-    logarithms = np.log(np.asarray(ratios, np.float64))
-    middle = float(np.mean(logarithms))
-    # From 1, to be faster; from the least gain, to be not.
-    return _more(logarithms, max(middle, math.log(MIN_GAIN) - middle))
-
-
-def _more(values: Sequence[float] | np.ndarray, distance: float) -> int | None:
-    """Returns how many more values bring the interval's half width under a distance."""
-    spread = float(np.std(values, ddof=1))
-    for number in range(len(values) + 1, MAX_SEEDS + 1):
-        if _half_width(spread, number, ERROR_RATE) < distance:
-            return number - len(values)
-    return None
-
-
-def _half_width(spread: float, number: int, rate: float) -> float:
-    stats = _checks.require("scipy.stats", extra="report", purpose="`tfamp.compare`")
-    return float(stats.t.ppf(1 - rate, number - 1)) * spread / math.sqrt(number)
+def _quality_effect(found: Interval, sure: Interval, tolerance: float) -> Effect:
+    """Returns what a difference of the metric comes to; `sure` errs less often."""
+    if sure.high < -tolerance:
+        return "worse"
+    if sure.low > tolerance:
+        return "better"
+    return "as good" if found.low >= -tolerance else "unclear"
 
 
 def _finite(

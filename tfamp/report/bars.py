@@ -7,7 +7,7 @@ import numpy as np
 
 from tfamp._units import join_words
 from tfamp.evidence import Evidence, Interval, Run
-from tfamp.evidence.verdict import interval_of_ratios
+from tfamp.evidence.intervals import interval_of_ratios
 from tfamp.report import figures, rows, strips
 from tfamp.report.figures import Format, format_for
 from tfamp.report.palette import Look

@@ -10,7 +10,7 @@ from typing import Any
 
 from tfamp import _checks
 from tfamp.evidence import Evidence
-from tfamp.evidence.verdict import ERROR_RATE
+from tfamp.evidence.intervals import ERROR_RATE
 from tfamp.report import bars, curves, facts, figures, files, palette, sentences
 from tfamp.report.operations import operation_plots
 from tfamp.report.palette import Look

@@ -9,8 +9,8 @@ from typing import Literal
 import numpy as np
 
 from tfamp.evidence import Evidence, Interval, Run
+from tfamp.evidence.intervals import interval
 from tfamp.evidence.measures import Measure, measures_of
-from tfamp.evidence.verdict import interval
 from tfamp.report import figures
 
 Effect = Literal["better", "worse", "as good", "same", "unclear", "one seed", ""]

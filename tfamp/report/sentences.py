@@ -134,6 +134,11 @@ def advice(evidence: Evidence, policy: str) -> str:
             f"Stay with {reference}, or keep the layers that lose it in float32 "
             "(keep_float32=)."
         )
+    if verdict.examples_needed is not None:
+        return (
+            f"Validate on {verdict.examples_needed:,} examples or more, or say with "
+            "another tolerance what loss counts as none."
+        )
     if (verdict.more_seeds or 0) > _MANY_SEEDS and verdict.is_as_good:
         return "The gain is small beside the noise: measure on an idle machine."
     if (verdict.more_seeds or 0) > _MANY_SEEDS:
@@ -289,6 +294,11 @@ def _missing(evidence: Evidence, verdict: Verdict) -> str:
         return f"which shows no spread; {_more(more or 1)} may decide"
     amount = _amount(evidence, -verdict.quality.low)
     may = f"and {amount} may be {_lost(evidence)} where {_allowed(evidence, verdict)}"
+    if verdict.examples_needed is not None:
+        return (
+            f"{may}; {verdict.num_examples:,} examples are too few to tell, however "
+            "many seeds there are"
+        )
     if more is None:
         return f"{may}; more seeds would not help, the loss is about the tolerance"
     return f"{may}; {_more(more)} would decide if they come out like these"
