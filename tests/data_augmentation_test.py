@@ -550,7 +550,8 @@ def test_skipped_elements_are_not_augmented_and_not_counted_as_epochs():
         return x, y
 
     pipeline = marked().map(refuse).on_error("skip", max_fraction=0.1)
-    dataset = pipeline.augment(add_strength, ramp_epochs=2, seed=1).build()
+    pipeline = pipeline.augment(add_strength, ramp_epochs=2, seed=1)
+    dataset = pipeline.build()
     for added in (0, 50, 100):
         assert [(float(x), int(y)) for x, y in dataset] == [
             (y + added, y) for y in range(24) if y != 5

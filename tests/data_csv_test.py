@@ -19,7 +19,7 @@ RAISE = Settings(num_threads=2, autotune=False)
 
 
 def skip(max_fraction=0.5):
-    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction)))
+    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction), True))
 
 
 def write(path, text):

@@ -139,3 +139,117 @@ test_wrong_uses_are_refused = refusals(REFUSED, lambda call: call(numbers()))
 
 def test_raise_is_what_happens_without_it():
     assert numbers().on_error("raise").stages == ()
+
+
+def test_what_one_build_skips_is_no_other_builds():
+    base = Pipeline.from_dataset(tf.data.Dataset.range(200)).map(refuse)
+    base = base.on_error("skip", max_fraction=0.02)
+    some, all_of_it = base.batch(10), base.batch(50)
+    dataset, other = some.build(), all_of_it.build()
+    assert sum(len(batch) for batch in dataset) == 196
+    assert len(some.skipped) == 4
+    assert (all_of_it.skipped, base.skipped) == ((), ())
+    assert sum(len(batch) for batch in other) == 196
+    assert some.skipped == all_of_it.skipped
+
+
+def test_a_shorter_build_leaves_the_length_of_another_alone():
+    base = numbers(1000).map(refuse).on_error("skip", max_fraction=0.02)
+    whole = base.build()
+    base.subset(50).build()
+    assert len(values(whole)) == 980
+
+
+def test_builds_of_one_pipeline_are_told_together(caplog):
+    pipeline = numbers().map(refuse).on_error("skip", max_fraction=0.02)
+    for _ in range(2):
+        assert len(values(pipeline.build())) == 196
+    assert [one.where for one in pipeline.skipped] == [f"element {x}" for x in BAD]
+    assert "4 so far" in " ".join(pipeline.describe().split())
+    assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 2
+
+
+def damaged_csv(folder, num_bad):
+    lines = [f"{n},0" if n >= num_bad else "bad" for n in range(200)]
+    (folder / "a.csv").write_text("a,b\n" + "\n".join(lines))
+    return Pipeline.from_csv(str(folder / "a.csv"), num_examples=None)
+
+
+def damaged_text(folder, num_bad):
+    lines = [b"fine" if n >= num_bad else b"\xff" for n in range(200)]
+    (folder / "a.txt").write_bytes(b"\n".join(lines))
+    return Pipeline.from_text(str(folder / "a.txt"), num_examples=None)
+
+
+def damaged_records(folder, num_bad):
+    path = folder / "a"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for n in range(200):
+            size = 1 if n >= 200 - num_bad else 2
+            feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[n] * size))
+            features = tf.train.Features(feature={"a": feature})
+            writer.write(tf.train.Example(features=features).SerializeToString())
+    return Pipeline.from_tfrecord(
+        str(path),
+        features={"a": tf.io.FixedLenFeature((2,), tf.int64)},
+        num_examples=None,
+    )
+
+
+def ragged_records(folder, num_bad):
+    path = folder / "a"
+    with tf.io.TFRecordWriter(str(path)) as writer:
+        for n in range(200):
+            ints = tf.train.Feature(int64_list=tf.train.Int64List(value=[n]))
+            text = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"x"]))
+            features = tf.train.Features(
+                feature={"a": text if n >= 200 - num_bad else ints}
+            )
+            writer.write(tf.train.Example(features=features).SerializeToString())
+    return Pipeline.from_tfrecord(
+        str(path), features={"a": tf.io.RaggedFeature(tf.int64)}, num_examples=None
+    )
+
+
+SOURCES = [damaged_csv, damaged_text, damaged_records, ragged_records]
+
+
+@pytest.mark.parametrize("is_batched", [False, True], ids=["rows", "batches"])
+@pytest.mark.parametrize("make", SOURCES)
+def test_what_sources_skip_is_summed_up_and_judged_exactly(
+    tmp_path, make, is_batched, caplog
+):
+    pipeline = make(tmp_path, 4).on_error("skip", max_fraction=0.02)
+    pipeline = pipeline.batch(64) if is_batched else pipeline
+    dataset = pipeline.build()
+    assert sum(1 for _ in dataset) == (4 if is_batched else 196)
+    assert sum(1 for _ in dataset) == (4 if is_batched else 196)
+    assert caplog.text.count("Skipped 4 of 200 elements (2.0 %)") == 1
+    strict = make(tmp_path, 4).on_error("skip", max_fraction=0.019).build()
+    message = "4 of 200 elements cannot be read; expected at most 1.9 %"
+    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
+        list(strict)
+
+
+def test_errors_of_a_source_and_of_a_map_are_judged_together(tmp_path, caplog):
+    pipeline = damaged_csv(tmp_path, 4)
+
+    def refuse_last(row):
+        tf.debugging.assert_less(row["a"], tf.constant(199, row["a"].dtype))
+        return row
+
+    mapped = pipeline.map(refuse_last)
+    assert len(list(mapped.on_error("skip", max_fraction=0.025).build())) == 195
+    assert caplog.text.count("Skipped 5 of 200 elements (2.5 %)") == 1
+    with pytest.raises(tf.errors.InvalidArgumentError, match="5 of 200 elements"):
+        list(mapped.on_error("skip", max_fraction=0.024).build())
+
+
+def test_an_estimate_of_the_length_ends_no_pass_that_is_fine(tmp_path):
+    # By the lines of the first file there would be 307 in all.
+    (tmp_path / "a.txt").write_bytes(b"\n".join([b"x" * 1000] * 300) + b"\n")
+    bad = [b"\xff" if n % 100 == 0 else b"y" for n in range(3000)]
+    (tmp_path / "b.txt").write_bytes(b"\n".join(bad))
+    pipeline = Pipeline.from_text(tmp_path, num_examples=None)
+    dataset = pipeline.on_error("skip", max_fraction=0.01).build()
+    assert sum(1 for _ in dataset) == 300 + 2970

@@ -344,7 +344,17 @@ def test_fitted_imputers_fill_as_scikit_learn_does(make):
     assert targets(filled) == list(labels)
 
 
-def test_an_imputer_that_is_not_fitted_is_fitted_once_at_build_to_the_pipeline():
+def test_each_build_fits_an_imputer_to_its_own_data():
+    values = np.array([0, 100, 2, 102, NAN, NAN], np.float32)[:, None]
+    base = tfamp.data.Pipeline.from_arrays(values).filter(missing=SimpleImputer())
+    validation, train = base.shard(2, 1), base.shard(2, 0)
+    for pipeline, mean in ((validation, 101), (train, 1), (validation, 101)):
+        filled = np.stack([x.numpy() for x in pipeline.build()])
+        assert filled[:, 0].tolist() == [mean - 1, mean + 1, mean]
+    assert "fitted at build" in train.describe()
+
+
+def test_an_imputer_that_is_not_fitted_is_fitted_at_build_to_the_pipeline():
     values, labels = table()
     imputer, reads = SimpleImputer(), []
 
@@ -358,9 +368,8 @@ def test_an_imputer_that_is_not_fitted_is_fitted_once_at_build_to_the_pipeline()
     assert "fitted at build" in stage.explain(dataset, SETTINGS)[0]
     assert reads == []
     filled = applied(stage, dataset)
-    applied(stage, dataset)
     assert len(reads) == len(values)
-    assert "fitted at build" not in stage.explain(dataset, SETTINGS)[0]
+    assert "fitted at build" in stage.explain(dataset, SETTINGS)[0]
     fill = np.nanmean(values.astype(np.float64), axis=0)
     expected = np.where(np.isnan(values), fill, values)
     np.testing.assert_allclose(inputs(filled), expected, rtol=1e-6)
@@ -413,6 +422,15 @@ def test_counts_add_up_over_passes_and_threads():
         "Dropped 18 of 30 elements (60.0 %) in 3 passes: 18 predicate."
     )
     assert DropReport.from_json(report.to_json()) == report
+
+
+def test_what_one_build_drops_is_no_other_builds():
+    base = tfamp.data.Pipeline.from_arrays(np.arange(10)).filter(lambda x: x < 4)
+    some, other = base.batch(2), base.batch(3)
+    list(some.build())
+    list(some.build())
+    assert "Dropped 12 of 20" in " ".join(some.describe().split())
+    assert "Dropped" not in other.describe() + base.describe()
 
 
 def test_log_loses_no_count_between_threads():

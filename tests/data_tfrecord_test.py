@@ -24,7 +24,7 @@ FRAME = 16
 
 
 def skip(max_fraction=0.5):
-    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction)))
+    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction), True))
 
 
 def example(number, with_y=True):

@@ -68,6 +68,13 @@ class DropLog:
             ]
             self._passes += bool(is_end)
 
+    def add_report(self, report: DropReport) -> None:
+        """Adds what another log has counted."""
+        with self._lock:
+            counts = (report.seen, *(report.dropped[one] for one in self.reasons))
+            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
+            self._passes += report.passes
+
     def report(self) -> DropReport:
         """Returns the sums so far."""
         with self._lock:

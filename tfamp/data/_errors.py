@@ -9,7 +9,7 @@ mark, which a later step reports and takes out.
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -23,6 +23,8 @@ from tfamp.results import Record
 # Before a length is known, errors are held against at least this many elements, so
 # that one bad element among the first ten does not end a pass over a million.
 _MIN_SEEN = 1000
+# The first file may have far longer rows than others, and no pass that is fine may end.
+_ESTIMATE_SLACK = 10
 _NAMED_IN_ERROR = 5
 # Stands for the position of the mark behind the last element.
 _END = -1
@@ -42,19 +44,29 @@ class SkippedElement(Record):
 
 
 class ErrorLog:
-    """The elements that were skipped, each once however often it was met.
+    """The elements that a build has skipped, each once however often it was met.
 
     Args:
         max_fraction: Share of elements that may be skipped, in [0, 1].
     """
 
     def __init__(self, max_fraction: float) -> None:
-        self._max_fraction = max_fraction
+        self.max_fraction = max_fraction
         self._found: dict[str, SkippedElement] = {}
         self._length: int | None = None
         self._seen = 0
+        # Of those found, the ones that the source left out, so that no step sees them.
+        self._num_left_out = 0
         self._summed_up = False
         self._lock = threading.Lock()
+
+    @classmethod
+    def of_all(cls, logs: Sequence["ErrorLog"], max_fraction: float) -> "ErrorLog":
+        """Returns a log of what several builds have skipped."""
+        joined = cls(max_fraction)
+        for log in logs:
+            joined._found.update({one.where: one for one in log.skipped})
+        return joined
 
     @property
     def skipped(self) -> tuple[SkippedElement, ...]:
@@ -68,8 +80,8 @@ class ErrorLog:
         """Takes note of how many elements a pass has, where that is known."""
         self._length = length
 
-    def add(self, where: str, message: str, *, seen: int = 0) -> None:
-        """Counts an element; the first one is logged.
+    def add(self, where: str, message: str, *, seen: int) -> None:
+        """Counts an element that a step has met; the first one is logged.
 
         Args:
             where: The file, and the place in it.
@@ -80,32 +92,43 @@ class ErrorLog:
             ValueError: More than the allowed share cannot be read.
         """
         with self._lock:
-            if where in self._found:
-                return
-            self._found[where] = SkippedElement(where, message)
-            self._seen = max(self._seen, seen, len(self._found))
-            if len(self._found) == 1:
-                logging.warning(
-                    "Skipped %s: %s. Further ones are counted; see `.skipped`.",
-                    where,
-                    message,
-                )
-            total = self._length or max(self._seen, _MIN_SEEN)
-            self._check(total)
+            if self._note(where, message):
+                self._seen = max(self._seen, seen + self._num_left_out)
+                total = self._length or max(self._seen, _MIN_SEEN)
+                self._check(total, self._length or self._seen)
+
+    def leave_out(self, where: str, message: str, *, about: int) -> None:
+        """Counts an element that the source does not give; the first one is logged.
+
+        Args:
+            where: The file, and the place in it.
+            message: What went wrong.
+            about: Elements of a pass, as far as that can be told before its end.
+
+        Raises:
+            ValueError: Far more than the allowed share cannot be read.
+        """
+        with self._lock:
+            if self._note(where, message):
+                self._num_left_out += 1
+                most = max(_ESTIMATE_SLACK * about, _MIN_SEEN)
+                self._check(most, f"about {max(about, len(self._found))}")
 
     def finish(self, seen: int) -> None:
         """Ends a pass: checks the share exactly, and sums up once.
 
         Args:
-            seen: Elements met in the pass, with those that were skipped.
+            seen: Elements that the source gave in the pass, with those that a step
+                skipped.
 
         Raises:
             ValueError: More than the allowed share cannot be read.
         """
         with self._lock:
-            self._seen = max(self._seen, seen)
+            self._seen = seen + self._num_left_out
             if self._found:
-                self._check(self._length or self._seen)
+                total = self._length or self._seen
+                self._check(total, total)
             if self._found and not self._summed_up:
                 self._summed_up = True
                 share = len(self._found) / max(1, self._seen)
@@ -116,16 +139,29 @@ class ErrorLog:
                     _units.format_share(share),
                 )
 
-    def _check(self, total: int) -> None:
-        if len(self._found) <= self._max_fraction * total:
+    def _note(self, where: str, message: str) -> bool:
+        """Returns whether an element is a new one, and logs the first of all."""
+        if where in self._found:
+            return False
+        self._found[where] = SkippedElement(where, message)
+        if len(self._found) == 1:
+            logging.warning(
+                "Skipped %s: %s. Further ones are counted; see `.skipped`.",
+                where,
+                message,
+            )
+        return True
+
+    def _check(self, total: int, told: int | str) -> None:
+        if len(self._found) <= self.max_fraction * total:
             return
         first = "; ".join(
             f"{one.where}: {one.message}"
             for one in list(self._found.values())[:_NAMED_IN_ERROR]
         )
         raise ValueError(
-            f"{len(self._found)} of {self._length or self._seen} elements cannot be "
-            f"read; expected at most {_units.format_share(self._max_fraction)} "
+            f"{len(self._found)} of {told} elements cannot be "
+            f"read; expected at most {_units.format_share(self.max_fraction)} "
             f"(`max_fraction`). The first: {first}. Repair or remove them, or raise "
             "`max_fraction` in `.on_error`."
         )
@@ -137,13 +173,26 @@ class OnError(Stage):
 
     Attributes:
         max_fraction: Share of elements that may be skipped.
-        log: What was skipped, by every dataset built from this setting.
+        log: What was skipped by the dataset of one build.
+        is_last: Whether no step behind the source looks for errors, so that the
+            source itself ends a pass.
     """
 
     rank: ClassVar[int] = 0
     name: ClassVar[str] = "on_error"
     max_fraction: float
     log: ErrorLog = dataclasses.field(compare=False)
+    is_last: bool = False
+
+    def for_build(self) -> "OnError":
+        """Returns the setting with a log of its own."""
+        return dataclasses.replace(self, log=ErrorLog(self.max_fraction))
+
+    def after(self, builds: Sequence[Any]) -> "OnError":
+        """Returns the setting with what several builds have skipped."""
+        logs = [build.log for build in builds]
+        joined = ErrorLog.of_all(logs, self.max_fraction)
+        return dataclasses.replace(self, log=joined)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset as it is."""

@@ -55,6 +55,17 @@ class Filter(Stage):
         """Returns what datasets of this stage saw and dropped so far."""
         return self.log.report()
 
+    def for_build(self) -> "Filter":
+        """Returns the filter with counts of its own."""
+        return dataclasses.replace(self, log=DropLog(self.log.reasons))
+
+    def after(self, builds: Sequence[Any]) -> "Filter":
+        """Returns the filter with the counts of several builds."""
+        log = DropLog(self.log.reasons)
+        for build in builds:
+            log.add_report(build.report())
+        return dataclasses.replace(self, log=log)
+
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if elements are batches, or if a rule or the predicate can't act."""
         if looks_batched(dataset.element_spec):
@@ -81,9 +92,10 @@ class Filter(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Judges in parallel, drops in order; an imputer is fitted first if needed."""
-        if self.imputation is not None:
-            self.imputation.fit(dataset)
-        return self.preview(dataset, settings)
+        if self.imputation is None:
+            return self.preview(dataset, settings)
+        fitted = dataclasses.replace(self, imputation=self.imputation.fitted(dataset))
+        return fitted.preview(dataset, settings)
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the same without reading anything."""

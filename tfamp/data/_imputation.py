@@ -1,7 +1,6 @@
 """Fills missing values by a model of scikit-learn, inside a dataset."""
 
 import dataclasses
-import threading
 from typing import Any
 
 import numpy as np
@@ -77,47 +76,33 @@ def fit_imputer(
     return base.clone(imputer).fit(rows)
 
 
-class Fitted:
-    """What fitting has made, behind a lock."""
-
-    def __init__(self, value: Any) -> None:
-        self.value = value
-        self.lock = threading.Lock()
-
-
 @dataclasses.dataclass(frozen=True)
 class Imputation:
-    """An imputer that is fitted when it is first needed.
+    """An imputer, which each build fits to its own data where it is not fitted.
 
     Attributes:
-        imputer: As for `fit_imputer`, fitted or not.
-        fitted: What is used. It follows from the imputer and the data, so pipelines
-            are not compared by it.
+        imputer: As for `fit_imputer`.
+        is_fitted: Whether it is fitted.
     """
 
     imputer: Any
-    fitted: Fitted = dataclasses.field(compare=False)
+    is_fitted: bool
 
     @classmethod
     def of(cls, imputer: Any) -> "Imputation":
         """Returns an imputer that is fitted already, or not yet."""
-        return cls(imputer, Fitted(imputer if _is_fitted(imputer) else None))
+        return cls(imputer, _is_fitted(imputer))
 
     @property
     def name(self) -> str:
         """The class of the imputer."""
         return type(self.imputer).__name__
 
-    @property
-    def is_fitted(self) -> bool:
-        """Whether it was fitted by now."""
-        return self.fitted.value is not None
-
-    def fit(self, dataset: tf.data.Dataset) -> None:
-        """Fits it to a sample of a dataset, unless it is fitted."""
-        with self.fitted.lock:
-            if self.fitted.value is None:
-                self.fitted.value = fit_imputer(dataset, self.imputer)
+    def fitted(self, dataset: tf.data.Dataset) -> "Imputation":
+        """Returns it fitted to a sample of a dataset, itself if it is fitted."""
+        if self.is_fitted:
+            return self
+        return Imputation(fit_imputer(dataset, self.imputer), True)
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises unless inputs are rows of numbers."""
@@ -144,7 +129,7 @@ class Imputation:
         return with_length_of(dataset, chunks.unbatch())
 
     def _transform(self, rows: np.ndarray) -> np.ndarray:
-        filled = np.asarray(self.fitted.value.transform(rows), np.float64)
+        filled = np.asarray(self.imputer.transform(rows), np.float64)
         if filled.shape != rows.shape:
             raise ValueError(
                 f"{self.name} made {filled.shape[1]} features of {rows.shape[1]}; "

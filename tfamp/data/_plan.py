@@ -85,6 +85,9 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
             "`.on_error('skip')` came with `service`; expected one of them, since what "
             "is skipped is counted in this process. Leave one out."
         )
+    if on_error is not None:
+        is_last = not any(isinstance(stage, ElementMap) for stage in rest)
+        on_error = dataclasses.replace(on_error, is_last=is_last)
     settings = dataclasses.replace(settings, errors=on_error)
     first: list[Stage] = []
     start: Callable[[], tf.data.Dataset]

@@ -8,7 +8,7 @@ a new record here with a free rank.
 import abc
 import dataclasses
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -103,6 +103,15 @@ class Stage(abc.ABC):
     @abc.abstractmethod
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns `dataset` with this stage behind it."""
+
+    def for_build(self) -> "Stage":
+        """Returns the stage as one build uses it, with counts of its own."""
+        return self
+
+    def after(self, builds: Sequence["Stage"]) -> "Stage":
+        """Returns the stage with the counts of builds together, to be described."""
+        del builds
+        return self
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns what `apply` returns as far as `describe` can know it.

@@ -8,7 +8,7 @@ from tfamp import _checks
 from tfamp.data import _file_cache
 from tfamp.data._caching import Cache
 from tfamp.data._decode import make_decode
-from tfamp.data._errors import ErrorLog, OnError, SkippedElement
+from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Batch, Map, Prefetch, Shuffle
 from tfamp.data._written import Written
 from tfamp.data.augmentation.stage import make_augment
@@ -107,7 +107,8 @@ class Staging(Written):
             max_fraction: Share of elements that may be skipped. Beyond it the
                 dataset raises InvalidArgumentError with the first few. While the
                 length is unknown, the share is of at least 1,000 elements until the
-                pass has ended.
+                pass has ended; where files are read, of ten times the number that
+                the first of them lets expect.
 
         Returns:
             A pipeline with this stage.
@@ -121,12 +122,6 @@ class Staging(Written):
         if action == "raise":
             return self
         return self._with(OnError(share, ErrorLog(share)))
-
-    @property
-    def skipped(self) -> tuple[SkippedElement, ...]:
-        """The elements that datasets of this pipeline have skipped so far."""
-        logs = [stage.log for stage in self.stages if isinstance(stage, OnError)]
-        return tuple(one for log in logs for one in log.skipped)
 
     def cache(self: PipelineType, where: str | os.PathLike[str]) -> PipelineType:
         """Keeps the elements after their first pass.

@@ -8,7 +8,8 @@ import tensorflow as tf
 from tfamp.data import _plan, _running
 from tfamp.data._choosing import Choosing
 from tfamp.data._cpus import num_usable_cpus
-from tfamp.data._stages import Settings
+from tfamp.data._errors import OnError, SkippedElement
+from tfamp.data._stages import Settings, Stage
 from tfamp.data._staging import Staging
 from tfamp.data._starting import Starting
 from tfamp.data.service import Service
@@ -50,6 +51,11 @@ class Pipeline(Starting, Staging, Choosing):
         3
     """
 
+    # The stages of each build of this pipeline, with what they counted.
+    _builds: list[tuple[Stage, ...]] = dataclasses.field(
+        default_factory=list, init=False, compare=False, repr=False
+    )
+
     def build(
         self, autotune: Autotune = "auto", *, service: Service | None = None
     ) -> tf.data.Dataset:
@@ -70,7 +76,9 @@ class Pipeline(Starting, Staging, Choosing):
             ValueError: No batch would be left, or stages do not go together.
             OSError: The disk is too small for the cache.
         """
-        return _running.run(self._plan(autotune, service))
+        stages = tuple(stage.for_build() for stage in self.stages)
+        self._builds.append(stages)
+        return _running.run(self._plan(stages, autotune, service))
 
     def describe(self, autotune: Autotune = "auto") -> str:
         """Prints the plan as a table: each stage, its setting, and why.
@@ -94,7 +102,7 @@ class Pipeline(Starting, Staging, Choosing):
             >>> [line.split()[0] for line in text.splitlines()[2:]]
             ['source', 'batch', 'prefetch', 'threads']
         """
-        plan = self._plan(autotune)
+        plan = self._plan(self._counted(), autotune)
         if plan.settings.autotune:
             threads = ("tf.data chooses", "autotune=True: may stall an epoch's end")
         else:
@@ -104,11 +112,29 @@ class Pipeline(Starting, Staging, Choosing):
         print(text)
         return text
 
-    def _plan(self, autotune: Autotune, service: Service | None = None) -> _plan.Plan:
+    @property
+    def skipped(self) -> tuple[SkippedElement, ...]:
+        """The elements that datasets built from this very pipeline have skipped."""
+        logs = [stage.log for stage in self._counted() if isinstance(stage, OnError)]
+        return tuple(one for log in logs for one in log.skipped)
+
+    def _counted(self) -> tuple[Stage, ...]:
+        """Returns the stages with the counts of all builds."""
+        return tuple(
+            stage.after([build[number] for build in self._builds])
+            for number, stage in enumerate(self.stages)
+        )
+
+    def _plan(
+        self,
+        stages: tuple[Stage, ...],
+        autotune: Autotune,
+        service: Service | None = None,
+    ) -> _plan.Plan:
         if not isinstance(autotune, bool) and autotune != "auto":
             raise ValueError(
                 f"`autotune` is {autotune!r}; expected 'auto', True or False. Leave it "
                 "out for fixed parallelism."
             )
         settings = Settings(num_usable_cpus(), autotune is True, service=service)
-        return _plan.make_plan(self.source, self.stages, settings)
+        return _plan.make_plan(self.source, stages, settings)

@@ -15,7 +15,7 @@ from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.sources import _blocks
 from tfamp.data.sources._csv_format import DTYPES, NA_VALUES, Format, find_format
 from tfamp.data.sources._csv_parse import Parser
-from tfamp.data.sources._damage import report, tried
+from tfamp.data.sources._damage import report, summed_up, tried
 from tfamp.data.sources._files import find_files
 
 # Rows of files up to this size in all are counted at once, in a tenth of a second.
@@ -81,7 +81,7 @@ class CsvSource(Source):
             return tried(parser, records, repaired)
 
         read = tf.data.Dataset.from_generator(blocks, output_signature=spec)
-        return map_in_order(read, parse, settings)
+        return summed_up(map_in_order(read, parse, settings), settings.errors)
 
     def _of_known_length(
         self, rows: tf.data.Dataset, settings: Settings

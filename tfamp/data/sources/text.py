@@ -13,7 +13,7 @@ from tfamp.data._progress import progress
 from tfamp.data._sources import DATA, Source, files_identity
 from tfamp.data._stages import Settings
 from tfamp.data.sources import _blocks
-from tfamp.data.sources._damage import report
+from tfamp.data.sources._damage import report, summed_up
 from tfamp.data.sources._files import find_files
 from tfamp.data.sources.images import (
     LABEL_DTYPE,
@@ -76,7 +76,7 @@ class TextSource(Source):
         found = tf.data.Dataset.from_generator(
             functools.partial(read, settings), output_signature=spec
         )
-        return found.map(self._finished)
+        return summed_up(found.map(self._finished), settings.errors)
 
     def _finished(self, text: tf.Tensor, label: tf.Tensor) -> Any:
         """Returns texts `(n,)`, with labels `(n,)` if there are any."""

@@ -11,7 +11,13 @@ from tfamp import _checks
 from tfamp.data._sources import DATA, Source, files_identity
 from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.sources import _frames
-from tfamp.data.sources._damage import PARSE_ERRORS, message_of, report, tried
+from tfamp.data.sources._damage import (
+    PARSE_ERRORS,
+    message_of,
+    report,
+    summed_up,
+    tried,
+)
 from tfamp.data.sources._files import find_files
 from tfamp.data.sources._tfrecord_files import (
     check_features,
@@ -95,7 +101,8 @@ class TfrecordSource(Source):
                 only if self.features is None else map_in_order(only, parse, settings)
             )
         if self.features is None:
-            return chunks.map(lambda file, first, records: records)
+            records = chunks.map(lambda file, first, records: records)
+            return summed_up(records, settings.errors)
 
         @tf.autograph.experimental.do_not_convert
         def parse_or_name(file: tf.Tensor, first: tf.Tensor, records: tf.Tensor) -> Any:
@@ -108,7 +115,7 @@ class TfrecordSource(Source):
 
             return tried(self._parse, records, repaired)
 
-        return map_in_order(chunks, parse_or_name, settings)
+        return summed_up(map_in_order(chunks, parse_or_name, settings), settings.errors)
 
     def _parse(self, records: tf.Tensor) -> Any:
         return tf.io.parse_example(records, self.features)
