@@ -17,7 +17,7 @@ import tensorflow as tf
 
 from tfamp.data import Pipeline
 from tfamp.data import _caching as caching
-from tfamp.data._file_cache import _HELD, CacheFiles, is_in_use
+from tfamp.data._file_cache import _HELD, CacheFiles, fill_or_read, kept_from_others
 
 ROOT = Path(__file__).parents[1]
 FACTOR = 2
@@ -55,6 +55,20 @@ def let_go():
 def nothing_held():
     yield
     let_go()
+
+
+def remove_data(files):
+    for path in files.parts():
+        path.unlink()
+
+
+def left_in(folder):
+    """Returns what is there beside the empty files that are locked."""
+    return [
+        path
+        for path in folder.iterdir()
+        if path.suffix != ".lock" or path.stat().st_size > 0
+    ]
 
 
 def only(folder, name="train"):
@@ -145,9 +159,9 @@ def test_a_half_written_cache_is_built_again(tmp_path, caplog):
     files = only(tmp_path)
     let_go()
     # What a killed process leaves: no index, its lock and a part of the data.
-    files.stem.with_name(f"{files.stem.name}.index").unlink()
-    files.stem.with_name(f"{files.stem.name}_0.lockfile").write_text("Created at: 1")
-    files.record.write_text("")
+    data = files.read()["data"]
+    (tmp_path / f"{data}.index").unlink()
+    (tmp_path / f"{data}_0.lockfile").write_text("Created at: 1")
     (tmp_path / "train_of_another.txt").write_text("mine")
     dataset = numbers().cache(tmp_path / "train").build()
     assert "was left unfinished by a process that has ended" in caplog.text
@@ -180,12 +194,22 @@ def test_a_writer_that_was_killed_does_not_stop_the_next_one(tmp_path):
         capture_output=True,
     )
     assert killed.returncode == -signal.SIGKILL, killed.stderr[-2000:]
-    left = only(tmp_path)
+    (lock,) = tmp_path.glob("*.lock")
+    left = CacheFiles(path, lock.stem.removeprefix("train-"))
     assert left.parts()
     assert not left.is_complete
     assert [int(x) for x in deadly(path).build()] == list(range(1000))
     # Its own place: the same pipeline has the same name in every process.
     assert caches(tmp_path) == [left.record.name]
+
+
+def test_what_a_killed_writer_left_goes_with_the_next_version(tmp_path):
+    left = tmp_path / "train-0123456789ab-01234567_0.data-00000-of-00001"
+    kept = tmp_path / "train-0123456789ab_of_another.index"
+    for path in (left, kept):
+        path.write_text("half")
+    numbers().cache(tmp_path / "train").build()
+    assert (left.exists(), kept.exists()) == (False, True)
 
 
 def test_one_waits_for_the_process_that_fills_the_cache(tmp_path):
@@ -195,22 +219,21 @@ def test_one_waits_for_the_process_that_fills_the_cache(tmp_path):
     let_go()
     slept = []
     # flock sees another open file of this process as another owner.
-    with files.record.open("r+") as other:
+    with files.lock.open("r+") as other:
         fcntl.flock(other, fcntl.LOCK_EX)
 
         def sleep(seconds):
             slept.append(seconds)
             fcntl.flock(other, fcntl.LOCK_SH)
 
-        with files.owned_or_complete(sleep) as is_owner:
-            assert not is_owner
+        assert not fill_or_read(files, pytest.fail, sleep)
     assert len(slept) == 1
 
 
 def test_a_cache_may_be_read_by_many_and_filled_by_none_of_them(tmp_path):
     fcntl = pytest.importorskip("fcntl")
     numbers().cache(tmp_path / "train").build()
-    with only(tmp_path).record.open("r+") as other:
+    with only(tmp_path).lock.open("r+") as other:
         fcntl.flock(other, fcntl.LOCK_SH | fcntl.LOCK_NB)
         with pytest.raises(BlockingIOError):
             fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -222,8 +245,8 @@ def test_files_that_go_while_others_read_them_are_an_error(tmp_path):
     pipeline.build()
     files = only(tmp_path)
     let_go()
-    files.remove_data()
-    with files.record.open("r+") as other:
+    remove_data(files)
+    with files.lock.open("r+") as other:
         fcntl.flock(other, fcntl.LOCK_SH)
         message = "is read by another process, and its files have gone; expected them"
         with pytest.raises(ValueError, match=re.escape(message)):
@@ -233,7 +256,7 @@ def test_files_that_go_while_others_read_them_are_an_error(tmp_path):
 def test_files_that_were_deleted_between_two_builds_are_written_again(tmp_path):
     pipeline = numbers().cache(tmp_path / "train")
     pipeline.build()
-    only(tmp_path).remove_data()
+    remove_data(only(tmp_path))
     assert rows(pipeline.build()) == rows(numbers().build())
 
 
@@ -247,7 +270,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
     with pytest.raises(OSError, match=re.escape(message)) as caught:
         pipeline.build()
     assert caught.value.errno == errno.ENOSPC
-    assert list(tmp_path.iterdir()) == []
+    assert left_in(tmp_path) == []
 
 
 def test_the_size_of_varying_elements_is_estimated_from_the_first(tmp_path):
@@ -269,9 +292,15 @@ def test_a_full_disk_ends_in_a_clear_error_and_leaves_nothing(
     tmp_path, files_of_100_kb
 ):
     pipeline = Pipeline.from_arrays(np.zeros((100, 1000))).cache(tmp_path / "train")
-    with pytest.raises(OSError, match="The disk of .* What was written is removed."):
+    # Of 100 elements of 8,000 bytes 96 are counted, eight at a time, before tf.data
+    # writes any: it keeps 8 MiB first.
+    message = (
+        "was full when 750 KiB of about 781 KiB of the cache were made; expected room "
+        "for all of it. What was written is removed, and "
+    )
+    with pytest.raises(OSError, match=re.escape(message)):
         pipeline.build()
-    assert list(tmp_path.iterdir()) == []
+    assert left_in(tmp_path) == []
 
 
 def test_an_error_while_filling_leaves_nothing(tmp_path):
@@ -282,7 +311,7 @@ def test_an_error_while_filling_leaves_nothing(tmp_path):
     pipeline = numbers().map(fail).cache(tmp_path / "train")
     with pytest.raises(tf.errors.InvalidArgumentError, match="seven"):
         pipeline.build()
-    assert list(tmp_path.iterdir()) == []
+    assert left_in(tmp_path) == []
 
 
 def test_the_length_is_known_once_the_files_are_filled(tmp_path):
@@ -319,10 +348,117 @@ def test_describing_touches_no_file_and_shows_size_and_use(tmp_path):
 def test_a_cache_that_another_one_reads_is_in_use(tmp_path):
     fcntl = pytest.importorskip("fcntl", reason="Windows locks no files this way")
     files = CacheFiles(tmp_path / "train", "0123")
-    files.record.touch()
-    assert not is_in_use(files)
     # A file that was opened apart has a lock of its own, as another process's does.
-    with files.record.open() as reader:
+    with files.lock.open("w") as reader:
         fcntl.flock(reader, fcntl.LOCK_SH)
-        assert is_in_use(files)
-    assert not is_in_use(files)
+        with kept_from_others(files) as is_unused:
+            assert not is_unused
+    with kept_from_others(files) as is_unused:
+        assert is_unused
+        with files.lock.open() as reader, pytest.raises(BlockingIOError):
+            fcntl.flock(reader, fcntl.LOCK_SH | fcntl.LOCK_NB)
+
+
+def test_parts_of_a_stream_keep_their_caches_beside_each_other(tmp_path):
+    stream = Pipeline.from_dataset(tf.data.Dataset.range(20).filter(lambda x: x > 1))
+    found = []
+    for fraction, seed in ((0.5, 1), (0.5, 2), (0.5, 1)):
+        part = stream.subset(fraction, seed=seed).cache(tmp_path / "train")
+        found.append([int(x) for x in part.build()])
+        let_go()  # as a process ends
+    assert found[0] == found[2]
+    assert len(caches(tmp_path)) == 2
+    counts = {json.loads(path.read_text())["hits"] for path in tmp_path.glob("*.tfamp")}
+    assert counts == {0, 1}
+
+
+ENDLESS = {
+    "repeated": lambda: Pipeline.from_dataset(tf.data.Dataset.range(3).repeat()),
+    "filtered behind it": lambda: Pipeline.from_dataset(
+        tf.data.Dataset.range(3).repeat()
+    ).filter(lambda x: x > 0),
+}
+
+
+@pytest.mark.parametrize("make", ENDLESS.values(), ids=ENDLESS)
+def test_elements_without_end_are_no_cache(tmp_path, make):
+    pipeline = make().cache(tmp_path / "train")
+    message = "would never be full: the elements before it repeat without end."
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline.build()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_part_of_elements_without_end_is_cached(tmp_path):
+    endless = Pipeline.from_dataset(tf.data.Dataset.range(3).repeat().take(7))
+    assert len(list(endless.cache(tmp_path / "train").build())) == 7
+
+
+def reading(x):
+    with open("factor.txt") as file:
+        return x * int(file.read())
+
+
+def test_what_is_not_seen_stands_in_the_plan_and_may_be_refused(tmp_path):
+    def scaled(x, y):
+        return tf.numpy_function(reading, [x], tf.int64), y
+
+    pipeline = numbers().map(scaled)
+    name = f"what `open` reads in {__name__}.reading"
+    described = " ".join(pipeline.cache(tmp_path / "train").describe().split())
+    assert "does not notice" in described
+    assert f"{__name__}.reading" in described
+    message = f"would not notice changes in: {name}; with `unseen='error'` expected"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        pipeline.cache(tmp_path / "train", unseen="error").build()
+    assert list(tmp_path.iterdir()) == []
+    seen = numbers().map(double).cache(tmp_path / "train", unseen="error")
+    assert len(rows(seen.build())) == 10
+
+
+def test_another_word_for_unseen_is_an_error(tmp_path):
+    with pytest.raises(ValueError, match="`unseen`"):
+        numbers().cache(tmp_path / "train", unseen="raise")
+
+
+def test_a_record_is_never_half_written(tmp_path, monkeypatch):
+    numbers().cache(tmp_path / "train").build()
+    files = only(tmp_path)
+    before = files.read()
+    write = Path.write_text
+
+    def broken_off(path, text):
+        write(path, text[: len(text) // 2])
+        raise OSError(errno.ENOSPC, "no space")
+
+    monkeypatch.setattr(Path, "write_text", broken_off)
+    with pytest.raises(OSError, match="no space"):
+        files.write(before)
+    assert files.read() == before
+
+
+def test_a_data_file_that_was_cut_short_is_no_cache(tmp_path):
+    pipeline = numbers().cache(tmp_path / "train")
+    pipeline.build()
+    let_go()
+    files = only(tmp_path)
+    largest = max(files.parts(), key=lambda path: path.stat().st_size)
+    largest.write_bytes(largest.read_bytes()[:-1])
+    assert not files.is_complete
+    assert rows(pipeline.build()) == rows(numbers().build())
+
+
+def test_a_failed_build_leaves_the_file_that_others_wait_for(tmp_path):
+    pytest.importorskip("fcntl")
+
+    def fail(x, y):
+        tf.debugging.assert_less(x, tf.constant(7, x.dtype), message="seven")
+        return x, y
+
+    pipeline = numbers().map(fail).cache(tmp_path / "train")
+    inodes = set()
+    for _ in range(2):
+        with pytest.raises(tf.errors.InvalidArgumentError, match="seven"):
+            pipeline.build()
+        inodes |= {path.stat().st_ino for path in tmp_path.iterdir()}
+    assert len(inodes) == 1

@@ -1,12 +1,15 @@
 """Files that hold the elements of a pipeline: whose they are, and whether whole.
 
 A cache lies in files whose names begin with the user's path and the pipeline's
-fingerprint, so a changed pipeline has other files, and none reads another's. The
-format is that of tf.data's own file cache, which writes `<name>.index` last: without
-it a cache is unfinished. Beside it lies `<name>.tfamp`, which says what the cache
-holds. Whoever fills the cache holds an exclusive `flock` on that file, whoever reads
-it a shared one for the life of the process. The system releases both when a process
-ends, however it ends, so a lock that stands belongs to someone alive.
+fingerprint, so a changed pipeline has other files, and none reads another's. Whoever
+fills it writes files under a name of its own, in the format of tf.data's file cache,
+and then puts a record into place, `<name>.tfamp`, which says which files they are and
+how long each is. Nobody reads a file that no record names, and a record appears whole:
+so nothing that is half written is ever read, whatever becomes of writers and locks.
+
+Locks keep two processes from doing the same work, and files that are read from being
+removed. Whoever fills has an exclusive lock on `<name>.lock`, whoever reads a shared
+one until the process ends, however it ends. That file is empty and stays.
 """
 
 import contextlib
@@ -14,6 +17,8 @@ import dataclasses
 import json
 import os
 import re
+import secrets
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -21,15 +26,15 @@ from typing import Any
 
 from absl import logging
 
-try:
-    import fcntl
-except ImportError:  # Windows has none: there a cache has one user at a time.
-    fcntl = None  # type: ignore[assignment]
+from tfamp import _files
+from tfamp.data._file_locks import Lease, UnsupportedError, try_lock
 
-_CAN_LOCK = fcntl is not None
 _POLL_SECONDS = 0.1
-# Open files by name of the record; never closed, or the lock would be released.
+# Others that only look have a shared lock for less than one look at them.
+_LOOKS = 5
+# Open files by name of the lock; never closed, or the lock would be released.
 _HELD: dict[Path, int] = {}
+_HOLDING = threading.Lock()
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
@@ -71,134 +76,219 @@ class CacheFiles:
 
     @property
     def stem(self) -> Path:
-        """What tf.data is given as the cache's file name."""
+        """What the names of all files of this cache begin with."""
         return self.path.with_name(f"{self.path.name}-{self.digest}")
 
     @property
     def record(self) -> Path:
-        """The file that is locked, and says what the cache holds."""
+        """The file that says what the cache holds, and in which files."""
         return self.path.with_name(f"{self.stem.name}.tfamp")
 
     @property
-    def is_complete(self) -> bool:
-        """Whether both tf.data and tfamp finished writing."""
-        index = self.stem.with_name(f"{self.stem.name}.index")
-        return index.exists() and "num_elements" in self.read()
+    def lock(self) -> Path:
+        """The file that is locked; empty."""
+        return self.path.with_name(f"{self.stem.name}.lock")
 
-    def parts(self) -> list[Path]:
-        """Returns the data files here, whole or left unfinished."""
-        pattern = re.compile(re.escape(self.stem.name) + r"(_\d+)?\.(?!tfamp$).+")
+    @property
+    def is_complete(self) -> bool:
+        """Whether there is a record, and all files are as it says."""
+        return bool(self.read())
+
+    def new_data(self) -> Path:
+        """Returns a name for tf.data's files that nothing has had before."""
+        return self.path.with_name(f"{self.stem.name}-{secrets.token_hex(4)}")
+
+    def parts(self, data: str | None = None) -> list[Path]:
+        """Returns the data files here, whole or left unfinished.
+
+        Args:
+            data: The name that was given to tf.data, None for any.
+        """
+        name = (
+            re.escape(data) if data else rf"{re.escape(self.stem.name)}-[0-9a-f]{{8}}"
+        )
+        pattern = re.compile(name + r"(_\d+)?\..+")
         found = self.path.parent.iterdir()
         return sorted(path for path in found if pattern.fullmatch(path.name))
 
     @property
     def num_bytes(self) -> int:
         """What the data files hold now."""
-        total = 0
-        for path in self.parts():
-            with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
-                total += path.stat().st_size
-        return total
+        return sum(_sizes(self.parts()).values())
 
     def read(self) -> dict[str, Any]:
-        """Returns what the record says, nothing where there is none."""
+        """Returns the record of a cache that is whole, nothing of any other."""
         try:
-            return dict(json.loads(self.record.read_text()))
-        except (OSError, ValueError):
-            return {}
+            record = dict(json.loads(self.record.read_text()))
+            files = record["files"]
+            folder = self.path.parent
+            if all((folder / name).stat().st_size == files[name] for name in files):
+                return record
+        except (OSError, ValueError, KeyError):
+            pass
+        return {}
 
     def write(self, contents: dict[str, Any]) -> None:
-        """Writes the record in place: its locks belong to this very file."""
-        self.record.write_text(json.dumps(contents))
+        """Puts a record into place, which makes the files it names the cache."""
+        with _files.whole(self.record) as beside:
+            beside.write_text(json.dumps(contents))
 
-    def remove_data(self) -> None:
-        """Removes the data files."""
-        for path in self.parts():
-            path.unlink(missing_ok=True)
-
-    def remove(self) -> None:
-        """Removes the data files and the record."""
-        self.remove_data()
-        self.record.unlink(missing_ok=True)
-
-    @contextlib.contextmanager
-    def owned_or_complete(
-        self, sleep: Callable[[float], None] = time.sleep
-    ) -> Iterator[bool]:
-        """Waits until the cache is whole, or this process alone may fill it.
-
-        On leaving, this process holds the cache as a reader until it ends, unless
-        an exception passes through.
-
-        Args:
-            sleep: Waits for some seconds.
-
-        Yields:
-            Whether the cache is to be filled here.
+    def publish(self, data: Path, contents: dict[str, Any]) -> None:
+        """Makes files that were written the cache.
 
         Raises:
-            ValueError: Others read it, and its files have gone.
+            OSError: There are none, as where somebody has removed them.
         """
-        if not _CAN_LOCK:
-            yield not self.is_complete
-            return
-        locked = _HELD.pop(self.record, None)
-        if locked is None:
-            locked = os.open(self.record, os.O_RDWR | os.O_CREAT, 0o666)
-        try:
-            is_owner = self._wait(locked, sleep)
-            yield is_owner
-        except BaseException:
-            os.close(locked)
-            raise
-        fcntl.flock(locked, fcntl.LOCK_SH)
-        _HELD[self.record] = locked
+        files = _sizes(self.parts(data.name))
+        if f"{data.name}.index" not in files:
+            raise FileNotFoundError(
+                f"The cache files {str(data)!r} are gone before they were all written; "
+                "expected nobody to remove them. Build again."
+            )
+        self.write({**contents, "data": data.name, "files": files})
 
-    def _wait(self, locked: int, sleep: Callable[[float], None]) -> bool:
-        """Returns whether this process owns the cache, or may read it."""
-        is_told = False
-        while True:
-            if _try(locked, fcntl.LOCK_EX):
-                return not self.is_complete
-            if _try(locked, fcntl.LOCK_SH):
-                if self.is_complete:
-                    return False
-                raise ValueError(
-                    f"Cache {str(self.stem)!r} is read by another process, and its "
-                    "files have gone; expected them whole. Wait for that process to "
-                    "end, or choose another path."
-                )
-            if not is_told:
-                is_told = True
-                logging.info("Waiting for the process that fills %s.", self.stem)
+    def remove_unnamed(self) -> list[Path]:
+        """Removes and returns what the record does not name, as a killed process left.
+
+        Only for whoever has the exclusive lock.
+        """
+        named = self.read().get("files", {})
+        left = [path for path in self.parts() if path.name not in named]
+        beside = f".{self.record.name}.*{_files.BESIDE}"
+        for path in [*left, *self.path.parent.glob(_escaped(beside))]:
+            path.unlink(missing_ok=True)
+        return left
+
+    def remove(self) -> None:
+        """Removes the record and the data files; the lock's file stays."""
+        self.record.unlink(missing_ok=True)
+        self.remove_unnamed()
+
+
+def fill_or_read(
+    files: CacheFiles,
+    fill: Callable[[], None],
+    sleep: Callable[[float], None] = time.sleep,
+) -> bool:
+    """Fills a cache, or waits until another process has; it stays until this one ends.
+
+    Args:
+        files: The cache.
+        fill: Writes and publishes it, or raises and leaves nothing.
+        sleep: Waits for some seconds.
+
+    Returns:
+        Whether it was filled here.
+
+    Raises:
+        ValueError: Others read it, and its files have gone.
+        OSError: The lock's file cannot be opened or locked.
+    """
+    with _HOLDING:
+        if files.lock in _HELD:
+            if files.is_complete:
+                return False
+            os.close(_HELD.pop(files.lock))
+    try:
+        return _fill_or_read(files, fill, sleep)
+    except UnsupportedError:
+        return _fill_with_lease(files, fill, sleep)
+
+
+def _fill_or_read(
+    files: CacheFiles, fill: Callable[[], None], sleep: Callable[[float], None]
+) -> bool:
+    is_filled = is_told = False
+    looks = 0
+    while True:
+        locked = try_lock(files.lock, is_shared=False)
+        if locked is not None:
+            try:
+                if not files.is_complete:
+                    fill()
+                    is_filled = True
+            finally:
+                os.close(locked)
+        # A lock cannot be changed without a moment in which another may have it: the
+        # cache is looked at again under the one that stays.
+        shared = try_lock(files.lock, is_shared=True)
+        if shared is not None:
+            if files.is_complete:
+                with _HOLDING:
+                    if _HELD.setdefault(files.lock, shared) != shared:
+                        os.close(shared)
+                return is_filled
+            os.close(shared)
+        looks = looks + 1 if shared is not None else 0
+        if looks > _LOOKS:
+            raise ValueError(
+                f"Cache {str(files.stem)!r} is read by another process, and its files "
+                "have gone; expected them whole. Wait for that process to end, or "
+                "choose another path."
+            )
+        if not is_told:
+            is_told = True
+            logging.info("Waiting for the process that fills %s.", files.stem)
+        sleep(_POLL_SECONDS)
+
+
+def _fill_with_lease(
+    files: CacheFiles, fill: Callable[[], None], sleep: Callable[[float], None]
+) -> bool:
+    """Fills a cache where there are no locks; two that do both leave a whole one."""
+    lease = Lease(files.path.with_name(f"{files.stem.name}.owner"))
+    logging.info(
+        "%s lies on a file system without locks: caches there are never removed.",
+        files.path,
+    )
+    while not files.is_complete:
+        if lease.try_take(sleep):
+            with lease.kept():
+                if not files.is_complete:
+                    fill()
+                    return True
+        else:
             sleep(_POLL_SECONDS)
+    return False
+
+
+@contextlib.contextmanager
+def kept_from_others(files: CacheFiles) -> Iterator[bool]:
+    """Yields whether nobody reads or fills a cache, and sees that nobody begins."""
+    opened = None
+    if files.lock not in _HELD:
+        with contextlib.suppress(OSError, UnsupportedError):
+            opened = try_lock(files.lock, is_shared=False)
+    try:
+        yield opened is not None
+    finally:
+        if opened is not None:
+            os.close(opened)
 
 
 def others(files: CacheFiles) -> list[CacheFiles]:
-    """Returns the caches of other pipelines that begin with the same path."""
+    """Returns the caches of other pipelines that begin with the same path.
+
+    What a killed process left counts too, which no record names.
+    """
     name = re.escape(files.path.name)
-    pattern = re.compile(rf"{name}-([0-9a-f]+)\.tfamp")
+    data = r"-[0-9a-f]{8}(?:_\d+)?\..+"
+    pattern = re.compile(rf"{name}-([0-9a-f]+)(?:\.tfamp|{data})")
     matches = (pattern.fullmatch(path.name) for path in files.path.parent.iterdir())
-    digests = sorted(match[1] for match in matches if match)
+    digests = sorted({match[1] for match in matches if match})
     return [
         CacheFiles(files.path, digest) for digest in digests if digest != files.digest
     ]
 
 
-def is_in_use(files: CacheFiles) -> bool:
-    """Whether a process reads or fills a cache, this one included."""
-    if not _CAN_LOCK or files.record in _HELD:
-        return True
-    try:
-        with files.record.open("r+") as record:
-            return not _try(record.fileno(), fcntl.LOCK_EX)
-    except OSError:
-        return True
+def _sizes(paths: list[Path]) -> dict[str, int]:
+    found = {}
+    for path in paths:
+        with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
+            found[path.name] = path.stat().st_size
+    return found
 
 
-def _try(locked: int, kind: int) -> bool:
-    try:
-        fcntl.flock(locked, kind | fcntl.LOCK_NB)
-    except OSError:  # held by another, or a file system without locks
-        return False
-    return True
+def _escaped(pattern: str) -> str:
+    """Returns a pattern in which only `*` has a meaning."""
+    return re.sub(r"([\[?])", r"[\1]", pattern)

@@ -17,7 +17,7 @@ from tfamp.data._decode import with_whole_batches
 from tfamp.data._elements import bytes_of_element, known_length
 from tfamp.data._errors import Careful, OnError
 from tfamp.data._fingerprint import Fingerprint, fingerprint
-from tfamp.data._sources import RandomAccess, Source
+from tfamp.data._sources import DatasetSource, RandomAccess, Source
 from tfamp.data._stages import (
     SHUFFLE_BUFFER_BYTES,
     Batch,
@@ -115,8 +115,11 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
     steps = [*first, *rest]
     for number, step in enumerate(steps):
         if isinstance(step, Cache) and step.path is not None:
-            before = functools.partial(_fingerprint, source, tuple(steps[:number]))
-            steps[number] = FileCache(step.path, before)
+            before = tuple(steps[:number])
+            # Asked for several times while a plan runs, of values that do not change.
+            found = functools.cache(functools.partial(_fingerprint, source, before))
+            is_endless = _is_endless(source, before)
+            steps[number] = FileCache(step.path, found, step.unseen, is_endless)
     shared = sum(step.rank < Cache.rank for step in steps)
     on_workers = shared if settings.service is not None else 0
     return Plan(source, tuple(steps), start, settings, on_workers)
@@ -195,6 +198,15 @@ def _with_epochs(rest: list[Stage]) -> list[Stage]:
             stage, count = step.with_epochs()
             return [*rest[:number], stage, *rest[number + 1 :], count]
     return rest
+
+
+def _is_endless(source: Source, steps: Sequence[Stage]) -> bool:
+    """Whether a source without end comes through steps, of which a filter hides it."""
+    if not isinstance(source, DatasetSource):
+        return False
+    length = int(source.given.cardinality())
+    is_cut = any(step.name == "subset" for step in steps)
+    return length == tf.data.INFINITE_CARDINALITY and not is_cut
 
 
 def _fingerprint(source: Source, steps: Sequence[Stage]) -> Fingerprint:

@@ -123,40 +123,51 @@ class Staging(Written):
             return self
         return self._with(OnError(share, ErrorLog(share)))
 
-    def cache(self: PipelineType, where: str | os.PathLike[str]) -> PipelineType:
+    def cache(
+        self: PipelineType,
+        where: str | os.PathLike[str],
+        *,
+        unseen: Literal["warn", "error"] = "warn",
+    ) -> PipelineType:
         """Keeps the elements after their first pass.
 
         Files are filled by `build`, in one pass, and serve later runs of the same
         pipeline. Their names carry a fingerprint of the source (paths, sizes, times
         of change; arrays by their bytes), of every step before the cache (functions
-        by their code and what they refer to) and of the versions, so a pipeline that
-        changed builds its own. An earlier version of the same source that nobody
-        reads is removed, which is logged. `describe` shows size and use.
+        by their code and what they refer to, layers by their state, files that
+        constants name) and of the versions, so a pipeline that changed builds its
+        own. What it cannot see, such as files that a function opens, is logged and
+        stands in `describe`. An earlier version of the same part of the same source
+        that nobody reads is removed, which is logged.
 
-        A pass that is broken off leaves nothing behind, and what a killed process
-        left is removed by the next one. A process that finds another one filling
-        waits for it. Where locks are missing (Windows) a cache has one user at a
-        time.
+        A pass that is broken off leaves nothing but an empty file to lock, and what a
+        killed process left is removed by the next one. A process that finds another
+        one filling waits for it. Where locks are missing (Windows, some network and
+        bucket file systems) earlier versions stay.
 
         Args:
             where: "memory", or the path that the names of the cache's files begin
                 with; its folder exists.
+            unseen: "error" to have `build` refuse a cache in files that would not
+                notice every change, "warn" to log what it does not notice.
 
         Returns:
             A pipeline with this stage.
 
         Raises:
             TypeError: `where` is no path.
-            ValueError: The folder is missing or cannot be written, or there is a
-                cache already. `build` raises OSError where the disk is too small.
+            ValueError: The folder is missing or cannot be written, `unseen` is
+                neither word, or there is a cache already. `build` raises it where
+                elements repeat without end, and OSError where the disk is too small.
         """
+        _checks.choice("unseen", unseen, ["warn", "error"])
         if not isinstance(where, (str, os.PathLike)) or where == "":
             raise TypeError(
                 f"`where` is {where!r}; expected 'memory' or a path. Pass 'memory' if "
                 "the decoded data fits there."
             )
         return self._with(
-            Cache(None if where == "memory" else _file_cache.check_path(where))
+            Cache(None if where == "memory" else _file_cache.check_path(where), unseen)
         )
 
     def shuffle(
