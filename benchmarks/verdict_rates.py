@@ -18,9 +18,12 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from tfamp.evidence import Verdict, judge
+from tfamp.compare.conclusion import conclude
+from tfamp.compare.job import Job
+from tfamp.evidence import Evidence, Latency, Memory, Run, Spread, Verdict, judge
 from tfamp.evidence.looks import rate_of
 from tfamp.evidence.sampling import Fractions, PairedExamples, Sampling
+from tfamp.report.rows import rows
 
 TOLERANCE = 0.005
 # At these numbers of seeds it is looked, or where the last look advises it.
@@ -146,6 +149,57 @@ def is_one_of_several_called_equivalent(rng: np.random.Generator) -> bool:
     )
 
 
+def report_of_the_same(
+    rng: np.random.Generator, *, seeds: int, noise: float, num_policies: int = 2
+) -> Evidence:
+    """Returns evidence on policies that are all the same but for noise.
+
+    Args:
+        rng: Draws the noise.
+        seeds: Of each policy's runs.
+        noise: Deviation of the training speed over runs; latencies scatter twice as
+            much and with heavy tails, memory a tenth as much.
+        num_policies: With the reference.
+    """
+    names = ("float32", "auto", "mixed_bfloat16", "bfloat16")[:num_policies]
+    right, examples = rng.normal(0.9, 0.01, seeds), 1000
+
+    def run(policy: str, seed: int) -> Run:
+        speed = 1000 * math.exp(rng.normal(0, noise))
+        latencies = []
+        for size in (1, 8, 32, 64):
+            p50 = 0.001 * size * math.exp(2 * noise * rng.standard_t(3))
+            tail = math.exp(abs(rng.normal(0, 4 * noise)))
+            rate = size / p50 * math.exp(rng.normal(0, noise))
+            latencies.append(Latency(size, p50, p50 * tail, p50 * tail**2, rate, 100))
+        held = 500 + 400 * math.exp(rng.normal(0, noise / 10))
+        accuracy = min(max(right[seed] + rng.normal(0, noise / 10), 0), 1)
+        return Run(
+            policy,
+            seed,
+            resolved_policy=policy,
+            examples_per_second=speed,
+            step=Spread(64 / speed, 60 / speed, 70 / speed, 100),
+            first_step_seconds=2 * math.exp(rng.normal(0, noise)),
+            final_metrics={"accuracy": round(accuracy * examples) / examples},
+            num_examples=examples,
+            latencies=tuple(latencies),
+            memory=Memory(500 * 2**20, int(held * 2**20)),
+            file_bytes=160_000,
+        )
+
+    runs = [run(policy, seed) for seed in range(seeds) for policy in names]
+    job = Job("", names, tuple(range(seeds)), 1)
+    settings = {"metric": "accuracy", "better": "max", "tolerance": TOLERANCE}
+    return conclude(job, runs, has_validation=True, context=None, **settings)
+
+
+def has_a_difference(evidence: Evidence) -> bool:
+    """Whether a report calls anything better or worse."""
+    found = {cell.effect for row in rows(evidence) for cell in row.cells}
+    return bool(found & {"better", "worse"})
+
+
 def worst_choice_of_seeds(
     looks: int = 8, *, rate_of: Callable[[int], float] = rate_of, points: int = 241
 ) -> float:
@@ -194,6 +248,10 @@ def _looks(claim: Callable[[Verdict], bool], **given: Any) -> Setting:
     return lambda rng: is_ever_claimed(rng, claim, **given)
 
 
+def _report(**given: Any) -> Setting:
+    return lambda rng: has_a_difference(report_of_the_same(rng, **given))
+
+
 # What is claimed falsely: "equivalent" at a loss of the tolerance unless it says else.
 SETTINGS: dict[str, Setting] = {
     "50 examples, 1 % lost, 2 seeds": _examples(seeds=2, examples=50, loss=0.01),
@@ -228,6 +286,14 @@ SETTINGS: dict[str, Setting] = {
         _faster, looks=None, mean=0.0
     ),
     "the best of four policies": is_one_of_several_called_equivalent,
+    "a report between equals, 2 seeds, 3 % noise": _report(seeds=2, noise=0.03),
+    "a report between equals, 3 seeds, 3 % noise": _report(seeds=3, noise=0.03),
+    "a report between equals, 5 seeds, 3 % noise": _report(seeds=5, noise=0.03),
+    "a report between equals, 3 seeds, 20 % noise": _report(seeds=3, noise=0.2),
+    "a report between equals, 10 seeds, 20 % noise": _report(seeds=10, noise=0.2),
+    "a report between four equals, 5 seeds": _report(
+        seeds=5, noise=0.1, num_policies=4
+    ),
 }
 
 

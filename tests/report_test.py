@@ -20,7 +20,15 @@ import pytest
 import tfamp.evidence
 from tests import made_evidence
 from tfamp.compare.comparison import Comparison
-from tfamp.evidence import Evidence, Interval, OperationTime, Run, Verdict
+from tfamp.evidence import (
+    Evidence,
+    Interval,
+    OperationTime,
+    Run,
+    Verdict,
+    side_measures,
+)
+from tfamp.evidence.effects import effect_of_ratio
 from tfamp.report import (
     curves,
     facts,
@@ -408,13 +416,15 @@ EFFECTS = {
     "less is worse": ((0.5, 0.4, 0.6), True, "worse"),
     "around 1": ((1.0, 0.9, 1.1), True, "unclear"),
     "1.00 throughout": ((1.002, 1.001, 1.003), True, "same"),
+    "within 5 %": ((0.98, 0.96, 1.04), False, "same"),
+    "sure and less than 5 %": ((1.04, 1.01, 1.07), True, "unclear"),
     "one seed": ((1.9, 0.0, math.inf), True, "one seed"),
 }
 
 
 @pytest.mark.parametrize("ends, more, expected", EFFECTS.values(), ids=EFFECTS)
 def test_what_a_ratio_comes_to(ends, more, expected):
-    assert rows.effect_of(Interval(*ends), more_is_better=more) == expected
+    assert effect_of_ratio(Interval(*ends), more_is_better=more) == expected
 
 
 def cell(evidence, label):
@@ -429,6 +439,7 @@ def test_rows_hold_every_measure():
     assert names == {measure.name for measure in measured}
 
 
+P50 = tfamp.evidence.measures.find("latency_p50_batch_1", made_evidence.evidence().runs)
 SIZES = {"float32": (100, 200, 300), "auto": (50, 100, 150)}
 
 
@@ -444,9 +455,60 @@ def test_a_row_has_median_ratio_interval_and_effect():
     assert found == rows.Cell("auto", "100", "0.50×", "0.50 to 0.50", "better")
 
 
+def effects(evidence):
+    return {row.label: row.cells[0].effect for row in rows.rows(evidence)}
+
+
+def test_one_measure_answers_for_those_of_one_question():
+    found = effects(made_evidence.evidence())
+    assert found["training"] == found["p50, batch 64"] == "better"
+    for label in ("training step", "p90, batch 64", "p99, batch 64", "rate, batch 64"):
+        assert found[label] == ""
+    assert found["best accuracy of an epoch"] == ""
+
+
+def noisy(policy, seed, **changed):
+    """A run whose latency is a tenth less under another policy, and sure to be."""
+    found = made_evidence.run(policy, seed)
+    factor = 1.0 if policy == "float32" else 0.85 + 0.01 * seed
+    latency = replace(found.latencies[0], p50_seconds=0.001 * factor)
+    return replace(found, latencies=(latency,), **changed)
+
+
+def test_the_more_is_measured_the_surer_a_difference_has_to_be():
+    policies = ("float32", "auto")
+    runs = tuple(noisy(policy, seed) for seed in range(3) for policy in policies)
+    evidence = replace(made_evidence.evidence(), runs=runs)
+    few = tuple(replace(bare(r.policy, r.seed), latencies=r.latencies) for r in runs)
+    assert effects(replace(evidence, runs=few))["p50, batch 1"] == "better"
+    # A chance that is small enough for one question, and not for one of 21.
+    p = side_measures.p_value(evidence.ratios(P50, "auto"))
+    assert 0.025 / 21 < p < 0.025
+    many = {("auto", str(n)): 0.5 for n in range(20)}
+    assert side_measures.holm({("auto", "p50"): p, **many}, 0.025) == set()
+    assert side_measures.holm({("auto", "p50"): p}, 0.025) == {("auto", "p50")}
+
+
+def test_where_policies_came_to_the_same_every_measure_is_the_same():
+    runs = tuple(
+        replace(noisy(policy, seed), resolved_policy="float32", file_bytes=size)
+        for seed in range(3)
+        for policy, size in {"float32": 100, "auto": 50}.items()
+    )
+    same = made_evidence.evidence(replaced=runs)
+    found = {effect for effect in effects(same).values() if effect}
+    assert found == {"same"}
+
+
 M = "\u2212"  # minus
 QUALITIES = {
-    "better": ((0.002, 0.001, 0.003), "+0.0020", "+0.0010 to +0.0030", "better"),
+    "better": ((0.008, 0.006, 0.01), "+0.0080", "+0.0060 to +0.0100", "better"),
+    "better by little": (
+        (0.002, 0.001, 0.003),
+        "+0.0020",
+        "+0.0010 to +0.0030",
+        "as good",
+    ),
     "as good": ((0.0, -0.004, 0.004), "0.0000", "\u22120.0040 to +0.0040", "as good"),
     "worse": ((-0.02, -0.03, -0.01), f"{M}0.0200", f"{M}0.0300 to {M}0.0100", "worse"),
     "less": (

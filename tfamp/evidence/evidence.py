@@ -137,9 +137,15 @@ class Evidence(Record):
             ValueError: The measure or the policy is unknown.
         """
         found = measures.find(measure, self.runs)
+        return interval_of_ratios(self.ratios(found, policy, reference))
+
+    def ratios(
+        self, measure: measures.Measure, policy: str, reference: str | None = None
+    ) -> list[float]:
+        """Returns that ratio for each pair of runs that has both values."""
         ratios = []
         for before, after in self.pairs(policy, reference):
-            first, second = found.of(before), found.of(after)
+            first, second = measure.of(before), measure.of(after)
             if first and second:
                 ratios.append(second / first)
-        return interval_of_ratios(ratios)
+        return ratios

@@ -20,6 +20,8 @@ class Measure:
         unit: What it is counted in.
         more_is_better: Whether a larger value is.
         of: Gives the value of a finished run, None where it was not measured.
+        answered_by: Name of the measure that answers the same question for it, such as
+            the median of a latency for its other percentiles; "" where it is its own.
     """
 
     name: str
@@ -27,6 +29,7 @@ class Measure:
     unit: Unit
     more_is_better: bool
     of: Callable[[Run], float | None]
+    answered_by: str = ""
 
 
 def _step_seconds(run: Run) -> float | None:
@@ -52,7 +55,14 @@ _FIXED = (
         True,
         lambda run: run.examples_per_second or None,
     ),
-    Measure("step_seconds", "training step", "seconds", False, _step_seconds),
+    Measure(
+        "step_seconds",
+        "training step",
+        "seconds",
+        False,
+        _step_seconds,
+        answered_by="examples_per_second",
+    ),
     Measure(
         "first_step_seconds",
         "time to first step",
@@ -76,7 +86,7 @@ def _of_latency(batch_size: int) -> tuple[Measure, ...]:
 
         return of
 
-    where = f"batch {batch_size}"
+    where, median = f"batch {batch_size}", f"latency_p50_batch_{batch_size}"
     percentiles = tuple(
         Measure(
             f"latency_{name}_batch_{batch_size}",
@@ -84,6 +94,7 @@ def _of_latency(batch_size: int) -> tuple[Measure, ...]:
             "seconds",
             False,
             value(f"{name}_seconds"),
+            answered_by="" if name == "p50" else median,
         )
         for name in ("p50", "p90", "p99")
     )
@@ -93,6 +104,7 @@ def _of_latency(batch_size: int) -> tuple[Measure, ...]:
         "per second",
         True,
         value("examples_per_second"),
+        answered_by=median,
     )
     return (*percentiles, rate)
 

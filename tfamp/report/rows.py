@@ -3,17 +3,17 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Sequence
-from typing import Literal
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
 from tfamp.evidence import Evidence, Interval, Run
+from tfamp.evidence.effects import Effect
 from tfamp.evidence.intervals import interval
 from tfamp.evidence.measures import Measure, measures_of
+from tfamp.evidence.side_measures import effects_of
 from tfamp.report import figures
 
-Effect = Literal["better", "worse", "as good", "same", "unclear", "one seed", ""]
 # Beside the word, so that colour is never alone.
 SIGNS: dict[Effect, str] = {
     "better": "+",
@@ -83,14 +83,16 @@ def rows(evidence: Evidence) -> tuple[Row, ...]:
     """Returns the rows of the table: quality, speed, memory, inference, numerics.
 
     Quality is the mean over seeds and its difference from the reference's, all else
-    the median and its ratio. Intervals are of pairs with equal seeds.
+    the median and its ratio. Intervals are of pairs with equal seeds. Of measures that
+    answer one question one has an effect.
 
     Args:
         evidence: What was measured.
     """
     quality = (_metric_row(evidence), _best_metric_row(evidence))
     found = [row for row in quality if row is not None]
-    found += [_measure_row(evidence, m) for m in measures_of(evidence.runs)]
+    effects = effects_of(evidence)
+    found += [_measure_row(evidence, m, effects) for m in measures_of(evidence.runs)]
     return (*found, *_numerics(evidence))
 
 
@@ -150,6 +152,7 @@ def _metric_row(evidence: Evidence) -> Row | None:
         f"{evidence.metric}, {where}",
         lambda run: final(evidence, run),
         lambda policy: quality(evidence, policy),
+        lambda policy, found: _metric_effect(evidence, policy, found),
     )
 
 
@@ -165,6 +168,8 @@ def _best_metric_row(evidence: Evidence) -> Row | None:
         f"best {evidence.metric} of an epoch",
         best,
         lambda policy: _difference(evidence, policy, best),
+        # The metric of the last epoch answers for it.
+        lambda policy, found: "",
     )
 
 
@@ -173,6 +178,7 @@ def _quality_row(
     label: str,
     of: Callable[[Run], float],
     difference: Callable[[str], Interval],
+    effect_of: Callable[[str, Interval], Effect],
 ) -> Row | None:
     if all(math.isnan(of(run)) for run in evidence.runs if run.is_finished):
         return None
@@ -198,25 +204,34 @@ def _quality_row(
             if known
             else ""
         )
-        effect: Effect = "one seed" if math.isfinite(found.estimate) else ""
-        if known:
-            effect = _quality_effect(found, metric_tolerance(evidence))
+        effect = effect_of(policy, found)
         return Cell(policy, mean(policy), change, between, effect)
 
     cells = tuple(map(cell, evidence.candidates))
     return Row("Quality", "", label, "", mean(evidence.reference), cells)
 
 
-def _quality_effect(found: Interval, tolerance: float) -> Effect:
-    """Returns what a difference comes to: within the tolerance it is as good."""
-    if found.low > 0:
+def _metric_effect(evidence: Evidence, policy: str, found: Interval) -> Effect:
+    """Returns what the verdict says of the metric."""
+    if not math.isfinite(found.estimate):
+        return ""
+    if not figures.is_known(found):
+        return "one seed"
+    verdict = evidence.verdicts.get(policy)
+    if verdict is not None and verdict.quality_effect:
+        return verdict.quality_effect
+    # Records of earlier versions, and evidence without a verdict.
+    tolerance = metric_tolerance(evidence)
+    if found.low > tolerance:
         return "better"
     if found.high < -tolerance:
         return "worse"
     return "as good" if found.low >= -tolerance else "unclear"
 
 
-def _measure_row(evidence: Evidence, measure: Measure) -> Row:
+def _measure_row(
+    evidence: Evidence, measure: Measure, effects: Mapping[tuple[str, str], Effect]
+) -> Row:
     medians = {p: middle(evidence, p, measure.of) for p in evidence.policies}
     form = figures.format_for(measure.unit, medians.values())
     if measure.name.startswith("latency_"):
@@ -236,7 +251,7 @@ def _measure_row(evidence: Evidence, measure: Measure) -> Row:
         if not math.isfinite(found.estimate):
             return Cell(policy, form(medians[policy]))
         change = f"{figures.ratio(found.estimate)}×"
-        effect = effect_of(found, more_is_better=measure.more_is_better)
+        effect = effects.get((policy, measure.name), "")
         return Cell(policy, form(medians[policy]), change, figures.ends(found), effect)
 
     return Row(
@@ -247,25 +262,6 @@ def _measure_row(evidence: Evidence, measure: Measure) -> Row:
         form(medians[evidence.reference]),
         tuple(map(cell, evidence.candidates)),
     )
-
-
-def effect_of(found: Interval, *, more_is_better: bool) -> Effect:
-    """Returns what the interval of a ratio comes to.
-
-    Example:
-        >>> effect_of(Interval(1.9, 1.8, 2.0), more_is_better=False)
-        'worse'
-        >>> effect_of(Interval(1.0, 0.9, 1.1), more_is_better=True)
-        'unclear'
-    """
-    if not figures.is_known(found):
-        return "one seed"
-    # What is written as 1.00 is not called a gain, however sure it is.
-    if figures.ratio(found.low) == figures.ratio(found.high) == "1.00":
-        return "same"
-    if found.low <= 1 <= found.high:
-        return "unclear"
-    return "better" if (found.low > 1) == more_is_better else "worse"
 
 
 def group_of(name: str) -> str:

@@ -12,7 +12,10 @@ WIDTH = 110
 _IN_A_TABLE = 2
 # Letters of a cell, where so many policies stand beside the reference.
 _CELL = {1: 44, 2: 30}
-_LEGEND = "+ better, - worse, = the same, ? not clear; ranges: 5 % error on each side"
+_LEGEND = (
+    "+ better, - worse: 5 % error in a report; = the same, ? not clear; "
+    "ranges: 5 % error on each side"
+)
 
 
 def table(evidence: Evidence) -> str:
