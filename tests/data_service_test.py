@@ -4,6 +4,7 @@ Two worker processes serve all tests that need real ones; the others hand plain
 datasets to the reading side, which cannot tell them from a worker's.
 """
 
+import gzip
 import os
 import re
 import signal
@@ -401,6 +402,15 @@ def test_a_few_elements_are_shared_too(service, size):
     expected = numbers(size)
     for _ in range(2):
         assert within_limit(lambda: texts(dataset)) == texts(expected)
+
+
+def test_packed_files_are_read_on_the_workers(service, tmp_path):
+    lines = "".join(f'{n},"a\n{n}"\n' for n in range(50))
+    path = tmp_path / "a.csv.gz"
+    path.write_bytes(gzip.compress(f"x,text\n{lines}".encode()))
+    dataset = Pipeline.from_csv(path).build(service=service)
+    found = [(int(one["x"]), one["text"].numpy()) for one in dataset]
+    assert found == [(n, f"a\n{n}".encode()) for n in range(50)]
 
 
 def test_an_epoch_left_early_is_followed_by_a_whole_one(service):

@@ -158,6 +158,23 @@ def test_workers_of_a_service_read_without_python(tmp_path, by, texts):
     assert b"PyFunc" not in source.dataset(settings)._as_serialized_graph().numpy()
 
 
+@pytest.mark.parametrize("by, texts", [("line", [b"a", b"b"]), ("file", [b"a\nb\n"])])
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda data: gzip.compress(data[:2]) + gzip.compress(data[2:]),
+        lambda data: gzip.compress(b"\xef\xbb\xbf" + data),
+    ],
+    ids=["gzip in two parts", "gzip and a byte order mark"],
+)
+def test_workers_of_a_service_read_files_of_other_programs(tmp_path, change, by, texts):
+    paths = [write(tmp_path / name, change(b"a\nb\n")) for name in ("1.txt", "2.txt")]
+    paths.append(write(tmp_path / "3.txt", b"a\nb\n"))
+    source = text_source(paths, by=by)
+    settings = Settings(2, False, service=types.SimpleNamespace())
+    assert read(source, settings) == read(source) == 3 * texts
+
+
 def test_length_is_known_where_it_was_counted(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "one\ntwo\n\n")
     assert text_source(path, num_examples=None).num_examples is None

@@ -1,6 +1,7 @@
 """CSV files as a source, parsed by the thousand rows."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ from tfamp._units import format_bytes
 from tfamp.data._progress import progress
 from tfamp.data._sources import DATA, Source, files_identity
 from tfamp.data._stages import Settings, map_in_order
-from tfamp.data.sources import _blocks
+from tfamp.data.sources import _blocks, _records
 from tfamp.data.sources._csv_format import DTYPES, NA_VALUES, Format, find_format
 from tfamp.data.sources._csv_parse import Parser
 from tfamp.data.sources._damage import report, summed_up, tried
@@ -50,10 +51,14 @@ class CsvSource(Source):
         parser = Parser(self.format)
         num_skipped = int(self.format.has_header)
         if settings.service is not None:
-            lines = tf.data.Dataset.from_tensor_slices(list(self.paths)).flat_map(
-                lambda path: tf.data.TextLineDataset(path).skip(num_skipped)
+            read_file = functools.partial(
+                _records.read_records, num_skipped=num_skipped, num_lines=_SERVICE_ROWS
             )
-            return map_in_order(lines.batch(_SERVICE_ROWS), parser, settings)
+            files = tf.data.Dataset.from_tensor_slices(
+                (list(self.paths), _records.compressions(self.paths))
+            )
+            records = files.flat_map(read_file).rebatch(_SERVICE_ROWS)
+            return map_in_order(records, parser, settings)
 
         def blocks() -> Iterator[tuple[int, int, bytes, bytes]]:
             for file, path in enumerate(self.paths):

@@ -12,7 +12,7 @@ from tfamp import _checks
 from tfamp.data._progress import progress
 from tfamp.data._sources import DATA, Source, files_identity
 from tfamp.data._stages import Settings
-from tfamp.data.sources import _blocks
+from tfamp.data.sources import _blocks, _records
 from tfamp.data.sources._damage import report, summed_up
 from tfamp.data.sources._files import find_files
 from tfamp.data.sources.images import (
@@ -126,13 +126,18 @@ class TextSource(Source):
     def _chunks_on_service(self) -> tf.data.Dataset:
         """Returns the same without checks, which need this process."""
         labels = [self._label(file) for file in range(len(self.paths))]
-        files = tf.data.Dataset.from_tensor_slices((list(self.paths), labels))
+        files = tf.data.Dataset.from_tensor_slices(
+            (list(self.paths), _records.compressions(self.paths), labels)
+        )
 
-        def texts(path: tf.Tensor, label: tf.Tensor) -> tf.data.Dataset:
+        def texts(
+            path: tf.Tensor, compression: tf.Tensor, label: tf.Tensor
+        ) -> tf.data.Dataset:
             if self.by == "file":
-                found = tf.data.Dataset.from_tensors(path).map(tf.io.read_file)
+                one = tf.data.Dataset.from_tensors((path, compression))
+                found = one.map(_records.read_whole)
             else:
-                found = tf.data.TextLineDataset(path)
+                found = _records.read_lines(path, compression)
             if not self.keep_empty:
                 found = found.filter(lambda text: tf.strings.length(text) > 0)
             if self.labels is None:
