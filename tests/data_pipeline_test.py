@@ -179,8 +179,55 @@ def test_the_plan_says_whether_a_shuffle_is_exact():
 def test_a_dataset_of_unknown_length_is_shuffled_approximately():
     texts = tf.data.Dataset.from_tensor_slices(["a", "b", "c"]).filter(lambda x: True)
     text = Pipeline.from_dataset(texts).shuffle().describe()
-    assert "10,000 elements" in text
+    assert "what fits 256 MiB" in " ".join(text.split())
     assert "approximate" in text
+
+
+def generated(size, count, pulled):
+    """Texts of a size each, of which every one that is read is noted."""
+
+    def texts():
+        for number in range(count):
+            pulled.append(number)
+            yield f"{number:0{size}}"
+
+    spec = tf.TensorSpec((), tf.string)
+    return tf.data.Dataset.from_generator(texts, output_signature=spec)
+
+
+@pytest.mark.parametrize("size, held", [(900, 250), (10_000, 64)], ids=["many", "few"])
+def test_elements_of_varying_size_are_held_by_their_bytes(monkeypatch, size, held):
+    # 300 bytes of the tensor itself beside the text: 250 of 1,200 fit 300,000.
+    monkeypatch.setattr("tfamp.data._stages.SHUFFLE_BUFFER_BYTES", 300_000)
+    pulled = []
+    dataset = Pipeline.from_dataset(generated(size, 2000, pulled)).shuffle(seed=1)
+    dataset = dataset.build()
+    pulled.clear()
+    next(iter(dataset))
+    # One more fills the place of the first that goes; a generator runs ahead by one.
+    assert held <= len(pulled) <= held + 2
+    found = sorted(int(text[-9:]) for text in dataset.as_numpy_iterator())
+    assert found == list(range(2000))
+
+
+def test_describing_a_shuffle_reads_nothing():
+    pulled = []
+    pipeline = Pipeline.from_dataset(generated(10, 50, pulled)).shuffle()
+    pulled.clear()
+    pipeline.describe()
+    assert pulled == []
+    assert sorted(int(text) for text in pipeline.build()) == list(range(50))
+
+
+def test_an_error_while_sizes_are_measured_comes_in_the_pass():
+    def refuse(x):
+        tf.debugging.assert_less(x, tf.constant(3, tf.int64))
+        return tf.strings.as_string(x)
+
+    dataset = Pipeline.from_dataset(tf.data.Dataset.range(9)).map(refuse).shuffle()
+    dataset = dataset.build()
+    with pytest.raises(tf.errors.InvalidArgumentError):
+        list(dataset)
 
 
 WRONG = {

@@ -1,8 +1,13 @@
-"""What a dataset tells about its elements without reading one."""
+"""What a dataset tells about its elements, most of it without reading one."""
 
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
+
+# Of a tensor beside its values: its shape, its buffer, and their places in memory. By
+# the resident memory of 200,000 scalars and texts in a shuffle: 200 to 460.
+_TENSOR_BYTES = 300
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:
@@ -38,6 +43,32 @@ def bytes_of_element(element_spec: Any) -> int | None:
             return None
         total += num_values * spec.dtype.size
     return total
+
+
+def bytes_of_first(dataset: tf.data.Dataset, count: int) -> int | None:
+    """Returns the mean memory of the first elements, None where they cannot be read.
+
+    A tensor counts for what stands around its values too.
+    """
+    total = num_elements = 0
+    try:
+        for element in dataset.take(count):
+            parts = tf.nest.flatten(element, expand_composites=True)
+            total += sum(map(_bytes_of_tensor, parts))
+            num_elements += 1
+    except tf.errors.OpError:
+        return None  # the pass itself says what is wrong
+    return total // num_elements if num_elements else None
+
+
+def _bytes_of_tensor(tensor: tf.Tensor) -> int:
+    """Returns the memory that a tensor takes while it waits in a buffer."""
+    if tensor.dtype == tf.string:
+        texts = np.asarray(tensor.numpy(), object).ravel().tolist()
+        return _TENSOR_BYTES + sum(map(len, texts))
+    if tensor.dtype in (tf.variant, tf.resource):
+        return _TENSOR_BYTES
+    return _TENSOR_BYTES + int(tf.size(tensor)) * tensor.dtype.size
 
 
 def looks_batched(element_spec: Any) -> bool:

@@ -13,13 +13,20 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import bytes_of_element, known_length, looks_batched
+from tfamp.data._elements import (
+    bytes_of_element,
+    bytes_of_first,
+    known_length,
+    looks_batched,
+)
 
 # Elements held for shuffling may take this much memory, unless told otherwise.
 SHUFFLE_BUFFER_BYTES = 256 * 2**20
 # A buffer below this many elements hardly shuffles, however large they are.
 MIN_SHUFFLE_BUFFER = 64
-# Where elements have no known size, such as strings: bounds memory by count.
+# Where elements have no known size, such as strings, so many are measured. Where that
+# fails too, memory is bounded by count.
+NUM_MEASURED = 32
 DEFAULT_SHUFFLE_BUFFER = 10_000
 # One batch in use, one ready. More only holds memory once the input keeps up.
 DEFAULT_PREFETCH = 2
@@ -59,20 +66,14 @@ class Settings:
         return "autotuned" if self.autotune else f"{self.num_threads} at once"
 
 
-def shuffle_buffer_size(
-    num_elements: int | None,
-    element_bytes: int | None,
-    *,
-    max_bytes: int = SHUFFLE_BUFFER_BYTES,
-) -> int:
+def shuffle_buffer_size(num_elements: int | None, element_bytes: int | None) -> int:
     """Returns how many elements to hold for shuffling when the user did not say.
 
-    All of them where they fit into `max_bytes`: only then is the shuffle exact.
+    All of them where they fit `SHUFFLE_BUFFER_BYTES`: only then is the shuffle exact.
 
     Args:
         num_elements: Length of the dataset, None where unknown or infinite.
-        element_bytes: Size of one element, None where its shape is not known.
-        max_bytes: Memory that the buffer may take.
+        element_bytes: Size of one element, None where that is not known.
 
     Example:
         >>> shuffle_buffer_size(60_000, 784)  # 45 MiB: all of it
@@ -85,7 +86,8 @@ def shuffle_buffer_size(
     if element_bytes is None:
         fitting = DEFAULT_SHUFFLE_BUFFER
     else:
-        fitting = max(MIN_SHUFFLE_BUFFER, max_bytes // max(1, element_bytes))
+        held = SHUFFLE_BUFFER_BYTES // max(1, element_bytes)
+        fitting = max(MIN_SHUFFLE_BUFFER, held)
     return fitting if num_elements is None else min(num_elements, fitting)
 
 
@@ -174,30 +176,42 @@ class Shuffle(Stage):
     buffer_size: int | None
     seed: int | None
 
-    def size_for(self, dataset: tf.data.Dataset) -> int:
-        """Returns how many elements of `dataset` are held."""
+    def known_size(self, dataset: tf.data.Dataset) -> int | None:
+        """Returns how many elements are held, None where their sizes must tell."""
         length = known_length(dataset)
         if self.buffer_size is not None:
             return self.buffer_size if length is None else min(self.buffer_size, length)
-        return shuffle_buffer_size(length, bytes_of_element(dataset.element_spec))
+        element_bytes = bytes_of_element(dataset.element_spec)
+        if element_bytes is None:
+            return None
+        return shuffle_buffer_size(length, element_bytes)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Shuffles through a buffer, afresh at every iteration."""
-        return dataset.shuffle(
-            self.size_for(dataset), seed=self.seed, reshuffle_each_iteration=True
-        )
+        size = self.known_size(dataset)
+        if size is None:
+            element_bytes = bytes_of_first(dataset, NUM_MEASURED)
+            size = shuffle_buffer_size(known_length(dataset), element_bytes)
+        return dataset.shuffle(size, seed=self.seed, reshuffle_each_iteration=True)
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset in its own order, without measuring its elements."""
+        return dataset
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        size, length = self.size_for(dataset), known_length(dataset)
+        size, length = self.known_size(dataset), known_length(dataset)
         seed = "no seed" if self.seed is None else f"seed {self.seed}"
+        limit = f"what fits {SHUFFLE_BUFFER_BYTES // 2**20} MiB"
+        if size is None:
+            reason = f"by the first {NUM_MEASURED} elements, read at build: approximate"
+            return f"{limit}, {seed}", reason
         if length is not None and size >= length:
             reason = "holds every element: an exact shuffle, new each epoch"
         elif self.buffer_size is not None:
             reason = "as asked; elements further apart than this keep their order"
         else:
-            limit = SHUFFLE_BUFFER_BYTES // 2**20
-            reason = f"what fits {limit} MiB (10,000 if sizes vary): approximate"
+            reason = f"{limit}: approximate"
         return f"{size:,} elements, {seed}", reason
 
 

@@ -178,7 +178,8 @@ class Staging(Written):
         Args:
             buffer_size: Elements held to draw from. None for all of them where they
                 fit into 256 MiB or the source is arrays, else for what fits there:
-                the shuffle is then approximate, and `describe` says so.
+                the shuffle is then approximate, and `describe` says so. Where sizes
+                vary, as those of texts, `build` reads 32 elements to tell.
             seed: Same seed, same sequence of orders, epoch by epoch. TensorFlow
                 mixes it with the global seed if one is set. None for another
                 sequence each time. Several worker processes need one, the same in
