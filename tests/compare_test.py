@@ -6,6 +6,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import threading
 import types
@@ -51,6 +52,7 @@ def started(monkeypatch):
         """Ends at once with a made-up run."""
 
         pid = None
+        has_met = False
 
         def __init__(self, folder, policy, seed, *, timeout_seconds, on_progress):
             self.folder, self.policy, self.seed = folder, policy, seed
@@ -348,6 +350,43 @@ def test_a_process_goes_on_turn_by_turn(tmp_path, monkeypatch):
     assert parts[-1] == 0.25
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="others are not stopped")
+def test_a_process_that_waits_is_stopped_and_fetches_no_input(tmp_path, monkeypatch):
+    import psutil
+
+    code = "told('meet'); told('turn'); print(go())"
+    found = process(tmp_path, monkeypatch, code)
+    assert found.go_on() and found.has_met
+    state = psutil.Process(found.pid)
+    while state.status() == psutil.STATUS_RUNNING:
+        pass  # the signal is on its way
+    assert state.status() == psutil.STATUS_STOPPED
+    assert not found.go_on()
+    assert processes.tail(tmp_path / "float32_seed0.log").split() == ["go"]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="others are not stopped")
+def test_a_stopped_process_ends_with_the_one_that_started_it(tmp_path):
+    program = (
+        "import os, subprocess, sys\n"
+        "code = 'from tfamp.compare import line; line.end_with_parent(); '\n"
+        "code += 'print(1, flush=True); input()'\n"
+        "child = subprocess.Popen([sys.executable, '-c', code], stdin=-1, stdout=-1)\n"
+        "child.stdout.readline()\n"
+        "os.kill(child.pid, 19)\n"
+        "print(child.pid, flush=True)\n"
+        "os._exit(0)\n"
+    )
+    import psutil
+
+    command = [sys.executable, "-c", program]
+    completed = subprocess.run(command, capture_output=True, text=True, check=True)
+    number = int(completed.stdout)
+    if psutil.pid_exists(number):
+        state = psutil.Process(number)
+        assert state.wait(10) is None or state.status() == psutil.STATUS_ZOMBIE
+
+
 def test_a_process_that_dies_leaves_a_failed_run_and_its_log(tmp_path, monkeypatch):
     code = "print('last words', flush=True); os.kill(os.getpid(), 9)"
     found = process(tmp_path, monkeypatch, code)
@@ -389,12 +428,14 @@ def test_a_process_can_be_ended_and_ends_with_its_comparison(tmp_path, monkeypat
 class Player:
     """Goes on for some turns, and notes each."""
 
-    def __init__(self, name, turns, notes):
+    def __init__(self, name, turns, notes, meets_at=None):
         self.name, self.turns, self.notes = name, turns, notes
+        self.meets_at, self.has_met = meets_at, False
 
     def go_on(self):
         self.notes.append(self.name)
         self.turns -= 1
+        self.has_met = self.turns == self.meets_at
         if self.turns < 0:
             raise KeyboardInterrupt
         return self.turns > 0
@@ -410,6 +451,21 @@ def test_players_go_on_in_a_circle():
     assert [player.name for player in ended] == ["b", "c", "a"]
     # Each starts while those before it wait; then the first that waits goes on.
     assert "".join(notes) == "abcaca"
+
+
+def test_players_wait_for_one_another_before_their_latencies():
+    notes = []
+    # Both have two turns left where they meet: "a" after one turn, "b" after three.
+    players = [Player("a", 3, notes, 2), Player("b", 5, notes, 2)]
+    list(turns.in_turns(players, has_room=lambda waiting: True))
+    assert "".join(notes) == "abbb" + "abab"
+
+
+def test_without_room_nobody_waits_for_those_that_have_not_begun():
+    notes = []
+    players = [Player(name, 3, notes, 2) for name in "ab"]
+    list(turns.in_turns(players, has_room=lambda waiting: False))
+    assert "".join(notes) == "aaabbb"
 
 
 def test_where_there_is_no_room_they_run_one_after_the_other():

@@ -194,7 +194,7 @@ class Turns(Line):
 
     def __init__(self, wait):
         super().__init__()
-        self.takes_turns, self.parts, self.waits = True, [], 0
+        self.takes_turns, self.parts, self.waits, self.meetings = True, [], 0, 0
         self._wait = wait
 
     def tell(self, part):
@@ -203,6 +203,9 @@ class Turns(Line):
     def wait_for_turn(self):
         self.waits += 1
         self._wait()
+
+    def wait_for_others(self):
+        self.meetings += 1
 
 
 def test_waiting_for_a_turn_is_in_no_time():
@@ -420,6 +423,36 @@ def test_calls_are_timed_for_each_size():
     assert found[0].p50_seconds == 0.25
     assert found[0].num_calls == 10
     assert found[1].examples_per_second == pytest.approx(5 / 0.25)
+
+
+def test_sizes_are_timed_in_several_rounds_and_turns():
+    seen, now = [], [0.0]
+
+    class Model(keras.Model):
+        def call(self, inputs):
+            size = tf.shape(inputs)[0]
+            tf.py_function(lambda n: seen.append(int(n)), [size], [])
+            return inputs
+
+    def clock():
+        now[0] += 0.06
+        return now[0]
+
+    def wait():
+        # The machine gets slower while the others have their turns.
+        now[0] += 1000.0
+        seen.append("turn")
+
+    turns = Turns(wait)
+    found, _ = inference.latencies(
+        Model(), tf.constant(X[:2]), sizes=[1, 5], line=turns, clock=clock
+    )
+    order = [size for size, _ in itertools.groupby(seen)]
+    assert order == [1, 5, *["turn", 1, 5] * inference.ROUNDS]
+    assert turns.meetings == 1
+    # No wait is in a time: a look at the clock before each call and one after it.
+    assert [each.p99_seconds for each in found] == [pytest.approx(0.06)] * 2
+    assert {each.num_calls for each in found} == {2 * inference.ROUNDS}
 
 
 def test_rows_are_repeated_for_a_larger_size():

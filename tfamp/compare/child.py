@@ -23,7 +23,7 @@ from tfamp import _targets, probes
 from tfamp.compare import examples, inference, parcel, profiling, surroundings
 from tfamp.compare.in_force import in_force
 from tfamp.compare.job import FILE, Job, file_name
-from tfamp.compare.line import Line
+from tfamp.compare.line import Line, end_with_parent
 from tfamp.compare.storage import CONTEXT_FILE, profile_of
 from tfamp.compare.training import Trained, train
 from tfamp.evidence import LayerDtype, Memory, Run, Variant
@@ -32,6 +32,7 @@ from tfamp.evidence import LayerDtype, Memory, Run, Variant
 def main(argv: Sequence[str]) -> int:
     """Runs once and returns 0, or 1 if it failed."""
     folder, policy, seed = Path(argv[0]), argv[1], int(argv[2])
+    end_with_parent()
     # Two processes cannot both have the whole of a GPU's memory.
     takes_turns = "in_turns" in argv[4:] and not tf.config.get_visible_devices("GPU")
     line = Line(int(argv[3]) if len(argv) > 3 else None, takes_turns=takes_turns)
@@ -91,6 +92,7 @@ def _measure(
         trained.inputs,
         sizes=sorted({*job.latency_batch_sizes, trained.batch_size}),
         jit_compile=variant.jit_compile,
+        line=line,
     )
     notes += why
     if can_reset and latencies:

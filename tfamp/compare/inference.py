@@ -1,4 +1,8 @@
-"""Times calls of a trained model, one batch size after the other."""
+"""Times calls of a trained model, all batch sizes in several short rounds.
+
+The runs of a seed take turns in them, as in training, so that what slows the machine
+for a while slows all policies and all sizes alike.
+"""
 
 import functools
 import time
@@ -9,12 +13,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.compare.line import Line
 from tfamp.evidence import Latency
 
 _WARMUP_CALLS = 3
 _MIN_CALLS = 10
 _MAX_CALLS = 1000
 _SECONDS = 1.0
+# So many times, a fraction of those each.
+ROUNDS = 5
 
 
 def latencies(
@@ -23,6 +30,7 @@ def latencies(
     *,
     sizes: Sequence[int],
     jit_compile: bool = False,
+    line: Line | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> tuple[tuple[Latency, ...], list[str]]:
     """Returns the latency of a traced call for each batch size.
@@ -35,13 +43,16 @@ def latencies(
         inputs: A batch of its inputs; rows are repeated for larger sizes.
         sizes: Batch sizes.
         jit_compile: Whether XLA compiles the call.
+        line: Where to wait for the next turn.
         clock: Gives the time in seconds.
 
     Returns:
         The latencies, and why there are none where that is so.
     """
-    found: list[Latency] = []
+    line = line or Line()
     function = tf.function(lambda x: model(x, training=False), jit_compile=jit_compile)
+    batches: dict[int, Any] = {}
+    notes: list[str] = []
     for size in sizes:
         try:
             batch = tf.nest.map_structure(functools.partial(rows, size=size), inputs)
@@ -49,18 +60,32 @@ def latencies(
                 _fetch(function(batch))
         except (tf.errors.OpError, TypeError, ValueError) as error:
             text = " ".join(str(error).split())[:200]
-            why = f"Calls of the model with a batch of {size} were not timed: {text}"
-            return tuple(found), [why]
-        seconds: list[float] = []
-        began = clock()
-        while len(seconds) < _MAX_CALLS and (
-            len(seconds) < _MIN_CALLS or clock() - began < _SECONDS
-        ):
-            started = clock()
-            _fetch(function(batch))
-            seconds.append(clock() - started)
-        found.append(Latency.of(size, seconds))
-    return tuple(found), []
+            notes = [
+                f"Calls of the model with a batch of {size} were not timed: {text}"
+            ]
+            break
+        batches[size] = batch
+    seconds: dict[int, list[float]] = {size: [] for size in batches}
+    line.wait_for_others()
+    for _ in range(ROUNDS):
+        line.wait_for_turn()
+        for size, batch in batches.items():
+            _fetch(function(batch))  # caches are cold again
+            seconds[size] += _round(functools.partial(function, batch), clock)
+    return tuple(Latency.of(size, each) for size, each in seconds.items()), notes
+
+
+def _round(call: Callable[[], Any], clock: Callable[[], float]) -> list[float]:
+    """Returns the seconds of the calls of one round."""
+    seconds: list[float] = []
+    began = clock()
+    while len(seconds) < _MAX_CALLS // ROUNDS and (
+        len(seconds) < _MIN_CALLS // ROUNDS or clock() - began < _SECONDS / ROUNDS
+    ):
+        started = clock()
+        _fetch(call())
+        seconds.append(clock() - started)
+    return seconds
 
 
 def rows(tensor: Any, size: int) -> Any:

@@ -4,11 +4,15 @@ Runs of a seed take turns of about a second, so that what slows the machine down
 all policies alike. A process that has had its turn says so and waits.
 """
 
+import ctypes
 import os
+import signal
 import sys
 from typing import IO, Any
 
-TURN = "turn"
+TURN, MEETING = "turn", "meet"
+# Of Linux's prctl: the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 
 
 class Line:
@@ -47,24 +51,45 @@ class Line:
         if not self._answers.readline():
             raise SystemExit("The comparison that this run belongs to has ended.")
 
+    def wait_for_others(self) -> None:
+        """Waits until the others have come as far, as for the timing of latencies.
+
+        Raises:
+            SystemExit: The process that started this one is gone.
+        """
+        if self.takes_turns:
+            self._write(MEETING)
+            self.wait_for_turn()
+
     def _write(self, word: str) -> None:
         if self._descriptor is not None:
             os.write(self._descriptor, f"{word}\n".encode())
 
 
-def read(words: str, on_progress: Any) -> bool:
-    """Passes parts on, and returns whether the process wants to wait.
+def read(words: str, on_progress: Any) -> set[str]:
+    """Passes parts on, and returns the other words: what the process waits for.
 
     Example:
-        >>> read("0.25 0.50 turn", print)
+        >>> sorted(read("0.25 0.50 meet turn", print))
         0.25
         0.5
-        True
+        ['meet', 'turn']
     """
-    wants_to_wait = False
+    found = set()
     for word in words.split():
-        if word == TURN:
-            wants_to_wait = True
+        if word in (TURN, MEETING):
+            found.add(word)
         else:
             on_progress(float(word))
-    return wants_to_wait
+    return found
+
+
+def end_with_parent() -> None:
+    """Ends this process with the one that started it, where it is stopped as well.
+
+    A process that waits for its turn is stopped, so it cannot see its parent go. Other
+    systems than Linux have no such request, and there nothing is stopped.
+    """
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None, use_errno=True)
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

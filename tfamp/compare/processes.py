@@ -45,6 +45,7 @@ class RunProcess:
 
     Attributes:
         part_done: The part of its training that is done.
+        has_met: Whether it waits until the other runs of its seed have come as far.
     """
 
     def __init__(
@@ -59,7 +60,7 @@ class RunProcess:
     ) -> None:
         self.policy, self.seed = policy, seed
         self._on_progress = on_progress
-        self.part_done = 0.0
+        self.part_done, self.has_met = 0.0, False
         self._folder, self._takes_turns = folder, takes_turns
         self._timeout, self._used = timeout_seconds, 0.0
         self._process: subprocess.Popen[bytes] | None = None
@@ -101,6 +102,7 @@ class RunProcess:
     def end(self) -> None:
         """Ends the process, if it still runs."""
         if self._process is not None:
+            self._signal("SIGCONT")
             end(self._process)
             self._close()
 
@@ -127,6 +129,7 @@ class RunProcess:
     def _answer(self) -> None:
         stream = self._process.stdin if self._process is not None else None
         if stream is not None:
+            self._signal("SIGCONT")
             with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
                 stream.write(b"go\n")
                 stream.flush()
@@ -135,7 +138,7 @@ class RunProcess:
         def told(part: float) -> None:
             self.part_done = part
 
-        wants_to_wait = False
+        waits_for: set[str] = set()
         while True:
             ready, _, _ = select.select([self._reading], [], [], _POLL_SECONDS)
             if ready:
@@ -145,15 +148,25 @@ class RunProcess:
                         self._process.wait()
                     self._close()
                     return False
-                wants_to_wait = line.read(words.decode(), told)
+                waits_for |= line.read(words.decode(), told)
             self._on_progress(self)
-            if wants_to_wait:
+            if line.TURN in waits_for:
+                self.has_met = line.MEETING in waits_for
+                # Its input pipeline would go on filling its buffers otherwise, from
+                # which it would train too fast when it has its turn.
+                self._signal("SIGSTOP")
                 return True
             used = self._used + time.monotonic() - began
             if self._timeout is not None and used >= self._timeout:
                 self._is_late = True
                 self.end()
                 return False
+
+    def _signal(self, name: str) -> None:
+        """Stops or continues the processes of the run, where they end with this one."""
+        if sys.platform == "linux" and self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self._process.pid, getattr(signal, name))
 
     def _close(self) -> None:
         if self._reading >= 0:

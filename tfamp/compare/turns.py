@@ -11,7 +11,13 @@ _ROOM = 1.5
 
 
 class Player(Protocol):
-    """What can take turns."""
+    """What can take turns.
+
+    Attributes:
+        has_met: Whether it waits until all others have come as far.
+    """
+
+    has_met: bool
 
     def go_on(self) -> bool:
         """Goes on until its turn is over (True) or it has ended (False)."""
@@ -31,7 +37,8 @@ def in_turns(
     """Yields players as they end; those that wait go on in a circle.
 
     The next player starts as soon as those before it wait and there is room for it;
-    where there is none, it starts when they have ended.
+    where there is none, it starts when they have ended. Who waits for the others stands
+    back until all of those that have begun do.
 
     Args:
         players: In the order they start.
@@ -42,7 +49,7 @@ def in_turns(
     try:
         while pending or waiting:
             can_start = pending and (not waiting or has_room(waiting))
-            player = (pending if can_start else waiting).popleft()
+            player = pending.popleft() if can_start else _next(waiting)
             waiting.append(player)  # so that it is ended if it is interrupted
             if not player.go_on():
                 waiting.remove(player)
@@ -50,6 +57,16 @@ def in_turns(
     finally:
         for player in waiting:
             player.end()
+
+
+def _next(waiting: collections.deque[PlayerType]) -> PlayerType:
+    """Returns the player that has waited longest and does not wait for others."""
+    if all(player.has_met for player in waiting):
+        for player in waiting:
+            player.has_met = False
+    while waiting[0].has_met:
+        waiting.rotate(-1)
+    return waiting.popleft()
 
 
 def memory_has_room(pids: Sequence[int | None]) -> bool:
