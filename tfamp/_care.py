@@ -3,9 +3,12 @@
 import dataclasses
 import enum
 import threading
+import weakref
 from typing import Any
 
 _ATTRIBUTE = "_tfamp_care"
+# Of one step: a loss may be computed by several models, or by layers one by one.
+_NUM_LAYERS = 16
 
 
 class Kind(enum.Enum):
@@ -102,11 +105,22 @@ class _Calls(threading.local):
         self.stack: list[Care] = []
         self.recorder: Any = None
         self.num_builds = 0  # how many layers are being built around this one
-        self.outermost_float16: Any = None  # a reference to the layer called last
+        self.float16_layers: list[Any] = []  # references to those called last
         self.scales_by_hand = False  # whether Keras's own wrapper scaled the loss
         self.is_training = False  # whether a managed model's `train_step` runs
         self.may_keep = True  # whether a layer that fails may be tried in float32
         self.is_managed = False  # whether the layer called last is, as it casts inputs
+
+    def note_float16(self, layer: Any) -> None:
+        """Notes that an outermost layer under a float16 policy is called."""
+        reference = weakref.ref(layer)  # one object as long as the layer lives
+        known = self.float16_layers
+        if known and known[-1] is reference:
+            return
+        if reference in known:
+            known.remove(reference)
+        known.append(reference)
+        del known[:-_NUM_LAYERS]
 
 
 CALLS = _Calls()

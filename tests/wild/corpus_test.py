@@ -8,9 +8,7 @@ from tests.wild.programs.registry import PROGRAMS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # By what stands between the brackets of a case.
-FAILURES = {
-    "tiny_losses-*-mixed_float16": "a loop with an optimizer that tfamp never sees",
-}
+FAILURES = {}
 CASES = checking.cases(
     [
         p

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp._care import CALLS
+from tfamp.loss_scale import plain
 from tfamp.loss_scale import tape as tape_scaling
 from tfamp.numerics.stepping import run_step
 
@@ -37,6 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 def no_optimizers_of_other_tests(monkeypatch):
     """One that is not built may yet turn out to train what any loop trains."""
     monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
+    monkeypatch.setattr(plain.PLAIN, "_known", weakref.WeakSet())
 
 
 class Regression(keras.Model):
@@ -501,9 +503,18 @@ def small(policy, **options):
 NO_SCALE = "computed with no loss scale"
 
 
+class ByHand:
+    """Updates variables past all optimizers of Keras."""
+
+    def apply(self, gradients, variables):
+        for gradient, variable in zip(gradients, variables, strict=True):
+            variable.assign_sub(0.01 * gradient)
+
+
 def test_a_loop_without_any_scale_is_told_once(monkeypatch):
     monkeypatch.setattr(CALLS, "scales_by_hand", False)
-    model, optimizer = small("mixed_float16"), keras.optimizers.SGD()
+    model, optimizer = small("mixed_float16"), ByHand()
+    plain_loop(model, optimizer)  # which may make an optimizer known
     with pytest.warns(UserWarning, match=NO_SCALE) as caught:
         plain_loop(model, optimizer)
     plain_loop(model, optimizer)

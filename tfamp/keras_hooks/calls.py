@@ -9,7 +9,6 @@ mask and the activity regularizer see them.
 
 import contextlib
 import functools
-import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -208,7 +207,7 @@ def _inner_call(
         if care.exact_inputs:
             args, kwargs = tree.map_structure(_restore_source, (args, kwargs))
         if not CALLS.stack and care.lease.compute_dtype == "float16":
-            CALLS.outermost_float16 = weakref.ref(self)
+            CALLS.note_float16(self)
         CALLS.stack.append(care)
         try:
             outputs = call(*args, **kwargs)

@@ -6,7 +6,8 @@ up on the instance; every write of an optimizer going through the `assign` and
 `scatter` methods of TensorFlow's resource variables; Keras naming a class in
 saved files by a table of its public names; `_walk_saveable` visiting the
 attributes of an optimizer that are saveables themselves; `_trainable_variables`,
-`_var_key`, `_iterations` and `_learning_rate` of an optimizer.
+`_var_key`, `_iterations`, `_learning_rate` and `_distribution_strategy` of an
+optimizer.
 """
 
 import contextlib
@@ -54,6 +55,11 @@ def trained_by(optimizer: Any) -> list[Any]:
 def key_of(optimizer: Any, variable: Any) -> Any:
     """Returns what an optimizer tells its variables apart by."""
     return optimizer._var_key(variable)
+
+
+def strategy_of(optimizer: Any) -> tf.distribute.Strategy:
+    """Returns the strategy in whose scope an optimizer was made."""
+    return optimizer._distribution_strategy
 
 
 def call_counter(optimizer: Any) -> Any:

@@ -16,6 +16,7 @@ from tfamp.keras_hooks import structure
 _EAGER_STEPS = 10
 _LIBRARIES = ("tfamp", "tensorflow", "keras", "contextlib", "threading")
 
+_met: weakref.WeakSet[Any] = weakref.WeakSet()
 _warned: weakref.WeakSet[Any] = weakref.WeakSet()
 _applies: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -41,35 +42,41 @@ def warn_of_unscaled_loss(optimizer: Any) -> None:
 
 
 def float16_layer_of(sources: Sequence[Any]) -> Any:
-    """Returns the layer called last here, if weights in float16 of it are asked for.
+    """Returns the layer called last here of which weights in float16 are asked for.
 
     Args:
         sources: What a tape is asked for.
     """
-    layer = CALLS.outermost_float16 and CALLS.outermost_float16()
-    if layer is None or care_of(layer) is None:
-        return None
-    low = [
-        weight
-        for _, part, _ in structure.walk(layer)
-        if part.compute_dtype == "float16"
-        for weight in structure.own_weights(part)
-    ]
-    asked = {id(getattr(source, "value", source)) for source in sources}
-    return None if asked.isdisjoint(id(weight.value) for weight in low) else layer
+    # A variable of TensorFlow has a method of the name by which Keras's hold theirs.
+    values = [getattr(source, "value", source) for source in sources]
+    pairs = zip(values, sources, strict=True)
+    asked = {id(source if callable(value) else value) for value, source in pairs}
+    for reference in reversed(CALLS.float16_layers):
+        layer = reference()
+        if layer is not None and care_of(layer) is not None:
+            low = [
+                weight
+                for _, part, _ in structure.walk(layer)
+                if part.compute_dtype == "float16"
+                for weight in structure.own_weights(part)
+            ]
+            if not asked.isdisjoint(id(weight.value) for weight in low):
+                return layer
+    return None
 
 
-def warn_of_no_scale(sources: Sequence[Any]) -> None:
-    """Warns once where a float16 model's gradients are computed for no loss scale.
+def warn_of_no_scale(layer: Any) -> None:
+    """Warns once that a float16 layer's gradients are computed with no loss scale.
+
+    Not of the first eager step, by which an optimizer made ahead of tfamp is found.
 
     Args:
-        sources: What a tape is asked for, none of it an optimizer's of tfamp.
+        layer: The layer, whose gradients no optimizer is known to apply.
     """
-    scaled_by_hand, CALLS.scales_by_hand = CALLS.scales_by_hand, False
-    layer = float16_layer_of(sources)
-    if layer is None or layer in _warned or scaled_by_hand:
+    if layer in _warned:
         return
-    if care_of(layer).lease.loss_scale is None:  # type: ignore[union-attr]
+    if tf.executing_eagerly() and layer not in _met:
+        _met.add(layer)
         return
     _warned.add(layer)
     warnings.warn(

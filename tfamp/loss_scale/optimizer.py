@@ -129,9 +129,7 @@ class LossScaleOptimizer(
         self.initial_scale = initial_scale
         self.rule = rule
         self.dynamic = bool(dynamic)
-        self.accumulation_steps = adopted_accumulation(
-            inner_optimizer, accumulation_steps
-        )
+        self.accumulation_steps = self._adopted(accumulation_steps)
         self.max_consecutive_skips = max_consecutive_skips
         self.measures_scale = initial_scale == "auto"
         self.leaves_stop_to_caller = False
@@ -147,6 +145,14 @@ class LossScaleOptimizer(
         self.saved_beside = hooks.SavedBeside(
             "loss_scale_state", self._beside, self._take_beside
         )
+        self._come_into_use()
+
+    def _adopted(self, accumulation_steps: int) -> int:
+        """Returns the microbatches in an update, taken over from the inner one."""
+        return adopted_accumulation(self.inner_optimizer, accumulation_steps)
+
+    def _come_into_use(self) -> None:
+        """Has tapes and `fit` know of this optimizer."""
         FIT_HOOKS.hold(self)
         TAPE_HOOKS.hold(self)
         WORKER_HOOKS.hold(self)
@@ -229,6 +235,10 @@ class LossScaleOptimizer(
         gradients, variables = zip(*grads_and_vars, strict=True)
         self.apply(gradients, variables)
         return self.iterations
+
+    def update_inner(self, gradients: list[Any], variables: Sequence[Any]) -> None:
+        """Has the inner optimizer apply gradients that are reduced and unscaled."""
+        self.inner_optimizer.apply(gradients, variables)
 
     def key_of(self, variable: Any) -> Any:
         """Returns what tells a variable apart, whichever replica it comes from."""

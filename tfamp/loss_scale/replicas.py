@@ -20,6 +20,11 @@ from tfamp.loss_scale.tape import ids_of
 class OnReplicas(Parts):
     """Steps and windows of all replicas together."""
 
+    refused_settings: tuple[str, ...] = (
+        "loss_scale_factor",
+        "gradient_accumulation_steps",
+    )
+
     def flush(self) -> None:
         """Applies the mean of the microbatches in a window that is not full.
 
@@ -35,7 +40,7 @@ class OnReplicas(Parts):
     def _check_setting(self) -> None:
         """Raises where a setting that was changed since would spoil the update."""
         inner = self.inner_optimizer
-        for name in ("loss_scale_factor", "gradient_accumulation_steps"):
+        for name in self.refused_settings:
             value = getattr(inner, name, None)
             if value is not None:
                 raise ValueError(

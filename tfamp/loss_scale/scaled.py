@@ -96,6 +96,20 @@ class Scalings:
         said = self._said.get(optimizer, {}).get(_here()[0])
         return said is not None and said.is_current and said.is_scaled
 
+    def knows(self, optimizer: Any, ids: Iterable[int]) -> bool:
+        """Whether `take` would return what was said of gradients at hand.
+
+        Args:
+            optimizer: Who applies them, None for one of whom nothing was said.
+            ids: The identities of its variables.
+        """
+        key, _ = _here()
+        with self._lock:
+            said = {} if optimizer is None else self._said.get(optimizer, {})
+            if any(s.is_current and (k == key or s.graph) for k, s in said.items()):
+                return True
+            return self._found_of_variables(key, frozenset(ids)) is not None
+
     def take(self, optimizer: Any, ids: Iterable[int]) -> Scaling | None:
         """Returns how the gradients at hand come, and forgets what is used up.
 
@@ -110,23 +124,27 @@ class Scalings:
             if own is not None and own.is_current:
                 del said[key]
                 return own
-            of_variables = self._taken_of_variables(key, frozenset(ids))
-            if of_variables is not None:
-                return of_variables
+            entry = self._found_of_variables(key, frozenset(ids))
+            if entry is not None:
+                if entry[0] == key:
+                    self._of_variables.remove(entry)
+                return entry[2]
             elsewhere = [s for s in said.values() if s.graph and s.is_current]
             return elsewhere[-1] if elsewhere else None
 
-    def _taken_of_variables(self, key: Any, ids: frozenset[int]) -> Scaling | None:
+    def _found_of_variables(
+        self, key: Any, ids: frozenset[int]
+    ) -> tuple[Any, frozenset[int], Scaling] | None:
+        """Returns what was said last of any of these variables, here if anything."""
         elsewhere = None
         for entry in reversed(self._of_variables):
             place, known, scaling = entry
             if not scaling.is_current or ids.isdisjoint(known):
                 continue
             if place == key:
-                self._of_variables.remove(entry)
-                return scaling
+                return entry
             if scaling.graph is not None and elsewhere is None:
-                elsewhere = scaling
+                elsewhere = entry
         return elsewhere
 
 

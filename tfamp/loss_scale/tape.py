@@ -14,15 +14,17 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp._care import CALLS
+from tfamp._care import CALLS, care_of
 from tfamp._patch import HeldPatches, Patch, like
 from tfamp.keras_hooks import tapes
 from tfamp.keras_hooks.optimizers import trained_by
 from tfamp.loss_scale import forgotten
+from tfamp.loss_scale.plain import PLAIN
 from tfamp.loss_scale.scaled import SCALINGS
 from tfamp.loss_scale.scaled_gradients import ScaledGradients, can_be_scaled
 
 _TAPE_MARK = "_tfamp_scaled_by_hand"
+_STOCK_MARK = "_tfamp_scaled_by_keras"
 
 
 class FixedScale:
@@ -57,6 +59,7 @@ _ids: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary
 
 def know(optimizer: Any) -> None:
     """Has the tape find an optimizer by the variables that it trains."""
+    PLAIN.note_wrapped(optimizer)
     with _LOCK:
         _living.add(optimizer)
 
@@ -91,11 +94,12 @@ def ids_of(optimizer: Any) -> frozenset[int]:
     if not optimizer.built:
         return frozenset()
     if optimizer not in _ids:
-        _ids[optimizer] = _identities(trained_by(optimizer))
+        _ids[optimizer] = identities(trained_by(optimizer))
     return _ids[optimizer]
 
 
-def _identities(variables: Sequence[Any]) -> frozenset[int]:
+def identities(variables: Sequence[Any]) -> frozenset[int]:
+    """Returns the identities of variables, as a tape may be asked for them."""
     return frozenset(
         id(x) for v in variables for x in (v, getattr(v, "value", v)) if not callable(x)
     )
@@ -146,12 +150,14 @@ def _plan_of_variables(
             SCALINGS.say(owner, is_scaled=True)
         setattr(tape, _TAPE_MARK, True)
         return None
+    given, may_apply = _given_scales(tape, sources, owners, unbuilt)
+    owners, unbuilt = [*owners, *given], [*unbuilt, *may_apply]
+    possible = [*owners, *unbuilt]
     if not possible:
-        forgotten.warn_of_no_scale(sources)
         return None
     scalings = [SCALINGS.say(o, is_scaled=False) for o in owners]
     if unbuilt:
-        scalings.append(SCALINGS.say_of_variables(_identities(sources)))
+        scalings.append(SCALINGS.say_of_variables(identities(sources)))
         if not (_HERE.optimizers or _needs_scale(sources)):
             possible = owners
     if not possible:
@@ -159,6 +165,49 @@ def _plan_of_variables(
     # One that does not move cannot be brought down by what overflows.
     moving = [o for o in possible if o.dynamic]
     return ScaledGradients(_scales_of(moving or possible), scalings, is_judged=True)
+
+
+def _given_scales(
+    tape: tf.GradientTape, sources: list[Any], owners: list[Any], unbuilt: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns companions of optimizers that were given no loss scale by anybody.
+
+    Args:
+        tape: The tape.
+        sources: The variables.
+        owners: The optimizers with a loss scale that are built for some of them.
+        unbuilt: Those that may turn out to be.
+
+    Returns:
+        The companions of optimizers that are built for the others, and of those that
+        may turn out to be.
+    """
+    left = [
+        source
+        for source in sources
+        if _is_variable(source) and not any(id(source) in ids_of(o) for o in owners)
+    ]
+    if not left:
+        return [], []
+    by_stock = CALLS.scales_by_hand or getattr(tape, _STOCK_MARK, False)
+    CALLS.scales_by_hand = False
+    setattr(tape, _STOCK_MARK, by_stock)
+    layer = None if by_stock else forgotten.float16_layer_of(left)
+    lease = None if layer is None else care_of(layer).lease  # type: ignore[union-attr]
+    if lease is None or lease.loss_scale is None:
+        return [], []
+    built: list[Any] = []
+    others: list[Any] = []
+    ids = frozenset(map(id, left))
+    if PLAIN.is_left_alone(ids, ids_of):
+        return [], []
+    if not tf.distribute.in_cross_replica_context():
+        built, others = PLAIN.candidates(ids, ids_of)
+    if _HERE.optimizers and unbuilt:
+        others = []  # one of the model's own trains them
+    if not (owners or unbuilt or built or others):
+        forgotten.warn_of_no_scale(layer)
+    return PLAIN.given_to(built, lease), PLAIN.given_to(others, lease)
 
 
 def _needs_scale(sources: Sequence[Any]) -> bool:
@@ -175,7 +224,11 @@ def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
 
 
 def _has_variable(sources: Sequence[Any]) -> bool:
-    return any(isinstance(source, keras.Variable | tf.Variable) for source in sources)
+    return any(map(_is_variable, sources))
+
+
+def _is_variable(source: Any) -> bool:
+    return isinstance(source, keras.Variable | tf.Variable)
 
 
 def _training(tape: tf.GradientTape, living: Sequence[Any]) -> Sequence[Any]:

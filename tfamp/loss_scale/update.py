@@ -50,7 +50,7 @@ def apply_update(
                 is_due = conditions[optimizer.key_of(variable)]
                 gradient = tf.where(is_due, gradient, tf.cast(variable, gradient.dtype))
             unscaled.append(gradient)
-        optimizer.inner_optimizer.apply(unscaled, variables)
+        optimizer.update_inner(unscaled, variables)
 
     def where_due(variable: Any) -> contextlib.AbstractContextManager[None]:
         condition = conditions.get(optimizer.key_of(variable))

@@ -9,6 +9,7 @@ from absl import logging
 from tfamp._care import care_of, change_care
 from tfamp.keras_hooks import model_optimizers, optimizers, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.loss_scale.plain import PLAIN
 from tfamp.managed import resolving
 from tfamp.managed.lease import Lease
 
@@ -29,10 +30,14 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
         return
     resolving.resolve(model)
     optimizer = arguments.get("optimizer")
-    if not arguments.get("auto_scale_loss", True) or optimizer is None:
+    if optimizer is None:
+        return
+    plain = keras.optimizers.get(optimizer)
+    if not arguments.get("auto_scale_loss", True):
+        arguments["optimizer"] = plain
+        PLAIN.leave_alone(plain)
         return
     arguments["auto_scale_loss"] = False
-    plain = keras.optimizers.get(optimizer)
     arguments["optimizer"] = scaled(plain, model, lease)
     _note_wrapping(model, plain, arguments["optimizer"])
 

@@ -27,6 +27,7 @@ from tfamp.keras_hooks import (
     trainer,
 )
 from tfamp.keras_hooks.workers import WORKER_HOOKS
+from tfamp.loss_scale.companion import PLAIN_HOOKS
 from tfamp.loss_scale.fitting import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape import TAPE_HOOKS
@@ -163,6 +164,7 @@ def _hold(lease: Lease) -> None:
     _RUNNING.hold(lease)
     FIT_HOOKS.hold(lease)
     TAPE_HOOKS.hold(lease)
+    PLAIN_HOOKS.hold(lease)
     WORKER_HOOKS.hold(lease)
     CONFIG_HOOKS.hold(lease)
 
@@ -185,5 +187,6 @@ SELF_TEST = SelfTest(follow_enabled)
 
 def installed() -> tuple[str, ...]:
     """Returns the names of everything in Keras that is replaced now."""
-    sets = (_MAKING, _RUNNING, WORKER_HOOKS, FIT_HOOKS, TAPE_HOOKS, CONFIG_HOOKS)
+    running = (_RUNNING, WORKER_HOOKS, FIT_HOOKS, TAPE_HOOKS, PLAIN_HOOKS, CONFIG_HOOKS)
+    sets = (_MAKING, *running)
     return tuple(name for patches in sets for name in patches.installed)

@@ -1,0 +1,587 @@
+"""Loops with optimizers of Keras that nobody wrapped: the one line is enough there."""
+
+import copy
+import gc
+import threading
+import weakref
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tfamp._care import CALLS
+from tfamp.loss_scale import plain as plain_optimizers
+from tfamp.loss_scale import tape as tape_scaling
+from tfamp.managed import hooks
+
+layers = keras.layers
+DECORATORS = {
+    "eager": lambda step: step,
+    "graph": tf.function,
+    "xla": tf.function(jit_compile=True),
+}
+# Of the loss: its gradients leave float16 below, were they not scaled.
+TINY = 1e-7
+TOLERANCE = 0.02  # of losses, computed in float16 with 11 bits over a few steps
+x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
+y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+in_each_way = pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+
+
+@pytest.fixture(autouse=True)
+def nothing_of_other_tests(monkeypatch):
+    """What is not built may yet turn out to train what any loop trains."""
+    monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
+    monkeypatch.setattr(plain_optimizers.PLAIN, "_known", weakref.WeakSet())
+    monkeypatch.setattr(CALLS, "scales_by_hand", False)
+
+
+def network(policy="mixed_float16", seed=2, **options):
+    keras.utils.set_random_seed(seed)
+    with tfamp.scope(policy, **options):
+        return keras.Sequential(
+            [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)]
+        )
+
+
+def trainer(model, optimizer, decorate=DECORATORS["eager"], change=lambda g: g):
+    """Returns a step of a loop that knows nothing of loss scales."""
+
+    @decorate
+    def step(inputs, targets, factor):
+        with tf.GradientTape() as tape:
+            error = targets - model(inputs, training=True)
+            loss = factor * tf.reduce_mean(tf.square(error))
+        gradients = change(tape.gradient(loss, model.trainable_variables))
+        optimizer.apply_gradients(
+            zip(gradients, model.trainable_variables, strict=True)
+        )
+        return loss / factor
+
+    return lambda factor=TINY: float(step(x, y, tf.constant(factor)))
+
+
+def sgd(**options):
+    return keras.optimizers.SGD(0.1 / TINY, **options)
+
+
+def losses(policy, make=sgd, decorate=DECORATORS["eager"], num_steps=5, **how):
+    model = network(policy)
+    optimizer = make()
+    step = trainer(model, optimizer, decorate, **how)
+    return [step() for _ in range(num_steps)]
+
+
+def companion_of(optimizer):
+    return plain_optimizers.PLAIN.companion_of(optimizer)
+
+
+def everything(model, optimizer):
+    return [v.numpy() for v in (*model.variables, *optimizer.variables)]
+
+
+def assert_equal(old, new):
+    for one, other in zip(old, new, strict=True):
+        np.testing.assert_array_equal(one, other)
+
+
+@in_each_way
+def test_tiny_losses_train_as_in_float32(decorate):
+    exact = losses("float32", decorate=decorate)
+    half = losses("mixed_float16", decorate=decorate)
+    assert half == pytest.approx(exact, rel=TOLERANCE)
+    assert exact[-1] < exact[0] / 5
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: keras.optimizers.Adam(0.01),
+        # Its epsilon is below the squares of the true gradients.
+        lambda: keras.optimizers.AdamW(0.01, weight_decay=0.1, epsilon=1e-12),
+        lambda: keras.optimizers.RMSprop(0.01, epsilon=1e-16),
+        lambda: sgd(momentum=0.9, clipnorm=1e-7),
+        lambda: sgd(global_clipnorm=1e-7),
+        lambda: sgd(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2),
+        lambda: keras.optimizers.SGD(
+            keras.optimizers.schedules.ExponentialDecay(0.1 / TINY, 2, 0.5)
+        ),
+    ],
+    ids=["adam", "adamw", "rmsprop", "clipnorm", "global", "ema", "schedule"],
+)
+def test_what_an_optimizer_does_stays_as_it_is(make):
+    exact = losses("float32", make, tf.function)
+    half = losses("mixed_float16", make, tf.function)
+    assert half == pytest.approx(exact, rel=TOLERANCE)
+
+
+@in_each_way
+def test_accumulation_by_the_optimizer_itself(decorate):
+    def make():
+        return sgd(gradient_accumulation_steps=2, global_clipnorm=1e-7)
+
+    exact = losses("float32", make, decorate, num_steps=6)
+    half = losses("mixed_float16", make, decorate, num_steps=6)
+    assert half == pytest.approx(exact, rel=TOLERANCE)
+    assert half[0] == half[1] > half[2] == half[3]
+
+
+@in_each_way
+def test_an_overflow_skips_its_step_and_leaves_all_as_it_was(decorate):
+    model, optimizer = network(), keras.optimizers.Adam(0.01)
+    step = trainer(model, optimizer, decorate)
+    step(1.0)
+    before = everything(model, optimizer)
+    scale = companion_of(optimizer).scale
+    step(1e30)
+    assert_equal(before, everything(model, optimizer))
+    assert int(optimizer.iterations) == 1
+    assert companion_of(optimizer).scale == scale / 2
+    step(1.0)
+    assert int(optimizer.iterations) == 2
+    assert companion_of(optimizer).skipped_steps == 1
+
+
+@in_each_way
+def test_the_scale_has_the_settings_of_the_line(decorate):
+    model = network(
+        loss_scale_options={"initial_scale": 64.0, "dynamic_growth_steps": 2}
+    )
+    optimizer = sgd()
+    step = trainer(model, optimizer, decorate)
+    for _ in range(4):
+        step()
+    assert companion_of(optimizer).scale == 256.0
+
+
+def test_a_static_scale_and_no_scale_are_obeyed():
+    model, optimizer = network(loss_scale=128), sgd()
+    trainer(model, optimizer)()
+    assert companion_of(optimizer).scale == 128.0
+    assert not companion_of(optimizer).dynamic
+    model, optimizer = network(loss_scale=None), sgd()
+    before = model.get_weights()[0]
+    trainer(model, optimizer)()
+    assert companion_of(optimizer) is None
+    np.testing.assert_array_equal(before, model.get_weights()[0])  # gradients are 0
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
+@in_each_way
+def test_other_policies_are_left_alone(policy, decorate):
+    model, optimizer = network(policy), keras.optimizers.SGD(0.1)
+    with tfamp.scope("mixed_float16"):
+        elsewhere = layers.Dense(1)
+    trainer(model, optimizer, decorate)(np.inf)
+    assert companion_of(optimizer) is None
+    assert int(optimizer.iterations) == 1
+    assert np.isnan(model.get_weights()[0]).any()
+    assert not elsewhere.built
+
+
+@in_each_way
+def test_gradients_in_the_loop_are_true(decorate):
+    seen = {}
+    for policy in ("float32", "mixed_float16"):
+        model, optimizer = network(policy), sgd()
+
+        @decorate
+        def norm_of_step(model=model, optimizer=optimizer):
+            with tf.GradientTape() as tape:
+                loss = TINY * tf.reduce_mean(tf.square(y - model(x)))
+            raw = [variable.value for variable in model.trainable_variables]
+            gradients = tape.gradient(loss, raw)
+            clipped, norm = tf.clip_by_global_norm(gradients, TINY)
+            optimizer.apply(clipped, model.trainable_variables)
+            return norm
+
+        seen[policy] = [float(norm_of_step()) for _ in range(3)]
+    assert seen["mixed_float16"] == pytest.approx(seen["float32"], rel=TOLERANCE)
+
+
+def test_gradients_added_up_by_hand():
+    def train(policy):
+        model, optimizer = network(policy), sgd()
+        for _ in range(3):
+            total = [tf.zeros(v.shape) for v in model.trainable_variables]
+            for part in (slice(0, 32), slice(32, 64)):
+                with tf.GradientTape() as tape:
+                    loss = TINY * tf.reduce_mean(tf.square(y[part] - model(x[part])))
+                gradients = tape.gradient(loss, model.trainable_variables)
+                total = [a + g / 2 for a, g in zip(total, gradients, strict=True)]
+            optimizer.apply(total, model.trainable_variables)
+        assert int(optimizer.iterations) == 3
+        return float(tf.reduce_mean(tf.square(y - model(x))))
+
+    assert train("mixed_float16") == pytest.approx(train("float32"), rel=TOLERANCE)
+
+
+@in_each_way
+def test_two_models_with_an_optimizer_each(decorate):
+    def train(policy):
+        first, second = network(policy), network(policy, seed=3)
+        with tfamp.scope(policy):
+            front = layers.Dense(4, "tanh")
+        one, other = sgd(), keras.optimizers.SGD(0.05 / TINY)
+        front.build((None, 4))
+        weights = [front.trainable_variables, second.trainable_variables]
+
+        @decorate
+        def step():
+            with tf.GradientTape(persistent=True) as tape:
+                # The model that is called last is not the only one that is asked for.
+                loss = TINY * tf.reduce_mean(tf.square(y - second(front(x))))
+                apart = TINY * tf.reduce_mean(tf.square(y - first(x)))
+            one.apply(tape.gradient(loss, weights[0]), weights[0])
+            other.apply(tape.gradient(loss, weights[1]), weights[1])
+            return loss / TINY, apart
+
+        values = [float(step()[0]) for _ in range(5)]
+        return values, one, other
+
+    exact, *_ = train("float32")
+    half, one, other = train("mixed_float16")
+    assert half == pytest.approx(exact, rel=TOLERANCE)
+    assert companion_of(one).applied_steps == 5
+    assert companion_of(other).applied_steps == 5
+
+
+def test_one_made_ahead_of_the_line_is_known_from_its_first_step_on():
+    optimizer = sgd()
+    model = network()
+    plain_optimizers.PLAIN._known.clear()
+    start = model.get_weights()[0]
+    step = trainer(model, optimizer)
+    step()
+    np.testing.assert_array_equal(start, model.get_weights()[0])
+    step()
+    assert companion_of(optimizer).applied_steps == 1
+    assert not np.array_equal(start, model.get_weights()[0])
+
+
+def test_one_made_ahead_of_the_line_beside_one_that_is_known():
+    optimizer, model = sgd(), network()
+    plain_optimizers.PLAIN._known.clear()
+    waiting = sgd()
+    plain_optimizers.PLAIN.know(waiting)
+    step = trainer(model, optimizer)
+    step()  # scaled for the one that is known, applied by the other
+    assert companion_of(optimizer).applied_steps == 1
+    step(1e30)
+    assert companion_of(optimizer).skipped_steps == 1
+    assert int(optimizer.iterations) == 1
+    assert not waiting.built
+
+
+def test_in_a_graph_one_made_ahead_of_the_line_is_told_of():
+    optimizer, model = sgd(), network()
+    optimizer.build(model.trainable_variables)
+    plain_optimizers.PLAIN._known.clear()
+    with pytest.warns(UserWarning, match="computed with no loss scale"):
+        trainer(model, optimizer, tf.function)()
+
+
+@in_each_way
+def test_an_optimizer_that_goes_into_compile(decorate):
+    model = network(loss_scale_options={"initial_scale": 64.0})
+    optimizer = keras.optimizers.SGD(0.01)
+    step = trainer(model, optimizer, decorate)
+    step(1.0)
+    model.compile(optimizer, "mse")
+    assert model.optimizer.inner_optimizer is optimizer
+    assert companion_of(optimizer) is None
+    model.fit(x, y, batch_size=32, verbose=0)
+    assert model.optimizer.applied_steps == 2
+    assert int(optimizer.iterations) == 3
+    step(1.0)  # as it was traced, or with the scale of the model's optimizer
+    assert int(optimizer.iterations) == 4
+
+
+@in_each_way
+def test_an_optimizer_that_goes_into_a_wrapper(decorate):
+    weight, optimizer = keras.Variable([1.0, 2.0]), keras.optimizers.SGD(0.5)
+    model = network()
+    trainer(model, optimizer, decorate)(1.0)
+    held = keras.optimizers.SGD(0.5)
+    ours = tfamp.LossScaleOptimizer(held, 8.0)
+
+    @decorate
+    def step():
+        with tf.GradientTape() as tape:
+            loss = ours.scale_loss(tf.reduce_sum(tf.square(weight.value)) / 2)
+        ours.apply(tape.gradient(loss, [weight]), [weight])
+
+    step()
+    np.testing.assert_allclose(weight, [0.5, 1.0])
+    assert tfamp.LossScaleOptimizer(optimizer) is not None
+    assert companion_of(held) is None
+
+
+@in_each_way
+def test_keras_own_wrapper_scales_once(decorate):
+    def train(policy):
+        model = network(policy)
+        inner = sgd()
+        wrapper = keras.optimizers.LossScaleOptimizer(inner, 2.0**12)
+        wrapper.build(model.trainable_variables)
+        waiting = sgd()
+
+        @decorate
+        def step():
+            with tf.GradientTape() as tape:
+                loss = TINY * tf.reduce_mean(tf.square(y - model(x)))
+                scaled = wrapper.scale_loss(loss)
+            gradients = tape.gradient(scaled, model.trainable_variables)
+            wrapper.apply(gradients, model.trainable_variables)
+            return loss / TINY, tf.norm(gradients[0])
+
+        values = [[float(value) for value in step()] for _ in range(4)]
+        for optimizer in (inner, waiting):
+            assert companion_of(optimizer) is None
+        assert int(inner.iterations) == 4
+        return np.transpose(values)
+
+    exact, half = train("float32"), train("mixed_float16")
+    np.testing.assert_allclose(half[0], exact[0], rtol=TOLERANCE)
+    np.testing.assert_allclose(half[1], exact[1], rtol=TOLERANCE)
+
+
+def test_a_factor_of_the_optimizer_is_its_users():
+    model, optimizer = network(), sgd(loss_scale_factor=2.0**12)
+
+    def step():
+        with tf.GradientTape() as tape:
+            loss = TINY * tf.reduce_mean(tf.square(y - model(x)))
+            scaled = optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, model.trainable_variables)
+        optimizer.apply(gradients, model.trainable_variables)
+        return float(loss / TINY)
+
+    optimizer.build(model.trainable_variables)
+    with pytest.warns(UserWarning, match="computed with no loss scale"):
+        half = [step() for _ in range(5)]
+    assert half == pytest.approx(losses("float32"), rel=TOLERANCE)
+    assert optimizer.loss_scale_factor == 2.0**12
+
+
+def test_a_model_compiled_without_a_scale_has_none():
+    model = network()
+    optimizer = keras.optimizers.SGD(0.01)
+    model.compile(optimizer, "mse", auto_scale_loss=False, run_eagerly=True)
+    waiting = sgd()
+    model.fit(x, y, batch_size=32, verbose=0)
+    assert model.optimizer is optimizer
+    assert companion_of(optimizer) is companion_of(waiting) is None
+
+
+class Signed(keras.optimizers.Optimizer):
+    """An update of its own: by a fixed length, against the sign."""
+
+    def update_step(self, gradient, variable, learning_rate):
+        rate = tf.cast(learning_rate, variable.dtype)
+        self.assign_sub(variable, rate * tf.sign(gradient))
+
+
+class Halving(keras.optimizers.SGD):
+    """Changes gradients in an `apply` of its own, and counts the calls."""
+
+    num_calls = 0
+
+    def apply(self, grads, trainable_variables=None):
+        self.num_calls += 1
+        super().apply([g / 2 for g in grads], trainable_variables)
+
+
+class Through(keras.optimizers.Optimizer):
+    """A wrapper that tfamp does not know."""
+
+    def __init__(self, inner):
+        super().__init__(learning_rate=0.0)
+        self.inner = inner
+
+    def apply(self, grads, trainable_variables=None):
+        self.inner.apply([g / 2 for g in grads], trainable_variables)
+
+
+OWN = {
+    "update_step": lambda: Signed(learning_rate=0.01),
+    "apply": lambda: Halving(0.2 / TINY),
+    "wrapper": lambda: Through(sgd()),
+}
+
+
+@in_each_way
+@pytest.mark.parametrize("make", OWN.values(), ids=OWN)
+def test_optimizers_of_the_users_own(make, decorate):
+    exact = losses("float32", make, decorate)
+    half = losses("mixed_float16", make, decorate)
+    assert half == pytest.approx(exact, rel=TOLERANCE)
+    assert half[-1] < half[0]
+
+
+def test_an_own_apply_runs_once_a_step_and_skips_what_overflows():
+    model, optimizer = network(), Halving(0.1)
+    step = trainer(model, optimizer)
+    step(1.0)
+    before = everything(model, optimizer)
+    step(1e30)
+    assert optimizer.num_calls == 2
+    assert_equal(before, everything(model, optimizer))
+
+
+class Alone(keras.optimizers.SGD):
+    """Makes its updates without the `apply` of Keras."""
+
+    def apply(self, grads, trainable_variables=None):
+        for gradient, variable in zip(grads, trainable_variables, strict=True):
+            variable.assign_sub(0.1 * gradient)
+
+
+def test_one_that_would_not_see_an_overflow_is_given_no_scale():
+    model, optimizer = network(), Alone()
+    step = trainer(model, optimizer)
+    with pytest.warns(UserWarning, match="computed with no loss scale"):
+        for _ in range(3):
+            step(1.0)
+    assert companion_of(optimizer) is None
+
+
+def test_another_apply_is_keras_own():
+    model, optimizer = network(), keras.optimizers.SGD(1.0)
+    step = trainer(model, optimizer)
+    step(1.0)
+    applied = companion_of(optimizer).applied_steps
+    before = model.get_weights()
+    ones = [tf.ones(v.shape) for v in model.trainable_variables]
+    optimizer.apply(ones, model.trainable_variables)
+    assert companion_of(optimizer).applied_steps == applied
+    for old, new in zip(before, model.get_weights(), strict=True):
+        np.testing.assert_allclose(old - 1.0, new, rtol=1e-6)
+
+
+def test_the_optimizer_is_the_one_it_was(tmp_path):
+    made = {}
+    for policy in ("float32", "mixed_float16"):
+        keras.backend.clear_session()
+        model, optimizer = network(policy), keras.optimizers.Adam(0.01)
+        trainer(model, optimizer)(1.0)
+        made[policy] = optimizer
+    exact, half = made["float32"], made["mixed_float16"]
+    assert type(half) is keras.optimizers.Adam
+    assert half.get_config() == exact.get_config()
+    assert [v.path for v in half.variables] == [v.path for v in exact.variables]
+    stores = {}, {}
+    for optimizer, store in zip((exact, half), stores, strict=True):
+        optimizer.save_own_variables(store)
+    assert stores[0].keys() == stores[1].keys()
+    checkpoint = tf.train.Checkpoint(optimizer=half)
+    names = {
+        name for name, _ in tf.train.list_variables(checkpoint.save(tmp_path / "c"))
+    }
+    checkpoint = tf.train.Checkpoint(optimizer=exact)
+    other = {
+        name for name, _ in tf.train.list_variables(checkpoint.save(tmp_path / "d"))
+    }
+    assert names == other
+    held = copy.deepcopy(vars(half)["_tfamp_companion"])
+    assert held.companion is None
+
+
+@pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
+def test_on_replicas(decorate):
+    def train(policy, loss_at=None):
+        strategy = two_replicas()
+        with strategy.scope():
+            model, optimizer = network(policy), keras.optimizers.SGD(0.05 / TINY)
+
+        def replica_step(inputs, targets, factor):
+            with tf.GradientTape() as tape:
+                error = targets - model(inputs, training=True)
+                loss = factor * tf.reduce_mean(tf.square(error))
+            gradients = tape.gradient(loss, model.trainable_variables)
+            optimizer.apply_gradients(
+                zip(gradients, model.trainable_variables, strict=True)
+            )
+            return loss / factor
+
+        @decorate
+        def step(inputs, targets, factor):
+            each = strategy.run(replica_step, args=(inputs, targets, factor))
+            return strategy.reduce("MEAN", each, axis=None)
+
+        data = tf.data.Dataset.from_tensors((x, y)).unbatch().batch(64).repeat()
+        batches = iter(strategy.experimental_distribute_dataset(data))
+        values = []
+        for number in range(5):
+            before = everything(model, optimizer)
+            factor = 1e30 if number == loss_at else TINY
+            values.append(float(step(*next(batches), tf.constant(factor))))
+            if number == loss_at:
+                assert_equal(before, everything(model, optimizer))
+        return values, optimizer
+
+    exact, _ = train("float32")
+    half, optimizer = train("mixed_float16")
+    assert half == pytest.approx(exact, rel=TOLERANCE)
+    assert companion_of(optimizer).applied_steps == 5
+    _, optimizer = train("mixed_float16", loss_at=2)
+    assert companion_of(optimizer).skipped_steps == 1
+    assert optimizer.iterations.numpy() == 4
+
+
+@pytest.mark.parametrize("decorate", [DECORATORS["eager"], DECORATORS["graph"]])
+def test_two_loops_at_once(decorate):
+    exact = losses("float32", decorate=decorate)
+    models = [network(), network()]
+    found = {}
+
+    def work(number):
+        step = trainer(models[number], sgd(), decorate)
+        found[number] = [step() for _ in range(5)]
+
+    threads = [threading.Thread(target=work, args=(n,)) for n in range(2)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for number in range(2):
+        assert found[number] == pytest.approx(exact, rel=TOLERANCE)
+
+
+def test_nothing_is_left():
+    gc.collect()
+    before = hooks.installed()
+    model, optimizer = network(), sgd()
+    step = trainer(model, optimizer, tf.function)
+    step(), step()
+    seen = weakref.ref(companion_of(optimizer))
+    base = "keras.src.optimizers.optimizer.Optimizer"
+    assert {f"{base}.apply", f"{base}.__init__"} <= set(hooks.installed())
+    del model, step
+    gc.collect()
+    assert hooks.installed() == before  # though the optimizer and its companion live
+    assert seen() is not None
+    found = weakref.ref(optimizer)
+    del optimizer
+    gc.collect()
+    assert found() is None
+    assert seen() is None
+
+
+def test_one_line_tells_of_the_scale(caplog):
+    from absl import logging
+
+    logging.get_absl_logger().propagate = True
+    caplog.set_level("INFO", logger="absl")
+    model, optimizer = network(), sgd(name="mine")
+    waiting = sgd()
+    step = trainer(model, optimizer)
+    step(), step()
+    told = [r.getMessage() for r in caplog.records if "got a loss scale" in r.message]
+    assert len(told) == 1
+    assert "'mine'" in told[0] and "loss_scale=None" in told[0]
+    assert not waiting.built
