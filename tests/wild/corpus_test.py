@@ -8,7 +8,7 @@ from tests.wild.programs.registry import PROGRAMS
 
 pytestmark = pytest.mark.filterwarnings("ignore")
 # By what stands between the brackets of a case.
-FAILURES = {}
+FAILURES: dict[str, str] = {}
 CASES = checking.cases(
     [
         p

@@ -37,9 +37,11 @@ def replace_optimizers(
         The names of the attributes that were changed.
     """
     given: dict[int, tuple[Any, Any]] = {}
+    # TensorFlow keeps it once more, among what a checkpoint depends on.
+    compiled = getattr(model, "optimizer", None)
 
     def wanted(present: Any) -> Any:
-        if not isinstance(present, keras.optimizers.Optimizer):
+        if present is compiled or not isinstance(present, keras.optimizers.Optimizer):
             return present
         if id(present) not in given:
             given[id(present)] = present, change(present)

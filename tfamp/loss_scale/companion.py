@@ -89,7 +89,7 @@ def _is_applied(optimizer: Any, gradients: Any, variables: Any) -> bool:
     if _HERE.is_updating or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return False
     PLAIN.know(optimizer)
-    if tf.distribute.in_cross_replica_context():
+    if tf.distribute.in_cross_replica_context() or not PLAIN.may_be_given(optimizer):
         return False
     gradients = list(gradients)
     given = trained_by(optimizer) if variables is None else list(variables)
@@ -115,7 +115,7 @@ def _is_applied(optimizer: Any, gradients: Any, variables: Any) -> bool:
 def _given_late(optimizer: Any, variables: list[Any]) -> Any:
     """Returns a companion for one that was not known when gradients were computed."""
     layer = forgotten.float16_layer_of(variables)
-    if layer is None or not PLAIN.may_be_given(optimizer):
+    if layer is None:
         return None
     lease = care_of(layer).lease  # type: ignore[union-attr]
     return None if lease.loss_scale is None else PLAIN.given(optimizer, lease)

@@ -81,8 +81,9 @@ def warn_of_no_scale(layer: Any) -> None:
     _warned.add(layer)
     warnings.warn(
         f"{type(layer).__name__} {layer.name!r} computes in float16, and its gradients "
-        "are computed with no loss scale: those below 6e-8 are 0. Apply them by "
-        "`tfamp.LossScaleOptimizer(optimizer)`, made ahead of the first step.",
+        "are computed with no loss scale: those below 6e-8 are 0. Make the optimizer "
+        "after `tfamp.enable`, or apply them by `tfamp.LossScaleOptimizer(optimizer)`, "
+        "made ahead of the first step.",
         UserWarning,
         stacklevel=_level_of_user(),
     )

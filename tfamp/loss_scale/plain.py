@@ -13,6 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfamp._care import CALLS
 from tfamp.keras_hooks.optimizers import leaves, strategy_of
 
 _ATTRIBUTE = "_tfamp_companion"
@@ -64,10 +65,16 @@ class PlainOptimizers:
     def is_left_alone(
         self, ids: frozenset[int], ids_of: Callable[[Any], frozenset[int]]
     ) -> bool:
-        """Returns whether one that shall have no loss scale trains a variable."""
+        """Returns whether one that shall have no loss scale trains a variable.
+
+        In a `train_step` it may be one that is not built yet.
+        """
         with self._lock:
             left_alone = tuple(self._left_alone)
-        return any(not ids.isdisjoint(ids_of(o)) for o in left_alone)
+        return any(
+            (CALLS.is_training and not o.built) or not ids.isdisjoint(ids_of(o))
+            for o in left_alone
+        )
 
     def note_wrapped(self, wrapper: Any) -> None:
         """Notes that an optimizer has a loss scale as long as its wrapper lives."""
