@@ -18,6 +18,7 @@ from tfamp.data import _filters
 from tfamp.data._drops import DropLog, DropReport
 from tfamp.data._filter_shapes import crop_or_pad
 from tfamp.data._filters import make_filter
+from tfamp.data._fingerprint import fingerprint
 from tfamp.data._imputation import fit_imputer
 from tfamp.data._stages import Settings
 from tfamp.data.statistics import fit_statistics
@@ -352,6 +353,16 @@ def test_each_build_fits_an_imputer_to_its_own_data():
         filled = np.stack([x.numpy() for x in pipeline.build()])
         assert filled[:, 0].tolist() == [mean - 1, mean + 1, mean]
     assert "fitted at build" in train.describe()
+
+
+def test_a_fingerprint_tells_imputers_that_were_fitted_to_other_data():
+    def print_of(imputer):
+        return fingerprint({"filter": make_filter(missing=imputer)}).digest
+
+    fitted = [SimpleImputer().fit([[mean], [NAN]]) for mean in (1, 1, 2)]
+    first, same, other = map(print_of, fitted)
+    assert first == same != other
+    assert print_of(SimpleImputer()) == print_of(SimpleImputer()) != first
 
 
 def test_an_imputer_that_is_not_fitted_is_fitted_at_build_to_the_pipeline():
