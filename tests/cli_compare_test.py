@@ -126,6 +126,10 @@ FAILURES = {
     "worse": (as_judged("worse", 1.1, 1.3), {"worse"}),
     "slower": (as_judged("equivalent, not faster", 0.7, 0.9), {"slower", "not-faster"}),
     "as fast": (as_judged("equivalent, not faster", 0.98, 1.02), {"not-faster"}),
+    "faster by too little": (
+        as_judged("equivalent, not faster", 1.01, 1.03),
+        {"not-faster"},
+    ),
     "undecided": (as_judged("undecided", 1.1, 1.3), {"undecided"}),
     "faster": (as_judged("equivalent and faster", 1.1, 1.3), set()),
     "a run failed": (

@@ -12,6 +12,7 @@ from absl import flags
 from tfamp import _checks, _units
 from tfamp.cli import _flags
 from tfamp.evidence import Evidence, Run
+from tfamp.evidence.effects import effect_of_ratio
 
 _COMMAND = "tfamp compare"
 _ARGUMENT = "module:build"
@@ -122,7 +123,8 @@ def failures(found: Evidence, fail_if: Sequence[str]) -> list[str]:
         applies = {
             "worse": verdict.answer == "worse",
             "slower": verdict.speed.high < 1,
-            "not_faster": not verdict.speed.low > 1,
+            "not_faster": effect_of_ratio(verdict.speed, more_is_better=True)
+            != "better",
             "undecided": verdict.answer == "undecided",
             "failed": any(
                 not run.is_finished for run in found.runs if run.policy == policy
