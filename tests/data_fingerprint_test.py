@@ -1,9 +1,6 @@
 """Fingerprints of pipelines: what changes them, what does not, and what they miss."""
 
 import functools
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import keras
@@ -12,8 +9,6 @@ import pytest
 import tensorflow as tf
 
 from tfamp.data._fingerprint import fingerprint
-
-ROOT = Path(__file__).parents[1]
 
 
 def digest(value):
@@ -169,24 +164,3 @@ def test_what_cannot_be_looked_into_is_named():
     unseen = fingerprint({"source": generated}).unseen
     assert unseen == ("a Python function inside a dataset",)
     assert fingerprint({"source": mapped(1)}).unseen == ()
-
-
-ELSEWHERE = """
-from tests import data_fingerprint_test as test
-for make in test.MAKERS.values():
-    print(test.digest(make(1)))
-"""
-
-
-@pytest.mark.whole("the killed writer of data_cache_test sees it of one pipeline")
-def test_another_process_gives_the_same():
-    # Hashes of strings, which order sets, are others there.
-    done = subprocess.run(
-        [sys.executable, "-c", ELSEWHERE],
-        cwd=ROOT,
-        env=os.environ | {"PYTHONHASHSEED": "7"},
-        capture_output=True,
-        text=True,
-        check=True,
-    )
-    assert done.stdout.split() == [digest(make(1)) for make in MAKERS.values()]

@@ -113,9 +113,9 @@ def attributes(value: Any) -> dict[str, Any]:
     found = {}
     for one in type(value).__mro__:
         for name, member in vars(one).items():
-            if isinstance(member, types.MemberDescriptorType) and not is_installed(
-                module_of(one)
-            ):
+            # Double underscores: offsets in memory, of classes written in C.
+            is_slot = isinstance(member, types.MemberDescriptorType)
+            if is_slot and name[:2] != "__" and not is_installed(module_of(one)):
                 try:
                     found[name] = member.__get__(value)
                 except AttributeError:  # not set yet
