@@ -32,7 +32,6 @@ from tfamp.evidence import LayerDtype, Memory, Run, Variant
 def main(argv: Sequence[str]) -> int:
     """Runs once and returns 0, or 1 if it failed."""
     folder, policy, seed = Path(argv[0]), argv[1], int(argv[2])
-    end_with_parent()
     # Two processes cannot both have the whole of a GPU's memory.
     takes_turns = "in_turns" in argv[4:] and not tf.config.get_visible_devices("GPU")
     line = Line(int(argv[3]) if len(argv) > 3 else None, takes_turns=takes_turns)
@@ -246,5 +245,6 @@ def _file_bytes(model: keras.Model, path: Path) -> tuple[int | None, list[str]]:
 
 
 if __name__ == "__main__":
+    end_with_parent()
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     sys.exit(main(sys.argv[1:]))
