@@ -17,6 +17,7 @@ TEXTS = FOLDER / "results"
 ORDER = (
     *("enable_overhead", "loss_scale", "pipeline"),
     *("training", "tried", "callbacks_cost", "guilty_layers"),
+    "guilty_layers_further",
     *("guards", "shadow_pass", "freeze", "memory", "remat"),
 )
 
@@ -181,6 +182,7 @@ def _filled(
 WRITERS = {
     "freeze": freeze,
     "guilty_layers": guilty_layers,
+    "guilty_layers_further": guilty_layers,
     "guards": guards,
     "memory": memory,
     "remat": remat,

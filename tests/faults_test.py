@@ -13,16 +13,20 @@ from benchmarks.faults import lowering, records
 from benchmarks.faults.building import Chain, Node, Raw, Stage, assemble, compiled
 from benchmarks.faults.failure_training import step
 from benchmarks.faults.lowering import Harm, Subject
+from benchmarks.faults.own_layers import Adding, Dropped
 from benchmarks.faults.prove_truth import holds
 from benchmarks.faults.truth import is_right, prove
 from tfamp.keras_hooks import structure
 
+layers, ops = keras.layers, keras.ops
 DTYPES = ("float16", "bfloat16")
 FAULTY = [case for case in faults.CASES if case.kind != "healthy"]
 HEALTHY = [case for case in faults.CASES if case.kind == "healthy"]
 # The whole set is proven by benchmarks/faults/prove_truth.py, which takes minutes.
 EACH_CASE = pytest.mark.parametrize(
-    "case", faults.CASES[::8], ids=lambda case: case.name
+    "case",
+    [*faults.FIRST_CASES[::8], *faults.FURTHER_CASES[::16]],
+    ids=lambda case: case.name,
 )
 EACH_FAILURE = pytest.mark.parametrize(
     "failure", faults.FAILURES, ids=lambda failure: failure.name
@@ -45,6 +49,10 @@ def test_the_set_is_as_large_as_asked():
     assert min(styles[s] for s in ("subclassed", "nested")) >= 10
     assert sum(styles.values()) == len(faults.CASES)
     assert len(faults.FAILURES) >= 30
+    further = collections.Counter(
+        case.kind == "healthy" for case in faults.FURTHER_CASES
+    )
+    assert further[False] >= 30 and further[True] >= 20
 
 
 def test_every_cause_has_failures():
@@ -56,9 +64,15 @@ def test_every_cause_has_failures():
     assert min(causes.values()) >= 4
 
 
-@pytest.mark.parametrize(
-    "cases", [faults.CASES, faults.FAILURES], ids=["cases", "failures"]
-)
+SETS = {
+    "cases": faults.FIRST_CASES,
+    "further cases": faults.FURTHER_CASES,
+    "failures": faults.FIRST_FAILURES,
+    "further failures": faults.FURTHER_FAILURES,
+}
+
+
+@pytest.mark.parametrize("cases", SETS.values(), ids=SETS)
 def test_each_kind_is_split_in_halves(cases):
     sizes = collections.Counter((case.kind, case.split) for case in cases)
     for kind in {case.kind for case in cases}:
@@ -174,6 +188,30 @@ def test_errors_are_as_by_hand():
     assert lowering.gradient_error(given, reference) == np.inf
 
 
+def test_dropout_drops_the_same_in_every_dtype_and_keeps_it():
+    inputs = keras.Input((8,))
+    model = keras.Sequential(
+        [inputs, layers.Dropout(0.5, name="drop"), Raw(ops.square)]
+    )
+    data = [(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))]
+    subject = Subject(compiled(model), data)
+    assert subject.harm(set(subject.paths), "float16") == Harm(0.0, 0.0)
+
+
+def test_a_users_block_is_lowered_with_the_dropout_inside():
+    block = Dropped(lambda x: ops.square(1e3 * x) * 1e-6, name="block")
+    model = keras.Sequential([keras.Input((8,)), block])
+    data = [(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))]
+    assert Subject(compiled(model), data).harm({"block"}, "float16").output == np.inf
+
+
+def test_a_loss_that_a_layer_adds_is_harm():
+    penalty = Adding(lambda x: ops.mean(ops.square(600.0 * x)), name="penalty")
+    model = keras.Sequential([keras.Input((8,)), penalty])
+    data = [(np.ones((4, 8), "float32"), np.ones((4, 8), "float32"))]
+    assert Subject(compiled(model), data).harm({"penalty"}, "float16").output == np.inf
+
+
 # The cases
 
 
@@ -189,6 +227,15 @@ def test_the_truth_is_proven(case):
         if (case.name, dtype) in BY_PROCESSOR and truth.guilty:
             assert truth.guilty == BY_PROCESSOR[case.name, dtype], truth
             continue
+        assert holds(case, dtype, truth), (dtype, truth)
+
+
+@pytest.mark.whole("every further case is lowered layer by layer")
+@pytest.mark.parametrize("case", faults.FURTHER_CASES, ids=lambda case: case.name)
+def test_the_truth_of_every_further_case_is_proven(case):
+    subject = Subject(*case.build(0))
+    for dtype in DTYPES:
+        truth = prove(subject, dtype)
         assert holds(case, dtype, truth), (dtype, truth)
 
 

@@ -7,16 +7,21 @@ went wrong. What is said of `CASES` is proven by `prove_truth.py`.
 from benchmarks.faults import (
     accumulation_cases,
     backward_cases,
+    embedding_cases,
     failure_cases,
+    failure_further,
     failure_precision,
     failure_training,
+    further_healthy,
     healthy,
+    loss_cases,
     precision_cases,
+    random_cases,
     range_cases,
 )
 from benchmarks.faults.records import Case, Failure, split
 
-CASES: tuple[Case, ...] = split(
+FIRST_CASES: tuple[Case, ...] = split(
     (
         *range_cases.CASES,
         *precision_cases.CASES,
@@ -25,12 +30,28 @@ CASES: tuple[Case, ...] = split(
         *healthy.CASES,
     )
 )
-FAILURES: tuple[Failure, ...] = split(
+# Split by themselves: the halves of the first ones stay what they were.
+FURTHER_CASES: tuple[Case, ...] = split(
+    (
+        *random_cases.CASES,
+        *loss_cases.CASES,
+        *embedding_cases.CASES,
+        *further_healthy.CASES,
+    )
+)
+CASES = (*FIRST_CASES, *FURTHER_CASES)
+FIRST_FAILURES: tuple[Failure, ...] = split(
     (
         *failure_cases.FAILURES,
         *failure_training.FAILURES,
         *failure_precision.FAILURES,
     )
 )
+FURTHER_FAILURES: tuple[Failure, ...] = split(failure_further.FAILURES)
+FAILURES = (*FIRST_FAILURES, *FURTHER_FAILURES)
 
-__all__ = ["CASES", "FAILURES", "Case", "Failure"]
+__all__ = [
+    *("CASES", "FIRST_CASES", "FURTHER_CASES"),
+    *("FAILURES", "FIRST_FAILURES", "FURTHER_FAILURES"),
+    *("Case", "Failure"),
+]

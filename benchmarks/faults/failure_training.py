@@ -55,7 +55,11 @@ def step(model: keras.Model, given: Any) -> bool:
         scaled = scale(loss)
     variables = model.trainable_variables
     gradients = tape.gradient(scaled, [v.value for v in variables])
-    arrays = [np.asarray(tf.cast(g, "float32")) for g in gradients if g is not None]
+    arrays = [
+        np.asarray(tf.cast(tf.convert_to_tensor(g), "float32"))
+        for g in gradients
+        if g is not None
+    ]
     if not all(np.isfinite(v).all() for v in [np.asarray(loss), *arrays]):
         return False
     optimizer.apply(gradients, variables)

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure
+from tfamp.keras_hooks import backend, structure
 
 # Loss scales that are tried before the gradients count as spoilt.
 SCALES = {"float16": (1.0, 2.0**8, 2.0**15), "bfloat16": (1.0,)}
@@ -37,7 +37,8 @@ class Harm:
     """How far a run is from float32: 0 is equal, 1 is the size of the thing itself.
 
     Attributes:
-        output: Root mean square error over the spread over the batch.
+        output: Root mean square error over the spread over the batch; that of the
+            loss, where layers add to it, over its size.
         gradient: Largest error of a layer's gradient over its norm.
     """
 
@@ -57,8 +58,8 @@ class Harm:
 def units(model: keras.Model) -> list[Unit]:
     """Returns what of a model can be lowered; it covers all that computes in it.
 
-    Functional and Sequential models only hold others. Dropout is left out, as it draws
-    another mask in another dtype.
+    Functional and Sequential models only hold others. Dropout is left out: it works in
+    the dtype of what it gets.
     """
     found: list[Unit] = []
     inside: str | None = None
@@ -87,8 +88,11 @@ def units(model: keras.Model) -> list[Unit]:
 @contextlib.contextmanager
 def lowered(all_units: Sequence[Unit], low: set[str], dtype: str) -> Iterator[None]:
     """Has the units named in `low` compute in a dtype, all others in float32."""
-    changed = []
+    changed: list[Any] = []
+    dropouts = [child for unit in all_units for child in _dropouts(unit)]
     try:
+        for dropout in dropouts:
+            dropout.autocast = False
         for unit in all_units:
             own = dtype if unit.path in low else "float32"
             if unit.operation is not None:
@@ -100,11 +104,52 @@ def lowered(all_units: Sequence[Unit], low: set[str], dtype: str) -> Iterator[No
                     layer.dtype_policy = keras.DTypePolicy(f"mixed_{own}")
         yield
     finally:
+        for dropout in dropouts:
+            dropout.autocast = True
         for item, policy in changed:
             if policy is None:
                 del item.call
             else:
                 item.dtype_policy = policy
+
+
+def _dropouts(unit: Unit) -> list[Any]:
+    """Returns the dropout layers right inside a user's layer."""
+    if len(unit.layers) != 1:
+        return []
+    children = structure.children(unit.layers[0])
+    return [child for child in children if isinstance(child, keras.layers.Dropout)]
+
+
+@contextlib.contextmanager
+def comparable() -> Iterator[None]:
+    """Has dropout and noise drawn in float32 and rounded, and losses added in it.
+
+    From the same seed TensorFlow draws other numbers in half precision, and Keras adds
+    up no losses of several dtypes.
+    """
+    random = backend.random
+    stock_dropout, stock_normal = random.dropout, random.normal
+    stock_add_loss = keras.layers.Layer.add_loss
+
+    def dropout(inputs: Any, *args: Any, **kwargs: Any) -> Any:
+        kept = stock_dropout(tf.ones(tf.shape(inputs), "float32"), *args, **kwargs)
+        return inputs * tf.cast(kept, inputs.dtype)
+
+    def normal(shape: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+        drawn = stock_normal(shape, *args, dtype="float32", **kwargs)
+        return drawn if dtype is None else tf.cast(drawn, dtype)
+
+    def add_loss(self: Any, loss: Any) -> None:
+        stock_add_loss(self, tf.cast(loss, "float32"))
+
+    random.dropout, random.normal = dropout, normal
+    keras.layers.Layer.add_loss = add_loss
+    try:
+        yield
+    finally:
+        random.dropout, random.normal = stock_dropout, stock_normal
+        keras.layers.Layer.add_loss = stock_add_loss
 
 
 def _cast_before(call: Any, unit: Unit, dtype: str) -> Any:
@@ -185,7 +230,7 @@ class Subject:
     def _run(self, batch: Any, scale: float) -> tuple[list[Any], dict[str, Any]]:
         """Returns the outputs and each unit's gradient; the state stays as it was."""
         x, y, *weight = batch
-        with tf.GradientTape() as tape:
+        with tf.GradientTape() as tape, comparable():
             predicted = self.model(x, training=True)
             loss = self.model.compute_loss(
                 x=x, y=y, y_pred=predicted, sample_weight=weight[0] if weight else None
@@ -208,6 +253,8 @@ class Subject:
                 flat = np.ravel(tf.convert_to_tensor(gradient)).astype("float64")
                 by_unit.setdefault(owner[id(variable)], []).append(flat / scale)
         outputs = [np.asarray(v, "float64") for v in structure.flatten(predicted)]
+        if self.model.losses:
+            outputs.append(np.asarray(loss, "float64"))
         return outputs, {key: np.concatenate(v) for key, v in by_unit.items()}
 
 
@@ -217,7 +264,8 @@ def output_error(outputs: Sequence[Any], reference: Sequence[Any]) -> float:
     for value, true in zip(outputs, reference, strict=True):
         if not np.isfinite(value).all():
             return np.inf
-        spread = np.sqrt(np.mean((true - true.mean(axis=0)) ** 2))
+        middle = true.mean(axis=0) if true.ndim else 0.0
+        spread = np.sqrt(np.mean((true - middle) ** 2))
         error = np.sqrt(np.mean((value - true) ** 2))
         worst = max(worst, float(error / max(spread, 1e-30)))
     return worst

@@ -54,6 +54,30 @@ def make_case(
     )
 
 
+def short_case(
+    name: str,
+    kind: str,
+    build: Callable[[int], Any],
+    float16: Sequence[str] = SAFE,
+    bfloat16: Sequence[str] = SAFE,
+    *,
+    reasons: Sequence[str] = (),
+    style: str = "sequential",
+    depth: int = 4,
+) -> Case:
+    """Returns a case of a small model; the arguments are those of `make_case`."""
+    return make_case(
+        name,
+        kind,
+        build,
+        float16=float16,
+        bfloat16=bfloat16,
+        reasons=reasons,
+        style=style,
+        depth=depth,
+    )
+
+
 def trunk_case(
     name: str,
     kind: str,
