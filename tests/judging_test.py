@@ -128,7 +128,8 @@ def test_a_small_loss_that_a_layer_adds_is_no_alarm():
     model = compiled(
         lambda: Adding(lambda x: ops.mean(ops.square(x))), lambda: layers.Dense(1)
     )
-    assert not sensitivity(model, (X, Y)).guilty
+    found = sensitivity(model, (X, Y))
+    assert (found.verdict, found.guilty) in (("safe", {}), ("loss scale", {}))
 
 
 def test_a_step_that_cannot_run_is_told_so():

@@ -1,7 +1,7 @@
 """Has layers compute in other dtypes for a while, weights and settings untouched."""
 
 import contextlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -99,6 +99,26 @@ def giving_unrounded(model: keras.Model) -> Iterator[None]:
         return structure.map_structure(_source_of, original(*args, **kwargs))
 
     with replaced(model, call=call):
+        yield
+
+
+@contextlib.contextmanager
+def adding_in_float32(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
+    """Has layers hand over the losses they add in float32, as in a managed model.
+
+    Keras adds up no losses of several dtypes.
+    """
+
+    def widened(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def add_loss(loss: Any) -> Any:
+            return original(structure.map_structure(_exact, loss))
+
+        return add_loss
+
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(replaced(layer, add_loss=widened(layer.add_loss)))
         yield
 
 

@@ -25,6 +25,8 @@ class LayerSensitivity(Record):
         is_guilty: Whether it should stay in float32.
         reason: Why, in one word; "" if it need not.
         explanation: Why, in one sentence with the figures.
+        rule: The default rule that keeps it in float32 under `tfamp.enable`, "its own
+            dtype" where the layer was made with one, "" if none does.
     """
 
     path: str
@@ -34,6 +36,7 @@ class LayerSensitivity(Record):
     is_guilty: bool = False
     reason: str = ""
     explanation: str = ""
+    rule: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,10 +46,11 @@ class Sensitivity(Record):
     Args:
         model: The model's name.
         dtype: The low precision.
-        verdict: "safe" with a loss scale or without; "layers" where some should stay in
-            float32; "loss scale" where only gradients suffer and a scale cures them,
-            `loss_scale`; "amplification" where each layer is fine alone and the whole
-            is not; "cannot run" where the step raises, by no layer of its own.
+        verdict: Without tfamp's rules: "safe" with a loss scale or without; "layers"
+            where some should stay in float32; "loss scale" where only gradients suffer
+            and a scale cures them, `loss_scale`; "amplification" where each layer is
+            fine alone and the whole is not; "cannot run" where the step raises, by no
+            layer of its own.
         layers: What was measured of each layer.
         loss_scale: The scale that gradients were judged at, the best that was tried.
         whole_error: Error of the gradients of the whole model in the low precision,
@@ -54,6 +58,9 @@ class Sensitivity(Record):
         num_batches: Batches that were looked at.
         num_evaluations: Steps of the whole model that were run.
         advice: What to do, in one sentence.
+        errors_by_rules: Errors of the "gradients", "outputs" and "loss" of the whole
+            model with what tfamp's default rules keep in float32, in place of the
+            guilty layers; empty if it cannot run so.
     """
 
     model: str
@@ -65,15 +72,25 @@ class Sensitivity(Record):
     num_batches: int
     num_evaluations: int
     advice: str
+    errors_by_rules: dict[str, float] = dataclasses.field(default_factory=dict)
 
     @property
     def guilty(self) -> dict[str, str]:
-        """The layers that should stay in float32, each with the reason."""
+        """The layers that should stay in float32, each with the reason.
+
+        Judged without tfamp's rules.
+        """
         return {
             layer.path: f"{layer.reason}: {layer.explanation}"
             for layer in self.layers
             if layer.is_guilty
         }
+
+    @property
+    def left(self) -> dict[str, str]:
+        """Those of `guilty` that no default rule keeps under `tfamp.enable`."""
+        kept = {layer.path for layer in self.layers if layer.rule}
+        return {path: why for path, why in self.guilty.items() if path not in kept}
 
     def table(self) -> str:
         """Returns verdict, advice and a line for each layer, at most 110 columns."""
@@ -96,7 +113,7 @@ def _render(found: Sensitivity) -> str:
     from rich.table import Table
     from rich.text import Text
 
-    title = f"{found.model} in {found.dtype}: {found.verdict}"
+    title = f"{found.model} in {found.dtype} without tfamp's rules: {found.verdict}"
     table = Table(title=Text(title), title_justify="left")
     table.add_column("layer", overflow="fold")
     table.add_column("class", overflow="fold")
@@ -105,6 +122,8 @@ def _render(found: Sensitivity) -> str:
     table.add_column("float32 because", ratio=1, overflow="fold")
     for layer in found.layers:
         because = f"{layer.reason}: {layer.explanation}" if layer.is_guilty else ""
+        if because and layer.rule:
+            because += f" Kept so already: {layer.rule}."
         row = (
             layer.path,
             layer.class_name,

@@ -52,6 +52,15 @@ class Errors:
     loss: float = 0.0
     of_layers: dict[str, float] = dataclasses.field(default_factory=dict)
 
+    @property
+    def of_all(self) -> dict[str, float]:
+        """The errors of the whole, by what is off."""
+        return {
+            "gradients": self.gradients,
+            "outputs": self.outputs,
+            "loss": self.loss,
+        }
+
     def worst(self, other: "Errors") -> "Errors":
         """Returns the larger errors of the two."""
         paths = {*self.of_layers, *other.of_layers}

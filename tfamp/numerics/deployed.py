@@ -1,0 +1,95 @@
+"""Has a model compute as it would under `tfamp.enable`, and tells what that keeps."""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfamp._care import Kind, care_of, drop_care
+from tfamp.keras_hooks import structure
+from tfamp.managed import heads, hooks, keeping, resolving
+from tfamp.managed.lease import make_lease
+from tfamp.numerics.taps import Site
+
+
+def given_dtypes(model: keras.Model) -> dict[int, keras.DTypePolicy]:
+    """Returns the policies of layers that a user made with a `dtype`, by id."""
+    return {
+        id(layer): layer.dtype_policy
+        for _, layer, _ in structure.walk(model)
+        if (care := care_of(layer)) is not None and care.kind is Kind.EXPLICIT
+    }
+
+
+@contextlib.contextmanager
+def under_default_rules(
+    model: keras.Model, dtype: str, given: dict[int, keras.DTypePolicy]
+) -> Iterator[None]:
+    """Has a model that is not managed compute in a dtype as tfamp has it by default.
+
+    Args:
+        model: A built model of which no layer is managed now.
+        dtype: "float16" or "bfloat16".
+        given: What `given_dtypes` found before.
+    """
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    policies = [layer.dtype_policy for layer in layers]
+    found = heads.graph_heads(model)
+    tensors = [(t, t.dtype) for t in (found.tensors if found is not None else ())]
+    lease = make_lease(f"mixed_{dtype}")
+    hooks.hold(lease)
+    try:
+        for layer in layers:
+            if id(layer) in given:
+                keeping.set_policy(layer, given[id(layer)])
+                keeping.begin(layer, lease, is_explicit=True)
+            else:
+                keeping.begin_again(layer, lease)
+        for layer in layers:
+            keeping.settle(layer)
+        resolving.resolve(model)
+        yield
+    finally:
+        for layer, policy in zip(layers, policies, strict=True):
+            drop_care(layer)
+            keeping.set_policy(layer, policy)
+        for tensor, own in tensors:
+            structure.set_tensor_dtype(tensor, own)
+
+
+def rules_of(model: keras.Model, sites: list[Site]) -> dict[str, str]:
+    """Returns what keeps layers and operations in float32 by path, where anything does.
+
+    Args:
+        model: A model that has been called inside `under_default_rules`.
+        sites: What is asked for.
+    """
+    wide = _wide_operations(model)
+    found = {}
+    for site in sites:
+        care = (
+            care_of(site.layer) if isinstance(site.layer, keras.layers.Layer) else None
+        )
+        is_float32 = care is not None and site.layer.compute_dtype == "float32"
+        if care is not None and (care.is_kept or is_float32):
+            is_given = care.kind is Kind.EXPLICIT
+            found[site.path] = "its own dtype" if is_given else care.rule
+        elif id(site.layer) in wide:
+            found[site.path] = "default: heads"
+    return found
+
+
+def _wide_operations(model: keras.Model) -> set[int]:
+    """Returns the ids of the operations of a graph between a head and an output."""
+    found = heads.graph_heads(model)
+    made: list[Any] = [
+        structure.producer(tensor)
+        for tensor in (found.tensors if found is not None else ())
+        if tensor.dtype == "float32"
+    ]
+    return {
+        id(each[0])
+        for each in made
+        if each is not None and not isinstance(each[0], keras.layers.Layer)
+    }
