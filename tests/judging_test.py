@@ -52,6 +52,32 @@ def test_a_block_with_dropout_inside_is_judged(factor, verdict):
     assert all("noisy" in path for path in found.guilty)
 
 
+class Handing(layers.Layer):
+    """Overflows float16 in its own operations, and hands what comes out to a child."""
+
+    def __init__(self, child):
+        super().__init__()
+        self.child = child
+
+    def call(self, x):
+        return self.child(ops.square(x * 1e3) * 1e-6)
+
+
+@pytest.mark.parametrize(
+    "child",
+    [
+        lambda: layers.Activation("relu", name="same"),
+        lambda: layers.Dropout(0.0, name="same"),
+        lambda: layers.Dropout(0.2, name="same"),
+    ],
+    ids=["relu", "no dropout", "dropout"],
+)
+def test_a_block_whose_last_layer_changes_nothing_is_judged(child):
+    model = compiled(lambda: Handing(child()), lambda: layers.Dense(1))
+    found = sensitivity(model, (X, Y))
+    assert [path.partition("_")[0] for path in found.guilty] == ["handing"]
+
+
 def test_a_layer_that_draws_past_the_seeds_of_keras_is_not_judged():
     draw = layers.Lambda(lambda x: x + 1e6 * tf.random.normal(tf.shape(x)))
     model = compiled(lambda: draw, lambda: layers.Dense(1))

@@ -35,6 +35,7 @@ class Rerun(NamedTuple):
         outputs: The floating-point outputs, in the dtype they came in, and losses
             that the layer adds itself.
         sources: What came in for them, in float32: inputs, and what inner layers gave.
+        num_sources: For each output, how many of the sources were there before it.
         input_gradients: The gradients by the floating-point inputs, in float32 and
             without the loss scale; None where there is none.
         weight_gradients: Likewise by the layer's trained weights.
@@ -42,6 +43,7 @@ class Rerun(NamedTuple):
 
     outputs: list[tf.Tensor]
     sources: list[tf.Tensor]
+    num_sources: list[int]
     input_gradients: list[tf.Tensor | None]
     weight_gradients: list[tf.Tensor | None]
 
@@ -116,9 +118,12 @@ def rerun(
         for gradient in found
     ]
     num_inputs = len(sources) - len(weights)
+    num_last = len(results) - len(taken.given_to_children)
+    num_before = [len(tensors) + number for number in taken.num_handed_before]
     return Rerun(
         results,
         sources[:num_inputs],
+        [num_inputs] * num_last + num_before,
         unscaled[:num_inputs],
         unscaled[num_inputs:],
     )
@@ -138,6 +143,7 @@ class _Taken:
         self.given_to_children: list[tf.Tensor] = []
         self.gradients_of_given: list[tf.Tensor | None] = []
         self.handed_over: list[tf.Tensor] = []
+        self.num_handed_before: list[int] = []
         self._next: dict[int, int] = {}
 
     @contextlib.contextmanager
@@ -157,7 +163,9 @@ class _Taken:
             number = self._next.get(id(child), 0)
             self._next[id(child)] = number + 1
             this = calls[number]
-            self.given_to_children += floats((args, kwargs))
+            given = floats((args, kwargs))
+            self.given_to_children += given
+            self.num_handed_before += [len(self.handed_over)] * len(given)
             self.gradients_of_given += this.input_gradients
             return structure.map_structure(self._hand_over, this.outputs)
 
