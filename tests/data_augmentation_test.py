@@ -520,7 +520,8 @@ def test_it_runs_behind_the_cache_and_the_shuffle_and_before_the_batch(capsys):
 
 
 def test_strength_0_leaves_no_step_to_run():
-    plan = marked().augment(add_1000, strength=0.0)._plan("auto")
+    pipeline = marked().augment(add_1000, strength=0.0)
+    plan = pipeline._plan(pipeline.stages, "auto")
     assert [step.name for step in plan.steps] == ["augment"]
     ramp = marked().augment(add_1000, strength=0.0, ramp_epochs=2, ramp_from=1.0)
     assert {float(x) >= 1000 for x, _ in ramp.build()} == {True}
