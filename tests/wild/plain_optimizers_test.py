@@ -11,10 +11,12 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.garbage import holders_of
 from tests.replicas import two_replicas
 from tfamp._care import CALLS
 from tfamp.loss_scale import plain as plain_optimizers
 from tfamp.loss_scale import tape as tape_scaling
+from tfamp.loss_scale.companion import PLAIN_HOOKS
 from tfamp.managed import hooks
 
 layers = keras.layers
@@ -559,7 +561,7 @@ def test_two_loops_at_once(decorate):
 
 def test_nothing_is_left():
     gc.collect()
-    before = hooks.installed()
+    held = set(PLAIN_HOOKS._holders)  # by what other tests have left
     model, optimizer = network(), sgd()
     step = trainer(model, optimizer, tf.function)
     step(), step()
@@ -568,13 +570,13 @@ def test_nothing_is_left():
     assert {f"{base}.apply", f"{base}.__init__"} <= set(hooks.installed())
     del model, step
     gc.collect()
-    assert hooks.installed() == before  # though the optimizer and its companion live
+    # Though the optimizer and its companion live.
+    assert set(PLAIN_HOOKS._holders) <= held
     assert seen() is not None
     found = weakref.ref(optimizer)
     del optimizer
-    gc.collect()
-    assert found() is None
-    assert seen() is None
+    assert holders_of(found) == []
+    assert holders_of(seen) == []
 
 
 def test_one_line_tells_of_the_scale(caplog):

@@ -90,6 +90,7 @@ def sensitivity(
             examples; or the model is not finite in float32.
 
     Example:
+        >>> import numpy as np
         >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> x = np.float32([[1, 2], [3, 4]])

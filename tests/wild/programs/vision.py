@@ -204,7 +204,13 @@ def mixup():
     yield Trained(history.history["loss"], model, x[:4])
 
 
-@program("vision", "augmentation in the model, frozen base, fine-tuning")
+@program(
+    "vision",
+    "augmentation in the model, frozen base, fine-tuning",
+    tolerance=0.2,
+    why="augmentation and dropout draw other numbers in half precision, and seeds "
+    "differ by a third",
+)
 def transfer_learning():
     x, y = data.images(n=128)
     base = keras.Sequential(
