@@ -8,6 +8,8 @@ from keras import layers, ops
 
 from benchmarks.faults.making import short_case
 from benchmarks.faults.own_layers import (
+    IGNORING,
+    SEQUENCE,
     WIDTH,
     OwnAttention,
     Tied,
@@ -17,9 +19,7 @@ from benchmarks.faults.own_layers import (
     of_model,
     raw,
 )
-from benchmarks.faults.random_cases import RANGE, SEQUENCE, SLIPS, length, square
-
-_CLASSES = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
+from benchmarks.faults.random_cases import RANGE, SLIPS, length, square
 
 # Embeddings
 
@@ -106,7 +106,7 @@ EMBEDDINGS = (
     short_case(
         "tied_large",
         "embedding",
-        of_model(lambda: Tied(300.0, name="tied"), of_ids(40, classes=40), _CLASSES),
+        of_model(lambda: Tied(300.0, name="tied"), of_ids(40, classes=40), IGNORING),
         ["tied"],
         reasons=RANGE,
         style="subclassed",
@@ -179,7 +179,7 @@ MASKS = (
         around(
             raw("square", square),
             data=of_classes(WIDTH, ignored=True),
-            loss=_CLASSES,
+            loss=IGNORING,
         ),
         ["square"],
         reasons=RANGE,

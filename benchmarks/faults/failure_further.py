@@ -9,6 +9,8 @@ from keras import layers, ops
 
 from benchmarks.faults.failure_making import failure
 from benchmarks.faults.own_layers import (
+    IGNORING,
+    SEQUENCE,
     WIDTH,
     OwnAttention,
     adding,
@@ -20,11 +22,6 @@ from benchmarks.faults.own_layers import (
     raw,
 )
 from benchmarks.faults.random_cases import square
-
-_SEQUENCE = (6, WIDTH)
-_IGNORING = keras.losses.SparseCategoricalCrossentropy(
-    from_logits=True, ignore_class=-1
-)
 
 
 def _made(
@@ -51,7 +48,7 @@ def _seen(length: int) -> Callable[[Any], Any]:
 
 def _classes(part: Any, **options: Any) -> Callable[[int], Any]:
     data = of_classes(WIDTH, ignored=True)
-    return around(part, data=data, loss=_IGNORING, **options)
+    return around(part, data=data, loss=IGNORING, **options)
 
 
 def _wrong_class(x: Any, y: Any) -> Any:
@@ -109,9 +106,7 @@ FAILURES = (
     failure(
         "dropped_mask_constant",
         "precision",
-        _made(
-            around(lambda: [OwnAttention(1.0, -1e9, name="attend")], shape=_SEQUENCE)
-        ),
+        _made(around(lambda: [OwnAttention(1.0, -1e9, name="attend")], shape=SEQUENCE)),
         policy="mixed_float16",
         layers=["attend"],
     ),
@@ -192,7 +187,7 @@ FAILURES = (
         "healthy_recurrent_dropout",
         "none",
         _made(
-            around(lambda: [layers.GRU(WIDTH, recurrent_dropout=0.2)], shape=_SEQUENCE)
+            around(lambda: [layers.GRU(WIDTH, recurrent_dropout=0.2)], shape=SEQUENCE)
         ),
         policy="mixed_bfloat16",
     ),

@@ -8,6 +8,8 @@ from keras import layers, ops
 
 from benchmarks.faults.making import short_case
 from benchmarks.faults.own_layers import (
+    IGNORING,
+    SEQUENCE,
     WIDTH,
     Cell,
     Encoder,
@@ -24,11 +26,6 @@ from benchmarks.faults.own_layers import (
     raw,
 )
 from benchmarks.faults.records import Case
-
-_SEQUENCE = (6, WIDTH)
-_IGNORING = keras.losses.SparseCategoricalCrossentropy(
-    from_logits=True, ignore_class=-1
-)
 
 
 def _healthy(name: str, build: Any, style: str = "sequential", depth: int = 4) -> Case:
@@ -124,18 +121,18 @@ CASES = (
     ),
     _healthy(
         "drop_attention_scaled",
-        around(lambda: [OwnAttention(0.5, name="attend")], shape=_SEQUENCE),
+        around(lambda: [OwnAttention(0.5, name="attend")], shape=SEQUENCE),
     ),
     _healthy(
         "drop_attention_masked",
-        around(lambda: [OwnAttention(0.5, -1e4, name="attend")], shape=_SEQUENCE),
+        around(lambda: [OwnAttention(0.5, -1e4, name="attend")], shape=SEQUENCE),
     ),
     _healthy(
         "attention_with_dropout",
         around(
             lambda: [Encoder(_swish, name="encoder")],
             style="functional",
-            shape=_SEQUENCE,
+            shape=SEQUENCE,
         ),
         "functional",
         7,
@@ -154,7 +151,7 @@ CASES = (
                     WIDTH, dropout=0.1, recurrent_dropout=0.2, return_sequences=True
                 )
             ],
-            shape=_SEQUENCE,
+            shape=SEQUENCE,
         ),
     ),
     _healthy(
@@ -162,7 +159,7 @@ CASES = (
         around(
             lambda: [layers.GRU(WIDTH, recurrent_dropout=0.2, return_sequences=True)],
             style="subclassed",
-            shape=_SEQUENCE,
+            shape=SEQUENCE,
         ),
         "subclassed",
     ),
@@ -170,7 +167,7 @@ CASES = (
         "own_cell",
         around(
             lambda: [layers.RNN(Cell(_swish), return_sequences=True, name="rnn")],
-            shape=_SEQUENCE,
+            shape=SEQUENCE,
         ),
     ),
     _healthy("added_focal_bounded", around(adding("penalty", _focal))),
@@ -227,7 +224,7 @@ CASES = (
         around(
             raw("same", ops.tanh),
             data=of_classes(WIDTH, ignored=True),
-            loss=_IGNORING,
+            loss=IGNORING,
         ),
     ),
     _healthy("negative_loss", around(raw("same", ops.tanh), loss=_shifted_loss)),

@@ -14,7 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import backend, structure
+from tfamp.keras_hooks import structure
+from tfamp.numerics.drawing import same_draws
 
 # Loss scales that are tried before the gradients count as spoilt.
 SCALES = {"float16": (1.0, 2.0**8, 2.0**15), "bfloat16": (1.0,)}
@@ -123,32 +124,20 @@ def _dropouts(unit: Unit) -> list[Any]:
 
 @contextlib.contextmanager
 def comparable() -> Iterator[None]:
-    """Has dropout and noise drawn in float32 and rounded, and losses added in it.
+    """Has random numbers drawn alike in every dtype, and losses added in float32.
 
-    From the same seed TensorFlow draws other numbers in half precision, and Keras adds
-    up no losses of several dtypes.
+    Keras adds up no losses of several dtypes.
     """
-    random = backend.random
-    stock_dropout, stock_normal = random.dropout, random.normal
     stock_add_loss = keras.layers.Layer.add_loss
-
-    def dropout(inputs: Any, *args: Any, **kwargs: Any) -> Any:
-        kept = stock_dropout(tf.ones(tf.shape(inputs), "float32"), *args, **kwargs)
-        return inputs * tf.cast(kept, inputs.dtype)
-
-    def normal(shape: Any, *args: Any, dtype: Any = None, **kwargs: Any) -> Any:
-        drawn = stock_normal(shape, *args, dtype="float32", **kwargs)
-        return drawn if dtype is None else tf.cast(drawn, dtype)
 
     def add_loss(self: Any, loss: Any) -> None:
         stock_add_loss(self, tf.cast(loss, "float32"))
 
-    random.dropout, random.normal = dropout, normal
     keras.layers.Layer.add_loss = add_loss
     try:
-        yield
+        with same_draws():
+            yield
     finally:
-        random.dropout, random.normal = stock_dropout, stock_normal
         keras.layers.Layer.add_loss = stock_add_loss
 
 

@@ -11,6 +11,8 @@ from benchmarks.faults.building import BATCH, BATCHES, Raw, assemble, compiled
 
 Function = Callable[[Any], Any]
 WIDTH = 8
+SEQUENCE = (6, WIDTH)
+IGNORING = keras.losses.SparseCategoricalCrossentropy(from_logits=True, ignore_class=-1)
 
 
 class Dropped(layers.Layer):

@@ -7,6 +7,7 @@ from keras import layers, ops
 
 from benchmarks.faults.making import short_case
 from benchmarks.faults.own_layers import (
+    SEQUENCE,
     WIDTH,
     Cell,
     Encoder,
@@ -78,7 +79,6 @@ class _Enlarged(layers.Layer):
         return self.block(inputs)
 
 
-SEQUENCE = (6, WIDTH)
 CASES = (
     *(
         short_case(

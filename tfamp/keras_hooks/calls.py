@@ -182,7 +182,7 @@ def _wrap_data_layer(original: Callable[..., Any]) -> Callable[..., Any]:
     def __call__(self: keras.layers.Layer, inputs: Any, **kwargs: Any) -> Any:
         care = care_of(self)
         if care is not None and care.exact_inputs:
-            inputs = tree.map_structure(_restore_source, inputs)
+            inputs = tree.map_structure(source_of, inputs)
         return original(self, inputs, **kwargs)
 
     return __call__
@@ -205,7 +205,7 @@ def _inner_call(
         if care.is_kept and not care.spread:
             after_build(self)
         if care.exact_inputs:
-            args, kwargs = tree.map_structure(_restore_source, (args, kwargs))
+            args, kwargs = tree.map_structure(source_of, (args, kwargs))
         if not CALLS.stack and care.lease.compute_dtype == "float16":
             CALLS.note_float16(self)
         CALLS.stack.append(care)
@@ -296,10 +296,10 @@ def _wrap_convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def unrounded(x: tf.Tensor) -> tf.Tensor:
     """Returns a tensor in float32: what it was rounded from, where that is known."""
-    return backend.cast(_restore_source(x), "float32")
+    return backend.cast(source_of(x), "float32")
 
 
-def _restore_source(x: Any) -> Any:
+def source_of(x: Any) -> Any:
     """Returns what `x` was rounded from, in float32, or `x` itself."""
     source = getattr(x, _SOURCE, None) if isinstance(x, tf.Tensor) else None
     if source is None:

@@ -192,13 +192,9 @@ def keep_heads(
     model: keras.layers.Layer, found: Heads, lease: Lease, shapes: dict[int, Any]
 ) -> list[tuple[keras.layers.Layer, Care, keras.DTypePolicy]]:
     """Keeps the heads in float32; returns what they were, for `restore`."""
-    before = []
     products = dict(_products(model, found.heads, shapes))
     total = sum(products.values()) or 1
-    for layer in _with_sublayers(found.heads + found.after):
-        care = care_of(layer)
-        if care is not None:
-            before.append((layer, care, layer.dtype_policy))
+    before = held(_with_sublayers(found.heads + found.after))
     for layer in found.heads:
         care = care_of(layer)
         if care is None or care.kind is Kind.EXPLICIT or care.lease is not lease:
@@ -221,8 +217,19 @@ def keep_heads(
     return before
 
 
+def held(
+    layers: Iterable[keras.layers.Layer],
+) -> list[tuple[keras.layers.Layer, Care, keras.DTypePolicy]]:
+    """Returns what the managed ones of some layers are, for `restore`."""
+    return [
+        (layer, care, layer.dtype_policy)
+        for layer in layers
+        if (care := care_of(layer)) is not None
+    ]
+
+
 def restore(before: list[tuple[keras.layers.Layer, Care, keras.DTypePolicy]]) -> None:
-    """Puts layers back to what `keep_heads` found."""
+    """Puts layers back to what `held` found."""
     for layer, care, policy in before:
         keeping.set_policy(layer, policy)
         set_care(layer, care)

@@ -150,8 +150,10 @@ def _ask(
     layer: keras.layers.Layer, lease: Lease, *, early: bool, path: str | None = None
 ) -> None:
     """Asks the rules in turn and keeps `layer` where one matches."""
+    if layer in lease.taken_back:
+        return
     for rule in lease.rules.rules:
-        if early and rule.needs_finished_layer or layer in lease.taken_back:
+        if early and rule.needs_finished_layer:
             continue
         if rule.matches(layer, path=path, is_exact=rule.name in lease.exact):
             keep(layer, lease, rule)

@@ -31,11 +31,7 @@ def take(layer: keras.layers.Layer, lease: Lease, rule: Rule) -> None:
 @contextlib.contextmanager
 def tried(layer: keras.layers.Layer) -> Iterator[None]:
     """Puts the dtypes of a layer and its sublayers back where the block fails."""
-    before = [
-        (part, care, part.dtype_policy)
-        for _, part, _ in structure.walk(layer)
-        if (care := care_of(part)) is not None
-    ]
+    before = heads.held(part for _, part, _ in structure.walk(layer))
     try:
         yield
     except BaseException:

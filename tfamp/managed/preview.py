@@ -25,19 +25,13 @@ def previewed(model: keras.layers.Layer) -> Iterator[None]:
         resolving.resolve(model)  # a Sequential may have grown since
         yield
         return
-    settled = [(layer, care_of(layer)) for _, layer, _ in structure.walk(model)]
-    policies = [layer.dtype_policy for layer, _ in settled]
+    before = heads.held(layer for _, layer, _ in structure.walk(model))
     found = heads.graph_heads(model)
     tensors = [(t, t.dtype) for t in (found.tensors if found is not None else ())]
     try:
         resolving.resolve(model)
         yield
     finally:
-        before = [
-            (layer, care, policy)
-            for (layer, care), policy in zip(settled, policies, strict=True)
-            if care is not None
-        ]
         heads.restore(before)
         for tensor, dtype in tensors:
             structure.set_tensor_dtype(tensor, dtype)

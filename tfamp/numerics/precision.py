@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfamp._care import care_of, drop_care, set_care
 from tfamp._patch import like, replaced
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.calls import cast_outputs, unrounded
+from tfamp.keras_hooks.calls import cast_outputs, source_of, unrounded
 from tfamp.managed.keeping import set_policy
 from tfamp.managed.resolving import count_as_met
 
@@ -96,7 +96,7 @@ def giving_unrounded(model: keras.Model) -> Iterator[None]:
 
     @like(original)
     def call(*args: Any, **kwargs: Any) -> Any:
-        return structure.map_structure(_source_of, original(*args, **kwargs))
+        return structure.map_structure(source_of, original(*args, **kwargs))
 
     with replaced(model, call=call):
         yield
@@ -164,10 +164,6 @@ def _exact(x: Any) -> Any:
     if isinstance(x, tf.Tensor) and x.dtype in (tf.float16, tf.bfloat16):
         return unrounded(x)
     return x
-
-
-def _source_of(x: Any) -> Any:
-    return unrounded(x) if hasattr(x, "_tfamp_source") else x
 
 
 def _computes(layer: keras.layers.Layer) -> bool:
