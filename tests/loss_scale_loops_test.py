@@ -1,6 +1,7 @@
 """Training loops in the words of Keras 3 and of legacy Keras, and of neither."""
 
 import re
+import threading
 import warnings
 
 import keras
@@ -228,3 +229,45 @@ def test_a_setting_of_the_inner_optimizer_that_would_spoil_the_update():
     message = re.escape("`loss_scale_factor` of the wrapped optimizer is 8.0")
     with pytest.raises(ValueError, match=message):
         keras_3(optimizer, weight)
+
+
+def test_what_a_tape_said_of_variables_ends_with_them():
+    """Python gives the identity of an object that is gone to a later one."""
+    sgd = keras.optimizers.SGD(0.01)
+    not_built = tfamp.LossScaleOptimizer(sgd, initial_scale=8.0, dynamic=False)
+
+    def gradients_that_nobody_applies():
+        many = [tf.Variable(1.0) for _ in range(50)]
+        with tf.GradientTape() as tape:
+            loss = tf.add_n([2.0 * variable for variable in many])
+        tape.gradient(loss, many)
+        return frozenset(map(id, many))
+
+    gone = gradients_that_nobody_applies()
+    later = [keras.Variable(1.0) for _ in range(50)]
+    variable = next(v for v in later if not gone.isdisjoint((id(v), id(v.value))))
+    not_built.build([variable])
+    not_built.apply([tf.constant(80.0)], [variable])  # scaled by hand
+    assert float(variable) == pytest.approx(1.0 - 0.01 * 10.0)
+
+
+def test_what_a_tape_said_in_a_thread_ends_with_it():
+    """The system gives the number of a thread that has ended to a later one."""
+    variable = keras.Variable(1.0)
+    sgd = keras.optimizers.SGD(0.01)
+    optimizer = tfamp.LossScaleOptimizer(sgd, initial_scale=8.0, dynamic=False)
+    optimizer.build([variable])
+
+    def compute():
+        with tf.GradientTape() as tape:
+            loss = 2.0 * tf.convert_to_tensor(variable)
+        tape.gradient(loss, [variable.value])
+
+    def apply():
+        optimizer.apply([tf.constant(80.0)], [variable])  # scaled by hand
+
+    for work in (compute, apply):
+        thread = threading.Thread(target=work)
+        thread.start()
+        thread.join()
+    assert float(variable) == pytest.approx(1.0 - 0.01 * 10.0)

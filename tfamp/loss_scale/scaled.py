@@ -17,25 +17,40 @@ import tensorflow as tf
 from tfamp.keras_hooks.optimizers import outermost_graph
 
 
+class _Thread:
+    """A thread, which is gone when this is: the identity of one is used again."""
+
+
+class _ThisThread(threading.local):
+    def __init__(self) -> None:
+        self.thread = _Thread()
+
+
+_THIS = _ThisThread()
+
+
 @dataclasses.dataclass
 class Scaling:
     """What is known of the gradients that an optimizer has not applied yet.
 
     Attributes:
         is_scaled: Whether they are multiplied by the loss scale.
-        graph: The function that was being traced, None in eager code.
+        graph: A reference to the function that was being traced, None in eager code.
+        thread: A reference to the thread.
         gradients: References to what the tape gave.
     """
 
     is_scaled: bool
-    graph: Any = None
+    graph: Any
+    thread: Any
     gradients: list[Any] = dataclasses.field(default_factory=list)
     _verdicts: list[Any] = dataclasses.field(default_factory=list)
 
     @property
     def is_current(self) -> bool:
-        """Whether the function in which it was said still exists."""
-        return self.graph is None or self.graph() is not None
+        """Whether the function in which it was said still exists, or the thread."""
+        where = self.thread if self.graph is None else self.graph
+        return where() is not None
 
     def add(self, gradients: Sequence[Any], verdict: tf.Tensor) -> None:
         """Notes what a tape gave, and whether it was finite: a boolean scalar."""
@@ -64,31 +79,35 @@ class Scalings:
         self._said: weakref.WeakKeyDictionary[Any, dict[Any, Scaling]] = (
             weakref.WeakKeyDictionary()
         )
-        # Of variables whose optimizer is not built, by the ids of those variables.
-        self._of_variables: list[tuple[Any, frozenset[int], Scaling]] = []
+        # Of variables whose optimizer is not built, with references to the variables.
+        self._of_variables: list[tuple[Any, _Variables, Scaling]] = []
 
     def say(self, optimizer: Any, *, is_scaled: bool) -> Scaling:
         """Notes how the next gradients of an optimizer come."""
-        key, graph = _here()
+        key, graph, thread = _here()
         with self._lock:
             said = self._said.setdefault(optimizer, {})
             for other in [k for k, v in said.items() if not v.is_current]:
                 del said[other]
             if key not in said or said[key].is_scaled != is_scaled:
-                said[key] = Scaling(is_scaled, graph)
+                said[key] = Scaling(is_scaled, graph, thread)
             return said[key]
 
-    def say_of_variables(self, ids: frozenset[int]) -> Scaling:
+    def say_of_variables(self, variables: Iterable[Any]) -> Scaling:
         """Notes that gradients of variables come unscaled, whoever applies them."""
-        key, graph = _here()
-        scaling = Scaling(False, graph)
+        key, graph, thread = _here()
+        scaling = Scaling(False, graph, thread)
+        asked = _Variables(variables)
+        ids = asked.living()
         with self._lock:
             kept = [
-                entry
-                for entry in self._of_variables
-                if entry[2].is_current and entry[:2] != (key, ids)
+                (place, known, said)
+                for place, known, said in self._of_variables
+                if said.is_current
+                and known.living()
+                and (place != key or known.living() != ids)
             ]
-            self._of_variables = [*kept, (key, ids, scaling)]
+            self._of_variables = [*kept, (key, asked, scaling)]
         return scaling
 
     def is_scaled(self, optimizer: Any) -> bool:
@@ -103,7 +122,7 @@ class Scalings:
             optimizer: Who applies them, None for one of whom nothing was said.
             ids: The identities of its variables.
         """
-        key, _ = _here()
+        key, _, _ = _here()
         with self._lock:
             said = {} if optimizer is None else self._said.get(optimizer, {})
             if any(s.is_current and (k == key or s.graph) for k, s in said.items()):
@@ -117,7 +136,7 @@ class Scalings:
             optimizer: Who applies them.
             ids: The identities of its variables.
         """
-        key, _ = _here()
+        key, _, _ = _here()
         with self._lock:
             said = self._said.get(optimizer, {})
             own = said.get(key)
@@ -134,12 +153,12 @@ class Scalings:
 
     def _found_of_variables(
         self, key: Any, ids: frozenset[int]
-    ) -> tuple[Any, frozenset[int], Scaling] | None:
+    ) -> tuple[Any, "_Variables", Scaling] | None:
         """Returns what was said last of any of these variables, here if anything."""
         elsewhere = None
         for entry in reversed(self._of_variables):
             place, known, scaling = entry
-            if not scaling.is_current or ids.isdisjoint(known):
+            if not scaling.is_current or ids.isdisjoint(known.living()):
                 continue
             if place == key:
                 return entry
@@ -151,11 +170,27 @@ class Scalings:
 SCALINGS = Scalings()
 
 
-def _here() -> tuple[Any, Any]:
-    """Returns a key of this thread and function, and a reference to the latter."""
-    graph = outermost_graph()
+class _Variables:
+    """Variables, as long as they live: the identity of one is used again."""
+
+    def __init__(self, variables: Iterable[Any]) -> None:
+        self._references = {id(each): weakref.ref(each) for each in variables}
+
+    def living(self) -> frozenset[int]:
+        """Returns the identities of those that are left."""
+        pairs = self._references.items()
+        return frozenset(key for key, reference in pairs if reference() is not None)
+
+
+def _here() -> tuple[Any, Any, Any]:
+    """Returns a key of this thread and function, and references to both.
+
+    Returns:
+        The key, the function being traced or None, and the thread.
+    """
+    graph, thread = outermost_graph(), _THIS.thread
     reference = None if graph is None else weakref.ref(graph)
-    return (threading.get_ident(), id(graph)), reference
+    return (id(thread), id(graph)), reference, weakref.ref(thread)
 
 
 def _read_later(tensor: tf.Tensor) -> Callable[[], tf.Tensor | None]:

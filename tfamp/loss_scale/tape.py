@@ -100,9 +100,13 @@ def ids_of(optimizer: Any) -> frozenset[int]:
 
 def identities(variables: Sequence[Any]) -> frozenset[int]:
     """Returns the identities of variables, as a tape may be asked for them."""
-    return frozenset(
-        id(x) for v in variables for x in (v, getattr(v, "value", v)) if not callable(x)
-    )
+    return frozenset(map(id, as_asked(variables)))
+
+
+def as_asked(variables: Sequence[Any]) -> list[Any]:
+    """Returns variables, and what holds their values, as a tape may be asked."""
+    both = (x for v in variables for x in (v, getattr(v, "value", v)))
+    return [x for x in both if not callable(x)]
 
 
 def _plan(
@@ -157,7 +161,7 @@ def _plan_of_variables(
         return None
     scalings = [SCALINGS.say(o, is_scaled=False) for o in owners]
     if unbuilt:
-        scalings.append(SCALINGS.say_of_variables(identities(sources)))
+        scalings.append(SCALINGS.say_of_variables(as_asked(sources)))
         if not (_HERE.optimizers or _needs_scale(sources)):
             possible = owners
     if not possible:
