@@ -556,7 +556,10 @@ def test_tensorflows_own_mixed_precision_is_seen():
 
 
 def final_dtypes(*products):
-    """Returns the dtypes of the model's products where this is what really runs."""
+    """Returns the dtypes of the model's products where this is what really runs.
+
+    One that is inferred, not read, has a question mark.
+    """
     model = dense_and_head(units=16)
     marks = Marks(model)
     with marks.placed():
@@ -564,7 +567,8 @@ def final_dtypes(*products):
         model.optimizer.build(model.trainable_variables)
         traced = step.get_concrete_function(*batch_of((512,), (10,)))
     operations = proving.read_operations(traced)
-    return [p.final_dtype for _, p in products_of(operations, marks, products)]
+    found = [p for _, p in products_of(operations, marks, products)]
+    return [p.final_dtype + "?" * p.is_inferred for p in found]
 
 
 def test_final_dtypes_are_found_by_name_scope_and_size():
@@ -583,6 +587,23 @@ def test_final_dtypes_are_found_by_name_scope_and_size():
     # Fused with what follows: it has the name of that.
     found = final_dtypes(product("two_1/dense_1/BiasAdd", ("bfloat16", "bfloat16")))
     assert found == ["bfloat16", "", "", "", ""]
+
+
+def test_an_inferred_dtype_is_no_read_one():
+    def nameless(dtype, *shape):
+        return CompiledProduct("x", "dot", "", (dtype, dtype), shape)
+
+    # In shapes of its own: any of the five, but all are float32.
+    assert final_dtypes(*[nameless("float32", 7)] * 5) == ["float32?"] * 5
+    assert final_dtypes(*[nameless("float32", 7)] * 4) == [""] * 5
+    assert (
+        final_dtypes(nameless("float32", 7), *[nameless("float16", 7)] * 4) == [""] * 5
+    )
+    # Two products have 8 x 512 results, or as many: which is which is not said.
+    first, last = nameless("float16", 8, 16), nameless("bfloat16", 8, 16)
+    assert set(final_dtypes(first, last)) == {""}
+    assert sorted(final_dtypes(first)) == ["", "", "", "", "float16?"]
+    assert sorted(final_dtypes(first, first)) == ["", "", "", "float16", "float16"]
 
 
 def test_products_that_were_not_found_are_noted(monkeypatch):

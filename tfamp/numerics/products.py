@@ -28,7 +28,7 @@ def products_of(
         compiled: The products of what was made of it, by XLA or by a rewrite.
     """
     found: dict[tuple[object, ...], tuple[Operation, Product]] = {}
-    runs_in = _final_dtypes(operations, compiled)
+    runs_in, inferred = _final_dtypes(operations, compiled)
     for operation in operations:
         if not is_product(operation):
             continue
@@ -44,6 +44,7 @@ def products_of(
             count=operation.count,
             is_counted=operation.is_counted,
             final_dtype=runs_in.get(operation.name, ""),
+            is_inferred=operation.name in inferred,
         )
         # Replicas have names that differ by the replica alone.
         key = (_without_replica(operation.name), product.shapes)
@@ -118,8 +119,13 @@ def _factors(operation: Operation) -> tuple[Shape, ...]:
 
 def _final_dtypes(
     operations: Sequence[Operation], compiled: Sequence[CompiledProduct]
-) -> dict[str, str]:
-    """Returns the dtype that each product has in what was made of a trace, by name."""
+) -> tuple[dict[str, str], set[str]]:
+    """Returns the dtype that each product has in what was made of a trace, by name.
+
+    Returns:
+        The dtypes that are known, and the names of products whose dtype is inferred:
+        which of several compiled products is theirs cannot be told, but all agree.
+    """
     products = {each.name: each for each in operations if is_product(each)}
     plain = {name: plain_name(name) for name in products}
     by_name: dict[str, str] = {}
@@ -134,28 +140,33 @@ def _final_dtypes(
         if hits:
             found[name] = by_name[max(hits, key=len)]
     used = set(plain.values())
-    strangers = []
+    scopes: dict[object, list[str]] = collections.defaultdict(list)
+    sizes: dict[object, list[str]] = collections.defaultdict(list)
     for each in compiled:
         name = plain_name(each.op_name)
-        if name in used:
-            continue
-        missing = [name for name in products if name not in found]
-        if each.op_name:
+        if each.op_name and name not in used:
             # A fused operation has the name of the last one that is in it.
-            scope = name.rpartition("/")[0]
-            missing = [n for n in missing if plain[n].rpartition("/")[0] == scope]
-        else:
-            size = math.prod(each.output_shape)
-            missing = [n for n in missing if _size(products[n].outputs[0]) == size]
-        if missing:
-            found[missing[0]] = _wider(*each.dtypes)
+            scopes[name.rpartition("/")[0]].append(_wider(*each.dtypes))
         elif not each.op_name:
-            strangers.append(_wider(*each.dtypes))
-    # XLA makes some gradients of convolutions anew, in other shapes.
+            sizes[math.prod(each.output_shape)].append(_wider(*each.dtypes))
+    inferred: set[str] = set()
+    nameless = [dtype for dtypes in sizes.values() for dtype in dtypes]
+    for groups, group_of in (
+        (scopes, lambda name: plain[name].rpartition("/")[0]),
+        (sizes, lambda name: _size(products[name].outputs[0])),
+    ):
+        for group, dtypes in groups.items():
+            same = [n for n in products if n not in found and group_of(n) == group]
+            if len(same) > 1 and len(set(dtypes)) > 1:
+                continue  # which of them runs in which dtype is not known
+            found |= dict(zip(same, dtypes, strict=False))
+            inferred |= set(same) & found.keys() if len(same) > len(dtypes) else set()
+    # XLA makes some gradients of convolutions anew, in other shapes and with no name.
     missing = [name for name in products if name not in found]
-    if len(set(strangers)) == 1 and len(missing) <= len(strangers):
-        found |= dict.fromkeys(missing, strangers[0])
-    return found
+    if len(set(nameless)) == 1 and len(missing) <= len(nameless):
+        found |= dict.fromkeys(missing, nameless[0])
+        inferred |= set(missing)
+    return found, inferred
 
 
 def _wider(*dtypes: str) -> str:

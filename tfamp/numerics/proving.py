@@ -260,6 +260,13 @@ def _notes(model: keras.Model, trace: Trace, facts: Facts) -> Iterable[str]:
             f"was read last, the first is {missing[0].name!r}; their dtypes are those "
             "of the graph."
         )
+    if inferred := [p for p in products if p.is_inferred]:
+        yield (
+            f"The final dtypes of {len(inferred)} of {len(products)} products are "
+            f"inferred, the first is {inferred[0].name!r}: the compiled program does not "
+            "say which of its operations they became, and all of those run in the dtype "
+            "shown."
+        )
     if trace.source == "rewrite":
         yield (
             "TensorFlow's own mixed precision is on: dtypes are those after it; the "

@@ -46,6 +46,8 @@ class Product(Record):
         final_dtype: The dtype in what runs after that: XLA's program, or the graph as
             TensorFlow's own mixed precision rewrote it; "" where neither was read or
             has no such operation.
+        is_inferred: Whether `final_dtype` is that of compiled operations without a name
+            of which one must be this one; they all run in it.
     """
 
     name: str
@@ -59,6 +61,7 @@ class Product(Record):
     count: int = 1
     is_counted: bool = True
     final_dtype: str = ""
+    is_inferred: bool = False
 
     @property
     def runs_in(self) -> str:
