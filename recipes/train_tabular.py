@@ -94,7 +94,7 @@ def define_flags() -> flags.FlagValues:
         "median",
         ["mean", "median", "mode", "drop", "knn"],
         "mean, median and mode fill in the model; drop leaves rows out of training, "
-        "and knn fills them in the pipeline, while the model fills with the median.",
+        "and knn fills them beforehand, while the model fills with the median.",
         flag_values=values,
     )
     flags.DEFINE_enum(
@@ -184,7 +184,9 @@ def batches(
                 outlier_action="clip",
                 statistics=statistics,
             )
-        pipeline = pipeline.filter(missing=KNNImputer())
+        clipped = [row for row, _ in pipeline.build().as_numpy_iterator()]
+        filled = KNNImputer().fit_transform(np.stack(clipped))
+        pipeline = tfamp.data.Pipeline.from_arrays(filled, rows[1])
     pipeline = pipeline.cache("memory").shuffle(seed=settings.seed)
     return pipeline.batch(settings.batch_size).prefetch().build()
 

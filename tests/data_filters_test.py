@@ -1,5 +1,6 @@
 """`tfamp.data._filters`: what is filled, clipped, reshaped and dropped, and counted."""
 
+import dataclasses
 import re
 import threading
 
@@ -7,8 +8,7 @@ import keras
 import numpy as np
 import pytest
 import tensorflow as tf
-from sklearn.experimental import enable_iterative_imputer  # noqa: F401
-from sklearn.impute import IterativeImputer, KNNImputer, SimpleImputer
+from sklearn.impute import KNNImputer, SimpleImputer
 
 import tfamp.data
 from tests.refusals import refusals
@@ -18,7 +18,6 @@ from tfamp.data._drops import DropLog, DropReport
 from tfamp.data._filter_shapes import crop_or_pad
 from tfamp.data._filters import make_filter
 from tfamp.data._fingerprint import fingerprint
-from tfamp.data._imputation import fit_imputer
 from tfamp.data._stages import Settings
 from tfamp.data.statistics import fit_statistics
 
@@ -325,94 +324,30 @@ def test_shapes_are_given_by_column():
 
 # Imputers
 
-IMPUTERS = {
-    "simple": lambda: SimpleImputer(strategy="median"),
-    "neighbours": lambda: KNNImputer(n_neighbors=3),
-    "iterative": lambda: IterativeImputer(random_state=0, max_iter=20),
-}
+
+def filling(imputer):
+    def fill(x, y):
+        row = tf.numpy_function(lambda x: imputer.transform(x[None])[0], [x], x.dtype)
+        return tf.ensure_shape(row, x.shape), y
+
+    return fill
 
 
-@pytest.mark.parametrize("make", IMPUTERS.values(), ids=IMPUTERS)
-def test_fitted_imputers_fill_as_scikit_learn_does(make):
+def test_a_fitted_imputer_fills_in_a_map():
     values, labels = table()
-    imputer = make().fit(values.astype(np.float64))
-    expected = imputer.transform(values.astype(np.float64))
-    filled = applied(make_filter(missing=imputer), slices(values, labels))
-    np.testing.assert_allclose(inputs(filled), expected, rtol=1e-6)
-    assert filled.element_spec == slices(values, labels).element_spec
-    assert int(filled.cardinality()) == len(values)
+    imputer = KNNImputer(n_neighbors=3).fit(values)
+    pipeline = tfamp.data.Pipeline.from_arrays(values, labels).map(filling(imputer))
+    filled = pipeline.build()
+    np.testing.assert_array_equal(inputs(filled), imputer.transform(values))
     assert targets(filled) == list(labels)
 
 
-def test_each_build_fits_an_imputer_to_its_own_data():
-    values = np.array([0, 100, 2, 102, NAN, NAN], np.float32)[:, None]
-    base = tfamp.data.Pipeline.from_arrays(values).filter(missing=SimpleImputer())
-    validation, train = base.shard(2, 1), base.shard(2, 0)
-    for pipeline, mean in ((validation, 101), (train, 1), (validation, 101)):
-        filled = np.stack([x.numpy() for x in pipeline.build()])
-        assert filled[:, 0].tolist() == [mean - 1, mean + 1, mean]
-    assert "fitted at build" in train.describe()
-
-
 def test_a_fingerprint_tells_imputers_that_were_fitted_to_other_data():
-    def print_of(imputer):
-        return fingerprint({"filter": make_filter(missing=imputer)}).digest
-
     fitted = [SimpleImputer().fit([[mean], [NAN]]) for mean in (1, 1, 2)]
-    first, same, other = map(print_of, fitted)
+    first, same, other = (
+        fingerprint({"map": filling(imputer)}).digest for imputer in fitted
+    )
     assert first == same != other
-    assert print_of(SimpleImputer()) == print_of(SimpleImputer()) != first
-
-
-def test_an_imputer_that_is_not_fitted_is_fitted_at_build_to_the_pipeline():
-    values, labels = table()
-    imputer, reads = SimpleImputer(), []
-
-    def read(x, y):
-        tf.py_function(lambda: reads.append(1), [], [])
-        return x, y
-
-    dataset = slices(values, labels).map(read)
-    stage = make_filter(missing=imputer)
-    stage.preview(dataset, SETTINGS)
-    assert "fitted at build" in stage.explain(dataset, SETTINGS)[0]
-    assert reads == []
-    filled = applied(stage, dataset)
-    assert len(reads) == len(values)
-    assert "fitted at build" in stage.explain(dataset, SETTINGS)[0]
-    fill = np.nanmean(values.astype(np.float64), axis=0)
-    expected = np.where(np.isnan(values), fill, values)
-    np.testing.assert_allclose(inputs(filled), expected, rtol=1e-6)
-    assert not hasattr(imputer, "statistics_")
-
-
-def test_imputers_join_columns_and_put_them_back_in_their_dtypes():
-    columns = {
-        "v": np.array([[1.0, 10.0], [NAN, 30.0], [5.0, 50.0]], np.float32),
-        "n": np.array([2, 7, 4]),
-        "city": np.array(["a", "b", "c"]),
-    }
-    dataset = slices(columns, np.arange(3))
-    stage = make_filter(missing=SimpleImputer())
-    filled = list(applied(stage, dataset))
-    np.testing.assert_array_equal(filled[1][0]["v"], [3, 30])
-    assert [int(x["n"]) for x, _ in filled] == [2, 7, 4]
-    assert filled[2][0]["city"].numpy() == b"c"
-    assert applied(stage, dataset).element_spec == dataset.element_spec
-
-
-def test_imputers_are_fitted_to_a_fair_sample():
-    values = np.arange(3_000.0)[:, None]
-    sums = np.zeros(3)
-    for seed in range(15):
-        fitted = fit_imputer(slices(values), KNNImputer(), max_examples=150, seed=seed)
-        sample = fitted._fit_X[:, 0]
-        assert len(set(sample)) == 150
-        sums += np.histogram(sample, 3, (0, 3_000))[0]
-    # 750 expected in each third, standard deviation 22: five of them.
-    assert np.abs(sums - 750).max() < 110
-    whole = fit_imputer(slices(values), KNNImputer(), max_examples=5_000)
-    np.testing.assert_array_equal(whole._fit_X, values)
 
 
 # Counting
@@ -517,6 +452,24 @@ def test_it_feeds_replicas_of_a_strategy():
             found += part.numpy().tolist()
     assert sorted(found) == list(range(0, 16, 2))
     assert stage.report().dropped["predicate"] == 8
+
+
+def test_no_python_runs_in_the_workers_of_a_service():
+    @dataclasses.dataclass(frozen=True)
+    class Elsewhere:
+        num_parallel_calls: int = 2
+        service: str = "grpc://localhost:5000"
+
+    def python_calls(dataset):
+        variant = tf.data.experimental.to_variant(dataset)
+        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy()
+        return graph.count(b"EagerPyFunc")
+
+    dataset = slices(np.zeros(10), np.arange(10))
+    stage = make_filter(lambda x, y: y < 4)
+    here, there = stage.apply(dataset, SETTINGS), stage.apply(dataset, Elsewhere())
+    assert python_calls(here) > 0 and python_calls(there) == 0
+    assert targets(there) == [0, 1, 2, 3]
 
 
 def test_order_and_length_are_kept_where_nothing_goes():
@@ -658,21 +611,10 @@ ERRORS = {
         checked(slices(VALUES), shape={"v": (3,)}, shape_action="drop"),
         "`shape` has column 'v', and elements have ('x',)",
     ),
-    "imputing images": (
-        checked(slices(np.ones((2, 4, 4))), missing=SimpleImputer()),
-        "Inputs {'x': (4, 4)} are no rows of numbers",
-    ),
-    "no imputer": (
-        lambda: fit_imputer(slices(VALUES), "mean"),
-        "`imputer` is 'mean'; expected one of scikit-learn's",
-    ),
-    "imputer without data": (
-        lambda: fit_imputer(slices(VALUES).take(0), SimpleImputer()),
-        "`dataset` has no element to fit an imputer to",
-    ),
-    "imputer without end": (
-        lambda: fit_imputer(slices(VALUES).repeat(), SimpleImputer()),
-        "`dataset` is infinite, so no sample of it is fair",
+    "imputer": (
+        lambda: make_filter(missing=SimpleImputer()),
+        "`missing` is SimpleImputer(); expected 'drop', one of ('mean', 'median', "
+        "'mode') or a number. Fit an imputer to the training rows",
     ),
     "ragged elements": (
         lambda: make_filter(lambda x: True).apply(
@@ -684,14 +626,6 @@ ERRORS = {
 
 
 test_error_says_what_to_do = refusals(ERRORS, kind=(ValueError, TypeError))
-
-
-def test_an_imputer_that_changes_the_number_of_features_is_refused():
-    imputer = SimpleImputer(add_indicator=True).fit(VALUES)
-    dataset = applied(make_filter(missing=imputer), slices(VALUES))
-    message = "SimpleImputer made 5 features of 3; expected as many"
-    with pytest.raises(tf.errors.OpError, match=message):
-        list(dataset)
 
 
 def test_a_pipeline_filters_before_its_cache_and_describes_what_went(capsys):

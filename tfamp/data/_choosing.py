@@ -39,8 +39,8 @@ class Choosing(Written):
 
         Args:
             predicate: Called with the parts of an element; returns one boolean.
-            missing: "drop"; "mean", "median" or "mode" of `statistics`; a number; or
-                an imputer of scikit-learn.
+            missing: "drop"; "mean", "median" or "mode" of `statistics`; or a number.
+                An imputer of scikit-learn goes into `.map`, fitted beforehand.
             outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99).
             outlier_action: "drop" or "clip"; goes with `outliers`.
             statistics: What `fit_statistics` found in the training data.
@@ -51,7 +51,6 @@ class Choosing(Written):
             A pipeline with this stage.
 
         Raises:
-            ImportError: An imputer without scikit-learn.
             TypeError: An argument is of the wrong type.
             ValueError: An argument is unknown, or lacks the one it goes with.
 

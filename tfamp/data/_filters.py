@@ -12,7 +12,6 @@ from tfamp.data._elements import looks_batched, with_length_of
 from tfamp.data._filter_outliers import Clip, DropOutliers, limits_of
 from tfamp.data._filter_rules import DropMissing, Fill, Rule
 from tfamp.data._filter_shapes import Reshape, check_shapes
-from tfamp.data._imputation import Imputation, is_imputer
 from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.statistics import Statistics
 from tfamp.data.statistics.columns import TENSOR, inputs_of, named_columns, with_inputs
@@ -35,7 +34,6 @@ class Filter(Stage):
     Attributes:
         rules: What is done to inputs, in order; see `_filter_rules.py`.
         predicate: Called last with the parts of an element: whether to keep it.
-        imputation: Fills missing values before all that, None for no model.
         log: Counts what was dropped.
     """
 
@@ -43,7 +41,6 @@ class Filter(Stage):
     name: ClassVar[str] = "filter"
     rules: tuple[Rule, ...]
     predicate: Callable[..., Any] | None
-    imputation: Imputation | None
     log: DropLog = dataclasses.field(compare=False)
 
     @property
@@ -74,8 +71,6 @@ class Filter(Stage):
                 "examples, since `.filter` keeps or drops one at a time. Pass "
                 "`dataset.unbatch()`."
             )
-        if self.imputation is not None:
-            self.imputation.check(dataset)
         columns = named_columns(inputs_of(dataset.element_spec))
         for rule in self.rules:
             rule.check(columns)
@@ -91,18 +86,7 @@ class Filter(Stage):
             )
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Judges in parallel, drops in order; an imputer is fitted first if needed."""
-        if self.imputation is None:
-            return self.preview(dataset, settings)
-        fitted = dataclasses.replace(self, imputation=self.imputation.fitted(dataset))
-        return fitted.preview(dataset, settings)
-
-    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the same without reading anything."""
-        if self.imputation is not None:
-            dataset = self.imputation.apply(dataset, settings)
-        if not (self.rules or self.predicate):
-            return dataset
+        """Judges in parallel, drops in order."""
         size = chunk_size(dataset.element_spec)
         by_chunk = self.predicate is None and all(r.takes_chunks for r in self.rules)
         if by_chunk and size > 1:
@@ -114,16 +98,15 @@ class Filter(Stage):
                 return judged.map(lambda code, element: element)
             judged = judged.batch(size)
         if self.drops:
-            return drop(judged, self.log)
+            # Workers of the tf.data service are other processes: no Python there.
+            is_reported = getattr(settings, "service", None) is None
+            return drop(judged, self.log, is_reported=is_reported)
         whole = judged.map(lambda code, element: element).unbatch()
         return with_length_of(dataset, whole)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         words = [rule.words for rule in self.rules]
-        if self.imputation is not None:
-            state = "fitted" if self.imputation.is_fitted else "fitted at build"
-            words.insert(0, f"fill by {self.imputation.name} ({state})")
         if self.predicate is not None:
             name = getattr(self.predicate, "__name__", repr(self.predicate))
             words.append(f"keep where {name}")
@@ -212,12 +195,8 @@ def make_filter(
         predicate: Called with the parts of an element, as a map is; returns one
             boolean, True to keep it.
         missing: "drop" drops elements with a missing value in any input; "mean",
-            "median" or "mode" fills it from `statistics`; a number fills NaN; an
-            imputer of scikit-learn fills it from the element's other values. One
-            that isn't fitted is fitted at `build` to a sample of 10,000 elements of
-            this very pipeline: for validation, pass the one that `fit_imputer`
-            fitted to the training data. Missing is NaN, and what `statistics` were
-            told of.
+            "median" or "mode" fills it from `statistics`; a number fills NaN.
+            Missing is NaN, and what `statistics` were told of.
         outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99), with
             limits from `statistics`. inf lies beyond every limit, NaN beyond none.
         outlier_action: "drop" drops elements with an outlier in any input; "clip"
@@ -234,7 +213,6 @@ def make_filter(
         A stage; `.report()` says what was dropped.
 
     Raises:
-        ImportError: An imputer without scikit-learn.
         TypeError: An argument is of the wrong type.
         ValueError: An argument is unknown, doesn't suit, lacks the one it goes with,
             or would be ignored.
@@ -254,8 +232,7 @@ def make_filter(
     rules: list[Rule] = []
     if shape is not None:
         rules.append(Reshape(check_shapes(shape), str(shape_action)))
-    imputation = Imputation.of(missing) if is_imputer(missing) else None
-    if missing is not None and imputation is None:
+    if missing is not None:
         rules.append(_missing_rule(missing, statistics))
     if outliers is not None:
         limits = limits_of(
@@ -269,7 +246,7 @@ def make_filter(
             "`statistics` came without `outliers` or a `missing` that reads them; "
             "expected one of these. Leave `statistics` out."
         )
-    return Filter(tuple(rules), predicate, imputation, DropLog(REASONS))
+    return Filter(tuple(rules), predicate, DropLog(REASONS))
 
 
 def _missing_rule(missing: Any, statistics: Statistics | None) -> Rule:
@@ -279,6 +256,12 @@ def _missing_rule(missing: Any, statistics: Statistics | None) -> Rule:
     if isinstance(missing, str):
         _checks.choice("missing", missing, ("drop", *FILLS))
         return Fill.from_statistics(_needed(statistics, "missing", missing), missing)
+    if callable(getattr(missing, "transform", None)):
+        raise TypeError(
+            f"`missing` is {missing!r}; expected 'drop', one of {FILLS!r} or a number. "
+            "Fit an imputer to the training rows and call its `transform` in `.map`, "
+            "by `tf.numpy_function`, or on the arrays beforehand."
+        )
     return Fill.with_number(check_fill(missing))
 
 
