@@ -1,4 +1,4 @@
-"""Transforms and users' functions, one after another."""
+"""Transforms, Keras's random layers and users' functions, one after another."""
 
 import dataclasses
 import inspect
@@ -8,9 +8,73 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.data.augmentation.transforms import DEFAULT, Transform, restore, span_of
+from tfamp.data.augmentation.transforms import (
+    DEFAULT,
+    Transform,
+    restore,
+    same_shape,
+    span_of,
+)
 
 Step = Transform | Callable[..., Any]
+# They mix the images of a batch, and the labels with them.
+_CHANGES_LABELS = ("MixUp", "CutMix")
+
+
+class _Seeds(keras.random.SeedGenerator):
+    """Gives a layer of Keras seeds that follow from one tensor, and no state.
+
+    Args:
+        seed: int32 `(2,)`.
+    """
+
+    def __init__(self, seed: tf.Tensor) -> None:
+        # Not Keras's own: that makes a variable, which a map cannot.
+        self._seed, self._num_drawn = seed, 0
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        """Returns the next seed."""
+        self._num_drawn += 1
+        return tf.random.experimental.stateless_fold_in(self._seed, self._num_drawn)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStep(Transform):
+    """A random layer of Keras, which the strength gives to a share of the images.
+
+    Attributes:
+        layer: The layer. It draws from the seed of the pipeline, not from its own.
+    """
+
+    layer: Any
+
+    @classmethod
+    def of(cls, layer: Any) -> "LayerStep":
+        """Checks a layer.
+
+        Raises:
+            TypeError: It changes no images, or labels too.
+        """
+        is_random = callable(getattr(layer, "get_random_transformation", None))
+        if not is_random or type(layer).__name__ in _CHANGES_LABELS:
+            raise TypeError(
+                f"{layer!r} is no layer that changes images at random and leaves "
+                "labels; expected one such as `keras.layers.RandomFlip()`. Put it "
+                "into the model, or into `.map` behind the pipeline's batches."
+            )
+        return cls(layer)
+
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the images, each changed with the probability `strength`."""
+        drawn = self.layer.get_random_transformation(
+            images, training=True, seed=_Seeds(seed)
+        )
+        changed = self.layer.transform_images(images, drawn, training=True)
+        changed = same_shape(tf.cast(changed, images.dtype), images)
+        chance = tf.random.stateless_uniform([tf.shape(images)[0], 1, 1, 1], seed)
+        return tf.where(chance < strength, changed, images)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,10 +92,7 @@ class Chain:
     @property
     def names(self) -> tuple[str, ...]:
         """What the steps are called."""
-        return tuple(
-            type(step).__name__ if isinstance(step, Transform) else _name(step)
-            for step in self.steps
-        )
+        return tuple(_name(step) for step in self.steps)
 
     def check(self, spec: Any) -> None:
         """Raises if images of a spec cannot be changed so.
@@ -68,7 +129,6 @@ class Chain:
         images: tf.Tensor,
         strength: tf.Tensor,
         seed: tf.Tensor,
-        look: Callable[[str, tf.Tensor], None] | None = None,
     ) -> tf.Tensor:
         """Returns images, changed; the same where the strength is 0.
 
@@ -77,7 +137,6 @@ class Chain:
                 unless the chain takes batches.
             strength: float32 in [0, 1].
             seed: int32 `(2,)`.
-            look: Called with each step's name and what it gave, for checks.
         """
         dtype = images.dtype
 
@@ -91,13 +150,11 @@ class Chain:
                 if isinstance(step, Transform):
                     span = span_of(dtype, self.value_range)
                     current = tf.cast(current, tf.float32)
-                    current = step.on_workers(current, strength, own, span)
+                    current = step(current, strength, own, span)
                 else:
                     given = restore(current[0], dtype)
                     taken = (given, strength, own)[: num_arguments(step)]
                     current = _checked(name, step(*taken), given)[None]
-                if look is not None:
-                    look(name, current)
             return tf.ensure_shape(restore(current, dtype), images.shape)
 
         return tf.cond(strength > 0, changed, lambda: tf.identity(images))
@@ -107,18 +164,15 @@ def make_chain(steps: Sequence[Any], value_range: tuple[float, float] | None) ->
     """Checks steps and a value range.
 
     Raises:
-        TypeError: A step is neither a transform nor a function of an image and a
-            strength, or the range is no pair.
+        TypeError: A step is neither a transform, nor a random layer of Keras, nor a
+            function of an image and a strength, or the range is no pair.
         ValueError: The range is empty.
     """
+    steps = [
+        LayerStep.of(step) if isinstance(step, keras.layers.Layer) else step
+        for step in steps
+    ]
     for step in steps:
-        if isinstance(step, keras.layers.Layer):
-            raise TypeError(
-                f"{step!r} is a Keras layer; expected transforms of "
-                "`tfamp.data.augmentation`, or functions of (image, strength): a layer "
-                "has no strength. Put the layer into the model, or write a function "
-                "that calls it."
-            )
         if isinstance(step, type):
             raise TypeError(
                 f"{step!r} is a class; expected a transform, made with its arguments. "
@@ -169,8 +223,9 @@ def num_arguments(function: Any) -> int:
     )
 
 
-def _name(function: Any) -> str:
-    return getattr(function, "__name__", type(function).__name__)
+def _name(step: Any) -> str:
+    kind = step.layer if isinstance(step, LayerStep) else step
+    return getattr(kind, "__name__", type(kind).__name__)
 
 
 def _checked(name: str, found: Any, given: tf.Tensor) -> tf.Tensor:

@@ -11,10 +11,7 @@ from tfamp.data._elements import bytes_of_element, with_length_of
 from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.augmentation.chain import Chain, make_chain
 from tfamp.data.augmentation.epochs import CountEpochs, EpochCounter
-from tfamp.data.augmentation.probing import check_range
 
-# From `check` over `run` and `Pipeline.build` to the caller.
-_STACKLEVEL = 4
 # A block of small images costs a half of what they cost one by one; in float32 it
 # should fit into a core's own cache.
 _BLOCK_BYTES = 2**20
@@ -32,7 +29,6 @@ class Augmentation(Stage):
         ramp_from: Strength of the first epoch of the ramp.
         seed: Decides the changes, with the numbers of epoch and element.
         key: Name of the part to change, where the input is a dict.
-        compute_dtype: What the values must fit; None for no check.
         initial_epoch: Number of the first epoch.
         counter: Of the epochs of one dataset; the plan gives each its own.
     """
@@ -45,7 +41,6 @@ class Augmentation(Stage):
     ramp_from: float
     seed: int
     key: str | None
-    compute_dtype: str | None
     initial_epoch: int
     counter: EpochCounter = dataclasses.field(compare=False)
 
@@ -56,9 +51,8 @@ class Augmentation(Stage):
         return stage, CountEpochs(counter, self.initial_epoch)
 
     def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises or warns, before anything runs, if `dataset` does not suit."""
-        spec = _part(dataset.element_spec, self.key)
-        self.chain.check(spec)
+        """Raises, before anything runs, if `dataset` does not suit."""
+        self.chain.check(_part(dataset.element_spec, self.key))
         if self.ramp_epochs and int(dataset.cardinality()) == int(
             tf.data.INFINITE_CARDINALITY
         ):
@@ -66,14 +60,6 @@ class Augmentation(Stage):
                 f"`ramp_epochs` is {self.ramp_epochs} and the dataset has no end; "
                 "expected epochs to count. Leave `repeat` to `fit`, or leave out "
                 "`ramp_epochs`."
-            )
-        if self.compute_dtype is not None:
-            check_range(
-                self.chain,
-                spec,
-                self.compute_dtype,
-                strength=self.max_strength,
-                stacklevel=_STACKLEVEL,
             )
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
@@ -148,7 +134,6 @@ def make_augment(
     seed: int | None = None,
     key: str | None = None,
     value_range: tuple[float, float] | None = None,
-    compute_dtype: str | None = None,
     initial_epoch: int = 0,
 ) -> Augmentation:
     """Returns the stage of `Pipeline.augment`, which explains the arguments.
@@ -165,9 +150,6 @@ def make_augment(
             f"`ramp_from` is {ramp_from!r} and `ramp_epochs` is 0; expected both or "
             "neither. Pass the number of epochs that the ramp takes."
         )
-    if compute_dtype is not None:
-        dtypes = ("float16", "bfloat16", "float32")
-        compute_dtype = _checks.choice("compute_dtype", compute_dtype, dtypes)
     if key is not None and not isinstance(key, str):
         raise TypeError(
             f"`key` is {key!r}; expected the name of one input. Pass a string."
@@ -182,7 +164,6 @@ def make_augment(
         ramp_from=ramp_from,
         seed=_checks.positive_int("seed", seed, minimum=0),
         key=key,
-        compute_dtype=compute_dtype,
         initial_epoch=initial_epoch,
         counter=EpochCounter(initial_epoch),
     )
