@@ -4,7 +4,6 @@ import csv as stdlib_csv
 import gzip
 import math
 import re
-import types
 
 import numpy as np
 import pytest
@@ -12,7 +11,7 @@ import tensorflow as tf
 
 from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Settings
-from tfamp.data.sources import _blocks, _records, csv
+from tfamp.data.sources import _blocks, csv
 from tfamp.data.sources.csv import csv_source
 
 RAISE = Settings(num_threads=2, autotune=False)
@@ -328,55 +327,6 @@ def test_beyond_the_fraction_it_stops(tmp_path):
     ):
         list(dataset)
     assert len(column(source, "a", skip(max_fraction=0.03))) == 1960
-
-
-def test_workers_of_a_service_read_without_python(tmp_path):
-    path = write(tmp_path / "a.csv", "a,b\n1,2\n\n3,4\n")
-    source = csv_source(path)
-    settings = Settings(2, False, service=types.SimpleNamespace())
-    assert column(source, "a", settings) == [1, 3]
-    assert b"PyFunc" not in source.dataset(settings)._as_serialized_graph().numpy()
-    assert b"PyFunc" in source.dataset(RAISE)._as_serialized_graph().numpy()
-
-
-QUOTED = b'a,b\n"one\ntwo",1\n"x, ""y""\n\nz",2\nplain,3\n"four\r\nfive",4\n'
-TEXTS = [b"one\ntwo", b'x, "y"\n\nz', b"plain", b"four\nfive"]
-PACKED = gzip.compress(b"\xef\xbb\xbf" + QUOTED)
-
-
-@pytest.mark.parametrize(
-    "data, num_lines",
-    [(QUOTED, 1), (QUOTED, 2), (PACKED, 100)],
-    ids=["by one line", "by two lines", "gzip and a byte order mark"],
-)
-def test_workers_of_a_service_read_whole_records(
-    tmp_path, monkeypatch, data, num_lines
-):
-    monkeypatch.setattr(csv, "_SERVICE_ROWS", num_lines)
-    paths = [write(tmp_path / name, data) for name in ("1.csv", "2.csv")]
-    source = csv_source(paths)
-    settings = Settings(2, False, service=types.SimpleNamespace())
-    assert column(source, "a", settings) == column(source, "a") == 2 * TEXTS
-    assert column(source, "b", settings) == 2 * [1, 2, 3, 4]
-    assert b"PyFunc" not in source.dataset(settings)._as_serialized_graph().numpy()
-
-
-def test_workers_of_a_service_leave_out_a_mark_before_the_first_value(tmp_path):
-    path = write(tmp_path / "a.csv", b"\xef\xbb\xbf1,x\n2,y\n")
-    source = csv_source(path, header=False, dtypes={"column_0": "string"})
-    settings = Settings(2, False, service=types.SimpleNamespace())
-    assert column(source, "column_0", settings) == [b"1", b"2"]
-
-
-@pytest.mark.parametrize("limit", [4, 10**6], ids=["by length", "at the end"])
-def test_an_open_quote_is_an_error_of_the_workers_too(tmp_path, monkeypatch, limit):
-    monkeypatch.setattr(_records, "MAX_RECORD_BYTES", limit)
-    monkeypatch.setattr(csv, "_SERVICE_ROWS", 2)
-    path = write(tmp_path / "a.csv", 'a,b\n1,2\n"open,3\n4,5\n6,7\n')
-    source = csv_source(path, dtypes={"a": "string"})
-    dataset = source.dataset(Settings(2, False, service=types.SimpleNamespace()))
-    with pytest.raises(tf.errors.InvalidArgumentError, match="[Qq]uote"):
-        list(dataset)
 
 
 def test_length_is_known_where_rows_were_counted(tmp_path, monkeypatch):

@@ -1,6 +1,5 @@
 """`tfamp.data._filters`: what is filled, clipped, reshaped and dropped, and counted."""
 
-import dataclasses
 import re
 import threading
 
@@ -452,24 +451,6 @@ def test_it_feeds_replicas_of_a_strategy():
             found += part.numpy().tolist()
     assert sorted(found) == list(range(0, 16, 2))
     assert stage.report().dropped["predicate"] == 8
-
-
-def test_no_python_runs_in_the_workers_of_a_service():
-    @dataclasses.dataclass(frozen=True)
-    class Elsewhere:
-        num_parallel_calls: int = 2
-        service: str = "grpc://localhost:5000"
-
-    def python_calls(dataset):
-        variant = tf.data.experimental.to_variant(dataset)
-        graph = tf.raw_ops.DatasetToGraphV2(input_dataset=variant).numpy()
-        return graph.count(b"EagerPyFunc")
-
-    dataset = slices(np.zeros(10), np.arange(10))
-    stage = make_filter(lambda x, y: y < 4)
-    here, there = stage.apply(dataset, SETTINGS), stage.apply(dataset, Elsewhere())
-    assert python_calls(here) > 0 and python_calls(there) == 0
-    assert targets(there) == [0, 1, 2, 3]
 
 
 def test_order_and_length_are_kept_where_nothing_goes():

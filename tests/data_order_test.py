@@ -150,10 +150,6 @@ REFUSED = {
         lambda p: p.batch(2).bucket(2).build(),
         "`.batch` and `.bucket` came together; expected one of them.",
     ),
-    "skipping on workers": (
-        lambda p: p.map(lambda x, y: (x, y)).on_error("skip").build(service=1),
-        "`.on_error('skip')` came with `service`; expected one of them",
-    ),
 }
 
 

@@ -2,7 +2,6 @@
 
 import gzip
 import re
-import types
 
 import numpy as np
 import pytest
@@ -149,16 +148,6 @@ def test_a_file_that_is_no_text_costs_itself(tmp_path):
 
 
 @pytest.mark.parametrize("by, texts", [("line", [b"a", b"b"]), ("file", [b"a\nb\n"])])
-def test_workers_of_a_service_read_without_python(tmp_path, by, texts):
-    path = write(tmp_path / "a.txt", "a\nb\n")
-    source = text_source([path], by=by, labels=[5])
-    settings = Settings(2, False, service=types.SimpleNamespace())
-    found = read(source, settings)
-    assert found == read(source) == [(one, 5) for one in texts]
-    assert b"PyFunc" not in source.dataset(settings)._as_serialized_graph().numpy()
-
-
-@pytest.mark.parametrize("by, texts", [("line", [b"a", b"b"]), ("file", [b"a\nb\n"])])
 @pytest.mark.parametrize(
     "change",
     [
@@ -167,12 +156,10 @@ def test_workers_of_a_service_read_without_python(tmp_path, by, texts):
     ],
     ids=["gzip in two parts", "gzip and a byte order mark"],
 )
-def test_workers_of_a_service_read_files_of_other_programs(tmp_path, change, by, texts):
+def test_files_packed_by_other_programs(tmp_path, change, by, texts):
     paths = [write(tmp_path / name, change(b"a\nb\n")) for name in ("1.txt", "2.txt")]
     paths.append(write(tmp_path / "3.txt", b"a\nb\n"))
-    source = text_source(paths, by=by)
-    settings = Settings(2, False, service=types.SimpleNamespace())
-    assert read(source, settings) == read(source) == 3 * texts
+    assert read(text_source(paths, by=by)) == 3 * texts
 
 
 def test_length_is_known_where_it_was_counted(tmp_path, monkeypatch):

@@ -7,7 +7,6 @@ from tfamp.data.health import apply_fixes as apply_fixes
 from tfamp.data.health import check as check
 from tfamp.data.pipeline import Pipeline as Pipeline
 from tfamp.data.rescaling import Rescale as Rescale
-from tfamp.data.service import Service as Service
 from tfamp.data.statistics import Condition as Condition
 from tfamp.data.statistics import Statistics as Statistics
 from tfamp.data.statistics import fit_statistics as fit_statistics

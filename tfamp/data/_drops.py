@@ -82,9 +82,7 @@ class DropLog:
             return DropReport(self._counts[0], dropped, self._passes)
 
 
-def drop(
-    judged: tf.data.Dataset, log: DropLog, *, is_reported: bool = True
-) -> tf.data.Dataset:
+def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
     """Returns the single elements that have no reason to go.
 
     Every iterator counts for itself and tells the log every 4,096 elements and at
@@ -94,7 +92,6 @@ def drop(
         judged: Chunks of pairs of an int32 and an element, `(chunk, ...)`: 0 to keep
             it, else the number of the reason in `log.reasons`, from 1.
         log: Takes the counts.
-        is_reported: False where no Python may run, as on other machines.
 
     Returns:
         A dataset of the elements alone. A pass in which all of one or more elements
@@ -121,17 +118,16 @@ def drop(
         checks = [
             tf.cond(is_end, lambda: _check_some_left(total, log.reasons), tf.no_op)
         ]
-        if is_reported:
-            new = total - told
-            is_due = tf.logical_or(is_end, new[0] >= _REPORT_EVERY)
-            checks.append(
-                tf.cond(
-                    is_due,
-                    lambda: tf.group(tf.py_function(tell, [new, is_end], [])),
-                    tf.no_op,
-                )
+        new = total - told
+        is_due = tf.logical_or(is_end, new[0] >= _REPORT_EVERY)
+        checks.append(
+            tf.cond(
+                is_due,
+                lambda: tf.group(tf.py_function(tell, [new, is_end], [])),
+                tf.no_op,
             )
-            told = tf.where(is_due, total, told)
+        )
+        told = tf.where(is_due, total, told)
         with tf.control_dependencies(checks):
             is_kept = tf.equal(codes, 0)
         kept = tf.nest.map_structure(lambda v: tf.boolean_mask(v, is_kept), elements)

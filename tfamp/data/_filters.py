@@ -98,9 +98,7 @@ class Filter(Stage):
                 return judged.map(lambda code, element: element)
             judged = judged.batch(size)
         if self.drops:
-            # Workers of the tf.data service are other processes: no Python there.
-            is_reported = getattr(settings, "service", None) is None
-            return drop(judged, self.log, is_reported=is_reported)
+            return drop(judged, self.log)
         whole = judged.map(lambda code, element: element).unbatch()
         return with_length_of(dataset, whole)
 

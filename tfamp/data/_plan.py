@@ -47,14 +47,12 @@ class Plan:
         start: Gives the dataset that the first step acts on: elements, their
             positions, or chunks of them.
         settings: How parallel it runs.
-        on_workers: How many of the steps run on the workers of a data service.
     """
 
     source: Source
     steps: tuple[Stage, ...]
     start: Callable[[], tf.data.Dataset]
     settings: Settings
-    on_workers: int = 0
 
 
 def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Plan:
@@ -80,11 +78,6 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
     _check_pairs(rest)
     on_error = _take(rest, OnError)
     _check_on_error(on_error, source, rest)
-    if on_error is not None and settings.service is not None:
-        raise ValueError(
-            "`.on_error('skip')` came with `service`; expected one of them, since what "
-            "is skipped is counted in this process. Leave one out."
-        )
     if on_error is not None:
         is_last = not any(isinstance(stage, ElementMap) for stage in rest)
         on_error = dataclasses.replace(on_error, is_last=is_last)
@@ -96,7 +89,7 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
         source = _choose(source, rest, first)
         start = functools.partial(source.dataset, settings)
         _leave_out_memory_cache(source, rest)
-        by_position = _by_position(source, rest, settings)
+        by_position = _by_position(source, rest)
         if by_position:
             first += by_position
             start = source.positions
@@ -109,7 +102,7 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
         rest[0] = Rebatch(rest[0].size, rest[0].drop_remainder, num_rows)
     if on_error is not None:
         rest = _with_care(source, rest, on_error)
-    elif settings.service is None:
+    else:
         rest = with_whole_batches(rest)
     rest = _with_epochs(rest)
     steps = [*first, *rest]
@@ -120,9 +113,7 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
             found = functools.cache(functools.partial(_fingerprint, source, before))
             is_endless = _is_endless(source, before)
             steps[number] = FileCache(step.path, found, step.unseen, is_endless)
-    shared = sum(step.rank < Cache.rank for step in steps)
-    on_workers = shared if settings.service is not None else 0
-    return Plan(source, tuple(steps), start, settings, on_workers)
+    return Plan(source, tuple(steps), start, settings)
 
 
 def _choose(
@@ -147,12 +138,10 @@ def _leave_out_memory_cache(source: RandomAccess, rest: list[Stage]) -> None:
             rest[0] = AlreadyInMemory()
 
 
-def _by_position(
-    source: RandomAccess, rest: list[Stage], settings: Settings
-) -> list[Stage]:
+def _by_position(source: RandomAccess, rest: list[Stage]) -> list[Stage]:
     """Takes out of `rest` and returns what can act on positions."""
     names = {stage.name for stage in rest if not isinstance(stage, AlreadyInMemory)}
-    if "cache" in names or settings.service is not None:
+    if "cache" in names:
         return []
     found: list[Stage] = []
     for stage in list(rest):

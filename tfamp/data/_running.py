@@ -1,7 +1,6 @@
 """Builds what a plan says, and explains it, from the same list of steps."""
 
 import io
-from collections.abc import Sequence
 from typing import Any
 
 import rich.box
@@ -11,7 +10,6 @@ import tensorflow as tf
 
 from tfamp.data._plan import Plan
 from tfamp.data._sharding import shard_policy, without_length
-from tfamp.data._stages import Settings, Stage
 
 _TABLE_WIDTH = 110
 
@@ -20,29 +18,11 @@ def run(plan: Plan) -> tf.data.Dataset:
     """Returns the dataset of a plan, after every step's own checks."""
     policy = shard_policy(plan.source, plan.steps)
     dataset = plan.start()
-    shared, own = plan.steps[: plan.on_workers], plan.steps[plan.on_workers :]
-    if plan.settings.service is not None:
-        dataset = plan.settings.service.distribute(
-            dataset,
-            lambda share: _apply(share, shared, plan.settings),
-            num_threads=plan.settings.num_threads,
-        )
-    # Not by `_apply`: warnings of a check count the calls from here to the user's line.
-    for step in own:
+    for step in plan.steps:
         step.check(dataset)
         dataset = step.apply(dataset, plan.settings)
     dataset = without_length(dataset, plan.steps)
     return dataset.with_options(_options(plan, policy))
-
-
-def _apply(
-    dataset: tf.data.Dataset, steps: Sequence[Stage], settings: Settings
-) -> tf.data.Dataset:
-    """Returns the dataset with all steps behind it."""
-    for step in steps:
-        step.check(dataset)
-        dataset = step.apply(dataset, settings)
-    return dataset
 
 
 def describe(plan: Plan, threads: tuple[str, str]) -> str:

@@ -46,14 +46,12 @@ class Settings:
             once by a parallel stage.
         autotune: Whether tf.data chooses parallelism and buffer sizes itself.
         errors: What to do about elements that cannot be read, None to raise.
-        service: The workers that read and map, None for this process.
     """
 
     num_threads: int
     autotune: bool
-    # `_errors.OnError` and `service.Service`, which stand above this file.
+    # `_errors.OnError`, which stands above this file.
     errors: Any = None
-    service: Any = None
 
     @property
     def num_parallel_calls(self) -> int:

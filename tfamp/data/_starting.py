@@ -130,6 +130,8 @@ class Starting(Written):
 
         Args:
             paths: A file, a folder, a pattern such as "data/train-*", or a list.
+                A damaged record ends a pass in `tf.errors.DataLossError`, which gives
+                its byte; `.on_error("skip")` leaves it out and names the file too.
             features: {name: feature} as `tf.io.parse_example` takes it: elements are
                 then dicts. None for the records as strings.
             compression: "auto" to tell by the first bytes of each file; "GZIP",

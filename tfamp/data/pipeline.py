@@ -12,7 +12,6 @@ from tfamp.data._errors import OnError, SkippedElement
 from tfamp.data._stages import Settings, Stage
 from tfamp.data._staging import Staging
 from tfamp.data._starting import Starting
-from tfamp.data.service import Service
 
 Autotune = bool | Literal["auto"]
 
@@ -56,17 +55,13 @@ class Pipeline(Starting, Staging, Choosing):
         default_factory=list, init=False, compare=False, repr=False
     )
 
-    def build(
-        self, autotune: Autotune = "auto", *, service: Service | None = None
-    ) -> tf.data.Dataset:
+    def build(self, autotune: Autotune = "auto") -> tf.data.Dataset:
         """Returns the dataset.
 
         Args:
             autotune: Whether tf.data chooses parallelism and buffer sizes itself.
                 "auto" is off: its tuning thread can stall the end of an epoch by
                 0.3 to 2.6 s, and one thread for each core was as fast.
-            service: Worker processes that read, map and filter, each its share;
-                caching and all after it stay here. None for this process alone.
 
         Returns:
             A dataset; each iteration of it is one epoch, in a new order if there is
@@ -78,7 +73,7 @@ class Pipeline(Starting, Staging, Choosing):
         """
         stages = tuple(stage.for_build() for stage in self.stages)
         self._builds.append(stages)
-        return _running.run(self._plan(stages, autotune, service))
+        return _running.run(self._plan(stages, autotune))
 
     def describe(self, autotune: Autotune = "auto") -> str:
         """Prints the plan as a table: each stage, its setting, and why.
@@ -125,16 +120,11 @@ class Pipeline(Starting, Staging, Choosing):
             for number, stage in enumerate(self.stages)
         )
 
-    def _plan(
-        self,
-        stages: tuple[Stage, ...],
-        autotune: Autotune,
-        service: Service | None = None,
-    ) -> _plan.Plan:
+    def _plan(self, stages: tuple[Stage, ...], autotune: Autotune) -> _plan.Plan:
         if not isinstance(autotune, bool) and autotune != "auto":
             raise ValueError(
                 f"`autotune` is {autotune!r}; expected 'auto', True or False. Leave it "
                 "out for fixed parallelism."
             )
-        settings = Settings(num_usable_cpus(), autotune is True, service=service)
+        settings = Settings(num_usable_cpus(), autotune is True)
         return _plan.make_plan(self.source, stages, settings)

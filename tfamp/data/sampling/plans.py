@@ -1,8 +1,8 @@
 """Which examples an epoch takes: functions of tensors and a seed.
 
 A plan is a vector of positions, in random order. `copies` says the same by example:
-how often each one comes. Only TensorFlow operations, so plans also run in the
-workers of the tf.data service; a plan of 10**6 positions takes about 0.3 s.
+how often each one comes. Only TensorFlow operations; a plan of 10**6 positions takes
+about 0.3 s.
 """
 
 import tensorflow as tf

@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfamp._units import format_bytes
 from tfamp.data._progress import progress
 from tfamp.data.sources import _frames
-from tfamp.data.sources._damage import PARSE_ERRORS, message_of
 from tfamp.data.sources._files import shown
 
 # Lengths of up to so many records are read at once, in 0.15 s.
@@ -115,16 +114,16 @@ def _is_header(start: bytes) -> bool:
 def mean_bytes(path: str, compression: str) -> int:
     """Returns the size of a frame in the file, from its first hundred, at least 1."""
     if compression:
-        records = tf.data.TFRecordDataset(path, compression_type=compression)
-        sizes = [len(r) for r in first_records(records, _NUM_SAMPLED)]
+        sizes = [len(r) for r in first_records(path, compression, _NUM_SAMPLED)]
         # Packed to a third, as text and small numbers are; this is an estimate.
         return max(1, sum(sizes) // max(1, 3 * len(sizes)))
     walked = walk(path, max_frames=_NUM_SAMPLED)
     return max(1, walked.end // max(1, walked.num_frames))
 
 
-def first_records(records: tf.data.Dataset, count: int) -> list[bytes]:
-    """Returns the first records, as many as can be read."""
+def first_records(path: str, compression: str, count: int) -> list[bytes]:
+    """Returns the first records of a file, as many as can be read."""
+    records = tf.data.TFRecordDataset(path, compression_type=compression)
     readable = records.ignore_errors(log_warning=False).take(count)
     return list(readable.as_numpy_iterator())
 
@@ -180,15 +179,11 @@ def check_features(path: str, compression: str, features: Mapping[str, Any]) -> 
     Raises:
         ValueError: Parsing fails for each of them.
     """
-    plain = tf.data.TFRecordDataset(path, compression_type=compression)
-    records = first_records(plain, _NUM_TRIED)
-    failures = []
-    for record in records:
-        try:
-            tf.io.parse_example([record], features)
-        except PARSE_ERRORS as error:
-            failures.append(message_of(error))
-    if not records or len(failures) < len(records):
+    records = first_records(path, compression, _NUM_TRIED)
+    if not records:
+        return
+    failures = [why_unfit([record], features) for record in records]
+    if not all(failures):
         return
     try:
         names = sorted(tf.train.Example.FromString(records[0]).features.feature)
@@ -200,3 +195,15 @@ def check_features(path: str, compression: str, features: Mapping[str, Any]) -> 
         f"{failures[0]}; {has}. Expected these features in all records: correct their "
         "names, shapes and dtypes, or pass `features=None` and parse in `.map`."
     )
+
+
+def why_unfit(records: Any, features: Mapping[str, Any]) -> str | None:
+    """Returns what is wrong with records that do not have the features, else None."""
+    try:
+        tf.io.parse_example(records, features)
+    except UnicodeDecodeError:  # TensorFlow's error quotes the bytes
+        return "cannot be parsed, and holds bytes that are no text"
+    except tf.errors.InvalidArgumentError as error:
+        first = error.message.splitlines()[0]
+        return first.partition("} ")[2] or first
+    return None

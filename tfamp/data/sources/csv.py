@@ -1,7 +1,6 @@
 """CSV files as a source, parsed by the thousand rows."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -13,7 +12,7 @@ from tfamp._units import format_bytes
 from tfamp.data._progress import progress
 from tfamp.data._sources import DATA, Source, files_identity
 from tfamp.data._stages import Settings, map_in_order
-from tfamp.data.sources import _blocks, _records
+from tfamp.data.sources import _blocks
 from tfamp.data.sources._csv_format import DTYPES, NA_VALUES, Format, find_format
 from tfamp.data.sources._csv_parse import Parser
 from tfamp.data.sources._damage import report, summed_up, tried
@@ -21,8 +20,6 @@ from tfamp.data.sources._files import find_files
 
 # Rows of files up to this size in all are counted at once, in a tenth of a second.
 MAX_COUNTED_BYTES = 64 * 2**20
-# Rows in a call on the workers of a data service, which read line by line.
-_SERVICE_ROWS = 2048
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,15 +47,6 @@ class CsvSource(Source):
         """Returns the same rows as columns of some 2,000 of them."""
         parser = Parser(self.format)
         num_skipped = int(self.format.has_header)
-        if settings.service is not None:
-            read_file = functools.partial(
-                _records.read_records, num_skipped=num_skipped, num_lines=_SERVICE_ROWS
-            )
-            files = tf.data.Dataset.from_tensor_slices(
-                (list(self.paths), _records.compressions(self.paths))
-            )
-            records = files.flat_map(read_file).rebatch(_SERVICE_ROWS)
-            return map_in_order(records, parser, settings)
 
         def blocks() -> Iterator[tuple[int, int, bytes, bytes]]:
             for file, path in enumerate(self.paths):

@@ -12,7 +12,7 @@ from tfamp import _checks
 from tfamp.data._progress import progress
 from tfamp.data._sources import DATA, Source, files_identity
 from tfamp.data._stages import Settings
-from tfamp.data.sources import _blocks, _records
+from tfamp.data.sources import _blocks
 from tfamp.data.sources._damage import report, summed_up
 from tfamp.data.sources._files import find_files
 from tfamp.data.sources.images import (
@@ -27,8 +27,6 @@ EXTENSIONS = (".txt", ".text", ".md", ".txt.gz")
 MAX_COUNTED_BYTES = 64 * 2**20
 # Files that are handed on at once, where a file is an example.
 _FILES_A_CHUNK = 64
-# Texts in a call on the workers of a data service, which read line by line.
-_SERVICE_TEXTS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,8 +62,6 @@ class TextSource(Source):
 
     def chunks(self, settings: Settings) -> tf.data.Dataset:
         """Returns the same texts in vectors of many."""
-        if settings.service is not None:
-            return self._chunks_on_service()
         spec: Any = (tf.TensorSpec((), tf.string), tf.TensorSpec((), LABEL_DTYPE))
         read: Any = self._line_blocks
         if self.by == "file":
@@ -122,29 +118,6 @@ class TextSource(Source):
                 texts, labels = [], []
         if texts:
             yield texts, labels
-
-    def _chunks_on_service(self) -> tf.data.Dataset:
-        """Returns the same without checks, which need this process."""
-        labels = [self._label(file) for file in range(len(self.paths))]
-        files = tf.data.Dataset.from_tensor_slices(
-            (list(self.paths), _records.compressions(self.paths), labels)
-        )
-
-        def texts(
-            path: tf.Tensor, compression: tf.Tensor, label: tf.Tensor
-        ) -> tf.data.Dataset:
-            if self.by == "file":
-                one = tf.data.Dataset.from_tensors((path, compression))
-                found = one.map(_records.read_whole)
-            else:
-                found = _records.read_lines(path, compression)
-            if not self.keep_empty:
-                found = found.filter(lambda text: tf.strings.length(text) > 0)
-            if self.labels is None:
-                return found
-            return found.map(lambda text: (text, label))
-
-        return files.flat_map(texts).batch(_SERVICE_TEXTS)
 
     def _label(self, file: int) -> Any:
         return LABEL_DTYPE(self.labels[file] if self.labels else 0)

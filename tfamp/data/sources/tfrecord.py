@@ -1,4 +1,8 @@
-"""TFRecord files as a source, parsed by the chunk, and read on behind damage."""
+"""TFRecord files as a source, parsed by the chunk.
+
+TensorFlow reads and parses them. Where damaged records are to be skipped Python reads
+the frames, at the same speed, since TensorFlow stops at the first one.
+"""
 
 import dataclasses
 import os
@@ -11,13 +15,7 @@ from tfamp import _checks
 from tfamp.data._sources import DATA, Source, files_identity
 from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.sources import _frames
-from tfamp.data.sources._damage import (
-    PARSE_ERRORS,
-    message_of,
-    report,
-    summed_up,
-    tried,
-)
+from tfamp.data.sources._damage import report, summed_up
 from tfamp.data.sources._files import find_files
 from tfamp.data.sources._tfrecord_files import (
     check_features,
@@ -25,6 +23,7 @@ from tfamp.data.sources._tfrecord_files import (
     count_records,
     is_tfrecord,
     mean_bytes,
+    why_unfit,
 )
 
 # Files read by turns. Not the number of cores: the order would depend on it.
@@ -32,6 +31,7 @@ FILES_AT_ONCE = 4
 # Records in a chunk: at most so many, and at most so many bytes of them.
 _CHUNK_RECORDS = 2048
 _CHUNK_BYTES = 2**20
+_NUMBER = tf.TensorSpec((), tf.int64)
 
 Features = Mapping[str, Any]
 
@@ -84,7 +84,34 @@ class TfrecordSource(Source):
         # Nothing in these functions is for AutoGraph, whose look at them takes 0.5 s.
         @tf.autograph.experimental.do_not_convert
         def read(file: tf.Tensor, compression: tf.Tensor) -> tf.data.Dataset:
-            return self._read(file, compression, settings)
+            if settings.errors is None:
+                return self._stock(file, compression)
+            spec = (_NUMBER, _NUMBER, tf.TensorSpec((None,), tf.string))
+
+            def frames(file: Any) -> Iterator[Any]:
+                return self._whole(int(file), settings)
+
+            return tf.data.Dataset.from_generator(
+                frames, output_signature=spec, args=(file,)
+            )
+
+        @tf.autograph.experimental.do_not_convert
+        def parse(file: tf.Tensor, first: tf.Tensor, records: tf.Tensor) -> Any:
+            if self.features is None:
+                return records
+            if settings.errors is not None:
+
+                def fitting(file: Any, first: Any, records: Any) -> tf.Tensor:
+                    return self._fitting(int(file), int(first), records, settings)
+
+                good = tf.py_function(fitting, [file, first, records], tf.string)
+                records = tf.ensure_shape(good, (None,))
+                return tf.io.parse_example(records, self.features)
+            numbers = first + tf.range(tf.size(records, tf.int64))
+            path = tf.gather(list(self.paths), file)
+            # TensorFlow's error for a record that does not fit begins with its name.
+            names = tf.strings.join([path, ", record ", tf.strings.as_string(numbers)])
+            return tf.io.parse_example(records, self.features, names)
 
         chunks = files.interleave(
             read,
@@ -94,106 +121,25 @@ class TfrecordSource(Source):
             num_parallel_calls=min(at_once, settings.num_parallel_calls),
             deterministic=True,
         )
-        if settings.service is not None:
-            only = chunks.map(lambda file, first, records: records)
-            parse = self._parse
-            return (
-                only if self.features is None else map_in_order(only, parse, settings)
-            )
-        if self.features is None:
-            records = chunks.map(lambda file, first, records: records)
-            return summed_up(records, settings.errors)
+        return summed_up(map_in_order(chunks, parse, settings), settings.errors)
 
-        @tf.autograph.experimental.do_not_convert
-        def parse_or_name(file: tf.Tensor, first: tf.Tensor, records: tf.Tensor) -> Any:
-            def repaired() -> tf.Tensor:
-                def kept(file: Any, first: Any, records: Any) -> tf.Tensor:
-                    return self._kept(int(file), int(first), records, settings)
-
-                good = tf.py_function(kept, [file, first, records], tf.string)
-                return tf.ensure_shape(good, (None,))
-
-            return tried(self._parse, records, repaired)
-
-        return summed_up(map_in_order(chunks, parse_or_name, settings), settings.errors)
-
-    def _parse(self, records: tf.Tensor) -> Any:
-        return tf.io.parse_example(records, self.features)
-
-    def _read(
-        self, file: tf.Tensor, compression: tf.Tensor, settings: Settings
-    ) -> tf.data.Dataset:
-        """Returns (file, number of the first record, records) of one file.
-
-        TensorFlow reads up to the first damage; behind it, or where the file is
-        packed and errors are skipped, Python does, at the same speed.
-        """
+    def _stock(self, file: tf.Tensor, compression: tf.Tensor) -> tf.data.Dataset:
+        """Returns (file, number of the first record, records) of one file."""
         path = tf.gather(list(self.paths), file)
-        plain = tf.data.TFRecordDataset(path, compression_type=compression)
-        if settings.service is not None:
-            return _numbered(file, plain.batch(self.chunk_size))
-        spec = (
-            tf.TensorSpec((), tf.int64),
-            tf.TensorSpec((), tf.int64),
-            tf.TensorSpec((None,), tf.string),
-        )
+        records = tf.data.TFRecordDataset(path, compression_type=compression)
 
-        def rest(file: tf.Tensor, number: tf.Tensor, offset: tf.Tensor) -> Any:
-            def frames(file: Any, number: Any, offset: Any) -> Iterator[Any]:
-                return self._repaired(int(file), int(number), int(offset), settings)
+        def number(before: tf.Tensor, chunk: tf.Tensor) -> Any:
+            return before + tf.size(chunk, tf.int64), (file, before, chunk)
 
-            return tf.data.Dataset.from_generator(
-                frames, output_signature=spec, args=(file, number, offset)
-            )
+        return records.batch(self.chunk_size).scan(tf.constant(0, tf.int64), number)
 
-        zero = tf.constant(0, tf.int64)
-        # What is packed cannot be entered in the middle, so nothing may be dropped.
-        is_packed = bool(any(self.compressions))
-        if is_packed and settings.errors is not None:
-            return rest(file, zero, zero)
-        if is_packed:
-            return _numbered(file, plain.batch(self.chunk_size))
-        sizes = tf.constant(list(map(os.path.getsize, self.paths)), tf.int64)
-        size = tf.gather(sizes, file)
-        whole = plain.ignore_errors(log_warning=False).batch(self.chunk_size)
-        end = tf.data.Dataset.from_tensors(tf.zeros([0], tf.string))
-
-        def place(before: Any, records: tf.Tensor) -> Any:
-            number, offset = before
-            count = tf.size(records, tf.int64)
-            lengths = tf.strings.length(records)
-            num_bytes = tf.reduce_sum(tf.cast(lengths, tf.int64))
-            after = (
-                number + count,
-                offset + num_bytes + count * _frames.FRAME_BYTES,
-            )
-            return after, (number, offset, records)
-
-        placed = whole.concatenate(end).scan((zero, zero), place)
-
-        def follow(number: tf.Tensor, offset: tf.Tensor, records: tf.Tensor) -> Any:
-            one = tf.data.Dataset.from_tensors((file, number, records))
-            is_end = tf.size(records) == 0
-            # Of three sources of the same elements, one: the chunk, nothing at the
-            # end of a whole file, or what Python reads behind damage.
-            is_damaged = is_end & (offset < size)
-            chunk = one.take(tf.where(is_end, tf.constant(0, tf.int64), 1))
-            behind = tf.data.Dataset.range(tf.cast(is_damaged, tf.int64)).flat_map(
-                lambda _: rest(file, number, offset)
-            )
-            return chunk.concatenate(behind)
-
-        return placed.flat_map(follow)
-
-    def _repaired(
-        self, file: int, number: int, offset: int, settings: Settings
+    def _whole(
+        self, file: int, settings: Settings
     ) -> Iterator[tuple[int, int, list[bytes]]]:
-        """Yields chunks from a place on, without what is damaged, which it reports."""
-        path, compression = self.paths[file], self.compressions[file]
+        """Yields the same without damaged records, which it reports."""
         chunk: list[bytes] = []
-        first = number
-        frames = _frames.read_frames(path, compression, offset=offset, number=number)
-        for frame in frames:
+        first = 0
+        for frame in _frames.read_frames(self.paths[file], self.compressions[file]):
             # A chunk is of consecutive records, so that each has its number.
             if chunk and (frame.payload is None or len(chunk) == self.chunk_size):
                 yield file, first, chunk
@@ -207,18 +153,20 @@ class TfrecordSource(Source):
         if chunk:
             yield file, first, chunk
 
-    def _kept(
+    def _fitting(
         self, file: int, first: int, records: tf.Tensor, settings: Settings
     ) -> tf.Tensor:
         """Returns the records that fit the features, and reports the others."""
+        features = self.features or {}
+        if why_unfit(records, features) is None:
+            return records
         good = []
         for number, record in enumerate(records.numpy().tolist()):
-            try:
-                self._parse(tf.constant([record]))
+            message = why_unfit([record], features)
+            if message is None:
                 good.append(record)
-            except PARSE_ERRORS as error:
-                number += first
-                self._report(file, number, None, message_of(error), settings)
+            else:
+                self._report(file, first + number, None, message, settings)
         return tf.constant(good, tf.string)
 
     def _report(
@@ -264,16 +212,6 @@ class TfrecordSource(Source):
         if self.features is not None:
             features = sorted((key, repr(f)) for key, f in self.features.items())
         return ("tfrecord", features, self.chunk_size, files_identity(self.paths))
-
-
-def _numbered(file: tf.Tensor, chunks: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns chunks with their file and the number of their first record."""
-    zero = tf.constant(0, tf.int64)
-
-    def number(before: tf.Tensor, records: tf.Tensor) -> Any:
-        return before + tf.size(records, tf.int64), (file, before, records)
-
-    return chunks.scan(zero, number)
 
 
 def tfrecord_source(
