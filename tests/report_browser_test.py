@@ -54,7 +54,7 @@ CONTRASTS = """() => {
   while (walker.nextNode()) {
     const node = walker.currentNode.parentElement;
     const text = walker.currentNode.textContent.trim();
-    if (!text || node.closest("script, title") || !node.getClientRects().length) {
+    if (!text || node.closest("script, title, desc") || !node.getClientRects().length) {
       continue;
     }
     const style = getComputedStyle(node);

@@ -78,6 +78,9 @@ def run(
     """Compares, writes the report, and returns the exit status."""
     from tfamp.compare import compare
 
+    # Not after hours of training.
+    for module in ("jinja2", "matplotlib.figure"):
+        _checks.require(module, extra="report", purpose="The report")
     out = Path(values.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
     policies = values.policies
     seeds = values.seeds

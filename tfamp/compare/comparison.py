@@ -29,7 +29,7 @@ class Comparison(Evidence):
             path: File to write it to; its folder exists.
 
         Raises:
-            ImportError: jinja2 is not installed.
+            ImportError: jinja2 or matplotlib is not installed.
             OSError: The file cannot be written.
         """
         return to_html(self, path)

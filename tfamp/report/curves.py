@@ -1,99 +1,49 @@
 """Plots over time: loss by step, metric by epoch, loss scale by step."""
 
-import dataclasses
 import math
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 
 from tfamp._units import join_words
-from tfamp.evidence import Evidence, Run
-from tfamp.report import palette, rows, scales, svg
-from tfamp.report.palette import Look
-from tfamp.report.svg import Plot
+from tfamp.evidence import Evidence
+from tfamp.report import drawing, rows
+from tfamp.report.drawing import Look, Plot
 
-_HEIGHT, _TOP, _BOTTOM = 214.0, 10.0, 38.0
+_HEIGHT, _BOTTOM = 214.0, 36.0
 # Between the lines of labels beside curves that end close to one another.
 _LABEL_STEP = 13.0
 # Runs named in a note before it says how many more there are.
 _MAX_NAMED = 4
+# Up to so many points each has a dot.
+_MAX_DOTS = 12
 
 Series = Sequence[tuple[float, float]]
 
 
-@dataclasses.dataclass(frozen=True)
-class Curve:
-    """Runs of a policy at each place: their middle and their ends.
-
-    Args:
-        look: Of the policy.
-        points: Place, median, least and largest of the runs that are finite there;
-            NaN where none is.
-        num_runs: How many runs there are.
-    """
-
-    look: Look
-    points: tuple[tuple[float, float, float, float], ...]
-    num_runs: int
-
-    @classmethod
-    def of(cls, look: Look, series: Sequence[Series]) -> "Curve":
-        """Returns the curve through runs that were measured at the same places."""
-        at: dict[float, list[float]] = {}
-        for run in series:
-            for place, value in run:
-                at.setdefault(place, []).append(value)
-        points = []
-        for place in sorted(at):
-            known = [value for value in at[place] if math.isfinite(value)]
-            low, high = min(known, default=math.nan), max(known, default=math.nan)
-            middle = float(np.median(known)) if known else math.nan
-            points.append((place, middle, low, high))
-        return cls(look, tuple(points), len(series))
-
-    @property
-    def last(self) -> tuple[float, float]:
-        """The last place with a value, and it; NaN where there is none."""
-        known = [(x, y) for x, y, _, _ in self.points if math.isfinite(y)]
-        return known[-1] if known else (math.nan, math.nan)
-
-
 def loss_plot(evidence: Evidence, looks: Sequence[Look]) -> Plot | None:
     """Returns the plot of the training loss, None where no run has losses."""
-    runs: dict[str, list[Series]] = {
-        look.policy: [run.losses for run in evidence.finished(look.policy)]
-        for look in looks
+    runs: dict[Look, list[Series]] = {
+        look: [run.losses for run in evidence.finished(look.policy)] for look in looks
     }
-    return _curves(
-        evidence,
-        looks,
-        runs,
-        key="loss",
-        title="Training loss",
-        place="step",
-        may_be_log=True,
-    )
+    return _curves(evidence, runs, "loss", "Training loss", "step")
 
 
 def metric_plot(evidence: Evidence, looks: Sequence[Look]) -> Plot | None:
     """Returns the plot of the metric by epoch, None where no run has it."""
-    runs: dict[str, list[Series]] = {
-        look.policy: [
+    runs: dict[Look, list[Series]] = {
+        look: [
             tuple(enumerate(rows.history_of(evidence, run), 1))
             for run in evidence.finished(look.policy)
         ]
         for look in looks
     }
-    where = "Validation" if evidence.on_validation else "Training"
-    return _curves(
-        evidence,
-        looks,
-        runs,
-        key="metric",
-        title=f"{where} {evidence.metric}",
-        place="epoch",
-        may_be_log=evidence.better == "min",
+    title = (
+        f"{'Validation' if evidence.on_validation else 'Training'} {evidence.metric}"
     )
+    may_be_log = evidence.better == "min"
+    return _curves(evidence, runs, "metric", title, "epoch", may_be_log=may_be_log)
 
 
 def scale_plot(evidence: Evidence, looks: Sequence[Look]) -> Plot | None:
@@ -106,188 +56,141 @@ def scale_plot(evidence: Evidence, looks: Sequence[Look]) -> Plot | None:
     ]
     if not scaled:
         return None
-    values = [v for _, r in scaled for _, v in r.loss_scales if v > 0 and v < math.inf]
-    shown = tuple(dict.fromkeys(look for look, _ in scaled))
-    first = math.floor(math.log2(min(values))) - 1
-    last = math.ceil(math.log2(max(values))) + 1
-    stride = math.ceil((last - first) / 6)
-    ticks = [
-        (2.0**power, f"2^{power}".replace("-", "−"))
-        for power in range(first, last + 1, stride)
-    ]
-    left, right = 30.0, svg.WIDTH - palette.room(shown) - 16
-    upright = scales.Scale(2.0**first, 2.0**last, _HEIGHT - _BOTTOM, _TOP, is_log=True)
-    end = max(max(run.num_steps, run.loss_scales[-1][0]) for _, run in scaled)
-    across = scales.scale([0, end], left, right, whole=True)
-    parts = [_frame(across, upright, ticks, "step")]
-    labels = []
+    axes = drawing.axes_of(_HEIGHT, _BOTTOM)
+    ends: dict[Look, tuple[float, float]] = {}
+    counts: dict[Look, list[str]] = {}
     for look, run in scaled:
-        steps, falls = _stairs(look, run, end, across, upright)
-        parts += [svg.path(steps, f"line thin {look.style}"), *falls]
-        labels.append((look, steps[-1][1]))
-    ends = {look: y for look, y in labels}
-    parts.append(_labels(list(ends.items()), right))
-    skipped = []
-    for look in shown:
-        counts = [str(run.skipped_steps) for other, run in scaled if other == look]
-        skipped.append(f"{look.name} {', '.join(counts)}")
-    summary = f"Loss scale by step. Skipped steps by seed: {'; '.join(skipped)}."
-    return Plot(
-        "scale",
-        "Loss scale",
-        "A line for each run, a dot where the scale fell because a step was skipped.",
-        summary,
-        svg.drawing(_HEIGHT, summary, *parts),
-        (f"Skipped steps by seed: {'; '.join(skipped)}.",),
-    )
+        steps, scales = (list(each) for each in zip(*run.loss_scales, strict=True))
+        falls = [i for i in range(1, len(scales)) if scales[i] < scales[i - 1]]
+        ends[look] = max(run.num_steps, steps[-1]), scales[-1]
+        whole = [*steps, ends[look][0]], [*scales, scales[-1]]
+        axes.step(*whole, where="post", linewidth=1.3, **look.line)
+        at = [steps[i] for i in falls], [scales[i] for i in falls]
+        axes.plot(*at, "o", color=look.colour, markersize=5)
+        counts.setdefault(look, []).append(str(run.skipped_steps))
+    low, high = (math.log2(end) for end in axes.yaxis.get_data_interval())
+    powers = range(math.floor(low) - 1, math.ceil(high) + 2)
+    powers = powers[:: math.ceil(len(powers) / 7)]
+    axes.set_yscale("log", base=2)
+    axes.set_ylim(2.0 ** powers[0], 2.0 ** (math.ceil(high) + 1))
+    axes.set_yticks([2.0**n for n in powers], [f"$2^{{{n}}}$" for n in powers])
+    axes.minorticks_off()
+    each = [f"{look.name} {', '.join(numbers)}" for look, numbers in counts.items()]
+    skipped = f"Skipped steps by seed: {'; '.join(each)}."
+    lead = "A line for each run, a dot where the scale fell because a step was skipped."
+    plot = Plot("scale", "Loss scale", lead, f"Loss scale by step. {skipped}", "")
+    return _finished(axes, ends, plot, "step", (skipped,))
+
+
+def curve(series: Sequence[Series]) -> np.ndarray:
+    """Returns what runs come to that were measured at the same places.
+
+    Returns:
+        Shape (places, 4): the place, and median, least and largest of the runs that
+        are finite there; NaN where none is.
+
+    Example:
+        >>> curve([[(1, 3.0)], [(1, 1.0), (2, 5.0)]]).tolist()
+        [[1.0, 2.0, 1.0, 3.0], [2.0, 5.0, 5.0, 5.0]]
+    """
+    at: dict[float, list[float]] = {}
+    for place, value in (point for run in series for point in run):
+        known = at.setdefault(place, [])
+        known += [value] if math.isfinite(value) else []
+    points = [
+        (x, np.median(values), min(values), max(values)) if values else (x,) + _NONE
+        for x, values in sorted(at.items())
+    ]
+    return np.array(points, np.float64).reshape(-1, 4)
+
+
+_NONE = (math.nan, math.nan, math.nan)
 
 
 def _curves(
     evidence: Evidence,
-    looks: Sequence[Look],
-    runs: dict[str, list[Series]],
-    *,
+    runs: dict[Look, list[Series]],
     key: str,
     title: str,
     place: str,
-    may_be_log: bool,
+    *,
+    may_be_log: bool = True,
 ) -> Plot | None:
-    curves = [Curve.of(look, runs[look.policy]) for look in looks if runs[look.policy]]
-    notes = _not_finite(evidence, looks, runs, place)
-    shown = [curve for curve in curves if math.isfinite(curve.last[1])]
-    if not shown:
+    axes = drawing.axes_of(_HEIGHT, _BOTTOM)
+    ends = {}
+    for look, series in runs.items():
+        x, middle, low, high = curve(series).T
+        if not (known := np.flatnonzero(np.isfinite(middle))).size:
+            continue
+        ends[look] = float(x[known[-1]]), float(middle[known[-1]])
+        axes.fill_between(x, low, high, color=look.colour, alpha=0.17, linewidth=0)
+        dots = {"marker": "o", "markersize": 5, "markeredgecolor": drawing.CARD}
+        how: dict[str, Any] = {**look.line, **(dots if len(x) <= _MAX_DOTS else {})}
+        # The reference is seen beneath others that lie upon it.
+        axes.plot(x, middle, linewidth=3 if look.is_reference else 1.8, **how)
+    if not ends:
         return None
-    values = [value for curve in shown for point in curve.points for value in point[1:]]
-    upright = scales.scale(values, _HEIGHT - _BOTTOM, _TOP, may_be_log=may_be_log)
-    ticks = upright.ticks()
-    left = 8 + svg.LETTER * max(len(label) for _, label in ticks)
-    right = svg.WIDTH - palette.room(tuple(curve.look for curve in shown)) - 16
-    places = [point[0] for curve in shown for point in curve.points]
-    across = scales.scale(places, left, right, whole=True)
-    parts = [_frame(across, upright, ticks, place)]
-    for curve in shown:
-        parts += _band(curve, across, upright)
-    for curve in shown:
-        parts += _line(curve, across, upright, place)
-    ends = [(curve.look, upright(curve.last[1])) for curve in shown]
-    parts.append(_labels(ends, right))
-    last = [f"{curve.look.name} ends at {curve.last[1]:.4g}" for curve in shown]
+    drawing.set_ticks(axes.yaxis, "", may_be_log=may_be_log)
+    last = [f"{look.name} ends at {value:.4g}" for look, (_, value) in ends.items()]
+    several = max(len(runs[look]) for look in ends) > 1
+    middle = "median; band: least to largest of the seeds" if several else "one seed"
+    logarithmic = " Logarithmic." if axes.get_yscale() == "log" else ""
+    lead = f"By {place}, {middle}.{logarithmic}"
     summary = f"{title} by {place}, median over seeds: {join_words(last)}."
-    several = max(curve.num_runs for curve in shown) > 1
-    band = "; band: least to largest of the seeds" if several else ""
-    lead = f"By {place}, median{band}." if several else f"By {place}, one seed."
-    if upright.is_log:
-        lead += " Logarithmic."
-    drawing = svg.drawing(_HEIGHT, summary, *parts)
-    return Plot(key, title, lead, summary, drawing, notes)
+    notes = _not_finite(evidence, runs, place)
+    return _finished(axes, ends, Plot(key, title, lead, summary, ""), place, notes)
 
 
-def _frame(
-    across: scales.Scale,
-    upright: scales.Scale,
-    ticks: Sequence[tuple[float, str]],
+def _finished(
+    axes: Any,
+    ends: dict[Look, tuple[float, float]],
+    plot: Plot,
     place: str,
-) -> str:
-    """Returns the lines and figures of both axes."""
-    base, parts = _HEIGHT - _BOTTOM, []
-    for value, label in ticks:
-        y = upright(value)
-        parts.append(svg.line(across.start, y, across.end, y, "grid"))
-        parts.append(svg.text(across.start - 6, y + 3.5, label, anchor="end"))
-    parts.append(svg.line(across.start, base, across.end, base, "axis"))
-    for value, label in across.ticks():
-        x = across(value)
-        parts.append(svg.line(x, base, x, base + 4, "axis"))
-        parts.append(svg.text(x, base + 15, label, anchor="middle"))
-    middle = (across.start + across.end) / 2
-    parts.append(svg.text(middle, base + 31, place, anchor="middle", class_="name"))
-    return "".join(parts)
+    notes: tuple[str, ...],
+) -> Plot:
+    """Returns the plot with its drawing: names beside the ends of the curves."""
+    axes.set_xmargin(0)
+    drawing.set_ticks(axes.xaxis, place, whole=True)
+    axes.tick_params(axis="y", length=0)
+    # "$2^{15}$" is as wide as three letters.
+    ticks = [label.get_text().strip("${}") for label in axes.get_yticklabels()]
+    ticks = [text.replace("^{", "") for text in ticks]
+    names = drawing.room([look.short for look in ends])
+    drawing.set_sides(axes, 8 + drawing.room(ticks), names + 16)
+    at = {look: axes.transData.transform(end) for look, end in ends.items()}
+    # Of those that end together the first is the upper one.
+    ordered = sorted(reversed(at), key=lambda look: at[look][1])
+    heights = _apart([at[look][1] for look in ordered])
+    for look, y in zip(ordered, heights, strict=True):
+        (x0, y0), x = at[look], drawing.WIDTH - names
+        # Without a transform, coordinates are points of the figure.
+        axes.plot([x0 + 2, x - 3], [y0, y], transform=None, linewidth=1.5, **look.line)
+        drawing.write(axes, x, _HEIGHT - y, look.short)
+    svg = drawing.to_svg(axes, plot.key, plot.title, plot.summary)
+    return Plot(plot.key, plot.title, plot.lead, plot.summary, svg, notes)
 
 
-def _band(curve: Curve, across: scales.Scale, upright: scales.Scale) -> list[str]:
-    """Returns the area between least and largest, one for each piece without gap."""
-    pieces: list[list[tuple[float, float, float]]] = [[]]
-    for x, _, low, high in curve.points:
-        if math.isfinite(low):
-            pieces[-1].append((across(x), upright(low), upright(high)))
-        elif pieces[-1]:
-            pieces.append([])
-    found = []
-    for piece in pieces:
-        if len(piece) > 1 and any(low != high for _, low, high in piece):
-            there = [(x, high) for x, _, high in piece]
-            back = [(x, low) for x, low, _ in reversed(piece)]
-            style = f"band {curve.look.style}"
-            found.append(svg.path(there + back, style, close=True))
-    return found
-
-
-def _line(
-    curve: Curve, across: scales.Scale, upright: scales.Scale, place: str
-) -> list[str]:
-    """Returns the middle line, with dots where points are few enough to count."""
-    points = [(across(x), upright(y)) for x, y, _, _ in curve.points]
-    found = [svg.path(points, f"line {curve.look.style}")]
-    if len(points) <= 12:
-        for (x, y), (at, value, _, _) in zip(points, curve.points, strict=True):
-            if math.isfinite(y):
-                tip = f"{curve.look.name}, {place} {at:g}: {value:.4g}"
-                found.append(svg.dot(x, y, 2.6, f"dot {curve.look.style}", tip))
-    return found
-
-
-def _labels(ends: Sequence[tuple[Look, float]], right: float) -> str:
-    """Returns names beside the ends of curves, moved apart where they meet."""
-    ordered = sorted(ends, key=lambda pair: pair[1])
-    bottom = _HEIGHT - _BOTTOM
+def _apart(heights: Sequence[float]) -> list[float]:
+    """Returns heights of labels, from below, that do not cover one another."""
     places: list[float] = []
-    for _, y in ordered:
-        lowest = places[-1] + _LABEL_STEP if places else _TOP
-        places.append(max(y, lowest))
-    # Too many at the lower edge push one another up again.
-    limit = bottom
-    for index in range(len(places) - 1, -1, -1):
+    for y in heights:
+        places.append(max(y, places[-1] + _LABEL_STEP if places else _BOTTOM))
+    # Too many at the upper edge push one another down again.
+    limit = _HEIGHT - drawing.TOP
+    for index in reversed(range(len(places))):
         places[index] = min(places[index], limit)
         limit = places[index] - _LABEL_STEP
-    parts = []
-    for (look, y), place in zip(ordered, places, strict=True):
-        parts.append(svg.line(right + 2, y, right + 10, place, f"leader {look.style}"))
-        parts.append(svg.text(right + 13, place + 3.5, look.short, class_="label"))
-    return "".join(parts)
-
-
-def _stairs(
-    look: Look, run: Run, end: float, across: scales.Scale, upright: scales.Scale
-) -> tuple[list[tuple[float, float]], list[str]]:
-    """Returns the steps of a loss scale, and a dot for each fall."""
-    points: list[tuple[float, float]] = []
-    falls, before = [], math.nan
-    for step, value in run.loss_scales:
-        x, y = across(step), upright(value)
-        if points:
-            points.append((x, points[-1][1]))
-        points.append((x, y))
-        if value < before:
-            tip = f"{look.name}, seed {run.seed}, step {step}: {before:g} to {value:g}"
-            falls.append(svg.dot(x, y, 2.6, f"dot {look.style}", tip))
-        before = value
-    points.append(
-        (across(max(end if not run.num_steps else run.num_steps, 0)), points[-1][1])
-    )
-    return points, falls
+    return places
 
 
 def _not_finite(
-    evidence: Evidence,
-    looks: Sequence[Look],
-    runs: dict[str, list[Series]],
-    place: str,
+    evidence: Evidence, runs: dict[Look, list[Series]], place: str
 ) -> tuple[str, ...]:
     """Returns a sentence on the runs whose values are not finite, if there are any."""
     found = []
-    for look in looks:
+    for look, each in runs.items():
         finished = evidence.finished(look.policy)
-        for run, series in zip(finished, runs[look.policy], strict=True):
+        for run, series in zip(finished, each, strict=True):
             first = next((x for x, y in series if not math.isfinite(y)), None)
             if first is not None:
                 found.append(f"{look.name} with seed {run.seed} at {place} {first:g}")

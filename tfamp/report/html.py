@@ -8,14 +8,12 @@ import itertools
 import os
 from typing import Any
 
-from tfamp import _checks
+from tfamp import _checks, _files
 from tfamp.evidence import Evidence
 from tfamp.evidence.intervals import ERROR_RATE
-from tfamp.report import bars, curves, facts, figures, files, palette, sentences
-from tfamp.report.operations import operation_plots
-from tfamp.report.palette import Look
+from tfamp.report import bars, curves, drawing, facts, figures, sentences
+from tfamp.report.drawing import Look, Plot
 from tfamp.report.rows import Cell, Row, rows
-from tfamp.report.svg import Plot
 
 # Measures that stand in large figures at the top, where they were measured, and the
 # words for what their ratio comes to.
@@ -62,7 +60,7 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
         The text of the file.
 
     Raises:
-        ImportError: jinja2 is not installed.
+        ImportError: jinja2 or matplotlib is not installed.
         FileNotFoundError: The folder does not exist.
         OSError: The file could not be written.
     """
@@ -76,7 +74,7 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
     template = environment.from_string(_resource("template.html"))
     text: str = template.render(**_view(evidence))
     if path is not None:
-        files.write(path, text)
+        _files.write_text(path, text)
     return text
 
 
@@ -86,7 +84,7 @@ def plots(evidence: Evidence) -> tuple[Plot, ...]:
     Args:
         evidence: What was measured.
     """
-    looks = palette.looks(evidence)
+    looks = drawing.looks(evidence)
     makers = (
         bars.speed_plot,
         bars.quality_plot,
@@ -100,7 +98,7 @@ def plots(evidence: Evidence) -> tuple[Plot, ...]:
     found = (make(evidence, looks) for make in makers)
     return (
         *(plot for plot in found if plot is not None),
-        *operation_plots(evidence, looks),
+        *bars.operation_plots(evidence, looks),
     )
 
 
@@ -132,7 +130,7 @@ def _view(evidence: Evidence) -> dict[str, Any]:
             for policy in others
         ],
         "tiles": () if top is None else _tiles(found, top),
-        "looks": palette.looks(evidence),
+        "looks": drawing.looks(evidence),
         "groups": [
             (name, list(group))
             for name, group in itertools.groupby(found, lambda row: row.group)
@@ -155,7 +153,7 @@ def _view(evidence: Evidence) -> dict[str, Any]:
 
 
 def _of(evidence: Evidence, policies: tuple[str, ...]) -> list[Look]:
-    return [look for look in palette.looks(evidence) if look.policy in policies]
+    return [look for look in drawing.looks(evidence) if look.policy in policies]
 
 
 def _tiles(found: tuple[Row, ...], policy: str) -> list[Tile]:

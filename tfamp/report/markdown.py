@@ -4,8 +4,9 @@ import itertools
 import os
 import re
 
+from tfamp import _files
 from tfamp.evidence import Evidence
-from tfamp.report import facts, files, sentences
+from tfamp.report import facts, sentences
 from tfamp.report.rows import Cell, Row, rows
 
 # What fits in a comment on a pull request without being folded away.
@@ -53,7 +54,7 @@ def to_markdown(evidence: Evidence, path: str | os.PathLike[str] | None = None) 
     table = _table(evidence, MAX_LINES - len(head) - len(tail) - 1)
     text = "\n".join([*head, "", *table, *tail]) + "\n"
     if path is not None:
-        files.write(path, text)
+        _files.write_text(path, text)
     return text
 
 
