@@ -2,6 +2,7 @@
 
 import contextlib
 import itertools
+import math
 from collections.abc import Iterator
 from typing import Any, NamedTuple, Optional
 
@@ -97,6 +98,8 @@ class Update:
             before: The loss ahead of the update.
             after: That after it.
         """
+        if self._is_runaway(before, after):
+            return True
         if after <= before + _JUMP * max(abs(before), _SMALL):
             return False
         x, y, weight = keras.utils.unpack_x_y_sample_weight(self._batch)
@@ -119,10 +122,31 @@ class Update:
         """
         for edge, factor in itertools.pairwise(_RATE_FACTORS):
             at_edge = self.loss_after(edge)
-            if at_edge is not None and at_edge <= before:
+            if at_edge is None or not at_edge <= before:
+                continue
+            if not self._is_runaway(before, at_edge, edge):
                 after = self.loss_after(factor)
                 return None if after is None else Softer(factor, after)
         return None
+
+    def _is_runaway(
+        self, before: float, after: float, rate_factor: float = 1.0
+    ) -> bool:
+        """Returns whether an update has thrown a loss down that has no lowest value.
+
+        A healthy update may lower such a loss by any factor, so the weights decide.
+
+        Args:
+            before: The loss ahead of the update.
+            after: That after it.
+            rate_factor: What the learning rate was multiplied by.
+        """
+        if after == -math.inf:
+            return True
+        if not before - after > _JUMP * max(abs(before), _SMALL):
+            return False
+        with self._applied(rate_factor):
+            return next(suspicions.exploded(self._model), None) is not None
 
     @contextlib.contextmanager
     def _applied(self, rate_factor: float = 1.0) -> Iterator[None]:
