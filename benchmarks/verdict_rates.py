@@ -1,16 +1,21 @@
 """Simulates how often verdicts and reports of `tfamp.compare` claim what is not so.
 
 Command: python -m benchmarks.verdict_rates [--comparisons=2000] [--json=FILE]
-Time: about ten minutes on two CPU cores; nothing is trained.
+         python -m benchmarks.verdict_rates --real=40 [--reports=FOLDER] [--json=FILE]
+Time: about ten minutes on two CPU cores, in which nothing is trained; with `--real`
+about a minute for each report.
 
 Of every setting the truth is known: a policy that loses just the tolerance, or one that
 is the same as the reference. Printed is the part of the comparisons with a false claim.
+With `--real` models are trained under two names of one policy instead, and printed is
+the part of the reports that call anything better or worse.
 """
 
 import json
 import math
 import statistics
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -309,6 +314,16 @@ def define_flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         "comparisons", 2000, "Of each setting.", lower_bound=5, flag_values=values
     )
+    flags.DEFINE_integer(
+        "real",
+        0,
+        "Reports of trained models under two names of one policy; 0 simulates.",
+        lower_bound=0,
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "reports", "", "Folder to keep those in, and go on with.", flag_values=values
+    )
     flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
     flags.DEFINE_boolean(
         "smoke", False, "Three comparisons; rates mean nothing.", flag_values=values
@@ -316,10 +331,30 @@ def define_flags() -> flags.FlagValues:
     return values
 
 
+def train_equals(number: int, folder: str, path: str) -> int:
+    """Trains under two names of one policy, and prints what reports make of it."""
+    from benchmarks import _equal_policies, _figures
+
+    with tempfile.TemporaryDirectory() as temporary:
+        kept = Path(folder or temporary)
+        kept.mkdir(parents=True, exist_ok=True)
+        found = _equal_policies.measure(number, kept)
+    result = {
+        "benchmark": "verdict_rates",
+        "command": f"python -m benchmarks.verdict_rates --real={number}",
+        "versions": _figures.versions(),
+        **found,
+    }
+    _figures.finish(result, path)
+    return 0
+
+
 def main(argv: Sequence[str]) -> int:
     """Simulates, prints each rate as it comes and a last line of JSON."""
     settings = define_flags()
     settings(argv)
+    if settings.real:
+        return train_equals(settings.real, settings.reports, settings.json)
     comparisons = 3 if settings.smoke else settings.comparisons
     rates = {}
     for name in SETTINGS:

@@ -1,25 +1,30 @@
 """Error rates of verdicts where the truth is known, simulated in NumPy and printed."""
 
+import dataclasses
 import importlib.util
 from pathlib import Path
 
 import pytest
 
+from tfamp.compare.child import layers_of
+from tfamp.compare.in_force import in_force
+from tfamp.evidence import Run, Variant
+from tfamp.evidence.judging import are_same
 from tfamp.evidence.looks import rate_of
 
 pytest.importorskip("scipy")
 
 
-def load():
-    """Returns benchmarks/verdict_rates.py as a module, without running it."""
-    path = Path(__file__).parents[1] / "benchmarks" / "verdict_rates.py"
-    spec = importlib.util.spec_from_file_location("verdict_rates", path)
+def load(name):
+    """Returns a file of benchmarks as a module, without running it."""
+    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
+    spec = importlib.util.spec_from_file_location(name, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
 
 
-RATES = load()
+RATES, EQUALS = load("verdict_rates"), load("_equal_policies")
 MOST_FALSE = 0.05
 
 
@@ -49,3 +54,37 @@ def test_what_is_the_same_is_mostly_called_as_accurate():
     rng = RATES.np.random.default_rng(0)
     found = [RATES.is_called_equivalent(rng, **given) for _ in range(50)]
     assert sum(found) > 0.9 * len(found)
+
+
+@pytest.mark.parametrize("kind", EQUALS.KINDS)
+def test_policies_that_are_trained_as_equals_are_and_are_not_known_to_be(kind):
+    build_model, make = EQUALS.KINDS[kind]
+    layers, runs = [], []
+    for word in EQUALS.POLICIES:
+        with in_force(Variant.parse(word)) as (resolved, _):
+            rows = layers_of(build_model())
+            layers.append([(row.class_name, row.compute_dtype) for row in rows])
+            runs.append(Run(word, 0, resolved_policy=resolved))
+    assert layers[0] == layers[1]
+    assert {dtype for _, dtype in layers[0]} == {"float32"}
+    assert not are_same(*runs)
+    x, y = make(RATES.np.random.default_rng(0), 8)
+    assert build_model().test_on_batch(x, y)
+
+
+def test_reports_that_are_kept_are_counted_and_not_made_again(tmp_path, capsys):
+    rng = RATES.np.random.default_rng(0)
+    for index, kind in enumerate(EQUALS.KINDS):
+        found = RATES.report_of_the_same(rng, seeds=3, noise=0.01)
+        if index == 1:
+            faster = dataclasses.replace(found.verdicts["auto"], speed_effect="better")
+            found = dataclasses.replace(found, verdicts={"auto": faster})
+        found.to_json(tmp_path / f"{index:03}_{kind}.json")
+    result = EQUALS.measure(len(EQUALS.KINDS), tmp_path)
+    told = {
+        **{"report": 1, "kind": list(EQUALS.KINDS)[1]},
+        "measures": {"examples_per_second": "better"},
+    }
+    assert result["told_apart"] == [told]
+    assert (result["rate"], result["met"]) == (1 / 3, False)
+    assert "report 1" in capsys.readouterr().out

@@ -1,0 +1,180 @@
+"""Reports of `tfamp.compare` on a policy and the same one under another name.
+
+Small models are trained by `compare` itself under float32 with the default rules and
+without them, which keep nothing in float32 where all is float32 already: both train the
+same model in the same way, and what a report calls better or worse is false.
+"""
+
+import collections
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import tfamp
+from tfamp.evidence import Evidence
+from tfamp.report.rows import rows
+
+POLICIES = ("float32", "float32+no_rules")
+SEEDS = 3
+MOST_FALSE = 0.05
+Arrays = tuple[np.ndarray, np.ndarray]
+
+
+def dense() -> Any:
+    """Returns a compiled classifier of 32 numbers."""
+    import keras
+
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((32,)),
+            layers.Dense(128, activation="relu"),
+            layers.LayerNormalization(),
+            layers.Dropout(0.2),
+            layers.Dense(10, activation="softmax"),
+        ]
+    )
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def convolution() -> Any:
+    """Returns a compiled classifier of images of 8x8 pixels."""
+    import keras
+
+    layers = keras.layers
+    model = keras.Sequential(
+        [
+            keras.Input((8, 8, 1)),
+            layers.Conv2D(16, 3, activation="relu"),
+            layers.BatchNormalization(),
+            layers.Conv2D(16, 3, activation="relu"),
+            layers.GlobalAveragePooling2D(),
+            layers.Dense(4, activation="softmax"),
+        ]
+    )
+    model.compile("adam", "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+def regression() -> Any:
+    """Returns a compiled regression, which has no metric but its loss."""
+    import keras
+
+    layers = keras.layers
+    hidden = [layers.Dense(64, activation="tanh") for _ in range(2)]
+    model = keras.Sequential([keras.Input((16,)), *hidden, layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(0.05, momentum=0.9), "mse")
+    return model
+
+
+def vectors(rng: np.random.Generator, count: int) -> Arrays:
+    """Returns noise, and which of ten directions it points to most."""
+    x = rng.normal(size=(count, 32)).astype("float32")
+    directions = np.random.default_rng(1).normal(size=(32, 10))
+    return x, np.argmax(x @ directions, axis=1)
+
+
+def images(rng: np.random.Generator, count: int) -> Arrays:
+    """Returns noise with brighter rows, in every row or every second to fourth one."""
+    x = rng.normal(size=(count, 8, 8, 1)).astype("float32")
+    y = rng.integers(4, size=count)
+    for index, each in enumerate(y):
+        x[index, :: each + 1] += 1.0
+    return x, y
+
+
+def smooth(rng: np.random.Generator, count: int) -> Arrays:
+    """Returns numbers, and a smooth function of them with noise."""
+    x = rng.normal(size=(count, 16)).astype("float32")
+    y = np.sin(x[:, :4]).sum(axis=1) + 0.1 * rng.normal(size=count)
+    return x, y[:, None].astype("float32")
+
+
+KINDS: dict[str, tuple[Callable[[], Any], Callable[..., Arrays]]] = {
+    "dense": (dense, vectors),
+    "convolution": (convolution, images),
+    "regression": (regression, smooth),
+}
+
+
+def reports(
+    number: int, folder: Path, *, seeds: int = SEEDS, epochs: int = 8
+) -> Iterator[tuple[str, tfamp.Comparison]]:
+    """Yields the kind of model and the report of each comparison, kinds in turns.
+
+    Args:
+        number: How many.
+        folder: Where the reports are kept, as JSON; those it has are not made again.
+        seeds: Of each report; no two reports share one.
+        epochs: Of each run.
+    """
+    for index in range(number):
+        kind = list(KINDS)[index % len(KINDS)]
+        path = folder / f"{index:03}_{kind}.json"
+        if path.is_file():
+            yield kind, tfamp.Comparison.from_json(path)
+            continue
+        build_model, make = KINDS[kind]
+        rng = np.random.default_rng(index)
+        found = tfamp.compare(
+            f"{__name__}:{build_model.__name__}",
+            make(rng, 4096),
+            make(rng, 512),
+            policies=POLICIES,
+            seeds=range(index * seeds, (index + 1) * seeds),
+            epochs=epochs,
+            title=kind,
+        )
+        found.to_json(path)
+        yield kind, found
+
+
+def differences(found: Evidence) -> dict[str, str]:
+    """Returns what a report calls better or worse, by measure."""
+    return {
+        row.name or row.label: cell.effect
+        for row in rows(found)
+        for cell in row.cells
+        if cell.effect in ("better", "worse")
+    }
+
+
+def measure(number: int, folder: Path) -> dict[str, Any]:
+    """Returns how many reports tell equal policies apart, and prints each report.
+
+    Args:
+        number: Of reports.
+        folder: Where they are kept.
+    """
+    effects: collections.Counter[str] = collections.Counter()
+    told: list[dict[str, Any]] = []
+    answers: collections.Counter[str] = collections.Counter()
+    device = ""
+    for index, (kind, found) in enumerate(reports(number, folder)):
+        answers[found.verdict] += 1
+        effects.update(cell.effect for row in rows(found) for cell in row.cells)
+        different = differences(found)
+        if different:
+            told.append({"report": index, "kind": kind, "measures": different})
+        if found.context is not None:
+            context = found.context
+            device = f"{context.devices[0].name}, {context.num_cores} cores"
+        text = (
+            f"report {index}, {kind}: {found.verdict}; tells apart {different or None}"
+        )
+        print(text, flush=True)
+    return {
+        "device": device,
+        "seeds": SEEDS,
+        "reports": number,
+        "kinds": list(KINDS),
+        "policies": POLICIES,
+        "told_apart": told,
+        "rate": len(told) / number,
+        "answers": dict(answers),
+        "effects": {name: count for name, count in effects.items() if name},
+        "met": len(told) <= MOST_FALSE * number,
+    }
