@@ -75,14 +75,15 @@ def test_each_case_has_its_answer(differences, ratios, answer):
 def test_the_sentence_has_the_figures():
     verdict = judge([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], tolerance=TOLERANCE)
     assert str(verdict) == (
-        "equivalent and faster; the metric loses at most 0.002484, where 0.005 is "
-        "allowed; 2 times (1.55 to 2.58) as many examples/s"
+        "equivalent and faster; the metric loses at most 0.00248, where 0.005 is "
+        "allowed; 2.00 times (1.55 to 2.58) as many examples/s"
     )
     better = judge([0.1, 0.1, 0.1], SAME_SPEED, tolerance=TOLERANCE)
-    assert better.reason.startswith("the metric loses at most 0, where")
+    assert better.reason.startswith("the metric loses nothing, where")
     worse = judge([-0.011, -0.012, -0.01], SAME_SPEED, tolerance=TOLERANCE)
     assert str(worse) == (
-        "worse; the metric loses 0.008516 or more, where 0.005 is allowed"
+        "worse; the metric loses 0.00852 or more, where 0.005 is allowed; 1.00 times "
+        "(1.00 to 1.00) as many examples/s"
     )
 
 

@@ -143,12 +143,11 @@ def judge(
     more = needed = None
     if quality_effect == "worse":
         answer: Answer = "worse"
-        reason = f"the metric loses {-quality.high:.4g} or more, {_allowed(tolerance)}"
+        reason = f"the metric loses {-quality.high:.3g} or more"
     elif quality_effect == "unclear":
         answer = "undecided"
         reason = (
-            f"the metric may lose {-quality.low:.4g} or change by {quality.high:+.4g}, "
-            f"{_allowed(tolerance)}"
+            f"the metric may lose {-quality.low:.3g} or change by {quality.high:+.3g}"
         )
         needed, why = examples_needed(quality, tolerance, sampling, rate)
         reason = f"{why}: {reason}" if why else reason
@@ -161,11 +160,8 @@ def judge(
                 num_candidates=num_candidates,
             )
     else:
-        lost = max(0.0, -quality.low)
-        reason = (
-            f"the metric loses at most {lost:.4g}, {_allowed(tolerance)}; "
-            f"{_times(speed)} as many examples/s"
-        )
+        lost = f"at most {-quality.low:.3g}" if quality.low < 0 else "nothing"
+        reason = f"the metric loses {lost}"
         if speed.high < MIN_GAIN:
             answer = "equivalent, not faster"
         elif speed_effect == "better":
@@ -176,6 +172,13 @@ def judge(
             more = more_seeds_for_speed(
                 ratios, look=look + 1, num_candidates=num_candidates
             )
+    estimate, low, high = (
+        f"{value:#.3g}".rstrip(".") for value in dataclasses.astuple(speed)
+    )
+    reason += (
+        f", where {tolerance:.3g} is allowed; {estimate} times ({low} to {high}) as "
+        "many examples/s"
+    )
     return Verdict(
         answer,
         reason,
@@ -216,11 +219,3 @@ def _finite(
             "no quality to compare: find out why, or leave its seed out on both sides."
         )
     return array
-
-
-def _allowed(tolerance: float) -> str:
-    return f"where {tolerance:.4g} is allowed"
-
-
-def _times(speed: Interval) -> str:
-    return f"{speed.estimate:.3g} times ({speed.low:.3g} to {speed.high:.3g})"

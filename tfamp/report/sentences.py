@@ -7,13 +7,13 @@ from typing import Literal
 import numpy as np
 
 from tfamp._units import join_words
-from tfamp.evidence import Evidence, Interval, Variant, Verdict
+from tfamp.evidence import Evidence, Variant
 from tfamp.evidence.judging import are_same
 from tfamp.report import figures, rows
 
 Kind = Literal["good", "neutral", "bad", "open"]
 # Longer texts of errors stand in the table of runs, in full.
-_MAX_ERROR = 200
+_MAX_ERROR = 300
 # More seeds than anyone will wait for.
 _MANY_SEEDS = 30
 
@@ -79,43 +79,17 @@ def policy_sentence(evidence: Evidence, policy: str) -> str:
             f"Nothing is known of {name}: no seed finished both under it and under "
             f"{reference}; {_why_nothing(evidence, policy)}."
         )
-    speed, alike = verdict.speed, f"as {_adjective(evidence)} as {reference}"
-    good = f"{_metric(evidence, policy)}, {_seeds(verdict.num_seeds)}"
-    if verdict.answer == "equivalent and faster":
-        return (
-            f"{name} trains {_times(speed)} as fast as {reference} and is as "
-            f"{_adjective(evidence)}: {good}, {_at_most(evidence, verdict)}."
-        )
-    trains = f"it trains {_times(speed)} as fast"
-    if _is_same(evidence, policy):
-        return (
-            f"{name} is {reference} itself on this machine, so there is nothing to "
-            f"gain or to lose: {good}; {trains}, which is noise."
-        )
-    if verdict.answer == "equivalent, not faster":
-        slower = "slower" if speed.high < 1 else "not clearly faster"
-        held = f"{good}, {_at_most(evidence, verdict)}"
-        return f"{name} is {alike} ({held}) but {slower}: {trains}."
-    if not math.isfinite(verdict.quality.estimate):
-        reason = shortened(verdict.reason)
-        if verdict.answer == "worse":
-            return f"{name} breaks training: {reason}; {trains}."
-        return f"Nothing is decided on {name} yet: {reason}; so far {trains}."
-    if verdict.answer == "worse":
-        lost = _amount(evidence, -verdict.quality.high)
-        return (
-            f"{name} is less {_adjective(evidence)} than {reference}: {good}, at least "
-            f"{lost} {_lost(evidence)} where {_allowed(evidence, verdict)}; {trains}."
-        )
-    if verdict.is_as_good:
-        return (
-            f"{name} is {alike} ({good}, {_at_most(evidence, verdict)}), but whether "
-            f"it is faster is not decided yet: so far {trains}."
-        )
-    return (
-        f"Not decided yet whether {name} is {alike}: {good}, "
-        f"{_missing(evidence, verdict)}; so far {trains}."
-    )
+    alike = f"as {_adjective(evidence)} as {reference}"
+    lead = {
+        "equivalent and faster": f"{name} is {alike} and faster",
+        "equivalent, not faster": f"{name} is {alike}, but not faster",
+        "worse": f"{name} is less {_adjective(evidence)} than {reference}",
+        "undecided": f"Not decided yet whether {name} is {alike} and faster",
+    }[verdict.answer]
+    number = verdict.num_seeds
+    seeds = f"{number} seed" if number == 1 else f"{number} seeds"
+    means = f"{_metric(evidence, policy)}, {seeds}"
+    return f"{lead}: {means}; {shortened(verdict.reason)}."
 
 
 def advice(evidence: Evidence, policy: str) -> str:
@@ -240,16 +214,6 @@ def _adjective(evidence: Evidence) -> str:
     return "accurate" if "acc" in evidence.metric.lower() else "good"
 
 
-def _seeds(number: int) -> str:
-    return f"{number} seed" if number == 1 else f"{number} seeds"
-
-
-def _times(speed: Interval) -> str:
-    """Returns "1.92 times (1.85 to 1.99)"."""
-    between = figures.ends(speed)
-    return f"{figures.ratio(speed.estimate)} times{f' ({between})' if between else ''}"
-
-
 def _metric(evidence: Evidence, policy: str) -> str:
     """Returns the metric's mean under a policy against the reference's."""
     pairs = evidence.pairs(policy)
@@ -259,53 +223,6 @@ def _metric(evidence: Evidence, policy: str) -> str:
         mean = float(np.mean([rows.final(evidence, run) for run in runs]))
         means.append(form(mean) if math.isfinite(mean) else "not a number")
     return f"{evidence.metric} {means[0]} against {means[1]}"
-
-
-def _amount(evidence: Evidence, value: float) -> str:
-    tolerance = rows.metric_tolerance(evidence)
-    text = figures.metric_format(tolerance, digits=1)(value)
-    # A tenth of the tolerance would be written as 0.
-    if float(value) and not text.strip("0.\u2212"):
-        return figures.metric_format(tolerance / 10, digits=1)(value)
-    return text
-
-
-def _lost(evidence: Evidence) -> str:
-    return "lost" if evidence.better == "max" else "added"
-
-
-def _allowed(evidence: Evidence, verdict: Verdict) -> str:
-    return f"{_amount(evidence, verdict.tolerance)} is allowed"
-
-
-def _at_most(evidence: Evidence, verdict: Verdict) -> str:
-    allowed = _allowed(evidence, verdict)
-    # What is lost is not worth a figure where it is far below what may be.
-    if verdict.quality.low > -verdict.tolerance / 50:
-        return f"nothing {_lost(evidence)} where {allowed}"
-    amount = _amount(evidence, -verdict.quality.low)
-    return f"at most {amount} {_lost(evidence)} where {allowed}"
-
-
-def _missing(evidence: Evidence, verdict: Verdict) -> str:
-    """Returns why it is not decided, and how many more seeds would decide."""
-    more = verdict.more_seeds
-    if not figures.is_known(verdict.quality):
-        return f"which shows no spread; {_more(more or 1)} may decide"
-    amount = _amount(evidence, -verdict.quality.low)
-    may = f"and {amount} may be {_lost(evidence)} where {_allowed(evidence, verdict)}"
-    if verdict.examples_needed is not None:
-        return (
-            f"{may}; {verdict.num_examples:,} examples are too few to tell, however "
-            "many seeds there are"
-        )
-    if more is None:
-        return f"{may}; more seeds would not help, the loss is about the tolerance"
-    return f"{may}; {_more(more)} would decide if they come out like these"
-
-
-def _more(number: int) -> str:
-    return f"{number} more seed" if number == 1 else f"{number} more seeds"
 
 
 def shortened(error: str) -> str:
