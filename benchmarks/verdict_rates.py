@@ -26,7 +26,7 @@ from absl import flags
 from tfamp.compare.conclusion import conclude
 from tfamp.compare.job import Job
 from tfamp.evidence import Evidence, Latency, Memory, Run, Spread, Verdict, judge
-from tfamp.evidence.looks import rate_of
+from tfamp.evidence.intervals import rate_of
 from tfamp.evidence.sampling import Fractions, PairedExamples, Sampling
 from tfamp.report.rows import rows
 

@@ -30,7 +30,7 @@ from tfamp.evidence import (
     Verdict,
     side_measures,
 )
-from tfamp.evidence.effects import effect_of_ratio
+from tfamp.evidence.intervals import effect_of_ratio
 from tfamp.report import (
     bars,
     curves,

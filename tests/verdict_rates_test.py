@@ -9,8 +9,8 @@ import pytest
 from tfamp.compare.child import layers_of
 from tfamp.compare.in_force import in_force
 from tfamp.evidence import Run, Variant
+from tfamp.evidence.intervals import rate_of
 from tfamp.evidence.judging import are_same
-from tfamp.evidence.looks import rate_of
 
 pytest.importorskip("scipy")
 

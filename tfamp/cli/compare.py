@@ -12,7 +12,7 @@ from absl import flags
 from tfamp import _checks, _units
 from tfamp.cli import _flags
 from tfamp.evidence import Evidence, Run
-from tfamp.evidence.effects import effect_of_ratio
+from tfamp.evidence.intervals import effect_of_ratio
 
 _COMMAND = "tfamp compare"
 _ARGUMENT = "module:build"

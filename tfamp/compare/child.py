@@ -227,7 +227,13 @@ def _profile(model: keras.Model, data: Any, job: Job, directory: Path) -> list[s
     try:
         profiling.profile(model, data, job=job, directory=directory)
         return []
-    except (ImportError, OSError, RuntimeError, ValueError) as error:
+    except (
+        ImportError,
+        OSError,
+        RuntimeError,
+        ValueError,
+        tf.errors.OpError,
+    ) as error:
         # The run itself is done; it is not lost for that.
         return [f"There is no profile: {short(error)}"]
 

@@ -29,7 +29,6 @@ from tfamp.evidence.judging import (
     choose_reference,
     direction,
 )
-from tfamp.profiles import OperationTimes
 
 
 def compare(
@@ -280,14 +279,13 @@ def _show(
     show(len(runs) + under_way, f"{process.policy}, seed {process.seed}")
 
 
-def _profiles(folder: Path, job: Job) -> dict[str, OperationTimes]:
+def _profiles(folder: Path, job: Job) -> dict[str, dict[str, float]]:
     """Returns the profile of each policy that has one, from its first run."""
-    found = {}
-    for policy in job.policies:
-        times = profiling.read(storage.profile_of(folder, policy, job.seeds[0]))
-        if times is not None:
-            found[policy] = times
-    return found
+    found = {
+        policy: profiling.read(storage.profile_of(folder, policy, job.seeds[0]))
+        for policy in job.policies
+    }
+    return {policy: seconds for policy, seconds in found.items() if seconds}
 
 
 def _has_room(waiting: Sequence[processes.RunProcess]) -> bool:

@@ -9,7 +9,8 @@ import numpy as np
 from tfamp.compare.comparison import Comparison
 from tfamp.compare.job import Job
 from tfamp.compare.profiling import side_by_side
-from tfamp.evidence import Context, Run, Variant, looks
+from tfamp.evidence import Context, Run, Variant
+from tfamp.evidence.intervals import rate_of
 from tfamp.evidence.judging import (
     Better,
     choose_metric,
@@ -18,7 +19,6 @@ from tfamp.evidence.judging import (
     rule_cost,
     verdict_on,
 )
-from tfamp.profiles import OperationTimes
 
 PerExample = Callable[[Sequence[tuple[Run, Run]], str], np.ndarray | None]
 # Other work on more than this part of the cores widens the intervals.
@@ -35,7 +35,7 @@ def conclude(
     has_validation: bool,
     context: Context | None,
     notes: Sequence[str] = (),
-    profiles: Mapping[str, OperationTimes] | None = None,
+    profiles: Mapping[str, Mapping[str, float]] | None = None,
     look: int = 1,
     examples: PerExample = lambda pairs, metric: None,
 ) -> Comparison:
@@ -50,7 +50,7 @@ def conclude(
         has_validation: Whether the metric was taken on validation data.
         context: Where they were measured.
         notes: What a reader should know.
-        profiles: Policy -> its profile.
+        profiles: Policy -> seconds of a step in each type of operation.
         look: Number of this look at the runs.
         examples: Gives the differences of a metric on each example of pairs of runs.
     """
@@ -136,7 +136,7 @@ def _sentences(found: Comparison) -> tuple[str, ...]:
                 f"{policy} came to {runs[0].resolved_policy}: {runs[0].reason}"
             )
     if found.num_looks > 1:
-        rate = 100 * looks.rate_of(found.num_looks)
+        rate = 100 * rate_of(found.num_looks)
         sentences.append(
             f"These runs were judged {found.num_looks} times as they came in, so this "
             f"time each claim has an error of at most {rate:.2g} %; all times together "

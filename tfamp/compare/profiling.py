@@ -1,78 +1,77 @@
 """Where the time of a step goes under each policy, side by side."""
 
+import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
-from tfamp import profiles
+from tfamp._files import whole
 from tfamp.compare.job import Job
 from tfamp.compare.training import arguments
+from tfamp.compare.xplane import seconds_by_type
 from tfamp.evidence import OperationTime
-from tfamp.profiles import OperationTimes
+
+_SUMS = "seconds_by_operation.json"
 
 
 def profile(model: keras.Model, data: Any, *, job: Job, directory: Path) -> None:
     """Profiles some more training steps of a model that `fit` has trained.
 
-    TensorBoard with its profile plug-in opens the directory too.
+    Steps run a few percent slower meanwhile. TensorBoard with its profile plug-in
+    (`pip install xprof`) opens the directory too.
 
     Args:
         model: Trained, so that nothing is traced meanwhile.
         data: Its training data.
         job: The settings; `profile_steps` is how many.
-        directory: Where the profile goes, and `operations.json` with its sums.
+        directory: Where the profile goes, and the seconds of a step in each type of
+            operation.
+
+    Raises:
+        tf.errors.OpError: A profiler is running already, or the disk is full.
     """
     given, _, _, steps_an_epoch = arguments(data, job)
     steps = min(job.profile_steps, steps_an_epoch or job.profile_steps)
-    with profiles.capture(directory):
+    directory.mkdir(parents=True, exist_ok=True)
+    with tf.profiler.experimental.Profile(str(directory)):
         model.fit(**given, epochs=1, steps_per_epoch=steps, verbose=0)
-    times = profiles.operation_times(directory, steps=steps)
-    times.to_json(directory / "operations.json")
+        tf.test.experimental.sync_devices()  # what still computes belongs to it
+    seconds = {k: total / steps for k, total in seconds_by_type(directory).items()}
+    with whole(directory / _SUMS) as beside:
+        beside.write_text(json.dumps(seconds), encoding="utf-8")
 
 
-def read(directory: Path) -> OperationTimes | None:
-    """Returns the sums of a profile, None where none was taken."""
-    path = directory / "operations.json"
-    return OperationTimes.from_json(path) if path.is_file() else None
-
-
-def side_by_side(
-    times: Mapping[str, OperationTimes], reference: str
-) -> dict[str, tuple[OperationTime, ...]]:
-    """Returns for each policy the time of each type of operation beside the reference.
-
-    On the device where there is one, else on the host; the longest types first.
-
-    Args:
-        times: Policy -> its profile.
-        reference: One of them, or there is nothing to show.
-    """
-    if reference not in times:
-        return {}
-    found = {}
-    before = _by_type(times[reference])
-    for policy, profiled in times.items():
-        if policy == reference:
-            continue
-        after = _by_type(profiled)
-        rows = [
-            OperationTime(kind, before.get(kind, 0.0), after.get(kind, 0.0))
-            for kind in dict.fromkeys([*before, *after])
-        ]
-        rows.sort(key=lambda row: -max(row.before_seconds, row.after_seconds))
-        found[policy] = tuple(rows)
+def read(directory: Path) -> dict[str, float]:
+    """Returns the seconds of a step in each type of operation, if it was profiled."""
+    path = directory / _SUMS
+    found: dict[str, float] = {}
+    if path.is_file():
+        found = json.loads(path.read_text(encoding="utf-8"))
     return found
 
 
-def _by_type(times: OperationTimes) -> dict[str, float]:
-    """Returns the seconds a step of each type of operation."""
-    places = {entry.where for entry in times.by_type}
-    place = "device" if "device" in places else "host"
-    found: dict[str, float] = {}
-    for entry in times.by_type:
-        if entry.where == place:
-            seconds = entry.self_seconds / (times.steps or 1)
-            found[entry.type] = found.get(entry.type, 0.0) + seconds
+def side_by_side(
+    seconds: Mapping[str, Mapping[str, float]], reference: str
+) -> dict[str, tuple[OperationTime, ...]]:
+    """Returns for each policy the time of each type of operation beside the reference.
+
+    The longest types come first.
+
+    Args:
+        seconds: Policy -> seconds of a step in each type of operation.
+        reference: One of them, or there is nothing to show.
+    """
+    before = seconds.get(reference, {})
+    found = {}
+    for policy, after in seconds.items():
+        rows = [
+            OperationTime(kind, before.get(kind, 0.0), after.get(kind, 0.0))
+            for kind in {**before, **after}
+        ]
+        rows.sort(key=lambda row: -max(row.before_seconds, row.after_seconds))
+        if policy != reference and before:
+            found[policy] = tuple(rows)
     return found

@@ -1,6 +1,6 @@
 """Evidence on a policy as records: runs, measures, intervals, verdicts, context."""
 
-from tfamp.evidence.context import Context as Context
+from tfamp.evidence.evidence import Context as Context
 from tfamp.evidence.evidence import Evidence as Evidence
 from tfamp.evidence.evidence import OperationTime as OperationTime
 from tfamp.evidence.intervals import Interval as Interval

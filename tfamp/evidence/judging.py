@@ -9,8 +9,12 @@ from typing import Any, Literal, cast
 import numpy as np
 
 from tfamp import _checks
-from tfamp.evidence import looks
-from tfamp.evidence.intervals import Interval, interval, interval_of_ratios
+from tfamp.evidence.intervals import (
+    Interval,
+    difference_rate_of,
+    interval,
+    interval_of_ratios,
+)
 from tfamp.evidence.runs import Run
 from tfamp.evidence.sampling import Fractions, PairedExamples, Sampling
 from tfamp.evidence.variant import Variant
@@ -132,7 +136,7 @@ def verdict_on(
         after.examples_per_second / before.examples_per_second
         for before, after in pairs
     ]
-    speed = interval_of_ratios(ratios, looks.difference_rate_of(look, num_candidates))
+    speed = interval_of_ratios(ratios, difference_rate_of(look, num_candidates))
     values = [(a.final_metrics[metric], b.final_metrics[metric]) for a, b in pairs]
     broken = [
         b.seed

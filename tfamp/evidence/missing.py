@@ -5,9 +5,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from tfamp.evidence import looks
-from tfamp.evidence.effects import MIN_GAIN
-from tfamp.evidence.intervals import Interval, quantiles
+from tfamp.evidence.intervals import (
+    MIN_GAIN,
+    Interval,
+    difference_rate_of,
+    quantiles,
+    rate_of,
+)
 from tfamp.evidence.sampling import Sampling, examples_for, least_loss
 
 # Beyond so many seeds more of them is no advice.
@@ -61,8 +65,8 @@ def more_seeds(
     """
     middle = float(np.mean(differences)) + tolerance
     # Worse is claimed with less error than equivalent.
-    rate_of = looks.rate_of if middle > 0 else looks.difference_rate_of
-    rate = rate_of(look, num_candidates)
+    spent = rate_of if middle > 0 else difference_rate_of
+    rate = spent(look, num_candidates)
     return _more(differences, abs(middle), rate, sampling)
 
 
@@ -70,7 +74,7 @@ def more_seeds_for_speed(
     ratios: Sequence[float], *, look: int = 2, num_candidates: int = 1
 ) -> int | None:
     """Returns how many more seeds would tell faster from not faster, likewise."""
-    rate = looks.difference_rate_of(look, num_candidates)
+    rate = difference_rate_of(look, num_candidates)
     logarithms = np.log(np.asarray(ratios, np.float64))
     middle, least = float(np.mean(logarithms)), math.log(MIN_GAIN)
     # From 1, to be faster; from the least gain, to be not.

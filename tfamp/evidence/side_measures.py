@@ -21,10 +21,15 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from tfamp import _checks
-from tfamp.evidence import looks
-from tfamp.evidence.effects import MIN_GAIN, Effect, effect_of_ratio
 from tfamp.evidence.evidence import Evidence
-from tfamp.evidence.intervals import ERROR_RATE, interval_of_ratios
+from tfamp.evidence.intervals import (
+    ERROR_RATE,
+    MIN_GAIN,
+    Effect,
+    difference_rate_of,
+    effect_of_ratio,
+    interval_of_ratios,
+)
 from tfamp.evidence.judging import are_same
 from tfamp.evidence.measures import measures_of
 
@@ -118,5 +123,5 @@ def _of_speed(evidence: Evidence, policy: str, ratios: Sequence[float]) -> Effec
     if verdict is not None and verdict.speed_effect:
         return verdict.speed_effect
     number = max(len(evidence.candidates), 1)
-    rate = looks.difference_rate_of(evidence.num_looks, number)
+    rate = difference_rate_of(evidence.num_looks, number)
     return effect_of_ratio(interval_of_ratios(ratios, rate), more_is_better=True)

@@ -9,7 +9,7 @@ with few seeds would grant. A t-interval rather than a bootstrap, since three to
 seeds are too few to resample: a bootstrap interval of five values covers far less than
 it states. What the validation examples leave open, which the seeds share, is added
 (`tfamp.evidence.sampling`), and looks at a comparison that goes on share the error
-(`tfamp.evidence.looks`).
+(`tfamp.evidence.intervals`).
 """
 
 import dataclasses
@@ -19,9 +19,15 @@ from typing import Literal
 import numpy as np
 
 from tfamp import _checks
-from tfamp.evidence import looks
-from tfamp.evidence.effects import MIN_GAIN, Effect, effect_of_ratio
-from tfamp.evidence.intervals import Interval, interval_of_ratios
+from tfamp.evidence.intervals import (
+    MIN_GAIN,
+    Effect,
+    Interval,
+    difference_rate_of,
+    effect_of_ratio,
+    interval_of_ratios,
+    rate_of,
+)
 from tfamp.evidence.missing import examples_needed, more_seeds, more_seeds_for_speed
 from tfamp.evidence.sampling import Sampling, quality_of
 from tfamp.results import Record
@@ -133,9 +139,9 @@ def judge(
             f"{len(ratios)}; expected one of each for every seed. Pass the figures of "
             "the same runs."
         )
-    rate = looks.rate_of(look, num_candidates)
+    rate = rate_of(look, num_candidates)
     quality = quality_of(differences, rate, sampling, resolution=resolution)
-    sure_rate = looks.difference_rate_of(look, num_candidates)
+    sure_rate = difference_rate_of(look, num_candidates)
     sure = quality_of(differences, sure_rate, sampling, resolution=resolution)
     speed = interval_of_ratios(ratios, sure_rate)
     speed_effect = effect_of_ratio(speed, more_is_better=True)

@@ -8,8 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tfamp.evidence import Evidence, Interval, Run
-from tfamp.evidence.effects import Effect
-from tfamp.evidence.intervals import interval
+from tfamp.evidence.intervals import Effect, interval
 from tfamp.evidence.measures import Measure, measures_of
 from tfamp.evidence.side_measures import effects_of
 from tfamp.report import figures
