@@ -4,6 +4,7 @@ import csv as stdlib_csv
 import gzip
 import math
 import re
+import sys
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ import tensorflow as tf
 
 from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Settings
-from tfamp.data.sources import _blocks, csv
+from tfamp.data.sources import _csv_rows, csv
 from tfamp.data.sources.csv import csv_source
 
 RAISE = Settings(num_threads=2, autotune=False)
@@ -48,12 +49,7 @@ def column(source, name, settings=RAISE):
 @pytest.fixture
 def small_blocks(monkeypatch):
     """Makes blocks of a few rows, so that a small file has many."""
-    original = _blocks.read_blocks
-
-    def read_blocks(path, *, num_skipped=0, block_bytes=0):
-        return original(path, num_skipped=num_skipped, block_bytes=20)
-
-    monkeypatch.setattr(_blocks, "read_blocks", read_blocks)
+    monkeypatch.setattr(_csv_rows, "BLOCK_BYTES", 20)
 
 
 def test_rows_are_dicts_of_scalars(tmp_path):
@@ -224,6 +220,13 @@ def test_files_without_a_header(tmp_path):
     assert list(named.dataset(RAISE).element_spec) == ["u", "v"]
 
 
+def test_text_behind_a_quote_belongs_to_its_field_beside_damage_too(tmp_path):
+    path = write(tmp_path / "a.csv", 'a,b\n1,"x"y\n2,x"y\n')
+    assert column(csv_source(path), "b") == [b"xy", b'x"y']
+    path = write(tmp_path / "a.csv", 'a,b\n1,"x"y\n2,x"y\noops\n')
+    assert column(csv_source(path), "b", skip()) == [b"xy", b'x"y']
+
+
 def test_other_delimiters(tmp_path):
     path = write(tmp_path / "a.tsv", 'a\tb\n1\t"x\ty"\n')
     assert column(csv_source(path, delimiter="\t"), "b") == [b"x\ty"]
@@ -242,7 +245,6 @@ BAD_ROWS = {
         "column 'a' is missing, which int64 cannot say; pass `dtypes={'a': 'float64'}`",
     ),
     "no text": (b"4,\xff,x", "column 'b' holds '\ufffd', expected float32"),
-    "stray quote": ('4,5,x"y', "a quote that is not closed, or stands"),
     "open quote": ('4,5,"xy', "a quote that is not closed, or stands"),
 }
 
@@ -267,10 +269,11 @@ def test_bad_rows_cost_themselves(tmp_path):
 def test_a_bad_row_is_named_where_it_is_not_skipped(tmp_path, bad, reason):
     path = write(tmp_path / "a.csv", "a,b,c\n1,2.5,x\n")
     source = csv_source(path)
-    records = tf.constant(["3,4.5,y", "", bad, "5,6.5,z"])
-    message = re.escape(f"{path}, line 52: {reason}")
+    bad = bad if isinstance(bad, bytes) else bad.encode()
+    write(tmp_path / "a.csv", b"a,b,c\n3,4.5,y\n\n" + bad + b"\n5,6.5,z\n")
+    message = re.escape(f"{path}, line 4: {reason}")
     with pytest.raises(ValueError, match=message):
-        source._kept(0, 50, records, RAISE)
+        list(source._columns(RAISE))
 
 
 def test_a_bad_row_ends_a_pass_where_it_is_not_skipped(tmp_path):
@@ -306,15 +309,26 @@ def test_integers_with_gaps_are_never_rounded(sign, tmp_path):
     assert column(exact, "a")[90] == float(f"{sign}16777217")
 
 
-def test_a_quote_that_is_never_closed_does_not_eat_the_file(tmp_path, monkeypatch):
-    monkeypatch.setattr(_blocks, "MAX_RECORD_BYTES", 2000)
+@pytest.mark.parametrize("opened", [(500,), (500, 900)], ids=["one", "two"])
+@pytest.mark.parametrize("columns", [None, ["a"]], ids=["read", "passed over"])
+def test_a_quote_that_is_never_closed_does_not_eat_rows(tmp_path, opened, columns):
     lines = [f"{n},t{n}" for n in range(2000)]
-    lines[500] = '500,"t500'
+    for number in opened:
+        lines[number] = f'{number},"t{number}'
     path = write(tmp_path / "a.csv", "a,b\n" + "\n".join(lines) + "\n")
     settings = skip()
-    source = csv_source(path)
-    assert column(source, "a", settings) == [n for n in range(2000) if n != 500]
-    assert [one.where for one in settings.errors.log.skipped] == [f"{path}, line 502"]
+    source = csv_source(path, columns=columns)
+    assert column(source, "a", settings) == [n for n in range(2000) if n not in opened]
+    places = [one.where for one in settings.errors.log.skipped]
+    assert places == [f"{path}, line {number + 2}" for number in opened]
+
+
+def test_records_longer_than_a_block_are_whole(tmp_path, small_blocks):
+    texts = ["x" * 10, "y" * 300, 'z\n"' * 100, "w"]
+    with open(tmp_path / "a.csv", "w", newline="") as file:
+        stdlib_csv.writer(file).writerows([["n", "text"], *enumerate(texts)])
+    found = column(csv_source(tmp_path / "a.csv"), "text")
+    assert found == [text.encode() for text in texts]
 
 
 def test_beyond_the_fraction_it_stops(tmp_path):
@@ -430,6 +444,14 @@ def test_a_string_in_place_of_a_list_is_refused(tmp_path, argument):
 def test_names_that_are_numbers_in_a_row_are_names(tmp_path):
     path = write(tmp_path / "a.csv", "0,1\n5,6\n")
     assert column(csv_source(path), "1") == [6]
+
+
+def test_without_arrow_the_error_says_what_to_install(tmp_path, monkeypatch):
+    path = write(tmp_path / "a.csv", "a,b\n1,2\n")
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    message = "`Pipeline.from_csv` needs pyarrow, which is not installed. Run `pip "
+    with pytest.raises(ImportError, match=re.escape(message)):
+        csv_source(path)
 
 
 def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path):

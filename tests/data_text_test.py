@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Settings
-from tfamp.data.sources import _blocks, text
+from tfamp.data.sources import text
 from tfamp.data.sources.text import text_source
 
 RAISE = Settings(num_threads=2, autotune=False)
@@ -72,10 +72,7 @@ def test_files_of_other_programs(tmp_path, change):
 def test_lines_are_whole_across_blocks(tmp_path, monkeypatch):
     lines = [f"line {n} " * (n % 7 + 1) for n in range(200)]
     path = write(tmp_path / "a.txt", "\n".join(lines))
-    original = _blocks.read_blocks
-    monkeypatch.setattr(
-        _blocks, "read_blocks", lambda path: original(path, block_bytes=50)
-    )
+    monkeypatch.setattr(text, "BLOCK_BYTES", 50)
     source = text_source(path)
     assert read(source) == [line.encode() for line in lines]
     assert len(list(source.chunks(RAISE))) > 20

@@ -171,7 +171,7 @@ class Starting(Written):
         num_infer_rows: int = 1000,
         num_examples: int | str | None = "auto",
     ) -> PipelineType:
-        """Starts from the rows of CSV files, parsed by the chunk.
+        """Starts from the rows of CSV files, which Arrow reads.
 
         Files are in UTF-8 as RFC 4180 has them: quoted fields may hold delimiters, line
         ends and doubled quotes. Empty lines do not count, and files ending in ".gz" or
@@ -191,8 +191,7 @@ class Starting(Written):
             column_names: Names where it does not; None for "column_0", "column_1", ...
             delimiter: One character.
             na_values: What stands for a missing value, in text columns too. The empty
-                field and "nan" always do. More than one other spelling than these costs
-                about half the speed.
+                field always does, and "nan" in numbers.
             num_infer_rows: Rows of the first file that types are inferred from.
             num_examples: Rows in all. "auto" counts them if the files have at most
                 64 MiB, "count" counts in any case, which reads all files once, None
@@ -202,6 +201,7 @@ class Starting(Written):
             A pipeline of dicts of scalars, or (dict, label).
 
         Raises:
+            ImportError: pyarrow is not installed.
             TypeError: An argument has the wrong type.
             ValueError: A file is missing, empty, without rows or with other columns, a
                 column does not exist, or the delimiter is another one.

@@ -1,18 +1,16 @@
 """What the columns of CSV files are: names, types, and which are wanted."""
 
-import csv
 import dataclasses
+import itertools
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from tfamp import _checks
-from tfamp.data.sources._blocks import read_records
+from tfamp.data.sources._csv_records import read_records
 from tfamp.data.sources._files import shown
 
 DTYPES = ("float32", "float64", "int32", "int64", "string")
-# Spellings of a missing value that cost nothing: TensorFlow reads one beside the
-# empty field and "nan".
 NA_VALUES = ("", "NA", "nan", "NaN")
 # float32 and float64 hold all integers up to here.
 MAX_FLOAT32_INTEGER = 2**24
@@ -66,18 +64,6 @@ class Format:
     def selected(self) -> tuple[str, ...]:
         """Names of the features, then the label."""
         return self.features if self.label is None else (*self.features, self.label)
-
-
-def split_fields(record: bytes, delimiter: str) -> list[str]:
-    """Returns the fields of a record as text.
-
-    Example:
-        >>> split_fields(b'1,"a, b",', ",")
-        ['1', 'a, b', '']
-    """
-    text = record.decode("utf-8", errors="replace")
-    rows = list(csv.reader(text.splitlines(keepends=True), delimiter=delimiter))
-    return rows[0] if rows else []
 
 
 def is_number(text: str, dtype: str = "float32") -> bool:
@@ -198,11 +184,14 @@ def find_format(
 def _head(path: str, delimiter: str, limit: int) -> list[list[str]]:
     """Returns the fields of the first records of a file; at least one."""
     head: list[list[str]] = []
-    for _, block, separator in read_records(path, delimiter=delimiter):
-        records = [record for record in block.split(separator) if record]
-        head += [split_fields(r, delimiter) for r in records[: limit - len(head)]]
-        if len(head) >= limit:
-            break
+    records = read_records(path, delimiter)
+    for record in itertools.islice(records, limit):
+        if record.fault and not head:
+            raise ValueError(
+                f"{path}, line {record.line}: {record.fault}. Expected a row of text, "
+                "with quotes doubled inside of fields: repair it."
+            )
+        head.append(record.fields)
     if not head:
         raise ValueError(
             f"File {path!r} holds only empty lines; expected rows. Write it again, or "

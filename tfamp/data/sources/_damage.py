@@ -7,21 +7,6 @@ import tensorflow as tf
 
 from tfamp.data._errors import OnError
 
-# What parsing raises for data that does not fit.
-PARSE_ERRORS = (tf.errors.InvalidArgumentError, UnicodeDecodeError)
-
-
-def message_of(error: Exception) -> str:
-    """Returns what an operation says is wrong, in a line, without its own name.
-
-    TensorFlow quotes the data; bytes that are no text make its error another one.
-    """
-    if isinstance(error, UnicodeDecodeError):
-        return "cannot be parsed, and holds bytes that are no text"
-    text = str(getattr(error, "message", error))
-    first = text.splitlines()[0] if text else type(error).__name__
-    return first.partition("} ")[2] or first
-
 
 def report(
     on_error: OnError | None, where: str, message: str, total: Callable[[], int]
@@ -89,42 +74,3 @@ def _num_rows(chunk: Any) -> tf.Tensor:
     if isinstance(first, tf.SparseTensor):
         return first.dense_shape[0]
     return tf.shape(first, tf.int64)[0]
-
-
-def tried(
-    function: Callable[[tf.Tensor], Any],
-    records: tf.Tensor,
-    repaired: Callable[[], tf.Tensor],
-) -> Any:
-    """Returns `function(records)`, or of what is left of them where that fails.
-
-    The attempt runs in a dataset of its own, which is the one place where a graph can
-    go on after an error. It costs 0.2 ms, so it is made for many records at once.
-
-    Args:
-        function: Takes a vector of strings; parses none where that is empty.
-        records: Vector of strings.
-        repaired: Gives the records that can be parsed.
-    """
-    attempt = tf.data.Dataset.from_tensors(records).map(
-        lambda records: (True, function(records))
-    )
-    attempt = attempt.ignore_errors(log_warning=False)
-    blank = tf.data.Dataset.from_tensors((False, _nothing(attempt, function)))
-    is_parsed, parsed = attempt.concatenate(blank).take(1).get_single_element()
-    return tf.cond(is_parsed, lambda: parsed, lambda: function(repaired()))
-
-
-def _nothing(attempt: tf.data.Dataset, function: Callable[[tf.Tensor], Any]) -> Any:
-    """Returns what the function makes of no records."""
-    spec = attempt.element_spec[1]
-    parts = tf.nest.flatten(spec)
-    if not all(isinstance(part, tf.TensorSpec) for part in parts):
-        return function(tf.zeros([0], tf.string))
-    # Without calling it once more, which takes time when a dataset is built.
-    return tf.nest.map_structure(
-        lambda part: tf.constant(
-            [], part.dtype, [size or 0 for size in part.shape.as_list()]
-        ),
-        spec,
-    )

@@ -1,16 +1,23 @@
-"""Finds the files of a source and says at once which are missing or unfit."""
+"""Finds and opens the files of a source; says at once which are missing or unfit."""
 
+import contextlib
 import glob
+import gzip
 import os
-from collections.abc import Sequence
+import zlib
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from tfamp import _checks
 from tfamp._units import join_words
 
 # Names shown in a message; enough to see what kind of files they are.
 _NUM_SHOWN = 3
+_GZIP = b"\x1f\x8b"
+BYTE_ORDER_MARK = b"\xef\xbb\xbf"
+# Starts of files in UTF-16, which no part of TensorFlow reads as text.
+_UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
 def find_files(
@@ -106,6 +113,50 @@ def check_name(path: str) -> str:
             "it, for example with `convmv -f latin1 -t utf8 --notest`."
         ) from error
     return path
+
+
+def is_gzip(path: str) -> bool:
+    """Whether a file is compressed with gzip, by its first bytes."""
+    with open(path, "rb") as file:
+        return file.read(2) == _GZIP
+
+
+def check_text(path: str) -> None:
+    """Raises if a file is plainly no text in UTF-8.
+
+    Raises:
+        ValueError: It is in UTF-16, or holds zero bytes.
+    """
+    with open_bytes(path) as file:
+        start = file.read(4096)
+    if start.startswith(_UTF_16) or b"\0" in start:
+        kind = "in UTF-16" if start.startswith(_UTF_16) else "with zero bytes"
+        raise ValueError(
+            f"File {path!r} is {kind}; expected text in UTF-8. Convert it, for example "
+            "with `iconv -f UTF-16 -t UTF-8`, or leave it out."
+        )
+
+
+@contextlib.contextmanager
+def open_bytes(path: str) -> Iterator[IO[bytes]]:
+    """Opens a file for reading, through gzip where it is compressed.
+
+    Raises:
+        ValueError: The compressed stream is damaged, wherever that is met.
+    """
+    if not is_gzip(path):
+        with open(path, "rb") as plain:
+            yield plain
+        return
+    with open(path, "rb") as compressed, gzip.open(compressed) as file:
+        try:
+            yield file  # type: ignore[misc]
+        except (EOFError, OSError, zlib.error) as error:
+            raise ValueError(
+                f"File {path!r} is damaged: its gzip stream breaks near byte "
+                f"{compressed.tell():,} ({error}); expected a whole one. What follows "
+                "cannot be read: restore the file, or leave it out."
+            ) from error
 
 
 def is_pattern(path: str) -> bool:

@@ -1,6 +1,7 @@
-"""CSV files as a source, parsed by the thousand rows."""
+"""CSV files as a source, read by the thousand rows."""
 
 import dataclasses
+import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -11,12 +12,11 @@ from tfamp import _checks
 from tfamp._units import format_bytes
 from tfamp.data._progress import progress
 from tfamp.data._sources import DATA, Source, files_identity
-from tfamp.data._stages import Settings, map_in_order
-from tfamp.data.sources import _blocks
+from tfamp.data._stages import Settings
 from tfamp.data.sources._csv_format import DTYPES, NA_VALUES, Format, find_format
-from tfamp.data.sources._csv_parse import Parser
-from tfamp.data.sources._damage import report, summed_up, tried
-from tfamp.data.sources._files import find_files
+from tfamp.data.sources._csv_rows import count_rows, read_columns, require_arrow
+from tfamp.data.sources._damage import report, summed_up
+from tfamp.data.sources._files import check_text, find_files, is_gzip, open_bytes
 
 # Rows of files up to this size in all are counted at once, in a tenth of a second.
 MAX_COUNTED_BYTES = 64 * 2**20
@@ -44,37 +44,33 @@ class CsvSource(Source):
         return self._of_known_length(self.chunks(settings).unbatch(), settings)
 
     def chunks(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the same rows as columns of some 2,000 of them."""
-        parser = Parser(self.format)
-        num_skipped = int(self.format.has_header)
+        """Returns the same rows as columns of some thousand of them."""
+        dtypes = {column.name: column.dtype for column in self.format.columns}
+        specs = {
+            name: tf.TensorSpec((None,), dtypes[name]) for name in self.format.selected
+        }
+        read = tf.data.Dataset.from_generator(
+            functools.partial(self._columns, settings),
+            output_signature=self._arranged(specs),
+        )
+        return summed_up(read, settings.errors)
 
-        def blocks() -> Iterator[tuple[int, int, bytes, bytes]]:
-            for file, path in enumerate(self.paths):
-                for found in _blocks.read_records(
-                    path, delimiter=self.format.delimiter, num_skipped=num_skipped
-                ):
-                    yield file, *found
+    def _columns(self, settings: Settings) -> Iterator[Any]:
+        """Yields columns of the files, and reports rows that do not fit."""
+        for path in self.paths:
 
-        number, text = tf.TensorSpec((), tf.int64), tf.TensorSpec((), tf.string)
-        spec = (number, number, text, text)
+            def report_row(line: int, reason: str, path: str = path) -> None:
+                where = f"{path}, line {line}"
+                report(settings.errors, where, reason, self._total)
 
-        @tf.autograph.experimental.do_not_convert
-        def parse(
-            file: tf.Tensor, line: tf.Tensor, block: tf.Tensor, separator: tf.Tensor
-        ) -> Any:
-            records = tf.strings.split(block, separator)
+            for columns in read_columns(path, self.format, report_row):
+                yield self._arranged(columns)
 
-            def repaired() -> tf.Tensor:
-                def kept(file: Any, line: Any, records: Any) -> tf.Tensor:
-                    return self._kept(int(file), int(line), records, settings)
-
-                good = tf.py_function(kept, [file, line, records], tf.string)
-                return tf.ensure_shape(good, (None,))
-
-            return tried(parser, records, repaired)
-
-        read = tf.data.Dataset.from_generator(blocks, output_signature=spec)
-        return summed_up(map_in_order(read, parse, settings), settings.errors)
+    def _arranged(self, columns: Mapping[str, Any]) -> Any:
+        """Returns columns as elements hold them, the label apart."""
+        features = {name: columns[name] for name in self.format.features}
+        label = self.format.label
+        return features if label is None else (features, columns[label])
 
     def _of_known_length(
         self, rows: tf.data.Dataset, settings: Settings
@@ -83,30 +79,14 @@ class CsvSource(Source):
             return rows
         return rows.apply(tf.data.experimental.assert_cardinality(self.num_examples))
 
-    def _kept(
-        self, file: int, line: int, given: tf.Tensor, settings: Settings
-    ) -> tf.Tensor:
-        """Returns the records that can be parsed, and reports the others."""
-        parser = Parser(self.format)
-        records = given.numpy().tolist()
-        lines = [line]
-        for record in records:
-            lines.append(lines[-1] + 1 + record.count(b"\n"))
-        bad = parser.find_bad(records)
-        for number in bad:
-            where = f"{self.paths[file]}, line {lines[number]}"
-            report(settings.errors, where, parser.reason(records[number]), self._total)
-        for number in reversed(bad):
-            del records[number]
-        return tf.constant(records, tf.string)
-
     def _total(self) -> int:
         """Returns how many rows there are, about, to hold errors against."""
         if self.num_examples is not None:
             return self.num_examples
-        _, block = next(_blocks.read_blocks(self.paths[0]))
+        with open_bytes(self.paths[0]) as file:
+            start = file.read(2**18)
         num_bytes = sum(os.path.getsize(path) for path in self.paths)
-        return num_bytes * (1 + block.count(b"\n")) // max(1, len(block))
+        return num_bytes * (1 + start.count(b"\n")) // max(1, len(start))
 
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
@@ -146,6 +126,7 @@ def csv_source(
     Arguments are those of `Pipeline.from_csv`, which explains them.
 
     Raises:
+        ImportError: pyarrow is not installed.
         TypeError: An argument has the wrong type.
         ValueError: A file is missing, empty, without rows or with other columns, a
             column does not exist, or the delimiter is another one.
@@ -166,9 +147,10 @@ def csv_source(
             "names only for files without a header. Pass `header=False`, or leave "
             "them out."
         )
+    require_arrow()
     found = find_files(paths, extensions=(".csv", ".tsv", ".txt", ".gz"))
     for path in found:
-        _blocks.check_text(path)
+        check_text(path)
     form = find_format(
         found,
         label=label,
@@ -193,16 +175,13 @@ def _num_examples(
         return _checks.positive_int("num_examples", asked)
     _checks.choice("num_examples", asked, ["auto", "count"])
     total = sum(os.path.getsize(path) for path in paths)
-    is_packed = any(_blocks.is_gzip(path) for path in paths)
+    is_packed = any(is_gzip(path) for path in paths)
     if asked == "auto" and (is_packed or total > MAX_COUNTED_BYTES):
         return None
     count = 0
     title = f"Counting rows of {format_bytes(total)}"
     with progress(title, unit="rows") as update:
         for path in paths:
-            for _, block, separator in _blocks.read_records(
-                path, delimiter=form.delimiter, num_skipped=int(form.has_header)
-            ):
-                count += sum(map(bool, block.split(separator)))
-                update(count)
+            count += count_rows(path, form)
+            update(count)
     return count
