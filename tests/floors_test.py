@@ -24,6 +24,7 @@ FLOORS = [
         "_amx",
         "_care",
         "_checks",
+        "_console",
         "_environment",
         "_out_of_memory",
         "_patch",

@@ -1,7 +1,6 @@
 """A model's dtypes: read them, change them in place, load them again."""
 
 import dataclasses
-import io
 import os
 import zipfile
 from collections.abc import Iterator
@@ -9,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfamp import _checks, rules
+from tfamp import _checks, _console, rules
 from tfamp._care import Care, Kind, care_of
 from tfamp.keras_hooks import saving, structure, trainer
 from tfamp.managed import compiling, exact_names, hooks, keeping, preview, resolving
@@ -18,7 +17,6 @@ from tfamp.managed.lease import HALF, Lease, choose_policy, make_lease
 from tfamp.results import Record
 
 _COLUMNS = ("layer", "class", "computes in", "stores", "gives", "because")
-_WIDTH = 110
 _WIDTH_OF_THE_REST = 80
 
 
@@ -305,22 +303,16 @@ def _note(layer: keras.layers.Layer, care: Care) -> str:
 
 
 def _render(assignment: Assignment) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(
-        title=f"{assignment.model}: policy {assignment.policy}", title_justify="left"
-    )
-    for column in _COLUMNS:
+    columns = {
         # A path in two lines is a path that nobody can search for.
-        table.add_column(column, overflow="fold", no_wrap=column == "layer")
-    for row in assignment.layers:
-        table.add_row(*_cells(row))
+        name: {**_console.FOLD, "no_wrap": name == "layer"}
+        for name in _COLUMNS
+    }
+    title = f"{assignment.model}: policy {assignment.policy}"
+    table = _console.table(columns, map(_cells, assignment.layers), title=title)
     longest = max(len(row.path) for row in assignment.layers)
-    width = max(_WIDTH, longest + _WIDTH_OF_THE_REST)
-    console = Console(file=io.StringIO(), width=width, color_system=None)
-    console.print(table)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+    width = max(_console.WIDTH, longest + _WIDTH_OF_THE_REST)
+    return _console.text_of(table, width=width)
 
 
 def _cells(row: LayerAssignment) -> tuple[str, ...]:

@@ -4,17 +4,15 @@
 """
 
 import dataclasses
-import io
 from collections.abc import Iterator
 from typing import Literal
 
-from tfamp import _checks
+from tfamp import _checks, _console
 from tfamp.results import Record
 
 Severity = Literal["error", "warning", "note"]
 # Worst first: the order that findings are kept and printed in.
 SEVERITIES = ("error", "warning", "note")
-_TABLE_WIDTH = 110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -224,25 +222,17 @@ def _rows(findings: Findings) -> list[tuple[Finding, int]]:
 
 def _render(findings: Findings) -> str:
     """Returns the findings as a table, one row each."""
-    # Here, so that `import tfamp` does not pay for it.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    table = Table(title=Text(findings.title), title_justify="left", show_lines=True)
-    table.add_column("severity", no_wrap=True)
-    table.add_column("where", overflow="fold", max_width=24)
-    table.add_column("rule", overflow="fold", max_width=18)
-    table.add_column("found", ratio=3, overflow="fold")
-    table.add_column("remedy", ratio=2, overflow="fold")
+    rows = []
     for finding, count in _rows(findings):
         place = finding.place if count == 1 else f"{finding.place} and {count - 1} more"
         row = (finding.severity, place, finding.rule)
-        # Text, since "x[0]" would be read as markup.
-        table.add_row(*map(Text, (*row, finding.message, finding.remedy)))
-    console = Console(
-        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
-    )
-    console.print(table)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+        rows.append((*row, finding.message, finding.remedy))
+    columns = {
+        "severity": _console.WHOLE,
+        "where": {**_console.FOLD, "max_width": 24},
+        "rule": {**_console.FOLD, "max_width": 18},
+        "found": {**_console.FOLD, "ratio": 3},
+        "remedy": {**_console.FOLD, "ratio": 2},
+    }
+    table = _console.table(columns, rows, title=findings.title, show_lines=True)
+    return _console.text_of(table)

@@ -2,14 +2,13 @@
 
 import contextlib
 import dataclasses
-import io
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 import keras
 
-from tfamp import _versions, hardware, rules
+from tfamp import _console, _versions, hardware, rules
 from tfamp.keras_hooks import state
 from tfamp.loss_scale.settings import check_settings
 from tfamp.managed import hooks, keeping
@@ -298,24 +297,21 @@ def _note(rule: rules.Rule) -> str:
 
 
 def _render(status: Status) -> str:
-    from rich.console import Console
-    from rich.table import Table
-
-    facts = Table(show_header=False, box=None, pad_edge=False)
-    facts.add_row("tfamp", "enabled" if status.enabled else "not enabled")
-    facts.add_row("policy", status.policy)
-    facts.add_row("why", status.why)
+    rows = [
+        ("tfamp", "enabled" if status.enabled else "not enabled"),
+        ("policy", status.policy),
+        ("why", status.why),
+    ]
     if status.loss_scale is not None:
-        facts.add_row("loss scale", str(status.loss_scale))
-    for device in status.devices:
-        facts.add_row("device", f"{device.kind}: {device.name}")
-    facts.add_row("versions", ", ".join(f"{k} {v}" for k, v in status.versions.items()))
-    facts.add_row("hooks", f"{len(status.hooks)} installed")
-    console = Console(file=io.StringIO(), width=100, color_system=None)
-    console.print(facts)
+        rows.append(("loss scale", str(status.loss_scale)))
+    rows += [("device", f"{device.kind}: {device.name}") for device in status.devices]
+    rows += [
+        ("versions", ", ".join(f"{k} {v}" for k, v in status.versions.items())),
+        ("hooks", f"{len(status.hooks)} installed"),
+    ]
+    columns: dict[str, dict[str, Any]] = {"fact": {}, "value": {}}
+    parts = [_console.table(columns, rows, show_header=False, box=None, pad_edge=False)]
     if status.rules:
-        table = Table("stays in float32", "because", title_justify="left")
-        for rule in status.rules:
-            table.add_row(rule.name, rule.note or rule.reason)
-        console.print(table)
-    return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        kept = [(rule.name, rule.note or rule.reason) for rule in status.rules]
+        parts.append(_console.table({"stays in float32": {}, "because": {}}, kept))
+    return _console.text_of(*parts, width=100)

@@ -1,15 +1,11 @@
 """A search for the batch size as text: the choice, the trials, and what to do."""
 
-import io
 import textwrap
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-
+from tfamp import _console
 from tfamp._units import format_bytes, format_rate, format_seconds, format_share
 
-_WIDTH = 110
 _WHY = {
     "memory": "a larger one does not fit",
     "time": "a larger one takes too long to try",
@@ -35,17 +31,14 @@ def table(found: Any) -> str:
             f"; limit {format_bytes(found.allowed_bytes)}: {found.limit.source}, "
             f"{format_bytes(found.limit.free_bytes)} less {format_share(found.margin)}"
         )
-    shown = Table()
-    for column in ("batch size", "examples/s", "step", "peak memory"):
-        shown.add_column(column, justify="right", no_wrap=True)
-    shown.add_column("outcome", overflow="fold")
-    for trial in sorted(found.trials, key=lambda trial: trial.batch_size):
-        shown.add_row(*_row(trial, found))
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-    console.print(shown)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
+    columns = dict.fromkeys(
+        ("batch size", "examples/s", "step", "peak memory"), _console.RIGHT
+    )
+    trials = sorted(found.trials, key=lambda trial: trial.batch_size)
+    rows = [_row(trial, found) for trial in trials]
+    shown = _console.table({**columns, "outcome": _console.FOLD}, rows)
     title = _wrapped(f"{found.model}, {found.policy}{limit}")
-    return "\n".join([*title, *(line.rstrip() for line in text.splitlines())])
+    return "\n".join([*title, _console.text_of(shown)])
 
 
 def advice(found: Any) -> tuple[str, ...]:
@@ -129,5 +122,5 @@ def _row(trial: Any, found: Any) -> tuple[str, ...]:
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
+        text, _console.WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
     )

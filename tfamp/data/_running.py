@@ -1,17 +1,13 @@
 """Builds what a plan says, and explains it, from the same list of steps."""
 
-import io
 from typing import Any
 
 import rich.box
-import rich.console
-import rich.table
 import tensorflow as tf
 
+from tfamp import _console
 from tfamp.data._plan import Plan
 from tfamp.data._sharding import shard_policy, without_length
-
-_TABLE_WIDTH = 110
 
 
 def run(plan: Plan) -> tf.data.Dataset:
@@ -32,23 +28,20 @@ def describe(plan: Plan, threads: tuple[str, str]) -> str:
         plan: What to describe.
         threads: Setting and reason of its last row, the parallelism.
     """
-    table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-    table.add_column("Stage", no_wrap=True)
-    table.add_column("Setting", max_width=40)
-    table.add_column("Reason")
     dataset = plan.source.dataset(plan.settings)
-    table.add_row("source", *plan.source.explain(dataset))
+    rows = [("source", *plan.source.explain(dataset))]
     dataset = plan.start()
     for step in plan.steps:
-        table.add_row(step.name, *step.explain(dataset, plan.settings))
+        rows.append((step.name, *step.explain(dataset, plan.settings)))
         dataset = step.preview(dataset, plan.settings)
-    table.add_row("threads", *threads)
-    console = rich.console.Console(
-        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
+    table = _console.table(
+        {"Stage": _console.WHOLE, "Setting": {"max_width": 40}, "Reason": {}},
+        [*rows, ("threads", *threads)],
+        box=rich.box.SIMPLE_HEAD,
+        pad_edge=False,
     )
-    console.print(table)
-    lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in lines if line.strip())
+    lines = _console.text_of(table).splitlines()
+    return "\n".join(line for line in lines if line)
 
 
 def _options(plan: Plan, policy: Any) -> tf.data.Options:

@@ -1,18 +1,16 @@
 """Prints estimates of memory: a row for each kind, and the largest layers."""
 
-import io
 import textwrap
 from collections.abc import Sequence
 from typing import Any
 
 from rich import box
-from rich.console import Console
 from rich.table import Table
 
+from tfamp import _console
 from tfamp._units import format_bytes
 from tfamp.memory.accounting import KINDS
 
-_WIDTH = 110
 _MAX_LAYERS = 8
 
 
@@ -22,22 +20,16 @@ def table(estimates: Sequence[Any]) -> str:
     Args:
         estimates: Of one model.
     """
-    console = Console(
-        file=io.StringIO(), width=_WIDTH, color_system=None, legacy_windows=False
-    )
     first = estimates[0]
     step = "training step" if first.training else "step of predict"
-    console.print(f"Memory of a {step} of {first.model!r}", markup=False)
-    console.print(_kinds(estimates))
+    parts = [f"Memory of a {step} of {first.model!r}", _kinds(estimates)]
     if len(estimates) == 1:
-        console.print(_layers(first))
+        parts.append(_layers(first))
     notes = dict.fromkeys(note for each in estimates for note in each.notes)
     lines = [f"Peak at {first.at}." if len(estimates) == 1 else ""]
     lines += [f"Note: {note}" for note in notes]
-    for line in filter(None, lines):
-        console.print("\n".join(textwrap.wrap(line, _WIDTH)), markup=False)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    parts += ["\n".join(textwrap.wrap(line, _console.WIDTH)) for line in lines if line]
+    return _console.text_of(*parts)
 
 
 def _kinds(estimates: Sequence[Any]) -> Table:
@@ -58,14 +50,11 @@ def _kinds(estimates: Sequence[Any]) -> Table:
     return found
 
 
-def _layers(estimate: Any) -> Table:
-    found = Table(box=box.SIMPLE, show_edge=False)
-    found.add_column("largest layers", overflow="fold")
-    found.add_column("at the peak", justify="right")
-    rows = list(estimate.by_layer.items())
-    for path, size in rows[:_MAX_LAYERS]:
-        found.add_row(path, format_bytes(size))
-    if rows[_MAX_LAYERS:]:
-        rest = sum(size for _, size in rows[_MAX_LAYERS:])
-        found.add_row(f"{len(rows) - _MAX_LAYERS} others", format_bytes(rest))
-    return found
+def _layers(estimate: Any) -> Any:
+    sizes = list(estimate.by_layer.items())
+    rows = [(path, format_bytes(size)) for path, size in sizes[:_MAX_LAYERS]]
+    if rest := sizes[_MAX_LAYERS:]:
+        others = format_bytes(sum(size for _, size in rest))
+        rows.append((f"{len(rest)} others", others))
+    columns = {"largest layers": _console.FOLD, "at the peak": _console.RIGHT}
+    return _console.table(columns, rows, box=box.SIMPLE, show_edge=False)

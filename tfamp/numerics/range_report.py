@@ -1,15 +1,13 @@
 """What `tfamp.ranges` found: a record, a table, a plot."""
 
 import dataclasses
-import io
 import math
 import os
 
+from tfamp import _console
 from tfamp.formats import FLOAT16
 from tfamp.numerics.range_records import LOW_FORMATS, Kind, LayerRange
 from tfamp.results import Record
-
-_TABLE_WIDTH = 110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,22 +79,11 @@ def _share(part: float) -> str:
 
 
 def _render(ranges: Ranges) -> str:
-    # Here, so that `import tfamp` does not pay for it.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     title = (
         f"{ranges.model}: magnitudes in float32 over {ranges.num_batches} batches; "
         "what formats would spoil (overflow / to zero / few digits)"
     )
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("layer", overflow="fold")
-    table.add_column("kind", no_wrap=True)
-    for name in ("smallest", "largest"):
-        table.add_column(name, justify="right", no_wrap=True)
-    for name in LOW_FORMATS:
-        table.add_column(name.removesuffix("fn"), justify="right", overflow="fold")
+    rows = []
     for layer in ranges.layers:
         fits = [
             " / ".join(map(_share, (fit.overflow, fit.zero, fit.coarse)))
@@ -105,20 +92,21 @@ def _render(ranges: Ranges) -> str:
             for fit in layer.fits
         ]
         row = (layer.path, layer.kind, shown(layer.smallest), shown(layer.largest))
-        table.add_row(*map(Text, (*row, *fits)))
-    console = Console(
-        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
-    )
-    console.print(table)
+        rows.append((*row, *fits))
+    right = {**_console.FOLD, "justify": "right"}
+    columns = {
+        "layer": _console.FOLD,
+        "kind": _console.WHOLE,
+        "smallest": _console.RIGHT,
+        "largest": _console.RIGHT,
+        **{name.removesuffix("fn"): right for name in LOW_FORMATS},
+    }
     low, high = ranges.loss_scales
     before, after = ranges.lost_gradients
-    console.print(
-        Text(
-            "Gradients fit float16 best with a loss scale of "
-            f"{ranges.best_loss_scale:g} (from {low:g} to {high:g}): {after:.2%} of "
-            f"them are spoiled, without one {before:.2%}. float16 holds "
-            f"{FLOAT16.smallest_subnormal:.0e} to {FLOAT16.max:.0f}."
-        )
+    return _console.text_of(
+        _console.table(columns, rows, title=title),
+        "Gradients fit float16 best with a loss scale of "
+        f"{ranges.best_loss_scale:g} (from {low:g} to {high:g}): {after:.2%} of "
+        f"them are spoiled, without one {before:.2%}. float16 holds "
+        f"{FLOAT16.smallest_subnormal:.0e} to {FLOAT16.max:.0f}.",
     )
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())

@@ -1,17 +1,12 @@
 """Prints a proof: a row for each layer, then casts, causes and notes."""
 
-import io
 import textwrap
 from typing import Any
 
-from rich.console import Console
-from rich.table import Table
-from rich.text import Text
-
+from tfamp import _console
 from tfamp._units import format_bytes, format_share
 from tfamp.numerics.records import Product, describe_unaligned
 
-_WIDTH = 110
 _MAX_LAYERS = 40
 _MAX_CASTS = 8
 _SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
@@ -70,27 +65,31 @@ def _layers(proof: Any) -> list[str]:
         groups.setdefault(product.layer, []).append(product)
     if not groups:
         return []
-    table = Table()
-    table.add_column("layer", overflow="fold", max_width=36)
-    table.add_column("forward", overflow="fold", max_width=24)
-    table.add_column("backward", overflow="fold", max_width=24)
-    table.add_column("FLOPs", justify="right", no_wrap=True)
-    table.add_column("share", justify="right", no_wrap=True)
+    rows = []
     for layer, products in list(groups.items())[:_MAX_LAYERS]:
         flops = sum(product.step_flops for product in products)
-        table.add_row(
-            Text(layer or "(no layer)"),
-            _directed(products, "forward"),
-            _directed(products, "backward"),
-            _format_flops(flops).removesuffix("FLOPs"),
-            format_share(flops / proof.flops if proof.flops else 0.0),
+        rows.append(
+            (
+                layer or "(no layer)",
+                _directed(products, "forward"),
+                _directed(products, "backward"),
+                _format_flops(flops).removesuffix("FLOPs"),
+                format_share(flops / proof.flops if proof.flops else 0.0),
+            )
         )
     if len(groups) > _MAX_LAYERS:
-        table.add_row(f"and {len(groups) - _MAX_LAYERS} layers more")
-    return _printed(table)
+        rows.append((f"and {len(groups) - _MAX_LAYERS} layers more", "", "", "", ""))
+    columns = {
+        "layer": {**_console.FOLD, "max_width": 36},
+        "forward": {**_console.FOLD, "max_width": 24},
+        "backward": {**_console.FOLD, "max_width": 24},
+        "FLOPs": _console.RIGHT,
+        "share": _console.RIGHT,
+    }
+    return _console.text_of(_console.table(columns, rows)).splitlines()
 
 
-def _directed(products: list[Product], direction: str) -> Text:
+def _directed(products: list[Product], direction: str) -> str:
     """Returns how many products run in which dtype: "2x bfloat16"."""
     counts: dict[str, int] = {}
     for product in products:
@@ -100,45 +99,36 @@ def _directed(products: list[Product], direction: str) -> Text:
                 said = f"{_SHORT.get(said, said)}, run in {product.final_dtype}"
             counts[said] = counts.get(said, 0) + product.count
     parts = [f"{n}x {name}" if n > 1 else name for name, n in counts.items()]
-    return Text(" + ".join(parts))
+    return " + ".join(parts)
 
 
 def _casts(proof: Any) -> list[str]:
-    table = Table()
-    for column in ("casts in", "of", "from -> to"):
-        table.add_column(column, overflow="fold", max_width=36)
-    for column in ("number", "bytes moved"):
-        table.add_column(column, justify="right", no_wrap=True)
-    for cast in proof.casts[:_MAX_CASTS]:
-        table.add_row(
-            Text(cast.layer or "(no layer)"),
+    rows = [
+        (
+            cast.layer or "(no layer)",
             cast.what,
             f"{cast.source_dtype} -> {cast.target_dtype}",
             f"{cast.count:,}",
             format_bytes(cast.moved_bytes),
         )
+        for cast in proof.casts[:_MAX_CASTS]
+    ]
     rest = proof.casts[_MAX_CASTS:]
     if rest:
-        table.add_row(
-            f"{len(rest)} kinds more",
-            "",
-            "",
-            f"{sum(cast.count for cast in rest):,}",
-            format_bytes(sum(cast.moved_bytes for cast in rest)),
-        )
-    return _printed(table)
-
-
-def _printed(table: Table) -> list[str]:
-    console = Console(file=io.StringIO(), width=_WIDTH, color_system=None)
-    console.print(table)
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return text.splitlines()
+        number = sum(cast.count for cast in rest)
+        moved = format_bytes(sum(cast.moved_bytes for cast in rest))
+        rows.append((f"{len(rest)} kinds more", "", "", f"{number:,}", moved))
+    wide = {**_console.FOLD, "max_width": 36}
+    columns = {
+        **dict.fromkeys(("casts in", "of", "from -> to"), wide),
+        **dict.fromkeys(("number", "bytes moved"), _console.RIGHT),
+    }
+    return _console.text_of(_console.table(columns, rows)).splitlines()
 
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
     return textwrap.wrap(
-        text, _WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
+        text, _console.WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
     )
 
 

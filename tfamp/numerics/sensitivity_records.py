@@ -1,14 +1,13 @@
 """What `tfamp.sensitivity` found: the layers low precision would spoil, and why."""
 
 import dataclasses
-import io
 import math
 from typing import Literal
 
+from tfamp import _console
 from tfamp.results import Record
 
 Verdict = Literal["safe", "layers", "loss scale", "amplification", "cannot run"]
-_TABLE_WIDTH = 110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -108,18 +107,8 @@ def _shown(error: float) -> str:
 
 
 def _render(found: Sensitivity) -> str:
-    # Here, so that `import tfamp` does not pay for it.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
     title = f"{found.model} in {found.dtype} without tfamp's rules: {found.verdict}"
-    table = Table(title=Text(title), title_justify="left")
-    table.add_column("layer", overflow="fold")
-    table.add_column("class", overflow="fold")
-    table.add_column("outputs", justify="right", no_wrap=True)
-    table.add_column("gradients", justify="right", no_wrap=True)
-    table.add_column("float32 because", ratio=1, overflow="fold")
+    rows = []
     for layer in found.layers:
         because = f"{layer.reason}: {layer.explanation}" if layer.is_guilty else ""
         if because and layer.rule:
@@ -131,11 +120,12 @@ def _render(found: Sensitivity) -> str:
             _shown(layer.backward_error),
             because,
         )
-        table.add_row(*map(Text, row))
-    console = Console(
-        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
-    )
-    console.print(table)
-    console.print(Text(found.advice))
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+        rows.append(row)
+    columns = {
+        "layer": _console.FOLD,
+        "class": _console.FOLD,
+        "outputs": _console.RIGHT,
+        "gradients": _console.RIGHT,
+        "float32 because": {**_console.FOLD, "ratio": 1},
+    }
+    return _console.text_of(_console.table(columns, rows, title=title), found.advice)

@@ -1,15 +1,14 @@
 """What `tfamp.triage` found: why a step failed, where, and what to do."""
 
 import dataclasses
-import io
-from typing import Literal
+from typing import Any, Literal
 
+from tfamp import _console
 from tfamp.results import Record
 
 Cause = Literal[
     "data", "model", "learning rate", "optimizer", "loss scale", "precision", "none"
 ]
-_TABLE_WIDTH = 110
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,29 +75,20 @@ class Triage(Record):
 
 
 def _render(found: Triage) -> str:
-    # Here, so that `import tfamp` does not pay for it.
-    from rich.console import Console
-    from rich.table import Table
-    from rich.text import Text
-
-    console = Console(
-        file=io.StringIO(), width=_TABLE_WIDTH, color_system=None, legacy_windows=False
-    )
     place = "" if found.layer is None else f", layer {found.layer!r}"
     source = f" ({found.source})" if found.source else ""
-    console.print(Text(f"{found.model}: the cause is {found.cause}{place}{source}"))
-    for sentence in found.evidence:
-        console.print(Text(f"  - {sentence}"))
-    console.print(Text(f"Remedy: {found.remedy}"))
-    if found.replays:
-        table = Table(title=Text("Replayed"), title_justify="left")
-        for column in ("in", "loss", "finite", "first bad number"):
-            table.add_column(column, overflow="fold")
-        for replay in found.replays:
-            where = replay.on_the_way and f"{replay.on_the_way}: {replay.where or '-'}"
-            loss = "-" if replay.loss is None else f"{replay.loss:.6g}"
-            row = (replay.name, loss, "yes" if replay.is_finite else "no", where)
-            table.add_row(*map(Text, row))
-        console.print(table)
-    text = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    parts: list[Any] = [
+        f"{found.model}: the cause is {found.cause}{place}{source}",
+        *(f"  - {sentence}" for sentence in found.evidence),
+        f"Remedy: {found.remedy}",
+    ]
+    rows = []
+    for replay in found.replays:
+        where = replay.on_the_way and f"{replay.on_the_way}: {replay.where or '-'}"
+        loss = "-" if replay.loss is None else f"{replay.loss:.6g}"
+        rows.append((replay.name, loss, "yes" if replay.is_finite else "no", where))
+    if rows:
+        names = ("in", "loss", "finite", "first bad number")
+        columns = dict.fromkeys(names, _console.FOLD)
+        parts.append(_console.table(columns, rows, title="Replayed"))
+    return _console.text_of(*parts)

@@ -1,13 +1,12 @@
 """The table of a comparison for a terminal."""
 
-import io
 import itertools
 
+from tfamp import _console
 from tfamp.evidence import Evidence
 from tfamp.report import figures, sentences
 from tfamp.report.rows import Cell, Row, rows
 
-WIDTH = 110
 # Policies beside the reference that fit into the width; more get a table of their own.
 _IN_A_TABLE = 2
 # Letters of a cell, where so many policies stand beside the reference.
@@ -25,19 +24,14 @@ def table(evidence: Evidence) -> str:
         evidence: What was measured.
 
     Returns:
-        Lines of at most `WIDTH` columns.
+        Lines of at most 110 columns.
     """
-    # Here, so that `import tfamp` does not pay for it.
-    from rich.console import Console
-    from rich.text import Text
-
-    console = Console(
-        file=io.StringIO(), width=WIDTH, color_system=None, legacy_windows=False
-    )
     found = rows(evidence)
-    for start in range(0, max(len(evidence.candidates), 1), _IN_A_TABLE):
-        chosen = evidence.candidates[start : start + _IN_A_TABLE]
-        console.print(_part(evidence, found, chosen))
+    starts = range(0, max(len(evidence.candidates), 1), _IN_A_TABLE)
+    parts = [
+        _part(evidence, found, evidence.candidates[start : start + _IN_A_TABLE])
+        for start in starts
+    ]
     lines = [
         _LEGEND,
         sentences.reference_sentence(evidence),
@@ -53,10 +47,7 @@ def table(evidence: Evidence) -> str:
         lines += [sentences.advice(evidence, top)]
     # Last, where the eye ends up.
     lines += [f"Verdict: {sentences.verdict_sentence(evidence)}"]
-    for line in filter(None, lines):
-        console.print(Text(figures.plain(line)))
-    text: str = console.file.getvalue()  # type: ignore[attr-defined]
-    return "\n".join(line.rstrip() for line in text.splitlines())
+    return _console.text_of(*parts, *map(figures.plain, filter(None, lines)))
 
 
 def _part(

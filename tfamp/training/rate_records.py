@@ -1,11 +1,10 @@
 """What a range test of learning rates found."""
 
 import dataclasses
-import io
 import os
 from typing import Any
 
-from tfamp import _checks
+from tfamp import _checks, _console
 from tfamp.results import Record
 
 
@@ -42,23 +41,17 @@ class LearningRates(Record):
         Args:
             rows: How many at most.
         """
-        from rich.console import Console
-        from rich.table import Table
-
         _checks.positive_int("rows", rows)
-        table = Table(
-            title=f"{self.model}: {len(self.rates)} steps, then {self.why_it_ended}",
-            title_justify="left",
-        )
-        for column in ("learning rate", "loss", "smoothed"):
-            table.add_column(column, justify="right")
         every = max(1, -(-len(self.rates) // rows))
         columns = (self.rates, self.losses, self.smoothed)
-        for rate, loss, smoothed in list(zip(*columns, strict=True))[::every]:
-            table.add_row(f"{rate:.3g}", f"{loss:.4g}", f"{smoothed:.4g}")
-        console = Console(file=io.StringIO(), width=100, color_system=None)
-        console.print(table)
-        return console.file.getvalue().rstrip()  # type: ignore[attr-defined]
+        shown = [
+            (f"{rate:.3g}", f"{loss:.4g}", f"{smoothed:.4g}")
+            for rate, loss, smoothed in list(zip(*columns, strict=True))[::every]
+        ]
+        names = ("learning rate", "loss", "smoothed")
+        title = f"{self.model}: {len(self.rates)} steps, then {self.why_it_ended}"
+        table = _console.table(dict.fromkeys(names, _console.RIGHT), shown, title=title)
+        return _console.text_of(table, width=100)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the losses against the rates, with the suggestion.

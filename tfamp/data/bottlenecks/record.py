@@ -1,15 +1,14 @@
 """The record of a measurement: verdict, gain, times and what to change."""
 
 import dataclasses
-import io
 
 import numpy as np
 
+from tfamp import _console
 from tfamp._units import format_seconds, format_share
 from tfamp.data.bottlenecks.verdict import Cause
 from tfamp.results import Record
 
-_TABLE_WIDTH = 110
 _ROWS = {
     "real": "real pipeline, with the model",
     "compute": "model alone, batches from memory",
@@ -66,31 +65,23 @@ class Bottleneck(Record):
 
     def table(self) -> str:
         """Returns times, verdict and advice as text of at most 110 columns."""
-        # Here, so that nothing is paid for before something is printed.
-        from rich.console import Console
-        from rich.table import Table
-        from rich.text import Text
-
         rounds = len(self.times["real"])
-        table = Table(
-            title=f"{rounds} rounds, batches of {self.batch_size}", title_justify="left"
-        )
-        for column in ("a step of", "median", "middle half", "examples/s"):
-            table.add_column(column, justify="left" if column[0] == "a" else "right")
+        rows = []
         for name, seconds in self.times.items():
             middle = float(np.median(seconds))
             low, high = np.percentile(seconds, (25, 75))
-            table.add_row(
-                Text(_ROWS.get(name, name)),
-                format_seconds(middle),
-                f"{format_seconds(low)} to {format_seconds(high)}",
-                f"{self.batch_size / middle:,.0f}",
-            )
-        console = Console(file=io.StringIO(), width=_TABLE_WIDTH, color_system=None)
-        console.print(table)
-        text = console.file.getvalue()  # type: ignore[attr-defined]
-        lines = [line.rstrip() for line in text.splitlines()]
-        return "\n".join([*lines, *self._sentences(), *self.advice.splitlines()])
+            between = f"{format_seconds(low)} to {format_seconds(high)}"
+            rate = f"{self.batch_size / middle:,.0f}"
+            shown = _ROWS.get(name, name)
+            rows.append((shown, format_seconds(middle), between, rate))
+        right = ("median", "middle half", "examples/s")
+        table = _console.table(
+            {"a step of": {}, **dict.fromkeys(right, _console.RIGHT)},
+            rows,
+            title=f"{rounds} rounds, batches of {self.batch_size}",
+        )
+        lines = [*self._sentences(), *self.advice.splitlines()]
+        return "\n".join([_console.text_of(table), *lines])
 
     def _sentences(self) -> list[str]:
         sentences = [

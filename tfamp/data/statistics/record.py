@@ -1,22 +1,18 @@
 """`Statistics`: what `fit_statistics` found."""
 
 import dataclasses
-import io
 from collections.abc import Sequence
 from typing import Any
 
 import rich.box
-import rich.console
-import rich.table
 
-from tfamp import _units
+from tfamp import _console, _units
 from tfamp.data.statistics.building import build_layer
 from tfamp.data.statistics.columns import TENSOR
 from tfamp.data.statistics.conditioning import Condition
 from tfamp.data.statistics.features import Column, Feature, TextColumn
 from tfamp.results import Record
 
-_TABLE_WIDTH = 110
 _MAX_ROWS = 60
 
 
@@ -147,24 +143,16 @@ class Statistics(Record):
 
     def table(self) -> str:
         """Returns a table with one row for each feature, at most 60 of them."""
-        table = rich.table.Table(box=rich.box.SIMPLE_HEAD, pad_edge=False)
-        table.add_column("Feature", overflow="fold")
-        for title in ("Missing", "Inf", "Mean", "Std", "Min", "1 %", "Median"):
-            table.add_column(title, justify="right", no_wrap=True)
-        for title in ("99 %", "Max", "Mode"):
-            table.add_column(title, justify="right", no_wrap=True)
         rows = [row for column in self.columns for row in _rows(column)]
-        for row in rows[:_MAX_ROWS]:
-            table.add_row(*row)
-        console = rich.console.Console(
-            file=io.StringIO(),
-            width=_TABLE_WIDTH,
-            color_system=None,
-            legacy_windows=False,
+        titles = [*("Missing", "Inf", "Mean", "Std", "Min", "1 %", "Median")]
+        titles += ["99 %", "Max", "Mode"]
+        table = _console.table(
+            {"Feature": _console.FOLD, **dict.fromkeys(titles, _console.RIGHT)},
+            rows[:_MAX_ROWS],
+            box=rich.box.SIMPLE_HEAD,
+            pad_edge=False,
         )
-        console.print(table)
-        lines = console.file.getvalue().splitlines()  # type: ignore[attr-defined]
-        lines = [line.rstrip() for line in lines if line.strip()]
+        lines = [line for line in _console.text_of(table).splitlines() if line]
         if len(rows) > _MAX_ROWS:
             lines.append(f"... and {len(rows) - _MAX_ROWS} more features")
         lines.append(f"{self.num_examples:,} examples; {self.reading}.")
