@@ -13,10 +13,10 @@ import tensorflow as tf
 from tests.refusals import refusals
 from tfamp.data import Pipeline
 from tfamp.data.health import apply_fixes, check, drift, duplicates
-from tfamp.data.health.examples import Column, read
 from tfamp.data.health.profile import Profile
 from tfamp.data.health.rounding import rounding_for
-from tfamp.data.health.sample import RowSample
+from tfamp.data.profile.examples import Column, read
+from tfamp.data.profile.sample import RowSample
 from tfamp.findings import Findings, Fix
 
 N = 2000

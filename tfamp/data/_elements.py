@@ -1,5 +1,6 @@
 """What a dataset tells about its elements, most of it without reading one."""
 
+from collections.abc import Mapping
 from typing import Any
 
 import numpy as np
@@ -8,6 +9,52 @@ import tensorflow as tf
 # Of a tensor beside its values: its shape, its buffer, and their places in memory. By
 # the resident memory of 200,000 scalars and texts in a shuffle: 200 to 460.
 _TENSOR_BYTES = 300
+# What the only column is called where inputs are one tensor.
+TENSOR = "x"
+
+
+def inputs_of(element: Any) -> Any:
+    """Returns `x` of an element x, (x, y) or (x, y, sample_weight).
+
+    Example:
+        >>> inputs_of(({"age": 3}, 1)), inputs_of(7)
+        ({'age': 3}, 7)
+    """
+    return element[0] if isinstance(element, (tuple, list)) else element
+
+
+def with_inputs(element: Any, inputs: Any) -> Any:
+    """Returns the element with other inputs.
+
+    Example:
+        >>> with_inputs((1, "label"), 2), with_inputs(1, 2)
+        ((2, 'label'), 2)
+    """
+    if isinstance(element, (tuple, list)):
+        return (inputs, *element[1:])
+    return inputs
+
+
+def named_columns(inputs: Any) -> dict[str, Any]:
+    """Returns the columns of inputs by name, a lone tensor under "x".
+
+    Raises:
+        TypeError: The inputs are neither a tensor nor a flat dict of tensors.
+
+    Example:
+        >>> named_columns({"age": 3}), named_columns(7)
+        ({'age': 3}, {'x': 7})
+    """
+    columns = dict(inputs) if isinstance(inputs, Mapping) else {TENSOR: inputs}
+    for name, value in columns.items():
+        structured = isinstance(value, (Mapping, tuple, list))
+        if structured or not isinstance(name, str):
+            raise TypeError(
+                f"Inputs have a part {name!r} of type {type(value).__name__}; expected "
+                "one tensor, or a dict of tensors by name. Map the elements to "
+                "`({'name': tensor, ...}, y)` first."
+            )
+    return columns
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:

@@ -7,8 +7,8 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfamp import _checks
+from tfamp.data._elements import TENSOR
 from tfamp.data._filter_rules import Columns, Rule, check_there
-from tfamp.data.statistics.columns import TENSOR
 
 Shape = tuple[int | None, ...]
 

@@ -8,13 +8,19 @@ import tensorflow as tf
 
 from tfamp import _checks, _units
 from tfamp.data._drops import DropLog, DropReport, drop
-from tfamp.data._elements import looks_batched, with_length_of
+from tfamp.data._elements import (
+    TENSOR,
+    inputs_of,
+    looks_batched,
+    named_columns,
+    with_inputs,
+    with_length_of,
+)
 from tfamp.data._filter_outliers import Clip, DropOutliers, limits_of
 from tfamp.data._filter_rules import DropMissing, Fill, Rule
 from tfamp.data._filter_shapes import Reshape, check_shapes
 from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.statistics import Statistics
-from tfamp.data.statistics.columns import TENSOR, inputs_of, named_columns, with_inputs
 from tfamp.data.statistics.limits import FILLS, check_fill, check_rule
 
 SHAPE_ACTIONS = ("drop", "error", "crop_or_pad")

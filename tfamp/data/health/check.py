@@ -7,9 +7,9 @@ from typing import Any
 from tfamp import _checks, formats
 from tfamp.data._progress import progress
 from tfamp.data.health import drift, duplicates, labels, ranges, resolution
-from tfamp.data.health.examples import Column, Examples, empty, read
 from tfamp.data.health.profile import Profile
 from tfamp.data.health.rounding import Rounding, rounding_for
+from tfamp.data.profile.examples import Column, Examples, empty, read
 from tfamp.findings import Finding, Findings
 
 _SEED = 0

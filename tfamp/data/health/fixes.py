@@ -8,7 +8,7 @@ from absl import logging
 
 from tfamp import _checks
 from tfamp.data._cpus import num_usable_cpus
-from tfamp.data.health.examples import flatten
+from tfamp.data.profile.examples import flatten
 from tfamp.findings import Findings, Fix
 
 _KINDS = ("cast", "standardize")

@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 
 from tfamp._units import format_share
-from tfamp.data.health.examples import Column
 from tfamp.data.health.wording import number
+from tfamp.data.profile.examples import Column
 from tfamp.findings import Finding
 
 RULES = ("labels", "one_hot", "balance", "unseen_class")

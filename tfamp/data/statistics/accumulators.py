@@ -1,170 +1,53 @@
-"""What is kept of a column while its values stream by."""
+"""What is kept of a column of inputs while it streams by."""
+
+import collections
 
 import numpy as np
 
-from tfamp.data.statistics.counts import MAX_DISTINCT, Counts
+from tfamp.data.profile import examples
+from tfamp.data.profile.numbers import Numbers
+from tfamp.data.profile.sample import RowSample, leads, rank_error, thin
 from tfamp.data.statistics.features import Column, Feature, TextColumn
 from tfamp.data.statistics.missing import is_missing
-from tfamp.data.statistics.sketch import RANK_ERROR, QuantileSketch, thin
-from tfamp.data.statistics.welford import Moments
 
-# Values of a column that wait to be sorted together: 32 MiB in float64.
-_BUFFER_VALUES = 2**22
-_MIN_BUFFER_ROWS, _MAX_BUFFER_ROWS = 2**11, 2**16
-# Values of a long stream whose frequency is followed, to find its mode.
-_MAX_FREQUENT = 1_000
+# Rows kept of a column, fewer where it has many features: 64 MiB of float32.
+_SAMPLE_ROWS, _MIN_SAMPLE_ROWS = 100_000, 10_000
+_SAMPLE_VALUES = 2**24
 # Of a record; a column with many features keeps fewer of each.
-_RECORD_VALUES = 400_000
-_MIN_RECORD_VALUES = 2_000
+_RECORD_VALUES, _MIN_RECORD_VALUES = 400_000, 2_000
+# Texts that are counted one by one.
+_MAX_TEXTS = 10_000
 
 
-class Distribution:
-    """The distribution of one feature: a table of all values, or a sketch.
-
-    Up to 10,000 distinct values are counted one by one, so quantiles and mode are
-    exact. With more, the table moves into a `QuantileSketch` and a `Counts`.
-
-    Args:
-        max_distinct: Size of the table.
-    """
-
-    def __init__(self, max_distinct: int = MAX_DISTINCT) -> None:
-        self._max_distinct = max_distinct
-        self._values = np.empty(0)
-        self._weights = np.empty(0, np.int64)
-        self._sketch: QuantileSketch | None = None
-        self._frequent = Counts(_MAX_FREQUENT)
-
-    def add(self, values: np.ndarray) -> None:
-        """Adds finite float64 values `(values,)`."""
-        distinct, counts = np.unique(values, return_counts=True)
-        if self._sketch is not None:
-            self._sketch.add(values)
-            self._frequent.add_counted(distinct, counts)
-        else:
-            self.add_counted(distinct, counts)
-
-    def add_counted(self, values: np.ndarray, counts: np.ndarray) -> None:
-        """Adds values that occur several times to the table."""
-        values = np.concatenate([self._values, values])
-        self._values, inverse = np.unique(values, return_inverse=True)
-        self._weights = np.bincount(
-            inverse,
-            np.concatenate([self._weights, counts]),
-            minlength=len(self._values),
-        ).astype(np.int64)
-        if len(self._values) > self._max_distinct:
-            self._sketch = QuantileSketch()
-            self._sketch.add_counted(self._values, self._weights)
-            self._frequent.add_counted(self._values, self._weights)
-
-    def distinct(self) -> int | None:
-        """Returns how many values differ, None where there are too many."""
-        return None if self._sketch else len(self._values)
-
-    def mode(self) -> tuple[float, int] | None:
-        """Returns the most frequent value and its count, None if that's open."""
-        if self._sketch is not None:
-            return self._frequent.mode()
-        # Of equal counts `argmax` takes the first, the smallest value.
-        place = int(self._weights.argmax())
-        if self._weights[place] == 1 and len(self._values) > 1:
-            return None
-        return float(self._values[place]), int(self._weights[place])
-
-    def summary(self, max_values: int) -> tuple[np.ndarray, np.ndarray, float]:
-        """Returns values, what each stands for, and the rank error of quantiles."""
-        if self._sketch is None:
-            values, weights, error = self._values, self._weights, 0.0
-        else:
-            values, weights = self._sketch.weighted_values()
-            error = RANK_ERROR
-        if len(values) <= max_values:
-            return *thin(values, weights, max_values), error
-        return *thin(values, weights, max_values), error + 0.5 / max_values
-
-
-class NumberColumn:
-    """Streams a column of numbers.
+class NumberAccumulator:
+    """Profiles a column of numbers.
 
     Args:
         name: Of the column.
-        num_features: Length of its last axis.
-        dtype: NumPy dtype of its values.
+        column: What it is like.
         missing_values: Numbers that stand for a missing value, besides NaN.
     """
 
     def __init__(
-        self,
-        name: str,
-        num_features: int,
-        dtype: np.dtype,
-        missing_values: tuple[float, ...],
+        self, name: str, column: examples.Column, missing_values: tuple[float, ...]
     ) -> None:
-        self._name, self._dtype = name, dtype
+        self._name, self._dtype = name, column.dtype
         self._missing_values = missing_values
-        self._moments = Moments(num_features)
-        self._missing = np.zeros(num_features, np.int64)
-        self._infinite = np.zeros(num_features, np.int64)
-        self._zeros = np.zeros(num_features, np.int64)
-        self._min = np.full(num_features, np.inf)
-        self._max = np.full(num_features, -np.inf)
-        self._distributions = [Distribution() for _ in range(num_features)]
-        self._buffer: list[np.ndarray] = []
-        rows = _BUFFER_VALUES // num_features
-        self._buffer_rows = int(np.clip(rows, _MIN_BUFFER_ROWS, _MAX_BUFFER_ROWS))
+        self._num_features = int(column.shape[-1] or 1) if column.shape else 1
+        self._numbers = Numbers(self._num_features)
+        rows = _SAMPLE_VALUES // self._num_features
+        self._sample = RowSample(int(np.clip(rows, _MIN_SAMPLE_ROWS, _SAMPLE_ROWS)), 0)
 
     def add(self, values: np.ndarray) -> None:
-        """Adds values `(..., features)` in the column's own dtype."""
-        values = values.reshape(-1, len(self._missing))
-        if self._dtype.itemsize == 1 and self._dtype.kind in "iub":
-            self._add_bytes(values)
-            return
-        absent = is_missing(values, self._missing_values)
-        self._missing += absent.sum(axis=0)
-        numbers = np.where(absent, np.nan, values.astype(np.float64))
-        infinite = np.isinf(numbers)
-        self._infinite += infinite.sum(axis=0)
-        if infinite.any():
-            numbers[infinite] = np.nan
-        self._moments.add(numbers)
-        self._zeros += (numbers == 0).sum(axis=0)
-        if len(numbers):
-            self._min = np.fmin(self._min, np.fmin.reduce(numbers, axis=0))
-            self._max = np.fmax(self._max, np.fmax.reduce(numbers, axis=0))
-        self._buffer.append(numbers)
-        if sum(map(len, self._buffer)) >= self._buffer_rows:
-            self._flush()
-
-    def _add_bytes(self, values: np.ndarray) -> None:
-        """Adds 8-bit values by counting each of the 256: nothing is sorted."""
-        lowest = -128 if self._dtype.kind == "i" else 0
-        possible = np.arange(lowest, lowest + 256)
-        counts = np.stack(
-            [
-                np.bincount(column.astype(np.intp) - lowest, minlength=256)
-                for column in values.T
-            ]
-        )
-        for value in self._missing_values:
-            self._missing += counts[:, int(value) - lowest]
-            counts[:, int(value) - lowest] = 0
-        numbers = possible.astype(np.float64)
-        self._moments.add_counted(numbers, counts)
-        self._zeros += counts[:, -lowest]
-        for feature, row in enumerate(counts):
-            there = numbers[row > 0]
-            if len(there):
-                self._min[feature] = min(self._min[feature], there[0])
-                self._max[feature] = max(self._max[feature], there[-1])
-                self._distributions[feature].add_counted(there, row[row > 0])
-
-    def _flush(self) -> None:
-        """Sorts what waits into the distributions, feature by feature."""
-        rows = np.concatenate(self._buffer)
-        self._buffer = []
-        for distribution, column in zip(self._distributions, rows.T, strict=True):
-            distribution.add(column[~np.isnan(column)])
+        """Takes values `(..., features)` in the column's own dtype."""
+        rows = values.reshape(-1, self._num_features)
+        if self._missing_values:
+            absent = is_missing(rows, self._missing_values)
+            rows = np.where(absent, np.nan, rows.astype(np.float64))
+        self._numbers.add(rows)
+        if self._numbers.histogram is None:
+            chosen = self._sample.choose(len(rows))
+            self._sample.add(rows[chosen])
 
     def finish(self, *, scalar: bool) -> Column:
         """Returns the record of the column.
@@ -172,57 +55,81 @@ class NumberColumn:
         Raises:
             ValueError: A feature has no finite value.
         """
-        if self._buffer:
-            self._flush()
         names = [
-            self._name if scalar else f"{self._name}[{position}]"
-            for position in range(len(self._missing))
+            self._name if scalar else f"{self._name}[{place}]"
+            for place in range(self._num_features)
         ]
-        empty = tuple(
-            name
-            for name, count in zip(names, self._moments.count, strict=True)
-            if not count
-        )
+        found = zip(names, self._numbers.num_finite, strict=True)
+        empty = tuple(name for name, count in found if not count)
         if empty:
             raise ValueError(
                 f"Features {empty[:10]!r} have no finite value: all are NaN, infinite, "
                 f"or one of {self._missing_values!r}; expected at least one. Leave "
                 "them out of the inputs, or correct their source."
             )
-        each = max(_MIN_RECORD_VALUES, _RECORD_VALUES // len(names))
+        rows = self._sample.rows()
         features = tuple(
-            self._feature(place, name, each) for place, name in enumerate(names)
+            self._feature(place, name, rows) for place, name in enumerate(names)
         )
-        return Column(
-            self._name, self._dtype.name, scalar, self._missing_values, features
-        )
+        return Column(self._name, self._dtype, scalar, self._missing_values, features)
 
-    def _feature(self, place: int, name: str, max_values: int) -> Feature:
+    def _feature(self, place: int, name: str, rows: np.ndarray) -> Feature:
         """Returns the record of one feature."""
-        distribution = self._distributions[place]
-        mode = distribution.mode()
-        values, weights, rank_error = distribution.summary(max_values)
+        numbers = self._numbers
+        count = int(numbers.num_finite[place])
+        values, counts, error = self._counted(place, rows)
+        is_whole = error == 0
+        most = int(counts.argmax())  # of equal counts the first, the smallest value
+        repeats = counts[most] > 1 or len(values) == 1
+        has_mode = repeats and (is_whole or leads(counts))
+        mode = float(values[most])
+        mode_count = round(int(counts[most]) * count / int(counts.sum()))
+        distinct = len(values) if is_whole else None
+        max_values = max(_MIN_RECORD_VALUES, _RECORD_VALUES // self._num_features)
+        if len(values) > max_values:
+            error += 0.5 / max_values
+        values, counts = thin(values, counts, max_values)
+        ends = np.round(np.cumsum(counts) * (count / counts.sum())).astype(np.int64)
         return Feature(
             name=name,
-            count=int(self._moments.count[place]),
-            missing=int(self._missing[place]),
-            infinite=int(self._infinite[place]),
-            zeros=int(self._zeros[place]),
-            mean=float(self._moments.mean[place]),
-            variance=float(self._moments.variance[place]),
-            min=float(self._min[place]),
-            max=float(self._max[place]),
-            mode=mode[0] if mode else None,
-            mode_count=mode[1] if mode else None,
-            distinct=distribution.distinct(),
+            count=count,
+            missing=int(numbers.num_nan[place]),
+            infinite=int(numbers.num_infinite[place]),
+            zeros=count - int(numbers.num_nonzero[place]),
+            mean=float(numbers.mean[place]),
+            variance=float(numbers.variance[place]),
+            min=float(numbers.low[place]),
+            max=float(numbers.high[place]),
+            mode=mode if has_mode else None,
+            mode_count=mode_count if has_mode else None,
+            distinct=distinct,
             values=tuple(values.tolist()),
-            weights=tuple(weights.tolist()),
-            rank_error=rank_error,
+            weights=tuple(np.diff(ends, prepend=0).tolist()),
+            rank_error=error,
         )
+
+    def _counted(
+        self, place: int, rows: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray, float]:
+        """Returns distinct values, how often each occurs, and the error of ranks."""
+        histogram = self._numbers.histogram
+        if histogram is not None:
+            lowest = -128 if self._dtype == "int8" else 0
+            seen = np.flatnonzero(histogram[place])
+            return (seen + lowest).astype(np.float64), histogram[place][seen], 0.0
+        sampled = rows[:, place].astype(np.float64)
+        values, counts = np.unique(sampled[np.isfinite(sampled)], return_counts=True)
+        if self._sample.is_whole:
+            return values, counts, 0.0
+        if not len(values):  # of a feature that is nearly always missing
+            ends = [self._numbers.low[place], self._numbers.high[place]]
+            values = np.unique(np.array(ends, np.float64))
+            return values, np.ones(len(values), np.int64), 1.0
+        return values, counts, rank_error(int(counts.sum()))
 
 
 class TextAccumulator:
-    """Streams a column of strings.
+    """Counts a column of strings.
 
     Args:
         name: Of the column.
@@ -233,10 +140,11 @@ class TextAccumulator:
         self._name, self._missing_values = name, missing_values
         self._absent = {value.encode() for value in missing_values}
         self._count = self._missing = 0
-        self._counts = Counts()
+        self._counts: collections.Counter[bytes] | None = collections.Counter()
+        self._sample = RowSample(_SAMPLE_ROWS, 0)
 
     def add(self, values: np.ndarray) -> None:
-        """Adds bytes or texts of any shape."""
+        """Takes bytes or texts of any shape."""
         texts = [
             value.encode() if isinstance(value, str) else value
             for value in values.reshape(-1).tolist()
@@ -244,7 +152,11 @@ class TextAccumulator:
         present = [text for text in texts if text not in self._absent]
         self._missing += len(texts) - len(present)
         self._count += len(present)
-        self._counts.add(present)
+        self._sample.add(np.array(present, object)[self._sample.choose(len(present))])
+        if self._counts is not None:
+            self._counts.update(present)
+            if len(self._counts) > _MAX_TEXTS:
+                self._counts = None
 
     def finish(self, *, scalar: bool) -> TextColumn:
         """Returns the record of the column.
@@ -258,19 +170,26 @@ class TextAccumulator:
                 f"{self._missing_values!r}; expected at least one other text. Leave it "
                 "out of the inputs, or correct its source."
             )
-        mode = self._counts.mode()
-        values, counts = zip(*self._counts.most_common() or [(b"", 0)], strict=True)
+        rows = self._sample.rows()
+        is_whole = self._counts is not None or self._sample.is_whole
+        counter = self._counts or collections.Counter(rows.tolist())
+        scale = 1.0 if is_whole else self._count / len(rows)
+        error = 0 if is_whole else round(rank_error(len(rows)) * self._count)
+        # The largest count first, ties by value.
+        ordered = sorted(counter.items(), key=lambda item: (-item[1], item[0]))
+        values, counts = zip(*ordered[:_MAX_TEXTS], strict=True)
+        has_mode = is_whole or leads(np.array(counts))
         return TextColumn(
             name=self._name,
             scalar=scalar,
             missing_values=self._missing_values,
             count=self._count,
             missing=self._missing,
-            distinct=self._counts.distinct(),
+            distinct=len(counter) if is_whole else None,
             values=tuple(_text(value) for value in values),
-            counts=counts,
-            count_error=self._counts.error,
-            mode=_text(mode[0]) if mode else None,
+            counts=tuple(round(count * scale) for count in counts),
+            count_error=error,
+            mode=_text(values[0]) if has_mode else None,
         )
 
 

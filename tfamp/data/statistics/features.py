@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.statistics.sketch import quantiles
+from tfamp.data.profile.sample import quantiles
 from tfamp.results import Record
 
 
@@ -27,10 +27,10 @@ class Feature(Record):
         min: The smallest.
         max: The largest.
         mode: The most frequent value, the smallest of several; None where it is
-            open: no value occurs twice, or too many differ to count each.
-        mode_count: How often it occurs; too low by at most a 1000th of `count`
-            where `distinct` is None.
-        distinct: How many values differ; None above 10,000.
+            open: no value occurs twice, or none leads in the sample by more than
+            chance.
+        mode_count: How often it occurs; an estimate where `distinct` is None.
+        distinct: How many values differ; None where a sample stands for all rows.
         values: Values in ascending order that stand for all.
         weights: How many each stands for.
         rank_error: By how much the rank of a quantile may be off, as a fraction of
@@ -133,11 +133,12 @@ class TextColumn(Record):
         missing_values: Texts that stand for a missing value.
         count: Values that are not missing.
         missing: Values that are.
-        distinct: How many values differ; None above 10,000.
-        values: The values, the most frequent first; bytes that are no UTF-8 are
-            written with backslashes.
+        distinct: How many values differ; None where a sample stands for all rows.
+        values: The values, the most frequent first, at most 10,000; bytes that are no
+            UTF-8 are written with backslashes.
         counts: How often each occurs.
-        count_error: By how much a count may be too low; 0 where counts are exact.
+        count_error: By how much a count may be off, with a probability of 99.9 %; 0
+            where counts are exact.
         mode: The most frequent value, None where it is open.
     """
 

@@ -1,28 +1,17 @@
 """`fit_statistics`: one pass over a dataset, whatever its length."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import batched_by_stages, known_length
+from tfamp.data import _elements
 from tfamp.data._progress import progress
-from tfamp.data.statistics.accumulators import NumberColumn, TextAccumulator
-from tfamp.data.statistics.columns import (
-    Layout,
-    inputs_of,
-    named_columns,
-    read_layout,
-)
+from tfamp.data.profile import examples
+from tfamp.data.statistics.accumulators import NumberAccumulator, TextAccumulator
 from tfamp.data.statistics.missing import MissingValues, by_column
 from tfamp.data.statistics.record import Statistics
-
-# Examples are read in chunks of about this size, and of no more than so many.
-_CHUNK_BYTES = 8 * 2**20
-_MAX_CHUNK_EXAMPLES = 4096
-# What a string is taken to measure.
-_TEXT_BYTES = 32
 
 
 def fit_statistics(
@@ -35,10 +24,13 @@ def fit_statistics(
     """Returns the statistics of a dataset's inputs, read in one pass.
 
     Counts, mean, variance, minimum and maximum are exact: float64, merged by
-    Welford's method. Quantiles and mode are exact up to 10,000 distinct values of a
-    feature; beyond that, ranks are off by less than 0.001 of the count. NaN and inf
-    are counted and touch nothing else. Memory is up to 0.4 MiB per feature, whatever
-    the dataset's length.
+    Welford's method. Quantiles and mode are exact up to 100,000 rows, and of 8-bit
+    numbers always; beyond that they are those of 100,000 rows drawn at random (10,000
+    where a column has more than 1,600 features). The rank of a quantile q then has a
+    standard error of sqrt(q (1 - q) / 100,000): 0.16 % at the median, 0.03 % at the
+    first percentile. Texts are counted exactly while at most 10,000 differ. NaN and
+    inf are counted and touch nothing else. Memory is up to 0.8 MiB per feature,
+    twice that of float64, whatever the dataset's length.
 
     The features of a tensor are the entries of its last axis: columns of a table,
     channels of an image. Targets and sample weights are left out.
@@ -71,144 +63,107 @@ def fit_statistics(
         >>> statistics["x"].array("mean"), statistics["x"].array("missing")
         (array([30.]), array([1]))
     """
-    if not isinstance(dataset, tf.data.Dataset) and not hasattr(dataset, "build"):
-        return _fit_arrays(dataset, columns, missing_value, batched)
-    if hasattr(dataset, "build"):
-        if batched is None:
-            batched = batched_by_stages(dataset)
-        dataset = dataset.build()
-    if int(dataset.cardinality()) == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            "`dataset` is infinite, so its statistics never end; expected one pass. "
-            "Leave out `.repeat()`, or pass `dataset.take(n)`."
-        )
-    layout = read_layout(dataset.element_spec, columns=columns, batched=batched)
-    accumulators = _accumulators(layout, missing_value)
-    total = None if layout.batched else known_length(dataset)
-    examples = 0
-    with progress("Reading statistics", total, unit="examples") as update:
-        for chunk in _chunks(dataset, layout):
-            examples += _add(accumulators, chunk, layout)
-            update(examples)
-    return _finish(accumulators, layout, examples)
-
-
-def _fit_arrays(
-    arrays: Any,
-    columns: Sequence[str] | None,
-    missing_value: MissingValues,
-    batched: bool | None,
-) -> Statistics:
-    """Reads arrays without copying them into a dataset."""
-    inputs = named_columns(inputs_of(arrays))
-    for name, value in inputs.items():
-        if not hasattr(value, "shape") or not hasattr(value, "dtype"):
-            raise TypeError(
-                f"`dataset` holds {name!r} of type {type(value).__name__}; expected a "
-                "tf.data.Dataset, a Pipeline, or arrays `(examples, ...)`. Convert "
-                "lists with `np.asarray`."
+    is_stream = isinstance(dataset, tf.data.Dataset) or hasattr(dataset, "build")
+    if not is_stream:
+        if batched is False:
+            raise ValueError(
+                "`batched` is False, and `dataset` is arrays; expected None, since the "
+                "first axis of arrays counts examples. Leave it out."
             )
-    if batched is False:
-        raise ValueError(
-            "`batched` is False, and `dataset` is arrays; expected None, since the "
-            "first axis of arrays counts examples. Leave it out."
-        )
-    values = {name: np.asarray(value) for name, value in inputs.items()}
-    specs = {
-        name: tf.TensorSpec((None, *value.shape[1:]), _tensor_dtype(value))
-        for name, value in values.items()
-    }
-    named = isinstance(inputs_of(arrays), Mapping)
-    spec = specs if named else next(iter(specs.values()))
-    layout = read_layout(spec, columns=columns, batched=True)
-    lengths = {name: len(values[name]) for name in layout.names}
-    if len(set(lengths.values())) > 1:
-        raise ValueError(
-            f"Columns have lengths {lengths!r}; expected the same number of examples "
-            "in each. Pass arrays whose rows belong together."
-        )
-    accumulators = _accumulators(layout, missing_value)
-    examples = next(iter(lengths.values()))
-    size = _chunk_examples(layout)
-    with progress("Reading statistics", examples, unit="examples") as update:
-        for start in range(0, examples, size):
-            chunk = {name: values[name][start : start + size] for name in layout.names}
-            update(start + _add(accumulators, chunk, layout))
-    return _finish(accumulators, layout, examples)
+        # A list of x and y is no tuple of columns.
+        dataset = tuple(dataset) if isinstance(dataset, list) else dataset
+    named = False
+    paths: dict[str, str] = {}
 
+    def select(element: Any) -> list[str]:
+        nonlocal named
+        inputs = _elements.inputs_of(element)
+        named = isinstance(inputs, Mapping)
+        names = _selected(_elements.named_columns(inputs), columns, named=named)
+        paths.update((f"x/{name}" if named else "x", name) for name in names)
+        return list(paths)
 
-def _tensor_dtype(value: np.ndarray) -> tf.DType:
-    """Returns the tensor dtype of an array; objects are taken for text."""
-    return tf.string if value.dtype.kind in "OSU" else tf.as_dtype(value.dtype)
-
-
-def _accumulators(layout: Layout, missing_value: MissingValues) -> dict[str, Any]:
-    """Returns an accumulator for each column."""
-    dtypes = {
-        name: np.dtype(object) if spec.dtype == tf.string else spec.dtype.as_numpy_dtype
-        for name, spec in zip(layout.names, layout.specs, strict=True)
-    }
-    dtypes = {name: np.dtype(dtype) for name, dtype in dtypes.items()}
+    read = examples.read(
+        "dataset", dataset, batched=batched, select=select, tell_unclear=_tell_unclear
+    )
+    for column in read.columns:
+        _check_shape(paths[column.name], column)
+    dtypes = {paths[column.name]: _numpy_dtype(column.dtype) for column in read.columns}
     missing = by_column(missing_value, dtypes)
-    return {
-        name: TextAccumulator(name, missing[name])
-        if dtype.kind == "O"
-        else NumberColumn(name, layout.num_features(name), dtype, missing[name])
-        for name, dtype in dtypes.items()
+    accumulators = {
+        column.name: TextAccumulator(paths[column.name], missing[paths[column.name]])
+        if column.is_text
+        else NumberAccumulator(paths[column.name], column, missing[paths[column.name]])
+        for column in read.columns
     }
-
-
-def _chunk_examples(layout: Layout) -> int:
-    """Returns how many examples to read at once."""
-    example_bytes = 0
-    for spec in layout.specs:
-        shape = spec.shape[1:] if layout.batched else spec.shape
-        size = _TEXT_BYTES if spec.dtype == tf.string else spec.dtype.size
-        example_bytes += size * (shape.num_elements() or 1)
-    return int(np.clip(_CHUNK_BYTES // max(1, example_bytes), 1, _MAX_CHUNK_EXAMPLES))
-
-
-def _chunks(dataset: tf.data.Dataset, layout: Layout) -> Iterator[dict[str, Any]]:
-    """Yields the columns of many examples at once where their shapes allow it."""
-
-    def keep(*parts: Any) -> dict[str, tf.Tensor]:
-        inputs = named_columns(inputs_of(parts))
-        return {name: inputs[name] for name in layout.names}
-
-    kept = dataset.map(keep)
-    fixed = all(spec.shape.is_fully_defined() for spec in layout.specs)
-    if not layout.batched and fixed:
-        kept = kept.batch(_chunk_examples(layout))
-    return kept.prefetch(2).as_numpy_iterator()
-
-
-def _add(
-    accumulators: dict[str, Any], chunk: Mapping[str, np.ndarray], layout: Layout
-) -> int:
-    """Adds a chunk to all columns; returns how many examples it holds."""
-    for name, accumulator in accumulators.items():
-        accumulator.add(np.asarray(chunk[name]))
-    name, spec = layout.names[0], layout.specs[0]
-    # An example of unknown shape comes alone, without an axis for examples.
-    alone = not layout.batched and np.ndim(chunk[name]) == spec.shape.rank
-    return 1 if alone else len(chunk[name])
-
-
-def _finish(accumulators: dict[str, Any], layout: Layout, examples: int) -> Statistics:
-    """Returns the record."""
-    if not examples:
-        raise ValueError(
-            "`dataset` has no element, so it has no statistics; expected at least one. "
-            "Look at its source, and at filters and `take` before this."
-        )
-    columns = tuple(
-        accumulator.finish(scalar=layout.is_scalar(name))
-        for name, accumulator in accumulators.items()
-    )
-    reading = "batches" if layout.batched else "single examples"
+    num_examples = 0
+    unit = "batches" if read.in_elements else "examples"
+    with progress("Reading statistics", read.length, unit=unit) as update:
+        for num_chunks, chunk in enumerate(read.chunks(), start=1):
+            for name, accumulator in accumulators.items():
+                accumulator.add(chunk[name])
+            num_examples += len(next(iter(chunk.values())))
+            update(num_chunks if read.in_elements else num_examples)
+    if not num_examples:
+        raise examples.empty("dataset")
+    is_batches = read.in_elements or not is_stream
+    reading = "batches" if is_batches else "single examples"
     return Statistics(
-        columns=columns,
-        num_examples=examples,
-        named=layout.named,
-        reading=f"elements read as {reading}: {layout.reason}",
+        columns=tuple(
+            accumulators[column.name].finish(scalar=column.shape == ())
+            for column in read.columns
+        ),
+        num_examples=num_examples,
+        named=named,
+        reading=f"elements read as {reading}: {read.reason}",
     )
+
+
+def _selected(
+    inputs: Mapping[str, Any], columns: Sequence[str] | None, *, named: bool
+) -> Sequence[str]:
+    """Returns the names of the columns that were asked for."""
+    if columns is None:
+        return tuple(inputs)
+    if not named:
+        raise ValueError(
+            f"`columns` is {columns!r}, and inputs are one tensor without names; "
+            "expected None. Leave it out, or make the inputs a dict."
+        )
+    unknown = tuple(name for name in columns if name not in inputs)
+    if unknown or isinstance(columns, str) or not columns:
+        raise ValueError(
+            f"`columns` is {columns!r}; expected a tuple of names among "
+            f"{tuple(inputs)!r}. Correct it, or leave it out for all."
+        )
+    return columns
+
+
+def _tell_unclear(element_spec: Any) -> tuple[bool, str]:
+    """Returns whether elements are batches where their shapes leave it open."""
+    shapes = [spec.shape for spec in tf.nest.flatten(element_spec)]
+    if len(shapes) == 1:
+        return False, f"elements of shape {shapes[0]} are taken for single ones"
+    inputs = tf.nest.flatten(_elements.inputs_of(element_spec))
+    # Right or wrong, only `num_examples` hangs on it: the last axis stays the last.
+    if all(spec.shape.rank > 1 for spec in inputs):
+        return True, "the first dimensions of all parts are equal"
+    raise ValueError(
+        f"Elements {element_spec} may be batches of scalars or single vectors; "
+        "expected shapes that tell. Pass `batched=True` or `batched=False`."
+    )
+
+
+def _check_shape(name: str, column: examples.Column) -> None:
+    """Raises unless the number of features is known."""
+    if column.shape and not column.shape[-1]:
+        raise ValueError(
+            f"Column {name!r} has examples of shape {column.shape}; expected a last "
+            "axis of known size, at least 1, which holds the features. Set it with "
+            "`tf.ensure_shape` in a map."
+        )
+
+
+def _numpy_dtype(dtype: str) -> np.dtype:
+    """Returns the NumPy dtype of a column; objects stand for text."""
+    return np.dtype(object if dtype == "string" else tf.as_dtype(dtype).as_numpy_dtype)

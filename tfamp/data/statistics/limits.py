@@ -78,7 +78,7 @@ def fill_values(column: Column, missing: Any) -> np.ndarray:
         if value is None:
             raise ValueError(
                 f"`missing` is 'mode', and no value of feature {feature.name!r} stands "
-                "out: each occurs once, or more than 10,000 differ; expected a most "
+                "out: each occurs once, or none clearly leads; expected a most "
                 f"frequent one. Pass 'median' for column {column.name!r}."
             )
     return np.array(values, np.float64)

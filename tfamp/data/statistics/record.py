@@ -7,8 +7,8 @@ from typing import Any
 import rich.box
 
 from tfamp import _console, _units
+from tfamp.data._elements import TENSOR
 from tfamp.data.statistics.building import build_layer
-from tfamp.data.statistics.columns import TENSOR
 from tfamp.data.statistics.conditioning import Condition
 from tfamp.data.statistics.features import Column, Feature, TextColumn
 from tfamp.results import Record

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, Literal
 
 import numpy as np
@@ -58,28 +58,32 @@ class Examples:
         length: Number of examples, or of elements where `in_elements`; None if
             unknown. Only for progress.
         in_elements: Whether `length` counts batches.
-        source: What is read: a dataset of chunks, or arrays by column.
+        reason: How it was told whether elements are batches, as a sentence.
+        source: What is read: a dataset of chunks, or arrays, either by column.
     """
 
     columns: tuple[Column, ...]
     length: int | None
     in_elements: bool
+    reason: str
     source: Any = dataclasses.field(repr=False)
 
     def chunks(self) -> Iterator[dict[str, np.ndarray]]:
         """Yields arrays by column; the first axis counts examples."""
         if isinstance(self.source, dict):
             yield from _slices(self.source)
-            return
-        names = [column.name for column in self.columns]
-        for element in self.source:
-            flat = flatten(element).values()
-            yield {
-                name: _as_array(value) for name, value in zip(names, flat, strict=True)
-            }
+        else:
+            yield from self.source.prefetch(2).as_numpy_iterator()
 
 
-def read(argument: str, data: Any, *, batched: bool | None = None) -> Examples:
+def read(
+    argument: str,
+    data: Any,
+    *,
+    batched: bool | None = None,
+    select: Callable[[Any], Sequence[str]] | None = None,
+    tell_unclear: Callable[[Any], tuple[bool, str]] | None = None,
+) -> Examples:
     """Returns the examples of a dataset, a pipeline or arrays.
 
     Args:
@@ -87,19 +91,61 @@ def read(argument: str, data: Any, *, batched: bool | None = None) -> Examples:
         data: A `tf.data.Dataset` of batches or single examples, a `Pipeline`, or
             arrays: x, (x, y) or (x, y, sample_weight).
         batched: Whether a dataset's elements are batches; None to tell from the
-            stages of a pipeline, else from shapes, which are taken for batches when
-            in doubt, as `fit` does.
+            stages of a pipeline, else from shapes.
+        select: Gives the names of the columns to read, from an element or its spec;
+            None for all.
+        tell_unclear: Tells from an element's spec whether it is a batch, and why,
+            where shapes leave it open; None for a batch unless it is a lone vector,
+            as `fit` takes it.
 
     Raises:
         TypeError: `data` is something else, or holds ragged or sparse tensors.
         ValueError: It is infinite or empty, or arrays differ in length.
     """
+    reason = f"`batched={batched}` was given"
     if callable(getattr(data, "build", None)):
-        batched = batched_by_stages(data) if batched is None else batched
+        if batched is None:
+            batched, reason = batched_by_stages(data), "by the pipeline's stages"
         data = data.build()
-    if isinstance(data, tf.data.Dataset):
-        return _dataset_examples(argument, data, batched)
-    return _array_examples(argument, data)
+    if not isinstance(data, tf.data.Dataset):
+        return _array_examples(argument, data, select)
+    cardinality = int(data.cardinality())
+    if cardinality == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            f"`{argument}` is a dataset without end; expected one that ends. Leave "
+            f"out `.repeat()`, or pass `{argument}.take(num_batches)`."
+        )
+    names = None if select is None else select(data.element_spec)
+    specs = _chosen(data.element_spec, names)
+    for name, spec in specs.items():
+        if not isinstance(spec, tf.TensorSpec):
+            raise TypeError(
+                f"Column {name!r} of `{argument}` is {spec!r}; expected a dense "
+                "tensor. Map it to one first: `.to_tensor()` of a ragged tensor, "
+                "`tf.sparse.to_dense` of a sparse one."
+            )
+    if batched is None:
+        batched, reason = _tell_batched(data.element_spec, tell_unclear or _as_fit)
+    columns = []
+    for name, spec in specs.items():
+        if batched and spec.shape.rank == 0:
+            raise ValueError(
+                f"Column {name!r} of `{argument}` is a scalar; expected a first axis "
+                "that counts examples, as of batches. Pass `batched=False`."
+            )
+        shape = (None,) if spec.shape.rank is None else tuple(spec.shape)[batched:]
+        columns.append(_column(name, spec.dtype.name, shape))
+    chunks = data.map(lambda *parts: _chosen(parts, names))
+    if not batched:
+        chunks = _joined(chunks, list(specs.values()))
+    length = cardinality if cardinality >= 0 else None
+    return Examples(tuple(columns), length, batched, reason, chunks)
+
+
+def _chosen(element: Any, names: Sequence[str] | None) -> dict[str, Any]:
+    """Returns the columns of an element that are read."""
+    parts = flatten(element)
+    return parts if names is None else {name: parts[name] for name in names}
 
 
 def flatten(element: Any) -> dict[str, Any]:
@@ -143,45 +189,27 @@ def _column(name: str, dtype: str, shape: tuple[int | None, ...]) -> Column:
     return column
 
 
-def _dataset_examples(
-    argument: str, dataset: tf.data.Dataset, batched: bool | None
-) -> Examples:
-    """Returns the examples of a dataset."""
-    cardinality = int(dataset.cardinality())
-    if cardinality == tf.data.INFINITE_CARDINALITY:
-        raise ValueError(
-            f"`{argument}` is a dataset without end; expected one that ends. Leave "
-            f"out `.repeat()`, or pass `{argument}.take(num_batches)`."
-        )
-    specs = flatten(dataset.element_spec)
-    for name, spec in specs.items():
-        if not isinstance(spec, tf.TensorSpec):
-            raise TypeError(
-                f"Column {name!r} of `{argument}` is {spec!r}; expected a dense "
-                "tensor. Map it to one first: `.to_tensor()` of a ragged tensor, "
-                "`tf.sparse.to_dense` of a sparse one."
-            )
-    if batched is None:
-        batched = _tell_batched(dataset.element_spec, list(specs.values()))
-    columns = []
-    for name, spec in specs.items():
-        shape = tuple(spec.shape) if spec.shape.rank is not None else (None,)
-        columns.append(_column(name, spec.dtype.name, shape[1:] if batched else shape))
-    source = dataset if batched else _joined(dataset, list(specs.values()))
-    length = cardinality if cardinality >= 0 else None
-    return Examples(tuple(columns), length, batched, source)
-
-
-def _tell_batched(element_spec: Any, specs: list[tf.TensorSpec]) -> bool:
-    """Whether elements are batches, as far as their shapes tell."""
+def _tell_batched(
+    element_spec: Any, tell_unclear: Callable[[Any], tuple[bool, str]]
+) -> tuple[bool, str]:
+    """Returns whether elements are batches, as far as their shapes tell, and why."""
     if looks_batched(element_spec):
-        return True
-    shapes = [spec.shape for spec in specs]
-    if any(shape.rank is None or shape.rank == 0 for shape in shapes):
-        return False
-    if len(shapes) == 1:
-        return shapes[0].rank > 1
-    return len({shape[0] for shape in shapes}) == 1
+        return True, "the first dimension of every part is unknown"
+    shapes = [
+        spec.shape
+        for spec in tf.nest.flatten(element_spec)
+        if isinstance(spec, tf.TensorSpec)
+    ]
+    if any(not shape.rank for shape in shapes):
+        return False, "a part is a scalar"
+    if len({shape[0] for shape in shapes}) > 1:
+        return False, "the first dimensions of the parts differ"
+    return tell_unclear(element_spec)
+
+
+def _as_fit(element_spec: Any) -> tuple[bool, str]:
+    shapes = [spec.shape for spec in tf.nest.flatten(element_spec)]
+    return len(shapes) > 1 or shapes[0].rank > 1, "elements are taken as `fit` does"
 
 
 def _joined(dataset: tf.data.Dataset, specs: list[tf.TensorSpec]) -> tf.data.Dataset:
@@ -189,9 +217,7 @@ def _joined(dataset: tf.data.Dataset, specs: list[tf.TensorSpec]) -> tf.data.Dat
     if not all(spec.shape.is_fully_defined() for spec in specs):
         # Of different shapes, so each one is a chunk of its own.
         return dataset.map(
-            lambda *parts: tf.nest.map_structure(
-                lambda part: part[tf.newaxis], parts if len(parts) > 1 else parts[0]
-            )
+            lambda part: tf.nest.map_structure(lambda value: value[tf.newaxis], part)
         )
     row_bytes = sum(
         spec.shape.num_elements() * (16 if spec.dtype == tf.string else spec.dtype.size)
@@ -204,9 +230,11 @@ def _rows_of_chunk(row_bytes: int) -> int:
     return min(_MAX_CHUNK_ROWS, max(1, _CHUNK_BYTES // max(1, row_bytes)))
 
 
-def _array_examples(argument: str, data: Any) -> Examples:
+def _array_examples(
+    argument: str, data: Any, select: Callable[[Any], Sequence[str]] | None
+) -> Examples:
     """Returns the examples of arrays in memory."""
-    parts = flatten(data)
+    parts = _chosen(data, None if select is None else select(data))
     arrays = {name: _checked_array(argument, name, v) for name, v in parts.items()}
     lengths = {name: len(array) for name, array in arrays.items()}
     if len(set(lengths.values())) > 1:
@@ -221,7 +249,7 @@ def _array_examples(argument: str, data: Any) -> Examples:
         _column(name, _dtype_name(array), array.shape[1:])
         for name, array in arrays.items()
     )
-    return Examples(columns, length, False, arrays)
+    return Examples(columns, length, False, "they are arrays", arrays)
 
 
 def _checked_array(argument: str, name: str, value: Any) -> np.ndarray:

@@ -1,0 +1,1 @@
+"""Reads training data of any form, and profiles its columns in one pass."""
