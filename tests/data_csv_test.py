@@ -273,7 +273,7 @@ def test_a_bad_row_is_named_where_it_is_not_skipped(tmp_path, bad, reason):
     write(tmp_path / "a.csv", b"a,b,c\n3,4.5,y\n\n" + bad + b"\n5,6.5,z\n")
     message = re.escape(f"{path}, line 4: {reason}")
     with pytest.raises(ValueError, match=message):
-        list(source._columns(RAISE))
+        list(source.read(RAISE))
 
 
 def test_a_bad_row_ends_a_pass_where_it_is_not_skipped(tmp_path):

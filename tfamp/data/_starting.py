@@ -95,12 +95,13 @@ class Starting(Written):
         move paths instead of pixels. Without it, elements hold paths.
 
         Args:
-            folder: With `labels="inferred"` it holds one folder for each class.
-                Otherwise all images below it count.
+            folder: With `labels="inferred"` it holds one folder for each class, as
+                deep as they like. Otherwise all images below it count.
             labels: "inferred"; None for images alone; a sequence of integers, one for
                 each image in the order of the paths; or a dict {path relative to
                 `folder`: integer or class name}.
             class_names: Names in the order of their numbers, None for all, sorted.
+                Class folders that are not named here are left out.
             extensions: Endings of image files, with the dot, in any case.
 
         Returns:
@@ -136,8 +137,9 @@ class Starting(Written):
                 then dicts. None for the records as strings.
             compression: "auto" to tell by the first bytes of each file; "GZIP",
                 "ZLIB", or None for none.
-            num_examples: Records in all. "auto" counts plain files by their lengths
-                where that is quick, "count" always; None leaves it unknown.
+            num_examples: Records in all. "auto" counts plain files of about 100,000
+                records or fewer by their lengths, "count" counts in any case, for
+                which packed files are read once; None leaves it unknown.
 
         Returns:
             A pipeline with no stage yet.

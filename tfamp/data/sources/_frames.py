@@ -73,16 +73,12 @@ def masked(checksum: int) -> int:
     return ((checksum >> 15 | checksum << 17) + _MASK) & 0xFFFFFFFF
 
 
-def read_frames(
-    path: str, compression: str = "", *, offset: int = 0, number: int = 0
-) -> Iterator[Frame]:
+def read_frames(path: str, compression: str = "") -> Iterator[Frame]:
     """Yields the frames of a file in order, and each damaged stretch once.
 
     Args:
         path: The file.
         compression: As `compression_of` gives it.
-        offset: Byte to start from, in a plain file; a frame begins there.
-        number: How many frames lie before it.
 
     Raises:
         BrokenStreamError: The compression is damaged; the records before it are
@@ -91,11 +87,9 @@ def read_frames(
     checksum = crc32c()
     size = os.path.getsize(path)
     with open(path, "rb") as raw:
-        raw.seek(offset)
-        file: Any = unpacked(raw, compression)
-        reader = _Reader(file, None if compression else size, offset)
+        reader = _Reader(unpacked(raw, compression), None if compression else size)
         try:
-            yield from _frames(reader, checksum, number)
+            yield from _frames(reader, checksum)
         except STREAM_ERRORS as error:
             raise BrokenStreamError(
                 f"{path}: the {compression} stream breaks near byte {raw.tell():,} of "
@@ -108,8 +102,8 @@ def read_frames(
 class _Reader:
     """A file that is read forward, and whose next bytes can be put back."""
 
-    def __init__(self, file: IO[bytes], size: int | None, offset: int) -> None:
-        self._file, self.size, self.offset = file, size, offset
+    def __init__(self, file: IO[bytes], size: int | None) -> None:
+        self._file, self.size, self.offset = file, size, 0
         self._kept = b""
         self.num_frames = 0
 
@@ -133,10 +127,9 @@ class _Reader:
         self.offset -= len(data)
 
 
-def _frames(
-    reader: _Reader, checksum: Callable[[bytes], int], number: int
-) -> Iterator[Frame]:
+def _frames(reader: _Reader, checksum: Callable[[bytes], int]) -> Iterator[Frame]:
     """Yields frames from a reader that stands at the beginning of one."""
+    number = 0
     while True:
         offset = reader.offset
         reader.num_frames = number

@@ -74,18 +74,7 @@ def images_source(
 ) -> FileSource:
     """Returns the images below a folder as paths, with their labels.
 
-    Args:
-        folder: With `labels="inferred"` it holds one folder for each class, as deep
-            as they like. Otherwise all images below it count.
-        labels: "inferred" for the class folders; None for paths alone; a sequence
-            of integers, one for each image in the order of the paths; or a dict
-            {path relative to `folder`: integer or class name}.
-        class_names: Names in the order of their numbers. None for all names, sorted.
-            With class folders, those that are not named here are left out.
-        extensions: Endings of image files, with the dot, in any case.
-
-    Returns:
-        A source whose elements are (path, label) with int32 labels, or paths.
+    Arguments are those of `Pipeline.from_images`, which explains them.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -109,7 +98,7 @@ def list_files(
     extensions: tuple[str, ...],
     kind: str,
 ) -> FileSource:
-    """Lists a folder; `images_source` says what the arguments mean."""
+    """Lists a folder; `Pipeline.from_images` says what the arguments mean."""
     root = check_folder(folder, argument="folder")
     if isinstance(class_names, str):
         raise TypeError(

@@ -1,7 +1,6 @@
 """Text files as a source: a line or a file is an example."""
 
 import dataclasses
-import functools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -10,9 +9,9 @@ import tensorflow as tf
 
 from tfamp import _checks
 from tfamp.data._progress import progress
-from tfamp.data._sources import DATA, Source, files_identity
+from tfamp.data._sources import files_identity
 from tfamp.data._stages import Settings
-from tfamp.data.sources._damage import report, summed_up
+from tfamp.data.sources._chunked import ChunkedSource, checked_number
 from tfamp.data.sources._files import (
     BYTE_ORDER_MARK,
     check_text,
@@ -38,49 +37,29 @@ _FILES_A_CHUNK = 64
 
 
 @dataclasses.dataclass(frozen=True)
-class TextSource(Source):
+class TextSource(ChunkedSource):
     """Lines of text files, or whole files, one file after another.
 
     Attributes:
-        paths: The files.
         labels: The label of each file's examples, None for none.
         class_names: Name of class 0, 1, ...; empty without labels.
         by: "line" or "file".
         keep_empty: Whether examples may be empty.
-        num_examples: Examples in all, None where they were not counted.
         num_empty: Empty ones that are left out, None where they were not counted.
     """
 
-    shard_policy = DATA
-    skips_errors = True
-    paths: tuple[str, ...]
     labels: tuple[int, ...] | None
     class_names: tuple[str, ...]
     by: str
     keep_empty: bool
-    num_examples: int | None
-    num_empty: int | None
-
-    def dataset(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the texts, in UTF-8, with their labels."""
-        texts = self.chunks(settings).unbatch()
-        if self.num_examples is None or settings.errors is not None:
-            return texts
-        return texts.apply(tf.data.experimental.assert_cardinality(self.num_examples))
+    num_empty: int | None = None
 
     def chunks(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the same texts in vectors of many."""
-        spec: Any = (tf.TensorSpec((), tf.string), tf.TensorSpec((), LABEL_DTYPE))
-        read: Any = self._line_blocks
-        if self.by == "file":
-            spec = tf.nest.map_structure(
-                lambda one: tf.TensorSpec((None,), one.dtype), spec
-            )
-            read = self._whole_files
-        found = tf.data.Dataset.from_generator(
-            functools.partial(read, settings), output_signature=spec
-        )
-        return summed_up(found.map(self._finished), settings.errors)
+        """Returns texts in UTF-8 with their labels, in vectors of many."""
+        shape = () if self.by == "line" else (None,)
+        spec = (tf.TensorSpec(shape, tf.string), tf.TensorSpec(shape, LABEL_DTYPE))
+        read = self._line_blocks if self.by == "line" else self._whole_files
+        return self.generated(read, spec, settings).map(self._finished)
 
     def _finished(self, text: tf.Tensor, label: tf.Tensor) -> Any:
         """Returns texts `(n,)`, with labels `(n,)` if there are any."""
@@ -91,22 +70,24 @@ class TextSource(Source):
             label = tf.fill(tf.shape(text), label)
         return text if self.labels is None else (text, label)
 
-    def _line_blocks(self, settings: Settings) -> Iterator[tuple[bytes, Any]]:
+    def _line_blocks(self, settings: Settings) -> Iterator[tuple[int, Any]]:
         """Yields blocks of lines that are UTF-8, with the label of their file."""
         for file, path in enumerate(self.paths):
             for line, block in read_blocks(path):
                 lines = _bad_lines(block)
                 for number, reason in lines.items():
                     where = f"{path}, line {line + number}"
-                    report(settings.errors, where, reason, self._total)
+                    self.report(settings, where, reason)
                 good = block
                 if lines:
                     parts = enumerate(block.split(b"\n"))
                     good = b"\n".join(part for n, part in parts if n not in lines)
                 if good or block in (b"", good):
-                    yield good, self._label(file)
+                    texts = good.split(b"\n")
+                    count = len(texts) if self.keep_empty else sum(map(bool, texts))
+                    yield count, (good, self._label(file))
 
-    def _whole_files(self, settings: Settings) -> Iterator[tuple[list[bytes], Any]]:
+    def _whole_files(self, settings: Settings) -> Iterator[tuple[int, Any]]:
         """Yields the contents of some files that are UTF-8, with their labels."""
         texts: list[bytes] = []
         labels: list[Any] = []
@@ -115,44 +96,31 @@ class TextSource(Source):
                 text = opened.read().removeprefix(BYTE_ORDER_MARK)
             for line, reason in _bad_lines(text).items():
                 where = f"{path}, line {1 + line}"
-                report(settings.errors, where, reason, self._total)
+                self.report(settings, where, reason)
                 break
             else:
                 if text or self.keep_empty:
                     texts.append(text)
                     labels.append(self._label(file))
             if len(texts) == _FILES_A_CHUNK:
-                yield texts, labels
+                yield len(texts), (texts, labels)
                 texts, labels = [], []
         if texts:
-            yield texts, labels
+            yield len(texts), (texts, labels)
 
     def _label(self, file: int) -> Any:
         return LABEL_DTYPE(self.labels[file] if self.labels else 0)
 
-    def _total(self) -> int:
-        """Returns how many examples there are, about, to hold errors against."""
-        if self.num_examples is not None:
-            return self.num_examples
-        _, block = next(read_blocks(self.paths[0]))
-        num_bytes = sum(os.path.getsize(path) for path in self.paths)
-        return num_bytes * (1 + block.count(b"\n")) // max(1, len(block))
-
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
-        num_files = len(self.paths)
-        files = f"{num_files} file" if num_files == 1 else f"{num_files:,} files"
-        if self.num_examples is None:
-            size = "length unknown (`num_examples`)"
-        else:
-            size = f"{self.num_examples:,} {self.by}s"
+        size = self.length(f"{self.by}s")
         if self.class_names:
             size += f", {len(self.class_names)} classes"
         empty = "empty ones kept"
         if not self.keep_empty:
             count = "" if self.num_empty is None else f"{self.num_empty:,} "
             empty = f"{count}empty ones left out"
-        files = "" if self.by == "file" and self.num_examples else f"{files}, "
+        files = "" if self.by == "file" and self.num_examples else f"{self.files()}, "
         return f"text, {files}{size}", f"checked to be UTF-8; {empty}"
 
     def identity(self) -> Any:
@@ -204,24 +172,20 @@ def text_source(
     numbers = None
     if listed.class_names:
         numbers = tuple(listed.tensors[1].numpy().tolist())
+    asked = checked_number(num_examples)
+    count = None if isinstance(asked, str) else asked
     source = TextSource(
-        listed.paths, numbers, listed.class_names, by, bool(keep_empty), None, None
+        listed.paths, count, numbers, listed.class_names, by, bool(keep_empty)
     )
-    return _counted(source, num_examples)
+    return _counted(source, asked) if isinstance(asked, str) else source
 
 
-def _counted(source: TextSource, asked: int | str | None) -> TextSource:
-    """Returns the source with the number of its examples, as asked for.
+def _counted(source: TextSource, asked: str) -> TextSource:
+    """Returns the source with the number of its examples, unless "auto" leaves it out.
 
     Raises:
         ValueError: There are none.
     """
-    if asked is None:
-        return source
-    if not isinstance(asked, str):
-        count = _checks.positive_int("num_examples", asked)
-        return dataclasses.replace(source, num_examples=count)
-    _checks.choice("num_examples", asked, ["auto", "count"])
     is_packed = any(is_gzip(path) for path in source.paths)
     total = sum(os.path.getsize(path) for path in source.paths)
     is_large = total > MAX_COUNTED_BYTES and source.by == "line"
@@ -230,10 +194,6 @@ def _counted(source: TextSource, asked: int | str | None) -> TextSource:
     count, num_empty = 0, 0
     with progress(f"Counting {source.by}s", unit=f"{source.by}s") as update:
         for path in source.paths:
-            if source.by == "file" and not is_gzip(path):
-                count += 1
-                num_empty += os.path.getsize(path) == 0
-                continue
             if source.by == "file":
                 with open_bytes(path) as file:
                     num_empty += not file.read(1)

@@ -5,6 +5,7 @@ the frames, at the same speed, since TensorFlow stops at the first one.
 """
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,10 +13,10 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp import _checks
-from tfamp.data._sources import DATA, Source, files_identity
+from tfamp.data._sources import files_identity
 from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.sources import _frames
-from tfamp.data.sources._damage import report, summed_up
+from tfamp.data.sources._chunked import ChunkedSource, checked_number
 from tfamp.data.sources._files import find_files
 from tfamp.data.sources._tfrecord_files import (
     check_features,
@@ -31,160 +32,141 @@ FILES_AT_ONCE = 4
 # Records in a chunk: at most so many, and at most so many bytes of them.
 _CHUNK_RECORDS = 2048
 _CHUNK_BYTES = 2**20
-_NUMBER = tf.TensorSpec((), tf.int64)
 
 Features = Mapping[str, Any]
 
 
 @dataclasses.dataclass(frozen=True)
-class TfrecordSource(Source):
+class TfrecordSource(ChunkedSource):
     """Records of TFRecord files, from four files by turns.
 
     Attributes:
-        paths: The files.
         compressions: "", "GZIP" or "ZLIB" for each.
         features: What `tf.io.parse_example` takes, None for records as strings.
         chunk_size: Records that are read and parsed at once.
-        num_examples: Records in all, None where they were not counted.
         damage: What counting met, "" for nothing.
     """
 
-    shard_policy = DATA
-    skips_errors = True
-    paths: tuple[str, ...]
     compressions: tuple[str, ...]
     features: Features | None
     chunk_size: int
-    num_examples: int | None
-    damage: str
+    damage: str = ""
 
-    def dataset(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the records, parsed if there are features.
+    def chunks(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the records, parsed if there are features, `chunk_size` at a time.
 
         Raises:
             ValueError: A file is cut off, and errors are not skipped.
         """
-        records = self.chunks(settings).unbatch()
-        if self.num_examples is None or settings.errors is not None:
-            return records
-        known = tf.data.experimental.assert_cardinality(self.num_examples)
-        return records.apply(known)
-
-    def chunks(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the same records in batches of `chunk_size` or fewer."""
-        if settings.errors is None and self.damage:
-            raise ValueError(self.damage)
         if settings.errors is not None:
             _frames.crc32c()
-        files = tf.data.Dataset.from_tensor_slices(
-            (tf.range(len(self.paths), dtype=tf.int64), list(self.compressions))
-        )
-        at_once = min(FILES_AT_ONCE, len(self.paths))
-
-        # Nothing in these functions is for AutoGraph, whose look at them takes 0.5 s.
-        @tf.autograph.experimental.do_not_convert
-        def read(file: tf.Tensor, compression: tf.Tensor) -> tf.data.Dataset:
-            if settings.errors is None:
-                return self._stock(file, compression)
-            spec = (_NUMBER, _NUMBER, tf.TensorSpec((None,), tf.string))
-
-            def frames(file: Any) -> Iterator[Any]:
-                return self._whole(int(file), settings)
-
-            return tf.data.Dataset.from_generator(
-                frames, output_signature=spec, args=(file,)
-            )
-
-        @tf.autograph.experimental.do_not_convert
-        def parse(file: tf.Tensor, first: tf.Tensor, records: tf.Tensor) -> Any:
+            spec = tf.TensorSpec((None,), tf.string)
+            records = self.generated(self._whole_records, spec, settings)
             if self.features is None:
                 return records
-            if settings.errors is not None:
-
-                def fitting(file: Any, first: Any, records: Any) -> tf.Tensor:
-                    return self._fitting(int(file), int(first), records, settings)
-
-                good = tf.py_function(fitting, [file, first, records], tf.string)
-                records = tf.ensure_shape(good, (None,))
-                return tf.io.parse_example(records, self.features)
-            numbers = first + tf.range(tf.size(records, tf.int64))
-            path = tf.gather(list(self.paths), file)
-            # TensorFlow's error for a record that does not fit begins with its name.
-            names = tf.strings.join([path, ", record ", tf.strings.as_string(numbers)])
-            return tf.io.parse_example(records, self.features, names)
-
+            return map_in_order(records, self._parse, settings)
+        if self.damage:
+            raise ValueError(self.damage)
+        files = tf.data.Dataset.from_tensor_slices(
+            (list(self.paths), list(self.compressions))
+        )
+        at_once = min(FILES_AT_ONCE, len(self.paths))
         chunks = files.interleave(
-            read,
+            self._stock,
             cycle_length=at_once,
             block_length=1,
             # tf.data refuses more calls than files; AUTOTUNE is below them all.
             num_parallel_calls=min(at_once, settings.num_parallel_calls),
             deterministic=True,
         )
-        return summed_up(map_in_order(chunks, parse, settings), settings.errors)
+        if self.features is None:
+            return chunks.map(lambda path, first, records: records)
+        return map_in_order(chunks, self._parse_named, settings)
 
-    def _stock(self, file: tf.Tensor, compression: tf.Tensor) -> tf.data.Dataset:
-        """Returns (file, number of the first record, records) of one file."""
-        path = tf.gather(list(self.paths), file)
+    # Nothing in these functions is for AutoGraph, whose look at them takes 0.5 s.
+    @tf.autograph.experimental.do_not_convert
+    def _stock(self, path: tf.Tensor, compression: tf.Tensor) -> tf.data.Dataset:
+        """Returns (path, number of the first record, records) of one file."""
         records = tf.data.TFRecordDataset(path, compression_type=compression)
 
         def number(before: tf.Tensor, chunk: tf.Tensor) -> Any:
-            return before + tf.size(chunk, tf.int64), (file, before, chunk)
+            return before + tf.size(chunk, tf.int64), (path, before, chunk)
 
         return records.batch(self.chunk_size).scan(tf.constant(0, tf.int64), number)
 
-    def _whole(
-        self, file: int, settings: Settings
-    ) -> Iterator[tuple[int, int, list[bytes]]]:
-        """Yields the same without damaged records, which it reports."""
-        chunk: list[bytes] = []
-        first = 0
+    @tf.autograph.experimental.do_not_convert
+    def _parse_named(
+        self, path: tf.Tensor, first: tf.Tensor, records: tf.Tensor
+    ) -> Any:
+        """Parses; TensorFlow's error for a record begins with the name of that."""
+        numbers = first + tf.range(tf.size(records, tf.int64))
+        names = tf.strings.join([path, ", record ", tf.strings.as_string(numbers)])
+        return tf.io.parse_example(records, self.features, names)
+
+    @tf.autograph.experimental.do_not_convert
+    def _parse(self, records: tf.Tensor) -> Any:
+        return tf.io.parse_example(records, self.features)
+
+    def _whole_records(self, settings: Settings) -> Iterator[tuple[int, list[bytes]]]:
+        """Yields the same as the stock reader, without records that are damaged."""
+        waiting = (self._chunks_of(file, settings) for file in range(len(self.paths)))
+        turns = list(itertools.islice(waiting, FILES_AT_ONCE))
+        while turns:
+            left = []
+            for chunks in turns:
+                records = next(chunks, None)
+                if records is not None:
+                    yield len(records), records
+                    left.append(chunks)
+                else:  # The next file takes its place.
+                    left += itertools.islice(waiting, 1)
+            turns = left
+
+    def _chunks_of(self, file: int, settings: Settings) -> Iterator[list[bytes]]:
+        """Yields the whole records of a file that fit, and reports the others."""
+        whole = self._whole(file, settings)
+        while chunk := list(itertools.islice(whole, self.chunk_size)):
+            yield self._fitting(file, chunk, settings)
+
+    def _whole(self, file: int, settings: Settings) -> Iterator[_frames.Frame]:
         for frame in _frames.read_frames(self.paths[file], self.compressions[file]):
-            # A chunk is of consecutive records, so that each has its number.
-            if chunk and (frame.payload is None or len(chunk) == self.chunk_size):
-                yield file, first, chunk
-                chunk = []
-            if frame.payload is None:
-                self._report(file, frame.number, frame.offset, frame.damage, settings)
-                continue
-            if not chunk:
-                first = frame.number
-            chunk.append(frame.payload)
-        if chunk:
-            yield file, first, chunk
+            if frame.payload is not None:
+                yield frame
+            else:
+                self._report(file, frame.number, frame.damage, settings, frame.offset)
 
     def _fitting(
-        self, file: int, first: int, records: tf.Tensor, settings: Settings
-    ) -> tf.Tensor:
-        """Returns the records that fit the features, and reports the others."""
-        features = self.features or {}
-        if why_unfit(records, features) is None:
+        self, file: int, frames: list[_frames.Frame], settings: Settings
+    ) -> list[bytes]:
+        """Returns the records that have the features, and reports the others."""
+        records = [frame.payload or b"" for frame in frames]
+        if self.features is None or why_unfit(records, self.features) is None:
             return records
         good = []
-        for number, record in enumerate(records.numpy().tolist()):
-            message = why_unfit([record], features)
+        for frame, record in zip(frames, records, strict=True):
+            message = why_unfit([record], self.features)
             if message is None:
                 good.append(record)
             else:
-                self._report(file, first + number, None, message, settings)
-        return tf.constant(good, tf.string)
+                self._report(file, frame.number, message, settings)
+        return good
 
     def _report(
         self,
         file: int,
         number: int,
-        offset: int | None,
         message: str,
         settings: Settings,
+        offset: int | None = None,
     ) -> None:
         where = f"{self.paths[file]}, record {number}"
         if offset is not None:
             packed = " of the unpacked file" if self.compressions[file] else ""
             where += f" at byte {offset}{packed}"
-        report(settings.errors, where, message, self._total)
+        self.report(settings, where, message)
 
-    def _total(self) -> int:
-        """Returns how many records there are, about, to hold errors against."""
+    def about(self) -> int:
+        """Returns how many records there are, about, by the size of the first."""
         if self.num_examples is not None:
             return self.num_examples
         num_bytes = sum(os.path.getsize(path) for path in self.paths)
@@ -192,19 +174,13 @@ class TfrecordSource(Source):
 
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
-        num_files = len(self.paths)
-        files = f"{num_files} file" if num_files == 1 else f"{num_files:,} files"
         kinds = sorted(set(filter(None, self.compressions)))
         packed = f", {' and '.join(kinds)}" if kinds else ""
-        if self.num_examples is None:
-            size = "length unknown (`num_examples`)"
-        else:
-            size = f"{self.num_examples:,} records"
-        at_once = min(FILES_AT_ONCE, num_files)
+        at_once = min(FILES_AT_ONCE, len(self.paths))
         turns = f"{at_once} files by turns, " if at_once > 1 else ""
         parsed = "parsed" if self.features is not None else "read"
         reason = f"{turns}{parsed} by {self.chunk_size}, order fixed"
-        return f"TFRecord, {files}{packed}, {size}", reason
+        return f"TFRecord, {self.files()}{packed}, {self.length('records')}", reason
 
     def identity(self) -> Any:
         """Returns the files with size and time of change, and the features."""
@@ -223,20 +199,7 @@ def tfrecord_source(
 ) -> TfrecordSource:
     """Returns the records of TFRecord files as a source, after a look at each file.
 
-    Args:
-        paths: A file, a folder, a pattern such as "data/train-*", or a list of these.
-        features: {name: feature} as `tf.io.parse_example` takes it. Records are then
-            parsed by the chunk, which is eight times as fast as one by one, and
-            elements are dicts. None for the records as strings.
-        compression: "auto" to tell by the first bytes of each file, which may differ;
-            "GZIP", "ZLIB", or None for none.
-        num_examples: Records in all. "auto" counts plain files of about 100,000
-            records or fewer by their lengths, without reading them; "count" counts in
-            any case, for which packed files are read once; None leaves the length of
-            the dataset unknown.
-
-    Returns:
-        A source of records, from four files by turns.
+    Arguments are those of `Pipeline.from_tfrecord`, which explains them.
 
     Raises:
         TypeError: An argument has the wrong type.
@@ -264,16 +227,11 @@ def tfrecord_source(
             )
     if features is not None:
         check_features(found[0], compressions[0], features)
-    count: int | None = None
-    damage = ""
-    if isinstance(num_examples, str):
-        _checks.choice("num_examples", num_examples, ["auto", "count"])
-        is_asked = num_examples == "count"
-        count, damage = count_records(found, compressions, always=is_asked)
-    elif num_examples is not None:
-        count = _checks.positive_int("num_examples", num_examples)
+    count, damage = checked_number(num_examples), ""
+    if isinstance(count, str):
+        count, damage = count_records(found, compressions, always=count == "count")
     chunk_size = max(
         1, min(_CHUNK_RECORDS, _CHUNK_BYTES // mean_bytes(found[0], compressions[0]))
     )
     features = None if features is None else dict(features)
-    return TfrecordSource(found, compressions, features, chunk_size, count, damage)
+    return TfrecordSource(found, count, compressions, features, chunk_size, damage)
