@@ -1,21 +1,49 @@
-"""Flags of one command: declared anew in each call, errors in one wording."""
+"""What all commands share: flags, usage, warnings and errors in one wording."""
 
+import contextlib
+import os
 import sys
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 from absl import flags
 
 # The shell's convention for a command that was called wrongly.
-EXIT_USAGE = 2
+EXIT_FAILED, EXIT_USAGE = 1, 2
+
+
+class Outcome(NamedTuple):
+    """What a command came to.
+
+    Args:
+        text: To be printed.
+        problems: To be printed as errors, below warnings.
+        is_bad: Whether it ends with status 1.
+    """
+
+    text: str
+    problems: Sequence[str] = ()
+    is_bad: bool = False
 
 
 def new_flags() -> flags.FlagValues:
     """Returns flags of their own, so that two commands may share a name."""
     values = flags.FlagValues()
-    flags.DEFINE_bool(
-        "help", False, "Show this help and exit.", short_name="h", flag_values=values
-    )
+    define(values, "bool", "help", False, "Show this help and exit.", short_name="h")
     return values
+
+
+def define(values: flags.FlagValues, kind: str, *what: Any, **how: Any) -> None:
+    """Adds a flag.
+
+    Args:
+        values: Where to.
+        kind: As in the name of absl's `flags.DEFINE_...`.
+        *what: As it takes it: name, default and help, of an "enum" choices between.
+        **how: What it takes besides.
+    """
+    getattr(flags, f"DEFINE_{kind}")(*what, flag_values=values, **how)
 
 
 def parse(
@@ -55,6 +83,71 @@ def parse(
     if argument is not None and not rest:
         return refuse(f"Nothing is named; expected {expected}", command)
     return rest[0] if rest else None
+
+
+class UsageError(ValueError):
+    """The command was called wrongly."""
+
+
+@contextlib.contextmanager
+def reading() -> Iterator[None]:
+    """Takes a `ValueError` of the block for a call that was wrong."""
+    try:
+        yield
+    except ValueError as error:
+        raise UsageError(str(error).rstrip(".")) from error
+
+
+def run(
+    argv: Sequence[str],
+    values: flags.FlagValues,
+    work: Callable[[str], Outcome],
+    *,
+    command: str,
+    purpose: str,
+    argument: str = "module:build",
+) -> int:
+    """Runs a command that takes one argument and says what it found.
+
+    Args:
+        argv: The arguments after the command's name.
+        values: From `new_flags`, with the command's own flags added.
+        work: Given the argument, does it.
+        command: As for `parse`.
+        purpose: Likewise.
+        argument: Likewise.
+
+    Returns:
+        The exit status.
+    """
+    target = parse(values, argv, command=command, purpose=purpose, argument=argument)
+    if not isinstance(target, str):
+        return int(target or 0)
+    # TensorFlow reads it when it is imported; its notices are of no help here.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    try:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always", UserWarning)
+            outcome = work(target)
+    except UsageError as error:
+        return refuse(str(error), command)
+    except (
+        *(ImportError, MemoryError, OSError),
+        *(RuntimeError, TypeError, ValueError),
+    ) as error:
+        print(f"{command}: {error}", file=sys.stderr)
+        return EXIT_FAILED
+    print(outcome.text)
+    said = dict.fromkeys(str(warning.message) for warning in caught)
+    for text in (*said, *outcome.problems):
+        print(f"{command}: {text}", file=sys.stderr)
+    return EXIT_FAILED if outcome.is_bad else 0
+
+
+def write(values: flags.FlagValues, found: Any) -> None:
+    """Writes a result to the file of --json, where one is given."""
+    if values.json is not None:
+        found.to_json(values.json)
 
 
 def _underscored(argument: str) -> str:

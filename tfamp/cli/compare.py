@@ -1,11 +1,12 @@
 """`tfamp compare`: trains under several policies, tells the verdict, reports."""
 
+import functools
 import shlex
 import sys
 import time
-import warnings
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import flags
 
@@ -15,7 +16,6 @@ from tfamp.evidence import Evidence, Run
 from tfamp.evidence.intervals import effect_of_ratio
 
 _COMMAND = "tfamp compare"
-_ARGUMENT = "module:build"
 _PURPOSE = """\
 Trains what a function builds under each policy and seed, each in a fresh process, and
 says which policies are as accurate as float32 and faster. Writes report.html,
@@ -26,7 +26,7 @@ has arguments of these names. Ctrl-C keeps the runs that are finished.
 Ends with status 0, 1 if --fail-if applies or the runs fail, 2 if called wrongly."""
 # Word of --fail-if -> whether it applies to a policy.
 _FAILURES = ("worse", "slower", "not_faster", "undecided", "failed")
-_EXIT_FAILED, _EXIT_INTERRUPTED = 1, 130
+_EXIT_INTERRUPTED = 130
 
 
 def main(argv: Sequence[str]) -> int:
@@ -39,25 +39,22 @@ def main(argv: Sequence[str]) -> int:
         The exit status, as the help says.
     """
     values = _define()
-    target = _flags.parse(
-        values, argv, command=_COMMAND, purpose=_PURPOSE, argument=_ARGUMENT
-    )
-    if not isinstance(target, str):
-        return int(target or 0)
+
+    def work(target: str) -> _flags.Outcome:
+        with _flags.reading():
+            fail_if = [
+                _checks.choice("--fail-if", word.replace("-", "_"), _FAILURES)
+                for word in values.fail_if
+            ]
+            sizes = [_whole(text) for text in values.latency_batch_sizes]
+        command = shlex.join(["tfamp", "compare", *argv])
+        found, report = run(target, values, sizes=sizes, command=command)
+        problems = failures(found, fail_if)
+        text = f"{found.table()}\nReport: {report}"
+        return _flags.Outcome(text, problems, is_bad=bool(problems))
+
     try:
-        fail_if = [
-            _checks.choice("--fail-if", word.replace("-", "_"), _FAILURES)
-            for word in values.fail_if
-        ]
-        sizes = [_whole(text) for text in values.latency_batch_sizes]
-    except ValueError as error:
-        return _flags.refuse(str(error).rstrip("."), _COMMAND)
-    command = shlex.join(["tfamp", "compare", *argv])
-    try:
-        return run(target, values, sizes=sizes, fail_if=fail_if, command=command)
-    except (ImportError, RuntimeError, TypeError, ValueError) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return _EXIT_FAILED
+        return _flags.run(argv, values, work, command=_COMMAND, purpose=_PURPOSE)
     except KeyboardInterrupt:
         print(
             f"{_COMMAND}: stopped before two runs could be compared; `--resume` with "
@@ -72,10 +69,9 @@ def run(
     values: flags.FlagValues,
     *,
     sizes: Sequence[int],
-    fail_if: Sequence[str],
     command: str,
-) -> int:
-    """Compares, writes the report, and returns the exit status."""
+) -> tuple[Any, Path]:
+    """Returns the comparison and where its report was written."""
     from tfamp.compare import compare
 
     # Not after hours of training.
@@ -86,37 +82,28 @@ def run(
     seeds = values.seeds
     lines = _Lines(None if values.resume else len(policies) * seeds)
     gib = values.max_memory_gib
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always", UserWarning)
-        found = compare(
-            target,
-            policies=policies,
-            seeds=seeds,
-            epochs=values.epochs,
-            tolerance=values.tolerance,
-            metric=values.metric,
-            better=values.better,
-            latency_batch_sizes=sizes,
-            profile_steps=values.profile_steps if values.profile else 0,
-            max_memory_bytes=None if gib is None else int(gib * 2**30),
-            timeout_seconds=values.timeout_seconds,
-            directory=out / "runs",
-            resume=values.resume,
-            title=values.title,
-            command=command,
-            on_run=lines.show,
-        )
-    print(found.table())
-    for warning in caught:
-        print(f"{_COMMAND}: {warning.message}", file=sys.stderr)
+    found = compare(
+        target,
+        policies=policies,
+        seeds=seeds,
+        epochs=values.epochs,
+        tolerance=values.tolerance,
+        metric=values.metric,
+        better=values.better,
+        latency_batch_sizes=sizes,
+        profile_steps=values.profile_steps if values.profile else 0,
+        max_memory_bytes=None if gib is None else int(gib * 2**30),
+        timeout_seconds=values.timeout_seconds,
+        directory=out / "runs",
+        resume=values.resume,
+        title=values.title,
+        command=command,
+        on_run=lines.show,
+    )
     found.to_json(out / "report.json")
     found.to_markdown(out / "report.md")
     found.to_html(out / "report.html")
-    print(f"Report: {out / 'report.html'}")
-    applies = failures(found, fail_if)
-    for sentence in applies:
-        print(f"{_COMMAND}: {sentence}", file=sys.stderr)
-    return _EXIT_FAILED if applies else 0
+    return found, out / "report.html"
 
 
 def failures(found: Evidence, fail_if: Sequence[str]) -> list[str]:
@@ -171,61 +158,37 @@ class _Lines:
 
 def _define() -> flags.FlagValues:
     values = _flags.new_flags()
-    flags.DEFINE_list(
+    add = functools.partial(_flags.define, values)
+    add(
+        "list",
         "policies",
         ["float32", "auto"],
         "What to compare, such as float32,float32+xla,auto,keras:mixed_bfloat16.",
-        flag_values=values,
     )
-    flags.DEFINE_integer(
-        "seeds", 3, "Runs of each policy.", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_integer(
-        "epochs", 1, "Passes over the data.", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_string(
-        "out", None, "Folder for report and runs; else a new one.", flag_values=values
-    )
-    flags.DEFINE_float(
-        "tolerance",
-        0.005,
-        "Loss of the metric that counts as none.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "metric", None, "Metric of quality; else the first one.", flag_values=values
-    )
-    flags.DEFINE_enum(
-        "better", None, ["max", "min"], "Which metric is better.", flag_values=values
-    )
-    flags.DEFINE_list(
+    add("integer", "seeds", 3, "Runs of each policy.", lower_bound=1)
+    add("integer", "epochs", 1, "Passes over the data.", lower_bound=1)
+    add("string", "out", None, "Folder for report and runs; else a new one.")
+    add("float", "tolerance", 0.005, "Loss of the metric that counts as none.")
+    add("string", "metric", None, "Metric of quality; else the first one.")
+    add("enum", "better", None, ["max", "min"], "Which metric is better.")
+    add(
+        "list",
         "fail_if",
         [],
         f"End with status 1 if a policy is one of {', '.join(_FAILURES)}.",
-        flag_values=values,
     )
-    flags.DEFINE_list(
-        "latency_batch_sizes", ["1", "8", "32"], "Sizes to time.", flag_values=values
-    )
-    flags.DEFINE_bool(
-        "profile", False, "Show operations by time, too.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "profile_steps", 5, "Steps to profile.", lower_bound=1, flag_values=values
-    )
-    flags.DEFINE_float(
+    add("list", "latency_batch_sizes", ["1", "8", "32"], "Sizes to time.")
+    add("bool", "profile", False, "Show operations by time, too.")
+    add("integer", "profile_steps", 5, "Steps to profile.", lower_bound=1)
+    add(
+        "float",
         "max_memory_gib",
         None,
         "Search for the largest batch that stays below.",
-        flag_values=values,
     )
-    flags.DEFINE_float(
-        "timeout_seconds", None, "The most that a run may take.", flag_values=values
-    )
-    flags.DEFINE_bool(
-        "resume", False, "Go on with the runs in --out.", flag_values=values
-    )
-    flags.DEFINE_string("title", None, "What the report is called.", flag_values=values)
+    add("float", "timeout_seconds", None, "The most that a run may take.")
+    add("bool", "resume", False, "Go on with the runs in --out.")
+    add("string", "title", None, "What the report is called.")
     return values
 
 

@@ -1,12 +1,12 @@
 """`tfamp doctor`: devices, memory, versions, settings, the policy, problems."""
 
 import contextlib
+import functools
 import os
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 
-from absl import flags
 from rich import box
 from rich.console import Console
 from rich.padding import Padding
@@ -45,12 +45,9 @@ def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
         0, or 1 if something is broken, or 2 for flags that cannot be understood.
     """
     values = _flags.new_flags()
-    flags.DEFINE_bool(
-        "json", False, "Print one JSON document and nothing else.", flag_values=values
-    )
-    flags.DEFINE_bool(
-        "all", False, "Show settings that are not set too.", flag_values=values
-    )
+    add = functools.partial(_flags.define, values)
+    add("bool", "json", False, "Print one JSON document and nothing else.")
+    add("bool", "all", False, "Show settings that are not set too.")
     status = _flags.parse(values, argv, command="tfamp doctor", purpose=_PURPOSE)
     if isinstance(status, int):
         return status

@@ -1,9 +1,7 @@
 """`tfamp lint`: what half precision would spoil in a model, before a step is run."""
 
-import os
+import functools
 import re
-import sys
-import warnings
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +11,6 @@ from tfamp import _checks, _targets
 from tfamp.cli import _flags
 from tfamp.evidence import Variant
 
-_COMMAND = "tfamp lint"
-_ARGUMENT = "module:build"
 _PURPOSE = """\
 Shows what half precision would spoil in a model, layer by layer, with the reason and
 the remedy. Nothing is trained. `module:build` names a function that returns a model,
@@ -23,7 +19,6 @@ validation); it is called under the policy. docs/lint.md explains each rule.
 
 Ends with status 0, 1 if something as bad as --fail_on was found or it cannot be told,
 2 if called wrongly."""
-_EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -36,32 +31,17 @@ def main(argv: Sequence[str]) -> int:
         The exit status, as the help says.
     """
     values = _define()
-    target = _flags.parse(
-        values, argv, command=_COMMAND, purpose=_PURPOSE, argument=_ARGUMENT
-    )
-    if not isinstance(target, str):
-        return int(target or 0)
-    # TensorFlow reads it when it is imported; its notices are of no help here.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
-        variant = Variant.parse(values.policy, "--policy")
-        silence = _silenced(values.silence)
-    except ValueError as error:
-        return _flags.refuse(str(error).rstrip("."), _COMMAND)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            found = run(target, variant, silence)
-            if values.json is not None:
-                found.to_json(values.json)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return _EXIT_FAILED
-    print(found.table())
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
-        print(f"{_COMMAND}: {text}", file=sys.stderr)
-    is_bad = found.errors or (values.fail_on == "warning" and found.warnings)
-    return _EXIT_FAILED if is_bad else 0
+
+    def work(target: str) -> _flags.Outcome:
+        with _flags.reading():
+            variant = Variant.parse(values.policy, "--policy")
+            silence = _silenced(values.silence)
+        found = run(target, variant, silence)
+        _flags.write(values, found)
+        is_bad = found.errors or (values.fail_on == "warning" and found.warnings)
+        return _flags.Outcome(found.table(), is_bad=bool(is_bad))
+
+    return _flags.run(argv, values, work, command="tfamp lint", purpose=_PURPOSE)
 
 
 def run(target: str, variant: Variant, silence: dict[str, str]) -> Any:
@@ -121,27 +101,26 @@ def _silenced(texts: Sequence[str]) -> dict[str, str]:
 
 def _define() -> flags.FlagValues:
     values = _flags.new_flags()
-    flags.DEFINE_string(
+    add = functools.partial(_flags.define, values)
+    add(
+        "string",
         "policy",
         "mixed_float16",
         "Policy to build under, such as mixed_bfloat16, auto or "
         "keras:mixed_float16 for stock Keras.",
-        flag_values=values,
     )
-    flags.DEFINE_string(
-        "json", None, "File that gets the findings as JSON.", flag_values=values
-    )
-    flags.DEFINE_enum(
+    add("string", "json", None, "File that gets the findings as JSON.")
+    add(
+        "enum",
         "fail_on",
         "error",
         ["error", "warning"],
         "Severity that ends the command with status 1.",
-        flag_values=values,
     )
-    flags.DEFINE_multi_string(
+    add(
+        "multi_string",
         "silence",
         [],
         "Rules to leave out and why, as rule:reason,rule:reason; may be given again.",
-        flag_values=values,
     )
     return values

@@ -1,9 +1,7 @@
 """`tfamp memory`: what a step will hold, and which batch size fits or suits."""
 
 import dataclasses
-import os
-import sys
-import warnings
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -13,8 +11,6 @@ from tfamp import _targets, _units
 from tfamp.cli import _flags
 from tfamp.evidence import Variant
 
-_COMMAND = "tfamp memory"
-_ARGUMENT = "module:build"
 _PURPOSE = """\
 Predicts what a training step will hold in memory, by kind, and trains nothing: the
 step is traced. With --limit it tells the largest batch that fits. `module:build` names
@@ -24,7 +20,6 @@ real batches instead, each size in a fresh process, until one does not fit or ga
 little speed.
 
 Ends with status 0, 1 if it cannot be told, 2 if called wrongly."""
-_EXIT_FAILED = 1
 # `fit` and `predict` take as many examples where nobody says.
 _BATCH_SIZE = 32
 # Sizes that matrix units like.
@@ -45,48 +40,27 @@ def main(argv: Sequence[str]) -> int:
         The exit status, as the help says.
     """
     values = _define()
-    target = _flags.parse(
-        values, argv, command=_COMMAND, purpose=_PURPOSE, argument=_ARGUMENT
-    )
-    if not isinstance(target, str):
-        return int(target or 0)
-    # TensorFlow reads it when it is imported; its notices are of no help here.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
-        variants = [Variant.parse(word, "--policy") for word in values.policy]
-        sizes = [_whole(text) for text in values.batch_size or ()]
-        limit = (
-            None
-            if values.limit is None
-            else _units.parse_bytes("--limit", values.limit)
-        )
-        _check(values)
-    except ValueError as error:
-        return _flags.refuse(str(error).rstrip("."), _COMMAND)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            if values.find:
-                found = find(target, variants[0], limit)
-                text = str(found)
-            else:
-                found = estimate(target, variants, sizes, values)
-                lines = [found.table(), *_largest(found, limit)]
-                text = "\n".join(lines)
-            if values.json is not None:
-                found.to_json(values.json)
-            if values.plot is not None:
-                found.plot(values.plot)
-    except (
-        *(ImportError, MemoryError, OSError),
-        *(RuntimeError, TypeError, ValueError),
-    ) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return _EXIT_FAILED
-    print(text)
-    for message in dict.fromkeys(str(warning.message) for warning in caught):
-        print(f"{_COMMAND}: {message}", file=sys.stderr)
-    return 0
+
+    def work(target: str) -> _flags.Outcome:
+        with _flags.reading():
+            variants = [Variant.parse(word, "--policy") for word in values.policy]
+            sizes = [_whole(text) for text in values.batch_size or ()]
+            limit = None
+            if values.limit is not None:
+                limit = _units.parse_bytes("--limit", values.limit)
+            _check(values)
+        if values.find:
+            found = find(target, variants[0], limit)
+            text = str(found)
+        else:
+            found = estimate(target, variants, sizes, values)
+            text = "\n".join([found.table(), *_largest(found, limit)])
+        _flags.write(values, found)
+        if values.plot is not None:
+            found.plot(values.plot)
+        return _flags.Outcome(text)
+
+    return _flags.run(argv, values, work, command="tfamp memory", purpose=_PURPOSE)
 
 
 def estimate(
@@ -209,53 +183,45 @@ def _whole(text: str) -> int:
 
 def _define() -> flags.FlagValues:
     values = _flags.new_flags()
-    flags.DEFINE_list(
+    add = functools.partial(_flags.define, values)
+    add(
+        "list",
         "batch_size",
         None,
         "Batch sizes, separated by commas; else that of the data, without data 32.",
-        flag_values=values,
     )
-    flags.DEFINE_list(
+    add(
+        "list",
         "policy",
         "auto",
         "Policies to build under, such as float32,mixed_bfloat16+xla.",
-        flag_values=values,
     )
-    flags.DEFINE_bool(
-        "inference",
-        False,
-        "Look at the step of predict, not of fit.",
-        flag_values=values,
-    )
-    flags.DEFINE_integer(
+    add("bool", "inference", False, "Look at the step of predict, not of fit.")
+    add(
+        "integer",
         "sequence_length",
         None,
         "What sizes are that model and data leave open, as lengths of texts.",
         lower_bound=1,
-        flag_values=values,
     )
-    flags.DEFINE_string(
+    add(
+        "string",
         "optimizer",
         None,
         "Another optimizer than the model's, by its Keras name.",
-        flag_values=values,
     )
-    flags.DEFINE_string(
+    add(
+        "string",
         "limit",
         None,
         "Memory there is, such as 16GB, 14.5GiB or a number of bytes.",
-        flag_values=values,
     )
-    flags.DEFINE_bool(
+    add(
+        "bool",
         "find",
         False,
         "Try sizes by training real batches, below --limit and the machine's memory.",
-        flag_values=values,
     )
-    flags.DEFINE_string(
-        "json", None, "File that gets the result as JSON.", flag_values=values
-    )
-    flags.DEFINE_string(
-        "plot", None, "Image file that gets memory by batch size.", flag_values=values
-    )
+    add("string", "json", None, "File that gets the result as JSON.")
+    add("string", "plot", None, "Image file that gets memory by batch size.")
     return values

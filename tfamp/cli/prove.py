@@ -1,8 +1,6 @@
 """`tfamp prove`: which products run in which dtype, and why it is not faster."""
 
-import os
-import sys
-import warnings
+import functools
 from collections.abc import Sequence
 from typing import Any
 
@@ -12,8 +10,6 @@ from tfamp import _targets
 from tfamp.cli import _flags
 from tfamp.evidence import Variant
 
-_COMMAND = "tfamp prove"
-_ARGUMENT = "module:build"
 _PURPOSE = """\
 Shows which matrix products and convolutions of a train step run in which dtype, layer
 by layer, where numbers are cast, and why it is not faster. Nothing is trained.
@@ -21,7 +17,6 @@ by layer, where numbers are cast, and why it is not faster. Nothing is trained.
 train) or (model, train, validation); it is called under the policy.
 
 Ends with status 0, 1 if it cannot be told, 2 if called wrongly."""
-_EXIT_FAILED = 1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -34,30 +29,15 @@ def main(argv: Sequence[str]) -> int:
         The exit status, as the help says.
     """
     values = _define()
-    target = _flags.parse(
-        values, argv, command=_COMMAND, purpose=_PURPOSE, argument=_ARGUMENT
-    )
-    if not isinstance(target, str):
-        return int(target or 0)
-    # TensorFlow reads it when it is imported; its notices are of no help here.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    try:
-        variant = Variant.parse(values.policy, "--policy")
-    except ValueError as error:
-        return _flags.refuse(str(error).rstrip("."), _COMMAND)
-    try:
-        with warnings.catch_warnings(record=True) as caught:
-            warnings.simplefilter("always", UserWarning)
-            proof = run(target, variant, values)
-            if values.json is not None:
-                proof.to_json(values.json)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return _EXIT_FAILED
-    print(proof.table())
-    for text in dict.fromkeys(str(warning.message) for warning in caught):
-        print(f"{_COMMAND}: {text}", file=sys.stderr)
-    return 0
+
+    def work(target: str) -> _flags.Outcome:
+        with _flags.reading():
+            variant = Variant.parse(values.policy, "--policy")
+        proof = run(target, variant, values)
+        _flags.write(values, proof)
+        return _flags.Outcome(proof.table())
+
+    return _flags.run(argv, values, work, command="tfamp prove", purpose=_PURPOSE)
 
 
 def run(target: str, variant: Variant, values: flags.FlagValues) -> Any:
@@ -83,27 +63,21 @@ def run(target: str, variant: Variant, values: flags.FlagValues) -> Any:
 
 def _define() -> flags.FlagValues:
     values = _flags.new_flags()
-    flags.DEFINE_string(
+    add = functools.partial(_flags.define, values)
+    add(
+        "string",
         "policy",
         "auto",
         "Policy to build under, such as float32, mixed_bfloat16+xla or "
         "keras:mixed_bfloat16.",
-        flag_values=values,
     )
-    flags.DEFINE_string(
-        "json", None, "File that gets the proof as JSON.", flag_values=values
-    )
-    flags.DEFINE_float(
+    add("string", "json", None, "File that gets the proof as JSON.")
+    add(
+        "float",
         "seconds",
         None,
         "Measure for so long how much the input holds training up.",
         lower_bound=0.0,
-        flag_values=values,
     )
-    flags.DEFINE_bool(
-        "inference",
-        False,
-        "Look at the step of predict, not of fit.",
-        flag_values=values,
-    )
+    add("bool", "inference", False, "Look at the step of predict, not of fit.")
     return values

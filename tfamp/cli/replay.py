@@ -1,6 +1,7 @@
 """`tfamp replay`: reproduces the failing step of a bundle, and says why it failed."""
 
 import contextlib
+import functools
 import json
 import os
 import sys
@@ -12,8 +13,6 @@ from absl import flags
 
 from tfamp.cli import _flags
 
-_COMMAND = "tfamp replay"
-_ARGUMENT = "bundle"
 _PURPOSE = """\
 Reproduces the failing step of a bundle that `tfamp.callbacks.FlightRecorder` wrote: the
 model is rebuilt with the state from before the failure and trains on the kept batches
@@ -21,7 +20,6 @@ as it did. Compares every bit, and says why the step failed.
 
 Ends with status 0 if the failure was reproduced, 1 if not or if it cannot be told, 2
 if called wrongly."""
-_EXIT_FAILED = 1
 _RECORD = "bundle.json"
 # Variables that TensorFlow reads when it is imported, and nothing else.
 _PREFIXES = ("ONEDNN_", "DNNL_", "XLA_", "TF_", "OMP_", "NVIDIA_TF32_")
@@ -37,30 +35,29 @@ def main(argv: Sequence[str]) -> int:
         The exit status, as the help says.
     """
     values = _define()
-    path = _flags.parse(
-        values, argv, command=_COMMAND, purpose=_PURPOSE, argument=_ARGUMENT
-    )
-    if not isinstance(path, str):
-        return int(path or 0)
-    if values.build is not None and not all(values.build.partition(":")):
-        return _flags.refuse(
-            f"`--build` is {values.build!r}; expected 'module:function'", _COMMAND
-        )
-    _take_environment(Path(path))
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    sys.path.insert(0, os.getcwd())  # where the model's classes may lie
-    from tfamp.numerics.replaying_bundles import replay
 
-    try:
+    def work(path: str) -> _flags.Outcome:
+        with _flags.reading():
+            if values.build is not None and not all(values.build.partition(":")):
+                build = values.build
+                raise ValueError(f"`--build` is {build!r}; expected 'module:function'")
+        _take_environment(Path(path))
+        sys.path.insert(0, os.getcwd())  # where the model's classes may lie
+        from tfamp.numerics.replaying_bundles import replay
+
         with _working():
             replayed = replay(path, build=values.build, explain=values.triage)
-        if values.json is not None:
-            replayed.to_json(values.json)
-    except (ImportError, OSError, RuntimeError, TypeError, ValueError) as error:
-        print(f"{_COMMAND}: {error}", file=sys.stderr)
-        return _EXIT_FAILED
-    print(replayed.table())
-    return 0 if replayed.is_reproduced else _EXIT_FAILED
+        _flags.write(values, replayed)
+        return _flags.Outcome(replayed.table(), is_bad=not replayed.is_reproduced)
+
+    return _flags.run(
+        argv,
+        values,
+        work,
+        command="tfamp replay",
+        purpose=_PURPOSE,
+        argument="bundle",
+    )
 
 
 def _working() -> contextlib.AbstractContextManager[Any]:
@@ -89,14 +86,13 @@ def _take_environment(folder: Path) -> None:
 
 def _define() -> flags.FlagValues:
     values = _flags.new_flags()
-    flags.DEFINE_string(
+    add = functools.partial(_flags.define, values)
+    add(
+        "string",
         "build",
         None,
         "module:function that returns the compiled model, where the bundle has none.",
-        flag_values=values,
     )
-    flags.DEFINE_string(
-        "json", None, "File that gets the outcome as JSON.", flag_values=values
-    )
-    flags.DEFINE_bool("triage", True, "Say why the step failed.", flag_values=values)
+    add("string", "json", None, "File that gets the outcome as JSON.")
+    add("bool", "triage", True, "Say why the step failed.")
     return values
