@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 import tfamp
-from tfamp.evidence import Evidence
-from tfamp.report.rows import rows
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.report.rows import rows
 
 POLICIES = ("float32", "float32+no_rules")
 SEEDS = 3

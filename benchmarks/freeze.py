@@ -28,7 +28,7 @@ from _turns import ratio, take_turns  # noqa: E402
 from absl import flags  # noqa: E402
 
 import tfamp  # noqa: E402
-from tfamp import _amx  # noqa: E402
+from tfamp.machine import amx  # noqa: E402
 
 GOALS = {"MLP": {1: 1.5, 512: 1.8}}
 BATCH_SIZES = (1, 32, 512)
@@ -147,7 +147,7 @@ def main(argv: Sequence[str]) -> int:
     """Measures, prints a table and a last line of JSON."""
     settings = define_flags()
     settings(argv)
-    _amx.avoid()  # ahead of the first product
+    amx.avoid()  # ahead of the first product
     tf.get_logger().setLevel("ERROR")  # each shape and model is a trace of its own
     turns, sizes, options = settings.turns, BATCH_SIZES, {}
     chosen = list(CASES)

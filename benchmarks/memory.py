@@ -116,9 +116,10 @@ def measure_side(
     import tensorflow as tf
 
     import tfamp
-    from tfamp import _amx, probes
+    from tfamp.machine import amx
+    from tfamp.machine import memory as process_memory
 
-    _amx.avoid()
+    amx.avoid()
     keras.utils.set_random_seed(0)
     with tfamp.scope(policy):
         model = build(case)
@@ -141,10 +142,10 @@ def measure_side(
     for _ in range(1 + STEPS):
         if hasattr(libc, "malloc_trim"):
             libc.malloc_trim(0)
-        before = probes.process_bytes()
-        probes.reset_peak()
+        before = process_memory.process_bytes()
+        process_memory.reset_peak()
         run(data, verbose=0)
-        peaks.append(probes.peak_process_bytes() - before)
+        peaks.append(process_memory.peak_process_bytes() - before)
     # The batch itself is there beforehand.
     return {
         "predicted": predicted.step_bytes - predicted.by_kind["inputs"],
@@ -169,7 +170,7 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tfamp._units import format_bytes
+    from tfamp.records.units import format_bytes
 
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     table = Table(title=f"tfamp.estimate_memory; {result['device']}; {versions}")

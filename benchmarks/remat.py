@@ -77,9 +77,10 @@ def measure_side(case: str, policy: str, is_again: bool, batch: int) -> dict[str
     import tensorflow as tf
 
     import tfamp
-    from tfamp import _amx, probes
+    from tfamp.machine import amx
+    from tfamp.machine import memory as process_memory
 
-    _amx.avoid()
+    amx.avoid()
     keras.utils.set_random_seed(0)
     with tfamp.scope(policy):
         model = build(case)
@@ -100,15 +101,15 @@ def measure_side(case: str, policy: str, is_again: bool, batch: int) -> dict[str
         for n in (2, batch)
     )
     model.fit(small, verbose=0)  # slots are made, the step is traced for any batch
-    before = probes.process_bytes()
-    probes.reset_peak()
+    before = process_memory.process_bytes()
+    process_memory.reset_peak()
     losses, times = [], []
     for _ in range(STEPS):
         start = time.perf_counter()
         losses += model.fit(data, verbose=0).history["loss"]
         times.append(time.perf_counter() - start)
     return {
-        "bytes": probes.peak_process_bytes() - before,
+        "bytes": process_memory.peak_process_bytes() - before,
         "seconds": min(times),
         "losses": losses,
     }
@@ -143,7 +144,7 @@ def show(result: dict[str, Any]) -> None:
     from rich.console import Console
     from rich.table import Table
 
-    from tfamp._units import format_bytes
+    from tfamp.records.units import format_bytes
 
     versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
     table = Table(title=f"tfamp.remat; {result['device']}; {versions}")

@@ -22,7 +22,7 @@ import numpy as np  # noqa: E402  (TensorFlow reads its log level when it is imp
 from absl import flags  # noqa: E402
 
 import tfamp  # noqa: E402
-from tfamp import _amx  # noqa: E402
+from tfamp.machine import amx  # noqa: E402
 
 GOAL = 60.0
 # What builds a model of about ten million parameters.
@@ -98,7 +98,7 @@ def main(argv: Sequence[str]) -> int:
     """Measures, prints a table and a last line of JSON."""
     settings = define_flags()
     settings(argv)
-    _amx.avoid()  # ahead of the first product
+    amx.avoid()  # ahead of the first product
     runs, cases, options = settings.runs, list(CASES), {}
     if settings.smoke:
         runs, cases, options = 1, ["MLP"], {"width": 16}

@@ -23,12 +23,14 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from tfamp.compare.conclusion import conclude
-from tfamp.compare.job import Job
-from tfamp.evidence import Evidence, Latency, Memory, Run, Spread, Verdict, judge
-from tfamp.evidence.intervals import rate_of
-from tfamp.evidence.sampling import Fractions, PairedExamples, Sampling
-from tfamp.report.rows import rows
+from tfamp.comparison.conclusion import conclude
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence.resampling import Fractions, PairedExamples, Sampling
+from tfamp.comparison.evidence.verdict import Verdict, judge
+from tfamp.comparison.report.rows import rows
+from tfamp.trials.intervals import rate_of
+from tfamp.trials.job import Job
+from tfamp.trials.run_records import Latency, Memory, Run, Spread
 
 TOLERANCE = 0.005
 # At these numbers of seeds it is looked, or where the last look advises it.

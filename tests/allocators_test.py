@@ -6,9 +6,9 @@ import pytest
 
 from tests.doctor_test import CPU, T4, machine, text_of
 from tests.probes_test import Driver, Gpu, NVMLError
-from tfamp._memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
 from tfamp.cli._diagnosis import Finding, diagnose
-from tfamp.probes.allocators import ALLOCATORS, advice, machine_memory
+from tfamp.machine.allocators import ALLOCATORS, advice, machine_memory
+from tfamp.machine.memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
 
 MIB, GIB = 2**20, 2**30
 OWN = 42

@@ -5,8 +5,9 @@ import sys
 
 import pytest
 
-from tfamp import _amx
-from tfamp.managed import hooks, lease
+from tfamp.dtypes import hooks
+from tfamp.dtypes import settings as settings_module
+from tfamp.machine import amx
 
 NAMED = "flags\t\t: avx512_bf16 amx_bf16 amx_tile\n"
 
@@ -36,12 +37,12 @@ def failing(error):
     ids=["dies", "runs", "fails", "no child", "hangs", "no AMX", "not Linux"],
 )
 def test_only_a_child_that_dies_speaks_against_amx(cpuinfo, run, is_broken):
-    assert _amx.probe(lambda: cpuinfo, run) is is_broken
+    assert amx.probe(lambda: cpuinfo, run) is is_broken
 
 
 def test_the_child_compiles_and_gets_whole_bytes():
     commands = []
-    _amx.probe(lambda: NAMED, lambda command: commands.append(command) or 0)
+    amx.probe(lambda: NAMED, lambda command: commands.append(command) or 0)
     ((python, *options, program, code),) = commands
     assert (python, options) == (sys.executable, ["-I", "-S", "-c"])
     compile(program, "child", "exec")
@@ -51,18 +52,18 @@ def test_the_child_compiles_and_gets_whole_bytes():
 
 def test_a_command_ended_by_a_signal_has_a_status_below_0():
     program = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
-    assert _amx._run([sys.executable, "-I", "-S", "-c", program]) == -4
-    assert _amx._run([sys.executable, "-I", "-S", "-c", "raise SystemExit(3)"]) == 3
+    assert amx._run([sys.executable, "-I", "-S", "-c", program]) == -4
+    assert amx._run([sys.executable, "-I", "-S", "-c", "raise SystemExit(3)"]) == 3
 
 
 def test_onednn_is_capped_only_where_it_has_to_be():
     environ = {}
-    _amx.avoid(environ, lambda: False)
+    amx.avoid(environ, lambda: False)
     assert environ == {}
-    _amx.avoid(environ, lambda: True)
+    amx.avoid(environ, lambda: True)
     assert environ == {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
     decided = {"ONEDNN_MAX_CPU_ISA": "ALL"}
-    _amx.avoid(decided, lambda: True)
+    amx.avoid(decided, lambda: True)
     assert decided == {"ONEDNN_MAX_CPU_ISA": "ALL"}
 
 
@@ -74,8 +75,8 @@ def test_broken_amx_is_avoided_where_settings_come_into_force(
     monkeypatch, policy, avoids
 ):
     calls = []
-    monkeypatch.setattr(_amx, "avoid", lambda: calls.append(1))
-    settings = lease.make_lease(policy)
+    monkeypatch.setattr(amx, "avoid", lambda: calls.append(1))
+    settings = settings_module.make_settings(policy)
     assert calls == []
     hooks.hold(settings)
     assert bool(calls) is avoids

@@ -15,24 +15,18 @@ import tensorflow as tf
 import tfamp
 from tests.memory_limits_test import system
 from tests.replicas import two_replicas
-from tfamp._memory_records import MemoryLimit
-from tfamp.batch_search import (
-    BatchSearch,
-    Trial,
-    find_batch_size,
-    finding,
-    memory_limit,
-    outcomes,
-    trying,
-)
-from tfamp.batch_search.accumulation import Split, splits
-from tfamp.batch_search.data import batch_of
-from tfamp.batch_search.limits import allowed_bytes
-from tfamp.batch_search.plan import Plan
-from tfamp.batch_search.search import Facts, merged, search
-from tfamp.batch_search.settings import Settings
-from tfamp.batch_search.timing import time_steps
-from tfamp.compare import processes
+from tfamp.machine.memory_records import MemoryLimit
+from tfamp.memory.batch_search import finder, outcomes, trial_process
+from tfamp.memory.batch_search.accumulation import Split, splits
+from tfamp.memory.batch_search.data import batch_of
+from tfamp.memory.batch_search.finder import find_batch_size
+from tfamp.memory.batch_search.limits import allowed_bytes, memory_limit
+from tfamp.memory.batch_search.plan import Plan
+from tfamp.memory.batch_search.records import BatchSearch, Trial
+from tfamp.memory.batch_search.search import Facts, merged, search
+from tfamp.memory.batch_search.settings import Settings
+from tfamp.memory.batch_search.step_times import time_steps
+from tfamp.trials import processes
 
 pytest.importorskip("cloudpickle")
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -66,7 +60,7 @@ class Machine:
         self.tried = []
 
     def __call__(self, size):
-        from tfamp.batch_search.search import possible_size
+        from tfamp.memory.batch_search.search import possible_size
 
         if not self.tried:
             size = possible_size(size, self.known)
@@ -393,7 +387,7 @@ def process(tmp_path, monkeypatch):
         whole = "import json, os, sys, time\n" + (facts if noted else "") + code
         command = [sys.executable, "-c", whole]
         monkeypatch.setattr(processes, "command", lambda _, words: [*command, *words])
-        return trying.try_size(tmp_path, 64, timeout_seconds=timeout_seconds)
+        return trial_process.try_size(tmp_path, 64, timeout_seconds=timeout_seconds)
 
     return run
 
@@ -407,7 +401,7 @@ def test_an_answer_becomes_a_trial_of_the_size_that_was_tried(process, tmp_path)
     assert process(ANSWERED.format(found).replace("{}", repr(found))) == Trial(
         66, "fits", 5.0, peak_bytes=7
     )
-    assert trying.facts(trying.facts_of(tmp_path)) == Facts(3, None)
+    assert trial_process.facts(trial_process.facts_of(tmp_path)) == Facts(3, None)
 
 
 def test_an_answer_of_an_earlier_trial_is_not_taken(process):
@@ -463,7 +457,7 @@ def test_ctrl_c_ends_the_trial(process, tmp_path, monkeypatch):
                 raise KeyboardInterrupt
             return super().wait(timeout)
 
-    monkeypatch.setattr(trying.subprocess, "Popen", Interrupted)
+    monkeypatch.setattr(trial_process.subprocess, "Popen", Interrupted)
     with pytest.raises(KeyboardInterrupt):
         process("time.sleep(20)")
     assert Interrupted.started[0].returncode == -signal.SIGKILL
@@ -600,7 +594,7 @@ def machine(monkeypatch):
         (folder / "facts.json").write_text(json.dumps(noted))
         return trial
 
-    monkeypatch.setattr(trying, "try_size", try_size)
+    monkeypatch.setattr(trial_process, "try_size", try_size)
     return box
 
 
@@ -679,7 +673,7 @@ def test_where_nothing_ends_in_time_it_says_what_to_do(machine):
 
 
 def test_nothing_is_left_behind(machine, tmp_path, monkeypatch):
-    monkeypatch.setattr(finding.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(finder.tempfile, "tempdir", str(tmp_path))
     before = keras.config.dtype_policy(), tfamp.status().policy
     found_with(machine, max_batch_size=16)
     assert list(tmp_path.iterdir()) == []
@@ -687,7 +681,7 @@ def test_nothing_is_left_behind(machine, tmp_path, monkeypatch):
     def fail(*_, **__):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(trying, "try_size", fail)
+    monkeypatch.setattr(trial_process, "try_size", fail)
     with pytest.raises(KeyboardInterrupt):
         found_with(machine)
     assert list(tmp_path.iterdir()) == []

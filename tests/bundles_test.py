@@ -14,14 +14,21 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp import snapshots
-from tfamp.bundles import files
-from tfamp.bundles.batches import iterator_of, part_of
-from tfamp.bundles.digests import digest
-from tfamp.bundles.packing import leaves, pack, repack, unpack
-from tfamp.bundles.random_states import put_random, take_random
-from tfamp.bundles.record import Batch, Bundle, Call, Surroundings, hexed, same_bits
-from tfamp.results import Device
+from tfamp.records.record import Device
+from tfamp.stepping import snapshots
+from tfamp.stepping.bundles import files
+from tfamp.stepping.bundles.batches import iterator_of, part_of
+from tfamp.stepping.bundles.digests import digest
+from tfamp.stepping.bundles.packing import leaves, pack, repack, unpack
+from tfamp.stepping.bundles.random_states import put_random, take_random
+from tfamp.stepping.bundles.record import (
+    Batch,
+    Bundle,
+    Call,
+    Surroundings,
+    hexed,
+    same_bits,
+)
 
 RAGGED = tf.ragged.constant([[1.0, 2.0], [], [3.0]])
 NESTED = tf.ragged.constant([[[1], [2, 3]], [[4, 5]]])

@@ -33,11 +33,11 @@ def caches(has_locks):
     package = types.ModuleType("tfamp.data")
     package.__path__ = [str(ROOT / "tfamp" / "data")]
     sys.modules.setdefault("tfamp.data", package)
-    from tfamp.data import _file_cache, _file_locks
+    from tfamp.data.cache import file_cache, file_locks
 
     if not has_locks:
-        _file_locks.fcntl = None
-    return _file_cache
+        file_locks.fcntl = None
+    return file_cache
 
 
 def chunk(digest, number):

@@ -18,7 +18,7 @@ from tests.replicas import two_replicas
 from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput, device_stats
 from tfamp.callbacks import _device_readers as readers
 from tfamp.callbacks._sampling import Sampler
-from tfamp.probes import GpuReading
+from tfamp.machine.nvml import GpuReading
 
 NUM_BATCHES = 3
 FIGURES = ("load", "gpu0_energy_joules")
@@ -383,7 +383,7 @@ def test_what_a_slice_does_not_tell_is_left_out_and_said():
 @pytest.mark.usefixtures("no_thread")
 def test_a_gpu_without_the_library_is_said_with_the_line_to_run(monkeypatch):
     monkeypatch.setattr(readers, "visible_gpus", lambda: [(0, "A100")])
-    monkeypatch.setattr("tfamp.probes.nvml.visible_gpus", lambda: [(0, "A100")])
+    monkeypatch.setattr("tfamp.machine.nvml.visible_gpus", lambda: [(0, "A100")])
     monkeypatch.setitem(sys.modules, "pynvml", None)
     watch = DeviceStats()
     fit(compiled(), watch)

@@ -6,13 +6,13 @@ import sys
 import numpy as np
 import pytest
 
-from tfamp import _checks
+from tfamp.records import checks
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
 def test_require_returns_the_module():
-    module = _checks.require("json.decoder", extra="data", purpose="This")
+    module = checks.require("json.decoder", extra="data", purpose="This")
     assert module is sys.modules["json.decoder"]
 
 
@@ -28,7 +28,7 @@ def test_a_missing_package_is_an_error_with_the_pip_line(monkeypatch, extra, com
         f"`from_tfds` needs scikit-learn, which is not installed. Run `{command}`."
     )
     with pytest.raises(ImportError, match=re.escape(message)) as caught:
-        _checks.require("sklearn", extra=extra, purpose="`from_tfds`")
+        checks.require("sklearn", extra=extra, purpose="`from_tfds`")
     assert isinstance(caught.value.__cause__, ModuleNotFoundError)
 
 
@@ -40,11 +40,11 @@ def test_a_package_that_lacks_its_own_dependency_names_that(monkeypatch, tmp_pat
         "Run `pip install is_not_there`."
     )
     with pytest.raises(ImportError, match=re.escape(message)):
-        _checks.require("half_installed", extra=None, purpose="Plots")
+        checks.require("half_installed", extra=None, purpose="Plots")
 
 
 def test_choice_returns_an_option():
-    assert _checks.choice("policy", "float32", POLICIES) == "float32"
+    assert checks.choice("policy", "float32", POLICIES) == "float32"
 
 
 @pytest.mark.parametrize(
@@ -64,7 +64,7 @@ def test_an_unknown_choice_is_an_error_with_the_likely_one(value, advice):
         f"'mixed_bfloat16'. {advice}"
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        _checks.choice("policy", value, POLICIES)
+        checks.choice("policy", value, POLICIES)
 
 
 def test_a_choice_that_is_no_text_is_a_type_error():
@@ -73,18 +73,18 @@ def test_a_choice_that_is_no_text_is_a_type_error():
         "names."
     )
     with pytest.raises(TypeError, match=re.escape(message)):
-        _checks.choice("mode", 3, ["a", "b"])
+        checks.choice("mode", 3, ["a", "b"])
 
 
 def test_the_single_option_is_named_alone():
     message = "Unknown `mode` 'b'; expected 'only'. Pass one of these."
     with pytest.raises(ValueError, match=re.escape(message)):
-        _checks.choice("mode", "b", ["only"])
+        checks.choice("mode", "b", ["only"])
 
 
 @pytest.mark.parametrize("value", [1, 32, np.int64(32)], ids=["1", "32", "numpy"])
 def test_positive_int_returns_an_int(value):
-    number = _checks.positive_int("batch_size", value)
+    number = checks.positive_int("batch_size", value)
     assert number == value
     assert type(number) is int
 
@@ -93,7 +93,7 @@ def test_positive_int_returns_an_int(value):
 def test_positive_int_refuses_other_types(value):
     message = f"`batch_size` is {value!r}, "
     with pytest.raises(TypeError, match=re.escape(message)) as caught:
-        _checks.positive_int("batch_size", value)
+        checks.positive_int("batch_size", value)
     assert str(caught.value).endswith(
         "expected an integer of at least 1. Pass a whole number, as in `batch_size=1`."
     )
@@ -106,12 +106,12 @@ def test_positive_int_has_a_minimum(value, minimum):
         f"Pass a larger number."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        _checks.positive_int("batch_size", value, minimum=minimum)
+        checks.positive_int("batch_size", value, minimum=minimum)
 
 
 @pytest.mark.parametrize("value", [0, 1, 0.25, np.float32(0.25)], ids=repr)
 def test_fraction_returns_a_float(value):
-    number = _checks.fraction("split", value)
+    number = checks.fraction("split", value)
     assert number == value
     assert type(number) is float
 
@@ -130,7 +130,7 @@ def test_fraction_returns_a_float(value):
 def test_fraction_lies_between_0_and_1(value, closed, rest):
     message = f"`split` is {value!r}; expected a number {rest}"
     with pytest.raises(ValueError, match=re.escape(message)):
-        _checks.fraction("split", value, closed=closed)
+        checks.fraction("split", value, closed=closed)
 
 
 @pytest.mark.parametrize("value", [0, -1.0, float("inf"), float("nan")], ids=repr)
@@ -140,14 +140,14 @@ def test_positive_is_finite_and_above_0(value):
         f"Pass a positive number."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        _checks.positive("scale", value)
+        checks.positive("scale", value)
 
 
 @pytest.mark.parametrize("value", ["1", True, None, [1.0]], ids=repr)
 def test_numbers_are_not_text_booleans_or_lists(value):
     message = f"`scale` is {value!r}, "
     with pytest.raises(TypeError, match=re.escape(message)) as caught:
-        _checks.positive("scale", value)
+        checks.positive("scale", value)
     assert str(caught.value).endswith(
         "expected a number. Pass a float, as in `scale=0.5`."
     )

@@ -10,8 +10,8 @@ import pytest
 
 from tests import made_evidence
 from tfamp.cli import compare
-from tfamp.compare.comparison import Comparison
-from tfamp.evidence import Run
+from tfamp.comparison.result import Comparison
+from tfamp.trials.run_records import Run
 
 pytest.importorskip("jinja2")
 TARGET = "digits:build"

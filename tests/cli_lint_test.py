@@ -8,7 +8,7 @@ import keras
 import pytest
 
 from tfamp.cli import lint
-from tfamp.findings import Findings
+from tfamp.records.findings import Findings
 
 MODULE = """
     import keras

@@ -9,11 +9,11 @@ import keras
 import pytest
 
 import tfamp.memory
-from tfamp import batch_search
-from tfamp._memory_records import MemoryLimit
-from tfamp.batch_search import BatchSearch, Trial
 from tfamp.cli import memory
-from tfamp.memory import MemoryEstimates
+from tfamp.machine.memory_records import MemoryLimit
+from tfamp.memory import batch_search
+from tfamp.memory.batch_search.records import BatchSearch, Trial
+from tfamp.memory.estimate.records import MemoryEstimates
 
 # Bytes of the two layers (16 * 8 + 8 + 8 * 4 + 4 float32) and of the loss's mean (2).
 PARAMETERS = 4 * (172 + 2)

@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 from tfamp.cli import prove
-from tfamp.numerics import proving
-from tfamp.numerics.proof import Proof
+from tfamp.numerics.proof import prover
+from tfamp.numerics.proof.result import Proof
 
 MODULE = """
     import keras
@@ -96,7 +96,7 @@ def test_flags_reach_the_proof(module, monkeypatch, capsys):
         given.append((len(args), kwargs))
         return Told()
 
-    monkeypatch.setattr(proving, "prove", told)
+    monkeypatch.setattr(prover, "prove", told)
     argv = ["provable:build", "--seconds", "2.5", "--inference"]
     assert prove.main([*argv, "--policy", "float32+xla"]) == 0
     assert given == [(2, {"inference": True, "compiled": True, "seconds": 2.5})]

@@ -11,9 +11,9 @@ import pytest
 
 import tfamp
 from tests.flight_recorder_test import compiled, fit
-from tfamp.bundles.replay_record import Replayed, ReplayedStep
-from tfamp.callbacks.flight_recorder import FlightRecorder
+from tfamp.callbacks.flight_recorder.callback import FlightRecorder
 from tfamp.cli.replay import main
+from tfamp.stepping.bundles.replay_record import Replayed, ReplayedStep
 
 CLASSES = """
 import keras
@@ -50,9 +50,9 @@ def test_a_failure_is_reproduced_printed_and_written(bundle, tmp_path, capsys):
 
 def test_what_differs_is_told_and_is_a_failure(bundle, capsys, monkeypatch):
     # The recorded digest stands; the variables afterwards are said to be others.
-    from tfamp.numerics import replaying_bundles
+    from tfamp.numerics.triage import bundle_replay
 
-    monkeypatch.setattr(replaying_bundles, "digest", lambda state: "another")
+    monkeypatch.setattr(bundle_replay, "digest", lambda state: "another")
     assert main([bundle, "--notriage"]) == 1
     text = capsys.readouterr().out
     assert "Not reproduced: the step fails again, but not bit by bit." in text

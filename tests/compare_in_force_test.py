@@ -5,9 +5,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.compare import in_force as module
-from tfamp.compare.in_force import in_force
-from tfamp.evidence import Variant
+from tfamp.trials import in_force as module
+from tfamp.trials.in_force import in_force
+from tfamp.trials.variant import Variant
 
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
 

@@ -17,20 +17,11 @@ import pytest
 
 import tfamp
 from tests import made_evidence
-from tfamp.compare import (
-    batch_trial,
-    conclusion,
-    drift,
-    largest,
-    line,
-    parcel,
-    processes,
-    profiling,
-    storage,
-    turns,
-)
-from tfamp.compare.job import Job, checked_policies, checked_seeds, file_name
-from tfamp.evidence import OperationTime, Run
+from tfamp.comparison import conclusion
+from tfamp.trials import drift, largest_batch, line, parcel, processes, storage, turns
+from tfamp.trials.job import Job, checked_policies, checked_seeds, file_name
+from tfamp.trials.run import batch_trial, step_profiles
+from tfamp.trials.run_records import OperationTime, Run
 
 pytest.importorskip("cloudpickle")
 pytest.importorskip("scipy")
@@ -367,7 +358,7 @@ def test_a_process_that_waits_is_stopped_and_fetches_no_input(tmp_path, monkeypa
 def test_a_stopped_process_ends_with_the_one_that_started_it(tmp_path):
     program = (
         "import os, subprocess, sys\n"
-        "code = 'from tfamp.compare import line; line.end_with_parent(); '\n"
+        "code = 'from tfamp.trials import line; line.end_with_parent(); '\n"
         "code += 'print(1, flush=True); input()'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], stdin=-1, stdout=-1)\n"
         "child.stdout.readline()\n"
@@ -587,14 +578,14 @@ def test_operations_stand_beside_those_of_the_reference():
         "float32": {"MatMul": 0.04, "Relu": 0.01},
         "auto": {"MatMul": 0.02, "Cast": 0.03},
     }
-    assert profiling.side_by_side(seconds, "float32") == {
+    assert step_profiles.side_by_side(seconds, "float32") == {
         "auto": (
             OperationTime("MatMul", 0.04, 0.02),
             OperationTime("Cast", 0.0, 0.03),
             OperationTime("Relu", 0.01, 0.0),
         )
     }
-    assert profiling.side_by_side(seconds, "float32+xla") == {}
+    assert step_profiles.side_by_side(seconds, "float32+xla") == {}
 
 
 def concluded(policies, **options):
@@ -660,7 +651,7 @@ def test_the_largest_batch_was_tried_and_is_close_to_the_limit(limit, start):
         tried.append(size)
         return size <= limit
 
-    found = largest.largest(fits, start)
+    found = largest_batch.largest(fits, start)
     assert found in tried
     assert found <= limit < found + max(1, found / 8) + 1
     assert len(tried) <= 24
@@ -668,8 +659,8 @@ def test_the_largest_batch_was_tried_and_is_close_to_the_limit(limit, start):
 
 
 def test_where_nothing_fits_or_everything_does_the_search_ends():
-    assert largest.largest(lambda size: False, 64) is None
-    assert largest.largest(lambda size: True, 64) == 2**20
+    assert largest_batch.largest(lambda size: False, 64) is None
+    assert largest_batch.largest(lambda size: True, 64) == 2**20
 
 
 def test_each_policy_is_searched_once(started, monkeypatch):
@@ -679,7 +670,7 @@ def test_each_policy_is_searched_once(started, monkeypatch):
         asked.append((policy, seed))
         return size <= (100 if policy == "float32" else 200)
 
-    monkeypatch.setattr(largest, "trial", trial)
+    monkeypatch.setattr(largest_batch, "trial", trial)
     found = tfamp.compare(build_nothing, seeds=2, max_memory_bytes=10**9)
     assert set(asked) == {("float32", 0), ("auto", 0)}
     ratio = found.ratio("largest_batch", "auto")
@@ -713,10 +704,10 @@ def test_only_want_of_memory_is_a_batch_that_does_not_fit(
     command = [sys.executable, "-c", f"import os\n{code}"]
     monkeypatch.setattr(processes, "command", lambda *_: command)
     if message is None:
-        assert not largest.trial(tmp_path, "float32", 0, 8)
+        assert not largest_batch.trial(tmp_path, "float32", 0, 8)
         return
     with pytest.raises(RuntimeError, match="A training step with a batch of 8") as told:
-        largest.trial(tmp_path, "float32", 0, 8)
+        largest_batch.trial(tmp_path, "float32", 0, 8)
     assert message in str(told.value)
 
 
@@ -724,17 +715,17 @@ def test_a_search_that_fails_is_noted_and_the_comparison_goes_on(started, monkey
     def trial(folder, policy, seed, size):
         raise RuntimeError("A training step with a batch of 64 failed.")
 
-    monkeypatch.setattr(largest, "trial", trial)
+    monkeypatch.setattr(largest_batch, "trial", trial)
     found = tfamp.compare(build_nothing, seeds=1, max_memory_bytes=10**9)
     assert {run.largest_batch for run in found.runs} == {None}
     assert "auto: A training step with a batch of 64 failed." in found.notes
 
 
 def test_a_batch_that_takes_too_long_does_not_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(largest, "_TIMEOUT_SECONDS", 0.3)
+    monkeypatch.setattr(largest_batch, "_TIMEOUT_SECONDS", 0.3)
     code = "import time; print('began', flush=True); time.sleep(60)"
     command = [sys.executable, "-c", code]
     monkeypatch.setattr(processes, "command", lambda *_: command)
-    assert not largest.trial(tmp_path, "float32", 0, 8)
+    assert not largest_batch.trial(tmp_path, "float32", 0, 8)
     log = (tmp_path / "batch_8.log").read_text()
     assert log.endswith("It was ended, as it took too long.\n")

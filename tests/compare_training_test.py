@@ -14,20 +14,13 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tfamp.cli import main as cli
-from tfamp.compare import (
-    child,
-    examples,
-    inference,
-    largest,
-    parcel,
-    profiling,
-    storage,
-)
-from tfamp.compare.job import FILE, Job
-from tfamp.compare.line import Line
-from tfamp.compare.training import train
-from tfamp.compare.windows import Window, curve, seconds_per_step, steady
-from tfamp.evidence import Run
+from tfamp.trials import largest_batch, parcel, storage
+from tfamp.trials.job import FILE, Job
+from tfamp.trials.line import Line
+from tfamp.trials.run import child, example_metrics, inference, step_profiles
+from tfamp.trials.run.training import train
+from tfamp.trials.run_records import Run
+from tfamp.trials.windows import Window, curve, seconds_per_step, steady
 
 pytest.importorskip("cloudpickle")
 X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
@@ -349,7 +342,9 @@ FORMS = {
 def measured_examples(model, data, **changed):
     arrays = data[:2] if isinstance(data, tuple) else (data,)
     final = model.evaluate(*arrays, verbose=0, return_dict=True)
-    return examples.measure(model, data, {**final, **changed}, batch_size=16), final
+    return example_metrics.measure(
+        model, data, {**final, **changed}, batch_size=16
+    ), final
 
 
 @pytest.mark.parametrize("make", FORMS.values(), ids=FORMS)
@@ -391,16 +386,16 @@ def test_examples_are_compared_where_all_runs_saw_the_same(tmp_path):
 
     def write(run, values, fingerprint="a"):
         given = {"accuracy": np.float32(values)}
-        examples.PerExample(given, fingerprint, 3).write(tmp_path, run.policy, 0)
+        example_metrics.PerExample(given, fingerprint, 3).write(tmp_path, run.policy, 0)
 
-    assert examples.differences(tmp_path, [pair], "accuracy") is None
+    assert example_metrics.differences(tmp_path, [pair], "accuracy") is None
     write(pair[0], [1, 1, 0])
     write(pair[1], [1, 0, 1])
-    found = examples.differences(tmp_path, [pair], "accuracy")
+    found = example_metrics.differences(tmp_path, [pair], "accuracy")
     assert found.tolist() == [[0, -1, 1]]
-    assert examples.differences(tmp_path, [pair], "loss") is None
+    assert example_metrics.differences(tmp_path, [pair], "loss") is None
     write(pair[1], [1, 0, 1], "another order")
-    assert examples.differences(tmp_path, [pair], "accuracy") is None
+    assert example_metrics.differences(tmp_path, [pair], "accuracy") is None
 
 
 def test_the_order_of_examples_is_in_their_fingerprint():
@@ -519,10 +514,10 @@ def test_a_run_has_every_figure(tmp_path, disabled):
 def test_a_profile_is_taken_of_the_first_seed(tmp_path, disabled):
     settings = job(epochs=1, seeds=(7, 8), profile_steps=2, batch_size=10)
     measured(tmp_path, "float32", settings, build, (X, Y), None)
-    seconds = profiling.read(storage.profile_of(tmp_path, "float32", 7))
+    seconds = step_profiles.read(storage.profile_of(tmp_path, "float32", 7))
     assert any("MatMul" in kind for kind in seconds)
     assert all(value >= 0 for value in seconds.values())
-    assert profiling.read(storage.profile_of(tmp_path, "float32", 8)) == {}
+    assert step_profiles.read(storage.profile_of(tmp_path, "float32", 8)) == {}
 
 
 def test_a_profiler_that_runs_already_costs_the_profile_alone(tmp_path, disabled):
@@ -642,5 +637,5 @@ def test_a_batch_that_does_not_fit_is_found_in_a_process_of_its_own(tmp_path):
     limit = child.probes.process_bytes() + 300 * 2**20
     job(max_memory_bytes=limit).to_json(tmp_path / FILE)
     parcel.pack(tmp_path, build_wide, (X, Y), None)
-    assert largest.trial(tmp_path, "float32", 0, 8)
-    assert not largest.trial(tmp_path, "float32", 0, 2**17)
+    assert largest_batch.trial(tmp_path, "float32", 0, 8)
+    assert not largest_batch.trial(tmp_path, "float32", 0, 2**17)

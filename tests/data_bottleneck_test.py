@@ -1,4 +1,4 @@
-"""`tfamp.data.bottlenecks`: verdicts, turns, epochs, and a model left as it was."""
+"""`tfamp.stepping.input_waits`: verdicts, turns, epochs, and a model left as it was."""
 
 import random
 import re
@@ -14,13 +14,14 @@ from tests.clocks import Ticks
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.data import Pipeline
-from tfamp.data.bottlenecks import Bottleneck, advice, bottleneck, feed, timer
-from tfamp.data.bottlenecks.feed import Feed, exhaust, kept_batches, prepare
-from tfamp.data.bottlenecks.measure import until_clear
-from tfamp.data.bottlenecks.timer import Timer, time_in_rounds
-from tfamp.data.bottlenecks.turns import Excluded, Turn, take_turns
-from tfamp.data.bottlenecks.unchanged import unchanged, variables_of
-from tfamp.data.bottlenecks.verdict import judge
+from tfamp.stepping.input_waits import advice, feed, timer
+from tfamp.stepping.input_waits.feed import Feed, exhaust, kept_batches, prepare
+from tfamp.stepping.input_waits.measure import bottleneck, until_clear
+from tfamp.stepping.input_waits.record import Bottleneck
+from tfamp.stepping.input_waits.timer import Timer, time_in_rounds
+from tfamp.stepping.input_waits.turns import Excluded, Turn, take_turns
+from tfamp.stepping.input_waits.verdict import judge
+from tfamp.stepping.unchanged import unchanged, variables_of
 
 # Verdicts on times whose truth is set by construction ----------------------------
 
@@ -854,7 +855,7 @@ def test_the_pipeline_that_is_tried_fetches_ahead(monkeypatch):
         assert third.wait(timeout=60)
         return {"prefetched": [1.0], "compute": [1.0]}
 
-    monkeypatch.setattr("tfamp.data.bottlenecks.timer.time_in_rounds", once)
+    monkeypatch.setattr("tfamp.stepping.input_waits.timer.time_in_rounds", once)
     assert timer.try_prefetch(1.0) == {"prefetched": [1.0], "compute": [1.0]}
 
 
@@ -872,7 +873,7 @@ def test_a_call_draws_the_batches_of_its_steps_unless_they_are_in_memory(monkeyp
             counts[name] = [float(len(drawn))]
         return counts
 
-    monkeypatch.setattr("tfamp.data.bottlenecks.timer.time_in_rounds", once)
+    monkeypatch.setattr("tfamp.stepping.input_waits.timer.time_in_rounds", once)
     # One for each of the three steps of a call.
     assert timer.measure(1.0) == {"input": [1.0], "real": [1.0], "compute": [0.0]}
 

@@ -16,8 +16,13 @@ import pytest
 import tensorflow as tf
 
 from tfamp.data import Pipeline
-from tfamp.data import _caching as caching
-from tfamp.data._file_cache import _HELD, CacheFiles, fill_or_read, kept_from_others
+from tfamp.data.cache import stage as caching
+from tfamp.data.cache.file_cache import (
+    _HELD,
+    CacheFiles,
+    fill_or_read,
+    kept_from_others,
+)
 
 ROOT = Path(__file__).parents[1]
 FACTOR = 2

@@ -11,8 +11,9 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.data import Pipeline, _caching, _plan, _sharding
+from tfamp.data import Pipeline, _plan, _sharding
 from tfamp.data._sharding import num_workers
+from tfamp.data.cache import stage as caching
 
 Policy = tf.data.experimental.AutoShardPolicy
 NUM = 27
@@ -329,7 +330,7 @@ def test_a_shard_names_what_it_skips_by_its_place_in_the_source(is_stream):
 def test_shards_keep_their_caches_beside_each_other(tmp_path, monkeypatch):
     # As in a later run, when the process of the other worker has ended.
     unused = contextlib.nullcontext(True)
-    monkeypatch.setattr(_caching, "kept_from_others", lambda files: unused)
+    monkeypatch.setattr(caching, "kept_from_others", lambda files: unused)
     pipeline = KINDS["dataset"](None).cache(tmp_path / "cache")
     for _ in range(2):
         for index in range(2):

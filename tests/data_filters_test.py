@@ -1,4 +1,4 @@
-"""`tfamp.data._filters`: what is filled, clipped, reshaped and dropped, and counted."""
+"""Filters: what is filled, clipped, reshaped and dropped, and counted."""
 
 import re
 import threading
@@ -12,12 +12,12 @@ from sklearn.impute import KNNImputer, SimpleImputer
 import tfamp.data
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.data import _filters
-from tfamp.data._drops import DropLog, DropReport
-from tfamp.data._filter_shapes import crop_or_pad
-from tfamp.data._filters import make_filter
 from tfamp.data._fingerprint import fingerprint
 from tfamp.data._stages import Settings
+from tfamp.data.filters import stage as filters
+from tfamp.data.filters.drops import DropLog, DropReport
+from tfamp.data.filters.shapes import crop_or_pad
+from tfamp.data.filters.stage import make_filter
 from tfamp.data.statistics import fit_statistics
 
 SETTINGS = Settings(num_threads=2, autotune=False)
@@ -54,7 +54,7 @@ def inputs(dataset):
 def either_way(request, monkeypatch):
     """Runs a test with chunks of elements, and with elements one by one."""
     if request.param == "one by one":
-        monkeypatch.setattr(_filters, "_SMALL_BYTES", -1)
+        monkeypatch.setattr(filters, "_SMALL_BYTES", -1)
 
 
 # Predicates

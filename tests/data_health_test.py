@@ -17,7 +17,7 @@ from tfamp.data.health.profile import Profile
 from tfamp.data.health.rounding import rounding_for
 from tfamp.data.profile.examples import Column, read
 from tfamp.data.profile.sample import RowSample
-from tfamp.findings import Findings, Fix
+from tfamp.records.findings import Findings, Fix
 
 N = 2000
 DTYPES = ("float32", "float16", "bfloat16")

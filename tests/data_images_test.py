@@ -10,12 +10,12 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp import _checks
 from tfamp.data import Pipeline
-from tfamp.data._decode import make_decode
-from tfamp.data._image_reader import crop_box
 from tfamp.data._stages import Settings
+from tfamp.data.images.decode import make_decode
+from tfamp.data.images.reader import crop_box
 from tfamp.data.sources.images import images_source
+from tfamp.records import checks
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 FAST = ["simplejpeg", "opencv"]
@@ -698,7 +698,7 @@ def test_a_missing_package_is_named(monkeypatch):
     def refuse(module, *, extra, purpose):
         raise ImportError(f"{purpose} needs {module}")
 
-    monkeypatch.setattr(_checks, "require", refuse)
+    monkeypatch.setattr(checks, "require", refuse)
     with pytest.raises(ImportError, match="`decoder='simplejpeg'` needs simplejpeg"):
         make_decode(decoder="simplejpeg")
 

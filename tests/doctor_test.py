@@ -11,12 +11,13 @@ from pathlib import Path
 import pytest
 from rich.console import Console
 
-from tfamp import _versions, hardware
-from tfamp._memory_records import MachineMemory, MemoryLimit
 from tfamp.cli import _diagnosis, doctor
 from tfamp.cli._diagnosis import Diagnosis, Finding, Probes, diagnose
-from tfamp.managed import lease
-from tfamp.results import Device, Recommendation
+from tfamp.dtypes import settings
+from tfamp.machine import devices as hardware
+from tfamp.machine.memory_records import MachineMemory, MemoryLimit
+from tfamp.records import versions as _versions
+from tfamp.records.record import Device, Recommendation
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = dict(python="3.12.1", tensorflow="2.20.0", keras="3.12.0", numpy="2.1.0")
@@ -250,7 +251,7 @@ def test_settings_show_what_is_set():
 
 
 def test_the_policies_are_those_that_enable_takes():
-    assert {"auto", *lease.POLICIES} == set(_diagnosis.POLICIES)
+    assert {"auto", *settings.POLICIES} == set(_diagnosis.POLICIES)
 
 
 @pytest.mark.parametrize("width", [80, 200])

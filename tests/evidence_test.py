@@ -9,7 +9,10 @@ import pytest
 
 from tests import made_evidence
 from tests.refusals import refusals
-from tfamp.evidence import Evidence, Latency, Run, Spread, Variant, judging, measures
+from tfamp.comparison.evidence import judgement, measures
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.trials.run_records import Latency, Run, Spread
+from tfamp.trials.variant import Variant
 
 WORDS = ("auto", "float32+xla", "keras:mixed_bfloat16", "mixed_bfloat16+no_rules")
 
@@ -117,12 +120,12 @@ def test_the_reference_is_the_fastest_float32():
     found = made_evidence.evidence(
         {"float32": (1.0, 0.9), "float32+xla": (1.5, 0.9), "auto": (2.0, 0.9)}
     )
-    assert judging.choose_reference(found.policies, found.runs) == "float32+xla"
+    assert judgement.choose_reference(found.policies, found.runs) == "float32+xla"
 
 
 def test_without_a_float32_the_first_is_the_reference():
     found = made_evidence.evidence({"mixed_bfloat16": (1, 0.9), "auto": (2, 0.9)})
-    assert judging.choose_reference(found.policies, found.runs) == "mixed_bfloat16"
+    assert judgement.choose_reference(found.policies, found.runs) == "mixed_bfloat16"
 
 
 METRICS = {
@@ -134,13 +137,13 @@ METRICS = {
 
 @pytest.mark.parametrize("given, expected", METRICS.values(), ids=METRICS)
 def test_the_metric(given, expected):
-    assert judging.choose_metric([made_evidence.run("auto", 0)], given) == expected
+    assert judgement.choose_metric([made_evidence.run("auto", 0)], given) == expected
 
 
 def test_an_unknown_metric_is_refused():
     message = "Unknown `metric` 'acuracy'; expected 'loss' or 'accuracy'. Did you mean"
     with pytest.raises(ValueError, match=re.escape(message)):
-        judging.choose_metric([made_evidence.run("auto", 0)], "acuracy")
+        judgement.choose_metric([made_evidence.run("auto", 0)], "acuracy")
 
 
 DIRECTIONS = {
@@ -159,14 +162,14 @@ DIRECTIONS = {
 
 @pytest.mark.parametrize("better", DIRECTIONS)
 def test_known_metrics_have_their_direction(better):
-    assert {judging.direction(name) for name in DIRECTIONS[better]} == {better}
+    assert {judgement.direction(name) for name in DIRECTIONS[better]} == {better}
 
 
 @pytest.mark.parametrize("name", ["gain", "my_metric", "answer", "neg_log_loss"])
 def test_of_other_metrics_the_direction_is_asked_for(name):
     message = f"`metric` is {name!r}, and `better` is None; expected"
     with pytest.raises(ValueError, match=re.escape(message)):
-        judging.direction(name)
+        judgement.direction(name)
 
 
 def losses(*pairs):
@@ -182,7 +185,7 @@ def losses(*pairs):
 
 
 def judged(pairs, failures=(), better="min", tolerance=0.01):
-    return judging.verdict_on(
+    return judgement.verdict_on(
         pairs, failures, metric="loss", better=better, tolerance=tolerance
     )
 
@@ -213,7 +216,7 @@ def accuracies(*pairs, number=0):
 
 def judged_accuracy(pairs, **options):
     settings = {"metric": "accuracy", "better": "max", "tolerance": 0.005, **options}
-    return judging.verdict_on(pairs, (), **settings)
+    return judgement.verdict_on(pairs, (), **settings)
 
 
 def test_ties_on_few_examples_do_not_prove_equivalence():
@@ -303,7 +306,7 @@ def test_what_came_to_the_same_is_no_gain_whatever_the_noise():
     ]
 
     def found(pairs):
-        return judging.verdict_on(
+        return judgement.verdict_on(
             pairs, (), metric="accuracy", better="max", tolerance=0.005
         )
 
@@ -343,12 +346,12 @@ def test_rules_that_cost_are_named_and_cheap_ones_are_not():
 
     bare = runs("keras:mixed_bfloat16", 2.0)
     dear = {"mixed_bfloat16": runs("mixed_bfloat16", 1.9), bare[0].policy: bare}
-    (sentence,) = judging.rule_cost(dear)
+    (sentence,) = judgement.rule_cost(dear)
     assert "costs mixed_bfloat16 5.0 % of the examples/s" in sentence
     cheap = {"mixed_bfloat16": runs("mixed_bfloat16", 1.95), bare[0].policy: bare}
-    assert judging.rule_cost(cheap) == ()
+    assert judgement.rule_cost(cheap) == ()
     once = {policy: found[:1] for policy, found in dear.items()}
-    (sentence,) = judging.rule_cost(once)
+    (sentence,) = judgement.rule_cost(once)
     assert sentence.endswith("(ratio 0.950, one seed).")
 
 

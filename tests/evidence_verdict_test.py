@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusals
-from tfamp.evidence import Interval, Verdict, judge, missing
-from tfamp.evidence.intervals import interval
-from tfamp.evidence.missing import more_seeds
+from tfamp.comparison.evidence import missing
+from tfamp.comparison.evidence.missing import more_seeds
+from tfamp.comparison.evidence.verdict import Verdict, judge
+from tfamp.trials.intervals import Interval, interval
 
 pytest.importorskip("scipy")
 

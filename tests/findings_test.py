@@ -1,11 +1,11 @@
-"""`tfamp.findings`: order, filters, fixes, the table, and JSON both ways."""
+"""`tfamp.records.findings`: order, filters, fixes, the table, and JSON both ways."""
 
 import dataclasses
 import re
 
 import pytest
 
-from tfamp.findings import Finding, Findings, Fix
+from tfamp.records.findings import Finding, Findings, Fix
 
 CAST = Fix("x/id", "cast", "int32", "values lie in [0, 9]")
 STANDARDIZE = Fix(

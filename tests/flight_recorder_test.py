@@ -15,18 +15,18 @@ import tfamp
 from tests.clocks import Ticks
 from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
-from tfamp import snapshots
-from tfamp.bundles import files
-from tfamp.bundles.batches import part_of
 from tfamp.callbacks import PrecisionMonitor, Throughput
 from tfamp.callbacks._batch_ring import ring_of
-from tfamp.callbacks._flight_cadence import calls_to_next
-from tfamp.callbacks._flight_log import FlightLog
-from tfamp.callbacks._flight_signs import core_of
-from tfamp.callbacks.flight_recorder import FlightRecorder
-from tfamp.loss_scale.fitting import FIT_HOOKS
-from tfamp.numerics.rebuilding import rebuilt
-from tfamp.numerics.replaying_bundles import failing_step, replay
+from tfamp.callbacks.flight_recorder.cadence import calls_to_next
+from tfamp.callbacks.flight_recorder.callback import FlightRecorder
+from tfamp.callbacks.flight_recorder.log import FlightLog
+from tfamp.callbacks.flight_recorder.signs import core_of
+from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.numerics.triage.bundle_model import rebuilt
+from tfamp.numerics.triage.bundle_replay import failing_step, replay
+from tfamp.stepping import snapshots
+from tfamp.stepping.bundles import files
+from tfamp.stepping.bundles.batches import part_of
 
 # 13 batches of 4 and one of 2; the 13th has a NaN.
 NUM_EXAMPLES, BATCH, BAD_STEP = 54, 4, 13

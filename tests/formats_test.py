@@ -6,7 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from tfamp import formats
+from tfamp.records import formats
 
 FORMATS = list(formats.FORMATS.values())
 IDS = list(formats.FORMATS)

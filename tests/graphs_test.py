@@ -6,8 +6,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfamp.graphs import dimensions, flops, hlo, operations, optimized, products
-from tfamp.graphs.operation import Operation, plain_type
+from tfamp.graph import dimensions, flops, hlo, operations, optimized, products
+from tfamp.graph.operation import Operation, plain_type
 
 L = keras.layers
 

@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.lint_rules_test import head, places, sequential, stock
-from tfamp.numerics.linting.linting import lint
+from tfamp.numerics.lint.linter import lint
 
 L = keras.layers
 K = keras.optimizers

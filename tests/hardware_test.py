@@ -6,8 +6,8 @@ import pytest
 import tensorflow as tf
 
 from tests.probes_test import Driver, Gpu
-from tfamp import hardware
-from tfamp.results import Device
+from tfamp.machine import devices as hardware
+from tfamp.records.record import Device
 
 P100 = Device("gpu", "Tesla P100-PCIE-16GB", (6, 0))
 V100 = Device("gpu", "Tesla V100-SXM2-16GB", (7, 0))
@@ -256,7 +256,7 @@ def test_nvml_gives_the_memory_of_gpus_and_slices(monkeypatch):
     part = Gpu(b"NVIDIA A100 MIG 1g.5gb", "", memory=(0, 5 * 2**30))
     cut = Gpu("NVIDIA A100", "", slices=(part, part), memory=(0, 40 * 2**30))
     nvml = OldDriver(cut, Gpu("NVIDIA A100", "", memory=(0, 41 * 2**30)))
-    monkeypatch.setattr(hardware._checks, "require", lambda *_, **__: nvml)
+    monkeypatch.setattr(hardware.checks, "require", lambda *_, **__: nvml)
     assert hardware._nvml_memory() == {
         "NVIDIA A100": 40 * 2**30,
         "NVIDIA A100 MIG 1g.5gb": 5 * 2**30,
@@ -268,10 +268,10 @@ def test_nvml_is_never_required(monkeypatch):
     def missing(*_, **__):
         raise ImportError("not installed")
 
-    monkeypatch.setattr(hardware._checks, "require", missing)
+    monkeypatch.setattr(hardware.checks, "require", missing)
     assert hardware._nvml_memory() == {}
     dead = Driver(is_dead=True)
-    monkeypatch.setattr(hardware._checks, "require", lambda *_, **__: dead)
+    monkeypatch.setattr(hardware.checks, "require", lambda *_, **__: dead)
     assert hardware._nvml_memory() == {}
 
 

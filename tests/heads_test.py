@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.recorded_operations import recorded_operations
-from tfamp.managed.heads import keeps_product_in_half
+from tfamp.dtypes.heads import keeps_product_in_half
 
 layers = keras.layers
 POLICIES = ("mixed_float16", "mixed_bfloat16")

@@ -103,54 +103,11 @@ def test_unknown_name_is_an_attribute_error_without_loading_a_framework():
     assert output == "module 'tfamp' has no attribute 'enabel' enabel False\n"
 
 
-IMPORTS = {
-    "import of the module": "import tfamp.assignment",
-    "import from the module": "from tfamp.assignment import apply",
-    "import by name": "import importlib; importlib.import_module('tfamp.assignment')",
-    "name first, module second": "tfamp.assignment; import tfamp.assignment",
-    "import of a dependent": "import tfamp; tfamp.load_model",
-}
-
-
-def test_function_survives_import_of_the_module_of_its_name():
-    # In one process, which forgets tfamp after each, but not TensorFlow.
-    output = run_python(
-        "import importlib, sys\n"
-        f"for statement in {list(IMPORTS.values())}:\n"
-        "    import tfamp\n"
-        "    exec(statement)\n"
-        "    print(type(tfamp.assignment).__name__)\n"
-        "    print(type(importlib.import_module('tfamp.assignment')).__name__)\n"
-        "    from tfamp import assignment\n"
-        "    print(assignment is tfamp.assignment)\n"
-        "    for name in [name for name in sys.modules if name[:5] == 'tfamp']:\n"
-        "        del sys.modules[name]\n"
-    )
-    assert output.split() == ["function", "module", "True"] * len(IMPORTS)
-
-
-def test_function_replaces_its_module_for_every_name_of_the_table():
-    package = tfamp._Package("package")
-    for name in (name for name, home in HOMES.items() if home == f"tfamp.{name}"):
-        module = type(sys)(f"tfamp.{name}")
-        vars(module)[name] = function = object()
-        setattr(package, name, module)
-        assert vars(package)[name] is function, name
-
-
-def test_other_modules_and_values_are_set_as_given():
-    package = tfamp._Package("package")
-    module = type(sys)("tfamp.policy")
-    package.policy = module
-    package.assignment = 3
-    assert (package.policy, package.assignment) == (module, 3)
-
-
 def test_environment_is_checked_once_before_a_name_is_loaded(monkeypatch):
-    from tfamp import _versions
+    from tfamp.records import versions
 
     calls = []
-    monkeypatch.setattr(_versions, "check_environment", lambda: calls.append(1))
+    monkeypatch.setattr(versions, "check_environment", lambda: calls.append(1))
     tfamp._check_environment.cache_clear()
     for name in ("enable", "disable", "scope"):
         tfamp.__getattr__(name)
@@ -158,12 +115,12 @@ def test_environment_is_checked_once_before_a_name_is_loaded(monkeypatch):
 
 
 def test_environment_is_checked_again_after_it_failed(monkeypatch):
-    from tfamp import _versions
+    from tfamp.records import versions
 
     def refuse():
         raise ImportError("Keras runs on JAX")
 
-    monkeypatch.setattr(_versions, "check_environment", refuse)
+    monkeypatch.setattr(versions, "check_environment", refuse)
     tfamp._check_environment.cache_clear()
     for _ in range(2):
         with pytest.raises(ImportError, match="^Keras runs on JAX$"):

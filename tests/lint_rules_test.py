@@ -8,8 +8,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.numerics.linting.linting import lint
-from tfamp.numerics.linting.registry import RULE_IDS
+from tfamp.numerics.lint.linter import lint
+from tfamp.numerics.lint.registry import RULE_IDS
 
 L = keras.layers
 pytestmark = [

@@ -13,9 +13,9 @@ import tfamp
 from tests.lint_rules_test import batch, places, sequential, stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.findings import Findings
-from tfamp.numerics.linting.linting import lint
-from tfamp.numerics.linting.registry import RULE_IDS, RULES
+from tfamp.numerics.lint.linter import lint
+from tfamp.numerics.lint.registry import RULE_IDS, RULES
+from tfamp.records.findings import Findings
 
 L = keras.layers
 DOCUMENTATION = Path(__file__).parents[1] / "docs" / "lint.md"

@@ -3,10 +3,10 @@
 import pytest
 import tensorflow as tf
 
-from tfamp.graphs.hlo_liveness import find_program_peak
-from tfamp.graphs.liveness import find_peak
-from tfamp.graphs.plans import read_plan
-from tfamp.memory.scaling import scaled
+from tfamp.graph.hlo_liveness import find_program_peak
+from tfamp.graph.liveness import find_peak
+from tfamp.graph.plans import read_plan
+from tfamp.memory.estimate.extrapolation import scaled
 
 KIB = 2**10
 # 64 x 64 numbers in float32.

@@ -3,9 +3,11 @@
 import dataclasses
 import math
 
-from tfamp.evidence import (
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence.judgement import direction, verdict_on
+from tfamp.records.record import Device
+from tfamp.trials.run_records import (
     Context,
-    Evidence,
     Latency,
     LayerDtype,
     Memory,
@@ -13,8 +15,6 @@ from tfamp.evidence import (
     Run,
     Spread,
 )
-from tfamp.evidence.judging import direction, verdict_on
-from tfamp.results import Device
 
 CONTEXT = Context(
     devices=(Device("cpu", "Made Up Processor", features=("avx512_bf16",)),),

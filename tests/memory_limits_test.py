@@ -5,7 +5,9 @@ import types
 
 import pytest
 
-from tfamp.probes import MemoryLimit, limits, memory_limit
+from tfamp.machine import limits
+from tfamp.machine.limits import memory_limit
+from tfamp.machine.memory_records import MemoryLimit
 
 MIB, GIB = 2**20, 2**30
 # What version 1 writes where there is no limit: the largest number of pages.

@@ -21,8 +21,7 @@ from tfamp.callbacks import (
     PrecisionMonitor,
     Throughput,
 )
-from tfamp.callbacks import _micro_course as course
-from tfamp.callbacks import _micro_parts as parts
+from tfamp.callbacks.micro_batches import course, parts
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 RANDOM = np.random.default_rng(0)

@@ -14,14 +14,15 @@ from tests.clocks import Ticks
 from tests.refusals import refusals, refused_arguments
 from tests.replicas import two_replicas
 from tests.styles import Subclassed
-from tfamp import snapshots
-from tfamp.callbacks import Throughput, _remedies
-from tfamp.callbacks import _recovery_signs as signs
-from tfamp.callbacks._recovery_memory import Memory
-from tfamp.callbacks._recovery_records import Recovery, RecoveryError, table
-from tfamp.callbacks.flight_recorder import FlightRecorder
-from tfamp.callbacks.nan_recovery import NanRecovery
-from tfamp.snapshots import slots
+from tfamp.callbacks import Throughput
+from tfamp.callbacks.flight_recorder.callback import FlightRecorder
+from tfamp.callbacks.nan_recovery import remedies as _remedies
+from tfamp.callbacks.nan_recovery import signs
+from tfamp.callbacks.nan_recovery.callback import NanRecovery
+from tfamp.callbacks.nan_recovery.memory import Memory
+from tfamp.callbacks.nan_recovery.records import Recovery, RecoveryError, table
+from tfamp.stepping import snapshots
+from tfamp.stepping.snapshots import slots
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 STEPS, BATCH, EPOCHS = 8, 4, 4

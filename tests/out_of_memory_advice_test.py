@@ -9,10 +9,10 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp._memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
-from tfamp.managed import hooks
-from tfamp.probes.out_of_memory import Request, explain, layer_of, requested
-from tfamp.runs import caring
+from tfamp.dtypes import hooks
+from tfamp.loss_scale.fit import surroundings
+from tfamp.machine.memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.out_of_memory import Request, explain, layer_of, requested
 
 MIB, GIB = 2**20, 2**30
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -285,7 +285,7 @@ def test_without_notes_it_is_logged(caplog):
     with tfamp.scope("float32"):
         model = model_of(keras.layers.Dense(4))
     with caplog.at_level(python_logging.ERROR, "absl"):
-        with pytest.raises(Old), caring.around_run(model, "predict", {}):
+        with pytest.raises(Old), surroundings.around_run(model, "predict", {}):
             raise Old("Unable to allocate")
     assert "Out of memory: memory could not be had." in caplog.text
 
@@ -294,7 +294,7 @@ def test_an_explanation_that_fails_does_not_hide_the_error(monkeypatch):
     def fail():
         raise OSError("no driver")
 
-    monkeypatch.setattr(caring, "machine_memory", fail)
+    monkeypatch.setattr(surroundings, "machine_memory", fail)
     with tfamp.scope("float32"):
         model = model_of(Exhausts())
     assert notes_of(runs(model)["predict"]) == []

@@ -5,7 +5,7 @@ import types
 
 import pytest
 
-from tfamp._patch import HookError, Patch, PatchSet
+from tfamp.keras_hooks.patches import HookError, Patch, PatchSet
 
 
 class Base:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import tfamp
-from tfamp import hardware
+from tfamp.machine import devices as hardware
 
 layers = keras.layers
 

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp import probes
-from tfamp.probes import GpuReading, Nvml
+from tfamp.machine import memory as process_memory
+from tfamp.machine.nvml import GpuReading, Nvml
 
 MIB = 2**20
 STATUS = "Name:\tpython\nVmPeak:\t  99999 kB\nVmHWM:\t   2048 kB\nVmRSS:\t   1024 kB\n"
@@ -281,23 +281,23 @@ def test_tensorflow_is_asked_for_its_gpus(monkeypatch):
 @pytest.mark.skipif(sys.platform != "linux", reason="/proc is Linux")
 def test_the_peak_follows_an_allocation_and_begins_anew():
     size = 96 * MIB
-    can_reset = probes.reset_peak()
-    before, now = probes.peak_process_bytes(), probes.process_bytes()
+    can_reset = process_memory.reset_peak()
+    before, now = process_memory.peak_process_bytes(), process_memory.process_bytes()
     block = np.ones(size, np.uint8)
-    assert probes.process_bytes() - now > size / 2
+    assert process_memory.process_bytes() - now > size / 2
     del block
-    peak = probes.peak_process_bytes()
-    assert peak >= probes.process_bytes()
+    peak = process_memory.peak_process_bytes()
+    assert peak >= process_memory.process_bytes()
     if not can_reset:
         pytest.skip("the kernel keeps the peak of the whole process")
     assert peak - before > size / 2
-    assert probes.reset_peak()
-    assert peak - probes.peak_process_bytes() > size / 2
+    assert process_memory.reset_peak()
+    assert peak - process_memory.peak_process_bytes() > size / 2
 
 
 def test_the_peak_is_the_high_water_mark_in_bytes(tmp_path):
     (tmp_path / "status").write_text(STATUS)
-    assert probes.peak_process_bytes(tmp_path / "status") == 2 * MIB
+    assert process_memory.peak_process_bytes(tmp_path / "status") == 2 * MIB
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no `resource`")
@@ -310,7 +310,7 @@ def test_the_peak_is_getrusages_where_there_is_no_mark(text, tmp_path, monkeypat
     usage = types.SimpleNamespace(ru_maxrss=5 * MIB)
     monkeypatch.setattr(resource, "getrusage", lambda who: usage)
     expected = 5 * MIB if sys.platform == "darwin" else 5 * MIB * 1024
-    assert probes.peak_process_bytes(tmp_path / "status") == expected
+    assert process_memory.peak_process_bytes(tmp_path / "status") == expected
 
 
 def test_the_peak_is_psutils_on_windows(tmp_path, monkeypatch):
@@ -319,14 +319,14 @@ def test_the_peak_is_psutils_on_windows(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(Process=lambda: process)
     monkeypatch.setitem(sys.modules, "resource", None)
     monkeypatch.setitem(sys.modules, "psutil", fake)
-    assert probes.peak_process_bytes(tmp_path / "no") == 7 * MIB
+    assert process_memory.peak_process_bytes(tmp_path / "no") == 7 * MIB
 
 
 def test_a_reset_that_is_not_to_be_had_says_so(tmp_path):
-    assert not probes.reset_peak(tmp_path / "missing")
-    assert not probes.reset_peak(tmp_path)  # a folder cannot be written
+    assert not process_memory.reset_peak(tmp_path / "missing")
+    assert not process_memory.reset_peak(tmp_path)  # a folder cannot be written
     (tmp_path / "clear_refs").write_text("")
-    assert probes.reset_peak(tmp_path / "clear_refs")
+    assert process_memory.reset_peak(tmp_path / "clear_refs")
     assert (tmp_path / "clear_refs").read_text() == "5"
 
 
@@ -352,15 +352,15 @@ def fake_gpus(monkeypatch, peaks):
 def test_the_peak_of_the_fullest_gpu_counts_and_begins_anew(monkeypatch):
     peaks = [3 * MIB, 5 * MIB, 2 * MIB]
     fake_gpus(monkeypatch, peaks)
-    assert probes.device_peak_bytes() == 5 * MIB
-    assert probes.reset_device_peak()
+    assert process_memory.device_peak_bytes() == 5 * MIB
+    assert process_memory.reset_device_peak()
     assert peaks == [1, 1, 1]
 
 
 def test_without_a_gpu_or_a_count_there_is_no_peak(monkeypatch):
     fake_gpus(monkeypatch, [])
-    assert probes.device_peak_bytes() is None
-    assert not probes.reset_device_peak()
+    assert process_memory.device_peak_bytes() is None
+    assert not process_memory.reset_device_peak()
     fake_gpus(monkeypatch, [None])
-    assert probes.device_peak_bytes() is None
-    assert not probes.reset_device_peak()
+    assert process_memory.device_peak_bytes() is None
+    assert not process_memory.reset_device_peak()

@@ -12,15 +12,15 @@ from tests.graphs_test import operation
 from tests.lint_rules_test import stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.graphs.hlo import CompiledProduct
-from tfamp.numerics import proving
-from tfamp.numerics.cost import Roofline, computing, num_bytes
-from tfamp.numerics.marks import Marks
-from tfamp.numerics.products import is_cast, products_of
-from tfamp.numerics.proof import Proof
-from tfamp.numerics.proving import prove
-from tfamp.numerics.records import Cause
-from tfamp.results import Device
+from tfamp.graph.hlo import CompiledProduct
+from tfamp.numerics.proof import prover
+from tfamp.numerics.proof.products import is_cast, products_of
+from tfamp.numerics.proof.prover import prove
+from tfamp.numerics.proof.records import Cause
+from tfamp.numerics.proof.result import Proof
+from tfamp.records.record import Device
+from tfamp.stepping.costs import Roofline, computing, num_bytes
+from tfamp.stepping.layer_marks import Marks
 
 L = keras.layers
 A100 = Device("gpu", "NVIDIA A100", (8, 0))
@@ -566,7 +566,7 @@ def final_dtypes(*products):
         step = tf.function(lambda x, y: model.train_step((x, y)))
         model.optimizer.build(model.trainable_variables)
         traced = step.get_concrete_function(*batch_of((512,), (10,)))
-    operations = proving.read_operations(traced)
+    operations = prover.read_operations(traced)
     found = [p for _, p in products_of(operations, marks, products)]
     return [p.final_dtype + "?" * p.is_inferred for p in found]
 
@@ -608,7 +608,7 @@ def test_an_inferred_dtype_is_no_read_one():
 
 def test_products_that_were_not_found_are_noted(monkeypatch):
     only = (CompiledProduct("x", "dot", "two_1/dense_1/MatMul", ("float32",) * 2, ()),)
-    monkeypatch.setattr("tfamp.numerics.tracing.read_hlo", lambda text: only)
+    monkeypatch.setattr("tfamp.stepping.step_traces.read_hlo", lambda text: only)
     model = dense_and_head(units=16)
     proof = prove(model, batch_of((512,), (10,)), compiled=True, devices=[AMX_CPU])
     assert [p.runs_in for p in proof.operations[:2]] == ["float32", "float32"]
@@ -739,7 +739,7 @@ def test_the_input_is_a_cause_where_it_is_measured(monkeypatch):
         asked.append((model.name, dataset.element_spec[0].shape[1:], seconds))
         return Measured
 
-    monkeypatch.setattr(proving, "bottleneck", bottleneck)
+    monkeypatch.setattr(prover, "bottleneck", bottleneck)
     proof = prove(dense_and_head(), batch_of((512,), (10,)), seconds=3)
     assert asked == [("two", (512,), 3.0)]
     assert proof.possible_gain == 0.75

@@ -9,11 +9,11 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
-from tfamp.numerics.exponents import Exponents, first_overflow
-from tfamp.numerics.range_records import LOW_FORMATS
-from tfamp.numerics.range_report import Ranges
-from tfamp.numerics.ranging import best_loss_scale, ranges
+from tfamp.numerics.ranges.exponents import Exponents, first_overflow
+from tfamp.numerics.ranges.recorder import best_loss_scale, ranges
+from tfamp.numerics.ranges.records import LOW_FORMATS
+from tfamp.numerics.ranges.result import Ranges
+from tfamp.records.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 
 L = keras.layers
 FEW = (FLOAT16, BFLOAT16, FLOAT8_E5M2, FLOAT8_E4M3)

@@ -12,7 +12,8 @@ import sys
 from pathlib import Path
 
 import tfamp
-from tfamp.compare import child, inference, processes
+from tfamp.trials import processes
+from tfamp.trials.run import child, inference
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes"

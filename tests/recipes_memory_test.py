@@ -8,7 +8,7 @@ import pytest
 
 import tfamp
 from tests.recipe_modules import TRAINING, load, parsed, run, shared
-from tfamp import _units
+from tfamp.records import units
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
 
@@ -76,7 +76,7 @@ def test_a_split_fits_and_loses_no_example(fitting, largest, effective):
     "text", ["1", "12B", "500 MB", "5kB", "7KiB", "2GB", "3mib", "1.5GiB"]
 )
 def test_bytes_are_read_as_on_the_command_line(fitting, text):
-    assert fitting.num_bytes(text) == _units.parse_bytes("limit", text)
+    assert fitting.num_bytes(text) == units.parse_bytes("limit", text)
 
 
 @pytest.mark.parametrize("text", ["", "0", "0.5", "-2GiB", "2 gigabytes", "GiB"])

@@ -29,7 +29,7 @@ from tests.recipe_modules import (
     shared,
     train_here,
 )
-from tfamp.compare import Comparison
+from tfamp.comparison.result import Comparison
 
 pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")

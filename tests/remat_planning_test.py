@@ -6,8 +6,8 @@ import pytest
 
 import tfamp
 from tests.refusals import refusals
-from tfamp.memory.savings import Savings, peak_bytes
-from tfamp.training.remat_planning import ranked
+from tfamp.memory.remat.plan import ranked
+from tfamp.memory.remat.savings import Savings, peak_bytes
 
 BATCH = 2048
 

@@ -9,9 +9,9 @@ import shutil
 import pytest
 
 from tests import made_evidence
-from tfamp.evidence import OperationTime, Run
-from tfamp.report import html as report_html
-from tfamp.report import to_html
+from tfamp.comparison.report import html as report_html
+from tfamp.comparison.report.html import to_html
+from tfamp.trials.run_records import ComparedOperation, Run
 
 # Playwright's own comes first; these are what systems call theirs.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -132,7 +132,7 @@ def everything():
         ),
         title=f"digits CNN {long}",
         notes=("A note.", long),
-        operations={"auto": (OperationTime("MatMul", 0.04, 0.02),)},
+        operations={"auto": (ComparedOperation("MatMul", 0.04, 0.02),)},
     )
 
 

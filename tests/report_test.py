@@ -1,4 +1,4 @@
-"""`tfamp.report`: sentences, rows, table, Markdown, HTML, plots, files, the schema.
+"""Reports of comparisons: sentences, rows, table, Markdown, HTML, plots, the schema.
 
 How the page looks and behaves in a browser is in `report_browser_test.py`.
 """
@@ -18,20 +18,11 @@ from xml.etree import ElementTree
 
 import pytest
 
-import tfamp.evidence
 from tests import made_evidence
-from tfamp import _files
-from tfamp.compare.comparison import Comparison
-from tfamp.evidence import (
-    Evidence,
-    Interval,
-    OperationTime,
-    Run,
-    Verdict,
-    side_measures,
-)
-from tfamp.evidence.intervals import effect_of_ratio
-from tfamp.report import (
+from tfamp.comparison.evidence import measures, side_measures
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence.verdict import Verdict
+from tfamp.comparison.report import (
     bars,
     curves,
     drawing,
@@ -40,12 +31,24 @@ from tfamp.report import (
     rows,
     sentences,
     table,
-    to_html,
-    to_markdown,
 )
-from tfamp.report import html as report_html
-from tfamp.report import markdown as report_markdown
-from tfamp.results import Device
+from tfamp.comparison.report import html as report_html
+from tfamp.comparison.report import markdown as report_markdown
+from tfamp.comparison.report.html import to_html
+from tfamp.comparison.report.markdown import to_markdown
+from tfamp.comparison.result import Comparison
+from tfamp.records import files
+from tfamp.records.record import Device
+from tfamp.trials.intervals import Interval, effect_of_ratio
+from tfamp.trials.run_records import (
+    Context,
+    Latency,
+    LayerDtype,
+    Memory,
+    OperationTime,
+    Run,
+    Spread,
+)
 
 SCHEMA = Path(__file__).parents[1] / "docs" / "report_json.md"
 
@@ -428,11 +431,11 @@ def cell(evidence, label):
 def test_rows_hold_every_measure():
     evidence = made_evidence.evidence()
     names = {row.name for row in rows.rows(evidence)} - {""}
-    measured = tfamp.evidence.measures.measures_of(evidence.runs)
+    measured = measures.measures_of(evidence.runs)
     assert names == {measure.name for measure in measured}
 
 
-P50 = tfamp.evidence.measures.find("latency_p50_batch_1", made_evidence.evidence().runs)
+P50 = measures.find("latency_p50_batch_1", made_evidence.evidence().runs)
 SIZES = {"float32": (100, 200, 300), "auto": (50, 100, 150)}
 
 
@@ -939,7 +942,7 @@ def test_a_failed_write_leaves_the_old_file(number, message, tmp_path, monkeypat
 
     monkeypatch.setattr(os, "replace", fails)
     with pytest.raises(OSError, match=re.escape(message)) as found:
-        _files.write_text(path, "whole")
+        files.write_text(path, "whole")
     assert found.value.errno == number
     assert path.read_text() == "old"
     assert os.listdir(tmp_path) == ["report.md"]
@@ -960,9 +963,9 @@ def documented():
 CLASSES = {
     each.__name__: each
     for each in (
-        *(Evidence, Run, tfamp.evidence.Spread, tfamp.evidence.Latency),
-        *(tfamp.evidence.Memory, tfamp.evidence.LayerDtype, Verdict, Interval),
-        *(tfamp.evidence.Context, Device, OperationTime),
+        *(Evidence, Run, Spread, Latency),
+        *(Memory, LayerDtype, Verdict, Interval),
+        *(Context, Device, OperationTime),
     )
 }
 

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusals
-from tfamp.results import Device, Recommendation, Record
+from tfamp.records.record import Device, Recommendation, Record
 
 
 @dataclasses.dataclass(frozen=True)

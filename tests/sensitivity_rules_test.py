@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 import tfamp
-from tfamp.numerics.sensing import sensitivity
-from tfamp.numerics.sensitivity_records import Sensitivity
+from tfamp.numerics.sensitivity.result import Sensitivity
+from tfamp.numerics.sensitivity.search import sensitivity
 
 L = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")

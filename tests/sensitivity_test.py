@@ -10,9 +10,9 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
-from tfamp.numerics.deviation import forward_error, gradient_error, spread
-from tfamp.numerics.sensing import sensitivity
-from tfamp.numerics.sensitivity_records import Sensitivity
+from tfamp.numerics.sensitivity.deviation import forward_error, gradient_error, spread
+from tfamp.numerics.sensitivity.result import Sensitivity
+from tfamp.numerics.sensitivity.search import sensitivity
 
 L = keras.layers
 RNG = np.random.default_rng(0)

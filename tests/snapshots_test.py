@@ -1,4 +1,4 @@
-"""`tfamp.snapshots`: states taken and put bit by bit, whole files, slots, kill -9."""
+"""Snapshots: states taken and put bit by bit, whole files, slots, kill -9."""
 
 import json
 import os
@@ -15,10 +15,10 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp import snapshots
-from tfamp.snapshots import State, background, files, slots
-from tfamp.snapshots.names import named_variables
-from tfamp.snapshots.state import same_bits
+from tfamp.stepping import snapshots
+from tfamp.stepping.snapshots import background, files, slots
+from tfamp.stepping.snapshots.names import named_variables
+from tfamp.stepping.snapshots.state import State, same_bits
 
 DATA = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
 # A NaN with bits of its own, which a copy through arithmetic would lose.
@@ -491,7 +491,7 @@ def test_a_full_disk_is_told_once_and_ends_nothing(tmp_path, monkeypatch, caplog
 KILLED = """
 import os, signal, sys
 import numpy as np
-from tfamp.snapshots import State, files, slots
+from tfamp.stepping.snapshots import State, files, slots
 folder, end = sys.argv[1], int(sys.argv[2])
 kept = slots.Slots(folder)
 first = (kept.counters() or {"step": 0})["step"]

@@ -74,7 +74,7 @@ def test_a_log_gets_a_line_now_and_then():
 @pytest.mark.parametrize(
     "changed, test",
     [
-        ("tfamp/formats.py", "tests/formats_test.py"),
+        ("tfamp/records/formats.py", "tests/formats_test.py"),
         ("tfamp/data/_fingerprint.py", "tests/data_fingerprint_test.py"),
         # Through the lazy names of the package and what stands below them.
         ("tfamp/loss_scale/step.py", "tests/loss_scale_step_test.py"),

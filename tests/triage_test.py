@@ -11,10 +11,10 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
-from tfamp import snapshots
-from tfamp.numerics.triage_records import Triage
-from tfamp.numerics.triaging import triage
-from tfamp.numerics.updates import Update
+from tfamp.numerics.triage.result import Triage
+from tfamp.numerics.triage.step_triage import triage
+from tfamp.numerics.triage.updates import Update
+from tfamp.stepping import snapshots
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 L = keras.layers

@@ -4,7 +4,7 @@ import re
 
 import pytest
 
-from tfamp import _units
+from tfamp.records import units
 
 
 @pytest.mark.parametrize(
@@ -23,7 +23,7 @@ from tfamp import _units
     ],
 )
 def test_bytes_are_in_the_largest_unit_they_fill(num_bytes, text):
-    assert _units.format_bytes(num_bytes) == text
+    assert units.format_bytes(num_bytes) == text
 
 
 @pytest.mark.parametrize(
@@ -43,7 +43,7 @@ def test_bytes_are_in_the_largest_unit_they_fill(num_bytes, text):
     ],
 )
 def test_bytes_are_read_in_units_of_1000_and_of_1024(text, num_bytes):
-    assert _units.parse_bytes("limit", text) == num_bytes
+    assert units.parse_bytes("limit", text) == num_bytes
 
 
 @pytest.mark.parametrize(
@@ -55,7 +55,7 @@ def test_what_is_no_number_of_bytes_is_refused(text):
         "kB to TB or from KiB to TiB. Write for example 16GB or 14.5GiB."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        _units.parse_bytes("--limit", text)
+        units.parse_bytes("--limit", text)
 
 
 @pytest.mark.parametrize(
@@ -77,7 +77,7 @@ def test_what_is_no_number_of_bytes_is_refused(text):
     ],
 )
 def test_seconds_range_from_ns_to_hours(seconds, text):
-    assert _units.format_seconds(seconds) == text
+    assert units.format_seconds(seconds) == text
 
 
 @pytest.mark.parametrize(
@@ -91,20 +91,20 @@ def test_seconds_range_from_ns_to_hours(seconds, text):
     ],
 )
 def test_rates_name_what_is_counted(per_second, text):
-    assert _units.format_rate(per_second) == text
+    assert units.format_rate(per_second) == text
 
 
 def test_ratio_of_nothing_is_no_number():
-    assert _units.format_ratio(3.0, 2.0) == "1.50x"
-    assert _units.format_ratio(3.0, 0.0) == "n/a"
-    assert _units.format_ratio(float("nan"), 1.0) == "n/a"
+    assert units.format_ratio(3.0, 2.0) == "1.50x"
+    assert units.format_ratio(3.0, 0.0) == "n/a"
+    assert units.format_ratio(float("nan"), 1.0) == "n/a"
 
 
 @pytest.mark.parametrize(
     "fraction, text", [(0.0, "0.0 %"), (0.0001, "< 0.1 %"), (0.9125, "91.2 %")]
 )
 def test_share_is_in_percent(fraction, text):
-    assert _units.format_share(fraction) == text
+    assert units.format_share(fraction) == text
 
 
 @pytest.mark.parametrize(
@@ -112,4 +112,4 @@ def test_share_is_in_percent(fraction, text):
     [([], ""), (["a"], "a"), (["a", "b"], "a or b"), (("a", "b", "c"), "a, b or c")],
 )
 def test_words_are_joined_as_in_a_sentence(words, text):
-    assert _units.join_words(words, "or") == text
+    assert units.join_words(words, "or") == text

@@ -6,11 +6,12 @@ from pathlib import Path
 
 import pytest
 
-from tfamp.compare.child import layers_of
-from tfamp.compare.in_force import in_force
-from tfamp.evidence import Run, Variant
-from tfamp.evidence.intervals import rate_of
-from tfamp.evidence.judging import are_same
+from tfamp.comparison.evidence.judgement import are_same
+from tfamp.trials.in_force import in_force
+from tfamp.trials.intervals import rate_of
+from tfamp.trials.run.child import layers_of
+from tfamp.trials.run_records import Run
+from tfamp.trials.variant import Variant
 
 pytest.importorskip("scipy")
 

@@ -10,8 +10,8 @@ import types
 import pytest
 
 import tfamp
-from tfamp import _versions
-from tfamp._patch import HookError
+from tfamp.keras_hooks.patches import HookError
+from tfamp.records import versions as _versions
 
 GOOD = {"python": "3.12.1", "tensorflow": "2.20.0", "keras": "3.10.0", "numpy": "2.0"}
 
@@ -164,7 +164,7 @@ def test_tensorflow_is_found_under_its_other_names(monkeypatch, name):
 
 def test_the_check_imports_neither_tensorflow_nor_keras():
     code = (
-        "import sys; from tfamp import _versions; _versions.check_environment();"
+        "import sys; from tfamp.records import versions; versions.check_environment();"
         "print(sorted({'tensorflow', 'keras', 'numpy'} & set(sys.modules)))"
     )
     completed = subprocess.run(

@@ -14,67 +14,51 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-# Public name -> module that defines it; a public subpackage is its own home, unless
-# it has a function of its name.
+# Public name -> module that defines it; a public subpackage is its own home.
 _HOMES = {
     "LossScaleError": "tfamp.loss_scale.errors",
     "LossScaleOptimizer": "tfamp.loss_scale.optimizer",
-    "apply": "tfamp.assignment",
-    "assignment": "tfamp.assignment",
+    "apply": "tfamp.models",
+    "assignment": "tfamp.models",
     "callbacks": "tfamp.callbacks",
-    "compare": "tfamp.compare",
+    "compare": "tfamp.comparison.runner",
     "data": "tfamp.data",
     "disable": "tfamp.policy",
     "enable": "tfamp.policy",
-    "estimate_memory": "tfamp.memory.estimating",
-    "find_batch_size": "tfamp.batch_search",
-    "freeze": "tfamp.serving.freezing",
-    "lint": "tfamp.numerics.linting.linting",
-    "load_model": "tfamp.assignment",
-    "prove": "tfamp.numerics.proving",
-    "ranges": "tfamp.numerics.ranging",
-    "remat": "tfamp.training.remat",
+    "estimate_memory": "tfamp.memory.estimate.estimator",
+    "find_batch_size": "tfamp.memory.batch_search.finder",
+    "freeze": "tfamp.serving.frozen",
+    "lint": "tfamp.numerics.lint.linter",
+    "load_model": "tfamp.models",
+    "prove": "tfamp.numerics.proof.prover",
+    "ranges": "tfamp.numerics.ranges.recorder",
+    "remat": "tfamp.memory.remat.rematerialisation",
     "scope": "tfamp.policy",
-    "sensitivity": "tfamp.numerics.sensing",
+    "sensitivity": "tfamp.numerics.sensitivity.search",
     "status": "tfamp.policy",
     "training": "tfamp.training",
-    "triage": "tfamp.numerics.triaging",
+    "triage": "tfamp.numerics.triage.step_triage",
 }
 # What the functions above return, for annotations; editors do not list them.
 _RESULTS = {
-    "Assignment": "tfamp.assignment",
-    "BatchSearch": "tfamp.batch_search",
-    "Comparison": "tfamp.compare",
-    "MemoryEstimate": "tfamp.memory.records",
-    "Proof": "tfamp.numerics.proof",
+    "Assignment": "tfamp.models",
+    "BatchSearch": "tfamp.memory.batch_search.records",
+    "Comparison": "tfamp.comparison.result",
+    "MemoryEstimate": "tfamp.memory.estimate.records",
+    "Proof": "tfamp.numerics.proof.result",
+    "Ranges": "tfamp.numerics.ranges.result",
+    "Sensitivity": "tfamp.numerics.sensitivity.result",
+    "Triage": "tfamp.numerics.triage.result",
     "Status": "tfamp.policy",
 }
-
-
-class _Package(types.ModuleType):
-    """Keeps a public function in place when the submodule of its name is imported.
-
-    The import system binds each imported submodule to its parent, so importing
-    `tfamp/assignment.py` would turn `tfamp.assignment(model)` into a call of a
-    module. `importlib.import_module("tfamp.assignment")` still gives the module.
-    """
-
-    def __setattr__(self, name: str, value: Any) -> None:
-        if isinstance(value, types.ModuleType) and _HOMES.get(name) == value.__name__:
-            value = vars(value).get(name, value)
-        super().__setattr__(name, value)
-
-    def __reduce__(self) -> tuple[Any, ...]:
-        """Is pickled by its name: cloudpickle knows plain modules only."""
-        return importlib.import_module, (self.__name__,)
 
 
 @functools.cache
 def _check_environment() -> None:
     """Checks once that Keras can be used here, and again as long as it cannot."""
-    from tfamp import _versions
+    from tfamp.records import versions
 
-    _versions.check_environment()
+    versions.check_environment()
 
 
 def _imported(place: str) -> types.ModuleType:
@@ -82,12 +66,12 @@ def _imported(place: str) -> types.ModuleType:
     try:
         return importlib.import_module(place)
     except (ImportError, AttributeError) as error:
-        from tfamp import _versions
+        from tfamp.records import versions
 
-        text = _versions.blame_untested_keras(error)
+        text = versions.blame_untested_keras(error)
         if text is None:
             raise
-        from tfamp._patch import HookError
+        from tfamp.keras_hooks.patches import HookError
 
         raise HookError(text) from error
 
@@ -96,31 +80,34 @@ if TYPE_CHECKING:
     from tfamp import callbacks as callbacks
     from tfamp import data as data
     from tfamp import training as training
-    from tfamp.assignment import Assignment as Assignment
-    from tfamp.assignment import apply as apply
-    from tfamp.assignment import assignment as assignment
-    from tfamp.assignment import load_model as load_model
-    from tfamp.batch_search import BatchSearch as BatchSearch
-    from tfamp.batch_search import find_batch_size as find_batch_size
-    from tfamp.compare import Comparison as Comparison
-    from tfamp.compare import compare as compare
+    from tfamp.comparison.result import Comparison as Comparison
+    from tfamp.comparison.runner import compare as compare
     from tfamp.loss_scale.errors import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
-    from tfamp.memory.estimating import estimate_memory as estimate_memory
-    from tfamp.memory.records import MemoryEstimate as MemoryEstimate
-    from tfamp.numerics.linting.linting import lint as lint
-    from tfamp.numerics.proof import Proof as Proof
-    from tfamp.numerics.proving import prove as prove
-    from tfamp.numerics.ranging import ranges as ranges
-    from tfamp.numerics.sensing import sensitivity as sensitivity
-    from tfamp.numerics.triaging import triage as triage
+    from tfamp.memory.batch_search.finder import find_batch_size as find_batch_size
+    from tfamp.memory.batch_search.records import BatchSearch as BatchSearch
+    from tfamp.memory.estimate.estimator import estimate_memory as estimate_memory
+    from tfamp.memory.estimate.records import MemoryEstimate as MemoryEstimate
+    from tfamp.memory.remat.rematerialisation import remat as remat
+    from tfamp.models import Assignment as Assignment
+    from tfamp.models import apply as apply
+    from tfamp.models import assignment as assignment
+    from tfamp.models import load_model as load_model
+    from tfamp.numerics.lint.linter import lint as lint
+    from tfamp.numerics.proof.prover import prove as prove
+    from tfamp.numerics.proof.result import Proof as Proof
+    from tfamp.numerics.ranges.recorder import ranges as ranges
+    from tfamp.numerics.ranges.result import Ranges as Ranges
+    from tfamp.numerics.sensitivity.result import Sensitivity as Sensitivity
+    from tfamp.numerics.sensitivity.search import sensitivity as sensitivity
+    from tfamp.numerics.triage.result import Triage as Triage
+    from tfamp.numerics.triage.step_triage import triage as triage
     from tfamp.policy import Status as Status
     from tfamp.policy import disable as disable
     from tfamp.policy import enable as enable
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
-    from tfamp.serving.freezing import freeze as freeze
-    from tfamp.training.remat import remat as remat
+    from tfamp.serving.frozen import freeze as freeze
 else:
 
     def __getattr__(name: str) -> Any:
@@ -131,14 +118,10 @@ else:
             raise AttributeError(message, name=name, obj=package)
         _check_environment()
         home = _imported(place)
-        is_package = hasattr(home, "__path__")
-        value = getattr(home, name, home) if is_package else getattr(home, name)
+        value = home if place == f"{__name__}.{name}" else getattr(home, name)
         setattr(package, name, value)
         return value
 
     def __dir__() -> list[str]:
         dunders = {name for name in globals() if name.startswith("__")}
         return sorted(dunders.union(_HOMES))
-
-
-sys.modules[__name__].__class__ = _Package

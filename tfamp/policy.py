@@ -8,13 +8,18 @@ from typing import Any
 
 import keras
 
-from tfamp import _console, _versions, hardware, rules
+from tfamp.dtypes import hooks, keras_policy
+from tfamp.dtypes.default_rules import DEFAULT_OPERATIONS, gains_nothing
+from tfamp.dtypes.in_force import IN_FORCE, NOT_ENABLED
+from tfamp.dtypes.keep_float32 import KeepFloat32
+from tfamp.dtypes.rule import Rule
+from tfamp.dtypes.settings import PolicySettings, choose_policy, make_settings
 from tfamp.keras_hooks import state
 from tfamp.loss_scale.settings import check_settings
-from tfamp.managed import hooks, keeping
-from tfamp.managed.in_force import IN_FORCE, NOT_ENABLED
-from tfamp.managed.lease import Lease, choose_policy, make_lease
-from tfamp.results import Device, Record
+from tfamp.machine import devices as hardware
+from tfamp.records import console
+from tfamp.records import versions as _versions
+from tfamp.records.record import Device, Record
 
 # Arguments of `LossScaleOptimizer` that say how a dynamic scale moves, and the rest.
 _SCALE_OPTIONS = (
@@ -75,7 +80,7 @@ class Status(Record):
 def enable(
     policy: str = "auto",
     *,
-    keep_float32: rules.KeepFloat32 = "default",
+    keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",
     loss_scale_options: Mapping[str, Any] | None = None,
 ) -> Status:
@@ -124,13 +129,13 @@ def enable(
     _versions.check_environment()
     name, reason, explicit = choose_policy(policy)
     _check_loss_scale(name, loss_scale, loss_scale_options, explicit)
-    lease = make_lease(name, keep_float32, loss_scale, loss_scale_options)
+    settings = make_settings(name, keep_float32, loss_scale, loss_scale_options)
     if explicit:
         _object_to(name)
     present = IN_FORCE.present
-    if present.lease is None:
+    if present.settings is None:
         present.policy_before = state.present_policy()
-    _put_in_force(lease, reason)
+    _put_in_force(settings, reason)
     return status()
 
 
@@ -138,7 +143,7 @@ def disable() -> None:
     """Leaves models that are built from now on to Keras as it was.
 
     Models built or applied while tfamp was enabled keep their dtypes and the
-    care that goes with them. Does nothing where tfamp is not enabled.
+    hooks that go with them. Does nothing where tfamp is not enabled.
 
     Example:
         >>> _ = enable("mixed_bfloat16")
@@ -147,7 +152,7 @@ def disable() -> None:
         'float32'
     """
     present = IN_FORCE.present
-    if present.lease is None:
+    if present.settings is None:
         return
     before, present.policy_before = present.policy_before, None
     IN_FORCE.put(None, NOT_ENABLED)
@@ -159,7 +164,7 @@ def disable() -> None:
 def scope(
     policy: str = "auto",
     *,
-    keep_float32: rules.KeepFloat32 = "default",
+    keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",
     loss_scale_options: Mapping[str, Any] | None = None,
 ) -> Iterator[Status]:
@@ -189,7 +194,7 @@ def scope(
             )
     finally:
         hooks.follow_enabled()
-        keeping.settle_thread(before)
+        keras_policy.restore_thread(before)
 
 
 def status() -> Status:
@@ -199,31 +204,31 @@ def status() -> Status:
         >>> status().enabled
         False
     """
-    lease = IN_FORCE.lease
-    with keeping.policy_in_force():
+    settings = IN_FORCE.settings
+    with keras_policy.policy_in_force():
         policy = keras.config.dtype_policy().name
     return Status(
-        enabled=lease is not None,
-        policy=policy if lease is None else lease.policy.name,
+        enabled=settings is not None,
+        policy=policy if settings is None else settings.policy.name,
         why=IN_FORCE.present.why,
         devices=hardware.devices(),
-        rules=() if lease is None else _rules_in_force(lease),
-        loss_scale=lease.loss_scale if lease and lease.is_half else None,
+        rules=() if settings is None else _rules_in_force(settings),
+        loss_scale=settings.loss_scale if settings and settings.is_half else None,
         hooks=hooks.installed(),
         versions=_versions.installed_versions(),
     )
 
 
-def _put_in_force(lease: Lease, why: str) -> None:
-    IN_FORCE.put(lease, why)
+def _put_in_force(settings: PolicySettings, why: str) -> None:
+    IN_FORCE.put(settings, why)
     try:
         hooks.follow_enabled()
     except BaseException:
         IN_FORCE.put(None, NOT_ENABLED)
         hooks.follow_enabled()
         raise
-    state.mark(lease, lease.policy)
-    keeping.forget_warnings()
+    state.mark(settings, settings.policy)
+    keras_policy.forget_warnings()
 
 
 def _object_to(policy: str) -> None:
@@ -274,23 +279,23 @@ def _is_positive(value: Any) -> bool:
     return isinstance(value, int | float) and 0 < value < float("inf")
 
 
-def _rules_in_force(lease: Lease) -> tuple[RuleStatus, ...]:
-    if not lease.is_half:
+def _rules_in_force(settings: PolicySettings) -> tuple[RuleStatus, ...]:
+    if not settings.is_half:
         return ()
     found = []
-    for rule in lease.rules.rules:
+    for rule in settings.rules.rules:
         found.append(RuleStatus(rule.name, rule.reason, _note(rule)))
-    if lease.rules.has_defaults:
-        found += [RuleStatus(*row) for row in rules.DEFAULT_OPERATIONS]
+    if settings.rules.has_defaults:
+        found += [RuleStatus(*row) for row in DEFAULT_OPERATIONS]
     return tuple(found)
 
 
-def _note(rule: rules.Rule) -> str:
+def _note(rule: Rule) -> str:
     if rule.name.startswith("default: "):
         return ""
     named = getattr(keras.layers, rule.class_name, None) if rule.class_name else None
     for cls in (*rule.classes, *([named] if isinstance(named, type) else [])):
-        why = rules.gains_nothing(cls)
+        why = gains_nothing(cls)
         if why is not None:
             return f"gains nothing: {cls.__name__} {why}"
     return ""
@@ -310,8 +315,8 @@ def _render(status: Status) -> str:
         ("hooks", f"{len(status.hooks)} installed"),
     ]
     columns: dict[str, dict[str, Any]] = {"fact": {}, "value": {}}
-    parts = [_console.table(columns, rows, show_header=False, box=None, pad_edge=False)]
+    parts = [console.table(columns, rows, show_header=False, box=None, pad_edge=False)]
     if status.rules:
         kept = [(rule.name, rule.note or rule.reason) for rule in status.rules]
-        parts.append(_console.table({"stays in float32": {}, "because": {}}, kept))
-    return _console.text_of(*parts, width=100)
+        parts.append(console.table({"stays in float32": {}, "because": {}}, kept))
+    return console.text_of(*parts, width=100)

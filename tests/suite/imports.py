@@ -122,8 +122,8 @@ def distances(changed: Iterable[str]) -> dict[str, int]:
         changed: Paths from the root of the repository.
 
     Example:
-        >>> found = distances(["tfamp/formats.py"])
-        >>> found["tfamp/formats.py"], found["tests/formats_test.py"]
+        >>> found = distances(["tfamp/records/formats.py"])
+        >>> found["tfamp/records/formats.py"], found["tests/formats_test.py"]
         (0, 1)
     """
     importers: dict[str, list[str]] = {}

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tfamp._patch import HeldPatches, HookError, Patch
+from tfamp.keras_hooks.patches import HeldPatches, HookError, Patch
 
 
 class House:

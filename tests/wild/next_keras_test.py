@@ -20,12 +20,12 @@ from keras.src.ops.operation import Operation
 from keras.src.saving import saving_lib
 
 import tfamp
-from tfamp import _versions
-from tfamp._patch import HookError, like
+from tfamp.dtypes import hooks
+from tfamp.dtypes.self_test import SelfTest
 from tfamp.keras_hooks.backend import TensorFlowTrainer
-from tfamp.loss_scale.fitting import FIT_HOOKS
-from tfamp.managed import hooks
-from tfamp.managed.self_test import SelfTest
+from tfamp.keras_hooks.patches import HookError, like
+from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.records import versions
 
 ROOT = Path(__file__).parents[2]
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -34,7 +34,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 @pytest.fixture
 def untested(monkeypatch):
     """Keras without a hook, whose version nobody knows."""
-    monkeypatch.delenv(_versions.UNTESTED_KERAS, raising=False)
+    monkeypatch.delenv(versions.UNTESTED_KERAS, raising=False)
     tf.zeros(())  # starts TensorFlow
     monkeypatch.setattr(hooks, "SELF_TEST", SelfTest(hooks.follow_enabled, "9.0"))
     gc.collect()
@@ -165,7 +165,7 @@ def test_the_error_names_the_versions_and_the_way_out(untested, monkeypatch):
         assert keras.layers.Dense(1).compute_dtype == "float16"
 
 
-@pytest.mark.parametrize("version", _versions.TESTED_KERAS)
+@pytest.mark.parametrize("version", versions.TESTED_KERAS)
 def test_a_tested_keras_is_not_asked(version):
     assert not SelfTest(hooks.follow_enabled, version).is_due
 
@@ -230,8 +230,8 @@ def test_nothing_of_it_stays_in_memory(untested):
 PROGRAM = """
 import tensorflow as tf
 import keras, tfamp
-from tfamp.managed import hooks
-from tfamp.managed.self_test import SelfTest
+from tfamp.dtypes import hooks
+from tfamp.dtypes.self_test import SelfTest
 hooks.SELF_TEST = SelfTest(hooks.follow_enabled, "9.0")
 tfamp.enable("mixed_bfloat16")
 due = hooks.SELF_TEST.is_due
@@ -251,15 +251,15 @@ def test_devices_can_be_set_after_enable():
 
 
 def test_the_same_versions_of_keras_stand_everywhere():
-    first, *_, last = _versions.TESTED_KERAS
+    first, *_, last = versions.TESTED_KERAS
     makefile, setup = ((ROOT / name).read_text() for name in ("Makefile", "setup.cfg"))
     assert f'"keras=={first}"' in makefile
     assert f'"keras=={last}"' in makefile
     assert f"keras>={first.rpartition('.')[0]}\n" in setup
-    minimum = ".".join(map(str, _versions.KERAS_MINIMUM))
+    minimum = ".".join(map(str, versions.KERAS_MINIMUM))
     assert first.startswith(f"{minimum}.")
     readme = " ".join((ROOT / "README.md").read_text().split())
-    tested = " and ".join(_versions.TESTED_KERAS)
+    tested = " and ".join(versions.TESTED_KERAS)
     assert f"Keras {minimum} and later with the TensorFlow backend" in readme
     assert f"tested with Keras {tested}" in readme
     hooks_of_keras = (ROOT / "tfamp/keras_hooks/__init__.py").read_text()

@@ -13,11 +13,11 @@ import tensorflow as tf
 import tfamp
 from tests.garbage import holders_of
 from tests.replicas import two_replicas
-from tfamp._care import CALLS
-from tfamp.loss_scale import plain as plain_optimizers
-from tfamp.loss_scale import tape as tape_scaling
-from tfamp.loss_scale.companion import PLAIN_HOOKS
-from tfamp.managed import hooks
+from tfamp.dtypes import hooks
+from tfamp.keras_hooks.layer_record import CALLS
+from tfamp.loss_scale.tape import gradients as tape_scaling
+from tfamp.loss_scale.tape import plain_optimizers
+from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
 
 layers = keras.layers
 DECORATORS = {

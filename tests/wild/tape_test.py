@@ -10,10 +10,10 @@ import tensorflow as tf
 
 import tfamp
 from tests.garbage import holders_of
-from tfamp._care import CALLS
-from tfamp.loss_scale import plain
-from tfamp.loss_scale import tape as tape_scaling
-from tfamp.numerics.stepping import run_step
+from tfamp.keras_hooks.layer_record import CALLS
+from tfamp.loss_scale.tape import gradients as tape_scaling
+from tfamp.loss_scale.tape import plain_optimizers
+from tfamp.stepping.eager_step import run_step
 
 layers = keras.layers
 MODES = {
@@ -38,7 +38,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 def no_optimizers_of_other_tests(monkeypatch):
     """One that is not built may yet turn out to train what any loop trains."""
     monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
-    monkeypatch.setattr(plain.PLAIN, "_known", weakref.WeakSet())
+    monkeypatch.setattr(plain_optimizers.PLAIN, "_known", weakref.WeakSet())
 
 
 class Regression(keras.Model):

@@ -4,8 +4,8 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from tfamp import _checks
-from tfamp.probes.nvml import GpuReading, Nvml, visible_gpus
+from tfamp.machine.nvml import GpuReading, Nvml, visible_gpus
+from tfamp.records import checks
 
 Reader = Callable[[], dict[str, float | None]]
 
@@ -38,7 +38,7 @@ class ProcessReader:
     def __init__(
         self, psutil: Any = None, *, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        psutil = psutil or _checks.require(
+        psutil = psutil or checks.require(
             "psutil", extra="report", purpose="CPU and memory of `DeviceStats`"
         )
         self._process, self._clock = psutil.Process(), clock

@@ -6,9 +6,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp._peaks import peak_flops
-from tfamp.graphs.flops import forward_flops
+from tfamp.graph.flops import forward_flops
 from tfamp.keras_hooks import structure
+from tfamp.machine.peaks import peak_flops
 
 # A backward pass computes a product for the inputs and one for the weights.
 # Source: Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1.

@@ -10,12 +10,12 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfamp import _checks
 from tfamp.callbacks._device_readers import ProcessReader, Reader, open_gpu_reader
 from tfamp.callbacks._sampling import Sampler
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
-from tfamp.keras_hooks import around_training
-from tfamp.loss_scale.fitting import FIT_HOOKS
+from tfamp.keras_hooks.training import around_training
+from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.records import checks
 
 _ENERGY = "_energy_joules"
 
@@ -83,7 +83,7 @@ class DeviceStats(keras.callbacks.Callback):
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir)
         self.csv_path = check_path("csv_path", csv_path)
-        self.interval_seconds = _checks.positive("interval_seconds", interval_seconds)
+        self.interval_seconds = checks.positive("interval_seconds", interval_seconds)
         self.notes: tuple[str, ...] = ()
         self._clock, self._given = clock, readers
         self._lock = threading.RLock()

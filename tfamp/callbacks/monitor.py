@@ -6,12 +6,12 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfamp import _checks
-from tfamp.callbacks._steps import Reading, Step, StepReader
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
-from tfamp.keras_hooks import around_training
-from tfamp.loss_scale.fitting import FIT_HOOKS
+from tfamp.keras_hooks.training import around_training
+from tfamp.loss_scale.counted_steps import Reading, Step, StepReader
+from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.records import checks
 
 _MAX_NAMES = 8
 # Older progress bars average over an epoch what batches log, counters too.
@@ -75,7 +75,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir)
         self.csv_path = check_path("csv_path", csv_path)
-        self.every_steps = _checks.positive_int("every_steps", every_steps)
+        self.every_steps = checks.positive_int("every_steps", every_steps)
         self._reader: StepReader | None = None
         self._writers: list[CsvRows | Summaries] = []
         self._member: around_training.Member | None = None

@@ -9,13 +9,13 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp import _checks
 from tfamp.callbacks._rates import Rates, Window, rates_of
 from tfamp.callbacks._utilisation import flops_of_example, peak_of_devices
 from tfamp.callbacks._watch import Watch
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
-from tfamp.keras_hooks import around_training
-from tfamp.loss_scale.fitting import FIT_HOOKS
+from tfamp.keras_hooks.training import around_training
+from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.records import checks
 
 _FIELDS = ("step", *Rates._fields)
 # Older progress bars average over an epoch what batches log.
@@ -100,10 +100,10 @@ class Throughput(keras.callbacks.Callback):
         super().__init__()
         self.log_dir = check_path("log_dir", log_dir)
         self.csv_path = check_path("csv_path", csv_path)
-        self.every_steps = _checks.positive_int("every_steps", every_steps)
+        self.every_steps = checks.positive_int("every_steps", every_steps)
         self.batch_size = batch_size
         if batch_size is not None:
-            self.batch_size = _checks.positive_int("batch_size", batch_size)
+            self.batch_size = checks.positive_int("batch_size", batch_size)
         self.flops_per_example = _positive_or_none(
             "flops_per_example", flops_per_example
         )
@@ -269,4 +269,4 @@ class Throughput(keras.callbacks.Callback):
 
 
 def _positive_or_none(argument: str, value: float | None) -> float | None:
-    return None if value is None else _checks.positive(argument, value)
+    return None if value is None else checks.positive(argument, value)

@@ -12,10 +12,12 @@ from pathlib import Path
 from typing import Any, Literal, TypeVar
 
 import tfamp
-from tfamp import _amx, _checks, _versions
-from tfamp._environment import VARIABLES
-from tfamp._memory_records import MachineMemory
-from tfamp.results import Device, Recommendation, Record
+from tfamp.machine import amx
+from tfamp.machine.memory_records import MachineMemory
+from tfamp.records import checks
+from tfamp.records import versions as _versions
+from tfamp.records.environment import VARIABLES
+from tfamp.records.record import Device, Recommendation, Record
 
 T = TypeVar("T")
 
@@ -84,14 +86,14 @@ class Diagnosis(Record):
 
 def _hardware() -> Any:
     # Imports TensorFlow, so not before a probe asks for it.
-    from tfamp import hardware
+    from tfamp.machine import devices as hardware
 
     return hardware
 
 
 def _allocators() -> Any:
     # As above.
-    from tfamp.probes import allocators
+    from tfamp.machine import allocators
 
     return allocators
 
@@ -189,7 +191,7 @@ def _memory(
     try:
         memory = probes.memory(environ=probes.environ)
     except Exception as error:  # a driver, or files of the kernel, that answer oddly
-        message = f"Memory cannot be read: {_checks.first_line(error)}"
+        message = f"Memory cannot be read: {checks.first_line(error)}"
         remedy = "The rest of this report is right without it."
         findings.append(Finding("advice", message, remedy))
         return None
@@ -230,7 +232,7 @@ def _policy_findings(
     if not policy:
         return []
     try:
-        _checks.choice("TFAMP_POLICY", policy, POLICIES)
+        checks.choice("TFAMP_POLICY", policy, POLICIES)
     except ValueError as error:
         return [Finding("error", str(error), "Set another name, or unset it.")]
     if hardware is None:
@@ -282,11 +284,11 @@ def _cpu_findings(
         return []
     features = {feature for device in devices for feature in device.features}
     able = sorted(features & {"amx_bf16", "avx512_bf16"})
-    cap = environ.get(_amx.CAP_VARIABLE, "ALL").upper()
+    cap = environ.get(amx.CAP_VARIABLE, "ALL").upper()
     is_capped = cap not in ("ALL", "DEFAULT") and "AMX" not in cap
-    if onednn and _amx.BROKEN in features and not is_capped:
+    if onednn and amx.BROKEN in features and not is_capped:
         message = "AMX ends the process, so any bfloat16 product in TensorFlow does."
-        remedy = f"Set {_amx.CAP_VARIABLE}={_amx.CAP}, or use another machine."
+        remedy = f"Set {amx.CAP_VARIABLE}={amx.CAP}, or use another machine."
         return [Finding("error", message, remedy)]
     if not able:
         return []

@@ -10,10 +10,11 @@ from typing import Any
 
 from absl import flags
 
-from tfamp import _checks, _units
 from tfamp.cli import _flags
-from tfamp.evidence import Evidence, Run
-from tfamp.evidence.intervals import effect_of_ratio
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.records import checks, units
+from tfamp.trials.intervals import effect_of_ratio
+from tfamp.trials.run_records import Run
 
 _COMMAND = "tfamp compare"
 _PURPOSE = """\
@@ -43,7 +44,7 @@ def main(argv: Sequence[str]) -> int:
     def work(target: str) -> _flags.Outcome:
         with _flags.reading():
             fail_if = [
-                _checks.choice("--fail-if", word.replace("-", "_"), _FAILURES)
+                checks.choice("--fail-if", word.replace("-", "_"), _FAILURES)
                 for word in values.fail_if
             ]
             sizes = [_whole(text) for text in values.latency_batch_sizes]
@@ -72,11 +73,11 @@ def run(
     command: str,
 ) -> tuple[Any, Path]:
     """Returns the comparison and where its report was written."""
-    from tfamp.compare import compare
+    from tfamp.comparison.runner import compare
 
     # Not after hours of training.
     for module in ("jinja2", "matplotlib.figure"):
-        _checks.require(module, extra="report", purpose="The report")
+        checks.require(module, extra="report", purpose="The report")
     out = Path(values.out or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
     policies = values.policies
     seeds = values.seeds
@@ -147,11 +148,11 @@ class _Lines:
         text = f"failed: {run.error}"
         if run.is_finished:
             metrics = "  ".join(f"{k} {v:.4f}" for k, v in run.final_metrics.items())
-            text = f"{_units.format_rate(run.examples_per_second)}  {metrics}"
+            text = f"{units.format_rate(run.examples_per_second)}  {metrics}"
         place = f"[{self._done}]"
         if self._total is not None:
             seconds = (time.monotonic() - self._began) / self._done
-            left = _units.format_seconds(seconds * (self._total - self._done))
+            left = units.format_seconds(seconds * (self._total - self._done))
             place, text = f"[{self._done}/{self._total}]", f"{text}  ({left} left)"
         print(f"{place} {run.policy}, seed {run.seed}: {text}", flush=True)
 

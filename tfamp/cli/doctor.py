@@ -13,10 +13,11 @@ from rich.padding import Padding
 from rich.table import Table
 from rich.text import Text
 
-from tfamp import _amx, _units
-from tfamp._memory_records import GpuMemory, MachineMemory
 from tfamp.cli import _flags
 from tfamp.cli._diagnosis import Diagnosis, Probes, Setting, diagnose
+from tfamp.machine import amx
+from tfamp.machine.memory_records import GpuMemory, MachineMemory
+from tfamp.records import units
 
 _PURPOSE = (
     "Shows devices, memory, versions and settings, recommends a policy and says why,\n"
@@ -29,7 +30,7 @@ _SUPPORTED = {
 }
 # Of a CPU's hundred features, those that decide a policy.
 _TELLING = (
-    *("amx_bf16", "amx_fp16", _amx.BROKEN),
+    *("amx_bf16", "amx_fp16", amx.BROKEN),
     *("avx512_bf16", "avx512_fp16", "bf16", "svebf16"),
 )
 
@@ -134,7 +135,7 @@ def _devices_table(diagnosis: Diagnosis) -> Table:
         table.add_row(
             device.kind.upper(),
             Text(device.name),
-            _units.format_bytes(memory) if memory else "",
+            units.format_bytes(memory) if memory else "",
             ", ".join(can),
             ", ".join(report.fast_dtypes) or "float32",
         )
@@ -163,7 +164,7 @@ def _memory_table(memory: MachineMemory) -> Table:
 
 
 def _size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else _units.format_bytes(num_bytes)
+    return "" if num_bytes is None else units.format_bytes(num_bytes)
 
 
 def _holders(gpu: GpuMemory) -> str:

@@ -7,9 +7,10 @@ from typing import Any
 
 from absl import flags
 
-from tfamp import _checks, _targets
 from tfamp.cli import _flags
-from tfamp.evidence import Variant
+from tfamp.records import checks
+from tfamp.trials import targets
+from tfamp.trials.variant import Variant
 
 _PURPOSE = """\
 Shows what half precision would spoil in a model, layer by layer, with the reason and
@@ -52,14 +53,14 @@ def run(target: str, variant: Variant, silence: dict[str, str]) -> Any:
         variant: The policy to build under.
         silence: Reasons to leave rules out, by their names.
     """
-    build = _targets.load(target)
+    build = targets.load(target)
     import keras
 
-    from tfamp.compare.in_force import in_force
-    from tfamp.numerics.linting.linting import lint
+    from tfamp.numerics.lint.linter import lint
+    from tfamp.trials.in_force import in_force
 
     with in_force(variant):
-        built = _targets.call(build, seed=0, epochs=1)
+        built = targets.call(build, seed=0, epochs=1)
         model, *data = built if isinstance(built, (tuple, list)) else (built,)
         if not isinstance(model, keras.Model) or len(data) > 2:
             raise TypeError(
@@ -80,7 +81,7 @@ def _silenced(texts: Sequence[str]) -> dict[str, str]:
     """
     if not texts:
         return {}
-    from tfamp.numerics.linting.registry import RULE_IDS
+    from tfamp.numerics.lint.registry import RULE_IDS
 
     names = "|".join(map(re.escape, RULE_IDS))
     pairs = [each for text in texts for each in re.split(rf",(?=(?:{names}):)", text)]
@@ -92,7 +93,7 @@ def _silenced(texts: Sequence[str]) -> dict[str, str]:
                 f"`--silence` is {pair!r}; expected 'rule:reason', such as "
                 "'half-head:its loss takes logits'"
             )
-        _checks.choice("--silence", name, RULE_IDS)
+        checks.choice("--silence", name, RULE_IDS)
         if name in found:
             raise ValueError(f"`--silence` names {name!r} twice; expected one reason")
         found[name] = reason.strip()

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 import tfamp
-from tfamp import _checks
+from tfamp.records import checks
 
 _EXIT_USAGE = 2
 
@@ -103,7 +103,7 @@ def _unknown(name: str) -> str:
     """Returns the message for a command or flag that doesn't exist."""
     what = "flag" if name.startswith("-") else "command"
     options = ("--help", "--version") if what == "flag" else tuple(_COMMANDS)
-    guess = _checks.did_you_mean(name, options)
+    guess = checks.did_you_mean(name, options)
     advice = f"Did you mean {guess!r}? " if guess else ""
     expected = ", ".join(repr(option) for option in options)
     return f"Unknown {what} {name!r}; expected {expected}. {advice}See `tfamp --help`."

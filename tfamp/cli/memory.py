@@ -7,9 +7,10 @@ from typing import Any
 
 from absl import flags
 
-from tfamp import _targets, _units
 from tfamp.cli import _flags
-from tfamp.evidence import Variant
+from tfamp.records import units
+from tfamp.trials import targets
+from tfamp.trials.variant import Variant
 
 _PURPOSE = """\
 Predicts what a training step will hold in memory, by kind, and trains nothing: the
@@ -47,7 +48,7 @@ def main(argv: Sequence[str]) -> int:
             sizes = [_whole(text) for text in values.batch_size or ()]
             limit = None
             if values.limit is not None:
-                limit = _units.parse_bytes("--limit", values.limit)
+                limit = units.parse_bytes("--limit", values.limit)
             _check(values)
         if values.find:
             found = find(target, variants[0], limit)
@@ -70,15 +71,16 @@ def estimate(
     values: flags.FlagValues,
 ) -> Any:
     """Returns the estimates of each policy, each built under it, and each size."""
-    build = _targets.load(target)
-    from tfamp.batch_search.data import batch_of
-    from tfamp.compare.in_force import in_force
-    from tfamp.memory import MemoryEstimates, estimate_memory
+    build = targets.load(target)
+    from tfamp.memory.batch_search.data import batch_of
+    from tfamp.memory.estimate.estimator import estimate_memory
+    from tfamp.memory.estimate.records import MemoryEstimates
+    from tfamp.trials.in_force import in_force
 
     found: list[Any] = []
     for variant in variants:
         with in_force(variant):
-            model, data = _built(target, _targets.call(build, seed=0, epochs=1))
+            model, data = _built(target, targets.call(build, seed=0, epochs=1))
             batch = None if data is None else batch_of(data)
             own = estimate_memory(
                 model,
@@ -95,7 +97,7 @@ def estimate(
 
 def find(target: str, variant: Variant, limit: int | None) -> Any:
     """Returns what trials of real batches come to."""
-    from tfamp.batch_search import find_batch_size
+    from tfamp.memory.batch_search.finder import find_batch_size
 
     return find_batch_size(target, policy=str(variant), max_memory_bytes=limit)
 
@@ -134,7 +136,7 @@ def _largest(estimates: Any, limit: int | None) -> list[str]:
     by_policy = {each.policy: each for each in sorted(estimates, key=_size)}
     names = dict.fromkeys(each.policy for each in estimates)
     words = ", ".join(f"{_fitting(by_policy[name], limit)} ({name})" for name in names)
-    return [f"Largest batch size that fits in {_units.format_bytes(limit)}: {words}."]
+    return [f"Largest batch size that fits in {units.format_bytes(limit)}: {words}."]
 
 
 def _size(estimate: Any) -> int:
@@ -143,7 +145,7 @@ def _size(estimate: Any) -> int:
 
 def _fitting(estimate: Any, limit: int) -> str:
     if estimate.bytes_at(1) > limit:
-        return f"none, 1 takes {_units.format_bytes(estimate.bytes_at(1))}"
+        return f"none, 1 takes {units.format_bytes(estimate.bytes_at(1))}"
     if estimate.bytes_at(_ENDLESS) <= limit:
         return "any"
     multiple = _MULTIPLE if estimate.bytes_at(_MULTIPLE) <= limit else 1

@@ -6,9 +6,9 @@ from typing import Any
 
 from absl import flags
 
-from tfamp import _targets
 from tfamp.cli import _flags
-from tfamp.evidence import Variant
+from tfamp.trials import targets
+from tfamp.trials.variant import Variant
 
 _PURPOSE = """\
 Shows which matrix products and convolutions of a train step run in which dtype, layer
@@ -42,12 +42,12 @@ def main(argv: Sequence[str]) -> int:
 
 def run(target: str, variant: Variant, values: flags.FlagValues) -> Any:
     """Builds the model under a policy and returns the proof of a step."""
-    build = _targets.load(target)
-    from tfamp.compare.in_force import in_force
-    from tfamp.numerics.proving import prove
+    build = targets.load(target)
+    from tfamp.numerics.proof.prover import prove
+    from tfamp.trials.in_force import in_force
 
     with in_force(variant):
-        built = _targets.call(build, seed=0, epochs=1)
+        built = targets.call(build, seed=0, epochs=1)
         if not isinstance(built, tuple) or not 2 <= len(built) <= 3:
             raise TypeError(
                 f"{target!r} returned {built!r}; expected (model, train) or (model, "

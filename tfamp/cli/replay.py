@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
                 raise ValueError(f"`--build` is {build!r}; expected 'module:function'")
         _take_environment(Path(path))
         sys.path.insert(0, os.getcwd())  # where the model's classes may lie
-        from tfamp.numerics.replaying_bundles import replay
+        from tfamp.numerics.triage.bundle_replay import replay
 
         with _working():
             replayed = replay(path, build=values.build, explain=values.triage)

@@ -1,13 +1,46 @@
 """Input pipelines: `tfamp.data.Pipeline` in, a plain `tf.data.Dataset` out."""
 
-from tfamp.data.augmentation import Augment as Augment
-from tfamp.data.bottlenecks import Bottleneck as Bottleneck
-from tfamp.data.bottlenecks import bottleneck as bottleneck
-from tfamp.data.health import apply_fixes as apply_fixes
-from tfamp.data.health import check as check
-from tfamp.data.pipeline import Pipeline as Pipeline
-from tfamp.data.rescaling import Rescale as Rescale
-from tfamp.data.statistics import Condition as Condition
-from tfamp.data.statistics import Statistics as Statistics
-from tfamp.data.statistics import fit_statistics as fit_statistics
-from tfamp.findings import Findings as Findings
+import importlib
+import sys
+from typing import TYPE_CHECKING, Any
+
+# Public name -> module that defines it; loaded on first use. What asks how a model
+# trains, as `bottleneck` does, stands above this package.
+_HOMES = {
+    "Augment": "tfamp.data.augmentation",
+    "Bottleneck": "tfamp.stepping.input_waits.record",
+    "Condition": "tfamp.data.statistics",
+    "Findings": "tfamp.records.findings",
+    "Pipeline": "tfamp.data.pipeline",
+    "Rescale": "tfamp.data.images.rescaling",
+    "Statistics": "tfamp.data.statistics",
+    "apply_fixes": "tfamp.data.health",
+    "bottleneck": "tfamp.stepping.input_waits.measure",
+    "check": "tfamp.data.health",
+    "fit_statistics": "tfamp.data.statistics",
+}
+
+if TYPE_CHECKING:
+    from tfamp.data.augmentation import Augment as Augment
+    from tfamp.data.health import apply_fixes as apply_fixes
+    from tfamp.data.health import check as check
+    from tfamp.data.images.rescaling import Rescale as Rescale
+    from tfamp.data.pipeline import Pipeline as Pipeline
+    from tfamp.data.statistics import Condition as Condition
+    from tfamp.data.statistics import Statistics as Statistics
+    from tfamp.data.statistics import fit_statistics as fit_statistics
+    from tfamp.records.findings import Findings as Findings
+    from tfamp.stepping.input_waits.measure import bottleneck as bottleneck
+    from tfamp.stepping.input_waits.record import Bottleneck as Bottleneck
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name not in _HOMES:
+            message = f"module {__name__!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[__name__])
+        value = getattr(importlib.import_module(_HOMES[name]), name)
+        globals()[name] = value
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*globals(), *_HOMES})

@@ -3,16 +3,16 @@
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
-from tfamp import _checks
-from tfamp.data._filters import make_filter
 from tfamp.data._sharding import make_shard
 from tfamp.data._written import Written
 from tfamp.data.bucketing import make_bucket
 from tfamp.data.bucketing.plan import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
+from tfamp.data.filters.stage import make_filter
 from tfamp.data.sampling.balance import make_balance
 from tfamp.data.sampling.subset import make_subset
 from tfamp.data.sampling.weights import make_weights
 from tfamp.data.statistics import Statistics
+from tfamp.records import checks
 
 PipelineType = TypeVar("PipelineType", bound="Choosing")
 
@@ -273,6 +273,6 @@ class Choosing(Written):
             >>> [int(x) for x in pipeline.build()]
             [1, 4]
         """
-        num_shards = _checks.positive_int("num_shards", num_shards)
-        index = _checks.positive_int("index", index, minimum=0)
+        num_shards = checks.positive_int("num_shards", num_shards)
+        index = checks.positive_int("index", index, minimum=0)
         return self._with(make_shard(num_shards, index))

@@ -15,10 +15,10 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from absl import logging
 
-from tfamp import _units
 from tfamp.data._elements import known_length
 from tfamp.data._stages import Settings, Stage, map_in_order
-from tfamp.results import Record
+from tfamp.records import units
+from tfamp.records.record import Record
 
 # Before a length is known, errors are held against at least this many elements, so
 # that one bad element among the first ten does not end a pass over a million.
@@ -136,7 +136,7 @@ class ErrorLog:
                     "Skipped %d of %d elements (%s) that cannot be read.",
                     len(self._found),
                     self._seen,
-                    _units.format_share(share),
+                    units.format_share(share),
                 )
 
     def _note(self, where: str, message: str) -> bool:
@@ -161,7 +161,7 @@ class ErrorLog:
         )
         raise ValueError(
             f"{len(self._found)} of {told} elements cannot be "
-            f"read; expected at most {_units.format_share(self.max_fraction)} "
+            f"read; expected at most {units.format_share(self.max_fraction)} "
             f"(`max_fraction`). The first: {first}. Repair or remove them, or raise "
             "`max_fraction` in `.on_error`."
         )
@@ -201,7 +201,7 @@ class OnError(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         count = len(self.log.skipped)
-        share = _units.format_share(self.max_fraction)
+        share = units.format_share(self.max_fraction)
         return f"skip, at most {share}", f"each one costs itself; {count} so far"
 
 

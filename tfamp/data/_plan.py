@@ -12,8 +12,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.data._arrays import ArraySource, Gather
-from tfamp.data._caching import Cache, FileCache
-from tfamp.data._decode import with_whole_batches
 from tfamp.data._elements import bytes_of_element, known_length
 from tfamp.data._errors import Careful, OnError
 from tfamp.data._fingerprint import Fingerprint, fingerprint
@@ -35,6 +33,8 @@ from tfamp.data._steps import (
     Rebatch,
 )
 from tfamp.data.augmentation.stage import Augmentation
+from tfamp.data.cache.stage import Cache, FileCache
+from tfamp.data.images.decode import with_whole_batches
 
 
 @dataclasses.dataclass(frozen=True)

@@ -5,9 +5,9 @@ from typing import Any
 import rich.box
 import tensorflow as tf
 
-from tfamp import _console
 from tfamp.data._plan import Plan
 from tfamp.data._sharding import shard_policy, without_length
+from tfamp.records import console
 
 
 def run(plan: Plan) -> tf.data.Dataset:
@@ -34,13 +34,13 @@ def describe(plan: Plan, threads: tuple[str, str]) -> str:
     for step in plan.steps:
         rows.append((step.name, *step.explain(dataset, plan.settings)))
         dataset = step.preview(dataset, plan.settings)
-    table = _console.table(
-        {"Stage": _console.WHOLE, "Setting": {"max_width": 40}, "Reason": {}},
+    table = console.table(
+        {"Stage": console.WHOLE, "Setting": {"max_width": 40}, "Reason": {}},
         [*rows, ("threads", *threads)],
         box=rich.box.SIMPLE_HEAD,
         pad_edge=False,
     )
-    lines = _console.text_of(table).splitlines()
+    lines = console.text_of(table).splitlines()
     return "\n".join(line for line in lines if line)
 
 

@@ -11,10 +11,10 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._caching import FileCache
 from tfamp.data._elements import known_length
 from tfamp.data._sources import RandomAccess, Source
 from tfamp.data._stages import Settings, Stage
+from tfamp.data.cache.stage import FileCache
 
 _Policy = tf.data.experimental.AutoShardPolicy
 # Stages that bring elements in an order that a seed decides.

@@ -4,15 +4,15 @@ import os
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
-from tfamp import _checks
-from tfamp.data import _file_cache
-from tfamp.data._caching import Cache
-from tfamp.data._decode import make_decode
 from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Batch, Map, Prefetch, Shuffle
 from tfamp.data._written import Written
 from tfamp.data.augmentation.stage import make_augment
+from tfamp.data.cache import file_cache
+from tfamp.data.cache.stage import Cache
+from tfamp.data.images.decode import make_decode
 from tfamp.data.sources.images import FileSource
+from tfamp.records import checks
 
 PipelineType = TypeVar("PipelineType", bound="Staging")
 
@@ -117,8 +117,8 @@ class Staging(Written):
             ValueError: Another action, a share outside [0, 1], or one is there
                 already.
         """
-        _checks.choice("action", action, ["skip", "raise"])
-        share = _checks.fraction("max_fraction", max_fraction)
+        checks.choice("action", action, ["skip", "raise"])
+        share = checks.fraction("max_fraction", max_fraction)
         if action == "raise":
             return self
         return self._with(OnError(share, ErrorLog(share)))
@@ -160,14 +160,14 @@ class Staging(Written):
                 neither word, or there is a cache already. `build` raises it where
                 elements repeat without end, and OSError where the disk is too small.
         """
-        _checks.choice("unseen", unseen, ["warn", "error"])
+        checks.choice("unseen", unseen, ["warn", "error"])
         if not isinstance(where, (str, os.PathLike)) or where == "":
             raise TypeError(
                 f"`where` is {where!r}; expected 'memory' or a path. Pass 'memory' if "
                 "the decoded data fits there."
             )
         return self._with(
-            Cache(None if where == "memory" else _file_cache.check_path(where), unseen)
+            Cache(None if where == "memory" else file_cache.check_path(where), unseen)
         )
 
     def shuffle(
@@ -194,9 +194,9 @@ class Staging(Written):
                 shuffle already.
         """
         if buffer_size is not None:
-            buffer_size = _checks.positive_int("buffer_size", buffer_size)
+            buffer_size = checks.positive_int("buffer_size", buffer_size)
         if seed is not None:
-            seed = _checks.positive_int("seed", seed, minimum=0)
+            seed = checks.positive_int("seed", seed, minimum=0)
         return self._with(Shuffle(buffer_size, seed))
 
     def augment(
@@ -287,7 +287,7 @@ class Staging(Written):
             TypeError: `size` is no integer.
             ValueError: `size` is below 1, or there is a batch already.
         """
-        size = _checks.positive_int("size", size)
+        size = checks.positive_int("size", size)
         return self._with(Batch(size, bool(drop_remainder)))
 
     def prefetch(self: PipelineType, num_batches: int | None = None) -> PipelineType:
@@ -304,5 +304,5 @@ class Staging(Written):
             ValueError: It is below 1, or there is a prefetch already.
         """
         if num_batches is not None:
-            num_batches = _checks.positive_int("num_batches", num_batches)
+            num_batches = checks.positive_int("num_batches", num_batches)
         return self._with(Prefetch(num_batches))

@@ -5,9 +5,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.data._caching import Cache
 from tfamp.data._sources import RandomAccess
 from tfamp.data._stages import Batch, Settings, Stage
+from tfamp.data.cache.stage import Cache
 
 
 @dataclasses.dataclass(frozen=True)

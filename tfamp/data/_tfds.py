@@ -14,7 +14,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from tfamp import _checks
+from tfamp.records import checks
 
 PROBE_SECONDS = 4.0
 # Where TFDS keeps its own index; asked where a dataset names no download address.
@@ -44,7 +44,7 @@ def open_builder(
         ConnectionError: The data is not here and its host cannot be reached.
     """
     for module in ("tensorflow_datasets", "importlib_resources"):
-        _checks.require(module, extra="data", purpose="`Pipeline.from_tfds`")
+        checks.require(module, extra="data", purpose="`Pipeline.from_tfds`")
     import tensorflow_datasets as tfds
 
     if not hasattr(tfds, "core"):
@@ -132,7 +132,7 @@ def _builder_by_name(name: str, data_dir: str | None, connect: Connect) -> Any:
 
 
 def _unknown_name(name: str, known: list[str]) -> str:
-    close = _checks.did_you_mean(name, known)
+    close = checks.did_you_mean(name, known)
     hint = f" Did you mean {close!r}?" if close else ""
     return (
         f"Unknown dataset {name!r}; expected one of the {len(known)} names that "

@@ -19,9 +19,9 @@ from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.layers.layer import might_have_unbuilt_state
 
-from tfamp._care import CALLS, Care, Kind, care_of
-from tfamp._patch import Patch, like
 from tfamp.keras_hooks import backend
+from tfamp.keras_hooks.layer_record import CALLS, Kind, LayerRecord, record_of
+from tfamp.keras_hooks.patches import Patch, like
 
 _HALF = (tf.float16, tf.bfloat16)
 _SOURCE = "_tfamp_source"
@@ -39,26 +39,26 @@ def patches(
             first calls of a managed layer, before its inputs are cast.
         after_build: Called with a kept layer when it has been built, ahead of
             its own `call`.
-        after_error: Called as `after_error(layer, care, error, again)` where the call
-            of a managed layer has raised; returns outputs, or raises. `care` is what
+        after_error: Called as `after_error(layer, record, error, again)` where the call
+            of a managed layer has raised; returns outputs, or raises. `record` is what
             the layer had ahead of it, `again` repeats it.
     """
 
     def wrap_outer(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
         def __call__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
-            care = care_of(self)
-            if care is None or not (care.settled and care.resolved):
+            record = record_of(self)
+            if record is None or not (record.is_decided and record.is_resolved):
                 before_call(self, args, kwargs)
-                care = care_of(self)
-            CALLS.is_managed = care is not None
-            if care is None:
+                record = record_of(self)
+            CALLS.is_managed = record is not None
+            if record is None:
                 return original(self, *args, **kwargs)
             try:
                 return original(self, *args, **kwargs)
             except Exception as error:
                 return after_error(
-                    self, care, error, lambda: __call__(self, *args, **kwargs)
+                    self, record, error, lambda: __call__(self, *args, **kwargs)
                 )
 
         return __call__
@@ -125,9 +125,9 @@ def _wrap_maybe_build(
         CALLS.num_builds += 1
         try:
             with _outside_the_trace():
-                care = care_of(self)
-                if care is not None and utils.is_default(self.build):
-                    _build_by_trace(self, care, call_spec, after_error)
+                record = record_of(self)
+                if record is not None and utils.is_default(self.build):
+                    _build_by_trace(self, record, call_spec, after_error)
                 return original(self, call_spec)
         finally:
             CALLS.num_builds -= 1
@@ -137,7 +137,7 @@ def _wrap_maybe_build(
 
 def _build_by_trace(
     layer: keras.layers.Layer,
-    care: Care,
+    record: LayerRecord,
     call_spec: Any,
     after_error: Callable[..., Any],
 ) -> None:
@@ -150,7 +150,7 @@ def _build_by_trace(
             lambda x: _cast_symbol(x, layer.compute_dtype), call_spec.arguments_dict
         )
         # What sublayers return may be cast for this layer, as in its own call.
-        CALLS.stack.append(care_of(layer) or care)
+        CALLS.stack.append(record_of(layer) or record)
         try:
             return backend.compute_output_spec(layer.call, **arguments)
         finally:
@@ -160,7 +160,7 @@ def _build_by_trace(
         trace()
     except Exception as error:
         with contextlib.suppress(Exception):  # Keras raises or warns of it in turn
-            after_error(layer, care, error, trace)
+            after_error(layer, record, error, trace)
 
 
 def _cast_symbol(x: Any, dtype: str) -> Any:
@@ -180,8 +180,8 @@ def _wrap_data_layer(original: Callable[..., Any]) -> Callable[..., Any]:
 
     @like(original)
     def __call__(self: keras.layers.Layer, inputs: Any, **kwargs: Any) -> Any:
-        care = care_of(self)
-        if care is not None and care.exact_inputs:
+        record = record_of(self)
+        if record is not None and record.exact_inputs:
             inputs = tree.map_structure(source_of, inputs)
         return original(self, inputs, **kwargs)
 
@@ -199,27 +199,27 @@ def _inner_call(
             call = super(TFLayer, self).__call__
         else:
             call = functools.partial(original, self)
-        care = care_of(self)
-        if care is None:
+        record = record_of(self)
+        if record is None:
             return call(*args, **kwargs)
-        if care.is_kept and not care.spread:
+        if record.is_kept and not record.is_propagated:
             after_build(self)
-        if care.exact_inputs:
+        if record.exact_inputs:
             args, kwargs = tree.map_structure(source_of, (args, kwargs))
-        if not CALLS.stack and care.lease.compute_dtype == "float16":
+        if not CALLS.stack and record.settings.compute_dtype == "float16":
             CALLS.note_float16(self)
-        CALLS.stack.append(care)
+        CALLS.stack.append(record)
         try:
             outputs = call(*args, **kwargs)
         finally:
             CALLS.stack.pop()
-        output_dtype = care.output_dtype
+        output_dtype = record.output_dtype
         is_outermost = not (CALLS.stack or CALLS.num_builds)
-        if CALLS.is_training and is_outermost and care.lease.has_defaults:
+        if CALLS.is_training and is_outermost and record.settings.has_defaults:
             # For the code of a `train_step`, as a model's output is.
             output_dtype = "float32"
         elif CALLS.stack:
-            output_dtype = _inside(CALLS.stack[-1], care)
+            output_dtype = _inside(CALLS.stack[-1], record)
         if output_dtype is not None:
             outputs = cast_outputs(outputs, output_dtype)
         if CALLS.recorder is not None:
@@ -229,11 +229,11 @@ def _inner_call(
     return __call__
 
 
-def _inside(outer: Care, care: Care) -> str | None:
+def _inside(outer: LayerRecord, record: LayerRecord) -> str | None:
     """Returns what the outputs of a layer are cast to in the layer that calls it."""
-    is_own_dtype = care.kind is Kind.EXPLICIT and outer.inner_dtype != "float32"
+    is_own_dtype = record.kind is Kind.EXPLICIT and outer.inner_dtype != "float32"
     if outer.inner_dtype is None or is_own_dtype:
-        return care.output_dtype
+        return record.output_dtype
     return outer.inner_dtype
 
 

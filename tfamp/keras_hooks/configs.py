@@ -16,9 +16,9 @@ from typing import Any
 
 import keras
 
-from tfamp._care import CALLS, care_of
-from tfamp._patch import Patch, like, replaced
 from tfamp.keras_hooks import calls
+from tfamp.keras_hooks.layer_record import CALLS, record_of
+from tfamp.keras_hooks.patches import Patch, like, replaced
 
 _HALF = ("float16", "bfloat16")
 _INHERITED = "tfamp_inherited"
@@ -87,7 +87,7 @@ def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
     @like(original)
     def build_from_config(self: keras.Model, config: Any) -> Any:
         dtype = self.compute_dtype
-        if care_of(self) is None or dtype not in _HALF:
+        if record_of(self) is None or dtype not in _HALF:
             return original(self, config)
         plain = self.call
 

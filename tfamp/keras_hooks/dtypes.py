@@ -9,8 +9,8 @@ from typing import Any
 
 import keras
 
-from tfamp._care import care_of
-from tfamp._patch import Patch
+from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.patches import Patch
 
 
 def patches(before_read: Callable[[keras.layers.Layer], None]) -> list[Patch]:
@@ -24,13 +24,13 @@ def patches(before_read: Callable[[keras.layers.Layer], None]) -> list[Patch]:
     def wrap(original: property) -> property:
         read: Callable[[Any], Any] = original.fget  # type: ignore[assignment]
 
-        def settled(self: keras.layers.Layer) -> Any:
-            care = care_of(self)
-            if care is not None and not care.settled:
+        def decided(self: keras.layers.Layer) -> Any:
+            record = record_of(self)
+            if record is not None and not record.is_decided:
                 before_read(self)
             return read(self)
 
-        return property(settled, original.fset, doc=original.__doc__)
+        return property(decided, original.fset, doc=original.__doc__)
 
     return [
         Patch(keras.layers.Layer, "compute_dtype", wrap),

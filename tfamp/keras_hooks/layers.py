@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfamp._patch import Patch, like
+from tfamp.keras_hooks.patches import Patch, like
 
 
 def patches(

@@ -12,9 +12,9 @@ import keras
 import tensorflow as tf
 from keras.src import tree
 
-from tfamp._care import care_of
-from tfamp._patch import Patch, like
 from tfamp.keras_hooks import backend
+from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.patches import Patch, like
 
 _HALF = (tf.float16, tf.bfloat16)
 
@@ -55,7 +55,7 @@ def patches(careful_mark: str) -> list[Patch]:
     def wrap_add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
         def add_loss(self: keras.layers.Layer, loss: Any) -> Any:
-            if care_of(self) is not None:
+            if record_of(self) is not None:
                 loss = tree.map_structure(widen_loss, loss)
             return original(self, loss)
 

@@ -12,9 +12,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp._care import Care, Kind, innermost
-from tfamp._patch import Patch, like
 from tfamp.keras_hooks.backend import operations
+from tfamp.keras_hooks.layer_record import Kind, LayerRecord, innermost
+from tfamp.keras_hooks.patches import Patch, like
 
 CAREFUL = "_tfamp_careful"
 _HALF = (tf.float16, tf.bfloat16)
@@ -33,7 +33,7 @@ _OPERATIONS = (
 )
 
 
-def patches(takes_care: Callable[[Care], bool]) -> list[Patch]:
+def patches(has_float32_operations: Callable[[LayerRecord], bool]) -> list[Patch]:
     """Returns the patches on softmax, log-softmax, sigmoid and running sums.
 
     Inside the call of a managed layer each of them computes in float32 on a
@@ -41,7 +41,7 @@ def patches(takes_care: Callable[[Care], bool]) -> list[Patch]:
     a model's output the result stays float32.
 
     Args:
-        takes_care: Whether the layer being called asked for this.
+        has_float32_operations: Whether the layer being called asked for this.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -49,13 +49,13 @@ def patches(takes_care: Callable[[Care], bool]) -> list[Patch]:
 
         @like(original)
         def operation(*args: Any, **kwargs: Any) -> Any:
-            care = innermost()
+            record = innermost()
             x = args[0] if args else kwargs.get(first)
             if (
-                care is None
+                record is None
                 or not isinstance(x, tf.Tensor)
                 or x.dtype not in _HALF
-                or not takes_care(care)
+                or not has_float32_operations(record)
             ):
                 return original(*args, **kwargs)
             if args:
@@ -65,7 +65,7 @@ def patches(takes_care: Callable[[Care], bool]) -> list[Patch]:
             wide = tf.cast(x, tf.float32)
             result = original(wide, *args, **kwargs)
             output = result
-            if care.kind is not Kind.WIDE_OUTPUT and result.dtype == tf.float32:
+            if record.kind is not Kind.WIDE_OUTPUT and result.dtype == tf.float32:
                 output = tf.cast(result, x.dtype)
             if hasattr(result, "_keras_logits"):
                 output._keras_logits = x if output.dtype == x.dtype else wide

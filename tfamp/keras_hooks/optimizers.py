@@ -22,7 +22,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from tensorflow.python.ops import control_flow_util
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
-from tfamp._patch import HookError, Patch
+from tfamp.keras_hooks.patches import HookError, Patch
 
 # Writes that a mask can hold back, and those it cannot.
 _MASKED = ("assign", "assign_add", "assign_sub")

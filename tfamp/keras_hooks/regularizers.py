@@ -9,9 +9,9 @@ from typing import Any
 
 import keras
 
-from tfamp._care import care_of
-from tfamp._patch import Patch
 from tfamp.keras_hooks import backend, calls
+from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.patches import Patch
 
 
 def patches() -> list[Patch]:
@@ -54,7 +54,7 @@ class _ActivityRegularizer:
             regularizer = vars(layer)[self._name]
         except KeyError:
             raise AttributeError(self._name) from None
-        if regularizer is None or care_of(layer) is None or not calls.in_call():
+        if regularizer is None or record_of(layer) is None or not calls.in_call():
             return regularizer
         return _InFloat32(regularizer)
 

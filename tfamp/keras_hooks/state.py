@@ -13,14 +13,14 @@ _MARK = "tfamp_lease"
 _POLICY = "dtype_policy"
 
 
-def is_marked(lease: Any) -> bool:
-    """Returns whether this thread's state still carries the mark of `lease`."""
-    return global_state.get_global_attribute(_MARK) is lease
+def is_marked(settings: Any) -> bool:
+    """Returns whether this thread's state still carries the mark of `settings`."""
+    return global_state.get_global_attribute(_MARK) is settings
 
 
-def mark(lease: Any, policy: keras.DTypePolicy) -> None:
-    """Sets this thread's global policy and marks the state as `lease`'s."""
-    global_state.set_global_attribute(_MARK, lease)
+def mark(settings: Any, policy: keras.DTypePolicy) -> None:
+    """Sets this thread's global policy and marks the state as `settings`'s."""
+    global_state.set_global_attribute(_MARK, settings)
     global_state.set_global_attribute(_POLICY, policy)
 
 

@@ -11,8 +11,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp._patch import Patch, like
 from tfamp.keras_hooks import backend
+from tfamp.keras_hooks.patches import Patch, like
 
 
 @contextlib.contextmanager

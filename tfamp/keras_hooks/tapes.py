@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
-from tfamp._patch import Patch, like
+from tfamp.keras_hooks.patches import Patch, like
 
 _ONCE = "_tfamp_asked_once"
 _HALF = (tf.float16, tf.bfloat16)

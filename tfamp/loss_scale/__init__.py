@@ -1,1 +1,1 @@
-"""The loss scale: its rule, the optimizer that applies it, and its care in `fit`."""
+"""The loss scale: its rule, the optimizer that applies it, its hooks in `fit`."""

@@ -7,19 +7,19 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp._patch import HeldPatches
 from tfamp.keras_hooks import optimizers as hooks
-from tfamp.keras_hooks.workers import WORKER_HOOKS
-from tfamp.loss_scale.blame import Blame
+from tfamp.keras_hooks.patches import HeldPatches
+from tfamp.keras_hooks.training.workers import WORKER_HOOKS
 from tfamp.loss_scale.delegation import Delegating, adopted_accumulation
-from tfamp.loss_scale.fitting import FIT_HOOKS
-from tfamp.loss_scale.losses import ScalingLosses
+from tfamp.loss_scale.fit.blame import Blame
+from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.loss_scale.fit.losses import ScalingLosses
+from tfamp.loss_scale.fit.report import Reporting
 from tfamp.loss_scale.replicas import OnReplicas
-from tfamp.loss_scale.reporting import Reporting
-from tfamp.loss_scale.saving import Saving
+from tfamp.loss_scale.saved_state import Saving
 from tfamp.loss_scale.settings import check_settings
 from tfamp.loss_scale.tally import Tally
-from tfamp.loss_scale.tape import TAPE_HOOKS, know
+from tfamp.loss_scale.tape.gradients import TAPE_HOOKS, know
 
 
 class LossScaleOptimizer(

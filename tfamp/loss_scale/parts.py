@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from tfamp.loss_scale.blame import Blame
+from tfamp.loss_scale.fit.blame import Blame
 from tfamp.loss_scale.rule import ScaleRule
 from tfamp.loss_scale.tally import Tally
 

@@ -7,14 +7,15 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
-from tfamp.loss_scale import forgotten, window
+from tfamp.loss_scale import window
 from tfamp.loss_scale.branches import first_of, where_replicas_are_one
-from tfamp.loss_scale.fitting import microbatch_weight
+from tfamp.loss_scale.fit.hooks import microbatch_weight
 from tfamp.loss_scale.parts import Parts
-from tfamp.loss_scale.scaled import SCALINGS
 from tfamp.loss_scale.step import take_step
 from tfamp.loss_scale.tally import Snapshot
-from tfamp.loss_scale.tape import ids_of
+from tfamp.loss_scale.tape import warnings
+from tfamp.loss_scale.tape.gradients import ids_of
+from tfamp.loss_scale.tape.scalings import SCALINGS
 
 
 class OnReplicas(Parts):
@@ -61,7 +62,7 @@ class OnReplicas(Parts):
         """Reduces the gradients and takes the step where all replicas are one."""
         scaling = SCALINGS.take(self, ids_of(self))
         if scaling is None:
-            forgotten.warn_of_unscaled_loss(self)
+            warnings.warn_of_unscaled_loss(self)
         else:
             self.has_scaled_loss = True
         come_scaled = scaling is None or scaling.is_scaled

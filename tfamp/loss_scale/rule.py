@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tfamp import _checks
+from tfamp.records import checks
 
 # float16 ends at 2**16; the largest gradient of a variable is put 2**4 below,
 # since gradients inside the model are often larger.
@@ -91,14 +91,14 @@ class ScaleRule:
     max_streak: int | None = None
 
     def __post_init__(self) -> None:
-        _checks.positive_int("dynamic_growth_steps", self.growth_steps)
-        _checks.positive_int("hysteresis", self.hysteresis)
+        checks.positive_int("dynamic_growth_steps", self.growth_steps)
+        checks.positive_int("hysteresis", self.hysteresis)
         if self.max_streak is not None:
-            _checks.positive_int("max_consecutive_skips", self.max_streak)
-        _checks.fraction("backoff_factor", self.backoff_factor, closed=False)
-        _checks.positive("min_scale", self.min_scale)
-        _checks.positive("max_scale", self.max_scale)
-        if _checks.positive("growth_factor", self.growth_factor) <= 1:
+            checks.positive_int("max_consecutive_skips", self.max_streak)
+        checks.fraction("backoff_factor", self.backoff_factor, closed=False)
+        checks.positive("min_scale", self.min_scale)
+        checks.positive("max_scale", self.max_scale)
+        if checks.positive("growth_factor", self.growth_factor) <= 1:
             raise ValueError(
                 f"`growth_factor` is {self.growth_factor!r}; expected a number above "
                 "1, since the scale could never rise again. Leave it out for 2."

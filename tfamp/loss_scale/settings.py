@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from tfamp import _checks
 from tfamp.loss_scale.rule import ScaleRule
+from tfamp.records import checks
 
 # Where the scale is measured, the first gradients are computed with this one.
 _PROBE_SCALE = 1.0
@@ -38,7 +38,7 @@ def check_settings(
         >>> start, rule.max_scale
         (1.0, 1024.0)
     """
-    _checks.positive_int("accumulation_steps", accumulation_steps)
+    checks.positive_int("accumulation_steps", accumulation_steps)
     rule = ScaleRule(
         growth_steps=dynamic_growth_steps, max_streak=max_consecutive_skips, **factors
     )
@@ -55,7 +55,7 @@ def _start_scale(initial_scale: Any, dynamic: bool, rule: ScaleRule) -> float:
                 "later."
             )
         return min(max(_PROBE_SCALE, rule.min_scale), rule.max_scale)
-    scale = _checks.positive("initial_scale", initial_scale)
+    scale = checks.positive("initial_scale", initial_scale)
     if not _SMALLEST_NORMAL <= scale <= 1 / _SMALLEST_NORMAL:
         raise ValueError(
             f"`initial_scale` is {scale!r}; expected a number that float32 can divide "

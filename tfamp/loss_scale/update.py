@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.keras_hooks.optimizers import leaves, on_reduced_gradients, writes_only_if
-from tfamp.keras_hooks.partial_updates import around_each_variable
+from tfamp.keras_hooks.training.partial_updates import around_each_variable
 from tfamp.loss_scale.branches import on_each_replica
 from tfamp.loss_scale.gradients import multiplied
 

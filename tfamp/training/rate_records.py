@@ -4,8 +4,9 @@ import dataclasses
 import os
 from typing import Any
 
-from tfamp import _checks, _console
-from tfamp.results import Record
+from tfamp.records import checks, console
+from tfamp.records import checks as _checks
+from tfamp.records.record import Record
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,8 +51,8 @@ class LearningRates(Record):
         ]
         names = ("learning rate", "loss", "smoothed")
         title = f"{self.model}: {len(self.rates)} steps, then {self.why_it_ended}"
-        table = _console.table(dict.fromkeys(names, _console.RIGHT), shown, title=title)
-        return _console.text_of(table, width=100)
+        table = console.table(dict.fromkeys(names, console.RIGHT), shown, title=title)
+        return console.text_of(table, width=100)
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the losses against the rates, with the suggestion.
@@ -62,7 +63,7 @@ class LearningRates(Record):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        _checks.require("matplotlib", extra="report", purpose="`LearningRates.plot`")
+        checks.require("matplotlib", extra="report", purpose="`LearningRates.plot`")
         from matplotlib.figure import Figure
 
         # Without pyplot, which keeps figures and picks a display.

@@ -8,17 +8,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _amx, _checks
-from tfamp._patch import replaced
-from tfamp.data._progress import progress
-from tfamp.data.bottlenecks.arguments import (
-    build,
-    check_model,
-    checked_dataset,
-    first_batch,
-)
-from tfamp.data.bottlenecks.unchanged import unchanged
-from tfamp.keras_hooks import trainer
+from tfamp.keras_hooks.patches import replaced
+from tfamp.keras_hooks.training import trainer
+from tfamp.machine import amx
+from tfamp.records import checks
+from tfamp.records.progress import progress
+from tfamp.stepping.arguments import build, check_model, checked_dataset, first_batch
+from tfamp.stepping.unchanged import unchanged
 from tfamp.training.rate_records import LearningRates
 
 # Of the average over steps, as is usual for this test.
@@ -77,16 +73,16 @@ def lr_find(
     Source: L. N. Smith, Cyclical Learning Rates for Training Neural Networks, 2017,
     section 3.3; the choice of the steepest point is fastai's.
     """
-    low = _checks.positive("min_rate", min_rate)
-    high = _checks.positive("max_rate", max_rate)
-    _checks.positive_int("num_steps", num_steps, minimum=2 * _FIRST_STEPS)
+    low = checks.positive("min_rate", min_rate)
+    high = checks.positive("max_rate", max_rate)
+    checks.positive_int("num_steps", num_steps, minimum=2 * _FIRST_STEPS)
     if low >= high:
         raise ValueError(
             f"`min_rate` is {low:g} and `max_rate` is {high:g}; expected the first to "
             "be the lower one. Exchange them."
         )
     check_model(model)
-    _amx.avoid()
+    amx.avoid()
     dataset = checked_dataset(data)
     build(model, first_batch(dataset))
     rates = np.geomspace(low, high, num_steps).tolist()

@@ -5,7 +5,7 @@ from typing import Any, Literal, TypeAlias
 
 import keras
 
-from tfamp import _checks
+from tfamp.records import checks
 
 Rule = Literal["linear", "sqrt"]
 RULES: tuple[Rule, ...] = ("linear", "sqrt")
@@ -57,9 +57,9 @@ def scale_learning_rate(
     A. Krizhevsky, One weird trick for parallelizing convolutional neural networks, 2014
     (square root).
     """
-    _checks.positive_int("batch_size", batch_size)
-    _checks.positive_int("base_batch_size", base_batch_size)
-    _checks.choice("rule", rule, RULES)
+    checks.positive_int("batch_size", batch_size)
+    checks.positive_int("base_batch_size", base_batch_size)
+    checks.choice("rule", rule, RULES)
     ratio = batch_size / base_batch_size
     factor = ratio if rule == "linear" else math.sqrt(ratio)
     steps = _warmup(warmup_steps, warmup_epochs, steps_per_epoch)
@@ -80,11 +80,11 @@ def _warmup(
             "expected both or neither. Pass the updates of an epoch, or `warmup_steps`."
         )
     if steps is not None:
-        return _checks.positive_int("warmup_steps", steps, minimum=0)
+        return checks.positive_int("warmup_steps", steps, minimum=0)
     if epochs is None or steps_per_epoch is None:
         return 0
-    _checks.positive_int("steps_per_epoch", steps_per_epoch)
-    return round(_checks.positive("warmup_epochs", epochs) * steps_per_epoch)
+    checks.positive_int("steps_per_epoch", steps_per_epoch)
+    return round(checks.positive("warmup_epochs", epochs) * steps_per_epoch)
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -105,12 +105,10 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
             learning_rate, keras.optimizers.schedules.LearningRateSchedule
         )
         if not is_schedule:
-            learning_rate = _checks.positive("learning_rate", learning_rate)
+            learning_rate = checks.positive("learning_rate", learning_rate)
         self.learning_rate = learning_rate
-        self.factor = _checks.positive("factor", factor)
-        self.warmup_steps = _checks.positive_int(
-            "warmup_steps", warmup_steps, minimum=0
-        )
+        self.factor = checks.positive("factor", factor)
+        self.warmup_steps = checks.positive_int("warmup_steps", warmup_steps, minimum=0)
 
     def __call__(self, step: Any) -> Any:
         """Returns the rate of an update, counted from 0; float32."""

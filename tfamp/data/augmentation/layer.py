@@ -5,8 +5,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp import _checks
 from tfamp.data.augmentation.transforms import restore, same_shape
+from tfamp.records import checks
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -53,7 +53,7 @@ class Augment(keras.layers.Layer):
         self.layers = list(layers)
         self.seed = seed
         self.seed_generator = keras.random.SeedGenerator(seed)
-        self._full_strength = _checks.fraction("strength", strength)
+        self._full_strength = checks.fraction("strength", strength)
         self.strength = self.add_weight(
             name="strength",
             shape=(),
@@ -69,7 +69,7 @@ class Augment(keras.layers.Layer):
         Raises:
             ValueError: It is not in [0, 1].
         """
-        self.strength.assign(_checks.fraction("strength", strength))
+        self.strength.assign(checks.fraction("strength", strength))
 
     def ramp(self, epochs: int, start: float = 0.0) -> keras.callbacks.Callback:
         """Returns a callback for `fit` that raises the strength epoch by epoch.
@@ -85,8 +85,8 @@ class Augment(keras.layers.Layer):
             TypeError: `epochs` is no integer.
             ValueError: It is below 1, or `start` is not in [0, 1].
         """
-        epochs = _checks.positive_int("epochs", epochs)
-        start = _checks.fraction("start", start)
+        epochs = checks.positive_int("epochs", epochs)
+        start = checks.fraction("start", start)
 
         def set_epoch(epoch: int, logs: Any = None) -> None:
             way = min(1.0, epoch / epochs)

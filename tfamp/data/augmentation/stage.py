@@ -6,11 +6,11 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp import _checks
 from tfamp.data._elements import bytes_of_element, with_length_of
 from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.augmentation.chain import Chain, make_chain
 from tfamp.data.augmentation.epochs import CountEpochs, EpochCounter
+from tfamp.records import checks
 
 # A block of small images costs a half of what they cost one by one; in float32 it
 # should fit into a core's own cache.
@@ -142,9 +142,9 @@ def make_augment(
         TypeError: A step or an argument is of another kind.
         ValueError: An argument is out of its range, or would be ignored.
     """
-    strength = _checks.fraction("strength", strength)
-    ramp_epochs = _checks.positive_int("ramp_epochs", ramp_epochs, minimum=0)
-    ramp_from = _checks.fraction("ramp_from", ramp_from)
+    strength = checks.fraction("strength", strength)
+    ramp_epochs = checks.positive_int("ramp_epochs", ramp_epochs, minimum=0)
+    ramp_from = checks.fraction("ramp_from", ramp_from)
     if ramp_from and not ramp_epochs:
         raise ValueError(
             f"`ramp_from` is {ramp_from!r} and `ramp_epochs` is 0; expected both or "
@@ -156,13 +156,13 @@ def make_augment(
         )
     if seed is None:
         seed = random.randrange(2**31)
-    initial_epoch = _checks.positive_int("initial_epoch", initial_epoch, minimum=0)
+    initial_epoch = checks.positive_int("initial_epoch", initial_epoch, minimum=0)
     return Augmentation(
         chain=make_chain(steps, value_range),
         strength=strength,
         ramp_epochs=ramp_epochs,
         ramp_from=ramp_from,
-        seed=_checks.positive_int("seed", seed, minimum=0),
+        seed=checks.positive_int("seed", seed, minimum=0),
         key=key,
         initial_epoch=initial_epoch,
         counter=EpochCounter(initial_epoch),

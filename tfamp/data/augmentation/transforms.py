@@ -12,7 +12,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _checks
+from tfamp.records import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +70,7 @@ class Shift(Transform):
     fraction: float = 0.1
 
     def __post_init__(self) -> None:
-        _checks.fraction("fraction", self.fraction)
+        checks.fraction("fraction", self.fraction)
 
     def __call__(
         self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
@@ -99,7 +99,7 @@ class Rotate(Transform):
     degrees: float = 10.0
 
     def __post_init__(self) -> None:
-        _checks.positive("degrees", self.degrees)
+        checks.positive("degrees", self.degrees)
 
     def __call__(
         self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
@@ -135,7 +135,7 @@ class Brightness(Transform):
     amount: float = 0.2
 
     def __post_init__(self) -> None:
-        _checks.positive("amount", self.amount)
+        checks.positive("amount", self.amount)
 
     def __call__(
         self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
@@ -156,7 +156,7 @@ class Contrast(Transform):
     amount: float = 0.2
 
     def __post_init__(self) -> None:
-        _checks.positive("amount", self.amount)
+        checks.positive("amount", self.amount)
 
     def __call__(
         self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
@@ -182,7 +182,7 @@ class Cutout(Transform):
     fraction: float = 0.25
 
     def __post_init__(self) -> None:
-        _checks.fraction("fraction", self.fraction)
+        checks.fraction("fraction", self.fraction)
 
     def __call__(
         self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float

@@ -4,9 +4,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length
-from tfamp.data._progress import progress
 from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.bucketing.padding import Padder
+from tfamp.records.progress import progress
 
 # Lengths brought to Python at once.
 _LENGTHS_AT_ONCE = 1024

@@ -3,7 +3,6 @@
 from collections.abc import Sequence
 from typing import Any
 
-from tfamp import _checks
 from tfamp.data.bucketing.padding import Padding
 from tfamp.data.bucketing.plan import (
     DEFAULT_MAX_SHAPES,
@@ -11,6 +10,7 @@ from tfamp.data.bucketing.plan import (
     check_budget,
 )
 from tfamp.data.bucketing.stage import Bucket
+from tfamp.records import checks
 
 
 def make_bucket(
@@ -41,15 +41,15 @@ def make_bucket(
             "for batches of equal cost."
         )
     if batch_size is not None:
-        batch_size = _checks.positive_int("batch_size", batch_size)
+        batch_size = checks.positive_int("batch_size", batch_size)
     if token_budget is not None:
-        token_budget = _checks.positive_int("token_budget", token_budget)
-    multiple = _checks.positive_int("pad_to_multiple", pad_to_multiple)
-    max_shapes = _checks.positive_int("max_shapes", max_shapes)
+        token_budget = checks.positive_int("token_budget", token_budget)
+    multiple = checks.positive_int("pad_to_multiple", pad_to_multiple)
+    max_shapes = checks.positive_int("max_shapes", max_shapes)
     given = _given_boundaries(boundaries, multiple)
     if given is not None and token_budget is not None:
         check_budget(token_budget, given)
-    too_long = _checks.choice("too_long", too_long, ("error", "truncate", "drop"))
+    too_long = checks.choice("too_long", too_long, ("error", "truncate", "drop"))
     if given is None and too_long != "error":
         raise ValueError(
             f"`too_long` is {too_long!r} with boundaries chosen from the lengths, and "
@@ -77,9 +77,9 @@ def make_bucket(
 def _given_boundaries(boundaries: Any, multiple: int) -> tuple[int, ...] | None:
     """Returns boundaries that the caller gave, None to choose them."""
     if isinstance(boundaries, str):
-        _checks.choice("boundaries", boundaries, ("auto",))
+        checks.choice("boundaries", boundaries, ("auto",))
         return None
-    given = tuple(_checks.positive_int("boundaries", one) for one in boundaries)
+    given = tuple(checks.positive_int("boundaries", one) for one in boundaries)
     if not given or any(a >= b for a, b in zip(given, given[1:], strict=False)):
         raise ValueError(
             f"`boundaries` are {given}; expected at least one length, ascending. Sort "

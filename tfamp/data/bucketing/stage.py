@@ -7,7 +7,6 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp import _units
 from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.bucketing.lengths import read_lengths
 from tfamp.data.bucketing.padding import Padder, Padding
@@ -19,6 +18,7 @@ from tfamp.data.bucketing.plan import (
     sizes_of_batches,
 )
 from tfamp.data.sampling.labels import Memory
+from tfamp.records import units
 
 # What `padded_batch` takes as a size for the longest in the batch.
 _TO_LONGEST = -1
@@ -110,8 +110,8 @@ class Bucket(Stage):
         else:
             lengths = f"length {', '.join(map(str, boundaries))}"
         if plan is not None and plan.waste is not None:
-            one_shape = _units.format_share(plan.waste_of_one_shape or 0.0)
-            reason = f"padding is {_units.format_share(plan.waste)}, else {one_shape}"
+            one_shape = units.format_share(plan.waste_of_one_shape or 0.0)
+            reason = f"padding is {units.format_share(plan.waste)}, else {one_shape}"
         elif self._reads_lengths:
             reason = "least padding for so few shapes; lengths are read once, at build"
         else:

@@ -4,13 +4,13 @@ import dataclasses
 from collections.abc import Iterator
 from typing import Any
 
-from tfamp import _checks, formats
-from tfamp.data._progress import progress
 from tfamp.data.health import drift, duplicates, labels, ranges, resolution
 from tfamp.data.health.profile import Profile
 from tfamp.data.health.rounding import Rounding, rounding_for
 from tfamp.data.profile.examples import Column, Examples, empty, read
-from tfamp.findings import Finding, Findings
+from tfamp.records import checks, formats
+from tfamp.records.findings import Finding, Findings
+from tfamp.records.progress import progress
 
 _SEED = 0
 _NEED_VALIDATION = ("leak", "unseen_class", *drift.RULES)
@@ -84,7 +84,7 @@ def check(
     """
     rounding = rounding_for(compute_dtype)
     if num_classes is not None:
-        num_classes = _checks.positive_int("num_classes", num_classes)
+        num_classes = checks.positive_int("num_classes", num_classes)
     examples = read("train", train, batched=batched)
     others = None
     if validation is not None:

@@ -13,11 +13,11 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp._units import format_share
 from tfamp.data.health.labels import Labels
 from tfamp.data.health.profile import Profile
 from tfamp.data.health.wording import number, place
-from tfamp.findings import Finding
+from tfamp.records.findings import Finding
+from tfamp.records.units import format_share
 
 RULES = ("drift",)
 # Chance of any false alarm over all columns together, where nothing drifted.

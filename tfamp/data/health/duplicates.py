@@ -10,8 +10,8 @@ from typing import Any
 
 import numpy as np
 
-from tfamp._units import format_share
-from tfamp.findings import Finding
+from tfamp.records.findings import Finding
+from tfamp.records.units import format_share
 
 RULES = ("duplicates", "leak", "conflict")
 # Hashes held of one data set, 24 bytes each: 96 MiB. Beyond, a fixed part of all

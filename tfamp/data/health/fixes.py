@@ -6,10 +6,10 @@ from typing import Any
 import tensorflow as tf
 from absl import logging
 
-from tfamp import _checks
 from tfamp.data._cpus import num_usable_cpus
 from tfamp.data.profile.examples import flatten
-from tfamp.findings import Findings, Fix
+from tfamp.records import checks
+from tfamp.records.findings import Findings, Fix
 
 _KINDS = ("cast", "standardize")
 
@@ -52,7 +52,7 @@ def apply_fixes(
         >>> apply_fixes(data, found).element_spec.dtype
         tf.int32
     """
-    chosen = [_checks.choice("kinds", kind, _KINDS) for kind in kinds]
+    chosen = [checks.choice("kinds", kind, _KINDS) for kind in kinds]
     if callable(getattr(dataset, "build", None)):
         dataset = dataset.build()
     if not isinstance(dataset, tf.data.Dataset):

@@ -6,10 +6,10 @@ from typing import Any
 
 import numpy as np
 
-from tfamp._units import format_share
 from tfamp.data.health.wording import number
 from tfamp.data.profile.examples import Column
-from tfamp.findings import Finding
+from tfamp.records.findings import Finding
+from tfamp.records.units import format_share
 
 RULES = ("labels", "one_hot", "balance", "unseen_class")
 # More distinct values than this are no classes, and would fill the memory.

@@ -5,7 +5,6 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp._units import format_share
 from tfamp.data.health.distinct import looks_like_ids
 from tfamp.data.health.profile import NOISY, Profile
 from tfamp.data.health.rounding import Rounding
@@ -17,7 +16,8 @@ from tfamp.data.health.wording import (
     share_of,
     standardizing,
 )
-from tfamp.findings import Finding, Severity
+from tfamp.records.findings import Finding, Severity
+from tfamp.records.units import format_share
 
 RULES = (
     *("nan", "inf", "overflow", "underflow", "subnormal", "constant"),

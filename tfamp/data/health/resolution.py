@@ -4,13 +4,13 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp import formats
-from tfamp._units import format_share
 from tfamp.data.health.distinct import distinct_values, looks_like_ids, merged_share
 from tfamp.data.health.profile import NOISY, Profile
 from tfamp.data.health.rounding import Rounding
 from tfamp.data.health.wording import hits, number, standardizing
-from tfamp.findings import Finding, Fix
+from tfamp.records import formats
+from tfamp.records.findings import Finding, Fix
+from tfamp.records.units import format_share
 
 RULES = ("resolution", "ids", "merged", "int64", "float64")
 # Rounding noise of half the deviation: a fifth of what the layer sees is noise.

@@ -6,8 +6,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _checks
-from tfamp.formats import FORMATS, Format
+from tfamp.records import checks
+from tfamp.records.formats import FORMATS, Format
 
 COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
 _POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
@@ -71,5 +71,5 @@ def rounding_for(compute_dtype: Any) -> Rounding:
     """
     name = getattr(compute_dtype, "compute_dtype", compute_dtype)
     options = (*COMPUTE_DTYPES, *_POLICIES)
-    name = _checks.choice("compute_dtype", name, options)
+    name = checks.choice("compute_dtype", name, options)
     return Rounding(FORMATS[_POLICIES.get(name, name)])

@@ -5,10 +5,10 @@ from collections.abc import Mapping
 
 import numpy as np
 
-from tfamp._units import format_share
 from tfamp.data.health.distinct import looks_like_ids
 from tfamp.data.health.profile import Profile
-from tfamp.findings import Finding, Fix, Severity
+from tfamp.records.findings import Finding, Fix, Severity
+from tfamp.records.units import format_share
 
 # Integers above this are no rows of an embedding table: it would have more
 # parameters than the largest ones in use.

@@ -9,12 +9,12 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _checks
 from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Reader, class_ids
 from tfamp.data.sampling.sampler import Sampler, of_unknown_length, told_seed
 from tfamp.data.sampling.streams import Draw
+from tfamp.records import checks
 
 METHODS = {
     "resample": "as many examples as there are",
@@ -127,7 +127,7 @@ def make_balance(
             f"`by` is {by!r}; expected None, a key or a function. Leave it out for the "
             "target, or pass a function such as `lambda x, y: y`."
         )
-    method = _checks.choice("method", method, METHODS)
+    method = checks.choice("method", method, METHODS)
     if seed is not None:
-        seed = _checks.positive_int("seed", seed, minimum=0)
+        seed = checks.positive_int("seed", seed, minimum=0)
     return Balance(seed, by, method)

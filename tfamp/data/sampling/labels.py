@@ -12,9 +12,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element, known_length
-from tfamp.data._progress import progress
 from tfamp.data._sources import RandomAccess
 from tfamp.data._stages import Settings, map_in_order
+from tfamp.records.progress import progress
 
 # Labels brought to Python at once.
 _LABELS_AT_ONCE = 1024

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _checks
 from tfamp.data._cpus import num_usable_cpus
 from tfamp.data._elements import known_length
 from tfamp.data._sources import RandomAccess
@@ -17,6 +16,7 @@ from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Memory, Reader, class_ids, count
 from tfamp.data.sampling.sampler import check_ends, of_unknown_length, told_seed
 from tfamp.data.sampling.streams import Draw, Expected, copied
+from tfamp.records import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,10 +169,10 @@ def make_subset(
     """
     kept: int | float
     if isinstance(size, numbers.Integral):
-        kept = _checks.positive_int("size", size)
+        kept = checks.positive_int("size", size)
     else:
-        kept = _checks.fraction("size", size, closed=False)
-    seed = _checks.positive_int("seed", seed, minimum=0)
+        kept = checks.fraction("size", size, closed=False)
+    seed = checks.positive_int("seed", seed, minimum=0)
     if stratify is None or stratify is False:
         return Subset(kept, None, seed)
     if stratify is True or stratify == "target":

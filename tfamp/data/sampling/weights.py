@@ -8,13 +8,13 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _checks
 from tfamp.data._elements import known_length
 from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Reader
 from tfamp.data.sampling.sampler import Sampler, told_seed
 from tfamp.data.sampling.streams import Draw
+from tfamp.records import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -125,7 +125,7 @@ def make_weights(
             are asked for than can be drawn without replacement.
     """
     if num_examples is not None:
-        num_examples = _checks.positive_int("num_examples", num_examples)
+        num_examples = checks.positive_int("num_examples", num_examples)
     elif not replacement:
         raise ValueError(
             "`num_examples` is None with `replacement=False`; expected fewer than "
@@ -133,7 +133,7 @@ def make_weights(
             "many to draw, or use `.shuffle`."
         )
     if seed is not None:
-        seed = _checks.positive_int("seed", seed, minimum=0)
+        seed = checks.positive_int("seed", seed, minimum=0)
     if not callable(weights):
         weights = np.asarray(weights)
         if weights.dtype.kind not in "biuf" or weights.ndim != 1:

@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _checks
 from tfamp.data._sources import DATA, Source
 from tfamp.data._stages import Settings
 from tfamp.data.sources._files import open_bytes
+from tfamp.records import checks
 
 
 @dataclasses.dataclass(frozen=True)
@@ -112,5 +112,5 @@ def checked_number(num_examples: Any) -> int | str | None:
     if num_examples is None:
         return None
     if isinstance(num_examples, str):
-        return _checks.choice("num_examples", num_examples, ["auto", "count"])
-    return _checks.positive_int("num_examples", num_examples)
+        return checks.choice("num_examples", num_examples, ["auto", "count"])
+    return checks.positive_int("num_examples", num_examples)

@@ -6,9 +6,9 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from tfamp import _checks
 from tfamp.data.sources._csv_records import read_records
 from tfamp.data.sources._files import shown
+from tfamp.records import checks
 
 DTYPES = ("float32", "float64", "int32", "int64", "string")
 NA_VALUES = ("", "NA", "nan", "NaN")
@@ -281,7 +281,7 @@ def _wanted(
 
 
 def _unknown(argument: str, name: Any, names: list[str]) -> None:
-    close = _checks.did_you_mean(str(name), names)
+    close = checks.did_you_mean(str(name), names)
     advice = f"Did you mean {close!r}?" if close else "Pass one of these names."
     raise ValueError(
         f"`{argument}` names the column {name!r}, which the files lack; expected one "
@@ -297,5 +297,5 @@ def _checked_dtypes(dtypes: Mapping[str, Any], names: list[str]) -> dict[str, st
         text = getattr(dtype, "name", dtype)
         text = "string" if text in ("str", str) else text
         text = getattr(text, "__name__", text)
-        checked[name] = _checks.choice(f"dtypes[{name!r}]", text, DTYPES)
+        checked[name] = checks.choice(f"dtypes[{name!r}]", text, DTYPES)
     return checked

@@ -11,7 +11,6 @@ from typing import Any
 
 import numpy as np
 
-from tfamp import _checks
 from tfamp.data.sources._csv_format import (
     MAX_FLOAT32_INTEGER,
     Column,
@@ -20,6 +19,7 @@ from tfamp.data.sources._csv_format import (
 )
 from tfamp.data.sources._csv_records import Place, read_records
 from tfamp.data.sources._files import open_bytes
+from tfamp.records import checks
 
 # Bytes in a call of Arrow, some 5,000 rows. Python reads records that are longer.
 BLOCK_BYTES = 2**20
@@ -41,7 +41,7 @@ def require_arrow(module: str = "") -> Any:
         ImportError: It is not installed.
     """
     name = f"pyarrow.{module}" if module else "pyarrow"
-    return _checks.require(name, extra="data", purpose="`Pipeline.from_csv`")
+    return checks.require(name, extra="data", purpose="`Pipeline.from_csv`")
 
 
 def count_rows(path: str, form: Format) -> int:

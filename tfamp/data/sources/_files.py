@@ -9,8 +9,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
-from tfamp import _checks
-from tfamp._units import join_words
+from tfamp.records import checks
+from tfamp.records.units import join_words
 
 # Names shown in a message; enough to see what kind of files they are.
 _NUM_SHOWN = 3
@@ -264,7 +264,7 @@ def _nearest(absolute: str) -> str:
     names = sorted(entry.name for entry in parent.iterdir())
     if not names:
         return f" Folder {str(parent)!r} is empty."
-    close = None if is_pattern(path.name) else _checks.did_you_mean(path.name, names)
+    close = None if is_pattern(path.name) else checks.did_you_mean(path.name, names)
     if close:
         return f" Did you mean {str(parent / close)!r}?"
     return f" Folder {str(parent)!r} has {shown(names)}."

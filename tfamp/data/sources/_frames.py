@@ -18,7 +18,7 @@ from typing import IO, Any
 
 import numpy as np
 
-from tfamp import _checks
+from tfamp.records import checks
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
@@ -57,7 +57,7 @@ def crc32c() -> Callable[[bytes], int]:
     Raises:
         ImportError: google-crc32c is not installed.
     """
-    module = _checks.require(
+    module = checks.require(
         "google_crc32c", extra="data", purpose="Reading past damaged TFRecords"
     )
     return module.value

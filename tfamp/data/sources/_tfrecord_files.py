@@ -8,10 +8,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp._units import format_bytes
-from tfamp.data._progress import progress
 from tfamp.data.sources import _frames
 from tfamp.data.sources._files import shown
+from tfamp.records.progress import progress
+from tfamp.records.units import format_bytes
 
 # Lengths of up to so many records are read at once, in 0.15 s.
 MAX_WALKED_RECORDS = 100_000

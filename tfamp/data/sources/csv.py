@@ -7,15 +7,15 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _checks
-from tfamp._units import format_bytes
-from tfamp.data._progress import progress
 from tfamp.data._sources import files_identity
 from tfamp.data._stages import Settings
 from tfamp.data.sources._chunked import ChunkedSource, checked_number
 from tfamp.data.sources._csv_format import DTYPES, NA_VALUES, Format, find_format
 from tfamp.data.sources._csv_rows import count_rows, read_columns, require_arrow
 from tfamp.data.sources._files import check_text, find_files, is_gzip
+from tfamp.records import checks
+from tfamp.records.progress import progress
+from tfamp.records.units import format_bytes
 
 # Rows of files up to this size in all are counted at once, in a tenth of a second.
 MAX_COUNTED_BYTES = 64 * 2**20
@@ -122,7 +122,7 @@ def csv_source(
         column_names=column_names,
         delimiter=delimiter,
         na_values=tuple(dict.fromkeys(("", *na_values))),
-        num_infer_rows=_checks.positive_int("num_infer_rows", num_infer_rows),
+        num_infer_rows=checks.positive_int("num_infer_rows", num_infer_rows),
     )
     asked = checked_number(num_examples)
     count = _counted(found, form, asked) if isinstance(asked, str) else asked

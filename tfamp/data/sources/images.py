@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _checks
 from tfamp.data._sources import DATA, RandomAccess, files_identity
 from tfamp.data.sources._files import check_folder, check_name, shown
+from tfamp.records import checks
 
 # What `tf.io.decode_image` reads; the first frame of a GIF.
 EXTENSIONS = (".jpg", ".jpeg", ".png", ".gif", ".bmp")
@@ -115,7 +115,7 @@ def list_files(
     numbers: list[int] | None = None
     paths: list[str] = []
     if isinstance(labels, str):
-        _checks.choice("labels", labels, ["inferred"])
+        checks.choice("labels", labels, ["inferred"])
         names = _class_folders(root, names, kind, ignored)
         numbers = []
         for number, name in enumerate(names):
@@ -245,7 +245,7 @@ def _class_folders(
         )
     unknown = [name for name in asked if name not in folders]
     if unknown:
-        close = _checks.did_you_mean(unknown[0], folders)
+        close = checks.did_you_mean(unknown[0], folders)
         raise ValueError(
             f"Unknown class {unknown[0]!r} in `class_names`; expected folders of "
             f"{root!r}, which has {shown(folders)}. "

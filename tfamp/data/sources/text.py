@@ -7,8 +7,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _checks
-from tfamp.data._progress import progress
 from tfamp.data._sources import files_identity
 from tfamp.data._stages import Settings
 from tfamp.data.sources._chunked import ChunkedSource, checked_number
@@ -25,6 +23,8 @@ from tfamp.data.sources.images import (
     label_files,
     list_files,
 )
+from tfamp.records import checks
+from tfamp.records.progress import progress
 
 EXTENSIONS = (".txt", ".text", ".md", ".txt.gz")
 # Lines of files up to this size in all are counted at once, in a tenth of a second.
@@ -147,7 +147,7 @@ def text_source(
         TypeError: An argument has the wrong type.
         ValueError: A file is missing or no text, all are empty, or labels do not fit.
     """
-    _checks.choice("by", by, ["line", "file"])
+    checks.choice("by", by, ["line", "file"])
     is_folder = isinstance(paths, (str, os.PathLike)) and os.path.isdir(
         os.path.expanduser(paths)
     )

@@ -12,7 +12,6 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp import _checks
 from tfamp.data._sources import files_identity
 from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.sources import _frames
@@ -26,6 +25,7 @@ from tfamp.data.sources._tfrecord_files import (
     mean_bytes,
     why_unfit,
 )
+from tfamp.records import checks
 
 # Files read by turns. Not the number of cores: the order would depend on it.
 FILES_AT_ONCE = 4
@@ -213,7 +213,7 @@ def tfrecord_source(
         )
     found = find_files(paths)
     if compression is not None:
-        _checks.choice("compression", compression, ["auto", "GZIP", "ZLIB"])
+        checks.choice("compression", compression, ["auto", "GZIP", "ZLIB"])
     compressions = tuple(
         compression_of(path) if compression == "auto" else compression or ""
         for path in found

@@ -6,7 +6,6 @@ from typing import Any
 
 import numpy as np
 
-from tfamp import _checks
 from tfamp.data.statistics.conditioning import ColumnRule, Condition
 from tfamp.data.statistics.features import Column, Feature, TextColumn
 from tfamp.data.statistics.limits import (
@@ -18,6 +17,7 @@ from tfamp.data.statistics.limits import (
     per_column,
 )
 from tfamp.data.statistics.transforms import TRANSFORMS, fit_power, transform_array
+from tfamp.records import checks
 
 SCALES = ("standardize", "minmax")
 # From `build_layer` over `Statistics.as_layer` to the caller.
@@ -41,7 +41,7 @@ def build_layer(
         output: "concat" or "dict".
         name: Of the layer.
     """
-    _checks.choice("output", output, ("concat", "dict"))
+    checks.choice("output", output, ("concat", "dict"))
     texts = tuple(column.name for column in columns if isinstance(column, TextColumn))
     if texts and output == "concat":
         raise ValueError(
@@ -94,9 +94,9 @@ def _number_rule(
     """
     transform, scale = options["transform"], options["scale"]
     if transform is not None:
-        _checks.choice("transform", transform, TRANSFORMS)
+        checks.choice("transform", transform, TRANSFORMS)
     if scale is not None:
-        _checks.choice("scale", scale, SCALES)
+        checks.choice("scale", scale, SCALES)
     fill = fill_values(column, options["missing"])
     lower, upper = outlier_limits(column, check_rule("clip", options["clip"]))
     scalings = []

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfamp.data.statistics.missing import suits
 from tfamp.data.statistics.transforms import transform_tensor
-from tfamp.results import Record
+from tfamp.records.record import Record
 
 # A float32 center may be off by this part of the width, half of float32's spacing at
 # 1: what is near it is subtracted without rounding, so that is all the error.

@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 
 from tfamp.data.profile.sample import quantiles
-from tfamp.results import Record
+from tfamp.records.record import Record
 
 
 @dataclasses.dataclass(frozen=True)

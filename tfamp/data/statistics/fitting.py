@@ -7,11 +7,14 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data import _elements
-from tfamp.data._progress import progress
 from tfamp.data.profile import examples
-from tfamp.data.statistics.accumulators import NumberAccumulator, TextAccumulator
+from tfamp.data.statistics.accumulators import (
+    NumberAccumulator,
+    TextAccumulator,
+)
 from tfamp.data.statistics.missing import MissingValues, by_column
 from tfamp.data.statistics.record import Statistics
+from tfamp.records.progress import progress
 
 
 def fit_statistics(

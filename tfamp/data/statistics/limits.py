@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from tfamp import _checks
 from tfamp.data.statistics.features import Column, Feature, TextColumn
+from tfamp.records import checks
 
 FILLS = ("mean", "median", "mode")
 RULES = ("zscore", "iqr", "quantile")
@@ -45,7 +45,7 @@ def check_fill(missing: Any) -> Any:
         ValueError: It is an unknown name, or not finite.
     """
     if missing is None or isinstance(missing, str):
-        return missing and _checks.choice("missing", missing, FILLS)
+        return missing and checks.choice("missing", missing, FILLS)
     if isinstance(missing, bool) or not isinstance(missing, numbers.Real):
         raise TypeError(
             f"`missing` is {missing!r}, of type {type(missing).__name__}; expected "
@@ -134,7 +134,7 @@ def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None
         )
     name, given = ("quantile", parts)
     if isinstance(parts[0], str):
-        name, given = _checks.choice(argument, parts[0], RULES), parts[1:]
+        name, given = checks.choice(argument, parts[0], RULES), parts[1:]
     if name == "quantile":
         given = given or _QUANTILES
         if len(given) != 2:
@@ -143,8 +143,8 @@ def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None
                 f"`{argument}=(0.01, 0.99)`."
             )
         low, high = given
-        low = _checks.fraction(argument, low)
-        high = _checks.fraction(argument, high)
+        low = checks.fraction(argument, low)
+        high = checks.fraction(argument, high)
         if low >= high:
             raise ValueError(
                 f"`{argument}` is {rule!r}; expected a lower quantile below the upper "
@@ -157,7 +157,7 @@ def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None
             "the rest."
         )
     default = _ZSCORE if name == "zscore" else _IQR
-    return name, (_checks.positive(argument, given[0] if given else default),)
+    return name, (checks.positive(argument, given[0] if given else default),)
 
 
 def outlier_limits(column: Column, rule: Any) -> tuple[np.ndarray, np.ndarray]:

@@ -6,12 +6,12 @@ from typing import Any
 
 import rich.box
 
-from tfamp import _console, _units
 from tfamp.data._elements import TENSOR
 from tfamp.data.statistics.building import build_layer
 from tfamp.data.statistics.conditioning import Condition
 from tfamp.data.statistics.features import Column, Feature, TextColumn
-from tfamp.results import Record
+from tfamp.records import console, units
+from tfamp.records.record import Record
 
 _MAX_ROWS = 60
 
@@ -146,13 +146,13 @@ class Statistics(Record):
         rows = [row for column in self.columns for row in _rows(column)]
         titles = [*("Missing", "Inf", "Mean", "Std", "Min", "1 %", "Median")]
         titles += ["99 %", "Max", "Mode"]
-        table = _console.table(
-            {"Feature": _console.FOLD, **dict.fromkeys(titles, _console.RIGHT)},
+        table = console.table(
+            {"Feature": console.FOLD, **dict.fromkeys(titles, console.RIGHT)},
             rows[:_MAX_ROWS],
             box=rich.box.SIMPLE_HEAD,
             pad_edge=False,
         )
-        lines = [line for line in _console.text_of(table).splitlines() if line]
+        lines = [line for line in console.text_of(table).splitlines() if line]
         if len(rows) > _MAX_ROWS:
             lines.append(f"... and {len(rows) - _MAX_ROWS} more features")
         lines.append(f"{self.num_examples:,} examples; {self.reading}.")
@@ -167,7 +167,7 @@ def _rows(column: Column | TextColumn) -> list[tuple[str, ...]]:
     if isinstance(column, TextColumn):
         total = column.count + column.missing
         distinct = "many" if column.distinct is None else f"{column.distinct:,}"
-        share = _units.format_share(column.missing / total)
+        share = units.format_share(column.missing / total)
         text = f"{column.name} (text, {distinct} distinct)"
         return [(text, share, *("",) * 8, column.mode or "open")]
     return [_row(feature) for feature in column.features]
@@ -188,7 +188,7 @@ def _row(feature: Feature) -> tuple[str, ...]:
     name = f"{feature.name} (constant)" if feature.is_constant else feature.name
     return (
         name,
-        _units.format_share(feature.missing / total),
+        units.format_share(feature.missing / total),
         f"{feature.infinite:,}",
         *(f"{value:.4g}" for value in values),
         "open" if feature.mode is None else f"{feature.mode:.4g}",

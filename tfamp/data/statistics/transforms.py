@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp import _checks
+from tfamp.records import checks
 
 TRANSFORMS = ("log1p", "signed_log", "yeo-johnson")
 # Enough values for a lambda that is stable to two digits.
@@ -68,7 +68,7 @@ def fit_power(values: np.ndarray, weights: np.ndarray) -> float:
     Raises:
         ImportError: scikit-learn is not installed.
     """
-    preprocessing = _checks.require(
+    preprocessing = checks.require(
         "sklearn.preprocessing", extra="data", purpose="`transform='yeo-johnson'`"
     )
     middles = (np.arange(_FITTED_VALUES) + 0.5) / _FITTED_VALUES

@@ -1,0 +1,1 @@
+"""`FlightRecorder`: the last steps before a failure, to replay them."""

@@ -1,0 +1,1 @@
+"""`MicroBatches`: a batch that does not fit, trained in parts."""

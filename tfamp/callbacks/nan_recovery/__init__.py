@@ -1,0 +1,1 @@
+"""`NanRecovery`: goes back to the last good state after a failure."""

@@ -1,0 +1,236 @@
+"""What is changed after a model was put back, so that it does not fail again."""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from absl import logging
+
+from tfamp.dtypes import layer_dtypes
+from tfamp.dtypes.rule import Rule
+from tfamp.keras_hooks import optimizers, structure
+from tfamp.keras_hooks.layer_record import record_of
+from tfamp.loss_scale.tally import Levels
+from tfamp.records.formats import HALF
+from tfamp.stepping.snapshots.names import named_variables, optimizers_of, tally_of
+from tfamp.stepping.snapshots.state import State
+
+DROP, RATE, SCALE, FLOAT32 = (
+    "drop batch",
+    "cut learning rate",
+    "move loss scale",
+    "keep in float32",
+)
+REMEDIES = (DROP, RATE, SCALE, FLOAT32)
+# What each cause asks for, the best first.
+_BY_CAUSE = {
+    "data": (DROP,),
+    "learning rate": (RATE,),
+    "optimizer": (RATE,),
+    "loss scale": (SCALE, RATE),
+    "precision": (FLOAT32, SCALE, RATE),
+}
+# Four steps of a scale that halves.
+_SCALE_FACTOR = 16.0
+
+
+def in_order(
+    cause: str, *, num_tried: int, is_growing: bool, allowed: Sequence[str]
+) -> list[str]:
+    """Returns the remedies for a failure, the best first; none where it is hopeless.
+
+    Without a cause they are tried in turn: a batch is dropped, then the learning rate
+    is cut, again and again. Where the loss had grown before, or steps are skipped
+    without end, one batch is not to blame.
+
+    Args:
+        cause: What the triage named; "" or "none" without one.
+        num_tried: Recoveries before this one that no cause was known for.
+        is_growing: Whether more than one batch is to blame.
+        allowed: Remedies that may be used.
+
+    Example:
+        >>> in_order("precision", num_tried=0, is_growing=False, allowed=REMEDIES)
+        ['keep in float32', 'move loss scale', 'cut learning rate']
+        >>> in_order("", num_tried=0, is_growing=False, allowed=REMEDIES)
+        ['drop batch', 'cut learning rate']
+        >>> in_order("", num_tried=1, is_growing=False, allowed=REMEDIES)
+        ['cut learning rate']
+        >>> in_order("model", num_tried=0, is_growing=False, allowed=REMEDIES)
+        []
+    """
+    if cause == "model":
+        return []
+    wanted = _BY_CAUSE.get(cause)
+    if wanted is None:
+        wanted = (RATE,) if num_tried or is_growing else (DROP, RATE)
+    return [remedy for remedy in wanted if remedy in allowed]
+
+
+@keras.saving.register_keras_serializable(package="tfamp")
+class CutSchedule(keras.optimizers.schedules.LearningRateSchedule):
+    """A learning-rate schedule times a number.
+
+    Args:
+        schedule: The schedule.
+        factor: What its rates are multiplied by.
+    """
+
+    def __init__(self, schedule: Any, factor: float) -> None:
+        self.schedule, self.factor = schedule, factor
+
+    def __call__(self, step: Any) -> Any:
+        """Returns the rate of a step."""
+        return self.schedule(step) * self.factor
+
+    def get_config(self) -> dict[str, Any]:
+        """Returns the arguments."""
+        schedule = keras.saving.serialize_keras_object(self.schedule)
+        return {"schedule": schedule, "factor": self.factor}
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "CutSchedule":
+        """Creates the schedule from what `get_config` gave."""
+        schedule = keras.saving.deserialize_keras_object(config["schedule"])
+        return cls(schedule, config["factor"])
+
+
+@dataclasses.dataclass(frozen=True)
+class Rates:
+    """Learning rates before and after.
+
+    Attributes:
+        text: For people.
+        needs_trace: Whether a schedule was changed, which traced functions hold.
+    """
+
+    text: str
+    needs_trace: bool
+
+
+def multiply_rates(model: keras.Model, *, held: float, factor: float) -> Rates:
+    """Multiplies the learning rates of all optimizers of a model.
+
+    Args:
+        model: A compiled model.
+        held: By what rates that are variables are multiplied.
+        factor: By what schedules are multiplied that were as the user gave them.
+    """
+    text, needs_trace = "", False
+    for optimizer in optimizers_of(model):
+        while hasattr(optimizer, "inner_optimizer"):
+            optimizer = optimizer.inner_optimizer
+        rate = optimizer.learning_rate
+        if isinstance(rate, keras.Variable):
+            before = float(rate.numpy())
+            optimizer.learning_rate = before * held
+            text = text or f"{before:g} -> {before * held:g}"
+            continue
+        schedule = optimizers.rate_or_schedule(optimizer)
+        if isinstance(schedule, CutSchedule):
+            schedule = schedule.schedule
+        if isinstance(schedule, keras.optimizers.schedules.LearningRateSchedule):
+            optimizer.learning_rate = CutSchedule(schedule, factor)
+            needs_trace = True
+            text = text or f"schedule x {factor:g}"
+    return Rates(text, needs_trace)
+
+
+def find_layer(model: keras.Model, path: str | None) -> Any:
+    """Returns the layer or operation of a path or name, None for none or several."""
+    # Here, as it is needed when something has failed.
+    from tfamp.stepping.taps import sites
+
+    found = sites(model)
+    for ways in (
+        [site.layer for site in found if site.path == path],
+        [s.layer for s in found if path and getattr(s.layer, "path", None) == path],
+        [site.layer for site in found if site.layer.name == path],
+    ):
+        if len(ways) == 1 and ways[0] is not model:
+            return ways[0]
+    return None
+
+
+def keep_float32(model: keras.Model, layer: Any) -> bool:
+    """Makes a layer compute in float32, weights and slots untouched.
+
+    A managed layer computes in float32, its output cast to the policy's dtype. Any
+    other gives float32, as one that was made with `dtype="float32"`. An operation of a
+    Functional graph does so in this process.
+
+    Args:
+        model: The model.
+        layer: One of its layers or operations.
+
+    Returns:
+        Whether anything changed. Then the model's functions are to be traced anew.
+    """
+    if not isinstance(layer, keras.layers.Layer):
+        return _keep_operation(model, layer)
+    if not structure.compute_dtypes(layer) & {*HALF}:
+        return False
+    record = record_of(layer)
+    if record is None:
+        for _, inner, _ in structure.walk(layer):
+            if inner.compute_dtype in HALF:
+                inner.dtype_policy = keras.DTypePolicy("float32")
+        return True
+    rule = Rule("NanRecovery", "a failed step was traced to this layer")
+    layer_dtypes.keep(layer, record.settings, rule)
+    layer_dtypes.propagate_to_sublayers(layer)
+    return True
+
+
+def _keep_operation(model: keras.Model, operation: Any) -> bool:
+    from tfamp.stepping.layer_precision import keep_operation
+
+    dtypes = structure.compute_dtypes(model) & {*HALF}
+    if not dtypes or not keep_operation(operation, min(dtypes)):
+        return False
+    logging.warning(
+        "%r is an operation of a Functional graph: it computes in float32 in this "
+        "process, and a saved model will not know. Put it into a layer that is made "
+        "with `dtype='float32'`.",
+        operation.name,
+    )
+    return True
+
+
+def with_other_scale(
+    model: keras.Model, state: State, *, raises: bool, wanted: float | None = None
+) -> tuple[State, str] | None:
+    """Returns a state with another loss scale, and the change for people.
+
+    The scale does not climb back at once, as it does after a streak of skips.
+
+    Args:
+        model: The model of the state.
+        state: A state; it stays as it is.
+        raises: Whether the scale is to be raised, not lowered.
+        wanted: The scale to go to; None moves it by a factor of 16.
+
+    Returns:
+        None where the model has no loss scale, or it is at its end.
+    """
+    names = {id(each.variable): each.name for each in named_variables(model)}
+    arrays, text = dict(state.arrays), ""
+    for optimizer in optimizers_of(model):
+        if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+            continue
+        name = names[id(optimizer.dynamic_scale)]
+        tally, before = tally_of(optimizer), float(arrays[name])
+        scale = before * _SCALE_FACTOR if raises else before / _SCALE_FACTOR
+        scale = scale if wanted is None else wanted
+        if tally is not None:
+            scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
+            levels = arrays[names[id(tally.levels)]].copy()
+            levels[Levels._fields.index("peak")] = scale
+            arrays[names[id(tally.levels)]] = levels
+        if scale == before:
+            continue
+        arrays[name] = np.asarray(scale, arrays[name].dtype)
+        text = text or f"{before:g} -> {scale:g}"
+    return (dataclasses.replace(state, arrays=arrays), text) if text else None

@@ -1,0 +1,1 @@
+"""`tfamp.compare`: float32 against a policy, measured, judged and written up."""

@@ -1,0 +1,1 @@
+"""From measurements to a verdict, and how sure it is."""

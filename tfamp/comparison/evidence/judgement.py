@@ -1,0 +1,292 @@
+"""From runs to verdicts: which policy is the reference, what each other comes to."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Mapping, Sequence
+from typing import Any, Literal, cast
+
+import numpy as np
+
+from tfamp.comparison.evidence.resampling import Fractions, PairedExamples, Sampling
+from tfamp.comparison.evidence.verdict import Answer, Verdict, judge
+from tfamp.records import checks
+from tfamp.trials.intervals import (
+    Interval,
+    difference_rate_of,
+    interval,
+    interval_of_ratios,
+)
+from tfamp.trials.run_records import Run
+from tfamp.trials.variant import Variant
+
+Better = Literal["max", "min"]
+_FLOAT32_EPSILON = 2.0**-23
+_UNKNOWN = Interval(math.nan, math.nan, math.nan)
+# Words of a metric's name that say which way is better. Keras puts the name of an
+# output before that of its metric, so the last word that is known decides.
+_MIN_WORDS = frozenset(
+    (
+        *("crossentropy", "cer", "deviance", "divergence", "entropy", "error"),
+        *("errors", "false", "hinge", "kl", "kld", "logcosh", "cosh", "loss", "mae"),
+        *("mape", "mse", "msle", "nll", "perplexity", "poisson", "rmse", "wer"),
+    )
+)
+_MAX_WORDS = frozenset(
+    (
+        *("acc", "accuracy", "auc", "bleu", "correct", "dice", "f1", "fbeta", "io"),
+        *("iou", "kappa", "map", "mcc", "miou", "mrr", "ndcg", "precision", "psnr"),
+        *("r2", "recall", "rouge", "score", "sensitivity", "similarity"),
+        *("specificity", "ssim", "true"),
+    )
+)
+_NEGATED = frozenset(("neg", "negative", "minus", "inverse"))
+# What a first comparison asks for where one run says nothing of the spread.
+_USUAL_SEEDS = 3
+
+
+def direction(metric: str) -> Better:
+    """Returns whether a metric of this name is better large or small.
+
+    Raises:
+        ValueError: No word of the name is known, or one says that it is negated.
+
+    Example:
+        >>> direction("accuracy"), direction("mean_squared_error")
+        ('max', 'min')
+    """
+    words = re.findall(r"[a-z]+\d*", metric.lower())
+    # Keras numbers metrics of one name: "auc_1".
+    for word in reversed(words if not _NEGATED & set(words) else []):
+        for known, better in ((_MIN_WORDS, "min"), (_MAX_WORDS, "max")):
+            if {word, word.rstrip("0123456789")} & known:
+                return cast(Better, better)
+    raise ValueError(
+        f"`metric` is {metric!r}, and `better` is None; expected 'max' or 'min', since "
+        "the name does not say whether a larger or a smaller value is better. Pass "
+        "`better`."
+    )
+
+
+def choose_metric(runs: Sequence[Run], metric: str | None) -> str:
+    """Returns the metric that quality is judged by.
+
+    Args:
+        runs: At least one of them finished.
+        metric: What the caller named, with or without "val_"; None takes the first
+            compiled metric, and the loss where there is none.
+
+    Raises:
+        ValueError: The models have no metric of that name.
+    """
+    names = next(tuple(run.final_metrics) for run in runs if run.is_finished)
+    if metric is not None:
+        return checks.choice("metric", metric.removeprefix("val_"), names)
+    return next((name for name in names if name != "loss"), "loss")
+
+
+def choose_reference(policies: Sequence[str], runs: Sequence[Run]) -> str:
+    """Returns the policy that others are held against: the fastest float32.
+
+    A gain over a float32 that could have been faster by a switch is none. Without a
+    float32 among the policies it is the first one.
+
+    Args:
+        policies: In the order they were asked for.
+        runs: Those there are.
+    """
+    plain = [policy for policy in policies if Variant.parse(policy).is_float32]
+
+    def speed(policy: str) -> float:
+        rates = [
+            run.examples_per_second
+            for run in runs
+            if run.policy == policy and run.is_finished
+        ]
+        return float(np.median(rates)) if rates else 0.0
+
+    return max(plain, key=speed) if plain else policies[0]
+
+
+def verdict_on(
+    pairs: Sequence[tuple[Run, Run]],
+    failures: Sequence[Run],
+    *,
+    metric: str,
+    better: Better,
+    tolerance: float,
+    examples: np.ndarray | None = None,
+    look: int = 1,
+    num_candidates: int = 1,
+) -> Verdict:
+    """Returns the verdict on a policy from its runs.
+
+    Args:
+        pairs: Runs of the reference and of the policy with equal seeds.
+        failures: Runs of either that ended in an error.
+        metric: Name of the metric.
+        better: Whether more of it is better, or less.
+        tolerance: As `Evidence` has it.
+        examples: The metric of each validation example under the policy minus that
+            under the reference, shape (pairs, examples); None if unknown.
+        look: As for `judge`.
+        num_candidates: Likewise.
+    """
+    ratios = [
+        after.examples_per_second / before.examples_per_second
+        for before, after in pairs
+    ]
+    speed = interval_of_ratios(ratios, difference_rate_of(look, num_candidates))
+    values = [(a.final_metrics[metric], b.final_metrics[metric]) for a, b in pairs]
+    broken = [
+        b.seed
+        for (_, b), (x, y) in zip(pairs, values, strict=True)
+        if math.isfinite(x) and not math.isfinite(y)
+    ]
+
+    def without_judgement(
+        answer: Answer, reason: str, quality: Interval = _UNKNOWN, **rest: Any
+    ) -> Verdict:
+        return Verdict(answer, reason, quality, speed, tolerance, len(pairs), **rest)
+
+    if broken:
+        reason = (
+            f"the metric is not a number after training with {_seeds(broken)}, where "
+            "the reference's is"
+        )
+        return without_judgement("worse", reason, quality_effect="worse")
+    values = [(x, y) for x, y in values if math.isfinite(x)]
+    if len(values) < len(pairs):
+        reason = "the reference itself trains to a metric that is not a number"
+        return without_judgement("undecided", reason)
+    sign = 1 if better == "max" else -1
+    differences = [sign * (y - x) for x, y in values]
+    if better == "min" and values:
+        tolerance *= abs(float(np.mean([x for x, _ in values]))) or 1.0
+    if failures:
+        first = failures[0]
+        reason = (
+            f"the run under {first.policy} with seed {first.seed} failed: {first.error}"
+        )
+        return without_judgement("undecided", reason)
+    resolution = _FLOAT32_EPSILON * max((abs(x) for x, _ in values), default=0.0)
+    if pairs and all(are_same(before, after) for before, after in pairs):
+        before, after = pairs[0]
+        return without_judgement(
+            "equivalent, not faster",
+            f"{after.policy} came to {before.policy} itself, so there is nothing to "
+            f"gain or to lose; the ratio of {speed.estimate:.3g} is noise",
+            _of_differences(differences, resolution),
+            quality_effect="same",
+            speed_effect="same",
+        )
+    if len(pairs) < 2:
+        return without_judgement(
+            "undecided",
+            f"{len(pairs)} seeds show no spread"
+            if not pairs
+            else "one seed shows no spread",
+            _of_differences(differences, resolution) if differences else _UNKNOWN,
+            more_seeds=_USUAL_SEEDS - len(pairs),
+        )
+    number = min(run.num_examples for pair in pairs for run in pair)
+    is_bounded = _is_fraction(values, number, better)
+    sampling: Sampling | None = None
+    if examples is not None:
+        is_bounded = is_bounded and bool(np.abs(examples).max(initial=0.0) <= 1)
+        sampling = PairedExamples(sign * examples, is_bounded)
+    elif is_bounded and number:
+        means = np.mean(values, axis=0) if sign > 0 else 1 - np.mean(values, axis=0)
+        sampling = Fractions(float(means[0]), float(means[1]), number)
+    elif is_bounded:
+        return without_judgement(
+            "undecided",
+            f"on how many examples {metric} was taken is not known, so nothing says "
+            "how far it may be off",
+            _of_differences(differences, resolution),
+        )
+    return judge(
+        differences,
+        ratios,
+        tolerance=tolerance,
+        sampling=sampling,
+        resolution=resolution,
+        look=look,
+        num_candidates=num_candidates,
+    )
+
+
+def _is_fraction(
+    values: Sequence[tuple[float, float]], number: int, better: Better
+) -> bool:
+    """Whether a metric is a mean of values in [0, 1], as accuracies are.
+
+    All metrics in [0, 1] of which more is better are taken for such, and those of
+    which less is better where they are multiples of one part of the examples.
+    """
+    array = np.asarray(values, np.float64)
+    if (array < 0).any() or (array > 1).any():
+        return False
+    parts = array * number
+    is_count = number > 0 and bool((np.abs(parts - np.round(parts)) < 1e-3).all())
+    return better == "max" or is_count
+
+
+def are_same(before: Run, after: Run) -> bool:
+    """Whether two runs computed the same under two names, as "auto" often does."""
+    if not before.resolved_policy or before.resolved_policy != after.resolved_policy:
+        return False
+    first, second = Variant.parse(before.policy), Variant.parse(after.policy)
+    return first == dataclasses.replace(second, policy=first.policy)
+
+
+def _of_differences(differences: Sequence[float], resolution: float) -> Interval:
+    if len(differences) > 1:
+        return interval(differences, resolution=resolution)
+    return Interval(differences[0], -math.inf, math.inf)
+
+
+def _seeds(seeds: Sequence[int]) -> str:
+    noun = "seed" if len(seeds) == 1 else "seeds"
+    return f"{noun} {', '.join(map(str, seeds))}"
+
+
+def rule_cost(
+    by_policy: Mapping[str, Sequence[Run]], *, worth: float = 0.03
+) -> tuple[str, ...]:
+    """Returns a sentence for each policy whose rules cost more than `worth`.
+
+    A policy is held against itself without rules, or against stock Keras's, where
+    that was measured too.
+
+    Args:
+        by_policy: Policy -> its finished runs.
+        worth: The part of the examples/s from which on it is said.
+    """
+    sentences = []
+    for policy, runs in by_policy.items():
+        ours = Variant.parse(policy)
+        if ours.is_stock or not ours.has_rules:
+            continue
+        for other, others in by_policy.items():
+            theirs = Variant.parse(other)
+            is_bare = theirs.is_stock or not theirs.has_rules
+            same = {run.resolved_policy for run in (*runs, *others)}
+            if not is_bare or len(same) != 1 or theirs.jit_compile != ours.jit_compile:
+                continue
+            rates = {run.seed: run.examples_per_second for run in others}
+            ratios = [
+                run.examples_per_second / rates[run.seed]
+                for run in runs
+                if run.seed in rates
+            ]
+            found = interval_of_ratios(ratios)
+            if found.estimate < 1 - worth:
+                between = f"{found.low:.3f} to {found.high:.3f}"
+                sentences.append(
+                    f"Keeping layers in float32 costs {policy} "
+                    f"{100 * (1 - found.estimate):.1f} % of the examples/s of {other} "
+                    f"(ratio {found.estimate:.3f}, "
+                    f"{between if len(ratios) > 1 else 'one seed'})."
+                )
+    return tuple(sentences)

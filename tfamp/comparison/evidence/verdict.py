@@ -1,0 +1,231 @@
+"""Says whether a policy is as accurate as another one and faster, or what is missing.
+
+Runs are paired by seed: the same seed under both policies starts from the same weights
+and sees the same batches, so what a seed does to both cancels in the difference.
+
+Quality is judged by two one-sided t-tests on the paired differences (TOST), which come
+to looking where the t-interval lies: not by "no significant difference", which any test
+with few seeds would grant. A t-interval rather than a bootstrap, since three to ten
+seeds are too few to resample: a bootstrap interval of five values covers far less than
+it states. What the validation examples leave open, which the seeds share, is added
+(`tfamp.comparison.evidence.resampling`), and looks at a comparison that goes on share
+the error (`tfamp.trials.intervals`).
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import Literal
+
+import numpy as np
+
+from tfamp.comparison.evidence.missing import (
+    examples_needed,
+    more_seeds,
+    more_seeds_for_speed,
+)
+from tfamp.comparison.evidence.resampling import Sampling, quality_of
+from tfamp.records import checks
+from tfamp.records.record import Record
+from tfamp.trials.intervals import (
+    MIN_GAIN,
+    Effect,
+    Interval,
+    difference_rate_of,
+    effect_of_ratio,
+    interval_of_ratios,
+    rate_of,
+)
+
+Answer = Literal[
+    "equivalent and faster", "equivalent, not faster", "worse", "undecided"
+]
+MIN_SEEDS = 2
+
+
+@dataclasses.dataclass(frozen=True)
+class Verdict(Record):
+    """What a comparison of two policies comes to.
+
+    Args:
+        answer: "equivalent and faster", "equivalent, not faster", "worse" or
+            "undecided".
+        reason: Why, in one sentence with its figures.
+        quality: Of the difference of the metric, above 0 where the policy is better.
+        speed: Of the ratio of examples/s, above 1 where the policy is faster.
+        tolerance: The loss of quality that counts as none.
+        num_seeds: Pairs of runs.
+        more_seeds: How many more would decide, if they come out like these; None where
+            it is decided, or where more seeds would not help.
+        num_examples: Examples that the metric was taken on, 0 where they were not
+            counted in.
+        examples_needed: How many of them would decide where more seeds would not help;
+            None elsewhere.
+        quality_effect: What the difference of the metric comes to, "" if unknown.
+        speed_effect: What the ratio of examples/s comes to, likewise.
+    """
+
+    answer: Answer
+    reason: str
+    quality: Interval
+    speed: Interval
+    tolerance: float
+    num_seeds: int
+    more_seeds: int | None = None
+    num_examples: int = 0
+    examples_needed: int | None = None
+    quality_effect: Effect = ""
+    speed_effect: Effect = ""
+
+    @property
+    def is_as_good(self) -> bool:
+        """Whether the metric is shown to lose no more than is allowed."""
+        return self.quality.low >= -self.tolerance
+
+    def __str__(self) -> str:
+        """Returns the answer and the reason."""
+        if self.more_seeds is None:
+            return f"{self.answer}; {self.reason}"
+        noun = "seed" if self.more_seeds == 1 else "seeds"
+        return f"{self.answer}: needs {self.more_seeds} more {noun}; {self.reason}"
+
+
+def judge(
+    differences: Sequence[float],
+    ratios: Sequence[float],
+    *,
+    tolerance: float,
+    sampling: Sampling | None = None,
+    resolution: float = 0.0,
+    look: int = 1,
+    num_candidates: int = 1,
+) -> Verdict:
+    """Returns the verdict on a policy against a reference.
+
+    Worse means worse by more than `tolerance`; a policy that is better is equivalent.
+    Not faster means that a gain of `MIN_GAIN` or more can be ruled out, however sure a
+    smaller one is. Over all looks together each false claim has a chance of at most
+    5 %, if differences and logarithms of ratios are about normal over seeds.
+
+    Args:
+        differences: Metric under the policy minus that under the reference, one for
+            each seed, signed so that above 0 is better.
+        ratios: Examples/s under the policy over that under the reference, likewise.
+        tolerance: The loss of the metric that counts as none, above 0.
+        sampling: What the examples of the metric leave open; None counts the seeds
+            alone.
+        resolution: The least difference that the metric can show.
+        look: Number of the look at this comparison, from 1.
+        num_candidates: Policies that are judged beside one another.
+
+    Raises:
+        ImportError: SciPy is not installed.
+        TypeError: `tolerance` is no number.
+        ValueError: Fewer than two seeds, different numbers of both, a value that is
+            not finite, or a ratio or tolerance of 0 or less.
+
+    Example:
+        >>> judge([0.001, -0.001, 0.0], [1.9, 2.0, 2.1], tolerance=0.005).answer
+        'equivalent and faster'
+        >>> judge([-0.02, -0.021, -0.019], [2.0, 2.0, 2.1], tolerance=0.005).answer
+        'worse'
+        >>> print(str(judge([0.01, -0.01], [2.0, 2.1], tolerance=0.005)).split(";")[0])
+        undecided: needs 48 more seeds
+
+    Source: Schuirmann, A comparison of the two one-sided tests procedure and the power
+    approach for assessing the equivalence of average bioavailability, 1987.
+    """
+    tolerance = checks.positive("tolerance", tolerance)
+    _finite("differences", differences)
+    _finite("ratios", ratios, is_positive=True)
+    if len(differences) != len(ratios):
+        raise ValueError(
+            f"`differences` has {len(differences)} values and `ratios` "
+            f"{len(ratios)}; expected one of each for every seed. Pass the figures of "
+            "the same runs."
+        )
+    rate = rate_of(look, num_candidates)
+    quality = quality_of(differences, rate, sampling, resolution=resolution)
+    sure_rate = difference_rate_of(look, num_candidates)
+    sure = quality_of(differences, sure_rate, sampling, resolution=resolution)
+    speed = interval_of_ratios(ratios, sure_rate)
+    speed_effect = effect_of_ratio(speed, more_is_better=True)
+    quality_effect = _quality_effect(quality, sure, tolerance)
+    more = needed = None
+    if quality_effect == "worse":
+        answer: Answer = "worse"
+        reason = f"the metric loses {-quality.high:.3g} or more"
+    elif quality_effect == "unclear":
+        answer = "undecided"
+        reason = (
+            f"the metric may lose {-quality.low:.3g} or change by {quality.high:+.3g}"
+        )
+        needed, why = examples_needed(quality, tolerance, sampling, rate)
+        reason = f"{why}: {reason}" if why else reason
+        if needed is None:
+            more = more_seeds(
+                differences,
+                tolerance=tolerance,
+                sampling=sampling,
+                look=look + 1,
+                num_candidates=num_candidates,
+            )
+    else:
+        lost = f"at most {-quality.low:.3g}" if quality.low < 0 else "nothing"
+        reason = f"the metric loses {lost}"
+        if speed.high < MIN_GAIN:
+            answer = "equivalent, not faster"
+        elif speed_effect == "better":
+            answer = "equivalent and faster"
+        else:
+            answer = "undecided"
+            reason = f"as accurate, but maybe faster and maybe not: {reason}"
+            more = more_seeds_for_speed(
+                ratios, look=look + 1, num_candidates=num_candidates
+            )
+    estimate, low, high = (
+        f"{value:#.3g}".rstrip(".") for value in dataclasses.astuple(speed)
+    )
+    reason += (
+        f", where {tolerance:.3g} is allowed; {estimate} times ({low} to {high}) as "
+        "many examples/s"
+    )
+    return Verdict(
+        answer,
+        reason,
+        quality,
+        speed,
+        tolerance,
+        len(ratios),
+        more,
+        num_examples=0 if sampling is None else sampling.number,
+        examples_needed=needed,
+        quality_effect=quality_effect,
+        speed_effect=speed_effect,
+    )
+
+
+def _quality_effect(found: Interval, sure: Interval, tolerance: float) -> Effect:
+    """Returns what a difference of the metric comes to; `sure` errs less often."""
+    if sure.high < -tolerance:
+        return "worse"
+    if sure.low > tolerance:
+        return "better"
+    return "as good" if found.low >= -tolerance else "unclear"
+
+
+def _finite(
+    argument: str, values: Sequence[float], *, is_positive: bool = False
+) -> np.ndarray:
+    array = np.asarray(values, np.float64)
+    if array.ndim != 1 or len(array) < MIN_SEEDS:
+        raise ValueError(
+            f"`{argument}` is {values!r}; expected one number for each of at least "
+            f"{MIN_SEEDS} seeds, since one run has no spread. Run more seeds."
+        )
+    if not np.isfinite(array).all() or (is_positive and (array <= 0).any()):
+        kind = "finite numbers above 0" if is_positive else "finite numbers"
+        raise ValueError(
+            f"`{argument}` is {values!r}; expected {kind}. A run that ended in NaN has "
+            "no quality to compare: find out why, or leave its seed out on both sides."
+        )
+    return array

@@ -1,0 +1,162 @@
+"""Figures as text: one unit and as many decimals for all that stand in one row."""
+
+import dataclasses
+import math
+from collections.abc import Iterable
+
+from tfamp.comparison.evidence.measures import Unit
+from tfamp.trials.intervals import Interval
+
+# In the place of a figure that there is not.
+MISSING = "–"
+_MINUS = "\u2212"
+_SCALES: dict[Unit, tuple[tuple[float, str], ...]] = {
+    "seconds": ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns")),
+    "bytes": (
+        *((2.0**40, "TiB"), (2.0**30, "GiB"), (2.0**20, "MiB")),
+        *((2.0**10, "KiB"), (1.0, "bytes")),
+    ),
+    "joules": ((1e3, "kJ"), (1.0, "J"), (1e-3, "mJ")),
+    "per second": ((1.0, "examples/s"),),
+    "count": ((1.0, ""),),
+}
+_PLAIN = str.maketrans({_MINUS: "-", "×": "x", "µ": "u", "–": "-", "…": "~"})
+# More decimals than this are written with an exponent.
+_MAX_DECIMALS = 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How the figures of one row are written.
+
+    Args:
+        factor: One unit in the unit that the figures come in.
+        unit: Its sign, "" for a plain number.
+        decimals: Digits after the point; None for four significant ones.
+
+    Example:
+        >>> Format(1e-3, "ms", 1)(0.0123), Format(1.0, "", 0)(-1234.0)
+        ('12.3', '−1,234')
+    """
+
+    factor: float
+    unit: str
+    decimals: int | None
+
+    def __call__(self, value: float | None, *, sign: bool = False) -> str:
+        """Returns a figure without its unit; `sign` writes a plus too."""
+        if value is None or not math.isfinite(value):
+            return MISSING
+        if self.decimals is None:
+            text = f"{value / self.factor:{'+' if sign else ''}.4g}"
+        else:
+            # Without this, -0.0001 is written as -0.00.
+            rounded = round(value / self.factor, self.decimals) + 0.0
+            sign = sign and rounded != 0
+            text = f"{rounded:{'+' if sign else ''},.{self.decimals}f}"
+        return text.replace("-", _MINUS)
+
+    def with_unit(self, value: float | None, *, sign: bool = False) -> str:
+        """Returns a figure with its unit."""
+        text = self(value, sign=sign)
+        return text if text == MISSING or not self.unit else f"{text} {self.unit}"
+
+
+def format_for(unit: Unit, values: Iterable[float | None]) -> Format:
+    """Returns the format in which the least of some figures has three digits.
+
+    Args:
+        unit: What they are counted in.
+        values: Those to be written beside one another.
+
+    Example:
+        >>> form = format_for("seconds", [0.0641, 0.0337])
+        >>> form(0.0641), form(0.0337), form.unit
+        ('64.1', '33.7', 'ms')
+    """
+    sizes = [abs(v) for v in values if v is not None and math.isfinite(v) and v]
+    scales = _SCALES[unit]
+    if not sizes:
+        return Format(*scales[-1], 0)
+    last = len(scales) - 1
+    place = next(
+        (i for i, (size, _) in enumerate(scales) if max(sizes) >= 0.9995 * size), last
+    )
+    # 0.296 and 1.02 GiB are easier to compare as 303 and 1,044 MiB.
+    size = scales[place][0]
+    if min(sizes) < size and max(sizes) < 10 * size and place < last:
+        place += 1
+    factor, sign = scales[place]
+    form = Format(factor, sign, 0)
+    return form if unit == "count" or sign == "bytes" else finer(form, sizes)
+
+
+def finer(form: Format, values: Iterable[float]) -> Format:
+    """Returns a format in the same unit that gives the least value three digits.
+
+    Example:
+        >>> finer(Format(1e-3, "ms", 3), [0.0109, 0.0231])(0.0109)
+        '10.9'
+    """
+    sizes = [abs(value) for value in values if math.isfinite(value) and value]
+    least = min(sizes, default=form.factor)
+    decimals = 2 - math.floor(math.log10(least / form.factor) + 1e-9)
+    return dataclasses.replace(form, decimals=min(max(decimals, 0), 3))
+
+
+def metric_format(tolerance: float, *, digits: int = 2) -> Format:
+    """Returns the format of a metric, fine enough to see its tolerance.
+
+    Args:
+        tolerance: In the metric's own unit.
+        digits: How many digits of the tolerance are seen.
+
+    Example:
+        >>> metric_format(0.005)(0.98123), metric_format(2.0, digits=1)(200.4)
+        ('0.9812', '200')
+    """
+    if not (math.isfinite(tolerance) and tolerance > 0):
+        return Format(1.0, "", 4)
+    decimals = max(digits - 1 - math.floor(math.log10(tolerance)), 0)
+    return Format(1.0, "", decimals if decimals <= _MAX_DECIMALS else None)
+
+
+def ratio(value: float) -> str:
+    """Returns a ratio with three digits at least.
+
+    Example:
+        >>> ratio(1.9234), ratio(0.0513), ratio(123.4)
+        ('1.92', '0.051', '123')
+    """
+    if not math.isfinite(value):
+        return MISSING
+    if value and abs(value) < 0.095:
+        return f"{value:.3f}"
+    return f"{value:.2f}" if abs(value) < 99.5 else f"{value:,.0f}"
+
+
+def ends(found: Interval) -> str:
+    """Returns the ends of a ratio's interval, "" where they are not known.
+
+    Example:
+        >>> ends(Interval(2.0, 1.9, 2.1)), ends(Interval(2.0, 0.0, math.inf))
+        ('1.90 to 2.10', '')
+    """
+    if not is_known(found):
+        return ""
+    return f"{ratio(found.low)} to {ratio(found.high)}"
+
+
+def is_known(found: Interval) -> bool:
+    """States whether an interval has two ends: one seed gives none."""
+    return all(map(math.isfinite, (found.estimate, found.low, found.high)))
+
+
+def plain(text: str) -> str:
+    """Returns a text with signs that any terminal can print.
+
+    Example:
+        >>> plain("1.92× in 3 µs")
+        '1.92x in 3 us'
+    """
+    return text.translate(_PLAIN)

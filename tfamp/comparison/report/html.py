@@ -1,0 +1,176 @@
+"""One HTML file that holds all of a comparison and needs nothing else to be read."""
+
+import base64
+import dataclasses
+import hashlib
+import importlib.resources
+import itertools
+import os
+from typing import Any
+
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.report import bars, curves, drawing, facts, figures, sentences
+from tfamp.comparison.report.drawing import Look, Plot
+from tfamp.comparison.report.rows import Cell, Row, rows
+from tfamp.records import checks, files
+from tfamp.trials.intervals import ERROR_RATE
+
+# Measures that stand in large figures at the top, where they were measured, and the
+# words for what their ratio comes to.
+_TILES = (
+    ("examples_per_second", "training speed"),
+    ("training_bytes", "peak memory"),
+    ("device_bytes", "peak GPU memory"),
+    ("latency_p50_batch_1", "latency at batch 1"),
+    ("energy_joules", "energy"),
+    ("file_bytes", "size of the saved model"),
+)
+_MAX_TILES = 4
+
+
+@dataclasses.dataclass(frozen=True)
+class Tile:
+    """A figure at the top.
+
+    Args:
+        label: What it is.
+        figure: The change against the reference.
+        below: Both values and the interval.
+        cell: Where it is from.
+    """
+
+    label: str
+    figure: str
+    below: str
+    cell: Cell
+
+
+def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> str:
+    """Returns a comparison as one HTML file and writes it to `path`, if given.
+
+    The file loads nothing, so it opens offline and from an e-mail; it follows the
+    reader's choice of light or dark, fits a phone, and prints whole.
+
+    Args:
+        evidence: What was measured.
+        path: Where to write; the folder has to exist. The file appears whole or not
+            at all.
+
+    Returns:
+        The text of the file.
+
+    Raises:
+        ImportError: jinja2 or matplotlib is not installed.
+        FileNotFoundError: The folder does not exist.
+        OSError: The file could not be written.
+    """
+    jinja2 = checks.require("jinja2", extra="report", purpose="`to_html`")
+    environment = jinja2.Environment(
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    template = environment.from_string(_resource("template.html"))
+    text: str = template.render(**_view(evidence))
+    if path is not None:
+        files.write_text(path, text)
+    return text
+
+
+def plots(evidence: Evidence) -> tuple[Plot, ...]:
+    """Returns the plots that there is something to show in.
+
+    Args:
+        evidence: What was measured.
+    """
+    looks = drawing.looks(evidence)
+    makers = (
+        bars.speed_plot,
+        bars.quality_plot,
+        curves.metric_plot,
+        curves.loss_plot,
+        bars.latency_plot,
+        bars.memory_plot,
+        bars.step_plot,
+        curves.scale_plot,
+    )
+    found = (make(evidence, looks) for make in makers)
+    return (
+        *(plot for plot in found if plot is not None),
+        *bars.operation_plots(evidence, looks),
+    )
+
+
+def _view(evidence: Evidence) -> dict[str, Any]:
+    """Returns what the template shows, under the names that it uses."""
+    top, found = sentences.best(evidence), rows(evidence)
+    others = [policy for policy in evidence.candidates if policy != top]
+    script = _resource("report.js")
+    return {
+        "title": evidence.title,
+        "css": _resource("style.css"),
+        "script": script,
+        # Only this very script runs, whatever name of a layer slips through.
+        "script_hash": base64.b64encode(
+            hashlib.sha256(script.encode()).digest()
+        ).decode(),
+        "badge": sentences.badge(evidence, top),
+        "sentence": sentences.verdict_sentence(evidence),
+        "advice": "" if top is None else sentences.advice(evidence, top),
+        "reference": sentences.reference_sentence(evidence),
+        "chosen": facts.chosen(evidence),
+        "failures": sentences.failures(evidence),
+        "others": [
+            {
+                "badge": sentences.badge(evidence, policy),
+                "sentence": sentences.policy_sentence(evidence, policy),
+                "advice": sentences.advice(evidence, policy),
+            }
+            for policy in others
+        ],
+        "tiles": () if top is None else _tiles(found, top),
+        "looks": drawing.looks(evidence),
+        "groups": [
+            (name, list(group))
+            for name, group in itertools.groupby(found, lambda row: row.group)
+        ],
+        "many": len(evidence.candidates) > 2,
+        "plots": plots(evidence),
+        "layers": facts.layer_rows(evidence),
+        "layer_looks": _of(evidence, facts.layer_policies(evidence)),
+        "run_columns": facts.RUN_COLUMNS,
+        "runs": facts.run_rows(evidence),
+        "metric": evidence.metric,
+        "settings": facts.setting_rows(evidence),
+        "command": evidence.context.command if evidence.context else "",
+        "notes": evidence.notes,
+        "error_percent": f"{100 * ERROR_RATE:.0f}",
+        "tolerance": figures.metric_format(evidence.tolerance)(evidence.tolerance),
+        "better": evidence.better,
+        "reference_policy": evidence.reference,
+    }
+
+
+def _of(evidence: Evidence, policies: tuple[str, ...]) -> list[Look]:
+    return [look for look in drawing.looks(evidence) if look.policy in policies]
+
+
+def _tiles(found: tuple[Row, ...], policy: str) -> list[Tile]:
+    """Returns the figures at the top: quality, then measures that there are."""
+    named = {row.name: row for row in found if row.name}
+    quality = [(row, row.label) for row in found if row.group == "Quality"][:1]
+    measured = [(named[name], label) for name, label in _TILES if name in named]
+    tiles = []
+    for row, label in (*measured[:1], *quality, *measured[1:]):
+        cell = next(cell for cell in row.cells if cell.policy == policy)
+        if cell.change:
+            unit = f" {row.unit}" if row.unit else ""
+            below = f"{row.reference} → {cell.value}{unit}"
+            tiles.append(Tile(label, cell.change, below, cell))
+    return tiles[:_MAX_TILES]
+
+
+def _resource(name: str) -> str:
+    folder = importlib.resources.files("tfamp.comparison.report")
+    return folder.joinpath(name).read_text(encoding="utf-8")

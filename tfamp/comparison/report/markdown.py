@@ -1,0 +1,138 @@
+"""A comparison as Markdown: the verdict, the table, where it was measured."""
+
+import itertools
+import os
+import re
+
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.report import facts, sentences
+from tfamp.comparison.report.rows import Cell, Row, rows
+from tfamp.records import files
+
+# What fits in a comment on a pull request without being folded away.
+MAX_LINES = 60
+_MAX_ERRORS = 5
+_MAX_NOTES = 5
+# The settings that decide whether two reports can be held against each other.
+_SETTINGS = ("Device", "Driver", "Versions", "Batch", "Seed", "Seeds", "Epochs", "TF32")
+# What Markdown, HTML or GitHub's mentions would make something of.
+_SPECIAL = re.compile(r"([\\`*_\[\]|~#])")
+_MARKS = {"good": "✅", "neutral": "➖", "bad": "❌", "open": "❔"}
+
+
+def to_markdown(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> str:
+    """Returns a comparison as Markdown and writes it to `path`, if given.
+
+    Args:
+        evidence: What was measured.
+        path: Where to write; the folder has to exist. The file appears whole or not
+            at all.
+
+    Returns:
+        At most `MAX_LINES` lines, fit for a comment on a pull request.
+
+    Raises:
+        FileNotFoundError: The folder does not exist.
+        OSError: The file could not be written.
+    """
+    top = sentences.best(evidence)
+    badge = sentences.badge(evidence, top)
+    head = [
+        f"## {escaped(evidence.title)}",
+        "",
+        f"{_MARKS[badge.kind]} **{badge.text}.** "
+        f"{escaped(sentences.verdict_sentence(evidence))}",
+    ]
+    for policy in evidence.candidates:
+        if policy != top:
+            mark = _MARKS[sentences.badge(evidence, policy).kind]
+            text = escaped(sentences.policy_sentence(evidence, policy))
+            head += ["", f"{mark} {text}"]
+    if failed := sentences.failures(evidence):
+        head += ["", f"⚠️ {failed}"]
+    tail = _tail(evidence)
+    table = _table(evidence, MAX_LINES - len(head) - len(tail) - 1)
+    text = "\n".join([*head, "", *table, *tail]) + "\n"
+    if path is not None:
+        files.write_text(path, text)
+    return text
+
+
+def escaped(text: str) -> str:
+    r"""Returns a text that Markdown shows as it is, in one line.
+
+    Example:
+        >>> escaped("a_b | <i>")
+        'a\\_b \\| &lt;i&gt;'
+    """
+    one_line = " ".join(text.split())
+    one_line = _SPECIAL.sub(r"\\\1", one_line)
+    one_line = one_line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")
+    # An "@name" in a comment calls a person; with this between it does not.
+    return one_line.replace("@", "@\u200b")
+
+
+def _table(evidence: Evidence, room: int) -> list[str]:
+    """Returns the rows that fit into `room` lines, the first ones before others."""
+    found = rows(evidence)
+    policies = (evidence.reference, *evidence.candidates)
+    names = [escaped(sentences.named(evidence, policy)) for policy in policies]
+    lines = [
+        f"| | {' | '.join(names)} |",
+        f"|:--|{'--:|' * len(names)}",
+    ]
+    room -= len(lines) + 2
+    kept = found
+    if len(found) > room:
+        # The ends of the latencies say least.
+        middle = [row for row in found if not re.match("latency_p9", row.name)]
+        kept = tuple(middle[: max(room, 0)])
+    for _, group in itertools.groupby(kept, lambda row: row.group):
+        lines += [_line(row) for row in group]
+    if left := len(found) - len(kept):
+        noun = "row" if left == 1 else "rows"
+        lines += ["", f"{left} more {noun} in the HTML report."]
+    return lines if found else []
+
+
+def _line(row: Row) -> str:
+    inference = row.group == "Inference"
+    heading = f"inference {row.heading}" if inference else row.heading
+    cells = [escaped(heading), escaped(row.reference), *map(_text, row.cells)]
+    return f"| {' | '.join(cells)} |"
+
+
+def _text(cell: Cell) -> str:
+    """Returns "1,903 · **1.90×** (1.88 to 1.92) better"."""
+    parts = [escaped(cell.value)]
+    if cell.change:
+        between = f" ({cell.interval})" if cell.interval else ""
+        effect = f" {cell.effect}" if cell.effect else ""
+        parts.append(f"**{cell.change}**{between}{effect}")
+    return " · ".join(parts)
+
+
+def _tail(evidence: Evidence) -> list[str]:
+    """Returns errors, notes and where it was measured, each in a line."""
+    failed = [run for run in evidence.runs if not run.is_finished]
+    lines = [""]
+    for run in failed[:_MAX_ERRORS]:
+        error = escaped(sentences.shortened(run.error))
+        lines.append(f"- {escaped(run.policy)}, seed {run.seed}, failed: {error}")
+    if len(failed) > _MAX_ERRORS:
+        lines.append(f"- {len(failed) - _MAX_ERRORS} more failed.")
+    lines += [f"- {escaped(note)}" for note in evidence.notes[:_MAX_NOTES]]
+    if len(evidence.notes) > _MAX_NOTES:
+        lines.append(f"- {len(evidence.notes) - _MAX_NOTES} more notes in the report.")
+    settings = [
+        f"{name.lower() if name != 'TF32' else name} {escaped(value)}"
+        for name, value in facts.setting_rows(evidence)
+        if name in _SETTINGS
+    ]
+    reference = escaped(sentences.reference_sentence(evidence))
+    measured = f" Measured with {'; '.join(settings)}." if settings else ""
+    lines += ["", f"<sub>{reference}{measured}</sub>"]
+    if evidence.context is not None and evidence.context.command:
+        command = " ".join(evidence.context.command.split()).replace("`", "'")
+        lines += ["", f"`{command}`"]
+    return lines

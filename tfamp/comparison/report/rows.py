@@ -1,0 +1,303 @@
+"""The table of a comparison as rows of text, for every form that a report takes."""
+
+import dataclasses
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+
+import numpy as np
+
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence.measures import Measure, measures_of
+from tfamp.comparison.evidence.side_measures import effects_of
+from tfamp.comparison.report import figures
+from tfamp.trials.intervals import Effect, Interval, interval
+from tfamp.trials.run_records import Run
+
+# Beside the word, so that colour is never alone.
+SIGNS: dict[Effect, str] = {
+    "better": "+",
+    "worse": "\u2212",
+    "as good": "=",
+    "same": "=",
+    "unclear": "?",
+    "one seed": "?",
+    "": "",
+}
+_GROUPS = {"latency": "Inference", "inference": "Inference", "energy": "Training"}
+_SIZES = ("training_bytes", "device_bytes", "file_bytes", "largest_batch")
+
+
+@dataclasses.dataclass(frozen=True)
+class Cell:
+    """What a policy has of a measure.
+
+    Args:
+        policy: As it was asked for.
+        value: Its middle over seeds, without unit.
+        change: Ratio to the reference ("1.92×") or difference ("+0.001"), "" where
+            there is none.
+        interval: Where the true change may lie, "" where one seed does not tell.
+        effect: What that comes to.
+    """
+
+    policy: str
+    value: str
+    change: str = ""
+    interval: str = ""
+    effect: Effect = ""
+
+    @property
+    def sign(self) -> str:
+        """The sign of the effect."""
+        return SIGNS[self.effect]
+
+
+@dataclasses.dataclass(frozen=True)
+class Row:
+    """A measure under every policy.
+
+    Args:
+        group: Heading that it stands under.
+        name: Of the measure, as `Evidence.ratio` takes it; "" for others.
+        label: What it is.
+        unit: Of the values, "" for plain numbers.
+        reference: The reference's value.
+        cells: Those of the others, in their order.
+    """
+
+    group: str
+    name: str
+    label: str
+    unit: str
+    reference: str
+    cells: tuple[Cell, ...]
+
+    @property
+    def heading(self) -> str:
+        """The label with its unit."""
+        return f"{self.label} ({self.unit})" if self.unit else self.label
+
+
+def rows(evidence: Evidence) -> tuple[Row, ...]:
+    """Returns the rows of the table: quality, speed, memory, inference, numerics.
+
+    Quality is the mean over seeds and its difference from the reference's, all else
+    the median and its ratio. Intervals are of pairs with equal seeds. Of measures that
+    answer one question one has an effect.
+
+    Args:
+        evidence: What was measured.
+    """
+    quality = (_metric_row(evidence), _best_metric_row(evidence))
+    found = [row for row in quality if row is not None]
+    effects = effects_of(evidence)
+    found += [_measure_row(evidence, m, effects) for m in measures_of(evidence.runs)]
+    return (*found, *_numerics(evidence))
+
+
+def middle(evidence: Evidence, policy: str, of: Callable[[Run], float | None]) -> float:
+    """Returns the median over a policy's finished runs, NaN where none has it."""
+    values = [of(run) for run in evidence.finished(policy)]
+    known = [v for v in values if v is not None and math.isfinite(v)]
+    return float(np.median(known)) if known else math.nan
+
+
+def quality(evidence: Evidence, policy: str) -> Interval:
+    """Returns the difference of the metric, above 0 where the policy is better.
+
+    It is the verdict's own where that has one.
+    """
+    verdict = evidence.verdicts.get(policy)
+    if verdict is not None and math.isfinite(verdict.quality.estimate):
+        return verdict.quality
+    return _difference(evidence, policy, lambda run: final(evidence, run))
+
+
+def final(evidence: Evidence, run: Run) -> float:
+    """Returns the metric after the last epoch, NaN where the run has none."""
+    return run.final_metrics.get(evidence.metric, math.nan)
+
+
+def history_of(evidence: Evidence, run: Run) -> tuple[float, ...]:
+    """Returns the metric after each epoch, of validation data where there is."""
+    prefix = "val_" if evidence.on_validation else ""
+    return run.history.get(f"{prefix}{evidence.metric}", ())
+
+
+def metric_tolerance(evidence: Evidence) -> float:
+    """Returns the tolerance in the metric's own unit."""
+    found = [v.tolerance for v in evidence.verdicts.values()]
+    return found[0] if found else evidence.tolerance
+
+
+def _difference(
+    evidence: Evidence, policy: str, of: Callable[[Run], float]
+) -> Interval:
+    """Returns the difference of a metric, paired by seed, above 0 where better."""
+    sign = 1 if evidence.better == "max" else -1
+    values = [sign * (of(b) - of(a)) for a, b in evidence.pairs(policy)]
+    values = [value for value in values if math.isfinite(value)]
+    if len(values) > 1:
+        return interval(values)
+    if values:
+        return Interval(values[0], -math.inf, math.inf)
+    return Interval(math.nan, math.nan, math.nan)
+
+
+def _metric_row(evidence: Evidence) -> Row | None:
+    where = "validation" if evidence.on_validation else "training"
+    return _quality_row(
+        evidence,
+        f"{evidence.metric}, {where}",
+        lambda run: final(evidence, run),
+        lambda policy: quality(evidence, policy),
+        lambda policy, found: _metric_effect(evidence, policy, found),
+    )
+
+
+def _best_metric_row(evidence: Evidence) -> Row | None:
+    pick = max if evidence.better == "max" else min
+
+    def best(run: Run) -> float:
+        values = [v for v in history_of(evidence, run) if math.isfinite(v)]
+        return pick(values, default=math.nan)
+
+    return _quality_row(
+        evidence,
+        f"best {evidence.metric} of an epoch",
+        best,
+        lambda policy: _difference(evidence, policy, best),
+        # The metric of the last epoch answers for it.
+        lambda policy, found: "",
+    )
+
+
+def _quality_row(
+    evidence: Evidence,
+    label: str,
+    of: Callable[[Run], float],
+    difference: Callable[[str], Interval],
+    effect_of: Callable[[str, Interval], Effect],
+) -> Row | None:
+    if all(math.isnan(of(run)) for run in evidence.runs if run.is_finished):
+        return None
+    form = figures.metric_format(metric_tolerance(evidence))
+
+    def mean(policy: str) -> str:
+        values = [of(run) for run in evidence.finished(policy)]
+        if values and not np.isfinite(values).all():
+            return "not a number"
+        return form(float(np.mean(values)) if values else None)
+
+    def cell(policy: str) -> Cell:
+        found, low_is_better = difference(policy), evidence.better == "min"
+        shown = found
+        if low_is_better:
+            shown = Interval(-found.estimate, -found.high, -found.low)
+        change = form(shown.estimate, sign=True) if math.isfinite(found.low) else ""
+        if math.isfinite(found.estimate):
+            change = form(shown.estimate, sign=True)
+        known = figures.is_known(found)
+        between = (
+            f"{form(shown.low, sign=True)} to {form(shown.high, sign=True)}"
+            if known
+            else ""
+        )
+        effect = effect_of(policy, found)
+        return Cell(policy, mean(policy), change, between, effect)
+
+    cells = tuple(map(cell, evidence.candidates))
+    return Row("Quality", "", label, "", mean(evidence.reference), cells)
+
+
+def _metric_effect(evidence: Evidence, policy: str, found: Interval) -> Effect:
+    """Returns what the verdict says of the metric."""
+    if not math.isfinite(found.estimate):
+        return ""
+    if not figures.is_known(found):
+        return "one seed"
+    verdict = evidence.verdicts.get(policy)
+    if verdict is not None and verdict.quality_effect:
+        return verdict.quality_effect
+    # Records of earlier versions, and evidence without a verdict.
+    tolerance = metric_tolerance(evidence)
+    if found.low > tolerance:
+        return "better"
+    if found.high < -tolerance:
+        return "worse"
+    return "as good" if found.low >= -tolerance else "unclear"
+
+
+def _measure_row(
+    evidence: Evidence, measure: Measure, effects: Mapping[tuple[str, str], Effect]
+) -> Row:
+    medians = {p: middle(evidence, p, measure.of) for p in evidence.policies}
+    form = figures.format_for(measure.unit, medians.values())
+    if measure.name.startswith("latency_"):
+        # One unit for all percentiles of a batch size.
+        size = measure.name.rpartition("_")[2]
+        values = [
+            middle(evidence, policy, other.of)
+            for other in measures_of(evidence.runs)
+            if re.fullmatch(f"latency_.*_{size}", other.name)
+            for policy in evidence.policies
+        ]
+        form = figures.format_for(measure.unit, values)
+        form = figures.finer(form, list(medians.values()))
+
+    def cell(policy: str) -> Cell:
+        found = evidence.ratio(measure.name, policy)
+        if not math.isfinite(found.estimate):
+            return Cell(policy, form(medians[policy]))
+        change = f"{figures.ratio(found.estimate)}×"
+        effect = effects.get((policy, measure.name), "")
+        return Cell(policy, form(medians[policy]), change, figures.ends(found), effect)
+
+    return Row(
+        group_of(measure.name),
+        measure.name,
+        _label(measure),
+        form.unit,
+        form(medians[evidence.reference]),
+        tuple(map(cell, evidence.candidates)),
+    )
+
+
+def group_of(name: str) -> str:
+    """Returns the heading that a measure stands under."""
+    if name in _SIZES:
+        return "Memory and size"
+    return _GROUPS.get(name.split("_")[0], "Training")
+
+
+def _label(measure: Measure) -> str:
+    """Returns a label without the heading that it stands under."""
+    if group_of(measure.name) != "Inference":
+        return measure.label
+    rest = measure.label.removeprefix("inference")
+    return rest.strip() if not rest.startswith(",") else f"rate{rest}"
+
+
+def _numerics(evidence: Evidence) -> Sequence[Row]:
+    """Returns rows without ratio: what went wrong in the numbers, and how far off."""
+    each: tuple[tuple[str, Callable[[Run], float | None]], ...] = (
+        ("skipped steps", lambda run: float(run.skipped_steps)),
+        ("NaN and inf in weights", lambda run: float(run.num_nonfinite_weights)),
+        ("drift of weights (%)", _percent_of_drift),
+    )
+    found = []
+    for label, of in each:
+        values = [middle(evidence, policy, of) for policy in evidence.policies]
+        # Nothing skipped anywhere is worth no line.
+        if not any(math.isfinite(value) and value for value in values):
+            continue
+        form = figures.Format(1.0, "", 1 if "%" in label else 0)
+        first = form(middle(evidence, evidence.reference, of))
+        cells = (Cell(p, form(middle(evidence, p, of))) for p in evidence.candidates)
+        found.append(Row("Numerics", "", label, "", first, tuple(cells)))
+    return found
+
+
+def _percent_of_drift(run: Run) -> float | None:
+    return None if run.weights_drift is None else 100 * run.weights_drift

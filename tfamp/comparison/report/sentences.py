@@ -1,0 +1,238 @@
+"""What a comparison comes to, in one sentence for people."""
+
+import dataclasses
+import math
+from typing import Literal
+
+import numpy as np
+
+from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence.judgement import are_same
+from tfamp.comparison.report import figures, rows
+from tfamp.records.units import join_words
+from tfamp.trials.variant import Variant
+
+Kind = Literal["good", "neutral", "bad", "open"]
+# Longer texts of errors stand in the table of runs, in full.
+_MAX_ERROR = 300
+# More seeds than anyone will wait for.
+_MANY_SEEDS = 30
+
+
+@dataclasses.dataclass(frozen=True)
+class Badge:
+    """The answer in two words.
+
+    Args:
+        text: The words.
+        kind: Which colour they have.
+        sign: Stands before them, so that colour is never alone.
+    """
+
+    text: str
+    kind: Kind
+    sign: str
+
+
+_BADGES = {
+    "equivalent and faster": Badge("Equivalent and faster", "good", "✓"),
+    "equivalent, not faster": Badge("Equivalent, not faster", "neutral", "="),
+    "worse": Badge("Worse", "bad", "✕"),
+    "undecided": Badge("Undecided", "open", "?"),
+}
+
+
+def best(evidence: Evidence) -> str | None:
+    """Returns the policy with the best verdict, None where there is no verdict."""
+    judged = all(policy in evidence.verdicts for policy in evidence.candidates)
+    return evidence.best if evidence.candidates and judged else None
+
+
+def badge(evidence: Evidence, policy: str | None) -> Badge:
+    """Returns the badge of a policy."""
+    verdict = evidence.verdicts.get(policy or "")
+    if verdict is None or not evidence.pairs(policy or ""):
+        return Badge("Nothing to compare", "bad", "✕")
+    return _BADGES[verdict.answer]
+
+
+def verdict_sentence(evidence: Evidence) -> str:
+    """Returns what the comparison comes to: the sentence on the best policy."""
+    policy = best(evidence)
+    if policy is not None:
+        return policy_sentence(evidence, policy)
+    if not evidence.candidates:
+        return f"Only {evidence.reference} was measured, so nothing is compared."
+    return f"Nothing is compared: {_why_nothing(evidence)}."
+
+
+def policy_sentence(evidence: Evidence, policy: str) -> str:
+    """Returns what a policy comes to, with the figures that decide.
+
+    Args:
+        evidence: What was measured.
+        policy: One of its candidates.
+    """
+    verdict, name = evidence.verdicts.get(policy), named(evidence, policy)
+    reference = evidence.reference
+    if verdict is None or not evidence.pairs(policy):
+        return (
+            f"Nothing is known of {name}: no seed finished both under it and under "
+            f"{reference}; {_why_nothing(evidence, policy)}."
+        )
+    alike = f"as {_adjective(evidence)} as {reference}"
+    lead = {
+        "equivalent and faster": f"{name} is {alike} and faster",
+        "equivalent, not faster": f"{name} is {alike}, but not faster",
+        "worse": f"{name} is less {_adjective(evidence)} than {reference}",
+        "undecided": f"Not decided yet whether {name} is {alike} and faster",
+    }[verdict.answer]
+    number = verdict.num_seeds
+    seeds = f"{number} seed" if number == 1 else f"{number} seeds"
+    means = f"{_metric(evidence, policy)}, {seeds}"
+    return f"{lead}: {means}; {shortened(verdict.reason)}."
+
+
+def advice(evidence: Evidence, policy: str) -> str:
+    """Returns what to do about a policy, in one sentence."""
+    verdict, reference = evidence.verdicts.get(policy), evidence.reference
+    if verdict is None or not evidence.pairs(policy):
+        return "Look at the errors of the runs, and measure again."
+    if verdict.answer == "equivalent and faster":
+        return f"Use it: {how_to_use(policy)}."
+    if _is_same(evidence, policy):
+        return f"{policy} costs nothing here, and pays on machines that can do more."
+    if verdict.answer == "equivalent, not faster":
+        return f"Stay with {reference}, unless it is memory or size that you need."
+    if verdict.answer == "worse":
+        return (
+            f"Stay with {reference}, or keep the layers that lose it in float32 "
+            "(keep_float32=)."
+        )
+    if verdict.examples_needed is not None:
+        return (
+            f"Validate on {verdict.examples_needed:,} examples or more, or say with "
+            "another tolerance what loss counts as none."
+        )
+    if (verdict.more_seeds or 0) > _MANY_SEEDS and verdict.is_as_good:
+        return "The gain is small beside the noise: measure on an idle machine."
+    if (verdict.more_seeds or 0) > _MANY_SEEDS:
+        return (
+            "So many seeds cost more than they tell: train longer, so that runs differ "
+            "less, or allow a larger tolerance."
+        )
+    if verdict.more_seeds is not None:
+        return f"Measure again with {verdict.num_seeds + verdict.more_seeds} seeds."
+    if math.isfinite(verdict.quality.estimate):
+        return "Train longer, or say with another tolerance what loss counts as none."
+    return "Mend what failed, and measure again."
+
+
+def how_to_use(policy: str) -> str:
+    """Returns the lines of code that turn a policy on.
+
+    Example:
+        >>> how_to_use("auto+xla")
+        "tfamp.enable('auto') before the model is built, compile(jit_compile=True)"
+    """
+    try:
+        variant = Variant.parse(policy)
+    except ValueError:
+        return f"policy {policy}"
+    none = "" if variant.has_rules else ", keep_float32='none'"
+    call = f"tfamp.enable({variant.policy!r}{none})"
+    if variant.is_stock:
+        call = f"keras.config.set_dtype_policy({variant.policy!r})"
+    steps = [f"{call} before the model is built"]
+    if variant.jit_compile:
+        steps.append("compile(jit_compile=True)")
+    if variant.rewrite:
+        steps.append("TensorFlow's graph rewrite for bfloat16")
+    return ", ".join(steps)
+
+
+def reference_sentence(evidence: Evidence) -> str:
+    """Returns which policy the others are held against, and why that one."""
+    reference = evidence.reference
+    plain = [policy for policy in evidence.policies if _is_float32(policy)]
+    if reference not in plain:
+        return f"Compared with {reference}, the first policy, since none is float32."
+    if len(plain) == 1:
+        return f"Compared with {reference}."
+    speeds = {
+        p: rows.middle(evidence, p, lambda run: run.examples_per_second) for p in plain
+    }
+    form = figures.format_for("per second", speeds.values())
+    each = [f"{policy} {form(speed)}" for policy, speed in speeds.items()]
+    return (
+        f"Compared with {reference}, the fastest of {len(plain)} ways to train in "
+        f"float32 ({join_words(each)} examples/s); a gain over a slower one would be "
+        "none."
+    )
+
+
+def named(evidence: Evidence, policy: str) -> str:
+    """Returns a policy with what it came to, where that is another name."""
+    found = [run.resolved_policy for run in evidence.finished(policy)]
+    if not found or not found[0] or found[0] in policy:
+        return policy
+    return f"{policy} ({found[0]})"
+
+
+def failures(evidence: Evidence) -> str:
+    """Returns how many runs failed, "" if none did."""
+    number = sum(not run.is_finished for run in evidence.runs)
+    return f"{number} of {len(evidence.runs)} runs failed." if number else ""
+
+
+def _is_same(evidence: Evidence, policy: str) -> bool:
+    """Whether a policy came to the reference itself, and was judged so."""
+    verdict = evidence.verdicts[policy]
+    pairs = evidence.pairs(policy)
+    return verdict.answer == "equivalent, not faster" and all(
+        are_same(*pair) for pair in pairs
+    )
+
+
+def _why_nothing(evidence: Evidence, policy: str | None = None) -> str:
+    """Returns the first error of the runs that matter."""
+    wanted = (policy, evidence.reference) if policy else evidence.policies
+    for run in evidence.runs:
+        if not run.is_finished and run.policy in wanted:
+            where = f"{run.policy} with seed {run.seed}"
+            return f"{where} failed with {shortened(run.error)}"
+    return "no two runs have the same seed"
+
+
+def _is_float32(policy: str) -> bool:
+    try:
+        return Variant.parse(policy).is_float32
+    except ValueError:
+        return False
+
+
+def _adjective(evidence: Evidence) -> str:
+    return "accurate" if "acc" in evidence.metric.lower() else "good"
+
+
+def _metric(evidence: Evidence, policy: str) -> str:
+    """Returns the metric's mean under a policy against the reference's."""
+    pairs = evidence.pairs(policy)
+    form = figures.metric_format(rows.metric_tolerance(evidence), digits=1)
+    means = []
+    for runs in ([b for _, b in pairs], [a for a, _ in pairs]):
+        mean = float(np.mean([rows.final(evidence, run) for run in runs]))
+        means.append(form(mean) if math.isfinite(mean) else "not a number")
+    return f"{evidence.metric} {means[0]} against {means[1]}"
+
+
+def shortened(error: str) -> str:
+    r"""Returns the first line of an error, cut.
+
+    Example:
+        >>> shortened("ValueError: no such layer.\n  at line 3")
+        'ValueError: no such layer'
+    """
+    first = next((line for line in error.strip().splitlines() if line), "no error text")
+    first = first.rstrip(".")
+    return first if len(first) <= _MAX_ERROR else f"{first[: _MAX_ERROR - 1]}…"

@@ -1,0 +1,1 @@
+"""Caches of elements: in memory, and in files that are whole or not there."""

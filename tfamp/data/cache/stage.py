@@ -1,0 +1,316 @@
+"""Keeps a pipeline's elements after their first pass, in memory or in files.
+
+Files are filled when the pipeline is built, in one pass with a progress bar, so
+that a full disk or a damaged element shows before training, the length is known
+from then on, and a pass that is broken off leaves nothing behind.
+"""
+
+import dataclasses
+import errno
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, ClassVar
+
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfamp.data._elements import bytes_of_element, known_length
+from tfamp.data._fingerprint import Fingerprint
+from tfamp.data._stages import Settings, Stage
+from tfamp.data.cache.file_cache import (
+    CacheFiles,
+    fill_or_read,
+    kept_from_others,
+    others,
+)
+from tfamp.records import units
+from tfamp.records.progress import progress
+
+# Elements that are read to estimate how large all will be, where shapes vary.
+_SAMPLED = 64
+# What tf.data adds to an element: a key and an entry in the index for each part.
+_OVERHEAD_BYTES = 64
+_COUNTED_AT_ONCE = 256
+_COUNTED_BYTES = 2**16
+# Parts of a fingerprint that choose among the data. Where they differ, a cache is no
+# older version of another but holds other elements: a worker's, or the validation's.
+_CHOOSING = ("source", "shard", "subset")
+_SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+_SPACE_WORDS = tuple(os.strerror(code) for code in _SPACE_ERRORS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Cache(Stage):
+    """Asks for a cache in memory, or in files that begin with a path."""
+
+    rank: ClassVar[int] = 20
+    name: ClassVar[str] = "cache"
+    path: Path | None
+    unseen: str = "warn"
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Caches in memory; a plan puts `FileCache` where there is a path."""
+        return dataset.cache()
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        reason = "after map: done once; before shuffle: order varies"
+        num_bytes = _expected_bytes(dataset)
+        size = "size unknown" if num_bytes is None else units.format_bytes(num_bytes)
+        return f"memory, {size}", reason
+
+
+@dataclasses.dataclass(frozen=True)
+class FileCache(Stage):
+    """Keeps the elements in files, which later runs of the same pipeline use too.
+
+    Attributes:
+        path: Where the names of the files begin.
+        make_fingerprint: Gives the fingerprint of all that comes before.
+        unseen: "error" to refuse what the fingerprint cannot see, or "warn".
+        is_endless: Whether what comes before is known to have no end, although the
+            dataset itself may not know.
+    """
+
+    rank: ClassVar[int] = Cache.rank
+    name: ClassVar[str] = Cache.name
+    path: Path
+    make_fingerprint: Callable[[], Fingerprint]
+    unseen: str = "warn"
+    is_endless: bool = False
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises where the files would never be full, or not notice a change."""
+        if self.is_endless or dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+            raise ValueError(
+                f"Cache {str(self.path)!r} would never be full: the elements before it "
+                "repeat without end. Expected a pass that ends: leave `repeat()` out, "
+                "since `fit` repeats the dataset each epoch, or give it a number."
+            )
+        unseen = self.make_fingerprint().unseen
+        if self.unseen == "error" and unseen:
+            raise ValueError(
+                f"Cache {str(self.path)!r} would not notice changes in: "
+                f"{'; '.join(unseen)}; with `unseen='error'` expected nothing of the "
+                "kind. Hand the value itself to the function (as a default, a closure "
+                "or a global), do this part after the cache, or pass `unseen='warn'` "
+                "and delete the cache's files after a change."
+            )
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns a dataset of the same spec, of the length that is on record."""
+        record = CacheFiles(self.path, self.make_fingerprint().digest).read()
+        if not record:
+            return dataset
+        unknown = dataset.filter(lambda *parts: True)
+        count = record["num_elements"]
+        return unknown.apply(tf.data.experimental.assert_cardinality(count))
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Fills the files, unless they are here, and reads them.
+
+        Raises:
+            OSError: The disk is full, or would be.
+            ValueError: There are no elements, or the files are gone while in use.
+        """
+        found = self.make_fingerprint()
+        files = CacheFiles(self.path, found.digest)
+        if found.unseen:
+            logging.warning(
+                "Cache %s does not notice changes in: %s. Delete its files after one.",
+                files.stem,
+                "; ".join(found.unseen),
+            )
+        is_new = fill_or_read(files, lambda: self._fill(files, found, dataset))
+        record = files.read()
+        if not is_new:
+            # Not locked: two that start together may count as one.
+            files.write({**record, "hits": record["hits"] + 1})
+        _remove_older(files, record)
+        cached = dataset.cache(str(files.path.with_name(record["data"])))
+        count = record["num_elements"]
+        return cached.apply(tf.data.experimental.assert_cardinality(count))
+
+    def _fill(
+        self, files: CacheFiles, found: Fingerprint, dataset: tf.data.Dataset
+    ) -> None:
+        """Writes the files in one pass, or leaves none."""
+        left = files.remove_unnamed()
+        if left:
+            logging.warning(
+                "Cache %s was left unfinished by a process that has ended; its %d "
+                "files are removed and it is built again.",
+                files.stem,
+                len(left),
+            )
+        needed = _needed_bytes(dataset)
+        _check_space(files, needed)
+        data = files.new_data()
+        so_far = _Progress()
+        try:
+            _write(files, data, dataset, so_far)
+            if so_far.num_elements == 0:
+                raise ValueError(
+                    f"Cache {str(files.stem)!r} would hold no elements; expected at "
+                    "least one. All were filtered out: loosen `.filter`."
+                )
+            contents = {
+                "parts": found.parts,
+                "num_elements": so_far.num_elements,
+                "num_bytes": files.num_bytes,
+                "hits": 0,
+            }
+            files.publish(data, contents)
+        except BaseException as error:
+            for path in files.parts(data.name):
+                path.unlink(missing_ok=True)
+            if not files.is_complete:
+                files.record.unlink(missing_ok=True)
+            if _is_about_space(error):
+                raise _full_disk(files, so_far.num_bytes, needed) from error
+            raise
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        found = self.make_fingerprint()
+        files = CacheFiles(self.path, found.digest)
+        record = files.read()
+        reason = "filled once by `build`, then read"
+        if record:
+            size = units.format_bytes(record["num_bytes"])
+            times = "once" if record["hits"] == 1 else f"{record['hits']} times"
+            reason = f"{record['num_elements']:,} elements, {size}; used again {times}"
+        if found.unseen:
+            reason += f"; does not notice changes in: {'; '.join(found.unseen)}"
+        return f"files {files.stem}", reason
+
+
+@dataclasses.dataclass
+class _Progress:
+    """How far a pass has come.
+
+    Attributes:
+        num_elements: Elements that tf.data has taken.
+        num_bytes: What they hold, as far as it is known. tf.data keeps up to 8 MiB
+            before it writes, and removes its files when a disk is full.
+    """
+
+    num_elements: int = 0
+    num_bytes: int = 0
+
+
+def _write(
+    files: CacheFiles, data: Path, dataset: tf.data.Dataset, so_far: _Progress
+) -> None:
+    """Lets tf.data write its files, and counts."""
+    cached = dataset.cache(str(data))
+    element_bytes = bytes_of_element(dataset.element_spec)
+    at_once = _COUNTED_AT_ONCE
+    if element_bytes:
+        at_once = max(1, min(at_once, _COUNTED_BYTES // element_bytes))
+    # Only numbers come to Python, and not one by one.
+    numbers = cached.enumerate().map(lambda number, _: number).batch(at_once)
+    with progress(f"Caching {files.path.name}", known_length(dataset)) as update:
+        for batch in numbers:
+            so_far.num_elements += int(batch.shape[0])
+            if element_bytes:
+                so_far.num_bytes = so_far.num_elements * element_bytes
+            else:
+                so_far.num_bytes = files.num_bytes
+            update(so_far.num_elements)
+
+
+def _remove_older(files: CacheFiles, record: dict[str, Any]) -> None:
+    """Removes caches of the same source whose later steps have changed since."""
+    own = dict(map(tuple, record["parts"]))
+    for other in others(files):
+        with kept_from_others(other) as is_unused:
+            if not is_unused:
+                continue
+            parts = dict(map(tuple, other.read().get("parts", ())))
+            if parts and any(parts.get(name) != own.get(name) for name in _CHOOSING):
+                continue  # another part of the data, under the same path
+            changed = [
+                name for name in {**own, **parts} if own.get(name) != parts.get(name)
+            ]
+            size = units.format_bytes(other.num_bytes)
+            other.remove()
+        logging.warning(
+            "Removed the cache %s (%s): changed since then: %s.",
+            other.stem,
+            size,
+            ", ".join(changed) or "nothing known",
+        )
+
+
+def _check_space(files: CacheFiles, needed: int | None) -> None:
+    """Raises if the cache will not fit, as far as its size can be foreseen."""
+    free = shutil.disk_usage(files.path.parent).free
+    if needed is not None and needed > free:
+        raise OSError(
+            errno.ENOSPC,
+            f"The cache needs about {units.format_bytes(needed)}, and the disk of "
+            f"{str(files.path.parent)!r} has {units.format_bytes(free)} free; "
+            "expected more. Free space, choose a path on another disk, or cache "
+            "fewer elements (`.subset`)",
+        )
+
+
+def _full_disk(files: CacheFiles, num_bytes: int, needed: int | None) -> OSError:
+    """Returns the error of a disk that was full before a cache was whole."""
+    folder = files.path.parent
+    whole = "" if needed is None else f" of about {units.format_bytes(needed)}"
+    free = units.format_bytes(shutil.disk_usage(folder).free)
+    return OSError(
+        errno.ENOSPC,
+        f"The disk of {str(folder)!r} was full when {units.format_bytes(num_bytes)}"
+        f"{whole} of the cache were made; expected room for all of it. What was "
+        f"written is removed, and {free} are free. Free space, choose a path on "
+        "another disk, or cache in 'memory'",
+    )
+
+
+def _needed_bytes(dataset: tf.data.Dataset) -> int | None:
+    """Returns what a cache of a dataset will take, None where nobody can know."""
+    needed = _expected_bytes(dataset)
+    return _sampled_bytes(dataset) if needed is None else needed
+
+
+def _expected_bytes(dataset: tf.data.Dataset) -> int | None:
+    """Returns what all elements take, None where shapes or the length vary."""
+    element_bytes = bytes_of_element(dataset.element_spec)
+    length = known_length(dataset)
+    return None if element_bytes is None or length is None else element_bytes * length
+
+
+def _sampled_bytes(dataset: tf.data.Dataset) -> int | None:
+    """Returns an estimate from the first elements, None where the length is unknown."""
+    length = known_length(dataset)
+    if length is None:
+        return None
+    sizes = [_bytes_of(element) for element in dataset.take(_SAMPLED)]
+    return round(length * sum(sizes) / max(1, len(sizes)))
+
+
+def _bytes_of(element: Any) -> int:
+    """Returns the bytes of a given element."""
+    total = 0
+    for leaf in tf.nest.flatten(element, expand_composites=True):
+        array = leaf.numpy()
+        if leaf.dtype == tf.string:
+            total += sum(map(len, np.ravel(array)))
+        else:
+            total += array.nbytes
+        total += _OVERHEAD_BYTES
+    return total
+
+
+def _is_about_space(error: BaseException) -> bool:
+    if isinstance(error, OSError):
+        return error.errno in _SPACE_ERRORS
+    return isinstance(error, tf.errors.OpError) and any(
+        word in str(error) for word in _SPACE_WORDS
+    )

@@ -1,0 +1,1 @@
+"""Filters of elements: rules, shapes, outliers, and how many each one drops."""

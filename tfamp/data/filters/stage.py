@@ -1,0 +1,299 @@
+"""The stage that fills, clips, reshapes or drops elements, and counts what it drops."""
+
+import dataclasses
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfamp.data._elements import (
+    TENSOR,
+    inputs_of,
+    looks_batched,
+    named_columns,
+    with_inputs,
+    with_length_of,
+)
+from tfamp.data._stages import Settings, Stage, map_in_order
+from tfamp.data.filters.drops import DropLog, DropReport, drop
+from tfamp.data.filters.outliers import Clip, DropOutliers, limits_of
+from tfamp.data.filters.rules import DropMissing, Fill, Rule
+from tfamp.data.filters.shapes import Reshape, check_shapes
+from tfamp.data.statistics import Statistics
+from tfamp.data.statistics.limits import FILLS, check_fill, check_rule
+from tfamp.records import checks, units
+
+SHAPE_ACTIONS = ("drop", "error", "crop_or_pad")
+OUTLIER_ACTIONS = ("drop", "clip")
+# Elements up to this size are handled in chunks of so many.
+_SMALL_BYTES, _CHUNK = 4096, 64
+# What a string is taken to measure.
+_TEXT_BYTES = 32
+# Codes of elements are positions in here, from 1.
+REASONS = ("other shape", "missing value", "outlier", "predicate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Filter(Stage):
+    """Fills, clips and reshapes inputs, and drops elements, in one pass.
+
+    Attributes:
+        rules: What is done to inputs, in order; see `_filter_rules.py`.
+        predicate: Called last with the parts of an element: whether to keep it.
+        log: Counts what was dropped.
+    """
+
+    rank: ClassVar[int] = 15
+    name: ClassVar[str] = "filter"
+    rules: tuple[Rule, ...]
+    predicate: Callable[..., Any] | None
+    log: DropLog = dataclasses.field(compare=False)
+
+    @property
+    def drops(self) -> bool:
+        """Whether elements may go, so that the length is not known beforehand."""
+        return self.predicate is not None or any(rule.drops for rule in self.rules)
+
+    def report(self) -> DropReport:
+        """Returns what datasets of this stage saw and dropped so far."""
+        return self.log.report()
+
+    def for_build(self) -> "Filter":
+        """Returns the filter with counts of its own."""
+        return dataclasses.replace(self, log=DropLog(self.log.reasons))
+
+    def after(self, builds: Sequence[Any]) -> "Filter":
+        """Returns the filter with the counts of several builds."""
+        log = DropLog(self.log.reasons)
+        for build in builds:
+            log.add_report(build.report())
+        return dataclasses.replace(self, log=log)
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if elements are batches, or if a rule or the predicate can't act."""
+        if looks_batched(dataset.element_spec):
+            raise ValueError(
+                f"Elements {dataset.element_spec} look like batches; expected single "
+                "examples, since `.filter` keeps or drops one at a time. Pass "
+                "`dataset.unbatch()`."
+            )
+        columns = named_columns(inputs_of(dataset.element_spec))
+        for rule in self.rules:
+            rule.check(columns)
+        if self.predicate is None:
+            return
+        rules = dataclasses.replace(self, predicate=None)
+        ruled = dataset.map(rules._judge(dataset, False)).map(lambda code, x: x)
+        answer = ruled.map(self.predicate).element_spec
+        if answer != tf.TensorSpec((), tf.bool):
+            raise ValueError(
+                f"`predicate` returns {answer!r}; expected one boolean for an element, "
+                "True to keep it. Reduce it with `tf.reduce_all`."
+            )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Judges in parallel, drops in order."""
+        size = chunk_size(dataset.element_spec)
+        by_chunk = self.predicate is None and all(r.takes_chunks for r in self.rules)
+        if by_chunk and size > 1:
+            chunks = dataset.batch(size)
+            judged = map_in_order(chunks, self._judge(chunks, True), settings)
+        else:
+            judged = map_in_order(dataset, self._judge(dataset, False), settings)
+            if not self.drops:
+                return judged.map(lambda code, element: element)
+            judged = judged.batch(size)
+        if self.drops:
+            return drop(judged, self.log)
+        whole = judged.map(lambda code, element: element).unbatch()
+        return with_length_of(dataset, whole)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        words = [rule.words for rule in self.rules]
+        if self.predicate is not None:
+            name = getattr(self.predicate, "__name__", repr(self.predicate))
+            words.append(f"keep where {name}")
+        if not self.drops:
+            return units.join_words(words), "keeps every element"
+        report = self.report()
+        so_far = str(report) if report.seen else "drops are counted: `.report()`"
+        return units.join_words(words), f"before the cache, done once; {so_far}"
+
+    def _judge(
+        self, dataset: tf.data.Dataset, is_chunk: bool
+    ) -> Callable[..., tuple[tf.Tensor, Any]]:
+        """Returns a function from parts to the reason's number, 0 to keep, and x.
+
+        Args:
+            dataset: What it is mapped over.
+            is_chunk: Whether it takes chunks of elements, and gives a number each.
+        """
+        is_tuple = isinstance(dataset.element_spec, tuple)
+
+        def judge(*parts: Any) -> tuple[tf.Tensor, Any]:
+            code, element = self._ruled(parts if is_tuple else parts[0], is_chunk)
+            if self.predicate is None:
+                return code, element
+            arguments = element if isinstance(element, tuple) else (element,)
+            keep = tf.cond(
+                tf.equal(code, 0),
+                lambda: tf.convert_to_tensor(self.predicate(*arguments)),
+                lambda: tf.constant(True),
+            )
+            last = tf.constant(len(REASONS), tf.int32)
+            return tf.where(keep, code, last), element
+
+        return judge
+
+    def _ruled(self, element: Any, is_chunk: bool) -> tuple[tf.Tensor, Any]:
+        """Returns the number of the first reason to drop, and the element."""
+        inputs = inputs_of(element)
+        columns = named_columns(inputs)
+        size = tf.shape(next(iter(columns.values())))[:1] if is_chunk else []
+        code = tf.zeros(size, tf.int32)
+        for rule in self.rules:
+            columns, is_bad = rule.act(columns, is_chunk=is_chunk)
+            if rule.drops:
+                reason = tf.constant(REASONS.index(rule.reason) + 1, tf.int32)
+                code = tf.where(tf.logical_and(is_bad, code == 0), reason, code)
+        new = columns if isinstance(inputs, Mapping) else columns[TENSOR]
+        return code, with_inputs(element, new)
+
+
+def chunk_size(element_spec: Any) -> int:
+    """Returns how many elements to handle at once.
+
+    Small ones of equal shape cost less together than tf.data's call of a function
+    for each; large ones would be copied twice for nothing.
+
+    Example:
+        >>> chunk_size(tf.TensorSpec((8,))), chunk_size(tf.TensorSpec((224, 224, 3)))
+        (64, 1)
+    """
+    num_bytes = 0
+    for spec in tf.nest.flatten(element_spec):
+        if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
+            return 1
+        each = _TEXT_BYTES if spec.dtype == tf.string else spec.dtype.size
+        num_bytes += each * spec.shape.num_elements()
+    return _CHUNK if num_bytes <= _SMALL_BYTES else 1
+
+
+def make_filter(
+    predicate: Callable[..., Any] | None = None,
+    *,
+    missing: Any = None,
+    outliers: Any = None,
+    outlier_action: str | None = None,
+    statistics: Statistics | None = None,
+    shape: Any = None,
+    shape_action: str | None = None,
+) -> Filter:
+    """Returns the stage of `Pipeline.filter`.
+
+    It acts on inputs in this order: shape, missing values, outliers; the predicate
+    sees the result. An element is dropped, and counted, for its first reason.
+
+    Args:
+        predicate: Called with the parts of an element, as a map is; returns one
+            boolean, True to keep it.
+        missing: "drop" drops elements with a missing value in any input; "mean",
+            "median" or "mode" fills it from `statistics`; a number fills NaN.
+            Missing is NaN, and what `statistics` were told of.
+        outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99), with
+            limits from `statistics`. inf lies beyond every limit, NaN beyond none.
+        outlier_action: "drop" drops elements with an outlier in any input; "clip"
+            sets it to the limit. Goes with `outliers`.
+        statistics: What `fit_statistics` found in the training data.
+        shape: The shape of inputs, with None for any size: a tuple, or a dict of
+            tuples by column. It becomes their static shape.
+        shape_action: "drop" drops elements of another shape; "error" ends the
+            pass; "crop_or_pad" cuts evenly on both sides of an axis that is too
+            long, and adds zeros on both sides of one that is too short. Goes with
+            `shape`.
+
+    Returns:
+        A stage; `.report()` says what was dropped.
+
+    Raises:
+        TypeError: An argument is of the wrong type.
+        ValueError: An argument is unknown, doesn't suit, lacks the one it goes with,
+            or would be ignored.
+    """
+    if predicate is not None and not callable(predicate):
+        raise TypeError(
+            f"`predicate` is {predicate!r}; expected something that can be called with "
+            "one element. Pass a function, such as `lambda x, y: y < 10`."
+        )
+    _check_pair("outliers", outliers, "outlier_action", outlier_action, OUTLIER_ACTIONS)
+    _check_pair("shape", shape, "shape_action", shape_action, SHAPE_ACTIONS)
+    if all(value is None for value in (predicate, missing, outliers, shape)):
+        raise ValueError(
+            "`.filter` came without anything to do; expected `predicate`, `missing`, "
+            "`outliers` or `shape`. Pass one, or leave the filter out."
+        )
+    rules: list[Rule] = []
+    if shape is not None:
+        rules.append(Reshape(check_shapes(shape), str(shape_action)))
+    if missing is not None:
+        rules.append(_missing_rule(missing, statistics))
+    if outliers is not None:
+        limits = limits_of(
+            _needed(statistics, "outliers", outliers), check_rule("outliers", outliers)
+        )
+        drops = outlier_action == "drop"
+        rules.append(DropOutliers(limits) if drops else Clip(limits))
+    is_used = outliers is not None or isinstance(missing, str)
+    if statistics is not None and not is_used:
+        raise ValueError(
+            "`statistics` came without `outliers` or a `missing` that reads them; "
+            "expected one of these. Leave `statistics` out."
+        )
+    return Filter(tuple(rules), predicate, DropLog(REASONS))
+
+
+def _missing_rule(missing: Any, statistics: Statistics | None) -> Rule:
+    """Returns the rule about missing values."""
+    if missing == "drop":
+        return DropMissing.of(statistics)
+    if isinstance(missing, str):
+        checks.choice("missing", missing, ("drop", *FILLS))
+        return Fill.from_statistics(_needed(statistics, "missing", missing), missing)
+    if callable(getattr(missing, "transform", None)):
+        raise TypeError(
+            f"`missing` is {missing!r}; expected 'drop', one of {FILLS!r} or a number. "
+            "Fit an imputer to the training rows and call its `transform` in `.map`, "
+            "by `tf.numpy_function`, or on the arrays beforehand."
+        )
+    return Fill.with_number(check_fill(missing))
+
+
+def _needed(statistics: Any, argument: str, value: Any) -> Statistics:
+    """Returns the statistics, or says that an argument needs them."""
+    if isinstance(statistics, Statistics):
+        return statistics
+    raise TypeError(
+        f"`{argument}` is {value!r} and `statistics` is {statistics!r}; expected what "
+        "`tfamp.data.fit_statistics` returns. Fit them on the training data and pass "
+        "`statistics=...`."
+    )
+
+
+def _check_pair(
+    argument: str, value: Any, action_argument: str, action: Any, options: Sequence[str]
+) -> None:
+    """Raises unless a setting and what to do about it came together."""
+    if value is None and action is None:
+        return
+    if value is None:
+        raise ValueError(
+            f"`{action_argument}` is {action!r} and `{argument}` is None; expected "
+            f"both or none. Pass `{argument}`, or leave `{action_argument}` out."
+        )
+    if action is None:
+        raise ValueError(
+            f"`{argument}` is {value!r} and `{action_argument}` is None; expected one "
+            f"of {tuple(options)!r}. Say what to do with the elements it finds."
+        )
+    checks.choice(action_argument, action, options)

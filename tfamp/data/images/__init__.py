@@ -1,0 +1,1 @@
+"""Images: read, decoded, cut into pieces, brought to a range."""

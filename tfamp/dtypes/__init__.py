@@ -1,0 +1,1 @@
+"""The dtype of each layer, and why: rules, heads, what stays float32 inside."""

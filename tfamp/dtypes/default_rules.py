@@ -1,0 +1,218 @@
+"""The default rules, the reason of each, and what float32 gains nothing on."""
+
+import functools
+import inspect
+import math
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.dtypes.rule import Rule
+
+# A window of n terms summed in a format of spacing eps is off by up to n * eps / 2:
+# 0.4 % for a 3x3 window in float16, but 12 % for 16x16.
+MIN_LARGE_WINDOW = 16
+
+
+def _classes(*names: str) -> tuple[type, ...]:
+    """Returns the Keras layers of these names that this version of Keras has."""
+    found = (getattr(keras.layers, name, None) for name in names)
+    return tuple(cls for cls in found if cls is not None)
+
+
+def _window(layer: Any) -> float:
+    size = layer.pool_size
+    return math.prod(size) if isinstance(size, tuple | list) else float(size)
+
+
+def _has_unscaled_scores(layer: Any) -> bool:
+    is_additive = isinstance(layer, keras.layers.AdditiveAttention)
+    return not is_additive and layer.score_mode == "dot" and not layer.use_scale
+
+
+def _has_no_gpu(layer: Any) -> bool:
+    del layer
+    return not tf.config.list_physical_devices("GPU")
+
+
+@functools.lru_cache(256)
+def _adds_a_loss(cls: type) -> bool:
+    """Returns whether a user's `call` names `add_loss`, or a method that does."""
+    todo: list[Any] = [getattr(cls, "call", None)]
+    seen = set()
+    while todo:
+        method = todo.pop()
+        function = inspect.unwrap(getattr(method, "python_function", method))
+        code = getattr(function, "__code__", None)
+        module = getattr(function, "__module__", None) or ""
+        if code is None or code in seen or module.split(".")[0] == "keras":
+            continue
+        seen.add(code)
+        if "add_loss" in code.co_names:
+            return True
+        named = (inspect.getattr_static(cls, name, None) for name in code.co_names)
+        todo += [function for function in named if inspect.isfunction(function)]
+    return False
+
+
+def _adds_own_loss(layer: Any) -> bool:
+    cls: Any = type(layer)  # a class is hashable, whatever its metaclass says
+    return _adds_a_loss(cls)
+
+
+def _default(name: str, reason: str, *classes: str, **fields: Any) -> Rule:
+    return Rule(
+        name=f"default: {name}", reason=reason, classes=_classes(*classes), **fields
+    )
+
+
+_RULES = (
+    _default(
+        "LayerNormalization",
+        "computes in float32 inside already; kept so that what it normalizes is not "
+        "rounded first",
+        "LayerNormalization",
+    ),
+    _default(
+        "Softmax",
+        "probabilities near 0 vanish in half precision, and those near 1 round to 1",
+        "Softmax",
+    ),
+    _default(
+        "UnitNormalization",
+        "a float16 sum of squares overflows at inputs of 256 and the result is all 0",
+        "UnitNormalization",
+    ),
+    _default(
+        "SpectralNormalization",
+        "power iteration divides by norms, and writes what it rounded into the weights",
+        "SpectralNormalization",
+        applies_to="self",
+    ),
+    _default(
+        "Normalization",
+        "the mean of unscaled features does not fit half precision, and is frozen in "
+        "the compute dtype",
+        "Normalization",
+    ),
+    _default(
+        "cosine Dot",
+        "the norms overflow in float16, and a cosine of 1 comes out as 0",
+        "Dot",
+        predicate=lambda layer: layer.normalize,
+    ),
+    _default(
+        "masked global pooling",
+        "the masked sum over all steps is kept in the compute dtype",
+        "GlobalAveragePooling1D",
+    ),
+    _default(
+        "large average pooling",
+        f"a window of {MIN_LARGE_WINDOW} or more terms is summed in the compute dtype",
+        "AveragePooling1D",
+        "AveragePooling2D",
+        "AveragePooling3D",
+        predicate=lambda layer: _window(layer) >= MIN_LARGE_WINDOW,
+    ),
+    _default(
+        "adaptive average pooling",
+        "windows as large as the input are summed in the compute dtype",
+        "AdaptiveAveragePooling1D",
+        "AdaptiveAveragePooling2D",
+        "AdaptiveAveragePooling3D",
+    ),
+    _default(
+        "unscaled Attention",
+        "scores are plain products, which overflow float16 from lengths of 256 on",
+        "Attention",
+        predicate=_has_unscaled_scores,
+        dtypes=("float16",),
+    ),
+    _default(
+        "bilinear UpSampling2D",
+        "XLA has no gradient for resizing in half precision (keras#20931)",
+        "UpSampling2D",
+        predicate=lambda layer: layer.interpolation != "nearest",
+    ),
+    _default(
+        "own loss",
+        "its `call` adds a loss, which would be summed in half precision",
+        "Layer",
+        predicate=_adds_own_loss,
+        applies_to="own",
+    ),
+    _default(
+        "3-D pooling without a GPU",
+        "TensorFlow has no float16 kernel for it on a CPU",
+        "AveragePooling3D",
+        "MaxPooling3D",
+        predicate=_has_no_gpu,
+        dtypes=("float16",),
+    ),
+)
+
+# Without the rules for layers that this version of Keras lacks.
+DEFAULT_RULES: tuple[Rule, ...] = tuple(rule for rule in _RULES if rule.classes)
+
+# What the default rules do where there is no layer to name.
+DEFAULT_OPERATIONS: tuple[tuple[str, str], ...] = (
+    (
+        "default: heads",
+        "the layer that makes a model's output feeds the loss, where half precision "
+        "turns a confident answer into a gradient of 0 or NaN",
+    ),
+    (
+        "default: softmax and sigmoid",
+        "computed in float32 wherever Keras is asked for them, in any layer",
+    ),
+    (
+        "default: running sums",
+        "a float16 running sum of ones stops at 2048; cumsum, cumprod and logsumexp "
+        "add in float32",
+    ),
+    (
+        "default: exact inputs",
+        "normalization and embedding layers that come first get their input before it "
+        "is rounded",
+    ),
+)
+
+# Layers for which float32 gains nothing: they compute in it inside, or only move
+# or compare values.
+_GAINS_NOTHING = {
+    "computes in float32 inside already": _classes(
+        "BatchNormalization", "GroupNormalization", "RMSNormalization"
+    ),
+    "only moves, selects or compares values": _classes(
+        "ReLU", "Flatten", "Reshape", "Permute", "RepeatVector", "Cropping1D",
+        "Cropping2D", "Cropping3D", "ZeroPadding1D", "ZeroPadding2D", "ZeroPadding3D",
+        "MaxPooling1D", "MaxPooling2D", "GlobalMaxPooling1D", "GlobalMaxPooling2D",
+        "GlobalMaxPooling3D", "Identity", "Masking", "Concatenate", "Maximum",
+        "Minimum", "Dropout", "SpatialDropout1D", "SpatialDropout2D",
+    ),
+    "averages in float32 inside already": _classes(
+        "GlobalAveragePooling2D", "GlobalAveragePooling3D"
+    ),
+    "gathers rows, which rounds nothing that is not rounded later": _classes(
+        "Embedding"
+    ),
+}  # fmt: skip
+
+EXACT_INPUT_LAYERS = _classes(
+    "BatchNormalization", "GroupNormalization", "RMSNormalization", "Embedding",
+    "Discretization", "Hashing", "IntegerLookup", "CategoryEncoding",
+)  # fmt: skip
+
+
+def gains_nothing(layer: Any) -> str | None:
+    """Returns why float32 gains nothing on a layer or class, or None where it may.
+
+    A default rule names no such layer, but for LayerNormalization; a user's rule
+    may, and is obeyed: `tfamp.status` and `tfamp.assignment` show the note.
+    """
+    cls = layer if isinstance(layer, type) else type(layer)
+    for why, classes in _GAINS_NOTHING.items():
+        if issubclass(cls, classes):
+            return why
+    return None

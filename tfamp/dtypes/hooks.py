@@ -1,0 +1,201 @@
+"""Installs the hooks while they are needed and takes them back when they are not.
+
+The hook where layers are made stands while tfamp is enabled. The others stand
+while any managed layer lives: a model keeps its behaviour after `disable`.
+"""
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+
+from tfamp.dtypes import (
+    compile_hooks,
+    dtype_errors,
+    keras_policy,
+    layer_dtypes,
+    resolution,
+    saved_entries,
+)
+from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.self_test import SelfTest
+from tfamp.dtypes.settings import PolicySettings
+from tfamp.keras_hooks import (
+    calls,
+    configs,
+    dtypes,
+    layers,
+    losses,
+    nn,
+    regularizers,
+    saved_state,
+    state,
+)
+from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of
+from tfamp.keras_hooks.patches import HeldPatches, PatchSet
+from tfamp.keras_hooks.training import trainer
+from tfamp.keras_hooks.training.workers import WORKER_HOOKS
+from tfamp.loss_scale.fit.hooks import BEFORE_TRAINING, FIT_HOOKS
+from tfamp.loss_scale.optimizer import CONFIG_HOOKS
+from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
+from tfamp.loss_scale.tape.gradients import TAPE_HOOKS
+from tfamp.machine import amx
+
+_MAKING = PatchSet(
+    [
+        *layers.patches(
+            keras_policy.policy_in_force,
+            layer_dtypes.on_created,
+            layer_dtypes.on_recurrent_created,
+            layer_dtypes.on_bidirectional_created,
+        ),
+        *configs.read_patches(keras_policy.is_in_force, layer_dtypes.on_quantized_read),
+    ]
+)
+
+
+def _has_float32_operations(record: LayerRecord) -> bool:
+    return record.kind is not Kind.EXPLICIT and record.settings.has_defaults
+
+
+def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+    if SELF_TEST.is_due and (record := record_of(layer)) and record.settings.is_half:
+        SELF_TEST.run()
+    resolution.before_call(layer, args, kwargs)
+
+
+def load(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
+    """Returns a saved model with the dtypes of its file.
+
+    Under a mixed policy its layers are made in float32 at first, whatever their configs
+    say: Keras builds a loaded subclassed model by its `call` on float32 inputs, where
+    half-precision sublayers would clash. Where a constructor wires a graph, they are
+    made as they were.
+
+    Args:
+        entry: What was stored for it.
+        make: Makes the model as Keras does.
+
+    Raises:
+        ValueError: The file was written by a newer tfamp, or describes another model.
+    """
+    saved_entries.check_schema(entry)
+    with _making(saved_entries.settings_to_make(entry), entry["policy"]):
+        model = make()
+    saved_entries.restore(model, entry)
+    settings = resolution.settings_of(model)
+    if settings is not None:
+        hold(settings)
+    return model
+
+
+def load_unmanaged(make: Callable[[], Any]) -> Any:
+    """Returns a saved model that has no dtypes of tfamp, with the optimizer it had."""
+    load = _Load()
+    CONFIG_HOOKS.hold(load)
+    return make()
+
+
+def unpickled(archive: Any) -> Any:
+    """Loads a pickled model; pickles name this function."""
+    entry = saved_state.read_entry(archive)
+    if entry is None:
+        raise ValueError(
+            "The pickle names tfamp, but its archive holds no dtypes of layers. It was "
+            "changed since; pickle the model again."
+        )
+    return load(entry, lambda: saved_state.unpickled(archive))
+
+
+def _load_for_keras(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
+    """Returns what Keras's own `load_model` gives while tfamp is enabled."""
+    present = IN_FORCE.present
+    is_ours = present.settings is not None and present.loaded is None
+    return load(entry, make) if is_ours else make()
+
+
+class _Load:
+    """Holds the hooks that a file needs until it is read."""
+
+
+@contextlib.contextmanager
+def _making(settings: PolicySettings | None, policy: str) -> Iterator[None]:
+    """Makes layers in a `with` block under settings, or unmanaged ones for None."""
+    load = _Load()
+    CONFIG_HOOKS.hold(load)
+    before = state.present_policy()
+    in_float32 = policy.startswith("mixed_")
+    try:
+        with IN_FORCE.block(settings=settings, loaded=policy):
+            follow_enabled()
+            if settings is None:
+                keras.config.set_dtype_policy("float32" if in_float32 else policy)
+            else:
+                state.mark(settings, settings.policy)
+            yield
+    finally:
+        follow_enabled()
+        keras_policy.restore_thread(before)
+
+
+_RUNNING = HeldPatches(
+    [
+        *dtypes.patches(layer_dtypes.on_read),
+        *calls.patches(
+            _before_call, layer_dtypes.propagate_to_sublayers, dtype_errors.remedy
+        ),
+        *regularizers.patches(),
+        *nn.patches(_has_float32_operations),
+        *losses.patches(nn.CAREFUL),
+        *trainer.patches(compile_hooks.before_compile),
+        *saved_state.patches(saved_entries.describe, unpickled, _load_for_keras),
+        *configs.write_patches(layer_dtypes.inherited_policy),
+        *configs.build_patches(),
+    ]
+)
+
+BEFORE_TRAINING.append(compile_hooks.before_training)
+
+_LOCK = threading.RLock()
+
+
+def hold(settings: PolicySettings) -> None:
+    """Keeps the hooks on calls and runs installed for as long as `settings` lives."""
+    _hold(settings)
+    SELF_TEST.run_if_started(settings)
+
+
+def _hold(settings: PolicySettings) -> None:
+    if settings.is_half:
+        amx.avoid()
+    _RUNNING.hold(settings)
+    FIT_HOOKS.hold(settings)
+    TAPE_HOOKS.hold(settings)
+    PLAIN_HOOKS.hold(settings)
+    WORKER_HOOKS.hold(settings)
+    CONFIG_HOOKS.hold(settings)
+
+
+def follow_enabled() -> None:
+    """Installs or removes the hook where layers are made, as enabled or not."""
+    with _LOCK:
+        if IN_FORCE.settings is not None:
+            _hold(IN_FORCE.settings)
+        if IN_FORCE.is_used:
+            _MAKING.install()
+        else:
+            _MAKING.remove()
+    if IN_FORCE.settings is not None:
+        SELF_TEST.run_if_started(IN_FORCE.settings)
+
+
+SELF_TEST = SelfTest(follow_enabled)
+
+
+def installed() -> tuple[str, ...]:
+    """Returns the names of everything in Keras that is replaced now."""
+    running = (_RUNNING, WORKER_HOOKS, FIT_HOOKS, TAPE_HOOKS, PLAIN_HOOKS, CONFIG_HOOKS)
+    sets = (_MAKING, *running)
+    return tuple(name for patches in sets for name in patches.installed)

@@ -1,0 +1,102 @@
+"""Which settings new layers come under: the process's, or those of a block.
+
+`enable` acts on the whole process. A `scope`, and the loading of a file, act on the
+thread or task that runs their block, so two threads never see each other's.
+"""
+
+import contextlib
+import contextvars
+import dataclasses
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfamp.dtypes.settings import PolicySettings
+
+NOT_ENABLED = "tfamp is not enabled"
+
+
+@dataclasses.dataclass
+class Setting:
+    """What new layers come under, and what comes back afterwards.
+
+    Attributes:
+        settings: The settings of managed layers, None where they are left to Keras.
+        why: Why the policy was chosen.
+        policy_before: Keras's policy, as the user had set it.
+        loaded: The policy of the saved model that is being loaded, whose layers are
+            made under the settings instead, or else in float32.
+        thread: The thread whose Keras policy is that of the settings all the time.
+    """
+
+    settings: PolicySettings | None = None
+    why: str = NOT_ENABLED
+    policy_before: keras.DTypePolicy | None = None
+    loaded: str | None = None
+    thread: int = 0
+
+
+_BLOCKS: contextvars.ContextVar[tuple[Setting, ...]] = contextvars.ContextVar(
+    "tfamp_blocks", default=()
+)
+
+
+class InForce:
+    """The setting of the process and those of the blocks that are open."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._everywhere = Setting()
+        self._num_blocks = 0
+
+    @property
+    def present(self) -> Setting:
+        """The setting that holds here: of the innermost block, or the process's."""
+        blocks = _BLOCKS.get()
+        return blocks[-1] if blocks else self._everywhere
+
+    @property
+    def settings(self) -> PolicySettings | None:
+        """The settings that new layers come under here."""
+        return self.present.settings
+
+    @property
+    def is_used(self) -> bool:
+        """Whether any thread may make managed layers."""
+        return self._everywhere.settings is not None or self._num_blocks > 0
+
+    @property
+    def owns_thread(self) -> bool:
+        """Whether the present setting was made in this thread."""
+        return self.present.thread == threading.get_ident()
+
+    def put(self, settings: PolicySettings | None, why: str) -> None:
+        """Changes the setting that holds here."""
+        present = self.present
+        present.settings, present.why = settings, why
+        present.thread = threading.get_ident()
+
+    @contextlib.contextmanager
+    def block(self, **changes: Any) -> Iterator[None]:
+        """Gives the block inside a setting of its own, at first the present one.
+
+        Args:
+            changes: Fields of `Setting` that differ from the start.
+        """
+        thread = threading.get_ident()
+        own = dataclasses.replace(self.present, **changes, thread=thread)
+        before = _BLOCKS.get()
+        with self._lock:
+            self._num_blocks += 1
+        _BLOCKS.set((*before, own))
+        try:
+            yield
+        finally:
+            _BLOCKS.set(before)
+            with self._lock:
+                self._num_blocks -= 1
+
+
+IN_FORCE = InForce()

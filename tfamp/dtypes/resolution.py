@@ -1,0 +1,343 @@
+"""Settles a whole model once, before its first use: rules by path, and heads."""
+
+import threading
+import warnings
+import weakref
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfamp.dtypes import dtype_errors, exact_names, heads, layer_dtypes, own_operations
+from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.rule import Rule
+from tfamp.dtypes.settings import PolicySettings
+from tfamp.keras_hooks import calls, structure
+from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, update_record
+from tfamp.records.checks import first_line
+from tfamp.records.formats import HALF
+
+# Calls of a model that are traced in search of its heads, where tracing fails.
+MAX_TRACES = 3
+
+_LOCK = threading.RLock()
+_failures: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_met_under: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+
+
+def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
+    """Does what is still open on a layer that is about to be called."""
+    if record_of(layer) is None and isinstance(layer, keras.Model):
+        meet_unmanaged(layer)
+    record = record_of(layer)
+    if record is None:
+        return
+    if not record.is_decided:
+        layer_dtypes.settle(layer)
+    if (
+        not record.is_resolved
+        and not calls.in_call()
+        and not _is_symbolic(args, kwargs)
+    ):
+        resolve(layer, args, kwargs)
+
+
+def _is_symbolic(args: Any, kwargs: Any) -> bool:
+    leaves = structure.flatten((args, kwargs))
+    return any(isinstance(x, keras.KerasTensor) for x in leaves)
+
+
+def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> bool:
+    """Settles all layers of a model and finds its heads.
+
+    Args:
+        model: A managed model.
+        args: Arguments of the call that is coming, where one is; a model that
+            is not a graph of layers cannot be settled without.
+        kwargs: Its keyword arguments.
+
+    Returns:
+        Whether the model is settled for good.
+    """
+    with _LOCK:
+        record = record_of(model)
+        if record is None:
+            return True
+        key = structure.graph_key(model)
+        if record.is_resolved and key in (None, record.graph_key):
+            return True
+        if record.is_resolved:
+            _start_again(model, record.settings)
+        # The trace below comes here again.
+        update_record(model, is_resolved=True, graph_key=key)
+        try:
+            done = _resolve(model, record.settings, args, kwargs)
+        except BaseException:
+            update_record(model, is_resolved=False)
+            raise
+        update_record(model, is_resolved=done, graph_key=structure.graph_key(model))
+        return done
+
+
+def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    """Undoes what was settled for layers that a Sequential model had before.
+
+    What a rule decided that the settings do not hold stays: a loaded model's user wrote
+    it in another process.
+    """
+    known = {rule.name for rule in settings.rules.rules}
+    left: set[int] = set()
+    for _, layer, parent in structure.walk(model):
+        record = record_of(layer)
+        if record is None or record.settings is not settings:
+            continue
+        is_unknown = record.kind is Kind.FLOAT32_INSIDE and record.rule not in known
+        if is_unknown or (record.kind is Kind.SUBLAYER and id(parent) in left):
+            left.add(id(layer))
+            continue
+        layer_dtypes.begin_again(layer, settings)
+
+
+def _resolve(
+    model: keras.layers.Layer, settings: PolicySettings, args: Any, kwargs: Any
+) -> bool:
+    _forget_failure(model, settings)
+    found = heads.graph_heads(model)
+    if found is None and args is None:
+        _settle_layers(model, settings)
+        return False
+    shapes: dict[int, Any] = {}
+    failure: Exception | None = None
+    if found is None:
+        found, shapes, failure = _trace(model, args, kwargs)
+    _settle_layers(model, settings)
+    _report_unmatched(model, settings)
+    if not settings.has_defaults:
+        return True
+    if failure is not None:
+        return _give_up(model, failure)
+    found = heads.graph_heads(model) or found
+    is_graph = structure.graph_of(model) is not None
+    if is_graph:
+        _narrow_around_tied_heads(model, found, settings)
+    before = heads.keep_heads(model, found, settings, shapes)
+    if is_graph:
+        return True
+    if _output_is_float32(found):
+        update_record(model, output_dtype="float32")
+    with dtype_errors.switched_off():  # the heads are tried, not the layers around
+        _, _, broken = _trace(model, args, kwargs)
+    if broken is not None:
+        heads.restore(before)
+        _cast_output(model, "a float32 head would break the model's `call`")
+        _say_what_broke(model, broken)
+    elif not found.is_complete and not own_operations.take_for_output(
+        model, found, settings, lambda: heads.traced_heads(model, args, kwargs)
+    ):
+        _cast_output(model, "no layer could be named that makes the output")
+    return True
+
+
+def _narrow_around_tied_heads(
+    model: keras.layers.Layer, found: heads.Heads, settings: PolicySettings
+) -> None:
+    """Has layers that use a head inside, or a part of one, get half precision from it.
+
+    Such a layer's `call` may add what it gets to tensors in half precision.
+    """
+    parts = {id(part) for head in found.heads for _, part, _ in structure.walk(head)}
+    for _, layer, _ in structure.walk(model):
+        is_outside = structure.graph_of(layer) is None and id(layer) not in parts
+        if (
+            not is_outside
+            or record_of(layer) is None
+            or layer.compute_dtype not in HALF
+        ):
+            continue
+        if any(id(child) in parts for child in structure.children(layer)):
+            update_record(layer, inner_dtype=settings.compute_dtype)
+
+
+def _output_is_float32(found: heads.Heads) -> bool:
+    """Returns whether all heads of a model were put into float32 for good."""
+    cares = [record_of(head) for head in found.heads]
+    return bool(cares) and all(
+        record is not None and record.kind in (Kind.HEAD, Kind.WIDE_OUTPUT)
+        for record in cares
+    )
+
+
+def _trace(
+    model: keras.layers.Layer, args: Any, kwargs: Any
+) -> tuple[heads.Heads, dict[int, Any], Exception | None]:
+    try:
+        found, recorder = heads.traced_heads(model, args, kwargs)
+    except Exception as error:  # the user's own code, which may do anything
+        return heads.Heads(is_complete=False), {}, error
+    return found, recorder.shapes, None
+
+
+def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
+    """Casts the output of a model whose `call` cannot be traced, only run.
+
+    The failure may also be that of one bad call, so a few more are tried.
+
+    Returns:
+        Whether no further call is worth a trace.
+    """
+    _failures[model] = _failures.get(model, 0) + 1
+    _cast_output(model, "its `call` cannot be traced")
+    is_final = _failures[model] >= MAX_TRACES
+    if is_final:
+        logging.warning(
+            "The output of model %r is cast to float32, but its last layer stays in "
+            "half precision: its `call` cannot be traced to find that layer (%s). Make "
+            "the model a Functional one, or give its last layer dtype='float32'.",
+            model.name,
+            f"{type(failure).__name__}: {first_line(failure)}",
+        )
+    return is_final
+
+
+def _forget_failure(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    record = record_of(model)
+    if record is not None and record.kind is Kind.OUTPUT_CAST:
+        rule = f"policy {settings.policy.name}"
+        update_record(model, kind=Kind.FOLLOWS, rule=rule, reason="", output_dtype=None)
+
+
+def _cast_output(model: keras.layers.Layer, because: str) -> None:
+    update_record(
+        model,
+        kind=Kind.OUTPUT_CAST,
+        rule="default: heads",
+        reason=f"{because}, so the output alone is cast to float32",
+        output_dtype="float32",
+    )
+
+
+def _say_what_broke(model: keras.layers.Layer, broken: Exception) -> None:
+    logging.warning(
+        "The output of model %r is cast to float32, but its last layer stays in half "
+        "precision: with that layer in float32 its `call` raises %s. Cast what is "
+        "combined with it to one dtype, for example with `keras.ops.cast`.",
+        model.name,
+        f"{type(broken).__name__}: {first_line(broken)}",
+    )
+
+
+def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    """Asks all rules about all layers, whose paths are known now."""
+    exact_names.find(model, settings)
+    for path, layer, _ in structure.walk(model):
+        record = record_of(layer)
+        if record is None or record.settings is not settings:
+            continue
+        _note_user_rules(layer, path, settings)
+        layer_dtypes.settle(layer, path=None if layer is model else path)
+
+
+def _note_user_rules(
+    layer: keras.layers.Layer, path: str, settings: PolicySettings
+) -> None:
+    record = record_of(layer)
+    for rule in settings.rules.of_user:
+        if rule.name in settings.matched and (
+            record is None or record.kind is not Kind.EXPLICIT
+        ):
+            continue
+        if not rule.matches(layer, path=path, is_exact=rule.name in settings.exact):
+            continue
+        settings.matched.add(rule.name)
+        if record is not None and record.kind is Kind.EXPLICIT:
+            _warn_of_clash(layer, path, rule)
+
+
+def _warn_of_clash(layer: keras.layers.Layer, path: str, rule: Rule) -> None:
+    if layer.compute_dtype == "float32":
+        return
+    warnings.warn(
+        f"Layer {path!r} matches {rule.name}, but was made with dtype="
+        f"{layer.dtype_policy.name!r}, which wins. Leave out the layer's `dtype`, or "
+        "the rule.",
+        UserWarning,
+        stacklevel=2,
+    )
+
+
+def _report_unmatched(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    for rule in settings.rules.of_user:
+        if rule.name not in settings.matched:
+            settings.matched.add(rule.name)  # said once
+            warnings.warn(unmatched_message(model, rule), UserWarning, stacklevel=2)
+
+
+def unmatched_message(model: keras.layers.Layer, rule: Rule) -> str:
+    """Words the complaint about a rule that keeps no layer of `model`."""
+    paths = [path for path, layer, _ in structure.walk(model) if layer is not model]
+    example = max(paths, key=lambda path: path.count("/"), default=model.name)
+    subject = rule.name.removeprefix("keep_float32: ")
+    return (
+        f"{'Pattern' if rule.pattern else 'Rule'} {subject} in `keep_float32` matches "
+        f"none of the {len(paths)} layers of model {model.name!r}; paths look like "
+        f"{example!r}. Print them with `print(tfamp.assignment(model))`."
+    )
+
+
+def meet_unmanaged(model: keras.layers.Layer) -> None:
+    """Looks once at a model that was not made under tfamp, as it is first used.
+
+    Once under each `enable`, that is: it may have been used before.
+
+    A model around managed layers is managed from here on, or its head would
+    stay in half precision. Of one that was built before `tfamp.enable` it is said
+    that it computes as it was built.
+    """
+    if not count_as_met(model):
+        return
+    settings = settings_of(model)
+    if settings is not None:
+        layer_dtypes.begin(model, settings, is_explicit=False)
+    elif IN_FORCE.settings is not None and IN_FORCE.settings.is_half:
+        warnings.warn(
+            f"Model {model.name!r} was built before `tfamp.enable`, so it computes in "
+            f"{model.compute_dtype} as it was built. Call `tfamp.enable` before "
+            "building the model, or convert it in place with `tfamp.apply(model)`.",
+            UserWarning,
+            stacklevel=4,
+        )
+
+
+def count_as_met(model: keras.layers.Layer) -> bool:
+    """Counts a model as looked at under the present `enable`.
+
+    Returns:
+        Whether it was not before.
+    """
+    number = IN_FORCE.settings.number if IN_FORCE.settings is not None else 0
+    is_new = _met_under.get(model) != number
+    _met_under[model] = number
+    return is_new
+
+
+def computes_in(model: keras.layers.Layer, dtype: str) -> bool:
+    """Returns whether any layer of `model` computes in `dtype`.
+
+    A graph of layers computes nothing itself, so its own policy counts for
+    nothing.
+    """
+    is_graph = structure.graph_of(model) is not None
+    return any(
+        layer.compute_dtype == dtype
+        for _, layer, _ in structure.walk(model)
+        if not (is_graph and layer is model)
+    )
+
+
+def settings_of(model: keras.layers.Layer) -> PolicySettings | None:
+    """Returns the settings of a model, or of the first managed layer in it."""
+    for _, layer, _ in structure.walk(model):
+        record: LayerRecord | None = record_of(layer)
+        if record is not None:
+            return record.settings
+    return None

@@ -1,0 +1,162 @@
+"""A model's dtypes as data: what is put into a saved file, and taken out again."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+
+from tfamp.dtypes import heads, layer_dtypes, resolution
+from tfamp.dtypes.keep_float32 import parse
+from tfamp.dtypes.settings import PolicySettings
+from tfamp.keras_hooks import storage, structure
+from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, set_record
+from tfamp.keras_hooks.training import trainer
+from tfamp.records.formats import HALF
+
+SCHEMA = 1
+# What a file calls a field of the record, and a kind of it.
+_STORED = {
+    **{name: name for name in ("rule", "reason", "output_dtype", "exact_inputs")},
+    **{name: name for name in ("inner_dtype", "made_in", "wrapped_optimizer")},
+    "reach": "applies_to",
+    "settled": "is_decided",
+    "spread": "is_propagated",
+    "resolved": "is_resolved",
+}
+_KINDS = {Kind.FLOAT32_INSIDE: "ISLAND", Kind.SUBLAYER: "INSIDE"}
+_KIND_OF = {_KINDS.get(kind, kind.name): kind for kind in Kind}
+
+
+def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
+    """Returns the record of each layer of `model`, None where none is managed."""
+    settings = resolution.settings_of(model)
+    if settings is None:
+        return None
+    if structure.graph_of(model) is not None:
+        resolution.resolve(model)
+    loss_scale = {
+        "loss_scale": settings.loss_scale,
+        **_plain(settings.loss_scale_options),
+    }
+    return {
+        "schema": SCHEMA,
+        "policy": settings.policy.name,
+        "has_defaults": settings.rules.has_defaults,
+        "loss_scale": loss_scale,
+        "layers": [_row(*row[:2]) for row in structure.walk(model)],
+    }
+
+
+def _plain(options: Any) -> dict[str, Any]:
+    return {
+        name: value
+        for name, value in options.items()
+        if isinstance(value, int | float | str | bool | None)
+    }
+
+
+def _row(path: str, layer: keras.layers.Layer) -> dict[str, Any]:
+    record = record_of(layer)
+    row: dict[str, Any] = {
+        "path": path,
+        "class_name": type(layer).__name__,
+        "policy": layer.dtype_policy.name,
+    }
+    if record is not None:
+        row["kind"] = _KINDS.get(record.kind, record.kind.name)
+        if record.made_in is not None and structure.constructor_makes_graph(layer):
+            row["graph_made_in"] = record.made_in
+        stored = [weight.dtype for weight in structure.own_weights(layer)]
+        if {*stored} & {*HALF} and layer.variable_dtype not in HALF:
+            row["stored"] = stored
+        row.update({key: getattr(record, name) for key, name in _STORED.items()})
+    return row
+
+
+def check_schema(entry: dict[str, Any]) -> None:
+    """Raises ValueError where the file was written by a newer tfamp."""
+    if entry.get("schema") != SCHEMA:
+        raise ValueError(
+            f"The file's dtype assignment has schema {entry.get('schema')!r}; expected "
+            f"{SCHEMA}. Load it with the version of tfamp that wrote it, or upgrade: "
+            "`pip install --upgrade tfamp`."
+        )
+
+
+def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
+    """Gives each layer of a loaded `model` the policy and record it was saved with.
+
+    Layers are told apart by their place and class: names may have changed.
+
+    Raises:
+        ValueError: The file describes another model than this one.
+    """
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    rows = entry["layers"]
+    if [type(layer).__name__ for layer in layers] != [r["class_name"] for r in rows]:
+        raise ValueError(
+            f"The file assigns dtypes to {len(rows)} layers, but model {model.name!r} "
+            f"has {len(layers)}, or of other classes. Was the model's code changed "
+            "since it was saved? Load it with `keras.saving.load_model` and call "
+            "`tfamp.apply(model)`."
+        )
+    settings = _settings_of_file(entry)
+    policies: dict[str, keras.DTypePolicy] = {
+        settings.policy.name: settings.policy,
+        settings.float32_policy.name: settings.float32_policy,
+    }
+    for layer, row in zip(layers, rows, strict=True):
+        name = row["policy"]
+        if layer.dtype_policy.name != name:
+            policy = policies.setdefault(name, keras.dtype_policies.get(name))
+            layer_dtypes.set_policy(layer, policy)
+        if "kind" in row:
+            stored = {name: row[key] for key, name in _STORED.items() if key in row}
+            stored["graph_key"] = structure.graph_key(layer)
+            set_record(layer, LayerRecord(settings, _KIND_OF[row["kind"]], **stored))
+            _store(layer, row.get("stored", ()))
+        trainer.drop_traced_functions(layer)
+    found = heads.graph_heads(model)
+    if found is not None and any(
+        record_of(h) is not None
+        and record_of(h).output_dtype in (None, "float32")  # type: ignore[union-attr]
+        and h.compute_dtype == "float32"
+        for h in found.heads
+    ):
+        for tensor in found.tensors:
+            structure.set_tensor_dtype(tensor, "float32")
+
+
+def settings_to_make(entry: dict[str, Any]) -> PolicySettings | None:
+    """Returns the settings under which the layers of a saved model are to be made.
+
+    The constructor of a subclass may wire a graph, in which operations keep the dtypes
+    of the tensors that they met. Such a model is made as it was the first time.
+
+    Returns:
+        None where no such graph was made in half precision under tfamp.
+    """
+    for row in entry["layers"]:
+        settings = _settings_of_file(
+            {**entry, "policy": row.get("graph_made_in", "float32")}
+        )
+        if settings.is_half:
+            return settings
+    return None
+
+
+def _store(layer: keras.layers.Layer, dtypes: Sequence[str]) -> None:
+    """Stores the weights of a layer of a frozen model as they were."""
+    for weight, dtype in zip(structure.own_weights(layer), dtypes, strict=False):
+        if weight.dtype != dtype:
+            storage.store_in(weight, dtype)
+
+
+def _settings_of_file(entry: dict[str, Any]) -> PolicySettings:
+    options = dict(entry["loss_scale"])
+    loss_scale = options.pop("loss_scale")
+    policy = keras.DTypePolicy(entry["policy"])
+    # The user's own rules, which may be functions, are known by what they decided.
+    rules = parse("default" if entry["has_defaults"] else "none")
+    rules = rules.for_dtype(policy.compute_dtype)
+    return PolicySettings(policy, rules, loss_scale, options)

@@ -1,0 +1,1 @@
+"""Reads traced graphs: operations, products, casts, sizes, what lives when."""

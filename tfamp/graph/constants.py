@@ -1,0 +1,208 @@
+"""Evaluates the small integers of a graph: shapes, counters, trips of a loop."""
+
+import math
+import operator
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.graph.bodies import Body, Reference
+
+# A loop is counted by running its counter; one that runs longer is not counted.
+MAX_TRIPS = 100_000
+# Larger constants are data, not counters.
+_MAX_ELEMENTS = 64
+
+Values = Mapping[int, Any]
+
+_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+    "Add": operator.add,
+    "AddV2": operator.add,
+    "Sub": operator.sub,
+    "Mul": operator.mul,
+    "FloorDiv": np.floor_divide,
+    "FloorMod": np.mod,
+    "Maximum": np.maximum,
+    "Minimum": np.minimum,
+    "Less": np.less,
+    "LessEqual": np.less_equal,
+    "Greater": np.greater,
+    "GreaterEqual": np.greater_equal,
+    "Equal": np.equal,
+    "NotEqual": np.not_equal,
+    "LogicalAnd": np.logical_and,
+    "LogicalOr": np.logical_or,
+}
+_UNARY: dict[str, Callable[[Any], Any]] = {
+    "Identity": np.asarray,
+    "StopGradient": np.asarray,
+    "PreventGradient": np.asarray,
+    "LogicalNot": np.logical_not,
+    "Neg": np.negative,
+    "Squeeze": np.squeeze,
+    "Size": np.size,
+}
+_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
+    "Max": np.max,
+    "Min": np.min,
+    "Prod": np.prod,
+    "Sum": np.sum,
+}
+
+
+def evaluate(body: Body, reference: Reference, values: Values | None = None) -> Any:
+    """Returns the value of a tensor as an array, None where it is not constant.
+
+    Args:
+        body: The graph or function it is in.
+        reference: The tensor.
+        values: Values of the body's arguments by index, where they are known.
+    """
+    return _evaluate(body, reference, values or {}, {})
+
+
+def _evaluate(
+    body: Body, reference: Reference, values: Values, known: dict[Reference, Any]
+) -> Any:
+    if reference not in known:
+        # A loop in the graph would be one of TensorFlow 1; it is not constant.
+        known[reference] = None
+        known[reference] = _compute(body, reference, values, known)
+    return known[reference]
+
+
+def _compute(
+    body: Body, reference: Reference, values: Values, known: dict[Reference, Any]
+) -> Any:
+    if reference.name in body.arguments:
+        index = body.arguments[reference.name]
+        return values.get(index, body.argument_values.get(index))
+    node = body.nodes.get(reference.name)
+    if node is None:
+        return None
+    if node.op == "Const":
+        return _constant(node)
+    inputs = body.inputs(node)
+    if node.op in ("Shape", "Rank", "Size") and inputs:
+        return _from_shape(node.op, body.shape(inputs[0]))
+    if node.op in ("While", "StatelessWhile"):
+        return _run_loop(body, node, reference.output)[1].get(reference.output)
+    if node.op in ("PartitionedCall", "StatefulPartitionedCall"):
+        function = body.function(node.attr["f"].func.name)
+        if function is None:
+            return None
+        given = {
+            index: _evaluate(body, inputs[index], values, known)
+            for index in function.arguments_behind(function.results[reference.output])
+        }
+        return evaluate(function, function.results[reference.output], given)
+    arrays = []
+    for each in inputs:
+        arrays.append(_evaluate(body, each, values, known))
+        if arrays[-1] is None:
+            return None
+    if node.op in _BINARY:
+        return _BINARY[node.op](*arrays)
+    if node.op in _UNARY:
+        return _UNARY[node.op](arrays[0])
+    if node.op == "Cast":
+        return arrays[0].astype(tf.as_dtype(node.attr["DstT"].type).as_numpy_dtype)
+    if node.op in _REDUCTIONS:
+        # Of scalars and vectors, which is all that counters are.
+        return _REDUCTIONS[node.op](arrays[0]) if np.ndim(arrays[0]) < 2 else None
+    if node.op == "StridedSlice":
+        return _strided_slice(node, arrays)
+    if node.op == "Pack":
+        return np.stack(arrays)
+    if node.op == "Range":
+        return np.arange(*arrays)
+    return None
+
+
+def num_trips(body: Body, node: tf.compat.v1.NodeDef) -> int | None:
+    """Returns how often a loop runs, None if data decide.
+
+    Args:
+        body: Where the loop is.
+        node: Its operation, a While or StatelessWhile.
+    """
+    return _run_loop(body, node, None)[0]
+
+
+def _run_loop(
+    body: Body, node: tf.compat.v1.NodeDef, wanted: int | None
+) -> tuple[int | None, Values]:
+    """Returns the trips and the final values of what is counted and of `wanted`."""
+    key = (node.name, wanted)
+    if key not in body.loops:
+        # Its own value may be asked for while it is computed.
+        body.loops[key] = None, {}
+        body.loops[key] = _count_trips(body, node, wanted)
+    return body.loops[key]
+
+
+def _count_trips(
+    body: Body, node: tf.compat.v1.NodeDef, wanted: int | None
+) -> tuple[int | None, Values]:
+    condition = body.function(node.attr["cond"].func.name)
+    step = body.function(node.attr["body"].func.name)
+    if condition is None or step is None:
+        return None, {}
+    counted = condition.arguments_behind(condition.results[0])
+    if wanted is not None:
+        counted.add(wanted)
+    counted = _with_all_behind(counted, step)
+    starts = body.inputs(node)
+    values = {index: evaluate(body, starts[index]) for index in counted}
+    for trips in range(MAX_TRIPS):
+        goes_on = evaluate(condition, condition.results[0], values)
+        if goes_on is None:
+            return None, {}
+        if not np.all(goes_on):
+            return trips, values
+        values = {
+            index: evaluate(step, step.results[index], values) for index in counted
+        }
+    return None, {}
+
+
+def _with_all_behind(counted: set[int], step: Body) -> set[int]:
+    """Returns loop variables with those that their values depend on."""
+    found: set[int] = set()
+    new = counted
+    while new:
+        found |= new
+        behind = [step.arguments_behind(step.results[index]) for index in new]
+        new = set[int]().union(*behind) - found
+    return found
+
+
+def _constant(node: tf.compat.v1.NodeDef) -> Any:
+    tensor = node.attr["value"].tensor
+    size = int(np.prod([dim.size for dim in tensor.tensor_shape.dim], dtype=np.int64))
+    return tf.make_ndarray(tensor) if size <= _MAX_ELEMENTS else None
+
+
+def _from_shape(op: str, shape: tuple[int | None, ...] | None) -> Any:
+    if shape is None:
+        return None
+    if op == "Rank":
+        return np.asarray(len(shape))
+    sizes = [size for size in shape if size is not None]
+    if len(sizes) < len(shape):
+        return None
+    return np.asarray(sizes if op == "Shape" else math.prod(sizes))
+
+
+def _strided_slice(node: tf.compat.v1.NodeDef, arrays: list[Any]) -> Any:
+    """Returns a part of a vector, as `shape[0]` and `shape[1:]` make it."""
+    vector, begin, end, strides = (np.atleast_1d(array) for array in arrays)
+    if vector.ndim != 1 or len(begin) != 1 or node.attr["ellipsis_mask"].i:
+        return None
+    if node.attr["shrink_axis_mask"].i & 1:
+        return vector[int(begin[0])]
+    first = None if node.attr["begin_mask"].i & 1 else int(begin[0])
+    last = None if node.attr["end_mask"].i & 1 else int(end[0])
+    return vector[first : last : int(strides[0])]

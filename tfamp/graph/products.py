@@ -1,0 +1,187 @@
+"""Matrix products and convolutions: which operations are, and their FLOPs."""
+
+import math
+
+from tfamp.graph.bodies import Shape
+from tfamp.graph.operation import Operation
+
+MATRIX_PRODUCTS = frozenset(
+    ("MatMul", "SparseMatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3")
+)
+# Type -> (input that is counted along, or "output"; input that holds the kernel).
+_CONVOLUTIONS: dict[str, tuple[int | str, int | str]] = {
+    "Conv": ("output", 1),
+    "Conv2D": ("output", 1),
+    "Conv3D": ("output", 1),
+    "Conv2DBackpropInput": (2, 1),
+    "Conv2DBackpropInputV2": (2, 1),
+    "Conv3DBackpropInput": (2, 1),
+    "Conv3DBackpropInputV2": (2, 1),
+    "Conv2DBackpropFilter": (2, "output"),
+    "Conv2DBackpropFilterV2": (2, "output"),
+    "Conv3DBackpropFilter": (2, "output"),
+    "Conv3DBackpropFilterV2": (2, "output"),
+    "DepthwiseConv2dNative": ("output", 1),
+    "DepthwiseConv2dNativeBackpropInput": (2, 1),
+    "DepthwiseConv2dNativeBackpropFilter": (2, "output"),
+}
+CONVOLUTIONS = frozenset(_CONVOLUTIONS)
+_RECURRENT = frozenset(
+    f"CudnnRNN{kind}{version}"
+    for kind in ("", "Backprop")
+    for version in ("", "V2", "V3")
+)
+_GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
+
+
+def is_product(operation: Operation) -> bool:
+    """States whether an operation is a matrix product or a convolution."""
+    if operation.op_type == "Einsum":
+        return len(operation.inputs) == 2
+    return (
+        operation.op_type in MATRIX_PRODUCTS
+        or operation.op_type in CONVOLUTIONS
+        or operation.op_type in _RECURRENT
+    )
+
+
+def flops_of(operation: Operation) -> int | None:
+    """Returns the floating-point operations of one run of an operation.
+
+    Two for a multiply-add; zeros of a padding are multiplied too. Only matrix
+    products and convolutions count, since they are what matrix units speed up.
+
+    Args:
+        operation: Any operation; 0 where it is neither.
+
+    Returns:
+        The number, None where the graph does not tell the shapes.
+    """
+    if not is_product(operation):
+        return 0
+    if operation.op_type in MATRIX_PRODUCTS:
+        return _matrix_product(operation)
+    if operation.op_type == "Einsum":
+        return _einsum(operation)
+    if operation.op_type in CONVOLUTIONS:
+        return _convolution(operation)
+    return _recurrent(operation)
+
+
+def _size(shape: Shape) -> int | None:
+    if shape is None or any(dim is None for dim in shape):
+        return None
+    return math.prod(dim for dim in shape if dim is not None)
+
+
+def _times(*factors: int | None) -> int | None:
+    """Returns the product, None where a factor is not known."""
+    if any(factor is None for factor in factors):
+        return None
+    return math.prod(factor for factor in factors if factor is not None)
+
+
+def _matrix_product(operation: Operation) -> int | None:
+    flags = operation.attributes
+    a, b = operation.inputs[:2]
+    left = flags["transpose_a"].b or flags["adj_x"].b
+    right = flags["transpose_b"].b or flags["adj_y"].b
+    inner = _last(a, -2 if left else -1)
+    # In the gradient of a loop one factor comes off a stack without a shape.
+    if inner is None:
+        inner = _last(b, -1 if right else -2)
+    return _times(2, _size(operation.outputs[0]), inner)
+
+
+def _last(shape: Shape, index: int) -> int | None:
+    return shape[index] if shape is not None and len(shape) >= 2 else None
+
+
+def _convolution(operation: Operation) -> int | None:
+    along, kernel = _CONVOLUTIONS[operation.op_type]
+    positions = _size(_shape_at(operation, along))
+    shape = _shape_at(operation, kernel)
+    if shape is None:
+        return None
+    # A kernel is (..., channels in a group, channels out); a depthwise one is
+    # (..., channels, multiplier) and sums over its window alone.
+    summed = shape[: -2 if operation.op_type.startswith("Depthwise") else -1]
+    return _times(2, positions, _size(summed))
+
+
+def _shape_at(operation: Operation, place: int | str) -> Shape:
+    if place == "output":
+        return operation.outputs[0]
+    return operation.inputs[int(place)]
+
+
+def _einsum(operation: Operation) -> int | None:
+    factors = einsum_sizes(operation)
+    if factors is None:
+        return None
+    first, second, result = factors
+    known = {**first, **{k: v for k, v in second.items() if v is not None}}
+    # What one factor alone has and the result has not is summed before the product.
+    counted = [
+        label
+        for label in known
+        if (label in first and label in second) or label in result
+    ]
+    return _times(2, *(known[label] for label in counted))
+
+
+def einsum_sizes(
+    operation: Operation,
+) -> tuple[dict[str, int | None], dict[str, int | None], set[str]] | None:
+    """Returns the sizes of the labels of both factors, and the result's labels.
+
+    Args:
+        operation: An Einsum of two factors.
+
+    Returns:
+        None where the rank of a factor is not known. The labels of "..." are ".-1"
+        for its last dimension, ".-2" for the one before, and on.
+    """
+    equation = operation.attributes["equation"].s.decode().replace(" ", "")
+    terms, _, result = equation.partition("->")
+    sizes: list[dict[str, int | None]] = []
+    for term, shape in zip(terms.split(","), operation.inputs, strict=True):
+        if shape is None:
+            return None
+        sizes.append(_label_sizes(term, shape))
+    first, second = sizes
+    kept = {label for label in {*first, *second} if label[0] in result}
+    return first, second, kept
+
+
+def _label_sizes(term: str, shape: tuple[int | None, ...]) -> dict[str, int | None]:
+    """Returns the size of each label of one factor; "..." gives ".-1", ".-2" and on."""
+    before, dots, after = term.partition("...")
+    sizes: dict[str, int | None] = dict(zip(before, shape, strict=False))
+    if dots:
+        middle = shape[len(before) : len(shape) - len(after)]
+        sizes |= {f".-{len(middle) - i}": size for i, size in enumerate(middle)}
+        sizes |= dict(zip(after, shape[len(shape) - len(after) :], strict=True))
+    return sizes
+
+
+def _recurrent(operation: Operation) -> int | None:
+    """Counts cuDNN's recurrent layers: (time, batch, features), (layers, batch, units).
+
+    The gradient computes each product twice, for the inputs and for the weights.
+    """
+    inputs, state = operation.inputs[:2]
+    if inputs is None or state is None:
+        return None
+    gates = _GATES[operation.attributes["rnn_mode"].s.decode()]
+    both = operation.attributes["direction"].s == b"bidirectional"
+    directions = 2 if both else 1
+    layers, units = state[0], state[-1]
+    if layers is None or units is None or inputs[-1] is None:
+        return None
+    # The first layer reads the inputs, others both directions of the one before.
+    read = directions * inputs[-1]
+    read += (layers - directions) * directions * units
+    times = 2 if "Backprop" in operation.op_type else 1
+    each = 2 * gates * units * (read + layers * units) * times
+    return _times(inputs[0], inputs[1], each)

@@ -1,1 +1,0 @@
-"""What TensorFlow will compute, read from traced graphs and compiled programs."""

@@ -1,0 +1,1 @@
+"""What stands around a model's training function."""

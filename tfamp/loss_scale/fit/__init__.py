@@ -1,0 +1,1 @@
+"""What a `LossScaleOptimizer` needs around `fit`: guarded state, losses, advice."""

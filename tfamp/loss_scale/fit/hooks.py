@@ -1,0 +1,215 @@
+"""What `fit` does more where an optimizer is a `LossScaleOptimizer`.
+
+A skipped step leaves the moving statistics as they were; a window that is not full
+is applied at the end of an epoch; an error of TensorFlow becomes ours.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.keras_hooks.layer_record import CALLS, record_of
+from tfamp.keras_hooks.model_optimizers import optimizers_of
+from tfamp.keras_hooks.optimizers import in_xla, variables_written
+from tfamp.keras_hooks.patches import HeldPatches
+from tfamp.keras_hooks.training import around_training, fit_frames
+from tfamp.loss_scale import errors
+from tfamp.loss_scale.fit.surroundings import around_run
+from tfamp.loss_scale.held_state import HeldState
+from tfamp.loss_scale.tape.gradients import training_with
+
+# Under XLA no error can be raised in the graph, so the counter is read every so
+# many calls; each reading waits for the device.
+_CALLS_BETWEEN_READINGS = 16
+
+
+class _Microbatch(threading.local):
+    """The number of examples in the batch being trained on, in this thread."""
+
+    weight: Any = None
+
+
+_MICROBATCH = _Microbatch()
+
+
+def microbatch_weight() -> Any:
+    """Returns the weight of the present microbatch: its size in `fit`, else 1."""
+    weight = _MICROBATCH.weight
+    return tf.constant(1.0) if weight is None else weight
+
+
+# What is done ahead of a model's training, by parts that this one does not know.
+BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
+
+
+def _ours(model: Any) -> list[Any]:
+    """Returns the optimizers of a model that are a `LossScaleOptimizer` of tfamp."""
+    return [o for o in optimizers_of(model) if hasattr(type(o), "last_step_skipped")]
+
+
+def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a training step that undoes what a skipped step did to the model."""
+
+    @functools.wraps(train_step)
+    def step_and_undo(data: Any) -> Any:
+        before, CALLS.is_training = CALLS.is_training, record_of(model) is not None
+        try:
+            return guarded(data)
+        finally:
+            CALLS.is_training = before
+
+    def guarded(data: Any) -> Any:
+        optimizers = _ours(model)
+        if not optimizers:
+            return train_step(data)
+        _build(model, optimizers, data)
+        state = HeldState(model, optimizers)
+        accumulates = any(o.accumulates for o in optimizers)
+        weight = fit_frames.batch_size_of(data) if accumulates else None
+        for optimizer in optimizers:
+            optimizer.leaves_stop_to_caller = True
+        _MICROBATCH.weight = weight
+        # Under XLA each is a select, so only what is written is undone.
+        watch = variables_written() if in_xla() else contextlib.nullcontext()
+        try:
+            with watch as written, training_with(optimizers):
+                logs = train_step(data)
+        finally:
+            for optimizer in optimizers:
+                optimizer.leaves_stop_to_caller = False
+            _MICROBATCH.weight = None
+        state.put_back_if_skipped(written)
+        return logs
+
+    return step_and_undo
+
+
+def _build(model: keras.Model, optimizers: list[Any], data: Any) -> None:
+    """Builds what is not built, so that its variables can be held from the start."""
+    if model.built and all(o.built for o in optimizers):
+        return
+    try:
+        fit_frames.build_from(model, data)
+    except Exception:  # a model that only runs on tensors is built by its first call
+        return
+
+
+def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a training function that reads the counters now and then, under XLA."""
+    if not model.jit_compile or not _ours(model):
+        return function
+    calls = 0
+
+    @functools.wraps(function)
+    def call(iterator: Any) -> Any:
+        nonlocal calls
+        outputs = function(iterator)
+        calls += 1
+        if calls % _CALLS_BETWEEN_READINGS == 0:
+            _raise_if_stopped(model)
+        return outputs
+
+    return call
+
+
+def _raise_if_stopped(model: keras.Model) -> None:
+    for optimizer in _ours(model):
+        if optimizer.was_stopped():
+            raise optimizer.late_stop_error()
+
+
+class _EndOfEpoch(keras.callbacks.Callback):
+    """Applies what is left of a window before anything looks at the weights."""
+
+    def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Flushes the window, and raises what XLA could not."""
+        self._flush()
+        if self.model.jit_compile:
+            _raise_if_stopped(self.model)
+
+    def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Flushes the window before the validation inside `fit`."""
+        self._flush()
+
+    def _flush(self) -> None:
+        for optimizer in _ours(self.model):
+            optimizer.flush()
+
+
+@contextlib.contextmanager
+def _guarded_fit(model: keras.Model, callbacks: Any) -> Iterator[Any]:
+    _prepare(model)
+    if not _ours(model):
+        with _our_errors(model):  # of optimizers that a `train_step` has of its own
+            yield callbacks
+        return
+    ours = _EndOfEpoch()
+    given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
+    if given is None:
+        callbacks = [ours, *tf.nest.flatten(callbacks)] if callbacks else [ours]
+    else:
+        ours.set_model(model)
+        given.callbacks.insert(0, ours)
+    for optimizer in _ours(model):
+        optimizer.forget_stops()
+    try:
+        with _our_errors(model):
+            yield callbacks
+    except BaseException:
+        for optimizer in _ours(model):
+            optimizer.discard()  # nothing of this `fit` leaks into the next
+        raise
+    finally:
+        if given is not None:
+            given.callbacks.remove(ours)
+
+
+@contextlib.contextmanager
+def _our_errors(model: keras.Model) -> Iterator[None]:
+    """Turns TensorFlow's error of a stopped training into a `LossScaleError`."""
+    try:
+        yield
+    except tf.errors.InvalidArgumentError as error:
+        text = errors.found_in(error.message)
+        if text is None:
+            raise
+        raise errors.LossScaleError(text) from error
+
+
+@contextlib.contextmanager
+def _guarded_run(
+    model: keras.Model, name: str, arguments: dict[str, Any]
+) -> Iterator[None]:
+    is_fit = name == "fit"
+    frame = around_training.running(model) if is_fit else contextlib.nullcontext()
+    with frame, around_run(model, name, arguments):
+        yield
+
+
+@contextlib.contextmanager
+def _guarded_batch(model: keras.Model) -> Iterator[None]:
+    _prepare(model)
+    with around_training.running(model), _our_errors(model):
+        yield
+
+
+def _prepare(model: keras.Model) -> None:
+    for prepare in BEFORE_TRAINING:
+        prepare(model)
+
+
+FIT_HOOKS = HeldPatches(
+    fit_frames.patches(
+        _guarded,
+        _watched,
+        around_training.note_made,
+        _guarded_fit,
+        _guarded_batch,
+        _guarded_run,
+    )
+)

@@ -1,0 +1,199 @@
+"""What a loss-scale optimizer tells, and how its scale is fixed by hand."""
+
+from typing import Any
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks.tapes import is_recording
+from tfamp.loss_scale import errors
+from tfamp.loss_scale.parts import Parts
+from tfamp.loss_scale.tally import (
+    FROZEN,
+    HISTORY_STEPS,
+    STATIC_RELEASED,
+    STATIC_SET,
+)
+from tfamp.loss_scale.tape.scalings import SCALINGS
+from tfamp.records import checks
+
+
+class Reporting(Parts):
+    """The counters of a `LossScaleOptimizer`.
+
+    In eager code each is a plain number, read from the device; inside a
+    `tf.function` a scalar tensor.
+    """
+
+    @property
+    def scale(self) -> Any:
+        """The present loss scale."""
+        self.has_scaled_loss = True
+        if is_recording():  # whoever reads it there scales by hand
+            SCALINGS.say(self, is_scaled=True)
+        if tf.executing_eagerly():
+            return self.tally.numbers().scale
+        return tf.convert_to_tensor(self.dynamic_scale.value)
+
+    @property
+    def applied_steps(self) -> Any:
+        """Updates that were applied."""
+        return self._counter("applied")
+
+    @property
+    def skipped_steps(self) -> Any:
+        """Steps, or microbatches, that were skipped for non-finite gradients."""
+        return self._counter("skipped")
+
+    @property
+    def judged_steps(self) -> Any:
+        """Steps, or microbatches, applied, added up or skipped."""
+        return self._counter("judged")
+
+    @property
+    def consecutive_skips(self) -> Any:
+        """Steps skipped in a row up to now, 0 after a finite one."""
+        return self._counter("streak")
+
+    @property
+    def last_step_skipped(self) -> Any:
+        """Whether the last step was skipped."""
+        return self._counter("streak") > 0
+
+    @property
+    def num_stops(self) -> Any:
+        """How often training was stopped for too many skips in a row."""
+        return self._counter("num_stops")
+
+    @property
+    def gradient_norm(self) -> Any:
+        """Norm of the last step's unscaled gradients, before any clipping.
+
+        Under accumulation that of the last update, or of the last microbatch since.
+        """
+        if tf.executing_eagerly():
+            return self.tally.numbers().levels.norm
+        return self.tally.read().levels.norm
+
+    @property
+    def is_frozen(self) -> Any:
+        """Whether the scale is static now."""
+        return self._counter("is_frozen") > 0
+
+    @property
+    def nonfinite_variables(self) -> tuple[str, ...]:
+        """Paths of the variables whose gradients the last skipped step failed on."""
+        return self.blame.last() if self.blame is not None else ()
+
+    @property
+    def nonfinite_counts(self) -> dict[str, int]:
+        """For each variable that had any, its number of non-finite gradients."""
+        return self.blame.total() if self.blame is not None else {}
+
+    def history(self) -> dict[str, np.ndarray]:
+        """Returns the last 1024 steps, oldest first; reads from the device.
+
+        Returns:
+            Arrays of shape (steps,): "step", counted from 1; "scale", the loss scale
+            it was computed with; "gradient_norm", unscaled; "skipped".
+
+        Example:
+            >>> import keras, tfamp
+            >>> optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(), 8.0)
+            >>> optimizer.apply([tf.constant([8.0])], [keras.Variable([1.0])])
+            >>> {k: v.tolist() for k, v in optimizer.history().items()}
+            {'step': [1], 'scale': [8.0], 'gradient_norm': [1.0], 'skipped': [False]}
+        """
+        judged = self.tally.numbers().counters.judged
+        first = max(0, judged - HISTORY_STEPS)
+        steps = np.arange(first, judged)
+        rows = np.asarray(self.tally.recent.value)[steps % HISTORY_STEPS]
+        return {
+            "step": steps + 1,
+            "scale": rows[:, 0],
+            "gradient_norm": rows[:, 1],
+            "skipped": rows[:, 2] > 0,
+        }
+
+    def freeze(self, value: float | None = None) -> None:
+        """Makes the scale static from here on, in functions traced before as well.
+
+        Args:
+            value: The scale to keep, or None for the present one.
+
+        Raises:
+            ValueError: `value` is not a positive finite number.
+        """
+        if value is not None:
+            value = checks.positive("value", value)
+        code = FROZEN if self.dynamic else STATIC_SET
+        self._set(is_frozen=code, is_probing=0, scale=value)
+
+    def unfreeze(self) -> None:
+        """Makes the scale dynamic from here on."""
+        self._set(is_frozen=0 if self.dynamic else STATIC_RELEASED)
+
+    def stop_template(self) -> str:
+        """Returns the text of the error that ends training, with five places."""
+        return errors.template(
+            is_dynamic=self.dynamic,
+            is_scaled=self.dynamic or self.initial_scale != 1,
+        )
+
+    def stop_error(self) -> errors.LossScaleError:
+        """Returns the error for the present counters."""
+        now = self.tally.numbers()
+        return errors.LossScaleError(
+            self.stop_template().format(
+                self.max_consecutive_skips,
+                now.counters.judged,
+                now.levels.scale_before,
+                now.levels.norm,
+                now.levels.finite_norm,
+            )
+        )
+
+    def raise_if_due(self) -> None:
+        """Raises `LossScaleError` where the last step completed a streak."""
+        limit = self.max_consecutive_skips
+        if limit is not None and self.tally.numbers().counters.streak >= limit:
+            raise self.stop_error()
+
+    def late_stop_error(self) -> errors.LossScaleError:
+        """Returns the error, and takes back what steps since the stop did.
+
+        They wrote nothing but counters and, where they were skipped too, the scale.
+        """
+        error = self.stop_error()
+        now = self.tally.numbers()
+        if now.counters.streak and not now.state.is_frozen:
+            self._set(scale=now.levels.scale_before)
+        return error
+
+    def was_stopped(self) -> bool:
+        """Returns whether a streak came to its end since `forget_stops`."""
+        return bool(self.tally.numbers().counters.num_stops > self._num_stops_seen)
+
+    def forget_stops(self) -> None:
+        """Makes `was_stopped` look at what comes from here on."""
+        self._num_stops_seen = self.tally.numbers().counters.num_stops
+
+    def _counter(self, name: str) -> Any:
+        if tf.executing_eagerly():
+            return getattr(self.tally.numbers().counters, name)
+        return getattr(self.tally.read().counters, name)
+
+    def _set(self, *, scale: float | None = None, **flags: int) -> None:
+        if not tf.executing_eagerly():
+            raise RuntimeError(
+                "The loss scale is frozen or released inside a `tf.function`; expected "
+                "eager code, between steps. Call it from a callback or the loop."
+            )
+        now = self.tally.numbers()
+        self._put(
+            now._replace(
+                scale=now.scale if scale is None else scale,
+                good_steps=0,
+                counters=now.counters._replace(**flags),
+            )
+        )

@@ -1,0 +1,1 @@
+"""The gradient tape, which scales gradients and gives true ones back."""

@@ -1,0 +1,172 @@
+"""The loss scale of an optimizer that its user applies gradients by, unwrapped.
+
+`Optimizer.apply` goes through the companion where a tape scaled gradients for it, and
+is Keras's own everywhere else.
+"""
+
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.optimizers import trained_by
+from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.loss_scale.tape import warnings
+from tfamp.loss_scale.tape.gradients import identities, ids_of
+from tfamp.loss_scale.tape.plain_optimizers import PLAIN
+from tfamp.loss_scale.tape.scalings import SCALINGS
+
+
+class _Here(threading.local):
+    """What this thread is doing."""
+
+    is_updating: bool = False  # a companion's optimizer makes its update
+
+
+_HERE = _Here()
+
+
+class Companion(LossScaleOptimizer):
+    """Judges the steps of an optimizer that stays as it is.
+
+    It holds no hooks: those stand as long as any managed layer lives, whose gradients
+    alone are scaled for it. A traced function may use it for longer.
+
+    Args:
+        inner_optimizer: The optimizer; it keeps its `gradient_accumulation_steps`.
+        **options: As for `LossScaleOptimizer`.
+    """
+
+    refused_settings = ("loss_scale_factor",)
+
+    def __init__(self, inner_optimizer: Any, **options: Any) -> None:
+        super().__init__(inner_optimizer, name="loss_scale_optimizer", **options)
+        if inner_optimizer.built:
+            self.build(trained_by(inner_optimizer))
+
+    @property
+    def shared_clip(self) -> float | None:
+        """As for others, but a sum of gradients is clipped by who adds them up."""
+        adds_up = self.inner_optimizer.gradient_accumulation_steps is not None
+        return None if adds_up else super().shared_clip
+
+    def update_inner(self, gradients: list[Any], variables: Sequence[Any]) -> None:
+        """Runs Keras's own `apply`: that of a subclass has come here by it."""
+        before, _HERE.is_updating = _HERE.is_updating, True
+        try:
+            keras.optimizers.Optimizer.apply(self.inner_optimizer, gradients, variables)
+        finally:
+            _HERE.is_updating = before
+
+    def _adopted(self, accumulation_steps: int) -> int:
+        return accumulation_steps
+
+    def _come_into_use(self) -> None:
+        pass
+
+
+def _made_under(settings: Any, optimizer: Any) -> Companion:
+    """Returns a companion with the loss scale of settings."""
+    options = dict(settings.loss_scale_options)
+    options.pop("accumulation_steps", None)  # each `apply` of a loop is an update
+    if settings.loss_scale != "dynamic":
+        options.update(initial_scale=float(settings.loss_scale), dynamic=False)
+    return Companion(optimizer, **options)
+
+
+@tf.autograph.experimental.do_not_convert
+def _is_applied(optimizer: Any, gradients: Any, variables: Any) -> bool:
+    """Applies gradients by the companion if a tape scaled them for it.
+
+    Returns:
+        Whether it did; Keras's own `apply` is left to do otherwise.
+    """
+    if _HERE.is_updating or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return False
+    PLAIN.know(optimizer)
+    if tf.distribute.in_cross_replica_context() or not PLAIN.may_be_given(optimizer):
+        return False
+    gradients = list(gradients)
+    given = trained_by(optimizer) if variables is None else list(variables)
+    ids = ids_of(optimizer) or identities(given)
+    companion = PLAIN.companion_of(optimizer)
+    if not SCALINGS.knows(companion, ids):
+        return False
+    if companion is None:
+        companion = _given_late(optimizer, given)
+    if companion is None:
+        return False
+    if PLAIN.is_to_be_told(optimizer):
+        logging.info(
+            "Optimizer %r got a loss scale, as it trains a model in float16. Make it "
+            "`tfamp.LossScaleOptimizer(optimizer)` to set and read the scale; pass "
+            "`loss_scale=None` to `tfamp.enable` for none.",
+            optimizer.name,
+        )
+    companion.apply(gradients, None if variables is None else given)
+    return True
+
+
+def _given_late(optimizer: Any, variables: list[Any]) -> Any:
+    """Returns a companion for one that was not known when gradients were computed."""
+    layer = warnings.float16_layer_of(variables)
+    if layer is None:
+        return None
+    settings = record_of(layer).settings  # type: ignore[union-attr]
+    return None if settings.loss_scale is None else PLAIN.given(optimizer, settings)
+
+
+def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not isinstance(self, keras.optimizers.LossScaleOptimizer):
+            PLAIN.know(self)
+
+    return __init__
+
+
+def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
+        if not _is_applied(self, grads, trainable_variables):
+            original(self, grads, trainable_variables)
+
+    return apply
+
+
+def _wrap_wrapper_init(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+        original(self, *args, **kwargs)
+        if not isinstance(self, Companion):
+            PLAIN.note_wrapped(self)
+
+    return __init__
+
+
+def _wrap_wrapper_apply(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
+        PLAIN.note_wrapped(self)
+        return original(self, *args, **kwargs)
+
+    return apply
+
+
+PLAIN.make = lambda optimizer, settings: _made_under(settings, optimizer)
+
+# Held by the settings of managed layers.
+PLAIN_HOOKS = HeldPatches(
+    [
+        Patch(keras.optimizers.Optimizer, "__init__", _wrap_init),
+        Patch(keras.optimizers.Optimizer, "apply", _wrap_apply),
+        Patch(keras.optimizers.LossScaleOptimizer, "__init__", _wrap_wrapper_init),
+        Patch(keras.optimizers.LossScaleOptimizer, "apply", _wrap_wrapper_apply),
+    ]
+)

@@ -1,0 +1,299 @@
+"""Scales gradients in `tf.GradientTape`, so that training code need not do it.
+
+A tape's target is multiplied by the loss scale and the gradients are divided by it, in
+float32: the code around them sees true gradients. The optimizer is told that nothing
+is left to divide. Where the code scales its loss itself, the tape does nothing.
+"""
+
+import contextlib
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.keras_hooks import tapes
+from tfamp.keras_hooks.layer_record import CALLS, record_of
+from tfamp.keras_hooks.optimizers import trained_by
+from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+from tfamp.loss_scale.tape import warnings
+from tfamp.loss_scale.tape.plain_optimizers import PLAIN
+from tfamp.loss_scale.tape.scaled_gradients import ScaledGradients, can_be_scaled
+from tfamp.loss_scale.tape.scalings import SCALINGS
+
+_TAPE_MARK = "_tfamp_scaled_by_hand"
+_STOCK_MARK = "_tfamp_scaled_by_keras"
+
+
+class FixedScale:
+    """A scale that holds in a block, whatever the optimizers' own.
+
+    Args:
+        factor: What gradients of variables are multiplied by on their way.
+
+    Attributes:
+        is_by_hand: Whether the loss was multiplied by it already, which is for the one
+            who multiplies to say; the tape then does nothing.
+    """
+
+    def __init__(self, factor: float) -> None:
+        self.factor = factor
+        self.is_by_hand = False
+
+
+class _Here(threading.local):
+    """What this thread is doing."""
+
+    is_in_gradient: bool = False
+    optimizers: tuple[Any, ...] = ()  # of the model whose `train_step` runs
+    fixed: FixedScale | None = None
+
+
+_HERE = _Here()
+_LOCK = threading.Lock()
+_living: weakref.WeakSet[Any] = weakref.WeakSet()
+_ids: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+
+
+def know(optimizer: Any) -> None:
+    """Has the tape find an optimizer by the variables that it trains."""
+    PLAIN.note_wrapped(optimizer)
+    with _LOCK:
+        _living.add(optimizer)
+
+
+@contextlib.contextmanager
+def training_with(optimizers: Sequence[Any]) -> Iterator[None]:
+    """Marks that a model's `train_step` runs, in this thread.
+
+    Args:
+        optimizers: The model's optimizers that scale losses.
+    """
+    before = _HERE.optimizers
+    _HERE.optimizers = tuple(optimizers)
+    try:
+        yield
+    finally:
+        _HERE.optimizers = before
+
+
+@contextlib.contextmanager
+def scaled_by(factor: float) -> Iterator[FixedScale]:
+    """Has the tapes of this thread scale by a number, and tell no optimizer."""
+    before, _HERE.fixed = _HERE.fixed, FixedScale(factor)
+    try:
+        yield _HERE.fixed
+    finally:
+        _HERE.fixed = before
+
+
+def ids_of(optimizer: Any) -> frozenset[int]:
+    """Returns the identities of what an optimizer trains, as a tape may be asked."""
+    if not optimizer.built:
+        return frozenset()
+    if optimizer not in _ids:
+        _ids[optimizer] = identities(trained_by(optimizer))
+    return _ids[optimizer]
+
+
+def identities(variables: Sequence[Any]) -> frozenset[int]:
+    """Returns the identities of variables, as a tape may be asked for them."""
+    return frozenset(map(id, as_asked(variables)))
+
+
+def as_asked(variables: Sequence[Any]) -> list[Any]:
+    """Returns variables, and what holds their values, as a tape may be asked."""
+    both = (x for v in variables for x in (v, getattr(v, "value", v)))
+    return [x for x in both if not callable(x)]
+
+
+def _plan(
+    tape: tf.GradientTape, target: Any, sources: list[Any]
+) -> ScaledGradients | None:
+    """Returns how to scale a call of a tape, None where it is left as it is."""
+    fixed = _HERE.fixed
+    if fixed is not None:
+        if fixed.is_by_hand or not can_be_scaled(target) or not _has_variable(sources):
+            return None
+        return ScaledGradients([fixed.factor], [], is_judged=True)
+    with _LOCK:
+        living = tuple(_living)
+    if not can_be_scaled(target):
+        return None
+    ids = frozenset(map(id, sources))
+    owners = [o for o in living if not ids.isdisjoint(ids_of(o))]
+    if owners or _has_variable(sources):
+        unbuilt = [o for o in _HERE.optimizers or living if not o.built]
+        return _plan_of_variables(tape, sources, owners, unbuilt)
+    around = _training(tape, living)
+    if not around or any(SCALINGS.is_scaled(o) for o in around):
+        return None
+    # What overflows and cannot be computed again spoils the step, which is skipped.
+    is_final = not tapes.can_be_asked_again(tape)
+    return ScaledGradients(_scales_of(around), [], is_judged=is_final)
+
+
+def _plan_of_variables(
+    tape: tf.GradientTape, sources: list[Any], owners: list[Any], unbuilt: list[Any]
+) -> ScaledGradients | None:
+    """Returns how to scale gradients that an optimizer may apply.
+
+    Args:
+        tape: The tape.
+        sources: The variables.
+        owners: The optimizers that are built for some of them.
+        unbuilt: Those that may turn out to be.
+    """
+    possible = [*owners, *unbuilt]
+    by_hand = getattr(tape, _TAPE_MARK, False)
+    if by_hand or any(SCALINGS.is_scaled(o) for o in possible):
+        # For all, as one loss was scaled for all. A persistent tape stays so.
+        for owner in owners:
+            SCALINGS.say(owner, is_scaled=True)
+        setattr(tape, _TAPE_MARK, True)
+        return None
+    given, may_apply = _given_scales(tape, sources, owners, unbuilt)
+    owners, unbuilt = [*owners, *given], [*unbuilt, *may_apply]
+    possible = [*owners, *unbuilt]
+    if not possible:
+        return None
+    scalings = [SCALINGS.say(o, is_scaled=False) for o in owners]
+    if unbuilt:
+        scalings.append(SCALINGS.say_of_variables(as_asked(sources)))
+        if not (_HERE.optimizers or _needs_scale(sources)):
+            possible = owners
+    if not possible:
+        return None
+    # One that does not move cannot be brought down by what overflows.
+    moving = [o for o in possible if o.dynamic]
+    return ScaledGradients(_scales_of(moving or possible), scalings, is_judged=True)
+
+
+def _given_scales(
+    tape: tf.GradientTape, sources: list[Any], owners: list[Any], unbuilt: list[Any]
+) -> tuple[list[Any], list[Any]]:
+    """Returns companions of optimizers that were given no loss scale by anybody.
+
+    Args:
+        tape: The tape.
+        sources: The variables.
+        owners: The optimizers with a loss scale that are built for some of them.
+        unbuilt: Those that may turn out to be.
+
+    Returns:
+        The companions of optimizers that are built for the others, and of those that
+        may turn out to be.
+    """
+    left = [
+        source
+        for source in sources
+        if _is_variable(source) and not any(id(source) in ids_of(o) for o in owners)
+    ]
+    if not left:
+        return [], []
+    by_stock = CALLS.scales_by_hand or getattr(tape, _STOCK_MARK, False)
+    CALLS.scales_by_hand = False
+    setattr(tape, _STOCK_MARK, by_stock)
+    layer = None if by_stock else warnings.float16_layer_of(left)
+    settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
+    if settings is None or settings.loss_scale is None:
+        return [], []
+    built: list[Any] = []
+    others: list[Any] = []
+    ids = frozenset(map(id, left))
+    if PLAIN.is_left_alone(ids, ids_of):
+        return [], []
+    if not tf.distribute.in_cross_replica_context():
+        built, others = PLAIN.candidates(ids, ids_of)
+    if _HERE.optimizers and unbuilt:
+        others = []  # one of the model's own trains them
+    if not (owners or unbuilt or built or others):
+        warnings.warn_of_no_scale(layer)
+    return PLAIN.given_to(built, settings), PLAIN.given_to(others, settings)
+
+
+def _needs_scale(sources: Sequence[Any]) -> bool:
+    """Returns whether to scale for an optimizer that is not known yet, if it exists.
+
+    Eager code knows it from its second step on; a graph keeps what it is given now.
+    """
+    is_float16 = warnings.float16_layer_of(sources) is not None
+    return is_float16 or tapes.may_compute_in_half()
+
+
+def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
+    return [optimizer.dynamic_scale.value for optimizer in optimizers]
+
+
+def _has_variable(sources: Sequence[Any]) -> bool:
+    return any(map(_is_variable, sources))
+
+
+def _is_variable(source: Any) -> bool:
+    return isinstance(source, keras.Variable | tf.Variable)
+
+
+def _training(tape: tf.GradientTape, living: Sequence[Any]) -> Sequence[Any]:
+    """Returns the optimizers for which a gradient of no variable is computed."""
+    # A branch of one replica cannot wait for the others.
+    has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
+    is_nested = tapes.is_recording() and tapes.can_be_asked_again(tape)
+    if has_replicas or not (_HERE.optimizers or is_nested):
+        return ()
+    watched = frozenset(map(id, tape.watched_variables()))
+    owners = [o for o in living if not watched.isdisjoint(ids_of(o))]
+    return owners or _HERE.optimizers
+
+
+def _wrap_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    @tf.autograph.experimental.do_not_convert
+    def gradient(
+        self: tf.GradientTape,
+        target: Any,
+        sources: Any,
+        output_gradients: Any = None,
+        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+    ) -> Any:
+        flat = tf.nest.flatten(sources)
+        # Inside another gradient a tape is part of some layer's own gradient.
+        plan = None if _HERE.is_in_gradient else _plan(self, target, flat)
+        before, _HERE.is_in_gradient = _HERE.is_in_gradient, True
+        try:
+            with tapes.asked(self):
+                if plan is None:
+                    return original(
+                        self, target, sources, output_gradients, unconnected_gradients
+                    )
+
+                def compute(targets: list[Any], seeds: Any) -> list[Any]:
+                    return original(self, targets, flat, seeds, unconnected_gradients)
+
+                true = plan.gradients(compute, target, flat, output_gradients)
+        finally:
+            _HERE.is_in_gradient = before
+        return tf.nest.pack_sequence_as(sources, true)
+
+    return gradient
+
+
+def _wrap_scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Notes that Keras's own wrapper is used, in code that knows of scales."""
+
+    @like(original)
+    def scale_loss(self: Any, loss: Any) -> Any:
+        CALLS.scales_by_hand = True
+        return original(self, loss)
+
+    return scale_loss
+
+
+# Held by every optimizer that scales losses, and by all that may need one.
+TAPE_HOOKS = HeldPatches(
+    [
+        *tapes.patches(_wrap_gradient),
+        Patch(keras.optimizers.LossScaleOptimizer, "scale_loss", _wrap_scale_loss),
+    ]
+)

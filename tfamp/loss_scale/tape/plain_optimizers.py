@@ -1,0 +1,193 @@
+"""Knows the optimizers without a loss scale, and which of them were given one.
+
+A loop of one's own hands gradients to an optimizer that no `compile` ever saw. Where
+they are of a float16 layer, the optimizer gets a companion: a `LossScaleOptimizer`
+around it that tapes and `apply` go by. The optimizer stays the user's object.
+"""
+
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.keras_hooks.layer_record import CALLS
+from tfamp.keras_hooks.optimizers import leaves, strategy_of
+
+_ATTRIBUTE = "_tfamp_companion"
+# What code of a method has to name to come to the `apply` of the base class.
+_WAYS_TO_APPLY = frozenset(("apply", "apply_gradients"))
+
+
+class _Held:
+    """Holds an optimizer's companion, where Keras looks for no state to save.
+
+    It is an attribute of the optimizer, which the companion holds: both go together.
+    """
+
+    def __init__(self, companion: Any) -> None:
+        self.companion = companion
+        self.is_told = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> "_Held":
+        """A copied optimizer is given another one where it needs it."""
+        return _Held(None)
+
+
+class PlainOptimizers:
+    """The optimizers that are no `LossScaleOptimizer`, as they are met.
+
+    Attributes:
+        make: Makes a companion for an optimizer under settings.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._known: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._left_alone: weakref.WeakSet[Any] = weakref.WeakSet()
+        self._wrappers: weakref.WeakKeyDictionary[Any, Any] = (
+            weakref.WeakKeyDictionary()
+        )
+        self.make: Callable[[Any, Any], Any] | None = None
+
+    def know(self, optimizer: Any) -> None:
+        """Notes that an optimizer exists."""
+        with self._lock:
+            self._known.add(optimizer)
+
+    def leave_alone(self, optimizer: Any) -> None:
+        """Notes that an optimizer shall have no loss scale."""
+        with self._lock:
+            self._left_alone.add(optimizer)
+
+    def is_left_alone(
+        self, ids: frozenset[int], ids_of: Callable[[Any], frozenset[int]]
+    ) -> bool:
+        """Returns whether one that shall have no loss scale trains a variable.
+
+        In a `train_step` it may be one that is not built yet.
+        """
+        with self._lock:
+            left_alone = tuple(self._left_alone)
+        return any(
+            (CALLS.is_training and not o.built) or not ids.isdisjoint(ids_of(o))
+            for o in left_alone
+        )
+
+    def note_wrapped(self, wrapper: Any) -> None:
+        """Notes that an optimizer has a loss scale as long as its wrapper lives."""
+        with self._lock:
+            for leaf in leaves(wrapper.inner_optimizer):
+                self._wrappers[leaf] = weakref.ref(wrapper)
+
+    def candidates(
+        self, ids: frozenset[int], ids_of: Callable[[Any], frozenset[int]]
+    ) -> tuple[list[Any], list[Any]]:
+        """Returns the optimizers that may apply gradients and may be given a scale.
+
+        Args:
+            ids: The identities of the variables.
+            ids_of: Returns the identities of those that a built optimizer trains.
+
+        Returns:
+            The optimizers that are built for any of the variables, and those that are
+            not built, where the former do not train them all.
+        """
+        with self._lock:
+            known = tuple(self._known)
+            possible = [o for o in known if self._may_be_given(o)]
+        for other in set(known).difference(possible):
+            ids -= ids_of(other)
+        owners = [o for o in possible if not ids.isdisjoint(ids_of(o))]
+        if not ids.difference(*map(ids_of, owners)):
+            return owners, []
+        return owners, [o for o in possible if not o.built]
+
+    def companion_of(self, optimizer: Any) -> Any:
+        """Returns what an optimizer was given, None where it has no use for it."""
+        held = vars(optimizer).get(_ATTRIBUTE)
+        if held is None or held.companion is None:
+            return None
+        with self._lock:
+            return held.companion if self._may_be_given(optimizer) else None
+
+    def given(self, optimizer: Any, settings: Any) -> Any:
+        """Returns the companion of an optimizer, made where there is none.
+
+        Args:
+            optimizer: One that may be given one.
+            settings: The settings of the layer whose gradients it may apply.
+        """
+        with self._lock:
+            if self.companion_of(optimizer) is None and self.make is not None:
+                # Outside of the function that is being traced, which it outlives.
+                with tf.init_scope():
+                    companion = _made(self.make, optimizer, settings)
+                vars(optimizer)[_ATTRIBUTE] = _Held(companion)
+            return self.companion_of(optimizer)
+
+    def given_to(self, optimizers: Sequence[Any], settings: Any) -> list[Any]:
+        """Returns the companions of optimizers that may be given one."""
+        given = [self.given(optimizer, settings) for optimizer in optimizers]
+        return [companion for companion in given if companion is not None]
+
+    def is_to_be_told(self, optimizer: Any) -> bool:
+        """Returns whether this is the first time that a companion is used."""
+        held = vars(optimizer)[_ATTRIBUTE]
+        before, held.is_told = held.is_told, True
+        return not before
+
+    def may_be_given(self, optimizer: Any) -> bool:
+        """Returns whether an optimizer may be given a loss scale."""
+        with self._lock:
+            return self._may_be_given(optimizer)
+
+    def _may_be_given(self, optimizer: Any) -> bool:
+        wrapper = self._wrappers.get(optimizer)
+        return (
+            optimizer not in self._left_alone
+            and (wrapper is None or wrapper() is None)
+            and getattr(optimizer, "loss_scale_factor", None) is None
+            and leaves(optimizer) == [optimizer]
+            and _is_of_this_strategy(optimizer)
+            and (optimizer.built or _comes_to_apply(type(optimizer)))
+        )
+
+
+PLAIN = PlainOptimizers()
+
+
+def _made(make: Callable[[Any, Any], Any], optimizer: Any, settings: Any) -> Any:
+    strategy = strategy_of(optimizer)
+    if strategy is tf.distribute.get_strategy():
+        companion = make(optimizer, settings)
+    else:
+        with strategy.scope():
+            companion = make(optimizer, settings)
+    return companion
+
+
+def _is_of_this_strategy(optimizer: Any) -> bool:
+    strategy = tf.distribute.get_strategy()
+    return strategy.num_replicas_in_sync == 1 or strategy_of(optimizer) is strategy
+
+
+def _comes_to_apply(cls: type) -> bool:
+    """Returns whether a class that is not built yet will call the base's `apply`.
+
+    One that updates variables in an `apply` of its own would never be asked whether
+    gradients are finite, and the scale may make them overflow.
+    """
+    base = keras.optimizers.Optimizer
+    return all(
+        getattr(cls, name) is getattr(base, name) or _names_a_way(getattr(cls, name))
+        for name in _WAYS_TO_APPLY
+    )
+
+
+def _names_a_way(method: Any) -> bool:
+    code = getattr(method, "__code__", None)
+    names: Sequence[str] = () if code is None else code.co_names
+    return not _WAYS_TO_APPLY.isdisjoint(names)

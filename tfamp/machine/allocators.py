@@ -1,0 +1,257 @@
+"""What holds memory on this machine, how TensorFlow takes it, and what to change.
+
+`machine_memory` looks; `advice` decides by plain rules over what it found, so that any
+machine can be described and asked about.
+"""
+
+import contextlib
+import os
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import tensorflow as tf
+
+from tfamp.machine import limits
+from tfamp.machine.memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.nvml import Nvml
+from tfamp.records.units import format_bytes
+
+_ALLOCATOR, _GROWTH = "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH"
+_PINNED, _PER_DEVICE = "TF_GPU_HOST_MEM_LIMIT_IN_MB", "TF_PER_DEVICE_MEMORY_LIMIT_MB"
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+# The last is the one for training; the others find errors of TensorFlow's.
+# Source: TensorFlow, tensorflow/core/common_runtime/gpu, 2026-11-22.
+ALLOCATORS = ("cuda_malloc", "memory_guard", "cuda_malloc_async")
+_MIG_ENABLED = 1
+_MIB = 2**20
+# Less than this part of a memory, held by others or free, is worth no word.
+_NOTICEABLE, _SCARCE = 0.05, 0.1
+
+
+class Advice(NamedTuple):
+    """Something about memory that could be better, and what to do."""
+
+    message: str
+    remedy: str
+
+
+def machine_memory(
+    pynvml: Any = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+    own_pid: int | None = None,
+    config: Any = None,
+    **options: Any,
+) -> MachineMemory:
+    """Returns the memory of this machine and who holds it; starts no GPU.
+
+    Args:
+        pynvml: As for `Nvml`.
+        environ: The environment variables.
+        root: Where `proc` and `sys` lie.
+        own_pid: Number of the process whose memory is its own; None for this one.
+        config: Stands for `tf.config`; None takes that.
+        **options: Further ones of `Nvml`.
+
+    Raises:
+        ImportError: The system does not tell its memory (Windows), and psutil is not
+            installed.
+
+    Example:
+        >>> memory = machine_memory()
+        >>> 0 < memory.limit.free_bytes <= memory.limit.bytes
+        True
+    """
+    own = os.getpid() if own_pid is None else own_pid
+    swap = limits.swap_bytes(root) or (None, None)
+    nvml = Nvml.open(pynvml, environ=environ, **options)
+    gpus: tuple[GpuMemory, ...] = ()
+    if nvml is not None:
+        with nvml:
+            gpus = tuple(_gpus(nvml, own, root, config or tf.config))
+    return MachineMemory(limits.memory_limits(root), gpus, *swap)
+
+
+def advice(
+    memory: MachineMemory,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    has_gpu: bool | None = None,
+) -> tuple[Advice, ...]:
+    """Returns what could be better about memory and allocators, with remedies.
+
+    Args:
+        memory: What `machine_memory` returned.
+        environ: The environment variables.
+        has_gpu: Whether TensorFlow uses a GPU, so that its settings matter; None where
+            `memory` tells.
+
+    Example:
+        >>> held = Holder(123, "python", 14 * 2**30)
+        >>> gpu = GpuMemory(0, "T4", 15 * 2**30, 14 * 2**30, holders=(held,))
+        >>> print(advice(MachineMemory(gpus=(gpu,)), {})[0].message)
+        Another process (pid 123, python) holds 14.0 GiB of 15.0 GiB on GPU:0.
+    """
+    found = [each for gpu in memory.gpus for each in _of_gpu(gpu)]
+    if bool(memory.gpus) if has_gpu is None else has_gpu:
+        found += _of_variables(environ)
+    for limit in memory.limits:
+        found += _of_limit(limit, memory.limits[0])
+    return tuple(found)
+
+
+def _gpus(nvml: Nvml, own: int, root: Path, config: Any) -> Iterator[GpuMemory]:
+    handles = nvml.handles
+    physical = {_number(gpu): gpu for gpu in config.list_physical_devices("GPU")}
+    for reading in nvml.read():
+        part, whole = handles[reading.index]
+        mode = nvml.ask("nvmlDeviceGetMigMode", whole)
+        growth, limit = _taking(config, physical.get(reading.index))
+        yield GpuMemory(
+            reading.index,
+            reading.name,
+            reading.memory_total_bytes,
+            reading.memory_used_bytes,
+            None if mode is None else mode[0] == _MIG_ENABLED,
+            reading.mig_slice,
+            _holders(nvml, part, own, root),
+            growth,
+            limit,
+        )
+
+
+def _number(gpu: Any) -> int:
+    return int(gpu.name.rsplit(":", 1)[1])
+
+
+def _holders(nvml: Nvml, part: Any, own: int, root: Path) -> tuple[Holder, ...]:
+    """Returns the processes on a GPU or slice, the largest first."""
+    found: dict[int, Holder] = {}
+    # A process that draws and computes is in both lists, with the same figure.
+    for query in ("Compute", "Graphics"):
+        for each in nvml.ask(f"nvmlDeviceGet{query}RunningProcesses", part) or ():
+            held = each.usedGpuMemory
+            found[each.pid] = Holder(
+                each.pid,
+                _program(nvml, each.pid, root),
+                None if held is None else int(held),
+                each.pid == own,
+            )
+    return tuple(sorted(found.values(), key=lambda each: -(each.bytes or 0)))
+
+
+def _program(nvml: Nvml, pid: int, root: Path) -> str:
+    """Returns the name of a process's program, "" where nobody tells."""
+    name = nvml.ask("nvmlSystemGetProcessName", pid)
+    if not name:
+        with contextlib.suppress(OSError):
+            name = (root / f"proc/{pid}/comm").read_text()
+    name = name.decode(errors="replace") if isinstance(name, bytes) else name or ""
+    # A path, with the arguments on some systems.
+    return name.strip().split(" ")[0].rsplit("/", 1)[-1]
+
+
+def _taking(config: Any, gpu: Any) -> tuple[bool | None, int | None]:
+    """Returns whether this process takes memory as needed, and how much at most."""
+    growth = limit = None
+    if gpu is None:
+        return growth, limit
+    with contextlib.suppress(ValueError, RuntimeError):
+        growth = config.experimental.get_memory_growth(gpu)
+    with contextlib.suppress(ValueError, RuntimeError):
+        logical = config.get_logical_device_configuration(gpu) or ()
+        each = [device.memory_limit for device in logical]
+        if each and None not in each:
+            limit = _MIB * int(sum(each))
+    return growth, limit
+
+
+def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
+    where, total = f"GPU:{gpu.index}", gpu.total_bytes
+    if total is None:
+        return
+    for holder in gpu.others:
+        if (holder.bytes or 0) < _NOTICEABLE * total:
+            continue
+        name = f", {holder.name}" if holder.name else ""
+        yield Advice(
+            f"Another process (pid {holder.pid}{name}) holds "
+            f"{format_bytes(holder.bytes or 0)} of {format_bytes(total)} on {where}.",
+            "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
+            f"share it, set {_GROWTH}=true for both.",
+        )
+    # What the driver itself takes is some hundred MiB on large GPUs.
+    if gpu.unseen_bytes >= _SCARCE * total:
+        yield Advice(
+            f"{format_bytes(gpu.unseen_bytes)} of {format_bytes(total)} on {where} are "
+            "held by processes that cannot be seen from here, such as those of another "
+            "container.",
+            "Look with `nvidia-smi` on the host, or choose another GPU by "
+            "CUDA_VISIBLE_DEVICES.",
+        )
+    if gpu.is_mig and gpu.mig_slice is None:
+        yield Advice(
+            f"{where} is cut by MIG, but has no slice to compute on.",
+            "Make one with `nvidia-smi mig -cgi <profile> -C`, or turn MIG off with "
+            "`nvidia-smi -mig 0`.",
+        )
+    if gpu.limit_bytes is not None and gpu.limit_bytes > total:
+        yield Advice(
+            f"This process may take {format_bytes(gpu.limit_bytes)} on {where}, which "
+            f"has {format_bytes(total)}.",
+            "Lower the `memory_limit` of its logical devices.",
+        )
+
+
+def _of_variables(environ: Mapping[str, str]) -> Iterator[Advice]:
+    allocator = environ.get(_ALLOCATOR)
+    if allocator and allocator not in ALLOCATORS:
+        yield Advice(
+            f"{_ALLOCATOR} is {allocator!r}, which TensorFlow does not know and "
+            "ignores.",
+            f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it.",
+        )
+    elif allocator and allocator != ALLOCATORS[-1]:
+        yield Advice(
+            f"{_ALLOCATOR} is {allocator!r}, which is slow and meant for finding "
+            "errors in TensorFlow.",
+            f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it.",
+        )
+    growth = environ.get(_GROWTH)
+    if growth and growth not in ("true", "false"):
+        yield Advice(
+            f"{_GROWTH} is {growth!r}, which TensorFlow ignores: it takes only 'true' "
+            "and 'false'.",
+            f"Set {_GROWTH}=true.",
+        )
+    if environ.get(_PREALLOCATE) and not growth:
+        yield Advice(
+            f"{_PREALLOCATE} is {environ[_PREALLOCATE]!r}, which JAX reads and "
+            "TensorFlow does not.",
+            f"Set {_GROWTH}=true to have TensorFlow take GPU memory as needed.",
+        )
+    for name in (_PINNED, _PER_DEVICE):
+        value = environ.get(name, "")
+        if value and not value.strip().isdecimal():
+            yield Advice(
+                f"{name} is {value!r}; expected a whole number of MiB.",
+                f"Set another number, as in {name}=8192, or unset it.",
+            )
+
+
+def _of_limit(limit: MemoryLimit, machine: MemoryLimit) -> Iterator[Advice]:
+    if limit.source == limits.ADDRESS_SPACE and limit.bytes < machine.bytes:
+        yield Advice(
+            f"RLIMIT_AS lets this process reserve {format_bytes(limit.bytes)} of "
+            "addresses. TensorFlow reserves many more than it uses, and ends with "
+            "`std::bad_alloc` at the limit.",
+            "Run `ulimit -v unlimited`, and bound the memory by a cgroup.",
+        )
+    elif limit.used_bytes is not None and limit.free_bytes < _SCARCE * limit.bytes:
+        yield Advice(
+            f"{format_bytes(limit.free_bytes)} of {format_bytes(limit.bytes)} "
+            f"({limit.source}) is free.",
+            "End other processes, or raise the container's limit.",
+        )

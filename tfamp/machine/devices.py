@@ -1,0 +1,268 @@
+"""The devices here, what each computes fast, and the policy that suits them.
+
+`devices` looks; `recommend` and `objection` decide by a table of plain rules over
+what it found, so that any machine can be described and asked about.
+"""
+
+import contextlib
+import functools
+import os
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import archspec.cpu
+import tensorflow as tf
+
+from tfamp.machine import amx as _amx
+from tfamp.machine import speeds
+from tfamp.machine.speeds import Speed
+from tfamp.records import checks, formats
+from tfamp.records.record import Device, Recommendation
+
+# Best first: bfloat16 has float32's range and needs no loss scale.
+MIXED_POLICIES = ("mixed_bfloat16", "mixed_float16")
+_STORED_IN_HALF = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
+
+
+def recommend(
+    devices: Sequence[Device], *, onednn: bool | None = None
+) -> Recommendation:
+    """Returns the policy that trains fastest on all these devices.
+
+    A mixed policy is only recommended if every GPU or TPU, or the CPU where there
+    is neither, computes in it faster than in float32: replicas wait for the slowest.
+
+    Args:
+        devices: The devices, as `devices` returns them.
+        onednn: Whether TensorFlow's oneDNN kernels are on; None asks the
+            environment variable TF_ENABLE_ONEDNN_OPTS.
+
+    Example:
+        >>> recommend([Device("gpu", "Tesla T4", (7, 5))]).policy
+        'mixed_float16'
+        >>> recommend([Device("gpu", "Tesla P100", (6, 0))]).reason
+        'Tesla P100 has no tensor cores (compute capability 6.0, needs 7.0).'
+    """
+    onednn = _onednn_is_on(os.environ) if onednn is None else onednn
+    computing = _computing(devices)
+    if not computing:
+        return Recommendation("float32", "TensorFlow sees no device.")
+    slow = {policy: _first_slow(policy, computing, onednn) for policy in MIXED_POLICIES}
+    fast = [policy for policy in MIXED_POLICIES if slow[policy] is None]
+    if fast:
+        # Told by the device that stands against a better policy, if one does.
+        teller = slow[MIXED_POLICIES[0]] or computing[0]
+        policy = subject = fast[0]
+    else:
+        # Float16 comes with the first tensor cores; a CPU can only do bfloat16.
+        subject = MIXED_POLICIES[0 if computing[0].kind == "cpu" else 1]
+        teller = slow[subject] or computing[0]
+        policy = "float32"
+    reason = _speed(teller, subject, onednn).why
+    if len({device.name for device in computing}) > 1:
+        reason += f", and the policy has to suit all {len(computing)} devices"
+    return Recommendation(policy, f"{reason}.")
+
+
+def objection(
+    policy: str, devices: Sequence[Device], *, onednn: bool | None = None
+) -> str | None:
+    """Returns why a policy is a bad choice on these devices, or None.
+
+    Args:
+        policy: A policy's name. Float32, "auto" and unknown names are not judged.
+        devices: The devices, as `devices` returns them.
+        onednn: As in `recommend`.
+
+    Returns:
+        One sentence with the reason and the better policy.
+
+    Example:
+        >>> objection("mixed_bfloat16", [Device("gpu", "Tesla V100", (7, 0))])
+        ... # doctest: +NORMALIZE_WHITESPACE
+        "'mixed_bfloat16' will be slow or gain nothing here: Tesla V100 emulates
+        bfloat16 (compute capability 7.0, needs 8.0); use 'mixed_float16'."
+    """
+    onednn = _onednn_is_on(os.environ) if onednn is None else onednn
+    better = recommend(devices, onednn=onednn).policy
+    if policy in _STORED_IN_HALF:
+        # Below 1.0 numbers lie twice as close, so this is the smaller step.
+        step = formats.FORMATS[policy].epsilon / 4
+        same = _STORED_IN_HALF[policy]
+        use = repr(same) if better in (same, "float32") else repr(better)
+        also = ""
+        if better == "float32":
+            also = ", and 'float32' is the fast one here"
+        return (
+            f"{policy!r} stores the weights in {policy}, where a weight of 1.0 does "
+            f"not move by updates under {step:.1g}; use {use}, which keeps them in "
+            f"float32{also}."
+        )
+    if policy not in MIXED_POLICIES:
+        return None
+    slow = _first_slow(policy, _computing(devices), onednn)
+    if slow is None:
+        return None
+    reason = _speed(slow, policy, onednn).why
+    return f"{policy!r} will be slow or gain nothing here: {reason}; use {better!r}."
+
+
+def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...]:
+    """Returns the number formats that a device multiplies faster than float32.
+
+    Args:
+        device: The device.
+        onednn: As in `recommend`.
+
+    Example:
+        >>> fast_dtypes(Device("gpu", "NVIDIA A100", (8, 0)))
+        ('bfloat16', 'float16', 'tfloat32')
+    """
+    return speeds.fast_dtypes(
+        kind=device.kind,
+        name=device.name,
+        compute_capability=device.compute_capability,
+        features=device.features,
+        onednn=_onednn_is_on(os.environ) if onednn is None else onednn,
+    )
+
+
+def devices() -> tuple[Device, ...]:
+    """Returns the devices that TensorFlow may use in this process.
+
+    Devices hidden with `tf.config.set_visible_devices` are left out, and a CPU or
+    GPU split into logical devices counts once. Starts no device and takes no memory
+    on it. Memory of GPUs is known where nvidia-ml-py is installed.
+
+    Returns:
+        TPUs, then GPUs, then the CPU.
+    """
+    tpus = tf.config.list_physical_devices("TPU")
+    gpus = tf.config.get_visible_devices("GPU")
+    details = [_details(gpu) for gpu in gpus]
+    memory = _nvml_memory() if gpus else {}
+    return (
+        *(Device("tpu", _details(tpu).get("device_name", "TPU")) for tpu in tpus),
+        *(_gpu(detail, memory) for detail in details),
+        _cpu(),
+    )
+
+
+def _gpu(details: Mapping[str, Any], memory: Mapping[str, int]) -> Device:
+    """Returns a GPU from TensorFlow's details and NVML's memory by name."""
+    name = details.get("device_name", "GPU")
+    capability = details.get("compute_capability")
+    return Device(
+        "gpu",
+        name,
+        compute_capability=tuple(capability) if capability else None,
+        memory_bytes=memory.get(name),
+        # "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
+        partition=" MIG " in f" {name} ",
+    )
+
+
+def _details(device: Any) -> dict[str, Any]:
+    """Returns TensorFlow's details of a device, {} where it has none to give."""
+    try:
+        return dict(tf.config.experimental.get_device_details(device))
+    except (ValueError, RuntimeError, tf.errors.OpError):
+        return {}
+
+
+def _nvml_memory() -> dict[str, int]:
+    """Returns the memory of NVIDIA's GPUs and MIG slices by name, {} without NVML."""
+    try:
+        pynvml: Any = checks.require("pynvml", extra="gpu", purpose="GPU memory")
+    except ImportError:
+        return {}
+    found: dict[str, int] = {}
+    try:
+        pynvml.nvmlInit()
+    except pynvml.NVMLError:
+        return {}
+    try:
+        for index in range(pynvml.nvmlDeviceGetCount()):
+            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
+            for part in (handle, *_mig_slices(pynvml, handle)):
+                name = pynvml.nvmlDeviceGetName(part)
+                name = name.decode() if isinstance(name, bytes) else name
+                total = int(pynvml.nvmlDeviceGetMemoryInfo(part).total)
+                # Of two GPUs with one name the smaller counts.
+                found[name] = min(total, found.get(name, total))
+    except pynvml.NVMLError:
+        pass
+    finally:
+        pynvml.nvmlShutdown()
+    return found
+
+
+def _mig_slices(pynvml: Any, handle: Any) -> list[Any]:
+    """Returns the MIG slices of a GPU; most GPUs cannot be sliced."""
+    slices = []
+    with contextlib.suppress(pynvml.NVMLError):
+        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
+            with contextlib.suppress(pynvml.NVMLError):
+                slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
+    return slices
+
+
+@functools.cache
+def _cpu() -> Device:
+    """Returns this machine's CPU."""
+    try:
+        pages, page_bytes = os.sysconf("SC_PHYS_PAGES"), os.sysconf("SC_PAGE_SIZE")
+        memory = pages * page_bytes
+    except (AttributeError, OSError, ValueError):
+        memory = None
+    name = archspec.cpu.brand_string() or archspec.cpu.host().name
+    return Device("cpu", name, memory_bytes=memory, features=_cpu_features())
+
+
+def _cpu_features(is_amx_broken: Callable[[], bool] | None = None) -> tuple[str, ...]:
+    """Returns the CPU's instruction sets, sorted.
+
+    `archspec.cpu.host()` names the last microarchitecture whose every feature is
+    here and drops what goes beyond it, such as AMX, where a hypervisor hides a part.
+
+    Args:
+        is_amx_broken: States whether AMX ends the process; then `_amx.BROKEN` stands
+            in its place. None tries it.
+    """
+    detect = getattr(archspec.cpu, "detect", None)
+    detected = getattr(detect, "detected_info", archspec.cpu.host)()
+    features = detected.features or archspec.cpu.host().features
+    named = {feature.replace("-", "_") for feature in features}
+    amx = {feature for feature in named if feature.startswith("amx")}
+    if amx and (is_amx_broken or _amx.is_broken)():
+        named = named - amx | {_amx.BROKEN}
+    return tuple(sorted(named))
+
+
+def _onednn_is_on(environ: Mapping[str, str]) -> bool:
+    """States whether oneDNN is left on, its default on x86."""
+    return environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower() not in ("0", "false")
+
+
+def _computing(devices: Sequence[Device]) -> list[Device]:
+    """Returns the devices that models run on: the CPU only when it is alone."""
+    accelerators = [device for device in devices if device.kind != "cpu"]
+    return accelerators or list(devices)
+
+
+def _speed(device: Device, policy: str, onednn: bool) -> Speed:
+    """Returns the table's word on a device under a mixed policy."""
+    return speeds.speed(
+        policy.removeprefix("mixed_"),
+        kind=device.kind,
+        name=device.name,
+        compute_capability=device.compute_capability,
+        features=device.features,
+        onednn=onednn,
+    )
+
+
+def _first_slow(policy: str, devices: Sequence[Device], onednn: bool) -> Device | None:
+    """Returns the first device that gains nothing from a policy."""
+    slow = (d for d in devices if not _speed(d, policy, onednn).is_fast)
+    return next(slow, None)

@@ -1,0 +1,201 @@
+"""How much memory this process may take on the CPU, and what sets that limit.
+
+A container sees the machine's whole memory and is killed at its cgroup's limit, so the
+smallest of all limits decides.
+"""
+
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+from tfamp.machine.memory_records import MemoryLimit
+from tfamp.records import checks
+
+_ROOT = Path("/")
+# Version -> its mount, the files of limit and use, and the line of memory.stat with
+# cached files, which the kernel gives up before it kills.
+# Source: kernel.org, Documentation/admin-guide/cgroup-v2.rst and cgroup-v1/memory.rst.
+_CGROUPS = {
+    "cgroup v2": ("", "memory.max", "memory.current", "inactive_file"),
+    "cgroup v1": (
+        "memory",
+        "memory.limit_in_bytes",
+        "memory.usage_in_bytes",
+        "total_inactive_file",
+    ),
+}
+PHYSICAL = "physical memory"
+ADDRESS_SPACE = "RLIMIT_AS"
+
+
+def memory_limit(
+    root: Path = _ROOT,
+    *,
+    address_space: Callable[[], int | None] | None = None,
+    physical: Callable[[], int] | None = None,
+) -> MemoryLimit:
+    """Returns the limit that this process meets first.
+
+    The smallest of all that `memory_limits` finds.
+
+    Args:
+        root: As in `memory_limits`.
+        address_space: As in `memory_limits`.
+        physical: As in `memory_limits`.
+
+    Raises:
+        ImportError: The system tells nothing (Windows), and psutil is not installed.
+
+    Example:
+        >>> memory_limit().bytes > 2**20
+        True
+    """
+    limits = memory_limits(root, address_space=address_space, physical=physical)
+    return min(limits, key=lambda limit: limit.bytes)
+
+
+def memory_limits(
+    root: Path = _ROOT,
+    *,
+    address_space: Callable[[], int | None] | None = None,
+    physical: Callable[[], int] | None = None,
+) -> tuple[MemoryLimit, ...]:
+    """Returns every limit on the memory of this process, the machine's memory first.
+
+    Args:
+        root: Where `proc` and `sys` lie.
+        address_space: Gives RLIMIT_AS in bytes, None where it is unlimited; None asks
+            the system.
+        physical: Gives the machine's memory where `proc` does not tell it; None asks
+            the system.
+
+    Raises:
+        ImportError: The system tells nothing (Windows), and psutil is not installed.
+
+    Example:
+        >>> memory_limits()[0].source
+        'physical memory'
+    """
+    found = [_physical(root, physical or _system_bytes)]
+    for version in _CGROUPS:
+        found += _cgroup_limits(root, version)
+    space = (address_space or _address_space)()
+    if space is not None:
+        used = _fields(root / "proc/self/status").get("VmSize")
+        found.append(MemoryLimit(space, ADDRESS_SPACE, used))
+    return tuple(found)
+
+
+def swap_bytes(root: Path = _ROOT) -> tuple[int, int] | None:
+    """Returns total and free swap of the machine, None where it is not told.
+
+    Args:
+        root: Where `proc` lies.
+
+    Example:
+        >>> swap_bytes(Path("nowhere")) is None
+        True
+    """
+    fields = _fields(root / "proc/meminfo")
+    if not {"SwapTotal", "SwapFree"} <= fields.keys():
+        return None
+    return fields["SwapTotal"], fields["SwapFree"]
+
+
+def _physical(root: Path, otherwise: Callable[[], int]) -> MemoryLimit:
+    fields = _fields(root / "proc/meminfo")
+    total, free = fields.get("MemTotal"), fields.get("MemAvailable")
+    if total is None:
+        return MemoryLimit(otherwise(), PHYSICAL)
+    return MemoryLimit(total, PHYSICAL, None if free is None else total - free)
+
+
+def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
+    """Returns the tightest limit of this process's cgroup and those around it."""
+    mount, limit_file, used_file, cache_line = _CGROUPS[version]
+    found = []
+    for folder in _cgroup_folders(root, mount):
+        limit = _number(folder / limit_file)
+        if limit is None:
+            continue
+        used = _number(folder / used_file)
+        if used is not None:
+            used -= _words(folder / "memory.stat").get(cache_line, 0)
+        found.append(
+            MemoryLimit(limit, version, None if used is None else max(0, used))
+        )
+    least = min(found, key=lambda limit: limit.bytes, default=None)
+    # Version 1 writes "no limit" as the largest number of pages that there is.
+    return [] if least is None or least.bytes >= 2**62 else [least]
+
+
+def _cgroup_folders(root: Path, mount: str) -> Iterator[Path]:
+    """Yields the folders of this process's cgroup, its own first, then those above.
+
+    Inside a container the path may be the host's while the mount begins at the
+    container's own cgroup; what is not there is passed over and the mount counts.
+    """
+    top = root / "sys/fs/cgroup" / mount
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        lines = []
+    for line in lines:
+        # "4:cpu,memory:/user/job" in version 1, "0::/user/job" in version 2.
+        _, controllers, path = (*line.split(":", 2), "", "")[:3]
+        if mount not in controllers.split(","):
+            continue
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts), 0, -1):
+            yield top.joinpath(*parts[:depth])
+    yield top
+
+
+def _fields(path: Path) -> dict[str, int]:
+    """Returns the sizes of a file of `proc`, in bytes: "MemTotal:  24684092 kB"."""
+    sizes = _words(path)
+    return {name.rstrip(":"): 1024 * size for name, size in sizes.items()}
+
+
+def _words(path: Path) -> dict[str, int]:
+    """Returns first word -> number of a file's lines, {} where it cannot be read."""
+    try:
+        lines = path.read_text().splitlines()
+    except OSError:
+        return {}
+    words = [line.split() for line in lines]
+    return {
+        each[0]: int(each[1])
+        for each in words
+        if len(each) > 1 and each[1].isascii() and each[1].isdigit()
+    }
+
+
+def _number(path: Path) -> int | None:
+    """Returns the number in a file, None for "max" and where it cannot be read."""
+    try:
+        text = path.read_text().strip()
+    except OSError:
+        return None
+    return int(text) if text.isascii() and text.isdigit() else None
+
+
+def _address_space() -> int | None:
+    """Returns RLIMIT_AS, None where there is none."""
+    try:
+        import resource
+    except ImportError:
+        return None
+    soft, _ = resource.getrlimit(resource.RLIMIT_AS)
+    return None if soft == resource.RLIM_INFINITY else soft
+
+
+def _system_bytes() -> int:
+    """Returns the machine's memory where there is no `proc` (macOS, Windows)."""
+    try:
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, OSError, ValueError):
+        psutil = checks.require(
+            "psutil", extra="report", purpose="The size of this machine's memory"
+        )
+        return int(psutil.virtual_memory().total)

@@ -1,0 +1,148 @@
+"""Memory of this process and of the GPUs: now, and the most there was so far."""
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.records import checks
+
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+# What resets the peak. Source: man 5 proc_pid_clear_refs, value 5.
+_RESET = "5"
+
+
+def process_bytes() -> int:
+    """Returns the memory that this process holds now (resident set size).
+
+    Raises:
+        ImportError: psutil is not installed.
+
+    Example:
+        >>> process_bytes() > 2**20
+        True
+    """
+    return int(_psutil().Process().memory_info().rss)
+
+
+def peak_process_bytes(status: Path = _STATUS) -> int:
+    """Returns the most memory that this process ever held, or since `reset_peak`.
+
+    On Linux from the kernel's high-water mark of this process. Not from
+    `resource.getrusage` there: that starts at the peak of the process which started
+    this one, so a small child of a large parent reports the parent.
+
+    Args:
+        status: The file with the high-water mark.
+
+    Raises:
+        ImportError: Neither the file nor `resource` is there (Windows), and psutil is
+            not installed.
+
+    Example:
+        >>> peak_process_bytes() >= 2**20
+        True
+    """
+    peak = _high_water_mark(status)
+    if peak is not None:
+        return peak
+    try:
+        import resource
+    except ImportError:
+        return int(_psutil().Process().memory_info().peak_wset)
+    return _maxrss_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+
+
+def reset_peak(clear_refs: Path = _CLEAR_REFS) -> bool:
+    """Lets the peak begin anew from the memory held now; Linux only.
+
+    Args:
+        clear_refs: The file that takes the request.
+
+    Returns:
+        Whether it worked. Where it did not, the peak stays that of the whole process:
+        measure in a fresh one.
+    """
+    if not clear_refs.exists():
+        return False
+    try:
+        clear_refs.write_text(_RESET)
+    except OSError:
+        return False
+    return True
+
+
+def device_peak_bytes() -> int | None:
+    """Returns the peak of TensorFlow's allocator on the fullest GPU.
+
+    The fullest decides what fits. It is what tensors took, not what TensorFlow
+    reserved; NVML tells that. Starts the GPUs if they were not yet in use.
+
+    Returns:
+        Bytes since the start or `reset_device_peak`; None without a GPU, and where the
+        allocator keeps no count.
+
+    Example:
+        >>> gpus = tf.config.list_physical_devices("GPU")
+        >>> (device_peak_bytes() is None) == (not gpus)
+        True
+    """
+    peaks = []
+    for name in _gpus():
+        try:
+            peaks.append(int(tf.config.experimental.get_memory_info(name)["peak"]))
+        except (ValueError, tf.errors.OpError):
+            continue  # this allocator keeps no count
+    return max(peaks, default=None)
+
+
+def reset_device_peak() -> bool:
+    """Lets the peak of each GPU begin anew from what is in use now.
+
+    Returns:
+        Whether there is a GPU and all of them did.
+    """
+    gpus = _gpus()
+    for name in gpus:
+        try:
+            tf.config.experimental.reset_memory_stats(name)
+        except (ValueError, tf.errors.OpError):
+            return False
+    return bool(gpus)
+
+
+def _gpus() -> list[str]:
+    """Returns the GPUs in the words of TensorFlow's memory functions."""
+    return [
+        f"GPU:{index}" for index in range(len(tf.config.list_logical_devices("GPU")))
+    ]
+
+
+def _psutil() -> Any:
+    return checks.require("psutil", extra="report", purpose="Memory of this process")
+
+
+def _high_water_mark(status: Path) -> int | None:
+    """Returns VmHWM of a status file, None where there is none (not Linux, gVisor)."""
+    try:
+        lines = status.read_text().splitlines()
+    except OSError:
+        return None
+    for line in lines:
+        if line.startswith("VmHWM:"):
+            return 1024 * int(line.split()[1])
+    return None
+
+
+def _maxrss_bytes(maxrss: int, platform: str = sys.platform) -> int:
+    """Returns `ru_maxrss` in bytes.
+
+    Source: getrusage(2): kilobytes on Linux and BSD, bytes on macOS.
+
+    Example:
+        >>> _maxrss_bytes(2048, "linux"), _maxrss_bytes(2048, "darwin")
+        (2097152, 2048)
+    """
+    return maxrss if platform == "darwin" else 1024 * maxrss

@@ -1,0 +1,263 @@
+"""What an error of memory means: what was asked for and where, what holds the rest.
+
+`explain` words it from plain facts, so that any error and machine can be described.
+"""
+
+import dataclasses
+import math
+import os
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+import tensorflow as tf
+
+from tfamp.machine.memory_records import GpuMemory, MachineMemory
+from tfamp.records.units import format_bytes, join_words
+
+_TENSOR = re.compile(
+    r"OOM when allocating tensor with shape\s*\[([\d,\s]*)\] and type (\w+)"
+)
+# XLA, the driver, and the allocator of GPUs; the last rounds what was asked for up.
+_BYTES = (
+    re.compile(r"out of memory (?:while )?(?:trying to )?allocat(?:e|ing) (\d+) bytes"),
+    re.compile(r"failed to allocate (?:request for )?(\d+) ?b(?:ytes)?\b"),
+    re.compile(r"trying to allocate [\d.]+ ?\w+ \(rounded to (\d+)\)"),
+)
+_DEVICE = re.compile(r"device:(\w+:\d+)")
+_NODE = re.compile(r"\{\{node ([^}]+)\}\}")
+_CALLED = re.compile(r"Exception encountered when calling (\w+)\.call")
+_NUMBER = re.compile(r"_\d+$")
+_ALLOCATOR, _ASYNC = "TF_GPU_ALLOCATOR", "cuda_malloc_async"
+_GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+
+
+@dataclasses.dataclass(frozen=True)
+class Request:
+    """What could not be had, as far as the text of an error tells.
+
+    Args:
+        bytes: How much, None if unknown.
+        what: The tensor, such as "float32 (8, 4096)"; "" where it was none.
+        device: Where, such as "GPU:0"; "" if unknown.
+        node: The operation's name in the graph, "" if unknown.
+        layer_class: Class of the layer that was called eagerly, "" if unknown.
+    """
+
+    bytes: int | None = None
+    what: str = ""
+    device: str = ""
+    node: str = ""
+    layer_class: str = ""
+
+
+def requested(error_text: str) -> Request:
+    """Returns what an error says was asked for.
+
+    Args:
+        error_text: The error's text, of TensorFlow, XLA or a driver.
+
+    Example:
+        >>> text = "OOM when allocating tensor with shape[8,2] and type half on"
+        >>> requested(text).bytes, requested(text).what
+        (32, 'float16 (8, 2)')
+        >>> requested("Out of memory while trying to allocate 1024 bytes.").bytes
+        1024
+    """
+    size, what = None, ""
+    tensor = _TENSOR.search(error_text)
+    if tensor is not None:
+        shape = tuple(int(n) for n in tensor.group(1).split(",") if n.strip())
+        what = f"{tensor.group(2)} {shape}"
+        try:
+            dtype = tf.as_dtype(tensor.group(2))
+        except TypeError:
+            pass
+        else:
+            size, what = math.prod(shape) * dtype.size, f"{dtype.name} {shape}"
+    else:
+        found = [each.search(error_text.lower()) for each in _BYTES]
+        size = next((int(each.group(1)) for each in found if each), None)
+    device, node = _DEVICE.search(error_text), _NODE.search(error_text)
+    called = _CALLED.search(error_text)
+    return Request(
+        size,
+        what,
+        device.group(1) if device else "",
+        node.group(1) if node else "",
+        called.group(1) if called else "",
+    )
+
+
+def layer_of(node: str, layers: Iterable[str]) -> str | None:
+    """Returns the path of the layer whose operation it is, None where none is.
+
+    Args:
+        node: The operation's name; TensorFlow numbers the scopes in it.
+        layers: The paths of all layers.
+
+    Example:
+        >>> layer_of("gradient_tape/model_1/block_1/up_1/Tile", ["block", "block/up"])
+        'block/up'
+    """
+    scopes = node.split("/")
+    best: tuple[int, int] = (0, 0)
+    chosen = None
+    for path in layers:
+        parts = path.split("/")
+        for start in range(len(scopes) - len(parts) + 1):
+            pairs = list(zip(parts, scopes[start:], strict=False))
+            if all(part in (scope, _NUMBER.sub("", scope)) for part, scope in pairs):
+                exact = sum(part == scope for part, scope in pairs)
+                if (len(parts), exact) > best:
+                    best, chosen = (len(parts), exact), path
+    return chosen
+
+
+def explain(
+    error_text: str,
+    *,
+    layers: Iterable[str] = (),
+    held: Mapping[str, int] | None = None,
+    memory: MachineMemory | None = None,
+    peak_bytes: int | None = None,
+    training: bool = True,
+    computes_in: str = "",
+    environ: Mapping[str, str] = os.environ,
+) -> str:
+    """Returns what ran out of memory, what holds it, and what to do, in order.
+
+    Args:
+        error_text: The error's text.
+        layers: Paths of the model's layers.
+        held: What the model holds whatever the batch: words -> bytes.
+        memory: What `machine_memory` returned; None says nothing of others.
+        peak_bytes: The most that TensorFlow's tensors took on the device so far.
+        training: Whether it happened in training.
+        computes_in: The dtype of the model's layers, "" if they differ.
+        environ: The environment variables.
+
+    Example:
+        >>> text = "Out of memory while trying to allocate 2147483648 bytes."
+        >>> print(explain(text, held={"weights": 2**20}, training=False, environ={}))
+        Out of memory: 2.0 GiB could not be had.
+        The model holds 1.0 MiB (weights 1.0 MiB); the rest grows with the batch.
+        What to do, in this order:
+        1. A smaller batch; `tfamp.find_batch_size` finds the largest that fits.
+    """
+    asked = requested(error_text)
+    gpu = _gpu_of(asked, memory)
+    free = _free_bytes(gpu, peak_bytes)
+    is_fragmented = bool(free is not None and asked.bytes and free > asked.bytes)
+    lines = [_what_happened(asked, layers)]
+    if held:
+        parts = [f"{words} {format_bytes(size)}" for words, size in held.items()]
+        lines.append(
+            f"The model holds {format_bytes(sum(held.values()))} "
+            f"({join_words(parts)}); the rest grows with the batch."
+        )
+    lines += _holders(gpu)
+    if is_fragmented and free is not None:
+        lines.append(
+            f"At least {format_bytes(free)} were free, more than was asked for, but "
+            "not in one piece: the memory is fragmented."
+        )
+    limit = None if memory is None else memory.limit
+    if limit is not None and not asked.device.startswith("GPU"):
+        lines.append(
+            f"This process may take {format_bytes(limit.bytes)} ({limit.source}), of "
+            f"which {format_bytes(limit.free_bytes)} are free now."
+        )
+    lines.append("What to do, in this order:")
+    is_gpu = asked.device.startswith("GPU") or gpu is not None
+    remedies = _remedies(training, computes_in, is_gpu, is_fragmented, gpu, environ)
+    lines += [f"{number}. {text}" for number, text in enumerate(remedies, start=1)]
+    return "\n".join(lines)
+
+
+def _what_happened(asked: Request, layers: Iterable[str]) -> str:
+    text = "Out of memory: "
+    if asked.bytes is None:
+        text += f"{asked.what or 'memory'} could not be had"
+    else:
+        tensor = f" for {asked.what}" if asked.what else ""
+        text += f"{format_bytes(asked.bytes)}{tensor} could not be had"
+    if asked.device:
+        text += f" on {asked.device}"
+    path = layer_of(asked.node, layers)
+    if path:
+        text += f", in layer {path!r}"
+    elif asked.layer_class:
+        text += f", in a layer of class {asked.layer_class}"
+    if "gradient_tape" in asked.node:
+        text += ", in the backward pass"
+    return f"{text}."
+
+
+def _gpu_of(asked: Request, memory: MachineMemory | None) -> GpuMemory | None:
+    """Returns the GPU that ran full; XLA does not name it, so the only one there is."""
+    gpus: Sequence[GpuMemory] = () if memory is None else memory.gpus
+    if not asked.device:
+        return gpus[0] if len(gpus) == 1 else None
+    return next((g for g in gpus if f"GPU:{g.index}" == asked.device), None)
+
+
+def _free_bytes(gpu: GpuMemory | None, peak_bytes: int | None) -> int | None:
+    """Returns what was free on a GPU at least: outside of processes, and in our own.
+
+    TensorFlow reserves more than its tensors take. Where this process is not told from
+    others, what is free inside of it is left out.
+    """
+    if gpu is None or peak_bytes is None or gpu.free_bytes is None:
+        return None
+    own = [holder.bytes for holder in gpu.holders if holder.is_own and holder.bytes]
+    return gpu.free_bytes + max(0, sum(own) - peak_bytes)
+
+
+def _holders(gpu: GpuMemory | None) -> Iterator[str]:
+    """Yields what others hold, where this process can be told from them."""
+    if gpu is None or not any(holder.is_own for holder in gpu.holders):
+        return
+    for holder in gpu.others:
+        if holder.bytes and gpu.total_bytes:
+            name = f", {holder.name}" if holder.name else ""
+            yield (
+                f"Another process (pid {holder.pid}{name}) holds "
+                f"{format_bytes(holder.bytes)} of {format_bytes(gpu.total_bytes)} on "
+                f"GPU:{gpu.index}."
+            )
+
+
+def _remedies(
+    training: bool,
+    computes_in: str,
+    is_gpu: bool,
+    is_fragmented: bool,
+    gpu: GpuMemory | None,
+    environ: Mapping[str, str],
+) -> list[str]:
+    found = []
+    allocator = f"Set {_ALLOCATOR}={_ASYNC} before TensorFlow starts"
+    can_change = is_gpu and environ.get(_ALLOCATOR) != _ASYNC
+    if is_fragmented and can_change:
+        found.append(f"{allocator}: it joins free pieces.")
+    found.append(
+        "A smaller batch; `tfamp.find_batch_size` finds the largest that fits."
+    )
+    if training:
+        found += [
+            "The same batch in parts: the callback `tfamp.callbacks.MicroBatches`.",
+            "Activations computed again in the backward pass: `tfamp.remat(model)`.",
+        ]
+    if computes_in == "float32":
+        found.append(
+            "Activations of half the size: `tfamp.apply(model, 'mixed_bfloat16')`, or "
+            "what `tfamp doctor` recommends here."
+        )
+    if can_change and not is_fragmented:
+        found.append(f"{allocator}, which lessens fragmentation.")
+    if gpu is not None and gpu.others:
+        found.append(
+            f"End the other processes on GPU:{gpu.index}, or set {_GROWTH}=true for "
+            "all that share it."
+        )
+    return found

@@ -1,0 +1,133 @@
+"""The process of one trial: `python -m tfamp.memory.batch_search.trial FOLDER SIZE`.
+
+It trains some steps and leaves an answer. It ends itself as soon as it holds more than
+it may, and when the process that started it is gone.
+"""
+
+import contextlib
+import json
+import os
+import sys
+import threading
+import traceback
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.machine import memory as process_memory
+from tfamp.memory.batch_search import outcomes
+from tfamp.memory.batch_search.data import Batch, batch_of
+from tfamp.memory.batch_search.plan import ANSWER, FACTS, Plan
+from tfamp.memory.batch_search.search import Facts, possible_size
+from tfamp.memory.batch_search.settings import Settings
+from tfamp.memory.batch_search.step_times import time_steps
+from tfamp.trials.job import Job
+from tfamp.trials.run import child
+from tfamp.trials.run.batch_trial import watch
+
+_OWN_SCORE = Path("/proc/self/oom_score_adj")
+
+
+def main(argv: Sequence[str]) -> int:
+    """Tries one size; returns 0 and leaves an answer, whatever came of it."""
+    folder, size = Path(argv[0]), int(argv[1])
+    plan = Plan.from_json(folder / Plan.FILE)
+    settings = Settings.read(folder)
+    has_gpu = bool(tf.config.get_visible_devices("GPU"))
+    # Where memory runs out, the kernel takes this process and no other.
+    with contextlib.suppress(OSError):
+        _OWN_SCORE.write_text("1000")
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    is_over = threading.Event()
+    if plan.allowed_bytes is not None:
+        watch(plan.allowed_bytes, lambda: _give_up(folder), is_over=is_over)
+    try:
+        settings.prepare_devices(plan.allowed_bytes if has_gpu else None)
+        with settings.in_force():
+            found = measure(folder, plan, settings, size)
+    except Exception as error:
+        # The whole of it goes to the log.
+        traceback.print_exc()
+        outcome = outcomes.of_error(error) or "error"
+        found = {"outcome": outcome, "detail": outcomes.told(error)}
+    is_over.set()
+    (folder / ANSWER).write_text(json.dumps(found))
+    return 0
+
+
+def measure(folder: Path, plan: Plan, settings: Settings, size: int) -> dict[str, Any]:
+    """Builds and trains, and returns what that took."""
+    process_memory.reset_device_peak()
+    job = Job(plan.title, (settings.policy,), (0,), epochs=1)
+    model, data, _ = child.build(folder, job, settings.variant, 0)
+    batch = batch_of(data)
+    size = _note(folder, plan, model, batch, size)
+    held = _accumulators(model) if size < (plan.target_batch_size or 0) else []
+    times = time_steps(model, batch.parts, size=size, steps=plan.steps)
+    del held
+    peak = process_memory.device_peak_bytes()
+    if peak is None:
+        peak = process_memory.peak_process_bytes()
+    is_within = plan.allowed_bytes is None or peak <= plan.allowed_bytes
+    return {
+        "outcome": "fits" if is_within else "over the limit",
+        "examples_per_second": size / times.median,
+        "step_seconds": times.median,
+        "first_step_seconds": times.first_step_seconds,
+        "peak_bytes": peak,
+    }
+
+
+def _note(folder: Path, plan: Plan, model: keras.Model, batch: Batch, size: int) -> int:
+    """Leaves what the search has to know, and returns the size that is tried."""
+    number = plan.num_examples if plan.data_batch_size else batch.num_examples
+    facts = Facts(model.distribute_strategy.num_replicas_in_sync, number)
+    size = possible_size(size, facts)
+    found = {
+        "model": model.name,
+        "batch_size": size,
+        "replicas": facts.replicas,
+        "num_examples": facts.num_examples,
+        "data_batch_size": plan.data_batch_size or batch.size,
+    }
+    (folder / FACTS).write_text(json.dumps(found))
+    return size
+
+
+def _accumulators(model: keras.Model) -> list[tf.Variable]:
+    """Returns as much memory as adding up gradients will take, if it is not yet done.
+
+    An optimizer that adds up holds one more copy of the trainable weights.
+    """
+    names = ("accumulation_steps", "gradient_accumulation_steps")
+    optimizer = model.optimizer
+    inner = getattr(optimizer, "inner_optimizer", None)
+    steps = [getattr(each, name, None) for each in (optimizer, inner) for name in names]
+    if any((number or 1) > 1 for number in steps):
+        return []
+    with model.distribute_strategy.scope():
+        return [
+            tf.Variable(tf.zeros(weight.shape, weight.dtype), trainable=False)
+            for weight in model.trainable_weights
+        ]
+
+
+def _give_up(folder: Path) -> None:
+    found = {"outcome": "over the limit", "peak_bytes": process_memory.process_bytes()}
+    (folder / ANSWER).write_text(json.dumps(found))
+    os._exit(0)
+
+
+def _end_with_parent() -> None:
+    """Waits for the end of standard input, which the parent holds open."""
+    while os.read(sys.stdin.fileno(), 1024):
+        pass
+    os._exit(1)
+
+
+if __name__ == "__main__":
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""`tfamp.estimate_memory`: what a step will hold, before it runs."""

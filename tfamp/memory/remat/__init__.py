@@ -1,0 +1,1 @@
+"""`tfamp.remat`: activations computed again in the backward pass."""

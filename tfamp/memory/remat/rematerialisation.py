@@ -1,0 +1,278 @@
+"""`tfamp.remat`: activations computed again in the backward pass, not kept."""
+
+import functools
+import itertools
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import keras
+from absl import logging
+
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.optimizers import in_xla
+from tfamp.keras_hooks.recompute import recomputed
+from tfamp.keras_hooks.training import graph_runs, trainer
+from tfamp.memory.remat.plan import fit_into
+from tfamp.memory.remat.segments import Segment, cut
+from tfamp.memory.remat.settings import (
+    check_settings,
+    check_target,
+    chosen_layers,
+    layers_of,
+)
+
+# Where a target decides what is computed again, pieces are small.
+_NODES_OF_A_PIECE = 4
+# A graph with fewer nodes is computed again as a whole, if at all.
+_MIN_NODES = 4
+
+
+def remat(
+    model_or_layers: Any,
+    *,
+    only: str | type | Iterable[str | type] | None = None,
+    segments: int | None = None,
+    enabled: bool = True,
+    max_memory_bytes: int | None = None,
+    batch_size: int | None = None,
+    data: Any = None,
+) -> Any:
+    """Computes activations again in the backward pass, in place, and keeps fewer.
+
+    A training step then needs the memory of few layers at a time, and about a third
+    more time. Losses, gradients and weights are those of the plain step to rounding:
+    dropout draws the same mask again, moving averages are updated once. It works in
+    every dtype, in `fit` and in loops of your own, eager, in graphs and under XLA.
+
+    A Functional or Sequential model is cut into segments of several layers, where
+    little passes from one to the next; models inside it are cut likewise. Of a
+    subclassed model each layer that holds others is one, or each layer where none does.
+    The last segment is not computed again, as its gradient comes first.
+
+    Args:
+        model_or_layers: A model, a layer, or several layers; each layer is one segment.
+        only: Of a model, the layers to compute again, one by one: names, paths or
+            classes.
+        segments: Of a Functional or Sequential model, how many to cut it into; None for
+            the square root of the number of its nodes.
+        enabled: False gives everything its own way to compute back.
+        max_memory_bytes: Of a compiled model: compute again only as much as a training
+            step needs to stay below this, as `tfamp.estimate_memory` predicts it, what
+            saves most for the time it takes first; nothing where it fits as it is.
+        batch_size: Examples of that step, of all replicas.
+        data: As for `tfamp.estimate_memory`, where the model does not tell its inputs.
+
+    Returns:
+        What was given. It is not kept in saved files: call it again after loading.
+
+    Raises:
+        TypeError: It is no model, layer or sequence of layers.
+        ValueError: `only` names no layer of the model, or comes with layers or with
+            `segments`; the target cannot be met, or lacks its batch size. At the first
+            step: a layer draws random numbers or writes to
+            variables past Keras.
+
+    Example:
+        >>> layers = [keras.layers.Dense(8, activation="relu") for _ in range(12)]
+        >>> model = keras.Sequential([keras.Input((4,)), *layers])
+        >>> model.compile("sgd", "mse")
+        >>> remat(model) is model
+        True
+
+    Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
+    """
+    model = model_or_layers if isinstance(model_or_layers, keras.Model) else None
+    check_settings(model, only, segments)
+    check_target(model, max_memory_bytes, batch_size, enabled=enabled)
+    if model is None:
+        layers = layers_of(model_or_layers)
+        for layer in layers:
+            _set(layer, enabled=enabled)
+        return model_or_layers
+    chosen = None if only is None else chosen_layers(model, only)
+    _clear(model)
+    if max_memory_bytes is not None and batch_size is not None:
+        _fit(model, chosen, segments, max_memory_bytes, batch_size, data)
+    elif enabled and chosen is not None:
+        for layer in chosen:
+            _set(layer, enabled=True)
+        _tell(model, len(chosen), "layers")
+    elif enabled:
+        _remat_model(model, segments)
+    for _, layer, _ in structure.walk(model):
+        trainer.drop_traced_functions(layer)
+    return model
+
+
+def _fit(
+    model: keras.Model,
+    chosen: Sequence[keras.layers.Layer] | None,
+    segments: int | None,
+    max_memory_bytes: int,
+    batch_size: int,
+    data: Any,
+) -> None:
+    """Computes as few pieces again as a target needs."""
+    graph = structure.graph_of(model)
+    if chosen is None and graph is None:
+        chosen = _parts(model)
+    parts: list[Segment] = []
+    count = 1
+    if chosen is None:
+        count = segments or len(graph_runs.nodes_of(graph)) // _NODES_OF_A_PIECE
+        count = max(1, count)
+        # What is asked whether it is wanted, in order, are the pieces.
+        _cut_graph(model, graph, count, functools.partial(_note, parts))
+    pieces = (
+        [part.layers for part in parts] if chosen is None else [[x] for x in chosen]
+    )
+
+    def put(numbers: set[int]) -> None:
+        _clear(model)
+        if chosen is not None:
+            for number in numbers:
+                _set(chosen[number], enabled=True)
+            return
+        places = itertools.count()
+        if numbers:
+            _cut_graph(model, graph, count, lambda part: next(places) in numbers)
+
+    put(set())
+    fit_into(
+        model,
+        pieces,
+        put,
+        max_memory_bytes=max_memory_bytes,
+        batch_size=batch_size,
+        data=data,
+    )
+
+
+def _clear(model: keras.Model) -> None:
+    for _, layer, _ in structure.walk(model):
+        graph_runs.replace_call(layer, None)
+        graph = structure.graph_of(layer)
+        if graph is not None:
+            graph_runs.replace_run(graph, None)
+
+
+def _note(parts: list[Segment], part: Segment) -> bool:
+    parts.append(part)
+    return True
+
+
+def _set(layer: keras.layers.Layer, *, enabled: bool) -> None:
+    """Makes one layer a segment of its own."""
+    graph_runs.replace_call(layer, None)
+    if enabled:
+        call = _again(layer.call, layer, [layer], layer.name)
+        graph_runs.replace_call(layer, call)
+
+
+def _again(
+    call: Callable[..., Any],
+    owner: keras.layers.Layer,
+    layers: Sequence[keras.layers.Layer],
+    name: str,
+) -> Callable[..., Any]:
+    """Returns what stands for a call of some layers."""
+
+    def is_ready() -> bool:
+        inside = (x for layer in layers for _, x, _ in structure.walk(layer))
+        return all(layer.built for layer in inside)
+
+    return recomputed(
+        call, owner=owner, layers=layers, name=name, is_ready=is_ready, in_xla=in_xla
+    )
+
+
+def _remat_model(model: keras.Model, count: int | None) -> None:
+    graph = structure.graph_of(model)
+    if graph is not None:
+        _tell(model, _cut_graph(model, graph, count), "segments")
+        return
+    parts = _parts(model)
+    for layer in parts:
+        _set(layer, enabled=True)
+    _tell(model, len(parts), "layers")
+
+
+def _parts(model: keras.Model) -> list[keras.layers.Layer]:
+    """Returns the layers of a model without a graph that are a segment each."""
+    children = structure.children(model)
+    return [layer for layer in children if structure.children(layer)] or children
+
+
+def _tell(model: keras.Model, count: int, what: str) -> None:
+    logging.info(
+        "tfamp.remat: %d %s of %r are computed again in the backward pass.",
+        count,
+        what,
+        model.name,
+    )
+
+
+def _cut_graph(
+    model: Any,
+    graph: Any,
+    count: int | None,
+    is_wanted: Callable[[Segment], bool] = lambda segment: True,
+) -> int:
+    """Makes a model's graph run in segments; returns how many are computed again."""
+    nodes = graph_runs.nodes_of(graph)
+    inner = {
+        id(node): (node.operation, found)
+        for node in nodes
+        if (found := structure.graph_of(node.operation)) is not None
+        and len(graph_runs.nodes_of(found)) >= _MIN_NODES
+    }
+    steps: list[tuple[Segment, bool]] = []
+    num_inner = sum(_cut_graph(*each, count, is_wanted) for each in inner.values())
+    start = 0
+    for place in (*(i for i, n in enumerate(nodes) if id(n) in inner), len(nodes)):
+        results = _needed(nodes[place:], graph.outputs)
+        if place > start:
+            part = nodes[start:place]
+            found = cut(part, results, count)
+            is_end = place == len(nodes)
+            steps += [
+                (segment, not (is_end and segment is found[-1]) and is_wanted(segment))
+                for segment in found
+            ]
+        if place < len(nodes):
+            behind = _needed(nodes[place + 1 :], graph.outputs)
+            steps += [(segment, False) for segment in cut([nodes[place]], behind, 1)]
+        start = place + 1
+    graph_runs.replace_run(graph, _runner(model, steps))
+    return num_inner + sum(is_again for _, is_again in steps)
+
+
+def _needed(nodes: Sequence[Any], outputs: Sequence[Any]) -> list[Any]:
+    return [*outputs, *(x for node in nodes for x in node.input_tensors)]
+
+
+def _runner(owner: Any, steps: Sequence[tuple[Segment, bool]]) -> Callable[..., None]:
+    def run(tensors: dict[int, Any], operation_fn: Any) -> None:
+        for segment, is_again in steps:
+            if not is_again or any(id(x) not in tensors for x in segment.inputs):
+                graph_runs.run_nodes(segment.nodes, tensors, operation_fn)
+            else:
+                _run_again(owner, segment, tensors, operation_fn)
+
+    return run
+
+
+def _run_again(
+    owner: Any, segment: Segment, tensors: dict[int, Any], operation_fn: Any
+) -> None:
+    def call(*values: Any) -> list[Any]:
+        own = {id(x): y for x, y in zip(segment.inputs, values, strict=True)}
+        graph_runs.run_nodes(segment.nodes, own, operation_fn)
+        return [own[id(x)] for x in segment.outputs]
+
+    names = [layer.name for layer in segment.layers]
+    name = f"{names[0]} to {names[-1]}" if names else "a segment"
+    again = _again(call, owner, segment.layers, name)
+    outputs = again(*(tensors[id(x)] for x in segment.inputs))
+    for x, y in zip(segment.outputs, outputs, strict=True):
+        tensors[id(x)] = y

@@ -1,0 +1,336 @@
+"""A model's dtypes: read them, change them in place, load them again."""
+
+import dataclasses
+import os
+import zipfile
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+
+from tfamp.dtypes import (
+    compile_hooks,
+    exact_names,
+    hooks,
+    layer_dtypes,
+    preview,
+    resolution,
+)
+from tfamp.dtypes.default_rules import gains_nothing
+from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.keep_float32 import KeepFloat32
+from tfamp.dtypes.settings import (
+    PolicySettings,
+    choose_policy,
+    make_settings,
+)
+from tfamp.keras_hooks import saved_state, structure
+from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of
+from tfamp.keras_hooks.training import trainer
+from tfamp.records import checks, console
+from tfamp.records.formats import HALF
+from tfamp.records.record import Record
+
+_COLUMNS = ("layer", "class", "computes in", "stores", "gives", "because")
+_WIDTH_OF_THE_REST = 80
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerAssignment(Record):
+    """The dtypes of one layer.
+
+    Attributes:
+        path: Names from below the model, joined by "/"; the model's own name
+            for the model itself.
+        class_name: Name of the layer's class.
+        compute_dtype: The dtype it computes in.
+        variable_dtype: The dtype its weights are stored in.
+        output_dtype: The dtype its floating-point outputs have.
+        rule: What decided.
+        reason: Why that rule exists.
+        note: What a reader should know, such as that the rule gains nothing.
+    """
+
+    path: str
+    class_name: str
+    compute_dtype: str
+    variable_dtype: str
+    output_dtype: str
+    rule: str
+    reason: str = ""
+    note: str = ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Assignment(Record):
+    """The dtypes of every layer of a model; `print` shows them as a table.
+
+    Attributes:
+        model: The model's name.
+        policy: The policy that layers follow where no rule decides.
+        layers: One entry for the model and each (sub)layer, in order.
+    """
+
+    model: str
+    policy: str
+    layers: tuple[LayerAssignment, ...]
+
+    def __iter__(self) -> Iterator[LayerAssignment]:
+        return iter(self.layers)
+
+    def __len__(self) -> int:
+        return len(self.layers)
+
+    def __getitem__(self, path: str) -> LayerAssignment:
+        for layer in self.layers:
+            if layer.path == path:
+                return layer
+        paths = tuple(layer.path for layer in self.layers)
+        raise ValueError(
+            f"No layer {path!r} in model {self.model!r}; expected one of {paths}. "
+            "Print the assignment to see them all."
+        )
+
+    def __str__(self) -> str:
+        return _render(self)
+
+    def to_text(self, width: int | None = None) -> str:
+        """Returns a line for each layer, in columns without a frame, as for `grep`.
+
+        Args:
+            width: Characters in a line, at least 40; a longer reason is cut, a path
+                never is. None cuts nothing.
+
+        Raises:
+            ValueError: The width is too small.
+
+        Example:
+            >>> layer = LayerAssignment("a/b", "Dense", "float16", "float32", "float16",
+            ...     "policy mixed_float16")
+            >>> print(Assignment("m", "mixed_float16", (layer,)).to_text())
+            layer  class  computes in  stores   gives    because
+            a/b    Dense  float16      float32  float16  policy mixed_float16
+        """
+        if width is not None:
+            checks.positive_int("width", width, minimum=40)
+        rows = [_COLUMNS, *map(_cells, self.layers)]
+        sizes = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ("  ".join(map(str.ljust, cells, sizes)).rstrip() for cells in rows)
+        return "\n".join(
+            line if width is None else line[: max(width, len(cells[0]))]
+            for line, cells in zip(lines, rows, strict=True)
+        )
+
+
+def assignment(model: keras.layers.Layer) -> Assignment:
+    """Reads the dtypes of a model and of every layer inside it.
+
+    Args:
+        model: A Keras model or layer, managed or not. The heads of a subclassed
+            model are known once it has been called.
+
+    Returns:
+        The `Assignment`; it changes nothing.
+
+    Raises:
+        TypeError: `model` is not a Keras 3 model or layer.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> assignment(model)["dense"].compute_dtype  # doctest: +SKIP
+        'float32'
+    """
+    _check_model(model)
+    with preview.previewed(model):
+        settings = resolution.settings_of(model)
+        policy = model.dtype_policy.name if settings is None else settings.policy.name
+        rows = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))
+    return Assignment(model.name, policy, rows)
+
+
+def apply(
+    model: keras.layers.Layer,
+    policy: str | None = None,
+    *,
+    keep_float32: KeepFloat32 = "default",
+) -> Assignment:
+    """Gives a built, even a trained model other dtypes, in place.
+
+    Weights and optimizer state keep every bit. What `fit`, `evaluate` and
+    `predict` had traced is traced anew; a `tf.function` of yours that calls the
+    model keeps what it traced. The optimizer of a compiled model gets or loses
+    its loss scale as the dtypes need.
+
+    Args:
+        model: A Keras model or layer.
+        policy: As for `tfamp.enable`; None takes the policy that is enabled,
+            or "auto" where none is.
+        keep_float32: As for `tfamp.enable`.
+
+    Returns:
+        The `Assignment` after the change.
+
+    Raises:
+        TypeError: `model` is not a Keras 3 model or layer.
+        ValueError: The policy is unknown, or a pattern matches no layer. The
+            model is as it was.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> _ = apply(model, "mixed_bfloat16", keep_float32="none")
+        >>> model.layers[0].compute_dtype
+        'bfloat16'
+    """
+    _check_model(model)
+    if policy is None and IN_FORCE.settings is not None:
+        policy = IN_FORCE.settings.policy.name
+    settings = make_settings(choose_policy(policy or "auto")[0], keep_float32)
+    if IN_FORCE.settings is not None:
+        settings.loss_scale = IN_FORCE.settings.loss_scale
+        settings.loss_scale_options = IN_FORCE.settings.loss_scale_options
+    _check_patterns(model, settings)
+    hooks.hold(settings)
+    exact_names.find(model, settings)
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    for layer in layers:
+        layer_dtypes.begin_again(layer, settings)
+    for layer in layers:
+        layer_dtypes.settle(layer)
+        trainer.drop_traced_functions(layer)
+    resolution.resolve(model)
+    compile_hooks.follow_policy(model, settings)
+    return assignment(model)
+
+
+def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
+    """Loads a saved model with the dtypes, loss scale and counters it had.
+
+    No `tfamp.enable` is needed before, and none is in force after.
+
+    Args:
+        path: A `.keras` file. One that was saved without tfamp loads as Keras
+            loads it.
+        **kwargs: As for `keras.saving.load_model`.
+
+    Returns:
+        The model.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        ValueError: The file is not a `.keras` archive, or holds the dtypes of
+            another model.
+    """
+    text = os.fspath(path)
+    if not os.path.exists(text):
+        raise FileNotFoundError(
+            f"Found no file {text!r}; expected a model saved with "
+            "`model.save('name.keras')`. Check the path."
+        )
+    try:
+        entry = saved_state.read_entry(text)
+    except (zipfile.BadZipFile, FileNotFoundError, KeyError) as error:
+        raise ValueError(
+            f"Cannot read {text!r} as a `.keras` archive: {error}. Save the model with "
+            "`model.save('name.keras')`; HDF5 files and SavedModels hold no dtypes of "
+            "layers, load them with Keras and call `tfamp.apply(model)`."
+        ) from error
+
+    def load() -> Any:
+        return keras.saving.load_model(text, **kwargs)
+
+    if entry is None:
+        return hooks.load_unmanaged(load)
+    model = hooks.load(entry, load)
+    compile_hooks.make_exact(model)
+    return model
+
+
+def _check_model(model: Any) -> None:
+    if isinstance(model, keras.layers.Layer):
+        return
+    is_legacy = type(model).__module__.startswith(("tf_keras", "keras.src.legacy"))
+    raise TypeError(
+        f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. "
+        + (
+            "It is a legacy tf_keras model: unset TF_USE_LEGACY_KERAS and build it "
+            "with Keras 3."
+            if is_legacy
+            else "Pass what `keras.Model(...)` gave."
+        )
+    )
+
+
+def _check_patterns(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    """Raises where a rule of the user matches nothing, before any change."""
+    rows = list(structure.walk(model))
+    for rule in settings.rules.of_user:
+        if not any(rule.matches(layer, path=path) for path, layer, _ in rows):
+            raise ValueError(resolution.unmatched_message(model, rule))
+
+
+def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
+    record = record_of(layer)
+    computes = layer.compute_dtype
+    rule, reason, note = "not managed", "", ""
+    if record is not None:
+        rule, reason, note = record.rule, record.reason, _note(layer, record)
+    return LayerAssignment(
+        path=path,
+        class_name=type(layer).__name__,
+        compute_dtype=computes,
+        variable_dtype=_variable_dtype(layer),
+        output_dtype=_output_dtype(layer, record),
+        rule=rule,
+        reason=reason,
+        note=note,
+    )
+
+
+def _variable_dtype(layer: keras.layers.Layer) -> str:
+    """Returns the dtype of the weights the layer has, which `apply` cannot change."""
+    stored = {w.dtype for w in structure.own_weights(layer)} & {"float32", *HALF}
+    return stored.pop() if len(stored) == 1 else layer.variable_dtype
+
+
+def _output_dtype(layer: keras.layers.Layer, record: LayerRecord | None) -> str:
+    if record is not None and record.output_dtype is not None:
+        return record.output_dtype
+    graph = structure.graph_of(layer)
+    if graph is None:
+        return layer.compute_dtype
+    tensor = structure.outputs_of(graph)[0]
+    made = structure.producer(tensor)
+    if made is not None and isinstance(made[0], keras.layers.Layer):
+        return _output_dtype(made[0], record_of(made[0]))
+    return str(tensor.dtype)
+
+
+def _note(layer: keras.layers.Layer, record: LayerRecord) -> str:
+    if record.kind is Kind.FLOAT32_INSIDE and record.rule.startswith("keep_float32"):
+        why = gains_nothing(layer)
+        if why is not None:
+            return f"gains nothing: {why}"
+    if isinstance(layer, keras.Model) and not record.is_resolved:
+        return "heads are found at the first call"
+    if record.kind is Kind.WIDE_OUTPUT or record.kind is Kind.OUTPUT_CAST:
+        return record.reason
+    return ""
+
+
+def _render(assignment: Assignment) -> str:
+    columns = {
+        # A path in two lines is a path that nobody can search for.
+        name: {**console.FOLD, "no_wrap": name == "layer"}
+        for name in _COLUMNS
+    }
+    title = f"{assignment.model}: policy {assignment.policy}"
+    table = console.table(columns, map(_cells, assignment.layers), title=title)
+    longest = max(len(row.path) for row in assignment.layers)
+    width = max(console.WIDTH, longest + _WIDTH_OF_THE_REST)
+    return console.text_of(table, width=width)
+
+
+def _cells(row: LayerAssignment) -> tuple[str, ...]:
+    because = f"{row.rule} ({row.note})" if row.note else row.rule
+    dtypes = (row.compute_dtype, row.variable_dtype, row.output_dtype)
+    return (row.path, row.class_name, *dtypes, because)

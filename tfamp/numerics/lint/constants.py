@@ -1,0 +1,213 @@
+"""Rules on constants that a format cannot hold: too small or too large."""
+
+import itertools
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfamp.numerics.lint.graph import Graph, Node
+from tfamp.numerics.lint.rule import Found, rule
+from tfamp.numerics.lint.subject import Subject
+from tfamp.records import formats
+from tfamp.records.formats import HALF
+
+# Another rule says it of these.
+_TOLD_ELSEWHERE = (keras.layers.UnitNormalization, keras.layers.Dot)
+# Where a divisor or an argument of a logarithm stands.
+_DIVIDING = {"RealDiv": 1, "Div": 1, "DivNoNan": 1, "Rsqrt": 0, "Log": 0, "Inv": 0}
+_DIVIDING |= {"Reciprocal": 0, "Pow": 0, "Log1p": 0}
+# Of optimizers; the second is Adafactor's and added to a square.
+_EPSILONS = ("epsilon", "epsilon_1")
+_BEFORE_DIVIDING = frozenset(("Sqrt", "Identity", "Reshape", "ExpandDims", "Cast"))
+
+
+@rule("vanishing-epsilon", needs=("graph",))
+def vanishing_epsilon(subject: Subject) -> Iterator[Found]:
+    """Epsilons of layers that are 0 in the dtype they are added in."""
+    graph: Graph = subject.graph  # type: ignore[assignment]
+    seen = set()
+    for node in graph.of_type("AddV2", "Add", "Maximum"):
+        dtype = node.dtype()
+        if dtype not in HALF or node.layer in seen:
+            continue
+        if not _adds_nothing(node) or not _is_divided_by(graph, node):
+            continue
+        layer = subject.layer_at(node.layer)
+        if isinstance(layer, _TOLD_ELSEWHERE):
+            continue
+        seen.add(node.layer)
+        smallest = formats.FORMATS[dtype].smallest_subnormal
+        written = _written_epsilon(layer)
+        text = f"{written:g}" if written is not None else "what is added"
+        yield Found(
+            "error",
+            f"An epsilon guards a divisor, a root or a logarithm in {dtype}, but "
+            f"{text} is 0 there: the smallest number is {smallest:.1e}. It guards "
+            "nothing, and 0 / 0 is NaN.",
+            f"Take an epsilon of at least {_safe_epsilon(dtype):.0e}, or compute this "
+            "part in float32 (`dtype='float32'`).",
+            node.layer or None,
+            written if written is not None else 0.0,
+            {"dtype": dtype, "operation": node.name},
+        )
+
+
+def _adds_nothing(node: Node) -> bool:
+    """States whether the second term is a constant 0.
+
+    Not the first: `sum(tensors)` begins with 0.
+    """
+    value = node.value(1) if len(node.inputs) > 1 else None
+    return value is not None and np.size(value) == 1 and float(np.ravel(value)[0]) == 0
+
+
+def _is_divided_by(graph: Graph, node: Node) -> bool:
+    for reader in graph.readers_past(node, _BEFORE_DIVIDING):
+        index = _DIVIDING.get(reader.op)
+        if index is None:
+            continue
+        if node in _behind(graph, reader, index):
+            return True
+    return False
+
+
+def _behind(graph: Graph, node: Node, index: int) -> list[Node]:
+    """Returns what makes an input, and what that hands on or is the root of."""
+    found: list[Node] = []
+    each = graph.producer(node, index)
+    while each is not None and each not in found:
+        found.append(each)
+        if each.op not in _BEFORE_DIVIDING:
+            break
+        each = graph.producer(each, 0)
+    return found
+
+
+def _written_epsilon(layer: Any) -> float | None:
+    """Returns the epsilon that a layer holds, None where it holds none."""
+    for name in ("epsilon", "eps"):
+        value = getattr(layer, name, None)
+        if isinstance(value, (int, float)):
+            return float(value)
+    return None
+
+
+def _safe_epsilon(dtype: str) -> float:
+    """Returns an epsilon with all digits of a format, rounded up to a power of 10."""
+    return _round_up(formats.FORMATS[dtype].smallest_normal)
+
+
+def _round_up(value: float) -> float:
+    """Returns the next power of 10."""
+    return float(10.0 ** np.ceil(np.log10(value)))
+
+
+@rule("optimizer-epsilon", needs=("optimizer",))
+def optimizer_epsilon(subject: Subject) -> Iterator[Found]:
+    """Epsilons of optimizers that are too small for the dtype of the weights."""
+    for optimizer in subject.optimizers:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        for name, dtype in itertools.product(_EPSILONS, HALF):
+            epsilon = getattr(inner, name, None)
+            if not isinstance(epsilon, (int, float)) or epsilon <= 0:
+                continue
+            smallest = formats.FORMATS[dtype].smallest_subnormal
+            layers = [
+                part.path
+                for part in subject.parts
+                if any(w.trainable and w.dtype == dtype for w in part.weights)
+            ]
+            # Below its root the square of a gradient is 0, and epsilon alone divides.
+            least = math.sqrt(smallest)
+            is_square = name != "epsilon"
+            if not layers or epsilon >= (smallest if is_square else least):
+                continue
+            vanishes = epsilon <= smallest / 2
+            safe = least**2 if is_square else least
+            yield Found(
+                "error" if vanishes else "warning",
+                f"The {name} {epsilon:g} of {inner.name!r} "
+                + (f"is 0 in {dtype}" if vanishes else f"is small in {dtype}")
+                + f", in which {len(layers)} layers store their weights: the squares "
+                f"of gradients below {least:.1e} are 0 there, and the update is "
+                + ("0 / 0 or inf." if vanishes else "divided by epsilon alone."),
+                f"Use the policy 'mixed_{dtype}', which keeps weights and moments in "
+                f"float32, or pass `{name}={_round_up(safe):.0e}`.",
+                layers[0],
+                epsilon,
+                {"dtype": dtype, "num_layers": len(layers)},
+            )
+
+
+@rule("constant-range", needs=("graph",))
+def constant_range(subject: Subject) -> Iterator[Found]:
+    """Constants beyond a format's range, above all in masks."""
+    graph: Graph = subject.graph  # type: ignore[assignment]
+    seen = set()
+    for node, dtype, value in _beyond(graph):
+        users = {reader.op for reader in graph.readers_past(node)}
+        if users <= {"Minimum", "Maximum"} or isinstance(
+            subject.layer_at(node.layer), _TOLD_ELSEWHERE
+        ):
+            continue  # a limit that nothing reaches
+        is_factor = "Mul" in users
+        if (node.layer, is_factor) in seen:
+            continue
+        seen.add((node.layer, is_factor))
+        limit = formats.FORMATS[dtype].max
+        came = "is infinite" if np.isinf(value) else f"of {value:g} becomes infinite"
+        yield Found(
+            "error" if is_factor else "warning",
+            f"A constant {came} in {dtype}, which ends at {limit:.4g}"
+            + (
+                ": where it is multiplied by 0, as in a mask of (1 - m) * constant, "
+                "the result is NaN."
+                if is_factor
+                else ": a row in which it masks everything is NaN after a softmax, "
+                "and so is inf - inf."
+            ),
+            f"Take a constant within the format, such as {_safe_mask(dtype)}, or "
+            "compute the mask in float32.",
+            node.layer or None,
+            value,
+            {"dtype": dtype, "operation": node.name},
+        )
+
+
+def _beyond(graph: Graph) -> Iterator[tuple[Node, str, float]]:
+    """Yields (operation, dtype, value) of constants that are infinite in a format."""
+    for node in graph.nodes:
+        if node.op == "Const" and node.dtype("dtype") in HALF:
+            array = node.constant
+            if array is not None and np.isinf(array).any():
+                yield node, node.dtype("dtype"), float(array[np.isinf(array)].flat[0])
+        elif node.op == "Cast" and node.dtype("DstT") in HALF:
+            dtype = node.dtype("DstT")
+            value = _largest_behind(graph, node)
+            if value is not None and abs(value) > formats.FORMATS[dtype].max:
+                yield node, dtype, value
+
+
+def _largest_behind(graph: Graph, cast: Node) -> float | None:
+    """Returns the largest constant that a cast meets: itself, or as a factor or term.
+
+    Infinite ones were written so and are no fault of the format.
+    """
+    before = graph.producer(cast, 0)
+    if before is None:
+        return None
+    candidates = [before]
+    if before.op in ("Mul", "SelectV2", "Select", "AddV2", "Sub"):
+        made = [graph.producer(before, i) for i in range(len(before.inputs))]
+        candidates = [node for node in made if node is not None]
+    arrays = [node.constant for node in candidates]
+    finite = [a[np.isfinite(a)] for a in arrays if a is not None]
+    values = [float(v) for a in finite for v in (a.min(), a.max())] if finite else []
+    return max(values, key=abs, default=None)
+
+
+def _safe_mask(dtype: str) -> str:
+    return "-3e4" if dtype == "float16" else "-1e9"

@@ -1,0 +1,167 @@
+"""Rules on the numbers that come in: not normalised, or ids as floats."""
+
+import math
+from collections.abc import Iterator
+
+import keras
+import numpy as np
+
+from tfamp.data.health.profile import NOISY
+from tfamp.data.health.rounding import rounding_for
+from tfamp.numerics.lint.graph import PASSING, Graph, Node
+from tfamp.numerics.lint.rule import Found, rule
+from tfamp.numerics.lint.subject import Subject
+from tfamp.records import formats
+from tfamp.records.formats import HALF
+
+_INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+
+
+@rule("unnormalised-input", needs=("data", "graph"))
+def unnormalised_input(subject: Subject) -> Iterator[Found]:
+    """Inputs that lose what varies in them as they are cast, or whose squares do."""
+    graph: Graph = subject.graph  # type: ignore[assignment]
+    for index, leaf in graph.leaves.items():
+        told = set()
+        for cast in _casts(graph, leaf):
+            dtype = cast.dtype("DstT")
+            if dtype in told or _becomes_ids(graph, cast):
+                continue
+            if _is_normalized(subject, graph, cast):
+                continue  # "shifted-normalization" says it
+            told.add(dtype)
+            yield from _judge(subject, index, cast, dtype)
+
+
+def _casts(graph: Graph, leaf: Node) -> list[Node]:
+    """Returns the casts of an input to half precision."""
+    return [
+        reader
+        for reader in graph.readers_past(leaf)
+        if reader.op == "Cast" and reader.dtype("DstT") in HALF
+    ]
+
+
+def _becomes_ids(graph: Graph, cast: Node) -> bool:
+    """States whether numbers that were cast become integers again."""
+    return any(
+        reader.op == "Cast" and reader.dtype("DstT") in _INTEGERS
+        for reader in graph.readers_past(cast)
+    )
+
+
+def _is_normalized(subject: Subject, graph: Graph, cast: Node) -> bool:
+    """States whether only a Normalization layer gets what was cast."""
+    layers = {reader.layer for reader in graph.readers_past(cast)}
+    return bool(layers) and all(
+        isinstance(subject.layer_at(path), keras.layers.Normalization)
+        for path in layers
+    )
+
+
+def _judge(subject: Subject, index: int, cast: Node, dtype: str) -> Iterator[Found]:
+    values = subject.leaves[index].astype(np.float64)
+    if not values.size:
+        return
+    limit = formats.FORMATS[dtype].max
+    where = cast.layer or None
+    largest = float(np.nanmax(np.abs(values), initial=0.0))
+    details: dict[str, int | float | str | None] = {"dtype": dtype, "input": index}
+    remedy = (
+        "Standardize the input before the model, or by a layer in float32: "
+        "`tfamp.data.fit_statistics(...).as_layer()`."
+    )
+    if math.isinf(largest) or np.isnan(values).any():
+        return  # wrong in float32 too: `tfamp.data.check` says it
+    if largest > limit:
+        yield Found(
+            "error",
+            f"Input {index} reaches {largest:.4g} and is cast to {dtype}, which ends "
+            f"at {limit:.4g}: it becomes inf.",
+            remedy,
+            where,
+            largest,
+            details,
+        )
+        return
+    rounded = rounding_for(dtype)(values)
+    std = values.std(axis=0)
+    noise = np.sqrt(np.mean((rounded - values) ** 2, axis=0))
+    varies = std > 0
+    share = np.divide(noise, std, out=np.zeros_like(std), where=varies)
+    worst = int(np.argmax(share))
+    if share[worst] > NOISY:
+        yield Found(
+            "warning",
+            f"Input {index} lies at {values.mean(axis=0)[worst]:.4g} +- "
+            f"{std[worst]:.3g} and is cast to {dtype}: rounding takes "
+            f"{share[worst]:.0%} of what varies in it.",
+            remedy,
+            where,
+            float(share[worst]),
+            {**details, "feature": worst},
+        )
+        return
+    size = float(np.sqrt(np.mean(values**2, axis=0)).max())
+    if size > math.sqrt(limit):
+        yield Found(
+            "warning",
+            f"Input {index} is of size {size:.4g} (root mean square) and is cast to "
+            f"{dtype}: squares of such numbers pass {limit:.4g}, and so do products "
+            "over a few hundred of them.",
+            remedy,
+            where,
+            size,
+            details,
+        )
+
+
+@rule("float-ids", needs=("data", "graph"))
+def float_ids(subject: Subject) -> Iterator[Found]:
+    """Ids in a float input that half precision rounds to other ids."""
+    graph: Graph = subject.graph  # type: ignore[assignment]
+    for index, leaf in graph.leaves.items():
+        for cast in _casts(graph, leaf):
+            if not _becomes_ids(graph, cast):
+                continue
+            dtype = cast.dtype("DstT")
+            exact = rounding_for(dtype).max_integer
+            largest = _largest_id(subject.leaves[index])
+            table, rows = _table(subject, graph, cast)
+            if largest <= exact and (rows is None or rows - 1 <= exact):
+                continue
+            beyond = largest > exact
+            reach = largest if beyond or rows is None else rows - 1
+            yield Found(
+                "error" if beyond else "warning",
+                f"Input {index} holds ids up to {reach:,} as floats"
+                + ("" if beyond else " (by the size of the table)")
+                + f" and is cast to {dtype} before they are looked up: beyond "
+                f"{exact:,} neighbours become one, such as {exact:,} and "
+                f"{exact + 1:,}.",
+                "Feed ids as integers, in an input of their own "
+                "(`keras.Input(..., dtype='int32')`).",
+                table or cast.layer or None,
+                reach,
+                {"dtype": dtype, "input": index, "limit": exact},
+            )
+            break
+
+
+def _largest_id(values: np.ndarray) -> int:
+    """Returns the largest number of the features that hold integers only."""
+    finite = np.where(np.isfinite(values), values, 0.5)
+    integers = (finite == np.round(finite)).all(axis=0)
+    return int(np.abs(finite[:, integers]).max(initial=0))
+
+
+def _table(subject: Subject, graph: Graph, cast: Node) -> tuple[str, int | None]:
+    """Returns path and rows of the largest table that ids are looked up in."""
+    found: tuple[str, int | None] = ("", None)
+    for reader in graph.readers_past(cast, PASSING | {"Cast"}):
+        layer = subject.layer_at(reader.layer)
+        if not isinstance(layer, keras.layers.Embedding):
+            continue
+        if layer.input_dim > (found[1] or 0):
+            found = reader.layer, layer.input_dim
+    return found

@@ -1,0 +1,200 @@
+"""Rules on Keras's own layers that half precision spoils."""
+
+import inspect
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfamp.data.health.profile import NOISY
+from tfamp.numerics.lint.graph import PASSING, Graph, Node
+from tfamp.numerics.lint.rule import Found, rule
+from tfamp.numerics.lint.subject import Part, Subject
+from tfamp.records import formats
+from tfamp.records.formats import HALF
+
+_IN_FLOAT32 = (
+    "Give the layer `dtype='float32'`, or build the model under `tfamp.enable`, which "
+    "keeps it in float32."
+)
+
+
+@rule("overflowing-norm")
+def overflowing_norm(subject: Subject) -> Iterator[Found]:
+    """Norms whose squares overflow float16: of Keras's layers, and of one's own."""
+    told = set()
+    for part in subject.in_dtype("float16"):
+        layer = part.layer
+        is_cosine = isinstance(layer, keras.layers.Dot) and layer.normalize
+        if not is_cosine and not isinstance(layer, keras.layers.UnitNormalization):
+            continue
+        told.add(part.path)
+        size = math.sqrt(formats.FLOAT16.max)
+        yield Found(
+            "error",
+            f"{type(layer).__name__} sums squares in float16: one input of "
+            f"{size:.0f}, or 1,024 of {size / 32:.0f}, pass {formats.FLOAT16.max:,.0f} "
+            "and the result is all 0; of inputs of 1e-4 it is inf.",
+            _IN_FLOAT32,
+            part.path,
+            size,
+        )
+
+    for node in _norms(subject.graph):
+        if node.layer in told:
+            continue
+        told.add(node.layer)
+        size = math.sqrt(formats.FLOAT16.max)
+        yield Found(
+            "warning",
+            f"A norm is taken of squares that are summed in float16: one of {size:.0f} "
+            f"passes {formats.FLOAT16.max:,.0f}, and below 1.7e-4 they are 0.",
+            "Cast to float32 before it and back after it.",
+            node.layer or None,
+            size,
+            {"operation": node.name},
+        )
+
+
+def _norms(graph: Graph | None) -> Iterator[Node]:
+    """Yields sums of squares in float16 of which the root is taken."""
+    for node in graph.of_type("Sum") if graph is not None else ():
+        squares = graph.producer(node, 0)  # type: ignore[union-attr]
+        if node.dtype() != "float16" or squares is None:
+            continue
+        is_square = squares.op == "Square" or (
+            squares.op == "Mul" and len(set(squares.inputs)) == 1
+        )
+        passing = PASSING | {"Maximum", "AddV2"}
+        readers = graph.readers_past(node, passing)  # type: ignore[union-attr]
+        if is_square and {"Sqrt", "Rsqrt"} & {reader.op for reader in readers}:
+            yield node
+
+
+@rule("unscaled-attention")
+def unscaled_attention(subject: Subject) -> Iterator[Found]:
+    """Attention whose scores are plain products, in float16."""
+    for part in subject.in_dtype("float16"):
+        layer = part.layer
+        if (
+            not isinstance(layer, keras.layers.Attention)
+            or isinstance(layer, keras.layers.AdditiveAttention)
+            or layer.score_mode != "dot"
+            or layer.use_scale
+        ):
+            continue
+        yield Found(
+            "warning",
+            "Scores are products over all features without a scale: 64 features of "
+            f"32 in query and key reach {formats.FLOAT16.max + 32:,.0f}, which is inf "
+            "in float16, and the result NaN.",
+            "Divide the query by the root of its width, use `use_scale=True`, or build "
+            "the model under `tfamp.enable`, which keeps the layer in float32.",
+            part.path,
+            32.0,
+        )
+
+
+@rule("shifted-normalization")
+def shifted_normalization(subject: Subject) -> Iterator[Found]:
+    """Normalization of numbers that lie far from 0, rounded before the mean goes."""
+    for part in subject.half():
+        if _gets_exact_inputs(part, subject.graph):
+            continue
+        shares = _lost(part)
+        if shares is None:
+            continue
+        share, mean, std = shares
+        if share <= NOISY:
+            continue
+        yield Found(
+            "error" if share > 0.5 else "warning",
+            f"{type(part.layer).__name__} subtracts a mean of {mean:.4g} from numbers "
+            f"that were rounded to {part.dtype} before; what varies is {std:.3g}, and "
+            f"rounding takes {min(share, 9.99):.0%} of it.",
+            "Standardize in float32: give the layer `dtype='float32'` and float32 "
+            "inputs, or build the model under `tfamp.enable`.",
+            part.path,
+            share,
+            {"dtype": part.dtype, "mean": mean, "std": std},
+        )
+
+
+def _gets_exact_inputs(part: Part, graph: Graph | None) -> bool:
+    """States whether tfamp hands a layer its input before it is rounded.
+
+    It does for the layer that comes first, or behind one in float32.
+    """
+    if part.record is None or not part.record.exact_inputs:
+        return False
+    casts = graph.of_type("Cast") if graph is not None else []
+    # What it gets in half precision, it widens by itself.
+    return not any(
+        node.layer == part.path and node.dtype("SrcT") in HALF for node in casts
+    )
+
+
+def _lost(part: Part) -> tuple[float, float, float] | None:
+    """Returns (share lost to rounding, mean, deviation) of the worst feature."""
+    found = _statistics(part.layer)
+    if found is None:
+        return None
+    mean, variance = (np.asarray(x, np.float64).ravel() for x in found)
+    std = np.sqrt(np.maximum(variance, 0))
+    epsilon = formats.FORMATS[part.dtype].epsilon
+    # Rounding is off by the spacing over the root of 12 in the mean square.
+    exponent = np.floor(np.log2(np.maximum(np.abs(mean), np.finfo(float).tiny)))
+    noise = np.exp2(exponent) * epsilon / math.sqrt(12)
+    share = np.divide(noise, std, out=np.zeros_like(std), where=std > 0)
+    worst = int(np.argmax(share))
+    return float(share[worst]), float(mean[worst]), float(std[worst])
+
+
+def _statistics(layer: Any) -> tuple[Any, Any] | None:
+    """Returns the mean and the variance that a layer subtracts and divides by."""
+    if isinstance(layer, keras.layers.Normalization):
+        if layer.input_mean is not None:
+            return layer.input_mean, layer.input_variance
+        if not layer.built:
+            return None
+        return layer.adapt_mean, layer.adapt_variance
+    if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
+        return layer.moving_mean, layer.moving_variance
+    return None
+
+
+@rule("added-loss")
+def added_loss(subject: Subject) -> Iterator[Found]:
+    """Losses that layers add in half precision, which Keras cannot sum."""
+    found: dict[str, str] = {}
+    if subject.graph is not None:
+        # Of a layer's losses those of its weights are float32.
+        found = {path: dtype for path, dtype in subject.graph.losses if dtype in HALF}
+    else:
+        for part in subject.half():
+            if part.record is None and _adds_a_loss(part.layer):
+                found[part.path] = part.dtype
+    for path, dtype in found.items():
+        yield Found(
+            "error",
+            f"This layer adds a loss in {dtype} (`activity_regularizer` or "
+            "`add_loss`): `fit` adds it to the float32 loss, which is a TypeError.",
+            "Cast it in `add_loss(keras.ops.cast(loss, 'float32'))`, or build the "
+            "model under `tfamp.enable`, which does so.",
+            path,
+            None,
+            {"dtype": dtype},
+        )
+
+
+def _adds_a_loss(layer: Any) -> bool:
+    if getattr(layer, "activity_regularizer", None) is not None:
+        return True
+    if type(layer).__module__.split(".")[0] == "keras":
+        return isinstance(layer, keras.layers.ActivityRegularization)
+    try:
+        return "add_loss(" in inspect.getsource(type(layer))
+    except (OSError, TypeError):
+        return False

@@ -1,0 +1,94 @@
+"""What the rules look at: layers, graph, data, loss and optimizers of a model."""
+
+import dataclasses
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.layer_record import LayerRecord, record_of
+from tfamp.numerics.lint.graph import Graph
+from tfamp.records.formats import HALF
+
+
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One layer of a model.
+
+    Args:
+        path: Names from below the model; the model's own name for the model itself.
+        layer: The layer.
+        is_graph: Whether it is a graph of layers, which computes nothing itself.
+    """
+
+    path: str
+    layer: keras.layers.Layer
+    is_graph: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype it computes in, "" for a graph of layers."""
+        return "" if self.is_graph else str(self.layer.compute_dtype)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it computes in float16 or bfloat16."""
+        return self.dtype in HALF
+
+    @property
+    def record(self) -> LayerRecord | None:
+        """What tfamp knows of it, None for a layer it does not manage."""
+        return record_of(self.layer)
+
+    @property
+    def weights(self) -> list[Any]:
+        """The weights it holds itself, not through sublayers."""
+        return structure.own_weights(self.layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model with all that its rules look at.
+
+    Args:
+        model: The model.
+        parts: The model and every layer in it.
+        graph: A traced call of the model for training.
+        leaves: Values of each input of the model in a few batches; empty without data.
+        batch: The first batch, as the dataset gave it.
+        loss: What the model is trained with: passed, or from `compile`.
+        optimizers: Every optimizer that is known.
+        is_compiled: Whether they are those of the compiled model.
+        missing: Why a need of rules cannot be met, by its name.
+    """
+
+    model: keras.Model
+    parts: tuple[Part, ...]
+    graph: Graph | None = None
+    leaves: tuple[np.ndarray, ...] = ()
+    batch: Any = None
+    loss: Any = None
+    optimizers: tuple[Any, ...] = ()
+    is_compiled: bool = False
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def in_dtype(self, dtype: str) -> list[Part]:
+        """Returns the layers that compute in a dtype."""
+        return [part for part in self.parts if part.dtype == dtype]
+
+    def half(self) -> list[Part]:
+        """Returns the layers that compute in float16 or bfloat16."""
+        return [part for part in self.parts if part.is_half]
+
+    def layer_at(self, path: str) -> Any:
+        """Returns the layer of a path, None where there is none."""
+        return next((p.layer for p in self.parts if p.path == path), None)
+
+
+def parts_of(model: keras.Model) -> tuple[Part, ...]:
+    """Returns the model and every layer in it, once each."""
+    return tuple(
+        Part(path, layer, structure.graph_of(layer) is not None)
+        for path, layer, _ in structure.walk(model)
+    )

@@ -1,0 +1,1 @@
+"""`tfamp.prove`: the dtype that each product of a step runs in."""

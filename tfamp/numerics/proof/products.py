@@ -1,0 +1,182 @@
+"""Products and casts of a trace, each with its layer."""
+
+import collections
+import math
+from collections.abc import Sequence
+
+from tfamp.graph.hlo import CompiledProduct
+from tfamp.graph.operation import Operation
+from tfamp.graph.products import flops_of, is_product
+from tfamp.numerics.proof.records import Cast, Product, Shape
+from tfamp.stepping.costs import num_bytes, product_dtype
+from tfamp.stepping.layer_marks import Marks, plain_name
+
+_FLOATS = ("float64", "float32", "float16", "bfloat16")
+_VARIABLES = ("ReadVariableOp", "VarHandleOp")
+
+
+def products_of(
+    operations: Sequence[Operation],
+    marks: Marks,
+    compiled: Sequence[CompiledProduct] = (),
+) -> list[tuple[Operation, Product]]:
+    """Returns the products and convolutions of a trace, those of replicas as one.
+
+    Args:
+        operations: What the trace runs.
+        marks: The layers of its operations.
+        compiled: The products of what was made of it, by XLA or by a rewrite.
+    """
+    found: dict[tuple[object, ...], tuple[Operation, Product]] = {}
+    runs_in, inferred = _final_dtypes(operations, compiled)
+    for operation in operations:
+        if not is_product(operation):
+            continue
+        product = Product(
+            name=plain_name(operation.name),
+            op_type=operation.op_type,
+            layer=marks.layer_of(operation.name),
+            direction="backward" if operation.is_backward else "forward",
+            dtype=product_dtype(operation),
+            shapes=_factors(operation),
+            output_shape=operation.outputs[0] if operation.outputs else None,
+            flops=flops_of(operation),
+            count=operation.count,
+            is_counted=operation.is_counted,
+            final_dtype=runs_in.get(operation.name, ""),
+            is_inferred=operation.name in inferred,
+        )
+        # Replicas have names that differ by the replica alone.
+        key = (_without_replica(operation.name), product.shapes)
+        if key in found:
+            first, before = found[key]
+            more = {"count": before.count + product.count}
+            product = Product(**{**vars(before), **more})
+            operation = first
+        found[key] = operation, product
+    return list(found.values())
+
+
+def casts_of(operations: Sequence[Operation], marks: Marks) -> tuple[Cast, ...]:
+    """Returns the casts between floating-point dtypes, most bytes first.
+
+    Args:
+        operations: What the trace runs.
+        marks: The layers of its operations.
+    """
+    casts = [each for each in operations if is_cast(each)]
+    forward = {
+        plain_name(each.name): each.sources[:1]
+        for each in casts
+        if not each.is_backward
+    }
+    totals: dict[tuple[str, ...], list[int]] = collections.defaultdict(lambda: [0] * 3)
+    for each in casts:
+        what = _what(each, forward)
+        layer = marks.layer_of(each.name)
+        total = totals[layer, what, each.dtype("SrcT"), each.dtype("DstT")]
+        total[0] += each.count
+        total[1] += each.count * _size(each.outputs[0])
+        total[2] += each.count * num_bytes(each)
+    found = [Cast(*key, *total) for key, total in totals.items()]  # type: ignore[arg-type]
+    return tuple(sorted(found, key=lambda cast: -cast.moved_bytes))
+
+
+def is_cast(operation: Operation) -> bool:
+    """States whether an operation casts floats that are more than a scalar."""
+    return (
+        operation.op_type == "Cast"
+        and operation.dtype("SrcT") in _FLOATS
+        and operation.dtype("DstT") in _FLOATS
+        and operation.dtype("SrcT") != operation.dtype("DstT")
+        and operation.outputs[0] != ()
+    )
+
+
+def _what(cast: Operation, forward: dict[str, tuple[str, ...]]) -> str:
+    if not cast.is_backward:
+        return "weights" if set(cast.sources[:1]) & set(_VARIABLES) else "activations"
+    # The gradient of the cast "x" is "gradient_tape/x/Cast", of one in a loop
+    # ".../gradients/x_grad/Cast".
+    name = plain_name(cast.name).rpartition("/")[0].removesuffix("_grad")
+    for before in ("gradient_tape/", "gradients/"):
+        tail = name.rpartition(before)[2] if before in name else name
+        if tail in forward:
+            of_weights = set(forward[tail]) & set(_VARIABLES)
+            return "weight gradients" if of_weights else "activation gradients"
+    return "activation gradients"
+
+
+def _factors(operation: Operation) -> tuple[Shape, ...]:
+    """Returns the shapes of what is multiplied, without vectors of sizes."""
+    if "Backprop" not in operation.op_type or len(operation.inputs) < 3:
+        return operation.inputs[:2]
+    # A gradient takes the shape of its result in place of one factor.
+    if "Input" in operation.op_type:
+        return operation.inputs[1:3]
+    return (operation.inputs[0], operation.inputs[2])
+
+
+def _final_dtypes(
+    operations: Sequence[Operation], compiled: Sequence[CompiledProduct]
+) -> tuple[dict[str, str], set[str]]:
+    """Returns the dtype that each product has in what was made of a trace, by name.
+
+    Returns:
+        The dtypes that are known, and the names of products whose dtype is inferred:
+        which of several compiled products is theirs cannot be told, but all agree.
+    """
+    products = {each.name: each for each in operations if is_product(each)}
+    plain = {name: plain_name(name) for name in products}
+    by_name: dict[str, str] = {}
+    for each in compiled:
+        if each.op_name:
+            key = plain_name(each.op_name)
+            by_name[key] = _wider(by_name.get(key, ""), *each.dtypes)
+    found: dict[str, str] = {}
+    for name in products:
+        # XLA's names leave out the calls that an operation is in.
+        hits = [k for k in by_name if plain[name] == k or plain[name].endswith(f"/{k}")]
+        if hits:
+            found[name] = by_name[max(hits, key=len)]
+    used = set(plain.values())
+    scopes: dict[object, list[str]] = collections.defaultdict(list)
+    sizes: dict[object, list[str]] = collections.defaultdict(list)
+    for each in compiled:
+        name = plain_name(each.op_name)
+        if each.op_name and name not in used:
+            # A fused operation has the name of the last one that is in it.
+            scopes[name.rpartition("/")[0]].append(_wider(*each.dtypes))
+        elif not each.op_name:
+            sizes[math.prod(each.output_shape)].append(_wider(*each.dtypes))
+    inferred: set[str] = set()
+    nameless = [dtype for dtypes in sizes.values() for dtype in dtypes]
+    for groups, group_of in (
+        (scopes, lambda name: plain[name].rpartition("/")[0]),
+        (sizes, lambda name: _size(products[name].outputs[0])),
+    ):
+        for group, dtypes in groups.items():
+            same = [n for n in products if n not in found and group_of(n) == group]
+            if len(same) > 1 and len(set(dtypes)) > 1:
+                continue  # which of them runs in which dtype is not known
+            found |= dict(zip(same, dtypes, strict=False))
+            inferred |= set(same) & found.keys() if len(same) > len(dtypes) else set()
+    # XLA makes some gradients of convolutions anew, in other shapes and with no name.
+    missing = [name for name in products if name not in found]
+    if len(set(nameless)) == 1 and len(missing) <= len(nameless):
+        found |= dict.fromkeys(missing, nameless[0])
+        inferred |= set(missing)
+    return found, inferred
+
+
+def _wider(*dtypes: str) -> str:
+    known = [dtype for dtype in dtypes if dtype in _FLOATS]
+    return min(known, key=_FLOATS.index, default=next(iter(dtypes), ""))
+
+
+def _without_replica(name: str) -> str:
+    return "/".join(p for p in name.split("/") if not p.startswith("replica_"))
+
+
+def _size(shape: Shape) -> int:
+    return math.prod(dim or 0 for dim in shape) if shape is not None else 0

@@ -1,0 +1,1 @@
+"""`tfamp.ranges`: how large the numbers of each layer are."""

@@ -1,0 +1,1 @@
+"""`tfamp.sensitivity`: which layers low precision would spoil."""

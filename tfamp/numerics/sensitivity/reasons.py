@@ -1,0 +1,198 @@
+"""Names what low precision spoils in a layer, by the numbers that went through it."""
+
+import math
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.numerics.ranges.exponents import first_overflow
+from tfamp.numerics.sensitivity.deviation import forward_error, spread
+from tfamp.numerics.sensitivity.reruns import rerun
+from tfamp.numerics.sensitivity.shadow import Suspect, arrays
+from tfamp.records.formats import Format, needs_loss_scale
+from tfamp.stepping.layer_calls import Recorded
+
+Reason = Literal[
+    "overflow",
+    "underflow",
+    "resolution",
+    "accumulation",
+    "cancellation",
+    "backward",
+    "constant",
+    "cannot run",
+]
+# Rounding of inputs and weights explains an error where it makes this part of it.
+_EXPLAINS = 0.5
+
+
+class Explanation(NamedTuple):
+    """Why a layer is unsafe.
+
+    Attributes:
+        reason: In one word.
+        text: In one sentence, with the figures.
+    """
+
+    reason: Reason
+    text: str
+
+
+def explain(
+    suspect: Suspect, format: Format, *, forward_limit: float, loss_scale: float
+) -> Explanation:
+    """Returns why a layer that was found guilty is unsafe in a format.
+
+    Args:
+        suspect: The layer.
+        format: The low precision.
+        forward_limit: Error of outputs from which a layer is guilty.
+        loss_scale: The scale its gradients were judged at.
+    """
+    if suspect.failure:
+        return Explanation(
+            "cannot run", f"it cannot run in {format.name}: {suspect.failure}"
+        )
+    if suspect.worst is not None and not suspect.forward <= forward_limit:
+        return _explain_forward(suspect.worst, suspect.forward, format, forward_limit)
+    return _explain_backward(suspect, format, loss_scale)
+
+
+def _explain_forward(
+    recorded: Recorded, error: float, format: Format, limit: float
+) -> Explanation:
+    holds = f"{format.name} holds {format.max:.6g}"
+    inputs = arrays(recorded.float_inputs)
+    largest = _largest(inputs)
+    if largest >= first_overflow(format):
+        text = f"its inputs reach {largest:.3g}, {holds}"
+        if _is_constant(inputs, format):
+            return Explanation("constant", f"a constant input: {text}")
+        return Explanation("overflow", text)
+    for constant in _constants(recorded):
+        if constant >= first_overflow(format):
+            text = f"a constant of {constant:.3g} is beyond range, {holds}"
+            return Explanation("constant", text)
+        if 0 < constant <= format.smallest_subnormal / 2:
+            text = f"a constant of {constant:.3g} becomes 0 in {format.name}"
+            return Explanation("constant", text)
+    exact = arrays(rerun(recorded, "float32").outputs)
+    largest = _largest(exact)
+    if math.isinf(error):
+        if largest >= first_overflow(format):
+            return Explanation("overflow", f"its outputs reach {largest:.3g}, {holds}")
+        text = (
+            f"a number on the way to its outputs, which reach {largest:.3g} only, is "
+            f"beyond range: {holds}"
+        )
+        return Explanation("overflow", text)
+    rounded = arrays(rerun(recorded, format.name, rounded_only=True).outputs)
+    by_rounding = _error(rounded, exact)
+    if by_rounding >= min(limit, _EXPLAINS * error):
+        return _explain_rounding(inputs, by_rounding, format, limit)
+    low = arrays(rerun(recorded, format.name).outputs)
+    vanished = max(
+        (_vanished(a, b, limit) for a, b in zip(low, exact, strict=True)), default=0.0
+    )
+    # A format with float32's range lets nothing vanish that is not rounded away.
+    if vanished > limit and needs_loss_scale(format):
+        text = f"{vanished:.0%} of its outputs become 0 in {format.name}"
+        return Explanation("underflow", text)
+    return Explanation(
+        "accumulation",
+        f"its own arithmetic is off by {error:.2g} times the spread of its outputs, "
+        f"while rounding what goes in costs {by_rounding:.2g} times",
+    )
+
+
+def _explain_rounding(
+    inputs: list[np.ndarray], by_rounding: float, format: Format, limit: float
+) -> Explanation:
+    for values in inputs:
+        with np.errstate(over="ignore"):
+            rounded = _rounded(values, format)
+        scale = spread(values)
+        lost = forward_error(rounded, values)
+        if lost > limit:
+            vanished = np.mean((rounded == 0) & (values != 0))
+            if vanished > limit:
+                text = f"{vanished:.0%} of its inputs become 0 in {format.name}"
+                return Explanation("underflow", text)
+            return Explanation(
+                "resolution",
+                f"its inputs reach {_largest([values]):.4g} and differ by {scale:.3g}: "
+                f"rounding to {format.name} is off by {lost:.2g} times that",
+            )
+    return Explanation(
+        "cancellation",
+        f"it takes the difference of numbers that are close: rounding its inputs to "
+        f"{format.name} alone moves its outputs by {by_rounding:.2g} times the spread",
+    )
+
+
+def _explain_backward(
+    suspect: Suspect, format: Format, loss_scale: float
+) -> Explanation:
+    error = suspect.backward.get(loss_scale, math.nan)
+    recorded = suspect.worst_backward
+    text = f"its gradients are off by {error:.2g} times their size"
+    if recorded is not None:
+        low = rerun(recorded, format.name, loss_scale=loss_scale)
+        found = [
+            np.asarray(gradient)
+            for gradient in (*low.input_gradients, *low.weight_gradients)
+            if gradient is not None
+        ]
+        if math.isinf(error) or any(not np.isfinite(each).all() for each in found):
+            text = "its gradients overflow"
+        elif found and all(not each.any() for each in found):
+            text = "its gradients become 0"
+    at = "" if loss_scale == 1 else f" at a loss scale of {loss_scale:g}"
+    return Explanation("backward", f"{text} in {format.name}{at}; its outputs are fine")
+
+
+def _vanished(low: np.ndarray, exact: np.ndarray, limit: float) -> float:
+    """Returns which part becomes 0, or 0.0 where the rest is wrong too."""
+    is_gone = (low == 0) & (exact != 0)
+    if is_gone.all():
+        return 1.0
+    rest = forward_error(low[~is_gone], exact[~is_gone])
+    return float(np.mean(is_gone)) if rest <= limit else 0.0
+
+
+def _error(low: list[np.ndarray], exact: list[np.ndarray]) -> float:
+    return max(
+        (forward_error(a, b) for a, b in zip(low, exact, strict=True)), default=0.0
+    )
+
+
+def _largest(values: list[np.ndarray]) -> float:
+    finite = [np.abs(each[np.isfinite(each)]) for each in values]
+    return max((float(each.max()) for each in finite if each.size), default=0.0)
+
+
+def _is_constant(inputs: list[np.ndarray], format: Format) -> bool:
+    """Whether all that is beyond range is one number, as in a mask."""
+    for values in inputs:
+        beyond = np.abs(values) >= first_overflow(format)
+        if beyond.any() and len(np.unique(np.abs(values[beyond]))) > 1:
+            return False
+    return True
+
+
+def _constants(recorded: Recorded) -> list[float]:
+    """Returns the magnitudes of plain numbers among the arguments."""
+    leaves: list[Any] = structure.flatten((recorded.args, recorded.kwargs))
+    return [
+        abs(float(leaf))
+        for leaf in leaves
+        if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
+    ]
+
+
+def _rounded(values: np.ndarray, format: Format) -> np.ndarray:
+
+    low = tf.cast(tf.constant(values, tf.float32), format.name)
+    return np.asarray(tf.cast(low, tf.float32))

@@ -1,0 +1,222 @@
+"""Runs a recorded call of one layer again, alone, in another dtype.
+
+The layer gets the inputs it had in float32, and the gradients that came to its outputs.
+What a layer calls inside is not run again: it hands over what it gave in float32, so
+that only the layer's own operations are lowered. What goes into the inner layers
+counts among the outputs of those operations.
+"""
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.patches import like, replaced
+from tfamp.loss_scale.tape.gradients import scaled_by
+from tfamp.stepping.layer_calls import Recorded, children_of, own_losses, state_restored
+from tfamp.stepping.layer_precision import computing_in
+from tfamp.stepping.layer_units import runs_whole
+from tfamp.stepping.taps import floats, is_float
+
+
+class Rerun(NamedTuple):
+    """What came out of a layer that ran alone.
+
+    Attributes:
+        outputs: The floating-point outputs, in the dtype they came in, and losses
+            that the layer adds itself.
+        sources: What came in for them, in float32: inputs, and what inner layers gave.
+        num_sources: For each output, how many of the sources were there before it.
+        input_gradients: The gradients by the floating-point inputs, in float32 and
+            without the loss scale; None where there is none.
+        weight_gradients: Likewise by the layer's trained weights.
+    """
+
+    outputs: list[tf.Tensor]
+    sources: list[tf.Tensor]
+    num_sources: list[int]
+    input_gradients: list[tf.Tensor | None]
+    weight_gradients: list[tf.Tensor | None]
+
+
+def rerun(
+    recorded: Recorded,
+    dtype: str,
+    *,
+    loss_scale: float = 1.0,
+    rounded_only: bool = False,
+    absolute: bool = False,
+) -> Rerun:
+    """Runs a recorded call again.
+
+    Args:
+        recorded: The call.
+        dtype: What the layer computes in.
+        loss_scale: What the gradients are multiplied by on their way through.
+        rounded_only: Compute in float32 on inputs and weights that were rounded to
+            `dtype`, which tells what rounding alone does.
+        absolute: Send the magnitudes of the gradients back, which cannot cancel.
+    """
+    layer = recorded.site.layer
+    compute = "float32" if rounded_only else dtype
+    tape = tf.GradientTape()
+    taken = _Taken(recorded, compute, tape)
+    tensors = [tf.identity(tensor) for tensor in recorded.float_inputs]
+    weights = _own_trained_weights(layer)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_rounded(weights, dtype, rounded_only))
+        stack.enter_context(state_restored(recorded.state))
+        stack.enter_context(computing_in(_lowered(layer), compute))
+        stack.enter_context(taken.instead_of_children())
+        stack.enter_context(tape)
+        tape.watch(tensors)
+        given = [_round(t, dtype) for t in tensors] if rounded_only else tensors
+        # As other layers would hand it over: operations and some layers cast nothing.
+        given = [tf.cast(tensor, compute) for tensor in given]
+        args, kwargs = _with_floats((recorded.args, recorded.kwargs), given)
+        outputs = layer(*args, **kwargs)
+        losses = own_losses(layer)[: len(recorded.losses)]
+        results = [*floats(outputs), *losses, *taken.given_to_children]
+    gradients = [
+        *recorded.output_gradients,
+        *map(tf.ones_like, recorded.losses),  # each counts as much as the model's
+        *taken.gradients_of_given,
+    ]
+    pairs = [
+        (
+            result,
+            tf.cast(
+                (tf.abs(gradient) if absolute else gradient) * loss_scale, result.dtype
+            ),
+        )
+        for result, gradient in zip(results, gradients, strict=True)
+        if gradient is not None
+    ]
+    sources = [*tensors, *taken.handed_over, *weights]
+    found: list[Any] = [None] * len(sources)
+    if pairs:
+        with scaled_by(loss_scale) as scale:
+            scale.is_by_hand = True
+            found = tape.gradient(
+                [result for result, _ in pairs],
+                sources,
+                output_gradients=[gradient for _, gradient in pairs],
+            )
+    unscaled = [
+        None
+        if gradient is None
+        else tf.cast(tf.convert_to_tensor(gradient), tf.float32) / loss_scale
+        for gradient in found
+    ]
+    num_inputs = len(sources) - len(weights)
+    num_last = len(results) - len(taken.given_to_children)
+    num_before = [len(tensors) + number for number in taken.num_handed_before]
+    return Rerun(
+        results,
+        sources[:num_inputs],
+        [num_inputs] * num_last + num_before,
+        unscaled[:num_inputs],
+        unscaled[num_inputs:],
+    )
+
+
+class _Taken:
+    """Stands in for the layers inside, and keeps what they are given.
+
+    Args:
+        recorded: The outer call, which knows the calls inside.
+        dtype: What the outer layer computes in.
+        tape: Watches what is handed over.
+    """
+
+    def __init__(self, recorded: Recorded, dtype: str, tape: tf.GradientTape) -> None:
+        self._recorded, self._dtype, self._tape = recorded, dtype, tape
+        self.given_to_children: list[tf.Tensor] = []
+        self.gradients_of_given: list[tf.Tensor | None] = []
+        self.handed_over: list[tf.Tensor] = []
+        self.num_handed_before: list[int] = []
+        self._next: dict[int, int] = {}
+
+    @contextlib.contextmanager
+    def instead_of_children(self) -> Iterator[None]:
+        """Has the layers inside hand over what they gave in float32."""
+        layer = self._recorded.site.layer
+        with contextlib.ExitStack() as stack:
+            for child in () if runs_whole(layer) else children_of(layer):
+                stack.enter_context(replaced(child, call=self._stand_in(child)))
+            yield
+
+    def _stand_in(self, child: Any) -> Any:
+        calls = [each for each in self._recorded.inside if each.site.layer is child]
+
+        @like(child.call)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            number = self._next.get(id(child), 0)
+            self._next[id(child)] = number + 1
+            this = calls[number]
+            given = floats((args, kwargs))
+            self.given_to_children += given
+            self.num_handed_before += [len(self.handed_over)] * len(given)
+            self.gradients_of_given += this.input_gradients
+            return structure.map_structure(self._hand_over, this.outputs)
+
+        return call
+
+    def _hand_over(self, x: Any) -> Any:
+        if not is_float(x):
+            return x
+        source = tf.identity(x)
+        self._tape.watch(source)
+        self.handed_over.append(source)
+        return structure.with_mask_of(x, tf.cast(source, self._dtype))
+
+
+def _lowered(layer: Any) -> list[Any]:
+    if not isinstance(layer, keras.layers.Layer):
+        return []
+    if runs_whole(layer):
+        return [each for _, each, _ in structure.walk(layer)]
+    return [layer]
+
+
+def _own_trained_weights(layer: Any) -> list[Any]:
+    if not isinstance(layer, keras.layers.Layer):
+        return []
+    if runs_whole(layer):
+        return list(layer.trainable_variables)
+    return [weight for weight in structure.own_weights(layer) if weight.trainable]
+
+
+@contextlib.contextmanager
+def _rounded(weights: list[Any], dtype: str, is_wanted: bool) -> Iterator[None]:
+    """Rounds the weights of a layer to a dtype, inside the block."""
+    held = [np.asarray(v.value).copy() for v in weights] if is_wanted else []
+    try:
+        for variable, value in zip(weights, held, strict=False):
+            variable.assign(_round(tf.constant(value), dtype))
+        yield
+    finally:
+        for variable, value in zip(weights, held, strict=False):
+            variable.assign(value)
+
+
+def _round(tensor: tf.Tensor, dtype: str) -> tf.Tensor:
+    """Returns what is left of float32 numbers in a dtype; gradients pass unrounded."""
+    low = tf.cast(tf.cast(tensor, dtype), tensor.dtype)
+    return tensor + tf.stop_gradient(low - tensor)
+
+
+def _with_floats(values: Any, tensors: list[tf.Tensor]) -> Any:
+    """Returns a structure with other floating-point tensors in their places."""
+    rest = iter(tensors)
+
+    def replaced(x: Any) -> Any:
+        if not is_float(x):
+            return x
+        return structure.with_mask_of(x, next(rest))
+
+    return structure.map_structure(replaced, values)

@@ -1,0 +1,249 @@
+"""Reruns each layer alone in low precision, on what it got in a float32 step."""
+
+import dataclasses
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.numerics.sensitivity.deviation import forward_error, gradient_error
+from tfamp.numerics.sensitivity.reruns import Rerun, rerun
+from tfamp.numerics.sensitivity.whole_model import Outputs
+from tfamp.records.checks import first_line
+from tfamp.records.progress import progress
+from tfamp.stepping.eager_step import Step, run_step
+from tfamp.stepping.layer_calls import Recorded, Recorder, set_state, state_of
+from tfamp.stepping.layer_units import units, watched_sites
+from tfamp.stepping.taps import Site, floats, tapped
+
+# What TensorFlow raises where a layer has no kernel for a dtype, or mixes two.
+CANNOT_RUN = (
+    TypeError,
+    ValueError,
+    NotImplementedError,
+    tf.errors.InvalidArgumentError,
+    tf.errors.NotFoundError,
+    tf.errors.UnimplementedError,
+)
+# An error of gradients from which it is asked whether they are 0 by their nature.
+_WORTH_A_LOOK = 0.05
+# A gradient below this part of the sum of its parts' magnitudes is.
+_CANCELLED = 1e-4
+# A layer that runs again on the same numbers gives the same up to this.
+_REPEATED = 1e-3
+
+
+@dataclasses.dataclass
+class Suspect:
+    """What the reruns of one layer came to, the worst over batches and calls.
+
+    Args:
+        site: The layer.
+        forward: Error of its outputs relative to their spread over the batch.
+        backward: Error of its gradients by loss scale.
+        worst: The call with the worst outputs; None before one was measured.
+        worst_backward: The call with the worst gradients.
+        failure: What it raised instead of running, "" if it ran.
+    """
+
+    site: Site
+    forward: float = 0.0
+    backward: dict[float, float] = dataclasses.field(default_factory=dict)
+    worst: Recorded | None = None
+    worst_backward: Recorded | None = None
+    failure: str = ""
+
+    def add(
+        self, recorded: Recorded, forward: float, loss_scale: float, backward: float
+    ) -> None:
+        """Takes in one rerun."""
+        if self.worst is None or forward > self.forward:
+            self.forward, self.worst = forward, recorded
+        highest = max(self.backward.values(), default=-1.0)
+        if backward > highest:
+            self.worst_backward = recorded
+        known = self.backward.get(loss_scale, 0.0)
+        self.backward[loss_scale] = max(known, backward)
+
+
+class Shadow:
+    """The shadow pass over some batches.
+
+    Args:
+        model: A compiled, built model that computes in float32 now.
+        dtype: The low precision.
+
+    Attributes:
+        suspects: What was measured, by path, in the order of the layers.
+        steps: The float32 steps, one for each batch.
+        outputs: What the model gave in them.
+        random: Layers that give something else each time, as they draw random numbers
+            past Keras's seeds. They are not judged.
+    """
+
+    def __init__(self, model: keras.Model, dtype: str) -> None:
+        self._model, self._dtype = model, dtype
+        self._units = units(model)
+        self._watched = watched_sites(model, self._units)
+        self._is_unit = {id(site.layer) for site in self._units}
+        self.suspects = {site.path: Suspect(site) for site in self._units}
+        self.steps: list[Step] = []
+        self.outputs: list[list[np.ndarray]] = []
+        self.random: list[Any] = []
+        self._states: list[Any] = []
+        self._recorded: list[list[Recorded]] = []
+
+    def record(self, batch: Any) -> Step:
+        """Runs a step in float32 and keeps what went through the layers."""
+        recorder = Recorder()
+        self._states.append(state_of(self._model))
+        outputs = Outputs(self._model)
+        with (
+            tapped(self._model, outputs, only=outputs.watches),
+            tapped(
+                self._model, recorder, only=lambda site: id(site.layer) in self._watched
+            ),
+        ):
+            step = run_step(self._model, batch)
+        self.steps.append(step)
+        self.outputs.append(outputs.kept)
+        self._recorded.append(
+            [each for each in recorder.calls if id(each.site.layer) in self._is_unit]
+        )
+        return step
+
+    def begin_again(self, number: int) -> None:
+        """Gives the model the state it had ahead of a recorded step."""
+        set_state(self._states[number])
+
+    def measure(self, *loss_scales: float) -> None:
+        """Reruns what was recorded.
+
+        Args:
+            loss_scales: Factors on gradients, one after the other.
+        """
+        calls = [recorded for batch in self._recorded for recorded in batch]
+        what = f"Rerunning layers in {self._dtype}"
+        with progress(what, len(calls), unit="calls") as done:
+            for number, recorded in enumerate(calls):
+                suspect = self.suspects[recorded.site.path]
+                is_random = any(suspect.site.layer is each for each in self.random)
+                if not suspect.failure and not is_random:
+                    self._measure_all(recorded, suspect, loss_scales)
+                done(number + 1)
+
+    def _measure_all(
+        self, recorded: Recorded, suspect: Suspect, loss_scales: Sequence[float]
+    ) -> None:
+        exact = _Exact(recorded)
+        if not exact.repeats:
+            self.random.append(suspect.site.layer)
+            return
+        for loss_scale in loss_scales:
+            self._measure_one(exact, suspect, loss_scale)
+
+    def _measure_one(
+        self, exact: "_Exact", suspect: Suspect, loss_scale: float
+    ) -> None:
+        if suspect.failure:
+            return
+        recorded = exact.recorded
+        try:
+            low = rerun(recorded, self._dtype, loss_scale=loss_scale)
+        except CANNOT_RUN as error:
+            suspect.failure = first_line(error)
+            suspect.worst = recorded
+            return
+        forward = 0.0
+        outputs = zip(
+            arrays(low.outputs), exact.outputs, exact.rerun.num_sources, strict=True
+        )
+        for a, b, num_sources in outputs:
+            off = forward_error(a, b)
+            # What only passes through is the affair of those who made and take it.
+            sources = exact.sources[:num_sources]
+            if off > _WORTH_A_LOOK and any(np.array_equal(b, s) for s in sources):
+                continue
+            forward = max(forward, off)
+        backward = _backward(low, exact.rerun)
+        if backward > _WORTH_A_LOOK:
+            backward = _backward(low, exact.without_cancelled)
+        suspect.add(recorded, forward, loss_scale, backward)
+
+
+class _Exact:
+    """The rerun of a call in float32, and what is made of it once for all scales."""
+
+    def __init__(self, recorded: Recorded) -> None:
+        self.recorded = recorded
+        self.rerun = rerun(recorded, "float32")
+
+    @functools.cached_property
+    def outputs(self) -> list[np.ndarray]:
+        return arrays(self.rerun.outputs)
+
+    @property
+    def repeats(self) -> bool:
+        """Whether the rerun gave what the step did."""
+        recorded = [*floats(self.recorded.outputs), *self.recorded.losses]
+        pairs = zip(self.outputs, arrays(recorded), strict=False)
+        return all(forward_error(a, b) <= _REPEATED for a, b in pairs)
+
+    @functools.cached_property
+    def sources(self) -> list[np.ndarray]:
+        return arrays(self.rerun.sources)
+
+    @functools.cached_property
+    def without_cancelled(self) -> Rerun:
+        """The rerun but for gradients that are 0 by their nature."""
+        sums = rerun(self.recorded, "float32", absolute=True)
+        return _without_cancelled(self.rerun, sums)
+
+
+def arrays(tensors: Sequence[Any]) -> list[np.ndarray]:
+    """Returns tensors as float32 arrays."""
+    return [np.asarray(tf.cast(tensor, tf.float32)) for tensor in tensors]
+
+
+def _backward(low: Rerun, exact: Rerun) -> float:
+    """Returns the error of the gradients by inputs or by weights, the larger one."""
+    errors = [
+        gradient_error(_optional(a), _optional(b))
+        for a, b in (
+            (low.input_gradients, exact.input_gradients),
+            (low.weight_gradients, exact.weight_gradients),
+        )
+    ]
+    return max(errors)
+
+
+def _without_cancelled(exact: Rerun, sums: Rerun) -> Rerun:
+    """Returns the gradients but for those that are 0 by their nature.
+
+    Of a bias ahead of a normalization all parts cancel, so what is left is rounding in
+    every precision.
+    """
+
+    def kept(gradient: Any, total: Any) -> Any:
+        if gradient is None or total is None:
+            return gradient
+        is_left = tf.norm(gradient) >= _CANCELLED * tf.norm(total)
+        return gradient if bool(is_left) else None
+
+    return exact._replace(
+        input_gradients=[
+            kept(*each)
+            for each in zip(exact.input_gradients, sums.input_gradients, strict=True)
+        ],
+        weight_gradients=[
+            kept(*each)
+            for each in zip(exact.weight_gradients, sums.weight_gradients, strict=True)
+        ],
+    )
+
+
+def _optional(tensors: Sequence[Any]) -> list[np.ndarray | None]:
+    return [None if tensor is None else np.asarray(tensor) for tensor in tensors]

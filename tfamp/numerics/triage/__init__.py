@@ -1,0 +1,1 @@
+"""`tfamp.triage`: why a step failed."""

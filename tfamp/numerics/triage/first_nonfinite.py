@@ -1,0 +1,186 @@
+"""Finds where the first number of a step that is not finite comes from."""
+
+import dataclasses
+import math
+from typing import Any, Literal, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.calls import unrounded
+from tfamp.stepping.eager_step import Step, run_step
+from tfamp.stepping.taps import Call, Observer, floats, sites, tapped
+
+
+class Origin(NamedTuple):
+    """Where a bad number came from.
+
+    Attributes:
+        path: The layer or operation.
+        layer: It itself.
+        way: Whether it made it "forward" or "backward".
+    """
+
+    path: str
+    layer: Any
+    way: Literal["forward", "backward"]
+
+
+@dataclasses.dataclass
+class _Made:
+    """A call that made bad numbers of good ones.
+
+    Args:
+        origin: The call.
+        is_mask: Whether they are all -inf, as what a softmax is to leave out.
+        is_taken_up: Whether a later call made good numbers of them again.
+    """
+
+    origin: Origin
+    is_mask: bool
+    is_taken_up: bool = False
+
+
+class Health(Observer):
+    """Watches for the first call that makes a bad number of good ones.
+
+    Attributes:
+        backward: The first one on the way back, None if all were fine.
+        largest: The largest finite magnitude of each layer's outputs, by path.
+        largest_gradient: Likewise of the gradients by its outputs.
+    """
+
+    wants_gradients = True
+
+    def __init__(self) -> None:
+        self.backward: Origin | None = None
+        self.largest: dict[str, float] = {}
+        self.largest_gradient: dict[str, float] = {}
+        self._came_back_bad: set[tuple[int, int]] = set()
+        self._made: list[_Made] = []
+        self._num_made_at_start: list[int] = []
+
+    @property
+    def masks(self) -> frozenset[str]:
+        """The paths of what made -inf that a later call took up."""
+        return frozenset(
+            made.origin.path for made in self._made if made.is_mask and made.is_taken_up
+        )
+
+    def forward(self, masks: frozenset[str]) -> Origin | None:
+        """Returns the first one on the way forward, None if all were fine.
+
+        Args:
+            masks: The paths of what makes -inf and is meant to.
+        """
+        origins = (made.origin for made in self._made)
+        return next((o for o in origins if o.path not in masks), None)
+
+    def on_call(self, call: Call) -> None:
+        """Notes what was bad ahead of a call."""
+        self._num_made_at_start.append(len(self._made))
+
+    def on_outputs(self, call: Call, outputs: Any) -> None:
+        """Judges a call by its inputs and outputs; inner calls come first."""
+        tensors = floats(outputs)
+        self._note(self.largest, call.site.path, tensors)
+        inside = self._made[self._num_made_at_start.pop() :]
+        inputs_are_finite = _are_finite(floats((call.args, call.kwargs)))
+        if _are_finite(tensors):
+            taken = inside if inputs_are_finite or not tensors else self._made
+            for made in taken:
+                made.is_taken_up = True
+        elif inputs_are_finite and all(made.is_taken_up for made in inside):
+            origin = Origin(call.site.path, call.site.layer, "forward")
+            self._made.append(_Made(origin, all(map(_is_mask, tensors))))
+
+    def on_gradient(
+        self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
+    ) -> None:
+        """Judges a call by what came to its outputs and leaves by its inputs."""
+        key = id(call.site.layer), call.number
+        is_finite = _are_finite([gradient])
+        if of == "outputs":
+            self._note(self.largest_gradient, call.site.path, [gradient])
+            if not is_finite:
+                self._came_back_bad.add(key)
+        elif not is_finite and self.backward is None:
+            if key not in self._came_back_bad:
+                self.backward = Origin(call.site.path, call.site.layer, "backward")
+
+    def of_weights(self, model: keras.Model, step: Step) -> Origin | None:
+        """Returns the last layer with a bad gradient of a weight, None if none has."""
+        bad = {
+            id(variable)
+            for variable, gradient in step.gradients
+            if gradient is not None and not _are_finite([gradient])
+        }
+        found = None
+        for site in sites(model):
+            if isinstance(site.layer, keras.layers.Layer):
+                weights = structure.own_weights(site.layer)
+                if any(id(weight) in bad for weight in weights):
+                    found = Origin(site.path, site.layer, "backward")
+        return found
+
+    def _note(self, kept: dict[str, float], path: str, tensors: list[Any]) -> None:
+        for tensor in tensors:
+            values = np.abs(np.asarray(tf.cast(tensor, tf.float32)))
+            values = values[np.isfinite(values)]
+            if values.size:
+                kept[path] = max(kept.get(path, 0.0), float(values.max()))
+
+
+class Examined(NamedTuple):
+    """A replay of a step.
+
+    Attributes:
+        step: What it came to.
+        health: What was seen in the layers.
+        origin: Where the first bad number came from, None if from no layer.
+    """
+
+    step: Step
+    health: Health
+    origin: Origin | None
+
+    def knowing(self, model: keras.Model, masks: frozenset[str]) -> "Examined":
+        """Returns it with the origin among all that is no mask."""
+        return self._replace(origin=_origin(model, self.step, self.health, masks))
+
+
+def examine(model: keras.Model, batch: Any, *, loss_scale: float) -> Examined:
+    """Runs the train step with every layer watched."""
+    health = Health()
+    with tapped(model, health):
+        step = run_step(model, batch, loss_scale=loss_scale)
+    return Examined(step, health, _origin(model, step, health, health.masks))
+
+
+def _origin(
+    model: keras.Model, step: Step, health: Health, masks: frozenset[str]
+) -> Origin | None:
+    origin = health.forward(masks)
+    if origin is None and not step.is_finite:
+        loss_is_fine = step.loss is None or bool(tf.math.is_finite(step.loss))
+        if loss_is_fine:
+            origin = health.backward or health.of_weights(model, step)
+    return origin
+
+
+def _is_mask(tensor: tf.Tensor) -> bool:
+    """States whether all numbers are finite or -inf."""
+    return bool(tf.reduce_all(tf.math.is_finite(tensor) | (tensor == -math.inf)))
+
+
+def _are_finite(tensors: list[Any]) -> bool:
+    """States whether tensors are finite, or were before they were rounded.
+
+    What a layer in float32 hands over beyond the range of half precision is good: it is
+    the one who takes it in half precision that makes it bad.
+    """
+    return all(
+        bool(tf.reduce_all(tf.math.is_finite(unrounded(tensor)))) for tensor in tensors
+    )

@@ -1,0 +1,350 @@
+"""The replays of a failing step, and what they say about its cause."""
+
+import dataclasses
+import inspect
+import math
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.numerics.triage import suspicions
+from tfamp.numerics.triage.first_nonfinite import Examined, examine
+from tfamp.numerics.triage.result import Cause, Replay, Triage
+from tfamp.numerics.triage.updates import Update
+from tfamp.records.formats import FORMATS
+from tfamp.stepping.arguments import build
+from tfamp.stepping.eager_step import checked_batch, loss_scale_of
+from tfamp.stepping.layer_calls import state_of, state_restored
+from tfamp.stepping.layer_precision import as_islands, in_float32
+from tfamp.stepping.layer_units import how_to_keep
+from tfamp.stepping.random_draws import same_draws
+from tfamp.stepping.taps import Site
+from tfamp.stepping.unchanged import unchanged
+
+# How many layers are kept in float32 in turn before precision is given up.
+_MAX_LAYERS = 8
+# One layer may be made with large weights; where several have them they ran away.
+_MANY_LAYERS = 2
+_HALF = ("float16", "bfloat16")
+_DROP = (
+    "Drop such examples: `Pipeline.filter`, or ask `tfamp.data.check(dataset)` for all "
+    "of them."
+)
+_RELABEL = "Mend the labels, or give the model an output for each of them."
+_RESTORE = "Put the optimizer's state from before it back, or compile anew."
+_CUT = (
+    "Go back to weights from before and cut the learning rate, warm it up, or clip "
+    "gradients by `global_clipnorm=1.0`."
+)
+
+
+def inquire(model: keras.Model, batch: Any) -> Triage:
+    """Returns why the train step of a compiled model fails on a batch."""
+    batch = checked_batch(batch)
+    build(model, batch)
+    rate = None
+    if model.optimizer is not None:  # of this step, where it follows a schedule
+        rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
+    with unchanged(model), same_draws():
+        return Inquiry(model, batch, rate).run()
+
+
+class Inquiry:
+    """The replays of one step, and what they say.
+
+    Args:
+        model: The model.
+        batch: The step's batch.
+        rate: The learning rate of an update, None without an optimizer.
+    """
+
+    def __init__(self, model: keras.Model, batch: Any, rate: float | None) -> None:
+        self._model, self._batch, self._rate = model, batch, rate
+        self._replays: list[Replay] = []
+        self._exact: Examined | None = None
+        self._scale = loss_scale_of(model)
+        self._dtypes = sorted(structure.compute_dtypes(model) & {*_HALF})
+        self._policy = model.dtype_policy.name
+        self._state = state_of(model)
+        self._masks: frozenset[str] | None = None
+
+    def run(self) -> Triage:
+        """Replays as often as it takes, and answers."""
+        found = list(suspicions.bad_data(self._batch))
+        if found and self._is_spoiled_by_data():
+            return self._answer("data", found, _DROP)
+        found = list(suspicions.bad_weights(self._model))
+        if found:
+            return self._of_bad_weights(found)
+        found = list(suspicions.bad_slots(self._model))
+        if found:
+            return self._answer("optimizer", found, _RESTORE)
+        found = list(suspicions.bad_labels(self._model, self._batch))
+        if found:
+            return self._answer("data", found, _RELABEL)
+        place = len(self._replays)
+        own = self._replay(self._policy, self._scale)
+        exact = self._in_float32() if self._is_low else own
+        if exact is not own and exact.step.is_finite and not own.step.is_finite:
+            # -inf that is there in float32, too, is meant; any other overflowed.
+            self._masks = exact.health.masks
+            own = own.knowing(self._model, self._masks)
+            self._replays[place] = _replay_of(self._replays[place].name, own)
+        if not exact.step.is_finite:
+            return self._of_float32(exact)
+        if not own.step.is_finite:
+            return self._of_precision(own, exact)
+        return self._of_the_update(exact)
+
+    def _is_spoiled_by_data(self) -> bool:
+        """States whether bad numbers in the batch are to blame.
+
+        A model may take NaN for what is missing, and mean it.
+        """
+        if next(suspicions.bad_weights(self._model), None) is not None:
+            return True  # by the step, it seems; there is nothing left to try
+        if self._in_float32().step.is_finite:
+            return False
+        with in_float32(self._model):
+            mended = suspicions.mended(self._batch)
+            again = self._replay("float32, means for what is not finite", 1.0, mended)
+        return again.step.is_finite
+
+    def _in_float32(self) -> Examined:
+        if self._exact is None:
+            with in_float32(self._model):
+                self._exact = self._replay("float32", 1.0)
+        return self._exact
+
+    @property
+    def _is_low(self) -> bool:
+        return bool(self._dtypes) or self._scale != 1
+
+    def _replay(self, policy: str, scale: float, batch: Any = None) -> Examined:
+        found = self._examine(self._batch if batch is None else batch, scale)
+        name = policy if scale == 1 else f"{policy}, loss scale {scale:g}"
+        self._replays.append(_replay_of(name, found))
+        return found
+
+    def _examine(self, batch: Any, scale: float) -> Examined:
+        """Runs the step on the state that the model had: with the same dropout."""
+        with state_restored(self._state):
+            found = examine(self._model, batch, loss_scale=scale)
+        masks = self._masks
+        return found if masks is None else found.knowing(self._model, masks)
+
+    def _of_bad_weights(self, found: list[suspicions.Suspicion]) -> Triage:
+        large = list(suspicions.exploded(self._model))
+        if large:
+            return self._answer("learning rate", [*found, *large[:3]], _CUT)
+        return self._answer(
+            "model",
+            found,
+            "Put weights from before it back: the step that wrote them is gone. A "
+            "fused ReLU may have hidden it, so watch weights, not the loss alone.",
+        )
+
+    def _of_float32(self, exact: Examined) -> Triage:
+        """Blames what fails in float32 too: precision is out of it."""
+        large = list(suspicions.exploded(self._model))
+        if large:
+            return self._answer("learning rate", large[:3], _CUT, exact)
+        left_out = suspicions.outliers(self._batch)
+        if left_out.any() and not left_out.all():
+            rest = suspicions.without(self._batch, left_out)
+            with in_float32(self._model):
+                again = self._replay("float32 without outliers", 1.0, rest)
+            if again.step.is_finite:
+                rows = ", ".join(map(str, np.flatnonzero(left_out)[:5]))
+                sentence = (
+                    f"Without {int(left_out.sum())} examples (number {rows}) that are "
+                    "a thousand times as large as the others the step is finite."
+                )
+                return self._answer(
+                    "data", [suspicions.Suspicion(None, sentence)], _DROP
+                )
+        origin = exact.origin
+        if origin is None:
+            sentence = (
+                "The loss is not finite in float32, while all that the layers give is."
+            )
+            remedy = (
+                "Change the loss: a log, a root or a division in it meets 0. Losses of "
+                "Keras that take logits do not."
+            )
+            return self._answer("model", [suspicions.Suspicion(None, sentence)], remedy)
+        sentence = (
+            f"{origin.path!r} makes a number that is not finite of finite ones in "
+            f"float32 too, on the way {origin.way}."
+        )
+        remedy = (
+            f"Change {origin.path!r}: keep what it takes the log, root or quotient of "
+            "away from 0, as by adding a small constant, and clip what it raises."
+        )
+        return self._answer(
+            "model", [suspicions.Suspicion(origin.path, sentence)], remedy, exact
+        )
+
+    def _of_precision(self, own: Examined, exact: Examined) -> Triage:
+        """Blames the loss scale or the precision: float32 is finite."""
+        large = list(suspicions.exploded(self._model))
+        if len({each.layer for each in large}) >= _MANY_LAYERS:
+            return self._answer("learning rate", large[:3], _CUT, own)
+        if self._scale != 1:
+            once = self._replay(self._policy, 1.0)
+            if once.step.is_finite:
+                return self._of_loss_scale(own)
+            own = once
+        kept: list[Any] = []
+        paths: list[str] = []
+        found = own
+        while found.origin is not None and len(kept) < _MAX_LAYERS:
+            origin = found.origin
+            if any(layer is origin.layer for layer in kept):
+                break
+            kept.append(origin.layer)
+            paths.append(origin.path)
+            dtype = self._dtypes[0] if self._dtypes else "float16"
+            with as_islands(kept, dtype):
+                shown = ", ".join(map(repr, paths))
+                found = self._replay(f"{self._policy}, {shown} in float32", 1.0)
+            if found.step.is_finite:
+                break
+        layer = paths[0] if paths else None
+        sentence = f"The step is finite in float32 and not in {self._policy}."
+        sentences = [suspicions.Suspicion(layer, sentence)]
+        if paths:
+            sentences.append(self._range_of(own, exact))
+        if found.step.is_finite:
+            remedy = how_to_keep(list(map(Site, paths, kept)))
+        else:
+            remedy = (
+                "Train it in float32: keeping the layers found so far "
+                f"({', '.join(map(repr, paths)) or 'none'}) was not enough."
+            )
+        return self._answer("precision", sentences, remedy, own, layers=tuple(paths))
+
+    def _range_of(self, own: Examined, exact: Examined) -> suspicions.Suspicion:
+        origin = own.origin
+        path = origin.path if origin is not None else ""
+        is_forward = origin is not None and origin.way == "forward"
+        seen = exact.health.largest if is_forward else exact.health.largest_gradient
+        what = "outputs" if is_forward else "gradients"
+        dtype = self._dtypes[0] if self._dtypes else "float16"
+        return suspicions.Suspicion(
+            path,
+            f"In float32 the {what} of {path!r} reach {seen.get(path, math.nan):.4g}; "
+            f"{dtype} holds {FORMATS[dtype].max:.6g}.",
+        )
+
+    def _of_loss_scale(self, own: Examined) -> Triage:
+        scale = self._scale
+        while scale > 1:
+            scale /= 2.0**3 if scale >= 2.0**3 else scale
+            if self._examine(self._batch, scale).step.is_finite:
+                break
+        path = None if own.origin is None else own.origin.path
+        sentence = (
+            f"The step is finite at a loss scale of {scale:g} and not at "
+            f"{self._scale:g}."
+        )
+        remedy = (
+            f"Lower the scale to {scale:g} at most, or let it be dynamic: a dynamic "
+            "one comes down by itself after a skipped step."
+        )
+        answer = self._answer(
+            "loss scale", [suspicions.Suspicion(path, sentence)], remedy, own
+        )
+        return dataclasses.replace(answer, loss_scale=scale)
+
+    def _of_the_update(self, exact: Examined) -> Triage:
+        """Looks for the cause in the update: the step itself is finite."""
+        large = list(suspicions.exploded(self._model))
+        if large:
+            return self._answer("learning rate", large[:3], _CUT)
+        update = Update.of(self._model, self._batch, exact, self._rate)
+        if update is not None:
+            bad = update.bad_weight()
+            if bad is not None:
+                return self._answer(
+                    "optimizer",
+                    [bad],
+                    "Raise the optimizer's epsilon above 0, or look at what its update "
+                    "divides by.",
+                )
+            before = math.inf if exact.step.loss is None else float(exact.step.loss)
+            after = update.loss_after()
+            if after is not None and update.is_jump(before, after):
+                return self._of_a_jump(update, before, after)
+        return self._answer(
+            "none",
+            [],
+            "Nothing is wrong with this step: loss and gradients are finite.",
+        )
+
+    def _of_a_jump(self, update: Update, before: float, after: float) -> Triage:
+        """Blames the learning rate, and names one that lowers the loss."""
+        found = f"One update takes the loss from {before:.4g} to {after:.4g}."
+        softer = update.softer(before)
+        remedy = _CUT
+        if softer is not None:
+            remedy = (
+                "Go back to weights from before and cut the learning rate from "
+                f"{update.rate:.3g} to {update.rate * softer.factor:.3g}, at which one "
+                f"update takes the loss to {softer.loss:.4g}; or warm it up."
+            )
+        answer = self._answer(
+            "learning rate", [suspicions.Suspicion(None, found)], remedy
+        )
+        factor = None if softer is None else softer.factor
+        return dataclasses.replace(answer, rate_factor=factor)
+
+    def _answer(
+        self,
+        cause: Cause,
+        found: list[suspicions.Suspicion],
+        remedy: str,
+        examined: Examined | None = None,
+        *,
+        layers: tuple[str, ...] = (),
+    ) -> Triage:
+        layer = next((each.layer for each in found if each.layer is not None), None)
+        source = ""
+        if examined is not None and examined.origin is not None:
+            if layer is None:
+                layer = examined.origin.path
+            if layer == examined.origin.path:
+                source = _source(examined.origin.layer)
+        return Triage(
+            self._model.name,
+            cause,
+            layer,
+            tuple(each.sentence for each in found),
+            remedy,
+            layers or (() if layer is None else (layer,)),
+            tuple(self._replays),
+            source,
+        )
+
+
+def _replay_of(name: str, found: Examined) -> Replay:
+    loss = None if found.step.loss is None else float(found.step.loss)
+    if found.step.is_finite:
+        return Replay(name, True, loss, None, "")
+    if found.origin is None:
+        return Replay(name, False, loss, None, "loss")
+    return Replay(name, False, loss, found.origin.path, found.origin.way)
+
+
+def _source(layer: Any) -> str:
+    """Returns file and line of a layer's `call`, "" for layers of Keras's own."""
+    if type(layer).__module__.split(".")[0] == "keras":
+        return ""
+    try:
+        code = inspect.unwrap(type(layer).call).__code__
+    except AttributeError:
+        return ""
+    return f"{code.co_filename}:{code.co_firstlineno}"

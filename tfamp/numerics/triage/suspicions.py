@@ -1,0 +1,189 @@
+"""What speaks against the data, the weights or the optimizer of a step."""
+
+import math
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.stepping.snapshots.names import optimizers_of
+
+# An example so many times as large as the median one is an outlier.
+_OUTLIER = 1e3
+# A layer whose weights are so many times as large as initializers make them has
+# exploded: they give outputs about as large as inputs.
+_EXPLODED = 30.0
+
+
+class Suspicion(NamedTuple):
+    """Something that is wrong ahead of the step.
+
+    Attributes:
+        layer: The layer it is about, None if about none.
+        sentence: What was found, with the figure.
+    """
+
+    layer: str | None
+    sentence: str
+
+
+def bad_data(batch: Any) -> Iterator[Suspicion]:
+    """Yields a sentence for each part of a batch that holds inf or NaN."""
+    for name, values in named_parts(batch):
+        if values.dtype.kind == "f":
+            bad = ~np.isfinite(values)
+            if bad.any():
+                rows = sorted(set(np.argwhere(bad)[:, 0].tolist())) if bad.ndim else [0]
+                shown = ", ".join(map(str, rows[:5])) + (", …" if len(rows) > 5 else "")
+                yield Suspicion(
+                    None,
+                    f"`{name}` holds {int(bad.sum())} numbers that are inf or NaN, in "
+                    f"{len(rows)} of {len(values) if bad.ndim else 1} examples "
+                    f"(number {shown}).",
+                )
+
+
+def mended(batch: Any) -> Any:
+    """Returns a batch with the mean of the others for each number not finite.
+
+    Not with 0, which a root, a log or a quotient may not bear.
+    """
+
+    def finite(part: Any) -> Any:
+        if part is None or not tf.convert_to_tensor(part).dtype.is_floating:
+            return part
+        tensor = tf.convert_to_tensor(part)
+        is_good = tf.math.is_finite(tensor)
+        others = tf.boolean_mask(tensor, is_good)
+        mean = tf.reduce_mean(others) if len(others) else tf.ones((), tensor.dtype)
+        return tf.where(is_good, tensor, mean)
+
+    return tf.nest.map_structure(finite, batch)
+
+
+def bad_labels(model: keras.Model, batch: Any) -> Iterator[Suspicion]:
+    """Yields a sentence where class numbers lie outside of the model's outputs."""
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    loss = getattr(model, "loss", None)
+    name = loss if isinstance(loss, str) else type(loss).__name__
+    if "sparse" not in str(name).lower() or y is None or tf.nest.is_nested(y):
+        return
+    shape = getattr(model, "output_shape", None) if model.built else None
+    if not isinstance(shape, tuple) or not isinstance(shape[-1], int):
+        return
+    values = np.asarray(y)
+    outside = (values < 0) | (values >= shape[-1])
+    ignored = getattr(loss, "ignore_class", None)
+    if ignored is not None:
+        outside &= values != ignored
+    if outside.any():
+        yield Suspicion(
+            None,
+            f"`y` holds {int(outside.sum())} class numbers such as "
+            f"{values[outside].flat[0]}, while the model gives {shape[-1]} classes.",
+        )
+
+
+def outliers(batch: Any) -> np.ndarray:
+    """Returns which examples are far larger than the others, one bool for each."""
+    found: np.ndarray | None = None
+    for _, values in named_parts(batch):
+        if values.ndim < 1 or values.dtype.kind != "f" or len(values) < 4:
+            continue
+        sizes = np.abs(values.reshape(len(values), -1)).max(axis=1).astype(np.float64)
+        median = float(np.median(sizes))
+        this = sizes > _OUTLIER * max(median, 1e-30)
+        found = this if found is None or len(found) != len(this) else found | this
+    return np.zeros(0, bool) if found is None else found
+
+
+def without(batch: Any, left_out: np.ndarray) -> Any:
+    """Returns a batch without some of its examples."""
+    kept = np.flatnonzero(~left_out)
+
+    def rows(part: Any) -> Any:
+        return None if part is None else tf.gather(tf.convert_to_tensor(part), kept)
+
+    return tf.nest.map_structure(rows, batch)
+
+
+def bad_weights(model: keras.Model) -> Iterator[Suspicion]:
+    """Yields a sentence for each layer with weights that are inf or NaN."""
+    for path, layer, _ in structure.walk(model):
+        for weight in structure.own_weights(layer):
+            values = np.asarray(tf.cast(weight.value, tf.float32))
+            bad = int(values.size - np.isfinite(values).sum())
+            if bad:
+                yield Suspicion(
+                    path,
+                    f"{bad} of {values.size} numbers of the weight {weight.path!r} are "
+                    "inf or NaN already.",
+                )
+
+
+def bad_slots(model: keras.Model) -> Iterator[Suspicion]:
+    """Yields a sentence for each variable of an optimizer that is inf or NaN."""
+    for optimizer in optimizers_of(model):
+        # A loss-scale optimizer's own numbers may well be inf: it counts them.
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        owners = {
+            weight.path.replace("/", "_"): path
+            for path, layer, _ in structure.walk(model)
+            for weight in structure.own_weights(layer)
+        }
+        for variable in inner.variables:
+            if "float" not in str(variable.dtype):
+                continue
+            values = np.asarray(tf.cast(variable.value, tf.float32))
+            bad = int(values.size - np.isfinite(values).sum())
+            if bad:
+                name = variable.path.rsplit("/", 1)[-1]
+                # Slots bear the name of their weight and their own.
+                weight = max((w for w in owners if name.startswith(w)), default="")
+                yield Suspicion(
+                    owners.get(weight),
+                    f"{bad} of {values.size} numbers of the optimizer's "
+                    f"{variable.path!r} are inf or NaN already.",
+                )
+
+
+def exploded(model: keras.Model) -> Iterator[Suspicion]:
+    """Yields the layers whose weights are far too large, the worst one first."""
+    found = []
+    for path, layer, _ in structure.walk(model):
+        for weight in structure.own_weights(layer):
+            values = np.asarray(tf.cast(weight.value, tf.float32), np.float64)
+            values = values[np.isfinite(values)] if values.ndim < 2 else values
+            if values.ndim < 2 or not weight.trainable or not values.size:
+                continue
+            # A row of an embedding is looked up, and multiplies nothing.
+            is_table = isinstance(layer, keras.layers.Embedding)
+            fan_in = 1 if is_table else math.prod(values.shape[:-1])
+            finite = values[np.isfinite(values)]
+            if not finite.size:
+                continue
+            gain = float(np.sqrt(np.mean(np.square(finite)) * fan_in))
+            if gain > _EXPLODED:
+                does = "holds rows of numbers of" if is_table else "multiplies by"
+                found.append((gain, path, f"{weight.path!r} {does} about {gain:.3g}"))
+    for _, path, sentence in sorted(found, reverse=True):
+        yield Suspicion(path, f"The weight {sentence}; initializers make that about 1.")
+
+
+def named_parts(batch: Any) -> Iterator[tuple[str, np.ndarray]]:
+    """Yields the arrays of a batch with names such as "x", "x/age", "y"."""
+    parts = zip(
+        ("x", "y", "sample_weight"),
+        keras.utils.unpack_x_y_sample_weight(batch),
+        strict=True,
+    )
+    for name, part in parts:
+        if part is None:
+            continue
+        for path, leaf in keras.tree.flatten_with_path(part):
+            is_half = getattr(leaf, "dtype", None) in (tf.bfloat16, tf.float16)
+            values = np.asarray(tf.cast(leaf, tf.float32) if is_half else leaf)
+            yield "/".join([name, *map(str, path)]), values

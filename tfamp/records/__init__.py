@@ -1,0 +1,1 @@
+"""What everything is told in: records, findings, formats, units, files."""

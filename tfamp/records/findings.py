@@ -1,0 +1,238 @@
+"""What a check found: where, how bad, with which figure, and what to do about it.
+
+`tfamp.data.check` returns `Findings` about columns of data.
+"""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Literal
+
+from tfamp.records import checks, console
+from tfamp.records.record import Record
+
+Severity = Literal["error", "warning", "note"]
+# Worst first: the order that findings are kept and printed in.
+SEVERITIES = ("error", "warning", "note")
+
+
+@dataclasses.dataclass(frozen=True)
+class Fix(Record):
+    """A change of one column that follows from a finding without a decision.
+
+    Args:
+        column: The column, as findings name it: "x", "x/age", "x/0", "y".
+        kind: "cast" keeps every number that the model will see; "standardize"
+            subtracts and divides in float64, so serving has to do the same.
+        dtype: The column's dtype afterwards.
+        reason: Why it is right, with the figure.
+        offset: What "standardize" subtracts, one number for each feature or one
+            for all; empty for "cast".
+        scale: What it divides by, likewise.
+
+    Example:
+        >>> print(Fix("x/id", "cast", "int32", "values lie in [0, 4095]"))
+        x/id: cast to int32; values lie in [0, 4095]
+    """
+
+    column: str
+    kind: Literal["cast", "standardize"]
+    dtype: str
+    reason: str
+    offset: tuple[float, ...] = ()
+    scale: tuple[float, ...] = ()
+
+    def __str__(self) -> str:
+        """Returns the change in one line."""
+        action = "cast" if self.kind == "cast" else "standardize, then cast"
+        return f"{self.column}: {action} to {self.dtype}; {self.reason}"
+
+
+@dataclasses.dataclass(frozen=True)
+class Finding(Record):
+    """One thing that is wrong, or good to know.
+
+    Args:
+        rule: The rule that fired, such as "overflow"; stable, for filters.
+        severity: "error" spoils the result or stops training, "warning" is likely
+            to harm it, "note" is good to know.
+        message: What was found, with the figure, and what follows from it.
+        remedy: What to do.
+        layer: Path of the layer it is about; None if it is not about one.
+        column: Name of the column it is about; None if it is not about one.
+        figure: The number that decided, None where there is no such number.
+        details: More numbers behind the message.
+        fix: The change that removes the cause, where that takes no decision.
+
+    Example:
+        >>> finding = Finding("nan", "error", "3 of 100 are NaN.", "Fill them.")
+        >>> finding.place
+        ''
+    """
+
+    rule: str
+    severity: Severity
+    message: str
+    remedy: str
+    layer: str | None = None
+    column: str | None = None
+    figure: float | None = None
+    details: dict[str, int | float | str | None] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+    fix: Fix | None = None
+
+    def __post_init__(self) -> None:
+        """Checks the severity, which sorting relies on."""
+        checks.choice("severity", self.severity, SEVERITIES)
+
+    @property
+    def place(self) -> str:
+        """The layer or column, "" if the finding is about neither."""
+        return self.layer or self.column or ""
+
+
+@dataclasses.dataclass(frozen=True)
+class Findings(Record):
+    """Everything that one check found, worst first.
+
+    It has a length, can be iterated, and is false when nothing was found. An
+    empty result means that each of `rules` ran and had nothing to say.
+
+    Args:
+        findings: In any order; they are kept worst first.
+        title: What was checked, in one line.
+        rules: The rules that ran.
+        skipped: Rules that could not run, each with the reason.
+
+    Example:
+        >>> small = Finding("constant", "note", "x/a is 0 everywhere.", "Drop it.")
+        >>> worse = Finding("nan", "error", "3 of 100 are NaN.", "Fill them.")
+        >>> found = Findings((small, worse), title="100 examples")
+        >>> [finding.rule for finding in found], len(found.errors), found.worst
+        (['nan', 'constant'], 1, 'error')
+    """
+
+    findings: tuple[Finding, ...] = ()
+    title: str = ""
+    rules: tuple[str, ...] = ()
+    skipped: tuple[str, ...] = ()
+
+    def __post_init__(self) -> None:
+        """Sorts by severity; equal ones keep their order."""
+        ordered = sorted(self.findings, key=lambda f: SEVERITIES.index(f.severity))
+        object.__setattr__(self, "findings", tuple(ordered))
+
+    def __iter__(self) -> Iterator[Finding]:
+        """Returns an iterator over the findings, worst first."""
+        return iter(self.findings)
+
+    def __len__(self) -> int:
+        """Returns the number of findings of any severity."""
+        return len(self.findings)
+
+    def __getitem__(self, index: int) -> Finding:
+        """Returns one finding; 0 is the worst."""
+        return self.findings[index]
+
+    @property
+    def errors(self) -> tuple[Finding, ...]:
+        """Those that spoil the result or stop training."""
+        return self.of(severity="error")
+
+    @property
+    def warnings(self) -> tuple[Finding, ...]:
+        """Those that are likely to harm."""
+        return self.of(severity="warning")
+
+    @property
+    def notes(self) -> tuple[Finding, ...]:
+        """Those that are good to know."""
+        return self.of(severity="note")
+
+    @property
+    def worst(self) -> Severity | None:
+        """The severity of the worst one, None if there is none."""
+        return self.findings[0].severity if self.findings else None
+
+    @property
+    def fixes(self) -> tuple[Fix, ...]:
+        """The changes that take no decision, each once."""
+        return tuple(dict.fromkeys(f.fix for f in self.findings if f.fix is not None))
+
+    def of(
+        self,
+        *,
+        rule: str | None = None,
+        severity: Severity | None = None,
+        place: str | None = None,
+    ) -> tuple[Finding, ...]:
+        """Returns the findings of a rule, a severity, a layer or column.
+
+        Args:
+            rule: Only findings of this rule; None for any.
+            severity: Only findings of this severity; None for any.
+            place: Only findings about this layer or column; None for any.
+
+        Raises:
+            ValueError: If `severity` is none of the three, or `rule` neither ran
+                nor fired.
+        """
+        if severity is not None:
+            checks.choice("severity", severity, SEVERITIES)
+        fired = [finding.rule for finding in self.findings]
+        if rule is not None and self.rules and rule not in (*self.rules, *fired):
+            checks.choice("rule", rule, dict.fromkeys((*self.rules, *fired)))
+        return tuple(
+            finding
+            for finding in self.findings
+            if rule in (None, finding.rule)
+            and severity in (None, finding.severity)
+            and place in (None, finding.place)
+        )
+
+    def table(self) -> str:
+        """Returns a table of at most 110 columns, or one line if there is nothing.
+
+        A note on several layers is one row with their number.
+        """
+        lines = [f"Not checked: {reason}" for reason in self.skipped]
+        if not self.findings:
+            count = f" by {len(self.rules)} rules" if self.rules else ""
+            return "\n".join(
+                [f"{self.title or 'Check'}: nothing found{count}.", *lines]
+            )
+        return "\n".join([_render(self), *lines])
+
+    def __str__(self) -> str:
+        """Returns the table."""
+        return self.table()
+
+
+def _rows(findings: Findings) -> list[tuple[Finding, int]]:
+    """Returns each finding once, with how often notes say the same of other places."""
+    counts: dict[tuple[object, ...], int] = {}
+    firsts: dict[tuple[object, ...], Finding] = {}
+    for finding in findings:
+        place = None if finding.severity == "note" else finding.place
+        key = (finding.severity, finding.rule, finding.message, finding.remedy, place)
+        firsts.setdefault(key, finding)
+        counts[key] = counts.get(key, 0) + 1
+    return [(finding, counts[key]) for key, finding in firsts.items()]
+
+
+def _render(findings: Findings) -> str:
+    """Returns the findings as a table, one row each."""
+    rows = []
+    for finding, count in _rows(findings):
+        place = finding.place if count == 1 else f"{finding.place} and {count - 1} more"
+        row = (finding.severity, place, finding.rule)
+        rows.append((*row, finding.message, finding.remedy))
+    columns = {
+        "severity": console.WHOLE,
+        "where": {**console.FOLD, "max_width": 24},
+        "rule": {**console.FOLD, "max_width": 18},
+        "found": {**console.FOLD, "ratio": 3},
+        "remedy": {**console.FOLD, "ratio": 2},
+    }
+    table = console.table(columns, rows, title=findings.title, show_lines=True)
+    return console.text_of(table)

@@ -1,0 +1,127 @@
+"""What float16, bfloat16, float32 and the two float8 formats can hold.
+
+Every figure follows from two bit counts, so nothing here needs TensorFlow:
+
+    >>> FLOAT16.max, BFLOAT16.epsilon
+    (65504.0, 0.0078125)
+"""
+
+import dataclasses
+import math
+
+# The dtypes of half precision, by which a layer computes in it.
+HALF = ("float16", "bfloat16")
+
+_FLOAT32_EXPONENT_BITS = 8
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """A binary floating-point format: sign, exponent, mantissa.
+
+    Args:
+        name: The dtype's name in TensorFlow and Keras.
+        exponent_bits: Bits of the exponent.
+        mantissa_bits: Stored bits of the mantissa, without the implicit one.
+        has_infinity: Whether the largest exponent is kept for inf and NaN, as in
+            IEEE 754. Without it only the all-ones pattern is NaN, so the format
+            reaches almost twice as far and an overflow cannot become inf.
+
+    Example:
+        >>> FLOAT16.bytes, FLOAT16.smallest_subnormal == 2.0**-24
+        (2, True)
+    """
+
+    name: str
+    exponent_bits: int
+    mantissa_bits: int
+    has_infinity: bool = True
+
+    @property
+    def bytes(self) -> int:
+        """Bytes of one number."""
+        return (1 + self.exponent_bits + self.mantissa_bits) // 8
+
+    @property
+    def bias(self) -> int:
+        """What is taken from the stored exponent to get the true one."""
+        return 2 ** (self.exponent_bits - 1) - 1
+
+    @property
+    def epsilon(self) -> float:
+        """Distance from 1.0 to the next larger number."""
+        return 2.0**-self.mantissa_bits
+
+    @property
+    def max(self) -> float:
+        """Largest finite number."""
+        exponent = self.bias if self.has_infinity else self.bias + 1
+        last_mantissa = 1 if self.has_infinity else 2
+        return math.ldexp(2.0 - last_mantissa * self.epsilon, exponent)
+
+    @property
+    def smallest_normal(self) -> float:
+        """Smallest positive number with the full relative precision."""
+        return math.ldexp(1.0, 1 - self.bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """Smallest positive number; half of it or less rounds to 0."""
+        return self.smallest_normal * self.epsilon
+
+
+FLOAT32 = Format("float32", exponent_bits=8, mantissa_bits=23)
+BFLOAT16 = Format("bfloat16", exponent_bits=8, mantissa_bits=7)
+FLOAT16 = Format("float16", exponent_bits=5, mantissa_bits=10)
+FLOAT8_E5M2 = Format("float8_e5m2", exponent_bits=5, mantissa_bits=2)
+FLOAT8_E4M3 = Format(
+    "float8_e4m3fn", exponent_bits=4, mantissa_bits=3, has_infinity=False
+)
+FORMATS = {
+    format.name: format
+    for format in (FLOAT32, BFLOAT16, FLOAT16, FLOAT8_E5M2, FLOAT8_E4M3)
+}
+
+
+def spacing(format: Format, value: float) -> float:
+    """Returns the distance from `value` to the next number away from zero.
+
+    An update of less than half of it leaves a weight of that value unchanged,
+    which is why weights are kept in float32.
+
+    Args:
+        format: The format that stores the value.
+        value: A number within the format's range.
+
+    Raises:
+        ValueError: If `value` is not finite or beyond the format's largest number.
+
+    Example:
+        >>> spacing(FLOAT16, 1.0), spacing(FLOAT16, 2048.0)
+        (0.0009765625, 2.0)
+    """
+    magnitude = abs(value)
+    if not magnitude <= format.max:
+        raise ValueError(
+            f"`value` is {value!r}; expected a number that {format.name} can hold, "
+            f"up to {format.max!r} in magnitude. Scale it down or use float32."
+        )
+    if magnitude < format.smallest_normal:
+        return format.smallest_subnormal
+    exponent = math.frexp(magnitude)[1] - 1
+    return math.ldexp(format.epsilon, exponent)
+
+
+def needs_loss_scale(format: Format) -> bool:
+    """States whether gradients in this format vanish without a loss scale.
+
+    Gradients are often below 2**-24, where float16 ends; a format with float32's
+    exponent loses none of them.
+
+    Example:
+        >>> needs_loss_scale(FLOAT16), needs_loss_scale(BFLOAT16)
+        (True, False)
+
+    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
+    """
+    return format.exponent_bits < _FLOAT32_EXPONENT_BITS

@@ -1,0 +1,282 @@
+"""Frozen records of facts that go to JSON and come back as they were.
+
+A record is a frozen dataclass derived from `Record`. Its fields may hold numbers,
+text, None, other records, tuples, and dicts with text as keys, nested as one likes;
+the annotations say what comes back, so a tuple of records is one again.
+"""
+
+import dataclasses
+import json
+import math
+import numbers
+import os
+import types
+import typing
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, ClassVar, Literal, TypeVar
+
+from tfamp.records.files import whole
+
+RecordType = TypeVar("RecordType", bound="Record")
+
+# No field can be called "class"; `schema` is refused when a record is read.
+_CLASS, _SCHEMA = "class", "schema"
+_NOT_FINITE = {"NaN": math.nan, "Infinity": math.inf, "-Infinity": -math.inf}
+
+
+class Record:
+    """Base of frozen dataclasses that can be written and read again.
+
+    Attributes:
+        SCHEMA: Version of the record's fields, raised when their meaning changes.
+            Files of a later version than this one are refused.
+
+    Example:
+        >>> Recommendation("float32", "No fast units.").to_dict()["policy"]
+        'float32'
+        >>> text = Recommendation("float32", "No fast units.").to_json()
+        >>> Recommendation.from_json(text)
+        Recommendation(policy='float32', reason='No fast units.')
+    """
+
+    SCHEMA: ClassVar[int] = 1
+
+    def to_dict(self) -> dict[str, Any]:
+        """Returns the class, the schema version and the fields as plain JSON values.
+
+        Non-finite floats become "NaN", "Infinity" and "-Infinity", which strict
+        JSON has no numbers for.
+
+        Raises:
+            TypeError: If a field holds something that JSON cannot.
+        """
+        result: dict[str, Any] = {_CLASS: type(self).__name__, _SCHEMA: self.SCHEMA}
+        for name in _hints(type(self)):
+            where = f"`{name}` of {type(self).__name__}"
+            result[name] = _encode(getattr(self, name), where)
+        return result
+
+    @classmethod
+    def from_dict(cls: type[RecordType], values: Mapping[str, Any]) -> RecordType:
+        """Returns the record that `to_dict` wrote.
+
+        Args:
+            values: The dictionary. A field that has a default may be left out.
+
+        Raises:
+            TypeError: If `values` is not a mapping.
+            ValueError: If it is of another class or a later schema, or if a field is
+                unknown, missing, or of another type than the record's.
+        """
+        name = cls.__name__
+        if not isinstance(values, Mapping):
+            raise TypeError(
+                f"`values` is {values!r}; expected a dict of the fields of {name}. "
+                f"Pass what `to_dict` returned."
+            )
+        written = values.get(_CLASS, name)
+        if written != name:
+            raise ValueError(
+                f"Found a record of {written!r}; expected {name!r}. Read it with "
+                f"`{written}.from_json`."
+            )
+        schema = values.get(_SCHEMA, cls.SCHEMA)
+        if not isinstance(schema, int) or schema > cls.SCHEMA:
+            raise ValueError(
+                f"Found schema {schema!r} of {name}; expected {cls.SCHEMA} or earlier. "
+                f"Update tfamp to read it."
+            )
+        hints = _hints(cls)
+        given = {key: values[key] for key in values if key not in (_CLASS, _SCHEMA)}
+        if unknown := tuple(key for key in given if key not in hints):
+            raise ValueError(
+                f"Unknown fields {unknown!r} of {name}; expected {tuple(hints)!r}. "
+                f"Remove them, or update tfamp if a later version wrote them."
+            )
+        if missing := tuple(key for key in _required(cls) if key not in given):
+            raise ValueError(
+                f"Missing fields {missing!r} of {name}; expected {tuple(hints)!r}. "
+                f"Add them, or write the record again."
+            )
+        decoded = {
+            key: _decode(value, hints[key], f"`{key}` of {name}")
+            for key, value in given.items()
+        }
+        return cls(**decoded)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the record as strict JSON and writes it to `path`, if given.
+
+        The file appears whole or not at all: it is written beside its place and
+        moved there.
+
+        Args:
+            path: Where to write; the folder has to exist.
+        """
+        text = json.dumps(self.to_dict(), indent=2, allow_nan=False)
+        if path is not None:
+            with whole(path) as beside:
+                beside.write_text(f"{text}\n", encoding="utf-8")
+        return text
+
+    @classmethod
+    def from_json(
+        cls: type[RecordType], path_or_text: str | os.PathLike[str]
+    ) -> RecordType:
+        """Returns the record in a file or in a text.
+
+        Args:
+            path_or_text: A path, or the JSON itself, which starts with a brace.
+
+        Raises:
+            FileNotFoundError: If it is a path and no file is there.
+            ValueError: If the text is not JSON, or as in `from_dict`.
+        """
+        text, where = str(path_or_text), "The text"
+        if not (isinstance(path_or_text, str) and text.lstrip().startswith("{")):
+            path = Path(path_or_text)
+            if not path.is_file():
+                raise FileNotFoundError(
+                    f"`path_or_text` is {text!r}; expected a file, or JSON that starts "
+                    f"with a brace. Write one with `{cls.__name__}.to_json`."
+                )
+            text, where = path.read_text(encoding="utf-8"), f"The file {text!r}"
+        try:
+            values = json.loads(text)
+        except json.JSONDecodeError as error:
+            raise ValueError(
+                f"{where} is not JSON ({error}); expected a record of {cls.__name__}. "
+                f"Write it again with `to_json`."
+            ) from error
+        return cls.from_dict(values)
+
+
+@dataclasses.dataclass(frozen=True)
+class Device(Record):
+    """A processor that TensorFlow computes on.
+
+    Args:
+        kind: "cpu", "gpu" or "tpu".
+        name: The maker's name, such as "NVIDIA A100-SXM4-40GB".
+        compute_capability: NVIDIA's version of what the GPU can do, such as (8, 0);
+            None on other devices and when the driver doesn't tell.
+        memory_bytes: The memory of the device itself, None if unknown.
+        features: Instruction sets of a CPU, sorted, such as "amx_bf16".
+        partition: Whether it is a slice of a larger GPU (MIG).
+    """
+
+    kind: Literal["cpu", "gpu", "tpu"]
+    name: str
+    compute_capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    features: tuple[str, ...] = ()
+    partition: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation(Record):
+    """The policy that suits the devices here.
+
+    Args:
+        policy: A Keras policy name, such as "mixed_bfloat16".
+        reason: Why, in one sentence.
+    """
+
+    policy: str
+    reason: str
+
+
+def _hints(cls: type[Any]) -> dict[str, Any]:
+    """Returns the type of each field of a record, in order."""
+    if "__dataclass_fields__" not in vars(cls):
+        raise TypeError(
+            f"{cls.__name__} is a Record without fields; expected a frozen dataclass. "
+            f"Decorate it with `@dataclasses.dataclass(frozen=True)`."
+        )
+    hints = typing.get_type_hints(cls)
+    names = [field.name for field in dataclasses.fields(cls)]
+    if _SCHEMA in names:
+        raise TypeError(
+            f"{cls.__name__} has a field 'schema'; expected another name, since the "
+            f"file's version stands under it. Rename the field."
+        )
+    return {name: hints[name] for name in names}
+
+
+def _required(cls: type[Any]) -> list[str]:
+    """Returns the fields that have no default."""
+    unset = dataclasses.MISSING
+    return [
+        field.name
+        for field in dataclasses.fields(cls)
+        if field.default is unset and field.default_factory is unset
+    ]
+
+
+def _encode(value: Any, where: str) -> Any:
+    """Returns `value` as what `json` writes and `_decode` reads."""
+    if isinstance(value, Record):
+        return value.to_dict()
+    if value is None or isinstance(value, (bool, str)):
+        return value
+    if isinstance(value, numbers.Integral):
+        return int(value)
+    if isinstance(value, numbers.Real):
+        number = float(value)
+        if math.isfinite(number):
+            return number
+        return "NaN" if math.isnan(number) else f"{'-' if number < 0 else ''}Infinity"
+    if isinstance(value, (tuple, list)):
+        return [_encode(item, where) for item in value]
+    if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+        return {key: _encode(item, where) for key, item in value.items()}
+    raise TypeError(
+        f"{where} holds {value!r}, of type {type(value).__name__}; expected numbers, "
+        f"text, records, tuples, or dicts with text as keys. Convert it first."
+    )
+
+
+def _decode(value: Any, hint: Any, where: str) -> Any:
+    """Returns `value` as the type `hint` says, or raises ValueError."""
+    origin, arguments = typing.get_origin(hint), typing.get_args(hint)
+    if origin in (typing.Union, types.UnionType):
+        for option in arguments:
+            try:
+                return _decode(value, option, where)
+            except ValueError:
+                # The next option may fit; a record's own complaint is worth more.
+                if isinstance(value, Mapping) and value.get(_CLASS) == getattr(
+                    option, "__name__", None
+                ):
+                    raise
+    elif hint is Any:
+        return value
+    elif origin is Literal:
+        if value in arguments:
+            return value
+    elif isinstance(hint, type) and issubclass(hint, Record):
+        if isinstance(value, Mapping):
+            return hint.from_dict(value)
+    elif origin in (tuple, list) and isinstance(value, list):
+        each = arguments[:1] * len(value)
+        if origin is tuple and arguments[1:] != (...,):
+            each = arguments
+        if len(each) == len(value):
+            pairs = zip(value, each, strict=True)
+            return origin(_decode(item, kind, where) for item, kind in pairs)
+    elif isinstance(origin, type) and issubclass(origin, Mapping):
+        if isinstance(value, Mapping):
+            return {k: _decode(v, arguments[1], where) for k, v in value.items()}
+    elif hint is float:
+        if isinstance(value, str) and value in _NOT_FINITE:
+            return _NOT_FINITE[value]
+        if isinstance(value, (int, float)) and not isinstance(value, bool):
+            return float(value)
+    elif hint in (int, str, bool, type(None)) and type(value) is hint:
+        return value
+    expected = hint.__name__ if isinstance(hint, type) else str(hint)
+    raise ValueError(
+        f"{where} is {value!r}; expected {expected.removeprefix('typing.')}. "
+        f"Correct it, or write the record again."
+    )

@@ -1,1 +1,0 @@
-"""What stands around `fit`, `evaluate` and `predict` of a managed model."""

@@ -1,0 +1,160 @@
+"""`tfamp.freeze`: weights stored once in the dtype that a model computes in."""
+
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+from absl import logging
+
+from tfamp.keras_hooks import storage, structure
+from tfamp.keras_hooks.training import trainer
+from tfamp.model_copies import copied
+from tfamp.models import apply
+from tfamp.records import checks
+from tfamp.records.checks import first_line
+from tfamp.records.formats import HALF
+from tfamp.records.units import format_bytes
+
+_IN_PLACE = "pass `in_place=True` to freeze the model itself"
+
+
+def freeze(
+    model: keras.Model,
+    dtype: str = "bfloat16",
+    *,
+    sample: Any = None,
+    in_place: bool = False,
+) -> keras.Model:
+    """Returns a model for inference that stores its weights in half precision.
+
+    Under a mixed policy weights are stored in float32 and cast at every call, which at
+    small batches takes longer than the layers themselves. A frozen model stores what
+    the casts gave: its outputs are those of the mixed model to the last bit, it needs
+    half the memory, and it cannot be trained. Weights that any layer reads in float32,
+    such as those of a LayerNormalization or of a head, stay as they are.
+
+    Args:
+        model: A built Keras model. One that computes in `dtype` already keeps its
+            dtypes; another gets those of `tfamp.apply(model, "mixed_<dtype>")`.
+        dtype: "bfloat16" or "float16".
+        sample: Inputs for one call, of whatever batch size: arrays as `predict` takes
+            them. Only a subclassed model may need it, to tell what it reads.
+        in_place: Change `model` itself rather than a copy. It loses its optimizer.
+
+    Returns:
+        The frozen model: a copy, not compiled. Saved and loaded by `tfamp.load_model`,
+        a managed one is as it was; one that tfamp does not manage loads with the
+        rounded weights in float32.
+
+    Raises:
+        TypeError: `model` is not a Keras model.
+        ValueError: It is not built, cannot be copied or called, or a weight is beyond
+            the range of `dtype`. `model` is as it was.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(8),
+        ...                           keras.layers.Dense(2)])
+        >>> frozen = freeze(model)
+        >>> [weight.dtype for weight in frozen.weights]
+        ['bfloat16', 'bfloat16', 'float32', 'float32']
+    """
+    checks.choice("dtype", dtype, HALF)
+    _check(model)
+    _check_range(model, dtype)
+    _reads(model, sample)  # raises where it cannot be called
+    frozen = model if in_place else copied(model, instead=_IN_PLACE)
+    if structure.compute_dtypes(frozen) & {*HALF} != {dtype}:
+        apply(frozen, f"mixed_{dtype}")
+    reads = _reads(frozen, sample)
+    trainer.forget_training(frozen)
+    with frozen.distribute_strategy.scope():
+        lowered = [
+            weight
+            for weight in frozen.weights
+            if reads.get(id(weight)) == {dtype} and weight.dtype != dtype
+        ]
+        before = structure.bytes_of(frozen.weights)
+        for weight in lowered:
+            storage.store_in(weight, dtype)
+    trainer.drop_traced_functions(frozen)
+    logging.info(
+        "tfamp.freeze: %d of %d weights of %r are stored in %s now, %s instead of %s; "
+        "the others are read in float32.",
+        len(lowered),
+        len(frozen.weights),
+        frozen.name,
+        dtype,
+        format_bytes(structure.bytes_of(frozen.weights)),
+        format_bytes(before),
+    )
+    return frozen
+
+
+def _check(model: Any) -> None:
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Cannot freeze {model!r}, of type {type(model).__name__}; expected a "
+            "`keras.Model`. Wrap a layer: `keras.Sequential([keras.Input(shape), "
+            "layer])`."
+        )
+    if not model.built:
+        raise ValueError(
+            f"Model {model.name!r} has no weights yet; expected a built one. Call it "
+            "on a batch, or load its weights, first."
+        )
+
+
+def _check_range(model: keras.Model, dtype: str) -> None:
+    largest = float(tf.as_dtype(dtype).max)
+    for weight in model.weights:
+        if not _is_float(weight) or weight.dtype == dtype or dtype == "bfloat16":
+            continue
+        size = float(np.max(np.abs(np.asarray(weight)), initial=0.0))
+        if np.isfinite(size) and size > largest:
+            raise ValueError(
+                f"The weight {weight.path!r} reaches {size:.4g}; expected at most "
+                f"{largest:.6g}, the most that {dtype} holds. Freeze in bfloat16."
+            )
+
+
+def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
+    """Returns the dtypes in which inference reads each weight."""
+    graph = structure.graph_of(model)
+    args: tuple[Any, ...] = ()
+    if sample is not None:
+        args = (structure.map_structure(tf.convert_to_tensor, sample),)
+    elif graph is not None:
+        args = (structure.inputs_of(graph),)
+    else:
+        args = _remembered_inputs(model)
+    with storage.noting_reads() as found:
+        try:
+            structure.trace_call(model, args, {"training": False})
+        except Exception as error:
+            if graph is not None or sample is not None:
+                raise
+            raise ValueError(
+                f"Cannot tell the inputs of {model.name!r} from the shapes it was "
+                f"built with: {first_line(error)}. Pass some inputs as `sample=`."
+            ) from error
+    return found
+
+
+def _remembered_inputs(model: keras.Model) -> tuple[Any, ...]:
+    """Returns the arguments of a call, of the shapes that a model was built with."""
+    shapes = structure.built_shapes(model)
+    if not shapes:
+        raise ValueError(
+            f"Cannot tell the inputs of {model.name!r}: Keras remembers no shapes of "
+            "it. Pass some inputs as `sample=`."
+        )
+
+    def tensor(shape: tuple[int | None, ...]) -> keras.KerasTensor:
+        return keras.KerasTensor(shape, model.input_dtype)
+
+    return tuple(structure.map_shapes(tensor, shape) for shape in shapes.values())
+
+
+def _is_float(weight: Any) -> bool:
+    return keras.backend.is_float_dtype(weight.dtype)

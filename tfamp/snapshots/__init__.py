@@ -1,9 +1,0 @@
-"""Snapshots of all that training writes: in memory, and in files that are whole."""
-
-from tfamp.snapshots.files import read as read
-from tfamp.snapshots.files import write as write
-from tfamp.snapshots.state import State as State
-from tfamp.snapshots.state import first_nonfinite as first_nonfinite
-from tfamp.snapshots.state import num_nonfinite as num_nonfinite
-from tfamp.snapshots.state import put as put
-from tfamp.snapshots.state import take as take

@@ -1,0 +1,1 @@
+"""Runs a model's step outside `fit`, and puts everything back."""

@@ -1,0 +1,218 @@
+"""What `bundle.json` of a bundle holds; docs/bundles.md describes it for readers."""
+
+import dataclasses
+import hashlib
+import json
+import math
+from typing import Any, ClassVar, Literal
+
+from tfamp.loss_scale.errors import found_in
+from tfamp.records.record import Device, Record
+
+Cause = Literal["loss", "weights", "skip", "error"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Call(Record):
+    """One call of the training function: a step, or `steps_per_execution` of them.
+
+    Args:
+        epoch: The epoch, from 0.
+        index: Batches drawn in this epoch before the call.
+        first: Batches drawn in this `fit` before the call.
+        num_batches: Batches that the call drew.
+        logs: What the call returned, each number as `float.hex` writes it, so that no
+            bit is lost. Empty where the call raised.
+
+    Example:
+        >>> call = Call(epoch=0, index=2, first=2, num_batches=1, logs=hexed({"a": 1}))
+        >>> call.logs["a"], call.value("a"), call.value("loss")
+        ('0x1.0000000000000p+0', 1.0, None)
+    """
+
+    epoch: int
+    index: int
+    first: int
+    num_batches: int
+    logs: dict[str, str]
+
+    def value(self, name: str) -> float | None:
+        """Returns a number of the logs, None where it is not there."""
+        text = self.logs.get(name)
+        return None if text is None else float.fromhex(text)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch(Record):
+    """Where the tensors of a kept batch are, and what they are packed into.
+
+    Args:
+        number: Batches drawn in this `fit` before it.
+        num_bytes: Size of its tensors.
+        parts: For each replica its part, as `packing` in this folder describes one.
+    """
+
+    number: int
+    num_bytes: int
+    parts: tuple[dict[str, Any], ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class FileMark(Record):
+    """How a file of the bundle is known to be whole.
+
+    Args:
+        num_bytes: Its size.
+        crc32: Its checksum.
+    """
+
+    num_bytes: int
+    crc32: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings(Record):
+    """Where and how the model trained.
+
+    Args:
+        policy: The model's policy, as `tfamp.assignment` names it.
+        is_managed: Whether tfamp set the dtypes of its layers.
+        assignment: The dtypes of every layer, as `tfamp.Assignment.to_dict` gives them.
+        strategy: Class of the distribution strategy.
+        replicas: The device of each replica.
+        steps_per_execution: Batches in a call of the training function.
+        jit_compile: Whether XLA compiled the step.
+        run_eagerly: Whether it ran without a graph.
+        versions: Of Python, TensorFlow, Keras, NumPy and tfamp.
+        devices: The devices of the machine.
+        environment: Variables that change how TensorFlow computes.
+        threads: Threads inside an operation and between operations; 0 is TensorFlow's
+            own choice.
+    """
+
+    policy: str
+    is_managed: bool
+    assignment: dict[str, Any]
+    strategy: str
+    replicas: tuple[str, ...]
+    steps_per_execution: int
+    jit_compile: bool
+    run_eagerly: bool
+    versions: dict[str, str | None]
+    devices: tuple[Device, ...]
+    environment: dict[str, str]
+    threads: tuple[int, int]
+
+
+@dataclasses.dataclass(frozen=True)
+class Bundle(Record):
+    """A failing step and what led to it.
+
+    Args:
+        cause: What was seen: "loss" is not finite; "weights" or slots hold a
+            non-finite number; "skip" is a step that the loss scale skipped; "error" is
+            an exception.
+        message: What was seen, in a sentence.
+        error: Class of the exception, None without one.
+        epoch: Epoch of the failing call, from 0.
+        step: Batches drawn in this `fit` up to and with the failing call.
+        calls: The calls since the state was taken, as far as their batches are kept.
+        batches: The batches that are kept.
+        state_step: Batches drawn in this `fit` before the state was taken.
+        leads: Whether the kept batches lead from the state to the failing step. Else
+            the state is older, batches between are missing, and the failing call alone
+            is replayed from it.
+        digest: Checksum of all variables after the failing call, None where it raised.
+        counters: Iterations, loss scale and counts of steps after the failing call.
+        learning_rate: The rate after the failing call, None where it is not one number.
+        state_learning_rate: The rate when the state was taken.
+        model_class: The model's class.
+        classes: Where layers, optimizers and losses that are not Keras's are defined,
+            as "module:class", by the name that Keras saves them under.
+        has_model: Whether `model.keras` is there.
+        needs_build: Why a fresh process cannot rebuild the model from it without a
+            function that builds it; empty where it can.
+        build: "module:function" that builds it, where the user named one.
+        surroundings: Where and how it trained.
+        notes: What a reader should know.
+        files: The other files of the bundle.
+        checksum: Of all fields but this one.
+    """
+
+    SCHEMA: ClassVar[int] = 1
+
+    cause: Cause
+    message: str
+    error: str | None
+    epoch: int
+    step: int
+    calls: tuple[Call, ...]
+    batches: tuple[Batch, ...]
+    state_step: int
+    leads: bool
+    digest: str | None
+    counters: dict[str, int | float]
+    learning_rate: float | None
+    state_learning_rate: float | None
+    model_class: str
+    classes: dict[str, str]
+    has_model: bool
+    needs_build: str
+    build: str | None
+    surroundings: Surroundings
+    notes: tuple[str, ...] = ()
+    files: dict[str, FileMark] = dataclasses.field(default_factory=dict)
+    checksum: str = ""
+
+    def sealed(self) -> "Bundle":
+        """Returns the bundle with its checksum filled in."""
+        return dataclasses.replace(self, checksum=self.computed_checksum())
+
+    def computed_checksum(self) -> str:
+        """Returns the checksum of all fields but `checksum`."""
+        fields = dataclasses.replace(self, checksum="").to_dict()
+        text = json.dumps(fields, sort_keys=True, allow_nan=False)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+    @property
+    def failing(self) -> Call | None:
+        """The failing call, None where none of its batches is kept."""
+        return self.calls[-1] if self.calls else None
+
+
+def error_name(error: BaseException) -> str:
+    """Returns the class of an error, as `fit` raises it.
+
+    Example:
+        >>> error_name(ZeroDivisionError("by zero"))
+        'ZeroDivisionError'
+    """
+    return "LossScaleError" if found_in(str(error)) else type(error).__name__
+
+
+def hexed(logs: Any) -> dict[str, str]:
+    """Returns the numbers of `fit`'s logs as texts that hold every bit.
+
+    Example:
+        >>> hexed({"loss": math.nan, "note": "text", "accuracy": 0.5})
+        {'loss': 'nan', 'accuracy': '0x1.0000000000000p-1'}
+    """
+    found = {}
+    for name, value in dict(logs or {}).items():
+        try:
+            found[str(name)] = float(value).hex()
+        except (TypeError, ValueError):
+            continue  # what is no number is no log that can be compared
+    return found
+
+
+def same_bits(one: str, other: str) -> bool:
+    """Returns whether two texts of `hexed` are the same number; NaN equals NaN.
+
+    Example:
+        >>> same_bits("nan", "-nan"), same_bits("0x1.0p+0", "0x1.8p+0")
+        (True, False)
+    """
+    return one == other or (
+        math.isnan(float.fromhex(one)) and math.isnan(float.fromhex(other))
+    )

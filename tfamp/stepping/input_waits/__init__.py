@@ -1,0 +1,1 @@
+"""`tfamp.data.bottleneck`: whether the input holds training up."""

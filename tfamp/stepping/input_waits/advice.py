@@ -1,0 +1,202 @@
+"""What to change about a pipeline or a step, most promising first."""
+
+import dataclasses
+from collections.abc import Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.data._elements import known_length
+from tfamp.records.units import format_bytes, format_seconds, format_share
+from tfamp.stepping.input_waits.verdict import MIN_GAIN, Judgement
+
+# A cache of this size is not even asked about.
+_SMALL_CACHE_BYTES = 2 * 2**30
+# Images, rather than rows of a table.
+_MIN_IMAGE_RANK = 3
+# Steps this short are mostly Python and launching.
+_SHORT_STEP_SECONDS = 0.005
+# Starting epochs is worth a line above this part of the time.
+_MUCH_STARTING = 0.05
+
+
+@dataclasses.dataclass(frozen=True)
+class Facts:
+    """What is known about a dataset and a model without timing them.
+
+    Attributes:
+        total_bytes: Size of an epoch as delivered, None if unknown.
+        float_images: Whether images are delivered as floats.
+        autotunes: Whether tf.data chooses parallelism itself.
+        threads: Size of its own thread pool; None for TensorFlow's, which the model
+            uses too.
+        on_cpu: Whether the model computes on the CPU.
+        jit_compiled: Whether the step is compiled by XLA.
+        steps_per_execution: Steps of a call.
+    """
+
+    total_bytes: int | None
+    float_images: bool
+    autotunes: bool
+    threads: int | None
+    on_cpu: bool
+    jit_compiled: bool
+    steps_per_execution: int
+
+
+def facts_of(dataset: tf.data.Dataset, model: Any, *, batch_bytes: int) -> Facts:
+    """Returns what advice is based on.
+
+    Args:
+        dataset: The pipeline.
+        model: A compiled model.
+        batch_bytes: Size of a full batch.
+    """
+    length = known_length(dataset)
+    options = dataset.options()
+    return Facts(
+        total_bytes=None if length is None else length * batch_bytes,
+        float_images=any(
+            spec.dtype.is_floating and (spec.shape.rank or 0) > _MIN_IMAGE_RANK
+            for spec in _inputs(dataset.element_spec)
+        ),
+        autotunes=options.autotune.enabled is not False,
+        threads=options.threading.private_threadpool_size,
+        on_cpu=not tf.config.list_logical_devices("GPU"),
+        jit_compiled=bool(getattr(model, "jit_compile", False)),
+        steps_per_execution=int(getattr(model, "steps_per_execution", 1) or 1),
+    )
+
+
+def advise(
+    judgement: Judgement,
+    facts: Facts,
+    *,
+    step_seconds: float,
+    epoch_start_share: float | None,
+) -> str:
+    """Returns what to change, numbered, most promising first.
+
+    Args:
+        judgement: What holds the step up.
+        facts: What is known about dataset and model.
+        step_seconds: A step with batches from memory.
+        epoch_start_share: Part of an epoch that its start takes, None if unknown.
+    """
+    by_verdict = {
+        "input": _for_input,
+        "contention": _for_contention,
+        "compute": _for_compute,
+        "unclear": _for_unclear,
+    }
+    lines = list(by_verdict[judgement.verdict](judgement, facts, step_seconds))
+    if epoch_start_share is not None and epoch_start_share > _MUCH_STARTING:
+        lines.append(
+            f"Each epoch starts with {format_share(epoch_start_share)} of its time: "
+            "smaller shuffle buffers fill sooner, and a cache starts at once."
+        )
+    return "\n".join(f"{i}. {line}" for i, line in enumerate(lines, start=1))
+
+
+def _for_input(
+    judgement: Judgement, facts: Facts, step_seconds: float
+) -> Iterator[str]:
+    if judgement.needs_prefetch:
+        yield (
+            "End the pipeline with `.prefetch(2)`: tried here, it regained most of "
+            "what is lost."
+        )
+    yield from _less_work(facts)
+    yield (
+        "Map with `num_parallel_calls` of the number of cores, and after `.batch` "
+        "where the function can take a batch; parse records and CSV by the batch. "
+        "`tfamp.data.Pipeline` does both."
+    )
+    if facts.autotunes:
+        yield (
+            "Try fixed numbers (`options.autotune.enabled = False`): autotuning may "
+            "start with too few threads and stall the end of an epoch."
+        )
+
+
+def _less_work(facts: Facts) -> Iterator[str]:
+    """Yields what makes each batch cheaper."""
+    if facts.float_images:
+        yield (
+            "Deliver images as uint8 and scale them in the model: the cast on the CPU "
+            "is most of the cost of a decoded batch, and a batch is 4 times smaller."
+        )
+    if facts.total_bytes is None:
+        yield (
+            "Cache what is the same each epoch: `.cache()` before shuffling and "
+            "augmenting, in memory if it fits, else in a file on an SSD."
+        )
+    else:
+        where = (
+            "in memory"
+            if facts.total_bytes <= _SMALL_CACHE_BYTES
+            else "in memory or in a file on an SSD"
+        )
+        yield (
+            f"Cache what is the same each epoch: `.cache()` before shuffling and "
+            f"augmenting; an epoch as delivered is {format_bytes(facts.total_bytes)}, "
+            f"{where}."
+        )
+
+
+def _for_contention(
+    judgement: Judgement, facts: Facts, step_seconds: float
+) -> Iterator[str]:
+    yield from _less_work(facts)
+    if facts.threads is None:
+        yield (
+            "Give the input fewer threads than there are cores, so that it cannot "
+            "push the model aside: `options.threading.private_threadpool_size`."
+        )
+    elif facts.threads > 1:
+        yield (
+            f"Give the input fewer threads than its {facts.threads}, so that it cannot "
+            "push the model aside: `options.threading.private_threadpool_size`."
+        )
+    if facts.on_cpu:
+        yield (
+            "Model and input share these cores: cheaper preprocessing helps both, "
+            "faster preprocessing by more threads neither."
+        )
+    else:
+        yield "Move augmentation and scaling into the model, onto the device."
+
+
+def _for_compute(
+    judgement: Judgement, facts: Facts, step_seconds: float
+) -> Iterator[str]:
+    yield "Leave the pipeline as it is: a perfect one would gain less than 10 %."
+    if step_seconds < _SHORT_STEP_SECONDS:
+        yield (
+            f"A step takes {format_seconds(step_seconds)}, much of it launching: use "
+            "larger batches"
+            + (
+                ", or `steps_per_execution=16` in `compile`."
+                if facts.steps_per_execution == 1
+                else "."
+            )
+        )
+    yield (
+        "Make the step cheaper: `tfamp.enable(policy='auto')` picks the fastest "
+        "precision of this machine"
+        + ("." if facts.jit_compiled else ", `compile(jit_compile=True)` fuses it.")
+    )
+
+
+def _for_unclear(
+    judgement: Judgement, facts: Facts, step_seconds: float
+) -> Iterator[str]:
+    yield "Measure longer (`seconds=30`) while nothing else runs on this machine."
+    if judgement.gain_low > MIN_GAIN:
+        # Something is to be gained; only by what is not sure.
+        yield from _for_input(judgement, facts, step_seconds)
+
+
+def _inputs(element_spec: Any) -> list[tf.TensorSpec]:
+    inputs = element_spec[0] if isinstance(element_spec, tuple) else element_spec
+    return [s for s in tf.nest.flatten(inputs) if isinstance(s, tf.TensorSpec)]

@@ -1,0 +1,170 @@
+"""Has layers compute in other dtypes for a while, weights and settings untouched."""
+
+import contextlib
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.dtypes.layer_dtypes import set_policy
+from tfamp.dtypes.resolution import count_as_met
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.calls import cast_outputs, source_of, unrounded
+from tfamp.keras_hooks.layer_record import drop_record, record_of, set_record
+from tfamp.keras_hooks.patches import like, replaced
+
+_FLOATS = ("float16", "bfloat16", "float32")
+_KEPT = "_tfamp_kept_in_float32"
+
+
+@contextlib.contextmanager
+def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[None]:
+    """Has layers compute in a dtype, as stock Keras does: without rules of tfamp's.
+
+    Operations of Functional graphs have no dtype; they compute in what they get.
+    Layers that compute on integers, in float64, or on quantized weights stay as
+    they are.
+
+    Args:
+        layers: Layers; their sublayers are not changed with them.
+        dtype: "float32", "float16" or "bfloat16".
+
+    Example:
+        >>> layer = keras.layers.Dense(2)
+        >>> with computing_in([layer], "float16"):
+        ...     inside = layer.compute_dtype
+        >>> inside, layer.compute_dtype
+        ('float16', 'float32')
+    """
+    name = dtype if dtype == "float32" else f"mixed_{dtype}"
+    policy = keras.DTypePolicy(name)
+    before = []
+    try:
+        for layer in layers:
+            if not isinstance(layer, keras.layers.Layer) or not _computes(layer):
+                continue
+            before.append((layer, layer.dtype_policy, record_of(layer)))
+            if record_of(layer) is not None:
+                count_as_met(layer)  # nobody is to be told that it is not managed
+            drop_record(layer)
+            set_policy(layer, policy)
+        yield
+    finally:
+        for layer, policy_before, record in reversed(before):
+            set_policy(layer, policy_before)
+            if record is not None:
+                set_record(layer, record)
+
+
+@contextlib.contextmanager
+def in_float32(model: keras.Model) -> Iterator[None]:
+    """Has a whole model compute in float32, without rules, inside the block."""
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    with computing_in(layers, "float32"):
+        yield
+
+
+@contextlib.contextmanager
+def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[None]:
+    """Has layers compute in float32 and return another dtype.
+
+    What one of them hands to another one is not rounded in between, as in a model that
+    tfamp manages.
+
+    Args:
+        layers: Layers or operations, none of which lies in another one of them.
+        dtype: What their floating-point outputs are cast to.
+    """
+    chosen = list(layers)
+    inside = [
+        each
+        for layer in chosen
+        if isinstance(layer, keras.layers.Layer)
+        for _, each, _ in structure.walk(layer)
+    ]
+    with computing_in(inside, "float32"), contextlib.ExitStack() as stack:
+        for layer in chosen:
+            stack.enter_context(_returning(layer, dtype))
+        yield
+
+
+@contextlib.contextmanager
+def giving_unrounded(model: keras.Model) -> Iterator[None]:
+    """Has a model give what its last layers computed in float32, as heads do."""
+    original = model.call
+
+    @like(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        return structure.map_structure(source_of, original(*args, **kwargs))
+
+    with replaced(model, call=call):
+        yield
+
+
+@contextlib.contextmanager
+def adding_in_float32(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
+    """Has layers hand over the losses they add in float32, as in a managed model.
+
+    Keras adds up no losses of several dtypes.
+    """
+
+    def widened(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def add_loss(loss: Any) -> Any:
+            return original(structure.map_structure(_exact, loss))
+
+        return add_loss
+
+    with contextlib.ExitStack() as stack:
+        for layer in layers:
+            stack.enter_context(replaced(layer, add_loss=widened(layer.add_loss)))
+        yield
+
+
+def keep_operation(operation: Any, dtype: str) -> bool:
+    """Has an operation of a Functional graph compute in float32 from now on.
+
+    It has no dtype to be set, so its call is replaced on the instance; a file that the
+    model is saved to knows nothing of that.
+
+    Args:
+        operation: The operation.
+        dtype: What its floating-point outputs are cast to.
+
+    Returns:
+        Whether it did not do so already.
+    """
+    if _KEPT in vars(operation):
+        return False
+    # Let go of, the stack would put the call back.
+    stack = vars(operation)[_KEPT] = contextlib.ExitStack()
+    stack.enter_context(_returning(operation, dtype))
+    return True
+
+
+@contextlib.contextmanager
+def _returning(layer: Any, dtype: str) -> Iterator[None]:
+    original = layer.call
+
+    @like(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = structure.map_structure(_exact, (args, kwargs))
+        return cast_outputs(original(*args, **kwargs), dtype)
+
+    # Without autocasting the layer is given the very tensors that others returned,
+    # which know what they were rounded from. Operations have no such setting.
+    uncast = {"autocast": False} if "autocast" in vars(layer) else {}
+    with replaced(layer, call=call, **uncast):
+        yield
+
+
+def _exact(x: Any) -> Any:
+    """Returns a half-precision tensor in float32, unrounded where that is known."""
+    if isinstance(x, tf.Tensor) and x.dtype in (tf.float16, tf.bfloat16):
+        return unrounded(x)
+    return x
+
+
+def _computes(layer: keras.layers.Layer) -> bool:
+    return layer.quantization_mode is None and layer.compute_dtype in _FLOATS

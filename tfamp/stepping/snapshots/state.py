@@ -1,0 +1,243 @@
+"""`State`: the bits of all that training writes, taken from a model and put back."""
+
+import dataclasses
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.stepping.snapshots.names import (
+    METRICS,
+    OPTIMIZER,
+    WEIGHTS,
+    Named,
+    named_variables,
+    tally_of,
+)
+
+_MAX_SHOWN = 3
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class State:
+    """A copy of a model's variables in the host's memory.
+
+    Attributes:
+        arrays: For each variable its bits, by a name that is the same in another
+            process that builds the same model: "weights/3/kernel", see
+            `names` in this folder. What differs between replicas, such as moving
+            statistics, has one more dimension in front, where there are several.
+        counters: Plain numbers: "iterations", and with a loss scale "loss_scale",
+            "applied_steps", "skipped_steps", "consecutive_skips". Whoever keeps the
+            state may add some.
+        paths: For each name the path that Keras gave the variable.
+    """
+
+    arrays: dict[str, np.ndarray]
+    counters: dict[str, Any]
+    paths: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def num_bytes(self) -> int:
+        """Size of the arrays."""
+        return sum(array.nbytes for array in self.arrays.values())
+
+    def with_counters(self, **counters: Any) -> "State":
+        """Returns the same arrays, with more counters."""
+        return dataclasses.replace(self, counters={**self.counters, **counters})
+
+
+def take(model: keras.Model, *, into: State | None = None) -> State:
+    """Copies every variable that training writes.
+
+    Weights, moving statistics, states of seed generators, metrics, and all of every
+    optimizer: slots, averages, accumulators, loss scale and counters. One copy of
+    memory a variable, and nothing is copied on the device.
+
+    Not in it: what a model keeps outside of Keras variables, and Python's and NumPy's
+    random generators.
+
+    Args:
+        model: A built model; of an optimizer that is not built only what it has.
+        into: A state of the same model that is needed no more. Its memory is used
+            again, which takes a quarter of the time; it is not to be read after.
+
+    Returns:
+        The state.
+    """
+    spare = into.arrays if into is not None else {}
+    strategy = model.distribute_strategy
+    arrays, paths = {}, {}
+    for named in named_variables(model):
+        parts = strategy.experimental_local_results(named.variable.value)
+        # A look at the variable's own memory on a CPU, which the copy lets go at once.
+        looks = [np.asarray(tf.convert_to_tensor(part)) for part in parts]
+        shape, dtype = looks[0].shape, looks[0].dtype
+        if len(looks) > 1 and not named.is_shared:
+            shape = (len(looks), *shape)
+        else:
+            looks = looks[:1]
+        held = spare.get(named.name)
+        if held is None or held.shape != shape or held.dtype != dtype:
+            held = np.empty(shape, dtype)
+        for target, look in zip(_rows(held, len(looks)), looks, strict=True):
+            np.copyto(target, look)
+        arrays[named.name], paths[named.name] = held, named.path
+    return State(arrays, _counters(model), paths)
+
+
+def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
+    """Gives a model the bits of a state.
+
+    Args:
+        model: A built model made like the one the state was taken from, with as many
+            replicas. Where `model.optimizer` is not built yet, it is built.
+        state: The state; it stays as it is.
+        metrics: Whether metrics get their values too; False resets them. Those that the
+            state or the model does not know are reset.
+
+    Raises:
+        ValueError: The state is of another model; nothing was changed.
+    """
+    strategy = model.distribute_strategy
+    with strategy.scope():
+        optimizer = getattr(model, "optimizer", None)
+        if optimizer is not None and not optimizer.built and model.built:
+            optimizer.build(model.trainable_variables)
+    variables = named_variables(model)
+    kept = [each for each in variables if not each.name.startswith(f"{METRICS}/")]
+    _check(model, state, kept, strategy.num_replicas_in_sync)
+    measured = [
+        each
+        for each in variables
+        if metrics
+        and each.name.startswith(f"{METRICS}/")
+        and _fits(each, state, strategy.num_replicas_in_sync)
+    ]
+    model.reset_metrics()
+    for each in kept + measured:
+        parts = strategy.experimental_local_results(each.variable.value)
+        array = state.arrays[each.name]
+        is_split = len(parts) > 1 and not each.is_shared
+        rows = _rows(array, len(parts)) if is_split else [array] * len(parts)
+        for part, row in zip(parts, rows, strict=True):
+            # A copy: TensorFlow may train on in the very memory it was given.
+            part.assign(np.array(row))
+
+
+def num_nonfinite(state: State) -> int:
+    """Returns how many numbers of weights, statistics and slots are NaN or inf.
+
+    Metrics don't count, nor what a loss scale reports.
+    """
+    return sum(_num_nonfinite(array) for _, array in _judged(state))
+
+
+def first_nonfinite(state: State) -> str | None:
+    """Returns the path of the first variable with a NaN or inf, None without any."""
+    for name, array in _judged(state):
+        if _num_nonfinite(array):
+            return state.paths.get(name, name)
+    return None
+
+
+def same_bits(one: State, other: State) -> bool:
+    """Returns whether two states hold the same bits under the same names.
+
+    Metrics count too. NaN equals NaN of the same bits.
+    """
+    if one.arrays.keys() != other.arrays.keys():
+        return False
+    return all(
+        array.dtype == other.arrays[name].dtype
+        and array.shape == other.arrays[name].shape
+        and array.tobytes() == other.arrays[name].tobytes()
+        for name, array in one.arrays.items()
+    )
+
+
+def _rows(array: np.ndarray, num_parts: int) -> list[np.ndarray]:
+    """Returns views of the parts of an array that replicas hold."""
+    return [array] if num_parts == 1 else [array[i, ...] for i in range(num_parts)]
+
+
+def _judged(state: State) -> list[tuple[str, np.ndarray]]:
+    kinds = (f"{WEIGHTS}/", f"{OPTIMIZER}/")
+    return [item for item in state.arrays.items() if item[0].startswith(kinds)]
+
+
+def _num_nonfinite(array: np.ndarray) -> int:
+    if array.dtype.kind in "biu" or not array.size:
+        return 0
+    if array.dtype.itemsize > 2:
+        # One pass over the memory; what is non-finite somewhere is so in the sum.
+        with np.errstate(all="ignore"):
+            if np.isfinite(array.sum()):
+                return 0
+    return int(array.size - np.count_nonzero(np.isfinite(array)))
+
+
+def _counters(model: keras.Model) -> dict[str, Any]:
+    optimizer = getattr(model, "optimizer", None)
+    if optimizer is None:
+        return {}
+    counters: dict[str, Any] = {"iterations": int(optimizer.iterations.numpy())}
+    tally = tally_of(optimizer)
+    if tally is not None:
+        now = tally.numbers()
+        counters["loss_scale"] = now.scale
+        counters["applied_steps"] = now.counters.applied
+        counters["skipped_steps"] = now.counters.skipped
+        counters["consecutive_skips"] = now.counters.streak
+    elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        counters["loss_scale"] = float(optimizer.dynamic_scale.numpy())
+    return counters
+
+
+def _shape(each: Named, num_replicas: int) -> tuple[int, ...]:
+    shape = tuple(each.variable.shape)
+    return shape if each.is_shared or num_replicas == 1 else (num_replicas, *shape)
+
+
+def _fits(each: Named, state: State, num_replicas: int) -> bool:
+    array = state.arrays.get(each.name)
+    return array is not None and array.shape == _shape(each, num_replicas)
+
+
+def _check(
+    model: keras.Model, state: State, kept: list[Named], num_replicas: int
+) -> None:
+    """Raises where a state is none of this model."""
+    expected = {each.name: each for each in kept}
+    given: Mapping[str, np.ndarray] = {
+        name: array
+        for name, array in state.arrays.items()
+        if not name.startswith(f"{METRICS}/")
+    }
+    problems = [f"lacks {n} ({expected[n].path})" for n in expected if n not in given]
+    problems += [
+        f"has {name} ({state.paths.get(name, '?')}), which the model lacks"
+        for name in given
+        if name not in expected
+    ]
+    for name, array in given.items():
+        if name not in expected:
+            continue
+        each = expected[name]
+        shape, dtype = _shape(each, num_replicas), each.variable.dtype
+        if array.shape != shape or array.dtype.name != dtype:
+            problems.append(
+                f"has {name} ({each.path}) of shape {array.shape} in "
+                f"{array.dtype.name}, the model's is {shape} in {dtype}"
+            )
+    if problems:
+        more = len(problems) - _MAX_SHOWN
+        rest = f"; and {more} more" if more > 0 else ""
+        raise ValueError(
+            f"`state` is of another model than {model.name!r}: it "
+            f"{'; it '.join(problems[:_MAX_SHOWN])}{rest}. Expected the variables of "
+            f"this model on {num_replicas} replicas. Build and compile the model as it "
+            "was when the state was taken."
+        )

@@ -1,0 +1,236 @@
+"""Traces the step that `fit` or `predict` runs, and leaves the model as it was."""
+
+import contextlib
+import random
+from typing import Any, Literal, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.graph.hlo import CompiledProduct, read_hlo
+from tfamp.graph.optimized import read_optimized
+from tfamp.machine import amx
+from tfamp.records import checks
+from tfamp.stepping.arguments import build, check_model, checked_dataset, first_batch
+from tfamp.stepping.layer_marks import Marks
+from tfamp.stepping.unchanged import unchanged
+
+# TensorFlow's own mixed precision, by the names of its options.
+_REWRITES = (
+    "auto_mixed_precision",
+    "auto_mixed_precision_mkl",
+    "auto_mixed_precision_onednn_bfloat16",
+)
+
+
+class Trace(NamedTuple):
+    """A traced step.
+
+    Attributes:
+        concrete: The traced function.
+        marks: Knows the layer of each operation.
+        batch: The batch it was traced for.
+        source: What was read last: the "graph", the program of "XLA", or the graph
+            after TensorFlow's "rewrite".
+        final: The products in that, none of the graph.
+        note: Why that is not what really runs, "" where it is.
+    """
+
+    concrete: Any
+    marks: Marks
+    batch: Any
+    source: Literal["graph", "XLA", "rewrite"]
+    final: tuple[CompiledProduct, ...]
+    note: str
+
+
+class TracedSpecs(NamedTuple):
+    """A step that was traced for shapes.
+
+    Attributes:
+        concrete: The traced function.
+        marks: Knows the layer of each operation.
+    """
+
+    concrete: Any
+    marks: Marks
+
+
+def batches_of(
+    data: Any, batch_size: int, *, needs_targets: bool = True
+) -> tf.data.Dataset:
+    """Returns a dataset of batches from what the user passed.
+
+    Args:
+        data: A dataset of batches, a `Pipeline`, or a tuple of arrays.
+        batch_size: Examples in a batch of arrays.
+        needs_targets: Whether arrays have to be (x, y); else x alone will do, an
+            array, a dict of arrays or a tuple of one.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: It has single examples, or the arrays differ in length.
+    """
+    least = 2 if needs_targets else 1
+    if not needs_targets and isinstance(data, (np.ndarray, tf.Tensor, dict)):
+        data = (data,)
+    if isinstance(data, (tuple, list)) and least <= len(data) <= 3:
+        given = tuple(data)
+        while len(given) > least and given[-1] is None:
+            given = given[:-1]
+        # Several inputs in a list: TensorFlow would stack them.
+        given = tuple(tuple(x) if isinstance(x, list) else x for x in given)
+        arrays = tf.nest.map_structure(_as_fit_takes_it, given)
+        lengths = {leaf.shape[:1] for leaf in tf.nest.flatten(arrays)}
+        if len(lengths) > 1 or () in lengths:
+            raise ValueError(
+                f"`data` holds arrays of shapes "
+                f"{tuple(leaf.shape for leaf in tf.nest.flatten(arrays))}; expected "
+                "the same number of examples in each. Cut them to one length."
+            )
+        size = checks.positive_int("batch_size", batch_size)
+        return tf.data.Dataset.from_tensor_slices(arrays).batch(size)
+    if isinstance(data, (np.ndarray, tf.Tensor)):
+        raise TypeError(
+            f"`data` is one array of shape {tuple(data.shape)}; expected a tuple "
+            "(x, y), or a `tf.data.Dataset` of batches. Pass the targets too."
+        )
+    if not isinstance(data, tf.data.Dataset) and not hasattr(data, "build"):
+        used_up = hasattr(data, "__next__")
+        raise TypeError(
+            f"`data` is of type {type(data).__name__}; expected a `tf.data.Dataset` of "
+            "batches, a `Pipeline`, or a tuple (x, y) of arrays. "
+            + (
+                "It can be read once only and would be used up: pass what it iterates, "
+                "or one batch as (x, y)."
+                if used_up
+                else "Pass one batch as (x, y)."
+            )
+        )
+    return checked_dataset(data)
+
+
+def trace_step(
+    model: Any, dataset: tf.data.Dataset, *, inference: bool, compiled: bool
+) -> Trace:
+    """Traces one step on the first batch.
+
+    Weights, optimizers, metrics and seeds are afterwards what they were. Nothing is
+    run, unless TensorFlow's own mixed precision is on, which shows in a run only.
+
+    Args:
+        model: A Keras model, compiled unless for inference.
+        dataset: Batches.
+        inference: Whether `predict`'s step is traced rather than `fit`'s.
+        compiled: Whether XLA compiles it too.
+    """
+    if not inference or not isinstance(model, keras.Model):
+        check_model(model)
+    batch = first_batch(dataset)
+    _build(model, batch)
+    strategy = model.distribute_strategy
+    step = model.predict_step if inference else model.train_step
+    num_replicas = strategy.num_replicas_in_sync
+    if num_replicas > 1:
+        whole = tf.data.Dataset.from_tensors(batch).unbatch().batch(_size(batch))
+        argument = next(iter(strategy.experimental_distribute_dataset(whole)))
+    else:
+        argument = tf.nest.map_structure(tf.type_spec_from_value, batch)
+
+    marks = Marks(model)
+    with unchanged(model) if model.compiled else contextlib.nullcontext():
+        with marks.placed():
+            concrete = _traced(model, argument, marks, inference=inference)
+            if not compiled and not _rewrite_is_on():
+                return Trace(concrete, marks, batch, "graph", (), "")
+            if num_replicas > 1:
+                what = "XLA's program" if compiled else "TensorFlow's rewrite"
+                note = f"{what} of a step on {num_replicas} replicas cannot be read"
+                return Trace(concrete, marks, batch, "graph", (), note)
+            if compiled:
+                program, note = _compile(step, batch)
+                source: Literal["graph", "XLA", "rewrite"] = "XLA"
+            else:
+                program, note = _rewrite(concrete, batch, marks)
+                source = "rewrite"
+    return Trace(concrete, marks, batch, "graph" if note else source, program, note)
+
+
+def trace_specs(model: keras.Model, specs: Any, *, inference: bool) -> TracedSpecs:
+    """Traces one step for a batch of given shapes, and makes no such batch.
+
+    On several replicas each gets a batch of these shapes.
+
+    Args:
+        model: A built Keras model, compiled and with a built optimizer unless for
+            inference.
+        specs: A `tf.TensorSpec` for each tensor of a batch.
+        inference: Whether `predict`'s step is traced rather than `fit`'s.
+    """
+    marks = Marks(model)
+    before = random.getstate()
+    with marks.placed():
+        concrete = _traced(model, specs, marks, inference=inference)
+    random.setstate(before)
+    return TracedSpecs(concrete, marks)
+
+
+def _traced(model: keras.Model, argument: Any, marks: Marks, *, inference: bool) -> Any:
+    """Returns a step as a function that is traced and marked."""
+    step = model.predict_step if inference else model.train_step
+    strategy = model.distribute_strategy
+
+    @tf.autograph.experimental.do_not_convert
+    def one_step(data: Any) -> Any:
+        with tf.name_scope(marks.scope):
+            return strategy.run(step, args=(data,))
+
+    return tf.function(one_step).get_concrete_function(argument)
+
+
+def _build(model: keras.Model, batch: Any) -> None:
+    if model.compiled:
+        build(model, batch)
+    elif not model.built:
+        x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+        with model.distribute_strategy.scope():
+            model(x, training=False)
+
+
+def _compile(step: Any, batch: Any) -> tuple[tuple[CompiledProduct, ...], str]:
+    """Returns the products of the program that XLA makes, or why there are none."""
+    function = tf.function(step, jit_compile=True)
+    try:
+        program = function.experimental_get_compiler_ir(batch)
+        return read_hlo(program(stage="optimized_hlo")), ""
+    except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
+        return (), f"XLA cannot compile this step ({checks.first_line(error)})"
+
+
+def _rewrite(
+    concrete: Any, batch: Any, marks: Marks
+) -> tuple[tuple[CompiledProduct, ...], str]:
+    """Returns the products of the graph that runs, or why they cannot be told."""
+    amx.avoid()
+    try:
+        return read_optimized(lambda: concrete(batch), named=marks.scope), ""
+    except (tf.errors.OpError, ValueError, TypeError) as error:
+        return (), f"TensorFlow's rewrite cannot be read ({checks.first_line(error)})"
+
+
+def _rewrite_is_on() -> bool:
+    options = tf.config.optimizer.get_experimental_options()
+    return any(options.get(name) for name in _REWRITES)
+
+
+def _size(batch: Any) -> int:
+    return int(tf.nest.flatten(batch)[0].shape[0])
+
+
+def _as_fit_takes_it(array: Any) -> Any:
+    """Returns an array as `fit` takes it: float64 becomes Keras's float dtype."""
+    array = np.asarray(array)
+    if array.dtype == np.float64:
+        return array.astype(keras.config.floatx())
+    return array

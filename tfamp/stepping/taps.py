@@ -1,0 +1,209 @@
+"""Sees what goes through every layer: inputs, outputs, and gradients of the outputs.
+
+While a block runs, each layer's `call` and each operation of a Functional graph is
+replaced on the instance, so it does not matter how a model is written, how it is
+called, or whether a layer is called past its `__call__`. Outside the block nothing is
+different, and nothing costs anything.
+"""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
+
+import keras
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.patches import like, replaced
+
+_LOGITS = "_keras_logits"
+
+
+class Site(NamedTuple):
+    """A place that tensors go through.
+
+    Attributes:
+        path: Path of the layer, or of the operation of a Functional graph.
+        layer: The layer or operation.
+    """
+
+    path: str
+    layer: Any
+
+    @property
+    def class_name(self) -> str:
+        """The class of the layer or operation."""
+        return type(self.layer).__name__
+
+
+class Call(NamedTuple):
+    """One call of a layer.
+
+    Attributes:
+        site: Where.
+        number: How often the layer was called before, in this block.
+        args: Positional arguments, as the layer's `call` gets them: in its compute
+            dtype.
+        kwargs: Keyword arguments, likewise; `training` and masks are among them.
+    """
+
+    site: Site
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Observer:
+    """Is told of every call. Each method may be overridden; these ignore it.
+
+    In a graph it is told while the graph is traced, and the tensors are symbolic:
+    what it does with them becomes part of the graph.
+
+    Attributes:
+        wants_gradients: Whether `on_gradient` is told anything.
+        keeps_logits: Whether a loss may still take the logits behind an output.
+    """
+
+    wants_gradients = False
+    keeps_logits = True
+
+    def on_call(self, call: Call) -> None:
+        """Is told of a call ahead of it."""
+
+    def on_outputs(self, call: Call, outputs: Any) -> None:
+        """Is told what a call returned, a tensor or a nested structure."""
+
+    def on_gradient(
+        self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
+    ) -> None:
+        """Is told the gradient of the loss by an input or output of a call.
+
+        Args:
+            call: The call.
+            of: Which. That of an input is what comes back from this call, which is not
+                all of it where others use the tensor too.
+            at: Its place among the floating-point tensors of the inputs or outputs.
+                Where Keras computes the loss from logits, they stand for the output.
+            gradient: The gradient, times the loss scale.
+        """
+
+
+def sites(model: keras.layers.Layer) -> list[Site]:
+    """Returns all layers of a model and all operations of its Functional graphs.
+
+    The model itself is the first one. A layer that is used twice is there once.
+
+    Example:
+        >>> x = keras.Input((3,))
+        >>> y = keras.layers.Dense(3, name="dense")(x) + 1.0
+        >>> [site.class_name for site in sites(keras.Model(x, y))]
+        ['Functional', 'Add', 'Dense']
+    """
+    found: dict[int, Site] = {}
+    for path, layer, _ in structure.walk(model):
+        found.setdefault(id(layer), Site(path, layer))
+        prefix = "" if layer is model else f"{path}/"
+        for operation in structure.operations_of(layer):
+            found.setdefault(
+                id(operation), Site(f"{prefix}{operation.name}", operation)
+            )
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def tapped(
+    model: keras.layers.Layer,
+    observer: Observer,
+    *,
+    only: Callable[[Site], bool] = lambda site: True,
+) -> Iterator[None]:
+    """Tells an observer of every call inside the block.
+
+    Args:
+        model: A built model or layer.
+        observer: What is told.
+        only: Which sites it is told of.
+
+    Example:
+        >>> class Shapes(Observer):
+        ...     def on_outputs(self, call, outputs):
+        ...         print(call.site.path, outputs.shape)
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> with tapped(model, Shapes(), only=lambda site: site.path == "dense"):
+        ...     _ = model(tf.zeros((5, 3)))  # doctest: +SKIP
+        dense (5, 2)
+    """
+    with contextlib.ExitStack() as stack:
+        for site in sites(model):
+            if only(site):
+                call = _observed(site, site.layer.call, observer)
+                stack.enter_context(replaced(site.layer, call=call))
+        yield
+
+
+def _observed(
+    site: Site, original: Callable[..., Any], observer: Observer
+) -> Callable[..., Any]:
+    number = 0
+
+    @like(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal number
+        if any(
+            isinstance(leaf, keras.KerasTensor)
+            for leaf in structure.flatten((args, kwargs))
+        ):
+            return original(*args, **kwargs)
+        this, number = Call(site, number, args, kwargs), number + 1
+        observer.on_call(this)
+        if observer.wants_gradients:
+            args, kwargs = _passing(this, "inputs", (args, kwargs), observer)
+        outputs = original(*args, **kwargs)
+        observer.on_outputs(this, outputs)
+        if observer.wants_gradients:
+            outputs = _passing(this, "outputs", outputs, observer)
+        return outputs
+
+    return call
+
+
+def is_float(x: Any) -> bool:
+    """States whether something is a floating-point tensor."""
+    return isinstance(x, tf.Tensor) and x.dtype.is_floating
+
+
+def floats(values: Any) -> list[tf.Tensor]:
+    """Returns the floating-point tensors of a nested structure, in order."""
+    return [leaf for leaf in structure.flatten(values) if is_float(leaf)]
+
+
+def _passing(
+    call: Call, of: Literal["inputs", "outputs"], values: Any, observer: Observer
+) -> Any:
+    """Returns the tensors, whose gradients the observer is told on their way back."""
+    position = -1
+
+    def watched(x: Any) -> Any:
+        nonlocal position
+        if not is_float(x):
+            return x
+        position += 1
+        at = position
+
+        @tf.custom_gradient
+        def passed(value: tf.Tensor) -> Any:
+            def back(gradient: tf.Tensor) -> tf.Tensor:
+                observer.on_gradient(call, of, at, gradient)
+                return gradient
+
+            return tf.identity(value), back
+
+        y = passed(x)
+        for name in ("_keras_mask", "_tfamp_source"):
+            if hasattr(x, name):
+                setattr(y, name, getattr(x, name))
+        if hasattr(x, _LOGITS) and observer.keeps_logits:
+            setattr(y, _LOGITS, passed(getattr(x, _LOGITS)))
+        return y
+
+    return structure.map_structure(watched, values)

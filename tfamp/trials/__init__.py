@@ -1,0 +1,1 @@
+"""Runs in fresh processes, in turns, and what they tell."""

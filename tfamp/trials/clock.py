@@ -1,0 +1,178 @@
+"""Times the training steps of `fit`, in windows and in turns with other runs."""
+
+import math
+import time
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfamp.loss_scale.counted_steps import StepReader
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.trials.line import Line
+from tfamp.trials.windows import Window
+
+# Steps are timed in windows: of a shorter one a clock and a read of the loss, which
+# waits for the device, would be a part.
+WINDOW_SECONDS = 0.1
+# The optimizer keeps its last 1024 steps.
+_READ_STEPS = 500
+_PROGRESS_SECONDS = 0.5
+# Runs of a seed take turns of this length.
+_TURN_SECONDS = 1.0
+
+
+class Clock(keras.callbacks.Callback):
+    """Times windows of steps, with validation and the ends of epochs left out.
+
+    Args:
+        steps_an_epoch: Steps of an epoch, None if unknown.
+        num_epochs: How many epochs there will be.
+        line: Where to tell how far it is, and to wait for the next turn.
+        clock: Gives the time in seconds.
+    """
+
+    def __init__(
+        self,
+        steps_an_epoch: int | None,
+        num_epochs: int,
+        line: Line,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        super().__init__()
+        self.windows: list[Window] = []
+        self.first_weights: list[np.ndarray] = []
+        self.first_step_seconds = 0.0
+        self.scales: list[tuple[int, float]] = []
+        self._steps_an_epoch, self._line, self._clock = steps_an_epoch, line, clock
+        self._num_steps = num_epochs * (steps_an_epoch or 0)
+        self._reader: StepReader | None = None
+        self._logs: Mapping[str, Any] | None = None
+        self._epoch, self._seen, self._done, self._read_at = 0, 0, 0, 0
+        self._opened = self._began = clock()
+        self._told = -1e9
+        self._is_open = False
+        self._first_of_call, self._gives_last = 0, False
+        self._turn_began, self._is_rewarming = self._began, False
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Keeps the first weights, which exist from here on."""
+        self.first_weights = [
+            np.array(value, np.float32) for value in self.model.trainable_weights
+        ]
+        optimizer = self.model.optimizer
+        if isinstance(optimizer, LossScaleOptimizer):
+            self._reader = StepReader(optimizer)
+
+    def on_epoch_begin(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Opens the first window of the epoch."""
+        self._epoch, self._seen = epoch, 0
+        self._open()
+
+    def on_train_batch_begin(
+        self, batch: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Notes the first step of a call of several."""
+        self._first_of_call = batch
+
+    def on_train_batch_end(
+        self, batch: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Closes the window if it is long enough."""
+        now = self._clock()
+        self._logs = logs
+        seen = self._steps_seen(batch)
+        self._done += seen - self._seen
+        self._seen = seen
+        is_first = not self.windows
+        if is_first or now - self._opened >= WINDOW_SECONDS:
+            self._close()
+            if is_first:
+                self.first_step_seconds = self._clock() - self._began
+            self._is_rewarming = False
+            if is_first or self._clock() - self._turn_began >= _TURN_SECONDS:
+                self._wait_for_turn()
+            self._open()
+
+    def on_test_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Closes the window: what follows is no training."""
+        self._close()
+
+    def on_epoch_end(self, epoch: int, logs: Mapping[str, Any] | None = None) -> None:
+        """Closes the window that is open where there was no validation."""
+        self._close()
+        self.read_scales()
+
+    def read_scales(self) -> None:
+        """Notes the loss scale of each step since the last time."""
+        self._read_at = self._done
+        if self._reader is not None:
+            for step in self._reader.read().steps:
+                self.scales.append((step.step, step.loss_scale))
+
+    def _steps_seen(self, batch: int) -> int:
+        """Returns the steps of this epoch so far.
+
+        Of a call of several steps newer versions of Keras give the last one here, older
+        ones the first.
+        """
+        self._gives_last = self._gives_last or batch > self._first_of_call
+        if self._gives_last:
+            return batch + 1
+        seen = batch + int(self.model.steps_per_execution or 1)
+        return min(seen, self._steps_an_epoch or seen)
+
+    def _wait_for_turn(self) -> None:
+        """Lets the other runs go on; the window after that is none to count."""
+        if self._line.takes_turns:
+            self._line.wait_for_turn()
+            self._turn_began = self._clock()
+            # Caches are cold again, while the input has filled its buffers.
+            self._is_rewarming = True
+
+    def _open(self) -> None:
+        self._opened, self._is_open = self._clock(), True
+        self._first = self._done
+
+    def _close(self) -> None:
+        if not self._is_open or self._done == self._first:
+            self._is_open = False
+            return
+        self._is_open = False
+        loss = self._loss()
+        now = self._clock()
+        self.windows.append(
+            Window(
+                epoch=self._epoch,
+                last_step=self._done,
+                steps=self._done - self._first,
+                step_in_epoch=self._seen,
+                seconds=now - self._opened,
+                loss=loss,
+                is_mean=self._is_mean(loss),
+                is_steady=not self._is_rewarming,
+            )
+        )
+        if self._done - self._read_at >= _READ_STEPS:
+            self.read_scales()
+        if self._num_steps and now - self._told >= _PROGRESS_SECONDS:
+            self._told = now
+            self._line.tell(self._done / self._num_steps)
+
+    def _loss(self) -> float | None:
+        """Returns the loss that was logged last; reading it waits for the device."""
+        if self._logs and "loss" in self._logs:
+            return float(np.asarray(self._logs["loss"]))
+        np.asarray(self.model.optimizer.iterations)
+        return None
+
+    def _is_mean(self, loss: float | None) -> bool:
+        """Whether a logged loss is the mean since the epoch began, as `fit`'s own is.
+
+        A `train_step` of the user's may log the loss of its step instead.
+        """
+        if type(self.model).train_step is keras.Model.train_step or loss is None:
+            return True
+        means = [m for m in self.model.metrics if m.name == "loss" and m.variables]
+        return any(math.isclose(float(m.result()), loss, rel_tol=1e-6) for m in means)

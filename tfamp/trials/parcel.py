@@ -1,0 +1,138 @@
+"""Takes functions and data to the processes of the runs.
+
+A run begins in a fresh process, which gets what builds the model and the data as a
+file. Functions of modules go by name, functions of a script or notebook by their code,
+arrays and datasets by their elements.
+"""
+
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from tfamp.records import checks
+from tfamp.trials import targets
+
+_PARCEL = "parcel.pickle"
+_DATASETS = {"train": "train_elements", "validation": "validation_elements"}
+_PURPOSE = "`tfamp.compare`"
+
+
+def pack(
+    folder: Path, build_model: Callable[..., Any] | str, train: Any, validation: Any
+) -> tuple[str, ...]:
+    """Writes the parcel of a comparison.
+
+    Args:
+        folder: Where to.
+        build_model: A function, or the name of one as "module:function".
+        train: Training data, None where `build_model` brings it.
+        validation: Validation data or None.
+
+    Returns:
+        What a reader should know, one sentence each.
+
+    Raises:
+        TypeError: Something cannot be taken to another process.
+        ValueError: A dataset has no end.
+    """
+    notes = []
+    data = {"train": train, "validation": validation}
+    for name, value in data.items():
+        if hasattr(value, "__next__"):
+            raise TypeError(
+                f"`{name}` is {value!r}, which can be read once only; expected data "
+                "for every run. Pass a function that makes it, a dataset, or arrays."
+            )
+        if not callable(value) and _pickled({"data": value}) is None:
+            value = _dataset(name, value)
+            _save(value, folder / _DATASETS[name], name)
+            data[name] = _Saved(_DATASETS[name])
+            notes.append(
+                f"The elements of `{name}` were written down once, so every epoch of "
+                "every run sees them in that order; pass a function that returns the "
+                "dataset to shuffle anew."
+            )
+    text = _pickled({"build_model": build_model, **data})
+    if text is None:
+        raise TypeError(
+            f"`build_model` {build_model!r} cannot be taken to another process: it "
+            "holds something that cannot be pickled, such as a model, a dataset or an "
+            "open file. Make that inside the function, or name the function as "
+            "'module:function'."
+        )
+    (folder / _PARCEL).write_bytes(text)
+    return tuple(notes)
+
+
+def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
+    """Returns the building function and the data as they were packed."""
+    pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
+    parcel = pickle.loads((folder / _PARCEL).read_bytes())
+    build_model = parcel["build_model"]
+    if isinstance(build_model, str):
+        build_model = targets.load(build_model)
+    data = []
+    for name in _DATASETS:
+        value = parcel[name]
+        data.append(value.load(folder) if isinstance(value, _Saved) else value)
+    return build_model, data[0], data[1]
+
+
+def discard(folder: Path) -> None:
+    """Throws away what `pack` wrote."""
+    for name in _DATASETS.values():
+        shutil.rmtree(folder / name, ignore_errors=True)
+    (folder / _PARCEL).unlink(missing_ok=True)
+
+
+class _Saved:
+    """Stands for a dataset whose elements lie in a folder."""
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def load(self, folder: Path) -> Any:
+        import tensorflow as tf
+
+        return tf.data.Dataset.load(str(folder / self.name)).prefetch(2)
+
+
+def _pickled(value: Any) -> bytes | None:
+    """Returns a value as bytes, None where it cannot be pickled.
+
+    Whatever it holds pickles in its own way and fails with its own errors.
+    """
+    pickle = checks.require("cloudpickle", extra="report", purpose=_PURPOSE)
+    try:
+        text: bytes = pickle.dumps(value)
+    except Exception:
+        return None
+    return text
+
+
+def _dataset(name: str, value: Any) -> Any:
+    """Returns the `tf.data.Dataset` that a value is or builds."""
+    import tensorflow as tf
+
+    if callable(getattr(value, "build", None)):
+        value = value.build()
+    if isinstance(value, tf.data.Dataset):
+        return value
+    raise TypeError(
+        f"`{name}` is of type {type(value).__name__}, which cannot be taken to another "
+        "process; expected a function that returns data, a `tf.data.Dataset`, a "
+        "`Pipeline`, or arrays (x, y)."
+    )
+
+
+def _save(dataset: Any, path: Path, name: str) -> None:
+    import tensorflow as tf
+
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        raise ValueError(
+            f"`{name}` has no end, so its elements cannot be taken to the runs; "
+            "expected a dataset that ends. Add `.take(steps)`, or pass a function "
+            "that returns the dataset."
+        )
+    dataset.save(str(path))

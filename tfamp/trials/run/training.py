@@ -1,0 +1,212 @@
+"""Trains a model by `fit` and keeps what it measured on the way."""
+
+import contextlib
+import dataclasses
+import time
+from collections.abc import Callable
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.machine.nvml import Nvml
+from tfamp.trials.clock import Clock
+from tfamp.trials.job import Job
+from tfamp.trials.line import Line
+from tfamp.trials.run_records import Spread
+from tfamp.trials.windows import curve, seconds_per_step, steady
+
+
+@dataclasses.dataclass(frozen=True)
+class Trained:
+    """What training measured; the fields are those of `Run`."""
+
+    batch_size: int
+    num_steps: int
+    examples_per_second: float
+    step: Spread
+    warmup_steps: int
+    first_step_seconds: float
+    history: dict[str, tuple[float, ...]]
+    final_metrics: dict[str, float]
+    num_examples: int
+    losses: tuple[tuple[int, float], ...]
+    loss_scales: tuple[tuple[int, float], ...]
+    skipped_steps: int
+    energy_joules: float | None
+    device_used_bytes: int | None
+    inputs: Any
+    first_weights: list[np.ndarray]
+    notes: tuple[str, ...]
+
+
+def train(
+    model: keras.Model,
+    data: Any,
+    validation: Any,
+    *,
+    job: Job,
+    line: Line | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Trained:
+    """Trains a model for the epochs of a job.
+
+    Args:
+        model: Compiled.
+        data: What `fit` takes: a dataset, a `PyDataset`, or arrays (x, y).
+        validation: Likewise, or None.
+        job: The settings.
+        line: Where to tell how far it is, and to wait for the next turn.
+        clock: Gives the time in seconds.
+
+    Raises:
+        ValueError: There is no batch in the data.
+    """
+    fit_arguments, inputs, batch_size, steps = arguments(data, job)
+    if not model.built and type(model).call is not keras.Model.call:
+        # `fit` would make the weights in its first step, too late to keep them.
+        with model.distribute_strategy.scope():
+            model(inputs, training=False)
+    timer = Clock(steps, job.epochs, line or Line(), clock)
+    with contextlib.ExitStack() as stack:
+        nvml = Nvml.open()
+        if nvml is not None:
+            stack.enter_context(nvml)
+        before = _energy_joules(nvml)
+        history = model.fit(
+            **fit_arguments,
+            validation_data=validation,
+            validation_batch_size=job.batch_size if _is_arrays(validation) else None,
+            epochs=job.epochs,
+            verbose=0,
+            callbacks=[timer],
+        ).history
+        after = _energy_joules(nvml)
+        used = _used_bytes(nvml)
+    if not timer.windows:
+        raise ValueError(
+            "The training data holds no batch; expected at least one. Look at its "
+            "source: a wrong path, split or filter leaves nothing."
+        )
+    kept, warmup_steps = steady(timer.windows, num_epochs=job.epochs)
+    num_steps = timer.windows[-1].last_step
+    per_step = (
+        _examples_in(data, num_steps // (timer.windows[-1].epoch + 1)) or batch_size
+    )
+    seconds, stalls = seconds_per_step(kept)
+    prefix = "" if validation is None else "val_"
+    plain = {
+        name: tuple(float(value) for value in values)
+        for name, values in history.items()
+        if np.ndim(values[0]) == 0
+    }
+    final = {
+        name.removeprefix(prefix): values[-1]
+        for name, values in plain.items()
+        if name.startswith(prefix) and (prefix or not name.startswith("val_"))
+    }
+    skipped, scales, notes = _scale_of(model, timer)
+    return Trained(
+        batch_size=batch_size,
+        num_steps=num_steps,
+        examples_per_second=per_step / seconds,
+        step=Spread.of([window.seconds / window.steps for window in kept]),
+        warmup_steps=warmup_steps,
+        first_step_seconds=timer.first_step_seconds,
+        history=plain,
+        final_metrics=final,
+        num_examples=round(per_step * num_steps / (timer.windows[-1].epoch + 1)),
+        losses=curve(timer.windows),
+        loss_scales=scales,
+        skipped_steps=skipped,
+        energy_joules=None if before is None or after is None else after - before,
+        device_used_bytes=used,
+        inputs=inputs,
+        first_weights=timer.first_weights,
+        notes=(*notes, *([stalls] if stalls else [])),
+    )
+
+
+def _is_arrays(data: Any) -> bool:
+    return isinstance(data, tuple)
+
+
+def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None]:
+    """Returns the arguments of `fit`, some inputs, the batch size, steps an epoch."""
+    if _is_arrays(data):
+        x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
+        size = job.batch_size or 32
+        count = len(tf.nest.flatten(x)[0])
+        inputs = tf.nest.map_structure(lambda each: tf.constant(each[:size]), x)
+        given = {"x": x, "y": y, "sample_weight": weights, "batch_size": size}
+        return given, inputs, min(size, count), -(-count // size)
+    if job.batch_size is not None:
+        raise ValueError(
+            f"`batch_size` is {job.batch_size!r}, but the training data comes in "
+            "batches; expected None with a dataset. Batch the dataset so."
+        )
+    if isinstance(data, tf.data.Dataset):
+        batch = next(iter(data.take(1)), None)
+        number = int(data.cardinality())
+        steps = number if number >= 0 else None
+        if number == int(tf.data.INFINITE_CARDINALITY):
+            raise ValueError(
+                "The training data has no end; expected a dataset that ends. Add "
+                "`.take(steps)`."
+            )
+    else:
+        batch = data[0] if len(data) else None
+        steps = len(data)
+    if batch is None:
+        raise ValueError(
+            "The training data holds no batch; expected at least one. Look at its "
+            "source: a wrong path, split or filter leaves nothing."
+        )
+    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    inputs = tf.nest.map_structure(tf.convert_to_tensor, x)
+    size = int(tf.nest.flatten(inputs, expand_composites=True)[0].shape[0])
+    return {"x": data}, inputs, size, steps
+
+
+def _examples_in(data: Any, steps: int) -> float | None:
+    """Returns the mean examples of a step, where arrays tell them."""
+    if not _is_arrays(data):
+        return None
+    return len(tf.nest.flatten(data)[0]) / steps
+
+
+def _energy_joules(nvml: Nvml | None) -> float | None:
+    """Returns what all GPUs have used since some time, None where one does not tell."""
+    readings = () if nvml is None else nvml.read()
+    # Power between two readings so far apart says little: counters only.
+    each = [r.energy_joules if r.energy_source == "counter" else None for r in readings]
+    known = [joules for joules in each if joules is not None]
+    return sum(known) if known and len(known) == len(each) else None
+
+
+def _used_bytes(nvml: Nvml | None) -> int | None:
+    """Returns the memory in use on the fullest GPU; TensorFlow gives none back."""
+    readings = () if nvml is None else nvml.read()
+    return max(
+        (r.memory_used_bytes for r in readings if r.memory_used_bytes), default=None
+    )
+
+
+def _scale_of(
+    model: keras.Model, clock: Clock
+) -> tuple[int, tuple[tuple[int, float], ...], list[str]]:
+    """Returns skipped steps, where the loss scale changed, and what is not known."""
+    optimizer = model.optimizer
+    if isinstance(optimizer, LossScaleOptimizer):
+        changes: list[tuple[int, float]] = []
+        for step, scale in clock.scales:
+            if not changes or changes[-1][1] != scale:
+                changes.append((step, scale))
+        is_scaled = any(scale != 1 for _, scale in changes)
+        return int(optimizer.skipped_steps), tuple(changes) if is_scaled else (), []
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        why = "Keras's own loss-scale optimizer does not tell which steps it skipped."
+        return 0, (), [why]
+    return 0, (), []

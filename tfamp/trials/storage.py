@@ -1,0 +1,157 @@
+"""The folder of a comparison: what is kept, taken up again, and thrown away."""
+
+import contextlib
+import dataclasses
+import os
+import tempfile
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+from tfamp.records.record import Record
+from tfamp.trials import parcel
+from tfamp.trials.drift import drift
+from tfamp.trials.job import FILE, Job, file_name
+from tfamp.trials.run_records import Context, Run
+
+CONTEXT_FILE = "context.json"
+_LOOKS_FILE = "looks.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Looks(Record):
+    """What was judged at each look at the runs of a folder.
+
+    Args:
+        judged: The metric, and the files of the finished runs by name.
+    """
+
+    judged: tuple[tuple[str, ...], ...] = ()
+
+
+@contextlib.contextmanager
+def opened(directory: str | os.PathLike[str] | None) -> Iterator[Path]:
+    """Gives the folder of the runs: the user's, or one that goes away again."""
+    if directory is None:
+        with tempfile.TemporaryDirectory(prefix="tfamp-compare-") as name:
+            yield Path(name)
+        return
+    path = Path(directory)
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ValueError(
+            f"`directory` is {str(directory)!r}, which cannot be made "
+            f"({error.strerror}); expected a folder to keep the runs in. Pass another."
+        ) from error
+    yield path.absolute()
+
+
+def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
+    """Writes the job into the folder and returns the finished runs it has.
+
+    Raises:
+        ValueError: There are runs and `resume` is False, or they are of another
+            comparison.
+    """
+    path = folder / FILE
+    if not path.exists():
+        job.to_json(path)
+        return []
+    before = Job.from_json(path)
+    if not resume:
+        raise ValueError(
+            f"`directory` is {str(folder)!r}, which has runs of an earlier comparison; "
+            "expected an empty folder. Pass `resume=True` to go on with them, or "
+            "another folder."
+        )
+    if differences := job.differences(before):
+        shown = "; ".join(
+            f"{name} was {getattr(before, name)!r} and is {getattr(job, name)!r}"
+            for name in differences
+        )
+        raise ValueError(
+            f"The runs in {str(folder)!r} cannot go on: {shown}. Expected the same "
+            "settings and source. Set them as they were, or begin in another folder."
+        )
+    job.to_json(path)
+    kept = []
+    for policy, seed in job.order():
+        record = folder / f"{file_name(policy, seed)}.json"
+        if record.is_file():
+            run = Run.from_json(record)
+            if run.is_finished:
+                kept.append(run)
+    return kept
+
+
+def look(folder: Path, runs: Sequence[Run], metric: str) -> int:
+    """Returns the number of this look at runs, from 1, and writes it down.
+
+    The same runs judged by the same metric again are no further look.
+    """
+    path = folder / _LOOKS_FILE
+    looks = Looks.from_json(path) if path.is_file() else Looks()
+    names = sorted(file_name(run.policy, run.seed) for run in runs if run.is_finished)
+    seen = (metric, *names)
+    if seen not in looks.judged:
+        looks = Looks((*looks.judged, seen))
+        looks.to_json(path)
+    return looks.judged.index(seen) + 1
+
+
+def log_of(folder: Path, run: Run) -> Path:
+    """Returns the log of a run."""
+    return folder / f"{file_name(run.policy, run.seed)}.log"
+
+
+def record_of(folder: Path, run: Run) -> Path:
+    """Returns the record of a run."""
+    return folder / f"{file_name(run.policy, run.seed)}.json"
+
+
+def context(folder: Path) -> Context | None:
+    """Returns where the runs were measured, None if no run got so far."""
+    path = folder / CONTEXT_FILE
+    return Context.from_json(path) if path.is_file() else None
+
+
+def add_drift(folder: Path, runs: Sequence[Run], reference: str) -> list[Run]:
+    """Returns the runs with the drift of their weights from the reference's.
+
+    A drift that was measured from another reference is measured anew where the weights
+    are still there, and left out where they are not. Records that change are written.
+
+    Args:
+        folder: Where weights and records lie.
+        runs: Those there are.
+        reference: The policy that the report names as the reference.
+    """
+    return [_with_drift(folder, run, reference) for run in runs]
+
+
+def _with_drift(folder: Path, run: Run, reference: str) -> Run:
+    value = None
+    if run.is_finished and run.policy != reference:
+        if run.drift_from == reference:
+            return run
+        names = [file_name(policy, run.seed) for policy in (reference, run.policy)]
+        value = drift(*(folder / f"{name}.npz" for name in names))
+    measured_from = "" if value is None else reference
+    changed = dataclasses.replace(run, weights_drift=value, drift_from=measured_from)
+    if changed != run:
+        changed.to_json(record_of(folder, run))
+    return changed
+
+
+def profile_of(folder: Path, policy: str, seed: int) -> Path:
+    """Returns where the profile of a run lies."""
+    return folder / "profiles" / file_name(policy, seed)
+
+
+def end(folder: Path, *, is_complete: bool) -> None:
+    """Throws away what a finished comparison has no more use for."""
+    if not is_complete:
+        return
+    for path in folder.glob("*_seed*.npz"):
+        path.unlink()
+    parcel.discard(folder)
