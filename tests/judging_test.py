@@ -150,6 +150,27 @@ def test_a_loss_that_a_layer_adds_counts(name):
     assert any("adding" in path for path in found.guilty)
 
 
+@pytest.mark.parametrize(
+    "offset, guilty", [(0.0, set()), (3000.0, {"offset", "second"})]
+)
+@pytest.mark.parametrize("seed", range(3))
+def test_gradients_that_a_later_normalization_cancels_are_no_fault(
+    offset, guilty, seed
+):
+    """What the second one takes out again, the first one's scale cannot change."""
+    x = np.random.default_rng(seed).normal(size=(32, 8)).astype("float32")
+    model = compiled(
+        lambda: layers.Dense(8, name="before"),
+        lambda: layers.BatchNormalization(name="first"),
+        lambda: layers.Rescaling(1.0, offset=offset, name="offset"),
+        lambda: layers.BatchNormalization(name="second"),
+        lambda: layers.Dense(1, name="head"),
+    )
+    found = sensitivity(model, (x, Y), dtype="bfloat16")
+    assert set(found.guilty) == guilty
+    assert found.verdict == ("layers" if guilty else "safe")
+
+
 def test_a_small_loss_that_a_layer_adds_is_no_alarm():
     model = compiled(
         lambda: Adding(lambda x: ops.mean(ops.square(x))), lambda: layers.Dense(1)

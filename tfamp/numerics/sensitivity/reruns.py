@@ -7,7 +7,7 @@ counts among the outputs of those operations.
 """
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
@@ -49,7 +49,7 @@ def rerun(
     *,
     loss_scale: float = 1.0,
     rounded_only: bool = False,
-    absolute: bool = False,
+    changed: Callable[[tf.Tensor], tf.Tensor] = tf.identity,
 ) -> Rerun:
     """Runs a recorded call again.
 
@@ -59,7 +59,8 @@ def rerun(
         loss_scale: What the gradients are multiplied by on their way through.
         rounded_only: Compute in float32 on inputs and weights that were rounded to
             `dtype`, which tells what rounding alone does.
-        absolute: Send the magnitudes of the gradients back, which cannot cancel.
+        changed: What is made of the gradients that are sent back, such as their
+            magnitudes.
     """
     layer = recorded.site.layer
     compute = "float32" if rounded_only else dtype
@@ -89,9 +90,7 @@ def rerun(
     pairs = [
         (
             result,
-            tf.cast(
-                (tf.abs(gradient) if absolute else gradient) * loss_scale, result.dtype
-            ),
+            tf.cast(changed(gradient) * loss_scale, result.dtype),
         )
         for result, gradient in zip(results, gradients, strict=True)
         if gradient is not None

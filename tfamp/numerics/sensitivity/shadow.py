@@ -13,6 +13,7 @@ from tfamp.numerics.sensitivity.deviation import forward_error, gradient_error
 from tfamp.numerics.sensitivity.reruns import Rerun, rerun
 from tfamp.numerics.sensitivity.whole_model import Outputs
 from tfamp.records.checks import first_line
+from tfamp.records.formats import FORMATS
 from tfamp.records.progress import progress
 from tfamp.stepping.eager_step import Step, run_step
 from tfamp.stepping.layer_calls import Recorded, Recorder, set_state, state_of
@@ -32,6 +33,10 @@ CANNOT_RUN = (
 _WORTH_A_LOOK = 0.05
 # A gradient below this part of the sum of its parts' magnitudes is.
 _CANCELLED = 1e-4
+# So is one below so many times the format's epsilon, of the root of the sum of their
+# squares: rounding the parts changes it by about epsilon of that, and another batch by
+# all of it.
+_ROUNDED = 4.0
 # A layer that runs again on the same numbers gives the same up to this.
 _REPEATED = 1e-3
 
@@ -138,7 +143,7 @@ class Shadow:
     def _measure_all(
         self, recorded: Recorded, suspect: Suspect, loss_scales: Sequence[float]
     ) -> None:
-        exact = _Exact(recorded)
+        exact = _Exact(recorded, self._dtype)
         if not exact.repeats:
             self.random.append(suspect.site.layer)
             return
@@ -177,9 +182,10 @@ class Shadow:
 class _Exact:
     """The rerun of a call in float32, and what is made of it once for all scales."""
 
-    def __init__(self, recorded: Recorded) -> None:
+    def __init__(self, recorded: Recorded, dtype: str) -> None:
         self.recorded = recorded
         self.rerun = rerun(recorded, "float32")
+        self._rounded = _ROUNDED * FORMATS[dtype].epsilon
 
     @functools.cached_property
     def outputs(self) -> list[np.ndarray]:
@@ -199,8 +205,9 @@ class _Exact:
     @functools.cached_property
     def without_cancelled(self) -> Rerun:
         """The rerun but for gradients that are 0 by their nature."""
-        sums = rerun(self.recorded, "float32", absolute=True)
-        return _without_cancelled(self.rerun, sums)
+        sums = rerun(self.recorded, "float32", changed=tf.abs)
+        roots = rerun(self.recorded, "float32", changed=_with_signs)
+        return _without_cancelled(self.rerun, sums, roots, self._rounded)
 
 
 def arrays(tensors: Sequence[Any]) -> list[np.ndarray]:
@@ -220,29 +227,41 @@ def _backward(low: Rerun, exact: Rerun) -> float:
     return max(errors)
 
 
-def _without_cancelled(exact: Rerun, sums: Rerun) -> Rerun:
+def _without_cancelled(
+    exact: Rerun, sums: Rerun, roots: Rerun, rounded: float
+) -> Rerun:
     """Returns the gradients but for those that are 0 by their nature.
 
     Of a bias ahead of a normalization all parts cancel, so what is left is rounding in
-    every precision.
+    every precision; of a scale ahead of one all but its epsilon.
+
+    Args:
+        exact: The gradients.
+        sums: The sums of their parts' magnitudes.
+        roots: About the roots of the sums of their parts' squares.
+        rounded: A gradient below this part of its root counts as 0.
     """
 
-    def kept(gradient: Any, total: Any) -> Any:
-        if gradient is None or total is None:
+    def kept(gradient: Any, total: Any, root: Any) -> Any:
+        if gradient is None or total is None or root is None:
             return gradient
-        is_left = tf.norm(gradient) >= _CANCELLED * tf.norm(total)
-        return gradient if bool(is_left) else None
+        least = max(_CANCELLED * tf.norm(total), rounded * tf.norm(root))
+        return gradient if bool(tf.norm(gradient) >= least) else None
+
+    def all_kept(name: str) -> list[Any]:
+        of_each = (getattr(each, name) for each in (exact, sums, roots))
+        return list(map(kept, *of_each))
 
     return exact._replace(
-        input_gradients=[
-            kept(*each)
-            for each in zip(exact.input_gradients, sums.input_gradients, strict=True)
-        ],
-        weight_gradients=[
-            kept(*each)
-            for each in zip(exact.weight_gradients, sums.weight_gradients, strict=True)
-        ],
+        input_gradients=all_kept("input_gradients"),
+        weight_gradients=all_kept("weight_gradients"),
     )
+
+
+def _with_signs(gradient: tf.Tensor) -> tf.Tensor:
+    """Returns a gradient with random signs: what is summed then adds up by squares."""
+    signs = np.random.default_rng(0).choice((-1.0, 1.0), gradient.shape)
+    return gradient * tf.cast(signs, gradient.dtype)
 
 
 def _optional(tensors: Sequence[Any]) -> list[np.ndarray | None]:
