@@ -135,7 +135,9 @@ text = uint8.describe()
 # %% [markdown]
 # Decoding is the same work in every epoch. A cache does it once. `.cache("memory")`
 # holds the images while the process lives; `.cache("some/path")` holds them in files,
-# for later runs too, and notices when a function before it has changed.
+# for later runs too, and notices when a function before it has changed, or what that
+# refers to. What it cannot see, such as a database that a function asks, `describe` and
+# the log name, and `.cache("some/path", unseen="error")` refuses to build.
 
 # %%
 cached = uint8.cache("memory")
