@@ -132,13 +132,13 @@ def reports(
         yield kind, found
 
 
-def differences(found: Evidence) -> dict[str, str]:
-    """Returns what a report calls better or worse, by measure."""
+def effects_of(found: Evidence) -> dict[str, str]:
+    """Returns what a report says of each measure that it judges."""
     return {
-        row.name or row.label: cell.effect
+        row.name or "metric": cell.effect
         for row in rows(found)
         for cell in row.cells
-        if cell.effect in ("better", "worse")
+        if cell.effect
     }
 
 
@@ -149,32 +149,31 @@ def measure(number: int, folder: Path) -> dict[str, Any]:
         number: Of reports.
         folder: Where they are kept.
     """
-    effects: collections.Counter[str] = collections.Counter()
     told: list[dict[str, Any]] = []
     answers: collections.Counter[str] = collections.Counter()
+    counts: dict[str, collections.Counter[str]] = {}
     device = ""
     for index, (kind, found) in enumerate(reports(number, folder)):
+        effects = effects_of(found)
+        for name, effect in effects.items():
+            counts.setdefault(name, collections.Counter())[effect] += 1
+        apart = {name: e for name, e in effects.items() if e in ("better", "worse")}
+        if apart:
+            told.append({"report": index, "kind": kind, "measures": apart})
         answers[found.verdict] += 1
-        effects.update(cell.effect for row in rows(found) for cell in row.cells)
-        different = differences(found)
-        if different:
-            told.append({"report": index, "kind": kind, "measures": different})
         if found.context is not None:
             context = found.context
             device = f"{context.devices[0].name}, {context.num_cores} cores"
-        text = (
-            f"report {index}, {kind}: {found.verdict}; tells apart {different or None}"
-        )
-        print(text, flush=True)
+        print(f"report {index}, {kind}: {found.verdict}; told apart: {apart}")
     return {
         "device": device,
         "seeds": SEEDS,
         "reports": number,
         "kinds": list(KINDS),
-        "policies": POLICIES,
+        "policies": list(POLICIES),
         "told_apart": told,
         "rate": len(told) / number,
         "answers": dict(answers),
-        "effects": {name: count for name, count in effects.items() if name},
+        "measures": {name: dict(effects) for name, effects in counts.items()},
         "met": len(told) <= MOST_FALSE * number,
     }

@@ -16,8 +16,8 @@ FOLDER = Path(__file__).resolve().parent
 TEXTS = FOLDER / "results"
 ORDER = (
     *("enable_overhead", "loss_scale", "pipeline"),
-    *("training", "tried", "callbacks_cost", "guilty_layers"),
-    "guilty_layers_further",
+    *("training", "tried", "equal_policies", "callbacks_cost"),
+    *("guilty_layers", "guilty_layers_further"),
     *("guards", "shadow_pass", "freeze", "memory", "remat"),
 )
 
@@ -79,6 +79,33 @@ def guilty_layers(result: dict[str, Any], kind: str = "guilty_layers") -> str:
         rows="\n".join(rows),
         triage="; ".join(causes),
         missed="\n".join(missed) or "None.",
+    )
+
+
+def equal_policies(result: dict[str, Any], kind: str = "equal_policies") -> str:
+    """Returns the section of benchmarks/verdict_rates.py with `--real`."""
+    words = ("same", "as good", "unclear", "better", "worse")
+    rows = [
+        f"| {name} | {' | '.join(str(counts.get(word, 0)) for word in words)} |"
+        for name, counts in result["measures"].items()
+    ]
+    told = [
+        f"report {each['report']} ({each['kind']}): "
+        + ", ".join(f"{name} {effect}" for name, effect in each["measures"].items())
+        for each in result["told_apart"]
+    ]
+    return _filled(
+        kind,
+        result,
+        rows,
+        command=result["command"],
+        reports=result["reports"],
+        seeds=result["seeds"],
+        policies=" and ".join(result["policies"]),
+        apart=f"{len(told)} of {result['reports']}",
+        rate=f"{result['rate']:.1%}",
+        told=f" {'; '.join(told)}." if told else "",
+        answers=", ".join(f"{n} {answer}" for answer, n in result["answers"].items()),
     )
 
 
@@ -180,6 +207,7 @@ def _filled(
 
 
 WRITERS = {
+    "equal_policies": equal_policies,
     "freeze": freeze,
     "guilty_layers": guilty_layers,
     "guilty_layers_further": guilty_layers,
