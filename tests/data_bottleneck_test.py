@@ -14,12 +14,12 @@ from tests.clocks import Ticks
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.data import Pipeline
-from tfamp.stepping.input_waits import advice, feed, timer
+from tfamp.stepping.input_waits import advice, feed, turns
 from tfamp.stepping.input_waits.feed import Feed, exhaust, kept_batches, prepare
 from tfamp.stepping.input_waits.measure import bottleneck, until_clear
 from tfamp.stepping.input_waits.record import Bottleneck
-from tfamp.stepping.input_waits.timer import Timer, time_in_rounds
-from tfamp.stepping.input_waits.turns import Excluded, Turn, take_turns
+from tfamp.stepping.input_waits.timer import Timer
+from tfamp.stepping.input_waits.turns import Excluded, Turn, time_in_rounds
 from tfamp.stepping.input_waits.verdict import judge
 from tfamp.stepping.unchanged import unchanged, variables_of
 
@@ -310,35 +310,36 @@ def test_what_is_excluded_is_in_no_mean():
     assert turn.seconds_per_call(clock, warm_seconds=2, timed_seconds=900) == 0.5
 
 
-def rounds_of(clock, seconds, **options):
-    turns = {name: Turn(clock.taking(value)) for name, value in seconds.items()}
-    defaults = {"max_seconds": 10, "min_rounds": 2, "max_rounds": 6}
-    return take_turns(
-        turns, clock=clock, timed_seconds=0.1, warm_seconds=0.1, **(defaults | options)
-    )
-
-
 def test_each_round_has_every_turn_once():
-    done = []
-    times = rounds_of(Clock(), {"a": 0.01, "b": 0.02}, progress=done.append)
-    assert times == {"a": [pytest.approx(0.01)] * 6, "b": [pytest.approx(0.02)] * 6}
-    assert done == [1, 2, 3, 4, 5, 6]
+    clock, calls = Clock(), []
+
+    def timed(name, seconds):
+        def call():
+            clock.now += seconds
+            if calls[-1:] != [name]:
+                calls.append(name)
+
+        return Turn(call)
+
+    turns = {"a": timed("a", 0.01), "b": timed("b", 0.02)}
+    times = time_in_rounds(turns, seconds=10, clock=clock, max_rounds=5)
+    assert times == {"a": [pytest.approx(0.01)] * 5, "b": [pytest.approx(0.02)] * 5}
+    assert calls == ["a", "b"] * 6
 
 
 def test_a_round_without_a_counted_call_is_left_out():
-    clock, excluded, left = Clock(), Excluded(), [1]
+    clock, excluded, calls = Clock(), Excluded(), []
 
     def call():
         clock.now += 1
-        if left:  # the first round begins epochs only
+        calls.append(1)
+        if len(calls) <= 7:  # the first round begins epochs only
             excluded.calls += 1
             excluded.seconds += 1
 
     turns = {"a": Turn(clock.taking(1.0)), "b": Turn(call, excluded=excluded)}
-    seconds = {"max_seconds": 99, "timed_seconds": 1, "warm_seconds": 1}
-    rounds = {"min_rounds": 3, "max_rounds": 3, "progress": lambda _: left.clear()}
-    times = take_turns(turns, clock=clock, **seconds, **rounds)
-    assert times == {"a": [1.0, 1.0], "b": [1.0, 1.0]}
+    times = time_in_rounds(turns, seconds=1, clock=clock)
+    assert times == {"a": [1.0] * 4, "b": [1.0] * 4}
 
 
 def test_the_first_round_is_not_counted():
@@ -350,9 +351,14 @@ def test_the_first_round_is_not_counted():
 
 
 def test_rounds_end_with_the_time_but_not_before_enough():
-    # Seven calls of a second in a round.
-    assert len(rounds_of(Clock(), {"a": 1.0})["a"]) == 2
-    assert len(rounds_of(Clock(), {"a": 1.0}, max_seconds=30)["a"]) == 4
+    def num_rounds(seconds):
+        clock = Clock()
+        turns = {"a": Turn(clock.taking(1.0))}
+        return len(time_in_rounds(turns, seconds=seconds, clock=clock)["a"])
+
+    # Seven calls of a second in a round, and the first round is left out.
+    assert num_rounds(10) == 5
+    assert num_rounds(70) == 9
 
 
 def test_epoch_starts_are_timed_apart():
@@ -543,7 +549,7 @@ def plain_model(**options):
 def measured(model, data):
     """What two rounds of turns give, the first of which is not counted."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(timer, "_MIN_ROUNDS", 1)
+        patch.setattr(turns, "_MIN_ROUNDS", 1)
         return bottleneck(model, data, seconds=0.3, clock=Ticks(0.01))
 
 

@@ -1,7 +1,7 @@
 """`bottleneck`: times a model and its pipeline, together and apart."""
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -89,10 +89,14 @@ def bottleneck(
         timer = Timer(model, dataset, batch_bytes=batch_bytes, clock=clock)
         try:
             times, judgement = until_clear(timer.measure, seconds=seconds, clock=clock)
-            if _may_lack_prefetch(judgement):
+            # Fetching ahead could regain what neither alone explains.
+            if (
+                judgement.verdict != "compute"
+                and judgement.lost_to_sharing > _MIN_TRIED
+            ):
                 trial = timer.try_prefetch(_TRIAL_SHARE * seconds)
                 gains = 1 - np.divide(trial["compute"], trial["prefetched"])
-                judgement = _judged(times, prefetched_gains=gains.tolist())
+                judgement = judge(**times, prefetched_gains=gains.tolist())
                 times["prefetched"] = trial["prefetched"]
         finally:
             timer.feed.close()
@@ -124,26 +128,9 @@ def until_clear(
     while True:
         more = measure(seconds / _NUM_LOOKS)
         times = {name: times.get(name, []) + values for name, values in more.items()}
-        judgement = _judged(times)
+        judgement = judge(**times)
         if judgement.verdict != "unclear" or clock() - start >= seconds:
             return times, judgement
-
-
-def _judged(
-    times: Mapping[str, list[float]], *, prefetched_gains: Sequence[float] = ()
-) -> Judgement:
-    return judge(
-        times["real"],
-        times["compute"],
-        times["input"],
-        prefetched_gains=prefetched_gains,
-    )
-
-
-def _may_lack_prefetch(judgement: Judgement) -> bool:
-    """Whether fetching ahead could regain what neither alone explains."""
-    tried = judgement.verdict in ("input", "contention", "unclear")
-    return tried and judgement.lost_to_sharing > _MIN_TRIED
 
 
 def _record(

@@ -6,19 +6,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.records.progress import progress
 from tfamp.stepping.input_waits.feed import Feed, Source, kept_batches, prepare
-from tfamp.stepping.input_waits.turns import Turn, take_turns
+from tfamp.stepping.input_waits.turns import MAX_ROUNDS, Turn, time_in_rounds
 
-# One round times three things. Many short turns rather than few long ones: what
-# disturbs a machine for half a second then spoils a few rounds of all three. Below
-# five rounds a noise band means little.
-_MIN_ROUNDS, _MAX_ROUNDS = 5, 40
-# The first round finds caches cold and buffers empty.
-_NUM_WARM_ROUNDS = 1
 _TRIAL_ROUNDS = 12
-# Of a turn, what is not counted.
-_WARM_SHARE = 0.4
 
 
 class Timer:
@@ -58,17 +49,19 @@ class Timer:
         self._train(self._kept)
         self._wait()
         self.feed = self._feed_of(self.source)
+        self._compute = Turn(lambda: self._train(self._kept), self._wait)
 
     def measure(self, seconds: float) -> dict[str, list[float]]:
         """Returns seconds a step, of the real thing, the model and the input."""
         # The input last drew all that was fetched ahead, so the real turn begins
         # with empty buffers; after it they are full or its own.
+        excluded = self.feed.excluded
         turns = {
-            "input": self._turn(lambda: self.feed.call(self._draw), wait=False),
-            "real": self._turn(lambda: self.feed.call(self._train)),
-            "compute": self._turn(lambda: self._train(self._kept), excluded=False),
+            "input": Turn(lambda: self.feed.call(self._draw), excluded=excluded),
+            "real": Turn(lambda: self.feed.call(self._train), self._wait, excluded),
+            "compute": self._compute,
         }
-        return self._times(turns, seconds, _MAX_ROUNDS, "Timing the input")
+        return self._times(turns, seconds, MAX_ROUNDS, "Timing the input")
 
     def try_prefetch(self, seconds: float) -> dict[str, list[float]]:
         """Returns seconds a step of the pipeline with a prefetch, and of the model."""
@@ -81,7 +74,7 @@ class Timer:
             "prefetched": Turn(
                 lambda: feed.call(self._train), self._wait, feed.excluded
             ),
-            "compute": self._turn(lambda: self._train(self._kept), excluded=False),
+            "compute": self._compute,
         }
         try:
             return self._times(turns, seconds, _TRIAL_ROUNDS, "Trying a prefetch")
@@ -104,14 +97,6 @@ class Timer:
             for name, values in times.items()
         }
 
-    def _turn(
-        self, call: Callable[[], None], *, wait: bool = True, excluded: bool = True
-    ) -> Turn:
-        options: dict[str, Any] = {"wait": self._wait} if wait else {}
-        if excluded:
-            options["excluded"] = self.feed.excluded
-        return Turn(call, **options)
-
     def _train(self, iterator: Iterator[Any]) -> None:
         self._logs = self._model.train_function(iterator)
 
@@ -132,39 +117,6 @@ class Timer:
         if self._strategy.num_replicas_in_sync > 1:
             dataset = self._strategy.experimental_distribute_dataset(dataset)
         return iter(dataset)
-
-
-def time_in_rounds(
-    turns: Mapping[str, Turn],
-    *,
-    seconds: float,
-    clock: Callable[[], float],
-    max_rounds: int = _MAX_ROUNDS,
-    label: str = "Timing the input",
-) -> dict[str, list[float]]:
-    """Returns seconds a call of each turn, one figure a round, the first left out.
-
-    Args:
-        turns: What to time, in the order of a round.
-        seconds: About how long.
-        clock: Gives the time in seconds.
-        max_rounds: Rounds at most; turns are as long as makes so many of them.
-        label: What the progress bar says.
-    """
-    rounds = max_rounds + _NUM_WARM_ROUNDS
-    length = seconds / (len(turns) * rounds)
-    with progress(label, rounds, unit="rounds") as done:
-        times = take_turns(
-            turns,
-            clock=clock,
-            max_seconds=seconds,
-            min_rounds=_MIN_ROUNDS + _NUM_WARM_ROUNDS,
-            max_rounds=rounds,
-            timed_seconds=length * (1 - _WARM_SHARE),
-            warm_seconds=length * _WARM_SHARE,
-            progress=done,
-        )
-    return {name: values[_NUM_WARM_ROUNDS:] or values for name, values in times.items()}
 
 
 def _draw_function(steps: int) -> Callable[[Any], None]:

@@ -7,6 +7,15 @@ and the clock is passed in.
 import dataclasses
 from collections.abc import Callable, Mapping
 
+from tfamp.records.progress import progress
+
+# Many short turns rather than few long ones: what disturbs a machine for half a second
+# then spoils a few rounds of all. Below five rounds a noise band means little.
+_MIN_ROUNDS, MAX_ROUNDS = 5, 40
+# The first round finds caches cold and buffers empty.
+_NUM_WARM_ROUNDS = 1
+# Of a turn, what is not counted.
+_WARM_SHARE = 0.4
 # A device works on while Python goes on; it is waited for once in so many calls,
 # unless calls are long.
 _CALLS_TO_WAIT = 8
@@ -76,48 +85,44 @@ class Turn:
         return clock() - start - left_out, counted
 
 
-def take_turns(
+def time_in_rounds(
     turns: Mapping[str, Turn],
     *,
+    seconds: float,
     clock: Callable[[], float],
-    max_seconds: float,
-    min_rounds: int,
-    max_rounds: int,
-    timed_seconds: float,
-    warm_seconds: float,
-    progress: Callable[[int], None] = lambda rounds: None,
+    max_rounds: int = MAX_ROUNDS,
+    label: str = "Timing the input",
 ) -> dict[str, list[float]]:
-    """Times each turn once in every round.
+    """Returns seconds a call of each turn, one figure a round, the first left out.
 
     Args:
         turns: What to time, in the order of a round.
-        clock: Gives seconds.
-        max_seconds: When it is used up no further round begins.
-        min_rounds: Rounds to make even so.
-        max_rounds: Rounds to make at most.
-        timed_seconds: Length of a turn, without the calls before that don't count.
-        warm_seconds: Length of those.
-        progress: Called with the number of rounds done.
-
-    Returns:
-        Seconds a call of each turn, one figure a round.
+        seconds: About how long. When it is used up no further round begins, unless
+            there are too few.
+        clock: Gives the time in seconds.
+        max_rounds: Rounds at most; turns are as long as makes so many of them.
+        label: What the progress bar says.
     """
+    rounds = max_rounds + _NUM_WARM_ROUNDS
+    length = seconds / (len(turns) * rounds)
     times: dict[str, list[float]] = {name: [] for name in turns}
-    start, rounds = clock(), 0
-    while rounds < max_rounds:
-        elapsed = clock() - start
-        # A round that would end far beyond the budget is not begun.
-        if rounds >= min_rounds and elapsed * (1 + 0.5 / rounds) > max_seconds:
-            break
-        measured = {
-            name: turn.seconds_per_call(
-                clock, warm_seconds=warm_seconds, timed_seconds=timed_seconds
-            )
-            for name, turn in turns.items()
-        }
-        rounds += 1
-        progress(rounds)
-        for name, seconds in measured.items():
-            if seconds is not None and None not in measured.values():
-                times[name].append(seconds)
-    return times
+    start = clock()
+    with progress(label, rounds, unit="rounds") as done:
+        for number in range(rounds):
+            # A round that would end far beyond the budget is not begun.
+            is_enough = number >= _MIN_ROUNDS + _NUM_WARM_ROUNDS
+            if is_enough and (clock() - start) * (1 + 0.5 / number) > seconds:
+                break
+            measured = {
+                name: turn.seconds_per_call(
+                    clock,
+                    warm_seconds=length * _WARM_SHARE,
+                    timed_seconds=length * (1 - _WARM_SHARE),
+                )
+                for name, turn in turns.items()
+            }
+            done(number + 1)
+            for name, value in measured.items():
+                if value is not None and None not in measured.values():
+                    times[name].append(value)
+    return {name: values[_NUM_WARM_ROUNDS:] or values for name, values in times.items()}

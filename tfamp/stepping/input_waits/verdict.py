@@ -54,7 +54,6 @@ def judge(
     input: Sequence[float],
     *,
     prefetched_gains: Sequence[float] = (),
-    seed: int = 0,
 ) -> Judgement:
     """Returns what holds the step up.
 
@@ -70,7 +69,6 @@ def judge(
         input: Seconds the pipeline alone takes for a step's batch, likewise.
         prefetched_gains: 1 - compute / real of rounds with a prefetch behind the
             pipeline; empty if that was not tried.
-        seed: Of the resampling.
 
     Raises:
         ValueError: If the numbers of rounds differ or there are none.
@@ -95,7 +93,7 @@ def judge(
     times = np.array([real, compute, input], np.float64)
     rounds = np.array(_losses(times))
     gain, to_input, to_sharing = np.median(rounds, axis=1)
-    rng = np.random.default_rng(seed)
+    rng = np.random.default_rng(0)
     gains, inputs, sharings = _resampled(rounds, rng)
     low, high = np.percentile(gains, _BAND)
     more_low, more_high = np.percentile(sharings - inputs, _BAND)
