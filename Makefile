@@ -105,6 +105,9 @@ wild: .venv/.installed  ## run the programs of the corpus and write docs/wild.md
 	@echo "Running each program in every way and with three seeds: about an hour."
 	@$(BIN)/python -W ignore -m tests.wild.table $(ARGS) $(NO_NOTICES)
 
+architecture: .venv/.installed  ## draw the floors of the package
+	@$(BIN)/python -m docs.architecture $(ARGS)
+
 clean:  ## remove the environments and everything built
 	rm -rf .venv .venv-oldest .venv-nightly build dist *.egg-info .coverage .coverage.*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache

@@ -8,6 +8,7 @@ circle. On a floor a folder may import from those ahead of it in the list where
 import ast
 import functools
 import graphlib
+import re
 from pathlib import Path
 
 import pytest
@@ -23,7 +24,7 @@ FLOORS = [
     ["records"],
     ["machine", "keras_hooks", "graph"],
     ["loss_scale", "data"],
-    ["dtypes", "policy", "models", "model_copies"],
+    ["dtypes", "policy", "models"],
     ["stepping", "trials"],
     ["numerics", "memory", "training"],
     ["callbacks", "comparison", "serving"],
@@ -180,6 +181,18 @@ def test_no_module_has_the_name_of_a_public_function():
     }
     modules = {top(module_name(path)) for path in FILES}
     assert public & modules == set()
+
+
+def test_the_page_on_architecture_names_files_and_all_folders():
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text()
+    named = set(re.findall(r"`([\w/]+\.py)`", page))
+    assert len(named) > 20
+    homes = (PACKAGE, PACKAGE / "data", PACKAGE.parent)
+    assert [n for n in named if not any((home / n).is_file() for home in homes)] == []
+    folders = {
+        path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
+    }
+    assert folders <= set(re.findall(r"`([a-z_]+)`", page))
 
 
 def test_imports_run_in_no_circle():

@@ -9,12 +9,12 @@ from absl import logging
 
 from tfamp.keras_hooks import storage, structure
 from tfamp.keras_hooks.training import trainer
-from tfamp.model_copies import copied
 from tfamp.models import apply
 from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.records.units import format_bytes
+from tfamp.stepping.model_copies import copied
 
 _IN_PLACE = "pass `in_place=True` to freeze the model itself"
 

@@ -9,9 +9,9 @@ import keras
 from tfamp.keras_hooks.training import trainer
 from tfamp.memory.estimate.model_steps import Asked
 from tfamp.memory.estimate.records import MemoryEstimates
-from tfamp.model_copies import copied
 from tfamp.models import apply
 from tfamp.records import checks
+from tfamp.stepping.model_copies import copied
 
 
 def estimate_memory(

@@ -1,0 +1,135 @@
+"""Draws the floors of the package and who imports whom, from its import statements.
+
+Command: python -m docs.architecture
+Time: a few seconds. Writes docs/architecture.svg; --png=FILE writes that too.
+"""
+
+import argparse
+import collections
+import textwrap
+from pathlib import Path
+
+from tests.floors_test import FILES, FLOORS, module_name, own_modules, top
+
+_SUBJECTS = {
+    "records": "results, findings, formats, units, checks, files",
+    "machine": "devices, speeds, memory and limits, NVML, AMX",
+    "keras_hooks": "every touch of Keras's private parts",
+    "graph": "traced graphs: operations, products, liveness",
+    "loss_scale": "rule, optimizer, tape, replicas, saving",
+    "data": "pipeline, sources, sampling, statistics, health",
+    "dtypes": "one layer's dtype and why",
+    "policy": "enable, disable, scope, status",
+    "models": "apply, assignment, load_model",
+    "stepping": "a step outside fit: data, taps, snapshots, bundles",
+    "trials": "runs in fresh processes and in turns",
+    "numerics": "lint, ranges, sensitivity, triage, proof",
+    "memory": "estimate, batch search, remat",
+    "training": "learning rates, schedules",
+    "callbacks": "monitor, throughput, recorder, recovery",
+    "comparison": "compare, verdict, report",
+    "serving": "frozen models",
+    "cli": "one file a command",
+}
+_HIDDEN = {"__init__", "__main__"}
+_WIDTH, _HEIGHT, _GAP = 2.6, 0.92, 0.3
+
+
+def edges() -> collections.Counter[tuple[str, str]]:
+    """Returns how many files of one folder import from another, by both names."""
+    found: collections.Counter[tuple[str, str]] = collections.Counter()
+    for path in FILES:
+        importer = top(module_name(path))
+        for imported in {top(name) for name in own_modules(path)} - {importer}:
+            found[importer, imported] += 1
+    return found
+
+
+def sizes() -> dict[str, tuple[int, int]]:
+    """Returns the number of files and of lines of each folder."""
+    found: dict[str, tuple[int, int]] = collections.defaultdict(lambda: (0, 0))
+    for path in FILES:
+        name = top(module_name(path))
+        files, lines = found[name]
+        found[name] = files + 1, lines + len(path.read_text().splitlines())
+    return found
+
+
+def draw(paths: list[Path]) -> None:
+    """Draws the floors into files, whose format follows from their names."""
+    from matplotlib.figure import Figure
+    from matplotlib.patches import FancyArrowPatch, FancyBboxPatch
+
+    rows = [[name for name in names if name not in _HIDDEN] for names in FLOORS]
+    widest = max(map(len, rows))
+    figure = Figure(figsize=(12.5, 12.5), layout="constrained")
+    axes = figure.add_subplot()
+    axes.set_axis_off()
+    places = {}
+    for floor, names in enumerate(rows):
+        start = (widest - len(names)) * (_WIDTH + _GAP) / 2
+        for number, name in enumerate(names):
+            places[name] = (start + number * (_WIDTH + _GAP), floor * 1.7)
+        axes.text(-0.35, floor * 1.7 + _HEIGHT / 2, str(floor), ha="right", size=15)
+    for (importer, imported), count in edges().items():
+        if importer not in places or imported not in places:
+            continue
+        (x, y), (to_x, to_y) = places[importer], places[imported]
+        is_beside = y == to_y
+        axes.add_patch(
+            FancyArrowPatch(
+                (x + (0 if is_beside else _WIDTH / 2), y + _HEIGHT * is_beside / 2),
+                (
+                    to_x + (_WIDTH if is_beside else _WIDTH / 2),
+                    to_y + (_HEIGHT / 2 if is_beside else _HEIGHT),
+                ),
+                arrowstyle="-|>",
+                mutation_scale=8,
+                linewidth=min(0.4 + count / 8, 3.0),
+                color="#3b6ea5",
+                alpha=0.28,
+                zorder=1,
+            )
+        )
+    numbers = sizes()
+    for name, (x, y) in places.items():
+        box = FancyBboxPatch(
+            (x, y),
+            _WIDTH,
+            _HEIGHT,
+            boxstyle="round,pad=0.02,rounding_size=0.08",
+            facecolor="#f5f7fa",
+            edgecolor="#33475b",
+            zorder=2,
+        )
+        axes.add_patch(box)
+        files, lines = numbers[name]
+        middle = x + _WIDTH / 2
+        title = f"{name}   {files} files, {lines:,} lines"
+        if files == 1:
+            title = f"{name}   {lines:,} lines"
+        axes.text(middle, y + 0.7, title, ha="center", weight="bold", size=8.5)
+        subject = "\n".join(textwrap.wrap(_SUBJECTS[name], 34))
+        axes.text(middle, y + 0.31, subject, ha="center", va="center", size=8)
+    axes.set_xlim(-0.8, widest * (_WIDTH + _GAP))
+    axes.set_ylim(-0.2, len(rows) * 1.7 - 0.6)
+    for path in paths:
+        metadata = {"Date": None} if path.suffix == ".svg" else None
+        figure.savefig(path, dpi=110, metadata=metadata)
+
+
+def main() -> None:
+    """Reads the command line and draws."""
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--png", type=Path, help="A file for a copy in pixels.")
+    arguments = parser.parse_args()
+    missing = {name for names in FLOORS for name in names} - _HIDDEN - set(_SUBJECTS)
+    if missing:
+        raise SystemExit(f"Say in _SUBJECTS what {sorted(missing)} hold.")
+    svg = Path(__file__).with_name("architecture.svg")
+    draw([svg, *([arguments.png] if arguments.png else [])])
+    print(f"Wrote {svg}")
+
+
+if __name__ == "__main__":
+    main()
