@@ -23,7 +23,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from tfamp.data.augmentation import Augment as Augment
     from tfamp.data.health import apply_fixes as apply_fixes
-    from tfamp.data.health import check
+    from tfamp.data.health import check as check
     from tfamp.data.images.rescaling import Rescale as Rescale
     from tfamp.data.pipeline import Pipeline as Pipeline
     from tfamp.data.statistics import Condition as Condition
