@@ -190,8 +190,6 @@ def test_the_page_on_architecture_names_files_and_all_folders():
     homes = (PACKAGE, PACKAGE / "data", PACKAGE.parent)
     assert [n for n in named if not any((home / n).is_file() for home in homes)] == []
     folders = {p.name for p in PACKAGE.iterdir() if (p / "__init__.py").exists()}
-        path.name for path in PACKAGE.iterdir() if (path / "__init__.py").exists()
-    }
     assert folders <= set(re.findall(r"`([a-z_]+)`", page))
 
 
