@@ -15,9 +15,9 @@ from tfamp.comparison.evidence.judgement import (
     choose_reference,
     direction,
 )
-from tfamp.comparison.progress_bar import bar
 from tfamp.comparison.result import Comparison
 from tfamp.records import checks
+from tfamp.records.progress import progress
 from tfamp.trials import largest_batch, parcel, processes, storage, turns
 from tfamp.trials.job import Job, checked_policies, checked_seeds, fingerprint
 from tfamp.trials.run import example_metrics, step_profiles
@@ -199,7 +199,8 @@ def _run_all(
             check(run)
 
     try:
-        with bar(total) as show:
+        unit = f"of {total} runs"
+        with progress("Starting", total, unit=unit, decimals=1) as show:
             for seed in job.seeds:
                 policies = [
                     p for p, s in job.order() if s == seed and (p, s) not in runs

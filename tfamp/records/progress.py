@@ -1,4 +1,4 @@
-"""A progress bar for passes over data that take more than two seconds."""
+"""A progress bar for work that takes more than two seconds."""
 
 import contextlib
 import time
@@ -17,42 +17,47 @@ def progress(
     total: int | None = None,
     *,
     unit: str = "elements",
+    decimals: int = 0,
     console: rich.console.Console | None = None,
     clock: Callable[[], float] = time.monotonic,
-) -> Iterator[Callable[[int], None]]:
+) -> Iterator[Callable[..., None]]:
     """Shows a bar on standard error, if that is a terminal, and takes it away again.
 
     Args:
         description: What is being done, as "Reading labels".
         total: How many units there are, None where unknown.
         unit: What is counted.
+        decimals: Digits after the point of how many are done.
         console: Where to draw; None for standard error.
         clock: Gives seconds.
 
     Yields:
-        A function that takes the number of units done so far.
+        A function that takes the number of units done so far, and another description
+        where that changes.
     """
     console = console or rich.console.Console(stderr=True)
     bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),
-        rich.progress.TextColumn(f"{{task.completed:,.0f}} {unit}"),
+        rich.progress.TextColumn(f"{{task.completed:,.{decimals}f}} {unit}"),
         rich.progress.TimeElapsedColumn(),
+        rich.progress.TextColumn("left" if total else ""),
         rich.progress.TimeRemainingColumn(),
         console=console,
         transient=True,
+        speed_estimate_period=3600,
     )
     task = bar.add_task(description, total=total)
     started = clock()
     is_shown = False
 
-    def update(done: int) -> None:
+    def update(done: float, description: str | None = None) -> None:
         nonlocal is_shown
         late = clock() - started >= SHOWN_AFTER_SECONDS
         if late and not is_shown and console.is_terminal:
             is_shown = True
             bar.start()
-        bar.update(task, completed=done)
+        bar.update(task, completed=done, description=description)
 
     try:
         yield update

@@ -1,0 +1,43 @@
+"""`records.progress`: when a bar is shown, and what it says."""
+
+import io
+
+import pytest
+import rich.console
+
+from tfamp.records.progress import progress
+
+
+def drawn(seconds, *updates, **options):
+    """Returns what a terminal gets of a bar that is updated at some time."""
+    terminal = rich.console.Console(
+        file=io.StringIO(), force_terminal=True, width=110, color_system=None
+    )
+    now = [0.0]
+    how = {"console": terminal, "clock": lambda: now[0], **options}
+    with progress("Starting", 4, **how) as update:
+        now[0] = seconds
+        for done in updates:
+            update(*done)
+    return terminal.file.getvalue()
+
+
+def test_short_work_shows_nothing():
+    assert drawn(1.9, (1,)) == ""
+
+
+@pytest.mark.parametrize(
+    "updates, options, expected",
+    [
+        ([(3,)], {"unit": "rows"}, ["Starting", "3 rows", "left"]),
+        (
+            [(1,), (2.5, "auto, seed 0")],
+            {"unit": "of 4 runs", "decimals": 1},
+            ["auto, seed 0", "2.5 of 4 runs"],
+        ),
+    ],
+    ids=["rows", "parts of runs"],
+)
+def test_longer_work_shows_what_is_done_of_how_much(updates, options, expected):
+    found = drawn(2.1, *updates, **options)
+    assert all(text in found for text in expected)
