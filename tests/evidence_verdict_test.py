@@ -5,7 +5,6 @@ import math
 import numpy as np
 import pytest
 
-from tests.refusals import refusals
 from tfamp.comparison.evidence import missing
 from tfamp.comparison.evidence.missing import more_seeds
 from tfamp.comparison.evidence.verdict import Verdict, judge
@@ -204,22 +203,3 @@ def test_noise_is_undecided(answers):
     found = answers(mean=0.0, ratio=2.0, seeds=5, spread=0.05)
     # Either of the two claims about the metric comes up by chance.
     assert found.count("undecided") >= NUM_COMPARISONS - 2 * MOST_FALSE
-
-
-# What is refused
-
-WRONG = {
-    "one seed": (([0.1], [1.0], 0.1), "`differences` is [0.1]; expected one number"),
-    "NaN": (
-        ([0.1, math.nan], [1, 1], 0.1),
-        "expected finite numbers. A run that ended",
-    ),
-    "no speed": (([0.1, 0.1], [1, 0], 0.1), "expected finite numbers above 0"),
-    "unpaired": (([0.1] * 2, [1] * 3, 0.1), "`differences` has 2 values and `ratios`"),
-    "tolerance": (([0.1, 0.1], [1, 1], 0), "`tolerance` is 0"),
-}
-
-
-test_wrong_arguments_are_refused = refusals(
-    WRONG, lambda given: judge(*given[:2], tolerance=given[2])
-)

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from typing import Literal
 
 from tfamp.records import checks, console
-from tfamp.records.record import Record
+from tfamp.records.record import Record, TableRecord
 
 Severity = Literal["error", "warning", "note"]
 # Worst first: the order that findings are kept and printed in.
@@ -92,7 +92,7 @@ class Finding(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Findings(Record):
+class Findings(TableRecord):
     """Everything that one check found, worst first.
 
     It has a length, can be iterated, and is false when nothing was found. An
@@ -202,10 +202,6 @@ class Findings(Record):
                 [f"{self.title or 'Check'}: nothing found{count}.", *lines]
             )
         return "\n".join([_render(self), *lines])
-
-    def __str__(self) -> str:
-        """Returns the table."""
-        return self.table()
 
 
 def _rows(findings: Findings) -> list[tuple[Finding, int]]:

@@ -152,6 +152,18 @@ class Record:
         return cls.from_dict(values)
 
 
+class TableRecord(Record):
+    """A record that `print` shows as its table."""
+
+    def table(self) -> str:
+        """Returns what there is to see, as text."""
+        raise NotImplementedError(f"{type(self).__name__} has no table.")
+
+    def __str__(self) -> str:
+        """Returns the table."""
+        return self.table()
+
+
 @dataclasses.dataclass(frozen=True)
 class Device(Record):
     """A processor that TensorFlow computes on.

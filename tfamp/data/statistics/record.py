@@ -11,13 +11,13 @@ from tfamp.data.statistics.building import build_layer
 from tfamp.data.statistics.conditioning import Condition
 from tfamp.data.statistics.features import Column, Feature, TextColumn
 from tfamp.records import console, units
-from tfamp.records.record import Record
+from tfamp.records.record import TableRecord
 
 _MAX_ROWS = 60
 
 
 @dataclasses.dataclass(frozen=True)
-class Statistics(Record):
+class Statistics(TableRecord):
     """What the inputs of a dataset are like, column by column.
 
     `statistics["age"]` is the record of a column, `print(statistics)` a table, and
@@ -157,9 +157,6 @@ class Statistics(Record):
             lines.append(f"... and {len(rows) - _MAX_ROWS} more features")
         lines.append(f"{self.num_examples:,} examples; {self.reading}.")
         return "\n".join(lines)
-
-    def __str__(self) -> str:
-        return self.table()
 
 
 def _rows(column: Column | TextColumn) -> list[tuple[str, ...]]:

@@ -6,12 +6,12 @@ import os
 from collections.abc import Iterator
 
 from tfamp.records import checks
-from tfamp.records.record import Record
+from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
-class MemoryEstimate(Record):
+class MemoryEstimate(TableRecord):
     """What one step will hold in memory when it holds most.
 
     Args:
@@ -106,12 +106,9 @@ class MemoryEstimate(Record):
         """Draws memory against batch size into a PNG, SVG or PDF file."""
         MemoryEstimates((self,)).plot(path)
 
-    def __str__(self) -> str:
-        return self.table()
-
 
 @dataclasses.dataclass(frozen=True)
-class MemoryEstimates(Record):
+class MemoryEstimates(TableRecord):
     """Estimates of several batch sizes and policies.
 
     Args:
@@ -140,6 +137,3 @@ class MemoryEstimates(Record):
         from tfamp.memory.estimate.plot import plot
 
         plot(self.estimates, path)
-
-    def __str__(self) -> str:
-        return self.table()

@@ -5,11 +5,11 @@ from typing import Literal
 
 from tfamp.numerics.proof.records import Cast, Cause, Product, Unaligned
 from tfamp.numerics.proof.text import render
-from tfamp.records.record import Device, Record
+from tfamp.records.record import Device, TableRecord
 
 
 @dataclasses.dataclass(frozen=True)
-class Proof(Record):
+class Proof(TableRecord):
     """What a step computes in which dtype, and why it is not faster.
 
     Args:
@@ -61,7 +61,3 @@ class Proof(Record):
     def table(self) -> str:
         """Returns layers, casts and causes as text of at most 110 columns."""
         return render(self)
-
-    def __str__(self) -> str:
-        """Returns the table."""
-        return self.table()

@@ -7,11 +7,11 @@ import os
 from tfamp.numerics.ranges.records import LOW_FORMATS, Kind, LayerRange
 from tfamp.records import console
 from tfamp.records.formats import FLOAT16
-from tfamp.records.record import Record
+from tfamp.records.record import TableRecord
 
 
 @dataclasses.dataclass(frozen=True)
-class Ranges(Record):
+class Ranges(TableRecord):
     """How large the numbers of a model are in float32, layer by layer.
 
     Args:
@@ -37,7 +37,37 @@ class Ranges(Record):
 
     def table(self) -> str:
         """Returns a table of at most 110 columns, a line for each layer and kind."""
-        return _render(self)
+        title = (
+            f"{self.model}: magnitudes in float32 over {self.num_batches} batches; "
+            "what formats would spoil (overflow / to zero / few digits)"
+        )
+        rows = []
+        for layer in self.layers:
+            fits = [
+                " / ".join(map(_share, (fit.overflow, fit.zero, fit.coarse)))
+                if fit.total
+                else "·"
+                for fit in layer.fits
+            ]
+            row = (layer.path, layer.kind, shown(layer.smallest), shown(layer.largest))
+            rows.append((*row, *fits))
+        right = {**console.FOLD, "justify": "right"}
+        columns = {
+            "layer": console.FOLD,
+            "kind": console.WHOLE,
+            "smallest": console.RIGHT,
+            "largest": console.RIGHT,
+            **{name.removesuffix("fn"): right for name in LOW_FORMATS},
+        }
+        low, high = self.loss_scales
+        before, after = self.lost_gradients
+        return console.text_of(
+            console.table(columns, rows, title=title),
+            "Gradients fit float16 best with a loss scale of "
+            f"{self.best_loss_scale:g} (from {low:g} to {high:g}): {after:.2%} of "
+            f"them are spoiled, without one {before:.2%}. float16 holds "
+            f"{FLOAT16.smallest_subnormal:.0e} to {FLOAT16.max:.0f}.",
+        )
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the magnitudes of each layer against the limits of each format.
@@ -57,10 +87,6 @@ class Ranges(Record):
         )
         plot(self.layers, title, path)
 
-    def __str__(self) -> str:
-        """Returns the table."""
-        return self.table()
-
 
 def shown(magnitude: float) -> str:
     """Returns a magnitude in three characters of digits, "-" for none.
@@ -76,37 +102,3 @@ def _share(part: float) -> str:
     if part == 0:
         return "·"
     return f"{part:.1%}" if part >= 0.001 else "<0.1%"
-
-
-def _render(ranges: Ranges) -> str:
-    title = (
-        f"{ranges.model}: magnitudes in float32 over {ranges.num_batches} batches; "
-        "what formats would spoil (overflow / to zero / few digits)"
-    )
-    rows = []
-    for layer in ranges.layers:
-        fits = [
-            " / ".join(map(_share, (fit.overflow, fit.zero, fit.coarse)))
-            if fit.total
-            else "·"
-            for fit in layer.fits
-        ]
-        row = (layer.path, layer.kind, shown(layer.smallest), shown(layer.largest))
-        rows.append((*row, *fits))
-    right = {**console.FOLD, "justify": "right"}
-    columns = {
-        "layer": console.FOLD,
-        "kind": console.WHOLE,
-        "smallest": console.RIGHT,
-        "largest": console.RIGHT,
-        **{name.removesuffix("fn"): right for name in LOW_FORMATS},
-    }
-    low, high = ranges.loss_scales
-    before, after = ranges.lost_gradients
-    return console.text_of(
-        console.table(columns, rows, title=title),
-        "Gradients fit float16 best with a loss scale of "
-        f"{ranges.best_loss_scale:g} (from {low:g} to {high:g}): {after:.2%} of "
-        f"them are spoiled, without one {before:.2%}. float16 holds "
-        f"{FLOAT16.smallest_subnormal:.0e} to {FLOAT16.max:.0f}.",
-    )

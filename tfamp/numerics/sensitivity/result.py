@@ -5,7 +5,7 @@ import math
 from typing import Literal
 
 from tfamp.records import console
-from tfamp.records.record import Record
+from tfamp.records.record import Record, TableRecord
 
 Verdict = Literal["safe", "layers", "loss scale", "amplification", "cannot run"]
 
@@ -39,7 +39,7 @@ class LayerSensitivity(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Sensitivity(Record):
+class Sensitivity(TableRecord):
     """Which layers of a model low precision would spoil.
 
     Args:
@@ -93,39 +93,31 @@ class Sensitivity(Record):
 
     def table(self) -> str:
         """Returns verdict, advice and a line for each layer, at most 110 columns."""
-        return _render(self)
-
-    def __str__(self) -> str:
-        """Returns the table."""
-        return self.table()
+        title = f"{self.model} in {self.dtype} without tfamp's rules: {self.verdict}"
+        rows = []
+        for layer in self.layers:
+            because = f"{layer.reason}: {layer.explanation}" if layer.is_guilty else ""
+            if because and layer.rule:
+                because += f" Kept so already: {layer.rule}."
+            row = (
+                layer.path,
+                layer.class_name,
+                _shown(layer.forward_error),
+                _shown(layer.backward_error),
+                because,
+            )
+            rows.append(row)
+        columns = {
+            "layer": console.FOLD,
+            "class": console.FOLD,
+            "outputs": console.RIGHT,
+            "gradients": console.RIGHT,
+            "float32 because": {**console.FOLD, "ratio": 1},
+        }
+        return console.text_of(console.table(columns, rows, title=title), self.advice)
 
 
 def _shown(error: float) -> str:
     if math.isnan(error):
         return "-"
     return "not finite" if math.isinf(error) else f"{error:.2g}"
-
-
-def _render(found: Sensitivity) -> str:
-    title = f"{found.model} in {found.dtype} without tfamp's rules: {found.verdict}"
-    rows = []
-    for layer in found.layers:
-        because = f"{layer.reason}: {layer.explanation}" if layer.is_guilty else ""
-        if because and layer.rule:
-            because += f" Kept so already: {layer.rule}."
-        row = (
-            layer.path,
-            layer.class_name,
-            _shown(layer.forward_error),
-            _shown(layer.backward_error),
-            because,
-        )
-        rows.append(row)
-    columns = {
-        "layer": console.FOLD,
-        "class": console.FOLD,
-        "outputs": console.RIGHT,
-        "gradients": console.RIGHT,
-        "float32 because": {**console.FOLD, "ratio": 1},
-    }
-    return console.text_of(console.table(columns, rows, title=title), found.advice)

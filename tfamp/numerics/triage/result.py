@@ -4,7 +4,7 @@ import dataclasses
 from typing import Any, Literal
 
 from tfamp.records import console
-from tfamp.records.record import Record
+from tfamp.records.record import Record, TableRecord
 
 Cause = Literal[
     "data", "model", "learning rate", "optimizer", "loss scale", "precision", "none"
@@ -34,7 +34,7 @@ class Replay(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Triage(Record):
+class Triage(TableRecord):
     """Why a step failed.
 
     Args:
@@ -67,28 +67,20 @@ class Triage(Record):
 
     def table(self) -> str:
         """Returns cause, evidence, remedy and replays, at most 110 columns wide."""
-        return _render(self)
-
-    def __str__(self) -> str:
-        """Returns the table."""
-        return self.table()
-
-
-def _render(found: Triage) -> str:
-    place = "" if found.layer is None else f", layer {found.layer!r}"
-    source = f" ({found.source})" if found.source else ""
-    parts: list[Any] = [
-        f"{found.model}: the cause is {found.cause}{place}{source}",
-        *(f"  - {sentence}" for sentence in found.evidence),
-        f"Remedy: {found.remedy}",
-    ]
-    rows = []
-    for replay in found.replays:
-        where = replay.on_the_way and f"{replay.on_the_way}: {replay.where or '-'}"
-        loss = "-" if replay.loss is None else f"{replay.loss:.6g}"
-        rows.append((replay.name, loss, "yes" if replay.is_finite else "no", where))
-    if rows:
-        names = ("in", "loss", "finite", "first bad number")
-        columns = dict.fromkeys(names, console.FOLD)
-        parts.append(console.table(columns, rows, title="Replayed"))
-    return console.text_of(*parts)
+        place = "" if self.layer is None else f", layer {self.layer!r}"
+        source = f" ({self.source})" if self.source else ""
+        parts: list[Any] = [
+            f"{self.model}: the cause is {self.cause}{place}{source}",
+            *(f"  - {sentence}" for sentence in self.evidence),
+            f"Remedy: {self.remedy}",
+        ]
+        rows = []
+        for replay in self.replays:
+            where = replay.on_the_way and f"{replay.on_the_way}: {replay.where or '-'}"
+            loss = "-" if replay.loss is None else f"{replay.loss:.6g}"
+            rows.append((replay.name, loss, "yes" if replay.is_finite else "no", where))
+        if rows:
+            names = ("in", "loss", "finite", "first bad number")
+            columns = dict.fromkeys(names, console.FOLD)
+            parts.append(console.table(columns, rows, title="Replayed"))
+        return console.text_of(*parts)

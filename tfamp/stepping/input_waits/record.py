@@ -5,7 +5,7 @@ import dataclasses
 import numpy as np
 
 from tfamp.records import console
-from tfamp.records.record import Record
+from tfamp.records.record import TableRecord
 from tfamp.records.units import format_seconds, format_share
 from tfamp.stepping.input_waits.verdict import Cause
 
@@ -18,7 +18,7 @@ _ROWS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Bottleneck(Record):
+class Bottleneck(TableRecord):
     """What holds training up: the input, the model, or both at the same cores.
 
     Args:
@@ -97,7 +97,3 @@ class Bottleneck(Record):
                 f"{self.epoch_steps:,} steps; not counted above."
             )
         return sentences
-
-    def __str__(self) -> str:
-        """Returns the table."""
-        return self.table()
