@@ -11,7 +11,7 @@ import pytest
 import tfamp.memory
 from tfamp.cli import memory
 from tfamp.machine.memory_records import MemoryLimit
-from tfamp.memory import batch_search
+from tfamp.memory.batch_search import finder
 from tfamp.memory.batch_search.records import BatchSearch, Trial
 from tfamp.memory.estimate.records import MemoryEstimates
 
@@ -213,7 +213,7 @@ def searched(monkeypatch):
         calls.append((args, kwargs))
         return found
 
-    monkeypatch.setattr(batch_search, "find_batch_size", find)
+    monkeypatch.setattr(finder, "find_batch_size", find)
     return calls, found
 
 
