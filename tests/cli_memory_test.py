@@ -8,11 +8,11 @@ import textwrap
 import keras
 import pytest
 
-import tfamp.memory
 from tfamp.cli import memory
 from tfamp.machine.memory_records import MemoryLimit
 from tfamp.memory.batch_search import finder
 from tfamp.memory.batch_search.records import BatchSearch, Trial
+from tfamp.memory.estimate import estimator
 from tfamp.memory.estimate.records import MemoryEstimates
 
 # Bytes of the two layers (16 * 8 + 8 + 8 * 4 + 4 float32) and of the loss's mean (2).
@@ -179,7 +179,7 @@ def test_what_was_traced_for_the_larger_size_tells(
     made_up = MemoryEstimates.from_dict(
         {"estimates": [one.to_dict() | large, one.to_dict() | small]}
     )
-    monkeypatch.setattr(tfamp.memory, "estimate_memory", lambda *_, **__: made_up)
+    monkeypatch.setattr(estimator, "estimate_memory", lambda *_, **__: made_up)
     argv = ["measurable:alone", "--policy=float32", "--batch_size=64,8"]
     assert memory.main([*argv, "--limit=2000"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
