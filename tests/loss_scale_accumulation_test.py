@@ -294,3 +294,23 @@ def test_stock_keras_advances_the_schedule_by_microbatches_and_drops_the_rest():
     assert float(stock.learning_rate) == pytest.approx(0.1 * 0.5**2.5)
     assert float(ours.learning_rate) == pytest.approx(0.1 * 0.5)
     assert (int(stock.iterations), int(ours.iterations)) == (1, 2)
+
+
+@pytest.mark.parametrize("name", ["gradient_accumulation_steps", "accumulation_steps"])
+def test_microbatches_of_an_update_have_keras_name_and_a_short_one(name):
+    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(1.0), **{name: 3})
+    assert optimizer.accumulation_steps == 3
+    copy = tfamp.LossScaleOptimizer.from_config(optimizer.get_config())
+    assert copy.accumulation_steps == 3
+    with tfamp.scope("mixed_float16", loss_scale_options={name: 3}):
+        model = model_of("sgd")
+    assert model.optimizer.accumulation_steps == 3
+
+
+def test_two_names_for_microbatches_have_to_agree():
+    sgd = keras.optimizers.SGD(1.0)
+    both = {"gradient_accumulation_steps": 4, "accumulation_steps": 2}
+    with pytest.raises(ValueError, match="they name the same. Leave out"):
+        tfamp.LossScaleOptimizer(sgd, **both)
+    with pytest.raises(ValueError, match="gradient_accumulation_steps.* 0"):
+        tfamp.LossScaleOptimizer(sgd, gradient_accumulation_steps=0)

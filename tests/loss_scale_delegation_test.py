@@ -140,7 +140,7 @@ REFUSED = {
     "gradient_accumulation_steps": (
         4,
         "`gradient_accumulation_steps` is 4, but a LossScaleOptimizer has none of its "
-        "own; expected None. Pass `accumulation_steps` to the constructor.",
+        "own; expected None. Pass it to the constructor.",
     ),
 }
 

@@ -31,7 +31,11 @@ _SCALE_OPTIONS = (
     "min_scale",
     "max_scale",
 )
-_STEP_OPTIONS = ("accumulation_steps", "max_consecutive_skips")
+_STEP_OPTIONS = (
+    "gradient_accumulation_steps",
+    "accumulation_steps",
+    "max_consecutive_skips",
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -55,7 +55,7 @@ class Delegating(Parts):
     )
     gradient_accumulation_steps = _refused(
         "gradient_accumulation_steps",
-        "Pass `accumulation_steps` to the constructor.",
+        "Pass it to the constructor.",
     )
 
     def __getattr__(self, name: str) -> Any:

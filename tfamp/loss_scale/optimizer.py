@@ -17,7 +17,7 @@ from tfamp.loss_scale.fit.losses import ScalingLosses
 from tfamp.loss_scale.fit.report import Reporting
 from tfamp.loss_scale.replicas import OnReplicas
 from tfamp.loss_scale.saved_state import Saving
-from tfamp.loss_scale.settings import check_settings
+from tfamp.loss_scale.settings import check_settings, chosen_steps
 from tfamp.loss_scale.tally import Tally
 from tfamp.loss_scale.tape.gradients import TAPE_HOOKS, know
 
@@ -55,8 +55,9 @@ class LossScaleOptimizer(
         hysteresis: Overflows that make it back off.
         min_scale: Floor of a dynamic scale. Some models need a scale below 1.
         max_scale: Ceiling of a dynamic scale.
-        accumulation_steps: Microbatches that make one update. Their mean is applied,
-            added up in float32; non-finite ones do not count.
+        gradient_accumulation_steps: Microbatches that make one update. Their mean is
+            applied, added up in float32; non-finite ones do not count.
+        accumulation_steps: The same, under a shorter name.
         max_consecutive_skips: Skipped steps in a row after which training stops with
             an error, or None for never.
         **kwargs: What Keras's class accepts in old saved files.
@@ -97,11 +98,15 @@ class LossScaleOptimizer(
         hysteresis: int = 1,
         min_scale: float = 2.0**-14,
         max_scale: float = 2.0**24,
+        gradient_accumulation_steps: int | None = None,
         accumulation_steps: int = 1,
         max_consecutive_skips: int | None = 64,
         **kwargs: Any,
     ) -> None:
         _check_inner(inner_optimizer)
+        accumulation_steps = chosen_steps(
+            gradient_accumulation_steps, accumulation_steps
+        )
         rule, start = check_settings(
             initial_scale,
             dynamic_growth_steps,

@@ -15,6 +15,7 @@ def check_settings(
     dynamic_growth_steps: int = 2000,
     *,
     dynamic: bool = True,
+    gradient_accumulation_steps: int | None = None,
     accumulation_steps: int = 1,
     max_consecutive_skips: int | None = 64,
     **factors: Any,
@@ -25,6 +26,7 @@ def check_settings(
         initial_scale: As for `LossScaleOptimizer`, and so are the others.
         dynamic_growth_steps: As there.
         dynamic: As there.
+        gradient_accumulation_steps: As there.
         accumulation_steps: As there.
         max_consecutive_skips: As there.
         **factors: The further fields of a `ScaleRule`.
@@ -38,11 +40,31 @@ def check_settings(
         >>> start, rule.max_scale
         (1.0, 1024.0)
     """
-    checks.positive_int("accumulation_steps", accumulation_steps)
+    chosen_steps(gradient_accumulation_steps, accumulation_steps)
     rule = ScaleRule(
         growth_steps=dynamic_growth_steps, max_streak=max_consecutive_skips, **factors
     )
     return rule, _start_scale(initial_scale, dynamic, rule)
+
+
+def chosen_steps(gradient_accumulation_steps: Any, accumulation_steps: Any) -> int:
+    """Returns the microbatches of an update, which two arguments may name.
+
+    Raises:
+        ValueError: They differ, or are below 1.
+        TypeError: One is no whole number.
+    """
+    checks.positive_int("accumulation_steps", accumulation_steps)
+    if gradient_accumulation_steps is None:
+        return accumulation_steps
+    checks.positive_int("gradient_accumulation_steps", gradient_accumulation_steps)
+    if accumulation_steps not in (1, gradient_accumulation_steps):
+        raise ValueError(
+            f"`gradient_accumulation_steps` is {gradient_accumulation_steps!r} and "
+            f"`accumulation_steps` is {accumulation_steps!r}; expected one of them, as "
+            "they name the same. Leave out `accumulation_steps`."
+        )
+    return gradient_accumulation_steps
 
 
 def _start_scale(initial_scale: Any, dynamic: bool, rule: ScaleRule) -> float:

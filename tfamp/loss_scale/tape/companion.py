@@ -73,7 +73,8 @@ class Companion(LossScaleOptimizer):
 def _made_under(settings: Any, optimizer: Any) -> Companion:
     """Returns a companion with the loss scale of settings."""
     options = dict(settings.loss_scale_options)
-    options.pop("accumulation_steps", None)  # each `apply` of a loop is an update
+    for name in ("gradient_accumulation_steps", "accumulation_steps"):
+        options.pop(name, None)  # each `apply` of a loop is an update
     if settings.loss_scale != "dynamic":
         options.update(initial_scale=float(settings.loss_scale), dynamic=False)
     return Companion(optimizer, **options)
