@@ -17,7 +17,6 @@ from tfamp.data.augmentation import (
     Flip,
     Rotate,
     Shift,
-    make_augment,
 )
 from tfamp.data.augmentation.chain import num_arguments
 from tfamp.data.augmentation.epochs import EpochCounter
@@ -44,6 +43,10 @@ def apply(transform, batch, strength=1.0, seed=0, span=255.0):
 
 def augmented(dataset, *steps, **arguments):
     return Pipeline.from_dataset(dataset).augment(*steps, **arguments).build()
+
+
+def make_augment(*steps, **arguments):
+    return Pipeline.from_arrays(images()).augment(*steps, **arguments)
 
 
 def pairs(size=6, **kwargs):

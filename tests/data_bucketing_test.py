@@ -10,8 +10,8 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data._stages import Settings
-from tfamp.data.bucketing import make_bucket
 from tfamp.data.bucketing.plan import choose_boundaries, plan_of, sizes_of_batches
+from tfamp.data.bucketing.stage import Bucket
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 LENGTHS = [3, 17, 8, 5, 30, 1, 9, 16, 2, 12, 31, 4]
@@ -111,14 +111,14 @@ def test_batches_and_their_order_are_those_of_stock_bucketing():
         [16, 16, 16, 16, 1],
         pad_to_bucket_boundary=True,
     )
-    stage = make_bucket(16, boundaries=boundaries)
+    stage = Bucket(16, boundaries=boundaries)
     assert listed(built(stage, lengths)) == listed(stock)
 
 
 @pytest.mark.parametrize("drop_remainder", [False, True], ids=["kept", "dropped"])
 def test_every_sequence_comes_once_and_whole(drop_remainder):
     lengths = zipf_lengths()
-    stage = make_bucket(16, drop_remainder=drop_remainder, max_shapes=4)
+    stage = Bucket(16, drop_remainder=drop_remainder, max_shapes=4)
     seen, used, total = [], 0, 0
     for tokens, numbers in built(stage, lengths):
         assert tokens.shape[1] in stage.plan.boundaries
@@ -139,7 +139,7 @@ def test_every_sequence_comes_once_and_whole(drop_remainder):
 
 
 def test_dropping_what_is_not_full_leaves_one_shape_for_each_bucket():
-    stage = make_bucket(4, max_shapes=3, drop_remainder=True)
+    stage = Bucket(4, max_shapes=3, drop_remainder=True)
     dataset = built(stage, zipf_lengths())
     shapes = {tuple(x.shape) for x, _ in dataset}
     assert shapes == {(4, boundary) for boundary in stage.plan.boundaries}
@@ -147,7 +147,7 @@ def test_dropping_what_is_not_full_leaves_one_shape_for_each_bucket():
 
 
 def test_xla_compiles_once_for_each_bucket():
-    stage = make_bucket(4, max_shapes=3, drop_remainder=True)
+    stage = Bucket(4, max_shapes=3, drop_remainder=True)
     traced = []
 
     @tf.function(jit_compile=True)
@@ -164,7 +164,7 @@ def test_xla_compiles_once_for_each_bucket():
 def test_a_compiled_model_trains_on_buckets_with_masks_and_weights():
     lengths = [3, 9, 5, 12, 7, 10, 2, 16]
     dataset = stream_of(lengths).map(lambda x, y: (x, tf.cast(x > 2, tf.int32)))
-    stage = make_bucket(2, max_shapes=2, drop_remainder=True, weight_padding=True)
+    stage = Bucket(2, max_shapes=2, drop_remainder=True, weight_padding=True)
     model = keras.Sequential(
         [
             keras.layers.Embedding(10, 4, mask_zero=True),
@@ -180,7 +180,7 @@ def test_a_compiled_model_trains_on_buckets_with_masks_and_weights():
 
 
 def test_a_token_budget_bounds_every_batch():
-    stage = make_bucket(token_budget=128, max_shapes=4)
+    stage = Bucket(token_budget=128, max_shapes=4)
     sizes = []
     for tokens, _ in built(stage, zipf_lengths()):
         assert tokens.shape.num_elements() <= 128
@@ -190,7 +190,7 @@ def test_a_token_budget_bounds_every_batch():
 
 def test_shuffled_streams_give_other_batches_each_epoch():
     shuffled = stream_of(LENGTHS).shuffle(12, seed=1)
-    dataset = make_bucket(4, max_shapes=2).apply(shuffled, SETTINGS)
+    dataset = Bucket(4, max_shapes=2).apply(shuffled, SETTINGS)
     first, second = listed(dataset), listed(dataset)
     assert first != second
     assert sorted(n for _, batch in first for n in batch) == list(range(12))
@@ -219,7 +219,7 @@ def steps(lengths):
 
 
 def test_all_sequences_of_an_element_are_padded():
-    (x, y, w), *_ = make_bucket(2, boundaries=[8]).apply(steps([3, 5]), SETTINGS)
+    (x, y, w), *_ = Bucket(2, boundaries=[8]).apply(steps([3, 5]), SETTINGS)
     assert x["tokens"].numpy().tolist() == [
         [1, 2, 3, 0, 0, 0, 0, 0],
         [1, 2, 3, 4, 5, 0, 0, 0],
@@ -232,7 +232,7 @@ def test_all_sequences_of_an_element_are_padded():
 
 
 def test_a_mask_and_weights_tell_padding():
-    stage = make_bucket(
+    stage = Bucket(
         2, boundaries=[8], mask="mask", weight_padding=True, padding_values=-1
     )
     dataset = stage.apply(steps([0, 5]), SETTINGS)
@@ -247,7 +247,7 @@ def test_a_mask_and_weights_tell_padding():
 
 def test_weights_of_each_step_are_kept():
     dataset = stream_of([2, 3]).map(lambda x, y: (x, x, tf.cast(x, tf.float32) / 4))
-    stage = make_bucket(2, boundaries=[4], pad_to_multiple=4, weight_padding=True)
+    stage = Bucket(2, boundaries=[4], pad_to_multiple=4, weight_padding=True)
     ((_, _, w),) = stage.apply(dataset, SETTINGS)
     assert w.numpy().tolist() == [[0.25, 0.25, 0, 0], [0.5, 0.5, 0.5, 0]]
 
@@ -263,26 +263,24 @@ def test_each_part_may_have_its_own_padding():
         ("<p>", -1, 0.5): (b"<p>", -1, 0.5),
     }
     for given, expected in cases.items():
-        stage = make_bucket(2, boundaries=[8], padding_values=given)
+        stage = Bucket(2, boundaries=[8], padding_values=given)
         ((text, numbers, floats),) = stage.apply(words, SETTINGS)
         assert (text[0, 1], numbers[0, 1], floats[0, 1]) == expected
         assert text[0, 0] == b"1"
 
 
 def test_the_length_that_counts_may_be_given():
-    stage = make_bucket(2, boundaries=[8, 16], length=lambda x, y: y)
+    stage = Bucket(2, boundaries=[8, 16], length=lambda x, y: y)
     ((x, _),) = stage.apply(stream_of([2, 3]).map(lambda x, y: (x, 9)), SETTINGS)
     assert x.shape == (2, 16)
 
 
 def test_one_part_alone_is_an_element_too():
     alone = stream_of([2, 3]).map(lambda x, y: x)
-    (x,) = make_bucket(2, boundaries=[8]).apply(alone, SETTINGS)
+    (x,) = Bucket(2, boundaries=[8]).apply(alone, SETTINGS)
     assert x.shape == (2, 8)
     one_tuple = stream_of([2, 3]).map(lambda x, y: (x,))
-    ((x,),) = make_bucket(2, boundaries=[8], weight_padding=False).apply(
-        one_tuple, SETTINGS
-    )
+    ((x,),) = Bucket(2, boundaries=[8], weight_padding=False).apply(one_tuple, SETTINGS)
     assert x.shape == (2, 8)
 
 
@@ -290,7 +288,7 @@ def test_one_part_alone_is_an_element_too():
 
 
 def test_a_sequence_above_the_last_boundary_is_named_on_a_stream():
-    dataset = make_bucket(2, boundaries=[8]).apply(stream_of([3, 11]), SETTINGS)
+    dataset = Bucket(2, boundaries=[8]).apply(stream_of([3, 11]), SETTINGS)
     message = (
         "A sequence is above the last boundary, of length] [11] [Expected at most 8"
     )
@@ -302,7 +300,7 @@ def test_a_sequence_above_the_last_boundary_is_named_on_a_stream():
     "too_long, kept", [("truncate", [3, 8, 8, 5]), ("drop", [3, 8, 5])], ids=str
 )
 def test_sequences_may_be_cut_or_left_out_and_are_counted(too_long, kept):
-    stage = make_bucket(8, boundaries=[8], too_long=too_long)
+    stage = Bucket(8, boundaries=[8], too_long=too_long)
     ((x, _),) = built(stage, [3, 8, 11, 5])
     assert (x.numpy() > 0).sum(axis=1).tolist() == kept
     assert stage.plan.num_too_long == 1
@@ -320,7 +318,7 @@ def test_lengths_that_come_up_later_are_padded_to_the_longest_of_them():
     dataset = tf.data.Dataset.from_generator(
         generate, output_signature=tf.TensorSpec([None], tf.int32)
     )
-    batches = list(make_bucket(2).apply(dataset, SETTINGS))
+    batches = list(Bucket(2).apply(dataset, SETTINGS))
     assert [tuple(batch.shape) for batch in batches] == [(2, 21), (1, 8)]
 
 
@@ -340,11 +338,11 @@ def counted_stream(reads):
 def test_lengths_are_read_once_and_only_where_needed():
     reads = []
     dataset = counted_stream(reads)
-    stage = make_bucket(4)
+    stage = Bucket(4)
     stage.apply(dataset, SETTINGS)
     stage.apply(dataset, SETTINGS)
     assert len(reads) == 1
-    given = make_bucket(4, boundaries=[32])
+    given = Bucket(4, boundaries=[32])
     given.apply(dataset, SETTINGS)
     assert len(reads) == 1
     assert given.waste is None
@@ -353,7 +351,7 @@ def test_lengths_are_read_once_and_only_where_needed():
 def test_explaining_reads_nothing_and_tells_the_waste_afterwards():
     reads = []
     dataset = counted_stream(reads)
-    stage = make_bucket(4, max_shapes=2)
+    stage = Bucket(4, max_shapes=2)
     stage.check(dataset)
     assert stage.explain(dataset, SETTINGS) == (
         "4 a batch, up to 2 lengths",
@@ -370,7 +368,7 @@ def test_explaining_reads_nothing_and_tells_the_waste_afterwards():
         "4 a batch, length 8, 32",
         "padding is 42.5 %, else 64.1 %; rest of a bucket kept, one smaller batch each",
     )
-    given = make_bucket(token_budget=4096, boundaries=[8, 32], drop_remainder=True)
+    given = Bucket(token_budget=4096, boundaries=[8, 32], drop_remainder=True)
     assert given.explain(dataset, SETTINGS) == (
         "4,096 places a batch, length 8, 32",
         "like lengths together; padding unknown, lengths are not read; rest of a "
@@ -388,49 +386,49 @@ def check(stage, dataset):
 
 ERRORS = {
     "no size": (
-        lambda: make_bucket(),
+        lambda: Bucket(),
         "`batch_size` is None and `token_budget` is None; expected one of them.",
     ),
     "two sizes": (
-        lambda: make_bucket(3, token_budget=99),
+        lambda: Bucket(3, token_budget=99),
         "`batch_size` is 3 and `token_budget` is 99; expected one of them.",
     ),
     "descending": (
-        lambda: make_bucket(3, boundaries=[16, 8]),
+        lambda: Bucket(3, boundaries=[16, 8]),
         "`boundaries` are (16, 8); expected at least one length, ascending.",
     ),
     "no boundary": (
-        lambda: make_bucket(3, boundaries=[]),
+        lambda: Bucket(3, boundaries=[]),
         "`boundaries` are (); expected at least one length, ascending.",
     ),
     "no multiple": (
-        lambda: make_bucket(3, boundaries=[8, 20]),
+        lambda: Bucket(3, boundaries=[8, 20]),
         "`boundaries` has 20, which is no multiple of 8; expected such multiples, "
         "which tensor cores want. Pass (8, 24), or `pad_to_multiple=1`.",
     ),
     "unknown word": (
-        lambda: make_bucket(3, boundaries="best"),
+        lambda: Bucket(3, boundaries="best"),
         "Unknown `boundaries` 'best'; expected 'auto'.",
     ),
     "small budget": (
-        lambda: make_bucket(token_budget=60, boundaries=[64]),
+        lambda: Bucket(token_budget=60, boundaries=[64]),
         "`token_budget` is 60, and the longest sequences are padded to 64; expected",
     ),
     "budget below the longest": (
-        lambda: check(make_bucket(token_budget=16), stream_of([3, 40])),
+        lambda: check(Bucket(token_budget=16), stream_of([3, 40])),
         "`token_budget` is 16, and the longest sequences are padded to 40; expected",
     ),
     "nothing is too long": (
-        lambda: make_bucket(3, too_long="drop"),
+        lambda: Bucket(3, too_long="drop"),
         "`too_long` is 'drop' with boundaries chosen from the lengths, and none is",
     ),
     "no sequence": (
-        lambda: check(make_bucket(3), tf.data.Dataset.range(3)),
+        lambda: check(Bucket(3), tf.data.Dataset.range(3)),
         "expected a part whose first dimension is None, which is what varies.",
     ),
     "two free dimensions": (
         lambda: check(
-            make_bucket(3),
+            Bucket(3),
             tf.data.Dataset.from_generator(
                 lambda: [[[1]]], output_signature=tf.TensorSpec((None, None))
             ),
@@ -438,31 +436,31 @@ ERRORS = {
         "An element has a part of shape (None, None); expected one whose first",
     ),
     "sparse": (
-        lambda: check(make_bucket(3), tf.data.Dataset.from_tensors(tf.sparse.eye(2))),
+        lambda: check(Bucket(3), tf.data.Dataset.from_tensors(tf.sparse.eye(2))),
         "expected dense tensors. Pad or convert it in `.map`, with `.to_tensor()`.",
     ),
     "no dict": (
-        lambda: check(make_bucket(3, mask="mask"), stream_of([3])),
+        lambda: check(Bucket(3, mask="mask"), stream_of([3])),
         "`mask` is 'mask', and inputs are TensorSpec(shape=(None,)",
     ),
     "mask is there": (
-        lambda: check(make_bucket(3, mask="id"), steps([3])),
+        lambda: check(Bucket(3, mask="id"), steps([3])),
         "`mask` is 'id', which is one of the inputs ('tokens', 'features', 'id');",
     ),
     "one target": (
-        lambda: check(make_bucket(3, weight_padding=True), stream_of([3])),
+        lambda: check(Bucket(3, weight_padding=True), stream_of([3])),
         "`weight_padding` is True, and elements are (TensorSpec(shape=(None,)",
     ),
     "other structure": (
-        lambda: check(make_bucket(3, padding_values=(0, 1, 2)), stream_of([3])),
+        lambda: check(Bucket(3, padding_values=(0, 1, 2)), stream_of([3])),
         "`padding_values` is (0, 1, 2); expected one value, or a structure like",
     ),
     "no end": (
-        lambda: check(make_bucket(3), stream_of([3]).repeat()),
+        lambda: check(Bucket(3), stream_of([3]).repeat()),
         "`.bucket` got a dataset without end; expected one that ends",
     ),
     "empty": (
-        lambda: check(make_bucket(3), stream_of([3]).filter(lambda x, y: y > 5)),
+        lambda: check(Bucket(3), stream_of([3]).filter(lambda x, y: y > 5)),
         "The dataset has no elements to read the length of; expected at least one.",
     ),
 }
@@ -472,16 +470,16 @@ test_errors_say_what_to_do = refusals(ERRORS)
 
 
 TYPE_ERRORS = {
-    "length": (lambda: make_bucket(3, length=5), "`length` is 5; expected a function"),
+    "length": (lambda: Bucket(3, length=5), "`length` is 5; expected a function"),
     "returned length": (
-        lambda: check(make_bucket(3, length=lambda x, y: x), stream_of([3])),
+        lambda: check(Bucket(3, length=lambda x, y: x), stream_of([3])),
         "expected an integer scalar. Return the number of steps",
     ),
     "padding": (
-        lambda: check(make_bucket(3, padding_values=0.5), stream_of([3])),
+        lambda: check(Bucket(3, padding_values=0.5), stream_of([3])),
         "`padding_values` holds 0.5; expected a number that int32 can hold.",
     ),
-    "batch size": (lambda: make_bucket(2.5), "`batch_size` is 2.5, of type float"),
+    "batch size": (lambda: Bucket(2.5), "`batch_size` is 2.5, of type float"),
 }
 
 
@@ -489,7 +487,7 @@ test_type_errors_say_what_to_do = refusals(TYPE_ERRORS, kind=TypeError)
 
 
 def test_a_dataset_without_end_may_have_boundaries_of_its_own():
-    stage = make_bucket(2, boundaries=[8])
+    stage = Bucket(2, boundaries=[8])
     endless = stream_of([3, 5]).repeat()
     stage.check(endless)
     x, _ = next(iter(stage.apply(endless, SETTINGS)))

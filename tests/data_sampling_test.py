@@ -12,7 +12,10 @@ import tensorflow as tf
 from tests.refusals import refusals
 from tfamp.data._arrays import array_source
 from tfamp.data._stages import Settings
-from tfamp.data.sampling import make_balance, make_subset, make_weights, plans
+from tfamp.data.sampling import plans
+from tfamp.data.sampling.balance import Balance
+from tfamp.data.sampling.subset import Subset
+from tfamp.data.sampling.weights import Weights
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 # Of 1,000 examples, as skewed as class labels are.
@@ -222,7 +225,7 @@ def test_members_of_a_subset_are_drawn_uniformly():
 )
 def test_balancing_gives_every_class_its_number(way, method, of_each):
     labels = skewed_labels()
-    stage = make_balance(method=method, seed=1)
+    stage = Balance(method=method, seed=1)
     for epoch in epoch_of(stage, labels, way):
         assert np.bincount(labels[epoch]).tolist() == [of_each] * 5
 
@@ -237,27 +240,27 @@ def test_stock_rejection_resampling_loses_the_cardinality():
 @ways
 def test_each_epoch_is_another_draw_and_a_seed_repeats_all_of_them(way):
     labels = skewed_labels()
-    stage = make_balance(method="undersample", seed=1)
+    stage = Balance(method="undersample", seed=1)
     labels[:10] = np.repeat(np.arange(5), 2)
     first, second = epoch_of(stage, labels, way)
     assert sorted(first) != sorted(second)
-    again = epoch_of(make_balance(method="undersample", seed=1), labels, way)
+    again = epoch_of(Balance(method="undersample", seed=1), labels, way)
     assert again == [first, second]
-    other = epoch_of(make_balance(method="undersample", seed=2), labels, way)
+    other = epoch_of(Balance(method="undersample", seed=2), labels, way)
     assert other[0] != first
-    free = [epoch_of(make_balance(method="undersample"), labels, way) for _ in "ab"]
+    free = [epoch_of(Balance(method="undersample"), labels, way) for _ in "ab"]
     assert free[0] != free[1]
 
 
 def test_repeat_gives_another_draw_each_time_too():
-    dataset = by_position(make_balance(seed=1), skewed_labels()).repeat(2)
+    dataset = by_position(Balance(seed=1), skewed_labels()).repeat(2)
     drawn = listed(dataset)
     assert sorted(drawn[:1000]) != sorted(drawn[1000:])
 
 
 def test_a_draw_by_position_is_shuffled_and_a_stream_keeps_its_order():
     labels = skewed_labels()
-    stage = make_balance(seed=1)
+    stage = Balance(seed=1)
     drawn = epoch_of(stage, labels, "position")[0]
     streamed = epoch_of(stage, labels, "stream")[0]
     assert drawn != sorted(drawn)
@@ -280,7 +283,7 @@ CLASSES = {
 @ways
 @pytest.mark.parametrize("labels", CLASSES.values(), ids=CLASSES)
 def test_classes_may_be(labels, way):
-    for epoch in epoch_of(make_balance(seed=1), labels, way):
+    for epoch in epoch_of(Balance(seed=1), labels, way):
         assert epoch.count(0) == 2
         assert len(epoch) == 4
 
@@ -293,7 +296,7 @@ def test_classes_may_be(labels, way):
 )
 def test_classes_may_come_from_a_function_or_a_key(way, by):
     x = {"id": np.arange(6), "group": np.array([5, 5, 5, 5, 5, 8])}
-    stage = make_balance(by, seed=1)
+    stage = Balance(by, seed=1)
     targets = np.stack([np.arange(6), x["group"]], axis=1)
     if way == "position":
         found = listed(stage.positions(array_source(x, targets), SETTINGS))
@@ -305,13 +308,13 @@ def test_classes_may_come_from_a_function_or_a_key(way, by):
 
 def test_elements_that_are_dicts_have_keys():
     dataset = tf.data.Dataset.from_tensor_slices({"a": [0, 1, 2], "b": [0, 0, 1]})
-    balanced = make_balance("b", method="oversample", seed=1).apply(dataset, SETTINGS)
+    balanced = Balance("b", method="oversample", seed=1).apply(dataset, SETTINGS)
     assert [int(e["a"]) for e in balanced] == [0, 1, 2, 2]
 
 
 @ways
 def test_a_single_class_is_warned_of(way):
-    stage = make_balance(seed=1)
+    stage = Balance(seed=1)
     message = "All 4 examples are of class 3; expected two classes or more."
     with pytest.warns(UserWarning, match=re.escape(message)):
         epochs = epoch_of(stage, [3, 3, 3, 3], way)
@@ -341,7 +344,7 @@ def elements_of_many_kinds():
 @pytest.mark.parametrize("kind", elements_of_many_kinds())
 def test_elements_of_every_kind_are_copied_whole(kind):
     dataset = elements_of_many_kinds()[kind]
-    stage = make_balance(method="oversample", seed=1)
+    stage = Balance(method="oversample", seed=1)
     stream = stage.apply(dataset, SETTINGS)
     assert stream.element_spec == dataset.element_spec
     assert int(stream.cardinality()) == 6
@@ -364,7 +367,7 @@ def test_labels_are_read_once_for_one_dataset():
     dataset = tf.data.Dataset.from_generator(
         generate, output_signature=(scalar, scalar)
     )
-    stage = make_balance(seed=1)
+    stage = Balance(seed=1)
     first, second = stage.apply(dataset, SETTINGS), stage.apply(dataset, SETTINGS)
     assert len(reads) == 1
     assert positions_of(first) == positions_of(second)
@@ -383,7 +386,7 @@ def test_the_pass_over_labels_fills_a_cache_before_it():
     dataset = numbered([0, 0, 0, 1]).map(
         lambda x, y: (tf.ensure_shape(tf.numpy_function(note, [x], x.dtype), []), y)
     )
-    stream = make_balance(seed=1).apply(dataset.cache(), SETTINGS)
+    stream = Balance(seed=1).apply(dataset.cache(), SETTINGS)
     assert sorted(calls) == [0, 1, 2, 3]
     assert len(list(stream)) == len(list(stream)) == 4
     assert len(calls) == 4
@@ -392,7 +395,7 @@ def test_the_pass_over_labels_fills_a_cache_before_it():
 @pytest.mark.parametrize("by", [None, lambda x, y: y], ids=["target", "function"])
 def test_a_dataset_that_shuffles_itself_is_an_error(by):
     shuffled = numbered(skewed_labels()).shuffle(1000, seed=1)
-    stream = make_balance(by, seed=1).apply(shuffled, SETTINGS)
+    stream = Balance(by, seed=1).apply(shuffled, SETTINGS)
     message = "Labels or weights were read once, in `build`, and elements have changed"
     with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
         list(stream)
@@ -407,7 +410,7 @@ def test_a_dataset_that_changes_its_length_is_an_error(later, by):
         lambda: ((i, i % 2) for i in range(next(lengths))),
         output_signature=(scalar, scalar),
     )
-    stream = make_balance(by, seed=1).apply(dataset, SETTINGS)
+    stream = Balance(by, seed=1).apply(dataset, SETTINGS)
     if later == 6:
         assert len(list(stream)) == 6
         return
@@ -435,7 +438,7 @@ def test_ragged_elements_that_change_in_number_are_an_error(later, message):
             tf.TensorSpec((), tf.int64),
         ),
     )
-    stream = make_balance(seed=1).apply(dataset, SETTINGS)
+    stream = Balance(seed=1).apply(dataset, SETTINGS)
     with pytest.raises(tf.errors.OpError, match=message):
         list(stream)
 
@@ -450,12 +453,12 @@ def test_explaining_reads_nothing():
         generate, output_signature=(scalar, scalar)
     )
     stages = [
-        make_balance(),
-        make_balance(method="oversample"),
-        make_weights(lambda x, y: y),
-        make_weights([1.0, 2.0], num_examples=5),
-        make_subset(0.5, stratify=True),
-        make_subset(3),
+        Balance(),
+        Balance(method="oversample"),
+        Weights(lambda x, y: y),
+        Weights([1.0, 2.0], num_examples=5),
+        Subset(0.5, stratify=True),
+        Subset(3),
     ]
     for stage in stages:
         stage.check(dataset)
@@ -463,7 +466,7 @@ def test_explaining_reads_nothing():
         assert setting and reason
         preview = stage.preview(dataset, SETTINGS)
         assert preview.element_spec == dataset.element_spec
-    balanced = make_balance("group", method="undersample", seed=3)
+    balanced = Balance("group", method="undersample", seed=3)
     assert balanced.explain(dataset, SETTINGS) == (
         "undersample by 'group', seed 3",
         "classes equally often, each as often as the smallest; anew each epoch; "
@@ -474,10 +477,10 @@ def test_explaining_reads_nothing():
 @pytest.mark.parametrize(
     "stage",
     [
-        make_balance(seed=1),
-        make_weights([1.0, 1.0, 1.0, 1.0], num_examples=9),
-        make_subset(3),
-        make_subset(0.5),
+        Balance(seed=1),
+        Weights([1.0, 1.0, 1.0, 1.0], num_examples=9),
+        Subset(3),
+        Subset(0.5),
     ],
     ids=["balance", "weights", "subset", "share"],
 )
@@ -495,7 +498,7 @@ def test_a_preview_has_the_length_that_comes_out(stage):
 def test_weights_are_drawn_in_proportion_over_epochs(way):
     weights = np.array([0.0, 1.0, 2.0, 3.0, 4.0])
     labels = np.arange(5)
-    epochs = epoch_of(make_weights(weights, num_examples=20_000, seed=2), labels, way)
+    epochs = epoch_of(Weights(weights, num_examples=20_000, seed=2), labels, way)
     assert epochs[0] != epochs[1]
     for epoch in epochs:
         times = np.bincount(epoch, minlength=5)
@@ -505,7 +508,7 @@ def test_weights_are_drawn_in_proportion_over_epochs(way):
 
 @ways
 def test_weights_may_come_from_a_function(way):
-    stage = make_weights(lambda x, y: tf.cast(y, tf.float32), num_examples=100, seed=1)
+    stage = Weights(lambda x, y: tf.cast(y, tf.float32), num_examples=100, seed=1)
     labels = [0, 1, 0, 2]
     for epoch in epoch_of(stage, labels, way):
         assert set(epoch) == {1, 3}
@@ -515,7 +518,7 @@ def test_weights_may_come_from_a_function(way):
 @ways
 def test_without_replacement_nothing_comes_twice(way):
     weights = np.arange(20.0)
-    stage = make_weights(weights, replacement=False, num_examples=12, seed=1)
+    stage = Weights(weights, replacement=False, num_examples=12, seed=1)
     first, second = epoch_of(stage, np.zeros(20), way)
     assert len(set(first)) == len(set(second)) == 12
     assert 0 not in first + second
@@ -525,14 +528,14 @@ def test_without_replacement_nothing_comes_twice(way):
 @ways
 def test_weights_keep_the_cardinality(way):
     for num_examples, expected in ((None, 4), (11, 11)):
-        stage = make_weights([1, 2, 3, 4], num_examples=num_examples, seed=1)
+        stage = Weights([1, 2, 3, 4], num_examples=num_examples, seed=1)
         epochs = epoch_of(stage, [0] * 4, way)
         assert [len(epoch) for epoch in epochs] == [expected] * 2
 
 
 def test_weights_of_a_dataset_of_unknown_length_are_counted():
     dataset = numbered([0] * 4).filter(lambda x, y: x < 3)
-    stage = make_weights([1.0, 1.0, 1.0, 1.0], seed=1)
+    stage = Weights([1.0, 1.0, 1.0, 1.0], seed=1)
     stage.check(dataset)
     message = "`weights` has 4 values for 3 examples; expected one"
     with pytest.raises(ValueError, match=re.escape(message)):
@@ -546,7 +549,7 @@ def test_weights_of_a_dataset_of_unknown_length_are_counted():
 @pytest.mark.parametrize("size, expected", [(30, 30), (0.25, 250)], ids=str)
 def test_a_stratified_subset_keeps_proportions_and_order(way, size, expected):
     labels = skewed_labels()
-    stage = make_subset(size, stratify="target", seed=4)
+    stage = Subset(size, stratify="target", seed=4)
     source = array_source(np.arange(1000), labels)
     if way == "position":
         kept = stage.chosen(source).numpy().tolist()
@@ -565,9 +568,9 @@ def test_a_subset_is_the_same_for_any_global_seed():
     kept = []
     for seed in (1, 2):
         tf.random.set_seed(seed)
-        kept.append(positions_of(make_subset(5).apply(numbered([0] * 50), SETTINGS)))
+        kept.append(positions_of(Subset(5).apply(numbered([0] * 50), SETTINGS)))
     assert kept[0] == kept[1]
-    other = positions_of(make_subset(5, seed=1).apply(numbered([0] * 50), SETTINGS))
+    other = positions_of(Subset(5, seed=1).apply(numbered([0] * 50), SETTINGS))
     assert kept[0] != other
 
 
@@ -576,7 +579,7 @@ def test_a_subset_is_the_same_for_any_global_seed():
 )
 def test_a_subset_of_numbered_elements_keeps_their_numbers(stratify):
     labels = skewed_labels()
-    stage = make_subset(20, stratify=stratify)
+    stage = Subset(20, stratify=stratify)
     elements = tf.data.Dataset.from_tensor_slices((np.arange(1000) * 3, labels))
     kept = stage.apply_numbered(elements.enumerate(), SETTINGS)
     positions, (x, y) = next(iter(kept.batch(1000)))
@@ -588,12 +591,12 @@ def test_a_subset_of_numbered_elements_keeps_their_numbers(stratify):
 
 def test_a_subset_counts_a_dataset_of_unknown_length():
     dataset = numbered([0] * 10).filter(lambda x, y: x % 2 == 0)
-    kept = make_subset(0.6).apply(dataset, SETTINGS)
+    kept = Subset(0.6).apply(dataset, SETTINGS)
     assert int(kept.cardinality()) == len(list(kept)) == 3
 
 
 def test_a_subset_as_large_as_the_data_is_all_of_it():
-    kept = positions_of(make_subset(7).apply(numbered([0] * 7), SETTINGS))
+    kept = positions_of(Subset(7).apply(numbered([0] * 7), SETTINGS))
     assert kept == list(range(7))
 
 
@@ -607,119 +610,117 @@ def check(stage, dataset):
 
 ERRORS = {
     "no target": (
-        lambda: check(make_balance(), tf.data.Dataset.range(3)),
+        lambda: check(Balance(), tf.data.Dataset.range(3)),
         "Elements are a tensor (), without a target; expected (input, target).",
     ),
     "many targets": (
         lambda: check(
-            make_balance(),
+            Balance(),
             tf.data.Dataset.from_tensor_slices(([1], {"a": [1], "b": [2]})),
         ),
         "The target is a dict of ('a', 'b'); expected one tensor that tells the class.",
     ),
     "no such key": (
-        lambda: check(
-            make_balance("c"), tf.data.Dataset.from_tensor_slices({"a": [1]})
-        ),
+        lambda: check(Balance("c"), tf.data.Dataset.from_tensor_slices({"a": [1]})),
         "`by` is 'c'; expected a key of the elements, which have the keys ('a',).",
     ),
     "no dict": (
-        lambda: check(make_balance("c"), numbered([0, 1])),
+        lambda: check(Balance("c"), numbered([0, 1])),
         "`by` is 'c'; expected a key of the elements, which have no dict but "
         "(a tensor (), a tensor ()).",
     ),
     "matrix": (
-        lambda: check(make_balance(), numbered(np.zeros((3, 2, 2)))),
+        lambda: check(Balance(), numbered(np.zeros((3, 2, 2)))),
         "What `by` reads has shape (2, 2); expected a scalar or a one-hot row.",
     ),
     "several weights": (
-        lambda: check(make_weights(lambda x, y: y), numbered(np.zeros((3, 2)))),
+        lambda: check(Weights(lambda x, y: y), numbered(np.zeros((3, 2)))),
         "What `weights` reads has shape (2,); expected a scalar.",
     ),
     "continuous": (
-        lambda: check(make_balance(), numbered([1.0, 0.25])),
+        lambda: check(Balance(), numbered([1.0, 0.25])),
         "Example 1 has 0.25 as its class; expected integers, strings, one-hot rows",
     ),
     "not a number": (
-        lambda: check(make_balance(), numbered([1.0, 0.0, np.nan])),
+        lambda: check(Balance(), numbered([1.0, 0.0, np.nan])),
         "Example 2 has nan as its class",
     ),
     "several labels": (
-        lambda: check(make_balance(), numbered([[1, 0], [1, 1]])),
+        lambda: check(Balance(), numbered([[1, 0], [1, 1]])),
         "The row of example 1 is not one class; expected one-hot rows",
     ),
     "two largest": (
-        lambda: check(make_balance(), numbered([[0.5, 0.5], [0.4, 0.6]])),
+        lambda: check(Balance(), numbered([[0.5, 0.5], [0.4, 0.6]])),
         "The row of example 0 is not one class",
     ),
     "no shares": (
-        lambda: check(make_balance(), numbered([[1.0, 0.0], [0.5, 0.2]])),
+        lambda: check(Balance(), numbered([[1.0, 0.0], [0.5, 0.2]])),
         "The row of example 1 is not one class",
     ),
     "regression row": (
-        lambda: check(make_balance(), numbered([[1.0, 0.0], [1.2, -0.2]])),
+        lambda: check(Balance(), numbered([[1.0, 0.0], [1.2, -0.2]])),
         "The row of example 1 is not one class",
     ),
     "no end": (
-        lambda: check(make_balance(), numbered([0, 1]).repeat()),
+        lambda: check(Balance(), numbered([0, 1]).repeat()),
         "`.balance` got a dataset without end; expected one that ends",
     ),
     "weights without end": (
-        lambda: check(make_weights([1.0]), numbered([0, 1]).repeat()),
+        lambda: check(Weights([1.0]), numbered([0, 1]).repeat()),
         "`.weights` got a dataset without end; expected one that ends",
     ),
     "subset without end": (
-        lambda: check(make_subset(1), numbered([0, 1]).repeat()),
+        lambda: check(Subset(1), numbered([0, 1]).repeat()),
         "`.subset` got a dataset without end; expected one that ends",
     ),
     "other number": (
-        lambda: make_weights([1.0, 2.0]).check(numbered([0, 1, 2])),
+        lambda: Weights([1.0, 2.0]).check(numbered([0, 1, 2])),
         "`weights` has 2 values for 3 examples; expected one for each example",
     ),
     "other number of rows": (
-        lambda: by_position(make_weights([1.0, 2.0]), [0, 1, 2]),
+        lambda: by_position(Weights([1.0, 2.0]), [0, 1, 2]),
         "`weights` has 2 values for 3 examples; expected one for each example",
     ),
     "negative": (
-        lambda: make_weights([1.0, -2.0, -3.0]),
+        lambda: Weights([1.0, -2.0, -3.0]),
         "`weights` has -2.0 at index 1 and 2 such values in all; expected finite",
     ),
-    "infinite": (lambda: make_weights([np.inf]), "`weights` has inf at index 0"),
+    "infinite": (lambda: Weights([np.inf]), "`weights` has inf at index 0"),
     "weight not a number": (
-        lambda: check(make_weights(lambda x, y: y), numbered([1.0, np.nan])),
+        lambda: check(Weights(lambda x, y: y), numbered([1.0, np.nan])),
         "`weights` has nan at index 1 and 1 such values in all",
     ),
     "all zero": (
-        lambda: make_weights([0, 0]),
+        lambda: Weights([0, 0]),
         "All 2 `weights` are 0, from index 0 on; expected at least one above 0.",
     ),
     "too many": (
-        lambda: make_weights([1, 0, 1], replacement=False, num_examples=3),
+        lambda: Weights([1, 0, 1], replacement=False, num_examples=3),
         "`num_examples` is 3 with `replacement=False`; expected at most 2, the number "
         "of weights above 0 (the first 0 is at index 1).",
     ),
     "all of them": (
-        lambda: make_weights([1, 2], replacement=False),
+        lambda: Weights([1, 2], replacement=False),
         "`num_examples` is None with `replacement=False`; expected fewer",
     ),
     "unknown method": (
-        lambda: make_balance(method="smote"),
+        lambda: Balance(method="smote"),
         "Unknown `method` 'smote'; expected 'resample', 'oversample' or 'undersample'.",
     ),
     "subset too large": (
-        lambda: check(make_subset(4), numbered([0, 1, 2])),
+        lambda: check(Subset(4), numbered([0, 1, 2])),
         "`size` is 4; expected at most 3, the number of examples.",
     ),
     "share of more than all": (
-        lambda: make_subset(1.5),
+        lambda: Subset(1.5),
         "`size` is 1.5; expected a number above 0 and below 1.",
     ),
     "subset of none": (
-        lambda: make_subset(0),
+        lambda: Subset(0),
         "`size` is 0; expected an integer of at least 1.",
     ),
     "empty": (
-        lambda: check(make_balance(), numbered([0]).filter(lambda x, y: y > 0)),
+        lambda: check(Balance(), numbered([0]).filter(lambda x, y: y > 0)),
         "The dataset has no elements to read `by` of; expected at least one.",
     ),
 }
@@ -729,26 +730,26 @@ test_errors_say_what_to_do = refusals(ERRORS)
 
 
 TYPE_ERRORS = {
-    "by": (lambda: make_balance(3), "`by` is 3; expected None, a key or a function."),
+    "by": (lambda: Balance(3), "`by` is 3; expected None, a key or a function."),
     "stratify": (
-        lambda: make_subset(3, stratify=2),
+        lambda: Subset(3, stratify=2),
         "`stratify` is 2; expected None, 'target', a key or a function",
     ),
     "weights": (
-        lambda: make_weights([["a"]]),
+        lambda: Weights([["a"]]),
         "`weights` has shape (1, 1) and dtype <U1; expected one number",
     ),
     "text weight": (
-        lambda: check(make_weights(lambda x, y: y), numbered(["a"])),
+        lambda: check(Weights(lambda x, y: y), numbered(["a"])),
         "`weights` gave a string; expected a weight of at least 0.",
     ),
     "structure": (
-        lambda: check(make_balance(lambda x, y: (y, y)), numbered([0])),
+        lambda: check(Balance(lambda x, y: (y, y)), numbered([0])),
         "expected one value for an element. Return a single number or string.",
     ),
-    "seed": (lambda: make_balance(seed=0.5), "`seed` is 0.5, of type float"),
-    "size": (lambda: make_subset("a"), "`size` is 'a', of type str"),
-    "truth": (lambda: make_subset(True), "`size` is True, of type bool"),
+    "seed": (lambda: Balance(seed=0.5), "`seed` is 0.5, of type float"),
+    "size": (lambda: Subset("a"), "`size` is 'a', of type str"),
+    "truth": (lambda: Subset(True), "`size` is True, of type bool"),
 }
 
 

@@ -5,12 +5,12 @@ from typing import Any, TypeVar
 
 from tfamp.data._sharding import make_shard
 from tfamp.data._written import Written
-from tfamp.data.bucketing import make_bucket
 from tfamp.data.bucketing.plan import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
+from tfamp.data.bucketing.stage import Bucket
 from tfamp.data.filters.stage import make_filter
-from tfamp.data.sampling.balance import make_balance
-from tfamp.data.sampling.subset import make_subset
-from tfamp.data.sampling.weights import make_weights
+from tfamp.data.sampling.balance import Balance
+from tfamp.data.sampling.subset import Subset
+from tfamp.data.sampling.weights import Weights
 from tfamp.data.statistics import Statistics
 from tfamp.records import checks
 
@@ -39,13 +39,20 @@ class Choosing(Written):
 
         Args:
             predicate: Called with the parts of an element; returns one boolean.
-            missing: "drop"; "mean", "median" or "mode" of `statistics`; or a number.
-                An imputer of scikit-learn goes into `.map`, fitted beforehand.
-            outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99).
-            outlier_action: "drop" or "clip"; goes with `outliers`.
+            missing: "drop" drops elements with a missing value in any input; "mean",
+                "median" or "mode" fills it from `statistics`; a number fills NaN.
+                Missing is NaN, and what `statistics` were told of. An imputer of
+                scikit-learn goes into `.map`, fitted beforehand.
+            outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99), with
+                limits from `statistics`. inf lies beyond every limit, NaN beyond none.
+            outlier_action: "drop" drops elements with an outlier in any input; "clip"
+                sets it to the limit. Goes with `outliers`.
             statistics: What `fit_statistics` found in the training data.
-            shape: The shape of inputs, None for any size.
-            shape_action: "drop", "error" or "crop_or_pad"; goes with `shape`.
+            shape: The shape of inputs, with None for any size: a tuple, or a dict of
+                tuples by column. It becomes their static shape.
+            shape_action: "drop" drops elements of another shape; "error" ends the
+                pass; "crop_or_pad" cuts evenly on both sides of an axis that is too
+                long, and adds zeros on both sides of one that is too short.
 
         Returns:
             A pipeline with this stage.
@@ -86,6 +93,10 @@ class Choosing(Written):
         never read. Anything else is read once by `build` for its labels, and each
         element is then repeated or dropped as the plan says: shuffle behind it.
 
+        Rare classes come more often than they are: the model's probabilities are then
+        those of a balanced world, and an example that comes 100 times in an epoch is
+        learned by heart. Class weights in `fit` change the loss instead of the data.
+
         Args:
             by: What tells the class: None for the target, a key of dict elements, or
                 a function of an element's parts.
@@ -108,7 +119,7 @@ class Choosing(Written):
             >>> sorted(int(label) for _, label in pipeline.build())
             [0, 0, 0, 0, 1, 1, 1, 1]
         """
-        return self._with(make_balance(by, method=method, seed=seed))
+        return self._with(Balance(by, method=method, seed=seed))
 
     def weights(
         self: PipelineType,
@@ -136,7 +147,7 @@ class Choosing(Written):
                 asked for than can be drawn without replacement.
         """
         return self._with(
-            make_weights(
+            Weights(
                 weights, replacement=replacement, num_examples=num_examples, seed=seed
             )
         )
@@ -199,7 +210,7 @@ class Choosing(Written):
                 multiples, or a budget below the last of them.
         """
         return self._with(
-            make_bucket(
+            Bucket(
                 batch_size,
                 boundaries=boundaries,
                 length=length,
@@ -236,7 +247,7 @@ class Choosing(Written):
             TypeError: `size` is no number, or `stratify` none of those.
             ValueError: `size` is 0 or less, or a share of 1 or more.
         """
-        return self._with(make_subset(size, stratify=stratify, seed=seed))
+        return self._with(Subset(size, stratify=stratify, seed=seed))
 
     def shard(self: PipelineType, num_shards: int, index: int) -> PipelineType:
         """Keeps the part of one worker of several that train together.

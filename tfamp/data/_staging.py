@@ -1,13 +1,15 @@
 """What is done to every element: the stages of `Pipeline` that always apply."""
 
 import os
+import random
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar
 
 from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Batch, Map, Prefetch, Shuffle
 from tfamp.data._written import Written
-from tfamp.data.augmentation.stage import make_augment
+from tfamp.data.augmentation.chain import make_chain
+from tfamp.data.augmentation.stage import Augmentation
 from tfamp.data.cache import file_cache
 from tfamp.data.cache.stage import Cache
 from tfamp.data.images.decode import make_decode
@@ -257,14 +259,13 @@ class Staging(Written):
             [1, 4, 7, 10, 13, 16, 19, 22]
         """
         return self._with(
-            make_augment(
-                *steps,
+            Augmentation(
+                make_chain(steps, value_range),
                 strength=strength,
                 ramp_epochs=ramp_epochs,
                 ramp_from=ramp_from,
-                seed=seed,
+                seed=random.randrange(2**31) if seed is None else seed,
                 key=key,
-                value_range=value_range,
                 initial_epoch=initial_epoch,
             )
         )

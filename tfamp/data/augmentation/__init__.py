@@ -1,7 +1,6 @@
 """Random changes of images, on the input's workers or in the model."""
 
 from tfamp.data.augmentation.layer import Augment as Augment
-from tfamp.data.augmentation.stage import make_augment as make_augment
 from tfamp.data.augmentation.transforms import DEFAULT as DEFAULT
 from tfamp.data.augmentation.transforms import Brightness as Brightness
 from tfamp.data.augmentation.transforms import Contrast as Contrast

@@ -1,14 +1,13 @@
 """Augmentation as a stage of the pipeline: behind the cache, on all cores."""
 
 import dataclasses
-import random
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element, with_length_of
 from tfamp.data._stages import Settings, Stage, map_in_order
-from tfamp.data.augmentation.chain import Chain, make_chain
+from tfamp.data.augmentation.chain import Chain
 from tfamp.data.augmentation.epochs import CountEpochs, EpochCounter
 from tfamp.records import checks
 
@@ -36,13 +35,31 @@ class Augmentation(Stage):
     rank: ClassVar[int] = 35
     name: ClassVar[str] = "augment"
     chain: Chain
-    strength: float
-    ramp_epochs: int
-    ramp_from: float
-    seed: int
-    key: str | None
-    initial_epoch: int
-    counter: EpochCounter = dataclasses.field(compare=False)
+    strength: float = 1.0
+    ramp_epochs: int = 0
+    ramp_from: float = 0.0
+    seed: int = 0
+    key: str | None = None
+    initial_epoch: int = 0
+    counter: EpochCounter = dataclasses.field(
+        default_factory=lambda: EpochCounter(0), compare=False
+    )
+
+    def __post_init__(self) -> None:
+        checks.fraction("strength", self.strength)
+        checks.positive_int("ramp_epochs", self.ramp_epochs, minimum=0)
+        checks.fraction("ramp_from", self.ramp_from)
+        checks.positive_int("initial_epoch", self.initial_epoch, minimum=0)
+        if self.ramp_from and not self.ramp_epochs:
+            raise ValueError(
+                f"`ramp_from` is {self.ramp_from!r} and `ramp_epochs` is 0; expected "
+                "both or neither. Pass the number of epochs that the ramp takes."
+            )
+        if self.key is not None and not isinstance(self.key, str):
+            raise TypeError(
+                f"`key` is {self.key!r}; expected the name of one input. Pass a string."
+            )
+        checks.positive_int("seed", self.seed, minimum=0)
 
     def with_epochs(self) -> tuple["Augmentation", CountEpochs]:
         """Returns the stage for one dataset, and what counts its epochs."""
@@ -124,49 +141,6 @@ class Augmentation(Stage):
         names = ", ".join(self.chain.names)
         reason = f"after the cache, so each epoch differs; {settings.parallelism}"
         return f"{names}; {strength}", reason
-
-
-def make_augment(
-    *steps: Any,
-    strength: float = 1.0,
-    ramp_epochs: int = 0,
-    ramp_from: float = 0.0,
-    seed: int | None = None,
-    key: str | None = None,
-    value_range: tuple[float, float] | None = None,
-    initial_epoch: int = 0,
-) -> Augmentation:
-    """Returns the stage of `Pipeline.augment`, which explains the arguments.
-
-    Raises:
-        TypeError: A step or an argument is of another kind.
-        ValueError: An argument is out of its range, or would be ignored.
-    """
-    strength = checks.fraction("strength", strength)
-    ramp_epochs = checks.positive_int("ramp_epochs", ramp_epochs, minimum=0)
-    ramp_from = checks.fraction("ramp_from", ramp_from)
-    if ramp_from and not ramp_epochs:
-        raise ValueError(
-            f"`ramp_from` is {ramp_from!r} and `ramp_epochs` is 0; expected both or "
-            "neither. Pass the number of epochs that the ramp takes."
-        )
-    if key is not None and not isinstance(key, str):
-        raise TypeError(
-            f"`key` is {key!r}; expected the name of one input. Pass a string."
-        )
-    if seed is None:
-        seed = random.randrange(2**31)
-    initial_epoch = checks.positive_int("initial_epoch", initial_epoch, minimum=0)
-    return Augmentation(
-        chain=make_chain(steps, value_range),
-        strength=strength,
-        ramp_epochs=ramp_epochs,
-        ramp_from=ramp_from,
-        seed=checks.positive_int("seed", seed, minimum=0),
-        key=key,
-        initial_epoch=initial_epoch,
-        counter=EpochCounter(initial_epoch),
-    )
 
 
 def _part(element: Any, key: str | None) -> Any:

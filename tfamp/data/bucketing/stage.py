@@ -7,10 +7,12 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
+from tfamp.data._elements import known_length
 from tfamp.data._stages import Settings, Stage, map_in_order
-from tfamp.data.bucketing.lengths import read_lengths
 from tfamp.data.bucketing.padding import Padder, Padding
 from tfamp.data.bucketing.plan import (
+    DEFAULT_MAX_SHAPES,
+    LENGTH_MULTIPLE,
     BucketPlan,
     check_budget,
     choose_boundaries,
@@ -18,8 +20,11 @@ from tfamp.data.bucketing.plan import (
     sizes_of_batches,
 )
 from tfamp.data.sampling.labels import Memory
-from tfamp.records import units
+from tfamp.records import checks, units
+from tfamp.records.progress import progress
 
+# Lengths brought to Python at once.
+_LENGTHS_AT_ONCE = 1024
 # What `padded_batch` takes as a size for the longest in the batch.
 _TO_LONGEST = -1
 _TOO_LONG_ADVICE = (
@@ -31,31 +36,63 @@ _TOO_LONG_ADVICE = (
 class Bucket(Stage):
     """Joins sequences of about one length into batches, padded to a few lengths.
 
+    `Pipeline.bucket` explains the arguments.
+
     Attributes:
-        batch_size: Sequences in a batch, None for as many as `token_budget` allows.
-        token_budget: Places in a batch, padding included.
-        boundaries: What sequences are padded to, None to choose from their lengths.
-        multiple: What chosen boundaries are multiples of.
-        max_shapes: How many of them may be chosen.
-        drop_remainder: Whether batches that are not full are left out.
-        padding: How sequences are padded.
-        too_long: What happens above the last boundary.
         memory: The plan for the last dataset.
     """
 
     rank: ClassVar[int] = 40
     name: ClassVar[str] = "bucket"
-    batch_size: int | None
-    token_budget: int | None
-    boundaries: tuple[int, ...] | None
-    multiple: int
-    max_shapes: int
-    drop_remainder: bool
-    padding: Padding
-    too_long: str
+    batch_size: int | None = None
+    _: dataclasses.KW_ONLY
+    boundaries: Any = "auto"
+    length: Any = None
+    pad_to_multiple: int = LENGTH_MULTIPLE
+    max_shapes: int = DEFAULT_MAX_SHAPES
+    drop_remainder: bool = False
+    padding_values: Any = None
+    token_budget: int | None = None
+    mask: str | None = None
+    weight_padding: bool = False
+    too_long: str = "error"
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False
     )
+
+    def __post_init__(self) -> None:
+        if (self.batch_size is None) == (self.token_budget is None):
+            raise ValueError(
+                f"`batch_size` is {self.batch_size!r} and `token_budget` is "
+                f"{self.token_budget!r}; expected one of them. Pass `batch_size=64`, "
+                "or `token_budget=64 * 512` for batches of equal cost."
+            )
+        for name in ("batch_size", "token_budget", "pad_to_multiple", "max_shapes"):
+            if getattr(self, name) is not None:
+                checks.positive_int(name, getattr(self, name))
+        given = _given_boundaries(self.boundaries, self.pad_to_multiple)
+        object.__setattr__(self, "boundaries", given)
+        if given is not None and self.token_budget is not None:
+            check_budget(self.token_budget, given)
+        checks.choice("too_long", self.too_long, ("error", "truncate", "drop"))
+        if given is None and self.too_long != "error":
+            raise ValueError(
+                f"`too_long` is {self.too_long!r} with boundaries chosen from the "
+                "lengths, and none is above those; expected boundaries of your own. "
+                "Pass `boundaries=[64, 128, 256]`, or leave `too_long` out."
+            )
+        if self.length is not None and not callable(self.length):
+            raise TypeError(
+                f"`length` is {self.length!r}; expected a function of an element's "
+                "parts. Pass one such as `lambda x, y: tf.shape(x)[0]`."
+            )
+
+    @property
+    def padding(self) -> Padding:
+        """How sequences are padded."""
+        return Padding(
+            self.length, self.padding_values, self.mask, bool(self.weight_padding)
+        )
 
     @property
     def plan(self) -> BucketPlan | None:
@@ -85,7 +122,7 @@ class Bucket(Stage):
             lengths = None
             if self._reads_lengths:
                 padder = Padder(self.padding, dataset.element_spec)
-                lengths = read_lengths(dataset, padder, settings)
+                lengths = _read_lengths(dataset, padder, settings)
             return self._plan_of(lengths)
 
         plan = self.memory.get(dataset, look)
@@ -93,7 +130,7 @@ class Bucket(Stage):
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, and reads nothing."""
-        boundaries = self.boundaries or (self.multiple,)
+        boundaries = self.boundaries or (self.pad_to_multiple,)
         plan = BucketPlan(boundaries, (self.batch_size or 1,) * len(boundaries))
         return self._batched(dataset, plan, settings)
 
@@ -130,7 +167,9 @@ class Bucket(Stage):
         boundaries = self.boundaries
         if boundaries is None:
             boundaries = choose_boundaries(
-                np.asarray(lengths), multiple=self.multiple, max_shapes=self.max_shapes
+                np.asarray(lengths),
+                multiple=self.pad_to_multiple,
+                max_shapes=self.max_shapes,
             )
         if self.token_budget is not None:
             check_budget(self.token_budget, boundaries)
@@ -205,3 +244,46 @@ class Bucket(Stage):
         return dataset.group_by_window(
             bucket_of, batch, window_size_func=lambda bucket: tf.gather(sizes, bucket)
         )
+
+
+def _given_boundaries(boundaries: Any, multiple: int) -> tuple[int, ...] | None:
+    """Returns boundaries that the caller gave, None to choose them."""
+    if boundaries is None:  # of a copy
+        return None
+    if isinstance(boundaries, str):
+        checks.choice("boundaries", boundaries, ("auto",))
+        return None
+    given = tuple(checks.positive_int("boundaries", one) for one in boundaries)
+    if not given or any(a >= b for a, b in zip(given, given[1:], strict=False)):
+        raise ValueError(
+            f"`boundaries` are {given}; expected at least one length, ascending. Sort "
+            "them, each once."
+        )
+    odd = [one for one in given if one % multiple]
+    if odd:
+        up = tuple(sorted({-(-one // multiple) * multiple for one in given}))
+        raise ValueError(
+            f"`boundaries` has {odd[0]}, which is no multiple of {multiple}; expected "
+            f"such multiples, which tensor cores want. Pass {up}, or "
+            "`pad_to_multiple=1`."
+        )
+    return given
+
+
+def _read_lengths(
+    dataset: tf.data.Dataset, padder: Padder, settings: Settings
+) -> np.ndarray:
+    """Returns the length of every element, with a progress bar if it takes long."""
+    lengths = map_in_order(dataset, padder.length_of, settings)
+    read, done = [], 0
+    with progress("Reading lengths", known_length(dataset)) as update:
+        for batch in lengths.batch(_LENGTHS_AT_ONCE).as_numpy_iterator():
+            read.append(batch)
+            done += len(batch)
+            update(done)
+    if not read:
+        raise ValueError(
+            "The dataset has no elements to read the length of; expected at least "
+            "one. Check the files or the filter before it."
+        )
+    return np.concatenate(read)

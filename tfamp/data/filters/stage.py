@@ -190,31 +190,10 @@ def make_filter(
     shape: Any = None,
     shape_action: str | None = None,
 ) -> Filter:
-    """Returns the stage of `Pipeline.filter`.
+    """Returns the stage of `Pipeline.filter`, which explains the arguments.
 
     It acts on inputs in this order: shape, missing values, outliers; the predicate
     sees the result. An element is dropped, and counted, for its first reason.
-
-    Args:
-        predicate: Called with the parts of an element, as a map is; returns one
-            boolean, True to keep it.
-        missing: "drop" drops elements with a missing value in any input; "mean",
-            "median" or "mode" fills it from `statistics`; a number fills NaN.
-            Missing is NaN, and what `statistics` were told of.
-        outliers: ("zscore", 3.0), ("iqr", 1.5) or ("quantile", 0.01, 0.99), with
-            limits from `statistics`. inf lies beyond every limit, NaN beyond none.
-        outlier_action: "drop" drops elements with an outlier in any input; "clip"
-            sets it to the limit. Goes with `outliers`.
-        statistics: What `fit_statistics` found in the training data.
-        shape: The shape of inputs, with None for any size: a tuple, or a dict of
-            tuples by column. It becomes their static shape.
-        shape_action: "drop" drops elements of another shape; "error" ends the
-            pass; "crop_or_pad" cuts evenly on both sides of an axis that is too
-            long, and adds zeros on both sides of one that is too short. Goes with
-            `shape`.
-
-    Returns:
-        A stage; `.report()` says what was dropped.
 
     Raises:
         TypeError: An argument is of the wrong type.

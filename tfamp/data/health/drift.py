@@ -6,16 +6,15 @@ example are no independent draws.
 """
 
 import dataclasses
-import math
 from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
-import tensorflow as tf
 
+from tfamp.data.health.features import number, place
 from tfamp.data.health.labels import Labels
 from tfamp.data.health.profile import Profile
-from tfamp.data.health.wording import number, place
+from tfamp.records import checks
 from tfamp.records.findings import Finding
 from tfamp.records.units import format_share
 
@@ -51,28 +50,18 @@ class Comparison:
     message: str
 
 
+def _stats() -> Any:
+    return checks.require("scipy.stats", extra="data", purpose="The rule on drift")
+
+
 def kolmogorov_smirnov(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     """Returns the largest difference of two empirical distributions, and its p-value.
 
-    The p-value is the asymptotic one with Stephens's correction for small samples;
-    with ties it is too large, so it errs to silence.
-
-    Source: Press et al., Numerical Recipes, 3rd edition, section 14.3.3.
+    The p-value is the asymptotic one; with ties it is too large, so it errs to
+    silence.
     """
-    first, second = np.sort(first), np.sort(second)
-    both = np.concatenate([first, second])
-    shares = [
-        np.searchsorted(part, both, side="right") / len(part)
-        for part in (first, second)
-    ]
-    difference = float(np.abs(shares[0] - shares[1]).max())
-    effective = math.sqrt(len(first) * len(second) / (len(first) + len(second)))
-    scaled = (effective + 0.12 + 0.11 / effective) * difference
-    if scaled < 0.2:
-        # The series below converges slowly here, where the value is 1 to 15 digits.
-        return difference, 1.0
-    terms = ((-1) ** (k - 1) * math.exp(-2 * (k * scaled) ** 2) for k in range(1, 101))
-    return difference, min(1.0, max(0.0, 2 * sum(terms)))
+    found = _stats().ks_2samp(first, second, method="asymp")
+    return float(found.statistic), float(found.pvalue)
 
 
 def chi_square(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
@@ -81,8 +70,6 @@ def chi_square(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     Args:
         first: Examples of each category in one set.
         second: The same of the other set. Rare categories are joined to one.
-
-    Source: Pearson's test of homogeneity, 2 rows, as in Numerical Recipes, 14.4.1.
     """
     table = np.stack([first, second]).astype(np.float64)
     shares = table / table.sum(axis=1, keepdims=True)
@@ -90,18 +77,12 @@ def chi_square(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
     smallest = table.sum(axis=0) * (table.sum(axis=1).min() / table.sum())
     rare = smallest < _MIN_EXPECTED
     if rare.any():
-        table = np.concatenate(
-            [table[:, ~rare], table[:, rare].sum(axis=1, keepdims=True)], axis=1
-        )
-    freedom = table.shape[1] - 1
-    if freedom < 1:
+        joined = table[:, rare].sum(axis=1, keepdims=True)
+        table = np.concatenate([table[:, ~rare], joined], axis=1)
+    if table.shape[1] < 2:
         return difference, 1.0
-    expected = np.outer(table.sum(axis=1), table.sum(axis=0)) / table.sum()
-    statistic = float(((table - expected) ** 2 / expected).sum())
-    tail = tf.math.igammac(
-        tf.constant(freedom / 2, tf.float64), tf.constant(statistic / 2, tf.float64)
-    )
-    return difference, float(tail)
+    found = _stats().chi2_contingency(table, correction=False)
+    return difference, float(found.pvalue)
 
 
 def compare(train: Profile, validation: Profile) -> Iterator[Comparison]:

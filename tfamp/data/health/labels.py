@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.health.wording import number
+from tfamp.data.health.features import number
 from tfamp.data.profile.examples import Column
 from tfamp.records.findings import Finding
 from tfamp.records.units import format_share

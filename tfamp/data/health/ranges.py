@@ -5,17 +5,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp.data.health.distinct import looks_like_ids
-from tfamp.data.health.profile import NOISY, Profile
-from tfamp.data.health.rounding import Rounding
-from tfamp.data.health.wording import (
+from tfamp.data.health.features import (
     hits,
+    looks_like_ids,
     may_be_index,
     number,
     place,
     share_of,
     standardizing,
 )
+from tfamp.data.health.profile import NOISY, Profile, Rounding
 from tfamp.records.findings import Finding, Severity
 from tfamp.records.units import format_share
 

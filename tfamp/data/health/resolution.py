@@ -4,10 +4,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp.data.health.distinct import distinct_values, looks_like_ids, merged_share
-from tfamp.data.health.profile import NOISY, Profile
-from tfamp.data.health.rounding import Rounding
-from tfamp.data.health.wording import hits, number, standardizing
+from tfamp.data.health.features import (
+    distinct_values,
+    hits,
+    looks_like_ids,
+    merged_share,
+    number,
+    standardizing,
+)
+from tfamp.data.health.profile import NOISY, Profile, Rounding
 from tfamp.records import formats
 from tfamp.records.findings import Finding, Fix
 from tfamp.records.units import format_share

@@ -25,16 +25,26 @@ METHODS = {
 
 @dataclasses.dataclass(frozen=True)
 class Balance(Sampler):
-    """Makes all classes come equally often.
+    """Makes all classes come equally often; `Pipeline.balance` explains the arguments.
 
-    Attributes:
-        by: Where the class of an example is found; see `Reader`.
-        method: How many come, a key of `METHODS`.
+    A class is an integer, a string, a whole float, or a row that is one-hot or holds
+    probabilities, which counts by its largest value. Every class gets the same
+    number of places, up to one, and within a class every example comes equally
+    often, up to one; who comes once more is drawn anew each epoch.
     """
 
     name: ClassVar[str] = "balance"
-    by: Callable[..., Any] | str | None
-    method: str
+    by: Callable[..., Any] | str | None = None
+    method: str = dataclasses.field(default="resample", kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if not (self.by is None or isinstance(self.by, str) or callable(self.by)):
+            raise TypeError(
+                f"`by` is {self.by!r}; expected None, a key or a function. Leave it "
+                "out for the target, or pass a function such as `lambda x, y: y`."
+            )
+        checks.choice("method", self.method, METHODS)
 
     @property
     def reader(self) -> Reader:
@@ -90,44 +100,3 @@ class Balance(Sampler):
             f"classes equally often, {METHODS[self.method]}; anew each epoch; labels "
             "are read once, at build",
         )
-
-
-def make_balance(
-    by: Callable[..., Any] | str | None = None,
-    *,
-    method: str = "resample",
-    seed: int | None = None,
-) -> Balance:
-    """Returns the stage of `Pipeline.balance`.
-
-    A class is an integer, a string, a whole float, or a row that is one-hot or holds
-    probabilities, which counts by its largest value. Every class gets the same
-    number of places, up to one, and within a class every example comes equally
-    often, up to one; who comes once more is drawn anew each epoch.
-
-    Rare classes come more often than they are: the model's probabilities are then
-    those of a balanced world, and an example that comes 100 times in an epoch is
-    learned by heart. Class weights in `fit` change the loss instead of the data.
-
-    Args:
-        by: What tells the class: None for the target, the second part of an element;
-            a key of dict elements; or a function of an element's parts.
-        method: "resample" gives as many examples as there are. "oversample" brings
-            every class up to the largest. "undersample" cuts every class to the
-            smallest, to other examples each epoch.
-        seed: Same seed, same sequence of epochs; None for another each time. Workers
-            of `tf.distribute` need a seed, so that they agree.
-
-    Raises:
-        TypeError: `by` is none of the three, or `seed` no integer.
-        ValueError: An unknown method.
-    """
-    if not (by is None or isinstance(by, str) or callable(by)):
-        raise TypeError(
-            f"`by` is {by!r}; expected None, a key or a function. Leave it out for the "
-            "target, or pass a function such as `lambda x, y: y`."
-        )
-    method = checks.choice("method", method, METHODS)
-    if seed is not None:
-        seed = checks.positive_int("seed", seed, minimum=0)
-    return Balance(seed, by, method)

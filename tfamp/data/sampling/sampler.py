@@ -21,6 +21,7 @@ from tfamp.data.sampling.streams import (
     drawn_elements,
     drawn_positions,
 )
+from tfamp.records import checks
 
 # From `advise` to the caller of `Pipeline.build`, on a stream and by position.
 _STREAM_STACKLEVEL, _POSITION_STACKLEVEL = 5, 6
@@ -31,15 +32,20 @@ class Sampler(Stage):
     """Draws anew in each epoch which examples come, and how often.
 
     Attributes:
-        seed: Same seed, same sequence of epochs; None for another each time.
+        seed: Same seed, same sequence of epochs; None for another each time. Workers
+            of `tf.distribute` need a seed, so that they agree.
         memory: What was read of the last dataset.
     """
 
     rank: ClassVar[int] = 25
-    seed: int | None
+    seed: int | None = dataclasses.field(default=None, kw_only=True)
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False, kw_only=True
     )
+
+    def __post_init__(self) -> None:
+        if self.seed is not None:
+            checks.positive_int("seed", self.seed, minimum=0)
 
     @property
     @abc.abstractmethod

@@ -21,23 +21,49 @@ from tfamp.records import checks
 
 @dataclasses.dataclass(frozen=True)
 class Subset(Stage):
-    """Keeps a part of the examples, the same in every epoch and process.
+    """Keeps a part of the examples; `Pipeline.subset` explains the arguments.
+
+    The same examples are kept in every epoch, build and process, in the order in
+    which they come. With `stratify`, classes keep their proportions up to one
+    example; a class whose share is below half an example may then be gone.
 
     Attributes:
-        size: How many to keep, or which share.
-        reader: Reads the class whose proportions are kept, None for a uniform draw.
-        seed: Same seed, same subset.
         memory: What was read of the last dataset.
     """
 
     rank: ClassVar[int] = 5
     name: ClassVar[str] = "subset"
-    size: int | float
-    reader: Reader | None
-    seed: int
+    size: Any
+    stratify: Callable[..., Any] | str | bool | None = dataclasses.field(
+        default=None, kw_only=True
+    )
+    seed: int = dataclasses.field(default=0, kw_only=True)
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False, kw_only=True
     )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, numbers.Integral):
+            size: Any = checks.positive_int("size", self.size)
+        else:
+            size = checks.fraction("size", self.size, closed=False)
+        object.__setattr__(self, "size", size)
+        checks.positive_int("seed", self.seed, minimum=0)
+        if not (self.stratify is None or isinstance(self.stratify, (bool, str))):
+            if not callable(self.stratify):
+                raise TypeError(
+                    f"`stratify` is {self.stratify!r}; expected None, 'target', a key "
+                    "or a function of an element. Pass 'target' to keep the "
+                    "proportions of its classes."
+                )
+
+    @property
+    def reader(self) -> Reader | None:
+        """Reads the class whose proportions are kept, None for a uniform draw."""
+        if self.stratify is None or self.stratify is False:
+            return None
+        is_target = self.stratify is True or self.stratify == "target"
+        return Reader(None if is_target else self.stratify, "stratify")  # type: ignore[arg-type]
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if the dataset never ends, is too small, or has no such class."""
@@ -142,44 +168,3 @@ class Subset(Stage):
             # Of TensorFlow's own kind, which no global seed changes.
             seed = tf.constant([self.seed, 0], tf.int64)
             return plans.stratified_subset(tf.constant(ids), num_classes, size, seed)
-
-
-def make_subset(
-    size: Any,
-    *,
-    stratify: Callable[..., Any] | str | bool | None = None,
-    seed: int = 0,
-) -> Subset:
-    """Returns the stage of `Pipeline.subset`.
-
-    The same examples are kept in every epoch, build and process, in the order in
-    which they come. With `stratify`, classes keep their proportions up to one
-    example; a class whose share is below half an example may then be gone.
-
-    Args:
-        size: How many examples to keep, or which share of them, above 0 and below 1.
-        stratify: None for a uniform draw. True or "target" keeps the proportions of
-            the target's classes; a key of dict elements or a function of an
-            element's parts gives other classes.
-        seed: Same seed, same subset.
-
-    Raises:
-        TypeError: `size` is no number, or `stratify` none of those.
-        ValueError: `size` is 0 or less, or a share of 1 or more.
-    """
-    kept: int | float
-    if isinstance(size, numbers.Integral):
-        kept = checks.positive_int("size", size)
-    else:
-        kept = checks.fraction("size", size, closed=False)
-    seed = checks.positive_int("seed", seed, minimum=0)
-    if stratify is None or stratify is False:
-        return Subset(kept, None, seed)
-    if stratify is True or stratify == "target":
-        return Subset(kept, Reader(None, "stratify"), seed)
-    if not (isinstance(stratify, str) or callable(stratify)):
-        raise TypeError(
-            f"`stratify` is {stratify!r}; expected None, 'target', a key or a function "
-            "of an element. Pass 'target' to keep the proportions of its classes."
-        )
-    return Subset(kept, Reader(stratify, "stratify"), seed)

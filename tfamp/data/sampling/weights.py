@@ -21,16 +21,39 @@ from tfamp.records import checks
 class Weights(Sampler):
     """Draws examples in proportion to weights.
 
-    Attributes:
-        weights: One for each example, or a function of an element.
-        replacement: Whether an example may come more than once in an epoch.
-        num_outputs: How many to draw, None for as many as there are.
+    `Pipeline.weights` explains the arguments. With replacement, draws are independent
+    and example i has probability `weights[i] / sum(weights)` in each. Without, each
+    draw is in proportion to the weights of the examples that are left, so that heavy
+    examples are likelier to be among them, but less than in proportion.
     """
 
     name: ClassVar[str] = "weights"
     weights: np.ndarray | Callable[..., Any] = dataclasses.field(repr=False)
-    replacement: bool
-    num_outputs: int | None
+    replacement: bool = dataclasses.field(default=True, kw_only=True)
+    num_examples: int | None = dataclasses.field(default=None, kw_only=True)
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        if self.num_examples is not None:
+            checks.positive_int("num_examples", self.num_examples)
+        elif not self.replacement:
+            raise ValueError(
+                "`num_examples` is None with `replacement=False`; expected fewer than "
+                "there are. Without replacement all of them are a plain shuffle: say "
+                "how many to draw, or use `.shuffle`."
+            )
+        if callable(self.weights):
+            return
+        weights = np.asarray(self.weights)
+        if weights.dtype.kind not in "biuf" or weights.ndim != 1:
+            raise TypeError(
+                f"`weights` has shape {weights.shape} and dtype {weights.dtype}; "
+                "expected one number for each example, or a function of an element. "
+                "Pass an array `(examples,)`."
+            )
+        weights = weights.astype(np.float64)
+        check_weights(weights, None if self.replacement else self.num_examples)
+        object.__setattr__(self, "weights", weights)
 
     @property
     def reader(self) -> Reader | None:
@@ -50,7 +73,7 @@ class Weights(Sampler):
         """Returns a draw in proportion to the weights."""
         self._check_length(num_examples)
         weights = np.asarray(self.weights if values is None else values)
-        num_outputs = self.num_outputs or num_examples
+        num_outputs = self.num_examples or num_examples
         check_weights(weights, None if self.replacement else num_outputs)
         with tf.device("CPU:0"):
             tensor = tf.constant(weights, tf.float64)
@@ -73,14 +96,14 @@ class Weights(Sampler):
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, of the length that comes out."""
-        if self.num_outputs is None:
+        if self.num_examples is None:
             return dataset
-        return dataset.repeat().take(self.num_outputs)
+        return dataset.repeat().take(self.num_examples)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         how = "with" if self.replacement else "without"
-        many = "as many" if self.num_outputs is None else f"{self.num_outputs:,}"
+        many = "as many" if self.num_examples is None else f"{self.num_examples:,}"
         reason = "in proportion to the weights, anew each epoch"
         if callable(self.weights):
             reason += "; weights are read once, at build"
@@ -94,57 +117,6 @@ class Weights(Sampler):
                 "after `.subset` and `.filter`. Pass a function of the element if "
                 "those leave examples out."
             )
-
-
-def make_weights(
-    weights: Any,
-    *,
-    replacement: bool = True,
-    num_examples: int | None = None,
-    seed: int | None = None,
-) -> Weights:
-    """Returns the stage of `Pipeline.weights`.
-
-    With replacement, draws are independent and example i has probability
-    `weights[i] / sum(weights)` in each. Without, each draw is in proportion to the
-    weights of the examples that are left, so that heavy examples are likelier to be
-    among them, but less than in proportion.
-
-    Args:
-        weights: One for each example, at least 0, or a function of an element's
-            parts that gives its weight.
-        replacement: Whether an example may come more than once in an epoch.
-        num_examples: How many to draw in an epoch. None for as many as there are,
-            with replacement only.
-        seed: Same seed, same sequence of epochs; None for another each time. Workers
-            of `tf.distribute` need a seed, so that they agree.
-
-    Raises:
-        TypeError: `weights` is neither numbers nor a function.
-        ValueError: A weight is negative or not finite, all are 0, or more examples
-            are asked for than can be drawn without replacement.
-    """
-    if num_examples is not None:
-        num_examples = checks.positive_int("num_examples", num_examples)
-    elif not replacement:
-        raise ValueError(
-            "`num_examples` is None with `replacement=False`; expected fewer than "
-            "there are. Without replacement all of them are a plain shuffle: say how "
-            "many to draw, or use `.shuffle`."
-        )
-    if seed is not None:
-        seed = checks.positive_int("seed", seed, minimum=0)
-    if not callable(weights):
-        weights = np.asarray(weights)
-        if weights.dtype.kind not in "biuf" or weights.ndim != 1:
-            raise TypeError(
-                f"`weights` has shape {weights.shape} and dtype {weights.dtype}; "
-                "expected one number for each example, or a function of an element. "
-                "Pass an array `(examples,)`."
-            )
-        weights = weights.astype(np.float64)
-        check_weights(weights, None if replacement else num_examples)
-    return Weights(seed, weights, bool(replacement), num_examples)
 
 
 def check_weights(weights: np.ndarray, num_different: int | None = None) -> None:

@@ -6,8 +6,7 @@ from collections.abc import Iterator
 import keras
 import numpy as np
 
-from tfamp.data.health.profile import NOISY
-from tfamp.data.health.rounding import rounding_for
+from tfamp.data.health.profile import NOISY, rounding_for
 from tfamp.numerics.lint.graph import PASSING, Graph, Node
 from tfamp.numerics.lint.rule import Found, rule
 from tfamp.numerics.lint.subject import Subject

@@ -1,11 +1,11 @@
-"""Joins the features of a column into one finding, and words figures."""
+"""Features of a column: distinct values, ids, one finding of several, figures."""
 
 import dataclasses
+import re
 from collections.abc import Mapping
 
 import numpy as np
 
-from tfamp.data.health.distinct import looks_like_ids
 from tfamp.data.health.profile import Profile
 from tfamp.records.findings import Finding, Fix, Severity
 from tfamp.records.units import format_share
@@ -15,6 +15,55 @@ from tfamp.records.units import format_share
 _MAX_INDEX = 2**27
 # With values so many deviations away, all others would end up next to 0.
 _MAX_STANDARDIZED = 100.0
+# Integers are taken for ids when they fill their range this densely.
+_DENSE = 0.5
+_ID_NAME = re.compile(r"(^|[_/\W])(id|ids|index|idx|key|code|zip|zipcode)$", re.I)
+
+
+def distinct_values(profile: Profile, feature: int) -> np.ndarray:
+    """Returns the distinct finite values of a feature in the sample, sorted."""
+    values = profile.sample[:, feature]
+    if values.dtype.kind not in "iub":
+        values = values.astype(np.float64)
+        values = values[np.isfinite(values)]
+    return np.unique(values)
+
+
+def merged_share(
+    profile: Profile, feature: int
+) -> tuple[float, tuple[float, float] | None]:
+    """Returns the share of neighbouring distinct values that become equal, and two.
+
+    Values that become inf are left out: they are the overflow's.
+    """
+    distinct = distinct_values(profile, feature)
+    rounded = profile.rounding(distinct)
+    held = np.isfinite(rounded)
+    distinct, rounded = distinct[held], rounded[held]
+    equal = np.flatnonzero(rounded[1:] == rounded[:-1])
+    if not len(equal):
+        return 0.0, None
+    first = distinct[equal[0] : equal[0] + 2].tolist()
+    return len(equal) / (len(distinct) - 1), (first[0], first[1])
+
+
+def looks_like_ids(profile: Profile, feature: int) -> bool:
+    """Whether whole numbers fill their range as ids do, or are called so.
+
+    Drawn from a range of R ids, s values hold R (1 - exp(-s / R)) distinct ones.
+    Small numbers, which every compute dtype holds, are not asked for.
+    """
+    if not (profile.column.is_integer or profile.is_integral[feature]):
+        return False
+    if not profile.num_finite[feature]:
+        return False
+    if _ID_NAME.search(profile.column.name):
+        return True
+    span = profile.high[feature] - profile.low[feature] + 1
+    if span > 2 * profile.num_rows:
+        return False
+    expected = span * -np.expm1(-len(profile.sample) / span)
+    return len(distinct_values(profile, feature)) >= _DENSE * float(expected)
 
 
 def place(profile: Profile, feature: int) -> str:
