@@ -7,7 +7,7 @@ import pytest
 
 from tfamp.data import Pipeline
 from tfamp.data.sources._files import find_files
-from tfamp.data.sources.images import images_source
+from tfamp.data.sources.images import folder_source
 
 
 def write(folder, *names, data="x,y\n1,2\n"):
@@ -47,7 +47,7 @@ def test_a_link_to_a_folder_above_is_not_followed(tmp_path):
     (tmp_path / "cat/here").symlink_to(tmp_path / "cat")
     (tmp_path / "cat/deep/up").symlink_to(tmp_path)
     (tmp_path / "dog/more").symlink_to(tmp_path / "more")
-    source = images_source(tmp_path, class_names=["cat", "dog"])
+    source = folder_source(tmp_path, class_names=["cat", "dog"])
     assert below(tmp_path, source.paths) == [
         "cat/1.png",
         "cat/deep/2.png",

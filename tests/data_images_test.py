@@ -14,7 +14,7 @@ from tfamp.data import Pipeline
 from tfamp.data._stages import Settings
 from tfamp.data.images.decode import make_decode
 from tfamp.data.images.reader import crop_box
-from tfamp.data.sources.images import images_source
+from tfamp.data.sources.images import folder_source
 from tfamp.records import checks
 
 SETTINGS = Settings(num_threads=2, autotune=False)
@@ -67,7 +67,7 @@ def pairs(source, folder):
 
 def test_labels_are_the_sorted_folders(tmp_path):
     fill(tmp_path, "dog/b.png", "dog/a.jpg", "cat/z.PNG", "cat/deep/y.jpeg")
-    source = images_source(tmp_path)
+    source = folder_source(tmp_path)
     expected = [("cat/z.PNG", 0), ("cat/deep/y.jpeg", 0), ("dog/a.jpg", 1)]
     assert pairs(source, tmp_path) == [*expected, ("dog/b.png", 1)]
     assert source.class_names == ("cat", "dog")
@@ -80,14 +80,14 @@ def test_labels_are_the_sorted_folders(tmp_path):
 
 def test_class_names_give_the_numbers(tmp_path):
     fill(tmp_path, "a/1.png", "b/2.png", "c/3.png")
-    source = images_source(tmp_path, class_names=["c", "a"])
+    source = folder_source(tmp_path, class_names=["c", "a"])
     assert pairs(source, tmp_path) == [("c/3.png", 0), ("a/1.png", 1)]
 
 
 def test_what_is_no_image_is_ignored_and_counted(tmp_path):
     fill(tmp_path, "a/1.png", "b/2.png", "a/.hidden.png", "b/notes.txt", "top.png")
     fill(tmp_path, ".git/x.png", "a/.thumbs/1.png", "a/README", "b/more.txt")
-    source = images_source(tmp_path)
+    source = folder_source(tmp_path)
     assert [name for name, _ in pairs(source, tmp_path)] == ["a/1.png", "b/2.png"]
     what, why = source.explain(None)
     assert what == "2 images, 2 classes"
@@ -99,7 +99,7 @@ def test_what_is_no_image_is_ignored_and_counted(tmp_path):
 
 def test_images_without_labels_are_paths(tmp_path):
     fill(tmp_path, "b.png", "a.png", "c/d.png")
-    source = images_source(tmp_path, labels=None)
+    source = folder_source(tmp_path, labels=None)
     found = [path.decode() for path in source.dataset(SETTINGS).as_numpy_iterator()]
     assert found == [str(tmp_path / name) for name in ("a.png", "b.png", "c/d.png")]
     assert source.locate(2) == str(tmp_path / "c/d.png")
@@ -112,7 +112,7 @@ def test_images_without_labels_are_paths(tmp_path):
 )
 def test_labels_can_be_given(tmp_path, labels):
     fill(tmp_path, "a.png", "b.png", "c.png")
-    source = images_source(tmp_path, labels=labels)
+    source = folder_source(tmp_path, labels=labels)
     assert pairs(source, tmp_path) == [("a.png", 5), ("b.png", 0), ("c.png", 5)]
     assert source.class_names == ("0", "5")
 
@@ -125,13 +125,13 @@ def test_labels_can_be_given(tmp_path, labels):
 def test_labels_can_be_names(tmp_path, class_names, numbers):
     fill(tmp_path, "a.png", "b/c.png")
     labels = {"a.png": "dog", "b/c.png": "cat"}
-    source = images_source(tmp_path, labels=labels, class_names=class_names)
+    source = folder_source(tmp_path, labels=labels, class_names=class_names)
     assert [number for _, number in pairs(source, tmp_path)] == numbers
 
 
 def test_any_image_can_be_read_by_its_position(tmp_path):
     fill(tmp_path, "a/1.png", "a/2.png", "b/3.png")
-    source = images_source(tmp_path)
+    source = folder_source(tmp_path)
     paths, labels = source.rows(tf.constant([2, 0]))
     assert [path.decode()[-5:] for path in paths.numpy()] == ["3.png", "1.png"]
     assert labels.numpy().tolist() == [1, 0]
@@ -142,11 +142,11 @@ def test_any_image_can_be_read_by_its_position(tmp_path):
 
 def test_identity_follows_files_and_labels(tmp_path):
     fill(tmp_path, "a/1.png", "b/2.png")
-    identity = images_source(tmp_path).identity()
-    assert images_source(tmp_path).identity() == identity
-    assert images_source(tmp_path, class_names=["b", "a"]).identity() != identity
+    identity = folder_source(tmp_path).identity()
+    assert folder_source(tmp_path).identity() == identity
+    assert folder_source(tmp_path, class_names=["b", "a"]).identity() != identity
     (tmp_path / "a/1.png").write_bytes(png([[[1, 2, 3]]]) + b"more")
-    assert images_source(tmp_path).identity() != identity
+    assert folder_source(tmp_path).identity() != identity
 
 
 REFUSED = {
@@ -242,7 +242,7 @@ def test_wrong_folders_and_labels_are_refused_at_once(case, tmp_path):
     options, kind = (*rest, *({}, ValueError)[len(rest) :])
     fill(tmp_path, *files)
     with pytest.raises(kind, match=re.escape(message)):
-        images_source(tmp_path, **options)
+        folder_source(tmp_path, **options)
 
 
 def test_a_missing_folder_is_refused(tmp_path):
@@ -250,14 +250,14 @@ def test_a_missing_folder_is_refused(tmp_path):
     message = "which does not exist; expected a folder. Did you mean "
     message += f"'{tmp_path}/train'?"
     with pytest.raises(ValueError, match=re.escape(message)):
-        images_source(tmp_path / "trian")
+        folder_source(tmp_path / "trian")
 
 
 def test_a_file_in_place_of_a_folder_is_refused(tmp_path):
     fill(tmp_path, "a.png")
     message = "a.png', a file; expected a folder. Pass the folder that it lies in,"
     with pytest.raises(ValueError, match=re.escape(message)):
-        images_source(tmp_path / "a.png")
+        folder_source(tmp_path / "a.png")
 
 
 def decode(data, *args, **options):
@@ -445,7 +445,7 @@ def test_a_dataset_of_paths_becomes_pixels_of_one_shape(tmp_path, decoder, fit):
     (folder / "0.jpg").write_bytes(jpeg(smooth(30, 40)))
     (folder / "1.png").write_bytes(png(smooth(50, 20)))
     (folder / "2.jpg").write_bytes(jpeg(smooth(64, 64, 1)[..., :1]))
-    source = images_source(tmp_path)
+    source = folder_source(tmp_path)
     stage = make_decode((24, 16), decoder=decoder, fit=fit, reads_files=True)
     dataset = source.dataset(SETTINGS)
     stage.check(dataset)

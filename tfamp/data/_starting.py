@@ -113,7 +113,7 @@ class Starting(Written):
                 unknown, or labels do not fit the images.
         """
         return cls(
-            images.images_source(
+            images.folder_source(
                 folder, labels=labels, class_names=class_names, extensions=extensions
             )
         )

@@ -1,7 +1,5 @@
 """What TFRecord files are, told from a few of their bytes: packed, cut off, foreign."""
 
-import dataclasses
-import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -38,51 +36,37 @@ def compression_of(path: str) -> str:
     return ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Walk:
-    """What walking through a file's lengths has shown.
-
-    Attributes:
-        num_frames: Whole frames before the end or the damage.
-        end: Byte behind the last of them.
-        damaged_at: Byte of the frame that does not fit into the file, None if all do.
-    """
-
-    num_frames: int
-    end: int
-    damaged_at: int | None
-
-
 def walk(
     path: str,
     update: Callable[[int], None] = lambda done: None,
     *,
+    before: int = 0,
     max_frames: int | None = None,
-) -> Walk:
-    """Returns how many frames a plain file has, reading only their lengths.
+) -> tuple[int, int]:
+    """Returns how many whole frames a plain file has, and the byte behind the last.
 
-    Nothing is checked but that the frames end where the file does.
+    Only lengths are read, and nothing is checked but that the frames end in the file.
 
     Args:
         path: The file, not compressed.
         update: Called with the number of frames so far, now and then.
+        before: Frames of earlier files, which count there.
         max_frames: Where to stop, None for the end of the file.
     """
     size = os.path.getsize(path)
     number, offset = 0, 0
     with open(path, "rb", buffering=0) as file:
-        descriptor = file.fileno()
         while offset < size and number != max_frames:
-            header = os.pread(descriptor, _frames.HEADER_BYTES, offset)
+            header = os.pread(file.fileno(), _frames.HEADER_BYTES, offset)
             if len(header) < _frames.HEADER_BYTES:
-                return Walk(number, offset, offset)
+                break
             end = offset + _frames.FRAME_BYTES + _frames.HEADER.unpack(header)[0]
             if end > size:
-                return Walk(number, offset, offset)
+                break
             number, offset = number + 1, end
             if number % 10_000 == 0:
-                update(number)
-    return Walk(number, offset, None)
+                update(before + number)
+    return number, offset
 
 
 def is_tfrecord(path: str, compression: str) -> bool:
@@ -117,8 +101,8 @@ def mean_bytes(path: str, compression: str) -> int:
         sizes = [len(r) for r in first_records(path, compression, _NUM_SAMPLED)]
         # Packed to a third, as text and small numbers are; this is an estimate.
         return max(1, sum(sizes) // max(1, 3 * len(sizes)))
-    walked = walk(path, max_frames=_NUM_SAMPLED)
-    return max(1, walked.end // max(1, walked.num_frames))
+    number, end = walk(path, max_frames=_NUM_SAMPLED)
+    return max(1, end // max(1, number))
 
 
 def first_records(path: str, compression: str, count: int) -> list[bytes]:
@@ -155,22 +139,17 @@ def count_records(
                 count += int(records.reduce(0, lambda n, _: n + 1))
                 update(count)
                 continue
-            walked = walk(path, functools.partial(_advance, update, count))
-            count += walked.num_frames
-            if walked.damaged_at is not None and not damage:
+            number, end = walk(path, update, before=count)
+            count += number
+            size = os.path.getsize(path)
+            if end < size and not damage:
                 damage = (
-                    f"File {path!r} is cut off or damaged: record "
-                    f"{walked.num_frames} at byte {walked.damaged_at} does not end in "
-                    f"the file, which has {os.path.getsize(path)} bytes. Expected "
+                    f"File {path!r} is cut off or damaged: record {number} at byte "
+                    f"{end} does not end in the file, which has {size} bytes. Expected "
                     "whole records: restore the file, or leave out what is damaged "
                     "with `.on_error('skip')`."
                 )
     return count, damage
-
-
-def _advance(update: Callable[[int], None], before: int, done: int) -> None:
-    """Tells how many records are counted, those of earlier files included."""
-    update(before + done)
 
 
 def check_features(path: str, compression: str, features: Mapping[str, Any]) -> None:

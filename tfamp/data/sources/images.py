@@ -65,40 +65,24 @@ class FileSource(RandomAccess):
         return size, f"paths only; ignored {ignored or 'nothing'}"
 
 
-def images_source(
+def folder_source(
     folder: Any,
     *,
     labels: Any = "inferred",
     class_names: Sequence[str] | None = None,
-    extensions: Sequence[str] = EXTENSIONS,
+    extensions: Any = EXTENSIONS,
+    kind: str = "images",
 ) -> FileSource:
-    """Returns the images below a folder as paths, with their labels.
+    """Returns the files below a folder as paths, with their labels.
 
     Arguments are those of `Pipeline.from_images`, which explains them.
 
     Raises:
         TypeError: An argument has the wrong type.
-        ValueError: The folder is missing, holds no image, a class has none or is
-            unknown, or labels do not fit the images.
+        ValueError: The folder is missing, holds no such file, a class has none or is
+            unknown, or labels do not fit the files.
     """
-    return list_files(
-        folder,
-        labels=labels,
-        class_names=class_names,
-        extensions=checked_extensions(extensions),
-        kind="images",
-    )
-
-
-def list_files(
-    folder: Any,
-    *,
-    labels: Any,
-    class_names: Sequence[str] | None,
-    extensions: tuple[str, ...],
-    kind: str,
-) -> FileSource:
-    """Lists a folder; `Pipeline.from_images` says what the arguments mean."""
+    extensions = _checked_extensions(extensions)
     root = check_folder(folder, argument="folder")
     if isinstance(class_names, str):
         raise TypeError(
@@ -166,7 +150,7 @@ def _tensors(paths: list[str], numbers: list[int] | None) -> Any:
         return as_tensor, tf.constant(np.array(numbers, LABEL_DTYPE))
 
 
-def checked_extensions(extensions: Any) -> tuple[str, ...]:
+def _checked_extensions(extensions: Any) -> tuple[str, ...]:
     """Returns the endings in lower case, with their dots."""
     if isinstance(extensions, str):
         extensions = (extensions,)

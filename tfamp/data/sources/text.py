@@ -19,9 +19,8 @@ from tfamp.data.sources._files import (
 )
 from tfamp.data.sources.images import (
     LABEL_DTYPE,
-    checked_extensions,
+    folder_source,
     label_files,
-    list_files,
 )
 from tfamp.records import checks
 from tfamp.records.progress import progress
@@ -152,11 +151,11 @@ def text_source(
         os.path.expanduser(paths)
     )
     if is_folder or isinstance(labels, str):
-        listed = list_files(
+        listed = folder_source(
             paths,
             labels=labels,
             class_names=class_names,
-            extensions=checked_extensions(extensions),
+            extensions=extensions,
             kind="texts",
         )
     else:
