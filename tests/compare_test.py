@@ -18,7 +18,7 @@ import pytest
 import tfamp
 from tests import made_evidence
 from tfamp.comparison import conclusion
-from tfamp.trials import drift, largest_batch, line, parcel, processes, storage, turns
+from tfamp.trials import largest_batch, line, parcel, processes, storage, turns
 from tfamp.trials.job import Job, checked_policies, checked_seeds, file_name
 from tfamp.trials.run import batch_trial, step_profiles
 from tfamp.trials.run_records import OperationTime, Run
@@ -510,12 +510,12 @@ def test_drift_is_the_distance_over_the_way(tmp_path):
     # From 0 the reference went to (3, 4), five away; the other ended one beside it.
     reference = weights(tmp_path / "a.npz", [0.0, 0.0], [3.0, 4.0])
     other = weights(tmp_path / "b.npz", [9.0, 9.0], [4.0, 4.0])
-    assert drift.drift(reference, other) == pytest.approx(0.2)
-    assert drift.drift(reference, reference) == 0.0
-    assert drift.drift(reference, tmp_path / "none.npz") is None
+    assert storage.drift(reference, other) == pytest.approx(0.2)
+    assert storage.drift(reference, reference) == 0.0
+    assert storage.drift(reference, tmp_path / "none.npz") is None
     still = weights(tmp_path / "c.npz", [1.0], [1.0])
-    assert drift.drift(still, still) is None
-    assert drift.drift(reference, still) is None
+    assert storage.drift(still, still) is None
+    assert storage.drift(reference, still) is None
 
 
 def bare_run(policy, **given):

@@ -11,7 +11,7 @@ import pytest
 from tests import made_evidence
 from tfamp.comparison.report import html as report_html
 from tfamp.comparison.report.html import to_html
-from tfamp.trials.run_records import ComparedOperation, Run
+from tfamp.trials.run_records import OperationTime, Run
 
 # Playwright's own comes first; these are what systems call theirs.
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "chrome")
@@ -132,7 +132,7 @@ def everything():
         ),
         title=f"digits CNN {long}",
         notes=("A note.", long),
-        operations={"auto": (ComparedOperation("MatMul", 0.04, 0.02),)},
+        operations={"auto": (OperationTime("MatMul", 0.04, 0.02),)},
     )
 
 

@@ -30,12 +30,12 @@ from tfamp.comparison.report import (
     figures,
     rows,
     sentences,
-    table,
 )
 from tfamp.comparison.report import html as report_html
 from tfamp.comparison.report import markdown as report_markdown
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.markdown import to_markdown
+from tfamp.comparison.report.table import table
 from tfamp.comparison.result import Comparison
 from tfamp.records import files
 from tfamp.records.record import Device

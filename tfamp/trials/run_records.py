@@ -204,7 +204,7 @@ class Run(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class ComparedOperation(Record):
+class OperationTime(Record):
     """Time of one kind of operation in a training step, before and after.
 
     Args:

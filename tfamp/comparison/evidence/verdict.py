@@ -133,12 +133,12 @@ def judge(
     sure = quality_of(differences, sure_rate, sampling, resolution=resolution)
     speed = interval_of_ratios(ratios, sure_rate)
     speed_effect = effect_of_ratio(speed, more_is_better=True)
-    quality_effect = _quality_effect(quality, sure, tolerance)
+    effect = quality_effect(quality, sure, tolerance)
     more = needed = None
-    if quality_effect == "worse":
+    if effect == "worse":
         answer: Answer = "worse"
         reason = f"the metric loses {-quality.high:.3g} or more"
-    elif quality_effect == "unclear":
+    elif effect == "unclear":
         answer = "undecided"
         reason = (
             f"the metric may lose {-quality.low:.3g} or change by {quality.high:+.3g}"
@@ -183,12 +183,12 @@ def judge(
         more,
         num_examples=0 if sampling is None else sampling.number,
         examples_needed=needed,
-        quality_effect=quality_effect,
+        quality_effect=effect,
         speed_effect=speed_effect,
     )
 
 
-def _quality_effect(found: Interval, sure: Interval, tolerance: float) -> Effect:
+def quality_effect(found: Interval, sure: Interval, tolerance: float) -> Effect:
     """Returns what a difference of the metric comes to; `sure` errs less often."""
     if sure.high < -tolerance:
         return "worse"

@@ -10,6 +10,7 @@ import numpy as np
 from tfamp.comparison.evidence.evidence import Evidence
 from tfamp.comparison.evidence.measures import Measure, measures_of
 from tfamp.comparison.evidence.side_measures import effects_of
+from tfamp.comparison.evidence.verdict import quality_effect
 from tfamp.comparison.report import figures
 from tfamp.trials.intervals import Effect, Interval, interval
 from tfamp.trials.run_records import Run
@@ -191,21 +192,15 @@ def _quality_row(
         return form(float(np.mean(values)) if values else None)
 
     def cell(policy: str) -> Cell:
-        found, low_is_better = difference(policy), evidence.better == "min"
-        shown = found
-        if low_is_better:
-            shown = Interval(-found.estimate, -found.high, -found.low)
-        change = form(shown.estimate, sign=True) if math.isfinite(found.low) else ""
-        if math.isfinite(found.estimate):
-            change = form(shown.estimate, sign=True)
-        known = figures.is_known(found)
-        between = (
-            f"{form(shown.low, sign=True)} to {form(shown.high, sign=True)}"
-            if known
-            else ""
+        found = difference(policy)
+        ends = (found.estimate, found.low, found.high)
+        if evidence.better == "min":
+            ends = (-found.estimate, -found.high, -found.low)
+        change, low, high = (
+            form(value, sign=True) if math.isfinite(value) else "" for value in ends
         )
-        effect = effect_of(policy, found)
-        return Cell(policy, mean(policy), change, between, effect)
+        between = f"{low} to {high}" if low and high else ""
+        return Cell(policy, mean(policy), change, between, effect_of(policy, found))
 
     cells = tuple(map(cell, evidence.candidates))
     return Row("Quality", "", label, "", mean(evidence.reference), cells)
@@ -220,13 +215,8 @@ def _metric_effect(evidence: Evidence, policy: str, found: Interval) -> Effect:
     verdict = evidence.verdicts.get(policy)
     if verdict is not None and verdict.quality_effect:
         return verdict.quality_effect
-    # Records of earlier versions, and evidence without a verdict.
     tolerance = metric_tolerance(evidence)
-    if found.low > tolerance:
-        return "better"
-    if found.high < -tolerance:
-        return "worse"
-    return "as good" if found.low >= -tolerance else "unclear"
+    return quality_effect(found, found, tolerance)
 
 
 def _measure_row(
