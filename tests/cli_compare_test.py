@@ -1,7 +1,6 @@
 """`tfamp compare`: what it asks for, prints, writes and ends with."""
 
 import dataclasses
-import importlib
 import json
 import sys
 import warnings
@@ -10,6 +9,7 @@ import pytest
 
 from tests import made_evidence
 from tfamp.cli import compare
+from tfamp.comparison import runner
 from tfamp.comparison.result import Comparison
 from tfamp.trials.run_records import Run
 
@@ -34,8 +34,7 @@ def asked(tmp_path, monkeypatch):
         settings["directory"].mkdir(parents=True)
         return Comparison(**values)
 
-    package = importlib.import_module("tfamp.compare")
-    monkeypatch.setattr(package, "compare", compared)
+    monkeypatch.setattr(runner, "compare", compared)
     monkeypatch.chdir(tmp_path)
     return call
 

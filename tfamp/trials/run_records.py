@@ -249,18 +249,3 @@ class Context(Record):
     variables: dict[str, str]
     command: str = ""
     date: str = ""
-
-
-@dataclasses.dataclass(frozen=True)
-class OperationTime(Record):
-    """Time of one kind of operation in a training step, before and after.
-
-    Args:
-        operation: Type of the operation, such as "MatMul".
-        before_seconds: A step under the reference, summed over all threads.
-        after_seconds: A step under the policy.
-    """
-
-    operation: str
-    before_seconds: float
-    after_seconds: float
