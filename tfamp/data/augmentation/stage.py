@@ -5,7 +5,12 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import bytes_of_element, with_length_of
+from tfamp.data._elements import (
+    bytes_of_element,
+    inputs_of,
+    with_inputs,
+    with_length_of,
+)
 from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.augmentation.chain import Chain
 from tfamp.data.augmentation.epochs import CountEpochs, EpochCounter
@@ -149,7 +154,7 @@ def _part(element: Any, key: str | None) -> Any:
     Raises:
         ValueError: There is none of that name, or the name is missing.
     """
-    inputs = element[0] if isinstance(element, tuple) else element
+    inputs = inputs_of(element)
     if isinstance(inputs, dict) and key in inputs:
         return inputs[key]
     if isinstance(inputs, dict) or key is not None:
@@ -163,6 +168,5 @@ def _part(element: Any, key: str | None) -> Any:
 
 def _with_part(element: Any, key: str | None, changed: tf.Tensor) -> Any:
     """Returns an element with its input changed."""
-    inputs = element[0] if isinstance(element, tuple) else element
-    new = changed if key is None else {**inputs, key: changed}
-    return (new, *element[1:]) if isinstance(element, tuple) else new
+    new = changed if key is None else {**inputs_of(element), key: changed}
+    return with_inputs(element, new)

@@ -6,6 +6,8 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.data.sampling.labels import as_parts
+
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
@@ -53,7 +55,7 @@ class Padder:
                 "is None, which is what varies. Use `.batch` for elements of one "
                 "shape, or set the dimension free with `tf.ensure_shape` in `.map`."
             )
-        parts = _as_parts(element_spec)
+        parts = as_parts(element_spec)
         ends = [len(tf.nest.flatten(parts[: i + 1])) for i in range(len(parts))]
         self._of_inputs = self._sequences_within(0, ends[0])
         self._of_targets = self._sequences_within(*ends[:2]) if ends[1:] else []
@@ -141,7 +143,7 @@ class Padder:
             element: The batch.
             sizes: What `_sizes` gave for each of its elements, `(batch, 2)`.
         """
-        parts = list(_as_parts(element))
+        parts = list(as_parts(element))
         leaves = tf.nest.flatten(element)
         if self._padding.mask is not None:
             width = tf.shape(leaves[self._of_inputs[0]])[1]
@@ -240,7 +242,3 @@ def _check_spec(spec: Any) -> None:
 
 def _size(leaf: tf.Tensor) -> tf.Tensor:
     return tf.shape(leaf, tf.int64)[0]
-
-
-def _as_parts(element: Any) -> tuple[Any, ...]:
-    return element if isinstance(element, tuple) else (element,)

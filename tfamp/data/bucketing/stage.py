@@ -19,9 +19,8 @@ from tfamp.data.bucketing.plan import (
     plan_of,
     sizes_of_batches,
 )
-from tfamp.data.sampling.labels import Memory
+from tfamp.data.sampling.labels import Memory, read_all
 from tfamp.records import checks, units
-from tfamp.records.progress import progress
 
 # Lengths brought to Python at once.
 _LENGTHS_AT_ONCE = 1024
@@ -273,17 +272,6 @@ def _given_boundaries(boundaries: Any, multiple: int) -> tuple[int, ...] | None:
 def _read_lengths(
     dataset: tf.data.Dataset, padder: Padder, settings: Settings
 ) -> np.ndarray:
-    """Returns the length of every element, with a progress bar if it takes long."""
-    lengths = map_in_order(dataset, padder.length_of, settings)
-    read, done = [], 0
-    with progress("Reading lengths", known_length(dataset)) as update:
-        for batch in lengths.batch(_LENGTHS_AT_ONCE).as_numpy_iterator():
-            read.append(batch)
-            done += len(batch)
-            update(done)
-    if not read:
-        raise ValueError(
-            "The dataset has no elements to read the length of; expected at least "
-            "one. Check the files or the filter before it."
-        )
-    return np.concatenate(read)
+    """Returns the length of every element."""
+    lengths = map_in_order(dataset, padder.length_of, settings).batch(_LENGTHS_AT_ONCE)
+    return read_all(lengths, "Reading lengths", known_length(dataset), "the length")

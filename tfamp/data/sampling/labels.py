@@ -110,19 +110,8 @@ class Reader:
         options.deterministic = True
         options.autotune.enabled = settings.autotune
         what = "Reading weights" if self.is_weight else "Reading labels"
-        read = []
-        with progress(what, length) as update:
-            done = 0
-            for batch in values.with_options(options).as_numpy_iterator():
-                read.append(batch)
-                done += len(batch)
-                update(done)
-        if not read:
-            raise ValueError(
-                f"The dataset has no elements to read `{self.argument}` of; expected "
-                "at least one. Check the files or the filter before it."
-            )
-        return np.concatenate(read)
+        batches = values.with_options(options)
+        return read_all(batches, what, length, f"`{self.argument}`")
 
     def _pick(self, parts: tuple[Any, ...]) -> Any:
         """Returns the target, or what the key names, of elements or their spec."""
@@ -246,6 +235,31 @@ def _class_of_rows(rows: tf.Tensor) -> tf.Tensor:
     )
     found = tf.argmax(values, axis=1)
     return tf.where(is_class, found, tf.constant(_NO_CLASS, tf.int64))
+
+
+def read_all(
+    batches: tf.data.Dataset, description: str, length: int | None, what: str
+) -> np.ndarray:
+    """Returns joined batches of values, with a progress bar if it takes long.
+
+    Args:
+        batches: Of one value of each element.
+        description: What is done, for the bar.
+        length: How many elements there are, None if unknown.
+        what: What is read of them, for the error.
+    """
+    read, done = [], 0
+    with progress(description, length) as update:
+        for batch in batches.as_numpy_iterator():
+            read.append(batch)
+            done += len(batch)
+            update(done)
+    if not read:
+        raise ValueError(
+            f"The dataset has no elements to read {what} of; expected at least one. "
+            "Check the files or the filter before it."
+        )
+    return np.concatenate(read)
 
 
 def count(dataset: tf.data.Dataset) -> int:

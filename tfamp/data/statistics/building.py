@@ -14,8 +14,8 @@ from tfamp.data.statistics.limits import (
     fill_text,
     fill_values,
     outlier_limits,
-    per_column,
 )
+from tfamp.data.statistics.missing import per_column
 from tfamp.data.statistics.transforms import TRANSFORMS, fit_power, transform_array
 from tfamp.records import checks
 

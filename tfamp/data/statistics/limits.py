@@ -2,7 +2,6 @@
 
 import math
 import numbers
-from collections.abc import Iterable, Mapping
 from typing import Any
 
 import numpy as np
@@ -15,26 +14,6 @@ RULES = ("zscore", "iqr", "quantile")
 # Three standard deviations keep 99.7 % of a normal; 1.5 quartile ranges are Tukey's
 # fences (Exploratory Data Analysis, 1977, chapter 2) and keep 99.3 %.
 _ZSCORE, _IQR, _QUANTILES = 3.0, 1.5, (0.01, 0.99)
-
-
-def per_column(
-    argument: str, option: Any, names: Iterable[str], default: Any
-) -> dict[str, Any]:
-    """Returns an option for each column, from one for all or a dict by column.
-
-    Example:
-        >>> per_column("missing", {"age": 0}, ("age", "pay"), "mean")
-        {'age': 0, 'pay': 'mean'}
-    """
-    names = tuple(names)
-    if not isinstance(option, Mapping):
-        return dict.fromkeys(names, option)
-    if unknown := tuple(name for name in option if name not in names):
-        raise ValueError(
-            f"`{argument}` names columns {unknown!r}; expected some of {names!r}. "
-            "Correct the names."
-        )
-    return {name: option.get(name, default) for name in names}
 
 
 def check_fill(missing: Any) -> Any:

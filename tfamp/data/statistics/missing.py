@@ -11,6 +11,26 @@ import numpy as np
 MissingValues = Any
 
 
+def per_column(
+    argument: str, option: Any, names: Iterable[str], default: Any
+) -> dict[str, Any]:
+    """Returns an option for each column, from one for all or a dict by column.
+
+    Example:
+        >>> per_column("missing", {"age": 0}, ("age", "pay"), "mean")
+        {'age': 0, 'pay': 'mean'}
+    """
+    names = tuple(names)
+    if not isinstance(option, Mapping):
+        return dict.fromkeys(names, option)
+    if unknown := tuple(name for name in option if name not in names):
+        raise ValueError(
+            f"`{argument}` names columns {unknown!r}; expected some of {names!r}. "
+            "Correct the names."
+        )
+    return {name: option.get(name, default) for name in names}
+
+
 def by_column(
     missing_value: MissingValues, dtypes: Mapping[str, Any]
 ) -> dict[str, tuple[Any, ...]]:
@@ -32,20 +52,11 @@ def by_column(
         >>> by_column((-999, "?"), {"age": np.dtype("f4"), "city": np.dtype("O")})
         {'age': (-999.0,), 'city': ('?',)}
     """
-    if isinstance(missing_value, Mapping):
-        unknown = tuple(name for name in missing_value if name not in dtypes)
-        if unknown:
-            raise ValueError(
-                f"`missing_value` names columns {unknown!r}; expected some of "
-                f"{tuple(dtypes)!r}. Correct the names."
-            )
-        found = {name: _values(missing_value.get(name)) for name in dtypes}
-        for name, values in found.items():
-            _check_used(values, {name: dtypes[name]})
-    else:
-        values = _values(missing_value)
-        _check_used(values, dtypes)
-        found = dict.fromkeys(dtypes, values)
+    by_name = per_column("missing_value", missing_value, dtypes, None)
+    found = {name: _values(value) for name, value in by_name.items()}
+    for name, values in found.items():
+        only = {name: dtypes[name]} if isinstance(missing_value, Mapping) else dtypes
+        _check_used(values, only)
     return {
         name: tuple(value for value in values if suits(value, dtypes[name]))
         for name, values in found.items()
