@@ -9,8 +9,13 @@ from pathlib import Path
 from typing import Any
 
 # glibc gives blocks of at least so many bytes back when they are freed, and so a peak
-# of the resident memory is one of what is in use, as with a GPU's allocator.
-FREED_AT_ONCE = {"MALLOC_MMAP_THRESHOLD_": "65536", "MALLOC_TRIM_THRESHOLD_": "65536"}
+# of the resident memory is one of what is in use, as with a GPU's allocator. The one
+# that TensorFlow has for oneDNN gives nothing back, so it is left out.
+FREED_AT_ONCE = {
+    "MALLOC_MMAP_THRESHOLD_": "65536",
+    "MALLOC_TRIM_THRESHOLD_": "65536",
+    "TF_ONEDNN_USE_SYSTEM_ALLOCATOR": "1",
+}
 
 
 def versions() -> dict[str, str]:

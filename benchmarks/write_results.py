@@ -18,7 +18,7 @@ ORDER = (
     *("enable_overhead", "loss_scale", "pipeline"),
     *("training", "tried", "equal_policies", "callbacks_cost"),
     *("guilty_layers", "guilty_layers_further"),
-    *("guards", "shadow_pass", "freeze", "memory", "remat"),
+    *("guards", "shadow_pass", "freeze", "memory", "resident", "remat"),
 )
 
 
@@ -189,6 +189,32 @@ def memory(result: dict[str, Any], kind: str = "memory") -> str:
     return _filled(kind, result, rows, goal=f"{result['goal']:.0%}")
 
 
+def resident(result: dict[str, Any], kind: str = "resident") -> str:
+    """Returns the section of benchmarks/resident.py, with what it missed."""
+    rows, missed = [], []
+    for case, policies in result["cases"].items():
+        for policy, found in policies.items():
+            cells = [case, policy, str(found["batch"])]
+            cells += [_mebibytes(found[key]) for key in ("predicted", "measured")]
+            cells += [f"{found[key]:.2f}" for key in ("ratio", "ratio_above_built")]
+            rows.append(f"| {' | '.join(cells)} |")
+            missed += [] if found["met"] else [f"{case}, {policy}"]
+    allocators = dict.fromkeys(
+        found["allocator"]
+        for each in result["cases"].values()
+        for found in each.values()
+    )
+    return _filled(
+        kind,
+        result,
+        rows,
+        goal=f"{result['goal']:.0%}",
+        allocator=" and ".join(allocators),
+        steps=result["steps"],
+        missed=f"Beyond it: {'; '.join(missed)}." if missed else "All are within it.",
+    )
+
+
 def _mebibytes(num_bytes: int) -> str:
     return f"{num_bytes / 2**20:,.0f} MiB"
 
@@ -214,6 +240,7 @@ WRITERS = {
     "guards": guards,
     "memory": memory,
     "remat": remat,
+    "resident": resident,
     "shadow_pass": shadow_pass,
 }
 

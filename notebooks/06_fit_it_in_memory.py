@@ -105,7 +105,8 @@ print(estimate)
 # ## Which batch size fits?
 #
 # Several sizes and policies at once are estimated beside one another. From the sizes
-# around each one it knows how memory grows, and so the largest batch for any limit.
+# around each one it knows how memory grows, and so the largest batch for any limit: on
+# a CPU for the whole process, with `resident=False` for what a step holds, as on a GPU.
 
 # %%
 sizes, policies = [32, 256], ["float32", POLICY]
@@ -119,7 +120,7 @@ estimates.plot(folder / "estimates.png")
 display(Image(folder / "estimates.png"))
 for each in estimates:
     if each.batch_size == max(sizes):
-        largest = each.largest_batch(16 * 10**9, multiple_of=8)
+        largest = each.largest_batch(16 * 10**9, multiple_of=8, resident=False)
         print(f"{each.policy:15} a memory of 16 GB holds batches of {largest:,}")
 
 # %% [markdown]
@@ -249,7 +250,7 @@ before = tfamp.estimate_memory(model, 64, data=(x, y))
 lighter = tfamp.remat(build_model())
 after = tfamp.estimate_memory(lighter, 64, data=(x, y))
 for name, each in {"as it is": before, "with remat": after}.items():
-    largest = each.largest_batch(16 * 10**9, multiple_of=8)
+    largest = each.largest_batch(16 * 10**9, multiple_of=8, resident=False)
     print(f"{name:12} {each.peak_bytes / 2**20:6,.0f} MiB; 16 GB hold {largest:,}")
 
 # %% [markdown]

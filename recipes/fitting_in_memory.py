@@ -165,7 +165,7 @@ def _estimate(
 def _largest(estimate: Any, limit: int, text: str) -> int:
     """Returns the most examples that fit, a multiple of 8."""
     try:
-        return int(estimate.largest_batch(limit, multiple_of=_MULTIPLE))
+        return int(estimate.largest_batch(limit, multiple_of=_MULTIPLE, resident=False))
     except ValueError as error:
         raise ValueError(
             f"`--max_memory` is {text!r}, too little for a batch of {_MULTIPLE}: "

@@ -60,6 +60,12 @@ def check_freeze(result):
         assert 0 < low <= figures["1"][side]["ratio"] <= high
 
 
+def check_resident(result):
+    found = result["cases"]["MLP of 2 blocks"]["float32"]
+    # Small tensors in a large process.
+    assert found["met"] and 0 < found["built"] < found["measured"]
+
+
 def check_memory(result):
     figures = result["cases"]["MLP of 2 blocks"]["float32"]
     # A block has 2 x 1024 x 2048 numbers: the gradient of one product at least.
@@ -176,6 +182,18 @@ def test_a_section_tells_what_was_missed():
     assert "| develop | float16 | 1 of 2 | 1 of 1 |" in text
     assert "develop: cause 3 of 4, layer 2 of 2" in text
     assert "- cube float16, seed 0 (develop): expected layers [['a']], got safe" in text
+
+
+def test_a_section_tells_which_processes_grow_beyond_their_prediction():
+    writer = load("write_results.py")
+    near = {"batch": 8, "predicted": 2**20, "measured": 2**20, "built": 0}
+    near |= {"allocator": "glibc", "ratio": 1.0, "ratio_above_built": 1.0, "met": True}
+    far = near | {"predicted": 2**21, "ratio": 2.0, "met": False}
+    result = {"cases": {"MLP": {"float32": near, "other": far}}, "goal": 0.15}
+    result |= {"device": "CPU", "versions": {"keras": "3"}, "steps": 5}
+    text = writer.resident(result)
+    assert "| MLP | other | 8 | 2 MiB | 1 MiB | 2.00 | 1.00 |" in text
+    assert "within 15% of 1. Beyond it: MLP, other.\n" in text
 
 
 def test_ratios_of_the_loss_scale_are_to_the_bare_step_of_the_same_turn():

@@ -131,7 +131,11 @@ def test_a_limit_is_answered_by_the_largest_batch_of_each_policy(capsys):
     limit = 1_000_000
     policies = ("float32", "mixed_bfloat16")
     found = estimated(
-        "build", f"--policy={','.join(policies)}", "--batch_size=64,8", "--limit=1MB"
+        "build",
+        f"--policy={','.join(policies)}",
+        "--batch_size=64,8",
+        "--limit=1MB",
+        "--noresident",
     )
     last = capsys.readouterr().out.splitlines()[-1]
     words = re.fullmatch(
@@ -156,7 +160,8 @@ def test_a_limit_is_answered_by_the_largest_batch_of_each_policy(capsys):
     ids=["no example", "a few", "thousands"],
 )
 def test_a_limit_may_hold_less_than_eight_examples_or_none(capsys, limit, expected):
-    estimated("alone", "--policy=float32", f"--limit={limit}", "--batch_size=8")
+    limits = f"--limit={limit}", "--noresident"
+    estimated("alone", "--policy=float32", *limits, "--batch_size=8")
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(rf"Largest batch .*: {expected} \(float32\)\.", last), last
 
@@ -181,9 +186,28 @@ def test_what_was_traced_for_the_larger_size_tells(
     )
     monkeypatch.setattr(estimator, "estimate_memory", lambda *_, **__: made_up)
     argv = ["measurable:alone", "--policy=float32", "--batch_size=64,8"]
-    assert memory.main([*argv, "--limit=2000"]) == 0
+    assert memory.main([*argv, "--limit=2000", "--noresident"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"Largest batch size that fits in 2.0 KiB: {expected} (float32)."
+
+
+def test_a_limit_is_of_the_whole_process_where_its_size_is_known(monkeypatch, capsys):
+    (one,) = estimated("alone", "--policy=float32")
+    # 100 bytes and 10 an example: 2,000 hold 190, or 184 as a multiple of 8.
+    known = {"resident_bytes": 740, "resident_curve": [[64, 740], [128, 1380]]}
+    unknown = {"resident_bytes": None, "curve": [[64, 740], [128, 740]]}
+    argv = ["measurable:alone", "--policy=float32", "--limit=2000"]
+    for more, expected in (
+        (known, "whose process fits in 2.0 KiB: 184"),
+        (unknown, "that fits in 2.0 KiB: any"),
+    ):
+        made_up = MemoryEstimates.from_dict({"estimates": [one.to_dict() | more]})
+        monkeypatch.setattr(
+            tfamp.memory, "estimate_memory", lambda *_, found=made_up, **__: found
+        )
+        assert memory.main(argv) == 0
+        last = capsys.readouterr().out.splitlines()[-1]
+        assert last == f"Largest batch size {expected} (float32)."
 
 
 def test_a_plot_is_drawn(module):
@@ -251,6 +275,7 @@ def test_find_makes_trials_of_what_the_function_builds(capsys):
 # Failures
 
 FAILURES = {
+    "resident without a limit": (["a:b", "--resident"], 2, "without `--limit`"),
     "four": (["measurable:four"], 1, "returned a tuple of 4; expected a compiled"),
     "not compiled": (["measurable:uncompiled"], 1, "Model 'raw' is not compiled;"),
     "open shape": (["measurable:open_shape"], 1, "`--sequence_length=128` to `tfamp"),

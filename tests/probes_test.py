@@ -313,6 +313,13 @@ def test_the_peak_is_getrusages_where_there_is_no_mark(text, tmp_path, monkeypat
     assert process_memory.peak_process_bytes(tmp_path / "status") == expected
 
 
+def test_linux_tells_the_present_size_without_psutil(tmp_path, monkeypatch):
+    status = tmp_path / "status"
+    status.write_text("Name:\tpython\nVmHWM:\t    9000 kB\nVmRSS:\t    2048 kB\n")
+    monkeypatch.setitem(sys.modules, "psutil", None)
+    assert process_memory.process_bytes(status) == 2 * 2**20
+
+
 def test_the_peak_is_psutils_on_windows(tmp_path, monkeypatch):
     info = types.SimpleNamespace(peak_wset=7 * MIB)
     process = types.SimpleNamespace(memory_info=lambda: info)

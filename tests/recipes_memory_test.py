@@ -142,7 +142,7 @@ def test_a_choice_far_from_what_was_traced_is_traced_again(fitting):
             self.size, self.peak_bytes = size, 10 * size
             traced.append(size)
 
-        def largest_batch(self, limit, *, multiple_of):
+        def largest_batch(self, limit, *, multiple_of, resident):
             assert multiple_of == 8
             return 8 * max(1, min(limit, self.size - 8) // 8)
 

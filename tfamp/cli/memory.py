@@ -14,7 +14,8 @@ from tfamp.trials.variant import Variant
 
 _PURPOSE = """\
 Predicts what a training step will hold in memory, by kind, and trains nothing: the
-step is traced. With --limit it tells the largest batch that fits. `module:build` names
+step is traced; on a CPU also how large the process will be. With --limit it tells the
+largest batch that fits, on a CPU with the whole process. `module:build` names
 a function that returns a compiled model, or (model, train) or (model, train,
 validation), of which shapes and the batch size are read. --find trains a few steps of
 real batches instead, each size in a fresh process, until one does not fit or gains too
@@ -28,7 +29,9 @@ _MULTIPLE = 8
 # No model's batch is as large: what holds it, holds any.
 _ENDLESS = 2**40
 # Flags that trials have no use for.
-_NOT_FOUND_WITH = ("batch_size", "inference", "optimizer", "sequence_length")
+_NOT_FOUND_WITH = (
+    *("batch_size", "inference", "optimizer", "resident", "sequence_length"),
+)
 
 
 def main(argv: Sequence[str]) -> int:
@@ -55,7 +58,7 @@ def main(argv: Sequence[str]) -> int:
             text = str(found)
         else:
             found = estimate(target, variants, sizes, values)
-            text = "\n".join([found.table(), *_largest(found, limit)])
+            text = "\n".join([found.table(), *_largest(found, limit, values.resident)])
         _flags.write(values, found)
         if values.plot is not None:
             found.plot(values.plot)
@@ -128,28 +131,39 @@ def _named(estimate: Any, variant: Variant) -> Any:
     return dataclasses.replace(estimate, policy=str(variant))
 
 
-def _largest(estimates: Any, limit: int | None) -> list[str]:
+def _largest(estimates: Any, limit: int | None, resident: bool | None) -> list[str]:
     """Returns a line on the largest batch that fits, of each policy."""
     if limit is None:
         return []
+    whole = resident
+    if whole is None:
+        whole = all(each.resident_bytes is not None for each in estimates)
     # The largest size that was traced says most of those beyond.
     by_policy = {each.policy: each for each in sorted(estimates, key=_size)}
     names = dict.fromkeys(each.policy for each in estimates)
-    words = ", ".join(f"{_fitting(by_policy[name], limit)} ({name})" for name in names)
-    return [f"Largest batch size that fits in {units.format_bytes(limit)}: {words}."]
+    words = ", ".join(
+        f"{_fitting(by_policy[name], limit, whole)} ({name})" for name in names
+    )
+    whose = "whose process" if whole else "that"
+    return [f"Largest batch size {whose} fits in {units.format_bytes(limit)}: {words}."]
 
 
 def _size(estimate: Any) -> int:
     return int(estimate.batch_size)
 
 
-def _fitting(estimate: Any, limit: int) -> str:
-    if estimate.bytes_at(1) > limit:
-        return f"none, 1 takes {units.format_bytes(estimate.bytes_at(1))}"
-    if estimate.bytes_at(_ENDLESS) <= limit:
+def _fitting(estimate: Any, limit: int, resident: bool) -> str:
+    def fits(size: int) -> bool:
+        return bool(estimate.bytes_at(size, resident=resident) <= limit)
+
+    if not fits(1):
+        least = estimate.bytes_at(1, resident=resident)
+        return f"none, 1 takes {units.format_bytes(least)}"
+    if fits(_ENDLESS):
         return "any"
-    multiple = _MULTIPLE if estimate.bytes_at(_MULTIPLE) <= limit else 1
-    return f"{estimate.largest_batch(limit, multiple_of=multiple):,}"
+    multiple = _MULTIPLE if fits(_MULTIPLE) else 1
+    found = estimate.largest_batch(limit, multiple_of=multiple, resident=resident)
+    return f"{found:,}"
 
 
 def _check(values: flags.FlagValues) -> None:
@@ -158,6 +172,11 @@ def _check(values: flags.FlagValues) -> None:
         raise ValueError(
             "`--optimizer` came with `--inference`; expected one of them, as predict "
             "has no optimizer. Leave one out"
+        )
+    if values["resident"].present and values.limit is None:
+        raise ValueError(
+            "`--resident` came without `--limit`; expected both, as it says what the "
+            "limit is for. Add --limit, or leave it out"
         )
     if not values.find:
         return
@@ -217,6 +236,13 @@ def _define() -> flags.FlagValues:
         "limit",
         None,
         "Memory there is, such as 16GB, 14.5GiB or a number of bytes.",
+    )
+    add(
+        "bool",
+        "resident",
+        None,
+        "Take --limit for the whole process, or (--noresident) for what a step holds, "
+        "as on a GPU; else the first where it is known, which it is on CPUs.",
     )
     add(
         "bool",

@@ -12,6 +12,7 @@ from tfamp.graph.buffers import (
     TAKING,
     scratch_bytes,
 )
+from tfamp.graph.loop_lists import pushed_and_popped
 from tfamp.graph.plans import ARGUMENT, Plan, Step, Tensor
 
 
@@ -47,6 +48,21 @@ class Peak:
     at: str
 
 
+@dataclasses.dataclass(frozen=True, slots=True)
+class Change:
+    """A block of memory that is taken or freed.
+
+    Args:
+        block: Its number.
+        num_bytes: Its size; 0 when it is freed.
+        step: Number of the step that does so.
+    """
+
+    block: int
+    num_bytes: int
+    step: int
+
+
 class _Buffer:
     """Memory that one tensor or several share.
 
@@ -55,10 +71,11 @@ class _Buffer:
         maker: Number of the step that made it; None for what was there before.
     """
 
-    __slots__ = ("maker", "num_bytes", "users")
+    __slots__ = ("block", "maker", "num_bytes", "users")
 
     def __init__(self, num_bytes: int, maker: int | None) -> None:
         self.num_bytes, self.maker, self.users = num_bytes, maker, 0
+        self.block = 0
 
 
 def find_peak(plan: Plan, *, emulated: frozenset[str] = frozenset()) -> Peak:
@@ -83,9 +100,35 @@ def find_peak(plan: Plan, *, emulated: frozenset[str] = frozenset()) -> Peak:
     return _Run(plan, emulated).peak()
 
 
+def changes(
+    plan: Plan, *, emulated: frozenset[str] = frozenset()
+) -> tuple[Change, ...]:
+    """Returns the blocks that a run of a plan takes and frees, in their order.
+
+    Args:
+        plan: The steps.
+        emulated: As for `find_peak`.
+
+    Example:
+        >>> import tensorflow as tf
+        >>> from tfamp.graph.plans import read_plan
+        >>> spec = tf.TensorSpec((256, 256))
+        >>> twice = tf.function(lambda x: tf.transpose(tf.exp(tf.transpose(x))))
+        >>> plan = read_plan(twice.get_concrete_function(spec))
+        >>> [change.num_bytes // 2**10 for change in changes(plan)]
+        [256, 256, 0, 0]
+    """
+    run = _Run(plan, emulated)
+    run.peak()
+    run.close()
+    return tuple(run.changes)
+
+
 class _Run:
     def __init__(self, plan: Plan, emulated: frozenset[str]) -> None:
         self._plan, self._emulated = plan, emulated
+        self.changes: list[Change] = []
+        self._num_blocks = self._number = 0
         self._buffers: dict[Tensor, _Buffer] = {}
         self._alive: dict[int, _Buffer] = {}
         self._total = 0
@@ -114,7 +157,13 @@ class _Run:
         at = steps[self._at].name if steps else ""
         return Peak(self._peak, (*held, *self._scratch), at)
 
+    def close(self) -> None:
+        """Frees what the run returns."""
+        for buffer in self._alive.values():
+            self._freed(buffer)
+
     def _run(self, number: int, step: Step) -> None:
+        self._number = number
         given = [self._buffers[tensor] for tensor in step.inputs]
         made, scratch = self._make(number, step, given)
         extra = sum(each.num_bytes for each in scratch)
@@ -153,17 +202,22 @@ class _Run:
         if len(step.inner) == 1:
             return self._loop(number, step, given)
         if step.inner:
-            dearest = max(
-                (find_peak(each, emulated=self._emulated) for each in step.inner),
-                key=lambda peak: peak.num_bytes,
+            runs = [_Run(each, self._emulated) for each in step.inner]
+            dearest, run = max(
+                ((run.peak(), run) for run in runs),
+                key=lambda pair: pair[0].num_bytes,
             )
-            return [self._new(size, number) for size in sizes], dearest.held
+            made = [self._new(size, number) for size in sizes]
+            self._include(run)
+            return made, dearest.held
         made = [self._new(size, number) for size in sizes]
         extra = 0
         if step.node is not None:
             read = [self._plan.bytes_of(tensor) for tensor in step.inputs]
             extra = scratch_bytes(step.node, read, sizes, emulated=self._emulated)
         held = (Held(extra, step.name, "scratch"),) if extra else ()
+        if extra:
+            self._free_block(self._block(extra))
         return made or [_Buffer(0, None)], held
 
     def _loop(
@@ -171,8 +225,9 @@ class _Run:
     ) -> tuple[list[_Buffer], tuple[Held, ...]]:
         """Runs a loop: one run of its body, with the lists that all runs fill."""
         (inner,) = step.inner
-        once = find_peak(inner, emulated=self._emulated)
-        pushed, popped = _lists(inner)
+        run = _Run(inner, self._emulated)
+        once = run.peak()
+        pushed, popped = pushed_and_popped(inner)
         drained = sum(
             given[index].num_bytes for index in popped if given[index].users == 1
         )
@@ -187,6 +242,7 @@ class _Run:
                 size = pushed[index] * step.trips
                 grown += size
             made.append(self._new(size, number))
+        self._include(run)
         # What was kept for the gradient goes as the loop takes it off its lists.
         saved = min(drained, grown)
         held = tuple(
@@ -201,11 +257,36 @@ class _Run:
         buffer = _Buffer(num_bytes, maker)
         self._alive[id(buffer)] = buffer
         self._total += num_bytes
+        buffer.block = self._block(num_bytes)
         return buffer
+
+    def _block(self, num_bytes: int) -> int:
+        self._num_blocks += 1
+        if num_bytes:
+            self.changes.append(Change(self._num_blocks, num_bytes, self._number))
+        return self._num_blocks
+
+    def _freed(self, buffer: _Buffer) -> None:
+        if buffer.num_bytes:
+            self._free_block(buffer.block)
+
+    def _free_block(self, block: int) -> None:
+        self.changes.append(Change(block, 0, self._number))
+
+    def _include(self, run: "_Run") -> None:
+        """Takes and frees what a run inside this step does."""
+        run.close()
+        first = self._num_blocks
+        self._num_blocks += run._num_blocks
+        self.changes += [
+            Change(first + each.block, each.num_bytes, self._number)
+            for each in run.changes
+        ]
 
     def _free_unused(self, buffer: _Buffer) -> None:
         if buffer.users <= 0 and self._alive.pop(id(buffer), None) is not None:
             self._total -= buffer.num_bytes
+            self._freed(buffer)
 
     def _describe(self, buffer: _Buffer) -> Held:
         steps = self._plan.steps
@@ -224,58 +305,3 @@ def _order(steps: list[Step]) -> tuple[list[int], list[list[int]]]:
         for each in before:
             followers[each].append(number)
     return waits, followers
-
-
-def _lists(inner: Plan) -> tuple[dict[int, int], list[int]]:
-    """Returns the bytes that a run of a loop adds to each list, and lists it empties.
-
-    What is the same in all runs, a variable for example, costs nothing, and what goes
-    to several lists counts once.
-    """
-    pushed: dict[int, int] = {}
-    popped = []
-    counted: set[Tensor] = set()
-    for index, result in enumerate(inner.results):
-        chain = _chain(inner, result)
-        if any(step.op == "TensorListPopBack" for step in chain):
-            popped.append(index)
-        elements = [step.inputs[-1] for step in chain if step.op in LISTS]
-        if not elements:
-            continue
-        pushed[index] = 0
-        for element in elements:
-            root = _root(inner, element, set())
-            if root is not None and root not in counted:
-                counted.add(root)
-                pushed[index] += inner.bytes_of(element)
-    return pushed, popped
-
-
-def _chain(inner: Plan, tensor: Tensor) -> list[Step]:
-    """Returns the operations on a list that lead from the argument to a result."""
-    found: list[Step] = []
-    while tensor[0] != ARGUMENT:
-        step = inner.steps[tensor[0]]
-        if not step.inputs or not (step.op == "Identity" or "TensorList" in step.op):
-            return found
-        found.append(step)
-        tensor = step.inputs[0]
-    return found
-
-
-def _root(inner: Plan, tensor: Tensor, seen: set[int]) -> Tensor | None:
-    """Returns the tensor whose buffer this one shares, None if all runs share it."""
-    number, output = tensor
-    if number == ARGUMENT:
-        if inner.results[output : output + 1] == [tensor]:
-            return None
-        if output in seen or output >= len(inner.results):
-            return tensor
-        # The value of the run before.
-        return _root(inner, inner.results[output], seen | {output})
-    step = inner.steps[number]
-    if step.op == "ReadVariableOp":
-        return None
-    if step.op in SHARING and step.inputs:
-        return _root(inner, step.inputs[0], seen)
-    return tensor

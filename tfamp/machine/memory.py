@@ -14,17 +14,21 @@ _CLEAR_REFS = Path("/proc/self/clear_refs")
 _RESET = "5"
 
 
-def process_bytes() -> int:
+def process_bytes(status: Path = _STATUS) -> int:
     """Returns the memory that this process holds now (resident set size).
 
+    Args:
+        status: The file that tells it on Linux.
+
     Raises:
-        ImportError: psutil is not installed.
+        ImportError: The file is not there, and psutil is not installed.
 
     Example:
         >>> process_bytes() > 2**20
         True
     """
-    return int(_psutil().Process().memory_info().rss)
+    size = _size(status, "VmRSS:")
+    return int(_psutil().Process().memory_info().rss) if size is None else size
 
 
 def peak_process_bytes(status: Path = _STATUS) -> int:
@@ -45,7 +49,7 @@ def peak_process_bytes(status: Path = _STATUS) -> int:
         >>> peak_process_bytes() >= 2**20
         True
     """
-    peak = _high_water_mark(status)
+    peak = _size(status, "VmHWM:")
     if peak is not None:
         return peak
     try:
@@ -124,14 +128,14 @@ def _psutil() -> Any:
     return checks.require("psutil", extra="report", purpose="Memory of this process")
 
 
-def _high_water_mark(status: Path) -> int | None:
-    """Returns VmHWM of a status file, None where there is none (not Linux, gVisor)."""
+def _size(status: Path, name: str) -> int | None:
+    """Returns a size of a status file, None where it is not told (gVisor's VmHWM)."""
     try:
         lines = status.read_text().splitlines()
     except OSError:
         return None
     for line in lines:
-        if line.startswith("VmHWM:"):
+        if line.startswith(name):
             return 1024 * int(line.split()[1])
     return None
 

@@ -33,9 +33,13 @@ def estimate_memory(
     reader, operations that write in place do, and what `tfamp.remat` computes again is
     not kept. With XLA its program is compiled and read. Not in it: what the process
     holds anyway (Python, TensorFlow, the runtime of a GPU), the input pipeline, and
-    what an allocator keeps for later: on a CPU glibc's keeps freed blocks that lie
-    between others, which made resident memory a sixth to two fifths higher, unless
-    MALLOC_MMAP_THRESHOLD_=65536 is set in the environment, which costs time.
+    what an allocator keeps for later.
+
+    On a CPU `resident_bytes` has these too: the resident size that the whole process
+    will show. What steps take and free goes through a simulation of the allocator in
+    force: TensorFlow's own, which it uses with oneDNN and which gives nothing back, or
+    glibc's, with the thresholds of the environment. For others, and with XLA, it is
+    not told. A model whose steps have run has their graphs already.
 
     Args:
         model: A Keras model, compiled unless for inference or with `optimizer`.

@@ -13,6 +13,7 @@ from tfamp.memory.estimate import breakdown
 from tfamp.memory.estimate.extrapolation import scaled
 from tfamp.memory.estimate.programs import program_peak
 from tfamp.memory.estimate.records import MemoryEstimate
+from tfamp.memory.estimate.resident import ResidentSize, Surroundings, surroundings
 from tfamp.memory.estimate.specs import specs_of
 from tfamp.models import assignment
 from tfamp.records.formats import HALF
@@ -42,6 +43,7 @@ class Asked:
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self._emulated = frozenset(HALF) - _fast_dtypes()
         self._traced: dict[int, tuple[TracedSpecs, Plan]] = {}
+        self._planned: dict[int, dict[int, Plan]] = {}
         if training:
             build(model, None if model.built else self._one_example())
 
@@ -75,6 +77,9 @@ class Asked:
         standing = parameters + slots + inputs
         kinds |= breakdown.by_kind(peak, self._model, traced.marks)
         model = self._model
+        curve = self._curve(size, peak, parameters + slots, inputs / size)
+        around = surroundings(in_xla=source == "XLA")
+        sizes = self._resident(size, around, inputs / size)
         return MemoryEstimate(
             model.name,
             assignment(model).policy,
@@ -85,8 +90,11 @@ class Asked:
             {kind: kinds[kind] for kind in breakdown.KINDS if kinds.get(kind)},
             breakdown.by_layer(peak, model, traced.marks, slots),
             plain_name(peak.at),
-            self._curve(size, peak, parameters + slots, inputs / size),
+            curve,
             tuple(notes),
+            dict(sizes).get(size),
+            sizes,
+            around.allocator,
         )
 
     def whole(self, size: int) -> tuple[int, TracedSpecs, Peak]:
@@ -112,23 +120,50 @@ class Asked:
         self, size: int, peak: Peak, standing: int, input_bytes: float
     ) -> tuple[tuple[int, int], ...]:
         """Returns peaks for sizes around one."""
-        other = 2 * size
-        step = self._replicas
-        sizes = {max(1, round(size * part / step)) * step for part in _PARTS}
         if self._in_xla:
-            at_other, _ = self._program(self._trace(size)[0], other)
+            at_other, _ = self._program(self._trace(size)[0], 2 * size)
             if at_other is not None:
                 slope = (at_other.num_bytes - peak.num_bytes) / size
-                steps = {n: round(peak.num_bytes + slope * (n - size)) for n in sizes}
+                steps = {
+                    n: round(peak.num_bytes + slope * (n - size))
+                    for n in self._sizes(size)
+                }
                 return _points(steps, standing, input_bytes)
-        plans = self._trace(size)[1], self._trace(other)[1]
-        found = {size: peak.num_bytes}
-        for each in sizes - {size}:
-            plan = scaled(*plans, (size, other), each)
-            if plan is None:
-                _, plan = self._trace(each)
-            found[each] = find_peak(plan, emulated=self._emulated).num_bytes
+        found = {
+            n: peak.num_bytes
+            if n == size
+            else find_peak(plan, emulated=self._emulated).num_bytes
+            for n, plan in self._plans(size).items()
+        }
         return _points(found, standing, input_bytes)
+
+    def _resident(
+        self, size: int, around: Surroundings, input_bytes: float
+    ) -> tuple[tuple[int, int], ...]:
+        """Returns resident sizes of the process for sizes around one."""
+        if around.process_bytes is None:
+            return ()
+        ask = ResidentSize(
+            self._model, around, training=self._training, emulated=self._emulated
+        )
+        plans = sorted(self._plans(size).items())
+        return tuple((n, ask.of(plan, round(n * input_bytes))) for n, plan in plans)
+
+    def _sizes(self, size: int) -> set[int]:
+        """Returns sizes around one."""
+        step = self._replicas
+        return {max(1, round(size * part / step)) * step for part in _PARTS}
+
+    def _plans(self, size: int) -> dict[int, Plan]:
+        """Returns the steps for sizes around one, from those of two where that goes."""
+        if size in self._planned:
+            return self._planned[size]
+        plans = self._trace(size)[1], self._trace(2 * size)[1]
+        found = self._planned[size] = {size: plans[0]}
+        for each in self._sizes(size) - {size}:
+            plan = scaled(*plans, (size, 2 * size), each)
+            found[each] = self._trace(each)[1] if plan is None else plan
+        return found
 
     def _trace(self, size: int) -> tuple[TracedSpecs, Plan]:
         if size not in self._traced:

@@ -27,6 +27,11 @@ class MemoryEstimate(TableRecord):
         at: The operation that runs at the peak.
         curve: (batch size, peak bytes) around `batch_size`, smaller sizes first.
         notes: What else a reader should know.
+        resident_bytes: On a CPU, what the whole process will show at its peak in a run
+            of such steps: what it holds now, TensorFlow's runtime, and tensors with
+            what the allocator keeps of those that are freed. None where not known.
+        resident_curve: (batch size, resident bytes), as `curve`.
+        allocator: What `resident_bytes` counts on, or why it is None.
     """
 
     model: str
@@ -40,6 +45,9 @@ class MemoryEstimate(TableRecord):
     at: str
     curve: tuple[tuple[int, int], ...]
     notes: tuple[str, ...] = ()
+    resident_bytes: int | None = None
+    resident_curve: tuple[tuple[int, int], ...] = ()
+    allocator: str = ""
 
     @property
     def step_bytes(self) -> int:
@@ -47,42 +55,60 @@ class MemoryEstimate(TableRecord):
         standing = ("parameters", "optimizer slots")
         return self.peak_bytes - sum(self.by_kind.get(kind, 0) for kind in standing)
 
-    def bytes_at(self, batch_size: int) -> int:
+    def bytes_at(self, batch_size: int, *, resident: bool = False) -> int:
         """Returns the peak with another batch size, from the sizes that were computed.
 
         Between two of them it is never below the truth, since the peak is the largest
         of sums that grow evenly with the batch.
+
+        Args:
+            batch_size: The size.
+            resident: Whether to tell the resident size of the process.
+
+        Raises:
+            ValueError: The resident size is not known.
         """
         size = checks.positive_int("batch_size", batch_size)
-        pairs = list(itertools.pairwise(self.curve))
+        if resident and self.resident_bytes is None:
+            raise ValueError(
+                "`resident` is True, but the resident size is not known "
+                f"({self.allocator or 'not computed'}); expected False. Leave it out "
+                "to ask what a step holds."
+            )
+        curve = self.resident_curve if resident else self.curve
+        pairs = list(itertools.pairwise(curve))
         for (low, small), (high, large) in pairs:
             if size <= high or (low, small) == pairs[-1][0]:
                 return round(small + (large - small) / (high - low) * (size - low))
-        return self.peak_bytes
+        return (self.resident_bytes or 0) if resident else self.peak_bytes
 
-    def largest_batch(self, limit_bytes: int, *, multiple_of: int = 1) -> int:
+    def largest_batch(
+        self,
+        limit_bytes: int,
+        *,
+        multiple_of: int = 1,
+        resident: bool | None = None,
+    ) -> int:
         """Returns the largest batch size whose step fits into a limit.
 
         Args:
-            limit_bytes: The memory that the step may take in all.
+            limit_bytes: The memory that may be taken in all.
             multiple_of: What the size has to be a multiple of, such as 8.
+            resident: Whether the limit is for the whole process, as a container's is;
+                False for what the step holds, as on a GPU; None for the first where it
+                is known, which it is on CPUs.
 
         Raises:
             ValueError: Not even the smallest fits, or the memory does not depend on
-                the batch.
+                the batch, or the resident size is asked for and not known.
         """
         limit = checks.positive_int("limit_bytes", limit_bytes)
         step = checks.positive_int("multiple_of", multiple_of)
-        if self.bytes_at(step) > limit:
-            raise ValueError(
-                f"`limit_bytes` is {format_bytes(limit)}, and a batch of {step} takes "
-                f"{format_bytes(self.bytes_at(step))}, of which model and optimizer "
-                f"hold {format_bytes(self.peak_bytes - self.step_bytes)}; expected a "
-                "limit that this fits into. Use `tfamp.remat`, a policy of less "
-                "precision, an optimizer with fewer slots, or a smaller model."
-            )
+        whole = self.resident_bytes is not None if resident is None else resident
+        if self.bytes_at(step, resident=whole) > limit:
+            raise ValueError(self._too_small(limit, step, whole))
         low, high = 1, 2
-        while self.bytes_at(high * step) <= limit:
+        while self.bytes_at(high * step, resident=whole) <= limit:
             low, high = high, 2 * high
             if high > 2**40:
                 raise ValueError(
@@ -92,9 +118,29 @@ class MemoryEstimate(TableRecord):
                 )
         while high - low > 1:
             middle = (low + high) // 2
-            fits = self.bytes_at(middle * step) <= limit
+            fits = self.bytes_at(middle * step, resident=whole) <= limit
             low, high = (middle, high) if fits else (low, middle)
         return low * step
+
+    def _too_small(self, limit: int, size: int, resident: bool) -> str:
+        """Returns what to say of a limit that not even one batch fits into."""
+        text = (
+            f"`limit_bytes` is {format_bytes(limit)}, and a batch of {size} takes "
+            f"{format_bytes(self.bytes_at(size, resident=resident))}, of which model "
+            f"and optimizer hold {format_bytes(self.peak_bytes - self.step_bytes)}"
+        )
+        if resident:
+            text += (
+                ", in a process that shows all it holds; expected a limit that this "
+                "fits into, or, for memory that holds tensors alone, as a GPU's, "
+                "`resident=False`"
+            )
+        else:
+            text += "; expected a limit that this fits into"
+        return (
+            f"{text}. Use `tfamp.remat`, a policy of less precision, an optimizer with "
+            "fewer slots, or a smaller model."
+        )
 
     def table(self) -> str:
         """Returns the bytes by kind, and those of the largest layers, as text."""

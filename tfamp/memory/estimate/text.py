@@ -47,6 +47,10 @@ def _kinds(estimates: Sequence[Any]) -> Table:
         "of which the step makes",
         *(format_bytes(each.step_bytes) for each in estimates),
     )
+    if any(each.resident_bytes is not None for each in estimates):
+        sizes = (each.resident_bytes for each in estimates)
+        cells = ("-" if size is None else format_bytes(size) for size in sizes)
+        found.add_row("resident size of the process", *cells)
     return found
 
 

@@ -1,0 +1,229 @@
+"""How large a process will be on a CPU, by the allocator in force.
+
+What a step takes and frees goes through a simulation of that allocator. Beside it
+stand what the process holds by now and what TensorFlow takes to run a graph.
+"""
+
+import ctypes
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.graph.liveness import Change, changes
+from tfamp.graph.plans import Plan
+from tfamp.keras_hooks.model_optimizers import optimizers_of
+from tfamp.keras_hooks.structure import num_bytes
+from tfamp.machine import memory as process_memory
+from tfamp.machine.host_allocators import (
+    GLIBC,
+    TENSORFLOW,
+    host_allocator,
+    host_bytes,
+)
+from tfamp.memory.estimate.best_fit import BestFit
+from tfamp.memory.estimate.glibc import Glibc, GlibcSettings
+
+# Enough for the blocks to find their places: later steps add less than 1 %.
+_STEPS = 2
+_KIB, _MIB = 2**10, 2**20
+# What running a graph takes beside its tensors: code and threads, its functions and
+# kernels, and what oneDNN compiles for a convolution and its gradients. Fitted to the
+# models of benchmarks/memory.py at a batch of 8, where tensors are few.
+_RUNTIME_BYTES = 60 * _MIB
+_BYTES_PER_OPERATION = 6 * _KIB
+_BYTES_PER_CONVOLUTION = 1500 * _KIB
+_CONVOLUTIONS = ("Conv2D", "Conv3D", "DepthwiseConv2dNative")
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """What a prediction starts from.
+
+    Args:
+        allocator: Name of what holds tensors, or why the size is not told.
+        process_bytes: Resident size of the process now; None where it is not told.
+        reusable_bytes: What of it is free for tensors.
+        num_threads: Operations that run at the same time.
+        settings: Of glibc, where that is in force.
+    """
+
+    allocator: str
+    process_bytes: int | None = None
+    reusable_bytes: int = 0
+    num_threads: int = 1
+    settings: GlibcSettings = dataclasses.field(default_factory=GlibcSettings)
+
+
+def surroundings(
+    *, environ: Mapping[str, str] = os.environ, in_xla: bool = False
+) -> Surroundings:
+    """Looks at this process.
+
+    Args:
+        environ: The environment variables.
+        in_xla: Whether XLA compiles the step.
+    """
+    if tf.config.get_visible_devices("GPU"):
+        return Surroundings("none: the model computes on a GPU")
+    if in_xla:
+        return Surroundings("none: what XLA takes to compile is not known")
+    allocator = host_allocator()
+    if allocator not in (TENSORFLOW, GLIBC):
+        return Surroundings(f"none: what {allocator} keeps is not known")
+    try:
+        now = process_memory.process_bytes()
+    except ImportError:
+        return Surroundings("none: psutil, which tells sizes here, is not installed")
+    if allocator == TENSORFLOW:
+        current, peak = host_bytes()
+        reusable = peak - current
+    else:
+        reusable = _free_in_glibc()
+    threads = tf.config.threading.get_inter_op_parallelism_threads()
+    return Surroundings(
+        allocator,
+        now,
+        reusable,
+        threads or os.cpu_count() or 1,
+        glibc_settings(environ),
+    )
+
+
+def glibc_settings(environ: Mapping[str, str]) -> GlibcSettings:
+    """Returns the thresholds that environment variables set.
+
+    Any of them switches off that thresholds grow. Source: man 3 mallopt, 2026-11-23.
+
+    Example:
+        >>> glibc_settings({"MALLOC_MMAP_THRESHOLD_": "65536"}).mmap_threshold
+        65536
+    """
+    tunables = dict(
+        each.partition("=")[::2]
+        for each in environ.get("GLIBC_TUNABLES", "").split(":")
+    )
+    found = {}
+    for name in ("mmap_threshold", "trim_threshold", "top_pad"):
+        text = tunables.get(f"glibc.malloc.{name}")
+        text = text or environ.get(f"MALLOC_{name.upper()}_", "")
+        try:
+            found[name] = int(text, 0)
+        except ValueError:
+            continue  # glibc ignores it too
+    return GlibcSettings(**found, is_fixed=bool(found))
+
+
+class ResidentSize:
+    """Predicts resident sizes of one model, for plans of several batch sizes.
+
+    Args:
+        model: The model, built.
+        around: What `surroundings` returned.
+        training: Whether the step trains.
+        emulated: As for `find_peak`.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        around: Surroundings,
+        *,
+        training: bool,
+        emulated: frozenset[str],
+    ) -> None:
+        self._around, self._emulated = around, emulated
+        held = [*model.variables]
+        held += [v for o in optimizers_of(model) for v in o.variables] * training
+        self._standing = [num_bytes(variable) for variable in held]
+        function = model.train_function if training else model.predict_function
+        # A step that has run has its graph and kernels already.
+        self._has_run = function is not None
+
+    def of(self, plan: Plan, input_bytes: int) -> int:
+        """Returns the largest resident size in a run of steps.
+
+        Args:
+            plan: What a step runs.
+            input_bytes: Of its batch.
+        """
+        steps = changes(plan, emulated=self._emulated)
+        heap = self._heap()
+        grown = growth(heap, self._standing, [steps] * _STEPS)
+        # The batch, and the one that is read meanwhile.
+        tensors = max(0, grown + 2 * input_bytes - self._around.reusable_bytes)
+        runtime = 0 if self._has_run else runtime_bytes(plan)
+        return (self._around.process_bytes or 0) + tensors + runtime
+
+    def _heap(self) -> BestFit | Glibc:
+        if self._around.allocator == TENSORFLOW:
+            return BestFit()
+        # Threads that run operations, beside the main one, which made the variables.
+        return Glibc(self._around.settings, num_arenas=1 + self._around.num_threads)
+
+
+def growth(
+    heap: BestFit | Glibc, standing: Iterable[int], steps: Sequence[Sequence[Change]]
+) -> int:
+    """Returns by how much steps make a heap larger than what stands in it.
+
+    Args:
+        heap: An empty one.
+        standing: Sizes of the blocks that stay.
+        steps: What each step takes and frees.
+    """
+    for size in standing:
+        heap.allocate(size)
+    before = most = heap.resident_bytes
+    for step in steps:
+        blocks: dict[int, int] = {}
+        for change in step:
+            if not change.num_bytes:
+                heap.free(blocks.pop(change.block))
+                continue
+            # Operations go to the threads in turns.
+            blocks[change.block] = heap.allocate(change.num_bytes, 1 + change.step)
+            most = max(most, heap.resident_bytes)
+    return most - before
+
+
+def runtime_bytes(plan: Plan) -> int:
+    """Returns what TensorFlow takes to run a graph, beside its tensors."""
+    operations, convolutions = _count(plan)
+    return (
+        _RUNTIME_BYTES
+        + _BYTES_PER_OPERATION * operations
+        + _BYTES_PER_CONVOLUTION * convolutions
+    )
+
+
+def _count(plan: Plan) -> tuple[int, int]:
+    """Returns the numbers of operations and of convolutions with their gradients."""
+    operations = len(plan.steps)
+    convolutions = sum(step.op.startswith(_CONVOLUTIONS) for step in plan.steps)
+    for step in plan.steps:
+        for inner in step.inner:
+            more = _count(inner)
+            operations += more[0]
+            convolutions += more[1]
+    return operations, convolutions
+
+
+class _Mallinfo2(ctypes.Structure):
+    _fields_ = tuple(
+        (name, ctypes.c_size_t)
+        for name in "arena ordblks smblks hblks hblkhd usmblks fsmblks uordblks "
+        "fordblks keepcost".split()
+    )
+
+
+def _free_in_glibc() -> int:
+    """Returns the bytes of free blocks that glibc keeps."""
+    library: Any = ctypes.CDLL(None)
+    if not hasattr(library, "mallinfo2"):
+        return 0  # before glibc 2.33
+    library.mallinfo2.restype = _Mallinfo2
+    return int(library.mallinfo2().fordblks)
