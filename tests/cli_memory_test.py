@@ -203,7 +203,7 @@ def test_a_limit_is_of_the_whole_process_where_its_size_is_known(monkeypatch, ca
     ):
         made_up = MemoryEstimates.from_dict({"estimates": [one.to_dict() | more]})
         monkeypatch.setattr(
-            tfamp.memory, "estimate_memory", lambda *_, found=made_up, **__: found
+            estimator, "estimate_memory", lambda *_, found=made_up, **__: found
         )
         assert memory.main(argv) == 0
         last = capsys.readouterr().out.splitlines()[-1]
