@@ -855,8 +855,8 @@ def test_an_interval_that_would_dwarf_the_runs_is_cut():
     wide = Interval(2.0, -50.0, 50.0)
     found = bars.reachable(wide, [1.0, 2.0])
     assert found == pytest.approx((1.0 - 0.6, 2.0 + 0.6))
-    # As far as one sees a tolerance of 10, and the runs are next to nothing.
-    assert bars.reachable(wide, [0.0], 10.0) == (-3.0, 3.0)
+    # Beyond a tolerance where the runs are next to nothing.
+    assert bars.reachable(wide, [0.0], 10.0) == (-10.0, 10.0)
 
 
 def markers(found):

@@ -239,7 +239,8 @@ def _runs_line(
         colour, is_known = look.colour, math.isfinite(found.estimate)
         if is_known and tolerance is None:
             axes.barh(y, found.estimate, 3, color=colour, alpha=0.5)
-        if ends := reachable(found, known, tolerance or 0.0):
+        # Whether it goes beyond the tolerance is seen.
+        if ends := reachable(found, known, 1.5 * (tolerance or 0.0)):
             low, high = ends
             axes.barh(y, high - low, 12, left=low, color=colour, alpha=0.3)
             # An arrow where the interval goes on.
@@ -262,7 +263,7 @@ def reachable(
     Args:
         found: The interval.
         values: What it was taken from.
-        least: What is seen beside them.
+        least: So far beyond the values it is not cut.
 
     Example:
         >>> reachable(Interval(2.0, 1.0, 100.0), [1.5, 2.5])
@@ -270,7 +271,7 @@ def reachable(
     """
     if not values or not (math.isfinite(found.low) and math.isfinite(found.high)):
         return ()
-    room = _REACH * max(least, *map(abs, values))
+    room = max(least, _REACH * max(map(abs, values)))
     return max(found.low, min(values) - room), min(found.high, max(values) + room)
 
 
