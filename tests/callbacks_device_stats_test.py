@@ -17,7 +17,7 @@ from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput, device_stats
 from tfamp.callbacks import _device_readers as readers
-from tfamp.callbacks._sampling import Sampler
+from tfamp.callbacks.device_stats import Sampler
 from tfamp.machine.nvml import GpuReading
 
 NUM_BATCHES = 3

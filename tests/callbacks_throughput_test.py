@@ -19,7 +19,7 @@ from tfamp.callbacks import _utilisation as utilisation
 from tfamp.callbacks import _watch as watching
 from tfamp.callbacks import throughput as module
 from tfamp.callbacks._rates import Window, rates_of
-from tfamp.machine import peaks
+from tfamp.machine import speeds
 
 # 22 examples in batches of 4 are five of 4 and one of 2.
 NUM_EXAMPLES, BATCH = 22, 4
@@ -708,7 +708,7 @@ PEAKS = {
 
 @pytest.mark.parametrize("name, dtype, expected", PEAKS.values(), ids=PEAKS)
 def test_peaks_are_those_of_the_datasheets(name, dtype, expected):
-    assert peaks.peak_flops(name, dtype) == (expected and pytest.approx(expected))
+    assert speeds.peak_flops(name, dtype) == (expected and pytest.approx(expected))
 
 
 test_wrong_arguments_are_named = refused_arguments(

@@ -8,8 +8,12 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.loss_scale.fit.batch_sizes import batch_size_of, update_size_of
-from tfamp.loss_scale.fit.learning_rate_advice import Terms, advice
+from tfamp.loss_scale.fit.learning_rate_advice import (
+    Terms,
+    advice,
+    batch_size_of,
+    update_size_of,
+)
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 X, Y = np.ones((256, 2), "float32"), np.ones((256, 1), "float32")

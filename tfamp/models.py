@@ -8,14 +8,7 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import (
-    compile_hooks,
-    exact_names,
-    hooks,
-    layer_dtypes,
-    preview,
-    resolution,
-)
+from tfamp.dtypes import compile_hooks, exact_names, hooks, layer_dtypes, resolution
 from tfamp.dtypes.default_rules import gains_nothing
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.keep_float32 import KeepFloat32
@@ -141,7 +134,7 @@ def assignment(model: keras.layers.Layer) -> Assignment:
         'float32'
     """
     _check_model(model)
-    with preview.previewed(model):
+    with compile_hooks.previewed(model):
         settings = resolution.settings_of(model)
         policy = model.dtype_policy.name if settings is None else settings.policy.name
         rows = tuple(_row(path, layer) for path, layer, _ in structure.walk(model))

@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfamp.graph.flops import forward_flops
 from tfamp.keras_hooks import structure
-from tfamp.machine.peaks import peak_flops
+from tfamp.machine.speeds import peak_flops
 
 # A backward pass computes a product for the inputs and one for the weights.
 # Source: Kaplan et al., Scaling Laws for Neural Language Models, 2020, section 2.1.

@@ -16,8 +16,8 @@ from tfamp.machine import amx
 from tfamp.machine.memory_records import MachineMemory
 from tfamp.records import checks
 from tfamp.records import versions as _versions
-from tfamp.records.environment import VARIABLES
 from tfamp.records.record import Device, Recommendation, Record
+from tfamp.records.versions import VARIABLES
 
 T = TypeVar("T")
 

@@ -1,18 +1,48 @@
 """What `compile` does for a managed model: heads first, then the loss scales."""
 
+import contextlib
 import weakref
+from collections.abc import Iterator
 from typing import Any
 
 import keras
 from absl import logging
 
-from tfamp.dtypes import resolution
+from tfamp.dtypes import heads, resolution
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import model_optimizers, optimizers
+from tfamp.keras_hooks import model_optimizers, optimizers, structure
 from tfamp.keras_hooks.layer_record import record_of, update_record
 from tfamp.keras_hooks.training import trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN
+
+
+@contextlib.contextmanager
+def previewed(model: keras.layers.Layer) -> Iterator[None]:
+    """Shows inside the block what `compile` would make of a graph of layers.
+
+    Which layers are heads is decided when the model is compiled or used; until then
+    it may yet become a part of another model.
+    """
+    record = record_of(model)
+    if structure.graph_of(model) is None or record is None:
+        yield
+        return
+    if record.is_resolved:
+        resolution.resolve(model)  # a Sequential may have grown since
+        yield
+        return
+    before = heads.held(layer for _, layer, _ in structure.walk(model))
+    found = heads.graph_heads(model)
+    tensors = [(t, t.dtype) for t in (found.tensors if found is not None else ())]
+    try:
+        resolution.resolve(model)
+        yield
+    finally:
+        heads.restore(before)
+        for tensor, dtype in tensors:
+            structure.set_tensor_dtype(tensor, dtype)
+
 
 _NAME = "loss_scale_optimizer"  # as Keras names the one that it wraps with
 _WRAPPED: weakref.WeakSet[Any] = weakref.WeakSet()  # by `before_training`

@@ -13,7 +13,7 @@ from tfamp.callbacks.micro_batches import parts, text
 from tfamp.callbacks.micro_batches.gradients import Gradients, only_after_gradients
 from tfamp.callbacks.micro_batches.state import StateBefore
 from tfamp.callbacks.nan_recovery.signs import was_skipped
-from tfamp.keras_hooks.training import batch_steps, fit_frames
+from tfamp.keras_hooks.training import around_training, fit_frames
 from tfamp.machine.memory_errors import is_out_of_memory
 
 
@@ -102,7 +102,7 @@ class Course:
     def _prepare(self, iterator: Any) -> None:
         if self._whole is None:
             _build(self._model, getattr(iterator, "element_spec", None))
-            self._whole = batch_steps.on_batch(self._model)
+            self._whole = around_training.on_batch(self._model)
             self._before = StateBefore(self._model)
 
     def _step(self, data: Any) -> Any:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers
 from tfamp.keras_hooks.patches import replaced
-from tfamp.keras_hooks.training import batch_steps
+from tfamp.keras_hooks.training import around_training
 
 
 class _Kind(NamedTuple):
@@ -49,8 +49,8 @@ class Gradients:
         self._here = _Here()
         self._totals: dict[Any, Any] = {}
         self._kinds: list[_Kind] = []
-        self._collect = batch_steps.on_replicas(model, self._collect_step)
-        self._apply = batch_steps.on_batch(model, self._apply_step)
+        self._collect = around_training.on_replicas(model, self._collect_step)
+        self._apply = around_training.on_batch(model, self._apply_step)
         self._train_step = model.train_step
         self._reset: Any = None
         optimizer = model.optimizer

@@ -5,8 +5,11 @@ fifth one has it wait for its turns. It leaves a record of the run, or of the er
 ended it, and the trained weights.
 """
 
+import contextlib
 import dataclasses
+import datetime
 import os
+import platform
 import sys
 import time
 import traceback
@@ -19,16 +22,64 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
+from tfamp.machine import devices
 from tfamp.machine import memory as process_memory
+from tfamp.records import checks, versions
+from tfamp.records.versions import VARIABLES
 from tfamp.trials import parcel, targets
 from tfamp.trials.in_force import in_force
 from tfamp.trials.job import FILE, Job, file_name
 from tfamp.trials.line import Line, end_with_parent
-from tfamp.trials.run import example_metrics, inference, step_profiles, surroundings
+from tfamp.trials.run import example_metrics, inference, step_profiles
 from tfamp.trials.run.training import Trained, train
-from tfamp.trials.run_records import LayerDtype, Memory, Run
+from tfamp.trials.run_records import Context, LayerDtype, Memory, Run
 from tfamp.trials.storage import CONTEXT_FILE, profile_of
 from tfamp.trials.variant import Variant
+
+
+def look(*, command: str = "") -> Context:
+    """Returns the context of this process.
+
+    Args:
+        command: How to repeat the comparison.
+    """
+    threading = tf.config.threading
+    onednn = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower()
+    return Context(
+        devices=devices.devices(),
+        driver=_driver(),
+        versions={"tfamp": tfamp.__version__, **versions.installed_versions()},
+        system=f"{platform.platform()}, Python {platform.python_version()}",
+        num_cores=_num_cores(),
+        intra_op_threads=threading.get_intra_op_parallelism_threads(),
+        inter_op_threads=threading.get_inter_op_parallelism_threads(),
+        tf32=bool(tf.config.experimental.tensor_float_32_execution_enabled()),
+        onednn=onednn not in ("0", "false"),
+        variables={k: os.environ[k] for k in VARIABLES if k in os.environ},
+        command=command,
+        date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
+    )
+
+
+def _num_cores() -> int:
+    """Returns the processor cores that this process may use."""
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
+
+
+def _driver() -> str:
+    """Returns the version of NVIDIA's driver, "" without one."""
+    try:
+        pynvml: Any = checks.require("pynvml", extra="gpu", purpose="The driver")
+    except ImportError:
+        return ""
+    with contextlib.suppress(pynvml.NVMLError):
+        pynvml.nvmlInit()
+        version = pynvml.nvmlSystemGetDriverVersion()
+        pynvml.nvmlShutdown()
+        return version.decode() if isinstance(version, bytes) else str(version)
+    return ""
 
 
 def main(argv: Sequence[str]) -> int:
@@ -66,7 +117,7 @@ def _measure(
     """Returns the run with what it measured under what is in force."""
     policy, seed = run.policy, run.seed
     if not (folder / CONTEXT_FILE).exists():
-        surroundings.look(command=job.command).to_json(folder / CONTEXT_FILE)
+        look(command=job.command).to_json(folder / CONTEXT_FILE)
     start_bytes = process_memory.process_bytes()
     process_memory.reset_device_peak()
     can_reset = process_memory.reset_peak()
