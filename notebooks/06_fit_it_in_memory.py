@@ -163,6 +163,7 @@ display(Image(folder / "found.png"))
 
 # %%
 os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
+os.environ["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] = "1"  # TensorFlow's own keeps all
 start = 16 if SMOKE else 32
 target = 32 if SMOKE else 512
 larger = tfamp.find_batch_size(
