@@ -104,7 +104,7 @@ def equal_policies(result: dict[str, Any], kind: str = "equal_policies") -> str:
         policies=" and ".join(result["policies"]),
         apart=f"{len(told)} of {result['reports']}",
         rate=f"{result['rate']:.1%}",
-        told=f" {'; '.join(told)}." if told else "",
+        told=f" In {'; in '.join(told)}." if told else "",
         answers=", ".join(f"{n} {answer}" for answer, n in result["answers"].items()),
     )
 
