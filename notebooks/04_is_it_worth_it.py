@@ -219,11 +219,11 @@ print(tfamp.data.bottleneck(model, dataset, seconds=1 if SMOKE else 8))
 #
 # ```
 # tfamp compare package.module:build --policies float32,auto --seeds 5 \
-#     --out report/ --fail-if worse,slower
+#     --out report/ --fail-on worse,slower
 # ```
 #
 # `build` returns `(model, train, validation)`. "Undecided" passes here, so that noise
-# stops nobody; a release may ask for more, with `--fail-if worse,slower,undecided`. In
+# stops nobody; a release may ask for more, with `--fail-on worse,slower,undecided`. In
 # Python the same question is
 
 # %%

@@ -44,7 +44,7 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         *(TARGET, "--policies", "float32,auto+no_rules", "--seeds=5", "--epochs=2"),
         *("--tolerance=0.01", "--metric=accuracy", "--better=max", "--out=there"),
         *("--latency-batch-sizes=1,4", "--profile", "--profile-steps=3"),
-        *("--max-memory-gib=0.5", "--timeout-seconds=60", "--resume", "--title=A net"),
+        *("--max-memory=0.5GiB", "--timeout-seconds=60", "--resume", "--title=A net"),
     ]
     assert compare.main(argv) == 0
     expected = {
@@ -146,7 +146,7 @@ WORDS = ("worse", "slower", "not-faster", "undecided", "failed")
 @pytest.mark.parametrize("found, applies", FAILURES.values(), ids=FAILURES)
 def test_the_status_gates_on_what_was_asked(asked, capsys, found, applies, word):
     asked["found"] = found
-    status = compare.main([TARGET, "--out=there", f"--fail-if={word}"])
+    status = compare.main([TARGET, "--out=there", f"--fail-on={word}"])
     assert status == (1 if word in applies else 0)
     told = (
         f"tfamp compare: auto is {word.replace('-', ' ')}: " in capsys.readouterr().err
@@ -155,7 +155,7 @@ def test_the_status_gates_on_what_was_asked(asked, capsys, found, applies, word)
 
 
 WRONG_CALLS = {
-    "unknown word": (["--fail-if=wrose"], "wrose"),
+    "unknown word": (["--fail-on=wrose"], "wrose"),
     "size zero": (["--latency-batch-sizes=0,1"], "--latency-batch-sizes has '0'"),
     "size of words": (["--latency-batch-sizes=few"], "--latency-batch-sizes has 'few'"),
     "no seeds": (["--seeds=0"], "seeds"),

@@ -98,8 +98,16 @@ def test_every_listed_command_exists():
 # What takes a model -> some of its flags.
 ON_MODELS = {
     "lint": ("policy", "json", "fail_on", "silence"),
-    "memory": ("batch_size", "policy", "inference", "limit", "find", "json", "plot"),
-    "prove": ("policy", "json", "seconds", "inference"),
+    "memory": (
+        "batch_size",
+        "policy",
+        "training",
+        "max_memory",
+        "find",
+        "json",
+        "plot",
+    ),
+    "prove": ("policy", "json", "seconds", "training"),
 }
 FAILURES = {
     "no module": (["nowhere:build"], 1, "There is no module 'nowhere'"),

@@ -121,7 +121,7 @@ def test_another_optimizer_and_inference_reach_the_estimate():
     (adam,) = estimated("build", "--policy=float32", "--optimizer=adam")
     # Two moments of each weight, the counter (int64) and the learning rate.
     assert adam.by_kind["optimizer slots"] == 2 * 4 * 172 + 8 + 4
-    (one,) = estimated("build", "--policy=float32", "--inference")
+    (one,) = estimated("build", "--policy=float32", "--notraining")
     assert not one.training
     assert "optimizer slots" not in one.by_kind
     assert one.by_kind["inputs"] == 48 * 16 * 4
@@ -134,7 +134,7 @@ def test_a_limit_is_answered_by_the_largest_batch_of_each_policy(capsys):
         "build",
         f"--policy={','.join(policies)}",
         "--batch_size=64,8",
-        "--limit=1MB",
+        "--max_memory=1MB",
         "--noresident",
     )
     last = capsys.readouterr().out.splitlines()[-1]
@@ -160,7 +160,7 @@ def test_a_limit_is_answered_by_the_largest_batch_of_each_policy(capsys):
     ids=["no example", "a few", "thousands"],
 )
 def test_a_limit_may_hold_less_than_eight_examples_or_none(capsys, limit, expected):
-    limits = f"--limit={limit}", "--noresident"
+    limits = f"--max_memory={limit}", "--noresident"
     estimated("alone", "--policy=float32", *limits, "--batch_size=8")
     last = capsys.readouterr().out.splitlines()[-1]
     assert re.fullmatch(rf"Largest batch .*: {expected} \(float32\)\.", last), last
@@ -186,7 +186,7 @@ def test_what_was_traced_for_the_larger_size_tells(
     )
     monkeypatch.setattr(estimator, "estimate_memory", lambda *_, **__: made_up)
     argv = ["measurable:alone", "--policy=float32", "--batch_size=64,8"]
-    assert memory.main([*argv, "--limit=2000", "--noresident"]) == 0
+    assert memory.main([*argv, "--max_memory=2000", "--noresident"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"Largest batch size that fits in 2.0 KiB: {expected} (float32)."
 
@@ -196,7 +196,7 @@ def test_a_limit_is_of_the_whole_process_where_its_size_is_known(monkeypatch, ca
     # 100 bytes and 10 an example: 2,000 hold 190, or 184 as a multiple of 8.
     known = {"resident_bytes": 740, "resident_curve": [[64, 740], [128, 1380]]}
     unknown = {"resident_bytes": None, "curve": [[64, 740], [128, 740]]}
-    argv = ["measurable:alone", "--policy=float32", "--limit=2000"]
+    argv = ["measurable:alone", "--policy=float32", "--max_memory=2000"]
     for more, expected in (
         (known, "whose process fits in 2.0 KiB: 184"),
         (unknown, "that fits in 2.0 KiB: any"),
@@ -243,7 +243,7 @@ def searched(monkeypatch):
 
 def test_find_prints_what_the_trials_come_to(searched, capsys):
     calls, found = searched
-    argv = ["measurable:build", "--find", "--policy=float32+xla", "--limit=1GB"]
+    argv = ["measurable:build", "--find", "--policy=float32+xla", "--max_memory=1GB"]
     assert memory.main([*argv, "--json=found.json"]) == 0
     kwargs = {"policy": "float32+xla", "max_memory_bytes": 10**9}
     assert calls == [(("measurable:build",), kwargs)]
@@ -262,7 +262,7 @@ def test_find_without_a_limit_leaves_it_to_the_machine(searched):
 @pytest.mark.whole("the tests above hold the call, batch_search_trials_test the trials")
 def test_find_makes_trials_of_what_the_function_builds(capsys):
     pytest.importorskip("cloudpickle")
-    argv = ["measurable:build", "--find", "--policy=float32", "--limit=10MB"]
+    argv = ["measurable:build", "--find", "--policy=float32", "--max_memory=10MB"]
     assert memory.main(argv) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -275,7 +275,7 @@ def test_find_makes_trials_of_what_the_function_builds(capsys):
 # Failures
 
 FAILURES = {
-    "resident without a limit": (["a:b", "--resident"], 2, "without `--limit`"),
+    "resident without a limit": (["a:b", "--resident"], 2, "without `--max_memory`"),
     "four": (["measurable:four"], 1, "returned a tuple of 4; expected a compiled"),
     "not compiled": (["measurable:uncompiled"], 1, "Model 'raw' is not compiled;"),
     "open shape": (["measurable:open_shape"], 1, "`--sequence_length=128` to `tfamp"),
@@ -286,11 +286,15 @@ FAILURES = {
         "`--sequence_length` came with `--find`; expected one of them",
     ),
     "size": (["a:b", "--batch_size=8,0"], 2, "`--batch_size` has '0'; expected whole"),
-    "limit": (["a:b", "--limit=16GO"], 2, "`--limit` is '16GO'; expected a number of"),
-    "no optimizer": (
-        ["a:b", "--inference", "--optimizer=adam"],
+    "max_memory": (
+        ["a:b", "--max_memory=16GO"],
         2,
-        "`--optimizer` came with `--inference`; expected one of them",
+        "`--max_memory` is '16GO'; expected a number of",
+    ),
+    "no optimizer": (
+        ["a:b", "--notraining", "--optimizer=adam"],
+        2,
+        "`--optimizer` came with `--notraining`; expected one of them",
     ),
     "find several": (
         ["a:b", "--find", "--policy=float32,auto"],
@@ -302,7 +306,11 @@ FAILURES = {
         2,
         "`--batch_size` came with `--find`; expected one of them, as trials train",
     ),
-    "find inference": (["a:b", "--find", "--inference"], 2, "`--inference` came with"),
+    "find inference": (
+        ["a:b", "--find", "--notraining"],
+        2,
+        "`--training` came with",
+    ),
     "find optimizer": (["a:b", "--find", "--optimizer=sgd"], 2, "`--optimizer` came"),
 }
 

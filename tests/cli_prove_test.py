@@ -97,12 +97,12 @@ def test_flags_reach_the_proof(module, monkeypatch, capsys):
         return Told()
 
     monkeypatch.setattr(prover, "prove", told)
-    argv = ["provable:build", "--seconds", "2.5", "--inference"]
+    argv = ["provable:build", "--seconds", "2.5", "--notraining"]
     assert prove.main([*argv, "--policy", "float32+xla"]) == 0
-    assert given == [(2, {"inference": True, "compiled": True, "seconds": 2.5})]
+    assert given == [(2, {"training": False, "jit_compile": True, "seconds": 2.5})]
     assert capsys.readouterr().out == "the table\n"
     assert prove.main(["provable:build", "--policy", "float32"]) == 0
-    assert given[1] == (2, {"inference": False, "compiled": None, "seconds": None})
+    assert given[1] == (2, {"training": True, "jit_compile": None, "seconds": None})
 
 
 FAILURES = {

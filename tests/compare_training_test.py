@@ -609,7 +609,7 @@ def test_the_command_compares_in_fresh_processes_and_leaves_a_report(
     monkeypatch.syspath_prepend(tmp_path)
     command = [
         *("compare", "program_of_mine:build", "--policies", "float32,mixed_bfloat16"),
-        *("--seeds", "1", "--out", "report", "--fail-if", "failed"),
+        *("--seeds", "1", "--out", "report", "--fail-on", "failed"),
         *("--latency-batch-sizes", "1"),
     ]
     assert cli.main(command) == 0

@@ -291,7 +291,7 @@ def test_only_settings_that_are_set_are_shown_unless_all_are_asked_for(capsys):
 
 
 def test_json_holds_every_setting(capsys):
-    doctor.main(["--json"], probes=machine(CPU))
+    doctor.main(["--json=-"], probes=machine(CPU))
     found = {each["name"] for each in json.loads(capsys.readouterr().out)["settings"]}
     assert found == {*_diagnosis.VARIABLES, "TF32"}
 
@@ -321,7 +321,7 @@ def test_the_diagnosis_survives_json():
 def test_json_is_one_document_and_the_status_tells_if_it_is_broken(
     capfd, probes, status
 ):
-    assert doctor.main(["--json"], probes=probes) == status
+    assert doctor.main(["--json=-"], probes=probes) == status
     out = capfd.readouterr().out
     assert Diagnosis.from_dict(json.loads(out)) == diagnose(probes)
 
@@ -333,20 +333,20 @@ def test_what_tensorflow_prints_stays_out_of_the_document(capfd):
         return (CPU,)
 
     sound = dataclasses.replace(machine(), devices=devices)
-    assert doctor.main(["--json"], probes=sound) == 0
+    assert doctor.main(["--json=-"], probes=sound) == 0
     out, err = capfd.readouterr()
     json.loads(out)
     assert "C++" not in err
     # Where something is broken, the notices may say why.
     broken = dataclasses.replace(sound, nvidia_gpus=lambda: 1)
-    assert doctor.main(["--json"], probes=broken) == 1
+    assert doctor.main(["--json=-"], probes=broken) == 1
     out, err = capfd.readouterr()
     json.loads(out)
     assert "C++ writes to the error stream" in err
 
 
 def test_a_second_call_starts_from_the_defaults(capsys):
-    doctor.main(["--json"], probes=machine(CPU))
+    doctor.main(["--json=-"], probes=machine(CPU))
     json.loads(capsys.readouterr().out)
     doctor.main([], probes=machine(CPU))
     assert "Recommended policy: float32" in capsys.readouterr().out
@@ -390,7 +390,7 @@ def test_nvidia_gpus_are_counted_among_the_pci_devices(tmp_path):
 def test_the_real_machine_is_told_in_a_broken_environment(tmp_path):
     environ = {**os.environ, "KERAS_BACKEND": "jax", "HOME": str(tmp_path)}
     completed = subprocess.run(
-        [sys.executable, "-m", "tfamp", "doctor", "--json"],
+        [sys.executable, "-m", "tfamp", "doctor", "--json=-"],
         cwd=ROOT,
         env=environ,
         capture_output=True,

@@ -246,7 +246,7 @@ def test_classes_as_numbers_are_targets_of_a_sparse_loss():
 
 def test_xla_s_program_is_read():
     graph, xla = (
-        tfamp.estimate_memory(mlp(), 2**14, compiled=compiled)
+        tfamp.estimate_memory(mlp(), 2**14, jit_compile=compiled)
         for compiled in (False, True)
     )
     assert (graph.source, xla.source) == ("graph", "XLA")
@@ -273,7 +273,7 @@ def test_each_replica_has_its_part_of_the_batch():
 def test_nothing_is_run_or_changed(compiled):
     model = mlp()
     before = [np.array(w) for w in model.get_weights()]
-    tfamp.estimate_memory(model, BATCH, compiled=compiled)
+    tfamp.estimate_memory(model, BATCH, jit_compile=compiled)
     after = model.get_weights()
     assert all((a == b).all() for a, b in zip(before, after, strict=True))
     assert int(model.optimizer.iterations) == 0

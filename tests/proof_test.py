@@ -349,7 +349,7 @@ def test_functions_that_were_traced_before_are_told_by_names():
 
     model = keras.Sequential([keras.Input((8,)), Traced()])
     model(tf.zeros((8, 8)))
-    proof = prove(model, batch_of((8,), (8,)), inference=True)
+    proof = prove(model, batch_of((8,), (8,)), training=False)
     assert num_products(proof) == {"traced/inside": (1, 0), "traced/inside_1": (1, 0)}
 
 
@@ -490,7 +490,7 @@ def test_replicas_count_as_one_step_of_the_whole_batch():
     assert both.operations[0].shapes == ((4, 512), (512, 512))
     assert "on 2 replicas" in both.table()
     assert state_of(model) == before
-    assert prove(model, data, compiled=True).notes == (
+    assert prove(model, data, jit_compile=True).notes == (
         "XLA's program of a step on 2 replicas cannot be read; dtypes are those of the "
         "graph.",
     )
@@ -499,7 +499,7 @@ def test_replicas_count_as_one_step_of_the_whole_batch():
 def test_xla_tells_the_dtypes_of_the_compiled_program():
     model = dense_and_head(units=16, policy="float32")
     before = state_of(model)
-    proof = prove(model, batch_of((512,), (10,)), compiled=True)
+    proof = prove(model, batch_of((512,), (10,)), jit_compile=True)
     assert proof.source == "XLA"
     assert [product.final_dtype for product in proof.operations] == ["float32"] * 5
     assert proof.notes == ()
@@ -528,7 +528,7 @@ def test_a_step_that_xla_cannot_compile_says_so():
             return tf.ensure_shape(y, x.shape)
 
     model = keras.Sequential([keras.Input((8,)), Slow(), L.Dense(4)])
-    proof = prove(compiled(model), batch_of((8,), (4,)), compiled=True)
+    proof = prove(compiled(model), batch_of((8,), (4,)), jit_compile=True)
     assert proof.source == "graph"
     (note,) = proof.notes
     assert note.startswith("XLA cannot compile this step (")
@@ -610,7 +610,7 @@ def test_products_that_were_not_found_are_noted(monkeypatch):
     only = (CompiledProduct("x", "dot", "two_1/dense_1/MatMul", ("float32",) * 2, ()),)
     monkeypatch.setattr("tfamp.stepping.step_traces.read_hlo", lambda text: only)
     model = dense_and_head(units=16)
-    proof = prove(model, batch_of((512,), (10,)), compiled=True, devices=[AMX_CPU])
+    proof = prove(model, batch_of((512,), (10,)), jit_compile=True, devices=[AMX_CPU])
     assert [p.runs_in for p in proof.operations[:2]] == ["float32", "float32"]
     assert proof.operations[0].dtype == "bfloat16"
     (note,) = proof.notes
@@ -757,11 +757,11 @@ def test_the_input_is_a_cause_where_it_is_measured(monkeypatch):
 
 def test_inference_has_no_gradients_and_needs_no_compile():
     model = keras.Sequential([L.Dense(4, name="dense")])
-    proof = prove(model, batch_of((8,), (4,)), inference=True)
+    proof = prove(model, batch_of((8,), (4,)), training=False)
     assert proof.step == "inference"
     assert num_products(proof) == {"dense": (1, 0)}
     model = compiled(model)
-    again = prove(model, batch_of((8,), (4,)), inference=True)
+    again = prove(model, batch_of((8,), (4,)), training=False)
     assert again.flops == proof.flops == 2 * 8 * 8 * 4
 
 
@@ -859,7 +859,7 @@ def test_a_loop_costs_as_much_as_its_steps():
     figures = []
     for in_graph in (True, False):
         model = compiled(keras.Sequential([keras.Input((64,)), Repeated(in_graph)]))
-        proof = prove(model, batch_of((64,), (64,)), inference=True, devices=[OLD_CPU])
+        proof = prove(model, batch_of((64,), (64,)), training=False, devices=[OLD_CPU])
         figures.append(causes(proof)["float32"].figure)
     # What a loop does besides is small change.
     assert figures[0] == pytest.approx(figures[1], rel=0.1)
@@ -959,8 +959,8 @@ WRONG = {
         "expected batches, as `fit` takes them. Add `.batch(32)`.",
     ),
     "seconds of inference": (
-        {"seconds": 1, "inference": True},
-        "`seconds` is 1.0 with `inference=True`; expected None",
+        {"seconds": 1, "training": False},
+        "`seconds` is 1.0 with `training=False`; expected None",
     ),
     "no seconds": (
         {"seconds": 0},

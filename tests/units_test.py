@@ -51,11 +51,11 @@ def test_bytes_are_read_in_units_of_1000_and_of_1024(text, num_bytes):
 )
 def test_what_is_no_number_of_bytes_is_refused(text):
     message = (
-        f"`--limit` is {text!r}; expected a number of bytes, or one with a unit from "
-        "kB to TB or from KiB to TiB. Write for example 16GB or 14.5GiB."
+        f"`--max_memory` is {text!r}; expected a number of bytes, or one with a unit "
+        "from kB to TB or from KiB to TiB. Write for example 16GB or 14.5GiB."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
-        units.parse_bytes("--limit", text)
+        units.parse_bytes("--max_memory", text)
 
 
 @pytest.mark.parametrize(

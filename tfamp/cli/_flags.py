@@ -9,8 +9,12 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
+from tfamp.records.units import parse_bytes
+
 # The shell's convention for a command that was called wrongly.
 EXIT_FAILED, EXIT_USAGE = 1, 2
+# What the flag of this name means in every command.
+JSON = "File that gets the result as JSON; - prints it, and nothing else."
 
 
 class Outcome(NamedTuple):
@@ -137,7 +141,8 @@ def run(
     ) as error:
         print(f"{command}: {error}", file=sys.stderr)
         return EXIT_FAILED
-    print(outcome.text)
+    if "json" not in values or values.json != "-":
+        print(outcome.text)
     said = dict.fromkeys(str(warning.message) for warning in caught)
     for text in (*said, *outcome.problems):
         print(f"{command}: {text}", file=sys.stderr)
@@ -145,13 +150,26 @@ def run(
 
 
 def write(values: flags.FlagValues, found: Any) -> None:
-    """Writes a result to the file of --json, where one is given."""
-    if values.json is not None:
+    """Writes a result to the file of --json, where one is given; prints it for "-"."""
+    if values.json == "-":
+        print(found.to_json())
+    elif values.json is not None:
         found.to_json(values.json)
 
 
+def max_memory(values: flags.FlagValues) -> int | None:
+    """Returns the bytes of --max_memory, None where it is not given.
+
+    Raises:
+        ValueError: It is no size.
+    """
+    if values.max_memory is None:
+        return None
+    return parse_bytes("--max_memory", values.max_memory)
+
+
 def _underscored(argument: str) -> str:
-    """Returns `--fail-if=worse` as `--fail_if=worse`; values stay as they are."""
+    """Returns `--fail-on=worse` as `--fail_on=worse`; values stay as they are."""
     if not argument.startswith("--"):
         return argument
     name, equals, value = argument.partition("=")

@@ -24,8 +24,8 @@ report.json and report.md. `module:build` names a function that returns a compil
 model with its data, (model, train, validation); it gets `seed` and `epochs` where it
 has arguments of these names. Ctrl-C keeps the runs that are finished.
 
-Ends with status 0, 1 if --fail-if applies or the runs fail, 2 if called wrongly."""
-# Word of --fail-if -> whether it applies to a policy.
+Ends with status 0, 1 if --fail_on applies or the runs fail, 2 if called wrongly."""
+# Word of --fail_on -> whether it applies to a policy.
 _FAILURES = ("worse", "slower", "not_faster", "undecided", "failed")
 _EXIT_INTERRUPTED = 130
 
@@ -43,14 +43,17 @@ def main(argv: Sequence[str]) -> int:
 
     def work(target: str) -> _flags.Outcome:
         with _flags.reading():
-            fail_if = [
-                checks.choice("--fail-if", word.replace("-", "_"), _FAILURES)
-                for word in values.fail_if
+            fail_on = [
+                checks.choice("--fail_on", word.replace("-", "_"), _FAILURES)
+                for word in values.fail_on
             ]
             sizes = [_whole(text) for text in values.latency_batch_sizes]
+            max_memory = _flags.max_memory(values)
         command = shlex.join(["tfamp", "compare", *argv])
-        found, report = run(target, values, sizes=sizes, command=command)
-        problems = failures(found, fail_if)
+        found, report = run(
+            target, values, sizes=sizes, max_memory=max_memory, command=command
+        )
+        problems = failures(found, fail_on)
         text = f"{found.table()}\nReport: {report}"
         return _flags.Outcome(text, problems, is_bad=bool(problems))
 
@@ -70,6 +73,7 @@ def run(
     values: flags.FlagValues,
     *,
     sizes: Sequence[int],
+    max_memory: int | None,
     command: str,
 ) -> tuple[Any, Path]:
     """Returns the comparison and where its report was written."""
@@ -82,7 +86,6 @@ def run(
     policies = values.policies
     seeds = values.seeds
     lines = _Lines(None if values.resume else len(policies) * seeds)
-    gib = values.max_memory_gib
     found = compare(
         target,
         policies=policies,
@@ -93,7 +96,7 @@ def run(
         better=values.better,
         latency_batch_sizes=sizes,
         profile_steps=values.profile_steps if values.profile else 0,
-        max_memory_bytes=None if gib is None else int(gib * 2**30),
+        max_memory_bytes=max_memory,
         timeout_seconds=values.timeout_seconds,
         directory=out / "runs",
         resume=values.resume,
@@ -107,8 +110,8 @@ def run(
     return found, out / "report.html"
 
 
-def failures(found: Evidence, fail_if: Sequence[str]) -> list[str]:
-    """Returns a sentence for each policy and word of --fail-if that applies to it."""
+def failures(found: Evidence, fail_on: Sequence[str]) -> list[str]:
+    """Returns a sentence for each policy and word of --fail_on that applies to it."""
     sentences = []
     for policy, verdict in found.verdicts.items():
         applies = {
@@ -123,7 +126,7 @@ def failures(found: Evidence, fail_if: Sequence[str]) -> list[str]:
         }
         sentences += [
             f"{policy} is {word.replace('_', ' ')}: {verdict}"
-            for word in fail_if
+            for word in fail_on
             if applies[word]
         ]
     return sentences
@@ -174,7 +177,7 @@ def _define() -> flags.FlagValues:
     add("enum", "better", None, ["max", "min"], "Which metric is better.")
     add(
         "list",
-        "fail_if",
+        "fail_on",
         [],
         f"End with status 1 if a policy is one of {', '.join(_FAILURES)}.",
     )
@@ -182,10 +185,10 @@ def _define() -> flags.FlagValues:
     add("bool", "profile", False, "Show operations by time, too.")
     add("integer", "profile_steps", 5, "Steps to profile.", lower_bound=1)
     add(
-        "float",
-        "max_memory_gib",
+        "string",
+        "max_memory",
         None,
-        "Search for the largest batch that stays below.",
+        "Search for the largest batch that stays below, such as 16GB.",
     )
     add("float", "timeout_seconds", None, "The most that a run may take.")
     add("bool", "resume", False, "Go on with the runs in --out.")

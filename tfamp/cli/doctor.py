@@ -47,7 +47,7 @@ def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
     """
     values = _flags.new_flags()
     add = functools.partial(_flags.define, values)
-    add("bool", "json", False, "Print one JSON document and nothing else.")
+    add("string", "json", None, _flags.JSON)
     add("bool", "all", False, "Show settings that are not set too.")
     status = _flags.parse(values, argv, command="tfamp doctor", purpose=_PURPOSE)
     if isinstance(status, int):
@@ -59,9 +59,8 @@ def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
         diagnosis = diagnose(probes or Probes())
     if diagnosis.is_broken and log:
         print("".join(log), file=sys.stderr)
-    if values["json"].value:
-        print(diagnosis.to_json())
-    else:
+    _flags.write(values, diagnosis)
+    if values.json != "-":
         render(diagnosis, Console(), all_settings=bool(values["all"].value))
     return 1 if diagnosis.is_broken else 0
 

@@ -110,7 +110,7 @@ def _define() -> flags.FlagValues:
         "Policy to build under, such as mixed_bfloat16, auto or "
         "keras:mixed_float16 for stock Keras.",
     )
-    add("string", "json", None, "File that gets the findings as JSON.")
+    add("string", "json", None, _flags.JSON)
     add(
         "enum",
         "fail_on",

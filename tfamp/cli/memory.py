@@ -14,8 +14,8 @@ from tfamp.trials.variant import Variant
 
 _PURPOSE = """\
 Predicts what a training step will hold in memory, by kind, and trains nothing: the
-step is traced; on a CPU also how large the process will be. With --limit it tells the
-largest batch that fits, on a CPU with the whole process. `module:build` names
+step is traced; on a CPU also how large the process will be. With --max_memory it tells
+the largest batch that fits, on a CPU with the whole process. `module:build` names
 a function that returns a compiled model, or (model, train) or (model, train,
 validation), of which shapes and the batch size are read. --find trains a few steps of
 real batches instead, each size in a fresh process, until one does not fit or gains too
@@ -30,7 +30,7 @@ _MULTIPLE = 8
 _ENDLESS = 2**40
 # Flags that trials have no use for.
 _NOT_FOUND_WITH = (
-    *("batch_size", "inference", "optimizer", "resident", "sequence_length"),
+    *("batch_size", "training", "optimizer", "resident", "sequence_length"),
 )
 
 
@@ -49,9 +49,7 @@ def main(argv: Sequence[str]) -> int:
         with _flags.reading():
             variants = [Variant.parse(word, "--policy") for word in values.policy]
             sizes = [_whole(text) for text in values.batch_size or ()]
-            limit = None
-            if values.limit is not None:
-                limit = units.parse_bytes("--limit", values.limit)
+            limit = _flags.max_memory(values)
             _check(values)
         if values.find:
             found = find(target, variants[0], limit)
@@ -89,10 +87,10 @@ def estimate(
                 model,
                 list(sizes) or [_BATCH_SIZE if batch is None else batch.size],
                 optimizer=values.optimizer,
-                training=not values.inference,
-                data=None if batch is None else _parts(batch.parts, values.inference),
+                training=values.training,
+                data=None if batch is None else _parts(batch.parts, values.training),
                 sequence_length=values.sequence_length,
-                compiled=True if variant.jit_compile else None,
+                jit_compile=True if variant.jit_compile else None,
             )
         found += [_named(each, variant) for each in own]
     return MemoryEstimates(tuple(found))
@@ -117,11 +115,11 @@ def _built(target: str, built: Any) -> tuple[Any, Any]:
     return built[0], built[1]
 
 
-def _parts(parts: Any, inference: bool) -> Any:
+def _parts(parts: Any, training: bool) -> Any:
     """Returns the parts of a batch that a step takes: for `predict` inputs alone."""
     if not isinstance(parts, tuple):
         return (parts,)
-    return parts[:1] if inference else parts
+    return parts if training else parts[:1]
 
 
 def _named(estimate: Any, variant: Variant) -> Any:
@@ -168,15 +166,15 @@ def _fitting(estimate: Any, limit: int, resident: bool) -> str:
 
 def _check(values: flags.FlagValues) -> None:
     """Checks that every flag that was given has an effect."""
-    if values.inference and values.optimizer is not None:
+    if not values.training and values.optimizer is not None:
         raise ValueError(
-            "`--optimizer` came with `--inference`; expected one of them, as predict "
+            "`--optimizer` came with `--notraining`; expected one of them, as predict "
             "has no optimizer. Leave one out"
         )
-    if values["resident"].present and values.limit is None:
+    if values["resident"].present and values.max_memory is None:
         raise ValueError(
-            "`--resident` came without `--limit`; expected both, as it says what the "
-            "limit is for. Add --limit, or leave it out"
+            "`--resident` came without `--max_memory`; expected both, as it says what "
+            "the limit is for. Add --max_memory, or leave it out"
         )
     if not values.find:
         return
@@ -217,7 +215,7 @@ def _define() -> flags.FlagValues:
         "auto",
         "Policies to build under, such as float32,mixed_bfloat16+xla.",
     )
-    add("bool", "inference", False, "Look at the step of predict, not of fit.")
+    add("bool", "training", True, "Look at the step of fit, or else of predict.")
     add(
         "integer",
         "sequence_length",
@@ -233,7 +231,7 @@ def _define() -> flags.FlagValues:
     )
     add(
         "string",
-        "limit",
+        "max_memory",
         None,
         "Memory there is, such as 16GB, 14.5GiB or a number of bytes.",
     )
@@ -241,15 +239,15 @@ def _define() -> flags.FlagValues:
         "bool",
         "resident",
         None,
-        "Take --limit for the whole process, or (--noresident) for what a step holds, "
-        "as on a GPU; else the first where it is known, which it is on CPUs.",
+        "Take --max_memory for the whole process, or (--noresident) for what a step "
+        "holds, as on a GPU; else the first where it is known, which it is on CPUs.",
     )
     add(
         "bool",
         "find",
         False,
-        "Try sizes by training real batches, below --limit and the machine's memory.",
+        "Try sizes by training real batches, below --max_memory and what there is.",
     )
-    add("string", "json", None, "File that gets the result as JSON.")
+    add("string", "json", None, _flags.JSON)
     add("string", "plot", None, "Image file that gets memory by batch size.")
     return values

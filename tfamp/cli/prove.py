@@ -55,8 +55,8 @@ def run(target: str, variant: Variant, values: flags.FlagValues) -> Any:
             )
         return prove(
             *built[:2],
-            inference=values.inference,
-            compiled=True if variant.jit_compile else None,
+            training=values.training,
+            jit_compile=True if variant.jit_compile else None,
             seconds=values.seconds,
         )
 
@@ -71,7 +71,7 @@ def _define() -> flags.FlagValues:
         "Policy to build under, such as float32, mixed_bfloat16+xla or "
         "keras:mixed_bfloat16.",
     )
-    add("string", "json", None, "File that gets the proof as JSON.")
+    add("string", "json", None, _flags.JSON)
     add(
         "float",
         "seconds",
@@ -79,5 +79,5 @@ def _define() -> flags.FlagValues:
         "Measure for so long how much the input holds training up.",
         lower_bound=0.0,
     )
-    add("bool", "inference", False, "Look at the step of predict, not of fit.")
+    add("bool", "training", True, "Look at the step of fit, or else of predict.")
     return values

@@ -93,6 +93,6 @@ def _define() -> flags.FlagValues:
         None,
         "module:function that returns the compiled model, where the bundle has none.",
     )
-    add("string", "json", None, "File that gets the outcome as JSON.")
+    add("string", "json", None, _flags.JSON)
     add("bool", "triage", True, "Say why the step failed.")
     return values

@@ -112,7 +112,7 @@ def batches_of(
 
 
 def trace_step(
-    model: Any, dataset: tf.data.Dataset, *, inference: bool, compiled: bool
+    model: Any, dataset: tf.data.Dataset, *, training: bool, jit_compile: bool
 ) -> Trace:
     """Traces one step on the first batch.
 
@@ -120,17 +120,17 @@ def trace_step(
     run, unless TensorFlow's own mixed precision is on, which shows in a run only.
 
     Args:
-        model: A Keras model, compiled unless for inference.
+        model: A Keras model, compiled unless it is to predict.
         dataset: Batches.
-        inference: Whether `predict`'s step is traced rather than `fit`'s.
-        compiled: Whether XLA compiles it too.
+        training: Whether `fit`'s step is traced rather than `predict`'s.
+        jit_compile: Whether XLA compiles it too.
     """
-    if not inference or not isinstance(model, keras.Model):
+    if training or not isinstance(model, keras.Model):
         check_model(model)
     batch = first_batch(dataset)
     _build(model, batch)
     strategy = model.distribute_strategy
-    step = model.predict_step if inference else model.train_step
+    step = model.train_step if training else model.predict_step
     num_replicas = strategy.num_replicas_in_sync
     if num_replicas > 1:
         whole = tf.data.Dataset.from_tensors(batch).unbatch().batch(_size(batch))
@@ -141,14 +141,14 @@ def trace_step(
     marks = Marks(model)
     with unchanged(model) if model.compiled else contextlib.nullcontext():
         with marks.placed():
-            concrete = _traced(model, argument, marks, inference=inference)
-            if not compiled and not _rewrite_is_on():
+            concrete = _traced(model, argument, marks, training=training)
+            if not jit_compile and not _rewrite_is_on():
                 return Trace(concrete, marks, batch, "graph", (), "")
             if num_replicas > 1:
-                what = "XLA's program" if compiled else "TensorFlow's rewrite"
+                what = "XLA's program" if jit_compile else "TensorFlow's rewrite"
                 note = f"{what} of a step on {num_replicas} replicas cannot be read"
                 return Trace(concrete, marks, batch, "graph", (), note)
-            if compiled:
+            if jit_compile:
                 program, note = _compile(step, batch)
                 source: Literal["graph", "XLA", "rewrite"] = "XLA"
             else:
@@ -157,28 +157,28 @@ def trace_step(
     return Trace(concrete, marks, batch, "graph" if note else source, program, note)
 
 
-def trace_specs(model: keras.Model, specs: Any, *, inference: bool) -> TracedSpecs:
+def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> TracedSpecs:
     """Traces one step for a batch of given shapes, and makes no such batch.
 
     On several replicas each gets a batch of these shapes.
 
     Args:
-        model: A built Keras model, compiled and with a built optimizer unless for
-            inference.
+        model: A built Keras model, compiled and with a built optimizer unless it is
+            to predict.
         specs: A `tf.TensorSpec` for each tensor of a batch.
-        inference: Whether `predict`'s step is traced rather than `fit`'s.
+        training: Whether `fit`'s step is traced rather than `predict`'s.
     """
     marks = Marks(model)
     before = random.getstate()
     with marks.placed():
-        concrete = _traced(model, specs, marks, inference=inference)
+        concrete = _traced(model, specs, marks, training=training)
     random.setstate(before)
     return TracedSpecs(concrete, marks)
 
 
-def _traced(model: keras.Model, argument: Any, marks: Marks, *, inference: bool) -> Any:
+def _traced(model: keras.Model, argument: Any, marks: Marks, *, training: bool) -> Any:
     """Returns a step as a function that is traced and marked."""
-    step = model.predict_step if inference else model.train_step
+    step = model.train_step if training else model.predict_step
     strategy = model.distribute_strategy
 
     @tf.autograph.experimental.do_not_convert

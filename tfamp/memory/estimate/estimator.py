@@ -23,7 +23,7 @@ def estimate_memory(
     training: bool = True,
     data: Any = None,
     sequence_length: int | None = None,
-    compiled: bool | None = None,
+    jit_compile: bool | None = None,
 ) -> Any:
     """Predicts the most memory that a step will hold, and nothing is run.
 
@@ -54,8 +54,8 @@ def estimate_memory(
             tell its inputs or targets.
         sequence_length: What to take for every size that the model leaves open, as
             models of text do; or pass an example as `data`.
-        compiled: Whether XLA compiles the step; None for what the model says. It takes
-            as long as compiling.
+        jit_compile: Whether XLA compiles the step; None for what the model says. It
+            takes as long as compiling.
 
     Returns:
         A `MemoryEstimate`; for several sizes or policies `MemoryEstimates`.
@@ -85,7 +85,9 @@ def estimate_memory(
     for name in policies:
         given = model if name is None else _with_policy(model, name)
         with _ready(given, model, optimizer, training=training):
-            in_xla = bool(given.jit_compile) if compiled is None else bool(compiled)
+            in_xla = (
+                bool(given.jit_compile) if jit_compile is None else bool(jit_compile)
+            )
             ask = Asked(
                 given,
                 data,

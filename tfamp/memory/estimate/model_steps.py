@@ -168,7 +168,7 @@ class Asked:
     def _trace(self, size: int) -> tuple[TracedSpecs, Plan]:
         if size not in self._traced:
             traced = trace_specs(
-                self._model, self._specs(size), inference=not self._training
+                self._model, self._specs(size), training=self._training
             )
             self._traced[size] = traced, read_plan(traced.concrete)
         return self._traced[size]

@@ -149,7 +149,7 @@ def _scales_while_traced(subject: Subject) -> bool | None:
             for optimizer in _dividing(subject):
                 stack.enter_context(_noted(optimizer, _SCALING, scaled))
                 stack.enter_context(_noted(optimizer, _APPLYING, applied))
-            trace_step(model, dataset, inference=False, compiled=False)
+            trace_step(model, dataset, training=True, jit_compile=False)
     except Exception:  # the user's own code, which may do anything
         return None
     return applied <= scaled

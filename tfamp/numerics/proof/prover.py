@@ -36,8 +36,8 @@ def prove(
     model: keras.Model,
     data: Any,
     *,
-    inference: bool = False,
-    compiled: bool | None = None,
+    training: bool = True,
+    jit_compile: bool | None = None,
     seconds: float | None = None,
     batch_size: int = 32,
     devices: Sequence[Device] | None = None,
@@ -56,10 +56,10 @@ def prove(
     computes bfloat16 in float32.
 
     Args:
-        model: A Keras model, compiled unless for inference.
+        model: A Keras model, compiled unless `training` is False.
         data: A `tf.data.Dataset` of batches, a `Pipeline`, or arrays (x, y).
-        inference: Whether to look at the step of `predict` in place of that of `fit`.
-        compiled: Whether to compile the step with XLA and read the program; None
+        training: Whether to look at the step of `fit`, or at that of `predict`.
+        jit_compile: Whether to compile the step with XLA and read the program; None
             does as the model was compiled to (`jit_compile`).
         seconds: Measure for about so long how much the input holds up training, by
             `tfamp.data.bottleneck`, which runs steps and puts the model back; None
@@ -90,15 +90,15 @@ def prove(
     dataset = batches_of(data, batch_size)
     if seconds is not None:
         seconds = checks.positive("seconds", seconds)
-    if seconds is not None and inference:
+    if seconds is not None and not training:
         raise ValueError(
-            f"`seconds` is {seconds!r} with `inference=True`; expected None, since the "
+            f"`seconds` is {seconds!r} with `training=False`; expected None, since the "
             "input is measured with train steps. Leave one of them out."
         )
-    if compiled is None:
-        compiled = bool(getattr(model, "jit_compile", False))
+    if jit_compile is None:
+        jit_compile = bool(getattr(model, "jit_compile", False))
     with progress("Tracing the step", 2, unit="parts") as done:
-        trace = trace_step(model, dataset, inference=inference, compiled=compiled)
+        trace = trace_step(model, dataset, training=training, jit_compile=jit_compile)
         done(1)
         operations = read_operations(trace.concrete)
         done(2)
@@ -124,7 +124,7 @@ def prove(
     half = sum(p.step_flops for p in facts.products if p.runs_in in HALF)
     return Proof(
         model=model.name,
-        step="inference" if inference else "train",
+        step="train" if training else "inference",
         batch_size=facts.batch_size,
         half_share_of_flops=half / flops if flops else 0.0,
         flops=flops,
