@@ -12,7 +12,7 @@ from tfamp.dtypes import dtype_errors, exact_names, heads, layer_dtypes, own_ope
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.rule import Rule
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import calls, structure
+from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, update_record
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
@@ -37,6 +37,8 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     if (
         not record.is_resolved
         and not calls.in_call()
+        # Keras traces a layer's own `call` for shapes, with nothing around it.
+        and not backend.in_symbolic_scope()
         and not _is_symbolic(args, kwargs)
     ):
         resolve(layer, args, kwargs)

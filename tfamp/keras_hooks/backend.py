@@ -7,7 +7,7 @@ being a class on top of the one that all backends share.
 
 from keras.src import backend
 from keras.src.backend import common
-from keras.src.backend.common import masking
+from keras.src.backend.common import masking, symbolic_scope
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer as shared_trainer
 
@@ -23,6 +23,7 @@ AutocastScope = common.AutocastScope
 get_autocast_scope = common.get_autocast_scope
 StatelessScope = backend.StatelessScope
 in_stateless_scope = backend.in_stateless_scope
+in_symbolic_scope = symbolic_scope.in_symbolic_scope
 
 get_keras_mask = masking.get_keras_mask
 set_keras_mask = masking.set_keras_mask
