@@ -191,6 +191,20 @@ def test_blocks_that_are_free_already_are_not_counted_twice(around):
     assert tfamp.estimate_memory(model_of(), 2**14).resident_bytes == first - 4 * MIB
 
 
+def test_small_batches_fit_into_what_is_free_and_large_ones_do_not(around):
+    plain = tfamp.estimate_memory(model_of(), 64)
+    free = 64 * MIB
+    around(reusable_bytes=free)
+    estimate = tfamp.estimate_memory(model_of(), 64)
+    limit = 2**30
+    # As though what is free came on top of the limit.
+    expected = plain.largest_batch(limit + free)
+    assert estimate.largest_batch(limit) == pytest.approx(expected, rel=0.02)
+    sizes = [estimate.bytes_at(2**n, resident=True) for n in range(6, 18)]
+    assert sizes == sorted(sizes)
+    assert sizes[0] == estimate.resident_bytes
+
+
 def test_a_model_that_was_trained_has_its_runtime(around):
     model = model_of()
     before = tfamp.estimate_memory(model, 2**14).resident_bytes

@@ -146,8 +146,7 @@ class Asked:
         ask = ResidentSize(
             self._model, around, training=self._training, emulated=self._emulated
         )
-        plans = sorted(self._plans(size).items())
-        return tuple((n, ask.of(plan, round(n * input_bytes))) for n, plan in plans)
+        return ask.curve(self._plans(size), input_bytes)
 
     def _sizes(self, size: int) -> set[int]:
         """Returns sizes around one."""

@@ -6,6 +6,7 @@ stand what the process holds by now and what TensorFlow takes to run a graph.
 
 import ctypes
 import dataclasses
+import math
 import os
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -143,20 +144,39 @@ class ResidentSize:
         # A step that has run has its graph and kernels already.
         self._has_run = function is not None
 
-    def of(self, plan: Plan, input_bytes: int) -> int:
-        """Returns the largest resident size in a run of steps.
+    def curve(
+        self, plans: Mapping[int, Plan], input_bytes: float
+    ) -> tuple[tuple[int, int], ...]:
+        """Returns the largest resident size in a run of steps, by batch size.
+
+        Small batches fit into what is free in the process: the size is the same for
+        all of them, and grows evenly from some batch on, which is in the curve.
 
         Args:
-            plan: What a step runs.
-            input_bytes: Of its batch.
+            plans: Batch size -> what a step runs.
+            input_bytes: Of one example.
         """
+        sizes = sorted(plans)
+        more = [self._more(plans[n], round(n * input_bytes)) for n in sizes]
+        base = (self._around.process_bytes or 0) + (
+            0 if self._has_run else runtime_bytes(plans[sizes[-1]])
+        )
+        points = list(zip(sizes, more, strict=True))
+        if len(points) > 1 and points[-2][1] < 0:
+            (low, small), (high, large) = points[-2:]
+            slope = (large - small) / (high - low)
+            if slope > 0:
+                full = max(high, math.ceil(high - large / slope))
+                points += [(full, 0)] * (full > high)
+                points += [(2 * full, round(large + slope * (2 * full - high)))]
+        return tuple((n, base + max(0, grown)) for n, grown in points)
+
+    def _more(self, plan: Plan, input_bytes: int) -> int:
+        """Returns what tensors take beyond what is free; below 0 where some is left."""
         steps = changes(plan, emulated=self._emulated)
-        heap = self._heap()
-        grown = growth(heap, self._standing, [steps] * _STEPS)
+        grown = growth(self._heap(), self._standing, [steps] * _STEPS)
         # The batch, and the one that is read meanwhile.
-        tensors = max(0, grown + 2 * input_bytes - self._around.reusable_bytes)
-        runtime = 0 if self._has_run else runtime_bytes(plan)
-        return (self._around.process_bytes or 0) + tensors + runtime
+        return grown + 2 * input_bytes - self._around.reusable_bytes
 
     def _heap(self) -> BestFit | Glibc:
         if self._around.allocator == TENSORFLOW:
