@@ -3,6 +3,7 @@
 import re
 import threading
 import warnings
+import weakref
 
 import keras
 import numpy as np
@@ -10,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.garbage import holders_of
 
 SCALE = 2.0**15
 MODES = {
@@ -271,3 +273,25 @@ def test_what_a_tape_said_in_a_thread_ends_with_it():
         thread.start()
         thread.join()
     assert float(variable) == pytest.approx(1.0 - 0.01 * 10.0)
+
+
+@pytest.mark.parametrize("is_compiled", [False, True], ids=["graph", "xla"])
+def test_a_trace_outlives_an_optimizer_whose_scale_it_took(is_compiled):
+    """One that is not built may turn out to train what any loop trains."""
+    sgd = keras.optimizers.SGD(0.01)
+    other = tfamp.LossScaleOptimizer(sgd, initial_scale=8.0, dynamic=False)
+    variable = tf.Variable(1.0)
+
+    @tf.function(jit_compile=is_compiled)
+    def gradient():
+        with tf.GradientTape() as tape:
+            half = tf.cast(variable, tf.float16)
+            loss = tf.cast(2 * half, tf.float32)
+        return tape.gradient(loss, variable)
+
+    assert float(gradient()) == 2.0
+    reference = weakref.ref(other)
+    del sgd, other
+    assert holders_of(reference) == []
+    assert float(gradient()) == 2.0
+    assert float(tf.function(gradient)()) == 2.0  # asks for what the trace reads

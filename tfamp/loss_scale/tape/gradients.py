@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import tapes
 from tfamp.keras_hooks.layer_record import CALLS, record_of
-from tfamp.keras_hooks.optimizers import trained_by
+from tfamp.keras_hooks.optimizers import outermost_graph, trained_by
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like
 from tfamp.loss_scale.tape import warnings
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN
@@ -55,6 +55,7 @@ _HERE = _Here()
 _LOCK = threading.Lock()
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 _ids: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
+_scales_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def know(optimizer: Any) -> None:
@@ -224,7 +225,16 @@ def _needs_scale(sources: Sequence[Any]) -> bool:
 
 
 def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
-    return [optimizer.dynamic_scale.value for optimizer in optimizers]
+    """Returns the variables of scales; a graph that reads them holds them.
+
+    It may be traced with the scale of an optimizer that turns out to have no part in
+    it, and run when that is gone.
+    """
+    scales = [optimizer.dynamic_scale.value for optimizer in optimizers]
+    graph = outermost_graph()
+    if graph is not None:
+        _scales_in.setdefault(graph, []).extend(scales)
+    return scales
 
 
 def _has_variable(sources: Sequence[Any]) -> bool:
