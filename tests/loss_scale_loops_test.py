@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.garbage import holders_of
+from tfamp.loss_scale.tape import gradients as tape_scaling
 
 SCALE = 2.0**15
 MODES = {
@@ -276,8 +277,10 @@ def test_what_a_tape_said_in_a_thread_ends_with_it():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["graph", "xla"])
-def test_a_trace_outlives_an_optimizer_whose_scale_it_took(is_compiled):
+def test_a_trace_outlives_an_optimizer_whose_scale_it_took(is_compiled, monkeypatch):
     """One that is not built may turn out to train what any loop trains."""
+    # Others of the process, whose scale may be too large for this loss.
+    monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
     sgd = keras.optimizers.SGD(0.01)
     other = tfamp.LossScaleOptimizer(sgd, initial_scale=8.0, dynamic=False)
     variable = tf.Variable(1.0)
