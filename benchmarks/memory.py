@@ -102,6 +102,21 @@ def build(case: str) -> Any:
     return keras.Model(x, layers.Dense(10)(y))
 
 
+def one_batch(model: Any, batch: int) -> Any:
+    """Returns a dataset of one random batch of inputs and classes."""
+    import numpy as np
+    import tensorflow as tf
+
+    spec = model.inputs[0]
+    shape = (batch, *spec.shape[1:])
+    rng = np.random.default_rng(0)
+    if spec.dtype == "int32":
+        x = rng.integers(0, 1000, shape, dtype=np.int32)
+    else:
+        x = rng.normal(size=shape).astype(np.float32)
+    return tf.data.Dataset.from_tensors((x, rng.integers(0, 10, batch)))
+
+
 def measure_side(
     case: str,
     policy: str,
@@ -112,8 +127,6 @@ def measure_side(
 ) -> dict[str, Any]:
     """Predicts and measures one case in this process."""
     import keras
-    import numpy as np
-    import tensorflow as tf
 
     import tfamp
     from tfamp.machine import amx
@@ -128,14 +141,7 @@ def measure_side(
     if is_again:
         tfamp.remat(model)
     predicted = tfamp.estimate_memory(model, batch, training=training)
-    spec = model.inputs[0]
-    shape = (batch, *spec.shape[1:])
-    rng = np.random.default_rng(0)
-    if spec.dtype == "int32":
-        x = rng.integers(0, 1000, shape, dtype=np.int32)
-    else:
-        x = rng.normal(size=shape).astype(np.float32)
-    data = tf.data.Dataset.from_tensors((x, rng.integers(0, 10, batch)))
+    data = one_batch(model, batch)
     run = model.fit if training else model.predict
     libc = ctypes.CDLL(None)
     peaks = []

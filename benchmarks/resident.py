@@ -50,8 +50,6 @@ def side(case: str, policy: str, batch: int, is_run: bool) -> dict[str, Any]:
     """Predicts or trains one case in this process."""
     import keras
     import memory
-    import numpy as np
-    import tensorflow as tf
 
     import tfamp
     from tfamp.machine import amx
@@ -67,14 +65,7 @@ def side(case: str, policy: str, batch: int, is_run: bool) -> dict[str, Any]:
     if not is_run:
         found = tfamp.estimate_memory(model, batch)
         return {"bytes": found.resident_bytes, "allocator": found.allocator}
-    spec = model.inputs[0]
-    shape = (batch, *spec.shape[1:])
-    rng = np.random.default_rng(0)
-    if spec.dtype == "int32":
-        x = rng.integers(0, 1000, shape, dtype=np.int32)
-    else:
-        x = rng.normal(size=shape).astype(np.float32)
-    data = tf.data.Dataset.from_tensors((x, rng.integers(0, 10, batch)))
+    data = memory.one_batch(model, batch)
     process_memory.reset_peak()
     model.fit(data.repeat(STEPS), verbose=0)
     return {"bytes": process_memory.peak_process_bytes(), "built": built}

@@ -353,8 +353,8 @@ def test_errors_of_memory_are_told_from_others(error, outcome):
 
 def test_of_a_long_error_the_line_on_memory_is_told():
     error = exhausted("Graph execution error:\n\n  OOM when allocating x\n\tFile a")
-    assert outcomes.told(error) == "OOM when allocating x"
-    assert outcomes.told(ValueError("no\n\nshape")) == "ValueError: no shape"
+    assert outcomes.short_error(error) == "OOM when allocating x"
+    assert outcomes.short_error(ValueError("no\n\nshape")) == "ValueError: no shape"
 
 
 STATUSES = {

@@ -250,7 +250,9 @@ class Careful(Stage):
     def _call(self, element: Any) -> Any:
         """Returns what the last function makes of an element."""
         return functools.reduce(
-            lambda value, function: _spread(function, value), self.functions, element
+            lambda value, function: _unpacked(function, value),
+            self.functions,
+            element,
         )
 
     def _report(self, seen: tf.Tensor, found: Any) -> tuple[tf.Tensor, Any]:
@@ -292,7 +294,7 @@ class Careful(Stage):
         return " + ".join(self.names), "element by element, so one error costs one"
 
 
-def _spread(function: Callable[..., Any], value: Any) -> Any:
+def _unpacked(function: Callable[..., Any], value: Any) -> Any:
     """Calls a function as `Dataset.map` does: a tuple is several arguments."""
     return function(*value) if isinstance(value, tuple) else function(value)
 

@@ -5,6 +5,7 @@ text, None, other records, tuples, and dicts with text as keys, nested as one li
 the annotations say what comes back, so a tuple of records is one again.
 """
 
+import abc
 import dataclasses
 import json
 import math
@@ -152,12 +153,12 @@ class Record:
         return cls.from_dict(values)
 
 
-class TableRecord(Record):
+class TableRecord(Record, abc.ABC):
     """A record that `print` shows as its table."""
 
+    @abc.abstractmethod
     def table(self) -> str:
         """Returns what there is to see, as text."""
-        raise NotImplementedError(f"{type(self).__name__} has no table.")
 
     def __str__(self) -> str:
         """Returns the table."""

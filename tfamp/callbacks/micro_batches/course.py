@@ -203,7 +203,7 @@ class Course:
                 step=self.step,
                 examples=sum(examples),
                 splits=wanted,
-                error=f"{type(error).__name__}: {text.told(error)}",
+                error=f"{type(error).__name__}: {text.telling_line(error)}",
             )
         )
         return wanted

@@ -169,7 +169,7 @@ def cannot_split(why: str) -> str:
     )
 
 
-def told(error: Exception) -> str:
+def telling_line(error: Exception) -> str:
     """Returns the line of an error that says what is wrong."""
     plain = re.sub(r"\x1b\[\d*m", "", str(error))  # Keras writes in bold
     lines = [line.strip() for line in plain.splitlines()]
@@ -179,7 +179,7 @@ def told(error: Exception) -> str:
 
 def as_error(error: Exception, message: str) -> Exception:
     """Returns an error that is caught wherever `error` is, with another text."""
-    message = f"{message} The error was: {told(error)}"
+    message = f"{message} The error was: {telling_line(error)}"
     if isinstance(error, tf.errors.OpError):
         return tf.errors.ResourceExhaustedError(error.node_def, error.op, message)
     if isinstance(error, MemoryError):

@@ -35,7 +35,7 @@ class DropOutliers(Limits):
     reason: ClassVar[str] = "outlier"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it does, in a few words."""
         return "drop outliers"
 
@@ -57,7 +57,7 @@ class Clip(Limits):
     """Sets values beyond their limits to the limit."""
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it does, in a few words."""
         return "clip outliers"
 

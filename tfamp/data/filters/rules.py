@@ -39,7 +39,7 @@ class Rule(abc.ABC):
 
     @property
     @abc.abstractmethod
-    def words(self) -> str:
+    def description(self) -> str:
         """What it does, in a few words."""
 
     @abc.abstractmethod
@@ -76,7 +76,7 @@ class DropMissing(Rule):
         return cls(tuple(declared(column) for column in statistics.columns))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it does, in a few words."""
         return "drop missing values"
 
@@ -128,7 +128,7 @@ class Fill(Rule):
         return cls(None, number, repr(number))
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it does, in a few words."""
         return f"fill missing values with {self.how}"
 

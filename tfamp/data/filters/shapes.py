@@ -33,7 +33,7 @@ class Reshape(Rule):
         return self.action == "drop"
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         """What it does, in a few words."""
         shapes = [
             str(shape) if name == TENSOR else f"{name} {shape}"

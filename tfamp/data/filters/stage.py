@@ -110,7 +110,7 @@ class Filter(Stage):
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        words = [rule.words for rule in self.rules]
+        words = [rule.description for rule in self.rules]
         if self.predicate is not None:
             name = getattr(self.predicate, "__name__", repr(self.predicate))
             words.append(f"keep where {name}")

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Reader, class_ids
-from tfamp.data.sampling.sampler import Sampler, of_unknown_length, told_seed
+from tfamp.data.sampling.sampler import Sampler, of_unknown_length, seed_text
 from tfamp.data.sampling.streams import Draw
 from tfamp.records import checks
 
@@ -96,7 +96,7 @@ class Balance(Sampler):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         return (
-            f"{self.method} by {self.reader.told}, {told_seed(self.seed)}",
+            f"{self.method} by {self.reader.description}, {seed_text(self.seed)}",
             f"classes equally often, {METHODS[self.method]}; anew each epoch; labels "
             "are read once, at build",
         )

@@ -43,7 +43,7 @@ class Reader:
     is_weight: bool = False
 
     @property
-    def told(self) -> str:
+    def description(self) -> str:
         """What is read, in words."""
         if callable(self.by):
             return getattr(self.by, "__name__", repr(self.by))

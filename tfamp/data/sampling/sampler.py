@@ -108,6 +108,6 @@ def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
     return dataset.filter(lambda *parts: True)
 
 
-def told_seed(seed: int | None) -> str:
+def seed_text(seed: int | None) -> str:
     """Returns a seed in words."""
     return "no seed" if seed is None else f"seed {seed}"

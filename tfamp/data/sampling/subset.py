@@ -14,7 +14,7 @@ from tfamp.data._sources import RandomAccess
 from tfamp.data._stages import Settings, Stage
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Memory, Reader, class_ids, count
-from tfamp.data.sampling.sampler import check_ends, of_unknown_length, told_seed
+from tfamp.data.sampling.sampler import check_ends, of_unknown_length, seed_text
 from tfamp.data.sampling.streams import Draw, Expected, copied
 from tfamp.records import checks
 
@@ -126,9 +126,9 @@ class Subset(Stage):
         many = f"{100 * self.size:g} %" if is_share else f"{self.size:,} examples"
         reason = "the same ones each epoch, in their order"
         if self.reader is None:
-            return f"{many}, {told_seed(self.seed)}", reason
+            return f"{many}, {seed_text(self.seed)}", reason
         return (
-            f"{many} by {self.reader.told}, {told_seed(self.seed)}",
+            f"{many} by {self.reader.description}, {seed_text(self.seed)}",
             f"proportions of the classes kept; {reason}; labels are read at build",
         )
 

@@ -12,7 +12,7 @@ from tfamp.data._elements import known_length
 from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Reader
-from tfamp.data.sampling.sampler import Sampler, told_seed
+from tfamp.data.sampling.sampler import Sampler, seed_text
 from tfamp.data.sampling.streams import Draw
 from tfamp.records import checks
 
@@ -107,7 +107,7 @@ class Weights(Sampler):
         reason = "in proportion to the weights, anew each epoch"
         if callable(self.weights):
             reason += "; weights are read once, at build"
-        return f"{many}, {how} replacement, {told_seed(self.seed)}", reason
+        return f"{many}, {how} replacement, {seed_text(self.seed)}", reason
 
     def _check_length(self, length: int) -> None:
         if not callable(self.weights) and len(self.weights) != length:

@@ -54,13 +54,13 @@ def _of_one(error: BaseException) -> Outcome | None:
     return "out of memory"
 
 
-def told(error: BaseException) -> str:
+def short_error(error: BaseException) -> str:
     """Returns an error in short; of one of memory the line that speaks of it.
 
     Errors of graphs begin with the places where their operations were made.
 
     Example:
-        >>> told(MemoryError("no room"))
+        >>> short_error(MemoryError("no room"))
         'MemoryError: no room'
     """
     lines = [line.strip() for line in str(error).splitlines()]

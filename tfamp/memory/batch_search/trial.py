@@ -52,7 +52,7 @@ def main(argv: Sequence[str]) -> int:
         # The whole of it goes to the log.
         traceback.print_exc()
         outcome = outcomes.of_error(error) or "error"
-        found = {"outcome": outcome, "detail": outcomes.told(error)}
+        found = {"outcome": outcome, "detail": outcomes.short_error(error)}
     is_over.set()
     (folder / ANSWER).write_text(json.dumps(found))
     return 0
