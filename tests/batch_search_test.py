@@ -351,12 +351,6 @@ def test_errors_of_memory_are_told_from_others(error, outcome):
     assert outcomes.of_error(error) == outcome
 
 
-def test_of_a_long_error_the_line_on_memory_is_told():
-    error = exhausted("Graph execution error:\n\n  OOM when allocating x\n\tFile a")
-    assert outcomes.short_error(error) == "OOM when allocating x"
-    assert outcomes.short_error(ValueError("no\n\nshape")) == "ValueError: no shape"
-
-
 STATUSES = {
     "killed": (-signal.SIGKILL, "", "killed"),
     "bad_alloc": (-signal.SIGABRT, "terminate called\n  std::bad_alloc\n", "killed"),

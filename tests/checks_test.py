@@ -8,6 +8,8 @@ import pytest
 
 from tfamp.records import checks
 
+# What Keras puts before the text of an error.
+ENCOUNTERED = "Exception encountered when ..."
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16")
 
 
@@ -151,3 +153,28 @@ def test_numbers_are_not_text_booleans_or_lists(value):
     assert str(caught.value).endswith(
         "expected a number. Pass a float, as in `scale=0.5`."
     )
+
+
+@pytest.mark.parametrize(
+    "text, line, short",
+    [
+        ("", "ValueError", "ValueError"),
+        ("no\n\nshape", "no", "ValueError: no shape"),
+        (
+            f"{ENCOUNTERED}\n\n\x1b[1mIs bad.\x1b[0m\n\nArguments",
+            *(
+                "Is bad.",
+                f"ValueError: {ENCOUNTERED} Is bad. Arguments",
+            ),
+        ),
+        (
+            "Graph execution error:\n\n  OOM when allocating x\n\tFile a",
+            *("OOM when allocating x",) * 2,
+        ),
+        ("x" * 400, "x" * 200, f"ValueError: {'x' * 300}…"),
+    ],
+    ids=["empty", "lines", "of Keras", "memory", "long"],
+)
+def test_an_error_is_shortened_to_the_line_that_tells(text, line, short):
+    error = ValueError(text)
+    assert (checks.first_line(error), checks.short_error(error)) == (line, short)

@@ -210,10 +210,10 @@ def _attempt(probe: Callable[[], T], findings: list[Finding], fallback: T) -> T:
     try:
         return probe()
     except Exception as error:
-        text = (str(error).splitlines() or [""])[0]
         found = Finding(
             "error",
-            f"TensorFlow does not run: {type(error).__name__}: {text}",
+            "TensorFlow does not run: "
+            f"{type(error).__name__}: {checks.first_line(error)}",
             "Install it anew: `pip install --force-reinstall tensorflow`.",
         )
         if found not in findings:

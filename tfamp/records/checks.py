@@ -32,6 +32,13 @@ _PIP_NAMES = {
     "tensorflow_datasets": "tensorflow-datasets",
 }
 
+# What a line has in it that says what there was no room for.
+_ON_MEMORY = re.compile(
+    r"\bOOM\b|out[ _]of[ _]memory|alloc(?:at|_fail)|bad_alloc|MemoryError"
+    r"|RESOURCE_?EXHAUSTED",
+    re.IGNORECASE,
+)
+
 
 def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType:
     """Imports an optional package, or says how to install it.
@@ -219,14 +226,37 @@ def _number(argument: str, value: object) -> float:
 def first_line(error: BaseException) -> str:
     """Returns the line of an error's text that tells, at most 200 characters of it.
 
-    Keras puts a line of its own before it, in bold.
+    That is the first that speaks of memory, which errors of graphs bring far below, or
+    else the first after a line of Keras's own.
 
     Example:
         >>> text = chr(10).join(["Exception encountered when ...", "", "Is bad.", "x"])
         >>> first_line(ValueError(text))
         'Is bad.'
     """
+    lines = _lines(error)
+    own = [line for line in lines if not line.startswith("Exception encountered")]
+    telling = [line for line in lines if _ON_MEMORY.search(line)]
+    return (telling or own or lines or [type(error).__name__])[0][:200]
+
+
+def short_error(error: BaseException) -> str:
+    """Returns an error in one line: all its text, or of memory the line that tells.
+
+    Example:
+        >>> short_error(ValueError("no"))
+        'ValueError: no'
+    """
+    lines = _lines(error)
+    telling = [line for line in lines if _ON_MEMORY.search(line)]
+    if telling or not lines:
+        return first_line(error)
+    text = " ".join(" ".join(lines).split())
+    text = text if len(text) <= 300 else f"{text[:300]}…"
+    return f"{type(error).__name__}: {text}"
+
+
+def _lines(error: BaseException) -> list[str]:
+    """Returns the lines of an error's text that are not empty, without Keras's bold."""
     text = re.sub(r"\x1b\[\d*m", "", str(error))
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    told = [line for line in lines if not line.startswith("Exception encountered")]
-    return (told or lines or [type(error).__name__])[0][:200]
+    return [line.strip() for line in text.splitlines() if line.strip()]

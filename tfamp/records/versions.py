@@ -14,6 +14,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from tfamp.records import checks
+
 # Environment variable -> what it does.
 VARIABLES = {
     "TFAMP_POLICY": "policy of `tfamp.enable()` when it is given none",
@@ -119,10 +121,9 @@ def blame_untested_keras(
     keras = (installed_versions() if versions is None else versions)["keras"]
     if keras is None or keras in TESTED_KERAS:
         return None
-    reason = (str(error).splitlines() or [""])[0]
     return (
         f"tfamp does not know its way in Keras {keras}: {type(error).__name__}: "
-        f"{reason}. Install a version that it was tested with: "
+        f"{checks.first_line(error)}. Install a version that it was tested with: "
         f"`pip install 'keras=={TESTED_KERAS[-1]}'`."
     )
 

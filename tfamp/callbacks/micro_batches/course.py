@@ -15,6 +15,7 @@ from tfamp.callbacks.micro_batches.state import StateBefore
 from tfamp.callbacks.nan_recovery.signs import was_skipped
 from tfamp.keras_hooks.training import around_training, fit_frames
 from tfamp.machine.memory_errors import is_out_of_memory
+from tfamp.records.checks import first_line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -203,7 +204,7 @@ class Course:
                 step=self.step,
                 examples=sum(examples),
                 splits=wanted,
-                error=f"{type(error).__name__}: {text.telling_line(error)}",
+                error=f"{type(error).__name__}: {first_line(error)}",
             )
         )
         return wanted

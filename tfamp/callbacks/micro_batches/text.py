@@ -1,6 +1,5 @@
 """What MicroBatches refuses, and how it words what cannot be helped."""
 
-import re
 from typing import Any
 
 import keras
@@ -14,8 +13,6 @@ from tfamp.stepping.snapshots.names import optimizers_of
 
 _NOT_MEANS = ("sum", "none", None)
 _BY_WEIGHTS = "mean_with_sample_weight"
-# What the line of an error's text has in it that says what there was no room for.
-_TELLING = ("OOM", "llocat", "ut of memory", "MemoryError", "RESOURCE_EXHAUSTED")
 _REMEDIES = (
     "Store less for the backward pass by `tfamp.remat(model)`, compute in half the "
     'bytes by `tfamp.enable("mixed_bfloat16")`, and on a GPU set '
@@ -169,17 +166,9 @@ def cannot_split(why: str) -> str:
     )
 
 
-def telling_line(error: Exception) -> str:
-    """Returns the line of an error that says what is wrong."""
-    plain = re.sub(r"\x1b\[\d*m", "", str(error))  # Keras writes in bold
-    lines = [line.strip() for line in plain.splitlines()]
-    telling = [line for line in lines if any(word in line for word in _TELLING)]
-    return telling[0][:200] if telling else first_line(error)
-
-
 def as_error(error: Exception, message: str) -> Exception:
     """Returns an error that is caught wherever `error` is, with another text."""
-    message = f"{message} The error was: {telling_line(error)}"
+    message = f"{message} The error was: {first_line(error)}"
     if isinstance(error, tf.errors.OpError):
         return tf.errors.ResourceExhaustedError(error.node_def, error.op, message)
     if isinstance(error, MemoryError):

@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfamp.machine.memory_errors import is_out_of_memory
 from tfamp.memory.batch_search.records import Outcome
-from tfamp.trials.run import child
 
 # TensorFlow's allocator tells so of memory that it can do without.
 _HARMLESS = "not a failure"
@@ -52,19 +51,6 @@ def _of_one(error: BaseException) -> Outcome | None:
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return "ResourceExhaustedError"
     return "out of memory"
-
-
-def short_error(error: BaseException) -> str:
-    """Returns an error in short; of one of memory the line that speaks of it.
-
-    Errors of graphs begin with the places where their operations were made.
-
-    Example:
-        >>> short_error(MemoryError("no room"))
-        'MemoryError: no room'
-    """
-    lines = [line.strip() for line in str(error).splitlines()]
-    return next(filter(_speaks_of_memory, lines), child.short(error))
 
 
 def of_status(status: int, log: str) -> Outcome | None:

@@ -24,6 +24,7 @@ from tfamp.memory.batch_search.plan import ANSWER, FACTS, Plan
 from tfamp.memory.batch_search.search import Facts, possible_size
 from tfamp.memory.batch_search.settings import Settings
 from tfamp.memory.batch_search.step_times import time_steps
+from tfamp.records.checks import short_error
 from tfamp.trials.job import Job
 from tfamp.trials.run import child
 from tfamp.trials.run.batch_trial import watch
@@ -52,7 +53,7 @@ def main(argv: Sequence[str]) -> int:
         # The whole of it goes to the log.
         traceback.print_exc()
         outcome = outcomes.of_error(error) or "error"
-        found = {"outcome": outcome, "detail": outcomes.short_error(error)}
+        found = {"outcome": outcome, "detail": short_error(error)}
     is_over.set()
     (folder / ANSWER).write_text(json.dumps(found))
     return 0

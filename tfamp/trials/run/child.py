@@ -25,6 +25,7 @@ import tfamp
 from tfamp.machine import devices
 from tfamp.machine import memory as process_memory
 from tfamp.records import checks, versions
+from tfamp.records.checks import short_error
 from tfamp.records.versions import VARIABLES
 from tfamp.trials import parcel, targets
 from tfamp.trials.in_force import in_force
@@ -95,7 +96,7 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         # The whole of it goes to the log; the record has what it comes to.
         traceback.print_exc()
-        Run(policy, seed, status="failed", error=short(error)).to_json(record)
+        Run(policy, seed, status="failed", error=short_error(error)).to_json(record)
         return 1
     run.to_json(record)
     return 0
@@ -234,13 +235,6 @@ def num_nonfinite(model: keras.Model) -> int:
     return int(sum(array.size - np.isfinite(array).sum() for array in arrays))
 
 
-def short(error: BaseException) -> str:
-    """Returns an error as one line of at most some 300 characters."""
-    text = " ".join(str(error).split())
-    text = text if len(text) <= 300 else f"{text[:300]}…"
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
 def _is_pipeline(value: Any) -> bool:
     return isinstance(value, tfamp.data.Pipeline)
 
@@ -272,7 +266,7 @@ def _per_example(
         return found.number, []
     except Exception as error:
         # Data and metrics of the user's own fail in their own ways; the run is done.
-        return 0, [f"The metric of single examples is not known: {short(error)}"]
+        return 0, [f"The metric of single examples is not known: {short_error(error)}"]
 
 
 def _profile(model: keras.Model, data: Any, job: Job, directory: Path) -> list[str]:
@@ -288,7 +282,7 @@ def _profile(model: keras.Model, data: Any, job: Job, directory: Path) -> list[s
         tf.errors.OpError,
     ) as error:
         # The run itself is done; it is not lost for that.
-        return [f"There is no profile: {short(error)}"]
+        return [f"There is no profile: {short_error(error)}"]
 
 
 def _file_bytes(model: keras.Model, path: Path) -> tuple[int | None, list[str]]:
@@ -298,7 +292,7 @@ def _file_bytes(model: keras.Model, path: Path) -> tuple[int | None, list[str]]:
         return path.stat().st_size, []
     except Exception as error:
         # Saving fails in as many ways as there are layers that cannot be saved.
-        return None, [f"The model cannot be saved: {short(error)}"]
+        return None, [f"The model cannot be saved: {short_error(error)}"]
     finally:
         path.unlink(missing_ok=True)
 
