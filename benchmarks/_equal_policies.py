@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 import tfamp
-from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report.rows import rows
 
 POLICIES = ("float32", "float32+no_rules")

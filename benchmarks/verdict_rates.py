@@ -23,11 +23,11 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from tfamp.comparison.conclusion import conclude
-from tfamp.comparison.evidence.evidence import Evidence
-from tfamp.comparison.evidence.resampling import Fractions, PairedExamples, Sampling
-from tfamp.comparison.evidence.verdict import Verdict, judge
+from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report.rows import rows
+from tfamp.comparison.resampling import Fractions, PairedExamples, Sampling
+from tfamp.comparison.result import conclude
+from tfamp.comparison.verdict import Verdict, judge
 from tfamp.trials.intervals import rate_of
 from tfamp.trials.job import Job
 from tfamp.trials.run_records import Latency, Memory, Run, Spread

@@ -17,7 +17,7 @@ import pytest
 
 import tfamp
 from tests import made_evidence
-from tfamp.comparison import conclusion
+from tfamp.comparison import result as conclusion
 from tfamp.trials import largest_batch, line, parcel, processes, storage, turns
 from tfamp.trials.job import Job, checked_policies, checked_seeds, file_name
 from tfamp.trials.run import batch_trial, step_profiles

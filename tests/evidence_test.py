@@ -9,8 +9,8 @@ import pytest
 
 from tests import made_evidence
 from tests.refusals import refusals
-from tfamp.comparison.evidence import judgement, measures
-from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison import judgement, measures
+from tfamp.comparison.evidence import Evidence
 from tfamp.trials.run_records import Latency, Run, Spread
 from tfamp.trials.variant import Variant
 

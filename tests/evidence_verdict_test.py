@@ -5,9 +5,8 @@ import math
 import numpy as np
 import pytest
 
-from tfamp.comparison.evidence import missing
-from tfamp.comparison.evidence.missing import more_seeds
-from tfamp.comparison.evidence.verdict import Verdict, judge
+from tfamp.comparison import verdict as missing
+from tfamp.comparison.verdict import Verdict, judge, more_seeds
 from tfamp.trials.intervals import Interval, interval
 
 pytest.importorskip("scipy")

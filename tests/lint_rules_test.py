@@ -8,8 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.numerics.lint.linter import lint
-from tfamp.numerics.lint.registry import RULE_IDS
+from tfamp.numerics.lint.linter import RULE_IDS, lint
 
 L = keras.layers
 pytestmark = [

@@ -3,8 +3,8 @@
 import dataclasses
 import math
 
-from tfamp.comparison.evidence.evidence import Evidence
-from tfamp.comparison.evidence.judgement import direction, verdict_on
+from tfamp.comparison.evidence import Evidence
+from tfamp.comparison.judgement import direction, verdict_on
 from tfamp.records.record import Device
 from tfamp.trials.run_records import (
     Context,

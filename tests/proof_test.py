@@ -16,8 +16,7 @@ from tfamp.graph.hlo import CompiledProduct
 from tfamp.numerics.proof import prover
 from tfamp.numerics.proof.products import is_cast, products_of
 from tfamp.numerics.proof.prover import prove
-from tfamp.numerics.proof.records import Cause
-from tfamp.numerics.proof.result import Proof
+from tfamp.numerics.proof.result import Cause, Proof
 from tfamp.records.record import Device
 from tfamp.stepping.costs import Roofline, computing, num_bytes
 from tfamp.stepping.layer_marks import Marks

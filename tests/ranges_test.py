@@ -11,8 +11,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.numerics.ranges.exponents import Exponents, first_overflow
 from tfamp.numerics.ranges.recorder import best_loss_scale, ranges
-from tfamp.numerics.ranges.records import LOW_FORMATS
-from tfamp.numerics.ranges.result import Ranges
+from tfamp.numerics.ranges.result import LOW_FORMATS, Ranges
 from tfamp.records.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 
 L = keras.layers

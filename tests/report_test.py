@@ -19,9 +19,8 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import made_evidence
-from tfamp.comparison.evidence import measures, side_measures
-from tfamp.comparison.evidence.evidence import Evidence
-from tfamp.comparison.evidence.verdict import Verdict
+from tfamp.comparison import measures
+from tfamp.comparison.evidence import Evidence, holm, p_value
 from tfamp.comparison.report import (
     bars,
     curves,
@@ -32,11 +31,11 @@ from tfamp.comparison.report import (
     sentences,
 )
 from tfamp.comparison.report import html as report_html
-from tfamp.comparison.report import markdown as report_markdown
+from tfamp.comparison.report import text as report_markdown
 from tfamp.comparison.report.html import to_html
-from tfamp.comparison.report.markdown import to_markdown
-from tfamp.comparison.report.table import table
+from tfamp.comparison.report.text import table, to_markdown
 from tfamp.comparison.result import Comparison
+from tfamp.comparison.verdict import Verdict
 from tfamp.records import files
 from tfamp.records.record import Device
 from tfamp.trials.intervals import Interval, effect_of_ratio
@@ -478,11 +477,11 @@ def test_the_more_is_measured_the_surer_a_difference_has_to_be():
     few = tuple(replace(bare(r.policy, r.seed), latencies=r.latencies) for r in runs)
     assert effects(replace(evidence, runs=few))["p50, batch 1"] == "better"
     # A chance that is small enough for one question, and not for one of 21.
-    p = side_measures.p_value(evidence.ratios(P50, "auto"))
+    p = p_value(evidence.ratios(P50, "auto"))
     assert 0.025 / 21 < p < 0.025
     many = {("auto", str(n)): 0.5 for n in range(20)}
-    assert side_measures.holm({("auto", "p50"): p, **many}, 0.025) == set()
-    assert side_measures.holm({("auto", "p50"): p}, 0.025) == {("auto", "p50")}
+    assert holm({("auto", "p50"): p, **many}, 0.025) == set()
+    assert holm({("auto", "p50"): p}, 0.025) == {("auto", "p50")}
 
 
 def test_where_policies_came_to_the_same_every_measure_is_the_same():

@@ -10,7 +10,7 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
-from tfamp.numerics.sensitivity.deviation import forward_error, gradient_error, spread
+from tfamp.numerics.sensitivity.errors import forward_error, gradient_error, spread
 from tfamp.numerics.sensitivity.result import Sensitivity
 from tfamp.numerics.sensitivity.search import sensitivity
 

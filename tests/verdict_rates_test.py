@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tfamp.comparison.evidence.judgement import are_same
+from tfamp.comparison.judgement import are_same
 from tfamp.trials.in_force import in_force
 from tfamp.trials.intervals import rate_of
 from tfamp.trials.run.child import layers_of

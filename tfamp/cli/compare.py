@@ -11,7 +11,7 @@ from typing import Any
 from absl import flags
 
 from tfamp.cli import _flags
-from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence import Evidence
 from tfamp.records import checks, units
 from tfamp.trials.intervals import effect_of_ratio
 from tfamp.trials.run_records import Run

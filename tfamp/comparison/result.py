@@ -1,12 +1,31 @@
-"""The result of `tfamp.compare`: evidence that can be printed and written up."""
+"""From the runs of a comparison to what it comes to."""
 
 import dataclasses
 import os
+from collections.abc import Callable, Mapping, Sequence
 
-from tfamp.comparison.evidence.evidence import Evidence
+import numpy as np
+
+from tfamp.comparison.evidence import Evidence
+from tfamp.comparison.judgement import (
+    Better,
+    choose_metric,
+    choose_reference,
+    direction,
+    rule_cost,
+    verdict_on,
+)
 from tfamp.comparison.report.html import to_html
-from tfamp.comparison.report.markdown import to_markdown
-from tfamp.comparison.report.table import table
+from tfamp.comparison.report.text import table, to_markdown
+from tfamp.trials.intervals import rate_of
+from tfamp.trials.job import Job
+from tfamp.trials.run.step_profiles import side_by_side
+from tfamp.trials.run_records import Context, Run
+from tfamp.trials.variant import Variant
+
+PerExample = Callable[[Sequence[tuple[Run, Run]], str], np.ndarray | None]
+# Other work on more than this part of the cores widens the intervals.
+_BUSY = 0.5
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,3 +60,121 @@ class Comparison(Evidence):
     def __str__(self) -> str:
         """Returns the table."""
         return self.table()
+
+
+def conclude(
+    job: Job,
+    runs: Sequence[Run],
+    *,
+    metric: str | None,
+    better: Better | None,
+    tolerance: float,
+    has_validation: bool,
+    context: Context | None,
+    notes: Sequence[str] = (),
+    profiles: Mapping[str, Mapping[str, float]] | None = None,
+    look: int = 1,
+    examples: PerExample = lambda pairs, metric: None,
+) -> Comparison:
+    """Returns the comparison of runs, at least one of them finished.
+
+    `profiles` has the seconds of a step by policy and type of operation; `examples`
+    gives the differences of a metric on each example of pairs of runs; the rest is as
+    for `compare`.
+    """
+    metric = choose_metric(runs, metric)
+    better = better or direction(metric)
+    reference = choose_reference(job.policies, runs)
+    first = Comparison(
+        title=job.title,
+        policies=job.policies,
+        seeds=job.seeds,
+        reference=reference,
+        metric=metric,
+        better=better,
+        tolerance=tolerance,
+        on_validation=has_validation,
+        runs=tuple(sorted(runs, key=lambda run: _place(job, run))),
+        verdicts={},
+        context=context,
+        operations=side_by_side(profiles or {}, reference),
+        num_looks=look,
+    )
+    verdicts = {
+        policy: verdict_on(
+            first.pairs(policy),
+            [
+                run
+                for run in first.runs
+                if run.policy in (reference, policy) and not run.is_finished
+            ],
+            metric=metric,
+            better=better,
+            tolerance=tolerance,
+            examples=examples(first.pairs(policy), metric),
+            look=look,
+            num_candidates=len(first.candidates),
+        )
+        for policy in first.candidates
+    }
+    sentences = (*_sentences(first), *notes, *_of_runs(runs))
+    return dataclasses.replace(
+        first, verdicts=verdicts, notes=tuple(dict.fromkeys(sentences))
+    )
+
+
+def load_note() -> tuple[str, ...]:
+    """Returns a sentence where other programs keep the machine busy."""
+    try:
+        load = os.getloadavg()[0]
+    except (AttributeError, OSError):
+        return ()
+    cores = os.cpu_count() or 1
+    if load <= _BUSY * cores:
+        return ()
+    return (
+        f"The machine was busy when the comparison began (load {load:.1f} on {cores} "
+        "cores), which makes times scatter; repeat it on an idle one for narrower "
+        "intervals.",
+    )
+
+
+def _place(job: Job, run: Run) -> tuple[int, int]:
+    return job.seeds.index(run.seed), job.policies.index(run.policy)
+
+
+def _sentences(found: Comparison) -> tuple[str, ...]:
+    """Returns what the choice of policies makes worth saying."""
+    sentences = []
+    plain = [p for p in found.policies if Variant.parse(p).is_float32]
+    if len(plain) > 1:
+        others = ", ".join(p for p in plain if p != found.reference)
+        sentences.append(
+            f"{found.reference} is the reference, since it was the fastest float32 "
+            f"(faster than {others})."
+        )
+    elif not plain:
+        sentences.append(
+            f"{found.reference} is the reference, since no float32 was asked for."
+        )
+    for policy in found.policies:
+        runs = found.finished(policy)
+        if runs and policy.startswith("auto"):
+            sentences.append(
+                f"{policy} came to {runs[0].resolved_policy}: {runs[0].reason}"
+            )
+    if found.num_looks > 1:
+        rate = 100 * rate_of(found.num_looks)
+        sentences.append(
+            f"These runs were judged {found.num_looks} times as they came in, so this "
+            f"time each claim has an error of at most {rate:.2g} %; all times together "
+            "have at most 5 %."
+        )
+    by_policy = {policy: found.finished(policy) for policy in found.policies}
+    return (*sentences, *rule_cost(by_policy))
+
+
+def _of_runs(runs: Sequence[Run]) -> tuple[str, ...]:
+    """Returns what runs noted, once for each policy."""
+    seen = dict.fromkeys((run.policy, note) for run in runs for note in run.notes)
+    return tuple(f"{policy}: {note}" for policy, note in seen)

@@ -8,14 +8,13 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfamp.comparison import conclusion
-from tfamp.comparison.evidence.judgement import (
+from tfamp.comparison.judgement import (
     Better,
     choose_metric,
     choose_reference,
     direction,
 )
-from tfamp.comparison.result import Comparison
+from tfamp.comparison.result import Comparison, conclude, load_note
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.trials import largest_batch, parcel, processes, storage, turns
@@ -54,7 +53,7 @@ def compare(
     all of them; on GPUs they run one after the other. The same seed under two policies
     starts from the same weights. Quality is judged by an equivalence test on the
     differences of pairs, speed by an interval of their ratios
-    (`tfamp.comparison.evidence.verdict`). Ctrl-C ends it with the runs that are
+    (`tfamp.comparison.verdict`). Ctrl-C ends it with the runs that are
     finished, if they can be compared.
 
     On a GPU use it from a process that has not used the GPU yet: TensorFlow takes all
@@ -142,7 +141,7 @@ def compare(
     for module in ("scipy.stats", "cloudpickle", "psutil"):
         checks.require(module, extra="report", purpose="`tfamp.compare`")
     with storage.opened(directory) as folder:
-        busy = conclusion.load_note()
+        busy = load_note()
         kept = storage.begin(folder, job, resume=resume)
         notes = parcel.pack(folder, build_model, train, validation)
         runs, was_stopped = _run_all(
@@ -155,7 +154,7 @@ def compare(
         )
         reference = choose_reference(job.policies, runs)
         runs = storage.add_drift(folder, runs, reference)
-        comparison = conclusion.conclude(
+        comparison = conclude(
             job,
             runs,
             metric=metric,

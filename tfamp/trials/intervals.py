@@ -169,6 +169,6 @@ def difference_rate_of(look: int, num_candidates: int = 1) -> float:
 
     Of the error of a look a quarter goes to each of them: a better and a worse metric,
     a faster and a slower policy. With those of the other measures
-    (`tfamp.comparison.evidence.side_measures`) they come to 5 % for a report.
+    (`tfamp.comparison.evidence`) they come to 5 % for a report.
     """
     return rate_of(look, num_candidates) / 4

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report import drawing, figures, rows
 from tfamp.comparison.report.drawing import Look, Plot
 from tfamp.comparison.report.figures import Format, format_for
@@ -26,12 +26,9 @@ _MAX_OPERATIONS = 12
 
 
 class Line(NamedTuple):
-    """One line of a plot.
+    """One line of a plot: label at the left, value at the right, marks between.
 
-    Args:
-        label: Beside it, at the left.
-        value: Beside it, at the right.
-        draw: Draws the marks, given the axes and the line's height in points.
+    `draw` is given the axes and the line's height in points.
     """
 
     label: str
@@ -260,10 +257,7 @@ def reachable(
 ) -> tuple[float, ...]:
     """Returns the ends of an interval, cut where they would dwarf all else.
 
-    Args:
-        found: The interval.
-        values: What it was taken from.
-        least: So far beyond the values it is not cut.
+    They go at least `least` beyond the values it was taken from.
 
     Example:
         >>> reachable(Interval(2.0, 1.0, 100.0), [1.5, 2.5])
@@ -298,14 +292,7 @@ def _plot(
 ) -> Plot | None:
     """Returns the plot of groups of lines over one axis, None without lines.
 
-    Args:
-        key: As for `Plot`.
-        title: Likewise.
-        lead: Likewise.
-        groups: From top to bottom.
-        unit: What the axis counts.
-        may_be_log: Whether the axis is logarithmic where values lie far apart.
-        tolerance: Shades what lies so far below 0; the axis starts at 0 without it.
+    `tolerance` shades what lies so far below 0; without it the axis starts at 0.
     """
     groups = [group for group in groups if group[1]]
     if not groups:

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report import drawing, rows
 from tfamp.comparison.report.drawing import Look, Plot
 from tfamp.records.units import join_words
@@ -20,6 +20,9 @@ _MAX_NAMED = 4
 _MAX_DOTS = 12
 
 Series = Sequence[tuple[float, float]]
+
+
+_NONE = (math.nan, math.nan, math.nan)
 
 
 def loss_plot(evidence: Evidence, looks: Sequence[Look]) -> Plot | None:
@@ -85,9 +88,8 @@ def scale_plot(evidence: Evidence, looks: Sequence[Look]) -> Plot | None:
 def curve(series: Sequence[Series]) -> np.ndarray:
     """Returns what runs come to that were measured at the same places.
 
-    Returns:
-        Shape (places, 4): the place, and median, least and largest of the runs that
-        are finite there; NaN where none is.
+    Shape (places, 4): the place, and median, least and largest of the runs that are
+    finite there; NaN where none is.
 
     Example:
         >>> curve([[(1, 3.0)], [(1, 1.0), (2, 5.0)]]).tolist()
@@ -102,9 +104,6 @@ def curve(series: Sequence[Series]) -> np.ndarray:
         for x, values in sorted(at.items())
     ]
     return np.array(points, np.float64).reshape(-1, 4)
-
-
-_NONE = (math.nan, math.nan, math.nan)
 
 
 def _curves(

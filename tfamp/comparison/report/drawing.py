@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report import sentences
 from tfamp.records import checks
 
@@ -41,11 +41,8 @@ _MAX_LETTERS = 18
 class Look:
     """How a policy is drawn, the same in every plot.
 
-    Args:
-        policy: As it was asked for.
-        name: With what it came to.
-        short: The same in few letters.
-        number: Its place among the policies, from 0, which is the reference.
+    `name` has what it came to beside it, `short` is the same in few letters; `number`
+    is its place among the policies, of which the reference is 0.
     """
 
     policy: str
@@ -80,13 +77,8 @@ class Look:
 class Plot:
     """One drawing with what goes around it.
 
-    Args:
-        key: Its name in the page.
-        title: Heading.
-        lead: What the axes and marks are, in a line.
-        summary: What one would see, for those who do not.
-        svg: The drawing.
-        notes: What it does not show, one sentence each.
+    `lead` says what axes and marks are, `summary` what one would see, for those who do
+    not, `notes` what is not shown.
     """
 
     key: str
@@ -166,12 +158,8 @@ def set_ticks(
 ) -> None:
     """Gives an axis round numbers and faint lines, after all is drawn on it.
 
-    Args:
-        axis: Of matplotlib.
-        name: What it counts.
-        from_zero: Whether it starts at 0, as bars need.
-        may_be_log: Whether it is logarithmic where values lie far apart.
-        whole: Whether it counts, so that there is nothing between 1 and 2.
+    Bars need it `from_zero`; `may_be_log` makes it logarithmic where values lie far
+    apart; `whole` leaves nothing between 1 and 2.
     """
     ticker = checks.require("matplotlib.ticker", extra="report", purpose="`to_html`")
     low, high = axis.get_data_interval()
@@ -217,11 +205,8 @@ def tick_labels(values: Sequence[float], *, is_log: bool = False) -> list[str]:
 def to_svg(axes: Any, key: str, title: str, summary: str) -> str:
     """Returns the figure of some axes as an element to stand in a page.
 
-    Args:
-        axes: Where everything is drawn.
-        key: Unlike that of any other drawing of the page.
-        title: Its name for a screen reader.
-        summary: What one would see.
+    `key` is unlike that of any other drawing; `title` and `summary` are for screen
+    readers.
     """
     matplotlib = checks.require("matplotlib", extra="report", purpose="`to_html`")
     # Marks at an edge are whole.

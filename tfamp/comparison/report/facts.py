@@ -4,10 +4,14 @@ import dataclasses
 import re
 from collections.abc import Callable, Iterable
 
-from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report import figures, rows, sentences
 from tfamp.records.units import format_bytes, format_seconds, join_words
 from tfamp.trials.run_records import LayerDtype, Run
+
+# Of a CPU's hundred instruction sets, those that decide how fast half precision is.
+_TELLING = "bf16|fp16|amx"
+RUN_COLUMNS = ("examples/s", "step", "first step", "metric", "skipped", "drift")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,11 +53,6 @@ class RunRow:
     values: tuple[str, ...]
     error: str
     notes: tuple[str, ...]
-
-
-# Of a CPU's hundred instruction sets, those that decide how fast half precision is.
-_TELLING = "bf16|fp16|amx"
-RUN_COLUMNS = ("examples/s", "step", "first step", "metric", "skipped", "drift")
 
 
 def layer_policies(evidence: Evidence) -> tuple[str, ...]:

@@ -4,7 +4,7 @@ import dataclasses
 import math
 from collections.abc import Iterable
 
-from tfamp.comparison.evidence.measures import Unit
+from tfamp.comparison.measures import Unit
 from tfamp.trials.intervals import Interval
 
 # In the place of a figure that there is not.
@@ -29,10 +29,8 @@ _MAX_DECIMALS = 6
 class Format:
     """How the figures of one row are written.
 
-    Args:
-        factor: One unit in the unit that the figures come in.
-        unit: Its sign, "" for a plain number.
-        decimals: Digits after the point; None for four significant ones.
+    `factor` is one unit in the unit they come in; None for `decimals` gives four
+    significant digits.
 
     Example:
         >>> Format(1e-3, "ms", 1)(0.0123), Format(1.0, "", 0)(-1234.0)
@@ -64,10 +62,6 @@ class Format:
 
 def format_for(unit: Unit, values: Iterable[float | None]) -> Format:
     """Returns the format in which the least of some figures has three digits.
-
-    Args:
-        unit: What they are counted in.
-        values: Those to be written beside one another.
 
     Example:
         >>> form = format_for("seconds", [0.0641, 0.0337])
@@ -105,11 +99,7 @@ def finer(form: Format, values: Iterable[float]) -> Format:
 
 
 def metric_format(tolerance: float, *, digits: int = 2) -> Format:
-    """Returns the format of a metric, fine enough to see its tolerance.
-
-    Args:
-        tolerance: In the metric's own unit.
-        digits: How many digits of the tolerance are seen.
+    """Returns the format of a metric, fine enough for the digits of its tolerance.
 
     Example:
         >>> metric_format(0.005)(0.98123), metric_format(2.0, digits=1)(200.4)

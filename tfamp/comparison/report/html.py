@@ -8,7 +8,7 @@ import itertools
 import os
 from typing import Any
 
-from tfamp.comparison.evidence.evidence import Evidence
+from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report import bars, curves, drawing, facts, figures, sentences
 from tfamp.comparison.report.drawing import Look, Plot
 from tfamp.comparison.report.rows import Cell, Row, rows
@@ -30,14 +30,7 @@ _MAX_TILES = 4
 
 @dataclasses.dataclass(frozen=True)
 class Tile:
-    """A figure at the top.
-
-    Args:
-        label: What it is.
-        figure: The change against the reference.
-        below: Both values and the interval.
-        cell: Where it is from.
-    """
+    """A figure at the top: the change, above both values and the interval."""
 
     label: str
     figure: str
@@ -50,19 +43,6 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
 
     The file loads nothing, so it opens offline and from an e-mail; it follows the
     reader's choice of light or dark, fits a phone, and prints whole.
-
-    Args:
-        evidence: What was measured.
-        path: Where to write; the folder has to exist. The file appears whole or not
-            at all.
-
-    Returns:
-        The text of the file.
-
-    Raises:
-        ImportError: jinja2 or matplotlib is not installed.
-        FileNotFoundError: The folder does not exist.
-        OSError: The file could not be written.
     """
     jinja2 = checks.require("jinja2", extra="report", purpose="`to_html`")
     environment = jinja2.Environment(
@@ -79,11 +59,7 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
 
 
 def plots(evidence: Evidence) -> tuple[Plot, ...]:
-    """Returns the plots that there is something to show in.
-
-    Args:
-        evidence: What was measured.
-    """
+    """Returns the plots that there is something to show in."""
     looks = drawing.looks(evidence)
     makers = (
         bars.speed_plot,

@@ -7,11 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tfamp.comparison.evidence.evidence import Evidence
-from tfamp.comparison.evidence.measures import Measure, measures_of
-from tfamp.comparison.evidence.side_measures import effects_of
-from tfamp.comparison.evidence.verdict import quality_effect
+from tfamp.comparison.evidence import Evidence, effects_of
+from tfamp.comparison.measures import Measure, measures_of
 from tfamp.comparison.report import figures
+from tfamp.comparison.verdict import quality_effect
 from tfamp.trials.intervals import Effect, Interval, interval
 from tfamp.trials.run_records import Run
 
@@ -33,13 +32,9 @@ _SIZES = ("training_bytes", "device_bytes", "file_bytes", "largest_batch")
 class Cell:
     """What a policy has of a measure.
 
-    Args:
-        policy: As it was asked for.
-        value: Its middle over seeds, without unit.
-        change: Ratio to the reference ("1.92×") or difference ("+0.001"), "" where
-            there is none.
-        interval: Where the true change may lie, "" where one seed does not tell.
-        effect: What that comes to.
+    Its middle over seeds, the ratio to the reference ("1.92×") or difference
+    ("+0.001"), where the true one may lie, and what that comes to; "" where there is
+    none or one seed does not tell.
     """
 
     policy: str
@@ -56,15 +51,10 @@ class Cell:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A measure under every policy.
+    """A measure under every policy, under the heading of its group.
 
-    Args:
-        group: Heading that it stands under.
-        name: Of the measure, as `Evidence.ratio` takes it; "" for others.
-        label: What it is.
-        unit: Of the values, "" for plain numbers.
-        reference: The reference's value.
-        cells: Those of the others, in their order.
+    `name` is as `Evidence.ratio` takes it, "" for others; `cells` are those of the
+    candidates, in their order.
     """
 
     group: str
@@ -83,12 +73,9 @@ class Row:
 def rows(evidence: Evidence) -> tuple[Row, ...]:
     """Returns the rows of the table: quality, speed, memory, inference, numerics.
 
-    Quality is the mean over seeds and its difference from the reference's, all else
-    the median and its ratio. Intervals are of pairs with equal seeds. Of measures that
+    Quality is the mean over seeds and its difference from the reference's, all else the
+    median and its ratio. Intervals are of pairs with equal seeds. Of measures that
     answer one question one has an effect.
-
-    Args:
-        evidence: What was measured.
     """
     quality = (_metric_row(evidence), _best_metric_row(evidence))
     found = [row for row in quality if row is not None]

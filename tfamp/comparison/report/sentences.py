@@ -6,8 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from tfamp.comparison.evidence.evidence import Evidence
-from tfamp.comparison.evidence.judgement import are_same
+from tfamp.comparison.evidence import Evidence
+from tfamp.comparison.judgement import are_same
 from tfamp.comparison.report import figures, rows
 from tfamp.records.units import join_words
 from tfamp.trials.variant import Variant
@@ -21,13 +21,7 @@ _MANY_SEEDS = 30
 
 @dataclasses.dataclass(frozen=True)
 class Badge:
-    """The answer in two words.
-
-    Args:
-        text: The words.
-        kind: Which colour they have.
-        sign: Stands before them, so that colour is never alone.
-    """
+    """The answer in two words, with a sign, so that colour is never alone."""
 
     text: str
     kind: Kind
@@ -67,12 +61,7 @@ def verdict_sentence(evidence: Evidence) -> str:
 
 
 def policy_sentence(evidence: Evidence, policy: str) -> str:
-    """Returns what a policy comes to, with the figures that decide.
-
-    Args:
-        evidence: What was measured.
-        policy: One of its candidates.
-    """
+    """Returns what a candidate comes to, with the figures that decide."""
     verdict, name = evidence.verdicts.get(policy), named(evidence, policy)
     reference = evidence.reference
     if verdict is None or not evidence.pairs(policy):

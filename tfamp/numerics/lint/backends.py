@@ -12,8 +12,7 @@ from tfamp.graph.dimensions import Sizes, sizes_of
 from tfamp.graph.operations import read_operations
 from tfamp.graph.products import is_product
 from tfamp.keras_hooks import structure
-from tfamp.numerics.lint.rule import Found, rule
-from tfamp.numerics.lint.subject import Part, Subject
+from tfamp.numerics.lint.rule import Found, Part, Subject, rule
 from tfamp.records.formats import HALF
 from tfamp.records.units import join_words
 from tfamp.stepping.costs import product_dtype

@@ -24,12 +24,8 @@ _MAX_ELEMENTS = 2**20
 class Node(NamedTuple):
     """One operation of a traced call.
 
-    Attributes:
-        name: Its name, without marks.
-        layer: Path of the layer that made it, "" for none.
-        op: Its type without what marks a variant of it.
-        definition: As TensorFlow writes it down.
-        body: The graph or function that it is in.
+    Its name without marks, the path of its layer or "", its type without what marks a
+    variant, TensorFlow's definition, and the graph or function that it is in.
     """
 
     name: str
@@ -69,13 +65,10 @@ class Node(NamedTuple):
 
 
 class Graph:
-    """A traced call of a model.
+    """A traced call of a model, whose arguments are named by `leaf_name`.
 
-    Args:
-        concrete: The traced function; its arguments are named by `leaf_name`.
-        marks: Knows the layer of each operation.
-        losses: Path and dtype of each loss that a layer added.
-        leaves: How many arguments it has.
+    `losses` has path and dtype of each loss that a layer added; `leaves` is the number
+    of arguments.
     """
 
     def __init__(
@@ -114,13 +107,7 @@ class Graph:
         return self._by_name.get((id(node.body), reference.name))
 
     def maker(self, name: str, output: int, passing: Iterable[str]) -> Node:
-        """Returns the operation that made an output of the whole call.
-
-        Args:
-            name: The operation that gives the output.
-            output: Which of its outputs.
-            passing: Types of operations to look behind.
-        """
+        """Returns the operation that made an output, past those `passing` it."""
         body, reference = self._whole, Reference(name, output)
         node = self._by_name[id(body), name]
         while True:

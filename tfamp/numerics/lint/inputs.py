@@ -8,8 +8,7 @@ import numpy as np
 
 from tfamp.data.health.profile import NOISY, rounding_for
 from tfamp.numerics.lint.graph import PASSING, Graph, Node
-from tfamp.numerics.lint.rule import Found, rule
-from tfamp.numerics.lint.subject import Subject
+from tfamp.numerics.lint.rule import Found, Subject, rule
 from tfamp.records import formats
 from tfamp.records.formats import HALF
 

@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.numerics.lint.graph import Graph, leaf_name
-from tfamp.numerics.lint.subject import Subject, parts_of
+from tfamp.numerics.lint.rule import Subject, parts_of
 from tfamp.records.checks import first_line
 from tfamp.stepping.arguments import first_batch
 from tfamp.stepping.layer_marks import Marks
@@ -33,14 +33,10 @@ def look(
 ) -> Subject:
     """Returns what the rules look at.
 
+    None for loss and optimizer takes those of `compile`.
+
     A model that is not built is built, if there are data. Nothing else of it changes,
     and no step is run.
-
-    Args:
-        model: A Keras model.
-        loss: What was passed; None for that of `compile`.
-        optimizer: Likewise, an object or a name.
-        dataset: Batches, or None.
     """
     missing: dict[str, str] = {}
     batch: Any = None
@@ -92,11 +88,9 @@ def look(
 
 
 def trace_call(model: keras.Model, x: Any) -> Graph:
-    """Returns the graph of a call for training; nothing of it is run.
+    """Returns the graph of a call for training of a built model.
 
-    Args:
-        model: A built model.
-        x: Its inputs, or their specifications.
+    `x` are inputs or their specifications, and nothing of it is run.
     """
     marks = Marks(model)
     flat = tf.nest.flatten(x)
@@ -161,11 +155,7 @@ def _as_tensor(leaf: Any) -> Any:
 
 
 def _read(dataset: tf.data.Dataset) -> tuple[Any, tuple[np.ndarray, ...]]:
-    """Returns the first batch, and the numbers of each input in the first batches.
-
-    Raises:
-        ValueError: There is no batch.
-    """
+    """Returns the first batch, and the numbers of each input in the first batches."""
     first, rows = None, []
     for batch in dataset.take(NUM_BATCHES):
         first = batch if first is None else first

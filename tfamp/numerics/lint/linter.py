@@ -5,14 +5,60 @@ from typing import Any
 
 import keras
 
+from tfamp.numerics.lint.arithmetic import (
+    constant_range,
+    long_reduction,
+    optimizer_epsilon,
+    vanishing_epsilon,
+)
+from tfamp.numerics.lint.backends import failing_remat, missing_kernel, unaligned_shapes
+from tfamp.numerics.lint.inputs import float_ids, unnormalised_input
 from tfamp.numerics.lint.inspection import look
-from tfamp.numerics.lint.registry import RULE_IDS, RULES
-from tfamp.numerics.lint.rule import CannotTellError
-from tfamp.numerics.lint.subject import Subject
+from tfamp.numerics.lint.layers import (
+    added_loss,
+    half_head,
+    half_loss,
+    overflowing_norm,
+    shifted_normalization,
+    unscaled_attention,
+)
+from tfamp.numerics.lint.loss_scales import unscaled_float16, unscaled_train_step
+from tfamp.numerics.lint.rule import CannotTellError, LintRule, Subject
+from tfamp.numerics.lint.weights import (
+    half_weights,
+    late_policy,
+    lost_updates,
+    rounded_momentum,
+)
 from tfamp.records import checks
 from tfamp.records.findings import Finding, Findings
 from tfamp.records.progress import progress
 from tfamp.stepping.step_traces import batches_of
+
+RULES: tuple[LintRule, ...] = (
+    half_head,
+    half_loss,
+    late_policy,
+    unscaled_float16,
+    unscaled_train_step,
+    half_weights,
+    optimizer_epsilon,
+    rounded_momentum,
+    lost_updates,
+    vanishing_epsilon,
+    constant_range,
+    long_reduction,
+    overflowing_norm,
+    unscaled_attention,
+    shifted_normalization,
+    unnormalised_input,
+    float_ids,
+    added_loss,
+    missing_kernel,
+    failing_remat,
+    unaligned_shapes,
+)
+RULE_IDS: tuple[str, ...] = tuple(rule.id for rule in RULES)
 
 
 def lint(

@@ -13,8 +13,7 @@ import tensorflow as tf
 
 from tfamp.dtypes import resolution
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.numerics.lint.rule import CannotTellError, Found, rule
-from tfamp.numerics.lint.subject import Subject
+from tfamp.numerics.lint.rule import CannotTellError, Found, Subject, rule
 from tfamp.stepping.step_traces import trace_step
 
 _SCALING = ("scale_loss", "get_scaled_loss")
@@ -177,11 +176,7 @@ def _noted(optimizer: Any, names: tuple[str, ...], called: set[int]) -> Iterator
 
 
 def _names_it(step: Any, cls: type) -> bool:
-    """States whether the code of a step, or of its class, scales a loss.
-
-    Raises:
-        CannotTellError: The source is not there to be read.
-    """
+    """States whether the code of a step, or of its class, scales a loss."""
     sources = []
     for owner in (step, *cls.__mro__):
         module = getattr(owner, "__module__", "") or ""

@@ -2,26 +2,105 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator
-from typing import Literal, NamedTuple
+from typing import Any, Literal, NamedTuple
 
-from tfamp.numerics.lint.subject import Subject
+import keras
+import numpy as np
+
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.layer_record import LayerRecord, record_of
+from tfamp.numerics.lint.graph import Graph
 from tfamp.records.findings import Finding, Severity
+from tfamp.records.formats import HALF
 
 # What a rule may have to see besides the layers.
 Need = Literal["graph", "data", "loss", "optimizer"]
 _DOCUMENTATION = "docs/lint.md"
 
 
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One layer of a model: its path is the model's own name for the model itself.
+
+    A graph of layers computes nothing itself.
+    """
+
+    path: str
+    layer: keras.layers.Layer
+    is_graph: bool = False
+
+    @property
+    def dtype(self) -> str:
+        """The dtype it computes in, "" for a graph of layers."""
+        return "" if self.is_graph else str(self.layer.compute_dtype)
+
+    @property
+    def is_half(self) -> bool:
+        """Whether it computes in float16 or bfloat16."""
+        return self.dtype in HALF
+
+    @property
+    def record(self) -> LayerRecord | None:
+        """What tfamp knows of it, None for a layer it does not manage."""
+        return record_of(self.layer)
+
+    @property
+    def weights(self) -> list[Any]:
+        """The weights it holds itself, not through sublayers."""
+        return structure.own_weights(self.layer)
+
+
+@dataclasses.dataclass(frozen=True)
+class Subject:
+    """A model with all that its rules look at.
+
+    Args:
+        model: The model.
+        parts: The model and every layer in it.
+        graph: A traced call of the model for training.
+        leaves: Values of each input of the model in a few batches; empty without data.
+        batch: The first batch, as the dataset gave it.
+        loss: What the model is trained with: passed, or from `compile`.
+        optimizers: Every optimizer that is known.
+        is_compiled: Whether they are those of the compiled model.
+        missing: Why a need of rules cannot be met, by its name.
+    """
+
+    model: keras.Model
+    parts: tuple[Part, ...]
+    graph: Graph | None = None
+    leaves: tuple[np.ndarray, ...] = ()
+    batch: Any = None
+    loss: Any = None
+    optimizers: tuple[Any, ...] = ()
+    is_compiled: bool = False
+    missing: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    def in_dtype(self, dtype: str) -> list[Part]:
+        """Returns the layers that compute in a dtype."""
+        return [part for part in self.parts if part.dtype == dtype]
+
+    def half(self) -> list[Part]:
+        """Returns the layers that compute in float16 or bfloat16."""
+        return [part for part in self.parts if part.is_half]
+
+    def layer_at(self, path: str) -> Any:
+        """Returns the layer of a path, None where there is none."""
+        return next((p.layer for p in self.parts if p.path == path), None)
+
+
+def parts_of(model: keras.Model) -> tuple[Part, ...]:
+    """Returns the model and every layer in it, once each."""
+    return tuple(
+        Part(path, layer, structure.graph_of(layer) is not None)
+        for path, layer, _ in structure.walk(model)
+    )
+
+
 class Found(NamedTuple):
     """What a rule found, without what all its findings share.
 
-    Attributes:
-        severity: "error", "warning" or "note".
-        message: What was found, with the figure, and what follows from it.
-        remedy: What to do.
-        layer: Path of the layer it is about, None if it is about none.
-        figure: The number that decided, None where there is no such number.
-        details: More numbers behind the message.
+    `layer` and `figure` are None where it is about no layer, or no number decided.
     """
 
     severity: Severity
@@ -38,12 +117,10 @@ class CannotTellError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class LintRule:
-    """A rule of the linter.
+    """A rule of the linter, which yields what it finds in a subject.
 
-    Args:
-        id: Its name, in words joined by "-"; its section in the documentation.
-        needs: What it has to see besides the layers.
-        check: Yields what it finds in a subject.
+    Its name is its section in the documentation; `needs` is what it has to see besides
+    the layers.
     """
 
     id: str
@@ -58,8 +135,7 @@ class LintRule:
     def findings(self, subject: Subject) -> list[Finding]:
         """Returns what the rule finds, each with a link to its explanation.
 
-        Raises:
-            CannotTellError: Something that the rule has to see is missing.
+        A `CannotTellError` where something is missing that it has to see.
         """
         for need in self.needs:
             if need in subject.missing:
@@ -84,10 +160,5 @@ class LintRule:
 def rule(
     id: str, *, needs: tuple[Need, ...] = ()
 ) -> Callable[[Callable[[Subject], Iterator[Found]]], LintRule]:
-    """Makes a rule of the function below it.
-
-    Args:
-        id: The rule's name.
-        needs: What it has to see besides the layers.
-    """
+    """Makes a rule of the function below it."""
     return lambda check: LintRule(id, needs, check)

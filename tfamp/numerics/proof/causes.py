@@ -4,7 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfamp.machine import devices as hardware
-from tfamp.numerics.proof.records import (
+from tfamp.numerics.proof.result import (
     MAX_NAMED,
     Cast,
     Cause,
@@ -21,7 +21,7 @@ _MIN_SHARE = 0.005
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class TracedStep:
     """What the causes are found in.
 
     Args:
@@ -90,9 +90,9 @@ def name_layers(layers: Sequence[str]) -> str:
     return join_words(words)
 
 
-def find_causes(facts: Facts) -> tuple[Cause, ...]:
+def find_causes(step: TracedStep) -> tuple[Cause, ...]:
     """Returns why a step is not faster, the largest share first."""
-    found = [cause for rule in _RULES for cause in rule(facts)]
+    found = [cause for rule in _RULES for cause in rule(step)]
     found = [each for each in found if each.figure >= _MIN_SHARE]
     return tuple(sorted(found, key=lambda cause: -cause.figure))
 
@@ -105,31 +105,31 @@ def _is_float32(product: Product) -> bool:
     return product.dtype == "float32" and product.runs_in == "float32"
 
 
-def _input(facts: Facts) -> Iterator[Cause]:
-    if facts.possible_gain is not None:
+def _input(step: TracedStep) -> Iterator[Cause]:
+    if step.possible_gain is not None:
         yield Cause(
             "input",
-            facts.possible_gain,
-            f"The input takes {format_share(facts.possible_gain)} of a step, which no "
+            step.possible_gain,
+            f"The input takes {format_share(step.possible_gain)} of a step, which no "
             "dtype shortens (measured).",
-            facts.input_advice,
+            step.input_advice,
         )
 
 
-def _float32(facts: Facts) -> Iterator[Cause]:
-    in_float32 = [product for product in facts.products if _is_float32(product)]
+def _float32(step: TracedStep) -> Iterator[Cause]:
+    in_float32 = [product for product in step.products if _is_float32(product)]
     if not in_float32:
         return
-    figure = facts.share(_is_float32)
+    figure = step.share(_is_float32)
     flops = sum(p.step_flops for p in in_float32)
-    share = flops / (sum(p.step_flops for p in facts.products) or 1)
-    if len(in_float32) == len(facts.products):
-        best = hardware.recommend(facts.devices)
+    share = flops / (sum(p.step_flops for p in step.products) or 1)
+    if len(in_float32) == len(step.products):
+        best = hardware.recommend(step.devices)
         yield Cause(
             "float32",
             figure,
             "Every matrix product and convolution runs in float32: "
-            f"{_why(facts, in_float32)}.",
+            f"{_why(step, in_float32)}.",
             f"Leave it: {best.reason}"
             if best.policy == "float32"
             else f"Call `tfamp.apply(model, {best.policy!r})`, or `tfamp.enable` "
@@ -139,18 +139,17 @@ def _float32(facts: Facts) -> Iterator[Cause]:
     yield Cause(
         "float32",
         figure,
-        f"{format_share(share)} of the FLOPs run in float32: "
-        f"{_why(facts, in_float32)}.",
+        f"{format_share(share)} of the FLOPs run in float32: {_why(step, in_float32)}.",
         "If they may lose precision, name other layers in `keep_float32` of "
         "`tfamp.enable` or `tfamp.apply`, and compare the accuracy.",
     )
 
 
-def _why(facts: Facts, products: Iterable[Product]) -> str:
+def _why(step: TracedStep, products: Iterable[Product]) -> str:
     """Returns the layers by the reason for their dtype."""
     by_reason: dict[str, list[str]] = {}
     for product in products:
-        layers = by_reason.setdefault(facts.reasons.get(product.layer, ""), [])
+        layers = by_reason.setdefault(step.reasons.get(product.layer, ""), [])
         if product.layer not in layers:
             layers.append(product.layer)
     return "; ".join(
@@ -159,37 +158,37 @@ def _why(facts: Facts, products: Iterable[Product]) -> str:
     )
 
 
-def _casts(facts: Facts) -> Iterator[Cause]:
-    if not facts.casts or not facts.total_cost:
+def _casts(step: TracedStep) -> Iterator[Cause]:
+    if not step.casts or not step.total_cost:
         return
     kinds: dict[str, int] = {}
-    for cast in facts.casts:
+    for cast in step.casts:
         kinds[cast.what] = kinds.get(cast.what, 0) + cast.moved_bytes
     total = sum(kinds.values())
     parts = [
         f"{format_bytes(size)} of {what}"
         for what, size in sorted(kinds.items(), key=lambda item: -item[1])
     ]
-    most = name_layers(list(dict.fromkeys(cast.layer for cast in facts.casts)))
-    fused = " XLA fuses most of them with their neighbours." if facts.in_xla else ""
+    most = name_layers(list(dict.fromkeys(cast.layer for cast in step.casts)))
+    fused = " XLA fuses most of them with their neighbours." if step.in_xla else ""
     yield Cause(
         "casts",
-        facts.cast_cost / facts.total_cost,
-        f"{sum(cast.count for cast in facts.casts):,} casts move {format_bytes(total)} "
-        f"a step, {format_share(total / (facts.moved_bytes or 1))} of all bytes: "
+        step.cast_cost / step.total_cost,
+        f"{sum(cast.count for cast in step.casts):,} casts move {format_bytes(total)} "
+        f"a step, {format_share(total / (step.moved_bytes or 1))} of all bytes: "
         f"{join_words(parts)}; most in {most}.{fused}",
         "Give layers between two layers of half precision that dtype too, so that "
         "activations stay in it. Casts of weights cost less with a larger batch.",
     )
 
 
-def _memory(facts: Facts) -> Iterator[Cause]:
-    if not facts.total_cost:
+def _memory(step: TracedStep) -> Iterator[Cause]:
+    if not step.total_cost:
         return
-    on_cpu = all(device.kind == "cpu" for device in facts.devices)
-    if facts.in_xla:
+    on_cpu = all(device.kind == "cpu" for device in step.devices)
+    if step.in_xla:
         remedy = "XLA has fused them already; wider layers shift the balance."
-    elif on_cpu and any(_is_half(product) for product in facts.products):
+    elif on_cpu and any(_is_half(product) for product in step.products):
         remedy = (
             "Wider layers shift the balance. XLA would fuse them, but computes half "
             "precision in float32 on CPUs: time it before you turn it on."
@@ -200,50 +199,50 @@ def _memory(facts: Facts) -> Iterator[Cause]:
         )
     yield Cause(
         "memory",
-        facts.other_cost / facts.total_cost,
+        step.other_cost / step.total_cost,
         "Element-wise layers, normalization, reductions and the optimizer move "
-        f"{format_bytes(facts.other_cost)} of {format_bytes(facts.moved_bytes)} a step "
-        f"if nothing is fused ({format_bytes(facts.outer_cost)} by optimizer, loss and "
+        f"{format_bytes(step.other_cost)} of {format_bytes(step.moved_bytes)} a step "
+        f"if nothing is fused ({format_bytes(step.outer_cost)} by optimizer, loss and "
         "metrics); matrix units do not speed those up.",
         remedy,
     )
 
 
-def _small(facts: Facts) -> Iterator[Cause]:
-    pairs = zip(facts.products, facts.is_small, strict=True)
+def _small(step: TracedStep) -> Iterator[Cause]:
+    pairs = zip(step.products, step.is_small, strict=True)
     small = {id(product) for product, is_small in pairs if is_small}
 
     def is_small_half(product: Product) -> bool:
         return _is_half(product) and id(product) in small
 
-    number = sum(map(is_small_half, facts.products))
+    number = sum(map(is_small_half, step.products))
     yield Cause(
         "small products",
-        facts.share(is_small_half),
-        f"{number} of {len(facts.products)} products are too small for the units of "
+        step.share(is_small_half),
+        f"{number} of {len(step.products)} products are too small for the units of "
         "half precision: moving their numbers takes longer than multiplying them "
-        f"({facts.named(is_small_half)}).",
-        f"Raise the batch size from {facts.batch_size:,}, or make these layers wider.",
+        f"({step.named(is_small_half)}).",
+        f"Raise the batch size from {step.batch_size:,}, or make these layers wider.",
     )
 
 
-def _shapes(facts: Facts) -> Iterator[Cause]:
-    if not any(d.kind == "gpu" and hardware.fast_dtypes(d) for d in facts.devices):
+def _shapes(step: TracedStep) -> Iterator[Cause]:
+    if not any(d.kind == "gpu" and hardware.fast_dtypes(d) for d in step.devices):
         return
-    layers = {each.layer for each in facts.unaligned}
+    layers = {each.layer for each in step.unaligned}
     yield Cause(
         "shapes",
-        facts.share(lambda p: _is_half(p) and p.layer in layers),
+        step.share(lambda p: _is_half(p) and p.layer in layers),
         "Sizes that are not multiples of 8 keep tensor cores from full speed: "
-        f"{describe_unaligned(facts.unaligned)}.",
+        f"{describe_unaligned(step.unaligned)}.",
         "Pad them to what stands behind the arrow: units, channels, vocabulary, batch.",
     )
 
 
-def _device(facts: Facts) -> Iterator[Cause]:
+def _device(step: TracedStep) -> Iterator[Cause]:
     for dtype in HALF:
-        objection = hardware.objection(f"mixed_{dtype}", facts.devices)
-        figure = facts.share(lambda p, dtype=dtype: p.runs_in == dtype)  # type: ignore[misc]
+        objection = hardware.objection(f"mixed_{dtype}", step.devices)
+        figure = step.share(lambda p, dtype=dtype: p.runs_in == dtype)  # type: ignore[misc]
         if objection and figure:
             message, _, remedy = objection.rpartition("; ")
             yield Cause(
@@ -251,11 +250,11 @@ def _device(facts: Facts) -> Iterator[Cause]:
             )
 
 
-def _tf32(facts: Facts) -> Iterator[Cause]:
-    if facts.tf32:
+def _tf32(step: TracedStep) -> Iterator[Cause]:
+    if step.tf32:
         yield Cause(
             "TF32",
-            facts.share(lambda p: p.runs_in in (*HALF, "float32")),
+            step.share(lambda p: p.runs_in in (*HALF, "float32")),
             "TF32 is on: products in float32 run on tensor cores already, at half the "
             "rate of float16 and bfloat16, so half precision makes them at most twice "
             "as fast.",
@@ -265,24 +264,24 @@ def _tf32(facts: Facts) -> Iterator[Cause]:
         )
 
 
-def _compiler(facts: Facts) -> Iterator[Cause]:
+def _compiler(step: TracedStep) -> Iterator[Cause]:
     def is_widened(product: Product) -> bool:
         return product.dtype in HALF and product.runs_in not in HALF
 
-    widened = [product for product in facts.products if is_widened(product)]
+    widened = [product for product in step.products if is_widened(product)]
     if widened:
         yield Cause(
             "compiler",
-            facts.share(is_widened),
-            f"XLA computes {len(widened)} of {len(facts.products)} products in float32 "
+            step.share(is_widened),
+            f"XLA computes {len(widened)} of {len(step.products)} products in float32 "
             f"that the graph has in {widened[0].dtype}: it converts their factors "
-            f"first ({facts.named(is_widened)}).",
+            f"first ({step.named(is_widened)}).",
             "Leave XLA off here: `model.compile(..., jit_compile=False)`. Its float32 "
             "gains nothing from half precision.",
         )
 
 
-_RULES: tuple[Callable[[Facts], Iterator[Cause]], ...] = (
+_RULES: tuple[Callable[[TracedStep], Iterator[Cause]], ...] = (
     _input,
     _float32,
     _casts,

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from tfamp.graph.hlo import CompiledProduct
 from tfamp.graph.operation import Operation
 from tfamp.graph.products import flops_of, is_product
-from tfamp.numerics.proof.records import Cast, Product, Shape
+from tfamp.numerics.proof.result import Cast, Product, Shape
 from tfamp.stepping.costs import num_bytes, product_dtype
 from tfamp.stepping.layer_marks import Marks, plain_name
 
@@ -22,10 +22,7 @@ def products_of(
 ) -> list[tuple[Operation, Product]]:
     """Returns the products and convolutions of a trace, those of replicas as one.
 
-    Args:
-        operations: What the trace runs.
-        marks: The layers of its operations.
-        compiled: The products of what was made of it, by XLA or by a rewrite.
+    `compiled` are those of what XLA or a rewrite made of it.
     """
     found: dict[tuple[object, ...], tuple[Operation, Product]] = {}
     runs_in, inferred = _final_dtypes(operations, compiled)
@@ -58,12 +55,7 @@ def products_of(
 
 
 def casts_of(operations: Sequence[Operation], marks: Marks) -> tuple[Cast, ...]:
-    """Returns the casts between floating-point dtypes, most bytes first.
-
-    Args:
-        operations: What the trace runs.
-        marks: The layers of its operations.
-    """
+    """Returns the casts between floating-point dtypes, most bytes first."""
     casts = [each for each in operations if is_cast(each)]
     forward = {
         plain_name(each.name): each.sources[:1]
@@ -122,9 +114,8 @@ def _final_dtypes(
 ) -> tuple[dict[str, str], set[str]]:
     """Returns the dtype that each product has in what was made of a trace, by name.
 
-    Returns:
-        The dtypes that are known, and the names of products whose dtype is inferred:
-        which of several compiled products is theirs cannot be told, but all agree.
+    The names beside it are of products whose dtype is inferred: which of several
+    compiled products is theirs cannot be told, but all agree.
     """
     products = {each.name: each for each in operations if is_product(each)}
     plain = {name: plain_name(name) for name in products}

@@ -13,10 +13,9 @@ from tfamp.graph.operations import read_operations
 from tfamp.graph.products import is_product
 from tfamp.machine import devices as hardware
 from tfamp.models import assignment
-from tfamp.numerics.proof.causes import Facts, find_causes
+from tfamp.numerics.proof.causes import TracedStep, find_causes
 from tfamp.numerics.proof.products import casts_of, is_cast, products_of
-from tfamp.numerics.proof.records import Product, Unaligned
-from tfamp.numerics.proof.result import Proof
+from tfamp.numerics.proof.result import Product, Proof, Unaligned
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.records.record import Device
@@ -111,7 +110,7 @@ def prove(
         measured = bottleneck(model, dataset, seconds=seconds)
         gain, advice = measured.possible_gain, measured.advice
     pairs = products_of(operations, trace.marks, trace.final)
-    facts = _facts(
+    step = _traced_step(
         model,
         trace,
         operations,
@@ -120,30 +119,30 @@ def prove(
         possible_gain=gain,
         input_advice=advice,
     )
-    flops = sum(product.step_flops for product in facts.products)
-    half = sum(p.step_flops for p in facts.products if p.runs_in in HALF)
+    flops = sum(product.step_flops for product in step.products)
+    half = sum(p.step_flops for p in step.products if p.runs_in in HALF)
     return Proof(
         model=model.name,
         step="train" if training else "inference",
-        batch_size=facts.batch_size,
+        batch_size=step.batch_size,
         half_share_of_flops=half / flops if flops else 0.0,
         flops=flops,
-        operations=tuple(facts.products),
-        casts=tuple(facts.casts),
-        causes=find_causes(facts),
-        unaligned=tuple(facts.unaligned),
-        moved_bytes=facts.moved_bytes,
-        reasons=facts.reasons,
+        operations=tuple(step.products),
+        casts=tuple(step.casts),
+        causes=find_causes(step),
+        unaligned=tuple(step.unaligned),
+        moved_bytes=step.moved_bytes,
+        reasons=step.reasons,
         devices=tuple(used),
         tf32=tf32,
         source=trace.source,
         num_replicas=model.distribute_strategy.num_replicas_in_sync,
         possible_gain=gain,
-        notes=tuple(_notes(model, trace, facts)),
+        notes=tuple(_notes(model, trace, step)),
     )
 
 
-def _facts(
+def _traced_step(
     model: keras.Model,
     trace: Trace,
     operations: Sequence[Operation],
@@ -152,7 +151,7 @@ def _facts(
     roofline: Roofline,
     possible_gain: float | None,
     input_advice: str,
-) -> Facts:
+) -> TracedStep:
     """Returns what the causes are found in."""
     products = [product for _, product in pairs]
     # The operation is that of one replica.
@@ -167,7 +166,7 @@ def _facts(
         sum(roofline.cost(each) * each.count for each in kind)
         for kind in (casts, rest, outer)
     )
-    return Facts(
+    return TracedStep(
         products=products,
         costs=costs,
         is_small=[
@@ -248,11 +247,11 @@ def _reasons(model: keras.Model, products: Sequence[Product]) -> dict[str, str]:
     return reasons
 
 
-def _notes(model: keras.Model, trace: Trace, facts: Facts) -> Iterable[str]:
+def _notes(model: keras.Model, trace: Trace, step: TracedStep) -> Iterable[str]:
     """Yields what else a reader should know."""
     if trace.note:
         yield f"{trace.note}; dtypes are those of the graph."
-    products = facts.products
+    products = step.products
     if trace.source != "graph" and (
         missing := [p for p in products if not p.final_dtype]
     ):
@@ -286,5 +285,5 @@ def _notes(model: keras.Model, trace: Trace, facts: Facts) -> Iterable[str]:
             "`run_eagerly=True`: operations start one by one from Python, which costs "
             "more than any dtype saves."
         )
-    if facts.possible_gain is not None and facts.possible_gain < _MIN_INPUT:
+    if step.possible_gain is not None and step.possible_gain < _MIN_INPUT:
         yield "The input holds up less than 0.5 % of a step (measured)."

@@ -1,11 +1,165 @@
 """The record of a proof: what a step computes in which dtype, and why."""
 
 import dataclasses
+import textwrap
+from collections.abc import Sequence
 from typing import Literal
 
-from tfamp.numerics.proof.records import Cast, Cause, Product, Unaligned
-from tfamp.numerics.proof.text import render
-from tfamp.records.record import Device, TableRecord
+from tfamp.records import console
+from tfamp.records.record import Device, Record, TableRecord
+from tfamp.records.units import format_bytes, format_share, join_words
+
+# In a sentence; more are counted.
+MAX_NAMED = 4
+Direction = Literal["forward", "backward"]
+CauseName = Literal[
+    "input",
+    "float32",
+    "casts",
+    "memory",
+    "small products",
+    "shapes",
+    "device",
+    "TF32",
+    "compiler",
+]
+Shape = tuple[int | None, ...] | None
+
+
+_MAX_LAYERS = 40
+_MAX_CASTS = 8
+_SHORT = {"float32": "f32", "float16": "f16", "bfloat16": "bf16", "float64": "f64"}
+_SOURCES = {
+    "graph": "the traced graph",
+    "XLA": "XLA's compiled program",
+    "rewrite": "the graph as TensorFlow rewrote it",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Product(Record):
+    """A matrix product or convolution of the step.
+
+    Args:
+        name: The operation's name, without what a replica adds to it.
+        op_type: Its type, such as "MatMul" or "Conv2DBackpropFilter".
+        layer: Path of the layer that made it, as `tfamp.assignment` names layers;
+            "" for the loss, the optimizer and a custom train step.
+        direction: "forward", or "backward" for a gradient. What a gradient computes
+            anew to save memory counts as "forward" again.
+        dtype: The dtype of its factors in the graph, of the wider one if they differ.
+        shapes: Shapes of the factors.
+        output_shape: Shape of the result.
+        flops: Floating-point operations of one run, two for a multiply-add; None
+            where shapes are not known.
+        count: How often it runs in a step, over all replicas.
+        is_counted: Whether `count` is known; in a loop that data end it is 1.
+        final_dtype: The dtype in what runs after that: XLA's program, or the graph as
+            TensorFlow's own mixed precision rewrote it; "" where neither was read or
+            has no such operation.
+        is_inferred: Whether `final_dtype` is that of compiled operations without a name
+            of which one must be this one; they all run in it.
+    """
+
+    name: str
+    op_type: str
+    layer: str
+    direction: Direction
+    dtype: str
+    shapes: tuple[Shape, ...]
+    output_shape: Shape
+    flops: int | None
+    count: int = 1
+    is_counted: bool = True
+    final_dtype: str = ""
+    is_inferred: bool = False
+
+    @property
+    def runs_in(self) -> str:
+        """The dtype it really runs in, as far as is known."""
+        return self.final_dtype or self.dtype
+
+    @property
+    def step_flops(self) -> int:
+        """Floating-point operations of all runs in a step."""
+        return (self.flops or 0) * self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class Cast(Record):
+    """Casts of one kind in one layer.
+
+    Args:
+        layer: Path of the layer they are made for; "" for none.
+        what: What is cast.
+        source_dtype: From which dtype.
+        target_dtype: To which.
+        count: How many run in a step.
+        elements: Numbers cast in a step.
+        moved_bytes: Bytes read and written in a step.
+    """
+
+    layer: str
+    what: Literal["weights", "activations", "weight gradients", "activation gradients"]
+    source_dtype: str
+    target_dtype: str
+    count: int
+    elements: int
+    moved_bytes: int
+
+
+@dataclasses.dataclass(frozen=True)
+class Unaligned(Record):
+    """A layer with sizes that are not multiples of 8.
+
+    Args:
+        layer: Path of the layer.
+        sizes: Such sizes by name, such as "units" or "channels in".
+        padded: What each would be padded.
+        share_of_flops: Part of the step's FLOPs that the layer has.
+    """
+
+    layer: str
+    sizes: dict[str, int] = dataclasses.field(hash=False)
+    padded: dict[str, int] = dataclasses.field(hash=False)
+    share_of_flops: float
+
+
+@dataclasses.dataclass(frozen=True)
+class Cause(Record):
+    """A reason why half precision brings less than it could.
+
+    Args:
+        name: Which one; stable, for scripts.
+        figure: Part of a step that it concerns, in [0, 1]: measured for "input", an
+            estimate by the roofline for all others. Causes may overlap.
+        message: What was found, with the figures of this model.
+        remedy: What to do.
+    """
+
+    name: CauseName
+    figure: float
+    message: str
+    remedy: str
+
+
+def describe_unaligned(found: Sequence[Unaligned]) -> str:
+    """Returns the first layers with their sizes and what they would be padded.
+
+    Example:
+        >>> describe_unaligned([Unaligned("dense", {"units": 10}, {"units": 16}, 0.5)])
+        "'dense' units 10 -> 16"
+    """
+    parts = [
+        f"{each.layer!r} "
+        + join_words(
+            [f"{key} {n} -> {each.padded[key]}" for key, n in each.sizes.items()]
+        )
+        for each in found[:MAX_NAMED]
+    ]
+    if len(found) > MAX_NAMED:
+        parts.append(f"{len(found) - MAX_NAMED} layers more")
+    return "; ".join(parts)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,4 +214,122 @@ class Proof(TableRecord):
 
     def table(self) -> str:
         """Returns layers, casts and causes as text of at most 110 columns."""
-        return render(self)
+        lines = [*_head(self), *_layers(self)]
+        if self.casts:
+            lines += _casts(self)
+        if self.unaligned and "shapes" not in {cause.name for cause in self.causes}:
+            lines += _wrapped(
+                "Not multiples of 8, which tensor cores of a GPU would want: "
+                f"{describe_unaligned(self.unaligned)}."
+            )
+        if self.causes:
+            lines.append(
+                "Why it is not faster, by the share of a step (estimated, overlapping):"
+            )
+            for number, cause in enumerate(self.causes, start=1):
+                start = f"{number}. {cause.name}, {format_share(cause.figure)}: "
+                lines += _wrapped(f"{start}{cause.message}", indent=3)
+                lines += _wrapped(f"   Remedy: {cause.remedy}", indent=3)
+        for note in self.notes:
+            lines += _wrapped(f"Note: {note}", indent=6)
+        return "\n".join(line.rstrip() for line in lines)
+
+
+def _head(proof: Proof) -> list[str]:
+    devices = ", ".join(dict.fromkeys(device.name for device in proof.devices))
+    replicas = f" on {proof.num_replicas} replicas" if proof.num_replicas > 1 else ""
+    lines = _wrapped(
+        f"{proof.step.capitalize()} step of {proof.model!r}, {proof.batch_size:,} "
+        f"examples{replicas}, {devices}{', TF32 on' if proof.tf32 else ''}."
+    )
+    dtypes = dict.fromkeys(product.runs_in for product in proof.operations)
+    shares = [
+        f"{format_share(proof.share_of_flops(dtype))} {dtype}"
+        for dtype in sorted(dtypes, key=lambda dtype: -proof.share_of_flops(dtype))
+    ]
+    source = _SOURCES[proof.source]
+    return lines + _wrapped(
+        f"{_format_flops(proof.flops)} in matrix products and convolutions: "
+        f"{', '.join(shares) or 'none'} (from {source})."
+    )
+
+
+def _layers(proof: Proof) -> list[str]:
+    groups: dict[str, list[Product]] = {}
+    for product in proof.operations:
+        groups.setdefault(product.layer, []).append(product)
+    if not groups:
+        return []
+    rows = []
+    for layer, products in list(groups.items())[:_MAX_LAYERS]:
+        flops = sum(product.step_flops for product in products)
+        rows.append(
+            (
+                layer or "(no layer)",
+                _directed(products, "forward"),
+                _directed(products, "backward"),
+                _format_flops(flops).removesuffix("FLOPs"),
+                format_share(flops / proof.flops if proof.flops else 0.0),
+            )
+        )
+    if len(groups) > _MAX_LAYERS:
+        rows.append((f"and {len(groups) - _MAX_LAYERS} layers more", "", "", "", ""))
+    columns = {
+        "layer": {**console.FOLD, "max_width": 36},
+        "forward": {**console.FOLD, "max_width": 24},
+        "backward": {**console.FOLD, "max_width": 24},
+        "FLOPs": console.RIGHT,
+        "share": console.RIGHT,
+    }
+    return console.text_of(console.table(columns, rows)).splitlines()
+
+
+def _directed(products: list[Product], direction: str) -> str:
+    """Returns how many products run in which dtype: "2x bfloat16"."""
+    counts: dict[str, int] = {}
+    for product in products:
+        if product.direction == direction:
+            said = product.dtype
+            if product.final_dtype not in ("", product.dtype):
+                said = f"{_SHORT.get(said, said)}, run in {product.final_dtype}"
+            counts[said] = counts.get(said, 0) + product.count
+    parts = [f"{n}x {name}" if n > 1 else name for name, n in counts.items()]
+    return " + ".join(parts)
+
+
+def _casts(proof: Proof) -> list[str]:
+    rows: list[tuple[str, ...]] = [
+        (
+            cast.layer or "(no layer)",
+            cast.what,
+            f"{cast.source_dtype} -> {cast.target_dtype}",
+            f"{cast.count:,}",
+            format_bytes(cast.moved_bytes),
+        )
+        for cast in proof.casts[:_MAX_CASTS]
+    ]
+    rest = proof.casts[_MAX_CASTS:]
+    if rest:
+        number = sum(cast.count for cast in rest)
+        moved = format_bytes(sum(cast.moved_bytes for cast in rest))
+        rows.append((f"{len(rest)} kinds more", "", "", f"{number:,}", moved))
+    wide = {**console.FOLD, "max_width": 36}
+    columns = {
+        **dict.fromkeys(("casts in", "of", "from -> to"), wide),
+        **dict.fromkeys(("number", "bytes moved"), console.RIGHT),
+    }
+    return console.text_of(console.table(columns, rows)).splitlines()
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text, console.WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
+    )
+
+
+def _format_flops(flops: int) -> str:
+    """Returns a number of FLOPs: "1.2 GFLOPs"."""
+    for size, prefix in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k")):
+        if flops >= size:
+            return f"{flops / size:.1f} {prefix}FLOPs"
+    return f"{flops} FLOPs"

@@ -4,7 +4,7 @@ import math
 
 import numpy as np
 
-from tfamp.numerics.ranges.records import Fit
+from tfamp.numerics.ranges.result import Fit
 from tfamp.records.formats import FLOAT32, Format
 
 # Numbers are counted by exponent and the first bits of the mantissa, which is as fine
@@ -78,11 +78,7 @@ class Exponents:
         }
 
     def in_format(self, format: Format, scale: float = 1.0) -> Fit:
-        """Returns what a format does to the numbers times a scale.
-
-        Args:
-            format: The format that would hold them.
-            scale: A power of two.
+        """Returns what a format does to the numbers times a scale, a power of two.
 
         Example:
             >>> from tfamp.records.formats import FLOAT16

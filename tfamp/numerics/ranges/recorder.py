@@ -10,8 +10,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.numerics.ranges.exponents import Exponents
-from tfamp.numerics.ranges.records import KINDS, LOW_FORMATS, Kind, LayerRange
-from tfamp.numerics.ranges.result import Ranges
+from tfamp.numerics.ranges.result import KINDS, LOW_FORMATS, Kind, LayerRange, Ranges
 from tfamp.records import checks
 from tfamp.records.formats import FLOAT16, FORMATS
 from tfamp.records.progress import progress
@@ -89,13 +88,9 @@ def ranges(
 
 
 def best_loss_scale(gradients: Exponents) -> tuple[float, tuple[float, float]]:
-    """Returns the loss scale that float16 holds gradients best with.
+    """Returns the scale that float16 holds unscaled gradients best with.
 
-    Args:
-        gradients: All gradients, without a scale.
-
-    Returns:
-        The best scale, in the middle of those that are as good, and their limits.
+    It lies in the middle of those that are as good, whose limits come with it.
 
     Example:
         >>> gradients = Exponents()
@@ -118,11 +113,7 @@ def best_loss_scale(gradients: Exponents) -> tuple[float, tuple[float, float]]:
 
 
 class _Counted(Observer):
-    """Counts what goes through the layers of a model.
-
-    Args:
-        model: The model.
-    """
+    """Counts what goes through the layers of a model."""
 
     wants_gradients = True
 

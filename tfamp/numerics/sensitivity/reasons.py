@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.numerics.ranges.exponents import first_overflow
-from tfamp.numerics.sensitivity.deviation import forward_error, spread
+from tfamp.numerics.sensitivity.errors import forward_error, spread
 from tfamp.numerics.sensitivity.reruns import rerun
 from tfamp.numerics.sensitivity.shadow import Suspect, arrays
 from tfamp.records.formats import Format, needs_loss_scale
@@ -29,12 +29,7 @@ _EXPLAINS = 0.5
 
 
 class Explanation(NamedTuple):
-    """Why a layer is unsafe.
-
-    Attributes:
-        reason: In one word.
-        text: In one sentence, with the figures.
-    """
+    """Why a layer is unsafe: in one word, and in one sentence with the figures."""
 
     reason: Reason
     text: str
@@ -45,11 +40,8 @@ def explain(
 ) -> Explanation:
     """Returns why a layer that was found guilty is unsafe in a format.
 
-    Args:
-        suspect: The layer.
-        format: The low precision.
-        forward_limit: Error of outputs from which a layer is guilty.
-        loss_scale: The scale its gradients were judged at.
+    `forward_limit` is the error of outputs from which it is, `loss_scale` that at which
+    its gradients were judged.
     """
     if suspect.failure:
         return Explanation(

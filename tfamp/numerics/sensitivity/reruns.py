@@ -26,14 +26,10 @@ from tfamp.stepping.taps import floats, is_float
 class Rerun(NamedTuple):
     """What came out of a layer that ran alone.
 
-    Attributes:
-        outputs: The floating-point outputs, in the dtype they came in, and losses
-            that the layer adds itself.
-        sources: What came in for them, in float32: inputs, and what inner layers gave.
-        num_sources: For each output, how many of the sources were there before it.
-        input_gradients: The gradients by the floating-point inputs, in float32 and
-            without the loss scale; None where there is none.
-        weight_gradients: Likewise by the layer's trained weights.
+    `outputs` has the losses that it adds itself too; `sources` came in for them, in
+    float32: inputs, and what inner layers gave, `num_sources` of them before each
+    output. Gradients are by floating-point inputs and trained weights, in float32 and
+    without the loss scale, None where there is none.
     """
 
     outputs: list[tf.Tensor]
@@ -53,14 +49,9 @@ def rerun(
 ) -> Rerun:
     """Runs a recorded call again.
 
-    Args:
-        recorded: The call.
-        dtype: What the layer computes in.
-        loss_scale: What the gradients are multiplied by on their way through.
-        rounded_only: Compute in float32 on inputs and weights that were rounded to
-            `dtype`, which tells what rounding alone does.
-        changed: What is made of the gradients that are sent back, such as their
-            magnitudes.
+    `rounded_only` computes in float32 on inputs and weights rounded to `dtype`, which
+    tells what rounding alone does. `changed` is made of the gradients that are sent
+    back, such as their magnitudes.
     """
     layer = recorded.site.layer
     compute = "float32" if rounded_only else dtype
@@ -124,12 +115,9 @@ def rerun(
 
 
 class _Taken:
-    """Stands in for the layers inside, and keeps what they are given.
+    """Stands in for the layers inside a recorded call, and keeps what they are given.
 
-    Args:
-        recorded: The outer call, which knows the calls inside.
-        dtype: What the outer layer computes in.
-        tape: Watches what is handed over.
+    The tape watches what they hand over.
     """
 
     def __init__(self, recorded: Recorded, dtype: str, tape: tf.GradientTape) -> None:

@@ -10,16 +10,17 @@ import keras
 
 from tfamp.keras_hooks import structure
 from tfamp.machine import amx
-from tfamp.numerics.sensitivity.advice import FIRST_SCALE, advice_on
-from tfamp.numerics.sensitivity.default_rules import (
+from tfamp.numerics.sensitivity.advice import (
+    FIRST_SCALE,
+    advice_on,
     given_dtypes,
     rules_of,
     under_default_rules,
 )
+from tfamp.numerics.sensitivity.errors import Errors, Outputs, errors_of
 from tfamp.numerics.sensitivity.reasons import explain
 from tfamp.numerics.sensitivity.result import LayerSensitivity, Sensitivity, Verdict
 from tfamp.numerics.sensitivity.shadow import CANNOT_RUN, Shadow, Suspect
-from tfamp.numerics.sensitivity.whole_model import Errors, Outputs, errors_of
 from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import FORMATS, needs_loss_scale
@@ -179,8 +180,7 @@ class _Search:
     def _best_scale(self) -> float:
         """Reruns all layers without a scale, with the first one, and more if need be.
 
-        Returns:
-            The scale that the fewest layers suffer at, the first one if in doubt.
+        It is the scale that the fewest layers suffer at, the first one if in doubt.
         """
         if not needs_loss_scale(self._format):
             self._shadow.measure(1.0)

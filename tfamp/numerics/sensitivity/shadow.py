@@ -9,9 +9,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.numerics.sensitivity.deviation import forward_error, gradient_error
+from tfamp.numerics.sensitivity.errors import Outputs, forward_error, gradient_error
 from tfamp.numerics.sensitivity.reruns import Rerun, rerun
-from tfamp.numerics.sensitivity.whole_model import Outputs
 from tfamp.records.checks import first_line
 from tfamp.records.formats import FORMATS
 from tfamp.records.progress import progress
@@ -45,13 +44,9 @@ _REPEATED = 1e-3
 class Suspect:
     """What the reruns of one layer came to, the worst over batches and calls.
 
-    Args:
-        site: The layer.
-        forward: Error of its outputs relative to their spread over the batch.
-        backward: Error of its gradients by loss scale.
-        worst: The call with the worst outputs; None before one was measured.
-        worst_backward: The call with the worst gradients.
-        failure: What it raised instead of running, "" if it ran.
+    `forward` is the error of its outputs relative to their spread over the batch,
+    `backward` that of its gradients by loss scale, `worst` and `worst_backward` the
+    calls they are of; `failure` is what it raised instead of running.
     """
 
     site: Site
@@ -75,18 +70,12 @@ class Suspect:
 
 
 class Shadow:
-    """The shadow pass over some batches.
+    """The shadow pass over some batches, of a built model that computes in float32 now.
 
-    Args:
-        model: A compiled, built model that computes in float32 now.
-        dtype: The low precision.
-
-    Attributes:
-        suspects: What was measured, by path, in the order of the layers.
-        steps: The float32 steps, one for each batch.
-        outputs: What the model gave in them.
-        random: Layers that give something else each time, as they draw random numbers
-            past Keras's seeds. They are not judged.
+    `suspects` has what was measured by path, in the order of the layers; `steps` and
+    `outputs` are the float32 steps and what the model gave in them; `random` are layers
+    that give something else each time, as they draw numbers past Keras's seeds: they
+    are not judged.
     """
 
     def __init__(self, model: keras.Model, dtype: str) -> None:
@@ -125,11 +114,7 @@ class Shadow:
         set_state(self._states[number])
 
     def measure(self, *loss_scales: float) -> None:
-        """Reruns what was recorded.
-
-        Args:
-            loss_scales: Factors on gradients, one after the other.
-        """
+        """Reruns what was recorded, with each loss scale."""
         calls = [recorded for batch in self._recorded for recorded in batch]
         what = f"Rerunning layers in {self._dtype}"
         with progress(what, len(calls), unit="calls") as done:
@@ -233,13 +218,9 @@ def _without_cancelled(
     """Returns the gradients but for those that are 0 by their nature.
 
     Of a bias ahead of a normalization all parts cancel, so what is left is rounding in
-    every precision; of a scale ahead of one all but its epsilon.
-
-    Args:
-        exact: The gradients.
-        sums: The sums of their parts' magnitudes.
-        roots: About the roots of the sums of their parts' squares.
-        rounded: A gradient below this part of its root counts as 0.
+    every precision; of a scale ahead of one all but its epsilon. `sums` are of the
+    parts' magnitudes, `roots` about the roots of the sums of their squares: below
+    `rounded` of those a gradient counts as 0.
     """
 
     def kept(gradient: Any, total: Any, root: Any) -> Any:

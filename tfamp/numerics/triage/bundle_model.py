@@ -26,8 +26,7 @@ from tfamp.trials import targets
 def prepare_devices(record: Bundle) -> None:
     """Gives TensorFlow the logical devices and threads that the bundle names.
 
-    Raises:
-        ValueError: They are not here, or TensorFlow has begun without them.
+    A ValueError where they are not here, or TensorFlow has begun without them.
     """
     around = record.surroundings
     if "MultiWorker" in around.strategy or "ParameterServer" in around.strategy:
@@ -59,13 +58,8 @@ def rebuilt(
 ) -> keras.Model:
     """Returns the model of a bundle, with the state from before the failure.
 
-    Args:
-        path: The bundle.
-        contents: What `tfamp.stepping.bundles.files.read` read there.
-        build: As for `replay`.
-
-    Raises:
-        ValueError: It cannot be rebuilt, or is another model than the bundle's.
+    A ValueError where it cannot be rebuilt, or is another model. `build` is as for
+    `replay`.
     """
     record = contents.record
     target = build or (record.build if record.needs_build else None)

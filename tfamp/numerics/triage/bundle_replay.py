@@ -82,13 +82,8 @@ def replay(
 def failing_step(model: keras.Model, contents: Contents) -> Any:
     """Takes a model to the step that first went wrong, and returns its batch.
 
-    Args:
-        model: The model, as `rebuilt` returned it, without several replicas.
-        contents: The bundle.
-
-    Returns:
-        The batch, as `train_step` gets it. The model has the state in which it was
-        trained on.
+    The model, which has one replica, has the state in which it was trained on; the
+    batch is as `train_step` gets it.
     """
     record = contents.record
     begin(model, contents)

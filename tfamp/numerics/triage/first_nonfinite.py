@@ -17,10 +17,7 @@ from tfamp.stepping.taps import Call, Observer, floats, sites, tapped
 class Origin(NamedTuple):
     """Where a bad number came from.
 
-    Attributes:
-        path: The layer or operation.
-        layer: It itself.
-        way: Whether it made it "forward" or "backward".
+    A layer or operation, on the way "forward" or "backward".
     """
 
     path: str
@@ -32,10 +29,8 @@ class Origin(NamedTuple):
 class _Made:
     """A call that made bad numbers of good ones.
 
-    Args:
-        origin: The call.
-        is_mask: Whether they are all -inf, as what a softmax is to leave out.
-        is_taken_up: Whether a later call made good numbers of them again.
+    They are a mask where all are -inf, as what a softmax is to leave out, and taken up
+    where a later call made good numbers of them again.
     """
 
     origin: Origin
@@ -46,10 +41,9 @@ class _Made:
 class Health(Observer):
     """Watches for the first call that makes a bad number of good ones.
 
-    Attributes:
-        backward: The first one on the way back, None if all were fine.
-        largest: The largest finite magnitude of each layer's outputs, by path.
-        largest_gradient: Likewise of the gradients by its outputs.
+    `backward` is the first one on the way back, None if all were fine; `largest` and
+    `largest_gradient` are the largest finite magnitudes of each layer's outputs and of
+    the gradients by them, by path.
     """
 
     wants_gradients = True
@@ -70,11 +64,7 @@ class Health(Observer):
         )
 
     def forward(self, masks: frozenset[str]) -> Origin | None:
-        """Returns the first one on the way forward, None if all were fine.
-
-        Args:
-            masks: The paths of what makes -inf and is meant to.
-        """
+        """Returns the first one on the way forward that is no mask, if any."""
         origins = (made.origin for made in self._made)
         return next((o for o in origins if o.path not in masks), None)
 
@@ -134,13 +124,7 @@ class Health(Observer):
 
 
 class Examined(NamedTuple):
-    """A replay of a step.
-
-    Attributes:
-        step: What it came to.
-        health: What was seen in the layers.
-        origin: Where the first bad number came from, None if from no layer.
-    """
+    """A replay of a step, what was seen in it, and where a bad number came from."""
 
     step: Step
     health: Health

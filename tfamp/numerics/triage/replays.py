@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.numerics.triage import suspicions
 from tfamp.numerics.triage.first_nonfinite import Examined, examine
-from tfamp.numerics.triage.result import Cause, Replay, Triage
+from tfamp.numerics.triage.result import Blamed, Replay, Triage
 from tfamp.numerics.triage.updates import Update
 from tfamp.records.formats import FORMATS
 from tfamp.stepping.arguments import build
@@ -55,10 +55,7 @@ def inquire(model: keras.Model, batch: Any) -> Triage:
 class Inquiry:
     """The replays of one step, and what they say.
 
-    Args:
-        model: The model.
-        batch: The step's batch.
-        rate: The learning rate of an update, None without an optimizer.
+    `rate` is the learning rate of an update, None without an optimizer.
     """
 
     def __init__(self, model: keras.Model, batch: Any, rate: float | None) -> None:
@@ -304,7 +301,7 @@ class Inquiry:
 
     def _answer(
         self,
-        cause: Cause,
+        cause: Blamed,
         found: list[suspicions.Suspicion],
         remedy: str,
         examined: Examined | None = None,

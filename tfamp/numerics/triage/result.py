@@ -6,7 +6,7 @@ from typing import Any, Literal
 from tfamp.records import console
 from tfamp.records.record import Record, TableRecord
 
-Cause = Literal[
+Blamed = Literal[
     "data", "model", "learning rate", "optimizer", "loss scale", "precision", "none"
 ]
 
@@ -55,7 +55,7 @@ class Triage(TableRecord):
     """
 
     model: str
-    cause: Cause
+    cause: Blamed
     layer: str | None
     evidence: tuple[str, ...]
     remedy: str

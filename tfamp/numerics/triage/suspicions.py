@@ -21,9 +21,7 @@ _EXPLODED = 30.0
 class Suspicion(NamedTuple):
     """Something that is wrong ahead of the step.
 
-    Attributes:
-        layer: The layer it is about, None if about none.
-        sentence: What was found, with the figure.
+    A sentence with the figure, and the layer it is about, if any.
     """
 
     layer: str | None

@@ -26,9 +26,7 @@ _RATE_FACTORS = tuple(10.0**-n for n in range(1, 9))
 class Softer(NamedTuple):
     """A learning rate that does no harm.
 
-    Attributes:
-        factor: What the learning rate is multiplied by.
-        loss: The loss after one update at that rate.
+    A factor on the present one, and the loss after an update.
     """
 
     factor: float
@@ -38,11 +36,7 @@ class Softer(NamedTuple):
 class Update:
     """The update of the one optimizer that a model is compiled with.
 
-    Args:
-        model: The model.
-        batch: The batch of the step.
-        gradients: Of each trained variable.
-        rate: The learning rate of the step.
+    It is by the gradients of each trained variable at the learning rate of the step.
     """
 
     def __init__(
@@ -55,14 +49,7 @@ class Update:
     def of(
         cls, model: keras.Model, batch: Any, exact: Examined, rate: float | None
     ) -> Optional["Update"]:
-        """Returns the update of a step, None where the step has others or none.
-
-        Args:
-            model: The model.
-            batch: The batch of the step.
-            exact: The step in float32.
-            rate: The learning rate, None without an optimizer.
-        """
+        """Returns the update of a float32 step, None where it has others or none."""
         trained = list(model.trainable_variables)
         found = {id(v): g for v, g in exact.step.gradients if g is not None}
         if rate is None or not {id(v) for v in trained} >= set(found):
@@ -82,22 +69,13 @@ class Update:
         )
 
     def loss_after(self, rate_factor: float = 1.0) -> float | None:
-        """Returns the loss of the batch after the update, None where it has none.
-
-        Args:
-            rate_factor: What the learning rate is multiplied by.
-        """
+        """Returns the loss of the batch after the update, None where it has none."""
         with self._applied(rate_factor), in_float32(self._model):
             after = examine(self._model, self._batch, loss_scale=1.0).step.loss
         return None if after is None else float(after)
 
     def is_jump(self, before: float, after: float) -> bool:
-        """Returns whether an update has taken the loss far from where it was.
-
-        Args:
-            before: The loss ahead of the update.
-            after: That after it.
-        """
+        """States whether an update has taken the loss far from where it was."""
         if self._is_runaway(before, after):
             return True
         if after <= before + _JUMP * max(abs(before), _SMALL):
@@ -116,9 +94,6 @@ class Update:
 
         At the largest one training only just goes well: a range test, too, takes a rate
         an order below the one from which the loss rises.
-
-        Args:
-            before: The loss ahead of the update.
         """
         for edge, factor in itertools.pairwise(_RATE_FACTORS):
             at_edge = self.loss_after(edge)
@@ -132,14 +107,9 @@ class Update:
     def _is_runaway(
         self, before: float, after: float, rate_factor: float = 1.0
     ) -> bool:
-        """Returns whether an update has thrown a loss down that has no lowest value.
+        """States whether an update has thrown a loss down that has no lowest value.
 
         A healthy update may lower such a loss by any factor, so the weights decide.
-
-        Args:
-            before: The loss ahead of the update.
-            after: That after it.
-            rate_factor: What the learning rate was multiplied by.
         """
         if after == -math.inf:
             return True

@@ -55,11 +55,8 @@ def quality_of(
 ) -> Interval:
     """Returns the interval of a metric's difference, over seeds and examples.
 
-    Args:
-        differences: Of at least two seeds.
-        rate: Chance that the true difference lies below, and that it lies above.
-        sampling: What the examples leave open; None counts the seeds alone.
-        resolution: The least difference that the metric can show.
+    `rate` is the chance that the true difference lies below, and that it lies above;
+    `resolution` the least difference that the metric can show.
     """
     found = interval(differences, rate, resolution=resolution)
     if sampling is None:
@@ -77,9 +74,8 @@ def quality_of(
 class PairedExamples:
     """Metric of each example under a policy minus that under the reference.
 
-    Args:
-        differences: Shape (seeds, examples), above 0 where the policy is better.
-        is_bounded: Whether they lie in [-1, 1], as those of an accuracy do.
+    The shape is (seeds, examples); above 0 the policy is better. They are bounded where
+    they lie in [-1, 1], as those of an accuracy do.
     """
 
     differences: np.ndarray
@@ -115,15 +111,10 @@ class PairedExamples:
 
 @dataclasses.dataclass(frozen=True)
 class Fractions:
-    """Means in [0, 1] of which single examples are not known.
+    """Means in [0, 1] under the reference and the policy, of unknown examples.
 
     Both are taken for fractions of separate examples. Right and wrong answers of two
     policies go together, so that is wider than it need be.
-
-    Args:
-        before: Mean under the reference.
-        after: Mean under the policy.
-        number: Examples that each of them was taken on.
     """
 
     before: float
@@ -185,18 +176,13 @@ def examples_for(loss: float, rate: float) -> int:
 
 
 def bounded_low(values: Sequence[float] | np.ndarray, rate: float) -> float:
-    """Returns what the mean of values in [-1, 1] is not below.
+    """Returns what the true mean of values in [-1, 1] is below with a chance of `rate`.
 
-    The values and one more, the worst that there can be, get random weights that add
-    up to 1 (uniform spacings); the bound is the quantile of their weighted mean. Of
-    values that are all -1 or 0 it is the exact limit of a fraction; of many that
-    scatter it comes to the t-interval. It needs no distribution, and ties make it no
-    narrower than they should. The quantile is a saddlepoint approximation, which is
-    within 1 % of it.
-
-    Args:
-        values: At least one.
-        rate: Chance that the true mean lies below.
+    The values and one more, the worst that there can be, get random weights that add up
+    to 1 (uniform spacings); the bound is the quantile of their weighted mean. Of values
+    that are all -1 or 0 it is the exact limit of a fraction; of many that scatter it
+    comes to the t-interval. It needs no distribution, and ties make it no narrower than
+    they should. The quantile is a saddlepoint approximation, which is within 1 % of it.
 
     Example:
         >>> -1 < bounded_low([0.0] * 50, 0.05) < -0.058

@@ -8,8 +8,8 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from tfamp.comparison.evidence.resampling import Fractions, PairedExamples, Sampling
-from tfamp.comparison.evidence.verdict import Answer, Verdict, judge
+from tfamp.comparison.resampling import Fractions, PairedExamples, Sampling
+from tfamp.comparison.verdict import Answer, Verdict, judge
 from tfamp.records import checks
 from tfamp.trials.intervals import (
     Interval,
@@ -46,10 +46,9 @@ _USUAL_SEEDS = 3
 
 
 def direction(metric: str) -> Better:
-    """Returns whether a metric of this name is better large or small.
+    """Returns whether a metric is better large or small.
 
-    Raises:
-        ValueError: No word of the name is known, or one says that it is negated.
+    A ValueError where no word of its name is known, or one says that it is negated.
 
     Example:
         >>> direction("accuracy"), direction("mean_squared_error")
@@ -71,13 +70,7 @@ def direction(metric: str) -> Better:
 def choose_metric(runs: Sequence[Run], metric: str | None) -> str:
     """Returns the metric that quality is judged by.
 
-    Args:
-        runs: At least one of them finished.
-        metric: What the caller named, with or without "val_"; None takes the first
-            compiled metric, and the loss where there is none.
-
-    Raises:
-        ValueError: The models have no metric of that name.
+    The one named, with or without "val_", else the first compiled one, else the loss.
     """
     names = next(tuple(run.final_metrics) for run in runs if run.is_finished)
     if metric is not None:
@@ -90,10 +83,6 @@ def choose_reference(policies: Sequence[str], runs: Sequence[Run]) -> str:
 
     A gain over a float32 that could have been faster by a switch is none. Without a
     float32 among the policies it is the first one.
-
-    Args:
-        policies: In the order they were asked for.
-        runs: Those there are.
     """
     plain = [policy for policy in policies if Variant.parse(policy).is_float32]
 
@@ -119,18 +108,11 @@ def verdict_on(
     look: int = 1,
     num_candidates: int = 1,
 ) -> Verdict:
-    """Returns the verdict on a policy from its runs.
+    """Returns the verdict on a policy from its runs and the reference's of equal seeds.
 
-    Args:
-        pairs: Runs of the reference and of the policy with equal seeds.
-        failures: Runs of either that ended in an error.
-        metric: Name of the metric.
-        better: Whether more of it is better, or less.
-        tolerance: As `Evidence` has it.
-        examples: The metric of each validation example under the policy minus that
-            under the reference, shape (pairs, examples); None if unknown.
-        look: As for `judge`.
-        num_candidates: Likewise.
+    `failures` are runs of either that ended in an error; `examples` has the metric of
+    each validation example under the policy minus that under the reference, shape
+    (pairs, examples).
     """
     ratios = [
         after.examples_per_second / before.examples_per_second
@@ -254,14 +236,10 @@ def _seeds(seeds: Sequence[int]) -> str:
 def rule_cost(
     by_policy: Mapping[str, Sequence[Run]], *, worth: float = 0.03
 ) -> tuple[str, ...]:
-    """Returns a sentence for each policy whose rules cost more than `worth`.
+    """Returns a sentence for each policy whose rules cost that part of the examples/s.
 
-    A policy is held against itself without rules, or against stock Keras's, where
-    that was measured too.
-
-    Args:
-        by_policy: Policy -> its finished runs.
-        worth: The part of the examples/s from which on it is said.
+    A policy is held against itself without rules, or against stock Keras's, where that
+    was measured too.
     """
     sentences = []
     for policy, runs in by_policy.items():

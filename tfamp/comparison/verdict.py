@@ -8,20 +8,18 @@ to looking where the t-interval lies: not by "no significant difference", which 
 with few seeds would grant. A t-interval rather than a bootstrap, since three to ten
 seeds are too few to resample: a bootstrap interval of five values covers far less than
 it states. What the validation examples leave open, which the seeds share, is added
-(`tfamp.comparison.evidence.resampling`), and looks at a comparison that goes on share
+(`tfamp.comparison.resampling`), and looks at a comparison that goes on share
 the error (`tfamp.trials.intervals`).
 """
 
 import dataclasses
+import math
 from collections.abc import Sequence
 from typing import Literal
 
-from tfamp.comparison.evidence.missing import (
-    examples_needed,
-    more_seeds,
-    more_seeds_for_speed,
-)
-from tfamp.comparison.evidence.resampling import Sampling, quality_of
+import numpy as np
+
+from tfamp.comparison.resampling import Sampling, examples_for, least_loss, quality_of
 from tfamp.records.record import Record
 from tfamp.trials.intervals import (
     MIN_GAIN,
@@ -30,12 +28,90 @@ from tfamp.trials.intervals import (
     difference_rate_of,
     effect_of_ratio,
     interval_of_ratios,
+    quantiles,
     rate_of,
 )
+
+# Beyond so many seeds more of them is no advice.
+MAX_SEEDS = 1000
+
 
 Answer = Literal[
     "equivalent and faster", "equivalent, not faster", "worse", "undecided"
 ]
+
+
+def examples_needed(
+    quality: Interval, tolerance: float, sampling: Sampling | None, rate: float
+) -> tuple[int | None, str]:
+    """Returns how many examples would decide where more seeds would not, and why."""
+    if sampling is None:
+        return None, ""
+    if sampling.is_bounded and tolerance < least_loss(sampling.number, rate):
+        needed = examples_for(tolerance, rate)
+        return needed, (
+            f"inconclusive, since the tolerance is below what {sampling.number:,} "
+            f"examples can show, of {needed:,} or more"
+        )
+    distance = abs(quality.estimate + tolerance)
+    most_seeds = np.array([MAX_SEEDS])
+    reach = max(sampling.reach(rate)) * float(sampling.shrinkage(most_seeds)[0])
+    if reach < distance:
+        return None, ""
+    # Halving what they leave open takes four times as many.
+    needed = math.ceil(sampling.number * (reach / max(distance, reach / 100)) ** 2) + 1
+    return needed, (
+        f"{sampling.number:,} examples leave {reach:.4g} open, however many seeds"
+    )
+
+
+def more_seeds(
+    differences: Sequence[float],
+    *,
+    tolerance: float,
+    sampling: Sampling | None = None,
+    look: int = 2,
+    num_candidates: int = 1,
+) -> int | None:
+    """Returns how many more seeds would decide, if mean and spread stay as they are.
+
+    `look` is the number of the look that will have them. None where `MAX_SEEDS` would
+    not be enough: the true loss is about the tolerance itself.
+    """
+    middle = float(np.mean(differences)) + tolerance
+    # Worse is claimed with less error than equivalent.
+    spent = rate_of if middle > 0 else difference_rate_of
+    rate = spent(look, num_candidates)
+    return _more(differences, abs(middle), rate, sampling)
+
+
+def more_seeds_for_speed(
+    ratios: Sequence[float], *, look: int = 2, num_candidates: int = 1
+) -> int | None:
+    """Returns how many more seeds would tell faster from not faster, likewise."""
+    rate = difference_rate_of(look, num_candidates)
+    logarithms = np.log(np.asarray(ratios, np.float64))
+    middle, least = float(np.mean(logarithms)), math.log(MIN_GAIN)
+    # From 1, to be faster; from the least gain, to be not.
+    return _more(logarithms, middle if middle >= least else least - middle, rate)
+
+
+def _more(
+    values: Sequence[float] | np.ndarray,
+    distance: float,
+    rate: float,
+    sampling: Sampling | None = None,
+) -> int | None:
+    """Returns how many more values bring half of the interval under a distance."""
+    spread = float(np.std(values, ddof=1))
+    numbers = np.arange(len(values) + 1, MAX_SEEDS + 1)
+    halves = quantiles(rate, MAX_SEEDS)[numbers - 2] * spread / np.sqrt(numbers)
+    if sampling is not None:
+        halves = np.hypot(
+            halves, max(sampling.reach(rate)) * sampling.shrinkage(numbers)
+        )
+    enough = np.flatnonzero(halves < distance)
+    return int(enough[0]) + 1 if len(enough) else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -99,22 +175,14 @@ def judge(
 
     Worse means worse by more than `tolerance`; a policy that is better is equivalent.
     Not faster means that a gain of `MIN_GAIN` or more can be ruled out, however sure a
-    smaller one is. Over all looks together each false claim has a chance of at most
-    5 %, if differences and logarithms of ratios are about normal over seeds.
+    smaller one is. Over all looks together each false claim has a chance of at most 5
+    %, if differences and logarithms of ratios are about normal over seeds.
 
-    Args:
-        differences: Metric under the policy minus that under the reference, one for
-            each of at least two seeds, signed so that above 0 is better.
-        ratios: Examples/s under the policy over that under the reference, likewise.
-        tolerance: The loss of the metric that counts as none, above 0.
-        sampling: What the examples of the metric leave open; None counts the seeds
-            alone.
-        resolution: The least difference that the metric can show.
-        look: Number of the look at this comparison, from 1.
-        num_candidates: Policies that are judged beside one another.
-
-    Raises:
-        ImportError: SciPy is not installed.
+    Both sequences have a value for each of at least two seeds: `differences` of the
+    metric, above 0 where the policy is better, `ratios` of its examples/s to the
+    reference's. `sampling` is what the examples leave open, None counts the seeds
+    alone; `resolution` the least difference that the metric can show; looks count from
+    1.
 
     Example:
         >>> judge([0.001, -0.001, 0.0], [1.9, 2.0, 2.1], tolerance=0.005).answer

@@ -126,9 +126,7 @@ def measures_of(runs: Sequence[Run]) -> tuple[Measure, ...]:
 def find(name: str, runs: Sequence[Run]) -> Measure:
     """Returns the measure of a name.
 
-    Raises:
-        TypeError: `name` is no text.
-        ValueError: No run has it.
+    A ValueError that lists them where no run has it.
     """
     by_name = {measure.name: measure for measure in measures_of(runs)}
     if not by_name:

@@ -1,1 +1,0 @@
-"""From measurements to a verdict, and how sure it is."""
