@@ -11,8 +11,7 @@ from sklearn.preprocessing import power_transform
 import tfamp
 from tests.refusals import refusals
 from tfamp.data.statistics import Condition, fit_statistics
-from tfamp.data.statistics.conditioning import ColumnRule
-from tfamp.data.statistics.transforms import transform_array, transform_tensor
+from tfamp.data.statistics.conditioning import ColumnRule, transformed
 
 # Two roundings in float32 at values of a few standard deviations.
 FLOAT32_ERROR = 8 * 2.0**-24
@@ -124,10 +123,8 @@ TRANSFORMS = ["log1p", "signed_log", "yeo-johnson"]
 def test_tensor_and_array_transforms_agree(kind, power):
     values = np.array([0.0, 1e-6, 0.4, 3.0, 1e4])
     values = values if kind == "log1p" else np.concatenate([-values, values])
-    on_arrays = transform_array(values, kind, power)
-    on_tensors = transform_tensor(
-        tf.constant(values), kind, tf.constant(power, tf.float64)
-    )
+    on_arrays = transformed(values, kind, power)
+    on_tensors = transformed(tf.constant(values), kind, tf.constant(power, tf.float64))
     np.testing.assert_allclose(on_tensors, on_arrays, rtol=1e-14)
 
 
@@ -139,7 +136,7 @@ def test_yeo_johnson_is_the_formula_of_the_paper(power):
     rest = 2 - power
     below = -np.log(1 - down) if rest == 0 else -((1 - down) ** rest - 1) / rest
     np.testing.assert_allclose(
-        transform_array(values, "yeo-johnson", power),
+        transformed(values, "yeo-johnson", power),
         np.concatenate([below, above]),
         rtol=1e-12,
     )

@@ -16,7 +16,7 @@ from tfamp.data import Pipeline
 from tfamp.data.health import apply_fixes, check, drift, duplicates
 from tfamp.data.health.profile import Profile, rounding_for
 from tfamp.data.profile.examples import Column, read
-from tfamp.data.profile.sample import RowSample
+from tfamp.data.profile.figures import RowSample
 from tfamp.records.findings import Findings, Fix
 
 N = 2000

@@ -6,8 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data.profile.numbers import Numbers
-from tfamp.data.profile.sample import quantiles, rank_error, thin
+from tfamp.data.profile.figures import Numbers, quantiles, rank_error, thin
 from tfamp.data.statistics import Statistics, accumulators, fit_statistics
 from tfamp.data.statistics.features import Column
 

@@ -9,7 +9,7 @@ import tensorflow as tf
 from tfamp.data.filters.rules import Columns, Rule, any_in, check_columns, declared
 from tfamp.data.statistics import Statistics, TextColumn
 from tfamp.data.statistics.conditioning import ColumnRule, is_missing_tensor
-from tfamp.data.statistics.limits import collapses, outlier_limits
+from tfamp.data.statistics.options import collapses, outlier_limits
 
 
 @dataclasses.dataclass(frozen=True)

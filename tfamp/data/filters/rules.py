@@ -18,7 +18,7 @@ from tfamp.data.statistics.conditioning import (
     fill_missing_text,
     is_missing_tensor,
 )
-from tfamp.data.statistics.limits import fill_text, fill_values
+from tfamp.data.statistics.options import fill_text, fill_values
 
 Columns = dict[str, tf.Tensor]
 

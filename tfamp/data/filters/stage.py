@@ -20,7 +20,7 @@ from tfamp.data.filters.outliers import Clip, DropOutliers, limits_of
 from tfamp.data.filters.rules import DropMissing, Fill, Rule
 from tfamp.data.filters.shapes import Reshape, check_shapes
 from tfamp.data.statistics import Statistics
-from tfamp.data.statistics.limits import FILLS, check_fill, check_rule
+from tfamp.data.statistics.options import FILLS, check_fill, check_rule
 from tfamp.records import checks, units
 
 SHAPE_ACTIONS = ("drop", "error", "crop_or_pad")

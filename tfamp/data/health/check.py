@@ -7,10 +7,9 @@ from typing import Any
 
 from tfamp.data.health import drift, duplicates, labels, ranges, resolution
 from tfamp.data.health.profile import Profile, Rounding, rounding_for
-from tfamp.data.profile.examples import Column, Examples, empty, read
+from tfamp.data.profile.examples import Column, Examples, read
 from tfamp.records import checks, formats
 from tfamp.records.findings import Finding, Findings
-from tfamp.records.progress import progress
 
 _SEED = 0
 _NEED_VALIDATION = ("leak", "unseen_class", *drift.RULES)
@@ -130,23 +129,20 @@ def _gather(argument: str, examples: Examples, rounding: Rounding) -> _Gathered:
         for column in examples.columns
         if column.role == "target"
     }
-    hashes, num_examples = duplicates.RowHashes(), 0
-    unit = "batches" if examples.in_elements else "examples"
-    with progress(f"Checking `{argument}`", examples.length, unit=unit) as done:
-        for num_chunks, chunk in enumerate(examples.chunks(), start=1):
-            for name, values in chunk.items():
-                profiles[name].update(values)
-                if name in targets:
-                    targets[name].update(values)
-            inputs, answers = (
-                [chunk[c.name] for c in examples.columns if c.role == role]
-                for role in ("input", "target")
-            )
-            hashes.update(inputs, answers)
-            num_examples += len(next(iter(chunk.values())))
-            done(num_chunks if examples.in_elements else num_examples)
-    if not num_examples:
-        raise empty(argument)
+    hashes = duplicates.RowHashes()
+
+    def take(chunk: dict[str, Any]) -> None:
+        for name, values in chunk.items():
+            profiles[name].update(values)
+            if name in targets:
+                targets[name].update(values)
+        inputs, answers = (
+            [chunk[c.name] for c in examples.columns if c.role == role]
+            for role in ("input", "target")
+        )
+        hashes.update(inputs, answers)
+
+    num_examples = examples.scan(f"Checking `{argument}`", take)
     return _Gathered(profiles, targets, hashes, num_examples)
 
 

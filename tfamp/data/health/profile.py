@@ -11,8 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.profile.examples import Column
-from tfamp.data.profile.numbers import Numbers
-from tfamp.data.profile.sample import RowSample
+from tfamp.data.profile.figures import Numbers, RowSample
 from tfamp.records import checks
 from tfamp.records.formats import FORMATS, Format
 

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import batched_by_stages, looks_batched
+from tfamp.records.progress import progress
 
 Role = Literal["input", "target", "weight"]
 _ROLES: dict[str, Role] = {"x": "input", "y": "target", "sample_weight": "weight"}
@@ -54,6 +55,7 @@ class Examples:
     """Data that can be read once, chunk by chunk.
 
     Attributes:
+        argument: The argument it was given as, for messages.
         columns: Its tensors, in the order of the elements.
         length: Number of examples, or of elements where `in_elements`; None if
             unknown. Only for progress.
@@ -62,6 +64,7 @@ class Examples:
         source: What is read: a dataset of chunks, or arrays, either by column.
     """
 
+    argument: str
     columns: tuple[Column, ...]
     length: int | None
     in_elements: bool
@@ -70,10 +73,32 @@ class Examples:
 
     def chunks(self) -> Iterator[dict[str, np.ndarray]]:
         """Yields arrays by column; the first axis counts examples."""
-        if isinstance(self.source, dict):
-            yield from _slices(self.source)
-        else:
+        if not isinstance(self.source, dict):
             yield from self.source.prefetch(2).as_numpy_iterator()
+            return
+        length = self.length or 0
+        num_bytes = sum(array.nbytes for array in self.source.values())
+        step = _rows_of_chunk(math.ceil(num_bytes / length))
+        for start in range(0, length, step):
+            yield {name: a[start : start + step] for name, a in self.source.items()}
+
+    def scan(
+        self, description: str, take: Callable[[dict[str, np.ndarray]], None]
+    ) -> int:
+        """Gives every chunk to `take`, behind a progress bar, and counts the examples.
+
+        This is the one pass that `check` and `fit_statistics` make.
+        """
+        num_examples = 0
+        unit = "batches" if self.in_elements else "examples"
+        with progress(description, self.length, unit=unit) as update:
+            for num_chunks, chunk in enumerate(self.chunks(), start=1):
+                take(chunk)
+                num_examples += len(next(iter(chunk.values())))
+                update(num_chunks if self.in_elements else num_examples)
+        if not num_examples:
+            raise _empty(self.argument)
+        return num_examples
 
 
 def read(
@@ -139,7 +164,7 @@ def read(
     if not batched:
         chunks = _joined(chunks, list(specs.values()))
     length = cardinality if cardinality >= 0 else None
-    return Examples(tuple(columns), length, batched, reason, chunks)
+    return Examples(argument, tuple(columns), length, batched, reason, chunks)
 
 
 def _chosen(element: Any, names: Sequence[str] | None) -> dict[str, Any]:
@@ -161,22 +186,33 @@ def flatten(element: Any) -> dict[str, Any]:
             f"Elements have {len(parts)} parts; expected x, (x, y) or "
             "(x, y, sample_weight). Map them to that form, as `fit` needs it."
         )
+    found: dict[str, Any] = {}
+    map_columns(parts, lambda name, value: found.setdefault(name, value))
+    return found
+
+
+def map_columns(
+    parts: tuple[Any, ...], function: Callable[[str, Any], Any]
+) -> tuple[Any, ...]:
+    """Returns an element's parts, nested as they were, with each tensor replaced.
+
+    Args:
+        parts: x, (x, y) or (x, y, sample_weight), as a tuple.
+        function: Takes a column's name and its tensor.
+    """
+
+    def mapped(name: str, part: Any) -> Any:
+        if isinstance(part, Mapping):
+            return {key: mapped(f"{name}/{key}", v) for key, v in part.items()}
+        if isinstance(part, (tuple, list)):
+            values = [mapped(f"{name}/{i}", v) for i, v in enumerate(part)]
+            # A named tuple takes its values one by one.
+            is_named = hasattr(part, "_fields")
+            return type(part)(*values) if is_named else type(part)(values)
+        return None if part is None else function(name, part)
+
     named = zip(_ROLES, parts, strict=False)
-    return dict(pair for name, part in named for pair in _leaves(name, part))
-
-
-def _leaves(name: str, part: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the tensors of a nested part with their names."""
-    if part is None:
-        return
-    if isinstance(part, Mapping):
-        for key, value in part.items():
-            yield from _leaves(f"{name}/{key}", value)
-    elif isinstance(part, (tuple, list)):
-        for index, value in enumerate(part):
-            yield from _leaves(f"{name}/{index}", value)
-    else:
-        yield name, part
+    return tuple(mapped(name, part) for name, part in named)
 
 
 def _column(name: str, dtype: str, shape: tuple[int | None, ...]) -> Column:
@@ -195,11 +231,8 @@ def _tell_batched(
     """Returns whether elements are batches, as far as their shapes tell, and why."""
     if looks_batched(element_spec):
         return True, "the first dimension of every part is unknown"
-    shapes = [
-        spec.shape
-        for spec in tf.nest.flatten(element_spec)
-        if isinstance(spec, tf.TensorSpec)
-    ]
+    specs = tf.nest.flatten(element_spec)
+    shapes = [spec.shape for spec in specs if isinstance(spec, tf.TensorSpec)]
     if any(not shape.rank for shape in shapes):
         return False, "a part is a scalar"
     if len({shape[0] for shape in shapes}) > 1:
@@ -244,17 +277,18 @@ def _array_examples(
         )
     length = next(iter(lengths.values()), 0)
     if not length:
-        raise empty(argument)
-    columns = tuple(
-        _column(name, _dtype_name(array), array.shape[1:])
+        raise _empty(argument)
+    dtypes = {
+        name: "string" if array.dtype.kind in "OSU" else array.dtype.name
         for name, array in arrays.items()
-    )
-    return Examples(columns, length, False, "they are arrays", arrays)
+    }
+    columns = tuple(_column(n, dtypes[n], a.shape[1:]) for n, a in arrays.items())
+    return Examples(argument, columns, length, False, "they are arrays", arrays)
 
 
 def _checked_array(argument: str, name: str, value: Any) -> np.ndarray:
     if isinstance(value, (np.ndarray, tf.Tensor)) or hasattr(value, "__array__"):
-        array = _as_array(value)
+        array = value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
         if array.ndim:
             return array
     raise TypeError(
@@ -264,25 +298,8 @@ def _checked_array(argument: str, name: str, value: Any) -> np.ndarray:
     )
 
 
-def empty(argument: str) -> ValueError:
-    """Returns the error for data without examples."""
+def _empty(argument: str) -> ValueError:
     return ValueError(
         f"`{argument}` holds no examples; expected at least one. Look at its source: "
         "a wrong path, split or filter leaves nothing."
     )
-
-
-def _as_array(value: Any) -> np.ndarray:
-    return value.numpy() if isinstance(value, tf.Tensor) else np.asarray(value)
-
-
-def _dtype_name(array: np.ndarray) -> str:
-    return "string" if array.dtype.kind in "OSU" else array.dtype.name
-
-
-def _slices(arrays: dict[str, np.ndarray]) -> Iterator[dict[str, np.ndarray]]:
-    length = len(next(iter(arrays.values())))
-    row_bytes = sum(array.nbytes for array in arrays.values()) / length
-    step = _rows_of_chunk(math.ceil(row_bytes))
-    for start in range(0, length, step):
-        yield {name: array[start : start + step] for name, array in arrays.items()}

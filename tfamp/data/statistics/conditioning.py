@@ -8,8 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.statistics.missing import suits
-from tfamp.data.statistics.transforms import transform_tensor
+from tfamp.data.statistics.options import suits
 from tfamp.records.record import Record
 
 # A float32 center may be off by this part of the width, half of float32's spacing at
@@ -18,6 +17,8 @@ _MAX_CENTER_ERROR = 2**-24
 # A transform rounds to 2**-24 of its result, so this far from 0 beside its scale
 # float32 is still right to a millionth of a standard deviation.
 _MAX_OFFSET = 16
+# All are monotonic, so clipping before one or behind it takes the same values.
+TRANSFORMS = ("log1p", "signed_log", "yeo-johnson")
 # What float32 holds without loss.
 _FITS_FLOAT32 = ("bfloat16", "float16", "float32", "int8", "uint8", "int16", "uint16")
 
@@ -38,7 +39,7 @@ class ColumnRule(Record):
         upper: Larger ones become this; inf for no limit.
         center: Subtracted before the transform.
         width: What is divided by before the transform.
-        transform: As in `transform_array`; None for none.
+        transform: One of `TRANSFORMS`; None for none.
         power: Lambda of Yeo-Johnson, 1 without it.
         offset: Subtracted behind the transform.
         scale: What is divided by behind the transform.
@@ -135,17 +136,25 @@ class Condition(keras.layers.Layer):
         """Returns the conditioned inputs in the compute dtype."""
         if not self.named:
             return self._condition(inputs, self.rules[0])
-        self._check_names(inputs)
+        names = tuple(rule.name for rule in self.rules)
+        found = tuple(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
+        if not isinstance(inputs, Mapping) or not set(names) <= set(found):
+            raise ValueError(
+                f"Layer {self.name!r} got {found!r}; expected a dict with the columns "
+                f"{names!r}. Pass the inputs by name, as the statistics were read."
+            )
         columns = {
             rule.name: self._condition(inputs[rule.name], rule) for rule in self.rules
         }
         if self.output_form == "dict":
             return columns
-        rows = [
-            _as_row(columns[rule.name]) if rule.scalar else columns[rule.name]
-            for rule in self.rules
-        ]
-        return tf.concat(rows, axis=-1)
+        for rule in self.rules:
+            values = columns[rule.name]
+            # (batch, 1) comes from `keras.Input(shape=(1,))` and has its axis already.
+            has_axis = (values.shape.rank or 0) > 1 and values.shape[-1] == 1
+            if rule.scalar and not has_axis:
+                columns[rule.name] = tf.expand_dims(values, -1)
+        return tf.concat([columns[name] for name in names], axis=-1)
 
     def get_config(self) -> dict[str, Any]:
         """Returns all constants, exactly."""
@@ -179,20 +188,10 @@ class Condition(keras.layers.Layer):
         values = tf.where(values > upper, upper, values)
         values = (values - constants(rule.center)) / constants(rule.width)
         if rule.transform is not None:
-            values = transform_tensor(values, rule.transform, constants(rule.power))
+            values = transformed(values, rule.transform, constants(rule.power))
             values = (values - constants(rule.offset)) / constants(rule.scale)
         # By way of float32: float64 is not cast to bfloat16 by every device.
         return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
-
-    def _check_names(self, inputs: Any) -> None:
-        """Raises unless inputs are a dict with every column."""
-        names = tuple(rule.name for rule in self.rules)
-        found = tuple(inputs) if isinstance(inputs, Mapping) else type(inputs).__name__
-        if not isinstance(inputs, Mapping) or not set(names) <= set(found):
-            raise ValueError(
-                f"Layer {self.name!r} got {found!r}; expected a dict with the columns "
-                f"{names!r}. Pass the inputs by name, as the statistics were read."
-            )
 
 
 def check_column(values: tf.Tensor, rule: ColumnRule) -> None:
@@ -215,21 +214,13 @@ def check_column(values: tf.Tensor, rule: ColumnRule) -> None:
 
 
 def is_missing_tensor(values: tf.Tensor, missing_values: Sequence[float]) -> tf.Tensor:
-    """Returns which numbers are NaN or one of the missing values, in their own dtype.
-
-    The same as `missing.is_missing` on arrays.
-    """
-    missing = (
-        tf.math.is_nan(values)
-        if values.dtype.is_floating
-        else tf.zeros_like(values, tf.bool)
-    )
+    """Returns the same as `options.is_missing`, of a tensor."""
+    is_float = values.dtype.is_floating
+    missing = tf.math.is_nan(values) if is_float else tf.zeros_like(values, tf.bool)
     for value in missing_values:
         if suits(value, values.dtype.as_numpy_dtype):
-            same = tf.equal(
-                values, tf.cast(tf.constant(value, "float64"), values.dtype)
-            )
-            missing = tf.logical_or(missing, same)
+            constant = tf.cast(tf.constant(value, "float64"), values.dtype)
+            missing = tf.logical_or(missing, tf.equal(values, constant))
     return missing
 
 
@@ -242,8 +233,39 @@ def fill_missing_text(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
     return values
 
 
-def _as_row(values: tf.Tensor) -> tf.Tensor:
-    """Returns a scalar column with an axis for its one feature."""
-    # (batch, 1) comes from `keras.Input(shape=(1,))` and has it already.
-    has_axis = (values.shape.rank or 0) > 1 and values.shape[-1] == 1
-    return values if has_axis else tf.expand_dims(values, -1)
+def transformed(values: Any, kind: str | None, power: Any = 1.0) -> Any:
+    """Returns transformed values, of an array or a tensor; the last axis is features.
+
+    Args:
+        values: Float64 for an array; a tensor keeps its dtype.
+        kind: "log1p": log(1 + x). "signed_log": sign(x) log(1 + |x|).
+            "yeo-johnson": a power of 1 + x above 0 and of 1 - x below; values are to
+            be standardized before it. None: as is.
+        power: Lambda of Yeo-Johnson, a number or `(features,)`.
+
+    Example:
+        >>> transformed(np.array([-1.0, 1.0]), "signed_log").round(3)
+        array([-0.693,  0.693])
+
+    Source: Yeo and Johnson, A New Family of Power Transformations, 2000, equation
+        2.1.
+    """
+    library: Any = tf if tf.is_tensor(values) else np
+    math: Any = tf.math if tf.is_tensor(values) else np
+    if kind == "log1p":
+        return math.log1p(values)
+    if kind == "signed_log":
+        return math.sign(values) * math.log1p(math.abs(values))
+    if kind is None:
+        return values
+
+    def powered(magnitude: Any, exponent: Any) -> Any:
+        # ((1 + m) ** e - 1) / e, whose limit at e = 0 is log(1 + m).
+        logs = math.log1p(magnitude)
+        safe = library.where(exponent == 0, library.ones_like(exponent), exponent)
+        return library.where(exponent == 0, logs, math.expm1(safe * logs) / safe)
+
+    # Both branches are computed, so each gets values that it is defined for.
+    above = powered(math.maximum(values, library.zeros_like(values)), power)
+    below = powered(math.maximum(-values, library.zeros_like(values)), 2 - power)
+    return library.where(values >= 0, above, -below)

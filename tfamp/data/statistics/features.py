@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.profile.sample import quantiles
+from tfamp.data.profile.figures import quantiles
 from tfamp.records.record import Record
 
 

@@ -1,19 +1,37 @@
-"""`Statistics`: what `fit_statistics` found."""
+"""`Statistics`: what `fit_statistics` found, and the constants of a layer from it."""
 
 import dataclasses
-from collections.abc import Sequence
+import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import rich.box
 
 from tfamp.data._elements import TENSOR
-from tfamp.data.statistics.building import build_layer
-from tfamp.data.statistics.conditioning import Condition
+from tfamp.data.statistics.conditioning import (
+    TRANSFORMS,
+    ColumnRule,
+    Condition,
+    transformed,
+)
 from tfamp.data.statistics.features import Column, Feature, TextColumn
-from tfamp.records import console, units
+from tfamp.data.statistics.options import (
+    check_rule,
+    collapses,
+    fill_text,
+    fill_values,
+    outlier_limits,
+    per_column,
+)
+from tfamp.records import checks, console, units
 from tfamp.records.record import TableRecord
 
 _MAX_ROWS = 60
+SCALES = ("standardize", "minmax")
+_DEFAULTS = {"missing": "mean", "clip": (0.01, 0.99), "scale": "standardize"}
+# Enough values for a lambda of Yeo-Johnson that is stable to two digits.
+_FITTED_VALUES = 2_000
 
 
 @dataclasses.dataclass(frozen=True)
@@ -131,15 +149,34 @@ class Statistics(TableRecord):
                     "are a dict, None otherwise. Correct it, or leave it out."
                 )
             chosen = tuple(self[column] for column in columns)
+        checks.choice("output", output, ("concat", "dict"))
+        texts = tuple(c.name for c in chosen if isinstance(c, TextColumn))
+        if texts and output == "concat":
+            raise ValueError(
+                f"Columns {texts!r} are text, which cannot be joined with numbers; "
+                "expected `output='dict'`, or `columns` without them. Encode text with "
+                "`keras.layers.StringLookup(vocabulary=statistics[name].vocabulary())`."
+            )
+        given = {"missing": missing, "clip": clip, "transform": transform}
+        names = tuple(column.name for column in chosen)
         options = {
-            "missing": missing,
-            "clip": clip,
-            "transform": transform,
-            "scale": scale,
+            key: per_column(key, option, names, _DEFAULTS.get(key))
+            for key, option in {**given, "scale": scale}.items()
         }
-        return build_layer(
-            chosen, named=self.named, options=options, output=output, name=name
-        )
+        unclipped: list[str] = []
+        rules = [
+            _rule(column, {k: v[column.name] for k, v in options.items()}, unclipped)
+            for column in chosen
+        ]
+        if unclipped:
+            warnings.warn(
+                f"`clip` would make features {tuple(unclipped[:10])!r} constant, since "
+                "nearly all of their values are equal; they are not clipped. To say so "
+                f"yourself, pass `clip={{{unclipped[0].split('[')[0]!r}: None}}`.",
+                stacklevel=2,
+            )
+        form: Any = output
+        return Condition(rules, named=self.named, output=form, name=name)
 
     def table(self) -> str:
         """Returns a table with one row for each feature, at most 60 of them."""
@@ -160,33 +197,136 @@ class Statistics(TableRecord):
 
 
 def _rows(column: Column | TextColumn) -> list[tuple[str, ...]]:
-    """Returns the table's rows of a column."""
+    """Returns the table's rows of a column, one for each feature."""
     if isinstance(column, TextColumn):
         total = column.count + column.missing
         distinct = "many" if column.distinct is None else f"{column.distinct:,}"
         share = units.format_share(column.missing / total)
         text = f"{column.name} (text, {distinct} distinct)"
         return [(text, share, *("",) * 8, column.mode or "open")]
-    return [_row(feature) for feature in column.features]
+    rows = []
+    for feature in column.features:
+        total = feature.count + feature.missing + feature.infinite
+        low, high = feature.quantile(0.01), feature.quantile(0.99)
+        values = (feature.mean, feature.std, feature.min, low, feature.median, high)
+        name = f"{feature.name} (constant)" if feature.is_constant else feature.name
+        row = (name, units.format_share(feature.missing / total))
+        mode = "open" if feature.mode is None else f"{feature.mode:.4g}"
+        numbers = (f"{value:.4g}" for value in (*values, feature.max))
+        rows.append((*row, f"{feature.infinite:,}", *numbers, mode))
+    return rows
 
 
-def _row(feature: Feature) -> tuple[str, ...]:
-    """Returns the table's row of a feature."""
-    total = feature.count + feature.missing + feature.infinite
-    values = (
-        feature.mean,
-        feature.std,
-        feature.min,
-        feature.quantile(0.01),
-        feature.median,
-        feature.quantile(0.99),
-        feature.max,
+def _rule(
+    column: Column | TextColumn, options: Mapping[str, Any], unclipped: list[str]
+) -> ColumnRule:
+    """Returns the rule of a column by its `missing`, `clip`, `transform` and `scale`.
+
+    Features that clipping would have made constant are added to `unclipped`.
+    """
+    transform, scale = options["transform"], options["scale"]
+    if isinstance(column, TextColumn):
+        return ColumnRule(
+            name=column.name,
+            text=True,
+            scalar=column.scalar,
+            missing_texts=column.missing_values,
+            fill_text=fill_text(column, options["missing"]),
+        )
+    if transform is not None:
+        checks.choice("transform", transform, TRANSFORMS)
+    if scale is not None:
+        checks.choice("scale", scale, SCALES)
+    fill = fill_values(column, options["missing"])
+    lower, upper = outlier_limits(column, check_rule("clip", options["clip"]))
+    scalings = []
+    for place, feature in enumerate(column.features):
+        if collapses(feature, lower[place], upper[place]):
+            lower[place], upper[place] = -np.inf, np.inf
+            unclipped.append(feature.name)
+        limits = (lower[place], upper[place])
+        lowest = max(feature.min, limits[0])
+        if transform == "log1p" and (lowest <= -1 or fill[place] <= -1):
+            raise ValueError(
+                f"`transform` is 'log1p', and feature {feature.name!r} has values down "
+                f"to {min(lowest, fill[place]):g}; expected all above -1. Pass "
+                "`transform='signed_log'` or 'yeo-johnson', which take any number."
+            )
+        scalings.append(_scaling(feature, limits, transform, scale))
+    center, width, power, offset, divisor = zip(*scalings, strict=True)
+    return ColumnRule(
+        name=column.name,
+        text=False,
+        scalar=column.scalar,
+        missing_values=column.missing_values,
+        fill=tuple(fill.tolist()),
+        lower=tuple(lower.tolist()),
+        upper=tuple(upper.tolist()),
+        center=center,
+        width=width,
+        transform=transform,
+        power=power,
+        offset=offset,
+        scale=divisor,
     )
-    name = f"{feature.name} (constant)" if feature.is_constant else feature.name
-    return (
-        name,
-        units.format_share(feature.missing / total),
-        f"{feature.infinite:,}",
-        *(f"{value:.4g}" for value in values),
-        "open" if feature.mode is None else f"{feature.mode:.4g}",
+
+
+def _scaling(
+    feature: Feature,
+    limits: tuple[float, float],
+    transform: str | None,
+    scale: str | None,
+) -> tuple[float, float, float, float, float]:
+    """Returns center, width, power, offset and scale of a feature; see `ColumnRule`.
+
+    The exact moments serve values that stay as they are. Otherwise mean and
+    standard deviation are those of the clipped, transformed values that the record
+    holds: outliers that are clipped don't stretch the scale.
+    """
+    values, weights = feature.weighted_values()
+    # Thinned values may lack the ends, which "minmax" needs.
+    values = np.concatenate([[feature.min], values, [feature.max]])
+    weights = np.concatenate([[0], weights, [0]])
+    clipped = np.clip(values, *limits)
+    if transform is None:
+        if scale == "standardize" and (clipped == values).all():
+            return feature.mean, feature.std or 1.0, 1.0, 0.0, 1.0
+        return *_moved(clipped, weights, scale), 1.0, 0.0, 1.0
+    center, width, power = 0.0, 1.0, 1.0
+    if transform == "yeo-johnson":
+        # The power bends at 0, so that is where the values have to be.
+        center, width = _moved(clipped, weights, "standardize")
+        clipped = (clipped - center) / width
+        power = _fitted_power(clipped, weights)
+    bent = transformed(clipped, transform, power)
+    return center, width, power, *_moved(bent, weights, scale)
+
+
+def _moved(
+    values: np.ndarray, weights: np.ndarray, scale: str | None
+) -> tuple[float, float]:
+    """Returns what to subtract and to divide by; a constant feature becomes 0."""
+    if scale is None:
+        return 0.0, 1.0
+    if scale == "minmax":
+        return float(values[0]), float(values[-1] - values[0]) or 1.0
+    mean = float(np.average(values, weights=weights))
+    variance = float(np.average((values - mean) ** 2, weights=weights))
+    return mean, float(np.sqrt(variance)) or 1.0
+
+
+def _fitted_power(values: np.ndarray, weights: np.ndarray) -> float:
+    """Returns the lambda of Yeo-Johnson that makes weighted values most like a normal.
+
+    It is scikit-learn's maximum likelihood estimate on 2,000 quantiles.
+    """
+    preprocessing = checks.require(
+        "sklearn.preprocessing", extra="data", purpose="`transform='yeo-johnson'`"
     )
+    middles = (np.arange(_FITTED_VALUES) + 0.5) / _FITTED_VALUES
+    upto = np.cumsum(weights)
+    sample = values[np.searchsorted(upto, middles * upto[-1])]
+    if sample[0] == sample[-1]:
+        return 1.0
+    fitted = preprocessing.PowerTransformer("yeo-johnson", standardize=False)
+    return float(fitted.fit(sample[:, None]).lambdas_[0])
