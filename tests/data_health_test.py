@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-from tfamp.data.health import apply_fixes, check, drift, duplicates
+from tfamp.data.health import apply_fixes, check, splits
 from tfamp.data.health.profile import Profile, rounding_for
 from tfamp.data.profile.examples import Column, read
 from tfamp.data.profile.figures import RowSample
@@ -467,29 +467,29 @@ def test_rows_are_compared_over_all_columns_and_all_bytes():
     assert "duplicates" in fired(found({"a": a, "b": b % 1900}))
     words = np.array(["ab", "a"])[np.arange(N) % 2]
     ends = np.array(["", "b"])[np.arange(N) % 2]
-    hashes = duplicates.RowHashes()
+    hashes = splits.RowHashes()
     hashes.update([words, ends], [])
     assert len(np.unique(hashes.keys)) == 2  # "ab" + "" is not "a" + "b"
 
 
 def test_beyond_its_memory_the_share_is_estimated_from_a_part():
     x = np.repeat(np.arange(20_000), 2)  # each row twice
-    hashes = duplicates.RowHashes(max_held=10_000)
+    hashes = splits.RowHashes(max_held=10_000)
     for start in range(0, len(x), 500):
         hashes.update([x[start : start + 500]], [])
     assert hashes.skipped_bits >= 2
     assert len(hashes.keys) <= 10_000
-    (finding, *_) = duplicates.find(hashes, None)
+    (finding, *_) = splits.find_equal(hashes, None)
     # Rows of equal hash stay or go together, so the share is exact here.
     assert finding.figure == 0.5
     assert finding.message.startswith("about 50.0 %")
 
 
 def test_a_leak_is_found_when_only_one_set_was_thinned():
-    train, validation = duplicates.RowHashes(1000), duplicates.RowHashes(1000)
+    train, validation = splits.RowHashes(1000), splits.RowHashes(1000)
     train.update([np.arange(4000)], [])
     validation.update([np.arange(3800, 4400)], [])
-    finding = [f for f in duplicates.find(train, validation) if f.rule == "leak"][0]
+    finding = [f for f in splits.find_equal(train, validation) if f.rule == "leak"][0]
     # 200 of 600; from about 150 held rows the standard error is 0.04.
     assert finding.figure == pytest.approx(1 / 3, abs=0.12)
 
@@ -508,14 +508,14 @@ def test_a_shifted_column_drifts_and_an_equal_one_does_not():
 
 def test_a_significant_trifle_is_no_drift():
     train, validation = normal(40_000), normal(40_000, seed=1) + 0.1
-    assert drift.kolmogorov_smirnov(train, validation)[1] < 1e-6
+    assert splits.kolmogorov_smirnov(train, validation)[1] < 1e-6
     assert "drift" not in fired(check32(train, validation))
 
 
 def test_a_large_difference_of_few_examples_is_no_drift():
     train, validation = normal(N), normal(25, seed=5)
-    difference = drift.kolmogorov_smirnov(train, validation)[0]
-    assert difference > drift.MIN_DIFFERENCE
+    difference = splits.kolmogorov_smirnov(train, validation)[0]
+    assert difference > splits.MIN_DIFFERENCE
     assert "drift" not in fired(check32(train, validation))
 
 
@@ -524,26 +524,28 @@ def test_false_alarms_over_many_columns_stay_below_the_rate():
     for seed in range(20):
         generator = rng(seed)
         comparisons = [
-            drift.Comparison(
-                "x", *drift.kolmogorov_smirnov(*generator.normal(size=(2, 60))), "moved"
+            splits.Comparison(
+                "x",
+                *splits.kolmogorov_smirnov(*generator.normal(size=(2, 60))),
+                "moved",
             )
             for _ in range(100)
         ]
-        alarms += bool(list(drift.find(comparisons)))
+        alarms += bool(list(splits.find_drift(comparisons)))
     # 20 draws at 1 %: more than 2 alarms have a chance of 0.1 %.
     assert alarms <= 2
     # Without the correction nearly every draw of 100 columns would alarm.
-    assert 1 - (1 - drift.ERROR_RATE) ** 100 > 0.6
+    assert 1 - (1 - splits.ERROR_RATE) ** 100 > 0.6
 
 
 def test_kolmogorov_smirnov_by_hand():
     # 0 to 999 against 200 to 1199: a fifth apart. By the series of Kolmogorov's
     # distribution at sqrt(1000 / 2) * 0.2 = 4.47, 2 exp(-2 * 4.47**2) = 8.5e-18.
     first = np.arange(1000)
-    difference, p_value = drift.kolmogorov_smirnov(first, first + 200)
+    difference, p_value = splits.kolmogorov_smirnov(first, first + 200)
     assert difference == pytest.approx(0.2)
     assert p_value == pytest.approx(8.5e-18, rel=0.5)
-    assert drift.kolmogorov_smirnov(first, first) == (0.0, 1.0)
+    assert splits.kolmogorov_smirnov(first, first) == (0.0, 1.0)
 
 
 def test_without_scipy_drift_is_left_out_and_said(monkeypatch):
@@ -558,7 +560,7 @@ def test_without_scipy_drift_is_left_out_and_said(monkeypatch):
 def test_chi_square_by_hand():
     # 60 and 40 against 40 and 60: each of 4 cells is 10 off 50, so 4 * 2 = 8 with
     # one degree of freedom, erfc(sqrt(8 / 2)) = erfc(2).
-    difference, p_value = drift.chi_square(np.array([60, 40]), np.array([40, 60]))
+    difference, p_value = splits.chi_square(np.array([60, 40]), np.array([40, 60]))
     assert difference == pytest.approx(0.2)
     assert p_value == pytest.approx(0.00467773, rel=1e-5)
 
@@ -814,7 +816,7 @@ def test_policies_stand_for_their_compute_dtype(dtype):
 
 def profile_of(values, *, dtype="float16", chunks=7):
     column = Column("x", "input", values.dtype.name, values.shape[1:])
-    profile = Profile(column, rounding_for(dtype), seed=0)
+    profile = Profile(column, rounding_for(dtype))
     for part in np.array_split(values, chunks):
         profile.update(part)
     return profile

@@ -5,17 +5,16 @@ import importlib.util
 from collections.abc import Iterator
 from typing import Any
 
-from tfamp.data.health import drift, duplicates, labels, ranges, resolution
+from tfamp.data.health import labels, ranges, resolution, splits
 from tfamp.data.health.profile import Profile, Rounding, rounding_for
 from tfamp.data.profile.examples import Column, Examples, read
 from tfamp.records import checks, formats
 from tfamp.records.findings import Finding, Findings
 
-_SEED = 0
-_NEED_VALIDATION = ("leak", "unseen_class", *drift.RULES)
+_NEED_VALIDATION = ("leak", "unseen_class", "drift")
 _RULES = (
     *(*ranges.RULES, *resolution.RULES, *labels.RULES),
-    *(*duplicates.RULES, *drift.RULES, "dtypes"),
+    *("duplicates", "leak", "conflict", "drift", "dtypes"),
 )
 # What is worth saying of validation data too: the rest follows from training data.
 _RULES_OF_VALIDATION = ("nan", "inf", "overflow")
@@ -27,7 +26,7 @@ class _Gathered:
 
     profiles: dict[str, Profile]
     labels: dict[str, labels.Labels]
-    hashes: duplicates.RowHashes
+    hashes: splits.RowHashes
     num_examples: int
 
 
@@ -84,44 +83,49 @@ def check(
     rounding = rounding_for(compute_dtype)
     if num_classes is not None:
         num_classes = checks.positive_int("num_classes", num_classes)
+    # Both are looked at before either is read, which may take long.
     examples = read("train", train, batched=batched)
     others = None
     if validation is not None:
         others = read("validation", validation, batched=batched)
         _check_same_columns(examples.columns, others.columns)
-    trained = _gather("train", examples, rounding)
-    validated = None if others is None else _gather("validation", others, rounding)
-    skipped = [] if validated else [f"{', '.join(_NEED_VALIDATION)}: no `validation`."]
-    absent: tuple[str, ...] = () if validated else _NEED_VALIDATION
+    trained = _gather(examples, rounding)
+    validated = None if others is None else _gather(others, rounding)
     found = [*_rules_on(trained, rounding)]
-    found += _rules_on_labels(trained, validated, num_classes)
+    for name, counted in trained.labels.items():
+        other = None if validated is None else validated.labels[name]
+        found += labels.find(counted, other, num_classes)
+    skipped: list[str] = []
+    absent: tuple[str, ...] = ()
     if validated is None:
-        found += duplicates.find(trained.hashes, None)
+        skipped.append(f"{', '.join(_NEED_VALIDATION)}: no `validation`.")
+        absent = _NEED_VALIDATION
+        found += splits.find_equal(trained.hashes, None)
     else:
         found += _rules_on_validation(validated, rounding, found)
-        found += _compare_dtypes(examples.columns, others.columns if others else ())
-        found += duplicates.find(trained.hashes, validated.hashes)
+        found += _compare_dtypes(trained, validated)
+        found += splits.find_equal(trained.hashes, validated.hashes)
         if importlib.util.find_spec("scipy") is None:
             skipped.append("drift: scipy is not installed; `pip install tfamp[data]`.")
-            absent = drift.RULES
+            absent = ("drift",)
         else:
-            found += drift.find(list(_comparisons(trained, validated)))
+            found += splits.find_drift(list(_comparisons(trained, validated)))
+    also = f" and {validated.num_examples:,} validation" if validated else ""
     return Findings(
         tuple(found),
-        _title(trained, validated, rounding),
+        f"{trained.num_examples:,} training{also} examples, "
+        f"{len(trained.profiles)} columns, for {rounding.name}",
         tuple(rule for rule in _RULES if rule not in absent),
         tuple(skipped),
     )
 
 
-def _gather(argument: str, examples: Examples, rounding: Rounding) -> _Gathered:
+def _gather(examples: Examples, rounding: Rounding) -> _Gathered:
     """Makes the one pass over a set of examples."""
     # Losses are computed in float32, whatever the layers compute in.
     single = Rounding(formats.FLOAT32)
     profiles = {
-        column.name: Profile(
-            column, rounding if column.role == "input" else single, seed=_SEED
-        )
+        column.name: Profile(column, rounding if column.role == "input" else single)
         for column in examples.columns
     }
     targets = {
@@ -129,7 +133,7 @@ def _gather(argument: str, examples: Examples, rounding: Rounding) -> _Gathered:
         for column in examples.columns
         if column.role == "target"
     }
-    hashes = duplicates.RowHashes()
+    hashes = splits.RowHashes()
 
     def take(chunk: dict[str, Any]) -> None:
         for name, values in chunk.items():
@@ -142,7 +146,7 @@ def _gather(argument: str, examples: Examples, rounding: Rounding) -> _Gathered:
         )
         hashes.update(inputs, answers)
 
-    num_examples = examples.scan(f"Checking `{argument}`", take)
+    num_examples = examples.scan(f"Checking `{examples.argument}`", take)
     return _Gathered(profiles, targets, hashes, num_examples)
 
 
@@ -154,22 +158,17 @@ def _rules_on(gathered: _Gathered, rounding: Rounding) -> Iterator[Finding]:
             yield from resolution.find(profile)
 
 
-def _rules_on_labels(
-    trained: _Gathered, validated: _Gathered | None, num_classes: int | None
-) -> Iterator[Finding]:
-    for name, counted in trained.labels.items():
-        other = None if validated is None else validated.labels[name]
-        yield from labels.find(counted, other, num_classes)
-
-
 def _rules_on_validation(
     gathered: _Gathered, rounding: Rounding, known: list[Finding]
 ) -> Iterator[Finding]:
     """Yields what spoils validation, where training data has nothing of the kind."""
-    said = {(finding.rule, (finding.column or "").split("[")[0]) for finding in known}
+
+    def place(finding: Finding) -> tuple[str, str]:
+        return finding.rule, finding.place.split("[")[0]
+
+    said = {place(finding) for finding in known}
     for finding in _rules_on(gathered, rounding):
-        place = (finding.rule, (finding.column or "").split("[")[0])
-        if finding.rule in _RULES_OF_VALIDATION and place not in said:
+        if finding.rule in _RULES_OF_VALIDATION and place(finding) not in said:
             yield dataclasses.replace(
                 finding, message=f"In validation, {finding.message}", fix=None
             )
@@ -177,14 +176,14 @@ def _rules_on_validation(
 
 def _comparisons(
     trained: _Gathered, validated: _Gathered
-) -> Iterator[drift.Comparison]:
+) -> Iterator[splits.Comparison]:
     """Yields the comparison of every column, targets that are classes by counts."""
     for name, profile in trained.profiles.items():
         counted = trained.labels.get(name)
         if counted is not None and counted.are_countable:
-            yield from drift.compare_labels(counted, validated.labels[name])
+            yield from splits.compare_labels(counted, validated.labels[name])
         elif profile.column.role != "weight":
-            yield from drift.compare(profile, validated.profiles[name])
+            yield from splits.compare(profile, validated.profiles[name])
 
 
 def _check_same_columns(
@@ -208,26 +207,15 @@ def _check_same_columns(
             )
 
 
-def _compare_dtypes(
-    train: tuple[Column, ...], validation: tuple[Column, ...]
-) -> Iterator[Finding]:
-    others = {column.name: column for column in validation}
-    for column in train:
-        dtype = others[column.name].dtype
-        if dtype != column.dtype:
+def _compare_dtypes(trained: _Gathered, validated: _Gathered) -> Iterator[Finding]:
+    for name, profile in trained.profiles.items():
+        expected, dtype = profile.column.dtype, validated.profiles[name].column.dtype
+        if dtype != expected:
             yield Finding(
                 "dtypes",
                 "warning",
-                f"{column.name} is {column.dtype} in train and {dtype} in validation: "
+                f"{name} is {expected} in train and {dtype} in validation: "
                 "another rounding, and equal examples are not recognised.",
-                f"Cast validation to {column.dtype}, or read both the same way.",
-                column=column.name,
+                f"Cast validation to {expected}, or read both the same way.",
+                column=name,
             )
-
-
-def _title(trained: _Gathered, validated: _Gathered | None, rounding: Rounding) -> str:
-    also = f" and {validated.num_examples:,} validation" if validated else ""
-    return (
-        f"{trained.num_examples:,} training{also} examples, "
-        f"{len(trained.profiles)} columns, for {rounding.name}"
-    )

@@ -6,7 +6,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.health.features import number
+from tfamp.data.health.findings import number
 from tfamp.data.profile.examples import Column
 from tfamp.records.findings import Finding
 from tfamp.records.units import format_share
@@ -23,14 +23,13 @@ _MAX_NAMED = 8
 
 
 class Labels:
-    """Counts the values of one target column.
+    """Counts the values of one target column, or the classes of its one-hot rows.
 
     Attributes:
         column: Which column.
-        counts: Examples of each value, or of each class of one-hot rows.
+        counts: Examples of each value.
         is_one_hot: Whether a row of numbers stands for one label.
-        num_rows: Rows seen, where a row stands for a label.
-        num_off: Rows that do not sum to 1.
+        num_rows, num_off: Such rows seen, and those that do not sum to 1.
         num_off_integral: Those whose sum is a whole number, such as 0 or 2.
     """
 
@@ -156,7 +155,8 @@ def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
         return
     num_missing = (num_classes or values[-1] + 1) - len(values)
     if num_missing and labels.are_countable:
-        named = _first_missing(labels, min(num_missing, _MAX_NAMED))
+        free = (value for value in itertools.count() if value not in labels.counts)
+        named = itertools.islice(free, min(num_missing, _MAX_NAMED))
         listed = ", ".join(map(str, named))
         more = "" if num_missing <= _MAX_NAMED else ", ..."
         yield Finding(
@@ -181,12 +181,6 @@ def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
             column=name,
             figure=float(len(values)),
         )
-
-
-def _first_missing(labels: Labels, count: int) -> list[int]:
-    """Returns the least numbers from 0 that are no label."""
-    free = (number for number in itertools.count() if number not in labels.counts)
-    return list(itertools.islice(free, count))
 
 
 def _negative(labels: Labels, values: list[int]) -> Finding:

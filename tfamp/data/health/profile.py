@@ -5,6 +5,7 @@ images of few channels. All figures are arrays with one entry for each feature.
 """
 
 import dataclasses
+import re
 from typing import Any
 
 import numpy as np
@@ -23,19 +24,23 @@ _MAX_CHANNELS = 16
 _SAMPLE_ROWS = 20_000
 _SAMPLE_VALUES = 4 * 2**20
 _MIN_SAMPLE_ROWS = 1000
+_SEED = 0
 # Rounding noise against the standard deviation: from 1/20 on, a layer sees it.
 # Normalized data has 2e-4 in float16 and 2e-3 in bfloat16.
 NOISY = 0.05
-COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
+_COMPUTE_DTYPES = ("float32", "float16", "bfloat16")
+# Integers above this are no rows of an embedding table: it would have more
+# parameters than the largest ones in use.
+_MAX_INDEX = 2**27
+# Integers are taken for ids when they fill their range this densely.
+_DENSE = 0.5
+_ID_NAME = re.compile(r"(^|[_/\W])(id|ids|index|idx|key|code|zip|zipcode)$", re.I)
 _POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """A compute dtype, and what its layers get of a number.
-
-    Attributes:
-        format: What the compute dtype can hold.
+    """A compute dtype by its format, and what its layers get of a number.
 
     Example:
         >>> Rounding(FORMATS["float16"])(np.array([2049.0, 1e5, 1e-9])).tolist()
@@ -53,11 +58,6 @@ class Rounding:
     def max_integer(self) -> int:
         """Up to here, in both directions, every integer is held exactly."""
         return 2 ** (self.format.mantissa_bits + 1)
-
-    @property
-    def unit(self) -> float:
-        """Largest relative error of rounding a number in the normal range."""
-        return self.format.epsilon / 2
 
     def __call__(self, values: np.ndarray) -> np.ndarray:
         """Returns values rounded to the compute dtype, in float64.
@@ -87,7 +87,7 @@ def rounding_for(compute_dtype: Any) -> Rounding:
         'bfloat16'
     """
     name = getattr(compute_dtype, "compute_dtype", compute_dtype)
-    options = (*COMPUTE_DTYPES, *_POLICIES)
+    options = (*_COMPUTE_DTYPES, *_POLICIES)
     name = checks.choice("compute_dtype", name, options)
     return Rounding(FORMATS[_POLICIES.get(name, name)])
 
@@ -103,10 +103,9 @@ class Profile(Numbers):
         num_subnormal: Values that it holds with fewer bits than others.
     """
 
-    def __init__(self, column: Column, rounding: Rounding, *, seed: int) -> None:
+    def __init__(self, column: Column, rounding: Rounding) -> None:
         super().__init__(num_features(column))
-        self.column = column
-        self.rounding = rounding
+        self.column, self.rounding = column, rounding
         self.num_rows = 0
         zeros = np.zeros(self.num_features, np.int64)
         self.num_overflows, self.num_flushed, self.num_subnormal = zeros, zeros, zeros
@@ -114,8 +113,7 @@ class Profile(Numbers):
         self._errors = np.zeros(self.num_features)
         share = _SAMPLE_VALUES // self.num_features
         size = max(_MIN_SAMPLE_ROWS, min(_SAMPLE_ROWS, share))
-        self._values = RowSample(size, seed)
-        self._means = RowSample(size, seed)
+        self._values, self._means = RowSample(size, _SEED), RowSample(size, _SEED)
 
     @property
     def rms(self) -> np.ndarray:
@@ -123,16 +121,19 @@ class Profile(Numbers):
         return np.sqrt(self.variance + self.mean**2)
 
     @property
-    def rounding_error(self) -> np.ndarray:
-        """Root of the mean square error of rounding, without what overflows."""
-        return np.sqrt(self._errors / np.maximum(self._rounded, 1))
+    def noise(self) -> np.ndarray:
+        """The rounding error against the standard deviation, 0 where nothing varies.
+
+        It is the root of the mean square error of rounding, without what overflows.
+        """
+        error, std = np.sqrt(self._errors / np.maximum(self._rounded, 1)), self.std
+        varies = (std > 0) & np.isfinite(std)
+        return np.where(varies, error / np.where(varies, std, 1.0), 0.0)
 
     @property
-    def noise(self) -> np.ndarray:
-        """The rounding error against the standard deviation, 0 where nothing varies."""
-        std = self.std
-        varies = (std > 0) & np.isfinite(std)
-        return np.where(varies, self.rounding_error / np.where(varies, std, 1.0), 0.0)
+    def largest(self) -> np.ndarray:
+        """The largest magnitude; exact Python integers for integers."""
+        return np.maximum(np.abs(self.low), np.abs(self.high))
 
     @property
     def sample(self) -> np.ndarray:
@@ -144,6 +145,53 @@ class Profile(Numbers):
         """The mean over each sampled example, shape (rows, features)."""
         means = self._means.rows()
         return means if means.size else self.sample
+
+    @property
+    def may_be_index(self) -> bool:
+        """Whether it can be rows of an embedding table or codes of categories."""
+        is_integer = self.column.is_integer
+        return is_integer and min(self.low) >= 0 and max(self.high) <= _MAX_INDEX
+
+    def place(self, feature: int) -> str:
+        """Returns the name of one feature: "x[3]", or the column's own."""
+        name = self.column.name
+        return name if self.num_features == 1 else f"{name}[{feature}]"
+
+    def distinct_values(self, feature: int) -> np.ndarray:
+        """Returns the distinct finite values of a feature in the sample, sorted."""
+        return np.unique(finite(self.sample[:, feature]))
+
+    def merged_share(self, feature: int) -> tuple[float, tuple[float, ...]]:
+        """Returns the share of neighbouring distinct values made equal, and a pair.
+
+        Values that become inf are left out: they are the overflow's.
+        """
+        distinct = self.distinct_values(feature)
+        rounded = self.rounding(distinct)
+        held = np.isfinite(rounded)
+        distinct, rounded = distinct[held], rounded[held]
+        equal = np.flatnonzero(rounded[1:] == rounded[:-1])
+        if not len(equal):
+            return 0.0, ()
+        pair = tuple(distinct[equal[0] : equal[0] + 2].tolist())
+        return len(equal) / (len(distinct) - 1), pair
+
+    def looks_like_ids(self, feature: int) -> bool:
+        """Whether whole numbers fill their range as ids do, or are called so.
+
+        Drawn from a range of R ids, s values hold R (1 - exp(-s / R)) distinct ones.
+        """
+        if not (self.column.is_integer or self.is_integral[feature]):
+            return False
+        if not self.num_finite[feature]:
+            return False
+        if _ID_NAME.search(self.column.name):
+            return True
+        span = self.high[feature] - self.low[feature] + 1
+        if span > 2 * self.num_rows:
+            return False
+        expected = span * -np.expm1(-len(self.sample) / span)
+        return len(self.distinct_values(feature)) >= _DENSE * float(expected)
 
     def update(self, chunk: np.ndarray) -> None:
         """Takes the next examples, shape (rows, ...)."""
@@ -201,15 +249,23 @@ class Profile(Numbers):
         self._rounded = self._rounded + finite - num_overflows
 
 
+def finite(values: np.ndarray) -> np.ndarray:
+    """Returns the values that are neither NaN nor inf, integers in their own dtype."""
+    if values.dtype.kind in "iub":
+        return values
+    values = values.astype(np.float64)
+    return values[np.isfinite(values)]
+
+
 def _mean_of_finite(rows: np.ndarray) -> np.ndarray:
     """Returns the mean over the positions of each row, NaN where none is finite."""
     means = rows.mean(axis=1, dtype=np.float64)
     if rows.dtype.kind in "iub" or np.isfinite(means).all():
         return means
     values = rows.astype(np.float64)
-    finite = np.isfinite(values)
+    held = np.isfinite(values)
     with np.errstate(invalid="ignore"):
-        return np.where(finite, values, 0.0).sum(axis=1) / finite.sum(axis=1)
+        return np.where(held, values, 0.0).sum(axis=1) / held.sum(axis=1)
 
 
 def num_features(column: Column) -> int:

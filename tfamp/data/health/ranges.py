@@ -5,15 +5,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp.data.health.features import (
-    hits,
-    looks_like_ids,
-    may_be_index,
-    number,
-    place,
-    share_of,
-    standardizing,
-)
+from tfamp.data.health.findings import Hits, number, share_of, standardizing
 from tfamp.data.health.profile import NOISY, Profile, Rounding
 from tfamp.records.findings import Finding, Severity
 from tfamp.records.units import format_share
@@ -34,10 +26,8 @@ _MAX_OFFSET = 10.0
 def find(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
     """Yields what is wrong with the range of a column of numbers.
 
-    Args:
-        profile: The column; of targets and weights as float32 sees them, since
-            losses are computed in it.
-        rounding: The compute dtype that layers work in.
+    The profile of targets and weights is that of float32, since losses are computed
+    in it; `rounding` is that of the layers.
     """
     yield from _not_finite(profile)
     if profile.column.role == "target":
@@ -52,13 +42,12 @@ def find(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
 
 
 def _not_finite(profile: Profile) -> Iterator[Finding]:
-    counts = {
-        "nan": (profile.num_nan, "NaN", "one is enough to make the loss NaN"),
-        "inf": (profile.num_infinite, "inf", "they turn into NaN in the first layers"),
-    }
-    for rule, (count, word, consequence) in counts.items():
-        found = hits(profile, count > 0, count)
-        if found is None:
+    for rule, word, count, consequence in (
+        ("nan", "NaN", profile.num_nan, "one is enough to make the loss NaN"),
+        ("inf", "inf", profile.num_infinite, "they turn into NaN in the first layers"),
+    ):
+        found = Hits(profile, count > 0, count)
+        if not found:
             continue
         many, whole = int(count[found.worst]), int(profile.count[found.worst])
         yield found.finding(
@@ -75,17 +64,20 @@ def _not_finite(profile: Profile) -> Iterator[Finding]:
 
 def _overflow(profile: Profile) -> Iterator[Finding]:
     count, rounding = profile.num_overflows, profile.rounding
-    found = hits(profile, count > 0, count)
-    if found is None:
+    found = Hits(profile, count > 0, count)
+    if not found:
         return
     i = found.worst
-    largest = max(abs(profile.low[i]), abs(profile.high[i]))
+    largest = profile.largest[i]
     figures = (
         f"reaches {number(largest)}; {share_of(int(count[i]), int(profile.count[i]))} "
         f"pass {number(rounding.format.max)} and become inf in {rounding.name}"
     )
-    fix, severity = standardizing(profile), _severity_of_number(profile)
-    if severity != "error":
+    fix = standardizing(profile)
+    severity: Severity = "error"
+    if profile.may_be_index:
+        # Sequences of integers are tokens, as a rule; a lone one may be either.
+        severity = "note" if profile.column.shape else "warning"
         text = (
             f"{figures}, in a layer that computes with them. Embedding and lookup "
             "layers take integers as they are."
@@ -103,27 +95,19 @@ def _overflow(profile: Profile) -> Iterator[Finding]:
         severity,
         text,
         remedy,
-        figure=float(largest),
+        figure=largest,
         details={"num_values": int(count[i])},
         fix=fix,
     )
 
 
-def _severity_of_number(profile: Profile) -> Severity:
-    """How sure it is that a layer will compute with the numbers of a column."""
-    if not may_be_index(profile):
-        return "error"
-    # Sequences of integers are tokens, as a rule; a lone one may be either.
-    return "note" if profile.column.shape else "warning"
-
-
 def _unreachable(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
     """Targets that are fine for the loss, but that no output layer can give."""
     limit = rounding.format.max
-    largest = np.maximum(np.abs(profile.low), np.abs(profile.high)).astype(float)
+    largest = profile.largest.astype(float)
     beyond = (largest > limit) & (profile.num_finite > 0)
-    found = hits(profile, beyond & (profile.num_overflows == 0), largest)
-    if found is None or profile.column.is_integer:
+    found = Hits(profile, beyond & (profile.num_overflows == 0), largest)
+    if not found or profile.column.is_integer:
         return
     yield found.finding(
         "overflow",
@@ -139,7 +123,7 @@ def _unreachable(profile: Profile, rounding: Rounding) -> Iterator[Finding]:
 def _underflow(profile: Profile) -> Iterator[Finding]:
     rounding, nonzero = profile.rounding, np.maximum(profile.num_nonzero, 1)
     flushed = profile.num_flushed / nonzero
-    found = hits(profile, flushed >= _MIN_SHARE, flushed)
+    found = Hits(profile, flushed >= _MIN_SHARE, flushed)
     # A shift cures small columns; of numbers of all sizes only a logarithm does.
     small = profile.high.astype(float).max() < _SMALL
     small = small and profile.low.astype(float).min() > -_SMALL
@@ -149,7 +133,7 @@ def _underflow(profile: Profile) -> Iterator[Finding]:
         if fix
         else "Take its logarithm before the model, or scale it up."
     )
-    if found is not None:
+    if found:
         share = flushed[found.worst]
         yield found.finding(
             "underflow",
@@ -162,8 +146,8 @@ def _underflow(profile: Profile) -> Iterator[Finding]:
             fix=fix,
         )
     subnormal = profile.num_subnormal / nonzero
-    found = hits(profile, subnormal >= _MIN_SHARE, subnormal)
-    if found is not None:
+    found = Hits(profile, subnormal >= _MIN_SHARE, subnormal)
+    if found:
         share = subnormal[found.worst]
         yield found.finding(
             "subnormal",
@@ -182,31 +166,28 @@ def _constant(profile: Profile) -> Iterator[Finding]:
     if column.role == "weight" or profile.num_rows < 2:
         return
     same = (profile.low == profile.high) & (profile.num_finite > 1)
-    found = hits(profile, same, profile.num_finite)
-    if found is None:
+    found = Hits(profile, same, profile.num_finite)
+    if not found:
         return
-    whole = bool(same.all())
-    severity: Severity = "warning" if whole else "note"
-    value = number(profile.low[found.worst])
+    value, whole = profile.low[found.worst], bool(same.all())
     if column.role == "target":
-        yield found.finding(
-            "constant",
-            severity,
-            f"is {value} in all {profile.num_rows:,} examples: there is nothing to "
-            "learn from it.",
-            "Look at how the targets are read.",
-            figure=float(profile.low[found.worst]),
+        consequence = "there is nothing to learn from it."
+        remedy = "Look at how the targets are read."
+    else:
+        consequence = (
+            "it tells nothing, and dividing by its standard deviation gives NaN."
         )
-        return
+        remedy = (
+            "Drop it, or look at how it is read."
+            if whole
+            else "Nothing, if they are borders of an image; else drop them."
+        )
     yield found.finding(
         "constant",
-        severity,
-        f"is {value} in all {profile.num_rows:,} examples: it tells nothing, and "
-        "dividing by its standard deviation gives NaN.",
-        "Drop it, or look at how it is read."
-        if whole
-        else "Nothing, if they are borders of an image; else drop them.",
-        figure=float(profile.low[found.worst]),
+        "warning" if whole else "note",
+        f"is {number(value)} in all {profile.num_rows:,} examples: {consequence}",
+        remedy,
+        figure=value,
     )
 
 
@@ -214,15 +195,15 @@ def _unnormalized(profile: Profile) -> Iterator[Finding]:
     """Offsets that cost digits, and float16's squares that overflow."""
     rounding, std = profile.rounding, profile.std
     large = profile.rms > math.sqrt(rounding.format.max)
-    ids = large & [looks_like_ids(profile, i) for i in range(profile.num_features)]
-    if may_be_index(profile) or ids.any():
+    ids = large & [profile.looks_like_ids(i) for i in range(profile.num_features)]
+    if profile.may_be_index or ids.any():
         return
     finite = (std > 0) & (profile.num_overflows == 0)
     # Layers take squares: normalization's variance, attention, losses.
-    found = hits(profile, finite & large, profile.rms)
+    found = Hits(profile, finite & large, profile.rms)
     fix = standardizing(profile)
     remedy = "Standardize it (the finding's fix)." if fix else "Standardize or clip it."
-    if found is not None:
+    if found:
         rms = profile.rms[found.worst]
         yield found.finding(
             "unnormalized",
@@ -238,8 +219,8 @@ def _unnormalized(profile: Profile) -> Iterator[Finding]:
         offset = np.abs(profile.mean) / std
     # Noisier ones are the business of the rule on resolution.
     quiet = finite & (profile.noise < NOISY)
-    found = hits(profile, quiet & (offset >= _MAX_OFFSET), offset)
-    if found is not None:
+    found = Hits(profile, quiet & (offset >= _MAX_OFFSET), offset)
+    if found:
         i = found.worst
         yield found.finding(
             "unnormalized",
@@ -254,19 +235,24 @@ def _unnormalized(profile: Profile) -> Iterator[Finding]:
 
 
 def _weights(profile: Profile) -> Iterator[Finding]:
-    name = place(profile, 0)
-    if (profile.num_nonzero == 0).all() and not profile.num_nan.any():
-        message = f"{name} is 0 for every example: nothing is learned."
-        remedy = "Give positive weights, or leave them out."
-        yield Finding("weights", "error", message, remedy, column=name, figure=0.0)
-    lowest = min(profile.low)
-    if lowest < 0:
-        yield Finding(
+    no_weight = (profile.num_nonzero == 0) & (profile.num_nan == 0)
+    found = Hits(profile, no_weight & no_weight.all(), profile.count)
+    if found:
+        yield found.finding(
+            "weights",
+            "error",
+            "is 0 for every example: nothing is learned.",
+            "Give positive weights, or leave them out.",
+            figure=0.0,
+        )
+    found = Hits(profile, profile.low < 0, -profile.low.astype(float))
+    if found:
+        lowest = profile.low[found.worst]
+        yield found.finding(
             "weights",
             "warning",
-            f"{name} goes down to {number(lowest)}: a negative weight makes training "
-            "raise the loss of that example.",
+            f"goes down to {number(lowest)}: a negative weight makes training raise "
+            "the loss of that example.",
             "Clip the weights at 0.",
-            column=name,
-            figure=float(lowest),
+            figure=lowest,
         )

@@ -4,14 +4,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp.data.health.features import (
-    distinct_values,
-    hits,
-    looks_like_ids,
-    merged_share,
-    number,
-    standardizing,
-)
+from tfamp.data.health.findings import Hits, number, standardizing
 from tfamp.data.health.profile import NOISY, Profile, Rounding
 from tfamp.records import formats
 from tfamp.records.findings import Finding, Fix
@@ -40,11 +33,11 @@ def find(profile: Profile) -> Iterator[Finding]:
 def _resolution(profile: Profile) -> Iterator[Finding]:
     """Rounding errors that are large against what varies."""
     std, rounding, noise = profile.std, profile.rounding, profile.noise
-    found = hits(profile, noise >= NOISY, noise)
-    if found is None:
+    found = Hits(profile, noise >= NOISY, noise)
+    if not found:
         return
     i = found.worst
-    largest = min(max(abs(profile.low[i]), abs(profile.high[i])), rounding.format.max)
+    largest = min(profile.largest[i], rounding.format.max)
     fix = standardizing(profile)
     yield found.finding(
         "resolution",
@@ -52,7 +45,7 @@ def _resolution(profile: Profile) -> Iterator[Finding]:
         f"lies at {number(profile.mean[i])} +- {number(std[i])}, where {rounding.name} "
         f"has steps of {number(formats.spacing(rounding.format, float(largest)))}: "
         f"rounding adds noise of {format_share(noise[i])} of the standard deviation, "
-        f"and {format_share(merged_share(profile, i)[0])} of neighbouring values "
+        f"and {format_share(profile.merged_share(i)[0])} of neighbouring values "
         "become equal. A Normalization layer casts first, so it comes too late.",
         "Standardize before the model, in float64 (the finding's fix)."
         if fix
@@ -65,43 +58,40 @@ def _resolution(profile: Profile) -> Iterator[Finding]:
 
 def _merged(profile: Profile) -> Iterator[Finding]:
     """Ids, codes and recurring values that become equal."""
-    limit, names = profile.rounding.max_integer, profile.rounding.name
+    limit, dtype = profile.rounding.max_integer, profile.rounding.name
     shares, ids = np.zeros(profile.num_features), np.zeros(profile.num_features, bool)
-    pairs: dict[int, tuple[float, float] | None] = {}
-    for i in range(profile.num_features):
-        integral = profile.column.is_integer or profile.is_integral[i]
-        largest = max(abs(profile.low[i]), abs(profile.high[i]))
-        small = integral and largest <= limit
-        if small or not profile.num_finite[i] or profile.noise[i] >= NOISY:
-            continue
-        share, pairs[i] = merged_share(profile, i)
-        ids[i] = integral and share > 0 and looks_like_ids(profile, i)
-        recurs = len(distinct_values(profile, i)) * _RECURS <= len(profile.sample)
-        if ids[i] or (share >= _MANY_MERGED and (integral or recurs)):
+    pairs: dict[int, tuple[float, ...]] = {}
+    integral = profile.is_integral | profile.column.is_integer
+    held = integral & (profile.largest <= limit)
+    asked = ~held & (profile.num_finite > 0) & (profile.noise < NOISY)
+    for i in np.flatnonzero(asked).tolist():
+        share, pairs[i] = profile.merged_share(i)
+        ids[i] = integral[i] and share > 0 and profile.looks_like_ids(i)
+        recurs = len(profile.distinct_values(i)) * _RECURS <= len(profile.sample)
+        if ids[i] or (share >= _MANY_MERGED and (integral[i] or recurs)):
             shares[i] = share
-    found = hits(profile, ids, shares)
-    if found is not None:
-        pair = pairs[found.worst]
-        example = "" if pair is None else f" ({number(pair[0])} and {number(pair[1])})"
+    found = Hits(profile, ids, shares)
+    if found:
+        pair = " and ".join(map(number, pairs[found.worst]))
         whole = profile.column.is_integer
         yield found.finding(
             "ids",
             "note" if whole else "warning",
-            f"looks like ids up to {number(profile.high[found.worst])}; {names} holds "
+            f"looks like ids up to {number(profile.high[found.worst])}; {dtype} holds "
             f"integers up to {number(limit)}, so in a layer that computes in it "
-            f"{format_share(shares[found.worst])} of neighbours become one{example}.",
+            f"{format_share(shares[found.worst])} of neighbours become one ({pair}).",
             "Give them to Embedding or a lookup layer alone, as int32, with "
             "`keras.Input(..., dtype='int32')`: a float32 input merges them from 2**24."
             if whole
             else "Deliver them as an int32 column of their own, for an Embedding.",
             figure=shares[found.worst],
         )
-    found = hits(profile, (shares > 0) & ~ids, shares)
-    if found is not None:
+    found = Hits(profile, (shares > 0) & ~ids, shares)
+    if found:
         yield found.finding(
             "merged",
             "note",
-            f"has values that recur, and {names} makes one of "
+            f"has values that recur, and {dtype} makes one of "
             f"{format_share(shares[found.worst])} of neighbouring ones. The rounding "
             "is small against the standard deviation, so as a quantity they are fine.",
             "Nothing for quantities; codes belong into an int32 column of their own.",
@@ -155,20 +145,17 @@ def _noise_in_float32(profile: Profile) -> float | None:
     From the sample, feature by feature, the worst of them.
     """
     values = np.asarray(profile.sample, np.float64)
-    if not values.size or max(map(abs, (*profile.low, *profile.high))) == np.inf:
+    ends = np.array([*profile.low, *profile.high], float)
+    # An end that is inf stands for a feature without a finite value.
+    if not values.size or np.isinf(_FLOAT32(ends)).any():
         return None
     integers = profile.is_integral & (profile.std > 0)
-    largest = np.maximum(np.abs(profile.low), np.abs(profile.high))
-    if (integers & (largest > _FLOAT32.max_integer)).any():
+    if (integers & (profile.largest > _FLOAT32.max_integer)).any():
         return None
     rounded = _FLOAT32(values)
-    if np.isinf(_FLOAT32(np.array([*profile.low, *profile.high], float))).any():
-        return None
     if ((rounded == 0) & (values != 0)).any():
         return None
     # NaN rounds to NaN and adds nothing.
-    differences = np.nan_to_num(rounded - values)
-    errors = np.sqrt((differences**2).mean(axis=0))
-    std = profile.std
+    errors = np.sqrt((np.nan_to_num(rounded - values) ** 2).mean(axis=0))
     with np.errstate(divide="ignore", invalid="ignore"):
-        return float(np.where(errors > 0, errors / std, 0.0).max())
+        return float(np.where(errors > 0, errors / profile.std, 0.0).max())

@@ -1,0 +1,337 @@
+"""Compares train with validation: drift of each column, and examples with equal inputs.
+
+Numbers are compared by the two-sample Kolmogorov-Smirnov test, categories by
+chi-square. Of an example with many values (an image) its mean is compared, since
+values of one example are no independent draws.
+
+Rows are compared by a 128-bit hash of their bytes: two different rows agree by
+chance once in 10**38. So 0.0 and -0.0 differ, as do NaNs of different bits.
+"""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from tfamp.data.health.findings import number
+from tfamp.data.health.labels import Labels
+from tfamp.data.health.profile import Profile, finite
+from tfamp.records import checks
+from tfamp.records.findings import Finding, Severity
+from tfamp.records.units import format_share
+
+# Chance of any false alarm over all columns together, where nothing drifted.
+ERROR_RATE = 0.01
+# What is significant in large data may still be a trifle: the distributions have
+# to differ by this much, as the largest difference of their cumulative shares, or
+# as the share of examples that would have to change category.
+MIN_DIFFERENCE = 0.1
+# Integers with at most so many values are categories.
+_MAX_CATEGORIES = 32
+# Chi-square wants so many expected examples in a cell.
+_MIN_EXPECTED = 5.0
+# Below this no difference can be told from chance.
+_MIN_ROWS = 20
+# Hashes held of one data set, 24 bytes each: 96 MiB. Beyond, a fixed part of all
+# hash values is kept, of both sets, so shares stay right.
+_MAX_HELD = 2**22
+# Shares of train, of validation, and of conflicting groups worth a warning.
+_MANY_DUPLICATES = 0.01
+_MIN_LEAK, _LARGE_LEAK = 0.001, 0.1
+_MANY_CONFLICTS = 0.01
+# With fewer distinct rows than this, equal rows are no surprise.
+_MIN_DISTINCT = 0.5
+
+
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """One column or feature of train against the same of validation.
+
+    Attributes:
+        column: Which one.
+        difference: In [0, 1]: how far the distributions are apart.
+        p_value: Chance of such a difference where nothing drifted.
+        message: What moved, with the figures.
+    """
+
+    column: str
+    difference: float
+    p_value: float
+    message: str
+
+
+def kolmogorov_smirnov(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
+    """Returns the largest difference of two empirical distributions, and its p-value.
+
+    The p-value is the asymptotic one; with ties it is too large, so it errs to
+    silence.
+    """
+    found = _scipy_stats().ks_2samp(first, second, method="asymp")
+    return float(found.statistic), float(found.pvalue)
+
+
+def chi_square(first: np.ndarray, second: np.ndarray) -> tuple[float, float]:
+    """Returns the share of examples that differ in category, and the p-value.
+
+    It takes the examples of each category in either set; rare ones are joined.
+    """
+    table = np.stack([first, second]).astype(np.float64)
+    shares = table / table.sum(axis=1, keepdims=True)
+    difference = float(np.abs(shares[0] - shares[1]).sum() / 2)
+    smallest = table.sum(axis=0) * (table.sum(axis=1).min() / table.sum())
+    rare = smallest < _MIN_EXPECTED
+    if rare.any():
+        joined = table[:, rare].sum(axis=1, keepdims=True)
+        table = np.concatenate([table[:, ~rare], joined], axis=1)
+    if table.shape[1] < 2:
+        return difference, 1.0
+    found = _scipy_stats().chi2_contingency(table, correction=False)
+    return difference, float(found.pvalue)
+
+
+def _scipy_stats() -> Any:
+    return checks.require("scipy.stats", extra="data", purpose="The rule on drift")
+
+
+def compare(train: Profile, validation: Profile) -> Iterator[Comparison]:
+    """Yields the comparison of each feature of a column."""
+    both, is_text = (train, validation), train.column.is_text
+    if min(len(profile.sample) for profile in both) < _MIN_ROWS:
+        return
+    samples = [profile.sample if is_text else profile.example_means for profile in both]
+    for feature in range(train.num_features):
+        pair = [part[:, feature] for part in samples]
+        pair = pair if is_text else [finite(part) for part in pair]
+        if min(map(len, pair)) < _MIN_ROWS:
+            continue
+        if is_text or all(part.dtype.kind in "iub" for part in pair):
+            values, codes = np.unique(np.concatenate(pair), return_inverse=True)
+            if is_text or len(values) <= _MAX_CATEGORIES:
+                parts = np.split(codes.reshape(-1), [len(pair[0])])
+                counts = [np.bincount(part, minlength=len(values)) for part in parts]
+                yield _categories(train.place(feature), values.tolist(), *counts)
+                continue
+        yield _numbers(train.place(feature), *pair)
+
+
+def compare_labels(train: Labels, validation: Labels) -> Iterator[Comparison]:
+    """Yields the comparison of a target column that holds classes, if both do."""
+    classes = sorted({*train.counts, *validation.counts})
+    first, second = (
+        np.array([labels.counts.get(value, 0) for value in classes])
+        for labels in (train, validation)
+    )
+    if min(first.sum(), second.sum()) >= _MIN_ROWS and len(classes) > 1:
+        yield _categories(train.column.name, classes, first, second)
+
+
+def _numbers(name: str, first: np.ndarray, second: np.ndarray) -> Comparison:
+    difference, p_value = kolmogorov_smirnov(first, second)
+    middles = [number(float(np.median(part))) for part in (first, second)]
+    return Comparison(
+        name,
+        difference,
+        p_value,
+        f"{name} differs between train and validation by {format_share(difference)} "
+        f"in its distribution (Kolmogorov-Smirnov; medians {middles[0]} and "
+        f"{middles[1]})",
+    )
+
+
+def _categories(
+    name: str, values: list[Any], first: np.ndarray, second: np.ndarray
+) -> Comparison:
+    difference, p_value = chi_square(first, second)
+    shares = first / first.sum(), second / second.sum()
+    most = int(np.abs(shares[0] - shares[1]).argmax())
+    return Comparison(
+        name,
+        difference,
+        p_value,
+        f"{name} has {format_share(difference)} of its examples in other categories "
+        f"in validation than in train (chi-square; {values[most]!r}: "
+        f"{format_share(shares[0][most])} and {format_share(shares[1][most])})",
+    )
+
+
+def find_drift(comparisons: list[Comparison]) -> Iterator[Finding]:
+    """Yields the columns that drifted, the furthest apart first.
+
+    A p-value counts if it is below `ERROR_RATE` over the number of comparisons
+    (Bonferroni), so the chance of any false alarm stays below `ERROR_RATE`.
+    """
+    number_of = len(comparisons)
+    limit = ERROR_RATE / max(1, number_of)
+    for comparison in sorted(comparisons, key=lambda c: -c.difference):
+        if comparison.p_value >= limit or comparison.difference < MIN_DIFFERENCE:
+            continue
+        yield Finding(
+            "drift",
+            "warning",
+            f"{comparison.message}: the validation score tells of other data than "
+            "that trained on.",
+            "Shuffle before splitting; where the split is meant (by time, by place), "
+            "expect the score to differ.",
+            column=comparison.column,
+            figure=comparison.difference,
+            details={"p_value": comparison.p_value, "num_comparisons": number_of},
+        )
+
+
+class RowHashes:
+    """Hashes of the inputs of each example, and of its targets.
+
+    Beyond `max_held` rows every second one is kept, by its hash, then every fourth,
+    and so on: 1 in 2**`skipped_bits` of the `num_rows` seen.
+    """
+
+    def __init__(self, max_held: int = _MAX_HELD) -> None:
+        self._max_held = max_held
+        self._inputs: list[np.ndarray] = []
+        self._targets: list[np.ndarray] = []
+        self._held = 0
+        self.num_rows = 0
+        self.skipped_bits = 0
+
+    def update(self, inputs: list[np.ndarray], targets: list[np.ndarray]) -> None:
+        """Takes the columns of the next examples."""
+        if not inputs:
+            return
+        self.num_rows += len(inputs[0])
+        keys = _hashes(inputs, 16).view(np.dtype([("high", "<u8"), ("low", "<u8")]))
+        keys = keys.reshape(-1)
+        labels = (
+            _hashes(targets, 8).view("<u8").reshape(-1)
+            if targets
+            else np.zeros(len(keys), np.uint64)
+        )
+        kept = _is_kept(keys, self.skipped_bits)
+        self._inputs.append(keys[kept])
+        self._targets.append(labels[kept])
+        self._held += int(kept.sum())
+        while self._held > self._max_held:
+            self.thin(self.skipped_bits + 1)
+
+    def thin(self, bits: int) -> None:
+        """Keeps 1 in 2**bits of the hash values."""
+        keys, labels = self.keys, self.labels
+        kept = _is_kept(keys, bits)
+        self.skipped_bits = max(bits, self.skipped_bits)
+        self._inputs, self._targets = [keys[kept]], [labels[kept]]
+        self._held = int(kept.sum())
+
+    @property
+    def keys(self) -> np.ndarray:
+        """The hashes of the inputs that are held."""
+        return np.concatenate(self._inputs) if self._inputs else np.empty(0, "<u8")
+
+    @property
+    def labels(self) -> np.ndarray:
+        """The hashes of their targets, in the same order."""
+        return np.concatenate(self._targets) if self._targets else np.empty(0, "<u8")
+
+
+def _is_kept(keys: np.ndarray, bits: int) -> np.ndarray:
+    mask = np.uint64(2**bits - 1)
+    return (keys["low"] & mask) == 0
+
+
+def _hashes(columns: list[np.ndarray], size: int) -> np.ndarray:
+    """Returns a hash of each row, shape (rows, size), as bytes."""
+    rows = [_bytes_of_rows(column) for column in columns]
+    digests = []
+    for parts in zip(*rows, strict=True):
+        digest = hashlib.blake2b(digest_size=size)
+        for part in parts:
+            digest.update(part)
+        digests.append(digest.digest())
+    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, size).copy()
+
+
+def _bytes_of_rows(column: np.ndarray) -> list[Any]:
+    """Returns the bytes of each row; text with its lengths, so none run together."""
+    if column.dtype.kind in "OSU":
+        return [repr(row.tolist()).encode() for row in column.reshape(len(column), -1)]
+    flat = np.ascontiguousarray(column).reshape(len(column), -1)
+    raw = flat.view(np.uint8) if flat.size else np.zeros((len(column), 1), np.uint8)
+    return list(raw)
+
+
+def find_equal(train: RowHashes, validation: RowHashes | None) -> Iterator[Finding]:
+    """Yields equal examples and what they do to the result."""
+    if validation is not None:
+        bits = max(train.skipped_bits, validation.skipped_bits)
+        train.thin(bits)
+        validation.thin(bits)
+    if not len(train.keys):
+        return
+    # Both parts of the hash count: sorting structured arrays compares them in turn.
+    distinct, groups, sizes = np.unique(
+        train.keys, return_inverse=True, return_counts=True
+    )
+    held, about = len(train.keys), "" if not train.skipped_bits else "about "
+    few = len(distinct) < _MIN_DISTINCT * held
+    share = 1 - len(distinct) / held
+    if share:
+        yield Finding(
+            "duplicates",
+            "note" if few or share < _MANY_DUPLICATES else "warning",
+            f"{about}{format_share(share)} of the training examples repeat the inputs "
+            f"of another one ({about}{round(share * train.num_rows):,} of "
+            f"{train.num_rows:,}): they count double in the loss"
+            + (", which is natural with so few distinct inputs." if few else "."),
+            "Nothing." if few else "Drop the copies, unless they are meant as weights.",
+            figure=share,
+            details={"num_groups": int((sizes > 1).sum())},
+        )
+        yield from _conflict(groups.reshape(-1), sizes, train.labels, few=few)
+    if validation is not None and len(validation.keys):
+        yield from _leak(distinct, validation, few=few, about=about)
+
+
+def _conflict(
+    groups: np.ndarray, sizes: np.ndarray, labels: np.ndarray, *, few: bool
+) -> Iterator[Finding]:
+    """Equal inputs with different targets."""
+    pairs = np.unique(np.stack([groups.astype(np.uint64), labels]), axis=1)
+    answers = np.bincount(pairs[0].astype(np.int64), minlength=len(sizes))
+    in_conflict = int(sizes[answers > 1].sum())
+    if not in_conflict:
+        return
+    share = in_conflict / int(sizes.sum())
+    many = share >= _MANY_CONFLICTS and not few
+    yield Finding(
+        "conflict",
+        "warning" if many else "note",
+        f"{format_share(share)} of the training examples have the inputs of another "
+        "one and a different target: no model can be right on both.",
+        "Look at them: wrong labels, or inputs that lack what decides.",
+        figure=share,
+        details={"num_groups": int((answers > 1).sum())},
+    )
+
+
+def _leak(
+    distinct: np.ndarray, validation: RowHashes, *, few: bool, about: str
+) -> Iterator[Finding]:
+    """Validation examples that were trained on."""
+    share = float(np.isin(validation.keys, distinct).mean())
+    if not share:
+        return
+    count = round(share * validation.num_rows)
+    severity: Severity = "error" if share >= _LARGE_LEAK else "warning"
+    if few or share < _MIN_LEAK:
+        severity = "note"
+    so = ", though equal inputs are natural with so few distinct ones."
+    yield Finding(
+        "leak",
+        severity,
+        f"{about}{format_share(share)} of the validation examples ({about}{count:,} of "
+        f"{validation.num_rows:,}) have inputs that are in the training data: the "
+        f"validation score is better than new data will give{so if few else '.'}",
+        "Split by a hash of the inputs, or by what belongs together (person, day).",
+        figure=share,
+        details={"num_examples": count},
+    )
