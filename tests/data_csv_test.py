@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Settings
-from tfamp.data.sources import _csv_rows, csv
+from tfamp.data.sources import _csv_rows, _files
 from tfamp.data.sources.csv import csv_source
 
 RAISE = Settings(num_threads=2, autotune=False)
@@ -347,7 +347,7 @@ def test_length_is_known_where_rows_were_counted(tmp_path, monkeypatch):
     path = write(tmp_path / "a.csv", "a,b\n1,2\n3,4\n\n")
     assert csv_source(path).num_examples == 2
     assert csv_source(path, num_examples=None).num_examples is None
-    monkeypatch.setattr(csv, "MAX_COUNTED_BYTES", 5)
+    monkeypatch.setattr(_files, "MAX_COUNTED_BYTES", 5)
     assert csv_source(path).num_examples is None
     assert csv_source(path, num_examples="count").num_examples == 2
     assert int(csv_source(path, num_examples=2).dataset(RAISE).cardinality()) == 2

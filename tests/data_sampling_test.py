@@ -10,7 +10,7 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data._arrays import array_source
+from tfamp.data._sources import array_source
 from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.balance import Balance

@@ -9,7 +9,8 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data import Pipeline, _tfds
+from tfamp.data import Pipeline
+from tfamp.data.sources import tfds as source
 
 tfds = pytest.importorskip("tensorflow_datasets", reason="needs the extra `data`")
 
@@ -187,13 +188,13 @@ def test_a_tfds_that_did_not_load_is_an_error(monkeypatch):
 def test_a_name_without_data_or_network_is_an_error_at_once(tmp_path):
     message = f"Dataset 'mnist' is not prepared in {str(tmp_path)!r}, and storage."
     with pytest.raises(ConnectionError, match=re.escape(message)):
-        _tfds.open_builder("mnist", data_dir=str(tmp_path), connect=refuse)
+        source.open_builder("mnist", data_dir=str(tmp_path), connect=refuse)
 
 
 def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
     message = "Unknown dataset 'mnst'; expected one of the"
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        _tfds.open_builder("mnst", data_dir=str(tmp_path), connect=refuse)
+        source.open_builder("mnst", data_dir=str(tmp_path), connect=refuse)
     assert "Did you mean 'mnist'?" in str(caught.value)
 
 
@@ -221,6 +222,6 @@ def test_the_probe_asks_the_host_or_the_proxy_before_it(proxy, address, monkeypa
         asked.append(where)
         return Connection()
 
-    assert _tfds.can_connect("https://example.org/data.gz", connect=connect)
+    assert source.can_connect("https://example.org/data.gz", connect=connect)
     assert asked == [address, "closed"]
-    assert not _tfds.can_connect("https://example.org/", connect=refuse)
+    assert not source.can_connect("https://example.org/", connect=refuse)

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Settings
-from tfamp.data.sources import text
+from tfamp.data.sources import _files, text
 from tfamp.data.sources.text import text_source
 
 RAISE = Settings(num_threads=2, autotune=False)
@@ -163,7 +163,7 @@ def test_length_is_known_where_it_was_counted(tmp_path, monkeypatch):
     path = write(tmp_path / "a.txt", "one\ntwo\n\n")
     assert text_source(path, num_examples=None).num_examples is None
     assert text_source(path, num_examples=2).num_examples == 2
-    monkeypatch.setattr(text, "MAX_COUNTED_BYTES", 3)
+    monkeypatch.setattr(_files, "MAX_COUNTED_BYTES", 3)
     assert text_source(path).num_examples is None
     assert text_source(path).explain(None)[0].endswith("(`num_examples`)")
     assert text_source(path, num_examples="count").num_examples == 2

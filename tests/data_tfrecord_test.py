@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfamp.data._errors import ErrorLog, OnError
 from tfamp.data._stages import Settings
-from tfamp.data.sources import _frames, _tfrecord_files
+from tfamp.data.sources import _frames, tfrecord
 from tfamp.data.sources.tfrecord import tfrecord_source
 
 RAISE = Settings(num_threads=2, autotune=False)
@@ -158,7 +158,7 @@ def test_a_given_number_is_kept(tmp_path):
 
 
 def test_long_files_are_not_counted_unless_asked(tmp_path, monkeypatch):
-    monkeypatch.setattr(_tfrecord_files, "MAX_WALKED_RECORDS", 2)
+    monkeypatch.setattr(tfrecord, "MAX_WALKED_RECORDS", 2)
     path = write(tmp_path / "a", fixed(4))
     assert tfrecord_source(path).num_examples is None
     assert tfrecord_source(path, num_examples="count").num_examples == 4

@@ -1,6 +1,6 @@
 """What a dataset tells about its elements, most of it without reading one."""
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,16 @@ import tensorflow as tf
 _TENSOR_BYTES = 300
 # What the only column is called where inputs are one tensor.
 TENSOR = "x"
+
+
+def as_arguments(element: Any) -> tuple[Any, ...]:
+    """Returns an element as `Dataset.map` hands it to a function: a tuple is several.
+
+    Example:
+        >>> as_arguments((1, "label")), as_arguments([1, 2])
+        ((1, 'label'), ([1, 2],))
+    """
+    return element if isinstance(element, tuple) else (element,)
 
 
 def inputs_of(element: Any) -> Any:
@@ -55,6 +65,31 @@ def named_columns(inputs: Any) -> dict[str, Any]:
                 "`({'name': tensor, ...}, y)` first."
             )
     return columns
+
+
+def blank(element_spec: Any, *, purpose: str, sizes: Sequence[int | None] = ()) -> Any:
+    """Returns an element of a spec that holds nothing: zeros, unknown sizes 0.
+
+    Args:
+        element_spec: Specs of the parts of an element.
+        purpose: What needs it, for the error: "`.filter` drops some".
+        sizes: Of the first dimensions, in place of what the specs say.
+
+    Raises:
+        TypeError: A part is ragged, sparse or of unknown rank.
+    """
+
+    def blank_part(spec: tf.TypeSpec) -> tf.Tensor:
+        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
+            raise TypeError(
+                f"Elements hold {spec!r}; expected dense tensors of known rank where "
+                f"{purpose}. Set the shape in `.map` (`tf.ensure_shape`), or make the "
+                "part dense (`.to_tensor()`)."
+            )
+        shape = [size or 0 for size in (*sizes, *spec.shape[len(sizes) :])]
+        return tf.zeros(shape, spec.dtype)  # of text "", as of every dtype
+
+    return tf.nest.map_structure(blank_part, element_spec)
 
 
 def known_length(dataset: tf.data.Dataset) -> int | None:

@@ -11,11 +11,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.data._arrays import ArraySource, Gather
 from tfamp.data._elements import bytes_of_element, known_length
 from tfamp.data._errors import Careful, OnError
 from tfamp.data._fingerprint import Fingerprint, fingerprint
-from tfamp.data._sources import DatasetSource, RandomAccess, Source
+from tfamp.data._sources import ArraySource, DatasetSource, Gather, RandomAccess, Source
 from tfamp.data._stages import (
     SHUFFLE_BUFFER_BYTES,
     Batch,

@@ -1,7 +1,8 @@
 """Where elements come from: one frozen record per kind of source.
 
-A source gives a dataset of elements in their own order. `_arrays.py` holds the one
-with random access.
+Here stand arrays and the user's own datasets; `sources/` has the kinds that read
+files. A source with random access lets a shuffle move 8 bytes an element instead of
+the element, which is exact at any size and holds nothing twice.
 """
 
 import abc
@@ -10,10 +11,11 @@ import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length
-from tfamp.data._stages import Settings
+from tfamp.data._stages import Settings, Stage, map_in_order
 
 DATA = tf.data.experimental.AutoShardPolicy.DATA
 
@@ -24,7 +26,8 @@ class Source(abc.ABC):
 
     Attributes:
         shard_policy: How `tf.distribute` splits the elements over workers. DATA is
-            exact for any number of files, and behind a cache or a sampling.
+            exact for any number of files, and behind a cache or a sampling: each
+            worker reads all and takes its share.
         skips_errors: Whether `dataset` itself leaves out what it cannot read when
             `settings.errors` is given.
         gives_examples: Whether an element is one example, and never a batch.
@@ -113,6 +116,134 @@ class RandomAccess(Source):
 
 
 @dataclasses.dataclass(frozen=True)
+class Gather(Stage):
+    """Reads the elements of `source`, or batches of them, whose positions arrive.
+
+    With `is_numbered` it gives pairs (position, element).
+    """
+
+    name = "gather"
+    rank = 2
+    source: RandomAccess = dataclasses.field(compare=False)
+    is_numbered: bool = False
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Gathers in parallel and keeps the order."""
+        if self.is_numbered:
+            return map_in_order(
+                dataset,
+                lambda position: (position, self.source.rows(position)),
+                settings,
+            )
+        return map_in_order(dataset, self.source.rows, settings)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        per = "batch" if dataset.element_spec.shape.rank else "element"
+        return (
+            f"one {per} a call, {settings.parallelism}",
+            "order drawn on positions, then read: exact at any size",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class ArraySource(RandomAccess):
+    """Tensors in memory."""
+
+    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        """Returns what the source is, and the reason for the way it is read."""
+        total = sum(
+            int(np.prod(tensor.shape)) * tensor.dtype.size
+            for tensor in tf.nest.flatten(self.tensors)
+        )
+        size = f"{self.num_examples:,} examples, {total / 2**20:.1f} MiB"
+        return f"arrays, {size}", "copied once; dtypes kept, the model casts"
+
+
+def array_source(x: Any, y: Any = None, sample_weight: Any = None) -> ArraySource:
+    """Checks arrays and puts them on the CPU as tensors.
+
+    Raises:
+        TypeError: An argument is a list, or holds something that is no array.
+        ValueError: Lengths differ, no examples, or weights without targets.
+    """
+    if y is None and sample_weight is not None:
+        raise ValueError(
+            "`sample_weight` came without `y`; expected both or neither, since Keras "
+            "reads a pair as (x, y). Pass `y`, or put the weights into `x`."
+        )
+    given = {"x": x, "y": y, "sample_weight": sample_weight}
+    parts = {
+        name: _arrays(part, name)
+        for name, part in given.items()
+        if part is not None or name == "x"
+    }
+    lengths = {
+        name: tuple(int(leaf.shape[0]) for leaf in tf.nest.flatten(part))
+        for name, part in parts.items()
+    }
+    distinct = {length for part in lengths.values() for length in part}
+    if len(distinct) != 1:
+        listed = ", ".join(
+            f"`{name}` has {' and '.join(str(n) for n in part) or 'no array'}"
+            for name, part in lengths.items()
+        )
+        raise ValueError(
+            f"Arrays differ in length: {listed}; expected one length for all. Cut them "
+            "to the same examples, or check which axis holds the examples (the first)."
+        )
+    num_examples = distinct.pop()
+    if num_examples == 0:
+        raise ValueError(
+            "`x` has 0 examples; expected at least one. `fit` on an empty dataset "
+            "trains nothing and says nothing: check the filter or the file before it."
+        )
+    # On a GPU machine `tf.constant` would otherwise put the dataset on the GPU.
+    with tf.device("CPU:0"):
+        tensors = tuple(
+            tf.nest.map_structure(tf.convert_to_tensor, part) for part in parts.values()
+        )
+    return ArraySource(tensors if len(tensors) > 1 else tensors[0], num_examples)
+
+
+def _arrays(part: Any, name: str) -> Any:
+    """Returns the structure `part` with every leaf as an array."""
+    if isinstance(part, list):
+        raise TypeError(
+            f"`{name}` is a list; expected an array, or a dict or tuple of arrays. Use "
+            f"`np.asarray({name})` for one array, `tuple({name})` for several inputs."
+        )
+    return tf.nest.map_structure(lambda leaf: _as_array(leaf, name), part)
+
+
+def _as_array(leaf: Any, name: str) -> Any:
+    """Returns `leaf` as a NumPy array or a tensor, with its own dtype."""
+    if isinstance(leaf, tf.Tensor):
+        array = leaf
+    elif hasattr(leaf, "__array__"):
+        array = np.asarray(leaf)
+    else:
+        raise TypeError(
+            f"`{name}` holds a {type(leaf).__name__}; expected NumPy arrays or dense "
+            "tensors. Convert it with `np.asarray`; for anything that does not fit in "
+            "memory use `Pipeline.from_dataset`."
+        )
+    if len(array.shape) == 0:
+        raise ValueError(
+            f"`{name}` holds a scalar; expected arrays whose first dimension counts "
+            "the examples. Pass one value for each example."
+        )
+    if isinstance(array, np.ndarray) and array.dtype == object:
+        kinds = {type(value).__name__ for value in array.flat[:100]}
+        if kinds - {"str", "bytes"}:
+            raise TypeError(
+                f"`{name}` is an object array of {', '.join(sorted(kinds))}; expected "
+                "numbers or strings. Give it one dtype with `.astype`."
+            )
+    return array
+
+
+@dataclasses.dataclass(frozen=True)
 class DatasetSource(Source):
     """A dataset that the user made."""
 
@@ -145,45 +276,6 @@ class DatasetSource(Source):
         return f"dataset, {size}", "as given; its own stages come first"
 
 
-@dataclasses.dataclass(frozen=True)
-class TfdsSource(Source):
-    """One split of a prepared TensorFlow Datasets builder."""
-
-    builder: Any
-    split: str
-    as_supervised: bool
-    # Exact for any number of files; sharding by file needs one for each worker.
-    shard_policy = DATA
-
-    def identity(self) -> Any:
-        """Returns name, version, split, and when the data was prepared."""
-        info = self.builder.info
-        written = os.path.join(str(self.builder.data_dir), "dataset_info.json")
-        return (info.full_name, self.split, files_identity([written]))
-
-    def dataset(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the examples in the order they were written."""
-        import tensorflow_datasets as tfds
-
-        calls = settings.num_parallel_calls
-        config = tfds.ReadConfig(
-            # Caching is a stage of the pipeline, not a surprise below it.
-            try_autocache=False,
-            num_parallel_calls_for_decode=calls,
-            num_parallel_calls_for_interleave_files=calls,
-        )
-        return self.builder.as_dataset(
-            split=self.split, as_supervised=self.as_supervised, read_config=config
-        )
-
-    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
-        """Returns what the source is, and the reason for the way it is read."""
-        length = known_length(dataset)
-        size = "length unknown" if length is None else f"{length:,} examples"
-        name = f"{self.builder.info.full_name}[{self.split}]"
-        return f"TFDS {name}, {size}", "in the order written, which TFDS shuffled once"
-
-
 def dataset_source(dataset: Any) -> DatasetSource:
     """Checks that a dataset is one and is not empty.
 
@@ -205,32 +297,3 @@ def dataset_source(dataset: Any) -> DatasetSource:
             "that it is made of."
         )
     return DatasetSource(dataset)
-
-
-def tfds_source(builder: Any, split: str, *, as_supervised: bool) -> TfdsSource:
-    """Checks that a prepared builder has what is asked of it.
-
-    Raises:
-        ValueError: No such split, no examples in it, or no (input, target) pairs.
-    """
-    if as_supervised and builder.info.supervised_keys is None:
-        raise ValueError(
-            f"Dataset {builder.name!r} names no (input, target) pair among its "
-            f"features {tuple(builder.info.features)}; expected one. Pass "
-            "`as_supervised=False` and choose in `.map`."
-        )
-    try:
-        num_examples = builder.info.splits[split].num_examples
-    except (KeyError, ValueError) as error:
-        raise ValueError(
-            f"Unknown `split` {split!r} of dataset {builder.name!r}; expected one of "
-            f"{tuple(builder.info.splits)}, or a part such as 'train[:80%]'. Print "
-            "them with `builder.info.splits`."
-        ) from error
-    if num_examples == 0:
-        raise ValueError(
-            f"Split {split!r} of dataset {builder.name!r} has 0 examples; expected at "
-            f"least one. Its splits are {tuple(builder.info.splits)}: take a larger "
-            "part."
-        )
-    return TfdsSource(builder, split, as_supervised)

@@ -5,10 +5,10 @@ from typing import Any, TypeVar
 
 import tensorflow as tf
 
-from tfamp.data import _arrays, _sources, _tfds
+from tfamp.data import _sources
 from tfamp.data._written import Written
-from tfamp.data.sources import csv, images, text, tfrecord
-from tfamp.data.sources._csv_format import NA_VALUES
+from tfamp.data.sources import csv, images, text, tfds, tfrecord
+from tfamp.data.sources.csv import NA_VALUES
 
 PipelineType = TypeVar("PipelineType", bound="Starting")
 
@@ -48,8 +48,8 @@ class Starting(Written):
             TypeError: `name_or_builder` is none of the three.
             ValueError: No such dataset or split, an empty split, or no pairs.
         """
-        builder = _tfds.open_builder(name_or_builder, data_dir=data_dir)
-        return cls(_sources.tfds_source(builder, split, as_supervised=as_supervised))
+        builder = tfds.open_builder(name_or_builder, data_dir=data_dir)
+        return cls(tfds.tfds_source(builder, split, as_supervised=as_supervised))
 
     @classmethod
     def from_arrays(
@@ -78,7 +78,7 @@ class Starting(Written):
             >>> [(int(x), int(y)) for x, y in pairs.build()]
             [(0, 0), (1, 10), (2, 20)]
         """
-        return cls(_arrays.array_source(x, y, sample_weight))
+        return cls(_sources.array_source(x, y, sample_weight))
 
     @classmethod
     def from_images(

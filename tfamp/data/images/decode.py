@@ -5,13 +5,26 @@ import itertools
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import with_length_of
+from tfamp.data._elements import inputs_of, with_length_of
 from tfamp.data._stages import Batch, ElementMap, Settings, Stage
-from tfamp.data.images.chunks import CHUNK, ChunkReader
-from tfamp.data.images.reader import ImageReader, image_reader
+from tfamp.data.images.reader import (
+    COLORS,
+    DECODERS,
+    FITS,
+    JPEG_START,
+    METHODS,
+    ImageReader,
+)
+from tfamp.records import checks
 
+# A call out of TensorFlow's graph takes as long as decoding a small image, most of it
+# handing Python's lock from thread to thread. So many images share it.
+CHUNK = 16
+# Memory that begins at a multiple of this becomes a tensor without being copied.
+_ALIGNMENT = 64
 # Images of larger batches are decoded in chunks, so that all cores have some.
 _MAX_WHOLE_BATCH = 64
 # Against `tf.io.decode_image` and `tf.image.resize`, on photos at 75 to 95 of 100.
@@ -26,10 +39,8 @@ _DIFFERENCES = {
 class DecodeElement:
     """Decodes the image of an element and leaves its other parts alone.
 
-    Attributes:
-        reader: What decodes.
-        key: Where the image lies in the dict that the element, or its first part, is;
-            None where that is the image itself.
+    `key` is where the image lies in the dict that the element, or its first part, is;
+    None where that is the image itself.
     """
 
     reader: ImageReader
@@ -55,7 +66,7 @@ class Decode(ElementMap):
 
     def check_spec(self, spec: Any) -> None:
         """Raises unless elements of this spec hold an image as a path or as bytes."""
-        first = spec[0] if isinstance(spec, tuple) else spec
+        first = inputs_of(spec)
         key = self.function.key
         if isinstance(first, dict):
             strings = tuple(
@@ -92,10 +103,10 @@ class Decode(ElementMap):
         self, batches: tf.data.Dataset, settings: Settings
     ) -> tf.data.Dataset:
         """Returns batches of decoded images in place of batches of paths or bytes."""
-        read = ChunkReader(self.function.reader)
+        reader, key = self.function.reader, self.function.key
 
         def decode(*parts: Any) -> Any:
-            return _decoded(parts, self.function.key, read)
+            return _decoded(parts, key, lambda images: read_together(reader, images))
 
         # Not more of them than threads: each holds the memory of a batch.
         calls = tf.data.AUTOTUNE if settings.autotune else settings.num_threads
@@ -135,11 +146,7 @@ class DecodeBatches(Decode):
 
 
 def with_whole_batches(steps: list[Stage]) -> list[Stage]:
-    """Returns the steps of a plan; images that are batched next are decoded so.
-
-    Args:
-        steps: In the order they run in.
-    """
+    """Returns the steps of a plan, in order; images batched next are decoded so."""
     for number, pair in enumerate(itertools.pairwise(steps)):
         decode, batch = pair
         if (
@@ -154,7 +161,7 @@ def with_whole_batches(steps: list[Stage]) -> list[Stage]:
 
 
 def make_decode(
-    image_size: tuple[int, int] | None = None,
+    image_size: Any = None,
     *,
     channels: int = 3,
     decoder: str = "tf",
@@ -166,44 +173,114 @@ def make_decode(
 ) -> Decode:
     """Returns the stage that decodes images: JPEG, PNG, GIF (first frame) and BMP.
 
-    Pixels are uint8 from the file to the model: a resized value is rounded half to
-    even and held in 0 to 255. Rotation by EXIF is not applied, as TensorFlow never
-    does; of 16-bit PNGs the upper 8 bits are kept, and alpha is dropped.
-
-    Args:
-        image_size: (height, width) of all images, None to keep each one's own.
-        channels: 3 for color, 1 for gray.
-        decoder: "tf"; "simplejpeg", which gives the same pixels; or "opencv", which
-            decodes with simplejpeg and resizes with OpenCV, 16 images in a call:
-            values then differ by at most 1 of 255, by 0.1 in the mean. Both are for
-            JPEG, other kinds go through TensorFlow. "simplejpeg" calls Python for
-            each image, which takes as long as decoding a small one.
-        method: "bilinear", "nearest", "bicubic", "area", "lanczos3" or "lanczos5".
-        antialias: Whether to smooth before an image is made smaller, at twice the
-            cost. Off as in Keras.
-        fit: For another aspect ratio: "stretch" it, "crop" the middle as Keras's
-            `crop_to_aspect_ratio`, or "pad" with black.
-        key: Name of the image where elements, or their first parts, are dicts.
-        reads_files: Whether images come as paths instead of bytes.
-
-    Returns:
-        The stage. Its `function` also works on one element outside of a dataset.
-
-    Raises:
-        ImportError: The decoder's package is not installed.
-        TypeError: `image_size` is no pair of integers.
-        ValueError: An argument is unknown, or does not go with another.
+    `Pipeline.decode` explains the arguments and the errors; `reads_files` says whether
+    images come as paths instead of bytes. The stage's `function` also works on one
+    element outside of a dataset.
     """
-    reader = image_reader(
-        image_size,
-        channels=channels,
-        decoder=decoder,
-        method=method,
-        antialias=antialias,
-        fit=fit,
-        reads_files=reads_files,
+    size = None
+    if image_size is not None:
+        is_listed = hasattr(image_size, "__iter__") and not isinstance(image_size, str)
+        if not is_listed or len(tuple(image_size)) != 2:
+            raise TypeError(
+                f"`image_size` is {image_size!r}; expected (height, width). Pass two "
+                "integers, or None to keep the sizes."
+            )
+        height, width = image_size
+        size = (
+            checks.positive_int("image_size", height),
+            checks.positive_int("image_size", width),
+        )
+    if channels not in COLORS:
+        raise ValueError(
+            f"`channels` is {channels!r}; expected 1 or 3. Pass 3 for color; an alpha "
+            "channel is dropped."
+        )
+    checks.choice("decoder", decoder, DECODERS)
+    checks.choice("method", method, METHODS)
+    checks.choice("fit", fit, FITS)
+    if size is None and (fit != "stretch" or antialias or method != "bilinear"):
+        raise ValueError(
+            f"`fit`, `method` or `antialias` came ({fit!r}, {method!r}, {antialias!r}) "
+            "without `image_size`; expected a size to bring images to. Pass "
+            "`image_size=(224, 224)`, or leave them out."
+        )
+    if decoder == "opencv":
+        if size is None or method != "bilinear" or antialias or fit == "pad":
+            raise ValueError(
+                f"`decoder` 'opencv' came with size {size!r}, method {method!r}, "
+                f"antialias {antialias!r} and fit {fit!r}; expected a size, "
+                "'bilinear', no antialias, and 'stretch' or 'crop'. Use 'simplejpeg', "
+                "which resizes as TensorFlow does."
+            )
+        checks.require("cv2", extra=None, purpose="`decoder='opencv'`")
+    if decoder != "tf":
+        purpose = f"`decoder={decoder!r}`"
+        checks.require("simplejpeg", extra=None, purpose=purpose)
+    reader = ImageReader(
+        size, channels, decoder, method, bool(antialias), fit, reads_files
     )
     return Decode(DecodeElement(reader, key))
+
+
+def read_together(reader: ImageReader, images: tf.Tensor) -> tf.Tensor:
+    """Returns pixels `(images, height, width, channels)`, uint8, in one call of Python.
+
+    Each image is decoded as by `reader`, whose decoder is "opencv" and which gives one
+    size; they come as paths or bytes, strings `(images,)`.
+    """
+    fast = reader.fast_function()
+    shape = (*(reader.image_size or ()), reader.channels)
+
+    def decode_all(given: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+        pixels = _aligned((len(given), *shape))
+        for place, image in enumerate(given):
+            target = pixels[place]
+            decoded = _decoded_bytes(reader, image, fast, target)
+            if not np.may_share_memory(decoded, target):
+                target[...] = decoded
+        return pixels
+
+    found = tf.numpy_function(decode_all, [images], tf.uint8, stateful=False)
+    return tf.ensure_shape(found, (images.shape[0], *shape))
+
+
+def _decoded_bytes(
+    reader: ImageReader, image: bytes, fast: Callable[..., Any], target: Any
+) -> Any:
+    """Returns the pixels of one image, in `target` already where OpenCV could.
+
+    Raises:
+        ValueError: It is damaged or missing, with its path.
+    """
+    name = image.decode(errors="replace") if reader.reads_files else "An image"
+    try:
+        if not reader.reads_files:
+            data = image
+        elif "://" in name:
+            with tf.io.gfile.GFile(name, "rb") as remote:
+                data = bytes(remote.read())
+        else:
+            with open(name, "rb", buffering=0) as file:
+                data = file.readall()
+        if data[: len(JPEG_START)] == JPEG_START:
+            return fast(data, target)
+        return reader(image).numpy()
+    except (ValueError, OSError, tf.errors.OpError) as error:
+        # TensorFlow makes InvalidArgumentError of it.
+        raise ValueError(f"{name}: {error}") from error
+
+
+def _aligned(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
+    """Returns an array of bytes that TensorFlow takes over as it is.
+
+    Example:
+        >>> _aligned((2, 3)).ctypes.data % 64, _aligned((2, 3)).shape
+        (0, (2, 3))
+    """
+    size = int(np.prod(shape))
+    memory = np.empty(size + _ALIGNMENT, np.uint8)
+    start = -memory.ctypes.data % _ALIGNMENT
+    return memory[start : start + size].reshape(shape)
 
 
 def _decoded(

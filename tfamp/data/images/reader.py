@@ -1,4 +1,9 @@
-"""Turns the bytes of an image into uint8 pixels of one size."""
+"""Turns the bytes of an image into uint8 pixels of one size.
+
+A resized value is rounded half to even and held in 0 to 255. Rotation by EXIF is not
+applied, as TensorFlow never does; of 16-bit PNGs the upper 8 bits are kept, and alpha
+is dropped.
+"""
 
 import dataclasses
 import threading
@@ -8,7 +13,6 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.images.bmp import decode_bmp
 from tfamp.records import checks
 
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5")
@@ -20,21 +24,21 @@ FITS = ("stretch", "crop", "pad")
 JPEG_START = b"\xff\xd8\xff"
 BMP_START = b"BM"
 _STARTS = (JPEG_START, b"\x89PN", b"GIF", BMP_START)
-_COLORS = {1: "GRAY", 3: "RGB"}
+COLORS = {1: "GRAY", 3: "RGB"}
+# Bytes of a bitmap's headers: both of Windows together, that of OS/2 with shorter
+# fields and colors of three bytes, and the one in front of either.
+_BMP_HEADERS, _BMP_OLD_HEADER, _BMP_FILE_HEADER = 54, 12, 14
+_BMP_BITS = (1, 4, 8)
+# Of red, green and blue in gray, in thousandths: ITU-R BT.601, as libjpeg has them.
+_GRAY = (299, 587, 114)
 
 
 @dataclasses.dataclass(frozen=True)
 class ImageReader:
     """Decodes and resizes one image; works eagerly and in `Dataset.map`.
 
-    Attributes:
-        image_size: (height, width), None to keep each image's own.
-        channels: 1 or 3.
-        decoder: One of `DECODERS`.
-        method: How pixels are interpolated; one of `METHODS`.
-        antialias: Whether to smooth before an image is made smaller.
-        fit: One of `FITS`, for images of another aspect ratio.
-        reads_files: Whether images come as paths instead of bytes.
+    The settings are those of `Pipeline.decode`; `reads_files` says whether images come
+    as paths instead of bytes.
     """
 
     image_size: tuple[int, int] | None
@@ -46,11 +50,7 @@ class ImageReader:
     reads_files: bool
 
     def __call__(self, image: Any) -> tf.Tensor:
-        """Returns the pixels `(height, width, channels)`, uint8.
-
-        Args:
-            image: Path or bytes, a scalar string tensor or what becomes one.
-        """
+        """Returns the pixels `(height, width, channels)`, uint8, of a path or bytes."""
         given = tf.convert_to_tensor(image, tf.string)
         data = tf.io.read_file(given) if self.reads_files else given
         with tf.control_dependencies([self._check_start(given, data)]):
@@ -82,14 +82,14 @@ class ImageReader:
         is_image |= tf.strings.substr(start, 0, 2) == _STARTS[3]
         what = given if self.reads_files else "the bytes of an image"
         # Not its first bytes: an error whose text is no UTF-8 is another error.
-        told = [what, "is no JPEG, PNG, GIF or BMP; bytes:", tf.strings.length(data)]
+        words = [what, "is no JPEG, PNG, GIF or BMP; bytes:", tf.strings.length(data)]
         if tf.executing_eagerly() and not is_image:
             # As a graph would say it; `Assert` itself speaks of tensors here.
             text = " ".join(
-                tf.strings.as_string(part).numpy().decode() for part in told
+                tf.strings.as_string(part).numpy().decode() for part in words
             )
             raise tf.errors.InvalidArgumentError(None, None, text)
-        return tf.debugging.Assert(is_image, told)
+        return tf.debugging.Assert(is_image, words)
 
     def _read_by_tensorflow(
         self, given: tf.Tensor, data: tf.Tensor, is_whole: bool = True
@@ -98,7 +98,7 @@ class ImageReader:
         name = given if self.reads_files else tf.constant("An image")
         pixels = tf.cond(
             tf.strings.substr(data, 0, 2) == BMP_START,
-            lambda: decode_bmp(data, self.channels, name),
+            lambda: _decode_bmp(data, self.channels, name),
             lambda: tf.io.decode_image(data, self.channels, expand_animations=False),
         )
         pixels = tf.ensure_shape(pixels, (None, None, self.channels))
@@ -134,7 +134,7 @@ class ImageReader:
             "simplejpeg", extra=None, purpose=f"`decoder={self.decoder!r}`"
         )
         buffers = threading.local()
-        color, depth = _COLORS[self.channels], self.channels
+        color, depth = COLORS[self.channels], self.channels
 
         def decode(given: Any) -> np.ndarray[Any, Any]:
             # Eagerly it comes as an array without dimensions.
@@ -172,10 +172,8 @@ class ImageReader:
 def crop_box(shape: Any, height: int, width: int) -> tuple[Any, Any, Any, Any]:
     """Returns top, left, height and width of the middle with another aspect ratio.
 
-    Args:
-        shape: Height and width of the image first; numbers or tensors.
-        height: Of what the middle is resized to.
-        width: Of the same.
+    `shape` begins with height and width of the image, numbers or tensors; the middle is
+    to be resized to `height` and `width`.
 
     Example:
         >>> crop_box((100, 300), 1, 1), crop_box((100, 300), 1, 6)
@@ -193,65 +191,80 @@ def crop_box(shape: Any, height: int, width: int) -> tuple[Any, Any, Any, Any]:
     return (shape[0] - tall) // 2, (shape[1] - wide) // 2, tall, wide
 
 
-def image_reader(
-    image_size: Any,
-    *,
-    channels: int,
-    decoder: str,
-    method: str,
-    antialias: bool,
-    fit: str,
-    reads_files: bool,
-) -> ImageReader:
-    """Checks the arguments of an `ImageReader`, and that its packages are there.
+def _decode_bmp(data: tf.Tensor, channels: int, name: tf.Tensor) -> tf.Tensor:
+    """Returns the pixels `(height, width, channels)` of a bitmap, uint8.
+
+    `tf.io.decode_image` takes the numbers of a palette for colors; those are looked up
+    here. `name` stands for the bitmap in errors.
 
     Raises:
-        ImportError: The decoder's package is not installed.
-        TypeError: `image_size` is no pair.
-        ValueError: An argument is unknown, or does not go with another.
+        InvalidArgumentError: It has a palette, and is compressed, breaks off, or
+            holds numbers that the palette lacks.
+
+    Source: Microsoft, Bitmap Storage, learn.microsoft.com, 2026-11-23.
     """
-    size = None
-    if image_size is not None:
-        if isinstance(image_size, str) or len(tuple(_iterable(image_size))) != 2:
-            raise TypeError(
-                f"`image_size` is {image_size!r}; expected (height, width). Pass two "
-                "integers, or None to keep the sizes."
-            )
-        height, width = image_size
-        size = (
-            checks.positive_int("image_size", height),
-            checks.positive_int("image_size", width),
-        )
-    if channels not in _COLORS:
-        raise ValueError(
-            f"`channels` is {channels!r}; expected 1 or 3. Pass 3 for color; an alpha "
-            "channel is dropped."
-        )
-    checks.choice("decoder", decoder, DECODERS)
-    checks.choice("method", method, METHODS)
-    checks.choice("fit", fit, FITS)
-    if size is None and (fit != "stretch" or antialias or method != "bilinear"):
-        raise ValueError(
-            f"`fit`, `method` or `antialias` came ({fit!r}, {method!r}, {antialias!r}) "
-            "without `image_size`; expected a size to bring images to. Pass "
-            "`image_size=(224, 224)`, or leave them out."
-        )
-    if decoder == "opencv":
-        if size is None or method != "bilinear" or antialias or fit == "pad":
-            raise ValueError(
-                f"`decoder` 'opencv' came with size {size!r}, method {method!r}, "
-                f"antialias {antialias!r} and fit {fit!r}; expected a size, "
-                "'bilinear', no antialias, and 'stretch' or 'crop'. Use 'simplejpeg', "
-                "which resizes as TensorFlow does."
-            )
-        checks.require("cv2", extra=None, purpose="`decoder='opencv'`")
-    if decoder != "tf":
-        purpose = f"`decoder={decoder!r}`"
-        checks.require("simplejpeg", extra=None, purpose=purpose)
-    return ImageReader(
-        size, channels, decoder, method, bool(antialias), fit, reads_files
+    header = tf.io.decode_raw(tf.strings.substr(data, 0, _BMP_HEADERS), tf.uint8)
+    header = tf.concat([header, tf.zeros(_BMP_HEADERS, tf.uint8)], 0)
+
+    def number(at: int, num_bytes: int) -> tf.Tensor:
+        parts = tf.cast(header[at : at + num_bytes], tf.int32)
+        shifts = tf.range(0, 8 * num_bytes, 8)
+        return tf.reduce_sum(tf.bitwise.left_shift(parts, shifts))
+
+    begin, info = number(10, 4), number(14, 4)
+    is_old = info == _BMP_OLD_HEADER
+    old = (number(18, 2), number(20, 2), number(24, 2), 0, 0, 3)
+    new = (*map(lambda at: number(at, 4), (18, 22)), number(28, 2))
+    new += (number(30, 4), number(46, 4), 4)
+    width, height, bits, packing, num_colors, color_bytes = (
+        tf.where(is_old, *pair) for pair in zip(old, new, strict=True)
     )
 
+    def with_palette() -> tf.Tensor:
+        is_plain = tf.reduce_any(bits == _BMP_BITS) & (packing == 0)
+        text = tf.strings.as_string
+        kind = (text(bits), " bits a pixel and compression ", text(packing))
+        is_known = _check(is_plain, name, " is a BMP with ", *kind)
+        with tf.control_dependencies([is_known]):
+            most = tf.bitwise.left_shift(1, bits)
+            count = tf.where(num_colors == 0, most, num_colors)
+        row_bytes = (width * bits + 31) // 32 * 4
+        size = row_bytes * tf.abs(height)
+        first = _BMP_FILE_HEADER + info
+        end = tf.maximum(begin + size, first + count * color_bytes)
+        is_whole = (end <= tf.strings.length(data)) & (size > 0) & (count > 0)
+        wrong = " is a BMP that breaks off"
+        with tf.control_dependencies([_check(is_whole, name, wrong)]):
+            whole = tf.identity(data)
+        table = tf.strings.substr(whole, first, count * color_bytes)
+        table = tf.reshape(tf.io.decode_raw(table, tf.uint8), [count, color_bytes])
+        palette = table[:, 2::-1]  # it is blue, green, red
+        rows = tf.io.decode_raw(tf.strings.substr(whole, begin, size), tf.uint8)
+        rows = tf.cast(tf.reshape(rows, [tf.abs(height), row_bytes, 1]), tf.int32)
+        numbers = tf.bitwise.right_shift(rows, tf.range(8 - bits, -1, -bits))
+        numbers = tf.bitwise.bitwise_and(numbers, tf.bitwise.left_shift(1, bits) - 1)
+        numbers = tf.reshape(numbers, [tf.abs(height), -1])[:, :width]
+        numbers = tf.cond(height > 0, lambda: numbers[::-1], lambda: numbers)
+        is_known = tf.reduce_all(numbers < count)
+        wrong = " is a BMP with numbers beyond its palette"
+        with tf.control_dependencies([_check(is_known, name, wrong)]):
+            pixels = tf.gather(palette, numbers)
+        if channels == 3:
+            return pixels
+        # The brightness, rounded.
+        parts = tf.cast(pixels, tf.int32) * tf.constant(_GRAY)
+        total = tf.reduce_sum(parts, axis=-1, keepdims=True)
+        return tf.cast((total + 500) // 1000, tf.uint8)
 
-def _iterable(value: Any) -> Any:
-    return value if hasattr(value, "__iter__") else ()
+    pixels = tf.cond(
+        bits <= _BMP_BITS[-1],
+        with_palette,
+        lambda: tf.io.decode_image(data, channels, expand_animations=False),
+    )
+    return tf.ensure_shape(pixels, (None, None, channels))
+
+
+def _check(is_right: tf.Tensor, *words: tf.Tensor | str) -> tf.Operation:
+    """Raises with a sentence of some words where something is wrong."""
+    remedy = "; expected a whole one without compression. Write it anew as PNG."
+    return tf.debugging.Assert(is_right, [tf.strings.join([*words, remedy])])

@@ -109,11 +109,7 @@ def _steps(
 
     The shift is `offset / scale` on the grid where its sum with a pixel is exact, so
     that nothing cancels; the rest is what the grid leaves. None for a step that does
-    nothing.
-
-    Args:
-        scale: Factors, float64.
-        offset: What is added after them, float64.
+    nothing. All numbers are float64.
     """
     wanted = offset / scale
     largest = np.abs(wanted) + _LARGEST_PIXEL

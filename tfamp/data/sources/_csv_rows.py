@@ -4,30 +4,97 @@ Arrow stops at the first row that does not fit, and does not tell its line. Pyth
 on from there, names what is wrong, and hands back to Arrow behind some rows.
 """
 
+import csv
 import dataclasses
 import itertools
+import re
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
-from tfamp.data.sources._csv_format import (
-    MAX_FLOAT32_INTEGER,
-    Column,
-    Format,
-    is_number,
-)
-from tfamp.data.sources._csv_records import Place, read_records
-from tfamp.data.sources._files import open_bytes
+from tfamp.data.sources._files import BYTE_ORDER_MARK, open_bytes
 from tfamp.records import checks
 
+# float32 holds all integers up to here.
+MAX_FLOAT32_INTEGER = 2**24
 # Bytes in a call of Arrow, some 5,000 rows. Python reads records that are longer.
 BLOCK_BYTES = 2**20
 # Rows that Python reads in one go.
 _CAREFUL_ROWS = 2048
+# Longest field, in characters. Beyond, its quote is taken for one that stays open.
+_MAX_FIELD = 4 * 2**20
+_OPEN_QUOTE = "a quote that is not closed, or stands inside an unquoted field"
+_INTEGER = re.compile(r"[+-]?\d+")
+_NUMBER = re.compile(
+    r"[+-]?(\d+\.?\d*([eE][+-]?\d+)?|\.\d+([eE][+-]?\d+)?|inf|infinity|nan)", re.I
+)
 
-# Called with the line of a row that does not fit and with the reason.
-Report = Callable[[int, str], None]
+
+@dataclasses.dataclass(frozen=True)
+class Column:
+    """A column of the files: its name, and its dtype, one of `DTYPES`.
+
+    `holds_integers` says that float32 was inferred for integers with gaps, so that a
+    larger integer must not be rounded.
+    """
+
+    name: str
+    dtype: str
+    holds_integers: bool = False
+
+    @property
+    def arrow_type(self) -> str:
+        """What Arrow reads it as."""
+        names = {"string": "binary", "float32": "float", "float64": "double"}
+        return "double" if self.holds_integers else names.get(self.dtype, self.dtype)
+
+
+@dataclasses.dataclass(frozen=True)
+class Format:
+    """How to read rows: all columns in the order of the files, and which are wanted.
+
+    `features` and `label` name columns; the empty field is among `na_values`. The types
+    were inferred from `num_inferred_rows` rows.
+    """
+
+    columns: tuple[Column, ...]
+    features: tuple[str, ...]
+    label: str | None
+    delimiter: str
+    na_values: tuple[str, ...]
+    has_header: bool
+    num_inferred_rows: int
+
+    @property
+    def selected(self) -> list[tuple[int, Column]]:
+        """The features and the label: the number of each column, and the column."""
+        names = (*self.features, self.label)
+        return [pair for pair in enumerate(self.columns) if pair[1].name in names]
+
+    @property
+    def text_gaps(self) -> list[str]:
+        """What stands for a missing value in text; numbers know "nan" as well."""
+        return [value for value in self.na_values if value.lower() != "nan"]
+
+
+class Place(NamedTuple):
+    """The beginning of a line: bytes before it in the unpacked file, and its number."""
+
+    offset: int = 0
+    line: int = 1
+
+
+class Record(NamedTuple):
+    """A record of a file, as text: its first line, its fields, the place behind it.
+
+    Undecodable bytes are surrogates. With a `fault` it is a line that is no record.
+    """
+
+    line: int
+    fields: list[str]
+    end: Place
+    fault: str = ""
 
 
 class _UnfitError(ValueError):
@@ -35,13 +102,82 @@ class _UnfitError(ValueError):
 
 
 def require_arrow(module: str = "") -> Any:
-    """Returns pyarrow, or one of its modules.
-
-    Raises:
-        ImportError: It is not installed.
-    """
+    """Returns pyarrow, or one of its modules, or says how to install it."""
     name = f"pyarrow.{module}" if module else "pyarrow"
     return checks.require(name, extra="data", purpose="`Pipeline.from_csv`")
+
+
+def read_records(
+    path: str, delimiter: str, place: Place | None = None
+) -> Iterator[Record]:
+    """Yields the records of a file that are not empty, from a place on.
+
+    A quote that is never closed costs its own line.
+    """
+    place = place or Place()
+    with open_bytes(path) as file:
+        while True:
+            file.seek(place.offset)
+            lines: list[bytes] = []
+            reader = csv.reader(_decoded(file, lines), delimiter=delimiter, strict=True)
+            fault = ""
+            while not fault:
+                lines.clear()
+                fields, fault = _next(reader, lines, delimiter)
+                if fields is None:
+                    return
+                read = lines[:1] if fault else lines
+                end = Place(place.offset + sum(map(len, read)), place.line + len(read))
+                if fields or fault:
+                    yield Record(place.line, fields, end, fault)
+                place = end
+
+
+def _decoded(file: IO[bytes], lines: list[bytes]) -> Iterator[str]:
+    """Yields the lines of a file as text, and adds each to `lines`."""
+    is_first = file.tell() == 0
+    for line in file:
+        lines.append(line)
+        if is_first:
+            line, is_first = line.removeprefix(BYTE_ORDER_MARK), False
+        yield line.decode("utf-8", "surrogateescape")
+
+
+def _next(
+    reader: Iterator[list[str]], lines: Sequence[bytes], delimiter: str
+) -> tuple[list[str] | None, str]:
+    """Returns the fields of the next record, None for no record, and its fault."""
+    limit = csv.field_size_limit(_MAX_FIELD)
+    try:
+        try:
+            return next(reader, None), ""
+        except csv.Error:
+            if len(lines) > 1 or lines[0].count(b'"') % 2:
+                raise
+            # Text behind a closing quote is part of the field, as Arrow has it.
+            text = lines[0].decode("utf-8", "surrogateescape")
+            return next(csv.reader([text], delimiter=delimiter)), ""
+    except csv.Error as error:
+        is_quote = any(b'"' in line for line in lines)
+        return [], _OPEN_QUOTE if is_quote else str(error)
+    finally:
+        csv.field_size_limit(limit)
+
+
+def is_number(text: str, dtype: str = "float32") -> bool:
+    """Whether `text` is a number of a dtype.
+
+    Example:
+        >>> is_number(" 1e5"), is_number("1e5", "int64"), is_number("five")
+        (True, False, False)
+    """
+    text = text.strip()
+    if not dtype.startswith("int"):
+        return _NUMBER.fullmatch(text) is not None
+    if not _INTEGER.fullmatch(text):
+        return False
+    limit = 2 ** (int(dtype[3:]) - 1)
+    return -limit <= int(text) < limit
 
 
 def count_rows(path: str, form: Format) -> int:
@@ -55,13 +191,12 @@ def count_rows(path: str, form: Format) -> int:
         return count - int(form.has_header)
 
 
-def read_columns(path: str, form: Format, report: Report) -> Iterator[dict[str, Any]]:
+def read_columns(
+    path: str, form: Format, report: Callable[[int, str], None]
+) -> Iterator[dict[str, Any]]:
     """Yields the selected columns of a file's rows, some thousand rows at a time.
 
-    Args:
-        path: The file, plain or compressed with gzip.
-        form: What the columns are.
-        report: Takes a row that does not fit; the row is left out.
+    A row that does not fit is left out; its line and the reason go to `report`.
     """
     place: Place | None = _beginning(path, form)
     while place is not None:
@@ -75,21 +210,14 @@ def read_columns(path: str, form: Format, report: Report) -> Iterator[dict[str, 
                     if any(one.fault for one in itertools.islice(records, unchecked)):
                         raise _UnfitError(path)
                     num_checked += unchecked
-                yield {
-                    column.name: _values(batch.column(number), column)
-                    for number, column in enumerate(form.columns)
-                    if column.name in form.selected
-                }
+                yield {c.name: _values(batch.column(n), c) for n, c in form.selected}
                 num_read += batch.num_rows
             return
         except (require_arrow().ArrowInvalid, _UnfitError):
             rows, place = _careful(path, form, place, num_read, report)
         if rows:
-            yield {
-                column.name: _converted([row[number] for row in rows], column, form)
-                for number, column in enumerate(form.columns)
-                if column.name in form.selected
-            }
+            columns = list(zip(*rows, strict=True))
+            yield {c.name: _converted(columns[n], c, form) for n, c in form.selected}
 
 
 def _beginning(path: str, form: Format) -> Place:
@@ -100,16 +228,15 @@ def _beginning(path: str, form: Format) -> Place:
 
 
 def _careful(
-    path: str, form: Format, place: Place, num_read: int, report: Report
+    path: str,
+    form: Format,
+    place: Place,
+    num_read: int,
+    report: Callable[[int, str], None],
 ) -> tuple[list[list[str]], Place | None]:
     """Returns some rows that fit, and where the next one begins, None for nowhere.
 
-    Args:
-        path: The file.
-        form: What the columns are.
-        place: Where Arrow began.
-        num_read: Rows that it has read there.
-        report: Takes the rows that do not fit.
+    Arrow began at `place` and has read `num_read` rows there.
     """
     rows: list[list[str]] = []
     records = read_records(path, form.delimiter, place)
@@ -160,7 +287,7 @@ def _batches(
         pyarrow.ArrowInvalid: A row does not fit, or nothing is left to be read.
     """
     arrow, arrow_csv = require_arrow(), require_arrow("csv")
-    types = {c.name: _arrow_type(c) for c in columns}
+    types = {column.name: column.arrow_type for column in columns}
     with open_bytes(path) as file:
         file.seek(place.offset)
         with arrow_csv.open_csv(
@@ -173,7 +300,7 @@ def _batches(
             arrow_csv.ConvertOptions(
                 column_types=types,
                 include_columns=list(types),
-                null_values=_text_gaps(form),
+                null_values=form.text_gaps,
                 strings_can_be_null=True,
             ),
         ) as reader:
@@ -187,19 +314,6 @@ def _spans_lines(batch: Any, form: Format) -> bool:
         compute.any(compute.match_substring(values, "\n")).as_py()
         for values, column in zip(batch.columns, form.columns, strict=True)
         if column.dtype == "string"
-    )
-
-
-def _text_gaps(form: Format) -> list[str]:
-    """Returns what stands for a missing value in text; numbers know "nan" as well."""
-    return [value for value in form.na_values if value.lower() != "nan"]
-
-
-def _arrow_type(column: Column) -> str:
-    if column.holds_integers:
-        return "double"
-    return {"string": "binary", "float32": "float", "float64": "double"}.get(
-        column.dtype, column.dtype
     )
 
 
@@ -222,9 +336,8 @@ def _values(values: Any, column: Column) -> Any:
 def _converted(texts: Sequence[str], column: Column, form: Format) -> Any:
     """Returns a column that Python has read, in its own dtype."""
     if column.dtype == "string":
-        gaps = _text_gaps(form)
         return [
-            b"" if text in gaps else text.encode("utf-8", "surrogateescape")
+            b"" if text in form.text_gaps else text.encode("utf-8", "surrogateescape")
             for text in texts
         ]
     number = int if column.dtype.startswith("int") else float

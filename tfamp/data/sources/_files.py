@@ -1,17 +1,28 @@
-"""Finds and opens the files of a source; says at once which are missing or unfit."""
+"""Files of a source: found, opened, read by the chunk.
 
+What is missing or unfit is said at once, what is damaged when it is met.
+"""
+
+import abc
 import contextlib
+import dataclasses
 import glob
 import gzip
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
+import tensorflow as tf
+
+from tfamp.data._sources import Source
+from tfamp.data._stages import Settings
 from tfamp.records import checks
 from tfamp.records.units import join_words
 
+# Examples of text files up to this size in all are counted at once, in 0.1 s.
+MAX_COUNTED_BYTES = 64 * 2**20
 # Names shown in a message; enough to see what kind of files they are.
 _NUM_SHOWN = 3
 _GZIP = b"\x1f\x8b"
@@ -20,9 +31,109 @@ BYTE_ORDER_MARK = b"\xef\xbb\xbf"
 _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 
-def find_files(
-    paths: Any, *, argument: str = "paths", extensions: Sequence[str] = ()
-) -> tuple[str, ...]:
+@dataclasses.dataclass(frozen=True)
+class ChunkedSource(Source):
+    """Examples of files, many of which are read at once.
+
+    Attributes:
+        paths: The files.
+        num_examples: Examples in all, None where they were not counted.
+    """
+
+    skips_errors = True
+    paths: tuple[str, ...]
+    num_examples: int | None
+
+    @abc.abstractmethod
+    def chunks(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the examples in batches of many, of varying size."""
+
+    def dataset(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the examples one by one."""
+        examples = self.chunks(settings).unbatch()
+        if self.num_examples is None or settings.errors is not None:
+            return examples
+        known = tf.data.experimental.assert_cardinality(self.num_examples)
+        return examples.apply(known)
+
+    def generated(
+        self,
+        read: Callable[[Settings], Iterator[tuple[int, Any]]],
+        spec: Any,
+        settings: Settings,
+    ) -> tf.data.Dataset:
+        """Returns chunks of a spec that Python reads; a pass ends by summing up errors.
+
+        `read` yields chunks, each behind the number of its examples.
+        """
+        errors = settings.errors
+
+        def chunks() -> Iterator[Any]:
+            num_examples = 0
+            for count, chunk in read(settings):
+                num_examples += count
+                yield chunk
+            # Where a later step looks for errors too, that one sums up.
+            if errors is not None and errors.is_last:
+                errors.log.finish(num_examples)
+
+        return tf.data.Dataset.from_generator(chunks, output_signature=spec)
+
+    def report(self, settings: Settings, where: str, message: str) -> None:
+        """Counts damaged data at a place of a file where that is skipped, else raises.
+
+        Raises:
+            ValueError: Errors are not skipped, or there are too many.
+        """
+        errors = settings.errors
+        if errors is None:
+            raise ValueError(
+                f"{where}: {message}. Expected data that can be read: repair it, or "
+                "leave out what is damaged with `.on_error('skip')`."
+            )
+        if where not in errors.log:
+            errors.log.leave_out(where, message, about=self.about())
+
+    def about(self) -> int:
+        """Returns how many examples there are, at least about: lines, by the first."""
+        if self.num_examples is not None:
+            return self.num_examples
+        with open_bytes(self.paths[0]) as file:
+            start = file.read(2**18)
+        num_bytes = sum(os.path.getsize(path) for path in self.paths)
+        return num_bytes * (1 + start.count(b"\n")) // max(1, len(start))
+
+    def files(self) -> str:
+        """Returns how many files there are, in words."""
+        return f"{len(self.paths):,} file{'' if len(self.paths) == 1 else 's'}"
+
+    def length(self, unit: str) -> str:
+        """Returns how many examples there are, in words."""
+        if self.num_examples is None:
+            return "length unknown (`num_examples`)"
+        return f"{self.num_examples:,} {unit}"
+
+
+def checked_number(num_examples: Any) -> int | str | None:
+    """Returns a number of examples as a source takes it: "auto" and "count" too."""
+    if num_examples is None:
+        return None
+    if isinstance(num_examples, str):
+        return checks.choice("num_examples", num_examples, ["auto", "count"])
+    return checks.positive_int("num_examples", num_examples)
+
+
+def is_counted(
+    paths: Sequence[str], asked: int | str | None, *, any_size: bool = False
+) -> bool:
+    """Whether to count examples now: for "auto" those of small plain files alone."""
+    if asked != "auto":
+        return asked == "count"
+    is_small = any_size or sum(map(os.path.getsize, paths)) <= MAX_COUNTED_BYTES
+    return is_small and not any(map(is_gzip, paths))
+
+
+def find_files(paths: Any, *, extensions: Sequence[str] = ()) -> tuple[str, ...]:
     """Returns the files that paths, patterns and folders stand for.
 
     Matches of a pattern and the contents of a folder come in the order of their
@@ -31,7 +142,6 @@ def find_files(
 
     Args:
         paths: A file, a folder, a pattern such as "data/*.csv", or several of these.
-        argument: Its name, for messages.
         extensions: Endings of the files that count inside a folder, with the dot,
             in lower case; none for all files.
 
@@ -47,72 +157,30 @@ def find_files(
         paths = [paths]
     if not isinstance(paths, Sequence) or isinstance(paths, bytes):
         raise TypeError(
-            f"`{argument}` is {paths!r}, of type {type(paths).__name__}; expected a "
+            f"`paths` is {paths!r}, of type {type(paths).__name__}; expected a "
             "path, a pattern, a folder, or a list of these. Pass a string such as "
             "'data/*'."
         )
     if not paths:
         raise ValueError(
-            f"`{argument}` is {paths!r}; expected at least one file. Pass a path, or "
+            f"`paths` is {paths!r}; expected at least one file. Pass a path, or "
             "check the code that makes the list."
         )
-    found = [
-        file
-        for path in paths
-        for file in _files_of(path, argument=argument, extensions=extensions)
-    ]
+    found = [file for path in paths for file in _files_of(path, extensions)]
     seen: set[str] = set()
     for file in found:
         if file in seen:
             raise ValueError(
-                f"`{argument}` names {file!r} twice; expected each file once. Its "
+                f"`paths` names {file!r} twice; expected each file once. Its "
                 "elements would count double: make the patterns exclusive."
             )
         seen.add(file)
         if os.path.getsize(file) == 0:
             raise ValueError(
-                f"File {file!r} in `{argument}` has 0 bytes; expected at least one "
+                f"File {file!r} in `paths` has 0 bytes; expected at least one "
                 "element. Its writer may have failed: write it again or leave it out."
             )
     return tuple(found)
-
-
-def check_folder(folder: Any, *, argument: str) -> str:
-    """Returns the absolute path of a folder that exists.
-
-    Raises:
-        TypeError: `folder` is no path.
-        ValueError: It does not exist, or is a file.
-    """
-    path = _as_text(folder, argument)
-    absolute = os.path.abspath(os.path.expanduser(path))
-    if os.path.isdir(absolute):
-        return absolute
-    if os.path.exists(absolute):
-        raise ValueError(
-            f"`{argument}` is {path!r}, a file; expected a folder. Pass the folder "
-            f"that it lies in, {os.path.dirname(absolute)!r}."
-        )
-    raise ValueError(
-        f"`{argument}` is {path!r}, which does not exist; expected a folder."
-        f"{_nearest(absolute)}"
-    )
-
-
-def check_name(path: str) -> str:
-    """Returns a path that TensorFlow can hold, which is one in UTF-8.
-
-    Raises:
-        ValueError: Its name is in another encoding.
-    """
-    try:
-        path.encode()
-    except UnicodeEncodeError as error:
-        raise ValueError(
-            f"File {path!r} has a name that is not UTF-8; expected one that is. Rename "
-            "it, for example with `convmv -f latin1 -t utf8 --notest`."
-        ) from error
-    return path
 
 
 def is_gzip(path: str) -> bool:
@@ -181,7 +249,7 @@ def shown(names: Sequence[str]) -> str:
     return join_words([*quoted, f"{rest} more"] if rest > 0 else quoted)
 
 
-def _as_text(path: Any, argument: str) -> str:
+def as_path(path: Any, argument: str) -> str:
     """Returns a path as a string."""
     if not isinstance(path, (str, os.PathLike)) or not os.fspath(path):
         raise TypeError(
@@ -200,40 +268,35 @@ def _as_text(path: Any, argument: str) -> str:
     return text
 
 
-def _files_of(path: Any, *, argument: str, extensions: Sequence[str]) -> list[str]:
+def _files_of(path: Any, extensions: Sequence[str]) -> list[str]:
     """Returns the files of one path, pattern or folder."""
-    text = _as_text(path, argument)
+    text = as_path(path, "paths")
     absolute = os.path.abspath(os.path.expanduser(text))
     if os.path.isfile(absolute):
         return [absolute]
     if os.path.isdir(absolute):
-        return _files_in(absolute, text, argument=argument, extensions=extensions)
-    if is_pattern(text):
-        matches = sorted(filter(os.path.isfile, _matches(absolute)))
-        if matches:
-            return matches
+        return _files_in(absolute, text, extensions)
+    if not is_pattern(text):
         raise ValueError(
-            f"Pattern {text!r} in `{argument}` matches no file; expected at least one."
-            f"{_nearest(absolute)}"
+            f"File {text!r} in `paths` does not exist.{nearest(absolute)} Expected "
+            "a file, a folder or a pattern such as 'data/*'; check the path."
         )
-    raise ValueError(
-        f"File {text!r} in `{argument}` does not exist.{_nearest(absolute)} Expected "
-        "a file, a folder or a pattern such as 'data/*'; check the path."
-    )
-
-
-def _matches(absolute: str) -> list[str]:
-    """Returns what a pattern matches; folders that exist are no part of it."""
+    # What a pattern matches; folders that exist are no part of it.
     folder, names = absolute, ""
     while not os.path.isdir(folder):
         folder, name = os.path.split(folder)
         names = os.path.join(name, names) if names else name
-    return glob.glob(os.path.join(glob.escape(folder), names))
+    matches = glob.glob(os.path.join(glob.escape(folder), names))
+    files = sorted(filter(os.path.isfile, matches))
+    if not files:
+        raise ValueError(
+            f"Pattern {text!r} in `paths` matches no file; expected at least one."
+            f"{nearest(absolute)}"
+        )
+    return files
 
 
-def _files_in(
-    absolute: str, text: str, *, argument: str, extensions: Sequence[str]
-) -> list[str]:
+def _files_in(absolute: str, text: str, extensions: Sequence[str]) -> list[str]:
     """Returns the files of a folder that have one of the extensions."""
     entries = sorted(
         entry.name
@@ -246,14 +309,14 @@ def _files_in(
         kind = f" that ends in {join_words(list(wanted), 'or')}" if wanted else ""
         others = f"it has {shown(entries)}" if entries else "it holds no files"
         raise ValueError(
-            f"Folder {text!r} in `{argument}` has no file{kind}; {others}. Expected at "
+            f"Folder {text!r} in `paths` has no file{kind}; {others}. Expected at "
             "least one: pass another folder, or a pattern such as "
             f"{os.path.join(text, '*')!r}."
         )
     return [os.path.join(absolute, name) for name in fitting]
 
 
-def _nearest(absolute: str) -> str:
+def nearest(absolute: str) -> str:
     """Returns a sentence about what does exist near a path that does not."""
     path = Path(absolute)
     parent = path.parent

@@ -7,14 +7,13 @@ it was; behind a damaged length the next one is found by its checksum.
 Source: tensorflow/core/lib/io/record_writer.h; RFC 3720, section 12.1.
 """
 
-import dataclasses
 import gzip
 import io
 import os
 import struct
 import zlib
 from collections.abc import Callable, Iterator
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import numpy as np
 
@@ -22,16 +21,16 @@ from tfamp.records import checks
 
 HEADER_BYTES = 12
 FOOTER_BYTES = 4
-FRAME_BYTES = HEADER_BYTES + FOOTER_BYTES
 # Searched at once for the next frame.
 WINDOW_BYTES = 2**20
 HEADER = struct.Struct("<QI")
-STREAM_ERRORS = (EOFError, OSError, zlib.error)
+# No record is longer, for a file whose unpacked size is not known.
+_LONGEST = 2**40
+_STREAM_ERRORS = (EOFError, OSError, zlib.error)
 _MASK = 0xA282EAD8
 
 
-@dataclasses.dataclass(frozen=True)
-class Frame:
+class Frame(NamedTuple):
     """A record of a file, or a stretch of it that holds none.
 
     Attributes:
@@ -73,12 +72,71 @@ def masked(checksum: int) -> int:
     return ((checksum >> 15 | checksum << 17) + _MASK) & 0xFFFFFFFF
 
 
+def compression_of(path: str) -> str:
+    """Returns "", "GZIP" or "ZLIB" by the first bytes of a file.
+
+    A plain file whose first length looks like the mark of a packed one is told by
+    the checksum behind it, if that can be computed.
+    """
+    with open(path, "rb") as file:
+        start = file.read(HEADER_BYTES)
+    kind = "GZIP" if start[:2] == b"\x1f\x8b" else ""
+    if start[:1] == b"\x78" and int.from_bytes(start[:2], "big") % 31 == 0:
+        kind = "ZLIB"
+    try:
+        is_plain = bool(kind) and first_header(start, _LONGEST, crc32c()) == 0
+    except ImportError:
+        is_plain = False
+    return "" if is_plain else kind
+
+
+def is_tfrecord(path: str, compression: str) -> bool:
+    """Whether a file begins with a frame, or has one within its first MiB.
+
+    Without google-crc32c, which is needed to tell, every file passes.
+    """
+    try:
+        checksum = crc32c()
+    except ImportError:
+        return True
+    with open(path, "rb") as raw:
+        try:
+            start = _unpacked(raw, compression).read(WINDOW_BYTES)
+        except _STREAM_ERRORS:
+            return True  # told in full when it is read
+    return first_header(start, _LONGEST, checksum) is not None
+
+
+def walk(
+    path: str,
+    update: Callable[[int], None] = lambda num_frames: None,
+    *,
+    before: int = 0,
+    max_frames: int | None = None,
+) -> tuple[int, int]:
+    """Returns how many whole frames a plain file has, and the byte behind the last.
+
+    Only lengths are read, and nothing is checked but that the frames end in the file.
+    `update` is called with the number so far, `before` added, now and then.
+    """
+    size = os.path.getsize(path)
+    number, offset = 0, 0
+    with open(path, "rb", buffering=0) as file:
+        while offset < size and number != max_frames:
+            header = os.pread(file.fileno(), HEADER_BYTES, offset)
+            if len(header) < HEADER_BYTES:
+                break
+            end = offset + HEADER_BYTES + HEADER.unpack(header)[0] + FOOTER_BYTES
+            if end > size:
+                break
+            number, offset = number + 1, end
+            if number % 10_000 == 0:
+                update(before + number)
+    return number, offset
+
+
 def read_frames(path: str, compression: str = "") -> Iterator[Frame]:
     """Yields the frames of a file in order, and each damaged stretch once.
-
-    Args:
-        path: The file.
-        compression: As `compression_of` gives it.
 
     Raises:
         BrokenStreamError: The compression is damaged; the records before it are
@@ -86,15 +144,20 @@ def read_frames(path: str, compression: str = "") -> Iterator[Frame]:
     """
     checksum = crc32c()
     size = os.path.getsize(path)
+    num_frames = 0
     with open(path, "rb") as raw:
-        reader = _Reader(unpacked(raw, compression), None if compression else size)
+        reader = _Reader(_unpacked(raw, compression), None if compression else size)
         try:
-            yield from _frames(reader, checksum)
-        except STREAM_ERRORS as error:
+            for frame in _frames(reader, checksum):
+                num_frames = frame.number + 1
+                yield frame
+        except _STREAM_ERRORS as error:
+            at = raw.tell()
+            num_lost = round(num_frames * (size - at) / max(1, at))
             raise BrokenStreamError(
-                f"{path}: the {compression} stream breaks near byte {raw.tell():,} of "
-                f"{size:,} ({error}), after {reader.num_frames:,} records; about "
-                f"{_num_lost(raw.tell(), size, reader.num_frames):,} more cannot be "
+                f"{path}: the {compression} stream breaks near byte {at:,} of "
+                f"{size:,} ({error}), after {num_frames:,} records; about "
+                f"{num_lost:,} more cannot be "
                 "read. Expected a whole stream: restore the file, or leave it out"
             ) from error
 
@@ -104,26 +167,22 @@ class _Reader:
 
     def __init__(self, file: IO[bytes], size: int | None) -> None:
         self._file, self.size, self.offset = file, size, 0
-        self._kept = b""
-        self.num_frames = 0
+        self._put_back = b""
 
     def read(self, count: int) -> bytes:
         """Returns the next `count` bytes, fewer at the end."""
         # A damaged length asks for more than there is, or than memory holds.
         if self.size is not None:
             count = max(0, min(count, self.size - self.offset))
-        if self._kept:
-            data, self._kept = self._kept[:count], self._kept[count:]
-            if len(data) < count:
-                data += self._file.read(count - len(data))
-        else:
-            data = self._file.read(count)
+        data, self._put_back = self._put_back[:count], self._put_back[count:]
+        if len(data) < count:
+            data += self._file.read(count - len(data))
         self.offset += len(data)
         return data
 
     def put_back(self, data: bytes) -> None:
         """Makes `data` the next bytes to be read."""
-        self._kept = data + self._kept
+        self._put_back = data + self._put_back
         self.offset -= len(data)
 
 
@@ -132,7 +191,6 @@ def _frames(reader: _Reader, checksum: Callable[[bytes], int]) -> Iterator[Frame
     number = 0
     while True:
         offset = reader.offset
-        reader.num_frames = number
         header = reader.read(HEADER_BYTES)
         if not header:
             return
@@ -165,17 +223,16 @@ def _to_next_frame(reader: _Reader, checksum: Callable[[bytes], int]) -> int:
     passed = 0
     while True:
         window = reader.read(WINDOW_BYTES)
-        limit = 2**40 if reader.size is None else reader.size
-        at = first_header(window, limit, checksum)
+        at = first_header(window, reader.size or _LONGEST, checksum)
         if at is not None:
             reader.put_back(window[at:])
             return passed + at
         # The next header may begin in this window and end in the next one.
-        keep = min(len(window), HEADER_BYTES - 1)
+        rest = min(len(window), HEADER_BYTES - 1)
         if len(window) < WINDOW_BYTES:
             return passed + len(window)
-        reader.put_back(window[-keep:])
-        passed += len(window) - keep
+        reader.put_back(window[-rest:])
+        passed += len(window) - rest
 
 
 def first_header(
@@ -195,18 +252,11 @@ def first_header(
     return None
 
 
-def _num_lost(position: int, size: int, num_read: int) -> int:
-    """Returns how many records the unread rest of a packed file held, about."""
-    return round(num_read * (size - position) / max(1, position))
-
-
-def unpacked(raw: IO[bytes], compression: str) -> IO[bytes]:
+def _unpacked(raw: IO[bytes], compression: str) -> IO[bytes]:
     """Returns a file to read what `raw` holds."""
     if compression == "GZIP":
         return gzip.open(raw)  # type: ignore[return-value]
-    if compression == "ZLIB":
-        return io.BufferedReader(_Zlib(raw))
-    return raw
+    return io.BufferedReader(_Zlib(raw)) if compression == "ZLIB" else raw
 
 
 class _Zlib(io.RawIOBase):

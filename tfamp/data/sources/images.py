@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._sources import DATA, RandomAccess, files_identity
-from tfamp.data.sources._files import check_folder, check_name, shown
+from tfamp.data._sources import RandomAccess, files_identity
+from tfamp.data.sources._files import as_path, nearest, shown
 from tfamp.records import checks
 
 # What `tf.io.decode_image` reads; the first frame of a GIF.
@@ -32,8 +32,6 @@ class FileSource(RandomAccess):
         num_ignored: Files that were left out, by the reason why.
     """
 
-    # Every worker lists the same folder, so each takes its share of the elements.
-    shard_policy = DATA
     kind: str
     class_names: tuple[str, ...]
     num_ignored: Mapping[str, int]
@@ -75,15 +73,16 @@ def folder_source(
 ) -> FileSource:
     """Returns the files below a folder as paths, with their labels.
 
-    Arguments are those of `Pipeline.from_images`, which explains them.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: The folder is missing, holds no such file, a class has none or is
-            unknown, or labels do not fit the files.
+    `Pipeline.from_images` explains the arguments and the errors.
     """
-    extensions = _checked_extensions(extensions)
-    root = check_folder(folder, argument="folder")
+    given = (extensions,) if isinstance(extensions, str) else tuple(extensions)
+    endings = tuple(str(ending).lower() for ending in given)
+    if not endings or not all(ending.startswith(".") for ending in endings):
+        raise ValueError(
+            f"`extensions` is {given!r}; expected endings with their dot. Pass such as "
+            "('.jpg', '.png')."
+        )
+    root = _root(folder)
     if isinstance(class_names, str):
         raise TypeError(
             f"`class_names` is {class_names!r}; expected a sequence of names. Pass "
@@ -103,11 +102,11 @@ def folder_source(
         names = _class_folders(root, names, kind, ignored)
         numbers = []
         for number, name in enumerate(names):
-            found = _walk(os.path.join(root, name), extensions, ignored)
+            found = _walk(os.path.join(root, name), endings, ignored)
             if not found:
                 raise ValueError(
                     f"Class folder {os.path.join(root, name)!r} holds no {kind}; "
-                    f"expected at least one file that ends in {extensions}. Fill it, "
+                    f"expected at least one file that ends in {endings}. Fill it, "
                     "remove it, or leave it out with `class_names`."
                 )
             paths += found
@@ -119,11 +118,11 @@ def folder_source(
                 f"{type(labels).__name__}; expected names only where labels are "
                 "inferred or a dict. Leave `class_names` out."
             )
-        paths = _walk(root, extensions, ignored)
+        paths = _walk(root, endings, ignored)
         if not paths:
             raise ValueError(
                 f"Folder {root!r} holds no {kind}; expected at least one file that "
-                f"ends in {extensions}. Pass another folder or other `extensions`."
+                f"ends in {endings}. Pass another folder or other `extensions`."
             )
         if isinstance(labels, Mapping):
             numbers, names = _labels_by_path(labels, names, paths, root)
@@ -143,24 +142,36 @@ def label_files(paths: Sequence[str], labels: Any, *, kind: str) -> FileSource:
 
 def _tensors(paths: list[str], numbers: list[int] | None) -> Any:
     """Returns paths, or (paths, labels), on the CPU."""
+    for path in paths:
+        try:
+            path.encode()
+        except UnicodeEncodeError as error:
+            raise ValueError(
+                f"File {path!r} has a name that is not UTF-8; expected one that is. "
+                "Rename it, for example with `convmv -f latin1 -t utf8 --notest`."
+            ) from error
     with tf.device("CPU:0"):
-        as_tensor = tf.constant([check_name(path) for path in paths])
+        as_tensor = tf.constant(paths)
         if numbers is None:
             return as_tensor
         return as_tensor, tf.constant(np.array(numbers, LABEL_DTYPE))
 
 
-def _checked_extensions(extensions: Any) -> tuple[str, ...]:
-    """Returns the endings in lower case, with their dots."""
-    if isinstance(extensions, str):
-        extensions = (extensions,)
-    endings = tuple(str(ending).lower() for ending in extensions)
-    if not endings or not all(ending.startswith(".") for ending in endings):
+def _root(folder: Any) -> str:
+    """Returns the absolute path of a folder that exists."""
+    path = as_path(folder, "folder")
+    absolute = os.path.abspath(os.path.expanduser(path))
+    if os.path.isdir(absolute):
+        return absolute
+    if os.path.exists(absolute):
         raise ValueError(
-            f"`extensions` is {tuple(extensions)!r}; expected endings with their dot. "
-            "Pass such as ('.jpg', '.png')."
+            f"`folder` is {path!r}, a file; expected a folder. Pass the folder that it "
+            f"lies in, {os.path.dirname(absolute)!r}."
         )
-    return endings
+    raise ValueError(
+        f"`folder` is {path!r}, which does not exist; expected a folder."
+        f"{nearest(absolute)}"
+    )
 
 
 def _walk(
@@ -171,7 +182,8 @@ def _walk(
     Links to folders are followed, but for those to a folder that they lie in.
     """
     found = []
-    above = {os.path.normpath(folder): _folders_above(folder)}
+    real = Path(os.path.realpath(folder))
+    above = {os.path.normpath(folder): set(map(_identity, (real, *real.parents)))}
     for parent, folders, files in os.walk(folder, followlinks=True):
         ignored["in hidden folders"] += sum(
             len(os.listdir(os.path.join(parent, name)))
@@ -201,16 +213,10 @@ def _walk(
     return found
 
 
-def _identity(folder: str) -> tuple[int, int]:
+def _identity(folder: str | Path) -> tuple[int, int]:
     """Returns what a folder and every link to it have in common."""
     found = os.stat(folder)
     return found.st_dev, found.st_ino
-
-
-def _folders_above(folder: str) -> frozenset[tuple[int, int]]:
-    """Returns the identities of a folder and of those that it lies in."""
-    real = Path(os.path.realpath(folder))
-    return frozenset(_identity(str(one)) for one in (real, *real.parents))
 
 
 def _class_folders(

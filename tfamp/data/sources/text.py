@@ -9,25 +9,20 @@ import tensorflow as tf
 
 from tfamp.data._sources import files_identity
 from tfamp.data._stages import Settings
-from tfamp.data.sources._chunked import ChunkedSource, checked_number
 from tfamp.data.sources._files import (
     BYTE_ORDER_MARK,
+    ChunkedSource,
     check_text,
+    checked_number,
     find_files,
-    is_gzip,
+    is_counted,
     open_bytes,
 )
-from tfamp.data.sources.images import (
-    LABEL_DTYPE,
-    folder_source,
-    label_files,
-)
+from tfamp.data.sources.images import LABEL_DTYPE, folder_source, label_files
 from tfamp.records import checks
 from tfamp.records.progress import progress
 
 EXTENSIONS = (".txt", ".text", ".md", ".txt.gz")
-# Lines of files up to this size in all are counted at once, in a tenth of a second.
-MAX_COUNTED_BYTES = 64 * 2**20
 # Some 2,000 lines. TensorFlow splits such a block twice as fast as `TextLineDataset`
 # hands out lines, and its place is known, so that an error can name file and line.
 BLOCK_BYTES = 256 * 2**10
@@ -140,11 +135,7 @@ def text_source(
 ) -> TextSource:
     """Returns texts as a source, after a look at each file.
 
-    Arguments are those of `Pipeline.from_text`, which explains them.
-
-    Raises:
-        TypeError: An argument has the wrong type.
-        ValueError: A file is missing or no text, all are empty, or labels do not fit.
+    `Pipeline.from_text` explains the arguments and the errors.
     """
     checks.choice("by", by, ["line", "file"])
     is_folder = isinstance(paths, (str, os.PathLike)) and os.path.isdir(
@@ -176,20 +167,18 @@ def text_source(
     source = TextSource(
         listed.paths, count, numbers, listed.class_names, by, bool(keep_empty)
     )
-    return _counted(source, asked) if isinstance(asked, str) else source
+    is_cheap = by == "file"  # a byte of each is enough
+    if is_counted(listed.paths, asked, any_size=is_cheap):
+        return _counted(source)
+    return source
 
 
-def _counted(source: TextSource, asked: str) -> TextSource:
-    """Returns the source with the number of its examples, unless "auto" leaves it out.
+def _counted(source: TextSource) -> TextSource:
+    """Returns the source with the number of its examples.
 
     Raises:
         ValueError: There are none.
     """
-    is_packed = any(is_gzip(path) for path in source.paths)
-    total = sum(os.path.getsize(path) for path in source.paths)
-    is_large = total > MAX_COUNTED_BYTES and source.by == "line"
-    if asked == "auto" and (is_packed or is_large):
-        return source
     count, num_empty = 0, 0
     with progress(f"Counting {source.by}s", unit=f"{source.by}s") as update:
         for path in source.paths:
@@ -215,12 +204,10 @@ def _counted(source: TextSource, asked: str) -> TextSource:
 
 
 def read_blocks(path: str) -> Iterator[tuple[int, bytes]]:
-    r"""Yields the lines of a text file in blocks.
+    r"""Yields the lines of a text file in blocks, behind the number of the first.
 
-    A byte order mark is left out, and line ends are "\n" whatever they were.
-
-    Yields:
-        The number of its first line, from 1, and the lines, without the last "\n".
+    A byte order mark is left out, line ends are "\n" whatever they were, and the last
+    is left out too. Lines count from 1.
     """
     with open_bytes(path) as file:
         if file.read(3) != BYTE_ORDER_MARK:
@@ -236,16 +223,14 @@ def read_blocks(path: str) -> Iterator[tuple[int, bytes]]:
 
 def _bad_lines(text: bytes) -> dict[int, str]:
     """Returns the lines, from 0, that are no UTF-8, and why."""
+    bad: dict[int, str] = {}
     try:
         text.decode()
     except UnicodeDecodeError:
-        bad = {}
         for number, line in enumerate(text.split(b"\n")):
             try:
                 line.decode()
             except UnicodeDecodeError as error:
-                wrong = line[error.start]
-                at = f"byte 0x{wrong:02x} at column {1 + error.start}"
+                at = f"byte 0x{line[error.start]:02x} at column {1 + error.start}"
                 bad[number] = f"{at} is no UTF-8"
-        return bad
-    return {}
+    return bad

@@ -1,11 +1,13 @@
-"""Opens TensorFlow Datasets builders, and says at once when that needs a network.
+"""TensorFlow Datasets as a source; says at once when preparing them needs a network.
 
 Without one, `tfds.load` retries for minutes before it gives up. So whether data
 lies here is looked up first, and whether its host can be reached is tried for
 seconds before anything is downloaded.
 """
 
+import dataclasses
 import inspect
+import os
 import socket
 import threading
 import urllib.parse
@@ -14,6 +16,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import tensorflow as tf
+
+from tfamp.data._elements import known_length
+from tfamp.data._sources import Source, files_identity
+from tfamp.data._stages import Settings
 from tfamp.records import checks
 
 PROBE_SECONDS = 4.0
@@ -21,6 +28,72 @@ PROBE_SECONDS = 4.0
 _DEFAULT_URL = "https://storage.googleapis.com/"
 
 Connect = Callable[[tuple[str, int], float], Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class TfdsSource(Source):
+    """One split of a prepared TensorFlow Datasets builder."""
+
+    builder: Any
+    split: str
+    as_supervised: bool
+
+    def identity(self) -> Any:
+        """Returns name, version, split, and when the data was prepared."""
+        info = self.builder.info
+        written = os.path.join(str(self.builder.data_dir), "dataset_info.json")
+        return (info.full_name, self.split, files_identity([written]))
+
+    def dataset(self, settings: Settings) -> tf.data.Dataset:
+        """Returns the examples in the order they were written."""
+        import tensorflow_datasets as tfds
+
+        calls = settings.num_parallel_calls
+        config = tfds.ReadConfig(
+            # Caching is a stage of the pipeline, not a surprise below it.
+            try_autocache=False,
+            num_parallel_calls_for_decode=calls,
+            num_parallel_calls_for_interleave_files=calls,
+        )
+        return self.builder.as_dataset(
+            split=self.split, as_supervised=self.as_supervised, read_config=config
+        )
+
+    def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
+        """Returns what the source is, and the reason for the way it is read."""
+        length = known_length(dataset)
+        size = "length unknown" if length is None else f"{length:,} examples"
+        name = f"{self.builder.info.full_name}[{self.split}]"
+        return f"TFDS {name}, {size}", "in the order written, which TFDS shuffled once"
+
+
+def tfds_source(builder: Any, split: str, *, as_supervised: bool) -> TfdsSource:
+    """Checks that a prepared builder has what is asked of it.
+
+    Raises:
+        ValueError: No such split, no examples in it, or no (input, target) pairs.
+    """
+    if as_supervised and builder.info.supervised_keys is None:
+        raise ValueError(
+            f"Dataset {builder.name!r} names no (input, target) pair among its "
+            f"features {tuple(builder.info.features)}; expected one. Pass "
+            "`as_supervised=False` and choose in `.map`."
+        )
+    try:
+        num_examples = builder.info.splits[split].num_examples
+    except (KeyError, ValueError) as error:
+        raise ValueError(
+            f"Unknown `split` {split!r} of dataset {builder.name!r}; expected one of "
+            f"{tuple(builder.info.splits)}, or a part such as 'train[:80%]'. Print "
+            "them with `builder.info.splits`."
+        ) from error
+    if num_examples == 0:
+        raise ValueError(
+            f"Split {split!r} of dataset {builder.name!r} has 0 examples; expected at "
+            f"least one. Its splits are {tuple(builder.info.splits)}: take a larger "
+            "part."
+        )
+    return TfdsSource(builder, split, as_supervised)
 
 
 def open_builder(
@@ -122,22 +195,19 @@ def _builder_by_name(name: str, data_dir: str | None, connect: Connect) -> Any:
             try:  # Data that lies here may be read without its builder's code.
                 return tfds.builder(name, data_dir=data_dir)
             except tfds.core.DatasetNotFoundError as error:
-                raise ValueError(_unknown_name(base, tfds.list_builders())) from error
+                known = tfds.list_builders()
+                close = checks.did_you_mean(base, known)
+                hint = f" Did you mean {close!r}?" if close else ""
+                raise ValueError(
+                    f"Unknown dataset {base!r}; expected one of the {len(known)} names "
+                    f"that `tfds.list_builders()` gives.{hint}"
+                ) from error
         root = Path(data_dir or tfds.core.constants.DATA_DIR).expanduser()
         if not any((root / base).glob("**/dataset_info.json")):
             # Even making the builder asks for its index.
             urls = list(builder_class.url_infos or ()) or [_DEFAULT_URL]
             _check_reachable(name, urls, data_dir, connect)
     return tfds.builder(name, data_dir=data_dir)
-
-
-def _unknown_name(name: str, known: list[str]) -> str:
-    close = checks.did_you_mean(name, known)
-    hint = f" Did you mean {close!r}?" if close else ""
-    return (
-        f"Unknown dataset {name!r}; expected one of the {len(known)} names that "
-        f"`tfds.list_builders()` gives.{hint}"
-    )
 
 
 def _check_reachable(
