@@ -8,6 +8,7 @@ import functools
 import importlib
 import operator
 import re
+import site
 import sys
 import textwrap
 import types
@@ -18,6 +19,7 @@ import pytest
 import tensorflow as tf
 
 from tfamp.data._fingerprint import fingerprint
+from tfamp.data.fingerprints import objects
 
 
 def digest(value):
@@ -490,18 +492,26 @@ def test_a_function_reads_the_same_before_and_after_it_was_traced():
     assert digest(function) == before
 
 
-def test_packages_of_the_users_own_folder_are_installed(monkeypatch, tmp_path):
-    import site
+@pytest.fixture
+def forget_packages():
+    """Forgets which modules are installed, before a test adds folders and after."""
 
-    from tfamp.data.fingerprints import packages
+    def forget():
+        objects.is_installed.cache_clear()
+        objects._folders.cache_clear()
 
+    forget()
+    yield
+    forget()
+
+
+def test_packages_of_the_users_own_folder_are_installed(
+    forget_packages, monkeypatch, tmp_path
+):
     (tmp_path / "tfamp_test_package.py").write_text("def f(x): return x")
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setattr(site, "getusersitepackages", lambda: str(tmp_path))
-    packages.forget()
-    try:
-        assert packages.is_installed("tfamp_test_package")
-        assert packages.is_installed("tfamp_test_package.inner")
-        assert not packages.is_installed(__name__)
-    finally:
-        packages.forget()
+    with monkeypatch.context() as patch:
+        patch.syspath_prepend(tmp_path)
+        patch.setattr(site, "getusersitepackages", lambda: str(tmp_path))
+        assert objects.is_installed("tfamp_test_package")
+        assert objects.is_installed("tfamp_test_package.inner")
+        assert not objects.is_installed(__name__)

@@ -5,18 +5,26 @@ functions, classes, layers, graphs and files (`fingerprints/`). Installed packag
 count by version. What cannot be seen is named.
 """
 
+import collections
 import dataclasses
 import hashlib
 import sys
+import types
 from collections.abc import Mapping
 from typing import Any
 
-from tfamp.data.fingerprints import packages
-from tfamp.data.fingerprints.values import parts_of
-from tfamp.data.fingerprints.walk import Walk
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.data.fingerprints import functions, objects, tensorflow
+from tfamp.data.fingerprints.walk import Parts, Unordered, Unseen, Walk, files_named
 
 # Hexadecimal digits kept: two of a thousand pipelines agree by chance in 1 of 3e8.
 _DIGITS = 12
+_CONTAINERS = (list, tuple, collections.deque)
+_SETS = (set, frozenset)
+_ARRAYS = (np.ndarray, np.memmap)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,9 +49,8 @@ class Fingerprint:
 def fingerprint(parts: Mapping[str, Any]) -> Fingerprint:
     """Returns the fingerprint of named parts and of the versions here.
 
-    Args:
-        parts: Values of any kind: numbers, arrays, functions, layers, datasets,
-            dataclasses of tfamp, whose fields with `compare=False` do not count.
+    Parts are values of any kind: numbers, arrays, functions, layers, datasets,
+    dataclasses of tfamp, whose fields with `compare=False` do not count.
 
     Example:
         >>> def scaled(factor):
@@ -54,16 +61,103 @@ def fingerprint(parts: Mapping[str, Any]) -> Fingerprint:
     names = ("tfamp", "tensorflow", "keras", "numpy")
     versions = {
         "versions": (
-            *(f"{name} {packages.version(name)}" for name in names),
-            f"tfamp's code {packages.own_code()}",
+            *(f"{name} {objects.version(name)}" for name in names),
+            f"tfamp's code {objects.own_code()}",
             f"Python {sys.version_info.major}.{sys.version_info.minor}",
         )
     }
-    found, unseen, num_files = [], [], 0
+    found, unseen, has_files = [], [], False
     for name, value in {**versions, **parts}.items():
-        walk = Walk(parts_of)
+        walk = Walk(_parts_of)
         found.append((name, walk.digest(value).hex()[:_DIGITS]))
         unseen += walk.unseen
-        num_files += walk.num_files
-    named = [one.name for one in unseen if not (one.unless_files and num_files)]
+        has_files |= walk.has_files
+    named = [one.name for one in unseen if not (one.unless_files and has_files)]
     return Fingerprint(tuple(found), tuple(dict.fromkeys(named)))
+
+
+def _parts_of(value: Any) -> Parts:
+    """Returns the parts of a value, the name of its kind first."""
+    kind = type(value)
+    if isinstance(value, types.FunctionType):
+        return functions.function_parts(value)
+    if isinstance(value, types.CodeType):
+        return functions.code_parts(value)
+    if isinstance(value, types.ModuleType):
+        return iter(("module", *functions.used(value, None)))
+    if isinstance(value, types.MethodType):
+        return iter(("method", value.__self__, value.__func__))
+    if isinstance(value, type):
+        return objects.class_parts(value)
+    if kind in _ARRAYS or isinstance(value, np.generic):
+        return _array_parts(np.asarray(value))
+    if isinstance(value, tf.data.Dataset):
+        return tensorflow.dataset_parts(value)
+    if isinstance(value, (tf.Tensor, *tensorflow.VARIABLES)):
+        return _tensor_parts(value)
+    if isinstance(value, tf.__internal__.CompositeTensor):  # ragged or sparse
+        components = tf.nest.flatten(value, expand_composites=True)
+        return iter(("tensors", tf.type_spec_from_value(value), components))
+    if isinstance(value, tensorflow.TABLES):
+        return tensorflow.table_parts(value)
+    if isinstance(value, keras.layers.Layer):
+        return tensorflow.layer_parts(value)
+    if hasattr(value, "python_function"):
+        signature = getattr(value, "input_signature", None)
+        return iter(("tf.function", value.python_function, signature))
+    if hasattr(value, "captured_inputs") and hasattr(value, "graph"):
+        return tensorflow.concrete_parts(value)
+    if objects.is_installed(objects.module_of(kind)):
+        return _installed_parts(value)
+    return objects.object_parts(value)
+
+
+def _installed_parts(value: Any) -> Parts:
+    """Returns the parts of an object whose class is not the user's."""
+    kind = type(value)
+    if isinstance(value, np.ufunc):
+        made = f"the function that np.frompyfunc made {value.__name__!r} of"
+        is_made = value.__name__.endswith("(vectorized)")
+        return iter(("ufunc", value.__name__, *([Unseen(made)] if is_made else [])))
+    if isinstance(value, Mapping):
+        items = [(key, value[key]) for key in list(value)]
+        factory = getattr(value, "default_factory", None)
+        return iter(("mapping", factory, Unordered(items)))
+    if isinstance(value, _SETS):
+        return iter(("set", Unordered(list(value))))
+    if isinstance(value, _CONTAINERS):
+        # TensorFlow and Keras put lists of their own in the place of plain ones.
+        name = next(one.__name__ for one in _CONTAINERS if isinstance(value, one))
+        return iter((name, len(value), *value))
+    if objects.module_of(kind).startswith("tfamp.") and dataclasses.is_dataclass(value):
+        fields = [field.name for field in dataclasses.fields(value) if field.compare]
+        held = {name: getattr(value, name) for name in fields}
+        return iter(("record", objects.name_of(kind), held))
+    return objects.object_parts(value)
+
+
+def _array_parts(array: np.ndarray) -> Parts:
+    yield "array"
+    yield f"{array.dtype} {array.shape}"
+    if array.dtype.hasobject:
+        items = array.ravel().tolist()
+        yield from items
+        texts = [item for item in items if isinstance(item, (str, bytes))]
+    else:
+        yield np.ascontiguousarray(array).view(np.uint8).reshape(-1).data
+        texts = array.ravel().tolist() if array.dtype.kind in "SU" else []
+    yield from files_named(texts)
+
+
+def _tensor_parts(value: Any) -> Parts:
+    yield "tensor"
+    dtype = getattr(value, "dtype", None)
+    if dtype in (tf.resource, tf.variant):
+        yield Unseen(f"a tensor of {dtype.name}")
+        return
+    try:
+        array = np.asarray(value)
+    except (NotImplementedError, TypeError, ValueError, tf.errors.OpError):
+        yield Unseen("a tensor without a value")
+        return
+    yield array

@@ -11,11 +11,10 @@ import importlib.util
 import os
 import sys
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any
 
-from tfamp.data.fingerprints.classes import is_named, name_of
-from tfamp.data.fingerprints.packages import is_installed, version
+from tfamp.data.fingerprints.objects import is_installed, is_named, name_of, version
 from tfamp.data.fingerprints.walk import Parts, Unseen
 
 # What reads files by names that only a run knows.
@@ -26,7 +25,7 @@ _READERS = {
     *("read_pickle", "read_table"),
 }
 # The same within TensorFlow's graphs, where names mostly come with the elements.
-GRAPH_READERS = {
+_GRAPH_READERS = {
     *("read_file", "TextLineDataset", "TFRecordDataset"),
     "FixedLengthRecordDataset",
 }
@@ -51,9 +50,8 @@ def function_parts(function: types.FunctionType) -> Parts:
     yield from (function.__defaults__, function.__kwdefaults__)
     yield {k: v for k, v in vars(function).items() if k not in _NOTES}
     code = function.__code__
-    cells = dict(zip(code.co_freevars, function.__closure__ or (), strict=True))
     values = {}
-    for name, cell in cells.items():
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
         try:
             values[name] = cell.cell_contents
         except ValueError:  # a variable that has no value yet
@@ -70,8 +68,8 @@ def function_parts(function: types.FunctionType) -> Parts:
     for name, value in values.items():
         yield name
         if isinstance(value, types.ModuleType):
-            yield from _used(value, None if name in escaping else names)
-        elif value not in _environments():
+            yield from used(value, None if name in escaping else names)
+        elif not _is_environment(value):
             yield value
     yield from _imported(function, names, escaping)
     yield from _unseen(function, names)
@@ -87,38 +85,21 @@ def code_parts(code: types.CodeType) -> Parts:
     yield code.co_consts
 
 
-def module_parts(module: types.ModuleType) -> Parts:
-    """Yields a module as a whole: an installed one by version."""
-    yield "module"
-    yield from _used(module, None)
-
-
-def _environments() -> "_Same":
-    return _Same(os.environ, getattr(os, "environb", None), os.getenv)
-
-
-class _Same(tuple[Any, ...]):
-    """Values that are compared by identity."""
-
-    def __new__(cls, *values: Any) -> "_Same":
-        return super().__new__(cls, values)
-
-    def __contains__(self, value: Any) -> bool:
-        return value is not None and any(value is one for one in self)
+def _is_environment(value: Any) -> bool:
+    """Whether a value is the environment as a whole, of which single names count."""
+    whole = (os.environ, getattr(os, "environb", None), os.getenv)
+    return value is not None and any(value is one for one in whole)
 
 
 def _names(code: types.CodeType) -> set[str]:
     """Returns the names that code and the functions made inside it look up."""
-    inner = (const for const in code.co_consts if isinstance(const, types.CodeType))
-    return set(code.co_names).union(*(_names(part) for part in inner))
+    return {name for part in _codes(code) for name in part.co_names}
 
 
-def _used(module: types.ModuleType, names: set[str] | None) -> Iterator[Any]:
+def used(module: types.ModuleType, names: set[str] | None) -> Iterator[Any]:
     """Yields what code may use of a module, and of the user's modules inside it.
 
-    Args:
-        module: A module that code names.
-        names: All names in the code, None where the whole module is handed on.
+    `names` are all that the code names, None where the whole module is handed on.
     """
     met, rest = {module.__name__}, [module]
     while rest:
@@ -132,7 +113,7 @@ def _used(module: types.ModuleType, names: set[str] | None) -> Iterator[Any]:
         inside = vars(module)
         for name in sorted(inside if names is None else names & inside.keys()):
             value = inside[name]
-            if name.startswith("__") or value in _environments():
+            if name.startswith("__") or _is_environment(value):
                 continue
             yield name
             if not isinstance(value, types.ModuleType):
@@ -207,7 +188,10 @@ def _imported(
                 if is_installed(name):
                     yield version(name)
                     continue
-                module = _import(name, wanted or ())
+                module = importlib.import_module(name)
+                for one in wanted or ():
+                    if not hasattr(module, one):
+                        importlib.import_module(f"{name}.{one}")
             except Exception:  # the user's module runs here
                 yield Unseen(f"the import of `{step.argval}` in {name_of(function)}")
                 continue
@@ -215,18 +199,9 @@ def _imported(
             for one in wanted or ():
                 value = getattr(module, one, None)
                 if is_whole and isinstance(value, types.ModuleType):
-                    yield from _used(value, None)
-            yield from _used(module, None if is_whole and not wanted else names)
-            yield from _used(sys.modules[name.partition(".")[0]], names)
-
-
-def _import(name: str, wanted: Sequence[str]) -> types.ModuleType:
-    """Returns a module, with the modules that are wanted of it imported."""
-    module = importlib.import_module(name)
-    for one in wanted:
-        if not hasattr(module, one):
-            importlib.import_module(f"{name}.{one}")
-    return module
+                    yield from used(value, None)
+            yield from used(module, None if is_whole and not wanted else names)
+            yield from used(sys.modules[name.partition(".")[0]], names)
 
 
 def _unseen(function: types.FunctionType, names: set[str]) -> Iterator[Any]:
@@ -239,24 +214,19 @@ def _unseen(function: types.FunctionType, names: set[str]) -> Iterator[Any]:
         and not is_installed(function.__globals__[name].__module__)
     }
     readers = names & _READERS - own
-    if "load" in names - own and _uses_numpy(function, names):
+    values = [function.__globals__.get(name) for name in names]
+    modules = [value for value in values if isinstance(value, types.ModuleType)]
+    uses_numpy = "numpy" in {*names, *(module.__name__ for module in modules)}
+    if uses_numpy and "load" in names - own:
         readers.add("load")
     for name in sorted(readers):
         yield Unseen(f"what `{name}` reads in {where}")
-    for name in sorted(names & GRAPH_READERS - own):
+    for name in sorted(names & _GRAPH_READERS - own):
         yield Unseen(f"what `{name}` reads in {where}", unless_files=True)
     for name in sorted(names & _EVALUATORS - own):
         yield Unseen(f"what `{name}` does in {where}")
     if names & _ENVIRONMENT:
         yield from _environment(function, where)
-
-
-def _uses_numpy(function: types.FunctionType, names: set[str]) -> bool:
-    values = [function.__globals__.get(name) for name in names]
-    return "numpy" in names or any(
-        isinstance(value, types.ModuleType) and value.__name__ == "numpy"
-        for value in values
-    )
 
 
 def _environment(function: types.FunctionType, where: str) -> Iterator[Any]:

@@ -7,6 +7,7 @@ is too deep for it, and digests each value once.
 
 import dataclasses
 import hashlib
+import os
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import PurePath
 from typing import Any
@@ -16,18 +17,18 @@ import tensorflow as tf
 _BYTES = 16
 _LEAVES = (type(None), bool, int, float, complex, str, bytes, type(...))
 _LEAF_KINDS = (PurePath, tf.DType, tf.TensorShape, tf.TypeSpec)
+# Linux allows no longer path; a text beyond it names no file.
+_LONGEST_PATH = 4096
 
 Parts = Iterator[Any]
 
 
 @dataclasses.dataclass(frozen=True)
 class Unseen:
-    """Something that can only be named.
+    """Something that can only be named, as users read it.
 
-    Attributes:
-        name: What it is, as users are told.
-        unless_files: Whether it does not count where files were found by the names
-            that constants hold, since it most likely reads those.
+    With `unless_files` it does not count where files were found by the names that
+    constants hold, since it most likely reads those.
     """
 
     name: str
@@ -43,20 +44,37 @@ class Unordered:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Files:
-    """Texts, of which those count as files that name one.
-
-    Attributes:
-        identities: Path, bytes and time of the last change of each file.
-    """
+    """Path, bytes and nanoseconds of the last change of each file that texts name."""
 
     identities: tuple[tuple[str, int, int], ...]
+
+
+def files_named(texts: Iterable[str | bytes]) -> Iterator[Files]:
+    """Yields the files that texts name, if there are any.
+
+    Texts may be anything; folders are looked up once, so that most texts, which name
+    no file, cost little.
+    """
+    is_folder: dict[str, bool] = {}
+    found = {}
+    for text in texts:
+        path = os.fsdecode(text)
+        if not path or len(path) > _LONGEST_PATH or "\0" in path or "\n" in path:
+            continue
+        folder = os.path.dirname(path)
+        if folder not in is_folder:
+            is_folder[folder] = os.path.isdir(folder or ".")
+        if is_folder[folder] and path not in found and os.path.isfile(path):
+            stat = os.stat(path)
+            found[path] = (path, stat.st_size, stat.st_mtime_ns)
+    if found:
+        yield Files(tuple(found.values()))
 
 
 @dataclasses.dataclass(eq=False)
 class _Frame:
     value: Any
     parts: Parts
-    is_ordered: bool = True
     digests: list[bytes] = dataclasses.field(default_factory=list)
 
 
@@ -65,14 +83,14 @@ class Walk:
 
     Attributes:
         unseen: What was met and could only be named.
-        num_files: Files that were found by the names that constants hold.
+        has_files: Whether files were found by the names that constants hold.
     """
 
     def __init__(self, parts_of: Callable[[Any], Parts]) -> None:
         self.unseen: list[Unseen] = []
-        self.num_files = 0
+        self.has_files = False
         self._parts_of = parts_of
-        # Digest and value by identity; a value that is kept keeps its identity.
+        # Digest and value by identity; a value that is held has its identity alone.
         self._known: dict[int, tuple[bytes, Any]] = {}
 
     def digest(self, value: Any) -> bytes:
@@ -85,23 +103,21 @@ class Walk:
                 found = self._quickly(part, depths)
                 if found is None:
                     depths[id(part)] = len(frames)
-                    frames.append(self._opened(part))
+                    is_set = isinstance(part, Unordered)
+                    parts = iter(part.values) if is_set else self._parts_of(part)
+                    frames.append(_Frame(part, parts))
                     break
                 frame.digests.append(found)
             else:
                 frames.pop()
                 if not frames:
                     return frame.digests[0]
-                order = frame.digests if frame.is_ordered else sorted(frame.digests)
-                found = _hash(b"".join(order))
+                if isinstance(frame.value, Unordered):
+                    frame.digests.sort()
+                found = _hash(b"".join(frame.digests))
                 del depths[id(frame.value)]
                 self._known[id(frame.value)] = found, frame.value
                 frames[-1].digests.append(found)
-
-    def _opened(self, value: Any) -> _Frame:
-        if isinstance(value, Unordered):
-            return _Frame(value, iter(value.values), is_ordered=False)
-        return _Frame(value, self._parts_of(value))
 
     def _quickly(self, value: Any, depths: dict[int, int]) -> bytes | None:
         """Returns the digest of what has no parts, or is known or begun already."""
@@ -115,7 +131,7 @@ class Walk:
             self.unseen.append(value)
             return _hash(f"unseen:{value.name}".encode())
         if kind is Files:
-            self.num_files += len(value.identities)
+            self.has_files = True
             return _hash(f"files:{value.identities!r}".encode(errors="surrogatepass"))
         if id(value) in self._known:
             return self._known[id(value)][0]

@@ -1,15 +1,26 @@
-"""What counts of classes, and of objects that are no function, layer or dataset."""
+"""What counts of classes, and of objects that are no function, layer or dataset.
+
+What came with a package counts by the package's version; what is the user's counts by
+all that it holds.
+"""
 
 import builtins
 import copyreg
+import functools
+import hashlib
+import importlib.util
+import os
+import site
 import sys
+import sysconfig
 import types
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
+from importlib import metadata
+from pathlib import Path
 from typing import Any
 
-from tfamp.data.fingerprints.packages import is_installed, version
 from tfamp.data.fingerprints.walk import Parts, Unordered, Unseen
 
 # Places in the code, texts for readers, and what Python notes for itself.
@@ -50,8 +61,88 @@ _CONTENTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
 )
 _LOCKS = ("_thread.lock", "_thread.RLock")
 _PROTOCOL = 4
+_FOLDERS = ("stdlib", "platstdlib", "purelib", "platlib")
 # The flag of classes that a program made, as against those written in C.
 _MADE = 1 << 9
+
+
+@functools.cache
+def is_installed(module: str | None) -> bool:
+    """Whether a module came with a package or with Python, and not from the user.
+
+    tfamp counts as installed, wherever it lies.
+    """
+    if not module or module == "__main__":
+        return False
+    package = module.partition(".")[0]
+    if package == "tfamp" or package in sys.builtin_module_names:
+        return True
+    folders = _folders()
+    return any(os.path.realpath(place).startswith(folders) for place in _places(module))
+
+
+@functools.cache
+def version(module: str) -> str:
+    """Returns the version of the package a module belongs to, "" if it has none.
+
+    It is asked of what is installed, so that it is the same whether or not the
+    package has been imported.
+    """
+    package = module.partition(".")[0]
+    if package in sys.stdlib_module_names:
+        return ""
+    for name in (package, *_distributions().get(package, ())):
+        try:
+            return metadata.version(name)
+        except metadata.PackageNotFoundError:
+            continue
+    return str(getattr(sys.modules.get(package), "__version__", ""))
+
+
+@functools.cache
+def own_code() -> str:
+    """Returns a digest of tfamp's own code that makes elements.
+
+    A clone that is worked on keeps its version.
+    """
+    found = hashlib.blake2b(digest_size=8)
+    folder = Path(__file__).parents[1]
+    for path in sorted(folder.rglob("*.py")):
+        found.update(f"{path.relative_to(folder).as_posix()}\n".encode())
+        found.update(path.read_bytes())
+    return found.hexdigest()
+
+
+# Asks every package, so once.
+_distributions = functools.cache(metadata.packages_distributions)
+
+
+@functools.cache
+def _folders() -> tuple[str, ...]:
+    """Returns where packages are installed, the user's own folder among others."""
+    found = {sysconfig.get_path(key) for key in _FOLDERS}
+    found.update(site.getsitepackages(), [site.getusersitepackages()])
+    return tuple(sorted(os.path.join(os.path.realpath(one), "") for one in found))
+
+
+def _places(module: str) -> list[str]:
+    """Returns the files or folders of a module, without importing it."""
+    loaded = sys.modules.get(module)
+    package = module.partition(".")[0]
+    file = getattr(loaded, "__file__", None)
+    if file:
+        return [file]
+    try:
+        spec = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        spec = None
+    if spec is None:
+        return []
+    if spec.origin in ("built-in", "frozen"):
+        return [sysconfig.get_path("stdlib") + os.sep]
+    if spec.origin:
+        return [spec.origin]
+    return [os.path.join(place, "") for place in spec.submodule_search_locations or ()]
 
 
 def name_of(value: Any) -> str:
@@ -99,13 +190,17 @@ def object_parts(value: Any) -> Parts:
         yield from ("weak", value())
     elif name_of(type(value)) in _LOCKS:
         yield "lock"
-    elif is_installed(module_of(type(value))):
-        yield type(value)
-        yield from _installed_parts(value)
-    else:
+    elif not is_installed(module_of(type(value))):
         yield type(value)
         yield attributes(value)
         yield from _inherited(value)
+    elif callable(getattr(value, "get_config", None)):
+        yield type(value)
+        yield configuration(value)
+        yield list(getattr(value, "variables", ()))
+    else:
+        yield type(value)
+        yield from _reduced(value)
 
 
 def attributes(value: Any) -> dict[str, Any]:
@@ -131,25 +226,14 @@ def _inherited(value: Any) -> Iterator[Any]:
         if isinstance(value, base):
             yield content(value)
             return
-    if not hasattr(value, "get_config") and _reduces(type(value)):
-        yield from _reduced(value)
-
-
-def _reduces(kind: type) -> bool:
-    """Whether an installed base class says what its objects are made of."""
-    for one in kind.__mro__[:-1]:
-        if {"__reduce__", "__reduce_ex__"} & vars(one).keys():
-            return is_installed(module_of(one))
-    return False
-
-
-def _installed_parts(value: Any) -> Iterator[Any]:
-    """Yields the state of an object whose class is installed."""
-    if callable(getattr(value, "get_config", None)):
-        yield configuration(value)
-        yield list(getattr(value, "variables", ()))
-    else:
-        yield from _reduced(value)
+    if hasattr(value, "get_config"):
+        return
+    for base in type(value).__mro__[:-1]:
+        # An installed base class says what its objects are made of.
+        if {"__reduce__", "__reduce_ex__"} & vars(base).keys():
+            if is_installed(module_of(base)):
+                yield from _reduced(value)
+            return
 
 
 def configuration(value: Any) -> Any:
@@ -169,7 +253,9 @@ def _reduced(value: Any) -> Iterator[Any]:
             made = reducer(value) if reducer else value.__reduce_ex__(_PROTOCOL)
             if not isinstance(made, str):
                 function, arguments, *more = made
-                made = (function, arguments, *map(_listed, more))
+                # Items that come by an iterator are taken from it.
+                more = [list(m) if isinstance(m, Iterator) else m for m in more]
+                made = (function, arguments, *more)
     except Exception:  # "cannot pickle", in whatever words its author chose
         held = attributes(value)
         yield held if held else Unseen(f"a {name_of(type(value))}")
@@ -179,11 +265,6 @@ def _reduced(value: Any) -> Iterator[Any]:
         yield attributes(value)
     else:
         yield from made
-
-
-def _listed(state: Any) -> Any:
-    """Returns a state; items that come by an iterator are taken from it."""
-    return list(state) if isinstance(state, Iterator) else state
 
 
 def _builtin_parts(value: Any) -> Iterator[Any]:

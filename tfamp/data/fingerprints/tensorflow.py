@@ -1,14 +1,18 @@
-"""What counts of datasets and traced functions: their graphs, and files named there."""
+"""What counts of datasets, traced functions, Keras layers and lookup tables.
 
+Graphs count with the files that they name, layers and tables with all their state.
+"""
+
+import functools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.fingerprints.files import files_named
-from tfamp.data.fingerprints.layers import pairs
-from tfamp.data.fingerprints.walk import Parts, Unseen
+from tfamp.data.fingerprints.objects import attributes, configuration, is_installed
+from tfamp.data.fingerprints.walk import Parts, Unordered, Unseen, files_named
 
 # Names that a process gives to what it makes, and notes for profilers.
 _NAMES = {"metadata", "shared_name", "debug_name", "container"}
@@ -16,6 +20,14 @@ _READERS = {"ReadFile", "TextLineDataset", "TFRecordDataset", "TFRecordDatasetV2
 _READERS |= {"FixedLengthRecordDatasetV2", "TextLineDatasetV2"}
 # Resources that hold no data of the user's: the state of shuffles and caches.
 _STATELESS = ("SeedGenerator", "MemoryCache")
+_EXPORTED = (tf.lookup.StaticHashTable, tf.lookup.experimental.MutableHashTable)
+TABLES = (
+    *_EXPORTED,
+    tf.lookup.StaticVocabularyTable,
+    tf.lookup.experimental.DenseHashTable,
+)
+VARIABLES = (tf.Variable, keras.Variable)
+_STATE = (*VARIABLES, *TABLES, keras.layers.Layer, np.ndarray, tf.Tensor)
 
 
 def dataset_parts(dataset: tf.data.Dataset) -> Parts:
@@ -32,8 +44,7 @@ def dataset_parts(dataset: tf.data.Dataset) -> Parts:
     except (tf.errors.OpError, ValueError):
         yield Unseen("a dataset that cannot be written as a graph")
         return
-    graph = tf.compat.v1.GraphDef.FromString(text)
-    yield from _graph_parts(graph)
+    yield from _graph_parts(tf.compat.v1.GraphDef.FromString(text))
 
 
 def concrete_parts(function: Any) -> Parts:
@@ -135,6 +146,101 @@ def _files(attribute: Any) -> Iterator[Any]:
         # Longer lists are packed into `tensor_content`, in a form of TensorFlow's.
         found = tf.io.parse_tensor(tensor.SerializeToString(), tf.string)
         texts += list(np.ravel(found))
-    named = files_named(text for text in texts if text)
-    if named.identities:
-        yield named
+    yield from files_named(texts)
+
+
+def layer_parts(layer: keras.layers.Layer) -> Parts:
+    """Yields a layer's class, configuration, weights and whatever else it holds."""
+    yield "layer"
+    yield type(layer)
+    yield _without_numbers(configuration(layer))
+    yield [np.asarray(weight) for weight in layer.weights]
+    own = {
+        name: value
+        for name, value in attributes(layer).items()
+        if name not in _kept_by_keras(isinstance(layer, keras.Model))
+    }
+    own["layers"] = list(getattr(layer, "layers", ()))
+    if is_installed(type(layer).__module__):
+        # Its configuration says the rest.
+        own = {name: list(_state(value)) for name, value in own.items()}
+    containers = (list, tuple, dict)
+    yield {n: v for n, v in own.items() if not isinstance(v, containers) or v}
+
+
+def table_parts(table: Any) -> Parts:
+    """Yields what a lookup table holds."""
+    yield "table"
+    yield type(table)
+    if isinstance(table, tf.lookup.StaticVocabularyTable):
+        for name in ("_table", "_num_oov_buckets", "_hasher_spec"):
+            yield getattr(table, name, None)
+        return
+    if not isinstance(table, _EXPORTED):
+        yield Unseen(f"a {type(table).__name__}")
+        return
+    try:
+        keys, values = (part.numpy() for part in table.export())
+    except (tf.errors.OpError, AttributeError):
+        yield Unseen(f"a {type(table).__name__} that is not ready")
+        return
+    yield getattr(table, "_default_value", None)
+    yield pairs(keys, values)
+
+
+def pairs(keys: np.ndarray, values: np.ndarray) -> Any:
+    """Returns what a table maps to what, in no order: TensorFlow's changes."""
+    if keys.ndim != 1:
+        return Unordered(list(zip(keys, values, strict=True)))
+    order = np.argsort(keys, kind="stable")
+    return keys[order], values[order]
+
+
+@functools.cache
+def _kept_by_keras(is_model: bool) -> frozenset[str]:
+    """Returns the attributes that any layer has, which Keras keeps books in."""
+    kind = keras.Model if is_model else keras.layers.Layer
+    return frozenset({*vars(kind(name="fingerprint")), "built", "_name"})
+
+
+def _state(value: Any) -> Iterator[Any]:
+    """Yields the layers, tables and arrays in an attribute."""
+    if isinstance(value, _STATE):
+        yield value
+    elif isinstance(value, Mapping):
+        for key in value:
+            yield from _state(value[key])
+    elif isinstance(value, (list, tuple)):
+        for one in value:
+            yield from _state(one)
+
+
+def _without_numbers(config: Any) -> Any:
+    """Returns a configuration whose names do not count layers, as Keras's do."""
+    places: dict[str, str] = {}
+    for name in _values_of_names(config):
+        places.setdefault(name, f"layer {len(places)}")
+    return _with_places(config, places)
+
+
+def _values_of_names(config: Any) -> Iterable[str]:
+    """Yields the names of layers in a configuration, in its own order."""
+    if isinstance(config, Mapping):
+        for key, value in config.items():
+            if key == "name" and isinstance(value, str) and "trainable" in config:
+                yield value
+            else:
+                yield from _values_of_names(value)
+    elif isinstance(config, (list, tuple)):
+        for value in config:
+            yield from _values_of_names(value)
+
+
+def _with_places(config: Any, places: Mapping[str, str]) -> Any:
+    if isinstance(config, str):
+        return places.get(config, config)
+    if isinstance(config, Mapping):
+        return {key: _with_places(value, places) for key, value in config.items()}
+    if isinstance(config, (list, tuple)):
+        return [_with_places(value, places) for value in config]
+    return config
