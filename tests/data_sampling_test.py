@@ -105,7 +105,9 @@ def test_a_balanced_plan_is_exact_by_class_and_by_member(num_outputs):
 
 def test_places_left_over_go_to_other_classes_and_members_each_time():
     labels = tf.constant([0, 0, 0, 1, 1, 1, 2, 2, 2])
-    copies = for_seeds(lambda s: plans.balanced_copies(labels, 3, 7, s), 1500)
+    copies = for_seeds(
+        lambda s: plans.copies_of(plans.balanced_plan(labels, 3, 7, s), 9), 1500
+    )
     totals = copies.sum(axis=0)
     # 7 places: each class gets 2, and one of the three gets the seventh.
     assert totals.sum() == 7 * 1500

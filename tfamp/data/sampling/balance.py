@@ -12,8 +12,12 @@ import tensorflow as tf
 from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Reader, class_ids
-from tfamp.data.sampling.sampler import Sampler, of_unknown_length, seed_text
-from tfamp.data.sampling.streams import Draw
+from tfamp.data.sampling.sampler import (
+    Draw,
+    Sampler,
+    of_unknown_length,
+    seed_text,
+)
 from tfamp.records import checks
 
 METHODS = {
@@ -51,9 +55,9 @@ class Balance(Sampler):
         """Reads the class of each example."""
         return Reader(self.by, "by")
 
-    def advise(self, values: np.ndarray | None, stacklevel: int) -> None:
+    def advise(self, values: Any, stacklevel: int) -> None:
         """Warns if there is one class only."""
-        if values is not None and (values == values[0]).all():
+        if (values == values[0]).all():
             only = values.tolist()[0]
             warnings.warn(
                 f"All {len(values):,} examples are of class {only!r}; expected "
@@ -62,13 +66,8 @@ class Balance(Sampler):
                 stacklevel=stacklevel,
             )
 
-    def draw(self, values: np.ndarray | None, num_examples: int) -> Draw:
+    def draw(self, values: Any, num_examples: int) -> Draw:
         """Returns a draw in which classes come equally often, up to one."""
-        if values is None:
-            raise ValueError(
-                "`values` is None; expected the class of each example. Read them with "
-                "`reader`."
-            )
         ids, classes = class_ids(values, "by")
         counts = np.bincount(ids)
         num_classes = len(classes)
@@ -79,15 +78,12 @@ class Balance(Sampler):
         }[self.method]
         with tf.device("CPU:0"):
             class_of_each = tf.constant(ids)
-        given = (class_of_each, num_classes, num_outputs)
         most = math.ceil(math.ceil(num_outputs / num_classes) / int(counts.min()))
-        return Draw(
-            num_examples,
-            num_outputs,
-            most,
-            lambda seed: plans.balanced_plan(*given, seed),
-            lambda seed: plans.balanced_copies(*given, seed),
-        )
+
+        def plan(seed: tf.Tensor) -> tf.Tensor:
+            return plans.balanced_plan(class_of_each, num_classes, num_outputs, seed)
+
+        return Draw(num_examples, num_outputs, most, plan)
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, and of the same length if known."""

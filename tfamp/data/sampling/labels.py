@@ -52,9 +52,7 @@ class Reader:
     def values(self, parts: tuple[Any, ...]) -> tf.Tensor:
         """Returns the values of a batch of elements, `(batch,)`.
 
-        Args:
-            parts: The parts of the batch. Not for a `by` that is a function, which
-                takes single elements.
+        Not for a `by` that is a function, which takes single elements.
         """
         return self._converted(tf.convert_to_tensor(self._pick(parts)))
 
@@ -79,10 +77,7 @@ class Reader:
     ) -> np.ndarray:
         """Returns the value of every example, with a progress bar if it takes long.
 
-        Args:
-            data: A dataset of elements, read once, or a source whose tensors are
-                read in place.
-            settings: How parallel to read.
+        A dataset is read once; the tensors of a source are read in place.
         """
         if isinstance(data, tf.data.Dataset):
             return self._pass(data, settings)
@@ -92,16 +87,11 @@ class Reader:
             self.check(data.dataset(settings))
             return self.values(as_parts(data.tensors)).numpy()
 
-    def picks_from_batches(self, dataset: tf.data.Dataset) -> bool:
-        """Whether batching whole elements is possible, and cheaper than a call each."""
-        if callable(self.by):
-            return False
-        element_bytes = bytes_of_element(dataset.element_spec)
-        return element_bytes is not None and element_bytes <= _MAX_BATCHED_BYTES
-
     def _pass(self, dataset: tf.data.Dataset, settings: Settings) -> np.ndarray:
-        length = known_length(dataset)
-        if self.picks_from_batches(dataset):
+        size = None
+        if not callable(self.by):
+            size = bytes_of_element(dataset.element_spec)
+        if size is not None and size <= _MAX_BATCHED_BYTES:
             batches = dataset.batch(_LABELS_AT_ONCE)
             values = batches.map(lambda *parts: self.values(parts))
         else:
@@ -110,7 +100,7 @@ class Reader:
         options.deterministic = True
         options.autotune.enabled = settings.autotune
         what = "Reading weights" if self.is_weight else "Reading labels"
-        batches = values.with_options(options)
+        batches, length = values.with_options(options), known_length(dataset)
         return read_all(batches, what, length, f"`{self.argument}`")
 
     def _pick(self, parts: tuple[Any, ...]) -> Any:
@@ -124,7 +114,17 @@ class Reader:
                 )
             found = parts[1]
         else:
-            found = self._named(parts)
+            dicts = [part for part in parts if isinstance(part, dict)]
+            named = [part[self.by] for part in dicts if self.by in part]
+            if not named:
+                keys = tuple(key for part in dicts for key in part)
+                has = f"the keys {keys}" if keys else f"no dict but {_outline(parts)}"
+                raise ValueError(
+                    f"`{self.argument}` is {self.by!r}; expected a key of the elements,"
+                    f" which have {has}. Pass one of the keys, or a function of the "
+                    "element."
+                )
+            found = named[0]
         if isinstance(found, (dict, tuple, list)):
             raise ValueError(
                 f"The target is {_outline(found)}; expected one tensor that tells the "
@@ -132,18 +132,6 @@ class Reader:
                 f"`lambda x, y: y[...]`."
             )
         return found
-
-    def _named(self, parts: tuple[Any, ...]) -> Any:
-        dicts = [part for part in parts if isinstance(part, dict)]
-        for part in dicts:
-            if self.by in part:
-                return part[self.by]
-        keys = tuple(key for part in dicts for key in part)
-        found = f"the keys {keys}" if keys else f"no dict but {_outline(parts)}"
-        raise ValueError(
-            f"`{self.argument}` is {self.by!r}; expected a key of the elements, which "
-            f"have {found}. Pass one of the keys, or a function of the element."
-        )
 
     def _check_shape(self, shape: tf.TensorShape) -> None:
         """Raises unless elements of this shape can tell a class or a weight."""
@@ -185,14 +173,11 @@ def as_parts(element: Any) -> tuple[Any, ...]:
 
 
 def class_ids(labels: np.ndarray, argument: str) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the number of each example's class, and the classes by number.
+    """Returns the number of each example's class, int32, and the classes, ascending.
 
     Args:
         labels: What a `Reader` read: integers, strings or whole floats.
         argument: What the caller calls the reader's `by`.
-
-    Returns:
-        int32 `(examples,)` and `(classes,)`, in ascending order.
 
     Raises:
         ValueError: An example has no class.

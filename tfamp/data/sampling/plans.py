@@ -1,6 +1,6 @@
 """Which examples an epoch takes: functions of tensors and a seed.
 
-A plan is a vector of positions, in random order. `copies` says the same by example:
+A plan is a vector of positions, in random order; `copies_of` says the same by example:
 how often each one comes. Only TensorFlow operations; a plan of 10**6 positions takes
 about 0.3 s.
 """
@@ -8,10 +8,10 @@ about 0.3 s.
 import tensorflow as tf
 
 
-def balanced_copies(
+def balanced_plan(
     class_ids: tf.Tensor, num_classes: int, num_outputs: int, seed: tf.Tensor
 ) -> tf.Tensor:
-    """Returns how often each example comes if classes come equally often.
+    """Returns positions in which classes come equally often, int64, shuffled.
 
     Every class gets `num_outputs / num_classes` places, rounded down or up: which
     classes get the places that are left over is drawn. Within a class every member
@@ -21,29 +21,21 @@ def balanced_copies(
         class_ids: Class of each example, `(examples,)`, in [0, `num_classes`).
             Every class has a member.
         num_classes: How many classes there are.
-        num_outputs: The sum of what is returned.
+        num_outputs: The length of what is returned.
         seed: Two integers, `(2,)`.
 
-    Returns:
-        int64 `(examples,)`.
-
     Example:
-        >>> balanced_copies(tf.constant([0, 0, 0, 0, 1]), 2, 8, [1, 2]).numpy()
+        >>> plan = balanced_plan(tf.constant([0, 0, 0, 0, 1]), 2, 8, [1, 2])
+        >>> copies_of(plan, 5).numpy()
         array([1, 1, 1, 1, 4])
     """
-    grouped, copies = _balanced(class_ids, num_classes, num_outputs, seed)
-    return tf.scatter_nd(grouped[:, None], copies, tf.shape(copies, tf.int64))
-
-
-def balanced_plan(
-    class_ids: tf.Tensor, num_classes: int, num_outputs: int, seed: tf.Tensor
-) -> tf.Tensor:
-    """Returns positions in which classes come equally often; see `balanced_copies`.
-
-    Returns:
-        int64 `(num_outputs,)`, shuffled.
-    """
-    grouped, copies = _balanced(class_ids, num_classes, num_outputs, seed)
+    counts = copies_of(class_ids, num_classes)
+    turns = _shuffled(tf.range(num_classes, dtype=tf.int64), _part(seed, 0))
+    left_over = num_outputs % num_classes
+    quotas = num_outputs // num_classes + tf.cast(turns < left_over, tf.int64)
+    grouped, classes, ranks = _members(class_ids, counts, seed)
+    once_more = ranks < tf.gather(quotas % counts, classes)
+    copies = tf.gather(quotas // counts, classes) + tf.cast(once_more, tf.int64)
     return _shuffled(repeated(grouped, copies), _part(seed, 2))
 
 
@@ -90,11 +82,7 @@ def weighted_plan(
 
 
 def drawn_at(uniform: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """Returns the example at each point of the cumulative distribution, int64.
-
-    Args:
-        uniform: Points in [0, 1), float64.
-        weights: float64 `(examples,)`, as for `weighted_plan`.
+    """Returns the example at each point in [0, 1) of the cumulative distribution.
 
     Example:
         >>> weights = tf.constant([0.0, 1.0, 0.0, 3.0, 0.0], tf.float64)
@@ -151,7 +139,7 @@ def stratified_subset(
     are drawn uniformly. With one class it is a uniform draw.
 
     Args:
-        class_ids: Class of each example, `(examples,)`, in [0, `num_classes`).
+        class_ids: As for `balanced_plan`.
         num_classes: How many classes there are.
         size: How many examples to take, at most as many as there are.
         seed: Two integers, `(2,)`.
@@ -167,7 +155,7 @@ def stratified_subset(
 
     Source: the largest remainder (Hamilton) method of apportionment.
     """
-    counts = _counts(class_ids, num_classes)
+    counts = copies_of(class_ids, num_classes)
     num_examples = tf.shape(class_ids, tf.int64)[0]
     shares = counts * size // num_examples
     remainders = counts * size % num_examples
@@ -179,20 +167,6 @@ def stratified_subset(
     )
     grouped, classes, ranks = _members(class_ids, counts, seed)
     return tf.sort(tf.boolean_mask(grouped, ranks < tf.gather(quotas, classes)))
-
-
-def _balanced(
-    class_ids: tf.Tensor, num_classes: int, num_outputs: int, seed: tf.Tensor
-) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns positions grouped by class, and how often each of them comes."""
-    counts = _counts(class_ids, num_classes)
-    turns = _shuffled(tf.range(num_classes, dtype=tf.int64), _part(seed, 0))
-    left_over = num_outputs % num_classes
-    quotas = num_outputs // num_classes + tf.cast(turns < left_over, tf.int64)
-    grouped, classes, ranks = _members(class_ids, counts, seed)
-    each, once_more = quotas // counts, quotas % counts
-    copies = tf.gather(each, classes)
-    return grouped, copies + tf.cast(ranks < tf.gather(once_more, classes), tf.int64)
 
 
 def _members(
@@ -209,10 +183,6 @@ def _members(
     classes = tf.gather(class_ids, grouped)
     starts = tf.cumsum(counts, exclusive=True)
     return grouped, classes, tf.range(size) - tf.gather(starts, classes)
-
-
-def _counts(class_ids: tf.Tensor, num_classes: int) -> tf.Tensor:
-    return copies_of(class_ids, num_classes)
 
 
 def _part(seed: tf.Tensor, part: int) -> tf.Tensor:

@@ -1,30 +1,82 @@
-"""What balancing and weighting share: a new draw of the examples each epoch.
+"""Draws examples by plans: by position, or on datasets read from first to last.
 
-It works in two ways. By position, where any example can be read by its number: what
-the draw leaves out is never read. On a stream, where examples come one after
-another: each is repeated or dropped as the draw says.
+By position, where any example can be read by its number, what a plan leaves out is
+never read. On a stream an element comes as often as the plan says, one copy after
+the other, or is dropped. Labels are read in another pass than the elements, so each
+epoch is held against that pass: what no longer fits is an error.
 """
 
 import abc
 import dataclasses
-from typing import ClassVar
+from collections.abc import Callable
+from typing import Any, ClassVar
 
 import numpy as np
 import tensorflow as tf
 
+from tfamp.data._elements import bytes_of_element
 from tfamp.data._sources import RandomAccess
 from tfamp.data._stages import Settings, Stage
-from tfamp.data.sampling.labels import Memory, Reader, count
-from tfamp.data.sampling.streams import (
-    Draw,
-    Expected,
-    drawn_elements,
-    drawn_positions,
-)
+from tfamp.data.sampling.labels import Memory, Reader, as_parts, count
+from tfamp.data.sampling.plans import copies_of, repeated
 from tfamp.records import checks
 
+# A function call costs about 50 us, so small elements share one by this many ...
+_CHUNK = 64
+# ... as long as a chunk and all copies of it stay below this.
+_MAX_CHUNK_BYTES = 16 * 2**20
+# The number of copies that goes with the mark behind the last element.
+_END = -1
 # From `advise` to the caller of `Pipeline.build`, on a stream and by position.
 _STREAM_STACKLEVEL, _POSITION_STACKLEVEL = 5, 6
+
+
+@dataclasses.dataclass(frozen=True)
+class Draw:
+    """The plan of an epoch, before its seed is known.
+
+    Attributes:
+        num_examples: How many there are to take from.
+        num_outputs: How many come out.
+        max_copies: About how often one comes at most.
+        plan: Gives positions by a seed of two integers.
+    """
+
+    num_examples: int
+    num_outputs: int
+    max_copies: int
+    plan: Callable[[tf.Tensor], tf.Tensor]
+
+    def epochs(
+        self, seed: int | None, made_of: Callable[[tf.Tensor], tf.Tensor]
+    ) -> tf.data.Dataset:
+        """Returns the values that are made of the plan, another plan in each epoch."""
+        numbers = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
+        return (
+            numbers.take(2)
+            .batch(2, drop_remainder=True)
+            .flat_map(
+                lambda pair: tf.data.Dataset.from_tensor_slices(
+                    made_of(self.plan(pair))
+                )
+            )
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class Expected:
+    """What a pass over the values of a dataset found.
+
+    Attributes:
+        reader: What it read, of the element's parts or of the second part of
+            numbered elements.
+        values: What it found.
+        is_numbered: Whether elements come as pairs (position, element).
+    """
+
+    reader: Reader
+    values: np.ndarray
+    is_numbered: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,10 +105,10 @@ class Sampler(Stage):
         """What to read of each example, None for nothing."""
 
     @abc.abstractmethod
-    def draw(self, values: np.ndarray | None, num_examples: int) -> Draw:
-        """Returns the plan of an epoch, given what was read."""
+    def draw(self, values: Any, num_examples: int) -> Draw:
+        """Returns the plan of an epoch, given what `reader` read, None for nothing."""
 
-    def advise(self, values: np.ndarray | None, stacklevel: int) -> None:
+    def advise(self, values: Any, stacklevel: int) -> None:
         """Warns if what was read makes the stage useless."""
         del values, stacklevel  # most stages have nothing to say
 
@@ -70,7 +122,10 @@ class Sampler(Stage):
         """Returns the positions of the examples to take, shuffled, anew each epoch."""
         values = self.memory.get(source, lambda: self._values(source, settings))
         self.advise(values, _POSITION_STACKLEVEL)
-        return drawn_positions(self.draw(values, source.num_examples), self.seed)
+        draw = self.draw(values, source.num_examples)
+        positions = draw.epochs(self.seed, tf.identity)
+        length = tf.data.experimental.assert_cardinality(draw.num_outputs)
+        return positions.apply(length)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the examples to take, in the order they have, copies together."""
@@ -85,7 +140,8 @@ class Sampler(Stage):
         if self.reader is not None:
             expected = Expected(self.reader, values)
         draw = self.draw(values, num_examples)
-        return drawn_elements(dataset, draw, self.seed, expected)
+        copies = draw.epochs(self.seed, lambda plan: copies_of(plan, num_examples))
+        return copied(dataset, copies, draw, expected)
 
     def _values(
         self, data: RandomAccess | tf.data.Dataset, settings: Settings
@@ -111,3 +167,159 @@ def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
 def seed_text(seed: int | None) -> str:
     """Returns a seed in words."""
     return "no seed" if seed is None else f"seed {seed}"
+
+
+def copied(
+    dataset: tf.data.Dataset,
+    copies: tf.data.Dataset,
+    draw: Draw,
+    expected: Expected | None,
+) -> tf.data.Dataset:
+    """Returns each element as often as the number at its place says.
+
+    Args:
+        dataset: What to take from.
+        copies: How often each element comes, int64 scalars.
+        draw: Where those numbers are from.
+        expected: What to hold the elements against, None for their number alone.
+    """
+    values = None if expected is None else expected.values
+    both = tf.data.Dataset.zip((_plan(copies, draw, values), _marked(dataset)))
+
+    def checked(plan: Any, element: Any, is_end: tf.Tensor, now: Any) -> Any:
+        checks = [_check_number(plan["copies"], is_end, plan["position"], draw)]
+        if now is not None:
+            checks.append(_check_values(plan, now, is_end))
+        with tf.control_dependencies(checks):
+            return tf.nest.map_structure(tf.identity, element)
+
+    def chunk(plan: Any, marked: Any) -> Any:
+        element, is_end = marked
+        now = None
+        if expected is not None:
+            now = expected.reader.values(_parts(element, expected))
+        element = checked(plan, element, is_end, now)
+        each = tf.maximum(plan["copies"], 0)
+        rows = repeated(tf.range(tf.size(each)), each)
+        return tf.nest.map_structure(lambda part: tf.gather(part, rows), element)
+
+    def one(plan: Any, marked: Any) -> tf.data.Dataset:
+        element, is_end = marked
+        now = None
+        if expected is not None:
+            # The mark is no element, and a function may not take it.
+            now = tf.cond(
+                is_end,
+                lambda: plan["value"],
+                lambda: expected.reader.value(*_parts(element, expected)),
+            )
+        element = checked(plan, element, is_end, now)
+        each = tf.maximum(plan["copies"], 0)
+        return tf.data.Dataset.from_tensors(element).repeat(each)
+
+    if _suits_chunks(dataset, draw, expected):
+        result = both.batch(_CHUNK).map(chunk).unbatch()
+    else:
+        result = both.flat_map(one)
+    return result.apply(tf.data.experimental.assert_cardinality(draw.num_outputs))
+
+
+def _plan(
+    copies: tf.data.Dataset, draw: Draw, values: np.ndarray | None
+) -> tf.data.Dataset:
+    """Returns copies, position and expected value of each element and of the mark."""
+    end = tf.data.Dataset.from_tensors(tf.constant(_END, tf.int64))
+    plan = {
+        "copies": copies.concatenate(end),
+        "position": tf.data.Dataset.range(draw.num_examples + 1),
+    }
+    if values is not None:
+        with tf.device("CPU:0"):
+            plan["value"] = tf.data.Dataset.from_tensor_slices(
+                tf.concat([values, values[:1]], 0)
+            )
+    return tf.data.Dataset.zip(plan)
+
+
+def _marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns pairs (element, whether it is the mark behind the last one).
+
+    No mark can be made for some elements, such as ragged ones; if those are too few,
+    tf.data itself finds too few copies, and its error says less.
+    """
+    specs = tf.nest.flatten(dataset.element_spec)
+    can_be_marked = all(
+        isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
+        for spec in specs
+    )
+    mark = dataset.take(0)
+    if can_be_marked:
+        mark = tf.data.Dataset.from_tensors(
+            tf.nest.map_structure(_blank, dataset.element_spec)
+        )
+    flagged, end = (
+        tf.data.Dataset.zip((part, tf.data.Dataset.from_tensors(is_end).repeat()))
+        for part, is_end in ((dataset, False), (mark, True))
+    )
+    return flagged.concatenate(end)
+
+
+def _blank(spec: tf.TensorSpec) -> tf.Tensor:
+    shape = [size or 0 for size in spec.shape] if spec.shape.rank is not None else []
+    return tf.zeros(shape, spec.dtype)
+
+
+def _suits_chunks(
+    dataset: tf.data.Dataset, draw: Draw, expected: Expected | None
+) -> bool:
+    """Whether elements can be batched, their labels picked, and it takes no memory."""
+    element_bytes = bytes_of_element(dataset.element_spec)
+    if element_bytes is None or (expected is not None and callable(expected.reader.by)):
+        return False
+    return _CHUNK * (1 + draw.max_copies) * element_bytes <= _MAX_CHUNK_BYTES
+
+
+def _parts(element: Any, expected: Expected) -> tuple[Any, ...]:
+    return as_parts(as_parts(element)[1] if expected.is_numbered else element)
+
+
+def _check_number(
+    copies: tf.Tensor, is_end: tf.Tensor, position: tf.Tensor, draw: Draw
+) -> tf.Operation:
+    """Returns a check that the dataset ends where it ended before."""
+    fits = tf.equal(is_end, copies < 0)
+    return tf.debugging.Assert(
+        tf.reduce_all(fits),
+        [
+            f"The dataset had {draw.num_examples} elements when it was looked at in "
+            "`build`; in this epoch it ends, or goes on, at number",
+            _first_wrong(position, fits),
+            "Expected the same elements each time. Sampling needs a source that does "
+            "not change: put what is random behind it, as `Pipeline.shuffle` is.",
+        ],
+    )
+
+
+def _check_values(plan: Any, now: tf.Tensor, is_end: tf.Tensor) -> tf.Operation:
+    """Returns a check that elements have the labels that were read of them."""
+    then = plan["value"]
+    fits = tf.equal(now, then) | is_end
+    return tf.debugging.Assert(
+        tf.reduce_all(fits),
+        [
+            "Labels or weights were read once, in `build`, and elements have changed "
+            "since. The first that differs, what it is now, and what it was:",
+            _first_wrong(plan["position"], fits),
+            _first_wrong(now, fits),
+            _first_wrong(then, fits),
+            "Expected the same elements in the same order each time. Leave shuffling "
+            "to `Pipeline.shuffle`, which comes after sampling, or pass the dataset "
+            "`reshuffle_each_iteration=False`.",
+        ],
+    )
+
+
+def _first_wrong(values: tf.Tensor, fits: tf.Tensor) -> tf.Tensor:
+    """Returns the values that do not fit, at most one."""
+    wrong = tf.boolean_mask(tf.reshape(values, [-1]), ~tf.reshape(fits, [-1]))
+    return wrong[:1]

@@ -14,8 +14,14 @@ from tfamp.data._sources import RandomAccess
 from tfamp.data._stages import Settings, Stage
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Memory, Reader, class_ids, count
-from tfamp.data.sampling.sampler import check_ends, of_unknown_length, seed_text
-from tfamp.data.sampling.streams import Draw, Expected, copied
+from tfamp.data.sampling.sampler import (
+    Draw,
+    Expected,
+    check_ends,
+    copied,
+    of_unknown_length,
+    seed_text,
+)
 from tfamp.records import checks
 
 
@@ -23,12 +29,7 @@ from tfamp.records import checks
 class Subset(Stage):
     """Keeps a part of the examples; `Pipeline.subset` explains the arguments.
 
-    The same examples are kept in every epoch, build and process, in the order in
-    which they come. With `stratify`, classes keep their proportions up to one
-    example; a class whose share is below half an example may then be gone.
-
-    Attributes:
-        memory: What was read of the last dataset.
+    `memory` holds what was read of the last dataset.
     """
 
     rank: ClassVar[int] = 5
@@ -89,15 +90,13 @@ class Subset(Stage):
             )
         return self.size
 
-    def chosen(
-        self, source: RandomAccess, settings: Settings | None = None
-    ) -> tf.Tensor:
+    def chosen(self, source: RandomAccess) -> tf.Tensor:
         """Returns the positions of the examples to keep, ascending, int64."""
-        settings = settings or Settings(num_usable_cpus(), False)
 
         def choose() -> tf.Tensor:
             labels = None
             if self.reader is not None:
+                settings = Settings(num_usable_cpus(), False)
                 labels = self.reader.read(source, settings)
             return self._positions(labels, source.num_examples)
 
@@ -148,9 +147,7 @@ class Subset(Stage):
         positions = self._positions(labels, num_examples)
         with tf.device("CPU:0"):
             copies = plans.copies_of(positions, num_examples)
-        draw = Draw(
-            num_examples, len(positions), 1, lambda _: positions, lambda _: copies
-        )
+        draw = Draw(num_examples, len(positions), 1, lambda seed: positions)
         expected = None
         if self.reader is not None:
             expected = Expected(self.reader, labels, is_numbered)

@@ -12,8 +12,7 @@ from tfamp.data._elements import known_length
 from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Reader
-from tfamp.data.sampling.sampler import Sampler, seed_text
-from tfamp.data.sampling.streams import Draw
+from tfamp.data.sampling.sampler import Draw, Sampler, seed_text
 from tfamp.records import checks
 
 
@@ -52,7 +51,7 @@ class Weights(Sampler):
                 "Pass an array `(examples,)`."
             )
         weights = weights.astype(np.float64)
-        check_weights(weights, None if self.replacement else self.num_examples)
+        _check_weights(weights, None if self.replacement else self.num_examples)
         object.__setattr__(self, "weights", weights)
 
     @property
@@ -69,12 +68,12 @@ class Weights(Sampler):
         if length is not None:
             self._check_length(length)
 
-    def draw(self, values: np.ndarray | None, num_examples: int) -> Draw:
+    def draw(self, values: Any, num_examples: int) -> Draw:
         """Returns a draw in proportion to the weights."""
         self._check_length(num_examples)
         weights = np.asarray(self.weights if values is None else values)
         num_outputs = self.num_examples or num_examples
-        check_weights(weights, None if self.replacement else num_outputs)
+        _check_weights(weights, None if self.replacement else num_outputs)
         with tf.device("CPU:0"):
             tensor = tf.constant(weights, tf.float64)
 
@@ -86,13 +85,7 @@ class Weights(Sampler):
         # Of the heaviest example: mean and ten deviations of a Poisson variable.
         mean = num_outputs / float(np.sum(weights / np.max(weights)))
         most = math.ceil(mean + 10 * math.sqrt(mean)) if self.replacement else 1
-        return Draw(
-            num_examples,
-            num_outputs,
-            most,
-            plan,
-            lambda seed: plans.copies_of(plan(seed), num_examples),
-        )
+        return Draw(num_examples, num_outputs, most, plan)
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, of the length that comes out."""
@@ -119,16 +112,8 @@ class Weights(Sampler):
             )
 
 
-def check_weights(weights: np.ndarray, num_different: int | None = None) -> None:
-    """Raises if nothing can be drawn in proportion to weights.
-
-    Args:
-        weights: float64 `(examples,)`.
-        num_different: How many different examples are to be drawn, None for one.
-
-    Raises:
-        ValueError: Names the first index that is wrong.
-    """
+def _check_weights(weights: np.ndarray, num_different: int | None = None) -> None:
+    """Raises unless so many different examples can be drawn, one if None."""
     is_wrong = ~(np.isfinite(weights) & (weights >= 0))
     if is_wrong.any():
         first = int(np.argmax(is_wrong))
