@@ -297,7 +297,7 @@ for name, each in {"trained": model, "frozen": frozen}.items():
 # ## Where to go next
 #
 # - `tfamp memory package.module:build --max_memory=16GB` asks the same on the command
-#   line, with `--find` the trials.
+#   line, `tfamp find_batch_size package.module:build` makes the trials.
 # - Every [recipe](REPOSITORY_URL/tree/main/recipes) that trains by `fit` fits itself:
 #   `python recipes/train_text.py --max_memory=100MB`.
 # - [Is it worth it?](REPOSITORY_URL/blob/main/notebooks/04_is_it_worth_it.ipynb)

@@ -6,7 +6,8 @@ import pytest
 
 from tests.doctor_test import CPU, T4, machine, text_of
 from tests.probes_test import Driver, Gpu, NVMLError
-from tfamp.cli._diagnosis import Finding, diagnose
+from tfamp.cli.diagnosis import Finding
+from tfamp.cli.doctor import diagnose
 from tfamp.machine.allocators import ALLOCATORS, advice, machine_memory
 from tfamp.machine.memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
 

@@ -7,9 +7,9 @@ import warnings
 
 import pytest
 
+import tfamp
 from tests import made_evidence
-from tfamp.cli import compare
-from tfamp.comparison import runner
+from tfamp.cli.main import main
 from tfamp.comparison.result import Comparison
 from tfamp.trials.run_records import Run
 
@@ -34,19 +34,20 @@ def asked(tmp_path, monkeypatch):
         settings["directory"].mkdir(parents=True)
         return Comparison(**values)
 
-    monkeypatch.setattr(runner, "compare", compared)
+    monkeypatch.setattr(tfamp, "compare", compared)
     monkeypatch.chdir(tmp_path)
     return call
 
 
 def test_it_asks_for_what_the_flags_say(asked, tmp_path):
     argv = [
-        *(TARGET, "--policies", "float32,auto+no_rules", "--seeds=5", "--epochs=2"),
+        *("compare", TARGET, "--policies", "float32,auto+no_rules", "--seeds=5"),
+        "--epochs=2",
         *("--tolerance=0.01", "--metric=accuracy", "--better=max", "--out=there"),
         *("--latency-batch-sizes=1,4", "--profile", "--profile-steps=3"),
         *("--max-memory=0.5GiB", "--timeout-seconds=60", "--resume", "--title=A net"),
     ]
-    assert compare.main(argv) == 0
+    assert main(argv) == 0
     expected = {
         "target": TARGET,
         "policies": ["float32", "auto+no_rules"],
@@ -68,12 +69,12 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
 
 
 def test_no_profile_is_taken_unasked(asked):
-    assert compare.main([TARGET, "--profile-steps=3", "--out=a"]) == 0
+    assert main(["compare", TARGET, "--profile-steps=3", "--out=a"]) == 0
     assert asked["profile_steps"] == 0
 
 
 def test_it_prints_runs_and_table_and_writes_three_files(asked, tmp_path, capsys):
-    assert compare.main([TARGET, "--out=there"]) == 0
+    assert main(["compare", TARGET, "--out=there"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[1/6] float32, seed 0: 1,007 examples/s  loss 0.5000")
     assert lines[5].startswith("[6/6] auto, seed 2: ")
@@ -86,8 +87,15 @@ def test_it_prints_runs_and_table_and_writes_three_files(asked, tmp_path, capsys
     assert "<html" in (tmp_path / "there" / "report.html").read_text()
 
 
+def test_json_on_the_terminal_is_alone(asked, capsys):
+    assert main(["compare", TARGET, "--out=there", "--json=-"]) == 0
+    out, err = capsys.readouterr()
+    assert len(json.loads(out)["runs"]) == 6
+    assert "[6/6] auto, seed 2: " in err
+
+
 def test_how_many_runs_are_left_is_not_guessed_when_it_goes_on(asked, capsys):
-    assert compare.main([TARGET, "--out=there", "--resume"]) == 0
+    assert main(["compare", TARGET, "--out=there", "--resume"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines[0].startswith("[1] float32, seed 0: ")
     assert "left" not in lines[0]
@@ -95,21 +103,21 @@ def test_how_many_runs_are_left_is_not_guessed_when_it_goes_on(asked, capsys):
 
 def test_the_bar_of_a_terminal_stands_for_the_lines(asked, capsys, monkeypatch):
     monkeypatch.setattr(sys.stderr, "isatty", lambda: True, raising=False)
-    assert compare.main([TARGET, "--out=there"]) == 0
+    assert main(["compare", TARGET, "--out=there"]) == 0
     assert "seed 0:" not in capsys.readouterr().out
 
 
 def test_a_failed_run_is_told_with_its_error(asked, capsys):
     failed = Run("auto", 1, status="failed", error="ValueError: no such layer")
     asked["found"] = made_evidence.evidence(replaced=(failed,))
-    assert compare.main([TARGET, "--out=there"]) == 0
+    assert main(["compare", TARGET, "--out=there"]) == 0
     out = capsys.readouterr().out
     assert "[4/6] auto, seed 1: failed: ValueError: no such layer" in out
 
 
 def test_warnings_come_after_the_table(asked, capsys):
     asked["warns"] = ("Two policies are the same.",)
-    assert compare.main([TARGET, "--out=there"]) == 0
+    assert main(["compare", TARGET, "--out=there"]) == 0
     assert capsys.readouterr().err == "tfamp compare: Two policies are the same.\n"
 
 
@@ -146,7 +154,7 @@ WORDS = ("worse", "slower", "not-faster", "undecided", "failed")
 @pytest.mark.parametrize("found, applies", FAILURES.values(), ids=FAILURES)
 def test_the_status_gates_on_what_was_asked(asked, capsys, found, applies, word):
     asked["found"] = found
-    status = compare.main([TARGET, "--out=there", f"--fail-on={word}"])
+    status = main(["compare", TARGET, "--out=there", f"--fail-on={word}"])
     assert status == (1 if word in applies else 0)
     told = (
         f"tfamp compare: auto is {word.replace('-', ' ')}: " in capsys.readouterr().err
@@ -156,8 +164,8 @@ def test_the_status_gates_on_what_was_asked(asked, capsys, found, applies, word)
 
 WRONG_CALLS = {
     "unknown word": (["--fail-on=wrose"], "wrose"),
-    "size zero": (["--latency-batch-sizes=0,1"], "--latency-batch-sizes has '0'"),
-    "size of words": (["--latency-batch-sizes=few"], "--latency-batch-sizes has 'few'"),
+    "size zero": (["--latency-batch-sizes=0,1"], "`--latency_batch_sizes` has '0'"),
+    "size of words": (["--latency-batch-sizes=few"], "_sizes` has 'few'"),
     "no seeds": (["--seeds=0"], "seeds"),
     "unknown flag": (["--sedes=3"], "sedes"),
 }
@@ -165,7 +173,7 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("flags, told", WRONG_CALLS.values(), ids=WRONG_CALLS)
 def test_wrong_calls_end_with_2_before_anything_runs(asked, capsys, flags, told):
-    assert compare.main([TARGET, *flags]) == 2
+    assert main(["compare", TARGET, *flags]) == 2
     captured = capsys.readouterr()
     assert told in captured.err
     assert captured.err.endswith("See `tfamp compare --help`.\n")
@@ -182,5 +190,5 @@ def test_wrong_calls_end_with_2_before_anything_runs(asked, capsys, flags, told)
 )
 def test_what_ends_it_is_one_line(asked, capsys, error, status, told):
     asked["found"] = error
-    assert compare.main([TARGET, "--out=there"]) == status
+    assert main(["compare", TARGET, "--out=there"]) == status
     assert told in capsys.readouterr().err

@@ -1,9 +1,10 @@
-"""The `tfamp` command: help, version, commands that do not exist, handing over."""
+"""The `tfamp` command: help, version, wrong calls, one API and one command a tool."""
 
-import importlib
+import inspect
 import subprocess
 import sys
 import types
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -14,22 +15,24 @@ from tfamp.cli import main as cli
 ROOT = Path(__file__).parents[1]
 
 
-def run(*arguments):
-    """Runs `python -m tfamp` in a fresh interpreter."""
-    command = [sys.executable, "-X", "importtime", "-m", "tfamp", *arguments]
-    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+def command(name):
+    """Returns a command by its name."""
+    return import_module(f"tfamp.cli.{cli._MODULES[name]}").COMMANDS[name]
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h", "help"])
-def test_help_lists_every_command(capsys, flag):
+def test_help_lists_every_command_by_when_it_is_of_use(capsys, flag):
     assert cli.main([flag]) == 0
     out, err = capsys.readouterr()
     assert out.startswith("usage: tfamp [--help] [--version] <command> [flags]\n")
-    for name, command in cli._COMMANDS.items():
-        assert f"  {name}" in out
-        assert command.purpose in out
-    assert err == ""
-    assert max(map(len, out.splitlines())) <= 80
+    groups = [line for line in out.splitlines() if line.endswith(":")]
+    assert groups == [
+        *("check a machine:", "before training:", "comparing:", "after trouble:"),
+        "leaving:",
+    ]
+    listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
+    assert {*listed, "estimate_memory"} == set(cli._MODULES)
+    assert (err, max(map(len, out.splitlines())) <= 80) == ("", True)
 
 
 @pytest.mark.parametrize("flag", ["--version", "-V"])
@@ -41,125 +44,106 @@ def test_version_is_the_packages(capsys, flag):
 def test_no_command_is_answered_with_the_help_as_an_error(capsys):
     assert cli.main([]) == 2
     out, err = capsys.readouterr()
-    assert out == ""
-    assert err.startswith("usage: tfamp")
+    assert (out, err.startswith("usage: tfamp")) == ("", True)
 
 
 WRONG = {
-    "misspelt command": (
-        "docter",
-        "tfamp: Unknown command 'docter'; expected 'doctor'. Did you mean 'doctor'? "
-        "See `tfamp --help`.\n",
-    ),
-    "another word": (
-        "zzz",
-        "tfamp: Unknown command 'zzz'; expected 'doctor'. See `tfamp --help`.\n",
-    ),
-    "misspelt flag": (
-        "--verison",
-        "tfamp: Unknown flag '--verison'; expected '--help', '--version'. Did you mean "
-        "'--version'? See `tfamp --help`.\n",
-    ),
+    "docter": "Unknown command 'docter'; expected 'doctor'. Did you mean 'doctor'? ",
+    "zzz": "Unknown command 'zzz'; expected 'doctor'. ",
+    "--verison": "Unknown flag '--verison'; expected '--help', '--version'. Did you "
+    "mean '--version'? ",
 }
 
 
-@pytest.mark.parametrize("argument, message", WRONG.values(), ids=WRONG)
-def test_what_is_unknown_is_an_error(capsys, monkeypatch, argument, message):
+@pytest.mark.parametrize("argument", WRONG)
+def test_what_is_unknown_is_an_error(capsys, monkeypatch, argument):
     # The list of commands grows; the messages here are about one.
-    monkeypatch.setattr(cli, "_COMMANDS", {"doctor": cli._COMMANDS["doctor"]})
+    monkeypatch.setattr(cli, "_MODULES", {"doctor": "doctor"})
     assert cli.main([argument]) == 2
-    out, err = capsys.readouterr()
-    assert out == ""
-    assert err == message
+    message = f"tfamp: {WRONG[argument]}See `tfamp --help`.\n"
+    assert capsys.readouterr() == ("", message)
 
 
 def test_a_command_gets_the_rest_of_the_arguments_and_gives_the_status(monkeypatch):
     calls = []
-
-    def command(argv):
-        calls.append(argv)
-        return 7
-
-    module = types.SimpleNamespace(main=command)
+    fake = types.SimpleNamespace(main=lambda argv: calls.append(argv) or 7)
+    module = types.SimpleNamespace(COMMANDS={"a_fake": fake})
     monkeypatch.setitem(sys.modules, "tfamp.cli.fake", module)
-    monkeypatch.setitem(cli._COMMANDS, "fake", cli._Command("tfamp.cli.fake", "Fake."))
-    assert cli.main(["fake", "--json", "x"]) == 7
-    monkeypatch.setattr(sys, "argv", ["tfamp", "fake"])
+    monkeypatch.setitem(cli._MODULES, "a_fake", "fake")
+    assert cli.main(["a-fake", "--json", "x"]) == 7
+    monkeypatch.setattr(sys, "argv", ["tfamp", "a_fake"])
     assert cli.main() == 7
     assert calls == [["--json", "x"], []]
 
 
-def test_every_listed_command_exists():
-    for command in cli._COMMANDS.values():
-        module = __import__(command.module, fromlist=["main"])
-        assert callable(module.main)
-
-
-# What takes a model -> some of its flags.
-ON_MODELS = {
-    "lint": ("policy", "json", "fail_on", "silence"),
-    "memory": (
-        "batch_size",
-        "policy",
-        "training",
-        "max_memory",
-        "find",
-        "json",
-        "plot",
-    ),
-    "prove": ("policy", "json", "seconds", "training"),
+# Command -> its function, and the arguments that no flag can be, or another one is.
+IN_PYTHON = {"model", "data", "dataset", "train", "validation", "build_model", "clock"}
+FUNCTIONS = {
+    "doctor": (tfamp.doctor, set()),
+    "check": (tfamp.data.check, set()),
+    "lint": (tfamp.lint, {"loss", "optimizer"}),
+    "assignment": (tfamp.assignment, set()),
+    # `--policy=float32+xla`, and `devices` and `tf32` of other machines.
+    "prove": (tfamp.prove, {"jit_compile", "devices", "tf32"}),
+    "ranges": (tfamp.ranges, set()),
+    "sensitivity": (tfamp.sensitivity, set()),
+    "memory": (tfamp.estimate_memory, {"jit_compile"}),
+    "estimate_memory": (tfamp.estimate_memory, {"jit_compile"}),
+    "find_batch_size": (tfamp.find_batch_size, {"verbose", "on_trial"}),
+    "bottleneck": (tfamp.data.bottleneck, set()),
+    "lr_find": (tfamp.training.lr_find, set()),
+    # `--out`, and what the command tells the report.
+    "compare": (tfamp.compare, {"batch_size", "directory", "command", "on_run"}),
+    "triage": (tfamp.triage, {"batch_or_bundle"}),
+    "replay": (tfamp.replay, {"path"}),
+    "freeze": (tfamp.freeze, {"sample", "in_place"}),
 }
+
+
+@pytest.mark.parametrize("name", cli._MODULES)
+def test_a_command_has_the_arguments_of_its_function(name, capsys):
+    function, absent = FUNCTIONS[name]
+    arguments = set(inspect.signature(function).parameters) - IN_PYTHON - absent
+    arguments = {"max_memory" if a == "max_memory_bytes" else a for a in arguments}
+    assert arguments <= {flag.name for flag in command(name).flags}
+    assert cli.main([name, "--help"]) == 0
+    text = capsys.readouterr().out
+    place = "" if command(name).argument is None else f" {command(name).argument}"
+    assert text.startswith(f"usage: tfamp {name}{place} [flags]\n")
+    assert all(f"--{each} " in text for each in (*arguments, "json"))
+    assert "--nojson" not in text and text.count("-h, ") == 1
+
+
+ON_MODELS = [name for name in cli._MODULES if command(name).argument == "module:build"]
 FAILURES = {
     "no module": (["nowhere:build"], 1, "There is no module 'nowhere'"),
-    "no function": (["buildable:bild"], 1, "Did you mean 'build'?"),
-    "no folder": (["buildable:build", "--json=no/x"], 1, "No such file or directory"),
+    "no function": (["tests.cli_main_test:bild"], 1, "has no function 'bild'."),
     "nothing": ([], 2, "Nothing is named; expected one 'module:build' and flags"),
     "two": (["a:b", "c:d"], 2, "Unexpected argument 'c:d'"),
+    "flag": (["a:b", "--zzz"], 2, "Unknown command line flag 'zzz'. See"),
     "policy": (["a:b", "--policy=fp16"], 2, "Unknown `--policy` 'fp16'; expected"),
 }
-MODULE = """
-import keras, numpy
-
-def build():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    model.compile("sgd", "mse")
-    return model, (numpy.zeros((8, 2)), numpy.zeros((8, 1)))
-"""
 
 
-@pytest.mark.parametrize("name", ON_MODELS)
+@pytest.mark.parametrize("name", [n for n in ON_MODELS if n != "compare"])
 @pytest.mark.parametrize("argv, status, message", FAILURES.values(), ids=FAILURES)
-def test_commands_on_a_model_fail_alike(
-    tmp_path, monkeypatch, capsys, name, argv, status, message
-):
-    (tmp_path / "buildable.py").write_text(MODULE)
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-    main = importlib.import_module(f"tfamp.cli.{name}").main
-    assert main(["--policy=float32", *argv]) == status
-    sys.modules.pop("buildable", None)
-    printed = capsys.readouterr()
-    assert printed.out == ""
-    assert printed.err.startswith(f"tfamp {name}: ")
-    assert message in printed.err
-    assert printed.err.count("\n") == 1
-
-
-@pytest.mark.parametrize("name, flags", ON_MODELS.items(), ids=ON_MODELS)
-def test_help_of_a_command_names_its_flags(capsys, name, flags):
-    assert importlib.import_module(f"tfamp.cli.{name}").main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith(f"usage: tfamp {name} module:build [flags]")
-    assert [flag for flag in flags if f"--{flag}" not in text] == []
+def test_commands_on_a_model_fail_alike(capsys, name, argv, status, message):
+    if name == "find_batch_size" and status == 1:
+        pytest.skip("its trials load the module")
+    assert cli.main([name, *argv]) == status
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert err.startswith(f"tfamp {name}: ") and message in err
 
 
 @pytest.mark.parametrize("argument", ["--help", "--version", "docter"])
 def test_python_m_tfamp_is_the_command_and_loads_nothing_heavy(argument):
-    completed = run(argument)
-    assert completed.returncode == (2 if argument == "docter" else 0)
+    command = [sys.executable, "-X", "importtime", "-m", "tfamp", argument]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == (2 if argument == "docter" else 0)
     loaded = {
         line.rsplit("|", 1)[1].strip().split(".")[0]
-        for line in completed.stderr.splitlines()
+        for line in done.stderr.splitlines()
         if line.startswith("import time:")
     }
     assert "tfamp" in loaded

@@ -1,5 +1,6 @@
 """`tfamp memory`: estimates, the batch that fits, trials, statuses, what is refused."""
 
+import inspect
 import json
 import re
 import sys
@@ -8,11 +9,10 @@ import textwrap
 import keras
 import pytest
 
-from tfamp.cli import memory
+import tfamp
+from tfamp.cli.main import main
 from tfamp.machine.memory_records import MemoryLimit
-from tfamp.memory.batch_search import finder
 from tfamp.memory.batch_search.records import BatchSearch, Trial
-from tfamp.memory.estimate import estimator
 from tfamp.memory.estimate.records import MemoryEstimates
 
 # Bytes of the two layers (16 * 8 + 8 + 8 * 4 + 4 float32) and of the loss's mean (2).
@@ -67,7 +67,7 @@ def module(tmp_path, monkeypatch):
 
 def estimated(target, *argv):
     """Returns what the command wrote as JSON, having ended well."""
-    assert memory.main([f"measurable:{target}", *argv, "--json=found.json"]) == 0
+    assert main(["memory", f"measurable:{target}", *argv, "--json=found.json"]) == 0
     return MemoryEstimates.from_json("found.json")
 
 
@@ -184,9 +184,9 @@ def test_what_was_traced_for_the_larger_size_tells(
     made_up = MemoryEstimates.from_dict(
         {"estimates": [one.to_dict() | large, one.to_dict() | small]}
     )
-    monkeypatch.setattr(estimator, "estimate_memory", lambda *_, **__: made_up)
-    argv = ["measurable:alone", "--policy=float32", "--batch_size=64,8"]
-    assert memory.main([*argv, "--max_memory=2000", "--noresident"]) == 0
+    monkeypatch.setattr(tfamp, "estimate_memory", lambda *_, **__: made_up)
+    argv = ["memory", "measurable:alone", "--policy=float32", "--batch_size=64,8"]
+    assert main([*argv, "--max_memory=2000", "--noresident"]) == 0
     last = capsys.readouterr().out.splitlines()[-1]
     assert last == f"Largest batch size that fits in 2.0 KiB: {expected} (float32)."
 
@@ -196,16 +196,16 @@ def test_a_limit_is_of_the_whole_process_where_its_size_is_known(monkeypatch, ca
     # 100 bytes and 10 an example: 2,000 hold 190, or 184 as a multiple of 8.
     known = {"resident_bytes": 740, "resident_curve": [[64, 740], [128, 1380]]}
     unknown = {"resident_bytes": None, "curve": [[64, 740], [128, 740]]}
-    argv = ["measurable:alone", "--policy=float32", "--max_memory=2000"]
+    argv = ["memory", "measurable:alone", "--policy=float32", "--max_memory=2000"]
     for more, expected in (
         (known, "whose process fits in 2.0 KiB: 184"),
         (unknown, "that fits in 2.0 KiB: any"),
     ):
         made_up = MemoryEstimates.from_dict({"estimates": [one.to_dict() | more]})
         monkeypatch.setattr(
-            estimator, "estimate_memory", lambda *_, found=made_up, **__: found
+            tfamp, "estimate_memory", lambda *_, found=made_up, **__: found
         )
-        assert memory.main(argv) == 0
+        assert main(argv) == 0
         last = capsys.readouterr().out.splitlines()[-1]
         assert last == f"Largest batch size {expected} (float32)."
 
@@ -216,7 +216,14 @@ def test_a_plot_is_drawn(module):
     assert (module / "memory.png").read_bytes().startswith(b"\x89PNG")
 
 
-# --find
+# find_batch_size
+
+
+DEFAULTS = {
+    name: parameter.default
+    for name, parameter in inspect.signature(tfamp.find_batch_size).parameters.items()
+    if name not in ("build_model", "data", "verbose", "on_trial")
+}
 
 
 @pytest.fixture
@@ -237,15 +244,17 @@ def searched(monkeypatch):
         calls.append((args, kwargs))
         return found
 
-    monkeypatch.setattr(finder, "find_batch_size", find)
+    monkeypatch.setattr(tfamp, "find_batch_size", find)
     return calls, found
 
 
 def test_find_prints_what_the_trials_come_to(searched, capsys):
     calls, found = searched
-    argv = ["measurable:build", "--find", "--policy=float32+xla", "--max_memory=1GB"]
-    assert memory.main([*argv, "--json=found.json"]) == 0
-    kwargs = {"policy": "float32+xla", "max_memory_bytes": 10**9}
+    argv = ["find_batch_size", "measurable:build", "--policy=float32+xla"]
+    flags = ["--max_memory=1GB", "--start=4", "--min-gain=0.1", "--json=found.json"]
+    assert main([*argv, *flags]) == 0
+    kwargs = DEFAULTS | {"policy": "float32+xla", "max_memory_bytes": 10**9}
+    kwargs |= {"start": 4, "min_gain": 0.1}
     assert calls == [(("measurable:build",), kwargs)]
     assert capsys.readouterr().out == f"{found}\n"
     with open("found.json") as file:
@@ -255,18 +264,18 @@ def test_find_prints_what_the_trials_come_to(searched, capsys):
 
 def test_find_without_a_limit_leaves_it_to_the_machine(searched):
     calls, _ = searched
-    assert memory.main(["measurable:build", "--find"]) == 0
-    assert calls[0][1] == {"policy": "auto", "max_memory_bytes": None}
+    assert main(["find_batch_size", "measurable:build"]) == 0
+    assert calls[0][1] == DEFAULTS | {"policy": "auto", "max_memory_bytes": None}
 
 
 @pytest.mark.whole("the tests above hold the call, batch_search_trials_test the trials")
 def test_find_makes_trials_of_what_the_function_builds(capsys):
     pytest.importorskip("cloudpickle")
-    argv = ["measurable:build", "--find", "--policy=float32", "--max_memory=10MB"]
-    assert memory.main(argv) == 1
+    argv = ["find_batch_size", "measurable:build", "--policy=float32"]
+    assert main([*argv, "--max_memory=10MB"]) == 1
     printed = capsys.readouterr()
     assert printed.out == ""
-    assert printed.err.startswith("tfamp memory: ")
+    assert printed.err.startswith("tfamp find_batch_size: ")
     # No process with TensorFlow in it holds 9 MB.
     assert "of 'measurable:build' does not fit" in printed.err
     assert "8.6 MiB (max_memory_bytes, less the margin)" in printed.err
@@ -276,15 +285,10 @@ def test_find_makes_trials_of_what_the_function_builds(capsys):
 
 FAILURES = {
     "resident without a limit": (["a:b", "--resident"], 2, "without `--max_memory`"),
-    "four": (["measurable:four"], 1, "returned a tuple of 4; expected a compiled"),
+    "four": (["measurable:four"], 1, "expected a model, (model, train) or"),
     "not compiled": (["measurable:uncompiled"], 1, "Model 'raw' is not compiled;"),
     "open shape": (["measurable:open_shape"], 1, "`--sequence_length=128` to `tfamp"),
     "length": (["a:b", "--sequence_length=0"], 2, "sequence_length"),
-    "find length": (
-        ["a:b", "--find", "--sequence_length=8"],
-        2,
-        "`--sequence_length` came with `--find`; expected one of them",
-    ),
     "size": (["a:b", "--batch_size=8,0"], 2, "`--batch_size` has '0'; expected whole"),
     "max_memory": (
         ["a:b", "--max_memory=16GO"],
@@ -296,22 +300,6 @@ FAILURES = {
         2,
         "`--optimizer` came with `--notraining`; expected one of them",
     ),
-    "find several": (
-        ["a:b", "--find", "--policy=float32,auto"],
-        2,
-        "`--policy` is 'float32,auto' with `--find`; expected one policy",
-    ),
-    "find sizes": (
-        ["a:b", "--find", "--batch_size=8"],
-        2,
-        "`--batch_size` came with `--find`; expected one of them, as trials train",
-    ),
-    "find inference": (
-        ["a:b", "--find", "--notraining"],
-        2,
-        "`--training` came with",
-    ),
-    "find optimizer": (["a:b", "--find", "--optimizer=sgd"], 2, "`--optimizer` came"),
 }
 
 
@@ -319,7 +307,7 @@ FAILURES = {
 def test_failures_end_with_a_status_and_a_sentence(capsys, argv, status, message):
     if not any(word.startswith("--policy") for word in argv):
         argv = [*argv, "--policy=float32"]
-    assert memory.main(argv) == status
+    assert main(["memory", *argv]) == status
     printed = capsys.readouterr()
     assert printed.out == ""
     assert message in printed.err

@@ -9,10 +9,12 @@ import sys
 from pathlib import Path
 
 import pytest
-from rich.console import Console
+from rich.console import Console, Group
 
-from tfamp.cli import _diagnosis, doctor
-from tfamp.cli._diagnosis import Diagnosis, Finding, Probes, diagnose
+import tfamp
+from tfamp.cli import doctor
+from tfamp.cli.diagnosis import Diagnosis, Finding, parts
+from tfamp.cli.doctor import Probes, diagnose
 from tfamp.dtypes import settings
 from tfamp.machine import devices as hardware
 from tfamp.machine.memory_records import MachineMemory, MemoryLimit
@@ -48,8 +50,13 @@ def machine(
 def text_of(diagnosis, width=80):
     """Returns what the doctor prints for a diagnosis, in a pipe."""
     console = Console(file=io.StringIO(), width=width)
-    doctor.render(diagnosis, console)
+    console.print(Group(*parts(diagnosis)))
     return console.file.getvalue()
+
+
+def run(probes, *argv):
+    """Runs the command on a described machine and returns its status."""
+    return doctor.command(lambda: diagnose(probes)).main(argv)
 
 
 def test_a_sound_machine_has_no_findings():
@@ -247,11 +254,11 @@ def test_settings_show_what_is_set():
     assert values["TF_GPU_ALLOCATOR"] == "cuda_malloc"
     assert values["KERAS_BACKEND"] is None
     assert values["TF32"] == "on"
-    assert set(values) == {*_diagnosis.VARIABLES, "TF32"}
+    assert set(values) == {*doctor.VARIABLES, "TF32"}
 
 
 def test_the_policies_are_those_that_enable_takes():
-    assert {"auto", *settings.POLICIES} == set(_diagnosis.POLICIES)
+    assert {"auto", *settings.POLICIES} == set(doctor.POLICIES)
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -277,27 +284,33 @@ def test_the_tables_fit_and_say_it_all(width):
 
 def test_only_settings_that_are_set_are_shown_unless_all_are_asked_for(capsys):
     probes = machine(CPU, KERAS_BACKEND="tensorflow")
-    doctor.main([], probes=probes)
+    run(probes)
     short = capsys.readouterr().out
     assert "KERAS_BACKEND" in short and "TF32" in short
     assert "TF_GPU_ALLOCATOR" not in short and "unset" not in short
-    number = len(_diagnosis.VARIABLES) - 1
+    number = len(doctor.VARIABLES) - 1
     words = f"{number} more are not set; `tfamp doctor --all` lists them."
     assert words in " ".join(short.split())
-    doctor.main(["--all"], probes=probes)
+    run(probes, "--all")
     whole = capsys.readouterr().out
-    assert all(name in whole for name in _diagnosis.VARIABLES)
+    assert all(name in whole for name in doctor.VARIABLES)
     assert "unset" in whole and "--all" not in whole
 
 
 def test_json_holds_every_setting(capsys):
-    doctor.main(["--json=-"], probes=machine(CPU))
+    run(machine(CPU), "--json=-")
     found = {each["name"] for each in json.loads(capsys.readouterr().out)["settings"]}
-    assert found == {*_diagnosis.VARIABLES, "TF32"}
+    assert found == {*doctor.VARIABLES, "TF32"}
 
 
 def test_a_machine_without_problems_says_so():
     assert text_of(diagnose(machine(CPU))).endswith("No problems found.\n")
+
+
+def test_the_record_prints_what_the_command_does():
+    diagnosis = diagnose(machine(A100, CPU, TFAMP_POLICY="mixed_bfloat16"))
+    lines = [line.rstrip() for line in text_of(diagnosis, width=110).splitlines()]
+    assert str(diagnosis) == "\n".join(lines)
 
 
 def test_markup_in_a_value_is_shown_as_it_is():
@@ -321,7 +334,7 @@ def test_the_diagnosis_survives_json():
 def test_json_is_one_document_and_the_status_tells_if_it_is_broken(
     capfd, probes, status
 ):
-    assert doctor.main(["--json=-"], probes=probes) == status
+    assert run(probes, "--json=-") == status
     out = capfd.readouterr().out
     assert Diagnosis.from_dict(json.loads(out)) == diagnose(probes)
 
@@ -333,22 +346,22 @@ def test_what_tensorflow_prints_stays_out_of_the_document(capfd):
         return (CPU,)
 
     sound = dataclasses.replace(machine(), devices=devices)
-    assert doctor.main(["--json=-"], probes=sound) == 0
+    assert run(sound, "--json=-") == 0
     out, err = capfd.readouterr()
     json.loads(out)
     assert "C++" not in err
     # Where something is broken, the notices may say why.
     broken = dataclasses.replace(sound, nvidia_gpus=lambda: 1)
-    assert doctor.main(["--json=-"], probes=broken) == 1
+    assert run(broken, "--json=-") == 1
     out, err = capfd.readouterr()
     json.loads(out)
     assert "C++ writes to the error stream" in err
 
 
 def test_a_second_call_starts_from_the_defaults(capsys):
-    doctor.main(["--json=-"], probes=machine(CPU))
+    run(machine(CPU), "--json=-")
     json.loads(capsys.readouterr().out)
-    doctor.main([], probes=machine(CPU))
+    run(machine(CPU))
     assert "Recommended policy: float32" in capsys.readouterr().out
 
 
@@ -360,13 +373,13 @@ WRONG_CALLS = {
 
 @pytest.mark.parametrize("argument", WRONG_CALLS)
 def test_a_wrong_call_is_an_error(capsys, argument):
-    assert doctor.main([argument], probes=machine(CPU)) == 2
+    assert run(machine(CPU), argument) == 2
     message = f"tfamp doctor: {WRONG_CALLS[argument]} See `tfamp doctor --help`.\n"
     assert capsys.readouterr() == ("", message)
 
 
 def test_help_tells_the_flags(capsys):
-    assert doctor.main(["--help"], probes=machine(CPU)) == 0
+    assert run(machine(CPU), "--help") == 0
     out = capsys.readouterr().out
     assert out.startswith("usage: tfamp doctor [flags]\n")
     assert "--json" in out
@@ -383,8 +396,8 @@ def test_nvidia_gpus_are_counted_among_the_pci_devices(tmp_path):
         if entry:
             (folder / "vendor").write_text(f"0x{entry[:4]}\n")
             (folder / "class").write_text(f"0x{entry[5:]}00\n")
-    assert _diagnosis._nvidia_gpus(tmp_path) == 2
-    assert _diagnosis._nvidia_gpus(tmp_path / "none") == 0
+    assert doctor._nvidia_gpus(tmp_path) == 2
+    assert doctor._nvidia_gpus(tmp_path / "none") == 0
 
 
 def test_the_real_machine_is_told_in_a_broken_environment(tmp_path):
@@ -401,3 +414,11 @@ def test_the_real_machine_is_told_in_a_broken_environment(tmp_path):
     assert "KERAS_BACKEND is 'jax'" in diagnosis.findings[0].message
     assert "cpu" in {report.device.kind for report in diagnosis.devices}
     assert isinstance(diagnosis.recommendation, Recommendation)
+
+
+def test_the_function_looks_at_the_real_machine_whatever_the_environment(monkeypatch):
+    monkeypatch.setenv("TF_USE_LEGACY_KERAS", "1")
+    tfamp._check_environment.cache_clear()
+    diagnosis = tfamp.__getattr__("doctor")()
+    assert isinstance(diagnosis, tfamp.Diagnosis) and diagnosis.is_broken
+    assert diagnosis.findings[0].message.startswith("TF_USE_LEGACY_KERAS is '1'")

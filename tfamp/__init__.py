@@ -24,6 +24,7 @@ _HOMES = {
     "compare": "tfamp.comparison.runner",
     "data": "tfamp.data",
     "disable": "tfamp.policy",
+    "doctor": "tfamp.cli.doctor",
     "enable": "tfamp.policy",
     "estimate_memory": "tfamp.memory.estimate.estimator",
     "find_batch_size": "tfamp.memory.batch_search.finder",
@@ -33,6 +34,7 @@ _HOMES = {
     "prove": "tfamp.numerics.proof.prover",
     "ranges": "tfamp.numerics.ranges.recorder",
     "remat": "tfamp.memory.remat.rematerialisation",
+    "replay": "tfamp.numerics.triage.bundle_replay",
     "scope": "tfamp.policy",
     "sensitivity": "tfamp.numerics.sensitivity.search",
     "status": "tfamp.policy",
@@ -44,9 +46,11 @@ _RESULTS = {
     "Assignment": "tfamp.models",
     "BatchSearch": "tfamp.memory.batch_search.records",
     "Comparison": "tfamp.comparison.result",
+    "Diagnosis": "tfamp.cli.diagnosis",
     "MemoryEstimate": "tfamp.memory.estimate.records",
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.ranges.result",
+    "Replayed": "tfamp.stepping.bundles.replay_record",
     "Sensitivity": "tfamp.numerics.sensitivity.result",
     "Triage": "tfamp.numerics.triage.result",
     "Status": "tfamp.policy",
@@ -80,6 +84,8 @@ if TYPE_CHECKING:
     from tfamp import callbacks as callbacks
     from tfamp import data as data
     from tfamp import training as training
+    from tfamp.cli.diagnosis import Diagnosis as Diagnosis
+    from tfamp.cli.doctor import doctor as doctor
     from tfamp.comparison.result import Comparison as Comparison
     from tfamp.comparison.runner import compare as compare
     from tfamp.loss_scale.errors import LossScaleError as LossScaleError
@@ -100,6 +106,7 @@ if TYPE_CHECKING:
     from tfamp.numerics.ranges.result import Ranges as Ranges
     from tfamp.numerics.sensitivity.result import Sensitivity as Sensitivity
     from tfamp.numerics.sensitivity.search import sensitivity as sensitivity
+    from tfamp.numerics.triage.bundle_replay import replay as replay
     from tfamp.numerics.triage.result import Triage as Triage
     from tfamp.numerics.triage.step_triage import triage as triage
     from tfamp.policy import Status as Status
@@ -108,6 +115,7 @@ if TYPE_CHECKING:
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
     from tfamp.serving.frozen import freeze as freeze
+    from tfamp.stepping.bundles.replay_record import Replayed as Replayed
 else:
 
     def __getattr__(name: str) -> Any:
@@ -116,7 +124,8 @@ else:
         if place is None:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=package)
-        _check_environment()
+        if not place.startswith("tfamp.cli."):  # the doctor tells what is wrong
+            _check_environment()
         home = _imported(place)
         value = home if place == f"{__name__}.{name}" else getattr(home, name)
         setattr(package, name, value)

@@ -1,205 +1,272 @@
-"""`tfamp doctor`: devices, memory, versions, settings, the policy, problems."""
+"""`tfamp doctor`: what is here and what is wrong with it, however broken it is.
+
+Every look at the machine goes through a `Probes`, so that tests describe a machine
+instead of having it, and each look may fail without taking the others along.
+"""
 
 import contextlib
-import functools
+import dataclasses
 import os
+import re
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, TypeVar
 
-from rich import box
-from rich.console import Console
-from rich.padding import Padding
-from rich.table import Table
-from rich.text import Text
+from rich.console import Group
 
-from tfamp.cli import _flags
-from tfamp.cli._diagnosis import Diagnosis, Probes, Setting, diagnose
+import tfamp
+from tfamp.cli._flags import Call, Command, Flag, Outcome
+from tfamp.cli.diagnosis import DeviceReport, Diagnosis, Finding, Setting, parts
 from tfamp.machine import amx
-from tfamp.machine.memory_records import GpuMemory, MachineMemory
-from tfamp.records import units
+from tfamp.machine.memory_records import MachineMemory
+from tfamp.records import checks
+from tfamp.records import versions as _versions
+from tfamp.records.record import Device
+from tfamp.records.versions import VARIABLES
+from tfamp.trials.variant import POLICIES
 
-_PURPOSE = (
-    "Shows devices, memory, versions and settings, recommends a policy and says why,\n"
-    "and names problems with their remedies. Ends with status 1 if something is broken."
-)
-_SUPPORTED = {
-    "python": "3.10 to 3.13",
-    "tensorflow": "2.19 to 2.21",
-    "keras": "3.10 and later",
-}
-# Of a CPU's hundred features, those that decide a policy.
-_TELLING = (
-    *("amx_bf16", "amx_fp16", amx.BROKEN),
-    *("avx512_bf16", "avx512_fp16", "bf16", "svebf16"),
-)
+T = TypeVar("T")
+
+_ONEDNN, _AMP = "TF_ENABLE_ONEDNN_OPTS", "TF_ENABLE_AUTO_MIXED_PRECISION"
+_NVIDIA_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
+_TF32_FROM = (8, 0)
 
 
-def main(argv: Sequence[str], *, probes: Probes | None = None) -> int:
-    """Runs the command.
+def doctor() -> Diagnosis:
+    """Looks at this machine and this environment, and tells what is wrong with them.
 
-    Args:
-        argv: The arguments after "doctor".
-        probes: The looks at the machine, by default the real ones.
+    It runs where nothing else of tfamp does: without TensorFlow, with a Keras of
+    another backend, with a broken driver. `tfamp doctor` does the same.
 
     Returns:
-        0, or 1 if something is broken, or 2 for flags that cannot be understood.
+        The `Diagnosis`: `.devices`, `.memory`, `.versions`, `.settings`, the
+        `.recommendation` of a policy, `.findings`, `.is_broken`, `.to_json(path)`;
+        `print` it for tables.
+
+    Example:
+        >>> doctor().devices[0].device.kind in ("cpu", "gpu")
+        True
     """
-    values = _flags.new_flags()
-    add = functools.partial(_flags.define, values)
-    add("string", "json", None, _flags.JSON)
-    add("bool", "all", False, "Show settings that are not set too.")
-    status = _flags.parse(values, argv, command="tfamp doctor", purpose=_PURPOSE)
-    if isinstance(status, int):
-        return status
-    # TensorFlow reads it when it is imported; its notices are of no help here.
-    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    # Whatever a package prints while it is imported must not reach the document.
-    with contextlib.redirect_stdout(sys.stderr), _held_back() as log:
-        diagnosis = diagnose(probes or Probes())
-    if diagnosis.is_broken and log:
-        print("".join(log), file=sys.stderr)
-    _flags.write(values, diagnosis)
-    if values.json != "-":
-        render(diagnosis, Console(), all_settings=bool(values["all"].value))
-    return 1 if diagnosis.is_broken else 0
+    return diagnose(Probes())
 
 
-def render(
-    diagnosis: Diagnosis, console: Console, *, all_settings: bool = False
-) -> None:
-    """Prints a diagnosis as tables, the problems last, where the eye ends up.
+def _hardware() -> Any:
+    # Imports TensorFlow, so not before a probe asks for it.
+    from tfamp.machine import devices as hardware
 
-    Args:
-        diagnosis: What was found.
-        console: Where it goes.
-        all_settings: Whether settings are shown that are not set.
+    return hardware
+
+
+def _allocators() -> Any:
+    from tfamp.machine import allocators
+
+    return allocators
+
+
+def _tensorfloat32() -> bool:
+    import tensorflow as tf
+
+    return bool(tf.config.experimental.tensor_float_32_execution_enabled())
+
+
+def _nvidia_gpus(pci: Path = Path("/sys/bus/pci/devices")) -> int:
+    """Returns how many NVIDIA GPUs the system has, by Linux's list of PCI devices."""
+    count = 0
+    for device in pci.glob("*"):
+        try:
+            vendor = (device / "vendor").read_text().strip()
+            kind = (device / "class").read_text().strip()
+        except OSError:
+            continue
+        count += vendor == _NVIDIA_VENDOR and kind.startswith(_DISPLAY_CLASS)
+    return count
+
+
+@dataclasses.dataclass(frozen=True)
+class Probes:
+    """The looks at the machine; tests pass their own.
+
+    `devices`, `hardware` and `allocators` import TensorFlow, the last two as modules.
     """
-    console.print(_versions_table(diagnosis))
-    console.print(_devices_table(diagnosis))
-    if diagnosis.memory is not None:
-        console.print(_memory_table(diagnosis.memory))
-    _print_settings(diagnosis, console, all_settings=all_settings)
-    if diagnosis.recommendation is not None:
-        line = Text("Recommended policy: ", style="bold")
-        line.append(diagnosis.recommendation.policy, style="bold green")
-        console.print(line)
-        reason = Text(diagnosis.recommendation.reason)
-        console.print(Padding(reason, (0, 0, 1, 2), expand=False))
-    if not diagnosis.findings:
-        console.print(Text("No problems found.", style="green"))
-        return
-    table = _table("Problems", "", "What", "Remedy")
-    for finding in diagnosis.findings:
-        style = "bold red" if finding.severity == "error" else "yellow"
-        severity = Text(finding.severity, style=style)
-        table.add_row(severity, Text(finding.message), Text(finding.remedy))
-    console.print(table)
 
-
-def _table(title: str, *columns: str) -> Table:
-    """Returns an empty table in the doctor's style."""
-    table = Table(
-        title=title,
-        title_justify="left",
-        title_style="bold",
-        box=box.SIMPLE_HEAD,
-        pad_edge=False,
+    environ: Mapping[str, str] = dataclasses.field(default_factory=lambda: os.environ)
+    versions: Callable[[], Mapping[str, str | None]] = _versions.installed_versions
+    problems: Callable[..., tuple[_versions.Problem, ...]] = _versions.find_problems
+    devices: Callable[[], tuple[Device, ...]] = lambda: _hardware().devices()
+    hardware: Callable[[], Any] = _hardware
+    tensorfloat32: Callable[[], bool] = _tensorfloat32
+    nvidia_gpus: Callable[[], int] = _nvidia_gpus
+    memory: Callable[..., MachineMemory] = lambda **kwargs: (
+        _allocators().machine_memory(**kwargs)
     )
-    for column in columns:
-        table.add_column(column, overflow="fold")
-    table.columns[0].no_wrap = len(columns) > 2 and title != "Settings"
-    return table
+    allocators: Callable[[], Any] = _allocators
 
 
-def _versions_table(diagnosis: Diagnosis) -> Table:
-    table = _table("Versions", "Package", "Found", "Supported")
-    for package, version in diagnosis.versions.items():
-        found = Text(version) if version else Text("missing", style="bold red")
-        table.add_row(package, found, _SUPPORTED.get(package, ""))
-    return table
+def diagnose(probes: Probes) -> Diagnosis:
+    """Returns what the probes tell, and what is wrong with it."""
+    findings: list[Finding] = []
+    versions = {"tfamp": tfamp.__version__, **probes.versions()}
+    problems = probes.problems(environ=probes.environ, versions=versions)
+    findings += [Finding("error", each.found, each.remedy) for each in problems]
+    devices: tuple[Device, ...] = ()
+    tf32: bool | None = None
+    if versions.get("tensorflow") is not None:
+        devices = _attempt(probes.devices, findings, ())
+        tf32 = _attempt(probes.tensorfloat32, findings, None) if devices else None
+    hardware = probes.hardware() if devices else None
+    onednn = probes.environ.get(_ONEDNN, "1").lower() not in ("0", "false")
+    settings = [Setting(k, probes.environ.get(k), v) for k, v in VARIABLES.items()]
+    if tf32 is not None:
+        meaning = "tf.config: float32 products may round to TF32 on a GPU"
+        settings.append(Setting("TF32", "on" if tf32 else "off", meaning))
+    findings += _policy_findings(probes.environ, hardware, devices, onednn)
+    findings += _gpu_findings(probes, devices, tf32)
+    findings += _cpu_findings(probes.environ, devices, onednn)
+    memory = _memory(probes, devices, findings) if devices else None
+    return Diagnosis(
+        versions=versions,
+        devices=tuple(
+            DeviceReport(each, hardware.fast_dtypes(each, onednn=onednn))
+            for each in devices
+            if hardware
+        ),
+        settings=tuple(settings),
+        recommendation=(
+            hardware.recommend(devices, onednn=onednn) if hardware else None
+        ),
+        # A stable sort: errors first, else in the order they were found.
+        findings=tuple(sorted(findings, key=lambda each: each.severity != "error")),
+        memory=memory,
+    )
 
 
-def _devices_table(diagnosis: Diagnosis) -> Table:
-    table = _table("Devices", "Kind", "Name", "Memory", "Can do", "Fast in")
-    for report in diagnosis.devices:
-        device = report.device
-        can = [feature for feature in _TELLING if feature in device.features]
-        if device.compute_capability is not None:
-            major, minor = device.compute_capability
-            can.append(f"compute capability {major}.{minor}")
-        if device.partition:
-            can.append("MIG slice")
-        memory = device.memory_bytes
-        table.add_row(
-            device.kind.upper(),
-            Text(device.name),
-            units.format_bytes(memory) if memory else "",
-            ", ".join(can),
-            ", ".join(report.fast_dtypes) or "float32",
+def _memory(
+    probes: Probes, devices: tuple[Device, ...], findings: list[Finding]
+) -> MachineMemory | None:
+    """Returns the machine's memory, and notes what could be better about it."""
+    try:
+        memory = probes.memory(environ=probes.environ)
+    except Exception as error:  # a driver, or files of the kernel, that answer oddly
+        message = f"Memory cannot be read: {checks.first_line(error)}"
+        remedy = "The rest of this report is right without it."
+        findings.append(Finding("advice", message, remedy))
+        return None
+    has_gpu = any(device.kind == "gpu" for device in devices)
+    advice = probes.allocators().advice(memory, probes.environ, has_gpu=has_gpu)
+    for each in advice:
+        findings.append(Finding("advice", each.message, each.remedy))
+    return memory
+
+
+def _attempt(probe: Callable[[], T], findings: list[Finding], fallback: T) -> T:
+    """Returns the probe's answer, or notes why there is none.
+
+    A half-installed TensorFlow fails in many ways, and the doctor outlives them all.
+    """
+    try:
+        return probe()
+    except Exception as error:
+        found = Finding(
+            "error",
+            "TensorFlow does not run: "
+            f"{type(error).__name__}: {checks.first_line(error)}",
+            "Install it anew: `pip install --force-reinstall tensorflow`.",
         )
-    if not diagnosis.devices:
-        table.add_row("none", "TensorFlow does not run here")
-    return table
+        if found not in findings:
+            findings.append(found)
+        return fallback
 
 
-def _memory_table(memory: MachineMemory) -> Table:
-    table = _table("Memory", "Of", "Size", "Free", "Held by")
-    for gpu in memory.gpus:
-        place = f"GPU:{gpu.index}"
-        if gpu.mig_slice:
-            place += f" (MIG {gpu.mig_slice})"
-        table.add_row(
-            place, _size(gpu.total_bytes), _size(gpu.free_bytes), Text(_holders(gpu))
+def _policy_findings(
+    environ: Mapping[str, str],
+    hardware: Any,
+    devices: tuple[Device, ...],
+    onednn: bool,
+) -> list[Finding]:
+    """Judges TFAMP_POLICY."""
+    policy = environ.get("TFAMP_POLICY")
+    if not policy:
+        return []
+    try:
+        checks.choice("TFAMP_POLICY", policy, POLICIES)
+    except ValueError as error:
+        return [Finding("error", str(error), "Set another name, or unset it.")]
+    if hardware is None:
+        return []
+    objection = hardware.objection(policy, devices, onednn=onednn)
+    if objection is None:
+        return []
+    remedy = "Set TFAMP_POLICY=auto, or unset it."
+    return [Finding("advice", f"TFAMP_POLICY: {objection}", remedy)]
+
+
+def _gpu_findings(
+    probes: Probes, devices: tuple[Device, ...], tf32: bool | None
+) -> list[Finding]:
+    """Judges GPUs that TensorFlow misses, and what slows those that it sees."""
+    gpus = [device for device in devices if device.kind == "gpu"]
+    in_system = probes.nvidia_gpus()
+    visible = probes.environ.get("CUDA_VISIBLE_DEVICES")
+    findings = []
+    if devices and in_system and not gpus:
+        found = f"The system has {in_system} NVIDIA GPU(s); TensorFlow sees none"
+        if visible is not None and visible.strip() in ("", "-1"):
+            why = f"{found}, since CUDA_VISIBLE_DEVICES is {visible!r}."
+            findings.append(Finding("advice", why, "Unset it to use the GPU."))
+        else:
+            remedy = (
+                "Check the driver with `nvidia-smi`, then run "
+                "`pip install 'tensorflow[and-cuda]'`."
+            )
+            findings.append(Finding("error", f"{found}.", remedy))
+    able = [gpu for gpu in gpus if (gpu.compute_capability or (0, 0)) >= _TF32_FROM]
+    override = probes.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
+    if able and (tf32 is False or override):
+        how = "unset NVIDIA_TF32_OVERRIDE" if override else "leave it on"
+        message = f"TF32 is off: what stays in float32 is slow on {able[0].name}."
+        remedy = f"Unless the digits are needed, {how}."
+        findings.append(Finding("advice", message, remedy))
+    if probes.environ.get(_AMP) in ("1", "true"):
+        message = f"{_AMP} has TensorFlow rewrite graphs that tfamp has set dtypes in."
+        findings.append(Finding("advice", message, "Unset it."))
+    return findings
+
+
+def _cpu_findings(
+    environ: Mapping[str, str], devices: tuple[Device, ...], onednn: bool
+) -> list[Finding]:
+    """Judges what keeps a CPU that trains from its bfloat16 instructions."""
+    if any(device.kind != "cpu" for device in devices):
+        return []
+    features = {feature for device in devices for feature in device.features}
+    able = sorted(features & {"amx_bf16", "avx512_bf16"})
+    cap = environ.get(amx.CAP_VARIABLE, "ALL").upper()
+    is_capped = cap not in ("ALL", "DEFAULT") and "AMX" not in cap
+    if onednn and amx.BROKEN in features and not is_capped:
+        message = "AMX ends the process, so any bfloat16 product in TensorFlow does."
+        remedy = f"Set {amx.CAP_VARIABLE}={amx.CAP}, or use another machine."
+        return [Finding("error", message, remedy)]
+    if not able:
+        return []
+    if not onednn:
+        message = f"oneDNN is off, so {' and '.join(able)} of this CPU go unused."
+        return [Finding("advice", message, f"Unset {_ONEDNN}, or set it to 1.")]
+    findings = []
+    if "amx_bf16" in able and is_capped:
+        message = (
+            f"ONEDNN_MAX_CPU_ISA is {cap!r}, so amx_bf16 of this CPU goes unused and "
+            f"bfloat16 is slower than float32."
         )
-    for limit in memory.limits:
-        first = "sets the limit" if limit == memory.limit else ""
-        free = None if limit.used_bytes is None else limit.free_bytes
-        table.add_row(f"CPU, {limit.source}", _size(limit.bytes), _size(free), first)
-    if memory.swap_bytes:
-        free = memory.swap_free_bytes
-        table.add_row("swap", _size(memory.swap_bytes), _size(free), "")
-    return table
-
-
-def _size(num_bytes: int | None) -> str:
-    return "" if num_bytes is None else units.format_bytes(num_bytes)
-
-
-def _holders(gpu: GpuMemory) -> str:
-    """Returns who holds memory of a GPU, and how this process takes it."""
-    parts = []
-    for holder in gpu.holders:
-        name = "this process" if holder.is_own else holder.name or "a process"
-        parts.append(f"{name} (pid {holder.pid}) {_size(holder.bytes)}".strip())
-    if gpu.limit_bytes is not None:
-        parts.append(f"at most {_size(gpu.limit_bytes)} for this process")
-    if gpu.growth:
-        parts.append("taken as needed (memory growth)")
-    return ", ".join(parts) or "nobody to be seen"
-
-
-def _print_settings(
-    diagnosis: Diagnosis, console: Console, *, all_settings: bool
-) -> None:
-    shown = [s for s in diagnosis.settings if all_settings or s.value is not None]
-    if shown:
-        console.print(_settings_table(shown))
-    num_unset = len(diagnosis.settings) - len(shown)
-    if num_unset:
-        more = "more are" if shown else "settings that matter are"
-        line = f"{num_unset} {more} not set; `tfamp doctor --all` lists them."
-        console.print(Padding(Text(line), (0, 0, 1, 0), expand=False))
-
-
-def _settings_table(settings: Sequence[Setting]) -> Table:
-    table = _table("Settings", "Name", "Value", "Effect")
-    for setting in settings:
-        value = Text("unset", style="dim")
-        if setting.value is not None:
-            value = Text(setting.value or "''", style="cyan")
-        table.add_row(setting.name, value, Text(setting.meaning))
-    return table
+        findings.append(Finding("advice", message, "Unset it."))
+    xla_flags = environ.get("TF_XLA_FLAGS", "")
+    if re.search(r"--tf_xla_auto_jit=([12]|fusible)\b", xla_flags) and re.search(
+        r"--tf_xla_cpu_global_jit\b(?!=false)", xla_flags
+    ):
+        message = "TF_XLA_FLAGS compile for the CPU, where bfloat16 then gains nothing."
+        findings.append(Finding("advice", message, "Drop --tf_xla_cpu_global_jit."))
+    return findings
 
 
 @contextlib.contextmanager
@@ -227,3 +294,28 @@ def _held_back() -> Iterator[list[str]]:
             file.seek(0)
             if text := file.read().decode(errors="replace").strip():
                 log.append(text)
+
+
+def command(look: Callable[[], Diagnosis] = doctor) -> Command:
+    """Returns the command, given what looks at the machine."""
+
+    def work(call: Call) -> Outcome:
+        # Whatever a package prints while it is imported must not reach the document.
+        with contextlib.redirect_stdout(sys.stderr), _held_back() as log:
+            diagnosis = look()
+        if diagnosis.is_broken and log:
+            print("".join(log), file=sys.stderr)
+        shown = Group(*parts(diagnosis, all_settings=call.values["all"]))
+        return Outcome(diagnosis, shown, is_bad=diagnosis.is_broken)
+
+    return Command(
+        "doctor",
+        "Shows devices, memory, versions and settings, recommends a policy and says "
+        "why, and names problems with their remedies. Ends with status 1 if something "
+        "is broken.",
+        work,
+        (Flag("all", "bool", False, "Show settings that are not set too."),),
+    )
+
+
+COMMANDS = {"doctor": command()}

@@ -6,46 +6,47 @@
 import importlib
 import sys
 from collections.abc import Sequence
-from typing import NamedTuple
 
 import tfamp
 from tfamp.records import checks
 
-_EXIT_USAGE = 2
-
-
-class _Command(NamedTuple):
-    """A subcommand: the module whose `main(argv) -> int` runs it, and its purpose."""
-
-    module: str
-    purpose: str
-
-
-_COMMANDS = {
-    "compare": _Command(
-        "tfamp.cli.compare",
-        "train under float32 and under policies, and report what that changes",
-    ),
-    "prove": _Command(
-        "tfamp.cli.prove",
-        "show which dtype a step computes in, and why it is not faster",
-    ),
-    "lint": _Command(
-        "tfamp.cli.lint",
-        "show what half precision would spoil in a model, and the remedy",
-    ),
-    "memory": _Command(
-        "tfamp.cli.memory",
-        "tell what a step will hold in memory, and the largest batch that fits",
-    ),
-    "replay": _Command(
-        "tfamp.cli.replay",
-        "repeat the failed step of a bundle, and say why it failed",
-    ),
-    "doctor": _Command(
-        "tfamp.cli.doctor",
-        "show devices, versions, settings, the policy that suits, and problems",
-    ),
+_WRONG_CALL = 2
+# When one asks -> command -> the module of this folder that has it, and its purpose.
+_GROUPS = {
+    "check a machine": {
+        "doctor": (
+            *("doctor", "devices, versions, settings, the policy that suits, problems"),
+        ),
+    },
+    "before training": {
+        "check": ("tools", "what would go wrong with the data in a compute dtype"),
+        "lint": ("tools", "what half precision would spoil in a model, and the remedy"),
+        "assignment": ("tools", "the dtype of each layer, and the rule behind it"),
+        "prove": ("tools", "which dtype a step computes in, and why it is not faster"),
+        "ranges": ("tools", "magnitudes of weights, activations and gradients"),
+        "sensitivity": ("tools", "which layers have to stay in float32"),
+        "memory": ("memory", "what a step will hold, and the largest batch that fits"),
+        "find_batch_size": ("memory", "the batch that trains fastest, by trials"),
+        "bottleneck": ("tools", "whether the input or the model holds training up"),
+        "lr_find": ("tools", "a learning rate, by steps at rates that grow"),
+    },
+    "comparing": {
+        "compare": ("compare", "train under policies, and report what that changes"),
+    },
+    "after trouble": {
+        "triage": ("tools", "why a step fails: data, model, rate or precision"),
+        "replay": (
+            "saved",
+            "repeat the failed step of a bundle, and say why it failed",
+        ),
+    },
+    "leaving": {
+        "freeze": ("saved", "store a model's weights in half precision, to predict"),
+    },
+}
+# `tfamp.estimate_memory` is what `tfamp memory` asks.
+_MODULES = {"estimate_memory": "memory"} | {
+    name: module for group in _GROUPS.values() for name, (module, _) in group.items()
 }
 
 
@@ -68,7 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if not arguments:
         print(_usage(), file=sys.stderr)
-        return _EXIT_USAGE
+        return _WRONG_CALL
     name, *rest = arguments
     if name in ("-h", "--help", "-help", "help"):
         print(_usage())
@@ -76,11 +77,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if name in ("-V", "--version", "-version"):
         print(f"tfamp {tfamp.__version__}")
         return 0
-    if name not in _COMMANDS:
+    known = name.replace("-", "_")
+    if known not in _MODULES:
         print(f"tfamp: {_unknown(name)}", file=sys.stderr)
-        return _EXIT_USAGE
-    module = importlib.import_module(_COMMANDS[name].module)
-    status: int = module.main(rest)
+        return _WRONG_CALL
+    module = importlib.import_module(f"tfamp.cli.{_MODULES[known]}")
+    status: int = module.COMMANDS[known].main(rest)
     return status
 
 
@@ -90,19 +92,18 @@ def _usage() -> str:
         "usage: tfamp [--help] [--version] <command> [flags]",
         "",
         "Mixed precision for Keras 3 on TensorFlow that is fast where it can be.",
-        "",
-        "commands:",
-        *(f"  {name:<8} {command.purpose}" for name, command in _COMMANDS.items()),
-        "",
-        "`tfamp <command> --help` lists the flags of a command.",
     ]
+    for group, commands in _GROUPS.items():
+        lines += ["", f"{group}:"]
+        lines += [f"  {name:<16} {what}" for name, (_, what) in commands.items()]
+    lines += ["", "`tfamp <command> --help` lists the flags of a command."]
     return "\n".join(lines)
 
 
 def _unknown(name: str) -> str:
     """Returns the message for a command or flag that doesn't exist."""
     what = "flag" if name.startswith("-") else "command"
-    options = ("--help", "--version") if what == "flag" else tuple(_COMMANDS)
+    options = ("--help", "--version") if what == "flag" else tuple(_MODULES)
     guess = checks.did_you_mean(name, options)
     advice = f"Did you mean {guess!r}? " if guess else ""
     expected = ", ".join(repr(option) for option in options)

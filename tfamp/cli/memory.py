@@ -1,125 +1,67 @@
-"""`tfamp memory`: what a step will hold, and which batch size fits or suits."""
+"""`tfamp memory` and `tfamp find_batch_size`: what a step holds, which batch fits."""
 
 import dataclasses
-import functools
-from collections.abc import Sequence
 from typing import Any
 
-from absl import flags
-
-from tfamp.cli import _flags
+import tfamp
+from tfamp.cli._flags import MAX_MEMORY, PLOT, Call, Command, Flag, Outcome, UsageError
+from tfamp.cli._flags import sizes as read_sizes
+from tfamp.cli.tools import BUILD, STATUS, TARGET, TRAINING, built, one_policy
 from tfamp.records import units
-from tfamp.trials import targets
 from tfamp.trials.variant import Variant
 
-_PURPOSE = """\
-Predicts what a training step will hold in memory, by kind, and trains nothing: the
-step is traced; on a CPU also how large the process will be. With --max_memory it tells
-the largest batch that fits, on a CPU with the whole process. `module:build` names
-a function that returns a compiled model, or (model, train) or (model, train,
-validation), of which shapes and the batch size are read. --find trains a few steps of
-real batches instead, each size in a fresh process, until one does not fit or gains too
-little speed.
-
-Ends with status 0, 1 if it cannot be told, 2 if called wrongly."""
 # `fit` and `predict` take as many examples where nobody says.
 _BATCH_SIZE = 32
 # Sizes that matrix units like.
 _MULTIPLE = 8
 # No model's batch is as large: what holds it, holds any.
 _ENDLESS = 2**40
-# Flags that trials have no use for.
-_NOT_FOUND_WITH = (
-    *("batch_size", "training", "optimizer", "resident", "sequence_length"),
-)
 
 
-def main(argv: Sequence[str]) -> int:
-    """Runs the command.
-
-    Args:
-        argv: The arguments after "memory".
-
-    Returns:
-        The exit status, as the help says.
-    """
-    values = _define()
-
-    def work(target: str) -> _flags.Outcome:
-        with _flags.reading():
-            variants = [Variant.parse(word, "--policy") for word in values.policy]
-            sizes = [_whole(text) for text in values.batch_size or ()]
-            limit = _flags.max_memory(values)
-            _check(values)
-        if values.find:
-            found = find(target, variants[0], limit)
-            text = str(found)
-        else:
-            found = estimate(target, variants, sizes, values)
-            text = "\n".join([found.table(), *_largest(found, limit, values.resident)])
-        _flags.write(values, found)
-        if values.plot is not None:
-            found.plot(values.plot)
-        return _flags.Outcome(text)
-
-    return _flags.run(argv, values, work, command="tfamp memory", purpose=_PURPOSE)
+def _memory(call: Call) -> Outcome:
+    values = call.values
+    if not values["training"] and values["optimizer"] is not None:
+        raise UsageError(
+            "`--optimizer` came with `--notraining`; expected one of them, as predict "
+            "has no optimizer. Leave one out"
+        )
+    if "resident" in call.given and values["max_memory"] is None:
+        raise UsageError(
+            "`--resident` came without `--max_memory`; expected both, as it says what "
+            "the limit is for. Add --max_memory, or leave it out"
+        )
+    found = _estimates(call)
+    lines = _largest(found, values["max_memory"], values["resident"])
+    return Outcome(found, "\n".join([found.table(), *lines]))
 
 
-def estimate(
-    target: str,
-    variants: Sequence[Variant],
-    sizes: Sequence[int],
-    values: flags.FlagValues,
-) -> Any:
+def _estimates(call: Call) -> Any:
     """Returns the estimates of each policy, each built under it, and each size."""
-    build = targets.load(target)
-    from tfamp.memory.batch_search.data import batch_of
-    from tfamp.memory.estimate.estimator import estimate_memory
-    from tfamp.memory.estimate.records import MemoryEstimates
-    from tfamp.trials.in_force import in_force
-
+    given = {name: call.values[name] for name in ("optimizer", "training")}
     found: list[Any] = []
-    for variant in variants:
-        with in_force(variant):
-            model, data = _built(target, targets.call(build, seed=0, epochs=1))
-            batch = None if data is None else batch_of(data)
-            own = estimate_memory(
-                model,
-                list(sizes) or [_BATCH_SIZE if batch is None else batch.size],
-                optimizer=values.optimizer,
-                training=values.training,
-                data=None if batch is None else _parts(batch.parts, values.training),
-                sequence_length=values.sequence_length,
-                jit_compile=True if variant.jit_compile else None,
+    for variant in call.values["policy"]:
+        with built(call.argument, variant, needs_data=False) as made:
+            # Below `built`, which finds out whether there is such a module.
+            from tfamp.memory.batch_search.data import batch_of
+
+            batch = None if made.train is None else batch_of(made.train)
+            data = None
+            if batch is not None:
+                parts = batch.parts
+                parts = parts if isinstance(parts, tuple) else (parts,)
+                # `predict` takes inputs alone.
+                data = parts if given["training"] else parts[:1]
+            own = tfamp.estimate_memory(
+                made.model,
+                call.values["batch_size"] or [batch.size if batch else _BATCH_SIZE],
+                data=data,
+                sequence_length=call.values["sequence_length"],
+                **given,
             )
         found += [_named(each, variant) for each in own]
+    from tfamp.memory.estimate.records import MemoryEstimates
+
     return MemoryEstimates(tuple(found))
-
-
-def find(target: str, variant: Variant, limit: int | None) -> Any:
-    """Returns what trials of real batches come to."""
-    from tfamp.memory.batch_search.finder import find_batch_size
-
-    return find_batch_size(target, policy=str(variant), max_memory_bytes=limit)
-
-
-def _built(target: str, built: Any) -> tuple[Any, Any]:
-    """Returns the model, and the data or None, of what a function returned."""
-    if not isinstance(built, tuple):
-        return built, None
-    if not 2 <= len(built) <= 3:
-        raise TypeError(
-            f"{target!r} returned a tuple of {len(built)}; expected a compiled model, "
-            "(model, train) or (model, train, validation). Return one of them."
-        )
-    return built[0], built[1]
-
-
-def _parts(parts: Any, training: bool) -> Any:
-    """Returns the parts of a batch that a step takes: for `predict` inputs alone."""
-    if not isinstance(parts, tuple):
-        return (parts,)
-    return parts if training else parts[:1]
 
 
 def _named(estimate: Any, variant: Variant) -> Any:
@@ -137,17 +79,14 @@ def _largest(estimates: Any, limit: int | None, resident: bool | None) -> list[s
     if whole is None:
         whole = all(each.resident_bytes is not None for each in estimates)
     # The largest size that was traced says most of those beyond.
-    by_policy = {each.policy: each for each in sorted(estimates, key=_size)}
+    by_size = sorted(estimates, key=lambda each: int(each.batch_size))
+    by_policy = {each.policy: each for each in by_size}
     names = dict.fromkeys(each.policy for each in estimates)
     words = ", ".join(
         f"{_fitting(by_policy[name], limit, whole)} ({name})" for name in names
     )
     whose = "whose process" if whole else "that"
     return [f"Largest batch size {whose} fits in {units.format_bytes(limit)}: {words}."]
-
-
-def _size(estimate: Any) -> int:
-    return int(estimate.batch_size)
 
 
 def _fitting(estimate: Any, limit: int, resident: bool) -> str:
@@ -164,90 +103,89 @@ def _fitting(estimate: Any, limit: int, resident: bool) -> str:
     return f"{found:,}"
 
 
-def _check(values: flags.FlagValues) -> None:
-    """Checks that every flag that was given has an effect."""
-    if not values.training and values.optimizer is not None:
-        raise ValueError(
-            "`--optimizer` came with `--notraining`; expected one of them, as predict "
-            "has no optimizer. Leave one out"
+def _find(call: Call) -> Outcome:
+    given = {flag.name: call.values[flag.name] for flag in _SEARCH}
+    return Outcome(
+        tfamp.find_batch_size(
+            call.argument,
+            policy=str(call.values["policy"]),
+            max_memory_bytes=call.values["max_memory"],
+            **given,
         )
-    if values["resident"].present and values.max_memory is None:
-        raise ValueError(
-            "`--resident` came without `--max_memory`; expected both, as it says what "
-            "the limit is for. Add --max_memory, or leave it out"
-        )
-    if not values.find:
-        return
-    if len(values.policy) != 1:
-        raise ValueError(
-            f"`--policy` is {','.join(values.policy)!r} with `--find`; expected one "
-            "policy, as its trials take minutes. Call once for each"
-        )
-    for name in _NOT_FOUND_WITH:
-        if values[name].present:
-            raise ValueError(
-                f"`--{name}` came with `--find`; expected one of them, as trials train "
-                "what is built, in sizes of their own. Leave one out"
-            )
+    )
 
 
-def _whole(text: str) -> int:
-    if not text.isdigit() or int(text) < 1:
-        raise ValueError(
-            f"`--batch_size` has {text!r}; expected whole numbers of at least 1. Write "
-            "for example 32,64"
-        )
-    return int(text)
+def _policies(name: str, text: str) -> list[Variant]:
+    return [Variant.parse(word, name) for word in text.split(",")]
 
 
-def _define() -> flags.FlagValues:
-    values = _flags.new_flags()
-    add = functools.partial(_flags.define, values)
-    add(
-        "list",
-        "batch_size",
-        None,
-        "Batch sizes, separated by commas; else that of the data, without data 32.",
-    )
-    add(
-        "list",
-        "policy",
-        "auto",
-        "Policies to build under, such as float32,mixed_bfloat16+xla.",
-    )
-    add("bool", "training", True, "Look at the step of fit, or else of predict.")
-    add(
-        "integer",
-        "sequence_length",
-        None,
-        "What sizes are that model and data leave open, as lengths of texts.",
-        lower_bound=1,
-    )
-    add(
-        "string",
-        "optimizer",
-        None,
-        "Another optimizer than the model's, by its Keras name.",
-    )
-    add(
-        "string",
-        "max_memory",
-        None,
-        "Memory there is, such as 16GB, 14.5GiB or a number of bytes.",
-    )
-    add(
-        "bool",
-        "resident",
-        None,
-        "Take --max_memory for the whole process, or (--noresident) for what a step "
-        "holds, as on a GPU; else the first where it is known, which it is on CPUs.",
-    )
-    add(
-        "bool",
-        "find",
-        False,
-        "Try sizes by training real batches, below --max_memory and what there is.",
-    )
-    add("string", "json", None, _flags.JSON)
-    add("string", "plot", None, "Image file that gets memory by batch size.")
-    return values
+def _count(name: str, default: int | None, help: str) -> Flag:
+    return Flag(name, "integer", default, help, {"lower_bound": 1})
+
+
+# Arguments of `tfamp.find_batch_size` under the same names.
+_SEARCH = (
+    _count("start", 8, "The first size to try."),
+    _count("max_batch_size", None, "The largest size to try."),
+    Flag("margin", "float", 0.1, "Part of the memory that stays free."),
+    Flag("min_gain", "float", 0.05, "Gain in speed that a doubling has to bring."),
+    _count("target_batch_size", None, "Size to reach, by accumulation if need be."),
+    _count("steps", 3, "Steps of a trial."),
+    Flag("timeout_seconds", "float", 600.0, "The most that a trial may take."),
+)
+_MEMORY = Command(
+    "memory",
+    "Predicts what a training step will hold in memory, by kind, and trains nothing: "
+    "the step is traced; on a CPU also how large the process will be. With "
+    "--max_memory it tells the largest batch that fits, on a CPU with the whole "
+    "process. Shapes and the batch size are read of the data, if there are any. "
+    f"{BUILD}\n\n{STATUS}",
+    _memory,
+    (
+        Flag(
+            *("batch_size", read_sizes, None),
+            "Batch sizes, separated by commas; else that of the data, without data 32.",
+        ),
+        Flag(
+            *("policy", _policies, "auto"),
+            "Policies to build under, such as float32,mixed_bfloat16+xla.",
+        ),
+        TRAINING,
+        _count(
+            *("sequence_length", None),
+            "What sizes are that model and data leave open, as lengths of texts.",
+        ),
+        Flag(
+            *("optimizer", "string", None),
+            "Another optimizer than the model's, by its Keras name.",
+        ),
+        MAX_MEMORY,
+        Flag(
+            *("resident", "bool", None),
+            "Take --max_memory for the whole process, or (--noresident) for what a "
+            "step holds, as on a GPU; else the first where it is known, which it is on "
+            "CPUs.",
+        ),
+        PLOT,
+    ),
+    TARGET,
+)
+_FIND = Command(
+    "find_batch_size",
+    "Trains a few steps of real batches, each size in a fresh process, until one does "
+    "not fit below --max_memory and what there is, or gains too little speed. "
+    f"{BUILD}\n\n{STATUS}",
+    _find,
+    (
+        Flag("policy", one_policy, "auto", "Policy to build under."),
+        MAX_MEMORY,
+        *_SEARCH,
+        PLOT,
+    ),
+    TARGET,
+)
+COMMANDS = {
+    "memory": _MEMORY,
+    "estimate_memory": dataclasses.replace(_MEMORY, name="estimate_memory"),
+    "find_batch_size": _FIND,
+}

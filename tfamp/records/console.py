@@ -14,7 +14,7 @@ RIGHT: dict[str, Any] = {"justify": "right", "no_wrap": True}
 
 def table(
     columns: Mapping[str, Mapping[str, Any]],
-    rows: Iterable[Sequence[str]],
+    rows: Iterable[Sequence[Any]],
     *,
     title: str | None = None,
     **how: Any,
@@ -23,7 +23,7 @@ def table(
 
     Args:
         columns: Heading -> what `add_column` of rich takes beside it.
-        rows: Texts, which stand as they are: "x[0]" is no markup.
+        rows: Texts, which stand as they are ("x[0]" is no markup), or parts of rich.
         title: Above it, at the left.
         **how: What rich's `Table` takes besides.
     """
@@ -36,7 +36,7 @@ def table(
     for name, options in columns.items():
         found.add_column(Text(name), **options)
     for row in rows:
-        found.add_row(*map(Text, row))
+        found.add_row(*(Text(x) if isinstance(x, str) else x for x in row))
     return found
 
 

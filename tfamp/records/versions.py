@@ -45,6 +45,12 @@ VARIABLES = {
 PYTHON = ((3, 10), (3, 13))
 TENSORFLOW = ((2, 19), (2, 21))
 KERAS_MINIMUM = (3, 10)
+# For tables.
+SUPPORTED = {
+    "python": "3.10 to 3.13",
+    "tensorflow": "2.19 to 2.21",
+    "keras": "3.10 and later",
+}
 # What the suite runs on, oldest and newest. On any other a self-test comes first, which
 # the variable named here leaves out.
 TESTED_KERAS = ("3.10.0", "3.15.1")

@@ -39,7 +39,8 @@ def replay(
         explain: Whether to ask `tfamp.triage` about the failing step.
 
     Returns:
-        What came of it.
+        The `Replayed`: `.is_reproduced`, `.verdict`, `.steps`, `.differences`,
+        `.triage`, `.table()`.
 
     Raises:
         FileNotFoundError: There is no bundle.

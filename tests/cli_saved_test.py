@@ -1,4 +1,4 @@
-"""`tfamp replay`: statuses, what is printed and written, and a fresh process."""
+"""`tfamp replay` and `tfamp freeze`: statuses, what is printed and written."""
 
 import json
 import os
@@ -7,12 +7,14 @@ import sys
 from pathlib import Path
 
 import keras
+import numpy as np
 import pytest
 
 import tfamp
 from tests.flight_recorder_test import compiled, fit
 from tfamp.callbacks.flight_recorder.callback import FlightRecorder
-from tfamp.cli.replay import main
+from tfamp.cli.main import main
+from tfamp.cli.saved import Frozen
 from tfamp.stepping.bundles.replay_record import Replayed, ReplayedStep
 
 CLASSES = """
@@ -30,6 +32,12 @@ class Noisy(keras.layers.Layer):
 """
 
 
+@pytest.fixture(autouse=True)
+def path_of_modules(monkeypatch):
+    """Takes back what a command adds to the places of modules."""
+    monkeypatch.setattr(sys, "path", [*sys.path])
+
+
 @pytest.fixture(scope="module")
 def bundle(tmp_path_factory):
     recorder = FlightRecorder(tmp_path_factory.mktemp("bundles"))
@@ -39,7 +47,7 @@ def bundle(tmp_path_factory):
 
 def test_a_failure_is_reproduced_printed_and_written(bundle, tmp_path, capsys):
     path = tmp_path / "outcome.json"
-    assert main([bundle, "--notriage", f"--json={path}"]) == 0
+    assert main(["replay", bundle, "--noexplain", f"--json={path}"]) == 0
     text = capsys.readouterr().out
     assert "Reproduced: the step fails as it did, bit by bit." in text
     assert text.splitlines()[0] == f"{bundle}: The loss is nan."
@@ -53,37 +61,15 @@ def test_what_differs_is_told_and_is_a_failure(bundle, capsys, monkeypatch):
     from tfamp.numerics.triage import bundle_replay
 
     monkeypatch.setattr(bundle_replay, "digest", lambda state: "another")
-    assert main([bundle, "--notriage"]) == 1
+    assert main(["replay", bundle, "--noexplain"]) == 1
     text = capsys.readouterr().out
     assert "Not reproduced: the step fails again, but not bit by bit." in text
     assert "- Some variables differ from those after the failing step." in text
 
 
-WRONG = {
-    "no bundle": ([], 2, "Nothing is named"),
-    "two": (["a", "b"], 2, "Unexpected argument 'b'"),
-    "an unknown flag": (["a", "--keep=3"], 2, "Unknown command line flag 'keep'"),
-    "a bad target": (["a", "--build=x"], 2, "`--build` is 'x'; expected 'module:func"),
-    "no folder": (["/nowhere"], 1, "Found no bundle in '/nowhere'"),
-}
-
-
-@pytest.mark.parametrize("argv, status, text", WRONG.values(), ids=WRONG)
-def test_calls_that_cannot_be_followed_have_their_status(argv, status, text, capsys):
-    assert main(argv) == status
-    assert text in capsys.readouterr().err
-
-
 def test_an_unknown_module_is_told(bundle, capsys):
-    assert main([bundle, "--build=nowhere:build"]) == 1
+    assert main(["replay", bundle, "--build=nowhere:build"]) == 1
     assert "There is no module 'nowhere'" in capsys.readouterr().err
-
-
-def test_help_says_what_it_is(capsys):
-    assert main(["--help"]) == 0
-    text = capsys.readouterr().out
-    assert text.startswith("usage: tfamp replay bundle [flags]")
-    assert "--build" in text and "--json" in text and "--triage" in text
 
 
 STEP = ReplayedStep(0, 3, 0.5, 0.25, ("loss",))
@@ -117,10 +103,10 @@ def test_a_fresh_process_replays_every_bit(tmp_path, monkeypatch):
     model.compile(tfamp.LossScaleOptimizer(inner, 64.0), "mse", metrics=["mae"])
     recorder = FlightRecorder(tmp_path / "failures")
     fit(model, recorder)
-    code = "import sys; from tfamp.cli.replay import main; sys.exit(main(sys.argv[1:]))"
+    command = [sys.executable, "-m", "tfamp", "replay", recorder.bundles[0]]
     # The recording process has two devices and one thread, the other what is usual.
     replayed = subprocess.run(
-        [sys.executable, "-c", code, recorder.bundles[0], "--json=outcome.json"],
+        [*command, "--json=outcome.json"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(Path(__file__).parents[1])},
         capture_output=True,
@@ -131,3 +117,42 @@ def test_a_fresh_process_replays_every_bit(tmp_path, monkeypatch):
     assert outcome["is_exact"] is True and outcome["is_same_device"] is True
     assert [step["differing"] for step in outcome["steps"]] == [[]] * 5
     assert "the cause is data" in outcome["triage"]
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_a_saved_model_is_frozen_to_another_file(tmp_path, capsys, dtype):
+    model = keras.Sequential(
+        [keras.Input((4,)), keras.layers.Dense(8), keras.layers.Dense(2)], name="tiny"
+    )
+    source, out = tmp_path / "model.keras", tmp_path / f"model.{dtype}.keras"
+    model.save(source)
+    argv = ["freeze", str(source), f"--dtype={dtype}"]
+    assert main([*argv, f"--json={tmp_path / 'found.json'}"]) == 0
+    # A kernel and a bias in half; those of the head stay.
+    found = Frozen("tiny", str(out), dtype, 2, 4, 4 * 58, 2 * 40 + 4 * 18)
+    assert Frozen.from_json(tmp_path / "found.json") == found
+    assert capsys.readouterr().out == f"{found}\n"
+    assert "2 of 4 weights of 'tiny' are stored in" in str(found)
+    x = np.ones((3, 4), "float32")
+    expected = tfamp.freeze(tfamp.load_model(source), dtype)(x)
+    np.testing.assert_array_equal(tfamp.load_model(out)(x), expected)
+
+
+FAILURES = {
+    "no bundle": ("replay", 2, "Nothing is named"),
+    "two": ("replay a b", 2, "Unexpected argument 'b'"),
+    "an unknown flag": ("replay a --keep=3", 2, "Unknown command line flag 'keep'"),
+    "a target": ("replay a --build=x", 2, "`--build` is 'x'; expected 'module:func"),
+    "no folder": ("replay /nowhere", 1, "Found no bundle in '/nowhere'"),
+    "no file": ("freeze /nowhere.keras", 1, "/nowhere.keras"),
+    "dtype": ("freeze a.keras --dtype=float8", 2, "Unknown `--dtype` 'float8'"),
+    "out": ("freeze a.keras --out=b.h5", 2, "`--out` is 'b.h5'; expected a name with"),
+}
+
+
+@pytest.mark.parametrize("line, status, text", FAILURES.values(), ids=FAILURES)
+def test_calls_that_cannot_be_followed_have_their_status(line, status, text, capsys):
+    assert main(line.split()) == status
+    out, err = capsys.readouterr()
+    assert (out, err.startswith(f"tfamp {line.split()[0]}: ")) == ("", True)
+    assert text in err

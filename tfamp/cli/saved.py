@@ -1,0 +1,134 @@
+"""`tfamp replay` and `tfamp freeze`: commands on what was saved."""
+
+import contextlib
+import dataclasses
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import tfamp
+from tfamp.cli._flags import Call, Command, Flag, Outcome, UsageError, one_of
+from tfamp.cli.tools import STATUS
+from tfamp.records.formats import HALF
+from tfamp.records.record import TableRecord
+from tfamp.records.units import format_bytes
+
+_RECORD = "bundle.json"
+# Variables that TensorFlow reads when it is imported, and nothing else.
+_PREFIXES = ("ONEDNN_", "DNNL_", "XLA_", "TF_", "OMP_", "NVIDIA_TF32_")
+
+
+def _replay(call: Call) -> Outcome:
+    build = call.values["build"]
+    if build is not None and not all(build.partition(":")):
+        raise UsageError(f"`--build` is {build!r}; expected 'module:function'")
+    _take_environment(Path(call.argument))
+    sys.path.insert(0, os.getcwd())  # where the model's classes may lie
+    with _working("Replaying the failing step"):
+        found = tfamp.replay(call.argument, build=build, explain=call.values["explain"])
+    return Outcome(found, is_bad=not found.is_reproduced)
+
+
+def _take_environment(folder: Path) -> None:
+    """Sets the variables of the bundle that decide which kernels compute.
+
+    What is set here already stands. A bundle that cannot be read is told later.
+    """
+    try:
+        text = (folder / _RECORD).read_text(encoding="utf-8")
+        named = json.loads(text)["surroundings"]["environment"].items()
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return
+    for name, value in named:
+        if name.startswith(_PREFIXES) and isinstance(value, str):
+            os.environ.setdefault(name, value)
+
+
+def _working(what: str) -> contextlib.AbstractContextManager[Any]:
+    """Shows on a terminal that the command is at work, and takes it away again."""
+    if not sys.stderr.isatty():
+        return contextlib.nullcontext()
+    from rich.console import Console
+
+    return Console(stderr=True).status(what)
+
+
+@dataclasses.dataclass(frozen=True)
+class Frozen(TableRecord):
+    """What `tfamp freeze` wrote: where, and how many weights and bytes it stores."""
+
+    model: str
+    path: str
+    dtype: str
+    num_lowered: int
+    num_weights: int
+    bytes_before: int
+    bytes_after: int
+
+    def table(self) -> str:
+        """Returns two lines."""
+        return (
+            f"{self.num_lowered} of {self.num_weights} weights of {self.model!r} are "
+            f"stored in {self.dtype} now, {format_bytes(self.bytes_after)} instead of "
+            f"{format_bytes(self.bytes_before)}.\nModel: {self.path}"
+        )
+
+
+def _freeze(call: Call) -> Outcome:
+    source, dtype = Path(call.argument), call.values["dtype"]
+    target = Path(call.values["out"] or source.with_suffix(f".{dtype}.keras"))
+    if target.suffix != ".keras":
+        raise UsageError(f"`--out` is {str(target)!r}; expected a name with .keras")
+    sys.path.insert(0, os.getcwd())
+    with _working("Freezing the model"):
+        model = tfamp.load_model(source)
+        frozen = tfamp.freeze(model, dtype)
+        frozen.save(target)
+    from tfamp.keras_hooks.structure import bytes_of
+
+    return Outcome(
+        Frozen(
+            *(model.name, str(target), dtype),
+            num_lowered=sum(weight.dtype == dtype for weight in frozen.weights),
+            num_weights=len(frozen.weights),
+            bytes_before=bytes_of(model.weights),
+            bytes_after=bytes_of(frozen.weights),
+        )
+    )
+
+
+REPLAY = Command(
+    "replay",
+    "Reproduces the failing step of a bundle that `tfamp.callbacks.FlightRecorder` "
+    "wrote: the model is rebuilt with the state from before the failure and trains on "
+    "the kept batches as it did. Compares every bit, and says why the step failed.\n\n"
+    "Ends with status 0 if the failure was reproduced, 1 if not or if it cannot be "
+    "told, 2 if called wrongly.",
+    _replay,
+    (
+        Flag(
+            *("build", "string", None),
+            "module:function that returns the compiled model, where the bundle has "
+            "none.",
+        ),
+        Flag("explain", "bool", True, "Say why the step failed."),
+    ),
+    "bundle",
+)
+FREEZE = Command(
+    "freeze",
+    "Reads a model that was saved as a .keras file, and writes one for inference that "
+    "stores its weights in half precision: the same outputs as under the mixed policy, "
+    f"half the memory, no training.\n\n{STATUS}",
+    _freeze,
+    (
+        Flag("dtype", one_of(*HALF), "bfloat16", "What weights are stored in."),
+        Flag(
+            "out", "string", None, "The new file; else model.<dtype>.keras beside it."
+        ),
+    ),
+    "model.keras",
+)
+COMMANDS = {"replay": REPLAY, "freeze": FREEZE}
