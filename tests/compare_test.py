@@ -17,7 +17,7 @@ import pytest
 
 import tfamp
 from tests import made_evidence
-from tfamp.comparison import result as conclusion
+from tfamp.comparison.result import conclude
 from tfamp.trials import largest_batch, line, parcel, processes, storage, turns
 from tfamp.trials.job import Job, checked_policies, checked_seeds, file_name
 from tfamp.trials.run import batch_trial, step_profiles
@@ -597,7 +597,7 @@ def concluded(policies, **options):
     job = Job("t", tuple(policies), (0, 1, 2), 1)
     runs = [replace(run, **options) for run in runs]
     settings = {"metric": None, "better": None, "tolerance": 0.005, "context": None}
-    return conclusion.conclude(job, runs, has_validation=True, **settings)
+    return conclude(job, runs, has_validation=True, **settings)
 
 
 def test_the_fastest_float32_is_named_as_the_reference():

@@ -5,7 +5,7 @@ import math
 import numpy as np
 import pytest
 
-from tfamp.comparison import verdict as missing
+from tfamp.comparison import verdict as verdict_module
 from tfamp.comparison.verdict import Verdict, judge, more_seeds
 from tfamp.trials.intervals import Interval, interval
 
@@ -145,7 +145,7 @@ def test_as_many_seeds_as_it_asks_for_tell_faster_from_not_faster():
 def answers(monkeypatch):
     """Answers on comparisons whose truth is known: seeds scatter by 0.4 %."""
     # Most of the time goes to how many more seeds would decide, which is not asked.
-    monkeypatch.setattr(missing, "_more", lambda *_: None)
+    monkeypatch.setattr(verdict_module, "_more", lambda *_: None)
 
     def found(*, mean, ratio, seeds, spread=0.004):
         rng = np.random.default_rng(42)

@@ -21,8 +21,7 @@ from tfamp.callbacks.flight_recorder.callback import FlightRecorder
 from tfamp.callbacks.flight_recorder.log import FlightLog, calls_to_next
 from tfamp.callbacks.flight_recorder.signs import core_of
 from tfamp.loss_scale.fit.hooks import FIT_HOOKS
-from tfamp.numerics.triage.bundle_model import rebuilt
-from tfamp.numerics.triage.bundle_replay import failing_step, replay
+from tfamp.numerics.triage.bundle_replay import failing_step, rebuilt, replay
 from tfamp.stepping import snapshots
 from tfamp.stepping.bundles import files
 from tfamp.stepping.bundles.batches import part_of

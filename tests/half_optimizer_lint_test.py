@@ -5,7 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.lint_rules_test import head, places, sequential, stock
+import tfamp
+from tests.lint_rules_test import batch, head, places, sequential, stock
 from tfamp.numerics.lint.linter import lint
 
 L = keras.layers
@@ -295,3 +296,29 @@ def test_optimizer_epsilon_tells_one_that_is_large_enough():
     assert "or pass `epsilon=1e-03`." in found.remedy
     large = K.Adam(epsilon=1e-3)
     assert places(model_of("float16", large), "optimizer-epsilon") == []
+
+
+# Optimizer, examples in a batch -> rule for the rate; None where nothing is noted.
+RATES = {
+    "SGD": (K.SGD, 256, "linear"),
+    "Adam": (K.Adam, 256, "sqrt"),
+    "a usual batch": (K.SGD, 255, None),
+    "accumulated": (lambda: K.SGD(gradient_accumulation_steps=4), 64, "linear"),
+    "a rate of one's own": (lambda: K.SGD(0.02), 256, None),
+    "scaled": (
+        lambda: tfamp.LossScaleOptimizer(K.SGD(), accumulation_steps=4),
+        64,
+        "linear",
+    ),
+}
+
+
+@pytest.mark.parametrize("make, size, law", RATES.values(), ids=RATES)
+def test_rate_for_batch_notes_default_rates_of_large_updates(make, size, law):
+    model = model_of("float32", make())
+    found = lint(model, data=batch(16, size=size), batch_size=size)
+    rates = [(f.severity, f.figure) for f in found.of(rule="rate-for-batch")]
+    assert rates == ([("note", 256)] if law else [])
+    if law:
+        remedy = found.of(rule="rate-for-batch")[0].remedy
+        assert f"batch_size=256, base_batch_size=32, rule='{law}')" in remedy

@@ -350,8 +350,3 @@ def test_weights_that_a_loss_without_end_drew_away_blame_the_learning_rate():
     found = triage(model, (X, Y))
     assert found.cause == "learning rate"
     assert "initializers make that about 1" in found.evidence[0]
-
-
-def test_an_update_that_throws_the_loss_away_blames_the_learning_rate():
-    model = compiled(lambda: layers.Dense(1), optimizer=keras.optimizers.SGD(1e3))
-    assert triage(model, (X, Y)).cause == "learning rate"

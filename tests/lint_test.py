@@ -179,6 +179,7 @@ def test_what_cannot_be_checked_is_listed_with_the_reason():
     assert lint(model).skipped == (
         "unnormalised-input: no `data` were passed",
         "float-ids: no `data` were passed",
+        "rate-for-batch: no `data` were passed",
     )
     raw = keras.Sequential([keras.Input((4,)), L.Dense(8)])
     skipped = lint(raw).skipped

@@ -36,18 +36,20 @@ def compiled(model, **options):
     return model
 
 
+def stacked(shape, *layers, **options):
+    """Returns a compiled model of some layers."""
+    return compiled(keras.Sequential([keras.Input(shape), *layers], **options))
+
+
 def dense_and_head(units=512, outputs=10, policy="mixed_bfloat16"):
     """Returns a product in half precision and a head in float32, on 512 inputs."""
-    return compiled(
-        keras.Sequential(
-            [
-                keras.Input((512,)),
-                L.Dense(units, dtype=policy, name="dense"),
-                L.Dense(outputs, dtype="float32", name="head"),
-            ],
-            name="two",
-        )
+    dense = L.Dense(units, dtype=policy, name="dense")
+    return stacked(
+        (512,), dense, L.Dense(outputs, dtype="float32", name="head"), name="two"
     )
+
+
+ZEROS = tuple(tf.zeros((8, n)) for n in (512, 10))
 
 
 def batch_of(*shapes, size=8):
@@ -87,7 +89,7 @@ DENSE_FLOPS = 2 * 2 * 8 * 512 * 512
     "policy, half", [("mixed_bfloat16", "bfloat16"), ("mixed_float16", "float16")]
 )
 def test_the_share_in_half_precision_is_exact(policy, half):
-    proof = prove(dense_and_head(policy=policy), batch_of((512,), (10,)), batch_size=8)
+    proof = prove(dense_and_head(policy=policy), ZEROS, batch_size=8)
     assert proof.flops == DENSE_FLOPS + HEAD_FLOPS
     assert proof.half_share_of_flops == DENSE_FLOPS / (DENSE_FLOPS + HEAD_FLOPS)
     assert rows(proof) == {
@@ -101,7 +103,7 @@ def test_the_share_in_half_precision_is_exact(policy, half):
 
 
 def test_products_tell_their_shapes_and_types():
-    proof = prove(dense_and_head(), batch_of((512,), (10,)))
+    proof = prove(dense_and_head(), ZEROS)
     forward = proof.operations[0]
     assert forward.op_type == "MatMul"
     assert forward.name.endswith("dense_1/MatMul")
@@ -111,18 +113,9 @@ def test_products_tell_their_shapes_and_types():
 
 
 def test_convolutions_tell_both_factors_of_a_gradient():
-    model = keras.Sequential(
-        [
-            keras.Input((6, 6, 2)),
-            L.Conv2D(3, 3, name="first"),
-            L.Conv2D(4, 3, name="second"),
-        ]
-    )
-    proof = prove(compiled(model), batch_of((6, 6, 2), (2, 2, 4)))
-    found = {
-        (product.layer, product.op_type): product.shapes for product in proof.operations
-    }
-    assert found == {
+    layers = L.Conv2D(3, 3, name="first"), L.Conv2D(4, 3, name="second")
+    proof = prove(stacked((6, 6, 2), *layers), batch_of((6, 6, 2), (2, 2, 4)))
+    assert {(p.layer, p.op_type): p.shapes for p in proof.operations} == {
         ("first", "Conv2D"): ((8, 6, 6, 2), (3, 3, 2, 3)),
         ("first", "Conv2DBackpropFilter"): ((8, 6, 6, 2), (8, 4, 4, 3)),
         ("second", "Conv2D"): ((8, 4, 4, 3), (3, 3, 3, 4)),
@@ -133,7 +126,7 @@ def test_convolutions_tell_both_factors_of_a_gradient():
 
 def test_a_float32_model_has_no_casts_and_says_why_it_is_float32():
     model = dense_and_head(policy="float32")
-    proof = prove(model, batch_of((512,), (10,)), devices=[AMX_CPU])
+    proof = prove(model, ZEROS, devices=[AMX_CPU])
     assert proof.half_share_of_flops == 0.0
     assert proof.casts == ()
     assert proof.reasons == {
@@ -147,27 +140,16 @@ def test_a_float32_model_has_no_casts_and_says_why_it_is_float32():
         "(its dtype policy says so, no rule of tfamp)."
     )
     assert cause.remedy.startswith("Call `tfamp.apply(model, 'mixed_bfloat16')`")
-
-
-def test_a_float32_model_stays_so_where_nothing_is_faster():
-    model = dense_and_head(policy="float32")
-    proof = prove(model, batch_of((512,), (10,)), devices=[OLD_CPU])
-    assert causes(proof)["float32"].remedy == (
+    slow = prove(model, ZEROS, devices=[OLD_CPU])
+    assert causes(slow)["float32"].remedy == (
         "Leave it: Old Xeon has no bfloat16 instructions (amx_bf16 or avx512_bf16)."
     )
 
 
 def classifier():
     """Returns a model with a head that only tfamp keeps in float32."""
-    return compiled(
-        keras.Sequential(
-            [
-                keras.Input((16,)),
-                L.Dense(32, activation="relu", name="hidden"),
-                L.Dense(4, name="head"),
-            ]
-        )
-    )
+    hidden = L.Dense(32, activation="relu", name="hidden")
+    return stacked((16,), hidden, L.Dense(4, name="head"))
 
 
 def test_stock_keras_and_tfamp_show_their_own_dtypes():
@@ -198,8 +180,7 @@ class InFloat32(L.Layer):
 
 def test_code_that_multiplies_in_float32_is_named():
     layer = InFloat32(dtype="mixed_bfloat16", name="own")
-    model = compiled(keras.Sequential([keras.Input((16,)), layer]))
-    proof = prove(model, batch_of((16,), (4,)))
+    proof = prove(stacked((16,), layer), batch_of((16,), (4,)))
     expected = "the layer computes in bfloat16, its own code in float32"
     assert proof.reasons == {"own": expected}
 
@@ -375,17 +356,11 @@ def test_a_train_step_of_the_user_is_the_one_that_is_traced():
 
 
 def test_casts_are_counted_with_their_bytes():
-    model = keras.Sequential(
-        [keras.Input((3,)), L.Dense(4, dtype="mixed_bfloat16", name="dense")]
-    )
-    proof = prove(compiled(model), batch_of((3,), (4,)))
+    model = stacked((3,), L.Dense(4, dtype="mixed_bfloat16", name="dense"))
+    proof = prove(model, batch_of((3,), (4,)))
     found = {
-        (cast.layer, cast.what, cast.source_dtype): (
-            cast.count,
-            cast.elements,
-            cast.moved_bytes,
-        )
-        for cast in proof.casts
+        (c.layer, c.what, c.source_dtype): (c.count, c.elements, c.moved_bytes)
+        for c in proof.casts
     }
     # A kernel of 3 x 4 and a bias of 4; six bytes for each number, read and written.
     assert found["dense", "weights", "float32"] == (2, 16, 16 * 6)
@@ -433,16 +408,8 @@ class Drawing(L.Layer):
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16", "mixed_float16"])
 def test_nothing_changes(policy):
     with tfamp.scope(policy):
-        model = keras.Sequential(
-            [
-                keras.Input((8,)),
-                L.Dense(8),
-                L.BatchNormalization(),
-                L.Dropout(0.5, seed=1),
-                Drawing(),
-                L.Dense(4),
-            ]
-        )
+        layers = L.Dense(8), L.BatchNormalization(), L.Dropout(0.5, seed=1), Drawing()
+        model = keras.Sequential([keras.Input((8,)), *layers, L.Dense(4)])
         model.compile("adam", "mse", metrics=["mae"])
     data = tuple(tf.random.stateless_normal((8, n), (n, 1)) for n in (8, 4))
     prove(model, data)
@@ -466,7 +433,7 @@ def test_nothing_stays_marked_after_an_error():
                 raise RuntimeError("not today")
             return x
 
-    model = compiled(keras.Sequential([keras.Input((8,)), Failing(), L.Dense(4)]))
+    model = stacked((8,), Failing(), L.Dense(4))
     called = keras.layers.Layer.__call__
     with pytest.raises(RuntimeError, match="not today"):
         prove(model, batch_of((8,), (4,)))
@@ -474,7 +441,7 @@ def test_nothing_stays_marked_after_an_error():
 
 
 def test_replicas_count_as_one_step_of_the_whole_batch():
-    data = tf.data.Dataset.from_tensors(batch_of((512,), (10,)))
+    data = tf.data.Dataset.from_tensors(ZEROS)
     alone = prove(dense_and_head(), data)
     strategy = two_replicas()
     with strategy.scope():
@@ -498,7 +465,7 @@ def test_replicas_count_as_one_step_of_the_whole_batch():
 def test_xla_tells_the_dtypes_of_the_compiled_program():
     model = dense_and_head(units=16, policy="float32")
     before = state_of(model)
-    proof = prove(model, batch_of((512,), (10,)), jit_compile=True)
+    proof = prove(model, ZEROS, jit_compile=True)
     assert proof.source == "XLA"
     assert [product.final_dtype for product in proof.operations] == ["float32"] * 5
     assert proof.notes == ()
@@ -564,7 +531,7 @@ def final_dtypes(*products):
     with marks.placed():
         step = tf.function(lambda x, y: model.train_step((x, y)))
         model.optimizer.build(model.trainable_variables)
-        traced = step.get_concrete_function(*batch_of((512,), (10,)))
+        traced = step.get_concrete_function(*ZEROS)
     operations = prover.read_operations(traced)
     found = [p for _, p in products_of(operations, marks, products)]
     return [p.final_dtype + "?" * p.is_inferred for p in found]
@@ -609,7 +576,7 @@ def test_products_that_were_not_found_are_noted(monkeypatch):
     only = (CompiledProduct("x", "dot", "two_1/dense_1/MatMul", ("float32",) * 2, ()),)
     monkeypatch.setattr("tfamp.stepping.step_traces.read_hlo", lambda text: only)
     model = dense_and_head(units=16)
-    proof = prove(model, batch_of((512,), (10,)), jit_compile=True, devices=[AMX_CPU])
+    proof = prove(model, ZEROS, jit_compile=True, devices=[AMX_CPU])
     assert [p.runs_in for p in proof.operations[:2]] == ["float32", "float32"]
     assert proof.operations[0].dtype == "bfloat16"
     (note,) = proof.notes
@@ -630,10 +597,6 @@ def cause_of(name, *, devices, tf32=False, model=None, size=8):
     assert figures == sorted(figures, reverse=True)
     assert all(0 <= figure <= 1 for figure in figures)
     return causes(proof).get(name)
-
-
-def test_the_compiler_is_no_cause_where_nothing_is_compiled():
-    assert cause_of("compiler", devices=[A100]) is None
 
 
 def test_a_device_without_the_instruction_is_a_cause():
@@ -669,7 +632,7 @@ def test_shapes_are_a_cause_on_tensor_cores():
         "rows 20 -> 24 and units 100 -> 104."
     )
     assert cause_of("shapes", devices=[AMX_CPU], model=model) is None
-    text = prove(model, batch_of((512,), (10,)), devices=[AMX_CPU]).table()
+    text = prove(model, ZEROS, devices=[AMX_CPU]).table()
     assert (
         "Not multiples of 8, which tensor cores of a GPU would want: 'dense' units 100 "
         "-> 104." in " ".join(text.split())
@@ -739,7 +702,7 @@ def test_the_input_is_a_cause_where_it_is_measured(monkeypatch):
         return Measured
 
     monkeypatch.setattr(prover, "bottleneck", bottleneck)
-    proof = prove(dense_and_head(), batch_of((512,), (10,)), seconds=3)
+    proof = prove(dense_and_head(), ZEROS, seconds=3)
     assert asked == [("two", (512,), 3.0)]
     assert proof.possible_gain == 0.75
     assert causes(proof)["input"] == Cause(
@@ -748,9 +711,9 @@ def test_the_input_is_a_cause_where_it_is_measured(monkeypatch):
         "The input takes 75.0 % of a step, which no dtype shortens (measured).",
         "1. Add `.prefetch(2)`.",
     )
-    assert prove(dense_and_head(), batch_of((512,), (10,))).possible_gain is None
+    assert prove(dense_and_head(), ZEROS).possible_gain is None
     monkeypatch.setattr(Measured, "possible_gain", 0.001)
-    proof = prove(dense_and_head(), batch_of((512,), (10,)), seconds=3)
+    proof = prove(dense_and_head(), ZEROS, seconds=3)
     assert proof.notes == ("The input holds up less than 0.5 % of a step (measured).",)
 
 
@@ -773,16 +736,8 @@ def test_arrays_are_batched_and_rounded_as_fit_does():
     assert {cast.source_dtype for cast in proof.casts} == {"float32", "bfloat16"}
 
 
-def test_a_pipeline_is_built():
-    pipeline = tfamp.data.Pipeline.from_arrays(
-        np.zeros((50, 512), np.float32), np.zeros((50, 10), np.float32)
-    )
-    proof = prove(dense_and_head(), pipeline.batch(16))
-    assert proof.batch_size == 16
-
-
 def test_a_model_without_products_has_no_share():
-    model = compiled(keras.Sequential([keras.Input((8,)), L.LayerNormalization()]))
+    model = stacked((8,), L.LayerNormalization())
     proof = prove(model, batch_of((8,), (8,)))
     assert (proof.flops, proof.half_share_of_flops, proof.operations) == (0, 0.0, ())
     assert proof.notes == ("The step has no matrix product and no convolution.",)
@@ -799,7 +754,7 @@ def test_loops_that_data_end_are_noted():
             )[0]
             return x @ y
 
-    model = compiled(keras.Sequential([keras.Input((4,)), L.Dense(4), Halving()]))
+    model = stacked((4,), L.Dense(4), Halving())
     (note,) = prove(model, batch_of((4,), (4,))).notes
     assert note.startswith("The FLOPs of 3 products are not known, the first is ")
 
@@ -807,7 +762,7 @@ def test_loops_that_data_end_are_noted():
 def test_steps_from_python_are_noted():
     model = dense_and_head()
     model.run_eagerly = True
-    (note,) = prove(model, batch_of((512,), (10,))).notes
+    (note,) = prove(model, ZEROS).notes
     assert note.startswith("`run_eagerly=True`: operations start one by one")
 
 
@@ -822,7 +777,7 @@ def test_a_proof_goes_to_json_and_back():
 def test_the_table_fits_and_leaves_out_what_is_too_much():
     layers = [L.Dense(4, name=f"layer_{i}") for i in range(40)]
     layers.insert(0, L.Dense(4, name=f"long_{'x' * 100}"))
-    model = compiled(keras.Sequential([keras.Input((8,)), *layers]))
+    model = stacked((8,), *layers)
     text = str(prove(model, batch_of((8,), (4,)), devices=[A100], tf32=True))
     assert max(map(len, text.splitlines())) <= 110
     table = text[: text.index("Why it is not faster")]
@@ -857,7 +812,7 @@ class Repeated(L.Layer):
 def test_a_loop_costs_as_much_as_its_steps():
     figures = []
     for in_graph in (True, False):
-        model = compiled(keras.Sequential([keras.Input((64,)), Repeated(in_graph)]))
+        model = stacked((64,), Repeated(in_graph))
         proof = prove(model, batch_of((64,), (64,)), training=False, devices=[OLD_CPU])
         figures.append(causes(proof)["float32"].figure)
     # What a loop does besides is small change.
@@ -928,7 +883,7 @@ WRONG = {
         "Model 'raw' is not compiled; expected one that `fit` takes.",
     ),
     "empty": (
-        {"data": tf.data.Dataset.from_tensors(batch_of((512,), (10,))).take(0)},
+        {"data": tf.data.Dataset.from_tensors(ZEROS).take(0)},
         "`dataset` holds no batches; expected at least one.",
     ),
     "generator": (
@@ -974,7 +929,5 @@ WRONG = {
 
 test_wrong_arguments_are_named_with_a_remedy = refusals(
     WRONG,
-    lambda given: prove(
-        **{"model": dense_and_head(), "data": batch_of((512,), (10,)), **given}
-    ),
+    lambda given: prove(**{"model": dense_and_head(), "data": ZEROS, **given}),
 )

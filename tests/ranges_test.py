@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.styles import STYLES, assembled
 from tfamp.numerics.ranges.exponents import Exponents, first_overflow
 from tfamp.numerics.ranges.recorder import best_loss_scale, ranges
 from tfamp.numerics.ranges.result import LOW_FORMATS, Ranges
@@ -91,40 +92,19 @@ def test_one_overflow_costs_more_than_all_that_vanishes():
     assert found.in_format(FLOAT16, high).zero == 0.999
 
 
-def model_of(style):
-    def parts():
-        return [
-            L.Dense(4, kernel_initializer="ones", name="first"),
-            L.Rescaling(1e6, name="large"),
-            L.Rescaling(1e-6, name="small"),
-            L.Dense(1, kernel_initializer="ones", name="head"),
-        ]
-
-    class Subclassed(keras.Model):
-        def __init__(self):
-            super().__init__()
-            self.parts = parts()
-
-        def call(self, x):
-            for layer in self.parts:
-                x = layer(x)
-            return x
-
-    if style == "subclassed":
-        return Subclassed()
-    if style == "functional":
-        x = y = keras.Input((2,))
-        for layer in parts():
-            y = layer(y)
-        return keras.Model(x, y)
-    if style == "nested":
-        inner = keras.Sequential([keras.Input((2,)), *parts()], name="inner")
-        return keras.Sequential([keras.Input((2,)), inner])
-    return keras.Sequential([keras.Input((2,)), *parts()])
+def model_of(style="sequential"):
+    parts = [
+        L.Dense(4, kernel_initializer="ones", name="first"),
+        L.Rescaling(1e6, name="large"),
+        L.Rescaling(1e-6, name="small"),
+        L.Dense(1, kernel_initializer="ones", name="head"),
+    ]
+    model = assembled(parts, style, (2,))
+    model.compile(keras.optimizers.SGD(0.1), "mse")
+    return model
 
 
 DATA = (np.float32([[1, 2], [3, 4], [5, 6]]), np.float32([[0], [0], [0]]))
-STYLES = ("sequential", "functional", "subclassed", "nested")
 
 
 @pytest.mark.parametrize("style", STYLES)
@@ -132,7 +112,6 @@ STYLES = ("sequential", "functional", "subclassed", "nested")
 def test_ranges_are_those_by_hand_and_nothing_changes(style, policy):
     with tfamp.scope(policy):
         model = model_of(style)
-    model.compile(keras.optimizers.SGD(0.1), "mse")
     model(DATA[0])
     before = [w.copy() for w in model.get_weights()]
     dtypes = [row.compute_dtype for row in tfamp.assignment(model)]
@@ -148,7 +127,7 @@ def test_ranges_are_those_by_hand_and_nothing_changes(style, policy):
     assert large.fit("bfloat16").overflow == 0.0
     # The loss is the mean of (4 * sum)^2; its derivative by the head's output is
     # 2 * 4 * sum / 3, and the layers behind it pass that times 1e-6 on.
-    head = by[f"{prefix}head", "gradients"]
+    head = by["head", "gradients"]
     assert head.largest >= 8 * 11 / 3
     large = by[f"{prefix}large", "gradients"]
     assert large.largest == pytest.approx(8 * 11 / 3 * 1e-6, rel=1e-4)
@@ -162,9 +141,7 @@ def test_ranges_are_those_by_hand_and_nothing_changes(style, policy):
 
 def test_the_table_and_the_plot_show_each_layer(tmp_path):
     pytest.importorskip("matplotlib")
-    model = model_of("sequential")
-    model.compile("sgd", "mse")
-    found = ranges(model, DATA)
+    found = ranges(model_of(), DATA)
     text = str(found)
     for layer in found.layers:
         assert layer.path in text
@@ -176,18 +153,14 @@ def test_the_table_and_the_plot_show_each_layer(tmp_path):
 
 
 def test_an_unknown_format_is_refused():
-    model = model_of("sequential")
-    model.compile("sgd", "mse")
-    layer = ranges(model, DATA).layers[0]
+    layer = ranges(model_of(), DATA).layers[0]
     message = "`format` is 'float64'; expected one of ('float16', 'bfloat16',"
     with pytest.raises(ValueError, match=re.escape(message)):
         layer.fit("float64")
 
 
 def test_as_many_batches_are_looked_at_as_asked_for():
-    model = model_of("sequential")
-    model.compile("sgd", "mse")
-    found = ranges(model, DATA, batch_size=1, num_batches=2)
+    found = ranges(model_of(), DATA, batch_size=1, num_batches=2)
     assert found.num_batches == 2
     by = {(layer.path, layer.kind): layer for layer in found.layers}
     assert by["first", "activations"].largest == 7.0
@@ -196,4 +169,4 @@ def test_as_many_batches_are_looked_at_as_asked_for():
 
 def test_a_model_that_is_not_compiled_is_refused():
     with pytest.raises(ValueError, match="is not compiled"):
-        ranges(model_of("sequential"), DATA)
+        ranges(keras.Sequential([keras.Input((2,)), L.Dense(1)]), DATA)

@@ -31,7 +31,7 @@ from tfamp.comparison.report import (
     sentences,
 )
 from tfamp.comparison.report import html as report_html
-from tfamp.comparison.report import text as report_markdown
+from tfamp.comparison.report import text as report_text
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
 from tfamp.comparison.result import Comparison
@@ -579,9 +579,9 @@ def test_the_table_holds_every_policy_and_measure():
 
 def test_markdown_fits_a_comment(case):
     found = to_markdown(case)
-    assert len(found.splitlines()) <= report_markdown.MAX_LINES
+    assert len(found.splitlines()) <= report_text.MAX_LINES
     shown = sentences.verdict_sentence(case)
-    assert report_markdown.escaped(shown) in found
+    assert report_text.escaped(shown) in found
     lines = [line for line in found.splitlines() if line.startswith("|")]
     assert {len(re.findall(r"(?<!\\)\|", line)) for line in lines} <= {
         len(case.policies) + 2

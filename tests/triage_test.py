@@ -230,9 +230,11 @@ def test_a_step_of_two_replicas_is_replayed_as_one():
         model = made(huge, policy="mixed_float16")
         model.compile("adam", LOSS, metrics=["accuracy"])
         model.optimizer.build(model.trainable_variables)
-    before = snapshots.take(model)
+    model.fit(X, Y, verbose=0)
+    before, rows = snapshots.take(model), tfamp.assignment(model)
     found = triage(model, (X, Y))
     assert (found.cause, found.layers) == ("precision", ("huge",))
+    assert tfamp.assignment(model) == rows
     alone = triage(made(huge, policy="mixed_float16"), (X, Y))
     assert [each.is_finite for each in found.replays] == [
         each.is_finite for each in alone.replays
@@ -276,25 +278,9 @@ def test_operations_are_named_with_a_remedy_that_can_be_followed():
     assert found.remedy in tfamp.sensitivity(model, (X, Y)).advice
 
 
-def test_a_layer_that_fails_backward_in_float16_only_is_named():
-    def steep(h):
-        # The slope of a root at 1e-14 is 5e6: float16 ends at 65504.
-        return tf.sqrt(tf.nn.relu(h) + tf.cast(1e-6, h.dtype)) * 1e-2
-
-    layers = lambda: parts(Own(steep, name="steep"))  # noqa: E731
-    model = made(layers, policy="mixed_float16")
-    found = triage(model, (X, Y))
-    assert found.cause in ("none", "precision", "loss scale")
-
-
 @pytest.mark.parametrize("style", WAYS)
 def test_a_scale_that_is_too_high_is_lowered(style):
-    model = made(
-        parts,
-        style,
-        policy="mixed_float16",
-        loss_scale=2.0**24,
-    )
+    model = made(parts, style, policy="mixed_float16", loss_scale=2.0**24)
     found = triage(model, (X * 100, Y))
     assert found.cause == "loss scale"
     lower = re.search(r"finite at a loss scale of (\S+) and not at", found.evidence[0])
@@ -307,20 +293,6 @@ def test_a_scale_that_is_too_high_is_lowered(style):
 def test_a_healthy_step_accuses_nobody(style, policy):
     found = triage(made(parts, style, policy=policy), (X, Y))
     assert (found.cause, found.layer, found.evidence) == ("none", None, ())
-
-
-def test_the_model_is_left_as_it_was():
-    model = made(huge, policy="mixed_float16")
-    model.fit(X, Y, verbose=0)
-    weights = [w.copy() for w in model.get_weights()]
-    slots = [np.array(v).copy() for v in model.optimizer.variables]
-    rows = [(r.compute_dtype, r.rule) for r in tfamp.assignment(model)]
-    triage(model, (X, Y))
-    for a, b in zip(weights, model.get_weights(), strict=True):
-        np.testing.assert_array_equal(a, b)
-    for a, b in zip(slots, model.optimizer.variables, strict=True):
-        np.testing.assert_array_equal(a, np.array(b))
-    assert [(r.compute_dtype, r.rule) for r in tfamp.assignment(model)] == rows
 
 
 def test_it_goes_to_json_and_into_a_table():

@@ -133,8 +133,9 @@ def verdict_on(
 
     if broken:
         reason = (
-            f"the metric is not a number after training with {_seeds(broken)}, where "
-            "the reference's is"
+            f"the metric is not a number after training with seed"
+            f"{'s' * (len(broken) > 1)} {', '.join(map(str, broken))}, where the "
+            "reference's is"
         )
         return without_judgement("worse", reason, quality_effect="worse")
     values = [(x, y) for x, y in values if math.isfinite(x)]
@@ -158,7 +159,7 @@ def verdict_on(
             "equivalent, not faster",
             f"{after.policy} came to {before.policy} itself, so there is nothing to "
             f"gain or to lose; the ratio of {speed.estimate:.3g} is noise",
-            _of_differences(differences, resolution),
+            interval_of_differences(differences, resolution),
             quality_effect="same",
             speed_effect="same",
         )
@@ -168,7 +169,7 @@ def verdict_on(
             f"{len(pairs)} seeds show no spread"
             if not pairs
             else "one seed shows no spread",
-            _of_differences(differences, resolution) if differences else _UNKNOWN,
+            interval_of_differences(differences, resolution),
             more_seeds=_USUAL_SEEDS - len(pairs),
         )
     number = min(run.num_examples for pair in pairs for run in pair)
@@ -185,7 +186,7 @@ def verdict_on(
             "undecided",
             f"on how many examples {metric} was taken is not known, so nothing says "
             "how far it may be off",
-            _of_differences(differences, resolution),
+            interval_of_differences(differences, resolution),
         )
     return judge(
         differences,
@@ -222,15 +223,13 @@ def are_same(before: Run, after: Run) -> bool:
     return first == dataclasses.replace(second, policy=first.policy)
 
 
-def _of_differences(differences: Sequence[float], resolution: float) -> Interval:
+def interval_of_differences(
+    differences: Sequence[float], resolution: float = 0.0
+) -> Interval:
+    """Returns where a mean lies: anywhere of one value, of none it is not known."""
     if len(differences) > 1:
         return interval(differences, resolution=resolution)
-    return Interval(differences[0], -math.inf, math.inf)
-
-
-def _seeds(seeds: Sequence[int]) -> str:
-    noun = "seed" if len(seeds) == 1 else "seeds"
-    return f"{noun} {', '.join(map(str, seeds))}"
+    return Interval(differences[0], -math.inf, math.inf) if differences else _UNKNOWN
 
 
 def rule_cost(

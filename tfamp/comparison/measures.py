@@ -12,16 +12,12 @@ Unit = Literal["per second", "seconds", "bytes", "joules", "count"]
 
 @dataclasses.dataclass(frozen=True)
 class Measure:
-    """One figure of a run.
+    """One figure of a run: all that tables, pages and `ratio` know of it.
 
-    Args:
-        name: As `Comparison.ratio` takes it.
-        label: For a table.
-        unit: What it is counted in.
-        more_is_better: Whether a larger value is.
-        of: Gives the value of a finished run, None where it was not measured.
-        answered_by: Name of the measure that answers the same question for it, such as
-            the median of a latency for its other percentiles; "" where it is its own.
+    `of` gives the value of a finished run, None where it was not measured.
+    `answered_by` names the measure that answers the same question for it, such as the
+    median of a latency for its other percentiles; `tile` says in words what a large
+    figure at the top of a page is of.
     """
 
     name: str
@@ -29,81 +25,103 @@ class Measure:
     unit: Unit
     more_is_better: bool
     of: Callable[[Run], float | None]
+    group: str = "Training"
     answered_by: str = ""
+    tile: str = ""
 
 
-def _step_seconds(run: Run) -> float | None:
-    return None if run.step is None else run.step.median
+def memory_of(name: str) -> Callable[[Run], float | None]:
+    """Returns what gives a peak of memory of a run, of the process above its start.
+
+    Libraries alone are some 500 MiB.
+    """
+
+    def of(run: Run) -> float | None:
+        found = None if run.memory is None else getattr(run.memory, name)
+        if found is None or run.memory is None or name.startswith("device"):
+            return found
+        return float(max(found - run.memory.start_bytes, 0))
+
+    return of
 
 
-def _training_bytes(run: Run) -> float | None:
-    """What training added to the process: libraries alone are some 500 MiB."""
-    if run.memory is None:
-        return None
-    return max(run.memory.training_bytes - run.memory.start_bytes, 0)
-
-
-def _device_bytes(run: Run) -> float | None:
-    return None if run.memory is None else run.memory.device_bytes
-
-
+_SIZE = "Memory and size"
+_SPEED = Measure(
+    *("examples_per_second", "training", "per second", True),
+    lambda run: run.examples_per_second or None,
+    tile="training speed",
+)
 _FIXED = (
+    _SPEED,
     Measure(
-        "examples_per_second",
-        "training",
-        "per second",
-        True,
-        lambda run: run.examples_per_second or None,
+        *("step_seconds", "training step", "seconds", False),
+        lambda run: None if run.step is None else run.step.median,
+        answered_by=_SPEED.name,
     ),
     Measure(
-        "step_seconds",
-        "training step",
-        "seconds",
-        False,
-        _step_seconds,
-        answered_by="examples_per_second",
-    ),
-    Measure(
-        "first_step_seconds",
-        "time to first step",
-        "seconds",
-        False,
+        *("first_step_seconds", "time to first step", "seconds", False),
         lambda run: run.first_step_seconds or None,
     ),
-    Measure("training_bytes", "peak memory", "bytes", False, _training_bytes),
-    Measure("device_bytes", "peak GPU memory", "bytes", False, _device_bytes),
-    Measure("energy_joules", "energy", "joules", False, lambda run: run.energy_joules),
-    Measure("file_bytes", "saved model", "bytes", False, lambda run: run.file_bytes),
-    Measure("largest_batch", "largest batch", "count", True, lambda r: r.largest_batch),
+    Measure(
+        *("training_bytes", "peak memory", "bytes", False),
+        memory_of("training_bytes"),
+        _SIZE,
+        tile="peak memory",
+    ),
+    Measure(
+        *("device_bytes", "peak GPU memory", "bytes", False),
+        memory_of("device_bytes"),
+        _SIZE,
+        tile="peak GPU memory",
+    ),
+    Measure(
+        *("energy_joules", "energy", "joules", False),
+        lambda run: run.energy_joules,
+        tile="energy",
+    ),
+    Measure(
+        *("file_bytes", "saved model", "bytes", False),
+        lambda run: run.file_bytes,
+        _SIZE,
+        tile="size of the saved model",
+    ),
+    Measure(
+        *("largest_batch", "largest batch", "count", True),
+        lambda run: run.largest_batch,
+        _SIZE,
+    ),
 )
 
 
-def _of_latency(batch_size: int) -> tuple[Measure, ...]:
+def _of_latency(size: int) -> tuple[Measure, ...]:
     def value(name: str) -> Callable[[Run], float | None]:
         def of(run: Run) -> float | None:
-            found = run.latency(batch_size)
+            found = run.latency(size)
             return None if found is None else float(getattr(found, name))
 
         return of
 
-    where, median = f"batch {batch_size}", f"latency_p50_batch_{batch_size}"
+    median = f"latency_p50_batch_{size}"
     percentiles = tuple(
         Measure(
-            f"latency_{name}_batch_{batch_size}",
-            f"inference {name}, {where}",
+            f"latency_{name}_batch_{size}",
+            f"{name}, batch {size}",
             "seconds",
             False,
             value(f"{name}_seconds"),
+            "Inference",
             answered_by="" if name == "p50" else median,
+            tile=f"latency at batch {size}" if name == "p50" else "",
         )
         for name in ("p50", "p90", "p99")
     )
     rate = Measure(
-        f"inference_examples_per_second_batch_{batch_size}",
-        f"inference, {where}",
+        f"inference_examples_per_second_batch_{size}",
+        f"rate, batch {size}",
         "per second",
         True,
         value("examples_per_second"),
+        "Inference",
         answered_by=median,
     )
     return (*percentiles, rate)

@@ -94,7 +94,12 @@ def conclude(
         better=better,
         tolerance=tolerance,
         on_validation=has_validation,
-        runs=tuple(sorted(runs, key=lambda run: _place(job, run))),
+        runs=tuple(
+            sorted(
+                runs,
+                key=lambda r: (job.seeds.index(r.seed), job.policies.index(r.policy)),
+            )
+        ),
         verdicts={},
         context=context,
         operations=side_by_side(profiles or {}, reference),
@@ -117,7 +122,8 @@ def conclude(
         )
         for policy in first.candidates
     }
-    sentences = (*_sentences(first), *notes, *_of_runs(runs))
+    of_runs = (f"{run.policy}: {note}" for run in runs for note in run.notes)
+    sentences = (*_sentences(first), *notes, *of_runs)
     return dataclasses.replace(
         first, verdicts=verdicts, notes=tuple(dict.fromkeys(sentences))
     )
@@ -137,10 +143,6 @@ def load_note() -> tuple[str, ...]:
         "cores), which makes times scatter; repeat it on an idle one for narrower "
         "intervals.",
     )
-
-
-def _place(job: Job, run: Run) -> tuple[int, int]:
-    return job.seeds.index(run.seed), job.policies.index(run.policy)
 
 
 def _sentences(found: Comparison) -> tuple[str, ...]:
@@ -172,9 +174,3 @@ def _sentences(found: Comparison) -> tuple[str, ...]:
         )
     by_policy = {policy: found.finished(policy) for policy in found.policies}
     return (*sentences, *rule_cost(by_policy))
-
-
-def _of_runs(runs: Sequence[Run]) -> tuple[str, ...]:
-    """Returns what runs noted, once for each policy."""
-    seen = dict.fromkeys((run.policy, note) for run in runs for note in run.notes)
-    return tuple(f"{policy}: {note}" for policy, note in seen)

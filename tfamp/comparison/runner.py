@@ -160,7 +160,9 @@ def compare(
             metric=metric,
             better=better,
             tolerance=tolerance,
-            has_validation=any(_has_validation(run) for run in runs),
+            has_validation=any(
+                name.startswith("val_") for run in runs for name in run.history
+            ),
             context=storage.context(folder),
             notes=(*notes, *busy),
             profiles=_profiles(folder, job),
@@ -186,9 +188,16 @@ def _run_all(
     for run in kept[:1]:
         check(run)
 
+    def has_room(waiting: Sequence[processes.RunProcess]) -> bool:
+        return turns.memory_has_room([process.pid for process in waiting])
+
     def add(run: Run) -> None:
         if not run.is_finished and not runs:
-            raise RuntimeError(_first_failed(folder, run))
+            raise RuntimeError(
+                f"The first run, {run.policy!r} with seed {run.seed}, failed: "
+                f"{run.error}. Expected it to train; mend what its log ends with:\n"
+                f"{processes.tail(storage.log_of(folder, run))}"
+            )
         if job.max_memory_bytes and seed == job.seeds[0] and run.is_finished:
             run = _with_largest_batch(folder, run)
         runs[run.policy, run.seed] = run
@@ -220,7 +229,7 @@ def _run_all(
                     for policy in policies
                     if policy not in hopeless
                 ]
-                for process in turns.in_turns(started, has_room=_has_room):
+                for process in turns.in_turns(started, has_room=has_room):
                     add(process.result())
     except KeyboardInterrupt:
         if not _has_pair(list(runs.values()), job):
@@ -281,10 +290,6 @@ def _profiles(folder: Path, job: Job) -> dict[str, dict[str, float]]:
     return {policy: seconds for policy, seconds in found.items() if seconds}
 
 
-def _has_room(waiting: Sequence[processes.RunProcess]) -> bool:
-    return turns.memory_has_room([process.pid for process in waiting])
-
-
 def _is_hopeless(policy: str, runs: Any) -> bool:
     """Whether the policy has failed before it ever finished."""
     own = [run for run in runs if run.policy == policy]
@@ -297,18 +302,6 @@ def _has_pair(runs: Sequence[Run], job: Job) -> bool:
     for run in runs:
         by_seed[run.seed] += run.is_finished
     return max(by_seed.values()) > 1
-
-
-def _has_validation(run: Run) -> bool:
-    return any(name.startswith("val_") for name in run.history)
-
-
-def _first_failed(folder: Path, run: Run) -> str:
-    log = processes.tail(storage.log_of(folder, run))
-    return (
-        f"The first run, {run.policy!r} with seed {run.seed}, failed: {run.error}. "
-        f"Expected it to train; mend what its log ends with:\n{log}"
-    )
 
 
 def _name_of(build_model: Any) -> str:

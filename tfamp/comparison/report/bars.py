@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from tfamp.comparison.evidence import Evidence
+from tfamp.comparison.measures import memory_of
 from tfamp.comparison.report import drawing, figures, rows
 from tfamp.comparison.report.drawing import Look, Plot
 from tfamp.comparison.report.figures import Format, format_for
@@ -109,21 +110,11 @@ def latency_plot(evidence: Evidence, looks: Looks) -> Plot | None:
 
 def memory_plot(evidence: Evidence, looks: Looks) -> Plot | None:
     """Returns the plot of the peaks of memory, None where none was measured."""
-
-    def of(name: str) -> Callable[[Run], float | None]:
-        def value(run: Run) -> float | None:
-            found = None if run.memory is None else getattr(run.memory, name)
-            if found is None or run.memory is None or name.startswith("device"):
-                return found
-            return float(max(found - run.memory.start_bytes, 0))
-
-        return value
-
     kinds = {
-        "training, above the start": of("training_bytes"),
-        "inference, above the start": of("inference_bytes"),
-        "GPU, given out in training": of("device_bytes"),
-        "GPU, in use by all programs": of("device_used_bytes"),
+        "training, above the start": memory_of("training_bytes"),
+        "inference, above the start": memory_of("inference_bytes"),
+        "GPU, given out in training": memory_of("device_bytes"),
+        "GPU, in use by all programs": memory_of("device_used_bytes"),
     }
     runs = [run for run in evidence.runs if run.is_finished]
     form = format_for("bytes", [of(run) for of in kinds.values() for run in runs])

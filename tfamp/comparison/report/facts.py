@@ -1,6 +1,7 @@
 """Where and how it was measured, which layers ran in what: as rows of text."""
 
 import dataclasses
+import math
 import re
 from collections.abc import Callable, Iterable
 
@@ -16,15 +17,10 @@ RUN_COLUMNS = ("examples/s", "step", "first step", "metric", "skipped", "drift")
 
 @dataclasses.dataclass(frozen=True)
 class LayerRow:
-    """A layer under each policy.
+    """A layer under each policy: what it computes in, and which rule decided.
 
-    Args:
-        path: As `tfamp.assignment` names it.
-        class_name: Its class.
-        dtypes: What it computes in under each policy, with the dtype of its weights
-            where that is another.
-        rule: What decided, where the policies agree on it.
-        differs: Whether the policies compute it in different dtypes.
+    A dtype has that of the weights beside it where that is another; the rule is told
+    where the policies agree on it.
     """
 
     path: str
@@ -36,16 +32,7 @@ class LayerRow:
 
 @dataclasses.dataclass(frozen=True)
 class RunRow:
-    """A run as one line of the table of runs, and what is to be said of it.
-
-    Args:
-        policy: As it was asked for.
-        seed: Its seed.
-        status: "finished" or "failed".
-        values: Its figures, in the order of `RUN_COLUMNS`.
-        error: Why it failed, in full.
-        notes: What a reader should know.
-    """
+    """A run as one line of the table of runs, with its figures by `RUN_COLUMNS`."""
 
     policy: str
     seed: int
@@ -97,19 +84,23 @@ def run_rows(evidence: Evidence) -> tuple[RunRow, ...]:
     def values(run: Run) -> tuple[str, ...]:
         if not run.is_finished:
             return (figures.MISSING,) * len(RUN_COLUMNS)
-        drift = run.weights_drift
+        final = rows.final(evidence, run)
         return (
             rates(run.examples_per_second or None),
             steps.with_unit(run.step.median if run.step else None),
             starts.with_unit(run.first_step_seconds or None),
-            _metric(evidence, run, metric),
+            metric(final) if math.isfinite(final) else "not a number",
             str(run.skipped_steps),
-            figures.Format(0.01, "%", 1).with_unit(drift),
+            figures.Format(0.01, "%", 1).with_unit(run.weights_drift),
         )
 
+    def notes(run: Run) -> tuple[str, ...]:
+        bad = run.num_nonfinite_weights
+        own = (f"{bad:,} of its weights are NaN or inf at the end.",) if bad else ()
+        return (*own, *run.notes)
+
     return tuple(
-        RunRow(r.policy, r.seed, r.status, values(r), r.error, _notes_of(r))
-        for r in runs
+        RunRow(r.policy, r.seed, r.status, values(r), r.error, notes(r)) for r in runs
     )
 
 
@@ -187,17 +178,6 @@ def _dtype(layer: LayerDtype | None) -> str:
     if layer.variable_dtype in (layer.compute_dtype, ""):
         return layer.compute_dtype
     return f"{layer.compute_dtype}, weights {layer.variable_dtype}"
-
-
-def _metric(evidence: Evidence, run: Run, form: figures.Format) -> str:
-    text = form(rows.final(evidence, run))
-    return "not a number" if text == figures.MISSING else text
-
-
-def _notes_of(run: Run) -> tuple[str, ...]:
-    bad = run.num_nonfinite_weights
-    own = (f"{bad:,} of its weights are NaN or inf at the end.",) if bad else ()
-    return (*own, *run.notes)
 
 
 def _several(runs: Iterable[Run], of: Callable[[Run], str]) -> str:

@@ -9,21 +9,17 @@ import os
 from typing import Any
 
 from tfamp.comparison.evidence import Evidence
+from tfamp.comparison.measures import measures_of
 from tfamp.comparison.report import bars, curves, drawing, facts, figures, sentences
-from tfamp.comparison.report.drawing import Look, Plot
+from tfamp.comparison.report.drawing import Plot
 from tfamp.comparison.report.rows import Cell, Row, rows
 from tfamp.records import checks, files
 from tfamp.trials.intervals import ERROR_RATE
 
-# Measures that stand in large figures at the top, where they were measured, and the
-# words for what their ratio comes to.
+# Measures that stand in large figures at the top, where they were measured.
 _TILES = (
-    ("examples_per_second", "training speed"),
-    ("training_bytes", "peak memory"),
-    ("device_bytes", "peak GPU memory"),
-    ("latency_p50_batch_1", "latency at batch 1"),
-    ("energy_joules", "energy"),
-    ("file_bytes", "size of the saved model"),
+    *("examples_per_second", "training_bytes", "device_bytes", "latency_p50_batch_1"),
+    *("energy_joules", "file_bytes"),
 )
 _MAX_TILES = 4
 
@@ -82,6 +78,7 @@ def _view(evidence: Evidence) -> dict[str, Any]:
     """Returns what the template shows, under the names that it uses."""
     top, found = sentences.best(evidence), rows(evidence)
     others = [policy for policy in evidence.candidates if policy != top]
+    looks, layered = drawing.looks(evidence), facts.layer_policies(evidence)
     script = _resource("report.js")
     return {
         "title": evidence.title,
@@ -105,8 +102,8 @@ def _view(evidence: Evidence) -> dict[str, Any]:
             }
             for policy in others
         ],
-        "tiles": () if top is None else _tiles(found, top),
-        "looks": drawing.looks(evidence),
+        "tiles": () if top is None else _tiles(evidence, found, top),
+        "looks": looks,
         "groups": [
             (name, list(group))
             for name, group in itertools.groupby(found, lambda row: row.group)
@@ -114,7 +111,7 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         "many": len(evidence.candidates) > 2,
         "plots": plots(evidence),
         "layers": facts.layer_rows(evidence),
-        "layer_looks": _of(evidence, facts.layer_policies(evidence)),
+        "layer_looks": [look for look in looks if look.policy in layered],
         "run_columns": facts.RUN_COLUMNS,
         "runs": facts.run_rows(evidence),
         "metric": evidence.metric,
@@ -128,15 +125,12 @@ def _view(evidence: Evidence) -> dict[str, Any]:
     }
 
 
-def _of(evidence: Evidence, policies: tuple[str, ...]) -> list[Look]:
-    return [look for look in drawing.looks(evidence) if look.policy in policies]
-
-
-def _tiles(found: tuple[Row, ...], policy: str) -> list[Tile]:
+def _tiles(evidence: Evidence, found: tuple[Row, ...], policy: str) -> list[Tile]:
     """Returns the figures at the top: quality, then measures that there are."""
+    words = {measure.name: measure.tile for measure in measures_of(evidence.runs)}
     named = {row.name: row for row in found if row.name}
     quality = [(row, row.label) for row in found if row.group == "Quality"][:1]
-    measured = [(named[name], label) for name, label in _TILES if name in named]
+    measured = [(named[name], words[name]) for name in _TILES if name in named]
     tiles = []
     for row, label in (*measured[:1], *quality, *measured[1:]):
         cell = next(cell for cell in row.cells if cell.policy == policy)

@@ -8,10 +8,11 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tfamp.comparison.evidence import Evidence, effects_of
+from tfamp.comparison.judgement import interval_of_differences
 from tfamp.comparison.measures import Measure, measures_of
 from tfamp.comparison.report import figures
 from tfamp.comparison.verdict import quality_effect
-from tfamp.trials.intervals import Effect, Interval, interval
+from tfamp.trials.intervals import Effect, Interval
 from tfamp.trials.run_records import Run
 
 # Beside the word, so that colour is never alone.
@@ -24,8 +25,6 @@ SIGNS: dict[Effect, str] = {
     "one seed": "?",
     "": "",
 }
-_GROUPS = {"latency": "Inference", "inference": "Inference", "energy": "Training"}
-_SIZES = ("training_bytes", "device_bytes", "file_bytes", "largest_batch")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,11 +125,7 @@ def _difference(
     sign = 1 if evidence.better == "max" else -1
     values = [sign * (of(b) - of(a)) for a, b in evidence.pairs(policy)]
     values = [value for value in values if math.isfinite(value)]
-    if len(values) > 1:
-        return interval(values)
-    if values:
-        return Interval(values[0], -math.inf, math.inf)
-    return Interval(math.nan, math.nan, math.nan)
+    return interval_of_differences(values)
 
 
 def _metric_row(evidence: Evidence) -> Row | None:
@@ -232,28 +227,13 @@ def _measure_row(
         return Cell(policy, form(medians[policy]), change, figures.ends(found), effect)
 
     return Row(
-        group_of(measure.name),
+        measure.group,
         measure.name,
-        _label(measure),
+        measure.label,
         form.unit,
         form(medians[evidence.reference]),
         tuple(map(cell, evidence.candidates)),
     )
-
-
-def group_of(name: str) -> str:
-    """Returns the heading that a measure stands under."""
-    if name in _SIZES:
-        return "Memory and size"
-    return _GROUPS.get(name.split("_")[0], "Training")
-
-
-def _label(measure: Measure) -> str:
-    """Returns a label without the heading that it stands under."""
-    if group_of(measure.name) != "Inference":
-        return measure.label
-    rest = measure.label.removeprefix("inference")
-    return rest.strip() if not rest.startswith(",") else f"rate{rest}"
 
 
 def _numerics(evidence: Evidence) -> Sequence[Row]:
@@ -261,7 +241,7 @@ def _numerics(evidence: Evidence) -> Sequence[Row]:
     each: tuple[tuple[str, Callable[[Run], float | None]], ...] = (
         ("skipped steps", lambda run: float(run.skipped_steps)),
         ("NaN and inf in weights", lambda run: float(run.num_nonfinite_weights)),
-        ("drift of weights (%)", _percent_of_drift),
+        ("drift of weights (%)", lambda run: run.weights_drift),
     )
     found = []
     for label, of in each:
@@ -269,12 +249,9 @@ def _numerics(evidence: Evidence) -> Sequence[Row]:
         # Nothing skipped anywhere is worth no line.
         if not any(math.isfinite(value) and value for value in values):
             continue
-        form = figures.Format(1.0, "", 1 if "%" in label else 0)
+        is_share = "%" in label
+        form = figures.Format(0.01 if is_share else 1.0, "", 1 if is_share else 0)
         first = form(middle(evidence, evidence.reference, of))
         cells = (Cell(p, form(middle(evidence, p, of))) for p in evidence.candidates)
         found.append(Row("Numerics", "", label, "", first, tuple(cells)))
     return found
-
-
-def _percent_of_drift(run: Run) -> float | None:
-    return None if run.weights_drift is None else 100 * run.weights_drift

@@ -1,5 +1,6 @@
 """What a comparison comes to, in one sentence for people."""
 
+import contextlib
 import dataclasses
 import math
 from typing import Literal
@@ -89,7 +90,8 @@ def advice(evidence: Evidence, policy: str) -> str:
         return "Look at the errors of the runs, and measure again."
     if verdict.answer == "equivalent and faster":
         return f"Use it: {how_to_use(policy)}."
-    if _is_same(evidence, policy):
+    is_same = all(are_same(*pair) for pair in evidence.pairs(policy))
+    if verdict.answer == "equivalent, not faster" and is_same:
         return f"{policy} costs nothing here, and pays on machines that can do more."
     if verdict.answer == "equivalent, not faster":
         return f"Stay with {reference}, unless it is memory or size that you need."
@@ -143,7 +145,10 @@ def how_to_use(policy: str) -> str:
 def reference_sentence(evidence: Evidence) -> str:
     """Returns which policy the others are held against, and why that one."""
     reference = evidence.reference
-    plain = [policy for policy in evidence.policies if _is_float32(policy)]
+    plain = []
+    for policy in evidence.policies:
+        with contextlib.suppress(ValueError):  # no policy that is known here
+            plain += [policy] if Variant.parse(policy).is_float32 else []
     if reference not in plain:
         return f"Compared with {reference}, the first policy, since none is float32."
     if len(plain) == 1:
@@ -174,15 +179,6 @@ def failures(evidence: Evidence) -> str:
     return f"{number} of {len(evidence.runs)} runs failed." if number else ""
 
 
-def _is_same(evidence: Evidence, policy: str) -> bool:
-    """Whether a policy came to the reference itself, and was judged so."""
-    verdict = evidence.verdicts[policy]
-    pairs = evidence.pairs(policy)
-    return verdict.answer == "equivalent, not faster" and all(
-        are_same(*pair) for pair in pairs
-    )
-
-
 def _why_nothing(evidence: Evidence, policy: str | None = None) -> str:
     """Returns the first error of the runs that matter."""
     wanted = (policy, evidence.reference) if policy else evidence.policies
@@ -191,13 +187,6 @@ def _why_nothing(evidence: Evidence, policy: str | None = None) -> str:
             where = f"{run.policy} with seed {run.seed}"
             return f"{where} failed with {shortened(run.error)}"
     return "no two runs have the same seed"
-
-
-def _is_float32(policy: str) -> bool:
-    try:
-        return Variant.parse(policy).is_float32
-    except ValueError:
-        return False
 
 
 def _adjective(evidence: Evidence) -> str:

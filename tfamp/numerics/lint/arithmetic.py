@@ -3,7 +3,6 @@
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 import numpy as np
@@ -107,21 +106,26 @@ def vanishing_epsilon(subject: Subject) -> Iterator[Found]:
         dtype = node.dtype()
         if dtype not in HALF or node.layer in seen:
             continue
-        if not _adds_nothing(node) or not _is_divided_by(graph, node):
-            continue
         layer = subject.layer_at(node.layer)
-        if isinstance(layer, _TOLD_ELSEWHERE):
+        if (
+            isinstance(layer, _TOLD_ELSEWHERE)
+            or not _adds_nothing(node)
+            or not _is_divided_by(graph, node)
+        ):
             continue
         seen.add(node.layer)
         smallest = formats.FORMATS[dtype].smallest_subnormal
-        written = _written_epsilon(layer)
+        # An epsilon with all digits of the format.
+        least = formats.FORMATS[dtype].smallest_normal
+        values = [getattr(layer, name, None) for name in ("epsilon", "eps")]
+        written = next((float(v) for v in values if isinstance(v, (int, float))), None)
         text = f"{written:g}" if written is not None else "what is added"
         yield Found(
             "error",
             f"An epsilon guards a divisor, a root or a logarithm in {dtype}, but "
             f"{text} is 0 there: the smallest number is {smallest:.1e}. It guards "
             "nothing, and 0 / 0 is NaN.",
-            f"Take an epsilon of at least {_safe_epsilon(dtype):.0e}, or compute this "
+            f"Take an epsilon of at least {_round_up(least):.0e}, or compute this "
             "part in float32 (`dtype='float32'`).",
             node.layer or None,
             written if written is not None else 0.0,
@@ -139,13 +143,11 @@ def _adds_nothing(node: Node) -> bool:
 
 
 def _is_divided_by(graph: Graph, node: Node) -> bool:
-    for reader in graph.readers_past(node, _BEFORE_DIVIDING):
-        index = _DIVIDING.get(reader.op)
-        if index is None:
-            continue
-        if node in _behind(graph, reader, index):
-            return True
-    return False
+    return any(
+        node in _behind(graph, reader, _DIVIDING[reader.op])
+        for reader in graph.readers_past(node, _BEFORE_DIVIDING)
+        if reader.op in _DIVIDING
+    )
 
 
 def _behind(graph: Graph, node: Node, index: int) -> list[Node]:
@@ -158,20 +160,6 @@ def _behind(graph: Graph, node: Node, index: int) -> list[Node]:
             break
         each = graph.producer(each, 0)
     return found
-
-
-def _written_epsilon(layer: Any) -> float | None:
-    """Returns the epsilon that a layer holds, None where it holds none."""
-    for name in ("epsilon", "eps"):
-        value = getattr(layer, name, None)
-        if isinstance(value, (int, float)):
-            return float(value)
-    return None
-
-
-def _safe_epsilon(dtype: str) -> float:
-    """Returns an epsilon with all digits of a format, rounded up to a power of 10."""
-    return _round_up(formats.FORMATS[dtype].smallest_normal)
 
 
 def _round_up(value: float) -> float:
@@ -189,11 +177,7 @@ def optimizer_epsilon(subject: Subject) -> Iterator[Found]:
             if not isinstance(epsilon, (int, float)) or epsilon <= 0:
                 continue
             smallest = formats.FORMATS[dtype].smallest_subnormal
-            layers = [
-                part.path
-                for part in subject.parts
-                if any(w.trainable and w.dtype == dtype for w in part.weights)
-            ]
+            layers = [part.path for part in subject.stored_in(dtype)]
             # Below its root the square of a gradient is 0, and epsilon alone divides.
             least = math.sqrt(smallest)
             is_square = name != "epsilon"
@@ -243,8 +227,9 @@ def constant_range(subject: Subject) -> Iterator[Found]:
                 else ": a row in which it masks everything is NaN after a softmax, "
                 "and so is inf - inf."
             ),
-            f"Take a constant within the format, such as {_safe_mask(dtype)}, or "
-            "compute the mask in float32.",
+            "Take a constant within the format, such as "
+            f"{'-3e4' if dtype == 'float16' else '-1e9'}, or compute the mask in "
+            "float32.",
             node.layer or None,
             value,
             {"dtype": dtype, "operation": node.name},
@@ -281,7 +266,3 @@ def _largest_behind(graph: Graph, cast: Node) -> float | None:
     finite = [a[np.isfinite(a)] for a in arrays if a is not None]
     values = [float(v) for a in finite for v in (a.min(), a.max())] if finite else []
     return max(values, key=abs, default=None)
-
-
-def _safe_mask(dtype: str) -> str:
-    return "-3e4" if dtype == "float16" else "-1e9"

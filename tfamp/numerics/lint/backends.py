@@ -12,7 +12,7 @@ from tfamp.graph.dimensions import Sizes, sizes_of
 from tfamp.graph.operations import read_operations
 from tfamp.graph.products import is_product
 from tfamp.keras_hooks import structure
-from tfamp.numerics.lint.rule import Found, Part, Subject, rule
+from tfamp.numerics.lint.rule import Found, Subject, rule
 from tfamp.records.formats import HALF
 from tfamp.records.units import join_words
 from tfamp.stepping.costs import product_dtype
@@ -101,7 +101,11 @@ def failing_remat(subject: Subject) -> Iterator[Found]:
                 "takes no keyword arguments in a graph: `fit` ends with ValueError, "
                 "in every dtype."
             )
-        elif part.is_half and _reads_float32_weights(part):
+        elif (
+            part.is_half
+            and type(part.layer).__name__ not in _CASTING
+            and any(weight.dtype == "float32" for weight in part.weights)
+        ):
             why = (
                 f"its weights are cast to {part.dtype} in the call, but not in the "
                 "recomputation: `fit` ends with TypeError."
@@ -122,22 +126,12 @@ def failing_remat(subject: Subject) -> Iterator[Found]:
 def _is_rematerialised(layer: keras.layers.Layer, mode: Any) -> bool:
     if mode.mode == "list_of_layers":
         return layer.name in mode.layer_names
-    if mode.mode == "larger_than":
-        size = _output_size(layer)
-        return size is None or size > mode.output_size_threshold
-    return bool(mode.mode == "full")
-
-
-def _output_size(layer: keras.layers.Layer) -> int | None:
-    """Returns the numbers in an output as Keras counts them, None if not known."""
+    if mode.mode != "larger_than":
+        return bool(mode.mode == "full")
     try:
         outputs = tf.nest.flatten(layer.output)
     except (AttributeError, ValueError):  # never called symbolically
-        return None
-    return sum(math.prod(size or 1 for size in tensor.shape) for tensor in outputs)
-
-
-def _reads_float32_weights(part: Part) -> bool:
-    if type(part.layer).__name__ in _CASTING:
-        return False
-    return any(weight.dtype == "float32" for weight in part.weights)
+        return True
+    # As Keras counts them.
+    size = sum(math.prod(size or 1 for size in tensor.shape) for tensor in outputs)
+    return bool(size > mode.output_size_threshold)

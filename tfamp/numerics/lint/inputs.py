@@ -25,7 +25,9 @@ def unnormalised_input(subject: Subject) -> Iterator[Found]:
             dtype = cast.dtype("DstT")
             if dtype in told or _becomes_ids(graph, cast):
                 continue
-            if _is_normalized(subject, graph, cast):
+            readers = [subject.layer_at(r.layer) for r in graph.readers_past(cast)]
+            norms = [isinstance(r, keras.layers.Normalization) for r in readers]
+            if norms and all(norms):
                 continue  # "shifted-normalization" says it
             told.add(dtype)
             yield from _judge(subject, index, cast, dtype)
@@ -45,15 +47,6 @@ def _becomes_ids(graph: Graph, cast: Node) -> bool:
     return any(
         reader.op == "Cast" and reader.dtype("DstT") in _INTEGERS
         for reader in graph.readers_past(cast)
-    )
-
-
-def _is_normalized(subject: Subject, graph: Graph, cast: Node) -> bool:
-    """States whether only a Normalization layer gets what was cast."""
-    layers = {reader.layer for reader in graph.readers_past(cast)}
-    return bool(layers) and all(
-        isinstance(subject.layer_at(path), keras.layers.Normalization)
-        for path in layers
     )
 
 
@@ -124,7 +117,11 @@ def float_ids(subject: Subject) -> Iterator[Found]:
                 continue
             dtype = cast.dtype("DstT")
             exact = rounding_for(dtype).max_integer
-            largest = _largest_id(subject.leaves[index])
+            values = subject.leaves[index]
+            finite = np.where(np.isfinite(values), values, 0.5)
+            # Of the features that hold integers only.
+            integers = (finite == np.round(finite)).all(axis=0)
+            largest = int(np.abs(finite[:, integers]).max(initial=0))
             table, rows = _table(subject, graph, cast)
             if largest <= exact and (rows is None or rows - 1 <= exact):
                 continue
@@ -144,13 +141,6 @@ def float_ids(subject: Subject) -> Iterator[Found]:
                 {"dtype": dtype, "input": index, "limit": exact},
             )
             break
-
-
-def _largest_id(values: np.ndarray) -> int:
-    """Returns the largest number of the features that hold integers only."""
-    finite = np.where(np.isfinite(values), values, 0.5)
-    integers = (finite == np.round(finite)).all(axis=0)
-    return int(np.abs(finite[:, integers]).max(initial=0))
 
 
 def _table(subject: Subject, graph: Graph, cast: Node) -> tuple[str, int | None]:

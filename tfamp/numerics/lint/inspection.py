@@ -52,9 +52,12 @@ def look(
         # What a call warns of, it will warn of in training.
         warnings.simplefilter("ignore")
         if x is not None and not model.built:
-            _build(model, x)
-        if x is None:
-            x = _specs_of(model)
+            # As `fit` does; what fails is told when the call is traced.
+            with contextlib.suppress(Exception), model.distribute_strategy.scope():
+                model(x, training=False)
+        if x is None and structure.graph_of(model) is not None:
+            specs = [tf.TensorSpec(t.shape, t.dtype) for t in model.inputs]
+            x = specs[0] if len(specs) == 1 else specs
         if x is None:
             missing["graph"] = (
                 f"model {model.name!r} tells its inputs by its call only, and no "
@@ -129,29 +132,12 @@ def _added_losses(model: keras.Model) -> Iterator[tuple[str, str]]:
                 yield path, keras.backend.standardize_dtype(loss.dtype)
 
 
-def _build(model: keras.Model, x: Any) -> None:
-    """Builds a model by a call, as `fit` does."""
-    with contextlib.suppress(Exception):  # it is told when the call is traced
-        with model.distribute_strategy.scope():
-            model(x, training=False)
-
-
-def _specs_of(model: keras.Model) -> Any:
-    """Returns the inputs of a graph of layers, None for another model."""
-    if structure.graph_of(model) is None:
-        return None
-    specs = [tf.TensorSpec(t.shape, t.dtype) for t in model.inputs]
-    return specs[0] if len(specs) == 1 else specs
-
-
 def _x_of(batch: Any) -> Any:
     x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    return tf.nest.map_structure(_as_tensor, x)
-
-
-def _as_tensor(leaf: Any) -> Any:
-    """Returns a tensor; ragged and sparse ones stay as they are."""
-    return leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf)
+    # Ragged and sparse tensors stay as they are.
+    return tf.nest.map_structure(
+        lambda leaf: leaf if tf.is_tensor(leaf) else tf.convert_to_tensor(leaf), x
+    )
 
 
 def _read(dataset: tf.data.Dataset) -> tuple[Any, tuple[np.ndarray, ...]]:

@@ -183,10 +183,7 @@ def shifted_normalization(subject: Subject) -> Iterator[Found]:
     for part in subject.half():
         if _gets_exact_inputs(part, subject.graph):
             continue
-        shares = _lost(part)
-        if shares is None:
-            continue
-        share, mean, std = shares
+        share, mean, std = _lost(part)
         if share <= NOISY:
             continue
         yield Found(
@@ -216,11 +213,18 @@ def _gets_exact_inputs(part: Part, graph: Graph | None) -> bool:
     )
 
 
-def _lost(part: Part) -> tuple[float, float, float] | None:
+def _lost(part: Part) -> tuple[float, float, float]:
     """Returns (share lost to rounding, mean, deviation) of the worst feature."""
-    found = _statistics(part.layer)
+    layer, found = part.layer, None
+    if isinstance(layer, keras.layers.Normalization):
+        if layer.input_mean is not None:
+            found = layer.input_mean, layer.input_variance
+        elif layer.built:
+            found = layer.adapt_mean, layer.adapt_variance
+    elif isinstance(layer, keras.layers.BatchNormalization) and layer.built:
+        found = layer.moving_mean, layer.moving_variance
     if found is None:
-        return None
+        return 0.0, 0.0, 0.0
     mean, variance = (np.asarray(x, np.float64).ravel() for x in found)
     std = np.sqrt(np.maximum(variance, 0))
     epsilon = formats.FORMATS[part.dtype].epsilon
@@ -230,19 +234,6 @@ def _lost(part: Part) -> tuple[float, float, float] | None:
     share = np.divide(noise, std, out=np.zeros_like(std), where=std > 0)
     worst = int(np.argmax(share))
     return float(share[worst]), float(mean[worst]), float(std[worst])
-
-
-def _statistics(layer: Any) -> tuple[Any, Any] | None:
-    """Returns the mean and the variance that a layer subtracts and divides by."""
-    if isinstance(layer, keras.layers.Normalization):
-        if layer.input_mean is not None:
-            return layer.input_mean, layer.input_variance
-        if not layer.built:
-            return None
-        return layer.adapt_mean, layer.adapt_variance
-    if isinstance(layer, keras.layers.BatchNormalization) and layer.built:
-        return layer.moving_mean, layer.moving_variance
-    return None
 
 
 @rule("added-loss")

@@ -28,6 +28,7 @@ from tfamp.numerics.lint.weights import (
     half_weights,
     late_policy,
     lost_updates,
+    rate_for_batch,
     rounded_momentum,
 )
 from tfamp.records import checks
@@ -53,6 +54,7 @@ RULES: tuple[LintRule, ...] = (
     shifted_normalization,
     unnormalised_input,
     float_ids,
+    rate_for_batch,
     added_loss,
     missing_kernel,
     failing_remat,

@@ -69,8 +69,8 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
     `tfamp.LossScaleOptimizer` needs none: its gradients are scaled in the tape.
     """
     model = subject.model
-    step = _own_train_step(model)
-    if step is None or not _is_scaled(subject):
+    step = vars(model).get("train_step", inspect.unwrap(type(model).train_step))
+    if _is_of_a_library(step) or not _is_scaled(subject):
         return  # "unscaled-float16" says it of an optimizer without a scale
     called = _scales_while_traced(subject)
     if called is None:
@@ -120,13 +120,9 @@ def _is_scaled(subject: Subject) -> bool:
     return is_mixed and not (subject.is_compiled or is_managed)
 
 
-def _own_train_step(model: keras.Model) -> Any:
-    """Returns the function of a `train_step` that is not Keras's, else None."""
-    step = inspect.unwrap(type(model).train_step)
-    if "train_step" in vars(model):
-        step = vars(model)["train_step"]
-    module = getattr(step, "__module__", "") or ""
-    return None if module.split(".")[0] in _LIBRARIES else step
+def _is_of_a_library(owner: Any) -> bool:
+    module = getattr(owner, "__module__", "") or ""
+    return module.split(".")[0] in (*_LIBRARIES, "builtins")
 
 
 def _scales_while_traced(subject: Subject) -> bool | None:
@@ -179,13 +175,9 @@ def _names_it(step: Any, cls: type) -> bool:
     """States whether the code of a step, or of its class, scales a loss."""
     sources = []
     for owner in (step, *cls.__mro__):
-        module = getattr(owner, "__module__", "") or ""
-        if module.split(".")[0] in (*_LIBRARIES, "builtins"):
-            continue
-        try:
-            sources.append(inspect.getsource(owner))
-        except (OSError, TypeError):
-            continue
+        if not _is_of_a_library(owner):
+            with contextlib.suppress(OSError, TypeError):
+                sources.append(inspect.getsource(owner))
     if not sources:
         raise CannotTellError(
             f"the source of `{step.__qualname__}` cannot be read, and no `data` were "

@@ -54,16 +54,10 @@ class Part:
 class Subject:
     """A model with all that its rules look at.
 
-    Args:
-        model: The model.
-        parts: The model and every layer in it.
-        graph: A traced call of the model for training.
-        leaves: Values of each input of the model in a few batches; empty without data.
-        batch: The first batch, as the dataset gave it.
-        loss: What the model is trained with: passed, or from `compile`.
-        optimizers: Every optimizer that is known.
-        is_compiled: Whether they are those of the compiled model.
-        missing: Why a need of rules cannot be met, by its name.
+    `parts` are the model and every layer in it; `graph` is a traced call for training;
+    `leaves` are the values of each input in a few batches, `batch` is the first one as
+    the dataset gave it. Loss and optimizers were passed or are those of `compile`.
+    `missing` says why a need of rules cannot be met, by its name.
     """
 
     model: keras.Model
@@ -83,6 +77,14 @@ class Subject:
     def half(self) -> list[Part]:
         """Returns the layers that compute in float16 or bfloat16."""
         return [part for part in self.parts if part.is_half]
+
+    def stored_in(self, dtype: str) -> list[Part]:
+        """Returns the layers with trainable weights of a dtype."""
+        return [
+            part
+            for part in self.parts
+            if any(w.trainable and w.dtype == dtype for w in part.weights)
+        ]
 
     def layer_at(self, path: str) -> Any:
         """Returns the layer of a path, None where there is none."""
@@ -140,21 +142,19 @@ class LintRule:
         for need in self.needs:
             if need in subject.missing:
                 raise CannotTellError(subject.missing[need])
-        return [self._finding(found) for found in self.check(subject)]
-
-    def _finding(self, found: Found) -> Finding:
-        return Finding(
-            self.id,
-            found.severity,
-            found.message,
-            f"{found.remedy} See {self.documentation}.",
-            layer=found.layer,
-            figure=None if found.figure is None else float(found.figure),
-            details={
-                **(found.details or {}),
-                "documentation": self.documentation,
-            },
-        )
+        page = {"documentation": self.documentation}
+        return [
+            Finding(
+                self.id,
+                found.severity,
+                found.message,
+                f"{found.remedy} See {self.documentation}.",
+                layer=found.layer,
+                figure=None if found.figure is None else float(found.figure),
+                details={**(found.details or {}), **page},
+            )
+            for found in self.check(subject)
+        ]
 
 
 def rule(

@@ -1,10 +1,11 @@
-"""Rules on updates that half-precision weights and moments round away.
+"""Rules on policies, weights in half precision, and the rates that move weights.
 
 Keras casts rates, betas and gradients to the dtype of the weight and keeps the moments
 in it; only the learning rate itself and the counter of updates are wider.
 """
 
 import collections
+import inspect
 from collections.abc import Iterator
 from typing import Any
 
@@ -22,8 +23,6 @@ from tfamp.records.units import format_share
 
 # The step that most recipes take: the rate of Adam, whose update is about its size.
 _USUAL_RATE = 1e-3
-
-
 _K = keras.optimizers
 # Parts of the past that an optimizer keeps, if it has them.
 _KEPT = ("beta_1", "beta_2", "momentum", "rho", "ema_momentum")
@@ -33,6 +32,10 @@ _BY_RATE = (_K.Adam, _K.Nadam, _K.Adamax, _K.Lion, _K.RMSprop)
 # Steps at which a schedule is asked; its largest rate counts.
 _STEPS = (0, *(10**power for power in range(7)))
 _MOST = 0.5
+# Batches that default rates are used with: Keras's own, and what is no longer near it.
+_USUAL_BATCH, _MANY_TIMES = 32, 8
+# These take steps as large as the gradient; others divide by its size.
+_LINEAR = (_K.SGD, _K.Ftrl)
 
 
 @rule("late-policy")
@@ -42,9 +45,9 @@ def late_policy(subject: Subject) -> Iterator[Found]:
     if wanted is None:
         return
     late = [part for part in subject.parts if _is_late(part, subject)]
-    computing = [part for part in subject.parts if part.weights]
     if not late:
         return
+    computing = [part for part in subject.parts if part.weights]
     yield Found(
         "warning",
         f"{len(late)} of {len(computing)} layers with weights were made in float32 "
@@ -74,12 +77,6 @@ def _wanted(subject: Subject) -> str | None:
     return None
 
 
-def _is_managed(subject: Subject) -> bool:
-    """States whether tfamp put part of a model in half precision."""
-    cares = [part.record for part in subject.parts]
-    return any(record is not None and record.settings.is_half for record in cares)
-
-
 def _is_late(part: Part, subject: Subject) -> bool:
     """States whether a layer in float32 follows no decision but its making.
 
@@ -90,7 +87,9 @@ def _is_late(part: Part, subject: Subject) -> bool:
     if part.record is not None or part.dtype != "float32" or not part.weights:
         return False
     policy = part.layer.dtype_policy
-    if policy is keras.config.dtype_policy() and not _is_managed(subject):
+    records = [each.record for each in subject.parts]
+    is_managed = any(r is not None and r.settings.is_half for r in records)
+    if policy is keras.config.dtype_policy() and not is_managed:
         return IN_FORCE.settings is not None
     return _holders(subject)[id(policy)] > 1
 
@@ -119,11 +118,7 @@ def _holders(subject: Subject) -> collections.Counter[int]:
 def half_weights(subject: Subject) -> Iterator[Found]:
     """Trainable weights in half precision, which small updates do not move."""
     for dtype in HALF:
-        layers = [
-            part.path
-            for part in subject.parts
-            if any(w.trainable and w.dtype == dtype for w in part.weights)
-        ]
+        layers = [part.path for part in subject.stored_in(dtype)]
         if not layers:
             continue
         spacing = formats.FORMATS[dtype].epsilon
@@ -256,12 +251,7 @@ def _optimized(subject: Subject) -> Iterator[tuple[Any, str, list[Part]]]:
     for optimizer in subject.optimizers:
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         for dtype in HALF:
-            parts = [
-                part
-                for part in subject.parts
-                if any(w.trainable and w.dtype == dtype for w in part.weights)
-            ]
-            if parts:
+            if parts := subject.stored_in(dtype):
                 yield inner, dtype, parts
 
 
@@ -278,3 +268,40 @@ def _largest_rate(inner: Any) -> float:
     if rate is None:
         raise CannotTellError(f"{inner.name!r} tells no learning rate")
     return float(keras.ops.convert_to_numpy(rate))
+
+
+@rule("rate-for-batch", needs=("data", "optimizer"))
+def rate_for_batch(subject: Subject) -> Iterator[Found]:
+    """Default learning rates where an update takes many times the usual batch.
+
+    Source: P. Goyal et al., Accurate, Large Minibatch SGD, 2017 (linear);
+    A. Krizhevsky, One weird trick for parallelizing convolutional neural networks, 2014
+    (square root).
+    """
+    shape = getattr(tf.nest.flatten(subject.batch)[0], "shape", None)
+    batch_size = int(shape[0]) if shape else 0
+    for optimizer in subject.optimizers:
+        inner = getattr(optimizer, "inner_optimizer", optimizer)
+        usual = inspect.signature(type(inner)).parameters.get("learning_rate")
+        if usual is None or not isinstance(usual.default, (int, float)):
+            continue
+        if _largest_rate(inner) != np.float32(usual.default):
+            continue
+        steps = getattr(optimizer, "accumulation_steps", None)
+        steps = steps or getattr(inner, "gradient_accumulation_steps", None) or 1
+        size = batch_size * int(steps)
+        if size < _MANY_TIMES * _USUAL_BATCH:
+            continue
+        law = "linear" if isinstance(inner, _LINEAR) else "sqrt"
+        yield Found(
+            "note",
+            f"An update takes {size:,} examples at the rate that {inner.name!r} has by "
+            f"default, {usual.default:g}, which is usual for {_USUAL_BATCH}: it moves "
+            "weights less than it could.",
+            f'The usual rule for {type(inner).__name__} is "{law}": compile with '
+            f"`tfamp.training.scale_learning_rate({usual.default:g}, "
+            f"batch_size={size}, base_batch_size={_USUAL_BATCH}, rule={law!r})`.",
+            None,
+            size,
+            {"learning_rate": usual.default, "accumulation_steps": int(steps)},
+        )

@@ -22,26 +22,12 @@ _MIN_SHARE = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """What the causes are found in.
+    """What the causes are found in; costs are by the roofline.
 
-    Args:
-        products: Products of the step.
-        costs: What each of them costs, by the roofline.
-        is_small: Whether moving the numbers of each costs more than multiplying them.
-        casts: Casts of the step.
-        unaligned: Layers in half precision with sizes that are no multiples of 8.
-        reasons: Why a layer is in float32, by its path.
-        devices: The devices that the step runs on.
-        total_cost: Cost of all operations.
-        cast_cost: Cost of the casts.
-        other_cost: Cost of what is neither product nor cast.
-        outer_cost: Of that, the cost of what no layer made, above all the optimizer.
-        moved_bytes: Bytes of all operations.
-        tf32: Whether float32 products run as TF32.
-        in_xla: Whether XLA compiles the step.
-        batch_size: Examples in a batch.
-        possible_gain: What a perfect input would save, None unmeasured.
-        input_advice: What to do about the input.
+    A product is small where moving its numbers costs more than multiplying them.
+    `other_cost` is of what is neither product nor cast, `outer_cost` of that what no
+    layer made, above all the optimizer. `possible_gain` is what a perfect input would
+    save, None unmeasured; the other fields are as in `Proof`.
     """
 
     products: Sequence[Product]

@@ -104,7 +104,10 @@ def prove(
     used = computing(hardware.devices() if devices is None else devices)
     if tf32 is None:
         tf32 = bool(tf.config.experimental.tensor_float_32_execution_enabled())
-    tf32 = tf32 and any(_has_tf32(device) for device in used)
+    tf32 = tf32 and any(
+        device.kind == "gpu" and (device.compute_capability or (0, 0)) >= _TF32_SINCE
+        for device in used
+    )
     gain, advice = None, ""
     if seconds is not None:
         measured = bottleneck(model, dataset, seconds=seconds)
@@ -189,10 +192,6 @@ def _traced_step(
         possible_gain=possible_gain,
         input_advice=input_advice,
     )
-
-
-def _has_tf32(device: Device) -> bool:
-    return device.kind == "gpu" and (device.compute_capability or (0, 0)) >= _TF32_SINCE
 
 
 def _unaligned(

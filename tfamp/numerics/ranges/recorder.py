@@ -120,12 +120,12 @@ class _Counted(Observer):
     def __init__(self, model: keras.Model) -> None:
         self._sites = sites(model)
         self._tallies: dict[tuple[str, Kind], Exponents] = {}
-        self._owners = {
-            id(weight): site
+        self._weights = [
+            (weight, site)
             for site in self._sites
             if isinstance(site.layer, keras.layers.Layer)
             for weight in structure.own_weights(site.layer)
-        }
+        ]
 
     def on_outputs(self, call: Call, outputs: Any) -> None:
         for tensor in floats(outputs):
@@ -139,18 +139,16 @@ class _Counted(Observer):
 
     def add_weight_gradients(self, gradients: Any) -> None:
         """Counts the gradients of weights with those of their layer."""
+        owners = {id(weight): site for weight, site in self._weights}
         for variable, gradient in gradients:
-            site = self._owners.get(id(variable))
-            if site is not None and gradient is not None:
-                self._add(site, "gradients", gradient)
+            if id(variable) in owners and gradient is not None:
+                self._add(owners[id(variable)], "gradients", gradient)
 
     def add_weights(self) -> None:
         """Counts the weights."""
-        for site in self._sites:
-            if isinstance(site.layer, keras.layers.Layer):
-                for weight in structure.own_weights(site.layer):
-                    if "float" in weight.dtype:
-                        self._add(site, "weights", weight.value)
+        for weight, site in self._weights:
+            if "float" in weight.dtype:
+                self._add(site, "weights", weight.value)
 
     def all_gradients(self) -> Exponents:
         """Returns the gradients of all layers together."""
@@ -164,25 +162,20 @@ class _Counted(Observer):
         """Yields a record for each layer and kind that has numbers."""
         for site in self._sites:
             for kind in KINDS:
-                tally = self._tallies.get((site.path, kind))
-                if tally is not None:
-                    yield _record(site, kind, tally)
+                if tally := self._tallies.get((site.path, kind)):
+                    yield LayerRange(
+                        site.path,
+                        site.class_name,
+                        kind,
+                        tally.count,
+                        tally.zeros,
+                        tally.nonfinite,
+                        tally.smallest,
+                        tally.largest,
+                        {str(e): count for e, count in tally.by_exponent().items()},
+                        tuple(tally.in_format(FORMATS[name]) for name in LOW_FORMATS),
+                    )
 
     def _add(self, site: Site, kind: Kind, tensor: Any) -> None:
         tally = self._tallies.setdefault((site.path, kind), Exponents())
         tally.add(np.asarray(tf.cast(tensor, tf.float32)))
-
-
-def _record(site: Site, kind: Kind, tally: Exponents) -> LayerRange:
-    return LayerRange(
-        site.path,
-        site.class_name,
-        kind,
-        tally.count,
-        tally.zeros,
-        tally.nonfinite,
-        tally.smallest,
-        tally.largest,
-        {str(exponent): count for exponent, count in tally.by_exponent().items()},
-        tuple(tally.in_format(FORMATS[name]) for name in LOW_FORMATS),
-    )

@@ -2,7 +2,6 @@
 
 import contextlib
 from collections.abc import Iterator, Sequence
-from typing import Any
 
 import keras
 
@@ -65,14 +64,19 @@ def rules_of(model: keras.Model, sites: list[Site]) -> dict[str, str]:
 
     The model has been called inside `under_default_rules`.
     """
-    wide = _wide_operations(model)
+    graph = heads.graph_heads(model)
+    # The operations of a graph between a head and an output.
+    wide = {
+        id(made[0])
+        for tensor in (graph.tensors if graph is not None else ())
+        if tensor.dtype == "float32"
+        and (made := structure.producer(tensor)) is not None
+        and not isinstance(made[0], keras.layers.Layer)
+    }
     found = {}
     for site in sites:
-        record = (
-            record_of(site.layer)
-            if isinstance(site.layer, keras.layers.Layer)
-            else None
-        )
+        is_layer = isinstance(site.layer, keras.layers.Layer)
+        record = record_of(site.layer) if is_layer else None
         is_float32 = record is not None and site.layer.compute_dtype == "float32"
         if record is not None and (record.is_kept or is_float32):
             is_given = record.kind is Kind.EXPLICIT
@@ -80,21 +84,6 @@ def rules_of(model: keras.Model, sites: list[Site]) -> dict[str, str]:
         elif id(site.layer) in wide:
             found[site.path] = "default: heads"
     return found
-
-
-def _wide_operations(model: keras.Model) -> set[int]:
-    """Returns the ids of the operations of a graph between a head and an output."""
-    found = heads.graph_heads(model)
-    made: list[Any] = [
-        structure.producer(tensor)
-        for tensor in (found.tensors if found is not None else ())
-        if tensor.dtype == "float32"
-    ]
-    return {
-        id(each[0])
-        for each in made
-        if each is not None and not isinstance(each[0], keras.layers.Layer)
-    }
 
 
 def advice_on(
@@ -143,10 +132,8 @@ def advice_on(
             "their size: keeping single layers does not help. Train it in float32, or "
             "normalize between its layers."
         )
-    return how_to_keep(left) if left else _kept_already(found)
-
-
-def _kept_already(found: Sensitivity) -> str:
+    if left:
+        return how_to_keep(left)
     off = ", ".join(f"{what} by {e:.2g}" for what, e in found.errors_by_rules.items())
     rest = f" What is off then: {off}." if off else ""
     return f"`tfamp.enable` keeps them in float32 by its default rules.{rest}"

@@ -129,11 +129,7 @@ class Errors:
     @property
     def of_all(self) -> dict[str, float]:
         """The errors of the whole, by what is off."""
-        return {
-            "gradients": self.gradients,
-            "outputs": self.outputs,
-            "loss": self.loss,
-        }
+        return {name: getattr(self, name) for name in ("gradients", "outputs", "loss")}
 
     def worst(self, other: "Errors") -> "Errors":
         """Returns the larger errors of the two."""

@@ -81,13 +81,12 @@ def _explain_forward(
         )
         return Explanation("overflow", text)
     rounded = arrays(rerun(recorded, format.name, rounded_only=True).outputs)
-    by_rounding = _error(rounded, exact)
+    by_rounding = max(map(forward_error, rounded, exact), default=0.0)
     if by_rounding >= min(limit, _EXPLAINS * error):
         return _explain_rounding(inputs, by_rounding, format, limit)
     low = arrays(rerun(recorded, format.name).outputs)
-    vanished = max(
-        (_vanished(a, b, limit) for a, b in zip(low, exact, strict=True)), default=0.0
-    )
+    pairs = zip(low, exact, strict=True)
+    vanished = max((_vanished(a, b, limit) for a, b in pairs), default=0.0)
     # A format with float32's range lets nothing vanish that is not rounded away.
     if vanished > limit and needs_loss_scale(format):
         text = f"{vanished:.0%} of its outputs become 0 in {format.name}"
@@ -104,7 +103,9 @@ def _explain_rounding(
 ) -> Explanation:
     for values in inputs:
         with np.errstate(over="ignore"):
-            rounded = _rounded(values, format)
+            rounded = np.asarray(
+                tf.cast(tf.cast(tf.constant(values), format.name), tf.float32)
+            )
         scale = spread(values)
         lost = forward_error(rounded, values)
         if lost > limit:
@@ -154,12 +155,6 @@ def _vanished(low: np.ndarray, exact: np.ndarray, limit: float) -> float:
     return float(np.mean(is_gone)) if rest <= limit else 0.0
 
 
-def _error(low: list[np.ndarray], exact: list[np.ndarray]) -> float:
-    return max(
-        (forward_error(a, b) for a, b in zip(low, exact, strict=True)), default=0.0
-    )
-
-
 def _largest(values: list[np.ndarray]) -> float:
     finite = [np.abs(each[np.isfinite(each)]) for each in values]
     return max((float(each.max()) for each in finite if each.size), default=0.0)
@@ -182,9 +177,3 @@ def _constants(recorded: Recorded) -> list[float]:
         for leaf in leaves
         if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
     ]
-
-
-def _rounded(values: np.ndarray, format: Format) -> np.ndarray:
-
-    low = tf.cast(tf.constant(values, tf.float32), format.name)
-    return np.asarray(tf.cast(low, tf.float32))

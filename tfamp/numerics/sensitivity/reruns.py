@@ -58,11 +58,11 @@ def rerun(
     tape = tf.GradientTape()
     taken = _Taken(recorded, compute, tape)
     tensors = [tf.identity(tensor) for tensor in recorded.float_inputs]
-    weights = _own_trained_weights(layer)
+    lowered, weights = _lowered(layer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_rounded(weights, dtype, rounded_only))
         stack.enter_context(state_restored(recorded.state))
-        stack.enter_context(computing_in(_lowered(layer), compute))
+        stack.enter_context(computing_in(lowered, compute))
         stack.enter_context(taken.instead_of_children())
         stack.enter_context(tape)
         tape.watch(tensors)
@@ -79,10 +79,7 @@ def rerun(
         *taken.gradients_of_given,
     ]
     pairs = [
-        (
-            result,
-            tf.cast(changed(gradient) * loss_scale, result.dtype),
-        )
+        (result, tf.cast(changed(gradient) * loss_scale, result.dtype))
         for result, gradient in zip(results, gradients, strict=True)
         if gradient is not None
     ]
@@ -162,20 +159,14 @@ class _Taken:
         return structure.with_mask_of(x, tf.cast(source, self._dtype))
 
 
-def _lowered(layer: Any) -> list[Any]:
+def _lowered(layer: Any) -> tuple[list[Any], list[Any]]:
+    """Returns the layers that are lowered, and their trained weights."""
     if not isinstance(layer, keras.layers.Layer):
-        return []
+        return [], []
     if runs_whole(layer):
-        return [each for _, each, _ in structure.walk(layer)]
-    return [layer]
-
-
-def _own_trained_weights(layer: Any) -> list[Any]:
-    if not isinstance(layer, keras.layers.Layer):
-        return []
-    if runs_whole(layer):
-        return list(layer.trainable_variables)
-    return [weight for weight in structure.own_weights(layer) if weight.trainable]
+        inside = [each for _, each, _ in structure.walk(layer)]
+        return inside, list(layer.trainable_variables)
+    return [layer], [w for w in structure.own_weights(layer) if w.trainable]
 
 
 @contextlib.contextmanager

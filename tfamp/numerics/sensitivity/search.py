@@ -139,8 +139,11 @@ class _Search:
                     "`tfamp.triage(model, batch)` for the cause."
                 )
         scale = self._best_scale()
-        guilty = self._guilty(scale)
-        guilty, error = self._needed(guilty, scale)
+        suffering = self._suffering(scale)
+        guilty, error = self._needed(
+            [s for s in self._suspects() if self._spoils_outputs(s) or s in suffering],
+            scale,
+        )
         verdict: Verdict = "layers" if guilty else "safe"
         if not guilty and math.isnan(error):
             verdict = "cannot run"
@@ -150,11 +153,8 @@ class _Search:
             verdict = "loss scale"
         failure = self._failure
         rules, by_rules = self._under_rules(scale)
-        names = {id(suspect) for suspect in guilty}
         layers = tuple(
-            (self._guilty_layer if id(suspect) in names else self._layer)(
-                suspect, scale, rules.get(suspect.site.path, "")
-            )
+            self._layer(suspect, scale, rules, is_guilty=suspect in guilty)
             for suspect in self._suspects()
         )
         found = Sensitivity(
@@ -206,14 +206,6 @@ class _Search:
         return bool(suspect.failure) or not (
             suspect.forward <= FORWARD_LIMIT[self._dtype]
         )
-
-    def _guilty(self, scale: float) -> list[Suspect]:
-        suffering = {id(suspect) for suspect in self._suffering(scale)}
-        return [
-            suspect
-            for suspect in self._suspects()
-            if self._spoils_outputs(suspect) or id(suspect) in suffering
-        ]
 
     def _needed(
         self, guilty: Sequence[Suspect], scale: float
@@ -285,40 +277,32 @@ class _Search:
             under_default_rules(self._model, self._dtype, self._given),
             as_islands(_outermost(self._shadow.random), self._dtype),
         ):
-            self._call_once()
+            # A step for nothing: a first call finds the heads of some models.
+            self._shadow.begin_again(0)
+            with contextlib.suppress(*CANNOT_RUN):
+                run_step(self._model, self._batches[0])
             errors = self._errors_now(scale)
             rules = rules_of(self._model, [s.site for s in self._suspects()])
         return rules, {} if errors is None else errors.of_all
 
-    def _call_once(self) -> None:
-        """Runs a step for nothing: a first call finds the heads of some models."""
-        self._shadow.begin_again(0)
-        with contextlib.suppress(*CANNOT_RUN):
-            run_step(self._model, self._batches[0])
-
-    def _layer(self, suspect: Suspect, scale: float, rule: str) -> LayerSensitivity:
-        measured = (
+    def _layer(
+        self, suspect: Suspect, scale: float, rules: dict[str, str], *, is_guilty: bool
+    ) -> LayerSensitivity:
+        reason = text = ""
+        if is_guilty:
+            limit = FORWARD_LIMIT[self._dtype]
+            reason, text = explain(
+                suspect, self._format, forward_limit=limit, loss_scale=scale
+            )
+        return LayerSensitivity(
             suspect.site.path,
             suspect.site.class_name,
             suspect.forward,
             suspect.backward.get(scale, 0.0),
-        )
-        return LayerSensitivity(*measured, rule=rule)
-
-    def _guilty_layer(
-        self, suspect: Suspect, scale: float, rule: str
-    ) -> LayerSensitivity:
-        why = explain(
-            suspect,
-            self._format,
-            forward_limit=FORWARD_LIMIT[self._dtype],
-            loss_scale=scale,
-        )
-        return dataclasses.replace(
-            self._layer(suspect, scale, rule),
-            is_guilty=True,
-            reason=why.reason,
-            explanation=why.text,
+            is_guilty,
+            reason,
+            text,
+            rules.get(suspect.site.path, ""),
         )
 
 

@@ -40,7 +40,7 @@ _ROUNDED = 4.0
 _REPEATED = 1e-3
 
 
-@dataclasses.dataclass
+@dataclasses.dataclass(eq=False)
 class Suspect:
     """What the reruns of one layer came to, the worst over batches and calls.
 
@@ -122,18 +122,12 @@ class Shadow:
                 suspect = self.suspects[recorded.site.path]
                 is_random = any(suspect.site.layer is each for each in self.random)
                 if not suspect.failure and not is_random:
-                    self._measure_all(recorded, suspect, loss_scales)
+                    exact = _Exact(recorded, self._dtype)
+                    if not exact.repeats:
+                        self.random.append(suspect.site.layer)
+                    for loss_scale in loss_scales if exact.repeats else ():
+                        self._measure_one(exact, suspect, loss_scale)
                 done(number + 1)
-
-    def _measure_all(
-        self, recorded: Recorded, suspect: Suspect, loss_scales: Sequence[float]
-    ) -> None:
-        exact = _Exact(recorded, self._dtype)
-        if not exact.repeats:
-            self.random.append(suspect.site.layer)
-            return
-        for loss_scale in loss_scales:
-            self._measure_one(exact, suspect, loss_scale)
 
     def _measure_one(
         self, exact: "_Exact", suspect: Suspect, loss_scale: float

@@ -1,17 +1,23 @@
 """Replays the failing step of a bundle: rebuilds the model, puts the state, runs it."""
 
+import contextlib
+import importlib
 import itertools
 import math
+import operator
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import keras
+import tensorflow as tf
 
 import tfamp
+from tfamp import policy
+from tfamp.keras_hooks.training import fit_frames
 from tfamp.machine import devices
-from tfamp.models import assignment
-from tfamp.numerics.triage.bundle_model import begin, prepare_devices, rebuilt
+from tfamp.models import assignment, load_model
 from tfamp.numerics.triage.replays import inquire
 from tfamp.records import versions
 from tfamp.stepping import snapshots
@@ -19,9 +25,124 @@ from tfamp.stepping.bundles import files
 from tfamp.stepping.bundles.batches import iterator_of, part_of
 from tfamp.stepping.bundles.digests import digest
 from tfamp.stepping.bundles.files import Contents
+from tfamp.stepping.bundles.random_states import put_random
 from tfamp.stepping.bundles.record import Bundle, Call, error_name, hexed, same_bits
 from tfamp.stepping.bundles.replay_record import Replayed, ReplayedStep
 from tfamp.stepping.snapshots.names import tally_of
+from tfamp.trials import targets
+
+
+def prepare_devices(record: Bundle) -> None:
+    """Gives TensorFlow the logical devices and threads that the bundle names.
+
+    A ValueError where they are not here, or TensorFlow has begun without them.
+    """
+    around = record.surroundings
+    if "MultiWorker" in around.strategy or "ParameterServer" in around.strategy:
+        raise ValueError(
+            f"The bundle was written under a {around.strategy}; expected one machine. "
+            "Steps of several workers cannot be replayed by one."
+        )
+    numbers = [int(n.split(":")[1]) for n in around.replicas if n.startswith("CPU:")]
+    # Refused where TensorFlow has begun; what counts is what is there afterwards.
+    with contextlib.suppress(RuntimeError):
+        tf.config.threading.set_intra_op_parallelism_threads(around.threads[0])
+        tf.config.threading.set_inter_op_parallelism_threads(around.threads[1])
+    with contextlib.suppress(RuntimeError):
+        if max(numbers, default=0) > 0:
+            tf.config.set_logical_device_configuration(
+                tf.config.list_physical_devices("CPU")[0],
+                [tf.config.LogicalDeviceConfiguration()] * (max(numbers) + 1),
+            )
+    names = {d.name.split("/device:")[-1] for d in tf.config.list_logical_devices()}
+    if missing := tuple(name for name in around.replicas if name not in names):
+        raise ValueError(
+            f"The bundle needs the devices {around.replicas!r}, of which {missing!r} "
+            "are missing here. Replay it in a fresh process, on a machine like its own."
+        )
+
+
+def rebuilt(
+    path: str | os.PathLike[str], contents: Contents, *, build: str | None = None
+) -> keras.Model:
+    """Returns the model of a bundle, with the state from before the failure.
+
+    A ValueError where it cannot be rebuilt, or is another model. `build` is as for
+    `replay`.
+    """
+    record = contents.record
+    target = build or (record.build if record.needs_build else None)
+    around = record.surroundings
+    with (
+        tf.distribute.MirroredStrategy(list(around.replicas)).scope()
+        if around.replicas
+        else contextlib.nullcontext()
+    ):
+        if target is None:
+            model = _loaded(Path(path) / files.MODEL, record)
+        else:
+            model = _built(target, record)
+        model.run_eagerly, model.jit_compile = around.run_eagerly, around.jit_compile
+        model.steps_per_execution = around.steps_per_execution
+        # Metrics have no variables before the first step.
+        with contextlib.suppress(Exception):
+            fit_frames.build_from(model, part_of(contents, record.calls[0].first))
+        begin(model, contents)
+    return model
+
+
+def begin(model: keras.Model, contents: Contents) -> None:
+    """Gives a model and all random generators the state from before the failure."""
+    snapshots.put(model, contents.state)
+    put_random(contents.random)
+
+
+def _loaded(path: Path, record: Bundle) -> keras.Model:
+    how = (
+        "Pass `--build module:function`, which returns the compiled model, or "
+        "`build=` to the recorder."
+    )
+    if not record.has_model:
+        raise ValueError(
+            f"The bundle holds no model {record.model_class}, since "
+            f"{record.needs_build}; expected a function that builds it. {how}"
+        )
+    classes: dict[str, Any] = {}  # Keras itself imports no module of a user's
+    for name, place in record.classes.items():
+        module, _, attribute = place.partition(":")
+        with contextlib.suppress(ImportError, AttributeError):
+            found = operator.attrgetter(attribute)(importlib.import_module(module))
+            classes[name] = found
+    try:
+        return load_model(path, custom_objects=classes)
+    except Exception as error:  # whatever a class's constructor raises
+        why = record.needs_build or f"{type(error).__name__}: {error}"
+        raise ValueError(
+            f"Cannot rebuild the model {record.model_class} from its file, since "
+            f"{why}; expected a function that builds it. {how}"
+        ) from error
+
+
+def _built(target: str, record: Bundle) -> keras.Model:
+    function: Callable[..., Any] = targets.load(target)
+    around = record.surroundings
+    before = keras.config.dtype_policy()
+    try:
+        with contextlib.ExitStack() as stack:
+            if around.is_managed:
+                stack.enter_context(policy.scope(around.policy))
+            else:
+                keras.config.set_dtype_policy(around.policy)
+            built = targets.call(function, seed=0, epochs=1)
+    finally:
+        keras.config.set_dtype_policy(before)
+    model = built[0] if isinstance(built, tuple) else built
+    if not isinstance(model, keras.Model) or not model.compiled:
+        raise ValueError(
+            f"{target!r} returned {built!r}; expected a compiled Keras model, alone or "
+            "first in a tuple. Compile it as it was trained."
+        )
+    return model
 
 
 def replay(
@@ -59,18 +180,23 @@ def replay(
     prepare_devices(record)
     model = rebuilt(path, contents, build=build)
     steps, error = _run(model, contents)
-    differences, is_exact = _compared(model, record, steps)
-    failed_again = _failed_again(model, record, steps, error)
-    if record.error is not None:
-        found = None if error is None else error_name(error)
-        if found != record.error:
-            differences.append(f"It ended in {record.error} then, in {found} now.")
+    differences = [
+        f"Step {step.step} logged another {' and '.join(step.differing)}."
+        for step in steps
+        if record.leads and step.differing
+    ]
+    if record.leads and record.digest not in (None, digest(snapshots.take(model))):
+        differences.append("Some variables differ from those after the failing step.")
+    is_exact = not differences if record.leads else None
+    found = None if error is None else error_name(error)
+    if record.error is not None and found != record.error:
+        differences.append(f"It ended in {record.error} then, in {found} now.")
     unlike = _unlike_surroundings(model, record)
     return Replayed(
         path=os.fspath(path),
         cause=record.cause,
         message=record.message,
-        failed_again=failed_again,
+        failed_again=_failed_again(model, record, steps, error),
         is_exact=is_exact,
         is_same_device=not unlike,
         steps=tuple(steps),
@@ -162,22 +288,6 @@ def _step_of(call: Call, logs: dict[str, str]) -> ReplayedStep:
     )
 
 
-def _compared(
-    model: keras.Model, record: Bundle, steps: list[ReplayedStep]
-) -> tuple[list[str], bool | None]:
-    """Returns what differs, and whether every bit is the same."""
-    if not record.leads:
-        return [], None
-    differences = [
-        f"Step {step.step} logged another {' and '.join(step.differing)}."
-        for step in steps
-        if step.differing
-    ]
-    if record.digest is not None and digest(snapshots.take(model)) != record.digest:
-        differences.append("Some variables differ from those after the failing step.")
-    return differences, not differences
-
-
 def _failed_again(
     model: keras.Model,
     record: Bundle,
@@ -229,17 +339,12 @@ def _unlike_surroundings(model: keras.Model, record: Bundle) -> list[str]:
     if around.devices != devices.devices():
         names = tuple(device.name for device in around.devices)
         lines.append(f"The devices were {names!r} then, and are others now.")
-    then = [_dtypes_of(row) for row in around.assignment["layers"]]
-    layers = assignment(model)
+    names = ("class_name", "compute_dtype", "variable_dtype")
+    then = [[row[name] for name in names] for row in around.assignment["layers"]]
     # By position: another process gives other names to what has none.
-    for row, before in itertools.zip_longest(layers, then):
-        if row is None or _dtypes_of(row.to_dict()) != before:
+    for row, before in itertools.zip_longest(assignment(model), then):
+        if row is None or [getattr(row, name) for name in names] != before:
             where = "the model" if row is None else repr(row.path)
             lines.append(f"Dtypes are others than then, first in {where}.")
             break
     return lines
-
-
-def _dtypes_of(row: Mapping[str, Any]) -> tuple[str, str, str]:
-    """Returns class and dtypes of a layer of an `Assignment`."""
-    return row["class_name"], row["compute_dtype"], row["variable_dtype"]

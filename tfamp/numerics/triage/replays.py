@@ -35,6 +35,10 @@ _DROP = (
 )
 _RELABEL = "Mend the labels, or give the model an output for each of them."
 _RESTORE = "Put the optimizer's state from before it back, or compile anew."
+_GONE = (
+    "Put weights from before it back: the step that wrote them is gone. A fused ReLU "
+    "may have hidden it, so watch weights, not the loss alone."
+)
 _CUT = (
     "Go back to weights from before and cut the learning rate, warm it up, or clip "
     "gradients by `global_clipnorm=1.0`."
@@ -73,18 +77,17 @@ class Inquiry:
         found = list(suspicions.bad_data(self._batch))
         if found and self._is_spoiled_by_data():
             return self._answer("data", found, _DROP)
-        found = list(suspicions.bad_weights(self._model))
-        if found:
-            return self._of_bad_weights(found)
-        found = list(suspicions.bad_slots(self._model))
-        if found:
+        if found := list(suspicions.bad_weights(self._model)):
+            if large := self._exploded():
+                return self._answer("learning rate", [*found, *large], _CUT)
+            return self._answer("model", found, _GONE)
+        if found := list(suspicions.bad_slots(self._model)):
             return self._answer("optimizer", found, _RESTORE)
-        found = list(suspicions.bad_labels(self._model, self._batch))
-        if found:
+        if found := list(suspicions.bad_labels(self._model, self._batch)):
             return self._answer("data", found, _RELABEL)
         place = len(self._replays)
         own = self._replay(self._policy, self._scale)
-        exact = self._in_float32() if self._is_low else own
+        exact = self._in_float32() if self._dtypes or self._scale != 1 else own
         if exact is not own and exact.step.is_finite and not own.step.is_finite:
             # -inf that is there in float32, too, is meant; any other overflowed.
             self._masks = exact.health.masks
@@ -116,10 +119,6 @@ class Inquiry:
                 self._exact = self._replay("float32", 1.0)
         return self._exact
 
-    @property
-    def _is_low(self) -> bool:
-        return bool(self._dtypes) or self._scale != 1
-
     def _replay(self, policy: str, scale: float, batch: Any = None) -> Examined:
         found = self._examine(self._batch if batch is None else batch, scale)
         name = policy if scale == 1 else f"{policy}, loss scale {scale:g}"
@@ -133,22 +132,13 @@ class Inquiry:
         masks = self._masks
         return found if masks is None else found.knowing(self._model, masks)
 
-    def _of_bad_weights(self, found: list[suspicions.Suspicion]) -> Triage:
-        large = list(suspicions.exploded(self._model))
-        if large:
-            return self._answer("learning rate", [*found, *large[:3]], _CUT)
-        return self._answer(
-            "model",
-            found,
-            "Put weights from before it back: the step that wrote them is gone. A "
-            "fused ReLU may have hidden it, so watch weights, not the loss alone.",
-        )
+    def _exploded(self) -> list[suspicions.Suspicion]:
+        return list(suspicions.exploded(self._model))[:3]
 
     def _of_float32(self, exact: Examined) -> Triage:
         """Blames what fails in float32 too: precision is out of it."""
-        large = list(suspicions.exploded(self._model))
-        if large:
-            return self._answer("learning rate", large[:3], _CUT, exact)
+        if large := self._exploded():
+            return self._answer("learning rate", large, _CUT, exact)
         left_out = suspicions.outliers(self._batch)
         if left_out.any() and not left_out.all():
             rest = suspicions.without(self._batch, left_out)
@@ -259,9 +249,8 @@ class Inquiry:
 
     def _of_the_update(self, exact: Examined) -> Triage:
         """Looks for the cause in the update: the step itself is finite."""
-        large = list(suspicions.exploded(self._model))
-        if large:
-            return self._answer("learning rate", large[:3], _CUT)
+        if large := self._exploded():
+            return self._answer("learning rate", large, _CUT)
         update = Update.of(self._model, self._batch, exact, self._rate)
         if update is not None:
             bad = update.bad_weight()

@@ -108,18 +108,20 @@ def without(batch: Any, left_out: np.ndarray) -> Any:
     return tf.nest.map_structure(rows, batch)
 
 
+def _counted_bad(variable: Any) -> str:
+    """Returns "3 of 8 numbers" of a variable that are inf or NaN, "" for none."""
+    values = np.asarray(tf.cast(variable.value, tf.float32))
+    bad = int(values.size - np.isfinite(values).sum())
+    return f"{bad} of {values.size} numbers" if bad else ""
+
+
 def bad_weights(model: keras.Model) -> Iterator[Suspicion]:
     """Yields a sentence for each layer with weights that are inf or NaN."""
     for path, layer, _ in structure.walk(model):
         for weight in structure.own_weights(layer):
-            values = np.asarray(tf.cast(weight.value, tf.float32))
-            bad = int(values.size - np.isfinite(values).sum())
-            if bad:
-                yield Suspicion(
-                    path,
-                    f"{bad} of {values.size} numbers of the weight {weight.path!r} are "
-                    "inf or NaN already.",
-                )
+            if bad := _counted_bad(weight):
+                name = f"the weight {weight.path!r}"
+                yield Suspicion(path, f"{bad} of {name} are inf or NaN already.")
 
 
 def bad_slots(model: keras.Model) -> Iterator[Suspicion]:
@@ -133,18 +135,14 @@ def bad_slots(model: keras.Model) -> Iterator[Suspicion]:
             for weight in structure.own_weights(layer)
         }
         for variable in inner.variables:
-            if "float" not in str(variable.dtype):
-                continue
-            values = np.asarray(tf.cast(variable.value, tf.float32))
-            bad = int(values.size - np.isfinite(values).sum())
-            if bad:
+            if "float" in str(variable.dtype) and (bad := _counted_bad(variable)):
                 name = variable.path.rsplit("/", 1)[-1]
                 # Slots bear the name of their weight and their own.
                 weight = max((w for w in owners if name.startswith(w)), default="")
                 yield Suspicion(
                     owners.get(weight),
-                    f"{bad} of {values.size} numbers of the optimizer's "
-                    f"{variable.path!r} are inf or NaN already.",
+                    f"{bad} of the optimizer's {variable.path!r} are inf or NaN "
+                    "already.",
                 )
 
 
@@ -154,15 +152,12 @@ def exploded(model: keras.Model) -> Iterator[Suspicion]:
     for path, layer, _ in structure.walk(model):
         for weight in structure.own_weights(layer):
             values = np.asarray(tf.cast(weight.value, tf.float32), np.float64)
-            values = values[np.isfinite(values)] if values.ndim < 2 else values
-            if values.ndim < 2 or not weight.trainable or not values.size:
+            finite = values[np.isfinite(values)]
+            if values.ndim < 2 or not weight.trainable or not finite.size:
                 continue
             # A row of an embedding is looked up, and multiplies nothing.
             is_table = isinstance(layer, keras.layers.Embedding)
             fan_in = 1 if is_table else math.prod(values.shape[:-1])
-            finite = values[np.isfinite(values)]
-            if not finite.size:
-                continue
             gain = float(np.sqrt(np.mean(np.square(finite)) * fan_in))
             if gain > _EXPLODED:
                 does = "holds rows of numbers of" if is_table else "multiplies by"
