@@ -33,11 +33,11 @@ def caches(has_locks):
     package = types.ModuleType("tfamp.data")
     package.__path__ = [str(ROOT / "tfamp" / "data")]
     sys.modules.setdefault("tfamp.data", package)
-    from tfamp.data.cache import file_cache, file_locks
+    from tfamp.data.stages import cache_files, file_locks
 
     if not has_locks:
         file_locks.fcntl = None
-    return file_cache
+    return cache_files
 
 
 def chunk(digest, number):

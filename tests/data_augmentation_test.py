@@ -9,7 +9,8 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.data import Augment, Pipeline, _plan
+from tfamp.data import Augment, Pipeline
+from tfamp.data import plan as _plan
 from tfamp.data.augmentation import (
     Brightness,
     Contrast,
@@ -497,8 +498,7 @@ def test_it_runs_behind_the_cache_and_the_shuffle_and_before_the_batch(capsys):
 
 def test_strength_0_leaves_no_step_to_run():
     pipeline = marked().augment(add_1000, strength=0.0)
-    plan = pipeline._plan(pipeline.stages, "auto")
-    assert [step.name for step in plan.steps] == ["augment"]
+    assert "epochs counted" not in " ".join(pipeline.describe().split())
     ramp = marked().augment(add_1000, strength=0.0, ramp_epochs=2, ramp_from=1.0)
     assert {float(x) >= 1000 for x, _ in ramp.build()} == {True}
 

@@ -9,9 +9,9 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refusals
-from tfamp.data._stages import Settings
-from tfamp.data.bucketing.plan import choose_boundaries, plan_of, sizes_of_batches
-from tfamp.data.bucketing.stage import Bucket
+from tfamp.data.stages.base import Settings
+from tfamp.data.stages.bucket import Bucket
+from tfamp.data.stages.bucket_plan import choose_boundaries, plan_of, sizes_of_batches
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 LENGTHS = [3, 17, 8, 5, 30, 1, 9, 16, 2, 12, 31, 4]

@@ -16,8 +16,8 @@ import pytest
 import tensorflow as tf
 
 from tfamp.data import Pipeline
-from tfamp.data.cache import stage as caching
-from tfamp.data.cache.file_cache import (
+from tfamp.data.stages import cache as caching
+from tfamp.data.stages.cache_files import (
     _HELD,
     CacheFiles,
     fill_or_read,

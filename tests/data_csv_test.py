@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.data._errors import ErrorLog, OnError
-from tfamp.data._stages import Settings
 from tfamp.data.sources import _csv_rows, _files
 from tfamp.data.sources.csv import csv_source
+from tfamp.data.stages.base import Settings
+from tfamp.data.stages.errors import ErrorLog, OnError
 
 RAISE = Settings(num_threads=2, autotune=False)
 

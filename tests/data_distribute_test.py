@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.data import Pipeline, _plan, _sharding
-from tfamp.data._sharding import num_workers
-from tfamp.data.cache import stage as caching
+from tfamp.data import Pipeline, builds, plan
+from tfamp.data.builds import num_workers
+from tfamp.data.stages import cache as caching
 
 Policy = tf.data.experimental.AutoShardPolicy
 NUM = 27
@@ -296,7 +296,7 @@ def test_shards_are_disjoint_and_complete(tmp_path, kind, num_shards):
 
 
 def test_shards_of_large_arrays_are_shuffled_by_position(monkeypatch):
-    monkeypatch.setattr(_plan, "SHUFFLE_BUFFER_BYTES", 1)
+    monkeypatch.setattr(plan, "SHUFFLE_BUFFER_BYTES", 1)
     pipeline = arrays().shard(2, 1).shuffle(seed=1).batch(4)
     assert "gather" in pipeline.describe()
     assert sorted(int(n) for x, _ in pipeline.build() for n in x) == list(
@@ -381,7 +381,7 @@ def test_an_empty_shard_is_refused(kind):
 def test_several_workers_need_one_order(monkeypatch, stage, name):
     pipeline = stage(arrays()).batch(8)
     pipeline.build()
-    monkeypatch.setattr(_sharding, "num_workers", lambda: 2)
+    monkeypatch.setattr(builds, "num_workers", lambda: 2)
     message = (
         f"`.{name}` has no seed, and 2 worker processes train together; expected one "
         "order in all of them, since each takes its share by position: some elements "
@@ -405,14 +405,14 @@ def test_several_workers_need_one_order(monkeypatch, stage, name):
     ids=["in order", "seed", "balance", "weights", "shard"],
 )
 def test_several_workers_take_what_has_one_order_or_is_divided(monkeypatch, pipeline):
-    monkeypatch.setattr(_sharding, "num_workers", lambda: 2)
+    monkeypatch.setattr(builds, "num_workers", lambda: 2)
     pipeline().build()
 
 
 def test_a_part_has_no_length_that_fit_would_take_for_its_steps(monkeypatch):
     part, whole = arrays().shard(2, 0).batch(7), arrays().batch(7)
     assert int(part.build().cardinality()) == 2
-    monkeypatch.setattr(_sharding, "num_workers", lambda: 2)
+    monkeypatch.setattr(builds, "num_workers", lambda: 2)
     dataset = part.build()
     assert int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
     assert [len(y) for _, y in dataset] == [7, 7]
@@ -423,7 +423,7 @@ def test_a_dataset_that_is_divided_already_needs_no_seed(monkeypatch):
     options = tf.data.Options()
     options.experimental_distribute.auto_shard_policy = Policy.OFF
     given = tf.data.Dataset.range(8).shard(2, 0).with_options(options)
-    monkeypatch.setattr(_sharding, "num_workers", lambda: 2)
+    monkeypatch.setattr(builds, "num_workers", lambda: 2)
     built = Pipeline.from_dataset(given).shuffle().build()
     assert sorted(int(x) for x in built) == [0, 2, 4, 6]
 

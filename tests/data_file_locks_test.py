@@ -12,8 +12,8 @@ import numpy as np
 import pytest
 
 from tfamp.data import Pipeline
-from tfamp.data.cache import file_locks as locks
-from tfamp.data.cache.file_cache import _HELD, CacheFiles, fill_or_read
+from tfamp.data.stages import file_locks as locks
+from tfamp.data.stages.cache_files import _HELD, CacheFiles, fill_or_read
 
 fcntl = pytest.importorskip("fcntl", reason="Windows locks no files this way")
 

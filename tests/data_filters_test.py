@@ -13,11 +13,11 @@ import tfamp.data
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.data._fingerprint import fingerprint
-from tfamp.data._stages import Settings
-from tfamp.data.filters import stage as filters
-from tfamp.data.filters.drops import DropLog, DropReport
-from tfamp.data.filters.shapes import crop_or_pad
-from tfamp.data.filters.stage import make_filter
+from tfamp.data.stages import filter as filters
+from tfamp.data.stages.base import Settings
+from tfamp.data.stages.drops import DropLog, DropReport
+from tfamp.data.stages.filter import Filter
+from tfamp.data.stages.filter_shapes import crop_or_pad
 from tfamp.data.statistics import fit_statistics
 
 SETTINGS = Settings(num_threads=2, autotune=False)
@@ -62,7 +62,7 @@ def either_way(request, monkeypatch):
 
 def test_predicate_keeps_what_it_is_true_of():
     values, labels = table(20)
-    stage = make_filter(lambda x, y: y % 3 == 0)
+    stage = Filter(lambda x, y: y % 3 == 0)
     assert targets(applied(stage, slices(values, labels))) == list(range(0, 20, 3))
     assert stage.report() == DropReport(
         20, {"other shape": 0, "missing value": 0, "outlier": 0, "predicate": 13}, 1
@@ -72,13 +72,13 @@ def test_predicate_keeps_what_it_is_true_of():
 def test_predicate_takes_every_form_of_an_element():
     values, labels = table(6)
     flags = np.arange(6) < 2
-    assert len(list(applied(make_filter(lambda x: x[0] < 99), slices(values)))) == 6
+    assert len(list(applied(Filter(lambda x: x[0] < 99), slices(values)))) == 6
     weighted = slices(values, labels, flags)
-    kept = applied(make_filter(lambda x, y, w: w), weighted)
+    kept = applied(Filter(lambda x, y, w: w), weighted)
     assert [int(y) for _, y, _ in kept] == [0, 1]
     assert kept.element_spec == weighted.element_spec
     columns = slices({"v": values, "n": labels}, labels)
-    kept = applied(make_filter(lambda x, y: x["n"] > 3), columns)
+    kept = applied(Filter(lambda x, y: x["n"] > 3), columns)
     assert targets(kept) == [4, 5]
     assert kept.element_spec == columns.element_spec
 
@@ -89,20 +89,20 @@ def test_predicate_may_branch_in_python():
             return True
         return False
 
-    kept = applied(make_filter(is_large), slices(np.zeros(5), np.arange(5)))
+    kept = applied(Filter(is_large), slices(np.zeros(5), np.arange(5)))
     assert targets(kept) == [3, 4]
 
 
 def test_predicate_sees_what_is_filled_and_not_what_is_dropped_already():
     values = np.array([[1.0], [NAN], [5.0]], np.float32)
-    stage = make_filter(lambda x, y: x[0] == 9.0, missing=9.0)
+    stage = Filter(lambda x, y: x[0] == 9.0, missing=9.0)
     assert targets(applied(stage, slices(values, np.arange(3)))) == [1]
 
     def fails_on_nan(x, y):
         with tf.control_dependencies([tf.debugging.assert_equal(x, x)]):
             return y < 2
 
-    stage = make_filter(fails_on_nan, missing="drop")
+    stage = Filter(fails_on_nan, missing="drop")
     assert targets(applied(stage, slices(values, np.arange(3)))) == [0]
     assert stage.report().dropped["missing value"] == 1
     assert stage.report().dropped["predicate"] == 1
@@ -113,7 +113,7 @@ def test_predicate_sees_what_is_filled_and_not_what_is_dropped_already():
 
 def test_elements_with_nan_are_dropped(either_way):
     values, labels = table()
-    stage = make_filter(missing="drop")
+    stage = Filter(missing="drop")
     kept = applied(stage, slices(values, labels))
     assert targets(kept) == list(np.flatnonzero(~np.isnan(values).any(axis=1)))
     assert kept.element_spec == slices(values, labels).element_spec
@@ -127,10 +127,10 @@ def test_declared_values_are_dropped_in_numbers_and_text(either_way):
         "pay": np.array([1.0, 2.0, 3.0, NAN], np.float32),
     }
     statistics = fit_statistics(columns, missing_value=(-9, "?"))
-    stage = make_filter(missing="drop", statistics=statistics)
+    stage = Filter(missing="drop", statistics=statistics)
     assert targets(applied(stage, slices(columns, np.arange(4)))) == [0]
     some = fit_statistics(columns, columns=("age",), missing_value=-9)
-    stage = make_filter(missing="drop", statistics=some)
+    stage = Filter(missing="drop", statistics=some)
     assert targets(applied(stage, slices(columns, np.arange(4)))) == [0, 2, 3]
 
 
@@ -139,7 +139,7 @@ def test_missing_values_are_filled_from_statistics(how, either_way):
     values, labels = table()
     values = np.round(values * 4) / 4  # so that there is a mode
     statistics = fit_statistics(values)
-    stage = make_filter(missing=how, statistics=statistics)
+    stage = Filter(missing=how, statistics=statistics)
     filled = applied(stage, slices(values, labels))
     present = [column[~np.isnan(column)].astype(np.float64) for column in values.T]
     fill = {
@@ -160,7 +160,7 @@ def test_missing_values_are_filled_from_statistics(how, either_way):
 def test_a_number_fills_nan_in_every_column_of_floats(either_way):
     columns = {"a": np.array([NAN, 2.0]), "n": np.array([3, 4]), "v": np.eye(2)}
     columns["v"][0, 1] = NAN
-    filled = list(applied(make_filter(missing=-1), slices(columns, np.arange(2))))
+    filled = list(applied(Filter(missing=-1), slices(columns, np.arange(2))))
     assert [float(x["a"]) for x, _ in filled] == [-1, 2]
     np.testing.assert_array_equal(filled[0][0]["v"], [1, -1])
     assert [int(x["n"]) for x, _ in filled] == [3, 4]
@@ -169,7 +169,7 @@ def test_a_number_fills_nan_in_every_column_of_floats(either_way):
 def test_declared_values_are_filled_in_integers_and_text(either_way):
     columns = {"n": np.array([2, -9, 4, 4]), "city": np.array(["a", "?", "b", "b"])}
     statistics = fit_statistics(columns, missing_value=(-9, "?"))
-    stage = make_filter(missing="median", statistics=statistics)
+    stage = Filter(missing="median", statistics=statistics)
     filled = list(applied(stage, slices(columns)))
     assert [int(x["n"]) for x in filled] == [2, 4, 4, 4]
     assert [x["city"].numpy() for x in filled] == [b"a", b"b", b"b", b"b"]
@@ -203,7 +203,7 @@ def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(
     pairs = [limits(v[~np.isnan(v)].astype(np.float64)) for v in values.T]
     low, high = np.array(pairs).T
     options = {"outliers": rule, "statistics": fit_statistics(values)}
-    drop = make_filter(**options, outlier_action="drop")
+    drop = Filter(**options, outlier_action="drop")
     # NaN is no outlier.
     is_out = ((values < low) | (values > high)).any(axis=1)
     assert 20 < is_out.sum() < 280
@@ -211,7 +211,7 @@ def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(
         np.flatnonzero(~is_out)
     )
     assert drop.report().dropped["outlier"] == is_out.sum()
-    clip = make_filter(**options, outlier_action="clip")
+    clip = Filter(**options, outlier_action="clip")
     clipped = applied(clip, slices(values, labels))
     # Limits in float64 are rounded once, to float32.
     np.testing.assert_allclose(inputs(clipped), np.clip(values, low, high), rtol=1e-7)
@@ -221,9 +221,9 @@ def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(
 def test_infinities_are_outliers_and_clip_to_the_limit():
     values = np.array([[1.0], [2.0], [3.0], [np.inf], [-np.inf]])
     options = {"outliers": "iqr", "statistics": fit_statistics(values)}
-    kept = applied(make_filter(**options, outlier_action="drop"), slices(values))
+    kept = applied(Filter(**options, outlier_action="drop"), slices(values))
     assert [float(x[0]) for x in kept] == [1, 2, 3]
-    clipped = applied(make_filter(**options, outlier_action="clip"), slices(values))
+    clipped = applied(Filter(**options, outlier_action="clip"), slices(values))
     # Quartiles 1 and 3: fences at -2 and 6.
     assert [float(x[0]) for x in clipped] == [1, 2, 3, 6, -2]
 
@@ -233,11 +233,9 @@ def test_integers_are_clipped_inwards_and_declared_values_left_alone():
     statistics = fit_statistics({"n": values}, missing_value=-999)
     options = {"outliers": ("iqr", 0.25), "statistics": statistics}
     # Quartiles 1 and 4: fences at 0.25 and 4.75.
-    clipped = applied(
-        make_filter(**options, outlier_action="clip"), slices({"n": values})
-    )
+    clipped = applied(Filter(**options, outlier_action="clip"), slices({"n": values}))
     assert [int(x["n"]) for x in clipped] == [1, 1, 2, 3, 4, 4, -999]
-    kept = applied(make_filter(**options, outlier_action="drop"), slices({"n": values}))
+    kept = applied(Filter(**options, outlier_action="drop"), slices({"n": values}))
     assert [int(x["n"]) for x in kept] == [1, 2, 3, 4, -999]
 
 
@@ -246,7 +244,7 @@ def test_each_element_is_counted_for_its_first_reason(either_way):
     rows = [[NAN, 50.0], [1.0, 50.0], [1.0, 1.0], [2.0, 1.0], [NAN, 1.0]]
     values = np.array(rows, np.float32)
     statistics = fit_statistics(np.repeat(np.arange(10.0)[:, None], 2, axis=1))
-    stage = make_filter(
+    stage = Filter(
         lambda x: x[0] < 2,
         missing="drop",
         outliers=("zscore", 3),
@@ -277,17 +275,17 @@ def of_shapes(*shapes, known=(None, None)):
 @pytest.mark.parametrize("known", [(None, None), None], ids=["rank", "nothing"])
 def test_elements_of_another_shape_are_dropped_and_the_shape_is_static(known):
     dataset = of_shapes((2, 3), (2, 4), (5, 3), (2, 3), known=known)
-    stage = make_filter(shape=(2, 3), shape_action="drop")
+    stage = Filter(shape=(2, 3), shape_action="drop")
     kept = applied(stage, dataset)
     assert targets(kept) == [0, 3]
     assert kept.element_spec[0].shape == (2, 3)
     assert stage.report().dropped["other shape"] == 2
-    any_length = make_filter(shape=(None, 3), shape_action="drop")
+    any_length = Filter(shape=(None, 3), shape_action="drop")
     assert targets(applied(any_length, dataset)) == [0, 2, 3]
 
 
 def test_another_shape_ends_the_pass_when_asked_to():
-    stage = make_filter(shape=(2, 3), shape_action="error")
+    stage = Filter(shape=(2, 3), shape_action="error")
     dataset = applied(stage, of_shapes((2, 3), (2, 4)))
     assert dataset.element_spec[0].shape == (2, 3)
     message = "Column x has shape [2 4]; expected (2, 3) (`shape`)"
@@ -296,7 +294,7 @@ def test_another_shape_ends_the_pass_when_asked_to():
 
 
 def test_shapes_are_cropped_and_padded_around_the_middle():
-    stage = make_filter(shape=(4, 2), shape_action="crop_or_pad")
+    stage = Filter(shape=(4, 2), shape_action="crop_or_pad")
     dataset = applied(stage, of_shapes((2, 3), (5, 2)))
     assert dataset.element_spec[0].shape == (4, 2)
     first, second = (x.numpy().tolist() for x, _ in dataset)
@@ -315,7 +313,7 @@ def test_crop_or_pad_keeps_the_middle():
 
 def test_shapes_are_given_by_column():
     columns = {"image": np.ones((3, 4, 4)), "n": np.arange(3)}
-    stage = make_filter(shape={"image": (2, 2)}, shape_action="crop_or_pad")
+    stage = Filter(shape={"image": (2, 2)}, shape_action="crop_or_pad")
     kept = applied(stage, slices(columns))
     assert kept.element_spec["image"].shape == (2, 2)
     assert [int(x["n"]) for x in kept] == [0, 1, 2]
@@ -353,7 +351,7 @@ def test_a_fingerprint_tells_imputers_that_were_fitted_to_other_data():
 
 
 def test_counts_add_up_over_passes_and_threads():
-    stage = make_filter(lambda x, y: y < 4)
+    stage = Filter(lambda x, y: y < 4)
     dataset = applied(stage, slices(np.zeros(10), np.arange(10)))
     threads = [threading.Thread(target=list, args=(dataset,)) for _ in range(3)]
     for thread in threads:
@@ -393,7 +391,7 @@ def test_log_loses_no_count_between_threads():
 
 
 def test_a_long_pass_is_counted_before_its_end():
-    stage = make_filter(missing="drop")
+    stage = Filter(missing="drop")
     values = np.zeros((9_000, 1), np.float32)
     values[:1_000] = NAN
     iterator = iter(applied(stage, slices(values)))
@@ -406,7 +404,7 @@ def test_a_long_pass_is_counted_before_its_end():
 
 
 def test_report_says_that_nothing_came_in():
-    stage = make_filter(missing="drop")
+    stage = Filter(missing="drop")
     assert str(stage.report()).startswith("No element came in yet")
     kept = applied(stage, slices(np.ones((3, 1), np.float32)))
     list(kept)
@@ -415,7 +413,7 @@ def test_report_says_that_nothing_came_in():
 
 def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too(either_way):
     values = np.full((10, 2), NAN, np.float32)
-    stage = make_filter(missing="drop")
+    stage = Filter(missing="drop")
     dataset = applied(stage, slices(values, np.zeros(10)))
     message = re.escape(
         "`filter` dropped all 10 elements (0 other shape, 10 missing value, 0 outlier, "
@@ -432,7 +430,7 @@ def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too(either_way):
 
 
 def test_an_empty_dataset_and_two_interleaved_passes_raise_no_error():
-    stage = make_filter(lambda x, y: y == 9)
+    stage = Filter(lambda x, y: y == 9)
     assert list(applied(stage, slices(np.zeros(3), np.arange(3)).take(0))) == []
     dataset = applied(stage, slices(np.zeros(10), np.arange(10)))
     first, second = iter(dataset), iter(dataset)
@@ -443,7 +441,7 @@ def test_an_empty_dataset_and_two_interleaved_passes_raise_no_error():
 def test_it_feeds_replicas_of_a_strategy():
     strategy = two_replicas()
     with strategy.scope():
-        stage = make_filter(lambda x, y: y % 2 == 0)
+        stage = Filter(lambda x, y: y % 2 == 0)
         dataset = applied(stage, slices(np.zeros(16), np.arange(16))).batch(4)
     found = []
     for _, labels in strategy.experimental_distribute_dataset(dataset):
@@ -455,18 +453,18 @@ def test_it_feeds_replicas_of_a_strategy():
 
 def test_order_and_length_are_kept_where_nothing_goes():
     values, labels = table(1_000)
-    dataset = applied(make_filter(missing=0.0), slices(values, labels))
+    dataset = applied(Filter(missing=0.0), slices(values, labels))
     assert targets(dataset) == list(labels)
     unknown = slices(values, labels).filter(lambda x, y: True)
-    dataset = applied(make_filter(missing=0.0), unknown)
+    dataset = applied(Filter(missing=0.0), unknown)
     assert int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY
-    dropping = applied(make_filter(missing="drop"), slices(values, labels))
+    dropping = applied(Filter(missing="drop"), slices(values, labels))
     assert int(dropping.cardinality()) == tf.data.UNKNOWN_CARDINALITY
 
 
 def test_explain_says_what_is_done():
     values, labels = table()
-    stage = make_filter(
+    stage = Filter(
         shape=(3,),
         shape_action="error",
         missing="median",
@@ -486,9 +484,9 @@ def test_explain_says_what_is_done():
 def test_stages_that_do_the_same_are_equal():
     statistics = fit_statistics(table()[0])
     options = {"missing": "mean", "statistics": statistics}
-    assert make_filter(**options) == make_filter(**options)
+    assert Filter(**options) == Filter(**options)
     options["missing"] = "median"
-    assert make_filter(missing="mean", statistics=statistics) != make_filter(**options)
+    assert Filter(missing="mean", statistics=statistics) != Filter(**options)
 
 
 # Errors
@@ -499,51 +497,49 @@ FLAGS = fit_statistics(np.repeat([0.0, 1.0], [999, 1]))
 
 
 def checked(dataset, **options):
-    return lambda: make_filter(**options).check(dataset)
+    return lambda: Filter(**options).check(dataset)
 
 
 ERRORS = {
-    "nothing": (lambda: make_filter(), "`.filter` came without anything to do"),
-    "no function": (lambda: make_filter(3), "`predicate` is 3; expected something"),
+    "nothing": (lambda: Filter(), "`.filter` came without anything to do"),
+    "no function": (lambda: Filter(3), "`predicate` is 3; expected something"),
     "shape alone": (
-        lambda: make_filter(shape=(3,)),
+        lambda: Filter(shape=(3,)),
         "`shape` is (3,) and `shape_action` is None; expected one of",
     ),
     "action alone": (
-        lambda: make_filter(missing="drop", outlier_action="drop"),
+        lambda: Filter(missing="drop", outlier_action="drop"),
         "`outlier_action` is 'drop' and `outliers` is None; expected both",
     ),
     "action": (
-        lambda: make_filter(shape=(3,), shape_action="resize"),
+        lambda: Filter(shape=(3,), shape_action="resize"),
         "Unknown `shape_action` 'resize'; expected 'drop', 'error' or 'crop_or_pad'",
     ),
     "missing": (
-        lambda: make_filter(missing="delete", statistics=STATISTICS),
+        lambda: Filter(missing="delete", statistics=STATISTICS),
         "Unknown `missing` 'delete'; expected 'drop', 'mean', 'median' or 'mode'",
     ),
-    "missing type": (lambda: make_filter(missing=[0]), "`missing` is [0], of type"),
+    "missing type": (lambda: Filter(missing=[0]), "`missing` is [0], of type"),
     "no statistics": (
-        lambda: make_filter(missing="mean"),
+        lambda: Filter(missing="mean"),
         "`missing` is 'mean' and `statistics` is None; expected what",
     ),
     "statistics of another kind": (
-        lambda: make_filter(
-            outliers="iqr", outlier_action="drop", statistics={"mean": 1}
-        ),
+        lambda: Filter(outliers="iqr", outlier_action="drop", statistics={"mean": 1}),
         "`outliers` is 'iqr' and `statistics` is {'mean': 1}; expected what",
     ),
     "statistics unused": (
-        lambda: make_filter(missing=0.0, statistics=STATISTICS),
+        lambda: Filter(missing=0.0, statistics=STATISTICS),
         "`statistics` came without `outliers` or a `missing` that reads them",
     ),
     "collapse": (
-        lambda: make_filter(
+        lambda: Filter(
             outliers=("quantile", 0.01, 0.99), outlier_action="drop", statistics=FLAGS
         ),
         "leaves feature 'x' one value, since nearly all are equal",
     ),
     "shape type": (
-        lambda: make_filter(shape=3, shape_action="drop"),
+        lambda: Filter(shape=3, shape_action="drop"),
         "`shape` is 3, of type int; expected a tuple of sizes",
     ),
     "batches": (
@@ -593,12 +589,12 @@ ERRORS = {
         "`shape` has column 'v', and elements have ('x',)",
     ),
     "imputer": (
-        lambda: make_filter(missing=SimpleImputer()),
+        lambda: Filter(missing=SimpleImputer()),
         "`missing` is SimpleImputer(); expected 'drop', one of ('mean', 'median', "
         "'mode') or a number. Fit an imputer to the training rows",
     ),
     "ragged elements": (
-        lambda: make_filter(lambda x: True).apply(
+        lambda: Filter(lambda x: True).apply(
             slices(tf.ragged.constant([[[1]], [[1, 2], []]])), SETTINGS
         ),
         "expected dense tensors of known rank where `.filter` drops some",

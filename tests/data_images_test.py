@@ -11,14 +11,19 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-from tfamp.data._stages import Settings
-from tfamp.data.images.decode import make_decode
-from tfamp.data.images.reader import crop_box
+from tfamp.data.images.decode import Decode, DecodeElement
+from tfamp.data.images.reader import ImageReader, crop_box
 from tfamp.data.sources.images import folder_source
+from tfamp.data.stages.base import Settings
 from tfamp.records import checks
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 FAST = ["simplejpeg", "opencv"]
+
+
+def make_decode(image_size=None, *, key=None, **options):
+    """The stage that `.decode` asks for."""
+    return Decode(DecodeElement(ImageReader(image_size, **options), key))
 
 
 def needs(decoder):

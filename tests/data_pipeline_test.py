@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfamp.data._plan
 from tests.refusals import refusals
-from tfamp.data import Pipeline
-from tfamp.data._stages import Settings
+from tfamp.data import Pipeline, plan
+from tfamp.data.stages.base import Settings
 
 STAGES = {
     "map": lambda p: p.map(double),
@@ -47,7 +46,7 @@ def table_stages(text):
 @pytest.fixture
 def tiny_buffer(monkeypatch):
     """Makes every array too large to hold for shuffling."""
-    monkeypatch.setattr(tfamp.data._plan, "SHUFFLE_BUFFER_BYTES", 1)
+    monkeypatch.setattr(plan, "SHUFFLE_BUFFER_BYTES", 1)
 
 
 @pytest.mark.parametrize(
@@ -108,7 +107,7 @@ def test_spec_and_cardinality_by_position_are_the_same(tiny_buffer):
 def test_order_by_position_equals_order_by_buffer(names, monkeypatch):
     buffered = written("shuffle", *names).build()
     expected = [rows(buffered), rows(buffered)]
-    monkeypatch.setattr(tfamp.data._plan, "SHUFFLE_BUFFER_BYTES", 1)
+    monkeypatch.setattr(plan, "SHUFFLE_BUFFER_BYTES", 1)
     by_position = written("shuffle", *names)
     assert "gather" in table_stages(by_position.describe())
     dataset = by_position.build()
@@ -118,7 +117,7 @@ def test_order_by_position_equals_order_by_buffer(names, monkeypatch):
 @pytest.mark.parametrize("by_position", [False, True], ids=["buffer", "position"])
 def test_each_epoch_is_a_new_order_of_all_elements(by_position, monkeypatch):
     if by_position:
-        monkeypatch.setattr(tfamp.data._plan, "SHUFFLE_BUFFER_BYTES", 1)
+        monkeypatch.setattr(plan, "SHUFFLE_BUFFER_BYTES", 1)
     dataset = numbers(50).shuffle(seed=7).build()
     epochs = [[x for x, _ in rows(dataset)] for _ in range(3)]
     assert [sorted(epoch) for epoch in epochs] == [list(range(50))] * 3
@@ -198,7 +197,7 @@ def generated(size, count, pulled):
 @pytest.mark.parametrize("size, held", [(900, 250), (10_000, 64)], ids=["many", "few"])
 def test_elements_of_varying_size_are_held_by_their_bytes(monkeypatch, size, held):
     # 300 bytes of the tensor itself beside the text: 250 of 1,200 fit 300,000.
-    monkeypatch.setattr("tfamp.data._stages.SHUFFLE_BUFFER_BYTES", 300_000)
+    monkeypatch.setattr("tfamp.data.stages.base.SHUFFLE_BUFFER_BYTES", 300_000)
     pulled = []
     dataset = Pipeline.from_dataset(generated(size, 2000, pulled)).shuffle(seed=1)
     dataset = dataset.build()

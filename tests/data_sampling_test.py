@@ -11,11 +11,11 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data._sources import array_source
-from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.balance import Balance
 from tfamp.data.sampling.subset import Subset
 from tfamp.data.sampling.weights import Weights
+from tfamp.data.stages.base import Settings
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 # Of 1,000 examples, as skewed as class labels are.
@@ -583,7 +583,7 @@ def test_a_subset_of_numbered_elements_keeps_their_numbers(stratify):
     labels = skewed_labels()
     stage = Subset(20, stratify=stratify)
     elements = tf.data.Dataset.from_tensor_slices((np.arange(1000) * 3, labels))
-    kept = stage.apply_numbered(elements.enumerate(), SETTINGS)
+    kept = stage.numbered().apply(elements.enumerate(), SETTINGS)
     positions, (x, y) = next(iter(kept.batch(1000)))
     assert len(positions) == 20
     np.testing.assert_array_equal(x, 3 * positions)

@@ -7,10 +7,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.data._errors import ErrorLog, OnError
-from tfamp.data._stages import Settings
 from tfamp.data.sources import _files, text
 from tfamp.data.sources.text import text_source
+from tfamp.data.stages.base import Settings
+from tfamp.data.stages.errors import ErrorLog, OnError
 
 RAISE = Settings(num_threads=2, autotune=False)
 

@@ -17,9 +17,9 @@ import tensorflow as tf
 from hypothesis import strategies
 
 from tfamp.data import Pipeline
-from tfamp.data._plan import make_plan
-from tfamp.data._stages import Settings
-from tfamp.data.cache.stage import FileCache
+from tfamp.data.plan import make_plan
+from tfamp.data.stages.base import Settings
+from tfamp.data.stages.cache import FileCache
 
 
 def fingerprint_of(recipe):

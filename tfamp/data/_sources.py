@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length
-from tfamp.data._stages import Settings, Stage, map_in_order
+from tfamp.data.stages.base import Settings, Stage, map_in_order
 
 DATA = tf.data.experimental.AutoShardPolicy.DATA
 
@@ -123,7 +123,6 @@ class Gather(Stage):
     """
 
     name = "gather"
-    rank = 2
     source: RandomAccess = dataclasses.field(compare=False)
     is_numbered: bool = False
 

@@ -2,7 +2,7 @@
 
 import dataclasses
 import inspect
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -82,12 +82,47 @@ class Chain:
     """What is done to images, or to vectors of features.
 
     Attributes:
-        steps: Transforms, and functions of (image, strength) or with a seed.
+        steps: Transforms, random layers of Keras, and functions of (image, strength)
+            or with a seed; none for the defaults.
         value_range: Smallest and largest value of an image; None for the dtype's.
+
+    Raises:
+        TypeError: A step is none of these, or the range is no pair.
+        ValueError: The range is empty.
     """
 
     steps: tuple[Step, ...]
     value_range: tuple[float, float] | None = None
+
+    def __post_init__(self) -> None:
+        steps = tuple(
+            LayerStep.of(step) if isinstance(step, keras.layers.Layer) else step
+            for step in self.steps
+        )
+        for step in steps:
+            if isinstance(step, type):
+                raise TypeError(
+                    f"{step!r} is a class; expected a transform, made with its "
+                    f"arguments. Pass `{step.__name__}()`."
+                )
+            if not isinstance(step, Transform):
+                num_arguments(step)
+        object.__setattr__(self, "steps", steps or DEFAULT)
+        if self.value_range is None:
+            return
+        try:
+            low, high = map(float, self.value_range)
+        except (TypeError, ValueError) as error:
+            raise TypeError(
+                f"`value_range` is {self.value_range!r}; expected a pair of numbers. "
+                "Pass the smallest and the largest value, such as (0, 255)."
+            ) from error
+        object.__setattr__(self, "value_range", (low, high))
+        if not low < high:
+            raise ValueError(
+                f"`value_range` is {self.value_range!r}; expected the smaller number "
+                "first. Pass the smallest and the largest value, such as (0, 255)."
+            )
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -158,43 +193,6 @@ class Chain:
             return tf.ensure_shape(restore(current, dtype), images.shape)
 
         return tf.cond(strength > 0, changed, lambda: tf.identity(images))
-
-
-def make_chain(steps: Sequence[Any], value_range: tuple[float, float] | None) -> Chain:
-    """Checks steps and a value range.
-
-    Raises:
-        TypeError: A step is neither a transform, nor a random layer of Keras, nor a
-            function of an image and a strength, or the range is no pair.
-        ValueError: The range is empty.
-    """
-    steps = [
-        LayerStep.of(step) if isinstance(step, keras.layers.Layer) else step
-        for step in steps
-    ]
-    for step in steps:
-        if isinstance(step, type):
-            raise TypeError(
-                f"{step!r} is a class; expected a transform, made with its arguments. "
-                f"Pass `{step.__name__}()`."
-            )
-        if not isinstance(step, Transform):
-            num_arguments(step)
-    if value_range is not None:
-        try:
-            low, high = value_range
-            value_range = (float(low), float(high))
-        except (TypeError, ValueError) as error:
-            raise TypeError(
-                f"`value_range` is {value_range!r}; expected a pair of numbers. Pass "
-                "the smallest and the largest value, such as (0, 255)."
-            ) from error
-        if not low < high:
-            raise ValueError(
-                f"`value_range` is {value_range!r}; expected the smaller number "
-                "first. Pass the smallest and the largest value, such as (0, 255)."
-            )
-    return Chain(tuple(steps) or DEFAULT, value_range)
 
 
 def num_arguments(function: Any) -> int:

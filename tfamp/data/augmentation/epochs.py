@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length, with_length_of
-from tfamp.data._stages import Settings, Stage
+from tfamp.data.stages.base import Settings, Stage
 
 
 class EpochCounter:
@@ -86,7 +86,6 @@ class CountEpochs(Stage):
         first: Number of the first epoch.
     """
 
-    rank: ClassVar[int] = 60
     name: ClassVar[str] = "epochs"
     counter: EpochCounter = dataclasses.field(compare=False)
     first: int

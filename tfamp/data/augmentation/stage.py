@@ -1,6 +1,7 @@
 """Augmentation as a stage of the pipeline: behind the cache, on all cores."""
 
 import dataclasses
+import random
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -11,9 +12,9 @@ from tfamp.data._elements import (
     with_inputs,
     with_length_of,
 )
-from tfamp.data._stages import Settings, Stage, map_in_order
 from tfamp.data.augmentation.chain import Chain
 from tfamp.data.augmentation.epochs import CountEpochs, EpochCounter
+from tfamp.data.stages.base import Settings, Stage, map_in_order
 from tfamp.records import checks
 
 # A block of small images costs a half of what they cost one by one; in float32 it
@@ -37,13 +38,12 @@ class Augmentation(Stage):
         counter: Of the epochs of one dataset; the plan gives each its own.
     """
 
-    rank: ClassVar[int] = 35
     name: ClassVar[str] = "augment"
     chain: Chain
     strength: float = 1.0
     ramp_epochs: int = 0
     ramp_from: float = 0.0
-    seed: int = 0
+    seed: int | None = None
     key: str | None = None
     initial_epoch: int = 0
     counter: EpochCounter = dataclasses.field(
@@ -64,10 +64,14 @@ class Augmentation(Stage):
             raise TypeError(
                 f"`key` is {self.key!r}; expected the name of one input. Pass a string."
             )
+        if self.seed is None:
+            object.__setattr__(self, "seed", random.randrange(2**31))
         checks.positive_int("seed", self.seed, minimum=0)
 
-    def with_epochs(self) -> tuple["Augmentation", CountEpochs]:
+    def with_epochs(self) -> tuple[Stage, Stage] | None:
         """Returns the stage for one dataset, and what counts its epochs."""
+        if self.max_strength == 0:
+            return None
         counter = EpochCounter(self.initial_epoch)
         stage = dataclasses.replace(self, counter=counter)
         return stage, CountEpochs(counter, self.initial_epoch)
@@ -105,7 +109,8 @@ class Augmentation(Stage):
         return _with_part(block, self.key, changed)
 
     def _run(self, images: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        words = [self.seed % 2**31, self.seed // 2**31 % 2**31]
+        number = self.seed or 0
+        words = [number % 2**31, number // 2**31 % 2**31]
         seed = tf.constant(words, tf.int32)
         seed = tf.random.experimental.stateless_fold_in(seed, epoch)
         seed = tf.random.experimental.stateless_fold_in(seed, index)

@@ -9,16 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import inputs_of, with_length_of
-from tfamp.data._stages import Batch, ElementMap, Settings, Stage
-from tfamp.data.images.reader import (
-    COLORS,
-    DECODERS,
-    FITS,
-    JPEG_START,
-    METHODS,
-    ImageReader,
-)
-from tfamp.records import checks
+from tfamp.data.images.reader import JPEG_START, ImageReader
+from tfamp.data.stages.base import Batch, Map, Settings, Stage
 
 # A call out of TensorFlow's graph takes as long as decoding a small image, most of it
 # handing Python's lock from thread to thread. So many images share it.
@@ -52,10 +44,9 @@ class DecodeElement:
 
 
 @dataclasses.dataclass(frozen=True)
-class Decode(ElementMap):
+class Decode(Map):
     """Decodes images in parallel, each to one size."""
 
-    rank: ClassVar[int] = 8
     name: ClassVar[str] = "decode"
     at_once: ClassVar[str] = f"{CHUNK} a call"
     function: DecodeElement
@@ -133,7 +124,6 @@ class DecodeBatches(Decode):
     It stands behind the batch of paths or bytes.
     """
 
-    rank: ClassVar[int] = 41
     at_once: ClassVar[str] = "a batch a call"
 
     def check(self, dataset: tf.data.Dataset) -> None:
@@ -158,68 +148,6 @@ def with_whole_batches(steps: list[Stage]) -> list[Stage]:
             whole = DecodeBatches(decode.function)
             return [*steps[:number], batch, whole, *steps[number + 2 :]]
     return steps
-
-
-def make_decode(
-    image_size: Any = None,
-    *,
-    channels: int = 3,
-    decoder: str = "tf",
-    method: str = "bilinear",
-    antialias: bool = False,
-    fit: str = "stretch",
-    key: str | None = None,
-    reads_files: bool = False,
-) -> Decode:
-    """Returns the stage that decodes images: JPEG, PNG, GIF (first frame) and BMP.
-
-    `Pipeline.decode` explains the arguments and the errors; `reads_files` says whether
-    images come as paths instead of bytes. The stage's `function` also works on one
-    element outside of a dataset.
-    """
-    size = None
-    if image_size is not None:
-        is_listed = hasattr(image_size, "__iter__") and not isinstance(image_size, str)
-        if not is_listed or len(tuple(image_size)) != 2:
-            raise TypeError(
-                f"`image_size` is {image_size!r}; expected (height, width). Pass two "
-                "integers, or None to keep the sizes."
-            )
-        height, width = image_size
-        size = (
-            checks.positive_int("image_size", height),
-            checks.positive_int("image_size", width),
-        )
-    if channels not in COLORS:
-        raise ValueError(
-            f"`channels` is {channels!r}; expected 1 or 3. Pass 3 for color; an alpha "
-            "channel is dropped."
-        )
-    checks.choice("decoder", decoder, DECODERS)
-    checks.choice("method", method, METHODS)
-    checks.choice("fit", fit, FITS)
-    if size is None and (fit != "stretch" or antialias or method != "bilinear"):
-        raise ValueError(
-            f"`fit`, `method` or `antialias` came ({fit!r}, {method!r}, {antialias!r}) "
-            "without `image_size`; expected a size to bring images to. Pass "
-            "`image_size=(224, 224)`, or leave them out."
-        )
-    if decoder == "opencv":
-        if size is None or method != "bilinear" or antialias or fit == "pad":
-            raise ValueError(
-                f"`decoder` 'opencv' came with size {size!r}, method {method!r}, "
-                f"antialias {antialias!r} and fit {fit!r}; expected a size, "
-                "'bilinear', no antialias, and 'stretch' or 'crop'. Use 'simplejpeg', "
-                "which resizes as TensorFlow does."
-            )
-        checks.require("cv2", extra=None, purpose="`decoder='opencv'`")
-    if decoder != "tf":
-        purpose = f"`decoder={decoder!r}`"
-        checks.require("simplejpeg", extra=None, purpose=purpose)
-    reader = ImageReader(
-        size, channels, decoder, method, bool(antialias), fit, reads_files
-    )
-    return Decode(DecodeElement(reader, key))
 
 
 def read_together(reader: ImageReader, images: tf.Tensor) -> tf.Tensor:

@@ -41,13 +41,53 @@ class ImageReader:
     as paths instead of bytes.
     """
 
-    image_size: tuple[int, int] | None
-    channels: int
-    decoder: str
-    method: str
-    antialias: bool
-    fit: str
-    reads_files: bool
+    image_size: Any = None
+    _: dataclasses.KW_ONLY
+    channels: int = 3
+    decoder: str = "tf"
+    method: str = "bilinear"
+    antialias: bool = False
+    fit: str = "stretch"
+    reads_files: bool = False
+
+    def __post_init__(self) -> None:
+        size, method, fit = self.image_size, self.method, self.fit
+        if size is not None:
+            is_listed = hasattr(size, "__iter__") and not isinstance(size, str)
+            if not is_listed or len(tuple(size)) != 2:
+                raise TypeError(
+                    f"`image_size` is {size!r}; expected (height, width). Pass two "
+                    "integers, or None to keep the sizes."
+                )
+            size = tuple(checks.positive_int("image_size", side) for side in size)
+        if self.channels not in COLORS:
+            raise ValueError(
+                f"`channels` is {self.channels!r}; expected 1 or 3. Pass 3 for color; "
+                "an alpha channel is dropped."
+            )
+        checks.choice("decoder", self.decoder, DECODERS)
+        checks.choice("method", method, METHODS)
+        checks.choice("fit", fit, FITS)
+        antialias = bool(self.antialias)
+        if size is None and (fit != "stretch" or antialias or method != "bilinear"):
+            raise ValueError(
+                f"`fit`, `method` or `antialias` came ({fit!r}, {method!r}, "
+                f"{antialias!r}) without `image_size`; expected a size to bring images "
+                "to. Pass `image_size=(224, 224)`, or leave them out."
+            )
+        if self.decoder == "opencv":
+            if size is None or method != "bilinear" or antialias or fit == "pad":
+                raise ValueError(
+                    f"`decoder` 'opencv' came with size {size!r}, method {method!r}, "
+                    f"antialias {antialias!r} and fit {fit!r}; expected a size, "
+                    "'bilinear', no antialias, and 'stretch' or 'crop'. Use "
+                    "'simplejpeg', which resizes as TensorFlow does."
+                )
+            checks.require("cv2", extra=None, purpose="`decoder='opencv'`")
+        if self.decoder != "tf":
+            purpose = f"`decoder={self.decoder!r}`"
+            checks.require("simplejpeg", extra=None, purpose=purpose)
+        object.__setattr__(self, "image_size", size)
 
     def __call__(self, image: Any) -> tf.Tensor:
         """Returns the pixels `(height, width, channels)`, uint8, of a path or bytes."""

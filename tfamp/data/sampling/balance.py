@@ -9,7 +9,6 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Reader, class_ids
 from tfamp.data.sampling.sampler import (
@@ -18,6 +17,7 @@ from tfamp.data.sampling.sampler import (
     of_unknown_length,
     seed_text,
 )
+from tfamp.data.stages.base import Settings
 from tfamp.records import checks
 
 METHODS = {

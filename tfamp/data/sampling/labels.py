@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element, known_length
 from tfamp.data._sources import RandomAccess
-from tfamp.data._stages import Settings, map_in_order
+from tfamp.data.stages.base import Settings, map_in_order
 from tfamp.records.progress import progress
 
 # Labels brought to Python at once.

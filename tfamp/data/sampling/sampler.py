@@ -9,16 +9,16 @@ epoch is held against that pass: what no longer fits is an error.
 import abc
 import dataclasses
 from collections.abc import Callable
-from typing import Any, ClassVar
+from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element
 from tfamp.data._sources import RandomAccess
-from tfamp.data._stages import Settings, Stage
 from tfamp.data.sampling.labels import Memory, Reader, as_parts, count
 from tfamp.data.sampling.plans import copies_of, repeated
+from tfamp.data.stages.base import Settings, Stage
 from tfamp.records import checks
 
 # A function call costs about 50 us, so small elements share one by this many ...
@@ -89,7 +89,6 @@ class Sampler(Stage):
         memory: What was read of the last dataset.
     """
 
-    rank: ClassVar[int] = 25
     seed: int | None = dataclasses.field(default=None, kw_only=True)
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False, kw_only=True

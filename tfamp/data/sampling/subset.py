@@ -11,7 +11,6 @@ import tensorflow as tf
 from tfamp.data._cpus import num_usable_cpus
 from tfamp.data._elements import known_length
 from tfamp.data._sources import RandomAccess
-from tfamp.data._stages import Settings, Stage
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Memory, Reader, class_ids, count
 from tfamp.data.sampling.sampler import (
@@ -22,6 +21,7 @@ from tfamp.data.sampling.sampler import (
     of_unknown_length,
     seed_text,
 )
+from tfamp.data.stages.base import Settings, Stage
 from tfamp.records import checks
 
 
@@ -29,16 +29,17 @@ from tfamp.records import checks
 class Subset(Stage):
     """Keeps a part of the examples; `Pipeline.subset` explains the arguments.
 
-    `memory` holds what was read of the last dataset.
+    `memory` holds what was read of the last dataset; `is_numbered` says whether
+    elements come as pairs (position, element).
     """
 
-    rank: ClassVar[int] = 5
     name: ClassVar[str] = "subset"
     size: Any
     stratify: Callable[..., Any] | str | bool | None = dataclasses.field(
         default=None, kw_only=True
     )
     seed: int = dataclasses.field(default=0, kw_only=True)
+    is_numbered: bool = dataclasses.field(default=False, kw_only=True)
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False, kw_only=True
     )
@@ -102,15 +103,9 @@ class Subset(Stage):
 
         return self.memory.get(source, choose)
 
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the examples to keep, in the order they have."""
-        return self._kept(dataset, settings, is_numbered=False)
-
-    def apply_numbered(
-        self, dataset: tf.data.Dataset, settings: Settings
-    ) -> tf.data.Dataset:
-        """Returns those to keep of pairs (position, element)."""
-        return self._kept(dataset, settings, is_numbered=True)
+    def numbered(self) -> "Subset":
+        """Returns the stage for pairs (position, element), which keep their numbers."""
+        return dataclasses.replace(self, is_numbered=True)
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, of the length that comes out."""
@@ -131,14 +126,14 @@ class Subset(Stage):
             f"proportions of the classes kept; {reason}; labels are read at build",
         )
 
-    def _kept(
-        self, dataset: tf.data.Dataset, settings: Settings, *, is_numbered: bool
-    ) -> tf.data.Dataset:
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the examples to keep, in the order they have."""
+
         def look() -> tuple[np.ndarray | None, int]:
             if self.reader is None:
                 return None, count(dataset)
             elements = dataset
-            if is_numbered:
+            if self.is_numbered:
                 elements = dataset.map(lambda position, element: element)
             labels = self.reader.read(elements, settings)
             return labels, len(labels)
@@ -150,7 +145,7 @@ class Subset(Stage):
         draw = Draw(num_examples, len(positions), 1, lambda seed: positions)
         expected = None
         if self.reader is not None:
-            expected = Expected(self.reader, labels, is_numbered)
+            expected = Expected(self.reader, labels, self.is_numbered)
         each = tf.data.Dataset.from_tensor_slices(copies)
         return copied(dataset, each, draw, expected)
 

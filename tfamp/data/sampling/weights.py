@@ -9,10 +9,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length
-from tfamp.data._stages import Settings
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Reader
 from tfamp.data.sampling.sampler import Draw, Sampler, seed_text
+from tfamp.data.stages.base import Settings
 from tfamp.records import checks
 
 

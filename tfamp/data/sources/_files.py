@@ -17,7 +17,7 @@ from typing import IO, Any
 import tensorflow as tf
 
 from tfamp.data._sources import Source
-from tfamp.data._stages import Settings
+from tfamp.data.stages.base import Settings
 from tfamp.records import checks
 from tfamp.records.units import join_words
 

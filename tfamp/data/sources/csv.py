@@ -10,7 +10,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.data._sources import files_identity
-from tfamp.data._stages import Settings
 from tfamp.data.sources._csv_rows import (
     MAX_FLOAT32_INTEGER,
     Column,
@@ -29,6 +28,7 @@ from tfamp.data.sources._files import (
     is_counted,
     shown,
 )
+from tfamp.data.stages.base import Settings
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.records.units import format_bytes

@@ -8,7 +8,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.data._sources import files_identity
-from tfamp.data._stages import Settings
 from tfamp.data.sources._files import (
     BYTE_ORDER_MARK,
     ChunkedSource,
@@ -19,6 +18,7 @@ from tfamp.data.sources._files import (
     open_bytes,
 )
 from tfamp.data.sources.images import LABEL_DTYPE, folder_source, label_files
+from tfamp.data.stages.base import Settings
 from tfamp.records import checks
 from tfamp.records.progress import progress
 

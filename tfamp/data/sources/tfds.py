@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfamp.data._elements import known_length
 from tfamp.data._sources import Source, files_identity
-from tfamp.data._stages import Settings
+from tfamp.data.stages.base import Settings
 from tfamp.records import checks
 
 PROBE_SECONDS = 4.0

@@ -13,7 +13,6 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.data._sources import files_identity
-from tfamp.data._stages import Settings, map_in_order
 from tfamp.data.sources import _frames
 from tfamp.data.sources._files import (
     ChunkedSource,
@@ -21,6 +20,7 @@ from tfamp.data.sources._files import (
     find_files,
     shown,
 )
+from tfamp.data.stages.base import Settings, map_in_order
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.records.units import format_bytes

@@ -1,8 +1,7 @@
-"""What a pipeline does to its elements: one frozen record per stage.
+"""What a stage is, and the stages that take no more than a few lines.
 
-A stage knows its place (`rank`), how to change a dataset (`apply`) and how to say
-what it does and why (`explain`). `_plan.py` puts stages in order; a new stage is
-a new record here with a free rank.
+A stage is a frozen record: it checks its arguments, changes a dataset (`apply`) and
+says what it does and why (`explain`). Its place in the order stands in `plan.py`.
 """
 
 import abc
@@ -19,6 +18,7 @@ from tfamp.data._elements import (
     known_length,
     looks_batched,
 )
+from tfamp.records import checks
 
 # Elements held for shuffling may take this much memory, unless told otherwise.
 SHUFFLE_BUFFER_BYTES = 256 * 2**20
@@ -33,24 +33,20 @@ DEFAULT_PREFETCH = 2
 # A result that waits for its turn counts as a call too, so with one call for each
 # thread a slow element leaves a thread idle: 7 % of the time with photos.
 CALLS_A_THREAD = 2
-# From `Stage.check` over `_plan.run` and `Pipeline.build` to the caller.
+# From `Stage.check` over `Build.dataset` and `Pipeline.build` to the caller.
 _STACKLEVEL = 4
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """How parallel a dataset is built to run.
+    """How a dataset runs: its own threads, or tf.data's choice of all numbers.
 
-    Attributes:
-        num_threads: Threads of the dataset's own pool, and elements worked on at
-            once by a parallel stage.
-        autotune: Whether tf.data chooses parallelism and buffer sizes itself.
-        errors: What to do about elements that cannot be read, None to raise.
+    `errors` is what to do about elements that cannot be read, None to raise.
     """
 
     num_threads: int
     autotune: bool
-    # `_errors.OnError`, which stands above this file.
+    # `stages.errors.OnError`, which stands above this file.
     errors: Any = None
 
     @property
@@ -68,10 +64,7 @@ def shuffle_buffer_size(num_elements: int | None, element_bytes: int | None) -> 
     """Returns how many elements to hold for shuffling when the user did not say.
 
     All of them where they fit `SHUFFLE_BUFFER_BYTES`: only then is the shuffle exact.
-
-    Args:
-        num_elements: Length of the dataset, None where unknown or infinite.
-        element_bytes: Size of one element, None where that is not known.
+    None stands for a length or a size that is not known.
 
     Example:
         >>> shuffle_buffer_size(60_000, 784)  # 45 MiB: all of it
@@ -91,9 +84,12 @@ def shuffle_buffer_size(num_elements: int | None, element_bytes: int | None) -> 
 
 @dataclasses.dataclass(frozen=True)
 class Stage(abc.ABC):
-    """What every stage can do. `rank` and `name` belong to the class."""
+    """What every stage can do.
 
-    rank: ClassVar[int]
+    Attributes:
+        name: Of the verb that asks for it; the table and the order know it by this.
+    """
+
     name: ClassVar[str]
 
     def check(self, dataset: tf.data.Dataset) -> None:
@@ -103,15 +99,6 @@ class Stage(abc.ABC):
     @abc.abstractmethod
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns `dataset` with this stage behind it."""
-
-    def for_build(self) -> "Stage":
-        """Returns the stage as one build uses it, with counts of its own."""
-        return self
-
-    def after(self, builds: Sequence["Stage"]) -> "Stage":
-        """Returns the stage with the counts of builds together, to be described."""
-        del builds
-        return self
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns what `apply` returns as far as `describe` can know it.
@@ -125,6 +112,26 @@ class Stage(abc.ABC):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
 
+    def for_build(self) -> "Stage":
+        """Returns the stage as one build uses it, with counts of its own."""
+        return self
+
+    def with_counts_of(self, builds: Sequence[Any]) -> "Stage":
+        """Returns the stage with the counts of its builds together, to be described."""
+        del builds
+        return self
+
+    def numbered(self) -> "Stage":
+        """Returns the stage as it acts on pairs (position, element)."""
+        return self
+
+    def with_epochs(self) -> tuple["Stage", "Stage"] | None:
+        """Returns a stage that acts by epochs, and what counts them behind all others.
+
+        None where the number of the epoch does not matter.
+        """
+        return None
+
 
 def map_in_order(
     dataset: tf.data.Dataset, function: Callable[..., Any], settings: Settings
@@ -136,28 +143,74 @@ def map_in_order(
 
 
 @dataclasses.dataclass(frozen=True)
-class ElementMap(Stage):
-    """Calls a function on every element; a call may fail on damaged data.
+class Shard(Stage):
+    """Keeps each n-th element of the source, before anything is read of the others."""
 
-    Where errors are skipped, the plan calls `function` itself, with care.
+    name: ClassVar[str] = "shard"
+    num_shards: int
+    index: int
 
-    Attributes:
-        function: Called with the parts of an element.
+    def __post_init__(self) -> None:
+        checks.positive_int("num_shards", self.num_shards)
+        checks.positive_int("index", self.index, minimum=0)
+        if self.index >= self.num_shards:
+            raise ValueError(
+                f"`index` is {self.index} with `num_shards` {self.num_shards}; "
+                f"expected one from 0 to {self.num_shards - 1}. Workers count from 0."
+            )
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if the part is known to be empty."""
+        length = known_length(dataset)
+        if length is not None:
+            self._check_length(length)
+
+    def chosen(self, source: Any) -> tf.Tensor:
+        """Returns the positions of the part in a source, ascending, int64."""
+        self._check_length(source.num_examples)
+        return tf.range(self.index, source.num_examples, self.num_shards, tf.int64)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the elements of the part, in their order."""
+        return dataset.shard(self.num_shards, self.index)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        return (
+            f"part {self.index} of {self.num_shards}",
+            f"each {self.num_shards}th element; tf.distribute divides no further",
+        )
+
+    def _check_length(self, length: int) -> None:
+        if length <= self.index:
+            raise ValueError(
+                f"`.shard({self.num_shards}, {self.index})` of {length} elements is "
+                "empty; expected an element for each shard. Use fewer workers, or a "
+                "larger source."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class Map(Stage):
+    """Calls the user's function on every element.
+
+    Where errors are skipped, the plan has `Careful` call it.
     """
 
+    name: ClassVar[str] = "map"
     function: Callable[..., Any]
+
+    def __post_init__(self) -> None:
+        if not callable(self.function):
+            raise TypeError(
+                f"`function` is {self.function!r}; expected something that can be "
+                "called with one element. Pass a function, such as `lambda x, y: (x, "
+                "y)`."
+            )
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel and keeps the order of the elements."""
         return map_in_order(dataset, self.function, settings)
-
-
-@dataclasses.dataclass(frozen=True)
-class Map(ElementMap):
-    """Calls the user's function on every element."""
-
-    rank: ClassVar[int] = 10
-    name: ClassVar[str] = "map"
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
@@ -169,10 +222,15 @@ class Map(ElementMap):
 class Shuffle(Stage):
     """Puts the elements in a new random order each epoch."""
 
-    rank: ClassVar[int] = 30
     name: ClassVar[str] = "shuffle"
     buffer_size: int | None
     seed: int | None
+
+    def __post_init__(self) -> None:
+        if self.buffer_size is not None:
+            checks.positive_int("buffer_size", self.buffer_size)
+        if self.seed is not None:
+            checks.positive_int("seed", self.seed, minimum=0)
 
     def known_size(self, dataset: tf.data.Dataset) -> int | None:
         """Returns how many elements are held, None where their sizes must tell."""
@@ -217,10 +275,12 @@ class Shuffle(Stage):
 class Batch(Stage):
     """Joins elements into batches."""
 
-    rank: ClassVar[int] = 40
     name: ClassVar[str] = "batch"
     size: int
     drop_remainder: bool
+
+    def __post_init__(self) -> None:
+        checks.positive_int("size", self.size)
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if no batch would be left; warns if elements look like batches."""
@@ -267,12 +327,15 @@ class Batch(Stage):
 class Prefetch(Stage):
     """Prepares elements while the model works on earlier ones."""
 
-    rank: ClassVar[int] = 50
     name: ClassVar[str] = "prefetch"
     num_batches: int | None
 
+    def __post_init__(self) -> None:
+        if self.num_batches is not None:
+            checks.positive_int("num_batches", self.num_batches)
+
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Prefetches a fixed number unless tf.data was told to choose."""
+        """Prefetches a fixed number unless tf.data is to choose."""
         size = self.num_batches
         if size is None:
             size = tf.data.AUTOTUNE if settings.autotune else DEFAULT_PREFETCH

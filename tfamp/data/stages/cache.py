@@ -19,14 +19,15 @@ from absl import logging
 
 from tfamp.data._elements import bytes_of_element, known_length
 from tfamp.data._fingerprint import Fingerprint
-from tfamp.data._stages import Settings, Stage
-from tfamp.data.cache.file_cache import (
+from tfamp.data.stages.base import Settings, Stage
+from tfamp.data.stages.cache_files import (
     CacheFiles,
+    check_path,
     fill_or_read,
     kept_from_others,
     others,
 )
-from tfamp.records import units
+from tfamp.records import checks, units
 from tfamp.records.progress import progress
 
 # Elements that are read to estimate how large all will be, where shapes vary.
@@ -35,24 +36,31 @@ _SAMPLED = 64
 _OVERHEAD_BYTES = 64
 _COUNTED_AT_ONCE = 256
 _COUNTED_BYTES = 2**16
-# Parts of a fingerprint that choose among the data. Where they differ, a cache is no
-# older version of another but holds other elements: a worker's, or the validation's.
-_CHOOSING = ("source", "shard", "subset")
 _SPACE_ERRORS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 _SPACE_WORDS = tuple(os.strerror(code) for code in _SPACE_ERRORS)
 
 
 @dataclasses.dataclass(frozen=True)
 class Cache(Stage):
-    """Asks for a cache in memory, or in files that begin with a path."""
+    """Keeps the elements in memory; a plan puts `FileCache` where there is a path."""
 
-    rank: ClassVar[int] = 20
     name: ClassVar[str] = "cache"
-    path: Path | None
+    where: Any
     unseen: str = "warn"
+    path: Path | None = dataclasses.field(init=False, default=None)
+
+    def __post_init__(self) -> None:
+        checks.choice("unseen", self.unseen, ["warn", "error"])
+        if not isinstance(self.where, (str, os.PathLike)) or self.where == "":
+            raise TypeError(
+                f"`where` is {self.where!r}; expected 'memory' or a path. Pass "
+                "'memory' if the decoded data fits there."
+            )
+        if self.where != "memory":
+            object.__setattr__(self, "path", check_path(self.where))
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Caches in memory; a plan puts `FileCache` where there is a path."""
+        """Returns the dataset behind a cache in memory."""
         return dataset.cache()
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
@@ -73,14 +81,17 @@ class FileCache(Stage):
         unseen: "error" to refuse what the fingerprint cannot see, or "warn".
         is_endless: Whether what comes before is known to have no end, although the
             dataset itself may not know.
+        data_parts: Parts of a fingerprint that say which data it is. Where they
+            differ, a cache is no older version of another but holds other elements:
+            a worker's, or the validation's.
     """
 
-    rank: ClassVar[int] = Cache.rank
     name: ClassVar[str] = Cache.name
     path: Path
     make_fingerprint: Callable[[], Fingerprint]
     unseen: str = "warn"
     is_endless: bool = False
+    data_parts: tuple[str, ...] = ("source",)
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises where the files would never be full, or not notice a change."""
@@ -129,7 +140,7 @@ class FileCache(Stage):
         if not is_new:
             # Not locked: two that start together may count as one.
             files.write({**record, "hits": record["hits"] + 1})
-        _remove_older(files, record)
+        self._remove_older(files, record)
         cached = dataset.cache(str(files.path.with_name(record["data"])))
         count = record["num_elements"]
         return cached.apply(tf.data.experimental.assert_cardinality(count))
@@ -172,6 +183,32 @@ class FileCache(Stage):
             if _is_about_space(error):
                 raise _full_disk(files, so_far.num_bytes, needed) from error
             raise
+
+    def _remove_older(self, files: CacheFiles, record: dict[str, Any]) -> None:
+        """Removes caches of the same source whose later steps have changed since."""
+        own = dict(map(tuple, record["parts"]))
+        for other in others(files):
+            with kept_from_others(other) as is_unused:
+                if not is_unused:
+                    continue
+                parts = dict(map(tuple, other.read().get("parts", ())))
+                if parts and any(
+                    parts.get(name) != own.get(name) for name in self.data_parts
+                ):
+                    continue  # another part of the data, under the same path
+                changed = [
+                    name
+                    for name in {**own, **parts}
+                    if own.get(name) != parts.get(name)
+                ]
+                size = units.format_bytes(other.num_bytes)
+                other.remove()
+            logging.warning(
+                "Removed the cache %s (%s): changed since then: %s.",
+                other.stem,
+                size,
+                ", ".join(changed) or "nothing known",
+            )
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
@@ -221,29 +258,6 @@ def _write(
             else:
                 so_far.num_bytes = files.num_bytes
             update(so_far.num_elements)
-
-
-def _remove_older(files: CacheFiles, record: dict[str, Any]) -> None:
-    """Removes caches of the same source whose later steps have changed since."""
-    own = dict(map(tuple, record["parts"]))
-    for other in others(files):
-        with kept_from_others(other) as is_unused:
-            if not is_unused:
-                continue
-            parts = dict(map(tuple, other.read().get("parts", ())))
-            if parts and any(parts.get(name) != own.get(name) for name in _CHOOSING):
-                continue  # another part of the data, under the same path
-            changed = [
-                name for name in {**own, **parts} if own.get(name) != parts.get(name)
-            ]
-            size = units.format_bytes(other.num_bytes)
-            other.remove()
-        logging.warning(
-            "Removed the cache %s (%s): changed since then: %s.",
-            other.stem,
-            size,
-            ", ".join(changed) or "nothing known",
-        )
 
 
 def _check_space(files: CacheFiles, needed: int | None) -> None:

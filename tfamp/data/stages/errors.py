@@ -16,7 +16,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.data._elements import known_length
-from tfamp.data._stages import Settings, Stage, map_in_order
+from tfamp.data.stages.base import Settings, Stage, map_in_order
 from tfamp.records import units
 from tfamp.records.record import Record
 
@@ -178,7 +178,6 @@ class OnError(Stage):
             source itself ends a pass.
     """
 
-    rank: ClassVar[int] = 0
     name: ClassVar[str] = "on_error"
     max_fraction: float
     log: ErrorLog = dataclasses.field(compare=False)
@@ -188,7 +187,7 @@ class OnError(Stage):
         """Returns the setting with a log of its own."""
         return dataclasses.replace(self, log=ErrorLog(self.max_fraction))
 
-    def after(self, builds: Sequence[Any]) -> "OnError":
+    def with_counts_of(self, builds: Sequence[Any]) -> "OnError":
         """Returns the setting with what several builds have skipped."""
         logs = [build.log for build in builds]
         joined = ErrorLog.of_all(logs, self.max_fraction)
@@ -218,7 +217,6 @@ class Careful(Stage):
         on_error: How many may fail, and where they are noted.
     """
 
-    rank: ClassVar[int] = 10
     name: ClassVar[str] = "careful map"
     functions: tuple[Callable[..., Any], ...]
     names: tuple[str, ...]

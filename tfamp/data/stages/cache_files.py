@@ -26,7 +26,7 @@ from typing import Any
 
 from absl import logging
 
-from tfamp.data.cache.file_locks import Lease, UnsupportedError, try_lock
+from tfamp.data.stages.file_locks import Lease, UnsupportedError, try_lock
 from tfamp.records import files as _files
 
 _POLL_SECONDS = 0.1

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 
 from tfamp.data._elements import TENSOR
-from tfamp.data.filters.rules import Columns, Rule, check_there
+from tfamp.data.stages.filter_rules import Columns, Rule, check_there
 from tfamp.records import checks
 
 Shape = tuple[int | None, ...]

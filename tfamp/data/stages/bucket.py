@@ -1,6 +1,7 @@
 """The stage that batches sequences with others of about their length."""
 
 import dataclasses
+from collections.abc import Sequence
 from typing import Any, ClassVar
 
 import numpy as np
@@ -8,9 +9,9 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.data._elements import known_length
-from tfamp.data._stages import Settings, Stage, map_in_order
-from tfamp.data.bucketing.padding import Padder, Padding
-from tfamp.data.bucketing.plan import (
+from tfamp.data.sampling.labels import Memory, read_all
+from tfamp.data.stages.base import Settings, Stage, map_in_order
+from tfamp.data.stages.bucket_plan import (
     DEFAULT_MAX_SHAPES,
     LENGTH_MULTIPLE,
     BucketPlan,
@@ -19,7 +20,7 @@ from tfamp.data.bucketing.plan import (
     plan_of,
     sizes_of_batches,
 )
-from tfamp.data.sampling.labels import Memory, read_all
+from tfamp.data.stages.padding import Padder, Padding
 from tfamp.records import checks, units
 
 # Lengths brought to Python at once.
@@ -38,10 +39,10 @@ class Bucket(Stage):
     `Pipeline.bucket` explains the arguments.
 
     Attributes:
-        memory: The plan for the last dataset.
+        memory: The lengths of the last dataset.
+        plans: The buckets of the dataset of one build, once it is made.
     """
 
-    rank: ClassVar[int] = 40
     name: ClassVar[str] = "bucket"
     batch_size: int | None = None
     _: dataclasses.KW_ONLY
@@ -57,6 +58,9 @@ class Bucket(Stage):
     too_long: str = "error"
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False
+    )
+    plans: list[BucketPlan] = dataclasses.field(
+        default_factory=list, init=False, compare=False, repr=False
     )
 
     def __post_init__(self) -> None:
@@ -96,12 +100,22 @@ class Bucket(Stage):
     @property
     def plan(self) -> BucketPlan | None:
         """The buckets of the dataset built last, None before."""
-        return self.memory.last
+        return self.plans[-1] if self.plans else None
 
     @property
     def waste(self) -> float | None:
         """Share of padding in the dataset built last, None where unknown."""
         return None if self.plan is None else self.plan.waste
+
+    def for_build(self) -> "Bucket":
+        """Returns the stage with buckets of its own."""
+        return dataclasses.replace(self)
+
+    def with_counts_of(self, builds: Sequence[Any]) -> "Bucket":
+        """Returns the stage with the buckets of the last of its builds."""
+        joined = dataclasses.replace(self)
+        joined.plans.extend(plan for build in builds for plan in build.plans)
+        return joined
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if elements are no sequences, or lengths cannot be read."""
@@ -116,15 +130,14 @@ class Bucket(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns batches in the order in which they fill."""
-
-        def look() -> BucketPlan:
-            lengths = None
-            if self._reads_lengths:
-                padder = Padder(self.padding, dataset.element_spec)
-                lengths = _read_lengths(dataset, padder, settings)
-            return self._plan_of(lengths)
-
-        plan = self.memory.get(dataset, look)
+        lengths = None
+        if self._reads_lengths:
+            padder = Padder(self.padding, dataset.element_spec)
+            lengths = self.memory.get(
+                dataset, lambda: _read_lengths(dataset, padder, settings)
+            )
+        plan = self._plan_of(lengths)
+        self.plans.append(plan)
         return self._batched(dataset, plan, settings)
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:

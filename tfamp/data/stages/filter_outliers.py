@@ -6,7 +6,13 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data.filters.rules import Columns, Rule, any_in, check_columns, declared
+from tfamp.data.stages.filter_rules import (
+    Columns,
+    Rule,
+    any_in,
+    check_columns,
+    declared,
+)
 from tfamp.data.statistics import Statistics, TextColumn
 from tfamp.data.statistics.conditioning import ColumnRule, is_missing_tensor
 from tfamp.data.statistics.options import collapses, outlier_limits

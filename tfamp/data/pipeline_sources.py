@@ -1,30 +1,38 @@
-"""Where pipelines begin: the `from_...` methods of `Pipeline`."""
+"""What a pipeline begins with: the `from_...` verbs of `Pipeline`."""
 
+import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import tensorflow as tf
 
 from tfamp.data import _sources
-from tfamp.data._written import Written
+from tfamp.data._sources import Source
+from tfamp.data.plan import ORDER, Role
 from tfamp.data.sources import csv, images, text, tfds, tfrecord
 from tfamp.data.sources.csv import NA_VALUES
+from tfamp.data.stages.base import Stage
 
-PipelineType = TypeVar("PipelineType", bound="Starting")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class Starting(Written):
-    """The beginnings of a pipeline, one for each kind of source."""
+@dataclasses.dataclass(frozen=True)
+class PipelineSources:
+    """A source, and stages as they were written; one verb for each kind of source."""
+
+    source: Source
+    stages: tuple[Stage, ...] = ()
 
     @classmethod
     def from_tfds(
-        cls: type[PipelineType],
+        cls,
         name_or_builder: Any,
         split: str = "train",
         *,
         as_supervised: bool = True,
         data_dir: str | None = None,
-    ) -> PipelineType:
+    ) -> "Self":
         """Starts from a split of a TensorFlow Datasets builder.
 
         Data that is not prepared yet is prepared here, once. If that needs a
@@ -52,9 +60,7 @@ class Starting(Written):
         return cls(tfds.tfds_source(builder, split, as_supervised=as_supervised))
 
     @classmethod
-    def from_arrays(
-        cls: type[PipelineType], x: Any, y: Any = None, sample_weight: Any = None
-    ) -> PipelineType:
+    def from_arrays(cls, x: Any, y: Any = None, sample_weight: Any = None) -> "Self":
         """Starts from arrays in memory.
 
         They are copied once, to the CPU, so later changes to them don't show.
@@ -82,13 +88,13 @@ class Starting(Written):
 
     @classmethod
     def from_images(
-        cls: type[PipelineType],
+        cls,
         folder: Any,
         *,
         labels: Any = "inferred",
         class_names: Sequence[str] | None = None,
         extensions: Sequence[str] = images.EXTENSIONS,
-    ) -> PipelineType:
+    ) -> "Self":
         """Starts from image files, one folder for each class.
 
         Add `.decode(image_size)`: it comes right after shuffling and sampling, which
@@ -120,13 +126,13 @@ class Starting(Written):
 
     @classmethod
     def from_tfrecord(
-        cls: type[PipelineType],
+        cls,
         paths: Any,
         *,
         features: Mapping[str, Any] | None = None,
         compression: str | None = "auto",
         num_examples: int | str | None = "auto",
-    ) -> PipelineType:
+    ) -> "Self":
         """Starts from TFRecord files, plain or compressed.
 
         Args:
@@ -160,7 +166,7 @@ class Starting(Written):
 
     @classmethod
     def from_csv(
-        cls: type[PipelineType],
+        cls,
         paths: Any,
         *,
         label: str | None = None,
@@ -172,7 +178,7 @@ class Starting(Written):
         na_values: Sequence[str] = NA_VALUES,
         num_infer_rows: int = 1000,
         num_examples: int | str | None = "auto",
-    ) -> PipelineType:
+    ) -> "Self":
         """Starts from the rows of CSV files, which Arrow reads.
 
         Files are in UTF-8 as RFC 4180 has them: quoted fields may hold delimiters, line
@@ -225,7 +231,7 @@ class Starting(Written):
 
     @classmethod
     def from_text(
-        cls: type[PipelineType],
+        cls,
         paths: Any,
         *,
         labels: Any = None,
@@ -234,7 +240,7 @@ class Starting(Written):
         keep_empty: bool = False,
         extensions: Sequence[str] = text.EXTENSIONS,
         num_examples: int | str | None = "auto",
-    ) -> PipelineType:
+    ) -> "Self":
         """Starts from text files, one example a line or a file.
 
         Files are in UTF-8, plain or compressed with gzip. A byte order mark is left
@@ -276,7 +282,7 @@ class Starting(Written):
         )
 
     @classmethod
-    def from_dataset(cls: type[PipelineType], dataset: tf.data.Dataset) -> PipelineType:
+    def from_dataset(cls, dataset: tf.data.Dataset) -> "Self":
         """Starts from any `tf.data.Dataset`, usually of single examples.
 
         Args:
@@ -291,3 +297,18 @@ class Starting(Written):
             ValueError: It is empty.
         """
         return cls(_sources.dataset_source(dataset))
+
+    def _with(self, stage: Stage) -> "Self":
+        """Returns the pipeline with one more stage."""
+        is_there = any(type(stage) is type(other) for other in self.stages)
+        if is_there and Role.REPEATS not in ORDER[stage.name]:
+            advice = (
+                "Call both functions from one"
+                if stage.name == "map"
+                else "Keep the one that is meant"
+            )
+            raise ValueError(
+                f"`.{stage.name}` came twice; expected each stage once, since the "
+                f"order they run in does not follow the order of the calls. {advice}."
+            )
+        return dataclasses.replace(self, stages=(*self.stages, stage))

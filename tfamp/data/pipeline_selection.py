@@ -1,27 +1,90 @@
-"""Which elements come, and how often: stages of `Pipeline` that choose."""
+"""Which examples come, in which order, and which together: verbs of `Pipeline`."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from tfamp.data._sharding import make_shard
-from tfamp.data._written import Written
-from tfamp.data.bucketing.plan import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
-from tfamp.data.bucketing.stage import Bucket
-from tfamp.data.filters.stage import make_filter
+from tfamp.data.pipeline_sources import PipelineSources
 from tfamp.data.sampling.balance import Balance
 from tfamp.data.sampling.subset import Subset
 from tfamp.data.sampling.weights import Weights
+from tfamp.data.stages.base import Shard, Shuffle
+from tfamp.data.stages.bucket import Bucket
+from tfamp.data.stages.bucket_plan import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
+from tfamp.data.stages.filter import Filter
 from tfamp.data.statistics import Statistics
-from tfamp.records import checks
 
-PipelineType = TypeVar("PipelineType", bound="Choosing")
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
-class Choosing(Written):
-    """Filtering, and choosing examples by plans."""
+@dataclasses.dataclass(frozen=True)
+class PipelineSelection(PipelineSources):
+    """The verbs that choose, weigh, order and group examples."""
+
+    def subset(
+        self,
+        size: int | float,
+        *,
+        stratify: Callable[..., Any] | str | bool | None = None,
+        seed: int = 0,
+    ) -> "Self":
+        """Keeps a part of the examples, the same in every epoch and process.
+
+        Args:
+            size: How many, or which share, above 0 and below 1.
+            stratify: None for a uniform draw; "target" keeps the proportions of the
+                target's classes, a key or a function those of other classes.
+            seed: Same seed, same subset.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: `size` is no number, or `stratify` none of those.
+            ValueError: `size` is 0 or less, or a share of 1 or more.
+        """
+        return self._with(Subset(size, stratify=stratify, seed=seed))
+
+    def shard(self, num_shards: int, index: int) -> "Self":
+        """Keeps the part of one worker of several that train together.
+
+        Without it every worker of `tf.distribute` reads and decodes everything and
+        keeps its share of the batches: exact if all have the same order, so `build`
+        then wants a seed where there is a shuffle, and the same global seed. With it
+        a worker reads, caches, shuffles and samples nothing but each n-th element of
+        the source, from `index` on, seeds may differ, and tf.distribute is told to
+        divide no further. Parts differ by at most one element; a subset is drawn
+        before, and the weights of `.weights` are those of the part.
+
+        Args:
+            num_shards: Workers in all.
+            index: Which one this is, from 0. In `distribute_datasets_from_function`
+                these are `context.num_input_pipelines` and
+                `context.input_pipeline_id`; with `MultiWorkerMirroredStrategy` the
+                second is `strategy.cluster_resolver.task_id`.
+
+        Returns:
+            A pipeline with this stage. The size of its batches is that of all
+            workers together where `fit` or `experimental_distribute_dataset` takes
+            the dataset, and its length is unknown then, since steps are more than
+            the part's own batches.
+
+        Raises:
+            TypeError: An argument is no integer.
+            ValueError: `num_shards` is below 1, or `index` is not in [0, num_shards).
+
+        Example:
+            >>> import numpy as np
+            >>> import tfamp
+            >>> pipeline = tfamp.data.Pipeline.from_arrays(np.arange(7)).shard(3, 1)
+            >>> [int(x) for x in pipeline.build()]
+            [1, 4]
+        """
+        return self._with(Shard(num_shards, index))
 
     def filter(
-        self: PipelineType,
+        self,
         predicate: Callable[..., Any] | None = None,
         *,
         missing: Any = None,
@@ -30,7 +93,7 @@ class Choosing(Written):
         statistics: Statistics | None = None,
         shape: Any = None,
         shape_action: str | None = None,
-    ) -> PipelineType:
+    ) -> "Self":
         """Drops or repairs elements; what is dropped is counted.
 
         Shapes come first, then missing values, then outliers, and the predicate sees
@@ -69,7 +132,7 @@ class Choosing(Written):
             [1.0, 3.0]
         """
         return self._with(
-            make_filter(
+            Filter(
                 predicate,
                 missing=missing,
                 outliers=outliers,
@@ -81,12 +144,12 @@ class Choosing(Written):
         )
 
     def balance(
-        self: PipelineType,
+        self,
         by: Callable[..., Any] | str | None = None,
         *,
         method: str = "resample",
         seed: int | None = None,
-    ) -> PipelineType:
+    ) -> "Self":
         """Makes all classes come equally often, by a new exact plan each epoch.
 
         Arrays and image files are drawn by position, and what the plan leaves out is
@@ -122,13 +185,13 @@ class Choosing(Written):
         return self._with(Balance(by, method=method, seed=seed))
 
     def weights(
-        self: PipelineType,
+        self,
         weights: Any,
         *,
         replacement: bool = True,
         num_examples: int | None = None,
         seed: int | None = None,
-    ) -> PipelineType:
+    ) -> "Self":
         """Draws examples in proportion to weights, by a new exact plan each epoch.
 
         Args:
@@ -152,8 +215,33 @@ class Choosing(Written):
             )
         )
 
+    def shuffle(
+        self, buffer_size: int | None = None, seed: int | None = None
+    ) -> "Self":
+        """Puts the elements in a new random order each epoch.
+
+        Args:
+            buffer_size: Elements held to draw from. None for all of them where they
+                fit into 256 MiB or the source is arrays, else for what fits there:
+                the shuffle is then approximate, and `describe` says so. Where sizes
+                vary, as those of texts, `build` reads 32 elements to tell.
+            seed: Same seed, same sequence of orders, epoch by epoch. TensorFlow
+                mixes it with the global seed if one is set. None for another
+                sequence each time. Several worker processes need one, the same in
+                all, or `.shard`.
+
+        Returns:
+            A pipeline with this stage.
+
+        Raises:
+            TypeError: An argument is no integer.
+            ValueError: `buffer_size` is below 1, `seed` is below 0, or there is a
+                shuffle already.
+        """
+        return self._with(Shuffle(buffer_size, seed))
+
     def bucket(
-        self: PipelineType,
+        self,
         batch_size: int | None = None,
         *,
         boundaries: str | Sequence[int] = "auto",
@@ -166,7 +254,7 @@ class Choosing(Written):
         mask: str | None = None,
         weight_padding: bool = False,
         too_long: str = "error",
-    ) -> PipelineType:
+    ) -> "Self":
         """Joins sequences of about one length into batches; in place of `.batch`.
 
         Sequences of about one length share a batch and are padded to the boundary of
@@ -224,66 +312,3 @@ class Choosing(Written):
                 too_long=too_long,
             )
         )
-
-    def subset(
-        self: PipelineType,
-        size: int | float,
-        *,
-        stratify: Callable[..., Any] | str | bool | None = None,
-        seed: int = 0,
-    ) -> PipelineType:
-        """Keeps a part of the examples, the same in every epoch and process.
-
-        Args:
-            size: How many, or which share, above 0 and below 1.
-            stratify: None for a uniform draw; "target" keeps the proportions of the
-                target's classes, a key or a function those of other classes.
-            seed: Same seed, same subset.
-
-        Returns:
-            A pipeline with this stage.
-
-        Raises:
-            TypeError: `size` is no number, or `stratify` none of those.
-            ValueError: `size` is 0 or less, or a share of 1 or more.
-        """
-        return self._with(Subset(size, stratify=stratify, seed=seed))
-
-    def shard(self: PipelineType, num_shards: int, index: int) -> PipelineType:
-        """Keeps the part of one worker of several that train together.
-
-        Without it every worker of `tf.distribute` reads and decodes everything and
-        keeps its share of the batches: exact if all have the same order, so `build`
-        then wants a seed where there is a shuffle, and the same global seed. With it
-        a worker reads, caches, shuffles and samples nothing but each n-th element of
-        the source, from `index` on, seeds may differ, and tf.distribute is told to
-        divide no further. Parts differ by at most one element; a subset is drawn
-        before, and the weights of `.weights` are those of the part.
-
-        Args:
-            num_shards: Workers in all.
-            index: Which one this is, from 0. In `distribute_datasets_from_function`
-                these are `context.num_input_pipelines` and
-                `context.input_pipeline_id`; with `MultiWorkerMirroredStrategy` the
-                second is `strategy.cluster_resolver.task_id`.
-
-        Returns:
-            A pipeline with this stage. The size of its batches is that of all
-            workers together where `fit` or `experimental_distribute_dataset` takes
-            the dataset, and its length is unknown then, since steps are more than
-            the part's own batches.
-
-        Raises:
-            TypeError: An argument is no integer.
-            ValueError: `num_shards` is below 1, or `index` is not in [0, num_shards).
-
-        Example:
-            >>> import numpy as np
-            >>> import tfamp
-            >>> pipeline = tfamp.data.Pipeline.from_arrays(np.arange(7)).shard(3, 1)
-            >>> [int(x) for x in pipeline.build()]
-            [1, 4]
-        """
-        num_shards = checks.positive_int("num_shards", num_shards)
-        index = checks.positive_int("index", index, minimum=0)
-        return self._with(make_shard(num_shards, index))

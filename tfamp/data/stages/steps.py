@@ -6,8 +6,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.data._sources import RandomAccess
-from tfamp.data._stages import Batch, Settings, Stage
-from tfamp.data.cache.stage import Cache
+from tfamp.data.stages.base import Batch, Settings, Stage
+from tfamp.data.stages.cache import Cache
 
 
 @dataclasses.dataclass(frozen=True)
@@ -15,7 +15,6 @@ class AlreadyInMemory(Stage):
     """Stands for a memory cache of arrays, which would hold them a second time."""
 
     name = Cache.name
-    rank = Cache.rank
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset as it is."""
@@ -42,11 +41,6 @@ class Chosen(Stage):
     def name(self) -> str:  # type: ignore[override]
         """What the stage is called."""
         return self.chooser.name
-
-    @property
-    def rank(self) -> int:  # type: ignore[override]
-        """Where the stage stands among the others."""
-        return self.chooser.rank
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset as it is."""
@@ -76,9 +70,9 @@ class ByPosition(Stage):
         return self.sampler.name
 
     @property
-    def rank(self) -> int:  # type: ignore[override]
-        """Where the stage stands among the others."""
-        return self.sampler.rank
+    def seed(self) -> int | None:
+        """What decides the order, None for another one in each process."""
+        return self.sampler.seed
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a new draw of positions for each epoch, in place of all in order."""
@@ -95,7 +89,6 @@ class Number(Stage):
     """Pairs each element with its position in the source."""
 
     name = "number"
-    rank = 1
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns pairs (position, element)."""
@@ -104,27 +97,6 @@ class Number(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         return "positions", "so that a skipped element can be named"
-
-
-@dataclasses.dataclass(frozen=True)
-class NumberedSubset(Stage):
-    """A subset of numbered elements, which keep their numbers."""
-
-    name = "subset"
-    rank = 5
-    subset: Any
-
-    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset as it is: of fewer elements, of the same spec."""
-        return dataset
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the pairs that are chosen."""
-        return self.subset.apply_numbered(dataset, settings)
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        return self.subset.explain(dataset, settings)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """The stage that fills, clips, reshapes or drops elements, and counts what it drops."""
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
@@ -14,11 +14,11 @@ from tfamp.data._elements import (
     with_inputs,
     with_length_of,
 )
-from tfamp.data._stages import Settings, Stage, map_in_order
-from tfamp.data.filters.drops import DropLog, DropReport, drop
-from tfamp.data.filters.outliers import Clip, DropOutliers, limits_of
-from tfamp.data.filters.rules import DropMissing, Fill, Rule
-from tfamp.data.filters.shapes import Reshape, check_shapes
+from tfamp.data.stages.base import Settings, Stage, map_in_order
+from tfamp.data.stages.drops import DropLog, DropReport, drop
+from tfamp.data.stages.filter_outliers import Clip, DropOutliers, limits_of
+from tfamp.data.stages.filter_rules import DropMissing, Fill, Rule
+from tfamp.data.stages.filter_shapes import Reshape, check_shapes
 from tfamp.data.statistics import Statistics
 from tfamp.data.statistics.options import FILLS, check_fill, check_rule
 from tfamp.records import checks, units
@@ -33,21 +33,39 @@ _TEXT_BYTES = 32
 REASONS = ("other shape", "missing value", "outlier", "predicate")
 
 
+def _argument() -> Any:
+    """Returns the field of an argument that counts by the rules made of it."""
+    return dataclasses.field(default=None, compare=False, repr=False)
+
+
 @dataclasses.dataclass(frozen=True)
 class Filter(Stage):
     """Fills, clips and reshapes inputs, and drops elements, in one pass.
 
+    `Pipeline.filter` explains the arguments. It acts on inputs in this order: shape,
+    missing values, outliers; the predicate sees the result. An element is dropped, and
+    counted, for its first reason.
+
     Attributes:
-        rules: What is done to inputs, in order; see `_filter_rules.py`.
-        predicate: Called last with the parts of an element: whether to keep it.
+        rules: What is done to inputs, in order; see `filter_rules.py`.
         log: Counts what was dropped.
     """
 
-    rank: ClassVar[int] = 15
     name: ClassVar[str] = "filter"
-    rules: tuple[Rule, ...]
-    predicate: Callable[..., Any] | None
-    log: DropLog = dataclasses.field(compare=False)
+    predicate: Callable[..., Any] | None = None
+    _: dataclasses.KW_ONLY
+    missing: Any = _argument()
+    outliers: Any = _argument()
+    outlier_action: str | None = _argument()
+    statistics: Statistics | None = _argument()
+    shape: Any = _argument()
+    shape_action: str | None = _argument()
+    rules: tuple[Rule, ...] = dataclasses.field(init=False)
+    log: DropLog = dataclasses.field(init=False, compare=False)
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "rules", tuple(self._checked_rules()))
+        object.__setattr__(self, "log", DropLog(REASONS))
 
     @property
     def drops(self) -> bool:
@@ -60,14 +78,14 @@ class Filter(Stage):
 
     def for_build(self) -> "Filter":
         """Returns the filter with counts of its own."""
-        return dataclasses.replace(self, log=DropLog(self.log.reasons))
+        return dataclasses.replace(self)
 
-    def after(self, builds: Sequence[Any]) -> "Filter":
+    def with_counts_of(self, builds: Sequence[Any]) -> "Filter":
         """Returns the filter with the counts of several builds."""
-        log = DropLog(self.log.reasons)
+        joined = dataclasses.replace(self)
         for build in builds:
-            log.add_report(build.report())
-        return dataclasses.replace(self, log=log)
+            joined.log.add_report(build.report())
+        return joined
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if elements are batches, or if a rule or the predicate can't act."""
@@ -82,8 +100,8 @@ class Filter(Stage):
             rule.check(columns)
         if self.predicate is None:
             return
-        rules = dataclasses.replace(self, predicate=None)
-        ruled = dataset.map(rules._judge(dataset, False)).map(lambda code, x: x)
+        ruled = dataset.map(self._judge(dataset, False, by_rules=True))
+        ruled = ruled.map(lambda code, x: x)
         answer = ruled.map(self.predicate).element_spec
         if answer != tf.TensorSpec((), tf.bool):
             raise ValueError(
@@ -121,19 +139,20 @@ class Filter(Stage):
         return units.join_words(words), f"before the cache, done once; {so_far}"
 
     def _judge(
-        self, dataset: tf.data.Dataset, is_chunk: bool
+        self, dataset: tf.data.Dataset, is_chunk: bool, *, by_rules: bool = False
     ) -> Callable[..., tuple[tf.Tensor, Any]]:
         """Returns a function from parts to the reason's number, 0 to keep, and x.
 
         Args:
             dataset: What it is mapped over.
             is_chunk: Whether it takes chunks of elements, and gives a number each.
+            by_rules: Whether the rules alone judge, and not the predicate.
         """
         is_tuple = isinstance(dataset.element_spec, tuple)
 
         def judge(*parts: Any) -> tuple[tf.Tensor, Any]:
             code, element = self._ruled(parts if is_tuple else parts[0], is_chunk)
-            if self.predicate is None:
+            if self.predicate is None or by_rules:
                 return code, element
             arguments = element if isinstance(element, tuple) else (element,)
             keep = tf.cond(
@@ -160,6 +179,38 @@ class Filter(Stage):
         new = columns if isinstance(inputs, Mapping) else columns[TENSOR]
         return code, with_inputs(element, new)
 
+    def _checked_rules(self) -> Iterator[Rule]:
+        """Yields the rules of the arguments, once these are checked."""
+        if self.predicate is not None and not callable(self.predicate):
+            raise TypeError(
+                f"`predicate` is {self.predicate!r}; expected something that can be "
+                "called with one element. Pass a function, such as `lambda x, y: y < "
+                "10`."
+            )
+        missing, outliers, shape = self.missing, self.outliers, self.shape
+        _check_pair("outliers", outliers, self.outlier_action, OUTLIER_ACTIONS)
+        _check_pair("shape", shape, self.shape_action, SHAPE_ACTIONS)
+        if all(value is None for value in (self.predicate, missing, outliers, shape)):
+            raise ValueError(
+                "`.filter` came without anything to do; expected `predicate`, "
+                "`missing`, `outliers` or `shape`. Pass one, or leave the filter out."
+            )
+        if shape is not None:
+            yield Reshape(check_shapes(shape), str(self.shape_action))
+        if missing is not None:
+            yield _missing_rule(missing, self.statistics)
+        if outliers is not None:
+            statistics = _needed(self.statistics, "outliers", outliers)
+            limits = limits_of(statistics, check_rule("outliers", outliers))
+            drops = self.outlier_action == "drop"
+            yield DropOutliers(limits) if drops else Clip(limits)
+        is_used = outliers is not None or isinstance(missing, str)
+        if self.statistics is not None and not is_used:
+            raise ValueError(
+                "`statistics` came without `outliers` or a `missing` that reads them; "
+                "expected one of these. Leave `statistics` out."
+            )
+
 
 def chunk_size(element_spec: Any) -> int:
     """Returns how many elements to handle at once.
@@ -178,58 +229,6 @@ def chunk_size(element_spec: Any) -> int:
         each = _TEXT_BYTES if spec.dtype == tf.string else spec.dtype.size
         num_bytes += each * spec.shape.num_elements()
     return _CHUNK if num_bytes <= _SMALL_BYTES else 1
-
-
-def make_filter(
-    predicate: Callable[..., Any] | None = None,
-    *,
-    missing: Any = None,
-    outliers: Any = None,
-    outlier_action: str | None = None,
-    statistics: Statistics | None = None,
-    shape: Any = None,
-    shape_action: str | None = None,
-) -> Filter:
-    """Returns the stage of `Pipeline.filter`, which explains the arguments.
-
-    It acts on inputs in this order: shape, missing values, outliers; the predicate
-    sees the result. An element is dropped, and counted, for its first reason.
-
-    Raises:
-        TypeError: An argument is of the wrong type.
-        ValueError: An argument is unknown, doesn't suit, lacks the one it goes with,
-            or would be ignored.
-    """
-    if predicate is not None and not callable(predicate):
-        raise TypeError(
-            f"`predicate` is {predicate!r}; expected something that can be called with "
-            "one element. Pass a function, such as `lambda x, y: y < 10`."
-        )
-    _check_pair("outliers", outliers, "outlier_action", outlier_action, OUTLIER_ACTIONS)
-    _check_pair("shape", shape, "shape_action", shape_action, SHAPE_ACTIONS)
-    if all(value is None for value in (predicate, missing, outliers, shape)):
-        raise ValueError(
-            "`.filter` came without anything to do; expected `predicate`, `missing`, "
-            "`outliers` or `shape`. Pass one, or leave the filter out."
-        )
-    rules: list[Rule] = []
-    if shape is not None:
-        rules.append(Reshape(check_shapes(shape), str(shape_action)))
-    if missing is not None:
-        rules.append(_missing_rule(missing, statistics))
-    if outliers is not None:
-        limits = limits_of(
-            _needed(statistics, "outliers", outliers), check_rule("outliers", outliers)
-        )
-        drops = outlier_action == "drop"
-        rules.append(DropOutliers(limits) if drops else Clip(limits))
-    is_used = outliers is not None or isinstance(missing, str)
-    if statistics is not None and not is_used:
-        raise ValueError(
-            "`statistics` came without `outliers` or a `missing` that reads them; "
-            "expected one of these. Leave `statistics` out."
-        )
-    return Filter(tuple(rules), predicate, DropLog(REASONS))
 
 
 def _missing_rule(missing: Any, statistics: Statistics | None) -> Rule:
@@ -259,10 +258,9 @@ def _needed(statistics: Any, argument: str, value: Any) -> Statistics:
     )
 
 
-def _check_pair(
-    argument: str, value: Any, action_argument: str, action: Any, options: Sequence[str]
-) -> None:
+def _check_pair(argument: str, value: Any, action: Any, options: Sequence[str]) -> None:
     """Raises unless a setting and what to do about it came together."""
+    action_argument = f"{argument.removesuffix('s')}_action"
     if value is None and action is None:
         return
     if value is None:

@@ -1,1 +1,0 @@
-"""Batches of sequences: little padding, few shapes."""

@@ -1,1 +1,0 @@
-"""Caches of elements: in memory, and in files that are whole or not there."""

@@ -1,1 +1,0 @@
-"""Filters of elements: rules, shapes, outliers, and how many each one drops."""
