@@ -10,21 +10,10 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.data.sources import _csv_rows, _files
+from tests.file_sources import RAISE, refused_files, skip, skipped, write
+from tfamp.data.sources import _csv_rows
 from tfamp.data.sources.csv import csv_source
 from tfamp.data.stages.base import Settings
-from tfamp.data.stages.errors import ErrorLog, OnError
-
-RAISE = Settings(num_threads=2, autotune=False)
-
-
-def skip(max_fraction=0.5):
-    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction), True))
-
-
-def write(path, text):
-    path.write_bytes(text.encode() if isinstance(text, str) else text)
-    return str(path)
 
 
 def plain(dataset):
@@ -98,10 +87,8 @@ TYPES = {
 @pytest.fixture(scope="module")
 def typed(tmp_path_factory):
     """All of `TYPES` as the columns of one file: spec and values by name."""
-    lines = [",".join(TYPES)]
-    lines += [
-        ",".join(values[row] for values, _, _ in TYPES.values()) for row in (0, 1)
-    ]
+    rows = zip(*(values for values, _, _ in TYPES.values()), strict=True)
+    lines = [",".join(row) for row in (TYPES, *rows)]
     path = tmp_path_factory.mktemp("typed") / "a.csv"
     dataset = csv_source(write(path, "\n".join(lines))).dataset(RAISE)
     found = list(plain(dataset))
@@ -200,18 +187,6 @@ def test_chunks_hold_the_same_rows(tmp_path, small_blocks):
     assert [len(y) for _, y in batches] == [8] * 6 + [2]
 
 
-def test_parsing_can_be_traced(tmp_path):
-    source = csv_source(write(tmp_path / "a.csv", "a,b\n1,2\n3,4\n"))
-
-    @tf.function
-    def total():
-        return source.dataset(RAISE).reduce(
-            tf.constant(0, tf.int64), lambda sum, row: sum + row["a"]
-        )
-
-    assert int(total()) == 4
-
-
 def test_files_without_a_header(tmp_path):
     path = write(tmp_path / "a.csv", "1,2\n3,4\n")
     found = columns_of(csv_source(path, header=False))
@@ -259,10 +234,9 @@ def test_bad_rows_cost_themselves(tmp_path):
     source = csv_source(path, num_infer_rows=100)
     expected = [number for number in range(300) if number not in bad]
     assert column(source, "a", settings) == expected
-    skipped = settings.errors.log.skipped
-    assert [one.where for one in skipped] == [f"{path}, line {n + 2}" for n in bad]
-    for one, (_, reason) in zip(skipped, bad.values(), strict=True):
-        assert one.message.startswith(reason)
+    for (where, message), n in zip(skipped(settings), bad, strict=True):
+        assert where == f"{path}, line {n + 2}"
+        assert message.startswith(bad[n][1])
 
 
 @pytest.mark.parametrize("bad, reason", BAD_ROWS.values(), ids=BAD_ROWS)
@@ -289,7 +263,7 @@ def test_lines_are_counted_through_quoted_line_ends_and_empty_lines(tmp_path):
     path = write(tmp_path / "a.csv", 'a,b\n1,"x\ny"\n\n2,z\noops\n3,"v\nw"\n4,u,u\n')
     settings = skip()
     assert column(csv_source(path), "a", settings) == [1, 2, 3]
-    places = [one.where for one in settings.errors.log.skipped]
+    places = [where for where, _ in skipped(settings)]
     assert places == [f"{path}, line 6", f"{path}, line 9"]
 
 
@@ -319,7 +293,7 @@ def test_a_quote_that_is_never_closed_does_not_eat_rows(tmp_path, opened, column
     settings = skip()
     source = csv_source(path, columns=columns)
     assert column(source, "a", settings) == [n for n in range(2000) if n not in opened]
-    places = [one.where for one in settings.errors.log.skipped]
+    places = [where for where, _ in skipped(settings)]
     assert places == [f"{path}, line {number + 2}" for number in opened]
 
 
@@ -331,114 +305,48 @@ def test_records_longer_than_a_block_are_whole(tmp_path, small_blocks):
     assert found == [text.encode() for text in texts]
 
 
-def test_beyond_the_fraction_it_stops(tmp_path):
-    lines = [f"{n},0" if n % 50 else "bad" for n in range(2000)]
-    path = write(tmp_path / "a.csv", "a,b\n" + "\n".join(lines))
-    source = csv_source(path, num_examples=None)
-    dataset = source.dataset(skip(max_fraction=0.01))
-    with pytest.raises(
-        tf.errors.InvalidArgumentError, match="cannot be read; expected"
-    ):
-        list(dataset)
-    assert len(column(source, "a", skip(max_fraction=0.03))) == 1960
-
-
-def test_length_is_known_where_rows_were_counted(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.csv", "a,b\n1,2\n3,4\n\n")
-    assert csv_source(path).num_examples == 2
-    assert csv_source(path, num_examples=None).num_examples is None
-    monkeypatch.setattr(_files, "MAX_COUNTED_BYTES", 5)
-    assert csv_source(path).num_examples is None
-    assert csv_source(path, num_examples="count").num_examples == 2
-    assert int(csv_source(path, num_examples=2).dataset(RAISE).cardinality()) == 2
-    assert int(csv_source(path).dataset(skip()).cardinality()) == -2
-
-
-# What the file or the files hold, the message, arguments.
+AB = "a,b\n1,2\n"
 REFUSED = {
-    "header only": ("a,b\n", "has a header and no rows; expected at least one."),
-    "lines": ("\n\n", "holds only empty lines; expected rows."),
-    "empty": ("", "has 0 bytes; expected at least one"),
-    "folder": ({}, "has no file that ends in .csv, .tsv, .txt or"),
-    "delimiter": (
-        "a;b\n1;2\n",
-        "has 1 column, 'a;b', with `delimiter` ','; expected more. Did you mean "
-        "`delimiter=';'`?",
+    "has a header and no rows; expected at least one.": ("a,b\n",),
+    "holds only empty lines; expected rows.": ("\n\n",),
+    "has no file that ends in .csv, .tsv, .txt or": ({},),
+    "has 1 column, 'a;b', with `delimiter` ','; expected more. Did you mean "
+    "`delimiter=';'`?": ("a;b\n1;2\n",),
+    "`label` names the column 'aeg', which the files lack; expected one of their 2, "
+    "'age' and 'b'. Did you mean 'age'?": ("age,b\n1,2\n", {"label": "aeg"}),
+    "`columns` names the column 'z', which the files lack": (AB, {"columns": ["z"]}),
+    "`dtypes` names the column 'c', which the files lack": (AB, {"dtypes": {"c": int}}),
+    "Unknown `dtypes['a']` 'float'; expected 'float32',": (
+        AB,
+        {"dtypes": {"a": float}},
     ),
-    "label": (
-        "age,b\n1,2\n",
-        "`label` names the column 'aeg', which the files lack; expected one of "
-        "their 2, 'age' and 'b'. Did you mean 'age'?",
-        {"label": "aeg"},
+    "it lacks 'b' and has 'c' in addition. Expected the same in all files.": (
+        {"a.csv": AB, "b.csv": "a,c\n1,2\n"},
     ),
-    "column": (
-        "a,b\n1,2\n",
-        "`columns` names the column 'zzz', which the files lack",
-        {"columns": ["a", "zzz"]},
+    "it has them in another order. Expected the same in all files.": (
+        {"a.csv": AB, "b.csv": "b,a\n1,2\n"},
     ),
-    "dtypes' column": (
-        "a,b\n1,2\n",
-        "`dtypes` names the column 'c', which the files lack",
-        {"dtypes": {"c": "int32"}},
+    "names 'a' more than once;": ("a,a\n1,2\n",),
+    "holds numbers, '1.5' and '2'; expected the names of the columns. Pass "
+    "`header=False`.": ("1.5,2\n3,4\n",),
+    "`column_names` has 1 names and file": (
+        *("1,2\n", {"header": False, "column_names": ["a"]}),
     ),
-    "dtype": (
-        "a,b\n1,2\n",
-        "Unknown `dtypes['a']` 'float'; expected 'float32', 'float64',",
-        {"dtypes": {"a": "float"}},
+    "`column_names` is ('a',) and `header` True; expected names only for": (
+        *(AB, {"column_names": ["a"]}),
     ),
-    "headers differ": (
-        {"a": "a,b\n1,2\n", "b": "a,c\n1,2\n"},
-        "it lacks 'b' and has 'c' in addition. Expected the same in all files.",
+    "Only the label 'a' is selected; expected a feature beside it.": (
+        *(AB, {"label": "a", "columns": ["a"]}),
     ),
-    "order differs": (
-        {"a": "a,b\n1,2\n", "b": "b,a\n1,2\n"},
-        "it has them in another order. Expected the same in all files.",
-    ),
-    "twice": ("a,a\n1,2\n", "names 'a' more than once;"),
-    "no header": (
-        "1.5,2\n3,4\n",
-        "holds numbers, '1.5' and '2'; expected the names of the columns. Pass "
-        "`header=False`.",
-    ),
-    "number of names": (
-        "1,2\n3,4\n",
-        "`column_names` has 1 names and file",
-        {"header": False, "column_names": ["a"]},
-    ),
-    "names beside a header": (
-        "a,b\n3,4\n",
-        "`column_names` is ('a', 'b') and `header` True; expected names only",
-        {"column_names": ["a", "b"]},
-    ),
-    "label alone": (
-        "a,b\n3,4\n",
-        "Only the label 'a' is selected; expected a feature beside it.",
-        {"label": "a", "columns": ["a"]},
-    ),
-    "two characters": (
-        "a,b\n3,4\n",
-        "`delimiter` is ', '; expected one character, no quote.",
-        {"delimiter": ", "},
-    ),
-    "UTF-16": ("a,b\n1,2\n".encode("utf-16"), "is in UTF-16; expected text in UTF-8."),
+    "`delimiter` is ', '; expected one character, no quote.": (AB, {"delimiter": ", "}),
+    "is in UTF-16; expected text in UTF-8.": (AB.encode("utf-16"),),
+    "`columns` is 'a'; expected a sequence of": (AB, {"columns": "a"}, TypeError),
+    "`na_values` is 'a'; expected a sequence of": (AB, {"na_values": "a"}, TypeError),
 }
 
-
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_wrong_files_and_arguments_are_refused_at_once(tmp_path, case):
-    files, message, options = (*case, {})[:3]
-    for name, data in (files if isinstance(files, dict) else {"a": files}).items():
-        write(tmp_path / f"{name}.csv", data)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        csv_source(tmp_path, **options)
-
-
-@pytest.mark.parametrize("argument", ["columns", "na_values"])
-def test_a_string_in_place_of_a_list_is_refused(tmp_path, argument):
-    path = write(tmp_path / "a.csv", "a,b\n1,2\n")
-    message = f"`{argument}` is 'a'; expected a sequence of"
-    with pytest.raises(TypeError, match=re.escape(message)):
-        csv_source(path, **{argument: "a"})
+test_wrong_files_and_arguments_are_refused_at_once = refused_files(
+    csv_source, REFUSED, lambda data: data if type(data) is dict else {"a.csv": data}
+)
 
 
 def test_names_that_are_numbers_in_a_row_are_names(tmp_path):
@@ -452,27 +360,6 @@ def test_without_arrow_the_error_says_what_to_install(tmp_path, monkeypatch):
     message = "`Pipeline.from_csv` needs pyarrow, which is not installed. Run `pip "
     with pytest.raises(ImportError, match=re.escape(message)):
         csv_source(path)
-
-
-def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path):
-    rng = np.random.default_rng(0)
-    data = "a,b\n" + "".join(f"{n},{rng.bytes(200).hex()}\n" for n in range(3000))
-    packed = gzip.compress(data.encode())
-    path = write(tmp_path / "a.csv", packed[: len(packed) // 2])
-    dataset = csv_source(path).dataset(RAISE)
-    message = f"File {path!r} is damaged: its gzip stream breaks near byte"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
-        list(dataset)
-
-
-def test_identity_follows_files_and_arguments(tmp_path):
-    path = write(tmp_path / "a.csv", "a,b\n1,2\n")
-    identity = csv_source(path).identity()
-    assert csv_source(path).identity() == identity
-    assert csv_source(path, label="a").identity() != identity
-    assert csv_source(path, dtypes={"a": "float32"}).identity() != identity
-    write(tmp_path / "a.csv", "a,b\n1,2\n3,4\n")
-    assert csv_source(path).identity() != identity
 
 
 def test_the_source_explains_itself(tmp_path):

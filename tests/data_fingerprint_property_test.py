@@ -9,7 +9,7 @@ from pathlib import Path
 import hypothesis
 import pytest
 
-from tests import data_fingerprint_code_test, data_fingerprint_test
+from tests import data_fingerprint_test
 from tests.made_pipelines import RECIPES, fingerprint_of, pairs, plain
 from tfamp.data._fingerprint import fingerprint
 
@@ -46,8 +46,7 @@ def test_what_differs_in_one_place_has_another_fingerprint_in_many(pair):
 
 def digests(recipes):
     """Returns the digests of recipes, and of all that other tests make, as JSON."""
-    makers = [*data_fingerprint_test.MAKERS.values()]
-    makers += data_fingerprint_code_test.MAKERS.values()
+    makers = data_fingerprint_test.MAKERS.values()
     found = [fingerprint_of(recipe).digest for recipe in recipes]
     return json.dumps(found + [fingerprint({"": make(1)}).digest for make in makers])
 

@@ -3,30 +3,12 @@
 import gzip
 import re
 
-import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.data.sources import _files, text
+from tests.file_sources import RAISE, read, refused_files, skip, skipped, write
+from tfamp.data.sources import text
 from tfamp.data.sources.text import text_source
-from tfamp.data.stages.base import Settings
-from tfamp.data.stages.errors import ErrorLog, OnError
-
-RAISE = Settings(num_threads=2, autotune=False)
-
-
-def skip(max_fraction=0.9):
-    return Settings(2, False, OnError(max_fraction, ErrorLog(max_fraction), True))
-
-
-def write(path, data):
-    path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_bytes(data if isinstance(data, bytes) else data.encode())
-    return str(path)
-
-
-def read(source, settings=RAISE):
-    return list(source.dataset(settings).as_numpy_iterator())
 
 
 def decoded(source, settings=RAISE):
@@ -54,19 +36,25 @@ def test_empty_lines_are_kept_when_told(tmp_path, data):
     assert source.num_examples == 4
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda data: b"\xef\xbb\xbf" + data,
-        lambda data: data.replace(b"\n", b"\r\n"),
-        lambda data: data[:-1],
-        gzip.compress,
-    ],
-    ids=["byte order mark", "Windows", "no last line end", "gzip"],
-)
+CHANGES = {
+    "byte order mark": lambda data: b"\xef\xbb\xbf" + data,
+    "Windows": lambda data: data.replace(b"\n", b"\r\n"),
+    "no last line end": lambda data: data[:-1],
+    "gzip": gzip.compress,
+    "gzip in two parts": lambda data: b"".join(
+        map(gzip.compress, (data[:2], data[2:]))
+    ),
+    "gzip and a mark": lambda data: gzip.compress(b"\xef\xbb\xbf" + data),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES.values(), ids=CHANGES)
 def test_files_of_other_programs(tmp_path, change):
-    path = write(tmp_path / "a.txt", change(b"one\ntwo\n"))
-    assert read(text_source(path)) == [b"one", b"two"]
+    paths = [write(tmp_path / name, change(b"a\nb\n")) for name in ("1.txt", "2.txt")]
+    paths.append(write(tmp_path / "3.txt", b"a\nb\n"))
+    assert read(text_source(paths)) == 3 * [b"a", b"b"]
+    for found in read(text_source(paths, by="file")):
+        assert found.splitlines() == [b"a", b"b"]
 
 
 def test_lines_are_whole_across_blocks(tmp_path, monkeypatch):
@@ -118,10 +106,9 @@ def test_labels_can_be_given_for_each_file(tmp_path):
 def test_a_line_that_is_no_text_costs_itself(tmp_path):
     write(tmp_path / "a.txt", b"one\ntwo\n")
     path = write(tmp_path / "b.txt", b"three\n\nfo\xffr\nfive\n\xc3\n")
-    settings = skip()
+    settings = skip(0.9)
     assert read(text_source(tmp_path), settings) == [b"one", b"two", b"three", b"five"]
-    places = [(one.where, one.message) for one in settings.errors.log.skipped]
-    assert places == [
+    assert skipped(settings) == [
         (f"{path}, line 3", "byte 0xff at column 3 is no UTF-8"),
         (f"{path}, line 5", "byte 0xc3 at column 1 is no UTF-8"),
     ]
@@ -138,101 +125,25 @@ def test_a_line_that_is_no_text_is_named_where_it_is_not_skipped(tmp_path):
 def test_a_file_that_is_no_text_costs_itself(tmp_path):
     write(tmp_path / "a.txt", "one")
     path = write(tmp_path / "b.txt", b"line\nt\xe9o\n\xe9\n")
-    settings = skip()
+    settings = skip(0.9)
     assert read(text_source(tmp_path, by="file"), settings) == [b"one"]
-    (skipped,) = settings.errors.log.skipped
-    assert skipped.where == f"{path}, line 2"
+    ((where, _),) = skipped(settings)
+    assert where == f"{path}, line 2"
 
 
-@pytest.mark.parametrize("by, texts", [("line", [b"a", b"b"]), ("file", [b"a\nb\n"])])
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda data: gzip.compress(data[:2]) + gzip.compress(data[2:]),
-        lambda data: gzip.compress(b"\xef\xbb\xbf" + data),
-    ],
-    ids=["gzip in two parts", "gzip and a byte order mark"],
-)
-def test_files_packed_by_other_programs(tmp_path, change, by, texts):
-    paths = [write(tmp_path / name, change(b"a\nb\n")) for name in ("1.txt", "2.txt")]
-    paths.append(write(tmp_path / "3.txt", b"a\nb\n"))
-    assert read(text_source(paths, by=by)) == 3 * texts
-
-
-def test_length_is_known_where_it_was_counted(tmp_path, monkeypatch):
-    path = write(tmp_path / "a.txt", "one\ntwo\n\n")
-    assert text_source(path, num_examples=None).num_examples is None
-    assert text_source(path, num_examples=2).num_examples == 2
-    monkeypatch.setattr(_files, "MAX_COUNTED_BYTES", 3)
-    assert text_source(path).num_examples is None
-    assert text_source(path).explain(None)[0].endswith("(`num_examples`)")
-    assert text_source(path, num_examples="count").num_examples == 2
-
-
-# Files, what `paths` names, the message, arguments.
 A = {"a.txt": "a"}
 REFUSED = {
-    "missing": ({}, "none.txt", "in `paths` does not exist."),
-    "empty folder": ({}, "", "holds no texts; expected at least"),
-    "empty": ({"a.txt": ""}, "a.txt", "in `paths` has 0 bytes; expected"),
-    "empty lines": (
-        {"a.txt": "\n\n"},
-        "a.txt",
-        "The 1 files in `paths` hold no text; expected at least one line that is "
-        "not empty.",
+    "holds no texts; expected at least": ({"x/a": "a"},),
+    "The 1 files in `paths` hold no text; expected at least one line that is not": (
+        *({"a.txt": "\n\n"}, {"paths": "a.txt"}),
     ),
-    "0": ({"a.txt": b"a\0b"}, "a.txt", "is with zero bytes; expected text"),
-    "by": (
-        A,
-        "a.txt",
-        "Unknown `by` 'word'; expected 'line' or 'file'.",
-        {"by": "word"},
+    "is with zero bytes; expected text": ({"a.txt": b"a\0b"},),
+    "Unknown `by` 'word'; expected 'line' or 'file'.": (A, {"by": "word"}),
+    "`labels` has 2 entries for 1 files; expected as many.": (A, {"labels": [1, 2]}),
+    "no folder, and `class_names` or a dict of `labels` came with it;": (
+        *(A, {"paths": "a.txt", "labels": {"a.txt": 1}}),
     ),
-    "labels": (
-        A,
-        "a.txt",
-        "`labels` has 2 entries for 1 files; expected as many.",
-        {"labels": [1, 2]},
-    ),
-    "dict without folder": (
-        A,
-        "a.txt",
-        "no folder, and `class_names` or a dict of `labels` came with it;",
-        {"labels": {"a.txt": 1}},
-    ),
-    "no class folders": (
-        A,
-        "",
-        "has no class folders: it has files such as 'a.txt'.",
-        {"labels": "inferred"},
-    ),
+    "has no class folders: it has files such as 'a.txt'.": (A, {"labels": "inferred"}),
 }
 
-
-@pytest.mark.parametrize("case", REFUSED.values(), ids=REFUSED)
-def test_wrong_files_and_arguments_are_refused_at_once(tmp_path, case):
-    files, paths, message, options = (*case, {})[:4]
-    for name, data in files.items():
-        write(tmp_path / name, data)
-    with pytest.raises(ValueError, match=re.escape(message)):
-        text_source(tmp_path / paths, **options)
-
-
-def test_a_cut_gzip_file_is_an_error_that_names_it(tmp_path):
-    data = np.random.default_rng(0).bytes(300_000).hex().encode()
-    packed = gzip.compress(data + b"\n" + data)
-    path = write(tmp_path / "a.txt", packed[:-1000])
-    dataset = text_source(path).dataset(RAISE)
-    message = f"File {path!r} is damaged: its gzip stream breaks near byte"
-    with pytest.raises(tf.errors.InvalidArgumentError, match=re.escape(message)):
-        list(dataset)
-
-
-def test_identity_follows_files_and_arguments(tmp_path):
-    path = write(tmp_path / "a.txt", "one\n")
-    identity = text_source(path).identity()
-    assert text_source(path).identity() == identity
-    assert text_source(path, by="file").identity() != identity
-    assert text_source([path], labels=[1]).identity() != identity
-    write(tmp_path / "a.txt", "one\ntwo\n")
-    assert text_source(path).identity() != identity
+test_wrong_files_and_arguments_are_refused_at_once = refused_files(text_source, REFUSED)
