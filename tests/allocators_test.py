@@ -9,7 +9,7 @@ from tests.probes_test import Driver, Gpu, NVMLError
 from tfamp.cli.diagnosis import Finding
 from tfamp.cli.doctor import diagnose
 from tfamp.machine.allocators import ALLOCATORS, advice, machine_memory
-from tfamp.machine.memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
 
 MIB, GIB = 2**20, 2**30
 OWN = 42

@@ -15,7 +15,7 @@ import tensorflow as tf
 import tfamp
 from tests.memory_limits_test import system
 from tests.replicas import two_replicas
-from tfamp.machine.memory_records import MemoryLimit
+from tfamp.machine.limits import MemoryLimit
 from tfamp.memory.batch_search import finder, outcomes, trial_process
 from tfamp.memory.batch_search.accumulation import Split, splits
 from tfamp.memory.batch_search.data import batch_of

@@ -11,7 +11,7 @@ import pytest
 
 import tfamp
 from tfamp.cli.main import main
-from tfamp.machine.memory_records import MemoryLimit
+from tfamp.machine.limits import MemoryLimit
 from tfamp.memory.batch_search.records import BatchSearch, Trial
 from tfamp.memory.estimate.records import MemoryEstimates
 

@@ -17,7 +17,7 @@ from tfamp.cli.diagnosis import Diagnosis, Finding, parts
 from tfamp.cli.doctor import Probes, diagnose
 from tfamp.dtypes import settings
 from tfamp.machine import devices as hardware
-from tfamp.machine.memory_records import MachineMemory, MemoryLimit
+from tfamp.machine.limits import MachineMemory, MemoryLimit
 from tfamp.records import versions as _versions
 from tfamp.records.record import Device, Recommendation
 

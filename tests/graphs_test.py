@@ -6,8 +6,8 @@ import keras
 import pytest
 import tensorflow as tf
 
-from tfamp.graph import dimensions, flops, hlo, operations, optimized, products
-from tfamp.graph.operation import Operation, plain_type
+from tfamp.graph import compiled, operations, products
+from tfamp.graph.bodies import Operation, plain_type
 
 L = keras.layers
 
@@ -20,7 +20,7 @@ def traced(function, *specs):
 
 def flops_of(function, *specs):
     """Returns the FLOPs of a function on inputs of these shapes."""
-    counted = flops.count_flops(traced(function, *specs))
+    counted = operations.count_flops(traced(function, *specs))
     assert counted.uncounted == ()
     return counted.flops
 
@@ -72,13 +72,15 @@ FORWARD = {
 
 @pytest.mark.parametrize("layer, shape, expected", FORWARD.values(), ids=FORWARD)
 def test_forward_flops_of_a_layer_are_those_by_hand(layer, shape, expected):
-    assert flops.forward_flops(layer, tf.zeros(shape)) == 2 * 2 * expected
+    assert operations.forward_flops(layer, tf.zeros(shape)) == 2 * 2 * expected
 
 
 @pytest.mark.parametrize("policy", ["float32", "mixed_bfloat16"])
 def test_forward_flops_do_not_depend_on_the_dtype(policy):
     layer = L.Conv2D(6, 3, dtype=policy)
-    assert flops.forward_flops(layer, tf.zeros((2, 5, 5, 4))) == 2 * 2 * 9 * 6 * 9 * 4
+    assert (
+        operations.forward_flops(layer, tf.zeros((2, 5, 5, 4))) == 2 * 2 * 9 * 6 * 9 * 4
+    )
 
 
 def test_forward_flops_take_specs_and_structures_of_inputs():
@@ -91,13 +93,13 @@ def test_forward_flops_take_specs_and_structures_of_inputs():
             return self.dense(inputs["a"]) + self.dense(inputs["b"])
 
     specs = {"a": tf.TensorSpec((8, 2)), "b": tf.TensorSpec((8, 2))}
-    assert flops.forward_flops(Both(), specs) == 2 * (2 * 8 * 2 * 4)
+    assert operations.forward_flops(Both(), specs) == 2 * (2 * 8 * 2 * 4)
 
 
 def test_forward_flops_leave_a_built_model_as_it_was():
     model = keras.Sequential([keras.Input((4,)), L.Dense(3), L.BatchNormalization()])
     before = [variable.numpy().tobytes() for variable in model.variables]
-    flops.forward_flops(model, tf.ones((8, 4)))
+    operations.forward_flops(model, tf.ones((8, 4)))
     assert [variable.numpy().tobytes() for variable in model.variables] == before
 
 
@@ -114,7 +116,8 @@ def test_a_loop_that_data_end_counts_once_and_a_warning_says_so():
     expected = "The FLOPs of 1 operations of 'halving' are not known"
     with pytest.warns(UserWarning, match=re.escape(expected)):
         assert (
-            flops.forward_flops(Halving(name="halving"), tf.zeros((4, 4))) == 2 * 4**3
+            operations.forward_flops(Halving(name="halving"), tf.zeros((4, 4)))
+            == 2 * 4**3
         )
 
 
@@ -239,7 +242,7 @@ CHANGING = {
 
 @pytest.mark.parametrize("function", CHANGING.values(), ids=CHANGING)
 def test_a_limit_that_changes_in_a_loop_is_not_taken_for_the_first(function):
-    counted = flops.count_flops(traced(lambda x: function(x)[-1], (4, 4)))
+    counted = operations.count_flops(traced(lambda x: function(x)[-1], (4, 4)))
     assert len(counted.uncounted) == 1
 
 
@@ -376,8 +379,8 @@ def test_a_factor_without_shape_is_told_by_the_other():
 
 
 def test_an_unknown_batch_is_reported_by_name():
-    counted = flops.count_flops(traced(tf.matmul, (None, 4), (4, 5)))
-    assert counted == flops.FlopCount(0, ("MatMul",))
+    counted = operations.count_flops(traced(tf.matmul, (None, 4), (4, 5)))
+    assert counted == operations.FlopCount(0, ("MatMul",))
 
 
 def test_names_in_functions_stand_behind_the_call():
@@ -448,7 +451,7 @@ SIZES = {
 
 @pytest.mark.parametrize("each, expected", SIZES.values(), ids=SIZES)
 def test_sizes_of_a_product_are_those_by_hand(each, expected):
-    assert dimensions.sizes_of(each) == expected
+    assert products.sizes_of(each) == expected
 
 
 HLO = """
@@ -483,7 +486,7 @@ def test_compiled_products_are_read_with_their_factors():
     conv = "conv", "__cudnn$convForward", "model/conv/Conv2D"
     found = [
         (each.name, each.kind, each.op_name, each.dtypes, each.output_shape)
-        for each in hlo.read_hlo(HLO)
+        for each in compiled.read_hlo(HLO)
     ]
     assert found == [
         ("MatMul.1", "dot", "model/dense/MatMul", ("bfloat16",) * 2, (8, 4)),
@@ -495,7 +498,7 @@ def test_compiled_products_are_read_with_their_factors():
 
 def test_factors_without_a_sign_are_read():
     text = "a = f32[2]{0} parameter(0)\nROOT d = f32[] dot(a, a)\n"
-    (product,) = hlo.read_hlo(text)
+    (product,) = compiled.read_hlo(text)
     assert product.dtypes == ("float32", "float32")
 
 
@@ -515,7 +518,7 @@ def test_what_runs_is_read_with_functions_and_fusions():
         lambda x: tf.matmul(x, x, name="only_here_apart"),
         experimental_attributes={"_noinline": True},
     )
-    found = optimized.read_optimized(
+    found = compiled.read_optimized(
         lambda: step(other(tf.ones((4, 4)))), named="only_here"
     )
     assert all("only_here" in product.op_name for product in found)

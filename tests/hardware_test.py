@@ -7,6 +7,7 @@ import tensorflow as tf
 
 from tests.probes_test import Driver, Gpu
 from tfamp.machine import devices as hardware
+from tfamp.records import checks
 from tfamp.records.record import Device
 
 P100 = Device("gpu", "Tesla P100-PCIE-16GB", (6, 0))
@@ -202,77 +203,57 @@ def test_the_devices_here_are_one_cpu_however_it_is_split():
     assert cpus[0].features == tuple(sorted(cpus[0].features))
 
 
-def fake_physical_devices(monkeypatch, **by_kind):
-    """Makes TensorFlow report GPUs and TPUs, given their details."""
+def fake_gpus(monkeypatch, *details, tpus=()):
+    """Makes TensorFlow report GPUs, given their details, and TPUs."""
     config = tf.config
+    gpus = [
+        tf.config.PhysicalDevice(f"/physical_device:GPU:{number}", "GPU")
+        for number in range(len(details))
+    ]
+    listed = {"GPU": gpus, "TPU": list(tpus)}
+    monkeypatch.setattr(config, "list_physical_devices", lambda kind: listed[kind])
+    monkeypatch.setattr(config, "get_visible_devices", lambda kind: listed[kind])
 
-    def listed(kind):
-        return by_kind.get(kind, [])
+    def told(device):
+        if device not in gpus:
+            raise ValueError("not a physical device")
+        return details[gpus.index(device)]
 
-    monkeypatch.setattr(config, "list_physical_devices", listed)
-    monkeypatch.setattr(config, "get_visible_devices", listed)
-    monkeypatch.setattr(config.experimental, "get_device_details", lambda item: item)
+    monkeypatch.setattr(config.experimental, "get_device_details", told)
 
 
 def test_gpus_are_described_by_tensorflow_and_nvml(monkeypatch):
-    fake_physical_devices(
+    part = Gpu(MIG.name.encode(), "", memory=(0, 5 * 2**30))
+    cut = Gpu("NVIDIA A100", "", slices=(part,), memory=(0, 40 * 2**30))
+    driver = Driver(cut, Gpu("Tesla T4", ""))
+    monkeypatch.setattr(checks, "require", lambda *_, **__: driver)
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    fake_gpus(
         monkeypatch,
-        GPU=[
-            {"device_name": MIG.name, "compute_capability": (8, 0)},
-            {"device_name": "Tesla T4", "compute_capability": (7, 5)},
-            {},
-        ],
-        TPU=[{}],
+        {"device_name": MIG.name, "compute_capability": (8, 0)},
+        {"device_name": "Tesla T4", "compute_capability": (7, 5)},
+        {},
+        tpus=[object()],
     )
-    memory = {MIG.name: 5 * 2**30}
-    monkeypatch.setattr(hardware, "_nvml_memory", lambda: memory)
     tpu, mig, t4, unknown, cpu = hardware.devices()
     assert tpu == Device("tpu", "TPU")
     assert mig == Device("gpu", MIG.name, (8, 0), 5 * 2**30, (), True)
     assert t4 == Device("gpu", "Tesla T4", (7, 5), None, (), False)
     assert unknown == Device("gpu", "GPU", None)
     assert cpu.kind == "cpu"
-
-
-def test_a_device_without_details_is_still_listed(monkeypatch):
-    fake_physical_devices(monkeypatch, GPU=[object()])
-    monkeypatch.setattr(hardware, "_nvml_memory", dict)
-
-    def refuse(device):
-        raise ValueError("not a physical device")
-
-    monkeypatch.setattr(tf.config.experimental, "get_device_details", refuse)
-    assert hardware.devices()[0] == Device("gpu", "GPU")
-
-
-class OldDriver(Driver):
-    """Refuses to count the slices of a GPU that has none."""
-
-    def nvmlDeviceGetMaxMigDeviceCount(self, gpu):
-        return super().nvmlDeviceGetMaxMigDeviceCount(gpu) or self.figure(gpu, "slices")
-
-
-def test_nvml_gives_the_memory_of_gpus_and_slices(monkeypatch):
-    part = Gpu(b"NVIDIA A100 MIG 1g.5gb", "", memory=(0, 5 * 2**30))
-    cut = Gpu("NVIDIA A100", "", slices=(part, part), memory=(0, 40 * 2**30))
-    nvml = OldDriver(cut, Gpu("NVIDIA A100", "", memory=(0, 41 * 2**30)))
-    monkeypatch.setattr(hardware.checks, "require", lambda *_, **__: nvml)
-    assert hardware._nvml_memory() == {
-        "NVIDIA A100": 40 * 2**30,
-        "NVIDIA A100 MIG 1g.5gb": 5 * 2**30,
-    }
-    assert nvml.open == 0
+    assert driver.open == 0
 
 
 def test_nvml_is_never_required(monkeypatch):
+    fake_gpus(monkeypatch, {"device_name": "Tesla T4"})
+
     def missing(*_, **__):
         raise ImportError("not installed")
 
-    monkeypatch.setattr(hardware.checks, "require", missing)
-    assert hardware._nvml_memory() == {}
     dead = Driver(is_dead=True)
-    monkeypatch.setattr(hardware.checks, "require", lambda *_, **__: dead)
-    assert hardware._nvml_memory() == {}
+    for require in (missing, lambda *_, **__: dead):
+        monkeypatch.setattr(checks, "require", require)
+        assert hardware.devices()[0] == Device("gpu", "Tesla T4")
 
 
 def answer(*features):

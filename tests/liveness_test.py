@@ -3,9 +3,9 @@
 import pytest
 import tensorflow as tf
 
-from tfamp.graph.hlo_liveness import find_program_peak
+from tfamp.graph.compiled import find_program_peak
 from tfamp.graph.liveness import find_peak
-from tfamp.graph.plans import read_plan
+from tfamp.graph.schedules import read_schedule
 from tfamp.memory.estimate.extrapolation import scaled
 
 KIB = 2**10
@@ -16,7 +16,7 @@ ONE = 16 * KIB
 def peak_of(function, *specs, **options):
     """Returns the peak of a traced function, and what lives then."""
     concrete = tf.function(function).get_concrete_function(*specs)
-    return find_peak(read_plan(concrete), **options)
+    return find_peak(read_schedule(concrete), **options)
 
 
 def square(dtype=tf.float32):
@@ -43,7 +43,7 @@ def test_tensors_that_pass_an_identity_together_do_not_wait_for_one_another():
         return [tf.reduce_sum(y) for y in tf.identity_n(outputs)]
 
     concrete = tf.function(sums).get_concrete_function(square())
-    plan = read_plan(concrete)
+    plan = read_schedule(concrete)
     readers = [step for step in plan.steps if step.op == "Sum"]
     assert all(plan.steps[step.inputs[0][0]].op == "AddV2" for step in readers)
 
@@ -144,14 +144,14 @@ def test_an_einsum_that_has_to_transpose_holds_the_copies():
 
 def test_sizes_that_the_graph_does_not_tell_are_named():
     double = tf.function(lambda x: tf.transpose(x))
-    plan = read_plan(double.get_concrete_function(tf.TensorSpec((None, 4))))
+    plan = read_schedule(double.get_concrete_function(tf.TensorSpec((None, 4))))
     assert [name.split("/")[-1] for name in plan.unknown][-1] == "Identity"
 
 
 def test_a_plan_is_scaled_to_another_batch():
     function = tf.function(lambda x: tf.transpose(tf.matmul(x, tf.ones((8, 4)))))
     plans = [
-        read_plan(function.get_concrete_function(tf.TensorSpec((size, 8))))
+        read_schedule(function.get_concrete_function(tf.TensorSpec((size, 8))))
         for size in (10, 20)
     ]
     plan = scaled(*plans, (10, 20), 50)
@@ -160,7 +160,7 @@ def test_a_plan_is_scaled_to_another_batch():
 
 def test_plans_of_other_operations_are_not_scaled():
     one, other = (
-        read_plan(tf.function(f).get_concrete_function(square()))
+        read_schedule(tf.function(f).get_concrete_function(square()))
         for f in (lambda x: tf.transpose(x), lambda x: tf.linalg.inv(x))
     )
     assert scaled(one, other, (1, 2), 3) is None

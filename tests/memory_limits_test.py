@@ -6,8 +6,7 @@ import types
 import pytest
 
 from tfamp.machine import limits
-from tfamp.machine.limits import memory_limit
-from tfamp.machine.memory_records import MemoryLimit
+from tfamp.machine.limits import MemoryLimit, memory_limit
 
 MIB, GIB = 2**20, 2**30
 # What version 1 writes where there is no limit: the largest number of pages.

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.dtypes import hooks
 from tfamp.loss_scale.fit import surroundings
-from tfamp.machine.memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
 from tfamp.machine.out_of_memory import Request, explain, layer_of, requested
 
 MIB, GIB = 2**20, 2**30

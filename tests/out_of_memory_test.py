@@ -3,7 +3,7 @@
 import pytest
 import tensorflow as tf
 
-from tfamp.machine.memory_errors import is_out_of_memory
+from tfamp.machine.out_of_memory import is_out_of_memory
 
 
 class _FromNumPy(MemoryError):

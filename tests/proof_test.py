@@ -12,7 +12,7 @@ from tests.graphs_test import operation
 from tests.lint_rules_test import stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.graph.hlo import CompiledProduct
+from tfamp.graph.compiled import CompiledProduct
 from tfamp.numerics.proof import prover
 from tfamp.numerics.proof.products import is_cast, products_of
 from tfamp.numerics.proof.prover import prove

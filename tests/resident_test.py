@@ -9,8 +9,8 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.graph.liveness import Change, changes, find_peak
-from tfamp.graph.plans import read_plan
-from tfamp.machine import host_allocators
+from tfamp.graph.schedules import read_schedule
+from tfamp.machine import memory
 from tfamp.machine import memory as process_memory
 from tfamp.memory.estimate import resident
 from tfamp.memory.estimate.best_fit import BestFit
@@ -30,7 +30,7 @@ def model_of(units=64):
 def around(monkeypatch):
     """Sets what estimates start from; 100 MiB under TensorFlow's allocator."""
 
-    def set_to(allocator=host_allocators.TENSORFLOW, process_bytes=100 * MIB, **more):
+    def set_to(allocator=memory.TENSORFLOW, process_bytes=100 * MIB, **more):
         found = resident.Surroundings(allocator, process_bytes, **more)
         asking = "tfamp.memory.estimate.model_steps.surroundings"
         monkeypatch.setattr(asking, lambda **_: found)
@@ -50,7 +50,7 @@ def test_blocks_taken_and_freed_reach_the_peak_and_end_at_none():
         return tape.gradient(y, x)
 
     spec = tf.TensorSpec((64, 64))
-    plan = read_plan(tf.function(gradient).get_concrete_function(spec))
+    plan = read_schedule(tf.function(gradient).get_concrete_function(spec))
     held, most = {}, 0
     for change in changes(plan):
         if change.num_bytes:
@@ -69,7 +69,7 @@ def test_blocks_of_a_loop_have_numbers_of_their_own():
         )[1]
 
     spec = tf.TensorSpec((64, 64))
-    plan = read_plan(tf.function(loop).get_concrete_function(spec))
+    plan = read_schedule(tf.function(loop).get_concrete_function(spec))
     taken = [each.block for each in changes(plan) if each.num_bytes]
     freed = [each.block for each in changes(plan) if not each.num_bytes]
     assert len({*taken}) == len(taken)
@@ -133,7 +133,7 @@ def test_this_process_tells_its_allocator_and_its_size():
     if found.process_bytes is None:
         assert found.allocator.startswith("none: ")
     else:
-        assert found.allocator in (host_allocators.TENSORFLOW, host_allocators.GLIBC)
+        assert found.allocator in (memory.TENSORFLOW, memory.GLIBC)
         assert found.process_bytes == pytest.approx(
             process_memory.process_bytes(), rel=0.1
         )
@@ -161,15 +161,15 @@ def test_without_psutil_a_process_of_another_system_tells_no_size(monkeypatch):
 
 
 def test_an_allocator_that_is_loaded_stands_in_glibc_s_place(monkeypatch, tmp_path):
-    monkeypatch.setattr(host_allocators, "_is_tensorflow", lambda: False)
+    monkeypatch.setattr(memory, "_is_tensorflow", lambda: False)
     maps = tmp_path / "maps"
     maps.write_text("7f00-7f01 r-xp 0 fe:00 1 /usr/lib/libjemalloc.so.2\n")
-    assert host_allocators.host_allocator(maps) == "jemalloc"
+    assert memory.host_allocator(maps) == "jemalloc"
     monkeypatch.setattr("platform.libc_ver", lambda: ("glibc", "2.36"))
-    assert host_allocators.host_allocator(tmp_path / "none") == "glibc"
+    assert memory.host_allocator(tmp_path / "none") == "glibc"
     monkeypatch.setattr("platform.libc_ver", lambda: ("", ""))
     monkeypatch.setattr("platform.system", lambda: "Darwin")
-    found = host_allocators.host_allocator(tmp_path / "none")
+    found = memory.host_allocator(tmp_path / "none")
     assert found == "the C library of Darwin"
 
 
@@ -182,7 +182,7 @@ def test_an_estimate_adds_tensors_and_the_runtime_to_what_is_there(around):
     low = 100 * MIB + estimate.step_bytes + 60 * MIB
     assert low <= estimate.resident_bytes <= low + 16 * MIB
     assert dict(estimate.resident_curve)[2**14] == estimate.resident_bytes
-    assert estimate.allocator == host_allocators.TENSORFLOW
+    assert estimate.allocator == memory.TENSORFLOW
 
 
 def test_blocks_that_are_free_already_are_not_counted_twice(around):
@@ -215,7 +215,7 @@ def test_a_model_that_was_trained_has_its_runtime(around):
 
 def test_convolutions_add_what_onednn_compiles():
     plans = [
-        read_plan(
+        read_schedule(
             tf.function(function).get_concrete_function(tf.TensorSpec((1, 8, 8, 3)))
         )
         for function in (

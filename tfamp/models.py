@@ -8,18 +8,17 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import compile_hooks, exact_names, hooks, layer_dtypes, resolution
-from tfamp.dtypes.default_rules import gains_nothing
+from tfamp.dtypes import compile_hooks, hooks, layer_dtypes, resolution
 from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.keep_float32 import KeepFloat32
+from tfamp.dtypes.rules import gains_nothing
 from tfamp.dtypes.settings import (
+    KeepFloat32,
     PolicySettings,
     choose_policy,
     make_settings,
 )
-from tfamp.keras_hooks import saved_state, structure
+from tfamp.keras_hooks import saved_state, structure, trainer
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of
-from tfamp.keras_hooks.training import trainer
 from tfamp.records import checks, console
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
@@ -183,7 +182,7 @@ def apply(
         settings.loss_scale_options = IN_FORCE.settings.loss_scale_options
     _check_patterns(model, settings)
     hooks.hold(settings)
-    exact_names.find(model, settings)
+    layer_dtypes.take_back_patterns(model, settings)
     layers = [layer for _, layer, _ in structure.walk(model)]
     for layer in layers:
         layer_dtypes.begin_again(layer, settings)

@@ -8,13 +8,16 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import hooks, keras_policy
-from tfamp.dtypes.default_rules import DEFAULT_OPERATIONS, gains_nothing
+from tfamp.dtypes import hooks, in_force
 from tfamp.dtypes.in_force import IN_FORCE, NOT_ENABLED
-from tfamp.dtypes.keep_float32 import KeepFloat32
-from tfamp.dtypes.rule import Rule
-from tfamp.dtypes.settings import PolicySettings, choose_policy, make_settings
-from tfamp.keras_hooks import state
+from tfamp.dtypes.rules import DEFAULT_OPERATIONS, Rule, gains_nothing
+from tfamp.dtypes.settings import (
+    KeepFloat32,
+    PolicySettings,
+    choose_policy,
+    make_settings,
+)
+from tfamp.keras_hooks import layers
 from tfamp.loss_scale.settings import check_settings
 from tfamp.machine import devices as hardware
 from tfamp.records import console
@@ -138,7 +141,7 @@ def enable(
         _object_to(name)
     present = IN_FORCE.present
     if present.settings is None:
-        present.policy_before = state.present_policy()
+        present.policy_before = layers.present_policy()
     _put_in_force(settings, reason)
     return status()
 
@@ -161,7 +164,7 @@ def disable() -> None:
     before, present.policy_before = present.policy_before, None
     IN_FORCE.put(None, NOT_ENABLED)
     hooks.follow_enabled()
-    state.unmark(before)
+    layers.mark(None, before)
 
 
 @contextlib.contextmanager
@@ -187,7 +190,7 @@ def scope(
         >>> inside.compute_dtype, keras.layers.Dense(4).compute_dtype
         ('bfloat16', 'float32')
     """
-    before = state.present_policy()
+    before = layers.present_policy()
     try:
         with IN_FORCE.block():
             yield enable(
@@ -198,7 +201,7 @@ def scope(
             )
     finally:
         hooks.follow_enabled()
-        keras_policy.restore_thread(before)
+        in_force.restore_thread(before)
 
 
 def status() -> Status:
@@ -209,7 +212,7 @@ def status() -> Status:
         False
     """
     settings = IN_FORCE.settings
-    with keras_policy.policy_in_force():
+    with in_force.policy_in_force():
         policy = keras.config.dtype_policy().name
     return Status(
         enabled=settings is not None,
@@ -231,8 +234,8 @@ def _put_in_force(settings: PolicySettings, why: str) -> None:
         IN_FORCE.put(None, NOT_ENABLED)
         hooks.follow_enabled()
         raise
-    state.mark(settings, settings.policy)
-    keras_policy.forget_warnings()
+    layers.mark(settings, settings.policy)
+    in_force.forget_warnings()
 
 
 def _object_to(policy: str) -> None:

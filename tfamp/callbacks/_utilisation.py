@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.graph.flops import forward_flops
+from tfamp.graph.operations import forward_flops
 from tfamp.keras_hooks import structure
 from tfamp.machine.speeds import peak_flops
 

@@ -13,7 +13,7 @@ from absl import logging
 
 from tfamp.callbacks._device_readers import ProcessReader, Reader, open_gpu_reader
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
-from tfamp.keras_hooks.training import around_training
+from tfamp.keras_hooks import around_training
 from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.records import checks
 

@@ -7,7 +7,7 @@ import keras
 from absl import logging
 
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
-from tfamp.keras_hooks.training import around_training
+from tfamp.keras_hooks import around_training
 from tfamp.loss_scale.counted_steps import Reading, Step, StepReader
 from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.loss_scale.optimizer import LossScaleOptimizer

@@ -13,7 +13,7 @@ from tfamp.callbacks._rates import Rates, Window, rates_of
 from tfamp.callbacks._utilisation import flops_of_example, peak_of_devices
 from tfamp.callbacks._watch import Watch
 from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
-from tfamp.keras_hooks.training import around_training
+from tfamp.keras_hooks import around_training
 from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.records import checks
 

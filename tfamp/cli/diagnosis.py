@@ -8,7 +8,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tfamp.machine import amx
-from tfamp.machine.memory_records import GpuMemory, MachineMemory
+from tfamp.machine.limits import GpuMemory, MachineMemory
 from tfamp.records import console, units, versions
 from tfamp.records.record import Device, Recommendation, Record, TableRecord
 

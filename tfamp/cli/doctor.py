@@ -20,7 +20,7 @@ import tfamp
 from tfamp.cli._flags import Call, Command, Flag, Outcome
 from tfamp.cli.diagnosis import DeviceReport, Diagnosis, Finding, Setting, parts
 from tfamp.machine import amx
-from tfamp.machine.memory_records import MachineMemory
+from tfamp.machine.limits import MachineMemory
 from tfamp.records import checks
 from tfamp.records import versions as _versions
 from tfamp.records.record import Device

@@ -10,9 +10,8 @@ from absl import logging
 
 from tfamp.dtypes import heads, resolution
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import model_optimizers, optimizers, structure
+from tfamp.keras_hooks import optimizers, structure, trainer
 from tfamp.keras_hooks.layer_record import record_of, update_record
-from tfamp.keras_hooks.training import trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN
 
@@ -89,7 +88,7 @@ def before_training(model: keras.Model) -> None:
             _WRAPPED.add(given)
         return given
 
-    names = model_optimizers.replace_optimizers(model, wrapped)
+    names = optimizers.replace_optimizers(model, wrapped)
     if not names:
         return
     trainer.drop_traced_functions(model)
@@ -170,7 +169,7 @@ def follow_policy(model: keras.layers.Layer, settings: PolicySettings) -> None:
     The inner optimizer is the same object before and after, with its slots.
     """
     if not resolution.computes_in(model, "float16"):
-        model_optimizers.replace_optimizers(model, _plain)
+        optimizers.replace_optimizers(model, _plain)
     record = record_of(model)
     if record is None or not trainer.is_compiled(model) or model.optimizer is None:
         return

@@ -13,30 +13,19 @@ import keras
 
 from tfamp.dtypes import (
     compile_hooks,
-    dtype_errors,
-    keras_policy,
+    in_force,
     layer_dtypes,
+    own_operations,
     resolution,
     saved_entries,
 )
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.self_test import SelfTest
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import (
-    calls,
-    configs,
-    dtypes,
-    layers,
-    losses,
-    nn,
-    regularizers,
-    saved_state,
-    state,
-)
+from tfamp.keras_hooks import calls, float32_operations, layers, saved_state, trainer
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import HeldPatches, PatchSet
-from tfamp.keras_hooks.training import trainer
-from tfamp.keras_hooks.training.workers import WORKER_HOOKS
+from tfamp.keras_hooks.trainer import WORKER_HOOKS
 from tfamp.loss_scale.fit.hooks import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
@@ -46,12 +35,12 @@ from tfamp.machine import amx
 _MAKING = PatchSet(
     [
         *layers.patches(
-            keras_policy.policy_in_force,
+            in_force.policy_in_force,
             layer_dtypes.on_created,
             layer_dtypes.on_recurrent_created,
             layer_dtypes.on_bidirectional_created,
         ),
-        *configs.read_patches(keras_policy.is_in_force, layer_dtypes.on_quantized_read),
+        *saved_state.read_patches(in_force.is_in_force, layer_dtypes.on_quantized_read),
     ]
 )
 
@@ -125,7 +114,7 @@ def _making(settings: PolicySettings | None, policy: str) -> Iterator[None]:
     """Makes layers in a `with` block under settings, or unmanaged ones for None."""
     load = _Load()
     CONFIG_HOOKS.hold(load)
-    before = state.present_policy()
+    before = layers.present_policy()
     in_float32 = policy.startswith("mixed_")
     try:
         with IN_FORCE.block(settings=settings, loaded=policy):
@@ -133,26 +122,27 @@ def _making(settings: PolicySettings | None, policy: str) -> Iterator[None]:
             if settings is None:
                 keras.config.set_dtype_policy("float32" if in_float32 else policy)
             else:
-                state.mark(settings, settings.policy)
+                layers.mark(settings, settings.policy)
             yield
     finally:
         follow_enabled()
-        keras_policy.restore_thread(before)
+        in_force.restore_thread(before)
 
 
 _RUNNING = HeldPatches(
     [
-        *dtypes.patches(layer_dtypes.on_read),
+        *layers.read_patches(layer_dtypes.on_read),
         *calls.patches(
-            _before_call, layer_dtypes.propagate_to_sublayers, dtype_errors.remedy
+            _before_call, layer_dtypes.propagate_to_sublayers, own_operations.remedy
         ),
-        *regularizers.patches(),
-        *nn.patches(_has_float32_operations),
-        *losses.patches(nn.CAREFUL),
-        *trainer.patches(compile_hooks.before_compile),
-        *saved_state.patches(saved_entries.describe, unpickled, _load_for_keras),
-        *configs.write_patches(layer_dtypes.inherited_policy),
-        *configs.build_patches(),
+        *float32_operations.patches(_has_float32_operations),
+        *trainer.compile_patches(compile_hooks.before_compile),
+        *saved_state.patches(
+            saved_entries.describe,
+            unpickled,
+            _load_for_keras,
+            layer_dtypes.inherited_policy,
+        ),
     ]
 )
 

@@ -1,19 +1,22 @@
 """Which settings new layers come under: the process's, or those of a block.
 
 `enable` acts on the whole process. A `scope`, and the loading of a file, act on the
-thread or task that runs their block, so two threads never see each other's.
+thread or task that runs their block, so two threads never see each other's. Keras's own
+global policy is kept to what is in force in each thread.
 """
 
 import contextlib
 import contextvars
 import dataclasses
 import threading
+import warnings
 from collections.abc import Iterator
 from typing import Any
 
 import keras
 
 from tfamp.dtypes.settings import PolicySettings
+from tfamp.keras_hooks import layers
 
 NOT_ENABLED = "tfamp is not enabled"
 
@@ -100,3 +103,68 @@ class InForce:
 
 
 IN_FORCE = InForce()
+
+
+_warned_policies: set[str] = set()
+
+
+@contextlib.contextmanager
+def policy_in_force() -> Iterator[None]:
+    """Has Keras's global policy be the one in force inside the block.
+
+    `keras.utils.clear_session()` resets it, and a new thread starts without it. The
+    thread that enabled tfamp keeps it; another one would not hear of `disable`.
+    """
+    settings = IN_FORCE.settings
+    if settings is None or layers.is_marked(settings):
+        yield
+        return
+    before = layers.present_policy()
+    layers.mark(settings, settings.policy)
+    try:
+        yield
+    finally:
+        if not IN_FORCE.owns_thread:
+            layers.mark(None, before)
+
+
+def restore_thread(before: keras.DTypePolicy | None) -> None:
+    """Gives this thread the policy in force at the end of a block.
+
+    Args:
+        before: Keras's policy ahead of the block.
+    """
+    settings = IN_FORCE.settings
+    if settings is not None and IN_FORCE.owns_thread:
+        layers.mark(settings, settings.policy)
+    else:
+        layers.mark(None, before)
+
+
+def is_in_force(policy: str) -> bool:
+    """States whether new layers come under the policy of this name."""
+    settings = IN_FORCE.settings
+    if settings is None:
+        return False
+    return policy in (settings.policy.name, IN_FORCE.present.loaded)
+
+
+def warn_of_foreign_policy(policy: keras.DTypePolicy | None) -> None:
+    """Warns once of a policy that other code set while tfamp was enabled."""
+    name = "float32" if policy is None else policy.name
+    if name in _warned_policies:
+        return
+    _warned_policies.add(name)
+    warnings.warn(
+        f"Keras's global policy was set to {name!r} by other code while tfamp was "
+        "enabled, so new layers take it and tfamp's rules do not act on them. Call "
+        "`tfamp.enable(...)` again, or use `tfamp.scope(...)` instead of "
+        "`keras.config.set_dtype_policy`.",
+        UserWarning,
+        stacklevel=4,
+    )
+
+
+def forget_warnings() -> None:
+    """Lets each warning be given once more, as after `enable`."""
+    _warned_policies.clear()

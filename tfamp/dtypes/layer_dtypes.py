@@ -5,12 +5,11 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import keras_policy
-from tfamp.dtypes.default_rules import EXACT_INPUT_LAYERS
+from tfamp.dtypes import in_force
 from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.rule import Rule
+from tfamp.dtypes.rules import EXACT_INPUT_LAYERS, Rule
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import configs, state, structure
+from tfamp.keras_hooks import layers, saved_state, structure
 from tfamp.keras_hooks.layer_record import (
     Kind,
     LayerRecord,
@@ -47,13 +46,13 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
         _begin_inside(layer, settings)
         return
     is_loaded = loaded is not None and layer.dtype_policy.name == loaded
-    if is_loaded or keras_policy.is_in_force(configs.inherited_from(dtype) or ""):
+    if is_loaded or in_force.is_in_force(saved_state.inherited_from(dtype) or ""):
         set_policy(layer, settings.policy)
         dtype = None
-    present = state.present_policy()
+    present = layers.present_policy()
     is_explicit = dtype is not None and dtype is not present
     if not is_explicit and present is not settings.policy:
-        keras_policy.warn_of_foreign_policy(present)
+        in_force.warn_of_foreign_policy(present)
         is_explicit = True
     begin(layer, settings, is_explicit=is_explicit)
     update_record(layer, made_in=settings.policy.name)
@@ -299,3 +298,24 @@ def on_bidirectional_created(
                 set_record(cell, record_of(given_cell))  # type: ignore[arg-type]
             propagate_to_sublayers(made)
     propagate_to_sublayers(layer)
+
+
+def take_back_patterns(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    """Takes back what a pattern has kept that turns out to be another layer's name."""
+    rows = [(path, layer) for path, layer, _ in structure.walk(model)]
+    for rule in settings.rules.of_user:
+        if any(rule.is_name_of(layer, path) for path, layer in rows):
+            settings.exact.add(rule.name)
+        if rule.name not in settings.exact:
+            continue
+        for path, kept in rows:
+            record = record_of(kept)
+            is_kept = record is not None and record.rule == rule.name
+            if not is_kept or record.settings is not settings:  # type: ignore[union-attr]
+                continue
+            if rule.matches(kept, path=path, is_exact=True):
+                continue
+            for _, layer, _ in structure.walk(kept):
+                inside = record_of(layer)
+                if layer is kept or (inside and inside.kind is Kind.SUBLAYER):
+                    begin_again(layer, settings)

@@ -1,23 +1,197 @@
 """Takes what a layer computes itself into float32, between sublayers that stay.
 
 The layer's inputs come unrounded, and what its sublayers return is widened: its own
-operations meet float32 alone. A model's do where its last product is one of them.
+operations meet float32 alone. That is done to a layer whose own `call` raises in half
+precision, as it combines its inputs with float32 noise, constants or tensors cast by
+hand (where that does not help, its sublayers follow), and to a model whose last product
+is one of its own operations.
 """
 
 import contextlib
+import inspect
+import linecache
 import math
+import re
+import traceback
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
+from absl import logging
 
 from tfamp.dtypes import heads, layer_dtypes
-from tfamp.dtypes.rule import Rule
+from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import calls, structure
-from tfamp.keras_hooks.layer_record import record_of, update_record
+from tfamp.keras_hooks.layer_record import (
+    CALLS,
+    Kind,
+    LayerRecord,
+    record_of,
+    update_record,
+)
+from tfamp.records.checks import first_line
+from tfamp.records.formats import HALF
 
+_NAMES_HALF = re.compile(r"\b(half|float16|bfloat16|DT_HALF|DT_BFLOAT16)\b")
+# Keras adds the arguments of the call to an error, and their dtypes.
+_ARGUMENTS = "Arguments received by"
+_TRIED = "_tfamp_tried_in_float32"
+_LIBRARIES = re.compile(r"[\\/](keras|tensorflow|tfamp)[\\/]")
+_RULE = "default: cannot run in half precision"
+_OWN_LOSS = "default: own loss"
 _PRODUCT = "its own product makes an output of the model, which feeds the loss"
+
+
+def remedy(
+    layer: keras.layers.Layer,
+    before: LayerRecord,
+    error: Exception,
+    again: Callable[[], Any],
+) -> Any:
+    """Returns what a layer's call gives in float32, after it failed in half precision.
+
+    Args:
+        layer: The layer whose call raised.
+        before: What was known of it ahead of the call.
+        error: What it raised.
+        again: Calls the layer once more.
+
+    Raises:
+        Exception: `error`, where it has another cause or float32 does not help.
+    """
+    record = record_of(layer)
+    if record is not None and record.rule == _RULE != before.rule:
+        return again()  # it was found as the layer was built, on inputs cast before
+    if record is not None and record.rule == _OWN_LOSS and _names_half(error):
+        return _without_own_loss(layer, record.settings, error, again)
+    if record is None or not _may_help(layer, record, error):
+        raise error
+    for applies_to in ("own", "all"):
+        with contextlib.suppress(Exception), tried(layer):
+            take(layer, record.settings, _rule(layer, error, applies_to))
+            outputs = again()
+            _say(layer, error)
+            return outputs
+    _mark(layer, error)
+    raise error
+
+
+@contextlib.contextmanager
+def switched_off() -> Iterator[None]:
+    """Lets errors of calls in the block be what they are."""
+    before, CALLS.may_keep = CALLS.may_keep, False
+    try:
+        yield
+    finally:
+        CALLS.may_keep = before
+
+
+def _may_help(layer: keras.layers.Layer, record: LayerRecord, error: Exception) -> bool:
+    return (
+        record.kind in (Kind.FOLLOWS, Kind.OUTPUT_CAST)
+        and record.settings.has_defaults
+        and layer.compute_dtype in HALF
+        and CALLS.may_keep
+        and not getattr(error, _TRIED, False)
+        and structure.graph_of(layer) is None
+        and _names_half(error)
+    )
+
+
+def _names_half(error: Exception) -> bool:
+    return any(
+        _NAMES_HALF.search(str(each).split(_ARGUMENTS)[0])
+        for each in _with_causes(error)
+    )
+
+
+def _without_own_loss(
+    layer: keras.layers.Layer,
+    settings: PolicySettings,
+    error: Exception,
+    again: Callable[[], Any],
+) -> Any:
+    """Returns what a call gives in half precision, after a default rule broke it."""
+    with tried(layer):
+        settings.taken_back.add(layer)
+        layer_dtypes.begin_again(layer, settings)
+        outputs = again()
+    logging.warning(
+        "Layer %r computes in %s, and so does the loss that it adds: in float32 its "
+        "`call` raises %s. Cast to `self.compute_dtype` there.",
+        layer.name,
+        settings.compute_dtype,
+        f"{type(error).__name__}: {first_line(error)}",
+    )
+    return outputs
+
+
+def _with_causes(error: BaseException) -> Iterator[BaseException]:
+    """Yields an error and those that it was raised for."""
+    each: BaseException | None = error
+    while each is not None:
+        yield each
+        each = each.__cause__ or each.__context__
+
+
+def _rule(layer: keras.layers.Layer, error: Exception, applies_to: str) -> Rule:
+    reason = (
+        f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
+        f"{_place(layer, error)}"
+    )
+    return Rule(_RULE, reason, applies_to=applies_to)
+
+
+def _say(layer: keras.layers.Layer, error: Exception) -> None:
+    record = record_of(layer)
+    inside = structure.children(layer)
+    stay = bool(inside) and record is not None and record.applies_to == "own"
+    logging.warning(
+        "Layer %r computes in float32%s: %s. Cast to `self.compute_dtype` there to run "
+        "it in half precision.",
+        layer.name,
+        ", between sublayers that stay as they are" if stay else "",
+        record.reason if record is not None else first_line(error),
+    )
+
+
+def _mark(layer: keras.layers.Layer, error: Exception) -> None:
+    """Keeps layers around from being tried too, and names what tfamp did before."""
+    with contextlib.suppress(AttributeError):
+        setattr(error, _TRIED, True)
+    kept = [
+        path
+        for path, part, _ in structure.walk(layer)
+        if (record := record_of(part)) is not None and record.is_kept
+    ]
+    if not kept:
+        return
+    text = f"tfamp keeps these layers in float32: {', '.join(kept)}."
+    if hasattr(error, "add_note"):
+        error.add_note(text)
+    else:
+        logging.error("%s", text)
+
+
+def _place(layer: keras.layers.Layer, error: BaseException) -> str:
+    """Returns the line of the user's code that raised, as far as it is known."""
+    file = inspect.unwrap(type(layer).call).__code__.co_filename
+    found = None
+    for each in _with_causes(error):
+        frames = [
+            frame
+            for frame in traceback.extract_tb(each.__traceback__)
+            if frame.filename == file or not _LIBRARIES.search(frame.filename)
+        ]
+        own = [frame for frame in frames if frame.name != "error_handler"]
+        inside = [frame for frame in own if frame.filename == file] or own
+        found = inside[-1] if inside else found
+    if found is None:
+        return f"`{type(layer).__name__}.call`"
+    line = (found.line or linecache.getline(found.filename, found.lineno or 0)).strip()
+    return f"`{line}` ({Path(found.filename).name}:{found.lineno})"
 
 
 def take(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> None:

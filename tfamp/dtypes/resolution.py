@@ -8,9 +8,9 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfamp.dtypes import dtype_errors, exact_names, heads, layer_dtypes, own_operations
+from tfamp.dtypes import heads, layer_dtypes, own_operations
 from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.rule import Rule
+from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, update_record
@@ -127,7 +127,7 @@ def _resolve(
         return True
     if _output_is_float32(found):
         update_record(model, output_dtype="float32")
-    with dtype_errors.switched_off():  # the heads are tried, not the layers around
+    with own_operations.switched_off():  # the heads are tried, not the layers around
         _, _, broken = _trace(model, args, kwargs)
     if broken is not None:
         heads.restore(before)
@@ -230,7 +230,7 @@ def _say_what_broke(model: keras.layers.Layer, broken: Exception) -> None:
 
 def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Asks all rules about all layers, whose paths are known now."""
-    exact_names.find(model, settings)
+    layer_dtypes.take_back_patterns(model, settings)
     for path, layer, _ in structure.walk(model):
         record = record_of(layer)
         if record is None or record.settings is not settings:

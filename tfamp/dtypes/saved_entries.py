@@ -6,11 +6,9 @@ from typing import Any
 import keras
 
 from tfamp.dtypes import heads, layer_dtypes, resolution
-from tfamp.dtypes.keep_float32 import parse
-from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import storage, structure
+from tfamp.dtypes.settings import PolicySettings, parse
+from tfamp.keras_hooks import structure, trainer, variables
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, set_record
-from tfamp.keras_hooks.training import trainer
 from tfamp.records.formats import HALF
 
 SCHEMA = 1
@@ -149,7 +147,7 @@ def _store(layer: keras.layers.Layer, dtypes: Sequence[str]) -> None:
     """Stores the weights of a layer of a frozen model as they were."""
     for weight, dtype in zip(structure.own_weights(layer), dtypes, strict=False):
         if weight.dtype != dtype:
-            storage.store_in(weight, dtype)
+            variables.store_in(weight, dtype)
 
 
 def _settings_of_file(entry: dict[str, Any]) -> PolicySettings:

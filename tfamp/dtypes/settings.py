@@ -1,18 +1,142 @@
-"""The settings under which layers are made."""
+"""The settings under which layers are made, and the arguments they are read from."""
 
 import dataclasses
+import difflib
 import itertools
 import os
+import re
 import weakref
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
 
-from tfamp.dtypes.keep_float32 import KeepFloat32, RuleSet, parse
+from tfamp.dtypes.rules import DEFAULT_RULES, Rule
 from tfamp.machine import devices
 from tfamp.records import checks
 from tfamp.records.formats import HALF
+
+KeepFloat32 = str | Sequence[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class RuleSet:
+    """The rules of one `keep_float32`.
+
+    Attributes:
+        rules: In order; the first that matches gives its name and reason.
+        has_defaults: Whether the default rules, heads and operations included,
+            are among them.
+    """
+
+    rules: tuple[Rule, ...]
+    has_defaults: bool
+
+    def for_dtype(self, dtype: str) -> "RuleSet":
+        """Returns the rules that apply under the compute dtype `dtype`."""
+        rules = tuple(rule for rule in self.rules if dtype in rule.dtypes)
+        return dataclasses.replace(self, rules=rules)
+
+    @property
+    def of_user(self) -> tuple[Rule, ...]:
+        """The rules that the user wrote."""
+        return tuple(r for r in self.rules if not r.name.startswith("default: "))
+
+
+def parse(keep_float32: KeepFloat32) -> RuleSet:
+    """Reads the `keep_float32` argument.
+
+    What it names comes on top of the default rules: naming one layer never takes the
+    others' safety away.
+
+    Args:
+        keep_float32: "default", "none", or a sequence of layers, layer classes, class
+            names, names and paths or patterns that match a whole one, and callables
+            taking a layer. What is the name or path of a layer is no pattern for
+            others. "none" among them leaves the default rules out; "default"
+            changes nothing.
+
+    Raises:
+        TypeError: An entry is none of these.
+        ValueError: A pattern does not compile, "none" stands beside "default", or
+            a lone string looks like a misspelt one of the two.
+
+    Example:
+        >>> rules = parse(["Dense", "encoder/.*"])
+        >>> [rule.name for rule in rules.of_user], rules.has_defaults
+        (["keep_float32: 'Dense'", "keep_float32: 'encoder/.*'"], True)
+        >>> parse(["none", "Dense"]).has_defaults
+        False
+    """
+    if isinstance(keep_float32, str):
+        _refuse_misspelt(keep_float32)
+        entries: list[Any] = [keep_float32]
+    elif isinstance(keep_float32, keras.layers.Layer) or callable(keep_float32):
+        entries = [keep_float32]
+    else:
+        try:
+            entries = list(keep_float32)
+        except TypeError:
+            raise TypeError(_wrong_entry(keep_float32)) from None
+    words = {entry for entry in entries if isinstance(entry, str)}
+    if {"none", "default"} <= words:
+        raise ValueError(
+            f"Clashing `keep_float32` {keep_float32!r}: 'none' leaves the default "
+            "rules out, and 'default' stands for them. Leave one of the two out."
+        )
+    has_defaults = "none" not in words
+    rules = [
+        _rule_of_user(entry)
+        for entry in entries
+        if not (isinstance(entry, str) and entry in ("none", "default"))
+    ]
+    return RuleSet((*rules, *(DEFAULT_RULES if has_defaults else ())), has_defaults)
+
+
+def _refuse_misspelt(word: str) -> None:
+    close = difflib.get_close_matches(word, ("default", "none"), n=1, cutoff=0.75)
+    if close and word not in ("default", "none"):
+        raise ValueError(
+            f"Unknown `keep_float32` {word!r}; expected 'default', 'none' or a "
+            f"sequence of layer classes, names, patterns and callables. Did you mean "
+            f"{close[0]!r}? A pattern goes into a list: [{word!r}]."
+        )
+
+
+def _wrong_entry(entry: Any) -> str:
+    return (
+        f"Cannot use {entry!r} in `keep_float32`; expected a layer class, a class "
+        "name, a layer, a pattern for names or paths, or a callable taking a layer. "
+        "Wrap single values in a list."
+    )
+
+
+def _rule_of_user(entry: Any) -> Rule:
+    reason = "named in `keep_float32`"
+    if isinstance(entry, str):
+        try:
+            pattern = re.compile(entry)
+        except re.error as error:
+            raise ValueError(
+                f"Cannot read pattern {entry!r} in `keep_float32`: {error}. Expected a "
+                "regular expression that matches a layer's whole name or path; escape "
+                "special characters with a backslash, or pass the layer itself."
+            ) from error
+        name = f"keep_float32: {entry!r}"
+        return Rule(name, reason, class_name=entry, pattern=pattern)
+    if isinstance(entry, type):
+        if not issubclass(entry, keras.layers.Layer):
+            raise TypeError(_wrong_entry(entry))
+        name = f"keep_float32: {entry.__name__}"
+        return Rule(name, reason, classes=(entry,))
+    if isinstance(entry, keras.layers.Layer):
+        name = f"keep_float32: layer {entry.name!r}"
+        return Rule(name, reason, predicate=lambda layer: layer is entry)
+    if not callable(entry):
+        raise TypeError(_wrong_entry(entry))
+    label = getattr(entry, "__name__", type(entry).__name__)
+    return Rule(f"keep_float32: {label}()", reason, predicate=entry)
+
 
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 

@@ -1,4 +1,4 @@
-"""Runs a plan without computing: which buffers live at the same time, at the most."""
+"""Runs a schedule without computing: which buffers live together, at the most."""
 
 import collections
 import dataclasses
@@ -12,8 +12,7 @@ from tfamp.graph.buffers import (
     TAKING,
     scratch_bytes,
 )
-from tfamp.graph.loop_lists import pushed_and_popped
-from tfamp.graph.plans import ARGUMENT, Plan, Step, Tensor
+from tfamp.graph.schedules import ARGUMENT, Schedule, Step, Tensor, pushed_and_popped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,55 +77,56 @@ class _Buffer:
         self.block = 0
 
 
-def find_peak(plan: Plan, *, emulated: frozenset[str] = frozenset()) -> Peak:
-    """Returns the most memory that a run of a plan needs, above what is there before.
+def find_peak(schedule: Schedule, *, emulated: frozenset[str] = frozenset()) -> Peak:
+    """Returns the most memory that a schedule needs, above what is there before.
 
     Steps run as TensorFlow's executor starts them: in the order in which they become
     ready. A buffer lives until its last reader has run. Operations that TensorFlow runs
     in place do; what a loop keeps for its gradient counts once for each of its runs.
 
     Args:
-        plan: The steps.
+        schedule: The steps.
         emulated: Dtypes whose products the device computes in float32.
 
     Example:
         >>> import tensorflow as tf
-        >>> from tfamp.graph.plans import read_plan
+        >>> from tfamp.graph.schedules import read_schedule
         >>> spec = tf.TensorSpec((256, 256))
         >>> twice = tf.function(lambda x: tf.transpose(tf.exp(tf.transpose(x))))
-        >>> find_peak(read_plan(twice.get_concrete_function(spec))).num_bytes / 2**10
+        >>> schedule = read_schedule(twice.get_concrete_function(spec))
+        >>> find_peak(schedule).num_bytes / 2**10
         512.0
     """
-    return _Run(plan, emulated).peak()
+    return _Run(schedule, emulated).peak()
 
 
 def changes(
-    plan: Plan, *, emulated: frozenset[str] = frozenset()
+    schedule: Schedule, *, emulated: frozenset[str] = frozenset()
 ) -> tuple[Change, ...]:
-    """Returns the blocks that a run of a plan takes and frees, in their order.
+    """Returns the blocks that a run of a schedule takes and frees, in their order.
 
     Args:
-        plan: The steps.
+        schedule: The steps.
         emulated: As for `find_peak`.
 
     Example:
         >>> import tensorflow as tf
-        >>> from tfamp.graph.plans import read_plan
+        >>> from tfamp.graph.schedules import read_schedule
         >>> spec = tf.TensorSpec((256, 256))
         >>> twice = tf.function(lambda x: tf.transpose(tf.exp(tf.transpose(x))))
-        >>> plan = read_plan(twice.get_concrete_function(spec))
-        >>> [change.num_bytes // 2**10 for change in changes(plan)]
+        >>> schedule = read_schedule(twice.get_concrete_function(spec))
+        >>> [change.num_bytes // 2**10 for change in changes(schedule)]
         [256, 256, 0, 0]
     """
-    run = _Run(plan, emulated)
+    run = _Run(schedule, emulated)
     run.peak()
     run.close()
     return tuple(run.changes)
 
 
 class _Run:
-    def __init__(self, plan: Plan, emulated: frozenset[str]) -> None:
-        self._plan, self._emulated = plan, emulated
+    def __init__(self, schedule: Schedule, emulated: frozenset[str]) -> None:
+        self._schedule, self._emulated = schedule, emulated
         self.changes: list[Change] = []
         self._num_blocks = self._number = 0
         self._buffers: dict[Tensor, _Buffer] = {}
@@ -136,13 +136,13 @@ class _Run:
         self._held: list[_Buffer] = []
         self._scratch: tuple[Held, ...] = ()
         self._uses = collections.Counter(
-            [*(t for step in plan.steps for t in step.inputs), *plan.results]
+            [*(t for step in schedule.steps for t in step.inputs), *schedule.results]
         )
 
     def peak(self) -> Peak:
-        steps = self._plan.steps
+        steps = self._schedule.steps
         waits, followers = _order(steps)
-        for tensor in self._plan.arguments:
+        for tensor in self._schedule.arguments:
             self._buffers[tensor] = buffer = _Buffer(0, None)
             buffer.users = self._uses[tensor]
         ready = collections.deque(i for i, count in enumerate(waits) if not count)
@@ -213,7 +213,7 @@ class _Run:
         made = [self._new(size, number) for size in sizes]
         extra = 0
         if step.node is not None:
-            read = [self._plan.bytes_of(tensor) for tensor in step.inputs]
+            read = [self._schedule.bytes_of(tensor) for tensor in step.inputs]
             extra = scratch_bytes(step.node, read, sizes, emulated=self._emulated)
         held = (Held(extra, step.name, "scratch"),) if extra else ()
         if extra:
@@ -289,7 +289,7 @@ class _Run:
             self._freed(buffer)
 
     def _describe(self, buffer: _Buffer) -> Held:
-        steps = self._plan.steps
+        steps = self._schedule.steps
         step = steps[buffer.maker or 0]
         first = step.inputs[0][0] if step.inputs else ARGUMENT
         source = steps[first].op if first != ARGUMENT else ""

@@ -5,6 +5,7 @@ Relies on: `backend.ops`, from Keras 3.16 on, holding what `backend` held before
 being a class on top of the one that all backends share.
 """
 
+import tensorflow as tf
 from keras.src import backend
 from keras.src.backend import common
 from keras.src.backend.common import masking, symbolic_scope
@@ -13,6 +14,8 @@ from keras.src.trainers import trainer as shared_trainer
 
 # Hooks on operations replace attributes of its modules.
 operations = getattr(backend, "ops", backend)
+
+HALF = (tf.float16, tf.bfloat16)
 
 cast = operations.cast
 convert_to_tensor = operations.convert_to_tensor

@@ -20,10 +20,10 @@ from keras.src.backend.tensorflow.layer import TFLayer
 from keras.src.layers.layer import might_have_unbuilt_state
 
 from tfamp.keras_hooks import backend
+from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layer_record import CALLS, Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import Patch, like
 
-_HALF = (tf.float16, tf.bfloat16)
 _SOURCE = "_tfamp_source"
 
 
@@ -255,7 +255,7 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
         y = x if x.dtype == dtype else backend.cast(x, dtype)
         if y is not x and hasattr(x, "_keras_mask"):
             y._keras_mask = x._keras_mask
-        if y.dtype in _HALF and x.dtype not in _HALF:
+        if y.dtype in HALF and x.dtype not in HALF:
             # Another layer in float32 takes it as it was: it may be beyond range.
             setattr(y, _SOURCE, x)
         if hasattr(x, "_keras_logits"):  # a loss takes them in the output's place
@@ -283,10 +283,10 @@ def _wrap_convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
             return y
         if isinstance(x, tf.Tensor):
             source = getattr(x, _SOURCE, None)
-            if source is None and y.dtype in _HALF and x.dtype not in _HALF:
+            if source is None and y.dtype in HALF and x.dtype not in HALF:
                 source = x
         else:  # an array or a list, converted and rounded in one go
-            source = x if hasattr(x, "__array__") and y.dtype in _HALF else None
+            source = x if hasattr(x, "__array__") and y.dtype in HALF else None
         if source is not None:
             setattr(y, _SOURCE, source)
         return y

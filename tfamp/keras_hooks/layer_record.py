@@ -124,8 +124,3 @@ class _Calls(threading.local):
 
 
 CALLS = _Calls()
-
-
-def innermost() -> LayerRecord | None:
-    """Returns the record of the innermost managed layer being called."""
-    return CALLS.stack[-1] if CALLS.stack else None

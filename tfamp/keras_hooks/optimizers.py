@@ -2,8 +2,7 @@
 
 Relies on: TensorFlow optimizers reducing gradients in
 `_all_reduce_sum_gradients` and clipping them in `_clip_gradients`, both looked
-up on the instance; every write of an optimizer going through the `assign` and
-`scatter` methods of TensorFlow's resource variables; Keras naming a class in
+up on the instance; Keras naming a class in
 saved files by a table of its public names; `_walk_saveable` visiting the
 attributes of an optimizer that are saveables themselves; `_trainable_variables`,
 `_var_key`, `_iterations`, `_learning_rate` and `_distribution_strategy` of an
@@ -11,8 +10,7 @@ optimizer.
 """
 
 import contextlib
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -20,17 +18,8 @@ import tensorflow as tf
 from keras.src import api_export
 from keras.src.saving.keras_saveable import KerasSaveable
 from tensorflow.python.ops import control_flow_util
-from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from tfamp.keras_hooks.patches import HookError, Patch
-
-# Writes that a mask can hold back, and those it cannot.
-_MASKED = ("assign", "assign_add", "assign_sub")
-_MASKED_SPARSE = ("scatter_add", "scatter_sub", "scatter_update")
-_UNMASKED = (
-    "scatter_max scatter_min scatter_mul scatter_div batch_scatter_update "
-    "scatter_nd_add scatter_nd_sub scatter_nd_update scatter_nd_max scatter_nd_min"
-).split()
 
 
 def in_xla() -> bool:
@@ -100,175 +89,109 @@ def on_reduced_gradients(optimizer: Any, *, clips: bool) -> Iterator[None]:
             own.pop(name, None)
 
 
-@contextlib.contextmanager
-def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
-    """Lets what is written to variables inside the block count only on a condition.
+Around = Callable[[Any], contextlib.AbstractContextManager[None]]
 
-    A write becomes one of the value that is there where `condition` is false, to
-    the bit. Blocks nest. XLA copies whole variables around a conditional; this
-    costs it a select that fuses into the update.
+
+@contextlib.contextmanager
+def around_each_variable(optimizers: Sequence[Any], around: Around) -> Iterator[None]:
+    """Puts a context around what an update does to each variable and its slots.
 
     Args:
-        condition: A boolean scalar.
+        optimizers: Those whose `apply` is called inside the block; none inside them.
+        around: Gives the context for a variable, or its part on one replica.
     """
-    is_inside = [False]
-    with _WRITES.replaced(
-        lambda original, name: _masked(original, name, condition, is_inside)
-    ):
+
+    def wrap(own: dict[str, Any], update: Any, decay: Any) -> None:
+        def update_step(gradient: Any, variable: Any, *args: Any) -> Any:
+            with around(variable):
+                return update(gradient, variable, *args)
+
+        def apply_weight_decay(variables: Sequence[Any]) -> None:
+            for variable in variables:
+                with around(variable):
+                    decay([variable])
+
+        own.update(update_step=update_step, _apply_weight_decay=apply_weight_decay)
+
+    try:
+        for each in optimizers:
+            wrap(vars(each), each.update_step, each._apply_weight_decay)
         yield
+    finally:
+        for each in optimizers:
+            vars(each).pop("update_step", None)
+            vars(each).pop("_apply_weight_decay", None)
 
 
-@contextlib.contextmanager
-def variables_written() -> Iterator[set[int]]:
-    """Collects the ids of the variables that are written inside the block."""
-    written: set[int] = set()
-    with _WRITES.replaced(lambda original, name: _noted(original, written)):
-        yield written
+def optimizers_of(model: keras.layers.Layer) -> list[Any]:
+    """Returns a model's optimizers: attributes, and entries of lists, tuples, dicts.
 
+    Args:
+        model: Any model or layer; its sublayers are not searched.
 
-_Replace = Callable[[Callable[..., Any], str], Callable[..., Any]]
-
-
-class _Writes:
-    """What stands around writes of variables, for each thread and graph of its own.
-
-    The methods of TensorFlow's classes are replaced while any block is open; what a
-    write does is decided by the thread, or the graph, that it happens in. Threads
-    that train, load or count beside one that traces are not touched.
+    Returns:
+        The optimizers, each once, that of `compile` first where there is one.
     """
-
-    def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._around: dict[tuple[str, int], list[_Replace]] = {}
-        self._originals: list[tuple[type, str, Any]] = []
-
-    @contextlib.contextmanager
-    def replaced(self, replace: _Replace) -> Iterator[None]:
-        """Puts `replace(original, name)` in place of a write, for this place only."""
-        place = _place()
-        with self._lock:
-            if not self._around:
-                self._install()
-            self._around.setdefault(place, []).append(replace)
-        try:
-            yield
-        finally:
-            with self._lock:
-                self._around[place].remove(replace)
-                if not self._around[place]:
-                    del self._around[place]
-                if not self._around:
-                    self._remove()
-
-    def _install(self) -> None:
-        for cls in _variable_classes(BaseResourceVariable):
-            for name in (*_MASKED, *_MASKED_SPARSE, *_UNMASKED):
-                if name in vars(cls):
-                    original = vars(cls)[name]
-                    self._originals.append((cls, name, original))
-                    setattr(cls, name, self._write(original, name))
-
-    def _remove(self) -> None:
-        while self._originals:
-            cls, name, original = self._originals.pop()
-            setattr(cls, name, original)
-
-    def _write(self, original: Callable[..., Any], name: str) -> Callable[..., Any]:
-        def write(variable: Any, *args: Any, **kwargs: Any) -> Any:
-            function = original
-            for replace in tuple(self._around.get(_place(), ())):
-                function = replace(function, name)
-            return function(variable, *args, **kwargs)
-
-        return write
+    found = [getattr(model, "optimizer", None)]
+    for _, value in _attributes(model):
+        found += [entry for _, entry in _entries(value)]
+    kept = [o for o in found if isinstance(o, keras.optimizers.Optimizer)]
+    return list({id(o): o for o in kept}.values())
 
 
-def _place() -> tuple[str, int]:
-    """Returns the function that is being traced, outermost, or else the thread.
+def replace_optimizers(
+    model: keras.layers.Layer, change: Callable[[Any], Any]
+) -> list[str]:
+    """Puts `change(optimizer)` in the place of each optimizer but that of `compile`.
 
-    Replicas trace one function in threads of their own. What `init_scope` runs while
-    a function is traced belongs to the thread, where no mask of the graph is known.
+    One object in several places is replaced by one.
+
+    Returns:
+        The names of the attributes that were changed.
     """
-    graph = outermost_graph()
-    if graph is None:
-        return "thread", threading.get_ident()
-    return "graph", id(graph)
+    given: dict[int, tuple[Any, Any]] = {}
+    # TensorFlow keeps it once more, among what a checkpoint depends on.
+    compiled = getattr(model, "optimizer", None)
 
+    def wanted(present: Any) -> Any:
+        if present is compiled or not isinstance(present, keras.optimizers.Optimizer):
+            return present
+        if id(present) not in given:
+            given[id(present)] = present, change(present)
+        return given[id(present)][1]
 
-def outermost_graph() -> Any:
-    """Returns the function that is being traced, outermost; None in eager code."""
-    if tf.executing_eagerly():
-        return None
-    graph = tf.compat.v1.get_default_graph()
-    while getattr(graph, "outer_graph", None) is not None:
-        outer = graph.outer_graph
-        if not outer.building_function:
-            break
-        graph = outer
-    return graph
-
-
-_WRITES = _Writes()
-
-
-def _noted(original: Callable[..., Any], written: set[int]) -> Callable[..., Any]:
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        written.add(id(self))
-        return original(self, *args, **kwargs)
-
-    return write
-
-
-def _variable_classes(cls: Any) -> Iterator[type]:
-    yield cls
-    for subclass in cls.__subclasses__():
-        yield from _variable_classes(subclass)
-
-
-def _masked(
-    original: Callable[..., Any], name: str, condition: tf.Tensor, is_inside: list[bool]
-) -> Callable[..., Any]:
-    def write(self: Any, *args: Any, **kwargs: Any) -> Any:
-        if is_inside[0]:  # a method of a subclass that calls that of its base
-            return original(self, *args, **kwargs)
-        if name in _UNMASKED:
-            raise RuntimeError(
-                f"An optimizer writes by `{name}` under XLA, where a step with "
-                "non-finite gradients could not be held back. Compile the step with "
-                "`jit_compile=False`."
-            )
-        value, *rest = args
-        is_inside[0] = True
-        try:
-            return original(self, _held(self, name, value, condition), *rest, **kwargs)
-        finally:
-            is_inside[0] = False
-
-    return write
-
-
-def _held(variable: Any, name: str, value: Any, condition: tf.Tensor) -> Any:
-    """Returns what to write so that nothing changes where `condition` is false."""
-    if name in _MASKED_SPARSE:
-        indices = value.indices
-        if name == "scatter_update":
-            neutral = tf.gather(variable.read_value(), indices)
+    names = []
+    for name, value in _attributes(model):
+        entries = _entries(value)
+        changed = {k: wanted(v) for k, v in entries if wanted(v) is not v}
+        if not changed:
+            continue
+        names.append(name)
+        if isinstance(value, keras.optimizers.Optimizer):
+            setattr(model, name, changed[None])
+        elif isinstance(value, tuple):
+            parts = [changed.get(k, v) for k, v in entries]
+            make = getattr(type(value), "_make", tuple)  # of named tuples
+            setattr(model, name, make(parts))
         else:
-            neutral = _neutral(name.removeprefix("scatter_"), variable.dtype)
-        values = tf.where(condition, tf.cast(value.values, variable.dtype), neutral)
-        return tf.IndexedSlices(values, indices, value.dense_shape)
-    value = tf.convert_to_tensor(value, dtype=variable.dtype)
-    if name == "assign":
-        return tf.where(condition, value, variable.read_value())
-    return tf.where(
-        condition, value, _neutral(name.removeprefix("assign_"), value.dtype)
-    )
+            for key, entry in changed.items():
+                value[key] = entry
+    return names
 
 
-def _neutral(operation: str, dtype: tf.DType) -> tf.Tensor:
-    # -0.0 + 0.0 is 0.0, another bit pattern; adding -0.0 changes nothing.
-    zero = -0.0 if operation == "add" and dtype.is_floating else 0
-    return tf.constant(zero, dtype)
+def _attributes(model: keras.layers.Layer) -> list[tuple[str, Any]]:
+    """Returns the attributes that may hold optimizers, but for that of `compile`."""
+    own = ("optimizer", "_optimizer", "_tracked")
+    return [(name, value) for name, value in vars(model).items() if name not in own]
+
+
+def _entries(value: Any) -> list[tuple[Any, Any]]:
+    """Returns what may be optimizers in an attribute, each with its key."""
+    if isinstance(value, keras.optimizers.Optimizer):
+        return [(None, value)]
+    if isinstance(value, list | tuple):
+        return list(enumerate(value))
+    return list(value.items()) if isinstance(value, dict) else []
 
 
 class SavedBeside(KerasSaveable):

@@ -1,9 +1,16 @@
-"""Hooks that put one more entry into a saved model, and into its copies.
+"""Hooks where models and layers are written down, made again, and copied.
 
-Relies on: `_serialize_model_as_json` giving the configuration and the metadata
-of a `.keras` archive as two JSON texts; Keras ignoring metadata it does not
-know; pickling and `copy.deepcopy` going through `KerasSaveable.__reduce__`, which
-gives a function and an archive in memory.
+A saved model, and its copies, hold one more entry. Keras writes the dtype that a layer
+inherited as if it had been passed, so a clone would take every dtype for the user's
+own: the serialized dtype says which it is, in an entry that stock Keras passes over.
+
+Relies on: `_serialize_model_as_json` giving the configuration and the metadata of a
+`.keras` archive as two JSON texts; Keras ignoring metadata it does not know; pickling
+and `copy.deepcopy` going through `KerasSaveable.__reduce__`, which gives a function and
+an archive in memory; `Layer.get_config` serializing the policy into a dict under
+"dtype"; `deserialize_keras_object` passing over entries it does not know; layers being
+made by `Operation.from_config`, or by a `from_config` of their own that hands that dict
+to `Layer.__init__`; `Model.build_from_config` tracing `self.call` on float32 inputs.
 """
 
 import json
@@ -16,18 +23,23 @@ import keras
 from keras.src.saving import saving_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 
-from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks import calls
+from tfamp.keras_hooks.layer_record import CALLS, record_of
+from tfamp.keras_hooks.patches import Patch, like, replaced
+from tfamp.records.formats import HALF
 
 METADATA_FILE = "metadata.json"
 METADATA_KEY = "tfamp"
+_INHERITED = "tfamp_inherited"
 
 
 def patches(
     describe: Callable[[keras.layers.Layer], dict[str, Any] | None],
     unpickle: Callable[[Any], Any],
     load: Callable[[dict[str, Any], Callable[[], Any]], Any],
+    policy_of: Callable[[keras.layers.Layer], str | None],
 ) -> list[Patch]:
-    """Returns the patches on saving and on copying.
+    """Returns the patches on saving, loading and copying.
 
     Args:
         describe: Gives what to store for a model or layer, None for nothing.
@@ -35,6 +47,8 @@ def patches(
             module: a pickle names it, so that any process finds it.
         load: Takes what was stored in a file that Keras's own `load_model` is given,
             and a function that makes the model as Keras does; returns the model.
+        policy_of: Gives the name of the policy that a layer's dtype came from, None
+            where it was passed to the layer or nobody knows.
     """
 
     def wrap_serialize(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -67,10 +81,23 @@ def patches(
 
         return _load_model_from_fileobj
 
+    def wrap_config(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def get_config(self: keras.layers.Layer) -> dict[str, Any]:
+            config = original(self)
+            name, dtype = policy_of(self), config.get("dtype")
+            if name is not None and isinstance(dtype, dict):
+                config["dtype"] = {**dtype, _INHERITED: name}
+            return config
+
+        return get_config
+
     return [
         Patch(saving_lib, "_load_model_from_fileobj", wrap_load),
         Patch(saving_lib, "_serialize_model_as_json", wrap_serialize),
         Patch(KerasSaveable, "__reduce__", wrap_reduce),
+        Patch(keras.layers.Layer, "get_config", wrap_config),
+        Patch(keras.Model, "build_from_config", _wrap_build),
     ]
 
 
@@ -96,3 +123,62 @@ def read_entry(archive: Any) -> dict[str, Any] | None:
             return json.load(text).get(METADATA_KEY)
     with zipfile.ZipFile(archive) as file:
         return json.loads(file.read(METADATA_FILE)).get(METADATA_KEY)
+
+
+def read_patches(
+    is_in_force: Callable[[str], bool],
+    after_quantized: Callable[[keras.layers.Layer], None],
+) -> list[Patch]:
+    """Returns the patch that lets a layer inherit its dtype as the written one did.
+
+    Args:
+        is_in_force: States whether new layers come under the policy of a name.
+        after_quantized: Called with a quantized layer, which needs the dtype that was
+            written, where the written one inherited it.
+    """
+
+    def wrap(original: Any) -> Any:
+        def from_config(cls: type, config: dict[str, Any]) -> Any:
+            dtype = config.get("dtype")
+            name = inherited_from(dtype)
+            if dtype is None or name is None or not is_in_force(name):
+                return original.__func__(cls, config)
+            if dtype["class_name"] != "DTypePolicy":
+                layer = original.__func__(cls, config)
+                after_quantized(layer)
+                return layer
+            config = {k: v for k, v in config.items() if k != "dtype"}
+            return original.__func__(cls, config)
+
+        return classmethod(from_config)
+
+    return [Patch(keras.Operation, "from_config", wrap)]
+
+
+def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Hands a loaded model's `call`, by which it is built, inputs as in a real call."""
+
+    @like(original)
+    def build_from_config(self: keras.Model, config: Any) -> Any:
+        dtype = self.compute_dtype
+        if record_of(self) is None or dtype not in HALF:
+            return original(self, config)
+        plain = self.call
+
+        def call(*args: Any, **kwargs: Any) -> Any:
+            args, kwargs = calls.cast_outputs((args, kwargs), dtype)
+            return plain(*args, **kwargs)
+
+        CALLS.num_builds += 1
+        try:
+            with replaced(self, call=call):
+                return original(self, config)
+        finally:
+            CALLS.num_builds -= 1
+
+    return build_from_config
+
+
+def inherited_from(dtype: Any) -> str | None:
+    """Returns the policy that a serialized dtype came from, None if it was passed."""
+    return dtype.get(_INHERITED) if isinstance(dtype, dict) else None

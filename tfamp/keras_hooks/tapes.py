@@ -13,10 +13,10 @@ from typing import Any
 import tensorflow as tf
 from tensorflow.python.eager import record
 
+from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.patches import Patch, like
 
 _ONCE = "_tfamp_asked_once"
-_HALF = (tf.float16, tf.bfloat16)
 _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "While", "StatelessWhile")
 
 
@@ -65,7 +65,7 @@ def may_compute_in_half() -> bool:
         return False
     graph = tf.compat.v1.get_default_graph()
     return any(
-        operation.type in _CALLS or any(t.dtype in _HALF for t in operation.outputs)
+        operation.type in _CALLS or any(t.dtype in HALF for t in operation.outputs)
         for operation in graph.get_operations()
     )
 

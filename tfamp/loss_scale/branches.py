@@ -5,7 +5,8 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.keras_hooks.optimizers import in_xla, writes_only_if
+from tfamp.keras_hooks.optimizers import in_xla
+from tfamp.keras_hooks.variables import writes_only_if
 
 
 def either(

@@ -9,7 +9,7 @@ from absl import logging
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.patches import HeldPatches
-from tfamp.keras_hooks.training.workers import WORKER_HOOKS
+from tfamp.keras_hooks.trainer import WORKER_HOOKS
 from tfamp.loss_scale.delegation import Delegating, adopted_accumulation
 from tfamp.loss_scale.fit.blame import Blame
 from tfamp.loss_scale.fit.hooks import FIT_HOOKS

@@ -6,8 +6,12 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.keras_hooks.optimizers import leaves, on_reduced_gradients, writes_only_if
-from tfamp.keras_hooks.training.partial_updates import around_each_variable
+from tfamp.keras_hooks.optimizers import (
+    around_each_variable,
+    leaves,
+    on_reduced_gradients,
+)
+from tfamp.keras_hooks.variables import writes_only_if
 from tfamp.loss_scale.branches import on_each_replica
 from tfamp.loss_scale.gradients import multiplied
 

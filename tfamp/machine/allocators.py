@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import tensorflow as tf
 
 from tfamp.machine import limits
-from tfamp.machine.memory_records import GpuMemory, Holder, MachineMemory, MemoryLimit
-from tfamp.machine.nvml import Nvml
+from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.nvml import Nvml, number_of
 from tfamp.records.units import format_bytes
 
 _ALLOCATOR, _GROWTH = "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH"
@@ -104,7 +104,7 @@ def advice(
 
 def _gpus(nvml: Nvml, own: int, root: Path, config: Any) -> Iterator[GpuMemory]:
     handles = nvml.handles
-    physical = {_number(gpu): gpu for gpu in config.list_physical_devices("GPU")}
+    physical = {number_of(gpu): gpu for gpu in config.list_physical_devices("GPU")}
     for reading in nvml.read():
         part, whole = handles[reading.index]
         mode = nvml.ask("nvmlDeviceGetMigMode", whole)
@@ -120,10 +120,6 @@ def _gpus(nvml: Nvml, own: int, root: Path, config: Any) -> Iterator[GpuMemory]:
             growth,
             limit,
         )
-
-
-def _number(gpu: Any) -> int:
-    return int(gpu.name.rsplit(":", 1)[1])
 
 
 def _holders(nvml: Nvml, part: Any, own: int, root: Path) -> tuple[Holder, ...]:
@@ -148,9 +144,8 @@ def _program(nvml: Nvml, pid: int, root: Path) -> str:
     if not name:
         with contextlib.suppress(OSError):
             name = (root / f"proc/{pid}/comm").read_text()
-    name = name.decode(errors="replace") if isinstance(name, bytes) else name or ""
     # A path, with the arguments on some systems.
-    return name.strip().split(" ")[0].rsplit("/", 1)[-1]
+    return (name or "").strip().split(" ")[0].rsplit("/", 1)[-1]
 
 
 def _taking(config: Any, gpu: Any) -> tuple[bool | None, int | None]:

@@ -4,7 +4,6 @@
 what it found, so that any machine can be described and asked about.
 """
 
-import contextlib
 import functools
 import os
 from collections.abc import Callable, Mapping, Sequence
@@ -15,8 +14,9 @@ import tensorflow as tf
 
 from tfamp.machine import amx as _amx
 from tfamp.machine import speeds
+from tfamp.machine.nvml import Nvml, details_of, number_of
 from tfamp.machine.speeds import Speed
-from tfamp.records import checks, formats
+from tfamp.records import formats
 from tfamp.records.record import Device, Recommendation
 
 # Best first: bfloat16 has float32's range and needs no loss scale.
@@ -139,72 +139,34 @@ def devices() -> tuple[Device, ...]:
     """
     tpus = tf.config.list_physical_devices("TPU")
     gpus = tf.config.get_visible_devices("GPU")
-    details = [_details(gpu) for gpu in gpus]
-    memory = _nvml_memory() if gpus else {}
+    memory = _gpu_memory() if gpus else {}
     return (
-        *(Device("tpu", _details(tpu).get("device_name", "TPU")) for tpu in tpus),
-        *(_gpu(detail, memory) for detail in details),
+        *(Device("tpu", details_of(tpu).get("device_name", "TPU")) for tpu in tpus),
+        *(_gpu(details_of(gpu), memory.get(number_of(gpu))) for gpu in gpus),
         _cpu(),
     )
 
 
-def _gpu(details: Mapping[str, Any], memory: Mapping[str, int]) -> Device:
-    """Returns a GPU from TensorFlow's details and NVML's memory by name."""
+def _gpu(details: Mapping[str, Any], memory_bytes: int | None) -> Device:
     name = details.get("device_name", "GPU")
     capability = details.get("compute_capability")
     return Device(
         "gpu",
         name,
         compute_capability=tuple(capability) if capability else None,
-        memory_bytes=memory.get(name),
+        memory_bytes=memory_bytes,
         # "NVIDIA A100-SXM4-40GB MIG 3g.20gb"
         partition=" MIG " in f" {name} ",
     )
 
 
-def _details(device: Any) -> dict[str, Any]:
-    """Returns TensorFlow's details of a device, {} where it has none to give."""
-    try:
-        return dict(tf.config.experimental.get_device_details(device))
-    except (ValueError, RuntimeError, tf.errors.OpError):
+def _gpu_memory() -> dict[int, int | None]:
+    """Returns the memory of TensorFlow's GPUs and MIG slices, {} without NVML."""
+    nvml = Nvml.open()
+    if nvml is None:
         return {}
-
-
-def _nvml_memory() -> dict[str, int]:
-    """Returns the memory of NVIDIA's GPUs and MIG slices by name, {} without NVML."""
-    try:
-        pynvml: Any = checks.require("pynvml", extra="gpu", purpose="GPU memory")
-    except ImportError:
-        return {}
-    found: dict[str, int] = {}
-    try:
-        pynvml.nvmlInit()
-    except pynvml.NVMLError:
-        return {}
-    try:
-        for index in range(pynvml.nvmlDeviceGetCount()):
-            handle = pynvml.nvmlDeviceGetHandleByIndex(index)
-            for part in (handle, *_mig_slices(pynvml, handle)):
-                name = pynvml.nvmlDeviceGetName(part)
-                name = name.decode() if isinstance(name, bytes) else name
-                total = int(pynvml.nvmlDeviceGetMemoryInfo(part).total)
-                # Of two GPUs with one name the smaller counts.
-                found[name] = min(total, found.get(name, total))
-    except pynvml.NVMLError:
-        pass
-    finally:
-        pynvml.nvmlShutdown()
-    return found
-
-
-def _mig_slices(pynvml: Any, handle: Any) -> list[Any]:
-    """Returns the MIG slices of a GPU; most GPUs cannot be sliced."""
-    slices = []
-    with contextlib.suppress(pynvml.NVMLError):
-        for index in range(pynvml.nvmlDeviceGetMaxMigDeviceCount(handle)):
-            with contextlib.suppress(pynvml.NVMLError):
-                slices.append(pynvml.nvmlDeviceGetMigDeviceHandleByIndex(handle, index))
-    return slices
+    with nvml:
+        return {each.index: each.memory_total_bytes for each in nvml.read()}
 
 
 @functools.cache

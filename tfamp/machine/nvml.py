@@ -1,20 +1,22 @@
-"""NVIDIA's figures of the GPUs that TensorFlow uses: load, memory, power, energy."""
+"""NVIDIA's figures of the GPUs that TensorFlow uses: load, memory, power, energy.
+
+NVML lists all GPUs of the machine in the order of their slots. CUDA shows those that
+CUDA_VISIBLE_DEVICES names, in its order, and of a GPU cut by MIG one slice.
+"""
 
 import dataclasses
 import os
 import re
 import time
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfamp.machine.visible_gpus import handles_of
 from tfamp.records import checks
 from tfamp.records.record import Record
 
 _MIG = re.compile(r"\bMIG (\S+)")
-_GPU_NAME = "/physical_device:GPU:"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +54,16 @@ class GpuReading(Record):
     energy_source: str | None = None
 
 
+class _Part(NamedTuple):
+    """A GPU, or a MIG slice of one: what NVML is asked with, and the whole GPU."""
+
+    slot: int  # of the GPU, in NVML's order
+    uuid: str
+    name: str
+    handle: Any
+    whole: Any
+
+
 class Nvml:
     """Reads the GPUs that TensorFlow sees in this process.
 
@@ -64,6 +76,10 @@ class Nvml:
             without starting the GPUs.
         environ: Where CUDA_VISIBLE_DEVICES stands.
         clock: Gives seconds.
+
+    Attributes:
+        handles: Number in TensorFlow -> NVML's handle of what it computes on, and of
+            the whole GPU. The two differ on a MIG slice.
 
     Raises:
         ImportError: nvidia-ml-py is not installed.
@@ -85,9 +101,9 @@ class Nvml:
             "pynvml", extra="gpu", purpose="Figures of the GPU"
         )
         self._clock = clock
-        self._summed: dict[int, _Summed] = {}
+        # Joules, and the time and power of the last reading, where power is summed.
+        self._summed: dict[int, tuple[float, float, float]] = {}
         self._counting: set[int] = set()
-        self._handles: dict[int, tuple[Any, Any]] = {}
         try:
             self._pynvml.nvmlInit()
         except self._pynvml.NVMLError as error:
@@ -97,8 +113,9 @@ class Nvml:
             ) from error
         self._is_open = True
         try:
-            self._handles = handles_of(self._pynvml, gpus, environ)
-            if not self._handles:
+            listed = environ.get("CUDA_VISIBLE_DEVICES")
+            self.handles = _handles_of(list(self._parts()), gpus, listed)
+            if not self.handles:
                 raise RuntimeError(
                     f"NVML knows none of TensorFlow's GPUs {tuple(gpus)!r}; expected "
                     "NVIDIA's, as listed by `nvidia-smi -L`."
@@ -109,12 +126,7 @@ class Nvml:
 
     @classmethod
     def open(cls, pynvml: Any = None, **options: Any) -> "Nvml | None":
-        """Returns a reader, or None where it cannot be had (no GPU, no NVML).
-
-        Args:
-            pynvml: As for the class.
-            **options: As for the class.
-        """
+        """Returns a reader, or None where it cannot be had (no GPU, no NVML)."""
         try:
             return cls(pynvml, **options)
         except (ImportError, RuntimeError):
@@ -130,18 +142,7 @@ class Nvml:
             raise ValueError(
                 "This `Nvml` is closed; expected an open one. Make a new `Nvml()`."
             )
-        return tuple(
-            self._one(index, part, whole)
-            for index, (part, whole) in self._handles.items()
-        )
-
-    @property
-    def handles(self) -> dict[int, tuple[Any, Any]]:
-        """Number in TensorFlow -> NVML's handle of what it computes on, of the GPU.
-
-        The two differ on a MIG slice.
-        """
-        return dict(self._handles)
+        return tuple(self._one(index, *both) for index, both in self.handles.items())
 
     def close(self) -> None:
         """Lets NVML go; a second time does nothing."""
@@ -150,22 +151,42 @@ class Nvml:
             self.ask("nvmlShutdown")
 
     def __enter__(self) -> "Nvml":
-        """Returns itself."""
         return self
 
     def __exit__(self, *_: object) -> None:
-        """Closes."""
         self.close()
 
-    def _one(self, index: int, part: Any, whole: Any) -> GpuReading:
-        """Returns the reading of a GPU.
+    def ask(self, name: str, *arguments: Any) -> Any:
+        """Returns the answer to a query of the library, None where there is none.
 
-        Args:
-            index: Its number in TensorFlow.
-            part: What TensorFlow computes on: a GPU, or a MIG slice of one.
-            whole: The GPU itself.
+        Under MIG, in containers and on consumer GPUs single queries are refused; old
+        versions of the library lack some.
         """
-        name = _text(self.ask("nvmlDeviceGetName", part) or "GPU")
+        try:
+            answer = getattr(self._pynvml, name)(*arguments)
+        except (self._pynvml.NVMLError, AttributeError):
+            return None
+        return answer.decode(errors="replace") if isinstance(answer, bytes) else answer
+
+    def _parts(self) -> Iterator[_Part]:
+        """Yields all GPUs, and the slices in place of one that is cut."""
+        for slot in range(self.ask("nvmlDeviceGetCount") or 0):
+            whole = self.ask("nvmlDeviceGetHandleByIndex", slot)
+            if whole is None:
+                continue
+            slices = (
+                self.ask("nvmlDeviceGetMigDeviceHandleByIndex", whole, index)
+                for index in range(
+                    self.ask("nvmlDeviceGetMaxMigDeviceCount", whole) or 0
+                )
+            )
+            for handle in [each for each in slices if each is not None] or [whole]:
+                uuid = self.ask("nvmlDeviceGetUUID", handle) or ""
+                name = self.ask("nvmlDeviceGetName", handle) or ""
+                yield _Part(slot, uuid, name, handle, whole)
+
+    def _one(self, index: int, part: Any, whole: Any) -> GpuReading:
+        name = self.ask("nvmlDeviceGetName", part) or "GPU"
         found = _MIG.search(name)
         sliced = found.group(1) if found else None
         if part is not whole and sliced is None:
@@ -173,6 +194,7 @@ class Nvml:
         memory = self.ask("nvmlDeviceGetMemoryInfo", part)
         load = self.ask("nvmlDeviceGetUtilizationRates", part)
         sensor = getattr(self._pynvml, "NVML_TEMPERATURE_GPU", 0)
+        celsius = self.ask("nvmlDeviceGetTemperature", whole, sensor)
         milliwatts = self.ask("nvmlDeviceGetPowerUsage", whole)
         watts = None if milliwatts is None else milliwatts / 1000
         energy, source = self._energy(index, whole, watts)
@@ -183,9 +205,7 @@ class Nvml:
             utilisation=None if load is None else load.gpu / 100,
             memory_used_bytes=None if memory is None else int(memory.used),
             memory_total_bytes=None if memory is None else int(memory.total),
-            temperature_celsius=_number(
-                self.ask("nvmlDeviceGetTemperature", whole, sensor)
-            ),
+            temperature_celsius=None if celsius is None else float(celsius),
             power_watts=watts,
             energy_joules=energy,
             energy_source=source,
@@ -194,7 +214,10 @@ class Nvml:
     def _energy(
         self, index: int, whole: Any, watts: float | None
     ) -> tuple[float | None, str | None]:
-        """Returns joules and where they come from, the same place as before."""
+        """Returns joules and where they come from, the same place as before.
+
+        Without a counter energy is the area below the power, joined by straight lines.
+        """
         if index not in self._summed:
             millijoules = self.ask("nvmlDeviceGetTotalEnergyConsumption", whole)
             if millijoules is not None:
@@ -202,35 +225,11 @@ class Nvml:
                 return millijoules / 1000, "counter"
         if watts is None or index in self._counting:
             return None, None
-        summed = self._summed.setdefault(index, _Summed())
-        return summed.add(self._clock(), watts), "power"
-
-    def ask(self, name: str, *arguments: Any) -> Any:
-        """Returns the answer to a query of the library, None where there is none.
-
-        Under MIG, in containers and on consumer GPUs single queries are refused; old
-        versions of the library lack some.
-        """
-        try:
-            return getattr(self._pynvml, name)(*arguments)
-        except (self._pynvml.NVMLError, AttributeError):
-            return None
-
-
-class _Summed:
-    """Energy as the area below the power, joined by straight lines."""
-
-    def __init__(self) -> None:
-        self._joules = 0.0
-        self._last: tuple[float, float] | None = None
-
-    def add(self, now: float, watts: float) -> float:
-        """Returns the joules since the first call."""
-        if self._last is not None:
-            then, before = self._last
-            self._joules += (now - then) * (watts + before) / 2
-        self._last = now, watts
-        return self._joules
+        now = self._clock()
+        joules, then, before = self._summed.get(index, (0.0, now, watts))
+        joules += (now - then) * (watts + before) / 2
+        self._summed[index] = joules, now, watts
+        return joules, "power"
 
 
 def visible_gpus() -> list[tuple[int, str]]:
@@ -239,21 +238,71 @@ def visible_gpus() -> list[tuple[int, str]]:
     The number counts the GPUs that CUDA shows, those hidden by
     `tf.config.set_visible_devices` too; the name is "" where it is not told.
     """
-    found = []
-    for gpu in tf.config.get_visible_devices("GPU"):
-        try:
-            details = tf.config.experimental.get_device_details(gpu)
-        except (ValueError, RuntimeError, tf.errors.OpError):
-            details = {}
-        number = gpu.name.removeprefix(_GPU_NAME)
-        found.append((int(number), details.get("device_name", "")))
+    return [
+        (number_of(gpu), details_of(gpu).get("device_name", ""))
+        for gpu in tf.config.get_visible_devices("GPU")
+    ]
+
+
+def number_of(gpu: Any) -> int:
+    """Returns the number of one of TensorFlow's physical devices."""
+    return int(gpu.name.rsplit(":", 1)[1])
+
+
+def details_of(device: Any) -> dict[str, Any]:
+    """Returns TensorFlow's details of a device, {} where it has none to give."""
+    try:
+        return dict(tf.config.experimental.get_device_details(device))
+    except (ValueError, RuntimeError, tf.errors.OpError):
+        return {}
+
+
+def _handles_of(
+    parts: Sequence[_Part], gpus: Sequence[tuple[int, str]], listed: str | None
+) -> dict[int, tuple[Any, Any]]:
+    """Returns for each GPU of TensorFlow its NVML handle and that of the whole GPU.
+
+    CUDA puts the fastest GPU first unless CUDA_DEVICE_ORDER says otherwise, so where
+    the names disagree they decide, and not the place.
+    """
+    shown = _shown(parts, listed)
+    found: dict[int, tuple[Any, Any]] = {}
+    free = [*shown, *(part for part in parts if part not in shown)]
+    for number, name in gpus:
+        at_place = shown[number] if number < len(shown) else None
+        named = [part for part in free if name and part.name == name]
+        if at_place in free and (not name or not named or at_place in named):
+            part = at_place
+        elif named:
+            part = named[0]
+        else:
+            continue
+        free.remove(part)
+        found[number] = (part.handle, part.whole)
     return found
 
 
-def _text(name: str | bytes) -> str:
-    """Returns a name as text; older libraries give bytes."""
-    return name.decode() if isinstance(name, bytes) else name
+def _shown(parts: Sequence[_Part], listed: str | None) -> list[_Part]:
+    """Returns what CUDA shows, in its order.
 
+    `listed` is CUDA_VISIBLE_DEVICES: numbers, or the beginnings of UUIDs. The list ends
+    at the first entry that names nothing.
 
-def _number(value: Any) -> float | None:
-    return None if value is None else float(value)
+    Source: NVIDIA, CUDA C++ Programming Guide, section "CUDA Environment Variables";
+    MIG User Guide, section "CUDA Visible Devices".
+    """
+    by_slot: dict[int, _Part] = {}
+    for part in parts:
+        by_slot.setdefault(part.slot, part)
+    if listed is None:
+        return list(by_slot.values())
+    found: list[_Part] = []
+    for entry in map(str.strip, listed.split(",")):
+        if entry.isdecimal():
+            named = [part for slot, part in by_slot.items() if slot == int(entry)]
+        else:
+            named = [p for p in parts if entry and p.uuid.startswith(entry)]
+        if not named:
+            break
+        found.append(named[0])
+    return found

@@ -1,6 +1,8 @@
-"""What an error of memory means: what was asked for and where, what holds the rest.
+"""Errors of memory: which are, what was asked for and where, what holds the rest.
 
-`explain` words it from plain facts, so that any error and machine can be described.
+They are judged by the names of their classes and by their text, so that it can be done
+where TensorFlow is not loaded, and for what other libraries raise. `explain` words them
+from plain facts, so that any error and machine can be described.
 """
 
 import dataclasses
@@ -9,11 +11,36 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-import tensorflow as tf
-
-from tfamp.machine.memory_records import GpuMemory, MachineMemory
+from tfamp.machine.limits import GpuMemory, MachineMemory
 from tfamp.records.units import format_bytes, join_words
 
+# Names of error classes that mean it by themselves, whoever raises them.
+_EXHAUSTED = frozenset({"ResourceExhaustedError"})
+# Those that may mean it; their text decides. Under XLA, in oneDNN and in the libraries
+# of a GPU a failed allocation comes as one of these.
+_PERHAPS = frozenset(
+    {"InternalError", "UnknownError", "AbortedError", "XlaRuntimeError", "RuntimeError"}
+)
+_SIGNS = (
+    "out of memory",
+    "out_of_memory",
+    "resource_exhausted",
+    "resourceexhausted",
+    "failed to allocate",
+    "alloc_failed",
+    "oom when allocating",
+    "bad_alloc",
+    "memoryerror",
+    # What oneDNN calls `dnnl_out_of_memory`.
+    "exception:status: 1,",
+)
+# Something else that is exhausted: a disk, a message of the network, open files.
+_OTHER_RESOURCES = (
+    "no space left",
+    "disk quota",
+    "too many open files",
+    "message larger than max",
+)
 _TENSOR = re.compile(
     r"OOM when allocating tensor with shape\s*\[([\d,\s]*)\] and type (\w+)"
 )
@@ -23,12 +50,34 @@ _BYTES = (
     re.compile(r"failed to allocate (?:request for )?(\d+) ?b(?:ytes)?\b"),
     re.compile(r"trying to allocate [\d.]+ ?\w+ \(rounded to (\d+)\)"),
 )
+# What TensorFlow calls them in errors; others have their name.
+_DTYPES = {"half": "float16", "float": "float32", "double": "float64"}
 _DEVICE = re.compile(r"device:(\w+:\d+)")
 _NODE = re.compile(r"\{\{node ([^}]+)\}\}")
 _CALLED = re.compile(r"Exception encountered when calling (\w+)\.call")
 _NUMBER = re.compile(r"_\d+$")
 _ALLOCATOR, _ASYNC = "TF_GPU_ALLOCATOR", "cuda_malloc_async"
 _GROWTH = "TF_FORCE_GPU_ALLOW_GROWTH"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Returns whether an error says that memory could not be had.
+
+    Example:
+        >>> is_out_of_memory(MemoryError())
+        True
+        >>> is_out_of_memory(RuntimeError("CUDA_ERROR_OUT_OF_MEMORY: out of memory"))
+        True
+        >>> is_out_of_memory(RuntimeError("an illegal memory access was encountered"))
+        False
+    """
+    if isinstance(error, MemoryError):
+        return True
+    names = {cls.__name__ for cls in type(error).__mro__}
+    text = str(error).lower()
+    if names & _EXHAUSTED:
+        return not any(other in text for other in _OTHER_RESOURCES)
+    return bool(names & _PERHAPS) and any(sign in text for sign in _SIGNS)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,9 +102,6 @@ class Request:
 def requested(error_text: str) -> Request:
     """Returns what an error says was asked for.
 
-    Args:
-        error_text: The error's text, of TensorFlow, XLA or a driver.
-
     Example:
         >>> text = "OOM when allocating tensor with shape[8,2] and type half on"
         >>> requested(text).bytes, requested(text).what
@@ -63,17 +109,15 @@ def requested(error_text: str) -> Request:
         >>> requested("Out of memory while trying to allocate 1024 bytes.").bytes
         1024
     """
-    size, what = None, ""
+    size: int | None = None
+    what = ""
     tensor = _TENSOR.search(error_text)
     if tensor is not None:
         shape = tuple(int(n) for n in tensor.group(1).split(",") if n.strip())
-        what = f"{tensor.group(2)} {shape}"
-        try:
-            dtype = tf.as_dtype(tensor.group(2))
-        except TypeError:
-            pass
-        else:
-            size, what = math.prod(shape) * dtype.size, f"{dtype.name} {shape}"
+        dtype = _DTYPES.get(tensor.group(2), tensor.group(2))
+        bits = re.search(r"\d+", "bool8" if dtype == "bool" else dtype)
+        what = f"{dtype} {shape}"
+        size = math.prod(shape) * int(bits[0]) // 8 if bits else None
     else:
         found = [each.search(error_text.lower()) for each in _BYTES]
         size = next((int(each.group(1)) for each in found if each), None)

@@ -7,8 +7,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.keras_hooks import storage, structure
-from tfamp.keras_hooks.training import trainer
+from tfamp.keras_hooks import structure, trainer, variables
 from tfamp.models import apply
 from tfamp.records import checks
 from tfamp.records.checks import first_line
@@ -76,7 +75,7 @@ def freeze(
         ]
         before = structure.bytes_of(frozen.weights)
         for weight in lowered:
-            storage.store_in(weight, dtype)
+            variables.store_in(weight, dtype)
     trainer.drop_traced_functions(frozen)
     logging.info(
         "tfamp.freeze: %d of %d weights of %r are stored in %s now, %s instead of %s; "
@@ -128,7 +127,7 @@ def _reads(model: keras.Model, sample: Any) -> dict[int, set[str]]:
         args = (structure.inputs_of(graph),)
     else:
         args = _remembered_inputs(model)
-    with storage.noting_reads() as found:
+    with variables.noting_reads() as found:
         try:
             structure.trace_call(model, args, {"training": False})
         except Exception as error:

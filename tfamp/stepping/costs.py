@@ -9,7 +9,7 @@ out, so shares order causes and foretell no speed.
 import dataclasses
 from collections.abc import Sequence
 
-from tfamp.graph.operation import Operation
+from tfamp.graph.bodies import Operation
 from tfamp.graph.products import flops_of, is_product
 from tfamp.machine import devices as hardware
 from tfamp.records.formats import HALF

@@ -8,8 +8,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph.hlo import CompiledProduct, read_hlo
-from tfamp.graph.optimized import read_optimized
+from tfamp.graph.compiled import CompiledProduct, read_hlo, read_optimized
 from tfamp.machine import amx
 from tfamp.records import checks
 from tfamp.stepping.arguments import build, check_model, checked_dataset, first_batch

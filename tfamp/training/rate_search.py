@@ -8,8 +8,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.patches import replaced
-from tfamp.keras_hooks.training import trainer
 from tfamp.machine import amx
 from tfamp.records import checks
 from tfamp.records.progress import progress

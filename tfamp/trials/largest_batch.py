@@ -7,7 +7,7 @@ import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
-from tfamp.machine.memory_errors import is_out_of_memory
+from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.trials import processes
 
 # The answer lies within this part below the largest that fits.

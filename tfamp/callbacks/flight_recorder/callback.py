@@ -21,7 +21,7 @@ from tfamp.callbacks.flight_recorder.signs import (
     has_finite_loss,
     loss_of,
 )
-from tfamp.keras_hooks.training import around_training
+from tfamp.keras_hooks import around_training
 from tfamp.loss_scale.errors import found_in
 from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.records import checks

@@ -15,7 +15,7 @@ from tfamp.callbacks.flight_recorder.facts import (
     surroundings_of,
 )
 from tfamp.callbacks.flight_recorder.log import FlightLog, learning_rate_of
-from tfamp.keras_hooks.training import fit_frames
+from tfamp.keras_hooks import trainer
 from tfamp.stepping import snapshots
 from tfamp.stepping.bundles.digests import digest
 from tfamp.stepping.bundles.files import Contents
@@ -126,7 +126,7 @@ def built_from(model: keras.Model, element_spec: Any) -> bool:
         # Whatever a model raises that only runs on tensors.
         with contextlib.suppress(Exception), strategy.scope():
             if not model.built:
-                fit_frames.build_from(model, element_spec)
+                trainer.build_from(model, element_spec)
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
     return model.built and all(optimizer.built for optimizer in optimizers)

@@ -11,7 +11,7 @@ from tfamp.callbacks.micro_batches.text import (
     tell_of_single_steps,
     warn_of_split,
 )
-from tfamp.keras_hooks.training import around_training
+from tfamp.keras_hooks import around_training
 from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.records import checks
 

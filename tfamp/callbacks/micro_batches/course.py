@@ -13,8 +13,8 @@ from tfamp.callbacks.micro_batches import parts, text
 from tfamp.callbacks.micro_batches.gradients import Gradients, only_after_gradients
 from tfamp.callbacks.micro_batches.state import StateBefore
 from tfamp.callbacks.nan_recovery.signs import was_skipped
-from tfamp.keras_hooks.training import around_training, fit_frames
-from tfamp.machine.memory_errors import is_out_of_memory
+from tfamp.keras_hooks import around_training, trainer
+from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.records.checks import first_line
 
 
@@ -220,7 +220,7 @@ def _build(model: keras.Model, element_spec: Any) -> None:
     # Whatever a model raises that only runs on tensors.
     with contextlib.suppress(Exception), strategy.scope():
         if element_spec is not None:
-            fit_frames.build_from(model, element_spec)
+            trainer.build_from(model, element_spec)
         if model.built and not optimizer.built:
             optimizer.build(model.trainable_variables)
 

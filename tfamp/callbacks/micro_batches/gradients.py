@@ -14,9 +14,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import optimizers
+from tfamp.keras_hooks import around_training, optimizers
 from tfamp.keras_hooks.patches import replaced
-from tfamp.keras_hooks.training import around_training
 
 
 class _Kind(NamedTuple):

@@ -14,8 +14,8 @@ from tfamp.callbacks.nan_recovery import signs
 from tfamp.callbacks.nan_recovery.batches import LastBatches
 from tfamp.callbacks.nan_recovery.memory import Memory
 from tfamp.callbacks.nan_recovery.signs import Sign
-from tfamp.keras_hooks.training import around_training
-from tfamp.keras_hooks.training.trainer import drop_traced_functions
+from tfamp.keras_hooks import around_training
+from tfamp.keras_hooks.trainer import drop_traced_functions
 from tfamp.stepping.bundles.record import Cause
 from tfamp.stepping.snapshots.background import Background
 from tfamp.stepping.snapshots.slots import Slots

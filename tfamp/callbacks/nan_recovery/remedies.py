@@ -9,7 +9,7 @@ import numpy as np
 from absl import logging
 
 from tfamp.dtypes import layer_dtypes
-from tfamp.dtypes.rule import Rule
+from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.layer_record import record_of
 from tfamp.loss_scale.tally import Levels

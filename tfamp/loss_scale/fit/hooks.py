@@ -13,11 +13,11 @@ from typing import Any
 import keras
 import tensorflow as tf
 
+from tfamp.keras_hooks import around_training, trainer
 from tfamp.keras_hooks.layer_record import CALLS, record_of
-from tfamp.keras_hooks.model_optimizers import optimizers_of
-from tfamp.keras_hooks.optimizers import in_xla, variables_written
+from tfamp.keras_hooks.optimizers import in_xla, optimizers_of
 from tfamp.keras_hooks.patches import HeldPatches
-from tfamp.keras_hooks.training import around_training, fit_frames
+from tfamp.keras_hooks.variables import variables_written
 from tfamp.loss_scale import errors
 from tfamp.loss_scale.fit.surroundings import around_run
 from tfamp.loss_scale.held_state import HeldState
@@ -70,7 +70,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         _build(model, optimizers, data)
         state = HeldState(model, optimizers)
         accumulates = any(o.accumulates for o in optimizers)
-        weight = fit_frames.batch_size_of(data) if accumulates else None
+        weight = trainer.batch_size_of(data) if accumulates else None
         for optimizer in optimizers:
             optimizer.leaves_stop_to_caller = True
         _MICROBATCH.weight = weight
@@ -94,7 +94,7 @@ def _build(model: keras.Model, optimizers: list[Any], data: Any) -> None:
     if model.built and all(o.built for o in optimizers):
         return
     try:
-        fit_frames.build_from(model, data)
+        trainer.build_from(model, data)
     except Exception:  # a model that only runs on tensors is built by its first call
         return
 
@@ -204,7 +204,7 @@ def _prepare(model: keras.Model) -> None:
 
 
 FIT_HOOKS = HeldPatches(
-    fit_frames.patches(
+    trainer.run_patches(
         _guarded,
         _watched,
         around_training.note_made,

@@ -13,8 +13,7 @@ from tfamp.keras_hooks.layer_record import record_of
 from tfamp.loss_scale.fit import learning_rate_advice
 from tfamp.machine.allocators import machine_memory
 from tfamp.machine.memory import device_peak_bytes
-from tfamp.machine.memory_errors import is_out_of_memory
-from tfamp.machine.out_of_memory import explain
+from tfamp.machine.out_of_memory import explain, is_out_of_memory
 
 _NOTED = "_tfamp_explained"
 

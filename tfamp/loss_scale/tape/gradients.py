@@ -16,8 +16,9 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import tapes
 from tfamp.keras_hooks.layer_record import CALLS, record_of
-from tfamp.keras_hooks.optimizers import outermost_graph, trained_by
+from tfamp.keras_hooks.optimizers import trained_by
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+from tfamp.keras_hooks.variables import outermost_graph
 from tfamp.loss_scale.tape import warnings
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN
 from tfamp.loss_scale.tape.scaled_gradients import ScaledGradients, can_be_scaled

@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.keras_hooks.optimizers import outermost_graph
+from tfamp.keras_hooks.variables import outermost_graph
 
 
 class _Thread:

@@ -9,7 +9,7 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
-from tfamp.machine.memory_records import MemoryLimit
+from tfamp.machine.limits import MemoryLimit
 from tfamp.memory.batch_search import trial_process
 from tfamp.memory.batch_search.accumulation import Split, splits
 from tfamp.memory.batch_search.data import Batch, batch_of

@@ -7,7 +7,7 @@ from pathlib import Path
 import tensorflow as tf
 
 from tfamp.machine import limits
-from tfamp.machine.memory_records import MemoryLimit
+from tfamp.machine.limits import MemoryLimit
 from tfamp.machine.nvml import Nvml
 from tfamp.records import checks
 

@@ -6,7 +6,7 @@ import signal
 
 import tensorflow as tf
 
-from tfamp.machine.memory_errors import is_out_of_memory
+from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.memory.batch_search.records import Outcome
 
 # TensorFlow's allocator tells so of memory that it can do without.

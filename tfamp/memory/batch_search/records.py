@@ -4,7 +4,7 @@ import dataclasses
 import os
 from typing import Literal
 
-from tfamp.machine.memory_records import MemoryLimit
+from tfamp.machine.limits import MemoryLimit
 from tfamp.memory.batch_search import plot as plotting
 from tfamp.memory.batch_search import text as rendering
 from tfamp.memory.batch_search.limits import allowed_bytes

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.keep_float32 import RuleSet
+from tfamp.dtypes.settings import RuleSet
 from tfamp.records import checks
 from tfamp.trials.in_force import in_force
 from tfamp.trials.variant import Variant

@@ -4,8 +4,8 @@ import collections
 
 import keras
 
+from tfamp.graph.bodies import is_backward
 from tfamp.graph.liveness import Held, Peak
-from tfamp.graph.operation import is_backward
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.structure import bytes_of, num_bytes
 from tfamp.stepping.layer_marks import Marks

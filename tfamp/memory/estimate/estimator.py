@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfamp.keras_hooks.training import trainer
+from tfamp.keras_hooks import trainer
 from tfamp.memory.estimate.model_steps import Asked
 from tfamp.memory.estimate.records import MemoryEstimates
 from tfamp.models import apply

@@ -2,10 +2,12 @@
 
 import dataclasses
 
-from tfamp.graph.plans import Plan
+from tfamp.graph.schedules import Schedule
 
 
-def scaled(first: Plan, second: Plan, sizes: tuple[int, int], size: int) -> Plan | None:
+def scaled(
+    first: Schedule, second: Schedule, sizes: tuple[int, int], size: int
+) -> Schedule | None:
     """Returns the steps for a batch size, each buffer growing evenly with the batch.
 
     Args:
@@ -24,7 +26,7 @@ def scaled(first: Plan, second: Plan, sizes: tuple[int, int], size: int) -> Plan
 
     if len(first.steps) != len(second.steps):
         return None
-    plan = Plan(map(between, first.argument_bytes, second.argument_bytes))
+    plan = Schedule(map(between, first.argument_bytes, second.argument_bytes))
     for one, other in zip(first.steps, second.steps, strict=True):
         if one.op != other.op or len(one.outputs) != len(other.outputs):
             return None

@@ -6,7 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.graph.liveness import Peak, find_peak
-from tfamp.graph.plans import Plan, read_plan
+from tfamp.graph.schedules import Schedule, read_schedule
 from tfamp.keras_hooks import structure
 from tfamp.machine import devices
 from tfamp.memory.estimate import breakdown
@@ -42,8 +42,8 @@ class Asked:
         self._in_xla = in_xla
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self._emulated = frozenset(HALF) - _fast_dtypes()
-        self._traced: dict[int, tuple[TracedSpecs, Plan]] = {}
-        self._planned: dict[int, dict[int, Plan]] = {}
+        self._traced: dict[int, tuple[TracedSpecs, Schedule]] = {}
+        self._planned: dict[int, dict[int, Schedule]] = {}
         if training:
             build(model, None if model.built else self._one_example())
 
@@ -153,7 +153,7 @@ class Asked:
         step = self._replicas
         return {max(1, round(size * part / step)) * step for part in _PARTS}
 
-    def _plans(self, size: int) -> dict[int, Plan]:
+    def _plans(self, size: int) -> dict[int, Schedule]:
         """Returns the steps for sizes around one, from those of two where that goes."""
         if size in self._planned:
             return self._planned[size]
@@ -164,12 +164,12 @@ class Asked:
             found[each] = self._trace(each)[1] if plan is None else plan
         return found
 
-    def _trace(self, size: int) -> tuple[TracedSpecs, Plan]:
+    def _trace(self, size: int) -> tuple[TracedSpecs, Schedule]:
         if size not in self._traced:
             traced = trace_specs(
                 self._model, self._specs(size), training=self._training
             )
-            self._traced[size] = traced, read_plan(traced.concrete)
+            self._traced[size] = traced, read_schedule(traced.concrete)
         return self._traced[size]
 
     def _specs(self, size: int) -> Any:

@@ -5,7 +5,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.graph.hlo_liveness import find_program_peak
+from tfamp.graph.compiled import find_program_peak
 from tfamp.graph.liveness import Peak
 from tfamp.records.checks import first_line
 

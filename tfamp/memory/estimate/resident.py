@@ -15,11 +15,11 @@ import keras
 import tensorflow as tf
 
 from tfamp.graph.liveness import Change, changes
-from tfamp.graph.plans import Plan
-from tfamp.keras_hooks.model_optimizers import optimizers_of
+from tfamp.graph.schedules import Schedule
+from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.structure import num_bytes
 from tfamp.machine import memory as process_memory
-from tfamp.machine.host_allocators import (
+from tfamp.machine.memory import (
     GLIBC,
     TENSORFLOW,
     host_allocator,
@@ -145,7 +145,7 @@ class ResidentSize:
         self._has_run = function is not None
 
     def curve(
-        self, plans: Mapping[int, Plan], input_bytes: float
+        self, plans: Mapping[int, Schedule], input_bytes: float
     ) -> tuple[tuple[int, int], ...]:
         """Returns the largest resident size in a run of steps, by batch size.
 
@@ -171,7 +171,7 @@ class ResidentSize:
                 points += [(2 * full, round(large + slope * (2 * full - high)))]
         return tuple((n, base + max(0, grown)) for n, grown in points)
 
-    def _more(self, plan: Plan, input_bytes: int) -> int:
+    def _more(self, plan: Schedule, input_bytes: int) -> int:
         """Returns what tensors take beyond what is free; below 0 where some is left."""
         steps = changes(plan, emulated=self._emulated)
         grown = growth(self._heap(), self._standing, [steps] * _STEPS)
@@ -210,7 +210,7 @@ def growth(
     return most - before
 
 
-def runtime_bytes(plan: Plan) -> int:
+def runtime_bytes(plan: Schedule) -> int:
     """Returns what TensorFlow takes to run a graph, beside its tensors."""
     operations, convolutions = _count(plan)
     return (
@@ -220,7 +220,7 @@ def runtime_bytes(plan: Plan) -> int:
     )
 
 
-def _count(plan: Plan) -> tuple[int, int]:
+def _count(plan: Schedule) -> tuple[int, int]:
     """Returns the numbers of operations and of convolutions with their gradients."""
     operations = len(plan.steps)
     convolutions = sum(step.op.startswith(_CONVOLUTIONS) for step in plan.steps)

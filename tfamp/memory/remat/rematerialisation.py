@@ -8,10 +8,9 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfamp.keras_hooks import structure
+from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.recompute import recomputed
-from tfamp.keras_hooks.training import graph_runs, trainer
 from tfamp.memory.remat.plan import fit_into
 from tfamp.memory.remat.segments import Segment, cut
 from tfamp.memory.remat.settings import (
@@ -119,7 +118,7 @@ def _fit(
     parts: list[Segment] = []
     count = 1
     if chosen is None:
-        count = segments or len(graph_runs.nodes_of(graph)) // _NODES_OF_A_PIECE
+        count = segments or len(structure.nodes_of(graph)) // _NODES_OF_A_PIECE
         count = max(1, count)
         # What is asked whether it is wanted, in order, are the pieces.
         _cut_graph(model, graph, count, functools.partial(_note, parts))
@@ -150,10 +149,10 @@ def _fit(
 
 def _clear(model: keras.Model) -> None:
     for _, layer, _ in structure.walk(model):
-        graph_runs.replace_call(layer, None)
+        structure.replace_call(layer, None)
         graph = structure.graph_of(layer)
         if graph is not None:
-            graph_runs.replace_run(graph, None)
+            structure.replace_run(graph, None)
 
 
 def _note(parts: list[Segment], part: Segment) -> bool:
@@ -163,10 +162,10 @@ def _note(parts: list[Segment], part: Segment) -> bool:
 
 def _set(layer: keras.layers.Layer, *, enabled: bool) -> None:
     """Makes one layer a segment of its own."""
-    graph_runs.replace_call(layer, None)
+    structure.replace_call(layer, None)
     if enabled:
         call = _again(layer.call, layer, [layer], layer.name)
-        graph_runs.replace_call(layer, call)
+        structure.replace_call(layer, call)
 
 
 def _again(
@@ -219,12 +218,12 @@ def _cut_graph(
     is_wanted: Callable[[Segment], bool] = lambda segment: True,
 ) -> int:
     """Makes a model's graph run in segments; returns how many are computed again."""
-    nodes = graph_runs.nodes_of(graph)
+    nodes = structure.nodes_of(graph)
     inner = {
         id(node): (node.operation, found)
         for node in nodes
         if (found := structure.graph_of(node.operation)) is not None
-        and len(graph_runs.nodes_of(found)) >= _MIN_NODES
+        and len(structure.nodes_of(found)) >= _MIN_NODES
     }
     steps: list[tuple[Segment, bool]] = []
     num_inner = sum(_cut_graph(*each, count, is_wanted) for each in inner.values())
@@ -243,7 +242,7 @@ def _cut_graph(
             behind = _needed(nodes[place + 1 :], graph.outputs)
             steps += [(segment, False) for segment in cut([nodes[place]], behind, 1)]
         start = place + 1
-    graph_runs.replace_run(graph, _runner(model, steps))
+    structure.replace_run(graph, _runner(model, steps))
     return num_inner + sum(is_again for _, is_again in steps)
 
 
@@ -255,7 +254,7 @@ def _runner(owner: Any, steps: Sequence[tuple[Segment, bool]]) -> Callable[..., 
     def run(tensors: dict[int, Any], operation_fn: Any) -> None:
         for segment, is_again in steps:
             if not is_again or any(id(x) not in tensors for x in segment.inputs):
-                graph_runs.run_nodes(segment.nodes, tensors, operation_fn)
+                structure.run_nodes(segment.nodes, tensors, operation_fn)
             else:
                 _run_again(owner, segment, tensors, operation_fn)
 
@@ -267,7 +266,7 @@ def _run_again(
 ) -> None:
     def call(*values: Any) -> list[Any]:
         own = {id(x): y for x, y in zip(segment.inputs, values, strict=True)}
-        graph_runs.run_nodes(segment.nodes, own, operation_fn)
+        structure.run_nodes(segment.nodes, own, operation_fn)
         return [own[id(x)] for x in segment.outputs]
 
     names = [layer.name for layer in segment.layers]

@@ -7,7 +7,7 @@ from typing import Any
 
 import keras
 
-from tfamp.graph.operation import is_backward
+from tfamp.graph.bodies import is_backward
 from tfamp.graph.operations import read_operations
 from tfamp.keras_hooks import structure
 from tfamp.machine import devices

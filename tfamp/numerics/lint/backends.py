@@ -8,9 +8,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.graph.dimensions import Sizes, sizes_of
 from tfamp.graph.operations import read_operations
-from tfamp.graph.products import is_product
+from tfamp.graph.products import Sizes, is_product, sizes_of
 from tfamp.keras_hooks import structure
 from tfamp.numerics.lint.rule import Found, Subject, rule
 from tfamp.records.formats import HALF

@@ -7,9 +7,15 @@ from typing import Any, NamedTuple
 import numpy as np
 import tensorflow as tf
 
-from tfamp.graph.bodies import Body, Reference, Shape, functions_of, read_bodies
+from tfamp.graph.bodies import (
+    Body,
+    Reference,
+    Shape,
+    functions_of,
+    plain_type,
+    read_bodies,
+)
 from tfamp.graph.constants import evaluate
-from tfamp.graph.operation import plain_type
 from tfamp.stepping.layer_marks import Marks, plain_name
 
 # What hands numbers on as they are, in another shape or in part.

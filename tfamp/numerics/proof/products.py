@@ -4,8 +4,8 @@ import collections
 import math
 from collections.abc import Sequence
 
-from tfamp.graph.hlo import CompiledProduct
-from tfamp.graph.operation import Operation
+from tfamp.graph.bodies import Operation
+from tfamp.graph.compiled import CompiledProduct
 from tfamp.graph.products import flops_of, is_product
 from tfamp.numerics.proof.result import Cast, Product, Shape
 from tfamp.stepping.costs import num_bytes, product_dtype

@@ -7,10 +7,9 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.graph.dimensions import sizes_of
-from tfamp.graph.operation import Operation
+from tfamp.graph.bodies import Operation
 from tfamp.graph.operations import read_operations
-from tfamp.graph.products import is_product
+from tfamp.graph.products import is_product, sizes_of
 from tfamp.machine import devices as hardware
 from tfamp.models import assignment
 from tfamp.numerics.proof.causes import TracedStep, find_causes

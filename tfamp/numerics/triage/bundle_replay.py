@@ -15,7 +15,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp import policy
-from tfamp.keras_hooks.training import fit_frames
+from tfamp.keras_hooks import trainer
 from tfamp.machine import devices
 from tfamp.models import assignment, load_model
 from tfamp.numerics.triage.replays import inquire
@@ -86,7 +86,7 @@ def rebuilt(
         model.steps_per_execution = around.steps_per_execution
         # Metrics have no variables before the first step.
         with contextlib.suppress(Exception):
-            fit_frames.build_from(model, part_of(contents, record.calls[0].first))
+            trainer.build_from(model, part_of(contents, record.calls[0].first))
         begin(model, contents)
     return model
 

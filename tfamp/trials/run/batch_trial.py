@@ -18,7 +18,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.machine import memory as process_memory
-from tfamp.machine.memory_errors import is_out_of_memory
+from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.trials.in_force import in_force
 from tfamp.trials.job import FILE, Job
 from tfamp.trials.run import child

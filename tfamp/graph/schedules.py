@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.graph.bodies import Body, Reference, functions_of, read_bodies
-from tfamp.graph.buffers import output_bytes
+from tfamp.graph.buffers import LISTS, SHARING, output_bytes
 from tfamp.graph.constants import num_trips
 
 # The step that makes a tensor and which output of it; `ARGUMENT` for what is passed.
@@ -42,11 +42,11 @@ class Step:
     after: list[int]
     outputs: list[int]
     node: tf.compat.v1.NodeDef | None = None
-    inner: tuple["Plan", ...] = ()
+    inner: tuple["Schedule", ...] = ()
     trips: int = 1
 
 
-class Plan:
+class Schedule:
     """The steps of a graph, or of a function that a loop or a condition runs.
 
     Args:
@@ -84,7 +84,7 @@ class Plan:
         return len(self.steps) - 1
 
 
-def read_plan(concrete: Any) -> Plan:
+def read_schedule(concrete: Any) -> Schedule:
     """Returns the steps that one call of a traced function runs.
 
     Args:
@@ -92,20 +92,20 @@ def read_plan(concrete: Any) -> Plan:
 
     Example:
         >>> double = tf.function(lambda x: tf.matmul(x, x))
-        >>> plan = read_plan(double.get_concrete_function(tf.TensorSpec((2, 2))))
-        >>> [(step.op, step.outputs) for step in plan.steps]
+        >>> traced = double.get_concrete_function(tf.TensorSpec((2, 2)))
+        >>> [(step.op, step.outputs) for step in read_schedule(traced).steps]
         [('Placeholder', [16]), ('MatMul', [16]), ('Identity', [16])]
     """
-    plan = Plan()
-    plan.results, _ = _Flattener(plan).add(read_bodies(concrete), "", [], [])
-    return plan
+    schedule = Schedule()
+    schedule.results, _ = _Flattener(schedule).add(read_bodies(concrete), "", [], [])
+    return schedule
 
 
 class _Flattener:
-    """Appends the nodes of functions to a plan."""
+    """Appends the nodes of functions to a schedule."""
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
+    def __init__(self, schedule: Schedule) -> None:
+        self._schedule = schedule
 
     def add(
         self, body: Body, prefix: str, arguments: list[Tensor], begin: list[int]
@@ -137,12 +137,12 @@ class _Flattener:
                 made[node.name] = inputs
                 end = Step(f"{name}/end", "NoOp", [], after + begin, [])
                 end.after += [number for number, _ in inputs if number != ARGUMENT]
-                ends[node.name] = self._plan.add(end)
+                ends[node.name] = self._schedule.add(end)
                 continue
             # What needs nothing still waits for the call that it is in.
             step = self._step(body, node, name, inputs, after if inputs else begin)
             step.after += after if not inputs else []
-            number = self._plan.add(step)
+            number = self._schedule.add(step)
             made[node.name] = [(number, i) for i in range(max(1, len(step.outputs)))]
             ends[node.name] = number
         results = [tensor(reference) for reference in body.results]
@@ -151,10 +151,10 @@ class _Flattener:
     def _call(
         self, function: Body, name: str, inputs: list[Tensor], after: list[int]
     ) -> tuple[list[Tensor], int]:
-        begin = self._plan.add(Step(f"{name}/begin", "NoOp", [], after, []))
+        begin = self._schedule.add(Step(f"{name}/begin", "NoOp", [], after, []))
         results, kept = self.add(function, f"{name}/", inputs, [begin])
         end = Step(f"{name}/end", "NoOp", [], [*kept, begin], [])
-        return results, self._plan.add(end)
+        return results, self._schedule.add(end)
 
     def _step(
         self,
@@ -166,14 +166,14 @@ class _Flattener:
     ) -> Step:
         sizes = output_bytes(node)
         if None in sizes and not any(functions_of(node)):
-            self._plan.unknown.append(name)
+            self._schedule.unknown.append(name)
         step = Step(name, node.op, inputs, list(after), [s or 0 for s in sizes], node)
         if node.op in _LOOPS:
             step.inner = self._inner(body, node, ("body",), inputs)
             trips = num_trips(body, node)
             step.trips = trips or 1
             if trips is None:
-                self._plan.unknown.append(name)
+                self._schedule.unknown.append(name)
         elif node.op in _BRANCHES:
             step.inner = self._inner(body, node, _BRANCHES[node.op], inputs[1:])
         return step
@@ -184,7 +184,7 @@ class _Flattener:
         node: tf.compat.v1.NodeDef,
         keys: tuple[str, ...],
         inputs: list[Tensor],
-    ) -> tuple[Plan, ...]:
+    ) -> tuple[Schedule, ...]:
         references = body.inputs(node)[-len(inputs) :] if inputs else []
         found = []
         for key in keys:
@@ -193,10 +193,14 @@ class _Flattener:
                 continue
             for index, reference in enumerate(references):
                 function.argument_shapes.setdefault(index, body.shape(reference))
-            plan = Plan(self._plan.bytes_of(tensor) for tensor in inputs)
-            plan.results, _ = _Flattener(plan).add(function, "", plan.arguments, [])
-            self._plan.unknown += [f"{node.name}/{name}" for name in plan.unknown]
-            found.append(plan)
+            schedule = Schedule(self._schedule.bytes_of(tensor) for tensor in inputs)
+            schedule.results, _ = _Flattener(schedule).add(
+                function, "", schedule.arguments, []
+            )
+            self._schedule.unknown += [
+                f"{node.name}/{name}" for name in schedule.unknown
+            ]
+            found.append(schedule)
         return tuple(found)
 
 
@@ -223,3 +227,58 @@ def _sorted(body: Body) -> list[tf.compat.v1.NodeDef]:
 
 def _plain(text: str) -> str:
     return text.lstrip("^").split(":")[0]
+
+
+def pushed_and_popped(inner: Schedule) -> tuple[dict[int, int], list[int]]:
+    """Returns the bytes that a run of a loop adds to each list, and lists it empties.
+
+    What is the same in all runs, a variable for example, costs nothing, and what goes
+    to several lists counts once.
+    """
+    pushed: dict[int, int] = {}
+    popped = []
+    counted: set[Tensor] = set()
+    for index, result in enumerate(inner.results):
+        chain = _chain(inner, result)
+        if any(step.op == "TensorListPopBack" for step in chain):
+            popped.append(index)
+        elements = [step.inputs[-1] for step in chain if step.op in LISTS]
+        if not elements:
+            continue
+        pushed[index] = 0
+        for element in elements:
+            root = _root(inner, element, set())
+            if root is not None and root not in counted:
+                counted.add(root)
+                pushed[index] += inner.bytes_of(element)
+    return pushed, popped
+
+
+def _chain(inner: Schedule, tensor: Tensor) -> list[Step]:
+    """Returns the operations on a list that lead from the argument to a result."""
+    found: list[Step] = []
+    while tensor[0] != ARGUMENT:
+        step = inner.steps[tensor[0]]
+        if not step.inputs or not (step.op == "Identity" or "TensorList" in step.op):
+            return found
+        found.append(step)
+        tensor = step.inputs[0]
+    return found
+
+
+def _root(inner: Schedule, tensor: Tensor, seen: set[int]) -> Tensor | None:
+    """Returns the tensor whose buffer this one shares, None if all runs share it."""
+    number, output = tensor
+    if number == ARGUMENT:
+        if inner.results[output : output + 1] == [tensor]:
+            return None
+        if output in seen or output >= len(inner.results):
+            return tensor
+        # The value of the run before.
+        return _root(inner, inner.results[output], seen | {output})
+    step = inner.steps[number]
+    if step.op == "ReadVariableOp":
+        return None
+    if step.op in SHARING and step.inputs:
+        return _root(inner, step.inputs[0], seen)
+    return tensor

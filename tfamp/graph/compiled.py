@@ -1,0 +1,334 @@
+"""Reads programs as they run: compiled by XLA, or rewritten by TensorFlow.
+
+Their products and convolutions with the dtypes these really have, and the most memory
+that a program of XLA needs at one time.
+"""
+
+import collections
+import dataclasses
+import math
+import pathlib
+import re
+import tempfile
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.graph.bodies import plain_type
+from tfamp.graph.liveness import Held, Peak
+from tfamp.graph.products import CONVOLUTIONS, MATRIX_PRODUCTS
+
+_DTYPES = {
+    "f64": "float64",
+    "f32": "float32",
+    "f16": "float16",
+    "bf16": "bfloat16",
+    "s8": "int8",
+    "s32": "int32",
+}
+_BITS = re.compile(r"[a-z]+(\d+)")
+_SHAPE = re.compile(r"(?P<dtype>[a-z]+\d*\w*)\[(?P<sizes>[^\]]*)\]")
+# "%name = f32[4,32]{1,0} dot(%a, %b), ..."; a call may return a tuple.
+_INSTRUCTION = re.compile(
+    r"^\s*(?P<root>ROOT\s+)?%?(?P<name>[\w.\-]+) = (?P<shape>\(.*?\)|\S+) "
+    r"(?P<op>[\w\-]+)\((?P<operands>[^)]*)\)"
+)
+_COMPUTATION = re.compile(r"^(?P<entry>ENTRY )?%?(?P<name>[\w.\-]+) .*\{\s*$")
+_CALLED = re.compile(r"(?:body|condition|to_apply|calls)=%?([\w.\-]+)")
+_TARGET = re.compile(r'custom_call_target="([^"]*)"')
+_OP_NAME = re.compile(r'op_name="([^"]*)"')
+_ALIAS = re.compile(r"\{(\d*)\}: \(\d+")
+# Library calls that stand for a product: cuBLAS, cuDNN, oneDNN, Eigen.
+_LIBRARY = re.compile(r"gemm|matmul|conv|dot", re.IGNORECASE)
+# Give what they get, or parts of it.
+_SHARING = frozenset(
+    ("bitcast", "get-tuple-element", "tuple", "while", "optimization-barrier")
+)
+_GIVEN = frozenset(("parameter", "constant", "iota", "partition-id", "replica-id"))
+_NEVER_IN_PLACE = frozenset(("dot", "convolution", "custom-call", "sort", "reduce"))
+_INNER = frozenset(("while", "call", "conditional"))
+_PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS | {"Einsum"}
+
+
+@dataclasses.dataclass(frozen=True)
+class CompiledProduct:
+    """A matrix product or convolution as the compiled program runs it.
+
+    Args:
+        name: Its name in the program.
+        kind: "dot", "convolution", or the library function that is called.
+        op_name: The operation of the graph that it comes from, "" where XLA made
+            it anew and kept no name.
+        dtypes: Dtypes of the two factors.
+        output_shape: Shape of what it gives.
+    """
+
+    name: str
+    kind: str
+    op_name: str
+    dtypes: tuple[str, ...]
+    output_shape: tuple[int, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class _Instruction:
+    name: str
+    op: str
+    shape: str  # as it is written, of a tuple with all its parts
+    operands: tuple[str, ...]
+    called: tuple[str, ...]
+    target: str
+    op_name: str
+    is_root: bool
+
+    @property
+    def num_bytes(self) -> int:
+        total = 0
+        for found in _SHAPE.finditer(self.shape):
+            bits = _BITS.match(found["dtype"])
+            each = int(bits[1]) / 8 if bits else 1
+            sizes = [int(s.strip("<=")) for s in found["sizes"].split(",") if s]
+            total += math.ceil(math.prod(sizes) * each)
+        return total
+
+
+def _instruction(line: str) -> _Instruction | None:
+    each = _INSTRUCTION.match(line)
+    if each is None:
+        return None
+    operands, op = each["operands"], each["op"]
+    if "%" in operands:  # "f32[2,3]{1,0} %a, f32[3]{0} %b"
+        names = re.findall(r"%([\w.\-]+)", operands)
+    else:
+        names = [name.split()[-1] for name in operands.split(",") if name.strip()]
+    target, op_name = _TARGET.search(line), _OP_NAME.search(line)
+    return _Instruction(
+        each["name"],
+        op,
+        each["shape"],
+        tuple(names),
+        tuple(_CALLED.findall(line)) if op in _INNER else (),
+        target[1] if target else "",
+        op_name[1] if op_name else "",
+        bool(each["root"]),
+    )
+
+
+def read_hlo(text: str) -> tuple[CompiledProduct, ...]:
+    """Returns the products and convolutions of a program that XLA compiled.
+
+    Args:
+        text: What `experimental_get_compiler_ir` gives at stage "optimized_hlo".
+
+    Example:
+        >>> text = '''
+        ...   %a = bf16[2,3]{1,0} parameter(0)
+        ...   %b = f32[3,4]{1,0} parameter(1)
+        ...   ROOT %c = f32[2,4]{1,0} dot(%a, %b), metadata={op_name="dense/MatMul"}
+        ... '''
+        >>> product, = read_hlo(text)
+        >>> product.op_name, product.dtypes, product.output_shape
+        ('dense/MatMul', ('bfloat16', 'float32'), (2, 4))
+    """
+    read = map(_instruction, text.splitlines())
+    instructions = [each for each in read if each is not None]
+    first = {each.name: _SHAPE.search(each.shape) for each in instructions}
+    dtypes = {
+        name: _DTYPES.get(found["dtype"], found["dtype"])
+        for name, found in first.items()
+        if found is not None
+    }
+    products = []
+    for each in instructions:
+        kind = each.target if each.op == "custom-call" else each.op
+        is_library = each.op == "custom-call" and _LIBRARY.search(kind)
+        if not is_library and each.op not in ("dot", "convolution"):
+            continue
+        shape = first[each.name]
+        sizes = re.findall(r"\d+", shape["sizes"] if shape is not None else "")
+        factors = tuple(dtypes.get(name, "") for name in each.operands[:2])
+        products.append(
+            CompiledProduct(
+                each.name, kind, each.op_name, factors, tuple(map(int, sizes))
+            )
+        )
+    return tuple(products)
+
+
+def read_optimized(
+    run: Callable[[], Any], *, named: str
+) -> tuple[CompiledProduct, ...]:
+    """Returns the products and convolutions of the graphs that TensorFlow runs.
+
+    TensorFlow's own mixed precision changes dtypes after a function was traced, and
+    only a run shows the result. The more functions a process has traced, the longer
+    it takes: a minute where there are thousands.
+
+    Args:
+        run: Calls a traced function once.
+        named: Text in the names of its operations; others are left out, since
+            TensorFlow may hand out graphs of functions that ran before.
+    """
+    found = []
+    for graph in _graphs(run):
+        nodes = [*graph.node]
+        for function in graph.library.function:
+            nodes += function.node_def
+        for node in nodes:
+            kind = plain_type(node.op)
+            if kind in _PRODUCTS and named in node.name:
+                dtype = str(tf.as_dtype(node.attr["T"].type).name)
+                found.append(
+                    CompiledProduct(node.name, kind, node.name, (dtype, dtype), ())
+                )
+    # A function is in the library of each graph that calls it.
+    return tuple(dict.fromkeys(found))
+
+
+def _graphs(run: Callable[[], Any]) -> Iterator[Any]:
+    """Yields the graphs that ran, as TensorFlow's summaries of them hold them."""
+    with tempfile.TemporaryDirectory() as folder:
+        writer = tf.summary.create_file_writer(folder)
+        tf.summary.trace_on(graph=True)
+        try:
+            run()
+            with writer.as_default():
+                tf.summary.trace_export("graph", step=0)
+        finally:
+            tf.summary.trace_off()
+            writer.close()
+        for path in sorted(pathlib.Path(folder).iterdir()):
+            for record in tf.data.TFRecordDataset(str(path)):
+                event = tf.compat.v1.Event.FromString(record.numpy())
+                for value in event.summary.value:
+                    data = tf.make_ndarray(value.tensor).item()
+                    graphs = tf.compat.v1.RunMetadata.FromString(data).function_graphs
+                    yield from (each.post_optimization_graph for each in graphs)
+
+
+def find_program_peak(text: str) -> Peak:
+    """Returns the most memory that a program of XLA needs beside its arguments.
+
+    Instructions run in the order in which they stand. A buffer lives until its last
+    reader; what has the size of an operand that nobody needs any more is written over
+    it. Variables that the program updates keep their buffers.
+
+    Args:
+        text: What `experimental_get_compiler_ir` gives at stage "optimized_hlo".
+
+    Raises:
+        ValueError: The text has no schedule.
+
+    Example:
+        >>> text = '''HloModule m, is_scheduled=true
+        ... ENTRY %main (a: f32[256]) -> f32[] {
+        ...   %a = f32[256]{0} parameter(0)
+        ...   %b = f32[256]{0} exponential(%a)
+        ...   %c = f32[256]{0} negate(%b)
+        ...   ROOT %d = f32[] reduce(%c), to_apply=%sum
+        ... }'''
+        >>> find_program_peak(text).num_bytes
+        1028
+    """
+    head, _, _ = text.partition("\n")
+    if "is_scheduled=true" not in head:
+        raise ValueError(
+            f"The program begins with {head[:80]!r}; expected `is_scheduled=true` in "
+            "it. Read the stage 'optimized_hlo'."
+        )
+    computations, entry = _read(text.splitlines())
+    updated = {int(index or 0) for index in _ALIAS.findall(head)}
+    return _walk(computations[entry], computations, updated)
+
+
+def _read(lines: Iterable[str]) -> tuple[dict[str, list[_Instruction]], str]:
+    found: dict[str, list[_Instruction]] = {}
+    entry = current = ""
+    for line in lines:
+        if (opened := _COMPUTATION.match(line)) and " = " not in line.split("{")[0]:
+            current = opened["name"]
+            found[current] = []
+            entry = current if opened["entry"] else entry
+        elif current and (each := _instruction(line)):
+            found[current].append(each)
+    return found, entry
+
+
+def _walk(
+    instructions: list[_Instruction],
+    computations: dict[str, list[_Instruction]],
+    updated: set[int] | None,
+) -> Peak:
+    roots: dict[str, set[str]] = {}
+    buffers = {each.name: each for each in instructions}
+    uses: collections.Counter[str] = collections.Counter()
+    free = _written_over_arguments(instructions, updated)
+    arguments = {each.name for each in instructions if each.op == "parameter"}
+
+    def read_by(each: _Instruction) -> set[str]:
+        return set[str]().union(*(roots.get(name, {name}) for name in each.operands))
+
+    def only_shares(each: _Instruction) -> bool:
+        return each.op in _SHARING and not each.is_root and each.op != "while"
+
+    for each in instructions:
+        roots[each.name] = read_by(each) if each.op in _SHARING else {each.name}
+    for each in instructions:
+        if not only_shares(each):
+            for name in each.operands:
+                uses.update(roots.get(name, {name}))
+    total = most = 0
+    held: tuple[Held, ...] = ()
+    at = ""
+    alive: dict[str, int] = {}
+    for each in instructions:
+        inner = _inner(each, computations)
+        read = read_by(each)
+        size = each.num_bytes
+        # XLA puts such copies ahead of updates in place; run, they take no memory of
+        # their own: benchmarks/memory.py, 551 MiB measured, 736 with them, 544 without.
+        is_guard = each.op == "copy" and set(each.operands) <= arguments
+        if is_guard or each.op in _SHARING | _GIVEN or each.name in free:
+            size = 0
+        is_over = [n for n in read if uses[n] == 1 and alive.get(n) == size and size]
+        if is_over and each.op not in _NEVER_IN_PLACE:
+            total -= alive.pop(is_over[0])
+        alive[each.name] = size
+        total += size
+        if total + inner.num_bytes > most:
+            most, at = total + inner.num_bytes, each.op_name or each.name
+            made = [(buffers[name], size) for name, size in alive.items() if size]
+            own = (Held(size, b.op_name or b.name, b.op) for b, size in made)
+            held = (*own, *inner.held)
+        if only_shares(each):
+            continue
+        for name in read:
+            uses[name] -= 1
+            if uses[name] <= 0:
+                total -= alive.pop(name, 0)
+    return Peak(most, held, at)
+
+
+def _inner(each: _Instruction, computations: dict[str, list[_Instruction]]) -> Peak:
+    """Returns what the dearest of the called computations holds."""
+    # What a call gives is written to where its caller has it.
+    given = set[int]() if each.op == "while" else None
+    called = [computations[name] for name in each.called if name in computations]
+    peaks = [_walk(instructions, computations, given) for instructions in called]
+    return max(peaks, key=lambda peak: peak.num_bytes, default=Peak(0, (), ""))
+
+
+def _written_over_arguments(
+    instructions: list[_Instruction], updated: set[int] | None
+) -> set[str]:
+    """Returns the instructions whose results have a place already.
+
+    `updated` are the numbers of the results that take the place of arguments; None
+    stands for all.
+    """
+    root = next((each for each in instructions if each.is_root), None)
+    if root is None:
+        return set()
+    results = root.operands if root.op == "tuple" else (root.name,)
+    return {n for i, n in enumerate(results) if updated is None or i in updated}

@@ -1,0 +1,271 @@
+"""Hooks on `compile`, `fit` and other runs of a model, and what a trainer keeps.
+
+Relies on: `Trainer.compile` being what every model's `compile` ends in, and
+`_compile_config` being what is saved; `TensorFlowTrainer.make_train_function` making
+the training function out of `train_step` by `_make_function`; `fit`, `train_on_batch`,
+`evaluate` and `predict` being methods of that class; `train_function`, `test_function`
+and `predict_function` being rebuilt where they are None; `_symbolic_build` building
+model, losses and optimizer from one batch. On several workers:
+`_maybe_symbolic_build` taking the first batch off an iterator and passing it on as
+`data_batch`; `reduce_per_replica` of that module reducing what a step returns;
+`_collective_all_reduce_multi_worker` telling whether a strategy has several workers.
+"""
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+from keras.src.backend.tensorflow import trainer
+
+from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
+from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+
+
+def run_patches(
+    around_step: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
+    around_function: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
+    after_making: Callable[[keras.Model], None],
+    around_fit: Callable[[keras.Model, Any], contextlib.AbstractContextManager[Any]],
+    around_batch: Callable[[keras.Model], contextlib.AbstractContextManager[Any]],
+    around_run: Callable[
+        [keras.Model, str, dict[str, Any]], contextlib.AbstractContextManager[Any]
+    ],
+) -> list[Patch]:
+    """Returns the patches on a model's training, evaluation and prediction.
+
+    Args:
+        around_step: Takes a model and its `train_step`, returns what is traced.
+        around_function: Takes a model and its training function, returns what is
+            called.
+        after_making: Takes a model whose training function was made just now.
+        around_fit: Takes a model and the argument `callbacks` of `fit`; gives a
+            context in which it runs, whose value are the callbacks to use.
+        around_batch: Takes a model; gives a context for `train_on_batch`.
+        around_run: Takes a model, "fit", "evaluate" or "predict", and the arguments
+            by name; gives a context around all of it.
+    """
+
+    def wrap_make(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def _make_function(self: keras.Model, step_function: Callable[..., Any]) -> Any:
+            if step_function != self.train_step:
+                return original(self, step_function)
+            function = original(self, around_step(self, step_function))
+            return around_function(self, function)
+
+        return _make_function
+
+    def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def make_train_function(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            before = self.train_function
+            made = original(self, *args, **kwargs)
+            if self.train_function is not before:
+                after_making(self)
+            return made
+
+        return make_train_function
+
+    def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @like(original)
+        def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(self, *args, **kwargs)
+            with (
+                around_run(self, "fit", bound.arguments),
+                around_fit(self, bound.arguments.get("callbacks")) as callbacks,
+            ):
+                bound.arguments["callbacks"] = callbacks
+                return original(*bound.args, **bound.kwargs)
+
+        return fit
+
+    def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @like(original)
+        def run(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(self, *args, **kwargs)
+            with around_run(self, original.__name__, bound.arguments):
+                return original(*bound.args, **bound.kwargs)
+
+        return run
+
+    def wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def train_on_batch(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            with around_batch(self):
+                return original(self, *args, **kwargs)
+
+        return train_on_batch
+
+    return [
+        Patch(TensorFlowTrainer, "_make_function", wrap_make),
+        Patch(TensorFlowTrainer, "make_train_function", wrap_train),
+        Patch(TensorFlowTrainer, "fit", wrap_fit),
+        Patch(TensorFlowTrainer, "evaluate", wrap_run),
+        Patch(TensorFlowTrainer, "predict", wrap_run),
+        Patch(TensorFlowTrainer, "train_on_batch", wrap_batch),
+    ]
+
+
+def build_from(model: keras.Model, data: Any) -> None:
+    """Builds a model, its losses and its optimizer outside the graph being traced.
+
+    Args:
+        model: A compiled model.
+        data: A batch as `train_step` gets it; only shapes and dtypes count.
+    """
+    with tf.init_scope():
+        model._symbolic_build(data_batch=data)
+
+
+def batch_size_of(data: Any) -> tf.Tensor | None:
+    """Returns the number of examples in a batch, None where it has none."""
+    for leaf in tf.nest.flatten(data):
+        if tf.is_tensor(leaf) and leaf.shape.rank != 0:
+            shape = leaf.dense_shape if hasattr(leaf, "dense_shape") else tf.shape(leaf)
+            return tf.cast(shape[0], tf.float32)
+    return None
+
+
+def compile_patches(
+    before_compile: Callable[[keras.Model, dict[str, Any]], None],
+) -> list[Patch]:
+    """Returns the patch on `compile`.
+
+    Args:
+        before_compile: Called with the model and the arguments of `compile`
+            by name, defaults filled in, which it may change.
+    """
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        signature = inspect.signature(original)
+
+        @like(original)
+        def compile(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
+            bound = signature.bind(self, *args, **kwargs)
+            bound.apply_defaults()
+            before_compile(self, bound.arguments)
+            return original(*bound.args, **bound.kwargs)
+
+        return compile
+
+    return [Patch(SharedTrainer, "compile", wrap)]
+
+
+def drop_traced_functions(model: keras.layers.Layer) -> None:
+    """Makes `model` trace anew at its next fit, evaluate and predict.
+
+    A traced function keeps the dtypes it was traced with.
+    """
+    if isinstance(model, SharedTrainer):
+        model.train_function = None
+        model.test_function = None
+        model.predict_function = None
+
+
+def is_compiled(model: keras.layers.Layer) -> bool:
+    """Returns whether `compile` has been called on `model`."""
+    return isinstance(model, SharedTrainer) and bool(model.compiled)
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Returns what a model's `compile` was called with; nothing if it was not."""
+    config = getattr(model, "_compile_config", None)
+    if not model.compiled or config is None:
+        return {}
+    return dict(config.config)
+
+
+@contextlib.contextmanager
+def compiled_as(model: keras.Model, **arguments: Any) -> Iterator[None]:
+    """Compiles a model for as long as it lasts; afterwards it is as it was.
+
+    Args:
+        model: Compiled or not.
+        **arguments: Of `compile`.
+    """
+    before = dict(vars(model))
+    try:
+        model.compile(**arguments)
+        yield
+    finally:
+        # Past `__setattr__`, which would track what comes back as if it were new.
+        for name in vars(model).keys() - before.keys():
+            del vars(model)[name]
+        vars(model).update(before)
+
+
+def forget_training(model: keras.Model) -> None:
+    """Takes from `model` what `compile` gave it, and freezes its weights."""
+    model.trainable = False
+    model.optimizer = None
+    model.compiled = False
+    model._compile_config = None
+
+
+def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
+    """Gives a compiled `model` another optimizer, in what it saves too."""
+    model.optimizer = optimizer
+    config = getattr(model, "_compile_config", None)
+    if config is not None:
+        fresh = type(config)(optimizer=optimizer)
+        config.config["optimizer"] = fresh.config["optimizer"]
+
+
+def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Builds from this worker's part of a batch: Keras averages over the workers."""
+
+    @like(original)
+    def _maybe_symbolic_build(
+        self: keras.Model, iterator: Any = None, data_batch: Any = None
+    ) -> Any:
+        strategy = self._distribute_strategy
+        if iterator is None or not _has_workers(strategy):
+            return original(self, iterator=iterator, data_batch=data_batch)
+        for *_, batches in iterator:
+            data_batch = tf.nest.map_structure(
+                lambda value: strategy.experimental_local_results(value)[0],
+                next(batches),
+            )
+            break
+        return original(self, data_batch=data_batch)
+
+    return _maybe_symbolic_build
+
+
+def _wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Averages scalars over the workers: Keras averages over their axis 0."""
+
+    @like(original)
+    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
+        if reduction not in ("auto", "mean") or not _has_workers(strategy):
+            return original(values, strategy, reduction)
+
+        def reduce(value: Any) -> Any:
+            part = strategy.experimental_local_results(value)[0]
+            if tf.convert_to_tensor(part).shape.rank == 0:
+                return strategy.reduce("MEAN", value, axis=None)
+            return original(value, strategy, reduction)
+
+        return keras.tree.map_structure(reduce, values)
+
+    return reduce_per_replica
+
+
+def _has_workers(strategy: Any) -> bool:
+    return bool(trainer._collective_all_reduce_multi_worker(strategy))
+
+
+# Held by managed models and by optimizers alike.
+WORKER_HOOKS = HeldPatches(
+    [
+        Patch(TensorFlowTrainer, "_maybe_symbolic_build", _wrap_build),
+        Patch(trainer, "reduce_per_replica", _wrap_reduce),
+    ]
+)

@@ -1,1 +1,0 @@
-"""What stands around a model's training function."""
