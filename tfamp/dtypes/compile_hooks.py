@@ -20,8 +20,8 @@ from tfamp.loss_scale.tape.plain_optimizers import PLAIN
 def previewed(model: keras.layers.Layer) -> Iterator[None]:
     """Shows inside the block what `compile` would make of a graph of layers.
 
-    Which layers are heads is decided when the model is compiled or used; until then
-    it may yet become a part of another model.
+    Which layers are heads is decided when the model is compiled or used; until then it
+    may yet become a part of another model.
     """
     record = record_of(model)
     if structure.graph_of(model) is None or record is None:

@@ -56,19 +56,13 @@ def _before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
 
 
 def load(entry: dict[str, Any], make: Callable[[], Any]) -> Any:
-    """Returns a saved model with the dtypes of its file.
+    """Returns a saved model with the dtypes of its file, whose entry is given.
 
     Under a mixed policy its layers are made in float32 at first, whatever their configs
     say: Keras builds a loaded subclassed model by its `call` on float32 inputs, where
     half-precision sublayers would clash. Where a constructor wires a graph, they are
-    made as they were.
-
-    Args:
-        entry: What was stored for it.
-        make: Makes the model as Keras does.
-
-    Raises:
-        ValueError: The file was written by a newer tfamp, or describes another model.
+    made as they were. A ValueError says that the file was written by a newer tfamp, or
+    describes another model.
     """
     saved_entries.check_schema(entry)
     with _making(saved_entries.settings_to_make(entry), entry["policy"]):

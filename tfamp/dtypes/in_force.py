@@ -83,11 +83,7 @@ class InForce:
 
     @contextlib.contextmanager
     def block(self, **changes: Any) -> Iterator[None]:
-        """Gives the block inside a setting of its own, at first the present one.
-
-        Args:
-            changes: Fields of `Setting` that differ from the start.
-        """
+        """Gives the block a setting of its own: the present one with `changes`."""
         thread = threading.get_ident()
         own = dataclasses.replace(self.present, **changes, thread=thread)
         before = _BLOCKS.get()
@@ -129,11 +125,7 @@ def policy_in_force() -> Iterator[None]:
 
 
 def restore_thread(before: keras.DTypePolicy | None) -> None:
-    """Gives this thread the policy in force at the end of a block.
-
-    Args:
-        before: Keras's policy ahead of the block.
-    """
+    """Gives this thread the policy in force after a block, or the one of before."""
     settings = IN_FORCE.settings
     if settings is not None and IN_FORCE.owns_thread:
         layers.mark(settings, settings.policy)

@@ -146,8 +146,8 @@ _asking = _Asking()
 def on_read(layer: keras.layers.Layer) -> None:
     """Asks the rules that need the finished layer as soon as its dtype is read.
 
-    The constructor may not have ended, so a rule that fails or says no is asked
-    again at the first call.
+    The constructor may not have ended, so a rule that fails or says no is asked again
+    at the first call.
     """
     record = record_of(layer)
     if record is None or record.kind is not Kind.FOLLOWS or _asking.now:
@@ -281,8 +281,7 @@ def on_bidirectional_created(
 ) -> None:
     """Treats the two layers made from the given one as it was treated.
 
-    They are made from its config, where an inherited dtype has become an
-    explicit one.
+    They are made from its config, where an inherited dtype has become an explicit one.
     """
     record = record_of(given)
     for made in (layer.forward_layer, layer.backward_layer):

@@ -52,14 +52,8 @@ def remedy(
 ) -> Any:
     """Returns what a layer's call gives in float32, after it failed in half precision.
 
-    Args:
-        layer: The layer whose call raised.
-        before: What was known of it ahead of the call.
-        error: What it raised.
-        again: Calls the layer once more.
-
-    Raises:
-        Exception: `error`, where it has another cause or float32 does not help.
+    `before` is what was known of the layer ahead of the call, and `again` repeats it.
+    The error is raised again where it has another cause or float32 does not help.
     """
     record = record_of(layer)
     if record is not None and record.rule == _RULE != before.rule:
@@ -221,15 +215,9 @@ def take_for_output(
 ) -> bool:
     """Takes a model's own operations into float32 where a product of its own ends it.
 
-    Args:
-        model: A model that is not a graph of layers.
-        found: What makes its outputs.
-        settings: Its settings.
-        trace: Calls the model once, without side effects.
-
-    Returns:
-        Whether they are in float32 now: not where the product is large, as its share
-        of the time is not known, or where the call raises then.
+    Returns whether they are in float32 now: not where the product is large, as its
+    share of the time is not known, or where the call raises then. `trace` calls the
+    model once, without side effects.
     """
     record = record_of(model)
     if record is None or not found.own_products:

@@ -50,16 +50,10 @@ def _is_symbolic(args: Any, kwargs: Any) -> bool:
 
 
 def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> bool:
-    """Settles all layers of a model and finds its heads.
+    """Settles all layers of a managed model and finds its heads.
 
-    Args:
-        model: A managed model.
-        args: Arguments of the call that is coming, where one is; a model that
-            is not a graph of layers cannot be settled without.
-        kwargs: Its keyword arguments.
-
-    Returns:
-        Whether the model is settled for good.
+    A model that is not a graph of layers cannot be settled without the arguments of the
+    call that is coming. Returns whether the model is settled for good.
     """
     with _LOCK:
         record = record_of(model)
@@ -182,10 +176,8 @@ def _trace(
 def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
     """Casts the output of a model whose `call` cannot be traced, only run.
 
-    The failure may also be that of one bad call, so a few more are tried.
-
-    Returns:
-        Whether no further call is worth a trace.
+    The failure may also be that of one bad call, so a few more are tried. Returns
+    whether no further call is worth a trace.
     """
     _failures[model] = _failures.get(model, 0) + 1
     _cast_output(model, "its `call` cannot be traced")
@@ -287,13 +279,11 @@ def unmatched_message(model: keras.layers.Layer, rule: Rule) -> str:
 
 
 def meet_unmanaged(model: keras.layers.Layer) -> None:
-    """Looks once at a model that was not made under tfamp, as it is first used.
+    """Looks at a model that was not made under tfamp, once under each `enable`.
 
-    Once under each `enable`, that is: it may have been used before.
-
-    A model around managed layers is managed from here on, or its head would
-    stay in half precision. Of one that was built before `tfamp.enable` it is said
-    that it computes as it was built.
+    A model around managed layers is managed from here on, or its head would stay in
+    half precision. Of one that was built before `tfamp.enable` it is said that it
+    computes as it was built.
     """
     if not count_as_met(model):
         return
@@ -311,11 +301,7 @@ def meet_unmanaged(model: keras.layers.Layer) -> None:
 
 
 def count_as_met(model: keras.layers.Layer) -> bool:
-    """Counts a model as looked at under the present `enable`.
-
-    Returns:
-        Whether it was not before.
-    """
+    """Counts a model as looked at under this `enable`; returns whether it was not."""
     number = IN_FORCE.settings.number if IN_FORCE.settings is not None else 0
     is_new = _met_under.get(model) != number
     _met_under[model] = number
@@ -325,8 +311,7 @@ def count_as_met(model: keras.layers.Layer) -> bool:
 def computes_in(model: keras.layers.Layer, dtype: str) -> bool:
     """Returns whether any layer of `model` computes in `dtype`.
 
-    A graph of layers computes nothing itself, so its own policy counts for
-    nothing.
+    A graph of layers computes nothing itself, so its own policy counts for nothing.
     """
     is_graph = structure.graph_of(model) is not None
     return any(

@@ -51,16 +51,11 @@ class Rule:
         path: str | None = None,
         is_exact: bool = False,
     ) -> bool:
-        """Returns whether the rule keeps `layer`.
+        """Returns whether the rule keeps `layer`, a finished one if it has a predicate.
 
-        Args:
-            layer: The layer; a finished one where the rule has a predicate.
-            path: Its path within a model, where known.
-            is_exact: Whether the pattern is a name or path as it stands.
-
-        Raises:
-            TypeError: A predicate gave something that is not a truth value.
-            RuntimeError: A predicate raised.
+        `path` is its path within a model, where known; `is_exact` says that the pattern
+        is a name or path as it stands. A predicate that raises gives a RuntimeError,
+        one without a truth value a TypeError.
         """
         if self.classes and not isinstance(layer, self.classes):
             return False
@@ -311,8 +306,8 @@ EXACT_INPUT_LAYERS = _classes(
 def gains_nothing(layer: Any) -> str | None:
     """Returns why float32 gains nothing on a layer or class, or None where it may.
 
-    A default rule names no such layer, but for LayerNormalization; a user's rule
-    may, and is obeyed: `tfamp.status` and `tfamp.assignment` show the note.
+    A default rule names no such layer, but for LayerNormalization; a user's rule may,
+    and is obeyed: `tfamp.status` and `tfamp.assignment` show the note.
     """
     cls = layer if isinstance(layer, type) else type(layer)
     for why, classes in _GAINS_NOTHING.items():

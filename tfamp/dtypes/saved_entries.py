@@ -84,10 +84,8 @@ def check_schema(entry: dict[str, Any]) -> None:
 def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
     """Gives each layer of a loaded `model` the policy and record it was saved with.
 
-    Layers are told apart by their place and class: names may have changed.
-
-    Raises:
-        ValueError: The file describes another model than this one.
+    Layers are told apart by their place and class: names may have changed. A ValueError
+    says that the file describes another model than this one.
     """
     layers = [layer for _, layer, _ in structure.walk(model)]
     rows = entry["layers"]
@@ -129,10 +127,8 @@ def settings_to_make(entry: dict[str, Any]) -> PolicySettings | None:
     """Returns the settings under which the layers of a saved model are to be made.
 
     The constructor of a subclass may wire a graph, in which operations keep the dtypes
-    of the tensors that they met. Such a model is made as it was the first time.
-
-    Returns:
-        None where no such graph was made in half precision under tfamp.
+    of the tensors that they met. Such a model is made as it was the first time; None
+    stands for one without such a graph.
     """
     for row in entry["layers"]:
         settings = _settings_of_file(

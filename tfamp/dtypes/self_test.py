@@ -30,11 +30,9 @@ _FEATURES = _INPUTS[:, :4] * 0.1
 
 
 class SelfTest:
-    """The test and whether it is due in this process.
+    """The test and whether it is due in this process, on a `version` of Keras.
 
-    Args:
-        install: Installs the hooks that the settings in force need.
-        version: The version of Keras, by default of the one that is running.
+    `install` installs the hooks that the settings in force need.
     """
 
     def __init__(self, install: Callable[[], None], version: str | None = None) -> None:
@@ -55,13 +53,10 @@ class SelfTest:
             self.run()
 
     def run(self) -> None:
-        """Runs the test where it is due.
+        """Runs the test where it is due; raises HookError where a promise is not kept.
 
         It runs in a thread of its own, which has its own automatic names, seeds,
         policy, strategy and graph in Keras and TensorFlow, and draws no random number.
-
-        Raises:
-            HookError: A promise is not kept on this version of Keras.
         """
         with self._lock:
             if not self.is_due:

@@ -47,17 +47,11 @@ def parse(keep_float32: KeepFloat32) -> RuleSet:
     """Reads the `keep_float32` argument.
 
     What it names comes on top of the default rules: naming one layer never takes the
-    others' safety away.
-
-    Args:
-        keep_float32: "default", "none", or a sequence of layers, layer classes, class
-            names, names and paths or patterns that match a whole one, and callables
-            taking a layer. What is the name or path of a layer is no pattern for
-            others. "none" among them leaves the default rules out; "default"
-            changes nothing.
+    others' safety away. What is the name or path of a layer is no pattern for others.
+    "none" in a sequence leaves the default rules out; "default" changes nothing.
 
     Raises:
-        TypeError: An entry is none of these.
+        TypeError: An entry is no layer, class, text or callable.
         ValueError: A pattern does not compile, "none" stands beside "default", or
             a lone string looks like a misspelt one of the two.
 
@@ -208,12 +202,8 @@ def make_settings(
 def choose_policy(policy: str) -> tuple[str, str, bool]:
     """Returns the policy's name, the reason for it, and whether a user named it.
 
-    Args:
-        policy: A name, or "auto": then the environment variable TFAMP_POLICY
-            where it is set, else what suits the devices here.
-
-    Raises:
-        ValueError: The name is unknown.
+    "auto" takes the environment variable TFAMP_POLICY where it is set, else what suits
+    the devices here. An unknown name is a ValueError.
     """
     named = os.environ.get("TFAMP_POLICY", "auto")
     if policy == "auto" and named != "auto":

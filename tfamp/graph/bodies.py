@@ -36,15 +36,12 @@ class Reference(NamedTuple):
 class Body:
     """A graph, or a function of one.
 
-    Args:
-        nodes: Its operations.
+    Attributes:
+        nodes: Its operations by name.
         arguments: Index of each argument by name; a graph has none.
         results: The tensors it returns.
         kept: Names of nodes that run whether or not a result needs them.
         argument_shapes: Shapes of arguments by index, where they are known.
-        functions: The library that it calls, shared by all bodies of a graph.
-
-    Attributes:
         argument_values: Values of arguments by index, where every call has the same.
         loops: What was found out about loops, filled by `constants`.
     """
@@ -139,11 +136,7 @@ def output_shape(node: tf.compat.v1.NodeDef, index: int = 0) -> Shape:
 
 
 def read_bodies(concrete: Any) -> Body:
-    """Returns the graph of a traced function, ready to be walked.
-
-    Args:
-        concrete: What `tf.function(...).get_concrete_function(...)` returned.
-    """
+    """Returns the graph of a traced, concrete function, ready to be walked."""
     graph = concrete.graph.as_graph_def(add_shapes=True)
     functions: dict[str, Body] = {}
     for definition in graph.library.function:
@@ -202,16 +195,15 @@ def functions_of(node: tf.compat.v1.NodeDef) -> Iterator[str]:
 class Operation:
     """One operation of a graph, and how often it runs.
 
-    Args:
-        name: Its name; behind those of the calls that it is in, where the names
-            of a function start anew.
-        op_type: Its type without what marks a variant of it, such as "MatMul" of
-            a "_FusedMatMul".
+    Attributes:
+        name: Its name; behind those of the calls that it is in, where the names of a
+            function start anew.
+        op_type: Its type without what marks a variant of it, such as "MatMul" of a
+            "_FusedMatMul".
         inputs: Shapes of what it reads.
         outputs: Shapes of what it gives.
         attributes: Its attributes, as protocol buffers.
-        sources: Types of the operations that its inputs come from, "" for
-            arguments.
+        sources: Types of the operations that its inputs come from, "" for arguments.
         count: How often it runs in one call of the function.
         is_counted: Whether `count` is known; in a loop that data end it is 1.
     """

@@ -54,12 +54,8 @@ def scratch_bytes(
 ) -> int:
     """Returns what an operation holds while it runs, beside inputs and outputs.
 
-    Args:
-        node: The operation.
-        inputs: Bytes of what it reads.
-        outputs: Bytes of what it gives.
-        emulated: Dtypes whose products this device computes in float32: it copies the
-            factors to float32 and the result back.
+    Products of `emulated` dtypes are computed in float32 on this device: it copies the
+    factors to float32 and the result back.
     """
     if node.op == "Einsum":
         return _transposed(node, inputs)

@@ -55,11 +55,11 @@ _PRODUCTS = MATRIX_PRODUCTS | CONVOLUTIONS | {"Einsum"}
 class CompiledProduct:
     """A matrix product or convolution as the compiled program runs it.
 
-    Args:
+    Attributes:
         name: Its name in the program.
         kind: "dot", "convolution", or the library function that is called.
-        op_name: The operation of the graph that it comes from, "" where XLA made
-            it anew and kept no name.
+        op_name: The operation of the graph that it comes from, "" where XLA made it
+            anew and kept no name.
         dtypes: Dtypes of the two factors.
         output_shape: Shape of what it gives.
     """
@@ -116,10 +116,7 @@ def _instruction(line: str) -> _Instruction | None:
 
 
 def read_hlo(text: str) -> tuple[CompiledProduct, ...]:
-    """Returns the products and convolutions of a program that XLA compiled.
-
-    Args:
-        text: What `experimental_get_compiler_ir` gives at stage "optimized_hlo".
+    """Returns the products and convolutions in an "optimized_hlo" of XLA.
 
     Example:
         >>> text = '''
@@ -162,13 +159,9 @@ def read_optimized(
     """Returns the products and convolutions of the graphs that TensorFlow runs.
 
     TensorFlow's own mixed precision changes dtypes after a function was traced, and
-    only a run shows the result. The more functions a process has traced, the longer
-    it takes: a minute where there are thousands.
-
-    Args:
-        run: Calls a traced function once.
-        named: Text in the names of its operations; others are left out, since
-            TensorFlow may hand out graphs of functions that ran before.
+    only a run shows the result. The more functions a process has traced, the longer it
+    takes: a minute where there are thousands. Operations without `named` in their names
+    are left out, since TensorFlow may hand out graphs of functions that ran before.
     """
     found = []
     for graph in _graphs(run):
@@ -208,17 +201,12 @@ def _graphs(run: Callable[[], Any]) -> Iterator[Any]:
 
 
 def find_program_peak(text: str) -> Peak:
-    """Returns the most memory that a program of XLA needs beside its arguments.
+    """Returns the most memory that an "optimized_hlo" needs beside its arguments.
 
-    Instructions run in the order in which they stand. A buffer lives until its last
-    reader; what has the size of an operand that nobody needs any more is written over
-    it. Variables that the program updates keep their buffers.
-
-    Args:
-        text: What `experimental_get_compiler_ir` gives at stage "optimized_hlo".
-
-    Raises:
-        ValueError: The text has no schedule.
+    Instructions run in the order in which they stand; a text without a schedule is a
+    ValueError. A buffer lives until its last reader; what has the size of an operand
+    that nobody needs any more is written over it. Variables that the program updates
+    keep their buffers.
 
     Example:
         >>> text = '''HloModule m, is_scheduled=true
@@ -324,8 +312,8 @@ def _written_over_arguments(
 ) -> set[str]:
     """Returns the instructions whose results have a place already.
 
-    `updated` are the numbers of the results that take the place of arguments; None
-    stands for all.
+    `updated` are the numbers of the results that take the place of arguments, None for
+    all.
     """
     root = next((each for each in instructions if each.is_root), None)
     if root is None:

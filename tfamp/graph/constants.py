@@ -55,10 +55,7 @@ _REDUCTIONS: dict[str, Callable[[Any], Any]] = {
 def evaluate(body: Body, reference: Reference, values: Values | None = None) -> Any:
     """Returns the value of a tensor as an array, None where it is not constant.
 
-    Args:
-        body: The graph or function it is in.
-        reference: The tensor.
-        values: Values of the body's arguments by index, where they are known.
+    `values` are those of the body's arguments by index, where they are known.
     """
     return _evaluate(body, reference, values or {}, {})
 
@@ -122,12 +119,7 @@ def _compute(
 
 
 def num_trips(body: Body, node: tf.compat.v1.NodeDef) -> int | None:
-    """Returns how often a loop runs, None if data decide.
-
-    Args:
-        body: Where the loop is.
-        node: Its operation, a While or StatelessWhile.
-    """
+    """Returns how often a While or StatelessWhile runs, None if data decide."""
     return _run_loop(body, node, None)[0]
 
 

@@ -19,7 +19,7 @@ from tfamp.graph.schedules import ARGUMENT, Schedule, Step, Tensor, pushed_and_p
 class Held:
     """A buffer that lives when most memory is in use.
 
-    Args:
+    Attributes:
         num_bytes: Its size.
         name: The operation that made it.
         op: Its type; "scratch" for what an operation holds only while it runs.
@@ -34,13 +34,7 @@ class Held:
 
 @dataclasses.dataclass(frozen=True)
 class Peak:
-    """The moment at which most memory is in use.
-
-    Args:
-        num_bytes: All that is made in the step and lives then.
-        held: What that is.
-        at: The operation that ran.
-    """
+    """The moment at which most memory is in use: bytes, buffers, the operation."""
 
     num_bytes: int
     held: tuple[Held, ...]
@@ -49,13 +43,7 @@ class Peak:
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Change:
-    """A block of memory that is taken or freed.
-
-    Args:
-        block: Its number.
-        num_bytes: Its size; 0 when it is freed.
-        step: Number of the step that does so.
-    """
+    """A block of memory that a step takes, or frees where the bytes are 0."""
 
     block: int
     num_bytes: int
@@ -63,12 +51,7 @@ class Change:
 
 
 class _Buffer:
-    """Memory that one tensor or several share.
-
-    Args:
-        num_bytes: Its size.
-        maker: Number of the step that made it; None for what was there before.
-    """
+    """Memory that tensors share; `maker` is None for what was there before."""
 
     __slots__ = ("block", "maker", "num_bytes", "users")
 
@@ -83,10 +66,7 @@ def find_peak(schedule: Schedule, *, emulated: frozenset[str] = frozenset()) -> 
     Steps run as TensorFlow's executor starts them: in the order in which they become
     ready. A buffer lives until its last reader has run. Operations that TensorFlow runs
     in place do; what a loop keeps for its gradient counts once for each of its runs.
-
-    Args:
-        schedule: The steps.
-        emulated: Dtypes whose products the device computes in float32.
+    Products of `emulated` dtypes are computed in float32.
 
     Example:
         >>> import tensorflow as tf
@@ -103,21 +83,7 @@ def find_peak(schedule: Schedule, *, emulated: frozenset[str] = frozenset()) -> 
 def changes(
     schedule: Schedule, *, emulated: frozenset[str] = frozenset()
 ) -> tuple[Change, ...]:
-    """Returns the blocks that a run of a schedule takes and frees, in their order.
-
-    Args:
-        schedule: The steps.
-        emulated: As for `find_peak`.
-
-    Example:
-        >>> import tensorflow as tf
-        >>> from tfamp.graph.schedules import read_schedule
-        >>> spec = tf.TensorSpec((256, 256))
-        >>> twice = tf.function(lambda x: tf.transpose(tf.exp(tf.transpose(x))))
-        >>> schedule = read_schedule(twice.get_concrete_function(spec))
-        >>> [change.num_bytes // 2**10 for change in changes(schedule)]
-        [256, 256, 0, 0]
-    """
+    """Returns the blocks that a run of a schedule takes and frees, in their order."""
     run = _Run(schedule, emulated)
     run.peak()
     run.close()

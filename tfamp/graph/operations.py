@@ -26,16 +26,13 @@ _NOT_FOLLOWED = ("Dataset", "Iterator")
 
 
 def read_operations(concrete: Any) -> tuple[Operation, ...]:
-    """Returns the operations that one call of a traced function runs.
+    """Returns the operations that one call of a traced, concrete function runs.
 
     Operations whose result nobody uses are left out, as TensorFlow leaves them out.
     Loops are followed and their operations counted as often as they run, where a
-    counter ends the loop. Of the branches of a condition the dearest counts.
-    TensorFlow fuses and moves operations afterwards; it changes neither what is
-    multiplied nor, unless its own mixed precision is on, in which dtype.
-
-    Args:
-        concrete: What `tf.function(...).get_concrete_function(...)` returned.
+    counter ends the loop. Of the branches of a condition the dearest counts. TensorFlow
+    fuses and moves operations afterwards; it changes neither what is multiplied nor,
+    unless its own mixed precision is on, in which dtype.
 
     Example:
         >>> matmul = tf.function(lambda x: tf.matmul(x, x))
@@ -131,13 +128,10 @@ def _joined(prefix: str, name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class FlopCount:
-    """What was counted, and what could not be.
+    """Floating-point operations, two a multiply-add, and names of what is not known.
 
-    Args:
-        flops: Floating-point operations, two for a multiply-add.
-        uncounted: Names of products and convolutions whose shapes or number of runs
-            the graph does not tell. One without shapes counts 0, one in a loop that
-            data end counts once.
+    Of those the graph does not tell shapes or the number of runs: without shapes one
+    counts 0, in a loop that data end once.
     """
 
     flops: int
@@ -145,10 +139,7 @@ class FlopCount:
 
 
 def count_flops(concrete: Any) -> FlopCount:
-    """Returns the floating-point operations of one call of a traced function.
-
-    Args:
-        concrete: What `tf.function(...).get_concrete_function(...)` returned.
+    """Returns the floating-point operations of one call of a concrete function.
 
     Example:
         >>> matmul = tf.function(lambda x: tf.matmul(x, x))
@@ -170,18 +161,11 @@ def count_flops(concrete: Any) -> FlopCount:
 def forward_flops(model: keras.layers.Layer, batch: Any) -> int:
     """Returns the floating-point operations of one forward pass in training mode.
 
-    Matrix products and convolutions count, two for a multiply-add. A training step
-    takes about three times as many. The model is traced once, which takes as long as
-    the first step of `fit` without compiling, and no step is run.
-
-    Args:
-        model: A Keras model or layer. One that is not built is built, as by a call.
-        batch: One batch of inputs, without targets, as the model takes them: arrays,
-            tensors, or `tf.TensorSpec`s with the size of the batch.
-
-    Returns:
-        The number for the whole batch. A loop that data end counts once, and a
-        warning says so.
+    Matrix products and convolutions of the whole batch count, two for a multiply-add. A
+    training step takes about three times as many. The model is traced once, which takes
+    as long as the first step of `fit` without compiling, and no step is run; one that
+    is not built is built. The batch has no targets; `tf.TensorSpec`s are enough. A loop
+    that data end counts once, and a warning says so.
 
     Example:
         >>> forward_flops(keras.layers.Dense(4), tf.zeros((8, 2)))  # 2 * 8 * 2 * 4

@@ -45,16 +45,10 @@ def is_product(operation: Operation) -> bool:
 
 
 def flops_of(operation: Operation) -> int | None:
-    """Returns the floating-point operations of one run of an operation.
+    """Returns the floating-point operations of a run, None where shapes are unknown.
 
-    Two for a multiply-add; zeros of a padding are multiplied too. Only matrix
-    products and convolutions count, since they are what matrix units speed up.
-
-    Args:
-        operation: Any operation; 0 where it is neither.
-
-    Returns:
-        The number, None where the graph does not tell the shapes.
+    Two for a multiply-add; zeros of a padding are multiplied too. Only matrix products
+    and convolutions count, since they are what matrix units speed up; others give 0.
     """
     if not is_product(operation):
         return 0
@@ -132,14 +126,10 @@ def _einsum(operation: Operation) -> int | None:
 def einsum_sizes(
     operation: Operation,
 ) -> tuple[dict[str, int | None], dict[str, int | None], set[str]] | None:
-    """Returns the sizes of the labels of both factors, and the result's labels.
+    """Returns the sizes of both factors' labels in an Einsum, and its result's labels.
 
-    Args:
-        operation: An Einsum of two factors.
-
-    Returns:
-        None where the rank of a factor is not known. The labels of "..." are ".-1"
-        for its last dimension, ".-2" for the one before, and on.
+    None where the rank of a factor is not known. The labels of "..." are ".-1" for its
+    last dimension, ".-2" for the one before, and on.
     """
     equation = operation.attributes["equation"].s.decode().replace(" ", "")
     terms, _, result = equation.partition("->")
@@ -193,13 +183,9 @@ Sizes = dict[str, int]
 def sizes_of(operation: Operation) -> Sizes:
     """Returns the sizes of a product that tensor cores want to be multiples of 8.
 
-    Args:
-        operation: A matrix product or convolution of the forward pass.
-
-    Returns:
-        Of a matrix product "rows" (batch and positions), "inputs" (what is summed
-        over) and "units" (columns); of a convolution "channels in" (of a group) and
-        "channels out". Nothing of a depthwise one, which no matrix unit computes.
+    Of a matrix product of the forward pass "rows" (batch and positions), "inputs" (what
+    is summed over) and "units" (columns); of a convolution "channels in" (of a group)
+    and "channels out". Nothing of a depthwise one, which no matrix unit computes.
 
     Example:
         >>> import tensorflow as tf

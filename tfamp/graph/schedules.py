@@ -25,7 +25,7 @@ _BRANCHES = {
 class Step:
     """One operation.
 
-    Args:
+    Attributes:
         name: Its name, behind those of the calls it is in.
         op: Its type.
         inputs: What it reads.
@@ -49,14 +49,12 @@ class Step:
 class Schedule:
     """The steps of a graph, or of a function that a loop or a condition runs.
 
-    Args:
-        argument_bytes: Bytes of what is passed to it.
-
     Attributes:
+        argument_bytes: Bytes of what is passed to it.
         steps: Each behind those that it needs.
         results: What it returns.
-        unknown: Names of operations whose outputs' sizes the graph does not tell, and
-            of loops whose number of runs it does not tell.
+        unknown: Names of operations whose outputs' sizes the graph does not tell,
+            and of loops whose number of runs it does not tell.
     """
 
     def __init__(self, argument_bytes: Iterable[int] = ()) -> None:
@@ -85,10 +83,7 @@ class Schedule:
 
 
 def read_schedule(concrete: Any) -> Schedule:
-    """Returns the steps that one call of a traced function runs.
-
-    Args:
-        concrete: What `tf.function(...).get_concrete_function(...)` returned.
+    """Returns the steps that one call of a traced, concrete function runs.
 
     Example:
         >>> double = tf.function(lambda x: tf.matmul(x, x))

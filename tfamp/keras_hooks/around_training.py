@@ -26,10 +26,7 @@ from tfamp.keras_hooks.patches import replaced
 def on_batch(model: keras.Model, step: Callable[[Any], Any] | None = None) -> Any:
     """Returns a function that trains on one batch as `fit` does, traced or compiled.
 
-    Args:
-        model: A compiled model.
-        step: Takes the place of `train_step`, with all that tfamp puts around that one;
-            None for the model's own.
+    `step` takes the place of `train_step`, with all that tfamp puts around that one.
     """
     made = type(model)._make_function
     if step is None:
@@ -73,9 +70,8 @@ _RUNS: "weakref.WeakKeyDictionary[keras.Model, list[Run]]" = weakref.WeakKeyDict
 class Member:
     """The part that a callback has in one `fit`.
 
-    Attributes:
-        has_place: Whether its call stands around the training function; another
-            member may have had the place before.
+    `has_place` says whether its call stands around the training function; another
+    member may have had the place before.
     """
 
     def __init__(
@@ -90,8 +86,7 @@ class Member:
     def leave(self, error: BaseException | None = None) -> None:
         """Ends its part and tells it so; a second time does nothing.
 
-        Args:
-            error: What ended `fit`, None where nothing did.
+        `error` is what ended `fit`, None where nothing did.
         """
         if self._run.drop(self):
             self._close(error)
@@ -113,11 +108,7 @@ class Member:
 
 
 class Run:
-    """One `fit` of a model, in one thread.
-
-    Args:
-        model: The model.
-    """
+    """One `fit` of a model, in one thread."""
 
     def __init__(self, model: keras.Model) -> None:
         self.model, self.thread = model, threading.get_ident()
@@ -170,8 +161,7 @@ class Run:
     def surround(self, *, is_made: bool = False) -> None:
         """Puts the calls around the training function, unless they are there.
 
-        Args:
-            is_made: Whether the function is as Keras made it, as far as is known.
+        `is_made` says whether the function is as Keras made it, as far as is known.
         """
         function = self.model.train_function
         if function is None or not self._calls:

@@ -35,10 +35,9 @@ def patches(
     """Returns the patches around a layer's call.
 
     Args:
-        before_call: Called as `before_call(layer, args, kwargs)` ahead of the
-            first calls of a managed layer, before its inputs are cast.
-        after_build: Called with a kept layer when it has been built, ahead of
-            its own `call`.
+        before_call: Called as `before_call(layer, args, kwargs)` ahead of the first
+            calls of a managed layer, before its inputs are cast.
+        after_build: Called with a kept layer once it is built, ahead of its own `call`.
         after_error: Called as `after_error(layer, record, error, again)` where the call
             of a managed layer has raised; returns outputs, or raises. `record` is what
             the layer had ahead of it, `again` repeats it.
@@ -268,8 +267,8 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
 def _wrap_convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
     """Lets a tensor that was rounded remember what it was rounded from.
 
-    Only layers that ask for exact inputs look at it; in a graph the unused
-    branch is pruned.
+    Only layers that ask for exact inputs look at it; in a graph the unused branch is
+    pruned.
     """
 
     @like(original)

@@ -28,15 +28,13 @@ class LayerRecord:
     """How the dtypes of one managed layer are assigned.
 
     Attributes:
-        settings: The settings under which the layer was made or applied. Every
-            managed layer holds it, so the hooks live as long as it does.
+        settings: Those under which the layer was made or applied. Every managed layer
+            holds it, so the hooks live as long as it does.
         kind: How the layer came by its dtypes.
         rule: Name of the rule that decided, for people.
         reason: Why that rule exists, one sentence.
-        output_dtype: What floating-point outputs are cast to, or None to
-            leave them.
-        exact_inputs: Whether an input that was rounded on its way into the
-            model is handed over unrounded.
+        output_dtype: What floating-point outputs are cast to, None to leave them.
+        exact_inputs: Whether inputs that were rounded come unrounded.
         applies_to: "all" where sublayers follow this layer into float32, "self" where
             they keep their own dtypes, "own" where what they return is widened, too.
         inner_dtype: What sublayers' outputs are cast to inside this layer: float32
@@ -44,11 +42,11 @@ class LayerRecord:
         is_decided: Whether rules that need the finished layer have been asked.
         is_propagated: Whether the sublayers follow it already.
         is_resolved: For a model: whether its heads have been found.
-        graph_key: For a model: which graph of layers they were found in. A
-            Sequential model gets another with each `add`.
+        graph_key: For a model: which graph of layers they were found in. A Sequential
+            model gets another with each `add`.
         made_in: The policy under which the layer was made, None where nobody knows.
-        wrapped_optimizer: For a model: whether `compile` gave its optimizer
-            the loss scale, so that it may be taken off again.
+        wrapped_optimizer: For a model: whether `compile` gave its optimizer the loss
+            scale, so that it may be taken off again.
     """
 
     settings: Any

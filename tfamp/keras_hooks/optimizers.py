@@ -65,9 +65,7 @@ def rate_or_schedule(optimizer: Any) -> Any:
 def on_reduced_gradients(optimizer: Any, *, clips: bool) -> Iterator[None]:
     """Makes `optimizer.apply` take gradients that are reduced over replicas.
 
-    Args:
-        optimizer: The optimizer whose `apply` is called inside the block.
-        clips: Whether it clips the gradients itself.
+    `clips` says whether the optimizer clips the gradients itself.
     """
     changed = []
     try:
@@ -96,9 +94,8 @@ Around = Callable[[Any], contextlib.AbstractContextManager[None]]
 def around_each_variable(optimizers: Sequence[Any], around: Around) -> Iterator[None]:
     """Puts a context around what an update does to each variable and its slots.
 
-    Args:
-        optimizers: Those whose `apply` is called inside the block; none inside them.
-        around: Gives the context for a variable, or its part on one replica.
+    `around` gives the context for a variable, or its part on one replica. No optimizer
+    may be inside another.
     """
 
     def wrap(own: dict[str, Any], update: Any, decay: Any) -> None:
@@ -126,11 +123,8 @@ def around_each_variable(optimizers: Sequence[Any], around: Around) -> Iterator[
 def optimizers_of(model: keras.layers.Layer) -> list[Any]:
     """Returns a model's optimizers: attributes, and entries of lists, tuples, dicts.
 
-    Args:
-        model: Any model or layer; its sublayers are not searched.
-
-    Returns:
-        The optimizers, each once, that of `compile` first where there is one.
+    Each comes once, that of `compile` first where there is one. Sublayers are not
+    searched.
     """
     found = [getattr(model, "optimizer", None)]
     for _, value in _attributes(model):
@@ -144,10 +138,8 @@ def replace_optimizers(
 ) -> list[str]:
     """Puts `change(optimizer)` in the place of each optimizer but that of `compile`.
 
-    One object in several places is replaced by one.
-
-    Returns:
-        The names of the attributes that were changed.
+    One object in several places is replaced by one. Returns the names of the attributes
+    that were changed.
     """
     given: dict[int, tuple[Any, Any]] = {}
     # TensorFlow keeps it once more, among what a checkpoint depends on.
@@ -195,15 +187,11 @@ def _entries(value: Any) -> list[tuple[Any, Any]]:
 
 
 class SavedBeside(KerasSaveable):
-    """Variables that a saved file holds beside those of stock Keras.
+    """Variables that a saved file holds beside those of stock Keras, in a group `name`.
 
-    An attribute of the optimizer: stock Keras passes over what it does not know
-    when it loads the file.
-
-    Args:
-        name: Name of the group in the file.
-        variables: Gives the variables by the name they are saved under.
-        take: Takes the values of a file, by name.
+    An attribute of the optimizer: stock Keras passes over what it does not know when it
+    loads the file. `variables` gives them by the name they are saved under; `take`
+    takes the values of a file, by name.
     """
 
     def __init__(
@@ -237,12 +225,7 @@ def save_under_stock_name(cls: type, stock: type) -> None:
 
 
 def from_config_patch(is_ours: Callable[[dict[str, Any]], bool], ours: Any) -> Patch:
-    """Returns the patch that turns our configurations into our class.
-
-    Args:
-        is_ours: Tells from a configuration whether our class wrote it.
-        ours: That class.
-    """
+    """Returns the patch that turns configurations that `ours` wrote into that class."""
 
     def wrap(original: Callable[..., Any]) -> Any:
         def from_config(

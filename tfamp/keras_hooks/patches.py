@@ -18,19 +18,12 @@ class HookError(RuntimeError):
 
 
 class Patch:
-    """Replaces one attribute of an owner and can put the original back.
+    """Replaces one attribute of a class or module and can put the original back.
 
-    The original is taken from the owner's own `__dict__`, so that after
-    `remove` the owner holds the very same object as before, and an attribute
-    that was inherited is inherited again.
-
-    Args:
-        owner: A class or module.
-        name: The attribute's name.
-        replace: Takes what `getattr(owner, name)` gave (None where there was
-            no such attribute and `optional` is true) and returns what shall
-            stand there.
-        optional: Whether the attribute may be missing at `install`.
+    The original is taken from the owner's own `__dict__`, so that after `remove` the
+    owner holds the very same object as before, and an attribute that was inherited is
+    inherited again. `replace` takes what `getattr(owner, name)` gave and returns what
+    shall stand there; where the attribute is missing and `optional`, it takes None.
 
     Example:
         >>> class House:
@@ -106,8 +99,8 @@ class Patch:
     def remove(self) -> None:
         """Puts the original back; does nothing where it stands already.
 
-        Where somebody else has replaced the replacement since, theirs is left
-        alone and a warning says so: taking it away would break their code.
+        Where somebody else has replaced the replacement since, theirs is left alone and
+        a warning says so: taking it away would break their code.
         """
         if not self.is_installed:
             return
@@ -126,11 +119,7 @@ class Patch:
 
 
 class PatchSet:
-    """Several patches that are installed and removed together.
-
-    Args:
-        patches: In the order of installation; removal runs backwards.
-    """
+    """Several patches that are installed in order, and removed backwards."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
         self._patches = tuple(patches)
@@ -141,11 +130,7 @@ class PatchSet:
         return tuple(patch.label for patch in self._patches if patch.is_installed)
 
     def install(self) -> None:
-        """Installs all, or none where one of them cannot be.
-
-        Raises:
-            HookError: An attribute to replace is missing.
-        """
+        """Installs all, or none where one is missing: then it raises HookError."""
         for patch in self._patches:
             if not patch.is_installed:
                 patch.check()
@@ -159,24 +144,7 @@ class PatchSet:
 
 
 class HeldPatches(PatchSet):
-    """Patches that stand for as long as any object lives that holds them.
-
-    Args:
-        patches: As for `PatchSet`.
-
-    Example:
-        >>> class House:
-        ...     def door(self):
-        ...         return "shut"
-        >>> held = HeldPatches([Patch(House, "door", lambda old: lambda self: "open")])
-        >>> guest = House()
-        >>> held.hold(guest)
-        >>> House().door()
-        'open'
-        >>> del guest
-        >>> House().door()
-        'shut'
-    """
+    """Patches that stand for as long as any object lives that holds them."""
 
     def __init__(self, patches: Iterable[Patch]) -> None:
         super().__init__(patches)
@@ -212,21 +180,6 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 
     They are written past the object's own `__setattr__`, by which Keras tracks what is
     assigned. What was inherited is inherited again afterwards.
-
-    Args:
-        owner: The object.
-        attributes: What stands there inside the block, by name.
-
-    Example:
-        >>> class House:
-        ...     def door(self):
-        ...         return "shut"
-        >>> house = House()
-        >>> with replaced(house, door=lambda: "open"):
-        ...     house.door()
-        'open'
-        >>> house.door()
-        'shut'
     """
     own = vars(owner)
     before = {name: own[name] for name in attributes if name in own}
@@ -242,8 +195,8 @@ def replaced(owner: Any, **attributes: Any) -> Iterator[None]:
 def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     """Decorates a replacement so that it introspects as `original` does.
 
-    Keras reads constructor signatures with `inspect.getfullargspec`, which
-    stops at wrappers unless they carry `__signature__` themselves.
+    Keras reads constructor signatures with `inspect.getfullargspec`, which stops at
+    wrappers unless they carry `__signature__` themselves.
     """
 
     def decorate(replacement: Callable[..., Any]) -> Any:

@@ -51,14 +51,7 @@ class _Form(NamedTuple):
 
 
 class _Results(NamedTuple):
-    """What one run came to.
-
-    Attributes:
-        tensors: Of the outputs and what hangs on them, flat.
-        form: What they are packed into.
-        updates: (variable, its new value).
-        losses: That layers inside added.
-    """
+    """What one run came to: output tensors with what hangs on them, and the rest."""
 
     tensors: list[Any]
     form: _Form

@@ -109,9 +109,7 @@ def unpickled(archive: Any) -> Any:
 def read_entry(archive: Any) -> dict[str, Any] | None:
     """Returns what tfamp stored in a `.keras` archive, None where nothing is.
 
-    Args:
-        archive: A path or a file object; a path may be that of an unzipped
-            archive.
+    The archive is a path, also of an unzipped one, or a file object.
 
     Raises:
         zipfile.BadZipFile: The file is no archive.
@@ -131,10 +129,8 @@ def read_patches(
 ) -> list[Patch]:
     """Returns the patch that lets a layer inherit its dtype as the written one did.
 
-    Args:
-        is_in_force: States whether new layers come under the policy of a name.
-        after_quantized: Called with a quantized layer, which needs the dtype that was
-            written, where the written one inherited it.
+    `is_in_force` states whether new layers come under the policy of a name. A quantized
+    layer needs the dtype that was written; `after_quantized` is called with it.
     """
 
     def wrap(original: Any) -> Any:

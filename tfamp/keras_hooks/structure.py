@@ -42,9 +42,9 @@ def walk(
 ) -> Iterator[tuple[str, keras.layers.Layer, keras.layers.Layer | None]]:
     """Yields (path, layer, parent) for `root` and all layers below it, once each.
 
-    The path joins names with "/" from below the root: a model's own name is not
-    part of it, so the same layer has the same path in a Functional, a Sequential
-    and a subclassed model. The root's path is its name.
+    The path joins names with "/" from below the root: a model's own name is not part of
+    it, so the same layer has the same path in a Functional, a Sequential and a
+    subclassed model. The root's path is its name.
     """
     yield root.name, root, None
     seen = {id(root)}
@@ -128,11 +128,7 @@ def own_losses(layer: keras.layers.Layer) -> list[Any]:
 
 
 def last_output_shape(layer: keras.layers.Layer) -> tuple[int | None, ...]:
-    """Returns the shape of the first output of a layer's last node in a graph.
-
-    Returns:
-        () where it was never called on a graph's tensors.
-    """
+    """Returns the shape of the first output of a layer's last node, () without one."""
     nodes = layer._inbound_nodes
     outputs = nodes[-1].output_tensors if nodes else ()
     return tuple(outputs[0].shape) if outputs else ()
@@ -190,8 +186,8 @@ def built_shapes(layer: keras.layers.Layer) -> dict[str, Any]:
 def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
     """Traces `layer(*args, **kwargs)` for its shapes, without side effects.
 
-    Weights that do not exist yet are made, as Keras itself makes them in `fit`;
-    no variable changes its value.
+    Weights that do not exist yet are made, as Keras itself makes them in `fit`; no
+    variable changes its value.
     """
 
     def specification(x: Any) -> Any:
@@ -240,12 +236,10 @@ def nodes_of(graph: Functional) -> list[Any]:
 def run_nodes(
     nodes: Iterable[Any], tensors: dict[int, Any], operation_fn: OperationFn
 ) -> None:
-    """Calls nodes one after the other.
+    """Calls nodes one after the other, but those whose inputs are missing.
 
-    Args:
-        nodes: What to call; those whose inputs are missing are left out.
-        tensors: Values of the graph's tensors by their `id`; outputs are added.
-        operation_fn: Gives what is called for an operation.
+    `tensors` has the values of the graph's tensors by their `id`; outputs are added.
+    `operation_fn` gives what is called for an operation.
     """
     for node in nodes:
         if any(id(x) not in tensors for x in node.input_tensors):
@@ -260,12 +254,10 @@ def replace_run(
     graph: Functional,
     run: Callable[[dict[int, Any], OperationFn], None] | None,
 ) -> None:
-    """Makes a graph run another way, or its own way again.
+    """Makes a graph run another way, or its own way again where `run` is None.
 
-    Args:
-        graph: The graph of a model.
-        run: Gets the inputs by the `id` of the graph's tensors and adds all that the
-            graph gives; None takes an earlier one away.
+    `run` gets the inputs by the `id` of the graph's tensors and adds all that the graph
+    gives.
     """
     vars(graph).pop("_run_through_graph", None)
     if run is None:

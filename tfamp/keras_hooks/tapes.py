@@ -21,11 +21,7 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "While", "Stateles
 
 
 def patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Patch]:
-    """Returns the patches on a tape.
-
-    Args:
-        wrap_gradient: Makes the new `gradient` out of the original one.
-    """
+    """Returns the patches on a tape; `wrap_gradient` makes the new `gradient`."""
 
     def wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)

@@ -38,14 +38,13 @@ def run_patches(
 
     Args:
         around_step: Takes a model and its `train_step`, returns what is traced.
-        around_function: Takes a model and its training function, returns what is
-            called.
+        around_function: Takes a model and its training function, gives what is called.
         after_making: Takes a model whose training function was made just now.
-        around_fit: Takes a model and the argument `callbacks` of `fit`; gives a
-            context in which it runs, whose value are the callbacks to use.
+        around_fit: Takes a model and the argument `callbacks` of `fit`; gives a context
+            in which it runs, whose value are the callbacks to use.
         around_batch: Takes a model; gives a context for `train_on_batch`.
-        around_run: Takes a model, "fit", "evaluate" or "predict", and the arguments
-            by name; gives a context around all of it.
+        around_run: Takes a model, "fit", "evaluate" or "predict", and the arguments by
+            name; gives a context around all of it.
     """
 
     def wrap_make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -116,9 +115,7 @@ def run_patches(
 def build_from(model: keras.Model, data: Any) -> None:
     """Builds a model, its losses and its optimizer outside the graph being traced.
 
-    Args:
-        model: A compiled model.
-        data: A batch as `train_step` gets it; only shapes and dtypes count.
+    Of `data`, a batch as `train_step` gets it, only shapes and dtypes count.
     """
     with tf.init_scope():
         model._symbolic_build(data_batch=data)
@@ -138,9 +135,8 @@ def compile_patches(
 ) -> list[Patch]:
     """Returns the patch on `compile`.
 
-    Args:
-        before_compile: Called with the model and the arguments of `compile`
-            by name, defaults filled in, which it may change.
+    `before_compile` is called with the model and the arguments of `compile` by name,
+    defaults filled in, which it may change.
     """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -184,12 +180,7 @@ def compile_arguments(model: keras.Model) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def compiled_as(model: keras.Model, **arguments: Any) -> Iterator[None]:
-    """Compiles a model for as long as it lasts; afterwards it is as it was.
-
-    Args:
-        model: Compiled or not.
-        **arguments: Of `compile`.
-    """
+    """Compiles a model for as long as it lasts; afterwards it is as it was."""
     before = dict(vars(model))
     try:
         model.compile(**arguments)

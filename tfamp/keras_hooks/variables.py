@@ -31,12 +31,9 @@ _UNMASKED = (
 def writes_only_if(condition: tf.Tensor) -> Iterator[None]:
     """Lets what is written to variables inside the block count only on a condition.
 
-    A write becomes one of the value that is there where `condition` is false, to
-    the bit. Blocks nest. XLA copies whole variables around a conditional; this
-    costs it a select that fuses into the update.
-
-    Args:
-        condition: A boolean scalar.
+    A write becomes one of the value that is there where `condition`, a boolean scalar,
+    is false, to the bit. Blocks nest. XLA copies whole variables around a conditional;
+    this costs it a select that fuses into the update.
     """
     is_inside = [False]
     with _WRITES.replaced(
@@ -60,8 +57,8 @@ class _Writes:
     """What stands around writes of variables, for each thread and graph of its own.
 
     The methods of TensorFlow's classes are replaced while any block is open; what a
-    write does is decided by the thread, or the graph, that it happens in. Threads
-    that train, load or count beside one that traces are not touched.
+    write does is decided by the thread, or the graph, that it happens in. Threads that
+    train, load or count beside one that traces are not touched.
     """
 
     def __init__(self) -> None:
@@ -113,8 +110,8 @@ class _Writes:
 def _place() -> tuple[str, int]:
     """Returns the function that is being traced, outermost, or else the thread.
 
-    Replicas trace one function in threads of their own. What `init_scope` runs while
-    a function is traced belongs to the thread, where no mask of the graph is known.
+    Replicas trace one function in threads of their own. What `init_scope` runs while a
+    function is traced belongs to the thread, where no mask of the graph is known.
     """
     graph = outermost_graph()
     if graph is None:
@@ -222,12 +219,7 @@ def noting_reads() -> Iterator[dict[int, set[str]]]:
 
 
 def store_in(variable: Any, dtype: str) -> None:
-    """Stores a weight in another dtype; what it was stored in is let go.
-
-    Args:
-        variable: A weight; call it in the scope of its strategy.
-        dtype: A float dtype.
-    """
+    """Stores a weight in another float dtype; call it in the scope of its strategy."""
     value = tf.cast(tf.convert_to_tensor(variable._value), dtype)
     variable._dtype = dtype
     variable._initialize(value)

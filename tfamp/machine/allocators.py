@@ -47,22 +47,10 @@ def machine_memory(
 ) -> MachineMemory:
     """Returns the memory of this machine and who holds it; starts no GPU.
 
-    Args:
-        pynvml: As for `Nvml`.
-        environ: The environment variables.
-        root: Where `proc` and `sys` lie.
-        own_pid: Number of the process whose memory is its own; None for this one.
-        config: Stands for `tf.config`; None takes that.
-        **options: Further ones of `Nvml`.
-
-    Raises:
-        ImportError: The system does not tell its memory (Windows), and psutil is not
-            installed.
-
-    Example:
-        >>> memory = machine_memory()
-        >>> 0 < memory.limit.free_bytes <= memory.limit.bytes
-        True
+    Everything that is asked can be handed in: `root` is where `proc` and `sys` lie,
+    `config` stands for `tf.config`, `options` are further ones of `Nvml`. An
+    ImportError says that the system does not tell its memory (Windows) and psutil is
+    not installed.
     """
     own = os.getpid() if own_pid is None else own_pid
     swap = limits.swap_bytes(root) or (None, None)
@@ -82,11 +70,8 @@ def advice(
 ) -> tuple[Advice, ...]:
     """Returns what could be better about memory and allocators, with remedies.
 
-    Args:
-        memory: What `machine_memory` returned.
-        environ: The environment variables.
-        has_gpu: Whether TensorFlow uses a GPU, so that its settings matter; None where
-            `memory` tells.
+    `has_gpu` says whether TensorFlow uses a GPU, so that its settings matter; None
+    where `memory` tells.
 
     Example:
         >>> held = Holder(123, "python", 14 * 2**30)

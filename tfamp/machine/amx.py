@@ -71,9 +71,7 @@ def probe(
 ) -> bool:
     """Returns whether AMX is named by the CPU and yet ends a process that uses it.
 
-    Args:
-        cpuinfo: Gives Linux's description of the CPU.
-        run: Runs a command and returns its exit status, below 0 for a signal.
+    `run` gives a command's exit status, below 0 for a signal.
 
     Example:
         >>> probe(lambda: "flags : amx_tile amx_bf16", lambda command: -4)

@@ -29,13 +29,10 @@ def recommend(
 ) -> Recommendation:
     """Returns the policy that trains fastest on all these devices.
 
-    A mixed policy is only recommended if every GPU or TPU, or the CPU where there
-    is neither, computes in it faster than in float32: replicas wait for the slowest.
-
-    Args:
-        devices: The devices, as `devices` returns them.
-        onednn: Whether TensorFlow's oneDNN kernels are on; None asks the
-            environment variable TF_ENABLE_ONEDNN_OPTS.
+    A mixed policy is only recommended if every GPU or TPU, or the CPU where there is
+    neither, computes in it faster than in float32: replicas wait for the slowest.
+    `onednn` says whether TensorFlow's oneDNN kernels are on; None asks the environment
+    variable TF_ENABLE_ONEDNN_OPTS.
 
     Example:
         >>> recommend([Device("gpu", "Tesla T4", (7, 5))]).policy
@@ -69,13 +66,8 @@ def objection(
 ) -> str | None:
     """Returns why a policy is a bad choice on these devices, or None.
 
-    Args:
-        policy: A policy's name. Float32, "auto" and unknown names are not judged.
-        devices: The devices, as `devices` returns them.
-        onednn: As in `recommend`.
-
-    Returns:
-        One sentence with the reason and the better policy.
+    One sentence with the reason and the better policy. Float32, "auto" and unknown
+    names are not judged.
 
     Example:
         >>> objection("mixed_bfloat16", [Device("gpu", "Tesla V100", (7, 0))])
@@ -110,10 +102,6 @@ def objection(
 def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...]:
     """Returns the number formats that a device multiplies faster than float32.
 
-    Args:
-        device: The device.
-        onednn: As in `recommend`.
-
     Example:
         >>> fast_dtypes(Device("gpu", "NVIDIA A100", (8, 0)))
         ('bfloat16', 'float16', 'tfloat32')
@@ -128,14 +116,11 @@ def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...
 
 
 def devices() -> tuple[Device, ...]:
-    """Returns the devices that TensorFlow may use in this process.
+    """Returns the devices that TensorFlow may use here: TPUs, GPUs, the CPU.
 
-    Devices hidden with `tf.config.set_visible_devices` are left out, and a CPU or
-    GPU split into logical devices counts once. Starts no device and takes no memory
-    on it. Memory of GPUs is known where nvidia-ml-py is installed.
-
-    Returns:
-        TPUs, then GPUs, then the CPU.
+    Devices hidden with `tf.config.set_visible_devices` are left out, and a CPU or GPU
+    split into logical devices counts once. Starts no device and takes no memory on it.
+    Memory of GPUs is known where nvidia-ml-py is installed.
     """
     tpus = tf.config.list_physical_devices("TPU")
     gpus = tf.config.get_visible_devices("GPU")
@@ -184,12 +169,9 @@ def _cpu() -> Device:
 def _cpu_features(is_amx_broken: Callable[[], bool] | None = None) -> tuple[str, ...]:
     """Returns the CPU's instruction sets, sorted.
 
-    `archspec.cpu.host()` names the last microarchitecture whose every feature is
-    here and drops what goes beyond it, such as AMX, where a hypervisor hides a part.
-
-    Args:
-        is_amx_broken: States whether AMX ends the process; then `_amx.BROKEN` stands
-            in its place. None tries it.
+    `archspec.cpu.host()` names the last microarchitecture whose every feature is here
+    and drops what goes beyond it, such as AMX, where a hypervisor hides a part. AMX
+    that ends the process is called `_amx.BROKEN`.
     """
     detect = getattr(archspec.cpu, "detect", None)
     detected = getattr(detect, "detected_info", archspec.cpu.host)()

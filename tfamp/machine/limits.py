@@ -175,15 +175,9 @@ def memory_limits(
 ) -> tuple[MemoryLimit, ...]:
     """Returns every limit on the memory of this process, the machine's memory first.
 
-    Args:
-        root: Where `proc` and `sys` lie.
-        address_space: Gives RLIMIT_AS in bytes, None where it is unlimited; None asks
-            the system.
-        physical: Gives the machine's memory where `proc` does not tell it; None asks
-            the system.
-
-    Raises:
-        ImportError: The system tells nothing (Windows), and psutil is not installed.
+    `address_space` gives RLIMIT_AS, None where it is unlimited, and `physical` the
+    machine's memory where `proc` does not tell it. An ImportError says that the system
+    tells nothing (Windows) and psutil is not installed.
 
     Example:
         >>> memory_limits()[0].source
@@ -200,15 +194,7 @@ def memory_limits(
 
 
 def swap_bytes(root: Path = _ROOT) -> tuple[int, int] | None:
-    """Returns total and free swap of the machine, None where it is not told.
-
-    Args:
-        root: Where `proc` lies.
-
-    Example:
-        >>> swap_bytes(Path("nowhere")) is None
-        True
-    """
+    """Returns total and free swap of the machine, None where it is not told."""
     fields = _fields(root / "proc/meminfo")
     if not {"SwapTotal", "SwapFree"} <= fields.keys():
         return None

@@ -23,17 +23,8 @@ def host_allocator(maps: Path = _MAPS) -> str:
     On CPUs where TensorFlow uses oneDNN by default (AVX512-VNNI and later) it holds
     large blocks by itself, unless TF_ONEDNN_USE_SYSTEM_ALLOCATOR or
     TF_ENABLE_ONEDNN_OPTS say otherwise; else the C library's `malloc` does.
-
-    Args:
-        maps: The file that lists the libraries in the process.
-
-    Returns:
-        `TENSORFLOW`, `GLIBC`, "jemalloc", "tcmalloc" or "mimalloc"; the system's name
-        where the C library is another one.
-
-    Example:
-        >>> host_allocator() != ""
-        True
+    `TENSORFLOW`, `GLIBC`, "jemalloc", "tcmalloc" or "mimalloc"; the system's name where
+    the C library is another one.
     """
     if _is_tensorflow():
         return TENSORFLOW
@@ -48,8 +39,7 @@ def host_allocator(maps: Path = _MAPS) -> str:
 def host_bytes() -> tuple[int, int]:
     """Returns what TensorFlow's own allocator holds in use, now and at its peak.
 
-    Raises:
-        ValueError: Another one is in force.
+    A ValueError says that another one is in force.
     """
     found = tf.config.experimental.get_memory_info("CPU:0")
     return int(found["current"]), int(found["peak"])
@@ -84,15 +74,8 @@ _RESET = "5"
 def process_bytes(status: Path = _STATUS) -> int:
     """Returns the memory that this process holds now (resident set size).
 
-    Args:
-        status: The file that tells it on Linux.
-
-    Raises:
-        ImportError: The file is not there, and psutil is not installed.
-
-    Example:
-        >>> process_bytes() > 2**20
-        True
+    Where the file of Linux is not there psutil is asked; an ImportError says it is
+    missing.
     """
     size = _size(status, "VmRSS:")
     return int(_psutil().Process().memory_info().rss) if size is None else size
@@ -103,18 +86,8 @@ def peak_process_bytes(status: Path = _STATUS) -> int:
 
     On Linux from the kernel's high-water mark of this process. Not from
     `resource.getrusage` there: that starts at the peak of the process which started
-    this one, so a small child of a large parent reports the parent.
-
-    Args:
-        status: The file with the high-water mark.
-
-    Raises:
-        ImportError: Neither the file nor `resource` is there (Windows), and psutil is
-            not installed.
-
-    Example:
-        >>> peak_process_bytes() >= 2**20
-        True
+    this one, so a small child of a large parent reports the parent. On Windows psutil
+    is asked.
     """
     peak = _size(status, "VmHWM:")
     if peak is not None:
@@ -129,12 +102,8 @@ def peak_process_bytes(status: Path = _STATUS) -> int:
 def reset_peak(clear_refs: Path = _CLEAR_REFS) -> bool:
     """Lets the peak begin anew from the memory held now; Linux only.
 
-    Args:
-        clear_refs: The file that takes the request.
-
-    Returns:
-        Whether it worked. Where it did not, the peak stays that of the whole process:
-        measure in a fresh one.
+    Returns whether it worked. Where it did not, the peak stays that of the whole
+    process: measure in a fresh one.
     """
     if not clear_refs.exists():
         return False
@@ -148,17 +117,10 @@ def reset_peak(clear_refs: Path = _CLEAR_REFS) -> bool:
 def device_peak_bytes() -> int | None:
     """Returns the peak of TensorFlow's allocator on the fullest GPU.
 
-    The fullest decides what fits. It is what tensors took, not what TensorFlow
-    reserved; NVML tells that. Starts the GPUs if they were not yet in use.
-
-    Returns:
-        Bytes since the start or `reset_device_peak`; None without a GPU, and where the
-        allocator keeps no count.
-
-    Example:
-        >>> gpus = tf.config.list_physical_devices("GPU")
-        >>> (device_peak_bytes() is None) == (not gpus)
-        True
+    The fullest decides what fits. It is what tensors took since the start or
+    `reset_device_peak`, not what TensorFlow reserved; NVML tells that. Starts the GPUs
+    if they were not yet in use. None without a GPU, and where the allocator keeps no
+    count.
     """
     peaks = []
     for name in _gpus():
@@ -170,11 +132,7 @@ def device_peak_bytes() -> int | None:
 
 
 def reset_device_peak() -> bool:
-    """Lets the peak of each GPU begin anew from what is in use now.
-
-    Returns:
-        Whether there is a GPU and all of them did.
-    """
+    """Lets the peak of each GPU begin anew; returns whether all of them did."""
     gpus = _gpus()
     for name in gpus:
         try:
@@ -211,9 +169,5 @@ def _maxrss_bytes(maxrss: int, platform: str = sys.platform) -> int:
     """Returns `ru_maxrss` in bytes.
 
     Source: getrusage(2): kilobytes on Linux and BSD, bytes on macOS.
-
-    Example:
-        >>> _maxrss_bytes(2048, "linux"), _maxrss_bytes(2048, "darwin")
-        (2097152, 2048)
     """
     return maxrss if platform == "darwin" else 1024 * maxrss

@@ -84,7 +84,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 class Request:
     """What could not be had, as far as the text of an error tells.
 
-    Args:
+    Attributes:
         bytes: How much, None if unknown.
         what: The tensor, such as "float32 (8, 4096)"; "" where it was none.
         device: Where, such as "GPU:0"; "" if unknown.
@@ -135,9 +135,7 @@ def requested(error_text: str) -> Request:
 def layer_of(node: str, layers: Iterable[str]) -> str | None:
     """Returns the path of the layer whose operation it is, None where none is.
 
-    Args:
-        node: The operation's name; TensorFlow numbers the scopes in it.
-        layers: The paths of all layers.
+    TensorFlow numbers the scopes in the name of the operation.
 
     Example:
         >>> layer_of("gradient_tape/model_1/block_1/up_1/Tile", ["block", "block/up"])

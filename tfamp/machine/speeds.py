@@ -47,15 +47,8 @@ _MIG_PARTS = 7
 def peak_flops(name: str, dtype: str) -> float | None:
     """Returns a GPU's peak of dense products in one dtype, None where not known.
 
-    A slice by MIG has its share of the whole GPU.
-
-    Args:
-        name: The device's name, as the driver gives it.
-        dtype: "float16", "bfloat16", "tfloat32" or "float32", the last without tensor
-            cores.
-
-    Returns:
-        FLOPs a second, a multiply-add counted as two.
+    FLOPs a second, a multiply-add counted as two; "float32" is without tensor cores. A
+    slice by MIG has its share of the whole GPU.
 
     Example:
         >>> peak_flops("NVIDIA A100-SXM4-40GB", "bfloat16")
@@ -84,12 +77,7 @@ FLOAT8_CORES = (8, 9)
 
 @dataclasses.dataclass(frozen=True)
 class Speed:
-    """How a device computes in one dtype.
-
-    Args:
-        is_fast: Whether it is faster than in float32.
-        why: The reason, a sentence without its full stop.
-    """
+    """Whether a device is faster in one dtype than in float32, and why, a sentence."""
 
     is_fast: bool
     why: str
