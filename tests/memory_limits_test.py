@@ -6,7 +6,7 @@ import types
 import pytest
 
 from tfamp.machine import limits
-from tfamp.machine.limits import MemoryLimit, memory_limit
+from tfamp.machine.limits import MemoryLimit
 
 MIB, GIB = 2**20, 2**30
 # What version 1 writes where there is no limit: the largest number of pages.
@@ -24,7 +24,8 @@ def system(root, files):
 
 
 def limit_of(root, *, space=None):
-    return memory_limit(root, address_space=lambda: space)
+    found = limits.memory_limits(root, address_space=lambda: space)
+    return min(found, key=lambda limit: limit.bytes)
 
 
 # Files, RLIMIT_AS, and the limit that decides. The machine has 8 GiB, 2 of them free.
@@ -110,16 +111,13 @@ def test_the_smallest_limit_decides(tmp_path, files, space, expected):
 
 
 def test_all_limits_are_told_the_machine_first(tmp_path):
-    files = {"sys/fs/cgroup/memory.max": f"{GIB}\n"}
+    files = {
+        "sys/fs/cgroup/memory.max": f"{GIB}\n",
+        "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n",
+    }
     found = limits.memory_limits(system(tmp_path, files), address_space=lambda: 5)
     sources = [limit.source for limit in found]
     assert sources == ["physical memory", "cgroup v2", "RLIMIT_AS"]
-
-
-def test_version_1_writes_no_limit_as_a_number_that_is_none(tmp_path):
-    files = {"sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n"}
-    found = limits.memory_limits(system(tmp_path, files), address_space=lambda: None)
-    assert [limit.source for limit in found] == ["physical memory"]
 
 
 def test_what_is_free_is_never_below_zero():
@@ -129,8 +127,10 @@ def test_what_is_free_is_never_below_zero():
 
 
 def test_without_proc_the_system_is_asked(tmp_path):
-    found = memory_limit(tmp_path, address_space=lambda: None, physical=lambda: 7)
-    assert found == MemoryLimit(7, "physical memory")
+    found = limits.memory_limits(
+        tmp_path, address_space=lambda: None, physical=lambda: 7
+    )
+    assert found == (MemoryLimit(7, "physical memory"),)
 
 
 def test_without_proc_and_sysconf_psutil_is_asked(tmp_path, monkeypatch):
@@ -148,9 +148,9 @@ def test_the_address_space_is_this_processes(tmp_path, monkeypatch):
     told = {"soft": resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (told["soft"], -1))
     system(tmp_path, {})
-    assert memory_limit(tmp_path).source == "physical memory"
+    assert len(limits.memory_limits(tmp_path)) == 1
     told["soft"] = 3 * GIB
-    assert memory_limit(tmp_path) == MemoryLimit(3 * GIB, "RLIMIT_AS")
+    assert limits.memory_limits(tmp_path)[1] == MemoryLimit(3 * GIB, "RLIMIT_AS")
 
 
 def test_swap_is_total_and_free_or_unknown(tmp_path):

@@ -209,7 +209,16 @@ def keep_heads(
         share = sum(products.get(id(s), 0) for s in _with_sublayers([layer])) / total
         weights = sum(math.prod(w.shape) for w in layer.weights)
         if record.kind is Kind.FOLLOWS and keeps_product_in_half(weights, share):
-            _widen_output(layer, share)
+            update_record(
+                layer,
+                kind=Kind.WIDE_OUTPUT,
+                rule="default: heads",
+                reason=f"makes an output of the model; its product is {share:.0%} of "
+                "the model's multiplications, so it stays in half precision and all "
+                "after it is float32",
+                output_dtype="float32",
+                is_decided=True,
+            )
         else:
             _keep_head(layer)
     for layer in found.after:
@@ -263,19 +272,6 @@ def _keep_head(layer: keras.layers.Layer) -> None:
         **names,
     )
     layer_dtypes.propagate_to_sublayers(layer)
-
-
-def _widen_output(layer: keras.layers.Layer, share: float) -> None:
-    update_record(
-        layer,
-        kind=Kind.WIDE_OUTPUT,
-        rule="default: heads",
-        reason=f"makes an output of the model; its product is {share:.0%} of the "
-        "model's multiplications, so it stays in half precision and all after it is "
-        "float32",
-        output_dtype="float32",
-        is_decided=True,
-    )
 
 
 def _with_sublayers(

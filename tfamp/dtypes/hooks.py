@@ -37,7 +37,7 @@ _MAKING = PatchSet(
         *layers.patches(
             in_force.policy_in_force,
             layer_dtypes.on_created,
-            layer_dtypes.on_recurrent_created,
+            layer_dtypes.propagate_to_sublayers,
             layer_dtypes.on_bidirectional_created,
         ),
         *saved_state.read_patches(in_force.is_in_force, layer_dtypes.on_quantized_read),

@@ -43,7 +43,10 @@ def on_created(layer: keras.layers.Layer, dtype: Any) -> None:
             set_policy(layer, keras.config.dtype_policy())
         return
     if dtype is settings.float32_policy:
-        _begin_inside(layer, settings)
+        # A kept layer handed it to its sublayer.
+        is_model = isinstance(layer, keras.Model)
+        set_record(layer, LayerRecord(settings, is_resolved=not is_model))
+        put_inside(layer, "a kept layer")
         return
     is_loaded = loaded is not None and layer.dtype_policy.name == loaded
     if is_loaded or in_force.is_in_force(saved_state.inherited_from(dtype) or ""):
@@ -108,14 +111,6 @@ def begin_again(layer: keras.layers.Layer, settings: PolicySettings) -> None:
         update_record(layer, wrapped_optimizer=wrapped, made_in=before.made_in)
 
 
-def _begin_inside(layer: keras.layers.Layer, settings: PolicySettings) -> None:
-    """Starts a sublayer that a kept layer handed its own policy."""
-    set_record(
-        layer, LayerRecord(settings, is_resolved=not isinstance(layer, keras.Model))
-    )
-    put_inside(layer, "a kept layer")
-
-
 def _ask(
     layer: keras.layers.Layer,
     settings: PolicySettings,
@@ -134,13 +129,7 @@ def _ask(
             return
 
 
-class _Asking(threading.local):
-    """Whether this thread is inside `on_read`, whose rules may read dtypes too."""
-
-    now: bool = False
-
-
-_asking = _Asking()
+_ASKING = threading.local()  # `now` inside `on_read`, whose rules may read dtypes too
 
 
 def on_read(layer: keras.layers.Layer) -> None:
@@ -150,11 +139,15 @@ def on_read(layer: keras.layers.Layer) -> None:
     at the first call.
     """
     record = record_of(layer)
-    if record is None or record.kind is not Kind.FOLLOWS or _asking.now:
+    if (
+        record is None
+        or record.kind is not Kind.FOLLOWS
+        or getattr(_ASKING, "now", False)
+    ):
         return
     if not record.settings.is_half or layer in record.settings.taken_back:
         return
-    _asking.now = True
+    _ASKING.now = True
     try:
         for rule in record.settings.rules.rules:
             if rule.needs_finished_layer and rule.matches(layer):
@@ -163,7 +156,7 @@ def on_read(layer: keras.layers.Layer) -> None:
     except (RuntimeError, TypeError):  # raised again at the first call, if it lasts
         return
     finally:
-        _asking.now = False
+        _ASKING.now = False
 
 
 def keep(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> None:
@@ -269,11 +262,6 @@ def put_inside(layer: keras.layers.Layer, outer_name: str) -> None:
         is_decided=True,
         is_propagated=False,
     )
-
-
-def on_recurrent_created(layer: keras.layers.Layer) -> None:
-    """Takes the cell, which was made first, into float32 with its layer."""
-    propagate_to_sublayers(layer)
 
 
 def on_bidirectional_created(

@@ -39,14 +39,11 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
         and not calls.in_call()
         # Keras traces a layer's own `call` for shapes, with nothing around it.
         and not backend.in_symbolic_scope()
-        and not _is_symbolic(args, kwargs)
+        and not any(
+            isinstance(x, keras.KerasTensor) for x in structure.flatten((args, kwargs))
+        )
     ):
         resolve(layer, args, kwargs)
-
-
-def _is_symbolic(args: Any, kwargs: Any) -> bool:
-    leaves = structure.flatten((args, kwargs))
-    return any(isinstance(x, keras.KerasTensor) for x in leaves)
 
 
 def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> bool:
@@ -107,7 +104,10 @@ def _resolve(
     if found is None:
         found, shapes, failure = _trace(model, args, kwargs)
     _settle_layers(model, settings)
-    _report_unmatched(model, settings)
+    for rule in settings.rules.of_user:
+        if rule.name not in settings.matched:
+            settings.matched.add(rule.name)  # said once
+            warnings.warn(unmatched_message(model, rule), UserWarning, stacklevel=2)
     if not settings.has_defaults:
         return True
     if failure is not None:
@@ -119,14 +119,25 @@ def _resolve(
     before = heads.keep_heads(model, found, settings, shapes)
     if is_graph:
         return True
-    if _output_is_float32(found):
+    of_heads = [record_of(head) for head in found.heads]
+    if of_heads and all(
+        each is not None and each.kind in (Kind.HEAD, Kind.WIDE_OUTPUT)
+        for each in of_heads
+    ):
         update_record(model, output_dtype="float32")
     with own_operations.switched_off():  # the heads are tried, not the layers around
         _, _, broken = _trace(model, args, kwargs)
     if broken is not None:
         heads.restore(before)
         _cast_output(model, "a float32 head would break the model's `call`")
-        _say_what_broke(model, broken)
+        logging.warning(
+            "The output of model %r is cast to float32, but its last layer stays in "
+            "half precision: with that layer in float32 its `call` raises %s. Cast "
+            "what is combined with it to one dtype, for example with "
+            "`keras.ops.cast`.",
+            model.name,
+            f"{type(broken).__name__}: {first_line(broken)}",
+        )
     elif not found.is_complete and not own_operations.take_for_output(
         model, found, settings, lambda: heads.traced_heads(model, args, kwargs)
     ):
@@ -152,15 +163,6 @@ def _narrow_around_tied_heads(
             continue
         if any(id(child) in parts for child in structure.children(layer)):
             update_record(layer, inner_dtype=settings.compute_dtype)
-
-
-def _output_is_float32(found: heads.Heads) -> bool:
-    """Returns whether all heads of a model were put into float32 for good."""
-    cares = [record_of(head) for head in found.heads]
-    return bool(cares) and all(
-        record is not None and record.kind in (Kind.HEAD, Kind.WIDE_OUTPUT)
-        for record in cares
-    )
 
 
 def _trace(
@@ -210,16 +212,6 @@ def _cast_output(model: keras.layers.Layer, because: str) -> None:
     )
 
 
-def _say_what_broke(model: keras.layers.Layer, broken: Exception) -> None:
-    logging.warning(
-        "The output of model %r is cast to float32, but its last layer stays in half "
-        "precision: with that layer in float32 its `call` raises %s. Cast what is "
-        "combined with it to one dtype, for example with `keras.ops.cast`.",
-        model.name,
-        f"{type(broken).__name__}: {first_line(broken)}",
-    )
-
-
 def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
     """Asks all rules about all layers, whose paths are known now."""
     layer_dtypes.take_back_patterns(model, settings)
@@ -243,27 +235,15 @@ def _note_user_rules(
         if not rule.matches(layer, path=path, is_exact=rule.name in settings.exact):
             continue
         settings.matched.add(rule.name)
-        if record is not None and record.kind is Kind.EXPLICIT:
-            _warn_of_clash(layer, path, rule)
-
-
-def _warn_of_clash(layer: keras.layers.Layer, path: str, rule: Rule) -> None:
-    if layer.compute_dtype == "float32":
-        return
-    warnings.warn(
-        f"Layer {path!r} matches {rule.name}, but was made with dtype="
-        f"{layer.dtype_policy.name!r}, which wins. Leave out the layer's `dtype`, or "
-        "the rule.",
-        UserWarning,
-        stacklevel=2,
-    )
-
-
-def _report_unmatched(model: keras.layers.Layer, settings: PolicySettings) -> None:
-    for rule in settings.rules.of_user:
-        if rule.name not in settings.matched:
-            settings.matched.add(rule.name)  # said once
-            warnings.warn(unmatched_message(model, rule), UserWarning, stacklevel=2)
+        is_explicit = record is not None and record.kind is Kind.EXPLICIT
+        if is_explicit and layer.compute_dtype != "float32":
+            warnings.warn(
+                f"Layer {path!r} matches {rule.name}, but was made with dtype="
+                f"{layer.dtype_policy.name!r}, which wins. Leave out the layer's "
+                "`dtype`, or the rule.",
+                UserWarning,
+                stacklevel=2,
+            )
 
 
 def unmatched_message(model: keras.layers.Layer, rule: Rule) -> str:

@@ -3,7 +3,6 @@
 import dataclasses
 import functools
 import inspect
-import math
 import re
 from collections.abc import Callable
 from typing import Any
@@ -119,23 +118,8 @@ def _classes(*names: str) -> tuple[type, ...]:
     return tuple(cls for cls in found if cls is not None)
 
 
-def _window(layer: Any) -> float:
-    size = layer.pool_size
-    return math.prod(size) if isinstance(size, tuple | list) else float(size)
-
-
-def _has_unscaled_scores(layer: Any) -> bool:
-    is_additive = isinstance(layer, keras.layers.AdditiveAttention)
-    return not is_additive and layer.score_mode == "dot" and not layer.use_scale
-
-
-def _has_no_gpu(layer: Any) -> bool:
-    del layer
-    return not tf.config.list_physical_devices("GPU")
-
-
 @functools.lru_cache(256)
-def _adds_a_loss(cls: type) -> bool:
+def _adds_a_loss(cls: Any) -> bool:
     """Returns whether a user's `call` names `add_loss`, or a method that does."""
     todo: list[Any] = [getattr(cls, "call", None)]
     seen = set()
@@ -152,11 +136,6 @@ def _adds_a_loss(cls: type) -> bool:
         named = (inspect.getattr_static(cls, name, None) for name in code.co_names)
         todo += [function for function in named if inspect.isfunction(function)]
     return False
-
-
-def _adds_own_loss(layer: Any) -> bool:
-    cls: Any = type(layer)  # a class is hashable, whatever its metaclass says
-    return _adds_a_loss(cls)
 
 
 def _default(name: str, reason: str, *classes: str, **fields: Any) -> Rule:
@@ -211,7 +190,7 @@ _RULES = (
         "AveragePooling1D",
         "AveragePooling2D",
         "AveragePooling3D",
-        predicate=lambda layer: _window(layer) >= MIN_LARGE_WINDOW,
+        predicate=lambda layer: np.prod(layer.pool_size) >= MIN_LARGE_WINDOW,
     ),
     _default(
         "adaptive average pooling",
@@ -224,7 +203,12 @@ _RULES = (
         "unscaled Attention",
         "scores are plain products, which overflow float16 from lengths of 256 on",
         "Attention",
-        predicate=_has_unscaled_scores,
+        # Additive attention multiplies nothing.
+        predicate=lambda layer: (
+            not isinstance(layer, keras.layers.AdditiveAttention)
+            and layer.score_mode == "dot"
+            and not layer.use_scale
+        ),
         dtypes=("float16",),
     ),
     _default(
@@ -237,7 +221,7 @@ _RULES = (
         "own loss",
         "its `call` adds a loss, which would be summed in half precision",
         "Layer",
-        predicate=_adds_own_loss,
+        predicate=lambda layer: _adds_a_loss(type(layer)),
         applies_to="own",
     ),
     _default(
@@ -245,7 +229,7 @@ _RULES = (
         "TensorFlow has no float16 kernel for it on a CPU",
         "AveragePooling3D",
         "MaxPooling3D",
-        predicate=_has_no_gpu,
+        predicate=lambda layer: not tf.config.list_physical_devices("GPU"),
         dtypes=("float16",),
     ),
 )

@@ -155,10 +155,8 @@ def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
     for holder in gpu.others:
         if (holder.bytes or 0) < _NOTICEABLE * total:
             continue
-        name = f", {holder.name}" if holder.name else ""
         yield Advice(
-            f"Another process (pid {holder.pid}{name}) holds "
-            f"{format_bytes(holder.bytes or 0)} of {format_bytes(total)} on {where}.",
+            gpu.held_by(holder),
             "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
             f"share it, set {_GROWTH}=true for both.",
         )

@@ -106,13 +106,8 @@ def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...
         >>> fast_dtypes(Device("gpu", "NVIDIA A100", (8, 0)))
         ('bfloat16', 'float16', 'tfloat32')
     """
-    return speeds.fast_dtypes(
-        kind=device.kind,
-        name=device.name,
-        compute_capability=device.compute_capability,
-        features=device.features,
-        onednn=_onednn_is_on(os.environ) if onednn is None else onednn,
-    )
+    onednn = _onednn_is_on(os.environ) if onednn is None else onednn
+    return speeds.fast_dtypes(device, onednn=onednn)
 
 
 def devices() -> tuple[Device, ...]:
@@ -196,14 +191,7 @@ def _computing(devices: Sequence[Device]) -> list[Device]:
 
 def _speed(device: Device, policy: str, onednn: bool) -> Speed:
     """Returns the table's word on a device under a mixed policy."""
-    return speeds.speed(
-        policy.removeprefix("mixed_"),
-        kind=device.kind,
-        name=device.name,
-        compute_capability=device.compute_capability,
-        features=device.features,
-        onednn=onednn,
-    )
+    return speeds.speed(policy.removeprefix("mixed_"), device, onednn=onednn)
 
 
 def _first_slow(policy: str, devices: Sequence[Device], onednn: bool) -> Device | None:

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tfamp.records import checks
 from tfamp.records.record import Record
+from tfamp.records.units import format_bytes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +94,15 @@ class GpuMemory(Record):
         """The holders other than the process that asks."""
         return tuple(holder for holder in self.holders if not holder.is_own)
 
+    def held_by(self, holder: Holder) -> str:
+        """Says what another process holds here."""
+        name = f", {holder.name}" if holder.name else ""
+        part, whole = holder.bytes or 0, self.total_bytes or 0
+        return (
+            f"Another process (pid {holder.pid}{name}) holds {format_bytes(part)} of "
+            f"{format_bytes(whole)} on GPU:{self.index}."
+        )
+
     @property
     def unseen_bytes(self) -> int:
         """What is in use and no process that can be seen holds."""
@@ -141,32 +151,6 @@ PHYSICAL = "physical memory"
 ADDRESS_SPACE = "RLIMIT_AS"
 
 
-def memory_limit(
-    root: Path = _ROOT,
-    *,
-    address_space: Callable[[], int | None] | None = None,
-    physical: Callable[[], int] | None = None,
-) -> MemoryLimit:
-    """Returns the limit that this process meets first.
-
-    The smallest of all that `memory_limits` finds.
-
-    Args:
-        root: As in `memory_limits`.
-        address_space: As in `memory_limits`.
-        physical: As in `memory_limits`.
-
-    Raises:
-        ImportError: The system tells nothing (Windows), and psutil is not installed.
-
-    Example:
-        >>> memory_limit().bytes > 2**20
-        True
-    """
-    limits = memory_limits(root, address_space=address_space, physical=physical)
-    return min(limits, key=lambda limit: limit.bytes)
-
-
 def memory_limits(
     root: Path = _ROOT,
     *,
@@ -183,30 +167,28 @@ def memory_limits(
         >>> memory_limits()[0].source
         'physical memory'
     """
-    found = [_physical(root, physical or _system_bytes)]
+    fields = sizes_in(root / "proc/meminfo")
+    total, free = fields.get("MemTotal"), fields.get("MemAvailable")
+    if total is None:
+        found = [MemoryLimit((physical or _system_bytes)(), PHYSICAL)]
+    else:
+        used = None if free is None else total - free
+        found = [MemoryLimit(total, PHYSICAL, used)]
     for version in _CGROUPS:
         found += _cgroup_limits(root, version)
     space = (address_space or _address_space)()
     if space is not None:
-        used = _fields(root / "proc/self/status").get("VmSize")
+        used = sizes_in(root / "proc/self/status").get("VmSize")
         found.append(MemoryLimit(space, ADDRESS_SPACE, used))
     return tuple(found)
 
 
 def swap_bytes(root: Path = _ROOT) -> tuple[int, int] | None:
     """Returns total and free swap of the machine, None where it is not told."""
-    fields = _fields(root / "proc/meminfo")
+    fields = sizes_in(root / "proc/meminfo")
     if not {"SwapTotal", "SwapFree"} <= fields.keys():
         return None
     return fields["SwapTotal"], fields["SwapFree"]
-
-
-def _physical(root: Path, otherwise: Callable[[], int]) -> MemoryLimit:
-    fields = _fields(root / "proc/meminfo")
-    total, free = fields.get("MemTotal"), fields.get("MemAvailable")
-    if total is None:
-        return MemoryLimit(otherwise(), PHYSICAL)
-    return MemoryLimit(total, PHYSICAL, None if free is None else total - free)
 
 
 def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
@@ -250,7 +232,7 @@ def _cgroup_folders(root: Path, mount: str) -> Iterator[Path]:
     yield top
 
 
-def _fields(path: Path) -> dict[str, int]:
+def sizes_in(path: Path) -> dict[str, int]:
     """Returns the sizes of a file of `proc`, in bytes: "MemTotal:  24684092 kB"."""
     sizes = _words(path)
     return {name.rstrip(":"): 1024 * size for name, size in sizes.items()}

@@ -1,4 +1,4 @@
-"""Memory of this process and of the GPUs: now, and the most there was so far."""
+"""Memory of this process and of the GPUs, now and at most, and who allocates it."""
 
 import platform
 import sys
@@ -7,12 +7,17 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.machine.limits import sizes_in
 from tfamp.records import checks
 
 TENSORFLOW, GLIBC = "TensorFlow with oneDNN", "glibc"
 # Libraries that stand in glibc's place, by LD_PRELOAD for example.
 _OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
 _MAPS = Path("/proc/self/maps")
+_STATUS = Path("/proc/self/status")
+_CLEAR_REFS = Path("/proc/self/clear_refs")
+# What resets the peak. Source: man 5 proc_pid_clear_refs, value 5.
+_RESET = "5"
 # TensorFlow asks the C library for smaller ones.
 _LARGE = 2**20
 
@@ -28,12 +33,15 @@ def host_allocator(maps: Path = _MAPS) -> str:
     """
     if _is_tensorflow():
         return TENSORFLOW
+    try:
+        loaded = maps.read_text()
+    except OSError:
+        loaded = ""
     for name in _OTHERS:
-        if _is_loaded(name, maps):
+        if name in loaded:
             return name
-    if platform.libc_ver()[0] == "glibc":
-        return GLIBC
-    return f"the C library of {platform.system()}"
+    is_glibc = platform.libc_ver()[0] == "glibc"
+    return GLIBC if is_glibc else f"the C library of {platform.system()}"
 
 
 def host_bytes() -> tuple[int, int]:
@@ -58,26 +66,13 @@ def _is_tensorflow() -> bool:
     return after - before >= _LARGE
 
 
-def _is_loaded(name: str, maps: Path) -> bool:
-    try:
-        return name in maps.read_text()
-    except OSError:
-        return False
-
-
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
-# What resets the peak. Source: man 5 proc_pid_clear_refs, value 5.
-_RESET = "5"
-
-
 def process_bytes(status: Path = _STATUS) -> int:
     """Returns the memory that this process holds now (resident set size).
 
     Where the file of Linux is not there psutil is asked; an ImportError says it is
     missing.
     """
-    size = _size(status, "VmRSS:")
+    size = sizes_in(status).get("VmRSS")
     return int(_psutil().Process().memory_info().rss) if size is None else size
 
 
@@ -89,14 +84,16 @@ def peak_process_bytes(status: Path = _STATUS) -> int:
     this one, so a small child of a large parent reports the parent. On Windows psutil
     is asked.
     """
-    peak = _size(status, "VmHWM:")
+    peak = sizes_in(status).get("VmHWM")  # which gVisor does not tell
     if peak is not None:
         return peak
     try:
         import resource
     except ImportError:
         return int(_psutil().Process().memory_info().peak_wset)
-    return _maxrss_bytes(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+    # Source: getrusage(2): kilobytes on Linux and BSD, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def reset_peak(clear_refs: Path = _CLEAR_REFS) -> bool:
@@ -151,23 +148,3 @@ def _gpus() -> list[str]:
 
 def _psutil() -> Any:
     return checks.require("psutil", extra="report", purpose="Memory of this process")
-
-
-def _size(status: Path, name: str) -> int | None:
-    """Returns a size of a status file, None where it is not told (gVisor's VmHWM)."""
-    try:
-        lines = status.read_text().splitlines()
-    except OSError:
-        return None
-    for line in lines:
-        if line.startswith(name):
-            return 1024 * int(line.split()[1])
-    return None
-
-
-def _maxrss_bytes(maxrss: int, platform: str = sys.platform) -> int:
-    """Returns `ru_maxrss` in bytes.
-
-    Source: getrusage(2): kilobytes on Linux and BSD, bytes on macOS.
-    """
-    return maxrss if platform == "darwin" else 1024 * maxrss

@@ -9,7 +9,7 @@ import dataclasses
 import math
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 
 from tfamp.machine.limits import GpuMemory, MachineMemory
 from tfamp.records.units import format_bytes, join_words
@@ -197,7 +197,9 @@ def explain(
             f"The model holds {format_bytes(sum(held.values()))} "
             f"({join_words(parts)}); the rest grows with the batch."
         )
-    lines += _holders(gpu)
+    # Where this process cannot be told from others, neither can theirs.
+    if gpu is not None and gpu.total_bytes and len(gpu.others) < len(gpu.holders):
+        lines += map(gpu.held_by, (each for each in gpu.others if each.bytes))
     if is_fragmented and free is not None:
         lines.append(
             f"At least {format_bytes(free)} were free, more than was asked for, but "
@@ -253,20 +255,6 @@ def _free_bytes(gpu: GpuMemory | None, peak_bytes: int | None) -> int | None:
         return None
     own = [holder.bytes for holder in gpu.holders if holder.is_own and holder.bytes]
     return gpu.free_bytes + max(0, sum(own) - peak_bytes)
-
-
-def _holders(gpu: GpuMemory | None) -> Iterator[str]:
-    """Yields what others hold, where this process can be told from them."""
-    if gpu is None or not any(holder.is_own for holder in gpu.holders):
-        return
-    for holder in gpu.others:
-        if holder.bytes and gpu.total_bytes:
-            name = f", {holder.name}" if holder.name else ""
-            yield (
-                f"Another process (pid {holder.pid}{name}) holds "
-                f"{format_bytes(holder.bytes)} of {format_bytes(gpu.total_bytes)} on "
-                f"GPU:{gpu.index}."
-            )
 
 
 def _remedies(

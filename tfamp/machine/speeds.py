@@ -1,11 +1,9 @@
-"""How fast each kind of device computes in float16 and bfloat16, as a table.
-
-Plain values in and out: `hardware` asks it about the devices that are here.
-"""
+"""How fast each kind of device computes in float16 and bfloat16, as a table."""
 
 import dataclasses
 import re
-from collections.abc import Collection
+
+from tfamp.records.record import Device
 
 _TERA = 1e12
 
@@ -58,15 +56,10 @@ def peak_flops(name: str, dtype: str) -> float | None:
     """
     for pattern, peaks in _PEAKS:
         if re.search(pattern, name):
-            peak = peaks.get(dtype)
-            return None if peak is None else peak * _share(name)
+            peak, part = peaks.get(dtype), _MIG.search(name)
+            share = int(part.group(1)) / _MIG_PARTS if part else 1.0
+            return None if peak is None else peak * share
     return None
-
-
-def _share(name: str) -> float:
-    """Returns the part of the GPU that a MIG slice computes with, 1 for a whole one."""
-    found = _MIG.search(name)
-    return int(found.group(1)) / _MIG_PARTS if found else 1.0
 
 
 # Source: NVIDIA, CUDA C++ Programming Guide, tables of compute capabilities.
@@ -105,20 +98,14 @@ class _Row:
     features: tuple[set[str], ...] = (set(),)
     onednn: bool | None = None
 
-    def matches(
-        self,
-        kind: str,
-        name: str,
-        capability: tuple[int, int],
-        features: Collection[str],
-        onednn: bool,
-    ) -> bool:
+    def matches(self, device: Device, onednn: bool) -> bool:
         """States whether the row speaks of this device."""
+        capability = device.compute_capability or (0, 0)
         return (
-            kind == self.kind
+            device.kind == self.kind
             and (self.below is None or capability < self.below)
-            and self.part in name
-            and any(one.issubset(features) for one in self.features)
+            and self.part in device.name
+            and any(one.issubset(device.features) for one in self.features)
             and self.onednn in (None, onednn)
         )
 
@@ -240,77 +227,36 @@ _TABLE = (
 )
 
 
-def speed(
-    dtype: str,
-    *,
-    kind: str,
-    name: str,
-    compute_capability: tuple[int, int] | None = None,
-    features: Collection[str] = (),
-    onednn: bool = True,
-) -> Speed:
-    """Returns how fast a device is in a dtype, and why.
+def speed(dtype: str, device: Device, *, onednn: bool) -> Speed:
+    """Returns how fast a device is in "float16" or "bfloat16", and why.
 
-    Args:
-        dtype: "float16" or "bfloat16", with weights and sums in float32.
-        kind: "cpu", "gpu" or "tpu".
-        name: The maker's name of it.
-        compute_capability: That of an NVIDIA GPU, None if unknown.
-        features: Instruction sets of a CPU.
-        onednn: Whether TensorFlow's oneDNN kernels are on.
+    Weights and sums are in float32; `onednn` says whether oneDNN's kernels are on.
 
     Example:
-        >>> speed("float16", kind="gpu", name="P100", compute_capability=(6, 0)).why
+        >>> speed("float16", Device("gpu", "P100", (6, 0)), onednn=True).why
         'P100 has no tensor cores (compute capability 6.0, needs 7.0)'
     """
-    capability = compute_capability or (0, 0)
-    row = next(
-        row for row in _TABLE if row.matches(kind, name, capability, features, onednn)
-    )
+    row = next(row for row in _TABLE if row.matches(device, onednn))
     found = row.bfloat16 if dtype == "bfloat16" else row.float16
-    version = ".".join(map(str, capability))
-    why = found.why.replace("{name}", name).replace("{version}", version)
+    version = ".".join(map(str, device.compute_capability or (0, 0)))
+    why = found.why.replace("{name}", device.name).replace("{version}", version)
     return Speed(found.is_fast, why)
 
 
-def fast_dtypes(
-    *,
-    kind: str,
-    name: str,
-    compute_capability: tuple[int, int] | None = None,
-    features: Collection[str] = (),
-    onednn: bool = True,
-) -> tuple[str, ...]:
+def fast_dtypes(device: Device, *, onednn: bool) -> tuple[str, ...]:
     """Returns the number formats that a device multiplies faster than float32.
 
     TensorFlow has no float8 layers; it is listed for what the device could do.
 
-    Args:
-        kind: As in `speed`, and so are the others.
-        name: The maker's name of it.
-        compute_capability: That of an NVIDIA GPU.
-        features: Instruction sets of a CPU.
-        onednn: Whether oneDNN is on.
-
     Example:
-        >>> fast_dtypes(kind="gpu", name="NVIDIA L4", compute_capability=(8, 9))
+        >>> fast_dtypes(Device("gpu", "NVIDIA L4", (8, 9)), onednn=True)
         ('bfloat16', 'float16', 'tfloat32', 'float8')
     """
-    dtypes = [
-        dtype
-        for dtype in ("bfloat16", "float16")
-        if speed(
-            dtype,
-            kind=kind,
-            name=name,
-            compute_capability=compute_capability,
-            features=features,
-            onednn=onednn,
-        ).is_fast
-    ]
-    capability = compute_capability or (0, 0)
-    if kind == "gpu" and capability >= BFLOAT16_CORES:
+    halves = ("bfloat16", "float16")
+    dtypes = [each for each in halves if speed(each, device, onednn=onednn).is_fast]
+    capability = device.compute_capability or (0, 0)
+    if device.kind == "gpu" and capability >= BFLOAT16_CORES:
         dtypes.append("tfloat32")
-    if kind == "gpu" and capability >= FLOAT8_CORES:
+    if device.kind == "gpu" and capability >= FLOAT8_CORES:
         dtypes.append("float8")
     return tuple(dtypes)
