@@ -221,7 +221,7 @@ _RULES = (
         "own loss",
         "its `call` adds a loss, which would be summed in half precision",
         "Layer",
-        predicate=lambda layer: _adds_a_loss(type(layer)),
+        predicate=lambda layer: _adds_a_loss(layer.__class__),
         applies_to="own",
     ),
     _default(
