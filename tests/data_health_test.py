@@ -85,7 +85,92 @@ def test_healthy_data_has_notes_at_most(make, dtype):
     assert (*findings.errors, *findings.warnings) == ()
 
 
-# Range ---------------------------------------------------------------------------
+# Rules ---------------------------------------------------------------------------
+
+
+def said(finding):
+    """Severity, place and kind of fix, as the table below spells them."""
+    kind = finding.fix.kind if finding.fix else None
+    return " ".join(filter(None, (finding.severity, finding.column, kind)))
+
+
+def where(place, value, values):
+    """The values with another one in some places."""
+    values = values.copy()
+    values[place] = value
+    return values
+
+
+NORMAL, PAIR = normal(N), normal(N, 2)
+TINY = np.exp(rng().uniform(-30, 0, N)).astype(np.float32)
+LARGE_TARGETS = (PAIR, (rng().normal(size=N) * 1e5).astype(np.float32))
+FLAT = where((slice(None), 0), np.float32(0.1), normal(N, 3))
+IDS = rng().integers(0, 5000, 20_000).astype(np.float32)
+SPARSE = np.arange(N, dtype=np.float32) * 1001
+# Rules, data, and what they say of it in float16 or another dtype.
+RULES = {
+    "NaN in a target": ("nan", (PAIR, where(0, np.nan, NORMAL)), "error y"),
+    "NaN in a weight": (
+        *("nan", (PAIR, NORMAL, where(0, np.nan, NORMAL)), "error sample_weight"),
+    ),
+    "a large index": ("overflow", rng().integers(0, 2 * 10**5, N), "warning x"),
+    "large tokens": ("overflow", rng().integers(0, 2 * 10**5, (N, 4)), "note x"),
+    "an outlier that standardizing leaves too large": (
+        *("overflow", where(0, 1e9, rng().normal(size=100_000)), "error x"),
+    ),
+    "targets beyond float16": ("overflow", LARGE_TARGETS, "warning y"),
+    "targets in bfloat16": ("overflow", LARGE_TARGETS, "", "bfloat16"),
+    "tiny values in bfloat16": ("underflow", TINY, "", "bfloat16"),
+    "zeros": ("underflow subnormal", where(slice(N // 2), 0, NORMAL), ""),
+    "all subnormal": (
+        *("subnormal", np.full(N, 1e-5) * NORMAL, "warning x standardize"),
+    ),
+    "a constant feature": ("constant", FLAT, "note x[0]"),
+    "a constant column": (
+        *("constant", {"a": FLAT[:, 0], "b": FLAT[:, 1]}, "warning x/a"),
+    ),
+    "constant targets": ("constant", (PAIR, np.zeros(N)), "warning y"),
+    "one example": ("constant", FLAT[:1], ""),
+    "squares that overflow": ("unnormalized", NORMAL * 1000, "warning x standardize"),
+    "squares in bfloat16": ("unnormalized", NORMAL * 1000, "", "bfloat16"),
+    "float images": ("unnormalized", rng().uniform(0, 255, N), ""),
+    # A note until rounding costs too much.
+    "an offset": (*("unnormalized resolution", 20 + NORMAL, "note x standardize"),),
+    "a small offset": ("unnormalized", 5 + NORMAL, ""),
+    "weights of 0": ("weights", (PAIR, NORMAL, np.zeros(N)), "error sample_weight"),
+    "negative weights": (
+        *("weights", (PAIR, NORMAL, np.linspace(-1, 1, N)), "warning sample_weight"),
+    ),
+    "weights of 1": ("weights", (PAIR, NORMAL, np.ones(N)), ""),
+    "years": ("resolution", {"year": rng().integers(1990, 2025, N)}, ""),
+    "small ids": ("ids", {"user": IDS % 2048}, ""),
+    "ids by name": ("ids", {"user_id": SPARSE}, "warning x/user_id", "bfloat16"),
+    "prices": ("ids", {"price": SPARSE}, "", "bfloat16"),
+    "ids in integers": (
+        *("ids", {"user_id": rng().permutation(5000)}, "note x/user_id"),
+    ),
+    "ids below 2 to the 24": ("ids", {"id": np.arange(N)}, "", "float32"),
+    "measurements": ("merged", rng().uniform(32, 42, 20_000), ""),
+    "float64 that float32 holds": ("float64", rng().normal(size=N), "note x cast"),
+    "noisy in float32": ("float64", 1.7e9 + rng().normal(size=N), "note x"),
+    "integers float32 lacks": ("float64", 1.7e9 + np.arange(N) * 1e4, "note x"),
+    "0 in float32": ("float64", np.full(N, 1e-50), "note x"),
+    "narrow dtypes": (
+        *("int64 float64", {"a": NORMAL, "b": np.arange(N, dtype=np.int32)}, ""),
+    ),
+    "int64 targets": ("int64", (PAIR, rng().integers(0, 3, N)), ""),
+    "soft labels": (
+        *("one_hot", (PAIR, np.eye(4)[np.arange(N) % 4] * 0.9 + 0.025), ""),
+    ),
+    "a regression of several values": ("one_hot", (PAIR, normal(N, 4)), ""),
+}
+
+
+@pytest.mark.parametrize("row", RULES.values(), ids=RULES)
+def test_rules_fire_where_they_must_and_nowhere_else(row):
+    rules, data, expected, dtype = (*row, "float16")[:4]
+    findings = check(data, compute_dtype=dtype)
+    assert "".join(said(f) for f in findings if f.rule in rules.split()) == expected
 
 
 def test_nan_and_inf_are_counted_and_hide_nothing():
@@ -98,97 +183,41 @@ def test_nan_and_inf_are_counted_and_hide_nothing():
     assert (inf.severity, inf.column, inf.details["num_values"]) == ("error", "x[2]", 2)
 
 
-@pytest.mark.parametrize("role", ["y", "sample_weight"])
-def test_nan_in_targets_and_weights_is_an_error(role):
-    bad = normal(N)
-    bad[0] = np.nan
-    parts = (bad,) if role == "y" else (normal(N, seed=1), bad)
-    assert only(found((normal(N, 2), *parts)), "nan").column == role
-
-
-OVERFLOWS = {
-    "65504 is held": ("float16", 65504.0, 0),
-    "65519 rounds down": ("float16", 65519.0, 0),
-    "65520 rounds to inf": ("float16", 65520.0, 1),
-    "bfloat16 holds 1e38": ("bfloat16", 1e38, 0),
-    "bfloat16 ends at 3.39e38": ("bfloat16", 3.4e38, 1),
-    "float32 holds 3.4e38": ("float32", 3.4e38, 0),
-    "float32 ends there": ("float32", 1e39, 1),
-}
-
-
-@pytest.mark.parametrize("dtype, value, count", OVERFLOWS.values(), ids=OVERFLOWS)
+@pytest.mark.parametrize(
+    "dtype, value, count",
+    [
+        ("float16", 65504.0, 0),
+        ("float16", 65519.0, 0),  # rounds down
+        ("float16", 65520.0, 1),  # rounds to inf
+        ("bfloat16", 1e38, 0),
+        ("bfloat16", 3.4e38, 1),  # ends at 3.39e38
+        ("float32", 3.4e38, 0),
+        ("float32", 1e39, 1),
+    ],
+)
 def test_overflow_counts_what_becomes_inf(dtype, value, count):
-    x = rng().normal(size=N)
-    x[7] = -value
-    overflows = found(x, dtype=dtype).of(rule="overflow")
+    overflows = found(where(7, -value, rng().normal(size=N)), dtype=dtype)
+    overflows = overflows.of(rule="overflow")
     assert [f.details["num_values"] for f in overflows] == [1] * count
 
 
 def test_timestamps_overflow_float16_and_get_a_fix():
     seconds = 1_700_000_000 + rng().integers(0, 10**7, N)
     finding = only(found({"time": seconds}), "overflow")
-    assert (finding.severity, finding.column) == ("error", "x/time")
-    assert (finding.fix.kind, finding.fix.dtype) == ("standardize", "float32")
+    assert said(finding) == "error x/time standardize"
+    assert finding.fix.dtype == "float32"
     assert finding.fix.offset == pytest.approx((seconds.mean(),), rel=1e-12)
     assert finding.fix.scale == pytest.approx((seconds.std(),), rel=1e-9)
 
 
-@pytest.mark.parametrize(
-    "shape, severity", [((N,), "warning"), ((N, 4), "note")], ids=["one", "sequence"]
-)
-def test_integers_that_may_be_indices_are_no_error(shape, severity):
-    ids = rng().integers(0, 200_000, shape).astype(np.int32)
-    finding = only(found(ids), "overflow")
-    assert finding.severity == severity
-    assert finding.fix is None
-
-
-def test_an_outlier_that_standardizing_leaves_too_large_gets_no_fix():
-    x = rng().normal(size=100_000)
-    x[0] = 1e9
-    assert only(found(x), "overflow").fix is None
-
-
-def test_targets_beyond_a_float16_output_are_a_warning():
-    y = (rng().normal(size=N) * 1e5).astype(np.float32)
-    finding = only(found(normal(N, 2), y), "overflow")
-    assert (finding.severity, finding.column) == ("warning", "y")
-    assert "overflow" not in fired(found(normal(N, 2), y, dtype="bfloat16"))
-
-
-def test_values_that_become_zero_are_an_underflow():
-    x = np.exp(rng().uniform(-30, 0, N)).astype(np.float32)
-    finding = only(found(x), "underflow")
-    expected = np.mean(x.astype(np.float16) == 0)
+def test_values_that_become_zero_or_subnormal_are_counted():
+    finding = only(found(TINY), "underflow")
+    expected = np.mean(TINY.astype(np.float16) == 0)
     assert (finding.severity, finding.figure) == ("warning", pytest.approx(expected))
-    assert "underflow" not in fired(found(x, dtype="bfloat16"))
-
-
-def test_zeros_themselves_are_no_underflow():
-    x = normal(N)
-    x[: N // 2] = 0
-    assert fired(found(x)) & {"underflow", "subnormal"} == set()
-
-
-def test_subnormal_values_are_counted_apart_from_zeros():
-    x = normal(N)
-    x[: N // 10] = 1e-5  # below float16's 6.1e-5, above its 6e-8
-    findings = found(x)
+    # Below float16's 6.1e-5, above its 6e-8.
+    findings = found(where(slice(N // 10), 1e-5, NORMAL))
     assert only(findings, "subnormal").figure == pytest.approx(0.1)
     assert "underflow" not in fired(findings)
-    assert only(found(np.full(N, 1e-5) * normal(N)), "subnormal").severity == "warning"
-
-
-def test_a_constant_column_is_a_warning_and_constant_pixels_are_a_note():
-    x = normal(N, 3)
-    x[:, 0] = 0.1
-    finding = only(found(x), "constant")
-    assert (finding.severity, finding.column) == ("note", "x[0]")
-    finding = only(found({"a": x[:, 0], "b": x[:, 1]}), "constant")
-    assert (finding.severity, finding.column) == ("warning", "x/a")
-    assert only(found(normal(N, 2), np.zeros(N)), "constant").severity == "warning"
-    assert "constant" not in fired(found(x[:1]))
 
 
 def test_several_features_share_one_finding():
@@ -197,41 +226,6 @@ def test_several_features_share_one_finding():
     finding = only(found(x), "constant")
     assert (finding.column, finding.details["num_features"]) == ("x", 8)
     assert "x[0] (worst of 8 of 9 features)" in finding.message
-
-
-def test_large_numbers_whose_squares_overflow_are_a_warning_in_float16_only():
-    x = normal(N) * 1000
-    assert only(found(x), "unnormalized").severity == "warning"
-    assert "unnormalized" not in fired(found(x, dtype="bfloat16"))
-    # float images from 0 to 255 stay below.
-    assert "unnormalized" not in fired(found(rng().uniform(0, 255, N)))
-
-
-def test_an_offset_is_a_note_until_rounding_costs_too_much():
-    x = 20 + rng().normal(size=N)
-    assert only(found(x), "unnormalized").severity == "note"
-    assert "resolution" not in fired(found(x))
-    assert "unnormalized" not in fired(found(5 + rng().normal(size=N)))
-
-
-@pytest.mark.parametrize(
-    "weights, severity",
-    [(np.zeros(N), "error"), (np.linspace(-1, 1, N), "warning"), (np.ones(N), None)],
-    ids=["zeros", "negative", "ones"],
-)
-def test_weights(weights, severity):
-    findings = found((normal(N, 2), normal(N), weights.astype(np.float32)))
-    severities = [finding.severity for finding in findings.of(rule="weights")]
-    assert severities == ([severity] if severity else [])
-
-
-# Resolution ----------------------------------------------------------------------
-
-
-def rounding_noise(x, dtype):
-    """Independent oracle: the error of rounding against the deviation."""
-    rounded = tf.cast(tf.cast(x, tf.float32), dtype)
-    return np.std(tf.cast(rounded, tf.float64).numpy() - x) / np.std(x)
 
 
 PLACES = {
@@ -245,92 +239,52 @@ PLACES = {
 }
 
 
-@pytest.mark.parametrize(
-    "mean, std, dtype, severity", PLACES.values(), ids=list(PLACES)
-)
+@pytest.mark.parametrize("mean, std, dtype, severity", PLACES.values(), ids=PLACES)
 def test_resolution_is_the_noise_of_rounding(mean, std, dtype, severity):
     x = rng().normal(mean, std, N)
     findings = found({"place": x}, dtype=dtype).of(rule="resolution")
     assert [finding.severity for finding in findings] == ([severity] * bool(severity))
+    # Independent oracle: the error of rounding against the deviation.
+    rounded = tf.cast(tf.cast(tf.cast(x, tf.float32), dtype), tf.float64).numpy()
     for finding in findings:
-        oracle = rounding_noise(x, dtype)
         # Of the mean square rather than the deviation, which a shared shift keeps.
-        assert finding.figure >= oracle * (1 - 1e-6)
+        assert finding.figure >= np.std(rounded - x) / np.std(x) * (1 - 1e-6)
         assert finding.fix.kind == "standardize"
 
 
 def test_years_lose_their_resolution_in_bfloat16():
     years = rng().integers(1990, 2025, N)
     assert only(found({"year": years}, dtype="bfloat16"), "resolution").figure > 0.2
-    assert "resolution" not in fired(found({"year": years}))
 
 
-def test_ids_in_floats_that_become_equal_are_a_warning():
-    ids = rng().integers(0, 5000, 20_000).astype(np.float32)
-    finding = only(found({"user": ids}), "ids")
-    assert finding.severity == "warning"
+def test_ids_that_become_equal_are_counted():
+    finding = only(found({"user": IDS}), "ids")
     # Above 2048 every second integer goes, above 4096 three of four.
     expected = (1024 + 904 * 3 / 4) / 5000
+    assert said(finding) == "warning x/user"
     assert finding.figure == pytest.approx(expected, abs=0.01)
     assert "(2,048 and 2,049)" in finding.message
-    assert "ids" not in fired(found({"user": ids % 2048}))
-
-
-def test_ids_are_known_by_their_name_too():
-    sparse = np.arange(N, dtype=np.float32) * 1001
-    assert only(found({"user_id": sparse}, dtype="bfloat16"), "ids").fix is None
-    assert "ids" not in fired(found({"price": sparse}, dtype="bfloat16"))
-
-
-def test_ids_in_integers_are_a_note():
-    ids = rng().permutation(5000).astype(np.int32)
-    assert only(found({"user_id": ids}), "ids").severity == "note"
-
-
-def test_ids_beyond_2_to_the_24_merge_in_float32_too():
+    # Beyond 2**24 they merge in float32 too.
     ids = (2**24 + np.arange(N)).astype(np.int32)
     assert only(found({"id": ids}, dtype="float32"), "ids").figure > 0.3
-    assert "ids" not in fired(found({"id": ids - 2**24}, dtype="float32"))
 
 
 def test_recurring_values_that_merge_are_a_note():
-    grid = np.round(rng().uniform(32, 42, 20_000), 2)
-    finding = only(found(grid), "merged")
+    finding = only(found(np.round(rng().uniform(32, 42, 20_000), 2)), "merged")
     # Steps of 0.03125 hold about a third of steps of 0.01.
     assert finding.severity == "note"
     assert finding.figure == pytest.approx(2 / 3, abs=0.05)
-    assert "merged" not in fired(found(rng().uniform(32, 42, 20_000)))
 
 
-# Wide dtypes ---------------------------------------------------------------------
-
-
-def test_int64_that_fits_gets_a_cast():
+def test_int64_gets_a_cast_where_it_fits_and_its_range_is_exact():
     finding = only(found({"a": np.arange(-5, N)}), "int64")
     assert (finding.severity, finding.fix.dtype) == ("note", "int32")
     assert "[-5, 1,999]" in finding.message
-
-
-def test_int64_that_does_not_fit_gets_none_and_its_range_is_exact():
-    large = np.array([0, 2**62 + 1])
-    finding = only(found({"a": large}), "int64")
+    finding = only(found({"a": np.array([0, 2**62 + 1])}), "int64")
     assert finding.fix is None
     assert "4,611,686,018,427,387,905" in finding.message
     edge = found({"a": np.array([-(2**31), 2**31 - 1])})
     assert only(edge, "int64").fix is not None
-
-
-def test_float64_gets_a_cast_where_float32_is_exact_enough():
-    assert only(found(rng().normal(size=N)), "float64").fix.dtype == "float32"
-    assert only(found(1.7e9 + rng().normal(size=N)), "float64").fix is None
-    assert only(found(1.7e9 + np.arange(N) * 1e4), "float64").fix is None
-    assert only(found(np.full(N, 1e-50)), "float64").fix is None
-
-
-def test_narrow_dtypes_are_fine():
-    findings = found({"a": normal(N), "b": np.arange(N, dtype=np.int32)})
-    assert fired(findings) & {"int64", "float64"} == set()
-    assert "int64" not in fired(found(normal(N, 2), rng().integers(0, 3, N)))
 
 
 # Labels --------------------------------------------------------------------------
@@ -382,12 +336,6 @@ def test_one_hot_rows_that_do_not_sum_to_one():
     assert only(labelled(y), "one_hot").severity == "note"
 
 
-def test_soft_labels_and_regressions_of_several_values_are_fine():
-    smooth = np.eye(4)[np.arange(N) % 4].astype(np.float32) * 0.9 + 0.025
-    assert "one_hot" not in fired(labelled(smooth))
-    assert "one_hot" not in fired(labelled(normal(N, 4)))
-
-
 @pytest.mark.parametrize(
     "rare, severity", [(2, "warning"), (100, "note"), (500, None)], ids=str
 )
@@ -395,13 +343,9 @@ def test_balance(rare, severity):
     y = np.repeat([0, 1], [N - rare, rare])
     findings = labelled(y).of(rule="balance")
     assert [finding.severity for finding in findings] == ([severity] * bool(severity))
+    assert [f.figure for f in findings] == [rare / N] * bool(severity)
     one_hot = labelled(np.eye(2, dtype=np.float32)[y]).of(rule="balance")
     assert [finding.figure for finding in one_hot] == [f.figure for f in findings]
-
-
-def test_the_figure_of_balance_is_the_share_of_the_rarest():
-    finding = only(labelled(np.repeat([0, 1, 2], [900, 90, 10])), "balance")
-    assert (finding.figure, finding.details["ratio"]) == (0.01, 90.0)
 
 
 def test_a_class_that_only_validation_has_is_an_error():
@@ -822,15 +766,6 @@ def profile_of(values, *, dtype="float16", chunks=7):
     return profile
 
 
-def test_moments_are_exact_where_float32_sums_are_not():
-    values = (1e6 + rng().normal(size=(5000, 2))).astype(np.float32)
-    profile = profile_of(values)
-    oracle = values.astype(np.float64)
-    np.testing.assert_allclose(profile.mean, oracle.mean(axis=0), rtol=1e-14)
-    # Deviations of 1 from 1e6 cost 6 of float64's 16 digits.
-    np.testing.assert_allclose(profile.std, oracle.std(axis=0), rtol=1e-9)
-
-
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, bool], ids=str)
 @pytest.mark.parametrize("shape", [(5, 3), (4, 4, 3)], ids=["vector", "image"])
 def test_bytes_are_counted_as_other_numbers_are(dtype, shape):
@@ -853,12 +788,6 @@ def test_non_finite_values_are_left_out_of_the_moments():
     assert (profile.low[0], profile.high[0]) == (kept.min(), kept.max())
 
 
-def test_integers_beyond_float64_keep_their_range():
-    values = np.array([2**63 - 1, -(2**63)])
-    profile = profile_of(values, chunks=1)
-    assert (profile.high[0], profile.low[0]) == (2**63 - 1, -(2**63))
-
-
 def test_a_sample_is_uniform_over_the_stream():
     counts = np.zeros(100)
     for seed in range(400):
@@ -871,13 +800,6 @@ def test_a_sample_is_uniform_over_the_stream():
     assert np.abs(counts - 40).max() < 27
     # By thirds of the stream: deviation of a third's sum below 30.
     assert abs(counts[:33].sum() - 33 * 40) < 120
-
-
-def test_a_small_stream_is_its_own_sample():
-    sample = RowSample(50, 0)
-    for part in (np.arange(3), np.arange(3, 8)):
-        sample.add(part[sample.choose(len(part))])
-    assert sample.rows().tolist() == list(range(8))
 
 
 # Fixes ---------------------------------------------------------------------------

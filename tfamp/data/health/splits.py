@@ -180,6 +180,9 @@ def find_drift(comparisons: list[Comparison]) -> Iterator[Finding]:
         )
 
 
+_ROW = np.dtype([("high", "<u8"), ("low", "<u8"), ("target", "<u8")])
+
+
 class RowHashes:
     """Hashes of the inputs of each example, and of its targets.
 
@@ -189,65 +192,57 @@ class RowHashes:
 
     def __init__(self, max_held: int = _MAX_HELD) -> None:
         self._max_held = max_held
-        self._inputs: list[np.ndarray] = []
-        self._targets: list[np.ndarray] = []
-        self._held = 0
-        self.num_rows = 0
-        self.skipped_bits = 0
+        self._parts = [np.empty(0, _ROW)]
+        self._held = self.num_rows = self.skipped_bits = 0
 
     def update(self, inputs: list[np.ndarray], targets: list[np.ndarray]) -> None:
         """Takes the columns of the next examples."""
         if not inputs:
             return
-        self.num_rows += len(inputs[0])
-        keys = _hashes(inputs, 16).view(np.dtype([("high", "<u8"), ("low", "<u8")]))
-        keys = keys.reshape(-1)
-        labels = (
-            _hashes(targets, 8).view("<u8").reshape(-1)
-            if targets
-            else np.zeros(len(keys), np.uint64)
-        )
-        kept = _is_kept(keys, self.skipped_bits)
-        self._inputs.append(keys[kept])
-        self._targets.append(labels[kept])
-        self._held += int(kept.sum())
+        rows = np.zeros(len(inputs[0]), _ROW)
+        self.num_rows += len(rows)
+        rows["high"], rows["low"] = _hashes(inputs, 16).T
+        if targets:
+            rows["target"] = _hashes(targets, 8)[:, 0]
+        self._parts.append(_thinned(rows, self.skipped_bits))
+        self._held += len(self._parts[-1])
         while self._held > self._max_held:
             self.thin(self.skipped_bits + 1)
 
     def thin(self, bits: int) -> None:
         """Keeps 1 in 2**bits of the hash values."""
-        keys, labels = self.keys, self.labels
-        kept = _is_kept(keys, bits)
+        self._parts = [_thinned(self._rows(), bits)]
         self.skipped_bits = max(bits, self.skipped_bits)
-        self._inputs, self._targets = [keys[kept]], [labels[kept]]
-        self._held = int(kept.sum())
+        self._held = len(self._parts[0])
 
     @property
     def keys(self) -> np.ndarray:
         """The hashes of the inputs that are held."""
-        return np.concatenate(self._inputs) if self._inputs else np.empty(0, "<u8")
+        return self._rows()[["high", "low"]]
 
     @property
-    def labels(self) -> np.ndarray:
+    def targets(self) -> np.ndarray:
         """The hashes of their targets, in the same order."""
-        return np.concatenate(self._targets) if self._targets else np.empty(0, "<u8")
+        return self._rows()["target"]
+
+    def _rows(self) -> np.ndarray:
+        self._parts = [np.concatenate(self._parts)]
+        return self._parts[0]
 
 
-def _is_kept(keys: np.ndarray, bits: int) -> np.ndarray:
-    mask = np.uint64(2**bits - 1)
-    return (keys["low"] & mask) == 0
+def _thinned(rows: np.ndarray, bits: int) -> np.ndarray:
+    return rows[(rows["low"] & np.uint64(2**bits - 1)) == 0]
 
 
 def _hashes(columns: list[np.ndarray], size: int) -> np.ndarray:
-    """Returns a hash of each row, shape (rows, size), as bytes."""
-    rows = [_bytes_of_rows(column) for column in columns]
+    """Returns a hash of each row of so many bytes, shape (rows, size / 8)."""
     digests = []
-    for parts in zip(*rows, strict=True):
+    for parts in zip(*map(_bytes_of_rows, columns), strict=True):
         digest = hashlib.blake2b(digest_size=size)
         for part in parts:
             digest.update(part)
         digests.append(digest.digest())
-    return np.frombuffer(b"".join(digests), np.uint8).reshape(-1, size).copy()
+    return np.frombuffer(b"".join(digests), "<u8").reshape(-1, size // 8)
 
 
 def _bytes_of_rows(column: np.ndarray) -> list[Any]:
@@ -286,7 +281,7 @@ def find_equal(train: RowHashes, validation: RowHashes | None) -> Iterator[Findi
             figure=share,
             details={"num_groups": int((sizes > 1).sum())},
         )
-        yield from _conflict(groups.reshape(-1), sizes, train.labels, few=few)
+        yield from _conflict(groups.reshape(-1), sizes, train.targets, few=few)
     if validation is not None and len(validation.keys):
         yield from _leak(distinct, validation, few=few, about=about)
 

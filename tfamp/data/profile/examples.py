@@ -113,19 +113,12 @@ def read(
 
     Args:
         argument: The argument's name, for messages.
-        data: A `tf.data.Dataset` of batches or single examples, a `Pipeline`, or
-            arrays: x, (x, y) or (x, y, sample_weight).
+        data: As `check` and `fit_statistics` take it.
         batched: Whether a dataset's elements are batches; None to tell from the
             stages of a pipeline, else from shapes.
-        select: Gives the names of the columns to read, from an element or its spec;
-            None for all.
+        select: Gives the names of the columns to read, from an element or its spec.
         tell_unclear: Tells from an element's spec whether it is a batch, and why,
-            where shapes leave it open; None for a batch unless it is a lone vector,
-            as `fit` takes it.
-
-    Raises:
-        TypeError: `data` is something else, or holds ragged or sparse tensors.
-        ValueError: It is infinite or empty, or arrays differ in length.
+            where shapes leave it open; None to take it as `fit` does.
     """
     reason = f"`batched={batched}` was given"
     if callable(getattr(data, "build", None)):

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import bytes_of_element, known_length
+from tfamp.data._elements import as_arguments, bytes_of_element, known_length
 from tfamp.data._sources import RandomAccess
 from tfamp.data.stages.base import Settings, map_in_order
 from tfamp.records.progress import progress
@@ -29,7 +29,7 @@ _NO_CLASS = -(2**62)
 
 @dataclasses.dataclass(frozen=True)
 class Reader:
-    """Where the value of an element is found.
+    """Where the class of an element is found, or its weight.
 
     Attributes:
         by: None for the target, a key of dict elements, or a function of an
@@ -69,7 +69,7 @@ class Reader:
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises, before anything is read, if the elements have no such value."""
         if not callable(self.by):
-            spec = self._pick(as_parts(dataset.element_spec))
+            spec = self._pick(as_arguments(dataset.element_spec))
             self._check_shape(spec.shape)
 
     def read(
@@ -85,7 +85,7 @@ class Reader:
             return self._pass(data.dataset(settings), settings)
         with tf.device("CPU:0"):
             self.check(data.dataset(settings))
-            return self.values(as_parts(data.tensors)).numpy()
+            return self.values(as_arguments(data.tensors)).numpy()
 
     def _pass(self, dataset: tf.data.Dataset, settings: Settings) -> np.ndarray:
         size = None
@@ -167,11 +167,6 @@ class Reader:
         return raw
 
 
-def as_parts(element: Any) -> tuple[Any, ...]:
-    """Returns an element as tf.data hands it to functions: tuples as arguments."""
-    return element if isinstance(element, tuple) else (element,)
-
-
 def class_ids(labels: np.ndarray, argument: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the number of each example's class, int32, and the classes, ascending.
 
@@ -227,11 +222,7 @@ def read_all(
 ) -> np.ndarray:
     """Returns joined batches of values, with a progress bar if it takes long.
 
-    Args:
-        batches: Of one value of each element.
-        description: What is done, for the bar.
-        length: How many elements there are, None if unknown.
-        what: What is read of them, for the error.
+    `description` is for the bar, `what` is read of each element for the error.
     """
     read, done = [], 0
     with progress(description, length) as update:

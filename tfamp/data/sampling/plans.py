@@ -17,12 +17,8 @@ def balanced_plan(
     classes get the places that are left over is drawn. Within a class every member
     comes equally often, up to one, and which come once more is drawn.
 
-    Args:
-        class_ids: Class of each example, `(examples,)`, in [0, `num_classes`).
-            Every class has a member.
-        num_classes: How many classes there are.
-        num_outputs: The length of what is returned.
-        seed: Two integers, `(2,)`.
+    `class_ids` has the class of each example, in [0, `num_classes`); every class has
+    a member. `seed` is two integers, here as below.
 
     Example:
         >>> plan = balanced_plan(tf.constant([0, 0, 0, 0, 1]), 2, 8, [1, 2])
@@ -42,22 +38,15 @@ def balanced_plan(
 def weighted_plan(
     weights: tf.Tensor, num_outputs: int, seed: tf.Tensor, *, replacement: bool
 ) -> tf.Tensor:
-    """Returns positions drawn in proportion to weights.
+    """Returns positions drawn in proportion to weights, int64, shuffled.
 
     With replacement the draws are independent, each by inverting the cumulative
     distribution in float64. Without, each draw is in proportion to the weights of
     those not drawn yet, which is what sorting exponential variables divided by the
     weights gives in one go.
 
-    Args:
-        weights: float64 `(examples,)`, finite, none negative, not all 0.
-        num_outputs: How many to draw; without replacement at most as many as there
-            are weights above 0.
-        seed: Two integers, `(2,)`.
-        replacement: Whether an example may come more than once.
-
-    Returns:
-        int64 `(num_outputs,)`, shuffled. A weight of 0 is never drawn.
+    Weights are float64, finite, none negative, not all 0; one of 0 is never drawn.
+    Without replacement there have to be `num_outputs` above 0.
 
     Example:
         >>> weights = tf.constant([0.0, 2.0, 0.0, 1.0], tf.float64)
@@ -132,20 +121,11 @@ def copies_of(plan: tf.Tensor, num_examples: int) -> tf.Tensor:
 def stratified_subset(
     class_ids: tf.Tensor, num_classes: int, size: int, seed: tf.Tensor
 ) -> tf.Tensor:
-    """Returns positions of a subset with the proportions of the whole.
+    """Returns positions of a subset with the proportions of the whole, ascending.
 
     A class gets its share of `size` rounded down; the places left over go to the
     classes with the largest remainders, at equal remainders to the first. Members
     are drawn uniformly. With one class it is a uniform draw.
-
-    Args:
-        class_ids: As for `balanced_plan`.
-        num_classes: How many classes there are.
-        size: How many examples to take, at most as many as there are.
-        seed: Two integers, `(2,)`.
-
-    Returns:
-        int64 `(size,)`, ascending.
 
     Example:
         >>> ids = tf.constant([0] * 6 + [1] * 3 + [2])

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import bytes_of_element
+from tfamp.data._elements import as_arguments, bytes_of_element
 from tfamp.data._sources import RandomAccess
-from tfamp.data.sampling.labels import Memory, Reader, as_parts, count
+from tfamp.data.sampling.labels import Memory, Reader, count
 from tfamp.data.sampling.plans import copies_of, repeated
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.records import checks
@@ -52,31 +52,9 @@ class Draw:
     ) -> tf.data.Dataset:
         """Returns the values that are made of the plan, another plan in each epoch."""
         numbers = tf.data.Dataset.random(seed=seed, rerandomize_each_iteration=True)
-        return (
-            numbers.take(2)
-            .batch(2, drop_remainder=True)
-            .flat_map(
-                lambda pair: tf.data.Dataset.from_tensor_slices(
-                    made_of(self.plan(pair))
-                )
-            )
-        )
-
-
-@dataclasses.dataclass(frozen=True)
-class Expected:
-    """What a pass over the values of a dataset found.
-
-    Attributes:
-        reader: What it read, of the element's parts or of the second part of
-            numbered elements.
-        values: What it found.
-        is_numbered: Whether elements come as pairs (position, element).
-    """
-
-    reader: Reader
-    values: np.ndarray
-    is_numbered: bool = False
+        seeds = numbers.take(2).batch(2, drop_remainder=True)
+        slices = tf.data.Dataset.from_tensor_slices
+        return seeds.flat_map(lambda pair: slices(made_of(self.plan(pair))))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,12 +113,9 @@ class Sampler(Stage):
 
         values, num_examples = self.memory.get(dataset, look)
         self.advise(values, _STREAM_STACKLEVEL)
-        expected = None
-        if self.reader is not None:
-            expected = Expected(self.reader, values)
         draw = self.draw(values, num_examples)
         copies = draw.epochs(self.seed, lambda plan: copies_of(plan, num_examples))
-        return copied(dataset, copies, draw, expected)
+        return copied(dataset, copies, draw, self.reader, values)
 
     def _values(
         self, data: RandomAccess | tf.data.Dataset, settings: Settings
@@ -172,17 +147,25 @@ def copied(
     dataset: tf.data.Dataset,
     copies: tf.data.Dataset,
     draw: Draw,
-    expected: Expected | None,
+    reader: Reader | None,
+    values: np.ndarray | None,
+    *,
+    is_numbered: bool = False,
 ) -> tf.data.Dataset:
     """Returns each element as often as the number at its place says.
 
     Args:
-        dataset: What to take from.
+        dataset: What to take from, maybe pairs (position, element).
         copies: How often each element comes, int64 scalars.
         draw: Where those numbers are from.
-        expected: What to hold the elements against, None for their number alone.
+        reader: Reads what elements are held against, None for their number alone.
+        values: What it read in the first pass.
+        is_numbered: Whether elements come in pairs.
     """
-    values = None if expected is None else expected.values
+
+    def parts(element: Any) -> tuple[Any, ...]:
+        return as_arguments(element[1] if is_numbered else element)
+
     both = tf.data.Dataset.zip((_plan(copies, draw, values), _marked(dataset)))
 
     def checked(plan: Any, element: Any, is_end: tf.Tensor, now: Any) -> Any:
@@ -195,8 +178,8 @@ def copied(
     def chunk(plan: Any, marked: Any) -> Any:
         element, is_end = marked
         now = None
-        if expected is not None:
-            now = expected.reader.values(_parts(element, expected))
+        if reader is not None:
+            now = reader.values(parts(element))
         element = checked(plan, element, is_end, now)
         each = tf.maximum(plan["copies"], 0)
         rows = repeated(tf.range(tf.size(each)), each)
@@ -205,18 +188,18 @@ def copied(
     def one(plan: Any, marked: Any) -> tf.data.Dataset:
         element, is_end = marked
         now = None
-        if expected is not None:
+        if reader is not None:
             # The mark is no element, and a function may not take it.
             now = tf.cond(
                 is_end,
                 lambda: plan["value"],
-                lambda: expected.reader.value(*_parts(element, expected)),
+                lambda: reader.value(*parts(element)),
             )
         element = checked(plan, element, is_end, now)
         each = tf.maximum(plan["copies"], 0)
         return tf.data.Dataset.from_tensors(element).repeat(each)
 
-    if _suits_chunks(dataset, draw, expected):
+    if _suits_chunks(dataset, draw, reader):
         result = both.batch(_CHUNK).map(chunk).unbatch()
     else:
         result = both.flat_map(one)
@@ -268,18 +251,12 @@ def _blank(spec: tf.TensorSpec) -> tf.Tensor:
     return tf.zeros(shape, spec.dtype)
 
 
-def _suits_chunks(
-    dataset: tf.data.Dataset, draw: Draw, expected: Expected | None
-) -> bool:
+def _suits_chunks(dataset: tf.data.Dataset, draw: Draw, reader: Reader | None) -> bool:
     """Whether elements can be batched, their labels picked, and it takes no memory."""
     element_bytes = bytes_of_element(dataset.element_spec)
-    if element_bytes is None or (expected is not None and callable(expected.reader.by)):
+    if element_bytes is None or (reader is not None and callable(reader.by)):
         return False
     return _CHUNK * (1 + draw.max_copies) * element_bytes <= _MAX_CHUNK_BYTES
-
-
-def _parts(element: Any, expected: Expected) -> tuple[Any, ...]:
-    return as_parts(as_parts(element)[1] if expected.is_numbered else element)
 
 
 def _check_number(

@@ -15,7 +15,6 @@ from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Memory, Reader, class_ids, count
 from tfamp.data.sampling.sampler import (
     Draw,
-    Expected,
     check_ends,
     copied,
     of_unknown_length,
@@ -143,11 +142,9 @@ class Subset(Stage):
         with tf.device("CPU:0"):
             copies = plans.copies_of(positions, num_examples)
         draw = Draw(num_examples, len(positions), 1, lambda seed: positions)
-        expected = None
-        if self.reader is not None:
-            expected = Expected(self.reader, labels, self.is_numbered)
         each = tf.data.Dataset.from_tensor_slices(copies)
-        return copied(dataset, each, draw, expected)
+        is_numbered = self.is_numbered
+        return copied(dataset, each, draw, self.reader, labels, is_numbered=is_numbered)
 
     def _positions(self, labels: np.ndarray | None, num_examples: int) -> tf.Tensor:
         if labels is None:

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.data.sampling.labels import as_parts
+from tfamp.data._elements import as_arguments
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,7 +55,7 @@ class Padder:
                 "is None, which is what varies. Use `.batch` for elements of one "
                 "shape, or set the dimension free with `tf.ensure_shape` in `.map`."
             )
-        parts = as_parts(element_spec)
+        parts = as_arguments(element_spec)
         ends = [len(tf.nest.flatten(parts[: i + 1])) for i in range(len(parts))]
         self._of_inputs = self._sequences_within(0, ends[0])
         self._of_targets = self._sequences_within(*ends[:2]) if ends[1:] else []
@@ -143,7 +143,7 @@ class Padder:
             element: The batch.
             sizes: What `_sizes` gave for each of its elements, `(batch, 2)`.
         """
-        parts = list(as_parts(element))
+        parts = list(as_arguments(element))
         leaves = tf.nest.flatten(element)
         if self._padding.mask is not None:
             width = tf.shape(leaves[self._of_inputs[0]])[1]

@@ -88,7 +88,18 @@ def fit_statistics(
         nonlocal named
         inputs = _elements.inputs_of(element)
         named = isinstance(inputs, Mapping)
-        names = _selected(_elements.named_columns(inputs), columns, named=named)
+        known = tuple(_elements.named_columns(inputs))
+        if columns is not None and not named:
+            raise ValueError(
+                f"`columns` is {columns!r}, and inputs are one tensor without names; "
+                "expected None. Leave it out, or make the inputs a dict."
+            )
+        names = known if columns is None else columns
+        if isinstance(names, str) or not names or set(names) - set(known):
+            raise ValueError(
+                f"`columns` is {columns!r}; expected a tuple of names among {known!r}. "
+                "Correct it, or leave it out for all."
+            )
         paths.update((f"x/{name}" if named else "x", name) for name in names)
         return list(paths)
 
@@ -138,26 +149,6 @@ def _accumulators(
     return found
 
 
-def _selected(
-    inputs: Mapping[str, Any], columns: Sequence[str] | None, *, named: bool
-) -> Sequence[str]:
-    """Returns the names of the columns that were asked for."""
-    if columns is None:
-        return tuple(inputs)
-    if not named:
-        raise ValueError(
-            f"`columns` is {columns!r}, and inputs are one tensor without names; "
-            "expected None. Leave it out, or make the inputs a dict."
-        )
-    unknown = tuple(name for name in columns if name not in inputs)
-    if unknown or isinstance(columns, str) or not columns:
-        raise ValueError(
-            f"`columns` is {columns!r}; expected a tuple of names among "
-            f"{tuple(inputs)!r}. Correct it, or leave it out for all."
-        )
-    return columns
-
-
 def _tell_unclear(element_spec: Any) -> tuple[bool, str]:
     """Returns whether elements are batches where their shapes leave it open."""
     shapes = [spec.shape for spec in tf.nest.flatten(element_spec)]
@@ -195,11 +186,7 @@ class _NumberAccumulator(Numbers):
             self._sample.add(rows[self._sample.choose(len(rows))])
 
     def finish(self) -> Column:
-        """Returns the record of the column.
-
-        Raises:
-            ValueError: A feature has no finite value.
-        """
+        """Returns the record of the column; each feature needs a finite value."""
         scalar = self._column.shape == ()
         names = [
             self._name if scalar else f"{self._name}[{place}]"
@@ -299,11 +286,7 @@ class _TextAccumulator:
                 self._counts = None
 
     def finish(self) -> TextColumn:
-        """Returns the record of the column.
-
-        Raises:
-            ValueError: All values are missing.
-        """
+        """Returns the record of the column, of which not all may be missing."""
         if not self._count:
             raise ValueError(
                 f"Column {self._name!r} has only missing values "

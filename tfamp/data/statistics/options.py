@@ -43,15 +43,8 @@ def by_column(
 ) -> dict[str, tuple[Any, ...]]:
     """Returns the missing values of each column, numbers for numbers, texts for text.
 
-    Args:
-        missing_value: None, a number, a text, a sequence of them, or a dict of
-            these by column.
-        dtypes: The columns, with their NumPy dtypes (object for text).
-
-    Raises:
-        TypeError: A value is neither a number nor text.
-        ValueError: A dict names a column that isn't there, or a value doesn't suit
-            the column or any column.
+    `missing_value` is None, a value, a sequence of them, or a dict of these by column;
+    columns come with their NumPy dtypes, object for text.
 
     Example:
         >>> by_column((-999, "?"), {"age": np.dtype("f4"), "city": np.dtype("O")})
@@ -129,12 +122,7 @@ def _values(missing_value: Any) -> tuple[Any, ...]:
 
 
 def check_fill(missing: Any) -> Any:
-    """Returns what `missing` asks for: one of `FILLS`, a finite number or None.
-
-    Raises:
-        TypeError: It is neither a name, a number nor None.
-        ValueError: It is an unknown name, or not finite.
-    """
+    """Returns what `missing` asks for: one of `FILLS`, a finite number or None."""
     if missing is None or isinstance(missing, str):
         return missing and checks.choice("missing", missing, FILLS)
     if isinstance(missing, bool) or not isinstance(missing, numbers.Real):
@@ -151,11 +139,7 @@ def check_fill(missing: Any) -> Any:
 
 
 def fill_values(column: Column, missing: Any) -> np.ndarray:
-    """Returns what to write for a missing value, `(features,)`; NaN for None.
-
-    Raises:
-        ValueError: The mode of a feature is open.
-    """
+    """Returns what to write for a missing value, `(features,)`; NaN for None."""
     missing = check_fill(missing)
     if missing is None or not isinstance(missing, str):
         value = math.nan if missing is None else missing
@@ -176,9 +160,6 @@ def fill_text(column: TextColumn, missing: Any) -> str | None:
 
     Text has no mean and no median: with those, as with "mode", it is the most
     frequent text. Another text stands for itself.
-
-    Raises:
-        ValueError: `missing` is a number, or no text is the most frequent.
     """
     if not column.missing_values or missing is None:
         return None
@@ -196,15 +177,7 @@ def fill_text(column: TextColumn, missing: Any) -> str | None:
 def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None:
     """Returns a rule about outliers as its name and numbers.
 
-    Args:
-        argument: The argument's name, for messages.
-        rule: None, "zscore", "iqr", "quantile", one of these with its numbers, as
-            ("zscore", 3.0), ("iqr", 1.5), ("quantile", 0.01, 0.99), or the two
-            quantiles alone.
-
-    Raises:
-        TypeError: It is something else.
-        ValueError: A number is out of range.
+    It may be a name of `RULES`, one with its numbers, or two quantiles alone.
 
     Example:
         >>> check_rule("clip", "iqr"), check_rule("clip", (0.01, 0.99))
