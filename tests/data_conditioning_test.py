@@ -118,16 +118,6 @@ def test_rare_flags_are_not_clipped_away_and_it_is_said():
 TRANSFORMS = ["log1p", "signed_log", "yeo-johnson"]
 
 
-@pytest.mark.parametrize("kind", TRANSFORMS)
-@pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, -1.3])
-def test_tensor_and_array_transforms_agree(kind, power):
-    values = np.array([0.0, 1e-6, 0.4, 3.0, 1e4])
-    values = values if kind == "log1p" else np.concatenate([-values, values])
-    on_arrays = transformed(values, kind, power)
-    on_tensors = transformed(tf.constant(values), kind, tf.constant(power, tf.float64))
-    np.testing.assert_allclose(on_tensors, on_arrays, rtol=1e-14)
-
-
 @pytest.mark.parametrize("power", [0.0, 0.5, 1.0, 2.0, -1.3])
 def test_yeo_johnson_is_the_formula_of_the_paper(power):
     values = np.array([-20.0, -1.0, -0.1, 0.0, 0.1, 1.0, 20.0])
@@ -204,13 +194,6 @@ def test_timestamps_keep_their_seconds(dtype):
     # In float32 they are 128 s apart, an eighth of this standard deviation.
     rough = oracle(values.astype(np.float32))
     assert np.abs(rough - oracle(values)).max() > 0.05
-
-
-def test_integers_that_float32_lacks_are_told_apart():
-    values = np.array([[2**40 - 1], [2**40 + 1]])
-    layer = fit_statistics(values).as_layer(clip=None)
-    # Their mean is a power of two, which any format holds.
-    np.testing.assert_array_equal(layer(values), [[-1.0], [1.0]])
 
 
 @pytest.mark.parametrize("transform", ["log1p", "signed_log"])

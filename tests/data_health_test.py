@@ -738,7 +738,7 @@ def profile_of(values, *, dtype="float16", chunks=7):
 
 
 @pytest.mark.parametrize("dtype", [np.uint8, np.int8, bool], ids=str)
-@pytest.mark.parametrize("shape", [(5, 3), (4, 4, 3)], ids=["vector", "image"])
+@pytest.mark.parametrize("shape", [(20,), (4, 4, 3)], ids=["vector", "image"])
 def test_bytes_are_counted_as_other_numbers_are(dtype, shape):
     values = rng().integers(-100, 100, (50, *shape)).astype(dtype)
     fast, slow = profile_of(values), profile_of(values.astype(np.int32))

@@ -50,6 +50,12 @@ def numbered(labels):
     )
 
 
+def generated(pairs):
+    """Returns a dataset of unknown length, of the pairs of a generator."""
+    scalar = tf.TensorSpec((), tf.int64)
+    return tf.data.Dataset.from_generator(pairs, output_signature=(scalar, scalar))
+
+
 def listed(dataset):
     """Returns the scalars of a dataset, read many at a time."""
     return [int(i) for batch in dataset.batch(1024) for i in batch.numpy()]
@@ -132,16 +138,15 @@ def test_a_rare_class_takes_no_memory_for_all_others():
     assert np.sum(plan.numpy() == 5) == 100_000
 
 
-@pytest.mark.parametrize(
-    "weights",
-    [
-        np.arange(1, 21, dtype=float),
-        np.geomspace(1e-3, 1.0, 12),
-        np.array([0.0, 3.0, 0.0, 1.0, 1.0, 0.0]),
-        np.array([0.5, 1.0, 1.5]) * 1e308,
-    ],
-    ids=["linear", "geometric", "with zeros", "huge"],
-)
+WEIGHTS = {
+    "linear": np.arange(1, 21, dtype=float),
+    "geometric": np.geomspace(1e-3, 1.0, 12),
+    "with zeros": np.array([0.0, 3.0, 0.0, 1.0, 1.0, 0.0]),
+    "huge": np.array([0.5, 1.0, 1.5]) * 1e308,
+}
+
+
+@pytest.mark.parametrize("weights", WEIGHTS.values(), ids=WEIGHTS)
 def test_draws_with_replacement_pass_chi_square(weights):
     plan = plans.weighted_plan(
         tf.constant(weights), 100_000, [5, 6], replacement=True
@@ -365,10 +370,7 @@ def test_labels_are_read_once_for_one_dataset():
         reads.append(1)
         yield from ((i, i % 2) for i in range(6))
 
-    scalar = tf.TensorSpec((), tf.int64)
-    dataset = tf.data.Dataset.from_generator(
-        generate, output_signature=(scalar, scalar)
-    )
+    dataset = generated(generate)
     stage = Balance(seed=1)
     first, second = stage.apply(dataset, SETTINGS), stage.apply(dataset, SETTINGS)
     assert len(reads) == 1
@@ -407,11 +409,7 @@ def test_a_dataset_that_shuffles_itself_is_an_error(by):
 @pytest.mark.parametrize("later", [3, 5, 6, 8, 200], ids=str)
 def test_a_dataset_that_changes_its_length_is_an_error(later, by):
     lengths = iter([6, later])
-    scalar = tf.TensorSpec((), tf.int64)
-    dataset = tf.data.Dataset.from_generator(
-        lambda: ((i, i % 2) for i in range(next(lengths))),
-        output_signature=(scalar, scalar),
-    )
+    dataset = generated(lambda: ((i, i % 2) for i in range(next(lengths))))
     stream = Balance(by, seed=1).apply(dataset, SETTINGS)
     if later == 6:
         assert len(list(stream)) == 6
@@ -450,10 +448,7 @@ def test_explaining_reads_nothing():
         raise AssertionError("read")
         yield 0, 0
 
-    scalar = tf.TensorSpec((), tf.int64)
-    dataset = tf.data.Dataset.from_generator(
-        generate, output_signature=(scalar, scalar)
-    )
+    dataset = generated(generate)
     stages = [
         Balance(),
         Balance(method="oversample"),
@@ -476,16 +471,15 @@ def test_explaining_reads_nothing():
     )
 
 
-@pytest.mark.parametrize(
-    "stage",
-    [
-        Balance(seed=1),
-        Weights([1.0, 1.0, 1.0, 1.0], num_examples=9),
-        Subset(3),
-        Subset(0.5),
-    ],
-    ids=["balance", "weights", "subset", "share"],
-)
+STAGES = {
+    "balance": Balance(seed=1),
+    "weights": Weights([1.0, 1.0, 1.0, 1.0], num_examples=9),
+    "subset": Subset(3),
+    "share": Subset(0.5),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES.values(), ids=STAGES)
 def test_a_preview_has_the_length_that_comes_out(stage):
     dataset = numbered([0, 1, 1, 1])
     preview = stage.preview(dataset, SETTINGS)

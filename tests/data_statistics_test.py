@@ -7,7 +7,7 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-from tfamp.data.profile.figures import Numbers, quantiles, rank_error, thin
+from tfamp.data.profile.figures import Numbers, rank_error
 from tfamp.data.statistics import Statistics, accumulators, fit_statistics
 from tfamp.data.statistics.features import Column
 
@@ -140,16 +140,6 @@ def test_quantiles_are_exact_of(make):
     assert feature.distinct == len(np.unique(values))
     for q in (0.0, 1e-5, 0.1, 0.5, 0.999, 1.0):
         assert feature.quantile(q) == np.quantile(values, q, method="inverted_cdf")
-
-
-def test_thinning_moves_ranks_by_half_a_share():
-    values = np.random.default_rng(6).permutation(5_000).astype(np.float64)
-    kept, weights = thin(np.sort(values), np.ones(5_000, np.int64), 100)
-    assert (len(kept), weights.sum()) == (100, 5_000)
-    fractions = np.linspace(0.001, 0.999, 999)
-    found = quantiles(kept, weights, fractions)
-    # Value v has v values below it, out of 5,000.
-    assert np.abs((found + 0.5) / 5_000 - fractions).max() <= 0.5 / 100 + 1e-3
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import as_arguments, bytes_of_element
+from tfamp.data._elements import as_arguments, blank, bytes_of_element
 from tfamp.data._sources import RandomAccess
 from tfamp.data.sampling.labels import Memory, Reader, count
 from tfamp.data.sampling.plans import copies_of, repeated
@@ -229,26 +229,20 @@ def _marked(dataset: tf.data.Dataset) -> tf.data.Dataset:
     No mark can be made for some elements, such as ragged ones; if those are too few,
     tf.data itself finds too few copies, and its error says less.
     """
-    specs = tf.nest.flatten(dataset.element_spec)
-    can_be_marked = all(
-        isinstance(spec, tf.TensorSpec) and spec.dtype not in (tf.variant, tf.resource)
-        for spec in specs
-    )
     mark = dataset.take(0)
-    if can_be_marked:
-        mark = tf.data.Dataset.from_tensors(
-            tf.nest.map_structure(_blank, dataset.element_spec)
-        )
+    if all(
+        isinstance(spec, tf.TensorSpec)
+        and spec.shape.rank is not None
+        and spec.dtype not in (tf.variant, tf.resource)
+        for spec in tf.nest.flatten(dataset.element_spec)
+    ):
+        element = blank(dataset.element_spec, purpose="a mark ends them")
+        mark = tf.data.Dataset.from_tensors(element)
     flagged, end = (
         tf.data.Dataset.zip((part, tf.data.Dataset.from_tensors(is_end).repeat()))
         for part, is_end in ((dataset, False), (mark, True))
     )
     return flagged.concatenate(end)
-
-
-def _blank(spec: tf.TensorSpec) -> tf.Tensor:
-    shape = [size or 0 for size in spec.shape] if spec.shape.rank is not None else []
-    return tf.zeros(shape, spec.dtype)
 
 
 def _suits_chunks(dataset: tf.data.Dataset, draw: Draw, reader: Reader | None) -> bool:
