@@ -586,8 +586,7 @@ def test_examples_of_different_shapes_are_read_one_by_one():
 def test_padded_batches_of_different_lengths_are_one_column():
     data = tf.data.Dataset.range(40).map(lambda n: (tf.range(n % 7), n % 2))
     batches = data.padded_batch(8, padded_shapes=([None], []))
-    errors = check(batches, batches, compute_dtype="float16").errors
-    assert {finding.rule for finding in errors} == {"leak"}
+    assert check(batches, batches, compute_dtype="float16").errors == ()
 
 
 def test_bfloat16_and_float16_inputs_are_read():

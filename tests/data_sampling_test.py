@@ -12,9 +12,8 @@ import tensorflow as tf
 from tests.refusals import refusals
 from tfamp.data._sources import array_source
 from tfamp.data.sampling import plans
-from tfamp.data.sampling.balance import Balance
+from tfamp.data.sampling.draws import Balance, Weights
 from tfamp.data.sampling.subset import Subset
-from tfamp.data.sampling.weights import Weights
 from tfamp.data.stages.base import Settings
 
 SETTINGS = Settings(num_threads=2, autotune=False)

@@ -5,9 +5,8 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfamp.data.pipeline_sources import PipelineSources
-from tfamp.data.sampling.balance import Balance
+from tfamp.data.sampling.draws import Balance, Weights
 from tfamp.data.sampling.subset import Subset
-from tfamp.data.sampling.weights import Weights
 from tfamp.data.stages.base import Shard, Shuffle
 from tfamp.data.stages.bucket import Bucket
 from tfamp.data.stages.bucket_plan import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
