@@ -624,37 +624,9 @@ ERRORS = {
         "`by` is 'c'; expected a key of the elements, which have no dict but "
         "(a tensor (), a tensor ()).",
     ),
-    "matrix": (
-        lambda: check(Balance(), numbered(np.zeros((3, 2, 2)))),
-        "What `by` reads has shape (2, 2); expected a scalar or a one-hot row.",
-    ),
     "several weights": (
         lambda: check(Weights(lambda x, y: y), numbered(np.zeros((3, 2)))),
         "What `weights` reads has shape (2,); expected a scalar.",
-    ),
-    "continuous": (
-        lambda: check(Balance(), numbered([1.0, 0.25])),
-        "Example 1 has 0.25 as its class; expected integers, strings, one-hot rows",
-    ),
-    "not a number": (
-        lambda: check(Balance(), numbered([1.0, 0.0, np.nan])),
-        "Example 2 has nan as its class",
-    ),
-    "several labels": (
-        lambda: check(Balance(), numbered([[1, 0], [1, 1]])),
-        "The row of example 1 is not one class; expected one-hot rows",
-    ),
-    "two largest": (
-        lambda: check(Balance(), numbered([[0.5, 0.5], [0.4, 0.6]])),
-        "The row of example 0 is not one class",
-    ),
-    "no shares": (
-        lambda: check(Balance(), numbered([[1.0, 0.0], [0.5, 0.2]])),
-        "The row of example 1 is not one class",
-    ),
-    "regression row": (
-        lambda: check(Balance(), numbered([[1.0, 0.0], [1.2, -0.2]])),
-        "The row of example 1 is not one class",
     ),
     "no end": (
         lambda: check(Balance(), numbered([0, 1]).repeat()),
@@ -722,6 +694,23 @@ ERRORS = {
 
 
 test_errors_say_what_to_do = refusals(ERRORS)
+
+
+NO_CLASS = "is not one class"
+LABELS = {
+    "matrix": (np.zeros((3, 2, 2)), "What `by` reads has shape (2, 2); expected a sca"),
+    "continuous": ([1.0, 0.25], "Example 1 has 0.25 as its class; expected integers"),
+    "not a number": ([1.0, 0.0, np.nan], "Example 2 has nan as its class"),
+    "several labels": ([[1, 0], [1, 1]], f"The row of example 1 {NO_CLASS}; expected"),
+    "two largest": ([[0.5, 0.5], [0.4, 0.6]], f"The row of example 0 {NO_CLASS}"),
+    "no shares": ([[1.0, 0.0], [0.5, 0.2]], f"The row of example 1 {NO_CLASS}"),
+    "regression": ([[1.0, 0.0], [1.2, -0.2]], f"The row of example 1 {NO_CLASS}"),
+}
+
+
+test_labels_that_are_no_classes_are_errors = refusals(
+    LABELS, lambda labels: check(Balance(), numbered(labels))
+)
 
 
 TYPE_ERRORS = {

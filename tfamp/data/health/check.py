@@ -21,7 +21,7 @@ _RULES_OF_VALIDATION = ("nan", "inf", "overflow")
 
 
 @dataclasses.dataclass(frozen=True)
-class _Gathered:
+class _DataProfile:
     """What a pass over one set of examples learned."""
 
     profiles: dict[str, Profile]
@@ -89,8 +89,8 @@ def check(
     if validation is not None:
         others = read("validation", validation, batched=batched)
         _check_same_columns(examples.columns, others.columns)
-    trained = _gather(examples, rounding)
-    validated = None if others is None else _gather(others, rounding)
+    trained = _profile_of(examples, rounding)
+    validated = None if others is None else _profile_of(others, rounding)
     found = [*_rules_on(trained, rounding)]
     for name, counted in trained.labels.items():
         other = None if validated is None else validated.labels[name]
@@ -120,7 +120,7 @@ def check(
     )
 
 
-def _gather(examples: Examples, rounding: Rounding) -> _Gathered:
+def _profile_of(examples: Examples, rounding: Rounding) -> _DataProfile:
     """Makes the one pass over a set of examples."""
     # Losses are computed in float32, whatever the layers compute in.
     single = Rounding(formats.FLOAT32)
@@ -147,19 +147,19 @@ def _gather(examples: Examples, rounding: Rounding) -> _Gathered:
         hashes.update(inputs, answers)
 
     num_examples = examples.scan(f"Checking `{examples.argument}`", take)
-    return _Gathered(profiles, targets, hashes, num_examples)
+    return _DataProfile(profiles, targets, hashes, num_examples)
 
 
-def _rules_on(gathered: _Gathered, rounding: Rounding) -> Iterator[Finding]:
+def _rules_on(data: _DataProfile, rounding: Rounding) -> Iterator[Finding]:
     """Yields what is wrong with single columns."""
-    for profile in gathered.profiles.values():
+    for profile in data.profiles.values():
         if not profile.column.is_text and profile.count.any():
             yield from ranges.find(profile, rounding)
             yield from resolution.find(profile)
 
 
 def _rules_on_validation(
-    gathered: _Gathered, rounding: Rounding, known: list[Finding]
+    data: _DataProfile, rounding: Rounding, known: list[Finding]
 ) -> Iterator[Finding]:
     """Yields what spoils validation, where training data has nothing of the kind."""
 
@@ -167,7 +167,7 @@ def _rules_on_validation(
         return finding.rule, finding.place.split("[")[0]
 
     said = {place(finding) for finding in known}
-    for finding in _rules_on(gathered, rounding):
+    for finding in _rules_on(data, rounding):
         if finding.rule in _RULES_OF_VALIDATION and place(finding) not in said:
             yield dataclasses.replace(
                 finding, message=f"In validation, {finding.message}", fix=None
@@ -175,7 +175,7 @@ def _rules_on_validation(
 
 
 def _comparisons(
-    trained: _Gathered, validated: _Gathered
+    trained: _DataProfile, validated: _DataProfile
 ) -> Iterator[splits.Comparison]:
     """Yields the comparison of every column, targets that are classes by counts."""
     for name, profile in trained.profiles.items():
@@ -207,7 +207,9 @@ def _check_same_columns(
             )
 
 
-def _compare_dtypes(trained: _Gathered, validated: _Gathered) -> Iterator[Finding]:
+def _compare_dtypes(
+    trained: _DataProfile, validated: _DataProfile
+) -> Iterator[Finding]:
     for name, profile in trained.profiles.items():
         expected, dtype = profile.column.dtype, validated.profiles[name].column.dtype
         if dtype != expected:
