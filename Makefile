@@ -94,12 +94,10 @@ lint: .venv/.installed  ## check format, style and types: ten seconds
 notebooks: .venv/.installed  ## build every .ipynb from its .py source
 	@$(BIN)/python notebooks/build.py
 
-bench: .venv/.installed  ## measure what benchmarks/RESULTS.md states
+bench: .venv/.installed  ## measure the first parts of benchmarks/RESULTS.md
 	@echo "Measuring builds, steps, updates, input pipelines and training: about an hour."
-	@$(BIN)/python benchmarks/enable_overhead.py $(ARGS) $(NO_NOTICES)
-	@$(BIN)/python benchmarks/loss_scale.py $(ARGS) $(NO_NOTICES)
-	@$(BIN)/python benchmarks/pipeline.py $(ARGS) $(NO_NOTICES)
-	@$(BIN)/python benchmarks/training.py $(ARGS) $(NO_NOTICES)
+	@for name in enable_overhead loss_scale pipeline training; do \
+	  $(BIN)/python -m benchmarks $$name $(ARGS) $(NO_NOTICES); done
 
 wild: .venv/.installed  ## run the programs of the corpus and write docs/wild.md
 	@echo "Running each program in every way and with three seeds: about an hour."

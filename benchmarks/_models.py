@@ -1,8 +1,8 @@
 """Models of usual sizes with synthetic inputs, built and compiled, and their data.
 
-Each function returns (model, train, None). Targets follow from the inputs, so that a
-loss that falls shows that the model learns; a few batches lie in memory and come again
-and again, so that no input pipeline is timed.
+Each function ahead of `family` returns (model, train, None). Targets follow from the
+inputs, so that a loss that falls shows that the model learns; a few batches lie in
+memory and come again and again, so that no input pipeline is timed.
 """
 
 import sys
@@ -12,6 +12,9 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+
+import tfamp
+from tfamp.machine import amx
 
 NUM_CLASSES = 10
 _BATCHES = 4
@@ -94,6 +97,70 @@ def text(seed: int = 0, epochs: int = 1, *, steps: int = 150) -> Any:
 def tiny(seed: int = 0, epochs: int = 1) -> Any:
     """A small network for a quick look at the benchmark itself."""
     return mlp(seed, epochs, width=8, steps=6)
+
+
+def family(case: str) -> keras.Model:
+    """Returns a model of one family, not compiled; "MLP of 2 blocks" is a small one."""
+    layers = keras.layers
+    if case.startswith("ResNet50"):
+        return keras.applications.ResNet50(
+            weights=None,
+            input_shape=(96, 96, 3),
+            classes=10,
+            classifier_activation=None,
+        )
+    if case.startswith("MLP"):
+        x = y = keras.Input((1024,))
+        for _ in range(int(case.split()[2]) if " of " in case else 12):
+            h = layers.Dense(2048, activation="gelu")(layers.LayerNormalization()(y))
+            y = y + layers.Dropout(0.1)(layers.Dense(1024)(h))
+    elif case.startswith("CNN"):
+        x = y = keras.Input((32, 32, 3))
+        for filters in (64, 128, 256):
+            for _ in range(2):
+                y = layers.Conv2D(filters, 3, padding="same", use_bias=False)(y)
+                y = layers.ReLU()(layers.BatchNormalization()(y))
+            y = layers.MaxPooling2D()(y)
+        y = layers.GlobalAveragePooling2D()(y)
+    elif case.startswith("transformer"):
+        x = keras.Input((128,), dtype="int32")
+        y = layers.Embedding(1000, 256)(x)
+        for _ in range(6):
+            h = layers.LayerNormalization()(y)
+            y = y + layers.MultiHeadAttention(8, 32, dropout=0.1)(h, h)
+            h = layers.Dense(1024, activation="gelu")(layers.LayerNormalization()(y))
+            y = y + layers.Dense(256)(h)
+        y = layers.GlobalAveragePooling1D()(y)
+    else:
+        x = keras.Input((128,), dtype="int32")
+        y = layers.Embedding(1000, 128)(x)
+        y = layers.LSTM(256)(layers.LSTM(256, return_sequences=True)(y))
+    return keras.Model(x, layers.Dense(10)(y))
+
+
+def compiled_family(
+    case: str, policy: str, optimizer: Any = "adam", jit_compile: Any = False
+) -> keras.Model:
+    """Returns a model of one family, built under a policy from the same seed."""
+    amx.avoid()
+    keras.utils.set_random_seed(0)
+    with tfamp.scope(policy):
+        model = family(case)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(optimizer, loss, jit_compile=jit_compile)
+    return model
+
+
+def random_batch(model: keras.Model, size: int) -> tuple[np.ndarray, np.ndarray]:
+    """Returns a random batch of inputs and classes for a model of one family."""
+    spec = model.inputs[0]
+    shape = (size, *spec.shape[1:])
+    rng = np.random.default_rng(0)
+    if spec.dtype == "int32":
+        x = rng.integers(0, 1000, shape, dtype=np.int32)
+    else:
+        x = rng.normal(size=shape).astype(np.float32)
+    return x, rng.integers(0, 10, size)
 
 
 def _compiled(model: keras.Model) -> keras.Model:

@@ -1,12 +1,11 @@
-"""Measures what `Throughput` and `DeviceStats` add to a step of `fit`.
+"""What `Throughput` and `DeviceStats` add to a step of `fit`.
 
-Prints, from one run, the time of a step with no callback, and how many times as long
-it takes with each and with both, for a model whose step takes about a millisecond,
-the worst case, and one of ten. The goal is 1.01. Then trains on a pipeline that is made
-slow, and prints which part of the time `Throughput` says was waited, and which was:
-1 - step without the pipeline / step with it.
+Prints the time of a step with no callback, and how many times as long it takes with
+each and with both, for a model whose step takes about a millisecond, the worst case,
+and one of ten. The goal is 1.01. Then trains on a pipeline that is made slow, and
+prints which part of the time `Throughput` says was waited, and which was: 1 - step
+without the pipeline / step with it.
 
-Command: python benchmarks/callbacks_cost.py [--json=FILE]
 Time: about four minutes on two CPU cores. Use an idle machine.
 
 The sides live in one process and take turns, so that another program slows all alike;
@@ -16,27 +15,22 @@ between steps, now and then or in other threads is in the processor time, which 
 that of the whole turn.
 """
 
-import os
-import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
+import numpy as np
+import tensorflow as tf
 
-import _figures  # noqa: E402
-import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from _callback_turns import MEDIAN, Side, cells, measure, side  # noqa: E402
-from absl import flags  # noqa: E402
-
-import tfamp  # noqa: E402
-from tfamp.callbacks import DeviceStats, Throughput  # noqa: E402
+from benchmarks._turns import MEDIAN, Side, compare_fits, fit_side
+from tfamp.callbacks import DeviceStats, Throughput
 
 GOAL = 1.01
+FLAGS = (("integer", "turns", 40, "Turns of each side."),)
 # Width of two Dense layers, batch size, steps of a turn.
 CASES = {"small": (32, 32, 400), "medium": (512, 256, 80)}
+SMOKE = {"small": (4, 4, 20)}
 # Milliseconds to make a batch and to train on it.
 PIPELINES = {"input-bound": (30, 10), "balanced": (20, 15), "compute-bound": (5, 20)}
 SIDES: dict[str, Callable[[], list[keras.callbacks.Callback]]] = {
@@ -47,46 +41,22 @@ SIDES: dict[str, Callable[[], list[keras.callbacks.Callback]]] = {
 }
 
 
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_integer("turns", 40, "Turns of each side.", flag_values=values)
-    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
-    flags.DEFINE_boolean(
-        "smoke",
-        False,
-        "Few steps, two turns; the figures mean nothing.",
-        flag_values=values,
-    )
-    return values
-
-
-def make_model(width: int) -> keras.Model:
-    """Returns a compiled model of two layers."""
-    model = keras.Sequential(
-        [
-            keras.Input((width,)),
-            keras.layers.Dense(width, activation="relu"),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile("adam", "mse")
-    return model
-
-
 def make_side(name: str, width: int, batch: int, steps: int) -> Side:
     """Returns a turn of a side."""
     rng = np.random.default_rng(0)
     x = rng.normal(size=(4 * batch, width)).astype("float32")
     dataset = tf.data.Dataset.from_tensor_slices((x, x[:, :1]))
     dataset = dataset.batch(batch).cache().repeat().prefetch(2)
-    return side(make_model(width), dataset, SIDES[name](), steps)
+    hidden = keras.layers.Dense(width, activation="relu")
+    model = keras.Sequential([keras.Input((width,)), hidden, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return fit_side(model, dataset, SIDES[name](), steps)
 
 
 def measure_case(width: int, batch: int, steps: int, turns: int) -> dict[str, Any]:
     """Returns the figures of one case."""
     sides = {name: make_side(name, width, batch, steps) for name in SIDES}
-    figures = measure(sides, turns, what=MEDIAN)
+    figures = compare_fits(sides, turns, what=MEDIAN)
     for name in list(SIDES)[1:]:
         figures[name]["met"] = figures[name]["ratio"] <= GOAL
     return figures
@@ -128,19 +98,14 @@ def measure_wait(make_ms: float, train_ms: float, steps: int) -> dict[str, float
             )
         ).prefetch(2)
 
-    model = keras.Sequential(
-        [keras.Input((8,)), Sleeping(train_ms), keras.layers.Dense(1)]
-    )
+    layers = [keras.Input((8,)), Sleeping(train_ms), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
     model.compile("sgd", "mse")
     found = {}
     for name in ("alone", "slow"):
-        told = model.fit(
-            batches(is_slow=name == "slow"),
-            epochs=2,
-            verbose=0,
-            callbacks=[Throughput()],
-        ).history
-        found[name] = {key: told[key][-1] for key in ("step_seconds", "input_wait")}
+        data, told = batches(is_slow=name == "slow"), Throughput()
+        history = model.fit(data, epochs=2, verbose=0, callbacks=[told]).history
+        found[name] = {key: history[key][-1] for key in ("step_seconds", "input_wait")}
     alone, slow = found["alone"]["step_seconds"], found["slow"]["step_seconds"]
     return {
         "told": round(found["slow"]["input_wait"], 3),
@@ -148,51 +113,16 @@ def measure_wait(make_ms: float, train_ms: float, steps: int) -> dict[str, float
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints the figures as tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=120)
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    table = Table(title=f"A step over that without; {result['device']}; {versions}")
-    for column in ("model", "step", *list(SIDES)[1:]):
-        table.add_column(column)
-    for case, figures in result["cases"].items():
-        ratios = cells(figures, list(SIDES)[1:])
-        table.add_row(case, f"{figures['step_milliseconds']} ms", *ratios)
-    console.print(table)
-    table = Table(title="Part of the time that is waited for input")
-    for column in ("pipeline", "Throughput says", "1 - step alone / step"):
-        table.add_column(column)
-    for case, wait in result["input_wait"].items():
-        table.add_row(case, f"{wait['told']:.2f}", f"{wait['waited']:.2f}")
-    console.print(table)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures, prints tables and a last line of JSON."""
-    settings = define_flags()
-    settings(argv)
-    cases, turns, wait_steps = CASES, settings.turns, 100
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns the figures."""
+    cases, turns, steps = CASES, settings.turns, 100
     if settings.smoke:
-        cases, turns, wait_steps = {"small": (4, 4, 20)}, 2, 4
-    device = tfamp.status().devices[0]
-    result = {
-        "benchmark": "callbacks_cost",
-        "device": f"{device.name}, {os.cpu_count()} cores",
-        "versions": _figures.versions(),
+        cases, turns, steps = SMOKE, 2, 4
+    return {
         "goal": GOAL,
         "cases": {case: measure_case(*size, turns) for case, size in cases.items()},
         "input_wait": {
-            name: measure_wait(*milliseconds, wait_steps)
+            name: measure_wait(*milliseconds, steps)
             for name, milliseconds in PIPELINES.items()
         },
     }
-    show(result)
-    _figures.finish(result, settings.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

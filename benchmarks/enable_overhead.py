@@ -1,4 +1,4 @@
-"""Measures what `tfamp.enable` adds to a training step and to building a model.
+"""What `tfamp.enable` adds to a training step and to building a model.
 
 Prints two ratios, both from one run:
 - the training step of a model built under tfamp over the same model with the same
@@ -6,7 +6,6 @@ Prints two ratios, both from one run:
 - building and compiling a 200-layer Functional model under tfamp over stock Keras
   with the same global policy (goal: at most 1.10).
 
-Command: python benchmarks/enable_overhead.py [--policy=mixed_float16] [--json=FILE]
 Time: about five minutes on two CPU cores. Use an idle machine.
 
 Both sides live in one process and take turns of a few milliseconds, so that another
@@ -16,49 +15,26 @@ disturbs least: where the two disagree, the machine was not idle.
 """
 
 import gc
-import os
-import sys
-import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
+import numpy as np
+import tensorflow as tf
 
-import _figures  # noqa: E402
-import _turns  # noqa: E402  (TensorFlow reads its log level when it is imported)
-import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from absl import flags  # noqa: E402
-
-import tfamp  # noqa: E402
+import tfamp
+from benchmarks._turns import ratio, take_turns, timed
 
 MAX_STEP_RATIO = 1.02
 MAX_BUILD_RATIO = 1.10
 NUM_LAYERS = 200
 BATCH_SIZE = 32
-
-
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_string(
-        "policy", "", "Policy; by default what suits the device.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "turns", 500, "Turns of either side in the step benchmark.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "turn_steps", 2, "Training steps in a turn.", flag_values=values
-    )
-    flags.DEFINE_integer(
-        "builds", 30, "Builds of either side after a first one.", flag_values=values
-    )
-    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
-    flags.DEFINE_boolean(
-        "smoke", False, "Few repetitions; the figures mean nothing.", flag_values=values
-    )
-    return values
+FLAGS = (
+    ("string", "policy", "", "Policy; by default what suits the device."),
+    ("integer", "turns", 500, "Turns of either side in the step benchmark."),
+    ("integer", "turn_steps", 2, "Training steps in a turn."),
+    ("integer", "builds", 30, "Builds of either side after a first one."),
+)
 
 
 def convolutional_model(dtypes: Mapping[str, str]) -> keras.Model:
@@ -111,40 +87,19 @@ def policies_by_hand(model: keras.Model) -> dict[str, str]:
     return policies
 
 
-def timed(work: Callable[[], Any], repetitions: int = 1) -> tuple[float, float]:
-    """Returns the seconds of one repetition on the clock and on the processor."""
-    clock, processor = time.perf_counter(), time.process_time()
-    for _ in range(repetitions):
-        work()
-    clock, processor = time.perf_counter() - clock, time.process_time() - processor
-    return clock / repetitions, processor / repetitions
-
-
-def take_turns(
-    sides: Sequence[Callable[[], tuple[float, float]]], turns: int
-) -> np.ndarray:
-    """Returns the seconds of each side in each turn, shape (turns, sides, 2)."""
-    seconds = np.zeros((turns, len(sides), 2))
-    for turn in range(turns):
-        # The side that goes first changes: caches and clocks favour one of them.
-        order = range(len(sides)) if turn % 2 else reversed(range(len(sides)))
-        for side in order:
-            seconds[turn, side] = sides[side]()
-    return seconds
-
-
-def ratio(seconds: np.ndarray, goal: float) -> dict[str, Any]:
+def figures(seconds: np.ndarray, goal: float) -> dict[str, Any]:
     """Returns medians, the median ratio of second to first side, and its interval."""
-    ratios, processor_ratios = (seconds[:, 1] / seconds[:, 0]).T
     stock, ours = np.median(seconds[..., 0], axis=0) * 1e3
+    found = ratio(seconds[:, 1, 0], seconds[:, 0, 0], digits=4)
+    processor = ratio(seconds[:, 1, 1], seconds[:, 0, 1], digits=4)
     return {
         "stock_milliseconds": round(float(stock), 3),
         "tfamp_milliseconds": round(float(ours), 3),
-        **_turns.ratio(seconds[:, 1, 0], seconds[:, 0, 0], digits=4),
-        "processor_ratio": round(float(np.median(processor_ratios)), 4),
-        "turns": len(ratios),
+        **found,
+        "processor_ratio": processor["ratio"],
+        "turns": len(seconds),
         "goal": goal,
-        "met": float(np.median(ratios)) <= goal,
+        "met": found["ratio"] <= goal,
     }
 
 
@@ -169,7 +124,7 @@ def measure_step(policy: str, turns: int, steps: int) -> dict[str, Any]:
         raise RuntimeError("The two sides compute in different dtypes.")
     sides = [lambda: seconds_a_step(stock), lambda: seconds_a_step(ours)]
     take_turns(sides, 5)
-    return ratio(take_turns(sides, turns), MAX_STEP_RATIO)
+    return figures(take_turns(sides, turns), MAX_STEP_RATIO)
 
 
 def measure_build(policy: str, builds: int) -> dict[str, Any]:
@@ -192,51 +147,17 @@ def measure_build(policy: str, builds: int) -> dict[str, Any]:
 
     sides = [under_stock, under_tfamp]
     take_turns(sides, 1)
-    return ratio(take_turns(sides, builds), MAX_BUILD_RATIO)
+    return figures(take_turns(sides, builds), MAX_BUILD_RATIO)
 
 
-def describe(name: str, figures: dict[str, Any]) -> str:
-    """Returns one line of the table."""
-    low, high = figures["interval"]
-    return (
-        f"{name:18} {figures['stock_milliseconds']:9.2f} ms "
-        f"{figures['tfamp_milliseconds']:9.2f} ms   {figures['ratio']:.3f} "
-        f"[{low:.3f}, {high:.3f}]   {figures['processor_ratio']:.3f}       "
-        f"at most {figures['goal']:.2f}: "
-        f"{'met' if figures['met'] else 'MISSED'}"
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table and a last line of JSON."""
-    settings = define_flags()
-    settings(argv)
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns the figures."""
     turns, steps, builds = settings.turns, settings.turn_steps, settings.builds
     if settings.smoke:
         turns, steps, builds = 2, 1, 1
-    device = tfamp.status().devices[0]
     is_gpu = bool(tf.config.list_physical_devices("GPU"))
     policy = settings.policy or ("mixed_float16" if is_gpu else "mixed_bfloat16")
     # Building comes first: it needs a process without managed models.
     build = measure_build(policy, builds)
-    result = {
-        "benchmark": "enable_overhead",
-        "device": f"{device.name}, {os.cpu_count()} cores",
-        "policy": policy,
-        "batch_size": BATCH_SIZE,
-        "versions": _figures.versions(),
-        "step": measure_step(policy, turns, steps),
-        "build": build,
-    }
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    print(f"{policy} on {result['device']}; {versions}; batch {BATCH_SIZE}")
-    columns = f"ratio [{_turns.CONFIDENCE:.0%} interval]   processor"
-    print(f"{'':18} {'stock':>12} {'tfamp':>12}   {columns}")
-    print(describe("training step", result["step"]))
-    print(describe(f"{NUM_LAYERS}-layer build", result["build"]))
-    _figures.finish(result, settings.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    step = measure_step(policy, turns, steps) | {"turn_steps": steps}
+    return {"policy": policy, "batch_size": BATCH_SIZE, "step": step, "build": build}

@@ -1,34 +1,27 @@
-"""Measures how fast models predict whose weights are stored in half precision.
+"""How fast models predict whose weights are stored in half precision.
 
-Prints, from one run and for several batch sizes, the examples a second of Keras's own
-mixed_bfloat16, of tfamp's, and of `tfamp.freeze`, each over those of float32. The goals
-for a frozen MLP are 1.5 at batch 1 and 1.8 at batch 512.
+Prints for several batch sizes the examples a second of Keras's own mixed_bfloat16, of
+tfamp's, and of `tfamp.freeze`, each over those of float32. The goals for a frozen MLP
+are 1.5 at batch 1 and 1.8 at batch 512.
 
-Command: python benchmarks/freeze.py [--json=FILE]
 Time: about three minutes on two CPU cores. Use an idle machine.
 
 The sides live in one process and take turns, so that another program slows all alike;
 a turn is as many calls of a traced function as take a third of a second.
 """
 
-import os
-import sys
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
+import numpy as np
+import tensorflow as tf
 
-import _figures  # noqa: E402
-import _models  # noqa: E402
-import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from _turns import ratio, take_turns  # noqa: E402
-from absl import flags  # noqa: E402
-
-import tfamp  # noqa: E402
-from tfamp.machine import amx  # noqa: E402
+import tfamp
+from benchmarks import _models
+from benchmarks._turns import ratio, take_turns, timed
+from tfamp.machine import amx
 
 GOALS = {"MLP": {1: 1.5, 512: 1.8}}
 BATCH_SIZES = (1, 32, 512)
@@ -38,20 +31,7 @@ CASES: dict[str, tuple[Callable[..., Any], dict[str, int]]] = {
 }
 TURN_SECONDS = 0.3
 SIDES = ("float32", "Keras mixed_bfloat16", "tfamp mixed_bfloat16", "frozen")
-
-
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_integer("turns", 9, "Turns of each side.", flag_values=values)
-    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
-    flags.DEFINE_boolean(
-        "smoke",
-        False,
-        "Small models, one batch size; the figures mean nothing.",
-        flag_values=values,
-    )
-    return values
+FLAGS = (("integer", "turns", 9, "Turns of each side."),)
 
 
 def sides_of(case: str, options: dict[str, int]) -> dict[str, keras.Model]:
@@ -76,7 +56,7 @@ def calls(model: keras.Model, x: Any) -> Callable[[], Any]:
     return lambda: function(x).numpy()
 
 
-def measure(
+def measure_case(
     case: str, options: dict[str, int], turns: int, sizes: Sequence[int]
 ) -> Any:
     """Returns the figures of one model by batch size."""
@@ -94,10 +74,9 @@ def measure(
         repeats = {name: repeats_of(call) for name, call in run.items()}
 
         def turn(name: str, run: Any = run, repeats: Any = repeats) -> Any:
-            return lambda: [run[name]() for _ in range(repeats[name])]
+            return lambda: timed(run[name], repeats[name])
 
-        seconds = take_turns([turn(name) for name in SIDES], turns)
-        steps = seconds / np.array([repeats[name] for name in SIDES])
+        steps = take_turns([turn(name) for name in SIDES], turns)[..., 0]
         found: dict[str, Any] = {
             name: ratio(steps[:, 0], steps[:, i]) for i, name in enumerate(SIDES) if i
         }
@@ -124,47 +103,13 @@ def num_bytes(model: keras.Model) -> int:
     return sum(np.asarray(weight).nbytes for weight in model.weights)
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints the figures as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    table = Table(title=f"Speed over float32; {result['device']}; {versions}")
-    for column in ("model", "batch", "float32", *SIDES[1:], "goal"):
-        table.add_column(column)
-    for case, figures in result["cases"].items():
-        for size, found in figures.items():
-            if size == "bytes":
-                continue
-            ratios = [f"{found[s]['ratio']} {found[s]['interval']}" for s in SIDES[1:]]
-            step = f"{found['float32_milliseconds']} ms"
-            table.add_row(case, size, step, *ratios, str(found["goal"] or ""))
-    Console(width=120).print(table)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table and a last line of JSON."""
-    settings = define_flags()
-    settings(argv)
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns the figures."""
     amx.avoid()  # ahead of the first product
     tf.get_logger().setLevel("ERROR")  # each shape and model is a trace of its own
     turns, sizes, options = settings.turns, BATCH_SIZES, {}
     chosen = list(CASES)
     if settings.smoke:
         turns, sizes, options, chosen = 2, (1,), {"width": 16}, ["MLP"]
-    device = tfamp.status().devices[0]
-    result = {
-        "benchmark": "freeze",
-        "device": f"{device.name}, {os.cpu_count()} cores",
-        "versions": _figures.versions(),
-        "turns": turns,
-        "cases": {case: measure(case, options, turns, sizes) for case in chosen},
-    }
-    show(result)
-    _figures.finish(result, settings.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    cases = {case: measure_case(case, options, turns, sizes) for case in chosen}
+    return {"turns": turns, "cases": cases}

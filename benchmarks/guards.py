@@ -1,9 +1,8 @@
-"""Measures what `FlightRecorder` and `NanRecovery` add to a step of `fit`.
+"""What `FlightRecorder` and `NanRecovery` add to a step of `fit`.
 
-Prints, from one run, the time of a step with no callback, and how many times as long
-it takes with each of them and with both, for four models. The goal is 1.02 for both.
+Prints the time of a step with no callback, and how many times as long it takes with
+each of them and with both, for four models. The goal is 1.02 for both.
 
-Command: python benchmarks/guards.py [--json=FILE]
 Time: about twenty minutes on two CPU cores. Use an idle machine.
 
 The sides live in one process and take turns, so that another program slows all alike;
@@ -13,23 +12,17 @@ with snapshots and writes the first good one. Then they come as rarely as they d
 long run. The mean step counts, with all snapshots that were due.
 """
 
-import os
-import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
+from absl import logging
 
-import _figures  # noqa: E402
-import _models  # noqa: E402
-import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
-from _callback_turns import MEAN, cells, measure, side  # noqa: E402
-from absl import flags, logging  # noqa: E402
-
-import tfamp  # noqa: E402
-from tfamp.callbacks import FlightRecorder, NanRecovery  # noqa: E402
+from benchmarks import _models
+from benchmarks._turns import MEAN, compare_fits, fit_side
+from tfamp.callbacks import FlightRecorder, NanRecovery
 
 GOAL = 1.02
 # What builds a model, and the steps of a turn.
@@ -48,23 +41,10 @@ SIDES: dict[str, Callable[[Path], list[keras.callbacks.Callback]]] = {
         NanRecovery(folder / "good both"),
     ],
 }
-
-
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_integer("turns", 8, "Turns of each side.", flag_values=values)
-    flags.DEFINE_multi_string(
-        "case", list(CASES), "Models to measure.", flag_values=values
-    )
-    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
-    flags.DEFINE_boolean(
-        "smoke",
-        False,
-        "A small model, few steps, two turns; the figures mean nothing.",
-        flag_values=values,
-    )
-    return values
+FLAGS = (
+    ("integer", "turns", 8, "Turns of each side."),
+    ("multi_string", "case", list(CASES), "Models to measure."),
+)
 
 
 def measure_case(case: str, turns: int, steps: int, folder: Path) -> dict[str, Any]:
@@ -74,54 +54,22 @@ def measure_case(case: str, turns: int, steps: int, folder: Path) -> dict[str, A
     for name, make in SIDES.items():
         # Without an end, so that all turns train on alike.
         model, data, _ = build(steps=10**9, **options)
-        sides[name] = side(model, data, make(folder), steps, untimed=steps // 3)
-    figures = measure(sides, turns, what=MEAN)
+        sides[name] = fit_side(model, data, make(folder), steps, untimed=steps // 3)
+    figures = compare_fits(sides, turns, what=MEAN)
     figures["parameters"] = model.count_params()
     figures["met"] = figures["both"]["ratio"] <= GOAL
     return figures
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints the figures as a table."""
-    from rich.console import Console
-    from rich.table import Table
-
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    table = Table(title=f"A step over that without; {result['device']}; {versions}")
-    for column in ("model", "parameters", "step", *list(SIDES)[1:]):
-        table.add_column(column)
-    for case, figures in result["cases"].items():
-        ratios = cells(figures, list(SIDES)[1:])
-        size = f"{figures['parameters']:,}"
-        table.add_row(case, size, f"{figures['step_milliseconds']} ms", *ratios)
-    Console(width=120).print(table)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table and a last line of JSON."""
-    settings = define_flags()
-    settings(argv)
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns the figures."""
     # Folders are used again by each turn, which would be told of.
     logging.set_verbosity(logging.ERROR)
     turns, chosen = settings.turns, {name: CASES[name][2] for name in settings.case}
     if settings.smoke:
         turns, chosen = 2, {"small MLP": 20}
-    device = tfamp.status().devices[0]
     cases = {}
     for case, steps in chosen.items():
         with tempfile.TemporaryDirectory() as folder:
             cases[case] = measure_case(case, turns, steps, Path(folder))
-    result = {
-        "benchmark": "guards",
-        "device": f"{device.name}, {os.cpu_count()} cores",
-        "versions": _figures.versions(),
-        "goal": GOAL,
-        "cases": cases,
-    }
-    show(result)
-    _figures.finish(result, settings.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    return {"goal": GOAL, "cases": cases}

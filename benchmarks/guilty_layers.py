@@ -1,40 +1,27 @@
-"""Judges `tfamp.sensitivity` and `tfamp.triage` by models with known faults.
+"""How `tfamp.sensitivity` and `tfamp.triage` judge models with known faults.
 
 The models of benchmarks/faults were made, and their truth proven, before the thresholds
 were set; one half was used to set them ("develop"), the other half is only run to
 report ("final"). A case counts as found where verdict and layers are right exactly.
 There are two sets, each in halves: the first models, and further ones with dropout
-inside, losses that layers add, fine heads, embeddings and masks.
+inside, losses that layers add, fine heads, embeddings and masks (`--set=further`).
 
-Command: python benchmarks/guilty_layers.py [--set=further] [--splits=develop]
-             [--seeds=2] [--record]
 Time: about five minutes on two CPU cores, two for the further models.
 """
 
-import json
-import os
-import sys
 import time
 import traceback
 import warnings
 from collections.abc import Iterator, Sequence
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tensorflow as tf
+from rich.console import Console
+from rich.table import Table
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+import tfamp
+from benchmarks import faults
 
-import _figures  # noqa: E402
-from absl import flags  # noqa: E402  (TensorFlow reads its log level when imported)
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-import tfamp  # noqa: E402
-from benchmarks import faults  # noqa: E402
-
-RESULTS = ROOT / "benchmarks" / "results"
 SETS = {
     "first": (faults.FIRST_CASES, faults.FIRST_FAILURES, "guilty_layers"),
     "further": (faults.FURTHER_CASES, faults.FURTHER_FAILURES, "guilty_layers_further"),
@@ -43,22 +30,13 @@ DTYPES = ("float16", "bfloat16")
 SPLITS = ("develop", "final")
 # One of each half, and of each set.
 _SMOKE = ("mlp", "normalization_far_inside", "nan_in_y", "cube")
-
-
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_enum("set", "first", list(SETS), "Models.", flag_values=values)
-    flags.DEFINE_list("splits", list(SPLITS), "Which half.", flag_values=values)
-    flags.DEFINE_integer("seeds", 2, "Models of each case.", flag_values=values)
-    flags.DEFINE_string("only", "", "Part of a case's name.", flag_values=values)
-    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
-    flags.DEFINE_boolean("smoke", False, "Few cases only.", flag_values=values)
-    flags.DEFINE_boolean("all", False, "Show what is right too.", flag_values=values)
-    flags.DEFINE_boolean(
-        "record", False, "Keep the figures for RESULTS.md.", flag_values=values
-    )
-    return values
+FLAGS = (
+    ("enum", "set", "first", list(SETS), "Models."),
+    ("list", "splits", list(SPLITS), "Which half."),
+    ("integer", "seeds", 2, "Models of each case."),
+    ("string", "only", "", "Part of a case's name."),
+    ("bool", "all", False, "Show what is right too."),
+)
 
 
 def sensitivities(cases: Sequence[faults.Case], seeds: int) -> Iterator[dict[str, Any]]:
@@ -134,8 +112,6 @@ def triages(failures: Sequence[faults.Failure], seeds: int) -> Iterator[dict[str
 
 def _dataset(batches: Any) -> Any:
     """Returns batches as a dataset; they may differ in shape."""
-    import tensorflow as tf
-
     if isinstance(batches, tf.data.Dataset):
         return batches
     first, *rest = (tf.data.Dataset.from_tensors(batch) for batch in batches)
@@ -198,10 +174,13 @@ def _part(rows: Sequence[dict[str, Any]], key: str) -> list[int]:
     return [sum(bool(row.get(key)) for row in rows), len(rows)]
 
 
-def main(argv: Sequence[str]) -> int:
-    """Judges, prints what was missed and a last line of JSON."""
-    settings = define_flags()
-    settings(argv)
+def record_name(settings: Any) -> str:
+    """Returns the name of the file that keeps the figures."""
+    return SETS[settings.set][2]
+
+
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns the figures, and prints what was missed."""
     warnings.simplefilter("ignore", UserWarning)
     if settings.smoke:
         settings.seeds = 1
@@ -209,21 +188,15 @@ def main(argv: Sequence[str]) -> int:
     def chosen(name: str) -> bool:
         return name in _SMOKE if settings.smoke else settings.only in name
 
-    cases, failures, name = SETS[settings.set]
-    words = [word for word in argv[1:] if not word.startswith("--record")]
-    result: dict[str, Any] = {
-        "benchmark": "guilty_layers",
-        "command": " ".join(["python benchmarks/guilty_layers.py", *words]),
-        "versions": _figures.versions(),
-        "seeds": settings.seeds,
-    }
+    cases, failures, _ = SETS[settings.set]
+    result: dict[str, Any] = {"seeds": settings.seeds}
     for split in settings.splits:
         own = [c for c in cases if c.split == split and chosen(c.name)]
         layers = list(sensitivities(own, settings.seeds))
         failing = [f for f in failures if f.split == split and chosen(f.name)]
         steps = list(triages(failing, settings.seeds))
-        show(f"{split}, sensitivity", layers, everything=settings.all)
-        show(f"{split}, triage", steps, everything=settings.all)
+        show(f"{split}, sensitivity", layers, everything=settings["all"].value)
+        show(f"{split}, triage", steps, everything=settings["all"].value)
         result[split] = {
             "sensitivity": summary(layers),
             "triage": summary(steps),
@@ -233,18 +206,4 @@ def main(argv: Sequence[str]) -> int:
                 if not (row["right"] and row.get("layer_right", True))
             ],
         }
-    if settings.record:
-        (RESULTS / f"{name}.json").write_text(json.dumps(result, indent=1) + "\n")
-    _figures.finish(
-        {k: v for k, v in result.items() if k not in SPLITS}
-        | {
-            split: {k: v for k, v in result[split].items() if k != "missed"}
-            for split in settings.splits
-        },
-        settings.json,
-    )
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    return result

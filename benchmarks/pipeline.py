@@ -1,10 +1,9 @@
-"""Measures what `tfamp.data` makes of image files, CSV and sampling plans.
+"""What `tfamp.data` makes of image files, CSV and sampling plans.
 
-Prints, from one run, examples/s of each pipeline and how many times as fast tfamp's is
-as another way to write the same: naive and hand-tuned tf.data, Keras's loader, and
-the loaders of PyTorch and Grain where they are installed.
+Prints examples/s of each pipeline and how many times as fast tfamp's is as another way
+to write the same: naive and hand-tuned tf.data, Keras's loader, and the loaders of
+PyTorch and Grain where they are installed.
 
-Command: python benchmarks/pipeline.py [--json=FILE]
 Time: about ten minutes on two CPU cores. Use an idle machine.
 
 Images and tables are made here, of random content. The sides live in one process and
@@ -14,28 +13,16 @@ from files that the system holds in memory, so no disk is measured.
 """
 
 import os
-import sys
 import tempfile
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import numpy as np
 
-import _figures  # noqa: E402
-import numpy as np  # noqa: E402
-from _pipeline_sides import (  # noqa: E402
-    image_sides,
-    plan_sides,
-    row_sides,
-    write_images,
-    write_rows,
-)
-from _turns import ratio, take_turns  # noqa: E402
-from absl import flags  # noqa: E402
-
-import tfamp  # noqa: E402
+from benchmarks import _pipelines
+from benchmarks._turns import ratio, take_turns
 
 # What a pipeline is compared with, and how many times as fast it has to be.
 GOALS = {
@@ -57,22 +44,11 @@ GOALS = {
 PLANS = ("balanced", "weighted", "weighted without replacement")
 MAX_EPOCH_END_SECONDS = 0.020
 MAX_PLAN_MICROSECONDS = 10.0
-
-
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_integer("turns", 15, "Turns of each side.", flag_values=values)
-    flags.DEFINE_integer("images", 2000, "Image files.", flag_values=values)
-    flags.DEFINE_integer("rows", 200_000, "Rows of CSV.", flag_values=values)
-    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
-    flags.DEFINE_boolean(
-        "smoke",
-        False,
-        "Few files, two turns; figures mean nothing.",
-        flag_values=values,
-    )
-    return values
+FLAGS = (
+    ("integer", "turns", 15, "Turns of each side."),
+    ("integer", "images", 2000, "Image files."),
+    ("integer", "rows", 200_000, "Rows of CSV."),
+)
 
 
 class Epochs:
@@ -93,8 +69,8 @@ class Epochs:
         self.seconds: list[float] = []
         self.ends: list[float] = []
 
-    def __call__(self) -> None:
-        """Reads one epoch."""
+    def __call__(self) -> float:
+        """Reads one epoch and returns its seconds."""
         start = time.perf_counter()
         iterator = iter(self.side)
         for _ in range(self.num_batches):
@@ -104,9 +80,10 @@ class Epochs:
             raise RuntimeError(f"{self.side!r} has more batches in a later epoch.")
         self.seconds.append(last - start)
         self.ends.append(time.perf_counter() - last)
+        return last - start
 
 
-def measure(sides: dict[str, Iterable], turns: int) -> dict[str, Epochs]:
+def read(sides: dict[str, Iterable], turns: int) -> dict[str, Epochs]:
     """Returns the sides after `turns` epochs of each."""
     epochs = {name: Epochs(side) for name, side in sides.items()}
     take_turns(list(epochs.values()), turns)
@@ -151,58 +128,23 @@ def end_figures(epochs: dict[str, Epochs]) -> dict[str, Any]:
     }
 
 
-def show(result: dict[str, Any]) -> None:
-    """Prints the figures as tables."""
-    from rich.console import Console
-    from rich.table import Table
-
-    console = Console(width=110)
-    versions = ", ".join(f"{k} {v}" for k, v in result["versions"].items())
-    table = Table(title=f"{result['device']}; {versions}")
-    for column in ("pipeline", "against", "examples/s", "times as fast", "goal"):
-        table.add_column(column)
-    for name, figures in result["ratios"].items():
-        ours, other = name.split(" / ")
-        low, high = figures["interval"]
-        goal = "" if figures["goal"] is None else f"{figures['goal']}"
-        table.add_row(
-            ours,
-            other,
-            f"{result['rates'][ours]:,} and {result['rates'][other]:,}",
-            f"{figures['ratio']:.2f} [{low:.2f}, {high:.2f}]",
-            goal + ("" if figures["met"] else ", missed"),
-        )
-    console.print(table)
-    for plan, figures in result["plans"].items():
-        console.print(f"A plan, {plan}: {figures['microseconds']} us an example")
-    ends = result["epoch_ends"]
-    console.print(
-        f"Longest end of {ends['epochs']} epochs: {ends['longest_milliseconds']} ms"
-    )
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures, prints tables and a last line of JSON."""
-    settings = define_flags()
-    settings(argv)
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns the figures."""
     turns, images, rows = settings.turns, settings.images, settings.rows
     if settings.smoke:
         turns, images, rows = 2, 40, 600
     cores = len(os.sched_getaffinity(0))
-    with tempfile.TemporaryDirectory() as folder:
-        paths = write_images(Path(folder, "images"), images)
-        table = write_rows(Path(folder, "rows.csv"), rows)
-        epochs = measure(image_sides(Path(folder, "images"), paths, cores), turns)
-        epochs |= measure(row_sides(table), turns)
-        epochs |= measure(plan_sides(rows), turns)
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name, "images")
+        paths = _pipelines.write_images(folder, images)
+        table = _pipelines.write_rows(Path(name, "rows.csv"), rows)
+        epochs = read(_pipelines.image_sides(folder, paths, cores), turns)
+        epochs |= read(_pipelines.row_sides(table), turns)
+        epochs |= read(_pipelines.plan_sides(rows), turns)
     sizes = {
         name: rows if "CSV" in name or "csv" in name else images for name in epochs
     }
-    device = tfamp.status().devices[0]
-    result = {
-        "benchmark": "pipeline",
-        "device": f"{device.name}, {cores} cores",
-        "versions": _figures.versions(),
+    return {
         "images": images,
         "rows": rows,
         "turns": turns,
@@ -215,10 +157,3 @@ def main(argv: Sequence[str]) -> int:
         "plans": plan_figures(epochs, rows),
         "epoch_ends": end_figures(epochs),
     }
-    show(result)
-    _figures.finish(result, settings.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))

@@ -1,27 +1,22 @@
-"""Draws README's figure: what a head tells the layers below it when it is wrong.
+"""README's figure: what a head tells the layers below it when it is wrong.
 
 Measures d loss / d logit of a sigmoid and of a two-class softmax head, both written
 the usual way (`Dense(..., activation=...)` and a loss on probabilities), over how far
 the logit is off: in float32, under stock mixed_float16, and under tfamp.
 
-Command: python benchmarks/readme_figure.py [--output=docs/head_gradient.png]
 Time: about half a minute on a CPU. The figures do not depend on the device.
 """
 
-import json
 import os
-import sys
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import keras
+import numpy as np
+import tensorflow as tf
 
-import keras  # noqa: E402  (TensorFlow reads its log level when it is imported)
-import numpy as np  # noqa: E402
-import tensorflow as tf  # noqa: E402
-from absl import flags  # noqa: E402
-
-import tfamp  # noqa: E402
+import tfamp
 
 POLICY = "mixed_float16"
 SIDES = {
@@ -34,16 +29,7 @@ SIDES = {
         "mfc": "none",
     },
 }
-
-
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_string(
-        "output", "docs/head_gradient.png", "The picture.", flag_values=values
-    )
-    flags.DEFINE_boolean("smoke", False, "Three points.", flag_values=values)
-    return values
+FLAGS = (("string", "output", "docs/head_gradient.png", "The picture."),)
 
 
 def sigmoid_gradient(error: float) -> float:
@@ -75,7 +61,7 @@ def _gradient(
     return float(tape.gradient(value, head.bias)[index])
 
 
-def measure(
+def gradients(
     gradient: Callable[[float], float], errors: Sequence[float]
 ) -> dict[str, list[float]]:
     """Returns the gradients over `errors` for each of `SIDES`."""
@@ -131,14 +117,12 @@ def draw(
     figure.savefig(output, dpi=130, metadata={"Software": None})
 
 
-def main(argv: Sequence[str]) -> int:
-    """Measures, draws, and prints the figures at 9 and 12 as a line of JSON."""
-    settings = define_flags()
-    settings(argv)
+def measure(settings: Any) -> dict[str, Any]:
+    """Measures, draws, and returns the figures at 9 and 12."""
     errors = [0.0, 9.0, 12.0] if settings.smoke else list(np.arange(0.0, 15.5, 0.5))
     results = {
-        "sigmoid": measure(sigmoid_gradient, errors),
-        "softmax": measure(softmax_gradient, errors),
+        "sigmoid": gradients(sigmoid_gradient, errors),
+        "softmax": gradients(softmax_gradient, errors),
     }
     draw(results, errors, settings.output)
     print(settings.output)
@@ -150,9 +134,4 @@ def main(argv: Sequence[str]) -> int:
         for head, measured in results.items()
         for error in (9.0, 12.0)
     }
-    print(json.dumps({"benchmark": "readme_figure", "gradients": points}))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    return {"gradients": points}

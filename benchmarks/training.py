@@ -1,34 +1,22 @@
-"""Measures training under several policies with `tfamp.compare`, model by model.
+"""Training under several policies, compared by `tfamp.compare`, model by model.
 
 For each model: examples/s under float32, float32 with XLA, "auto", and mixed_bfloat16
 with tfamp and with stock Keras, each run in a fresh process, the policies in turns.
 Goals: "auto" at least 0.99 of stock mixed_bfloat16, and our mixed_bfloat16 within 3 %
 of stock's; quality within 0.5 % where a model is trained to its end.
 
-Command: python benchmarks/training.py [--models=mlp,cnn] [--record=training]
 Time: about half an hour on two CPU cores. Use an idle machine.
 """
 
 import json
 import math
 import os
-import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+import tfamp
+from benchmarks import _runner
 
-import _figures  # noqa: E402
-import write_results  # noqa: E402
-from absl import flags  # noqa: E402  (TensorFlow reads its log level when imported)
-from rich.console import Console  # noqa: E402
-from rich.table import Table  # noqa: E402
-
-import tfamp  # noqa: E402
-
-ROOT = Path(__file__).resolve().parents[1]
-RESULTS = ROOT / "benchmarks" / "results"
 MIN_AUTO, MIN_OURS = 0.99, 0.97
 STOCK, OURS = "keras:mixed_bfloat16", "mixed_bfloat16"
 POLICIES = ("float32", "float32+xla", "auto", OURS, STOCK)
@@ -44,30 +32,14 @@ MODELS = {
 }
 # XLA takes minutes to compile it for a CPU.
 _NOT_COMPILED = ("resnet50",)
+FLAGS = (
+    ("list", "models", list(MODELS), "Which."),
+    ("list", "policies", list(POLICIES), "Which."),
+    ("integer", "seeds", 3, "Runs of each policy."),
+)
 
 
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_list("models", list(MODELS), "Which.", flag_values=values)
-    flags.DEFINE_list("policies", list(POLICIES), "Which.", flag_values=values)
-    flags.DEFINE_integer("seeds", 3, "Runs of each policy.", flag_values=values)
-    flags.DEFINE_enum(
-        "record",
-        None,
-        ["training", "tried"],
-        "Keep the figures for RESULTS.md, as its section on training or on what was "
-        "tried.",
-        flag_values=values,
-    )
-    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
-    flags.DEFINE_boolean(
-        "smoke", False, "One tiny model; the figures mean nothing.", flag_values=values
-    )
-    return values
-
-
-def measure(
+def measure_model(
     target: str, epochs: int, policies: Sequence[str], seeds: int
 ) -> dict[str, Any]:
     """Returns the figures of one model."""
@@ -149,52 +121,23 @@ def _interval(interval: Any) -> list[float | None]:
     return [None if value is None else round(value, 3) for value in values]
 
 
-def show(name: str, model: dict[str, Any]) -> None:
-    """Prints the table of a model."""
-    table = Table(
-        title=f"{name}: {MODELS.get(name, ('', 0, ''))[2]}", title_justify="left"
-    )
-    for column in ("policy", "examples/s", "ratio", model["metric"], "verdict"):
-        table.add_column(column, justify="right" if column != "policy" else "left")
-    for policy, row in model["rows"].items():
-        ratio = row.get("ratio")
-        text = write_results.ratio_text(ratio, "reference")
-        rate = f"{row['examples_per_second']:,.0f}"
-        table.add_row(policy, rate, text, f"{row['metric']:.4f}", row.get("answer", ""))
-    Console(width=110).print(table)
-
-
-def main(argv: Sequence[str]) -> int:
-    """Measures, prints a table for each model and a last line of JSON."""
-    settings = define_flags()
-    settings(argv)
-    os.chdir(ROOT)
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns the figures; models that are not measured now keep those they have."""
+    os.chdir(_runner.ROOT)
     models = {name: MODELS[name] for name in settings.models}
     policies, seeds = settings.policies, settings.seeds
     if settings.smoke:
         models = {"tiny": ("benchmarks._models:tiny", 3, "smoke")}
         policies, seeds = ["float32", STOCK], 1
-    results: dict[str, Any] = {}
-    words = [word for word in argv[1:] if not word.startswith("--record")]
-    command = " ".join(["python benchmarks/training.py", *words])
-    result: dict[str, Any] = {"benchmark": "training", "command": command}
-    for name, (target, epochs, _) in models.items():
-        print(f"{name}:", flush=True)
+    path = _runner.RESULTS / "training.json"
+    kept = json.loads(path.read_text())["models"] if settings.record else {}
+    found = {name: model for name, model in kept.items() if name in MODELS}
+    for name, (target, epochs, text) in models.items():
+        print(f"{name}: {text}", flush=True)
         some = [p for p in policies if name not in _NOT_COMPILED or "xla" not in p]
-        results[name] = measure(target, epochs, some, seeds)
-        show(name, results[name])
-        result |= {"models": results, "goals": goals(results)}
+        found[name] = measure_model(target, epochs, some, seeds)
+        result = {"models": found, "goals": goals(found)}
         if settings.record:  # after each, since all of them take long
-            path = RESULTS / f"{settings.record}.json"
-            # Models that are not measured now keep the figures they have.
-            before = json.loads(path.read_text()) if path.is_file() else {}
-            for part in ("models", "goals"):
-                kept = {k: v for k, v in before.get(part, {}).items() if k in MODELS}
-                result[part] = kept | result[part]
-            path.write_text(json.dumps(result, indent=1) + "\n")
-    _figures.finish(result, settings.json)
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+            before = json.loads(path.read_text())
+            _runner.record("training", before | result)
+    return result

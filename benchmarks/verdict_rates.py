@@ -1,27 +1,18 @@
-"""Simulates how often verdicts and reports of `tfamp.compare` claim what is not so.
-
-Command: python -m benchmarks.verdict_rates [--comparisons=2000] [--json=FILE]
-         python -m benchmarks.verdict_rates --real=40 [--reports=FOLDER] [--json=FILE]
-Time: about ten minutes on two CPU cores, in which nothing is trained; with `--real`
-about a minute for each report.
+"""How often verdicts of `tfamp.compare` claim what is not so, simulated.
 
 Of every setting the truth is known: a policy that loses just the tolerance, or one that
 is the same as the reference. Printed is the part of the comparisons with a false claim.
-With `--real` models are trained under two names of one policy instead, and printed is
-the part of the reports that call anything better or worse.
+`equal_policies` trains instead.
+
+Time: about ten minutes on two CPU cores, in which nothing is trained.
 """
 
-import json
 import math
 import statistics
-import sys
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 
 from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report.rows import rows
@@ -36,6 +27,7 @@ TOLERANCE = 0.005
 # At these numbers of seeds it is looked, or where the last look advises it.
 LOOKS = (3, 5, 8, 12)
 MOST_LOOKS, MOST_SEEDS = 12, 60
+FLAGS = (("integer", "comparisons", 2000, "Of each setting."),)
 Setting = Callable[[np.random.Generator], bool]
 
 
@@ -310,53 +302,8 @@ def rate(name: str, comparisons: int) -> float:
     return sum(SETTINGS[name](rng) for _ in range(comparisons)) / comparisons
 
 
-def define_flags() -> flags.FlagValues:
-    """Returns the flags with their defaults."""
-    values = flags.FlagValues()
-    flags.DEFINE_integer(
-        "comparisons", 2000, "Of each setting.", lower_bound=5, flag_values=values
-    )
-    flags.DEFINE_integer(
-        "real",
-        0,
-        "Reports of trained models under two names of one policy; 0 simulates.",
-        lower_bound=0,
-        flag_values=values,
-    )
-    flags.DEFINE_string(
-        "reports", "", "Folder to keep those in, and go on with.", flag_values=values
-    )
-    flags.DEFINE_string("json", "", "File to write the figures to.", flag_values=values)
-    flags.DEFINE_boolean(
-        "smoke", False, "Three comparisons; rates mean nothing.", flag_values=values
-    )
-    return values
-
-
-def train_equals(number: int, folder: str, path: str) -> int:
-    """Trains under two names of one policy, and prints what reports make of it."""
-    from benchmarks import _equal_policies, _figures
-
-    with tempfile.TemporaryDirectory() as temporary:
-        kept = Path(folder or temporary)
-        kept.mkdir(parents=True, exist_ok=True)
-        found = _equal_policies.measure(number, kept)
-    result = {
-        "benchmark": "verdict_rates",
-        "command": f"python -m benchmarks.verdict_rates --real={number}",
-        "versions": _figures.versions(),
-        **found,
-    }
-    _figures.finish(result, path)
-    return 0
-
-
-def main(argv: Sequence[str]) -> int:
-    """Simulates, prints each rate as it comes and a last line of JSON."""
-    settings = define_flags()
-    settings(argv)
-    if settings.real:
-        return train_equals(settings.real, settings.reports, settings.json)
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns each rate, and prints it as it comes."""
     comparisons = 3 if settings.smoke else settings.comparisons
     rates = {}
     for name in SETTINGS:
@@ -367,17 +314,5 @@ def main(argv: Sequence[str]) -> int:
     name = "seeds of each look chosen to err as often as possible, computed"
     rates[name] = worst_choice_of_seeds(2 if settings.smoke else 8)
     print(f"{100 * rates[name]:5.1f} %  {name}", flush=True)
-    result = {
-        "benchmark": "verdict_rates",
-        "comparisons": comparisons,
-        "rates": rates,
-        "met": max(rates.values()) <= 0.05,
-    }
-    if settings.json:
-        Path(settings.json).write_text(json.dumps(result, indent=1), encoding="utf-8")
-    print(json.dumps(result))
-    return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main(sys.argv))
+    met = max(rates.values()) <= 0.05
+    return {"comparisons": comparisons, "rates": rates, "met": met}

@@ -1,33 +1,28 @@
 """Every benchmark runs and says what its last line promises; no time is asserted."""
 
-import importlib.util
+import importlib
 import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from benchmarks import _runner, _turns, write_results
+from benchmarks.__main__ import main, names
+
 ROOT = Path(__file__).parents[1]
-SCRIPTS = sorted((ROOT / "benchmarks").glob("[!_]*.py"))
-NOT_MEASURING = {"readme_figure.py", "write_results.py"}
+NOT_MEASURING = {"readme_figure", "write_results"}
 # Both are float32 in the loss; what is left is rounding of a logit near 10.
 FLOAT32_TOLERANCE = 1e-3
 
 
 def load(name: str):
     """Returns a benchmark as a module, without running it."""
-    spec = importlib.util.spec_from_file_location(name, ROOT / "benchmarks" / name)
-    module = importlib.util.module_from_spec(spec)
-    # As Python does for a script: what lies beside it can be imported.
-    sys.path.insert(0, str(ROOT / "benchmarks"))
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        sys.path.pop(0)
-    return module
+    return importlib.import_module(f"benchmarks.{name}")
 
 
 def check_callbacks_cost(result):
@@ -98,7 +93,6 @@ def check_enable_overhead(result):
     for part, goal in (("step", 1.02), ("build", 1.10)):
         assert result[part]["goal"] == goal
         assert result[part]["ratio"] > 0
-    assert set(result["versions"]) == {"python", "tensorflow", "keras", "tfamp"}
 
 
 def check_loss_scale(result):
@@ -110,7 +104,7 @@ def check_loss_scale(result):
 
 
 def check_pipeline(result):
-    benchmark = load("pipeline.py")
+    benchmark = load("pipeline")
     names = {f"{ours} / {other}" for ours, other in benchmark.GOALS}
     with_other_loaders = {name for name in names if "OpenCV" in name}
     assert names - with_other_loaders <= set(result["ratios"]) <= names
@@ -133,23 +127,21 @@ def check_verdict_rates(result):
     assert all(0 <= rate <= 1 for rate in result["rates"].values())
 
 
-CHECKS = {
-    script.name: globals()[f"check_{script.stem}"]
-    for script in SCRIPTS
-    if script.name not in NOT_MEASURING
-}
-RUNS = [[name] for name in CHECKS if name != "memory.py"]
-RUNS += [["memory.py", "--glibc"], ["memory.py", "--noglibc"]]
+def check_equal_policies(result):
+    assert (result["reports"], sum(result["answers"].values())) == (1, 1)
+    assert result["measures"]["metric"]
+
+
+CHECKS = {n: globals()[f"check_{n}"] for n in names() if n not in NOT_MEASURING}
+RUNS = [[name] for name in CHECKS] + [["memory", "--glibc"]]
 
 
 @pytest.mark.whole("what they compute is tested below; what they print, seldom changes")
 @pytest.mark.parametrize("command", RUNS, ids=" ".join)
 def test_a_benchmark_prints_the_figures_that_it_writes(command, tmp_path):
-    name, *arguments = command
     path = tmp_path / "figures.json"
     completed = subprocess.run(
-        [sys.executable, ROOT / "benchmarks" / name, "--smoke", *arguments]
-        + [f"--json={path}"],
+        [sys.executable, "-m", "benchmarks", *command, "--smoke", f"--json={path}"],
         cwd=tmp_path,
         env={**os.environ, "PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -158,16 +150,43 @@ def test_a_benchmark_prints_the_figures_that_it_writes(command, tmp_path):
     assert completed.returncode == 0, completed.stderr
     result = json.loads(completed.stdout.splitlines()[-1])
     assert result == json.loads(path.read_text())
-    CHECKS[name](result)
+    assert set(result["versions"]) == {"python", "tensorflow", "keras", "tfamp"}
+    assert result["command"] == f"python -m benchmarks {' '.join(command)} --smoke"
+    CHECKS[command[0]](result)
 
 
-@pytest.mark.parametrize("name", CHECKS)
-def test_a_benchmark_can_be_loaded_and_shortened(name):
-    assert {"smoke", "json"} <= set(load(name).define_flags())
+def test_benchmarks_are_listed_with_a_line_each(capsys):
+    assert main([]) == 0
+    lines = capsys.readouterr().out.splitlines()[2:]
+    assert [line.split()[0] for line in lines] == list(names())
+    assert all(line.endswith(".") and len(line) <= 100 for line in lines)
+    assert main(["memroy"]) == 2
+    assert "Unknown benchmark 'memroy'; expected callbacks" in capsys.readouterr().err
+
+
+def test_a_result_says_where_it_is_from_and_is_kept(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(_runner, "RESULTS", tmp_path)
+    other = {"device": "another", "figure": 1}
+    (tmp_path / "toy.json").write_text(json.dumps([other, other | {"device": "here"}]))
+    about = {"device": "here", "versions": {}}
+    monkeypatch.setattr(_runner, "about", lambda argv: about)
+    toy = types.SimpleNamespace(
+        FLAGS=(("integer", "turns", 3, "Turns."),),
+        measure=lambda settings: {"figure": settings.turns},
+    )
+    assert _runner.run(["toy", "--turns=2", "--record"], toy) == 0
+    found = {"benchmark": "toy", **about, "figure": 2}
+    assert json.loads(capsys.readouterr().out) == found
+    assert json.loads((tmp_path / "toy.json").read_text()) == [other, found]
+
+
+def test_a_side_is_measured_in_its_process(capsys):
+    toy = types.SimpleNamespace(measure_side=lambda size: {"twice": 2 * size})
+    assert _runner.run(["toy", '--side={"size": 3}'], toy) == 0
+    assert json.loads(capsys.readouterr().out) == {"twice": 6}
 
 
 def test_a_section_tells_what_was_missed():
-    writer = load("write_results.py")
     missed = {
         **{"case": "cube", "dtype": "float16", "seed": 0, "expected": "layers"},
         **{"wanted": [["a"]], "found": "safe", "guilty": []},
@@ -178,30 +197,29 @@ def test_a_section_tells_what_was_missed():
         "missed": [missed],
     }
     result = {"develop": half, "final": {**half, "missed": []}, "command": "c"}
-    text = writer.guilty_layers({**result, "versions": {"keras": "3"}, "seeds": 1})
+    result |= {"versions": {"keras": "3"}, "seeds": 1}
+    text, later = write_results.section("guilty_layers", [result])
     assert "| develop | float16 | 1 of 2 | 1 of 1 |" in text
     assert "develop: cause 3 of 4, layer 2 of 2" in text
-    assert "- cube float16, seed 0 (develop): expected layers [['a']], got safe" in text
+    expected = "- cube float16, seed 0 (develop): expected layers [['a']], got safe"
+    assert expected in later
 
 
 def test_a_section_tells_which_processes_grow_beyond_their_prediction():
-    writer = load("write_results.py")
     near = {"batch": 8, "predicted": 2**20, "measured": 2**20, "built": 0}
     near |= {"allocator": "glibc", "ratio": 1.0, "ratio_above_built": 1.0, "met": True}
     far = near | {"predicted": 2**21, "ratio": 2.0, "met": False}
     result = {"cases": {"MLP": {"float32": near, "other": far}}, "goal": 0.15}
-    result |= {"device": "CPU", "versions": {"keras": "3"}, "steps": 5}
-    text = writer.resident(result)
+    result |= {"device": "CPU", "versions": {"keras": "3"}, "steps": 5, "command": "c"}
+    text, _ = write_results.section("resident", [result])
     assert "| MLP | other | 8 | 2 MiB | 1 MiB | 2.00 | 1.00 |" in text
     assert "within 15% of 1. Beyond it: MLP, other.\n" in text
-
-
-def test_ratios_of_the_loss_scale_are_to_the_bare_step_of_the_same_turn():
-    benchmark = load("loss_scale.py")
-    # Turn by turn 2, 1.5 and 1 times the bare step.
-    seconds = np.array([[1.0, 9, 2], [4, 9, 6], [2, 9, 2]])
-    found = benchmark.ratio(seconds[:, 2], seconds[:, 0])
-    assert found == {"ratio": 1.5, "interval": [1.0, 2.0]}
+    assert write_results.SUMMARIES["resident"]([result]) == [
+        (
+            "Size of a process, predicted over measured",
+            *("1.00 to 2.00", "within 15% of 1"),
+        )
+    ]
 
 
 class Counted:
@@ -217,7 +235,7 @@ class Counted:
 def test_an_epoch_is_timed_to_its_last_batch_and_holds_as_many_as_the_first(
     monkeypatch,
 ):
-    benchmark = load("pipeline.py")
+    benchmark = load("pipeline")
     ticks = iter([0.0, 3.0, 3.5])
     epochs = benchmark.Epochs(Counted(4, 4, 5))
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(ticks))
@@ -229,7 +247,7 @@ def test_an_epoch_is_timed_to_its_last_batch_and_holds_as_many_as_the_first(
 
 
 def test_goals_of_the_pipeline_are_met_by_ratios_plans_and_ends_at_their_limits():
-    benchmark = load("pipeline.py")
+    benchmark = load("pipeline")
 
     def side(*seconds, ends=(0.0,)):
         epochs = benchmark.Epochs([])
@@ -259,7 +277,7 @@ def test_goals_of_the_pipeline_are_met_by_ratios_plans_and_ends_at_their_limits(
 def test_readme_figure_shows_what_readme_says(tmp_path, capsys):
     pytest.importorskip("matplotlib")
     path = tmp_path / "figure.png"
-    assert load("readme_figure.py").main(["x", "--smoke", f"--output={path}"]) == 0
+    assert main(["readme_figure", "--smoke", f"--output={path}"]) == 0
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     assert path.stat().st_size > 0
     exact, stock, ours = result["gradients"]["sigmoid, wrong by 9"].values()
@@ -290,7 +308,7 @@ def training_figures(over_stock):
 
 
 def test_goals_of_training_are_held_against_stock_keras():
-    benchmark = load("training.py")
+    benchmark = load("training")
     met = benchmark.goals(training_figures([0.99, 0.9, 1.1]))
     assert met["mlp"]["auto"]["met"]
     missed = benchmark.goals(training_figures([0.98, 0.97, 0.985]))["mlp"]["auto"]
@@ -299,48 +317,39 @@ def test_goals_of_training_are_held_against_stock_keras():
     assert (noisy["met"], noisy["ruled_out"]) == (False, False)
 
 
-def test_results_are_written_from_what_benchmarks_left(tmp_path):
-    writer = load("write_results.py")
+def test_the_section_on_training_is_written_from_what_was_measured():
     models = training_figures([0.98, 0.9, 1.1])
     models["mlp"] |= {"device": "CPU", "versions": {"keras": "3"}, "seeds": 3}
-    goals = load("training.py").goals(models)
-    text = writer.training({"models": models, "goals": goals, "command": "the command"})
-    assert "the command" in text
-    assert (
-        "| mlp, batch 256 | float32 | 10 | reference |  |  |  | accuracy 0.9000 |  |"
-    ) in text
-    assert (
-        "|  | auto = mixed_bfloat16 | 20 | 2.00 [1.90, 2.10] | 0.98 [0.90, 1.10]"
-        in text
-    )
+    result = {"models": models, "goals": load("training").goals(models), "command": "c"}
+    text, later = write_results.section("training", [result])
+    assert "```bash\nc\n```" in text and later.startswith("### What a policy brings")
+    first = "| mlp, batch 256 | float32 | 10 | reference |  |  |  | accuracy 0.9000 |"
+    assert first in text
+    row = "|  | auto = mixed_bfloat16 | 20 | 2.00 [1.90, 2.10] | 0.98 [0.90, 1.10]"
+    assert row in text
     assert "Met: none. mlp: 0.98 [0.90, 1.10], which the noise allows." in text
 
 
-def test_results_stand_as_they_are_written(tmp_path):
-    writer = load("write_results.py")
-    assert writer.main(["write_results.py", f"--output={tmp_path / 'r.md'}"]) == 0
+def test_results_stand_as_they_are_written():
     written = (ROOT / "benchmarks" / "RESULTS.md").read_text()
-    assert (tmp_path / "r.md").read_text() == written, "run benchmarks/write_results.py"
+    assert write_results.page() == written, "run python -m benchmarks write_results"
+    assert written.count("\n## Summary\n") == written.count("\n## Appendix") == 1
 
 
-def test_ratio_is_the_median_of_the_ratios_of_the_turns():
-    benchmark = load("enable_overhead.py")
+def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():
     # Turn by turn 2, 1.5 and 1; a slow second turn slows both sides.
     clock = np.array([[0.001, 0.002], [0.004, 0.006], [0.002, 0.002]])
     processor = np.array([[1, 3], [1, 2], [1, 1]])
     seconds = np.stack([clock, processor], axis=-1)
-    figures = benchmark.ratio(seconds, goal=1.02)
-    assert figures["ratio"] == 1.5
+    figures = load("enable_overhead").figures(seconds, goal=1.02)
+    assert (figures["ratio"], figures["interval"]) == (1.5, [1.0, 2.0])
     assert (figures["stock_milliseconds"], figures["tfamp_milliseconds"]) == (2, 2)
-    assert figures["interval"] == [1.0, 2.0]
-    assert figures["processor_ratio"] == 2
-    assert not figures["met"]
+    assert (figures["processor_ratio"], figures["met"]) == (2, False)
 
 
 def test_sides_take_turns_and_go_first_in_turn():
-    benchmark = load("enable_overhead.py")
     order = []
     sides = [lambda: order.append("a") or (1, 2), lambda: order.append("b") or (3, 4)]
-    seconds = benchmark.take_turns(sides, 3)
-    assert "".join(order) == "baabba"
+    seconds = _turns.take_turns(sides, 3)
+    assert "".join(order) == "abbaab"
     assert seconds.tolist() == [[[1, 2], [3, 4]]] * 3

@@ -82,25 +82,24 @@ def test_it_prints_the_table_of_the_datas_batches(capsys):
 
 
 @pytest.mark.parametrize(
-    "target, batch_size", [("alone", 32), ("build", 48), ("build_arrays", 32)]
+    "target, flag, num_bytes",
+    [
+        ("alone", "", 32 * EXAMPLE),
+        ("build_arrays", "", 32 * EXAMPLE),
+        ("open_shape_with_data", "--batch_size=2", 2 * 2 * 5 * 4 * 4),
+        ("open_shape", "--sequence_length=5", 32 * 5 * (4 + 4) * 4),
+    ],
 )
-def test_without_sizes_it_takes_those_of_fit(target, batch_size):
-    (one,) = estimated(target, "--policy=float32")
-    assert one.batch_size == batch_size
-    assert one.by_kind["inputs"] == batch_size * EXAMPLE
-
-
-def test_shapes_that_the_model_leaves_open_are_the_datas():
-    (one,) = estimated("open_shape_with_data", "--policy=float32", "--batch_size=2")
-    assert one.by_kind["inputs"] == 2 * 2 * 5 * 4 * 4
-
-
-def test_shapes_that_the_model_leaves_open_are_as_long_as_asked_for():
-    (found,) = estimated("open_shape", "--sequence_length=5", "--policy=float32")
-    assert found.by_kind["inputs"] == 32 * 5 * (4 + 4) * 4
+def test_sizes_that_nobody_tells_are_those_of_fit_and_of_the_data(
+    target, flag, num_bytes
+):
+    (one,) = estimated(target, "--policy=float32", *filter(None, [flag]))
+    assert one.by_kind["inputs"] == num_bytes
 
 
 def test_it_takes_each_policy_with_each_size():
+    (one,) = estimated("alone")  # "auto" is told by what it came to
+    assert one.policy in ("float32", "mixed_bfloat16", "mixed_float16")
     policies = ["float32", "mixed_bfloat16+no_rules", "float32+xla"]
     found = estimated("alone", "--policy", ",".join(policies), "--batch-size=8,24")
     assert [(each.policy, each.batch_size) for each in found] == [
@@ -110,11 +109,6 @@ def test_it_takes_each_policy_with_each_size():
     # The products of mixed_bfloat16 read casts, whatever it is called.
     assert found[1].by_kind != found[3].by_kind
     assert keras.config.dtype_policy().name == "float32"
-
-
-def test_auto_is_told_by_the_policy_it_came_to():
-    (one,) = estimated("alone")
-    assert one.policy in ("float32", "mixed_bfloat16", "mixed_float16")
 
 
 def test_another_optimizer_and_inference_reach_the_estimate():

@@ -94,12 +94,6 @@ def test_rates_name_what_is_counted(per_second, text):
     assert units.format_rate(per_second) == text
 
 
-def test_ratio_of_nothing_is_no_number():
-    assert units.format_ratio(3.0, 2.0) == "1.50x"
-    assert units.format_ratio(3.0, 0.0) == "n/a"
-    assert units.format_ratio(float("nan"), 1.0) == "n/a"
-
-
 @pytest.mark.parametrize(
     "fraction, text", [(0.0, "0.0 %"), (0.0001, "< 0.1 %"), (0.9125, "91.2 %")]
 )

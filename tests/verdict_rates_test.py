@@ -1,11 +1,11 @@
 """Error rates of verdicts where the truth is known, simulated in NumPy and printed."""
 
 import dataclasses
-import importlib.util
-from pathlib import Path
 
 import pytest
 
+from benchmarks import equal_policies as EQUALS
+from benchmarks import verdict_rates as RATES
 from tfamp.comparison.judgement import are_same
 from tfamp.trials.in_force import in_force
 from tfamp.trials.intervals import rate_of
@@ -16,16 +16,6 @@ from tfamp.trials.variant import Variant
 pytest.importorskip("scipy")
 
 
-def load(name):
-    """Returns a file of benchmarks as a module, without running it."""
-    path = Path(__file__).parents[1] / "benchmarks" / f"{name}.py"
-    spec = importlib.util.spec_from_file_location(name, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
-
-
-RATES, EQUALS = load("verdict_rates"), load("_equal_policies")
 MOST_FALSE = 0.05
 
 
@@ -81,7 +71,7 @@ def test_reports_that_are_kept_are_counted_and_not_made_again(tmp_path, capsys):
             faster = dataclasses.replace(found.verdicts["auto"], speed_effect="better")
             found = dataclasses.replace(found, verdicts={"auto": faster})
         found.to_json(tmp_path / f"{index:03}_{kind}.json")
-    result = EQUALS.measure(len(EQUALS.KINDS), tmp_path)
+    result = EQUALS.judge(len(EQUALS.KINDS), tmp_path)
     told = {
         **{"report": 1, "kind": list(EQUALS.KINDS)[1]},
         "measures": {"examples_per_second": "better"},

@@ -45,20 +45,12 @@ def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType
 
     Args:
         module: Dotted name to import.
-        extra: The extra of tfamp that brings the package, or None when no extra
-            does and the package itself is to be installed.
+        extra: The extra of tfamp that brings the package; None names the package.
         purpose: Who needs it, as the subject of a sentence with "needs".
 
-    Returns:
-        The imported module.
-
     Raises:
-        ImportError: If the package is missing. A package that is there and fails
-            while it is imported raises its own error, chained.
-
-    Example:
-        >>> require("json", extra="data", purpose="This line").__name__
-        'json'
+        ImportError: The package is missing. One that is there and fails while it is
+            imported raises its own error.
     """
     package = module.split(".")[0]
     pip_name = _PIP_NAMES.get(package, package)
@@ -98,16 +90,11 @@ def did_you_mean(value: str, options: Iterable[str]) -> str | None:
 
 
 def choice(argument: str, value: object, options: Iterable[str]) -> str:
-    """Returns `value` if it is one of `options`.
-
-    Args:
-        argument: The argument's name, for the message.
-        value: What the caller passed.
-        options: The accepted names, in the order to print them.
+    """Returns `value` if it is one of `options`, which are printed in their order.
 
     Raises:
         TypeError: If `value` is not a string.
-        ValueError: If it is none of the options.
+        ValueError: If it is none of the options; the message names the likely one.
 
     Example:
         >>> choice("policy", "float32", ["auto", "float32"])
@@ -130,18 +117,10 @@ def choice(argument: str, value: object, options: Iterable[str]) -> str:
 
 
 def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
-    """Returns `value` as an int of at least `minimum`.
+    """Returns `value` as an int of at least `minimum`, or raises.
 
     NumPy integers are taken; booleans and floats are not, since `True` and 32.0
     as a batch size are mistakes more often than not.
-
-    Raises:
-        TypeError: If `value` is not an integer.
-        ValueError: If it is below `minimum`.
-
-    Example:
-        >>> positive_int("batch_size", 32)
-        32
     """
     try:
         if isinstance(value, bool) or not isinstance(value, SupportsIndex):
@@ -163,21 +142,7 @@ def positive_int(argument: str, value: object, *, minimum: int = 1) -> int:
 
 
 def fraction(argument: str, value: object, *, closed: bool = True) -> float:
-    """Returns `value` as a float between 0 and 1.
-
-    Args:
-        argument: The argument's name, for the message.
-        value: What the caller passed.
-        closed: Whether 0 and 1 themselves are allowed.
-
-    Raises:
-        TypeError: If `value` is not a number.
-        ValueError: If it lies outside, or is NaN.
-
-    Example:
-        >>> fraction("validation_split", 0.25)
-        0.25
-    """
+    """Returns `value` as a float in [0, 1], or between 0 and 1 if not `closed`."""
     number = _number(argument, value)
     inside = 0 <= number <= 1 if closed else 0 < number < 1
     if not inside:
@@ -191,16 +156,7 @@ def fraction(argument: str, value: object, *, closed: bool = True) -> float:
 
 
 def positive(argument: str, value: object) -> float:
-    """Returns `value` as a finite float above 0.
-
-    Raises:
-        TypeError: If `value` is not a number.
-        ValueError: If it is not finite or not above 0.
-
-    Example:
-        >>> positive("scale", 1024)
-        1024.0
-    """
+    """Returns `value` as a finite float above 0, or raises."""
     number = _number(argument, value)
     if not (number > 0 and math.isfinite(number)):
         raise ValueError(

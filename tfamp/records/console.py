@@ -41,21 +41,7 @@ def table(
 
 
 def text_of(*parts: Any, width: int = WIDTH) -> str:
-    """Returns what a terminal would show of tables and sentences, one below the other.
-
-    Args:
-        *parts: Of rich, or texts, which stand as they are.
-        width: Columns of the terminal.
-
-    Example:
-        >>> print(text_of(table({"layer": FOLD}, [("dense[0]",)]), "One layer."))
-        ┏━━━━━━━━━━┓
-        ┃ layer    ┃
-        ┡━━━━━━━━━━┩
-        │ dense[0] │
-        └──────────┘
-        One layer.
-    """
+    """Returns what a terminal shows of tables and texts, one below the other."""
     from rich.console import Console
     from rich.text import Text
 

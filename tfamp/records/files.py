@@ -16,25 +16,12 @@ def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[Pa
     """Yields a path beside another; the file written there takes the other's place.
 
     What was there before stays until then, also where the block raises or the process
-    is killed, and no reader ever sees half of a file.
+    is killed, and no reader ever sees half of a file. The folder has to exist.
 
     Args:
-        path: Where the file is to appear; the folder has to exist.
+        path: Where the file is to appear.
         durable: Whether it has to reach the disk first, as a crash of the system may
             follow.
-
-    Raises:
-        OSError: The disk is full, or the folder is missing or cannot be written.
-
-    Example:
-        >>> import tempfile
-        >>> path = Path(tempfile.mkdtemp()) / "answer.txt"
-        >>> with whole(path) as beside:
-        ...     num_written = beside.write_text("42")
-        ...     path.exists()
-        False
-        >>> path.read_text()
-        '42'
     """
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{BESIDE}")
@@ -52,10 +39,6 @@ def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[Pa
 
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text so that a reader or a crash never sees half of it.
-
-    Args:
-        path: Where to; the folder has to exist.
-        text: The whole file.
 
     Raises:
         FileNotFoundError: The folder does not exist.

@@ -12,8 +12,6 @@ import math
 # The dtypes of half precision, by which a layer computes in it.
 HALF = ("float16", "bfloat16")
 
-_FLOAT32_EXPONENT_BITS = 8
-
 
 @dataclasses.dataclass(frozen=True)
 class Format:
@@ -26,21 +24,12 @@ class Format:
         has_infinity: Whether the largest exponent is kept for inf and NaN, as in
             IEEE 754. Without it only the all-ones pattern is NaN, so the format
             reaches almost twice as far and an overflow cannot become inf.
-
-    Example:
-        >>> FLOAT16.bytes, FLOAT16.smallest_subnormal == 2.0**-24
-        (2, True)
     """
 
     name: str
     exponent_bits: int
     mantissa_bits: int
     has_infinity: bool = True
-
-    @property
-    def bytes(self) -> int:
-        """Bytes of one number."""
-        return (1 + self.exponent_bits + self.mantissa_bits) // 8
 
     @property
     def bias(self) -> int:
@@ -86,12 +75,8 @@ FORMATS = {
 def spacing(format: Format, value: float) -> float:
     """Returns the distance from `value` to the next number away from zero.
 
-    An update of less than half of it leaves a weight of that value unchanged,
-    which is why weights are kept in float32.
-
-    Args:
-        format: The format that stores the value.
-        value: A number within the format's range.
+    An update of less than half of it leaves a weight of that value unchanged, which is
+    why weights are kept in float32.
 
     Raises:
         ValueError: If `value` is not finite or beyond the format's largest number.
@@ -116,12 +101,7 @@ def needs_loss_scale(format: Format) -> bool:
     """States whether gradients in this format vanish without a loss scale.
 
     Gradients are often below 2**-24, where float16 ends; a format with float32's
-    exponent loses none of them.
-
-    Example:
-        >>> needs_loss_scale(FLOAT16), needs_loss_scale(BFLOAT16)
-        (True, False)
-
-    Source: Micikevicius et al., Mixed Precision Training, 2018, section 3.2.
+    exponent loses none of them (Micikevicius et al., Mixed Precision Training, 2018,
+    section 3.2).
     """
-    return format.exponent_bits < _FLOAT32_EXPONENT_BITS
+    return format.exponent_bits < FLOAT32.exponent_bits

@@ -23,17 +23,8 @@ def progress(
 ) -> Iterator[Callable[..., None]]:
     """Shows a bar on standard error, if that is a terminal, and takes it away again.
 
-    Args:
-        description: What is being done, as "Reading labels".
-        total: How many units there are, None where unknown.
-        unit: What is counted.
-        decimals: Digits after the point of how many are done.
-        console: Where to draw; None for standard error.
-        clock: Gives seconds.
-
-    Yields:
-        A function that takes the number of units done so far, and another description
-        where that changes.
+    Yields a function that takes the number of units done so far, of `total` if that is
+    known, and another description where that changes.
     """
     console = console or rich.console.Console(stderr=True)
     bar = rich.progress.Progress(

@@ -23,9 +23,6 @@ def _three_digits(value: float) -> str:
 def format_bytes(num_bytes: float) -> str:
     """Returns a number of bytes in the largest binary unit that it fills.
 
-    Args:
-        num_bytes: The count; negative for a saving. GiB is 2**30 bytes.
-
     Example:
         >>> format_bytes(512), format_bytes(3 * 2**29), format_bytes(-(2**20))
         ('512 bytes', '1.5 GiB', '-1.0 MiB')
@@ -48,13 +45,6 @@ def parse_bytes(argument: str, text: str) -> int:
         argument: What it was given as, for the message.
         text: A number above 0, alone or with B, kB, MB, GB, TB (powers of 1000) or KiB,
             MiB, GiB, TiB (powers of 1024), in any case.
-
-    Raises:
-        ValueError: It is something else, or less than one byte.
-
-    Example:
-        >>> parse_bytes("--limit", "1.5GiB"), parse_bytes("--limit", "16 GB")
-        (1610612736, 16000000000)
     """
     found = re.fullmatch(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-z]*)", text.strip().lower())
     factor = _FACTORS.get(found[2]) if found else None
@@ -91,11 +81,7 @@ def format_seconds(seconds: float) -> str:
 
 
 def format_rate(per_second: float, what: str = "examples") -> str:
-    """Returns a rate such as examples per second.
-
-    Args:
-        per_second: How many in a second.
-        what: The plural of what is counted.
+    """Returns a rate; `what` is the plural of what is counted.
 
     Example:
         >>> format_rate(4971.3), format_rate(12.34, "steps"), format_rate(2.5e6)
@@ -105,18 +91,6 @@ def format_rate(per_second: float, what: str = "examples") -> str:
         if abs(per_second) >= size and size > 1e3:
             return f"{_three_digits(per_second / size)} {prefix} {what}/s"
     return f"{_three_digits(per_second)} {what}/s"
-
-
-def format_ratio(value: float, reference: float) -> str:
-    """Returns how many times `value` is of `reference`, as "1.98x".
-
-    Example:
-        >>> format_ratio(198.0, 100.0), format_ratio(1.0, 0.0)
-        ('1.98x', 'n/a')
-    """
-    if reference == 0 or not (math.isfinite(value) and math.isfinite(reference)):
-        return "n/a"
-    return f"{value / reference:.2f}x"
 
 
 def format_share(fraction: float) -> str:
@@ -132,12 +106,7 @@ def format_share(fraction: float) -> str:
 
 
 def join_words(words: list[str] | tuple[str, ...], last: str = "and") -> str:
-    """Returns words as a list in a sentence.
-
-    Example:
-        >>> join_words(["a", "b", "c"]), join_words(("a", "b"), "or"), join_words([])
-        ('a, b and c', 'a or b', '')
-    """
+    """Returns words as a list in a sentence: "a, b and c"."""
     if len(words) < 2:
         return "".join(words)
     return f"{', '.join(words[:-1])} {last} {words[-1]}"

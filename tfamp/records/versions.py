@@ -41,15 +41,20 @@ VARIABLES = {
 }
 
 
-# (first, last) minor version, both included; every patch release of them is fine.
-PYTHON = ((3, 10), (3, 13))
-TENSORFLOW = ((2, 19), (2, 21))
 KERAS_MINIMUM = (3, 10)
-# For tables.
+# Package -> its name, the first and the last minor version (None: no end; every patch
+# release of them is fine), and what to do about another.
+_PACKAGES = {
+    "python": ("Python", (3, 10), (3, 13), "Make an environment with one of these."),
+    "tensorflow": (
+        *("TensorFlow", (2, 19), (2, 21)),
+        "Run `pip install 'tensorflow>=2.19,<2.22'`.",
+    ),
+    "keras": ("Keras", KERAS_MINIMUM, None, "Run `pip install 'keras>=3.10'`."),
+}
 SUPPORTED = {
-    "python": "3.10 to 3.13",
-    "tensorflow": "2.19 to 2.21",
-    "keras": "3.10 and later",
+    package: f"{major}.{minor} {f'to {last[0]}.{last[1]}' if last else 'and later'}"
+    for package, (_, (major, minor), last, _) in _PACKAGES.items()
 }
 # What the suite runs on, oldest and newest. On any other a self-test comes first, which
 # the variable named here leaves out.
@@ -74,19 +79,13 @@ _DISTRIBUTIONS = {
 }
 # The spellings that TensorFlow itself takes for "yes" in TF_USE_LEGACY_KERAS.
 _TRUE = ("true", "True", "1")
-_INSTALL_TENSORFLOW = "pip install 'tensorflow>=2.19,<2.22'"
-_INSTALL_KERAS = "pip install 'keras>=3.10'"
 
 
 class Problem(NamedTuple):
-    """Something that keeps tfamp from working here.
+    """Something that keeps tfamp from working here: a package or a variable.
 
-    Args:
-        subject: Package or variable, such as "KERAS_BACKEND".
-        found: What was found and what is expected.
-        remedy: What to run or set.
-        error: The exception to raise: `ImportError` for packages, `ValueError`
-            for settings.
+    `error` is the exception to raise: `ImportError` for packages, `ValueError` for
+    settings.
     """
 
     subject: str
@@ -104,10 +103,6 @@ def installed_versions() -> dict[str, str | None]:
     """Returns the versions of Python, TensorFlow, Keras and NumPy, None if missing.
 
     Reads the packages' metadata and imports none of them.
-
-    Example:
-        >>> sorted(installed_versions())
-        ['keras', 'numpy', 'python', 'tensorflow']
     """
     versions: dict[str, str | None] = {"python": platform.python_version()}
     for package, names in _DISTRIBUTIONS.items():
@@ -118,12 +113,7 @@ def installed_versions() -> dict[str, str | None]:
 def blame_untested_keras(
     error: Exception, versions: Mapping[str, str | None] | None = None
 ) -> str | None:
-    """Returns what to say where tfamp cannot be imported; None on a tested Keras.
-
-    Args:
-        error: What the import raised.
-        versions: As `installed_versions` returns them, which is the default.
-    """
+    """Returns what to say where tfamp cannot be imported; None on a tested Keras."""
     keras = (installed_versions() if versions is None else versions)["keras"]
     if keras is None or keras in TESTED_KERAS:
         return None
@@ -141,19 +131,15 @@ def find_problems(
 ) -> tuple[Problem, ...]:
     """Returns all that keeps tfamp from working here, packages first.
 
-    Args:
-        environ: Environment variables, by default those of this process.
-        versions: As `installed_versions` returns them, which is the default.
-        modules: Imported modules by name, by default `sys.modules`. Once Keras is
-            imported its backend stands, whatever the environment says.
+    Without arguments it looks at this process: its environment, the installed versions,
+    the imported modules. Once Keras is imported its backend stands, whatever the
+    environment says.
     """
     environ = os.environ if environ is None else environ
     versions = installed_versions() if versions is None else versions
     modules = sys.modules if modules is None else modules
     found = (
-        _python_problem(versions.get("python")),
-        _tensorflow_problem(versions.get("tensorflow")),
-        _keras_problem(versions.get("keras")),
+        *(_package_problem(each, versions.get(each)) for each in _PACKAGES),
         _backend_problem(environ, modules),
         _legacy_problem(environ),
     )
@@ -165,18 +151,7 @@ def check_environment(
     versions: Mapping[str, str | None] | None = None,
     modules: Mapping[str, Any] | None = None,
 ) -> None:
-    """Raises the first of `find_problems`, which documents the arguments.
-
-    Raises:
-        ImportError: If Python, TensorFlow or Keras is missing or outside the
-            supported range.
-        ValueError: If Keras would run, or runs, on another backend, or
-            TensorFlow is told to use the legacy Keras.
-
-    Example:
-        >>> versions = {"python": "3.12.1", "tensorflow": "2.20.0", "keras": "3.12.0"}
-        >>> check_environment({"KERAS_BACKEND": "tensorflow"}, versions, {})
-    """
+    """Raises the first of `find_problems`: `ImportError` or `ValueError`."""
     for problem in find_problems(environ, versions, modules):
         raise problem.error(problem.message)
 
@@ -194,50 +169,13 @@ def _minor(version: str) -> tuple[int, int]:
     return (int(match[1]), int(match[2])) if match else (0, 0)
 
 
-def _range(versions: tuple[tuple[int, int], tuple[int, int]]) -> str:
-    (major, first), (_, last) = versions
-    return f"{major}.{first} to {major}.{last}"
-
-
-def _python_problem(version: str | None) -> Problem | None:
-    if version is None or PYTHON[0] <= _minor(version) <= PYTHON[1]:
+def _package_problem(package: str, version: str | None) -> Problem | None:
+    name, first, last, remedy = _PACKAGES[package]
+    if version and first <= (minor := _minor(version)) and minor <= (last or minor):
         return None
-    return Problem(
-        "python",
-        f"Found Python {version}; tfamp supports Python {_range(PYTHON)}.",
-        "Make an environment with one of these.",
-        ImportError,
-    )
-
-
-def _tensorflow_problem(version: str | None) -> Problem | None:
-    if version is None:
-        found = "TensorFlow is not installed"
-    elif TENSORFLOW[0] <= _minor(version) <= TENSORFLOW[1]:
-        return None
-    else:
-        found = f"Found TensorFlow {version}"
-    return Problem(
-        "tensorflow",
-        f"{found}; tfamp supports TensorFlow {_range(TENSORFLOW)}.",
-        f"Run `{_INSTALL_TENSORFLOW}`.",
-        ImportError,
-    )
-
-
-def _keras_problem(version: str | None) -> Problem | None:
-    if version is None:
-        found = "Keras is not installed"
-    elif _minor(version) >= KERAS_MINIMUM:
-        return None
-    else:
-        found = f"Found Keras {version}"
-    return Problem(
-        "keras",
-        f"{found}; tfamp supports Keras 3.10 and later.",
-        f"Run `{_INSTALL_KERAS}`.",
-        ImportError,
-    )
+    found = f"Found {name} {version}" if version else f"{name} is not installed"
+    text = f"{found}; tfamp supports {name} {SUPPORTED[package]}."
+    return Problem(package, text, remedy, ImportError)
 
 
 def _backend_problem(
