@@ -6,6 +6,7 @@ import json
 import re
 import signal
 import sys
+import threading
 
 import keras
 import numpy as np
@@ -16,16 +17,14 @@ import tfamp
 from tests.memory_limits_test import system
 from tests.replicas import two_replicas
 from tfamp.machine.limits import MemoryLimit
-from tfamp.memory.batch_search import finder, outcomes, trial_process
-from tfamp.memory.batch_search.accumulation import Split, splits
-from tfamp.memory.batch_search.data import batch_of
+from tfamp.memory.batch_search import finder, trial
+from tfamp.memory.batch_search import processes as trial_process
+from tfamp.memory.batch_search.data import batch_of, time_steps
 from tfamp.memory.batch_search.finder import find_batch_size
-from tfamp.memory.batch_search.limits import allowed_bytes, memory_limit
-from tfamp.memory.batch_search.plan import Plan
+from tfamp.memory.batch_search.processes import Plan
 from tfamp.memory.batch_search.records import BatchSearch, Trial
-from tfamp.memory.batch_search.search import Facts, merged, search
-from tfamp.memory.batch_search.settings import Settings
-from tfamp.memory.batch_search.step_times import time_steps
+from tfamp.memory.batch_search.search import Facts, Split, merged, search, splits
+from tfamp.memory.batch_search.settings import Settings, allowed_bytes, memory_limit
 from tfamp.trials import processes
 
 pytest.importorskip("cloudpickle")
@@ -97,20 +96,12 @@ def test_it_ends_at_the_knee_and_takes_the_smaller_size():
     assert found.largest_that_fits is None
 
 
-def test_one_slow_process_does_not_end_the_search():
-    machine = Machine(most=200, speeds={32: [0.2, 0.47]})
+def test_memory_ends_it_between_multiples_of_8_and_one_slow_process_does_not():
+    machine = Machine(most=203, fixed=10**6, speeds={32: [1e-9, 1e-4]})
     found = machine.search()
-    assert found.stopped_by == "memory"
-    assert machine.tried.count(32) == 2
-
-
-def test_memory_ends_it_between_multiples_of_8():
-    machine = Machine(most=203, fixed=10**6)
-    found = machine.search()
-    assert machine.tried == [8, 16, 32, 64, 128, 256, 192, 224, 208]
+    assert machine.tried == [8, 16, 32, 32, 64, 128, 256, 192, 224, 208]
     assert found.chosen.batch_size == found.largest_that_fits == 192
     assert found.stopped_by == "memory"
-    assert len(found.trials) == len(set(machine.tried))
 
 
 def test_the_fastest_is_not_the_largest_that_fits():
@@ -130,21 +121,21 @@ def test_where_speed_does_not_matter_the_largest_is_taken():
     assert (found.stopped_by, found.chosen.batch_size) == ("memory", 192)
 
 
-@pytest.mark.parametrize(
-    ("most", "tried", "largest"),
-    [
-        (40, [64, 32, 48, 40], 40),
-        (5, [64, 32, 16, 8, 4, 6, 5], 5),
-        (1, [64, 32, 16, 8, 4, 2, 1], 1),
-        (0, [64, 32, 16, 8, 4, 2, 1], None),
-    ],
-)
-def test_a_start_that_does_not_fit_is_halved(most, tried, largest):
+HALVED = {
+    40: [64, 32, 48, 40],
+    5: [64, 32, 16, 8, 4, 6, 5],
+    1: [64, 32, 16, 8, 4, 2, 1],
+    0: [64, 32, 16, 8, 4, 2, 1],
+}
+
+
+@pytest.mark.parametrize(("most", "tried"), HALVED.items(), ids=HALVED)
+def test_a_start_that_does_not_fit_is_halved(most, tried):
     machine = Machine(most=most, fixed=10**6)
     found = machine.search(start=64)
     assert machine.tried == tried
-    assert found.largest_that_fits == largest
-    assert (found.chosen.batch_size if found.chosen else None) == largest
+    assert found.largest_that_fits == (most or None)
+    assert (found.chosen.batch_size if found.chosen else None) == (most or None)
 
 
 def test_a_model_that_does_not_even_build_is_tried_once():
@@ -348,7 +339,7 @@ ERRORS = {
 
 @pytest.mark.parametrize(("error", "outcome"), ERRORS.values(), ids=ERRORS)
 def test_errors_of_memory_are_told_from_others(error, outcome):
-    assert outcomes.of_error(error) == outcome
+    assert trial_process.of_error(error) == outcome
 
 
 STATUSES = {
@@ -369,7 +360,7 @@ STATUSES = {
 
 @pytest.mark.parametrize(("status", "log", "outcome"), STATUSES.values(), ids=STATUSES)
 def test_ends_for_memory_are_told_from_others(status, log, outcome):
-    assert outcomes.of_status(status, log) == outcome
+    assert trial_process.of_status(status, log) == outcome
 
 
 @pytest.fixture
@@ -398,47 +389,59 @@ def test_an_answer_becomes_a_trial_of_the_size_that_was_tried(process, tmp_path)
     assert trial_process.facts(trial_process.facts_of(tmp_path)) == Facts(3, None)
 
 
-def test_an_answer_of_an_earlier_trial_is_not_taken(process):
-    found = {"outcome": "fits"}
-    process(ANSWERED.replace("{}", repr(found)))
-    trial = process("os.kill(os.getpid(), 9)", noted=False)
-    assert (trial.batch_size, trial.outcome) == (64, "killed")
-    assert not trial.began_training
+ENDS = {
+    "killed": ("os.kill(os.getpid(), 9)", "killed", "SIGKILL ended the process"),
+    "no memory": (
+        "print('terminate called: std::bad_alloc', flush=True); os.abort()",
+        "killed",
+        "SIGABRT ended the process",
+    ),
+    "a traceback": ("raise MemoryError()", "out of memory", "the process ended with"),
+    "time": ("time.sleep(60)", "too slow", "It was ended after 3 s."),
+}
 
 
-def test_a_process_that_was_killed_did_not_fit(process):
-    trial = process("os.kill(os.getpid(), 9)")
-    assert (trial.outcome, trial.began_training) == ("killed", True)
-    assert trial.detail.startswith("SIGKILL ended the process")
+@pytest.mark.parametrize("code, outcome, detail", ENDS.values(), ids=ENDS)
+def test_a_process_without_an_answer_did_not_fit(process, code, outcome, detail):
+    process(ANSWERED.replace("{}", repr({"outcome": "fits"})))  # not of this trial
+    found = process(code, timeout_seconds=3)
+    assert (found.outcome, found.began_training) == (outcome, True)
+    assert found.detail.startswith(detail)
 
 
-def test_a_process_without_memory_did_not_fit(process):
-    code = "print('terminate called: std::bad_alloc', flush=True); os.abort()"
-    assert process(code).outcome == "killed"
+def test_a_process_that_ends_before_its_model_is_built_is_of_the_size_asked(process):
+    found = process("os.kill(os.getpid(), 9)", noted=False)
+    assert (found.batch_size, found.began_training) == (64, False)
 
 
-def test_a_process_that_takes_too_long_is_ended(process):
-    trial = process("time.sleep(60)", timeout_seconds=0.2)
-    assert trial.outcome == "too slow"
-    assert trial.detail == "It was ended after 0.2 s."
-
-
-def test_a_fault_of_the_model_is_raised_with_its_log(process):
-    code = "print('no such layer', flush=True); sys.exit(3)"
-    with pytest.raises(RuntimeError) as caught:
-        process(code)
-    assert str(caught.value) == (
+FAULTS = {
+    "a fault": (
+        "print('no such layer', flush=True); sys.exit(3)",
         "The trial of batch size 66 failed, and not for want of memory: the process "
         "ended with status 3 and left no record. Expected `build_model` and its data "
-        "to train; mend what the log ends with:\nno such layer"
-    )
+        "to train; mend what the log ends with:\nno such layer",
+    ),
+    "an instruction": ("os.kill(os.getpid(), 4)", "memory: SIGILL ended the process"),
+    "an answer": (
+        ANSWERED.replace("{}", repr({"outcome": "error", "detail": "shapes differ"})),
+        "not for want of memory: shapes differ. Expected",
+    ),
+}
 
 
-def test_an_error_in_an_answer_is_raised(process):
-    found = {"outcome": "error", "detail": "ValueError: shapes differ"}
-    message = "not for want of memory: ValueError: shapes differ. Expected"
+@pytest.mark.parametrize("code, message", FAULTS.values(), ids=FAULTS)
+def test_a_fault_of_the_model_is_raised_with_its_log(process, code, message):
     with pytest.raises(RuntimeError, match=re.escape(message)):
-        process(ANSWERED.replace("{}", repr(found)))
+        process(code)
+
+
+def test_a_process_that_holds_too_much_gives_up():
+    gave_up, sizes = threading.Event(), iter([10, 20, 31])
+    thread = trial.watch(
+        30, gave_up.set, memory=lambda: next(sizes), is_over=threading.Event()
+    )
+    thread.join(10)
+    assert gave_up.is_set()
 
 
 def test_ctrl_c_ends_the_trial(process, tmp_path, monkeypatch):
@@ -471,15 +474,7 @@ def ticking(seconds):
     return clock
 
 
-@pytest.mark.parametrize("style", ["graph", "several steps a call", "eager", "XLA"])
-def test_steps_are_timed_at_the_size(style):
-    options = {
-        "several steps a call": {"steps_per_execution": 2},
-        "eager": {"run_eagerly": True},
-        "XLA": {"jit_compile": True},
-    }.get(style, {})
-    sizes = []
-
+def noting(sizes, **options):
     class Noting(keras.layers.Layer):
         def call(self, inputs):
             sizes.append(inputs.shape[0])
@@ -487,10 +482,24 @@ def test_steps_are_timed_at_the_size(style):
 
     model = keras.Sequential([keras.Input((2,)), Noting(), keras.layers.Dense(1)])
     model.compile("sgd", "mse", **options)
+    return model
+
+
+STEPS = {
+    "graph": {},
+    "several steps a call": {"steps_per_execution": 2},
+    "eager": {"run_eagerly": True},
+    "XLA": {"jit_compile": True},
+}
+
+
+@pytest.mark.parametrize("options", STEPS.values(), ids=STEPS)
+def test_steps_are_timed_at_the_size(options):
+    model = noting(sizes := [], **options)
+    per_call = options.get("steps_per_execution", 1)
     found = time_steps(model, (X, Y), size=50, steps=3, clock=ticking(0.25))
-    assert found.median == pytest.approx(0.125 if "several" in style else 0.25)
+    assert found.median == pytest.approx(0.25 / per_call)
     assert sizes[-1] in (50, None)
-    per_call = 2 if "several" in style else 1
     # The first call and the three that were asked for, no more: they are long enough.
     assert int(model.optimizer.iterations) == 4 * per_call
 
@@ -505,16 +514,8 @@ def test_short_steps_are_timed_more_often():
 
 
 def test_two_replicas_share_a_batch():
-    sizes = []
-
-    class Noting(keras.layers.Layer):
-        def call(self, inputs):
-            sizes.append(inputs.shape[0])
-            return inputs
-
     with two_replicas().scope():
-        model = keras.Sequential([keras.Input((2,)), Noting(), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", run_eagerly=True)
+        model = noting(sizes := [], run_eagerly=True)
     time_steps(model, (X, Y), size=12, steps=1, clock=ticking(1.0))
     assert sizes[-1] == 6
 
@@ -527,11 +528,8 @@ def slices():
 
 
 DATA = {
-    "arrays": (lambda: (X, Y), 20, 20),
     "inputs by name": (lambda: ({"a": X, "b": X}, Y, None), 20, 20),
-    "a dataset": (lambda: slices().batch(8), 8, 24),
     "endless": (lambda: slices().batch(8).repeat(), 8, None),
-    "a pipeline": (lambda: tfamp.data.Pipeline.from_arrays(X, Y).batch(5), 5, 20),
     "ragged": (
         lambda: tf.data.Dataset.from_tensors(
             (tf.ragged.constant([[1], [2, 3]]), [1, 2])
@@ -552,24 +550,6 @@ def test_only_some_rows_of_arrays_are_taken():
     found = batch_of((np.zeros((5000, 1)), np.zeros(5000)))
     assert [len(part) for part in found.parts] == [1024, 1024]
     assert (found.size, found.num_examples) == (32, 5000)
-
-
-def test_a_pydataset_is_taken():
-    class Batches(keras.utils.PyDataset):
-        def __init__(self, number):
-            super().__init__()
-            self.number = number
-
-        def __len__(self):
-            return self.number
-
-        def __getitem__(self, index):
-            return X[:5], Y[:5]
-
-    found = batch_of(Batches(3))
-    assert (found.size, found.num_examples) == (5, 15)
-    with pytest.raises(ValueError, match="`data` holds no batches; expected at least"):
-        batch_of(Batches(0))
 
 
 # The whole, with trials made up
@@ -726,8 +706,8 @@ def test_what_cannot_go_to_a_trial_is_refused(machine):
         find_batch_size(model.name + "x" and 5, (X, Y))
     with pytest.raises(TypeError, match="it holds something that cannot be pickled"):
         find_batch_size(lambda: dataset, (X, Y), verbose=False)
-    with pytest.raises(TypeError, match="is of type generator; expected a"):
-        find_batch_size(build_nothing, (n for n in range(3)))
+    with pytest.raises(TypeError, match="is of type list_iterator; expected what"):
+        find_batch_size(build_nothing, iter([X]))
     assert machine["machine"].tried == []
 
 

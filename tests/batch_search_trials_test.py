@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp.memory.batch_search import trial, trial_process
+from tfamp.memory.batch_search import processes, trial
 from tfamp.memory.batch_search.finder import find_batch_size
 
 pytest.importorskip("cloudpickle")
@@ -153,7 +153,7 @@ def test_a_fault_of_the_users_is_raised(build_model, message, monkeypatch, tmp_p
         log.touch()
         return trial.main([str(folder), str(size)])
 
-    monkeypatch.setattr(trial_process, "_run", in_this_process)
+    monkeypatch.setattr(processes, "_run", in_this_process)
     monkeypatch.setattr(trial, "_end_with_parent", lambda: None)
     monkeypatch.setattr(trial, "_OWN_SCORE", tmp_path / "score")
     monkeypatch.setattr(trial, "watch", lambda *args, **options: None)

@@ -15,7 +15,7 @@ from tests.flight_recorder_test import compiled, fit
 from tfamp.callbacks.flight_recorder.callback import FlightRecorder
 from tfamp.cli.main import main
 from tfamp.cli.saved import Frozen
-from tfamp.stepping.bundles.replay_record import Replayed, ReplayedStep
+from tfamp.stepping.bundles.record import Replayed, ReplayedStep
 
 CLASSES = """
 import keras
@@ -58,9 +58,9 @@ def test_a_failure_is_reproduced_printed_and_written(bundle, tmp_path, capsys):
 
 def test_what_differs_is_told_and_is_a_failure(bundle, capsys, monkeypatch):
     # The recorded digest stands; the variables afterwards are said to be others.
-    from tfamp.numerics.triage import bundle_replay
+    from tfamp.stepping import snapshots
 
-    monkeypatch.setattr(bundle_replay, "digest", lambda state: "another")
+    monkeypatch.setattr(snapshots, "digest", lambda state: "another")
     assert main(["replay", bundle, "--noexplain"]) == 1
     text = capsys.readouterr().out
     assert "Not reproduced: the step fails again, but not bit by bit." in text

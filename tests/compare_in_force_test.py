@@ -5,9 +5,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tfamp.trials import in_force as module
-from tfamp.trials.in_force import in_force
-from tfamp.trials.variant import Variant
+from tfamp.trials import variant as module
+from tfamp.trials.variant import Variant, in_force
 
 REWRITE = "auto_mixed_precision_onednn_bfloat16"
 

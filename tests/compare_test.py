@@ -18,9 +18,13 @@ import pytest
 import tfamp
 from tests import made_evidence
 from tfamp.comparison.result import conclude
-from tfamp.trials import largest_batch, line, parcel, processes, storage, turns
+from tfamp.memory.batch_search import processes as batch_search
+from tfamp.memory.batch_search.processes import Plan
+from tfamp.memory.batch_search.records import Trial
+from tfamp.memory.batch_search.settings import Settings
+from tfamp.trials import parcel, processes, storage, turns
 from tfamp.trials.job import Job, checked_policies, checked_seeds, file_name
-from tfamp.trials.run import batch_trial, step_profiles
+from tfamp.trials.run import step_profiles
 from tfamp.trials.run_records import OperationTime, Run
 
 pytest.importorskip("cloudpickle")
@@ -358,7 +362,7 @@ def test_a_process_that_waits_is_stopped_and_fetches_no_input(tmp_path, monkeypa
 def test_a_stopped_process_ends_with_the_one_that_started_it(tmp_path):
     program = (
         "import os, subprocess, sys\n"
-        "code = 'from tfamp.trials import line; line.end_with_parent(); '\n"
+        "code = 'from tfamp.trials import turns; turns.end_with_parent(); '\n"
         "code += 'print(1, flush=True); input()'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], stdin=-1, stdout=-1)\n"
         "child.stdout.readline()\n"
@@ -485,11 +489,11 @@ def test_room_is_what_memory_has_free(monkeypatch):
 def test_a_run_tells_how_far_it_is_and_waits_for_its_turn():
     reading, writing = os.pipe()
     answers = io.StringIO("go\n")
-    own = line.Line(writing, answers, takes_turns=True)
+    own = turns.Line(writing, answers, takes_turns=True)
     own.tell(0.5)
     own.wait_for_turn()
     parts = []
-    assert line.read(os.read(reading, 100).decode(), parts.append)
+    assert turns.read(os.read(reading, 100).decode(), parts.append)
     assert parts == [0.5]
     with pytest.raises(SystemExit):
         own.wait_for_turn()  # nobody answers any more
@@ -498,7 +502,7 @@ def test_a_run_tells_how_far_it_is_and_waits_for_its_turn():
 
 
 def test_a_run_that_takes_no_turns_does_not_wait():
-    line.Line(None, io.StringIO(""), takes_turns=True).wait_for_turn()
+    turns.Line(None, io.StringIO(""), takes_turns=True).wait_for_turn()
 
 
 def weights(path, before, after):
@@ -642,90 +646,27 @@ def test_a_metric_of_unknown_direction_is_refused_after_the_first_run(started):
     assert calls == []
 
 
-@pytest.mark.parametrize("limit", [1, 7, 8, 63, 64, 65, 100, 1000, 12345])
-@pytest.mark.parametrize("start", [1, 24, 64, 512])
-def test_the_largest_batch_was_tried_and_is_close_to_the_limit(limit, start):
-    tried = []
-
-    def fits(size):
-        tried.append(size)
-        return size <= limit
-
-    found = largest_batch.largest(fits, start)
-    assert found in tried
-    assert found <= limit < found + max(1, found / 8) + 1
-    assert len(tried) <= 24
-    assert len(tried) == len(set(tried)), "a trial is a process"
-
-
-def test_where_nothing_fits_or_everything_does_the_search_ends():
-    assert largest_batch.largest(lambda size: False, 64) is None
-    assert largest_batch.largest(lambda size: True, 64) == 2**20
-
-
 def test_each_policy_is_searched_once(started, monkeypatch):
     asked = []
 
-    def trial(folder, policy, seed, size):
-        asked.append((policy, seed))
-        return size <= (100 if policy == "float32" else 200)
+    def try_size(folder, size, *, timeout_seconds):
+        policy = Settings.read(folder).policy
+        asked.append((policy, Plan.from_json(folder / Plan.FILE).allowed_bytes))
+        fits = size <= (100 if policy == "float32" else 200)
+        return Trial(size, "fits" if fits else "killed")
 
-    monkeypatch.setattr(largest_batch, "trial", trial)
+    monkeypatch.setattr(batch_search, "try_size", try_size)
     found = tfamp.compare(build_nothing, seeds=2, max_memory_bytes=10**9)
-    assert set(asked) == {("float32", 0), ("auto", 0)}
+    assert set(asked) == {("float32", 10**9), ("auto", 10**9)}
     ratio = found.ratio("largest_batch", "auto")
     assert 1.7 < ratio.estimate < 2.3
 
 
-def test_a_process_that_holds_too_much_gives_up():
-    gave_up = threading.Event()
-    sizes = iter([10, 20, 31])
-    thread = batch_trial.watch(30, gave_up.set, memory=lambda: next(sizes))
-    thread.join(10)
-    assert gave_up.is_set()
-
-
-TRIALS = {
-    "killed": ("os.kill(os.getpid(), 9)", None),
-    "no memory": ("raise MemoryError()", None),
-    "the allocator gives up": (
-        "print('terminate: std::bad_alloc', flush=True); os.abort()",
-        None,
-    ),
-    "a faulty model": ("raise ValueError('no such layer')", "ValueError: no such"),
-    "an instruction": ("os.kill(os.getpid(), 4)", "SIGILL ended the process"),
-}
-
-
-@pytest.mark.parametrize("code, message", TRIALS.values(), ids=TRIALS)
-def test_only_want_of_memory_is_a_batch_that_does_not_fit(
-    tmp_path, monkeypatch, code, message
-):
-    command = [sys.executable, "-c", f"import os\n{code}"]
-    monkeypatch.setattr(processes, "command", lambda *_: command)
-    if message is None:
-        assert not largest_batch.trial(tmp_path, "float32", 0, 8)
-        return
-    with pytest.raises(RuntimeError, match="A training step with a batch of 8") as told:
-        largest_batch.trial(tmp_path, "float32", 0, 8)
-    assert message in str(told.value)
-
-
 def test_a_search_that_fails_is_noted_and_the_comparison_goes_on(started, monkeypatch):
-    def trial(folder, policy, seed, size):
+    def fail(folder, size, *, timeout_seconds):
         raise RuntimeError("A training step with a batch of 64 failed.")
 
-    monkeypatch.setattr(largest_batch, "trial", trial)
+    monkeypatch.setattr(batch_search, "try_size", fail)
     found = tfamp.compare(build_nothing, seeds=1, max_memory_bytes=10**9)
     assert {run.largest_batch for run in found.runs} == {None}
     assert "auto: A training step with a batch of 64 failed." in found.notes
-
-
-def test_a_batch_that_takes_too_long_does_not_fit(tmp_path, monkeypatch):
-    monkeypatch.setattr(largest_batch, "_TIMEOUT_SECONDS", 0.3)
-    code = "import time; print('began', flush=True); time.sleep(60)"
-    command = [sys.executable, "-c", code]
-    monkeypatch.setattr(processes, "command", lambda *_: command)
-    assert not largest_batch.trial(tmp_path, "float32", 0, 8)
-    log = (tmp_path / "batch_8.log").read_text()
-    assert log.endswith("It was ended, as it took too long.\n")

@@ -14,13 +14,13 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tfamp.cli import main as cli
-from tfamp.trials import largest_batch, parcel, storage
+from tfamp.trials import parcel, storage
+from tfamp.trials.clock import Window, curve, seconds_per_step, steady
 from tfamp.trials.job import FILE, Job
-from tfamp.trials.line import Line
 from tfamp.trials.run import child, example_metrics, inference, step_profiles
 from tfamp.trials.run.training import train
 from tfamp.trials.run_records import Run
-from tfamp.trials.windows import Window, curve, seconds_per_step, steady
+from tfamp.trials.turns import Line
 
 pytest.importorskip("cloudpickle")
 X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
@@ -139,7 +139,7 @@ REFUSED = {
     "empty": (
         lambda: tf.data.Dataset.range(0).batch(1),
         {},
-        "holds no batch; expected",
+        "holds no batches; expected",
     ),
     "endless": (
         lambda: tf.data.Dataset.from_tensors((X, Y)).repeat(),
@@ -625,17 +625,3 @@ def test_the_command_compares_in_fresh_processes_and_leaves_a_report(
     assert found["context"]["command"].startswith("tfamp compare program_of_mine:build")
     assert (tmp_path / "report" / "report.md").exists()
     assert "<html" in (tmp_path / "report" / "report.html").read_text()
-
-
-@pytest.mark.whole("batch_search_trials_test ends processes by the same watch")
-def test_a_batch_that_does_not_fit_is_found_in_a_process_of_its_own(tmp_path):
-    def build_wide():
-        # 2048 float32 a row between the layers: 32,768 rows are 256 MiB.
-        hidden = keras.layers.Dense(2048, activation="relu")
-        return compiled(keras.Sequential([hidden, keras.layers.Dense(1)]))
-
-    limit = child.probes.process_bytes() + 300 * 2**20
-    job(max_memory_bytes=limit).to_json(tmp_path / FILE)
-    parcel.pack(tmp_path, build_wide, (X, Y), None)
-    assert largest_batch.trial(tmp_path, "float32", 0, 8)
-    assert not largest_batch.trial(tmp_path, "float32", 0, 2**17)

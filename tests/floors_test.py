@@ -31,9 +31,10 @@ FLOORS = [
     ["cli", "__init__", "__main__"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}
-# Floors on which the order of the list counts: there, what users call stands after what
-# it calls. Elsewhere folders of one floor do not know each other.
-MAY_ASK_BEFORE = {3, 7}
+# Floors on which the order of the list counts: what users call stands after what it
+# calls, and runs of trials take data as `stepping` does. Elsewhere
+# folders of one floor do not know each other.
+MAY_ASK_BEFORE = {3, 4, 7}
 FRAMEWORKS = {"tensorflow", "keras", "tf_keras"}
 
 

@@ -7,8 +7,7 @@ import sys
 
 import pytest
 
-from tfamp.memory.estimate.best_fit import BestFit
-from tfamp.memory.estimate.glibc import Glibc, GlibcSettings
+from tfamp.memory.estimate.heaps import BestFit, Glibc, GlibcSettings
 
 KIB, MIB = 2**10, 2**20
 
@@ -27,6 +26,15 @@ def test_what_is_freed_stays_and_is_used_again():
     assert heap.resident_bytes == 8 * MIB
     allocated(heap, 4 * MIB, 4 * MIB)
     assert heap.resident_bytes == 8 * MIB
+
+
+def test_blocks_are_multiples_of_256_bytes():
+    heap = BestFit()
+    first, _ = allocated(heap, 256 * KIB + 1, 256 * KIB)
+    before = heap.resident_bytes
+    heap.free(first)
+    allocated(heap, 256 * KIB + 200)  # as large as the first one, so in its place
+    assert heap.resident_bytes == before
 
 
 def test_free_blocks_of_two_regions_do_not_become_one():

@@ -8,7 +8,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.numerics.sensitivity.search import sensitivity
 from tfamp.numerics.triage.step_triage import triage
-from tfamp.stepping.random_draws import same_draws
+from tfamp.stepping.unchanged import same_draws
 
 layers, ops = keras.layers, keras.ops
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")

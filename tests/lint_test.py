@@ -391,7 +391,7 @@ WRONG = {
     ),
     "data": (
         lambda model: lint(model, data=7),
-        "`data` is of type int; expected a `tf.data.Dataset` of batches",
+        "`data` is of type int; expected what `fit` takes: a `tf.data.Dataset` of",
         TypeError,
     ),
     "no data": (

@@ -318,7 +318,7 @@ ERRORS = {
     ),
     "a number": (
         lambda: tfamp.estimate_memory(mlp(), 8, data=256),
-        "expected a dataset of batches",
+        "expected what `fit` takes",
         TypeError,
     ),
     "unknown sizes": (

@@ -22,7 +22,7 @@ from tfamp.callbacks.nan_recovery.callback import NanRecovery
 from tfamp.callbacks.nan_recovery.memory import Memory
 from tfamp.callbacks.nan_recovery.records import Recovery, RecoveryError, table
 from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots import slots
+from tfamp.stepping.snapshots.files import Slots
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 STEPS, BATCH, EPOCHS = 8, 4, 4
@@ -677,7 +677,7 @@ def test_a_fresh_model_goes_on_from_the_last_good_snapshot(tmp_path):
     optimizer = keras.optimizers.Adam(0.05)
     recovery = often(tmp_path, write_every_seconds=0, triage=named("optimizer"))
     fit(linear(optimizer), data(3), Flush(recovery), recovery, epochs=2)
-    state = slots.Slots(tmp_path).load()
+    state = Slots(tmp_path).load()
     assert state.counters["rate_factor"] == 0.5
 
     class First(keras.callbacks.Callback):
@@ -693,7 +693,7 @@ def test_a_fresh_model_goes_on_from_the_last_good_snapshot(tmp_path):
     for mine, other in zip(begun[0], weights, strict=True):
         assert mine.tobytes() == other.tobytes()
     assert begun[1] == pytest.approx(0.025)
-    assert slots.Slots(tmp_path).counters()["step"] > state.counters["step"]
+    assert Slots(tmp_path).counters()["step"] > state.counters["step"]
 
 
 def test_an_empty_folder_resumes_nothing(tmp_path):
@@ -715,7 +715,7 @@ def test_what_is_on_disk_is_good_when_training_ends(tmp_path):
     model, recovery, batches = endless(tmp_path)
     with pytest.raises(RecoveryError):
         fit(model, batches, recovery)
-    state = slots.Slots(tmp_path).load()
+    state = Slots(tmp_path).load()
     assert state.counters["step"] == 1 and snapshots.num_nonfinite(state) == 0
 
 

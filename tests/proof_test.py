@@ -888,10 +888,7 @@ WRONG = {
     ),
     "generator": (
         {"data": (batch for batch in [])},
-        "`data` is of type generator; expected a `tf.data.Dataset` of batches, a "
-        "`Pipeline`, or a tuple (x, y) of arrays. It can be read once only and would "
-        "be used up",
-        TypeError,
+        "`data` holds no batches; expected at least one.",
     ),
     "one array": (
         {"data": np.zeros((8, 512))},
@@ -900,7 +897,7 @@ WRONG = {
     ),
     "a number": (
         {"data": 7},
-        "`data` is of type int; expected a `tf.data.Dataset` of batches",
+        "`data` is of type int; expected what `fit` takes: a `tf.data.Dataset` of",
         TypeError,
     ),
     "lengths": (

@@ -6,8 +6,7 @@ import pytest
 
 import tfamp
 from tests.refusals import refusals
-from tfamp.memory.remat.plan import ranked
-from tfamp.memory.remat.savings import Savings, peak_bytes
+from tfamp.memory.remat.plan import Savings, peak_bytes, ranked
 
 BATCH = 2048
 

@@ -13,8 +13,7 @@ from tfamp.graph.schedules import read_schedule
 from tfamp.machine import memory
 from tfamp.machine import memory as process_memory
 from tfamp.memory.estimate import resident
-from tfamp.memory.estimate.best_fit import BestFit
-from tfamp.memory.estimate.glibc import Glibc
+from tfamp.memory.estimate.heaps import BestFit, Glibc
 
 KIB, MIB = 2**10, 2**20
 UNTOLD = "none: what mimalloc keeps is not known"

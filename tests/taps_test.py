@@ -5,7 +5,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.stepping.layer_units import units
+from tfamp.stepping.layer_calls import units
 from tfamp.stepping.taps import Observer, Site, floats, sites, tapped
 
 L = keras.layers

@@ -306,7 +306,7 @@ def test_it_goes_to_json_and_into_a_table():
 
 
 def test_no_batch_is_refused():
-    message = "`batch_or_bundle` is of type int; expected a batch (x, y) or"
+    message = "`batch_or_bundle` is of type int; expected what `fit` takes"
     with pytest.raises(TypeError, match=re.escape(message)):
         triage(made(parts), 3)
 

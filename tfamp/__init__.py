@@ -50,7 +50,7 @@ _RESULTS = {
     "MemoryEstimate": "tfamp.memory.estimate.records",
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.ranges.result",
-    "Replayed": "tfamp.stepping.bundles.replay_record",
+    "Replayed": "tfamp.stepping.bundles.record",
     "Sensitivity": "tfamp.numerics.sensitivity.result",
     "Triage": "tfamp.numerics.triage.result",
     "Status": "tfamp.policy",
@@ -115,7 +115,7 @@ if TYPE_CHECKING:
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
     from tfamp.serving.frozen import freeze as freeze
-    from tfamp.stepping.bundles.replay_record import Replayed as Replayed
+    from tfamp.stepping.bundles.record import Replayed as Replayed
 else:
 
     def __getattr__(name: str) -> Any:

@@ -15,7 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.stepping.random_draws import same_draws
+from tfamp.stepping.unchanged import same_draws
 
 # Loss scales that are tried before the gradients count as spoilt.
 SCALES = {"float16": (1.0, 2.0**8, 2.0**15), "bfloat16": (1.0,)}

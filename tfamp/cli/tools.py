@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import tfamp
 from tfamp.cli._flags import PLOT, Call, Command, Flag, Outcome, one_of
 from tfamp.records import checks
-from tfamp.trials import targets
+from tfamp.trials import parcel
 from tfamp.trials.variant import Variant
 
 TARGET = "module:build"
@@ -68,13 +68,13 @@ def built(target: str, variant: Variant, *, needs_data: bool = True) -> Iterator
     Raises:
         TypeError: The function returned something else.
     """
-    build = targets.load(target)
+    build = parcel.load(target)
     import keras
 
-    from tfamp.trials.in_force import in_force
+    from tfamp.trials.variant import in_force
 
     with in_force(variant) as (policy, _):
-        found = targets.call(build, seed=0, epochs=1)
+        found = parcel.call(build, seed=0, epochs=1)
         model, *data = found if isinstance(found, (tuple, list)) else (found,)
         if not isinstance(model, keras.Model) or len(data) > 2:
             raise TypeError(
@@ -181,10 +181,9 @@ def _check(made: Built, *, compute_dtype: str | None, **given: Any) -> Any:
 def _triage(made: Built, *, bundle: str | None, batch: int, batch_size: int) -> Any:
     if bundle is not None:
         return tfamp.triage(made.model, bundle)
-    from tfamp.stepping.arguments import first_batch
-    from tfamp.stepping.step_traces import batches_of
+    from tfamp.stepping.arguments import dataset_of, first_batch
 
-    batches = batches_of(made.train, batch_size).skip(batch)
+    batches = dataset_of(made.train, batch_size).skip(batch)
     return tfamp.triage(made.model, first_batch(batches))
 
 

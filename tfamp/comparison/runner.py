@@ -15,9 +15,10 @@ from tfamp.comparison.judgement import (
     direction,
 )
 from tfamp.comparison.result import Comparison, conclude, load_note
+from tfamp.memory.batch_search import processes as batch_search
 from tfamp.records import checks
 from tfamp.records.progress import progress
-from tfamp.trials import largest_batch, parcel, processes, storage, turns
+from tfamp.trials import parcel, processes, storage, turns
 from tfamp.trials.job import Job, checked_policies, checked_seeds, fingerprint
 from tfamp.trials.run import example_metrics, step_profiles
 from tfamp.trials.run_records import Run
@@ -65,7 +66,8 @@ def compare(
             and `epochs` where it has arguments of these names. Or the name of such a
             function, as "module:function".
         train: Training data: a function that returns it (called like `build_model`),
-            a `tf.data.Dataset` of batches, a `tfamp.data.Pipeline`, or arrays (x, y).
+            a `tf.data.Dataset` of batches, a `Pipeline`, a `PyDataset`, or arrays,
+            (x, y) or (x, y, sample_weight).
             The elements of a dataset are written down once and keep their order.
         validation: Likewise; without it the metric is that of the training data.
         policies: At least two of "float32", "auto", "mixed_bfloat16" and so on. A
@@ -112,7 +114,7 @@ def compare(
         Interval(estimate=1.92, low=1.85, high=1.99)
     """
     job = Job(
-        title=title or _name_of(build_model),
+        title=title or parcel.name_of(build_model),
         policies=checked_policies(policies),
         seeds=checked_seeds(seeds),
         epochs=checks.positive_int("epochs", epochs),
@@ -199,7 +201,7 @@ def _run_all(
                 f"{processes.tail(storage.log_of(folder, run))}"
             )
         if job.max_memory_bytes and seed == job.seeds[0] and run.is_finished:
-            run = _with_largest_batch(folder, run)
+            run = _with_largest_batch(folder, run, job.max_memory_bytes)
         runs[run.policy, run.seed] = run
         if on_run is not None:
             on_run(run)
@@ -244,18 +246,17 @@ def _run_all(
     return list(runs.values()), False
 
 
-def _with_largest_batch(folder: Path, run: Run) -> Run:
+def _with_largest_batch(folder: Path, run: Run, max_memory_bytes: int) -> Run:
     """Returns a run with the largest batch that fits under its policy."""
     try:
-        found = largest_batch.largest(
-            lambda size: largest_batch.trial(folder, run.policy, run.seed, size),
-            run.batch_size,
+        found = batch_search.largest_batch(
+            folder, run.policy, run.batch_size, max_memory_bytes
         )
     except RuntimeError as error:
         # The run itself is done; it is not lost for that.
         run = dataclasses.replace(run, notes=(*run.notes, str(error)))
     else:
-        run = dataclasses.replace(run, largest_batch=found or 0)
+        run = dataclasses.replace(run, largest_batch=found)
     run.to_json(storage.record_of(folder, run))
     return run
 
@@ -302,18 +303,6 @@ def _has_pair(runs: Sequence[Run], job: Job) -> bool:
     for run in runs:
         by_seed[run.seed] += run.is_finished
     return max(by_seed.values()) > 1
-
-
-def _name_of(build_model: Any) -> str:
-    if isinstance(build_model, str):
-        return build_model
-    if not callable(build_model):
-        raise TypeError(
-            f"`build_model` is {build_model!r}, of type {type(build_model).__name__}; "
-            "expected a function that returns a compiled model, since each run builds "
-            "its own. Pass the function, not what it returns."
-        )
-    return str(getattr(build_model, "__name__", type(build_model).__name__))
 
 
 def _optional_int(argument: str, value: int | None) -> int | None:

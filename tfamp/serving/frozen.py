@@ -13,7 +13,7 @@ from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.records.units import format_bytes
-from tfamp.stepping.model_copies import copied
+from tfamp.stepping.unchanged import copied
 
 _IN_PLACE = "pass `in_place=True` to freeze the model itself"
 

@@ -1,11 +1,23 @@
-"""Checks a model and a dataset, and builds what a measurement puts back."""
+"""Checks a model, turns what `fit` takes as data into batches, and builds the model."""
 
-from typing import Any
+import itertools
+import types
+from collections.abc import Iterator
+from typing import Any, NoReturn
 
 import keras
+import numpy as np
 import tensorflow as tf
 
+from tfamp.records import checks
 from tfamp.stepping.snapshots.names import optimizers_of
+
+# Batches that are read for shapes, as in Keras: sizes that differ stay open.
+_NUM_PEEKED = 2
+_FORMS = (
+    "what `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a `PyDataset`, a "
+    "generator of batches, or a tuple (x, y) of arrays"
+)
 
 
 def check_model(model: Any) -> None:
@@ -22,49 +34,97 @@ def check_model(model: Any) -> None:
         )
 
 
-def checked_dataset(dataset: Any) -> tf.data.Dataset:
-    """Returns a dataset of batches; a `Pipeline` is built."""
-    if callable(getattr(dataset, "build", None)):
-        dataset = dataset.build()
-    if not isinstance(dataset, tf.data.Dataset):
-        advice_text = (
-            "It can be read once only and would be used up: pass what it iterates"
-            if hasattr(dataset, "__next__")
-            else "Wrap arrays by `tfamp.data.Pipeline.from_arrays(x, y).batch(32)`"
-        )
-        raise TypeError(
-            f"`dataset` is of type {type(dataset).__name__}; expected a "
-            f"`tf.data.Dataset` of batches, or a `Pipeline`. {advice_text}."
-        )
-    specs = tf.nest.flatten(dataset.element_spec)
+def dataset_of(
+    data: Any,
+    batch_size: int = 32,
+    *,
+    needs_targets: bool = True,
+    name: str = "data",
+) -> tf.data.Dataset:
+    """Returns a dataset of batches from anything that `fit` takes as data.
+
+    A generator cannot be read again: each pass over the dataset begins with the two
+    batches that told its shapes, as in Keras, and goes on where the generator is.
+
+    Args:
+        data: A dataset of batches, a `Pipeline`, a `PyDataset`, a generator of
+            batches, or arrays: (x, y) or (x, y, sample_weight), each an array, a dict
+            or a list of arrays.
+        batch_size: Examples in a batch of arrays.
+        needs_targets: Whether arrays have to be (x, y); else x alone will do.
+        name: What messages call it.
+
+    Raises:
+        TypeError: It is none of these.
+        ValueError: It has single examples, or the arrays differ in length.
+    """
+    if callable(getattr(data, "build", None)) and not isinstance(
+        data, keras.layers.Layer
+    ):
+        data = data.build()
+    elif isinstance(data, keras.utils.PyDataset):
+        data = _of_py_dataset(data)
+    elif isinstance(data, types.GeneratorType):
+        data = _of_generator(data)
+    else:
+        arrays = arrays_of(data, needs_targets=needs_targets)
+        if arrays is not None:
+            _check_lengths(arrays, name)
+            size = checks.positive_int("batch_size", batch_size)
+            return tf.data.Dataset.from_tensor_slices(arrays).batch(size)
+    if not isinstance(data, tf.data.Dataset):
+        _raise_unusable(data, name)
+    specs = tf.nest.flatten(data.element_spec)
     if any(getattr(spec, "shape", None) == () for spec in specs):
         raise ValueError(
-            f"Elements {dataset.element_spec} hold a scalar, so they are single "
+            f"Elements {data.element_spec} hold a scalar, so they are single "
             "examples; expected batches, as `fit` takes them. Add `.batch(32)`."
         )
-    return dataset
+    return data
+
+
+def arrays_of(data: Any, *, needs_targets: bool = True) -> tuple[Any, ...] | None:
+    """Returns arrays as `fit` would see them, or None where `data` is something else.
+
+    Float64 becomes Keras's float dtype; lists of arrays become tuples, since TensorFlow
+    would stack them; what is None at the end is left out.
+    """
+    least = 2 if needs_targets else 1
+    if not needs_targets and (_is_array(data) or isinstance(data, dict)):
+        data = (data,)
+    if not isinstance(data, (tuple, list)) or not least <= len(data) <= 3:
+        return None
+    return _as_fit_takes_it(data, least)
 
 
 def first_batch(dataset: tf.data.Dataset) -> Any:
     """Returns the first batch, or raises if there is none."""
     for batch in dataset.take(1):
         return batch
-    raise ValueError(
-        "`dataset` holds no batches; expected at least one. Look at its source: a "
-        "wrong path, split or filter leaves nothing."
-    )
+    _raise_empty("dataset")
+
+
+def batch_of(data: Any, *, name: str = "data") -> Any:
+    """Returns one batch as `train_step` takes it: arrays as a whole, else the first.
+
+    Raises:
+        TypeError: It is nothing that `fit` takes.
+        ValueError: There is no batch.
+    """
+    if isinstance(data, dict) or _is_array(data):
+        return _tensors(data)
+    arrays = arrays_of(data, needs_targets=False)
+    if arrays is not None:
+        return _tensors(arrays)
+    return first_batch(dataset_of(data, name=name))
 
 
 def build(model: keras.Model, batch: Any) -> None:
     """Builds weights and optimizers, so that there is something to put back.
 
-    Args:
-        model: A compiled model.
-        batch: One batch of its data.
-
     Raises:
-        ValueError: If the model holds an optimizer of its own that has no state yet,
-            or if it is only a train step over layers without weights yet.
+        ValueError: The model holds an optimizer of its own that has no state yet, or
+            is only a train step over layers without weights yet.
     """
     unbuilt: list[str] = []
     with model.distribute_strategy.scope():
@@ -83,3 +143,135 @@ def build(model: keras.Model, batch: Any) -> None:
             "optimizers whose state can be put back. Build them by their `build`, or "
             "train a step first, as by `model.fit(dataset, steps_per_epoch=1)`."
         )
+
+
+def _of_py_dataset(data: keras.utils.PyDataset) -> tf.data.Dataset:
+    """Returns a `PyDataset` as a dataset, read by as many threads as in `fit`."""
+    number, workers = data.num_batches, max(1, data.workers)
+    num_peeked = _NUM_PEEKED if number is None else min(_NUM_PEEKED, number)
+    first = [_as_batch(data[i]) for i in range(num_peeked)]
+    if not first:
+        _raise_empty("data")
+
+    def one(index: Any) -> tf.data.Dataset:
+        return tf.data.Dataset.from_generator(
+            lambda i: iter([_as_batch(data[int(i)])]),
+            args=(index,),
+            output_signature=_spec(first),
+        )
+
+    indices = tf.data.Dataset.range(2**62 if number is None else number)
+    dataset = indices.interleave(
+        one, cycle_length=workers, num_parallel_calls=workers, deterministic=True
+    )
+    if number is not None:
+        dataset = dataset.apply(tf.data.experimental.assert_cardinality(number))
+    return dataset.prefetch(data.max_queue_size) if data.workers else dataset
+
+
+def _of_generator(generator: Iterator[Any]) -> tf.data.Dataset:
+    batches = map(_as_batch, generator)
+    first = tuple(itertools.islice(batches, _NUM_PEEKED))
+    if not first:
+        _raise_empty("data")
+    num_read, has_ended = len(first), False
+
+    def read() -> Iterator[Any]:
+        nonlocal num_read, has_ended
+        if has_ended:
+            raise ValueError(
+                f"The generator of `data` ended after {num_read} batches, and more are "
+                "needed; expected one that goes on. Pass a `tf.data.Dataset`, a "
+                "`PyDataset` or arrays, which can be read again."
+            )
+        yield from first
+        for batch in batches:
+            num_read += 1
+            yield batch
+        # What was read for shapes is all there is: that can be read again.
+        has_ended = num_read > len(first)
+
+    return tf.data.Dataset.from_generator(read, output_signature=_spec(first))
+
+
+def _as_batch(batch: Any) -> Any:
+    """Returns what a generator or `PyDataset` gave, as tensors."""
+    if isinstance(batch, (tuple, list)):
+        batch = _as_fit_takes_it(batch, 1)
+    return _tensors(batch)
+
+
+def _spec(batches: Any) -> Any:
+    """Returns the spec that several batches fit: the sizes that differ are open."""
+
+    def spec(*parts: Any) -> tf.TensorSpec:
+        shapes = [tuple(part.shape) for part in parts]
+        sizes = [
+            same[0] if len({*same}) == 1 else None for same in zip(*shapes, strict=True)
+        ]
+        return tf.TensorSpec([None, *sizes[1:]] if sizes else [], parts[0].dtype)
+
+    return tf.nest.map_structure(spec, *batches)
+
+
+def _as_fit_takes_it(data: Any, least: int) -> tuple[Any, ...]:
+    parts = tuple(data)
+    while len(parts) > least and parts[-1] is None:
+        parts = parts[:-1]
+    parts = tuple(tuple(part) if isinstance(part, list) else part for part in parts)
+    return tuple(tf.nest.map_structure(_as_array, parts))
+
+
+def _as_array(part: Any) -> Any:
+    if part is None or tf.is_tensor(part):
+        return part
+    array = np.asarray(part)
+    if array.dtype == np.float64:
+        return array.astype(keras.config.floatx())
+    return array
+
+
+def _tensors(batch: Any) -> Any:
+    def tensor(part: Any) -> Any:
+        is_one = part is None or tf.is_tensor(part)
+        return part if is_one else tf.constant(_as_array(part))
+
+    return tf.nest.map_structure(tensor, batch)
+
+
+def _is_array(data: Any) -> bool:
+    return isinstance(data, np.ndarray) or tf.is_tensor(data)
+
+
+def _check_lengths(arrays: tuple[Any, ...], name: str) -> None:
+    shapes = tuple(np.shape(leaf) for leaf in tf.nest.flatten(arrays))
+    lengths = {shape[:1] for shape in shapes}
+    if len(lengths) > 1 or () in lengths:
+        raise ValueError(
+            f"`{name}` holds arrays of shapes {shapes}; expected the same number of "
+            "examples in each. Cut them to one length."
+        )
+
+
+def _raise_unusable(data: Any, name: str) -> NoReturn:
+    if _is_array(data):
+        raise TypeError(
+            f"`{name}` is one array of shape {tuple(data.shape)}; expected a tuple "
+            "(x, y), or a `tf.data.Dataset` of batches. Pass the targets too."
+        )
+    advice = "Pass one batch as (x, y)."
+    if hasattr(data, "__next__"):
+        advice = (
+            "It can be read once only and would be used up: pass what it iterates, or "
+            "one batch as (x, y)."
+        )
+    raise TypeError(
+        f"`{name}` is of type {type(data).__name__}; expected {_FORMS}. {advice}"
+    )
+
+
+def _raise_empty(name: str) -> NoReturn:
+    raise ValueError(
+        f"`{name}` holds no batches; expected at least one. Look at its source: a "
+        "wrong path, split or filter leaves nothing."
+    )

@@ -35,11 +35,9 @@ _BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
 
 @dataclasses.dataclass(frozen=True)
 class Roofline:
-    """How many floating-point operations a device does in the time of a byte.
+    """How many floating-point operations devices do in the time of a byte.
 
-    Args:
-        devices: The devices of a step; the slowest kind counts.
-        tf32: Whether float32 products run as TF32.
+    The slowest kind of them counts; `tf32` says whether float32 products run as TF32.
     """
 
     devices: Sequence[Device]
@@ -50,12 +48,7 @@ class Roofline:
         return min((self._of(device, dtype) for device in self.devices), default=13.0)
 
     def cost(self, operation: Operation, dtype: str = "") -> float:
-        """Returns the time of one run of an operation, in that of moving a byte.
-
-        Args:
-            operation: Any operation.
-            dtype: The dtype that a product runs in, if not the one in the graph.
-        """
+        """Returns the time of one run of an operation, in that of moving a byte."""
         moved = float(num_bytes(operation))
         if is_product(operation):
             ratio = self.flops_per_byte(dtype or product_dtype(operation))

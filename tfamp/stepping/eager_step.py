@@ -5,7 +5,6 @@ from collections.abc import Iterator
 from typing import Any, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers
@@ -23,8 +22,6 @@ class Step(NamedTuple):
         gradients: Variable and gradient of everything an optimizer would have
             updated, with the loss scale divided out, in float32. A gradient is None
             where the loss does not depend on the variable.
-        is_scaled: Whether the loss went through an optimizer's `scale_loss`.
-        logs: What the step returned.
     """
 
     loss: tf.Tensor | None
@@ -45,12 +42,6 @@ def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step
 
     Layers run as in training, so what they write themselves, such as moving
     statistics, is written; call it inside `unchanged(model)`.
-
-    Args:
-        model: A compiled model whose weights and optimizers are built.
-        batch: One batch, as `fit` passes it to `train_step`.
-        loss_scale: What `scale_loss`, or else the tape, multiplies the loss by,
-            whatever the optimizer.
     """
     with contextlib.ExitStack() as stack:
         taken = _Taken(stack.enter_context(scaled_by(loss_scale)))
@@ -62,11 +53,7 @@ def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step
 
 
 class _Taken:
-    """Stands in for optimizers, and keeps what they are given.
-
-    Args:
-        scale: The factor on the loss.
-    """
+    """Stands in for optimizers under a loss scale, and keeps what they are given."""
 
     def __init__(self, scale: FixedScale) -> None:
         self._scale = scale
@@ -148,26 +135,3 @@ def loss_scale_of(model: keras.Model) -> float:
             scale = getattr(optimizer, "scale", None)
             return float(optimizer.dynamic_scale if scale is None else scale)
     return 1.0
-
-
-def checked_batch(batch: Any) -> Any:
-    """Returns a batch as `train_step` takes it.
-
-    Raises:
-        TypeError: It is no batch.
-    """
-    if not isinstance(batch, (tuple, list, dict)) and not tf.is_tensor(batch):
-        raise TypeError(
-            f"`batch_or_bundle` is of type {type(batch).__name__}; expected a batch "
-            "(x, y) or (x, y, sample_weight), or the path of a bundle. Take one from "
-            "a dataset by `next(iter(dataset))`."
-        )
-    batch = tuple(batch) if isinstance(batch, list) else batch
-    return tf.nest.map_structure(_as_tensor, batch)
-
-
-def _as_tensor(part: Any) -> Any:
-    if part is None or tf.is_tensor(part):
-        return part
-    array = np.asarray(part)
-    return tf.constant(array.astype(np.float32) if array.dtype == np.float64 else array)

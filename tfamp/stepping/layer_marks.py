@@ -20,16 +20,11 @@ _REPLICA = re.compile(r"replica_\d+$")
 
 
 class Marks:
-    """Knows the layer of each operation by a mark in its name.
+    """Knows the layer of each operation of a model by a mark in its name.
 
-    A name alone does not tell: a layer that is called twice and the second layer of
-    a class get names alike. The gradient of an operation carries its name.
-
-    Args:
-        model: The model whose layers are marked.
-
-    Attributes:
-        scope: A name scope for the whole trace, which no other trace has.
+    A name alone does not tell: a layer that is called twice and the second layer of a
+    class get names alike. The gradient of an operation carries its name. `scope` is a
+    name scope for the whole trace, which no other trace has.
     """
 
     def __init__(self, model: keras.layers.Layer) -> None:
@@ -95,11 +90,7 @@ class Marks:
             yield
 
     def layer_of(self, name: str) -> str:
-        """Returns the path of the layer that made an operation, "" for none.
-
-        Args:
-            name: The operation's name in the trace.
-        """
+        """Returns the path of the layer that made an operation, "" for none."""
         path, rest = "", name.split("/")
         for position, part in enumerate(name.split("/")):
             mark = re.match(rf"{_MARK}\d+x\d+x", part)

@@ -26,10 +26,6 @@ def computing_in(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[N
     Layers that compute on integers, in float64, or on quantized weights stay as
     they are.
 
-    Args:
-        layers: Layers; their sublayers are not changed with them.
-        dtype: "float32", "float16" or "bfloat16".
-
     Example:
         >>> layer = keras.layers.Dense(2)
         >>> with computing_in([layer], "float16"):
@@ -71,10 +67,6 @@ def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[Non
 
     What one of them hands to another one is not rounded in between, as in a model that
     tfamp manages.
-
-    Args:
-        layers: Layers or operations, none of which lies in another one of them.
-        dtype: What their floating-point outputs are cast to.
     """
     chosen = list(layers)
     inside = [
@@ -127,13 +119,6 @@ def keep_operation(operation: Any, dtype: str) -> bool:
 
     It has no dtype to be set, so its call is replaced on the instance; a file that the
     model is saved to knows nothing of that.
-
-    Args:
-        operation: The operation.
-        dtype: What its floating-point outputs are cast to.
-
-    Returns:
-        Whether it did not do so already.
     """
     if _KEPT in vars(operation):
         return False

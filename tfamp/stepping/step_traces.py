@@ -5,13 +5,12 @@ import random
 from typing import Any, Literal, NamedTuple
 
 import keras
-import numpy as np
 import tensorflow as tf
 
 from tfamp.graph.compiled import CompiledProduct, read_hlo, read_optimized
 from tfamp.machine import amx
 from tfamp.records import checks
-from tfamp.stepping.arguments import build, check_model, checked_dataset, first_batch
+from tfamp.stepping.arguments import build, check_model, first_batch
 from tfamp.stepping.layer_marks import Marks
 from tfamp.stepping.unchanged import unchanged
 
@@ -27,12 +26,8 @@ class Trace(NamedTuple):
     """A traced step.
 
     Attributes:
-        concrete: The traced function.
-        marks: Knows the layer of each operation.
-        batch: The batch it was traced for.
         source: What was read last: the "graph", the program of "XLA", or the graph
             after TensorFlow's "rewrite".
-        final: The products in that, none of the graph.
         note: Why that is not what really runs, "" where it is.
     """
 
@@ -45,69 +40,10 @@ class Trace(NamedTuple):
 
 
 class TracedSpecs(NamedTuple):
-    """A step that was traced for shapes.
-
-    Attributes:
-        concrete: The traced function.
-        marks: Knows the layer of each operation.
-    """
+    """A step that was traced for shapes, and the layer of each operation."""
 
     concrete: Any
     marks: Marks
-
-
-def batches_of(
-    data: Any, batch_size: int, *, needs_targets: bool = True
-) -> tf.data.Dataset:
-    """Returns a dataset of batches from what the user passed.
-
-    Args:
-        data: A dataset of batches, a `Pipeline`, or a tuple of arrays.
-        batch_size: Examples in a batch of arrays.
-        needs_targets: Whether arrays have to be (x, y); else x alone will do, an
-            array, a dict of arrays or a tuple of one.
-
-    Raises:
-        TypeError: It is none of these.
-        ValueError: It has single examples, or the arrays differ in length.
-    """
-    least = 2 if needs_targets else 1
-    if not needs_targets and isinstance(data, (np.ndarray, tf.Tensor, dict)):
-        data = (data,)
-    if isinstance(data, (tuple, list)) and least <= len(data) <= 3:
-        given = tuple(data)
-        while len(given) > least and given[-1] is None:
-            given = given[:-1]
-        # Several inputs in a list: TensorFlow would stack them.
-        given = tuple(tuple(x) if isinstance(x, list) else x for x in given)
-        arrays = tf.nest.map_structure(_as_fit_takes_it, given)
-        lengths = {leaf.shape[:1] for leaf in tf.nest.flatten(arrays)}
-        if len(lengths) > 1 or () in lengths:
-            raise ValueError(
-                f"`data` holds arrays of shapes "
-                f"{tuple(leaf.shape for leaf in tf.nest.flatten(arrays))}; expected "
-                "the same number of examples in each. Cut them to one length."
-            )
-        size = checks.positive_int("batch_size", batch_size)
-        return tf.data.Dataset.from_tensor_slices(arrays).batch(size)
-    if isinstance(data, (np.ndarray, tf.Tensor)):
-        raise TypeError(
-            f"`data` is one array of shape {tuple(data.shape)}; expected a tuple "
-            "(x, y), or a `tf.data.Dataset` of batches. Pass the targets too."
-        )
-    if not isinstance(data, tf.data.Dataset) and not hasattr(data, "build"):
-        used_up = hasattr(data, "__next__")
-        raise TypeError(
-            f"`data` is of type {type(data).__name__}; expected a `tf.data.Dataset` of "
-            "batches, a `Pipeline`, or a tuple (x, y) of arrays. "
-            + (
-                "It can be read once only and would be used up: pass what it iterates, "
-                "or one batch as (x, y)."
-                if used_up
-                else "Pass one batch as (x, y)."
-            )
-        )
-    return checked_dataset(data)
 
 
 def trace_step(
@@ -117,12 +53,6 @@ def trace_step(
 
     Weights, optimizers, metrics and seeds are afterwards what they were. Nothing is
     run, unless TensorFlow's own mixed precision is on, which shows in a run only.
-
-    Args:
-        model: A Keras model, compiled unless it is to predict.
-        dataset: Batches.
-        training: Whether `fit`'s step is traced rather than `predict`'s.
-        jit_compile: Whether XLA compiles it too.
     """
     if training or not isinstance(model, keras.Model):
         check_model(model)
@@ -160,12 +90,6 @@ def trace_specs(model: keras.Model, specs: Any, *, training: bool) -> TracedSpec
     """Traces one step for a batch of given shapes, and makes no such batch.
 
     On several replicas each gets a batch of these shapes.
-
-    Args:
-        model: A built Keras model, compiled and with a built optimizer unless it is
-            to predict.
-        specs: A `tf.TensorSpec` for each tensor of a batch.
-        training: Whether `fit`'s step is traced rather than `predict`'s.
     """
     marks = Marks(model)
     before = random.getstate()
@@ -225,11 +149,3 @@ def _rewrite_is_on() -> bool:
 
 def _size(batch: Any) -> int:
     return int(tf.nest.flatten(batch)[0].shape[0])
-
-
-def _as_fit_takes_it(array: Any) -> Any:
-    """Returns an array as `fit` takes it: float64 becomes Keras's float dtype."""
-    array = np.asarray(array)
-    if array.dtype == np.float64:
-        return array.astype(keras.config.floatx())
-    return array

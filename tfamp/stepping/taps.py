@@ -20,12 +20,7 @@ _LOGITS = "_keras_logits"
 
 
 class Site(NamedTuple):
-    """A place that tensors go through.
-
-    Attributes:
-        path: Path of the layer, or of the operation of a Functional graph.
-        layer: The layer or operation.
-    """
+    """A layer, or an operation of a Functional graph, with its path."""
 
     path: str
     layer: Any
@@ -37,15 +32,7 @@ class Site(NamedTuple):
 
 
 class Call(NamedTuple):
-    """One call of a layer.
-
-    Attributes:
-        site: Where.
-        number: How often the layer was called before, in this block.
-        args: Positional arguments, as the layer's `call` gets them: in its compute
-            dtype.
-        kwargs: Keyword arguments, likewise; `training` and masks are among them.
-    """
+    """The `number`-th call of a layer, with arguments in its compute dtype."""
 
     site: Site
     number: int
@@ -76,16 +63,7 @@ class Observer:
     def on_gradient(
         self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
     ) -> None:
-        """Is told the gradient of the loss by an input or output of a call.
-
-        Args:
-            call: The call.
-            of: Which. That of an input is what comes back from this call, which is not
-                all of it where others use the tensor too.
-            at: Its place among the floating-point tensors of the inputs or outputs.
-                Where Keras computes the loss from logits, they stand for the output.
-            gradient: The gradient, times the loss scale.
-        """
+        """Is told the gradient of the loss by an input or output of a call."""
 
 
 def sites(model: keras.layers.Layer) -> list[Site]:
@@ -118,11 +96,6 @@ def tapped(
     only: Callable[[Site], bool] = lambda site: True,
 ) -> Iterator[None]:
     """Tells an observer of every call inside the block.
-
-    Args:
-        model: A built model or layer.
-        observer: What is told.
-        only: Which sites it is told of.
 
     Example:
         >>> class Shapes(Observer):

@@ -1,14 +1,95 @@
-"""Puts a model back as it was after its train step ran for a measurement."""
+"""Leaves a model as it was: puts it back, copies it, draws the same numbers again."""
 
 import contextlib
+import functools
 import random
-from collections.abc import Iterator
+import tempfile
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+from tfamp.keras_hooks import backend, structure
+from tfamp.keras_hooks.patches import replaced
+from tfamp.models import load_model
+from tfamp.records.checks import first_line
 from tfamp.stepping.snapshots.names import optimizers_of
+
+_HALF = ("float16", "bfloat16")
+_BY_DTYPE = ("normal", "truncated_normal", "uniform", "gamma", "beta", "binomial")
+
+
+@contextlib.contextmanager
+def same_draws() -> Iterator[None]:
+    """Has this thread draw in float32 inside the block, and round what is drawn.
+
+    TensorFlow draws other numbers for half precision from the same seed, so a dropout
+    mask in float16 is another one than in float32.
+    """
+    owner = threading.get_ident()
+
+    def in_this_thread(new: Callable[..., Any], old: Callable[..., Any]) -> Any:
+        @functools.wraps(old)
+        def draw(*args: Any, **kwargs: Any) -> Any:
+            is_here = threading.get_ident() == owner
+            return (new if is_here else old)(*args, **kwargs)
+
+        return draw
+
+    def by_dtype(old: Callable[..., Any]) -> Callable[..., Any]:
+        def draw(*args: Any, dtype: Any = None, **kwargs: Any) -> Any:
+            asked = backend.standardize_dtype(dtype)
+            if asked not in _HALF:
+                return old(*args, dtype=dtype, **kwargs)
+            return tf.cast(old(*args, dtype="float32", **kwargs), asked)
+
+        return in_this_thread(draw, old)
+
+    def dropout(inputs: Any, rate: Any, *args: Any, **kwargs: Any) -> Any:
+        inputs = tf.convert_to_tensor(inputs)
+        if inputs.dtype.name not in _HALF:
+            return stock_dropout(inputs, rate, *args, **kwargs)
+        ones = tf.ones(tf.shape(inputs), tf.float32)
+        kept = stock_dropout(ones, rate, *args, **kwargs)
+        return inputs * tf.cast(kept, inputs.dtype)
+
+    random = backend.random
+    stock_dropout = random.dropout
+    with replaced(
+        random,
+        dropout=in_this_thread(dropout, stock_dropout),
+        **{name: by_dtype(getattr(random, name)) for name in _BY_DTYPE},
+    ):
+        yield
+
+
+def copied(model: keras.Model, *, instead: str) -> keras.Model:
+    """Returns the model as it is after saving and loading, not compiled.
+
+    Raises:
+        ValueError: It cannot be saved or loaded.
+    """
+    classes = {
+        type(layer).__name__: type(layer)
+        for _, layer, _ in structure.walk(model)
+        if not type(layer).__module__.startswith("keras.")
+    }
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder, "model.keras")
+        try:
+            model.save(path)
+            return load_model(
+                path, custom_objects=classes, compile=False, safe_mode=False
+            )
+        except (TypeError, ValueError, NotImplementedError) as error:
+            raise ValueError(
+                f"Cannot copy model {model.name!r}: {first_line(error)} Give its "
+                f"classes a `get_config` that returns their arguments, or {instead}."
+            ) from error
 
 
 @contextlib.contextmanager
@@ -24,9 +105,6 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     Not restored: what a model keeps outside of Keras variables, variables that only
     its train step makes, and the state of a dataset's own seeded shuffle, which goes
     on from where it is.
-
-    Args:
-        model: A compiled model whose weights and optimizers are built.
     """
     strategy = model.distribute_strategy
     # Each replica's own, since a sum over them cannot be shared out again exactly.

@@ -1,6 +1,8 @@
 """`tfamp.training.lr_find`: a range test of the learning rate."""
 
+import dataclasses
 import math
+import os
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -11,11 +13,12 @@ import tensorflow as tf
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.patches import replaced
 from tfamp.machine import amx
-from tfamp.records import checks
+from tfamp.records import checks, console
+from tfamp.records import checks as _checks
 from tfamp.records.progress import progress
-from tfamp.stepping.arguments import build, check_model, checked_dataset, first_batch
+from tfamp.records.record import Record
+from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged
-from tfamp.training.rate_records import LearningRates
 
 # Of the average over steps, as is usual for this test.
 _MEMORY = 0.9
@@ -28,6 +31,85 @@ _FIRST_STEPS = 5
 _NOTICEABLE, _BEGUN = 0.02, 0.1
 
 
+@dataclasses.dataclass(frozen=True)
+class LearningRates(Record):
+    """The losses of steps at growing learning rates.
+
+    Args:
+        model: The model's name.
+        rates: Of each step.
+        losses: Of each step's batch, before its update.
+        smoothed: The same, averaged over the steps before.
+        suggestion: Where the smoothed loss falls fastest; None where it never falls.
+        highest: A tenth of the rate at which the loss was lowest; None as above.
+        why_it_ended: "it diverged", "a loss is not finite" or "all rates were tried".
+        why: What the suggestion rests on, in one sentence.
+    """
+
+    model: str
+    rates: tuple[float, ...]
+    losses: tuple[float, ...]
+    smoothed: tuple[float, ...]
+    suggestion: float | None
+    highest: float | None
+    why_it_ended: str
+    why: str
+
+    def __str__(self) -> str:
+        return f"{self.why}\n{self.table()}"
+
+    def table(self, rows: int = 12) -> str:
+        """Returns some of the steps as a table, evenly spread.
+
+        Args:
+            rows: How many at most.
+        """
+        _checks.positive_int("rows", rows)
+        every = max(1, -(-len(self.rates) // rows))
+        columns = (self.rates, self.losses, self.smoothed)
+        shown = [
+            (f"{rate:.3g}", f"{loss:.4g}", f"{smoothed:.4g}")
+            for rate, loss, smoothed in list(zip(*columns, strict=True))[::every]
+        ]
+        names = ("learning rate", "loss", "smoothed")
+        title = f"{self.model}: {len(self.rates)} steps, then {self.why_it_ended}"
+        table = console.table(dict.fromkeys(names, console.RIGHT), shown, title=title)
+        return console.text_of(table, width=100)
+
+    def plot(self, path: str | os.PathLike[str]) -> None:
+        """Draws the losses against the rates, with the suggestion.
+
+        Args:
+            path: An image file; its ending says its kind.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        checks.require("matplotlib", extra="report", purpose="`LearningRates.plot`")
+        from matplotlib.figure import Figure
+
+        # Without pyplot, which keeps figures and picks a display.
+        figure = Figure(figsize=(8.0, 4.5), layout="constrained")
+        axes: Any = figure.subplots()
+        axes.plot(self.rates, self.losses, color="#bbbbbb", label="loss of a batch")
+        axes.plot(self.rates, self.smoothed, color="#4c78a8", label="smoothed")
+        for rate, label, line in (
+            (self.suggestion, "suggestion", "-"),
+            (self.highest, "highest", ":"),
+        ):
+            if rate is not None:
+                text = f"{label}: {rate:.2g}"
+                axes.axvline(rate, color="#e45756", linestyle=line, label=text)
+        axes.set_xscale("log")
+        low, high = min(self.smoothed), max(self.smoothed[: len(self.rates) // 2 + 1])
+        axes.set_ylim(low - 0.1 * (high - low), high + 0.3 * (high - low) + 1e-12)
+        axes.set_xlabel("learning rate")
+        axes.set_ylabel("loss")
+        axes.set_title(f"{self.model}: range test of the learning rate")
+        axes.legend()
+        figure.savefig(path, dpi=120)
+
+
 def lr_find(
     model: keras.Model,
     data: Any,
@@ -35,6 +117,7 @@ def lr_find(
     min_rate: float = 1e-7,
     max_rate: float = 10.0,
     num_steps: int = 100,
+    batch_size: int = 32,
 ) -> LearningRates:
     """Trains some steps at rates that grow from step to step, and says which suits.
 
@@ -46,18 +129,20 @@ def lr_find(
 
     Args:
         model: A compiled model.
-        data: A `tf.data.Dataset` of batches or a `Pipeline`; it is read again from the
-            start where it ends.
+        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
+            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
+            or without. It is read again from the start where it ends.
         min_rate: The first rate.
         max_rate: The last one.
         num_steps: Steps from one to the other.
+        batch_size: Examples in a batch of arrays.
 
     Returns:
         The `LearningRates`: `.suggestion`, `.highest`, `.rates`, `.losses`, `.table()`,
         `.plot(path)`, `.to_json(path)`.
 
     Raises:
-        TypeError: `model` is not a compiled Keras model, or `data` no dataset.
+        TypeError: `model` is not a compiled Keras model, or `data` not of these.
         ValueError: Rates are out of order, the data is empty or comes in single
             examples, or the first loss is not finite.
 
@@ -83,7 +168,7 @@ def lr_find(
         )
     check_model(model)
     amx.avoid()
-    dataset = checked_dataset(data)
+    dataset = dataset_of(data, batch_size)
     build(model, first_batch(dataset))
     rates = np.geomspace(low, high, num_steps).tolist()
     with unchanged(model):

@@ -59,12 +59,6 @@ def interval(
 ) -> Interval:
     """Returns the mean of values from a normal distribution, and its t-interval.
 
-    Args:
-        values: At least two.
-        rate: Chance that the true mean lies below it, and that it lies above.
-        resolution: The least difference that values can show: a floor under their
-            standard deviation, so that ties do not pass for certainty.
-
     Example:
         >>> interval([1.0, 2.0, 3.0])
         Interval(estimate=2.0, low=0.314..., high=3.685...)
@@ -151,11 +145,6 @@ def effect_of_ratio(found: Interval, *, more_is_better: bool) -> Effect:
 
 def rate_of(look: int, num_candidates: int = 1) -> float:
     """Returns the chance of a false claim that a look may have.
-
-    Args:
-        look: Number of the look, from 1.
-        num_candidates: Policies that are judged at each look; they share the error,
-            since the best of them is what a comparison comes to.
 
     Example:
         >>> [round(rate_of(look), 5) for look in (1, 2, 3)]

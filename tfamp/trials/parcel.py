@@ -5,32 +5,100 @@ file. Functions of modules go by name, functions of a script or notebook by thei
 arrays and datasets by their elements.
 """
 
+import importlib
+import inspect
+import os
 import shutil
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from tfamp.records import checks
-from tfamp.trials import targets
 
 _PARCEL = "parcel.pickle"
 _DATASETS = {"train": "train_elements", "validation": "validation_elements"}
 _PURPOSE = "`tfamp.compare`"
 
 
+def load(text: str) -> Callable[..., Any]:
+    """Returns the function that "module:function" names.
+
+    The current folder is looked in first, and the module may import its neighbours, as
+    when it is run as a script.
+
+    Raises:
+        ImportError: There is no such module.
+        ValueError: The text has another form, or the module no such function.
+    """
+    module_name, colon, name = text.partition(":")
+    if not (module_name and colon and name):
+        raise ValueError(
+            f"`build_model` is {text!r}; expected 'module:function', such as "
+            "'recipes.train_digits:build'."
+        )
+    where = os.getcwd()
+    if where not in sys.path:
+        sys.path.insert(0, where)
+    neighbours = os.path.join(where, *module_name.split(".")[:-1])
+    if neighbours not in sys.path:
+        sys.path.append(neighbours)
+    try:
+        module = importlib.import_module(module_name)
+    except ModuleNotFoundError as error:
+        if error.name and module_name.startswith(error.name):
+            raise ImportError(
+                f"There is no module {error.name!r} for {text!r}; expected one below "
+                f"{where!r} or an installed one. Run from the folder it lies in.",
+                name=error.name,
+            ) from error
+        raise
+    found = getattr(module, name, None)
+    if not callable(found):
+        names = [key for key, value in vars(module).items() if inspect.isroutine(value)]
+        guess = checks.did_you_mean(name, names)
+        advice = f"Did you mean {guess!r}?" if guess else f"It has {tuple(names)!r}."
+        raise ValueError(f"Module {module_name!r} has no function {name!r}. {advice}")
+    return found
+
+
+def call(function: Callable[..., Any], **offered: Any) -> Any:
+    """Calls a function with those of the offered arguments that it has by name.
+
+    Example:
+        >>> call(lambda seed: seed + 1, seed=1, epochs=5)
+        2
+    """
+    try:
+        parameters = inspect.signature(function).parameters
+    except (TypeError, ValueError):
+        return function()
+    kinds = (inspect.Parameter.KEYWORD_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD)
+    taken = {
+        name: value
+        for name, value in offered.items()
+        if name in parameters and parameters[name].kind in kinds
+    }
+    return function(**taken)
+
+
+def name_of(build_model: Any) -> str:
+    """Returns what a building function is called, or raises unless it is one."""
+    if isinstance(build_model, str):
+        return build_model
+    if not callable(build_model):
+        raise TypeError(
+            f"`build_model` is {build_model!r}, of type {type(build_model).__name__}; "
+            "expected a function that returns a compiled model, since each process "
+            "builds its own. Pass the function, not what it returns."
+        )
+    return str(getattr(build_model, "__name__", type(build_model).__name__))
+
+
 def pack(
     folder: Path, build_model: Callable[..., Any] | str, train: Any, validation: Any
 ) -> tuple[str, ...]:
-    """Writes the parcel of a comparison.
-
-    Args:
-        folder: Where to.
-        build_model: A function, or the name of one as "module:function".
-        train: Training data, None where `build_model` brings it.
-        validation: Validation data or None.
-
-    Returns:
-        What a reader should know, one sentence each.
+    """Writes model and data for other processes; returns what a reader should know.
 
     Raises:
         TypeError: Something cannot be taken to another process.
@@ -71,7 +139,7 @@ def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
     parcel = pickle.loads((folder / _PARCEL).read_bytes())
     build_model = parcel["build_model"]
     if isinstance(build_model, str):
-        build_model = targets.load(build_model)
+        build_model = load(build_model)
     data = []
     for name in _DATASETS:
         value = parcel[name]

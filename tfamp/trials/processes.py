@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from tfamp.trials import line
+from tfamp.trials import turns
 from tfamp.trials.job import file_name
 from tfamp.trials.run_records import Run
 
@@ -33,19 +33,10 @@ _SIGNALS = {
 
 
 class RunProcess:
-    """Trains once in a fresh process.
+    """Trains once in a fresh process, for at most `timeout_seconds` without its waits.
 
-    Args:
-        folder: Where the job and the parcel lie; the record and the log go there.
-        policy: As in the job.
-        seed: Likewise.
-        takes_turns: Whether it waits after about a second of training each.
-        timeout_seconds: The most that it may run, waiting left out; None for no end.
-        on_progress: Called now and then while it runs, with itself.
-
-    Attributes:
-        part_done: The part of its training that is done.
-        has_met: Whether it waits until the other runs of its seed have come as far.
+    `takes_turns` has it wait after about a second of training each; `part_done` of its
+    training is done, and it `has_met` others while it waits for them to come as far.
     """
 
     def __init__(
@@ -73,11 +64,7 @@ class RunProcess:
         return None if self._process is None else self._process.pid
 
     def go_on(self) -> bool:
-        """Starts it, or lets it go on, until it has had its turn or has ended.
-
-        Returns:
-            Whether it waits; otherwise it has ended.
-        """
+        """Starts it, or lets it go on, until it has had its turn or has ended."""
         if self._process is None:
             self._start()
         else:
@@ -113,17 +100,8 @@ class RunProcess:
         words = [str(self._folder), self.policy, str(self.seed), str(writing)]
         if self._takes_turns:
             words.append("in_turns")
-        with open(self._folder / f"{name}.log", "wb") as output:
-            self._process = subprocess.Popen(
-                command(_CHILD, words),
-                stdin=subprocess.PIPE,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=environment(),
-                pass_fds=(writing,),
-                # Ctrl-C reaches this process only, which then ends the other.
-                start_new_session=True,
-            )
+        log = self._folder / f"{name}.log"
+        self._process = start(_CHILD, words, log, pass_fds=(writing,))
         os.close(writing)
 
     def _answer(self) -> None:
@@ -148,10 +126,10 @@ class RunProcess:
                         self._process.wait()
                     self._close()
                     return False
-                waits_for |= line.read(words.decode(), told)
+                waits_for |= turns.read(words.decode(), told)
             self._on_progress(self)
-            if line.TURN in waits_for:
-                self.has_met = line.MEETING in waits_for
+            if turns.TURN in waits_for:
+                self.has_met = turns.MEETING in waits_for
                 # Its input pipeline would go on filling its buffers otherwise, from
                 # which it would train too fast when it has its turn.
                 self._signal("SIGSTOP")
@@ -172,9 +150,32 @@ class RunProcess:
         if self._reading >= 0:
             os.close(self._reading)
             self._reading = -1
-        if self._process is not None and self._process.stdin is not None:
-            with contextlib.suppress(BrokenPipeError):
-                self._process.stdin.close()
+        if self._process is not None:
+            close_input(self._process)
+
+
+def start(
+    module: str, arguments: list[str], log: Path, *, pass_fds: tuple[int, ...] = ()
+) -> subprocess.Popen[bytes]:
+    """Starts a module of tfamp in a fresh process, which prints into a log."""
+    with open(log, "wb") as output:
+        return subprocess.Popen(
+            command(module, arguments),
+            stdin=subprocess.PIPE,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=environment(),
+            pass_fds=pass_fds,
+            # Ctrl-C reaches this process only, which then ends the other.
+            start_new_session=True,
+        )
+
+
+def close_input(process: subprocess.Popen[bytes]) -> None:
+    """Closes the standard input of a process that may have ended."""
+    if process.stdin is not None:
+        with contextlib.suppress(BrokenPipeError):
+            process.stdin.close()
 
 
 def command(module: str, arguments: list[str]) -> list[str]:

@@ -121,11 +121,6 @@ def add_drift(folder: Path, runs: Sequence[Run], reference: str) -> list[Run]:
 
     A drift that was measured from another reference is measured anew where the weights
     are still there, and left out where they are not. Records that change are written.
-
-    Args:
-        folder: Where weights and records lie.
-        runs: Those there are.
-        reference: The policy that the report names as the reference.
     """
     return [_with_drift(folder, run, reference) for run in runs]
 
@@ -135,16 +130,9 @@ def drift(reference: Path, other: Path) -> float | None:
 
     The distance between the ends over the distance that the reference went from its
     start, both over all trainable weights: 0 for the same weights, about 1 where the
-    two have nothing but the start in common. float32 with another order of sums
-    drifts as well, the more the longer it trains.
-
-    Args:
-        reference: Weights before and after of the reference.
-        other: Of the other run, with the same seed.
-
-    Returns:
-        None where one of them is missing, where the shapes differ, or where the
-        reference did not move.
+    two have nothing but the start in common. float32 with another order of sums drifts
+    as well, the more the longer it trains. None where one of them is missing, where the
+    shapes differ, or where the reference did not move.
     """
     if not (reference.is_file() and other.is_file()):
         return None

@@ -1,7 +1,14 @@
-"""What a run of a comparison is trained under, as one word that can be typed."""
+"""A policy and how a model runs under it, as one word, and put in force."""
 
+import contextlib
 import dataclasses
+from collections.abc import Iterator
 
+import keras
+import tensorflow as tf
+
+import tfamp
+from tfamp.machine import amx
 from tfamp.records import checks
 from tfamp.records.record import Record
 
@@ -12,6 +19,7 @@ POLICIES = (
 )
 _OPTIONS = ("xla", "rewrite", "no_rules")
 _STOCK = "keras:"
+_REWRITE = "auto_mixed_precision_onednn_bfloat16"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,10 +49,6 @@ class Variant(Record):
     @classmethod
     def parse(cls, text: object, argument: str = "policies") -> "Variant":
         """Returns the variant that a word stands for.
-
-        Args:
-            text: `[keras:]policy[+xla][+rewrite][+no_rules]`.
-            argument: What it was given as, for the message.
 
         Raises:
             TypeError: It is no text.
@@ -89,3 +93,32 @@ class Variant(Record):
         }
         words = [self.policy, *(name for name, is_on in options.items() if is_on)]
         return (_STOCK if self.is_stock else "") + "+".join(words)
+
+
+@contextlib.contextmanager
+def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
+    """Puts a variant in force, and afterwards what was in force before.
+
+    Example:
+        >>> with in_force(Variant.parse("keras:mixed_bfloat16")) as (policy, why):
+        ...     print(policy, keras.layers.Dense(4).compute_dtype, why, sep=", ")
+        mixed_bfloat16, bfloat16, stock Keras
+    """
+    if variant.rewrite or variant.is_stock:
+        # `tfamp.enable` does so for the policies that need it.
+        amx.avoid()
+    with contextlib.ExitStack() as stack:
+        if variant.rewrite:
+            tf.config.optimizer.set_experimental_options({_REWRITE: True})
+            stack.callback(
+                tf.config.optimizer.set_experimental_options, {_REWRITE: False}
+            )
+        if variant.is_stock:
+            before = keras.config.dtype_policy()
+            stack.callback(keras.config.set_dtype_policy, before)
+            keras.config.set_dtype_policy(variant.policy)
+            yield variant.policy, "stock Keras"
+        else:
+            kept = "default" if variant.has_rules else "none"
+            status = stack.enter_context(tfamp.scope(variant.policy, keep_float32=kept))
+            yield status.policy, status.why

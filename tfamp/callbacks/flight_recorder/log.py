@@ -10,7 +10,7 @@ import numpy as np
 
 from tfamp.callbacks._batch_ring import BatchRing
 from tfamp.stepping import snapshots
-from tfamp.stepping.bundles.random_states import take_random
+from tfamp.stepping.bundles.files import take_random
 from tfamp.stepping.bundles.record import Call, hexed
 
 

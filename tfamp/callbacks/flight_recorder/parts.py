@@ -17,11 +17,11 @@ from tfamp.callbacks.flight_recorder.facts import (
 from tfamp.callbacks.flight_recorder.log import FlightLog, learning_rate_of
 from tfamp.keras_hooks import trainer
 from tfamp.stepping import snapshots
-from tfamp.stepping.bundles.digests import digest
+from tfamp.stepping.bundles.batches import pack
 from tfamp.stepping.bundles.files import Contents
-from tfamp.stepping.bundles.packing import pack
 from tfamp.stepping.bundles.record import Batch, Bundle, Call, Cause, error_name
 from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.snapshots.state import digest
 
 _NOT_COVERED = (
     "Operations that draw from a state of their own, such as `tf.random.normal`, and "

@@ -15,7 +15,7 @@ from tfamp.callbacks.nan_recovery.records import Recovery
 from tfamp.callbacks.nan_recovery.remedies import REMEDIES
 from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.records import checks
-from tfamp.stepping.snapshots.slots import Slots, made_folder
+from tfamp.stepping.snapshots.files import Slots, made_folder
 
 
 class NanRecovery(keras.callbacks.Callback):
@@ -44,7 +44,7 @@ class NanRecovery(keras.callbacks.Callback):
 
     A snapshot is good once a step after it was finite and applied, the weights after
     that step were finite, all of the snapshot is, and the loss has not run away. Good
-    ones go to `directory` in turn, in the background, and the manifest is written last:
+    ones go to `directory` in the background, an old one goes when a new one is whole:
     whenever the process is killed, the last good one is whole. An epoch's logs and
     `History` get `recoveries`, their number so far; `recoveries.jsonl` in the folder
     gets each of them, and so does `model.history.recoveries`. The batches trained

@@ -17,8 +17,7 @@ from tfamp.callbacks.nan_recovery.signs import Sign
 from tfamp.keras_hooks import around_training
 from tfamp.keras_hooks.trainer import drop_traced_functions
 from tfamp.stepping.bundles.record import Cause
-from tfamp.stepping.snapshots.background import Background
-from tfamp.stepping.snapshots.slots import Slots
+from tfamp.stepping.snapshots.files import Background, Slots
 from tfamp.stepping.snapshots.state import State, first_nonfinite, num_nonfinite
 
 _ENDS = (StopIteration, tf.errors.OutOfRangeError)

@@ -3,28 +3,32 @@
 import contextlib
 import math
 import tempfile
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NoReturn
 
 import tensorflow as tf
 
 from tfamp.machine.limits import MemoryLimit
-from tfamp.memory.batch_search import trial_process
-from tfamp.memory.batch_search.accumulation import Split, splits
-from tfamp.memory.batch_search.data import Batch, batch_of
-from tfamp.memory.batch_search.limits import allowed_bytes, memory_limit
-from tfamp.memory.batch_search.plan import Plan
+from tfamp.memory.batch_search import processes
+from tfamp.memory.batch_search.data import batch_of
+from tfamp.memory.batch_search.processes import Plan
 from tfamp.memory.batch_search.records import BatchSearch, StoppedBy, Trial
-from tfamp.memory.batch_search.search import Facts, Found, search
-from tfamp.memory.batch_search.settings import Settings
+from tfamp.memory.batch_search.search import (
+    MAX_BATCH_SIZE,
+    Facts,
+    Found,
+    Split,
+    search,
+    splits,
+)
+from tfamp.memory.batch_search.settings import Settings, allowed_bytes, memory_limit
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.records.units import format_bytes
 from tfamp.trials import parcel
 
 _PURPOSE = "`tfamp.find_batch_size`"
-_MAX_BATCH_SIZE = 2**20
 
 
 def find_batch_size(
@@ -63,8 +67,9 @@ def find_batch_size(
         build_model: Returns a compiled model, or (model, train) or (model, train,
             validation) where no data is passed; called in each trial. Or the name of
             such a function, as "module:function".
-        data: A `tf.data.Dataset` of batches, a `tfamp.data.Pipeline`, arrays (x, y),
-            or a function that returns one of them. The rows of its first batch are
+        data: What `fit` takes (a `tf.data.Dataset` of batches, a `Pipeline`, a
+            `PyDataset`, a generator of batches, arrays (x, y)), or a function that
+            returns one of them. The rows of its first batch are
             repeated to the size that is tried.
         policy: What to build under, as in `tfamp.compare`: "mixed_bfloat16",
             "float32+xla" and so on. None takes what is in force now.
@@ -105,7 +110,7 @@ def find_batch_size(
         >>> found.effective_batch_size, found.accumulation_steps  # doctest: +SKIP
         (256, 1)
     """
-    _check_build_model(build_model)
+    title = parcel.name_of(build_model)
     start, caps = _checked_caps(start, max_batch_size, target_batch_size)
     margin = _part("margin", margin)
     min_gain = None if min_gain is None else _part("min_gain", min_gain)
@@ -117,17 +122,25 @@ def find_batch_size(
     limit = memory_limit(max_memory_bytes)
     batch = None if data is None or callable(data) else batch_of(data)
     plan = Plan(
-        title=str(getattr(build_model, "__name__", build_model)),
+        title=title,
         steps=steps,
         allowed_bytes=allowed_bytes(limit, margin),
         target_batch_size=target_batch_size,
         data_batch_size=None if batch is None else batch.size,
         num_examples=None if batch is None else batch.num_examples,
     )
-    with _folder() as folder, _shown(verbose) as show:
+    shown = progress("Trying batch sizes", unit="trials")
+    silent = contextlib.nullcontext(lambda done: None)
+    with (
+        tempfile.TemporaryDirectory(prefix="tfamp-batch-size-") as name,
+        shown if verbose else silent as show,
+    ):
+        folder = Path(name)
         plan.to_json(folder / Plan.FILE)
         settings.write(folder)
-        parcel.pack(folder, build_model, _packed(data, batch), None)
+        if batch is not None:  # all that the trials get of the data
+            data = tf.data.Dataset.from_tensors(batch.parts)
+        parcel.pack(folder, build_model, data, None)
         trials = _Trials(folder, timeout_seconds, show, on_trial)
         found = search(
             trials, start=start, caps=caps, min_gain=min_gain, facts=trials.facts
@@ -155,17 +168,10 @@ def find_batch_size(
 
 
 class _Trials:
-    """Makes the trials of a search, shows them, and keeps what they tell.
+    """Makes the trials of a search and shows them.
 
-    Args:
-        folder: Where their processes find what they need.
-        timeout_seconds: The most that a trial may take.
-        show: Gets the number of trials made.
-        on_trial: The caller's function for each.
-
-    Attributes:
-        made: All trials, in order.
-        noted: What the last trial that got so far noted of model and data.
+    `made` has all in order, `noted` what the last one that got so far noted of model
+    and data.
     """
 
     def __init__(
@@ -181,10 +187,8 @@ class _Trials:
         self._show, self._on_trial = show, on_trial
 
     def __call__(self, size: int) -> Trial:
-        trial = trial_process.try_size(
-            self._folder, size, timeout_seconds=self._timeout
-        )
-        self.noted = trial_process.facts_of(self._folder) or self.noted
+        trial = processes.try_size(self._folder, size, timeout_seconds=self._timeout)
+        self.noted = processes.facts_of(self._folder) or self.noted
         self.made.append(trial)
         self._show(len(self.made))
         if self._on_trial is not None:
@@ -193,7 +197,7 @@ class _Trials:
 
     def facts(self) -> Facts:
         """Returns what sizes depend on."""
-        return trial_process.facts(self.noted)
+        return processes.facts(self.noted)
 
 
 def _split(trials: _Trials, size: int, target: int | None) -> Split:
@@ -238,21 +242,12 @@ def _raise_none_fits(found: Found, limit: MemoryLimit | None, plan: Plan) -> NoR
     )
 
 
-def _check_build_model(build_model: Any) -> None:
-    if not callable(build_model) and not isinstance(build_model, str):
-        raise TypeError(
-            f"`build_model` is {build_model!r}, of type {type(build_model).__name__}; "
-            "expected a function that returns a compiled model, since each trial "
-            "builds its own. Pass the function, not what it returns."
-        )
-
-
 def _checked_caps(
     start: int, max_batch_size: int | None, target_batch_size: int | None
 ) -> tuple[int, dict[StoppedBy, int]]:
     """Returns the first size and the most that a batch may be, by what says so."""
     checks.positive_int("start", start)
-    caps: dict[StoppedBy, int] = {"max_batch_size": _MAX_BATCH_SIZE}
+    caps: dict[StoppedBy, int] = {"max_batch_size": MAX_BATCH_SIZE}
     if max_batch_size is not None:
         caps["max_batch_size"] = checks.positive_int("max_batch_size", max_batch_size)
     if start > caps["max_batch_size"]:
@@ -271,25 +266,3 @@ def _part(argument: str, value: object) -> float:
     """Returns a part that may be 0 and may not be 1."""
     part = checks.fraction(argument, value)
     return part if part == 0 else checks.fraction(argument, part, closed=False)
-
-
-def _packed(data: Any, batch: Batch | None) -> Any:
-    """Returns what the trials get of the data: a batch where there is one."""
-    if batch is None:
-        return data
-    return tf.data.Dataset.from_tensors(batch.parts)
-
-
-@contextlib.contextmanager
-def _folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="tfamp-batch-size-") as name:
-        yield Path(name)
-
-
-@contextlib.contextmanager
-def _shown(verbose: bool) -> Iterator[Callable[[int], None]]:
-    if not verbose:
-        yield lambda done: None
-        return
-    with progress("Trying batch sizes", unit="trials") as show:
-        yield show

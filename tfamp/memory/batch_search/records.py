@@ -5,9 +5,8 @@ import os
 from typing import Literal
 
 from tfamp.machine.limits import MemoryLimit
-from tfamp.memory.batch_search import plot as plotting
 from tfamp.memory.batch_search import text as rendering
-from tfamp.memory.batch_search.limits import allowed_bytes
+from tfamp.memory.batch_search.settings import allowed_bytes
 from tfamp.records.record import Record
 
 Outcome = Literal[
@@ -138,7 +137,7 @@ class BatchSearch(Record):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        plotting.plot(self, path)
+        rendering.plot(self, path)
 
     def __str__(self) -> str:
         return rendering.render(self)

@@ -7,16 +7,54 @@ from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from tfamp.memory.batch_search.records import StoppedBy, Trial
-from tfamp.trials.largest_batch import narrowed
+
+# The answer lies within this part below the largest that fits.
+_PRECISION = 1 / 8
+MAX_BATCH_SIZE = 2**20
+
+
+class Split(NamedTuple):
+    """A way to make up one update: examples of a step on all replicas, and steps."""
+
+    batch_size: int
+    steps: int
+
+
+def splits(largest: int, target: int, *, replicas: int = 1) -> tuple[Split, ...]:
+    """Returns ways to make up updates of `target` examples, the best first.
+
+    First comes the largest batch that goes into the target without a rest, a multiple
+    of 8 if there is one in reach; smaller than half of `largest` it is too slow to be
+    worth that. Then the batch that comes closest in as few steps as can be, and last
+    the largest itself.
+
+    Example:
+        >>> splits(96, 512)[0]
+        Split(batch_size=64, steps=8)
+        >>> splits(96, 509)
+        (Split(batch_size=85, steps=6), Split(batch_size=96, steps=6))
+        >>> splits(96, 64)[0]
+        Split(batch_size=64, steps=1)
+    """
+    fewest = math.ceil(target / largest)
+    exact = [
+        Split(target // steps, steps)
+        for steps in range(fewest, 2 * fewest + 1)
+        if target % steps == 0 and (target // steps) % replicas == 0
+    ]
+    aligned = [split for split in exact if split.batch_size % 8 == 0]
+    found = [*aligned[:1], *exact[:1]]
+    nearest = max(1, round(target / fewest / replicas)) * replicas
+    found += [Split(nearest, fewest), Split(largest, fewest)]
+    return tuple(dict.fromkeys(found))
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
     """What the first trial tells of the model and its data.
 
-    Attributes:
-        replicas: Devices that share a batch, which is a multiple of them.
-        num_examples: Examples of the data, None where that is not known.
+    A batch is a multiple of the `replicas` that share it; `num_examples` of the data
+    are None where that is not known.
     """
 
     replicas: int = 1
@@ -26,11 +64,9 @@ class Facts:
 class Found(NamedTuple):
     """What a search came to.
 
-    Attributes:
-        chosen: The trial to take; None where not even the least batch fits.
-        trials: All, in the order they were made.
-        stopped_by: What ended the growth.
-        largest_that_fits: Where memory or time ended it.
+    `chosen` is the trial to take, None where not even the least batch fits. All trials
+    are in the order they were made. `largest_that_fits` is known where memory or time
+    ended the growth.
     """
 
     chosen: Trial | None
@@ -62,17 +98,10 @@ def search(
     """Searches for the least batch size that is about as fast as any that fits.
 
     The size doubles until it does not fit, or until that gains less than `min_gain` in
-    examples/s, measured twice. Where memory ended the growth, the limit is narrowed
-    down to multiples of 8. What is chosen was tried itself.
-
-    Args:
-        try_size: Tries a size. The first one it may change as the data and the
-            replicas want.
-        start: The first size.
-        caps: The most that a batch may be, by what says so.
-        min_gain: Part by which a doubled batch has to be faster; None for the largest
-            that fits, however fast.
-        facts: Gives what the first trial found; asked after it.
+    examples/s, measured twice; None takes the largest that fits. Where memory ended the
+    growth, the limit is narrowed down to multiples of 8. What is chosen was tried
+    itself. `caps` has the most that a batch may be, by what says so; `facts` are asked
+    after the first trial, which may change the size as data and replicas want.
 
     Example:
         >>> def half_full(size):
@@ -92,7 +121,7 @@ def search(
     if good and bad:
         # Among small sizes every one counts.
         unit = known.replicas if good < 8 else math.lcm(8, known.replicas)
-        good = narrowed(lambda each: tried(each).fits, good, bad, multiple=unit)
+        good = _narrowed(lambda each: tried(each).fits, good, bad, multiple=unit)
     return Found(
         chosen=choice(tried.trials, min_gain),
         trials=tried.trials,
@@ -104,9 +133,7 @@ def search(
 def choice(trials: tuple[Trial, ...], min_gain: float | None) -> Trial | None:
     """Returns the least of the trials that fit and are about as fast as the fastest.
 
-    Args:
-        trials: All of them.
-        min_gain: What "about" means; None for the largest that fits.
+    Where `min_gain` is None, the largest that fits.
     """
     if min_gain is None:
         fitting = [trial for trial in trials if trial.fits]
@@ -174,8 +201,7 @@ def _grown(
 ) -> tuple[StoppedBy, int, int]:
     """Doubles a size, or halves it until one fits.
 
-    Returns:
-        What ended it, the largest that fits and the least that does not, or 0.
+    Returns what ended it, the largest that fits and the least that does not, or 0.
     """
     if not tried(size).fits:
         return _shrunk(tried, size, replicas)
@@ -222,3 +248,23 @@ def _next_size(size: int, cap: int, reason: StoppedBy, replicas: int) -> int:
 
 def _ended_by(trial: Trial) -> StoppedBy:
     return "time" if trial.outcome == "too slow" else "memory"
+
+
+def _narrowed(
+    fits: Callable[[int], bool], good: int, bad: int, *, multiple: int = 1
+) -> int:
+    """Returns about the largest size that fits, between one that does and one not."""
+    while bad - good > max(multiple, _PRECISION * good):
+        middle = (good + bad) // 2
+        # Tensor cores and vector units like multiples of 8.
+        for unit in (math.lcm(8, multiple), multiple):
+            rounded = middle - middle % unit
+            if rounded > good:
+                break
+        else:
+            return good
+        if fits(rounded):
+            good = rounded
+        else:
+            bad = rounded
+    return good

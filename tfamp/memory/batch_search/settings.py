@@ -1,4 +1,4 @@
-"""What a trial is made under: policy, devices and strategy, as where it was asked for.
+"""What a trial is made under: memory, policy, devices, strategy, as at the call.
 
 A fresh process knows nothing of `tfamp.enable`, of logical devices or of a strategy's
 scope, so they go along as a file.
@@ -6,7 +6,7 @@ scope, so they go along as a file.
 
 import contextlib
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -16,29 +16,91 @@ import tensorflow as tf
 import tfamp
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.settings import RuleSet
+from tfamp.machine import limits
+from tfamp.machine.limits import MemoryLimit
+from tfamp.machine.nvml import Nvml
 from tfamp.records import checks
-from tfamp.trials.in_force import in_force
-from tfamp.trials.variant import Variant
+from tfamp.trials.variant import Variant, in_force
 
+GPU, CALLER = "GPU memory", "max_memory_bytes"
+_ROOT = Path("/")
 FILE = "settings.pickle"
 _PURPOSE = "`tfamp.find_batch_size`"
+
+
+def memory_limit(
+    max_memory_bytes: int | None = None,
+    *,
+    has_gpu: bool | None = None,
+    gpu: Callable[[], MemoryLimit | None] | None = None,
+    root: Path = _ROOT,
+    address_space: Callable[[], int | None] | None = None,
+) -> MemoryLimit | None:
+    """Returns the memory that a fresh training process may take, and what decides it.
+
+    The one with the least room decides, since a process that passes any of them fails:
+    on a GPU the caller's and what is free there; on a CPU the caller's, the machine's
+    memory and the cgroups of this process (containers, batch systems), both less what
+    is in use, and `ulimit -v`. None where nothing is known, as on a GPU without NVML.
+    The other arguments are for tests; None asks the system.
+
+    Example:
+        >>> memory_limit(10**6, has_gpu=False)
+        MemoryLimit(bytes=1000000, source='max_memory_bytes', used_bytes=None)
+        >>> memory_limit(has_gpu=True, gpu=lambda: None) is None
+        True
+    """
+    found = []
+    if max_memory_bytes is not None:
+        most = checks.positive_int("max_memory_bytes", max_memory_bytes)
+        found.append(MemoryLimit(most, CALLER))
+    if has_gpu is None:
+        has_gpu = bool(tf.config.get_visible_devices("GPU"))
+    if has_gpu:
+        of_gpu = (gpu or _fullest_gpu)()
+        found += [] if of_gpu is None else [of_gpu]
+    else:
+        found += [
+            # Addresses are each process's own; what this one uses is no loss.
+            dataclasses.replace(limit, used_bytes=None)
+            if limit.source == limits.ADDRESS_SPACE
+            else limit
+            for limit in limits.memory_limits(root, address_space=address_space)
+        ]
+    return min(found, key=lambda limit: limit.free_bytes, default=None)
+
+
+def allowed_bytes(limit: MemoryLimit | None, margin: float) -> int | None:
+    """Returns what a trial may take: what is free of a limit, less a margin.
+
+    Example:
+        >>> allowed_bytes(MemoryLimit(1000, "cgroup v2", used_bytes=200), 0.25)
+        600
+    """
+    return None if limit is None else int(limit.free_bytes * (1 - margin))
+
+
+def _fullest_gpu() -> MemoryLimit | None:
+    nvml = Nvml.open()
+    if nvml is None:
+        return None
+    with nvml:
+        readings = nvml.read()
+    found = [
+        MemoryLimit(each.memory_total_bytes, GPU, each.memory_used_bytes)
+        for each in readings
+        if each.memory_total_bytes is not None
+    ]
+    return min(found, key=lambda limit: limit.free_bytes, default=None)
 
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
     """The settings of all trials of a search.
 
-    Attributes:
-        policy: A variant's name as for `tfamp.compare`; a policy's name where the
-            present settings hold.
-        is_named: Whether the caller named the variant.
-        keras_policy: Config of Keras's global policy, where tfamp is not enabled.
-        rules: What stays in float32, where tfamp is enabled.
-        loss_scale: As for `tfamp.enable`.
-        loss_scale_options: Likewise.
-        replicas: Devices of the strategy whose scope is open, as "CPU:1".
-        num_cpus: Logical CPU devices; 0 where nobody asked for any.
-        threads: Threads inside and between operations; 0 lets TensorFlow choose.
+    `policy` is a variant's name where the caller named one, else that of what is in
+    force; `num_cpus` is 0 where nobody asked for logical CPUs, threads where TensorFlow
+    chooses.
     """
 
     policy: str
@@ -58,10 +120,7 @@ class Settings:
 
     @classmethod
     def present(cls, policy: str | None) -> "Settings":
-        """Returns the settings of this process.
-
-        Args:
-            policy: A variant to use in place of what is in force, or None.
+        """Returns the settings of this process, or a variant in place of its policy.
 
         Raises:
             TypeError: The policy is no text.
@@ -116,10 +175,9 @@ class Settings:
         return found
 
     def prepare_devices(self, gpu_bytes: int | None = None) -> None:
-        """Gives this process the logical devices and threads; before TensorFlow starts.
+        """Gives this process the logical devices and threads, before TensorFlow starts.
 
-        Args:
-            gpu_bytes: What TensorFlow may take on each GPU, None for its own way.
+        TensorFlow may take `gpu_bytes` on each GPU, None for its own way.
         """
         for number, set_threads in zip(
             self.threads,

@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import traceback
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -18,18 +18,17 @@ import keras
 import tensorflow as tf
 
 from tfamp.machine import memory as process_memory
-from tfamp.memory.batch_search import outcomes
-from tfamp.memory.batch_search.data import Batch, batch_of
-from tfamp.memory.batch_search.plan import ANSWER, FACTS, Plan
+from tfamp.memory.batch_search import processes
+from tfamp.memory.batch_search.data import Batch, batch_of, time_steps
+from tfamp.memory.batch_search.processes import ANSWER, FACTS, Plan
 from tfamp.memory.batch_search.search import Facts, possible_size
 from tfamp.memory.batch_search.settings import Settings
-from tfamp.memory.batch_search.step_times import time_steps
 from tfamp.records.checks import short_error
 from tfamp.trials.job import Job
 from tfamp.trials.run import child
-from tfamp.trials.run.batch_trial import watch
 
 _OWN_SCORE = Path("/proc/self/oom_score_adj")
+_LOOK_SECONDS = 0.02
 
 
 def main(argv: Sequence[str]) -> int:
@@ -43,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         _OWN_SCORE.write_text("1000")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     is_over = threading.Event()
-    if plan.allowed_bytes is not None:
+    if plan.allowed_bytes is not None and not has_gpu:
         watch(plan.allowed_bytes, lambda: _give_up(folder), is_over=is_over)
     try:
         settings.prepare_devices(plan.allowed_bytes if has_gpu else None)
@@ -52,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
     except Exception as error:
         # The whole of it goes to the log.
         traceback.print_exc()
-        outcome = outcomes.of_error(error) or "error"
+        outcome = processes.of_error(error) or "error"
         found = {"outcome": outcome, "detail": short_error(error)}
     is_over.set()
     (folder / ANSWER).write_text(json.dumps(found))
@@ -114,6 +113,29 @@ def _accumulators(model: keras.Model) -> list[tf.Variable]:
             tf.Variable(tf.zeros(weight.shape, weight.dtype), trainable=False)
             for weight in model.trainable_weights
         ]
+
+
+def watch(
+    limit_bytes: int,
+    give_up: Callable[[], None],
+    *,
+    memory: Callable[[], int] = process_memory.process_bytes,
+    is_over: threading.Event,
+) -> threading.Thread:
+    """Calls `give_up` as soon as this process holds more than the limit.
+
+    The system's own way to say that memory is short may hit another program.
+    """
+
+    def look() -> None:
+        while not is_over.wait(_LOOK_SECONDS):
+            if memory() > limit_bytes:
+                give_up()
+                return
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    return thread
 
 
 def _give_up(folder: Path) -> None:

@@ -11,7 +11,7 @@ from tfamp.memory.estimate.model_steps import Asked
 from tfamp.memory.estimate.records import MemoryEstimates
 from tfamp.models import apply
 from tfamp.records import checks
-from tfamp.stepping.model_copies import copied
+from tfamp.stepping.unchanged import copied
 
 
 def estimate_memory(
@@ -49,9 +49,9 @@ def estimate_memory(
         policy: Another policy than the model's, or several; a copy of the model is
             made for each.
         training: False for a step of `predict`.
-        data: A batch (x, y), x alone, as an array or a dict, or a dataset of batches,
-            of which only shapes and dtypes are read; needed where the model does not
-            tell its inputs or targets.
+        data: A batch (x, y), x alone, as an array or a dict, or whatever else `fit`
+            takes, of which only shapes and dtypes are read; needed where the model
+            does not tell its inputs or targets.
         sequence_length: What to take for every size that the model leaves open, as
             models of text do; or pass an example as `data`.
         jit_compile: Whether XLA compiles the step; None for what the model says. It

@@ -1,21 +1,23 @@
 """One model asked for the memory of its steps, each batch size traced once."""
 
+import dataclasses
+from collections.abc import Callable
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfamp.graph.compiled import find_program_peak
 from tfamp.graph.liveness import Peak, find_peak
 from tfamp.graph.schedules import Schedule, read_schedule
 from tfamp.keras_hooks import structure
 from tfamp.machine import devices
 from tfamp.memory.estimate import breakdown
-from tfamp.memory.estimate.extrapolation import scaled
-from tfamp.memory.estimate.programs import program_peak
 from tfamp.memory.estimate.records import MemoryEstimate
 from tfamp.memory.estimate.resident import ResidentSize, Surroundings, surroundings
 from tfamp.memory.estimate.specs import specs_of
 from tfamp.models import assignment
+from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build
 from tfamp.stepping.layer_marks import plain_name
@@ -23,6 +25,52 @@ from tfamp.stepping.step_traces import TracedSpecs, trace_specs
 
 # Batch sizes of a curve, as parts of the one that was asked for.
 _PARTS = (1 / 8, 1 / 2, 1, 2, 8, 32)
+
+
+def program_peak(step: Callable[..., Any], specs: Any) -> tuple[Peak | None, str]:
+    """Compiles a step and returns what its program holds, or why that is not known.
+
+    The compiler takes tensors, so zeros of the shapes are made.
+    """
+    if tf.distribute.get_strategy().num_replicas_in_sync > 1:
+        return None, "XLA's program of a step on several replicas cannot be read"
+    zeros = tf.nest.map_structure(lambda s: tf.zeros(s.shape, s.dtype), specs)
+    function = tf.function(step, jit_compile=True)
+    try:
+        program = function.experimental_get_compiler_ir(zeros)
+        return find_program_peak(program(stage="optimized_hlo")), ""
+    except (tf.errors.OpError, ValueError, TypeError, NotImplementedError) as error:
+        return None, f"XLA cannot compile this step ({first_line(error)})"
+
+
+def scaled(
+    first: Schedule, second: Schedule, sizes: tuple[int, int], size: int
+) -> Schedule | None:
+    """Returns the steps for a batch size, each buffer growing evenly with the batch.
+
+    From plans of two different `sizes`; None where they don't run the same operations.
+    """
+    part = (size - sizes[0]) / (sizes[1] - sizes[0])
+
+    def between(low: int, high: int) -> int:
+        return max(0, round(low + (high - low) * part))
+
+    if len(first.steps) != len(second.steps):
+        return None
+    plan = Schedule(map(between, first.argument_bytes, second.argument_bytes))
+    for one, other in zip(first.steps, second.steps, strict=True):
+        if one.op != other.op or len(one.outputs) != len(other.outputs):
+            return None
+        inner = []
+        for low, high in zip(one.inner, other.inner, strict=True):
+            each = scaled(low, high, sizes, size)
+            if each is None:
+                return None
+            inner.append(each)
+        outputs = list(map(between, one.outputs, other.outputs))
+        plan.add(dataclasses.replace(one, outputs=outputs, inner=tuple(inner)))
+    plan.results = first.results
+    return plan
 
 
 class Asked:

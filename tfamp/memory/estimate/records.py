@@ -180,6 +180,6 @@ class MemoryEstimates(TableRecord):
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws memory against batch size, a line for each policy, into a file."""
-        from tfamp.memory.estimate.plot import plot
+        from tfamp.memory.estimate.text import plot
 
         plot(self.estimates, path)

@@ -25,8 +25,7 @@ from tfamp.machine.memory import (
     host_allocator,
     host_bytes,
 )
-from tfamp.memory.estimate.best_fit import BestFit
-from tfamp.memory.estimate.glibc import Glibc, GlibcSettings
+from tfamp.memory.estimate.heaps import BestFit, Glibc, GlibcSettings
 
 # Enough for the blocks to find their places: later steps add less than 1 %.
 _STEPS = 2
@@ -45,11 +44,8 @@ class Surroundings:
     """What a prediction starts from.
 
     Args:
-        allocator: Name of what holds tensors, or why the size is not told.
         process_bytes: Resident size of the process now; None where it is not told.
         reusable_bytes: What of it is free for tensors.
-        num_threads: Operations that run at the same time.
-        settings: Of glibc, where that is in force.
     """
 
     allocator: str
@@ -62,12 +58,7 @@ class Surroundings:
 def surroundings(
     *, environ: Mapping[str, str] = os.environ, in_xla: bool = False
 ) -> Surroundings:
-    """Looks at this process.
-
-    Args:
-        environ: The environment variables.
-        in_xla: Whether XLA compiles the step.
-    """
+    """Looks at this process."""
     if tf.config.get_visible_devices("GPU"):
         return Surroundings("none: the model computes on a GPU")
     if in_xla:
@@ -119,14 +110,7 @@ def glibc_settings(environ: Mapping[str, str]) -> GlibcSettings:
 
 
 class ResidentSize:
-    """Predicts resident sizes of one model, for plans of several batch sizes.
-
-    Args:
-        model: The model, built.
-        around: What `surroundings` returned.
-        training: Whether the step trains.
-        emulated: As for `find_peak`.
-    """
+    """Predicts resident sizes of one model, for plans of several batch sizes."""
 
     def __init__(
         self,
@@ -149,12 +133,9 @@ class ResidentSize:
     ) -> tuple[tuple[int, int], ...]:
         """Returns the largest resident size in a run of steps, by batch size.
 
-        Small batches fit into what is free in the process: the size is the same for
-        all of them, and grows evenly from some batch on, which is in the curve.
-
-        Args:
-            plans: Batch size -> what a step runs.
-            input_bytes: Of one example.
+        Small batches fit into what is free in the process: the size is the same for all
+        of them, and grows evenly from some batch on, which is in the curve.
+        `input_bytes` are those of one example.
         """
         sizes = sorted(plans)
         more = [self._more(plans[n], round(n * input_bytes)) for n in sizes]
@@ -188,13 +169,7 @@ class ResidentSize:
 def growth(
     heap: BestFit | Glibc, standing: Iterable[int], steps: Sequence[Sequence[Change]]
 ) -> int:
-    """Returns by how much steps make a heap larger than what stands in it.
-
-    Args:
-        heap: An empty one.
-        standing: Sizes of the blocks that stay.
-        steps: What each step takes and frees.
-    """
+    """Returns by how many bytes steps make a heap larger than what stands in it."""
     for size in standing:
         heap.allocate(size)
     before = most = heap.resident_bytes

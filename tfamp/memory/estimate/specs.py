@@ -6,6 +6,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
+from tfamp.stepping.arguments import dataset_of
 
 _HOW = "Pass an example as `data`, x alone or (x, y), of which only the shapes are read"
 _LENGTH = (
@@ -24,15 +25,11 @@ def specs_of(
 ) -> Any:
     """Returns a `tf.TensorSpec` for each tensor of a batch.
 
-    Args:
-        model: A Keras model.
-        data: A dataset of batches, a batch (x, y), x alone, or None to ask the model.
-        batch_size: Examples of the batch; the first dimension of each tensor.
-        training: Whether targets are needed.
-        sequence_length: What sizes are that are left open, None where none may be.
+    Shapes are those of `data`, None asks the model; sizes that they leave open become
+    `sequence_length`, None allows none.
 
     Raises:
-        TypeError: `data` is neither.
+        TypeError: `data` is nothing that `fit` takes.
         ValueError: The model does not tell its inputs or targets.
     """
     whose = f"Model {model.name!r}" if data is None else "`data`"
@@ -78,16 +75,9 @@ def _sizes(spec: Any) -> list[int | None]:
 
 
 def _specs_of_data(data: Any) -> Any:
-    if callable(getattr(data, "build", None)):
-        data = data.build()
-    if isinstance(data, tf.data.Dataset):
-        return data.element_spec
     is_batch = isinstance(data, (tuple, list)) and 1 <= len(data) <= 3
     if not is_batch and not _is_x_alone(data):
-        raise TypeError(
-            f"`data` is of type {type(data).__name__}; expected a dataset of batches, "
-            "a `Pipeline`, or a tuple (x, y) of arrays. Pass one batch as (x, y)."
-        )
+        return dataset_of(data).element_spec
 
     def spec(array: Any) -> tf.TensorSpec:
         dtype = tf.as_dtype(getattr(array, "dtype", None) or keras.config.floatx())

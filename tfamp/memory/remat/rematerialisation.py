@@ -11,8 +11,7 @@ from absl import logging
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.recompute import recomputed
-from tfamp.memory.remat.plan import fit_into
-from tfamp.memory.remat.segments import Segment, cut
+from tfamp.memory.remat.plan import Segment, cut, fit_into
 from tfamp.memory.remat.settings import (
     check_settings,
     check_target,

@@ -34,7 +34,7 @@ from tfamp.numerics.lint.weights import (
 from tfamp.records import checks
 from tfamp.records.findings import Finding, Findings
 from tfamp.records.progress import progress
-from tfamp.stepping.step_traces import batches_of
+from tfamp.stepping.arguments import dataset_of
 
 RULES: tuple[LintRule, ...] = (
     half_head,
@@ -84,8 +84,9 @@ def lint(
         model: A Keras model of any kind, compiled or not.
         loss: What it is trained with; None takes that of `compile`.
         optimizer: An optimizer or its name; None takes that of `compile`.
-        data: A `tf.data.Dataset` of batches, a `Pipeline`, or arrays: (x, y), or x
-            alone, as a dict where the model takes several inputs. Without,
+        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
+            `PyDataset`, a generator of batches, or arrays: (x, y), or x alone, as a
+            dict where the model takes several inputs. Without,
             rules on numbers are skipped, and of a subclassed model those on its graph.
         silence: Rules that are not to run, each with the reason, which is listed
             with the result.
@@ -116,7 +117,7 @@ def lint(
     silenced = _checked(silence)
     dataset = None
     if data is not None:
-        dataset = batches_of(data, batch_size, needs_targets=False)
+        dataset = dataset_of(data, batch_size, needs_targets=False)
     findings: list[Finding] = []
     ran, skipped = [], []
     with progress("Linting the model", len(RULES) + 1, unit="parts") as done:

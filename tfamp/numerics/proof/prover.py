@@ -18,9 +18,10 @@ from tfamp.numerics.proof.result import Product, Proof, Unaligned
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.records.record import Device
+from tfamp.stepping.arguments import dataset_of
 from tfamp.stepping.costs import HALF, Roofline, computing, num_bytes
 from tfamp.stepping.input_waits.measure import bottleneck
-from tfamp.stepping.step_traces import Trace, batches_of, trace_step
+from tfamp.stepping.step_traces import Trace, trace_step
 
 # Tensor cores take 16 bytes of each row at a time.
 _MULTIPLE = 8
@@ -55,7 +56,9 @@ def prove(
 
     Args:
         model: A Keras model, compiled unless `training` is False.
-        data: A `tf.data.Dataset` of batches, a `Pipeline`, or arrays (x, y).
+        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
+            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
+            or without.
         training: Whether to look at the step of `fit`, or at that of `predict`.
         jit_compile: Whether to compile the step with XLA and read the program; None
             does as the model was compiled to (`jit_compile`).
@@ -85,7 +88,7 @@ def prove(
         >>> proof.half_share_of_flops
         0.0
     """
-    dataset = batches_of(data, batch_size)
+    dataset = dataset_of(data, batch_size)
     if seconds is not None:
         seconds = checks.positive("seconds", seconds)
     if seconds is not None and not training:

@@ -14,11 +14,10 @@ from tfamp.numerics.ranges.result import KINDS, LOW_FORMATS, Kind, LayerRange, R
 from tfamp.records import checks
 from tfamp.records.formats import FLOAT16, FORMATS
 from tfamp.records.progress import progress
-from tfamp.stepping.arguments import build, check_model, first_batch
+from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.eager_step import run_step
+from tfamp.stepping.layer_calls import computes_itself
 from tfamp.stepping.layer_precision import in_float32
-from tfamp.stepping.layer_units import computes_itself
-from tfamp.stepping.step_traces import batches_of
 from tfamp.stepping.taps import Call, Observer, Site, floats, sites, tapped
 from tfamp.stepping.unchanged import unchanged
 
@@ -42,7 +41,9 @@ def ranges(
 
     Args:
         model: A compiled model, written in whatever way.
-        data: A `tf.data.Dataset` of batches, a `Pipeline`, or arrays (x, y).
+        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
+            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
+            or without.
         num_batches: How many batches to look at.
         batch_size: Examples in a batch of arrays.
 
@@ -64,7 +65,7 @@ def ranges(
     """
     checks.positive_int("num_batches", num_batches)
     check_model(model)
-    dataset = batches_of(data, batch_size)
+    dataset = dataset_of(data, batch_size)
     build(model, first_batch(dataset))
     counted = _Counted(model)
     seen = 0

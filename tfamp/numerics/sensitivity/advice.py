@@ -10,7 +10,7 @@ from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layer_record import Kind, drop_record, record_of
 from tfamp.numerics.sensitivity.result import Sensitivity
-from tfamp.stepping.layer_units import how_to_keep
+from tfamp.stepping.layer_calls import how_to_keep
 from tfamp.stepping.taps import Site
 
 # tfamp's first loss scale.

@@ -17,9 +17,14 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.patches import like, replaced
 from tfamp.loss_scale.tape.gradients import scaled_by
-from tfamp.stepping.layer_calls import Recorded, children_of, own_losses, state_restored
+from tfamp.stepping.layer_calls import (
+    Recorded,
+    children_of,
+    own_losses,
+    runs_whole,
+    state_restored,
+)
 from tfamp.stepping.layer_precision import computing_in
-from tfamp.stepping.layer_units import runs_whole
 from tfamp.stepping.taps import floats, is_float
 
 

@@ -25,7 +25,7 @@ from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import FORMATS, needs_loss_scale
 from tfamp.records.progress import progress
-from tfamp.stepping.arguments import build, check_model, first_batch
+from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.eager_step import run_step
 from tfamp.stepping.layer_precision import (
     adding_in_float32,
@@ -34,10 +34,8 @@ from tfamp.stepping.layer_precision import (
     giving_unrounded,
     in_float32,
 )
-from tfamp.stepping.random_draws import same_draws
-from tfamp.stepping.step_traces import batches_of
 from tfamp.stepping.taps import tapped
-from tfamp.stepping.unchanged import unchanged
+from tfamp.stepping.unchanged import same_draws, unchanged
 
 _DTYPES = ("float16", "bfloat16")
 # Those that tfamp's first loss scale may come to.
@@ -75,7 +73,9 @@ def sensitivity(
 
     Args:
         model: A compiled model, written in whatever way.
-        data: A `tf.data.Dataset` of batches, a `Pipeline`, or arrays (x, y).
+        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
+            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
+            or without.
         dtype: "float16" or "bfloat16".
         num_batches: How many batches to look at.
         batch_size: Examples in a batch of arrays.
@@ -103,7 +103,7 @@ def sensitivity(
     checks.positive_int("num_batches", num_batches)
     check_model(model)
     amx.avoid()
-    dataset = batches_of(data, batch_size)
+    dataset = dataset_of(data, batch_size)
     build(model, first_batch(dataset))
     batches = list(dataset.take(num_batches))
     given = given_dtypes(model)

@@ -15,8 +15,14 @@ from tfamp.records.checks import first_line
 from tfamp.records.formats import FORMATS
 from tfamp.records.progress import progress
 from tfamp.stepping.eager_step import Step, run_step
-from tfamp.stepping.layer_calls import Recorded, Recorder, set_state, state_of
-from tfamp.stepping.layer_units import units, watched_sites
+from tfamp.stepping.layer_calls import (
+    Recorded,
+    Recorder,
+    set_state,
+    state_of,
+    units,
+    watched_sites,
+)
 from tfamp.stepping.taps import Site, floats, tapped
 
 # What TensorFlow raises where a layer has no kernel for a dtype, or mixes two.

@@ -22,14 +22,11 @@ from tfamp.numerics.triage.replays import inquire
 from tfamp.records import versions
 from tfamp.stepping import snapshots
 from tfamp.stepping.bundles import files
+from tfamp.stepping.bundles import record as records
 from tfamp.stepping.bundles.batches import iterator_of, part_of
-from tfamp.stepping.bundles.digests import digest
-from tfamp.stepping.bundles.files import Contents
-from tfamp.stepping.bundles.random_states import put_random
-from tfamp.stepping.bundles.record import Bundle, Call, error_name, hexed, same_bits
-from tfamp.stepping.bundles.replay_record import Replayed, ReplayedStep
+from tfamp.stepping.bundles.record import Bundle, Call, Replayed, ReplayedStep
 from tfamp.stepping.snapshots.names import tally_of
-from tfamp.trials import targets
+from tfamp.trials import parcel
 
 
 def prepare_devices(record: Bundle) -> None:
@@ -63,7 +60,7 @@ def prepare_devices(record: Bundle) -> None:
 
 
 def rebuilt(
-    path: str | os.PathLike[str], contents: Contents, *, build: str | None = None
+    path: str | os.PathLike[str], contents: files.Contents, *, build: str | None = None
 ) -> keras.Model:
     """Returns the model of a bundle, with the state from before the failure.
 
@@ -91,10 +88,10 @@ def rebuilt(
     return model
 
 
-def begin(model: keras.Model, contents: Contents) -> None:
+def begin(model: keras.Model, contents: files.Contents) -> None:
     """Gives a model and all random generators the state from before the failure."""
     snapshots.put(model, contents.state)
-    put_random(contents.random)
+    files.put_random(contents.random)
 
 
 def _loaded(path: Path, record: Bundle) -> keras.Model:
@@ -124,7 +121,7 @@ def _loaded(path: Path, record: Bundle) -> keras.Model:
 
 
 def _built(target: str, record: Bundle) -> keras.Model:
-    function: Callable[..., Any] = targets.load(target)
+    function: Callable[..., Any] = parcel.load(target)
     around = record.surroundings
     before = keras.config.dtype_policy()
     try:
@@ -133,7 +130,7 @@ def _built(target: str, record: Bundle) -> keras.Model:
                 stack.enter_context(policy.scope(around.policy))
             else:
                 keras.config.set_dtype_policy(around.policy)
-            built = targets.call(function, seed=0, epochs=1)
+            built = parcel.call(function, seed=0, epochs=1)
     finally:
         keras.config.set_dtype_policy(before)
     model = built[0] if isinstance(built, tuple) else built
@@ -185,10 +182,11 @@ def replay(
         for step in steps
         if record.leads and step.differing
     ]
-    if record.leads and record.digest not in (None, digest(snapshots.take(model))):
+    now = snapshots.digest(snapshots.take(model)) if record.leads else None
+    if record.leads and record.digest not in (None, now):
         differences.append("Some variables differ from those after the failing step.")
     is_exact = not differences if record.leads else None
-    found = None if error is None else error_name(error)
+    found = None if error is None else records.error_name(error)
     if record.error is not None and found != record.error:
         differences.append(f"It ended in {record.error} then, in {found} now.")
     unlike = _unlike_surroundings(model, record)
@@ -206,7 +204,7 @@ def replay(
     )
 
 
-def failing_step(model: keras.Model, contents: Contents) -> Any:
+def failing_step(model: keras.Model, contents: files.Contents) -> Any:
     """Takes a model to the step that first went wrong, and returns its batch.
 
     The model, which has one replica, has the state in which it was trained on; the
@@ -235,7 +233,7 @@ def failing_step(model: keras.Model, contents: Contents) -> Any:
 
 
 def _run(
-    model: keras.Model, contents: Contents
+    model: keras.Model, contents: files.Contents
 ) -> tuple[list[ReplayedStep], Exception | None]:
     """Replays all calls; returns what each came to, and what the last one raised."""
     record = contents.record
@@ -259,13 +257,13 @@ def _run(
 
 
 def _run_calls(
-    model: keras.Model, contents: Contents, calls: list[Call]
+    model: keras.Model, contents: files.Contents, calls: list[Call]
 ) -> tuple[list[dict[str, str]], Exception | None]:
     iterator = iterator_of(contents, calls, model.distribute_strategy)
     found: list[dict[str, str]] = []
     for _ in calls:
         try:
-            found.append(hexed(model.train_function(iterator)))
+            found.append(records.hexed(model.train_function(iterator)))
         except Exception as error:  # whatever the step raised then, too
             return found, error
     optimizer = model.optimizer
@@ -284,7 +282,9 @@ def _step_of(call: Call, logs: dict[str, str]) -> ReplayedStep:
         step=call.first + call.num_batches,
         recorded_loss=call.value("loss"),
         replayed_loss=None if replayed is None else float.fromhex(replayed),
-        differing=tuple(n for n in common if not same_bits(call.logs[n], logs[n])),
+        differing=tuple(
+            n for n in common if not records.same_bits(call.logs[n], logs[n])
+        ),
     )
 
 
@@ -295,7 +295,7 @@ def _failed_again(
     error: Exception | None,
 ) -> bool:
     if record.cause == "error":
-        return error is not None and error_name(error) == record.error
+        return error is not None and records.error_name(error) == record.error
     if record.cause == "weights":
         return snapshots.num_nonfinite(snapshots.take(model)) > 0
     if record.cause == "skip":
@@ -317,7 +317,7 @@ def _went_wrong(
     return snapshots.num_nonfinite(after) > 0
 
 
-def _explained(model: keras.Model, contents: Contents) -> str:
+def _explained(model: keras.Model, contents: files.Contents) -> str:
     """Returns what triage says, in lines."""
     if len(contents.record.surroundings.replicas) > 1:
         return "Triage is left out: the step ran on several replicas."

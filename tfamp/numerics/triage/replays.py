@@ -15,14 +15,12 @@ from tfamp.numerics.triage.first_nonfinite import Examined, examine
 from tfamp.numerics.triage.result import Blamed, Replay, Triage
 from tfamp.numerics.triage.updates import Update
 from tfamp.records.formats import FORMATS
-from tfamp.stepping.arguments import build
-from tfamp.stepping.eager_step import checked_batch, loss_scale_of
-from tfamp.stepping.layer_calls import state_of, state_restored
+from tfamp.stepping.arguments import batch_of, build
+from tfamp.stepping.eager_step import loss_scale_of
+from tfamp.stepping.layer_calls import how_to_keep, state_of, state_restored
 from tfamp.stepping.layer_precision import as_islands, in_float32
-from tfamp.stepping.layer_units import how_to_keep
-from tfamp.stepping.random_draws import same_draws
 from tfamp.stepping.taps import Site
-from tfamp.stepping.unchanged import unchanged
+from tfamp.stepping.unchanged import same_draws, unchanged
 
 # How many layers are kept in float32 in turn before precision is given up.
 _MAX_LAYERS = 8
@@ -47,7 +45,7 @@ _CUT = (
 
 def inquire(model: keras.Model, batch: Any) -> Triage:
     """Returns why the train step of a compiled model fails on a batch."""
-    batch = checked_batch(batch)
+    batch = batch_of(batch, name="batch_or_bundle")
     build(model, batch)
     rate = None
     if model.optimizer is not None:  # of this step, where it follows a schedule

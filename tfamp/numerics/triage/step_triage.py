@@ -11,7 +11,7 @@ from tfamp.numerics.triage.result import Triage
 from tfamp.stepping import snapshots
 from tfamp.stepping.arguments import check_model
 from tfamp.stepping.bundles import files
-from tfamp.stepping.bundles.random_states import put_random, take_random
+from tfamp.stepping.bundles.files import put_random, take_random
 
 
 def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
@@ -24,8 +24,9 @@ def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
 
     Args:
         model: A compiled model with the weights of the failing step.
-        batch_or_bundle: The batch of the step, as `(x, y)` or `(x, y, sample_weight)`,
-            or the path of a bundle that `tfamp.callbacks.FlightRecorder` wrote, whose
+        batch_or_bundle: The batch of the step, as `(x, y)` or `(x, y, sample_weight)`;
+            whatever else `fit` takes, of which it is the first batch; or the path of a
+            bundle that `tfamp.callbacks.FlightRecorder` wrote, whose
             state the model is given for the time of the replay.
 
     Returns:

@@ -2,41 +2,102 @@
 
 A bundle is built in a folder beside its place and renamed when all of it has reached
 the disk. So a process that is killed leaves no half of one, only a hidden folder, which
-`remove_leftovers` takes away.
+`remove_leftovers` takes away. Random generators that are no variables are in it too.
 """
 
 import dataclasses
 import os
 import platform
+import random
 import re
 import shutil
 import sys
-import zlib
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
+import tensorflow as tf
 
 from tfamp.records.files import sync_folder
 from tfamp.stepping import snapshots
-from tfamp.stepping.bundles.record import Bundle, FileMark
+from tfamp.stepping.bundles.record import Bundle
+from tfamp.stepping.snapshots.files import check_archive
 
-RECORD, STATE, BATCHES = "bundle.json", "state.tfamp", "batches.tfamp"
-RANDOM, MODEL = "random.tfamp", "model.keras"
+RECORD, STATE, BATCHES = "bundle.json", "state.npz", "batches.npz"
+RANDOM, MODEL = "random.npz", "model.keras"
 _LEFTOVER = re.compile(r"\.writing-(?P<host>[^-]*)-(?P<process>\d+)-.+")
-_CHUNK_BYTES = 2**20
+
+
+def take_random() -> dict[str, np.ndarray]:
+    """Returns the states of Python's, NumPy's and TensorFlow's global generators.
+
+    Stateless draws and Keras's seed generators, which Dropout and the like use, need
+    none of them; operations such as `tf.random.normal` keep a state of their own that
+    cannot be read.
+    """
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    states: dict[str, Any] = {
+        "python/version": np.array(version, np.int64),
+        "python/internal": np.array(internal, np.uint32),
+        "python/gauss": np.array(np.nan if gauss is None else gauss),
+        "numpy/kind": np.frombuffer(str(kind).encode(), np.uint8),
+        "numpy/keys": np.array(keys, np.uint32),
+        "numpy/position": np.array([position, has_gauss], np.int64),
+        "numpy/gauss": np.array(cached, np.float64),
+    }
+    state = _generator_state()
+    if state is not None:
+        states["tensorflow/state"] = state
+    return states
+
+
+def put_random(states: Mapping[str, np.ndarray]) -> None:
+    """Gives the generators the states that `take_random` returned.
+
+    Example:
+        >>> before = take_random()
+        >>> first = random.random(), float(np.random.rand())
+        >>> put_random(before)
+        >>> first == (random.random(), float(np.random.rand()))
+        True
+    """
+    gauss = float(states["python/gauss"])
+    random.setstate(
+        (
+            int(states["python/version"]),
+            tuple(states["python/internal"].tolist()),
+            None if np.isnan(gauss) else gauss,
+        )
+    )
+    position, has_gauss = states["numpy/position"].tolist()
+    np.random.set_state(
+        (
+            states["numpy/kind"].tobytes().decode(),
+            states["numpy/keys"],
+            position,
+            has_gauss,
+            float(states["numpy/gauss"]),
+        )
+    )
+    if "tensorflow/state" in states:
+        generator: Any = tf.random.get_global_generator()
+        if generator.state.shape == states["tensorflow/state"].shape:
+            generator.state.assign(states["tensorflow/state"])
+
+
+def _generator_state() -> np.ndarray | None:
+    """Returns the state of TensorFlow's global generator, one replica's alone."""
+    generator: Any = tf.random.get_global_generator()
+    try:
+        return np.array(generator.state.numpy())
+    except (AttributeError, NotImplementedError, ValueError):
+        return None  # made under a strategy, with a state for each replica
 
 
 class Contents(NamedTuple):
-    """What a bundle is made of.
-
-    Attributes:
-        record: `bundle.json`.
-        state: The model's variables from before the failure.
-        batches: Arrays of the kept batches, by the names in the record.
-        random: States of random generators when the state was taken.
-    """
+    """What a bundle is made of."""
 
     record: Bundle
     state: snapshots.State
@@ -45,7 +106,7 @@ class Contents(NamedTuple):
 
 
 def write(folder: Path, contents: Contents, save_model: Callable[[Path], str]) -> Path:
-    """Writes a bundle.
+    """Writes a bundle and returns its folder; after an error nothing is left of it.
 
     Args:
         folder: Where its folder is made.
@@ -53,13 +114,6 @@ def write(folder: Path, contents: Contents, save_model: Callable[[Path], str]) -
         save_model: Writes the model to a path, and returns why a fresh process cannot
             rebuild it from there alone, or an empty text. Where it raises, the bundle
             has no model.
-
-    Returns:
-        The bundle's folder.
-
-    Raises:
-        OSError: The disk is full, or the folder cannot be written. Nothing is left of
-            the bundle.
     """
     beside = folder / _writing_name(contents.record)
     shutil.rmtree(beside, ignore_errors=True)
@@ -70,9 +124,7 @@ def write(folder: Path, contents: Contents, save_model: Callable[[Path], str]) -
         for name, arrays in ((BATCHES, contents.batches), (RANDOM, contents.random)):
             snapshots.write(snapshots.State(dict(arrays), {}), beside / name)
         record = _with_model(contents.record, beside, save_model)
-        marks = {path.name: _mark(path) for path in sorted(beside.iterdir())}
-        record = dataclasses.replace(record, files=marks).sealed()
-        record.to_json(beside / RECORD)
+        record.sealed().to_json(beside / RECORD)
         _sync(beside)
         target = _free_name(folder, contents.record)
         os.rename(beside, target)
@@ -92,24 +144,17 @@ def read(path: str | os.PathLike[str]) -> Contents:
     """
     folder = Path(path)
     record = read_record(folder)
-    for name, mark in record.files.items():
-        target = folder / name
-        if not target.is_file():
+    names = (STATE, BATCHES, RANDOM)
+    for name in (*names, MODEL) if record.has_model else names:
+        if not (folder / name).is_file():
             raise _damaged(folder, f"its file {name!r} is missing")
-        found = _mark(target)
-        if found.num_bytes != mark.num_bytes:
-            raise _damaged(
-                folder,
-                f"its file {name!r} has {found.num_bytes} bytes of {mark.num_bytes}",
-            )
-        if found != mark:
-            raise _damaged(folder, f"the bytes of its file {name!r} are not its own")
-    return Contents(
-        record,
-        snapshots.read(folder / STATE),
-        snapshots.read(folder / BATCHES).arrays,
-        snapshots.read(folder / RANDOM).arrays,
-    )
+    try:
+        state, batches, random_states = (snapshots.read(folder / n) for n in names)
+        if record.has_model:
+            check_archive(folder / MODEL)
+    except ValueError as error:
+        raise _damaged(folder, str(error)) from error
+    return Contents(record, state, batches.arrays, random_states.arrays)
 
 
 def read_record(path: str | os.PathLike[str]) -> Bundle:
@@ -126,6 +171,8 @@ def read_record(path: str | os.PathLike[str]) -> Bundle:
             f"{RECORD!r}, as `tfamp.callbacks.FlightRecorder` writes it. Check the "
             "path."
         )
+    if (folder / "state.tfamp").exists():
+        raise _damaged(folder, "a version before the first release wrote it")
     record = Bundle.from_json(folder / RECORD)
     if record.checksum != record.computed_checksum():
         raise _damaged(folder, f"its file {RECORD!r} was changed")
@@ -133,11 +180,7 @@ def read_record(path: str | os.PathLike[str]) -> Bundle:
 
 
 def remove_leftovers(folder: Path) -> int:
-    """Removes what processes that were killed here left half written.
-
-    Returns:
-        How many folders were removed.
-    """
+    """Removes what processes that were killed here left half written."""
     num_removed = 0
     for path in folder.glob(".writing-*"):
         match = _LEFTOVER.fullmatch(path.name)
@@ -176,14 +219,6 @@ def _check_space(folder: Path, contents: Contents) -> None:
             f"A bundle of {needed} bytes does not fit in {str(folder)!r}, where {free} "
             "bytes are free. Free some space, or pass another `directory`."
         )
-
-
-def _mark(path: Path) -> FileMark:
-    checksum, size = 0, 0
-    with open(path, "rb") as file:
-        while chunk := file.read(_CHUNK_BYTES):
-            checksum, size = zlib.crc32(chunk, checksum), size + len(chunk)
-    return FileMark(size, checksum)
 
 
 def _sync(folder: Path) -> None:

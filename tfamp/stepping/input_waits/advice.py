@@ -24,15 +24,8 @@ _MUCH_STARTING = 0.05
 class Facts:
     """What is known about a dataset and a model without timing them.
 
-    Attributes:
-        total_bytes: Size of an epoch as delivered, None if unknown.
-        float_images: Whether images are delivered as floats.
-        autotunes: Whether tf.data chooses parallelism itself.
-        threads: Size of its own thread pool; None for TensorFlow's, which the model
-            uses too.
-        on_cpu: Whether the model computes on the CPU.
-        jit_compiled: Whether the step is compiled by XLA.
-        steps_per_execution: Steps of a call.
+    `total_bytes` is the size of an epoch as delivered, None if unknown; `threads` that
+    of its own thread pool, None for TensorFlow's, which the model uses too.
     """
 
     total_bytes: int | None
@@ -45,13 +38,7 @@ class Facts:
 
 
 def facts_of(dataset: tf.data.Dataset, model: Any, *, batch_bytes: int) -> Facts:
-    """Returns what advice is based on.
-
-    Args:
-        dataset: The pipeline.
-        model: A compiled model.
-        batch_bytes: Size of a full batch.
-    """
+    """Returns what advice is based on, for full batches of `batch_bytes`."""
     length = known_length(dataset)
     options = dataset.options()
     return Facts(
@@ -77,11 +64,8 @@ def advise(
 ) -> str:
     """Returns what to change, numbered, most promising first.
 
-    Args:
-        judgement: What holds the step up.
-        facts: What is known about dataset and model.
-        step_seconds: A step with batches from memory.
-        epoch_start_share: Part of an epoch that its start takes, None if unknown.
+    `step_seconds` is a step with batches from memory, `epoch_start_share` the part of
+    an epoch that its start takes, None if unknown.
     """
     by_verdict = {
         "input": _for_input,

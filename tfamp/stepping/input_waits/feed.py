@@ -1,13 +1,28 @@
-"""Draws batches from a dataset for as long as one likes, epoch starts apart."""
+"""Turns that are timed, and batches for as long as one likes, epoch starts apart."""
 
 import dataclasses
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import tensorflow as tf
 
-from tfamp.stepping.input_waits.turns import Excluded
+from tfamp.records.progress import progress
 
+# Many short turns rather than few long ones: what disturbs a machine for half a second
+# then spoils a few rounds of all. Below five rounds a noise band means little.
+_MIN_ROUNDS, MAX_ROUNDS = 5, 40
+# The first round finds caches cold and buffers empty.
+_NUM_WARM_ROUNDS = 1
+# Of a turn, what is not counted.
+_WARM_SHARE = 0.4
+# A device works on while Python goes on; it is waited for once in so many calls,
+# unless calls are long.
+_CALLS_TO_WAIT = 8
+_LONG_SECONDS = 0.002
+# Calls of a turn, however long they take. Before, what the last turn left is used
+# up: batches that were fetched ahead while something else ran.
+_MIN_CALLS = 4
+_MIN_WARM_CALLS = 3
 # Batches that stand for all others when the model is timed alone, so that varying
 # shapes are represented.
 _MAX_KEPT = 8
@@ -16,16 +31,105 @@ _MAX_KEPT_BYTES = 256 * 2**20
 _MIN_CALLS_OF_EPOCH = 4
 
 
+@dataclasses.dataclass
+class Excluded:
+    """Time and calls that belong to no step, such as the start of an epoch."""
+
+    seconds: float = 0.0
+    calls: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Turn:
+    """One thing to time.
+
+    `call` does it once, `wait` waits until the device has done it, and `excluded` is
+    what `call` adds to when it does something else as well.
+    """
+
+    call: Callable[[], None]
+    wait: Callable[[], None] = lambda: None
+    excluded: Excluded = dataclasses.field(default_factory=Excluded)
+
+    def seconds_per_call(
+        self,
+        clock: Callable[[], float],
+        *,
+        warm_seconds: float,
+        timed_seconds: float,
+    ) -> float | None:
+        """Returns the mean time of a call after some that do not count, None of none.
+
+        The mean rather than the median: batches that come in bursts, as from parallel
+        calls, have two typical times, and none of them is the rate.
+        """
+        self._run(clock, warm_seconds, _MIN_WARM_CALLS)
+        seconds, calls = self._run(clock, timed_seconds, _MIN_CALLS)
+        return seconds / calls if calls else None
+
+    def _run(
+        self, clock: Callable[[], float], seconds: float, min_calls: int
+    ) -> tuple[float, int]:
+        """Calls for a while; returns the seconds and the calls that count."""
+        before = dataclasses.replace(self.excluded)
+        start, calls, burst = clock(), 0, 1
+        while calls < min_calls or clock() - start < seconds:
+            for _ in range(burst):
+                self.call()
+            self.wait()
+            calls += burst
+            mean = (clock() - start) / calls
+            burst = 1 if mean > _LONG_SECONDS else _CALLS_TO_WAIT
+        left_out = self.excluded.seconds - before.seconds
+        counted = calls - (self.excluded.calls - before.calls)
+        return clock() - start - left_out, counted
+
+
+def time_in_rounds(
+    turns: Mapping[str, Turn],
+    *,
+    seconds: float,
+    clock: Callable[[], float],
+    max_rounds: int = MAX_ROUNDS,
+    label: str = "Timing the input",
+) -> dict[str, list[float]]:
+    """Returns seconds a call of each turn, one figure a round, the first left out.
+
+    When about `seconds` are used up no further round begins, unless there are too few;
+    turns are as long as makes `max_rounds` of them. `label` is for the progress bar.
+    """
+    rounds = max_rounds + _NUM_WARM_ROUNDS
+    length = seconds / (len(turns) * rounds)
+    times: dict[str, list[float]] = {name: [] for name in turns}
+    start = clock()
+    with progress(label, rounds, unit="rounds") as done:
+        for number in range(rounds):
+            # A round that would end far beyond the budget is not begun.
+            is_enough = number >= _MIN_ROUNDS + _NUM_WARM_ROUNDS
+            if is_enough and (clock() - start) * (1 + 0.5 / number) > seconds:
+                break
+            measured = {
+                name: turn.seconds_per_call(
+                    clock,
+                    warm_seconds=length * _WARM_SHARE,
+                    timed_seconds=length * (1 - _WARM_SHARE),
+                )
+                for name, turn in turns.items()
+            }
+            done(number + 1)
+            for name, value in measured.items():
+                if value is not None and None not in measured.values():
+                    times[name].append(value)
+    return {name: values[_NUM_WARM_ROUNDS:] or values for name, values in times.items()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Source:
-    """A dataset, prepared to be drawn from.
+    """A dataset to iterate, once for each epoch or for ever.
 
-    Attributes:
-        dataset: What to iterate, once for each epoch or for ever.
-        calls_per_epoch: Calls that find full batches in one iteration; None where
-            the dataset goes on for ever, its epochs' starts within it.
-        repeats: Whether epochs were joined because they are short or their length
-            is not known.
+    `calls_per_epoch` find full batches in one iteration; None where the dataset goes on
+    for ever, its epochs' starts within it. It `repeats` where epochs were joined, as
+    they are short or of unknown length.
     """
 
     dataset: tf.data.Dataset
@@ -69,15 +173,9 @@ def kept_batches(
 class Feed:
     """Calls functions with an iterator that has batches left.
 
-    Args:
-        make_iterator: Starts an epoch.
-        calls_per_epoch: Calls until a new one is started; None for no end.
-        clock: Gives seconds.
-        wait: Waits for the device.
-
-    Attributes:
-        excluded: Time and calls of epoch starts.
-        starts: Seconds of each: the iterator and the first call.
+    A new one is made after `calls_per_epoch`, None for never. Time and calls of these
+    starts of epochs are `excluded`; `starts` has the seconds of each with its first
+    call.
     """
 
     def __init__(

@@ -28,14 +28,9 @@ class Judgement:
     """A verdict and the figures that it rests on.
 
     Attributes:
-        verdict: "input", "compute", "contention" or "unclear".
         gain: 1 - compute / real, the median over rounds, at least 0.
-        gain_low: Lower end of its noise band.
         gain_high: Upper end of its noise band.
-        lost_to_input: Part of the step lost to an input slower than the step.
-        lost_to_sharing: Part of the step that neither alone explains.
         needs_prefetch: Whether fetching ahead regained at least half of that.
-        reason: Why, in one sentence.
     """
 
     verdict: Cause
@@ -55,7 +50,7 @@ def judge(
     *,
     prefetched_gains: Sequence[float] = (),
 ) -> Judgement:
-    """Returns what holds the step up.
+    """Returns what holds the step up, from the seconds of a step in each round.
 
     Figures are medians over rounds of what each round says by itself: times of one
     round were taken within the same second, so what slows a machine down for a while
@@ -64,14 +59,11 @@ def judge(
     resampling the rounds.
 
     Args:
-        real: Seconds a step with the real pipeline, one figure a round.
-        compute: Seconds a step with batches from memory, of the same rounds.
-        input: Seconds the pipeline alone takes for a step's batch, likewise.
+        real: With the real pipeline.
+        compute: With batches from memory.
+        input: The pipeline alone.
         prefetched_gains: 1 - compute / real of rounds with a prefetch behind the
             pipeline; empty if that was not tried.
-
-    Raises:
-        ValueError: If the numbers of rounds differ or there are none.
 
     Example:
         >>> judge([10.1, 9.9, 10.0], [2.0, 2.1, 2.0], [9.8, 10.0, 9.9]).verdict

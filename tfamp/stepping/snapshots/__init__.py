@@ -3,6 +3,7 @@
 from tfamp.stepping.snapshots.files import read as read
 from tfamp.stepping.snapshots.files import write as write
 from tfamp.stepping.snapshots.state import State as State
+from tfamp.stepping.snapshots.state import digest as digest
 from tfamp.stepping.snapshots.state import first_nonfinite as first_nonfinite
 from tfamp.stepping.snapshots.state import num_nonfinite as num_nonfinite
 from tfamp.stepping.snapshots.state import put as put

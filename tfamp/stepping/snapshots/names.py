@@ -20,12 +20,8 @@ _NUMBERED = re.compile(r"_\d+$")
 class Named(NamedTuple):
     """A variable and what it is called.
 
-    Attributes:
-        name: What it holds, its position, and its own name: "weights/3/kernel".
-        path: The path that Keras gives it in this process, for messages.
-        variable: The Keras variable.
-        is_shared: Whether all replicas hold the same bits, as they do of trained
-            weights and slots; not of moving statistics or seeds.
+    It `is_shared` where all replicas hold the same bits, as they do of trained weights
+    and slots; not of moving statistics or seeds.
     """
 
     name: str

@@ -27,23 +27,19 @@ from tfamp.machine import memory as process_memory
 from tfamp.records import checks, versions
 from tfamp.records.checks import short_error
 from tfamp.records.versions import VARIABLES
-from tfamp.trials import parcel, targets
-from tfamp.trials.in_force import in_force
+from tfamp.stepping.arguments import arrays_of, dataset_of
+from tfamp.trials import parcel
 from tfamp.trials.job import FILE, Job, file_name
-from tfamp.trials.line import Line, end_with_parent
 from tfamp.trials.run import example_metrics, inference, step_profiles
 from tfamp.trials.run.training import Trained, train
 from tfamp.trials.run_records import Context, LayerDtype, Memory, Run
 from tfamp.trials.storage import CONTEXT_FILE, profile_of
-from tfamp.trials.variant import Variant
+from tfamp.trials.turns import Line, end_with_parent
+from tfamp.trials.variant import Variant, in_force
 
 
 def look(*, command: str = "") -> Context:
-    """Returns the context of this process.
-
-    Args:
-        command: How to repeat the comparison.
-    """
+    """Returns the context of this process."""
     threading = tf.config.threading
     onednn = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower()
     return Context(
@@ -189,7 +185,7 @@ def build(
     """Returns the compiled model and its data, made anew from a seed."""
     keras.utils.set_random_seed(seed)
     build_model, train_data, validation = parcel.unpack(folder)
-    built = targets.call(build_model, seed=seed, epochs=job.epochs)
+    built = parcel.call(build_model, seed=seed, epochs=job.epochs)
     if isinstance(built, tuple):
         model, *own = built
         if len(own) not in (1, 2) or train_data is not None:
@@ -213,10 +209,10 @@ def build(
             "returns (model, train, validation). Pass one of them."
         )
     values = [
-        targets.call(value, seed=seed, epochs=job.epochs) if callable(value) else value
+        parcel.call(value, seed=seed, epochs=job.epochs) if callable(value) else value
         for value in (train_data, validation)
     ]
-    return model, *(v.build() if _is_pipeline(v) else v for v in values)
+    return model, _as_fit_takes_it(values[0]), _as_fit_takes_it(values[1])
 
 
 def layers_of(model: keras.Model) -> tuple[LayerDtype, ...]:
@@ -235,8 +231,12 @@ def num_nonfinite(model: keras.Model) -> int:
     return int(sum(array.size - np.isfinite(array).sum() for array in arrays))
 
 
-def _is_pipeline(value: Any) -> bool:
-    return isinstance(value, tfamp.data.Pipeline)
+def _as_fit_takes_it(data: Any) -> Any:
+    """Returns arrays as a tuple, a `PyDataset` as it is, all else as a dataset."""
+    if data is None or isinstance(data, keras.utils.PyDataset):
+        return data
+    arrays = arrays_of(data, needs_targets=False)
+    return dataset_of(data) if arrays is None else arrays
 
 
 def _keep_weights(model: keras.Model, trained: Trained, path: Path) -> None:

@@ -23,15 +23,13 @@ _FINGERPRINT, _NAMES = "fingerprint", "names"
 _NUMBERS = 16
 # How far the mean over examples may be off the metric that `fit` logged.
 _PRECISION = 1e-3
+_TEST_STEP = keras.Model.test_step
 
 
 class PerExample:
-    """The metrics of each example of a model's validation data.
+    """The metrics of each example of validation data, by name of shape (examples,).
 
-    Args:
-        values: Name -> array of shape (examples,).
-        fingerprint: Of the examples and their order.
-        number: How many there are.
+    `fingerprint` tells the examples and their order from others.
     """
 
     def __init__(
@@ -55,12 +53,6 @@ def measure(
 
     A metric is left out where its mean is not the one that `fit` logged: examples that
     are weighted or masked, a `test_step` of the user's, random augmentation.
-
-    Args:
-        model: Trained and compiled.
-        data: Validation data as `fit` takes it.
-        final: The metrics that `fit` logged last, without "val_".
-        batch_size: Of arrays.
     """
     functions = dict(_functions(model)) if type(model).test_step is _TEST_STEP else {}
     found: dict[str, list[np.ndarray]] = {name: [] for name in functions}
@@ -98,14 +90,8 @@ def differences(
 ) -> np.ndarray | None:
     """Returns a metric of each example under a policy minus that under the reference.
 
-    Args:
-        folder: Where the runs wrote it.
-        pairs: Runs of the reference and of the policy with equal seeds.
-        metric: Its name.
-
-    Returns:
-        Shape (pairs, examples); None where a run lacks it, or where they saw other
-        examples or another order.
+    Shape (pairs, examples); None where a run lacks it, or where they saw other examples
+    or another order.
     """
     rows: list[np.ndarray] = []
     seen: set[str] = set()
@@ -191,6 +177,3 @@ def _is_near(values: np.ndarray, final: float | None) -> bool:
         return False
     mean = float(np.mean(values, dtype=np.float64))
     return abs(mean - final) <= _PRECISION * max(abs(final), _PRECISION)
-
-
-_TEST_STEP = keras.Model.test_step

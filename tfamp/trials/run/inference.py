@@ -13,8 +13,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.trials.line import Line
 from tfamp.trials.run_records import Latency
+from tfamp.trials.turns import Line
 
 _WARMUP_CALLS = 3
 _MIN_CALLS = 10
@@ -36,18 +36,8 @@ def latencies(
     """Returns the latency of a traced call for each batch size.
 
     A call is timed from tensors on the device to numbers of the output on the host, so
-    that it has ended when its time does.
-
-    Args:
-        model: Built.
-        inputs: A batch of its inputs; rows are repeated for larger sizes.
-        sizes: Batch sizes.
-        jit_compile: Whether XLA compiles the call.
-        line: Where to wait for the next turn.
-        clock: Gives the time in seconds.
-
-    Returns:
-        The latencies, and why there are none where that is so.
+    that it has ended when its time does. Rows of `inputs` are repeated for larger
+    sizes.
     """
     line = line or Line()
     function = tf.function(lambda x: model(x, training=False), jit_compile=jit_compile)

@@ -10,13 +10,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.data._elements import known_length
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.machine.nvml import Nvml
-from tfamp.trials.clock import Clock
+from tfamp.stepping.arguments import dataset_of, first_batch
+from tfamp.trials.clock import Clock, curve, seconds_per_step, steady
 from tfamp.trials.job import Job
-from tfamp.trials.line import Line
 from tfamp.trials.run_records import Spread
-from tfamp.trials.windows import curve, seconds_per_step, steady
+from tfamp.trials.turns import Line
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,19 +52,7 @@ def train(
     line: Line | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Trained:
-    """Trains a model for the epochs of a job.
-
-    Args:
-        model: Compiled.
-        data: What `fit` takes: a dataset, a `PyDataset`, or arrays (x, y).
-        validation: Likewise, or None.
-        job: The settings.
-        line: Where to tell how far it is, and to wait for the next turn.
-        clock: Gives the time in seconds.
-
-    Raises:
-        ValueError: There is no batch in the data.
-    """
+    """Trains a compiled model for the epochs of a job, in turns by `line`."""
     fit_arguments, inputs, batch_size, steps = arguments(data, job)
     if not model.built and type(model).call is not keras.Model.call:
         # `fit` would make the weights in its first step, too late to keep them.
@@ -147,27 +136,16 @@ def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None
             f"`batch_size` is {job.batch_size!r}, but the training data comes in "
             "batches; expected None with a dataset. Batch the dataset so."
         )
-    if isinstance(data, tf.data.Dataset):
-        batch = next(iter(data.take(1)), None)
-        number = int(data.cardinality())
-        steps = number if number >= 0 else None
-        if number == int(tf.data.INFINITE_CARDINALITY):
-            raise ValueError(
-                "The training data has no end; expected a dataset that ends. Add "
-                "`.take(steps)`."
-            )
-    else:
-        batch = data[0] if len(data) else None
-        steps = len(data)
-    if batch is None:
+    dataset = dataset_of(data)
+    if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
-            "The training data holds no batch; expected at least one. Look at its "
-            "source: a wrong path, split or filter leaves nothing."
+            "The training data has no end; expected a dataset that ends. Add "
+            "`.take(steps)`."
         )
-    x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    inputs = tf.nest.map_structure(tf.convert_to_tensor, x)
+    inputs, _, _ = keras.utils.unpack_x_y_sample_weight(first_batch(dataset))
     size = int(tf.nest.flatten(inputs, expand_composites=True)[0].shape[0])
-    return {"x": data}, inputs, size, steps
+    given = data if isinstance(data, keras.utils.PyDataset) else dataset
+    return {"x": given}, inputs, size, known_length(dataset)
 
 
 def _examples_in(data: Any, steps: int) -> float | None:
