@@ -172,22 +172,34 @@ def test_of_other_metrics_the_direction_is_asked_for(name):
         judgement.direction(name)
 
 
-def losses(*pairs):
+def pairs_of(metric, *values, number=0):
+    """Runs of the reference and of "auto" with these values of a metric, by seed."""
+    settings = {"examples_per_second": 1.0, "num_examples": number}
     return [
-        (
-            Run(
-                "float32", seed, examples_per_second=1.0, final_metrics={"loss": before}
-            ),
-            Run("auto", seed, examples_per_second=1.0, final_metrics={"loss": after}),
+        tuple(
+            Run(policy, seed, final_metrics={metric: value}, **settings)
+            for policy, value in zip(("float32", "auto"), pair, strict=True)
         )
-        for seed, (before, after) in enumerate(pairs)
+        for seed, pair in enumerate(values)
     ]
 
 
-def judged(pairs, failures=(), better="min", tolerance=0.01):
-    return judgement.verdict_on(
-        pairs, failures, metric="loss", better=better, tolerance=tolerance
-    )
+def losses(*values):
+    return pairs_of("loss", *values)
+
+
+def accuracies(*values, number=0):
+    return pairs_of("accuracy", *values, number=number)
+
+
+def judged(pairs, failures=(), **options):
+    settings = {"metric": "loss", "better": "min", "tolerance": 0.01, **options}
+    return judgement.verdict_on(pairs, failures, **settings)
+
+
+def judged_accuracy(pairs, **options):
+    settings = {"metric": "accuracy", "better": "max", "tolerance": 0.005, **options}
+    return judged(pairs, **settings)
 
 
 def test_of_a_loss_more_is_worse_and_the_tolerance_is_a_part():
@@ -196,27 +208,6 @@ def test_of_a_loss_more_is_worse_and_the_tolerance_is_a_part():
     assert found.answer == "worse"
     assert found.tolerance == pytest.approx(2.0)
     assert judged(losses((200, 196), (200, 196.1))).answer == "equivalent, not faster"
-
-
-def accuracies(*pairs, number=0):
-    return [
-        tuple(
-            Run(
-                policy,
-                seed,
-                examples_per_second=1.0,
-                final_metrics={"accuracy": value},
-                num_examples=number,
-            )
-            for policy, value in zip(("float32", "auto"), pair, strict=True)
-        )
-        for seed, pair in enumerate(pairs)
-    ]
-
-
-def judged_accuracy(pairs, **options):
-    settings = {"metric": "accuracy", "better": "max", "tolerance": 0.005, **options}
-    return judgement.verdict_on(pairs, (), **settings)
 
 
 def test_ties_on_few_examples_do_not_prove_equivalence():
@@ -242,11 +233,8 @@ def test_an_accuracy_of_unknown_examples_decides_nothing():
 
 
 def test_an_error_rate_is_taken_for_a_fraction_too():
-    pairs = [
-        tuple(dataclasses.replace(run, final_metrics={"error": 0.1}) for run in pair)
-        for pair in accuracies(*[(0, 0)] * 3, number=50)
-    ]
-    found = judged_accuracy(pairs, metric="error", better="min", tolerance=0.05)
+    pairs = pairs_of("error", *[(0.1, 0.1)] * 3, number=50)
+    found = judged(pairs, metric="error", tolerance=0.05)
     assert found.answer == "undecided"
     assert found.tolerance == pytest.approx(0.005)
 
@@ -305,16 +293,12 @@ def test_what_came_to_the_same_is_no_gain_whatever_the_noise():
         for seed in range(3)
     ]
 
-    def found(pairs):
-        return judgement.verdict_on(
-            pairs, (), metric="accuracy", better="max", tolerance=0.005
-        )
-
-    assert found(pairs).answer == "equivalent, not faster"
-    assert found(pairs).reason.startswith("auto came to float32 itself, so there is")
-    assert found(pairs[:1]).answer == "equivalent, not faster"
+    found = judged_accuracy(pairs)
+    assert found.answer == "equivalent, not faster"
+    assert found.reason.startswith("auto came to float32 itself, so there is")
+    assert judged_accuracy(pairs[:1]).answer == "equivalent, not faster"
     with_xla = [(a, dataclasses.replace(b, policy="auto+xla")) for a, b in pairs]
-    assert found(with_xla).answer == "equivalent and faster"
+    assert judged_accuracy(with_xla).answer == "equivalent and faster"
 
 
 def test_the_best_policy_gives_the_verdict():

@@ -38,30 +38,20 @@ def test_the_ratio_is_a_geometric_mean():
 
 # By hand: with three seeds the half width is 4.303 / sqrt(3) = 2.484 deviations, for a
 # difference 8.86 / sqrt(3) = 5.12.
+FASTER, NOT_FASTER = "equivalent and faster", "equivalent, not faster"
+NONE, FAST = [0.0] * 3, [2.0, 2.0, 2.1]
 ANSWERS = {
-    "same and faster": ([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], "equivalent and faster"),
-    "same and as fast": ([0.001, 0.0, -0.001], SAME_SPEED, "equivalent, not faster"),
-    "faster in the noise": ([0.0] * 3, [0.9, 1.1, 1.3], "undecided"),
-    "a gain too small to count": (
-        [0.0] * 3,
-        [1.01, 1.0, 1.01],
-        "equivalent, not faster",
-    ),
-    "a sure gain too small to count": (
-        [0.0] * 3,
-        [1.002] * 3,
-        "equivalent, not faster",
-    ),
-    "slower": ([0.0] * 3, [0.5, 0.5, 0.51], "equivalent, not faster"),
-    "better counts as same": ([0.19, 0.2, 0.21], [2, 2, 2.1], "equivalent and faster"),
-    "1 % worse": ([-0.011, -0.012, -0.01], [2.0, 2.0, 2.1], "worse"),
-    "worse by too little to be sure": (
-        [-0.01, -0.011, -0.009],
-        SAME_SPEED,
-        "undecided",
-    ),
-    "noise": ([-0.02, 0.0, 0.02], [2.0, 2.0, 2.1], "undecided"),
-    "at the tolerance": ([-0.005] * 3, SAME_SPEED, "equivalent, not faster"),
+    "same and faster": ([0.001, 0.0, -0.001], [1.9, 2.0, 2.1], FASTER),
+    "same and as fast": ([0.001, 0.0, -0.001], SAME_SPEED, NOT_FASTER),
+    "faster in the noise": (NONE, [0.9, 1.1, 1.3], "undecided"),
+    "a gain too small to count": (NONE, [1.01, 1.0, 1.01], NOT_FASTER),
+    "a sure gain too small to count": (NONE, [1.002] * 3, NOT_FASTER),
+    "slower": (NONE, [0.5, 0.5, 0.51], NOT_FASTER),
+    "better counts as same": ([0.19, 0.2, 0.21], FAST, FASTER),
+    "1 % worse": ([-0.011, -0.012, -0.01], FAST, "worse"),
+    "too little to be sure": ([-0.01, -0.011, -0.009], SAME_SPEED, "undecided"),
+    "noise": ([-0.02, 0.0, 0.02], FAST, "undecided"),
+    "at the tolerance": ([-0.005] * 3, SAME_SPEED, NOT_FASTER),
     "just beyond it": ([-0.00501] * 3, SAME_SPEED, "worse"),
 }
 

@@ -119,44 +119,25 @@ def model_of(dtype, optimizer, name="low"):
         return sequential(L.Dense(8, name=name), head(), optimizer=optimizer)
 
 
+BETA_1 = {"beta_1": 0.999, "beta_2": 0.9}
+EMA = {"use_ema": True, "ema_momentum": 0.999}
+NO_MOVE, INFINITE = "no weight ever moves", "weights turn infinite or NaN"
+NOT_COUNTED = "new gradients do not count in its average"
+NO_DECAY = "what it has gathered never decays"
+STAYS = "the average stays what it was after the first update"
 ROUNDED = {
-    "Adam": (K.Adam, {}, "error", "no weight ever moves"),
-    "AdamW": (K.AdamW, {}, "error", "no weight ever moves"),
-    "Lamb": (K.Lamb, {}, "error", "no weight ever moves"),
+    "Adam": (K.Adam, {}, "error", NO_MOVE),
+    "AdamW": (K.AdamW, {}, "error", NO_MOVE),
+    "Lamb": (K.Lamb, {}, "error", NO_MOVE),
     "Nadam": (K.Nadam, {}, "error", "every weight turns NaN"),
-    "Adamax": (K.Adamax, {}, "warning", "what it has gathered never decays"),
-    "beta_1": (
-        K.Adam,
-        {"beta_1": 0.999, "beta_2": 0.9},
-        "error",
-        "weights turn infinite or NaN",
-    ),
-    "Adamax's beta_1": (
-        K.Adamax,
-        {"beta_1": 0.999, "beta_2": 0.9},
-        "error",
-        "weights turn infinite or NaN",
-    ),
-    "Nadam's beta_1": (
-        K.Nadam,
-        {"beta_1": 0.999, "beta_2": 0.9},
-        "warning",
-        "new gradients do not count in its average",
-    ),
-    "Lion": (
-        K.Lion,
-        {"beta_2": 0.999},
-        "warning",
-        "new gradients do not count in its average",
-    ),
-    "SGD": (K.SGD, {"momentum": 0.999}, "warning", "never decays"),
-    "RMSprop": (K.RMSprop, {"rho": 0.999}, "warning", "never decays"),
-    "average of weights": (
-        K.SGD,
-        {"use_ema": True, "ema_momentum": 0.999},
-        "warning",
-        "the average stays what it was after the first update",
-    ),
+    "Adamax": (K.Adamax, {}, "warning", NO_DECAY),
+    "beta_1": (K.Adam, BETA_1, "error", INFINITE),
+    "Adamax's beta_1": (K.Adamax, BETA_1, "error", INFINITE),
+    "Nadam's beta_1": (K.Nadam, BETA_1, "warning", NOT_COUNTED),
+    "Lion": (K.Lion, {"beta_2": 0.999}, "warning", NOT_COUNTED),
+    "SGD": (K.SGD, {"momentum": 0.999}, "warning", NO_DECAY),
+    "RMSprop": (K.RMSprop, {"rho": 0.999}, "warning", NO_DECAY),
+    "average of weights": (K.SGD, EMA, "warning", STAYS),
 }
 
 

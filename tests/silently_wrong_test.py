@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import tfamp
+from tests.styles import Subclassed
 
 layers = keras.layers
 POLICIES = ("mixed_float16", "mixed_bfloat16")
@@ -132,17 +133,6 @@ CASES = {
 IDS = [(name, policy) for name, case in CASES.items() for policy in case.policies]
 
 
-class Subclassed(keras.Model):
-    """Casts its inputs before the layer sees them."""
-
-    def __init__(self, layer):
-        super().__init__()
-        self.layer = layer
-
-    def call(self, x):
-        return self.layer(x)
-
-
 def functional(layer, shape):
     x = keras.Input(shape)
     return keras.Model(x, layer(x))
@@ -151,7 +141,7 @@ def functional(layer, shape):
 STRUCTURES = {
     "functional": functional,
     "sequential": lambda layer, shape: keras.Sequential([layer]),
-    "subclassed": lambda layer, shape: Subclassed(layer),
+    "subclassed": lambda layer, shape: Subclassed([layer]),
     "layer": lambda layer, shape: layer,
 }
 
@@ -198,31 +188,29 @@ def test_tfamp_is_right(name, policy, structure, mode):
     assert error(found, case.expected) <= case.tolerance
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_apply_takes_the_statistics_of_a_built_normalization_again(policy):
-    keras.config.set_dtype_policy(policy)
-    try:
-        model = functional(normalized(), (1,))
-    finally:
-        keras.config.set_dtype_policy("float32")
-    assert error(predict(model, NEAR_5E4, "eager"), NEAR_5E4_NORMALIZED) > 0.1
-    tfamp.apply(model, policy)
-    assert error(predict(model, NEAR_5E4, "eager"), NEAR_5E4_NORMALIZED) < 2**-8
+def adapted():
+    layer = layers.Normalization()
+    layer.adapt(NEAR_5E4.astype("float32"))
+    return layer
 
 
+NORMALIZATIONS = {
+    "given": (normalized, NEAR_5E4_NORMALIZED),
+    "adapted": (adapted, (NEAR_5E4 - NEAR_5E4.mean()) / NEAR_5E4.std()),
+}
+
+
+@pytest.mark.parametrize("make, right", NORMALIZATIONS.values(), ids=NORMALIZATIONS)
 @pytest.mark.parametrize("policy", POLICIES)
-def test_apply_takes_the_statistics_of_an_adapted_normalization_again(policy):
+def test_apply_takes_the_statistics_of_a_normalization_again(policy, make, right):
     keras.config.set_dtype_policy(policy)
     try:
-        layer = layers.Normalization()
-        layer.adapt(NEAR_5E4.astype("float32"))
-        model = functional(layer, (1,))
+        model = functional(make(), (1,))
     finally:
         keras.config.set_dtype_policy("float32")
+    assert error(predict(model, NEAR_5E4, "eager"), right) > 0.1
     tfamp.apply(model, policy)
-    found = predict(model, NEAR_5E4, "eager")
-    expected = (NEAR_5E4 - NEAR_5E4.mean()) / NEAR_5E4.std()
-    assert error(found, expected) < 2**-8
+    assert error(predict(model, NEAR_5E4, "eager"), right) < 2**-8
 
 
 @pytest.mark.parametrize("size", [2, 3])

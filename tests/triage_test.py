@@ -84,10 +84,8 @@ def test_a_class_number_without_an_output_is_found():
     found = triage(made(parts), (X, Y + 1))
     assert found.cause == "data"
     count = int((Y + 1 > 2).sum())
-    assert (
-        f"`y` holds {count} class numbers such as 3, while the model gives 3"
-        in (found.evidence[0])
-    )
+    text = f"`y` holds {count} class numbers such as 3, while the model gives 3"
+    assert text in found.evidence[0]
 
 
 def test_examples_that_alone_make_it_fail_are_named():
