@@ -22,10 +22,7 @@ _MAX_STANDARDIZED = 100.0
 class Hits:
     """The features of a column that a rule fires for; false if there are none.
 
-    Args:
-        profile: The column.
-        mask: Which features.
-        score: Tells the worst of them, whose figures go into the message.
+    The highest `score` is the worst of them, whose figures go into the message.
     """
 
     def __init__(self, profile: Profile, mask: np.ndarray, score: np.ndarray) -> None:

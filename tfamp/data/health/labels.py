@@ -1,5 +1,6 @@
 """Counts the classes in targets, and the rules on labels and their balance."""
 
+import collections
 import itertools
 from collections.abc import Iterator
 from typing import Any
@@ -7,6 +8,7 @@ from typing import Any
 import numpy as np
 
 from tfamp.data.health.findings import number
+from tfamp.data.health.profile import finite
 from tfamp.data.profile.examples import Column
 from tfamp.records.findings import Finding
 from tfamp.records.units import format_share
@@ -38,7 +40,7 @@ class Labels:
         width = column.shape[-1] if column.shape else 1
         numbers = column.is_float or column.is_integer or column.dtype == "bool"
         self.is_one_hot = len(column.shape) == 1 and (width or 0) > 1 and numbers
-        self.counts: dict[Any, int] = {}
+        self.counts: collections.Counter[Any] = collections.Counter()
         self.num_rows = self.num_off = self.num_off_integral = 0
         self._in_range = True
         self._too_many = False
@@ -76,11 +78,9 @@ class Labels:
         if self.is_one_hot:
             chunk = self._classes_of_rows(chunk)
         elif self.column.is_float:
-            chunk = chunk.astype(np.float64)
-            chunk = chunk[np.isfinite(chunk)]
+            chunk = finite(chunk)
         values, counts = np.unique(chunk.ravel(), return_counts=True)
-        for value, count in zip(values.tolist(), counts.tolist(), strict=True):
-            self.counts[value] = self.counts.get(value, 0) + count
+        self.counts.update(dict(zip(values.tolist(), counts.tolist(), strict=True)))
         self._too_many = len(self.counts) > _MAX_CLASSES
 
     def _classes_of_rows(self, rows: np.ndarray) -> np.ndarray:

@@ -72,15 +72,7 @@ class Rounding:
 
 
 def rounding_for(compute_dtype: Any) -> Rounding:
-    """Returns the rounding of a dtype or a policy.
-
-    Args:
-        compute_dtype: "float32", "float16", "bfloat16", a policy's name such as
-            "mixed_float16", or a `keras.DTypePolicy`.
-
-    Raises:
-        TypeError: It is neither text nor a policy.
-        ValueError: It is another dtype.
+    """Returns the rounding of a dtype, of a policy's name or of a `keras.DTypePolicy`.
 
     Example:
         >>> rounding_for("mixed_bfloat16").name

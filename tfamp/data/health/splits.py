@@ -49,11 +49,8 @@ _MIN_DISTINCT = 0.5
 class Comparison:
     """One column or feature of train against the same of validation.
 
-    Attributes:
-        column: Which one.
-        difference: In [0, 1]: how far the distributions are apart.
-        p_value: Chance of such a difference where nothing drifted.
-        message: What moved, with the figures.
+    `difference`, in [0, 1], says how far the distributions are apart, `p_value` is the
+    chance of that where nothing drifted, `message` says what moved.
     """
 
     column: str

@@ -187,11 +187,9 @@ def flatten(element: Any) -> dict[str, Any]:
 def map_columns(
     parts: tuple[Any, ...], function: Callable[[str, Any], Any]
 ) -> tuple[Any, ...]:
-    """Returns an element's parts, nested as they were, with each tensor replaced.
+    """Returns x, y and sample_weight, nested as they were, with each tensor replaced.
 
-    Args:
-        parts: x, (x, y) or (x, y, sample_weight), as a tuple.
-        function: Takes a column's name and its tensor.
+    `function` takes a column's name and its tensor.
     """
 
     def mapped(name: str, part: Any) -> Any:

@@ -170,12 +170,7 @@ class Reader:
 def class_ids(labels: np.ndarray, argument: str) -> tuple[np.ndarray, np.ndarray]:
     """Returns the number of each example's class, int32, and the classes, ascending.
 
-    Args:
-        labels: What a `Reader` read: integers, strings or whole floats.
-        argument: What the caller calls the reader's `by`.
-
-    Raises:
-        ValueError: An example has no class.
+    Labels are what a `Reader` read: integers, strings or whole floats.
 
     Example:
         >>> ids, classes = class_ids(np.array([b"dog", b"cat", b"dog"]), "by")

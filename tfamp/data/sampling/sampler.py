@@ -33,13 +33,9 @@ _STREAM_STACKLEVEL, _POSITION_STACKLEVEL = 5, 6
 
 @dataclasses.dataclass(frozen=True)
 class Draw:
-    """The plan of an epoch, before its seed is known.
+    """The plan of an epoch: `num_outputs` positions out of `num_examples`, by a seed.
 
-    Attributes:
-        num_examples: How many there are to take from.
-        num_outputs: How many come out.
-        max_copies: About how often one comes at most.
-        plan: Gives positions by a seed of two integers.
+    The seed is two integers; no example comes much more often than `max_copies`.
     """
 
     num_examples: int
@@ -152,15 +148,10 @@ def copied(
     *,
     is_numbered: bool = False,
 ) -> tf.data.Dataset:
-    """Returns each element as often as the number at its place says.
+    """Returns each element as often as the number at its place in `copies` says.
 
-    Args:
-        dataset: What to take from, maybe pairs (position, element).
-        copies: How often each element comes, int64 scalars.
-        draw: Where those numbers are from.
-        reader: Reads what elements are held against, None for their number alone.
-        values: What it read in the first pass.
-        is_numbered: Whether elements come in pairs.
+    Elements are held against the `values` that `reader` read in the first pass, without
+    a reader against their number alone. Numbered ones are pairs (position, element).
     """
 
     def parts(element: Any) -> tuple[Any, ...]:

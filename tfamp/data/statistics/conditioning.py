@@ -236,12 +236,9 @@ def fill_missing_text(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
 def transformed(values: Any, kind: str | None, power: Any = 1.0) -> Any:
     """Returns transformed values, of an array or a tensor; the last axis is features.
 
-    Args:
-        values: Float64 for an array; a tensor keeps its dtype.
-        kind: "log1p": log(1 + x). "signed_log": sign(x) log(1 + |x|).
-            "yeo-johnson": a power of 1 + x above 0 and of 1 - x below; values are to
-            be standardized before it. None: as is.
-        power: Lambda of Yeo-Johnson, a number or `(features,)`.
+    "log1p" is log(1 + x), "signed_log" sign(x) log(1 + |x|), "yeo-johnson" a power of
+    1 + x above 0 and of 1 - x below, for values that are standardized before it, with
+    its lambda as `power`, a number or `(features,)`.
 
     Example:
         >>> transformed(np.array([-1.0, 1.0]), "signed_log").round(3)
