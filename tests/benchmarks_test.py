@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from benchmarks import _runner, _turns, write_results
+from benchmarks import _runner, _tables, _turns, write_results
 from benchmarks.__main__ import main, names
 
 ROOT = Path(__file__).parents[1]
@@ -25,34 +25,9 @@ def load(name: str):
     return importlib.import_module(f"benchmarks.{name}")
 
 
-def check_callbacks_cost(result):
-    for name in ("Throughput", "DeviceStats", "both"):
-        assert result["cases"]["small"][name]["ratio"] > 0
-    for wait in result["input_wait"].values():
-        assert 0 <= wait["told"] <= 1
-        assert 0 <= wait["waited"] <= 1
-
-
-def check_guards(result):
-    figures = result["cases"]["small MLP"]
-    for name in ("FlightRecorder", "NanRecovery", "both"):
-        assert figures[name]["ratio"] > 0
-    assert figures["met"] == (figures["both"]["ratio"] <= result["goal"])
-
-
-def check_shadow_pass(result):
-    for dtype in ("float16", "bfloat16"):
-        figures = result["cases"]["MLP"][dtype]
-        assert 0 < figures["seconds"] <= figures["slowest"]
-        assert figures["verdict"] == "safe"
-
-
 def check_freeze(result):
-    figures = result["cases"]["MLP"]
-    assert figures["bytes"]["frozen"] < 0.55 * figures["bytes"]["float32"]
-    for side in ("Keras mixed_bfloat16", "tfamp mixed_bfloat16", "frozen"):
-        low, high = figures["1"][side]["interval"]
-        assert 0 < low <= figures["1"][side]["ratio"] <= high
+    sizes = result["cases"]["MLP"]["bytes"]
+    assert sizes["frozen"] < 0.55 * sizes["float32"]
 
 
 def check_resident(result):
@@ -66,14 +41,10 @@ def check_memory(result):
     # A block has 2 x 1024 x 2048 numbers: the gradient of one product at least.
     assert figures["predicted"] > 2**23
     assert figures["measured"] == sorted(figures["measured"])
-    assert figures["ratio"] > 0
 
 
 def check_remat(result):
-    figures = result["cases"]["MLP of 3 blocks"]["float32"]
-    assert figures["plain_bytes"] > 0
-    assert figures["time"] > 0
-    assert figures["off"] < 1e-4
+    assert result["cases"]["MLP of 3 blocks"]["float32"]["off"] < 1e-4
 
 
 def check_guilty_layers(result):
@@ -89,51 +60,26 @@ def check_guilty_layers(result):
     assert sum(half["triage"]["causes"][1] for half in halves if half["triage"]) > 0
 
 
-def check_enable_overhead(result):
-    for part, goal in (("step", 1.02), ("build", 1.10)):
-        assert result[part]["goal"] == goal
-        assert result[part]["ratio"] > 0
-
-
-def check_loss_scale(result):
-    assert set(result["cases"]) == {"3 of 4x4, graph", "3 of 4x4, XLA"}
-    for figures in result["cases"].values():
-        assert figures["keras"]["ratio"] > 0
-        assert figures["tfamp"]["ratio"] > 0
-        assert set(figures["first_call_seconds"]) == {"bare", "keras", "tfamp"}
-
-
 def check_pipeline(result):
     benchmark = load("pipeline")
-    names = {f"{ours} / {other}" for ours, other in benchmark.GOALS}
-    with_other_loaders = {name for name in names if "OpenCV" in name}
-    assert names - with_other_loaders <= set(result["ratios"]) <= names
-    assert all(figures["ratio"] > 0 for figures in result["ratios"].values())
+    wanted = {f"{ours} / {other}" for ours, other in benchmark.GOALS}
+    with_other_loaders = {name for name in wanted if "OpenCV" in name}
+    assert wanted - with_other_loaders <= set(result["ratios"]) <= wanted
     assert set(result["plans"]) == set(benchmark.PLANS)
-    assert 0 < result["epoch_ends"]["longest_milliseconds"] < 10_000
 
 
 def check_training(result):
-    tiny = result["models"]["tiny"]
-    assert list(tiny["rows"]) == ["float32", "keras:mixed_bfloat16"]
+    row = result["models"]["tiny"]["rows"]["keras:mixed_bfloat16"]
     # One seed: a ratio without an interval, and no verdict.
-    assert tiny["rows"]["keras:mixed_bfloat16"]["ratio"][0] > 0
-    assert tiny["rows"]["keras:mixed_bfloat16"]["ratio"][1:] == [None, None]
-    assert tiny["rows"]["keras:mixed_bfloat16"]["answer"] == "undecided"
-
-
-def check_verdict_rates(result):
-    assert len(result["rates"]) > 10
-    assert all(0 <= rate <= 1 for rate in result["rates"].values())
+    assert (row["ratio"][1:], row["answer"]) == ([None, None], "undecided")
 
 
 def check_equal_policies(result):
     assert (result["reports"], sum(result["answers"].values())) == (1, 1)
-    assert result["measures"]["metric"]
 
 
-CHECKS = {n: globals()[f"check_{n}"] for n in names() if n not in NOT_MEASURING}
-RUNS = [[name] for name in CHECKS] + [["memory", "--glibc"]]
+RUNS = [[name] for name in names() if name not in NOT_MEASURING]
+RUNS.append(["memory", "--glibc"])
 
 
 @pytest.mark.whole("what they compute is tested below; what they print, seldom changes")
@@ -152,7 +98,10 @@ def test_a_benchmark_prints_the_figures_that_it_writes(command, tmp_path):
     assert result == json.loads(path.read_text())
     assert set(result["versions"]) == {"python", "tensorflow", "keras", "tfamp"}
     assert result["command"] == f"python -m benchmarks {' '.join(command)} --smoke"
-    CHECKS[command[0]](result)
+    if command[0] != "verdict_rates":
+        (_, columns, rows), *_ = _tables.of(command[0], result)
+        assert rows and {len(row) for row in rows} == {len(columns)}
+    globals().get(f"check_{command[0]}", lambda _: None)(result)
 
 
 def test_benchmarks_are_listed_with_a_line_each(capsys):

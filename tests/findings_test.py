@@ -30,23 +30,19 @@ ALL = Findings((NOTE, WARNING, ERROR, LAYER), "100 examples", ("int64", "drift",
 def test_findings_are_kept_worst_first_and_otherwise_in_order():
     assert list(ALL) == [ERROR, WARNING, LAYER, NOTE]
     assert (ALL[0], len(ALL), ALL.worst) == (ERROR, 4, "error")
-
-
-def test_each_severity_has_its_property():
-    assert ALL.errors == (ERROR,)
-    assert ALL.warnings == (WARNING, LAYER)
-    assert ALL.notes == (NOTE,)
+    assert (ALL.errors, ALL.warnings, ALL.notes) == (
+        (ERROR,),
+        (WARNING, LAYER),
+        (NOTE,),
+    )
+    assert len({ERROR, ERROR, NOTE}) == 2, "hashable in spite of details"
 
 
 def test_nothing_found_is_false_and_names_no_worst():
     nothing = Findings(title="100 examples for float16", rules=("nan", "drift"))
-    assert not nothing
+    assert not nothing and Findings((NOTE,))
     assert nothing.worst is None
     assert str(nothing) == "100 examples for float16: nothing found by 2 rules."
-
-
-def test_a_note_alone_is_true():
-    assert Findings((NOTE,))
 
 
 def test_rules_that_could_not_run_are_printed_with_and_without_findings():
@@ -92,12 +88,9 @@ def test_a_severity_that_does_not_exist_is_an_error(make):
         make()
 
 
-def test_each_fix_comes_once():
+def test_each_fix_comes_once_and_says_what_it_does():
     again = dataclasses.replace(NOTE, rule="other")
     assert Findings((NOTE, ERROR, again, WARNING)).fixes == (STANDARDIZE, CAST)
-
-
-def test_a_fix_says_what_it_does():
     assert str(CAST) == "x/id: cast to int32; values lie in [0, 9]"
     text = "x/time: standardize, then cast to float32; exact in float64"
     assert str(STANDARDIZE) == text
@@ -134,7 +127,3 @@ def test_a_note_on_several_layers_is_one_row_with_their_number():
     # What spoils the result is told of each.
     assert text.count("Half.") == 2
     assert len(found) == len(found.of()) == 5
-
-
-def test_a_finding_can_be_hashed_in_spite_of_its_details():
-    assert len({ERROR, ERROR, NOTE}) == 2

@@ -55,10 +55,13 @@ def test_a_layer_breaks_float16_and_no_other_format(
         assert not np.isfinite(outputs).any()
 
 
-@pytest.mark.parametrize("inject", [None, "bad_batch", "bad_lr"])
-def test_other_faults_put_no_layer_in(faults, inject):
-    inputs = keras.Input((4,))
-    assert faults.layer(inject, inputs) is inputs
+@pytest.mark.parametrize("inject", [None, *FAULTS])
+def test_other_faults_leave_layers_and_batches_alone(faults, inject):
+    inputs, data = keras.Input((4,)), numbered(2)
+    if inject not in ("mask", "overflow_layer"):
+        assert faults.layer(inject, inputs) is inputs
+    if inject != "bad_batch":
+        assert faults.batches(inject, data) is data
 
 
 @pytest.mark.parametrize("name", ["Overflow", "Mask"])
@@ -104,12 +107,6 @@ def test_targets_with_an_axis_of_time_get_a_weight_each(faults):
     assert [bool(np.isnan(w).all()) for w in weights] == [False, True, False]
 
 
-@pytest.mark.parametrize("inject", [None, "bad_lr", "mask", "overflow_layer"])
-def test_other_faults_leave_the_batches_alone(faults, inject):
-    data = numbered(2)
-    assert faults.batches(inject, data) is data
-
-
 @pytest.mark.parametrize(
     "inject, expected", [(None, 0.5), ("mask", 0.5), ("bad_lr", 5000.0)]
 )
@@ -120,32 +117,32 @@ def test_a_bad_learning_rate_is_ten_thousand_times_too_high(faults, inject, expe
 # What is said
 
 
-@pytest.mark.parametrize("inject", FAULTS)
-def test_a_fault_is_announced_in_one_line(faults, capsys, inject):
-    faults.announce(settings(inject))
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == 1
-    assert lines[0].startswith(f"Injected fault {inject}: the ")
-
-
-def test_nothing_is_announced_without_a_fault(faults, capsys):
+def test_a_fault_is_announced_in_one_line(faults, capsys):
     faults.announce(settings(None))
     assert capsys.readouterr().out == ""
+    for inject in FAULTS:
+        faults.announce(settings(inject))
+        (line,) = capsys.readouterr().out.splitlines()
+        assert line.startswith(f"Injected fault {inject}: the ")
 
 
 @pytest.mark.parametrize("recipe", TRAINING)
-@pytest.mark.parametrize("flag, value", [("inject", "mask"), ("guard", "runs")])
-def test_a_comparison_refuses_it(faults, capsys, recipe, flag, value):
-    assert load(recipe).main([recipe, f"--{flag}={value}", "--compare=2"]) == 1
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (
+            ["--inject=mask", "--compare=2"],
+            "`--inject` came with `--compare`; expected",
+        ),
+        (["--guard=runs", "--compare=2"], "`--guard` came with `--compare`; expected"),
+        (["--inject=gremlin"], r"inject=gremlin.*bad_batch"),
+    ],
+    ids=["fault compared", "guard compared", "unknown fault"],
+)
+def test_flags_that_cannot_be_are_refused(faults, capsys, recipe, arguments, message):
+    assert load(recipe).main([recipe, *arguments]) == 1
     error = capsys.readouterr().err
-    assert f"`--{flag}` came with `--compare`; expected one of them" in error
-    assert error.count("\n") == 1
-
-
-@pytest.mark.parametrize("recipe", TRAINING)
-def test_an_unknown_fault_is_refused(faults, capsys, recipe):
-    assert load(recipe).main([recipe, "--inject=gremlin"]) == 1
-    assert re.search(r"inject=gremlin.*bad_batch", capsys.readouterr().err)
+    assert re.search(message, error) and error.count("\n") == 1
 
 
 # Each recipe with two faults, each fault with a recipe or two.
