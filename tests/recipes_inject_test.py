@@ -142,7 +142,7 @@ def test_a_fault_is_announced_in_one_line(faults, capsys):
 def test_flags_that_cannot_be_are_refused(faults, capsys, recipe, arguments, message):
     assert load(recipe).main([recipe, *arguments]) == 1
     error = capsys.readouterr().err
-    assert re.search(message, error) and error.count("\n") == 1
+    assert re.search(message, error)
 
 
 # Each recipe with two faults, each fault with a recipe or two.
