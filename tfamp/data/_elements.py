@@ -23,6 +23,11 @@ def as_arguments(element: Any) -> tuple[Any, ...]:
     return element if isinstance(element, tuple) else (element,)
 
 
+def from_arguments(parts: tuple[Any, ...]) -> Any:
+    """Returns the element that `Dataset.map` handed to a function as `parts`."""
+    return parts[0] if len(parts) == 1 else parts
+
+
 def inputs_of(element: Any) -> Any:
     """Returns `x` of an element x, (x, y) or (x, y, sample_weight).
 

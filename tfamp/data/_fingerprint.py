@@ -3,6 +3,10 @@
 A fingerprint counts all that Python can see of what makes the elements: values,
 functions, classes, layers, graphs and files (`fingerprints/`). Installed packages
 count by version. What cannot be seen is named.
+
+A kind of value is described by a generator of its parts: the name of the kind, then
+values, each of which has parts of its own. The walk keeps its own stack, so nothing
+is too deep for it, and digests each value once, also where it holds itself.
 """
 
 import collections
@@ -11,6 +15,7 @@ import hashlib
 import sys
 import types
 from collections.abc import Mapping
+from pathlib import PurePath
 from typing import Any
 
 import keras
@@ -18,13 +23,22 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.fingerprints import functions, objects, tensorflow
-from tfamp.data.fingerprints.walk import Parts, Unordered, Unseen, Walk, files_named
+from tfamp.data.fingerprints.objects import (
+    Files,
+    Parts,
+    Unordered,
+    Unseen,
+    files_named,
+)
 
 # Hexadecimal digits kept: two of a thousand pipelines agree by chance in 1 of 3e8.
 _DIGITS = 12
 _CONTAINERS = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
 _ARRAYS = (np.ndarray, np.memmap)
+_DIGEST_BYTES = 16
+_LEAVES = (type(None), bool, int, float, complex, str, bytes, type(...))
+_LEAF_KINDS = (PurePath, tf.DType, tf.TensorShape, tf.TypeSpec)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,12 +82,84 @@ def fingerprint(parts: Mapping[str, Any]) -> Fingerprint:
     }
     found, unseen, has_files = [], [], False
     for name, value in {**versions, **parts}.items():
-        walk = Walk(_parts_of)
+        walk = _Walk()
         found.append((name, walk.digest(value).hex()[:_DIGITS]))
         unseen += walk.unseen
         has_files |= walk.has_files
     named = [one.name for one in unseen if not (one.unless_files and has_files)]
     return Fingerprint(tuple(found), tuple(dict.fromkeys(named)))
+
+
+@dataclasses.dataclass(eq=False)
+class _Frame:
+    value: Any
+    parts: Parts
+    digests: list[bytes] = dataclasses.field(default_factory=list)
+
+
+class _Walk:
+    """Digests values, and notes what could not be looked into.
+
+    Attributes:
+        unseen: What was met and could only be named.
+        has_files: Whether files were found by the names that constants hold.
+    """
+
+    def __init__(self) -> None:
+        self.unseen: list[Unseen] = []
+        self.has_files = False
+        # Digest and value by identity; a value that is held has its identity alone.
+        self._known: dict[int, tuple[bytes, Any]] = {}
+
+    def digest(self, value: Any) -> bytes:
+        """Returns the digest of a value of any kind."""
+        frames = [_Frame(None, iter((value,)))]
+        depths: dict[int, int] = {}
+        while True:
+            frame = frames[-1]
+            for part in frame.parts:
+                found = self._quickly(part, depths)
+                if found is None:
+                    depths[id(part)] = len(frames)
+                    is_set = isinstance(part, Unordered)
+                    parts = iter(part.values) if is_set else _parts_of(part)
+                    frames.append(_Frame(part, parts))
+                    break
+                frame.digests.append(found)
+            else:
+                frames.pop()
+                if not frames:
+                    return frame.digests[0]
+                if isinstance(frame.value, Unordered):
+                    frame.digests.sort()
+                found = _hash(b"".join(frame.digests))
+                del depths[id(frame.value)]
+                self._known[id(frame.value)] = found, frame.value
+                frames[-1].digests.append(found)
+
+    def _quickly(self, value: Any, depths: dict[int, int]) -> bytes | None:
+        """Returns the digest of what has no parts, or is known or begun already."""
+        kind = type(value)
+        if kind in _LEAVES or isinstance(value, _LEAF_KINDS):
+            text = hex(value) if kind is int else repr(value)
+            return _hash(f"{kind.__name__}:{text}".encode(errors="surrogatepass"))
+        if kind is memoryview:
+            return _hash(value)
+        if kind is Unseen:
+            self.unseen.append(value)
+            return _hash(f"unseen:{value.name}".encode())
+        if kind is Files:
+            self.has_files = True
+            return _hash(f"files:{value.identities!r}".encode(errors="surrogatepass"))
+        if id(value) in self._known:
+            return self._known[id(value)][0]
+        if id(value) in depths:
+            return _hash(f"inside itself:{depths[id(value)]}".encode())
+        return None
+
+
+def _hash(data: Any) -> bytes:
+    return hashlib.blake2b(data, digest_size=_DIGEST_BYTES).digest()
 
 
 def _parts_of(value: Any) -> Parts:

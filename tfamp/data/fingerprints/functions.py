@@ -14,8 +14,14 @@ import types
 from collections.abc import Iterator
 from typing import Any
 
-from tfamp.data.fingerprints.objects import is_installed, is_named, name_of, version
-from tfamp.data.fingerprints.walk import Parts, Unseen
+from tfamp.data.fingerprints.objects import (
+    Parts,
+    Unseen,
+    is_installed,
+    is_named,
+    name_of,
+    version,
+)
 
 # What reads files by names that only a run knows.
 _READERS = {

@@ -1,11 +1,13 @@
 """What counts of classes, and of objects that are no function, layer or dataset.
 
 What came with a package counts by the package's version; what is the user's counts by
-all that it holds.
+all that it holds. The parts of a value are the name of its kind and values, among them
+those that are described here.
 """
 
 import builtins
 import copyreg
+import dataclasses
 import functools
 import hashlib
 import importlib.util
@@ -16,12 +18,10 @@ import sysconfig
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from importlib import metadata
 from pathlib import Path
 from typing import Any
-
-from tfamp.data.fingerprints.walk import Parts, Unordered, Unseen
 
 # Places in the code, texts for readers, and what Python notes for itself.
 _NO_MEANING = {
@@ -45,25 +45,63 @@ _DESCRIPTORS = (
     types.MethodDescriptorType,
     types.WrapperDescriptorType,
 )
-# What a subclass of these holds beside its attributes.
-_CONTENTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
-    (dict, lambda value: Unordered([*dict.items(value)])),
-    (list, lambda value: [*list.__iter__(value)]),
-    (tuple, lambda value: tuple(tuple.__iter__(value))),
-    (set, lambda value: Unordered([*set.__iter__(value)])),
-    (frozenset, lambda value: Unordered([*frozenset.__iter__(value)])),
-    (str, str.__repr__),
-    (bytes, bytes.__repr__),
-    (bytearray, bytes),
-    (int, int.__repr__),
-    (float, float.__repr__),
-    (complex, complex.__repr__),
-)
 _LOCKS = ("_thread.lock", "_thread.RLock")
 _PROTOCOL = 4
 _FOLDERS = ("stdlib", "platstdlib", "purelib", "platlib")
 # The flag of classes that a program made, as against those written in C.
 _MADE = 1 << 9
+# Linux allows no longer path; a text beyond it names no file.
+_LONGEST_PATH = 4096
+
+Parts = Iterator[Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class Unseen:
+    """Something that can only be named, as users read it.
+
+    With `unless_files` it does not count where files were found by the names that
+    constants hold, since it most likely reads those.
+    """
+
+    name: str
+    unless_files: bool = False
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Unordered:
+    """Values whose order does not count."""
+
+    values: Iterable[Any]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Files:
+    """Path, bytes and nanoseconds of the last change of each file that texts name."""
+
+    identities: tuple[tuple[str, int, int], ...]
+
+
+def files_named(texts: Iterable[str | bytes]) -> Iterator[Files]:
+    """Yields the files that texts name, if there are any.
+
+    Texts may be anything; folders are looked up once, so that most texts, which name
+    no file, cost little.
+    """
+    is_folder: dict[str, bool] = {}
+    found = {}
+    for text in texts:
+        path = os.fsdecode(text)
+        if not path or len(path) > _LONGEST_PATH or "\0" in path or "\n" in path:
+            continue
+        folder = os.path.dirname(path)
+        if folder not in is_folder:
+            is_folder[folder] = os.path.isdir(folder or ".")
+        if is_folder[folder] and path not in found and os.path.isfile(path):
+            stat = os.stat(path)
+            found[path] = (path, stat.st_size, stat.st_mtime_ns)
+    if found:
+        yield Files(tuple(found.values()))
 
 
 @functools.cache
@@ -218,6 +256,22 @@ def attributes(value: Any) -> dict[str, Any]:
     found.update(getattr(value, "__dict__", {}))
     # TensorFlow's book-keeping of what it tracks.
     return {k: v for k, v in found.items() if not k.startswith("_self_")}
+
+
+# What a subclass of these holds beside its attributes.
+_CONTENTS: tuple[tuple[type, Callable[[Any], Any]], ...] = (
+    (dict, lambda value: Unordered([*dict.items(value)])),
+    (list, lambda value: [*list.__iter__(value)]),
+    (tuple, lambda value: tuple(tuple.__iter__(value))),
+    (set, lambda value: Unordered([*set.__iter__(value)])),
+    (frozenset, lambda value: Unordered([*frozenset.__iter__(value)])),
+    (str, str.__repr__),
+    (bytes, bytes.__repr__),
+    (bytearray, bytes),
+    (int, int.__repr__),
+    (float, float.__repr__),
+    (complex, complex.__repr__),
+)
 
 
 def _inherited(value: Any) -> Iterator[Any]:

@@ -11,8 +11,15 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data.fingerprints.objects import attributes, configuration, is_installed
-from tfamp.data.fingerprints.walk import Parts, Unordered, Unseen, files_named
+from tfamp.data.fingerprints.objects import (
+    Parts,
+    Unordered,
+    Unseen,
+    attributes,
+    configuration,
+    files_named,
+    is_installed,
+)
 
 # Names that a process gives to what it makes, and notes for profilers.
 _NAMES = {"metadata", "shared_name", "debug_name", "container"}

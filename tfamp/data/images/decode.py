@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import inputs_of, with_length_of
+from tfamp.data._elements import from_arguments, inputs_of, with_inputs, with_length_of
 from tfamp.data.images.reader import JPEG_START, ImageReader
 from tfamp.data.stages.base import Batch, Map, Settings, Stage
 
@@ -214,10 +214,11 @@ def _aligned(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
 def _decoded(
     parts: tuple[Any, ...], key: str | None, read: Callable[[Any], tf.Tensor]
 ) -> Any:
-    """Returns the parts of an element with what `read` makes of the image."""
-    first, *rest = parts
-    decoded = read(first) if key is None else {**first, key: read(first[key])}
-    return (decoded, *rest) if rest else decoded
+    """Returns an element with what `read` makes of its image."""
+    element = from_arguments(parts)
+    given = inputs_of(element)
+    image = read(given) if key is None else {**given, key: read(given[key])}
+    return with_inputs(element, image)
 
 
 def _can_be_joined(element_spec: Any) -> bool:

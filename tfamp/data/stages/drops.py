@@ -7,6 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.data._elements import blank
 from tfamp.records import units
 from tfamp.records.record import Record
 
@@ -100,7 +101,8 @@ def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
     Raises:
         TypeError: Elements hold something else than dense tensors of known rank.
     """
-    end = (tf.constant([_END], tf.int32), _blank(judged.element_spec[1]))
+    nothing = blank(judged.element_spec[1], purpose="`.filter` drops some", sizes=[1])
+    end = (tf.constant([_END], tf.int32), nothing)
     ended = judged.concatenate(tf.data.Dataset.from_tensors(end))
     zeros = tf.zeros(1 + len(log.reasons), tf.int64)
 
@@ -152,21 +154,3 @@ def _check_some_left(total: tf.Tensor, reasons: Sequence[str]) -> tf.Operation:
     )
     message = tf.strings.format(text, tuple(tf.unstack(total)))
     return tf.debugging.Assert(is_fine, [message])
-
-
-def _blank(chunk_spec: Any) -> Any:
-    """Returns a chunk of one element that holds nothing: zeros, unknown sizes 0."""
-
-    def blank(spec: Any) -> tf.Tensor:
-        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
-            raise TypeError(
-                f"Elements hold {spec!r}; expected dense tensors of known rank where "
-                "`.filter` drops some. Set the shape in `.map` with `tf.ensure_shape`, "
-                "or make the part dense with `.to_tensor()`."
-            )
-        shape = [1, *(size or 0 for size in spec.shape[1:])]
-        if spec.dtype == tf.string:
-            return tf.fill(shape, "")
-        return tf.zeros(shape, spec.dtype)
-
-    return tf.nest.map_structure(blank, chunk_spec)

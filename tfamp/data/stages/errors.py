@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import as_arguments, blank, from_arguments, known_length
 from tfamp.data.stages.base import Settings, Stage, map_in_order
 from tfamp.records import units
 from tfamp.records.record import Record
@@ -28,6 +28,7 @@ _ESTIMATE_SLACK = 10
 _NAMED_IN_ERROR = 5
 # Stands for the position of the mark behind the last element.
 _END = -1
+_SKIPPING = "`.on_error('skip')` is used"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,17 +229,19 @@ class Careful(Stage):
         self.on_error.log.expect(known_length(dataset))
         element_spec = dataset.element_spec[1]
         outcome = dataset.map(lambda position, element: self._call(element))
-        blanks = _blanks(outcome.element_spec)
+        blanks = blank(outcome.element_spec, purpose=_SKIPPING)
 
         def careful(position: tf.Tensor, element: Any) -> Any:
             tried = tf.data.Dataset.from_tensors(element)
-            tried = tried.map(lambda *parts: (position >= 0, self._call(_whole(parts))))
+            tried = tried.map(
+                lambda *parts: (position >= 0, self._call(from_arguments(parts)))
+            )
             tried = tried.ignore_errors(log_warning=False)
-            blank = tf.data.Dataset.from_tensors((False, blanks))
-            is_read, result = tried.concatenate(blank).take(1).get_single_element()
+            failed = tf.data.Dataset.from_tensors((False, blanks))
+            is_read, result = tried.concatenate(failed).take(1).get_single_element()
             return is_read, position, element, result
 
-        last = (tf.constant(_END, tf.int64), _blanks(element_spec))
+        last = (tf.constant(_END, tf.int64), blank(element_spec, purpose=_SKIPPING))
         ended = dataset.concatenate(tf.data.Dataset.from_tensors(last))
         tried = map_in_order(ended, careful, settings).enumerate()
         # One after another, so that the end is reported last.
@@ -248,7 +251,7 @@ class Careful(Stage):
     def _call(self, element: Any) -> Any:
         """Returns what the last function makes of an element."""
         return functools.reduce(
-            lambda value, function: _unpacked(function, value),
+            lambda value, function: function(*as_arguments(value)),
             self.functions,
             element,
         )
@@ -290,35 +293,3 @@ class Careful(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         return " + ".join(self.names), "element by element, so one error costs one"
-
-
-def _unpacked(function: Callable[..., Any], value: Any) -> Any:
-    """Calls a function as `Dataset.map` does: a tuple is several arguments."""
-    return function(*value) if isinstance(value, tuple) else function(value)
-
-
-def _whole(parts: tuple[Any, ...]) -> Any:
-    """Undoes what `Dataset.map` does to an element that is no tuple."""
-    return parts[0] if len(parts) == 1 else parts
-
-
-def _blanks(element_spec: Any) -> Any:
-    """Returns an element of a spec that holds nothing: zeros, unknown sizes 0.
-
-    Raises:
-        TypeError: A part is ragged, sparse or of unknown rank.
-    """
-
-    def blank(spec: tf.TypeSpec) -> tf.Tensor:
-        if not isinstance(spec, tf.TensorSpec) or spec.shape.rank is None:
-            raise TypeError(
-                f"Elements hold {spec!r}; expected dense tensors of known rank where "
-                "`.on_error('skip')` is used. Set the shape in `.map` "
-                "(`tf.ensure_shape`), or make the part dense (`.to_tensor()`)."
-            )
-        shape = [size or 0 for size in spec.shape]
-        if spec.dtype == tf.string:
-            return tf.fill(shape, "")
-        return tf.zeros(shape, spec.dtype)
-
-    return tf.nest.map_structure(blank, element_spec)

@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfamp.data._elements import (
     TENSOR,
+    as_arguments,
     inputs_of,
     looks_batched,
     named_columns,
@@ -154,10 +155,9 @@ class Filter(Stage):
             code, element = self._ruled(parts if is_tuple else parts[0], is_chunk)
             if self.predicate is None or by_rules:
                 return code, element
-            arguments = element if isinstance(element, tuple) else (element,)
             keep = tf.cond(
                 tf.equal(code, 0),
-                lambda: tf.convert_to_tensor(self.predicate(*arguments)),
+                lambda: tf.convert_to_tensor(self.predicate(*as_arguments(element))),
                 lambda: tf.constant(True),
             )
             last = tf.constant(len(REASONS), tf.int32)

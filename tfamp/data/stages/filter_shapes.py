@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import TENSOR
+from tfamp.data._elements import TENSOR, blank
 from tfamp.data.stages.filter_rules import Columns, Rule, check_there
 from tfamp.records import checks
 
@@ -83,11 +83,8 @@ class Reshape(Rule):
                 continue
             is_bad = tf.logical_or(is_bad, tf.logical_not(fits))
             # What goes needs the shape too, so that all elements have one spec.
-            blank = [size or 0 for size in shape]
-            empty = (
-                tf.fill(blank, "")
-                if values.dtype == tf.string
-                else tf.zeros(blank, values.dtype)
+            empty = blank(
+                tf.TensorSpec(shape, values.dtype), purpose="`shape` is given"
             )
             kept = tf.cond(fits, lambda v=values: v, lambda e=empty: e)
             changed[name] = tf.ensure_shape(kept, shape)

@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import inputs_of, known_length
 from tfamp.records.units import format_bytes, format_seconds, format_share
 from tfamp.stepping.input_waits.verdict import MIN_GAIN, Judgement
 
@@ -182,5 +182,5 @@ def _for_unclear(
 
 
 def _inputs(element_spec: Any) -> list[tf.TensorSpec]:
-    inputs = element_spec[0] if isinstance(element_spec, tuple) else element_spec
-    return [s for s in tf.nest.flatten(inputs) if isinstance(s, tf.TensorSpec)]
+    specs = tf.nest.flatten(inputs_of(element_spec))
+    return [spec for spec in specs if isinstance(spec, tf.TensorSpec)]
