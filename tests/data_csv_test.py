@@ -61,12 +61,6 @@ def test_a_label_stands_apart(tmp_path):
     assert found == [([("b", 2)], 7), ([("b", 4)], 8)]
 
 
-def test_columns_come_in_the_order_asked_for(tmp_path):
-    path = write(tmp_path / "a.csv", "a,b,c\n1,2,3\n")
-    (row,) = plain(csv_source(path, columns=["c", "a"]).dataset(RAISE))
-    assert [(name, part.item()) for name, part in row.items()] == [("c", 3), ("a", 1)]
-
-
 TYPES = {
     "integers": (["1", "2"], tf.int64, [1, 2]),
     "beyond float32": (["16777217", "-3"], tf.int64, [16777217, -3]),
@@ -113,23 +107,54 @@ def test_given_types_hold(tmp_path):
     assert dtypes == ["float64", "int32", "float32", "string"]
 
 
-def test_gaps_are_nan_in_numbers_and_empty_in_text(tmp_path):
-    path = write(tmp_path / "a.csv", "x,t\n1.5,a\n,\nNA,NA\nnan,b\n")
-    found = columns_of(csv_source(path))
-    np.testing.assert_array_equal(found["x"], [1.5] + [math.nan] * 3)
-    assert found["t"] == [b"a", b"", b"", b"b"]
+NAN = math.nan
+ROWS = b'a,b\n1,x\n2,"y"\n'
+COLUMNS = {"a": [1, 2], "b": [b"x", b"y"]}
+GAPS = {"x": [1.5, NAN, NAN], "i": [1.0, NAN, 3.0], "t": [b"a", b"", b""]}
+# What a file holds, arguments, the columns that are read.
+READ = {
+    "order": ("a,b,c\n1,2,3\n", {"columns": ["c", "a"]}, {"c": [3], "a": [1]}),
+    "gaps": (
+        "x,t\n1.5,a\n,\nNA,NA\nnan,b\n",
+        {},
+        {"x": [1.5, NAN, NAN, NAN], "t": [b"a", b"", b"", b"b"]},
+    ),
+    "a mark of gaps": ("x,i,t\n1.5,1,a\n?,?,?\n,3,\n", {"na_values": ["?"]}, GAPS),
+    "three marks of gaps": (
+        "x,i,t\n1.5,1,a\nnone,-,?\n,3,\n",
+        {"na_values": ["?", "-", "none"]},
+        GAPS,
+    ),
+    "no header": ("1,2\n3\n", {"header": False}, {"column_0": [1], "column_1": [2]}),
+    "names": ("1,2\n", {"header": False, "column_names": "uv"}, {"u": [1], "v": [2]}),
+    "numbers as names": ("0,1\n5,6\n", {}, {"0": [5], "1": [6]}),
+    "delimiter": ('a\tb\n1\t"x\ty"\n', {"delimiter": "\t"}, {"a": [1], "b": [b"x\ty"]}),
+    "text behind a quote": (
+        'a,b\n1,"x"y\n2,x"y\n',
+        {},
+        {"a": [1, 2], "b": [b"xy", b'x"y']},
+    ),
+    "text behind a quote beside damage": (
+        'a,b\n1,"x"y\n2,x"y\noops\n',
+        {},
+        {"a": [1, 2], "b": [b"xy", b'x"y']},
+    ),
+    "byte order mark": (b"\xef\xbb\xbf" + ROWS, {}, COLUMNS),
+    "Windows": (ROWS.replace(b"\n", b"\r\n"), {}, COLUMNS),
+    "empty lines": (ROWS.replace(b"\n", b"\n\n"), {}, COLUMNS),
+    "no last line end": (ROWS[:-1], {}, COLUMNS),
+    "gzip": (gzip.compress(ROWS), {}, COLUMNS),
+}
 
 
-@pytest.mark.parametrize("na_values", [("?",), ("?", "-", "none")], ids=["1", "3"])
-def test_other_spellings_of_gaps(tmp_path, na_values):
-    mark = na_values[-1]
-    path = write(tmp_path / "a.csv", f"x,i,t\n1.5,1,a\n{mark},{mark},{mark}\n,3,\n")
-    dataset = csv_source(path, na_values=na_values).dataset(RAISE).batch(9)
-    found = next(dataset.as_numpy_iterator())
-    np.testing.assert_array_equal(found["x"], [1.5, math.nan, math.nan])
-    np.testing.assert_array_equal(found["i"], [1, math.nan, 3])
-    assert found["t"].tolist() == [b"a", b"", b""]
-    assert found["i"].dtype == np.float32
+@pytest.mark.parametrize("data, options, expected", READ.values(), ids=READ)
+def test_columns_are_read(tmp_path, data, options, expected):
+    source = csv_source(write(tmp_path / "a.csv", data), **options)
+    found = columns_of(source, skip())
+    assert list(found) == list(expected)
+    for name, values in expected.items():
+        np.testing.assert_array_equal(found[name], values)
+        assert type(found[name][0]) is type(values[0])
 
 
 def test_quoted_fields_hold_delimiters_line_ends_and_quotes(tmp_path, small_blocks):
@@ -143,24 +168,6 @@ def test_quoted_fields_hold_delimiters_line_ends_and_quotes(tmp_path, small_bloc
     found = [(row["n"].item(), row["text"].item()) for row in rows_of(source)]
     assert found == [(n, text.encode()) for n, text in enumerate(texts * 3)]
     assert source.num_examples == 27
-
-
-@pytest.mark.parametrize(
-    "change",
-    [
-        lambda data: b"\xef\xbb\xbf" + data,
-        lambda data: data.replace(b"\n", b"\r\n"),
-        lambda data: data.replace(b"\n", b"\n\n"),
-        lambda data: data[:-1],
-        gzip.compress,
-    ],
-    ids=["byte order mark", "Windows", "empty lines", "no last line end", "gzip"],
-)
-def test_files_of_other_programs(tmp_path, change):
-    data = b'a,b\n1,x\n2,"y"\n3,z\n'
-    source = csv_source(write(tmp_path / "a.csv", change(data)))
-    found = [tuple(part.item() for part in row.values()) for row in rows_of(source)]
-    assert found == [(1, b"x"), (2, b"y"), (3, b"z")]
 
 
 def test_many_files_follow_one_another(tmp_path, small_blocks):
@@ -185,26 +192,6 @@ def test_chunks_hold_the_same_rows(tmp_path, small_blocks):
     assert np.concatenate([y for _, y in found]).tolist() == [n % 3 for n in range(50)]
     batches = chunks.rebatch(8)
     assert [len(y) for _, y in batches] == [8] * 6 + [2]
-
-
-def test_files_without_a_header(tmp_path):
-    path = write(tmp_path / "a.csv", "1,2\n3,4\n")
-    found = columns_of(csv_source(path, header=False))
-    assert found == {"column_0": [1, 3], "column_1": [2, 4]}
-    named = csv_source(path, header=False, column_names=["u", "v"])
-    assert list(named.dataset(RAISE).element_spec) == ["u", "v"]
-
-
-def test_text_behind_a_quote_belongs_to_its_field_beside_damage_too(tmp_path):
-    path = write(tmp_path / "a.csv", 'a,b\n1,"x"y\n2,x"y\n')
-    assert column(csv_source(path), "b") == [b"xy", b'x"y']
-    path = write(tmp_path / "a.csv", 'a,b\n1,"x"y\n2,x"y\noops\n')
-    assert column(csv_source(path), "b", skip()) == [b"xy", b'x"y']
-
-
-def test_other_delimiters(tmp_path):
-    path = write(tmp_path / "a.tsv", 'a\tb\n1\t"x\ty"\n')
-    assert column(csv_source(path, delimiter="\t"), "b") == [b"x\ty"]
 
 
 BAD_ROWS = {
@@ -347,11 +334,6 @@ REFUSED = {
 test_wrong_files_and_arguments_are_refused_at_once = refused_files(
     csv_source, REFUSED, lambda data: data if type(data) is dict else {"a.csv": data}
 )
-
-
-def test_names_that_are_numbers_in_a_row_are_names(tmp_path):
-    path = write(tmp_path / "a.csv", "0,1\n5,6\n")
-    assert column(csv_source(path), "1") == [6]
 
 
 def test_without_arrow_the_error_says_what_to_install(tmp_path, monkeypatch):
