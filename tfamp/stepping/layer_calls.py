@@ -22,12 +22,6 @@ def units(model: keras.Model) -> list[Site]:
 
     Left out are models and Sequentials that only call others, what is inside a
     recurrent or time-distributed layer, and input layers.
-
-    Example:
-        >>> x = keras.Input((3,))
-        >>> y = keras.Sequential([keras.layers.Dense(3, name="dense")], name="s")(x)
-        >>> [site.class_name for site in units(keras.Model(x, y + 1.0))]
-        ['Add', 'Dense']
     """
     inside = {
         id(child)

@@ -56,14 +56,7 @@ class Window:
 def steady(
     windows: Sequence[Window], *, num_epochs: int
 ) -> tuple[tuple[Window, ...], int]:
-    """Returns the windows after the warm-up, and how many steps that had.
-
-    Example:
-        >>> windows = [Window(0, step, 1, step, 1.0, None) for step in range(1, 21)]
-        >>> kept, warmup_steps = steady(windows, num_epochs=1)
-        >>> len(kept), warmup_steps
-        (18, 2)
-    """
+    """Returns the windows after the warm-up, and how many steps that had."""
     if num_epochs >= _MIN_EPOCHS and windows[-1].epoch > 0:
         kept = tuple(window for window in windows if window.epoch > 0)
     else:
@@ -81,13 +74,6 @@ def seconds_per_step(windows: Sequence[Window]) -> tuple[float, str]:
     Of eight windows the slowest and the fastest are left out, of forty two of each, of
     more a twentieth of each. What happens more often is in the mean, such as waits
     for the input.
-
-    Example:
-        >>> windows = [Window(1, step, 2, step, 0.2, None) for step in range(2, 40, 2)]
-        >>> stalled = Window(1, 40, 2, 40, 16.2, None)
-        >>> seconds, note = seconds_per_step([*windows, stalled])
-        >>> round(seconds, 3), note
-        (0.1, 'Stalls of 16.0 s in 1 of 20 windows of steps do not count.')
     """
     ordered = sorted(windows, key=lambda window: window.seconds / window.steps)
     num_left_out = max(
@@ -113,11 +99,6 @@ def curve(
 
     `fit` logs the mean since the epoch began, so a window's own loss is the difference
     of two sums.
-
-    Example:
-        >>> first, second = Window(0, 2, 2, 2, 1, 3.0), Window(0, 4, 2, 4, 1, 2.0)
-        >>> curve([first, second])
-        ((2, 3.0), (4, 1.0))
     """
     points: list[tuple[int, int, float]] = []
     total, seen, epoch = 0.0, 0, -1

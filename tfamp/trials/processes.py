@@ -202,12 +202,7 @@ def end(process: subprocess.Popen[bytes]) -> int:
 
 
 def why_ended(status: int) -> str:
-    """Returns why a process ended without a record, from its exit status.
-
-    Example:
-        >>> why_ended(-9)
-        'SIGKILL ended the process: the system killed it, most often for want of memory'
-    """
+    """Returns why a process ended without a record, from its exit status."""
     if status >= 0:
         return f"the process ended with status {status} and left no record"
     name = signal.Signals(-status).name

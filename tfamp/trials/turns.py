@@ -71,14 +71,7 @@ class Line:
 
 
 def read(words: str, on_progress: Any) -> set[str]:
-    """Passes parts on, and returns the other words: what the process waits for.
-
-    Example:
-        >>> sorted(read("0.25 0.50 meet turn", print))
-        0.25
-        0.5
-        ['meet', 'turn']
-    """
+    """Passes parts on, and returns the other words: what the process waits for."""
     found = set()
     for word in words.split():
         if word in (TURN, MEETING):

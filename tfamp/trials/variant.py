@@ -97,13 +97,7 @@ class Variant(Record):
 
 @contextlib.contextmanager
 def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
-    """Puts a variant in force, and afterwards what was in force before.
-
-    Example:
-        >>> with in_force(Variant.parse("keras:mixed_bfloat16")) as (policy, why):
-        ...     print(policy, keras.layers.Dense(4).compute_dtype, why, sep=", ")
-        mixed_bfloat16, bfloat16, stock Keras
-    """
+    """Puts a variant in force, and afterwards what was in force before."""
     if variant.rewrite or variant.is_stock:
         # `tfamp.enable` does so for the policies that need it.
         amx.avoid()

@@ -110,12 +110,7 @@ class Batch(NamedTuple):
 
 
 def batch_of(data: Any) -> Batch:
-    """Returns one batch of anything that `fit` takes.
-
-    Example:
-        >>> batch_of(tf.data.Dataset.range(96).batch(8))[1:]
-        (8, 96)
-    """
+    """Returns one batch of anything that `fit` takes."""
     arrays = arrays_of(data, needs_targets=False)
     if arrays is not None:
         return _of_arrays(arrays)

@@ -34,16 +34,7 @@ _STEPS, _TIMEOUT_SECONDS = 2, 600.0
 
 
 def of_error(error: BaseException) -> Outcome | None:
-    """Returns how a trial that raised this ended, None if not for want of memory.
-
-    Example:
-        >>> of_error(MemoryError())
-        'MemoryError'
-        >>> of_error(RuntimeError("XLA: out of memory while trying to allocate"))
-        'XLA out of memory'
-        >>> of_error(ValueError("shapes do not match")) is None
-        True
-    """
+    """Returns how a trial that raised this ended, None if not for want of memory."""
     seen: BaseException | None = error
     while seen is not None:
         found = _of_one(seen)
@@ -72,12 +63,6 @@ def of_status(status: int, log: str) -> Outcome | None:
 
     The kernel kills by SIGKILL. C++ ends a process by SIGABRT or SIGSEGV for many
     reasons, so there the end of the log has to speak of memory.
-
-    Example:
-        >>> of_status(-9, ""), of_status(-6, "what():  std::bad_alloc")
-        ('killed', 'killed')
-        >>> of_status(-11, "Segmentation fault") is None
-        True
     """
     if status == -signal.SIGKILL:
         return "killed"
@@ -175,12 +160,7 @@ def facts_of(folder: Path) -> dict[str, Any]:
 
 
 def facts(noted: dict[str, Any]) -> Facts:
-    """Returns of what was noted that which sizes depend on.
-
-    Example:
-        >>> facts({"replicas": 2, "model": "mlp"})
-        Facts(replicas=2, num_examples=None)
-    """
+    """Returns of what was noted that which sizes depend on."""
     return Facts(noted.get("replicas", 1), noted.get("num_examples"))
 
 

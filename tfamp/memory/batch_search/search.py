@@ -27,14 +27,6 @@ def splits(largest: int, target: int, *, replicas: int = 1) -> tuple[Split, ...]
     of 8 if there is one in reach; smaller than half of `largest` it is too slow to be
     worth that. Then the batch that comes closest in as few steps as can be, and last
     the largest itself.
-
-    Example:
-        >>> splits(96, 512)[0]
-        Split(batch_size=64, steps=8)
-        >>> splits(96, 509)
-        (Split(batch_size=85, steps=6), Split(batch_size=96, steps=6))
-        >>> splits(96, 64)[0]
-        Split(batch_size=64, steps=1)
     """
     fewest = math.ceil(target / largest)
     exact = [
@@ -76,12 +68,7 @@ class Found(NamedTuple):
 
 
 def possible_size(size: int, facts: Facts) -> int:
-    """Returns a batch size as the data and the replicas allow it.
-
-    Example:
-        >>> possible_size(8, Facts(replicas=3)), possible_size(64, Facts(1, 40))
-        (9, 40)
-    """
+    """Returns a batch size as the data and the replicas allow it."""
     if facts.num_examples is not None:
         size = min(size, facts.num_examples)
     return -(-size // facts.replicas) * facts.replicas
@@ -102,15 +89,6 @@ def search(
     growth, the limit is narrowed down to multiples of 8. What is chosen was tried
     itself. `caps` has the most that a batch may be, by what says so; `facts` are asked
     after the first trial, which may change the size as data and replicas want.
-
-    Example:
-        >>> def half_full(size):
-        ...     outcome = "fits" if size <= 100 else "killed"
-        ...     return Trial(size, outcome, examples_per_second=10.0 * size)
-        >>> found = search(half_full, start=8, caps={"max_batch_size": 999},
-        ...                min_gain=0.05)
-        >>> found.chosen.batch_size, found.stopped_by
-        (96, 'memory')
     """
     tried = _Tried(try_size)
     size = tried(start).batch_size

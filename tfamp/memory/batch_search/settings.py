@@ -43,12 +43,6 @@ def memory_limit(
     memory and the cgroups of this process (containers, batch systems), both less what
     is in use, and `ulimit -v`. None where nothing is known, as on a GPU without NVML.
     The other arguments are for tests; None asks the system.
-
-    Example:
-        >>> memory_limit(10**6, has_gpu=False)
-        MemoryLimit(bytes=1000000, source='max_memory_bytes', used_bytes=None)
-        >>> memory_limit(has_gpu=True, gpu=lambda: None) is None
-        True
     """
     found = []
     if max_memory_bytes is not None:
@@ -71,12 +65,7 @@ def memory_limit(
 
 
 def allowed_bytes(limit: MemoryLimit | None, margin: float) -> int | None:
-    """Returns what a trial may take: what is free of a limit, less a margin.
-
-    Example:
-        >>> allowed_bytes(MemoryLimit(1000, "cgroup v2", used_bytes=200), 0.25)
-        600
-    """
+    """Returns what a trial may take: what is free of a limit, less a margin."""
     return None if limit is None else int(limit.free_bytes * (1 - margin))
 
 

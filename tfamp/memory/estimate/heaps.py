@@ -110,16 +110,7 @@ class Pages:
 
 
 class BestFit:
-    """Blocks in regions, each twice the size of the last.
-
-    Example:
-        >>> heap = BestFit()
-        >>> first, second = heap.allocate(2**20), heap.allocate(2**20)
-        >>> heap.free(first)
-        >>> third = heap.allocate(2**19)  # in the place of the first
-        >>> heap.resident_bytes // 2**20
-        2
-    """
+    """Blocks in regions, each twice the size of the last."""
 
     def __init__(self) -> None:
         self._free, self._pages = FreeRanges(), Pages()
@@ -189,15 +180,7 @@ class GlibcSettings:
 
 
 class Glibc:
-    """Arenas of blocks, one a thread that allocates, and large blocks in mappings.
-
-    Example:
-        >>> heap = Glibc()
-        >>> block = heap.allocate(2**20)  # a mapping of its own
-        >>> heap.free(block)
-        >>> heap.resident_bytes, heap.mmap_threshold // 2**20
-        (0, 1)
-    """
+    """Arenas of blocks, one a thread that allocates, and large blocks in mappings."""
 
     def __init__(
         self, settings: GlibcSettings | None = None, *, num_arenas: int = 1

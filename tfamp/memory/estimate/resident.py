@@ -89,10 +89,6 @@ def glibc_settings(environ: Mapping[str, str]) -> GlibcSettings:
     """Returns the thresholds that environment variables set.
 
     Any of them switches off that thresholds grow. Source: man 3 mallopt, 2026-11-23.
-
-    Example:
-        >>> glibc_settings({"MALLOC_MMAP_THRESHOLD_": "65536"}).mmap_threshold
-        65536
     """
     tunables = dict(
         each.partition("=")[::2]

@@ -28,14 +28,6 @@ def pack(
         arrays: Gets the arrays.
         shapes: For the identity of a tensor the shape that its graph knew, with None
             where it varied; of others their own shape is taken.
-
-    Example:
-        >>> arrays = {}
-        >>> description = pack((tf.constant([1, 2]), None), "0", arrays, {})
-        >>> [item["kind"] for item in description["items"]], list(arrays)
-        (['tensor', 'none'], ['0/0'])
-        >>> unpack(description, arrays)[0].numpy()
-        array([1, 2], dtype=int32)
     """
     if data is None or isinstance(data, tf.experimental.Optional):
         return {"kind": "none"}

@@ -54,15 +54,7 @@ def take_random() -> dict[str, np.ndarray]:
 
 
 def put_random(states: Mapping[str, np.ndarray]) -> None:
-    """Gives the generators the states that `take_random` returned.
-
-    Example:
-        >>> before = take_random()
-        >>> first = random.random(), float(np.random.rand())
-        >>> put_random(before)
-        >>> first == (random.random(), float(np.random.rand()))
-        True
-    """
+    """Gives the generators the states that `take_random` returned."""
     gauss = float(states["python/gauss"])
     random.setstate(
         (

@@ -275,12 +275,7 @@ def error_name(error: BaseException) -> str:
 
 
 def hexed(logs: Any) -> dict[str, str]:
-    """Returns the numbers of `fit`'s logs as texts that hold every bit.
-
-    Example:
-        >>> hexed({"loss": math.nan, "note": "text", "accuracy": 0.5})
-        {'loss': 'nan', 'accuracy': '0x1.0000000000000p-1'}
-    """
+    """Returns the numbers of `fit`'s logs as texts that hold every bit."""
     found = {}
     for name, value in dict(logs or {}).items():
         try:
@@ -291,12 +286,7 @@ def hexed(logs: Any) -> dict[str, str]:
 
 
 def same_bits(one: str, other: str) -> bool:
-    """Returns whether two texts of `hexed` are the same number; NaN equals NaN.
-
-    Example:
-        >>> same_bits("nan", "-nan"), same_bits("0x1.0p+0", "0x1.8p+0")
-        (True, False)
-    """
+    """Returns whether two texts of `hexed` are the same number; NaN equals NaN."""
     return one == other or (
         math.isnan(float.fromhex(one)) and math.isnan(float.fromhex(other))
     )

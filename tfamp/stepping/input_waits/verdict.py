@@ -65,14 +65,6 @@ def judge(
         prefetched_gains: 1 - compute / real of rounds with a prefetch behind the
             pipeline; empty if that was not tried.
 
-    Example:
-        >>> judge([10.1, 9.9, 10.0], [2.0, 2.1, 2.0], [9.8, 10.0, 9.9]).verdict
-        'input'
-        >>> judge([2.1, 2.0, 2.0], [2.0, 2.1, 2.0], [0.1, 0.1, 0.1]).verdict
-        'compute'
-        >>> judge([19.0, 20.0, 20.1], [10.0, 10.1, 9.9], [9.8, 10.0, 9.9]).verdict
-        'contention'
-
     Source: the bootstrap's percentile interval, Efron and Tibshirani, An Introduction
     to the Bootstrap, 1993, chapter 13.
     """
