@@ -1,7 +1,6 @@
 """What all commands share: flags, the runner, warnings and errors in one wording."""
 
 import dataclasses
-import os
 import sys
 import textwrap
 import warnings
@@ -179,8 +178,6 @@ class Command:
         call = self._parse(argv)
         if isinstance(call, int):
             return call
-        # TensorFlow reads it when it is imported; its notices are of no help here.
-        os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
         try:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always", UserWarning)

@@ -23,9 +23,9 @@ from tfamp.machine import amx
 from tfamp.machine.limits import MachineMemory
 from tfamp.records import checks
 from tfamp.records import versions as _versions
+from tfamp.records.formats import POLICIES
 from tfamp.records.record import Device
 from tfamp.records.versions import VARIABLES
-from tfamp.trials.variant import POLICIES
 
 T = TypeVar("T")
 

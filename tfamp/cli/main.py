@@ -4,6 +4,7 @@
 """
 
 import importlib
+import os
 import sys
 from collections.abc import Sequence
 
@@ -81,6 +82,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if known not in _MODULES:
         print(f"tfamp: {_unknown(name)}", file=sys.stderr)
         return _WRONG_CALL
+    # TensorFlow reads it when it is imported; its notices are of no help here.
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     module = importlib.import_module(f"tfamp.cli.{_MODULES[known]}")
     status: int = module.COMMANDS[known].main(rest)
     return status

@@ -279,6 +279,7 @@ _ALL = (
             *("seconds", "float", 20.0, "About how long to measure at most."),
             {"lower_bound": 0.0},
         ),
+        BATCH_SIZE,
     ),
     _on_model(
         "lr_find",
@@ -288,6 +289,7 @@ _ALL = (
         _rate("min_rate", 1e-7, "The first rate."),
         _rate("max_rate", 10.0, "The last one."),
         Flag("num_steps", "integer", 100, "Steps from one to the other.", _AT_LEAST_1),
+        BATCH_SIZE,
         PLOT,
     ),
     _on_model(

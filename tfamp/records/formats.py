@@ -11,6 +11,12 @@ import math
 
 # The dtypes of half precision, by which a layer computes in it.
 HALF = ("float16", "bfloat16")
+# As `tfamp.enable` takes them. They stand here since the doctor judges them where Keras
+# may be what is broken; a test holds them equal to those of `dtypes.settings`.
+POLICIES = (
+    *("auto", "float32", "mixed_float16", "mixed_bfloat16"),
+    *("float16", "bfloat16"),
+)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,13 +10,9 @@ import tensorflow as tf
 import tfamp
 from tfamp.machine import amx
 from tfamp.records import checks
+from tfamp.records.formats import POLICIES
 from tfamp.records.record import Record
 
-# As `tfamp.enable` takes them.
-POLICIES = (
-    *("auto", "float32", "mixed_float16", "mixed_bfloat16"),
-    *("float16", "bfloat16"),
-)
 _OPTIONS = ("xla", "rewrite", "no_rules")
 _STOCK = "keras:"
 _REWRITE = "auto_mixed_precision_onednn_bfloat16"
