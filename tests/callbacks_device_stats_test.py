@@ -135,20 +135,6 @@ def test_rows_and_scalars_hold_every_sample(tmp_path):
     assert events(tmp_path / "events")[0][6, "load"] == 40.0
 
 
-WAYS = {
-    "XLA": {"jit_compile": True},
-    "three steps a call": {"steps_per_execution": 3},
-    "graph": {"run_eagerly": False},
-}
-
-
-@pytest.mark.parametrize("settings", WAYS.values(), ids=WAYS)
-@pytest.mark.usefixtures("no_thread")
-def test_it_works_however_the_step_runs(settings):
-    history = fit(compiled(**settings), stats())
-    assert history["load_max"] == [30.0, 40.0]
-
-
 @pytest.mark.usefixtures("no_thread")
 def test_it_works_beside_the_other_callbacks_on_two_replicas():
     strategy = two_replicas()
@@ -208,7 +194,7 @@ def test_a_full_disk_ends_the_readings_and_not_the_training(tmp_path, monkeypatc
     def full(self, rows):
         raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr("tfamp.callbacks._writers.CsvRows.write", full)
+    monkeypatch.setattr("tfamp.callbacks._fit_callback.EventWriter.write", full)
     watch = stats(csv_path=tmp_path / "stats.csv")
     fit(compiled(), watch)
     assert "No space left on device" in watch.notes[0]
@@ -286,8 +272,9 @@ def test_a_thread_samples_until_there_is_no_more():
     assert not sampler.is_running
 
 
-def test_a_thread_that_waits_ends_at_once_when_stopped():
-    waiting, owner = threading.Event(), Owner(most=None)
+def waiting_sampler(owner):
+    """A sampler that has taken its first sample and waits for the next."""
+    waiting = threading.Event()
 
     def wait(stopped, seconds):
         waiting.set()
@@ -296,22 +283,20 @@ def test_a_thread_that_waits_ends_at_once_when_stopped():
     sampler = Sampler(owner, 1e6, wait=wait)
     sampler.start()
     assert waiting.wait(LIMIT)
+    return sampler
+
+
+def test_a_thread_that_waits_ends_at_once_when_stopped():
+    owner = Owner(most=None)
+    sampler = waiting_sampler(owner)
     sampler.stop()
     sampler.stop()
     assert (owner.count, sampler.is_running) == (1, False)
 
 
 def test_a_thread_ends_with_what_it_samples():
-    waiting, owner = threading.Event(), Owner(most=None)
-
-    def wait(stopped, seconds):
-        waiting.set()
-        return stopped.wait(LIMIT)
-
-    sampler = Sampler(owner, 1.0, wait=wait)
-    gone = weakref.ref(owner)
-    sampler.start()
-    assert waiting.wait(LIMIT)
+    owner = Owner(most=None)
+    sampler, gone = waiting_sampler(owner), weakref.ref(owner)
     del owner
     gc.collect()
     was_gone, was_running = gone() is None, sampler.is_running

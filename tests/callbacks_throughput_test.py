@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-import tfamp
 from tests.callbacks_monitor_test import events
 from tests.clocks import Ticks
 from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tests.styles import Subclassed
-from tfamp.callbacks import PrecisionMonitor, Throughput
+from tfamp.callbacks import Throughput, _rates
 from tfamp.callbacks import _timed_iterator as timed
-from tfamp.callbacks import _utilisation as utilisation
-from tfamp.callbacks import _watch as watching
-from tfamp.callbacks import throughput as module
+from tfamp.callbacks._fit_callback import BAR_AVERAGES
 from tfamp.callbacks._rates import Window, rates_of
 from tfamp.machine import speeds
 
@@ -331,16 +328,7 @@ def test_callbacks_after_it_see_the_rates():
     fit(compiled(), Throughput(every_steps=2, clock=Ticks()), seen, epochs=1)
     assert set(KEYS) <= seen.epochs[0]
     assert not set(KEYS) & seen.batches[0]  # no window is over yet
-    assert set(KEYS) <= seen.batches[-1] or module._BAR_AVERAGES
-
-
-def test_it_works_beside_a_monitor():
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1), 8.0)
-    model = compiled(optimizer=optimizer)
-    history = fit(model, PrecisionMonitor(), Throughput(clock=Ticks()))
-    expected = EXPECTED["examples_per_second"]
-    assert history["examples_per_second"] == pytest.approx(expected)
-    assert history["applied_steps"] == [6, 12]
+    assert set(KEYS) <= seen.batches[-1] or BAR_AVERAGES
 
 
 def test_the_second_of_two_rests_and_says_so():
@@ -349,24 +337,6 @@ def test_the_second_of_two_rests_and_says_so():
     assert history["examples_per_second"] == pytest.approx([18 / 5, 22 / 6])
     text = "No rates, since another Throughput measures the same `fit`: use one."
     assert (text in first.notes, text in second.notes) == (False, True)
-
-
-def test_the_training_function_is_given_back():
-    model = compiled()
-    model.make_train_function()
-    function = model.train_function
-    fit(model, Throughput())
-    assert model.train_function is function
-
-
-def test_an_error_in_a_step_gives_the_training_function_back():
-    model = compiled()
-    model.make_train_function()
-    function = model.train_function
-    wrong = tf.data.Dataset.from_tensors((np.ones((4, 7), "f4"), np.ones((4, 3), "f4")))
-    with pytest.raises(ValueError, match="incompatible"):
-        fit(model, Throughput(), data=wrong)
-    assert model.train_function is function
 
 
 class Interrupted(keras.callbacks.Callback):
@@ -512,8 +482,8 @@ def watched(pipeline, num_calls, *, iterator=None, reads_logs=False, **settings)
 
     model, windows, firsts = Bare(train), [], []
     meter = timed.Meter(model.distribute_strategy, clock=pipeline.clock)
-    watching._METERS[model] = meter
-    watch = watching.Watch(
+    _rates._METERS[model] = meter
+    watch = _rates.Watch(
         model,
         every_steps=10,
         clock=pipeline.clock,
@@ -649,11 +619,11 @@ def test_the_peak_is_that_of_the_gpu_in_the_dtype_of_most_weights(monkeypatch):
     wide = keras.layers.Dense(64, dtype="mixed_bfloat16")
     head = keras.layers.Dense(1, dtype="float32")
     model = keras.Sequential([keras.Input((8,)), keras.Sequential([wide]), head])
-    assert utilisation.compute_dtype_of(model) == "bfloat16"
-    assert utilisation.peak_of_devices(model) == (312e12, "")
+    assert _rates.compute_dtype_of(model) == "bfloat16"
+    assert _rates.peak_of_devices(model) == (312e12, "")
     with two_replicas().scope():
         model = keras.models.clone_model(model)
-    assert utilisation.peak_of_devices(model) == (2 * 312e12, "")
+    assert _rates.peak_of_devices(model) == (2 * 312e12, "")
 
 
 @pytest.mark.parametrize("allowed, peak", [(True, 156e12), (False, 19.5e12)])
@@ -662,7 +632,7 @@ def test_float32_means_tfloat32_where_that_is_allowed(allowed, peak, monkeypatch
     monkeypatch.setattr(
         tf.config.experimental, "tensor_float_32_execution_enabled", lambda: allowed
     )
-    assert utilisation.peak_of_devices(sequential()) == (peak, "")
+    assert _rates.peak_of_devices(sequential()) == (peak, "")
 
 
 NO_PEAK = {
@@ -680,7 +650,7 @@ def test_a_peak_that_is_not_known_is_none_with_its_reason(names, why, monkeypatc
     fake_gpus(monkeypatch, *names)
     half = keras.layers.Dense(1, dtype="mixed_float16")
     model = keras.Sequential([keras.Input((8,)), half])
-    assert utilisation.peak_of_devices(model) == (None, why)
+    assert _rates.peak_of_devices(model) == (None, why)
 
 
 # Figures as printed in NVIDIA's datasheets, dense.
@@ -720,11 +690,3 @@ test_wrong_arguments_are_named = refused_arguments(
     ("flops_per_example", -1.0, "; expected a finite number above 0."),
     ("peak_flops", "much", ", of type str; expected a number.", TypeError),
 )
-
-
-def test_a_file_that_cannot_be_written_ends_training_before_it_begins(tmp_path):
-    rate = Throughput(csv_path=tmp_path / "no" / "rates.csv")
-    model = compiled()
-    with pytest.raises(ValueError, match="there is no folder"):
-        fit(model, rate)
-    assert int(model.optimizer.iterations) == 0

@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.loops import in_each_way
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(48, 4)).astype("float32")
@@ -118,14 +119,7 @@ def by_hand(optimizer, microbatches, decorate=tf.function):
     return weight, trail
 
 
-WAYS = {
-    "eager": lambda f: f,
-    "graph": tf.function,
-    "xla": tf.function(jit_compile=True),
-}
-
-
-@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+@in_each_way
 def test_a_bad_microbatch_never_happened(decorate):
     optimizer = tfamp.LossScaleOptimizer(
         keras.optimizers.SGD(1.0), 8.0, accumulation_steps=2
@@ -138,7 +132,7 @@ def test_a_bad_microbatch_never_happened(decorate):
     assert optimizer.gradient_norm == 6
 
 
-@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+@in_each_way
 def test_flush_gives_a_partial_window_its_own_mean(decorate):
     optimizer = unscaled(keras.optimizers.SGD(1.0), 4)
     weight, trail = by_hand(optimizer, [1.0, 2.0, 3.0, 2.0, 4.0, 8.0], decorate)
@@ -160,7 +154,7 @@ def test_discard_forgets_a_partial_window():
     assert float(weight) == -2
 
 
-@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+@in_each_way
 def test_finite_parts_whose_sum_is_not(decorate):
     optimizer = unscaled(keras.optimizers.SGD(1.0), 2)
     weight, trail = by_hand(optimizer, [1.5e19, 1.5e19, 1.0, 3.0], decorate)
@@ -172,7 +166,7 @@ def test_finite_parts_whose_sum_is_not(decorate):
     assert (optimizer.judged_steps, optimizer.skipped_steps) == (4, 1)
 
 
-@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+@in_each_way
 def test_windows_that_are_dropped_in_a_row_stop_training(decorate):
     optimizer = unscaled(keras.optimizers.SGD(1.0), 2, max_consecutive_skips=3)
     # A window that is applied ends the streak.

@@ -70,7 +70,7 @@ def test_attributes_of_its_own_stay_on_the_wrapper():
 def test_an_inner_optimizer_keeps_its_own_attributes_of_the_same_names():
     plain = vars(optimizers.SGD())
     own = [n for n in vars(wrapped(optimizers.SGD())) if n[0] != "_" and n not in plain]
-    assert {"rule", "dynamic", "blame", "initial_scale"} < set(own)
+    assert {"rule", "dynamic", "nonfinite", "initial_scale"} < set(own)
     inner = optimizers.SGD()
     for name in own:
         setattr(inner, name, f"my {name}")
@@ -306,15 +306,6 @@ def test_swap_ema_weights_evaluates_the_averages():
     _, without = trained_with(wrapped(averaging()), validation=(X, Y))
     np.testing.assert_allclose(ours["val_loss"], logs["val_loss"], rtol=1e-5)
     assert abs(ours["val_loss"][0] - without["val_loss"][0]) > 1e-3
-    for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
-
-
-def test_callbacks_that_set_the_learning_rate():
-    schedule = keras.callbacks.LearningRateScheduler(lambda epoch: 0.25 / (epoch + 1))
-    expected, logs = trained_with(optimizers.SGD(1.0), schedule)
-    found, ours = trained_with(wrapped(optimizers.SGD(1.0)), schedule)
-    assert ours["learning_rate"] == logs["learning_rate"] == [0.25, 0.125]
     for mine, theirs in zip(found, expected, strict=True):
         np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
 

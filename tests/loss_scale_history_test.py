@@ -59,17 +59,6 @@ def test_history_tells_each_step(run):
     assert float(weight) == -7.5
 
 
-@pytest.mark.parametrize("run", LOOPS.values(), ids=LOOPS)
-def test_history_can_be_read_between_steps(run):
-    lengths = []
-
-    def counting(optimizer):
-        return lambda: lengths.append(len(optimizer.history()["step"]))
-
-    trained(run, after_step=counting)
-    assert lengths == [1, 2, 3, 4, 5]
-
-
 def test_history_is_empty_before_the_first_step():
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD())
     assert {k: v.shape for k, v in optimizer.history().items()} == {
@@ -131,11 +120,3 @@ def test_a_schedule_inside_the_function_waits_too():
         step(tf.constant(gradient))
     assert int(position) == 3
     assert float(weight) == pytest.approx(-(0.4 * 3 + 0.2 * 4 + 0.1 * 0.5))
-
-
-@pytest.mark.parametrize("run", LOOPS.values(), ids=LOOPS)
-def test_a_schedule_object_advances_once_an_update(run):
-    schedule = keras.optimizers.schedules.PiecewiseConstantDecay([0, 1], RATES)
-    optimizer, weight = trained(run, rate=schedule)
-    assert float(weight) == pytest.approx(-(0.4 * 3 + 0.2 * 4 + 0.1 * 0.5))
-    assert int(optimizer.iterations) == optimizer.applied_steps == 3

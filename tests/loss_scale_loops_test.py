@@ -12,14 +12,9 @@ import tensorflow as tf
 
 import tfamp
 from tests.garbage import holders_of
-from tfamp.loss_scale.tape import gradients as tape_scaling
+from tests.loops import in_each_way
 
 SCALE = 2.0**15
-MODES = {
-    "eager": lambda step: step,
-    "graph": tf.function,
-    "xla": tf.function(jit_compile=True),
-}
 
 
 def loss_of(weight):
@@ -84,7 +79,7 @@ LOOPS = [
 
 @pytest.mark.anchors("keras_3-xla-built", "legacy-graph-unbuilt")
 @pytest.mark.parametrize("is_built", [True, False], ids=["built", "unbuilt"])
-@pytest.mark.parametrize("decorate", MODES.values(), ids=MODES)
+@in_each_way
 @pytest.mark.parametrize("loop", LOOPS)
 def test_every_way_makes_the_same_updates(loop, decorate, is_built):
     weight = keras.Variable(1.0)
@@ -277,10 +272,8 @@ def test_what_a_tape_said_in_a_thread_ends_with_it():
 
 
 @pytest.mark.parametrize("is_compiled", [False, True], ids=["graph", "xla"])
-def test_a_trace_outlives_an_optimizer_whose_scale_it_took(is_compiled, monkeypatch):
+def test_a_trace_outlives_an_optimizer_whose_scale_it_took(is_compiled):
     """One that is not built may turn out to train what any loop trains."""
-    # Others of the process, whose scale may be too large for this loss.
-    monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
     sgd = keras.optimizers.SGD(0.01)
     other = tfamp.LossScaleOptimizer(sgd, initial_scale=8.0, dynamic=False)
     variable = tf.Variable(1.0)

@@ -266,30 +266,6 @@ def test_stock_cannot_accumulate_on_replicas(strategy):
         )
 
 
-class Interrupted(keras.callbacks.Callback):
-    """Ends `fit` in the middle of a window."""
-
-    def on_train_batch_end(self, batch, logs=None):
-        """Raises after the third batch."""
-        if batch == 2:
-            raise KeyboardInterrupt
-
-
-def test_nothing_of_a_broken_fit_leaks_into_the_next(strategy):
-    with strategy.scope():
-        model = linear()
-        optimizer = tfamp.LossScaleOptimizer(inner(), accumulation_steps=2)
-        model.compile(optimizer, "mse", run_eagerly=True)
-    fit = {"batch_size": 4, "shuffle": False, "verbose": 0}
-    with pytest.raises(KeyboardInterrupt):
-        model.fit(X, Y, callbacks=[Interrupted()], **fit)
-    model.fit(X[24:32], Y[24:32], **fit)
-    # One window of the first fit, whose third microbatch is gone; then the second.
-    rows = np.r_[0:8, 24:32]
-    expected, _ = one_device(X[rows], Y[rows], batch_size=8)
-    check_weights(strategy, model, expected)
-
-
 def accumulating(strategy):
     return Training(
         strategy,
@@ -431,15 +407,6 @@ def in_float16(strategy, make_optimizer, policy):
 
 
 UNIFORM_FIT = {"batch_size": 16, "shuffle": False, "verbose": 0}
-
-
-@pytest.mark.whole(
-    "test_stock_applies_what_overflows_on_the_second_replica_only is the same in a loop"
-)
-def test_stock_loses_a_float16_model_to_the_second_replica(strategy):
-    model = in_float16(strategy, lambda: SGD(0.125), "mixed_float16")
-    model.fit(*uniform_data(), **UNIFORM_FIT)
-    assert not np.isfinite(on_both(strategy, model.trainable_weights[-1])).all()
 
 
 @pytest.mark.anchors("optimizer")

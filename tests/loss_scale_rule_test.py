@@ -8,103 +8,58 @@ import pytest
 import tensorflow as tf
 
 from tfamp.loss_scale import errors
-from tfamp.loss_scale.outcomes import _power_of_two_below
-from tfamp.loss_scale.rule import ScaleRule, ScaleState, measured_scale
-from tfamp.loss_scale.settings import check_settings
-from tfamp.loss_scale.tally import select
+from tfamp.loss_scale.counters import select
+from tfamp.loss_scale.rule import ScaleRule, ScaleState, check_settings, measured_scale
+from tfamp.loss_scale.update import _power_of_two_below
 
 GOOD, BAD = True, False
 
 
 def scales(rule, start, verdicts):
-    """Returns the scale after each of a row of verdicts."""
+    """Returns the scale after each of a row of steps, "+" for a finite one."""
     state, found = ScaleState(scale=start), []
     for verdict in verdicts:
-        state = rule.after(state, is_finite=verdict)
+        state = rule.after(state, is_finite=verdict == "+")
         found.append(state.scale)
     return found
 
 
+SLOW = ScaleRule(growth_steps=100)
 STORIES = {
-    "halves at each overflow": (ScaleRule(), 400.0, [BAD] * 4, [200, 100, 50, 25]),
+    "halves at each overflow": (ScaleRule(), 400, "----", [200, 100, 50, 25]),
     "doubles every second step": (
-        ScaleRule(growth_steps=2),
-        2.0,
-        [GOOD] * 6,
-        [2, 4, 4, 8, 8, 16],
+        *(ScaleRule(growth_steps=2), 2, "++++++", [2, 4, 4, 8, 8, 16]),
     ),
     "an overflow starts the count again": (
-        ScaleRule(growth_steps=2),
-        8.0,
-        [GOOD, BAD, GOOD, GOOD],
-        [8, 4, 4, 8],
+        *(ScaleRule(growth_steps=2), 8, "+-++", [8, 4, 4, 8]),
     ),
-    "one overflow does not climb back": (
-        ScaleRule(growth_steps=100),
-        8.0,
-        [GOOD, BAD, GOOD, GOOD, GOOD],
-        [8, 4, 4, 4, 4],
-    ),
+    "one overflow does not climb back": (SLOW, 8, "+-+++", [8, 4, 4, 4, 4]),
     "a streak climbs back to what worked": (
-        ScaleRule(growth_steps=100),
-        64.0,
-        [GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD, GOOD],
-        [64, 32, 16, 8, 16, 32, 64, 64],
+        *(SLOW, 64, "+---++++", [64, 32, 16, 8, 16, 32, 64, 64]),
     ),
     "a climb stops at what worked": (
         ScaleRule(growth_steps=100, growth_factor=4.0),
-        64.0,
-        [GOOD, BAD, BAD, BAD, GOOD, GOOD, GOOD],
-        [64, 32, 16, 8, 32, 64, 64],
+        *(64, "+---+++", [64, 32, 16, 8, 32, 64, 64]),
     ),
     "an overflow on the way ends the climb": (
-        ScaleRule(growth_steps=100),
-        64.0,
-        [GOOD, BAD, BAD, BAD, GOOD, GOOD, BAD, GOOD, GOOD],
-        [64, 32, 16, 8, 16, 32, 16, 16, 16],
+        *(SLOW, 64, "+---++-++", [64, 32, 16, 8, 16, 32, 16, 16, 16]),
     ),
-    "what never worked is not climbed back to": (
-        ScaleRule(growth_steps=100),
-        64.0,
-        [BAD, BAD, BAD, GOOD, GOOD],
-        [32, 16, 8, 8, 8],
-    ),
+    "what never worked is not climbed back to": (SLOW, 64, "---++", [32, 16, 8, 8, 8]),
     "hysteresis counts overflows, in a row or not": (
-        ScaleRule(hysteresis=2),
-        8.0,
-        [BAD, GOOD, BAD, BAD, BAD],
-        [8, 8, 4, 4, 2],
+        *(ScaleRule(hysteresis=2), 8, "-+---", [8, 8, 4, 4, 2]),
     ),
     "hysteresis starts again when the scale grows": (
-        ScaleRule(hysteresis=2, growth_steps=2),
-        8.0,
-        [BAD, GOOD, GOOD, BAD],
-        [8, 8, 16, 16],
+        *(ScaleRule(hysteresis=2, growth_steps=2), 8, "-++-", [8, 8, 16, 16]),
     ),
-    "the floor holds": (
-        ScaleRule(min_scale=0.25),
-        1.0,
-        [BAD] * 4,
-        [0.5, 0.25, 0.25, 0.25],
-    ),
+    "the floor holds": (ScaleRule(min_scale=0.25), 1, "----", [0.5, 0.25, 0.25, 0.25]),
     "the ceiling holds": (
-        ScaleRule(growth_steps=1, max_scale=6.0),
-        2.0,
-        [GOOD] * 3,
-        [4, 6, 6],
+        *(ScaleRule(growth_steps=1, max_scale=6.0), 2, "+++", [4, 6, 6]),
     ),
     "factors of one's own": (
         ScaleRule(growth_steps=1, growth_factor=3.0, backoff_factor=0.1),
-        10.0,
-        [GOOD, BAD],
-        [30, 3],
+        *(10, "+-", [30, 3]),
     ),
-    "a stop gives the scale back": (
-        ScaleRule(max_streak=3),
-        8.0,
-        [BAD, BAD, BAD, BAD],
-        [4, 2, 8, 4],
-    ),
+    "a stop gives the scale back": (ScaleRule(max_streak=3), 8, "----", [4, 2, 8, 4]),
 }
 
 
@@ -117,8 +72,8 @@ def test_stories(rule, start, verdicts, expected):
 
 def test_the_defaults_never_leave_their_bounds():
     rule = ScaleRule(growth_steps=1)
-    assert scales(rule, 2.0**15, [BAD] * 1000)[-1] == 2.0**-14
-    assert scales(rule, 2.0**15, [GOOD] * 1000)[-1] == 2.0**24
+    assert scales(rule, 2.0**15, "-" * 1000)[-1] == 2.0**-14
+    assert scales(rule, 2.0**15, "+" * 1000)[-1] == 2.0**24
 
 
 def test_after_a_thousand_bad_steps_it_is_back_within_thirty():

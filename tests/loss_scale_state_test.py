@@ -78,8 +78,8 @@ def facts_of(model):
         "weights": [w.tolist() for w in model.get_weights()],
         "variables": [v.numpy().tolist() for v in optimizer.variables],
         "scale": optimizer.scale,
-        "counters": list(optimizer.tally.numbers().counters),
-        "levels": list(optimizer.tally.numbers().levels),
+        "counters": list(optimizer.scale_variables.numbers().counters),
+        "levels": list(optimizer.scale_variables.numbers().levels),
         "iterations": int(optimizer.iterations.numpy()),
         "history": {name: values.tolist() for name, values in history.items()},
         "blame": list(optimizer.nonfinite_counts.values()),
@@ -93,6 +93,19 @@ def assert_same(found, expected):
         np.testing.assert_equal(found[name], value, err_msg=name)
 
 
+def into(fresh, model, path):
+    """Returns a model with the weights and the optimizer's state of another."""
+    model.save_weights(path / "model.weights.h5")
+    fresh.load_weights(path / "model.weights.h5")
+    return fresh
+
+
+def half_trained(policy, options):
+    model = model_of(policy, options)
+    train(model, BATCHES[:HALF_WAY])
+    return model
+
+
 def by_keras_file(model, path, again):
     model.save(path / "model.keras")
     return tfamp.load_model(path / "model.keras")
@@ -104,19 +117,15 @@ def by_stock_loading(model, path, again):
 
 
 def by_weights(model, path, again):
-    model.save_weights(path / "model.weights.h5")
     fresh = again()
     assert not fresh.optimizer.built
-    fresh.load_weights(path / "model.weights.h5")
-    return fresh
+    return into(fresh, model, path)
 
 
 def by_weights_into_a_built_one(model, path, again):
-    model.save_weights(path / "model.weights.h5")
     fresh = again()
     train(fresh, BATCHES[:1])
-    fresh.load_weights(path / "model.weights.h5")
-    return fresh
+    return into(fresh, model, path)
 
 
 def by_checkpoint(model, path, again):
@@ -172,10 +181,9 @@ WAYS = {
 @functools.cache
 def half_way_and_at_the_end(case):
     """Returns a model that is to go on, and the facts of one that trained straight."""
-    straight, half = model_of(*CASES[case]), model_of(*CASES[case])
+    straight = model_of(*CASES[case])
     train(straight, BATCHES)
-    train(half, BATCHES[:HALF_WAY])
-    return half, facts_of(straight)
+    return half_trained(*CASES[case]), facts_of(straight)
 
 
 @pytest.mark.anchors(
@@ -188,7 +196,7 @@ def test_training_goes_on_bit_by_bit(case, way, tmp_path):
     half, expected = half_way_and_at_the_end(case)
     at_save = facts_of(half)
     if half.optimizer.accumulation_steps > 1:
-        assert half.optimizer.tally.numbers().counters.microbatches == 1
+        assert half.optimizer.scale_variables.numbers().counters.microbatches == 1
     assert expected["variables"] != at_save["variables"]
     resumed = WAYS[way](half, tmp_path, lambda: model_of(*CASES[case]))
     train(resumed, BATCHES[HALF_WAY:])
@@ -200,8 +208,7 @@ def test_training_goes_on_bit_by_bit(case, way, tmp_path):
 @pytest.mark.parametrize("way", [by_weights, by_checkpoint], ids=lambda f: f.__name__)
 def test_a_loaded_window_can_be_flushed_at_once(way, tmp_path):
     case = CASES["float32 accumulation, hysteresis"]
-    half = model_of(*case)
-    train(half, BATCHES[:HALF_WAY])
+    half = half_trained(*case)
     resumed = way(half, tmp_path, lambda: model_of(*case))
     resumed.build((None, 3))
     resumed.optimizer.build(resumed.trainable_variables)
@@ -213,16 +220,11 @@ def test_a_loaded_window_can_be_flushed_at_once(way, tmp_path):
 
 def test_a_window_that_cannot_be_gone_on_with_begins_anew(tmp_path):
     policy, options = CASES["float32 accumulation, hysteresis"]
-    half = model_of(policy, options)
-    train(half, BATCHES[:HALF_WAY])
-    half.save_weights(tmp_path / "model.weights.h5")
-    plain = model_of(policy, {**options, "accumulation_steps": 1})
-    plain.load_weights(tmp_path / "model.weights.h5")
+    half = half_trained(policy, options)
+    plain = into(model_of(policy, {**options, "accumulation_steps": 1}), half, tmp_path)
     train(plain, BATCHES[5:6])
     assert int(plain.optimizer.iterations) == 2  # one window, one step
-    plain.save_weights(tmp_path / "plain.weights.h5")
-    again = model_of(policy, options)
-    again.load_weights(tmp_path / "plain.weights.h5")
+    again = into(model_of(policy, options), plain, tmp_path)
     train(again, BATCHES[6:8])
     assert int(again.optimizer.iterations) == 2, "a window of three has two"
     train(again, BATCHES[5:6])
@@ -288,6 +290,18 @@ def stock_values(variables):
     return [v.numpy().tolist() for v in variables]
 
 
+def from_stock(inner, scale, path, *, is_wrapped=True, is_built=False):
+    """Returns a trained model of stock Keras, and one with its saved weights."""
+    stock = stock_model("float32", is_wrapped=is_wrapped)
+    train(stock, BATCHES[3:5])
+    ours = stock_model("float32", is_wrapped=False)
+    optimizer = tfamp.LossScaleOptimizer(inner, scale)
+    ours.compile(optimizer, "sparse_categorical_crossentropy", run_eagerly=True)
+    if is_built:
+        train(ours, BATCHES[3:4])
+    return stock, into(ours, stock, path)
+
+
 # Keras's own class is saved without slots when it is not trained.
 @pytest.mark.filterwarnings("ignore:Skipping variable loading", "ignore:A total of")
 @pytest.mark.parametrize("num_steps", [0, 5], ids=["untrained", "trained"])
@@ -314,15 +328,9 @@ def test_a_model_saved_by_stock_keras_loads(num_steps, tmp_path):
 @pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
 @pytest.mark.parametrize("is_wrapped", [True, False], ids=["wrapped", "bare"])
 def test_weights_saved_by_stock_keras_load(is_wrapped, is_built, tmp_path):
-    stock = stock_model("float32", is_wrapped=is_wrapped)
-    train(stock, BATCHES[3:5])
-    stock.save_weights(tmp_path / "model.weights.h5")
-    ours = stock_model("float32", is_wrapped=False)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(0.5), 16.0)
-    ours.compile(optimizer, "sparse_categorical_crossentropy", run_eagerly=True)
-    if is_built:
-        train(ours, BATCHES[3:4])
-    ours.load_weights(tmp_path / "model.weights.h5")
+    how = {"is_wrapped": is_wrapped, "is_built": is_built}
+    stock, ours = from_stock(keras.optimizers.Adam(0.5), 16.0, tmp_path, **how)
+    optimizer = ours.optimizer
     optimizer.build(ours.trainable_variables)
     found = stock_values(optimizer.variables)
     found = found[: 4 + len(optimizer.inner_optimizer.variables)]
@@ -333,16 +341,11 @@ def test_weights_saved_by_stock_keras_load(is_wrapped, is_built, tmp_path):
 
 
 def test_slots_of_another_optimizer_are_left_out_with_a_warning(tmp_path):
-    stock = stock_model("float32")
-    train(stock, BATCHES[3:5])
-    stock.save_weights(tmp_path / "model.weights.h5")
-    ours = stock_model("float32", is_wrapped=False)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.5), 16.0)
-    ours.compile(optimizer, "sparse_categorical_crossentropy")
     message = re.escape("14 variables that do not fit the 6 of 'loss_scale_optimizer")
     with pytest.warns(UserWarning, match=message):
-        ours.load_weights(tmp_path / "model.weights.h5")
-        optimizer.build(ours.trainable_variables)
+        _, ours = from_stock(keras.optimizers.SGD(0.5), 16.0, tmp_path)
+        ours.optimizer.build(ours.trainable_variables)
+    optimizer = ours.optimizer
     assert optimizer.scale == 1024
     assert float(optimizer.learning_rate) == 0.5
 
@@ -451,11 +454,10 @@ def test_a_scale_goes_to_its_own_kind(
     model = model_of("float32", saved)
     do(model.optimizer)
     train(model, BATCHES[:4])
-    model.save_weights(tmp_path / "model.weights.h5")
     again = model_of("float32", loads)
     if is_built:
         again.optimizer.build(again.trainable_variables)
-    again.load_weights(tmp_path / "model.weights.h5")
+    into(again, model, tmp_path)
     again.optimizer.build(again.trainable_variables)
     optimizer = again.optimizer
     assert (optimizer.scale, bool(optimizer.is_frozen)) == (scale, stays)
@@ -493,10 +495,9 @@ def test_a_file_reaches_every_replica(tmp_path):
     x, y = BATCHES[0]
     model.fit(x, y, batch_size=2, verbose=0)
     model.optimizer.freeze(32.0)
-    model.save_weights(tmp_path / "model.weights.h5")
     with strategy.scope():
         again = model_of(policy, options)
-    again.load_weights(tmp_path / "model.weights.h5")
+    into(again, model, tmp_path)
     with strategy.scope():
         again.optimizer.build(again.trainable_variables)
         assert again.optimizer.scale == 32
@@ -524,11 +525,8 @@ def test_loading_into_an_optimizer_that_is_not_built_warns_of_nothing(tmp_path):
 @pytest.mark.parametrize("case", ["float32 guard", "float32 accumulation, hysteresis"])
 def test_state_that_waits_for_a_traced_step_is_set_once(case, tmp_path):
     policy, options = CASES[case]
-    half = model_of(policy, options)
-    train(half, BATCHES[:HALF_WAY])
-    half.save_weights(tmp_path / "model.weights.h5")
-    fresh = model_of(policy, options)
-    fresh.load_weights(tmp_path / "model.weights.h5")
+    half = half_trained(policy, options)
+    fresh = into(model_of(policy, options), half, tmp_path)
     measure = keras.losses.SparseCategoricalCrossentropy()
 
     @tf.function
@@ -548,15 +546,9 @@ def test_state_that_waits_for_a_traced_step_is_set_once(case, tmp_path):
 
 
 def test_a_scale_from_stock_keras_is_not_measured_again(tmp_path):
-    stock = stock_model("float32")
-    train(stock, BATCHES[3:5])
-    stock.save_weights(tmp_path / "model.weights.h5")
-    ours = stock_model("float32", is_wrapped=False)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.Adam(), "auto")
-    ours.compile(optimizer, "sparse_categorical_crossentropy", run_eagerly=True)
-    ours.load_weights(tmp_path / "model.weights.h5")
+    _, ours = from_stock(keras.optimizers.Adam(), "auto", tmp_path)
     train(ours, BATCHES[5:6])
-    assert optimizer.scale == 1024
+    assert ours.optimizer.scale == 1024
 
 
 def test_a_loaded_window_keeps_gradients_that_do_not_come_again():

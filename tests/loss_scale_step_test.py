@@ -21,6 +21,12 @@ def traced(mode):
     return tf.function(jit_compile=mode == "xla", autograph=False)
 
 
+def steps_of(optimizer, variables, mode="graph"):
+    """Builds an optimizer; returns a step that applies gradients, run in some way."""
+    optimizer.build(variables)
+    return traced(mode)(lambda *gradients: optimizer.apply(gradients, variables))
+
+
 def make(inner, *args, cls=OURS, **kwargs):
     """Returns an optimizer whose loss counts as scaled: gradients are made by hand."""
     optimizer = cls(inner, *args, **kwargs)
@@ -67,12 +73,7 @@ GRADIENTS = [tf.constant([[8.0, -4.0], [2.0, 1.0]]), tf.constant([4.0, 8.0, -2.0
 @pytest.mark.parametrize("inner", INNER.values(), ids=INNER)
 def test_a_skipped_step_changes_no_bit(inner, mode):
     optimizer, variables = make(inner(), 8.0), constrained_variables()
-    optimizer.build(variables)
-
-    @traced(mode)
-    def step(*gradients):
-        optimizer.apply(gradients, variables)
-
+    step = steps_of(optimizer, variables, mode)
     for _ in range(3):
         step(*GRADIENTS)
     state = [*variables, *optimizer.inner_optimizer.variables]
@@ -99,16 +100,8 @@ def test_an_applied_step_is_the_inner_optimizers(inner, mode):
     optimizer, variables = make(inner(), 8.0), constrained_variables()
     plain, expected = inner(), constrained_variables()
 
-    @traced(mode)
-    def step(*gradients):
-        optimizer.apply(gradients, variables)
-
-    @traced(mode)
-    def plain_step(*gradients):
-        plain.apply(gradients, expected)
-
-    optimizer.build(variables)
-    plain.build(expected)
+    step = steps_of(optimizer, variables, mode)
+    plain_step = steps_of(plain, expected, mode)
     for _ in range(4):
         step(*GRADIENTS)
         plain_step(*[g / 8 for g in GRADIENTS])
@@ -121,12 +114,7 @@ def test_an_applied_step_is_the_inner_optimizers(inner, mode):
 def test_what_it_counts(mode):
     weight = keras.Variable([3.0, 4.0])
     optimizer = make(optimizers.SGD(1.0), 8.0)
-    optimizer.build([weight])
-
-    @traced(mode)
-    def step(gradient):
-        optimizer.apply([gradient], [weight])
-
+    step = steps_of(optimizer, [weight], mode)
     step(tf.constant([24.0, 32.0]))
     np.testing.assert_array_equal(weight, [0.0, 0.0])
     assert optimizer.gradient_norm == 5.0
@@ -148,13 +136,8 @@ def test_what_it_counts(mode):
 def test_it_names_the_variables_whose_gradients_are_not_finite(mode):
     variables = [keras.Variable([1.0] * n, name=f"v{n}") for n in (2, 3, 2, 1)]
     optimizer = make(optimizers.SGD(1.0), 1.0)
-    optimizer.build(variables)
-
-    @traced(mode)
-    def step(*gradients):
-        optimizer.apply([gradients[0], gradients[1], gradients[2], None], variables)
-
-    step(tf.zeros(2), tf.constant([0.0, NAN, 0.0]), tf.constant([INF, 0.0]))
+    step = steps_of(optimizer, variables, mode)
+    step(tf.zeros(2), tf.constant([0.0, NAN, 0.0]), tf.constant([INF, 0.0]), None)
     paths = [v.path for v in variables]
     assert optimizer.nonfinite_variables == (paths[1], paths[2])
 
@@ -170,12 +153,8 @@ def test_slices_of_one_row_that_add_up_to_inf(cls, mode):
     weight = keras.Variable([[1.0], [2.0], [3.0]])
     optimizer = make(optimizers.SGD(1.0), 1.0, cls=cls)
     optimizer.build([weight])
-
-    @traced(mode)
-    def step():
-        optimizer.apply([slices([[3e38], [3e38], [1.0]], [1, 1, 2])], [weight])
-
-    step()
+    rows = slices([[3e38], [3e38], [1.0]], [1, 1, 2])
+    traced(mode)(lambda: optimizer.apply([rows], [weight]))()
     finite = np.isfinite(weight).all()
     assert finite == (cls is OURS)
 
@@ -185,12 +164,8 @@ def test_finite_slices_are_applied_and_measured(mode):
     weight = keras.Variable([[1.0], [2.0], [3.0]])
     optimizer = make(optimizers.SGD(1.0), 2.0)
     optimizer.build([weight])
-
-    @traced(mode)
-    def step():
-        optimizer.apply([slices([[2.0], [4.0], [8.0]], [1, 1, 2])], [weight])
-
-    step()
+    rows = slices([[2.0], [4.0], [8.0]], [1, 1, 2])
+    traced(mode)(lambda: optimizer.apply([rows], [weight]))()
     np.testing.assert_array_equal(weight, [[1.0], [-1.0], [-1.0]])
     assert optimizer.gradient_norm == 5.0  # (3, 4), where rows are added up first
 
@@ -216,14 +191,8 @@ def test_finite_slices_are_applied_and_measured(mode):
 def test_clipping_acts_on_unscaled_gradients(clipping, expected, mode):
     variables = [keras.Variable([0.0, 0.0]), keras.Variable([0.0, 0.0])]
     optimizer = make(optimizers.SGD(1.0, **clipping), 1024.0)
-    optimizer.build(variables)
-
-    @traced(mode)
-    def step():
-        gradients = [tf.constant([6.0, 8.0]), tf.constant([4.0, 0.0])]
-        optimizer.apply([g * 1024 for g in gradients], variables)
-
-    step()
+    step = steps_of(optimizer, variables, mode)
+    step(tf.constant([6.0, 8.0]) * 1024, tf.constant([4.0, 0.0]) * 1024)
     for variable, value in zip(variables, expected, strict=True):
         np.testing.assert_allclose(variable, value, rtol=4 * 2**-23)
 
@@ -246,16 +215,11 @@ def test_a_variable_that_takes_its_gradient_as_its_value(mode):
     scaled, overwritten = keras.Variable([1.0]), keras.Variable([1.0])
     overwritten.overwrite_with_gradient = True
     optimizer = make(optimizers.SGD(1.0), 8.0)
-    optimizer.build([scaled, overwritten])
-
-    @traced(mode)
-    def step(amax):
-        optimizer.apply([tf.constant([8.0]), amax], [scaled, overwritten])
-
-    step(tf.constant([5.0]))
+    step = steps_of(optimizer, [scaled, overwritten], mode)
+    step(tf.constant([8.0]), tf.constant([5.0]))
     assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
     assert optimizer.gradient_norm == 1.0
-    step(tf.constant([NAN]))
+    step(tf.constant([8.0]), tf.constant([NAN]))
     assert (float(scaled[0]), float(overwritten[0])) == (0.0, 5.0)
 
 
@@ -264,12 +228,7 @@ def test_a_norm_beyond_float32_counts_as_an_overflow(mode):
     weight = keras.Variable([1.0, 1.0])
     optimizer = make(optimizers.SGD(1.0), 1.0, dynamic=False)
 
-    @traced(mode)
-    def step():
-        optimizer.apply([tf.constant([3e19, 0.0])], [weight])
-
-    optimizer.build([weight])
-    step()
+    steps_of(optimizer, [weight], mode)(tf.constant([3e19, 0.0]))
     np.testing.assert_array_equal(weight, [1.0, 1.0])
 
 
@@ -295,16 +254,9 @@ SCALES = {"below 1": 2.0**-10, "no power of two": 3.0, "one": 1.0}
 def test_a_static_scale_skips_and_stays(scale, mode):
     weight = keras.Variable(4.0)
     optimizer = make(optimizers.SGD(1.0), scale, dynamic=False)
-    optimizer.build([weight])
-
-    @traced(mode)
-    def step(gradient):
-        optimizer.apply([gradient * scale], [weight])
-
-    step(tf.constant(1.0))
-    for _ in range(5):
-        step(tf.constant(NAN))
-    step(tf.constant(1.0))
+    step = steps_of(optimizer, [weight], mode)
+    for gradient in (1.0, *[NAN] * 5, 1.0):
+        step(tf.constant(gradient) * scale)
     assert float(weight) == pytest.approx(2.0, rel=4 * 2**-23)
     assert optimizer.scale == scale
     assert optimizer.skipped_steps == 5
@@ -314,12 +266,7 @@ def test_a_static_scale_skips_and_stays(scale, mode):
 def test_freezing_reaches_functions_that_are_traced_already(mode):
     weight = keras.Variable(4.0)
     optimizer = make(optimizers.SGD(1.0), 8.0, dynamic_growth_steps=1)
-    optimizer.build([weight])
-
-    @traced(mode)
-    def step(gradient):
-        optimizer.apply([gradient], [weight])
-
+    step = steps_of(optimizer, [weight], mode)
     step(tf.constant(0.0))
     assert optimizer.scale == 16
     optimizer.freeze()
@@ -338,12 +285,7 @@ def test_freezing_reaches_functions_that_are_traced_already(mode):
 def test_a_measured_scale_is_set_by_the_first_finite_gradients(mode):
     weight = keras.Variable([4.0, 4.0])
     optimizer = make(optimizers.SGD(1.0), "auto")
-    optimizer.build([weight])
-
-    @traced(mode)
-    def step(gradient):
-        optimizer.apply([gradient], [weight])
-
+    step = steps_of(optimizer, [weight], mode)
     assert optimizer.scale == 1
     step(tf.constant([0.0, 0.0]))  # nothing to measure: probe higher
     assert optimizer.scale == 2.0**8
@@ -377,12 +319,7 @@ def test_too_many_skips_end_an_eager_loop():
 def test_too_many_skips_end_a_function_of_the_users():
     weight = keras.Variable(4.0)
     optimizer = make(optimizers.SGD(1.0), 8.0, max_consecutive_skips=3)
-    optimizer.build([weight])
-
-    @tf.function
-    def step(gradient):
-        optimizer.apply([gradient], [weight])
-
+    step = steps_of(optimizer, [weight])
     step(tf.constant(8.0))
     step(tf.constant(NAN))
     step(tf.constant(NAN))
@@ -396,12 +333,7 @@ def test_too_many_skips_end_a_function_of_the_users():
 def test_under_xla_a_user_reads_the_stops():
     weight = keras.Variable(4.0)
     optimizer = make(optimizers.SGD(1.0), 8.0, max_consecutive_skips=3)
-    optimizer.build([weight])
-
-    @tf.function(jit_compile=True)
-    def step(gradient):
-        optimizer.apply([gradient], [weight])
-
+    step = steps_of(optimizer, [weight], "xla")
     for _ in range(3):
         step(tf.constant(NAN))
     assert optimizer.num_stops == 1

@@ -21,7 +21,7 @@ from tfamp.callbacks import (
     PrecisionMonitor,
     Throughput,
 )
-from tfamp.callbacks.micro_batches import course, parts
+from tfamp.callbacks.micro_batches import gradients, split_steps
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 RANDOM = np.random.default_rng(0)
@@ -160,9 +160,9 @@ def same_logs(one, other, tolerance=EXACT):
         np.testing.assert_allclose(values, other.history[name], **tolerance)
 
 
-def train_at_most_6(self, data, num_parts, train=course.Course._train):
+def train_at_most_6(self, data, num_parts, train=split_steps.SplitSteps._train):
     """Has no memory for more examples at once, as XLA is out of sight."""
-    examples = sum(parts.sizes(self._model.distribute_strategy, data))
+    examples = sum(gradients.sizes(self._model.distribute_strategy, data))
     if -(-examples // num_parts) > 6:
         raise tf.errors.ResourceExhaustedError(None, None, "Out of memory")
     return train(self, data, num_parts)
@@ -198,7 +198,7 @@ def test_parts_end_where_whole_batches_do(policy, style, mode, under, monkeypatc
     compiled(whole, optimizer_for(policy), **MODES[mode])
     expected = fit(whole, data=data)
     if is_xla:
-        monkeypatch.setattr(course.Course, "_train", train_at_most_6)
+        monkeypatch.setattr(split_steps.SplitSteps, "_train", train_at_most_6)
     model, room = built(style, Room(None if is_xla else 6))
     micro_batches = MicroBatches()
     compiled(model, optimizer_for(policy), **MODES[mode])
@@ -388,7 +388,7 @@ def test_nothing_is_lost_where_the_backward_pass_fails(call, eagerly, monkeypatc
 
     states = []
 
-    class Watch(course.StateBefore):
+    class Watch(split_steps.StateBefore):
         def restore(self):
             found = super().restore()
             states.append((found, state_of(self._model)))
@@ -398,7 +398,7 @@ def test_nothing_is_lost_where_the_backward_pass_fails(call, eagerly, monkeypatc
     note = keras.callbacks.LambdaCallback(
         on_train_batch_begin=lambda batch, logs: before.append(state_of(model))
     )
-    monkeypatch.setattr(course, "StateBefore", Watch)
+    monkeypatch.setattr(split_steps, "StateBefore", Watch)
     model, _ = built(room=Room(calls=(call,), in_backward=True), layers=layers)
     compiled(model, keras.optimizers.Adam(0.01), run_eagerly=eagerly)
     model.optimizer.build(model.trainable_variables)
@@ -702,9 +702,9 @@ def test_what_has_no_examples_stays_whole_in_each_part():
     ragged = tf.ragged.constant([[1], [], [2, 3], [4], [5]])
     sparse = tf.sparse.from_dense([[0, 1], [2, 0], [0, 0], [3, 4], [5, 0]])
     data = {"r": ragged, "s": sparse, "n": tf.constant(3.0), "none": None}
-    examples = parts.sizes(strategy, data)
+    examples = gradients.sizes(strategy, data)
     assert examples == (5,)
-    first, second = parts.cut(strategy, data, examples, 2)
+    first, second = gradients.cut(strategy, data, examples, 2)
     rows = [piece[0]["r"].to_list() for piece in (first, second)]
     assert rows == [[[1], []], [[2, 3], [4], [5]]]
     dense = [tf.sparse.to_dense(p[0]["s"]).numpy().tolist() for p in (first, second)]

@@ -113,7 +113,7 @@ FRESH = """
     from_config = vars(Scaling)["from_config"]
     sys.path.insert(0, asked["root"])
     import tfamp
-    from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+    from tfamp.loss_scale.fit_hooks import FIT_HOOKS
     from tfamp.dtypes import hooks
     layers, Layer, Model = keras.layers, keras.layers.Layer, keras.Model
     originals = (Layer.__call__, keras.Loss.__call__, Model.compile)

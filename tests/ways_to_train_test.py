@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.loops import OwnStep
 from tests.recorded_operations import recorded_operations
 from tests.replicas import two_replicas
 
@@ -33,19 +34,8 @@ class Subclassed(keras.Model):
         return self.head(h)
 
 
-class OwnStep(Subclassed):
+class Own(OwnStep, Subclassed):
     """Writes its training step itself."""
-
-    def train_step(self, data):
-        x, y = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(x, y, self(x, training=True))
-            scaled = self.optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, self.trainable_variables)
-        self.optimizer.apply_gradients(
-            zip(gradients, self.trainable_variables, strict=True)
-        )
-        return {"own_loss": loss}
 
 
 def functional():
@@ -70,7 +60,7 @@ def check_dtypes(operations, half):
 
 
 @pytest.mark.anchors("mixed_float16-Subclassed")
-@pytest.mark.parametrize("build", [functional, Subclassed, OwnStep])
+@pytest.mark.parametrize("build", [functional, Subclassed, Own])
 @pytest.mark.parametrize("policy", ["mixed_float16", "mixed_bfloat16"])
 def test_fit_learns(policy, build):
     keras.utils.set_random_seed(0)
@@ -81,17 +71,6 @@ def test_fit_learns(policy, build):
     check_dtypes(operations, policy.removeprefix("mixed_"))
     losses = history.get("own_loss", history.get("loss"))
     assert losses[-1] < losses[0] / 2
-
-
-@pytest.mark.parametrize("build", [functional, Subclassed])
-def test_steps_per_execution(build):
-    with tfamp.scope("mixed_bfloat16"):
-        model = compiled(build, steps_per_execution=4)
-    with recorded_operations() as operations:
-        history = model.fit(X, Y, batch_size=8, verbose=0).history
-    check_dtypes(operations, "bfloat16")
-    assert int(model.optimizer.iterations) == 4
-    assert np.isfinite(history["loss"][0])
 
 
 @pytest.mark.parametrize("build", [functional, Subclassed])

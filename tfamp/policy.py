@@ -18,7 +18,7 @@ from tfamp.dtypes.settings import (
     make_settings,
 )
 from tfamp.keras_hooks import layers
-from tfamp.loss_scale.settings import check_settings
+from tfamp.loss_scale.rule import check_settings
 from tfamp.machine import devices as hardware
 from tfamp.records import console
 from tfamp.records import versions as _versions

@@ -24,7 +24,7 @@ from tfamp.dtypes import hooks
 from tfamp.dtypes.self_test import SelfTest
 from tfamp.keras_hooks.backend import TensorFlowTrainer
 from tfamp.keras_hooks.patches import HookError, like
-from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.records import versions
 
 ROOT = Path(__file__).parents[2]

@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.garbage import holders_of
+from tests.loops import DECORATORS, in_each_way
 from tests.replicas import two_replicas
 from tfamp.dtypes import hooks
 from tfamp.keras_hooks.layer_record import CALLS
@@ -20,18 +21,12 @@ from tfamp.loss_scale.tape import plain_optimizers
 from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
 
 layers = keras.layers
-DECORATORS = {
-    "eager": lambda step: step,
-    "graph": tf.function,
-    "xla": tf.function(jit_compile=True),
-}
 # Of the loss: its gradients leave float16 below, were they not scaled.
 TINY = 1e-7
 TOLERANCE = 0.02  # of losses, computed in float16 with 11 bits over a few steps
 x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
 y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-in_each_way = pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
 
 
 @pytest.fixture(autouse=True)

@@ -10,6 +10,8 @@ import tensorflow as tf
 
 import tfamp
 from tests.garbage import holders_of
+from tests.loops import DECORATORS, in_each_way, spied
+from tests.replicas import two_replicas
 from tfamp.keras_hooks.layer_record import CALLS
 from tfamp.loss_scale.tape import gradients as tape_scaling
 from tfamp.loss_scale.tape import plain_optimizers
@@ -21,11 +23,6 @@ MODES = {
     "graph": {"jit_compile": False},
     "xla": {"jit_compile": True},
     "several": {"jit_compile": False, "steps_per_execution": 2},
-}
-DECORATORS = {
-    "eager": lambda step: step,
-    "graph": tf.function,
-    "xla": tf.function(jit_compile=True),
 }
 # Of the loss: its gradients leave float16 below and above, were they not scaled.
 TINY = 1e-7
@@ -122,7 +119,7 @@ def loop(optimizer, model, decorate, factor=TINY):
 
 @pytest.mark.anchors("graph-unbuilt", "xla-built")
 @pytest.mark.parametrize("built", [True, False], ids=["built", "unbuilt"])
-@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+@in_each_way
 def test_an_own_loop_trains_as_in_float32(decorate, built):
     losses = []
     for policy in ("float32", "mixed_float16"):
@@ -152,7 +149,7 @@ def pair(scale=8.0, **options):
 
 
 @pytest.mark.parametrize("by_hand", [False, True], ids=["true", "scaled by hand"])
-@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+@in_each_way
 def test_a_persistent_tape_is_asked_twice(decorate, by_hand):
     first, optimizer = pair()
     second = keras.Variable([4.0])
@@ -189,7 +186,7 @@ def test_gradients_of_two_optimizers_from_one_call():
     np.testing.assert_allclose(other, [0.5, 1.0])
 
 
-@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+@in_each_way
 def test_gradients_that_leave_their_function(decorate):
     weight, optimizer = pair()
 
@@ -255,7 +252,7 @@ def test_each_thread_scales_for_itself():
     np.testing.assert_allclose(weight, [0.5, 1.0])
 
 
-@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+@in_each_way
 def test_a_layer_with_a_gradient_of_its_own_is_not_scaled_again(decorate):
     weight, optimizer = pair(2.0**14)
     optimizer.build([weight])
@@ -265,18 +262,10 @@ def test_a_layer_with_a_gradient_of_its_own_is_not_scaled_again(decorate):
     def half(value):
         return tf.cast(value, "float16") * tf.cast(weight.value, "float16")
 
-    @tf.custom_gradient
-    def spied(value):
-        def gradient(upstream):
-            seen.append(tf.reduce_max(upstream))
-            return upstream
-
-        return tf.identity(value), gradient
-
     @decorate
     def step():
         with tf.GradientTape() as tape:
-            products = spied(half(tf.ones(2)))
+            products = spied(seen)(half(tf.ones(2)))
             loss = tf.reduce_sum(tf.cast(products, "float32"))
         gradients = tape.gradient(loss, [weight])
         optimizer.apply(gradients, [weight])
@@ -284,7 +273,7 @@ def test_a_layer_with_a_gradient_of_its_own_is_not_scaled_again(decorate):
 
     np.testing.assert_allclose(step(), [1.0, 1.0])
     if decorate is DECORATORS["eager"]:
-        assert float(seen[0]) == 2.0**14
+        assert float(seen[0][0]) == 2.0**14
 
 
 class Critic(keras.Model):
@@ -403,7 +392,7 @@ def clipped_loop(optimizer, weight, decorate, clean):
     return step
 
 
-@pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+@in_each_way
 def test_clipping_by_value_hides_no_overflow(decorate):
     weight, optimizer = pair(2.0**10)
     step = clipped_loop(
@@ -463,22 +452,14 @@ def test_tools_that_run_a_step_scale_it_once(by_hand):
 
     seen = []
 
-    @tf.custom_gradient
-    def spied(value):
-        def gradient(upstream):
-            seen.append(float(tf.reduce_max(upstream)))
-            return upstream
-
-        return tf.identity(value), gradient
-
     with tfamp.scope("mixed_float16"):
         model = Step()
     model.compile(keras.optimizers.SGD())
     model.fit(x, y, batch_size=64, verbose=0)
     before = model.get_weights()
-    model.out.activation = spied
+    model.out.activation = spied(seen)
     step = run_step(model, (tf.constant(x[:2]), tf.constant(y[:2])), loss_scale=8.0)
-    assert seen == [8.0]
+    assert float(tf.reduce_max(seen)) == 8.0
     bias = next(g for v, g in step.gradients if v is model.out.bias)
     np.testing.assert_allclose(bias, [2.0])
     for old, new in zip(before, model.get_weights(), strict=True):
@@ -544,21 +525,50 @@ def test_an_optimizer_that_waits_elsewhere_scales_no_float32_loop(decorate):
     waiting = pair()[1]
     weight, seen = keras.Variable([1.0, 2.0]), []
 
-    @tf.custom_gradient
-    def spied(value):
-        def gradient(upstream):
-            seen.append(upstream)
-            return upstream
-
-        return tf.identity(value), gradient
-
     @decorate
     def step():
         with tf.GradientTape() as tape:
-            loss = sum_of_squares(spied(tf.convert_to_tensor(weight)))
+            loss = sum_of_squares(spied(seen)(tf.convert_to_tensor(weight)))
         gradient = tape.gradient(loss, [weight])[0]
         return gradient, seen[0]
 
     for gradient in step():
         np.testing.assert_allclose(gradient, [1.0, 2.0])
     assert not waiting.built
+
+
+def float16_gradient(decorate, variable, factor):
+    """A function of the gradient of `factor * variable`, computed in float16."""
+
+    @decorate
+    def gradient():
+        with tf.GradientTape() as tape:
+            half = tf.cast(variable, "float16")
+            loss = factor * tf.cast(half, "float32")
+        return tape.gradient(loss, [variable])
+
+    return gradient
+
+
+@pytest.mark.parametrize("on", [None, "replicas"], ids=["one device", "replicas"])
+@in_each_way
+def test_an_optimizer_that_waits_elsewhere_lets_no_float16_loop_overflow(decorate, on):
+    if on and decorate is DECORATORS["xla"]:
+        pytest.skip("TensorFlow does not compile a step of several replicas on CPUs")
+    strategy = two_replicas() if on else tf.distribute.get_strategy()
+    with strategy.scope():
+        waiting, variable = pair(2.0**15)[1], tf.Variable(1.0)
+    gradient = float16_gradient(decorate, variable, 4.0)  # 4 * 2**15 is no float16
+    for _ in range(2):
+        parts = strategy.experimental_local_results(strategy.run(gradient)[0])
+        assert [float(part) for part in parts] == [4.0] * len(parts)
+    assert not waiting.built
+
+
+@pytest.mark.parametrize("decorate", [DECORATORS["graph"], DECORATORS["xla"]])
+def test_a_float16_trace_is_scaled_for_who_applies_what_it_gives(decorate):
+    _, optimizer = pair(2.0**15)
+    variable = tf.Variable(1.0)
+    gradient = float16_gradient(decorate, variable, 1e-8)  # 0 in float16
+    optimizer.apply(gradient(), [variable])
+    assert float(gradient()[0]) == pytest.approx(1e-8, rel=1e-3)

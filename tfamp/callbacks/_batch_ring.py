@@ -64,14 +64,9 @@ class _Form(NamedTuple):
 class BatchRing(Meter):
     """Holds the last batches that were drawn by way of it.
 
-    Args:
-        strategy: The model's strategy, which knows the parts of a batch.
-        keep: How many batches at most.
-        max_bytes: Bound on their size; the newest is kept whatever its size.
-
-    Attributes:
-        num_drawn: Batches fetched so far, kept or not.
-        was_cut: Whether batches were let go for their size.
+    At most `keep` of them, and no more than `max_bytes`, but the newest whatever its
+    size. `num_drawn` counts those that were fetched, and `was_cut` says whether some
+    were let go for their size.
     """
 
     def __init__(
@@ -100,6 +95,11 @@ class BatchRing(Meter):
         self._kept.clear()
         self._num_bytes = 0
 
+    def release(self) -> None:
+        """Lets all batches and the iterator go, at the end of a `fit`."""
+        self.clear()
+        self.let_iterator_go()
+
     @property
     def num_that_fit(self) -> int:
         """How many batches are kept, as far as their sizes are known."""
@@ -116,11 +116,7 @@ class BatchRing(Meter):
         return max(1, min(_MAX_CALLS_BETWEEN, room))
 
     def fetch(self) -> int:
-        """Takes over the batches that were drawn since the last time.
-
-        Returns:
-            How many batches were drawn so far.
-        """
+        """Takes over what was drawn meanwhile; returns how many were drawn so far."""
         for form in self._forms:
             with tf.device("CPU:0"):
                 size = tf.raw_ops.StageSize(dtypes=form.dtypes, shared_name=form.name)

@@ -22,17 +22,10 @@ _MIN_LOAD_SECONDS = 0.1
 
 
 class ProcessReader:
-    """Reads CPU and memory of this process.
+    """Reads CPU and memory of this process, by psutil.
 
-    `cpu_percent` is of one core, since the reading before: 200 is two cores at work,
-    by all threads of the process.
-
-    Args:
-        psutil: The module; None imports it.
-        clock: Gives seconds.
-
-    Raises:
-        ImportError: psutil is not installed.
+    `cpu_percent` is of one core, since the reading before: 200 is two cores at work, by
+    all threads of the process.
     """
 
     def __init__(
@@ -63,21 +56,11 @@ class ProcessReader:
 
 
 class GpuReader:
-    """Reads the GPUs that TensorFlow uses.
+    """Reads the GPUs that TensorFlow uses; energy counts from the first reading on.
 
-    Energy counts from the first reading on.
-
-    Args:
-        nvml: An open reader; None opens one.
-
-    Attributes:
-        names: What is read, such as "gpu0_power_watts"; a figure that the driver does
-            not tell at the beginning is left out.
-        notes: What is left out, a line for each GPU.
-
-    Raises:
-        ImportError: nvidia-ml-py is not installed.
-        RuntimeError: There is no GPU, or no driver that answers.
+    `names` has what is read, such as "gpu0_power_watts"; a figure that the driver does
+    not give at the beginning is left out, with a line for its GPU in `notes`. Without
+    the library there is an ImportError, without a driver that answers a RuntimeError.
     """
 
     def __init__(self, nvml: Any = None) -> None:

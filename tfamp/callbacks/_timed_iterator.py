@@ -35,15 +35,10 @@ class Drawn(NamedTuple):
 
 
 class Meter:
-    """Adds up what timed iterators draw.
+    """Adds up the waits, examples and batches that timed iterators draw.
 
-    Args:
-        strategy: The model's strategy, which knows the parts of a batch.
-        clock: Gives seconds, for draws outside a graph.
-
-    Attributes:
-        num_traces: How often a draw was traced; a call that traces is a slow one.
-        key: A number that no other meter has.
+    `num_traces` counts how often a draw was traced; a call that traces is a slow one.
+    No other meter has the same `key`.
     """
 
     def __init__(
@@ -61,6 +56,19 @@ class Meter:
         with tf.device("CPU:0"):
             self._sums = tf.Variable(tf.zeros([3], tf.float64), trainable=False)
         self._eager = Drawn(0.0, 0, 0)
+        self._around: tuple[Any, Any] = (None, None)
+
+    def around(self, iterator: Any) -> Any:
+        """Returns an iterator by way of this meter; one that cannot be timed itself."""
+        if self._around[0] is not iterator:
+            is_known = isinstance(iterator, ITERATORS)
+            timed = TimedIterator(iterator, self) if is_known else iterator
+            self._around = iterator, timed
+        return self._around[1]
+
+    def let_iterator_go(self) -> None:
+        """Holds the last iterator no longer."""
+        self._around = None, None
 
     def read(self) -> Drawn:
         """Returns what was drawn; it takes a twentieth of a millisecond."""
@@ -137,12 +145,9 @@ class Meter:
 
 
 class TimedIterator(tf.data.Iterator):
-    """Draws from an iterator by way of a meter; goes wherever an iterator does.
+    """Draws from an iterator of a dataset by way of a meter.
 
-    Args:
-        iterator: The iterator of a dataset, distributed or not.
-        meter: Takes the time.
-        kind: Its type, where known already.
+    It goes wherever an iterator goes.
     """
 
     def __init__(self, iterator: Any, meter: Meter, kind: Any = None) -> None:

@@ -6,44 +6,27 @@ import threading
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any, Protocol
-
-import keras
-from absl import logging
+from typing import Any
 
 from tfamp.callbacks._device_readers import ProcessReader, Reader, open_gpu_reader
-from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
-from tfamp.keras_hooks import around_training
-from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.callbacks._fit_callback import EventWriter, FitCallback, check_path
 from tfamp.records import checks
 
 # As long as a sample may take to end before the thread is left to itself.
 _JOIN_SECONDS = 5.0
 
 
-class Owner(Protocol):
-    """What samples are taken for."""
-
-    def sample(self) -> bool:
-        """Takes a sample; False ends the thread."""
-        ...
-
-
 class Sampler:
     """Calls `sample` of an object now and then, beside everything else.
 
     The thread is a daemon and holds the object by a weak reference: it ends with the
-    object and with the program.
-
-    Args:
-        owner: Has `sample`.
-        interval_seconds: Between two samples.
-        wait: Waits so many seconds or until stopped, and states whether it was.
+    object and with the program. `wait` waits so many seconds or until stopped, and
+    states whether it was stopped.
     """
 
     def __init__(
         self,
-        owner: Owner,
+        owner: Any,
         interval_seconds: float,
         *,
         wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
@@ -92,7 +75,7 @@ def _run(
 _ENERGY = "_energy_joules"
 
 
-class DeviceStats(keras.callbacks.Callback):
+class DeviceStats(FitCallback):
     """Shows what the machine does while a model trains.
 
     A thread reads, every `interval_seconds`,
@@ -134,7 +117,7 @@ class DeviceStats(keras.callbacks.Callback):
             cannot be written.
 
     Example:
-        >>> import numpy as np
+        >>> import keras, numpy as np
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> data = np.ones((4, 1))
@@ -156,13 +139,10 @@ class DeviceStats(keras.callbacks.Callback):
         self.log_dir = check_path("log_dir", log_dir)
         self.csv_path = check_path("csv_path", csv_path)
         self.interval_seconds = checks.positive("interval_seconds", interval_seconds)
-        self.notes: tuple[str, ...] = ()
         self._clock, self._given = clock, readers
         self._lock = threading.RLock()
         self._session: _Session | None = None
-        self._member: around_training.Member | None = None
         self._num_batches = self._batches_before = 0
-        FIT_HOOKS.hold(self)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Opens what is read and written, and begins to take samples."""
@@ -175,7 +155,7 @@ class DeviceStats(keras.callbacks.Callback):
             self._turn_off(error)
             return
         try:
-            session.writers = open_writers(
+            session.events = EventWriter(
                 self.model, session.fields, csv_path=self.csv_path, log_dir=self.log_dir
             )
         except BaseException:
@@ -183,7 +163,7 @@ class DeviceStats(keras.callbacks.Callback):
             raise
         session.sampler = Sampler(self, self.interval_seconds)
         self._session = session
-        self._member = around_training.join(self.model, self._end)
+        self._join()
         session.sampler.start()
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -206,10 +186,6 @@ class DeviceStats(keras.callbacks.Callback):
             if self._session is not None and logs is not None:
                 logs.update(self._session.summary())
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Ends the samples and closes the files."""
-        self._leave()
-
     def sample(self) -> bool:
         """Takes a sample now; the thread does.
 
@@ -229,12 +205,8 @@ class DeviceStats(keras.callbacks.Callback):
             session.close()
             return False
 
-    def _leave(self) -> None:
-        if self._member is not None:
-            self._member.leave()
-
-    def _end(self, error: BaseException | None) -> None:
-        self._member, session = None, self._session
+    def _close(self, error: BaseException | None) -> None:
+        session = self._session
         if session is None:
             return
         if session.sampler is not None:
@@ -249,38 +221,23 @@ class DeviceStats(keras.callbacks.Callback):
         try:
             readers.append(ProcessReader())
         except ImportError as error:
-            self._note(str(error), logging.WARNING)
+            self._note(str(error))
         gpus, why = open_gpu_reader()
         if gpus is not None:
             readers.append(gpus)
         for line in (why, *(gpus.notes if gpus is not None else ())):
             if line:
-                self._note(line, logging.WARNING)
+                self._note(line)
         return readers
 
     def _turn_off(self, error: Exception) -> None:
-        self._note(
-            f"DeviceStats is off, since reading or writing failed: {error!r}.",
-            logging.WARNING,
-        )
-
-    def _note(self, line: str, level: int) -> None:
-        if line not in self.notes:
-            self.notes = (*self.notes, line)
-            logging.log(level, "%s", line)
+        self._note(f"DeviceStats is off, since reading or writing failed: {error!r}.")
 
 
 class _Session:
-    """What is open while a model trains.
+    """What is open while a model trains: the thread, the readers and the files.
 
-    Args:
-        readers: Called in turn; what they return first gives the columns.
-
-    Attributes:
-        fields: Names of the columns of a row.
-        samples: Those of this epoch.
-        writers: Where rows go.
-        sampler: The thread.
+    What the readers return first gives the columns of a row, `fields`.
     """
 
     def __init__(self, readers: Sequence[Reader]) -> None:
@@ -289,7 +246,7 @@ class _Session:
         self._energy = dict(first)
         self.fields = ("step", "time", *first)
         self.samples: list[dict[str, float | None]] = []
-        self.writers: list[CsvRows | Summaries] = []
+        self.events: EventWriter | None = None
         self.sampler: Sampler | None = None
 
     def take(self, num_batches: int, now: float) -> None:
@@ -297,15 +254,15 @@ class _Session:
         values = self._read()
         self.samples.append(values)
         row = (num_batches, now, *(values.get(name) for name in self.fields[2:]))
-        for writer in self.writers:
-            writer.write([row])
+        if self.events is not None:
+            self.events.write([row])
 
     def summary(self) -> dict[str, float]:
         """Returns the means and maxima of the epoch, and the energy it took."""
         found: dict[str, float] = {}
         for name in self.fields[2:]:
-            told = [sample.get(name) for sample in self.samples]
-            values = [value for value in told if value is not None]
+            read = [sample.get(name) for sample in self.samples]
+            values = [value for value in read if value is not None]
             if not values:
                 continue
             if name.endswith(_ENERGY):
@@ -322,7 +279,7 @@ class _Session:
 
     def close(self) -> None:
         """Closes what was opened; a second time does nothing."""
-        for opened in (*self.writers, *self._readers):
+        for opened in (self.events, *self._readers):
             close = getattr(opened, "close", None)
             if close is not None:
                 close()

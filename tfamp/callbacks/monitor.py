@@ -6,19 +6,20 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
-from tfamp.keras_hooks import around_training
+from tfamp.callbacks._fit_callback import (
+    BAR_AVERAGES,
+    EventWriter,
+    FitCallback,
+    check_path,
+)
 from tfamp.loss_scale.counted_steps import Reading, Step, StepReader
-from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import checks
 
 _MAX_NAMES = 8
-# Older progress bars average over an epoch what batches log, counters too.
-_BAR_AVERAGES = not hasattr(keras.utils.Progbar(1, verbose=0), "stateless_metrics")
 
 
-class PrecisionMonitor(keras.callbacks.Callback):
+class PrecisionMonitor(FitCallback):
     """Shows loss scale, skipped steps and gradient norm while a model trains.
 
     `fit`'s progress bar and `History` get `loss_scale`, `applied_steps`,
@@ -77,22 +78,19 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self.csv_path = check_path("csv_path", csv_path)
         self.every_steps = checks.positive_int("every_steps", every_steps)
         self._reader: StepReader | None = None
-        self._writers: list[CsvRows | Summaries] = []
-        self._member: around_training.Member | None = None
+        self._events: EventWriter | None = None
         self._latest: dict[str, float | int] = {}
         self._warned: set[frozenset[str]] = set()
         self._next_reading = 0
         self._is_first_epoch = True
-        self._has_told_loss = False
-        FIT_HOOKS.hold(self)
+        self._has_warned_of_loss = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the optimizer and opens the files."""
         _check_optimizer(self.model.optimizer)
-        self._leave()
-        self._member = around_training.join(self.model, self._close)
+        self._join()
         self._is_first_epoch = True
-        self._writers = open_writers(
+        self._events = EventWriter(
             self.model, Step._fields, csv_path=self.csv_path, log_dir=self.log_dir
         )
 
@@ -111,7 +109,7 @@ class PrecisionMonitor(keras.callbacks.Callback):
         if batch + 1 >= self._next_reading:
             self.read()
             self._next_reading = batch + 1 + self.every_steps
-        if logs is not None and not _BAR_AVERAGES:
+        if logs is not None and not BAR_AVERAGES:
             logs.update(self._latest)
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
@@ -119,10 +117,6 @@ class PrecisionMonitor(keras.callbacks.Callback):
         self.read()
         if logs is not None:
             logs.update(self._latest)
-
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Closes the files; the end of the last epoch has filled them."""
-        self._leave()
 
     def read(self) -> dict[str, float | int]:
         """Reads the counters now and writes the steps since the last reading.
@@ -141,30 +135,25 @@ class PrecisionMonitor(keras.callbacks.Callback):
             self._reader = StepReader(optimizer)
         reading = self._reader.read()
         self._latest = reading.logs
-        if reading.steps:
-            for writer in self._writers:
-                writer.write(reading.steps)
+        if self._events is not None:
+            self._events.write(reading.steps)
         self._warn(reading)
         return dict(reading.logs)
 
-    def _leave(self) -> None:
-        if self._member is not None:
-            self._member.leave()
-
     def _close(self, error: BaseException | None) -> None:
         """Closes the files, with the last steps before an error in them."""
-        self._member = None
         try:
             if error is not None and not self._is_first_epoch:
                 self.read()
         finally:
-            writers, self._writers = self._writers, []
-            for writer in writers:
-                writer.close()
+            if self._events is not None:
+                self._events.close()
+            self._events = None
 
     def _warn(self, reading: Reading) -> None:
-        if reading.num_lost and self._writers and not self._has_told_loss:
-            self._has_told_loss = True
+        has_files = self._events is not None and self._events.is_open
+        if reading.num_lost and has_files and not self._has_warned_of_loss:
+            self._has_warned_of_loss = True
             logging.warning(
                 "%d steps are missing from the files before step %d: more than 1024 "
                 "lay between two readings. Lower `every_steps`, now %d, or "
@@ -173,10 +162,16 @@ class PrecisionMonitor(keras.callbacks.Callback):
                 reading.steps[0].step,
                 self.every_steps,
             )
-        names = frozenset(reading.nonfinite)
-        if reading.last_skip is None or names in self._warned:
+        names = reading.nonfinite
+        if reading.last_skip is None or frozenset(names) in self._warned:
             return
-        self._warned.add(names)
+        self._warned.add(frozenset(names))
+        reason = "every gradient was finite, but the square of their norm was not"
+        if names:
+            named = ", ".join(map(repr, names[:_MAX_NAMES]))
+            num_more = len(names) - _MAX_NAMES
+            more = f" and {num_more} more" if num_more > 0 else ""
+            reason = f"gradients of {named}{more} were not finite"
         logging.warning(
             "Skipped %d of %d steps, the last time step %d: %s. The loss scale is %g "
             "now. A few skips at the start, or after the scale has grown, are as it "
@@ -185,18 +180,9 @@ class PrecisionMonitor(keras.callbacks.Callback):
             reading.num_skips,
             reading.num_lost + len(reading.steps),
             reading.last_skip,
-            _blame(reading.nonfinite),
+            reason,
             reading.logs["loss_scale"],
         )
-
-
-def _blame(names: tuple[str, ...]) -> str:
-    """Returns why steps were skipped, as a part of a sentence."""
-    if not names:
-        return "every gradient was finite, but the square of their norm was not"
-    shown = ", ".join(repr(name) for name in names[:_MAX_NAMES])
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    return f"gradients of {shown}{more} were not finite"
 
 
 def _check_optimizer(optimizer: Any) -> None:

@@ -5,24 +5,30 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.callbacks._rates import Rates, Window, rates_of
-from tfamp.callbacks._utilisation import flops_of_example, peak_of_devices
-from tfamp.callbacks._watch import Watch
-from tfamp.callbacks._writers import CsvRows, Summaries, check_path, open_writers
+from tfamp.callbacks._fit_callback import (
+    BAR_AVERAGES,
+    EventWriter,
+    FitCallback,
+    check_path,
+)
+from tfamp.callbacks._rates import (
+    Rates,
+    Watch,
+    Window,
+    flops_of_example,
+    peak_of_devices,
+    rates_of,
+)
 from tfamp.keras_hooks import around_training
-from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.records import checks
 
 _FIELDS = ("step", *Rates._fields)
-# Older progress bars average over an epoch what batches log.
-_BAR_AVERAGES = not hasattr(keras.utils.Progbar(1, verbose=0), "stateless_metrics")
 
 
-class Throughput(keras.callbacks.Callback):
+class Throughput(FitCallback):
     """Shows how fast a model trains, while it does.
 
     `fit`'s progress bar and `History` get
@@ -77,7 +83,7 @@ class Throughput(keras.callbacks.Callback):
             cannot be written.
 
     Example:
-        >>> import numpy as np
+        >>> import keras, numpy as np
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> data = np.ones((96, 1))
@@ -109,34 +115,23 @@ class Throughput(keras.callbacks.Callback):
         )
         self.peak_flops = _positive_or_none("peak_flops", peak_flops)
         self.first_step_seconds: float | None = None
-        self.notes: tuple[str, ...] = ()
         self._clock = clock
         self._watch: Watch | None = None
-        self._member: around_training.Member | None = None
-        self._writers: list[CsvRows | Summaries] = []
+        self._events: EventWriter | None = None
         self._windows: list[Window] = []
         self._latest: dict[str, float] = {}
         self._flops: float | None = None
         self._peak: float | None = None
         self._is_first_epoch = True
-        FIT_HOOKS.hold(self)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Opens the files and takes its place around the training function."""
-        self._leave()
-        self._member = around_training.join(
-            self.model,
-            self._close,
-            place=around_training.Place.THROUGHPUT,
-            call=self._call,
-        )
-        if not self._member.has_place:
+        if not self._join(place=around_training.Place.THROUGHPUT, call=self._call):
             self._note(
-                "No rates, since another Throughput measures the same `fit`: use one.",
-                logging.WARNING,
+                "No rates, since another Throughput measures the same `fit`: use one."
             )
             return
-        self._writers = open_writers(
+        self._events = EventWriter(
             self.model, _FIELDS, csv_path=self.csv_path, log_dir=self.log_dir
         )
         self.first_step_seconds, self._latest = None, {}
@@ -159,18 +154,11 @@ class Throughput(keras.callbacks.Callback):
         if self._watch is not None:
             self._watch.begin_epoch((self.params or {}).get("steps"))
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Sees that it is around the training function still."""
-        if self._member is not None:
-            self._member.surround()
-
     def on_train_batch_end(
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Puts the rates of the last window into the logs."""
-        if logs is not None and not _BAR_AVERAGES:
+        if logs is not None and not BAR_AVERAGES:
             logs.update(self._latest)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -192,19 +180,11 @@ class Throughput(keras.callbacks.Callback):
                 logs["first_step_seconds"] = self.first_step_seconds
         self._is_first_epoch = False
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Closes the files and gives the training function back."""
-        self._leave()
-
-    def _leave(self) -> None:
-        if self._member is not None:
-            self._member.leave()
-
-    def _close(self, error: BaseException | None = None) -> None:
-        self._member = self._watch = None
-        writers, self._writers = self._writers, []
-        for writer in writers:
-            writer.close()
+    def _close(self, error: BaseException | None) -> None:
+        self._watch = None
+        if self._events is not None:
+            self._events.close()
+        self._events = None
 
     def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Stands around the training function, once its files are open."""
@@ -232,8 +212,8 @@ class Throughput(keras.callbacks.Callback):
         if rates is None:
             return
         self._latest = rates.known()
-        for writer in self._writers:
-            writer.write([(num_batches, *rates)])
+        if self._events is not None:
+            self._events.write([(num_batches, *rates)])
 
     def _rates(self, windows: list[Window]) -> Rates | None:
         return rates_of(windows, flops_per_example=self._flops, peak_flops=self._peak)
@@ -246,14 +226,12 @@ class Throughput(keras.callbacks.Callback):
         if any(window.examples is None for window in self._windows):
             self._note(
                 "No examples_per_second, since batches have no first dimension to "
-                "count: pass `batch_size`.",
-                logging.WARNING,
+                "count: pass `batch_size`."
             )
         if watch.has_foreign_iterator:
             self._note(
                 "No input_wait, since the model draws batches from an iterator that is "
-                "none of tf.data: ask `tfamp.data.bottleneck`.",
-                logging.WARNING,
+                "none of tf.data: ask `tfamp.data.bottleneck`."
             )
         elif int(self.model.steps_per_execution or 1) > 1:
             self._note(
@@ -261,11 +239,6 @@ class Throughput(keras.callbacks.Callback):
                 "drawn while the model computes: ask `tfamp.data.bottleneck`.",
                 logging.INFO,
             )
-
-    def _note(self, line: str, level: int) -> None:
-        if line not in self.notes:
-            self.notes = (*self.notes, line)
-            logging.log(level, "%s", line)
 
 
 def _positive_or_none(argument: str, value: float | None) -> float | None:

@@ -66,9 +66,7 @@ def on_each_replica(
 def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
     """Ends training after too many skipped steps in a row, unless `fit` does.
 
-    Args:
-        optimizer: The `LossScaleOptimizer`; its counters are up to date.
-        after: What has to run before.
+    The counters are up to date once the operations `after` have run.
     """
     if optimizer.max_consecutive_skips is None or optimizer.leaves_stop_to_caller:
         return
@@ -76,7 +74,7 @@ def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
         optimizer.raise_if_due()
     elif not in_xla():
         with tf.control_dependencies([*after, *_read_everywhere(optimizer)]):
-            now = optimizer.tally.read()  # after the writes of this step
+            now = optimizer.scale_variables.read()  # after the writes of this step
             facts = [
                 now.counters.streak,
                 now.counters.judged,
@@ -91,14 +89,19 @@ def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
 
 def _read_everywhere(optimizer: Any) -> list[tf.Tensor]:
     """Returns what every replica counts, read: an error overtakes later writes."""
-    tally = optimizer.tally
-    counted = [tally.dynamic_scale, tally.step_counter, tally.counters, tally.levels]
+    stored = optimizer.scale_variables
+    counted = [
+        stored.dynamic_scale,
+        stored.step_counter,
+        stored.counters,
+        stored.levels,
+    ]
     if optimizer.accumulates:
         counted += map(optimizer.accumulator, optimizer.accumulated_variables)
         counted.append(optimizer.has_gradient)
     strategy = tf.distribute.get_strategy()
     return [
         part.read_value()
-        for variable in (*counted, tally.recent, optimizer.blame.counts)
+        for variable in (*counted, stored.recent, optimizer.nonfinite.counts)
         for part in strategy.experimental_local_results(variable.value)
     ]

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from tfamp.loss_scale.counters import Snapshot
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.loss_scale.tally import Snapshot
 
 # A rate in thousandths wants as many steps to be taken over.
 RATE_STEPS = 1000
@@ -60,11 +60,7 @@ class Reading(NamedTuple):
 
 
 class StepReader:
-    """Reads the counters of an optimizer, from where they stand now.
-
-    Args:
-        optimizer: The optimizer; steps that it took before are not told.
-    """
+    """Reads the counters of an optimizer; steps that it took before are not told."""
 
     def __init__(self, optimizer: LossScaleOptimizer) -> None:
         self.optimizer = optimizer
@@ -76,7 +72,7 @@ class StepReader:
     def read(self) -> Reading:
         """Returns what happened since the last reading; waits for the device."""
         # Not `optimizer.scale`: whoever asks for that is taken to scale by hand.
-        now = self.optimizer.tally.numbers()
+        now = self.optimizer.scale_variables.numbers()
         if now.counters.judged < self._seen.counters.judged:
             self._begin()  # older weights were loaded
             now = self._seen
@@ -87,19 +83,24 @@ class StepReader:
         num_lost = num_new - len(history["step"])
         steps = self._steps(history, now, num_lost)
         skips = history["step"][history["skipped"]]
+        nonfinite: tuple[str, ...] = ()
+        if len(skips):
+            before, self._counts = self._counts, self.optimizer.nonfinite_counts
+            grown = (k for k, v in self._counts.items() if v > before.get(k, 0))
+            nonfinite = tuple(grown)
         reading = Reading(
             steps=steps,
             num_lost=num_lost,
             logs=self._logs(now),
             last_skip=int(skips[-1]) if len(skips) else None,
             num_skips=now.counters.skipped - self._seen.counters.skipped,
-            nonfinite=self._nonfinite() if len(skips) else (),
+            nonfinite=nonfinite,
         )
         self._seen = now
         return reading
 
     def _begin(self) -> None:
-        self._seen = self.optimizer.tally.numbers()
+        self._seen = self.optimizer.scale_variables.numbers()
         self._counts = self.optimizer.nonfinite_counts
         skipped = self.optimizer.history()["skipped"].tolist()
         self._recent = collections.deque(skipped, maxlen=RATE_STEPS)
@@ -163,12 +164,6 @@ class StepReader:
             if found[-1]:
                 in_window = 0
         return found
-
-    def _nonfinite(self) -> tuple[str, ...]:
-        before, self._counts = self._counts, self.optimizer.nonfinite_counts
-        return tuple(
-            name for name, count in self._counts.items() if count > before.get(name, 0)
-        )
 
 
 def _shortened(value: float) -> float:

@@ -33,14 +33,10 @@ class LossScaleError(ArithmeticError):
 
 
 def template(*, is_dynamic: bool, is_scaled: bool) -> str:
-    """Returns the text with five places for numbers.
+    """Returns the text of the error with five places for numbers.
 
-    They are: updates skipped in a row, step, loss scale, gradient norm, last
-    finite gradient norm.
-
-    Args:
-        is_dynamic: Whether the scale moves by itself.
-        is_scaled: Whether the loss is scaled at all.
+    They are: updates skipped in a row, step, loss scale, gradient norm, last finite
+    gradient norm. `is_scaled` says whether the loss is scaled at all.
 
     Example:
         >>> text = template(is_dynamic=True, is_scaled=True)

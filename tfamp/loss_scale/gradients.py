@@ -14,16 +14,10 @@ _MAX_STACKED_ELEMENTS = 2**16
 
 
 def sums_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
-    """Returns the sum of the squares of each gradient.
+    """Returns the sum of the squares of each gradient: shape (gradients,), float32.
 
-    A sum is non-finite where an element is, or where the sum leaves float32.
-
-    Args:
-        gradients: Tensors or `tf.IndexedSlices`, floating point, of any shapes.
-            Rows of slices with the same index are added up first.
-
-    Returns:
-        Tensor of shape (number of gradients,), float32.
+    A sum is non-finite where an element is, or where the sum leaves float32. Rows of
+    `tf.IndexedSlices` with the same index are added up first.
 
     Example:
         >>> sums_of_squares([tf.constant([3.0, 4.0]), tf.constant([[2.0]])]).numpy()

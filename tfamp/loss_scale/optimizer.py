@@ -10,15 +10,13 @@ from absl import logging
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.patches import HeldPatches
 from tfamp.keras_hooks.trainer import WORKER_HOOKS
-from tfamp.loss_scale.delegation import Delegating, adopted_accumulation
-from tfamp.loss_scale.fit.blame import Blame
-from tfamp.loss_scale.fit.hooks import FIT_HOOKS
-from tfamp.loss_scale.fit.losses import ScalingLosses
-from tfamp.loss_scale.fit.report import Reporting
+from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
+from tfamp.loss_scale.fit_hooks import FIT_HOOKS
+from tfamp.loss_scale.interface import Reporting, ScalingLosses
+from tfamp.loss_scale.parts import Delegating, adopted_accumulation
 from tfamp.loss_scale.replicas import OnReplicas
+from tfamp.loss_scale.rule import check_settings, chosen_steps
 from tfamp.loss_scale.saved_state import Saving
-from tfamp.loss_scale.settings import check_settings, chosen_steps
-from tfamp.loss_scale.tally import Tally
 from tfamp.loss_scale.tape.gradients import TAPE_HOOKS, know
 
 
@@ -140,7 +138,7 @@ class LossScaleOptimizer(
         self.leaves_stop_to_caller = False
         self.has_gradient: Any = None
         self.has_scaled_loss = False
-        self.blame: Blame | None = None
+        self.nonfinite: NonfiniteCounts | None = None
         self._accumulators: list[Any] = []
         self._loaded: list[Any] | None = None
         self._loaded_beside: dict[str, Any] = {}
@@ -290,7 +288,7 @@ class LossScaleOptimizer(
             initializer=keras.initializers.Constant(start),
             name="dynamic_scale",
         )
-        self.tally = Tally(
+        self.scale_variables = ScaleVariables(
             self.step_counter,
             self.dynamic_scale,
             self.add_variable,
@@ -299,7 +297,7 @@ class LossScaleOptimizer(
         )
 
     def _make_vectors(self, variables: list[Any]) -> None:
-        self.blame = Blame(variables, self._var_key, self.add_variable)
+        self.nonfinite = NonfiniteCounts(variables, self._var_key, self.add_variable)
         if not self.accumulates:
             return
         for variable in variables:

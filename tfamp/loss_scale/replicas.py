@@ -7,13 +7,13 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
-from tfamp.loss_scale import window
+from tfamp.loss_scale import step
 from tfamp.loss_scale.branches import first_of, where_replicas_are_one
-from tfamp.loss_scale.fit.hooks import microbatch_weight
+from tfamp.loss_scale.counters import Snapshot
+from tfamp.loss_scale.fit_hooks import microbatch_weight
 from tfamp.loss_scale.parts import Parts
 from tfamp.loss_scale.step import take_step
-from tfamp.loss_scale.tally import Snapshot
-from tfamp.loss_scale.tape import warnings
+from tfamp.loss_scale.tape import scalings
 from tfamp.loss_scale.tape.gradients import ids_of
 from tfamp.loss_scale.tape.scalings import SCALINGS
 
@@ -32,11 +32,11 @@ class OnReplicas(Parts):
         `fit` does it at the end of each epoch; in a loop of your own call it at the
         end, or before the weights are evaluated. Does nothing where there are none.
         """
-        self._on_window(window.flush)
+        self._on_window(step.flush)
 
     def discard(self) -> None:
         """Forgets the microbatches in a window that is not full."""
-        self._on_window(window.discard)
+        self._on_window(step.discard)
 
     def _check_setting(self) -> None:
         """Raises where a setting that was changed since would spoil the update."""
@@ -62,7 +62,7 @@ class OnReplicas(Parts):
         """Reduces the gradients and takes the step where all replicas are one."""
         scaling = SCALINGS.take(self, ids_of(self))
         if scaling is None:
-            warnings.warn_of_unscaled_loss(self)
+            scalings.warn_of_unscaled_loss(self)
         else:
             self.has_scaled_loss = True
         come_scaled = scaling is None or scaling.is_scaled
@@ -128,7 +128,7 @@ class OnReplicas(Parts):
     def _put(self, values: Snapshot) -> None:
         """Stores plain numbers on every replica."""
         with self._on_all_replicas():
-            self.tally.put(values)
+            self.scale_variables.put(values)
 
     @property
     def _has_replicas(self) -> bool:

@@ -16,6 +16,9 @@ from tfamp.records import checks
 MEASURED_TARGET = 2.0**12
 # What a probe multiplies the scale by where every gradient was exactly 0.
 PROBE_GROWTH = 2.0**8
+# Where the scale is measured, the first gradients are computed with this one.
+_PROBE_SCALE = 1.0
+_SMALLEST_NORMAL = 2.0**-126  # of float32; dividing by less than this gives inf
 
 
 class ScaleState(NamedTuple):
@@ -119,10 +122,8 @@ class ScaleRule:
     ) -> ScaleState:
         """Returns the state after a step that was applied.
 
-        Args:
-            state: The state before it.
-            select: Takes a condition and two values and returns the first
-                where the condition holds; `tf.where` for tensors.
+        `select` takes a condition and two values and returns the first where it holds;
+        `tf.where` for tensors.
         """
         scale, is_moving = state.scale, _negated(state.is_frozen, select)
         is_climbing = is_moving & (scale < state.peak)
@@ -186,13 +187,8 @@ def _negated(condition: Any, select: Callable[..., Any]) -> Any:
 def measured_scale(largest: float, scale: float) -> float:
     """Returns the scale that suits gradients whose largest element was measured.
 
-    Args:
-        largest: The largest magnitude among the unscaled gradients.
-        scale: The loss scale they were computed with.
-
-    Returns:
-        The power of two that takes `largest` to at most `MEASURED_TARGET`, or a
-        higher scale to probe with where `largest` is 0.
+    That is the power of two that takes `largest`, an unscaled magnitude, to at most
+    `MEASURED_TARGET`, or a higher scale to probe with where it is 0.
 
     Example:
         >>> measured_scale(0.25, 1.0)
@@ -203,3 +199,70 @@ def measured_scale(largest: float, scale: float) -> float:
     if largest == 0:
         return scale * PROBE_GROWTH
     return 2.0 ** math.floor(math.log2(MEASURED_TARGET / largest))
+
+
+def check_settings(
+    initial_scale: Any = 2.0**15,
+    dynamic_growth_steps: int = 2000,
+    *,
+    dynamic: bool = True,
+    gradient_accumulation_steps: int | None = None,
+    accumulation_steps: int = 1,
+    max_consecutive_skips: int | None = 64,
+    **factors: Any,
+) -> tuple[ScaleRule, float]:
+    """Returns the rule and the scale to begin with.
+
+    The arguments are those of `LossScaleOptimizer`, and so are the errors; `factors`
+    are the further fields of a `ScaleRule`.
+
+    Example:
+        >>> rule, start = check_settings("auto", max_scale=1024.0)
+        >>> start, rule.max_scale
+        (1.0, 1024.0)
+    """
+    chosen_steps(gradient_accumulation_steps, accumulation_steps)
+    rule = ScaleRule(
+        growth_steps=dynamic_growth_steps, max_streak=max_consecutive_skips, **factors
+    )
+    return rule, _start_scale(initial_scale, dynamic, rule)
+
+
+def chosen_steps(gradient_accumulation_steps: Any, accumulation_steps: Any) -> int:
+    """Returns the microbatches of an update, which two arguments may name."""
+    checks.positive_int("accumulation_steps", accumulation_steps)
+    if gradient_accumulation_steps is None:
+        return accumulation_steps
+    checks.positive_int("gradient_accumulation_steps", gradient_accumulation_steps)
+    if accumulation_steps not in (1, gradient_accumulation_steps):
+        raise ValueError(
+            f"`gradient_accumulation_steps` is {gradient_accumulation_steps!r} and "
+            f"`accumulation_steps` is {accumulation_steps!r}; expected one of them, as "
+            "they name the same. Leave out `accumulation_steps`."
+        )
+    return gradient_accumulation_steps
+
+
+def _start_scale(initial_scale: Any, dynamic: bool, rule: ScaleRule) -> float:
+    """Returns the number to begin with, after checking it."""
+    if initial_scale == "auto" and isinstance(initial_scale, str):
+        if not dynamic:
+            raise ValueError(
+                "`initial_scale` is 'auto' with `dynamic=False`; expected a number for "
+                "a static scale. Pass one, or leave `dynamic` out and call `freeze()` "
+                "later."
+            )
+        return min(max(_PROBE_SCALE, rule.min_scale), rule.max_scale)
+    scale = checks.positive("initial_scale", initial_scale)
+    if not _SMALLEST_NORMAL <= scale <= 1 / _SMALLEST_NORMAL:
+        raise ValueError(
+            f"`initial_scale` is {scale!r}; expected a number that float32 can divide "
+            "by, in [2**-126, 2**126]. Pass a number near 1."
+        )
+    if dynamic and not rule.min_scale <= scale <= rule.max_scale:
+        raise ValueError(
+            f"`initial_scale` is {scale!r}; expected a number in [`min_scale`, "
+            f"`max_scale`], which is [{rule.min_scale!r}, {rule.max_scale!r}]. Pass "
+            "wider bounds, or `dynamic=False`."
+        )
+    return scale

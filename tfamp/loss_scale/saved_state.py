@@ -10,8 +10,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
+from tfamp.loss_scale.counters import STATIC, STATIC_BORN, Counters, Levels, Snapshot
 from tfamp.loss_scale.parts import Parts
-from tfamp.loss_scale.tally import STATIC, STATIC_BORN, Counters, Levels, Snapshot
 
 
 class ScaleOfFile(NamedTuple):
@@ -26,12 +26,7 @@ def without_counters(
 ) -> Snapshot:
     """Returns the values after loading a file of stock Keras, which has no counters.
 
-    Its scale is a dynamic one; a static optimizer keeps its own.
-
-    Args:
-        own: The values before.
-        found: The scale in the file.
-        is_dynamic: Whether the optimizer was made with a dynamic scale.
+    Its scale is a dynamic one; an optimizer that was made static keeps its own.
     """
     if not is_dynamic:
         return own
@@ -53,15 +48,8 @@ def with_counters(
     """Returns the values after loading a file that tfamp wrote.
 
     A scale goes from a dynamic optimizer to a dynamic one and, where it was set by
-    hand, from a static one to a static one; the counters go to any.
-
-    Args:
-        own: The values before.
-        found: The scale in the file.
-        counters: The counters in the file.
-        levels: The real numbers in the file.
-        is_dynamic: Whether the optimizer was made with a dynamic scale.
-        has_window: Whether the file's window of accumulation can be gone on with.
+    hand, from a static one to a static one; the counters go to any. `has_window` says
+    whether the file's window of accumulation can be gone on with.
     """
     if not has_window:
         counters = counters._replace(microbatches=0)
@@ -161,7 +149,7 @@ class Saving(Parts):
         """
         values = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
         if _is_wrapped(values):
-            own = self.tally.numbers()
+            own = self.scale_variables.numbers()
             found = ScaleOfFile(int(values[2]), float(values[3]))
             self._scales_at_load = own, found
             self._put(without_counters(own, found, is_dynamic=self.dynamic))
@@ -209,14 +197,14 @@ class Saving(Parts):
 
     def _beside(self) -> dict[str, Any]:
         """Returns tfamp's own variables by the name they are saved under."""
-        tally = self.tally
+        stored = self.scale_variables
         named = {
-            "counters": tally.counters,
-            "levels": tally.levels,
-            "recent": tally.recent,
+            "counters": stored.counters,
+            "levels": stored.levels,
+            "recent": stored.recent,
         }
-        if self.blame is not None:
-            named["blame"] = self.blame.counts
+        if self.nonfinite is not None:
+            named["blame"] = self.nonfinite.counts
         for position, total in enumerate(self._accumulators):
             named[f"accumulator_{position}"] = total
         if self.has_gradient is not None:

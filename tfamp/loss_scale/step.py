@@ -11,12 +11,197 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.loss_scale.branches import either, first_of, stop_if_due
-from tfamp.loss_scale.gradients import sums_of_squares
-from tfamp.loss_scale.outcomes import after_finite, after_non_finite, applied
-from tfamp.loss_scale.tally import Snapshot
-from tfamp.loss_scale.update import apply_update
-from tfamp.loss_scale.window import add_up, close_if_full
+from tfamp.loss_scale.branches import either, first_of, on_each_replica, stop_if_due
+from tfamp.loss_scale.counters import Snapshot
+from tfamp.loss_scale.gradients import multiplied, sums_of_squares
+from tfamp.loss_scale.update import (
+    after_dropped,
+    after_finite,
+    after_non_finite,
+    applied,
+    apply_update,
+    with_empty_window,
+)
+
+
+def flush(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
+    """Applies the microbatches of a window that is not full, if there are any."""
+    before = optimizer.scale_variables.read()
+    either(
+        before.counters.microbatches > 0,
+        lambda: _close(strategy, optimizer, [], [], before),
+        lambda: None,
+    )
+
+
+def discard(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
+    """Forgets the microbatches of a window that is not full."""
+    before = optimizer.scale_variables.read()
+    _empty(strategy, optimizer)
+    optimizer.scale_variables.write(with_empty_window(before))
+
+
+def add_up(
+    strategy: tf.distribute.Strategy,
+    optimizer: Any,
+    gradients: Any,
+    variables: Sequence[Any],
+    factor: tf.Tensor,
+) -> None:
+    """Adds gradients times `factor` to the accumulators, in float32."""
+
+    def add(gradients: Any) -> None:
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if gradient is None:
+                continue
+            total = optimizer.accumulator(variable).value
+            if optimizer.is_overwritten(variable):
+                total.assign(tf.maximum(total, tf.cast(gradient, total.dtype)))
+                continue
+            part = multiplied(gradient, factor)
+            if isinstance(part, tf.IndexedSlices):
+                total.scatter_add(part)
+            else:
+                total.assign_add(tf.cast(part, total.dtype))
+
+    given = _keys_of_present(optimizer, gradients, variables)
+    flags = [optimizer.key_of(v) in given for v in optimizer.accumulated_variables]
+    optimizer.has_gradient.assign(_flags(optimizer) | tf.constant(flags))
+    on_each_replica(strategy, add, gradients)
+
+
+def close_if_full(
+    strategy: tf.distribute.Strategy,
+    optimizer: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    values: Snapshot,
+    weight: Any,
+) -> None:
+    """Counts a microbatch, and makes an update where it completes the window."""
+    counters, levels = values.counters, values.levels
+    values = values._replace(
+        counters=counters._replace(microbatches=counters.microbatches + 1),
+        levels=levels._replace(weight=levels.weight + weight),
+    )
+    either(
+        values.counters.microbatches >= optimizer.accumulation_steps,
+        lambda: _close(strategy, optimizer, gradients, variables, values),
+        lambda: optimizer.scale_variables.write(values),
+    )
+
+
+def _close(
+    strategy: tf.distribute.Strategy,
+    optimizer: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    values: Snapshot,
+) -> None:
+    """Makes an update of the mean of a window's microbatches and begins a new one.
+
+    `gradients` and `variables` are those of the call that completes the window, if any.
+    """
+    weight = values.levels.weight
+    judged = [
+        v for v in optimizer.accumulated_variables if not optimizer.is_overwritten(v)
+    ]
+    squares = sums_of_squares(
+        [first_of(strategy, optimizer.accumulator(v).value) for v in judged]
+    )
+    total = tf.reduce_sum(squares)
+    norm = tf.sqrt(total) / weight
+
+    def update() -> None:
+        _apply_window(strategy, optimizer, gradients, variables, 1 / weight, norm)
+        levels = values.levels._replace(norm=norm, finite_norm=norm)
+        done = applied(values._replace(levels=levels))
+        optimizer.scale_variables.write(with_empty_window(done))
+        _empty(strategy, optimizer)
+
+    def drop() -> None:  # finite parts whose sum is not
+        # The last microbatch was counted, and stands among the recent steps as good.
+        last = values.counters._replace(judged=values.counters.judged - 1)
+        optimizer.scale_variables.remember(last, values.levels.good_scale, norm, True)
+        after = after_dropped(optimizer, values._replace(counters=last), norm)
+        optimizer.scale_variables.write(with_empty_window(after))
+        optimizer.nonfinite.note(judged, squares)
+        _empty(strategy, optimizer)
+        stop_if_due(optimizer)
+
+    either(tf.math.is_finite(total), update, drop)
+
+
+def _apply_window(
+    strategy: tf.distribute.Strategy,
+    optimizer: Any,
+    gradients: Sequence[Any],
+    variables: Sequence[Any],
+    factor: tf.Tensor,
+    norm: tf.Tensor,
+) -> None:
+    """Applies what a window has added up, to no other variables than it was for.
+
+    Which those are is known of the present call alone while a graph is traced; what
+    earlier calls have trained is told by flags.
+    """
+    flags = _flags(optimizer)
+    given = _keys_of_present(optimizer, gradients, variables)
+    rest = {
+        optimizer.key_of(v): flags[i]
+        for i, v in enumerate(optimizer.accumulated_variables)
+        if optimizer.key_of(v) not in given
+    }
+
+    def apply(chosen: Sequence[Any], conditions: dict[Any, tf.Tensor]) -> None:
+        trained = {*given, *conditions}
+        totals = [
+            optimizer.accumulator(v).value if optimizer.key_of(v) in trained else None
+            for v in chosen
+        ]
+        apply_update(strategy, optimizer, totals, chosen, factor, norm, conditions)
+
+    def with_rest() -> None:
+        everything = optimizer.accumulated_variables
+        if not tf.executing_eagerly():
+            apply(everything, rest)
+            return
+        marked = {key: flag for key, flag in rest.items() if flag}
+        keys = {*given, *marked}
+        apply([v for v in everything if optimizer.key_of(v) in keys], marked)
+
+    if not rest:
+        apply(variables, {})
+    elif not given:
+        with_rest()
+    else:
+        is_any = tf.reduce_any(tf.stack(list(rest.values())))
+        either(is_any, with_rest, lambda: apply(variables, {}))
+
+
+def _keys_of_present(
+    optimizer: Any, gradients: Sequence[Any], variables: Sequence[Any]
+) -> set[Any]:
+    return {
+        optimizer.key_of(variable)
+        for gradient, variable in zip(gradients, variables, strict=True)
+        if gradient is not None
+    }
+
+
+def _flags(optimizer: Any) -> tf.Tensor:
+    """Returns for each variable whether the window has a gradient of it."""
+    return tf.convert_to_tensor(optimizer.has_gradient.value)
+
+
+def _empty(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
+    def reset(_: Any) -> None:
+        for variable in optimizer.accumulated_variables:
+            total = optimizer.accumulator(variable).value
+            total.assign(tf.zeros(total.shape, total.dtype))
+
+    optimizer.has_gradient.assign(tf.zeros_like(_flags(optimizer)))
+    on_each_replica(strategy, reset)
 
 
 def take_step(
@@ -29,23 +214,16 @@ def take_step(
     weight: Any,
     was_finite: Any = None,
 ) -> None:
-    """Judges reduced gradients and does what the verdict asks for.
+    """Judges reduced gradients, across replicas, and applies, adds up or skips.
 
-    Args:
-        strategy: The strategy whose cross-replica context this is.
-        optimizer: The `LossScaleOptimizer`.
-        gradients: For each variable its gradient, summed over the replicas, or
-            None. Values of all replicas, equal on all.
-        variables: The trainable variables.
-        come_scaled: Whether the gradients are multiplied by the loss scale.
-        weight: Weight of this microbatch in its window, where steps are
-            accumulated; a float32 scalar.
-        was_finite: Whether the gradients were finite on all replicas as the tape gave
-            them, where they were changed since: clipping by value hides an overflow. A
-            boolean scalar, or None.
+    `gradients` are sums over the replicas, equal on all, or None, and `come_scaled`
+    says whether they are multiplied by the loss scale. `weight` is that of this
+    microbatch in its window, a float32 scalar. `was_finite`, a boolean scalar or None,
+    tells whether the gradients were finite on all replicas as the tape gave them, where
+    they were changed since: clipping by value hides an overflow.
     """
-    tally = optimizer.tally
-    before = tally.read()
+    stored = optimizer.scale_variables
+    before = stored.read()
     scale = before.scale if come_scaled else tf.constant(1.0)
     judged = [
         (position, first_of(strategy, gradient))
@@ -61,7 +239,11 @@ def take_step(
             exact = tf.math.is_finite(first_of(strategy, gradient))
             is_finite = is_finite & tf.reduce_all(exact)
     if was_finite is not None:
-        is_finite = is_finite & (was_finite | _is_lowest(optimizer, before))
+        # At a scale of 1 a lower one is no remedy: whoever makes gradients finite there
+        # does so in float32 too.
+        lowest = max(1.0, optimizer.rule.min_scale)
+        is_lowest = optimizer.dynamic & (before.scale <= lowest)
+        is_finite = is_finite & (was_finite | is_lowest)
     norm = tf.sqrt(tf.reduce_sum(squares)) / scale
 
     def go_on() -> None:
@@ -71,22 +253,15 @@ def take_step(
             close_if_full(strategy, optimizer, gradients, variables, values, weight)
             return
         apply_update(strategy, optimizer, gradients, variables, 1 / scale, norm)
-        tally.write(applied(values))
+        stored.write(applied(values))
 
     def skip() -> None:
-        tally.write(after_non_finite(optimizer, before, norm))
-        optimizer.blame.note([variables[position] for position, _ in judged], squares)
+        stored.write(after_non_finite(optimizer, before, norm))
+        optimizer.nonfinite.note(
+            [variables[position] for position, _ in judged], squares
+        )
         stop_if_due(optimizer)
 
     # Before the branches, one of which may end in an error.
-    tally.remember(before.counters, before.scale, norm, ~is_finite)
+    stored.remember(before.counters, before.scale, norm, ~is_finite)
     either(is_finite, go_on, skip)
-
-
-def _is_lowest(optimizer: Any, before: Snapshot) -> tf.Tensor:
-    """Returns whether a lower scale is no remedy for gradients that were not finite.
-
-    Whoever makes them finite at a scale of 1 does so in float32 too.
-    """
-    lowest = max(1.0, optimizer.rule.min_scale)
-    return optimizer.dynamic & (before.scale <= lowest)

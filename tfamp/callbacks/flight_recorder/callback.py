@@ -6,24 +6,25 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import keras
 import tensorflow as tf
 from absl import logging
 
 from tfamp.callbacks._batch_ring import ring_of
-from tfamp.callbacks._timed_iterator import ITERATORS, TimedIterator
-from tfamp.callbacks._writers import check_path
-from tfamp.callbacks.flight_recorder.log import FlightLog
-from tfamp.callbacks.flight_recorder.parts import built_from, contents_of, model_saver
-from tfamp.callbacks.flight_recorder.signs import (
+from tfamp.callbacks._fit_callback import FitCallback, check_path
+from tfamp.callbacks.flight_recorder.call_log import (
+    FlightLog,
     before_late_error,
     core_of,
     has_finite_loss,
     loss_of,
 )
+from tfamp.callbacks.flight_recorder.contents import (
+    built_from,
+    contents_of,
+    needs_build,
+)
 from tfamp.keras_hooks import around_training
 from tfamp.loss_scale.errors import found_in
-from tfamp.loss_scale.fit.hooks import FIT_HOOKS
 from tfamp.records import checks
 from tfamp.records.units import format_bytes
 from tfamp.stepping import snapshots
@@ -37,7 +38,7 @@ _HARMLESS = (StopIteration, tf.errors.OutOfRangeError)
 _MAX_SHARE = 0.004
 
 
-class FlightRecorder(keras.callbacks.Callback):
+class FlightRecorder(FitCallback):
     """Writes a bundle when training fails, from which the failing step is replayed.
 
     While `fit` runs, the last batches are held, and now and then weights, slots, seeds,
@@ -84,7 +85,7 @@ class FlightRecorder(keras.callbacks.Callback):
             when training begins, the directory cannot be written.
 
     Example:
-        >>> import tempfile, numpy as np
+        >>> import keras, tempfile, numpy as np
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> recorder = FlightRecorder(tempfile.mkdtemp())
@@ -118,15 +119,11 @@ class FlightRecorder(keras.callbacks.Callback):
         self.on_skip = bool(on_skip)
         self.build = _check_build(build)
         self.bundles: tuple[str, ...] = ()
-        self.notes: tuple[str, ...] = ()
         self._clock = clock
         self._log: FlightLog | None = None
         self._ring: Any = None
-        self._member: around_training.Member | None = None
-        self._iterators: tuple[Any, Any] = (None, None)
         self._epoch = 0
         self._undo: Callable[[], None] | None = None
-        FIT_HOOKS.hold(self)
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes the directory and takes its place around the training function."""
@@ -139,16 +136,8 @@ class FlightRecorder(keras.callbacks.Callback):
                 f"`directory` is {self.directory!r}, which cannot be written "
                 f"({error.strerror}); expected a folder for bundles. Pass another one."
             ) from error
-        if self._member is not None:
-            self._member.leave()
-        self._member = around_training.join(
-            self.model,
-            self._close,
-            place=around_training.Place.FLIGHT_RECORDER,
-            call=self._call,
-            on_failure=self._on_failure,
-        )
-        if not self._member.has_place:
+        place = around_training.Place.FLIGHT_RECORDER
+        if not self._join(place=place, call=self._call, on_failure=self._on_failure):
             self._note(
                 "No bundles of this recorder, since another FlightRecorder records the "
                 "same `fit`: use one."
@@ -160,19 +149,11 @@ class FlightRecorder(keras.callbacks.Callback):
         if self._log is not None:
             self._log.begin_epoch(epoch)
 
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Sees that it is around the training function still."""
-        if self._member is not None:
-            self._member.surround()
-
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         """Looks at the weights once more, and lets batches and snapshots go."""
         if self._log is not None and self._log.num_calls:
             self._snapshot(self._log)
-        if self._member is not None:
-            self._member.leave()
+        self._leave()
 
     def _on_failure(self, cause: Cause, message: str) -> None:
         """Writes a bundle of the last call, ahead of its being mended."""
@@ -181,18 +162,16 @@ class FlightRecorder(keras.callbacks.Callback):
 
     def _close(self, error: BaseException | None) -> None:
         """Writes a bundle of the step before an error; lets go of what it holds."""
-        self._member = None
         try:
             log = self._log
             if isinstance(error, Exception) and log is not None and log.num_calls:
                 self._write_error(error, is_of_step=False)
         finally:
             if self._ring is not None:
-                self._ring.clear()
+                self._ring.release()
             if self._undo is not None:
                 self._undo()
             self._log = self._ring = self._undo = None
-            self._iterators = None, None
 
     def _begin(self, iterator: Any) -> FlightLog:
         """Takes the first snapshot, after callbacks that load a checkpoint."""
@@ -207,8 +186,8 @@ class FlightRecorder(keras.callbacks.Callback):
             self._log.interval = 1  # the first snapshot with all variables in it
         self._was_finite = self._weights_were_finite = True
         self._written_at, self._has_failed = -1, False
-        tally = tally_of(self.model.optimizer)
-        self._asks_skips = self.on_skip and tally is not None
+        stored = tally_of(self.model.optimizer)
+        self._asks_skips = self.on_skip and stored is not None
         self._num_skipped = self._skips()
         self._undo = before_late_error(self.model.optimizer, self._write_error)
         return self._log
@@ -220,13 +199,8 @@ class FlightRecorder(keras.callbacks.Callback):
             # Another callback may have mended the model since, or gone back.
             self._has_failed = False
             log.snapshot()
-        if self._iterators[0] is not iterator:
-            timed = iterator
-            if isinstance(iterator, ITERATORS):
-                timed = TimedIterator(iterator, self._ring)
-            self._iterators = iterator, timed
         try:
-            logs = function(self._iterators[1])
+            logs = function(self._ring.around(iterator))
         except _HARMLESS:
             raise
         except Exception as error:
@@ -299,7 +273,7 @@ class FlightRecorder(keras.callbacks.Callback):
                 num_asked=self.keep,
                 is_of_step=is_of_step,
             )
-            path = files.write(Path(self.directory), contents, model_saver(self.model))
+            path = files.write(Path(self.directory), contents, self._save_model)
         except Exception as why:  # nothing of it may cost a run
             self._note(
                 f"No bundle of the failure at step {log.num_calls} ({message}) in "
@@ -314,10 +288,10 @@ class FlightRecorder(keras.callbacks.Callback):
     def _skips(self) -> int:
         return int(self.model.optimizer.skipped_steps) if self._asks_skips else 0
 
-    def _note(self, line: str) -> None:
-        if line not in self.notes:
-            self.notes = (*self.notes, line)
-            logging.warning("%s", line)
+    def _save_model(self, path: Path) -> str:
+        """Saves the model into a bundle; returns why another process cannot load it."""
+        self.model.save(path)
+        return needs_build(self.model)
 
 
 def _check_build(build: Any) -> str | None:

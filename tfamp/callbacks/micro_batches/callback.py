@@ -3,20 +3,20 @@
 from typing import Any
 
 import keras
+import tensorflow as tf
 from absl import logging
 
-from tfamp.callbacks.micro_batches.course import BatchSplit, Course
-from tfamp.callbacks.micro_batches.text import (
-    check_model,
-    tell_of_single_steps,
-    warn_of_split,
-)
-from tfamp.keras_hooks import around_training
-from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.callbacks._fit_callback import FitCallback
+from tfamp.callbacks.micro_batches.split_steps import BatchSplit, SplitSteps
+from tfamp.keras_hooks import around_training, structure
 from tfamp.records import checks
+from tfamp.stepping.snapshots.names import optimizers_of
+
+_NOT_MEANS = ("sum", "none", None)
+_BY_WEIGHTS = "mean_with_sample_weight"
 
 
-class MicroBatches(keras.callbacks.Callback):
+class MicroBatches(FitCallback):
     """Trains a batch that does not fit into memory as micro-batches, with one update.
 
     Where a step of `fit` runs out of memory, the model is put back to before it, bit by
@@ -89,71 +89,122 @@ class MicroBatches(keras.callbacks.Callback):
         super().__init__()
         self.max_splits = checks.positive_int("max_splits", max_splits, minimum=2)
         self.events: tuple[BatchSplit, ...] = ()
-        self._course: Course | None = None
-        self._course_model: keras.Model | None = None
-        self._member: around_training.Member | None = None
-        FIT_HOOKS.hold(self)
+        self._steps: SplitSteps | None = None
+        self._stepped_model: keras.Model | None = None
 
     @property
     def splits(self) -> int:
         """Micro-batches of the last batch; 1 where it was whole."""
-        return 1 if self._course is None else self._course.splits
+        return 1 if self._steps is None else self._steps.splits
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks that the model's steps can be split, and takes its place in `fit`."""
         model = self.model
-        check_model(model)
-        tell_of_single_steps(model)
-        self._leave()
-        if self._course is None or self._course_model is not model:
-            self._course = Course(
-                model, max_splits=self.max_splits, on_split=self._note
+        _check_model(model)
+        num_steps = int(model.steps_per_execution or 1)
+        if num_steps > 1 and not model.run_eagerly:
+            logging.info(
+                "The %d steps of an execution are a call each under MicroBatches, "
+                "which goes back to a single one: callbacks see what they would "
+                "without it, and a step takes up to a millisecond more.",
+                num_steps,
             )
-            self._course_model = model
-        self._course.begin()
-        self._member = around_training.join(
-            model,
-            self._close,
-            place=around_training.Place.MICRO_BATCHES,
-            call=self._course.call,
-        )
-        if not self._member.has_place:
+        self._leave()
+        if self._steps is None or self._stepped_model is not model:
+            self._steps = SplitSteps(
+                model, max_splits=self.max_splits, on_split=self._add
+            )
+            self._stepped_model = model
+        self._steps.begin()
+        place = around_training.Place.MICRO_BATCHES
+        if not self._join(place=place, call=self._steps.call):
             logging.warning(
                 "A second MicroBatches in the same `fit` does nothing: use one."
             )
-        self._tell(())
-
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Sees that it is in the place of the training function still."""
-        if self._member is not None:
-            self._member.surround()
+        self._set_events(())
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Notes the epoch."""
-        if self._course is not None:
-            self._course.epoch = epoch
+        if self._steps is not None:
+            self._steps.epoch = epoch
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Gives the training function back."""
-        self._leave()
+    def _add(self, split: BatchSplit) -> None:
+        _warn_of_split(self.model, split)
+        self._set_events((*self.events, split))
 
-    def _leave(self) -> None:
-        if self._member is not None:
-            self._member.leave()
-
-    def _close(self, error: BaseException | None) -> None:
-        self._member = None
-
-    def _note(self, split: BatchSplit) -> None:
-        warn_of_split(
-            self.model, split, self.model.distribute_strategy.num_replicas_in_sync
-        )
-        self._tell((*self.events, split))
-
-    def _tell(self, events: tuple[BatchSplit, ...]) -> None:
+    def _set_events(self, events: tuple[BatchSplit, ...]) -> None:
         self.events = events
         history = getattr(self.model, "history", None)
         if history is not None:
             history.micro_batches = events
+
+
+def _check_model(model: keras.Model) -> None:
+    """Raises where a model's steps cannot be split into parts with the same result."""
+    strategy = model.distribute_strategy
+    kinds = (tf.distribute.MirroredStrategy, tf.distribute.OneDeviceStrategy)
+    if tf.distribute.has_strategy() or strategy is not tf.distribute.get_strategy():
+        if not isinstance(strategy, kinds):
+            raise ValueError(
+                f"MicroBatches was given a model under {type(strategy).__name__}; "
+                "expected one process, on one device or with MirroredStrategy, since "
+                "nothing makes other workers split with this one. Leave it out, and "
+                "choose the batch size by `tfamp.find_batch_size`."
+            )
+    if type(model).make_train_function is not keras.Model.make_train_function:
+        raise ValueError(
+            f"{type(model).__name__} has a `make_train_function` of its own; expected "
+            "that of Keras, in whose place micro-batches are trained. Put what it does "
+            "into `train_step`, or leave MicroBatches out."
+        )
+    optimizers = optimizers_of(model)
+    if len(optimizers) != 1 or optimizers[0] is not model.optimizer:
+        names = tuple(type(each).__name__ for each in optimizers)
+        raise ValueError(
+            f"The model has {len(optimizers)} optimizers, {names}; expected the one "
+            "that `compile` was given, since later updates of a step would depend on "
+            "earlier ones. Train with a smaller batch size, or leave MicroBatches out."
+        )
+    for loss in tf.nest.flatten(model.loss):
+        if getattr(loss, "reduction", "mean") in _NOT_MEANS:
+            raise ValueError(
+                f"The loss {loss.name!r} has `reduction={loss.reduction!r}`; expected "
+                "a mean over the batch, since micro-batches are weighted by their "
+                "sizes. Pass `reduction='sum_over_batch_size'`, with a learning rate "
+                "as many times larger as a batch has examples."
+            )
+
+
+def _warn_of_split(model: keras.Model, split: BatchSplit) -> None:
+    """Logs that a batch did not fit."""
+    num_replicas = model.distribute_strategy.num_replicas_in_sync
+    each = -(-split.examples // (split.splits * num_replicas))
+    notes = []
+    layers = (layer for _, layer, _ in structure.walk(model))
+    if any(isinstance(layer, keras.layers.BatchNormalization) for layer in layers):
+        notes.append(
+            " Statistics of BatchNormalization are those of the micro-batches from "
+            "here on."
+        )
+    if any(
+        getattr(loss, "reduction", None) == _BY_WEIGHTS
+        for loss in tf.nest.flatten(model.loss)
+    ):
+        notes.append(
+            f" The reduction {_BY_WEIGHTS!r} divides each micro-batch by its own sum "
+            "of weights, so that results differ where these do."
+        )
+    logging.warning(
+        "Batch of %d examples did not fit into memory at step %d of epoch %d (%s). It "
+        "is trained as %d micro-batches of %d%s with one update, and so are the next "
+        "ones.%s That takes longer: `tfamp.find_batch_size` finds the largest batch "
+        "that fits, `tfamp.remat` makes more fit.",
+        split.examples,
+        split.step + 1,
+        split.epoch + 1,
+        split.error,
+        split.splits,
+        each,
+        f" on each of {num_replicas} replicas" if num_replicas > 1 else "",
+        "".join(notes),
+    )

@@ -8,7 +8,7 @@ would see of the whole batch.
 
 import contextlib
 import threading
-from collections.abc import Callable, Sequence, Set
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any, NamedTuple
 
 import keras
@@ -16,6 +16,113 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import around_training, optimizers
 from tfamp.keras_hooks.patches import replaced
+
+
+class CannotSplit(ValueError):
+    """A batch that has no examples to tell apart, or arrays of other lengths."""
+
+
+def without_optionals(data: Any) -> Any:
+    """Returns a batch with None where a distributed one has an empty optional."""
+    return tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+    )
+
+
+def sizes(strategy: tf.distribute.Strategy, data: Any) -> tuple[int, ...]:
+    """Returns the number of examples that each replica has of a batch.
+
+    `CannotSplit` is raised where its arrays have several lengths, or there is none.
+    """
+    found: tuple[int, ...] | None = None
+    for leaf in tf.nest.flatten(data):
+        parts = strategy.experimental_local_results(leaf)
+        if any(part is None or part.shape.rank == 0 for part in parts):
+            continue
+        lengths = tuple(map(_length, parts))
+        if found is None:
+            found = lengths
+        elif found != lengths:
+            raise CannotSplit(
+                f"its arrays have {found} and {lengths} rows on the replicas; expected "
+                "one row for each example in all of them"
+            )
+    if found is None:
+        raise CannotSplit("it holds no array; expected one with a row for each example")
+    return found
+
+
+def num_splits(examples: Sequence[int], limit: int, most: int) -> int:
+    """Returns into how many micro-batches replicas cut their examples, at most `most`.
+
+    Example:
+        >>> num_splits([512], 128, 64), num_splits([100], 128, 64)
+        (4, 1)
+        >>> num_splits([2, 1], 1, 64)  # none is left without an example
+        1
+    """
+    return max(1, min(-(-max(examples) // limit), min(examples), most))
+
+
+def bounds(length: int, parts: int) -> list[tuple[int, int]]:
+    """Returns where each part of a sequence begins and ends; lengths differ by 1.
+
+    Example:
+        >>> bounds(7, 3)
+        [(0, 2), (2, 4), (4, 7)]
+    """
+    edges = [length * i // parts for i in range(parts + 1)]
+    return list(zip(edges[:-1], edges[1:], strict=True))
+
+
+def cut(
+    strategy: tf.distribute.Strategy, data: Any, examples: Sequence[int], parts: int
+) -> Iterator[Any]:
+    """Yields micro-batches, each with its share of the examples of its replica.
+
+    A share is a float32 scalar in (0, 1]; both are of all replicas. `examples` is what
+    `sizes` returned.
+    """
+    edges = [bounds(length, parts) for length in examples]
+
+    def piece_of(replica: int, number: int) -> tuple[Any, tf.Tensor]:
+        begin, end = edges[replica][number]
+
+        def rows(leaf: Any) -> Any:
+            local = strategy.experimental_local_results(leaf)
+            return _rows(local[replica % len(local)], begin, end)
+
+        share = tf.constant((end - begin) / examples[replica], tf.float32)
+        return tf.nest.map_structure(rows, data), share
+
+    for number in range(parts):
+        pieces = [piece_of(replica, number) for replica in range(len(examples))]
+        if len(pieces) == 1:
+            yield pieces[0]
+        else:
+            yield strategy.experimental_distribute_values_from_function(
+                lambda context, p=pieces: p[context.replica_id_in_sync_group]
+            )
+
+
+def _length(part: Any) -> int:
+    if isinstance(part, tf.RaggedTensor):
+        return int(part.nrows())
+    if isinstance(part, tf.SparseTensor):
+        return int(part.dense_shape[0])
+    return int(part.shape[0])
+
+
+def _rows(leaf: Any, begin: int, end: int) -> Any:
+    """Returns rows of a tensor; numbers belong to each example alike."""
+    if leaf is None or leaf.shape.rank == 0:
+        return leaf
+    if isinstance(leaf, tf.SparseTensor):
+        shape = leaf.dense_shape
+        start = tf.concat([[begin], tf.zeros_like(shape[1:])], 0)
+        size = tf.concat([[end - begin], shape[1:]], 0)
+        return tf.sparse.slice(leaf, start, tf.cast(size, tf.int64))
+    return leaf[begin:end]
 
 
 class _Kind(NamedTuple):
@@ -37,10 +144,8 @@ class _Here(threading.local):
 class Gradients:
     """The sums of the gradients of a model, in float32, on each replica for itself.
 
-    Args:
-        model: A compiled model with one optimizer.
-        begun: Where it is noted that the optimizer begins to write.
-        tables: Keys of the variables whose gradients are rows, as far as known.
+    `begun` is where it is noted that the optimizer begins to write, and `tables` has
+    the keys of the variables whose gradients are rows, as far as known.
     """
 
     def __init__(self, model: keras.Model, begun: Any, tables: Set[Any]) -> None:
@@ -87,14 +192,10 @@ class Gradients:
             self._reset[1]()
 
     def add(self, micro_batch: Any) -> tuple[Any, Any]:
-        """Runs the model's train step on a micro-batch, and adds up its gradients.
+        """Runs the train step on a micro-batch and its share; adds its gradients up.
 
-        Args:
-            micro_batch: A batch and its share of the examples.
-
-        Returns:
-            What the step returned, and the gradients that are rows of a table, both
-            for each replica.
+        Returns what the step returned, and the gradients that are rows of a table, both
+        for each replica.
         """
         with replaced(self._model.optimizer, apply=self._add_up):
             logs, slices = self._collect(micro_batch)
@@ -103,10 +204,8 @@ class Gradients:
     def apply(self, data: Any, slices: Sequence[Any]) -> None:
         """Makes the update.
 
-        Args:
-            data: An array of the whole batch, by whose length the optimizer may weight
-                it.
-            slices: For each micro-batch its rows of tables.
+        By the length of `data`, an array of the whole batch, the optimizer may weight
+        it; `slices` has the rows of tables of each micro-batch.
         """
         if not self._kinds:
             return  # nothing that could be trained
@@ -194,12 +293,9 @@ def only_after_gradients(
     """Has an optimizer write nothing before all of its gradients are there.
 
     Without that a graph updates a weight as soon as its own gradient is there, while
-    the backward pass goes on and may run out of memory.
-
-    Args:
-        optimizer: The optimizer; functions that are traced in the block keep to it.
-        begun: Set to 1 just before it writes.
-        on_table: Called with the key of each variable whose gradient is rows.
+    the backward pass goes on and may run out of memory. Functions that are traced in
+    the block keep to it. `begun` is set to 1 just before the optimizer writes, and
+    `on_table` is called with the key of each variable whose gradient is rows.
     """
     original: Callable[..., Any] = optimizer.apply
 

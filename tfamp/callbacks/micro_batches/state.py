@@ -6,6 +6,7 @@ held before each step, which takes no copy of what is not written. Of the latter
 first step's are copied, to the host's memory.
 """
 
+import contextlib
 from typing import Any
 
 import keras
@@ -18,11 +19,7 @@ from tfamp.stepping.snapshots.state import State, put, take
 class StateBefore:
     """The state of a model before a step.
 
-    Args:
-        model: A compiled model.
-
-    Attributes:
-        begun: Set to 1 on a replica when its optimizer begins to write.
+    `begun` is set to 1 on a replica when its optimizer begins to write.
     """
 
     def __init__(self, model: keras.Model) -> None:
@@ -43,11 +40,7 @@ class StateBefore:
         self._copy: State | None = None
 
     def hold(self, *, is_first: bool) -> None:
-        """Notes the state before a step.
-
-        Args:
-            is_first: Whether weights and slots are copied too.
-        """
+        """Notes the state before a step, a first one's with weights and slots."""
         if self._read is None or is_first:
             self._prepare(self._variables())
         self._values = self._read()
@@ -62,29 +55,31 @@ class StateBefore:
     def restore(self) -> bool:
         """Puts the model back, as often as need be until `let_go`.
 
-        Returns:
-            False where that cannot be done: weights may be those of half an update.
+        It returns False where that cannot be done: weights may be those of half an
+        update.
         """
-        if not self._put_back():
-            return False
+        is_copied = False
+        if self._copy is not None:
+            # Else the step has made variables.
+            with contextlib.suppress(ValueError):
+                put(self._model, self._copy)
+                is_copied = True
+        if not is_copied:
+            is_new = any(
+                id(each.variable) not in self._names
+                for each in self._variables()
+                if each.name.startswith(f"{WEIGHTS}/")
+            )
+            if is_new or self.has_begun():
+                return False
+            for part, value in zip(self._parts, self._values, strict=True):
+                part.assign(value)
+        # Those that the failing step was the first to use.
+        for metric in self._model.metrics:
+            if any(id(variable) not in self._names for variable in metric.variables):
+                metric.reset_state()
         for mark in self._marks():
             mark.assign(0.0)
-        return True
-
-    def _put_back(self) -> bool:
-        if self._copy is not None:
-            try:
-                put(self._model, self._copy)
-            except ValueError:  # the step has made variables
-                pass
-            else:
-                self._reset_new_metrics()
-                return True
-        if self.has_begun() or self._has_new_weights():
-            return False
-        for part, value in zip(self._parts, self._values, strict=True):
-            part.assign(value)
-        self._reset_new_metrics()
         return True
 
     def restore_statistics(self) -> None:
@@ -137,16 +132,3 @@ class StateBefore:
 
         # One call for all: each by itself takes as long as the function does.
         self._read = tf.function(read, autograph=False)
-
-    def _has_new_weights(self) -> bool:
-        return any(
-            id(each.variable) not in self._names
-            for each in self._variables()
-            if each.name.startswith(f"{WEIGHTS}/")
-        )
-
-    def _reset_new_metrics(self) -> None:
-        """Resets the metrics that the failing step was the first to use."""
-        for metric in self._model.metrics:
-            if any(id(variable) not in self._names for variable in metric.variables):
-                metric.reset_state()

@@ -1,43 +1,120 @@
 """Puts a model back after a failure, and applies what may keep it from the next."""
 
-from collections.abc import Callable
+import dataclasses
+import json
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import keras
 from absl import logging
 
 from tfamp.callbacks.nan_recovery import remedies as _remedies
-from tfamp.callbacks.nan_recovery.course import Course
-from tfamp.callbacks.nan_recovery.records import Recovery, RecoveryError, append, table
-from tfamp.callbacks.nan_recovery.signs import Sign
+from tfamp.callbacks.nan_recovery.failures import Sign
+from tfamp.callbacks.nan_recovery.training import WatchedTraining
+from tfamp.records.record import Record
 from tfamp.stepping.snapshots.state import State, put
+
+JOURNAL = "recoveries.jsonl"
+_COLUMNS = ("epoch", "step", "sign", "cause", "layer", "remedy", "back to step")
+
+
+@dataclasses.dataclass(frozen=True)
+class Recovery(Record):
+    """One failure and what was done about it.
+
+    Attributes:
+        number: Counted from 1 in each `fit`.
+        epoch: As `fit` counts them, from 0.
+        step: Batches that were trained before, in this and resumed `fit`s.
+        sign: How the failure showed, such as "loss is nan".
+        cause: What the triage named, or "" without one.
+        layer: The layer it named, or None.
+        remedy: What was done, such as "drop batch" or "stop".
+        detail: The numbers of the remedy, such as "0.1 -> 0.05".
+        restored_step: Step of the snapshot that the model was put back to.
+        seconds: What it took.
+    """
+
+    number: int
+    epoch: int
+    step: int
+    sign: str
+    cause: str = ""
+    layer: str | None = None
+    remedy: str = ""
+    detail: str = ""
+    restored_step: int = 0
+    seconds: float = 0.0
+
+    def line(self) -> str:
+        """Returns the recovery as a sentence."""
+        because = f" (cause: {self.cause}" if self.cause else ""
+        because += f", layer {self.layer!r})" if self.layer else ")" if because else ""
+        detail = f" {self.detail}" if self.detail else ""
+        return (
+            f"Recovery {self.number} at epoch {self.epoch + 1}, step {self.step}: "
+            f"{self.sign}{because}. Back to step {self.restored_step}; remedy: "
+            f"{self.remedy}{detail}."
+        )
+
+
+def table(recoveries: Sequence[Recovery]) -> str:
+    """Returns what was tried, a line each, in columns.
+
+    Example:
+        >>> print(table([Recovery(1, 0, 7, "loss is nan", remedy="drop batch")]))
+        epoch  step  sign         cause  layer  remedy      back to step
+        1      7     loss is nan  -      -      drop batch  0
+    """
+    rows = [_COLUMNS]
+    for each in recoveries:
+        remedy = f"{each.remedy} {each.detail}".rstrip()
+        facts = (each.sign, each.cause or "-", each.layer or "-", remedy)
+        numbers = (str(each.epoch + 1), str(each.step))
+        rows.append((*numbers, *facts, str(each.restored_step)))
+    widths = [max(len(row[i]) for row in rows) for i in range(len(_COLUMNS))]
+    return "\n".join(
+        "  ".join(cell.ljust(w) for cell, w in zip(row, widths, strict=True)).rstrip()
+        for row in rows
+    )
+
+
+def append(recovery: Recovery, directory: Path) -> None:
+    """Adds a line of JSON to the folder's journal."""
+    with open(directory / JOURNAL, "a", encoding="utf-8") as file:
+        file.write(json.dumps(recovery.to_dict(), allow_nan=False) + "\n")
+
+
+class RecoveryError(ArithmeticError):
+    """Training was stopped, for no recovery was left that might help.
+
+    The model holds the weights and optimizer state of its last good snapshot.
+
+    Attributes:
+        recoveries: What was tried.
+    """
+
+    def __init__(self, message: str, recoveries: Sequence[Recovery] = ()) -> None:
+        super().__init__(message)
+        self.recoveries = tuple(recoveries)
+
 
 # A snapshot that did not help so often is passed over for an older one.
 _MAX_RESTORES = 2
 
 
 class Attempts:
-    """The recoveries of one `fit`.
+    """The recoveries of one `fit`, listed in `done`.
 
-    Args:
-        model: The model.
-        course: Its training.
-        triage: Takes the model and a batch, gives what has `cause`, `layer` and
-            `remedy`; None for tfamp's own.
-        remedies: Those that may be used.
-        max_recoveries: After how many training is stopped.
-        factor: What a cut leaves of the learning rate.
-        stops_quietly: Whether training is stopped without an error.
-        clock: Gives seconds.
-
-    Attributes:
-        done: What was done so far.
+    `triage` takes the model and a batch and gives what has `cause`, `layer` and
+    `remedy`; None asks tfamp's own. `factor` is what a cut leaves of the learning rate.
     """
 
     def __init__(
         self,
         model: keras.Model,
-        course: Course,
+        training: WatchedTraining,
         *,
         triage: Callable[[Any, Any], Any] | None,
         remedies: tuple[str, ...],
@@ -47,7 +124,7 @@ class Attempts:
         clock: Callable[[], float],
     ) -> None:
         self.done: list[Recovery] = []
-        self._model, self._course = model, course
+        self._model, self._training = model, training
         self._triage, self._remedies = triage, remedies
         self._max_recoveries, self._factor = max_recoveries, factor
         self._stops_quietly, self._clock = stops_quietly, clock
@@ -57,15 +134,12 @@ class Attempts:
     def recover(self, sign: Sign) -> None:
         """Puts the model back and applies a remedy.
 
-        Raises:
-            RecoveryError: No recovery is left, and training is not stopped quietly.
+        A `RecoveryError` says that none is left, where training is not stopped quietly.
         """
         start = self._clock()
-        course, memory = self._course, self._course.memory
-        if memory is None:
-            return
+        training, memory = self._training, self._training.memory
         is_growing = sign.kind == "loss scale" or memory.is_growing(
-            course.last_logs.get("loss")
+            training.last_logs.get("loss")
         )
         memory.forget()
         state = self._state()
@@ -90,8 +164,8 @@ class Attempts:
         memory.begin(memory.good)
         recovery = Recovery(
             number=len(self.done) + 1,
-            epoch=course.epoch,
-            step=course.step,
+            epoch=training.epoch,
+            step=training.step,
             sign=sign.text,
             cause=cause,
             layer=None if layer is None else str(layer),
@@ -100,7 +174,7 @@ class Attempts:
             restored_step=int(state.counters["step"]),
             seconds=self._clock() - start,
         )
-        append(recovery, course.slots.directory)
+        append(recovery, training.slots.directory)
         if remedy == "stop":
             self._stop(recovery, verdict)
             return
@@ -109,25 +183,25 @@ class Attempts:
 
     def resume(self, state: State) -> None:
         """Begins with a state from disk, and with what was changed until then."""
-        course, counters = self._course, state.counters
+        training, counters = self._training, state.counters
         needs_trace = False
         for path in counters.get("kept_float32", []):
             layer = _remedies.find_layer(self._model, path)
             if layer is not None and _remedies.keep_float32(self._model, layer):
                 needs_trace = True
         put(self._model, state, metrics=False)
-        course.step = int(counters["step"])
-        course.run = str(counters["run"])
-        course.rate_factor = float(counters["rate_factor"])
-        course.kept_layers = tuple(counters.get("kept_float32", []))
-        if course.rate_factor != 1:
-            rates = _remedies.multiply_rates(
-                self._model, held=1.0, factor=course.rate_factor
+        training.step = int(counters["step"])
+        training.run = str(counters["run"])
+        training.rate_factor = float(counters["rate_factor"])
+        training.kept_layers = tuple(counters.get("kept_float32", []))
+        if training.rate_factor != 1:
+            _, has_schedule = _remedies.multiply_rates(
+                self._model, held=1.0, factor=training.rate_factor
             )
-            needs_trace = needs_trace or rates.needs_trace
+            needs_trace = needs_trace or has_schedule
         if needs_trace:
-            course.trace_anew()
-        logging.info("Resumed from the good snapshot of step %d.", course.step)
+            training.trace_anew()
+        logging.info("Resumed from the good snapshot of step %d.", training.step)
 
     def _state(self) -> State:
         """Returns the state to go back to: the good one, or one before it.
@@ -135,14 +209,12 @@ class Attempts:
         One that was gone back to again and again, with no later one that was good,
         may have been on its way to the failure.
         """
-        memory = self._course.memory
-        if memory is None:
-            raise RuntimeError("No training is under way.")
-        state, run = memory.good, self._course.run
+        memory = self._training.memory
+        state, run = memory.good, self._training.run
         step = int(state.counters["step"])
         if self._restores.get(step, 0) >= _MAX_RESTORES:
-            self._course.writer.finish()
-            older = self._course.slots.load(
+            self._training.writer.finish()
+            older = self._training.slots.load(
                 lambda c: c.get("run") == run and c["step"] < step
             )
             if older is not None:
@@ -152,9 +224,9 @@ class Attempts:
         return state
 
     def _restore(self, state: State) -> None:
-        course = self._course
+        training = self._training
         try:
-            put(self._model, state, metrics=state.counters["epoch"] == course.epoch)
+            put(self._model, state, metrics=state.counters["epoch"] == training.epoch)
         except ValueError as error:
             raise RecoveryError(
                 "Training failed before there was a snapshot of all its variables; "
@@ -162,20 +234,22 @@ class Attempts:
                 "it. Build the model and its optimizers before `fit`.",
                 self.done,
             ) from error
-        held = course.rate_factor / state.counters["rate_factor"]
+        factor = training.rate_factor
+        held = factor / state.counters["rate_factor"]
         if held != 1:
-            _remedies.multiply_rates(self._model, held=held, factor=course.rate_factor)
+            _remedies.multiply_rates(self._model, held=held, factor=factor)
 
     def _verdict(self, state: State) -> Any:
         """Asks the triage, on the weights from before the failure."""
-        batch = self._course.failing_batch()
-        triage = self._triage
-        if triage is None and batch is not None:
-            triage = _own_triage()
-        if triage is None:
+        batch = self._training.batches.failing()
+        judge: Any = self._triage
+        if judge is None and batch is None:
             return None
+        if judge is None:
+            # Loaded when something has failed.
+            from tfamp.numerics.triage.step_triage import triage as judge
         try:
-            verdict = triage(self._model, batch)
+            verdict = judge(self._model, batch)
         except Exception as error:  # recovery must go on without it
             logging.warning(
                 "The triage failed (%s: %s), so remedies are tried in turn.",
@@ -188,7 +262,7 @@ class Attempts:
 
     def _apply(self, remedy: str, state: State, verdict: Any) -> str | None:
         """Applies a remedy; returns its numbers, None where it changes nothing."""
-        course, model = self._course, self._model
+        training, model = self._training, self._model
         if remedy == _remedies.RATE:
             return self._cut_rates(getattr(verdict, "rate_factor", None))
         if remedy == _remedies.SCALE:
@@ -199,9 +273,9 @@ class Attempts:
                 raises=raises,
                 wanted=getattr(verdict, "loss_scale", None),
             )
-            if other is None or course.memory is None:
+            if other is None:
                 return None
-            course.memory.good = other[0]
+            training.memory.good = other[0]
             self._restore(other[0])
             return other[1]
         if remedy == _remedies.FLOAT32:
@@ -210,7 +284,7 @@ class Attempts:
 
     def _keep(self, verdict: Any) -> str | None:
         """Keeps the layers in float32 that a verdict is about."""
-        course = self._course
+        training = self._training
         paths = getattr(verdict, "layers", ()) or (getattr(verdict, "layer", None),)
         changed = []
         for path in paths:
@@ -219,23 +293,23 @@ class Attempts:
                 changed.append(str(path))
         if not changed:
             return None
-        course.kept_layers = (*course.kept_layers, *changed)
-        course.trace_anew()
+        training.kept_layers = (*training.kept_layers, *changed)
+        training.trace_anew()
         return ", ".join(map(repr, changed))
 
     def _cut_rates(self, factor: float | None) -> str | None:
         """Cuts the rates by what the triage found to help, by the setting without."""
-        course = self._course
+        training = self._training
         factor = self._factor if factor is None else factor
-        rates = _remedies.multiply_rates(
-            self._model, held=factor, factor=course.rate_factor * factor
+        text, needs_trace = _remedies.multiply_rates(
+            self._model, held=factor, factor=training.rate_factor * factor
         )
-        if not rates.text:
+        if not text:
             return None
-        course.rate_factor *= factor
-        if rates.needs_trace:
-            course.trace_anew()
-        return rates.text
+        training.rate_factor *= factor
+        if needs_trace:
+            training.trace_anew()
+        return text
 
     def _stop(self, last: Recovery, verdict: Any) -> None:
         why = "no remedy is left for it"
@@ -257,11 +331,3 @@ class Attempts:
             raise RecoveryError(text, self.done)
         logging.error("%s", text)
         self._model.stop_training = True
-
-
-def _own_triage() -> Callable[[Any, Any], Any]:
-    """Returns tfamp's triage, which is loaded when something has failed."""
-    from tfamp.numerics.triage.step_triage import triage
-
-    found: Callable[[Any, Any], Any] = triage
-    return found

@@ -5,20 +5,19 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.callbacks.nan_recovery.attempts import Attempts
-from tfamp.callbacks.nan_recovery.course import Course, Settings
-from tfamp.callbacks.nan_recovery.records import Recovery
+from tfamp.callbacks._fit_callback import FitCallback
+from tfamp.callbacks.nan_recovery.attempts import Attempts, Recovery
 from tfamp.callbacks.nan_recovery.remedies import REMEDIES
-from tfamp.loss_scale.fit.hooks import FIT_HOOKS
+from tfamp.callbacks.nan_recovery.training import Settings, WatchedTraining
+from tfamp.keras_hooks import around_training
 from tfamp.records import checks
 from tfamp.stepping.snapshots.files import Slots, made_folder
 
 
-class NanRecovery(keras.callbacks.Callback):
+class NanRecovery(FitCallback):
     """Goes back to the last good state when training fails, and applies a remedy.
 
     A failure is a loss or metric in the logs that is not finite, a weight or moving
@@ -88,7 +87,7 @@ class NanRecovery(keras.callbacks.Callback):
         RecoveryError: No recovery was left that might help.
 
     Example:
-        >>> import numpy as np, tempfile
+        >>> import keras, numpy as np, tempfile
         >>> model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
         >>> model.compile("sgd", "mse")
         >>> data = np.ones((8, 1), np.float32)
@@ -151,9 +150,8 @@ class NanRecovery(keras.callbacks.Callback):
                 "function of a model and a batch. Pass `tfamp.triage`, or leave it out."
             )
         self._triage = triage
-        self._course: Course | None = None
+        self._training: WatchedTraining | None = None
         self._attempts: Attempts | None = None
-        FIT_HOOKS.hold(self)
 
     @property
     def initial_epoch(self) -> int:
@@ -176,26 +174,23 @@ class NanRecovery(keras.callbacks.Callback):
                 "process, since nothing makes the workers go back together. Leave it "
                 "out, and use `keras.callbacks.BackupAndRestore`."
             )
-        if self._course is not None:
-            self._course.member.leave()
+        self._leave()
         settings = self._settings
         slots = Slots(settings.directory, keep=settings.keep)
-        course = self._course = Course(
-            self.model,
-            settings,
-            slots,
-            on_failure=self._recover,
-            on_end=self._forget_course,
+        training = WatchedTraining(
+            self.model, settings, slots, on_failure=self._recover
         )
-        if not course.member.has_place:
+        place = around_training.Place.NAN_RECOVERY
+        if not self._join(place=place, call=training.call):
             logging.warning(
                 "A second NanRecovery in the same `fit` does nothing: use one."
             )
-            course.member.leave()
+            self._leave()
             return
+        self._training, training.member = training, self._member
         self._attempts = Attempts(
             self.model,
-            course,
+            training,
             triage=self._triage,
             remedies=self.remedies,
             max_recoveries=self.max_recoveries,
@@ -203,7 +198,7 @@ class NanRecovery(keras.callbacks.Callback):
             stops_quietly=self.on_exhausted == "stop",
             clock=settings.clock,
         )
-        self._tell_recoveries()
+        self._list_recoveries()
         if self.resume:
             state = slots.load()
             if state is not None:
@@ -218,35 +213,23 @@ class NanRecovery(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count an epoch's batches."""
-        if self._course is not None:
-            self._course.begin_epoch(epoch, (self.params or {}).get("steps"))
-
-    def on_train_batch_begin(
-        self, batch: int, logs: dict[str, Any] | None = None
-    ) -> None:
-        """Takes its place around the training function, after all others."""
-        if self._course is not None:
-            self._course.member.surround()
+        if self._training is not None:
+            self._training.begin_epoch(epoch, (self.params or {}).get("steps"))
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Puts the number of recoveries into the logs."""
-        course = self._course
-        if course is None:
+        training = self._training
+        if training is None or logs is None:
             return
-        if logs is None:
-            return
-        if not course.num_finite_calls:
+        if not training.num_finite_calls:
             # Metrics of no step at all read 0, which is too good to be true.
-            logs.update({k: v for k, v in course.last_logs.items() if k in logs})
+            logs.update({k: v for k, v in training.last_logs.items() if k in logs})
         logs["recoveries"] = len(self.recoveries)
 
-    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
-        """Writes the last good snapshot and gives the training function back."""
-        if self._course is not None:
-            self._course.member.leave()
-
-    def _forget_course(self) -> None:
-        self._course = self._attempts = None
+    def _close(self, error: BaseException | None) -> None:
+        training, self._training, self._attempts = self._training, None, None
+        if training is not None:
+            training.close()
 
     def _recover(self, sign: Any) -> None:
         if self._attempts is None:
@@ -254,9 +237,9 @@ class NanRecovery(keras.callbacks.Callback):
         try:
             self._attempts.recover(sign)
         finally:
-            self._tell_recoveries()
+            self._list_recoveries()
 
-    def _tell_recoveries(self) -> None:
+    def _list_recoveries(self) -> None:
         if self._attempts is not None:
             self.recoveries = tuple(self._attempts.done)
         history = getattr(self.model, "history", None)

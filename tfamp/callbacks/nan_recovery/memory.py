@@ -24,22 +24,12 @@ _FLOOR = 1e-3
 class Memory:
     """Takes snapshots so rarely that they cost no more than a share of the time.
 
-    Args:
-        model: A built model.
-        every_seconds: Time between snapshots; None for as long as keeps their cost
-            below `share`.
-        share: Largest part of the time that snapshots may take.
-        clock: Gives seconds.
-        is_written: States whose memory must not be used again yet.
-
-    Attributes:
-        good: The last good state.
-        candidate: A later state, to be judged after another step.
-        is_proven: Whether the good state was followed by a good step, as all are but
-            the one that training begins with.
-        is_partial: Whether the good state lacks variables that the first step made.
-        bad_path: The variable that kept the last snapshot from being taken.
-        cost_seconds: What all snapshots and their checks have taken.
+    They are `every_seconds` apart where that is given. `good` is the last good state,
+    and `candidate` a later one, to be judged after another step. `is_proven` says that
+    the good state was followed by a good step, as all are but the one that training
+    begins with, and `is_partial` that it lacks variables that the first step made.
+    `bad_path` is the variable that kept the last snapshot from being taken. The memory
+    of a state for which `is_written` holds is not used again yet.
     """
 
     def __init__(
@@ -53,7 +43,6 @@ class Memory:
     ) -> None:
         self.candidate: State | None = None
         self.is_proven, self.is_partial, self.bad_path = False, False, ""
-        self.cost_seconds = 0.0
         self._model, self._clock, self._is_written = model, clock, is_written
         self._every_seconds, self._share = every_seconds, share
         self._retired: list[State] = []
@@ -112,7 +101,6 @@ class Memory:
     def spend(self, seconds: float) -> None:
         """Notes what a snapshot or its check took."""
         self._spent += seconds
-        self.cost_seconds += seconds
 
     def note_loss(self, loss: Any) -> None:
         """Takes the first loss as what the loss was."""

@@ -12,7 +12,7 @@ from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.layer_record import record_of
-from tfamp.loss_scale.tally import Levels
+from tfamp.loss_scale.counters import Levels
 from tfamp.records.formats import HALF
 from tfamp.stepping.snapshots.names import named_variables, optimizers_of, tally_of
 from tfamp.stepping.snapshots.state import State
@@ -41,15 +41,9 @@ def in_order(
 ) -> list[str]:
     """Returns the remedies for a failure, the best first; none where it is hopeless.
 
-    Without a cause they are tried in turn: a batch is dropped, then the learning rate
-    is cut, again and again. Where the loss had grown before, or steps are skipped
-    without end, one batch is not to blame.
-
-    Args:
-        cause: What the triage named; "" or "none" without one.
-        num_tried: Recoveries before this one that no cause was known for.
-        is_growing: Whether more than one batch is to blame.
-        allowed: Remedies that may be used.
+    Without a cause ("" or "none") they are tried in turn: a batch is dropped, then the
+    learning rate is cut, again and again. Where the loss had grown before, or steps are
+    skipped without end, one batch is not to blame.
 
     Example:
         >>> in_order("precision", num_tried=0, is_growing=False, allowed=REMEDIES)
@@ -71,12 +65,7 @@ def in_order(
 
 @keras.saving.register_keras_serializable(package="tfamp")
 class CutSchedule(keras.optimizers.schedules.LearningRateSchedule):
-    """A learning-rate schedule times a number.
-
-    Args:
-        schedule: The schedule.
-        factor: What its rates are multiplied by.
-    """
+    """A learning-rate schedule times a number."""
 
     def __init__(self, schedule: Any, factor: float) -> None:
         self.schedule, self.factor = schedule, factor
@@ -97,26 +86,14 @@ class CutSchedule(keras.optimizers.schedules.LearningRateSchedule):
         return cls(schedule, config["factor"])
 
 
-@dataclasses.dataclass(frozen=True)
-class Rates:
-    """Learning rates before and after.
-
-    Attributes:
-        text: For people.
-        needs_trace: Whether a schedule was changed, which traced functions hold.
-    """
-
-    text: str
-    needs_trace: bool
-
-
-def multiply_rates(model: keras.Model, *, held: float, factor: float) -> Rates:
+def multiply_rates(
+    model: keras.Model, *, held: float, factor: float
+) -> tuple[str, bool]:
     """Multiplies the learning rates of all optimizers of a model.
 
-    Args:
-        model: A compiled model.
-        held: By what rates that are variables are multiplied.
-        factor: By what schedules are multiplied that were as the user gave them.
+    Rates that are variables are multiplied by `held`, schedules by `factor`, each as
+    the user gave it. Returns the change for people, "" for none, and whether a schedule
+    was changed, which traced functions hold.
     """
     text, needs_trace = "", False
     for optimizer in optimizers_of(model):
@@ -135,7 +112,7 @@ def multiply_rates(model: keras.Model, *, held: float, factor: float) -> Rates:
             optimizer.learning_rate = CutSchedule(schedule, factor)
             needs_trace = True
             text = text or f"schedule x {factor:g}"
-    return Rates(text, needs_trace)
+    return text, needs_trace
 
 
 def find_layer(model: keras.Model, path: str | None) -> Any:
@@ -159,17 +136,23 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
 
     A managed layer computes in float32, its output cast to the policy's dtype. Any
     other gives float32, as one that was made with `dtype="float32"`. An operation of a
-    Functional graph does so in this process.
-
-    Args:
-        model: The model.
-        layer: One of its layers or operations.
-
-    Returns:
-        Whether anything changed. Then the model's functions are to be traced anew.
+    Functional graph does so in this process. Returns whether anything changed; then the
+    model's functions are to be traced anew.
     """
     if not isinstance(layer, keras.layers.Layer):
-        return _keep_operation(model, layer)
+        # Here, as it is needed when something has failed.
+        from tfamp.stepping.layer_precision import keep_operation
+
+        dtypes = structure.compute_dtypes(model) & {*HALF}
+        if not dtypes or not keep_operation(layer, min(dtypes)):
+            return False
+        logging.warning(
+            "%r is an operation of a Functional graph: it computes in float32 in this "
+            "process, and a saved model will not know. Put it into a layer that is "
+            "made with `dtype='float32'`.",
+            layer.name,
+        )
+        return True
     if not structure.compute_dtypes(layer) & {*HALF}:
         return False
     record = record_of(layer)
@@ -184,36 +167,14 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
     return True
 
 
-def _keep_operation(model: keras.Model, operation: Any) -> bool:
-    from tfamp.stepping.layer_precision import keep_operation
-
-    dtypes = structure.compute_dtypes(model) & {*HALF}
-    if not dtypes or not keep_operation(operation, min(dtypes)):
-        return False
-    logging.warning(
-        "%r is an operation of a Functional graph: it computes in float32 in this "
-        "process, and a saved model will not know. Put it into a layer that is made "
-        "with `dtype='float32'`.",
-        operation.name,
-    )
-    return True
-
-
 def with_other_scale(
     model: keras.Model, state: State, *, raises: bool, wanted: float | None = None
 ) -> tuple[State, str] | None:
     """Returns a state with another loss scale, and the change for people.
 
-    The scale does not climb back at once, as it does after a streak of skips.
-
-    Args:
-        model: The model of the state.
-        state: A state; it stays as it is.
-        raises: Whether the scale is to be raised, not lowered.
-        wanted: The scale to go to; None moves it by a factor of 16.
-
-    Returns:
-        None where the model has no loss scale, or it is at its end.
+    The scale is `wanted`, or is moved by a factor of 16, and does not climb back at
+    once, as it does after a streak of skips. None is returned where the model has no
+    loss scale, or it is at its end.
     """
     names = {id(each.variable): each.name for each in named_variables(model)}
     arrays, text = dict(state.arrays), ""
@@ -221,14 +182,14 @@ def with_other_scale(
         if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             continue
         name = names[id(optimizer.dynamic_scale)]
-        tally, before = tally_of(optimizer), float(arrays[name])
+        stored, before = tally_of(optimizer), float(arrays[name])
         scale = before * _SCALE_FACTOR if raises else before / _SCALE_FACTOR
         scale = scale if wanted is None else wanted
-        if tally is not None:
+        if stored is not None:
             scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
-            levels = arrays[names[id(tally.levels)]].copy()
+            levels = arrays[names[id(stored.levels)]].copy()
             levels[Levels._fields.index("peak")] = scale
-            arrays[names[id(tally.levels)]] = levels
+            arrays[names[id(stored.levels)]] = levels
         if scale == before:
             continue
         arrays[name] = np.asarray(scale, arrays[name].dtype)

@@ -16,10 +16,9 @@ from tfamp.keras_hooks.layer_record import record_of
 from tfamp.keras_hooks.optimizers import trained_by
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.loss_scale.tape import warnings
 from tfamp.loss_scale.tape.gradients import identities, ids_of
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN
-from tfamp.loss_scale.tape.scalings import SCALINGS
+from tfamp.loss_scale.tape.scalings import SCALINGS, float16_layer_of
 
 
 class _Here(threading.local):
@@ -35,11 +34,8 @@ class Companion(LossScaleOptimizer):
     """Judges the steps of an optimizer that stays as it is.
 
     It holds no hooks: those stand as long as any managed layer lives, whose gradients
-    alone are scaled for it. A traced function may use it for longer.
-
-    Args:
-        inner_optimizer: The optimizer; it keeps its `gradient_accumulation_steps`.
-        **options: As for `LossScaleOptimizer`.
+    alone are scaled for it. A traced function may use it for longer. The optimizer
+    keeps its `gradient_accumulation_steps`.
     """
 
     refused_settings = ("loss_scale_factor",)
@@ -70,7 +66,7 @@ class Companion(LossScaleOptimizer):
         pass
 
 
-def _made_under(settings: Any, optimizer: Any) -> Companion:
+def _made_under(optimizer: Any, settings: Any) -> Companion:
     """Returns a companion with the loss scale of settings."""
     options = dict(settings.loss_scale_options)
     for name in ("gradient_accumulation_steps", "accumulation_steps"):
@@ -82,10 +78,9 @@ def _made_under(settings: Any, optimizer: Any) -> Companion:
 
 @tf.autograph.experimental.do_not_convert
 def _is_applied(optimizer: Any, gradients: Any, variables: Any) -> bool:
-    """Applies gradients by the companion if a tape scaled them for it.
+    """Applies gradients by the companion if a tape scaled them; returns whether so.
 
-    Returns:
-        Whether it did; Keras's own `apply` is left to do otherwise.
+    Keras's own `apply` is left to do otherwise.
     """
     if _HERE.is_updating or isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         return False
@@ -98,11 +93,13 @@ def _is_applied(optimizer: Any, gradients: Any, variables: Any) -> bool:
     companion = PLAIN.companion_of(optimizer)
     if not SCALINGS.knows(companion, ids):
         return False
-    if companion is None:
-        companion = _given_late(optimizer, given)
-    if companion is None:
-        return False
-    if PLAIN.is_to_be_told(optimizer):
+    if companion is None:  # not known when the gradients were computed
+        layer = float16_layer_of(given)
+        settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
+        if settings is None or settings.loss_scale is None:
+            return False
+        companion = PLAIN.given(optimizer, settings)
+    if PLAIN.is_first_use(optimizer):
         logging.info(
             "Optimizer %r got a loss scale, as it trains a model in float16. Make it "
             "`tfamp.LossScaleOptimizer(optimizer)` to set and read the scale; pass "
@@ -113,23 +110,28 @@ def _is_applied(optimizer: Any, gradients: Any, variables: Any) -> bool:
     return True
 
 
-def _given_late(optimizer: Any, variables: list[Any]) -> Any:
-    """Returns a companion for one that was not known when gradients were computed."""
-    layer = warnings.float16_layer_of(variables)
-    if layer is None:
-        return None
-    settings = record_of(layer).settings  # type: ignore[union-attr]
-    return None if settings.loss_scale is None else PLAIN.given(optimizer, settings)
+def _know(optimizer: Any) -> None:
+    if not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        PLAIN.know(optimizer)
 
 
-def _wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not isinstance(self, keras.optimizers.LossScaleOptimizer):
-            PLAIN.know(self)
+def _know_wrapper(wrapper: Any) -> None:
+    if not isinstance(wrapper, Companion):
+        PLAIN.note_wrapped(wrapper)
 
-    return __init__
+
+def _then(note: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a wrapper of a method that calls `note` with the object afterwards."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def method(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            note(self)
+
+        return method
+
+    return wrap
 
 
 def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -141,16 +143,6 @@ def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-def _wrap_wrapper_init(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-        original(self, *args, **kwargs)
-        if not isinstance(self, Companion):
-            PLAIN.note_wrapped(self)
-
-    return __init__
-
-
 def _wrap_wrapper_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @like(original)
     def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -160,14 +152,14 @@ def _wrap_wrapper_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     return apply
 
 
-PLAIN.make = lambda optimizer, settings: _made_under(settings, optimizer)
+PLAIN.make = _made_under
 
 # Held by the settings of managed layers.
 PLAIN_HOOKS = HeldPatches(
     [
-        Patch(keras.optimizers.Optimizer, "__init__", _wrap_init),
+        Patch(keras.optimizers.Optimizer, "__init__", _then(_know)),
         Patch(keras.optimizers.Optimizer, "apply", _wrap_apply),
-        Patch(keras.optimizers.LossScaleOptimizer, "__init__", _wrap_wrapper_init),
+        Patch(keras.optimizers.LossScaleOptimizer, "__init__", _then(_know_wrapper)),
         Patch(keras.optimizers.LossScaleOptimizer, "apply", _wrap_wrapper_apply),
     ]
 )

@@ -19,10 +19,13 @@ from tfamp.keras_hooks.layer_record import CALLS, record_of
 from tfamp.keras_hooks.optimizers import trained_by
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like
 from tfamp.keras_hooks.variables import outermost_graph
-from tfamp.loss_scale.tape import warnings
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN
 from tfamp.loss_scale.tape.scaled_gradients import ScaledGradients, can_be_scaled
-from tfamp.loss_scale.tape.scalings import SCALINGS
+from tfamp.loss_scale.tape.scalings import (
+    SCALINGS,
+    float16_layer_of,
+    warn_of_no_scale,
+)
 
 _TAPE_MARK = "_tfamp_scaled_by_hand"
 _STOCK_MARK = "_tfamp_scaled_by_keras"
@@ -31,12 +34,8 @@ _STOCK_MARK = "_tfamp_scaled_by_keras"
 class FixedScale:
     """A scale that holds in a block, whatever the optimizers' own.
 
-    Args:
-        factor: What gradients of variables are multiplied by on their way.
-
-    Attributes:
-        is_by_hand: Whether the loss was multiplied by it already, which is for the one
-            who multiplies to say; the tape then does nothing.
+    `is_by_hand` is for the one who multiplies the loss to set; the tape then does
+    nothing.
     """
 
     def __init__(self, factor: float) -> None:
@@ -56,7 +55,7 @@ _HERE = _Here()
 _LOCK = threading.Lock()
 _living: weakref.WeakSet[Any] = weakref.WeakSet()
 _ids: weakref.WeakKeyDictionary[Any, frozenset[int]] = weakref.WeakKeyDictionary()
-_scales_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
+_read_in: weakref.WeakKeyDictionary[Any, list[Any]] = weakref.WeakKeyDictionary()
 
 
 def know(optimizer: Any) -> None:
@@ -68,11 +67,7 @@ def know(optimizer: Any) -> None:
 
 @contextlib.contextmanager
 def training_with(optimizers: Sequence[Any]) -> Iterator[None]:
-    """Marks that a model's `train_step` runs, in this thread.
-
-    Args:
-        optimizers: The model's optimizers that scale losses.
-    """
+    """Marks that a model's `train_step` runs, in this thread."""
     before = _HERE.optimizers
     _HERE.optimizers = tuple(optimizers)
     try:
@@ -142,18 +137,14 @@ def _plan_of_variables(
 ) -> ScaledGradients | None:
     """Returns how to scale gradients that an optimizer may apply.
 
-    Args:
-        tape: The tape.
-        sources: The variables.
-        owners: The optimizers that are built for some of them.
-        unbuilt: Those that may turn out to be.
+    `owners` are built for some of the sources; the `unbuilt` may turn out to be.
     """
     possible = [*owners, *unbuilt]
     by_hand = getattr(tape, _TAPE_MARK, False)
     if by_hand or any(SCALINGS.is_scaled(o) for o in possible):
         # For all, as one loss was scaled for all. A persistent tape stays so.
         for owner in owners:
-            SCALINGS.say(owner, is_scaled=True)
+            SCALINGS.note(owner, is_scaled=True)
         setattr(tape, _TAPE_MARK, True)
         return None
     given, may_apply = _given_scales(tape, sources, owners, unbuilt)
@@ -161,16 +152,28 @@ def _plan_of_variables(
     possible = [*owners, *unbuilt]
     if not possible:
         return None
-    scalings = [SCALINGS.say(o, is_scaled=False) for o in owners]
-    if unbuilt:
-        scalings.append(SCALINGS.say_of_variables(as_asked(sources)))
-        if not (_HERE.optimizers or _needs_scale(sources)):
+    scalings = [SCALINGS.note(o, is_scaled=False) for o in owners]
+    guess = SCALINGS.note_variables(as_asked(sources)) if unbuilt else None
+    if guess is not None:
+        scalings.append(guess)
+        # Eager code knows an optimizer from its second step on; a graph keeps what it
+        # is given now.
+        if not (
+            _HERE.optimizers
+            or float16_layer_of(sources) is not None
+            or tapes.may_compute_in_half()
+        ):
             possible = owners
     if not possible:
         return None
     # One that does not move cannot be brought down by what overflows.
-    moving = [o for o in possible if o.dynamic]
-    return ScaledGradients(_scales_of(moving or possible), scalings, is_judged=True)
+    scales = _scales_of([o for o in possible if o.dynamic] or possible)
+    if guess is not None and not owners and not tf.executing_eagerly():
+        # Without an optimizer nobody would judge what overflows.
+        is_taken = guess.wait_for_optimizer(scales[0].device)
+        _hold(is_taken)
+        scales = [tf.where(is_taken, tf.convert_to_tensor(s), 1.0) for s in scales]
+    return ScaledGradients(scales, scalings, is_judged=True)
 
 
 def _given_scales(
@@ -178,15 +181,8 @@ def _given_scales(
 ) -> tuple[list[Any], list[Any]]:
     """Returns companions of optimizers that were given no loss scale by anybody.
 
-    Args:
-        tape: The tape.
-        sources: The variables.
-        owners: The optimizers with a loss scale that are built for some of them.
-        unbuilt: Those that may turn out to be.
-
-    Returns:
-        The companions of optimizers that are built for the others, and of those that
-        may turn out to be.
+    First those of optimizers that are built for sources without an owner, then those of
+    optimizers that may turn out to be.
     """
     left = [
         source
@@ -198,7 +194,7 @@ def _given_scales(
     by_stock = CALLS.scales_by_hand or getattr(tape, _STOCK_MARK, False)
     CALLS.scales_by_hand = False
     setattr(tape, _STOCK_MARK, by_stock)
-    layer = None if by_stock else warnings.float16_layer_of(left)
+    layer = None if by_stock else float16_layer_of(left)
     settings = None if layer is None else record_of(layer).settings  # type: ignore[union-attr]
     if settings is None or settings.loss_scale is None:
         return [], []
@@ -212,17 +208,8 @@ def _given_scales(
     if _HERE.optimizers and unbuilt:
         others = []  # one of the model's own trains them
     if not (owners or unbuilt or built or others):
-        warnings.warn_of_no_scale(layer)
+        warn_of_no_scale(layer)
     return PLAIN.given_to(built, settings), PLAIN.given_to(others, settings)
-
-
-def _needs_scale(sources: Sequence[Any]) -> bool:
-    """Returns whether to scale for an optimizer that is not known yet, if it exists.
-
-    Eager code knows it from its second step on; a graph keeps what it is given now.
-    """
-    is_float16 = warnings.float16_layer_of(sources) is not None
-    return is_float16 or tapes.may_compute_in_half()
 
 
 def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
@@ -232,10 +219,15 @@ def _scales_of(optimizers: Sequence[Any]) -> list[Any]:
     it, and run when that is gone.
     """
     scales = [optimizer.dynamic_scale.value for optimizer in optimizers]
+    _hold(*scales)
+    return scales
+
+
+def _hold(*variables: Any) -> None:
+    """Lets the function that is being traced hold variables that it reads."""
     graph = outermost_graph()
     if graph is not None:
-        _scales_in.setdefault(graph, []).extend(scales)
-    return scales
+        _read_in.setdefault(graph, []).extend(variables)
 
 
 def _has_variable(sources: Sequence[Any]) -> bool:

@@ -29,7 +29,7 @@ class _Held:
 
     def __init__(self, companion: Any) -> None:
         self.companion = companion
-        self.is_told = False
+        self.was_used = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "_Held":
         """A copied optimizer is given another one where it needs it."""
@@ -39,8 +39,7 @@ class _Held:
 class PlainOptimizers:
     """The optimizers that are no `LossScaleOptimizer`, as they are met.
 
-    Attributes:
-        make: Makes a companion for an optimizer under settings.
+    `make` makes a companion for an optimizer under settings.
     """
 
     def __init__(self) -> None:
@@ -87,13 +86,8 @@ class PlainOptimizers:
     ) -> tuple[list[Any], list[Any]]:
         """Returns the optimizers that may apply gradients and may be given a scale.
 
-        Args:
-            ids: The identities of the variables.
-            ids_of: Returns the identities of those that a built optimizer trains.
-
-        Returns:
-            The optimizers that are built for any of the variables, and those that are
-            not built, where the former do not train them all.
+        First those that are built for any of the variables of the identities `ids`,
+        then those that are not built, where the former do not train them all.
         """
         with self._lock:
             known = tuple(self._known)
@@ -116,9 +110,7 @@ class PlainOptimizers:
     def given(self, optimizer: Any, settings: Any) -> Any:
         """Returns the companion of an optimizer, made where there is none.
 
-        Args:
-            optimizer: One that may be given one.
-            settings: The settings of the layer whose gradients it may apply.
+        The settings are those of the layer whose gradients it may apply.
         """
         with self._lock:
             if self.companion_of(optimizer) is None and self.make is not None:
@@ -133,10 +125,10 @@ class PlainOptimizers:
         given = [self.given(optimizer, settings) for optimizer in optimizers]
         return [companion for companion in given if companion is not None]
 
-    def is_to_be_told(self, optimizer: Any) -> bool:
+    def is_first_use(self, optimizer: Any) -> bool:
         """Returns whether this is the first time that a companion is used."""
         held = vars(optimizer)[_ATTRIBUTE]
-        before, held.is_told = held.is_told, True
+        before, held.was_used = held.was_used, True
         return not before
 
     def may_be_given(self, optimizer: Any) -> bool:

@@ -17,13 +17,10 @@ _Compute = Callable[[list[Any], Any], list[Any]]  # of targets and their seeds
 
 
 class ScaledGradients:
-    """How one call of a tape is scaled.
+    """How one call of a tape is scaled, by the smallest of possible scales.
 
-    Args:
-        scales: The possible scales, of which the smallest is taken.
-        scalings: What to tell of the gradients, where an optimizer may apply them.
-        is_judged: Whether somebody looks at the gradients, so that an overflow may be
-            left to see.
+    `scalings` are told whether the gradients are finite. `is_judged` says that somebody
+    looks at the gradients, so that an overflow may be left to see.
     """
 
     def __init__(
@@ -40,7 +37,13 @@ class ScaledGradients:
         """Returns the true gradients, in float32 for variables."""
         targets = tf.nest.flatten(target)
         factor = self._factor(targets)
-        scaled = compute(targets, _scaled_seeds(targets, seeds, factor))
+        given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
+        scaled_seeds = [
+            (tf.ones_like(target) if seed is None else tf.convert_to_tensor(seed))
+            * tf.cast(factor, target.dtype)
+            for target, seed in zip(targets, given, strict=True)
+        ]
+        scaled = compute(targets, scaled_seeds)
         true = [
             _unscaled(gradient, source, 1 / factor)
             for gradient, source in zip(scaled, sources, strict=True)
@@ -76,15 +79,6 @@ def can_be_scaled(target: Any) -> bool:
         isinstance(t, tf.Tensor) and (t.dtype.is_floating or t.dtype.is_complex)
         for t in targets
     )
-
-
-def _scaled_seeds(targets: list[Any], seeds: Any, factor: tf.Tensor) -> list[Any]:
-    given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
-    return [
-        (tf.ones_like(target) if seed is None else tf.convert_to_tensor(seed))
-        * tf.cast(factor, target.dtype)
-        for target, seed in zip(targets, given, strict=True)
-    ]
 
 
 def _unscaled(gradient: Any, source: Any, factor: Any) -> Any:

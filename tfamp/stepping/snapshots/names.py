@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import keras
 
-from tfamp.loss_scale.tally import Tally
+from tfamp.loss_scale.counters import ScaleVariables
 
 # What a name begins with, by what the variable holds.
 WEIGHTS, OPTIMIZER, METRICS, RECORD = "weights", "optimizer", "metrics", "record"
@@ -72,15 +72,15 @@ def named_variables(model: keras.Model) -> list[Named]:
     return list(seen.values())
 
 
-def tally_of(optimizer: Any) -> Tally | None:
+def tally_of(optimizer: Any) -> ScaleVariables | None:
     """Returns the counters of a `tfamp.LossScaleOptimizer`, None of another one."""
-    tally = getattr(optimizer, "tally", None)
-    return tally if isinstance(tally, Tally) else None
+    stored = getattr(optimizer, "scale_variables", None)
+    return stored if isinstance(stored, ScaleVariables) else None
 
 
 def _reported(optimizer: Any) -> list[Any]:
-    tally = tally_of(optimizer)
-    return [] if tally is None else [tally.levels, tally.recent]
+    stored = tally_of(optimizer)
+    return [] if stored is None else [stored.levels, stored.recent]
 
 
 def _bare(name: str) -> str:

@@ -1,27 +1,121 @@
 """Puts together what goes into a bundle."""
 
 import contextlib
-from collections.abc import Callable
-from pathlib import Path
+import inspect
+import os
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
+import tfamp
 from tfamp.callbacks._batch_ring import BatchRing
-from tfamp.callbacks.flight_recorder.facts import (
-    classes_of,
-    needs_build,
-    surroundings_of,
-)
-from tfamp.callbacks.flight_recorder.log import FlightLog, learning_rate_of
-from tfamp.keras_hooks import trainer
+from tfamp.callbacks.flight_recorder.call_log import FlightLog, learning_rate_of
+from tfamp.keras_hooks import structure, trainer
+from tfamp.machine import devices
+from tfamp.models import assignment
+from tfamp.records import versions
 from tfamp.stepping import snapshots
 from tfamp.stepping.bundles.batches import pack
 from tfamp.stepping.bundles.files import Contents
-from tfamp.stepping.bundles.record import Batch, Bundle, Call, Cause, error_name
+from tfamp.stepping.bundles.record import (
+    Batch,
+    Bundle,
+    Call,
+    Cause,
+    Surroundings,
+    error_name,
+)
 from tfamp.stepping.snapshots.names import optimizers_of
 from tfamp.stepping.snapshots.state import digest
+
+# What changes which kernels compute, and with how many threads.
+_PREFIXES = ("ONEDNN_", "DNNL_", "XLA_", "TF_ENABLE_", "TF_XLA_", "TF_CUDNN_")
+_NAMES = (
+    "OMP_NUM_THREADS",
+    "TF_DETERMINISTIC_OPS",
+    "TF_FORCE_GPU_ALLOW_GROWTH",
+    "TF_NUM_INTEROP_THREADS",
+    "TF_NUM_INTRAOP_THREADS",
+    "NVIDIA_TF32_OVERRIDE",
+)
+_FOUND_ANYWAY = ("builtins", "keras", "tfamp")
+
+
+def surroundings_of(model: keras.Model) -> Surroundings:
+    """Returns where and how a model trains."""
+    strategy = model.distribute_strategy
+    dtypes = assignment(model)
+    threading = tf.config.threading
+    return Surroundings(
+        policy=dtypes.policy,
+        is_managed=any(row.rule != "not managed" for row in dtypes),
+        assignment=dtypes.to_dict(),
+        strategy=type(strategy).__name__,
+        replicas=_replicas(strategy),
+        steps_per_execution=int(model.steps_per_execution or 1),
+        jit_compile=bool(model.jit_compile),
+        run_eagerly=bool(model.run_eagerly),
+        versions={**versions.installed_versions(), "tfamp": tfamp.__version__},
+        devices=devices.devices(),
+        environment={
+            name: value
+            for name, value in sorted(os.environ.items())
+            if name in _NAMES or name.startswith(_PREFIXES)
+        },
+        threads=(
+            threading.get_intra_op_parallelism_threads(),
+            threading.get_inter_op_parallelism_threads(),
+        ),
+    )
+
+
+def needs_build(model: keras.Model) -> str:
+    """Returns why another process cannot find the classes of a model, or nothing.
+
+    Keras finds a class by the module that it says it is from.
+    """
+    for part in _parts_of(model):
+        if isinstance(part, keras.layers.Lambda):
+            return f"layer {part.name!r} is a Lambda, whose code Keras does not load"
+        kind = _kind_of(part)
+        if kind.__module__ == "__main__":
+            return f"{kind.__qualname__} is defined in the script that was run"
+        if "<locals>" in kind.__qualname__:
+            return f"{kind.__qualname__} is defined inside a function"
+    return ""
+
+
+def classes_of(model: keras.Model) -> dict[str, str]:
+    """Returns where the classes and functions of a model are that are not Keras's."""
+    kinds = map(_kind_of, _parts_of(model))
+    return {
+        keras.saving.get_registered_name(kind): f"{kind.__module__}:{kind.__qualname__}"
+        for kind in kinds
+        if kind.__module__.split(".")[0] not in _FOUND_ANYWAY
+    }
+
+
+def _parts_of(model: keras.Model) -> list[Any]:
+    """Returns layers, optimizers, and losses of a model."""
+    inner = getattr(model.optimizer, "inner_optimizer", None)
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    return [*layers, model.optimizer, inner, *tf.nest.flatten(model.loss)]
+
+
+def _kind_of(part: Any) -> Any:
+    """Returns the class of a part, or the function that it is."""
+    return part if inspect.isfunction(part) else type(part)
+
+
+def _replicas(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
+    """Returns the device of each replica, such as "GPU:0"; none without a strategy."""
+    if type(strategy) is type(tf.distribute.get_strategy()):
+        return ()
+    names = strategy.extended.worker_devices
+    return tuple(name.split("/device:")[-1] for name in names)
+
 
 _NOT_COVERED = (
     "Operations that draw from a state of their own, such as `tf.random.normal`, and "
@@ -46,18 +140,10 @@ def contents_of(
     num_asked: int,
     is_of_step: bool,
 ) -> Contents:
-    """Returns what the bundle of a failure holds.
+    """Returns what the bundle of a failure holds, right after the failing call.
 
-    Args:
-        model: The model, right after the failing call.
-        log: What was noted of the calls before.
-        ring: The batches that are kept.
-        cause: What was seen.
-        message: It in a sentence.
-        error: The exception, None without one.
-        build: Where the user's function that builds the model is.
-        num_asked: How many batches the user wants at least.
-        is_of_step: Whether the training function raised the exception.
+    `num_asked` is how many batches the user wants at least, and `is_of_step` says
+    whether the training function raised the error.
     """
     after, calls = snapshots.take(model), log.calls()
     kept = ring.batches()
@@ -111,14 +197,9 @@ def contents_of(
 def built_from(model: keras.Model, element_spec: Any) -> bool:
     """Builds what the first step would build, so that a snapshot has all variables.
 
-    Args:
-        model: A compiled model.
-        element_spec: What a batch is like, None where that is not known.
-
-    Returns:
-        Whether the model and its optimizers are built now. A model with a `train_step`
-        of its own may give an optimizer some of the variables only, so it is left to
-        build itself.
+    Returns whether the model and its optimizers are built now. A model with a
+    `train_step` of its own may give an optimizer some of the variables only, so it is
+    left to build itself. The element spec of a batch is None where it is not known.
     """
     optimizers = optimizers_of(model)
     if type(model).train_step is keras.Model.train_step and element_spec is not None:
@@ -130,16 +211,6 @@ def built_from(model: keras.Model, element_spec: Any) -> bool:
             if not model.optimizer.built:
                 model.optimizer.build(model.trainable_variables)
     return model.built and all(optimizer.built for optimizer in optimizers)
-
-
-def model_saver(model: keras.Model) -> Callable[[Path], str]:
-    """Returns the function that writes a model into its bundle."""
-
-    def save(path: Path) -> str:
-        model.save(path)
-        return needs_build(model)
-
-    return save
 
 
 def _notes(

@@ -1,21 +1,85 @@
-"""What a loss-scale optimizer tells, and how its scale is fixed by hand."""
+"""What training code asks a loss-scale optimizer: scaled losses, counters, freezing."""
 
+from collections.abc import Sequence
 from typing import Any
 
+import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks.tapes import is_recording
 from tfamp.loss_scale import errors
+from tfamp.loss_scale.counters import FROZEN, HISTORY_STEPS, STATIC_RELEASED, STATIC_SET
+from tfamp.loss_scale.gradients import multiplied
 from tfamp.loss_scale.parts import Parts
-from tfamp.loss_scale.tally import (
-    FROZEN,
-    HISTORY_STEPS,
-    STATIC_RELEASED,
-    STATIC_SET,
-)
 from tfamp.loss_scale.tape.scalings import SCALINGS
 from tfamp.records import checks
+
+_HALF = (tf.float16, tf.bfloat16)
+
+
+class ScalingLosses(Parts):
+    """What a training loop calls before it has gradients."""
+
+    def scale_loss(self, loss: Any) -> Any:
+        """Returns `loss` times the loss scale; a half-precision loss as float32.
+
+        Args:
+            loss: A number or tensor of any shape.
+        """
+        SCALINGS.note(self, is_scaled=True)
+        return self._scaled(loss)
+
+    def get_scaled_loss(self, loss: Any) -> Any:
+        """As `scale_loss`; takes a callable too and returns one, as legacy Keras."""
+        SCALINGS.note(self, is_scaled=True)
+        if callable(loss):
+            return lambda: self._scaled(loss())
+        return self._scaled(loss)
+
+    def get_unscaled_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Returns gradients of a scaled loss divided by the scale.
+
+        The next `apply` or `apply_gradients` takes what came through here as it is, as
+        legacy Keras did.
+
+        Args:
+            grads: Tensors, `tf.IndexedSlices` or None.
+        """
+        SCALINGS.note(self, is_scaled=False)
+        factor = 1 / tf.convert_to_tensor(self.dynamic_scale.value)
+        return [None if g is None else multiplied(g, factor) for g in grads]
+
+    def minimize(
+        self, loss: Any, var_list: Any, tape: tf.GradientTape | None = None
+    ) -> Any:
+        """Computes the gradients of a loss and applies them, as legacy Keras.
+
+        Args:
+            loss: A callable without arguments, or a tensor computed under `tape`.
+            var_list: The variables, or a callable that returns them.
+            tape: The tape of `loss` where that is a tensor.
+
+        Returns:
+            The `iterations` of the inner optimizer.
+        """
+        if tape is None and not callable(loss):
+            raise ValueError(
+                f"`loss` is {loss!r} and `tape` is None; expected a callable or the "
+                "tape that recorded the loss. Pass `tape=tape`."
+            )
+        with tape if tape is not None else tf.GradientTape() as tape:
+            scaled = self.scale_loss(loss() if callable(loss) else loss)
+        variables = list(var_list() if callable(var_list) else var_list)
+        raw = [v.value if isinstance(v, keras.Variable) else v for v in variables]
+        gradients = tape.gradient(scaled, raw)
+        return self.apply_gradients(zip(gradients, variables, strict=True))
+
+    def _scaled(self, loss: Any) -> Any:
+        loss = tf.convert_to_tensor(loss)
+        if loss.dtype in _HALF:
+            loss = tf.cast(loss, tf.float32)
+        return loss * tf.cast(self.dynamic_scale.value, loss.dtype)
 
 
 class Reporting(Parts):
@@ -30,9 +94,9 @@ class Reporting(Parts):
         """The present loss scale."""
         self.has_scaled_loss = True
         if is_recording():  # whoever reads it there scales by hand
-            SCALINGS.say(self, is_scaled=True)
+            SCALINGS.note(self, is_scaled=True)
         if tf.executing_eagerly():
-            return self.tally.numbers().scale
+            return self.scale_variables.numbers().scale
         return tf.convert_to_tensor(self.dynamic_scale.value)
 
     @property
@@ -72,8 +136,8 @@ class Reporting(Parts):
         Under accumulation that of the last update, or of the last microbatch since.
         """
         if tf.executing_eagerly():
-            return self.tally.numbers().levels.norm
-        return self.tally.read().levels.norm
+            return self.scale_variables.numbers().levels.norm
+        return self.scale_variables.read().levels.norm
 
     @property
     def is_frozen(self) -> Any:
@@ -83,12 +147,12 @@ class Reporting(Parts):
     @property
     def nonfinite_variables(self) -> tuple[str, ...]:
         """Paths of the variables whose gradients the last skipped step failed on."""
-        return self.blame.last() if self.blame is not None else ()
+        return self.nonfinite.last() if self.nonfinite is not None else ()
 
     @property
     def nonfinite_counts(self) -> dict[str, int]:
         """For each variable that had any, its number of non-finite gradients."""
-        return self.blame.total() if self.blame is not None else {}
+        return self.nonfinite.total() if self.nonfinite is not None else {}
 
     def history(self) -> dict[str, np.ndarray]:
         """Returns the last 1024 steps, oldest first; reads from the device.
@@ -104,10 +168,10 @@ class Reporting(Parts):
             >>> {k: v.tolist() for k, v in optimizer.history().items()}
             {'step': [1], 'scale': [8.0], 'gradient_norm': [1.0], 'skipped': [False]}
         """
-        judged = self.tally.numbers().counters.judged
+        judged = self.scale_variables.numbers().counters.judged
         first = max(0, judged - HISTORY_STEPS)
         steps = np.arange(first, judged)
-        rows = np.asarray(self.tally.recent.value)[steps % HISTORY_STEPS]
+        rows = np.asarray(self.scale_variables.recent.value)[steps % HISTORY_STEPS]
         return {
             "step": steps + 1,
             "scale": rows[:, 0],
@@ -142,7 +206,7 @@ class Reporting(Parts):
 
     def stop_error(self) -> errors.LossScaleError:
         """Returns the error for the present counters."""
-        now = self.tally.numbers()
+        now = self.scale_variables.numbers()
         return errors.LossScaleError(
             self.stop_template().format(
                 self.max_consecutive_skips,
@@ -156,7 +220,10 @@ class Reporting(Parts):
     def raise_if_due(self) -> None:
         """Raises `LossScaleError` where the last step completed a streak."""
         limit = self.max_consecutive_skips
-        if limit is not None and self.tally.numbers().counters.streak >= limit:
+        if (
+            limit is not None
+            and self.scale_variables.numbers().counters.streak >= limit
+        ):
             raise self.stop_error()
 
     def late_stop_error(self) -> errors.LossScaleError:
@@ -165,23 +232,25 @@ class Reporting(Parts):
         They wrote nothing but counters and, where they were skipped too, the scale.
         """
         error = self.stop_error()
-        now = self.tally.numbers()
+        now = self.scale_variables.numbers()
         if now.counters.streak and not now.state.is_frozen:
             self._set(scale=now.levels.scale_before)
         return error
 
     def was_stopped(self) -> bool:
         """Returns whether a streak came to its end since `forget_stops`."""
-        return bool(self.tally.numbers().counters.num_stops > self._num_stops_seen)
+        return bool(
+            self.scale_variables.numbers().counters.num_stops > self._num_stops_seen
+        )
 
     def forget_stops(self) -> None:
         """Makes `was_stopped` look at what comes from here on."""
-        self._num_stops_seen = self.tally.numbers().counters.num_stops
+        self._num_stops_seen = self.scale_variables.numbers().counters.num_stops
 
     def _counter(self, name: str) -> Any:
         if tf.executing_eagerly():
-            return getattr(self.tally.numbers().counters, name)
-        return getattr(self.tally.read().counters, name)
+            return getattr(self.scale_variables.numbers().counters, name)
+        return getattr(self.scale_variables.read().counters, name)
 
     def _set(self, *, scale: float | None = None, **flags: int) -> None:
         if not tf.executing_eagerly():
@@ -189,7 +258,7 @@ class Reporting(Parts):
                 "The loss scale is frozen or released inside a `tf.function`; expected "
                 "eager code, between steps. Call it from a callback or the loop."
             )
-        now = self.tally.numbers()
+        now = self.scale_variables.numbers()
         self._put(
             now._replace(
                 scale=now.scale if scale is None else scale,

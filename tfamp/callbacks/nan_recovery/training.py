@@ -1,4 +1,4 @@
-"""The course of one `fit` under NanRecovery: each call of the training function."""
+"""One `fit` under NanRecovery: each call of the training function, judged."""
 
 import dataclasses
 import secrets
@@ -9,11 +9,10 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.callbacks.flight_recorder.parts import built_from
-from tfamp.callbacks.nan_recovery import signs
-from tfamp.callbacks.nan_recovery.batches import LastBatches
+from tfamp.callbacks.flight_recorder.contents import built_from
+from tfamp.callbacks.nan_recovery import failures
+from tfamp.callbacks.nan_recovery.failures import LastBatches, Sign
 from tfamp.callbacks.nan_recovery.memory import Memory
-from tfamp.callbacks.nan_recovery.signs import Sign
 from tfamp.keras_hooks import around_training
 from tfamp.keras_hooks.trainer import drop_traced_functions
 from tfamp.stepping.bundles.record import Cause
@@ -44,25 +43,14 @@ class Settings:
     share: float = 0.005
 
 
-class Course:
+class WatchedTraining:
     """Watches the training of one `fit`, and keeps its good snapshots.
 
-    Args:
-        model: A compiled and built model in `fit`.
-        settings: What the user chose.
-        slots: Where good snapshots are written.
-        on_failure: Called with the sign of a failure; puts the model back, and returns
-            or raises.
-        on_end: Called when it has ended.
-
-    Attributes:
-        memory: The snapshots, None before the first batch.
-        member: Its part in the `fit`, around the training function.
-        step: Batches trained in this `fit` and those it resumed.
-        epoch: The present epoch, from 0.
-        rate_factor: By what learning rates are multiplied now.
-        kept_layers: Paths of layers that were put into float32.
-        run: Tells the snapshots of this run from those of others in the folder.
+    `on_failure` is called with the sign of a failure; it puts the model back, and
+    returns or raises. `memory` is None before the first batch. `step` counts the
+    batches of this `fit` and of those it resumed, and `rate_factor` is what learning
+    rates are multiplied by now. `run` tells the snapshots of this run from others in
+    the folder.
     """
 
     def __init__(
@@ -72,18 +60,17 @@ class Course:
         slots: Slots,
         *,
         on_failure: Callable[[Sign], None],
-        on_end: Callable[[], None],
     ) -> None:
-        self.memory: Memory | None = None
+        self.memory: Any = None  # a `Memory`, from the first batch on
         self.step = self.epoch = 0
         self.rate_factor = 1.0
         self.kept_layers: tuple[str, ...] = ()
         self.slots, self.run = slots, secrets.token_hex(4)
         self.writer = Background(slots, clock=settings.clock)
         self.last_logs: dict[str, Any] = {}
-        self._batches = LastBatches(model)
+        self.batches = LastBatches(model)
         self._model, self._settings = model, settings
-        self._on_failure, self._on_end = on_failure, on_end
+        self._on_failure = on_failure
         self._steps = int(model.steps_per_execution or 1)
         self._calls = 0
         self._num_calls: int | None = None
@@ -93,12 +80,7 @@ class Course:
         self._next_scale = 0.0
         self._is_checked = True
         self.num_finite_calls = 0
-        self.member = around_training.join(
-            model,
-            self._close,
-            place=around_training.Place.NAN_RECOVERY,
-            call=self._call,
-        )
+        self.member: Any = None  # its part in `fit`, which the callback has joined
 
     def begin_epoch(self, epoch: int, num_batches: int | None) -> None:
         """Notes that an epoch begins."""
@@ -108,11 +90,8 @@ class Course:
     def begin(self, element_spec: Any) -> None:
         """Takes what training begins with as good, built as far as it can be.
 
-        Args:
-            element_spec: What a batch is like, None where that is not known.
-
-        Raises:
-            ValueError: It holds NaN or inf.
+        A ValueError says that it holds NaN or inf. The element spec of a batch is None
+        where it is not known.
         """
         settings = self._settings
         is_whole = built_from(self._model, element_spec)
@@ -137,10 +116,6 @@ class Course:
             self.memory.is_partial = True
             self.memory.take_soon()
 
-    def failing_batch(self) -> Any:
-        """Returns the batch that training failed on, None where it was not held."""
-        return self._batches.failing()
-
     def trace_anew(self) -> None:
         """Makes the model's functions anew, as a change of its dtypes needs.
 
@@ -150,50 +125,40 @@ class Course:
         self._model.make_train_function(force=True)
         self.member.surround()
 
-    def _close(self, error: BaseException | None) -> None:
-        """Writes the last good snapshot, and lets all of them go."""
+    def close(self) -> None:
+        """Writes the last good snapshot, unless it was written, and lets all go."""
+        memory = self.memory
         try:
-            self._write_newest()
+            if memory is not None and memory.is_proven:
+                if memory.good is not self._written:
+                    self.writer.finish()
+                    self.writer.start(memory.good)
             self.writer.finish()
         finally:
-            self._batches.clear()
+            self.batches.clear()
             self.memory = None
-            self._on_end()
 
-    def _write_newest(self) -> None:
-        """Writes the good state, if it is not on disk yet."""
-        memory = self.memory
-        if memory is None or not memory.is_proven or memory.good is self._written:
-            return
-        self.writer.finish()
-        self._written = memory.good
-        self.writer.start(memory.good)
-
-    def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
+    def call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
         """Stands for the training function: one call of it, judged."""
         if self.memory is None:
             self.begin(getattr(iterator, "element_spec", None))
         try:
-            held = self._batches.through(
-                iterator,
-                is_held=self.member.stands_beside(
-                    around_training.Place.FLIGHT_RECORDER
-                ),
-            )
-            self._batches.let_go()
-            logs = function(held)
+            is_held = self.member.stands_beside(around_training.Place.FLIGHT_RECORDER)
+            logs = function(self.batches.through(iterator, is_held=is_held))
         except _ENDS:
-            self._end_epoch()
+            # Judged before anything is done with the weights at the epoch's end.
+            if self._calls and (sign := self._check_weights()) is not None:
+                self._fail(sign)
             raise
         except Exception as error:
-            sign = signs.of_error(error)
+            sign = failures.of_error(error)
             if sign is None:
                 raise
             self._count()
             return self._fail(sign)
         self._count()
-        values = signs.plain(logs)
-        sign = signs.of_logs(values, ignored=self._settings.ignored) or self._look(
+        values = failures.plain(logs)
+        sign = failures.of_logs(values, ignored=self._settings.ignored) or self._look(
             values
         )
         if sign is not None:
@@ -214,19 +179,14 @@ class Course:
         self._is_checked = True
         return self.last_logs
 
-    def _end_epoch(self) -> None:
-        """Judges the weights before anything is done with them at the epoch's end."""
-        if not self._is_checked and self._calls:
-            self._is_checked = True
-            sign = signs.of_weights(self._model)
-            if sign is not None:
-                self._fail(sign)
+    def _check_weights(self) -> Sign | None:
+        """Looks at the weights, unless this was done since the last step."""
+        was_checked, self._is_checked = self._is_checked, True
+        return None if was_checked else failures.of_weights(self._model)
 
     def _look(self, values: dict[str, Any]) -> Sign | None:
         """Looks at more than the logs where it is time to, and keeps snapshots."""
         memory, clock = self.memory, self._settings.clock
-        if memory is None:
-            return None
         memory.note_loss(values.get("loss"))
         is_last = self._calls == self._num_calls
         sign = None
@@ -234,16 +194,19 @@ class Course:
             start = clock()
             sign = self._judge(values) if memory.candidate else self._take(is_last)
             memory.spend(clock() - start)
-        if sign is None and is_last and not self._is_checked:
-            self._is_checked = True
-            sign = signs.of_weights(self._model)
-        return sign or self._look_at_scale()
+        if sign is None and is_last:
+            sign = self._check_weights()
+        if sign is None and (start := clock()) >= self._next_scale:
+            sign = failures.of_scale(self._model)
+            end = clock()
+            self._next_scale = end + (end - start) / _SHARE_OF_SCALE
+        return sign
 
     def _take(self, is_last: bool) -> Sign | None:
         memory = self.memory
-        if memory is None or signs.was_skipped(self._model):
+        if failures.was_skipped(self._model):
             return None  # the next step may be better
-        self._updates = signs.num_updates(self._model)
+        self._updates = failures.num_updates(self._model)
         self._is_checked = True
         if memory.take(**self._facts(is_last=is_last)):
             return None
@@ -252,41 +215,24 @@ class Course:
     def _judge(self, values: dict[str, Any]) -> Sign | None:
         """Makes the candidate the good state, if the step after it was good."""
         memory = self.memory
-        if memory is None or signs.was_skipped(self._model):
+        if failures.was_skipped(self._model):
             return None
-        num_updates = signs.num_updates(self._model)
+        num_updates = failures.num_updates(self._model)
         if num_updates and num_updates <= self._updates:
             return None  # a microbatch of an update that is not made yet
-        self._is_checked = True
-        sign = signs.of_weights(self._model)
+        sign = self._check_weights()
         if sign is not None:
             return sign
         if memory.has_run_away(values.get("loss")):
             memory.forget()
             return None
         memory.promote()
-        self._write()
-        return None
-
-    def _write(self) -> None:
-        """Writes the good state in the background, if it is time to."""
         now = self._settings.clock()
-        if now < self._next_write or self.memory is None:
-            return
-        if self.writer.start(self.memory.good):
-            self._written = self.memory.good
+        if now >= self._next_write and self.writer.start(memory.good):
+            self._written = memory.good
             pause = self.writer.seconds / self._settings.share
             self._next_write = now + max(self._settings.write_every_seconds, pause)
-
-    def _look_at_scale(self) -> Sign | None:
-        clock = self._settings.clock
-        start = clock()
-        if start < self._next_scale:
-            return None
-        sign = signs.of_scale(self._model)
-        end = clock()
-        self._next_scale = end + (end - start) / _SHARE_OF_SCALE
-        return sign
+        return None
 
     def _facts(self, *, is_last: bool) -> dict[str, Any]:
         """Returns what a snapshot says of itself."""

@@ -1,6 +1,6 @@
-"""Where figures are written: rows of a CSV file, scalars for TensorBoard.
+"""What callbacks have in common: a part in `fit`, lines of log, files of figures.
 
-Both are checked when training begins, before any work could be lost. A row is a tuple
+Files are checked when training begins, before any work could be lost. A row is a tuple
 whose first value is the number of the step.
 """
 
@@ -9,8 +9,15 @@ import os
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
+from absl import logging
 
+from tfamp.keras_hooks import around_training
+from tfamp.loss_scale.fit_hooks import FIT_HOOKS
+
+# Older progress bars average over an epoch what batches log, counters too.
+BAR_AVERAGES = not hasattr(keras.utils.Progbar(1, verbose=0), "stateless_metrics")
 # As `tf.summary.scalar` marks them; 1 is DATA_CLASS_SCALAR.
 _SCALAR = tf.compat.v1.SummaryMetadata(
     plugin_data=tf.compat.v1.SummaryMetadata.PluginData(plugin_name="scalars"),
@@ -18,11 +25,52 @@ _SCALAR = tf.compat.v1.SummaryMetadata(
 )
 
 
-def check_path(argument: str, path: object) -> str | None:
-    """Returns a path as text, or None.
+class FitCallback(keras.callbacks.Callback):
+    """A callback that joins `fit` when training begins and is told how that ended."""
 
-    Raises:
-        TypeError: It is neither text nor a path.
+    def __init__(self) -> None:
+        super().__init__()
+        self.notes: tuple[str, ...] = ()
+        self._member: around_training.Member | None = None
+        FIT_HOOKS.hold(self)
+
+    def on_train_batch_begin(
+        self, batch: int, logs: dict[str, Any] | None = None
+    ) -> None:
+        """Stands around the training function still, if another callback changed it."""
+        if self._member is not None:
+            self._member.surround()
+
+    def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
+        """Leaves `fit`: gives the training function back and closes what is open."""
+        self._leave()
+
+    def _join(self, **part: Any) -> bool:
+        """Takes part in `fit`, as `around_training.join`; whether it has its place."""
+        self._leave()
+        self._member = around_training.join(self.model, self._end, **part)
+        return self._member.has_place
+
+    def _leave(self) -> None:
+        if self._member is not None:
+            self._member.leave()
+
+    def _end(self, error: BaseException | None) -> None:
+        self._member = None
+        self._close(error)
+
+    def _close(self, error: BaseException | None) -> None:
+        """Lets go of what was opened, after the error that ended `fit` if one did."""
+
+    def _note(self, line: str, level: int = logging.WARNING) -> None:
+        """Logs a line once, and lists it in `notes`."""
+        if line not in self.notes:
+            self.notes = (*self.notes, line)
+            logging.log(level, "%s", line)
+
+
+def check_path(argument: str, path: object) -> str | None:
+    """Returns a path as text, or None; a TypeError names what is neither.
 
     Example:
         >>> check_path("csv_path", "steps.csv")
@@ -38,18 +86,12 @@ def check_path(argument: str, path: object) -> str | None:
     )
 
 
-class CsvRows:
+class _CsvRows:
     """Appends rows to a CSV file, a header first where it is new.
 
     The file is open only while rows are written, so an error that ends training
-    leaves whole rows. None is an empty cell.
-
-    Args:
-        path: The file; its folder exists.
-        fields: Names of the values in a row.
-
-    Raises:
-        ValueError: The file cannot be written or holds something else.
+    leaves whole rows. None is an empty cell. A file that cannot be written or holds
+    something else is a ValueError.
     """
 
     def __init__(self, path: str, fields: Sequence[str]) -> None:
@@ -88,19 +130,12 @@ class CsvRows:
         with open(self._path, "a", newline="", encoding="utf-8") as file:
             csv.writer(file, lineterminator="\n").writerows(rows)
 
-    def close(self) -> None:
-        """Does nothing: the file is closed."""
 
-
-class Summaries:
+class _Summaries:
     """Writes the values of rows as TensorBoard scalars, except None.
 
-    Args:
-        folder: The log directory, made where it does not exist.
-        fields: Names of the values in a row; the first, of the step, is left out.
-
-    Raises:
-        ValueError: It cannot be written to.
+    The log directory is made where it does not exist; a ValueError says that it cannot
+    be written to.
     """
 
     def __init__(self, folder: str, fields: Sequence[str]) -> None:
@@ -131,28 +166,42 @@ class Summaries:
         self._writer.close()
 
 
-def open_writers(
-    model: Any, fields: Sequence[str], *, csv_path: str | None, log_dir: str | None
-) -> list[CsvRows | Summaries]:
-    """Returns the writers that are asked for, none on any but the chief worker.
+class EventWriter:
+    """Writes rows to a CSV file and as TensorBoard scalars, on the chief worker only.
 
-    Args:
-        model: The model that trains.
-        fields: Names of the values in a row.
-        csv_path: A file, or None.
-        log_dir: A folder for TensorBoard, or None.
-
-    Raises:
-        ValueError: One cannot be written to.
+    Either path may be None. A ValueError says which cannot be written to.
     """
-    if not model.distribute_strategy.extended.should_save_summary:
-        return []  # of several workers one writes
-    writers: list[CsvRows | Summaries] = []
-    if csv_path is not None:
-        writers.append(CsvRows(csv_path, fields))
-    if log_dir is not None:
-        writers.append(Summaries(log_dir, fields))
-    return writers
+
+    def __init__(
+        self,
+        model: keras.Model,
+        fields: Sequence[str],
+        *,
+        csv_path: str | None,
+        log_dir: str | None,
+    ) -> None:
+        is_chief = model.distribute_strategy.extended.should_save_summary
+        has_csv = is_chief and csv_path is not None
+        has_summaries = is_chief and log_dir is not None
+        self._csv = _CsvRows(str(csv_path), fields) if has_csv else None
+        self._summaries = _Summaries(str(log_dir), fields) if has_summaries else None
+
+    @property
+    def is_open(self) -> bool:
+        """Whether rows are written anywhere."""
+        return self._csv is not None or self._summaries is not None
+
+    def write(self, rows: Sequence[Sequence[Any]]) -> None:
+        """Writes rows, if there are any."""
+        if self._csv is not None and rows:
+            self._csv.write(rows)
+        if self._summaries is not None and rows:
+            self._summaries.write(rows)
+
+    def close(self) -> None:
+        """Closes the files; a second time does nothing."""
+        if self._summaries is not None:
+            self._summaries.close()
 
 
 def _summary(tags: Sequence[str], values: Sequence[Any]) -> Any:

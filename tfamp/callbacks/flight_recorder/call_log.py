@@ -1,6 +1,7 @@
 """What a recorder remembers of a `fit`: the last calls, and the state before them."""
 
 import collections
+import contextlib
 import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -9,9 +10,61 @@ import keras
 import numpy as np
 
 from tfamp.callbacks._batch_ring import BatchRing
+from tfamp.keras_hooks.patches import replaced
 from tfamp.stepping import snapshots
 from tfamp.stepping.bundles.files import take_random
 from tfamp.stepping.bundles.record import Call, hexed
+from tfamp.stepping.snapshots.names import tally_of
+
+
+def before_late_error(
+    optimizer: Any, write: Callable[[Exception], None]
+) -> Callable[[], None] | None:
+    """Has `write` told of the error that XLA could not raise in the step, ahead of it.
+
+    Returns what takes that back; None where the optimizer raises no such error.
+    """
+    if tally_of(optimizer) is None:
+        return None
+    original = optimizer.late_stop_error
+
+    def late_stop_error() -> Exception:
+        error: Exception = original()
+        write(error)
+        return error
+
+    stack = contextlib.ExitStack()
+    stack.enter_context(replaced(optimizer, late_stop_error=late_stop_error))
+    return stack.close
+
+
+def loss_of(logs: Any) -> float | None:
+    """Returns the loss in what a step returned, None where there is none."""
+    try:
+        return float(logs["loss"])
+    except (KeyError, TypeError, ValueError):
+        return None
+
+
+def has_finite_loss(logs: Any) -> bool:
+    """Returns whether the loss in what a step returned is finite, or absent."""
+    loss = loss_of(logs)
+    return loss is None or math.isfinite(loss)
+
+
+def core_of(text: str) -> str:
+    """Returns the line of an error's text that says what is wrong.
+
+    TensorFlow puts the place in the user's code before it, and nodes after it.
+
+    Example:
+        >>> core_of(chr(10).join(["Graph execution error:", "at x", "is inf", "[[y"]))
+        'is inf'
+    """
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    if len(lines) > 1 and lines[0].startswith("Graph execution error"):
+        lines = [line for line in lines if not line.startswith("[[")][::-1]
+    return lines[0] if lines else "An exception without a message."
 
 
 def calls_to_next(
@@ -22,12 +75,6 @@ def calls_to_next(
     With at most `num_kept` calls between two snapshots, the batches that are kept lead
     from the last one to any failing step. Where that costs more than `max_share` of the
     time, snapshots are rarer.
-
-    Args:
-        snapshot_seconds: What a snapshot costs.
-        call_seconds: What a call takes.
-        num_kept: Calls whose batches are kept, at least 1.
-        max_share: Part of the time that snapshots may take.
 
     Example:
         >>> calls_to_next(0.001, 0.1, 8, max_share=0.01)
@@ -72,16 +119,9 @@ class _Seen(NamedTuple):
 class FlightLog:
     """Remembers what leads to a failure of the model that trains.
 
-    Args:
-        model: A model in `fit`.
-        ring: Keeps its batches.
-        max_share: Part of the time that snapshots may take.
-        clock: Gives seconds.
-
-    Attributes:
-        before: The last state in which every number was finite.
-        num_calls: Calls of the training function so far.
-        interval: Calls between the last snapshot and the next.
+    `before` is the last state in which every number was finite, `num_calls` counts the
+    calls of the training function, and `interval` is how many of them lie between the
+    last snapshot and the next. Snapshots may take `max_share` of the time.
     """
 
     def __init__(
@@ -133,17 +173,26 @@ class FlightLog:
         return self._since_snapshot >= self.interval
 
     def snapshot(self) -> snapshots.State | None:
-        """Takes a snapshot, which becomes the state before, if all in it is finite.
+        """Takes a snapshot, which becomes the state before if all in it is finite.
 
-        Returns:
-            The snapshot if something in it is not finite, else None.
+        It is returned where something in it is not finite.
         """
         began, num_calls = self._clock(), self._in_window
         taken = self._take(self._ring.fetch())
         is_finite = snapshots.num_nonfinite(taken.state) == 0
         ended = self._clock()
         if self._window_began is not None and num_calls:
-            self._adapt(ended - began, (began - self._window_began) / num_calls)
+            # Batches are kept for as long as it is to the next snapshot.
+            least = self._num_kept()
+            self.interval = calls_to_next(
+                ended - began,
+                (began - self._window_began) / num_calls,
+                least,
+                max_share=self._max_share,
+            )
+            wanted = min(self.interval, _MAX_CALLS)
+            self._ring.keep = max(self._least, wanted * self.steps)
+            self._calls = collections.deque(self._calls, maxlen=max(wanted, least))
         self._window_began, self._in_window, self._since_snapshot = ended, 0, 0
         if not is_finite:
             self._spare = None  # it goes into a bundle, perhaps
@@ -185,16 +234,6 @@ class FlightLog:
     def _num_kept(self) -> int:
         """Returns the calls whose batches are kept at least, as far as is known."""
         return max(1, min(self._least, self._ring.num_that_fit) // self.steps)
-
-    def _adapt(self, snapshot_seconds: float, call_seconds: float) -> None:
-        """Sets how long it is to the next snapshot, and keeps batches for so long."""
-        least = self._num_kept()
-        self.interval = calls_to_next(
-            snapshot_seconds, call_seconds, least, max_share=self._max_share
-        )
-        wanted = min(self.interval, _MAX_CALLS)
-        self._ring.keep = max(self._least, wanted * self.steps)
-        self._calls = collections.deque(self._calls, maxlen=max(wanted, least))
 
 
 def learning_rate_of(model: Any) -> float | None:

@@ -9,13 +9,30 @@ import keras
 import tensorflow as tf
 
 from tfamp.callbacks._timed_iterator import ITERATORS
-from tfamp.callbacks.micro_batches import parts, text
-from tfamp.callbacks.micro_batches.gradients import Gradients, only_after_gradients
+from tfamp.callbacks.micro_batches.gradients import (
+    CannotSplit,
+    Gradients,
+    bounds,
+    cut,
+    num_splits,
+    only_after_gradients,
+    sizes,
+    without_optionals,
+)
 from tfamp.callbacks.micro_batches.state import StateBefore
-from tfamp.callbacks.nan_recovery.signs import was_skipped
-from tfamp.keras_hooks import around_training, trainer
+from tfamp.callbacks.nan_recovery.failures import was_skipped
+from tfamp.keras_hooks import around_training, structure, trainer
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.records.checks import first_line
+from tfamp.records.units import format_bytes
+from tfamp.stepping.snapshots.names import optimizers_of
+
+_REMEDIES = (
+    "Store less for the backward pass by `tfamp.remat(model)`, compute in half the "
+    'bytes by `tfamp.enable("mixed_bfloat16")`, and on a GPU set '
+    "TF_GPU_ALLOCATOR=cuda_malloc_async against fragments, or let processes share it "
+    "by `tf.config.experimental.set_memory_growth`."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,19 +54,12 @@ class BatchSplit:
     error: str
 
 
-class Course:
-    """Runs the steps of a model, and cuts batches that do not fit.
+class SplitSteps:
+    """Runs the steps of a model, and cuts batches that do not fit into memory.
 
-    Args:
-        model: A compiled model in `fit`.
-        max_splits: Most micro-batches of a batch.
-        on_split: Called with each `BatchSplit`.
-
-    Attributes:
-        limit: Most examples that a replica trains on at once; None for any number.
-        splits: Micro-batches of the last batch.
-        epoch: The present epoch, from 0.
-        step: Batches trained in this `fit`.
+    A replica trains on `limit` examples at once, any number where that is None. `step`
+    counts the batches of this `fit`, and `splits` are the micro-batches of the last
+    one. `on_split` is called with each `BatchSplit`.
     """
 
     def __init__(
@@ -63,7 +73,6 @@ class Course:
         self.splits = 1
         self.epoch = self.step = 0
         self._model, self._max_splits, self._on_split = model, max_splits, on_split
-        self._largest = 0
         self._function: Any = None
         self.trace_anew()
 
@@ -76,7 +85,7 @@ class Course:
         """Drops all that was traced."""
         self._whole: Any = None
         self._gradients: Gradients | None = None
-        self._before: StateBefore | None = None
+        self._before: Any = None
         self._tables: set[Any] = set()
         self._largest = 0
 
@@ -85,7 +94,10 @@ class Course:
         if function is not self._function:
             self.trace_anew()  # compiled anew, or given other dtypes
             self._function = function
-        self._prepare(iterator)
+        if self._whole is None:
+            _build(self._model, getattr(iterator, "element_spec", None))
+            self._whole = around_training.on_batch(self._model)
+            self._before = StateBefore(self._model)
         if not isinstance(iterator, ITERATORS):
             return self._whole(next(iter(iterator)))
         logs: Any = None
@@ -96,26 +108,18 @@ class Course:
                 if not done:
                     raise
                 break
-            logs = self._step(parts.without_optionals(data))
+            logs = self._step(without_optionals(data))
             self.step += 1
         return logs
 
-    def _prepare(self, iterator: Any) -> None:
-        if self._whole is None:
-            _build(self._model, getattr(iterator, "element_spec", None))
-            self._whole = around_training.on_batch(self._model)
-            self._before = StateBefore(self._model)
-
     def _step(self, data: Any) -> Any:
         before, strategy = self._before, self._model.distribute_strategy
-        if before is None:
-            raise RuntimeError("No training is under way.")
         size = _num_elements(strategy, data)
         is_first = size > self._largest
         num_parts = 1
         if self.limit is not None:
-            examples = parts.sizes(strategy, data)
-            num_parts = parts.num_parts(examples, self.limit, self._max_splits)
+            examples = sizes(strategy, data)
+            num_parts = num_splits(examples, self.limit, self._max_splits)
         before.hold(is_first=is_first)
         while True:
             try:
@@ -133,36 +137,34 @@ class Course:
         return logs
 
     def _train(self, data: Any, num_parts: int) -> Any:
-        before = self._before
-        if num_parts == 1 and before is not None:
-            optimizer = self._model.optimizer
-            with only_after_gradients(optimizer, before.begun, self._tables.add):
-                return self._whole(data)
-        return self._train_in_parts(data, num_parts)
+        if num_parts > 1:
+            return self._train_in_parts(data, num_parts)
+        optimizer, begun = self._model.optimizer, self._before.begun
+        with only_after_gradients(optimizer, begun, self._tables.add):
+            return self._whole(data)
 
     def _train_in_parts(self, data: Any, num_parts: int) -> Any:
         model, before = self._model, self._before
-        if before is None:
-            return None
         if self._gradients is None:
             self._gradients = Gradients(model, before.begun, self._tables)
         gradients = self._gradients
         strategy = model.distribute_strategy
-        examples = parts.sizes(strategy, data)
+        examples = sizes(strategy, data)
         gradients.clear()
         seen, tables = [], []
-        for piece in parts.cut(strategy, data, examples, num_parts):
+        for piece in cut(strategy, data, examples, num_parts):
             logs, rows = gradients.add(piece)
             seen.append(_of_all_replicas(strategy, logs))
             tables.append(rows)
         counted = [
             sum(end - begin for begin, end in edges)
             for edges in zip(
-                *(parts.bounds(length, num_parts) for length in examples), strict=True
+                *(bounds(length, num_parts) for length in examples), strict=True
             )
         ]
         logs = _logs_of_all(model, seen, counted)
-        gradients.apply(_first_array(data), tables)
+        first = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
+        gradients.apply(first, tables)
         if was_skipped(model):
             before.restore_statistics()
         return logs
@@ -170,25 +172,37 @@ class Course:
     def _next(self, error: Exception, data: Any, num_parts: int) -> int:
         """Puts the model back, and returns into how many parts the batch goes next.
 
-        Raises:
-            Exception: There is no way on; of the error's class where that can be made.
+        Where there is no way on, it raises an error of the class of `error`, if that
+        can be made.
         """
         model, before = self._model, self._before
         strategy = model.distribute_strategy
-        has_begun = before is not None and before.has_begun()
-        if before is None or not before.restore():
-            raise text.as_error(error, text.half_written(model)) from error
+        has_begun = before.has_begun()
+        if not before.restore():
+            raise as_error(
+                error,
+                f"A step of {model.name!r} ran out of memory while its weights were "
+                "written, or made variables before it did; expected it to before that, "
+                "since then nothing is lost. The weights may be those of half an "
+                "update: go back to a checkpoint of `tfamp.callbacks.NanRecovery` or "
+                "`keras.callbacks.BackupAndRestore`, and choose a smaller batch size; "
+                "build the model and its optimizer before `fit`.",
+            ) from error
         try:
-            examples = parts.sizes(strategy, data)
-        except parts.CannotSplit as why:
-            raise text.as_error(error, text.cannot_split(str(why))) from error
+            examples = sizes(strategy, data)
+        except CannotSplit as why:
+            raise as_error(
+                error,
+                f"A batch did not fit into memory, and cannot be split: {why}. Choose "
+                f"a smaller batch size. {_REMEDIES}",
+            ) from error
         most = min(self._max_splits, min(examples))
         wanted = min(2 * num_parts, most)
         if wanted <= num_parts or (num_parts > 1 and has_begun):
             sums = self._gradients.num_bytes if self._gradients is not None else 0
-            raise text.as_error(
+            raise as_error(
                 error,
-                text.exhausted(
+                exhausted(
                     model,
                     examples=sum(examples),
                     num_parts=num_parts,
@@ -236,10 +250,6 @@ def _num_elements(strategy: tf.distribute.Strategy, data: Any) -> int:
     )
 
 
-def _first_array(data: Any) -> Any:
-    return next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
-
-
 def _of_all_replicas(strategy: tf.distribute.Strategy, logs: Any) -> Any:
     """Returns the means over the replicas, as Keras does with logs."""
 
@@ -277,3 +287,52 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping) or isinstance(other, Mapping):
         return True
     return bool(tf.reduce_all(tf.cast(one, tf.float32) == tf.cast(other, tf.float32)))
+
+
+def exhausted(
+    model: keras.Model,
+    *,
+    examples: int,
+    num_parts: int,
+    max_splits: int,
+    in_update: bool,
+    sums_bytes: int,
+) -> str:
+    """Returns the text where a batch fits in no number of parts."""
+    strategy = model.distribute_strategy
+    if in_update:
+        what = (
+            f"The update of the weights does not fit into memory, after the gradients "
+            f"of {num_parts} micro-batches did; expected it to, and smaller ones would "
+            "not change it"
+        )
+    elif num_parts >= max_splits:
+        what = (
+            f"A batch of {examples} examples does not fit into memory as {num_parts} "
+            f"micro-batches; expected it to with `max_splits={max_splits}`"
+        )
+        if examples > num_parts * strategy.num_replicas_in_sync:
+            what += ", which may be larger"
+    else:
+        what = (
+            f"A batch of {examples} examples does not fit into memory as {num_parts} "
+            "micro-batches, down to one example on a replica; expected one to fit"
+        )
+    weights = structure.bytes_of(model.variables)
+    slots = sum(structure.bytes_of(o.variables) for o in optimizers_of(model))
+    sums = f", {format_bytes(sums_bytes)} sums of gradients" if sums_bytes else ""
+    return (
+        f"{what}. On a device {format_bytes(weights)} are weights, "
+        f"{format_bytes(slots)} optimizer state{sums}; the rest are activations and "
+        f"what else runs there. The model is as it was before the step. {_REMEDIES}"
+    )
+
+
+def as_error(error: Exception, message: str) -> Exception:
+    """Returns an error that is caught wherever `error` is, with another text."""
+    message = f"{message} The error was: {first_line(error)}"
+    if isinstance(error, tf.errors.OpError):
+        return tf.errors.ResourceExhaustedError(error.node_def, error.op, message)
+    if isinstance(error, MemoryError):
+        return MemoryError(message)
+    return tf.errors.ResourceExhaustedError(None, None, message)

@@ -1,11 +1,50 @@
 """The variables of a loss-scale optimizer: scale, counters, history, accumulators."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.loss_scale.rule import ScaleState
+
+
+class NonfiniteCounts:
+    """Counts, for each variable, the skipped steps it had a part in."""
+
+    def __init__(
+        self,
+        variables: Sequence[Any],
+        key_of: Callable[[Any], Any],
+        add_variable: Callable[..., Any],
+    ) -> None:
+        self._names = [getattr(v, "path", v.name) for v in variables]
+        self._positions = {key_of(v): i for i, v in enumerate(variables)}
+        self._key_of = key_of
+        # Row 0: in how many skipped steps. Row 1: whether in the last one.
+        shape = (2, len(self._names))
+        self.counts = add_variable(shape=shape, dtype="int64", name="blame")
+
+    def note(self, variables: Sequence[Any], squares: tf.Tensor) -> None:
+        """Stores whose sum of squares is not finite; shape (variables,)."""
+        if not variables:
+            return
+        indices = [[self._positions[self._key_of(v)]] for v in variables]
+        flags = tf.cast(~tf.math.is_finite(squares), tf.int64)
+        last = tf.scatter_nd(indices, flags, [len(self._names)])
+        counts = tf.convert_to_tensor(self.counts.value)[0] + last
+        self.counts.assign(tf.stack([counts, last]))
+
+    def last(self) -> tuple[str, ...]:
+        """Returns the paths of the variables to blame for the last skipped step."""
+        flags = np.asarray(self.counts.value)[1]
+        return tuple(n for n, flag in zip(self._names, flags, strict=True) if flag)
+
+    def total(self) -> dict[str, int]:
+        """Returns the number of skipped steps for each variable that had any."""
+        counts = np.asarray(self.counts.value)[0].tolist()
+        return {n: c for n, c in zip(self._names, counts, strict=True) if c}
+
 
 HISTORY_STEPS = 1024
 # Codes of `Counters.is_frozen`. What was static by its constructor is told apart
@@ -24,7 +63,7 @@ def select(condition: Any, yes: Any, no: Any) -> tf.Tensor:
 
 
 class Counters(NamedTuple):
-    """Whole numbers of a `Tally`, in the order in which they are stored."""
+    """Whole numbers of a `ScaleVariables`, in the order in which they are stored."""
 
     judged: Any = 0  # steps, or microbatches, finite or not
     applied: Any = 0  # updates
@@ -39,7 +78,7 @@ class Counters(NamedTuple):
 
 
 class Levels(NamedTuple):
-    """Real numbers of a `Tally`, in the order in which they are stored."""
+    """Real numbers of a `ScaleVariables`, in the order in which they are stored."""
 
     good_scale: Any = 0.0
     peak: Any = 0.0
@@ -86,18 +125,12 @@ class Snapshot(NamedTuple):
         return Snapshot(state.scale, state.good_steps, counters, levels)
 
 
-class Tally:
+class ScaleVariables:
     """Two vectors, the scale and its counter, kept as few variables as can be.
 
-    Each variable costs a step a read and a write, whatever its size.
-
-    Args:
-        step_counter: Keras's variable of finite steps since the last change.
-        dynamic_scale: Keras's variable of the scale.
-        add_variable: Makes one more variable from `shape`, `dtype`, `name` and
-            `initializer`.
-        is_static: Whether the scale is static from the start.
-        is_probing: Whether the first gradients set the scale.
+    Each variable costs a step a read and a write, whatever its size. `add_variable`
+    makes one from `shape`, `dtype`, `name` and `initializer`; the other two are Keras's
+    own.
     """
 
     def __init__(

@@ -1,0 +1,41 @@
+"""Ways to run a step of a training loop, a step of a model, a spy on gradients."""
+
+from typing import Any
+
+import keras
+import pytest
+import tensorflow as tf
+
+DECORATORS = {
+    "eager": lambda step: step,
+    "graph": tf.function,
+    "xla": tf.function(jit_compile=True),
+}
+in_each_way = pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
+
+
+class OwnStep(keras.Model):
+    """Has a `train_step` that scales its loss by hand; comes ahead of other models."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+            scaled = self.optimizer.scale_loss(loss)
+        gradients = tape.gradient(scaled, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"own_loss": loss}
+
+
+def spied(seen: list[Any]) -> Any:
+    """Returns the identity, which notes the gradients that flow back through it."""
+
+    @tf.custom_gradient
+    def identity(value: Any) -> Any:
+        def gradient(upstream: Any) -> Any:
+            seen.append(upstream)
+            return upstream
+
+        return tf.identity(value), gradient
+
+    return identity

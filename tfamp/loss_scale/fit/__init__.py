@@ -1,1 +1,0 @@
-"""What a `LossScaleOptimizer` needs around `fit`: guarded state, losses, advice."""
