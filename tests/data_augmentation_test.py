@@ -20,7 +20,7 @@ from tfamp.data.augmentation import (
     Shift,
 )
 from tfamp.data.augmentation.chain import num_arguments
-from tfamp.data.augmentation.epochs import EpochCounter
+from tfamp.data.augmentation.stage import EpochCounter
 
 ALL = (Flip(True, True), Shift(), Rotate(), Brightness(), Contrast(), Cutout())
 

@@ -22,11 +22,7 @@ _CHANGES_LABELS = ("MixUp", "CutMix")
 
 
 class _Seeds(keras.random.SeedGenerator):
-    """Gives a layer of Keras seeds that follow from one tensor, and no state.
-
-    Args:
-        seed: int32 `(2,)`.
-    """
+    """Gives a layer of Keras seeds that follow from one tensor `(2,)`, and no state."""
 
     def __init__(self, seed: tf.Tensor) -> None:
         # Not Keras's own: that makes a variable, which a map cannot.
@@ -42,19 +38,13 @@ class _Seeds(keras.random.SeedGenerator):
 class LayerStep(Transform):
     """A random layer of Keras, which the strength gives to a share of the images.
 
-    Attributes:
-        layer: The layer. It draws from the seed of the pipeline, not from its own.
+    It draws from the seed of the pipeline, not from its own.
     """
 
     layer: Any
 
-    @classmethod
-    def of(cls, layer: Any) -> "LayerStep":
-        """Checks a layer.
-
-        Raises:
-            TypeError: It changes no images, or labels too.
-        """
+    def __post_init__(self) -> None:
+        layer = self.layer
         is_random = callable(getattr(layer, "get_random_transformation", None))
         if not is_random or type(layer).__name__ in _CHANGES_LABELS:
             raise TypeError(
@@ -62,7 +52,6 @@ class LayerStep(Transform):
                 "labels; expected one such as `keras.layers.RandomFlip()`. Put it "
                 "into the model, or into `.map` behind the pipeline's batches."
             )
-        return cls(layer)
 
     def __call__(
         self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
@@ -79,16 +68,9 @@ class LayerStep(Transform):
 
 @dataclasses.dataclass(frozen=True)
 class Chain:
-    """What is done to images, or to vectors of features.
+    """What is done to images, or to vectors of features: no steps for the defaults.
 
-    Attributes:
-        steps: Transforms, random layers of Keras, and functions of (image, strength)
-            or with a seed; none for the defaults.
-        value_range: Smallest and largest value of an image; None for the dtype's.
-
-    Raises:
-        TypeError: A step is none of these, or the range is no pair.
-        ValueError: The range is empty.
+    `Pipeline.augment` explains the arguments.
     """
 
     steps: tuple[Step, ...]
@@ -96,7 +78,7 @@ class Chain:
 
     def __post_init__(self) -> None:
         steps = tuple(
-            LayerStep.of(step) if isinstance(step, keras.layers.Layer) else step
+            LayerStep(step) if isinstance(step, keras.layers.Layer) else step
             for step in self.steps
         )
         for step in steps:
@@ -130,13 +112,7 @@ class Chain:
         return tuple(_name(step) for step in self.steps)
 
     def check(self, spec: Any) -> None:
-        """Raises if images of a spec cannot be changed so.
-
-        Raises:
-            ValueError: They are no `(height, width, channels)`, or their range is
-                not clear.
-            TypeError: They are no dense numbers.
-        """
+        """Raises if images of a spec cannot be changed so."""
         if not isinstance(spec, tf.TensorSpec) or not (
             spec.dtype.is_floating or spec.dtype.is_integer
         ):
@@ -165,13 +141,9 @@ class Chain:
         strength: tf.Tensor,
         seed: tf.Tensor,
     ) -> tf.Tensor:
-        """Returns images, changed; the same where the strength is 0.
+        """Returns images of any numbers, changed; the same where the strength is 0.
 
-        Args:
-            images: `(images, height, width, channels)`, any numbers; a batch of one
-                unless the chain takes batches.
-            strength: float32 in [0, 1].
-            seed: int32 `(2,)`.
+        They are a batch of one unless the chain takes batches.
         """
         dtype = images.dtype
 

@@ -25,11 +25,9 @@ class Transform(abc.ABC):
     ) -> tf.Tensor:
         """Returns changed images.
 
-        Args:
-            images: float32 `(images, height, width, channels)`.
-            strength: float32 in [0, 1]; 0 changes nothing.
-            seed: int32 `(2,)`; the same seed draws the same changes.
-            span: Largest minus smallest value that an image can have.
+        They are float32 `(images, height, width, channels)`; the strength is a float32
+        in [0, 1], the seed an int32 `(2,)`, and the span the largest minus the smallest
+        value that an image can have.
         """
 
 
@@ -210,10 +208,8 @@ DEFAULT: tuple[Transform, ...] = (Flip(), Shift(), Rotate(), Brightness(), Contr
 def span_of(dtype: Any, value_range: tuple[float, float] | None) -> float:
     """Returns largest minus smallest value of images of a dtype.
 
-    Args:
-        dtype: Of the images.
-        value_range: What the user said; None for 0 to the dtype's largest for uint8
-            and uint16, and 0 to 1 for floats.
+    Without a range that is 0 to the dtype's largest for uint8 and uint16, and 0 to 1
+    for floats.
 
     Raises:
         ValueError: An integer dtype of which none of that is likely.

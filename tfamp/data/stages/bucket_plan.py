@@ -18,20 +18,16 @@ _MAX_CANDIDATES = 2048
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """Buckets, and what is known of the lengths that go into them.
+    """Buckets, and what is known of the lengths that go into them."""
 
-    Attributes:
-        boundaries: The longest length of each bucket, ascending; what it is padded to.
-        batch_sizes: Sequences in a batch of each bucket.
-        waste: Share of all places that is padding, None if lengths were not read.
-        waste_of_one_shape: The same if all were padded to the longest.
-        num_too_long: Sequences above the last boundary.
-    """
-
+    # The longest length of each bucket, ascending: what it is padded to.
     boundaries: tuple[int, ...]
     batch_sizes: tuple[int, ...]
+    # Share of all places that is padding, None if lengths were not read; and the same
+    # if all sequences were padded to the longest.
     waste: float | None = None
     waste_of_one_shape: float | None = None
+    # Sequences above the last boundary.
     num_too_long: int = 0
 
 
@@ -44,11 +40,6 @@ def choose_boundaries(
     dynamic programming over the histogram of lengths: the best last bucket goes
     with the best buckets below it. Above 2,048 distinct multiples (lengths of more
     than 16,384 at the default) they are taken in steps twice as wide, and so on.
-
-    Args:
-        lengths: int64 `(examples,)`, at least one.
-        multiple: What boundaries are multiples of.
-        max_shapes: How many boundaries there may be.
 
     Example:
         >>> choose_boundaries(np.array([3, 5, 7, 30, 31, 90]), max_shapes=2)
@@ -90,11 +81,8 @@ def sizes_of_batches(
 ) -> tuple[int, ...]:
     """Returns how many sequences of each bucket make a batch.
 
-    Args:
-        boundaries: What the buckets are padded to.
-        batch_size: The same number for all of them, or None.
-        token_budget: Places in a batch, padding included, else. The number of
-            sequences is rounded down to a multiple of 8 where there are 8 or more.
+    That is `batch_size` for all, or what `token_budget` has places for, padding
+    included, rounded down to a multiple of 8 where there are 8 or more.
 
     Example:
         >>> sizes_of_batches((8, 48, 96), batch_size=None, token_budget=512)
@@ -118,12 +106,8 @@ def plan_of(
 ) -> BucketPlan:
     """Returns the plan, with its waste where lengths are known.
 
-    Args:
-        lengths: int64 `(examples,)`, or None.
-        boundaries: What the buckets are padded to.
-        batch_sizes: How many sequences of each make a batch.
-        keeps_too_long: Whether sequences above the last boundary are cut to it;
-            else they are not there.
+    Sequences above the last boundary are cut to it if `keeps_too_long`; else they are
+    not there.
 
     Example:
         >>> plan_of(np.array([2, 8, 12]), (8, 16), (4, 4)).waste  # 10 of 32 places

@@ -75,15 +75,11 @@ class Cache(Stage):
 class FileCache(Stage):
     """Keeps the elements in files, which later runs of the same pipeline use too.
 
-    Attributes:
-        path: Where the names of the files begin.
-        make_fingerprint: Gives the fingerprint of all that comes before.
-        unseen: "error" to refuse what the fingerprint cannot see, or "warn".
-        is_endless: Whether what comes before is known to have no end, although the
-            dataset itself may not know.
-        data_parts: Parts of a fingerprint that say which data it is. Where they
-            differ, a cache is no older version of another but holds other elements:
-            a worker's, or the validation's.
+    The names of the files begin with `path` and end with the fingerprint of all that
+    comes before, which `is_endless` where that is known although the dataset itself
+    may not know. `unseen` "error" refuses what the fingerprint cannot see. Where the
+    `data_parts` of fingerprints differ, a cache is no older version of another but
+    holds other elements: a worker's, or the validation's.
     """
 
     name: ClassVar[str] = Cache.name
@@ -121,12 +117,7 @@ class FileCache(Stage):
         return unknown.apply(tf.data.experimental.assert_cardinality(count))
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Fills the files, unless they are here, and reads them.
-
-        Raises:
-            OSError: The disk is full, or would be.
-            ValueError: There are no elements, or the files are gone while in use.
-        """
+        """Fills the files, unless they are here, and reads them."""
         found = self.make_fingerprint()
         files = CacheFiles(self.path, found.digest)
         if found.unseen:
@@ -157,7 +148,9 @@ class FileCache(Stage):
                 files.stem,
                 len(left),
             )
-        needed = _needed_bytes(dataset)
+        needed = _expected_bytes(dataset)
+        if needed is None:
+            needed = _sampled_bytes(dataset)
         _check_space(files, needed)
         data = files.new_data()
         so_far = _Progress()
@@ -227,12 +220,10 @@ class FileCache(Stage):
 
 @dataclasses.dataclass
 class _Progress:
-    """How far a pass has come.
+    """Elements that tf.data has taken, and their bytes as far as these are known.
 
-    Attributes:
-        num_elements: Elements that tf.data has taken.
-        num_bytes: What they hold, as far as it is known. tf.data keeps up to 8 MiB
-            before it writes, and removes its files when a disk is full.
+    tf.data keeps up to 8 MiB before it writes, and removes its files when a disk is
+    full.
     """
 
     num_elements: int = 0
@@ -287,12 +278,6 @@ def _full_disk(files: CacheFiles, num_bytes: int, needed: int | None) -> OSError
     )
 
 
-def _needed_bytes(dataset: tf.data.Dataset) -> int | None:
-    """Returns what a cache of a dataset will take, None where nobody can know."""
-    needed = _expected_bytes(dataset)
-    return _sampled_bytes(dataset) if needed is None else needed
-
-
 def _expected_bytes(dataset: tf.data.Dataset) -> int | None:
     """Returns what all elements take, None where shapes or the length vary."""
     element_bytes = bytes_of_element(dataset.element_spec)
@@ -305,21 +290,14 @@ def _sampled_bytes(dataset: tf.data.Dataset) -> int | None:
     length = known_length(dataset)
     if length is None:
         return None
-    sizes = [_bytes_of(element) for element in dataset.take(_SAMPLED)]
-    return round(length * sum(sizes) / max(1, len(sizes)))
-
-
-def _bytes_of(element: Any) -> int:
-    """Returns the bytes of a given element."""
-    total = 0
-    for leaf in tf.nest.flatten(element, expand_composites=True):
-        array = leaf.numpy()
-        if leaf.dtype == tf.string:
-            total += sum(map(len, np.ravel(array)))
-        else:
-            total += array.nbytes
-        total += _OVERHEAD_BYTES
-    return total
+    total = num_elements = 0
+    for element in dataset.take(_SAMPLED):
+        num_elements += 1
+        for leaf in tf.nest.flatten(element, expand_composites=True):
+            array, is_text = leaf.numpy(), leaf.dtype == tf.string
+            num_bytes = sum(map(len, np.ravel(array))) if is_text else array.nbytes
+            total += num_bytes + _OVERHEAD_BYTES
+    return round(length * total / max(1, num_elements))
 
 
 def _is_about_space(error: BaseException) -> bool:

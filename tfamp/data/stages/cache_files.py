@@ -64,12 +64,7 @@ def check_path(path: str | os.PathLike[str]) -> Path:
 
 @dataclasses.dataclass(frozen=True)
 class CacheFiles:
-    """The files of one cache.
-
-    Attributes:
-        path: The user's path, where the names begin.
-        digest: The pipeline's fingerprint in short.
-    """
+    """The files of one cache: the user's path, and the fingerprint in short."""
 
     path: Path
     digest: str
@@ -99,15 +94,9 @@ class CacheFiles:
         return self.path.with_name(f"{self.stem.name}-{secrets.token_hex(4)}")
 
     def parts(self, data: str | None = None) -> list[Path]:
-        """Returns the data files here, whole or left unfinished.
-
-        Args:
-            data: The name that was given to tf.data, None for any.
-        """
-        name = (
-            re.escape(data) if data else rf"{re.escape(self.stem.name)}-[0-9a-f]{{8}}"
-        )
-        pattern = re.compile(name + r"(_\d+)?\..+")
+        """Returns the data files here, whole or left unfinished, by name or all."""
+        anything = rf"{re.escape(self.stem.name)}-[0-9a-f]{{8}}"
+        pattern = re.compile((re.escape(data) if data else anything) + r"(_\d+)?\..+")
         found = self.path.parent.iterdir()
         return sorted(path for path in found if pattern.fullmatch(path.name))
 
@@ -154,8 +143,8 @@ class CacheFiles:
         """
         named = self.read().get("files", {})
         left = [path for path in self.parts() if path.name not in named]
-        beside = f".{self.record.name}.*{_files.BESIDE}"
-        for path in [*left, *self.path.parent.glob(_escaped(beside))]:
+        begin = re.sub(r"([\[?*])", r"[\1]", f".{self.record.name}.")
+        for path in [*left, *self.path.parent.glob(f"{begin}*{_files.BESIDE}")]:
             path.unlink(missing_ok=True)
         return left
 
@@ -170,18 +159,13 @@ def fill_or_read(
     fill: Callable[[], None],
     sleep: Callable[[float], None] = time.sleep,
 ) -> bool:
-    """Fills a cache, or waits until another process has; it stays until this one ends.
+    """Fills a cache, or waits until another process has; returns whether it did.
 
-    Args:
-        files: The cache.
-        fill: Writes and publishes it, or raises and leaves nothing.
-        sleep: Waits for some seconds.
-
-    Returns:
-        Whether it was filled here.
+    The files stay until this process ends. `fill` writes and publishes them, or raises
+    and leaves nothing.
 
     Raises:
-        ValueError: Others read it, and its files have gone.
+        ValueError: Others read the cache, and its files have gone.
         OSError: The lock's file cannot be opened or locked.
     """
     with _HOLDING:
@@ -287,8 +271,3 @@ def _sizes(paths: list[Path]) -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
             found[path.name] = path.stat().st_size
     return found
-
-
-def _escaped(pattern: str) -> str:
-    """Returns a pattern in which only `*` has a meaning."""
-    return re.sub(r"([\[?])", r"[\1]", pattern)

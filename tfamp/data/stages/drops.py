@@ -13,6 +13,7 @@ from tfamp.records.record import Record
 
 # Between two reports of a pass; one costs a call into Python, about 0.1 ms.
 _REPORT_EVERY = 4096
+# Stands for the reason of the mark behind the last element.
 _END = -1
 
 
@@ -49,11 +50,7 @@ class DropReport(Record):
 
 
 class DropLog:
-    """Adds up what iterators over a dataset report; safe between threads.
-
-    Args:
-        reasons: Why an element may go.
-    """
+    """Adds up what iterators over a dataset report; safe between threads."""
 
     def __init__(self, reasons: Sequence[str]) -> None:
         self.reasons = tuple(reasons)
@@ -61,20 +58,12 @@ class DropLog:
         self._counts = [0] * (1 + len(self.reasons))
         self._passes = 0
 
-    def add(self, counts: Sequence[int], *, is_end: bool) -> None:
-        """Adds elements seen, and those dropped for each reason."""
+    def add(self, counts: Sequence[int], *, passes: int) -> None:
+        """Adds elements seen, those dropped for each reason, and whole passes."""
         with self._lock:
-            self._counts = [
-                a + int(b) for a, b in zip(self._counts, counts, strict=True)
-            ]
-            self._passes += bool(is_end)
-
-    def add_report(self, report: DropReport) -> None:
-        """Adds what another log has counted."""
-        with self._lock:
-            counts = (report.seen, *(report.dropped[one] for one in self.reasons))
-            self._counts = [a + b for a, b in zip(self._counts, counts, strict=True)]
-            self._passes += report.passes
+            pairs = zip(self._counts, counts, strict=True)
+            self._counts = [a + int(b) for a, b in pairs]
+            self._passes += passes
 
     def report(self) -> DropReport:
         """Returns the sums so far."""
@@ -86,55 +75,52 @@ class DropLog:
 def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
     """Returns the single elements that have no reason to go.
 
-    Every iterator counts for itself and tells the log every 4,096 elements and at
-    its end, so a pass that is broken off is off by less than that.
+    Every iterator counts for itself and reports to the log every 4,096 elements and at
+    its end, so a pass that is broken off is off by less than that. A pass in which all
+    of one or more elements went ends in `tf.errors.InvalidArgumentError`.
 
     Args:
         judged: Chunks of pairs of an int32 and an element, `(chunk, ...)`: 0 to keep
             it, else the number of the reason in `log.reasons`, from 1.
         log: Takes the counts.
 
-    Returns:
-        A dataset of the elements alone. A pass in which all of one or more elements
-        went ends in `tf.errors.InvalidArgumentError`.
-
     Raises:
         TypeError: Elements hold something else than dense tensors of known rank.
     """
-    nothing = blank(judged.element_spec[1], purpose="`.filter` drops some", sizes=[1])
-    end = (tf.constant([_END], tf.int32), nothing)
-    ended = judged.concatenate(tf.data.Dataset.from_tensors(end))
+    spec = judged.element_spec[1]
+    last = blank(spec, purpose="`.filter` drops some", sizes=[1])
+    ended = judged.concatenate(
+        tf.data.Dataset.from_tensors((tf.constant([_END], tf.int32), last))
+    )
     zeros = tf.zeros(1 + len(log.reasons), tf.int64)
 
-    def tell(counts: Any, is_end: Any) -> None:
-        log.add(counts.numpy().tolist(), is_end=bool(is_end))
+    def add(counts: Any, is_end: Any) -> None:
+        log.add(counts.numpy().tolist(), passes=int(is_end))
 
     def count(state: Any, pair: Any) -> Any:
-        (total, told), (codes, elements) = state, pair
+        (total, reported), (codes, elements) = state, pair
         is_end = tf.equal(codes[0], _END)
         kinds = tf.one_hot(codes, len(log.reasons) + 1, dtype=tf.int64)
         kinds = tf.reduce_sum(kinds, axis=0)
         # Position 0 counts all that was seen, kept or not.
         seen = tf.size(codes, tf.int64) * tf.cast(tf.logical_not(is_end), tf.int64)
         total = total + tf.concat([[seen], kinds[1:]], 0)
-        checks = [
-            tf.cond(is_end, lambda: _check_some_left(total, log.reasons), tf.no_op)
-        ]
-        new = total - told
+        new = total - reported
         is_due = tf.logical_or(is_end, new[0] >= _REPORT_EVERY)
-        checks.append(
+        checks = [
+            tf.cond(is_end, lambda: _check_some_left(total, log.reasons), tf.no_op),
             tf.cond(
                 is_due,
-                lambda: tf.group(tf.py_function(tell, [new, is_end], [])),
+                lambda: tf.group(tf.py_function(add, [new, is_end], [])),
                 tf.no_op,
-            )
-        )
-        told = tf.where(is_due, total, told)
+            ),
+        ]
+        reported = tf.where(is_due, total, reported)
         with tf.control_dependencies(checks):
             is_kept = tf.equal(codes, 0)
         kept = tf.nest.map_structure(lambda v: tf.boolean_mask(v, is_kept), elements)
         # A structure of its own: a tuple alone would be taken for several values.
-        return (total, told), {"kept": kept}
+        return (total, reported), {"kept": kept}
 
     counted = ended.scan((zeros, zeros), count)
     return counted.map(lambda found: found["kept"]).unbatch()
@@ -142,12 +128,11 @@ def drop(judged: tf.data.Dataset, log: DropLog) -> tf.data.Dataset:
 
 def _check_some_left(total: tf.Tensor, reasons: Sequence[str]) -> tf.Operation:
     """Raises at the end of a pass that kept none of its elements."""
-    text = "`filter` dropped all {} elements (" + ", ".join(
-        f"{{}} {reason}" for reason in reasons
-    )
-    text += (
-        "); expected one or more to be left. Loosen it: print the statistics, or call "
-        "the predicate on single elements."
+    listed = ", ".join(f"{{}} {reason}" for reason in reasons)
+    text = (
+        f"`filter` dropped all {{}} elements ({listed}); expected one or more to be "
+        "left. Loosen it: print the statistics, or call the predicate on single "
+        "elements."
     )
     is_fine = tf.logical_or(
         tf.equal(total[0], 0), tf.greater(total[0], tf.reduce_sum(total[1:]))

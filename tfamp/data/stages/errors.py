@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import as_arguments, blank, from_arguments, known_length
+from tfamp.data._elements import as_arguments, blank, known_length
 from tfamp.data.stages.base import Settings, Stage, map_in_order
 from tfamp.records import units
 from tfamp.records.record import Record
@@ -26,9 +26,9 @@ _MIN_SEEN = 1000
 # The first file may have far longer rows than others, and no pass that is fine may end.
 _ESTIMATE_SLACK = 10
 _NAMED_IN_ERROR = 5
+_PURPOSE = "`.on_error('skip')` is used"
 # Stands for the position of the mark behind the last element.
 _END = -1
-_SKIPPING = "`.on_error('skip')` is used"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,49 +45,31 @@ class SkippedElement(Record):
 
 
 class ErrorLog:
-    """The elements that a build has skipped, each once however often it was met.
-
-    Args:
-        max_fraction: Share of elements that may be skipped, in [0, 1].
-    """
+    """The elements that a build has skipped, each once however often it was met."""
 
     def __init__(self, max_fraction: float) -> None:
         self.max_fraction = max_fraction
-        self._found: dict[str, SkippedElement] = {}
-        self._length: int | None = None
+        self.found: dict[str, SkippedElement] = {}
+        # Elements of a pass, where that is known.
+        self.length: int | None = None
         self._seen = 0
         # Of those found, the ones that the source left out, so that no step sees them.
         self._num_left_out = 0
         self._summed_up = False
         self._lock = threading.Lock()
 
-    @classmethod
-    def of_all(cls, logs: Sequence["ErrorLog"], max_fraction: float) -> "ErrorLog":
-        """Returns a log of what several builds have skipped."""
-        joined = cls(max_fraction)
-        for log in logs:
-            joined._found.update({one.where: one for one in log.skipped})
-        return joined
-
     @property
     def skipped(self) -> tuple[SkippedElement, ...]:
         """What was skipped, in the order in which it was met first."""
-        return tuple(self._found.values())
+        return tuple(self.found.values())
 
     def __contains__(self, where: str) -> bool:
-        return where in self._found
-
-    def expect(self, length: int | None) -> None:
-        """Takes note of how many elements a pass has, where that is known."""
-        self._length = length
+        return where in self.found
 
     def add(self, where: str, message: str, *, seen: int) -> None:
         """Counts an element that a step has met; the first one is logged.
 
-        Args:
-            where: The file, and the place in it.
-            message: What went wrong.
-            seen: Elements met so far in this pass, this one included.
+        `seen` is the number of elements met so far in this pass, this one included.
 
         Raises:
             ValueError: More than the allowed share cannot be read.
@@ -95,16 +77,13 @@ class ErrorLog:
         with self._lock:
             if self._note(where, message):
                 self._seen = max(self._seen, seen + self._num_left_out)
-                total = self._length or max(self._seen, _MIN_SEEN)
-                self._check(total, self._length or self._seen)
+                total = self.length or max(self._seen, _MIN_SEEN)
+                self._check(total, self.length or self._seen)
 
     def leave_out(self, where: str, message: str, *, about: int) -> None:
         """Counts an element that the source does not give; the first one is logged.
 
-        Args:
-            where: The file, and the place in it.
-            message: What went wrong.
-            about: Elements of a pass, as far as that can be told before its end.
+        `about` is the length of a pass, as far as that is known before its end.
 
         Raises:
             ValueError: Far more than the allowed share cannot be read.
@@ -113,39 +92,37 @@ class ErrorLog:
             if self._note(where, message):
                 self._num_left_out += 1
                 most = max(_ESTIMATE_SLACK * about, _MIN_SEEN)
-                self._check(most, f"about {max(about, len(self._found))}")
+                self._check(most, f"about {max(about, len(self.found))}")
 
     def finish(self, seen: int) -> None:
         """Ends a pass: checks the share exactly, and sums up once.
 
-        Args:
-            seen: Elements that the source gave in the pass, with those that a step
-                skipped.
+        `seen` is what the source gave in the pass, with what a step skipped.
 
         Raises:
             ValueError: More than the allowed share cannot be read.
         """
         with self._lock:
             self._seen = seen + self._num_left_out
-            if self._found:
-                total = self._length or self._seen
+            if self.found:
+                total = self.length or self._seen
                 self._check(total, total)
-            if self._found and not self._summed_up:
+            if self.found and not self._summed_up:
                 self._summed_up = True
-                share = len(self._found) / max(1, self._seen)
+                share = len(self.found) / max(1, self._seen)
                 logging.warning(
                     "Skipped %d of %d elements (%s) that cannot be read.",
-                    len(self._found),
+                    len(self.found),
                     self._seen,
                     units.format_share(share),
                 )
 
     def _note(self, where: str, message: str) -> bool:
         """Returns whether an element is a new one, and logs the first of all."""
-        if where in self._found:
+        if where in self.found:
             return False
-        self._found[where] = SkippedElement(where, message)
-        if len(self._found) == 1:
+        self.found[where] = SkippedElement(where, message)
+        if len(self.found) == 1:
             logging.warning(
                 "Skipped %s: %s. Further ones are counted; see `.skipped`.",
                 where,
@@ -154,14 +131,14 @@ class ErrorLog:
         return True
 
     def _check(self, total: int, told: int | str) -> None:
-        if len(self._found) <= self.max_fraction * total:
+        if len(self.found) <= self.max_fraction * total:
             return
         first = "; ".join(
             f"{one.where}: {one.message}"
-            for one in list(self._found.values())[:_NAMED_IN_ERROR]
+            for one in list(self.found.values())[:_NAMED_IN_ERROR]
         )
         raise ValueError(
-            f"{len(self._found)} of {told} elements cannot be "
+            f"{len(self.found)} of {told} elements cannot be "
             f"read; expected at most {units.format_share(self.max_fraction)} "
             f"(`max_fraction`). The first: {first}. Repair or remove them, or raise "
             "`max_fraction` in `.on_error`."
@@ -172,11 +149,8 @@ class ErrorLog:
 class OnError(Stage):
     """What to do with an element that cannot be read: a setting, not a step.
 
-    Attributes:
-        max_fraction: Share of elements that may be skipped.
-        log: What was skipped by the dataset of one build.
-        is_last: Whether no step behind the source looks for errors, so that the
-            source itself ends a pass.
+    `log` has what the dataset of one build skipped. It `is_last` where no step behind
+    the source looks for errors, so that the source itself ends a pass.
     """
 
     name: ClassVar[str] = "on_error"
@@ -190,8 +164,9 @@ class OnError(Stage):
 
     def with_counts_of(self, builds: Sequence[Any]) -> "OnError":
         """Returns the setting with what several builds have skipped."""
-        logs = [build.log for build in builds]
-        joined = ErrorLog.of_all(logs, self.max_fraction)
+        joined = ErrorLog(self.max_fraction)
+        for build in builds:
+            joined.found.update(build.log.found)
         return dataclasses.replace(self, log=joined)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
@@ -209,13 +184,9 @@ class OnError(Stage):
 class Careful(Stage):
     """Calls functions one after another on numbered elements, without those that fail.
 
-    Takes pairs (position, element) and gives what the last function returns.
-
-    Attributes:
-        functions: What to call, first to last.
-        names: What the stages are called whose functions these are.
-        locate: Gives the place of an element by its position in the source.
-        on_error: How many may fail, and where they are noted.
+    Takes pairs (position, element) and gives what the last function returns. The
+    functions are those of the stages called `names`; `locate` gives the place of an
+    element by its position in the source.
     """
 
     name: ClassVar[str] = "careful map"
@@ -226,22 +197,20 @@ class Careful(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel, reports what failed, and takes it out."""
-        self.on_error.log.expect(known_length(dataset))
+        self.on_error.log.length = known_length(dataset)
         element_spec = dataset.element_spec[1]
         outcome = dataset.map(lambda position, element: self._call(element))
-        blanks = blank(outcome.element_spec, purpose=_SKIPPING)
+        blanks = blank(outcome.element_spec, purpose=_PURPOSE)
 
         def careful(position: tf.Tensor, element: Any) -> Any:
             tried = tf.data.Dataset.from_tensors(element)
-            tried = tried.map(
-                lambda *parts: (position >= 0, self._call(from_arguments(parts)))
-            )
+            tried = tried.map(lambda *parts: (position >= 0, self._call(_whole(parts))))
             tried = tried.ignore_errors(log_warning=False)
-            failed = tf.data.Dataset.from_tensors((False, blanks))
-            is_read, result = tried.concatenate(failed).take(1).get_single_element()
+            nothing = tf.data.Dataset.from_tensors((False, blanks))
+            is_read, result = tried.concatenate(nothing).take(1).get_single_element()
             return is_read, position, element, result
 
-        last = (tf.constant(_END, tf.int64), blank(element_spec, purpose=_SKIPPING))
+        last = (tf.constant(_END, tf.int64), blank(element_spec, purpose=_PURPOSE))
         ended = dataset.concatenate(tf.data.Dataset.from_tensors(last))
         tried = map_in_order(ended, careful, settings).enumerate()
         # One after another, so that the end is reported last.
@@ -293,3 +262,8 @@ class Careful(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         return " + ".join(self.names), "element by element, so one error costs one"
+
+
+def _whole(parts: tuple[Any, ...]) -> Any:
+    """Undoes what `Dataset.map` does to an element that is no tuple."""
+    return parts[0] if len(parts) == 1 else parts

@@ -43,13 +43,9 @@ class UnsupportedError(Exception):
 def try_lock(path: Path, *, is_shared: bool) -> int | None:
     """Locks a file, which is made if it is missing.
 
-    Args:
-        path: The file to lock.
-        is_shared: Whether others may have shared locks beside this one.
-
-    Returns:
-        The open file that holds the lock until `os.close`, or until the process ends;
-        None where another one, of this process or of others, stands against it.
+    Returns the open file that holds the lock until `os.close`, or until the process
+    ends; None where another one, of this process or of others, stands against it. A
+    shared lock lets others have shared ones beside it.
 
     Raises:
         UnsupportedError: The file system has no locks.
@@ -83,12 +79,7 @@ def _has_name(opened: int, path: Path) -> bool:
 
 @dataclasses.dataclass
 class Lease:
-    """A file that names who does some work, as far as others can tell.
-
-    Attributes:
-        path: The file.
-        clock: Gives seconds.
-    """
+    """A file that names who does some work, as far as others can tell."""
 
     path: Path
     clock: Callable[[], float] = time.monotonic
@@ -100,9 +91,6 @@ class Lease:
 
         To be called until it does: an owner counts as gone once its lease was the same
         for a minute, or at once if its process has ended on this very machine.
-
-        Raises:
-            OSError: The folder cannot be written.
         """
         try:
             opened = os.open(self.path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o666)

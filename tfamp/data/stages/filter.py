@@ -16,10 +16,17 @@ from tfamp.data._elements import (
     with_length_of,
 )
 from tfamp.data.stages.base import Settings, Stage, map_in_order
-from tfamp.data.stages.drops import DropLog, DropReport, drop
-from tfamp.data.stages.filter_outliers import Clip, DropOutliers, limits_of
-from tfamp.data.stages.filter_rules import DropMissing, Fill, Rule
-from tfamp.data.stages.filter_shapes import Reshape, check_shapes
+from tfamp.data.stages.drops import DropLog, drop
+from tfamp.data.stages.filter_rules import (
+    Clip,
+    DropMissing,
+    DropOutliers,
+    Fill,
+    Rule,
+    declared,
+    limits_of,
+)
+from tfamp.data.stages.filter_shapes import Reshape, shapes_of
 from tfamp.data.statistics import Statistics
 from tfamp.data.statistics.options import FILLS, check_fill, check_rule
 from tfamp.records import checks, units
@@ -73,10 +80,6 @@ class Filter(Stage):
         """Whether elements may go, so that the length is not known beforehand."""
         return self.predicate is not None or any(rule.drops for rule in self.rules)
 
-    def report(self) -> DropReport:
-        """Returns what datasets of this stage saw and dropped so far."""
-        return self.log.report()
-
     def for_build(self) -> "Filter":
         """Returns the filter with counts of its own."""
         return dataclasses.replace(self)
@@ -85,7 +88,9 @@ class Filter(Stage):
         """Returns the filter with the counts of several builds."""
         joined = dataclasses.replace(self)
         for build in builds:
-            joined.log.add_report(build.report())
+            report = build.log.report()
+            counts = (report.seen, *report.dropped.values())
+            joined.log.add(counts, passes=report.passes)
         return joined
 
     def check(self, dataset: tf.data.Dataset) -> None:
@@ -135,7 +140,7 @@ class Filter(Stage):
             words.append(f"keep where {name}")
         if not self.drops:
             return units.join_words(words), "keeps every element"
-        report = self.report()
+        report = self.log.report()
         so_far = str(report) if report.seen else "drops are counted: `.report()`"
         return units.join_words(words), f"before the cache, done once; {so_far}"
 
@@ -144,10 +149,8 @@ class Filter(Stage):
     ) -> Callable[..., tuple[tf.Tensor, Any]]:
         """Returns a function from parts to the reason's number, 0 to keep, and x.
 
-        Args:
-            dataset: What it is mapped over.
-            is_chunk: Whether it takes chunks of elements, and gives a number each.
-            by_rules: Whether the rules alone judge, and not the predicate.
+        It is mapped over `dataset`, whose elements are chunks where `is_chunk` says so:
+        then it gives a number for each. With `by_rules` the predicate is not asked.
         """
         is_tuple = isinstance(dataset.element_spec, tuple)
 
@@ -196,7 +199,7 @@ class Filter(Stage):
                 "`missing`, `outliers` or `shape`. Pass one, or leave the filter out."
             )
         if shape is not None:
-            yield Reshape(check_shapes(shape), str(self.shape_action))
+            yield Reshape(shapes_of(shape), str(self.shape_action))
         if missing is not None:
             yield _missing_rule(missing, self.statistics)
         if outliers is not None:
@@ -234,7 +237,8 @@ def chunk_size(element_spec: Any) -> int:
 def _missing_rule(missing: Any, statistics: Statistics | None) -> Rule:
     """Returns the rule about missing values."""
     if missing == "drop":
-        return DropMissing.of(statistics)
+        columns = None if statistics is None else map(declared, statistics.columns)
+        return DropMissing(None if columns is None else tuple(columns))
     if isinstance(missing, str):
         checks.choice("missing", missing, ("drop", *FILLS))
         return Fill.from_statistics(_needed(statistics, "missing", missing), missing)
@@ -244,7 +248,8 @@ def _missing_rule(missing: Any, statistics: Statistics | None) -> Rule:
             "Fit an imputer to the training rows and call its `transform` in `.map`, "
             "by `tf.numpy_function`, or on the arrays beforehand."
         )
-    return Fill.with_number(check_fill(missing))
+    number = check_fill(missing)
+    return Fill(None, number, repr(number))
 
 
 def _needed(statistics: Any, argument: str, value: Any) -> Statistics:

@@ -18,7 +18,12 @@ from tfamp.data.statistics.conditioning import (
     fill_missing_text,
     is_missing_tensor,
 )
-from tfamp.data.statistics.options import fill_text, fill_values
+from tfamp.data.statistics.options import (
+    collapses,
+    fill_text,
+    fill_values,
+    outlier_limits,
+)
 
 Columns = dict[str, tf.Tensor]
 
@@ -27,10 +32,8 @@ Columns = dict[str, tf.Tensor]
 class Rule(abc.ABC):
     """What every rule can do.
 
-    Attributes:
-        drops: Whether elements may go because of it.
-        reason: Why they go; one of `_filters.REASONS`.
-        takes_chunks: Whether it acts on many elements at once as on one.
+    `drops` says whether elements may go because of it, `reason` why: one of
+    `filter.REASONS`. One that `takes_chunks` acts on many elements at once as on one.
     """
 
     drops: ClassVar[bool] = False
@@ -50,59 +53,42 @@ class Rule(abc.ABC):
     def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
         """Returns the columns, and whether the element goes.
 
-        Args:
-            columns: Of one element, or of a chunk of them, with an axis in front.
-            is_chunk: Which of the two; of a chunk, an answer for each element.
+        Of a chunk, whose columns have an axis in front, an answer for each element.
         """
 
 
 @dataclasses.dataclass(frozen=True)
 class DropMissing(Rule):
-    """Drops elements with a missing value.
-
-    Attributes:
-        columns: Rules of the columns to look at, None for NaN in all of them.
-    """
+    """Drops elements with a missing value, in columns of statistics or NaN in any."""
 
     drops: ClassVar[bool] = True
     reason: ClassVar[str] = "missing value"
     columns: tuple[ColumnRule, ...] | None
-
-    @classmethod
-    def of(cls, statistics: Statistics | None) -> "DropMissing":
-        """Returns the rule for the columns of statistics, or for all."""
-        if statistics is None:
-            return cls(None)
-        return cls(tuple(declared(column) for column in statistics.columns))
-
-    @property
-    def description(self) -> str:
-        """What it does, in a few words."""
-        return "drop missing values"
+    description = "drop missing values"
 
     def check(self, columns: Mapping[str, Any]) -> None:
         """Raises if no column can have a missing value."""
-        check_columns(self.columns, columns, "statistics")
+        _check_columns(self.columns, columns)
         _check_finds(self.columns, columns, "drop")
 
     def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
         """Returns the columns as they are, and whether a value is missing."""
-        found = [
-            any_in(_missing_in(columns[rule.name], rule), is_chunk)
-            for rule in self.columns or _floats(columns)
-        ]
+        found = []
+        for rule in self.columns or _floats(columns):
+            values = columns[rule.name]
+            if rule.text:
+                missing = tf.zeros_like(values, tf.bool)
+                for text in rule.missing_texts:
+                    missing = tf.logical_or(missing, tf.equal(values, text))
+            else:
+                missing = is_missing_tensor(values, rule.missing_values)
+            found.append(_any(missing, is_chunk))
         return columns, tf.reduce_any(tf.stack(found), axis=0)
 
 
 @dataclasses.dataclass(frozen=True)
 class Fill(Rule):
-    """Fills missing values.
-
-    Attributes:
-        columns: What to fill in each column; None for `number` in all with floats.
-        number: The number.
-        how: What was asked for.
-    """
+    """Fills missing values, by column or with `number` in all that hold floats."""
 
     columns: tuple[ColumnRule, ...] | None
     number: float | None
@@ -113,19 +99,12 @@ class Fill(Rule):
         """Returns the rule that fills with means, medians or modes."""
         rules = []
         for column in statistics.columns:
-            rule = declared(column)
             if isinstance(column, TextColumn):
-                text = fill_text(column, how)
-                rules.append(dataclasses.replace(rule, fill_text=text))
+                fill: dict[str, Any] = {"fill_text": fill_text(column, how)}
             else:
-                fill = tuple(fill_values(column, how).tolist())
-                rules.append(dataclasses.replace(rule, fill=fill))
+                fill = {"fill": tuple(fill_values(column, how).tolist())}
+            rules.append(dataclasses.replace(declared(column), **fill))
         return cls(tuple(rules), None, how)
-
-    @classmethod
-    def with_number(cls, number: float) -> "Fill":
-        """Returns the rule that writes one number for NaN."""
-        return cls(None, number, repr(number))
 
     @property
     def description(self) -> str:
@@ -134,7 +113,7 @@ class Fill(Rule):
 
     def check(self, columns: Mapping[str, Any]) -> None:
         """Raises if nothing can be missing, or a fill can't be written."""
-        check_columns(self.columns, columns, "statistics")
+        _check_columns(self.columns, columns)
         _check_finds(self.columns, columns, self.how)
         for rule in self.columns or ():
             dtype = columns[rule.name].dtype
@@ -162,11 +141,121 @@ class Fill(Rule):
         return changed, tf.constant(False)
 
 
-def any_in(flags: tf.Tensor, is_chunk: bool) -> tf.Tensor:
+@dataclasses.dataclass(frozen=True)
+class DropOutliers(Rule):
+    """Drops elements with a value beyond the lowest or highest of its feature."""
+
+    drops: ClassVar[bool] = True
+    reason: ClassVar[str] = "outlier"
+    columns: tuple[ColumnRule, ...]
+    description = "drop outliers"
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raises unless all columns of the statistics are there."""
+        _check_columns(self.columns, columns)
+
+    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
+        """Returns the columns as they are, and whether a value lies beyond."""
+        found = []
+        for rule in self.columns:
+            values = tf.cast(columns[rule.name], tf.float64)
+            absent = is_missing_tensor(columns[rule.name], rule.missing_values)
+            lower, upper = _limits(rule)
+            beyond = tf.logical_or(values < lower, values > upper)
+            found.append(_any(beyond & tf.logical_not(absent), is_chunk))
+        return columns, tf.reduce_any(tf.stack(found), axis=0)
+
+
+@dataclasses.dataclass(frozen=True)
+class Clip(DropOutliers):
+    """Sets values beyond their limits to the limit."""
+
+    drops: ClassVar[bool] = False
+    description = "clip outliers"
+
+    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
+        """Returns clipped columns."""
+        changed = dict(columns)
+        for rule in self.columns:
+            values = columns[rule.name]
+            wide = tf.cast(values, tf.float64)
+            lower, upper = _limits(rule)
+            if values.dtype.is_integer:
+                lower, upper = tf.math.ceil(lower), tf.floor(upper)
+            clipped = tf.where(wide < lower, lower, wide)
+            clipped = tf.where(clipped > upper, upper, clipped)
+            absent = is_missing_tensor(values, rule.missing_values)
+            # What is within its limits is not cast to and fro.
+            same = tf.logical_or(absent, tf.equal(clipped, wide))
+            changed[rule.name] = tf.where(same, values, tf.cast(clipped, values.dtype))
+        return changed, tf.constant(False)
+
+
+def declared(column: Column | TextColumn) -> ColumnRule:
+    """Returns what a column is like and what stands for a missing value in it."""
+    if isinstance(column, TextColumn):
+        texts = column.missing_values
+        return ColumnRule(
+            name=column.name, text=True, scalar=column.scalar, missing_texts=texts
+        )
+    return ColumnRule(
+        name=column.name,
+        text=False,
+        scalar=column.scalar,
+        missing_values=column.missing_values,
+        # Without a limit or a fill, these numbers say how many features there are.
+        fill=(math.nan,) * len(column.features),
+    )
+
+
+def limits_of(statistics: Statistics, rule: Any) -> tuple[ColumnRule, ...]:
+    """Returns the limits of outliers for each column of numbers of training data.
+
+    Raises:
+        ValueError: There is no column of numbers, or limits would leave one value of
+            a feature.
+    """
+    rules = []
+    for column in statistics.columns:
+        if isinstance(column, TextColumn):
+            continue
+        lower, upper = outlier_limits(column, rule)
+        for feature, low, high in zip(column.features, lower, upper, strict=True):
+            if collapses(feature, low, high):
+                raise ValueError(
+                    f"`outliers` is {rule!r}, which leaves feature {feature.name!r} "
+                    f"one value, since nearly all are equal; expected features that "
+                    "vary. Fit `statistics` with `columns` that leave it out."
+                )
+        limits = {"lower": tuple(lower.tolist()), "upper": tuple(upper.tolist())}
+        rules.append(dataclasses.replace(declared(column), **limits))
+    if not rules:
+        raise ValueError(
+            f"`outliers` is {rule!r}, and all columns of `statistics` are text; "
+            "expected numbers. Leave `outliers` out."
+        )
+    return tuple(rules)
+
+
+def _any(flags: tf.Tensor, is_chunk: bool) -> tf.Tensor:
     """Returns whether any value of an element has a flag, for each of a chunk."""
-    if not is_chunk:
-        return tf.reduce_any(flags)
-    return tf.reduce_any(flags, axis=list(range(1, flags.shape.rank)))
+    axes = list(range(1, flags.shape.rank)) if is_chunk else None
+    return tf.reduce_any(flags, axis=axes)
+
+
+def _limits(rule: ColumnRule) -> list[tf.Tensor]:
+    """Returns the limits of a column as float64 constants."""
+    pair = (rule.lower, rule.upper)
+    return [tf.constant(s[0] if rule.scalar else s, tf.float64) for s in pair]
+
+
+def _floats(columns: Mapping[str, Any]) -> Sequence[ColumnRule]:
+    """Returns rules about NaN in all columns that can hold it."""
+    return tuple(
+        ColumnRule(name=name, text=False, scalar=True)
+        for name, values in columns.items()
+        if values.dtype.is_floating
+    )
 
 
 def check_there(name: str, columns: Mapping[str, Any], argument: str) -> None:
@@ -179,43 +268,14 @@ def check_there(name: str, columns: Mapping[str, Any], argument: str) -> None:
         )
 
 
-def declared(column: Column | TextColumn) -> ColumnRule:
-    """Returns what a column is like and what stands for a missing value in it."""
-    if isinstance(column, TextColumn):
-        return ColumnRule(
-            name=column.name,
-            text=True,
-            scalar=column.scalar,
-            missing_texts=column.missing_values,
-        )
-    # Without a limit or a fill, these numbers say how many features there are.
-    return ColumnRule(
-        name=column.name,
-        text=False,
-        scalar=column.scalar,
-        missing_values=column.missing_values,
-        fill=(math.nan,) * len(column.features),
-    )
-
-
-def _floats(columns: Mapping[str, Any]) -> Sequence[ColumnRule]:
-    """Returns rules about NaN in all columns that can hold it."""
-    return tuple(
-        ColumnRule(name=name, text=False, scalar=True)
-        for name, values in columns.items()
-        if values.dtype.is_floating
-    )
-
-
-def check_columns(
-    rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any], argument: str
+def _check_columns(
+    rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any]
 ) -> None:
     """Raises unless the columns are those that statistics were taken of."""
     for rule in rules or ():
-        check_there(rule.name, columns, argument)
+        check_there(rule.name, columns, "statistics")
         check_column(columns[rule.name], rule)
-        rank = columns[rule.name].shape.rank
-        if rule.scalar and rank not in (0, None):
+        if rule.scalar and columns[rule.name].shape.rank not in (0, None):
             raise ValueError(
                 f"Column {rule.name!r} has shape {columns[rule.name].shape}, and "
                 "`statistics` were taken of scalars; expected shape (). Fit them on "
@@ -240,13 +300,3 @@ def _check_finds(
             "expected a float column, or `statistics` fitted with `missing_value`. "
             "Leave `missing` out, or say there what stands for a missing value."
         )
-
-
-def _missing_in(values: tf.Tensor, rule: ColumnRule) -> tf.Tensor:
-    """Returns which values of a column are missing."""
-    if not rule.text:
-        return is_missing_tensor(values, rule.missing_values)
-    missing = tf.zeros_like(values, tf.bool)
-    for text in rule.missing_texts:
-        missing = tf.logical_or(missing, tf.equal(values, text))
-    return missing

@@ -1,4 +1,4 @@
-"""The rule that gives columns one shape."""
+"""The rule of a filter that gives columns one shape."""
 
 import dataclasses
 from collections.abc import Mapping
@@ -6,7 +6,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import TENSOR, blank
+from tfamp.data._elements import TENSOR
 from tfamp.data.stages.filter_rules import Columns, Rule, check_there
 from tfamp.records import checks
 
@@ -15,11 +15,9 @@ Shape = tuple[int | None, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Reshape(Rule):
-    """Gives columns one shape.
+    """Gives columns one shape each, in which None stands for any size.
 
-    Attributes:
-        shapes: Column and shape; None stands for any size.
-        action: "drop", "error" or "crop_or_pad".
+    `action` for others is "drop", "error" or "crop_or_pad".
     """
 
     reason: ClassVar[str] = "other shape"
@@ -46,20 +44,16 @@ class Reshape(Rule):
         for name, shape in self.shapes:
             check_there(name, columns, "shape")
             spec = columns[name]
-            rank = spec.shape.rank
             fits = spec.shape.is_compatible_with(shape)
+            expected = "a shape that elements can have"
             if self.action == "crop_or_pad":
-                fits = rank == len(shape) and spec.dtype != tf.string
+                fits = spec.shape.rank == len(shape) and spec.dtype != tf.string
+                expected = "numbers with as many axes"
             if not fits:
                 raise ValueError(
                     f"`shape` is {shape!r} for column {name!r}, which has shape "
-                    f"{spec.shape} and dtype {spec.dtype.name}; expected "
-                    + (
-                        "numbers with as many axes"
-                        if self.action == "crop_or_pad"
-                        else "a shape that elements can have"
-                    )
-                    + ". Correct `shape`, or set the shape in `.map`."
+                    f"{spec.shape} and dtype {spec.dtype.name}; expected {expected}. "
+                    "Correct `shape`, or set the shape in `.map`."
                 )
 
     def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
@@ -83,15 +77,13 @@ class Reshape(Rule):
                 continue
             is_bad = tf.logical_or(is_bad, tf.logical_not(fits))
             # What goes needs the shape too, so that all elements have one spec.
-            empty = blank(
-                tf.TensorSpec(shape, values.dtype), purpose="`shape` is given"
-            )
+            empty = tf.zeros([size or 0 for size in shape], values.dtype)
             kept = tf.cond(fits, lambda v=values: v, lambda e=empty: e)
             changed[name] = tf.ensure_shape(kept, shape)
         return changed, is_bad
 
 
-def check_shapes(shape: Any) -> tuple[tuple[str, Shape], ...]:
+def shapes_of(shape: Any) -> tuple[tuple[str, Shape], ...]:
     """Returns column and shape from one shape or a dict of them.
 
     Raises:
@@ -99,34 +91,28 @@ def check_shapes(shape: Any) -> tuple[tuple[str, Shape], ...]:
         ValueError: A size is below 1.
 
     Example:
-        >>> check_shapes((28, None)), check_shapes({"image": [8, 8]})
+        >>> shapes_of((28, None)), shapes_of({"image": [8, 8]})
         ((('x', (28, None)),), (('image', (8, 8)),))
     """
     shapes = dict(shape) if isinstance(shape, Mapping) else {TENSOR: shape}
-    found = []
-    for name, sizes in shapes.items():
+    for sizes in shapes.values():
         if not isinstance(sizes, (tuple, list)):
             raise TypeError(
                 f"`shape` is {sizes!r}, of type {type(sizes).__name__}; expected a "
                 "tuple of sizes, None for any. Pass `(28, 28, 1)`, or a dict of such "
                 "tuples by column."
             )
-        checked = (
-            size if size is None else checks.positive_int("shape", size)
-            for size in sizes
-        )
-        found.append((name, tuple(checked)))
-    return tuple(found)
+    checked = {
+        name: tuple(n if n is None else checks.positive_int("shape", n) for n in sizes)
+        for name, sizes in shapes.items()
+    }
+    return tuple(checked.items())
 
 
 def crop_or_pad(values: tf.Tensor, shape: Shape) -> tf.Tensor:
     """Returns the middle of a tensor, with zeros around it where it is too small.
 
     Where the difference is odd, one more is cut from, or added to, the end.
-
-    Args:
-        values: Numbers with as many axes as `shape`.
-        shape: The size of each axis, None to keep it.
 
     Example:
         >>> crop_or_pad(tf.range(5), (3,)).numpy(), crop_or_pad([7, 8], (5,)).numpy()

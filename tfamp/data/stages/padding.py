@@ -11,16 +11,7 @@ from tfamp.data._elements import as_arguments
 
 @dataclasses.dataclass(frozen=True)
 class Padding:
-    """How sequences become one batch.
-
-    Attributes:
-        length: Gives the length that counts from an element's parts, None for the
-            longest of its sequences.
-        values: What to pad with: None for zeros, a number or string for all
-            sequences of its kind, or a structure like the element's.
-        mask: Key under which a dict of inputs gets a mask, None for none.
-        weighs: Whether targets get weights that are 0 on padding.
-    """
+    """How sequences become one batch; `Pipeline.bucket` explains the fields."""
 
     length: Callable[..., Any] | None = None
     values: Any = None
@@ -29,12 +20,7 @@ class Padding:
 
 
 class Padder:
-    """Pads the elements of one dataset.
-
-    Args:
-        padding: How.
-        element_spec: What the elements are. A sequence is a part whose first
-            dimension is None.
+    """Pads the elements of one dataset: the parts whose first dimension is None.
 
     Raises:
         ValueError: The elements are no sequences, or lack what `padding` asks for.
@@ -107,7 +93,7 @@ class Padder:
             for spec, is_sequence in zip(self.specs, self._is_sequence, strict=True)
         ]
         fill = list(self._fill)
-        if not self._needs_sizes:
+        if self._padding.mask is None and not self._padding.weighs:
             return window.padded_batch(
                 size,
                 tf.nest.pack_sequence_as(self._spec, shapes),
@@ -123,10 +109,6 @@ class Padder:
         )
         return padded.map(self._finished)
 
-    @property
-    def _needs_sizes(self) -> bool:
-        return self._padding.mask is not None or self._padding.weighs
-
     def _sizes(self, parts: tuple[Any, ...]) -> tf.Tensor:
         """Returns the lengths of the inputs' and of the targets' sequence, `(2,)`."""
         leaves = tf.nest.flatten(parts)
@@ -137,12 +119,7 @@ class Padder:
         return tf.stack(found)
 
     def _finished(self, element: Any, sizes: tf.Tensor) -> Any:
-        """Returns a padded batch with its mask and weights.
-
-        Args:
-            element: The batch.
-            sizes: What `_sizes` gave for each of its elements, `(batch, 2)`.
-        """
+        """Returns a padded batch with its mask and weights, given `_sizes` of each."""
         parts = list(as_arguments(element))
         leaves = tf.nest.flatten(element)
         if self._padding.mask is not None:

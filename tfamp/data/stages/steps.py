@@ -29,9 +29,7 @@ class AlreadyInMemory(Stage):
 class Chosen(Stage):
     """Tells of a part that the source was cut to before anything is read.
 
-    Attributes:
-        chooser: The stage that chose.
-        num_examples: How many there were to choose from.
+    The stage `chooser` chose among `num_examples`.
     """
 
     chooser: Stage
@@ -54,12 +52,7 @@ class Chosen(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class ByPosition(Stage):
-    """Draws positions by a plan over the labels or weights of a source.
-
-    Attributes:
-        sampler: The stage that asks for it.
-        source: What it draws from.
-    """
+    """Draws positions in a source by its labels or weights, as `sampler` asks for."""
 
     sampler: Any
     source: RandomAccess = dataclasses.field(compare=False)
@@ -101,11 +94,7 @@ class Number(Stage):
 
 @dataclasses.dataclass(frozen=True)
 class Rebatch(Batch):
-    """Makes batches out of chunks of rows, without taking the rows apart.
-
-    Attributes:
-        num_rows: Rows in all chunks, None where unknown.
-    """
+    """Makes batches out of chunks of `num_rows` rows in all, None where unknown."""
 
     num_rows: int | None = None
 
