@@ -759,9 +759,3 @@ REFUSED_BY_LAYER = {
 
 
 test_the_layer_refuses_what_it_cannot_do = refusals(REFUSED_BY_LAYER)
-
-
-def test_a_file_of_an_older_version_says_what_to_do():
-    config = {"name": "augment", "transforms": [{"name": "Flip"}], "strength": 1.0}
-    with pytest.raises(ValueError, match="older tfamp.*Keras's random layers"):
-        Augment.from_config(config)

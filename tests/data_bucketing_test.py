@@ -11,7 +11,7 @@ import tensorflow as tf
 from tests.refusals import refusals
 from tfamp.data.stages.base import Settings
 from tfamp.data.stages.bucket import Bucket
-from tfamp.data.stages.bucket_plan import choose_boundaries, plan_of, sizes_of_batches
+from tfamp.data.stages.sequences import choose_boundaries, plan_of, sizes_of_batches
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 LENGTHS = [3, 17, 8, 5, 30, 1, 9, 16, 2, 12, 31, 4]
@@ -135,7 +135,7 @@ def test_every_sequence_comes_once_and_whole(drop_remainder):
         assert len(set(seen)) == len(seen) == 16 * whole
     else:
         assert sorted(seen) == list(range(len(lengths)))
-        assert stage.waste == pytest.approx(1 - used / total)
+        assert stage.plan.waste == pytest.approx(1 - used / total)
 
 
 def test_dropping_what_is_not_full_leaves_one_shape_for_each_bucket():
@@ -345,7 +345,7 @@ def test_lengths_are_read_once_and_only_where_needed():
     given = Bucket(4, boundaries=[32])
     given.apply(dataset, SETTINGS)
     assert len(reads) == 1
-    assert given.waste is None
+    assert given.plan.waste is None
 
 
 def test_explaining_reads_nothing_and_tells_the_waste_afterwards():
@@ -360,7 +360,7 @@ def test_explaining_reads_nothing_and_tells_the_waste_afterwards():
     )
     preview = stage.preview(dataset, SETTINGS)
     assert reads == []
-    assert stage.waste is None
+    assert stage.plan is None
     built = stage.apply(dataset, SETTINGS)
     assert preview.element_spec == built.element_spec
     # 138 tokens: 6 up to 8 and 6 up to 32 take 240 places; 12 of 32 take 384.

@@ -9,8 +9,8 @@ from tfamp.data.sampling.draws import Balance, Weights
 from tfamp.data.sampling.subset import Subset
 from tfamp.data.stages.base import Shard, Shuffle
 from tfamp.data.stages.bucket import Bucket
-from tfamp.data.stages.bucket_plan import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
 from tfamp.data.stages.filter import Filter
+from tfamp.data.stages.sequences import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
 from tfamp.data.statistics import Statistics
 
 if TYPE_CHECKING:

@@ -144,12 +144,5 @@ class Augment(keras.layers.Layer):
     def from_config(cls, config: dict[str, Any]) -> "Augment":
         """Returns the layer of a config."""
         config = dict(config)
-        if "layers" not in config:
-            raise ValueError(
-                f"The file's layer {config.get('name')!r} holds transforms of an older "
-                "tfamp; expected Keras's random layers. Build the model with "
-                "`tfamp.data.Augment(keras.layers.RandomFlip(), ...)` and take the "
-                "file's weights by `model.load_weights(path, skip_mismatch=True)`."
-            )
         layers = config.pop("layers")
         return cls(*map(keras.saving.deserialize_keras_object, layers), **config)

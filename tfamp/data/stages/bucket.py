@@ -11,16 +11,15 @@ from absl import logging
 from tfamp.data._elements import known_length
 from tfamp.data.sampling.labels import Memory, read_all
 from tfamp.data.stages.base import Settings, Stage, map_in_order
-from tfamp.data.stages.bucket_plan import (
+from tfamp.data.stages.sequences import (
     DEFAULT_MAX_SHAPES,
     LENGTH_MULTIPLE,
     BucketPlan,
-    check_budget,
+    Padder,
     choose_boundaries,
     plan_of,
     sizes_of_batches,
 )
-from tfamp.data.stages.padding import Padder, Padding
 from tfamp.records import checks, units
 
 # Lengths brought to Python at once.
@@ -76,7 +75,7 @@ class Bucket(Stage):
         given = _given_boundaries(self.boundaries, self.pad_to_multiple)
         object.__setattr__(self, "boundaries", given)
         if given is not None and self.token_budget is not None:
-            check_budget(self.token_budget, given)
+            _check_budget(self.token_budget, given)
         checks.choice("too_long", self.too_long, ("error", "truncate", "drop"))
         if given is None and self.too_long != "error":
             raise ValueError(
@@ -91,21 +90,9 @@ class Bucket(Stage):
             )
 
     @property
-    def padding(self) -> Padding:
-        """How sequences are padded."""
-        return Padding(
-            self.length, self.padding_values, self.mask, bool(self.weight_padding)
-        )
-
-    @property
     def plan(self) -> BucketPlan | None:
         """The buckets of the dataset built last, None before."""
         return self.plans[-1] if self.plans else None
-
-    @property
-    def waste(self) -> float | None:
-        """Share of padding in the dataset built last, None where unknown."""
-        return None if self.plan is None else self.plan.waste
 
     def for_build(self) -> "Bucket":
         """Returns the stage with buckets of its own."""
@@ -119,7 +106,7 @@ class Bucket(Stage):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if elements are no sequences, or lengths cannot be read."""
-        Padder(self.padding, dataset.element_spec)
+        self._padder(dataset)
         is_endless = int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)
         if is_endless and self._reads_lengths:
             raise ValueError(
@@ -132,10 +119,7 @@ class Bucket(Stage):
         """Returns batches in the order in which they fill."""
         lengths = None
         if self._reads_lengths:
-            padder = Padder(self.padding, dataset.element_spec)
-            lengths = self.memory.get(
-                dataset, lambda: _read_lengths(dataset, padder, settings)
-            )
+            lengths = self.memory.get(dataset, lambda: self._read(dataset, settings))
         plan = self._plan_of(lengths)
         self.plans.append(plan)
         return self._batched(dataset, plan, settings)
@@ -175,6 +159,21 @@ class Bucket(Stage):
     def _reads_lengths(self) -> bool:
         return self.boundaries is None or self.too_long != "error"
 
+    def _padder(self, dataset: tf.data.Dataset) -> Padder:
+        return Padder(
+            dataset.element_spec,
+            length=self.length,
+            values=self.padding_values,
+            mask=self.mask,
+            weighs=bool(self.weight_padding),
+        )
+
+    def _read(self, dataset: tf.data.Dataset, settings: Settings) -> np.ndarray:
+        """Returns the length of every element."""
+        lengths = map_in_order(dataset, self._padder(dataset).length_of, settings)
+        batches = lengths.batch(_LENGTHS_AT_ONCE)
+        return read_all(batches, "Reading lengths", known_length(dataset), "the length")
+
     def _plan_of(self, lengths: np.ndarray | None) -> BucketPlan:
         boundaries = self.boundaries
         if boundaries is None:
@@ -184,7 +183,7 @@ class Bucket(Stage):
                 max_shapes=self.max_shapes,
             )
         if self.token_budget is not None:
-            check_budget(self.token_budget, boundaries)
+            _check_budget(self.token_budget, boundaries)
         sizes = sizes_of_batches(
             boundaries, batch_size=self.batch_size, token_budget=self.token_budget
         )
@@ -204,7 +203,7 @@ class Bucket(Stage):
     def _batched(
         self, dataset: tf.data.Dataset, plan: BucketPlan, settings: Settings
     ) -> tf.data.Dataset:
-        padder = Padder(self.padding, dataset.element_spec)
+        padder = self._padder(dataset)
         last = plan.boundaries[-1]
         boundaries = tf.constant(plan.boundaries, tf.int64)
         sizes = tf.constant(plan.batch_sizes, tf.int64)
@@ -258,6 +257,16 @@ class Bucket(Stage):
         )
 
 
+def _check_budget(token_budget: int, boundaries: tuple[int, ...]) -> None:
+    """Raises if a batch has no room for one of the longest sequences."""
+    if token_budget < boundaries[-1]:
+        raise ValueError(
+            f"`token_budget` is {token_budget}, and the longest sequences are padded "
+            f"to {boundaries[-1]}; expected room for one at least. Raise it, or cut "
+            "sequences with `boundaries=` and `too_long='truncate'`."
+        )
+
+
 def _given_boundaries(boundaries: Any, multiple: int) -> tuple[int, ...] | None:
     """Returns boundaries that the caller gave, None to choose them."""
     if boundaries is None:  # of a copy
@@ -280,11 +289,3 @@ def _given_boundaries(boundaries: Any, multiple: int) -> tuple[int, ...] | None:
             "`pad_to_multiple=1`."
         )
     return given
-
-
-def _read_lengths(
-    dataset: tf.data.Dataset, padder: Padder, settings: Settings
-) -> np.ndarray:
-    """Returns the length of every element."""
-    lengths = map_in_order(dataset, padder.length_of, settings).batch(_LENGTHS_AT_ONCE)
-    return read_all(lengths, "Reading lengths", known_length(dataset), "the length")

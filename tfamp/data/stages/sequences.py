@@ -1,33 +1,167 @@
-"""Elements whose first dimension varies: which parts, how long, padded to what."""
+"""Sequences of varying length: which share a batch, and what they are padded to.
+
+A bucket holds the sequences up to a length, its boundary; they are padded to it. So
+there are as many shapes as buckets, and XLA compiles each of them once.
+"""
 
 import dataclasses
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import as_arguments
 
+# Tensor cores and XLA's tiles take dimensions in steps of this.
+LENGTH_MULTIPLE = 8
+# Each shape is compiled once, and has a batch of its own that is not full.
+DEFAULT_MAX_SHAPES = 8
+# Boundaries to choose from; the search takes the square of it.
+_MAX_CANDIDATES = 2048
+
 
 @dataclasses.dataclass(frozen=True)
-class Padding:
-    """How sequences become one batch; `Pipeline.bucket` explains the fields."""
+class BucketPlan:
+    """Buckets, and what is known of the lengths that go into them."""
 
-    length: Callable[..., Any] | None = None
-    values: Any = None
-    mask: str | None = None
-    weighs: bool = False
+    # The longest length of each bucket, ascending: what it is padded to.
+    boundaries: tuple[int, ...]
+    batch_sizes: tuple[int, ...]
+    # Share of all places that is padding, None if lengths were not read; and the same
+    # if all sequences were padded to the longest.
+    waste: float | None = None
+    waste_of_one_shape: float | None = None
+    # Sequences above the last boundary.
+    num_too_long: int = 0
+
+
+def choose_boundaries(
+    lengths: np.ndarray, *, multiple: int = LENGTH_MULTIPLE, max_shapes: int
+) -> tuple[int, ...]:
+    """Returns the boundaries with the least padding.
+
+    The least over all sets of at most `max_shapes` multiples of `multiple`, by
+    dynamic programming over the histogram of lengths: the best last bucket goes
+    with the best buckets below it. Above 2,048 distinct multiples (lengths of more
+    than 16,384 at the default) they are taken in steps twice as wide, and so on.
+
+    Example:
+        >>> choose_boundaries(np.array([3, 5, 7, 30, 31, 90]), max_shapes=2)
+        (32, 96)
+        >>> choose_boundaries(np.array([3, 5, 7, 30, 31, 90]), max_shapes=3)
+        (8, 32, 96)
+
+    Source: Bellman, On the approximation of curves by line segments using dynamic
+    programming, 1961, with the padding of a segment as its cost.
+    """
+    step = multiple
+    rounded = _round_up(lengths, step)
+    while len(np.unique(rounded)) > _MAX_CANDIDATES:
+        step *= 2
+        rounded = _round_up(lengths, step)
+    values, counts = np.unique(rounded, return_counts=True)
+    # below[i]: sequences in the first i values; a bucket of values i to j - 1 has
+    # below[j] - below[i] of them, each of which takes values[j - 1] places.
+    below = np.concatenate([[0], np.cumsum(counts)]).astype(np.float64)
+    num_values = len(values)
+    places = values[None, :] * (below[None, 1:] - below[:-1, None])
+    places[np.tril_indices(num_values, -1)] = np.inf
+    # least[i]: fewest places for the first i values in the buckets so far.
+    least = np.concatenate([[0.0], np.full(num_values, np.inf)])
+    starts = []
+    for _ in range(min(max_shapes, num_values)):
+        total = least[:-1, None] + places
+        starts.append(np.argmin(total, axis=0))
+        least = np.concatenate([[np.inf], np.min(total, axis=0)])
+    boundaries, end = [], num_values
+    for start in reversed(starts):
+        boundaries.append(int(values[end - 1]))
+        end = int(start[end - 1])
+    return tuple(reversed(boundaries))
+
+
+def sizes_of_batches(
+    boundaries: tuple[int, ...], *, batch_size: int | None, token_budget: int | None
+) -> tuple[int, ...]:
+    """Returns how many sequences of each bucket make a batch.
+
+    That is `batch_size` for all, or what `token_budget` has places for, padding
+    included, rounded down to a multiple of 8 where there are 8 or more.
+
+    Example:
+        >>> sizes_of_batches((8, 48, 96), batch_size=None, token_budget=512)
+        (64, 8, 5)
+    """
+    if batch_size is not None:
+        return (batch_size,) * len(boundaries)
+    sizes = ((token_budget or 0) // boundary for boundary in boundaries)
+    return tuple(
+        size - size % LENGTH_MULTIPLE if size >= LENGTH_MULTIPLE else max(1, size)
+        for size in sizes
+    )
+
+
+def plan_of(
+    lengths: np.ndarray | None,
+    boundaries: tuple[int, ...],
+    batch_sizes: tuple[int, ...],
+    *,
+    keeps_too_long: bool = False,
+) -> BucketPlan:
+    """Returns the plan, with its waste where lengths are known.
+
+    Sequences above the last boundary are cut to it if `keeps_too_long`; else they are
+    not there.
+
+    Example:
+        >>> plan_of(np.array([2, 8, 12]), (8, 16), (4, 4)).waste  # 10 of 32 places
+        0.3125
+    """
+    if lengths is None:
+        return BucketPlan(boundaries, batch_sizes)
+    is_too_long = lengths > boundaries[-1]
+    kept = np.minimum(lengths, boundaries[-1])
+    if not keeps_too_long:
+        kept = kept[~is_too_long]
+    counts = np.bincount(np.searchsorted(boundaries, kept), minlength=len(boundaries))
+    used = float(kept.sum())
+    places = float(counts @ np.asarray(boundaries))
+    one_shape = float(len(kept) * boundaries[-1])
+    return BucketPlan(
+        boundaries,
+        batch_sizes,
+        1 - used / places if places else 0.0,
+        1 - used / one_shape if one_shape else 0.0,
+        int(is_too_long.sum()),
+    )
+
+
+def _round_up(lengths: np.ndarray, step: int) -> np.ndarray:
+    """Returns lengths as multiples of `step`, of at least one step."""
+    return np.maximum(-(-lengths.astype(np.int64) // step), 1) * step
 
 
 class Padder:
     """Pads the elements of one dataset: the parts whose first dimension is None.
 
+    `Pipeline.bucket` explains the arguments.
+
     Raises:
-        ValueError: The elements are no sequences, or lack what `padding` asks for.
+        ValueError: The elements are no sequences, or lack what arguments ask for.
     """
 
-    def __init__(self, padding: Padding, element_spec: Any) -> None:
-        self._padding = padding
+    def __init__(
+        self,
+        element_spec: Any,
+        *,
+        length: Callable[..., Any] | None,
+        values: Any,
+        mask: str | None,
+        weighs: bool,
+    ) -> None:
+        self._length, self._mask, self._weighs = length, mask, weighs
         self._spec = element_spec
         self.specs = tf.nest.flatten(element_spec)
         for spec in self.specs:
@@ -43,25 +177,25 @@ class Padder:
             )
         parts = as_arguments(element_spec)
         ends = [len(tf.nest.flatten(parts[: i + 1])) for i in range(len(parts))]
-        self._of_inputs = self._sequences_within(0, ends[0])
-        self._of_targets = self._sequences_within(*ends[:2]) if ends[1:] else []
+        varying = [i for i, varies in enumerate(self._is_sequence) if varies]
+        self._of_inputs = [i for i in varying if i < ends[0]]
+        self._of_targets = [i for i in varying if ends[0] <= i < (*ends, 0)[1]]
         self._check_mask(parts[0])
         self._check_weights(parts)
-        self._fill = self._filled(padding.values)
+        self._fill = self._filled(values)
 
     def as_tensors(self, *parts: Any) -> Any:
         """Returns an element whose rows of ragged tensors are plain tensors."""
         pairs = zip(tf.nest.flatten(parts), self.specs, strict=True)
-        leaves = [tf.ensure_shape(leaf, spec.shape) for leaf, spec in pairs]
-        return tf.nest.pack_sequence_as(self._spec, leaves)
+        return self._joined([tf.ensure_shape(part, spec.shape) for part, spec in pairs])
 
     def length_of(self, *parts: Any) -> tf.Tensor:
         """Returns the length of an element, int64."""
-        if self._padding.length is None:
+        if self._length is None:
             leaves = tf.nest.flatten(parts)
             pairs = zip(leaves, self._is_sequence, strict=True)
             return tf.reduce_max([_size(leaf) for leaf, varies in pairs if varies])
-        length = tf.convert_to_tensor(self._padding.length(*parts))
+        length = tf.convert_to_tensor(self._length(*parts))
         if not length.dtype.is_integer or length.shape.rank != 0:
             raise TypeError(
                 f"`length` returned {length!r}; expected an integer scalar. Return "
@@ -77,7 +211,7 @@ class Padder:
                 tf.nest.flatten(parts), self._is_sequence, strict=True
             )
         ]
-        return tf.nest.pack_sequence_as(self._spec, leaves)
+        return self._joined(leaves)
 
     def batch(
         self,
@@ -93,18 +227,16 @@ class Padder:
             for spec, is_sequence in zip(self.specs, self._is_sequence, strict=True)
         ]
         fill = list(self._fill)
-        if self._padding.mask is None and not self._padding.weighs:
+        packed = functools.partial(tf.nest.pack_sequence_as, self._spec)
+        if self._mask is None and not self._weighs:
             return window.padded_batch(
-                size,
-                tf.nest.pack_sequence_as(self._spec, shapes),
-                tf.nest.pack_sequence_as(self._spec, fill),
-                drop_remainder=drop_remainder,
+                size, packed(shapes), packed(fill), drop_remainder=drop_remainder
             )
         padded = window.map(lambda *parts: (self._joined(parts), self._sizes(parts)))
         padded = padded.padded_batch(
             size,
-            (tf.nest.pack_sequence_as(self._spec, shapes), [2]),
-            (tf.nest.pack_sequence_as(self._spec, fill), tf.zeros([], tf.int64)),
+            (packed(shapes), [2]),
+            (packed(fill), tf.zeros([], tf.int64)),
             drop_remainder=drop_remainder,
         )
         return padded.map(self._finished)
@@ -122,11 +254,11 @@ class Padder:
         """Returns a padded batch with its mask and weights, given `_sizes` of each."""
         parts = list(as_arguments(element))
         leaves = tf.nest.flatten(element)
-        if self._padding.mask is not None:
+        if self._mask is not None:
             width = tf.shape(leaves[self._of_inputs[0]])[1]
             mask = tf.sequence_mask(sizes[:, 0], width)
-            parts[0] = {**parts[0], self._padding.mask: mask}
-        if self._padding.weighs:
+            parts[0] = {**parts[0], self._mask: mask}
+        if self._weighs:
             width = tf.shape(leaves[self._of_targets[0]])[1]
             weights = tf.sequence_mask(sizes[:, 1], width, tf.float32)
             if len(parts) > 2:
@@ -135,15 +267,12 @@ class Padder:
             parts[2:] = [weights]
         return tuple(parts) if isinstance(element, tuple) else parts[0]
 
-    def _joined(self, parts: tuple[Any, ...]) -> Any:
+    def _joined(self, parts: Sequence[Any]) -> Any:
         """Returns the element whose parts tf.data handed over as arguments."""
         return tf.nest.pack_sequence_as(self._spec, tf.nest.flatten(parts))
 
-    def _sequences_within(self, start: int, end: int) -> list[int]:
-        return [i for i in range(start, end) if self._is_sequence[i]]
-
     def _check_mask(self, inputs: Any) -> None:
-        mask = self._padding.mask
+        mask = self._mask
         if mask is None:
             return
         if not isinstance(inputs, dict) or not self._of_inputs:
@@ -160,7 +289,7 @@ class Padder:
             )
 
     def _check_weights(self, parts: tuple[Any, ...]) -> None:
-        if self._padding.weighs and len(self._of_targets) != 1:
+        if self._weighs and len(self._of_targets) != 1:
             raise ValueError(
                 f"`weight_padding` is True, and elements are {parts}; expected "
                 "(inputs, targets) with targets that are one sequence. Leave it out "
