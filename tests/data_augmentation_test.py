@@ -327,58 +327,37 @@ REFUSED = {
         lambda: marked().augment(add_1000).augment(add_1000),
         "`.augment` came twice; expected each stage once",
     ),
-    "strength": (
-        lambda: make_augment(strength=1.5),
-        "`strength` is 1.5; expected a number in [0, 1]",
-    ),
-    "ramp from": (
-        lambda: make_augment(ramp_from=0.5),
-        "`ramp_from` is 0.5 and `ramp_epochs` is 0; expected both or neither.",
-    ),
-    "key": (
-        lambda: make_augment(key=3),
-        "`key` is 3; expected the name of one input.",
-        TypeError,
-    ),
-    "empty range": (
-        lambda: make_augment(value_range=(1, 1)),
-        "`value_range` is (1.0, 1.0); expected the smaller number first.",
-    ),
-    "no range": (
-        lambda: make_augment(value_range=255),
-        "`value_range` is 255; expected a pair of numbers.",
-        TypeError,
-    ),
-    "layer that draws nothing": (
-        lambda: make_augment(keras.layers.Rescaling(2.0)),
-        "is no layer that changes images at random and leaves labels; expected one",
-        TypeError,
-    ),
-    "layer that changes labels": (
-        lambda: make_augment(keras.layers.MixUp()),
-        "is no layer that changes images at random and leaves labels; expected one",
-        TypeError,
-    ),
-    "class": (
-        lambda: make_augment(Flip),
-        "<class 'tfamp.data.augmentation.transforms.Flip'> is a class; expected",
-        TypeError,
-    ),
-    "string": (
-        lambda: make_augment("flip"),
-        "'flip' cannot be called; expected a transform of",
-        TypeError,
-    ),
-    "one argument": (
-        lambda: make_augment(lambda image: image),
-        "<lambda>(image) cannot: too many positional arguments; expected a",
-        TypeError,
-    ),
     "fraction": (lambda: Shift(2.0), "`fraction` is 2.0; expected a number in [0, 1]."),
 }
-
-
 test_what_cannot_be_augmented_is_refused = refusals(REFUSED)
+NO_LAYER = "is no layer that changes images at random and leaves labels; expected one"
+OPTIONS = {
+    "strength": ({"strength": 1.5}, "`strength` is 1.5; expected a number in [0, 1]"),
+    "ramp from": (
+        {"ramp_from": 0.5},
+        "`ramp_from` is 0.5 and `ramp_epochs` is 0; expected both or neither.",
+    ),
+    "key": ({"key": 3}, "`key` is 3; expected the name of one input.", TypeError),
+    "empty": (
+        {"value_range": (1, 1)},
+        "`value_range` is (1.0, 1.0); expected the smaller number first.",
+    ),
+    "no range": ({"value_range": 255}, "`value_range` is 255; expected a", TypeError),
+}
+test_wrong_options_are_refused = refusals(OPTIONS, lambda given: make_augment(**given))
+STEPS = {
+    "draws nothing": (lambda: keras.layers.Rescaling(2.0), NO_LAYER),
+    "changes labels": (keras.layers.MixUp, NO_LAYER),
+    "class": (lambda: Flip, "transforms.Flip'> is a class; expected a transform, made"),
+    "string": (lambda: "flip", "'flip' cannot be called; expected a transform of"),
+    "one argument": (
+        lambda: lambda image: image,
+        "<lambda>(image) cannot: too many positional arguments; expected a",
+    ),
+}
+test_what_is_no_step_is_refused = refusals(
+    STEPS, lambda make: make_augment(make()), kind=TypeError
+)
 
 
 def test_the_number_of_arguments_is_read_from_the_signature():

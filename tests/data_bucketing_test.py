@@ -77,9 +77,7 @@ def test_lengths_far_apart_are_taken_in_wider_steps():
     boundaries = choose_boundaries(lengths, max_shapes=2)
     # Uniform lengths are cut in the middle; steps are 8 wide, then 16, 32 and 64.
     assert boundaries == (40_000, 80_000)
-
-
-def test_sequences_without_length_have_a_bucket():
+    # Sequences without length have a bucket too.
     assert choose_boundaries(np.array([0, 0]), max_shapes=3) == (8,)
 
 
@@ -384,43 +382,41 @@ def check(stage, dataset):
     stage.apply(dataset, SETTINGS)
 
 
-ERRORS = {
-    "no size": (
-        lambda: Bucket(),
-        "`batch_size` is None and `token_budget` is None; expected one of them.",
-    ),
+def sized(**options):
+    return {"batch_size": 3, **options}
+
+
+OPTIONS = {
+    "no size": ({}, "`batch_size` is None and `token_budget` is None; expected one of"),
     "two sizes": (
-        lambda: Bucket(3, token_budget=99),
+        {"batch_size": 3, "token_budget": 99},
         "`batch_size` is 3 and `token_budget` is 99; expected one of them.",
     ),
-    "descending": (
-        lambda: Bucket(3, boundaries=[16, 8]),
-        "`boundaries` are (16, 8); expected at least one length, ascending.",
-    ),
-    "no boundary": (
-        lambda: Bucket(3, boundaries=[]),
-        "`boundaries` are (); expected at least one length, ascending.",
-    ),
+    "descending": (sized(boundaries=[16, 8]), "`boundaries` are (16, 8); expected at"),
+    "none": (sized(boundaries=[]), "`boundaries` are (); expected at least one length"),
     "no multiple": (
-        lambda: Bucket(3, boundaries=[8, 20]),
+        sized(boundaries=[8, 20]),
         "`boundaries` has 20, which is no multiple of 8; expected such multiples, "
         "which tensor cores want. Pass (8, 24), or `pad_to_multiple=1`.",
     ),
-    "unknown word": (
-        lambda: Bucket(3, boundaries="best"),
-        "Unknown `boundaries` 'best'; expected 'auto'.",
-    ),
+    "unknown": (sized(boundaries="best"), "Unknown `boundaries` 'best'; expected"),
     "small budget": (
-        lambda: Bucket(token_budget=60, boundaries=[64]),
+        {"token_budget": 60, "boundaries": [64]},
         "`token_budget` is 60, and the longest sequences are padded to 64; expected",
     ),
+    "nothing is too long": (
+        sized(too_long="drop"),
+        "`too_long` is 'drop' with boundaries chosen from the lengths, and none is",
+    ),
+    "length": (sized(length=5), "`length` is 5; expected a function", TypeError),
+    "size": ({"batch_size": 2.5}, "`batch_size` is 2.5, of type float", TypeError),
+}
+test_wrong_options_are_refused = refusals(OPTIONS, lambda given: Bucket(**given))
+TWO_FREE = tf.TensorSpec((None, None))
+ERRORS = {
     "budget below the longest": (
         lambda: check(Bucket(token_budget=16), stream_of([3, 40])),
         "`token_budget` is 16, and the longest sequences are padded to 40; expected",
-    ),
-    "nothing is too long": (
-        lambda: Bucket(3, too_long="drop"),
-        "`too_long` is 'drop' with boundaries chosen from the lengths, and none is",
     ),
     "no sequence": (
         lambda: check(Bucket(3), tf.data.Dataset.range(3)),
@@ -429,9 +425,7 @@ ERRORS = {
     "two free dimensions": (
         lambda: check(
             Bucket(3),
-            tf.data.Dataset.from_generator(
-                lambda: [[[1]]], output_signature=tf.TensorSpec((None, None))
-            ),
+            tf.data.Dataset.from_generator(lambda: [], output_signature=TWO_FREE),
         ),
         "An element has a part of shape (None, None); expected one whose first",
     ),
@@ -466,11 +460,7 @@ ERRORS = {
 }
 
 
-test_errors_say_what_to_do = refusals(ERRORS)
-
-
 TYPE_ERRORS = {
-    "length": (lambda: Bucket(3, length=5), "`length` is 5; expected a function"),
     "returned length": (
         lambda: check(Bucket(3, length=lambda x, y: x), stream_of([3])),
         "expected an integer scalar. Return the number of steps",
@@ -479,11 +469,11 @@ TYPE_ERRORS = {
         lambda: check(Bucket(3, padding_values=0.5), stream_of([3])),
         "`padding_values` holds 0.5; expected a number that int32 can hold.",
     ),
-    "batch size": (lambda: Bucket(2.5), "`batch_size` is 2.5, of type float"),
 }
 
 
-test_type_errors_say_what_to_do = refusals(TYPE_ERRORS, kind=TypeError)
+test_datasets_that_do_not_suit_are_refused = refusals(ERRORS)
+test_parts_of_another_type_are_refused = refusals(TYPE_ERRORS, kind=TypeError)
 
 
 def test_a_dataset_without_end_may_have_boundaries_of_its_own():

@@ -1,6 +1,7 @@
 """How many cores a process may use: its affinity, and the quotas of its cgroups."""
 
 import os
+from pathlib import PurePosixPath
 
 import pytest
 
@@ -14,76 +15,51 @@ def write(root, files):
         path.write_text(text)
 
 
-# What the kernel says, by file below the root, and the cores that leaves of 16.
+SELF, ROOT = "proc/self/cgroup", "sys/fs/cgroup"
+
+
+def v2(*quotas, group="/"):
+    """What the kernel says of groups of version 2, by file, from below to above."""
+    above = [group, *map(str, PurePosixPath(group).parents)]
+    files = {f"{ROOT}{path.rstrip('/')}/cpu.max": f"{quota}\n"
+             for path, quota in zip(above, quotas, strict=False)}  # fmt: skip
+    return {SELF: f"0::{group}\n", **files}
+
+
+def v1(quota, period=100_000, *, group="", controllers="cpu,cpuacct", **others):
+    """The same of a group of version 1."""
+    folder = f"{ROOT}/{controllers}{group}"
+    return {
+        SELF: f"4:{controllers}:{group or '/docker/ab'}\n3:memory:/docker/ab\n",
+        f"{folder}/cpu.cfs_quota_us": f"{quota}\n",
+        f"{folder}/cpu.cfs_period_us": f"{period}\n",
+        **others,
+    }
+
+
+# Files below the root, and the cores that they leave of 16.
+UNLIMITED = {
+    f"{ROOT}/cpu/cpu.cfs_quota_us": "-1\n",
+    f"{ROOT}/cpu/cpu.cfs_period_us": "100000\n",
+}
+JOB = "/system.slice/job.scope"
 MACHINES = {
     "no cgroups": ({}, 16),
-    "v2, a container": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "200000 100000\n"},
-        2,
-    ),
-    "v2, no limit": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "max 100000\n"},
-        16,
-    ),
-    "v2, a group above is narrower": (
-        {
-            "proc/self/cgroup": "0::/system.slice/job.scope\n",
-            "sys/fs/cgroup/system.slice/cpu.max": "300000 100000\n",
-            "sys/fs/cgroup/system.slice/job.scope/cpu.max": "800000 100000\n",
-        },
-        3,
-    ),
-    "v2, a part of a core": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "20000 100000\n"},
-        1,
-    ),
-    "v2, two cores and a half": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "250000 100000\n"},
-        3,
-    ),
-    "v2, more than there are": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "9900000 100000\n"},
-        16,
-    ),
-    "v1, a container": (
-        {
-            # The path is the host's, which a container does not see.
-            "proc/self/cgroup": "4:cpu,cpuacct:/docker/ab\n3:memory:/docker/ab\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "400000\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        },
-        4,
-    ),
+    "v2, a container": (v2("200000 100000"), 2),
+    "v2, no limit": (v2("max 100000"), 16),
+    "v2, above is narrower": (v2("800000 100000", "300000 100000", group=JOB), 3),
+    "v2, a part of a core": (v2("20000 100000"), 1),
+    "v2, two cores and a half": (v2("250000 100000"), 3),
+    "v2, more than there are": (v2("9900000 100000"), 16),
+    # The path is the host's, which a container does not see.
+    "v1, a container": (v1(400_000), 4),
     "v1, a group of its own": (
-        {
-            "proc/self/cgroup": "4:cpu:/batch/job\n",
-            "sys/fs/cgroup/cpu/batch/job/cpu.cfs_quota_us": "50000\n",
-            "sys/fs/cgroup/cpu/batch/job/cpu.cfs_period_us": "10000\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu/cpu.cfs_period_us": "100000\n",
-        },
+        v1(50_000, 10_000, group="/batch/job", controllers="cpu", **UNLIMITED),
         5,
     ),
-    "v1, no limit": (
-        {
-            "proc/self/cgroup": "4:cpu,cpuacct:/\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "-1\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        },
-        16,
-    ),
-    "both, the quota in v1": (
-        {
-            "proc/self/cgroup": "4:cpu,cpuacct:/\n0::/job\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_quota_us": "600000\n",
-            "sys/fs/cgroup/cpu,cpuacct/cpu.cfs_period_us": "100000\n",
-        },
-        6,
-    ),
-    "a file that says something else": (
-        {"proc/self/cgroup": "0::/\n", "sys/fs/cgroup/cpu.max": "\n"},
-        16,
-    ),
+    "v1, no limit": (v1(-1), 16),
+    "both, the quota in v1": (v1(600_000) | {SELF: "4:cpu,cpuacct:/\n0::/job\n"}, 6),
+    "a file that says something else": (v2(""), 16),
 }
 
 

@@ -434,6 +434,7 @@ def task(job, number=0, device="CPU:0"):
 
 GPUS = [task("worker", n, f"GPU:{gpu}") for n in range(3) for gpu in range(2)]
 TASKS = {
+    "this process": (None, 1),
     "devices": (["/device:CPU:0", "/device:CPU:1"], 1),
     "localhost": ([task("localhost", device="GPU:0")], 1),
     "one": ([task("worker")], 1),
@@ -447,7 +448,3 @@ TASKS = {
 @pytest.mark.parametrize("names, expected", TASKS.values(), ids=TASKS)
 def test_workers_are_counted_by_their_tasks(names, expected):
     assert num_workers(names) == expected
-
-
-def test_this_process_trains_alone():
-    assert num_workers() == 1

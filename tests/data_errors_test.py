@@ -181,34 +181,28 @@ def damaged_text(folder, num_bad):
     return Pipeline.from_text(str(folder / "a.txt"), num_examples=None)
 
 
-def damaged_records(folder, num_bad):
+def records(folder, num_bad, feature, good, bad):
+    """Records of which the last ones do not have the feature."""
     path = folder / "a"
     with tf.io.TFRecordWriter(str(path)) as writer:
         for n in range(200):
-            size = 1 if n >= 200 - num_bad else 2
-            feature = tf.train.Feature(int64_list=tf.train.Int64List(value=[n] * size))
-            features = tf.train.Features(feature={"a": feature})
+            value = tf.train.Feature(**(bad if n >= 200 - num_bad else good))
+            features = tf.train.Features(feature={"a": value})
             writer.write(tf.train.Example(features=features).SerializeToString())
-    return Pipeline.from_tfrecord(
-        str(path),
-        features={"a": tf.io.FixedLenFeature((2,), tf.int64)},
-        num_examples=None,
-    )
+    return Pipeline.from_tfrecord(str(path), features={"a": feature}, num_examples=None)
+
+
+ONE = {"int64_list": tf.train.Int64List(value=[1])}
+TWO = {"int64_list": tf.train.Int64List(value=[1, 2])}
+TEXT = {"bytes_list": tf.train.BytesList(value=[b"x"])}
+
+
+def damaged_records(folder, num_bad):
+    return records(folder, num_bad, tf.io.FixedLenFeature((2,), tf.int64), TWO, ONE)
 
 
 def ragged_records(folder, num_bad):
-    path = folder / "a"
-    with tf.io.TFRecordWriter(str(path)) as writer:
-        for n in range(200):
-            ints = tf.train.Feature(int64_list=tf.train.Int64List(value=[n]))
-            text = tf.train.Feature(bytes_list=tf.train.BytesList(value=[b"x"]))
-            features = tf.train.Features(
-                feature={"a": text if n >= 200 - num_bad else ints}
-            )
-            writer.write(tf.train.Example(features=features).SerializeToString())
-    return Pipeline.from_tfrecord(
-        str(path), features={"a": tf.io.RaggedFeature(tf.int64)}, num_examples=None
-    )
+    return records(folder, num_bad, tf.io.RaggedFeature(tf.int64), ONE, TEXT)
 
 
 SOURCES = [damaged_csv, damaged_text, damaged_records, ragged_records]

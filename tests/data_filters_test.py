@@ -496,6 +496,7 @@ def test_stages_that_do_the_same_are_equal():
 
 VALUES, LABELS = table(8)
 STATISTICS = fit_statistics(VALUES)
+RULE = ("quantile", 0.01, 0.99)
 FLAGS = fit_statistics(np.repeat([0.0, 1.0], [999, 1]))
 
 
@@ -503,48 +504,51 @@ def checked(dataset, **options):
     return lambda: Filter(**options).check(dataset)
 
 
-ERRORS = {
-    "nothing": (lambda: Filter(), "`.filter` came without anything to do"),
-    "no function": (lambda: Filter(3), "`predicate` is 3; expected something"),
-    "shape alone": (
-        lambda: Filter(shape=(3,)),
-        "`shape` is (3,) and `shape_action` is None; expected one of",
-    ),
+UNUSED = "`statistics` came without `outliers` or a `missing` that reads them"
+OPTIONS = {
+    "nothing": ({}, "`.filter` came without anything to do"),
+    "function": ({"predicate": 3}, "`predicate` is 3; expected something"),
+    "shape alone": ({"shape": (3,)}, "`shape` is (3,) and `shape_action` is None;"),
     "action alone": (
-        lambda: Filter(missing="drop", outlier_action="drop"),
+        {"missing": "drop", "outlier_action": "drop"},
         "`outlier_action` is 'drop' and `outliers` is None; expected both",
     ),
     "action": (
-        lambda: Filter(shape=(3,), shape_action="resize"),
+        {"shape": (3,), "shape_action": "resize"},
         "Unknown `shape_action` 'resize'; expected 'drop', 'error' or 'crop_or_pad'",
     ),
     "missing": (
-        lambda: Filter(missing="delete", statistics=STATISTICS),
+        {"missing": "delete", "statistics": STATISTICS},
         "Unknown `missing` 'delete'; expected 'drop', 'mean', 'median' or 'mode'",
     ),
-    "missing type": (lambda: Filter(missing=[0]), "`missing` is [0], of type"),
+    "missing type": ({"missing": [0]}, "`missing` is [0], of type"),
     "no statistics": (
-        lambda: Filter(missing="mean"),
+        {"missing": "mean"},
         "`missing` is 'mean' and `statistics` is None; expected what",
     ),
     "statistics of another kind": (
-        lambda: Filter(outliers="iqr", outlier_action="drop", statistics={"mean": 1}),
+        {"outliers": "iqr", "outlier_action": "drop", "statistics": {"mean": 1}},
         "`outliers` is 'iqr' and `statistics` is {'mean': 1}; expected what",
     ),
-    "statistics unused": (
-        lambda: Filter(missing=0.0, statistics=STATISTICS),
-        "`statistics` came without `outliers` or a `missing` that reads them",
-    ),
+    "statistics unused": ({"missing": 0.0, "statistics": STATISTICS}, UNUSED),
     "collapse": (
-        lambda: Filter(
-            outliers=("quantile", 0.01, 0.99), outlier_action="drop", statistics=FLAGS
-        ),
+        {"outliers": RULE, "outlier_action": "drop", "statistics": FLAGS},
         "leaves feature 'x' one value, since nearly all are equal",
     ),
     "shape type": (
-        lambda: Filter(shape=3, shape_action="drop"),
+        {"shape": 3, "shape_action": "drop"},
         "`shape` is 3, of type int; expected a tuple of sizes",
     ),
+    "imputer": (
+        {"missing": SimpleImputer()},
+        "`missing` is SimpleImputer(); expected 'drop', one of ('mean', 'median', "
+        "'mode') or a number. Fit an imputer to the training rows",
+    ),
+}
+test_wrong_options_are_refused = refusals(
+    OPTIONS, lambda given: Filter(**given), kind=(ValueError, TypeError)
+)
+ERRORS = {
     "batches": (
         checked(slices(VALUES, LABELS).batch(2), missing="drop"),
         "look like batches; expected single examples",
@@ -590,11 +594,6 @@ ERRORS = {
     "shape of no column": (
         checked(slices(VALUES), shape={"v": (3,)}, shape_action="drop"),
         "`shape` has column 'v', and elements have ('x',)",
-    ),
-    "imputer": (
-        lambda: Filter(missing=SimpleImputer()),
-        "`missing` is SimpleImputer(); expected 'drop', one of ('mean', 'median', "
-        "'mode') or a number. Fit an imputer to the training rows",
     ),
     "ragged elements": (
         lambda: Filter(lambda x: True).apply(

@@ -547,13 +547,13 @@ def test_a_stratified_subset_keeps_proportions_and_order(way, size, expected):
     stage = Subset(size, stratify="target", seed=4)
     source = array_source(np.arange(1000), labels)
     if way == "position":
-        kept = stage.chosen(source).numpy().tolist()
+        kept = stage.chosen(source, SETTINGS).numpy().tolist()
     else:
         dataset = stage.apply(numbered(labels), SETTINGS)
         assert int(dataset.cardinality()) == expected
         kept = positions_of(dataset)
         assert kept == positions_of(dataset)
-        assert kept == stage.chosen(source).numpy().tolist()
+        assert kept == stage.chosen(source, SETTINGS).numpy().tolist()
     assert kept == sorted(kept)
     seats = np.bincount(labels[kept], minlength=5).tolist()
     assert seats == largest_remainders(SIZES, expected)

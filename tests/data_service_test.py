@@ -6,6 +6,7 @@ from pathlib import Path
 import numpy as np
 import tensorflow as tf
 
+from tests.data_distribute_test import FEATURES, write_records
 from tfamp.data import Pipeline
 
 GUIDE = (Path(__file__).parents[1] / "docs/data_service.md").read_text("utf-8")
@@ -33,15 +34,9 @@ def test_the_guide_decodes_every_image_once_an_epoch(tmp_path, monkeypatch):
 
 
 def test_workers_parse_tfrecords_without_python(tmp_path):
-    path = str(tmp_path / "a")
-    with tf.io.TFRecordWriter(path) as writer:
-        for number in range(20):
-            y = tf.train.Feature(int64_list=tf.train.Int64List(value=[number]))
-            example = tf.train.Example(features=tf.train.Features(feature={"y": y}))
-            writer.write(example.SerializeToString())
-    features = {"y": tf.io.FixedLenFeature((), tf.int64)}
-    pipeline = Pipeline.from_tfrecord(path, features=features, num_examples=None)
-    dataset = pipeline.map(lambda element: 2 * element["y"]).build()
+    files = str(write_records(tmp_path, [20]) / "*.tfrecord")
+    pipeline = Pipeline.from_tfrecord(files, features=FEATURES, num_examples=None)
+    dataset = pipeline.map(lambda element: 2 * element["x"]).build()
     assert b"PyFunc" not in dataset._as_serialized_graph().numpy()
     names: dict = {}
     exec(BLOCKS[0].partition("dispatcher, workers = ")[0], names)

@@ -126,7 +126,8 @@ def _cut_source(plan: Plan) -> Plan:
     for stage in plan.rest:
         if has_role(stage, Role.CUTS):
             first.append(Chosen(stage, source.num_examples))
-            source = source.part(stage.chosen(source))  # type: ignore[attr-defined]
+            positions = stage.chosen(source, plan.settings)  # type: ignore[attr-defined]
+            source = source.part(positions)
     return dataclasses.replace(
         plan, source=source, first=tuple(first), rest=tuple(rest)
     )

@@ -8,7 +8,6 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._cpus import num_usable_cpus
 from tfamp.data._elements import known_length
 from tfamp.data._sources import RandomAccess
 from tfamp.data.sampling import plans
@@ -90,13 +89,12 @@ class Subset(Stage):
             )
         return self.size
 
-    def chosen(self, source: RandomAccess) -> tf.Tensor:
+    def chosen(self, source: RandomAccess, settings: Settings) -> tf.Tensor:
         """Returns the positions of the examples to keep, ascending, int64."""
 
         def choose() -> tf.Tensor:
             labels = None
             if self.reader is not None:
-                settings = Settings(num_usable_cpus(), False)
                 labels = self.reader.read(source, settings)
             return self._positions(labels, source.num_examples)
 

@@ -165,7 +165,7 @@ class Shard(Stage):
         if length is not None:
             self._check_length(length)
 
-    def chosen(self, source: Any) -> tf.Tensor:
+    def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
         """Returns the positions of the part in a source, ascending, int64."""
         self._check_length(source.num_examples)
         return tf.range(self.index, source.num_examples, self.num_shards, tf.int64)

@@ -227,8 +227,8 @@ def limits_of(statistics: Statistics, rule: Any) -> tuple[ColumnRule, ...]:
                     f"one value, since nearly all are equal; expected features that "
                     "vary. Fit `statistics` with `columns` that leave it out."
                 )
-        limits = {"lower": tuple(lower.tolist()), "upper": tuple(upper.tolist())}
-        rules.append(dataclasses.replace(declared(column), **limits))
+        low, high = tuple(lower.tolist()), tuple(upper.tolist())
+        rules.append(dataclasses.replace(declared(column), lower=low, upper=high))
     if not rules:
         raise ValueError(
             f"`outliers` is {rule!r}, and all columns of `statistics` are text; "
