@@ -382,22 +382,27 @@ def reading(x):
         return x * int(file.read())
 
 
-def test_what_is_not_seen_is_said_and_may_be_refused(tmp_path, caplog):
+def test_what_is_not_seen_is_said_and_may_be_refused(tmp_path, monkeypatch, caplog):
+    (tmp_path / "factor.txt").write_text("2")
+    monkeypatch.chdir(tmp_path)
+    folder = tmp_path / "caches"
+    folder.mkdir()
+
     def scaled(x, y):
         return tf.numpy_function(reading, [x], tf.int64), y
 
     pipeline = numbers().map(scaled)
     name = f"what `open` reads in {__name__}.reading"
-    described = " ".join(pipeline.cache(tmp_path / "train").describe().split())
+    described = " ".join(pipeline.cache(folder / "train").describe().split())
     assert "does not notice" in described
     assert f"{__name__}.reading" in described
     message = f"would not notice changes in: {name}; with `unseen='error'` expected"
     with pytest.raises(ValueError, match=re.escape(message)):
-        pipeline.cache(tmp_path / "train", unseen="error").build()
-    assert list(tmp_path.iterdir()) == []
-    pipeline.cache(tmp_path / "train").build()
+        pipeline.cache(folder / "train", unseen="error").build()
+    assert list(folder.iterdir()) == []
+    pipeline.cache(folder / "train").build()
     assert f"does not notice changes in: {name}. Delete its files" in caplog.text
-    seen = numbers().map(double).cache(tmp_path / "train", unseen="error")
+    seen = numbers().map(double).cache(folder / "train", unseen="error")
     assert len(rows(seen.build())) == 10
 
 

@@ -5,7 +5,7 @@ from pathlib import PurePosixPath
 
 import pytest
 
-from tfamp.data import _cpus
+from tfamp.machine import cpus
 
 
 def write(root, files):
@@ -67,10 +67,10 @@ MACHINES = {
 def test_quotas_of_cgroups_count(tmp_path, monkeypatch, files, expected):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: range(16), raising=False)
     write(tmp_path, files)
-    assert _cpus.num_usable_cpus(str(tmp_path)) == expected
+    assert cpus.num_usable_cpus(str(tmp_path)) == expected
 
 
 def test_affinity_counts_where_it_is_narrower(tmp_path, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {3}, raising=False)
     write(tmp_path, MACHINES["v2, a container"][0])
-    assert _cpus.num_usable_cpus(str(tmp_path)) == 1
+    assert cpus.num_usable_cpus(str(tmp_path)) == 1

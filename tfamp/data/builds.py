@@ -11,12 +11,12 @@ from typing import Any, Literal
 import rich.box
 import tensorflow as tf
 
-from tfamp.data._cpus import num_usable_cpus
 from tfamp.data._sources import Source
 from tfamp.data.plan import Plan, Role, has_role, make_plan
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.errors import OnError, SkippedElement
+from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import console
 
 Autotune = bool | Literal["auto"]

@@ -7,9 +7,9 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._cpus import num_usable_cpus
 from tfamp.data.health.profile import Profile
 from tfamp.data.profile.examples import flatten, map_columns
+from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import checks
 from tfamp.records.findings import Finding, Findings, Fix, Severity
 from tfamp.records.units import format_share
