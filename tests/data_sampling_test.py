@@ -576,7 +576,9 @@ def test_a_subset_of_numbered_elements_keeps_their_numbers(stratify):
     labels = skewed_labels()
     stage = Subset(20, stratify=stratify)
     elements = tf.data.Dataset.from_tensor_slices((np.arange(1000) * 3, labels))
-    kept = stage.numbered().apply(elements.enumerate(), SETTINGS)
+    with_numbers = stage.numbered()
+    with_numbers.check(elements.enumerate())
+    kept = with_numbers.apply(elements.enumerate(), SETTINGS)
     positions, (x, y) = next(iter(kept.batch(1000)))
     assert len(positions) == 20
     np.testing.assert_array_equal(x, 3 * positions)

@@ -67,6 +67,8 @@ class Subset(Stage):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if the dataset never ends, is too small, or has no such class."""
+        if self.is_numbered:
+            dataset = dataset.map(lambda position, element: element)
         check_ends(dataset, self.name)
         length = known_length(dataset)
         if length is not None:
