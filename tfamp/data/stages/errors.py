@@ -15,7 +15,7 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import as_arguments, blank, known_length
+from tfamp.data._elements import as_arguments, blank, from_arguments, known_length
 from tfamp.data.stages.base import Settings, Stage, map_in_order
 from tfamp.records import units
 from tfamp.records.record import Record
@@ -204,7 +204,9 @@ class Careful(Stage):
 
         def careful(position: tf.Tensor, element: Any) -> Any:
             tried = tf.data.Dataset.from_tensors(element)
-            tried = tried.map(lambda *parts: (position >= 0, self._call(_whole(parts))))
+            tried = tried.map(
+                lambda *parts: (position >= 0, self._call(from_arguments(parts)))
+            )
             tried = tried.ignore_errors(log_warning=False)
             nothing = tf.data.Dataset.from_tensors((False, blanks))
             is_read, result = tried.concatenate(nothing).take(1).get_single_element()
@@ -262,8 +264,3 @@ class Careful(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         return " + ".join(self.names), "element by element, so one error costs one"
-
-
-def _whole(parts: tuple[Any, ...]) -> Any:
-    """Undoes what `Dataset.map` does to an element that is no tuple."""
-    return parts[0] if len(parts) == 1 else parts
