@@ -336,10 +336,9 @@ def _values(values: Any, column: Column) -> Any:
 def _converted(texts: Sequence[str], column: Column, form: Format) -> Any:
     """Returns a column that Python has read, in its own dtype."""
     if column.dtype == "string":
-        return [
-            b"" if text in form.text_gaps else text.encode("utf-8", "surrogateescape")
-            for text in texts
-        ]
+        gaps = form.text_gaps
+        present = ("" if text in gaps else text for text in texts)
+        return [text.encode("utf-8", "surrogateescape") for text in present]
     number = int if column.dtype.startswith("int") else float
     values = ["nan" if text in form.na_values else text for text in texts]
     return np.array([number(value) for value in values], column.dtype)
