@@ -1,5 +1,7 @@
 """`tfamp.freeze`: the mixed model's outputs bit by bit, from weights stored once."""
 
+import threading
+
 import keras
 import numpy as np
 import pytest
@@ -205,6 +207,63 @@ def test_a_kernel_that_is_read_in_both_stays():
     np.testing.assert_array_equal(frozen(x), expected)
 
 
+class WithoutName(keras.Model):
+    """Its constructor takes no `name`, `dtype` or `trainable`, so no file loads it."""
+
+    def __init__(self, units):
+        super().__init__()
+        self.blocks = [L.Dense(units, activation="relu"), L.LayerNormalization()]
+        self.drop, self.norm = L.Dropout(0.5), L.BatchNormalization()
+        self.head = L.Dense(3, activation="softmax")
+
+    def call(self, x):
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.drop(self.norm(x)))
+
+
+@pytest.mark.parametrize("style", ["subclassed", "sequential", "functional"])
+def test_a_model_that_cannot_be_saved_is_copied_in_memory(style):
+    own = Own(lambda x: 2 * x)
+    if style == "subclassed":
+        model = WithoutName(16)
+    else:
+        model = assembled([L.Dense(8), own, L.LSTM(4), L.Dense(3)], style, (4, 8))
+    x = X if style == "subclassed" else X.reshape(4, 4, 8)
+    model(x)
+    tfamp.apply(model, "mixed_bfloat16")
+    model.compile("sgd", "mse", run_eagerly=True)
+    expected, weights = model(x), model.get_weights()
+    frozen = tfamp.freeze(model)
+    np.testing.assert_array_equal(frozen(x), expected)
+    assert frozen.weights[0].dtype == "bfloat16"
+    assert casts_of_weights(frozen, x) == []
+    assert {weight.dtype for weight in model.weights} == {"float32"}
+    for weight, before in zip(model.get_weights(), weights, strict=True):
+        np.testing.assert_array_equal(weight, before)
+    model.fit(x, np.zeros((len(x), 3)), verbose=0)
+    assert not np.array_equal(model(x), expected)
+    np.testing.assert_array_equal(frozen(x), expected)
+
+
+class Borrowing(WithoutName):
+    """Calls a layer through a function, of which there is one for all copies."""
+
+    def __init__(self):
+        super().__init__(4)
+        first = self.blocks[0]
+        self.first = lambda x: first(x)
+
+    def call(self, x):
+        return super().call(self.first(x)[:, :4])
+
+
+def test_a_copy_that_would_share_weights_is_refused():
+    model = mixed(Borrowing(), "bfloat16", X[:, :4])
+    with pytest.raises(ValueError, match=r"reads weights of the original"):
+        tfamp.freeze(model)
+
+
 def test_it_holds_half_the_bytes():
     model = keras.Sequential([keras.Input((64,)), *[L.Dense(64) for _ in range(4)]])
     frozen = tfamp.freeze(model)
@@ -295,6 +354,7 @@ def test_what_cannot_be_frozen_is_told():
     with pytest.raises(ValueError, match="float32"):
         tfamp.freeze(Plain(), "float32")
     model = assembled([Own(lambda x: x), L.Dense(2)], "functional", (8,))
+    model.layers[1].lock = threading.Lock()
     with pytest.raises(ValueError, match=r"Cannot copy .*\n?.*`in_place=True`"):
         tfamp.freeze(model)
     model.layers[-1].kernel.assign_add(np.full((8, 2), 1e5, np.float32))

@@ -1,33 +1,48 @@
-"""What the tests of the corpus ask of each program, and the table of their cases."""
+"""What many programs have in common: how a model is made, copied, run and compared."""
 
-import fnmatch
-from collections.abc import Iterable, Mapping
+import copy
+import pickle
+from collections.abc import Callable, Iterable
 from pathlib import Path
+from typing import Any
 
 import keras
 import pytest
 
+import tfamp
 from tests.wild import corpus
 from tests.wild.programs.registry import Program
 
 
-def cases(programs: Iterable[Program], failures: Mapping[str, str]) -> list:
-    """Returns programs, ways and policies as the cases of a test.
+def made(make: Callable[[], Any], way: str, policy: str) -> Any:
+    """Returns a model of a policy, by "enable" while it is made or by "apply" after."""
+    with tfamp.scope(policy if way == "enable" else "float32"):
+        model = make()
+    if way == "apply":
+        tfamp.apply(model, policy)
+    return model
 
-    Args:
-        programs: What is run.
-        failures: Why a case fails today, by a pattern of what stands between the
-            brackets; one that passes all the same is an error.
-    """
-    found = []
-    for program in programs:
-        for way in corpus.WAYS if program.is_built else ("enable",):
-            for policy in corpus.POLICIES:
-                name = f"{program}-{way}-{policy}"
-                why = [w for p, w in failures.items() if fnmatch.fnmatchcase(name, p)]
-                marks = [pytest.mark.xfail(reason=w, strict=True) for w in why[:1]]
-                found.append(pytest.param(program, way, policy, id=name, marks=marks))
-    return found
+
+def by_file(model: keras.Model, folder: Path) -> keras.Model:
+    """Returns what `tfamp.load_model` makes of a file of the model."""
+    model.save(folder / "model.keras")
+    return tfamp.load_model(folder / "model.keras")
+
+
+COPIES = {
+    "deepcopy": lambda model, _: copy.deepcopy(model),
+    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+}
+
+
+def cases(programs: Iterable[Program]) -> list:
+    """Returns programs, ways and policies as the cases of a test."""
+    return [
+        pytest.param(program, way, policy, id=f"{program}-{way}-{policy}")
+        for program in programs
+        for way in (corpus.WAYS if program.is_built else ("enable",))
+        for policy in corpus.POLICIES
+    ]
 
 
 def check(

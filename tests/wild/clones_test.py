@@ -1,14 +1,12 @@
 """Clones and configurations, made while tfamp is enabled, are what the original is."""
 
-import copy
-import pickle
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import tfamp
+from tests.wild.checking import COPIES, by_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
@@ -36,18 +34,12 @@ def by_stock_file(model, folder):
     return keras.saving.load_model(folder / "model.keras")
 
 
-def by_file(model, folder):
-    model.save(folder / "model.keras")
-    return tfamp.load_model(folder / "model.keras")
-
-
 WAYS = {
     "clone_model": lambda model, _: keras.models.clone_model(model),
     "config": lambda model, _: type(model).from_config(model.get_config()),
     "json": lambda model, _: keras.models.model_from_json(model.to_json()),
     "stock file": by_stock_file,
-    "deepcopy": lambda model, _: copy.deepcopy(model),
-    "pickle": lambda model, _: pickle.loads(pickle.dumps(model)),
+    **COPIES,
 }
 
 

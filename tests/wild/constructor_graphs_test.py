@@ -4,8 +4,6 @@ The operations of such a graph are no layers: they keep the dtypes of the tensor
 they met when the constructor ran, and it runs again when a file is loaded.
 """
 
-import copy
-import pickle
 import subprocess
 import sys
 from pathlib import Path
@@ -16,6 +14,7 @@ import pytest
 from keras import layers, ops
 
 import tfamp
+from tests.wild.checking import COPIES, by_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 ROOT = Path(__file__).parents[2]
@@ -135,19 +134,11 @@ def assert_same(loaded, model):
 @pytest.mark.anchors("tied head-*")
 def test_predictions_are_the_same_after_loading(name, way, policy, tmp_path):
     model = made(name, way, policy)
-    model.save(tmp_path / "model.keras")
-    loaded = tfamp.load_model(tmp_path / "model.keras")
+    loaded = by_file(model, tmp_path)
     assert_same(loaded, model)
-    loaded.save(tmp_path / "again.keras")
-    assert_same(tfamp.load_model(tmp_path / "again.keras"), model)
+    assert_same(by_file(loaded, tmp_path), model)
     assert not tfamp.status().enabled
     assert keras.config.dtype_policy().name == "float32"
-
-
-COPIES = {
-    "pickle": lambda model: pickle.loads(pickle.dumps(model)),
-    "deepcopy": copy.deepcopy,
-}
 
 
 @pytest.mark.parametrize("policy", POLICIES)
@@ -157,7 +148,7 @@ COPIES = {
 @pytest.mark.anchors("pickle-policy of the day-enable-mixed_float16")
 def test_predictions_of_a_copy_are_the_same(by, name, way, policy):
     model = made(name, way, policy)
-    assert_same(COPIES[by](model), model)
+    assert_same(COPIES[by](model, None), model)
 
 
 @pytest.mark.parametrize("policy", POLICIES)

@@ -1,23 +1,17 @@
 """A loaded Sequential model gets another head and is trained on."""
 
-import copy
-
 import keras
 import numpy as np
 import pytest
 from keras import layers
 
 import tfamp
+from tests.wild.checking import COPIES, by_file
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
 
-def by_file(model, folder):
-    model.save(folder / "model.keras")
-    return tfamp.load_model(folder / "model.keras")
-
-
-WAYS = {"file": by_file, "deepcopy": lambda model, _: copy.deepcopy(model)}
+WAYS = {"file": by_file, "deepcopy": COPIES["deepcopy"]}
 
 
 def is_third(layer):

@@ -9,9 +9,7 @@ from tests.wild import checking, corpus, programs_of_hub  # noqa: E402 - may ski
 from tests.wild.programs.registry import PROGRAMS  # noqa: E402
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-CASES = checking.cases(
-    [p for p in PROGRAMS.values() if p.field == programs_of_hub.FIELD], {}
-)
+CASES = checking.cases(p for p in PROGRAMS.values() if p.field == programs_of_hub.FIELD)
 
 
 @pytest.fixture(scope="module")

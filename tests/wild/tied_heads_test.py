@@ -6,6 +6,7 @@ import pytest
 from keras import layers
 
 import tfamp
+from tests.wild.checking import made
 
 
 class Residual(layers.Layer):
@@ -58,12 +59,7 @@ def test_a_head_that_holds_the_embedding_of_another_layer(way, policy):
         backbone = keras.Model(ids, layers.Dense(8)(embedded(ids)))
         return keras.Model(ids, MaskedHead(embedded.tokens)(backbone(ids)))
 
-    if way == "enable":
-        with tfamp.scope(policy):
-            model = make()
-    else:
-        model = make()
-        tfamp.apply(model, policy)
+    model = made(make, way, policy)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile("sgd", loss, jit_compile=False)
     ids = np.arange(12).reshape(3, 4)
@@ -79,12 +75,7 @@ def test_a_head_that_holds_the_embedding_of_another_layer(way, policy):
 
 @pytest.mark.parametrize("way", ["enable", "apply"])
 def test_a_tied_head_trains_and_its_output_is_float32(way):
-    if way == "enable":
-        with tfamp.scope("mixed_bfloat16"):
-            model = model_of(layers.Dense(8))
-    else:
-        model = model_of(layers.Dense(8))
-        tfamp.apply(model, "mixed_bfloat16")
+    model = made(lambda: model_of(layers.Dense(8)), way, "mixed_bfloat16")
     model.compile("sgd", "mse")
     x = np.ones((4, 8), "float32")
     assert np.isfinite(model.fit(x, x, verbose=0).history["loss"]).all()

@@ -11,10 +11,14 @@ an archive in memory; `Layer.get_config` serializing the policy into a dict unde
 "dtype"; `deserialize_keras_object` passing over entries it does not know; layers being
 made by `Operation.from_config`, or by a `from_config` of their own that hands that dict
 to `Layer.__init__`; `Model.build_from_config` tracing `self.call` on float32 inputs.
+For copies in memory: `Layer.__new__` putting wrappers of `build` and `quantize` on each
+instance, and lists of layers noting what they get unless a `DotNotTrackScope` is open.
 """
 
+import copy
 import json
 import os
+import sys
 import zipfile
 from collections.abc import Callable
 from typing import Any
@@ -22,6 +26,7 @@ from typing import Any
 import keras
 from keras.src.saving import saving_lib
 from keras.src.saving.keras_saveable import KerasSaveable
+from keras.src.utils.tracking import DotNotTrackScope
 
 from tfamp.keras_hooks import calls
 from tfamp.keras_hooks.layer_record import CALLS, record_of
@@ -178,3 +183,41 @@ def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
 def inherited_from(dtype: Any) -> str | None:
     """Returns the policy that a serialized dtype came from, None if it was passed."""
     return dtype.get(_INHERITED) if isinstance(dtype, dict) else None
+
+
+_IN_MEMORY = "tfamp copies in memory"
+
+
+def copied_in_memory(model: keras.Model) -> keras.Model:
+    """Returns a copy of a model that is made object by object, not compiled.
+
+    It needs no configuration, but each object that the model holds has to have a copy.
+    """
+    memo: dict[Any, Any] = {_IN_MEMORY: True}
+    policies = [layer.dtype_policy for layer in model._flatten_layers()]
+    # Layers that draw hold their backend, a module.
+    kept = [model._distribute_strategy, *policies, *sys.modules.values()]
+    memo.update((id(each), each) for each in kept)
+    for name in ("optimizer", "train_function", "test_function", "predict_function"):
+        memo[id(getattr(model, name, None))] = None
+    patch = Patch(KerasSaveable, "__deepcopy__", lambda _: _deepcopy, optional=True)
+    patch.install()
+    try:
+        with DotNotTrackScope():
+            return copy.deepcopy(model, memo)
+    finally:
+        patch.remove()
+
+
+def _deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
+    if _IN_MEMORY not in memo:  # of another thread, as Keras copies
+        function, arguments = self.__reduce__()
+        return function(*arguments)
+    made = type(self).__new__(type(self))
+    memo[id(self)] = made
+    # What wraps its own methods stays the copy's.
+    own = {name for name, value in vars(made).items() if callable(value)}
+    for name, value in vars(self).items():
+        if name not in own:
+            vars(made)[name] = copy.deepcopy(value, memo)
+    return made

@@ -42,9 +42,9 @@ def freeze(
         in_place: Change `model` itself rather than a copy. It loses its optimizer.
 
     Returns:
-        The frozen model: a copy, not compiled. Saved and loaded by `tfamp.load_model`,
-        a managed one is as it was; one that tfamp does not manage loads with the
-        rounded weights in float32.
+        The frozen model: a copy, not compiled; one of classes that cannot be saved is
+        made in memory. Saved and loaded by `tfamp.load_model`, a managed one is as it
+        was; one that tfamp does not manage loads with the rounded weights in float32.
 
     Raises:
         TypeError: `model` is not a Keras model.
@@ -66,6 +66,12 @@ def freeze(
     if structure.compute_dtypes(frozen) & {*HALF} != {dtype}:
         apply(frozen, f"mixed_{dtype}")
     reads = _reads(frozen, sample)
+    if frozen is not model and reads.keys() & {id(each) for each in model.weights}:
+        raise ValueError(
+            f"Cannot copy model {model.name!r}: its copy reads weights of the "
+            "original, which functions that it holds refer to. Make them methods, or "
+            f"{_IN_PLACE}."
+        )
     trainer.forget_training(frozen)
     with frozen.distribute_strategy.scope():
         lowered = [

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import backend, structure
+from tfamp.keras_hooks import backend, saved_state, structure
 from tfamp.keras_hooks.patches import replaced
 from tfamp.models import load_model
 from tfamp.records.checks import first_line
@@ -70,8 +70,10 @@ def same_draws() -> Iterator[None]:
 def copied(model: keras.Model, *, instead: str) -> keras.Model:
     """Returns the model as it is after saving and loading, not compiled.
 
+    Where its classes cannot be saved, the copy is made in memory.
+
     Raises:
-        ValueError: It cannot be saved or loaded.
+        ValueError: Neither can be done.
     """
     classes = {
         type(layer).__name__: type(layer)
@@ -86,10 +88,14 @@ def copied(model: keras.Model, *, instead: str) -> keras.Model:
                 path, custom_objects=classes, compile=False, safe_mode=False
             )
         except (TypeError, ValueError, NotImplementedError) as error:
-            raise ValueError(
-                f"Cannot copy model {model.name!r}: {first_line(error)} Give its "
-                f"classes a `get_config` that returns their arguments, or {instead}."
-            ) from error
+            try:
+                return saved_state.copied_in_memory(model)
+            except Exception as second:  # of whatever objects the model holds
+                raise ValueError(
+                    f"Cannot copy model {model.name!r}: {first_line(error)} In memory: "
+                    f"{first_line(second)} Give its classes a `get_config` that "
+                    f"returns their arguments, or {instead}."
+                ) from error
 
 
 @contextlib.contextmanager
