@@ -110,7 +110,12 @@ def scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
     if type(optimizer) is keras.optimizers.LossScaleOptimizer:
         return exact(optimizer)
     if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        _say_whose(optimizer)
+        logging.info(
+            "Optimizer %r is of your own class %s, so it scales the loss as that does. "
+            "Derive it from `tfamp.LossScaleOptimizer` to judge steps on all replicas.",
+            optimizer.name,
+            type(optimizer).__name__,
+        )
         return optimizer
     if settings.loss_scale is None or not resolution.computes_in(model, "float16"):
         return optimizer
@@ -129,15 +134,6 @@ def scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
     optimizer.loss_scale_factor = None
     options.update(initial_scale=float(static), dynamic=False)
     return LossScaleOptimizer(optimizer, name=_NAME, **options)
-
-
-def _say_whose(optimizer: Any) -> None:
-    logging.info(
-        "Optimizer %r is of your own class %s, so it scales the loss as that does. "
-        "Derive it from `tfamp.LossScaleOptimizer` to judge steps on all replicas.",
-        optimizer.name,
-        type(optimizer).__name__,
-    )
 
 
 def exact(stock: Any) -> LossScaleOptimizer:

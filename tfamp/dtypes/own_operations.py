@@ -64,9 +64,20 @@ def remedy(
         raise error
     for applies_to in ("own", "all"):
         with contextlib.suppress(Exception), tried(layer):
-            take(layer, record.settings, _rule(layer, error, applies_to))
+            reason = (
+                f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
+                f"{_place(layer, error)}"
+            )
+            take(layer, record.settings, Rule(_RULE, reason, applies_to=applies_to))
             outputs = again()
-            _say(layer, error)
+            stay = applies_to == "own" and structure.children(layer)
+            logging.warning(
+                "Layer %r computes in float32%s: %s. Cast to `self.compute_dtype` "
+                "there to run it in half precision.",
+                layer.name,
+                ", between sublayers that stay as they are" if stay else "",
+                reason,
+            )
             return outputs
     _mark(layer, error)
     raise error
@@ -128,27 +139,6 @@ def _with_causes(error: BaseException) -> Iterator[BaseException]:
     while each is not None:
         yield each
         each = each.__cause__ or each.__context__
-
-
-def _rule(layer: keras.layers.Layer, error: Exception, applies_to: str) -> Rule:
-    reason = (
-        f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
-        f"{_place(layer, error)}"
-    )
-    return Rule(_RULE, reason, applies_to=applies_to)
-
-
-def _say(layer: keras.layers.Layer, error: Exception) -> None:
-    record = record_of(layer)
-    inside = structure.children(layer)
-    stay = bool(inside) and record is not None and record.applies_to == "own"
-    logging.warning(
-        "Layer %r computes in float32%s: %s. Cast to `self.compute_dtype` there to run "
-        "it in half precision.",
-        layer.name,
-        ", between sublayers that stay as they are" if stay else "",
-        record.reason if record is not None else first_line(error),
-    )
 
 
 def _mark(layer: keras.layers.Layer, error: Exception) -> None:

@@ -71,7 +71,11 @@ class SelfTest:
             if not found and not errors:
                 return
             self.is_due = True
-        point = found[0] if found else f"a small model raises {_worded(errors[0])}"
+        if found:
+            point = found[0]
+        else:
+            line = first_line(errors[0]).rstrip(".")
+            point = f"a small model raises {type(errors[0]).__name__}: {line}"
         tested = versions.TESTED_KERAS
         raise HookError(
             f"Found Keras {self._version}, on which {point}. tfamp was tested with "
@@ -91,10 +95,6 @@ class SelfTest:
             errors.append(error)
         finally:
             self._install()
-
-
-def _worded(error: BaseException) -> str:
-    return f"{type(error).__name__}: {first_line(error).rstrip('.')}"
 
 
 def _broken() -> Iterator[str]:

@@ -145,7 +145,7 @@ def read_bodies(concrete: Any) -> Body:
     return Body(
         graph.node,
         arguments={},
-        results=_references(whole.ret.values()),
+        results=[Reference(text.split(":")[0]) for text in whole.ret.values()],
         kept=whole.control_ret.values(),
         argument_shapes={},
         functions=functions,
@@ -170,10 +170,6 @@ def _function(definition: tf.compat.v1.GraphDef, functions: Mapping[str, Body]) 
     )
     body.results = [body._reference(text) for text in results]
     return body
-
-
-def _references(texts: Iterable[str]) -> list[Reference]:
-    return [Reference(text.split(":")[0]) for text in texts]
 
 
 def _shape(proto: Any) -> Shape:

@@ -53,7 +53,8 @@ def flops_of(operation: Operation) -> int | None:
     if not is_product(operation):
         return 0
     if operation.op_type in MATRIX_PRODUCTS:
-        return _matrix_product(operation)
+        inner = _product_sizes(operation)["inputs"]
+        return _times(2, _size(operation.outputs[0]), inner)
     if operation.op_type == "Einsum":
         return _einsum(operation)
     if operation.op_type in CONVOLUTIONS:
@@ -72,22 +73,6 @@ def _times(*factors: int | None) -> int | None:
     if any(factor is None for factor in factors):
         return None
     return math.prod(factor for factor in factors if factor is not None)
-
-
-def _matrix_product(operation: Operation) -> int | None:
-    flags = operation.attributes
-    a, b = operation.inputs[:2]
-    left = flags["transpose_a"].b or flags["adj_x"].b
-    right = flags["transpose_b"].b or flags["adj_y"].b
-    inner = _last(a, -2 if left else -1)
-    # In the gradient of a loop one factor comes off a stack without a shape.
-    if inner is None:
-        inner = _last(b, -1 if right else -2)
-    return _times(2, _size(operation.outputs[0]), inner)
-
-
-def _last(shape: Shape, index: int) -> int | None:
-    return shape[index] if shape is not None and len(shape) >= 2 else None
 
 
 def _convolution(operation: Operation) -> int | None:
@@ -199,16 +184,13 @@ def sizes_of(operation: Operation) -> Sizes:
     Source: NVIDIA, Matrix Multiplication Background User's Guide, section 4.1, and
     Convolutional Layers User's Guide, section 3.1 (2023).
     """
+    sizes: dict[str, int | None] = {}
     if operation.op_type in MATRIX_PRODUCTS:
-        return _known(_product_sizes(operation))
-    if operation.op_type == "Einsum" and len(operation.inputs) == 2:
-        return _known(_einsum_product_sizes(operation))
-    if operation.op_type in CONVOLUTIONS:
-        return _known(_convolution_sizes(operation))
-    return {}
-
-
-def _known(sizes: dict[str, int | None]) -> Sizes:
+        sizes = _product_sizes(operation)
+    elif operation.op_type == "Einsum" and len(operation.inputs) == 2:
+        sizes = _einsum_product_sizes(operation)
+    elif operation.op_type in CONVOLUTIONS:
+        sizes = _convolution_sizes(operation)
     return {name: size for name, size in sizes.items() if size is not None}
 
 
@@ -218,6 +200,7 @@ def _product_sizes(operation: Operation) -> dict[str, int | None]:
     left = flags["transpose_a"].b or flags["adj_x"].b
     right = flags["transpose_b"].b or flags["adj_y"].b
     inner = _at(a, -2 if left else -1)
+    # In the gradient of a loop one factor comes off a stack without a shape.
     sizes = {
         "rows": _at(a, -1 if left else -2),
         "inputs": _at(b, -1 if right else -2) if inner is None else inner,
