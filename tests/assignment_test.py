@@ -157,27 +157,6 @@ def test_a_predicate_that_raises_names_the_layer():
         layer(X)
 
 
-@pytest.mark.parametrize(
-    ("entry", "error", "message"),
-    [
-        ("(", ValueError, "Cannot read pattern '(' in `keep_float32`"),
-        (3, TypeError, "Cannot use 3 in `keep_float32`"),
-        (dict, TypeError, "Cannot use <class 'dict'> in `keep_float32`"),
-        ("none", ValueError, "'none' leaves the default rules out"),
-    ],
-    ids=["pattern", "number", "foreign class", "none beside others"],
-)
-def test_unusable_rules(entry, error, message):
-    with pytest.raises(error, match=re.escape(message)):
-        tfamp.enable("mixed_bfloat16", keep_float32=["default", entry])
-    assert not tfamp.status().enabled
-
-
-def test_a_misspelt_default():
-    with pytest.raises(ValueError, match="Did you mean 'default'"):
-        tfamp.enable("mixed_bfloat16", keep_float32="defaults")
-
-
 def test_integer_and_quantized_layers_are_left_alone():
     lookup = layers.IntegerLookup(vocabulary=[1, 2, 3])
     x = keras.Input((1,), dtype="int64")

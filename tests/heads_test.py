@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.recorded_operations import recorded_operations
+from tests.styles import assembled
 from tfamp.dtypes.heads import keeps_product_in_half
 
 layers = keras.layers
@@ -41,34 +42,9 @@ def final(kind, units):
 KINDS = ["activation string", "activation function", "Activation layer", "operation"]
 
 
-class Subclassed(keras.Model):
-    """Calls what it is given in turn."""
-
-    def __init__(self, steps):
-        super().__init__()
-        self.steps_before_output = [s for s in steps if isinstance(s, layers.Layer)]
-        self.operation = None if isinstance(steps[-1], layers.Layer) else steps[-1]
-
-    def call(self, x):
-        for layer in self.steps_before_output:
-            x = layer(x)
-        return x if self.operation is None else self.operation(x)
-
-
-def functional(steps):
-    x = inputs = keras.Input((1,))
-    for step in steps:
-        x = step(x)
-    return keras.Model(inputs, x)
-
-
-def sequential(steps):
-    return keras.Sequential([keras.Input((1,)), *steps])
-
-
-def build(structure, kind, units, loss, jit_compile=False):
+def build(style, kind, units, loss, jit_compile=False):
     steps = final(kind, units)
-    model = structure(steps)
+    model = assembled(steps, style, (1,))
     if not steps[0].built:
         steps[0].build((None, 1))
     model.compile(keras.optimizers.SGD(1.0), loss, jit_compile=jit_compile)
@@ -83,47 +59,32 @@ def bias_gradient(model, dense, logits, y):
     return history["loss"][0], before.astype("float64") - dense.bias.numpy()
 
 
-CASES = [
-    (structure, kind)
-    for structure in (functional, sequential, Subclassed)
-    for kind in KINDS
-    if not (structure is sequential and kind == "operation")
-]
-CASE_IDS = [f"{structure.__name__}-{kind}" for structure, kind in CASES]
+CASES = {
+    f"{style}-{kind}-{units}": (style, kind, units)
+    for units in (1, 3)
+    for style in ("functional", "sequential", "subclassed")
+    for kind in (*KINDS, *(["Softmax layer"] if units > 1 else []))
+    if not (style == "sequential" and kind == "operation")
+}
 
 
-@pytest.mark.anchors("functional-activation string-mixed_float16-graph")
+@pytest.mark.anchors("functional-activation string-*-mixed_float16-graph")
 @pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
 @pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(("structure", "kind"), CASES, ids=CASE_IDS)
-def test_sigmoid_heads(structure, kind, policy, jit_compile):
+@pytest.mark.parametrize(("style", "kind", "units"), CASES.values(), ids=CASES)
+def test_loss_and_gradient_of_a_head(style, kind, units, policy, jit_compile):
+    loss = "sparse_categorical_crossentropy" if units > 1 else "binary_crossentropy"
     with tfamp.scope(policy):
-        model, dense = build(structure, kind, 1, "binary_crossentropy", jit_compile)
+        model, dense = build(style, kind, units, loss, jit_compile)
     for wrong_by in WRONG_BY:
-        loss, gradient = bias_gradient(model, dense, [wrong_by], np.zeros((1, 1)))
-        exact = 1 / (1 + np.exp(-wrong_by))  # d/dz log(1 + e^z)
-        assert loss == pytest.approx(np.logaddexp(0, wrong_by), rel=RELATIVE)
-        assert gradient[0] == pytest.approx(exact, rel=RELATIVE)
-
-
-@pytest.mark.anchors("functional-activation string-mixed_float16-graph")
-@pytest.mark.parametrize("jit_compile", [False, True], ids=["graph", "xla"])
-@pytest.mark.parametrize("policy", POLICIES)
-@pytest.mark.parametrize(
-    ("structure", "kind"),
-    [*CASES, (functional, "Softmax layer"), (sequential, "Softmax layer")],
-    ids=[*CASE_IDS, "functional-Softmax layer", "sequential-Softmax layer"],
-)
-def test_softmax_heads(structure, kind, policy, jit_compile):
-    loss = "sparse_categorical_crossentropy"
-    with tfamp.scope(policy):
-        model, dense = build(structure, kind, 3, loss, jit_compile)
-    for wrong_by in WRONG_BY:
-        logits = [wrong_by, 0.0, 0.0]
-        loss, gradient = bias_gradient(model, dense, logits, np.array([[1]]))
-        p = np.exp(np.array(logits) - np.logaddexp.reduce(logits))
-        assert loss == pytest.approx(-np.log(p[1]), rel=RELATIVE)
-        exact = p - np.array([0, 1, 0])
+        # A sigmoid is a softmax over its logit and 0.
+        logits, label = np.array([wrong_by, 0.0, 0.0][:units]), int(units > 1)
+        loss, gradient = bias_gradient(model, dense, logits, np.array([[label]]))
+        whole = np.logaddexp.reduce([*logits, 0.0] if units == 1 else logits)
+        exact = np.exp(logits - whole)
+        assert loss == pytest.approx(whole, rel=RELATIVE)  # the label's logit is 0
+        if units > 1:
+            exact[label] -= 1
         np.testing.assert_allclose(gradient, exact, rtol=RELATIVE, atol=1e-7)
 
 
@@ -131,7 +92,7 @@ def test_softmax_heads(structure, kind, policy, jit_compile):
 def test_stock_keras_loses_the_gradient_of_a_sigmoid_head(policy, wrong_by):
     keras.config.set_dtype_policy(policy)
     try:
-        model, dense = build(functional, "Activation layer", 1, "binary_crossentropy")
+        model, dense = build("functional", "Activation layer", 1, "binary_crossentropy")
     finally:
         keras.config.set_dtype_policy("float32")
     loss, gradient = bias_gradient(model, dense, [wrong_by], np.zeros((1, 1)))
@@ -170,12 +131,18 @@ class HeadIsAlsoUsedInside(keras.Model):
 
 @pytest.mark.parametrize("model_class", [NoLayerAtTheEnd, HeadIsAlsoUsedInside])
 @pytest.mark.parametrize("policy", POLICIES)
-def test_where_no_layer_can_be_the_head_the_output_alone_is_cast(policy, model_class):
+def test_where_no_layer_can_be_the_head_the_output_alone_is_cast(
+    policy, model_class, caplog
+):
     with tfamp.scope(policy):
         model = model_class()
     model.compile("sgd", "mse", jit_compile=False)
     x, y = np.ones((4, 2), "float32"), np.ones((4, 3), "float32")
-    assert np.isfinite(model.fit(x, y, verbose=0).history["loss"][0])
+    with caplog.at_level("WARNING"):
+        assert np.isfinite(model.fit(x, y, verbose=0).history["loss"][0])
+    if model_class is HeadIsAlsoUsedInside:
+        assert "its last layer stays in half precision" in caplog.text
+        assert "Cast what is combined with it" in caplog.text
     assert model(x).dtype == tf.float32
     row = tfamp.assignment(model)[model.name]
     assert (row.rule, row.output_dtype) == ("default: heads", "float32")
@@ -196,15 +163,6 @@ def test_all_layers_that_an_output_is_made_of_are_heads():
     assert model(np.ones((2, 3), "float32")).dtype == tf.float32
     rows = tfamp.assignment(model)
     assert rows["left"].rule == rows["right"].rule == "default: heads"
-
-
-def test_a_broken_head_is_said(caplog):
-    with tfamp.scope("mixed_bfloat16"):
-        model = HeadIsAlsoUsedInside()
-    with caplog.at_level("WARNING"):
-        model(np.ones((4, 2), "float32"))
-    assert "its last layer stays in half precision" in caplog.text
-    assert "Cast what is combined with it" in caplog.text
 
 
 class NeedsValues(keras.Model):
@@ -285,14 +243,14 @@ def test_only_a_dear_head_keeps_its_product_in_half(weights, share, in_half):
     assert keeps_product_in_half(weights, share) is in_half
 
 
-@pytest.mark.parametrize("structure", [functional, Subclassed])
-def test_a_dear_head_gives_float32_after_a_half_product(structure):
+@pytest.mark.parametrize("style", ["functional", "subclassed"])
+def test_a_dear_head_gives_float32_after_a_half_product(style):
     with tfamp.scope("mixed_bfloat16"):
         steps = [
             layers.Dense(256, activation="relu"),
             layers.Dense(4000, activation="softmax", name="logits"),
         ]
-        model = structure(steps)
+        model = assembled(steps, style, (1,))
         model.compile("sgd", "sparse_categorical_crossentropy", jit_compile=False)
     x = np.linspace(-1, 1, 8, dtype="float32")[:, None]
     output = model(x)

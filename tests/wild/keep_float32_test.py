@@ -58,12 +58,6 @@ def test_a_layer_and_a_name_with_odd_characters_are_taken_as_they_are():
         )
 
 
-def test_none_beside_default_is_refused():
-    with pytest.raises(ValueError, match="'none' leaves the default rules out"):
-        tfamp.enable("mixed_bfloat16", keep_float32=["none", "default"])
-    assert tfamp.status().policy == "float32"
-
-
 def dotted():
     inner = [keras.Input((8,)), layers.Dense(8, name="conv_1")]
     return keras.Sequential(
