@@ -271,8 +271,6 @@ def test_stock_keras_fails_the_row(row):
 
 grouped = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS)
 structured = pytest.mark.parametrize("build", STRUCTURES.values(), ids=STRUCTURES)
-two_structures = pytest.mark.parametrize("build", [functional, Subclassed])
-eager_and_xla = pytest.mark.parametrize("mode", ["run_eagerly", "xla"])
 
 
 @pytest.mark.anchors("functional-*", "subclassed-softmax", "subclassed-attention")
@@ -306,23 +304,20 @@ def test_apply_on_a_trained_model(build, group):
     check(operations, group, "bfloat16")
 
 
-@pytest.mark.anchors("xla-functional-softmax")
+@pytest.mark.anchors("enable-xla-functional-softmax")
 @grouped
-@two_structures
-@eager_and_xla
-def test_eager_and_xla_runs(mode, build, group):
-    with tfamp.scope("mixed_bfloat16", keep_float32=keep_of(group)):
+@pytest.mark.parametrize("build", [functional, Subclassed])
+@pytest.mark.parametrize("mode", ["run_eagerly", "xla"])
+@pytest.mark.parametrize("way", ["enable", "apply"])
+def test_eager_and_xla_runs(way, mode, build, group):
+    settings = {"policy": "mixed_bfloat16", "keep_float32": keep_of(group)}
+    if way == "enable":
+        with tfamp.scope(**settings):
+            model = build(made(group))
+    else:
         model = build(made(group))
-    check(run(model, mode), group, "bfloat16")
-
-
-@grouped
-@two_structures
-@eager_and_xla
-def test_apply_in_eager_and_xla_runs(mode, build, group):
-    model = build(made(group))
-    model(X)
-    tfamp.apply(model, "mixed_bfloat16", keep_float32=keep_of(group))
+        model(X)
+        tfamp.apply(model, **settings)
     check(run(model, mode), group, "bfloat16")
 
 

@@ -213,7 +213,8 @@ def _deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
     if _IN_MEMORY not in memo:  # of another thread, as Keras copies
         function, arguments = self.__reduce__()
         return function(*arguments)
-    made = type(self).__new__(type(self))
+    cls: Any = type(self)
+    made = cls.__new__(cls)
     memo[id(self)] = made
     # What wraps its own methods stays the copy's.
     own = {name for name, value in vars(made).items() if callable(value)}
