@@ -28,8 +28,8 @@ from keras.src.saving import saving_lib
 from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import DotNotTrackScope
 
-from tfamp.keras_hooks import calls
-from tfamp.keras_hooks.layer_record import CALLS, record_of
+from tfamp.keras_hooks import calls, structure
+from tfamp.keras_hooks.layer_record import CALLS, record_of, update_record
 from tfamp.keras_hooks.patches import Patch, like, replaced
 from tfamp.records.formats import HALF
 
@@ -204,9 +204,19 @@ def copied_in_memory(model: keras.Model) -> keras.Model:
     patch.install()
     try:
         with DotNotTrackScope():
-            return copy.deepcopy(model, memo)
+            made = copy.deepcopy(model, memo)
     finally:
         patch.remove()
+    of_copy, of_model = (
+        [layer for _, layer, _ in structure.walk(each)] + each.weights
+        for each in (made, model)
+    )
+    if {id(each) for each in of_copy} & {id(each) for each in of_model}:
+        raise ValueError(f"Parts of {model.name!r} are shared by its copy.")
+    for _, layer, _ in structure.walk(made):
+        if record_of(layer) is not None:
+            update_record(layer, graph_key=structure.graph_key(layer))
+    return made
 
 
 def _deepcopy(self: Any, memo: dict[Any, Any]) -> Any:
