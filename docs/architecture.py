@@ -19,6 +19,7 @@ _SUBJECTS = {
     "loss_scale": "rule, optimizer, tape, replicas, saving",
     "data": "pipeline, sources, sampling, statistics, health",
     "dtypes": "one layer's dtype and why",
+    "plan": "PrecisionPlan",
     "policy": "enable, disable, scope, status",
     "models": "apply, assignment, load_model",
     "stepping": "a step outside fit: data, taps, snapshots, bundles",
@@ -28,6 +29,7 @@ _SUBJECTS = {
     "training": "learning rates, schedules",
     "callbacks": "monitor, throughput, recorder, recovery",
     "comparison": "compare, verdict, report",
+    "tuning": "measured policies, the tuner",
     "serving": "frozen models",
     "cli": "one file a command",
 }

@@ -24,10 +24,10 @@ FLOORS = [
     ["records"],
     ["machine", "keras_hooks", "graph"],
     ["loss_scale", "data"],
-    ["dtypes", "policy", "models"],
+    ["dtypes", "plan", "policy", "models"],
     ["stepping", "trials"],
     ["numerics", "memory", "training"],
-    ["callbacks", "comparison", "serving"],
+    ["callbacks", "comparison", "tuning", "serving"],
     ["cli", "__init__", "__main__"],
 ]
 FLOOR_OF = {name: floor for floor, names in enumerate(FLOORS) for name in names}

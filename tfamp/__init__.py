@@ -18,6 +18,7 @@ __version__ = "0.1.0.dev0"
 _HOMES = {
     "LossScaleError": "tfamp.loss_scale.errors",
     "LossScaleOptimizer": "tfamp.loss_scale.optimizer",
+    "PrecisionPlan": "tfamp.plan",
     "apply": "tfamp.models",
     "assignment": "tfamp.models",
     "callbacks": "tfamp.callbacks",
@@ -31,6 +32,7 @@ _HOMES = {
     "freeze": "tfamp.serving.frozen",
     "lint": "tfamp.numerics.lint.linter",
     "load_model": "tfamp.models",
+    "measure_policies": "tfamp.tuning.measured_policies",
     "prove": "tfamp.numerics.proof.prover",
     "ranges": "tfamp.numerics.ranges.recorder",
     "remat": "tfamp.memory.remat.rematerialisation",
@@ -40,6 +42,7 @@ _HOMES = {
     "status": "tfamp.policy",
     "training": "tfamp.training",
     "triage": "tfamp.numerics.triage.step_triage",
+    "tune": "tfamp.tuning.tuner",
 }
 # What the functions above return, for annotations; editors do not list them.
 _RESULTS = {
@@ -47,6 +50,7 @@ _RESULTS = {
     "BatchSearch": "tfamp.memory.batch_search.records",
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
+    "Measurement": "tfamp.tuning.measurement",
     "MemoryEstimate": "tfamp.memory.estimate.records",
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.ranges.result",
@@ -109,6 +113,7 @@ if TYPE_CHECKING:
     from tfamp.numerics.triage.bundle_replay import replay as replay
     from tfamp.numerics.triage.result import Triage as Triage
     from tfamp.numerics.triage.step_triage import triage as triage
+    from tfamp.plan import PrecisionPlan as PrecisionPlan
     from tfamp.policy import Status as Status
     from tfamp.policy import disable as disable
     from tfamp.policy import enable as enable
@@ -116,6 +121,9 @@ if TYPE_CHECKING:
     from tfamp.policy import status as status
     from tfamp.serving.frozen import freeze as freeze
     from tfamp.stepping.bundles.record import Replayed as Replayed
+    from tfamp.tuning.measured_policies import measure_policies as measure_policies
+    from tfamp.tuning.measurement import Measurement as Measurement
+    from tfamp.tuning.tuner import tune as tune
 else:
 
     def __getattr__(name: str) -> Any:

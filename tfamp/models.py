@@ -19,6 +19,7 @@ from tfamp.dtypes.settings import (
 )
 from tfamp.keras_hooks import saved_state, structure, trainer
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of
+from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.records import checks, console
 from tfamp.records.formats import HALF
 from tfamp.records.record import Record
@@ -142,7 +143,7 @@ def assignment(model: keras.layers.Layer) -> Assignment:
 
 def apply(
     model: keras.layers.Layer,
-    policy: str | None = None,
+    policy: "str | os.PathLike[str] | PrecisionPlan | None" = None,
     *,
     keep_float32: KeepFloat32 = "default",
 ) -> Assignment:
@@ -155,8 +156,8 @@ def apply(
 
     Args:
         model: A Keras model or layer.
-        policy: As for `tfamp.enable`; None takes the policy that is enabled,
-            or "auto" where none is.
+        policy: As for `tfamp.enable`, a plan as well; None takes the policy that is
+            enabled, or "auto" where none is.
         keep_float32: As for `tfamp.enable`.
 
     Returns:
@@ -174,13 +175,25 @@ def apply(
         'bfloat16'
     """
     _check_model(model)
+    plan = read_plan(policy)
+    if plan is not None:
+        refuse_rules(keep_float32)
+        plan.apply(model)
+        return assignment(model)
     if policy is None and IN_FORCE.settings is not None:
         policy = IN_FORCE.settings.policy.name
-    settings = make_settings(choose_policy(policy or "auto")[0], keep_float32)
+    name = choose_policy(policy or "auto")[0]  # type: ignore[arg-type]
+    settings = make_settings(name, keep_float32)
     if IN_FORCE.settings is not None:
         settings.loss_scale = IN_FORCE.settings.loss_scale
         settings.loss_scale_options = IN_FORCE.settings.loss_scale_options
     _check_patterns(model, settings)
+    put_under(model, settings)
+    return assignment(model)
+
+
+def put_under(model: keras.layers.Layer, settings: PolicySettings) -> None:
+    """Gives a built model the dtypes of settings, and the optimizers they need."""
     hooks.hold(settings)
     layer_dtypes.take_back_patterns(model, settings)
     layers = [layer for _, layer, _ in structure.walk(model)]
@@ -191,7 +204,6 @@ def apply(
         trainer.drop_traced_functions(layer)
     resolution.resolve(model)
     compile_hooks.follow_policy(model, settings)
-    return assignment(model)
 
 
 def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:

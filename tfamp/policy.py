@@ -2,6 +2,8 @@
 
 import contextlib
 import dataclasses
+import importlib
+import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -12,33 +14,21 @@ from tfamp.dtypes import hooks, in_force
 from tfamp.dtypes.in_force import IN_FORCE, NOT_ENABLED
 from tfamp.dtypes.rules import DEFAULT_OPERATIONS, Rule, gains_nothing
 from tfamp.dtypes.settings import (
+    VARIABLE,
     KeepFloat32,
     PolicySettings,
     choose_policy,
     make_settings,
 )
 from tfamp.keras_hooks import layers
-from tfamp.loss_scale.rule import check_settings
+from tfamp.loss_scale.arguments import check_loss_scale
 from tfamp.machine import devices as hardware
+from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.records import console
 from tfamp.records import versions as _versions
 from tfamp.records.record import Device, Record
 
-# Arguments of `LossScaleOptimizer` that say how a dynamic scale moves, and the rest.
-_SCALE_OPTIONS = (
-    "initial_scale",
-    "dynamic_growth_steps",
-    "growth_factor",
-    "backoff_factor",
-    "hysteresis",
-    "min_scale",
-    "max_scale",
-)
-_STEP_OPTIONS = (
-    "gradient_accumulation_steps",
-    "accumulation_steps",
-    "max_consecutive_skips",
-)
+MEASURE = "measure"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +75,7 @@ class Status(Record):
 
 
 def enable(
-    policy: str = "auto",
+    policy: str | os.PathLike[str] | PrecisionPlan = "auto",
     *,
     keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",
@@ -103,6 +93,10 @@ def enable(
             that is slower than float32; else "float32", "mixed_float16",
             "mixed_bfloat16", "float16" or "bfloat16". With "auto", the
             environment variable TFAMP_POLICY is used where it is set.
+            "measure" times the policies on the data of the first `fit`, for 20 s at
+            most, and trains under the fastest. Or a `PrecisionPlan`, or the path of
+            its file, which ends in ".json": the model that it is for computes as it
+            says, another one is an error when it is compiled.
         keep_float32: "default", "none", or a sequence of layers, layer classes,
             class names, patterns for whole names or paths, and callables taking
             a layer. A sequence adds to the default rules, unless "none" is in it.
@@ -134,11 +128,27 @@ def enable(
         'float32'
     """
     _versions.check_environment()
-    name, reason, explicit = choose_policy(policy)
-    _check_loss_scale(name, loss_scale, loss_scale_options, explicit)
-    settings = make_settings(name, keep_float32, loss_scale, loss_scale_options)
+    named = os.environ.get(VARIABLE, policy) if policy == "auto" else policy
+    planned = read_plan(named)
+    if planned is not None:
+        settings = _planned_settings(planned, keep_float32, loss_scale)
+        settings.loss_scale_options = loss_scale_options or settings.loss_scale_options
+        name, reason, explicit = planned.policy, planned.why, True
+    elif named == MEASURE:
+        name, explicit = "float32", False
+        reason = "the first `fit` times the policies and takes the fastest"
+        settings = make_settings(name, keep_float32, loss_scale, loss_scale_options)
+    else:
+        name, reason, explicit = choose_policy(policy)  # type: ignore[arg-type]
+        settings = make_settings(name, keep_float32, loss_scale, loss_scale_options)
+    options = settings.loss_scale_options
+    check_loss_scale(name, settings.loss_scale, options, explicit)
     if explicit:
         _object_to(name)
+    else:
+        settings.chosen_at_fit = "measure" if named == MEASURE else "look up"
+        # By name, as it stands above this file: it adds itself to what `fit` does.
+        importlib.import_module("tfamp.tuning.first_fit")
     present = IN_FORCE.present
     if present.settings is None:
         present.policy_before = layers.present_policy()
@@ -169,7 +179,7 @@ def disable() -> None:
 
 @contextlib.contextmanager
 def scope(
-    policy: str = "auto",
+    policy: str | os.PathLike[str] | PrecisionPlan = "auto",
     *,
     keep_float32: KeepFloat32 = "default",
     loss_scale: str | float | None = "dynamic",
@@ -226,6 +236,17 @@ def status() -> Status:
     )
 
 
+def _planned_settings(
+    planned: PrecisionPlan, keep_float32: KeepFloat32, loss_scale: str | float | None
+) -> PolicySettings:
+    """Returns the settings of a plan; a loss scale that is given takes its place."""
+    refuse_rules(keep_float32)
+    settings = planned.settings()
+    if loss_scale != "dynamic":
+        settings.loss_scale = loss_scale
+    return settings
+
+
 def _put_in_force(settings: PolicySettings, why: str) -> None:
     IN_FORCE.put(settings, why)
     try:
@@ -242,48 +263,6 @@ def _object_to(policy: str) -> None:
     objection = hardware.objection(policy, hardware.devices())
     if objection is not None:
         warnings.warn(objection, UserWarning, stacklevel=3)
-
-
-def _check_loss_scale(
-    policy: str,
-    loss_scale: str | float | None,
-    options: Mapping[str, Any] | None,
-    explicit: bool,
-) -> None:
-    if isinstance(loss_scale, bool) or not (
-        loss_scale is None or loss_scale == "dynamic" or _is_positive(loss_scale)
-    ):
-        raise ValueError(
-            f"Unknown `loss_scale` {loss_scale!r}; expected 'dynamic', a positive "
-            "finite number for a static scale, or None. Leave it out for 'dynamic'."
-        )
-    known = (*_SCALE_OPTIONS, *_STEP_OPTIONS)
-    unknown = [name for name in options or {} if name not in known]
-    if unknown:
-        raise ValueError(
-            f"Unknown name {unknown[0]!r} in `loss_scale_options`; expected {known}. "
-            "Leave it out."
-        )
-    moving = {k: v for k, v in (options or {}).items() if k in _SCALE_OPTIONS}
-    if (moving and loss_scale != "dynamic") or (options and loss_scale is None):
-        raise ValueError(
-            f"`loss_scale_options` {moving or dict(options or {})!r} act on a dynamic "
-            f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
-            "the two."
-        )
-    check_settings(**(options or {}))
-    without_effect = _is_positive(loss_scale) or options
-    if explicit and without_effect and "bfloat16" not in policy and policy != "float32":
-        return
-    if explicit and without_effect:
-        raise ValueError(
-            f"`loss_scale` {loss_scale!r} has no effect under policy {policy!r}, in "
-            "which nothing computes in float16. Leave it out, or use 'mixed_float16'."
-        )
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < float("inf")
 
 
 def _rules_in_force(settings: PolicySettings) -> tuple[RuleStatus, ...]:

@@ -58,7 +58,10 @@ def before_compile(model: keras.Model, arguments: dict[str, Any]) -> None:
     settings = resolution.settings_of(model)
     if settings is None:
         return
-    resolution.resolve(model)
+    if resolution.resolve(model):
+        resolution.follow_plan(model, settings, must=True)
+    if settings.jit_compile is not None and arguments.get("jit_compile") == "auto":
+        arguments["jit_compile"] = settings.jit_compile
     optimizer = arguments.get("optimizer")
     if optimizer is None:
         return

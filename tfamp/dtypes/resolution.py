@@ -12,7 +12,7 @@ from tfamp.dtypes import heads, layer_dtypes, own_operations
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
-from tfamp.keras_hooks import backend, calls, structure
+from tfamp.keras_hooks import backend, calls, structure, trainer
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, update_record
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
@@ -61,15 +61,32 @@ def resolve(model: keras.layers.Layer, args: Any = None, kwargs: Any = None) -> 
             return True
         if record.is_resolved:
             _start_again(model, record.settings)
+        settings = record.settings
+        if follow_plan(model, settings):
+            return True
         # The trace below comes here again.
         update_record(model, is_resolved=True, graph_key=key)
         try:
-            done = _resolve(model, record.settings, args, kwargs)
+            done = _resolve(model, settings, args, kwargs)
+            if done or args is not None:  # layers may have been made by the trace
+                done |= follow_plan(model, settings, must=trainer.is_compiled(model))
         except BaseException:
             update_record(model, is_resolved=False)
             raise
         update_record(model, is_resolved=done, graph_key=structure.graph_key(model))
         return done
+
+
+def follow_plan(
+    model: keras.layers.Layer, settings: PolicySettings, *, must: bool = False
+) -> bool:
+    """Lets the plan in force decide, where there is one and the model is its own.
+
+    Raises:
+        ValueError: It `must` be, and is another.
+    """
+    plan = settings.plan
+    return plan is not None and plan.follow(model, settings, must=must)
 
 
 def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:

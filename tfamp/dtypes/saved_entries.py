@@ -5,7 +5,7 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import heads, layer_dtypes, resolution
+from tfamp.dtypes import graph_operations, heads, layer_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings, parse
 from tfamp.keras_hooks import structure, trainer, variables
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, set_record
@@ -41,6 +41,13 @@ def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
         "policy": settings.policy.name,
         "has_defaults": settings.rules.has_defaults,
         "loss_scale": loss_scale,
+        "jit_compile": settings.jit_compile,
+        "evidence": dict(settings.evidence),
+        "operations": [
+            {"place": place, **kept._asdict()}
+            for place, (_, operation) in enumerate(graph_operations.of_model(model))
+            if (kept := graph_operations.kept(operation)) is not None
+        ],
         "layers": [_row(*row[:2]) for row in structure.walk(model)],
     }
 
@@ -112,6 +119,10 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
             set_record(layer, LayerRecord(settings, _KIND_OF[row["kind"]], **stored))
             _store(layer, row.get("stored", ()))
         trainer.drop_traced_functions(layer)
+    operations = [operation for _, operation in graph_operations.of_model(model)]
+    for row in entry.get("operations", ()):
+        kept = {name: value for name, value in row.items() if name != "place"}
+        graph_operations.keep(operations[row["place"]], **kept)
     found = heads.graph_heads(model)
     if found is not None and any(
         record_of(h) is not None
@@ -152,5 +163,11 @@ def _settings_of_file(entry: dict[str, Any]) -> PolicySettings:
     policy = keras.DTypePolicy(entry["policy"])
     # The user's own rules, which may be functions, are known by what they decided.
     rules = parse("default" if entry["has_defaults"] else "none")
-    rules = rules.for_dtype(policy.compute_dtype)
-    return PolicySettings(policy, rules, loss_scale, options)
+    return PolicySettings(
+        policy,
+        rules.for_dtype(policy.compute_dtype),
+        loss_scale,
+        options,
+        jit_compile=entry.get("jit_compile"),
+        evidence=entry.get("evidence", {}),
+    )

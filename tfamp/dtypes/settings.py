@@ -7,7 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import keras
 
@@ -132,7 +132,24 @@ def _rule_of_user(entry: Any) -> Rule:
     return Rule(f"keep_float32: {label}()", reason, predicate=entry)
 
 
+VARIABLE = "TFAMP_POLICY"
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
+
+
+class Plan(Protocol):
+    """What decides the dtypes of a whole model, in the place of rules."""
+
+    def follow(self, model: Any, settings: "PolicySettings", *, must: bool) -> bool:
+        """Gives the layers of a model the dtypes it has for them.
+
+        Args:
+            model: A model made under the plan's settings.
+            settings: Those.
+            must: Whether another model than the plan's is an error.
+
+        Returns:
+            Whether the model is the plan's.
+        """
 
 
 @dataclasses.dataclass(eq=False)
@@ -152,6 +169,12 @@ class PolicySettings:
         taken_back: Layers whose `call` cannot run with what a default rule decided.
         float32_policy: The policy given to kept layers. One object, so that
             sublayers that are handed it count as given a dtype.
+        keep_float32: The argument that the rules came from, of other policies too.
+        plan: The `PrecisionPlan` that decides in the place of the rules, if any.
+        chosen_at_fit: "measure" where the first `fit` times the policies, "look up"
+            where it takes what an earlier run has measured; "" where it is chosen.
+        jit_compile: Whether `compile` uses XLA where it is not told; None leaves it.
+        evidence: What was measured before this was decided, as plain JSON values.
         number: Tells settings apart when they are gone.
     """
 
@@ -167,6 +190,11 @@ class PolicySettings:
     float32_policy: keras.DTypePolicy = dataclasses.field(
         default_factory=lambda: keras.DTypePolicy("float32")
     )
+    keep_float32: KeepFloat32 = "default"
+    plan: "Plan | None" = None
+    chosen_at_fit: str = ""
+    jit_compile: bool | None = None
+    evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     number: int = dataclasses.field(default_factory=itertools.count(1).__next__)
 
     @property
@@ -194,8 +222,9 @@ def make_settings(
     """Returns the settings for a policy name and a `keep_float32` argument."""
     policy_object = keras.DTypePolicy(policy)
     rules = parse(keep_float32).for_dtype(policy_object.compute_dtype)
+    options = dict(loss_scale_options or {})
     return PolicySettings(
-        policy_object, rules, loss_scale, dict(loss_scale_options or {})
+        policy_object, rules, loss_scale, options, keep_float32=keep_float32
     )
 
 
@@ -205,9 +234,9 @@ def choose_policy(policy: str) -> tuple[str, str, bool]:
     "auto" takes the environment variable TFAMP_POLICY where it is set, else what suits
     the devices here. An unknown name is a ValueError.
     """
-    named = os.environ.get("TFAMP_POLICY", "auto")
+    named = os.environ.get(VARIABLE, "auto")
     if policy == "auto" and named != "auto":
-        checks.choice("TFAMP_POLICY", named, ("auto", *POLICIES))
+        checks.choice(VARIABLE, named, ("auto", *POLICIES))
         return named, f"the environment variable TFAMP_POLICY is {named!r}", True
     checks.choice("policy", policy, ("auto", *POLICIES))
     if policy != "auto":

@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 from keras.src import tree
 from keras.src.models.functional import Functional
+from keras.src.utils.naming import to_snake_case
 
 from tfamp.keras_hooks import backend
 
@@ -35,6 +36,16 @@ def children(layer: keras.layers.Layer) -> list[keras.layers.Layer]:
         for child in tracked
         if not isinstance(child, keras.layers.InputLayer) and child is not inner
     ]
+
+
+def automatic_name(class_name: str) -> str:
+    """Returns what Keras names the first layer of a class; others get a number.
+
+    Example:
+        >>> automatic_name("ReLU"), automatic_name("Conv2DTranspose")
+        ('re_lu', 'conv2d_transpose')
+    """
+    return str(to_snake_case(class_name))
 
 
 def walk(

@@ -192,6 +192,15 @@ def compiled_as(model: keras.Model, **arguments: Any) -> Iterator[None]:
         vars(model).update(before)
 
 
+def set_jit_compile(model: keras.Model, is_compiled: bool) -> None:
+    """Has a compiled model run under XLA or not, in what it saves too."""
+    model.jit_compile = is_compiled
+    config = getattr(model, "_compile_config", None)
+    if config is not None and "jit_compile" in config.config:
+        config.config["jit_compile"] = is_compiled
+    drop_traced_functions(model)
+
+
 def forget_training(model: keras.Model) -> None:
     """Takes from `model` what `compile` gave it, and freezes its weights."""
     model.trainable = False

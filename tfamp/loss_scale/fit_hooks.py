@@ -7,7 +7,7 @@ is applied at the end of an epoch; an error of TensorFlow becomes ours.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -140,6 +140,8 @@ def microbatch_weight() -> Any:
 
 # What is done ahead of a model's training, by parts that this one does not know.
 BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
+# The same of `fit` of a managed model, with its arguments by name.
+BEFORE_FIT: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
 
 
 def _ours(model: Any) -> list[Any]:
@@ -279,6 +281,8 @@ def _guarded_run(
     model: keras.Model, name: str, arguments: dict[str, Any]
 ) -> Iterator[None]:
     is_fit = name == "fit"
+    for prepare in BEFORE_FIT if is_fit and record_of(model) is not None else ():
+        prepare(model, arguments)
     frame = around_training.running(model) if is_fit else contextlib.nullcontext()
     with frame, around_run(model, training=is_fit):
         yield

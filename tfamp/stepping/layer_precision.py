@@ -5,17 +5,16 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
-import tensorflow as tf
 
+from tfamp.dtypes import graph_operations
 from tfamp.dtypes.layer_dtypes import set_policy
 from tfamp.dtypes.resolution import count_as_met
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.calls import cast_outputs, source_of, unrounded
+from tfamp.keras_hooks.calls import source_of
 from tfamp.keras_hooks.layer_record import drop_record, record_of, set_record
 from tfamp.keras_hooks.patches import like, replaced
 
 _FLOATS = ("float16", "bfloat16", "float32")
-_KEPT = "_tfamp_kept_in_float32"
 
 
 @contextlib.contextmanager
@@ -77,7 +76,7 @@ def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[Non
     ]
     with computing_in(inside, "float32"), contextlib.ExitStack() as stack:
         for layer in chosen:
-            stack.enter_context(_returning(layer, dtype))
+            stack.enter_context(graph_operations.in_float32(layer, dtype))
         yield
 
 
@@ -104,7 +103,7 @@ def adding_in_float32(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
     def widened(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
         def add_loss(loss: Any) -> Any:
-            return original(structure.map_structure(_exact, loss))
+            return original(structure.map_structure(graph_operations.widened, loss))
 
         return add_loss
 
@@ -112,43 +111,6 @@ def adding_in_float32(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
         for layer in layers:
             stack.enter_context(replaced(layer, add_loss=widened(layer.add_loss)))
         yield
-
-
-def keep_operation(operation: Any, dtype: str) -> bool:
-    """Has an operation of a Functional graph compute in float32 from now on.
-
-    It has no dtype to be set, so its call is replaced on the instance; a file that the
-    model is saved to knows nothing of that.
-    """
-    if _KEPT in vars(operation):
-        return False
-    # Let go of, the stack would put the call back.
-    stack = vars(operation)[_KEPT] = contextlib.ExitStack()
-    stack.enter_context(_returning(operation, dtype))
-    return True
-
-
-@contextlib.contextmanager
-def _returning(layer: Any, dtype: str) -> Iterator[None]:
-    original = layer.call
-
-    @like(original)
-    def call(*args: Any, **kwargs: Any) -> Any:
-        args, kwargs = structure.map_structure(_exact, (args, kwargs))
-        return cast_outputs(original(*args, **kwargs), dtype)
-
-    # Without autocasting the layer is given the very tensors that others returned,
-    # which know what they were rounded from. Operations have no such setting.
-    uncast = {"autocast": False} if "autocast" in vars(layer) else {}
-    with replaced(layer, call=call, **uncast):
-        yield
-
-
-def _exact(x: Any) -> Any:
-    """Returns a half-precision tensor in float32, unrounded where that is known."""
-    if isinstance(x, tf.Tensor) and x.dtype in (tf.float16, tf.bfloat16):
-        return unrounded(x)
-    return x
 
 
 def _computes(layer: keras.layers.Layer) -> bool:

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from absl import logging
 
-from tfamp.dtypes import layer_dtypes
+from tfamp.dtypes import graph_operations, layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.layer_record import record_of
@@ -140,16 +140,14 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
     model's functions are to be traced anew.
     """
     if not isinstance(layer, keras.layers.Layer):
-        # Here, as it is needed when something has failed.
-        from tfamp.stepping.layer_precision import keep_operation
-
         dtypes = structure.compute_dtypes(model) & {*HALF}
-        if not dtypes or not keep_operation(layer, min(dtypes)):
+        rule_of = ("NanRecovery", "a failed step was traced to this operation")
+        if not dtypes or not graph_operations.keep(layer, min(dtypes), *rule_of):
             return False
         logging.warning(
-            "%r is an operation of a Functional graph: it computes in float32 in this "
-            "process, and a saved model will not know. Put it into a layer that is "
-            "made with `dtype='float32'`.",
+            "%r is an operation of a Functional graph, which has no dtype: only tfamp "
+            "has it compute in float32, now and where it loads the model. Put it into "
+            "a layer that is made with `dtype='float32'` for others.",
             layer.name,
         )
         return True

@@ -123,13 +123,13 @@ def _functions(model: keras.Model) -> Iterator[tuple[str, Callable[..., Any]]]:
     for tracked in model.metrics:
         for metric in getattr(tracked, "metrics", [tracked]):
             if isinstance(metric, keras.metrics.MeanMetricWrapper):
-                yield metric.name, _of_metric(metric)
+                yield metric.name, of_each_example(metric)
     if isinstance(model.loss, (str, keras.losses.Loss)) or callable(model.loss):
         loss = keras.losses.get(model.loss)
         yield "loss", loss.call if isinstance(loss, keras.losses.Loss) else loss
 
 
-def _of_metric(metric: Any) -> Callable[..., Any]:
+def of_each_example(metric: Any) -> Callable[..., Any]:
     """Returns a function that gives what a metric takes the mean of.
 
     A `MeanMetricWrapper` hands the values of the examples to the `Mean` below it, so a

@@ -1,0 +1,322 @@
+"""Policies chosen by timing a model's own step: what is picked, and what stays."""
+
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.styles import STYLES, assembled
+from tfamp.tuning import measured_policies, measurement_cache, policy_steps
+from tfamp.tuning.measured_policies import Measuring
+from tfamp.tuning.policy_steps import Candidate, Prepared
+from tfamp.tuning.races import Racer
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=(16, 6)).astype("float32")
+Y = X[:, :1]
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    monkeypatch.setenv(measurement_cache.VARIABLE, str(tmp_path / "cache"))
+    return tmp_path / "cache" / "measurements"
+
+
+def made(style="sequential", **options):
+    parts = [layers.Dense(4, activation="relu"), layers.BatchNormalization()]
+    model = assembled([*parts, layers.Dense(1)], style, (6,))
+    model.compile(keras.optimizers.Adam(0.01), "mse", **options)
+    return model
+
+
+class Clock:
+    """Time that passes only where it is told to."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+class Steps:
+    """Steps that take a known time each, and as long to prepare as is said."""
+
+    def __init__(self, seconds, prepare=None, few=None):
+        self.clock, self.seconds = Clock(), seconds
+        self.prepare_seconds, self.few = prepare or {}, few or {}
+        self.probed = []
+
+    def prepare(self, candidate):
+        took = self.prepare_seconds.get(candidate.name, 0.5)
+        self.clock.now += took
+        seconds = self.seconds[candidate.name]
+        if seconds is None:
+            return Prepared(candidate, None, took, "cannot run: no kernel")
+
+        def run(steps):
+            self.clock.now += steps * seconds
+            return steps * seconds
+
+        return Prepared(candidate, Racer(candidate.name, run, seconds), took, "")
+
+    def probe(self, candidate, num_examples):
+        self.probed.append(candidate.name)
+        return self.few.get(candidate.name, 1.0)
+
+
+def measured(seconds, *, budget=20.0, max_steps=200, names=None, **options):
+    steps = Steps(seconds, **options)
+    candidates = [
+        Candidate(name.removesuffix(" with XLA"), name.endswith("XLA"))
+        for name in names or seconds
+    ]
+    run = Measuring("m", steps, budget, max_steps, clock=steps.clock)
+    return run.run(candidates, {}), steps
+
+
+@pytest.fixture
+def fast_units(monkeypatch):
+    """All policies are worth whole batches."""
+    monkeypatch.setattr(measured_policies.devices, "objection", lambda *given: None)
+
+
+@pytest.mark.usefixtures("fast_units")
+def test_the_fastest_is_picked_with_its_ratio():
+    found, _ = measured(
+        {"float32": 0.2, "mixed_bfloat16": 0.1, "float32 with XLA": 0.25}
+    )
+    assert (found.best.policy, found.best.jit_compile) == ("mixed_bfloat16", False)
+    assert found.best.speedup == pytest.approx((2.0, 2.0, 2.0))
+    assert found.is_clear
+    assert "2.00 times as fast as float32" in found.reason
+    assert "mixed_bfloat16" in found.table() and "best" in found.table()
+
+
+@pytest.mark.usefixtures("fast_units")
+def test_what_is_not_faster_by_more_than_the_noise_is_not_picked():
+    found, _ = measured({"float32": 0.1, "mixed_bfloat16": 0.1, "mixed_float16": 0.2})
+    assert found.best.policy == "float32"
+    assert "no other policy was shown to be faster" in found.reason
+
+
+@pytest.mark.usefixtures("fast_units")
+def test_of_policies_within_three_percent_the_simpler_is_picked():
+    found, _ = measured(
+        {"float32": 0.2, "mixed_bfloat16": 0.1, "mixed_bfloat16 with XLA": 0.0985}
+    )
+    assert found.best.name == "mixed_bfloat16"
+
+
+@pytest.mark.usefixtures("fast_units")
+def test_what_cannot_run_or_is_beyond_the_budget_is_said():
+    found, steps = measured(
+        {
+            "float32": 0.1,
+            "mixed_bfloat16": None,
+            "float32 with XLA": 0.01,
+        },
+        budget=4.0,
+        prepare={"float32": 1.0},
+    )
+    notes = {each.name: each.note for each in found.times}
+    assert notes["mixed_bfloat16"] == "cannot run: no kernel"
+    assert notes["float32 with XLA"].startswith("not tried: preparing it would take")
+    assert found.best.policy == "float32"
+    assert steps.clock.now <= 4.5
+
+
+def test_a_policy_without_units_is_tried_on_a_few_examples_first(monkeypatch):
+    monkeypatch.setattr(
+        measured_policies.devices,
+        "objection",
+        lambda policy, devices: "slow" if policy == "mixed_float16" else None,
+    )
+    found, steps = measured(
+        {"float32": 0.1, "mixed_float16": 60.0, "mixed_float16 with XLA": 60.0},
+        few={"float32": 0.01, "mixed_float16": 0.9},
+    )
+    assert [each.note for each in found.times[1:]] == 2 * [
+        "90.0 times as slow as float32 on 2 examples"
+    ]
+    assert steps.probed == ["float32", "mixed_float16"]
+
+
+def test_a_step_that_fails_in_float32_is_an_error():
+    with pytest.raises(ValueError, match="fails in float32: cannot run: no kernel"):
+        measured({"float32": None, "mixed_bfloat16": 0.1})
+
+
+@pytest.mark.parametrize("style", STYLES)
+@pytest.mark.parametrize("policy", ["", "mixed_bfloat16", "mixed_float16"])
+def test_a_measured_model_is_as_it_was(style, policy):
+    if policy:
+        with tfamp.scope(policy, keep_float32=[layers.BatchNormalization]):
+            model = made(style)
+    else:
+        model = made(style)
+    model.fit(X, Y, verbose=0)
+    before, optimizer = model.get_weights(), model.optimizer
+    slots = [v.numpy() for v in optimizer.variables]
+    dtypes = tfamp.PrecisionPlan.from_model(model).rows
+    found = tfamp.measure_policies(
+        model, (X, Y), jit_compile=False, max_steps=4, budget_seconds=60
+    )
+    assert [each.policy for each in found.times][0] == "float32"
+    assert {each.policy for each in found.times} == set(measured_policies.POLICIES)
+    np.testing.assert_equal(model.get_weights(), before)
+    np.testing.assert_equal([v.numpy() for v in model.optimizer.variables], slots)
+    assert model.optimizer is optimizer
+    assert tfamp.PrecisionPlan.from_model(model).rows == dtypes
+    model.fit(X, Y, verbose=0)
+
+
+def test_xla_is_timed_too_and_put_back():
+    model = made(jit_compile=False)
+    found = tfamp.measure_policies(model, (X, Y), policies=["float32"], max_steps=4)
+    assert [each.name for each in found.times] == ["float32", "float32 with XLA"]
+    assert model.jit_compile is False
+
+
+def test_a_clear_measurement_is_read_again_by_the_next_run(cache, monkeypatch):
+    def quick(self, candidate):
+        seconds = 0.1 if candidate.policy == "float32" else 0.05
+        racer = Racer(candidate.name, lambda steps: steps * seconds, seconds)
+        return Prepared(candidate, racer, 0.01, "")
+
+    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", quick)
+    monkeypatch.setattr(measured_policies.devices, "objection", lambda *given: None)
+    first = tfamp.measure_policies(made, (X, Y))
+    assert not first.from_cache
+    second = tfamp.measure_policies(made, (X, Y))  # Keras numbers its names on
+    assert second.from_cache and second.best == first.best
+    assert not tfamp.measure_policies(made, (X, Y), use_cache=False).from_cache
+    other = tfamp.measure_policies(made, (X, Y), batch_size=8)
+    assert not other.from_cache
+    for path in cache.iterdir():
+        path.write_text("{")
+    assert not tfamp.measure_policies(made, (X, Y)).from_cache
+
+
+def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(measurement_cache.VARIABLE, str(tmp_path / "file"))
+    found = tfamp.measure_policies(
+        made, (X, Y), policies=["float32"], jit_compile=False
+    )
+    assert found.best.policy == "float32"
+    assert "could not be kept" in caplog.text
+
+
+def faster(policy):
+    """Returns `PolicySteps.prepare` for which one policy is twice as fast."""
+
+    def prepare(self, candidate):
+        is_fast = candidate.policy == policy and not candidate.jit_compile
+        seconds = 0.05 if is_fast else 0.1
+        racer = Racer(candidate.name, lambda steps: steps * seconds, seconds)
+        return Prepared(candidate, racer, 0.01, "")
+
+    return prepare
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_measure_trains_under_the_fastest_from_the_first_step(style, monkeypatch):
+    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_bfloat16"))
+    with tfamp.scope("measure", keep_float32=[layers.BatchNormalization]):
+        model = made(style)
+        assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
+        model.fit(X, Y, verbose=0)
+        assert "mixed_bfloat16: 2.00 times as fast" in tfamp.status().why
+        plan = tfamp.PrecisionPlan.from_model(model)
+    assert [r.compute_dtype for r in plan.rows if r.class_name == "Dense"] == [
+        "bfloat16",
+        "float32",
+    ]
+    kept = [r for r in plan.rows if r.class_name == "BatchNormalization"]
+    assert kept[0].rule.startswith("keep_float32")
+    assert plan.evidence["measured"]["times"]
+    weights = model.get_weights()
+    model.fit(X, Y, verbose=0)  # and not again
+    assert not np.array_equal(weights[0], model.get_weights()[0])
+
+
+@pytest.mark.parametrize("told", [True, False])
+def test_xla_stays_as_compile_was_told(told, monkeypatch):
+    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_bfloat16"))
+    with tfamp.scope("measure"):
+        model = made(jit_compile=told)
+        model.fit(X, Y, verbose=0)
+    assert model.jit_compile is told
+
+
+def test_auto_takes_what_an_earlier_run_has_measured(monkeypatch):
+    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_float16"))
+    monkeypatch.setattr(measured_policies.devices, "objection", lambda *given: None)
+    with tfamp.scope("measure"):
+        made().fit(X, Y, verbose=0, batch_size=8)
+    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", None)
+    with tfamp.scope("auto"):
+        model = made()
+        model.fit(X, Y, verbose=0, batch_size=8)
+        assert "Measured in an earlier run" in tfamp.status().why
+        assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
+        other = made()
+        before = other.layers[0].compute_dtype
+        other.fit(X, Y, verbose=0, batch_size=4)  # of which nothing is known
+        assert other.layers[0].compute_dtype == before
+
+
+def test_data_that_can_be_read_once_is_left_alone_and_that_is_said(caplog):
+    def batches():
+        while True:
+            yield X, Y
+
+    with tfamp.scope("measure"):
+        model = made()
+        model.fit(batches(), steps_per_epoch=2, verbose=0)
+    assert "of type generator, can be read only once" in caplog.text
+    assert model.layers[0].compute_dtype == "float32"
+
+
+WRONG = {
+    "no model": (lambda: tfamp.measure_policies(3, (X, Y)), "expected a compiled"),
+    "a policy": (
+        lambda: tfamp.measure_policies(made(), (X, Y), policies=["int8"]),
+        "int8",
+    ),
+    "no budget": (
+        lambda: tfamp.measure_policies(made(), (X, Y), budget_seconds=0),
+        "budget_seconds",
+    ),
+    "no data": (
+        lambda: tfamp.measure_policies(
+            made(), tf.data.Dataset.from_tensor_slices((X[:0], Y[:0])).batch(2)
+        ),
+        "holds no batches",
+    ),
+    "not compiled": (
+        lambda: tfamp.measure_policies(keras.Sequential([layers.Dense(1)]), (X, Y)),
+        "is not compiled",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_is_a_clear_error(case):
+    call, text = WRONG[case]
+    with pytest.raises((ValueError, TypeError), match=re.escape(text)):
+        call()
+
+
+def test_a_measurement_goes_to_json_and_back():
+    found, _ = measured({"float32": 0.1})
+    again = tfamp.Measurement.from_json(found.to_json())
+    assert again == found
+    assert json.loads(found.to_json())["class"] == "Measurement"

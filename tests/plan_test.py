@@ -1,0 +1,305 @@
+"""Plans: what each layer computes in, as a file says it, on models made anew."""
+
+import dataclasses
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.styles import STYLES, Own, assembled
+from tfamp.dtypes import graph_operations
+
+layers = keras.layers
+X = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
+Y = np.random.default_rng(1).integers(0, 3, 8)
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+
+
+def made(style="functional", *, units=5, compiled=True, fitted=True, **options):
+    """Returns a model with layers that rules keep, and one that names itself anew."""
+    parts = [
+        layers.Dense(units, activation="relu"),
+        layers.LayerNormalization(),
+        layers.Bidirectional(layers.SimpleRNN(2)),
+        layers.Dense(3),
+    ]
+    model = assembled(parts, style, (6, 4))
+    if compiled:
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile("sgd", loss, **options)
+        if fitted:
+            model.fit(X, Y, verbose=0)
+    return model
+
+
+def plan_of(style="functional", policy="mixed_bfloat16", **options):
+    with tfamp.scope(policy):
+        return tfamp.PrecisionPlan.from_model(made(style, **options))
+
+
+def dtypes_of(model_or_plan):
+    """Returns class, dtype, kind and rule of each layer; names differ by numbers."""
+    plan = model_or_plan
+    if not isinstance(plan, tfamp.PrecisionPlan):
+        plan = tfamp.PrecisionPlan.from_model(plan)
+    fields = ("class_name", "compute_dtype", "kind", "output_dtype", "rule")
+    return [tuple(getattr(row, name) for name in fields) for row in plan.rows]
+
+
+def with_dense_kept(plan):
+    """Returns a plan in which the first Dense layer is in float32 as well."""
+    changes = {"compute_dtype": "float32", "dtype_policy": "float32"}
+    changes |= {
+        "kind": "float32 inside",
+        "rule": "measured",
+        "output_dtype": "bfloat16",
+    }
+    place = next(i for i, r in enumerate(plan.rows) if r.class_name == "Dense")
+    rows = list(plan.rows)
+    rows[place] = dataclasses.replace(rows[place], **changes)
+    return plan.replace(rows=tuple(rows))
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_model_made_under_a_plan_computes_as_it_says(style, tmp_path):
+    plan = with_dense_kept(plan_of(style))
+    plan.to_json(tmp_path / "plan.json")
+    assert tfamp.PrecisionPlan.from_json(tmp_path / "plan.json") == plan
+    with tfamp.scope(tmp_path / "plan.json"):
+        model = made(style)  # Keras numbers its names on
+    assert dtypes_of(model) == dtypes_of(plan) != dtypes_of(plan_of(style))
+    assert "measured" in str(tfamp.assignment(model))
+    assert model.predict(X, verbose=0).dtype == "float32"
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_a_trained_model_is_put_under_a_plan_with_its_weights(style):
+    plan = with_dense_kept(plan_of(style, "mixed_float16"))
+    model = made(style)
+    before = model.get_weights()
+    slots = [variable.numpy() for variable in model.optimizer.variables]
+    assert plan.apply(model) is model
+    assert dtypes_of(model) == dtypes_of(plan)
+    np.testing.assert_equal(model.get_weights(), before)
+    assert isinstance(model.optimizer, tfamp.LossScaleOptimizer)
+    inner = model.optimizer.inner_optimizer
+    np.testing.assert_equal([v.numpy() for v in inner.variables], slots)
+    model.fit(X, Y, verbose=0)
+    assert int(model.optimizer.applied_steps) == 1
+
+
+def test_what_runs_is_in_the_planned_dtypes():
+    seen = []
+
+    def noted(x):
+        seen.append(x.dtype.name)
+        return x
+
+    with tfamp.scope("mixed_bfloat16"):
+        model = assembled(
+            [layers.Dense(4), Own(noted), layers.Dense(2)], "sequential", (4,)
+        )
+    plan = tfamp.PrecisionPlan.from_model(model)
+    assert [row.compute_dtype for row in plan.rows[1:]] == [
+        *2 * ["bfloat16"],
+        "float32",
+    ]
+    seen.clear()
+    tfamp.apply(model, "float32")
+    model(np.ones((2, 4), "float32"))
+    plan.apply(model)
+    model(np.ones((2, 4), "float32"))
+    assert seen == ["float32", "bfloat16"]
+
+
+DIFFERENT = {
+    "class": (
+        lambda: assembled([layers.ReLU(), layers.Dense(3)], "sequential", (4,)),
+        "layer 1 is 're_lu', a ReLU, where the plan has 'dense', a Dense",
+    ),
+    "fewer": (
+        lambda: assembled([layers.Dense(3)], "sequential", (4,)),
+        "it has 2 layers where the plan has 3: the plan has 'dense_1', a Dense, "
+        "as well",
+    ),
+    "more": (
+        lambda: assembled([layers.Dense(3) for _ in range(3)], "sequential", (4,)),
+        "it has 4 layers where the plan has 3: it has 'dense_2', a Dense, as well",
+    ),
+    "name": (
+        lambda: assembled(
+            [layers.Dense(3, name="a"), layers.Dense(3)], "sequential", (4,)
+        ),
+        "layer 1 is 'a', a Dense, where the plan has 'dense', a Dense",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", DIFFERENT)
+def test_a_plan_refuses_another_model_by_the_first_difference(case):
+    keras.backend.clear_session()
+    with tfamp.scope("mixed_bfloat16"):
+        own = assembled([layers.Dense(3), layers.Dense(3)], "sequential", (4,))
+    plan = tfamp.PrecisionPlan.from_model(own)
+    keras.backend.clear_session()
+    build, text = DIFFERENT[case]
+    model = build()
+    with pytest.raises(ValueError, match=re.escape(text)):
+        plan.apply(model)
+    assert {layer.compute_dtype for layer in model.layers} == {"float32"}
+    with tfamp.scope(plan), pytest.raises(ValueError, match=re.escape(text)):
+        keras.backend.clear_session()
+        build().compile("sgd", "mse")
+
+
+def test_a_subclassed_model_of_another_kind_is_refused_at_its_first_step():
+    plan = plan_of("subclassed")
+    with tfamp.scope(plan):
+        model = assembled([layers.Dense(3), layers.Flatten()], "subclassed", (6, 4))
+        model.compile("sgd", "mse")
+        with pytest.raises(ValueError, match="made for another model than"):
+            model.fit(X, X, verbose=0)
+
+
+def test_parts_of_the_model_may_be_called_before_it_is_whole():
+    with tfamp.scope("mixed_bfloat16"):
+        plan = tfamp.PrecisionPlan.from_model(made("nested"))
+    with tfamp.scope(plan):
+        inner = keras.Sequential([layers.Dense(5, activation="relu")])
+        assert inner(X).shape == (8, 6, 5)
+
+
+def test_a_loaded_model_is_under_its_plan_with_evidence_and_operations(tmp_path):
+    with tfamp.scope("mixed_bfloat16"):
+        x = keras.Input((4,))
+        model = keras.Model(x, layers.Dense(2)(keras.ops.exp(layers.Dense(3)(x))))
+    (operation,) = [o for _, o in graph_operations.of_model(model)]
+    graph_operations.keep(operation, "bfloat16", "measured", "it overflows")
+    plan = tfamp.PrecisionPlan.from_model(model, evidence={"ratio": 1.5})
+    assert [(o.class_name, o.rule) for o in plan.operations] == [("Exp", "measured")]
+    plan = plan.replace(jit_compile=False)
+    with tfamp.scope(plan):
+        x = keras.Input((4,))
+        again = keras.Model(x, layers.Dense(2)(keras.ops.exp(layers.Dense(3)(x))))
+        again.compile("sgd", "mse")
+    again.save(tmp_path / "m.keras")
+    loaded = tfamp.load_model(tmp_path / "m.keras")
+    found = tfamp.PrecisionPlan.from_model(loaded)
+    assert found.evidence == {"ratio": 1.5}
+    assert found.jit_compile is False
+    assert [(o.rule, o.reason) for o in found.operations] == [
+        ("measured", "it overflows")
+    ]
+    assert dtypes_of(found) == dtypes_of(plan)
+    # exp(0) + 2**-10 is 1 in bfloat16, so what is inside tells the dtype.
+    np.testing.assert_array_equal(loaded(X[:, 0]), again(X[:, 0]))
+
+
+@pytest.mark.parametrize(("told", "expected"), [("auto", True), (False, False)])
+def test_compile_uses_xla_as_planned_unless_it_is_told(told, expected):
+    plan = plan_of(fitted=False).replace(jit_compile=True)
+    with tfamp.scope(plan):
+        model = made(fitted=False, jit_compile=told)
+    assert model.jit_compile is expected
+    assert plan.apply(made(fitted=False, jit_compile=False)).jit_compile is True
+
+
+def test_a_plan_in_float8_is_applied_where_keras_can_and_refused_elsewhere():
+    def dense():
+        return assembled([layers.Dense(16)], "sequential", (16,))
+
+    with tfamp.scope("mixed_bfloat16"):
+        model = dense()
+    model.layers[0].quantize("float8")
+    plan = tfamp.PrecisionPlan.from_model(model)
+    assert plan.rows[1].dtype_policy.startswith("float8_from_")
+    again = plan.apply(dense())
+    assert again.layers[0].quantization_mode == "float8"
+    row = dataclasses.replace(plan.rows[1], class_name="LayerNormalization")
+    row = dataclasses.replace(row, path="layer_normalization")
+    normalized = assembled([layers.LayerNormalization()], "sequential", (16,))
+    with pytest.raises(ValueError, match="cannot compute in float8 as the plan has it"):
+        plan.replace(rows=(plan.rows[0], row)).apply(normalized)
+    assert normalized.layers[0].dtype_policy.name == "float32"
+
+
+def test_the_step_of_a_planned_model_is_that_of_an_applied_one():
+    """A plan adds nothing to a step."""
+
+    def operations(model):
+        step = tf.function(model.train_step).get_concrete_function((X, Y))
+        return sorted(operation.type for operation in step.graph.get_operations())
+
+    ruled = made(fitted=False)
+    tfamp.apply(ruled, "mixed_float16")
+    planned = made(fitted=False)
+    tfamp.PrecisionPlan.from_model(ruled).apply(planned)
+    assert operations(planned) == operations(ruled)
+
+
+WRONG = {
+    "rules beside a plan": (
+        lambda plan: tfamp.enable(plan, keep_float32=["Dense"]),
+        "stands beside a plan, which says of every layer what it computes in",
+    ),
+    "no such file": (
+        lambda plan: tfamp.enable("nowhere.json"),
+        "expected a file, or JSON that starts with a brace",
+    ),
+    "another record": (
+        lambda plan: tfamp.PrecisionPlan.from_json('{"class": "Status"}'),
+        "expected 'PrecisionPlan'",
+    ),
+    "a later version": (
+        lambda plan: tfamp.PrecisionPlan.from_dict({**plan.to_dict(), "schema": 99}),
+        "Update tfamp to read it",
+    ),
+    "an unknown policy": (
+        lambda plan: tfamp.PrecisionPlan.from_dict(
+            {**plan.to_dict(), "policy": "int4"}
+        ),
+        "'int4'",
+    ),
+    "an unknown kind": (
+        lambda plan: plan.replace(
+            rows=(dataclasses.replace(plan.rows[0], kind="other"),)
+        ),
+        "'other'",
+    ),
+    "no model": (lambda plan: plan.apply("model"), "expected a Keras model"),
+    "an unbuilt model": (
+        lambda plan: tfamp.PrecisionPlan.from_model(
+            keras.Sequential([layers.Dense(2)])
+        ),
+        "is not built",
+    ),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_is_a_clear_error_before_anything_changes(case):
+    call, text = WRONG[case]
+    plan = plan_of(fitted=False)
+    with pytest.raises((ValueError, TypeError, FileNotFoundError)) as caught:
+        call(plan)
+    assert text in str(caught.value)
+    assert not tfamp.status().enabled
+
+
+def test_a_plan_says_what_it_is(monkeypatch, tmp_path):
+    plan = with_dense_kept(plan_of(fitted=False))
+    assert set(plan.layers.values()) == {"float32", "bfloat16"}
+    kept = list(plan.kept.values())
+    assert kept == ["measured", "default: LayerNormalization", "default: heads"]
+    text = plan.table()
+    assert "policy mixed_bfloat16" in text and "measured" in text
+    assert json.loads(plan.to_json())["class"] == "PrecisionPlan"
+    plan.to_json(tmp_path / "p.json")
+    monkeypatch.setenv("TFAMP_POLICY", str(tmp_path / "p.json"))
+    with tfamp.scope() as status:
+        assert "3 layers and operations in float32" in status.why

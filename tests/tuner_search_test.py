@@ -1,0 +1,151 @@
+"""The search for the fewest layers in float32, against exhaustive search and others."""
+
+import itertools
+
+import numpy as np
+import pytest
+
+from tfamp.tuning.checkpoint import Checkpoint
+from tfamp.tuning.search import Evaluation, Search, Suspect
+
+
+def suspects(errors, guilty, savings=None):
+    return [
+        Suspect(str(i), e, 0.1 if savings is None else savings[i], i in guilty)
+        for i, e in enumerate(errors)
+    ]
+
+
+class World:
+    """Models in which some layers really need float32, whatever a ranking says."""
+
+    def __init__(self, needed):
+        self.needed = {str(i) for i in needed}
+        self.asked = []
+
+    def __call__(self, float32):
+        self.asked.append(float32)
+        holds = self.needed <= set(float32)
+        worse = 0.0 if holds else 0.5
+        return Evaluation(tuple(float32), worse, worse, holds, 100)
+
+
+def run(world, given, **options):
+    search = Search(given, world, **{"max_evaluations": 11, **options})
+    return search.run(), search
+
+
+def test_a_model_that_needs_nothing_takes_one_evaluation():
+    best, search = run(World([]), suspects([0.01] * 8, []))
+    assert best.float32 == () and len(search.tried) == 1
+
+
+def test_guilty_layers_that_are_needed_stay_and_others_are_given_back():
+    given = suspects([5.0, 0.01, 4.0, 0.02, 3.0], {0, 2, 4})
+    best, search = run(World([0, 4]), given)
+    assert set(best.float32) == {"0", "4"}
+    assert len(search.tried) <= 6
+
+
+def test_layers_that_the_ranking_missed_are_found_by_doubling():
+    errors = [0.09, 0.08, 0.07, 0.06, 0.05, 0.04, 0.03, 0.02]
+    best, search = run(World([3]), suspects(errors, []))
+    assert "3" in best.float32
+    assert [len(each.float32) for each in search.tried[:4]] == [0, 1, 3, 7]
+
+
+def test_a_saving_that_no_clock_sees_is_not_worth_an_evaluation():
+    given = suspects([5.0, 4.0], {0, 1}, savings=[1e-5, 1e-5])
+    best, search = run(World([]), given, min_saving=0.005)
+    assert set(best.float32) == {"0", "1"} and len(search.tried) == 1
+
+
+def test_nothing_holds():
+    def never(float32):
+        return Evaluation(float32, 1.0, 1.0, False, 10)
+
+    search = Search(suspects([1.0] * 4, {0}), never, max_evaluations=11)
+    assert search.run() is None
+    assert search.tried[-1].float32 == ("0", "1", "2", "3")
+
+
+def test_spent_evaluations_leave_the_best_so_far():
+    given = suspects(np.linspace(5, 1, 16), set(range(16)))
+    best, search = run(World([3, 7, 11]), given, max_evaluations=2)
+    assert len(search.tried) == 2
+    assert best is not None and {"3", "7", "11"} <= set(best.float32)
+
+
+def test_an_interrupt_leaves_the_best_so_far():
+    world = World([0])
+
+    def interrupted(float32):
+        if len(world.asked) == 1:
+            raise KeyboardInterrupt
+        return world(float32)
+
+    search = Search(suspects([5.0, 4.0], {0, 1}), interrupted, max_evaluations=11)
+    assert set(search.run().float32) == {"0", "1"}
+
+
+def bisection(num_layers, world):
+    """Returns how often bisection evaluates to name one layer after the other."""
+    count, found = 0, set()
+    names = [str(i) for i in range(num_layers)]
+    while True:
+        count += 1
+        if world(tuple(found)).holds:
+            return count
+        low, high = 0, num_layers
+        while high - low > 1:
+            middle = (low + high) // 2
+            count += 1
+            if world((*found, *names[:middle])).holds:
+                high = middle
+            else:
+                low = middle
+        found.add(names[high - 1])
+
+
+def test_random_models_keep_most_of_the_best_saving_in_few_evaluations():
+    """60 models of 8 layers, rankings that err in one of ten layers."""
+    generator = np.random.default_rng(0)
+    shares, fewer, counts = [], [], []
+    for _ in range(60):
+        needed = set(
+            generator.choice(8, size=generator.integers(0, 4), replace=False).tolist()
+        )
+        errors = np.where(
+            [i in needed for i in range(8)], 1.0, 0.01
+        ) * generator.lognormal(0, 1, 8)
+        guilty = {i for i in range(8) if (i in needed) != (generator.random() < 0.1)}
+        savings = generator.uniform(0.02, 0.2, 8)
+        world = World(needed)
+        best, search = run(world, suspects(errors, guilty, savings), min_saving=0.005)
+        assert best is not None and world(best.float32).holds
+        sets = (s for n in range(9) for s in itertools.combinations(range(8), n))
+        most = max(
+            sum(savings) - savings[list(s)].sum() for s in sets if needed <= set(s)
+        )
+        kept = sum(savings) - sum(savings[int(path)] for path in best.float32)
+        shares.append(kept / most)
+        counts.append(len(search.tried) + 1)  # and the one on fresh data
+        if len(needed) > 1:
+            fewer.append(len(search.tried) < bisection(8, World(needed)))
+    assert np.mean(shares) >= 0.9
+    assert max(counts) <= 12
+    assert np.mean(fewer) >= 0.8
+
+
+def test_a_checkpoint_goes_on_where_it_was(tmp_path):
+    path = tmp_path / "tune.json"
+    one = Checkpoint(path, ["model", 1])
+    held = Evaluation(("b", "a"), 0.0, 0.1, True, 9)
+    one.add(held)
+    assert Checkpoint(path, ["model", 1]).get(("a", "b")) == held
+    assert Checkpoint(None, []).get(("a",)) is None
+    with pytest.raises(ValueError, match="is of another model, policy, metric"):
+        Checkpoint(path, ["model", 2])
+    path.write_text("{")
+    with pytest.raises(ValueError, match="is not JSON"):
+        Checkpoint(path, ["model", 1])

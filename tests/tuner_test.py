@@ -1,0 +1,285 @@
+"""`tfamp.tune`: the layers that need float32 are found, and the metric holds."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.styles import STYLES, assembled
+from tfamp.tuning import judges, layer_choice, scores
+
+layers = keras.layers
+GENERATOR = np.random.default_rng(0)
+X = GENERATOR.normal(size=(2048, 8)).astype("float32")
+Y = (X[:, :2].sum(axis=1) > 0).astype("int32")
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:'mixed_float16' will be slow", "ignore:overflow encountered in cast"
+)
+
+
+@keras.saving.register_keras_serializable("tfamp_tests")
+class Squares(layers.Layer):
+    """Goes beyond the range of float16 on its way, and comes back."""
+
+    def call(self, x):
+        return tf.square(x * 1e4) / 1e8 + x
+
+
+def made(places=(), style="sequential", width=16):
+    keras.utils.set_random_seed(1)
+    parts = []
+    for place in range(3):
+        parts.append(layers.Dense(width, activation="relu", name=f"dense_{place}_"))
+        if place in places:
+            parts.append(Squares(name=f"squares_{place}_"))
+    model = assembled([*parts, layers.Dense(2, name="head")], style, (8,))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss)
+    return model
+
+
+def trained(*given, **options):
+    model = made(*given, **options)
+    model.fit(X, Y, batch_size=256, verbose=0)
+    return model
+
+
+def tuned(model, **options):
+    given = {"policy": "mixed_float16", "tolerance": 0.02, "metric": "accuracy"}
+    return tfamp.tune(model, (X, Y), batch_size=128, **{**given, **options})
+
+
+def kept_by_tune(plan):
+    return {row.path.split("/")[-1] for row in plan.rows if row.rule == "tune"}
+
+
+@pytest.mark.parametrize("style", STYLES)
+def test_only_the_guilty_layer_is_in_float32(style):
+    model = trained((1,), style)
+    before = model.get_weights()
+    plan = tuned(model)
+    assert kept_by_tune(plan) == {"squares_1_"}
+    tuning = plan.evidence["tuning"]
+    assert len(tuning["evaluations"]) + 1 <= 12
+    assert tuning["confirmed"]["holds"]
+    np.testing.assert_equal(model.get_weights(), before)
+    assert {layer.compute_dtype for layer in model._flatten_layers()} == {"float32"}
+    plan.apply(model)
+    low = np.argmax(model.predict(X, verbose=0), -1) == Y
+    tfamp.apply(model, "float32")
+    exact = np.argmax(model.predict(X, verbose=0), -1) == Y
+    assert exact.mean() - low.mean() <= 0.02
+    # The rules alone would not do.
+    tfamp.apply(model, "mixed_float16")
+    assert np.mean(np.argmax(model.predict(X, verbose=0), -1) == Y) < exact.mean() - 0.1
+
+
+def test_two_guilty_layers_are_both_found_and_a_harmless_model_keeps_none():
+    assert kept_by_tune(tuned(trained((0, 2)))) == {"squares_0_", "squares_2_"}
+    assert kept_by_tune(tuned(trained())) == set()
+
+
+def test_bfloat16_has_the_range_and_needs_none():
+    assert kept_by_tune(tuned(trained((1,)), policy="mixed_bfloat16")) == set()
+
+
+def test_operations_of_a_graph_are_kept_as_well():
+    x = keras.Input((8,))
+    h = layers.Dense(16, activation="relu")(x)
+    h = keras.ops.square(h * 1e4) / 1e8 + h
+    keras.utils.set_random_seed(1)
+    model = keras.Model(x, layers.Dense(2)(h))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss)
+    model.fit(X, Y, batch_size=256, verbose=0)
+    plan = tuned(model)
+    assert plan.policy == "mixed_float16"
+    assert "Square" in {operation.class_name for operation in plan.operations}
+
+
+def test_a_plan_is_a_start_and_gives_back_what_is_not_needed():
+    model = trained((1,))
+    base = tfamp.PrecisionPlan.from_model(tfamp.apply(model, "mixed_float16") and model)
+    tfamp.apply(model, "float32")
+    wide = layer_choice.with_float32(
+        base, {"dense_1_": "NaN in step 7", "squares_1_": "NaN"}, rule="NanRecovery"
+    )
+    plan = tuned(model, policy=wide, objective="size")
+    assert plan.layers["dense_1_"] == "float16"
+    assert plan.layers["squares_1_"] == "float32"
+
+
+def test_rules_that_are_not_needed_go_where_they_may():
+    keras.utils.set_random_seed(1)
+    parts = [layers.Dense(16), layers.LayerNormalization(), layers.Dense(2)]
+    model = assembled(parts, "sequential", (8,))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile(keras.optimizers.Adam(0.01), loss)
+    model.fit(X, Y, batch_size=256, verbose=0)
+    strict = tuned(model, policy="mixed_bfloat16")
+    (norm,) = [r for r in strict.rows if r.class_name == "LayerNormalization"]
+    assert norm.compute_dtype == "float32"
+    relaxed = tuned(model, policy="mixed_bfloat16", relax_rules=True)
+    (norm,) = [r for r in relaxed.rows if r.class_name == "LayerNormalization"]
+    assert norm.compute_dtype == "bfloat16"
+    assert norm.rule == "tune"
+
+
+def test_a_builder_is_judged_by_short_trainings():
+    plan = tfamp.tune(
+        lambda: made((1,)),
+        (X, Y),
+        policy="mixed_float16",
+        tolerance=0.1,
+        batch_size=128,
+        seeds=2,
+        num_steps=4,
+    )
+    assert kept_by_tune(plan) == {"squares_1_"}
+    assert plan.evidence["tuning"]["judged_by"] == "2 short trainings of 4 steps"
+
+
+def test_float32_is_an_answer_and_says_why(monkeypatch):
+    model = trained((1,))
+    monkeypatch.setattr(
+        judges.FixedWeights, "worsening", lambda self, plan, half: np.full(512, 0.5)
+    )
+    plan = tuned(model)
+    assert set(plan.layers.values()) == {"float32"}
+    assert (
+        "no plan in half precision kept the metric"
+        in (plan.evidence["tuning"]["reason"])
+    )
+
+
+def test_a_plan_that_fails_on_fresh_examples_is_not_given(monkeypatch):
+    worse = {0: np.zeros(1024), 1: np.full(1024, 0.5)}
+    monkeypatch.setattr(
+        judges.FixedWeights, "worsening", lambda self, plan, half: worse[half]
+    )
+    plan = tuned(trained())
+    assert set(plan.layers.values()) == {"float32"}
+    assert "on fresh examples" in plan.evidence["tuning"]["reason"]
+
+
+def test_a_search_goes_on_from_its_file(tmp_path, monkeypatch):
+    model, path = trained((1,)), tmp_path / "tune.json"
+    plan = tuned(model, checkpoint=path)
+    asked = []
+    real = judges.FixedWeights.worsening
+
+    def noted(self, plan, half):
+        asked.append(half)
+        return real(self, plan, half)
+
+    monkeypatch.setattr(judges.FixedWeights, "worsening", noted)
+    assert tuned(model, checkpoint=path).layers == plan.layers
+    assert asked == [1]  # only the judgement on fresh examples
+    with pytest.raises(ValueError, match="is of another model, policy"):
+        tuned(model, checkpoint=path, tolerance=0.03)
+
+
+def unequal():
+    """Returns a function that builds another model each time."""
+    number = iter(range(100))
+
+    def build():
+        model = made()
+        model.layers[0].kernel.assign_add(
+            tf.fill(model.layers[0].kernel.shape, float(next(number)))
+        )
+        return model
+
+    return build
+
+
+WRONG = {
+    "tolerance": (lambda: tuned(made(), tolerance=0.0), "tolerance"),
+    "too few examples": (
+        lambda: tuned(trained(), tolerance=0.0005),
+        "examples in each half can show; expected at least 7378",
+    ),
+    "one batch": (
+        lambda: tfamp.tune(made(), (X[:8], Y[:8]), policy="mixed_float16", tolerance=1),
+        "to choose by, one to judge by",
+    ),
+    "no half policy": (lambda: tuned(made(), policy="float32"), "float32"),
+    "no such metric": (
+        lambda: tuned(made(), metric=3),
+        "expected the name of a metric",
+    ),
+    "a metric that is no mean": (
+        lambda: tuned(made(), metric=keras.metrics.AUC()),
+        "expected the name of a metric",
+    ),
+    "a metric of the batch": (
+        lambda: tuned(made(), metric=lambda y, p: tf.reduce_mean(p)),
+        "expected a value for each",
+    ),
+    "a metric that is NaN": (
+        lambda: tuned(made(), metric=lambda y, p: p[:, 0] * np.nan),
+        "expected finite numbers to compare with",
+    ),
+    "no model": (lambda: tuned(3), "expected a compiled"),
+    "another model each time": (
+        lambda: tuned(unequal(), metric=None),
+        "returns another model each time",
+    ),
+    "a plan of another model": (
+        lambda: tuned(made(), policy=plan_of_another()),
+        "made for another model",
+    ),
+}
+
+
+def plan_of_another():
+    with tfamp.scope("mixed_float16"):
+        return tfamp.PrecisionPlan.from_model(made((0, 1, 2)))
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_use_is_a_clear_error_before_work_is_spent(case, monkeypatch):
+    def never(*args, **options):
+        raise AssertionError("the pass over layers was begun")
+
+    monkeypatch.setattr("tfamp.tuning.tuner.sensitivity", never)
+    call, text = WRONG[case]
+    with pytest.raises((ValueError, TypeError), match=re.escape(text)):
+        call()
+
+
+SCORES = {
+    "accuracy, numbers": ("accuracy", [[0.1, 0.9], [0.8, 0.2]], [1, 1], [1, 0]),
+    "accuracy, one-hot": ("acc", [[0.1, 0.9], [0.8, 0.2]], [[0, 1], [0, 1]], [1, 0]),
+    "accuracy, one output": ("accuracy", [[0.9], [0.2]], [1, 1], [1, 0]),
+    "squares": (
+        "mean_squared_error",
+        [[1.0, 3.0], [2.0, 2.0]],
+        [[0, 0], [2, 0]],
+        [5, 2],
+    ),
+    "a metric": (keras.metrics.MeanAbsoluteError(), [[3.0], [1.0]], [[1], [1]], [2, 0]),
+    "a loss": (keras.losses.MeanAbsoluteError(), [[3.0], [1.0]], [1.0, 1.0], [2, 0]),
+}
+
+
+@pytest.mark.parametrize("case", SCORES)
+def test_a_metric_is_taken_of_each_example(case):
+    metric, outputs, targets, expected = SCORES[case]
+    outputs, targets = tf.constant(outputs), tf.constant(targets)
+    score = scores.score_of(made(), metric, outputs, targets)
+    np.testing.assert_allclose(scores.values_of(score, targets, outputs), expected)
+
+
+def test_the_bound_holds_in_at_least_95_percent_of_samples():
+    """True worsening 0.01, 400 examples, 400 samples."""
+    generator = np.random.default_rng(0)
+    below = 0
+    for _ in range(400):
+        flips = generator.choice([-1.0, 0.0, 1.0], 400, p=[0.01, 0.97, 0.02])
+        below += scores.upper_bound(flips, 0.05, is_rate=True) < 0.01
+    assert below <= 0.05 * 400 + 2 * np.sqrt(400 * 0.05 * 0.95)

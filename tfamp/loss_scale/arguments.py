@@ -1,0 +1,65 @@
+"""The arguments of `enable` on the loss scale, checked before anything is made."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from tfamp.loss_scale.rule import check_settings
+
+# Arguments of `LossScaleOptimizer` that say how a dynamic scale moves, and the rest.
+_SCALE_OPTIONS = (
+    "initial_scale",
+    "dynamic_growth_steps",
+    "growth_factor",
+    "backoff_factor",
+    "hysteresis",
+    "min_scale",
+    "max_scale",
+)
+_STEP_OPTIONS = (
+    "gradient_accumulation_steps",
+    "accumulation_steps",
+    "max_consecutive_skips",
+)
+
+
+def check_loss_scale(
+    policy: str,
+    loss_scale: str | float | None,
+    options: Mapping[str, Any] | None,
+    explicit: bool,
+) -> None:
+    """Raises where the arguments of `enable` on the loss scale clash or do nothing."""
+    if isinstance(loss_scale, bool) or not (
+        loss_scale is None or loss_scale == "dynamic" or _is_positive(loss_scale)
+    ):
+        raise ValueError(
+            f"Unknown `loss_scale` {loss_scale!r}; expected 'dynamic', a positive "
+            "finite number for a static scale, or None. Leave it out for 'dynamic'."
+        )
+    known = (*_SCALE_OPTIONS, *_STEP_OPTIONS)
+    unknown = [name for name in options or {} if name not in known]
+    if unknown:
+        raise ValueError(
+            f"Unknown name {unknown[0]!r} in `loss_scale_options`; expected {known}. "
+            "Leave it out."
+        )
+    moving = {k: v for k, v in (options or {}).items() if k in _SCALE_OPTIONS}
+    if (moving and loss_scale != "dynamic") or (options and loss_scale is None):
+        raise ValueError(
+            f"`loss_scale_options` {moving or dict(options or {})!r} act on a dynamic "
+            f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
+            "the two."
+        )
+    check_settings(**(options or {}))
+    without_effect = _is_positive(loss_scale) or options
+    if explicit and without_effect and "bfloat16" not in policy and policy != "float32":
+        return
+    if explicit and without_effect:
+        raise ValueError(
+            f"`loss_scale` {loss_scale!r} has no effect under policy {policy!r}, in "
+            "which nothing computes in float16. Leave it out, or use 'mixed_float16'."
+        )
+
+
+def _is_positive(value: Any) -> bool:
+    return isinstance(value, int | float) and 0 < value < float("inf")

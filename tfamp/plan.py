@@ -1,0 +1,287 @@
+"""`PrecisionPlan`: what every layer of one model computes in, and who decided it."""
+
+import dataclasses
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import keras
+
+from tfamp.dtypes import compile_hooks, hooks, planned_layers, resolution
+from tfamp.dtypes.planned_layers import (
+    KINDS,
+    UNMANAGED,
+    PlannedLayer,
+    PlannedOperation,
+)
+from tfamp.dtypes.settings import POLICIES, PolicySettings, parse
+from tfamp.keras_hooks import structure, trainer
+from tfamp.keras_hooks.layer_record import Kind
+from tfamp.records import checks, console
+from tfamp.records.formats import HALF
+from tfamp.records.record import TableRecord
+from tfamp.records.versions import installed_versions
+
+# Layers that no rule of tfamp's put into float32.
+_LEFT = (Kind.FOLLOWS.value, Kind.EXPLICIT.value, UNMANAGED)
+
+
+@dataclasses.dataclass(frozen=True)
+class PrecisionPlan(TableRecord):
+    """What a model computes in, layer by layer, as a file says it.
+
+    A plan belongs to one architecture: layers are found by their place in the model,
+    their class and their path, in which names that Keras numbers by itself count as
+    equal. `enable(policy=plan)`, or the path of its file, makes a model under it;
+    `apply` puts an existing one under it; a model saved under it loads so.
+
+    Attributes:
+        model: Name of the model that it was made for.
+        policy: The policy of layers that nothing else decides.
+        rows: The model and each (sub)layer, in order.
+        operations: Operations of Functional graphs that compute in float32.
+        has_default_rules: Whether the default rules stand for layers yet to come.
+        loss_scale: "dynamic", a number, or None, as `enable` takes it.
+        loss_scale_options: Further arguments of the loss-scale optimizer.
+        jit_compile: Whether `compile` uses XLA where it is not told; None leaves it.
+        evidence: What was measured, on which devices and versions.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> plan = PrecisionPlan.from_model(model)
+        >>> set(plan.layers.values()), PrecisionPlan.from_json(plan.to_json()) == plan
+        ({'float32'}, True)
+    """
+
+    model: str
+    policy: str
+    rows: tuple[PlannedLayer, ...]
+    operations: tuple[PlannedOperation, ...] = ()
+    has_default_rules: bool = True
+    loss_scale: str | float | None = "dynamic"
+    loss_scale_options: dict[str, Any] = dataclasses.field(default_factory=dict)
+    jit_compile: bool | None = None
+    evidence: dict[str, Any] = dataclasses.field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        checks.choice("policy", self.policy, POLICIES)
+        for row in self.rows:
+            checks.choice(f"kind of {row.path!r}", row.kind, (*KINDS, UNMANAGED))
+
+    @property
+    def layers(self) -> dict[str, str]:
+        """The compute dtype of every layer by path, of the model itself as well."""
+        return {row.path: row.compute_dtype for row in self.rows}
+
+    @property
+    def kept(self) -> dict[str, str]:
+        """Layers and operations that are in float32 under a half policy, with why."""
+        if keras.DTypePolicy(self.policy).compute_dtype not in HALF:
+            return {}
+        rows = [r for r in self.rows if r.kind not in _LEFT and r.rule]
+        return {
+            **{r.path: r.rule for r in rows if r.compute_dtype == "float32"},
+            **{o.path: o.rule for o in self.operations},
+        }
+
+    @classmethod
+    def from_model(
+        cls, model: keras.layers.Layer, *, evidence: Mapping[str, Any] | None = None
+    ) -> "PrecisionPlan":
+        """Returns what a model computes in now.
+
+        Args:
+            model: A built model; a subclassed one that has been called, as its heads
+                are known from then on.
+            evidence: What was measured; None takes what came with the plan that the
+                model is under, and the versions here.
+
+        Raises:
+            TypeError: `model` is not a Keras model or layer.
+            ValueError: It is not built.
+        """
+        if not isinstance(model, keras.layers.Layer):
+            raise TypeError(
+                f"`model` is {model!r}, of type {type(model).__name__}; expected a "
+                "Keras model. Pass what `keras.Model(...)` gave."
+            )
+        _check_built(model, "have a plan read from it")
+        settings = resolution.settings_of(model)
+        if settings is not None:
+            resolution.resolve(model)
+        if evidence is None:
+            present = settings.evidence if settings is not None else None
+            evidence = present or {"versions": installed_versions()}
+        return cls(
+            model=model.name,
+            policy=_policy_of(model, settings),
+            rows=tuple(
+                planned_layers.planned_layer(*each[:2])
+                for each in structure.walk(model)
+            ),
+            operations=planned_layers.planned_operations(model),
+            has_default_rules=settings is None or settings.rules.has_defaults,
+            loss_scale="dynamic" if settings is None else settings.loss_scale,
+            loss_scale_options=dict(settings.loss_scale_options) if settings else {},
+            jit_compile=settings.jit_compile if settings is not None else None,
+            evidence=dict(evidence),
+        )
+
+    def difference(self, model: keras.layers.Layer) -> str:
+        """Returns the first way in which a model is not the plan's, "" if it is.
+
+        Example:
+            >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+            >>> other = keras.Sequential([keras.Input((3,)), keras.layers.ReLU()])
+            >>> PrecisionPlan.from_model(model).difference(other)
+            "layer 1 is 're_lu', a ReLU, where the plan has 'dense', a Dense"
+        """
+        return planned_layers.difference(model, self.rows, self.operations)
+
+    def apply(self, model: keras.layers.Layer) -> keras.layers.Layer:
+        """Puts a built, even a trained model under the plan, in place.
+
+        Weights and optimizer state keep every bit; what `fit`, `evaluate` and `predict`
+        had traced is traced anew, and a compiled model's optimizer gets or loses its
+        loss scale as the dtypes need.
+
+        Args:
+            model: A model like the one that the plan was made for.
+
+        Returns:
+            The model that was given.
+
+        Raises:
+            TypeError: `model` is not a Keras model or layer.
+            ValueError: It is another model, is not built, or has a layer that cannot
+                compute as the plan says. It is as it was.
+        """
+        if not isinstance(model, keras.layers.Layer):
+            raise TypeError(
+                f"`model` is {model!r}, of type {type(model).__name__}; expected a "
+                "Keras model. Pass what `keras.Model(...)` gave."
+            )
+        _check_built(model, "be put under a plan")
+        self.check(model)
+        settings = self.settings()
+        hooks.hold(settings)
+        planned_layers.put_on(model, settings, self.rows, self.operations)
+        compile_hooks.follow_policy(model, settings)
+        if self.jit_compile is not None and trainer.is_compiled(model):
+            trainer.set_jit_compile(model, self.jit_compile)
+        return model
+
+    def check(self, model: keras.layers.Layer) -> None:
+        """Raises ValueError, naming the first difference, for another model."""
+        different = self.difference(model)
+        if different:
+            raise ValueError(
+                f"The plan was made for another model than {model.name!r}: "
+                f"{different}. Use the plan of this model, or make one with "
+                "`tfamp.tune`; where a program has several models, put the one under "
+                "its plan with `plan.apply(model)`."
+            )
+
+    def settings(self) -> PolicySettings:
+        """Returns the settings of layers that are made under the plan."""
+        policy = keras.DTypePolicy(self.policy)
+        rules = parse("default" if self.has_default_rules else "none")
+        return PolicySettings(
+            policy,
+            rules.for_dtype(policy.compute_dtype),
+            self.loss_scale,
+            dict(self.loss_scale_options),
+            plan=self,
+            jit_compile=self.jit_compile,
+            evidence=self.evidence,
+        )
+
+    def follow(
+        self, model: keras.layers.Layer, settings: PolicySettings, *, must: bool
+    ) -> bool:
+        """Gives a model made under the plan its dtypes; see `PolicySettings.plan`."""
+        if must:
+            self.check(model)
+        if self.difference(model):
+            return False
+        planned_layers.put_on(model, settings, self.rows, self.operations)
+        return True
+
+    @property
+    def why(self) -> str:
+        """What it is, in one line."""
+        num_kept = len(self.kept)
+        kept = f", {num_kept} layers and operations in float32" if num_kept else ""
+        return f"a plan for model {self.model!r} of {len(self.rows)} layers{kept}"
+
+    def replace(self, **changes: Any) -> "PrecisionPlan":
+        """Returns the plan with other fields; the plan itself never changes."""
+        return dataclasses.replace(self, **changes)
+
+    def table(self) -> str:
+        """Returns policy, evidence in a line, and a row for each layer."""
+        rows = [
+            (row.path, row.class_name, row.compute_dtype, row.rule or "", row.reason)
+            for row in self.rows
+        ]
+        rows += [
+            (o.path, f"{o.class_name} (operation)", "float32", o.rule, o.reason)
+            for o in self.operations
+        ]
+        columns: dict[str, dict[str, Any]] = {
+            # A path in two lines is a path that nobody can search for.
+            "layer": {**console.FOLD, "no_wrap": True},
+            "class": console.FOLD,
+            "computes in": {},
+            "decided by": console.FOLD,
+            "because": {**console.FOLD, "ratio": 1},
+        }
+        compiled = {None: "", True: ", XLA", False: ", without XLA"}[self.jit_compile]
+        title = f"Plan for {self.model}: policy {self.policy}{compiled}"
+        longest = max(len(row[0]) for row in rows)
+        table = console.table(columns, rows, title=title)
+        return console.text_of(table, width=max(console.WIDTH, longest + 80))
+
+
+def read_plan(given: Any) -> PrecisionPlan | None:
+    """Returns the plan that `policy` is or names, None where it is something else.
+
+    Args:
+        given: A plan, the path of its file, or the name of a policy.
+
+    Raises:
+        FileNotFoundError: It ends in ".json", and no such file is there.
+        ValueError: The file holds no plan that can be read.
+    """
+    if isinstance(given, PrecisionPlan):
+        return given
+    is_path = isinstance(given, os.PathLike)
+    if is_path or (isinstance(given, str) and given.endswith(".json")):
+        return PrecisionPlan.from_json(os.fspath(given))
+    return None
+
+
+def refuse_rules(keep_float32: Any) -> None:
+    """Raises where rules are given beside a plan, which decides for every layer."""
+    if keep_float32 != "default":
+        raise ValueError(
+            f"`keep_float32` {keep_float32!r} stands beside a plan, which says of "
+            "every layer what it computes in; expected one of the two. Leave it out, "
+            "or make another plan of a model with `PrecisionPlan.from_model`."
+        )
+
+
+def _check_built(model: keras.layers.Layer, purpose: str) -> None:
+    unbuilt = [path for path, layer, _ in structure.walk(model) if not layer.built]
+    if unbuilt:
+        raise ValueError(
+            f"Layer {unbuilt[0]!r} of {model.name!r} is not built; expected a built "
+            f"model to {purpose}. Call it on a batch first."
+        )
+
+
+def _policy_of(model: keras.layers.Layer, settings: PolicySettings | None) -> str:
+    if settings is not None:
+        return settings.policy.name
+    name = model.dtype_policy.name
+    return name if name in POLICIES else "float32"

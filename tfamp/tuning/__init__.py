@@ -1,0 +1,1 @@
+"""Chooses policies and layers' dtypes by measuring the user's own model."""

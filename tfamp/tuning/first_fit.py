@@ -1,0 +1,149 @@
+"""Chooses the policy of a model at its first `fit`, by timing or from a file."""
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+
+from tfamp.dtypes.in_force import IN_FORCE
+from tfamp.dtypes.settings import PolicySettings, make_settings
+from tfamp.keras_hooks import trainer
+from tfamp.keras_hooks.layer_record import record_of
+from tfamp.loss_scale.fit_hooks import BEFORE_FIT
+from tfamp.models import put_under
+from tfamp.stepping.arguments import dataset_of
+from tfamp.tuning import measurement_cache
+from tfamp.tuning.measured_policies import measure_policies
+from tfamp.tuning.measurement import Measurement
+
+# As `fit` has it for arrays.
+_BATCH_SIZE = 32
+
+
+def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
+    """Puts a model under the fastest policy, where that was left to its first `fit`.
+
+    Args:
+        model: A managed model about to be trained.
+        arguments: Those of its `fit`, by name.
+    """
+    record = record_of(model)
+    settings = None if record is None else record.settings
+    if settings is None or not settings.chosen_at_fit or not model.compiled:
+        return
+    how, settings.chosen_at_fit = settings.chosen_at_fit, ""
+    if how == "measure":
+        found = _measured(model, arguments)
+    else:
+        found = _looked_up(model, arguments)
+    if found is not None:
+        _put_under(model, settings, found)
+
+
+BEFORE_FIT.append(choose)
+
+
+def _measured(model: keras.Model, arguments: Mapping[str, Any]) -> Measurement | None:
+    if model.run_eagerly:
+        _stay(model, "it runs eagerly, where a step's time is that of Python")
+        return None
+    data = _data_of(arguments)
+    if data is None:
+        kind = type(arguments.get("x")).__name__
+        _stay(model, f"its data, of type {kind}, can be read only once")
+        return None
+    found = measure_policies(
+        model,
+        data,
+        jit_compile=_xla_as_told(model),
+        batch_size=arguments.get("batch_size") or _BATCH_SIZE,
+    )
+    logging.info("\n%s", found)
+    return found
+
+
+def _looked_up(model: keras.Model, arguments: Mapping[str, Any]) -> Measurement | None:
+    """Returns what an earlier run measured of this model, without reading any data."""
+    kept = list(measurement_cache.all_kept())
+    if not kept or not model.built:
+        return None
+    shapes = _shapes_of(arguments)
+    evidence = measurement_cache.evidence_for(model, ())
+    for found in kept:
+        known = {
+            **evidence,
+            "batch": shapes,
+            "candidates": found.evidence["candidates"],
+        }
+        if shapes and found.is_clear and found.evidence == known:
+            return dataclasses.replace(found, from_cache=True)
+    return None
+
+
+def _put_under(
+    model: keras.Model, settings: PolicySettings, found: Measurement
+) -> None:
+    best = found.best
+    chosen = make_settings(
+        best.policy,
+        settings.keep_float32,
+        settings.loss_scale,
+        settings.loss_scale_options,
+    )
+    chosen.evidence = {"measured": found.to_dict()}
+    told = _xla_as_told(model)
+    put_under(model, chosen)
+    if told is None:
+        chosen.jit_compile = best.jit_compile
+        trainer.set_jit_compile(model, best.jit_compile)
+    earlier = " Measured in an earlier run." if found.from_cache else ""
+    reason = f"measured: {found.reason}{earlier}"
+    logging.info("Model %r trains under %s", model.name, reason)
+    if IN_FORCE.settings is settings:
+        IN_FORCE.present.why = reason
+
+
+def _xla_as_told(model: keras.Model) -> bool | None:
+    """Returns what `compile` was told of XLA, None where that was left to Keras."""
+    told = trainer.compile_arguments(model).get("jit_compile", "auto")
+    return None if told == "auto" else bool(told)
+
+
+def _data_of(arguments: Mapping[str, Any]) -> Any:
+    """Returns the data of `fit`, None where reading it would use it up."""
+    x, y = arguments.get("x"), arguments.get("y")
+    if isinstance(x, Iterator) or hasattr(x, "__next__"):
+        return None
+    if y is None and (isinstance(x, tf.data.Dataset) or hasattr(x, "build")):
+        return x
+    weights = arguments.get("sample_weight")
+    return (x, y) if weights is None else (x, y, weights)
+
+
+def _shapes_of(arguments: Mapping[str, Any]) -> list[str]:
+    """Returns the shapes of a batch without reading one; empty where unknown."""
+    data = _data_of(arguments)
+    if data is None:
+        return []
+    try:
+        spec = dataset_of(data, arguments.get("batch_size") or _BATCH_SIZE).element_spec
+    except (TypeError, ValueError):  # `fit` itself will say what is wrong
+        return []
+    size = arguments.get("batch_size") or _BATCH_SIZE
+    return [
+        f"{each.dtype.name}{[size, *each.shape[1:]]}"
+        for each in tf.nest.flatten(spec)
+        if getattr(each, "shape", None) is not None and each.shape.rank is not None
+    ]
+
+
+def _stay(model: keras.Model, because: str) -> None:
+    logging.warning(
+        "Model %r stays in float32: its policies cannot be measured, as %s. Name a "
+        "policy in `tfamp.enable`, or pass `tfamp.measure_policies` other data.",
+        model.name,
+        because,
+    )

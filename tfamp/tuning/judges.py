@@ -1,0 +1,159 @@
+"""Judges of plans: by how much a metric is worse under one than in float32."""
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+
+from tfamp.dtypes.settings import make_settings
+from tfamp.models import put_under
+from tfamp.plan import PrecisionPlan
+from tfamp.records import checks
+from tfamp.stepping.arguments import build
+from tfamp.stepping.unchanged import unchanged
+from tfamp.tuning import scores
+from tfamp.tuning.measured_policies import model_of
+from tfamp.tuning.policy_steps import put_back
+
+# Chance that a plan is taken whose metric is worse than the tolerance allows: half of
+# it for all evaluations of a search together, half for the one on fresh data.
+ERROR_RATE = 0.05
+
+
+class FixedWeights:
+    """Compares the outputs of a trained model, example by example."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        halves: tuple[Sequence[Any], Sequence[Any]],
+        metric: Any,
+        tolerance: float,
+    ) -> None:
+        self._model, self._halves = model, halves
+        with unchanged(model), put_back(model):
+            put_under(model, make_settings("float32"))
+            outputs = [scores.predict(model, half) for half in halves]
+        first = halves[0][0]
+        self.score = scores.score_of(model, metric, outputs[0][0], _targets(first))
+        self._exact = [
+            self._values(half, given)
+            for half, given in zip(halves, outputs, strict=True)
+        ]
+        self.is_rate = all(set(np.unique(e)) <= {0.0, 1.0} for e in self._exact)
+        self.reference = float(np.mean(np.concatenate(self._exact)))
+        self.kind = "outputs of the trained model, example by example"
+        if self.is_rate:
+            needed = scores.examples_needed(tolerance, ERROR_RATE / 2)
+            fewest = min(map(len, self._exact))
+            if fewest < needed:
+                raise ValueError(
+                    f"`tolerance` {tolerance} is below what {fewest} examples in each "
+                    f"half can show; expected at least {needed} in each. Pass more as "
+                    "`validation`, or another tolerance."
+                )
+
+    def worsening(self, plan: PrecisionPlan, half: int) -> np.ndarray:
+        """Returns by how much each example is worse under a plan."""
+        with put_back(self._model):
+            plan.apply(self._model)
+            outputs = scores.predict(self._model, self._halves[half])
+        low = self._values(self._halves[half], outputs)
+        return self.score.worsening(low, self._exact[half])
+
+    def _values(self, batches: Sequence[Any], outputs: Sequence[Any]) -> np.ndarray:
+        pairs = zip(batches, outputs, strict=True)
+        values = [scores.values_of(self.score, _targets(b), o) for b, o in pairs]
+        return np.concatenate(values)
+
+
+class ShortTrainings:
+    """Compares short trainings that begin alike, seed by seed."""
+
+    def __init__(
+        self,
+        build_model: Callable[[], keras.Model],
+        model: keras.Model,
+        dataset: Any,
+        halves: tuple[Sequence[Any], Sequence[Any]],
+        metric: Any,
+        tolerance: float,
+        seeds: int,
+        num_steps: int,
+    ) -> None:
+        checks.positive_int("seeds", seeds, minimum=2)
+        self._build, self._halves, self._seeds = build_model, halves, seeds
+        self._batches = list(dataset.take(num_steps))
+        self._num_steps = num_steps
+        self._check_deterministic()
+        self._metric = metric
+        self.score: Any = None
+        self._exact = [self._trained(None, seed, halves) for seed in range(2 * seeds)]
+        self.reference = float(np.mean(self._exact))
+        self.is_rate = False
+        self.kind = f"{seeds} short trainings of {num_steps} steps"
+
+    def worsening(self, plan: PrecisionPlan, half: int) -> np.ndarray:
+        """Returns by how much each seed is worse under a plan; others for half 1."""
+        seeds = range(half * self._seeds, (half + 1) * self._seeds)
+        low = np.array(
+            [self._trained(plan, seed, self._halves)[half] for seed in seeds]
+        )
+        exact = np.array([self._exact[seed][half] for seed in seeds])
+        return self.score.worsening(low, exact)
+
+    def _trained(
+        self, plan: PrecisionPlan | None, seed: int, halves: Any
+    ) -> tuple[float, float]:
+        model = self._made(seed)
+        if plan is None:
+            put_under(model, make_settings("float32"))
+        else:
+            plan.apply(model)
+        for number in range(self._num_steps):
+            model.train_on_batch(*_as_arguments(self._batches, number))
+        outputs = [scores.predict(model, half) for half in halves]
+        if self.score is None:
+            self.score = scores.score_of(
+                model, self._metric, outputs[0][0], _targets(halves[0][0])
+            )
+        means = [
+            float(
+                np.mean(
+                    np.concatenate(
+                        [
+                            scores.values_of(self.score, _targets(b), o)
+                            for b, o in zip(half, given, strict=True)
+                        ]
+                    )
+                )
+            )
+            for half, given in zip(halves, outputs, strict=True)
+        ]
+        return means[0], means[1]
+
+    def _made(self, seed: int) -> keras.Model:
+        keras.utils.set_random_seed(seed)
+        model = model_of(self._build)
+        build(model, self._batches[0])
+        return model
+
+    def _check_deterministic(self) -> None:
+        one, two = self._made(0).get_weights(), self._made(0).get_weights()
+        shapes = [[w.shape for w in each] for each in (one, two)]
+        if shapes[0] != shapes[1] or not all(map(np.array_equal, one, two)):
+            raise ValueError(
+                "`build_model` returns another model each time, although seeds were "
+                "set; expected the same weights for the same seed. Draw them by "
+                "`keras.initializers` with no seed of their own generator."
+            )
+
+
+def _targets(batch: Any) -> Any:
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return y
+
+
+def _as_arguments(batches: Sequence[Any], number: int) -> tuple[Any, ...]:
+    return keras.utils.unpack_x_y_sample_weight(batches[number % len(batches)])

@@ -1,0 +1,180 @@
+"""Traces a model's training step under several policies, and puts the model back."""
+
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.dtypes import heads, layer_dtypes, resolution
+from tfamp.dtypes.settings import PolicySettings, make_settings
+from tfamp.keras_hooks import around_training, structure, trainer
+from tfamp.keras_hooks.layer_record import drop_record, record_of, set_record
+from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.models import put_under
+from tfamp.records.checks import first_line
+from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.tuning.races import Racer
+
+# A dynamic loss scale comes down by a factor of 2 a step: a step that is skipped is no
+# step to time.
+_MAX_FIRST_STEPS = 20
+_MIN_FIRST_STEPS = 2
+# A policy that takes so many times float32's time on a few examples is not tried on
+# whole batches, which might take minutes.
+HOPELESS = 3.0
+
+
+class Candidate(NamedTuple):
+    """A policy to be timed, with XLA or without."""
+
+    policy: str
+    jit_compile: bool
+
+    @property
+    def name(self) -> str:
+        """Policy and XLA in words."""
+        return f"{self.policy} with XLA" if self.jit_compile else self.policy
+
+
+class Prepared(NamedTuple):
+    """What came of a candidate.
+
+    Attributes:
+        candidate: The candidate.
+        racer: Its step, ready to be timed; None where it cannot run.
+        seconds: What tracing and the first steps took.
+        note: Why it cannot run, "" where it does.
+    """
+
+    candidate: Candidate
+    racer: Racer | None
+    seconds: float
+    note: str
+
+
+class PolicySteps:
+    """The training steps of one model under several policies.
+
+    Args:
+        model: A compiled model, built with its optimizers.
+        batches: Some batches as `fit` passes them, in memory.
+        clock: Gives seconds.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        batches: Sequence[Any],
+        *,
+        clock: Callable[[], float] = time.perf_counter,
+    ) -> None:
+        self._model, self._batches, self._clock = model, list(batches), clock
+        self._settings = resolution.settings_of(model)
+
+    def prepare(self, candidate: Candidate) -> Prepared:
+        """Traces the step under a policy and runs it until it is warm."""
+        began = self._clock()
+        try:
+            function, optimizer = self._traced(candidate)
+            seconds = self._warm(function, optimizer)
+        except (tf.errors.OpError, TypeError, ValueError, NotImplementedError) as error:
+            note = f"cannot run: {first_line(error)}"
+            return Prepared(candidate, None, self._clock() - began, note)
+        racer = Racer(candidate.name, self._runner(function, optimizer), seconds)
+        return Prepared(candidate, racer, self._clock() - began, "")
+
+    def probe(self, candidate: Candidate, num_examples: int) -> float:
+        """Returns the seconds of a step on a few examples, the second one."""
+        few = tf.nest.map_structure(
+            lambda x: None if x is None else x[:num_examples], self._batches[0]
+        )
+        function, _ = self._traced(candidate)
+        for _ in range(2):
+            began = self._clock()
+            _wait(function(few))
+            seconds = self._clock() - began
+        return seconds
+
+    def _traced(self, candidate: Candidate) -> tuple[Callable[[Any], Any], Any]:
+        put_under(self._model, self._settings_for(candidate.policy))
+        trainer.set_jit_compile(self._model, candidate.jit_compile)
+        return around_training.on_batch(self._model), self._model.optimizer
+
+    def _settings_for(self, policy: str) -> PolicySettings:
+        """Returns the settings that the model would have under a policy."""
+        if self._settings is None:
+            return make_settings(policy)
+        given = self._settings
+        return make_settings(
+            policy, given.keep_float32, given.loss_scale, given.loss_scale_options
+        )
+
+    def _warm(self, function: Callable[[Any], Any], optimizer: Any) -> float:
+        seconds = 0.0
+        for number in range(_MAX_FIRST_STEPS):
+            began = self._clock()
+            _wait(function(self._batches[number % len(self._batches)]))
+            seconds = self._clock() - began
+            skipped = isinstance(optimizer, LossScaleOptimizer) and bool(
+                optimizer.last_step_skipped
+            )
+            if number + 1 >= _MIN_FIRST_STEPS and not skipped:
+                break
+        return seconds
+
+    def _runner(
+        self, function: Callable[[Any], Any], optimizer: Any
+    ) -> Callable[[int], float]:
+        def run(steps: int) -> float:
+            # What stands around the training function asks the model for it.
+            self._model.optimizer = optimizer
+            began = self._clock()
+            for number in range(steps):
+                logs = function(self._batches[number % len(self._batches)])
+            _wait(logs)
+            return self._clock() - began
+
+        return run
+
+
+def _wait(logs: Any) -> None:
+    """Reads what a step gave, which waits for the device."""
+    for leaf in tf.nest.flatten(logs)[:1]:
+        np.asarray(leaf)
+
+
+@contextlib.contextmanager
+def put_back(model: keras.Model) -> Iterator[None]:
+    """Gives a model the dtypes, optimizers and XLA it had, however the block ends.
+
+    Args:
+        model: A compiled model; its variables are the affair of `unchanged`.
+    """
+    layers = [layer for _, layer, _ in structure.walk(model)]
+    before = [(layer, layer.dtype_policy, record_of(layer)) for layer in layers]
+    found = heads.graph_heads(model)
+    tensors = [(t, t.dtype) for t in (found.tensors if found is not None else ())]
+    known = {id(each) for each in optimizers_of(model)}
+    optimizers = {name: o for name, o in vars(model).items() if id(o) in known}
+    optimizer, jit_compile = model.optimizer, model.jit_compile
+    try:
+        yield
+    finally:
+        for layer, policy, record in before:
+            layer_dtypes.set_policy(layer, policy)
+            if record is None:
+                drop_record(layer)
+            else:
+                set_record(layer, record)
+            trainer.drop_traced_functions(layer)
+        for tensor, dtype in tensors:
+            structure.set_tensor_dtype(tensor, dtype)
+        for name, each in optimizers.items():
+            setattr(model, name, each)
+        if optimizer is not None:
+            trainer.replace_optimizer(model, optimizer)
+        trainer.set_jit_compile(model, jit_compile)

@@ -1,0 +1,348 @@
+"""`tfamp.tune`: the cheapest plan of a model that is as good as float32."""
+
+import os
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from absl import logging
+
+import tfamp
+from tfamp.dtypes.settings import make_settings
+from tfamp.machine import amx, devices
+from tfamp.models import put_under
+from tfamp.numerics.sensitivity.result import Sensitivity
+from tfamp.numerics.sensitivity.search import sensitivity
+from tfamp.plan import PrecisionPlan, read_plan
+from tfamp.records import checks
+from tfamp.records.formats import HALF
+from tfamp.records.progress import progress
+from tfamp.records.versions import installed_versions
+from tfamp.stepping.arguments import build, dataset_of, first_batch
+from tfamp.stepping.unchanged import unchanged
+from tfamp.tuning import measurement_cache, scores
+from tfamp.tuning.candidates import Candidates
+from tfamp.tuning.checkpoint import Checkpoint
+from tfamp.tuning.judges import ERROR_RATE, FixedWeights, ShortTrainings
+from tfamp.tuning.measured_policies import model_of
+from tfamp.tuning.policy_steps import put_back
+from tfamp.tuning.savings import Objective, savings_of
+from tfamp.tuning.search import Evaluation, Search
+
+POLICIES = ("mixed_float16", "mixed_bfloat16")
+OBJECTIVES = ("time", "memory", "size")
+# Below this share of a step no clock sees a gain.
+MIN_SAVING = 0.005
+# Of validation data without end so much is used.
+_MAX_BATCHES = 1000
+
+
+def tune(
+    build_model_or_model: Callable[[], keras.Model] | keras.Model,
+    data: Any,
+    *,
+    policy: str | os.PathLike[str] | PrecisionPlan,
+    tolerance: float,
+    metric: Any = None,
+    max_evaluations: int = 12,
+    validation: Any = None,
+    objective: Objective = "time",
+    relax_rules: bool = False,
+    training: bool = True,
+    batch_size: int = 32,
+    num_batches: int = 3,
+    seeds: int = 3,
+    num_steps: int = 50,
+    checkpoint: str | os.PathLike[str] | None = None,
+) -> PrecisionPlan:
+    """Finds which layers have to stay in float32 for a metric to stay what it is.
+
+    One pass in which each layer runs alone in half precision ranks the layers. The
+    default rules and the guilty ones make the first plan; then layers are given back to
+    half precision, or taken from it, for as long as the metric holds. What is chosen is
+    judged once more on examples that the choice has not seen. Where nothing in half
+    precision holds, the plan is float32 and says why.
+
+    Args:
+        build_model_or_model: A trained, compiled model: plans are compared by what it
+            gives for each example. Or a function without arguments that returns a
+            compiled model: then short trainings of equal seeds are compared.
+        data: As `fit` takes it. Ranks the layers, and trains what the function builds.
+        policy: "mixed_float16" or "mixed_bfloat16"; or a plan, or its file, to start
+            from.
+        tolerance: By how much the metric may be worse: of accuracies and the like as
+            it is, 0.005 for half a percent; of losses and errors relative to float32.
+        metric: None for the model's loss; the name of a metric of Keras that is a mean
+            over examples; or a function of targets and outputs that returns a value
+            for each example, any change of which counts as worse.
+        max_evaluations: Plans that are tried, the judgement on fresh data included.
+        validation: Examples that the metric is taken of, as `fit` takes them; None
+            takes `data`. Every second batch is left for the judgement at the end; of
+            more than 1,000 the first are used.
+        objective: What half precision is to save: "time", "memory" or "size".
+        relax_rules: Whether layers that default rules keep may go to half precision
+            where that is measured to do no harm.
+        training: Whether the plan is to train; else gradients do not count.
+        batch_size: Examples in a batch of arrays.
+        num_batches: Batches of the pass that ranks.
+        seeds: Trainings a plan, where a function is given.
+        num_steps: Steps of each of them.
+        checkpoint: A file in which evaluations are kept as they come; a later call
+            with the same arguments goes on from there.
+
+    Returns:
+        The `PrecisionPlan`; `.evidence["tuning"]` has the path of the search.
+
+    Raises:
+        TypeError: It is neither a model nor a function that returns one.
+        ValueError: The data is empty, the metric is missing or not finite in float32,
+            the function builds another model each time, the plan is another model's,
+            or there are fewer examples than could show the tolerance.
+
+    Example:
+        >>> import numpy as np
+        >>> keras.utils.set_random_seed(0)
+        >>> model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.random.default_rng(0).normal(size=(256, 4)).astype("float32")
+        >>> plan = tune(model, (x, x[:, :2]), policy="mixed_bfloat16", tolerance=0.05)
+        >>> plan.policy
+        'mixed_bfloat16'
+    """
+    checks.positive("tolerance", tolerance)
+    checks.positive_int("max_evaluations", max_evaluations, minimum=2)
+    checks.choice("objective", objective, OBJECTIVES)
+    start = read_plan(policy)
+    name = (
+        start.policy if start is not None else checks.choice("policy", policy, POLICIES)
+    )
+    if keras.DTypePolicy(name).compute_dtype not in HALF:
+        raise ValueError(
+            f"The plan to start from has policy {name!r}; expected one of {POLICIES}. "
+            "There is nothing to tune in float32."
+        )
+    amx.avoid()
+    is_model = isinstance(build_model_or_model, keras.Model)
+    model = model_of(build_model_or_model)
+    dataset = dataset_of(data, batch_size)
+    build(model, first_batch(dataset))
+    if start is not None:
+        start.check(model)
+    held_out = dataset if validation is None else dataset_of(validation, batch_size)
+    examples = list(held_out.take(_MAX_BATCHES))
+    halves = examples[::2], examples[1::2]
+    if not halves[1]:
+        raise ValueError(
+            f"The examples make {len(examples)} batches of {batch_size}; expected at "
+            "least two: one to choose by, one to judge by. Pass a smaller "
+            "`batch_size`, or more examples as `validation`."
+        )
+    judge: Any
+    if is_model:
+        judge = FixedWeights(model, halves, metric, tolerance)
+    else:
+        judge = ShortTrainings(
+            build_model_or_model,
+            model,
+            dataset,
+            halves,
+            metric,
+            tolerance,
+            seeds,
+            num_steps,
+        )
+    return _Tuning(
+        model,
+        dataset,
+        name,
+        start,
+        judge,
+        tolerance=tolerance,
+        max_evaluations=max_evaluations,
+        objective=objective,
+        relax_rules=relax_rules,
+        training=training,
+        num_batches=num_batches,
+        checkpoint=checkpoint,
+    ).run()
+
+
+class _Tuning:
+    """One call of `tune`."""
+
+    def __init__(
+        self,
+        model: keras.Model,
+        dataset: Any,
+        policy: str,
+        start: PrecisionPlan | None,
+        judge: Any,
+        *,
+        tolerance: float,
+        max_evaluations: int,
+        objective: Objective,
+        relax_rules: bool,
+        training: bool,
+        num_batches: int,
+        checkpoint: str | os.PathLike[str] | None,
+    ) -> None:
+        self._model, self._dataset, self._policy = model, dataset, policy
+        self._start, self._judge, self._tolerance = start, judge, tolerance
+        self._most, self._objective = max_evaluations, objective
+        self._relaxes, self._training = relax_rules, training
+        self._num_batches, self._path = num_batches, checkpoint
+        self._began = time.perf_counter()
+
+    def run(self) -> PrecisionPlan:
+        dtype = keras.DTypePolicy(self._policy).compute_dtype
+        found = sensitivity(
+            self._model, self._dataset, dtype=dtype, num_batches=self._num_batches
+        )
+        base = self._base_plan()
+        with unchanged(self._model), put_back(self._model):
+            put_under(self._model, make_settings("float32"))
+            saved = savings_of(
+                self._model,
+                self._dataset,
+                dtype,
+                objective=self._objective,
+                training=self._training,
+            )
+        self._candidates = Candidates(
+            self._model,
+            base,
+            found,
+            saved,
+            relax_rules=self._relaxes,
+            training=self._training,
+            judges_gradients=isinstance(self._judge, ShortTrainings),
+        )
+        self._checkpoint = Checkpoint(self._path, self._identity())
+        with progress("Trying plans", self._most, unit="plans") as self._done:
+            search = Search(
+                self._candidates.suspects,
+                self._evaluate,
+                max_evaluations=self._most - 1,
+                min_saving=MIN_SAVING,
+            )
+            self._search = search
+            best = search.run()
+        plan, reason = self._concluded(best, found)
+        return self._with_evidence(plan, reason, search, found, saved)
+
+    def _base_plan(self) -> PrecisionPlan:
+        """Returns the plan to start from: that given, or the default rules."""
+        if self._start is not None:
+            return self._start
+        with put_back(self._model):
+            put_under(self._model, make_settings(self._policy))
+            return PrecisionPlan.from_model(self._model)
+
+    def _evaluate(self, float32: tuple[str, ...]) -> Evaluation:
+        known = self._checkpoint.get(float32)
+        if known is None:
+            known = self._tried(float32, half=0, rate=ERROR_RATE / 2 / self._most)
+            self._checkpoint.add(known)
+        self._done(len(self._search.tried) + 1)
+        return known
+
+    def _tried(self, float32: Sequence[str], *, half: int, rate: float) -> Evaluation:
+        began = time.perf_counter()
+        worse = self._judge.worsening(self._candidates.plan(float32), half)
+        if not np.isfinite(worse).all():
+            mean = bound = float("inf")
+        else:
+            mean = float(np.mean(worse))
+            bound = scores.upper_bound(worse, rate, is_rate=self._judge.is_rate)
+        return Evaluation(
+            tuple(float32),
+            mean,
+            bound,
+            bound <= self._tolerance,
+            len(worse),
+            time.perf_counter() - began,
+        )
+
+    def _concluded(
+        self, best: Evaluation | None, found: Sensitivity
+    ) -> tuple[PrecisionPlan, str]:
+        """Judges the best plan on fresh examples; float32 where it does not hold."""
+        self.confirmed: Evaluation | None = None
+        if best is None:
+            return self._float32(), (
+                "no plan in half precision kept the metric within the tolerance in "
+                f"{len(self._search.tried)} evaluations ({found.verdict}: "
+                f"{found.advice})"
+            )
+        self.confirmed = self._tried(best.float32, half=1, rate=ERROR_RATE / 2)
+        if not self.confirmed.holds:
+            return self._float32(), (
+                "the best plan did not keep the metric within the tolerance on fresh "
+                f"examples: worse by {self.confirmed.worsening:.3g}, at most "
+                f"{self.confirmed.bound:.3g}"
+            )
+        number = len(best.float32)
+        return self._candidates.plan(best.float32), (
+            f"worse by {self.confirmed.worsening:.3g}, at most "
+            f"{self.confirmed.bound:.3g}, on fresh examples; {number} layers are in "
+            "float32 beyond those that rules keep"
+        )
+
+    def _float32(self) -> PrecisionPlan:
+        with put_back(self._model):
+            put_under(self._model, make_settings("float32"))
+            return PrecisionPlan.from_model(self._model)
+
+    def _with_evidence(
+        self,
+        plan: PrecisionPlan,
+        reason: str,
+        search: Search,
+        found: Sensitivity,
+        saved: dict[str, float],
+    ) -> PrecisionPlan:
+        logging.info("Plan for %r: %s.", self._model.name, reason)
+        tuning = {
+            "reason": reason,
+            "policy": self._policy,
+            "tolerance": self._tolerance,
+            "metric": self._judge.score.name,
+            "float32_metric": self._judge.reference,
+            "judged_by": self._judge.kind,
+            "objective": self._objective,
+            "evaluations": [each.to_dict() for each in search.tried],
+            "confirmed": None if self.confirmed is None else self.confirmed.to_dict(),
+            "layers": [
+                {
+                    "path": layer.path,
+                    "forward_error": _finite(layer.forward_error),
+                    "backward_error": _finite(layer.backward_error),
+                    "saving": saved.get(layer.path, 0.0),
+                    "is_guilty": layer.is_guilty,
+                }
+                for layer in found.layers
+            ],
+            "seconds": time.perf_counter() - self._began,
+        }
+        evidence = {
+            "devices": [device.name for device in devices.devices()],
+            "versions": {**installed_versions(), "tfamp": tfamp.__version__},
+            "model": measurement_cache.model_digest(self._model),
+            "tuning": tuning,
+        }
+        return plan.replace(evidence=evidence)
+
+    def _identity(self) -> list[Any]:
+        return [
+            measurement_cache.model_digest(self._model),
+            self._policy,
+            self._judge.score.name,
+            self._judge.reference,
+            self._tolerance,
+        ]
+
+
+def _finite(value: float) -> Any:
+    return value if np.isfinite(value) else str(value)
