@@ -189,6 +189,9 @@ def test_operations_that_overflow_are_kept_in_float32(undisturbed, tmp_path):
     run = fit(model, batches(), recovery)
     assert [each.remedy for each in run.recoveries] == ["keep in float32"]
     assert run.recoveries[0].detail == ", ".join(map(repr, names))
+    plan = tfamp.PrecisionPlan.from_json(tmp_path / "plan.json")
+    assert sorted(each.class_name for each in plan.operations) == sorted(kinds)
+    assert {each.rule for each in plan.operations} == {"NanRecovery"}
     assert quality(model) == pytest.approx(undisturbed(adam), rel=0.01)
 
 

@@ -329,6 +329,34 @@ def test_every_optimizer_of_a_model_is_cut():
     assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.01)
 
 
+def test_a_recovery_leaves_the_plan_that_the_next_run_begins_with(tmp_path):
+    def made():
+        parts = [
+            keras.layers.Dense(3, name="low", use_bias=False),
+            keras.layers.Rescaling(1e6, name="huge"),
+            keras.layers.Rescaling(1e-6, name="back"),
+            keras.layers.Dense(1, name="head"),
+        ]
+        model = keras.Sequential([keras.Input((3,)), *parts])
+        model.compile(keras.optimizers.Adam(0.02), "mse", run_eagerly=True)
+        return model
+
+    keras.utils.set_random_seed(7)
+    triage = named("precision", layers=("huge", "back"))
+    with tfamp.scope("mixed_float16"):
+        first = fit(made(), data(), often(tmp_path, triage=triage))
+    assert [each.remedy for each in first.recoveries] == ["keep in float32"]
+    plan = tfamp.PrecisionPlan.from_json(tmp_path / "plan.json")
+    assert plan.kept["huge"] == plan.kept["back"] == "NanRecovery"
+    assert plan.evidence["recovery"]["remedy"] == "keep in float32"
+    with tfamp.scope(tmp_path / "plan.json"):
+        model = made()
+        second = fit(model, data(), often(tmp_path / "next", triage=triage))
+    assert second.recoveries == ()
+    assert not (tmp_path / "next" / "plan.json").exists()
+    assert model.get_layer("low").compute_dtype == "float16"
+
+
 def test_a_fresh_process_keeps_the_same_layers_in_float32(tmp_path):
     """float16 ends at 65504; what makes and what takes 1e6 is kept, and no other."""
     keras.utils.set_random_seed(7)

@@ -16,6 +16,7 @@ from tfamp.comparison.judgement import (
 )
 from tfamp.comparison.result import Comparison, conclude, load_note
 from tfamp.memory.batch_search import processes as batch_search
+from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.trials import parcel, processes, storage, turns
@@ -24,12 +25,30 @@ from tfamp.trials.run import example_metrics, step_profiles
 from tfamp.trials.run_records import Run
 
 
+def _with_plans_as_files(function: Callable[..., Comparison]) -> Callable[..., Any]:
+    """Hands plans over as files, which other processes can read."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **arguments: Any) -> Comparison:
+        policies = arguments.get("policies", ())
+        if isinstance(policies, str) or not any(
+            isinstance(policy, PrecisionPlan) for policy in policies
+        ):
+            return function(*args, **arguments)
+        with storage.opened(arguments.get("directory")) as folder:
+            words = [storage.plan_file(folder, policy) for policy in policies]
+            return function(*args, **{**arguments, "policies": words})
+
+    return call
+
+
+@_with_plans_as_files
 def compare(
     build_model: Callable[..., Any] | str,
     train: Any = None,
     validation: Any = None,
     *,
-    policies: Sequence[str] = ("float32", "auto"),
+    policies: Sequence[str | PrecisionPlan] = ("float32", "auto"),
     seeds: int | Sequence[int] = 3,
     epochs: int = 1,
     tolerance: float = 0.005,
@@ -70,10 +89,11 @@ def compare(
             (x, y) or (x, y, sample_weight).
             The elements of a dataset are written down once and keep their order.
         validation: Likewise; without it the metric is that of the training data.
-        policies: At least two of "float32", "auto", "mixed_bfloat16" and so on. A
-            prefix "keras:" leaves out tfamp, a suffix "+xla" compiles with XLA,
-            "+no_rules" keeps no layer in float32, and "+rewrite" has TensorFlow
-            rewrite graphs for bfloat16 on CPUs. The fastest float32 is what the
+        policies: At least two of "float32", "auto", "mixed_bfloat16" and so on, or
+            plans: a `PrecisionPlan`, or the path of its file. A prefix "keras:"
+            leaves out tfamp, a suffix "+xla" compiles with XLA, "+no_rules" keeps no
+            layer in float32, and "+rewrite" has TensorFlow rewrite graphs for bfloat16
+            on CPUs. The fastest float32 is what the
             others are held against.
         seeds: How many, or which. Two are needed for a verdict, three or more for one
             that is worth something.

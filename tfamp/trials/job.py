@@ -3,6 +3,7 @@
 import dataclasses
 import hashlib
 import inspect
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -81,7 +82,8 @@ def file_name(policy: str, seed: int) -> str:
         >>> file_name("keras:float32+xla", 3)
         'keras-float32+xla_seed3'
     """
-    return f"{str(Variant.parse(policy)).replace(':', '-')}_seed{seed}"
+    word = re.sub(r"[:/\\]", "-", str(Variant.parse(policy)))
+    return f"{word}_seed{seed}"
 
 
 def fingerprint(function: Any) -> str:
@@ -103,7 +105,7 @@ def fingerprint(function: Any) -> str:
     return hashlib.sha256(text).hexdigest()[:16]
 
 
-def checked_policies(policies: Sequence[str] | str) -> tuple[str, ...]:
+def checked_policies(policies: Sequence[Any] | str) -> tuple[str, ...]:
     """Returns at least two different policies as they are written in full.
 
     Raises:

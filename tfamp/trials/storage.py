@@ -2,13 +2,16 @@
 
 import contextlib
 import dataclasses
+import hashlib
 import os
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
+from tfamp.plan import PrecisionPlan
 from tfamp.records.record import Record
 from tfamp.trials import parcel
 from tfamp.trials.job import FILE, Job, file_name
@@ -45,6 +48,16 @@ def opened(directory: str | os.PathLike[str] | None) -> Iterator[Path]:
             f"({error.strerror}); expected a folder to keep the runs in. Pass another."
         ) from error
     yield path.absolute()
+
+
+def plan_file(folder: Path, policy: Any) -> Any:
+    """Returns the path of a plan's file in a folder; any other policy as it is."""
+    if not isinstance(policy, PrecisionPlan):
+        return policy
+    digest = hashlib.sha256(policy.to_json().encode()).hexdigest()[:8]
+    path = folder / f"plan-{digest}.json"
+    policy.to_json(path)
+    return str(path)
 
 
 def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:

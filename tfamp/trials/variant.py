@@ -9,6 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.machine import amx
+from tfamp.plan import read_plan
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
 from tfamp.records.record import Record
@@ -23,7 +24,7 @@ class Variant(Record):
     """A policy, and how a model runs under it.
 
     Args:
-        policy: A policy's name, as for `tfamp.enable`.
+        policy: A policy's name, or the path of a plan, as for `tfamp.enable`.
         is_stock: Whether Keras alone sets the policy, without tfamp.
         jit_compile: Whether XLA compiles the model, whatever `compile` was told.
         rewrite: Whether TensorFlow rewrites graphs for bfloat16 on CPUs besides.
@@ -48,6 +49,7 @@ class Variant(Record):
 
         Raises:
             TypeError: It is no text.
+            FileNotFoundError: It names a plan's file that is not there.
             ValueError: The policy or an option is unknown, or has no effect here.
         """
         if not isinstance(text, str):
@@ -57,7 +59,9 @@ class Variant(Record):
             )
         word, *options = text.strip().split("+")
         is_stock = word.startswith(_STOCK)
-        policy = checks.choice(argument, word.removeprefix(_STOCK), POLICIES)
+        policy = word.removeprefix(_STOCK)
+        if read_plan(policy) is None:
+            checks.choice(argument, policy, POLICIES)
         for option in options:
             checks.choice(f"{argument} option", option, _OPTIONS)
         found = cls(
@@ -67,13 +71,24 @@ class Variant(Record):
             rewrite="rewrite" in options,
             has_rules="no_rules" not in options,
         )
-        if is_stock and (policy == "auto" or not found.has_rules):
-            what = "policy 'auto'" if policy == "auto" else "rules to leave out"
+        if found.is_plan and not found.has_rules:
+            raise ValueError(
+                f"`{argument}` holds {text!r}, but a plan says of every layer what it "
+                "computes in; expected it without 'no_rules'. Leave that out."
+            )
+        if is_stock and (policy == "auto" or found.is_plan or not found.has_rules):
+            what = "plan" if found.is_plan else "rules to leave out"
+            what = "policy 'auto'" if policy == "auto" else what
             raise ValueError(
                 f"`{argument}` holds {text!r}, but stock Keras has no {what}; expected "
                 "a policy of Keras after 'keras:'. Leave 'keras:' or the option out."
             )
         return found
+
+    @property
+    def is_plan(self) -> bool:
+        """Whether it is the file of a `PrecisionPlan`."""
+        return self.policy.endswith(".json")
 
     @property
     def is_float32(self) -> bool:

@@ -12,10 +12,13 @@ from absl import logging
 from tfamp.callbacks.nan_recovery import remedies as _remedies
 from tfamp.callbacks.nan_recovery.failures import Sign
 from tfamp.callbacks.nan_recovery.training import WatchedTraining
+from tfamp.plan import PrecisionPlan
 from tfamp.records.record import Record
+from tfamp.records.versions import installed_versions
 from tfamp.stepping.snapshots.state import State, put
 
 JOURNAL = "recoveries.jsonl"
+PLAN = "plan.json"
 _COLUMNS = ("epoch", "step", "sign", "cause", "layer", "remedy", "back to step")
 
 
@@ -84,6 +87,16 @@ def append(recovery: Recovery, directory: Path) -> None:
     """Adds a line of JSON to the folder's journal."""
     with open(directory / JOURNAL, "a", encoding="utf-8") as file:
         file.write(json.dumps(recovery.to_dict(), allow_nan=False) + "\n")
+
+
+def _write_plan(model: keras.Model, recovery: Recovery, directory: Path) -> None:
+    """Writes what a model computes in after a recovery, for the next run."""
+    evidence = {"recovery": recovery.to_dict(), "versions": installed_versions()}
+    try:
+        plan = PrecisionPlan.from_model(model, evidence=evidence)
+        plan.to_json(directory / PLAN)
+    except (OSError, ValueError) as error:  # training goes on without the file
+        logging.warning("No plan could be written to %s: %s", directory / PLAN, error)
 
 
 class RecoveryError(ArithmeticError):
@@ -180,6 +193,8 @@ class Attempts:
             return
         self.done.append(recovery)
         logging.warning("%s", recovery.line())
+        if remedy == _remedies.FLOAT32:
+            _write_plan(self._model, recovery, training.slots.directory)
 
     def resume(self, state: State) -> None:
         """Begins with a state from disk, and with what was changed until then."""

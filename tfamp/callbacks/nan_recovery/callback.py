@@ -34,7 +34,10 @@ class NanRecovery(FitCallback):
       `LearningRateScheduler` that sets rates by itself undoes it;
     - "move loss scale": to what the triage found to be finite; else to a sixteenth, or
       16 times where the triage says raise;
-    - "keep in float32": the layer that the triage named, optimizer state kept.
+    - "keep in float32": the layer that the triage named, optimizer state kept. What the
+      model computes in then stands in `plan.json` in the folder: the next run begins
+      with it by `tfamp.enable(policy="<directory>/plan.json")`, and `tfamp.tune` takes
+      it as its start.
 
     Which one is said by the triage of the failing step; where it says "model", training
     is stopped. Where it finds nothing a batch is dropped first and the learning rate
