@@ -131,7 +131,7 @@ def student_quantile(rate: float, degrees: int) -> float:
 
     Example:
         >>> round(student_quantile(0.05, 10), 3), round(student_quantile(0.01, 5), 2)
-        (1.812, 3.35)
+        (1.812, 3.36)
     """
     z = statistics.NormalDist().inv_cdf(1 - rate)
     terms = (
