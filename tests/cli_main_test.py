@@ -31,7 +31,7 @@ def test_help_lists_every_command_by_when_it_is_of_use(capsys, flag):
         "leaving:",
     ]
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert {*listed, "estimate_memory"} == set(cli._MODULES)
+    assert {*listed, "estimate_memory", "measure_policies"} == set(cli._MODULES)
     assert (err, max(map(len, out.splitlines())) <= 80) == ("", True)
 
 
@@ -77,7 +77,10 @@ def test_a_command_gets_the_rest_of_the_arguments_and_gives_the_status(monkeypat
 
 
 # Command -> its function, and the arguments that no flag can be, or another one is.
-IN_PYTHON = {"model", "data", "dataset", "train", "validation", "build_model", "clock"}
+IN_PYTHON = {
+    *("model", "data", "dataset", "train", "validation", "clock"),
+    *("build_model", "build_model_or_model"),
+}
 FUNCTIONS = {
     "doctor": (tfamp.doctor, set()),
     "check": (tfamp.data.check, set()),
@@ -87,6 +90,9 @@ FUNCTIONS = {
     "prove": (tfamp.prove, {"jit_compile", "devices", "tf32"}),
     "ranges": (tfamp.ranges, set()),
     "sensitivity": (tfamp.sensitivity, set()),
+    "measure": (tfamp.measure_policies, set()),
+    "measure_policies": (tfamp.measure_policies, set()),
+    "tune": (tfamp.tune, set()),
     "memory": (tfamp.estimate_memory, {"jit_compile"}),
     "estimate_memory": (tfamp.estimate_memory, {"jit_compile"}),
     "find_batch_size": (tfamp.find_batch_size, {"verbose", "on_trial"}),
@@ -115,6 +121,8 @@ def test_a_command_has_the_arguments_of_its_function(name, capsys):
 
 
 ON_MODELS = [name for name in cli._MODULES if command(name).argument == "module:build"]
+# Their flag is `--policies`.
+OF_POLICIES = ("compare", "measure", "measure_policies")
 FAILURES = {
     "no module": (["nowhere:build"], 1, "There is no module 'nowhere'"),
     "no function": (["tests.cli_main_test:bild"], 1, "has no function 'bild'."),
@@ -125,7 +133,7 @@ FAILURES = {
 }
 
 
-@pytest.mark.parametrize("name", [n for n in ON_MODELS if n != "compare"])
+@pytest.mark.parametrize("name", [n for n in ON_MODELS if n not in OF_POLICIES])
 @pytest.mark.parametrize("argv, status, message", FAILURES.values(), ids=FAILURES)
 def test_commands_on_a_model_fail_alike(capsys, name, argv, status, message):
     if name == "find_batch_size" and status == 1:

@@ -91,8 +91,14 @@ def test_a_plan_is_compared_by_its_file(tmp_path):
 @pytest.mark.parametrize("word", ["{}+no_rules", "keras:{}", "nowhere.json"])
 def test_a_plan_that_cannot_be_compared_is_refused(word, tmp_path):
     path = storage.plan_file(tmp_path, tfamp.PrecisionPlan.from_model(small()))
-    with pytest.raises((ValueError, FileNotFoundError), match="expected"):
-        Variant.parse(word.format(path))
+    with pytest.raises(ValueError, match="expected"):
+        checked_policies(["float32", word.format(path)])
+
+
+def test_results_of_a_plan_are_read_where_its_file_is_not():
+    variant = Variant.parse("runs/a+b.json+xla")
+    assert (variant.policy, variant.jit_compile) == ("runs/a+b.json", True)
+    assert Variant.parse(str(variant)) == variant
 
 
 def test_compare_writes_plans_for_its_runs(monkeypatch):

@@ -13,13 +13,21 @@ from rich.console import Console, Group
 
 import tfamp
 from tfamp.cli import doctor
-from tfamp.cli.diagnosis import Diagnosis, Finding, parts
+from tfamp.cli.diagnosis import (
+    CachedMeasurement,
+    Diagnosis,
+    Finding,
+    MeasurementCache,
+    parts,
+)
 from tfamp.cli.doctor import Probes, diagnose
 from tfamp.dtypes import settings
 from tfamp.machine import devices as hardware
 from tfamp.machine.limits import MachineMemory, MemoryLimit
 from tfamp.records import versions as _versions
 from tfamp.records.record import Device, Recommendation
+from tfamp.tuning import measurement_cache
+from tfamp.tuning.measurement import Measurement, PolicyTime
 
 ROOT = Path(__file__).parents[1]
 VERSIONS = dict(python="3.12.1", tensorflow="2.20.0", keras="3.12.0", numpy="2.1.0")
@@ -28,11 +36,19 @@ AMX_CPU = Device("cpu", "Xeon", features=("amx_bf16", "avx512_bf16"))
 BROKEN_AMX_CPU = Device("cpu", "Xeon", features=("amx_broken", "avx512_bf16"))
 T4 = Device("gpu", "Tesla T4", (7, 5), 15 * 2**30)
 MEMORY = MachineMemory((MemoryLimit(2**34, "physical memory", 2**33),))
+PLAN = ROOT / "benchmarks/results/freeze.json"  # any file
+CACHE = MeasurementCache("/nowhere/measurements", ())
 A100 = Device("gpu", "NVIDIA A100-SXM4-40GB MIG 1g.5gb", (8, 0), partition=True)
 
 
 def machine(
-    *devices, versions=None, nvidia_gpus=0, tf32=True, memory=MEMORY, **environ
+    *devices,
+    versions=None,
+    nvidia_gpus=0,
+    tf32=True,
+    memory=MEMORY,
+    cache=CACHE,
+    **environ,
 ):
     """Describes a machine; nothing of the real one is looked at."""
     return Probes(
@@ -44,6 +60,7 @@ def machine(
         tensorfloat32=lambda: tf32,
         nvidia_gpus=lambda: nvidia_gpus,
         memory=lambda environ: memory,
+        cache=lambda: cache,
     )
 
 
@@ -96,6 +113,12 @@ MACHINES = {
         "Unknown `TFAMP_POLICY` 'fp16'; expected 'auto', 'float32', 'mixed_float16', "
         "'mixed_bfloat16', 'float16' or 'bfloat16'. Did you mean 'mixed_float16'?",
         "Set another name, or unset it.",
+        "error",
+    ),
+    "TFAMP_POLICY of no file": (
+        machine(CPU, TFAMP_POLICY="/nowhere/plan.json"),
+        "TFAMP_POLICY is '/nowhere/plan.json', and no such file is there.",
+        "Set the file of a plan, or unset it.",
         "error",
     ),
     "slow TFAMP_POLICY": (
@@ -163,6 +186,8 @@ HARMLESS = {
     ),
     "XLA for GPUs": machine(AMX_CPU, TF_XLA_FLAGS="--tf_xla_auto_jit=2"),
     "TFAMP_POLICY=auto": machine(CPU, TFAMP_POLICY="auto"),
+    "TFAMP_POLICY=measure": machine(CPU, TFAMP_POLICY="measure"),
+    "TFAMP_POLICY of a file": machine(CPU, TFAMP_POLICY=str(PLAN)),
     "TFAMP_POLICY empty": machine(CPU, TFAMP_POLICY=""),
     "policy that suits": machine(A100, TFAMP_POLICY="mixed_float16"),
 }
@@ -292,6 +317,57 @@ def test_only_settings_that_are_set_are_shown_unless_all_are_asked_for(capsys):
     whole = capsys.readouterr().out
     assert all(name in whole for name in doctor.VARIABLES)
     assert "unset" in whole and "--all" not in whole
+
+
+def test_measurements_are_listed_with_their_folder(capsys):
+    cached = [
+        CachedMeasurement("old", "float32", None, "float32[32, 4]", "2026-01-01 09:00"),
+        CachedMeasurement(
+            *("resnet", "mixed_bfloat16 with XLA", 1.374),
+            *("float32[32, 96, 96, 3], int32[32]", "2026-02-03 10:11"),
+        ),
+    ]
+    cache = MeasurementCache("/nowhere/measurements", (cached[1], *[cached[0]] * 11))
+    probes = machine(CPU, cache=cache)
+    run(probes)
+    words = " ".join(capsys.readouterr().out.split())
+    for expected in (
+        "Measured policies",
+        *("resnet", "mixed_bfloat16 with", "1.37", "int32[32]", "2026-02-03"),
+        "2 older ones: `tfamp doctor --all`. They are kept in /nowhere/measurements; "
+        "delete the folder, or a file in it, and policies are measured anew.",
+    ):
+        assert expected in words
+    run(probes, "--all")
+    words = " ".join(capsys.readouterr().out.split())
+    assert "older ones" not in words and words.count("2026-01-01") == 11
+
+
+def test_measurements_of_a_run_are_found(tmp_path, monkeypatch):
+    monkeypatch.setenv(measurement_cache.VARIABLE, str(tmp_path))
+    probes = dataclasses.replace(machine(CPU), cache=Probes().cache)
+    assert diagnose(probes).cache == MeasurementCache(f"{tmp_path}/measurements", ())
+    evidence = {"batch": ["float32[32, 4]", "int32[32]"]}
+    times = (
+        PolicyTime("float32", False),
+        PolicyTime(*("mixed_float16", True), speedup=(1.5, 1.4, 1.6)),
+    )
+    for name, chosen in (("first", 0), ("second", 1)):
+        found = Measurement(
+            *(name, times, chosen, "", 10, 1.0), is_clear=True, evidence=evidence
+        )
+        (tmp_path / "measurements").mkdir(exist_ok=True)
+        path = tmp_path / "measurements" / f"{name}.json"
+        found.to_json(path)
+        os.utime(path, (0, 10_000_000.0 * (1 + chosen)))
+    (tmp_path / "measurements" / "broken.json").write_text("{")
+    second, first = diagnose(probes).cache.measurements
+    batch = "float32[32, 4], int32[32]"
+    assert dataclasses.astuple(first)[:4] == ("first", "float32", None, batch)
+    assert dataclasses.astuple(second)[:4] == (
+        *("second", "mixed_float16 with XLA", 1.5, batch),
+    )
+    assert second.date.startswith("1970-08-2")
 
 
 def test_the_record_prints_what_the_command_does():

@@ -1,6 +1,7 @@
 """What `tfamp.doctor` found, as a record, and the tables that show it."""
 
 import dataclasses
+import datetime
 from typing import Any, Literal
 
 from rich import box
@@ -17,6 +18,8 @@ _TELLING = (
     *("amx_bf16", "amx_fp16", amx.BROKEN),
     *("avx512_bf16", "avx512_fp16", "bf16", "svebf16"),
 )
+# So many are shown, the newest.
+_NUM_MEASUREMENTS = 10
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,6 +49,55 @@ class Finding(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class CachedMeasurement(Record):
+    """What `tfamp.measure_policies` found for a model, and when.
+
+    Args:
+        model: The model's name.
+        best: The fastest policy.
+        speedup: Times as fast as float32; None where float32 is best.
+        batch: Dtypes and shapes of the batch.
+        date: Of the file, in local time.
+    """
+
+    model: str
+    best: str
+    speedup: float | None
+    batch: str
+    date: str
+
+
+@dataclasses.dataclass(frozen=True)
+class MeasurementCache(Record):
+    """The folder of measurements, and those in it, newest first."""
+
+    folder: str
+    measurements: tuple[CachedMeasurement, ...]
+
+    @classmethod
+    def read(cls) -> "MeasurementCache | None":
+        """Returns the cache of this user; None where Keras cannot be imported."""
+        try:
+            from tfamp.tuning import measurement_cache
+        except Exception:  # a finding of its own; the rest is right without it
+            return None
+        found = []
+        for path, each in measurement_cache.all_files():
+            speedup = each.best.speedup
+            date = datetime.datetime.fromtimestamp(path.stat().st_mtime)
+            found.append(
+                CachedMeasurement(
+                    model=each.model,
+                    best=each.best.name,
+                    speedup=None if speedup is None else speedup[0],
+                    batch=", ".join(each.evidence["batch"]),
+                    date=date.strftime("%Y-%m-%d %H:%M"),
+                )
+            )
+        return cls(str(measurement_cache.folder()), tuple(found))
+
+
+@dataclasses.dataclass(frozen=True)
 class Diagnosis(TableRecord):
     """What `tfamp.doctor` finds; `print` shows it as tables, the problems last.
 
@@ -56,6 +108,7 @@ class Diagnosis(TableRecord):
         recommendation: The policy that suits; None if there are no devices.
         findings: Problems, errors first.
         memory: What there is, and who holds it; None if TensorFlow does not run.
+        cache: What `tfamp.measure_policies` kept; None if TensorFlow does not run.
     """
 
     versions: dict[str, str | None]
@@ -64,6 +117,7 @@ class Diagnosis(TableRecord):
     recommendation: Recommendation | None
     findings: tuple[Finding, ...]
     memory: MachineMemory | None = None
+    cache: MeasurementCache | None = None
 
     @property
     def is_broken(self) -> bool:
@@ -75,17 +129,19 @@ class Diagnosis(TableRecord):
         return console.text_of(*parts(self))
 
 
-def parts(diagnosis: Diagnosis, *, all_settings: bool = False) -> list[Any]:
+def parts(diagnosis: Diagnosis, *, show_all: bool = False) -> list[Any]:
     """Returns a diagnosis for rich, the problems last, where the eye ends up.
 
     Args:
         diagnosis: What was found.
-        all_settings: Whether settings are shown that are not set.
+        show_all: Whether settings are shown that are not set, and old measurements.
     """
     found = [_versions_table(diagnosis), _devices_table(diagnosis)]
     if diagnosis.memory is not None:
         found.append(_memory_table(diagnosis.memory))
-    found += _settings(diagnosis, all_settings=all_settings)
+    found += _settings(diagnosis, show_all=show_all)
+    if diagnosis.cache is not None and diagnosis.cache.measurements:
+        found += _cache_table(diagnosis.cache, show_all=show_all)
     if diagnosis.recommendation is not None:
         line = Text("Recommended policy: ", style="bold")
         line.append(diagnosis.recommendation.policy, style="bold green")
@@ -169,10 +225,28 @@ def _holders(gpu: GpuMemory) -> str:
     return ", ".join(found) or "nobody to be seen"
 
 
-def _settings(diagnosis: Diagnosis, *, all_settings: bool) -> list[Any]:
+def _cache_table(cache: MeasurementCache, *, show_all: bool) -> list[Any]:
+    """Returns the table of measurements, and where they are."""
+    shown = cache.measurements if show_all else cache.measurements[:_NUM_MEASUREMENTS]
+    rows = []
+    for each in shown:
+        ratio = "" if each.speedup is None else f"{each.speedup:.2f}"
+        rows.append((each.model, each.best, ratio, each.batch, each.date))
+    names = ("Model", "Best", "Speedup", "Batch", "Date")
+    num_left = len(cache.measurements) - len(shown)
+    more = f"{num_left} older ones: `tfamp doctor --all`. " if num_left else ""
+    line = (
+        f"{more}They are kept in {cache.folder}; delete the folder, or a file in it, "
+        "and policies are measured anew."
+    )
+    table = _table("Measured policies", names, rows)
+    return [table, Padding(Text(line), (0, 0, 1, 0), expand=False)]
+
+
+def _settings(diagnosis: Diagnosis, *, show_all: bool) -> list[Any]:
     """Returns the table of what is set, and a line on what is not."""
     found: list[Any] = []
-    shown = [s for s in diagnosis.settings if all_settings or s.value is not None]
+    shown = [s for s in diagnosis.settings if show_all or s.value is not None]
     if shown:
         rows = []
         for setting in shown:

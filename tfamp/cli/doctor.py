@@ -18,7 +18,14 @@ from rich.console import Group
 
 import tfamp
 from tfamp.cli._flags import Call, Command, Flag, Outcome
-from tfamp.cli.diagnosis import DeviceReport, Diagnosis, Finding, Setting, parts
+from tfamp.cli.diagnosis import (
+    DeviceReport,
+    Diagnosis,
+    Finding,
+    MeasurementCache,
+    Setting,
+    parts,
+)
 from tfamp.machine import amx
 from tfamp.machine.limits import MachineMemory
 from tfamp.records import checks
@@ -102,6 +109,7 @@ class Probes:
         _allocators().machine_memory(**kwargs)
     )
     allocators: Callable[[], Any] = _allocators
+    cache: Callable[[], MeasurementCache | None] = MeasurementCache.read
 
 
 def diagnose(probes: Probes) -> Diagnosis:
@@ -139,6 +147,7 @@ def diagnose(probes: Probes) -> Diagnosis:
         # A stable sort: errors first, else in the order they were found.
         findings=tuple(sorted(findings, key=lambda each: each.severity != "error")),
         memory=memory,
+        cache=probes.cache() if devices else None,
     )
 
 
@@ -187,8 +196,13 @@ def _policy_findings(
 ) -> list[Finding]:
     """Judges TFAMP_POLICY."""
     policy = environ.get("TFAMP_POLICY")
-    if not policy:
+    if not policy or policy == "measure":
         return []
+    if policy.endswith(".json"):
+        if Path(policy).is_file():
+            return []
+        message = f"TFAMP_POLICY is {policy!r}, and no such file is there."
+        return [Finding("error", message, "Set the file of a plan, or unset it.")]
     try:
         checks.choice("TFAMP_POLICY", policy, POLICIES)
     except ValueError as error:
@@ -305,16 +319,16 @@ def command(look: Callable[[], Diagnosis] = doctor) -> Command:
             diagnosis = look()
         if diagnosis.is_broken and log:
             print("".join(log), file=sys.stderr)
-        shown = Group(*parts(diagnosis, all_settings=call.values["all"]))
+        shown = Group(*parts(diagnosis, show_all=call.values["all"]))
         return Outcome(diagnosis, shown, is_bad=diagnosis.is_broken)
 
     return Command(
         "doctor",
-        "Shows devices, memory, versions and settings, recommends a policy and says "
-        "why, and names problems with their remedies. Ends with status 1 if something "
-        "is broken.",
+        "Shows devices, memory, versions, settings and what was measured of policies, "
+        "recommends a policy and says why, and names problems with their remedies. "
+        "Ends with status 1 if something is broken.",
         work,
-        (Flag("all", "bool", False, "Show settings that are not set too."),),
+        (Flag("all", "bool", False, "Show unset settings and old measurements too."),),
     )
 
 

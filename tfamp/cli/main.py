@@ -26,6 +26,11 @@ _GROUPS = {
         "prove": ("tools", "which dtype a step computes in, and why it is not faster"),
         "ranges": ("tools", "magnitudes of weights, activations and gradients"),
         "sensitivity": ("tools", "which layers have to stay in float32"),
+        "measure": (
+            "tuning",
+            "the fastest policy here, by timing the model's own step",
+        ),
+        "tune": ("tuning", "the layers that need float32 for a metric to stay"),
         "memory": ("memory", "what a step will hold, and the largest batch that fits"),
         "find_batch_size": ("memory", "the batch that trains fastest, by trials"),
         "bottleneck": ("tools", "whether the input or the model holds training up"),
@@ -45,8 +50,8 @@ _GROUPS = {
         "freeze": ("saved", "store a model's weights in half precision, to predict"),
     },
 }
-# `tfamp.estimate_memory` is what `tfamp memory` asks.
-_MODULES = {"estimate_memory": "memory"} | {
+# The names of the functions that `tfamp memory` and `tfamp measure` ask.
+_MODULES = {"estimate_memory": "memory", "measure_policies": "tuning"} | {
     name: module for group in _GROUPS.values() for name, (module, _) in group.items()
 }
 

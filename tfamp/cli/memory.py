@@ -116,7 +116,7 @@ def _find(call: Call) -> Outcome:
 
 
 def _policies(name: str, text: str) -> list[Variant]:
-    return [Variant.parse(word, name) for word in text.split(",")]
+    return [one_policy(name, word) for word in text.split(",")]
 
 
 def _count(name: str, default: int | None, help: str) -> Flag:

@@ -32,15 +32,15 @@ def _batches(default: int) -> tuple[Flag, Flag]:
 
 
 def one_policy(name: str, text: str) -> Variant:
-    """Reads the value of a flag that names a policy."""
-    return Variant.parse(text, name)
+    """Reads the value of a flag that names a policy, or the file of a plan."""
+    return Variant.named(text, name)
 
 
 def _policy(default: str) -> Flag:
     return Flag(
         *("policy", one_policy, default),
-        "Policy to build under, such as float32, mixed_bfloat16+xla or "
-        "keras:mixed_float16 for stock Keras.",
+        "Policy to build under, such as float32, mixed_bfloat16+xla, "
+        "keras:mixed_float16 for stock Keras, or the file of a plan, plan.json.",
     )
 
 

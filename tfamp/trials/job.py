@@ -81,6 +81,8 @@ def file_name(policy: str, seed: int) -> str:
     Example:
         >>> file_name("keras:float32+xla", 3)
         'keras-float32+xla_seed3'
+        >>> file_name("runs/plan.json", 0)
+        'runs-plan.json_seed0'
     """
     word = re.sub(r"[:/\\]", "-", str(Variant.parse(policy)))
     return f"{word}_seed{seed}"
@@ -113,7 +115,7 @@ def checked_policies(policies: Sequence[Any] | str) -> tuple[str, ...]:
         ValueError: One is unknown, stands there twice, or there is one only.
     """
     given = [policies] if isinstance(policies, str) else list(policies)
-    found = tuple(str(Variant.parse(policy)) for policy in given)
+    found = tuple(str(Variant.named(policy)) for policy in given)
     if len(found) < 2 or len(set(found)) < len(found):
         raise ValueError(
             f"`policies` is {tuple(given)!r}; expected at least two different ones to "

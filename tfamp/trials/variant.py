@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import os
 from collections.abc import Iterator
 
 import keras
@@ -9,13 +10,13 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.machine import amx
-from tfamp.plan import read_plan
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
 from tfamp.records.record import Record
 
 _OPTIONS = ("xla", "rewrite", "no_rules")
 _STOCK = "keras:"
+_PLAN_SUFFIX = ".json"
 _REWRITE = "auto_mixed_precision_onednn_bfloat16"
 
 
@@ -49,7 +50,6 @@ class Variant(Record):
 
         Raises:
             TypeError: It is no text.
-            FileNotFoundError: It names a plan's file that is not there.
             ValueError: The policy or an option is unknown, or has no effect here.
         """
         if not isinstance(text, str):
@@ -57,10 +57,13 @@ class Variant(Record):
                 f"`{argument}` holds {text!r}, of type {type(text).__name__}; expected "
                 "names of policies, such as 'mixed_bfloat16' or 'float32+xla'."
             )
-        word, *options = text.strip().split("+")
+        # The name of a plan's file may hold a plus.
+        path, suffix, rest = text.strip().rpartition(_PLAN_SUFFIX)
+        word, *options = rest.split("+")
+        word = path + suffix + word
         is_stock = word.startswith(_STOCK)
         policy = word.removeprefix(_STOCK)
-        if read_plan(policy) is None:
+        if not policy.endswith(_PLAN_SUFFIX):
             checks.choice(argument, policy, POLICIES)
         for option in options:
             checks.choice(f"{argument} option", option, _OPTIONS)
@@ -85,10 +88,26 @@ class Variant(Record):
             )
         return found
 
+    @classmethod
+    def named(cls, text: object, argument: str = "policies") -> "Variant":
+        """Returns what `parse` does, for work to come, which needs a plan's file.
+
+        Raises:
+            TypeError: It is no text.
+            ValueError: It is no variant, or no plan is there.
+        """
+        found = cls.parse(text, argument)
+        if found.is_plan and not os.path.isfile(found.policy):
+            raise ValueError(
+                f"`{argument}` is {text!r}; expected the file of a plan, and there is "
+                "none. Make one with `tfamp tune module:build --out=plan.json`."
+            )
+        return found
+
     @property
     def is_plan(self) -> bool:
         """Whether it is the file of a `PrecisionPlan`."""
-        return self.policy.endswith(".json")
+        return self.policy.endswith(_PLAN_SUFFIX)
 
     @property
     def is_float32(self) -> bool:

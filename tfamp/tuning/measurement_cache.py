@@ -111,9 +111,14 @@ def write(measurement: Measurement) -> None:
 
 def all_kept() -> Iterator[Measurement]:
     """Yields the measurements that are kept, newest first, without damaged files."""
+    return (found for _, found in all_files())
+
+
+def all_files() -> Iterator[tuple[Path, Measurement]]:
+    """Yields the files with what they hold, likewise."""
     for path in _files():
         try:
-            yield Measurement.from_json(path)
+            yield path, Measurement.from_json(path)
         except (ValueError, TypeError, OSError):
             continue
 
