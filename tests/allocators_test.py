@@ -6,7 +6,7 @@ import pytest
 
 from tests.doctor_test import CPU, T4, machine, text_of
 from tests.probes_test import Driver, Gpu, NVMLError
-from tfamp.cli.diagnosis import Finding
+from tfamp.cli.diagnosis import DoctorFinding
 from tfamp.cli.doctor import diagnose
 from tfamp.machine.allocators import ALLOCATORS, advice, machine_memory
 from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
@@ -340,7 +340,7 @@ def test_the_doctor_outlives_memory_that_cannot_be_read():
     diagnosis = diagnose(probes)
     assert diagnosis.memory is None
     assert diagnosis.findings == (
-        Finding(
+        DoctorFinding(
             "advice",
             "Memory cannot be read: no such file",
             "The rest of this report is right without it.",

@@ -21,9 +21,9 @@ from tfamp.memory.batch_search import finder, trial
 from tfamp.memory.batch_search import processes as trial_process
 from tfamp.memory.batch_search.data import batch_of, time_steps
 from tfamp.memory.batch_search.finder import find_batch_size
-from tfamp.memory.batch_search.processes import Plan
+from tfamp.memory.batch_search.processes import TrialSettings
 from tfamp.memory.batch_search.records import BatchSearch, Trial
-from tfamp.memory.batch_search.search import Facts, Split, merged, search, splits
+from tfamp.memory.batch_search.search import Split, TrialFacts, merged, search, splits
 from tfamp.memory.batch_search.settings import Settings, allowed_bytes, memory_limit
 from tfamp.trials import processes
 
@@ -55,7 +55,7 @@ class Machine:
     ):
         self.most, self.fixed, self.failed = most, fixed, Trial(0, outcome)
         self.speeds = {size: list(values) for size, values in dict(speeds).items()}
-        self.known = facts or Facts()
+        self.known = facts or TrialFacts()
         self.tried = []
 
     def __call__(self, size):
@@ -187,7 +187,7 @@ CAPS = {
     ("caps", "examples", "tried", "reason"), CAPS.values(), ids=CAPS
 )
 def test_nothing_above_a_cap_is_tried(caps, examples, tried, reason):
-    machine = Machine(fixed=10**6, facts=Facts(1, examples))
+    machine = Machine(fixed=10**6, facts=TrialFacts(1, examples))
     found = machine.search(min_gain=0.0, **caps)
     assert machine.tried == tried
     assert found.stopped_by == reason
@@ -197,7 +197,7 @@ def test_nothing_above_a_cap_is_tried(caps, examples, tried, reason):
 @pytest.mark.parametrize("replicas", [2, 3])
 @pytest.mark.parametrize("most", [4, 30, 50, 203])
 def test_sizes_are_multiples_of_the_replicas(replicas, most):
-    machine = Machine(most=most, fixed=10**6, facts=Facts(replicas, 1000))
+    machine = Machine(most=most, fixed=10**6, facts=TrialFacts(replicas, 1000))
     found = machine.search(start=8)
     assert all(size % replicas == 0 for size in machine.tried)
     assert found.chosen.batch_size in machine.tried
@@ -386,7 +386,7 @@ def test_an_answer_becomes_a_trial_of_the_size_that_was_tried(process, tmp_path)
     assert process(ANSWERED.format(found).replace("{}", repr(found))) == Trial(
         66, "fits", 5.0, peak_bytes=7
     )
-    assert trial_process.facts(trial_process.facts_of(tmp_path)) == Facts(3, None)
+    assert trial_process.facts(trial_process.facts_of(tmp_path)) == TrialFacts(3, None)
 
 
 ENDS = {
@@ -563,7 +563,7 @@ def machine(monkeypatch):
     def try_size(folder, size, *, timeout_seconds):
         trial = box["machine"](size)
         known = box["machine"].known
-        box["plans"].append(Plan.from_json(folder / Plan.FILE))
+        box["plans"].append(TrialSettings.from_json(folder / TrialSettings.FILE))
         noted = {"model": "mlp", "data_batch_size": 32, **dataclasses.asdict(known)}
         (folder / "facts.json").write_text(json.dumps(noted))
         return trial
@@ -620,7 +620,7 @@ def test_trials_are_told_what_they_need(machine):
     found_with(
         machine, max_memory_bytes=1000, margin=0.25, steps=7, target_batch_size=16
     )
-    assert machine["plans"][0] == Plan("build_nothing", 7, 750, 16, 20, 20)
+    assert machine["plans"][0] == TrialSettings("build_nothing", 7, 750, 16, 20, 20)
 
 
 def test_where_nothing_fits_it_says_what_to_do(machine):

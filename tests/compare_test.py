@@ -19,7 +19,7 @@ import tfamp
 from tests import made_evidence
 from tfamp.comparison.result import conclude
 from tfamp.memory.batch_search import processes as batch_search
-from tfamp.memory.batch_search.processes import Plan
+from tfamp.memory.batch_search.processes import TrialSettings
 from tfamp.memory.batch_search.records import Trial
 from tfamp.memory.batch_search.settings import Settings
 from tfamp.trials import parcel, processes, storage, turns
@@ -651,7 +651,9 @@ def test_each_policy_is_searched_once(started, monkeypatch):
 
     def try_size(folder, size, *, timeout_seconds):
         policy = Settings.read(folder).policy
-        asked.append((policy, Plan.from_json(folder / Plan.FILE).allowed_bytes))
+        asked.append(
+            (policy, TrialSettings.from_json(folder / TrialSettings.FILE).allowed_bytes)
+        )
         fits = size <= (100 if policy == "float32" else 200)
         return Trial(size, "fits" if fits else "killed")
 

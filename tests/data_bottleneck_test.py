@@ -964,7 +964,7 @@ def test_the_table_says_what_was_measured():
     assert max(map(len, text.splitlines()[:10])) <= 110
 
 
-FACTS = advice.Facts(2**20, True, True, None, True, False, 1)
+FACTS = advice.InputFacts(2**20, True, True, None, True, False, 1)
 INPUT = judge([10.0] * 5, [2.0] * 5, [10.0] * 5)
 UNFETCHED = judge([20.0] * 5, [10.0] * 5, [10.0] * 5, prefetched_gains=[0.0] * 5)
 CONTENTION = judge([20.0] * 5, [10.0] * 5, [10.0] * 5)
@@ -974,7 +974,7 @@ EITHER = judge([15.0] * 6, [5.0] * 6, [9.0, 11.0] * 3)
 
 
 def advised(judgement, *, step_seconds=0.05, epoch_start_share=None, **changes):
-    facts = advice.Facts(**(vars(FACTS) | changes))
+    facts = advice.InputFacts(**(vars(FACTS) | changes))
     return advice.advise(
         judgement, facts, step_seconds=step_seconds, epoch_start_share=epoch_start_share
     )
@@ -1028,7 +1028,7 @@ def test_facts_are_read_from_dataset_and_model():
     facts = advice.facts_of(
         data, make_model(jit_compile=True, steps_per_execution=2), batch_bytes=1544
     )
-    assert facts == advice.Facts(15440, True, False, 3, facts.on_cpu, True, 2)
+    assert facts == advice.InputFacts(15440, True, False, 3, facts.on_cpu, True, 2)
 
 
 FLOAT_IMAGES = {

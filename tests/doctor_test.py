@@ -16,7 +16,7 @@ from tfamp.cli import doctor
 from tfamp.cli.diagnosis import (
     CachedMeasurement,
     Diagnosis,
-    Finding,
+    DoctorFinding,
     MeasurementCache,
     parts,
 )
@@ -172,7 +172,7 @@ MACHINES = {
 def test_each_problem_is_found_with_its_remedy(case):
     probes, message, remedy, severity = (*case, "advice")[:4]
     diagnosis = diagnose(probes)
-    assert diagnosis.findings == (Finding(severity, message, remedy),)
+    assert diagnosis.findings == (DoctorFinding(severity, message, remedy),)
     assert diagnosis.is_broken == (severity == "error")
 
 
@@ -260,7 +260,7 @@ def test_a_tensorflow_that_fails_to_import_is_reported():
         machine(), devices=fail, hardware=refuse, tensorfloat32=refuse
     )
     assert diagnose(probes).findings == (
-        Finding(
+        DoctorFinding(
             "error",
             "TensorFlow does not run: ImportError: libcuda.so: bad magic",
             "Install it anew: `pip install --force-reinstall tensorflow`.",

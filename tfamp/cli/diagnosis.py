@@ -40,7 +40,7 @@ class DeviceReport(Record):
 
 
 @dataclasses.dataclass(frozen=True)
-class Finding(Record):
+class DoctorFinding(Record):
     """A problem and what to do about it; only an "error" breaks something."""
 
     severity: Literal["error", "advice"]
@@ -115,7 +115,7 @@ class Diagnosis(TableRecord):
     devices: tuple[DeviceReport, ...]
     settings: tuple[Setting, ...]
     recommendation: Recommendation | None
-    findings: tuple[Finding, ...]
+    findings: tuple[DoctorFinding, ...]
     memory: MachineMemory | None = None
     cache: MeasurementCache | None = None
 

@@ -21,7 +21,7 @@ from tfamp.cli._flags import Call, Command, Flag, Outcome
 from tfamp.cli.diagnosis import (
     DeviceReport,
     Diagnosis,
-    Finding,
+    DoctorFinding,
     MeasurementCache,
     Setting,
     parts,
@@ -114,10 +114,10 @@ class Probes:
 
 def diagnose(probes: Probes) -> Diagnosis:
     """Returns what the probes tell, and what is wrong with it."""
-    findings: list[Finding] = []
+    findings: list[DoctorFinding] = []
     versions = {"tfamp": tfamp.__version__, **probes.versions()}
     problems = probes.problems(environ=probes.environ, versions=versions)
-    findings += [Finding("error", each.found, each.remedy) for each in problems]
+    findings += [DoctorFinding("error", each.found, each.remedy) for each in problems]
     devices: tuple[Device, ...] = ()
     tf32: bool | None = None
     if versions.get("tensorflow") is not None:
@@ -152,7 +152,7 @@ def diagnose(probes: Probes) -> Diagnosis:
 
 
 def _memory(
-    probes: Probes, devices: tuple[Device, ...], findings: list[Finding]
+    probes: Probes, devices: tuple[Device, ...], findings: list[DoctorFinding]
 ) -> MachineMemory | None:
     """Returns the machine's memory, and notes what could be better about it."""
     try:
@@ -160,16 +160,16 @@ def _memory(
     except Exception as error:  # a driver, or files of the kernel, that answer oddly
         message = f"Memory cannot be read: {checks.first_line(error)}"
         remedy = "The rest of this report is right without it."
-        findings.append(Finding("advice", message, remedy))
+        findings.append(DoctorFinding("advice", message, remedy))
         return None
     has_gpu = any(device.kind == "gpu" for device in devices)
     advice = probes.allocators().advice(memory, probes.environ, has_gpu=has_gpu)
     for each in advice:
-        findings.append(Finding("advice", each.message, each.remedy))
+        findings.append(DoctorFinding("advice", each.message, each.remedy))
     return memory
 
 
-def _attempt(probe: Callable[[], T], findings: list[Finding], fallback: T) -> T:
+def _attempt(probe: Callable[[], T], findings: list[DoctorFinding], fallback: T) -> T:
     """Returns the probe's answer, or notes why there is none.
 
     A half-installed TensorFlow fails in many ways, and the doctor outlives them all.
@@ -177,7 +177,7 @@ def _attempt(probe: Callable[[], T], findings: list[Finding], fallback: T) -> T:
     try:
         return probe()
     except Exception as error:
-        found = Finding(
+        found = DoctorFinding(
             "error",
             "TensorFlow does not run: "
             f"{type(error).__name__}: {checks.first_line(error)}",
@@ -193,7 +193,7 @@ def _policy_findings(
     hardware: Any,
     devices: tuple[Device, ...],
     onednn: bool,
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     """Judges TFAMP_POLICY."""
     policy = environ.get("TFAMP_POLICY")
     if not policy or policy == "measure":
@@ -202,23 +202,23 @@ def _policy_findings(
         if Path(policy).is_file():
             return []
         message = f"TFAMP_POLICY is {policy!r}, and no such file is there."
-        return [Finding("error", message, "Set the file of a plan, or unset it.")]
+        return [DoctorFinding("error", message, "Set the file of a plan, or unset it.")]
     try:
         checks.choice("TFAMP_POLICY", policy, POLICIES)
     except ValueError as error:
-        return [Finding("error", str(error), "Set another name, or unset it.")]
+        return [DoctorFinding("error", str(error), "Set another name, or unset it.")]
     if hardware is None:
         return []
     objection = hardware.objection(policy, devices, onednn=onednn)
     if objection is None:
         return []
     remedy = "Set TFAMP_POLICY=auto, or unset it."
-    return [Finding("advice", f"TFAMP_POLICY: {objection}", remedy)]
+    return [DoctorFinding("advice", f"TFAMP_POLICY: {objection}", remedy)]
 
 
 def _gpu_findings(
     probes: Probes, devices: tuple[Device, ...], tf32: bool | None
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     """Judges GPUs that TensorFlow misses, and what slows those that it sees."""
     gpus = [device for device in devices if device.kind == "gpu"]
     in_system = probes.nvidia_gpus()
@@ -228,29 +228,29 @@ def _gpu_findings(
         found = f"The system has {in_system} NVIDIA GPU(s); TensorFlow sees none"
         if visible is not None and visible.strip() in ("", "-1"):
             why = f"{found}, since CUDA_VISIBLE_DEVICES is {visible!r}."
-            findings.append(Finding("advice", why, "Unset it to use the GPU."))
+            findings.append(DoctorFinding("advice", why, "Unset it to use the GPU."))
         else:
             remedy = (
                 "Check the driver with `nvidia-smi`, then run "
                 "`pip install 'tensorflow[and-cuda]'`."
             )
-            findings.append(Finding("error", f"{found}.", remedy))
+            findings.append(DoctorFinding("error", f"{found}.", remedy))
     able = [gpu for gpu in gpus if (gpu.compute_capability or (0, 0)) >= _TF32_FROM]
     override = probes.environ.get("NVIDIA_TF32_OVERRIDE") == "0"
     if able and (tf32 is False or override):
         how = "unset NVIDIA_TF32_OVERRIDE" if override else "leave it on"
         message = f"TF32 is off: what stays in float32 is slow on {able[0].name}."
         remedy = f"Unless the digits are needed, {how}."
-        findings.append(Finding("advice", message, remedy))
+        findings.append(DoctorFinding("advice", message, remedy))
     if probes.environ.get(_AMP) in ("1", "true"):
         message = f"{_AMP} has TensorFlow rewrite graphs that tfamp has set dtypes in."
-        findings.append(Finding("advice", message, "Unset it."))
+        findings.append(DoctorFinding("advice", message, "Unset it."))
     return findings
 
 
 def _cpu_findings(
     environ: Mapping[str, str], devices: tuple[Device, ...], onednn: bool
-) -> list[Finding]:
+) -> list[DoctorFinding]:
     """Judges what keeps a CPU that trains from its bfloat16 instructions."""
     if any(device.kind != "cpu" for device in devices):
         return []
@@ -261,25 +261,27 @@ def _cpu_findings(
     if onednn and amx.BROKEN in features and not is_capped:
         message = "AMX ends the process, so any bfloat16 product in TensorFlow does."
         remedy = f"Set {amx.CAP_VARIABLE}={amx.CAP}, or use another machine."
-        return [Finding("error", message, remedy)]
+        return [DoctorFinding("error", message, remedy)]
     if not able:
         return []
     if not onednn:
         message = f"oneDNN is off, so {' and '.join(able)} of this CPU go unused."
-        return [Finding("advice", message, f"Unset {_ONEDNN}, or set it to 1.")]
+        return [DoctorFinding("advice", message, f"Unset {_ONEDNN}, or set it to 1.")]
     findings = []
     if "amx_bf16" in able and is_capped:
         message = (
             f"ONEDNN_MAX_CPU_ISA is {cap!r}, so amx_bf16 of this CPU goes unused and "
             f"bfloat16 is slower than float32."
         )
-        findings.append(Finding("advice", message, "Unset it."))
+        findings.append(DoctorFinding("advice", message, "Unset it."))
     xla_flags = environ.get("TF_XLA_FLAGS", "")
     if re.search(r"--tf_xla_auto_jit=([12]|fusible)\b", xla_flags) and re.search(
         r"--tf_xla_cpu_global_jit\b(?!=false)", xla_flags
     ):
         message = "TF_XLA_FLAGS compile for the CPU, where bfloat16 then gains nothing."
-        findings.append(Finding("advice", message, "Drop --tf_xla_cpu_global_jit."))
+        findings.append(
+            DoctorFinding("advice", message, "Drop --tf_xla_cpu_global_jit.")
+        )
     return findings
 
 

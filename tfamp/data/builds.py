@@ -12,7 +12,7 @@ import rich.box
 import tensorflow as tf
 
 from tfamp.data._sources import Source
-from tfamp.data.plan import Plan, Role, has_role, make_plan
+from tfamp.data.plan import PipelinePlan, Role, has_role, make_plan
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.errors import OnError, SkippedElement
@@ -134,7 +134,7 @@ def num_workers(device_names: Sequence[str] | None = None) -> int:
     return max(1, len(tasks))
 
 
-def shard_policy(plan: Plan) -> Any:
+def shard_policy(plan: PipelinePlan) -> Any:
     """Returns how tf.distribute is to divide what comes out of a plan.
 
     Raises:

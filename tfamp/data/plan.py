@@ -63,7 +63,7 @@ def has_role(step: Stage, *roles: Role) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
+class PipelinePlan:
     """A source and its steps in running order.
 
     Attributes:
@@ -97,7 +97,9 @@ class Plan:
         return bool(self.rest) and self.rest[0].name == name
 
 
-def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Plan:
+def make_plan(
+    source: Source, stages: Sequence[Stage], settings: Settings
+) -> PipelinePlan:
     """Returns the plan of stages that were asked for in any order.
 
     Raises:
@@ -111,13 +113,13 @@ def make_plan(source: Source, stages: Sequence[Stage], settings: Settings) -> Pl
         on_error: Any = rest.pop(0)
         on_error = dataclasses.replace(on_error, is_last=not calls)
         settings = dataclasses.replace(settings, errors=on_error)
-    plan = Plan(source, settings, tuple(rest))
+    plan = PipelinePlan(source, settings, tuple(rest))
     for rule in RULES:
         plan = rule(plan)
     return plan
 
 
-def _cut_source(plan: Plan) -> Plan:
+def _cut_source(plan: PipelinePlan) -> PipelinePlan:
     """Where any element can be read by its position, a part is chosen before all."""
     if not isinstance(plan.source, RandomAccess):
         return plan
@@ -133,7 +135,7 @@ def _cut_source(plan: Plan) -> Plan:
     )
 
 
-def _leave_out_memory_cache(plan: Plan) -> Plan:
+def _leave_out_memory_cache(plan: PipelinePlan) -> PipelinePlan:
     """A memory cache of bare arrays is left out: it would hold them twice."""
     is_array = isinstance(plan.source, ArraySource)
     if not (is_array and plan.next_is("cache")) or plan.rest[0].path is not None:  # type: ignore[attr-defined]
@@ -141,7 +143,7 @@ def _leave_out_memory_cache(plan: Plan) -> Plan:
     return dataclasses.replace(plan, rest=(AlreadyInMemory(), *plan.rest[1:]))
 
 
-def _draw_positions(plan: Plan) -> Plan:
+def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     """Where that is possible, samplers and shuffles act on positions, not elements.
 
     They are then exact at any size. A filter must have judged the elements that are
@@ -173,7 +175,7 @@ def _draw_positions(plan: Plan) -> Plan:
     )
 
 
-def _batch_chunks(plan: Plan) -> Plan:
+def _batch_chunks(plan: PipelinePlan) -> PipelinePlan:
     """Rows of a table that nothing looks at one by one go from chunks to batches."""
     if not isinstance(plan.source, ChunkedSource) or not plan.next_is("batch"):
         return plan
@@ -183,7 +185,7 @@ def _batch_chunks(plan: Plan) -> Plan:
     return dataclasses.replace(plan, reads="chunks", rest=(rebatch, *plan.rest[1:]))
 
 
-def _skip_errors(plan: Plan) -> Plan:
+def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
     """Where damaged elements are skipped, one careful step makes all calls.
 
     It acts on numbered elements, so that those it skips can be named.
@@ -207,14 +209,14 @@ def _skip_errors(plan: Plan) -> Plan:
     return dataclasses.replace(plan, rest=(*before, careful, on_error, *behind))
 
 
-def _decode_batches(plan: Plan) -> Plan:
+def _decode_batches(plan: PipelinePlan) -> PipelinePlan:
     """Images that OpenCV decodes and that are batched next are decoded by the batch."""
     if plan.settings.errors is not None:
         return plan
     return dataclasses.replace(plan, rest=tuple(with_whole_batches(list(plan.rest))))
 
 
-def _count_epochs(plan: Plan) -> Plan:
+def _count_epochs(plan: PipelinePlan) -> PipelinePlan:
     """Where a stage acts by the number of the epoch, the last step counts epochs."""
     for at, step in enumerate(plan.rest):
         counted = step.with_epochs()
@@ -225,7 +227,7 @@ def _count_epochs(plan: Plan) -> Plan:
     return plan
 
 
-def _cache_in_files(plan: Plan) -> Plan:
+def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
     """A cache with a path lies in files that know what comes before it."""
     for at, step in enumerate(plan.rest):
         path = getattr(step, "path", None)

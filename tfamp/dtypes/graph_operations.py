@@ -15,7 +15,7 @@ from tfamp.records.formats import HALF
 _KEPT = "_tfamp_kept_in_float32"
 
 
-class Kept(NamedTuple):
+class Float32Operation(NamedTuple):
     """How an operation is kept in float32.
 
     Attributes:
@@ -40,7 +40,7 @@ def of_model(model: keras.layers.Layer) -> Iterator[tuple[str, Any]]:
                 yield f"{prefix}{operation.name}", operation
 
 
-def kept(operation: Any) -> Kept | None:
+def kept(operation: Any) -> Float32Operation | None:
     """Returns how an operation is kept in float32, None where it is not."""
     found = vars(operation).get(_KEPT)
     return None if found is None else found[1]
@@ -65,7 +65,7 @@ def keep(operation: Any, output_dtype: str, rule: str = "", reason: str = "") ->
         return False
     # Let go of, the stack would put the call back.
     stack = contextlib.ExitStack()
-    vars(operation)[_KEPT] = stack, Kept(output_dtype, rule, reason)
+    vars(operation)[_KEPT] = stack, Float32Operation(output_dtype, rule, reason)
     stack.enter_context(in_float32(operation, output_dtype))
     return True
 

@@ -136,7 +136,7 @@ VARIABLE = "TFAMP_POLICY"
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
 
-class Plan(Protocol):
+class ModelPlan(Protocol):
     """What decides the dtypes of a whole model, in the place of rules."""
 
     def follow(self, model: Any, settings: "PolicySettings", *, must: bool) -> bool:
@@ -191,7 +191,7 @@ class PolicySettings:
         default_factory=lambda: keras.DTypePolicy("float32")
     )
     keep_float32: KeepFloat32 = "default"
-    plan: "Plan | None" = None
+    plan: "ModelPlan | None" = None
     chosen_at_fit: str = ""
     jit_compile: bool | None = None
     evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)

@@ -12,13 +12,13 @@ import tensorflow as tf
 from tfamp.machine.limits import MemoryLimit
 from tfamp.memory.batch_search import processes
 from tfamp.memory.batch_search.data import batch_of
-from tfamp.memory.batch_search.processes import Plan
+from tfamp.memory.batch_search.processes import TrialSettings
 from tfamp.memory.batch_search.records import BatchSearch, StoppedBy, Trial
 from tfamp.memory.batch_search.search import (
     MAX_BATCH_SIZE,
-    Facts,
     Found,
     Split,
+    TrialFacts,
     search,
     splits,
 )
@@ -121,7 +121,7 @@ def find_batch_size(
     settings = Settings.present(policy)
     limit = memory_limit(max_memory_bytes)
     batch = None if data is None or callable(data) else batch_of(data)
-    plan = Plan(
+    plan = TrialSettings(
         title=title,
         steps=steps,
         allowed_bytes=allowed_bytes(limit, margin),
@@ -136,7 +136,7 @@ def find_batch_size(
         shown if verbose else silent as show,
     ):
         folder = Path(name)
-        plan.to_json(folder / Plan.FILE)
+        plan.to_json(folder / TrialSettings.FILE)
         settings.write(folder)
         if batch is not None:  # all that the trials get of the data
             data = tf.data.Dataset.from_tensors(batch.parts)
@@ -195,7 +195,7 @@ class _Trials:
             self._on_trial(trial)
         return trial
 
-    def facts(self) -> Facts:
+    def facts(self) -> TrialFacts:
         """Returns what sizes depend on."""
         return processes.facts(self.noted)
 
@@ -211,7 +211,9 @@ def _split(trials: _Trials, size: int, target: int | None) -> Split:
     return Split(size, math.ceil(target / size))
 
 
-def _raise_none_fits(found: Found, limit: MemoryLimit | None, plan: Plan) -> NoReturn:
+def _raise_none_fits(
+    found: Found, limit: MemoryLimit | None, plan: TrialSettings
+) -> NoReturn:
     trial = min(found.trials, key=lambda trial: trial.batch_size)
     least = f"Not even batch size {trial.batch_size} of {plan.title!r}"
     if trial.outcome == "too slow":

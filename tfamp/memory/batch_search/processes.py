@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.memory.batch_search.records import Outcome, Trial
-from tfamp.memory.batch_search.search import MAX_BATCH_SIZE, Facts, search
+from tfamp.memory.batch_search.search import MAX_BATCH_SIZE, TrialFacts, search
 from tfamp.memory.batch_search.settings import FILE as SETTINGS
 from tfamp.memory.batch_search.settings import Settings
 from tfamp.records.record import Record
@@ -77,7 +77,7 @@ def _speaks_of_memory(line: str) -> bool:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan(Record):
+class TrialSettings(Record):
     """The settings of a search that its trials need.
 
     Args:
@@ -137,8 +137,8 @@ def largest_batch(folder: Path, policy: str, start: int, max_memory_bytes: int) 
     Raises:
         RuntimeError: A trial failed, and not for want of memory.
     """
-    plan = Plan("", _STEPS, max_memory_bytes, data_batch_size=start)
-    plan.to_json(folder / Plan.FILE)
+    plan = TrialSettings("", _STEPS, max_memory_bytes, data_batch_size=start)
+    plan.to_json(folder / TrialSettings.FILE)
     Settings.present(policy).write(folder)
     found = search(
         lambda size: try_size(folder, size, timeout_seconds=_TIMEOUT_SECONDS),
@@ -147,7 +147,7 @@ def largest_batch(folder: Path, policy: str, start: int, max_memory_bytes: int) 
         min_gain=None,
         facts=lambda: facts(facts_of(folder)),
     )
-    for name in (Plan.FILE, SETTINGS, FACTS, ANSWER):
+    for name in (TrialSettings.FILE, SETTINGS, FACTS, ANSWER):
         (folder / name).unlink(missing_ok=True)
     return 0 if found.chosen is None else found.chosen.batch_size
 
@@ -159,9 +159,9 @@ def facts_of(folder: Path) -> dict[str, Any]:
     return found
 
 
-def facts(noted: dict[str, Any]) -> Facts:
+def facts(noted: dict[str, Any]) -> TrialFacts:
     """Returns of what was noted that which sizes depend on."""
-    return Facts(noted.get("replicas", 1), noted.get("num_examples"))
+    return TrialFacts(noted.get("replicas", 1), noted.get("num_examples"))
 
 
 def _run(folder: Path, size: int, log: Path, timeout_seconds: float) -> int | None:

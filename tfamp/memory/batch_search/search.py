@@ -42,7 +42,7 @@ def splits(largest: int, target: int, *, replicas: int = 1) -> tuple[Split, ...]
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class TrialFacts:
     """What the first trial tells of the model and its data.
 
     A batch is a multiple of the `replicas` that share it; `num_examples` of the data
@@ -67,7 +67,7 @@ class Found(NamedTuple):
     largest_that_fits: int | None
 
 
-def possible_size(size: int, facts: Facts) -> int:
+def possible_size(size: int, facts: TrialFacts) -> int:
     """Returns a batch size as the data and the replicas allow it."""
     if facts.num_examples is not None:
         size = min(size, facts.num_examples)
@@ -80,7 +80,7 @@ def search(
     start: int,
     caps: Mapping[StoppedBy, int],
     min_gain: float | None,
-    facts: Callable[[], Facts] = Facts,
+    facts: Callable[[], TrialFacts] = TrialFacts,
 ) -> Found:
     """Searches for the least batch size that is about as fast as any that fits.
 

@@ -20,8 +20,8 @@ import tensorflow as tf
 from tfamp.machine import memory as process_memory
 from tfamp.memory.batch_search import processes
 from tfamp.memory.batch_search.data import Batch, batch_of, time_steps
-from tfamp.memory.batch_search.processes import ANSWER, FACTS, Plan
-from tfamp.memory.batch_search.search import Facts, possible_size
+from tfamp.memory.batch_search.processes import ANSWER, FACTS, TrialSettings
+from tfamp.memory.batch_search.search import TrialFacts, possible_size
 from tfamp.memory.batch_search.settings import Settings
 from tfamp.records.checks import short_error
 from tfamp.trials.job import Job
@@ -34,7 +34,7 @@ _LOOK_SECONDS = 0.02
 def main(argv: Sequence[str]) -> int:
     """Tries one size; returns 0 and leaves an answer, whatever came of it."""
     folder, size = Path(argv[0]), int(argv[1])
-    plan = Plan.from_json(folder / Plan.FILE)
+    plan = TrialSettings.from_json(folder / TrialSettings.FILE)
     settings = Settings.read(folder)
     has_gpu = bool(tf.config.get_visible_devices("GPU"))
     # Where memory runs out, the kernel takes this process and no other.
@@ -58,7 +58,9 @@ def main(argv: Sequence[str]) -> int:
     return 0
 
 
-def measure(folder: Path, plan: Plan, settings: Settings, size: int) -> dict[str, Any]:
+def measure(
+    folder: Path, plan: TrialSettings, settings: Settings, size: int
+) -> dict[str, Any]:
     """Builds and trains, and returns what that took."""
     process_memory.reset_device_peak()
     job = Job(plan.title, (settings.policy,), (0,), epochs=1)
@@ -81,10 +83,12 @@ def measure(folder: Path, plan: Plan, settings: Settings, size: int) -> dict[str
     }
 
 
-def _note(folder: Path, plan: Plan, model: keras.Model, batch: Batch, size: int) -> int:
+def _note(
+    folder: Path, plan: TrialSettings, model: keras.Model, batch: Batch, size: int
+) -> int:
     """Leaves what the search has to know, and returns the size that is tried."""
     number = plan.num_examples if plan.data_batch_size else batch.num_examples
-    facts = Facts(model.distribute_strategy.num_replicas_in_sync, number)
+    facts = TrialFacts(model.distribute_strategy.num_replicas_in_sync, number)
     size = possible_size(size, facts)
     found = {
         "model": model.name,

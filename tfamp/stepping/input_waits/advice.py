@@ -21,7 +21,7 @@ _MUCH_STARTING = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Facts:
+class InputFacts:
     """What is known about a dataset and a model without timing them.
 
     `total_bytes` is the size of an epoch as delivered, None if unknown; `threads` that
@@ -37,11 +37,11 @@ class Facts:
     steps_per_execution: int
 
 
-def facts_of(dataset: tf.data.Dataset, model: Any, *, batch_bytes: int) -> Facts:
+def facts_of(dataset: tf.data.Dataset, model: Any, *, batch_bytes: int) -> InputFacts:
     """Returns what advice is based on, for full batches of `batch_bytes`."""
     length = known_length(dataset)
     options = dataset.options()
-    return Facts(
+    return InputFacts(
         total_bytes=None if length is None else length * batch_bytes,
         float_images=any(
             spec.dtype.is_floating and (spec.shape.rank or 0) > _MIN_IMAGE_RANK
@@ -57,7 +57,7 @@ def facts_of(dataset: tf.data.Dataset, model: Any, *, batch_bytes: int) -> Facts
 
 def advise(
     judgement: Judgement,
-    facts: Facts,
+    facts: InputFacts,
     *,
     step_seconds: float,
     epoch_start_share: float | None,
@@ -83,7 +83,7 @@ def advise(
 
 
 def _for_input(
-    judgement: Judgement, facts: Facts, step_seconds: float
+    judgement: Judgement, facts: InputFacts, step_seconds: float
 ) -> Iterator[str]:
     if judgement.needs_prefetch:
         yield (
@@ -103,7 +103,7 @@ def _for_input(
         )
 
 
-def _less_work(facts: Facts) -> Iterator[str]:
+def _less_work(facts: InputFacts) -> Iterator[str]:
     """Yields what makes each batch cheaper."""
     if facts.float_images:
         yield (
@@ -129,7 +129,7 @@ def _less_work(facts: Facts) -> Iterator[str]:
 
 
 def _for_contention(
-    judgement: Judgement, facts: Facts, step_seconds: float
+    judgement: Judgement, facts: InputFacts, step_seconds: float
 ) -> Iterator[str]:
     yield from _less_work(facts)
     if facts.threads is None:
@@ -152,7 +152,7 @@ def _for_contention(
 
 
 def _for_compute(
-    judgement: Judgement, facts: Facts, step_seconds: float
+    judgement: Judgement, facts: InputFacts, step_seconds: float
 ) -> Iterator[str]:
     yield "Leave the pipeline as it is: a perfect one would gain less than 10 %."
     if step_seconds < _SHORT_STEP_SECONDS:
@@ -173,7 +173,7 @@ def _for_compute(
 
 
 def _for_unclear(
-    judgement: Judgement, facts: Facts, step_seconds: float
+    judgement: Judgement, facts: InputFacts, step_seconds: float
 ) -> Iterator[str]:
     yield "Measure longer (`seconds=30`) while nothing else runs on this machine."
     if judgement.gain_low > MIN_GAIN:

@@ -259,7 +259,7 @@ def _record(
     judgement: Judgement,
     times: Mapping[str, list[float]],
     *,
-    facts: advice.Facts,
+    facts: advice.InputFacts,
     batch_size: int,
 ) -> Bottleneck:
     real = float(np.median(times["real"]))
