@@ -273,6 +273,59 @@ def test_auto_takes_what_an_earlier_run_has_measured(monkeypatch):
         assert other.layers[0].compute_dtype == before
 
 
+class Autoencoder(keras.Model):
+    """Trains by a step of its own, on inputs alone."""
+
+    def __init__(self):
+        super().__init__()
+        self.inner = layers.Dense(4)
+        self.outer = layers.Dense(6)
+
+    def call(self, x):
+        return self.outer(self.inner(x))
+
+    def train_step(self, data):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(self(data) - data))
+        weights = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, weights), weights)
+        return {"loss": loss}
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return X[4 * index : 4 * index + 4], Y[4 * index : 4 * index + 4]
+
+
+@pytest.mark.parametrize("data", ["inputs alone", "a PyDataset"])
+def test_measure_takes_what_fit_takes(data, monkeypatch):
+    only = [Candidate("float32", False)]
+    monkeypatch.setattr(measured_policies, "candidates_of", lambda *given: only)
+    with tfamp.scope("measure"):
+        alone = data == "inputs alone"
+        model = Autoencoder() if alone else made()
+        model.compile("sgd", None if alone else "mse")
+        model.fit(X if alone else Batches(), verbose=0)
+        assert tfamp.status().why.startswith("measured: float32")
+
+
+def test_a_step_that_cannot_be_measured_trains_in_float32_all_the_same(
+    monkeypatch, caplog
+):
+    def fails(self, candidate):
+        return Prepared(candidate, None, 0.0, "cannot run: no kernel")
+
+    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", fails)
+    with tfamp.scope("measure"):
+        model = made()
+        model.fit(X, Y, verbose=0)
+    assert "cannot run: no kernel" in caplog.text
+    assert model.layers[0].compute_dtype == "float32"
+
+
 def test_data_that_can_be_read_once_is_left_alone_and_that_is_said(caplog):
     def batches():
         while True:

@@ -14,6 +14,7 @@ from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.layer_record import record_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIT
 from tfamp.models import put_under
+from tfamp.records.checks import first_line
 from tfamp.stepping.arguments import dataset_of
 from tfamp.tuning import measurement_cache
 from tfamp.tuning.measured_policies import measure_policies
@@ -55,12 +56,17 @@ def _measured(model: keras.Model, arguments: Mapping[str, Any]) -> Measurement |
         kind = type(arguments.get("x")).__name__
         _stay(model, f"its data, of type {kind}, can be read only once")
         return None
-    found = measure_policies(
-        model,
-        data,
-        jit_compile=_xla_as_told(model),
-        batch_size=arguments.get("batch_size") or _BATCH_SIZE,
-    )
+    try:
+        found = measure_policies(
+            model,
+            data,
+            jit_compile=_xla_as_told(model),
+            batch_size=arguments.get("batch_size") or _BATCH_SIZE,
+        )
+    except (ValueError, TypeError, tf.errors.OpError) as error:
+        # `fit` may do without what a measurement needs, and else says it better.
+        _stay(model, f"a step outside `fit` fails: {first_line(error)}")
+        return None
     logging.info("\n%s", found)
     return found
 
@@ -117,7 +123,7 @@ def _data_of(arguments: Mapping[str, Any]) -> Any:
     x, y = arguments.get("x"), arguments.get("y")
     if isinstance(x, Iterator) or hasattr(x, "__next__"):
         return None
-    if y is None and (isinstance(x, tf.data.Dataset) or hasattr(x, "build")):
+    if y is None:
         return x
     weights = arguments.get("sample_weight")
     return (x, y) if weights is None else (x, y, weights)
@@ -129,7 +135,10 @@ def _shapes_of(arguments: Mapping[str, Any]) -> list[str]:
     if data is None:
         return []
     try:
-        spec = dataset_of(data, arguments.get("batch_size") or _BATCH_SIZE).element_spec
+        dataset = dataset_of(
+            data, arguments.get("batch_size") or _BATCH_SIZE, needs_targets=False
+        )
+        spec = dataset.element_spec
     except (TypeError, ValueError):  # `fit` itself will say what is wrong
         return []
     size = arguments.get("batch_size") or _BATCH_SIZE

@@ -88,9 +88,9 @@ def measure_policies(
     budget = checks.positive("budget_seconds", budget_seconds)
     checks.positive_int("max_steps", max_steps)
     model = model_of(build_model_or_model)
-    dataset = dataset_of(data, batch_size)
+    dataset = dataset_of(data, batch_size, needs_targets=False)
     amx.avoid()
-    batches = list(dataset.take(_NUM_BATCHES)) or [first_batch(dataset)]
+    batches = [*map(_as_in_fit, dataset.take(_NUM_BATCHES))] or [first_batch(dataset)]
     build(model, batches[0])
     evidence = measurement_cache.evidence_for(model, batches[0])
     candidates = candidates_of(policies, jit_compile)
@@ -106,6 +106,13 @@ def measure_policies(
     if use_cache and found.is_clear:  # or the next run may see more
         measurement_cache.write(found)
     return found
+
+
+def _as_in_fit(batch: Any) -> Any:
+    """Returns a batch as `train_step` gets it: inputs without targets stand alone."""
+    return keras.utils.pack_x_y_sample_weight(
+        *keras.utils.unpack_x_y_sample_weight(batch)
+    )
 
 
 def model_of(build_model_or_model: Any) -> keras.Model:
