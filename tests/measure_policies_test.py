@@ -148,6 +148,21 @@ def test_a_policy_without_units_is_tried_on_a_few_examples_first(monkeypatch):
     assert steps.probed == ["float32", "mixed_float16"]
 
 
+def test_a_policy_whose_every_step_is_skipped_is_not_timed():
+    inputs = keras.Input((6,))
+    far = layers.Lambda(lambda x: tf.square(x * 1e4) / 1e4 / 1e4)(inputs)
+    model = keras.Model(inputs, layers.Dense(1)(layers.Dense(4)(far)))
+    model.compile(keras.optimizers.Adam(0.01), "mse")
+    found = tfamp.measure_policies(
+        *(model, (X, Y)), policies=["mixed_float16"], jit_compile=False, use_cache=False
+    )
+    assert found.best.policy == "float32"
+    assert found.times[1].step_seconds is None
+    assert found.times[1].note.startswith(
+        "cannot run: its gradients were not finite in 20 steps in a row; `tfamp.tune`"
+    )
+
+
 def test_a_step_that_fails_in_float32_is_an_error():
     with pytest.raises(ValueError, match="fails in float32: cannot run: no kernel"):
         measured({"float32": None, "mixed_bfloat16": 0.1})

@@ -27,6 +27,7 @@ def test_readme_has_code_links_commands_and_tests():
 def test_code_blocks_run_one_after_the_other(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TFAMP_CACHE", str(tmp_path))
     train_here(monkeypatch)
     names = {"__name__": "__main__"}
     for block in BLOCKS:
@@ -41,7 +42,7 @@ def test_code_blocks_run_in_processes_of_their_own(tmp_path):
     completed = subprocess.run(
         [sys.executable, script],
         cwd=tmp_path,
-        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        env={**os.environ, "PYTHONPATH": str(ROOT), "TFAMP_CACHE": str(tmp_path)},
         capture_output=True,
         text=True,
     )

@@ -114,7 +114,6 @@ class PolicySteps:
         )
 
     def _warm(self, function: Callable[[Any], Any], optimizer: Any) -> float:
-        seconds = 0.0
         for number in range(_MAX_FIRST_STEPS):
             began = self._clock()
             _wait(function(self._batches[number % len(self._batches)]))
@@ -123,8 +122,11 @@ class PolicySteps:
                 optimizer.last_step_skipped
             )
             if number + 1 >= _MIN_FIRST_STEPS and not skipped:
-                break
-        return seconds
+                return seconds
+        raise ValueError(
+            f"its gradients were not finite in {_MAX_FIRST_STEPS} steps in a row; "
+            "`tfamp.tune` finds the layers that float32 is needed in"
+        )
 
     def _runner(
         self, function: Callable[[Any], Any], optimizer: Any
