@@ -137,10 +137,11 @@ class PrecisionPlan(TableRecord):
         """Returns the first way in which a model is not the plan's, "" if it is.
 
         Example:
-            >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
-            >>> other = keras.Sequential([keras.Input((3,)), keras.layers.ReLU()])
-            >>> PrecisionPlan.from_model(model).difference(other)
-            "layer 1 is 're_lu', a ReLU, where the plan has 'dense', a Dense"
+            >>> x = keras.Input((3,))
+            >>> one = keras.Model(x, keras.layers.Dense(3, name="a")(x))
+            >>> other = keras.Model(x, keras.layers.ReLU(name="b")(x))
+            >>> PrecisionPlan.from_model(one).difference(other)
+            "layer 1 is 'b', a ReLU, where the plan has 'a', a Dense"
         """
         return planned_layers.difference(model, self.rows, self.operations)
 
