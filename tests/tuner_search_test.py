@@ -54,6 +54,14 @@ def test_layers_that_the_ranking_missed_are_found_by_doubling():
     assert [len(each.float32) for each in search.tried[:4]] == [0, 1, 3, 7]
 
 
+def test_layers_taken_in_on_the_way_to_a_missed_one_are_given_back_at_once():
+    """Two are guilty, the tenth as well, which the ranking holds for harmless."""
+    errors = [5.0, 4.0, *np.linspace(0.09, 0.01, 15)]
+    best, search = run(World([0, 1, 9]), suspects(errors, {0, 1}))
+    assert set(best.float32) == {"0", "1", "9"}
+    assert len(search.tried) <= 11
+
+
 def test_a_saving_that_no_clock_sees_is_not_worth_an_evaluation():
     given = suspects([5.0, 4.0], {0, 1}, savings=[1e-5, 1e-5])
     best, search = run(World([]), given, min_saving=0.005)

@@ -115,6 +115,17 @@ def test_a_plan_is_a_start_and_gives_back_what_is_not_needed():
     assert plan.layers["squares_1_"] == "float32"
 
 
+def test_a_layer_inside_one_in_float32_hands_on_float32_although_it_is_chosen_too():
+    x = keras.Input((4, 8))
+    attended = layers.MultiHeadAttention(2, 4, name="attention")(x, x)
+    model = keras.Model(x, layers.Dense(2)(attended))
+    tfamp.apply(model, "mixed_float16")
+    base = tfamp.PrecisionPlan.from_model(model)
+    outer = {"attention": "overflow"}
+    both = layer_choice.with_float32(base, {**outer, "attention/value": "overflow"})
+    assert both == layer_choice.with_float32(base, outer)
+
+
 def test_rules_that_are_not_needed_go_where_they_may():
     keras.utils.set_random_seed(1)
     parts = [layers.Dense(16), layers.LayerNormalization(), layers.Dense(2)]

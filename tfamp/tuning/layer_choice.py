@@ -29,9 +29,8 @@ def with_float32(
     rows = []
     for row in plan.rows:
         outer = _around(row.path, layers)
-        if row.path in layers and row.kind == Kind.FOLLOWS.value:
-            row = _kept(row, rule, layers[row.path], half)
-        elif outer is not None and row.kind not in _NOT_MOVED:
+        # Ahead of its own turn: it would hand on half precision in its float32 layer.
+        if outer is not None and row.kind not in _NOT_MOVED:
             row = dataclasses.replace(
                 row,
                 kind=Kind.SUBLAYER.value,
@@ -41,6 +40,8 @@ def with_float32(
                 compute_dtype="float32",
                 dtype_policy="float32",
             )
+        elif row.path in layers and row.kind == Kind.FOLLOWS.value:
+            row = _kept(row, rule, layers[row.path], half)
         rows.append(row)
     return plan.replace(rows=tuple(rows))
 

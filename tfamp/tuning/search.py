@@ -93,6 +93,7 @@ class Search:
             holds = self._first_that_holds()
             if holds is not None:
                 self._shrink(*holds)
+                self._give_back_together()
                 self._give_back_singly()
         except (Stopped, KeyboardInterrupt):
             pass
@@ -118,6 +119,24 @@ class Search:
                 holds = middle
             else:
                 below = middle
+
+    def _give_back_together(self) -> None:
+        """Gives back those that only lay on the way to one that the ranking missed."""
+        present = self.best
+        if present is None:
+            return
+        by_path = {suspect.path: suspect for suspect in self._order}
+        kept = [by_path[path] for path in present.float32]
+        between = [each for each in kept if not each.is_guilty][:-1]
+        middle = len(between) // 2
+        for group in (between, between[:middle], between[middle:]):
+            if sum(each.saving for each in group) <= self._min_saving:
+                continue
+            rest = [each for each in kept if each not in group]
+            if self._try(tuple(each.path for each in rest)).holds:
+                kept = rest
+                if group is between:
+                    return
 
     def _give_back_singly(self) -> None:
         present = self.best
