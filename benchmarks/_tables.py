@@ -234,6 +234,34 @@ def remat(result: Result) -> Rows:
     ]
 
 
+def tuner(result: Result) -> Rows:
+    """Returns a row for each model with its guilty layers at some places."""
+    rows = []
+    for name, runs in result["cases"].items():
+        for run in runs:
+            sides = [f"{run['kept']:.2f}", f"{run['greedy_kept']:.2f}"]
+            worse = [
+                f"{run[key]:.4f}" + ("" if met else ", missed")
+                for key, met in zip(("fresh", "other_weights"), run["met"], strict=True)
+            ]
+            steps = run["bisection"]
+            rows.append(
+                [
+                    *(name, run["policy"].removeprefix("mixed_")),
+                    f"{len(run['guilty'])} of {run['layers']}",
+                    str(len(run["float32"])),
+                    *(
+                        str(run["evaluations"]),
+                        "over 60" if steps is None else str(steps),
+                    ),
+                    *worse,
+                    *(sides[0] + ("" if run["searched"] else " *"), sides[1]),
+                    f"{run['seconds']:.1f} s",
+                ]
+            )
+    return rows
+
+
 _PREDICTED = ("Step", "Policy", "Batch", "Predicted")
 _GUILTY = ("Half", "dtype", "found exactly", "reason right, of those")
 # Benchmark -> columns and rows of its table.
@@ -299,5 +327,12 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Result], Rows]]] = {
             *("Time", "Losses off by"),
         ),
         remat,
+    ),
+    "tuner": (
+        (
+            *("Model", "Policy", "Guilty", "In float32", "Evaluations", "Bisection"),
+            *("Worse on fresh", "From another seed", "Saving kept", "Greedy", "Time"),
+        ),
+        tuner,
     ),
 }

@@ -133,6 +133,22 @@ def _training(result: Result) -> dict[str, Any]:
     return {"goals_text": "\n\n".join(sentences)}
 
 
+def _tuner(result: Result) -> dict[str, Any]:
+    sentences = [
+        f"{goal['what']}: required {goal['required']:g}, reached "
+        f"{goal['reached']:g}{_missed(goal['met'])}."
+        for goal in result["goals"].values()
+    ]
+    runs = [run for own in result["cases"].values() for run in own]
+    given_up = sum(run["is_float32"] for run in runs)
+    dearer = sum(run["kept"] < run["greedy_kept"] for run in runs)
+    told = f"Of {len(runs)} plans {given_up} are float32; greedy search saved more in "
+    return {
+        "number": len(result["cases"]),
+        "goals_text": " ".join([*sentences, f"{told}{dearer}."]),
+    }
+
+
 WORDS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "equal_policies": _equal_policies,
     "freeze": _freeze,
@@ -141,6 +157,7 @@ WORDS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "guilty_layers_further": _guilty_layers,
     "resident": _resident,
     "training": _training,
+    "tuner": _tuner,
 }
 
 
@@ -276,6 +293,15 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
         )
         for case, size, found in by_policy(results[0])
         if size != "bytes" and found["goal"]
+    ],
+    "tuner": lambda results: [
+        (
+            goal["what"],
+            f"{goal['reached']:g}",
+            f"at {'most' if name == 'evaluations' else 'least'} {goal['required']:g}"
+            + _missed(goal["met"]),
+        )
+        for name, goal in results[0]["goals"].items()
     ],
     "memory": lambda results: _predictions("Memory of a step", results),
     "resident": lambda results: _predictions("Size of a process", results),

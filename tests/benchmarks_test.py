@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+import tfamp
 from benchmarks import _runner, _tables, _turns, write_results
 from benchmarks.__main__ import main, names
 
@@ -76,6 +77,12 @@ def check_training(result):
 
 def check_equal_policies(result):
     assert (result["reports"], sum(result["answers"].values())) == (1, 1)
+
+
+def check_tuner(result):
+    (run,) = result["cases"]["MLP, differences"]
+    assert (run["guilty_suffice"], run["guilty_needed"]) == (True, 2)
+    assert run["met"] == [True, True] and run["evaluations"] <= 12
 
 
 RUNS = [[name] for name in names() if name not in NOT_MEASURING]
@@ -283,6 +290,64 @@ def test_results_stand_as_they_are_written():
     written = (ROOT / "benchmarks" / "RESULTS.md").read_text()
     assert write_results.page() == written, "run python -m benchmarks write_results"
     assert written.count("\n## Summary\n") == written.count("\n## Appendix") == 1
+
+
+def test_other_searches_than_the_tuner_ask_as_they_say():
+    benchmark = load("tuner")
+    asked = []
+
+    def holds(float32):
+        asked.append(set(float32))
+        return {"b", "g"} <= set(float32)
+
+    # Nothing; of 8 the first 7 in three halvings; then b in as many; then both.
+    assert benchmark.bisect("abcdefgh", holds, most=20) == len(asked) == 9
+    assert asked[0] == set() and asked[-1] == {"b", "g"}
+    assert benchmark.bisect("abcdefgh", holds, most=8) is None
+    assert benchmark.bisect("acd", holds, most=50) is None  # never enough
+    savings = {"a": 0.1, "b": 0.2, "c": 0.4, "g": 0.05}
+    assert benchmark.give_back(savings, holds, 2) == ["a", "b", "g"]
+    assert benchmark.give_back(savings, holds, 9) == ["b", "g"]
+    cheapest = next(paths for paths in benchmark.by_cost(savings) if holds(paths))
+    assert cheapest == ("b", "g")
+    inside = {"a": 0.1, "a/x": 0.2, "ab": 0.4}
+    assert benchmark.saving_lost(inside, ["a"]) == pytest.approx(0.3)
+
+
+def test_figures_of_the_tuner_count_runs_as_they_are_required():
+    run = {"met": [True, True], "evaluations": 5, "kept": 0.95, "searched": True}
+    several = {"guilty": ["a", "b"], "bisection": 5}
+    runs = [
+        run | several,
+        run | several | {"bisection": 6},
+        run | several | {"bisection": None},  # bisection never came to an end
+        run | {"guilty": [], "bisection": 2, "evaluations": 12, "met": [True, False]},
+        run | {"guilty": ["a"], "bisection": 2, "searched": False, "kept": 0.0},
+    ]
+    found = load("tuner").figures({"one": runs[:2], "two": runs[2:]})
+    assert {name: (each["reached"], each["met"]) for name, each in found.items()} == {
+        "met": (0.9, False),
+        "evaluations": (12, True),
+        "kept": (0.95, True),
+        "fewer": (0.6667, False),
+    }
+
+
+@pytest.mark.parametrize("name", ["transformer, values", "regression, graded rounding"])
+def test_what_spoils_models_is_hidden_in_float32_and_found_in_half(name):
+    (case,) = [each for each in load("_tuner_models").CASES if each.name == name]
+    model, guilty, (one, two) = case.trained(3, (0, 1), epochs=1)
+    assert len(guilty) == case.guilty
+    assert not all(map(np.array_equal, one, two))
+    x, y = case.examples(9, 256)
+    exact = model.predict(x, verbose=0)
+    assert np.isfinite(exact).all()
+    tfamp.apply(model, case.policy)
+    low = model.predict(x, verbose=0)
+    # The same places for the same seed, whatever the weights.
+    assert case.trained(3, (5,), epochs=1)[1] == guilty
+    off = np.abs(low - exact).mean() / exact.std()
+    assert not off < 0.02
 
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():

@@ -1,0 +1,323 @@
+"""Trained models with layers that half precision spoils, at places drawn by a seed.
+
+What spoils them is either a layer of its own that computes badly, put between others,
+or an attention whose values were enlarged after the training, and its outputs made as
+much smaller, which float32 does not see.
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers, ops
+
+from benchmarks.faults.building import Branch, Raw, Residual, extend
+from tfamp.keras_hooks import structure
+
+WIDTH, LENGTH, SIZE, WORDS = 16, 8, 8, 50
+SHAPES: dict[str, tuple[tuple[int, ...], str]] = {
+    "numbers": ((8,), "float32"),
+    "images": ((SIZE, SIZE, 3), "float32"),
+    "words": ((LENGTH,), "int32"),
+}
+# Values of an attention that float16 cannot hold.
+ENLARGED = 3e5
+
+
+def beyond(x: Any) -> Any:
+    """Returns about the absolute value, by squares beyond 65504."""
+    return ops.sqrt(ops.square(x * 3e3) + 1.0) / 3e3
+
+
+def cancelled(x: Any) -> Any:
+    """Returns its input, of which half precision keeps next to nothing."""
+    return (x + 3000.0) - 3000.0
+
+
+def rounded(x: Any) -> Any:
+    """Returns its input, which bfloat16 rounds to multiples of 1/4."""
+    return (x + 40.0) - 40.0
+
+
+def graded(number: int) -> Callable[[Any], Any]:
+    """Returns a function like `rounded`, which rounds twice as much each number."""
+    level = 10.0 * 2**number
+    return lambda x: (x + level) - level
+
+
+def mlp(depth: int) -> list[Any]:
+    """Returns dense layers."""
+    return [
+        layers.Dense(WIDTH, activation="relu", name=f"dense_{i}") for i in range(depth)
+    ]
+
+
+def mlp_with_sides(depth: int) -> list[Any]:
+    """Returns a chain with spoiled paths aside, of which next to nothing is added."""
+    found = mlp(depth)
+    for i in range(2):
+        side = [Raw(cancelled, name=f"harmless_{i}"), layers.Rescaling(1e-3)]
+        found.insert(2 * i + 1, Residual(f"side_{i}", side))
+    return found
+
+
+def cnn(depth: int, *, normalizes: bool = False) -> list[Any]:
+    """Returns convolutions."""
+    found: list[Any] = []
+    for i in range(depth):
+        found.append(layers.Conv2D(WIDTH, 3, padding="same", name=f"conv_{i}"))
+        if normalizes:
+            found.append(layers.BatchNormalization(momentum=0.8, name=f"norm_{i}"))
+        found.append(layers.ReLU(name=f"relu_{i}"))
+    return found
+
+
+def resnet(depth: int) -> list[Any]:
+    """Returns a stem and residual blocks of two convolutions each."""
+    found: list[Any] = [layers.Conv2D(WIDTH, 3, padding="same", name="stem")]
+    for i in range(depth):
+        parts = [
+            layers.Conv2D(WIDTH, 3, padding="same", name=f"conv_{i}a"),
+            layers.BatchNormalization(momentum=0.8, name=f"norm_{i}a"),
+            layers.ReLU(name=f"relu_{i}a"),
+            layers.Conv2D(WIDTH, 3, padding="same", name=f"conv_{i}b"),
+            layers.BatchNormalization(momentum=0.8, name=f"norm_{i}b"),
+        ]
+        found += [Residual(f"block_{i}", parts), layers.ReLU(name=f"relu_{i}")]
+    return found
+
+
+def transformer(depth: int) -> list[Any]:
+    """Returns an embedding and blocks of a transformer."""
+
+    def block(i: int) -> Branch:
+        def function(x: Any) -> Any:
+            normed = layers.LayerNormalization(name=f"norm_{i}a")(x)
+            attention = layers.MultiHeadAttention(2, WIDTH // 2, name=f"attention_{i}")
+            x = layers.Add(name=f"add_{i}a")([x, attention(normed, normed)])
+            h = layers.LayerNormalization(name=f"norm_{i}b")(x)
+            h = layers.Dense(2 * WIDTH, activation="gelu", name=f"up_{i}")(h)
+            h = layers.Dense(WIDTH, name=f"down_{i}")(h)
+            return layers.Add(name=f"add_{i}b")([x, h])
+
+        return Branch(function)
+
+    embedding = layers.Embedding(WORDS, WIDTH, name="embedding")
+    return [embedding, *(block(i) for i in range(depth))]
+
+
+def lstm(depth: int) -> list[Any]:
+    """Returns an embedding and LSTMs, one on the other."""
+    return [
+        layers.Embedding(WORDS, WIDTH, name="embedding"),
+        *(
+            layers.LSTM(WIDTH, return_sequences=True, name=f"lstm_{i}")
+            for i in range(depth)
+        ),
+    ]
+
+
+def bert(depth: int) -> keras.Model:
+    """Returns KerasHub's BERT with a head; its inputs but the tokens are constant."""
+    import keras_hub
+
+    backbone = keras_hub.models.BertBackbone(
+        *(WORDS, depth, 2, WIDTH, 2 * WIDTH),
+        dropout=0.0,
+        max_sequence_length=LENGTH,
+        name="bert",
+    )
+    tokens = keras.Input((LENGTH,), dtype="int32")
+    given = {
+        "token_ids": tokens,
+        "segment_ids": layers.Lambda(ops.zeros_like, name="segments")(tokens),
+        "padding_mask": layers.Lambda(ops.ones_like, name="padding")(tokens),
+    }
+    pooled = backbone(given)["pooled_output"]
+    return keras.Model(tokens, layers.Dense(2, name="head")(pooled))
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """Models of one kind, with as many guilty layers.
+
+    Attributes:
+        name: Unique name.
+        policy: To tune under.
+        inputs: "numbers", "images" or "words".
+        make: Makes the elements of the chain, or a whole model.
+        guilty: How many layers are spoiled.
+        fault: What spoils a layer; None enlarges attentions.
+        is_regression: Whether it is judged by its loss, the mean squared error.
+    """
+
+    name: str
+    policy: str
+    inputs: str
+    make: Callable[[], Any]
+    guilty: int = 0
+    fault: Callable[[Any], Any] | None = None
+    is_regression: bool = False
+
+    @property
+    def metric(self) -> str | None:
+        """What is tuned by, as `tfamp.tune` takes it."""
+        return None if self.is_regression else "accuracy"
+
+    @property
+    def tolerance(self) -> float:
+        """By how much it may be worse; of a loss, as a part of it."""
+        return 0.05 if self.is_regression else 0.02
+
+    def built(self, places: int, weights: int) -> tuple[keras.Model, frozenset[str]]:
+        """Returns a model and the guilty layers that were put in, by the seeds."""
+        keras.utils.set_random_seed(weights)
+        elements = self.make()
+        if isinstance(elements, keras.Model):
+            return elements, frozenset()
+        guilty = frozenset[str]()
+        if self.fault is not None:
+            rng = np.random.default_rng([places, len(self.name)])
+            elements, guilty = spliced(elements, self.fault, self.guilty, rng)
+        pool = {
+            "images": [layers.GlobalAveragePooling2D(name="pool")],
+            "words": [layers.GlobalAveragePooling1D(name="pool")],
+        }.get(self.inputs, [])
+        head = layers.Dense(1 if self.is_regression else 2, name="head")
+        shape, dtype = SHAPES[self.inputs]
+        inputs = keras.Input(shape, dtype=dtype)
+        return keras.Model(inputs, extend(inputs, [*elements, *pool, head])), guilty
+
+    def trained(
+        self, places: int, seeds: Sequence[int], *, epochs: int = 3
+    ) -> tuple[keras.Model, frozenset[str], list[list[np.ndarray]]]:
+        """Returns a model, its guilty layers, and its weights after each training.
+
+        Args:
+            places: Seed of where the guilty layers are.
+            seeds: Of the weights at the beginning and of the data, one a training.
+            epochs: Of each training.
+        """
+        model, guilty = self.built(places, 0)
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(
+            keras.optimizers.Adam(5e-3), "mse" if self.is_regression else loss
+        )
+        model.optimizer.build(model.trainable_variables)
+        first = [variable.numpy() for variable in model.optimizer.variables]
+        found = []
+        for seed in seeds:
+            model.set_weights(self.built(places, seed)[0].get_weights())
+            for variable, value in zip(model.optimizer.variables, first, strict=True):
+                variable.assign(value)
+            x, y = self.examples(seed, 4096)
+            model.fit(x, y, batch_size=64, epochs=epochs, verbose=0)
+            if self.guilty and self.fault is None:
+                rng = np.random.default_rng([places, len(self.name)])
+                guilty = enlarge(model, self.guilty, rng)
+            found.append(model.get_weights())
+        return model, guilty, found
+
+    def examples(self, seed: int, number: int) -> tuple[np.ndarray, np.ndarray]:
+        """Returns inputs and targets that a small model can learn."""
+        rng = np.random.default_rng([seed, 19])
+        if self.inputs == "words":
+            x = rng.integers(0, WORDS, (number, LENGTH)).astype("int32")
+            level = (x / WORDS).mean(axis=1) - 0.5
+        elif self.inputs == "images":
+            level = rng.uniform(-0.5, 0.5, number)
+            x = rng.normal(size=(number, SIZE, SIZE, 3))
+            x = (x + 2 * level[:, None, None, None]).astype("float32")
+        else:
+            x = rng.normal(size=(number, 8)).astype("float32")
+            level = x[:, :2].sum(axis=1)
+        if self.is_regression:
+            return x, np.sin(level).astype("float32")
+        return x, (level > 0).astype("int32")
+
+
+def spliced(
+    elements: Sequence[Any],
+    fault: Callable[[Any], Any],
+    number: int,
+    rng: np.random.Generator,
+) -> tuple[list[Any], frozenset[str]]:
+    """Returns the elements with as many faults behind some of them, and their paths."""
+    places = sorted(rng.choice(len(elements), number, replace=False) + 1)
+    order = rng.permutation(number)
+    found, names = list(elements), [f"{fault.__name__}_{i}" for i in order]
+    for i, place, name in reversed(list(zip(order, places, names, strict=True))):
+        function = fault(int(i)) if fault is graded else fault
+        found.insert(place, Raw(function, name=name))
+    return found, frozenset(names)
+
+
+def enlarge(
+    model: keras.Model, number: int, rng: np.random.Generator
+) -> frozenset[str]:
+    """Enlarges values of some attentions, and makes their outputs as much smaller."""
+    found = [
+        (path, layer)
+        for path, layer, _ in structure.walk(model)
+        if isinstance(layer, layers.MultiHeadAttention)
+    ]
+    chosen = [found[i] for i in rng.choice(len(found), number, replace=False)]
+    for _, layer in chosen:
+        for weight in layer.weights:
+            if "/value/" in weight.path:
+                weight.assign(weight * ENLARGED)
+            elif weight.path.endswith("output/kernel"):
+                weight.assign(weight / ENLARGED)
+    return frozenset(path for path, _ in chosen)
+
+
+def _case(
+    name: str,
+    half: str,
+    inputs: str,
+    make: Callable[[], Any],
+    *faults: Any,
+    **more: Any,
+) -> Case:
+    return Case(name, f"mixed_{half}", inputs, make, *faults, **more)
+
+
+F16, BF16 = "float16", "bfloat16"
+CASES = (
+    _case("MLP", F16, "numbers", lambda: mlp(4)),
+    _case("MLP, squares", F16, "numbers", lambda: mlp(5), 1, beyond),
+    _case("MLP, differences", BF16, "numbers", lambda: mlp(4), 2, cancelled),
+    _case("MLP, many squares", F16, "numbers", lambda: mlp(9), 4, beyond),
+    _case(
+        *("regression, rounding", BF16, "numbers", lambda: mlp(4), 3, rounded),
+        is_regression=True,
+    ),
+    _case(
+        *("regression, graded rounding", BF16, "numbers", lambda: mlp(4), 4, graded),
+        is_regression=True,
+    ),
+    _case("MLP, harmless sides", BF16, "numbers", lambda: mlp_with_sides(4)),
+    _case(
+        *("MLP, differences and sides", BF16, "numbers", lambda: mlp_with_sides(4)),
+        *(2, cancelled),
+    ),
+    _case("CNN", BF16, "images", lambda: cnn(2)),
+    _case("CNN, squares", F16, "images", lambda: cnn(2), 1, beyond),
+    _case("CNN, differences", BF16, "images", lambda: cnn(2), 2, cancelled),
+    _case("CNN with norm", BF16, "images", lambda: cnn(2, normalizes=True)),
+    _case(
+        *("CNN with norm, differences", BF16, "images"),
+        lambda: cnn(2, normalizes=True),
+        *(2, cancelled),
+    ),
+    _case("ResNet", BF16, "images", lambda: resnet(2)),
+    _case("ResNet, differences", BF16, "images", lambda: resnet(2), 3, cancelled),
+    _case("transformer", BF16, "words", lambda: transformer(2)),
+    _case("transformer, squares", F16, "words", lambda: transformer(2), 2, beyond),
+    _case("transformer, values", F16, "words", lambda: transformer(3), 2),
+    _case("LSTM", BF16, "words", lambda: lstm(1)),
+    _case("LSTM, differences", BF16, "words", lambda: lstm(2), 2, cancelled),
+    _case("KerasHub BERT, values", F16, "words", lambda: bert(3), 2),
+)
