@@ -1,4 +1,4 @@
-"""Whether `tfamp.tune` finds the layers that need float32, and in how few evaluations.
+"""Whether `tfamp.tune` finds the layers that need float32, in how few evaluations.
 
 Models are trained in float32 with layers that half precision spoils, at places drawn by
 a seed; some have none, some have spoiled layers that do no harm. Each is tuned at its
