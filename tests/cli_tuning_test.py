@@ -143,16 +143,25 @@ def test_a_search_that_was_stopped_goes_on(module, capsys, monkeypatch):
     argv.append("--checkpoint=search.json")
     judge = judges.FixedWeights.worsening
 
-    def stopped(self, plan, half):
-        if half == 1:
-            raise KeyboardInterrupt
-        return judge(self, plan, half)
+    def stopped_at(number):
+        def stopped(self, plan, half):
+            if half == number:
+                raise KeyboardInterrupt
+            return judge(self, plan, half)
+
+        return stopped
 
     with monkeypatch.context() as patched:
-        patched.setattr(judges.FixedWeights, "worsening", stopped)
+        patched.setattr(judges.FixedWeights, "worsening", stopped_at(0))
         assert main(argv) == 130
-    assert "with --checkpoint=FILE the same command goes on" in capsys.readouterr().err
-    assert not (module / "plan.json").exists()
+        assert "with --checkpoint=FILE the same command goes on" in (
+            capsys.readouterr().err
+        )
+        assert not (module / "plan.json").exists()
+        patched.setattr(judges.FixedWeights, "worsening", stopped_at(1))
+        assert main(argv) == 0
+    plan = tfamp.PrecisionPlan.from_json(module / "plan.json")
+    assert "interrupted before it was judged" in plan.evidence["tuning"]["reason"]
     halves = []
 
     def counted(self, plan, half):

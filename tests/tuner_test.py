@@ -179,6 +179,30 @@ def test_a_plan_that_fails_on_fresh_examples_is_not_given(monkeypatch):
     assert "on fresh examples" in plan.evidence["tuning"]["reason"]
 
 
+def test_a_plan_that_cannot_run_does_not_hold(monkeypatch):
+    model, real = trained((1,)), judges.FixedWeights.worsening
+
+    def worsening(self, plan, half):
+        if "squares_1_" not in kept_by_tune(plan):
+            raise TypeError("two dtypes meet")
+        return real(self, plan, half)
+
+    monkeypatch.setattr(judges.FixedWeights, "worsening", worsening)
+    assert kept_by_tune(tuned(model)) == {"squares_1_"}
+
+
+def test_an_interrupt_at_the_last_judgement_keeps_the_plan(monkeypatch):
+    def worsening(self, plan, half):
+        if half == 1:
+            raise KeyboardInterrupt
+        return np.zeros(1024)
+
+    monkeypatch.setattr(judges.FixedWeights, "worsening", worsening)
+    plan = tuned(trained())
+    assert plan.policy == "mixed_float16"
+    assert "interrupted before it was judged" in plan.evidence["tuning"]["reason"]
+
+
 def test_a_search_goes_on_from_its_file(tmp_path, monkeypatch):
     model, path = trained((1,)), tmp_path / "tune.json"
     plan = tuned(model, checkpoint=path)

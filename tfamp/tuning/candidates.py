@@ -100,7 +100,10 @@ class Candidates:
         row = self._rows.get(layer.path)
         if row is not None and row.kind == Kind.FLOAT32_INSIDE.value:
             return row.reason
-        outputs = f"error {layer.forward_error:.2g} of its outputs in half precision"
+        outputs = (
+            f"error {layer.forward_error:.2g} of its outputs and "
+            f"{layer.backward_error:.2g} of its gradients in half precision"
+        )
         return layer.explanation or outputs
 
     def _is_sound_forward(self, layer: LayerSensitivity) -> bool:

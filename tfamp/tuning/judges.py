@@ -1,24 +1,65 @@
 """Judges of plans: by how much a metric is worse under one than in float32."""
 
+import math
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
+from absl import logging
 
 from tfamp.dtypes.settings import make_settings
 from tfamp.models import put_under
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
+from tfamp.records.checks import first_line
 from tfamp.stepping.arguments import build
 from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning import scores
 from tfamp.tuning.measured_policies import model_of
 from tfamp.tuning.policy_steps import put_back
+from tfamp.tuning.search import Evaluation
 
 # Chance that a plan is taken whose metric is worse than the tolerance allows: half of
 # it for all evaluations of a search together, half for the one on fresh data.
 ERROR_RATE = 0.05
+
+
+def evaluated(
+    judge: Any,
+    plan: PrecisionPlan,
+    float32: Sequence[str],
+    half: int,
+    rate: float,
+    tolerance: float,
+) -> Evaluation:
+    """Returns what a judge says of a plan; one that cannot run does not hold.
+
+    Args:
+        judge: One of the classes below.
+        plan: The plan.
+        float32: The candidates that are in float32 in it.
+        half: Which half of the examples, or of the seeds, is asked.
+        rate: Chance that the bound is too low.
+        tolerance: What the bound may be at most.
+    """
+    began = time.perf_counter()
+    try:
+        worse = judge.worsening(plan, half)
+    except (TypeError, ValueError, NotImplementedError, tf.errors.OpError) as error:
+        # In float32 the same step ran: it is the plan's dtypes that do not go together.
+        logging.info("A plan cannot run: %s", first_line(error))
+        worse = np.array([np.inf])
+    mean = bound = math.inf
+    if np.isfinite(worse).all():
+        mean = float(np.mean(worse))
+        bound = scores.upper_bound(worse, rate, is_rate=judge.is_rate)
+    seconds = time.perf_counter() - began
+    return Evaluation(
+        tuple(float32), mean, bound, bound <= tolerance, len(worse), seconds
+    )
 
 
 class FixedWeights:

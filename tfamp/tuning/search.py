@@ -95,8 +95,11 @@ class Search:
                 self._shrink(*holds)
                 self._give_back_together()
                 self._give_back_singly()
-        except (Stopped, KeyboardInterrupt):
+        except Stopped:
             pass
+        except KeyboardInterrupt:
+            if self.best is None:
+                raise
         return self.best
 
     def _first_that_holds(self) -> tuple[int, int] | None:

@@ -22,10 +22,15 @@ from tfamp.records.progress import progress
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning import measurement_cache, scores
+from tfamp.tuning import measurement_cache
 from tfamp.tuning.candidates import Candidates
 from tfamp.tuning.checkpoint import Checkpoint
-from tfamp.tuning.judges import ERROR_RATE, FixedWeights, ShortTrainings
+from tfamp.tuning.judges import (
+    ERROR_RATE,
+    FixedWeights,
+    ShortTrainings,
+    evaluated,
+)
 from tfamp.tuning.measured_policies import model_of
 from tfamp.tuning.policy_steps import put_back
 from tfamp.tuning.savings import Objective, savings_of
@@ -249,21 +254,8 @@ class _Tuning:
         return known
 
     def _tried(self, float32: Sequence[str], *, half: int, rate: float) -> Evaluation:
-        began = time.perf_counter()
-        worse = self._judge.worsening(self._candidates.plan(float32), half)
-        if not np.isfinite(worse).all():
-            mean = bound = float("inf")
-        else:
-            mean = float(np.mean(worse))
-            bound = scores.upper_bound(worse, rate, is_rate=self._judge.is_rate)
-        return Evaluation(
-            tuple(float32),
-            mean,
-            bound,
-            bound <= self._tolerance,
-            len(worse),
-            time.perf_counter() - began,
-        )
+        plan = self._candidates.plan(float32)
+        return evaluated(self._judge, plan, float32, half, rate, self._tolerance)
 
     def _concluded(
         self, best: Evaluation | None, found: Sensitivity
@@ -276,7 +268,13 @@ class _Tuning:
                 f"{len(self._search.tried)} evaluations ({found.verdict}: "
                 f"{found.advice})"
             )
-        self.confirmed = self._tried(best.float32, half=1, rate=ERROR_RATE / 2)
+        try:
+            self.confirmed = self._tried(best.float32, half=1, rate=ERROR_RATE / 2)
+        except KeyboardInterrupt:
+            return self._candidates.plan(best.float32), (
+                f"worse by {best.worsening:.3g}, at most {best.bound:.3g}; interrupted "
+                "before it was judged on fresh examples"
+            )
         if not self.confirmed.holds:
             return self._float32(), (
                 "the best plan did not keep the metric within the tolerance on fresh "
