@@ -61,7 +61,7 @@ MODULE = """
     def hits(y, outputs):
         return tf.cast(tf.equal(tf.argmax(outputs, -1), tf.cast(y, "int64")), "float32")
 """
-ALL_OF = ["--trained", "--metric=accuracy", "--tolerance=0.02", "--batch_size=128"]
+ALL_OF = ["--trained", "--metric=accuracy", "--tolerance=0.05", "--batch_size=128"]
 
 
 @pytest.fixture(autouse=True)
@@ -101,7 +101,7 @@ def test_tune_writes_a_plan_that_enable_takes(module, capsys):
     assert tfamp.PrecisionPlan.from_json("found.json") == plan
     assert out.startswith(f"{plan.table()}\nmixed_float16: worse by ")
     assert re.search(
-        r"\naccuracy by outputs of the trained .*: \d+ evaluations, .* s\.\n", out
+        r"\naccuracy by outputs of the trained .*: \d+ evaluations, .*\.\n", out
     )
     assert out.endswith(
         "Plan: plan.json; train under it with `tfamp.enable(policy='plan.json')`.\n"
