@@ -23,6 +23,7 @@ from tfamp.cli.diagnosis import (
 from tfamp.cli.doctor import Probes, diagnose
 from tfamp.dtypes import settings
 from tfamp.machine import devices as hardware
+from tfamp.machine.clusters import reach
 from tfamp.machine.limits import MachineMemory, MemoryLimit
 from tfamp.records import versions as _versions
 from tfamp.records.record import Device, Recommendation
@@ -61,6 +62,7 @@ def machine(
         nvidia_gpus=lambda: nvidia_gpus,
         memory=lambda environ: memory,
         cache=lambda: cache,
+        answers=lambda addresses: dict.fromkeys(addresses, reach.SILENT),
     )
 
 
@@ -377,7 +379,8 @@ def test_the_record_prints_what_the_command_does():
 
 
 def test_the_diagnosis_survives_json():
-    probes = machine(A100, CPU, TFAMP_POLICY="zzz", tf32=False)
+    alone = '{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 0}}'
+    probes = machine(A100, CPU, TFAMP_POLICY="zzz", tf32=False, TF_CONFIG=alone)
     diagnosis = diagnose(probes)
     assert [each.severity for each in diagnosis.findings] == ["error", "advice"]
     for field in dataclasses.fields(diagnosis):
@@ -459,3 +462,28 @@ def test_the_function_looks_at_the_real_machine_whatever_the_environment(monkeyp
     diagnosis = tfamp.__getattr__("doctor")()
     assert isinstance(diagnosis, tfamp.Diagnosis) and diagnosis.is_broken
     assert diagnosis.findings[0].message.startswith("TF_USE_LEGACY_KERAS is '1'")
+
+
+WORKERS = {"cluster": {"worker": ["a:1", "b:1", "c:1"]}}
+WORKER = json.dumps({**WORKERS, "task": {"type": "worker", "index": 1}})
+
+
+def test_the_cluster_is_shown_with_who_answers(capfd):
+    probes = machine(CPU, TF_CONFIG=WORKER, NCCL_SOCKET_IFNAME="eth0", NCCLX="1")
+    diagnosis = diagnose(probes)
+    assert Diagnosis.from_json(diagnosis.to_json()) == diagnosis
+    assert diagnosis.cluster.variables == {"NCCL_SOCKET_IFNAME": "eth0"}
+    assert diagnosis.cluster.answers == {"a:1": "no answer", "c:1": "no answer"}
+    (finding,) = diagnosis.findings
+    assert finding.message == "Worker a:1 and 1 more cannot be reached: no answer."
+    assert run(probes) == 0
+    lines = [line.split() for line in capfd.readouterr().out.splitlines()]
+    assert ["1", "b:1", "this", "process", "not", "asked"] in lines
+    assert ["0", "a:1", "chief", "no", "answer"] in lines
+
+
+def test_half_a_cluster_is_broken():
+    diagnosis = diagnose(machine(CPU, TF_CONFIG='{"task": {}}'))
+    assert diagnosis.is_broken
+    assert diagnosis.findings[0].message.startswith("TF_CONFIG is")
+    assert diagnosis.cluster is None

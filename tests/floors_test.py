@@ -26,7 +26,7 @@ FLOORS = [
     ["loss_scale", "data"],
     ["dtypes", "plan", "policy", "models"],
     ["stepping", "trials"],
-    ["numerics", "memory", "training"],
+    ["numerics", "memory", "training", "distribute"],
     ["callbacks", "comparison", "tuning", "serving"],
     ["cli", "__init__", "__main__"],
 ]

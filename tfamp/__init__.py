@@ -25,6 +25,7 @@ _HOMES = {
     "compare": "tfamp.comparison.runner",
     "data": "tfamp.data",
     "disable": "tfamp.policy",
+    "distribute": "tfamp.distribute",
     "doctor": "tfamp.cli.doctor",
     "enable": "tfamp.policy",
     "estimate_memory": "tfamp.memory.estimate.estimator",
@@ -87,6 +88,7 @@ def _imported(place: str) -> types.ModuleType:
 if TYPE_CHECKING:
     from tfamp import callbacks as callbacks
     from tfamp import data as data
+    from tfamp import distribute as distribute
     from tfamp import training as training
     from tfamp.cli.diagnosis import Diagnosis as Diagnosis
     from tfamp.cli.doctor import doctor as doctor

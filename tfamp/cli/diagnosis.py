@@ -9,6 +9,7 @@ from rich.padding import Padding
 from rich.text import Text
 
 from tfamp.machine import amx
+from tfamp.machine.clusters.record import Cluster
 from tfamp.machine.limits import GpuMemory, MachineMemory
 from tfamp.records import console, units, versions
 from tfamp.records.record import Device, Recommendation, Record, TableRecord
@@ -98,6 +99,21 @@ class MeasurementCache(Record):
 
 
 @dataclasses.dataclass(frozen=True)
+class ClusterReport(Record):
+    """The cluster that a launcher describes, and what can be seen of it from here.
+
+    Args:
+        cluster: Who takes part.
+        answers: Address of a worker -> what came of a connection to it.
+        variables: Variables of NCCL and gRPC that are set.
+    """
+
+    cluster: Cluster
+    answers: dict[str, str]
+    variables: dict[str, str]
+
+
+@dataclasses.dataclass(frozen=True)
 class Diagnosis(TableRecord):
     """What `tfamp.doctor` finds; `print` shows it as tables, the problems last.
 
@@ -109,6 +125,8 @@ class Diagnosis(TableRecord):
         findings: Problems, errors first.
         memory: What there is, and who holds it; None if TensorFlow does not run.
         cache: What `tfamp.measure_policies` kept; None if TensorFlow does not run.
+        cluster: The workers that train together; None where there is no cluster, or a
+            finding says what is wrong with it.
     """
 
     versions: dict[str, str | None]
@@ -118,6 +136,7 @@ class Diagnosis(TableRecord):
     findings: tuple[DoctorFinding, ...]
     memory: MachineMemory | None = None
     cache: MeasurementCache | None = None
+    cluster: ClusterReport | None = None
 
     @property
     def is_broken(self) -> bool:
@@ -139,6 +158,8 @@ def parts(diagnosis: Diagnosis, *, show_all: bool = False) -> list[Any]:
     found = [_versions_table(diagnosis), _devices_table(diagnosis)]
     if diagnosis.memory is not None:
         found.append(_memory_table(diagnosis.memory))
+    if diagnosis.cluster is not None:
+        found += _cluster_table(diagnosis.cluster)
     found += _settings(diagnosis, show_all=show_all)
     if diagnosis.cache is not None and diagnosis.cache.measurements:
         found += _cache_table(diagnosis.cache, show_all=show_all)
@@ -223,6 +244,21 @@ def _holders(gpu: GpuMemory) -> str:
     if gpu.growth:
         found.append("taken as needed (memory growth)")
     return ", ".join(found) or "nobody to be seen"
+
+
+def _cluster_table(report: ClusterReport) -> list[Any]:
+    """Returns the table of workers, and a line on what is set for them."""
+    cluster = report.cluster
+    rows = []
+    for i, address in enumerate(cluster.workers):
+        role = ["chief"] * (i == 0) + ["this process"] * (i == cluster.index)
+        answer = report.answers.get(address, "not asked")
+        rows.append((str(i), address, ", ".join(role), answer))
+    title = f"Workers, as {cluster.source} says"
+    table = _table(title, ("Index", "Address", "Role", "Port"), rows)
+    shown = ", ".join(f"{k}={v}" for k, v in report.variables.items())
+    line = shown or "No variables of NCCL or gRPC are set."
+    return [table, Padding(Text(line), (0, 0, 1, 0), expand=False)]
 
 
 def _cache_table(cache: MeasurementCache, *, show_all: bool) -> list[Any]:

@@ -10,13 +10,14 @@ import os
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 from rich.console import Group
 
 import tfamp
+from tfamp.cli import _clusters as clusters
 from tfamp.cli._flags import Call, Command, Flag, Outcome
 from tfamp.cli.diagnosis import (
     DeviceReport,
@@ -27,6 +28,7 @@ from tfamp.cli.diagnosis import (
     parts,
 )
 from tfamp.machine import amx
+from tfamp.machine.clusters import reach
 from tfamp.machine.limits import MachineMemory
 from tfamp.records import checks
 from tfamp.records import versions as _versions
@@ -110,6 +112,7 @@ class Probes:
     )
     allocators: Callable[[], Any] = _allocators
     cache: Callable[[], MeasurementCache | None] = MeasurementCache.read
+    answers: Callable[[Sequence[str]], dict[str, str]] = reach.answers
 
 
 def diagnose(probes: Probes) -> Diagnosis:
@@ -133,6 +136,7 @@ def diagnose(probes: Probes) -> Diagnosis:
     findings += _gpu_findings(probes, devices, tf32)
     findings += _cpu_findings(probes.environ, devices, onednn)
     memory = _memory(probes, devices, findings) if devices else None
+    cluster = clusters.look(probes.environ, probes.answers, findings)
     return Diagnosis(
         versions=versions,
         devices=tuple(
@@ -148,6 +152,7 @@ def diagnose(probes: Probes) -> Diagnosis:
         findings=tuple(sorted(findings, key=lambda each: each.severity != "error")),
         memory=memory,
         cache=probes.cache() if devices else None,
+        cluster=cluster,
     )
 
 

@@ -1,0 +1,401 @@
+"""What `tfamp.distribute` reads of launchers' variables, and the strategy it makes."""
+
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.cluster_program import slurm_variables
+from tests.linear_training import TOLERANCE, X, Y, one_device
+from tests.replicas import two_replicas
+from tfamp.distribute import strategies
+from tfamp.machine.clusters import reach
+from tfamp.machine.clusters.environment import read
+from tfamp.machine.clusters.record import Cluster
+from tfamp.machine.clusters.slurm import expanded_hosts
+
+ROOT = Path(__file__).parents[1]
+TWO = ["a:2222", "b:2222"]
+
+
+def tf_config(cluster, **task):
+    return {"TF_CONFIG": json.dumps({"cluster": cluster, "task": task})}
+
+
+def slurm(**changes):
+    """Variables of the second task of two, on two nodes, less those that are None."""
+    values = {
+        "SLURM_JOB_ID": "1207",
+        "SLURM_NTASKS": "2",
+        "SLURM_STEP_NODELIST": "n[9-10]",
+        "SLURM_STEP_TASKS_PER_NODE": "1(x2)",
+        "SLURM_STEP_NUM_TASKS": "2",
+        "SLURM_PROCID": "1",
+        "SLURM_NODEID": "1",
+        **changes,
+    }
+    return {name: value for name, value in values.items() if value is not None}
+
+
+SAGEMAKER = {"SM_HOSTS": '["algo-10", "algo-9"]', "SM_CURRENT_HOST": "algo-10"}
+KUBERNETES = {"JOB_COMPLETION_INDEX": "2", "TFAMP_HOSTS": "train-[0-2].train"}
+ENVIRONMENTS = {
+    "nothing": ({"PATH": "/bin"}, Cluster("none")),
+    "Ray": (
+        tf_config({"worker": TWO}, type="worker", index=1),
+        Cluster("TF_CONFIG", ("a:2222", "b:2222"), 1),
+    ),
+    "Vertex": (
+        tf_config({"chief": ["c:1"], "worker": TWO}, type="worker", index=0),
+        Cluster("TF_CONFIG", ("c:1", "a:2222", "b:2222"), 1, has_chief_job=True),
+    ),
+    "a chief": (
+        tf_config({"chief": ["c:1"], "worker": TWO}, type="chief", index="0"),
+        Cluster("TF_CONFIG", ("c:1", "a:2222", "b:2222"), 0, has_chief_job=True),
+    ),
+    "TFJob with an evaluator": (
+        tf_config({"worker": TWO, "evaluator": ["e:1"]}, type="worker", index=0),
+        Cluster("TF_CONFIG", ("a:2222", "b:2222"), 0),
+    ),
+    "an empty TF_CONFIG": ({"TF_CONFIG": "{}"}, Cluster("none")),
+    "Slurm": (slurm(), Cluster("Slurm", ("n9:24656", "n10:24656"), 1)),
+    "Slurm, two tasks a node": (
+        slurm(
+            SLURM_STEP_TASKS_PER_NODE="2,1",
+            SLURM_STEP_NUM_TASKS="3",
+            SLURM_PROCID="1",
+            SLURM_NODEID="0",
+            SLURM_STEP_RESV_PORTS="12001-12002",
+        ),
+        Cluster("Slurm", ("n9:12001", "n9:12002", "n10:12001"), 1),
+    ),
+    "Slurm, in turns": (
+        slurm(
+            SLURM_STEP_TASKS_PER_NODE="2,1",
+            SLURM_STEP_NUM_TASKS="3",
+            SLURM_PROCID="2",
+            SLURM_NODEID="0",
+            SLURM_DISTRIBUTION="cyclic",
+            SLURM_JOB_ID="0",
+        ),
+        Cluster("Slurm", ("n9:15000", "n10:15000", "n9:15001"), 2),
+    ),
+    "a shell on a node": (
+        slurm(SLURM_NTASKS="1", SLURM_STEP_NUM_TASKS="1"),
+        Cluster("none"),
+    ),
+    "SageMaker": (
+        SAGEMAKER,
+        Cluster("SageMaker", ("algo-9:8890", "algo-10:8890"), 1),
+    ),
+    "Kubernetes": (
+        KUBERNETES,
+        Cluster(
+            "Kubernetes",
+            ("train-0.train:2222", "train-1.train:2222", "train-2.train:2222"),
+            2,
+        ),
+    ),
+    "Ray on Slurm": (
+        {**slurm(), **tf_config({"worker": TWO}, type="worker", index=0)},
+        Cluster("TF_CONFIG", ("a:2222", "b:2222"), 0, passed_over=("Slurm",)),
+    ),
+}
+
+
+@pytest.mark.parametrize("environ, wanted", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
+def test_launchers_variables_give_one_record(environ, wanted):
+    found = read(environ)
+    assert found == wanted
+    assert Cluster.from_json(found.to_json()) == found
+    again = read({"TF_CONFIG": json.dumps(found.to_tf_config())})
+    assert (again.workers, again.index) == (found.workers, found.index)
+    assert again.has_chief_job == found.has_chief_job
+
+
+HALF = {
+    "no JSON": ({"TF_CONFIG": "worker"}, "it is not JSON"),
+    "no cluster": ({"TF_CONFIG": '{"task": {}}'}, 'it has no "cluster"'),
+    "no task": ({"TF_CONFIG": '{"cluster": {"worker": ["a:1"]}}'}, 'has no "task"'),
+    "no port": (tf_config({"worker": ["a"]}, type="worker", index=0), '"host:port"'),
+    "past the end": (
+        tf_config({"worker": TWO}, type="worker", index=2),
+        "its task is worker 2, of 2",
+    ),
+    "no such job": (tf_config({"worker": TWO}, type="chief", index=0), "has none"),
+    "no index": (tf_config({"worker": TWO}, type="worker"), 'the "index" None'),
+    "two chiefs": (tf_config({"chief": TWO}, type="chief", index=0), "has 2 chiefs"),
+    "the same address": (
+        tf_config({"worker": ["a:1", "a:1"]}, type="worker", index=0),
+        "an address is there twice",
+    ),
+    "parameter servers": (
+        tf_config({"worker": TWO, "ps": ["p:1"]}, type="worker", index=0),
+        "Keras 3 cannot train with parameter servers",
+    ),
+    "an evaluator": (
+        tf_config({"worker": TWO}, type="evaluator", index=0),
+        "this process is an evaluator",
+    ),
+    "a batch script": (
+        {"SLURM_JOB_ID": "7", "SLURM_NTASKS": "4", "SLURM_PROCID": "0"},
+        "SLURM_STEP_NODELIST is not set, and Slurm gave this job 4 tasks",
+    ),
+    "no rank": (slurm(SLURM_PROCID=None), "SLURM_PROCID is not set"),
+    "counts of other nodes": (
+        slurm(SLURM_STEP_TASKS_PER_NODE="2"),
+        "SLURM_STEP_TASKS_PER_NODE is '2', for 1 nodes",
+    ),
+    "another number of tasks": (
+        slurm(SLURM_STEP_NUM_TASKS="3"),
+        "SLURM_PROCID is 1, SLURM_STEP_NUM_TASKS 3",
+    ),
+    "an order that is unknown": (
+        slurm(SLURM_DISTRIBUTION="plane=2"),
+        "SLURM_DISTRIBUTION is 'plane=2'",
+    ),
+    "another node": (slurm(SLURM_NODEID="0"), "SLURM_NODEID is '0'; expected 1"),
+    "hosts with a hole": (
+        slurm(SLURM_STEP_NODELIST="n[1-"),
+        "SLURM_STEP_NODELIST is 'n[1-'",
+    ),
+    "too few ports": (
+        slurm(
+            SLURM_STEP_TASKS_PER_NODE="2,1",
+            SLURM_STEP_NUM_TASKS="3",
+            SLURM_NODEID="0",
+            SLURM_STEP_RESV_PORTS="12001",
+        ),
+        "SLURM_STEP_RESV_PORTS is '12001'; expected 2 ports",
+    ),
+    "SageMaker without hosts": (
+        {"SM_CURRENT_HOST": "algo-1"},
+        "SM_HOSTS is not set",
+    ),
+    "SageMaker's other host": (
+        {**SAGEMAKER, "SM_CURRENT_HOST": "algo-1"},
+        "SM_CURRENT_HOST is 'algo-1'; expected one of SM_HOSTS",
+    ),
+    "Kubernetes without hosts": (
+        {"JOB_COMPLETION_INDEX": "0"},
+        "JOB_COMPLETION_INDEX is '0', and TFAMP_HOSTS is not set",
+    ),
+    "Kubernetes without an index": (
+        {"TFAMP_HOSTS": "train-[0-2]"},
+        "and JOB_COMPLETION_INDEX is not set",
+    ),
+    "more pods than hosts": (
+        {**KUBERNETES, "JOB_COMPLETION_INDEX": "3"},
+        "JOB_COMPLETION_INDEX is '3'; expected a number below 3",
+    ),
+}
+
+
+@pytest.mark.parametrize("environ, message", HALF.values(), ids=HALF)
+def test_half_a_cluster_is_an_error_that_names_the_variable(environ, message):
+    with pytest.raises(ValueError, match=re.escape(message)) as caught:
+        read(environ)
+    assert "; expected " in str(caught.value)
+    assert str(caught.value).endswith(".")
+
+
+LISTS = ["n[1-3]", "a,b", "rack[08-11]", "n1", "gpu-[2,4-5]-ib,m5"]
+
+
+@pytest.mark.parametrize("text", LISTS)
+def test_hosts_of_slurm_are_those_that_tensorflow_reads(text, monkeypatch):
+    try:
+        wanted = tensorflows_hosts(text, monkeypatch)
+    except ValueError:
+        # Its pattern knows no suffix behind a range.
+        wanted = ["gpu-2-ib", "gpu-4-ib", "gpu-5-ib", "m5"]
+    assert sorted(expanded_hosts("SLURM_STEP_NODELIST", text)) == wanted
+
+
+def tensorflows_hosts(text, monkeypatch):
+    num = len(expanded_hosts("x", text))
+    monkeypatch.setenv("SLURM_STEP_NODELIST", text)
+    monkeypatch.setenv("SLURM_STEP_TASKS_PER_NODE", f"1(x{num})")
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", str(num))
+    monkeypatch.setenv("SLURM_PROCID", "0")
+    resolver = tf.distribute.cluster_resolver.SlurmClusterResolver(
+        gpus_per_node=1, gpus_per_task=1, auto_set_gpu=False
+    )
+    addresses = resolver.cluster_spec().as_dict()["worker"]
+    return [each.split(":")[0] for each in addresses]
+
+
+def test_a_cluster_is_read_without_tensorflow():
+    code = (
+        "import sys, tfamp; print(tfamp.distribute.cluster().source, "
+        "'tensorflow' in sys.modules)"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True
+    )
+    assert done.stdout == "none False\n", done.stderr
+
+
+def test_workers_of_one_host_are_told_apart():
+    found = Cluster("Slurm", ("a:1", "b:1", "b:2"), 2)
+    assert (found.local_workers, found.local_index) == (2, 1)
+    line = "Worker 2 of 3 (from 0), as Slurm says: a:1, b:1, b:2 (this process)"
+    assert str(found) == line
+    many = Cluster("Slurm", tuple(f"n{i}:1" for i in range(20)), 0)
+    assert str(many).endswith("n7:1, and 12 more")
+
+
+class Made:
+    """Stands for a strategy that would start a server and wait."""
+
+    def __init__(self, **arguments):
+        self.arguments = arguments
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is logged; strategies are made of `Made`, on a machine without GPUs."""
+    found = []
+    for level in ("info", "warning"):
+        monkeypatch.setattr(
+            strategies.logging, level, lambda text, *args: found.append(text % args)
+        )
+    for name in ("MultiWorkerMirroredStrategy", "MirroredStrategy"):
+        monkeypatch.setattr(tf.distribute, name, Made)
+    monkeypatch.setattr(strategies, "_OF_WORKERS", {})
+    return found
+
+
+def with_gpus(monkeypatch, num):
+    devices = [tf.config.PhysicalDevice(f"/GPU:{i}", "GPU") for i in range(num)]
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: devices)
+
+
+WORKERS = {
+    "no GPU": (0, "auto", "RING", "Gradients go by ring (no GPU here)."),
+    "a GPU": (1, "auto", "NCCL", "Gradients go by NCCL (1 GPU(s) here)."),
+    "a GPU and a ring": (1, "ring", "RING", "ring (`communication='ring'`)."),
+}
+
+
+@pytest.mark.parametrize("num, asked, wanted, line", WORKERS.values(), ids=WORKERS)
+def test_several_workers_get_their_resolver_and_nccl_or_ring(
+    lines, monkeypatch, num, asked, wanted, line
+):
+    with_gpus(monkeypatch, num)
+    cluster = Cluster("TF_CONFIG", ("c:1", "a:1"), 1, has_chief_job=True)
+    made = tfamp.distribute.strategy(cluster, asked)
+    resolver = made.arguments["cluster_resolver"]
+    assert resolver.cluster_spec().as_dict() == {"chief": ["c:1"], "worker": ["a:1"]}
+    assert (resolver.task_type, resolver.task_id) == ("worker", 0)
+    assert resolver.num_accelerators() == {"GPU": num}
+    assert made.arguments["communication_options"].implementation.value == wanted
+    (found,) = lines
+    assert found.endswith(line)
+    assert "Worker 1 of 2 (from 0), as TF_CONFIG says: c:1, a:1" in found
+
+
+def test_workers_that_see_the_same_gpus_are_told(lines, monkeypatch):
+    with_gpus(monkeypatch, 2)
+    tfamp.distribute.strategy(Cluster("Slurm", ("a:1", "a:2"), 1))
+    assert "2 workers share the host of a:2, and this one sees 2 GPUs." in lines[-1]
+
+
+def test_one_process_gets_what_its_gpus_take(lines, monkeypatch):
+    alone = Cluster("SageMaker", ("algo-1:8890",), 0)
+    with_gpus(monkeypatch, 2)
+    assert isinstance(tfamp.distribute.strategy(alone), Made)
+    made = tfamp.distribute.strategy(None, "nccl")
+    assert isinstance(made.arguments["cross_device_ops"], tf.distribute.NcclAllReduce)
+    message = "`communication` is 'ring', with one process and 2 GPUs"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        tfamp.distribute.strategy(None, "ring")
+    with_gpus(monkeypatch, 1)
+    assert tfamp.distribute.strategy(alone) is tf.distribute.get_strategy()
+    assert lines[-1] == (
+        "tfamp.distribute: the default strategy, as there is one process and one GPU; "
+        "nothing is added up."
+    )
+
+
+REFUSED = {
+    "NCCL": ((None, "nccl"), ValueError, "TensorFlow sees no GPU"),
+    "a word": ((None, "mpi"), ValueError, "Unknown `communication` 'mpi'"),
+    "a name": (("slurm",), ValueError, "Unknown `cluster` 'slurm'"),
+    "a dict": (({},), TypeError, "`cluster` is {}, of type dict"),
+}
+
+
+@pytest.mark.parametrize("arguments, kind, message", REFUSED.values(), ids=REFUSED)
+def test_strategies_that_cannot_be_are_refused(arguments, kind, message):
+    with pytest.raises(kind, match=re.escape(message)):
+        tfamp.distribute.strategy(*arguments)
+
+
+def test_a_strategy_inside_of_another_is_refused():
+    with two_replicas().scope(), pytest.raises(RuntimeError, match="expected none"):
+        tfamp.distribute.strategy(None)
+
+
+def test_a_strategy_of_workers_comes_first():
+    tf.constant(1)
+    cluster = Cluster("TF_CONFIG", ("127.0.0.1:1", "127.0.0.1:2"), 0)
+    with pytest.raises(RuntimeError, match="comes too late: TensorFlow has run"):
+        tfamp.distribute.strategy(cluster)
+
+
+def test_addresses_are_asked_with_a_short_patience():
+    with socket.socket() as listening, socket.socket() as quiet:
+        listening.bind(("127.0.0.1", 0))
+        listening.listen()
+        quiet.bind(("127.0.0.1", 0))
+        there, closed = (f"127.0.0.1:{s.getsockname()[1]}" for s in (listening, quiet))
+        found = reach.answers([there, closed])
+    assert found == {there: reach.LISTENS, closed: reach.REFUSED}
+    never = lambda address, seconds: time.sleep(60)  # noqa: E731
+    assert reach.answers(["a:1"], ask=never, seconds=0.01) == {"a:1": reach.SILENT}
+
+
+@pytest.mark.whole("test_several_workers_get_their_resolver_and_nccl_or_ring")
+def test_tasks_of_slurm_train_as_one_device_does(tmp_path):
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("", 0))
+        other.bind(("", 0))
+        ports = ",".join(str(s.getsockname()[1]) for s in (one, other))
+    found = run_tasks(tmp_path, ports)
+    model, _ = one_device(X, Y, 8)
+    for index, result in enumerate(found):
+        assert result["is multi worker"]
+        assert result["replicas"] == 2
+        assert result["task"] == ["worker", index]
+        for given, wanted in zip(result["weights"], model.get_weights(), strict=True):
+            np.testing.assert_allclose(given, wanted, **TOLERANCE)
+        assert result["is one"]
+
+
+def run_tasks(folder, ports):
+    outs, tasks = [folder / f"{index}.json" for index in range(2)], []
+    try:
+        for index, out in enumerate(outs):
+            tasks.append(
+                subprocess.Popen(
+                    [sys.executable, "-m", "tests.cluster_program", str(out)],
+                    cwd=ROOT,
+                    env={**os.environ, **slurm_variables(index, 2, ports)},
+                )
+            )
+        assert [task.wait(240) for task in tasks] == [0, 0]
+    finally:
+        for task in tasks:
+            task.kill()
+            task.wait()
+    return [json.loads(out.read_text()) for out in outs]

@@ -1,0 +1,1 @@
+"""Clusters of workers, as the programs that start them describe them."""
