@@ -341,7 +341,8 @@ def test_only_one_replica_runs_out_of_memory():
     def trained(room, *callbacks):
         with two_replicas().scope():
             model, _ = built(room=room)
-            compiled(model, run_eagerly=True)
+            optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.1))
+            compiled(model, optimizer, run_eagerly=True)
         fit(model, *callbacks, data=(X[:13], Y[:13]), batch_size=8, epochs=1)
         return model
 

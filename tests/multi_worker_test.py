@@ -102,6 +102,7 @@ def test_stock_keras_still_needs_the_hooks(outcomes, case, message):
     "case",
     [
         "fit",
+        "uneven",
         "accumulation",
         "stopped",
         "evaluate",
@@ -126,6 +127,13 @@ def test_fit_evaluate_and_predict_give_what_one_device_gives(outcomes):
     np.testing.assert_allclose(outcomes[0]["predict"], predictions, **TOLERANCE)
 
 
+def test_uneven_batches_train_as_on_one_device(outcomes):
+    rows = slice(program.UNEVEN)
+    model, losses = one_device(X[rows], Y[rows], program.GLOBAL_BATCH)
+    check_weights(outcomes[0]["uneven"], model)
+    np.testing.assert_allclose(outcomes[0]["uneven"]["losses"], losses, **TOLERANCE)
+
+
 @whole
 @pytest.mark.parametrize("case", ["fit, overflows", "loop, overflows"])
 def test_a_bad_batch_on_any_worker_is_as_if_it_had_not_been(outcomes, case):
@@ -136,6 +144,11 @@ def test_a_bad_batch_on_any_worker_is_as_if_it_had_not_been(outcomes, case):
     assert (found["applied"], found["skipped"], found["iterations"]) == (3, 3, 3)
     # Down by half three times; up by one finite step after two bad ones in a row.
     assert found["scale"] == START_SCALE / 2**3 * 2
+
+
+def test_workers_draw_dropout_masks_of_their_own(outcomes):
+    first, second = (np.array(outcome["mask"]) for outcome in outcomes)
+    assert np.mean(first == second) == pytest.approx(0.5, abs=0.05)
 
 
 def test_microbatches_of_all_workers_make_one_batch(outcomes):

@@ -14,6 +14,7 @@ import tensorflow as tf
 from tests.linear_training import X, Y, inner, linear, spoiled
 
 GLOBAL_BATCH = 8
+UNEVEN = 41  # rows: the last batch has one, and none on the second worker
 # Batch -> rows of it that are not finite: of worker 1, of worker 0, of both.
 BAD_ROWS = {1: [5], 3: [2], 4: [0, 7]}
 SMALL_BAD_ROWS = {1: [2], 4: [1]}  # of batches of 4
@@ -69,7 +70,7 @@ def fit(strategy, x, *, model=linear, batch_size=GLOBAL_BATCH, **options):
     with strategy.scope():
         made = model()
         made.compile(tfamp.LossScaleOptimizer(inner(), **options), "mse")
-    history = made.fit(x, Y, batch_size=batch_size, shuffle=False, verbose=0)
+    history = made.fit(x, Y[: len(x)], batch_size=batch_size, shuffle=False, verbose=0)
     return {"losses": history.history["loss"], **state_of(made)}, made
 
 
@@ -124,12 +125,24 @@ def stopped(strategy):
     return {"error": error, **state_of(model)}
 
 
+def mask(strategy):
+    """Returns the dropout mask that this worker draws."""
+    import tfamp
+
+    with strategy.scope(), tfamp.scope("float32"):
+        layer = keras.layers.Dropout(0.5, seed=1)
+        layer.build((1, 1024))
+    drawn = strategy.run(lambda: layer(tf.ones((1, 1024)), training=True))
+    return (drawn.numpy() > 0).ravel().tolist()
+
+
 def main(out, is_whole):
     """Runs everything in turn: a process can make the strategy once."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     results = {}
     if is_whole:
         stock(strategy, results)
+    results["uneven"], _ = fit(strategy, X[:UNEVEN])
     results["fit"], model = fit(strategy, X)
     results["evaluate"] = model.evaluate(X, Y, batch_size=GLOBAL_BATCH, verbose=0)
     results["predict"] = model.predict(X, batch_size=GLOBAL_BATCH, verbose=0).tolist()
@@ -138,6 +151,7 @@ def main(out, is_whole):
     x = spoiled(X, SMALL_BAD_ROWS, 4)
     results["accumulation"], _ = fit(strategy, x, **small)
     results["stopped"] = stopped(strategy)
+    results["mask"] = mask(strategy)
     if is_whole:
         bad = spoiled(X, BAD_ROWS, GLOBAL_BATCH)
         results["fit, overflows"], _ = fit(strategy, bad)

@@ -123,10 +123,24 @@ def build_from(model: keras.Model, data: Any) -> None:
 
 def batch_size_of(data: Any) -> tf.Tensor | None:
     """Returns the number of examples in a batch, None where it has none."""
+    leaf = _array_of(data)
+    if leaf is None:
+        return None
+    shape = leaf.dense_shape if hasattr(leaf, "dense_shape") else tf.shape(leaf)
+    return tf.cast(shape[0], tf.float32)
+
+
+def may_be_empty(data: Any) -> bool:
+    """Returns whether a batch may have no example, as far as its shapes tell."""
+    leaf = _array_of(data)
+    return leaf is not None and not leaf.shape[0]
+
+
+def _array_of(data: Any) -> Any:
+    """Returns the first array of a batch, None where it has none."""
     for leaf in tf.nest.flatten(data):
         if tf.is_tensor(leaf) and leaf.shape.rank != 0:
-            shape = leaf.dense_shape if hasattr(leaf, "dense_shape") else tf.shape(leaf)
-            return tf.cast(shape[0], tf.float32)
+            return leaf
     return None
 
 
@@ -219,14 +233,17 @@ def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
 
 
 def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Builds from this worker's part of a batch: Keras averages over the workers."""
+    """Builds from one replica's part of a batch: Keras averages over them.
+
+    That fails on workers, and where the first batch is uneven.
+    """
 
     @like(original)
     def _maybe_symbolic_build(
         self: keras.Model, iterator: Any = None, data_batch: Any = None
     ) -> Any:
         strategy = self._distribute_strategy
-        if iterator is None or not _has_workers(strategy):
+        if iterator is None or strategy is None or strategy.num_replicas_in_sync == 1:
             return original(self, iterator=iterator, data_batch=data_batch)
         for *_, batches in iterator:
             data_batch = tf.nest.map_structure(

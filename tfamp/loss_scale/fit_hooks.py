@@ -7,116 +7,27 @@ is applied at the end of an epoch; an error of TensorFlow becomes ours.
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import around_training, structure, trainer
+from tfamp.keras_hooks import (
+    around_training,
+    replica_losses,
+    replica_seeds,
+    trainer,
+)
 from tfamp.keras_hooks.layer_record import CALLS, record_of
-from tfamp.keras_hooks.optimizers import in_xla, optimizers_of
+from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.patches import HeldPatches
 from tfamp.keras_hooks.variables import variables_written
 from tfamp.loss_scale import errors
-from tfamp.loss_scale.branches import (
-    either,
-    first_of,
-    stop_if_due,
-    where_replicas_are_one,
-)
 from tfamp.loss_scale.fit_notes import around_run
+from tfamp.loss_scale.sharing import weights_replicas
+from tfamp.loss_scale.step_state import StateBeforeStep, kept_if_empty, ours_of
 from tfamp.loss_scale.tape.gradients import training_with
-
-
-class StateBeforeStep:
-    """The state of a model ahead of a step, and of the counters of its optimizers.
-
-    Moving statistics, and the states of recurrent layers, which Keras lists under no
-    model. Random numbers go on, as they do in stock Keras, so that the next step draws
-    another mask. Metrics are put back where one of them is not finite: they forget a
-    bad batch, and count one that only overflowed.
-    """
-
-    def __init__(self, model: keras.Model, optimizers: Sequence[Any]) -> None:
-        self._optimizers = optimizers
-        self._skips = [o.scale_variables.read().counters.skipped for o in optimizers]
-        self._held = _pairs(_moving_state(model))
-        self._metrics = _pairs([v for m in model.metrics for v in m.variables])
-
-    def put_back_if_skipped(self, written: set[int] | None = None) -> None:
-        """Puts all back where any of the optimizers has skipped a step since.
-
-        Only variables with their ids in `written` have to be, where that is known.
-        """
-        held, metrics = self._held, self._metrics
-        if written is not None:
-            held = [pair for pair in held if id(pair[0].value) in written]
-            metrics = [pair for pair in metrics if id(pair[0].value) in written]
-        self._put_metrics_back(metrics)
-        variables = [variable.value for variable, _ in held]
-        # Built in this very step at the latest, where they have stepped at all.
-        stepped = [o for o in self._optimizers if o.built]
-
-        def merged(strategy: Any, skips: Any, values: Any) -> None:
-            def restore() -> None:
-                pairs = zip(variables, values, strict=True)
-                done = [_write(strategy, variable, value) for variable, value in pairs]
-                after = [op for op in done if op is not None]
-                for optimizer in stepped:
-                    stop_if_due(optimizer, after)
-
-            skips = [first_of(strategy, skip) for skip in skips]
-            either(self._any_skipped(skips), restore, _nothing)
-
-        where_replicas_are_one(merged, self._skips, [value for _, value in held])
-
-    def _put_metrics_back(self, pairs: Sequence[tuple[Any, tf.Tensor]]) -> None:
-        """Puts metrics back on this replica, whose part of them is its own."""
-        floating = [v for v, value in pairs if value.dtype.is_floating]
-        if not floating:
-            return
-        finite = [tf.reduce_all(tf.math.is_finite(v.value)) for v in floating]
-        is_bad = ~tf.reduce_all(tf.stack(finite))
-
-        def restore() -> None:
-            for variable, value in pairs:
-                variable.value.assign(value)
-
-        either(is_bad & self._any_skipped(self._skips), restore, _nothing)
-
-    def _any_skipped(self, skips: Sequence[Any]) -> tf.Tensor:
-        now = [o.scale_variables.read().counters.skipped for o in self._optimizers]
-        return tf.reduce_any(tf.stack(now) > tf.stack(list(skips)))
-
-
-def _moving_state(model: keras.Model) -> list[Any]:
-    held = list(model.non_trainable_weights)
-    for _, layer, _ in structure.walk(model):
-        if getattr(layer, "stateful", False):
-            states = structure.flatten(getattr(layer, "states", None))
-            held += [v for v in states if isinstance(v, keras.Variable)]
-    return list({id(v): v for v in held}.values())
-
-
-def _pairs(variables: Sequence[Any]) -> list[tuple[Any, tf.Tensor]]:
-    """Returns the variables, each with its present value."""
-    return [(v, tf.convert_to_tensor(v.value)) for v in variables]
-
-
-def _write(strategy: Any, variable: Any, value: Any) -> Any:
-    if tf.distribute.in_cross_replica_context():
-        done = strategy.extended.update(
-            variable, lambda v, x: v.assign(x, read_value=False), args=(value,)
-        )
-    else:
-        done = variable.assign(value, read_value=False)
-    return done if isinstance(done, tf.Operation) else None
-
-
-def _nothing() -> None:
-    return None
-
 
 # Under XLA no error can be raised in the graph, so the counter is read every so
 # many calls; each reading waits for the device.
@@ -144,22 +55,24 @@ BEFORE_TRAINING: list[Callable[[keras.Model], None]] = []
 BEFORE_FIT: list[Callable[[keras.Model, Mapping[str, Any]], None]] = []
 
 
-def _ours(model: Any) -> list[Any]:
-    """Returns the optimizers of a model that are a `LossScaleOptimizer` of tfamp."""
-    return [o for o in optimizers_of(model) if hasattr(type(o), "last_step_skipped")]
-
-
 def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a training step that undoes what a skipped step did to the model."""
 
     @functools.wraps(train_step)
     def step_and_undo(data: Any) -> Any:
         before, CALLS.is_training = CALLS.is_training, record_of(model) is not None
-        optimizers = _ours(model)
+        optimizers = ours_of(model)
         try:
-            return undoing(optimizers, data) if optimizers else train_step(data)
+            return undoing(optimizers, data) if optimizers else sharing(data)
         finally:
             CALLS.is_training = before
+
+    def sharing(data: Any) -> Any:
+        if not weights_replicas(model):
+            return train_step(data)
+        count, may_be_empty = trainer.batch_size_of(data), trainer.may_be_empty(data)
+        with replica_losses.sharing(model, count, may_be_empty=may_be_empty):
+            return kept_if_empty(model, train_step, data)
 
     def undoing(optimizers: list[Any], data: Any) -> Any:
         _build(model, optimizers, data)
@@ -173,7 +86,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         watch = variables_written() if in_xla() else contextlib.nullcontext()
         try:
             with watch as written, training_with(optimizers):
-                logs = train_step(data)
+                logs = sharing(data)
         finally:
             for optimizer in optimizers:
                 optimizer.leaves_stop_to_caller = False
@@ -196,7 +109,7 @@ def _build(model: keras.Model, optimizers: list[Any], data: Any) -> None:
 
 def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., Any]:
     """Returns a training function that reads the counters now and then, under XLA."""
-    if not model.jit_compile or not _ours(model):
+    if not model.jit_compile or not ours_of(model):
         return function
     calls = 0
 
@@ -213,7 +126,7 @@ def _watched(model: keras.Model, function: Callable[..., Any]) -> Callable[..., 
 
 
 def _raise_if_stopped(model: keras.Model) -> None:
-    for optimizer in _ours(model):
+    for optimizer in ours_of(model):
         if optimizer.was_stopped():
             raise optimizer.late_stop_error()
 
@@ -232,14 +145,14 @@ class _EndOfEpoch(keras.callbacks.Callback):
         self._flush()
 
     def _flush(self) -> None:
-        for optimizer in _ours(self.model):
+        for optimizer in ours_of(self.model):
             optimizer.flush()
 
 
 @contextlib.contextmanager
 def _guarded_fit(model: keras.Model, callbacks: Any) -> Iterator[Any]:
     _prepare(model)
-    if not _ours(model):
+    if not ours_of(model):
         with _our_errors(model):  # of optimizers that a `train_step` has of its own
             yield callbacks
         return
@@ -250,13 +163,13 @@ def _guarded_fit(model: keras.Model, callbacks: Any) -> Iterator[Any]:
     else:
         ours.set_model(model)
         given.callbacks.insert(0, ours)
-    for optimizer in _ours(model):
+    for optimizer in ours_of(model):
         optimizer.forget_stops()
     try:
         with _our_errors(model):
             yield callbacks
     except BaseException:
-        for optimizer in _ours(model):
+        for optimizer in ours_of(model):
             optimizer.discard()  # nothing of this `fit` leaks into the next
         raise
     finally:
@@ -301,12 +214,16 @@ def _prepare(model: keras.Model) -> None:
 
 
 FIT_HOOKS = HeldPatches(
-    trainer.run_patches(
-        _guarded,
-        _watched,
-        around_training.note_made,
-        _guarded_fit,
-        _guarded_batch,
-        _guarded_run,
-    )
+    [
+        *trainer.run_patches(
+            _guarded,
+            _watched,
+            around_training.note_made,
+            _guarded_fit,
+            _guarded_batch,
+            _guarded_run,
+        ),
+        *replica_losses.patches(),
+        *replica_seeds.patches(),
+    ]
 )

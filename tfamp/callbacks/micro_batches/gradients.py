@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import around_training, optimizers
 from tfamp.keras_hooks.patches import replaced
+from tfamp.loss_scale.sharing import sharing_whole_batch
 
 
 class CannotSplit(ValueError):
@@ -218,8 +219,8 @@ class Gradients:
         data, here.share = micro_batch
         here.slices, here.num_updates = [], 0
         try:
-            logs = self._train_step(data)
-            return logs, here.slices
+            with sharing_whole_batch(self._model, data, here.share):
+                return self._train_step(data), here.slices
         finally:
             here.share = here.slices = None
 

@@ -1,0 +1,274 @@
+"""Uneven batches train two replicas as one device; stock Keras beside it."""
+
+import threading
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tfamp.keras_hooks import replica_losses
+
+layers = keras.layers
+BATCH = 16
+# The last batch of 91 leaves the replicas 6 and 5 examples, that of 81 one and none.
+COUNTS = (96, 91, 81)
+LAST = 80  # the first row of the last batch
+TOLERANCE = {"rtol": 1e-6, "atol": 1e-6}
+# Weights of about 1 after six updates, each of gradients that are rounded a few times.
+HALF_TOLERANCES = {"mixed_float16": 16 * 2.0**-11, "mixed_bfloat16": 16 * 2.0**-8}
+
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_.*' will be slow")
+
+
+whole = pytest.mark.whole("test_uneven_batches_train_as_on_one_device has the rule")
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return two_replicas()
+
+
+def data():
+    """Returns rows of which those of the last batch are far from the others.
+
+    So an update that counts one of them half is off by about 1.
+    """
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(96, 4)).astype("float32")
+    y = x.sum(-1, keepdims=True)
+    y[LAST:] += 16.0
+    return x, y
+
+
+def linear(cls=keras.Model, **options):
+    inputs = keras.Input((4,))
+    dense = layers.Dense(1, kernel_initializer="zeros", **options)
+    return cls(inputs, dense(inputs))
+
+
+def plain():
+    return keras.optimizers.SGD(0.0625, momentum=0.5)
+
+
+def guarded(**options):
+    return lambda: tfamp.LossScaleOptimizer(plain(), **options)
+
+
+def fitted(
+    strategy, make, optimizer=plain, *, rows=slice(64, 81), compiled=None, **fit
+):
+    """Returns a model after one epoch, on one device where `strategy` is None.
+
+    It runs eagerly, which takes a fraction of the time, unless `compiled` says so.
+    """
+    keras.utils.set_random_seed(0)
+    x, y = data()
+    with (strategy or tf.distribute.get_strategy()).scope():
+        model = make()
+        compiled = {"loss": "mse", "run_eagerly": True, **(compiled or {})}
+        model.compile(optimizer(), **compiled)
+    fit = {"x": x[rows], "y": y[rows], "batch_size": BATCH, **fit}
+    fit = {k: v[rows] if k == "sample_weight" else v for k, v in fit.items()}
+    model.fit(**fit, shuffle=False, verbose=0)
+    return model
+
+
+def check_same(strategy, make, **options):
+    """Fails where two replicas end in other weights or logs than one device."""
+    one = fitted(None, make, **options)
+    two = fitted(strategy, make, guarded(), **options)
+    check_equal(two, one)
+
+
+def check_equal(two, one, tolerance=TOLERANCE):
+    for found, expected in zip(two.get_weights(), one.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, **tolerance)
+    for name, expected in one.history.history.items():
+        np.testing.assert_allclose(two.history.history[name], expected, **tolerance)
+
+
+@pytest.mark.anchors("81")
+@pytest.mark.parametrize("count", COUNTS)
+def test_uneven_batches_train_as_on_one_device(strategy, count):
+    compiled = {"metrics": ["mae"], "run_eagerly": False, "steps_per_execution": 2}
+    check_same(strategy, linear, rows=slice(count), compiled=compiled)
+
+
+def test_stock_halves_an_update_of_one_example(strategy):
+    plain = lambda: keras.optimizers.SGD(0.0625)  # noqa: E731
+    before = fitted(None, linear, plain, rows=slice(64, 80)).get_weights()
+    one, two = (fitted(s, linear, plain).get_weights() for s in (None, strategy))
+    for start, half, whole in zip(before, two, one, strict=True):
+        np.testing.assert_allclose(half - start, (whole - start) / 2, rtol=1e-5)
+
+
+@whole
+def test_the_first_batch_may_be_uneven(strategy):
+    check_same(strategy, linear, rows=slice(1))  # an error of shapes in stock Keras
+
+
+def test_microbatches_make_one_uneven_batch(strategy):
+    one = fitted(None, linear, batch_size=32)
+    optimizer = guarded(accumulation_steps=2)
+    two = fitted(strategy, linear, optimizer, batch_size=16)
+    check_equal(two, one)
+
+
+def two_outputs():
+    inputs = keras.Input((4,))
+    outputs = {
+        name: layers.Dense(1, kernel_initializer="zeros", name=name)(inputs)
+        for name in ("first", "second")
+    }
+    return keras.Model(inputs, outputs)
+
+
+@whole
+def test_each_output_counts_its_examples(strategy):
+    x, y = data()
+    rows = slice(64, 81)
+    options = {
+        "y": {"first": y[rows], "second": 2 * y[rows]},
+        "compiled": {
+            "loss": {"first": "mse", "second": "mse"},
+            "loss_weights": {"first": 1.0, "second": 0.5},
+        },
+    }
+    one = fitted(None, two_outputs, **options)
+    two = fitted(strategy, two_outputs, guarded(), **options)
+    logs = two.history.history
+    # On one device Keras counts a batch of 1 as one of 16, or both as 1.
+    total = logs["first_loss"][0] + 0.5 * logs["second_loss"][0]
+    np.testing.assert_allclose(total, logs["loss"][0], rtol=1e-6)
+    for name in ("first_loss", "second_loss"):
+        one.history.history.pop(name)
+    check_equal(two, one)
+
+
+class Own(keras.Model):
+    """Has a training step of its own, with Keras's loss."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(x, y, self(x, training=True))
+        gradients = tape.gradient(loss, self.trainable_variables)
+        self.optimizer.apply(gradients, self.trainable_variables)
+        return {"step": tf.constant(1.0)}
+
+
+def whole_batch(x):
+    """Returns the examples of all replicas."""
+    context = tf.distribute.get_replica_context()
+    own = tf.shape(x)[0]  # where Keras builds the model there are no replicas
+    return own if context is None else context.all_reduce("SUM", own)
+
+
+class Weighted(Own):
+    """Divides by the examples of the whole batch by itself."""
+
+    def compute_loss(self, x, y, prediction, weights=None, training=True):
+        whole = whole_batch(x)
+        return tf.reduce_sum((prediction - y) ** 2) / tf.cast(whole, tf.float32)
+
+
+class WeightedLosses(Own):
+    """Divides Keras's losses of each example."""
+
+    def compute_loss(self, x, y, prediction, weights=None, training=True):
+        whole = whole_batch(x)
+        losses = keras.losses.MeanSquaredError(reduction=None)(y, prediction)
+        return tf.reduce_sum(losses) / tf.cast(whole, tf.float32)
+
+
+@pytest.mark.anchors("WeightedLosses")
+@pytest.mark.parametrize("cls", [Own, Weighted, WeightedLosses])
+def test_own_training_steps_train_as_on_one_device(strategy, cls):
+    check_same(strategy, lambda: linear(cls))
+
+
+@whole
+def test_sums_are_left_as_they_are(strategy):
+    loss = keras.losses.MeanSquaredError(reduction="sum")
+    rows = slice(64, 81)
+    one, two = (
+        fitted(s, linear, o, rows=rows, compiled={"loss": loss})
+        for s, o in ((None, plain), (strategy, guarded()))
+    )
+    check_equal(two, one)
+
+
+def test_weights_and_additional_losses_count_by_their_share(strategy):
+    weights = np.linspace(0.5, 2.0, 96)
+    weights[80] = 0.25
+    regularized = {"activity_regularizer": "l2", "kernel_regularizer": "l2"}
+    check_same(strategy, lambda: linear(**regularized), sample_weight=weights)
+
+
+def masked():
+    inputs = keras.Input((3, 4))
+    x = layers.Masking()(inputs)
+    return keras.Model(inputs, layers.Dense(1, kernel_initializer="zeros")(x))
+
+
+@whole
+@pytest.mark.parametrize("reduction", ["mean", "mean_with_sample_weight"])
+def test_what_a_mask_leaves_is_a_mean_over_all_replicas(strategy, reduction):
+    x = np.repeat(data()[0][:, None], 3, axis=1)
+    x[64:70, 1:] = 0.0  # all in the part of the first replica
+    y = np.repeat(data()[1][:, None], 3, axis=1)
+    loss = keras.losses.MeanSquaredError(reduction=reduction)
+    rows = slice(64, 81)
+    options = {"x": x[rows], "y": y[rows], "compiled": {"loss": loss}}
+    if reduction != "mean":
+        options["sample_weight"] = np.linspace(0.5, 2.0, 3 * 96).reshape(96, 3)
+    check_same(strategy, masked, **options)
+
+
+@pytest.mark.anchors("mixed_float16")
+@pytest.mark.parametrize("policy", ["float32", *HALF_TOLERANCES])
+def test_under_every_policy(strategy, policy):
+    one = fitted(None, linear)
+    with tfamp.scope(policy):
+        two = fitted(strategy, linear)
+    atol = HALF_TOLERANCES.get(policy, 1e-6)
+    check_equal(two, one, {"rtol": atol, "atol": atol})
+
+
+def normalized():
+    inputs = keras.Input((4,))
+    normal = layers.BatchNormalization(momentum=0.5)
+    return keras.Model(inputs, layers.Dense(1)(normal(inputs)))
+
+
+@pytest.mark.anchors("ours")
+@pytest.mark.parametrize("optimizer", [plain, guarded()], ids=["managed", "ours"])
+def test_a_replica_without_examples_changes_no_statistics(strategy, optimizer):
+    with tfamp.scope("float32"):
+        model = fitted(strategy, normalized, optimizer)
+    assert getattr(model.optimizer, "skipped_steps", 0) == 0
+    for variable in model.variables:
+        for part in strategy.experimental_local_results(variable.value):
+            assert np.isfinite(part).all()
+
+
+@whole
+def test_stock_normalizes_no_examples_to_nan(strategy):
+    model = fitted(strategy, normalized)
+    assert not all(np.isfinite(w).all() for w in model.get_weights())
+
+
+@whole
+def test_it_is_said_once(strategy, monkeypatch):
+    said = []
+    monkeypatch.setattr(replica_losses.logging, "info", lambda *a: said.append(a))
+    monkeypatch.setattr(replica_losses, "_SAID", threading.Event())
+    fitted(strategy, linear, guarded())
+    assert [text % values for text, values in said if "replicas" in text] == [
+        "Means over a batch are weighted by the examples that each of the 2 replicas "
+        "has of it, so that uneven batches train as on one device. To weight them in "
+        "your own way, give the loss `reduction=None` or 'sum'."
+    ]

@@ -1,0 +1,284 @@
+"""Weights the losses of replicas by the examples that each has of a batch.
+
+A mean over the batch is divided by the number of replicas in Keras, which is wrong
+where they have different numbers of examples, as in the last batch of an epoch: 81
+examples in batches of 16 leave one replica with one example and the other with none.
+Inside `sharing` a mean is multiplied by the replica's share of the batch instead, so
+that sums over the replicas are the means of one device. Sums, losses of each example
+and scalars that a program reduces by itself are left as they are.
+
+Relies on: `reduce_weighted_values` of Keras's losses calling `reduce_values`, and that
+one `scale_loss_for_distribution` where it has divided by what it counted, both by
+their names in that module; the trainer calling it for additional losses, and
+`unscale_loss_for_distribution` ahead of the trackers of losses; trackers of the losses
+of several outputs being `Mean`s in `_compile_loss.metrics`; a plain optimizer reducing
+its gradients by `_all_reduce_sum_gradients`.
+"""
+
+import contextlib
+import dataclasses
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+from absl import logging
+from keras.src.losses import loss as losses
+
+from tfamp.keras_hooks.patches import Patch, like
+
+_MEANS = ("sum_over_batch_size", "mean")
+_BY_WEIGHTS = "mean_with_sample_weight"
+
+
+@dataclasses.dataclass(frozen=True)
+class Share:
+    """What a replica has of a batch.
+
+    Attributes:
+        count: Its examples, a float32 scalar.
+        total: Those of all replicas, a float32 scalar.
+        may_be_empty: Whether `count` may be 0, as far as a trace knows.
+        graph: The graph in which the step runs, None in eager code.
+        trackers: The identities of the metrics that track the losses of outputs.
+        reduces_weights: Whether weights and masks are added up over the replicas.
+    """
+
+    count: tf.Tensor
+    total: tf.Tensor
+    may_be_empty: bool
+    graph: Any
+    trackers: frozenset[int]
+    reduces_weights: bool
+
+    def of_batch(self, dtype: Any) -> tf.Tensor:
+        """Returns the share of the examples, in [0, 1]."""
+        return _quotient(self.count, self.total, dtype)
+
+
+class _Here(threading.local):
+    """What this thread, that of a replica, is doing."""
+
+    share: Share | None = None
+    of_weights: Callable[[Any], tf.Tensor] | None = None
+
+
+_HERE = _Here()
+_SAID = threading.Event()
+
+
+@contextlib.contextmanager
+def sharing(
+    model: keras.Model,
+    count: tf.Tensor | None,
+    *,
+    may_be_empty: bool = True,
+    reduces_weights: bool = True,
+) -> Iterator[Share | None]:
+    """Weights the means of a training step by the examples that each replica has.
+
+    Nothing is done where there is one replica, or `count`, the examples of this one as
+    a float32 scalar, is None. One number is added up over the replicas, while the model
+    runs forward.
+    """
+    context = tf.distribute.get_replica_context()
+    if count is None or context is None or context.num_replicas_in_sync == 1:
+        yield None
+        return
+    _say_once(context.num_replicas_in_sync)
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, count)
+    graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    loss = getattr(model, "_compile_loss", None)
+    trackers = frozenset(map(id, getattr(loss, "metrics", ())))
+    share = Share(count, total, may_be_empty, graph, trackers, reduces_weights)
+    before, _HERE.share = _HERE.share, share
+    try:
+        yield share
+    finally:
+        _HERE.share = before
+
+
+def is_sharing() -> bool:
+    """Returns whether this thread runs a step of several replicas."""
+    return _HERE.share is not None
+
+
+def is_empty() -> tf.Tensor | None:
+    """Returns whether this replica has no example; None where it has some for sure."""
+    share = _HERE.share
+    if share is None or not share.may_be_empty:
+        return None
+    return tf.equal(share.count, 0.0)
+
+
+def of_examples(gradients: Sequence[Any]) -> list[Any]:
+    """Returns gradients, which are 0 where this replica has no example.
+
+    A normalization of no examples is NaN, and so are gradients that come through it.
+    """
+    empty = is_empty()
+    present = [g for g in gradients if g is not None]
+    if empty is None or not present:
+        return list(gradients)
+
+    def zeros() -> list[Any]:
+        return [_zeros_of(gradient) for gradient in present]
+
+    kept = iter(tf.cond(empty, zeros, lambda: list(present)))
+    return [None if g is None else next(kept) for g in gradients]
+
+
+def _zeros_of(gradient: Any) -> Any:
+    if isinstance(gradient, tf.IndexedSlices):
+        zeros = tf.zeros_like(gradient.values)
+        return tf.IndexedSlices(zeros, gradient.indices, gradient.dense_shape)
+    return tf.zeros_like(gradient)
+
+
+def _say_once(num_replicas: int) -> None:
+    if not _SAID.is_set():
+        _SAID.set()
+        logging.info(
+            "Means over a batch are weighted by the examples that each of the %d "
+            "replicas has of it, so that uneven batches train as on one device. To "
+            "weight them in your own way, give the loss `reduction=None` or 'sum'.",
+            num_replicas,
+        )
+
+
+def _quotient(part: Any, whole: Any, dtype: Any) -> tf.Tensor:
+    """Returns a share in a loss's dtype; 0 of nothing."""
+    dtype = tf.as_dtype(dtype)
+    wide = tf.float64 if dtype == tf.float64 else tf.float32
+    return tf.cast(
+        tf.math.divide_no_nan(tf.cast(part, wide), tf.cast(whole, wide)), dtype
+    )
+
+
+def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def scale_loss_for_distribution(value: Any) -> Any:
+        share = _HERE.share
+        if share is None:
+            return original(value)
+        dtype = value.dtype
+        part = (_HERE.of_weights or share.of_batch)(dtype)
+        if share.may_be_empty:
+            value = tf.where(tf.equal(share.count, 0.0), tf.zeros_like(value), value)
+        return value * part
+
+    return scale_loss_for_distribution
+
+
+def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def unscale_loss_for_distribution(value: Any) -> Any:
+        share = _HERE.share
+        if share is None:
+            return original(value)
+        value = tf.convert_to_tensor(value)
+        return value * _quotient(share.total, share.count, value.dtype)
+
+    return unscale_loss_for_distribution
+
+
+def _wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Has a mean over weights, or what a mask leaves, be one over all replicas."""
+
+    @like(original)
+    def reduce_weighted_values(
+        values: Any,
+        sample_weight: Any = None,
+        mask: Any = None,
+        reduction: Any = "sum_over_batch_size",
+        dtype: Any = None,
+    ) -> Any:
+        share = _HERE.share
+        if share is None:
+            return original(values, sample_weight, mask, reduction, dtype)
+        weights = _weights(sample_weight, mask, reduction)
+        if weights is None or not _can_reduce(share):
+            loss = original(values, sample_weight, mask, reduction, dtype)
+            return _summed_if_empty(loss, reduction)
+        part = tf.reduce_sum(weights)
+        context = tf.distribute.get_replica_context()
+        whole = context.all_reduce(tf.distribute.ReduceOp.SUM, part)
+        _HERE.of_weights = lambda dtype: _quotient(part, whole, dtype)
+        try:
+            loss = original(values, sample_weight, mask, reduction, dtype)
+        finally:
+            _HERE.of_weights = None
+        return _summed_if_empty(loss, reduction)
+
+    return reduce_weighted_values
+
+
+def _summed_if_empty(loss: Any, reduction: Any) -> Any:
+    """Returns a scalar: Keras leaves no values, of shape (0,), as they are."""
+    if reduction in (None, "none") or tuple(loss.shape) != (0,):
+        return loss
+    return tf.reduce_sum(loss)
+
+
+def _weights(sample_weight: Any, mask: Any, reduction: Any) -> Any:
+    """Returns what Keras divides by the sum of; None where it is the number of values.
+
+    In float32, so that sums of many are right.
+    """
+    if reduction in _MEANS and mask is not None:
+        return tf.cast(mask, tf.float32)
+    if reduction != _BY_WEIGHTS or (sample_weight is None and mask is None):
+        return None
+    if sample_weight is not None:
+        sample_weight = tf.cast(sample_weight, tf.float32)
+    return losses.apply_mask(
+        sample_weight,
+        None if mask is None else tf.convert_to_tensor(mask),
+        dtype="float32",
+        reduction=reduction,
+    )
+
+
+def _can_reduce(share: Share) -> bool:
+    """Returns whether replicas can meet here: not in a branch, a loop or a function."""
+    if not share.reduces_weights or tf.distribute.in_cross_replica_context():
+        return False
+    if tf.executing_eagerly():
+        return share.graph is None
+    return tf.compat.v1.get_default_graph() is share.graph
+
+
+def _wrap_track(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Weights losses of outputs by their examples: Keras's shapes do not tell them."""
+
+    @like(original)
+    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
+        share = _HERE.share
+        if share is not None and id(self) in share.trackers:
+            sample_weight = share.count
+        return original(self, values, sample_weight=sample_weight)
+
+    return update_state
+
+
+def _wrap_sum(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def _all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
+        pairs = list(grads_and_vars)
+        gradients = of_examples([gradient for gradient, _ in pairs])
+        variables = [variable for _, variable in pairs]
+        return original(self, list(zip(gradients, variables, strict=True)))
+
+    return _all_reduce_sum_gradients
+
+
+def patches() -> list[Patch]:
+    """Returns the patches on losses, their trackers and on plain optimizers."""
+    return [
+        Patch(losses, "scale_loss_for_distribution", _wrap_scale),
+        Patch(losses, "unscale_loss_for_distribution", _wrap_unscale),
+        Patch(losses, "reduce_weighted_values", _wrap_reduce),
+        Patch(keras.metrics.Mean, "update_state", _wrap_track),
+        Patch(keras.optimizers.Optimizer, "_all_reduce_sum_gradients", _wrap_sum),
+    ]

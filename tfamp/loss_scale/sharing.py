@@ -1,0 +1,28 @@
+"""Which models have replicas that count by the examples they have of a batch."""
+
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfamp.keras_hooks import replica_losses, trainer
+from tfamp.keras_hooks.layer_record import record_of
+from tfamp.loss_scale.step_state import ours_of
+
+
+def weights_replicas(model: keras.Model) -> bool:
+    """Returns whether a model has replicas that count by their examples.
+
+    A model that tfamp does not manage, nor its optimizer, stays as Keras has it.
+    """
+    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    return num_replicas > 1 and bool(record_of(model) is not None or ours_of(model))
+
+
+def sharing_whole_batch(model: keras.Model, data: Any, share: Any) -> Any:
+    """Weights replicas by their whole batches, `data` being a `share` of one's."""
+    part = trainer.batch_size_of(data) if weights_replicas(model) else None
+    count = None if part is None else tf.round(part / share)
+    return replica_losses.sharing(
+        model, count, may_be_empty=False, reduces_weights=False
+    )
