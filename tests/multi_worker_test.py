@@ -77,6 +77,11 @@ whole = pytest.mark.whole(
 )
 
 
+def both(outcomes, case):
+    """Returns what each of the two workers wrote of a case."""
+    return [outcome[case] for outcome in outcomes]
+
+
 def check_weights(outcome, model):
     for found, expected in zip(outcome["weights"], model.get_weights(), strict=True):
         np.testing.assert_allclose(found, expected, **TOLERANCE)
@@ -149,6 +154,26 @@ def test_a_bad_batch_on_any_worker_is_as_if_it_had_not_been(outcomes, case):
 def test_workers_draw_dropout_masks_of_their_own(outcomes):
     first, second = (np.array(outcome["mask"]) for outcome in outcomes)
     assert np.mean(first == second) == pytest.approx(0.5, abs=0.05)
+
+
+def test_each_example_comes_once_in_an_epoch(outcomes):
+    # Unseeded orders of its own on each worker in stock Keras: some twice, some never.
+    epochs = [sum(parts, []) for parts in zip(*both(outcomes, "shuffled"), strict=True)]
+    assert [sorted(epoch) for epoch in epochs] == [list(range(41))] * 2
+    first, second = outcomes[0]["shuffled"]
+    assert first != sorted(first)
+    assert first != second
+
+
+@whole
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_weights_in_half_precision_train_on_workers(outcomes, dtype):
+    # TypeError in one all_reduce of two dtypes; bfloat16 has no broadcast.
+    first, second = both(outcomes, f"{dtype} weights")
+    assert first == second
+    assert set(first["dtypes"]) == {dtype}
+    assert first["all finite"]
+    assert first["applied"] == 6
 
 
 def test_microbatches_of_all_workers_make_one_batch(outcomes):

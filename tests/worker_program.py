@@ -63,13 +63,14 @@ def stock(strategy, results):
     results["stock train_on_batch"] = failure_of(lambda: model.train_on_batch(X, Y))
 
 
-def fit(strategy, x, *, model=linear, batch_size=GLOBAL_BATCH, **options):
+def fit(strategy, x, *, model=linear, batch_size=GLOBAL_BATCH, steps=1, **options):
     """Returns the state and the losses after `fit` of one epoch, and the model."""
     import tfamp
 
     with strategy.scope():
         made = model()
-        made.compile(tfamp.LossScaleOptimizer(inner(), **options), "mse")
+        optimizer = tfamp.LossScaleOptimizer(inner(), **options)
+        made.compile(optimizer, "mse", steps_per_execution=steps)
     history = made.fit(x, Y[: len(x)], batch_size=batch_size, shuffle=False, verbose=0)
     return {"losses": history.history["loss"], **state_of(made)}, made
 
@@ -136,13 +137,67 @@ def mask(strategy):
     return (drawn.numpy() > 0).ravel().tolist()
 
 
+class Watched(keras.Model):
+    """Notes the examples that it trains on."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen, self.dense = [], keras.layers.Dense(1)
+
+    def call(self, x):
+        return self.dense(x)
+
+    def train_step(self, data):
+        note = tf.numpy_function(self.note, [data[0]], tf.float32)
+        with tf.control_dependencies([note]):
+            return super().train_step(data)
+
+    def note(self, x):
+        self.seen += x[:, 0].astype(int).tolist()
+        return np.float32(0.0)
+
+
+def shuffled(strategy, index):
+    """Returns the examples of each of two epochs, shuffled by seeds of each worker."""
+    import tfamp
+
+    keras.utils.set_random_seed(index)
+    x = np.arange(41.0)[:, None]
+    epochs = []
+    with strategy.scope():
+        model = Watched()
+        model.compile(tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.0)), "mse")
+
+    def end(epoch, logs):
+        epochs.append(list(model.seen))
+        model.seen.clear()
+
+    callback = keras.callbacks.LambdaCallback(on_epoch_end=end)
+    options = {"batch_size": 8, "epochs": 2, "verbose": 0}
+    model.fit(x, x, callbacks=[callback], **options)
+    return epochs
+
+
+def half(strategy, dtype):
+    """Returns the state after `fit` of a model that stores its weights in a dtype."""
+    import tfamp
+
+    with strategy.scope(), tfamp.scope(dtype):
+        model = normalized()
+        model.compile(tfamp.LossScaleOptimizer(inner(), 1.0), "mse")
+    model.fit(X, Y / 16, batch_size=GLOBAL_BATCH, shuffle=False, verbose=0)
+    dtypes = [v.dtype for v in model.trainable_variables]
+    finite = all(np.isfinite(w.astype(float)).all() for w in model.get_weights())
+    return {"dtypes": dtypes, "all finite": finite, **state_of(model)}
+
+
 def main(out, is_whole):
     """Runs everything in turn: a process can make the strategy once."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
     results = {}
     if is_whole:
         stock(strategy, results)
-    results["uneven"], _ = fit(strategy, X[:UNEVEN])
+    results["uneven"], _ = fit(strategy, X[:UNEVEN], steps=4)
     results["fit"], model = fit(strategy, X)
     results["evaluate"] = model.evaluate(X, Y, batch_size=GLOBAL_BATCH, verbose=0)
     results["predict"] = model.predict(X, batch_size=GLOBAL_BATCH, verbose=0).tolist()
@@ -152,11 +207,15 @@ def main(out, is_whole):
     results["accumulation"], _ = fit(strategy, x, **small)
     results["stopped"] = stopped(strategy)
     results["mask"] = mask(strategy)
+    index = strategy.cluster_resolver.task_id
+    results["shuffled"] = shuffled(strategy, index)
     if is_whole:
         bad = spoiled(X, BAD_ROWS, GLOBAL_BATCH)
         results["fit, overflows"], _ = fit(strategy, bad)
         results["loop, overflows"] = custom_loop(strategy, bad)
         results["float16, overflows"] = float16(strategy)
+        results["float16 weights"] = half(strategy, "float16")
+        results["bfloat16 weights"] = half(strategy, "bfloat16")
     with open(out, "w") as file:
         json.dump(results, file)
 

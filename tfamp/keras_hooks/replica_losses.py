@@ -27,6 +27,7 @@ from absl import logging
 from keras.src.losses import loss as losses
 
 from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks.workers import summed
 
 _MEANS = ("sum_over_batch_size", "mean")
 _BY_WEIGHTS = "mean_with_sample_weight"
@@ -268,7 +269,13 @@ def _wrap_sum(original: Callable[..., Any]) -> Callable[..., Any]:
         pairs = list(grads_and_vars)
         gradients = of_examples([gradient for gradient, _ in pairs])
         variables = [variable for _, variable in pairs]
-        return original(self, list(zip(gradients, variables, strict=True)))
+        dtypes = {g.dtype for g in gradients if g is not None}
+        context = tf.distribute.get_replica_context()
+        if len(dtypes) < 2 or context is None or context.num_replicas_in_sync == 1:
+            return original(self, list(zip(gradients, variables, strict=True)))
+        sums = iter(summed(context, [g for g in gradients if g is not None]))
+        given = [None if g is None else next(sums) for g in gradients]
+        return list(zip(given, variables, strict=True))
 
     return _all_reduce_sum_gradients
 

@@ -5,10 +5,7 @@ Relies on: `Trainer.compile` being what every model's `compile` ends in, and
 the training function out of `train_step` by `_make_function`; `fit`, `train_on_batch`,
 `evaluate` and `predict` being methods of that class; `train_function`, `test_function`
 and `predict_function` being rebuilt where they are None; `_symbolic_build` building
-model, losses and optimizer from one batch. On several workers:
-`_maybe_symbolic_build` taking the first batch off an iterator and passing it on as
-`data_batch`; `reduce_per_replica` of that module reducing what a step returns;
-`_collective_all_reduce_multi_worker` telling whether a strategy has several workers.
+model, losses and optimizer from one batch.
 """
 
 import contextlib
@@ -18,10 +15,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.tensorflow import trainer
 
+from tfamp.keras_hooks import workers
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
-from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+from tfamp.keras_hooks.patches import Patch, like
 
 
 def run_patches(
@@ -51,8 +48,9 @@ def run_patches(
         @like(original)
         def _make_function(self: keras.Model, step_function: Callable[..., Any]) -> Any:
             if step_function != self.train_step:
-                return original(self, step_function)
+                return workers.one_by_one(self, original(self, step_function))
             function = original(self, around_step(self, step_function))
+            function = workers.one_by_one(self, function)
             return around_function(self, function)
 
         return _make_function
@@ -230,59 +228,3 @@ def replace_optimizer(model: keras.Model, optimizer: Any) -> None:
     if config is not None:
         fresh = type(config)(optimizer=optimizer)
         config.config["optimizer"] = fresh.config["optimizer"]
-
-
-def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Builds from one replica's part of a batch: Keras averages over them.
-
-    That fails on workers, and where the first batch is uneven.
-    """
-
-    @like(original)
-    def _maybe_symbolic_build(
-        self: keras.Model, iterator: Any = None, data_batch: Any = None
-    ) -> Any:
-        strategy = self._distribute_strategy
-        if iterator is None or strategy is None or strategy.num_replicas_in_sync == 1:
-            return original(self, iterator=iterator, data_batch=data_batch)
-        for *_, batches in iterator:
-            data_batch = tf.nest.map_structure(
-                lambda value: strategy.experimental_local_results(value)[0],
-                next(batches),
-            )
-            break
-        return original(self, data_batch=data_batch)
-
-    return _maybe_symbolic_build
-
-
-def _wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Averages scalars over the workers: Keras averages over their axis 0."""
-
-    @like(original)
-    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        if reduction not in ("auto", "mean") or not _has_workers(strategy):
-            return original(values, strategy, reduction)
-
-        def reduce(value: Any) -> Any:
-            part = strategy.experimental_local_results(value)[0]
-            if tf.convert_to_tensor(part).shape.rank == 0:
-                return strategy.reduce("MEAN", value, axis=None)
-            return original(value, strategy, reduction)
-
-        return keras.tree.map_structure(reduce, values)
-
-    return reduce_per_replica
-
-
-def _has_workers(strategy: Any) -> bool:
-    return bool(trainer._collective_all_reduce_multi_worker(strategy))
-
-
-# Held by managed models and by optimizers alike.
-WORKER_HOOKS = HeldPatches(
-    [
-        Patch(TensorFlowTrainer, "_maybe_symbolic_build", _wrap_build),
-        Patch(trainer, "reduce_per_replica", _wrap_reduce),
-    ]
-)

@@ -9,7 +9,7 @@ from absl import logging
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.patches import HeldPatches
-from tfamp.keras_hooks.trainer import WORKER_HOOKS
+from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.loss_scale.interface import Reporting, ScalingLosses

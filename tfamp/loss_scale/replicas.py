@@ -8,6 +8,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks import replica_losses
+from tfamp.keras_hooks.workers import summed
 from tfamp.loss_scale import step
 from tfamp.loss_scale.branches import first_of, where_replicas_are_one
 from tfamp.loss_scale.counters import Snapshot
@@ -79,9 +80,8 @@ class OnReplicas(Parts):
         weight = microbatch_weight()
         if context.num_replicas_in_sync > 1:
             present = [g for g in gradients if g is not None]
-            *reduced, weight, num_spoilt = context.all_reduce(
-                tf.distribute.ReduceOp.SUM,
-                [*present, tf.convert_to_tensor(weight), num_spoilt],
+            *reduced, weight, num_spoilt = summed(
+                context, [*present, tf.convert_to_tensor(weight), num_spoilt]
             )
             reduced_in_turn = iter(reduced)
             gradients = [g if g is None else next(reduced_in_turn) for g in gradients]
