@@ -61,9 +61,8 @@ def _show_and_record(config: pytest.Config, processes: int) -> None:
         )
         config.pluginmanager.register(shown, "tfamp-progress")
     if config.option.record:
-        if not choice.is_whole:
-            raise pytest.UsageError("--record needs --whole, or a --shard of it.")
-        config.pluginmanager.register(durations.Recorder(), "tfamp-durations")
+        recorder = durations.Recorder(choice.is_whole)
+        config.pluginmanager.register(recorder, "tfamp-durations")
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -20,12 +20,14 @@ def test_durations_keep_what_did_not_run_and_drop_what_is_gone(tmp_path):
     assert durations.load(path) == {"a::x[1]": 1.73, "b::y": 2.0}
     durations.write({"a::z": {"call": 1.0}}, ["a::z"], path)
     assert durations.load(path) == {"a::z": 1.0, "b::y": 2.0}
+    durations.write({"b::w": {"call": 3.0}}, None, path)
+    assert durations.load(path) == {"a::z": 1.0, "b::w": 3.0, "b::y": 2.0}
 
 
 def test_the_recorder_adds_up_the_phases(monkeypatch):
     written = {}
     monkeypatch.setattr(durations, "write", lambda found, names: written.update(found))
-    recorder = durations.Recorder()
+    recorder = durations.Recorder(is_whole=True)
     for when, seconds in (("setup", 1.0), ("call", 2.0), ("teardown", 0.5)):
         recorder.pytest_runtest_logreport(report(when=when, duration=seconds))
     recorder.pytest_sessionfinish()

@@ -28,7 +28,7 @@ def load(path: Path = PATH) -> dict[str, float]:
 def merged(
     before: Mapping[str, Mapping[str, list[float]]],
     measured: Mapping[str, Mapping[str, float]],
-    collected: Iterable[str],
+    collected: Iterable[str] | None,
 ) -> dict[str, dict[str, list[float]]]:
     """Returns what the file is to hold: new figures, and old ones of what did not run.
 
@@ -37,14 +37,15 @@ def merged(
     Args:
         before: What the file holds: seconds of the phases, by file and test.
         measured: Seconds by phase, by the name that pytest gives a test.
-        collected: Names of all tests that were found, run or not.
+        collected: Names of all tests that were found, run or not; None where a run
+            does not know them, which drops nothing.
 
     Example:
         >>> before = {"a": {"old": [0, 1, 0], "gone": [0, 1, 0]}}
         >>> merged(before, {"a::new": {"call": 0.126}}, ["a::new", "a::old"])
         {'a': {'new': [0.0, 0.13, 0.0], 'old': [0, 1, 0]}}
     """
-    names = set(collected)
+    names = set(collected or ())
     found = {name.partition("::")[0] for name in names}
     files: dict[str, dict[str, list[float]]] = {
         file: {
@@ -69,7 +70,7 @@ def merged(
 
 def write(
     measured: Mapping[str, Mapping[str, float]],
-    collected: Iterable[str],
+    collected: Iterable[str] | None,
     path: Path = PATH,
 ) -> None:
     """Puts what a run measured into the file, one test a line."""
@@ -87,7 +88,8 @@ def write(
 class Recorder:
     """Listens to a run and writes what each test took when it ends."""
 
-    def __init__(self) -> None:
+    def __init__(self, is_whole: bool) -> None:
+        self._is_whole = is_whole
         self._measured: dict[str, dict[str, float]] = {}
 
     def pytest_runtest_logreport(self, report) -> None:
@@ -95,4 +97,4 @@ class Recorder:
         phases[report.when] = phases.get(report.when, 0.0) + report.duration
 
     def pytest_sessionfinish(self) -> None:
-        write(self._measured, self._measured)
+        write(self._measured, self._measured if self._is_whole else None)
