@@ -262,6 +262,15 @@ def test_measure_trains_under_the_fastest_from_the_first_step(style, monkeypatch
     assert not np.array_equal(weights[0], model.get_weights()[0])
 
 
+def test_each_model_of_a_program_is_measured(monkeypatch):
+    monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_bfloat16"))
+    with tfamp.scope("measure"):
+        models = [made() for _ in range(2)]
+        for model in models:
+            model.fit(X, Y, verbose=0)
+    assert [model.layers[0].compute_dtype for model in models] == 2 * ["bfloat16"]
+
+
 @pytest.mark.parametrize("told", [True, False])
 def test_xla_stays_as_compile_was_told(told, monkeypatch):
     monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_bfloat16"))

@@ -98,7 +98,10 @@ def test_operations_of_a_graph_are_kept_as_well():
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     model.compile(keras.optimizers.Adam(0.01), loss)
     model.fit(X, Y, batch_size=256, verbose=0)
+    before = model.predict(X, verbose=0)
     plan = tuned(model)
+    np.testing.assert_array_equal(model.predict(X, verbose=0), before)
+    assert tfamp.PrecisionPlan.from_model(model).operations == ()
     assert plan.policy == "mixed_float16"
     assert "Square" in {operation.class_name for operation in plan.operations}
 

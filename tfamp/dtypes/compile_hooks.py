@@ -8,7 +8,7 @@ from typing import Any
 import keras
 from absl import logging
 
-from tfamp.dtypes import heads, resolution
+from tfamp.dtypes import model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import optimizers, structure, trainer
 from tfamp.keras_hooks.layer_record import record_of, update_record
@@ -31,16 +31,9 @@ def previewed(model: keras.layers.Layer) -> Iterator[None]:
         resolution.resolve(model)  # a Sequential may have grown since
         yield
         return
-    before = heads.held(layer for _, layer, _ in structure.walk(model))
-    found = heads.graph_heads(model)
-    tensors = [(t, t.dtype) for t in (found.tensors if found is not None else ())]
-    try:
+    with model_dtypes.restored(model):
         resolution.resolve(model)
         yield
-    finally:
-        heads.restore(before)
-        for tensor, dtype in tensors:
-            structure.set_tensor_dtype(tensor, dtype)
 
 
 _NAME = "loss_scale_optimizer"  # as Keras names the one that it wraps with

@@ -14,9 +14,7 @@ from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layer_record import (
     CALLS,
     Kind,
-    LayerRecord,
     record_of,
-    set_record,
     update_record,
 )
 from tfamp.records.formats import HALF
@@ -193,11 +191,11 @@ def keep_heads(
     found: Heads,
     settings: PolicySettings,
     shapes: dict[int, Any],
-) -> list[tuple[keras.layers.Layer, LayerRecord, keras.DTypePolicy]]:
-    """Keeps the heads in float32; returns what they were, for `restore`."""
+) -> list[layer_dtypes.LayerDtypes]:
+    """Keeps the heads in float32; returns what they were, to be restored."""
     products = dict(_products(model, found.heads, shapes))
     total = sum(products.values()) or 1
-    before = held(_with_sublayers(found.heads + found.after))
+    before = layer_dtypes.read(_with_sublayers(found.heads + found.after))
     for layer in found.heads:
         record = record_of(layer)
         if (
@@ -232,26 +230,6 @@ def keep_heads(
         for tensor in found.tensors:
             structure.set_tensor_dtype(tensor, "float32")
     return before
-
-
-def held(
-    layers: Iterable[keras.layers.Layer],
-) -> list[tuple[keras.layers.Layer, LayerRecord, keras.DTypePolicy]]:
-    """Returns what the managed ones of some layers are, for `restore`."""
-    return [
-        (layer, record, layer.dtype_policy)
-        for layer in layers
-        if (record := record_of(layer)) is not None
-    ]
-
-
-def restore(
-    before: list[tuple[keras.layers.Layer, LayerRecord, keras.DTypePolicy]],
-) -> None:
-    """Puts layers back to what `held` found."""
-    for layer, record, policy in before:
-        layer_dtypes.set_policy(layer, policy)
-        set_record(layer, record)
 
 
 def _keep_head(layer: keras.layers.Layer) -> None:

@@ -1,7 +1,8 @@
 """Assigns dtypes to single layers: who follows the policy, who stays in float32."""
 
 import threading
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import keras
 
@@ -13,6 +14,7 @@ from tfamp.keras_hooks import layers, saved_state, structure
 from tfamp.keras_hooks.layer_record import (
     Kind,
     LayerRecord,
+    drop_record,
     record_of,
     set_record,
     update_record,
@@ -306,3 +308,26 @@ def take_back_patterns(model: keras.layers.Layer, settings: PolicySettings) -> N
                 inside = record_of(layer)
                 if layer is kept or (inside and inside.kind is Kind.SUBLAYER):
                     begin_again(layer, settings)
+
+
+class LayerDtypes(NamedTuple):
+    """The dtypes that a layer has, with its record where it is managed."""
+
+    layer: keras.layers.Layer
+    policy: keras.DTypePolicy
+    record: LayerRecord | None
+
+
+def read(layers: Iterable[keras.layers.Layer]) -> list[LayerDtypes]:
+    """Returns what some layers are, for `restore`."""
+    return [LayerDtypes(each, each.dtype_policy, record_of(each)) for each in layers]
+
+
+def restore(before: Iterable[LayerDtypes]) -> None:
+    """Puts layers back to what `read` found."""
+    for layer, policy, record in before:
+        set_policy(layer, policy)
+        if record is None:
+            drop_record(layer)
+        else:
+            set_record(layer, record)

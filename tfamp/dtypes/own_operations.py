@@ -189,11 +189,11 @@ def take(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> Non
 @contextlib.contextmanager
 def tried(layer: keras.layers.Layer) -> Iterator[None]:
     """Puts the dtypes of a layer and its sublayers back where the block fails."""
-    before = heads.held(part for _, part, _ in structure.walk(layer))
+    before = layer_dtypes.read(part for _, part, _ in structure.walk(layer))
     try:
         yield
     except BaseException:
-        heads.restore(before)
+        layer_dtypes.restore(before)
         raise
 
 

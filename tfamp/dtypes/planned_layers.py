@@ -153,15 +153,12 @@ def put_on(
         settings.float32_policy.name: settings.float32_policy,
     }
     layers = [layer for _, layer, _ in structure.walk(model)]
-    before = [(layer, layer.dtype_policy, record_of(layer)) for layer in layers]
+    before = layer_dtypes.read(layers)
     try:
         for layer, row in zip(layers, rows, strict=True):
             _put(layer, row, settings, policies)
     except ValueError:
-        for layer, policy, record in before:
-            if layer.quantization_mode is None:
-                layer_dtypes.set_policy(layer, policy)
-            _put_record(layer, record)
+        layer_dtypes.restore(before)
         raise
     for layer in layers:
         trainer.drop_traced_functions(layer)
@@ -210,13 +207,6 @@ def _put(
         wrapped_optimizer=before is not None and before.wrapped_optimizer,
     )
     set_record(layer, record)
-
-
-def _put_record(layer: keras.layers.Layer, record: LayerRecord | None) -> None:
-    if record is None:
-        drop_record(layer)
-    else:
-        set_record(layer, record)
 
 
 def _quantize(layer: keras.layers.Layer, row: PlannedLayer) -> None:

@@ -145,7 +145,7 @@ def _resolve(
     with own_operations.switched_off():  # the heads are tried, not the layers around
         _, _, broken = _trace(model, args, kwargs)
     if broken is not None:
-        heads.restore(before)
+        layer_dtypes.restore(before)
         _cast_output(model, "a float32 head would break the model's `call`")
         logging.warning(
             "The output of model %r is cast to float32, but its last layer stays in "

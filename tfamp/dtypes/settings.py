@@ -212,6 +212,12 @@ class PolicySettings:
         """Whether heads, operations and inputs get the default treatment."""
         return self.is_half and self.rules.has_defaults
 
+    def under(self, policy: str) -> "PolicySettings":
+        """Returns the settings that the same arguments make with another policy."""
+        return make_settings(
+            policy, self.keep_float32, self.loss_scale, self.loss_scale_options
+        )
+
 
 def make_settings(
     policy: str,

@@ -1,6 +1,7 @@
 """Chooses the policy of a model at its first `fit`, by timing or from a file."""
 
 import dataclasses
+import weakref
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -9,7 +10,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.dtypes.in_force import IN_FORCE
-from tfamp.dtypes.settings import PolicySettings, make_settings
+from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import trainer
 from tfamp.keras_hooks.layer_record import record_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIT
@@ -22,6 +23,8 @@ from tfamp.tuning.measurement import Measurement
 
 # As `fit` has it for arrays.
 _BATCH_SIZE = 32
+# Models that have been through this; the others of a program share their settings.
+_ASKED: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 
 
 def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
@@ -35,8 +38,10 @@ def choose(model: keras.Model, arguments: Mapping[str, Any]) -> None:
     settings = None if record is None else record.settings
     if settings is None or not settings.chosen_at_fit or not model.compiled:
         return
-    how, settings.chosen_at_fit = settings.chosen_at_fit, ""
-    if how == "measure":
+    if model in _ASKED:
+        return
+    _ASKED.add(model)
+    if settings.chosen_at_fit == "measure":
         found = _measured(model, arguments)
     else:
         found = _looked_up(model, arguments)
@@ -93,12 +98,7 @@ def _put_under(
     model: keras.Model, settings: PolicySettings, found: Measurement
 ) -> None:
     best = found.best
-    chosen = make_settings(
-        best.policy,
-        settings.keep_float32,
-        settings.loss_scale,
-        settings.loss_scale_options,
-    )
+    chosen = settings.under(best.policy)
     chosen.evidence = {"measured": found.to_dict()}
     told = _xla_as_told(model)
     put_under(model, chosen)

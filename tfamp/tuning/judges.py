@@ -76,10 +76,10 @@ class FixedWeights:
         with unchanged(model), put_back(model):
             put_under(model, make_settings("float32"))
             outputs = [scores.predict(model, half) for half in halves]
-        first = halves[0][0]
-        self.score = scores.score_of(model, metric, outputs[0][0], _targets(first))
+        y = scores.targets(halves[0][0])
+        self.score = scores.score_of(model, metric, outputs[0][0], y)
         self._exact = [
-            self._values(half, given)
+            scores.of_batches(self.score, half, given)
             for half, given in zip(halves, outputs, strict=True)
         ]
         self.is_rate = all(set(np.unique(e)) <= {0.0, 1.0} for e in self._exact)
@@ -100,13 +100,8 @@ class FixedWeights:
         with put_back(self._model):
             plan.apply(self._model)
             outputs = scores.predict(self._model, self._halves[half])
-        low = self._values(self._halves[half], outputs)
+        low = scores.of_batches(self.score, self._halves[half], outputs)
         return self.score.worsening(low, self._exact[half])
-
-    def _values(self, batches: Sequence[Any], outputs: Sequence[Any]) -> np.ndarray:
-        pairs = zip(batches, outputs, strict=True)
-        values = [scores.values_of(self.score, _targets(b), o) for b, o in pairs]
-        return np.concatenate(values)
 
 
 class ShortTrainings:
@@ -115,11 +110,9 @@ class ShortTrainings:
     def __init__(
         self,
         build_model: Callable[[], keras.Model],
-        model: keras.Model,
         dataset: Any,
         halves: tuple[Sequence[Any], Sequence[Any]],
         metric: Any,
-        tolerance: float,
         seeds: int,
         num_steps: int,
     ) -> None:
@@ -130,23 +123,19 @@ class ShortTrainings:
         self._check_deterministic()
         self._metric = metric
         self.score: Any = None
-        self._exact = [self._trained(None, seed, halves) for seed in range(2 * seeds)]
+        self._exact = np.array([self._trained(None, seed) for seed in range(2 * seeds)])
         self.reference = float(np.mean(self._exact))
         self.is_rate = False
         self.kind = f"{seeds} short trainings of {num_steps} steps"
 
     def worsening(self, plan: PrecisionPlan, half: int) -> np.ndarray:
-        """Returns by how much each seed is worse under a plan; others for half 1."""
+        """Returns by how much each seed of a half is worse under a plan."""
         seeds = range(half * self._seeds, (half + 1) * self._seeds)
-        low = np.array(
-            [self._trained(plan, seed, self._halves)[half] for seed in seeds]
-        )
-        exact = np.array([self._exact[seed][half] for seed in seeds])
-        return self.score.worsening(low, exact)
+        low = np.array([self._trained(plan, seed) for seed in seeds])
+        return self.score.worsening(low, self._exact[seeds])
 
-    def _trained(
-        self, plan: PrecisionPlan | None, seed: int, halves: Any
-    ) -> tuple[float, float]:
+    def _trained(self, plan: PrecisionPlan | None, seed: int) -> float:
+        """Returns the metric after a training, on the half that its seed is of."""
         model = self._made(seed)
         if plan is None:
             put_under(model, make_settings("float32"))
@@ -154,25 +143,12 @@ class ShortTrainings:
             plan.apply(model)
         for number in range(self._num_steps):
             model.train_on_batch(*_as_arguments(self._batches, number))
-        outputs = [scores.predict(model, half) for half in halves]
+        batches = self._halves[seed // self._seeds]
+        outputs = scores.predict(model, batches)
         if self.score is None:
-            self.score = scores.score_of(
-                model, self._metric, outputs[0][0], _targets(halves[0][0])
-            )
-        means = [
-            float(
-                np.mean(
-                    np.concatenate(
-                        [
-                            scores.values_of(self.score, _targets(b), o)
-                            for b, o in zip(half, given, strict=True)
-                        ]
-                    )
-                )
-            )
-            for half, given in zip(halves, outputs, strict=True)
-        ]
-        return means[0], means[1]
+            y = scores.targets(batches[0])
+            self.score = scores.score_of(model, self._metric, outputs[0], y)
+        return scores.mean_of(self.score, batches, outputs)
 
     def _made(self, seed: int) -> keras.Model:
         keras.utils.set_random_seed(seed)
@@ -189,11 +165,6 @@ class ShortTrainings:
                 "set; expected the same weights for the same seed. Draw them by "
                 "`keras.initializers` with no seed of their own generator."
             )
-
-
-def _targets(batch: Any) -> Any:
-    _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
-    return y
 
 
 def _as_arguments(batches: Sequence[Any], number: int) -> tuple[Any, ...]:

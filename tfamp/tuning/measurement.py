@@ -7,6 +7,11 @@ from tfamp.records import console, units
 from tfamp.records.record import Record, TableRecord
 
 
+def with_xla(policy: str, jit_compile: bool) -> str:
+    """Returns policy and XLA in words."""
+    return f"{policy} with XLA" if jit_compile else policy
+
+
 @dataclasses.dataclass(frozen=True)
 class PolicyTime(Record):
     """The time of a training step under one policy.
@@ -31,7 +36,7 @@ class PolicyTime(Record):
     @property
     def name(self) -> str:
         """Policy and XLA in words."""
-        return f"{self.policy} with XLA" if self.jit_compile else self.policy
+        return with_xla(self.policy, self.jit_compile)
 
     def __str__(self) -> str:
         return self.name

@@ -9,14 +9,14 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.dtypes import heads, layer_dtypes, resolution
+from tfamp.dtypes import model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings, make_settings
-from tfamp.keras_hooks import around_training, structure, trainer
-from tfamp.keras_hooks.layer_record import drop_record, record_of, set_record
+from tfamp.keras_hooks import around_training, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
 from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.tuning.measurement import with_xla
 from tfamp.tuning.races import Racer
 
 # A dynamic loss scale comes down by a factor of 2 a step: a step that is skipped is no
@@ -37,7 +37,7 @@ class Candidate(NamedTuple):
     @property
     def name(self) -> str:
         """Policy and XLA in words."""
-        return f"{self.policy} with XLA" if self.jit_compile else self.policy
+        return with_xla(self.policy, self.jit_compile)
 
 
 class Prepared(NamedTuple):
@@ -108,10 +108,7 @@ class PolicySteps:
         """Returns the settings that the model would have under a policy."""
         if self._settings is None:
             return make_settings(policy)
-        given = self._settings
-        return make_settings(
-            policy, given.keep_float32, given.loss_scale, given.loss_scale_options
-        )
+        return self._settings.under(policy)
 
     def _warm(self, function: Callable[[Any], Any], optimizer: Any) -> float:
         for number in range(_MAX_FIRST_STEPS):
@@ -156,25 +153,13 @@ def put_back(model: keras.Model) -> Iterator[None]:
     Args:
         model: A compiled model; its variables are the affair of `unchanged`.
     """
-    layers = [layer for _, layer, _ in structure.walk(model)]
-    before = [(layer, layer.dtype_policy, record_of(layer)) for layer in layers]
-    found = heads.graph_heads(model)
-    tensors = [(t, t.dtype) for t in (found.tensors if found is not None else ())]
     known = {id(each) for each in optimizers_of(model)}
     optimizers = {name: o for name, o in vars(model).items() if id(o) in known}
     optimizer, jit_compile = model.optimizer, model.jit_compile
     try:
-        yield
+        with model_dtypes.restored(model):
+            yield
     finally:
-        for layer, policy, record in before:
-            layer_dtypes.set_policy(layer, policy)
-            if record is None:
-                drop_record(layer)
-            else:
-                set_record(layer, record)
-            trainer.drop_traced_functions(layer)
-        for tensor, dtype in tensors:
-            structure.set_tensor_dtype(tensor, dtype)
         for name, each in optimizers.items():
             setattr(model, name, each)
         if optimizer is not None:

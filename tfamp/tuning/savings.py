@@ -39,7 +39,8 @@ def savings_of(
     trace = trace_step(model, dataset, training=training, jit_compile=False)
     roofline = Roofline(computing(devices.devices()))
     ratio = roofline.flops_per_byte(dtype)
-    total, saved = 0.0, dict.fromkeys(_paths(model), 0.0)
+    total = 0.0
+    saved = {path: 0.0 for path, _, _ in structure.walk(model)}
     for operation in read_operations(trace.concrete):
         path = trace.marks.layer_of(operation.name)
         moved = float(num_bytes(operation))
@@ -61,7 +62,3 @@ def _of_weights(model: keras.Model) -> dict[str, float]:
         path: structure.bytes_of(structure.own_weights(layer)) / 2 / total
         for path, layer, _ in structure.walk(model)
     }
-
-
-def _paths(model: keras.Model) -> list[str]:
-    return [path for path, _, _ in structure.walk(model)]

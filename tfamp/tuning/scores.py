@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records.checks import first_line
-from tfamp.trials.run.example_metrics import of_each_example
+from tfamp.trials.run.example_metrics import of_each_example, of_rank
 from tfamp.tuning.races import student_quantile
 
 _HIGHER = ("accuracy", "acc", "precision", "recall", "auc", "cosine", "iou", "f1")
@@ -118,6 +118,25 @@ def examples_needed(tolerance: float, rate: float) -> int:
     return math.ceil(-math.log(rate) / tolerance)
 
 
+def mean_of(score: Score, batches: Sequence[Any], outputs: Sequence[Any]) -> float:
+    """Returns the mean of a score over the examples of some batches."""
+    return float(np.mean(of_batches(score, batches, outputs)))
+
+
+def of_batches(
+    score: Score, batches: Sequence[Any], outputs: Sequence[Any]
+) -> np.ndarray:
+    """Returns the score of each example of some batches."""
+    pairs = zip(batches, outputs, strict=True)
+    return np.concatenate([values_of(score, targets(b), o) for b, o in pairs])
+
+
+def targets(batch: Any) -> Any:
+    """Returns the targets of a batch."""
+    _, y, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    return y
+
+
 def predict(model: keras.Model, batches: Sequence[Any]) -> list[Any]:
     """Returns the outputs of a model for each batch, in float32."""
 
@@ -191,7 +210,6 @@ def _aligned(function: Callable[..., Any]) -> Callable[[Any, Any], Any]:
 
     def aligned(y: Any, outputs: Any) -> Any:
         y, outputs = (tf.convert_to_tensor(each) for each in (y, outputs))
-        is_short = y.shape.rank == outputs.shape.rank - 1 and outputs.shape[-1] == 1
-        return function(y[..., tf.newaxis] if is_short else y, outputs)
+        return function(of_rank(y, outputs), outputs)
 
     return aligned

@@ -125,11 +125,7 @@ class Search:
 
     def _give_back_together(self) -> None:
         """Gives back those that only lay on the way to one that the ranking missed."""
-        present = self.best
-        if present is None:
-            return
-        by_path = {suspect.path: suspect for suspect in self._order}
-        kept = [by_path[path] for path in present.float32]
+        kept = self._in_float32()
         between = [each for each in kept if not each.is_guilty][:-1]
         middle = len(between) // 2
         for group in (between, between[:middle], between[middle:]):
@@ -142,17 +138,20 @@ class Search:
                     return
 
     def _give_back_singly(self) -> None:
-        present = self.best
-        if present is None:
-            return
-        known = {suspect.path: suspect for suspect in self._order}
-        kept = [known[path] for path in present.float32]
+        """Gives back one after the other, the dearest for the error they bring first."""
+        kept = self._in_float32()
         for suspect in sorted(kept, key=lambda s: -s.saving / (s.error + 1e-12)):
             if suspect.saving <= self._min_saving or len(kept) < 2:
                 continue
             rest = [each for each in kept if each is not suspect]
             if self._try(tuple(each.path for each in rest)).holds:
                 kept = rest
+
+    def _in_float32(self) -> list[Suspect]:
+        """Returns the layers that the best plan so far has in float32."""
+        kept = () if self.best is None else self.best.float32
+        by_path = {suspect.path: suspect for suspect in self._order}
+        return [by_path[path] for path in kept]
 
     def _saving(self, first: int, end: int) -> float:
         return sum(suspect.saving for suspect in self._order[first:end])

@@ -1,5 +1,6 @@
 """`tfamp.tune`: the cheapest plan of a model that is as good as float32."""
 
+import dataclasses
 import os
 import time
 from collections.abc import Callable, Sequence
@@ -149,21 +150,14 @@ def tune(
         judge = FixedWeights(model, halves, metric, tolerance)
     else:
         judge = ShortTrainings(
-            build_model_or_model,
-            model,
-            dataset,
-            halves,
-            metric,
-            tolerance,
-            seeds,
-            num_steps,
+            build_model_or_model, dataset, halves, metric, seeds, num_steps
         )
     return _Tuning(
-        model,
-        dataset,
-        name,
-        start,
-        judge,
+        model=model,
+        dataset=dataset,
+        policy=name,
+        start=start,
+        judge=judge,
         tolerance=tolerance,
         max_evaluations=max_evaluations,
         objective=objective,
@@ -174,62 +168,57 @@ def tune(
     ).run()
 
 
+@dataclasses.dataclass
 class _Tuning:
-    """One call of `tune`."""
+    """One call of `tune`, by whose arguments its own are named."""
 
-    def __init__(
-        self,
-        model: keras.Model,
-        dataset: Any,
-        policy: str,
-        start: PrecisionPlan | None,
-        judge: Any,
-        *,
-        tolerance: float,
-        max_evaluations: int,
-        objective: Objective,
-        relax_rules: bool,
-        training: bool,
-        num_batches: int,
-        checkpoint: str | os.PathLike[str] | None,
-    ) -> None:
-        self._model, self._dataset, self._policy = model, dataset, policy
-        self._start, self._judge, self._tolerance = start, judge, tolerance
-        self._most, self._objective = max_evaluations, objective
-        self._relaxes, self._training = relax_rules, training
-        self._num_batches, self._path = num_batches, checkpoint
+    model: keras.Model
+    dataset: Any
+    policy: str
+    start: PrecisionPlan | None
+    judge: Any
+    tolerance: float
+    max_evaluations: int
+    objective: Objective
+    relax_rules: bool
+    training: bool
+    num_batches: int
+    checkpoint: str | os.PathLike[str] | None
+
+    def __post_init__(self) -> None:
         self._began = time.perf_counter()
+        self._confirmed: Evaluation | None = None
 
     def run(self) -> PrecisionPlan:
-        dtype = keras.DTypePolicy(self._policy).compute_dtype
+        dtype = keras.DTypePolicy(self.policy).compute_dtype
         found = sensitivity(
-            self._model, self._dataset, dtype=dtype, num_batches=self._num_batches
+            self.model, self.dataset, dtype=dtype, num_batches=self.num_batches
         )
         base = self._base_plan()
-        with unchanged(self._model), put_back(self._model):
-            put_under(self._model, make_settings("float32"))
+        with unchanged(self.model), put_back(self.model):
+            put_under(self.model, make_settings("float32"))
             saved = savings_of(
-                self._model,
-                self._dataset,
+                self.model,
+                self.dataset,
                 dtype,
-                objective=self._objective,
-                training=self._training,
+                objective=self.objective,
+                training=self.training,
             )
         self._candidates = Candidates(
-            self._model,
+            self.model,
             base,
             found,
             saved,
-            relax_rules=self._relaxes,
-            training=self._training,
-            judges_gradients=isinstance(self._judge, ShortTrainings),
+            relax_rules=self.relax_rules,
+            training=self.training,
+            judges_gradients=isinstance(self.judge, ShortTrainings),
         )
-        self._checkpoint = Checkpoint(self._path, self._identity())
-        with progress("Trying plans", self._most, unit="plans") as self._done:
+        self._evaluations = Checkpoint(self.checkpoint, self._identity())
+        with progress("Trying plans", self.max_evaluations, unit="plans") as self._done:
             search = Search(
                 self._candidates.suspects,
                 self._evaluate,
-                max_evaluations=self._most - 1,
+                max_evaluations=self.max_evaluations - 1,
                 min_saving=MIN_SAVING,
             )
             self._search = search
@@ -239,29 +228,30 @@ class _Tuning:
 
     def _base_plan(self) -> PrecisionPlan:
         """Returns the plan to start from: that given, or the default rules."""
-        if self._start is not None:
-            return self._start
-        with put_back(self._model):
-            put_under(self._model, make_settings(self._policy))
-            return PrecisionPlan.from_model(self._model)
+        if self.start is not None:
+            return self.start
+        with put_back(self.model):
+            put_under(self.model, make_settings(self.policy))
+            return PrecisionPlan.from_model(self.model)
 
     def _evaluate(self, float32: tuple[str, ...]) -> Evaluation:
-        known = self._checkpoint.get(float32)
+        known = self._evaluations.get(float32)
         if known is None:
-            known = self._tried(float32, half=0, rate=ERROR_RATE / 2 / self._most)
-            self._checkpoint.add(known)
+            known = self._tried(
+                float32, half=0, rate=ERROR_RATE / 2 / self.max_evaluations
+            )
+            self._evaluations.add(known)
         self._done(len(self._search.tried) + 1)
         return known
 
     def _tried(self, float32: Sequence[str], *, half: int, rate: float) -> Evaluation:
         plan = self._candidates.plan(float32)
-        return evaluated(self._judge, plan, float32, half, rate, self._tolerance)
+        return evaluated(self.judge, plan, float32, half, rate, self.tolerance)
 
     def _concluded(
         self, best: Evaluation | None, found: Sensitivity
     ) -> tuple[PrecisionPlan, str]:
         """Judges the best plan on fresh examples; float32 where it does not hold."""
-        self.confirmed: Evaluation | None = None
         if best is None:
             return self._float32(), (
                 "no plan in half precision kept the metric within the tolerance in "
@@ -269,29 +259,29 @@ class _Tuning:
                 f"{found.advice})"
             )
         try:
-            self.confirmed = self._tried(best.float32, half=1, rate=ERROR_RATE / 2)
+            self._confirmed = self._tried(best.float32, half=1, rate=ERROR_RATE / 2)
         except KeyboardInterrupt:
             return self._candidates.plan(best.float32), (
                 f"worse by {best.worsening:.3g}, at most {best.bound:.3g}; interrupted "
                 "before it was judged on fresh examples"
             )
-        if not self.confirmed.holds:
+        if not self._confirmed.holds:
             return self._float32(), (
                 "the best plan did not keep the metric within the tolerance on fresh "
-                f"examples: worse by {self.confirmed.worsening:.3g}, at most "
-                f"{self.confirmed.bound:.3g}"
+                f"examples: worse by {self._confirmed.worsening:.3g}, at most "
+                f"{self._confirmed.bound:.3g}"
             )
         number = len(best.float32)
         return self._candidates.plan(best.float32), (
-            f"worse by {self.confirmed.worsening:.3g}, at most "
-            f"{self.confirmed.bound:.3g}, on fresh examples; {number} layers are in "
+            f"worse by {self._confirmed.worsening:.3g}, at most "
+            f"{self._confirmed.bound:.3g}, on fresh examples; {number} layers are in "
             "float32 beyond those that rules keep"
         )
 
     def _float32(self) -> PrecisionPlan:
-        with put_back(self._model):
-            put_under(self._model, make_settings("float32"))
-            return PrecisionPlan.from_model(self._model)
+        with put_back(self.model):
+            put_under(self.model, make_settings("float32"))
+            return PrecisionPlan.from_model(self.model)
 
     def _with_evidence(
         self,
@@ -301,17 +291,17 @@ class _Tuning:
         found: Sensitivity,
         saved: dict[str, float],
     ) -> PrecisionPlan:
-        logging.info("Plan for %r: %s.", self._model.name, reason)
+        logging.info("Plan for %r: %s.", self.model.name, reason)
         tuning = {
             "reason": reason,
-            "policy": self._policy,
-            "tolerance": self._tolerance,
-            "metric": self._judge.score.name,
-            "float32_metric": self._judge.reference,
-            "judged_by": self._judge.kind,
-            "objective": self._objective,
+            "policy": self.policy,
+            "tolerance": self.tolerance,
+            "metric": self.judge.score.name,
+            "float32_metric": self.judge.reference,
+            "judged_by": self.judge.kind,
+            "objective": self.objective,
             "evaluations": [each.to_dict() for each in search.tried],
-            "confirmed": None if self.confirmed is None else self.confirmed.to_dict(),
+            "confirmed": None if self._confirmed is None else self._confirmed.to_dict(),
             "layers": [
                 {
                     "path": layer.path,
@@ -327,18 +317,18 @@ class _Tuning:
         evidence = {
             "devices": [device.name for device in devices.devices()],
             "versions": {**installed_versions(), "tfamp": tfamp.__version__},
-            "model": measurement_cache.model_digest(self._model),
+            "model": measurement_cache.model_digest(self.model),
             "tuning": tuning,
         }
         return plan.replace(evidence=evidence)
 
     def _identity(self) -> list[Any]:
         return [
-            measurement_cache.model_digest(self._model),
-            self._policy,
-            self._judge.score.name,
-            self._judge.reference,
-            self._tolerance,
+            measurement_cache.model_digest(self.model),
+            self.policy,
+            self.judge.score.name,
+            self.judge.reference,
+            self.tolerance,
         ]
 
 

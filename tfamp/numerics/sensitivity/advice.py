@@ -5,10 +5,10 @@ from collections.abc import Iterator, Sequence
 
 import keras
 
-from tfamp.dtypes import heads, hooks, layer_dtypes, resolution
+from tfamp.dtypes import heads, hooks, layer_dtypes, model_dtypes, resolution
 from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layer_record import Kind, drop_record, record_of
+from tfamp.keras_hooks.layer_record import Kind, record_of
 from tfamp.numerics.sensitivity.result import Sensitivity
 from tfamp.stepping.layer_calls import how_to_keep
 from tfamp.stepping.taps import Site
@@ -35,12 +35,9 @@ def under_default_rules(
     The model is built; `given` is what `given_dtypes` found before.
     """
     layers = [layer for _, layer, _ in structure.walk(model)]
-    policies = [layer.dtype_policy for layer in layers]
-    found = heads.graph_heads(model)
-    tensors = [(t, t.dtype) for t in (found.tensors if found is not None else ())]
     settings = make_settings(f"mixed_{dtype}")
     hooks.hold(settings)
-    try:
+    with model_dtypes.restored(model):
         for layer in layers:
             if id(layer) in given:
                 layer_dtypes.set_policy(layer, given[id(layer)])
@@ -51,12 +48,6 @@ def under_default_rules(
             layer_dtypes.settle(layer)
         resolution.resolve(model)
         yield
-    finally:
-        for layer, policy in zip(layers, policies, strict=True):
-            drop_record(layer)
-            layer_dtypes.set_policy(layer, policy)
-        for tensor, own in tensors:
-            structure.set_tensor_dtype(tensor, own)
 
 
 def rules_of(model: keras.Model, sites: list[Site]) -> dict[str, str]:

@@ -67,7 +67,7 @@ def measure(
             found = {}
         if found:
             outputs = tf.convert_to_tensor(model.predict_on_batch(x))
-            y = _of_rank(tf.convert_to_tensor(tf.nest.flatten(y)[0]), outputs)
+            y = of_rank(tf.convert_to_tensor(tf.nest.flatten(y)[0]), outputs)
             for name in tuple(found):
                 try:
                     values = np.asarray(functions[name](y, outputs), np.float32)
@@ -165,7 +165,7 @@ def _batches(data: Any, batch_size: int) -> Iterator[Any]:
             yield data[index]
 
 
-def _of_rank(y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+def of_rank(y: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
     """Returns targets with the last dimension of 1 that outputs have, as losses do."""
     is_short = y.shape.rank == outputs.shape.rank - 1 and outputs.shape[-1] == 1
     return y[..., tf.newaxis] if is_short else y
