@@ -200,7 +200,7 @@ def put_under(model: keras.layers.Layer, settings: PolicySettings) -> None:
     for layer in layers:
         layer_dtypes.begin_again(layer, settings)
     for layer in layers:
-        layer_dtypes.settle(layer)
+        layer_dtypes.decide(layer)
         trainer.drop_traced_functions(layer)
     resolution.resolve(model)
     compile_hooks.follow_policy(model, settings)

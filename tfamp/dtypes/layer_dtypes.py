@@ -195,7 +195,7 @@ def set_policy(layer: keras.layers.Layer, policy: keras.DTypePolicy) -> None:
         structure.refresh_normalization(layer)
 
 
-def settle(layer: keras.layers.Layer, *, path: str | None = None) -> None:
+def decide(layer: keras.layers.Layer, *, path: str | None = None) -> None:
     """Asks the rules that need the finished layer, then spreads the answer."""
     record = record_of(layer)
     if record is None:
@@ -218,7 +218,7 @@ def _follow_wrapped_layer(layer: keras.layers.Layer, settings: PolicySettings) -
     if not isinstance(layer, keras.layers.TimeDistributed):
         return
     record, inner = record_of(layer), layer.layer
-    settle(inner)
+    decide(inner)
     inner_record = record_of(inner)
     if (
         record is not None

@@ -63,7 +63,7 @@ def remedy(
     if record is None or not _may_help(layer, record, error):
         raise error
     for applies_to in ("own", "all"):
-        with contextlib.suppress(Exception), tried(layer):
+        with contextlib.suppress(Exception), restored_on_error(layer):
             reason = (
                 f"its `call` raises {type(error).__name__} in {layer.compute_dtype} at "
                 f"{_place(layer, error)}"
@@ -119,7 +119,7 @@ def _without_own_loss(
     again: Callable[[], Any],
 ) -> Any:
     """Returns what a call gives in half precision, after a default rule broke it."""
-    with tried(layer):
+    with restored_on_error(layer):
         settings.taken_back.add(layer)
         layer_dtypes.begin_again(layer, settings)
         outputs = again()
@@ -187,7 +187,7 @@ def take(layer: keras.layers.Layer, settings: PolicySettings, rule: Rule) -> Non
 
 
 @contextlib.contextmanager
-def tried(layer: keras.layers.Layer) -> Iterator[None]:
+def restored_on_error(layer: keras.layers.Layer) -> Iterator[None]:
     """Puts the dtypes of a layer and its sublayers back where the block fails."""
     before = layer_dtypes.read(part for _, part, _ in structure.walk(layer))
     try:
@@ -219,7 +219,7 @@ def take_for_output(
     weights = max(math.prod(size or 1 for size in factor) for factor in factors)
     if weights >= heads.MIN_LARGE_HEAD_WEIGHTS:
         return False
-    with contextlib.suppress(Exception), tried(model):
+    with contextlib.suppress(Exception), restored_on_error(model):
         take(model, settings, Rule("default: heads", _PRODUCT, applies_to="own"))
         trace()
         return True

@@ -97,7 +97,7 @@ def _draw_search(axes: Any, tuning: Mapping[str, Any]) -> None:
     numbers = range(1, len(tried) + 1)
     for number, each in zip(numbers, tried, strict=True):
         colour = _HALF if each["holds"] else _FLOAT32
-        mean, bound = _shown(each["worsening"]), _shown(each["bound"])
+        mean, bound = _bounded(each["worsening"]), _bounded(each["bound"])
         axes.plot([number, number], [mean, bound], color=colour, linewidth=2)
         axes.plot(number, mean, "o", color=colour, markersize=5)
         axes.annotate(
@@ -126,7 +126,7 @@ def _draw_search(axes: Any, tuning: Mapping[str, Any]) -> None:
     axes.margins(x=0.15, y=0.2)
 
 
-def _shown(value: Any) -> float:
+def _bounded(value: Any) -> float:
     number = float(value)
     return number if math.isfinite(number) else 1e3
 

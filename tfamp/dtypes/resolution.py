@@ -33,7 +33,7 @@ def before_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> None:
     if record is None:
         return
     if not record.is_decided:
-        layer_dtypes.settle(layer)
+        layer_dtypes.decide(layer)
     if (
         not record.is_resolved
         and not calls.in_call()
@@ -237,7 +237,7 @@ def _settle_layers(model: keras.layers.Layer, settings: PolicySettings) -> None:
         if record is None or record.settings is not settings:
             continue
         _note_user_rules(layer, path, settings)
-        layer_dtypes.settle(layer, path=None if layer is model else path)
+        layer_dtypes.decide(layer, path=None if layer is model else path)
 
 
 def _note_user_rules(

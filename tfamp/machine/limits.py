@@ -201,7 +201,7 @@ def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
             continue
         used = _number(folder / used_file)
         if used is not None:
-            used -= _words(folder / "memory.stat").get(cache_line, 0)
+            used -= _numbers(folder / "memory.stat").get(cache_line, 0)
         found.append(
             MemoryLimit(limit, version, None if used is None else max(0, used))
         )
@@ -234,11 +234,11 @@ def _cgroup_folders(root: Path, mount: str) -> Iterator[Path]:
 
 def sizes_in(path: Path) -> dict[str, int]:
     """Returns the sizes of a file of `proc`, in bytes: "MemTotal:  24684092 kB"."""
-    sizes = _words(path)
+    sizes = _numbers(path)
     return {name.rstrip(":"): 1024 * size for name, size in sizes.items()}
 
 
-def _words(path: Path) -> dict[str, int]:
+def _numbers(path: Path) -> dict[str, int]:
     """Returns first word -> number of a file's lines, {} where it cannot be read."""
     try:
         lines = path.read_text().splitlines()

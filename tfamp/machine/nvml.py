@@ -265,7 +265,7 @@ def _handles_of(
     CUDA puts the fastest GPU first unless CUDA_DEVICE_ORDER says otherwise, so where
     the names disagree they decide, and not the place.
     """
-    shown = _shown(parts, listed)
+    shown = _visible(parts, listed)
     found: dict[int, tuple[Any, Any]] = {}
     free = [*shown, *(part for part in parts if part not in shown)]
     for number, name in gpus:
@@ -282,7 +282,7 @@ def _handles_of(
     return found
 
 
-def _shown(parts: Sequence[_Part], listed: str | None) -> list[_Part]:
+def _visible(parts: Sequence[_Part], listed: str | None) -> list[_Part]:
     """Returns what CUDA shows, in its order.
 
     `listed` is CUDA_VISIBLE_DEVICES: numbers, or the beginnings of UUIDs. The list ends

@@ -138,7 +138,7 @@ class Search:
                     return
 
     def _give_back_singly(self) -> None:
-        """Gives back one after the other, the dearest for the error they bring first."""
+        """Gives back one after the other, the dearest for their error first."""
         kept = self._in_float32()
         for suspect in sorted(kept, key=lambda s: -s.saving / (s.error + 1e-12)):
             if suspect.saving <= self._min_saving or len(kept) < 2:

@@ -237,11 +237,11 @@ def is_pattern(path: str) -> bool:
     return any(sign in path for sign in "*?[")
 
 
-def shown(names: Sequence[str]) -> str:
+def listed(names: Sequence[str]) -> str:
     """Returns a few names for a message, and how many there are beyond these.
 
     Example:
-        >>> shown(["a", "b"]), shown(["a", "b", "c", "d", "e"])
+        >>> listed(["a", "b"]), listed(["a", "b", "c", "d", "e"])
         ("'a' and 'b'", "'a', 'b', 'c' and 2 more")
     """
     quoted = [repr(name) for name in names[:_NUM_SHOWN]]
@@ -307,7 +307,7 @@ def _files_in(absolute: str, text: str, extensions: Sequence[str]) -> list[str]:
     fitting = [name for name in entries if not wanted or name.lower().endswith(wanted)]
     if not fitting:
         kind = f" that ends in {join_words(list(wanted), 'or')}" if wanted else ""
-        others = f"it has {shown(entries)}" if entries else "it holds no files"
+        others = f"it has {listed(entries)}" if entries else "it holds no files"
         raise ValueError(
             f"Folder {text!r} in `paths` has no file{kind}; {others}. Expected at "
             "least one: pass another folder, or a pattern such as "
@@ -330,4 +330,4 @@ def nearest(absolute: str) -> str:
     close = None if is_pattern(path.name) else checks.did_you_mean(path.name, names)
     if close:
         return f" Did you mean {str(parent / close)!r}?"
-    return f" Folder {str(parent)!r} has {shown(names)}."
+    return f" Folder {str(parent)!r} has {listed(names)}."

@@ -26,7 +26,7 @@ from tfamp.data.sources._files import (
     checked_number,
     find_files,
     is_counted,
-    shown,
+    listed,
 )
 from tfamp.data.stages.base import Settings
 from tfamp.records import checks
@@ -274,14 +274,14 @@ def _names(
     repeated = sorted({name for name in names if names.count(name) > 1})
     if repeated:
         raise ValueError(
-            f"The header of {path!r} names {shown(repeated)} more than once; expected "
+            f"The header of {path!r} names {listed(repeated)} more than once; expected "
             "each column once. Rename one, or pass `header=False` if it is a row."
         )
     counted = [str(n) for n in range(len(names) + 1)]
     is_counted = names in (counted[:-1], counted[1:])
     if not is_counted and all(is_number(name) for name in names):
         raise ValueError(
-            f"The first line of {path!r} holds numbers, {shown(names)}; expected the "
+            f"The first line of {path!r} holds numbers, {listed(names)}; expected the "
             "names of the columns. Pass `header=False`."
         )
     return names
@@ -290,8 +290,8 @@ def _names(
 def _differing(first: str, names: list[str], path: str, found: list[str]) -> str:
     lacking = [name for name in names if name not in found]
     added = [name for name in found if name not in names]
-    differences = [f"lacks {shown(lacking)}"] if lacking else []
-    differences += [f"has {shown(added)} in addition"] if added else []
+    differences = [f"lacks {listed(lacking)}"] if lacking else []
+    differences += [f"has {listed(added)} in addition"] if added else []
     return (
         f"File {path!r} has other columns than {first!r}: it "
         f"{' and '.join(differences) or 'has them in another order'}. Expected the "
@@ -311,7 +311,7 @@ def _wanted(
     if columns is not None and not columns:
         raise ValueError(
             f"`columns` is {columns!r}; expected at least one name, or None for all. "
-            f"The files have {shown(names)}."
+            f"The files have {listed(names)}."
         )
     asked = names if columns is None else dict.fromkeys(columns)
     wanted = [name for name in asked if name != label]
@@ -338,5 +338,5 @@ def _check_known(argument: str, name: Any, names: list[str]) -> None:
     advice = f"Did you mean {close!r}?" if close else "Pass one of these names."
     raise ValueError(
         f"`{argument}` names the column {name!r}, which the files lack; expected one "
-        f"of their {len(names)}, {shown(names)}. {advice}"
+        f"of their {len(names)}, {listed(names)}. {advice}"
     )

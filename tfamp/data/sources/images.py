@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._sources import RandomAccess, files_identity
-from tfamp.data.sources._files import as_path, nearest, shown
+from tfamp.data.sources._files import as_path, listed, nearest
 from tfamp.records import checks
 
 # What `tf.io.decode_image` reads; the first frame of a GIF.
@@ -227,7 +227,7 @@ def _class_folders(
     folders = sorted(entry.name for entry in entries if entry.is_dir())
     loose = sorted(entry.name for entry in entries if entry.is_file())
     if not folders:
-        has = f"it has files such as {shown(loose)}" if loose else "it is empty"
+        has = f"it has files such as {listed(loose)}" if loose else "it is empty"
         raise ValueError(
             f"Folder {root!r} has no class folders: {has}. Expected one folder of "
             f"{kind} for each class. Pass `labels=None` for {kind} without labels, or "
@@ -238,7 +238,7 @@ def _class_folders(
         close = checks.did_you_mean(unknown[0], folders)
         raise ValueError(
             f"Unknown class {unknown[0]!r} in `class_names`; expected folders of "
-            f"{root!r}, which has {shown(folders)}. "
+            f"{root!r}, which has {listed(folders)}. "
             + (f"Did you mean {close!r}?" if close else "Pass their names.")
         )
     if loose:
@@ -278,9 +278,9 @@ def _labels_by_path(
         what, which = ("lacks", missing) if missing else ("names", unknown)
         tail = "which lie there" if missing else "which do not lie there"
         raise ValueError(
-            f"`labels` {what} {shown(which)}, {tail}; expected one label for each file "
-            f"below {root!r}, by its path relative to it. Complete the dict, or move "
-            "files that do not belong out of the folder."
+            f"`labels` {what} {listed(which)}, {tail}; expected one label for each "
+            f"file below {root!r}, by its path relative to it. Complete the dict, or "
+            "move files that do not belong out of the folder."
         )
     values = [given[path] for path in relative]
     if not all(isinstance(value, str) for value in values):
@@ -288,7 +288,7 @@ def _labels_by_path(
             isinstance(v, bool) or not isinstance(v, (int, np.integer)) for v in values
         ):
             raise TypeError(
-                f"`labels` holds {shown([str(v) for v in values])}; expected integers "
+                f"`labels` holds {listed([str(v) for v in values])}; expected integers "
                 "alone, or class names alone where `class_names` is given. Make them "
                 "one kind."
             )
@@ -298,7 +298,7 @@ def _labels_by_path(
     if unknown:
         raise ValueError(
             f"`labels` holds the class {unknown[0]!r}; expected one of `class_names`, "
-            f"{shown(names)}. Add it there, or correct the label."
+            f"{listed(names)}. Add it there, or correct the label."
         )
     return [names.index(value) for value in values], names
 

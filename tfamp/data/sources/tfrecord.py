@@ -18,7 +18,7 @@ from tfamp.data.sources._files import (
     ChunkedSource,
     checked_number,
     find_files,
-    shown,
+    listed,
 )
 from tfamp.data.stages.base import Settings, map_in_order
 from tfamp.records import checks
@@ -278,11 +278,11 @@ def _check_features(path: str, compression: str, features: Features) -> None:
         return
     try:
         names = sorted(tf.train.Example.FromString(records[0]).features.feature)
-        has = f"the first record has {shown(names)}" if names else "it has none"
+        has = f"the first record has {listed(names)}" if names else "it has none"
     except Exception:  # protobuf's own error, whose module differs by version
         has = "the first record is no tf.train.Example"
     raise ValueError(
-        f"The records of {path!r} do not fit `features` {shown(list(features))}: "
+        f"The records of {path!r} do not fit `features` {listed(list(features))}: "
         f"{failures[0]}; {has}. Expected these features in all records: correct their "
         "names, shapes and dtypes, or pass `features=None` and parse in `.map`."
     )

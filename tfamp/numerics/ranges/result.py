@@ -127,7 +127,12 @@ class Ranges(TableRecord):
                 else "·"
                 for fit in layer.fits
             ]
-            row = (layer.path, layer.kind, shown(layer.smallest), shown(layer.largest))
+            row = (
+                layer.path,
+                layer.kind,
+                magnitude_text(layer.smallest),
+                magnitude_text(layer.largest),
+            )
             rows.append((*row, *fits))
         right = {**console.FOLD, "justify": "right"}
         columns = {
@@ -212,12 +217,12 @@ def _draw(
     figure.savefig(path, dpi=150)
 
 
-def shown(magnitude: float) -> str:
+def magnitude_text(magnitude: float) -> str:
     """Returns a magnitude in three characters of digits, "-" for none.
 
     Example:
-        >>> shown(65504.0), shown(3.1e-9), shown(float("inf")), shown(0.0)
-        ('6.6e+04', '3.1e-09', '-', '-')
+        >>> [magnitude_text(x) for x in (65504.0, 3.1e-9, float("inf"), 0.0)]
+        ['6.6e+04', '3.1e-09', '-', '-']
     """
     return f"{magnitude:.1e}" if 0 < magnitude < math.inf else "-"
 

@@ -45,7 +45,7 @@ def under_default_rules(
             else:
                 layer_dtypes.begin_again(layer, settings)
         for layer in layers:
-            layer_dtypes.settle(layer)
+            layer_dtypes.decide(layer)
         resolution.resolve(model)
         yield
 

@@ -102,8 +102,8 @@ class Sensitivity(TableRecord):
             row = (
                 layer.path,
                 layer.class_name,
-                _shown(layer.forward_error),
-                _shown(layer.backward_error),
+                _error_text(layer.forward_error),
+                _error_text(layer.backward_error),
                 because,
             )
             rows.append(row)
@@ -117,7 +117,7 @@ class Sensitivity(TableRecord):
         return console.text_of(console.table(columns, rows, title=title), self.advice)
 
 
-def _shown(error: float) -> str:
+def _error_text(error: float) -> str:
     if math.isnan(error):
         return "-"
     return "not finite" if math.isinf(error) else f"{error:.2g}"

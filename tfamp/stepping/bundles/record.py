@@ -94,8 +94,8 @@ class Replayed(Record):
         for step in self.steps:
             same = f"  differs: {', '.join(step.differing)}" if step.differing else ""
             lines.append(
-                f"{step.epoch:>5} {step.step:>8} {_shown(step.recorded_loss):>16} "
-                f"{_shown(step.replayed_loss):>16}{same}"
+                f"{step.epoch:>5} {step.step:>8} {_loss_text(step.recorded_loss):>16} "
+                f"{_loss_text(step.replayed_loss):>16}{same}"
             )
         lines += [""] if self.differences or self.notes else []
         lines += [f"- {line}" for line in (*self.differences, *self.notes)]
@@ -107,7 +107,7 @@ class Replayed(Record):
         return self.table()
 
 
-def _shown(loss: float | None) -> str:
+def _loss_text(loss: float | None) -> str:
     return "-" if loss is None else f"{loss:.9g}"
 
 
