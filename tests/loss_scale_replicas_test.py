@@ -367,9 +367,11 @@ def test_moving_statistics_survive_a_skipped_step(strategy, stock):
     x, y = without(bad_rows, BATCH)
     with strategy.scope():
         clean = normalized()
-        clean.compile(inner(), "mse")
+        clean.compile(inner(), "mse")  # each replica keeps its own in stock Keras
     clean.fit(x, y, batch_size=BATCH, shuffle=False, verbose=0)
-    np.testing.assert_allclose(found, statistics(strategy, clean), **TOLERANCE)
+    means = [np.mean(parts, axis=0) for parts in statistics(strategy, clean)]
+    for both, mean in zip(found, means, strict=True):
+        np.testing.assert_allclose(both, [mean, mean], **TOLERANCE)
 
 
 def uniform_data():

@@ -41,8 +41,8 @@ def state_of(model):
     """Returns all that has to be the same on every worker."""
     optimizer = model.optimizer
     slots = [np.asarray(v.value) for v in optimizer.variables]
-    # Keras keeps moving statistics of each replica apart.
-    weights = [np.asarray(v.value) for v in model.trainable_weights]
+    # Moving statistics too, of which Keras keeps those of each replica apart.
+    weights = [np.asarray(v.value) for v in model.weights]
     return {
         "weights": [w.tolist() for w in weights],
         "slots": hashlib.sha256(b"".join(s.tobytes() for s in slots)).hexdigest(),

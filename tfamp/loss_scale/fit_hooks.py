@@ -26,6 +26,7 @@ from tfamp.keras_hooks.variables import variables_written
 from tfamp.loss_scale import errors
 from tfamp.loss_scale.fit_notes import around_run
 from tfamp.loss_scale.sharing import weights_replicas
+from tfamp.loss_scale.statistics import ReplicaStatistics
 from tfamp.loss_scale.step_state import StateBeforeStep, kept_if_empty, ours_of
 from tfamp.loss_scale.tape.gradients import training_with
 
@@ -132,27 +133,41 @@ def _raise_if_stopped(model: keras.Model) -> None:
 
 
 class _EndOfEpoch(keras.callbacks.Callback):
-    """Applies what is left of a window before anything looks at the weights."""
+    """Brings weights up to date before anything looks at them.
+
+    What is left of a window is applied; replicas agree on moving statistics.
+    """
+
+    statistics: ReplicaStatistics
+
+    def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
+        """Finds what the replicas hold."""
+        self.statistics = ReplicaStatistics(self.model)
+
+    def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
+        """Notes that weights move."""
+        self.statistics.begin_epoch()
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
-        """Flushes the window, and raises what XLA could not."""
+        """Brings weights up to date, and raises what XLA could not."""
         self._flush()
         if self.model.jit_compile:
             _raise_if_stopped(self.model)
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        """Flushes the window before the validation inside `fit`."""
+        """Brings weights up to date before the validation inside `fit`."""
         self._flush()
 
     def _flush(self) -> None:
         for optimizer in ours_of(self.model):
             optimizer.flush()
+        self.statistics.average()
 
 
 @contextlib.contextmanager
 def _guarded_fit(model: keras.Model, callbacks: Any) -> Iterator[Any]:
     _prepare(model)
-    if not ours_of(model):
+    if not ours_of(model) and not weights_replicas(model):
         with _our_errors(model):  # of optimizers that a `train_step` has of its own
             yield callbacks
         return

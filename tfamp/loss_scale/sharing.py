@@ -15,7 +15,7 @@ def weights_replicas(model: keras.Model) -> bool:
 
     A model that tfamp does not manage, nor its optimizer, stays as Keras has it.
     """
-    num_replicas = tf.distribute.get_strategy().num_replicas_in_sync
+    num_replicas = model.distribute_strategy.num_replicas_in_sync
     return num_replicas > 1 and bool(record_of(model) is not None or ours_of(model))
 
 

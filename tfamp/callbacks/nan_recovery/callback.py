@@ -175,7 +175,9 @@ class NanRecovery(FitCallback):
             raise ValueError(
                 "NanRecovery was given a model on several workers; expected one "
                 "process, since nothing makes the workers go back together. Leave it "
-                "out, and use `keras.callbacks.BackupAndRestore`."
+                "out, and train with `tfamp.LossScaleOptimizer(optimizer)`, which "
+                "skips a bad step on all of them alike; `keras.callbacks."
+                "BackupAndRestore` fails there or goes on from other weights."
             )
         self._leave()
         settings = self._settings
