@@ -10,6 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import STYLES, assembled
+from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning import measured_policies, measurement_cache, policy_steps
 from tfamp.tuning.measured_policies import Measuring
 from tfamp.tuning.policy_steps import Candidate, Prepared
@@ -190,6 +191,15 @@ def test_a_measured_model_is_as_it_was(style, policy):
     assert model.optimizer is optimizer
     assert tfamp.PrecisionPlan.from_model(model).rows == dtypes
     model.fit(X, Y, verbose=0)
+
+
+def test_a_trace_for_each_policy_is_no_reason_to_warn(retracing):
+    model = made()
+    steps = policy_steps.PolicySteps(model, [(X, Y), (X[:8], Y[:8])])
+    with unchanged(model), policy_steps.put_back(model):
+        for _ in range(6):
+            assert steps.prepare(Candidate("float32", False)).racer is not None
+    assert retracing() == []
 
 
 def test_xla_is_timed_too_and_put_back():

@@ -119,8 +119,10 @@ def everything():
         "auto": (1.9, 0.98),
         "mixed_float16": (0.4, 0.5),
         "keras:mixed_bfloat16+xla+rewrite": (1.8, 0.978),
+        "runs/plan.json": (1.2, 0.98),
     }
     long = "a_layer_with_a_very_long_name_that_goes_on/" * 6
+    names = (f"{long}{number}" for number in range(30))
     run = made_evidence.run("auto", 2, speed=1.9, metric=0.98)
     layers = (dataclasses.replace(run.layers[0], path=long), *run.layers)
     failed = Run("mixed_float16", 1, status="failed", error=f"ValueError: {long}" * 4)
@@ -133,6 +135,7 @@ def everything():
         title=f"digits CNN {long}",
         notes=("A note.", long),
         operations={"auto": (OperationTime("MatMul", 0.04, 0.02),)},
+        plans={"runs/plan.json": made_evidence.tuned_plan((*names, "a", "b"))},
     )
 
 
@@ -239,7 +242,7 @@ def test_paper_needs_no_script(opened):
 
 def test_layers_are_searched(opened):
     page = opened()
-    page.locator("summary").first.click()
+    page.locator("section[aria-labelledby=layers] summary").click()
     lines = page.locator("#layer-table tbody tr:visible")
     every = lines.count()
     page.locator("#layer-search").fill("HEAD")
@@ -260,6 +263,6 @@ def test_what_slips_into_the_page_does_not_run(browser, tmp_path):
     page.goto(path.as_uri())
     assert page.title() == "digits CNN: Equivalent and faster"
     # Its own script does run.
-    page.locator("summary").first.click()
+    page.locator("section[aria-labelledby=layers] summary").click()
     assert page.locator("#layer-tools").is_visible()
     page.close()

@@ -35,6 +35,7 @@ from tfamp.comparison.report import text as report_text
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
 from tfamp.comparison.result import Comparison
+from tfamp.comparison.tuned_plans import TunedPlan
 from tfamp.comparison.verdict import Verdict
 from tfamp.records import files
 from tfamp.records.record import Device
@@ -119,6 +120,15 @@ def less_is_better():
     return replace(found, runs=tuple(runs), verdicts={"auto": verdict})
 
 
+def tuned():
+    """Evidence on a plan with many layers and its search, and on one without."""
+    paths = tuple(f"encoder_with_a_long_name/block_{n}/attention" for n in range(30))
+    policies = {"float32": (1, 0.98), PLAN: (1.9, 0.98), f"{PLAN}+xla": (1.8, 0.98)}
+    plans = {PLAN: made_evidence.tuned_plan(paths)}
+    return made_evidence.evidence(policies, plans=plans)
+
+
+PLAN = "/a/folder/that/has/a/long/path/of/its/own/plan.json"
 LONG = "keras:mixed_bfloat16+xla+rewrite" * 3
 CASES = {
     "two policies": made_evidence.evidence,
@@ -147,6 +157,7 @@ CASES = {
         {"float32": (1, 0.98), LONG: (1.9, 0.98), f"{LONG}+{LONG}": (1.8, 0.98)}
     ),
     "the reference alone": lambda: made_evidence.evidence({"float32": (1, 0.98)}),
+    "a plan by tune": tuned,
     "a loss scale": lambda: made_evidence.evidence(
         {"float32": (1, 0.98), "mixed_float16": (0.5, 0.98)}
     ),
@@ -950,7 +961,7 @@ CLASSES = {
     for each in (
         *(Evidence, Run, Spread, Latency),
         *(Memory, LayerDtype, Verdict, Interval),
-        *(Context, Device, OperationTime),
+        *(Context, Device, OperationTime, TunedPlan),
     )
 }
 

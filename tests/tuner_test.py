@@ -1,5 +1,6 @@
 """`tfamp.tune`: the layers that need float32 are found, and the metric holds."""
 
+import contextlib
 import re
 
 import keras
@@ -9,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import STYLES, assembled
-from tfamp.tuning import judges, layer_choice, scores
+from tfamp.tuning import judges, layer_choice, scores, tuner
 
 layers = keras.layers
 GENERATOR = np.random.default_rng(0)
@@ -145,7 +146,15 @@ def test_rules_that_are_not_needed_go_where_they_may():
     assert norm.rule == "tune"
 
 
-def test_a_builder_is_judged_by_short_trainings():
+def test_a_builder_is_judged_by_short_trainings(monkeypatch, retracing):
+    bars = []
+
+    @contextlib.contextmanager
+    def noted(text, total, **options):
+        yield lambda done: bars.append((text, done, total))
+
+    for module in (judges, tuner):
+        monkeypatch.setattr(module, "progress", noted)
     plan = tfamp.tune(
         lambda: made((1,)),
         (X, Y),
@@ -157,6 +166,11 @@ def test_a_builder_is_judged_by_short_trainings():
     )
     assert kept_by_tune(plan) == {"squares_1_"}
     assert plan.evidence["tuning"]["judged_by"] == "2 short trainings of 4 steps"
+    assert [bar for bar in bars if bar[0] == "Training in float32"] == [
+        ("Training in float32", number, 4) for number in (1, 2, 3, 4)
+    ]
+    assert ("Trying plans", 1, 12) in bars
+    assert retracing() == []
 
 
 def test_float32_is_an_answer_and_says_why(monkeypatch):
@@ -323,3 +337,27 @@ def test_the_bound_holds_in_at_least_95_percent_of_samples():
         flips = generator.choice([-1.0, 0.0, 1.0], 400, p=[0.01, 0.97, 0.02])
         below += scores.upper_bound(flips, 0.05, is_rate=True) < 0.01
     assert below <= 0.05 * 400 + 2 * np.sqrt(400 * 0.05 * 0.95)
+
+
+def test_a_trace_for_each_plan_is_no_reason_to_warn(retracing):
+    model = made()
+    for _ in range(6):
+        scores.predict(model, [(X[:8], Y[:8]), (X[:4], Y[:4])])
+    assert retracing() == []
+
+
+def test_batches_of_several_shapes_are_traced_once():
+    traces = []
+
+    class Noted(layers.Layer):
+        def call(self, x):
+            traces.append(x.shape)
+            return x
+
+    model = keras.Sequential([keras.Input((None,)), Noted(name="noted")])
+    traces.clear()
+    batches = [(np.full((2 + n, 3 + n), n, "float32"), None) for n in range(3)]
+    found = scores.predict(model, batches)
+    assert [tuple(shape) for shape in traces] == [(None, None)]
+    for (x, _), outputs in zip(batches, found, strict=True):
+        np.testing.assert_array_equal(outputs, x)

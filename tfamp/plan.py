@@ -242,7 +242,8 @@ class PrecisionPlan(TableRecord):
                 "one that `tfamp.tune` made. Print it, to see what it says."
             )
         title = f"{self.model}: policy {self.policy}"
-        plan_plot.draw(tuning, self.kept, title, path)
+        float32 = planned_layers.in_float32(self.rows, self.operations)
+        plan_plot.draw(tuning, float32, title, path)
 
     def table(self) -> str:
         """Returns policy, evidence in a line, and a row for each layer."""

@@ -15,6 +15,7 @@ from tfamp.comparison.evidence import Evidence
 from tfamp.records import checks, units
 from tfamp.trials.intervals import effect_of_ratio
 from tfamp.trials.run_records import Run
+from tfamp.trials.variant import short_names
 
 # Words of --fail_on.
 _FAILURES = ("worse", "slower", "not_faster", "undecided", "failed")
@@ -32,7 +33,8 @@ def _compare(call: Call) -> Outcome:
     values = call.values
     out = Path(values["out"] or time.strftime("tfamp-report-%Y%m%d-%H%M%S"))
     total = None if values["resume"] else len(values["policies"]) * values["seeds"]
-    lines = _Lines(total, sys.stderr if values["json"] == "-" else sys.stdout)
+    file = sys.stderr if values["json"] == "-" else sys.stdout
+    lines = _Lines(values["policies"], total, file)
     found = tfamp.compare(
         call.argument,
         profile_steps=values["profile_steps"] if values["profile"] else 0,
@@ -65,7 +67,7 @@ def failures(found: Evidence, fail_on: Sequence[str]) -> list[str]:
             ),
         }
         sentences += [
-            f"{policy} is {word.replace('_', ' ')}: {verdict}"
+            f"{found.label(policy)} is {word.replace('_', ' ')}: {verdict}"
             for word in fail_on
             if applies[word]
         ]
@@ -76,11 +78,13 @@ class _Lines:
     """Prints a line for each finished run where no bar on a terminal shows them.
 
     Args:
+        policies: What is compared.
         total: Runs to come, None if unknown.
         file: Where to.
     """
 
-    def __init__(self, total: int | None, file: Any) -> None:
+    def __init__(self, policies: Sequence[str], total: int | None, file: Any) -> None:
+        self._names = short_names(policies)
         self._total, self._done, self._file = total, 0, file
         self._began = time.monotonic()
 
@@ -98,7 +102,8 @@ class _Lines:
             seconds = (time.monotonic() - self._began) / self._done
             left = units.format_seconds(seconds * (self._total - self._done))
             place, text = f"[{self._done}/{self._total}]", f"{text}  ({left} left)"
-        line = f"{place} {run.policy}, seed {run.seed}: {text}"
+        name = self._names.get(run.policy, run.policy)
+        line = f"{place} {name}, seed {run.seed}: {text}"
         print(line, file=self._file, flush=True)
 
 

@@ -25,6 +25,7 @@ import numpy as np
 from tfamp.comparison import measures
 from tfamp.comparison.judgement import are_same
 from tfamp.comparison.measures import measures_of
+from tfamp.comparison.tuned_plans import TunedPlan
 from tfamp.comparison.verdict import Answer, Verdict
 from tfamp.records import checks
 from tfamp.records.record import Record
@@ -38,6 +39,7 @@ from tfamp.trials.intervals import (
     interval_of_ratios,
 )
 from tfamp.trials.run_records import Context, OperationTime, Run
+from tfamp.trials.variant import short_names
 
 # The metric beside it has no ratio.
 PRIMARY = "examples_per_second"
@@ -64,6 +66,7 @@ class Evidence(Record):
         notes: What a reader should know, one sentence each.
         operations: Policy -> operations by time, where a profile was taken.
         num_looks: How often runs of this comparison were judged, this time included.
+        plans: Policy -> what `tfamp.tune` left in it, of those that are its plans.
     """
 
     title: str
@@ -82,6 +85,7 @@ class Evidence(Record):
         default_factory=dict, hash=False
     )
     num_looks: int = 1
+    plans: dict[str, TunedPlan] = dataclasses.field(default_factory=dict, hash=False)
 
     @property
     def candidates(self) -> tuple[str, ...]:
@@ -109,6 +113,10 @@ class Evidence(Record):
     def verdict(self) -> Answer:
         """The answer for the best policy; `verdicts` has each, with its reason."""
         return self.verdicts[self.best].answer
+
+    def label(self, policy: str) -> str:
+        """Returns what a policy is called: that of a plan is the name of its file."""
+        return short_names(self.policies).get(policy, policy)
 
     def finished(self, policy: str) -> tuple[Run, ...]:
         """Returns the finished runs of a policy, by seed."""

@@ -18,7 +18,7 @@ from tfamp.trials.intervals import (
     interval_of_ratios,
 )
 from tfamp.trials.run_records import Run
-from tfamp.trials.variant import Variant
+from tfamp.trials.variant import Variant, short_names
 
 Better = Literal["max", "min"]
 _FLOAT32_EPSILON = 2.0**-23
@@ -148,9 +148,8 @@ def verdict_on(
         tolerance *= abs(float(np.mean([x for x, _ in values]))) or 1.0
     if failures:
         first = failures[0]
-        reason = (
-            f"the run under {first.policy} with seed {first.seed} failed: {first.error}"
-        )
+        name = short_names([run.policy for run in failures])[first.policy]
+        reason = f"the run under {name} with seed {first.seed} failed: {first.error}"
         return without_judgement("undecided", reason)
     resolution = _FLOAT32_EPSILON * max((abs(x) for x, _ in values), default=0.0)
     if pairs and all(are_same(before, after) for before, after in pairs):
@@ -216,10 +215,20 @@ def _is_fraction(
 
 
 def are_same(before: Run, after: Run) -> bool:
-    """Whether two runs computed the same under two names, as "auto" often does."""
+    """Whether two runs computed the same under two names, as "auto" often does.
+
+    The policy of a plan is not that of each of its layers.
+    """
     if not before.resolved_policy or before.resolved_policy != after.resolved_policy:
         return False
     first, second = Variant.parse(before.policy), Variant.parse(after.policy)
+    if first.is_plan or second.is_plan:
+        dtypes = [
+            {layer.path: layer.compute_dtype for layer in run.layers}
+            for run in (before, after)
+        ]
+        if not dtypes[0] or dtypes[0] != dtypes[1]:
+            return False
     return first == dataclasses.replace(second, policy=first.policy)
 
 
@@ -240,7 +249,7 @@ def rule_cost(
     A policy is held against itself without rules, or against stock Keras's, where that
     was measured too.
     """
-    sentences = []
+    sentences, names = [], short_names(list(by_policy))
     for policy, runs in by_policy.items():
         ours = Variant.parse(policy)
         if ours.is_stock or not ours.has_rules:
@@ -261,9 +270,9 @@ def rule_cost(
             if found.estimate < 1 - worth:
                 between = f"{found.low:.3f} to {found.high:.3f}"
                 sentences.append(
-                    f"Keeping layers in float32 costs {policy} "
-                    f"{100 * (1 - found.estimate):.1f} % of the examples/s of {other} "
-                    f"(ratio {found.estimate:.3f}, "
+                    f"Keeping layers in float32 costs {names[policy]} "
+                    f"{100 * (1 - found.estimate):.1f} % of the examples/s of "
+                    f"{names[other]} (ratio {found.estimate:.3f}, "
                     f"{between if len(ratios) > 1 else 'one seed'})."
                 )
     return tuple(sentences)

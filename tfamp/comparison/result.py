@@ -17,6 +17,7 @@ from tfamp.comparison.judgement import (
 )
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
+from tfamp.comparison.tuned_plans import TunedPlan
 from tfamp.trials.intervals import rate_of
 from tfamp.trials.job import Job
 from tfamp.trials.run.step_profiles import side_by_side
@@ -73,14 +74,15 @@ def conclude(
     context: Context | None,
     notes: Sequence[str] = (),
     profiles: Mapping[str, Mapping[str, float]] | None = None,
+    plans: Mapping[str, TunedPlan] | None = None,
     look: int = 1,
     examples: PerExample = lambda pairs, metric: None,
 ) -> Comparison:
     """Returns the comparison of runs, at least one of them finished.
 
     `profiles` has the seconds of a step by policy and type of operation; `examples`
-    gives the differences of a metric on each example of pairs of runs; the rest is as
-    for `compare`.
+    gives the differences of a metric on each example of pairs of runs; `plans` are
+    those of `Evidence`; the rest is as for `compare`.
     """
     metric = choose_metric(runs, metric)
     better = better or direction(metric)
@@ -104,6 +106,7 @@ def conclude(
         context=context,
         operations=side_by_side(profiles or {}, reference),
         num_looks=look,
+        plans=dict(plans or {}),
     )
     verdicts = {
         policy: verdict_on(
@@ -122,7 +125,9 @@ def conclude(
         )
         for policy in first.candidates
     }
-    of_runs = (f"{run.policy}: {note}" for run in runs for note in run.notes)
+    of_runs = (
+        f"{first.label(run.policy)}: {note}" for run in runs for note in run.notes
+    )
     sentences = (*_sentences(first), *notes, *of_runs)
     return dataclasses.replace(
         first, verdicts=verdicts, notes=tuple(dict.fromkeys(sentences))
@@ -149,15 +154,16 @@ def _sentences(found: Comparison) -> tuple[str, ...]:
     """Returns what the choice of policies makes worth saying."""
     sentences = []
     plain = [p for p in found.policies if Variant.parse(p).is_float32]
+    reference = found.label(found.reference)
     if len(plain) > 1:
         others = ", ".join(p for p in plain if p != found.reference)
         sentences.append(
-            f"{found.reference} is the reference, since it was the fastest float32 "
+            f"{reference} is the reference, since it was the fastest float32 "
             f"(faster than {others})."
         )
     elif not plain:
         sentences.append(
-            f"{found.reference} is the reference, since no float32 was asked for."
+            f"{reference} is the reference, since no float32 was asked for."
         )
     for policy in found.policies:
         runs = found.finished(policy)

@@ -15,6 +15,7 @@ from tfamp.comparison.judgement import (
     direction,
 )
 from tfamp.comparison.result import Comparison, conclude, load_note
+from tfamp.comparison.tuned_plans import tuned_plans
 from tfamp.memory.batch_search import processes as batch_search
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
@@ -23,6 +24,7 @@ from tfamp.trials import parcel, processes, storage, turns
 from tfamp.trials.job import Job, checked_policies, checked_seeds, fingerprint
 from tfamp.trials.run import example_metrics, step_profiles
 from tfamp.trials.run_records import Run
+from tfamp.trials.variant import short_names
 
 
 def _with_plans_as_files(function: Callable[..., Comparison]) -> Callable[..., Any]:
@@ -148,6 +150,7 @@ def compare(
         source="" if isinstance(build_model, str) else fingerprint(build_model),
         command=command,
     )
+    plans = tuned_plans(job.policies)
     tolerance = checks.positive("tolerance", tolerance)
     if better is not None:
         checks.choice("better", better, ("max", "min"))
@@ -188,6 +191,7 @@ def compare(
             context=storage.context(folder),
             notes=(*notes, *busy),
             profiles=_profiles(folder, job),
+            plans=plans,
             look=storage.look(folder, runs, choose_metric(runs, metric)),
             examples=functools.partial(example_metrics.differences, folder),
         )
@@ -206,7 +210,7 @@ def _run_all(
 ) -> tuple[list[Run], bool]:
     """Runs what is missing; returns all runs and whether Ctrl-C ended it."""
     runs = {(run.policy, run.seed): run for run in kept}
-    total = len(job.order())
+    total, names = len(job.order()), short_names(job.policies)
     for run in kept[:1]:
         check(run)
 
@@ -246,7 +250,7 @@ def _run_all(
                         policy,
                         seed,
                         timeout_seconds=timeout_seconds,
-                        on_progress=functools.partial(_show, show, runs, parts),
+                        on_progress=functools.partial(_show, show, names, runs, parts),
                     )
                     for policy in policies
                     if policy not in hopeless
@@ -290,6 +294,7 @@ def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> Non
 
 def _show(
     show: Callable[[float, str], None],
+    names: Mapping[str, str],
     runs: Mapping[tuple[str, int], Run],
     parts: dict[str, float],
     process: processes.RunProcess,
@@ -299,7 +304,8 @@ def _show(
     under_way = sum(
         part for policy, part in parts.items() if (policy, process.seed) not in runs
     )
-    show(len(runs) + under_way, f"{process.policy}, seed {process.seed}")
+    name = names[process.policy]
+    show(len(runs) + under_way, f"{name}, seed {process.seed}")
 
 
 def _profiles(folder: Path, job: Job) -> dict[str, dict[str, float]]:

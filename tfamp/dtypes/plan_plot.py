@@ -1,21 +1,72 @@
 """Draws what a plan was made from: the layers' errors, and the path of the search."""
 
+import dataclasses
 import math
 import os
-from collections.abc import Mapping, Sequence
-from typing import Any
+from collections.abc import Collection, Mapping, Sequence
+from typing import Any, NamedTuple
 
 from tfamp.records import checks, units
 
-_FLOAT32, _HALF, _LIMIT = "#c0392b", "#2f6da8", "#555555"
-# Errors below this are drawn at it: a logarithm has no 0.
-_LEAST_ERROR = 1e-6
+# Errors are drawn within these: a logarithm has no 0, and an overflow no size.
+_LEAST_ERROR, _MOST_ERROR = 1e-6, 1e6
+# Layers with a name; more would cover one another.
 _MOST_NAMES = 12
+_MOST_LETTERS = 24
+# Of the size of a font, what a letter takes on the mean, and a line.
+_LETTER, _LINE = 0.6, 1.2
+
+
+@dataclasses.dataclass(frozen=True)
+class Look:
+    """Colours as matplotlib takes them, and the size of names in points."""
+
+    half: str = "#2f6da8"
+    float32: str = "#c0392b"
+    ink: str = "#333333"
+    soft: str = "#555555"
+    size: float = 7.0
+
+
+class Mark(NamedTuple):
+    """A layer in the plot.
+
+    Attributes:
+        path: Its path.
+        saving: The part of the whole that half precision saves on it, in %.
+        error: What half precision does to it alone, within what can be drawn.
+        is_float32: Whether the plan keeps it in float32.
+    """
+
+    path: str
+    saving: float
+    error: float
+    is_float32: bool
+
+
+class Try(NamedTuple):
+    """An evaluation in the plot.
+
+    Attributes:
+        number: From 1.
+        num_float32: Layers in float32 beyond those that rules keep.
+        worsening: The mean; infinite where the plan could not run.
+        bound: What the true worsening is below.
+        holds: Whether that is within the tolerance.
+        is_fresh: Whether it was made on examples that the choice had not seen.
+    """
+
+    number: int
+    num_float32: int
+    worsening: float
+    bound: float
+    holds: bool
+    is_fresh: bool
 
 
 def draw(
     tuning: Mapping[str, Any],
-    kept: Mapping[str, str],
+    float32: Collection[str],
     title: str,
     path: str | os.PathLike[str],
 ) -> None:
@@ -23,7 +74,7 @@ def draw(
 
     Args:
         tuning: What `tfamp.tune` left in the evidence of its plan.
-        kept: Layers and operations in float32, with what decided.
+        float32: Paths of the layers and operations in float32.
         title: Above the picture.
         path: An image file, whose ending says its kind.
     """
@@ -33,102 +84,206 @@ def draw(
     # Without pyplot, which keeps figures and picks a display.
     figure = figures.Figure(figsize=(11.0, 4.8), layout="constrained")
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
-    _draw_layers(left, tuning["layers"], kept)
-    _draw_search(right, tuning)
-    cost = units.format_seconds(float(tuning["seconds"]))
-    figure.suptitle(f"{title}\n{_short(str(tuning['reason']))}. It took {cost}.")
-    figure.savefig(path)
-
-
-def _draw_layers(
-    axes: Any, layers: Sequence[Mapping[str, Any]], kept: Mapping[str, str]
-) -> None:
-    points = [
-        (
-            100.0 * float(layer["saving"]),
-            _error(layer),
-            layer["path"],
-            layer["path"] in kept,
-        )
-        for layer in layers
-    ]
-    for is_kept, colour, label in (
-        (False, _HALF, "half precision"),
-        (True, _FLOAT32, "float32"),
-    ):
-        chosen = [point for point in points if point[3] == is_kept]
-        axes.scatter(
-            [point[0] for point in chosen],
-            [point[1] for point in chosen],
-            s=28,
-            color=colour,
-            marker="s" if is_kept else "o",
-            label=f"{len(chosen)} layers in {label}",
-        )
-    places: dict[tuple[float, float], list[str]] = {}
-    for saving, error, name, _ in sorted(points, key=lambda point: -point[1]):
-        place = round(saving, 1), round(math.log10(error), 1)
-        places.setdefault(place, []).append(name)
-    for (saving, error), names in list(places.items())[:_MOST_NAMES]:
-        text = ", ".join(names[:3]) + (f" and {len(names) - 3} more" * (len(names) > 3))
-        axes.annotate(
-            text, (saving, 10**error), xytext=(5, 4), textcoords="offset points", size=7
-        )
-    axes.set(
+    found, tries = marks(tuning, float32), evaluations(tuning)
+    draw_layers(left, found, Look())
+    left.set(
         yscale="log",
         xlabel="% of the whole that half precision saves",
         ylabel="error of the layer alone in half precision",
         title="Layers",
     )
-    axes.margins(0.15, 0.15)
-    axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(0.0, 0.9))
-
-
-def _error(layer: Mapping[str, Any]) -> float:
-    errors = [float(layer[name]) for name in ("forward_error", "backward_error")]
-    found = max((e for e in errors if not math.isnan(e)), default=0.0)
-    return min(max(found, _LEAST_ERROR), 1e6)
-
-
-def _draw_search(axes: Any, tuning: Mapping[str, Any]) -> None:
-    tried = [*tuning["evaluations"]]
-    if tuning.get("confirmed"):
-        tried.append(tuning["confirmed"])
-    numbers = range(1, len(tried) + 1)
-    for number, each in zip(numbers, tried, strict=True):
-        colour = _HALF if each["holds"] else _FLOAT32
-        mean, bound = _bounded(each["worsening"]), _bounded(each["bound"])
-        axes.plot([number, number], [mean, bound], color=colour, linewidth=2)
-        axes.plot(number, mean, "o", color=colour, markersize=5)
-        axes.annotate(
-            f"{len(each['float32'])}",
-            (number, bound),
-            xytext=(0, 4),
-            textcoords="offset points",
-            ha="center",
-            size=8,
-        )
-    axes.axhline(float(tuning["tolerance"]), color=_LIMIT, linestyle="--", linewidth=1)
-    axes.annotate(
-        f" tolerance {float(tuning['tolerance']):g}",
-        (0.0, float(tuning["tolerance"])),
-        xycoords=("axes fraction", "data"),
-        va="bottom",
-        size=8,
-    )
-    axes.set(
-        xlabel="evaluation, the last one on fresh examples",
-        ylabel=f"worsening of {tuning['metric']}: mean to bound",
+    draw_search(right, tries, float(tuning["tolerance"]), Look())
+    is_fresh = any(each.is_fresh for each in tries)
+    last = ", the last one on fresh examples" if is_fresh else ""
+    right.set(
+        xlabel=f"evaluation{last}",
+        ylabel=f"worsening of {tuning['metric']}, from its mean to its bound",
         title="Search (numbers: layers in float32)",
     )
-    axes.set_yscale("symlog", linthresh=float(tuning["tolerance"]))
-    axes.set_xticks(list(numbers))
+    figure.legend(fontsize="small", loc="outside lower center", ncols=3)
+    cost = units.format_seconds(float(tuning["seconds"]))
+    figure.suptitle(f"{title}\n{_short(str(tuning['reason']))}. It took {cost}.")
+    figure.draw_without_rendering()
+    name_layers(left, found, Look())
+    figure.savefig(path)
+
+
+def marks(tuning: Mapping[str, Any], float32: Collection[str]) -> list[Mark]:
+    """Returns a mark for each layer that was measured.
+
+    Example:
+        >>> layer = {"path": "a", "saving": 0.1, "forward_error": "inf",
+        ...     "backward_error": 0.0}
+        >>> marks({"layers": [layer]}, ["a"])
+        [Mark(path='a', saving=10.0, error=1000000.0, is_float32=True)]
+    """
+    chosen = set(float32)
+    return [
+        Mark(
+            layer["path"],
+            100.0 * float(layer["saving"]),
+            min(max(error_of(layer), _LEAST_ERROR), _MOST_ERROR),
+            layer["path"] in chosen,
+        )
+        for layer in tuning["layers"]
+    ]
+
+
+def error_of(layer: Mapping[str, Any]) -> float:
+    """Returns the larger error of a layer, of its outputs or of its gradients."""
+    errors = [float(layer[name]) for name in ("forward_error", "backward_error")]
+    return max((e for e in errors if not math.isnan(e)), default=0.0)
+
+
+def short_path(path: str) -> str:
+    """Returns a path, or its end where it is long.
+
+    Example:
+        >>> short_path("encoder/block_11/attention/query")
+        '…lock_11/attention/query'
+    """
+    return path if len(path) <= _MOST_LETTERS else f"…{path[1 - _MOST_LETTERS :]}"
+
+
+def evaluations(tuning: Mapping[str, Any]) -> list[Try]:
+    """Returns the evaluations of a search in order, that on fresh examples last."""
+    fresh = [tuning["confirmed"]] if tuning.get("confirmed") else []
+    tried = [(each, False) for each in tuning["evaluations"]]
+    return [
+        Try(
+            number,
+            len(each["float32"]),
+            float(each["worsening"]),
+            float(each["bound"]),
+            bool(each["holds"]),
+            is_fresh,
+        )
+        for number, (each, is_fresh) in enumerate(
+            (*tried, *((each, True) for each in fresh)), 1
+        )
+    ]
+
+
+def draw_layers(axes: Any, found: Sequence[Mark], look: Look) -> None:
+    """Draws a mark for each layer: a circle in half precision, a square in float32."""
+    for is_float32, marker, colour, label in (
+        (False, "o", look.half, "half precision"),
+        (True, "s", look.float32, "float32"),
+    ):
+        chosen = [mark for mark in found if mark.is_float32 == is_float32]
+        axes.plot(
+            [mark.saving for mark in chosen],
+            [mark.error for mark in chosen],
+            marker,
+            color=colour,
+            markersize=5.5,
+            label=f"{len(chosen)} layers in {label}",
+        )
+    axes.margins(0.15, 0.15)
+
+
+def name_layers(axes: Any, found: Sequence[Mark], look: Look) -> tuple[str, ...]:
+    """Writes the names of layers beside their marks, as far as there is room.
+
+    Those in float32 come first, then those with the largest errors. It has to come
+    after all that moves the axes.
+
+    Returns:
+        The names that are shown.
+    """
+    scale = 72 / axes.figure.dpi
+    points = {
+        mark: axes.transData.transform((mark.saving, mark.error)) * scale
+        for mark in found
+    }
+    places: dict[tuple[int, int], list[Mark]] = {}
+    for mark in sorted(found, key=lambda mark: (not mark.is_float32, -mark.error)):
+        x, y = points[mark]
+        places.setdefault((round(x / 4), round(y / 4)), []).append(mark)
+    taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points.values()]
+    (left, low), (right, high) = axes.bbox.get_points() * scale
+    shown = []
+    for here in list(places.values())[:_MOST_NAMES]:
+        text = short_path(here[0].path) + (
+            f" and {len(here) - 1} more" * (len(here) > 1)
+        )
+        width, height = _LETTER * look.size * len(text), _LINE * look.size
+        x, y = points[here[0]]
+        for dx, dy in (
+            *((6, -height / 2), (-6 - width, -height / 2)),
+            *((-width / 2, 5), (-width / 2, -5 - height)),
+            *((4, 4), (4, -4 - height), (-4 - width, 4), (-4 - width, -4 - height)),
+        ):
+            box = (x + dx, y + dy, x + dx + width, y + dy + height)
+            is_inside = (
+                left <= box[0] and low <= box[1] and box[2] <= right and box[3] <= high
+            )
+            if is_inside and not any(_overlap(box, other) for other in taken):
+                break
+        else:
+            continue
+        taken.append(box)
+        axes.annotate(
+            text,
+            (here[0].saving, here[0].error),
+            xytext=(dx, dy + height / 2),
+            textcoords="offset points",
+            va="center_baseline",
+            size=look.size,
+            color=look.ink,
+            parse_math=False,
+        )
+        shown.append(text)
+    return tuple(shown)
+
+
+def draw_search(
+    axes: Any, tries: Sequence[Try], tolerance: float, look: Look
+) -> list[float]:
+    """Draws the evaluations: mean and bound of each, and the tolerance.
+
+    A circle is one that holds, a cross one that does not, a triangle at the top one
+    that could not run; that on fresh examples is a diamond.
+
+    Returns:
+        The values beside the axis.
+    """
+    finite = [x for t in tries for x in (t.worsening, t.bound) if math.isfinite(x)]
+    top = 3 * max((tolerance, *finite))
+    for each in tries:
+        colour = look.half if each.holds else look.float32
+        mean, bound = min(each.worsening, top), min(each.bound, top)
+        marker = "D" if each.is_fresh else "o" if each.holds else "x"
+        if not math.isfinite(each.worsening):
+            marker = "^"
+        axes.plot([each.number] * 2, [mean, bound], color=colour, linewidth=2)
+        axes.plot(each.number, mean, marker, color=colour, markersize=6, mew=1.5)
+        axes.annotate(
+            str(each.num_float32),
+            (each.number, bound),
+            xytext=(0, 5),
+            textcoords="offset points",
+            ha="center",
+            size=look.size + 1,
+            color=look.ink,
+        )
+    how = {"color": look.soft, "linestyle": "--", "linewidth": 1}
+    axes.axhline(tolerance, label=f"tolerance {tolerance:g}", **how)
+    axes.set_yscale("symlog", linthresh=tolerance)
     axes.margins(x=0.15, y=0.2)
+    axes.set_xticks([each.number for each in tries])
+    low, high = sorted(axes.get_ylim())
+    decades = range(math.ceil(math.log10(max(high, -low, tolerance) / tolerance)) + 1)
+    sizes = [0.5 * tolerance, *(tolerance * 10.0**power for power in decades)]
+    values = sorted({0.0, *sizes, *(-size for size in sizes)})
+    values = [value for value in values if low <= value <= high]
+    axes.set_yticks(values, [f"{value:g}".replace("-", "−") for value in values])
+    axes.minorticks_off()
+    return values
 
 
-def _bounded(value: Any) -> float:
-    number = float(value)
-    return number if math.isfinite(number) else 1e3
+def _overlap(a: Sequence[float], b: Sequence[float]) -> bool:
+    return a[0] < b[2] and b[0] < a[2] and a[1] < b[3] and b[1] < a[3]
 
 
 def _short(text: str) -> str:

@@ -137,6 +137,14 @@ def difference(
     return ""
 
 
+def in_float32(
+    rows: Sequence[PlannedLayer], operations: Sequence[PlannedOperation]
+) -> tuple[str, ...]:
+    """Returns the paths of what computes in float32, the model itself left out."""
+    layers = (row.path for row in rows[1:] if row.compute_dtype == "float32")
+    return (*layers, *(operation.path for operation in operations))
+
+
 def put_on(
     model: keras.layers.Layer,
     settings: PolicySettings,

@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 import hashlib
 import os
+import re
 import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -58,6 +59,11 @@ def plan_file(folder: Path, policy: Any) -> Any:
     path = folder / f"plan-{digest}.json"
     policy.to_json(path)
     return str(path)
+
+
+def is_plan_file(path: str) -> bool:
+    """States whether a plan's file is one that `plan_file` wrote."""
+    return re.fullmatch(r"plan-[0-9a-f]{8}\.json", os.path.basename(path)) is not None
 
 
 def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:

@@ -3,7 +3,7 @@
 import contextlib
 import dataclasses
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import keras
 import tensorflow as tf
@@ -123,6 +123,41 @@ class Variant(Record):
         }
         words = [self.policy, *(name for name, is_on in options.items() if is_on)]
         return (_STOCK if self.is_stock else "") + "+".join(words)
+
+
+def short_names(policies: Sequence[str]) -> dict[str, str]:
+    """Returns what policies are called for people: plans by the names of their files.
+
+    Of files with the same name as many folders are told as tell them apart.
+
+    Args:
+        policies: Words as `Variant.parse` reads them.
+
+    Returns:
+        Policy -> its name.
+
+    Example:
+        >>> short_names(["float32", "/tmp/runs/plan.json+xla"])
+        {'float32': 'float32', '/tmp/runs/plan.json+xla': 'plan.json+xla'}
+        >>> list(short_names(["a/x/plan.json", "b/x/plan.json"]).values())
+        ['a/x/plan.json', 'b/x/plan.json']
+    """
+    split = {policy: policy.rpartition(_PLAN_SUFFIX) for policy in policies}
+    paths = {path + suffix for path, suffix, _ in split.values() if suffix}
+    parts = {path: path.replace("\\", "/").split("/") for path in paths}
+
+    def name(path: str) -> str:
+        own = parts[path]
+        others = [each for other, each in parts.items() if other != path]
+        for number in range(1, len(own)):
+            if all(each[-number:] != own[-number:] for each in others):
+                return "/".join(own[-number:])
+        return path
+
+    return {
+        policy: (name(path + suffix) if suffix else "") + rest
+        for policy, (path, suffix, rest) in split.items()
+    }
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from tfamp.models import put_under
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.checks import first_line
+from tfamp.records.progress import progress
 from tfamp.stepping.arguments import build
 from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning import scores
@@ -123,7 +124,12 @@ class ShortTrainings:
         self._check_deterministic()
         self._metric = metric
         self.score: Any = None
-        self._exact = np.array([self._trained(None, seed) for seed in range(2 * seeds)])
+        found = []
+        with progress("Training in float32", 2 * seeds, unit="trainings") as done:
+            for seed in range(2 * seeds):
+                found.append(self._trained(None, seed))
+                done(len(found))
+        self._exact = np.array(found)
         self.reference = float(np.mean(self._exact))
         self.is_rate = False
         self.kind = f"{seeds} short trainings of {num_steps} steps"

@@ -1,6 +1,7 @@
 """Traces a model's training step under several policies, and puts the model back."""
 
 import contextlib
+import functools
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
@@ -26,6 +27,10 @@ _MIN_FIRST_STEPS = 2
 # A policy that takes so many times float32's time on a few examples is not tried on
 # whole batches, which might take minutes.
 HOPELESS = 3.0
+
+
+# Trains on one batch and returns the logs.
+Step = Callable[[], Any]
 
 
 class Candidate(NamedTuple):
@@ -79,12 +84,12 @@ class PolicySteps:
         """Traces the step under a policy and runs it until it is warm."""
         began = self._clock()
         try:
-            function, optimizer = self._traced(candidate)
-            seconds = self._warm(function, optimizer)
+            steps, optimizer = self._traced(candidate, self._batches)
+            seconds = self._warm(steps, optimizer)
         except (tf.errors.OpError, TypeError, ValueError, NotImplementedError) as error:
             note = f"cannot run: {first_line(error)}"
             return Prepared(candidate, None, self._clock() - began, note)
-        racer = Racer(candidate.name, self._runner(function, optimizer), seconds)
+        racer = Racer(candidate.name, self._runner(steps, optimizer), seconds)
         return Prepared(candidate, racer, self._clock() - began, "")
 
     def probe(self, candidate: Candidate, num_examples: int) -> float:
@@ -92,17 +97,35 @@ class PolicySteps:
         few = tf.nest.map_structure(
             lambda x: None if x is None else x[:num_examples], self._batches[0]
         )
-        function, _ = self._traced(candidate)
+        (step,), _ = self._traced(candidate, [few])
         for _ in range(2):
             began = self._clock()
-            _wait(function(few))
+            _wait(step())
             seconds = self._clock() - began
         return seconds
 
-    def _traced(self, candidate: Candidate) -> tuple[Callable[[Any], Any], Any]:
+    def _traced(
+        self, candidate: Candidate, batches: Sequence[Any]
+    ) -> tuple[list[Step], Any]:
+        """Returns the step on each batch, and the optimizer that it takes.
+
+        They are called as traces: TensorFlow counts the traces of a function by its
+        code, which for all policies is Keras's, and would warn of so many.
+        """
         put_under(self._model, self._settings_for(candidate.policy))
         trainer.set_jit_compile(self._model, candidate.jit_compile)
-        return around_training.on_batch(self._model), self._model.optimizer
+        step, optimizer = around_training.on_batch(self._model), self._model.optimizer
+        if self._model.run_eagerly:
+            return [functools.partial(step, batch) for batch in batches], optimizer
+        whole, traces = tf.function(step, autograph=False), {}
+        steps: list[Step] = []
+        for batch in batches:
+            specs = tf.nest.map_structure(_spec, batch)
+            shapes = tuple(tf.nest.flatten(specs))
+            if shapes not in traces:
+                traces[shapes] = whole.get_concrete_function(specs)
+            steps.append(functools.partial(traces[shapes], batch))
+        return steps, optimizer
 
     def _settings_for(self, policy: str) -> PolicySettings:
         """Returns the settings that the model would have under a policy."""
@@ -110,10 +133,10 @@ class PolicySteps:
             return make_settings(policy)
         return self._settings.under(policy)
 
-    def _warm(self, function: Callable[[Any], Any], optimizer: Any) -> float:
+    def _warm(self, steps: Sequence[Step], optimizer: Any) -> float:
         for number in range(_MAX_FIRST_STEPS):
             began = self._clock()
-            _wait(function(self._batches[number % len(self._batches)]))
+            _wait(steps[number % len(steps)]())
             seconds = self._clock() - began
             skipped = isinstance(optimizer, LossScaleOptimizer) and bool(
                 optimizer.last_step_skipped
@@ -125,19 +148,21 @@ class PolicySteps:
             "`tfamp.tune` finds the layers that float32 is needed in"
         )
 
-    def _runner(
-        self, function: Callable[[Any], Any], optimizer: Any
-    ) -> Callable[[int], float]:
-        def run(steps: int) -> float:
+    def _runner(self, steps: Sequence[Step], optimizer: Any) -> Callable[[int], float]:
+        def run(num_steps: int) -> float:
             # What stands around the training function asks the model for it.
             self._model.optimizer = optimizer
             began = self._clock()
-            for number in range(steps):
-                logs = function(self._batches[number % len(self._batches)])
+            for number in range(num_steps):
+                logs = steps[number % len(steps)]()
             _wait(logs)
             return self._clock() - began
 
         return run
+
+
+def _spec(x: Any) -> Any:
+    return None if x is None else tf.type_spec_from_value(x)
 
 
 def _wait(logs: Any) -> None:

@@ -138,16 +138,27 @@ def targets(batch: Any) -> Any:
 
 
 def predict(model: keras.Model, batches: Sequence[Any]) -> list[Any]:
-    """Returns the outputs of a model for each batch, in float32."""
+    """Returns the outputs of a model for each batch, in float32.
 
-    @tf.function(reduce_retracing=True)
+    It is traced once, for what all batches have in common.
+    """
+
     def outputs_of(x: Any) -> Any:
         outputs = model(x, training=False)
         return tf.nest.map_structure(_widened, outputs)
 
-    return [
-        outputs_of(keras.utils.unpack_x_y_sample_weight(batch)[0]) for batch in batches
-    ]
+    inputs = [keras.utils.unpack_x_y_sample_weight(batch)[0] for batch in batches]
+    specs = [tf.nest.map_structure(tf.type_spec_from_value, x) for x in inputs]
+    common = tf.nest.map_structure(_in_common, *specs)
+    # Called as it is: TensorFlow counts traces by a function's code, and would warn of
+    # one for each plan.
+    traced = tf.function(outputs_of).get_concrete_function(common)
+    return [traced(x) for x in inputs]
+
+
+def _in_common(first: tf.TypeSpec, *others: tf.TypeSpec) -> tf.TypeSpec:
+    """Returns what inputs of several batches are all of."""
+    return first.most_specific_common_supertype(others) or first
 
 
 def _widened(x: tf.Tensor) -> tf.Tensor:

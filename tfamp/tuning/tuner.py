@@ -272,9 +272,10 @@ class _Tuning:
                 f"{self._confirmed.bound:.3g}"
             )
         number = len(best.float32)
+        kept = {0: "no layer is", 1: "1 layer is"}.get(number, f"{number} layers are")
         return self._candidates.plan(best.float32), (
             f"worse by {self._confirmed.worsening:.3g}, at most "
-            f"{self._confirmed.bound:.3g}, on fresh examples; {number} layers are in "
+            f"{self._confirmed.bound:.3g}, on fresh examples; {kept} in "
             "float32 beyond those that rules keep"
         )
 

@@ -144,7 +144,7 @@ def quality_plot(evidence: Evidence, looks: Looks) -> Plot | None:
     allowed = figures.metric_format(tolerance, digits=1)(tolerance)
     return _plot(
         "quality",
-        f"{evidence.metric.capitalize()} against {evidence.reference}",
+        f"{evidence.metric.capitalize()} against {evidence.label(evidence.reference)}",
         "A dot for each pair of runs; right of 0 is better. Shaded: a loss of up to "
         f"{allowed}, which counts as none.",
         [("", lines)],

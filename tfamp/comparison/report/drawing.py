@@ -18,7 +18,7 @@ from tfamp.records import checks
 WIDTH = 360.0
 # Of a letter of the smallest size, in the sans-serif fonts of usual systems.
 LETTER = 6.2
-TOP, _FONT_SIZE = 4.0, 10.5
+TOP, FONT_SIZE = 4.0, 10.5
 INK, SOFT, FAINT, CARD, ZONE = "#1b1e24", "#585f6b", "#dfe2e7", "#ffffff", "#e8edf5"
 # Told apart by colour-blind readers too (Okabe & Ito, 2008), the reference's first;
 # more policies begin anew, with broken lines.
@@ -93,7 +93,7 @@ def looks(evidence: Evidence) -> tuple[Look, ...]:
     """Returns the look of each policy, the reference first."""
     found: list[Look] = []
     for number, policy in enumerate((evidence.reference, *evidence.candidates)):
-        short = shortened(policy)
+        short = shortened(evidence.label(policy))
         if any(look.short == short for look in found):
             short = f"{short[: _MAX_LETTERS - 3]}·{number}"
         name = sentences.named(evidence, policy)
@@ -129,7 +129,7 @@ def axes_of(height: float, bottom: float) -> Any:
     axes.spines[["left", "right", "top"]].set_visible(False)
     axes.spines["bottom"].set_color(SOFT)
     axes.set_axisbelow(True)
-    axes.tick_params(color=SOFT, labelcolor=SOFT, labelsize=_FONT_SIZE, width=1)
+    axes.tick_params(color=SOFT, labelcolor=SOFT, labelsize=FONT_SIZE, width=1)
     axes.use_sticky_edges = False
     axes.margins(x=0.04, y=0.04)
     return axes
@@ -143,7 +143,7 @@ def set_sides(axes: Any, left: float, right: float) -> None:
 
 def write(axes: Any, x: float, y: float, text: str, **how: Any) -> None:
     """Writes at a distance in points from the figure's left and upper edges."""
-    how = {"color": INK, "fontsize": _FONT_SIZE, "va": "center_baseline", **how}
+    how = {"color": INK, "fontsize": FONT_SIZE, "va": "center_baseline", **how}
     height = 72 * axes.figure.get_figheight()
     axes.figure.text(x / WIDTH, 1 - y / height, text, parse_math=False, **how)
 
@@ -177,7 +177,7 @@ def set_ticks(
     low, high = sorted(axis.get_view_interval())
     values = [value for value in axis.get_majorticklocs() if low <= value <= high]
     axis.set_ticks(values, tick_labels(values, is_log=is_log))
-    axis.set_label_text(name, color=SOFT, fontsize=_FONT_SIZE)
+    axis.set_label_text(name, color=SOFT, fontsize=FONT_SIZE)
     axis.grid(color=FAINT, linewidth=1)
 
 

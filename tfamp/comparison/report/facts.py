@@ -100,7 +100,8 @@ def run_rows(evidence: Evidence) -> tuple[RunRow, ...]:
         return (*own, *run.notes)
 
     return tuple(
-        RunRow(r.policy, r.seed, r.status, values(r), r.error, notes(r)) for r in runs
+        RunRow(evidence.label(r.policy), r.seed, r.status, values(r), r.error, notes(r))
+        for r in runs
     )
 
 
@@ -160,10 +161,11 @@ def chosen(evidence: Evidence) -> tuple[str, ...]:
     found = []
     for policy in (evidence.reference, *evidence.candidates):
         for run in evidence.finished(policy)[:1]:
-            if sentences.named(evidence, policy) != policy:
+            name = evidence.label(policy)
+            if sentences.named(evidence, policy) != name:
                 why = run.reason.strip().rstrip(".")
                 reason = f": {why}" if why else ""
-                found.append(f"{policy} came to {run.resolved_policy}{reason}.")
+                found.append(f"{name} came to {run.resolved_policy}{reason}.")
     return tuple(found)
 
 

@@ -10,8 +10,17 @@ from typing import Any
 
 from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.measures import measures_of
-from tfamp.comparison.report import bars, curves, drawing, facts, figures, sentences
+from tfamp.comparison.report import (
+    bars,
+    curves,
+    drawing,
+    facts,
+    figures,
+    plans,
+    sentences,
+)
 from tfamp.comparison.report.drawing import Plot
+from tfamp.comparison.report.plans import plan_plots, plan_sections
 from tfamp.comparison.report.rows import Cell, Row, rows
 from tfamp.records import checks, files
 from tfamp.trials.intervals import ERROR_RATE
@@ -55,7 +64,13 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
 
 
 def plots(evidence: Evidence) -> tuple[Plot, ...]:
-    """Returns the plots that there is something to show in."""
+    """Returns the plots that there is something to show in, those of plans last."""
+    of_plans = (plan_plots(section) for section in plan_sections(evidence))
+    return (*policy_plots(evidence), *itertools.chain.from_iterable(of_plans))
+
+
+def policy_plots(evidence: Evidence) -> tuple[Plot, ...]:
+    """Returns the plots that show the policies beside one another."""
     looks = drawing.looks(evidence)
     makers = (
         bars.speed_plot,
@@ -109,7 +124,10 @@ def _view(evidence: Evidence) -> dict[str, Any]:
             for name, group in itertools.groupby(found, lambda row: row.group)
         ],
         "many": len(evidence.candidates) > 2,
-        "plots": plots(evidence),
+        "plots": policy_plots(evidence),
+        "plans": [(each, plan_plots(each)) for each in plan_sections(evidence)],
+        "plan_layer_columns": plans.LAYER_COLUMNS,
+        "plan_evaluation_columns": plans.EVALUATION_COLUMNS,
         "layers": facts.layer_rows(evidence),
         "layer_looks": [look for look in looks if look.policy in layered],
         "run_columns": facts.RUN_COLUMNS,
@@ -121,7 +139,7 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         "error_percent": f"{100 * ERROR_RATE:.0f}",
         "tolerance": figures.metric_format(evidence.tolerance)(evidence.tolerance),
         "better": evidence.better,
-        "reference_policy": evidence.reference,
+        "reference_policy": evidence.label(evidence.reference),
     }
 
 

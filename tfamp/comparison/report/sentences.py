@@ -11,6 +11,7 @@ from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.judgement import are_same
 from tfamp.comparison.report import figures, rows
 from tfamp.records.units import join_words
+from tfamp.trials import storage
 from tfamp.trials.variant import Variant
 
 Kind = Literal["good", "neutral", "bad", "open"]
@@ -57,14 +58,15 @@ def verdict_sentence(evidence: Evidence) -> str:
     if policy is not None:
         return policy_sentence(evidence, policy)
     if not evidence.candidates:
-        return f"Only {evidence.reference} was measured, so nothing is compared."
+        reference = evidence.label(evidence.reference)
+        return f"Only {reference} was measured, so nothing is compared."
     return f"Nothing is compared: {_why_nothing(evidence)}."
 
 
 def policy_sentence(evidence: Evidence, policy: str) -> str:
     """Returns what a candidate comes to, with the figures that decide."""
     verdict, name = evidence.verdicts.get(policy), named(evidence, policy)
-    reference = evidence.reference
+    reference = evidence.label(evidence.reference)
     if verdict is None or not evidence.pairs(policy):
         return (
             f"Nothing is known of {name}: no seed finished both under it and under "
@@ -85,14 +87,16 @@ def policy_sentence(evidence: Evidence, policy: str) -> str:
 
 def advice(evidence: Evidence, policy: str) -> str:
     """Returns what to do about a policy, in one sentence."""
-    verdict, reference = evidence.verdicts.get(policy), evidence.reference
+    verdict = evidence.verdicts.get(policy)
+    reference = evidence.label(evidence.reference)
     if verdict is None or not evidence.pairs(policy):
         return "Look at the errors of the runs, and measure again."
     if verdict.answer == "equivalent and faster":
         return f"Use it: {how_to_use(policy)}."
     is_same = all(are_same(*pair) for pair in evidence.pairs(policy))
     if verdict.answer == "equivalent, not faster" and is_same:
-        return f"{policy} costs nothing here, and pays on machines that can do more."
+        name = evidence.label(policy)
+        return f"{name} costs nothing here, and pays on machines that can do more."
     if verdict.answer == "equivalent, not faster":
         return f"Stay with {reference}, unless it is memory or size that you need."
     if verdict.answer == "worse":
@@ -132,6 +136,9 @@ def how_to_use(policy: str) -> str:
         return f"policy {policy}"
     none = "" if variant.has_rules else ", keep_float32='none'"
     call = f"tfamp.enable({variant.policy!r}{none})"
+    if storage.is_plan_file(variant.policy):
+        # What was given is a plan itself; its file may be gone.
+        call = "tfamp.enable(plan)"
     if variant.is_stock:
         call = f"keras.config.set_dtype_policy({variant.policy!r})"
     steps = [f"{call} before the model is built"]
@@ -150,7 +157,8 @@ def reference_sentence(evidence: Evidence) -> str:
         with contextlib.suppress(ValueError):  # no policy that is known here
             plain += [policy] if Variant.parse(policy).is_float32 else []
     if reference not in plain:
-        return f"Compared with {reference}, the first policy, since none is float32."
+        name = evidence.label(reference)
+        return f"Compared with {name}, the first policy, since none is float32."
     if len(plain) == 1:
         return f"Compared with {reference}."
     speeds = {
@@ -168,9 +176,10 @@ def reference_sentence(evidence: Evidence) -> str:
 def named(evidence: Evidence, policy: str) -> str:
     """Returns a policy with what it came to, where that is another name."""
     found = [run.resolved_policy for run in evidence.finished(policy)]
-    if not found or not found[0] or found[0] in policy:
-        return policy
-    return f"{policy} ({found[0]})"
+    name = evidence.label(policy)
+    if not found or not found[0] or found[0] in name:
+        return name
+    return f"{name} ({found[0]})"
 
 
 def failures(evidence: Evidence) -> str:
@@ -184,7 +193,7 @@ def _why_nothing(evidence: Evidence, policy: str | None = None) -> str:
     wanted = (policy, evidence.reference) if policy else evidence.policies
     for run in evidence.runs:
         if not run.is_finished and run.policy in wanted:
-            where = f"{run.policy} with seed {run.seed}"
+            where = f"{evidence.label(run.policy)} with seed {run.seed}"
             return f"{where} failed with {shortened(run.error)}"
     return "no two runs have the same seed"
 

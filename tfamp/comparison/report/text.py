@@ -3,9 +3,16 @@
 import itertools
 import os
 import re
+from typing import Any
 
 from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report import facts, figures, sentences
+from tfamp.comparison.report.plans import (
+    EVALUATION_COLUMNS,
+    LAYER_COLUMNS,
+    PlanSection,
+    plan_sections,
+)
 from tfamp.comparison.report.rows import Cell, Row, rows
 from tfamp.records import console, files
 
@@ -22,6 +29,8 @@ _LEGEND = (
 # What fits in a comment on a pull request without being folded away.
 MAX_LINES = 60
 _MAX_ERRORS = 5
+# Of a plan; the HTML report has all.
+_MAX_LAYERS = 8
 _MAX_NOTES = 5
 # The settings that decide whether two reports can be held against each other.
 _SETTINGS = ("Device", "Driver", "Versions", "Batch", "Seed", "Seeds", "Epochs", "TF32")
@@ -38,6 +47,9 @@ def table(evidence: Evidence) -> str:
         _part(evidence, found, evidence.candidates[start : start + _IN_A_TABLE])
         for start in starts
     ]
+    parts += [part for each in plan_sections(evidence) for part in _of_plan(each)]
+    if evidence.plans:
+        parts.append("")
     lines = [
         _LEGEND,
         sentences.reference_sentence(evidence),
@@ -85,6 +97,32 @@ def _part(
             part.add_row(*(Text(figures.plain(value)) for value in values))
         part.add_section()
     return part
+
+
+def _of_plan(section: PlanSection) -> tuple[object, ...]:
+    """Returns how a plan was found: the layers that decided, the search, the cost."""
+    from rich import box
+
+    look: dict[str, Any] = {"box": box.SIMPLE, "show_edge": False, "pad_edge": False}
+    first = section.layers[:_MAX_LAYERS]
+    layers = console.table(
+        {"layer": console.FOLD, **{column: {} for column in LAYER_COLUMNS}},
+        [(row.name, *map(figures.plain, row.values)) for row in first],
+        title=f"How {section.label} was found",
+        **look,
+    )
+    columns: dict[str, dict[str, Any]] = dict.fromkeys(EVALUATION_COLUMNS, {})
+    columns = {"evaluation": {}, **columns, "in float32": console.FOLD}
+    search = console.table(
+        columns,
+        [(row.name, *map(figures.plain, row.values)) for row in section.evaluations],
+        **look,
+    )
+    rest = len(section.layers) - len(first)
+    more = f"{rest} more layers in the HTML report." if rest > 0 else ""
+    lines = (more, f"{section.found} {section.cost}")
+    said = map(figures.plain, filter(None, lines))
+    return ("", layers, "", search, "", *said)
 
 
 def _cell_text(cell: Cell, number: int) -> str:
@@ -186,7 +224,8 @@ def _tail(evidence: Evidence) -> list[str]:
     lines = [""]
     for run in failed[:_MAX_ERRORS]:
         error = escaped(sentences.shortened(run.error))
-        lines.append(f"- {escaped(run.policy)}, seed {run.seed}, failed: {error}")
+        name = escaped(evidence.label(run.policy))
+        lines.append(f"- {name}, seed {run.seed}, failed: {error}")
     if len(failed) > _MAX_ERRORS:
         lines.append(f"- {len(failed) - _MAX_ERRORS} more failed.")
     lines += [f"- {escaped(note)}" for note in evidence.notes[:_MAX_NOTES]]

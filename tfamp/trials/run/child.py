@@ -24,6 +24,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.machine import devices
 from tfamp.machine import memory as process_memory
+from tfamp.plan import read_plan
 from tfamp.records import checks, versions
 from tfamp.records.checks import short_error
 from tfamp.records.versions import VARIABLES
@@ -105,6 +106,9 @@ def measure(
     variant = Variant.parse(policy)
     with in_force(variant) as (resolved, reason):
         run = _measure(folder, job, variant, Run(policy, seed), line=line)
+    plan = read_plan(variant.policy) if variant.is_plan else None
+    if plan is not None and plan.jit_compile:
+        resolved = f"{resolved}+xla"
     return dataclasses.replace(run, resolved_policy=resolved, reason=reason)
 
 

@@ -1,0 +1,265 @@
+# %% [markdown]
+# # Which layers need float32?
+#
+# [![Open in Colab](https://colab.research.google.com/assets/colab-badge.svg)](COLAB_URL)
+#
+# Rules that keep a softmax in float32 know Keras's layers, and not yours. One layer
+# that goes beyond float16's range is enough for a model that does not learn, and to
+# keep "everything that looks risky" in float32 gives away what half precision was for.
+# [tfamp](REPOSITORY_URL) measures instead: which policy is faster for this very step,
+# and which layers have to stay in float32 for a metric to stay what it is.
+#
+# You will learn
+#
+# - what a layer that overflows looks like from outside: like nothing at all,
+# - how to time your own training step under each policy,
+# - how to find the layers that need float32, and to read what was tried,
+# - how to keep the answer in a file and train under it,
+# - what default rules cost you, and what a model that only predicts may do,
+# - how a run that repaired itself hands on what it found.
+#
+# It takes a minute on a CPU or a GPU.
+
+# %%
+import importlib.util
+import pathlib
+import subprocess
+import sys
+
+if importlib.util.find_spec("tfamp") is None:
+    # Inside a clone that clone is installed, elsewhere the repository.
+    folders = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
+    clones = [folder for folder in folders if (folder / "tfamp/policy.py").is_file()]
+    source = clones[0].as_uri() if clones else "git+REPOSITORY_URL"
+    package = f"tfamp[data,report] @ {source}"
+    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+
+# %%
+import os
+import tempfile
+import warnings
+
+os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
+
+import keras
+import numpy as np
+import tensorflow as tf
+from IPython.display import Image, display
+from sklearn.datasets import load_digits
+
+import tfamp
+
+# %%
+SMOKE = os.environ.get("TFAMP_SMOKE") == "1"
+EPOCHS = 2 if SMOKE else 4
+folder = pathlib.Path(tempfile.mkdtemp())
+# float16 is slow on CPUs, which does not matter here: the network is small.
+warnings.filterwarnings("ignore", message="'mixed_float16' will be slow")
+print("Keras", keras.__version__, "on TensorFlow", tf.__version__)
+
+# %% [markdown]
+# ## The data and a model with a layer of its own
+#
+# Scikit-learn's digits with pixels of 0 to 255, as images have them. `UnitLength`
+# divides by the length of each example, so that brightness does not matter. Its sum of
+# squares is of no concern in float32, and beyond 65504, the largest number of float16.
+
+# %%
+digits = load_digits()
+images = (digits.data * 255 / 16).astype("float32")
+is_test = np.arange(len(images)) % 5 == 0
+train = (images[~is_test], digits.target[~is_test])
+test = (images[is_test], digits.target[is_test])
+
+
+class UnitLength(keras.layers.Layer):
+    """Divides each example by its length."""
+
+    def call(self, x):
+        """Returns examples of length 1, or 0 where they are 0."""
+        squares = keras.ops.sum(keras.ops.square(x), axis=-1, keepdims=True)
+        return x / keras.ops.sqrt(squares + 1.0)
+
+
+# %%
+def build_model(seed=0, unit_length=UnitLength):
+    """Returns a small compiled network for digits."""
+    keras.utils.set_random_seed(seed)
+    pixels = keras.Input((64,))
+    x = keras.layers.Dense(64, activation="relu", name="trunk")(pixels)
+    x = unit_length(name="length")(x)
+    x = keras.layers.Dense(64, activation="relu", name="hidden")(x)
+    x = keras.layers.LayerNormalization(name="norm")(x)
+    outputs = keras.layers.Dense(10, activation="softmax", name="head")(x)
+    model = keras.Model(pixels, outputs, name="digits")
+    rate = keras.optimizers.Adam(3e-3)
+    model.compile(rate, "sparse_categorical_crossentropy", metrics=["accuracy"])
+    return model
+
+
+# %% [markdown]
+# ## What does stock Keras make of it?
+#
+# The same model under `mixed_float16`, without tfamp, and in float32.
+
+
+# %%
+def accuracy_of(model):
+    """Trains a model and returns its accuracy on the test images."""
+    model.fit(*train, batch_size=32, epochs=EPOCHS, verbose=0)
+    return model.evaluate(*test, verbose=0, return_dict=True)["accuracy"]
+
+
+before = keras.config.dtype_policy()
+keras.config.set_dtype_policy("mixed_float16")
+stock = build_model()
+keras.config.set_dtype_policy(before)
+print(f"stock mixed_float16: accuracy {accuracy_of(stock):.3f}")
+
+# %%
+with tfamp.scope("float32"):
+    model = build_model()
+print(f"float32: accuracy {accuracy_of(model):.3f}")
+
+# %% [markdown]
+# **What to see.** No error, no warning, no NaN, and no step that the loss scale skips:
+# just a model that does not learn. A sum of squares beyond the range is infinite, and
+# what is divided by it is 0.
+#
+# ## Is half precision worth it here at all?
+#
+# `measure_policies` takes the step that `fit` would run, under each policy, in turns on
+# the same batches, and with XLA too where `jit_compile=False` does not leave it out. It
+# picks nothing that is not shown to be faster than float32. The model is afterwards
+# what it was, to the last bit.
+
+# %%
+budget = 2 if SMOKE else 6
+measured = tfamp.measure_policies(
+    model, train, budget_seconds=budget, jit_compile=False
+)
+print(measured)
+
+# %% [markdown]
+# **What to see.** A CPU without units for half precision is best off in float32, and so
+# is a network as small as this one. For a large one on a GPU it is another matter, and
+# the rest of this notebook finds out how to use what the GPU has.
+#
+# ## Which layers need float32?
+#
+# `tune` runs each layer alone in float16, forward and backward, which ranks them; then
+# it tries plans and compares what the trained model gives, example by example. Here the
+# loss may grow by 2 %. Half of the test images choose the plan, the other half judges
+# it once.
+
+# %%
+plan = tfamp.tune(model, train, policy="mixed_float16", tolerance=0.02, validation=test)
+print(plan)
+
+# %% [markdown]
+# **What to see.** Your layer is the one that "tune" decided. The normalisation and the
+# head were kept by default rules, which know them. All others are in float16.
+#
+# ## Why these?
+#
+# At the left each layer: how wrong it is alone in float16, over what float16 saves on
+# it. At the right the search: how much worse the loss was under each plan that was
+# tried, with the bound that the tolerance is held against.
+
+# %%
+plan.plot(folder / "plan.png")
+display(Image(folder / "plan.png"))
+tuning = plan.evidence["tuning"]
+print(len(tuning["evaluations"]), "plans tried:", tuning["reason"])
+
+# %% [markdown]
+# ## How is it used?
+#
+# A plan is a file: the dtype of every layer, who decided it, and what was measured. No
+# code is run when it is read. A plan of another model is refused, with the first
+# difference.
+
+# %%
+path = folder / "plan.json"
+plan.to_json(path)
+seeds = range(1 if SMOKE else 2)
+accuracies = {"float32": [], "plan.json": []}
+for policy, found in accuracies.items():
+    tfamp.enable(policy=path if policy == "plan.json" else policy)
+    found += [accuracy_of(build_model(seed)) for seed in seeds]
+    tfamp.disable()
+    print(f"{policy:10}", " ".join(f"{each:.3f}" for each in found))
+
+# %% [markdown]
+# **What to see.** Under the plan the model learns as well as in float32. How sure that
+# is, `tfamp.compare` says with `policies=("float32", "plan.json")`, and its report
+# shows how the plan was found.
+#
+# ## Are the default rules needed?
+#
+# They are careful, as they know no model. With `relax_rules` what they keep may move as
+# well, if that is measured to do no harm. And a model that only predicts has no
+# gradients to lose.
+
+# %%
+for options in ({"relax_rules": True}, {"training": False, "relax_rules": True}):
+    found = tfamp.tune(
+        model,
+        train,
+        policy="mixed_float16",
+        tolerance=0.02,
+        validation=test,
+        **options,
+    )
+    print(options, "keeps", found.kept)
+
+# %% [markdown]
+# **What to see.** The normalisation may go to float16 in this model. The head stays: a
+# loss is never taken of rounded probabilities.
+#
+# ## What if the run has begun already?
+#
+# `NanRecovery` takes a run whose steps fail back to where it was good, and keeps what
+# failed in float32. It sees what fails, not what is silently 0: this layer, the squash
+# of capsule networks, divides infinity by infinity. What the run ended with is a plan
+# too: the next run begins with it, and `tune` takes it as a start.
+
+
+# %%
+class Squash(keras.layers.Layer):
+    """Shortens each example to a length below 1."""
+
+    def call(self, x):
+        """Returns examples that are the shorter the shorter they were."""
+        squares = keras.ops.sum(keras.ops.square(x), axis=-1, keepdims=True)
+        return x * squares / (squares + 1.0) / keras.ops.sqrt(squares + 1e-3)
+
+
+# %%
+with tfamp.scope("mixed_float16"):
+    guarded = build_model(unit_length=Squash)
+runs = pathlib.Path(tempfile.mkdtemp())
+recovery = tfamp.callbacks.NanRecovery(runs, every_seconds=0)
+guarded.fit(*train, batch_size=32, epochs=EPOCHS, verbose=0, callbacks=[recovery])
+for each in recovery.recoveries:
+    print(each.line())
+
+# %%
+written = runs / "plan.json"
+again = tfamp.tune(guarded, train, policy=written, tolerance=0.02, validation=test)
+print("the run kept ", tfamp.PrecisionPlan.from_json(written).kept)
+print("tune kept    ", again.kept)
+
+# %% [markdown]
+# ## Where to go next
+#
+# - In a shell: `tfamp tune module:build --tolerance=0.005 --out=plan.json`, then
+#   `tfamp compare module:build --policies=float32,plan.json`.
+# - `tfamp.tune` takes a function that builds a model, too: then it judges by short
+#   trainings instead of outputs.
+# - [recipes/tune_precision.py](REPOSITORY_URL/blob/main/recipes/tune_precision.py):
+#   measures, tunes and trains under what it found.
+# - [Is it worth it?](REPOSITORY_URL/blob/main/notebooks/04_is_it_worth_it.ipynb)
+#   makes a verdict of two policies, and
+#   [Why is my loss NaN?](REPOSITORY_URL/blob/main/notebooks/05_why_nan.ipynb) finds the
+#   cause of a step that failed.
