@@ -85,7 +85,16 @@ def test_the_plot_of_layers_has_error_over_saving_and_names():
     for name in ("inputs", "squares", "head"):
         assert f">{name}</text>" in layers.svg
     assert "3 layers, 1 of them in float32: squares." in layers.summary
+    assert "The largest error is that of squares, overflow." in layers.summary
+    assert layers.notes == ("Those that overflow stand at the top.",)
     assert "4 evaluations" in search.summary and "with 0.02 allowed" in search.summary
+
+
+def test_an_overflow_stands_above_what_has_a_size():
+    tuning = made_evidence.tuned_plan().tuning
+    errors = {mark.path: mark.error for mark in plan_plot.marks(tuning, [])}
+    # Ten times 1, as no error is larger.
+    assert errors == {"inputs": 0.001, "squares": 10.0, "head": 0.003}
 
 
 def test_the_plot_of_the_search_has_tolerance_and_bounds():

@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 
 from tfamp.records import checks, units
 
-# Errors are drawn within these: a logarithm has no 0, and an overflow no size.
-_LEAST_ERROR, _MOST_ERROR = 1e-6, 1e6
+# Errors below this are drawn at it: a logarithm has no 0.
+_LEAST_ERROR = 1e-6
 # Layers with a name; more would cover one another.
 _MOST_NAMES = 12
 _MOST_LETTERS = 24
@@ -34,14 +34,17 @@ class Mark(NamedTuple):
     Attributes:
         path: Its path.
         saving: The part of the whole that half precision saves on it, in %.
-        error: What half precision does to it alone, within what can be drawn.
+        error: What half precision does to it alone; of an overflow, which has no
+            size, ten times the largest of the others.
         is_float32: Whether the plan keeps it in float32.
+        overflows: Whether its error has no size.
     """
 
     path: str
     saving: float
     error: float
     is_float32: bool
+    overflows: bool = False
 
 
 class Try(NamedTuple):
@@ -86,10 +89,11 @@ def draw(
     left, right = figure.subplots(1, 2, width_ratios=(3, 2))
     found, tries = marks(tuning, float32), evaluations(tuning)
     draw_layers(left, found, Look())
+    top = "; top: overflow" if any(each.overflows for each in found) else ""
     left.set(
         yscale="log",
         xlabel="% of the whole that half precision saves",
-        ylabel="error of the layer alone in half precision",
+        ylabel=f"error of the layer alone in half precision{top}",
         title="Layers",
     )
     draw_search(right, tries, float(tuning["tolerance"]), Look())
@@ -112,20 +116,23 @@ def marks(tuning: Mapping[str, Any], float32: Collection[str]) -> list[Mark]:
     """Returns a mark for each layer that was measured.
 
     Example:
-        >>> layer = {"path": "a", "saving": 0.1, "forward_error": "inf",
+        >>> layer = {"path": "a", "saving": 0.1, "forward_error": 0.5,
         ...     "backward_error": 0.0}
         >>> marks({"layers": [layer]}, ["a"])
-        [Mark(path='a', saving=10.0, error=1000000.0, is_float32=True)]
+        [Mark(path='a', saving=10.0, error=0.5, is_float32=True, overflows=False)]
     """
     chosen = set(float32)
+    errors = [error_of(layer) for layer in tuning["layers"]]
+    top = 10 * max((1.0, *filter(math.isfinite, errors)))
     return [
         Mark(
             layer["path"],
             100.0 * float(layer["saving"]),
-            min(max(error_of(layer), _LEAST_ERROR), _MOST_ERROR),
+            min(max(error, _LEAST_ERROR), top),
             layer["path"] in chosen,
+            math.isinf(error),
         )
-        for layer in tuning["layers"]
+        for layer, error in zip(tuning["layers"], errors, strict=True)
     ]
 
 
@@ -203,7 +210,9 @@ def name_layers(axes: Any, found: Sequence[Mark], look: Look) -> tuple[str, ...]
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points.values()]
     (left, low), (right, high) = axes.bbox.get_points() * scale
     shown = []
-    for here in list(places.values())[:_MOST_NAMES]:
+    for here in places.values():
+        if len(shown) == _MOST_NAMES:
+            break
         text = short_path(here[0].path) + (
             f" and {len(here) - 1} more" * (len(here) > 1)
         )

@@ -168,6 +168,12 @@ def _layers_plot(section: PlanSection) -> Plot | None:
     names = [mark.path for mark in marks if mark.is_float32]
     worst = max(marks, key=lambda mark: mark.error)
     kept = f", {number} of them in float32: {join_words(names)}" if names else ""
+    has_top = any(mark.overflows for mark in marks)
+    notes = (
+        "Those that overflow stand at the top." if has_top else "",
+        "Not all layers are named." if len(shown) < len(marks) else "",
+    )
+    error = "overflow" if worst.overflows else _number(worst.error)
     return _plot(
         axes,
         f"{section.key}-layers",
@@ -175,8 +181,8 @@ def _layers_plot(section: PlanSection) -> Plot | None:
         f"Upwards the error of each layer alone in half precision{scale}. ■ float32, ● "
         "half precision.",
         f"{len(marks)} layers{kept}. The largest error is that of {worst.path}, "
-        f"{_number(worst.error)}.",
-        () if len(shown) >= len(marks) else ("Not all layers are named.",),
+        f"{error}.",
+        tuple(filter(None, notes)),
     )
 
 
