@@ -209,7 +209,7 @@ def name_layers(axes: Any, found: Sequence[Mark], look: Look) -> tuple[str, ...]
         places.setdefault((round(x / 4), round(y / 4)), []).append(mark)
     taken = [(x - 4, y - 4, x + 4, y + 4) for x, y in points.values()]
     (left, low), (right, high) = axes.bbox.get_points() * scale
-    shown = []
+    shown: list[str] = []
     for here in places.values():
         if len(shown) == _MOST_NAMES:
             break
