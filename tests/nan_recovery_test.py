@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import types
 
 import keras
@@ -663,6 +664,21 @@ def test_a_backup_beside_it_holds_no_bad_weights(tmp_path):
     fit(linear(), data(2 * STEPS - 1), often(tmp_path / "mine"), first, epochs=2)
     run = fit(linear(), data(), often(tmp_path / "other"), second, seen, epochs=3)
     assert all(seen.weights) and np.isfinite(run.history["loss"]).all()
+
+
+def test_several_workers_are_refused_with_what_works_there(tmp_path, monkeypatch):
+    workers = tf.distribute.MultiWorkerMirroredStrategy
+    spread = property(lambda self: workers.__new__(workers))
+    monkeypatch.setattr(keras.Model, "distribute_strategy", spread)
+    recovery = NanRecovery(tmp_path)
+    recovery.set_model(keras.Sequential())
+    message = (
+        "Leave it out, and train with `tfamp.LossScaleOptimizer(optimizer)`, which "
+        "skips a bad step on all of them alike; `keras.callbacks.BackupAndRestore` "
+        "fails there or goes on from other weights."
+    )
+    with pytest.raises(ValueError, match=re.escape(message)):
+        recovery.on_train_begin()
 
 
 def test_training_that_begins_with_bad_weights_is_refused(tmp_path):

@@ -214,7 +214,7 @@ def masked():
     return keras.Model(inputs, layers.Dense(1, kernel_initializer="zeros")(x))
 
 
-@whole
+@pytest.mark.anchors("mean")
 @pytest.mark.parametrize("reduction", ["mean", "mean_with_sample_weight"])
 def test_what_a_mask_leaves_is_a_mean_over_all_replicas(strategy, reduction):
     x = np.repeat(data()[0][:, None], 3, axis=1)
