@@ -8,4 +8,5 @@ from tfamp.callbacks.monitor import PrecisionMonitor as PrecisionMonitor
 from tfamp.callbacks.nan_recovery.attempts import Recovery as Recovery
 from tfamp.callbacks.nan_recovery.attempts import RecoveryError as RecoveryError
 from tfamp.callbacks.nan_recovery.callback import NanRecovery as NanRecovery
+from tfamp.callbacks.resume.callback import Resume as Resume
 from tfamp.callbacks.throughput import Throughput as Throughput

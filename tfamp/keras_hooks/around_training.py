@@ -11,9 +11,10 @@ Relies on: `fit` and `train_on_batch` calling `model.train_function` anew for ea
 import contextlib
 import enum
 import functools
+import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
@@ -63,6 +64,7 @@ class Place(enum.IntEnum):
 
 
 _LOCK = threading.Lock()
+_NUMBERS = itertools.count()
 # The runs of each model that are under way, the innermost last.
 _RUNS: "weakref.WeakKeyDictionary[keras.Model, list[Run]]" = weakref.WeakKeyDictionary()
 
@@ -110,8 +112,14 @@ class Member:
 class Run:
     """One `fit` of a model, in one thread."""
 
-    def __init__(self, model: keras.Model) -> None:
+    def __init__(
+        self, model: keras.Model, arguments: Mapping[str, Any] | None = None
+    ) -> None:
         self.model, self.thread = model, threading.get_ident()
+        self.arguments = arguments or {}
+        # What Keras draws the batches of training from: the first that `fit` resets.
+        self.epochs: Any = None
+        self.number = next(_NUMBERS)
         self._members: list[Member] = []
         self._calls: dict[Place, tuple[Member, Call]] = {}
         self._is_inside = False
@@ -240,12 +248,15 @@ def join(
 
 
 @contextlib.contextmanager
-def running(model: keras.Model) -> Iterator[None]:
+def running(
+    model: keras.Model, arguments: Mapping[str, Any] | None = None
+) -> Iterator[None]:
     """A frame around one `fit`, or any other training, of a model.
 
-    Whoever joined a `fit` around it rests inside.
+    Whoever joined a `fit` around it rests inside. `arguments` are those of `fit` by
+    name, as they are when Keras gets them.
     """
-    run = Run(model)
+    run = Run(model, arguments or {})
     with _LOCK:
         _RUNS.setdefault(model, []).append(run)
     try:
@@ -267,6 +278,33 @@ def note_made(model: keras.Model) -> None:
     run = _current(model)
     if run is not None:
         run.surround(is_made=True)
+
+
+def note_epochs(epochs: Any) -> None:
+    """Notes what the run that is under way in this thread draws its batches from."""
+    thread = threading.get_ident()
+    with _LOCK:
+        runs = [r for each in _RUNS.values() for r in each if r.thread == thread]
+    # The innermost is the last to have begun.
+    run = max(runs, key=lambda each: each.number, default=None)
+    if run is not None and run.epochs is None:
+        run.epochs = epochs
+
+
+def epochs_of(model: keras.Model) -> Any:
+    """Returns what the `fit` of a model that runs now draws its batches from."""
+    run = _current(model)
+    return None if run is None else run.epochs
+
+
+def callbacks_of(model: keras.Model) -> list[Any]:
+    """Returns the callbacks of the `fit` of a model that runs now."""
+    run = _current(model)
+    given = None if run is None else run.arguments.get("callbacks")
+    if given is None:
+        return []
+    found = getattr(given, "callbacks", given)  # Keras's own list of them
+    return list(tf.nest.flatten(found))
 
 
 def _current(model: keras.Model) -> Run | None:

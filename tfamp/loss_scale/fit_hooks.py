@@ -211,7 +211,8 @@ def _guarded_run(
     is_fit = name == "fit"
     for prepare in BEFORE_FIT if is_fit and record_of(model) is not None else ():
         prepare(model, arguments)
-    frame = around_training.running(model) if is_fit else contextlib.nullcontext()
+    running = around_training.running(model, arguments)
+    frame = running if is_fit else contextlib.nullcontext()
     with frame, around_run(model, training=is_fit):
         yield
 

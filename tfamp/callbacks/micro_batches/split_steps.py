@@ -185,7 +185,7 @@ class SplitSteps:
                 "written, or made variables before it did; expected it to before that, "
                 "since then nothing is lost. The weights may be those of half an "
                 "update: go back to a checkpoint of `tfamp.callbacks.NanRecovery` or "
-                "`keras.callbacks.BackupAndRestore`, and choose a smaller batch size; "
+                "`tfamp.callbacks.Resume`, and choose a smaller batch size; "
                 "build the model and its optimizer before `fit`.",
             ) from error
         try:

@@ -176,8 +176,8 @@ class NanRecovery(FitCallback):
                 "NanRecovery was given a model on several workers; expected one "
                 "process, since nothing makes the workers go back together. Leave it "
                 "out, and train with `tfamp.LossScaleOptimizer(optimizer)`, which "
-                "skips a bad step on all of them alike; `keras.callbacks."
-                "BackupAndRestore` fails there or goes on from other weights."
+                "skips a bad step on all of them alike, and `tfamp.callbacks.Resume`, "
+                "which brings all back to one step."
             )
         self._leave()
         settings = self._settings

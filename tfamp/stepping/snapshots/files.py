@@ -1,6 +1,7 @@
 """States in files: NumPy archives that are whole or not there, the last of a run."""
 
 import contextlib
+import io
 import json
 import os
 import re
@@ -32,13 +33,18 @@ def write(state: State, path: str | os.PathLike[str]) -> None:
     Raises:
         OSError: The disk is full, or the folder is missing or cannot be written.
     """
+    with whole(path, durable=True) as beside, open(beside, "wb") as file:
+        write_archive(state, file)
+
+
+def write_archive(state: State, file: Any) -> None:
+    """Writes a state as an `.npz` to an open file."""
     dtypes = {name: array.dtype.name for name, array in state.arrays.items()}
     about = {"counters": state.counters, "paths": state.paths, "dtypes": dtypes}
     text = np.frombuffer(json.dumps(about).encode(), np.uint8)
     members: dict[str, Any] = {_ABOUT: text}
     members |= {name: _plain(array) for name, array in state.arrays.items()}
-    with whole(path, durable=True) as beside, open(beside, "wb") as file:
-        np.savez(file, **members)
+    np.savez(file, **members)
 
 
 def read(path: str | os.PathLike[str]) -> State:
@@ -57,17 +63,35 @@ def read(path: str | os.PathLike[str]) -> State:
     try:
         check_archive(target)
         with np.load(target) as file:
-            about = _about(file)
-            arrays = {
-                name: file[name].view(tf.as_dtype(dtype).as_numpy_dtype)
-                for name, dtype in about["dtypes"].items()
-            }
+            return _state_of(file)
     except Exception as error:  # whatever damaged headers lead zip and NumPy to
         raise ValueError(
             f"The file {str(target)!r} holds no whole state: {error}. Expected a file "
             "that `tfamp.stepping.snapshots.write` finished. Take the other snapshot "
             "in its folder, or delete it."
         ) from error
+
+
+def read_archive(content: bytes) -> State:
+    """Reads a state from the bytes of a file that `write_archive` wrote.
+
+    Raises:
+        Exception: Whatever damaged bytes lead zip and NumPy to.
+    """
+    with zipfile.ZipFile(io.BytesIO(content)) as archive:
+        bad = archive.testzip()
+    if bad is not None:
+        raise ValueError(f"the bytes of {bad!r} are not its own")
+    with np.load(io.BytesIO(content)) as file:
+        return _state_of(file)
+
+
+def _state_of(file: Any) -> State:
+    about = _about(file)
+    arrays = {
+        name: file[name].view(tf.as_dtype(dtype).as_numpy_dtype)
+        for name, dtype in about["dtypes"].items()
+    }
     return State(arrays, about["counters"], about["paths"])
 
 

@@ -97,13 +97,14 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
             optimizer.build(model.trainable_variables)
     variables = named_variables(model)
     kept = [each for each in variables if not each.name.startswith(f"{METRICS}/")]
-    _check(model, state, kept, strategy.num_replicas_in_sync)
+    num_local = num_local_replicas(model)
+    _check(model, state, kept, num_local)
     measured = [
         each
         for each in variables
         if metrics
         and each.name.startswith(f"{METRICS}/")
-        and _fits(each, state, strategy.num_replicas_in_sync)
+        and _fits(each, state, num_local)
     ]
     model.reset_metrics()
     for each in kept + measured:
@@ -114,6 +115,19 @@ def put(model: keras.Model, state: State, *, metrics: bool = True) -> None:
         for part, row in zip(parts, rows, strict=True):
             # A copy: TensorFlow may train on in the very memory it was given.
             part.assign(np.array(row))
+
+
+def num_local_replicas(model: keras.Model) -> int:
+    """Returns the number of replicas in this process, whose parts a state holds."""
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
+        return 1
+    return len(strategy.extended.worker_devices)
+
+
+def names_of_replicas(model: keras.Model) -> list[str]:
+    """Returns the names of what differs between replicas, such as moving statistics."""
+    return [each.name for each in named_variables(model) if not each.is_shared]
 
 
 def num_nonfinite(state: State) -> int:

@@ -1,0 +1,122 @@
+"""A training that `resume_test.py` kills, at a step or in the middle of a save.
+
+`python -m tests.resume_program EPOCHS FOLDER step 7` kills itself behind the 7th step
+that it trains; `save 2 900` in its second save, when 900 bytes of it are written;
+`rename 2 0` when the second save has been written, and does not have its name yet.
+"""
+
+import os
+import signal
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.callbacks import Resume
+from tfamp.records import files as whole_files
+from tfamp.stepping import snapshots
+from tfamp.stepping.snapshots import files as snapshot_files
+
+EVERY_STEPS = 4
+X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
+
+
+def killed():
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+class KillBehind(keras.callbacks.Callback):
+    """Kills the process behind so many steps of its own."""
+
+    def __init__(self, num_steps):
+        super().__init__()
+        self.left = num_steps
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.left -= 1
+        if not self.left:
+            killed()
+
+
+class _Counting:
+    """A file that kills the process when so many bytes are written."""
+
+    def __init__(self, file, num_bytes):
+        self._file, self._left = file, num_bytes
+
+    def write(self, content):
+        self._left -= len(content)
+        if self._left < 0:
+            self._file.write(content[: len(content) + self._left])
+            self._file.flush()
+            killed()
+        return self._file.write(content)
+
+    def __getattr__(self, name):
+        return getattr(self._file, name)
+
+
+def kill_in_save(number, num_bytes):
+    original, saves = snapshot_files.write_archive, []
+
+    def write_archive(state, file):
+        saves.append(1)
+        is_due = len(saves) == number
+        original(state, _Counting(file, num_bytes) if is_due else file)
+
+    snapshot_files.write_archive = write_archive
+
+
+def kill_before_rename(number):
+    original, renames = os.replace, []
+
+    def replace(source, target):
+        if str(target).endswith(".npz"):
+            renames.append(1)
+            if len(renames) == number:
+                killed()
+        return original(source, target)
+
+    whole_files.os.replace = replace
+
+
+def train(epochs, folder=None, *callbacks):
+    """Returns the model and the callback after a training that begins as always."""
+    keras.utils.set_random_seed(0)
+    layers = [keras.layers.Dense(3), keras.layers.Dropout(0.5), keras.layers.Dense(1)]
+    model = keras.Sequential([keras.Input((4,)), *layers])
+    model.compile(keras.optimizers.Adam(0.01), "mse", run_eagerly=True)
+    data = tf.data.Dataset.from_tensor_slices((X, X[:, :1])).shuffle(22).batch(4)
+    resume = folder and Resume(folder, every_steps=EVERY_STEPS)
+    callbacks = [*([resume] if resume else []), *callbacks]
+    model.fit(data, epochs=epochs, verbose=0, callbacks=callbacks)
+    return model, resume
+
+
+def final_digest(epochs, folder=None):
+    """Returns a checksum of all that training writes, and the losses of all epochs."""
+    model, _ = train(epochs, folder)
+    return snapshots.digest(snapshots.take(model)), model.history.history["loss"]
+
+
+def newest_step(folder):
+    """Returns the number of steps behind the newest state in a folder."""
+    return max([int(p.name[5:14]) for p in Path(folder).glob("step-*.npz")], default=0)
+
+
+def main(epochs, folder, kind, number, num_bytes="0"):
+    """Trains until it is killed."""
+    callbacks = []
+    if kind == "step":
+        callbacks = [KillBehind(int(number))]
+    elif kind == "save":
+        kill_in_save(int(number), int(num_bytes))
+    else:
+        kill_before_rename(int(number))
+    train(int(epochs), folder, *callbacks)
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -1,0 +1,391 @@
+"""`tfamp.callbacks.Resume`: what is trained after a kill is what would have been."""
+
+import collections
+import errno
+import functools
+import random
+import re
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tests.resume_program import EVERY_STEPS, final_digest, newest_step
+from tfamp.callbacks import Resume, _fit_callback
+from tfamp.callbacks.resume import callback, files
+from tfamp.stepping import snapshots
+from tfamp.stepping.snapshots import files as snapshot_files
+from tfamp.stepping.snapshots.state import same_bits
+
+ROOT = Path(__file__).parents[1]
+X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")
+Y = X[:, :1].copy()
+MANY = 30  # epochs, for all kills to come in
+
+
+class Killed(Exception):
+    pass
+
+
+class Kill(keras.callbacks.Callback):
+    """Ends a training behind a step, as a crash would; nothing is told of it."""
+
+    def __init__(self, at):
+        super().__init__()
+        self.at = at
+
+    def on_train_batch_end(self, batch, logs=None):
+        if int(self.model.optimizer.iterations.numpy()) >= self.at:
+            raise Killed
+
+
+class Draws(keras.callbacks.Callback):
+    """Draws of Python's and NumPy's generators at each step."""
+
+    def __init__(self):
+        super().__init__()
+        self.drawn = []
+
+    def on_train_batch_begin(self, batch, logs=None):
+        self.drawn.append([random.random(), np.random.random()])
+
+    def on_train_end(self, logs=None):
+        self.model.drawn = np.array(self.drawn).tolist()
+
+    def get_state(self):
+        return {"drawn": self.drawn, "num": len(self.drawn)}
+
+    def set_state(self, state):
+        self.drawn = [array.tolist() for array in state["drawn"]]
+        assert state["num"] == len(self.drawn)
+
+
+def model_of(optimizer=None, **compile_options):
+    """Weights, moving statistics, dropout's random state, a metric."""
+    model = keras.Sequential(
+        [
+            keras.Input((4,)),
+            keras.layers.Dense(3),
+            keras.layers.BatchNormalization(),
+            keras.layers.Dropout(0.5),
+            keras.layers.Dense(1),
+        ]
+    )
+    options = {"metrics": ["mae"], "run_eagerly": True, **compile_options}
+    model.compile(optimizer or keras.optimizers.Adam(0.01), "mse", **options)
+    return model
+
+
+def arrays():
+    return {"x": X, "y": Y, "batch_size": 4}
+
+
+def dataset():
+    data = tf.data.Dataset.from_tensor_slices((X, Y))
+    return {"x": data.shuffle(22).batch(4)}
+
+
+def unknown_length():
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=1)
+    return {"x": data.batch(4).filter(lambda x, y: True)}
+
+
+def one_iterator():
+    data = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22).repeat().batch(4)
+    return {"x": data, "steps_per_epoch": 5}
+
+
+def pipeline():
+    made = tfamp.data.Pipeline.from_arrays(X, Y).shuffle(seed=3).batch(4)
+    return {"x": made.build()}
+
+
+def judged():
+    """A validation, and callbacks that go by it: the second one ends the training."""
+    callbacks = [
+        keras.callbacks.ReduceLROnPlateau(patience=1, min_delta=10.0),
+        keras.callbacks.EarlyStopping(
+            patience=1, min_delta=10.0, restore_best_weights=True
+        ),
+    ]
+    validation = (X[:8], Y[:8])
+    data = {**arrays(), "validation_data": validation}
+    return {**data, "callbacks": callbacks, "epochs": 3}
+
+
+def accumulating():
+    inner = keras.optimizers.SGD(0.1, momentum=0.5)
+    return model_of(tfamp.LossScaleOptimizer(inner, accumulation_steps=4))
+
+
+def half():
+    with tfamp.scope("mixed_float16"):
+        return model_of()
+
+
+def drawing():
+    """A callback that draws random numbers, and tells what it holds."""
+    return {**arrays(), "callbacks": [Draws()]}
+
+
+def on_replicas():
+    with two_replicas().scope():
+        return model_of(run_eagerly=False)
+
+
+CASES = {
+    "arrays": (model_of, arrays),
+    "dataset": (model_of, dataset),
+    "dataset, first epoch": (model_of, dataset, 4),
+    "a dataset of unknown length": (model_of, unknown_length),
+    "one iterator": (model_of, one_iterator),
+    "pipeline": (model_of, pipeline),
+    "validation": (model_of, judged),
+    "random numbers": (model_of, drawing),
+    "accumulation": (accumulating, dataset, 2),
+    "three steps an execution": (
+        lambda: model_of(run_eagerly=False, steps_per_execution=3),
+        dataset,
+    ),
+    "mixed_float16": (half, arrays),
+    "two replicas": (on_replicas, dataset),
+}
+
+
+def train(build, data, *callbacks, epochs=2):
+    """Returns the model and the history of a training that begins as always."""
+    keras.utils.set_random_seed(0)
+    model = build()
+    arguments = data()
+    # In front of the others, which Resume has to see through to the end of a step.
+    callbacks = [*callbacks, *arguments.pop("callbacks", ())]
+    arguments = {"epochs": epochs, "verbose": 0, **arguments}
+    model.fit(**arguments, callbacks=callbacks)
+    return model
+
+
+@pytest.mark.filterwarnings(
+    "ignore:Your input ran out of data", "ignore:'mixed_float16' will be slow"
+)
+@pytest.mark.anchors("dataset, first epoch", "validation")
+@pytest.mark.parametrize("case", CASES.values(), ids=CASES)
+def test_a_training_goes_on_to_the_bit(tmp_path, case):
+    build, data, at = (*case, 8)[:3]
+    wanted = train(build, data)
+    resume = Resume(tmp_path, every_steps=2)
+    with pytest.raises(Killed):
+        train(build, data, resume, Kill(at))
+    assert resume.resumed_at is None
+    again = Resume(tmp_path, every_steps=2)
+    found = train(build, data, again)
+    assert again.resumed_at is not None
+    assert same_bits(snapshots.take(found), snapshots.take(wanted))
+    assert getattr(found, "drawn", 0) == getattr(wanted, "drawn", 0)
+    assert found.history.epoch == wanted.history.epoch
+    assert found.history.history == wanted.history.history
+    # The training is over: once more, and its last step is trained again.
+    last = train(build, data, Resume(tmp_path))
+    assert same_bits(snapshots.take(last), snapshots.take(wanted))
+    assert last.history.history == wanted.history.history
+
+
+@pytest.fixture(scope="module")
+def begun(tmp_path_factory):
+    """A folder with a training that was killed."""
+    folder = tmp_path_factory.mktemp("begun")
+    with pytest.raises(Killed):
+        train(model_of, arrays, Resume(folder, every_steps=2), Kill(8))
+    return folder
+
+
+@pytest.fixture
+def copied(begun, tmp_path):
+    return shutil.copytree(begun, tmp_path / "copied")
+
+
+@pytest.fixture(scope="module")
+def wanted():
+    """The state that the training would have come to."""
+    return snapshots.take(train(model_of, arrays))
+
+
+@pytest.fixture
+def lines(monkeypatch):
+    """What is logged, by level."""
+    found = collections.defaultdict(list)
+    add = lambda level, text, *args: found[level].append(text % args)  # noqa: E731
+    for module in (_fit_callback, files, callback):
+        for level in ("info", "warning"):
+            monkeypatch.setattr(module.logging, level, functools.partial(add, level))
+    monkeypatch.setattr(_fit_callback.logging, "log", lambda _, *a: add("warning", *a))
+    return found
+
+
+def test_a_half_written_file_is_passed_over_with_one_warning(copied, wanted, lines):
+    newest = max(copied.glob("*.npz"))
+    content = newest.read_bytes()
+    newest.write_bytes(content[: len(content) // 2])
+    (copied / f".{newest.name}.0123.writing").write_bytes(content[:9])
+    resume = Resume(copied, every_steps=2)
+    found = train(model_of, arrays, resume)
+    assert resume.resumed_at == (0, 4)
+    assert same_bits(snapshots.take(found), wanted)
+    (line,) = lines["warning"]
+    assert newest.name in line
+    assert "which is not whole" in line
+    assert not list(copied.glob(".*"))
+    assert any("going on behind step 4 of epoch 0" in each for each in lines["info"])
+
+
+def test_a_full_disk_ends_no_training(copied, wanted, lines, monkeypatch):
+    before = {path: path.read_bytes() for path in copied.iterdir()}
+
+    def full(state, file):
+        file.write(b"half of it")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(snapshot_files, "write_archive", full)
+    found = train(model_of, arrays, Resume(copied, every_steps=1))
+    assert same_bits(snapshots.take(found), wanted)
+    assert {path: path.read_bytes() for path in copied.iterdir()} == before
+    (line,) = lines["warning"]
+    assert re.search("could not be written to .*No space left on device.*goes on", line)
+
+
+def test_a_folder_may_be_anywhere_that_tensorflow_opens(wanted):
+    folder = "ram://resume/run"
+    with pytest.raises(Killed):
+        train(model_of, arrays, Resume(folder, every_steps=3), Kill(8))
+    resume = Resume(folder, every_steps=3)
+    found = train(model_of, arrays, resume)
+    assert resume.resumed_at == (1, 0)
+    assert same_bits(snapshots.take(found), wanted)
+    names = sorted(tf.io.gfile.listdir(folder))
+    assert names == [f"step-{n:09d}.worker-0-of-1.npz" for n in (9, 11)]
+
+
+def wide():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(5)])
+    model.compile("sgd", "mse", run_eagerly=True)
+    return model
+
+
+def in_bfloat16():
+    with tfamp.scope("mixed_bfloat16"):
+        return model_of()
+
+
+def fewer():
+    return {**arrays(), "batch_size": 8}
+
+
+def backed_up():
+    backup = keras.callbacks.BackupAndRestore("/nowhere")
+    return {**arrays(), "callbacks": [backup]}
+
+
+WRONG = {
+    "another model": (wide, arrays, "is of another model than this 'sequential"),
+    "another policy": (
+        in_bfloat16,
+        arrays,
+        "was under another policy: layer 'dense",
+    ),
+    "another batch size": (
+        model_of,
+        fewer,
+        "had num_batches 6, batch_size 4; this one has num_batches 3, batch_size 8",
+    ),
+    "steps an execution": (
+        lambda: model_of(steps_per_execution=2),
+        arrays,
+        "had steps_per_execution 1; this one has steps_per_execution 2",
+    ),
+    "fewer epochs": (
+        model_of,
+        lambda: {**arrays(), "epochs": 1},
+        "`epochs` is 1, and the training in ",
+    ),
+    "a backup beside it": (
+        model_of,
+        backed_up,
+        "Resume and BackupAndRestore are in the same `fit`; expected one",
+    ),
+}
+
+
+@pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
+@pytest.mark.parametrize("build, data, message", WRONG.values(), ids=WRONG)
+def test_another_training_is_refused_before_a_step(begun, build, data, message):
+    steps = []
+    count = keras.callbacks.LambdaCallback(
+        on_train_batch_end=lambda batch, logs: steps.append(batch)
+    )
+    before = sorted(begun.iterdir())
+    with pytest.raises(ValueError, match=re.escape(message)):
+        train(build, data, Resume(begun), count)
+    assert steps == []
+    assert sorted(begun.iterdir()) == before
+
+
+def test_what_cannot_be_repeated_is_said_once(tmp_path, lines):
+    resume = Resume(tmp_path)
+    keras.utils.set_random_seed(0)
+    tf.random.set_seed(None)
+    model = model_of()
+    for data in (arrays(), dataset()):
+        model.fit(**data, verbose=0, epochs=0, callbacks=[resume, Kill(9)])
+    why = [line.split(",")[0] for line in lines["warning"]]
+    assert why == [
+        "Resume: `fit` shuffles arrays without a seed",
+        "Resume: the state of Kill is not kept",
+        "Resume: the dataset has a `shuffle` without a seed",
+    ]
+    seeded = tf.data.Dataset.from_tensor_slices((X, Y)).shuffle(22, seed=0).batch(4)
+    model.fit(seeded, verbose=0, epochs=0, callbacks=[resume])
+    assert len(lines["warning"]) == 3
+
+
+def test_arguments_are_checked():
+    with pytest.raises(TypeError, match=re.escape("`directory` is None, of type")):
+        Resume(None)
+    with pytest.raises(ValueError, match=re.escape("`every_steps` is 0; expected")):
+        Resume("folder", every_steps=0)
+
+
+def test_a_kill_in_the_middle_of_a_save_loses_at_most_every_steps(tmp_path):
+    kill(3, tmp_path, "save", 3, 900)
+    assert newest_step(tmp_path) == 2 * EVERY_STEPS
+    assert len(list(tmp_path.glob(".*.writing"))) == 1
+    assert final_digest(3, tmp_path) == final_digest(3)
+
+
+@pytest.mark.whole(
+    "test_a_kill_in_the_middle_of_a_save_loses_at_most_every_steps is one moment"
+)
+def test_twenty_kills_at_random_moments_lose_at_most_every_steps_each(tmp_path):
+    draws = random.Random(0)
+    for _ in range(20):
+        before = newest_step(tmp_path)
+        kind = draws.choice(["step", "save", "rename"])
+        number = draws.randint(3, 9) if kind == "step" else draws.randint(1, 2)
+        kill(MANY, tmp_path, kind, number, draws.randint(0, 8000))
+        if kind == "step":
+            assert newest_step(tmp_path) >= before + number - EVERY_STEPS
+    assert newest_step(tmp_path) > 40
+    assert final_digest(MANY, tmp_path) == final_digest(MANY)
+
+
+def kill(*arguments):
+    """Runs the program until it kills itself."""
+    command = [sys.executable, "-m", "tests.resume_program", *map(str, arguments)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == -signal.SIGKILL, done.stderr[-2000:]

@@ -1,0 +1,1 @@
+"""`Resume`: training that goes on where it was, to the bit."""

@@ -1,0 +1,227 @@
+"""The batches of `fit`, epoch by epoch: where it stands in them, and how to go there.
+
+Relies on: `fit` making one `TFEpochIterator` for training, which it resets ahead of all
+others, and running through it once an epoch; `_enumerate_iterator` giving for each
+execution a tuple of its first step, its last one (not in all versions), and what the
+training function draws from; `_get_iterator` being called for each iterator that is
+made; `_current_iterator` and `_steps_seen` being all that lasts from one epoch to the
+next; `Trainer._initial_epoch` being where `fit` begins, where callbacks have set it
+when training begins.
+"""
+
+import dataclasses
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
+
+import keras
+import tensorflow as tf
+from keras.src.backend.common import global_state
+from keras.src.backend.tensorflow.trainer import TFEpochIterator
+from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
+from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+
+from tfamp.keras_hooks import around_training
+from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+
+
+class Execution(NamedTuple):
+    """One call of the training function in an epoch.
+
+    Attributes:
+        begin: Number of its first step in the epoch.
+        end: The number of the step after its last one, where data is left for all.
+        iterator: What it draws from.
+        item: What Keras has of it.
+    """
+
+    begin: int
+    end: int
+    iterator: Any
+    item: tuple[Any, ...]
+
+
+Around = Callable[[Iterator[Execution]], Iterator[Execution]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """Where an epoch begins in the data.
+
+    Args:
+        made: Iterators that were made of the dataset until then; each gives a dataset
+            that shuffles itself its next order.
+        drawn: Batches drawn from the last of them, where it lasts over epochs, as it
+            does with `steps_per_epoch`.
+        seen: Steps that Keras counts of it.
+    """
+
+    made: int
+    drawn: int = 0
+    seen: int = 0
+
+
+class Feed:
+    """The batches that one `fit` trains on.
+
+    `around` takes what Keras goes through in an epoch, and gives what `fit` gets to
+    see of it.
+    """
+
+    def __init__(self, epochs: Any) -> None:
+        self._epochs = epochs
+        self.around: Around | None = None
+        self.made = self.drawn = 0
+
+    @property
+    def num_batches(self) -> int | None:
+        """Batches in an epoch, None where that is not known yet."""
+        found = self._epochs.num_batches
+        return None if found is None else int(found)
+
+    @property
+    def batch_size(self) -> int | None:
+        """Examples in a batch, None where that is not known."""
+        found = getattr(self._epochs.data_adapter, "batch_size", None)
+        return None if found is None else int(found)
+
+    @property
+    def kind(self) -> str:
+        """Which data it is: "arrays", "dataset" or "other"."""
+        adapter = self._epochs.data_adapter
+        if isinstance(adapter, ArrayDataAdapter):
+            return "arrays"
+        return "dataset" if isinstance(adapter, TFDatasetAdapter) else "other"
+
+    @property
+    def shuffles(self) -> bool:
+        """Whether Keras brings the examples of arrays in an order of its own."""
+        return bool(getattr(self._epochs.data_adapter, "_shuffle", False))
+
+    @property
+    def dataset(self) -> Any:
+        """The dataset that was given, None where it was something else."""
+        adapter = self._epochs.data_adapter
+        return adapter.get_tf_dataset() if self.kind == "dataset" else None
+
+    @property
+    def steps_per_execution(self) -> int:
+        """Steps in one call of the training function."""
+        return int(self._epochs.steps_per_execution)
+
+    def place(self) -> Place:
+        """Returns where the epoch that comes next begins."""
+        epochs = self._epochs
+        if epochs.steps_per_epoch is None or epochs._current_iterator is None:
+            return Place(self.made)
+        return Place(self.made, self.drawn, epochs._steps_seen)
+
+    def go_to(self, place: Place) -> Any:
+        """Brings the data to where an epoch began in another process.
+
+        Returns a batch of another epoch, None where there was none to draw. Where an
+        iterator lasts over epochs, all batches up to there are drawn.
+        """
+        epochs = self._epochs
+        iterator, batch = epochs._current_iterator, None
+        while self.made < place.made:
+            iterator = iter(epochs._get_iterator())
+        if not place.drawn:
+            return None if iterator is None else next(iterator)
+        for _ in range(place.drawn):
+            batch = next(iterator)
+        epochs._current_iterator, epochs._steps_seen = iterator, place.seen
+        self.drawn = place.drawn
+        return batch
+
+    def first_batch(self) -> Any:
+        """Returns the first batch of an iterator of its own."""
+        return next(iter(self._epochs._get_iterator()))
+
+
+def part_of(batch: Any, strategy: Any) -> Any:
+    """Returns the part of a batch that the first replica gets."""
+    return tf.nest.map_structure(
+        lambda each: strategy.experimental_local_results(each)[0], batch
+    )
+
+
+def feed_of(model: keras.Model) -> Feed | None:
+    """Returns the batches of the `fit` of a model that runs now."""
+    epochs = around_training.epochs_of(model)
+    return None if epochs is None else _FEEDS.get(epochs)
+
+
+def begin_at(model: keras.Model, epoch: int | None) -> None:
+    """Has the `fit` that begins now begin at an epoch; None lets later ones be."""
+    model._initial_epoch = epoch
+
+
+def global_seed_state() -> Any:
+    """Returns the variable of Keras's own random numbers, None before their use."""
+    generator = global_state.get_global_attribute("global_seed_generator")
+    return None if generator is None else generator.state
+
+
+_FEEDS: "weakref.WeakKeyDictionary[Any, Feed]" = weakref.WeakKeyDictionary()
+
+
+def _feed_from(iterator: Any) -> Feed:
+    feed = _FEEDS.get(iterator)
+    if feed is None:
+        feed = _FEEDS[iterator] = Feed(weakref.proxy(iterator))
+    return feed
+
+
+def _wrap_reset(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def reset(self: Any) -> None:
+        _feed_from(self)
+        around_training.note_epochs(self)
+        original(self)
+
+    return reset
+
+
+def _wrap_get(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def _get_iterator(self: Any) -> Any:
+        feed = _feed_from(self)
+        feed.made, feed.drawn = feed.made + 1, 0
+        return original(self)
+
+    return _get_iterator
+
+
+def _wrap_enumerate(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def _enumerate_iterator(self: Any) -> Iterator[tuple[Any, ...]]:
+        feed = _feed_from(self)
+        items = iter(original(self))
+        if feed.around is None:
+            return _counted(feed, items)
+        found = feed.around(_executions(feed, _counted(feed, items)))
+        return (each.item for each in found)
+
+    return _enumerate_iterator
+
+
+def _counted(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:
+    for item in items:
+        feed.drawn += feed.steps_per_execution
+        yield item
+
+
+def _executions(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[Execution]:
+    for item in items:
+        begin = int(item[0])
+        yield Execution(begin, begin + feed.steps_per_execution, item[-1], item)
+
+
+EPOCH_HOOKS = HeldPatches(
+    [
+        Patch(TFEpochIterator, "reset", _wrap_reset),
+        Patch(TFEpochIterator, "_get_iterator", _wrap_get),
+        Patch(TFEpochIterator, "_enumerate_iterator", _wrap_enumerate),
+    ]
+)
