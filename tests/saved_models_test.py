@@ -274,7 +274,7 @@ def test_plain_keras_refuses_by_name_what_it_cannot_honour(fresh):
 def test_with_the_last_managed_model_or_optimizer_every_hook_goes(fresh):
     # Elsewhere a model that another test left alive keeps them.
     assert fresh[0]["hooks"] == [
-        *((), 0, 6, 0, True, (), True, False, True),
+        *((), 0, 12, 0, True, (), True, False, True),
         [True, "from_config"],
     ]
 
