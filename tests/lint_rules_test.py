@@ -892,6 +892,47 @@ def test_failing_remat_knows_which_layers_a_mode_takes(mode, options, hits):
     assert places(model, "failing-remat") == ([("error", "again")] if hits else [])
 
 
+@pytest.fixture
+def distribution():
+    """A distribution of Keras's own; making one fails with Keras 3.10."""
+    try:
+        made = keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"])
+    except AttributeError:
+        pytest.skip("this Keras cannot make one on TensorFlow")
+    keras.distribution.set_distribution(made)
+    yield made
+    keras.distribution.set_distribution(None)
+
+
+def test_idle_distribution_says_what_keras_does_not_follow(distribution):
+    model = sequential(head(), shape=(4,))
+    assert places(model, "idle-distribution") == [("error", None)]
+    # What the rule says: one replica, and its device.
+    assert model.distribute_strategy.num_replicas_in_sync == 1
+    assert "CPU:0" in model.layers[0].kernel.value.device
+    keras.distribution.set_distribution(None)
+    assert places(model, "idle-distribution") == []
+
+
+@pytest.mark.parametrize("where", ["enable", "fit"])
+def test_enable_and_fit_warn_of_a_distribution_once(distribution, where):
+    message = "`keras.distribution` is set to DataParallel, which Keras does not follow"
+    if where == "enable":
+        with pytest.warns(UserWarning, match=message), tfamp.scope("float32"):
+            pass
+        with tfamp.scope("float32"):
+            return
+    keras.distribution.set_distribution(None)
+    with tfamp.scope("mixed_bfloat16"):
+        model = sequential(head(), shape=(4,))
+    keras.distribution.set_distribution(distribution)
+    x, y = np.ones((2, 4), "float32"), np.ones((2, 8), "float32")
+    model.compile("sgd", "mse", run_eagerly=True)
+    with pytest.warns(UserWarning, match=message):
+        model.fit(x, y, verbose=0)
+    model.fit(x, y, verbose=0)
+
+
 def test_unaligned_shapes_notes_sizes_in_half_precision():
     with stock("mixed_bfloat16"):
         layers = [L.Dense(12, name="odd"), L.Dense(8, name="after"), head()]

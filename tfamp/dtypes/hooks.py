@@ -31,6 +31,7 @@ from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
 from tfamp.loss_scale.tape.gradients import TAPE_HOOKS
 from tfamp.machine import amx
+from tfamp.machine.idle_distribution import warn_of_idle_distribution
 
 _MAKING = PatchSet(
     [
@@ -141,6 +142,7 @@ _RUNNING = HeldPatches(
 )
 
 BEFORE_TRAINING.append(compile_hooks.before_training)
+BEFORE_TRAINING.append(warn_of_idle_distribution)
 
 _LOCK = threading.RLock()
 

@@ -11,6 +11,7 @@ import tensorflow as tf
 from tfamp.graph.operations import read_operations
 from tfamp.graph.products import Sizes, is_product, sizes_of
 from tfamp.keras_hooks import structure
+from tfamp.machine import idle_distribution as distribution
 from tfamp.numerics.lint.rule import Found, Subject, rule
 from tfamp.records.formats import HALF
 from tfamp.records.units import join_words
@@ -83,6 +84,14 @@ def unaligned_shapes(subject: Subject) -> Iterator[Found]:
             min(odd.values()),
             dict(odd),
         )
+
+
+@rule("idle-distribution")
+def idle_distribution(subject: Subject) -> Iterator[Found]:
+    """A distribution of Keras's own, which does nothing on TensorFlow."""
+    text = distribution.idle_distribution()
+    if text is not None:
+        yield Found("error", text, distribution.REMEDY, None, None, {})
 
 
 @rule("failing-remat")

@@ -11,7 +11,12 @@ from tfamp.numerics.lint.arithmetic import (
     optimizer_epsilon,
     vanishing_epsilon,
 )
-from tfamp.numerics.lint.backends import failing_remat, missing_kernel, unaligned_shapes
+from tfamp.numerics.lint.backends import (
+    failing_remat,
+    idle_distribution,
+    missing_kernel,
+    unaligned_shapes,
+)
 from tfamp.numerics.lint.inputs import float_ids, unnormalised_input
 from tfamp.numerics.lint.inspection import look
 from tfamp.numerics.lint.layers import (
@@ -57,6 +62,7 @@ RULES: tuple[LintRule, ...] = (
     rate_for_batch,
     added_loss,
     missing_kernel,
+    idle_distribution,
     failing_remat,
     unaligned_shapes,
 )
