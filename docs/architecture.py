@@ -13,7 +13,7 @@ from tests.floors_test import FILES, FLOORS, module_name, own_modules, top
 
 _SUBJECTS = {
     "records": "results, findings, formats, units, checks, files",
-    "machine": "devices, speeds, memory and limits, NVML, AMX",
+    "machine": "devices, speeds, memory, clusters, NVML, AMX",
     "keras_hooks": "every touch of Keras's private parts",
     "graph": "traced graphs: operations, products, liveness",
     "loss_scale": "rule, optimizer, tape, replicas, saving",
@@ -27,7 +27,8 @@ _SUBJECTS = {
     "numerics": "lint, ranges, sensitivity, triage, proof",
     "memory": "estimate, batch search, remat",
     "training": "learning rates, schedules",
-    "callbacks": "monitor, throughput, recorder, recovery",
+    "distribute": "clusters, strategies",
+    "callbacks": "monitor, throughput, recorder, recovery, resume",
     "comparison": "compare, verdict, report",
     "tuning": "measured policies, the tuner",
     "serving": "frozen models",
