@@ -91,7 +91,7 @@ def test_an_own_train_step_trains_as_in_float32(mode):
 
 
 def test_on_replicas():
-    strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+    strategy = two_replicas()
     _, exact = fitted("float32", jit_compile=False)
     with strategy.scope():
         model, half = fitted("mixed_float16", jit_compile=False)
