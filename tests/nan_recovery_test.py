@@ -674,8 +674,8 @@ def test_several_workers_are_refused_with_what_works_there(tmp_path, monkeypatch
     recovery.set_model(keras.Sequential())
     message = (
         "Leave it out, and train with `tfamp.LossScaleOptimizer(optimizer)`, which "
-        "skips a bad step on all of them alike; `keras.callbacks.BackupAndRestore` "
-        "fails there or goes on from other weights."
+        "skips a bad step on all of them alike, and `tfamp.callbacks.Resume`, which "
+        "brings all back to one step."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         recovery.on_train_begin()
