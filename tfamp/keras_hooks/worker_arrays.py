@@ -2,8 +2,8 @@
 
 Each of several workers takes its part of batches that it shuffles by itself. Where the
 orders differ, as they do without a seed, some examples come twice in an epoch and
-others never; and a seed of TensorFlow makes every epoch come in one order. So the chief
-draws a seed, by Python's generator, which `keras.utils.set_random_seed` sets.
+others never. So all take the order of the chief: by the seed of TensorFlow, if the
+program has set it, or else by one drawn from Python's generator.
 
 Relies on: `TFEpochIterator` asking its adapter for `get_tf_dataset` while it is made;
 `ArrayDataAdapter` holding `_inputs`, `_num_samples`, `_batch_size` and `_shuffle`; the
@@ -68,7 +68,8 @@ def patches(has_workers: Callable[[Any], bool]) -> list[Patch]:
                     "batch in another order on each; expected True or False. Pass "
                     "`shuffle=True`."
                 )
-            return _shuffled(self, _common_seed(_HERE.strategy))
+            seed, is_given = _chosen(_HERE.strategy)
+            return _shuffled(self, seed, is_given=is_given)
 
         return get_tf_dataset
 
@@ -78,19 +79,27 @@ def patches(has_workers: Callable[[Any], bool]) -> list[Patch]:
     ]
 
 
-def _common_seed(strategy: Any) -> int:
-    """Returns what the chief draws; every worker draws, so that generators agree."""
-    drawn = float(random.getrandbits(_SEED_BITS))
+def _chosen(strategy: Any) -> tuple[int, bool]:
+    """Returns the seed that the chief chooses, and whether its program gave one.
+
+    Every worker draws, so that Python's generators go on alike.
+    """
+    drawn, given = random.getrandbits(_SEED_BITS), context.global_seed()
+    seed = drawn if given is None else given % 2**_SEED_BITS
+    choice = tf.constant([float(seed), float(given is not None)])
     parts = strategy.experimental_distribute_values_from_function(
-        lambda replica: tf.constant(
-            0.0 if replica.replica_id_in_sync_group else drawn, tf.float32
-        )
+        lambda replica: choice * float(replica.replica_id_in_sync_group == 0)
     )
-    return int(strategy.reduce(tf.distribute.ReduceOp.SUM, parts, axis=None))
+    chosen = strategy.reduce(tf.distribute.ReduceOp.SUM, parts, axis=None).numpy()
+    return int(chosen[0]), bool(chosen[1])
 
 
-def _shuffled(adapter: Any, seed: int) -> Any:
-    """Returns batches of shuffled examples, in another order in each epoch."""
+def _shuffled(adapter: Any, seed: int, *, is_given: bool) -> Any:
+    """Returns batches of shuffled examples.
+
+    Each epoch has another order, but for a seed that the program has given: then all
+    have one, as in Keras, by which training that is resumed finds its place.
+    """
     num, batch_size = adapter._num_samples, adapter._batch_size
 
     def batches(number: tf.Tensor) -> tf.data.Dataset:
@@ -101,7 +110,7 @@ def _shuffled(adapter: Any, seed: int) -> Any:
 
     # Seeds of TensorFlow are mixed in, and may be others on each worker.
     with replaced(context.context(), _seed=None):
-        numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=True)
+        numbers = tf.data.Dataset.random(seed, rerandomize_each_iteration=not is_given)
     indices = numbers.take(1).flat_map(batches)
     inputs = tree.lists_to_tuples(
         array_slicing.convert_to_sliceable(adapter._inputs, target_backend="tensorflow")
