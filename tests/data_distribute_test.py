@@ -386,7 +386,7 @@ def test_several_workers_need_one_order(monkeypatch, stage, name):
         f"`.{name}` has no seed, and 2 worker processes train together; expected one "
         "order in all of them, since each takes its share by position: some elements "
         "would come twice, others never. Pass the same `seed=` everywhere, or add "
-        "`.shard(2, index)` with the worker's index."
+        "`.shard('auto')`."
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         pipeline.build()

@@ -50,6 +50,7 @@ def pipelines(index, folder):
         "shard, file cache": lambda: (
             records(folder).shard(2, index).cache(f"{folder}/three").shuffle()
         ),
+        "shard by the cluster": lambda: arrays().shard("auto").shuffle(),
         "shard, odd batch": lambda: arrays().shard(2, index).shuffle(),
         "shards of unequal steps": lambda: (
             Pipeline.from_dataset(tf.data.Dataset.range(9)).shard(2, index).shuffle()
@@ -62,7 +63,7 @@ def fitted(columns, index):
     few = columns.subset(25)
     return {
         "fit, shuffled": columns.shuffle(seed=1),
-        "fit, shard": columns.shard(2, index).cache("memory").shuffle().prefetch(),
+        "fit, shard": columns.shard("auto").cache("memory").shuffle().prefetch(),
         # 13 and 12 examples: three steps of 4 each, then 1 on one worker alone.
         "fit, shards of unequal steps": few.shard(2, index).shuffle(),
         "fit, part of a batch on one worker": few.shuffle(seed=1),

@@ -17,6 +17,7 @@ EXPECTED = {
     "filter": [n for n in EVERY if n % 3],
     "shard of arrays": EVERY,
     "shard of records": EVERY,
+    "shard by the cluster": EVERY,
     "shard, file cache": EVERY,
     "shard, odd batch": EVERY,
     "shards of unequal steps": list(range(9)),

@@ -16,6 +16,7 @@ from tfamp.data.plan import PipelinePlan, Role, has_role, make_plan
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.errors import OnError, SkippedElement
+from tfamp.data.stages.shards import ClusterShard
 from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import console
 
@@ -44,6 +45,9 @@ class Build:
         """Returns the dataset, after every step's own checks."""
         plan = self._plan
         policy = shard_policy(plan)
+        for stage in self.stages:
+            if isinstance(stage, ClusterShard):
+                stage.check_workers(num_workers())
         dataset = plan.start()
         for step in plan.steps:
             step.check(dataset)
@@ -166,7 +170,6 @@ def shard_policy(plan: PipelinePlan) -> Any:
             f"`.{loose[0]}` has no seed, and {workers} worker processes train "
             "together; expected one order in all of them, since each takes its share "
             "by position: some elements would come twice, others never. Pass the same "
-            f"`seed=` everywhere, or add `.shard({workers}, index)` with the worker's "
-            "index."
+            f"`seed=` everywhere, or add `.shard('auto')`."
         )
     return policy

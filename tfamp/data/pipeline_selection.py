@@ -7,11 +7,13 @@ from typing import TYPE_CHECKING, Any
 from tfamp.data.pipeline_sources import PipelineSources
 from tfamp.data.sampling.draws import Balance, Weights
 from tfamp.data.sampling.subset import Subset
-from tfamp.data.stages.base import Shard, Shuffle
+from tfamp.data.stages.base import Shuffle
 from tfamp.data.stages.bucket import Bucket
 from tfamp.data.stages.filter import Filter
 from tfamp.data.stages.sequences import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
+from tfamp.data.stages.shards import Shard, cluster_shard
 from tfamp.data.statistics import Statistics
+from tfamp.records import checks
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -45,7 +47,7 @@ class PipelineSelection(PipelineSources):
         """
         return self._with(Subset(size, stratify=stratify, seed=seed))
 
-    def shard(self, num_shards: int, index: int) -> "Self":
+    def shard(self, num_shards: int | str, index: int | None = None) -> "Self":
         """Keeps the part of one worker of several that train together.
 
         Without it every worker of `tf.distribute` reads and decodes everything and
@@ -56,12 +58,17 @@ class PipelineSelection(PipelineSources):
         divide no further. Parts differ by at most one element; a subset is drawn
         before, and the weights of `.weights` are those of the part.
 
+        All workers make equally many steps: one that has no more elements brings
+        empty batches to the last steps, and no element is lost or doubled. Batches
+        that drop their remainder could be more on one worker than on another; with
+        "auto" parts are of one size then, and `describe` says how many are dropped.
+
         Args:
-            num_shards: Workers in all.
+            num_shards: Workers in all; "auto" takes both from
+                `tfamp.distribute.cluster()`, which is all elements without a cluster.
             index: Which one this is, from 0. In `distribute_datasets_from_function`
                 these are `context.num_input_pipelines` and
-                `context.input_pipeline_id`; with `MultiWorkerMirroredStrategy` the
-                second is `strategy.cluster_resolver.task_id`.
+                `context.input_pipeline_id`.
 
         Returns:
             A pipeline with this stage. The size of its batches is that of all
@@ -71,7 +78,9 @@ class PipelineSelection(PipelineSources):
 
         Raises:
             TypeError: An argument is no integer.
-            ValueError: `num_shards` is below 1, or `index` is not in [0, num_shards).
+            ValueError: `num_shards` is below 1, `index` is not in [0, num_shards) or
+                came with "auto", or the environment describes half a cluster. `build`
+                raises where "auto" finds other workers than TensorFlow trains with.
 
         Example:
             >>> import numpy as np
@@ -80,7 +89,15 @@ class PipelineSelection(PipelineSources):
             >>> [int(x) for x in pipeline.build()]
             [1, 4]
         """
-        return self._with(Shard(num_shards, index))
+        if not isinstance(num_shards, str):
+            return self._with(Shard(num_shards, index))  # type: ignore[arg-type]  # it checks
+        checks.choice("num_shards", num_shards, ("auto",))
+        if index is not None:
+            raise ValueError(
+                f"`index` is {index!r} with `num_shards` 'auto', which finds it; "
+                "expected none. Leave it out, or pass the number of shards."
+            )
+        return self._with(cluster_shard())
 
     def filter(
         self,

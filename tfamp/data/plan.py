@@ -21,6 +21,7 @@ from tfamp.data.sources._files import ChunkedSource
 from tfamp.data.stages.base import SHUFFLE_BUFFER_BYTES, Settings, Stage
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.errors import Careful
+from tfamp.data.stages.shards import ClusterShard
 from tfamp.data.stages.steps import AlreadyInMemory, ByPosition, Chosen, Number, Rebatch
 
 
@@ -119,6 +120,23 @@ def make_plan(
     return plan
 
 
+def _even_parts(plan: PipelinePlan) -> PipelinePlan:
+    """Where batches drop a remainder, workers get parts of one size.
+
+    One would else have a batch more than another.
+    """
+    batch: Any = next((step for step in plan.rest if step.name == "batch"), None)
+    if batch is None or not batch.drop_remainder:
+        return plan
+    rest = tuple(
+        dataclasses.replace(step, is_even=True)
+        if isinstance(step, ClusterShard)
+        else step
+        for step in plan.rest
+    )
+    return dataclasses.replace(plan, rest=rest)
+
+
 def _cut_source(plan: PipelinePlan) -> PipelinePlan:
     """Where any element can be read by its position, a part is chosen before all."""
     if not isinstance(plan.source, RandomAccess):
@@ -128,6 +146,8 @@ def _cut_source(plan: PipelinePlan) -> PipelinePlan:
     for stage in plan.rest:
         if has_role(stage, Role.CUTS):
             first.append(Chosen(stage, source.num_examples))
+            if getattr(stage, "num_shards", 0) == 1:
+                continue  # all of it: a part would be a copy
             positions = stage.chosen(source, plan.settings)  # type: ignore[attr-defined]
             source = source.part(positions)
     return dataclasses.replace(
@@ -246,6 +266,7 @@ def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
 
 # The exceptions, in the order in which they are looked at.
 RULES = (
+    _even_parts,
     _cut_source,
     _leave_out_memory_cache,
     _draw_positions,

@@ -143,54 +143,6 @@ def map_in_order(
 
 
 @dataclasses.dataclass(frozen=True)
-class Shard(Stage):
-    """Keeps each n-th element of the source, before anything is read of the others."""
-
-    name: ClassVar[str] = "shard"
-    num_shards: int
-    index: int
-
-    def __post_init__(self) -> None:
-        checks.positive_int("num_shards", self.num_shards)
-        checks.positive_int("index", self.index, minimum=0)
-        if self.index >= self.num_shards:
-            raise ValueError(
-                f"`index` is {self.index} with `num_shards` {self.num_shards}; "
-                f"expected one from 0 to {self.num_shards - 1}. Workers count from 0."
-            )
-
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises if the part is known to be empty."""
-        length = known_length(dataset)
-        if length is not None:
-            self._check_length(length)
-
-    def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
-        """Returns the positions of the part in a source, ascending, int64."""
-        self._check_length(source.num_examples)
-        return tf.range(self.index, source.num_examples, self.num_shards, tf.int64)
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the elements of the part, in their order."""
-        return dataset.shard(self.num_shards, self.index)
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        return (
-            f"part {self.index} of {self.num_shards}",
-            f"each {self.num_shards}th element; tf.distribute divides no further",
-        )
-
-    def _check_length(self, length: int) -> None:
-        if length <= self.index:
-            raise ValueError(
-                f"`.shard({self.num_shards}, {self.index})` of {length} elements is "
-                "empty; expected an element for each shard. Use fewer workers, or a "
-                "larger source."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
 class Map(Stage):
     """Calls the user's function on every element.
 

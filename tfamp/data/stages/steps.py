@@ -46,7 +46,8 @@ class Chosen(Stage):
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        setting, reason = self.chooser.explain(dataset, settings)
+        all_of_them = tf.data.Dataset.range(self.num_examples)
+        setting, reason = self.chooser.explain(all_of_them, settings)
         return setting, f"{reason}; of {self.num_examples:,}, before any is read"
 
 

@@ -1,0 +1,130 @@
+"""`Pipeline.shard("auto")`: the cluster says how many parts there are, and which."""
+
+import json
+
+import numpy as np
+import pytest
+
+from tests.data_distribute_test import KINDS, NUM, arrays, inputs_of
+from tests.refusals import refusals
+from tfamp.data import Pipeline, builds
+
+VARIABLES = ("TF_CONFIG", "SM_HOSTS", "SLURM_JOB_ID", "JOB_COMPLETION_INDEX")
+
+
+@pytest.fixture
+def join(monkeypatch):
+    """Makes this process a worker, and TensorFlow one of as many."""
+    for name in VARIABLES:
+        monkeypatch.delenv(name, raising=False)
+
+    def join(num_workers, index, num_trained=None):
+        hosts = [f"host{worker}:2222" for worker in range(num_workers)]
+        task = {"type": "worker", "index": index}
+        config = {"cluster": {"worker": hosts}, "task": task}
+        monkeypatch.setenv("TF_CONFIG", json.dumps(config))
+        monkeypatch.setattr(builds, "num_workers", lambda: num_trained or num_workers)
+
+    return join
+
+
+def epoch_of(dataset):
+    """Returns the numbers of each batch."""
+    return [np.ravel(inputs_of(batch)).tolist() for batch in dataset]
+
+
+def told(pipeline):
+    """Returns what `describe` says, without its line breaks."""
+    return " ".join(pipeline.describe().split())
+
+
+@pytest.mark.parametrize("num_workers", [2, 3])
+@pytest.mark.parametrize("kind", ["arrays", "dataset", "csv"])
+def test_each_example_comes_once_in_an_epoch_on_one_worker(
+    tmp_path, join, kind, num_workers
+):
+    pipeline, epochs = KINDS[kind](tmp_path), [[], []]
+    for index in range(num_workers):
+        join(num_workers, index)
+        # Without a seed each has an order of its own.
+        dataset = pipeline.shard("auto").shuffle().batch(4).build()
+        for epoch in epochs:
+            epoch += sum(epoch_of(dataset), [])
+    assert [sorted(epoch) for epoch in epochs] == [list(range(NUM))] * 2
+
+
+@pytest.mark.parametrize("kind", ["arrays", "dataset"])
+def test_batches_without_remainder_are_as_many_on_each_worker(join, kind):
+    pipeline = KINDS[kind](None).shard("auto").batch(7, drop_remainder=True)
+    found = []
+    for index in range(2):
+        join(2, index)
+        pipeline = KINDS[kind](None).shard("auto").batch(7, drop_remainder=True)
+        found.append(epoch_of(pipeline.build()))
+        assert "13 each, drops 1" in told(pipeline)
+    # Of 27 numbers the first worker would have 14: two batches, and the other one.
+    assert [[len(batch) for batch in epoch] for epoch in found] == [[7], [7]]
+
+
+def test_the_table_says_who_told_and_that_nothing_is_lost(join):
+    join(2, 1)
+    text = told(arrays().shard("auto").batch(8))
+    assert "shard part 1 of 2" in text
+    assert "auto: TF_CONFIG" in text
+    assert "none is dropped or repeated" in text
+
+
+def test_one_process_has_all_elements_and_no_copy(join):
+    pipeline = arrays().shard("auto")
+    assert "shard all, as one process trains auto: no cluster is described" in told(
+        pipeline
+    )
+    assert [int(x) for x, _ in pipeline.build()] == list(range(NUM))
+    source = builds.Build(pipeline.source, pipeline.stages, "auto")._plan.source
+    assert source is pipeline.source
+
+
+def test_a_part_by_the_cluster_is_the_one_of_its_numbers(join):
+    join(3, 2)
+    auto, given = arrays().shard("auto").batch(4), arrays().shard(3, 2).batch(4)
+    assert epoch_of(auto.build()) == epoch_of(given.build())
+
+
+@pytest.mark.parametrize("described, trained", [(2, 1), (1, 2)])
+def test_other_workers_than_those_of_the_cluster_are_refused(join, described, trained):
+    join(described, 0, trained)
+    pipeline = arrays().shard("auto")
+    message = (
+        rf"`\.shard\('auto'\)` makes {described} part\(s\), as TF_CONFIG says, and "
+        rf"TensorFlow trains with {trained} worker\(s\).*`tfamp.distribute.strategy"
+    )
+    with pytest.raises(ValueError, match=message):
+        pipeline.build()
+    pipeline.describe()
+
+
+def test_fewer_elements_than_workers_are_refused_by_all_of_them(join):
+    join(3, 0)
+    pipeline = Pipeline.from_arrays(np.arange(2)).shard("auto")
+    with pytest.raises(ValueError, match="divides 2 elements among 3 workers"):
+        pipeline.build()
+
+
+def test_half_a_cluster_is_an_error_of_its_variable(join, monkeypatch):
+    monkeypatch.setenv("TF_CONFIG", "{'cluster'")
+    with pytest.raises(ValueError, match="TF_CONFIG is "):
+        arrays().shard("auto")
+
+
+WRONG = {
+    "word": (("all",), "Unknown `num_shards` 'all'; expected 'auto'"),
+    "index": (("auto", 1), "`index` is 1 with `num_shards` 'auto', which finds it"),
+    "no index": ((2,), "`index` is None", TypeError),
+}
+test_wrong_arguments_are_refused = refusals(WRONG, lambda row: arrays().shard(*row))
+
+
+def test_parts_of_parts_are_refused(join):
+    join(2, 1)
+    with pytest.raises(ValueError, match="`.shard` came twice"):
+        arrays().shard(2, 0).shard("auto")
