@@ -23,6 +23,7 @@ from tfamp.callbacks import Resume, _fit_callback
 from tfamp.callbacks.resume import callback, files
 from tfamp.stepping import snapshots
 from tfamp.stepping.snapshots import files as snapshot_files
+from tfamp.stepping.snapshots.names import optimizers_of
 from tfamp.stepping.snapshots.state import same_bits
 
 ROOT = Path(__file__).parents[1]
@@ -43,7 +44,8 @@ class Kill(keras.callbacks.Callback):
         self.at = at
 
     def on_train_batch_end(self, batch, logs=None):
-        if int(self.model.optimizer.iterations.numpy()) >= self.at:
+        steps = [int(o.iterations.numpy()) for o in optimizers_of(self.model)]
+        if max(steps) >= self.at:
             raise Killed
 
 
@@ -136,6 +138,46 @@ def drawing():
     return {**arrays(), "callbacks": [Draws()]}
 
 
+class TwoPlayers(keras.Model):
+    """A train step over two networks, which only it builds, with an optimizer each."""
+
+    def __init__(self):
+        super().__init__()
+        self.maker = keras.Sequential([keras.layers.Dense(4)])
+        self.critic = keras.Sequential([keras.layers.Dense(3), keras.layers.Dense(1)])
+        self.noise = keras.random.SeedGenerator(3)
+
+    def compile(self, maker, critic):
+        super().compile(run_eagerly=True)
+        self.of_maker, self.of_critic = maker, critic
+
+    def call(self, x):
+        return self.maker(x)
+
+    def train_step(self, data):
+        x = data[0]
+        for network, optimizer in (
+            (self.critic, self.of_critic),
+            (self.maker, self.of_maker),
+        ):
+            noise = keras.random.normal(tf.shape(x), seed=self.noise)
+            with tf.GradientTape() as tape:
+                made = self.critic(self.maker(noise))
+                losses = tf.square(self.critic(x) - 1.0) + tf.square(made)
+                loss = tf.reduce_mean(losses)
+            weights = network.trainable_weights
+            gradients = tape.gradient(loss, weights)
+            optimizer.apply_gradients(zip(gradients, weights, strict=True))
+        return {"loss": loss}
+
+
+def two_players():
+    with tfamp.scope("mixed_float16"):
+        model = TwoPlayers()
+        model.compile(keras.optimizers.Adam(0.01), keras.optimizers.SGD(0.01))
+    return model
+
+
 def on_replicas():
     with two_replicas().scope():
         return model_of(run_eagerly=False)
@@ -157,6 +199,7 @@ CASES = {
     ),
     "mixed_float16": (half, arrays),
     "two replicas": (on_replicas, dataset),
+    "networks that a step builds": (two_players, arrays),
 }
 
 
@@ -173,9 +216,11 @@ def train(build, data, *callbacks, epochs=2):
 
 
 @pytest.mark.filterwarnings(
-    "ignore:Your input ran out of data", "ignore:'mixed_float16' will be slow"
+    "ignore:Your input ran out of data",
+    "ignore:'mixed_float16' will be slow",
+    "ignore:.*does not have a `build",
 )
-@pytest.mark.anchors("dataset, first epoch", "validation")
+@pytest.mark.anchors("dataset, first epoch", "networks that a step builds")
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES)
 def test_a_training_goes_on_to_the_bit(tmp_path, case):
     build, data, at = (*case, 8)[:3]

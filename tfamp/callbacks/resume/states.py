@@ -8,10 +8,12 @@ import keras
 import numpy as np
 
 from tfamp.callbacks.resume import others, record
-from tfamp.keras_hooks import trainer
+from tfamp.dtypes import resolution
+from tfamp.keras_hooks import around_training, structure, trainer
 from tfamp.keras_hooks.epochs import Feed
 from tfamp.records import checks
 from tfamp.stepping import snapshots
+from tfamp.stepping.snapshots.names import optimizers_of
 from tfamp.stepping.snapshots.state import State
 
 
@@ -78,6 +80,14 @@ def put(
     arrays = {k: v for k, v in state.arrays.items() if k not in extra}
     with model.distribute_strategy.scope():
         trainer.build_from(model, batch)
+    for _, part, _ in structure.walk(model):
+        # Networks that a train step of the user's calls, as its first step would.
+        if isinstance(part, keras.Model) and part.built:
+            resolution.resolve(part)
+    if not all(optimizer.built for optimizer in optimizers_of(model)):
+        # Optimizers of the user's that only the train step knows the variables of.
+        # What this step does to weights and seeds is undone by the state.
+        around_training.on_batch(model)(batch)
     record.check_dtypes(held["dtypes"], model, directory)
     num_replicas = snapshots.num_local_replicas(model)
     for name in held["of replicas"] if num_replicas != held["replicas"] else ():
