@@ -59,7 +59,7 @@ check: lint  ## lint, and a minute of the tests nearest to what you changed
 	@$(BIN)/python $(PYTEST) --changed=$(BASE) --seconds=80 $(ARGS) $(NO_NOTICES)
 
 test: .venv/.installed  ## test every promise on the newest TensorFlow and Keras
-	@echo "Running the tests in $(JOBS) processes: five to eight minutes on two cores."
+	@echo "Running the tests in $(JOBS) processes: ten to sixteen minutes on two cores."
 	@$(BIN)/python $(PYTEST) --durations=10 --durations-min=1 $(ARGS) $(NO_NOTICES)
 
 test-oldest: .venv-oldest/.installed  ## run a fast case of each test on the oldest
