@@ -262,6 +262,26 @@ def tuner(result: Result) -> Rows:
     return rows
 
 
+def fastest_policy(result: Result) -> Rows:
+    """Returns a row for each kind of network."""
+    kinds: dict[str, list[Result]] = {}
+    for each in result["tries"]:
+        kinds.setdefault(each["kind"], []).append(each)
+    return [
+        [
+            *(kind, str(len(own)), str(sum(each["right"] for each in own))),
+            f"{max(each['behind'] for each in own) - 1:.1%}",
+            f"{_ends([each['gain'] for each in own])}",
+            f"{_ends([each['seconds'] for each in own])} s",
+        ]
+        for kind, own in kinds.items()
+    ]
+
+
+def _ends(values: Sequence[float]) -> str:
+    return f"{min(values):.2f} to {max(values):.2f}"
+
+
 _PREDICTED = ("Step", "Policy", "Batch", "Predicted")
 _GUILTY = ("Half", "dtype", "found exactly", "reason right, of those")
 # Benchmark -> columns and rows of its table.
@@ -334,5 +354,12 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Result], Rows]]] = {
             *("Worse on fresh", "From another seed", "Saving kept", "Greedy", "Time"),
         ),
         tuner,
+    ),
+    "fastest_policy": (
+        (
+            *("Networks", "Tries", "Right", "Furthest behind the fastest"),
+            *("Fastest over float32", "Measuring took"),
+        ),
+        fastest_policy,
     ),
 }

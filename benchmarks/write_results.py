@@ -149,8 +149,25 @@ def _tuner(result: Result) -> dict[str, Any]:
     }
 
 
+def _fastest_policy(result: Result) -> dict[str, Any]:
+    number, tries = sum(each["right"] for each in result["tries"]), result["tries"]
+    large = result["resnet50"]
+    picks = sorted({each["picked"] for each in tries})
+    return {
+        "number": len(tries),
+        "goals_text": (
+            f"The fastest policy, or one within 3 % of it, was picked in {number} of "
+            f"{len(tries)} tries; required: {result['required']:.0%}"
+            f"{_missed(result['met'])}. Measuring ResNet50 at 96x96 in batches of 16 "
+            f"took {large['seconds']} s; required: at most {large['required']:g} s"
+            f"{_missed(large['met'])}. Picked at least once: {', '.join(picks)}."
+        ),
+    }
+
+
 WORDS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "equal_policies": _equal_policies,
+    "fastest_policy": _fastest_policy,
     "freeze": _freeze,
     "guards": _guards,
     "guilty_layers": _guilty_layers,
@@ -302,6 +319,19 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
             + _missed(goal["met"]),
         )
         for name, goal in results[0]["goals"].items()
+    ],
+    "fastest_policy": lambda results: [
+        (
+            "Tries in which `measure_policies` picks the fastest, or one within 3 %",
+            f"{results[0]['right']:.2f}",
+            f"at least {results[0]['required']:g}{_missed(results[0]['met'])}",
+        ),
+        (
+            "Seconds of measuring ResNet50 at 96x96",
+            f"{results[0]['resnet50']['seconds']:g}",
+            f"at most {results[0]['resnet50']['required']:g}"
+            + _missed(results[0]["resnet50"]["met"]),
+        ),
     ],
     "memory": lambda results: _predictions("Memory of a step", results),
     "resident": lambda results: _predictions("Size of a process", results),

@@ -85,6 +85,13 @@ def check_tuner(result):
     assert run["met"] == [True, True] and run["evaluations"] <= 12
 
 
+def check_fastest_policy(result):
+    assert [each["kind"] for each in result["tries"]] == ["MLP", "CNN"]
+    assert all(
+        each["behind"] >= 1 and each["candidates"] > 1 for each in result["tries"]
+    )
+
+
 RUNS = [[name] for name in names() if name not in NOT_MEASURING]
 RUNS.append(["memory", "--glibc"])
 

@@ -1,0 +1,145 @@
+"""Whether `tfamp.measure_policies` picks the fastest policy, and what it costs.
+
+Networks of six kinds get sizes and batches drawn by a seed. Each is measured with the
+default budget; then all candidates that could run are traced anew and timed for several
+times as long, in turns whose order changes. The pick is right where that second timing
+has it as the fastest, or within 3 % of it. Last, Keras's ResNet50 at 96x96 is measured
+once, for what the measurement costs.
+
+Time: about half an hour on two CPU cores.
+"""
+
+import math
+import statistics
+from typing import Any
+
+import keras
+import numpy as np
+from keras import layers
+
+import tfamp
+from benchmarks import _models
+from tfamp.stepping.unchanged import unchanged
+from tfamp.tuning.policy_steps import Candidate, PolicySteps, put_back
+from tfamp.tuning.races import INDIFFERENCE, Racer
+
+KINDS = ("MLP", "CNN", "CNN with BatchNormalization", "transformer", "LSTM", "GRU")
+REQUIRED_PART, REQUIRED_SECONDS = 0.95, 25.0
+LENGTH, WORDS, SIZE = 24, 500, 16
+# Of the second timing, which is held to be the truth.
+ROUNDS, ROUND_SECONDS = 12, 0.15
+FLAGS = (("integer", "tries", 60, "Networks that are measured."),)
+
+
+def network(kind: str, rng: np.random.Generator) -> tuple[keras.Model, Any]:
+    """Returns a compiled network of a kind, and two batches of data for it."""
+    width = int(2 ** rng.uniform(4, 8))
+    depth = int(rng.integers(1, 4))
+    batch = int(2 ** rng.integers(3, 8))
+    if kind == "MLP":
+        inputs = h = keras.Input((width,))
+        for _ in range(depth):
+            h = layers.Dense(4 * width, activation="relu")(h)
+    elif kind.startswith("CNN"):
+        inputs = h = keras.Input((SIZE, SIZE, 3))
+        batch = min(batch, 32)
+        for _ in range(depth):
+            h = layers.Conv2D(min(width, 64), 3, padding="same")(h)
+            if "BatchNormalization" in kind:
+                h = layers.BatchNormalization()(h)
+            h = layers.ReLU()(h)
+        h = layers.GlobalAveragePooling2D()(h)
+    else:
+        inputs = keras.Input((LENGTH,), dtype="int32")
+        h = layers.Embedding(WORDS, width)(inputs)
+        if kind == "transformer":
+            for _ in range(depth):
+                normed = layers.LayerNormalization()(h)
+                h = h + layers.MultiHeadAttention(2, max(width // 2, 1))(normed, normed)
+                h = h + layers.Dense(width, activation="gelu")(h)
+            h = layers.GlobalAveragePooling1D()(h)
+        else:
+            h = getattr(layers, kind)(width)(h)
+    model = keras.Model(inputs, layers.Dense(10)(h))
+    loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+    model.compile("adam", loss)
+    shape = (2 * batch, *inputs.shape[1:])
+    is_text = inputs.dtype == "int32"
+    x = rng.integers(0, WORDS, shape) if is_text else rng.normal(size=shape)
+    data = x.astype(inputs.dtype), rng.integers(0, 10, 2 * batch)
+    return model, (data, batch)
+
+
+def seconds_of(
+    model: keras.Model, batches: list[Any], candidates: list[Candidate]
+) -> list[float]:
+    """Returns the seconds of a step of each candidate, by a longer timing."""
+    found: list[list[float]] = [[] for _ in candidates]
+    with unchanged(model), put_back(model):
+        steps = PolicySteps(model, batches)
+        racers = [steps.prepare(each).racer for each in candidates]
+        for turn in range(ROUNDS):
+            for place in np.roll(range(len(racers)), turn):
+                racer = racers[place]
+                if racer is None:
+                    raise RuntimeError(f"{candidates[place].name} ran, and now fails.")
+                found[place].append(math.log(_turn(racer)))
+    return [math.exp(statistics.fmean(logs)) for logs in found]
+
+
+def _turn(racer: Racer) -> float:
+    number = max(math.ceil(ROUND_SECONDS / max(racer.step_seconds, 1e-6)), 2)
+    return racer.run(number) / number
+
+
+def measure_try(kind: str, number: int) -> dict[str, Any]:
+    """Measures one network both ways."""
+    rng = np.random.default_rng(number)
+    keras.utils.set_random_seed(number)
+    model, (data, batch) = network(kind, rng)
+    found = tfamp.measure_policies(model, data, batch_size=batch, use_cache=False)
+    timed = [time for time in found.times if time.step_seconds is not None]
+    x, y = data
+    batches = [(x[i : i + batch], y[i : i + batch]) for i in (0, batch)]
+    candidates = [Candidate(time.policy, time.jit_compile) for time in timed]
+    truth = seconds_of(model, batches, candidates)
+    behind = truth[timed.index(found.best)] / min(truth)
+    fastest = candidates[truth.index(min(truth))]
+    keras.backend.clear_session()
+    return {
+        "kind": kind,
+        "parameters": model.count_params(),
+        "batch": batch,
+        "picked": found.best.name,
+        "fastest": fastest.name,
+        "candidates": len(candidates),
+        "behind": round(behind, 4),
+        "gain": round(truth[0] / min(truth), 3),
+        "right": behind <= 1 + INDIFFERENCE,
+        "seconds": round(found.seconds, 2),
+    }
+
+
+def measure(settings: Any) -> dict[str, Any]:
+    """Returns the tries, and what measuring ResNet50 costs."""
+    number = 2 if settings.smoke else settings.tries
+    tries = [measure_try(KINDS[i % len(KINDS)], i) for i in range(number)]
+    right = sum(each["right"] for each in tries) / len(tries)
+    result: dict[str, Any] = {
+        "tries": tries,
+        "right": round(right, 4),
+        "required": REQUIRED_PART,
+        "met": right >= REQUIRED_PART,
+        "longest_seconds": max(each["seconds"] for each in tries),
+    }
+    if not settings.smoke:
+        model, data, _ = _models.resnet50()
+        found = tfamp.measure_policies(model, data, use_cache=False)
+        result["resnet50"] = {
+            "seconds": round(found.seconds, 1),
+            "required": REQUIRED_SECONDS,
+            "met": found.seconds <= REQUIRED_SECONDS,
+            "picked": found.best.name,
+            "reason": found.reason,
+        }
+    return result
