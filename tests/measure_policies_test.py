@@ -273,6 +273,19 @@ def test_measure_trains_under_the_fastest_from_the_first_step(style, monkeypatch
     assert not np.array_equal(weights[0], model.get_weights()[0])
 
 
+def test_what_a_network_inside_was_traced_with_is_forgotten():
+    dense = [keras.layers.Dense(3) for _ in range(2)]
+    inner = keras.Sequential([keras.Input((4,)), *dense])
+    model = keras.Sequential([keras.Input((4,)), inner, keras.layers.Dense(2)])
+    model.compile("sgd", "mse")
+    x = np.full((1, 4), 1 / 3, np.float32)
+    before = inner.predict(x, verbose=0)
+    with policy_steps.put_back(model):
+        tfamp.apply(model, "mixed_bfloat16")
+        assert not np.array_equal(inner.predict(x, verbose=0), before)
+    np.testing.assert_array_equal(inner.predict(x, verbose=0), before)
+
+
 def test_each_model_of_a_program_is_measured(monkeypatch):
     monkeypatch.setattr(policy_steps.PolicySteps, "prepare", faster("mixed_bfloat16"))
     with tfamp.scope("measure"):

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfamp.dtypes import model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings, make_settings
-from tfamp.keras_hooks import around_training, trainer
+from tfamp.keras_hooks import around_training, structure, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
@@ -185,6 +185,8 @@ def put_back(model: keras.Model) -> Iterator[None]:
         with model_dtypes.restored(model):
             yield
     finally:
+        for _, layer, _ in structure.walk(model):
+            trainer.drop_traced_functions(layer)
         for name, each in optimizers.items():
             setattr(model, name, each)
         if optimizer is not None:
