@@ -77,13 +77,15 @@ def stock_layer_init():
 def keras_is_left_as_found(stock_layer_init):
     """Fails a test that leaves a global policy or a hook on `Layer.__init__`.
 
-    Every test draws the same initial weights, alone or after others: Keras takes
-    their seeds from `random`. A seed that a test set for TensorFlow is forgotten, since
-    a later test may be about what has none.
+    Every test names its layers alike and draws the same initial weights, alone or after
+    others: Keras takes their seeds from `random`. A seed that a test set for TensorFlow
+    is forgotten, since a later test may be about what has none.
     """
     import keras
     import tensorflow as tf
+    from keras.src.utils import naming
 
+    naming.reset_uids()
     random.seed(0)
     yield
     left_policy = keras.config.dtype_policy().name
