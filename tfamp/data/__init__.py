@@ -1,8 +1,8 @@
 """Input pipelines: `tfamp.data.Pipeline` in, a plain `tf.data.Dataset` out."""
 
-import importlib
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfamp.records import lazy
 
 # Public name -> module that defines it; loaded on first use. What asks how a model
 # trains, as `bottleneck` does, stands above this package.
@@ -33,14 +33,4 @@ if TYPE_CHECKING:
     from tfamp.stepping.input_waits.measure import bottleneck as bottleneck
     from tfamp.stepping.input_waits.record import Bottleneck as Bottleneck
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            message = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=sys.modules[__name__])
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOMES})
+    __getattr__, __dir__ = lazy.attributes(__name__, _HOMES)

@@ -1,8 +1,8 @@
 """Training on several devices and machines: who takes part, and how they add up."""
 
-import importlib
-import sys
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from tfamp.records import lazy
 
 # Public name -> module that defines it; loaded on first use, as not all need
 # TensorFlow.
@@ -17,14 +17,4 @@ if TYPE_CHECKING:
     from tfamp.machine.clusters.environment import cluster as cluster
     from tfamp.machine.clusters.record import Cluster as Cluster
 else:
-
-    def __getattr__(name: str) -> Any:
-        if name not in _HOMES:
-            message = f"module {__name__!r} has no attribute {name!r}"
-            raise AttributeError(message, name=name, obj=sys.modules[__name__])
-        value = getattr(importlib.import_module(_HOMES[name]), name)
-        globals()[name] = value
-        return value
-
-    def __dir__() -> list[str]:
-        return sorted({*globals(), *_HOMES})
+    __getattr__, __dir__ = lazy.attributes(__name__, _HOMES)
