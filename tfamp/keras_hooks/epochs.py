@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 import keras
-import tensorflow as tf
 from keras.src.backend.common import global_state
 from keras.src.backend.tensorflow.trainer import TFEpochIterator
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -137,13 +136,6 @@ class Feed:
     def first_batch(self) -> Any:
         """Returns the first batch of an iterator of its own."""
         return next(iter(self._epochs._get_iterator()))
-
-
-def part_of(batch: Any, strategy: Any) -> Any:
-    """Returns the part of a batch that the first replica gets."""
-    return tf.nest.map_structure(
-        lambda each: strategy.experimental_local_results(each)[0], batch
-    )
 
 
 def feed_of(model: keras.Model) -> Feed | None:

@@ -39,6 +39,13 @@ def summed(context: Any, values: Sequence[Any]) -> list[Any]:
     return sums
 
 
+def part_of(batch: Any, strategy: Any) -> Any:
+    """Returns the part of a batch that the first replica here gets."""
+    return tf.nest.map_structure(
+        lambda each: strategy.experimental_local_results(each)[0], batch
+    )
+
+
 def _wrap_send(original: Callable[..., Any]) -> Callable[..., Any]:
     """Sends bfloat16, for which CPUs have no broadcast, as float32, which is exact."""
 
@@ -78,10 +85,7 @@ def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
         if iterator is None or strategy is None or strategy.num_replicas_in_sync == 1:
             return original(self, iterator=iterator, data_batch=data_batch)
         for *_, batches in iterator:
-            data_batch = tf.nest.map_structure(
-                lambda value: strategy.experimental_local_results(value)[0],
-                next(batches),
-            )
+            data_batch = part_of(next(batches), strategy)
             break
         return original(self, data_batch=data_batch)
 

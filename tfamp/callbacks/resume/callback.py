@@ -14,6 +14,7 @@ from tfamp.callbacks.resume import others, record, states, workers
 from tfamp.callbacks.resume.files import Folder, Kept
 from tfamp.keras_hooks import around_training, epochs
 from tfamp.keras_hooks.epochs import EPOCH_HOOKS, Execution, Feed, Place
+from tfamp.keras_hooks.workers import part_of
 from tfamp.records import checks
 from tfamp.stepping import snapshots
 from tfamp.stepping.snapshots.state import State
@@ -258,7 +259,7 @@ class Resume(FitCallback):
     def _put(self, batch: Any) -> None:
         state, self._state_to_put = self._state_to_put, None
         if state is not None:
-            batch = epochs.part_of(batch, self.model.distribute_strategy)
+            batch = part_of(batch, self.model.distribute_strategy)
             states.put(self.model, state, batch, self._beside(), self.directory)
 
     def _after(self, execution: Execution, feed: Feed) -> None:
