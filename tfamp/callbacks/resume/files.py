@@ -166,10 +166,9 @@ class Folder:
     def _is_whole(self, kept: Kept) -> bool:
         """Returns whether a file is there to its end; warns of one that is not."""
         try:
-            if self._is_local:
-                with zipfile.ZipFile(self._path(kept.name)):
-                    return True
-            with zipfile.ZipFile(io.BytesIO(self._content(kept))):
+            path = self._path(kept.name)
+            # The end of the file alone is read, which lists what is in it.
+            with tf.io.gfile.GFile(path, "rb") as file, zipfile.ZipFile(file):
                 return True
         except (zipfile.BadZipFile, OSError, tf.errors.OpError) as error:
             if kept.name not in self._passed_over:

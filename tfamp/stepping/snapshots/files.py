@@ -76,12 +76,10 @@ def read_archive(content: bytes) -> State:
     """Reads a state from the bytes of a file that `write_archive` wrote.
 
     Raises:
-        Exception: Whatever damaged bytes lead zip and NumPy to.
+        ValueError: The bytes are no whole archive.
+        Exception: Whatever damaged headers in it lead NumPy to.
     """
-    with zipfile.ZipFile(io.BytesIO(content)) as archive:
-        bad = archive.testzip()
-    if bad is not None:
-        raise ValueError(f"the bytes of {bad!r} are not its own")
+    check_archive(io.BytesIO(content))
     with np.load(io.BytesIO(content)) as file:
         return _state_of(file)
 
@@ -95,15 +93,16 @@ def _state_of(file: Any) -> State:
     return State(arrays, about["counters"], about["paths"])
 
 
-def check_archive(path: Path) -> None:
+def check_archive(file: Path | io.BytesIO) -> None:
     """Raises unless a zip file is there to its end, each part with its checksum."""
+    name = repr(file.name) if isinstance(file, Path) else "it"
     try:
-        with zipfile.ZipFile(path) as archive:
+        with zipfile.ZipFile(file) as archive:
             bad = archive.testzip()
     except Exception as error:  # whatever a damaged header leads to
-        raise ValueError(f"{path.name!r} is no whole archive ({error})") from error
+        raise ValueError(f"{name} is no whole archive ({error})") from error
     if bad is not None:
-        raise ValueError(f"the bytes of {bad!r} in {path.name!r} are not its own")
+        raise ValueError(f"the bytes of {bad!r} in {name} are not its own")
 
 
 def _about(file: Any) -> dict[str, Any]:
