@@ -11,9 +11,9 @@ Time: about fifteen minutes on two CPU cores.
 """
 
 import concurrent.futures
+import functools
 import math
 import os
-import statistics
 from typing import Any
 
 import keras
@@ -21,7 +21,7 @@ import numpy as np
 from keras import layers
 
 import tfamp
-from benchmarks import _models, _runner
+from benchmarks import _models, _runner, _turns
 from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning.policy_steps import Candidate, PolicySteps, put_back
 from tfamp.tuning.races import INDIFFERENCE, Racer
@@ -77,20 +77,20 @@ def seconds_of(
     model: keras.Model, batches: list[Any], candidates: list[Candidate]
 ) -> list[float]:
     """Returns the seconds of a step of each candidate, by a longer timing."""
-    found: list[list[float]] = [[] for _ in candidates]
     with unchanged(model), put_back(model):
         steps = PolicySteps(model, batches)
-        racers = [steps.prepare(each).racer for each in candidates]
-        for turn in range(ROUNDS):
-            for place in np.roll(range(len(racers)), turn):
-                racer = racers[place]
-                if racer is None:
-                    raise RuntimeError(f"{candidates[place].name} ran, and now fails.")
-                found[place].append(math.log(_turn(racer)))
-    return [math.exp(statistics.fmean(logs)) for logs in found]
+        sides = []
+        for each in candidates:
+            racer = steps.prepare(each).racer
+            if racer is None:
+                raise RuntimeError(f"{each.name} ran, and now fails.")
+            sides.append(functools.partial(_turn, racer))
+        found = _turns.take_turns(sides, ROUNDS)[..., 0]
+    return list(np.exp(np.log(found).mean(axis=0)).tolist())
 
 
 def _turn(racer: Racer) -> float:
+    """Returns the seconds of a step in one turn."""
     number = max(math.ceil(ROUND_SECONDS / max(racer.step_seconds, 1e-6)), 2)
     return racer.run(number) / number
 
