@@ -3,11 +3,19 @@
 Here are texts only: neither TensorFlow nor a benchmark is imported.
 """
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import Any
+from collections.abc import Sequence
 
-Result = dict[str, Any]
-Rows = list[list[str]]
+from benchmarks import _tuning_tables
+from benchmarks._texts import (
+    Result,
+    Rows,
+    Tables,
+    by_policy,
+    interval_text,
+    mebibytes,
+    ratio_text,
+    versions_of,
+)
 
 
 def of(name: str, result: Result) -> list[tuple[str, Sequence[str], Rows]]:
@@ -25,39 +33,6 @@ def of(name: str, result: Result) -> list[tuple[str, Sequence[str], Rows]]:
         ]
         found.append(("Part of the time that is waited for input", columns, waits))
     return found
-
-
-def versions_of(result: Result) -> str:
-    """Returns the versions in one line."""
-    return ", ".join(f"{k} {v}" for k, v in result["versions"].items() if k != "numpy")
-
-
-def interval_text(found: Result, digits: int = 3) -> str:
-    """Returns a ratio with its interval."""
-    low, high = found["interval"]
-    return f"{found['ratio']:.{digits}f} [{low:.{digits}f}, {high:.{digits}f}]"
-
-
-def ratio_text(interval: Sequence[Any] | None, other: str = "") -> str:
-    """Returns a ratio with its interval, or another text where there is none."""
-    if interval is None:
-        return other
-    middle, low, high = interval
-    if low is None or high is None:
-        return f"{middle:.2f}"
-    return f"{middle:.2f} [{low:.2f}, {high:.2f}]"
-
-
-def mebibytes(num_bytes: int) -> str:
-    """Returns bytes in MiB."""
-    return f"{num_bytes / 2**20:,.0f} MiB"
-
-
-def by_policy(result: Result) -> Iterable[tuple[str, str, Any]]:
-    """Yields case, policy and figures of results that are kept so."""
-    for case, policies in result["cases"].items():
-        for policy, found in policies.items():
-            yield case, policy, found
 
 
 def enable_overhead(result: Result) -> Rows:
@@ -234,58 +209,10 @@ def remat(result: Result) -> Rows:
     ]
 
 
-def tuner(result: Result) -> Rows:
-    """Returns a row for each model with its guilty layers at some places."""
-    rows = []
-    for name, runs in result["cases"].items():
-        for run in runs:
-            sides = [f"{run['kept']:.2f}", f"{run['greedy_kept']:.2f}"]
-            worse = [
-                f"{run[key]:.4f}" + ("" if met else ", missed")
-                for key, met in zip(("fresh", "other_weights"), run["met"], strict=True)
-            ]
-            steps = run["bisection"]
-            rows.append(
-                [
-                    *(name, run["policy"].removeprefix("mixed_")),
-                    f"{len(run['guilty'])} of {run['layers']}",
-                    str(len(run["float32"])),
-                    *(
-                        str(run["evaluations"]),
-                        "over 60" if steps is None else str(steps),
-                    ),
-                    *worse,
-                    *(sides[0] + ("" if run["searched"] else " *"), sides[1]),
-                    f"{run['seconds']:.1f} s",
-                ]
-            )
-    return rows
-
-
-def fastest_policy(result: Result) -> Rows:
-    """Returns a row for each kind of network."""
-    kinds: dict[str, list[Result]] = {}
-    for each in result["tries"]:
-        kinds.setdefault(each["kind"], []).append(each)
-    return [
-        [
-            *(kind, str(len(own)), str(sum(each["right"] for each in own))),
-            f"{max(each['behind'] for each in own) - 1:.1%}",
-            f"{_ends([each['gain'] for each in own])}",
-            f"{_ends([each['seconds'] for each in own])} s",
-        ]
-        for kind, own in kinds.items()
-    ]
-
-
-def _ends(values: Sequence[float]) -> str:
-    return f"{min(values):.2f} to {max(values):.2f}"
-
-
 _PREDICTED = ("Step", "Policy", "Batch", "Predicted")
 _GUILTY = ("Half", "dtype", "found exactly", "reason right, of those")
 # Benchmark -> columns and rows of its table.
-TABLES: dict[str, tuple[tuple[str, ...], Callable[[Result], Rows]]] = {
+TABLES: Tables = {
     "enable_overhead": (
         ("Policy", "What", "Stock", "tfamp", "Ratio", "Processor", "Turns"),
         enable_overhead,
@@ -348,18 +275,5 @@ TABLES: dict[str, tuple[tuple[str, ...], Callable[[Result], Rows]]] = {
         ),
         remat,
     ),
-    "tuner": (
-        (
-            *("Model", "Policy", "Guilty", "In float32", "Evaluations", "Bisection"),
-            *("Worse on fresh", "From another seed", "Saving kept", "Greedy", "Time"),
-        ),
-        tuner,
-    ),
-    "fastest_policy": (
-        (
-            *("Networks", "Tries", "Right", "Furthest behind the fastest"),
-            *("Fastest over float32", "Measuring took"),
-        ),
-        fastest_policy,
-    ),
+    **_tuning_tables.TABLES,
 }
