@@ -11,7 +11,7 @@ import tfamp
 from tests.lint_test import CONTROLS
 from tests.replicas import two_replicas
 from tests.styles import STYLES, Own, assembled
-from tfamp.numerics.sensitivity.errors import forward_error, gradient_error, spread
+from tfamp.numerics.sensitivity.errors import deviation, forward_error, gradient_error
 from tfamp.numerics.sensitivity.result import Sensitivity
 from tfamp.numerics.sensitivity.search import sensitivity
 
@@ -243,7 +243,7 @@ def test_another_dtype_is_refused():
 
 def test_errors_are_against_the_spread_over_the_batch():
     exact = np.float32([[1000.0, 2.0], [1002.0, 2.0]])
-    assert spread(exact) == pytest.approx(np.sqrt(0.5))
+    assert deviation(exact) == pytest.approx(np.sqrt(0.5))
     assert forward_error(exact + [1.0, 0.0], exact) == pytest.approx(1.0)
     bad = exact.copy()
     bad[0, 0] = np.inf

@@ -52,19 +52,26 @@ class Try(NamedTuple):
 
     Attributes:
         number: From 1.
-        num_float32: Layers in float32 beyond those that rules keep.
+        float32: Paths of the layers in float32 beyond those that rules keep.
         worsening: The mean; infinite where the plan could not run.
         bound: What the true worsening is below.
         holds: Whether that is within the tolerance.
         is_fresh: Whether it was made on examples that the choice had not seen.
+        seconds: What it took.
     """
 
     number: int
-    num_float32: int
+    float32: tuple[str, ...]
     worsening: float
     bound: float
     holds: bool
     is_fresh: bool
+    seconds: float
+
+    @property
+    def num_float32(self) -> int:
+        """How many layers are in float32 beyond those that rules keep."""
+        return len(self.float32)
 
 
 def draw(
@@ -159,11 +166,12 @@ def evaluations(tuning: Mapping[str, Any]) -> list[Try]:
     return [
         Try(
             number,
-            len(each["float32"]),
+            tuple(each["float32"]),
             float(each["worsening"]),
             float(each["bound"]),
             bool(each["holds"]),
             is_fresh,
+            float(each.get("seconds", 0.0)),
         )
         for number, (each, is_fresh) in enumerate(
             (*tried, *((each, True) for each in fresh)), 1

@@ -113,7 +113,7 @@ class RunProcess:
                 stream.flush()
 
     def _follow(self, began: float) -> bool:
-        def told(part: float) -> None:
+        def set_part(part: float) -> None:
             self.part_done = part
 
         waits_for: set[str] = set()
@@ -126,7 +126,7 @@ class RunProcess:
                         self._process.wait()
                     self._close()
                     return False
-                waits_for |= turns.read(words.decode(), told)
+                waits_for |= turns.read(words.decode(), set_part)
             self._on_progress(self)
             if turns.TURN in waits_for:
                 self.has_met = turns.MEETING in waits_for

@@ -137,8 +137,8 @@ def short_names(policies: Sequence[str]) -> dict[str, str]:
         Policy -> its name.
 
     Example:
-        >>> short_names(["float32", "/tmp/runs/plan.json+xla"])
-        {'float32': 'float32', '/tmp/runs/plan.json+xla': 'plan.json+xla'}
+        >>> short_names(["float32", "runs/plan.json+xla"])
+        {'float32': 'float32', 'runs/plan.json+xla': 'plan.json+xla'}
         >>> list(short_names(["a/x/plan.json", "b/x/plan.json"]).values())
         ['a/x/plan.json', 'b/x/plan.json']
     """

@@ -237,14 +237,14 @@ class _Tuning:
     def _evaluate(self, float32: tuple[str, ...]) -> Evaluation:
         known = self._evaluations.get(float32)
         if known is None:
-            known = self._tried(
+            known = self._judged(
                 float32, half=0, rate=ERROR_RATE / 2 / self.max_evaluations
             )
             self._evaluations.add(known)
         self._done(len(self._search.tried) + 1)
         return known
 
-    def _tried(self, float32: Sequence[str], *, half: int, rate: float) -> Evaluation:
+    def _judged(self, float32: Sequence[str], *, half: int, rate: float) -> Evaluation:
         plan = self._candidates.plan(float32)
         return evaluated(self.judge, plan, float32, half, rate, self.tolerance)
 
@@ -259,7 +259,7 @@ class _Tuning:
                 f"{found.advice})"
             )
         try:
-            self._confirmed = self._tried(best.float32, half=1, rate=ERROR_RATE / 2)
+            self._confirmed = self._judged(best.float32, half=1, rate=ERROR_RATE / 2)
         except KeyboardInterrupt:
             return self._candidates.plan(best.float32), (
                 f"worse by {best.worsening:.3g}, at most {best.bound:.3g}; interrupted "

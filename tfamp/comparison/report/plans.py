@@ -88,18 +88,12 @@ def _found(plan: TunedPlan) -> str:
 def _cost(tuning: dict[str, Any]) -> str:
     number = len(tuning["evaluations"])
     fresh = " and one on fresh examples" if tuning.get("confirmed") else ""
-    spent = sum(_seconds_of(tuning))
+    spent = sum(each.seconds for each in plan_plot.evaluations(tuning))
     return (
         f"The answer cost {format_seconds(float(tuning['seconds']))}: {number} "
         f"{'evaluation' if number == 1 else 'evaluations'}{fresh}, which took "
         f"{format_seconds(spent)}, and the pass that ranked the layers."
     )
-
-
-def _seconds_of(tuning: dict[str, Any]) -> list[float]:
-    fresh = [tuning["confirmed"]] if tuning.get("confirmed") else []
-    tried = [*tuning["evaluations"], *fresh]
-    return [float(each.get("seconds", 0.0)) for each in tried]
 
 
 def _layers(plan: TunedPlan) -> tuple[PlanRow, ...]:
@@ -123,22 +117,18 @@ def _layers(plan: TunedPlan) -> tuple[PlanRow, ...]:
 
 
 def _evaluations(tuning: dict[str, Any]) -> tuple[PlanRow, ...]:
-    confirmed = tuning.get("confirmed")
-    tried = [*tuning["evaluations"], *([confirmed] if confirmed else [])]
     found = []
-    tries = plan_plot.evaluations(tuning)
-    for each, one, seconds in zip(tried, tries, _seconds_of(tuning), strict=True):
-        names = list(each["float32"])
-        rest = len(names) - _MOST_NAMED
-        shown = [*map(plan_plot.short_path, names[:_MOST_NAMED])]
+    for one in plan_plot.evaluations(tuning):
+        rest = one.num_float32 - _MOST_NAMED
+        shown = [*map(plan_plot.short_path, one.float32[:_MOST_NAMED])]
         if rest > 0:
             shown.append(f"{rest} more")
         values = (
-            join_words(shown) if names else "none beyond the rules'",
+            join_words(shown) if shown else "none beyond the rules'",
             _number(one.worsening) if math.isfinite(one.worsening) else "cannot run",
             _number(one.bound) if math.isfinite(one.bound) else figures.MISSING,
             "holds" if one.holds else "does not hold",
-            format_seconds(seconds),
+            format_seconds(one.seconds),
         )
         name = "fresh examples" if one.is_fresh else str(one.number)
         found.append(PlanRow(name, values))

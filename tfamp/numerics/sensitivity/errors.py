@@ -21,7 +21,7 @@ _CONSTANT = 1e-6
 _NO_WORSE, _NOTICEABLE = 1.5, 0.01
 
 
-def spread(values: np.ndarray) -> float:
+def deviation(values: np.ndarray) -> float:
     """Returns how much numbers of shape (batch, ...) differ over the batch.
 
     That root mean square is what the next layers learn from: of values around 1000 that
@@ -29,9 +29,9 @@ def spread(values: np.ndarray) -> float:
     example, it is the magnitude.
 
     Example:
-        >>> spread(np.array([[999.0], [1001.0]]))
+        >>> deviation(np.array([[999.0], [1001.0]]))
         1.0
-        >>> spread(np.array([[3.0, 4.0]])) == (12.5 ** 0.5)
+        >>> deviation(np.array([[3.0, 4.0]])) == (12.5 ** 0.5)
         True
     """
     magnitude = _rms(values)
@@ -58,7 +58,7 @@ def forward_error(low: np.ndarray, exact: np.ndarray) -> float:
         return math.inf
     if not usable.all():
         low, exact = np.where(usable, low, 0.0), np.where(usable, exact, 0.0)
-    scale = spread(exact)
+    scale = deviation(exact)
     error = _rms(low - exact)
     # Against outputs that are all 0 nothing can be said to be large.
     return error / scale if scale else 0.0

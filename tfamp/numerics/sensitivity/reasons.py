@@ -8,7 +8,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.numerics.ranges.exponents import first_overflow
-from tfamp.numerics.sensitivity.errors import forward_error, spread
+from tfamp.numerics.sensitivity.errors import deviation, forward_error
 from tfamp.numerics.sensitivity.reruns import rerun
 from tfamp.numerics.sensitivity.shadow import Suspect, arrays
 from tfamp.records.formats import Format, needs_loss_scale
@@ -106,7 +106,7 @@ def _explain_rounding(
             rounded = np.asarray(
                 tf.cast(tf.cast(tf.constant(values), format.name), tf.float32)
             )
-        scale = spread(values)
+        scale = deviation(values)
         lost = forward_error(rounded, values)
         if lost > limit:
             vanished = np.mean((rounded == 0) & (values != 0))
