@@ -1,0 +1,76 @@
+"""The signature of exported models, and how inputs are checked against it."""
+
+import re
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
+
+ONE = Signature(
+    (TensorSpec("x", (None, 2), "float32"),), (TensorSpec("y", (None, 2), "float32"),)
+)
+TWO = Signature(
+    (TensorSpec("a", (None, 2), "float32"), TensorSpec("b", (None, None), "int32")),
+    (TensorSpec("u", (None, 2), "float32"), TensorSpec("v", (None, None), "int32")),
+)
+
+
+class Echo(LoadedModel):
+    """Gives its inputs back, under the names of its outputs."""
+
+    runtime = "onnx"
+
+    def run(self, inputs):
+        names = [spec.name for spec in self.signature.outputs]
+        return dict(zip(names, inputs.values(), strict=True))
+
+
+def echo(signature):
+    return Echo(Path("."), signature)
+
+
+def test_one_input_comes_back_as_an_array_of_its_dtype():
+    answer = echo(ONE)([[1, 2], [3, 4]])
+    assert answer.dtype == np.float32
+    np.testing.assert_array_equal(answer, [[1, 2], [3, 4]])
+
+
+def test_inputs_come_by_order_or_by_name():
+    a, b = np.ones((3, 2), np.float64), np.arange(6).reshape(3, 2)
+    by_order = echo(TWO).predict((a, b))
+    by_name = echo(TWO).predict({"b": b, "a": a})
+    for answer in (by_order, by_name):
+        assert list(answer) == ["u", "v"]
+        assert answer["u"].dtype == np.float32 and answer["v"].dtype == np.int32
+        np.testing.assert_array_equal(answer["v"], b)
+
+
+@pytest.mark.parametrize(
+    ("signature", "x", "error", "text"),
+    [
+        (ONE, np.ones((2, 3)), ValueError, "is of shape (2, 3); expected (None, 2)"),
+        (ONE, np.ones(2), ValueError, "`x[np.newaxis]`"),
+        (ONE, np.array([["a", "b"]]), TypeError, "expected float32"),
+        (ONE, [[1, 2], [3]], ValueError, "Pass rows of one length"),
+        (ONE, {"z": np.ones((1, 2))}, ValueError, "Add ['x']. Leave out ['z']."),
+        (TWO, np.ones((1, 2)), ValueError, "takes 2 inputs, ['a', 'b'], and got 1"),
+        (TWO, [np.ones((1, 2)), np.ones((1, 2))], TypeError, "expected int32"),
+        (TWO, [np.ones((1, 2)), np.array([[2**40]])], TypeError, "expected int32"),
+        (
+            TWO,
+            [np.ones((1, 2)), np.ones((2, 2), int)],
+            ValueError,
+            "Inputs have batches of {'a': 1, 'b': 2}",
+        ),
+    ],
+    ids=["shape", "no-batch", "text", "ragged", "name", "one", "float", "wide", "size"],
+)
+def test_inputs_that_do_not_fit_are_told(signature, x, error, text):
+    with pytest.raises(error, match=re.escape(text)):
+        echo(signature).predict(x)
+
+
+def test_a_signature_goes_to_json_and_back():
+    assert Signature.from_dict(TWO.to_dict()) == TWO

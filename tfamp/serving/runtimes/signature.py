@@ -1,0 +1,196 @@
+"""What an exported model takes and gives, and the one way to ask any runtime."""
+
+import abc
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+
+class TensorSpec(NamedTuple):
+    """An input or output: its name, its shape and NumPy's name of its dtype.
+
+    The first dimension is the batch; None where a dimension is free.
+    """
+
+    name: str
+    shape: tuple[int | None, ...]
+    dtype: str
+
+
+class Signature(NamedTuple):
+    """The inputs and outputs of a model, in the order of a list."""
+
+    inputs: tuple[TensorSpec, ...]
+    outputs: tuple[TensorSpec, ...]
+
+    def to_dict(self) -> dict[str, list[dict[str, Any]]]:
+        """Returns what `from_dict` takes, of JSON's types."""
+
+        def plain(specs: tuple[TensorSpec, ...]) -> list[dict[str, Any]]:
+            return [{**spec._asdict(), "shape": list(spec.shape)} for spec in specs]
+
+        return {"inputs": plain(self.inputs), "outputs": plain(self.outputs)}
+
+    @classmethod
+    def from_dict(cls, record: Mapping[str, Any]) -> "Signature":
+        """Returns the signature that `to_dict` told.
+
+        Example:
+            >>> signature = Signature((TensorSpec("x", (None, 4), "float32"),), ())
+            >>> Signature.from_dict(signature.to_dict()) == signature
+            True
+        """
+
+        def specs(entries: Sequence[Mapping[str, Any]]) -> tuple[TensorSpec, ...]:
+            return tuple(
+                TensorSpec(
+                    str(each["name"]),
+                    tuple(None if n is None else int(n) for n in each["shape"]),
+                    str(each["dtype"]),
+                )
+                for each in entries
+            )
+
+        return cls(specs(record["inputs"]), specs(record["outputs"]))
+
+
+class LoadedModel(abc.ABC):
+    """An exported model that answers in its runtime; safe to ask from many threads.
+
+    Args:
+        path: The folder it was loaded from.
+        signature: Its inputs and outputs.
+
+    Attributes:
+        runtime: "saved_model", "litert", "onnx" or "openvino".
+    """
+
+    runtime: str
+
+    def __init__(self, path: Path, signature: Signature) -> None:
+        self.path = path
+        self.signature = signature
+
+    @abc.abstractmethod
+    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the outputs by name for one batch of all inputs by name.
+
+        Arrays are taken as they are: of the names, dtypes and ranks of the signature.
+        """
+
+    def predict(self, x: Any) -> Any:
+        """Returns what the model answers for one batch.
+
+        Args:
+            x: An array for a model of one input; a list or tuple of arrays in the order
+                of `signature.inputs`; or a dict of arrays by their names. The first
+                dimension of each is the batch. Numbers are cast to the dtype of the
+                input where none changes by that, or where both are floats.
+
+        Returns:
+            An array where the model has one output, else a dict of arrays by name.
+
+        Raises:
+            TypeError: An input is of a dtype that does not become that of the model.
+            ValueError: An input is missing, unknown, or of a shape that the model does
+                not take.
+        """
+        outputs = self.run(self.prepared(x))
+        if len(self.signature.outputs) == 1:
+            return outputs[self.signature.outputs[0].name]
+        return outputs
+
+    __call__ = predict
+
+    def prepared(self, x: Any) -> dict[str, np.ndarray]:
+        """Returns inputs by name as `run` takes them, checked against the signature."""
+        specs = self.signature.inputs
+        given = _by_name(x, [spec.name for spec in specs])
+        arrays = {spec.name: _checked(given[spec.name], spec) for spec in specs}
+        sizes = {name: len(array) for name, array in arrays.items()}
+        if len({*sizes.values()}) > 1:
+            raise ValueError(
+                f"Inputs have batches of {sizes}; expected one number of examples. "
+                "Pass as many of each."
+            )
+        return arrays
+
+
+def _by_name(x: Any, names: list[str]) -> dict[str, Any]:
+    """Returns inputs by name, whichever way they were passed."""
+    if isinstance(x, Mapping):
+        missing = [name for name in names if name not in x]
+        unknown = [name for name in x if name not in names]
+        if missing or unknown:
+            raise ValueError(
+                f"Inputs are named {list(x)}; expected {names}. "
+                + (f"Add {missing}. " if missing else "")
+                + (f"Leave out {unknown}." if unknown else "")
+            )
+        return dict(x)
+    # A list of numbers is one input; a list of arrays is one each.
+    is_each = isinstance(x, (list, tuple)) and all(hasattr(one, "shape") for one in x)
+    values = list(x) if is_each else [x]
+    if len(values) != len(names):
+        raise ValueError(
+            f"The model takes {len(names)} inputs, {names}, and got {len(values)}. "
+            "Pass a dict of arrays by these names."
+        )
+    return dict(zip(names, values, strict=True))
+
+
+def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
+    """Returns an input as an array of the dtype and rank of its specification."""
+    try:
+        array = np.asarray(value)
+    except ValueError as error:  # rows of several lengths
+        raise ValueError(
+            f"Input {spec.name!r} is no array: {error}. Pass rows of one length."
+        ) from error
+    wanted = dtype_named(spec.dtype)
+    if array.dtype != wanted and not _casts(array, wanted):
+        raise TypeError(
+            f"Input {spec.name!r} is of dtype {array.dtype}; expected {spec.dtype}. "
+            f"Cast it with `.astype({spec.dtype!r})`."
+        )
+    fits = array.ndim == len(spec.shape) and all(
+        length in (None, size)
+        for length, size in zip(spec.shape, array.shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"Input {spec.name!r} is of shape {array.shape}; expected "
+            f"{spec.shape}, where None is free and the first is the batch. "
+            + (
+                "One example is a batch of 1: `x[np.newaxis]`."
+                if array.ndim == len(spec.shape) - 1
+                else "Reshape it."
+            )
+        )
+    return np.ascontiguousarray(array.astype(wanted, copy=False))
+
+
+def _casts(array: np.ndarray, wanted: np.dtype) -> bool:
+    """States whether an array may silently become one of another dtype."""
+    kinds = array.dtype.kind, wanted.kind
+    if wanted.kind == "O":
+        return array.dtype.kind in "OSU"
+    if kinds in (("f", "f"), ("i", "f"), ("u", "f"), ("b", "f")):
+        return True
+    if array.dtype.kind in "iub" and wanted.kind in "iu":
+        # Numbers of another width, as Python's integers are, where all of them fit.
+        return bool(np.array_equal(array.astype(wanted), array))
+    return False
+
+
+def dtype_named(name: str) -> np.dtype:
+    """Returns NumPy's dtype of a name; texts are objects, bfloat16 is of ml_dtypes."""
+    if name in ("string", "object"):
+        return np.dtype(object)
+    if name == "bfloat16":
+        import ml_dtypes
+
+        return np.dtype(ml_dtypes.bfloat16)
+    return np.dtype(name)
