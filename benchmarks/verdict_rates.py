@@ -16,11 +16,11 @@ import numpy as np
 
 from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report.rows import rows
-from tfamp.comparison.resampling import Fractions, PairedExamples, Sampling
 from tfamp.comparison.result import conclude
 from tfamp.comparison.verdict import Verdict, judge
 from tfamp.trials.intervals import rate_of
 from tfamp.trials.job import Job
+from tfamp.trials.resampling import Fractions, PairedExamples, Sampling
 from tfamp.trials.run_records import Latency, Memory, Run, Spread
 
 TOLERANCE = 0.005

@@ -53,6 +53,7 @@ _RESULTS = {
     "Diagnosis": "tfamp.cli.diagnosis",
     "Measurement": "tfamp.tuning.measurement",
     "MemoryEstimate": "tfamp.memory.estimate.records",
+    "Parity": "tfamp.serving.parity.result",
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.ranges.result",
     "Replayed": "tfamp.stepping.bundles.record",
@@ -122,6 +123,7 @@ if TYPE_CHECKING:
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
     from tfamp.serving.frozen import freeze as freeze
+    from tfamp.serving.parity.result import Parity as Parity
     from tfamp.stepping.bundles.record import Replayed as Replayed
     from tfamp.tuning.measured_policies import measure_policies as measure_policies
     from tfamp.tuning.measurement import Measurement as Measurement

@@ -8,7 +8,6 @@ from typing import Any, Literal, cast
 
 import numpy as np
 
-from tfamp.comparison.resampling import Fractions, PairedExamples, Sampling
 from tfamp.comparison.verdict import Answer, Verdict, judge
 from tfamp.records import checks
 from tfamp.trials.intervals import (
@@ -17,6 +16,7 @@ from tfamp.trials.intervals import (
     interval,
     interval_of_ratios,
 )
+from tfamp.trials.resampling import Fractions, PairedExamples, Sampling
 from tfamp.trials.run_records import Run
 from tfamp.trials.variant import Variant, short_names
 

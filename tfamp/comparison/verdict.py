@@ -8,7 +8,7 @@ to looking where the t-interval lies: not by "no significant difference", which 
 with few seeds would grant. A t-interval rather than a bootstrap, since three to ten
 seeds are too few to resample: a bootstrap interval of five values covers far less than
 it states. What the validation examples leave open, which the seeds share, is added
-(`tfamp.comparison.resampling`), and looks at a comparison that goes on share
+(`tfamp.trials.resampling`), and looks at a comparison that goes on share
 the error (`tfamp.trials.intervals`).
 """
 
@@ -19,7 +19,6 @@ from typing import Literal
 
 import numpy as np
 
-from tfamp.comparison.resampling import Sampling, examples_for, least_loss, quality_of
 from tfamp.records.record import Record
 from tfamp.trials.intervals import (
     MIN_GAIN,
@@ -31,6 +30,7 @@ from tfamp.trials.intervals import (
     quantiles,
     rate_of,
 )
+from tfamp.trials.resampling import Sampling, examples_for, least_loss, quality_of
 
 # Beyond so many seeds more of them is no advice.
 MAX_SEEDS = 1000

@@ -1,0 +1,226 @@
+"""The gate: exported models against float32 on paired examples, in answers and time."""
+
+import json
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+from tfamp.serving.parity import answers, bounds, timings
+from tfamp.serving.parity.gate import check_parity, judged
+from tfamp.serving.parity.result import MetricChange, Parity, Speedup, is_faster
+from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
+from tfamp.trials.intervals import Interval
+
+CLASSES = 4
+
+
+class Fake(LoadedModel):
+    """Answers by a function of arrays by name."""
+
+    runtime = "onnx"
+
+    def __init__(self, function, inputs, outputs):
+        super().__init__(None, Signature(specs(inputs), specs(outputs)))
+        self.function = function
+
+    def run(self, inputs):
+        return self.function(inputs)
+
+
+def specs(shapes):
+    each = shapes.items()
+    return tuple(TensorSpec(n, (None, *shape), "float32") for n, shape in each)
+
+
+def changed(change):
+    """Returns a model that passes its input on, and one that changes its answers."""
+    x = keras.Input((CLASSES,))
+    model = keras.Model(x, keras.layers.Identity()(x))
+    return model, Fake(
+        lambda given: {"y": change(given["x"].copy())}, {"x": (CLASSES,)}, {"y": (4,)}
+    )
+
+
+def examples(number):
+    """Returns rows that name a class each, and the classes."""
+    y = np.arange(number) % CLASSES
+    return np.eye(CLASSES, dtype="float32")[y], y
+
+
+def gate(model, candidate, data, **options):
+    if not isinstance(data, tf.data.Dataset):
+        data = tf.data.Dataset.from_tensors(data)  # one batch
+    return check_parity(
+        model, candidate, data, **{"seconds": 0, "fresh_process": False} | options
+    )
+
+
+def losing(number):
+    def change(x):
+        x[:number] = np.roll(x[:number], 1, axis=1)
+        return x
+
+    return change
+
+
+CASES = {
+    "0 losses in 360": (360, 0, "undecided", 0.00829, 598),
+    "0 losses in 598": (598, 0, "as good, not faster", 0.004997, None),
+    "1 loss in 598": (598, 1, "undecided", 0.00791, 947),
+    "1 loss in 947": (947, 1, "as good, not faster", 0.0049995, None),
+    "60 losses in 360": (360, 60, "worse", 0.2022, None),
+}
+
+
+@pytest.mark.parametrize(
+    "number, lost, verdict, bound, needed", CASES.values(), ids=CASES
+)
+def test_lost_examples_bound_the_drop(number, lost, verdict, bound, needed):
+    parity = gate(*changed(losing(lost)), examples(number))
+    (metric,) = parity.metrics
+    assert (parity.verdict, parity.num_needed) == (verdict, needed)
+    assert (parity.flipped, metric.name) == (lost, "accuracy")
+    assert metric.bound == pytest.approx(bound, rel=1e-3)
+    assert metric.worsening == pytest.approx(lost / number)
+    assert ("It needs" in parity.reason) == (needed is not None)
+
+
+@pytest.mark.parametrize("lost, number", [(0, 20), (3, 50), (17, 200)])
+def test_the_limit_of_a_fraction_is_that_of_the_binomial(lost, number):
+    stats = pytest.importorskip("scipy.stats")
+    limit = bounds.fraction_limit(lost, number, 0.05)
+    # At the limit, as few or fewer are lost with a chance of exactly 5 %.
+    assert stats.binom.cdf(lost, number, limit) == pytest.approx(0.05, rel=1e-6)
+
+
+def test_won_examples_count_against_lost_ones():
+    lost = np.array([1.0] * 4 + [0.0] * 996)
+    both = np.array([1.0] * 4 + [-1.0] * 4 + [0.0] * 992)
+    of_each = [bounds.upper_bound(v, 0.05, is_rate=True) for v in (lost, both)]
+    assert 0 < of_each[1] < of_each[0]
+
+
+def test_without_labels_flipped_predictions_bound_the_drop():
+    x = examples(700)[0]
+    parity = gate(*changed(losing(1)), x)
+    assert parity.flipped == 1
+    (metric,) = parity.metrics
+    assert (metric.name, metric.bound > 0.005) == ("agreement with float32", True)
+    assert parity.verdict == "undecided" and parity.num_needed == 947
+    assert parity.notes[0] == "No labels: only outputs are compared."
+    assert gate(*changed(losing(300)), x).verdict == "worse"
+    assert gate(*changed(losing(0)), x).verdict == "as good, not faster"
+
+
+def test_numbers_without_classes_are_compared_by_loss_or_by_outputs():
+    rng = np.random.default_rng(0)
+    x = rng.normal(size=(500, CLASSES)).astype("float32")
+    y = x + rng.normal(size=x.shape).astype("float32")
+    model, near = changed(lambda x: x * 1.0001)
+    _, off = changed(lambda x: x + 1.0)
+    assert gate(model, near, (x, y)).metrics[0].name == "difference over spread"
+    assert gate(model, off, (x, y)).verdict == "worse"
+    model.compile(loss="mse")
+    parity = gate(model, near, (x, y))
+    assert parity.verdict == "as good, not faster" and parity.flipped == 0
+    (metric,) = parity.metrics
+    # Squared errors around 1 become about 2: worse by about 1, as a part of the loss.
+    assert metric.name == "loss" and abs(metric.bound) < 0.005
+    assert gate(model, off, (x, y)).metrics[0].worsening == pytest.approx(1, abs=0.15)
+
+
+def test_dicts_of_inputs_and_outputs_are_compared_by_name():
+    a, b = keras.Input((2,), name="a"), keras.Input((3,), name="b")
+    model = keras.Model({"a": a, "b": b}, {"first": 2 * a, "second": b + 1.0})
+    shapes = {"a": (2,), "b": (3,)}, {"second": (3,), "first": (2,)}
+    candidate = Fake(
+        lambda given: {"second": given["b"] + 1.5, "first": 2 * given["a"]}, *shapes
+    )
+    x = {"a": np.eye(2, dtype="float32"), "b": np.ones((2, 3), "float32")}
+    parity = gate(model, candidate, tf.data.Dataset.from_tensors(x))
+    assert {d.name: d.largest for d in parity.outputs} == {"second": 0.5, "first": 0.0}
+
+
+def test_numbers_that_are_not_finite_are_worse():
+    parity = gate(*changed(lambda x: x * np.nan), examples(40))
+    assert parity.verdict == "worse" and "not finite" in parity.reason
+
+
+def test_a_parity_prints_and_comes_back_from_json():
+    parity = gate(*changed(losing(1)), examples(360), seconds=0.02, batch_size=8)
+    assert Parity.from_dict(json.loads(json.dumps(parity.to_dict()))) == parity
+    text = parity.table()
+    assert "1 of 360 predictions flipped" in text and "undecided" in text
+    assert {s.against for s in parity.speedups} == {"SavedModel", "XLA"}
+    assert [latency.batch_size for latency in parity.latencies] == [1, 8]
+    assert max(map(len, text.splitlines())) <= 110
+
+
+def test_a_side_that_takes_half_the_time_is_twice_as_fast():
+    now = [0.0]
+
+    def taking(seconds):
+        def call():
+            now[0] += seconds
+
+        return call
+
+    sides = {"own": taking(1.0), "other": taking(2.0)}
+    found = timings.in_turns(sides, turns=3, seconds=60.0, clock=lambda: now[0])
+    assert [len(turn) for turn in found["own"]] == [10] * 3
+    speed = timings.speedup(found["other"], found["own"], against="o", batch_size=1)
+    assert speed.p50 == Interval(2.0, 2.0, 2.0) == speed.p99
+
+
+def speeds(*middles):
+    return tuple(
+        Speedup(name, size, *[Interval(m, m / 1.02, m * 1.02)] * 3)
+        for name, size, m in middles
+    )
+
+
+FASTER = {
+    "than all at one size": ((("a", 1, 2.0), ("b", 1, 1.2), ("a", 9, 1.0)), True),
+    "than one of two": ((("a", 1, 2.0), ("b", 1, 1.0)), False),
+    "but slower at another size": ((("a", 1, 2.0), ("a", 9, 0.8)), False),
+    "than nothing": ((), False),
+}
+
+
+@pytest.mark.parametrize("middles, expected", FASTER.values(), ids=FASTER)
+def test_faster_is_faster_than_all_at_a_size_and_slower_at_none(middles, expected):
+    assert is_faster(speeds(*middles)) is expected
+
+
+def test_the_verdict_says_faster_only_where_the_metric_holds():
+    good = MetricChange("accuracy", "y", 0.9, 0.9, 0.0, -0.001, 0.004, 0.005, 900)
+    assert judged([], [good], is_fast=True)[0] == "as good and faster"
+    bad = MetricChange("accuracy", "y", 0.9, 0.5, 0.4, 0.3, 0.5, 0.005, 900)
+    assert judged([], [good, bad], is_fast=True)[0] == "worse"
+
+
+def test_another_model_is_refused():
+    model, _ = changed(losing(0))
+    other = Fake(lambda x: {"y": x["x"][:, :2]}, {"x": (CLASSES,)}, {"y": (2,)})
+    message = "Output 'y' has shape (8, 4) in float32 and (8, 2) in the exported model"
+    with pytest.raises(ValueError, match=re.escape(message)):
+        gate(model, other, examples(8))
+    with pytest.raises(ValueError, match=re.escape("`validation` holds no batches")):
+        gate(model, other, tf.data.Dataset.from_tensors(np.ones((1, 4))).take(0))
+
+
+LABELS = {
+    "ids": (np.array([0, 3]), True),
+    "one-hot": (np.eye(4)[:2], True),
+    "numbers": (np.array([[0.5, 1, 2, 3], [1, 2, 3, 4.0]]), False),
+    "ids beyond": (np.array([0, 4]), False),
+}
+
+
+@pytest.mark.parametrize("y, expected", LABELS.values(), ids=LABELS)
+def test_labels_say_whether_outputs_are_classes(y, expected):
+    outputs = np.array([[1.0, -2.0, 0.0, 3.0]] * 2)
+    assert answers.has_classes(None, outputs, y) is expected
