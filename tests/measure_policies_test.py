@@ -116,6 +116,16 @@ def test_of_policies_within_three_percent_the_simpler_is_picked():
 
 
 @pytest.mark.usefixtures("fast_units")
+def test_of_short_steps_as_many_run_as_show_a_difference():
+    """Of 1 ms each, ten times as many take the time of `max_steps` of 10 ms."""
+    many, steps = measured({"float32": 0.001, "mixed_bfloat16": 0.000995}, max_steps=4)
+    assert 4 * 2 * 0.01 <= steps.clock.now - 1.0 <= 4 * 2 * 0.01 + 0.05
+    few, _ = measured({"float32": 0.1, "mixed_bfloat16": 0.0995}, max_steps=4)
+    assert many.num_steps > 4 * 2
+    assert few.num_steps == 4 * 2
+
+
+@pytest.mark.usefixtures("fast_units")
 def test_what_cannot_run_or_is_beyond_the_budget_is_said():
     found, steps = measured(
         {
@@ -131,6 +141,15 @@ def test_what_cannot_run_or_is_beyond_the_budget_is_said():
     assert notes["float32 with XLA"].startswith("not tried: preparing it would take")
     assert found.best.policy == "float32"
     assert steps.clock.now <= 4.5
+    found, _ = measured(
+        {"float32": 0.1, "float32 with XLA": 0.1, "mixed_bfloat16 with XLA": 0.1},
+        budget=4.0,
+        prepare={"float32": 1.0},
+    )
+    assert [each.note.rpartition("about ")[2] for each in found.times[1:]] == [
+        "4.0 s, beyond the budget",
+        "4.0 s, beyond the budget",
+    ]
 
 
 def test_a_policy_without_units_is_tried_on_a_few_examples_first(monkeypatch):
@@ -191,6 +210,22 @@ def test_a_measured_model_is_as_it_was(style, policy):
     assert model.optimizer is optimizer
     assert tfamp.PrecisionPlan.from_model(model).rows == dtypes
     model.fit(X, Y, verbose=0)
+
+
+def test_a_step_is_traced_once_though_metrics_were_given_by_names():
+    traces = []
+
+    class Traced(keras.Sequential):
+        def train_step(self, data):
+            traces.append(1)
+            return super().train_step(data)
+
+    model = Traced([keras.Input((6,)), keras.layers.Dense(1)])
+    model.compile("adam", "mse", metrics=["mae", "accuracy"])
+    tfamp.measure_policies(
+        model, (X, Y), policies=["float32"], jit_compile=False, use_cache=False
+    )
+    assert len(traces) == 1
 
 
 def test_a_trace_for_each_policy_is_no_reason_to_warn(retracing):

@@ -5,7 +5,8 @@ Relies on: `Trainer.compile` being what every model's `compile` ends in, and
 the training function out of `train_step` by `_make_function`; `fit`, `train_on_batch`,
 `evaluate` and `predict` being methods of that class; `train_function`, `test_function`
 and `predict_function` being rebuilt where they are None; `_symbolic_build` building
-model, losses and optimizer from one batch.
+model, losses and optimizer from one batch; `_compile_metrics.build` making metrics out
+of targets and outputs.
 """
 
 import contextlib
@@ -117,6 +118,30 @@ def build_from(model: keras.Model, data: Any) -> None:
     """
     with tf.init_scope():
         model._symbolic_build(data_batch=data)
+
+
+def build_metrics(model: keras.Model, data: Any) -> None:
+    """Makes the metrics that `compile` got as names, where a built model has a batch.
+
+    A first trace would make them, and TensorFlow traces a function that makes variables
+    a second time.
+    """
+    metrics = model._compile_metrics
+    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+    if metrics is None or metrics.built or y is None or not model.built:
+        return
+    with model.distribute_strategy.scope():
+        try:
+            inputs = keras.tree.map_structure(_spec_of, x)
+            metrics.build(y, model.compute_output_spec(inputs))
+        except (TypeError, ValueError, KeyError):
+            return  # a `train_step` of its own may take these differently
+
+
+def _spec_of(x: Any) -> Any:
+    if x is None:
+        return None
+    return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
 
 
 def batch_size_of(data: Any) -> tf.Tensor | None:

@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.graph.compiled import CompiledProduct, read_hlo, read_optimized
+from tfamp.keras_hooks import trainer
 from tfamp.machine import amx
 from tfamp.records import checks
 from tfamp.stepping.arguments import build, check_model, first_batch
@@ -115,6 +116,7 @@ def _traced(model: keras.Model, argument: Any, marks: Marks, *, training: bool) 
 def _build(model: keras.Model, batch: Any) -> None:
     if model.compiled:
         build(model, batch)
+        trainer.build_metrics(model, batch)
     elif not model.built:
         x, _, _ = keras.utils.unpack_x_y_sample_weight(batch)
         with model.distribute_strategy.scope():

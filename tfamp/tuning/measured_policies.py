@@ -8,6 +8,7 @@ from typing import Any
 
 import keras
 
+from tfamp.keras_hooks import trainer
 from tfamp.machine import amx, devices
 from tfamp.records import checks, units
 from tfamp.records.progress import progress
@@ -30,6 +31,8 @@ _REFERENCE = Candidate("float32", False)
 _NUM_BATCHES = 2
 _PROBED_EXAMPLES = 2
 _TIMED_PART = 0.25
+# Noise is a matter of seconds, not of steps: shorter steps count as parts of one.
+_WHOLE_STEP_SECONDS = 0.01
 # Compiling took so many times as long as tracing, for models of several sizes.
 _XLA_FACTOR = 4.0
 
@@ -57,7 +60,8 @@ def measure_policies(
         data: As `fit` takes it; the first two batches are used.
         budget_seconds: What it may take in all; tracing one more policy, or compiling
             by XLA, is left out where it would take longer.
-        max_steps: Steps of each policy in turns, at most.
+        max_steps: Steps of each policy in turns, at most; of steps under 10 ms, as many
+            as take the time of so many of 10 ms.
         policies: What is tried beside float32: names as `enable` takes them.
         jit_compile: Whether XLA compiles the steps; None tries both ways.
         batch_size: Examples in a batch of arrays.
@@ -92,6 +96,7 @@ def measure_policies(
     amx.avoid()
     batches = [*map(_as_in_fit, dataset.take(_NUM_BATCHES))] or [first_batch(dataset)]
     build(model, batches[0])
+    trainer.build_metrics(model, batches[0])
     evidence = measurement_cache.evidence_for(model, batches[0])
     candidates = candidates_of(policies, jit_compile)
     evidence["candidates"] = [candidate.name for candidate in candidates]
@@ -150,7 +155,7 @@ class Measuring:
         name: The model's name.
         steps: Prepares its steps.
         budget_seconds: What it may take in all.
-        max_steps: Steps of each policy in turns, at most.
+        max_steps: Steps of each policy in turns, at most, as in `measure_policies`.
         clock: Gives seconds.
     """
 
@@ -182,11 +187,14 @@ class Measuring:
             )
         racers = [each.racer for each in prepared if each.racer is not None]
         most = self._max_steps * len(racers)
+        began = self._clock()
         with progress("Timing steps", most, unit="steps") as done:
 
             def goes_on(num_steps: int) -> bool:
-                done(num_steps)
-                return num_steps < most and self._left() > 0
+                timed = (self._clock() - began) / _WHOLE_STEP_SECONDS
+                spent = min(num_steps, int(timed))
+                done(spent)
+                return spent < most and self._left() > 0
 
             outcome = races.race(racers, goes_on=goes_on)
         times = tuple(_time_of(each, reference.racer) for each in prepared)
@@ -246,9 +254,10 @@ class Measuring:
 
 def _expected_seconds(candidate: Candidate, before: Sequence[Prepared]) -> float:
     """Returns what preparing a candidate will take, as others took it."""
-    alike = [p for p in before if p.candidate.jit_compile == candidate.jit_compile]
+    tried = [each for each in before if each.seconds]
+    alike = [p for p in tried if p.candidate.jit_compile == candidate.jit_compile]
     factor = 1.0 if alike else _XLA_FACTOR
-    return factor * max(each.seconds for each in alike or before)
+    return factor * max((each.seconds for each in alike or tried), default=0.0)
 
 
 def _time_of(prepared: Prepared, reference: Racer) -> PolicyTime:
