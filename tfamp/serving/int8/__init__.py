@@ -1,0 +1,1 @@
+"""Int8: which layers it would spoil, simulated, and the fewest that stay in float."""

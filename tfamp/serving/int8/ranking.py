@@ -1,0 +1,279 @@
+"""One pass over a batch that tells which layers int8 would spoil, and by what.
+
+Each layer with a kernel runs again on what it got in float32, its inputs and weights
+rounded as int8 rounds them. What comes out is compared with what it gave, relative to
+how much that differs over the batch.
+"""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any, Literal
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.numerics.sensitivity.errors import forward_error
+from tfamp.records import console
+from tfamp.records.record import Record, TableRecord
+from tfamp.serving.int8.rounding import (
+    OUTLIER,
+    kernels_of,
+    outlier_ratio,
+    rounded_activations,
+    rounded_weights,
+)
+from tfamp.stepping.layer_calls import units
+from tfamp.stepping.taps import Call, Observer, Site, floats, is_float, tapped
+
+Mode = Literal["weights", "dynamic", "static"]
+# An error of outputs from which a layer is expected to break a metric.
+GUILTY = 0.1
+# Examples of the pass: all that went through the layers is held at once.
+_MAX_EXAMPLES = 32
+# What rescales its channels ends the search for where an outlier comes from, unless a
+# runtime folds it into the layer ahead of it.
+_RESCALING = (
+    keras.layers.LayerNormalization,
+    keras.layers.GroupNormalization,
+    keras.layers.Normalization,
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerError(Record):
+    """What int8 does to one layer alone.
+
+    Args:
+        path: The layer.
+        class_name: Its class.
+        error: Of its outputs with inputs and weights rounded, relative to their spread
+            over the batch; the worst of its calls.
+        weight_error: With rounded weights only.
+        outlier: How many times the middle channel the largest one of its inputs is.
+        producers: Layers with a kernel that its outlier comes from.
+        reason: What spoils it, with the figures; "" where nothing does.
+    """
+
+    path: str
+    class_name: str
+    error: float
+    weight_error: float
+    outlier: float
+    producers: tuple[str, ...] = ()
+    reason: str = ""
+
+    @property
+    def is_guilty(self) -> bool:
+        """Whether it is expected to break a metric."""
+        return not self.error < GUILTY
+
+
+@dataclasses.dataclass(frozen=True)
+class Ranking(TableRecord):
+    """The layers that int8 rounds, the most spoilt first.
+
+    Args:
+        model: The model's name.
+        mode: "weights", "dynamic" or "static".
+        num_examples: That went through.
+        layers: What each came to.
+    """
+
+    model: str
+    mode: Mode
+    num_examples: int
+    layers: tuple[LayerError, ...]
+
+    def table(self) -> str:
+        """Returns a line for each layer, at most 110 columns."""
+        rows = [
+            (e.path, e.class_name, f"{e.error:.2g}", f"{e.weight_error:.2g}", e.reason)
+            for e in self.layers
+        ]
+        columns = {
+            "layer": console.FOLD,
+            "class": console.FOLD,
+            "error": console.RIGHT,
+            "by weights": console.RIGHT,
+            "why": {**console.FOLD, "ratio": 1},
+        }
+        title = f"{self.model} in int8, {self.mode}: errors over the spread of outputs"
+        return console.text_of(console.table(columns, rows, title=title))
+
+
+def rank(
+    model: keras.Model,
+    inputs: Any,
+    *,
+    mode: Mode = "dynamic",
+    per_channel: bool = True,
+) -> Ranking:
+    """Ranks the layers of a float32 model by what int8 does to each of them alone.
+
+    Args:
+        model: A built Keras model that computes in float32. It is as it was afterwards.
+        inputs: A batch as the model takes it, of examples like those it will see; the
+            first 32 go through it.
+        mode: "weights" rounds kernels only, "dynamic" and "static" what they are
+            multiplied with, too.
+        per_channel: Whether a kernel has a scale for each of its output channels, or
+            one for all.
+
+    Returns:
+        The layers with a kernel, the most spoilt first.
+
+    Example:
+        >>> keras.utils.set_random_seed(0)
+        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        >>> found = rank(model, np.random.default_rng(0).normal(size=(16, 8)))
+        >>> found.layers[0].path, found.layers[0].is_guilty
+        ('dense', False)
+    """
+    recorder = _Recorder(model)
+    given = structure.map_structure(_first_examples, inputs)
+    with tapped(model, recorder, only=lambda site: id(site.layer) in recorder.watched):
+        model(given, training=False)
+    found = []
+    for site in recorder.products:
+        calls = [call for call in recorder.calls if call.site.layer is site.layer]
+        if calls:
+            worst = max(
+                (_error_of(call, recorder, mode, per_channel) for call in calls),
+                key=lambda each: each.error,
+            )
+            found.append(worst)
+    found.sort(key=lambda each: -each.error)
+    number = len(tf.nest.flatten(given)[0])
+    return Ranking(model.name, mode, number, tuple(found))
+
+
+@dataclasses.dataclass(eq=False)
+class _Recorded:
+    site: Site
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+    outputs: Any = None
+
+
+class _Recorder(Observer):
+    """Keeps what goes into layers, and who made it."""
+
+    def __init__(self, model: keras.Model) -> None:
+        sites = units(model)
+        # Not what only holds others with kernels, such as an attention layer.
+        self.products = [site for site in sites if kernels_of(site.layer)]
+        self.watched = {id(site.layer) for site in sites}
+        self.calls: list[_Recorded] = []
+        self._running: list[_Recorded] = []
+        self._makers: dict[int, _Recorded] = {}
+
+    def on_call(self, call: Call) -> None:
+        """Keeps the inputs."""
+        self._running.append(_Recorded(call.site, call.args, call.kwargs))
+
+    def on_outputs(self, call: Call, outputs: Any) -> None:
+        """Keeps the outputs, whose maker is the innermost layer that returned them."""
+        recorded = self._running.pop()
+        recorded.outputs = outputs
+        self.calls.append(recorded)
+        given = {id(each) for each in floats((recorded.args, recorded.kwargs))}
+        for each in floats(outputs):
+            if id(each) not in given:  # a Dropout hands on what it gets
+                self._makers.setdefault(id(each), recorded)
+
+    def producers_of(self, tensor: Any) -> list[Site]:
+        """Returns the layers with kernels that an outlier channel comes from."""
+        found: list[Site] = []
+        seen: set[int] = set()
+        open_ones = [tensor]
+        while open_ones:
+            maker = self._makers.get(id(open_ones.pop()))
+            if maker is None or id(maker) in seen:
+                continue
+            seen.add(id(maker))
+            if kernels_of(maker.site.layer):
+                found.append(maker.site)
+            elif not isinstance(maker.site.layer, _RESCALING):
+                sources = floats((maker.args, maker.kwargs))
+                with_outlier = [x for x in sources if _has_outlier(x)]
+                # A batch normalization may make the outlier: it is folded away.
+                open_ones += with_outlier or sources[:1]
+        return found
+
+
+def _error_of(
+    call: _Recorded, recorder: _Recorder, mode: Mode, per_channel: bool
+) -> LayerError:
+    exact = _arrays(call.outputs)
+    with _rounded(call.site.layer, per_channel):
+        by_weights = _off(call, exact, rounds_inputs=False)
+        error = by_weights
+        if mode != "weights":
+            error = _off(call, exact, rounds_inputs=True)
+    inputs = floats((call.args, call.kwargs))
+    outliers = [outlier_ratio(np.asarray(x)) for x in inputs]
+    at = max(range(len(inputs)), key=lambda i: outliers[i][1], default=None)
+    channel, ratio = (0, 1.0) if at is None else outliers[at]
+    producers: tuple[str, ...] = ()
+    if at is not None and ratio >= OUTLIER:
+        producers = tuple(site.path for site in recorder.producers_of(inputs[at]))
+    found = LayerError(
+        call.site.path, call.site.class_name, error, by_weights, ratio, producers
+    )
+    return dataclasses.replace(found, reason=_reason(found, channel))
+
+
+def _reason(found: LayerError, channel: int) -> str:
+    if not found.is_guilty:
+        return ""
+    off = f"its outputs are off by {found.error:.2g} times their spread"
+    if found.outlier >= OUTLIER:
+        text = f"channel {channel} of its inputs is {found.outlier:,.0f} times the "
+        return f"an outlier channel: {text}middle one, and {off}"
+    if found.weight_error >= found.error / 2:
+        return f"its weights: {off}, by {found.weight_error:.2g} with rounded weights"
+    return f"its activations: {off}"
+
+
+def _off(call: _Recorded, exact: Sequence[np.ndarray], *, rounds_inputs: bool) -> float:
+    args, kwargs = call.args, call.kwargs
+    if rounds_inputs:
+        args, kwargs = structure.map_structure(_rounded_tensor, (args, kwargs))
+    low = _arrays(call.site.layer.call(*args, **kwargs))
+    return max(map(forward_error, low, exact), default=0.0)
+
+
+@contextlib.contextmanager
+def _rounded(layer: Any, per_channel: bool) -> Iterator[None]:
+    """Rounds the kernels of a layer inside the block."""
+    kernels = kernels_of(layer)
+    held = [np.asarray(weight.value).copy() for weight, _ in kernels]
+    try:
+        for (weight, channels), value in zip(kernels, held, strict=True):
+            weight.assign(rounded_weights(value, channels if per_channel else ()))
+        yield
+    finally:
+        for (weight, _), value in zip(kernels, held, strict=True):
+            weight.assign(value)
+
+
+def _rounded_tensor(x: Any) -> Any:
+    if not is_float(x):
+        return x
+    rounded = tf.constant(rounded_activations(np.asarray(x)))
+    return structure.with_mask_of(x, rounded)
+
+
+def _has_outlier(x: Any) -> bool:
+    return outlier_ratio(np.asarray(x))[1] >= OUTLIER
+
+
+def _arrays(outputs: Any) -> list[np.ndarray]:
+    return [np.asarray(x) for x in floats(outputs)]
+
+
+def _first_examples(x: Any) -> Any:
+    return tf.convert_to_tensor(x)[:_MAX_EXAMPLES]
