@@ -1,0 +1,108 @@
+"""Models that are served in tests, and a client of the ASGI application itself.
+
+Run as a program, `python -m tests.served_models PATH...` serves folders of small models
+of its own, without any runtime.
+"""
+
+import asyncio
+import json
+import sys
+import time
+from pathlib import Path
+
+from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
+
+X = TensorSpec("x", (None, 3), "float32")
+Y = TensorSpec("y", (None, 3), "float32")
+
+
+class Scaled(LoadedModel):
+    """Answers its input times a factor, and notes the batches that it was run on."""
+
+    runtime = "onnx"
+
+    def __init__(self, factor=2.0, *, inputs=(X,), outputs=(Y,), seconds=0.0):
+        super().__init__(Path("."), Signature(tuple(inputs), tuple(outputs)))
+        self.factor, self.seconds = factor, seconds
+        self.batches = []
+
+    def run(self, inputs):
+        first = next(iter(inputs.values()))
+        self.batches.append(len(first))
+        if self.seconds:
+            time.sleep(self.seconds)
+        if (first == -1e6).any():
+            raise RuntimeError("minus a million is more than this model takes")
+        return {spec.name: first * self.factor for spec in self.signature.outputs}
+
+
+def write(folder, factor):
+    """Writes a model as `load` reads it; the folder appears whole."""
+    folder.mkdir(parents=True, exist_ok=True)
+    beside = folder / "beside"
+    beside.write_text(json.dumps({"factor": factor}))
+    beside.rename(folder / "export.json")
+    return folder
+
+
+def load(folder):
+    """Reads what `write` wrote."""
+    return Scaled(json.loads((folder / "export.json").read_text())["factor"])
+
+
+async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
+    """Returns the status, the headers and the body of an answer.
+
+    Args:
+        app: The ASGI application.
+        path: Of the address.
+        body: Bytes, or what is sent as JSON; None sends nothing.
+        method: By default POST with a body and GET without.
+        headers: Pairs of texts.
+        parts: The body in parts; None sends it whole, and an end of None never ends.
+    """
+    if body is not None and not isinstance(body, bytes):
+        body = json.dumps(body).encode()
+    rest = list(parts if parts is not None else [body or b""])
+    sent = []
+
+    async def receive():
+        if rest and rest[0] is None:
+            await asyncio.sleep(60)
+        part = rest.pop(0)
+        return {"type": "http.request", "body": part, "more_body": bool(rest)}
+
+    async def send(message):
+        sent.append(message)
+
+    scope = {
+        "type": "http",
+        "method": method or ("GET" if body is None and parts is None else "POST"),
+        "path": path,
+        "headers": [(k.lower().encode(), v.encode()) for k, v in headers],
+    }
+    await app(scope, receive, send)
+    start, last = sent
+    found = {k.decode(): v.decode() for k, v in start["headers"]}
+    return start["status"], found, last["body"]
+
+
+def numbers(text, **labels):
+    """Returns the value of each metric of a page, by its line without the value."""
+    lines = [line for line in text.splitlines() if not line.startswith("#")]
+    return {name: float(value) for name, _, value in (x.rpartition(" ") for x in lines)}
+
+
+if __name__ == "__main__":
+    from tfamp.serving.server.main import serve
+
+    print(
+        serve(
+            sys.argv[1:],
+            load=load,
+            port=0,
+            reload_seconds=0.1,
+            on_start=lambda address: print(address, flush=True),
+        )
+    )
+    print("tensorflow" in sys.modules, flush=True)

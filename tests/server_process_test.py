@@ -1,0 +1,248 @@
+"""The server as a process of its own, asked by clients as they come."""
+
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import os
+import random
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import urllib.request
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("orjson", reason="needs tfamp[serve]")
+pytest.importorskip("uvicorn", reason="needs tfamp[serve]")
+
+from tests import served_models
+
+ROOT = Path(__file__).parents[1]
+DEADLINE = 60
+
+
+@contextlib.contextmanager
+def serving(*arguments, program=("-m", "tests.served_models")):
+    """Yields the process of a server and its address; kills it at the deadline."""
+    process = subprocess.Popen(
+        [sys.executable, *program, *map(str, arguments)],
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    deadline = threading.Timer(DEADLINE, process.kill)
+    deadline.start()
+    try:
+        line = process.stdout.readline()
+        if "http://" not in line:
+            process.kill()
+            pytest.fail(f"no server: {line}{process.stderr.read()}")
+        yield process, line[line.index("http://") :].split()[0].rstrip(".")
+    finally:
+        process.kill()
+        process.communicate()
+        deadline.cancel()
+
+
+def end(process):
+    """Sends SIGTERM and returns the status and what was printed."""
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=DEADLINE)
+    return process.returncode, out, err
+
+
+def predict(connection, rows, model="m"):
+    """Returns the status and the content of an answer of TensorFlow Serving's kind."""
+    connection.request(
+        *("POST", f"/v1/models/{model}:predict"), json.dumps({"instances": rows})
+    )
+    response = connection.getresponse()
+    return response.status, json.loads(response.read())
+
+
+def connect(address):
+    host, port = address.removeprefix("http://").split(":")
+    return http.client.HTTPConnection(host, int(port), timeout=DEADLINE)
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """The address of a server of one model, "m", that doubles."""
+    folder = served_models.write(tmp_path_factory.mktemp("served") / "m", 2)
+    with serving(folder) as (_, address):
+        yield address
+
+
+def test_a_client_of_triton_is_answered(server):
+    client_of = pytest.importorskip("tritonclient.http", reason="needs tritonclient")
+    client = client_of.InferenceServerClient(server.removeprefix("http://"))
+    assert client.is_server_live() and client.is_server_ready()
+    assert client.is_model_ready("m", "1")
+    assert client.get_server_metadata()["name"] == "tfamp"
+    assert client.get_model_metadata("m")["inputs"][0]["shape"] == [-1, 3]
+    x = np.random.default_rng(0).normal(size=(5, 3)).astype(np.float32)
+    for binary in (True, False):
+        given = client_of.InferInput("x", x.shape, "FP32")
+        given.set_data_from_numpy(x, binary_data=binary)
+        wanted = client_of.InferRequestedOutput("y", binary_data=binary)
+        found = client.infer("m", [given], outputs=[wanted], request_id="seven")
+        np.testing.assert_array_equal(found.as_numpy("y"), 2 * x)
+        assert found.get_response()["id"] == "seven"
+    with pytest.raises(client_of.InferenceServerException, match="no model 'other'"):
+        client.infer("other", [given])
+    client.close()
+
+
+def test_a_client_of_tensorflow_serving_is_answered(server):
+    def ask(path, body=None):
+        data = None if body is None else json.dumps(body).encode()
+        with urllib.request.urlopen(server + path, data, timeout=DEADLINE) as answer:
+            return json.load(answer)
+
+    assert ask("/v1/models/m:predict", {"instances": [[1, 2, 3]]}) == {
+        "predictions": [[2, 4, 6]]
+    }
+    assert ask("/v1/models/m")["model_version_status"][0]["state"] == "AVAILABLE"
+
+
+def asked_by_clients(server, num_clients, num_requests):
+    """Asks with inputs that no two share; returns the answers that were another's."""
+
+    def ask(number):
+        rng = np.random.default_rng(number)
+        wrong = []
+        with contextlib.closing(connect(server)) as connection:
+            for _ in range(num_requests):
+                rows = rng.integers(-1000, 1000, (rng.integers(1, 4), 3)) + number / 4
+                found = predict(connection, rows.tolist())
+                if found != (200, {"predictions": (2 * rows).tolist()}):
+                    wrong.append((rows, found))
+        return wrong
+
+    with concurrent.futures.ThreadPoolExecutor(num_clients) as pool:
+        return [each for some in pool.map(ask, range(num_clients)) for each in some]
+
+
+def test_no_client_gets_anothers_answer(server):
+    assert asked_by_clients(server, num_clients=8, num_requests=25) == []
+
+
+@pytest.mark.whole("test_no_client_gets_anothers_answer")
+def test_no_client_of_32_gets_anothers_answer(server):
+    assert asked_by_clients(server, num_clients=32, num_requests=300) == []
+
+
+def mutated(rng):
+    """Returns the path, the headers and the body of a request with a mistake in it."""
+    row = [rng.choice([1, 2.5, None, "a", [], {}, True, 1e400, -(2**70)])] * 3
+    entry = {"name": "x", "datatype": "FP32", "shape": [1, 3], "data": row}
+    entry[rng.choice(list(entry))] = rng.choice([None, 5, "z", [], {}, [None], -1])
+    entry["parameters"] = rng.choice([{}, {"binary_data_size": rng.choice([-1, 7])}])
+    contents = [
+        *({"inputs": [entry]}, {"inputs": entry}, {"instances": [row, 3]}),
+        *({"instances": {"x": row}}, {"inputs": {"y": row}}, {"id": 3, "inputs": []}),
+        *([row], "text", 3, None, {"instances": [[row]], "inputs": [row]}),
+    ]
+    body = json.dumps(rng.choice(contents)).encode()
+    if rng.random() < 0.4:
+        cut = rng.randrange(len(body))
+        body = body[:cut] + rng.randbytes(rng.randrange(3)) + body[cut + 1 :]
+        body = b"!" + body  # It would be right again now and then.
+    headers = {}
+    if rng.random() < 0.3:
+        headers["Inference-Header-Content-Length"] = rng.choice(["0", "-3", "9" * 30])
+    path = rng.choice(["/v2/models/m/infer", "/v1/models/m:predict"])
+    if rng.random() < 0.1:
+        path = rng.choice(
+            ["/v2/models//infer", "/v1/models/m:classify", "/%00", "/v2/a"]
+        )
+    return path, headers, body
+
+
+def statuses_of_malformed(server, count):
+    found, rng = {}, random.Random(0)
+    with contextlib.closing(connect(server)) as connection:
+        for _ in range(count):
+            path, headers, body = mutated(rng)
+            connection.request("POST", path, body, headers)
+            response = connection.getresponse()
+            message = json.loads(response.read())
+            assert list(message) == ["error"], (path, headers, body, message)
+            found[response.status] = found.get(response.status, 0) + 1
+        assert predict(connection, [[1, 2, 3]]) == (200, {"predictions": [[2, 4, 6]]})
+    return found
+
+
+def test_malformed_requests_are_refused_and_nothing_else(server):
+    found = statuses_of_malformed(server, 200)
+    assert set(found) <= {400, 404, 405} and found[400] > 100
+
+
+@pytest.mark.whole("test_malformed_requests_are_refused_and_nothing_else")
+def test_ten_thousand_malformed_requests_are_refused(server):
+    found = statuses_of_malformed(server, 10_000)
+    assert set(found) <= {400, 404, 405} and found[400] > 5_000
+
+
+def test_models_are_swapped_under_load_and_sigterm_ends_it_in_order(tmp_path):
+    folder = served_models.write(tmp_path / "m", 2)
+    with serving(folder) as (process, address):
+        connection, factors = connect(address), []
+
+        def until(factor):
+            while not factors or factors[-1] != factor:
+                status, answer = predict(connection, [[1.0, 2.0, 3.0]])
+                (row,) = answer["predictions"]
+                assert (status, row) == (200, [row[0], 2 * row[0], 3 * row[0]])
+                factors.append(row[0])
+
+        until(2)
+        served_models.write(folder, 5)
+        until(5)
+        assert factors == sorted(factors)
+        connection.close()
+        status, out, err = end(process)
+    assert (status, out.splitlines()[-1]) == (0, "False"), err  # no TensorFlow
+    assert out.startswith("Served ") and "of v1 200." in out
+    assert "Loaded version 1 of model 'm'" in err
+
+
+@pytest.mark.whole("tests/server_process_test.py::test_models_are_swapped_under_load")
+def test_what_was_asked_before_sigterm_is_answered(tmp_path):
+    folder = served_models.write(tmp_path / "m", 2)
+    with serving(folder) as (process, address):
+        connection = connect(address)
+        body = json.dumps({"instances": [[1, 2, 3]]})
+        connection.putrequest("POST", "/v1/models/m:predict")
+        connection.putheader("Content-Length", str(len(body)))
+        connection.endheaders(body[:5].encode())
+        with contextlib.closing(connect(address)) as other:
+            other.request("GET", "/v2/health/ready")
+            assert other.getresponse().status == 200
+        process.send_signal(signal.SIGTERM)
+        connection.send(body[5:].encode())
+        response = connection.getresponse()
+        assert json.load(response) == {"predictions": [[2, 4, 6]]}
+        connection.close()
+        assert process.wait(DEADLINE) == 0
+
+
+def test_a_port_in_use_is_told(tmp_path):
+    from tfamp.serving.server.main import serve
+
+    folder = served_models.write(tmp_path / "m", 2)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        with pytest.raises(OSError, match=f"^Port {port} of '127.0.0.1' cannot be had"):
+            serve([str(folder)], load=served_models.load, port=port)
+
+
+def test_only_this_machine_is_listened_to(server):
+    assert server.startswith("http://127.0.0.1:")

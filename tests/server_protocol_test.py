@@ -1,0 +1,327 @@
+"""The server's protocols, limits and errors, asked as an ASGI application."""
+
+import asyncio
+import json
+
+import numpy as np
+import pytest
+
+pytest.importorskip("orjson", reason="needs tfamp[serve]")
+
+from tests import served_models
+from tests.served_models import Scaled, Y, ask, numbers
+from tfamp.serving.runtimes.signature import TensorSpec
+from tfamp.serving.server.app import App
+from tfamp.serving.server.folders import Source
+from tfamp.serving.server.metrics import Metrics
+from tfamp.serving.server.models import Limits, Models
+
+ROWS = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.5]]
+INFER = "/v2/models/m/infer"
+PREDICT = "/v1/models/m:predict"
+TWO_OUTPUTS = (Y, TensorSpec("z", (None, 3), "float32"))
+
+
+def served(tmp_path, model, limits=None, **options):
+    """Returns an application that serves one model as "m"."""
+    folder = served_models.write(tmp_path / "m", 0)
+    metrics = Metrics()
+    sources = [Source("m", folder)]
+    models = Models(sources, lambda _: model, limits or Limits(), metrics)
+    models.load_all()
+    return App(models, metrics, version="1.2.3", **options)
+
+
+@pytest.fixture
+def app(tmp_path):
+    return served(tmp_path, Scaled())
+
+
+def said(app, path, body=None, **how):
+    """Returns the status and the JSON of an answer."""
+    status, _, text = asyncio.run(ask(app, path, body, **how))
+    return status, json.loads(text)
+
+
+def tensor(data=ROWS, **changes):
+    entry = {"name": "x", "datatype": "FP32", "shape": [2, 3], "data": data}
+    entry |= changes
+    return {"inputs": [{k: v for k, v in entry.items() if v is not None}]}
+
+
+@pytest.mark.parametrize("data", [ROWS, [*ROWS[0], *ROWS[1]]], ids=["nested", "flat"])
+def test_infer_answers_json_nested_or_flat(app, data):
+    status, found = said(app, INFER, {**tensor(data), "id": "seven"})
+    output = {"name": "y", "datatype": "FP32", "shape": [2, 3]}
+    output["data"] = [2.0, 4.0, 6.0, 8.0, 10.0, 13.0]
+    assert status == 200
+    assert found == {
+        **{"model_name": "m", "model_version": "1", "id": "seven"},
+        "outputs": [output],
+    }
+
+
+def binary(array, **changes):
+    """Returns the body and the headers of a request with raw bytes."""
+    raw = np.ascontiguousarray(array).tobytes()
+    parameters = {"binary_data_size": len(raw)} | changes
+    content = tensor(None, parameters=parameters)
+    content["parameters"] = {"binary_data_output": True}
+    head = json.dumps(content).encode()
+    return head + raw, [("Inference-Header-Content-Length", str(len(head)))]
+
+
+def test_infer_takes_and_gives_raw_bytes(app):
+    body, headers = binary(np.array(ROWS, np.float32))
+    status, found, text = asyncio.run(ask(app, INFER, body, headers=headers))
+    length = int(found["inference-header-content-length"])
+    entry = json.loads(text[:length])["outputs"][0]
+    assert (status, entry["parameters"]) == (200, {"binary_data_size": 24})
+    assert "data" not in entry
+    answered = np.frombuffer(text[length:], "<f4").reshape(2, 3)
+    np.testing.assert_array_equal(answered, 2 * np.array(ROWS, np.float32))
+
+
+def test_infer_gives_the_outputs_that_are_asked_for(tmp_path):
+    app = served(tmp_path, Scaled(outputs=TWO_OUTPUTS))
+    status, found = said(app, INFER, {**tensor(), "outputs": [{"name": "z"}]})
+    assert (status, [each["name"] for each in found["outputs"]]) == (200, ["z"])
+    _, found = said(app, INFER, tensor())
+    assert [each["name"] for each in found["outputs"]] == ["y", "z"]
+
+
+def test_metadata_of_both_protocols(app):
+    x = {"name": "x", "datatype": "FP32", "shape": [-1, 3]}
+    assert said(app, "/v2/models/m") == (
+        200,
+        {
+            **{"name": "m", "versions": ["1"], "platform": "onnx"},
+            **{"inputs": [x], "outputs": [{**x, "name": "y"}]},
+        },
+    )
+    assert said(app, "/v2")[1]["extensions"] == ["binary_tensor_data"]
+    assert said(app, "/v2/models/m/versions/1/ready") == (
+        200,
+        {"name": "m", "ready": True},
+    )
+    (status,) = said(app, "/v1/models/m")[1]["model_version_status"]
+    assert (status["version"], status["state"]) == ("1", "AVAILABLE")
+    found = said(app, "/v1/models/m/versions/1/metadata")[1]["metadata"]
+    found = found["signature_def"]["signature_def"]["serving_default"]["inputs"]["x"]
+    assert found["dtype"] == "DT_FLOAT"
+    assert [each["size"] for each in found["tensor_shape"]["dim"]] == ["-1", "3"]
+
+
+DOUBLE = [[2.0, 4.0, 6.0], [8.0, 10.0, 13.0]]
+PREDICTIONS = {
+    "rows": ({"instances": ROWS}, {"predictions": DOUBLE}),
+    "named rows": ({"instances": [{"x": r} for r in ROWS]}, {"predictions": DOUBLE}),
+    "a column": ({"inputs": ROWS}, {"outputs": DOUBLE}),
+    "a named column": ({"inputs": {"x": ROWS}}, {"outputs": DOUBLE}),
+    "signature": (
+        {"instances": ROWS, "signature_name": "serving_default"},
+        {"predictions": DOUBLE},
+    ),
+}
+
+
+@pytest.mark.parametrize("body, expected", PREDICTIONS.values(), ids=PREDICTIONS)
+def test_predict_answers_rows_and_columns(app, body, expected):
+    assert said(app, PREDICT, body) == (200, expected)
+    assert said(app, "/v1/models/m/versions/1:predict", body) == (200, expected)
+
+
+def test_predict_names_several_outputs(tmp_path):
+    app = served(tmp_path, Scaled(outputs=TWO_OUTPUTS))
+    _, found = said(app, PREDICT, {"instances": ROWS})
+    assert found["predictions"][1] == {"y": DOUBLE[1], "z": DOUBLE[1]}
+    _, found = said(app, PREDICT, {"inputs": ROWS})
+    assert found["outputs"] == {"y": DOUBLE, "z": DOUBLE}
+
+
+def test_what_is_not_finite_comes_and_goes_as_the_words_of_tensorflow_serving(app):
+    body = b'{"instances": [[NaN, Infinity, -Infinity], [0.1, 1, 2]]}'
+    _, _, text = asyncio.run(ask(app, PREDICT, body))
+    expected = b"[[NaN, Infinity, -Infinity], [0.2, 2.0, 4.0]]"
+    assert text == b'{"predictions": ' + expected + b"}"
+
+
+@pytest.mark.parametrize("dtype", ["int8", "uint16", "int64", "bool", "float64"])
+def test_each_dtype_comes_back_as_it_went(tmp_path, dtype):
+    specs = [TensorSpec(name, (None, 2), dtype) for name in "xy"]
+    model = Scaled(1, inputs=specs[:1], outputs=specs[1:])
+    model.run = lambda inputs: {"y": inputs["x"]}
+    app = served(tmp_path, model)
+    data = [True, False] if dtype == "bool" else [1, 100]
+    name = said(app, "/v2/models/m")[1]["inputs"][0]["datatype"]
+    body = tensor(data, datatype=name, shape=[1, 2])
+    status, found = said(app, INFER, body)
+    assert (status, found["outputs"][0]["data"]) == (200, data)
+    assert found["outputs"][0]["datatype"] == name
+
+
+def test_texts_are_taken_as_json_and_as_bytes(tmp_path):
+    specs = [TensorSpec(name, (None,), "string") for name in "xy"]
+    model = Scaled(1, inputs=specs[:1], outputs=specs[1:])
+    model.run = lambda inputs: {"y": inputs["x"]}
+    app = served(tmp_path, model)
+    body = {"instances": ["a", {"b64": "w6k="}]}
+    assert said(app, PREDICT, body) == (200, {"predictions": ["a", "é"]})
+    body = tensor(["a", "é"], datatype="BYTES", shape=[2])
+    assert said(app, INFER, body)[1]["outputs"][0]["data"] == ["a", "é"]
+
+
+BIG = "1e300, which is beyond what float32 holds"
+MALFORMED = {
+    "no JSON": (INFER, b"{", 400, "The body is not JSON"),
+    "no object": (INFER, b"[]", 400, "The body is a JSON list; expected an object"),
+    "no inputs": (INFER, {}, 400, "`inputs` is None; expected a list of objects"),
+    "no tensor": (INFER, {"inputs": []}, 400, "Inputs are []; expected ['x']"),
+    "other name": (
+        *(INFER, tensor(name="X"), 400),
+        "There is no input 'X'; expected 'x'. Did you mean 'x'?",
+    ),
+    "dtype": (INFER, tensor(datatype="FP64"), 400, "'FP64'; expected 'FP32'"),
+    "shape": (INFER, tensor(shape=[2, -3]), 400, "has the shape [2, -3]; expected a"),
+    "other shape": (
+        *(INFER, tensor(shape=[3, 2], data=[1] * 6), 400),
+        "is of shape [3, 2]; expected [-1, 3]",
+    ),
+    "too few": (INFER, tensor([1.0, 2.0]), 400, "data of shape [2]; expected 6"),
+    "ragged": (PREDICT, {"instances": [[1], [1, 2]]}, 400, "those of a level all of"),
+    "null": (PREDICT, {"instances": [[1, 2, None]]}, 400, "expected numbers for float"),
+    "text": (PREDICT, {"instances": [["1", "2", "3"]]}, 400, "expected numbers for"),
+    "booleans": (PREDICT, {"instances": [[True] * 3]}, 400, "expected numbers for"),
+    "too large": (PREDICT, {"instances": [[1e300, 0, 0]]}, 400, "1e+300, which is be"),
+    "no rows": (PREDICT, {"instances": []}, 400, "expected a list with a row for each"),
+    "empty rows": (PREDICT, {"instances": [[]]}, 400, "expected [-1, 3], where -1 is"),
+    "both": (
+        PREDICT,
+        {"instances": [], "inputs": []},
+        400,
+        "both `instances` and `inp",
+    ),
+    "neither": (PREDICT, {}, 400, "neither `instances` nor `inputs`"),
+    "key": (PREDICT, {"instance": []}, 400, "no key 'instance'; expected 'instances',"),
+    "signature": (
+        *(PREDICT, {"inputs": [], "signature_name": "other"}, 400),
+        "`signature_name` is 'other'; expected 'serving_default'",
+    ),
+    "no model": ("/v2/models/n/infer", {}, 404, "no model 'n'; expected 'm'"),
+    "no version": ("/v1/models/m/versions/2:predict", {}, 404, "'2'; expected '1'"),
+    "no address": ("/v3", {}, 404, "There is nothing at '/v3'; expected /v2/models"),
+    "method": ("/v2/models/m", {}, 405, "The method is 'POST'; expected GET."),
+    "deep": (PREDICT, b'{"inputs":' + b"[" * 9999 + b"NaN", 400, "body is not JSON"),
+    "refused": (
+        *(PREDICT, {"instances": [[-1e6, 0, 0]]}, 400),
+        "does not take these inputs: RuntimeError: minus a million is more than",
+    ),
+}
+
+
+@pytest.mark.parametrize(
+    "path, body, status, message", MALFORMED.values(), ids=MALFORMED
+)
+def test_what_is_malformed_is_told_what_is_wrong(app, path, body, status, message):
+    found, answer = said(app, path, body)
+    assert (found, list(answer)) == (status, ["error"])
+    assert message in answer["error"]
+
+
+WRONG_BYTES = {
+    "too few": ({"binary_data_size": 23}, "1 bytes follow", {}),
+    "too many": ({"binary_data_size": 25}, "where 24 bytes are left", {}),
+    "negative": ({"binary_data_size": -1}, "`binary_data_size` -1 where", {}),
+    "shared": ({"shared_memory_region": "a"}, "lies in shared memory", {}),
+    "long head": ({}, "is '99999'; expected the bytes of the JSON, from 1", "99999"),
+    "no number": ({}, "Content-Length is 'x'; expected", "x"),
+}
+
+
+@pytest.mark.parametrize(
+    "changes, message, length", WRONG_BYTES.values(), ids=WRONG_BYTES
+)
+def test_wrong_raw_bytes_are_told_what_is_wrong(app, changes, message, length):
+    body, headers = binary(np.zeros((2, 3), np.float32), **changes)
+    if length:
+        headers = [(headers[0][0], length)]
+    status, answer = said(app, INFER, body, headers=headers)
+    assert status == 400
+    if changes.get("binary_data_size") == 23:
+        assert "has 23 bytes; expected 24" in answer["error"]
+    else:
+        assert message in answer["error"]
+
+
+def test_a_model_that_fails_whatever_it_is_asked_is_the_servers_fault(tmp_path):
+    model = Scaled()
+    app = served(tmp_path, model)
+
+    def run(inputs):
+        raise RuntimeError("the device is lost")
+
+    model.run = run
+    status, answer = said(app, PREDICT, {"instances": ROWS})
+    assert (status, answer) == (
+        *(500,),
+        {"error": "Model 'm' fails: RuntimeError: the device is lost"},
+    )
+
+
+def test_a_body_is_held_to_its_limit(tmp_path):
+    app = served(tmp_path, Scaled(), max_body_bytes=100)
+    length = [("Content-Length", "101")]
+    for how in ({"headers": length}, {"parts": [b" " * 60, b" " * 60]}):
+        status, headers, text = asyncio.run(ask(app, INFER, b"", **how))
+        assert (status, headers["connection"]) == (413, "close")
+        assert b"expected at most 100" in text
+    # Nothing of them is held.
+    assert said(app, PREDICT, {"instances": ROWS})[0] == 200
+    assert app._bodies._num_bytes == 0
+
+
+def test_a_slow_body_is_given_up(tmp_path):
+    app = served(tmp_path, Scaled(), body_seconds=0.01)
+    status, answer = said(app, INFER, parts=[b"{", None])
+    assert (status, "did not come within 0.01 s" in answer["error"]) == (408, True)
+
+
+def test_a_compressed_body_is_refused(app):
+    how = {"headers": [("Content-Encoding", "gzip")]}
+    status, answer = said(app, INFER, b"abc", **how)
+    assert (status, "encoded by 'gzip'" in answer["error"]) == (415, True)
+
+
+def test_a_token_is_asked_for_everywhere_but_of_health(tmp_path):
+    app = served(tmp_path, Scaled(), token="secret")
+    for headers in ([], [("Authorization", "Bearer secre")]):
+        status, found, _ = asyncio.run(ask(app, "/v2/models/m", headers=headers))
+        assert (status, found["www-authenticate"]) == (401, "Bearer")
+        assert said(app, "/metrics", headers=headers)[0] == 401
+    given = [("Authorization", "Bearer secret")]
+    assert said(app, PREDICT, {"inputs": ROWS}, headers=given)[0] == 200
+    assert said(app, "/v2/health/live") == (200, {"live": True})
+    assert said(app, "/v2/health/ready") == (200, {"ready": True})
+
+
+def test_metrics_count_answers_and_no_name_that_a_client_made_up(app):
+    said(app, PREDICT, {"inputs": ROWS})
+    said(app, PREDICT, {"inputs": []})
+    said(app, "/v2/models/made-up/infer", {})
+    status, headers, text = asyncio.run(ask(app, "/metrics"))
+    assert (status, "version=0.0.4" in headers["content-type"]) == (200, True)
+    found = numbers(text.decode())
+    labels = 'model="m",version="1"'
+    assert found[f'tfamp_requests_total{{{labels},protocol="v1",status="200"}}'] == 1
+    assert found[f'tfamp_requests_total{{{labels},protocol="v1",status="400"}}'] == 1
+    assert found[f"tfamp_batch_examples_count{{{labels}}}"] == 1
+    assert found[f'tfamp_batch_examples_bucket{{{labels},le="1"}}'] == 0
+    assert found[f'tfamp_batch_examples_bucket{{{labels},le="+Inf"}}'] == 1
+    assert found["process_resident_memory_bytes"] > 1e6
+    assert b"made-up" not in text
+
+
+def test_not_ready_while_it_stops(app):
+    app.is_stopping = True
+    assert said(app, "/v2/health/ready") == (503, {"ready": False})
+    assert said(app, "/v2/health/live") == (200, {"live": True})

@@ -1,0 +1,1 @@
+"""`tfamp serve`: exported models behind HTTP, in the protocols that clients speak."""

@@ -1,0 +1,235 @@
+"""The ASGI application: addresses, limits and errors; the protocols are beside it."""
+
+import hmac
+import re
+import time
+from collections.abc import Awaitable, Callable, Mapping
+from typing import Any
+
+from tfamp.records.checks import short_error
+from tfamp.serving.server import open_inference, tf_predict
+from tfamp.serving.server.answers import BYTES, TEXT, Answer, refused, told
+from tfamp.serving.server.bodies import Bodies, Headers, Held, Receive
+from tfamp.serving.server.metrics import Metrics
+from tfamp.serving.server.models import Models, Version, log
+from tfamp.serving.server.refusals import Refusal, shown
+
+Scope = Mapping[str, Any]
+Send = Callable[[dict[str, Any]], Awaitable[None]]
+
+_V2 = re.compile(r"/v2/models/([^/]+)(?:/versions/([^/]+))?(?:/(infer|ready))?/?")
+_V1 = re.compile(
+    r"/v1/models/([^/:]+)(?:/versions/([^/:]+))?(:\w+|/metadata)?/?",
+)
+
+
+class App:
+    """The server as an ASGI application.
+
+    Args:
+        models: What answers.
+        metrics: What counts.
+        version: Of the server, for its metadata.
+        token: What requests have to bear; None asks for nothing. Health may always be
+            asked, as what asks for it can seldom keep a secret.
+        max_body_bytes: The largest body of a request.
+        body_seconds: How long a client may take to send its body.
+    """
+
+    def __init__(
+        self,
+        models: Models,
+        metrics: Metrics,
+        *,
+        version: str,
+        token: str | None = None,
+        max_body_bytes: int = 64 * 2**20,
+        body_seconds: float = 10.0,
+    ) -> None:
+        self._models = models
+        self._metrics = metrics
+        self._version = version
+        self._token = None if token is None else f"Bearer {token}".encode()
+        self._bodies = Bodies(max_body_bytes, body_seconds)
+        self.is_stopping = False
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Answers one request; whatever it holds, with a status and a message."""
+        if scope["type"] != "http":
+            return
+        held = Held()
+        try:
+            answer = await self._answer(scope, receive, held)
+        except Refusal as refusal:
+            answer = refused(refusal)
+        except RecursionError:
+            answer = refused(Refusal(400, "The body is nested too deeply."))
+        except Exception as error:
+            log.exception("A request failed.")
+            answer = refused(Refusal(500, f"The server failed: {short_error(error)}"))
+        finally:
+            self._bodies.let_go(held)
+        self._metrics.requests.add((*held.labels, str(answer.status)))
+        if held.since is not None:
+            seconds = time.perf_counter() - held.since
+            self._metrics.seconds.observe(held.labels[:2], seconds)
+        length = (b"content-length", b"%d" % len(answer.body))
+        await send(
+            {
+                "type": "http.response.start",
+                "status": answer.status,
+                "headers": [*answer.headers, length],
+            }
+        )
+        body = b"" if scope["method"] == "HEAD" else answer.body
+        await send({"type": "http.response.body", "body": body})
+
+    async def _answer(self, scope: Scope, receive: Receive, held: Held) -> Answer:
+        """Finds what is asked for."""
+        path: str = scope["path"]
+        if path in ("/v2/health/live", "/v2/health/live/"):
+            return told({"live": True})
+        if path in ("/v2/health/ready", "/v2/health/ready/"):
+            ready = self._models.is_ready and not self.is_stopping
+            return told({"ready": ready}, 200 if ready else 503)
+        headers = dict(scope["headers"])
+        self._check_token(headers)
+        if path == "/metrics":
+            _check_method(scope, "GET")
+            return self._told_metrics()
+        if path in ("/v2", "/v2/"):
+            _check_method(scope, "GET")
+            return told(self._metadata())
+        if match := _V2.fullmatch(path):
+            held.labels = ("", "", "v2")
+            name, number, what = match.groups()
+            if what == "infer":
+                _check_method(scope, "POST")
+                self._named(name, number, held)
+                body = await self._bodies.read(headers, receive, held)
+                # Only now, as it may have been replaced while the body came.
+                return await self._infer(self._named(name, number, held), headers, body)
+            _check_method(scope, "GET")
+            version = self._named(name, number, held)
+            return self._of_model(version, what)
+        if match := _V1.fullmatch(path):
+            held.labels = ("", "", "v1")
+            name, number, what = match.groups()
+            if what == ":predict":
+                _check_method(scope, "POST")
+                self._named(name, number, held)
+                body = await self._bodies.read(headers, receive, held)
+                return await self._predict(self._named(name, number, held), body)
+            if what in (None, "/metadata"):
+                _check_method(scope, "GET")
+                return self._v1_told(name, number, what, held)
+        raise Refusal(
+            404,
+            f"There is nothing at {shown(path)}; expected /v2/models/NAME/infer, "
+            "/v1/models/NAME:predict, /v2/health/ready or /metrics. Correct the "
+            "address.",
+        )
+
+    def _named(self, name: str, number: str | None, held: Held) -> Version:
+        version = self._models.get(name, number)
+        held.labels = (version.name, version.number, held.labels[2])
+        return version
+
+    def _check_token(self, headers: Headers) -> None:
+        if self._token is None:
+            return
+        given = headers.get(b"authorization", b"")
+        if not hmac.compare_digest(given, self._token):
+            raise Refusal(
+                401,
+                "The header Authorization bears no valid token; expected 'Bearer' and "
+                "the server's token. Send it.",
+            )
+
+    def _metadata(self) -> dict[str, Any]:
+        return {
+            "name": "tfamp",
+            "version": self._version,
+            "extensions": ["binary_tensor_data"],
+        }
+
+    def _of_model(self, version: Version, what: str | None) -> Answer:
+        if what == "ready":
+            return told({"name": version.name, "ready": True})
+        numbers = self._models.numbers(version.name)
+        model = version.model
+        return told(
+            open_inference.metadata(
+                version.name, numbers, model.signature, model.runtime
+            )
+        )
+
+    def _v1_told(
+        self, name: str, number: str | None, what: str | None, held: Held
+    ) -> Answer:
+        if what == "/metadata":
+            version = self._named(name, number, held)
+            return told(
+                tf_predict.metadata(name, version.number, version.model.signature)
+            )
+        if number is not None:
+            self._named(name, number, held)
+        numbers = [number] if number is not None else self._models.numbers(name)
+        return told(tf_predict.status(dict.fromkeys(numbers, "AVAILABLE")))
+
+    def _told_metrics(self) -> Answer:
+        self._metrics.waiting.set(
+            {
+                (each.name, each.number): each.batcher.num_waiting
+                for each in self._models.each()
+            }
+        )
+        return Answer(200, self._metrics.text().encode(), (TEXT,))
+
+    async def _infer(self, version: Version, headers: Headers, body: bytes) -> Answer:
+        length = headers.get(open_inference.HEADER)
+        asked = open_inference.read(body, length, version.model.signature)
+        outputs = await self._outputs(version, asked.inputs)
+        text, json_length = open_inference.write(
+            asked, outputs, version.name, version.number
+        )
+        if json_length is None:
+            return Answer(200, text)
+        marked = (open_inference.HEADER, b"%d" % json_length)
+        return Answer(200, text, (BYTES, marked))
+
+    async def _predict(self, version: Version, body: bytes) -> Answer:
+        asked = tf_predict.read(body, version.model.signature)
+        outputs = await self._outputs(version, asked.inputs)
+        return Answer(200, tf_predict.write(asked, outputs))
+
+    async def _outputs(self, version: Version, inputs: Any) -> Mapping[str, Any]:
+        """Returns what the model answers, or says whose fault it is if it fails."""
+        try:
+            return await version.batcher.ask(inputs)
+        except Refusal:
+            raise
+        except Exception as error:
+            said = short_error(error)
+        # The first example tells a model that is broken from inputs that are.
+        if version.example is not None:
+            try:
+                await version.batcher.ask(version.example)
+            except Refusal:
+                raise
+            except Exception as error:
+                log.error("Model %r fails: %s", version.name, short_error(error))
+                raise Refusal(500, f"Model {version.name!r} fails: {said}") from error
+        raise Refusal(
+            400,
+            f"Model {version.name!r} does not take these inputs: {said}. Compare them "
+            "with its metadata.",
+        )
+
+
+def _check_method(scope: Scope, method: str) -> None:
+    found = scope["method"]
+    if found != method and (found, method) != ("HEAD", "GET"):
+        raise Refusal(
+            405, f"The method is {shown(found)}; expected {method}. Use that one."
+        )

@@ -1,0 +1,201 @@
+"""`serve`: models, limits and an address, from the start to the last answer."""
+
+import contextlib
+import dataclasses
+import logging
+import signal
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+
+from tfamp.records import checks
+from tfamp.records.record import TableRecord
+from tfamp.serving.runtimes.signature import LoadedModel
+from tfamp.serving.server import folders
+
+_LOCAL = ("127.0.0.1", "::1", "localhost")
+
+
+@dataclasses.dataclass(frozen=True)
+class Served(TableRecord):
+    """What a server did from its start to its end.
+
+    Args:
+        address: Where it was asked, such as "http://127.0.0.1:8000".
+        models: The names of its models.
+        seconds: How long it served.
+        answers: Protocol and status, such as "v2 200" -> number of answers.
+    """
+
+    address: str
+    models: tuple[str, ...]
+    seconds: float
+    answers: dict[str, int]
+
+    def table(self) -> str:
+        """Returns a line."""
+        counts = ", ".join(f"{n:,} of {what}" for what, n in self.answers.items())
+        return f"Served {self.seconds:,.0f} s: {counts or 'no requests'}."
+
+
+def serve(
+    paths: Sequence[str],
+    *,
+    load: Callable[[Path], LoadedModel],
+    host: str = "127.0.0.1",
+    port: int = 8000,
+    token_file: str | None = None,
+    max_batch_size: int | None = None,
+    max_queue: int = 256,
+    max_body: int = 64 * 2**20,
+    timeout_seconds: float = 10.0,
+    reload_seconds: float = 2.0,
+    on_start: Callable[[str], None] | None = None,
+) -> Served:
+    """Serves exported models over HTTP until SIGTERM or SIGINT.
+
+    Args:
+        paths: Exported folders, or folders of numbered versions; "name=path" names one.
+        load: Reads an exported folder, as `tfamp.load_exported` does.
+        host: Address to listen at; other machines reach "0.0.0.0".
+        port: Port to listen at; 0 takes a free one.
+        token_file: File with what requests have to bear as a token; None asks for none.
+        max_batch_size: Examples in one run of a model; None takes 64 where the answer
+            to one does not depend on the others of a batch, else 1.
+        max_queue: Requests of a model that may wait; more are answered by 503.
+        max_body: Bytes of the largest request.
+        timeout_seconds: How long an answer, and a body on its way, may take.
+        reload_seconds: How often to look for changed, new and removed versions; 0 never
+            does.
+        on_start: Called with the address when it can be asked.
+
+    Returns:
+        What was answered.
+
+    Raises:
+        FileNotFoundError: A path holds no exported model.
+        ImportError: uvicorn or orjson is not installed.
+        OSError: The address is in use.
+        ValueError: An argument is out of its range, or a name came twice.
+    """
+    for package in ("uvicorn", "orjson"):
+        checks.require(package, extra="serve", purpose="`tfamp serve`")
+    import tfamp
+    from tfamp.serving.server.app import App
+    from tfamp.serving.server.metrics import Metrics
+    from tfamp.serving.server.models import Limits, Models
+    from tfamp.serving.server.process import Process
+
+    if max_batch_size is not None:
+        checks.positive_int("max_batch_size", max_batch_size)
+    checks.positive_int("max_queue", max_queue)
+    checks.positive_int("max_body", max_body)
+    checks.positive("timeout_seconds", timeout_seconds)
+    if reload_seconds:
+        checks.positive("reload_seconds", reload_seconds)
+    token = None if token_file is None else _token(Path(token_file))
+    logging.basicConfig(format="tfamp serve: %(message)s")
+    found = folders.sources(list(paths))
+    listener = _bound(host, port)
+    address = _address(listener)
+    metrics = Metrics()
+    limits = Limits(max_batch_size, max_queue, timeout_seconds)
+    models = Models(found, load, limits, metrics)
+    app = App(
+        models,
+        metrics,
+        version=tfamp.__version__,
+        token=token,
+        max_body_bytes=max_body,
+        body_seconds=timeout_seconds,
+    )
+    if token is None and host not in _LOCAL:
+        logging.getLogger("tfamp.serve").warning(
+            "Everybody who reaches %s may ask. Ask for a token with --token_file.",
+            address,
+        )
+    server = Process(
+        app,
+        on_start=lambda: on_start and on_start(address),
+        look=models.look,
+        reload_seconds=reload_seconds,
+        answer_seconds=2 * timeout_seconds,
+    )
+    start = time.monotonic()
+    with listener, _stopped_by_signals():
+        models.load_all()
+        server.run(sockets=[listener])
+    models.stop()
+    counts: dict[str, int] = {}
+    for (_, _, protocol, status), count in metrics.requests.total().items():
+        key = f"{protocol} {status}"
+        counts[key] = counts.get(key, 0) + int(count)
+    seconds = time.monotonic() - start
+    return Served(address, tuple(models.names), seconds, counts)
+
+
+def _token(path: Path) -> str:
+    """Returns the token in a file."""
+    token = path.read_text(encoding="utf-8").strip()
+    if not token or not token.isascii() or not token.isprintable():
+        raise ValueError(
+            f"`token_file` {str(path)!r} holds no token; expected a line of letters "
+            "and digits. Write one with `openssl rand -hex 32`."
+        )
+    return token
+
+
+def _bound(host: str, port: int) -> socket.socket:
+    """Returns a socket at an address, which nobody reaches before it listens."""
+    family, kind, protocol, _, where = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    found = socket.socket(family, kind, protocol)
+    try:
+        found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        found.bind(where)
+    except OSError as error:
+        found.close()
+        raise OSError(
+            f"Port {port} of {host!r} cannot be had: {error.strerror}. Pass another "
+            "`port`, or 0 for a free one."
+        ) from error
+    return found
+
+
+def _address(bound: socket.socket) -> str:
+    host, port = bound.getsockname()[:2]
+    return f"http://{f'[{host}]' if ':' in host else host}:{port}"
+
+
+@contextlib.contextmanager
+def _stopped_by_signals() -> Iterator[None]:
+    """Lets signals that the server has taken for its end not end the process, too.
+
+    uvicorn ends at SIGTERM and SIGINT and then raises them again, for whoever had a
+    handler before.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = {
+        number: signal.signal(number, _ended_while_loading)
+        for number in (signal.SIGTERM, signal.SIGINT)
+    }
+    try:
+        yield
+    except _Ended:
+        pass
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+class _Ended(BaseException):
+    """A signal came while nothing listened."""
+
+
+def _ended_while_loading(number: int, frame: object) -> None:
+    raise _Ended

@@ -1,0 +1,218 @@
+"""Tensors of requests: names of dtypes, numbers of JSON and raw bytes to arrays.
+
+Nothing is cast silently: a float where the model takes integers, a text where it takes
+numbers or a number that does not fit is refused with a message.
+"""
+
+import struct
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import numpy as np
+
+from tfamp.serving.runtimes.signature import TensorSpec, dtype_named
+from tfamp.serving.server.refusals import Refusal, shown
+
+# Of the Open Inference Protocol, by NumPy's names.
+DATATYPES = {
+    "bool": "BOOL",
+    **{f"uint{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"float{bits}": f"FP{bits}" for bits in (16, 32, 64)},
+    "bfloat16": "BF16",
+    "object": "BYTES",
+    "string": "BYTES",
+}
+# Of TensorFlow Serving.
+TF_DATATYPES = {
+    "bool": "DT_BOOL",
+    **{f"uint{bits}": f"DT_UINT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"int{bits}": f"DT_INT{bits}" for bits in (8, 16, 32, 64)},
+    **{"float16": "DT_HALF", "float32": "DT_FLOAT", "float64": "DT_DOUBLE"},
+    "bfloat16": "DT_BFLOAT16",
+    "object": "DT_STRING",
+    "string": "DT_STRING",
+}
+# What a number of JSON has to be to become one of a dtype, by the dtype's kind.
+_KINDS = {"f": "iuf", "i": "iu", "u": "iu", "b": "b", "O": "OUS"}
+_WORDS = {"f": "numbers", "i": "integers", "u": "integers", "b": "booleans"}
+# An extra dtype of NumPy, as bfloat16 is, has this kind.
+_EXTRA = "V"
+
+
+def from_json(data: Any, spec: TensorSpec) -> np.ndarray:
+    """Returns nested lists of JSON as an array of an input's dtype.
+
+    Raises:
+        Refusal: They are ragged, of another kind, or out of the dtype's range.
+    """
+    wanted = dtype_named(spec.dtype)
+    kind = "f" if wanted.kind == _EXTRA else wanted.kind
+    if kind == "O":
+        return _texts(data, spec)
+    try:
+        found = np.array(data)
+    except (ValueError, OverflowError):  # ragged, or an integer beyond 64 bits
+        found = np.array(None)
+    if found.size == 0 and found.dtype.kind == "f":
+        return found.astype(wanted)
+    if found.dtype.kind not in _KINDS[kind]:
+        raise Refusal(
+            400,
+            f"Input {spec.name!r} is {shown(data)}; expected {_WORDS[kind]} for "
+            f"{spec.dtype} in nested lists, those of a level all of one length. Send "
+            "neither null nor text, and no other kind of number.",
+        )
+    with np.errstate(over="ignore", invalid="ignore"):
+        array = found.astype(wanted)
+    if kind == "f":
+        fits = np.isfinite(array) | ~np.isfinite(found)
+    else:
+        fits = array == found
+    if not np.all(fits):
+        raise Refusal(
+            400,
+            f"Input {spec.name!r} has {found[~fits][0]!s}, which is beyond what "
+            f"{spec.dtype} holds. Send numbers within its range.",
+        )
+    return array
+
+
+def _texts(data: Any, spec: TensorSpec) -> np.ndarray:
+    """Returns nested lists of texts as an array of objects."""
+    try:
+        found = np.array(data, dtype=object)
+    except ValueError:
+        found = np.array(None)
+    if not all(isinstance(each, (str, bytes)) for each in found.flat):
+        raise Refusal(
+            400,
+            f"Input {spec.name!r} is {shown(data)}; expected texts in nested lists, "
+            "those of a level all of one length.",
+        )
+    return found
+
+
+def from_bytes(data: memoryview, shape: Sequence[int], spec: TensorSpec) -> np.ndarray:
+    """Returns raw little-endian bytes as an array.
+
+    Raises:
+        Refusal: There are more or fewer bytes than the shape takes.
+    """
+    wanted = dtype_named(spec.dtype)
+    count = 1
+    for length in shape:
+        count *= length
+    if wanted.kind == "O":
+        return _unpacked(data, count, spec).reshape(shape)
+    if len(data) != count * wanted.itemsize:
+        raise Refusal(
+            400,
+            f"Input {spec.name!r} has {len(data)} bytes; expected "
+            f"{count * wanted.itemsize}, as its shape is {list(shape)} and an element "
+            f"of {spec.dtype} takes {wanted.itemsize}. Correct `shape` or "
+            "`binary_data_size`.",
+        )
+    # A copy stands where the runtime wants it, and does not keep the body alive.
+    return np.frombuffer(data, wanted).reshape(shape).copy()
+
+
+def _unpacked(data: memoryview, count: int, spec: TensorSpec) -> np.ndarray:
+    """Returns texts, each behind four bytes of its length."""
+    texts: list[bytes] = []
+    place = 0
+    while place + 4 <= len(data) and len(texts) < count:
+        (length,) = struct.unpack_from("<I", data, place)
+        texts.append(bytes(data[place + 4 : place + 4 + length]))
+        place += 4 + length
+    if len(texts) != count or place != len(data):
+        raise Refusal(
+            400,
+            f"Input {spec.name!r} has {len(data)} bytes; expected {count} texts, each "
+            "behind its length as four bytes. Correct `shape` or the data.",
+        )
+    found = np.empty(count, dtype=object)
+    found[:] = texts
+    return found
+
+
+def to_bytes(array: np.ndarray) -> bytes:
+    """Returns an array as raw little-endian bytes, as `from_bytes` reads them.
+
+    Example:
+        >>> to_bytes(np.array([1, 2], np.int16)).hex()
+        '01000200'
+    """
+    if array.dtype.kind in "OSU":
+        texts = [_encoded(each) for each in array.flat]
+        return b"".join(struct.pack("<I", len(text)) + text for text in texts)
+    return array.tobytes()
+
+
+def _encoded(text: Any) -> bytes:
+    return text if isinstance(text, bytes) else str(text).encode()
+
+
+def plain(array: np.ndarray) -> Any:
+    """Returns an array that orjson writes, or lists of texts."""
+    if array.dtype.kind in "OSU":
+        return [
+            each.decode(errors="replace") if isinstance(each, bytes) else str(each)
+            for each in array.flat
+        ]
+    if array.dtype.kind == _EXTRA:
+        return array.astype(np.float32)
+    return np.ascontiguousarray(array)
+
+
+def check_inputs(
+    inputs: Mapping[str, np.ndarray], specs: Sequence[TensorSpec]
+) -> dict[str, np.ndarray]:
+    """Returns inputs in the order of the signature.
+
+    Raises:
+        Refusal: A name is missing or unknown, a shape is not that of the signature, or
+            there are not as many examples of each.
+    """
+    names = [spec.name for spec in specs]
+    if inputs.keys() != set(names):
+        missing = [name for name in names if name not in inputs]
+        strange = [name for name in inputs if name not in names]
+        raise Refusal(
+            400,
+            f"Inputs are {shown(list(inputs))}; expected {names}."
+            + (f" Add {missing}." if missing else "")
+            + (f" Leave out {shown(strange)}." if strange else ""),
+        )
+    for spec in specs:
+        shape = inputs[spec.name].shape
+        free = len(shape) == len(spec.shape) and all(
+            wanted in (None, length)
+            for wanted, length in zip(spec.shape, shape, strict=True)
+        )
+        if not free or 0 in shape:
+            raise Refusal(
+                400,
+                f"Input {spec.name!r} is of shape {list(shape)}; expected "
+                f"{_pattern(spec.shape)}, where -1 is any length above 0 and the first "
+                "is the number of examples. Reshape it.",
+            )
+    found = {name: inputs[name] for name in names}
+    lengths = {name: array.shape[0] for name, array in found.items() if array.ndim}
+    if len({*lengths.values()}) > 1:
+        raise Refusal(
+            400,
+            f"Inputs have {lengths} examples; expected one number. Send as many of "
+            "each.",
+        )
+    return found
+
+
+def _pattern(shape: Sequence[int | None]) -> list[int]:
+    return [-1 if length is None else length for length in shape]
+
+
+def described(spec: TensorSpec) -> dict[str, Any]:
+    """Returns an input or output as the metadata of a model tells it."""
+    shape = _pattern(spec.shape)
+    return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}
