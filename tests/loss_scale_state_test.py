@@ -362,6 +362,8 @@ OTHER = {
     "max_scale": 2.0**20,
     "accumulation_steps": 5,
     "max_consecutive_skips": None,
+    "reduce_dtype": "bfloat16",
+    "bytes_per_pack": 2**22,
 }
 
 

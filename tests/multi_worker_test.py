@@ -112,9 +112,12 @@ def test_stock_keras_still_needs_the_hooks(outcomes, case, message):
         "stopped",
         "evaluate",
         "predict",
+        "float16 sums",
         pytest.param("fit, overflows", marks=whole),
         pytest.param("loop, overflows", marks=whole),
         pytest.param("float16, overflows", marks=whole),
+        pytest.param("sums in auto", marks=whole),
+        pytest.param("sums in bfloat16", marks=whole),
     ],
 )
 def test_both_workers_end_in_the_same_state(outcomes, case):
@@ -176,6 +179,24 @@ def test_weights_in_half_precision_train_on_workers(outcomes, dtype):
     assert set(first["dtypes"]) == {dtype}
     assert first["all finite"]
     assert first["applied"] == 6
+
+
+def test_gradients_in_half_precision_go_in_packs(outcomes):
+    found = outcomes[0]["float16 sums"]
+    assert (found["applied"], found["skipped"]) == (6, 0)
+    # Of float32 there is one more, of two numbers. A pack ends beyond its size, which
+    # each weight is by itself.
+    assert outcomes[0]["packs"] == [1 + 1, 4 + 1]
+
+
+@whole
+@pytest.mark.parametrize("dtype", ["auto", "bfloat16"])
+def test_sums_in_bfloat16_are_those_of_float32_to_its_rounding(outcomes, dtype):
+    found, exact = (outcomes[0][f"sums in {each}"] for each in (dtype, None))
+    pairs = zip(found["weights"], exact["weights"], strict=True)
+    # Six updates by gradients that are rounded twice.
+    error = max(np.abs(np.subtract(a, b)).max() for a, b in pairs)
+    assert 0 < error < 12 * 2.0**-8
 
 
 def test_microbatches_of_all_workers_make_one_batch(outcomes):

@@ -191,6 +191,46 @@ def half(strategy, dtype):
     return {"dtypes": dtypes, "all finite": finite, **state_of(model)}
 
 
+def reduced(strategy, policy, **reduction):
+    """Returns the state after `fit` of a model whose gradients go in half precision.
+
+    Those of the embedding are sparse.
+    """
+    import tfamp
+
+    with strategy.scope(), tfamp.scope(policy):
+        keras.utils.set_random_seed(0)
+        words = keras.Input((3,), dtype="int32")
+        h = keras.layers.Embedding(16, 4)(words)
+        h = keras.layers.Dense(8, activation="tanh")(keras.layers.Flatten()(h))
+        model = keras.Model(words, keras.layers.Dense(1)(h))
+        optimizer = tfamp.LossScaleOptimizer(inner(), 1024.0, **reduction)
+        model.compile(optimizer, "mse")
+    x = np.random.default_rng(0).integers(0, 16, (48, 3))
+    model.fit(x, Y / 16, batch_size=GLOBAL_BATCH, shuffle=False, verbose=0)
+    return state_of(model)
+
+
+def packs(strategy, bytes_per_pack):
+    """Returns how many reductions a step of four weights of 1 KiB has."""
+    import tfamp
+
+    with strategy.scope():
+        weights = [keras.Variable(np.zeros(256, "float32")) for _ in range(4)]
+        optimizer = tfamp.LossScaleOptimizer(
+            inner(), reduce_dtype="float16", bytes_per_pack=bytes_per_pack
+        )
+        optimizer.build(weights)
+
+    @tf.function
+    def step():
+        strategy.run(lambda: optimizer.apply([w.value for w in weights], weights))
+
+    graph = step.get_concrete_function().graph.as_graph_def()
+    nodes = [*graph.node, *(n for f in graph.library.function for n in f.node_def)]
+    return sum(node.op.startswith("CollectiveReduce") for node in nodes)
+
+
 def main(out, is_whole):
     """Runs everything in turn: a process can make the strategy once."""
     strategy = tf.distribute.MultiWorkerMirroredStrategy()
@@ -212,11 +252,17 @@ def main(out, is_whole):
     results["shuffled"] = shuffled(strategy)
     tf.random.set_seed(index)
     results["shuffled by seeds"] = shuffled(strategy)
+    in_packs = {"reduce_dtype": "auto", "bytes_per_pack": 64}
+    results["float16 sums"] = reduced(strategy, "mixed_float16", **in_packs)
+    results["packs"] = [packs(strategy, 0), packs(strategy, 2**8)]
     if is_whole:
         bad = spoiled(X, BAD_ROWS, GLOBAL_BATCH)
         results["fit, overflows"], _ = fit(strategy, bad)
         results["loop, overflows"] = custom_loop(strategy, bad)
         results["float16, overflows"] = float16(strategy)
+        for dtype in (None, "auto", "bfloat16"):
+            name = f"sums in {dtype}"
+            results[name] = reduced(strategy, "mixed_bfloat16", reduce_dtype=dtype)
         results["float16 weights"] = half(strategy, "float16")
         results["bfloat16 weights"] = half(strategy, "bfloat16")
     with open(out, "w") as file:

@@ -12,6 +12,7 @@ from tfamp.dtypes import model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import optimizers, structure, trainer
 from tfamp.keras_hooks.layer_record import record_of, update_record
+from tfamp.loss_scale.arguments import without_float16
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN
 
@@ -89,7 +90,7 @@ def before_training(model: keras.Model) -> None:
         return
     trainer.drop_traced_functions(model)
     logging.info(
-        "Model %r computes in float16, so the optimizers in %s got a loss scale each. "
+        "The optimizers of model %r in %s got a `LossScaleOptimizer` around each. "
         "Pass `tfamp.LossScaleOptimizer(...)` for other settings.",
         model.name,
         ", ".join(f"`{name}`" for name in names),
@@ -113,9 +114,16 @@ def scaled(optimizer: Any, model: keras.Model, settings: PolicySettings) -> Any:
             type(optimizer).__name__,
         )
         return optimizer
-    if settings.loss_scale is None or not resolution.computes_in(model, "float16"):
+    if settings.loss_scale is None:
         return optimizer
     options = dict(settings.loss_scale_options)
+    if not resolution.computes_in(model, "float16"):
+        is_half = resolution.computes_in(model, "bfloat16")
+        options = without_float16(options, is_half)
+        if options is None:
+            return optimizer
+        if not options.get("dynamic", True):
+            return LossScaleOptimizer(optimizer, name=_NAME, **options)
     factor = getattr(optimizer, "loss_scale_factor", None)
     if settings.loss_scale == "dynamic" and factor is None:
         return LossScaleOptimizer(optimizer, name=_NAME, **options)

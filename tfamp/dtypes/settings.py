@@ -12,6 +12,7 @@ from typing import Any, Protocol
 import keras
 
 from tfamp.dtypes.rules import DEFAULT_RULES, Rule
+from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.machine import devices
 from tfamp.records import checks
 from tfamp.records.formats import HALF
@@ -229,9 +230,12 @@ def make_settings(
     policy_object = keras.DTypePolicy(policy)
     rules = parse(keep_float32).for_dtype(policy_object.compute_dtype)
     options = dict(loss_scale_options or {})
-    return PolicySettings(
+    settings = PolicySettings(
         policy_object, rules, loss_scale, options, keep_float32=keep_float32
     )
+    if options.get("reduce_dtype") == "auto":  # also in loops with a plain optimizer
+        READ_HOOKS.hold(settings)
+    return settings
 
 
 def choose_policy(policy: str) -> tuple[str, str, bool]:

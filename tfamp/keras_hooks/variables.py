@@ -3,20 +3,22 @@
 Relies on: every write going through the `assign` and `scatter` methods of TensorFlow's
 resource variables; `Variable.value` of Keras going through `_maybe_autocast`; `_value`
 holding the TensorFlow variable and `_initialize` making it anew; `_dtype` naming its
-dtype.
+dtype; the attribute "current_call_ctx" being set while a layer is called.
 """
 
 import contextlib
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
+from keras.src.backend.common import global_state
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from tfamp.keras_hooks import backend
-from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks.patches import HeldPatches, Patch, like
 
 # Writes that a mask can hold back, and those it cannot.
 _MASKED = ("assign", "assign_add", "assign_sub")
@@ -216,6 +218,56 @@ def noting_reads() -> Iterator[dict[int, set[str]]]:
         yield found
     finally:
         patch.remove()
+
+
+class _Reads:
+    """The dtypes in which layers have read a weight, in the function traced last."""
+
+    def __init__(self, variable: Any, forget: Callable[[Any], None]) -> None:
+        self.variable = weakref.ref(variable, forget)
+        self.graph: Any = None
+        self.dtypes: set[str] = set()
+
+    def add(self, dtype: str) -> None:
+        graph = outermost_graph()
+        if graph is not (None if self.graph is None else self.graph()):
+            self.dtypes = set()
+            self.graph = None if graph is None else weakref.ref(graph)
+        self.dtypes.add(dtype)
+
+
+_READS: dict[int, _Reads] = {}
+
+
+def _forget(key: int) -> None:
+    _READS.pop(key, None)
+
+
+def dtypes_read(variable: Any) -> frozenset[str]:
+    """Returns the dtypes in which layers read a weight, as far as `READ_HOOKS` saw.
+
+    Those of the function that was traced last, or of eager code.
+    """
+    reads = _READS.get(id(variable))
+    return frozenset() if reads is None else frozenset(reads.dtypes)
+
+
+def _wrap_read(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def _maybe_autocast(self: Any, value: Any) -> Any:
+        given = original(self, value)
+        # What a regularizer or an optimizer reads is no computation of a layer.
+        if global_state.get_global_attribute("current_call_ctx") is not None:
+            key = id(self)
+            if key not in _READS:
+                _READS[key] = _Reads(self, lambda _: _forget(key))
+            _READS[key].add(backend.standardize_dtype(given.dtype))
+        return given
+
+    return _maybe_autocast
+
+
+READ_HOOKS = HeldPatches([Patch(keras.Variable, "_maybe_autocast", _wrap_read)])
 
 
 def store_in(variable: Any, dtype: str) -> None:

@@ -22,21 +22,38 @@ from tfamp.keras_hooks.backend import TensorFlowTrainer
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like, replaced
 
 
-def summed(context: Any, values: Sequence[Any]) -> list[Any]:
+def summed(context: Any, values: Sequence[Any], options: Any = None) -> list[Any]:
     """Returns the sums over all replicas of tensors and `tf.IndexedSlices`.
 
     Those of each dtype go in a call of their own: workers join what is in one call.
+    `options` are `tf.distribute.experimental.CommunicationOptions`.
     """
     places: dict[Any, list[int]] = {}
-    for place, value in enumerate(values):
-        places.setdefault(value.dtype, []).append(place)
     sums: list[Any] = [None] * len(values)
+    for place, value in enumerate(values):
+        if isinstance(value, tf.IndexedSlices) and value.dtype == tf.bfloat16:
+            sums[place] = _gathered(context, value)
+        else:
+            places.setdefault(value.dtype, []).append(place)
     for some in places.values():
         given = [values[place] for place in some]
-        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, given)
+        reduced = context.all_reduce(tf.distribute.ReduceOp.SUM, given, options)
         for place, value in zip(some, reduced, strict=True):
             sums[place] = value
     return sums
+
+
+def _gathered(context: Any, slices: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Returns the slices of all replicas one after the other, which is their sum.
+
+    Their bits go as those of float16: collectives gather no bfloat16.
+    """
+    bits = tf.bitcast(slices.values, tf.float16)
+    bits, indices = (
+        context.all_gather(part, axis=0) for part in (bits, slices.indices)
+    )
+    values = tf.bitcast(bits, tf.bfloat16)
+    return tf.IndexedSlices(values, indices, slices.dense_shape)
 
 
 def part_of(batch: Any, strategy: Any) -> Any:

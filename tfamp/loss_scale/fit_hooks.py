@@ -25,8 +25,8 @@ from tfamp.keras_hooks.patches import HeldPatches
 from tfamp.keras_hooks.variables import variables_written
 from tfamp.loss_scale import errors
 from tfamp.loss_scale.fit_notes import around_run
-from tfamp.loss_scale.sharing import weights_replicas
-from tfamp.loss_scale.statistics import ReplicaStatistics
+from tfamp.loss_scale.replicas.sharing import weights_replicas
+from tfamp.loss_scale.replicas.statistics import ReplicaStatistics
 from tfamp.loss_scale.step_state import StateBeforeStep, kept_if_empty, ours_of
 from tfamp.loss_scale.tape.gradients import training_with
 

@@ -9,12 +9,14 @@ from absl import logging
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.patches import HeldPatches
+from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.loss_scale.interface import Reporting, ScalingLosses
 from tfamp.loss_scale.parts import Delegating, adopted_accumulation
-from tfamp.loss_scale.replicas import OnReplicas
+from tfamp.loss_scale.replicas.reduction import Reduction, check_reduction
+from tfamp.loss_scale.replicas.steps import OnReplicas
 from tfamp.loss_scale.rule import check_settings, chosen_steps
 from tfamp.loss_scale.saved_state import Saving
 from tfamp.loss_scale.tape.gradients import TAPE_HOOKS, know
@@ -58,6 +60,13 @@ class LossScaleOptimizer(
         accumulation_steps: The same, under a shorter name.
         max_consecutive_skips: Skipped steps in a row after which training stops with
             an error, or None for never.
+        reduce_dtype: What replicas send float32 gradients in to add them up: None for
+            float32, "float16", "bfloat16", or "auto" for what the layer of each weight
+            computed in, which loses nothing but in the sum. float16 is sent at the
+            loss scale, and a sum that overflows is a skipped step.
+        bytes_per_pack: Gradients are sent in packs of about so many bytes, the last
+            layers' first, so that collectives run beside the backward pass where the
+            devices can; 0 for one pack of all.
         **kwargs: What Keras's class accepts in old saved files.
 
     Raises:
@@ -99,9 +108,12 @@ class LossScaleOptimizer(
         gradient_accumulation_steps: int | None = None,
         accumulation_steps: int = 1,
         max_consecutive_skips: int | None = 64,
+        reduce_dtype: str | None = None,
+        bytes_per_pack: int = 0,
         **kwargs: Any,
     ) -> None:
         _check_inner(inner_optimizer)
+        check_reduction(reduce_dtype, bytes_per_pack)
         accumulation_steps = chosen_steps(
             gradient_accumulation_steps, accumulation_steps
         )
@@ -134,6 +146,7 @@ class LossScaleOptimizer(
         self.dynamic = bool(dynamic)
         self.accumulation_steps = self._adopted(accumulation_steps)
         self.max_consecutive_skips = max_consecutive_skips
+        self.reduction = Reduction(reduce_dtype, bytes_per_pack)
         self.measures_scale = initial_scale == "auto"
         self.leaves_stop_to_caller = False
         self.has_gradient: Any = None
@@ -155,7 +168,9 @@ class LossScaleOptimizer(
         return adopted_accumulation(self.inner_optimizer, accumulation_steps)
 
     def _come_into_use(self) -> None:
-        """Has tapes and `fit` know of this optimizer."""
+        """Has tapes, `fit` and the layers that it may ask know of this optimizer."""
+        if self.reduction.dtype == "auto":
+            READ_HOOKS.hold(self)
         FIT_HOOKS.hold(self)
         TAPE_HOOKS.hold(self)
         WORKER_HOOKS.hold(self)

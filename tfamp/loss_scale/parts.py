@@ -6,6 +6,7 @@ from absl import logging
 
 from tfamp.keras_hooks import optimizers
 from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
+from tfamp.loss_scale.replicas.reduction import Reduction
 from tfamp.loss_scale.rule import ScaleRule
 
 _INNER = "inner_optimizer"
@@ -39,6 +40,7 @@ class Parts:
     dynamic_growth_steps: int
     accumulation_steps: int
     max_consecutive_skips: int | None
+    reduction: Reduction
     measures_scale: bool
     leaves_stop_to_caller: bool
     has_gradient: Any
@@ -52,6 +54,9 @@ class Parts:
     _distribution_strategy: Any
 
     accumulates: Any
+    is_overwritten: Any
+    reduce_dtype: Any
+    bytes_per_pack: Any
     iterations: Any
     apply_gradients: Any
     _on_all_replicas: Any

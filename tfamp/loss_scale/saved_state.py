@@ -81,6 +81,8 @@ _DEFAULTS: dict[str, Any] = {
     "max_scale": 2.0**24,
     "accumulation_steps": 1,
     "max_consecutive_skips": 64,
+    "reduce_dtype": None,
+    "bytes_per_pack": 0,
 }
 
 
@@ -116,6 +118,8 @@ class Saving(Parts):
             "max_scale": rule.max_scale,
             "accumulation_steps": self.accumulation_steps,
             "max_consecutive_skips": self.max_consecutive_skips,
+            "reduce_dtype": self.reduce_dtype,
+            "bytes_per_pack": self.bytes_per_pack,
         }
         if self.measures_scale:  # "auto" alone would only fail when stock Keras builds
             present["measures_scale"] = True

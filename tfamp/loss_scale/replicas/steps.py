@@ -8,7 +8,6 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks import replica_losses
-from tfamp.keras_hooks.workers import summed
 from tfamp.loss_scale import step
 from tfamp.loss_scale.branches import first_of, where_replicas_are_one
 from tfamp.loss_scale.counters import Snapshot
@@ -27,6 +26,16 @@ class OnReplicas(Parts):
         "loss_scale_factor",
         "gradient_accumulation_steps",
     )
+
+    @property
+    def reduce_dtype(self) -> str | None:
+        """What replicas send float32 gradients in; None for float32."""
+        return self.reduction.dtype
+
+    @property
+    def bytes_per_pack(self) -> int:
+        """The size of the packs that gradients are sent in; 0 for one pack."""
+        return self.reduction.bytes_per_pack
 
     def flush(self) -> None:
         """Applies the mean of the microbatches in a window that is not full.
@@ -78,13 +87,17 @@ class OnReplicas(Parts):
         )
         context = tf.distribute.get_replica_context()
         weight = microbatch_weight()
+        self.reduction.say_unused(context.num_replicas_in_sync)
         if context.num_replicas_in_sync > 1:
-            present = [g for g in gradients if g is not None]
-            *reduced, weight, num_spoilt = summed(
-                context, [*present, tf.convert_to_tensor(weight), num_spoilt]
+            numbers = [tf.convert_to_tensor(weight), num_spoilt]
+            scale = None if come_scaled else self.scale_variables.read().scale
+            gradients, (weight, num_spoilt) = self.reduction.sums(
+                context,
+                gradients,
+                [None if self.is_overwritten(v) else v for v in variables],
+                numbers,
+                scale=scale,
             )
-            reduced_in_turn = iter(reduced)
-            gradients = [g if g is None else next(reduced_in_turn) for g in gradients]
 
         def merged(strategy: Any, gradients: Any, weight: Any, num_spoilt: Any) -> None:
             take_step(

@@ -1,0 +1,303 @@
+"""Replicas send gradients in half precision and in packs, and stay equal."""
+
+import re
+
+import keras
+import numpy as np
+import pytest
+import tensorflow as tf
+
+import tfamp
+from tests.replicas import two_replicas
+from tfamp.loss_scale.replicas import reduction
+
+layers = keras.layers
+F16, BF16, F32 = tf.float16, tf.bfloat16, tf.float32
+X = np.random.default_rng(0).normal(size=(24, 4)).astype("float32")
+Y = X.sum(-1, keepdims=True)
+# Six updates of weights near 1; the sum of two parts is rounded once in each.
+SUM_TOLERANCE = {F16: 6 * 2.0**-11, BF16: 6 * 2.0**-8}
+
+pytestmark = pytest.mark.filterwarnings("ignore:'.*float16' ")
+
+
+@pytest.fixture(scope="module")
+def strategy():
+    return two_replicas()
+
+
+@pytest.fixture(autouse=True)
+def sent(monkeypatch):
+    """The dtypes of the gradients that a replica sent last, and with what options."""
+    found, original = [], reduction.summed
+
+    def summed(context, values, options=None):
+        found[:] = [v.dtype for v in values[:-2]], options
+        return original(context, values, options)
+
+    monkeypatch.setattr(reduction, "summed", summed)
+    return found
+
+
+@pytest.fixture
+def said(monkeypatch):
+    lines = []
+    monkeypatch.setattr(
+        reduction.logging, "warning", lambda text, *values: lines.append(text % values)
+    )
+    reduction._say_once.cache_clear()
+    yield lines
+    reduction._say_once.cache_clear()
+
+
+def network():
+    keras.utils.set_random_seed(0)
+    x = keras.Input((4,))
+    h = layers.Dense(8, activation="tanh")(x)
+    h = layers.LayerNormalization()(h)
+    return keras.Model(x, layers.Dense(1)(h))
+
+
+def trained(strategy, optimizer, *, make=network, **compiled):
+    with strategy.scope():
+        model = make()
+        model.compile(optimizer(), "mse", **{"run_eagerly": True, **compiled})
+    model.fit(X, Y, batch_size=8, shuffle=False, verbose=0)
+    return model
+
+
+def guarded(reduce_dtype="auto", *, scale=1024.0, **options):
+    def make():
+        return tfamp.LossScaleOptimizer(
+            keras.optimizers.SGD(0.125, momentum=0.5),
+            scale,
+            reduce_dtype=reduce_dtype,
+            **options,
+        )
+
+    return make
+
+
+def check_replicas_agree(strategy, model):
+    for variable in [*model.trainable_variables, *model.optimizer.variables]:
+        first, second = strategy.experimental_local_results(variable.value)
+        np.testing.assert_array_equal(first, second)
+
+
+@pytest.mark.anchors("graph")
+@pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graph"])
+def test_each_gradient_is_sent_in_the_dtype_its_layer_computed_in(
+    strategy, sent, is_eager
+):
+    with tfamp.scope("mixed_float16"):
+        model = trained(strategy, guarded(), run_eagerly=is_eager)
+    # Kernel and bias of the layer in float16; the normalization and the head.
+    assert sent[0] == [F16, F16, F32, F32, F32, F32]
+    check_replicas_agree(strategy, model)
+    with tfamp.scope("mixed_float16"):
+        exact = trained(strategy, guarded(None), run_eagerly=is_eager)
+    assert set(sent[0]) == {F32}
+    for found, expected in zip(model.get_weights(), exact.get_weights(), strict=True):
+        np.testing.assert_allclose(found, expected, rtol=0, atol=SUM_TOLERANCE[F16])
+
+
+SENT_UNDER = {
+    "mixed_bfloat16": [BF16, BF16, F32, F32, F32, F32],
+    "float16": [F16, F16, F32, F32, F16, F16],
+    "bfloat16": [BF16, BF16, F32, F32, BF16, BF16],
+}
+
+
+@pytest.mark.anchors("mixed_bfloat16")
+@pytest.mark.parametrize("policy", SENT_UNDER)
+def test_enable_passes_it_on_under_every_policy(strategy, sent, said, policy):
+    options = {"reduce_dtype": "auto", "bytes_per_pack": 2**20}
+    with tfamp.scope(policy, loss_scale_options=options):
+        model = trained(strategy, lambda: keras.optimizers.SGD(0.125))
+    assert sent[0] == SENT_UNDER[policy]
+    assert sent[1].bytes_per_pack == 2**20
+    optimizer = model.optimizer
+    assert optimizer.dynamic == (policy == "float16")
+    if not optimizer.dynamic:
+        assert (optimizer.applied_steps, optimizer.scale) == (3, 1)
+    check_replicas_agree(strategy, model)
+    assert not said
+
+
+def test_one_replica_is_told_once_that_nothing_is_sent(said):
+    for _ in range(2):
+        trained(tf.distribute.get_strategy(), guarded("bfloat16"))
+    assert [line.split(":")[0] for line in said] == [
+        "`reduce_dtype='bfloat16'` and `bytes_per_pack=0` have no effect"
+    ]
+
+
+def test_auto_is_told_to_do_nothing_where_no_layer_computes_in_half(strategy, said):
+    trained(strategy, guarded())
+    assert said == [
+        "`reduce_dtype='auto'` leaves gradients in float32: none of 6 variables was "
+        "read by a layer that computes in half precision."
+    ]
+
+
+@pytest.mark.anchors("auto, tape")
+@pytest.mark.parametrize(
+    ("reduce_dtype", "by_hand", "expected"),
+    [
+        pytest.param("auto", False, [F16, F32], id="auto, tape"),
+        pytest.param("auto", True, [F16, F32], id="auto, scaled by hand"),
+        pytest.param("bfloat16", False, [BF16, BF16], id="bfloat16, tape"),
+    ],
+)
+def test_loops_and_layers_of_stock_keras(
+    strategy, sent, reduce_dtype, by_hand, expected
+):
+    with strategy.scope():
+        half = layers.Dense(1, use_bias=False, dtype="mixed_float16")
+        head = layers.Dense(1, use_bias=False, dtype="float32")
+        half.build((None, 4)), head.build((None, 1))
+        optimizer = guarded(reduce_dtype)()
+    weights = [half.kernel, head.kernel]
+
+    @tf.function
+    def step():
+        def on_replica():
+            with tf.GradientTape() as tape:
+                loss = tf.reduce_mean(head(half(X)) ** 2)
+                scaled = optimizer.scale_loss(loss) if by_hand else loss
+            gradients = tape.gradient(scaled, [w.value for w in weights])
+            optimizer.apply(gradients, weights)
+
+        strategy.run(on_replica)
+
+    step()
+    assert sent[0] == expected
+    assert optimizer.applied_steps == 1
+
+
+def test_a_weight_read_in_two_dtypes_is_sent_in_float32(strategy, sent):
+    class Reader(layers.Layer):
+        def __init__(self, kernel, dtype):
+            super().__init__(dtype=dtype)
+            self.kernel = kernel
+
+        def call(self, x):
+            return keras.ops.matmul(x, self.kernel)
+
+    def tied():
+        kernel = keras.Variable(np.eye(4, dtype="float32"), name="shared")
+        x = keras.Input((4,))
+        h = Reader(kernel, "mixed_float16")(x)
+        return keras.Model(x, Reader(kernel, "float32")(h))
+
+    trained(strategy, guarded(), make=tied)
+    assert sent[0] == [F32]
+
+
+class Steps:
+    """Two replicas with a weight, of which each is given its gradient."""
+
+    def __init__(self, strategy, start, **options):
+        self.strategy = strategy
+        with strategy.scope():
+            self.weight = keras.Variable(start)
+            sgd = keras.optimizers.SGD(1.0)
+            self.optimizer = tfamp.LossScaleOptimizer(sgd, **options)
+
+    def take(self, *parts):
+        """Takes a step; a part is a gradient, or (rows, indices) of a sparse one."""
+
+        def part_of(context):
+            return parts[context.replica_id_in_sync_group]
+
+        def on_replica(part):
+            value = self.weight.value
+            with tf.GradientTape() as tape:
+                if isinstance(part, tuple):
+                    rows, indices = part
+                    value = tf.gather(value, indices)
+                else:
+                    rows = part
+                loss = tf.reduce_sum(value * rows)
+            gradient = tape.gradient(loss, self.weight.value)
+            self.optimizer.apply([gradient], [self.weight])
+
+        given = self.strategy.experimental_distribute_values_from_function(part_of)
+        self.strategy.run(on_replica, args=(given,))
+        first, second = self.strategy.experimental_local_results(self.weight.value)
+        np.testing.assert_array_equal(first, second)
+        return first.numpy()
+
+
+def test_a_sum_that_overflows_in_float16_is_a_skipped_step(strategy):
+    steps = Steps(strategy, [0.0], initial_scale=1024.0, reduce_dtype="float16")
+    # At the scale 40960 on each: the sum is beyond 65504.
+    part = np.array([40.0], "float32")
+    assert steps.take(part, part) == [0.0]
+    assert (steps.optimizer.skipped_steps, steps.optimizer.scale) == (1, 512.0)
+    assert steps.take(part, part) == [-80.0]
+    assert steps.optimizer.applied_steps == 1
+
+
+def test_float16_is_sent_at_the_loss_scale(strategy):
+    # 2**-26 is below the smallest number of float16, and so is a sum of two.
+    part = np.array([2.0**-26], "float32")
+    steps = Steps(strategy, [0.0], initial_scale=2.0**15, reduce_dtype="float16")
+    assert steps.take(part, part) == [-(2.0**-25)]
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16"])
+def test_sparse_gradients_of_replicas_add_up(strategy, sent, dtype):
+    steps = Steps(
+        strategy, np.zeros((4, 1), "float32"), initial_scale=8.0, reduce_dtype=dtype
+    )
+    rows = np.array([[1.0], [2.0], [0.5]], "float32")
+    weight = steps.take((rows, np.array([0, 0, 3])), (rows, np.array([3, 1, 0])))
+    assert sent[0] == [tf.as_dtype(dtype)]
+    assert weight.ravel().tolist() == [-3.5, -2.0, 0.0, -1.5]
+
+
+def test_gradients_go_in_packs(strategy, sent):
+    steps = Steps(strategy, [0.0], reduce_dtype="float16", bytes_per_pack=2**10)
+    part = np.array([1.0], "float32")
+    steps.take(part, part)
+    assert sent[1].bytes_per_pack == 2**10
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"reduce_dtype": "fp16"}, "Unknown `reduce_dtype` 'fp16'; expected one of"),
+        ({"reduce_dtype": "float32"}, "Unknown `reduce_dtype` 'float32'"),
+        ({"bytes_per_pack": -1}, "`bytes_per_pack` is -1; expected a number of bytes"),
+        ({"bytes_per_pack": True}, "`bytes_per_pack` is True; expected a number"),
+    ],
+)
+def test_settings_out_of_range_are_told(options, message):
+    for make in (
+        lambda: tfamp.LossScaleOptimizer(keras.optimizers.SGD(), **options),
+        lambda: tfamp.enable("mixed_float16", loss_scale_options=options),
+    ):
+        with pytest.raises(ValueError, match="^" + re.escape(message)):
+            make()
+
+
+@pytest.mark.parametrize(
+    ("policy", "options", "message"),
+    [
+        (
+            "float32",
+            {"reduce_dtype": "auto"},
+            "`reduce_dtype` 'auto' has no effect under policy 'float32'",
+        ),
+        (
+            "mixed_bfloat16",
+            {"reduce_dtype": "auto", "initial_scale": 8.0},
+            "`loss_scale` 'dynamic' has no effect under policy 'mixed_bfloat16'",
+        ),
+    ],
+    ids=["auto", "scale"],
+)
+def test_options_that_would_do_nothing_are_refused(policy, options, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        tfamp.enable(policy, loss_scale_options=options)
