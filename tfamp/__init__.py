@@ -29,9 +29,11 @@ _HOMES = {
     "doctor": "tfamp.cli.doctor",
     "enable": "tfamp.policy",
     "estimate_memory": "tfamp.memory.estimate.estimator",
+    "export": "tfamp.serving.exports.exporter",
     "find_batch_size": "tfamp.memory.batch_search.finder",
     "freeze": "tfamp.serving.frozen",
     "lint": "tfamp.numerics.lint.linter",
+    "load_exported": "tfamp.serving.runtimes.loader",
     "load_model": "tfamp.models",
     "measure_policies": "tfamp.tuning.measured_policies",
     "prove": "tfamp.numerics.proof.prover",
@@ -51,6 +53,8 @@ _RESULTS = {
     "BatchSearch": "tfamp.memory.batch_search.records",
     "Comparison": "tfamp.comparison.result",
     "Diagnosis": "tfamp.cli.diagnosis",
+    "Export": "tfamp.serving.exports.record",
+    "LoadedModel": "tfamp.serving.runtimes.signature",
     "Measurement": "tfamp.tuning.measurement",
     "MemoryEstimate": "tfamp.memory.estimate.records",
     "Parity": "tfamp.serving.parity.result",
@@ -122,8 +126,12 @@ if TYPE_CHECKING:
     from tfamp.policy import enable as enable
     from tfamp.policy import scope as scope
     from tfamp.policy import status as status
+    from tfamp.serving.exports.exporter import export as export
+    from tfamp.serving.exports.record import Export as Export
     from tfamp.serving.frozen import freeze as freeze
     from tfamp.serving.parity.result import Parity as Parity
+    from tfamp.serving.runtimes.loader import load_exported as load_exported
+    from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel
     from tfamp.stepping.bundles.record import Replayed as Replayed
     from tfamp.tuning.measured_policies import measure_policies as measure_policies
     from tfamp.tuning.measurement import Measurement as Measurement
@@ -136,7 +144,8 @@ else:
         if place is None:
             message = f"module {__name__!r} has no attribute {name!r}"
             raise AttributeError(message, name=name, obj=package)
-        if not place.startswith("tfamp.cli."):  # the doctor tells what is wrong
+        # The doctor tells what is wrong; exported models run without TensorFlow.
+        if not place.startswith(("tfamp.cli.", "tfamp.serving.runtimes.")):
             _check_environment()
         home = _imported(place)
         value = home if place == f"{__name__}.{name}" else getattr(home, name)

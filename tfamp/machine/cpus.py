@@ -1,4 +1,4 @@
-"""How many cores a process may use, which containers limit in several ways."""
+"""How many cores a process may use, and which instructions they know."""
 
 import math
 import os
@@ -27,6 +27,20 @@ def num_usable_cpus(root: str = "/") -> int:
     else:
         count = os.cpu_count() or 1
     return max(1, min([count, *map(math.ceil, _quotas(Path(root)))]))
+
+
+def instruction_sets() -> tuple[str, ...]:
+    """Returns the instruction sets of the processor, sorted, such as "avx512_vnni".
+
+    `archspec.cpu.host()` names the last microarchitecture whose every feature is here
+    and drops what goes beyond it, such as AMX, where a hypervisor hides a part.
+    """
+    import archspec.cpu
+
+    detect = getattr(archspec.cpu, "detect", None)
+    detected = getattr(detect, "detected_info", archspec.cpu.host)()
+    features = detected.features or archspec.cpu.host().features
+    return tuple(sorted(feature.replace("-", "_") for feature in features))
 
 
 def _quotas(root: Path) -> Iterator[float]:

@@ -14,6 +14,7 @@ import tensorflow as tf
 
 from tfamp.machine import amx as _amx
 from tfamp.machine import speeds
+from tfamp.machine.cpus import instruction_sets
 from tfamp.machine.nvml import Nvml, details_of, number_of
 from tfamp.machine.speeds import Speed
 from tfamp.records import formats
@@ -162,16 +163,8 @@ def _cpu() -> Device:
 
 
 def _cpu_features(is_amx_broken: Callable[[], bool] | None = None) -> tuple[str, ...]:
-    """Returns the CPU's instruction sets, sorted.
-
-    `archspec.cpu.host()` names the last microarchitecture whose every feature is here
-    and drops what goes beyond it, such as AMX, where a hypervisor hides a part. AMX
-    that ends the process is called `_amx.BROKEN`.
-    """
-    detect = getattr(archspec.cpu, "detect", None)
-    detected = getattr(detect, "detected_info", archspec.cpu.host)()
-    features = detected.features or archspec.cpu.host().features
-    named = {feature.replace("-", "_") for feature in features}
+    """Returns `instruction_sets`; AMX that ends the process is called `_amx.BROKEN`."""
+    named = {*instruction_sets()}
     amx = {feature for feature in named if feature.startswith("amx")}
     if amx and (is_amx_broken or _amx.is_broken)():
         named = named - amx | {_amx.BROKEN}

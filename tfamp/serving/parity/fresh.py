@@ -24,7 +24,7 @@ def main(arguments: Sequence[str]) -> None:
         arguments: What to load, and a file of NumPy's with one example.
     """
     path, given = arguments
-    loaded = tfamp.load_exported(path)  # type: ignore[attr-defined]
+    loaded = tfamp.load_exported(path)
     with np.load(given, allow_pickle=False) as file:
         loaded.predict(dict(file))
     answered = time.monotonic()

@@ -1,0 +1,1 @@
+"""Models leave as files of other runtimes: one file a format, all behind one call."""

@@ -1,0 +1,221 @@
+"""Writes ONNX by tf2onnx, and lowers it by ONNX Runtime's own tools."""
+
+import re
+import tempfile
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from tfamp.records import checks
+from tfamp.serving.exports.request import Request
+from tfamp.serving.exports.saved_model_files import quiet
+from tfamp.serving.exports.tracing import Traced
+from tfamp.serving.runtimes.onnx import FILE
+
+_OPSET = 17
+# A protobuf file holds less than 2 GiB.
+_MAX_BYTES = 2**31 - 2**20
+_BLOCK = 32
+_PRODUCTS = ["MatMul", "Gemm"]
+_INTEGERS = re.compile("Quantize|Integer|QLinear|NBits")
+_PURPOSE = "Exporting to ONNX"
+
+
+def write(traced: Traced, folder: Path, request: Request) -> None:
+    """Writes `model.onnx` into a folder.
+
+    Raises:
+        ImportError: A package is missing.
+        ValueError: The model has operations that ONNX has not, or is too large.
+    """
+    for package in ("onnx", "tf2onnx", "onnxruntime"):
+        checks.require(package, extra="onnx", purpose=_PURPOSE)
+    model = _converted(traced)
+    path = folder / FILE
+    with quiet("root"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _LOWERED[request.dtype](model, path, request, traced)
+    if request.scheme and not _has_integers(path):
+        raise ValueError(
+            f"{request.name} quantises nothing of this model: ONNX Runtime's dynamic "
+            "convolutions are slower than float32, and its 4 bits are for products of "
+            "matrices alone. Pass `calibration=` and `scheme='static'`, or another "
+            "format."
+        )
+
+
+def _converted(traced: Traced) -> Any:
+    """Returns the model as ONNX in float32, loadable by ONNX Runtime."""
+    import onnx
+    import tf2onnx
+
+    with quiet("tf2onnx", "tensorflow"), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        model, _ = tf2onnx.convert.from_function(
+            traced.module.serve, input_signature=traced.specs, opset=_OPSET
+        )
+    _rewrite_erfc(model.graph)
+    known = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
+    unknown = {
+        node.op_type
+        for node in model.graph.node
+        if node.domain not in known or not _has_schema(onnx, node)
+    }
+    if unknown:
+        raise ValueError(
+            f"ONNX has no operation for {sorted(unknown)}, which the model uses. "
+            "Export to 'saved_model', or take the layers that use them out of it."
+        )
+    if model.ByteSize() > _MAX_BYTES:
+        raise ValueError(
+            f"The model takes {model.ByteSize():,} bytes; expected at most "
+            f"{_MAX_BYTES:,}, which a file of ONNX holds. Export to 'saved_model' or "
+            "'openvino'."
+        )
+    return model
+
+
+def _has_schema(onnx: Any, node: Any) -> bool:
+    return bool(onnx.defs.has(node.op_type, node.domain))
+
+
+def _has_integers(path: Path) -> bool:
+    """States whether a file holds an operation on integers."""
+    import onnx
+
+    nodes = onnx.load(path, load_external_data=False).graph.node
+    return any(_INTEGERS.search(node.op_type) for node in nodes)
+
+
+def _rewrite_erfc(graph: Any) -> None:
+    """Turns Erfc, which tf2onnx copies from GELU and no runtime knows, into 1 - Erf."""
+    from onnx import helper, numpy_helper
+
+    found = [node for node in graph.node if node.op_type == "Erfc"]
+    if not found:
+        return
+    one = "one_less_erf"
+    graph.initializer.append(numpy_helper.from_array(np.float32(1), one))
+    nodes = []
+    for node in graph.node:
+        if node.op_type != "Erfc":
+            nodes.append(node)
+            continue
+        (x,), (y,), erf = node.input, node.output, f"{node.output[0]}_erf"
+        nodes.append(helper.make_node("Erf", [x], [erf], name=erf))
+        nodes.append(helper.make_node("Sub", [one, erf], [y], name=f"{y}_sub"))
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def _float32(model: Any, path: Path, request: Request, traced: Traced) -> None:
+    path.write_bytes(model.SerializeToString())
+
+
+def _float16(model: Any, path: Path, request: Request, traced: Traced) -> None:
+    from onnxruntime.transformers import float16
+
+    kept = _nodes_of(model, traced, request.keep)
+    lowered = float16.convert_float_to_float16(
+        model, keep_io_types=True, node_block_list=kept
+    )
+    path.write_bytes(lowered.SerializeToString())
+
+
+def _int8(model: Any, path: Path, request: Request, traced: Traced) -> None:
+    from onnxruntime import quantization
+
+    with tempfile.TemporaryDirectory() as folder:
+        source, prepared = Path(folder, "model.onnx"), Path(folder, "prepared.onnx")
+        source.write_bytes(model.SerializeToString())
+        quantization.shape_inference.quant_pre_process(
+            str(source), str(prepared), skip_symbolic_shape=True
+        )
+        import onnx
+
+        kept = _nodes_of(onnx.load(prepared), traced, request.keep)
+        options: dict[str, Any] = {
+            "per_channel": True,
+            "reduce_range": request.reduces_range,
+            "nodes_to_exclude": kept,
+            "weight_type": quantization.QuantType.QInt8,
+        }
+        if request.scheme == "dynamic":
+            # ONNX Runtime's dynamic convolutions take four times as long as float32.
+            quantization.quantize_dynamic(
+                str(prepared),
+                str(path),
+                op_types_to_quantize=[*_PRODUCTS, "LSTM", "Gather"],
+                extra_options={"MatMulConstBOnly": True},
+                **options,
+            )
+            return
+        quantization.quantize_static(
+            str(prepared),
+            str(path),
+            _reader(request.calibration),
+            activation_type=quantization.QuantType.QUInt8,
+            op_types_to_quantize=_PRODUCTS if request.products_only else None,
+            extra_options={"MatMulConstBOnly": request.products_only},
+            **options,
+        )
+
+
+def _int4(model: Any, path: Path, request: Request, traced: Traced) -> None:
+    checks.require("onnx_ir", extra="onnx", purpose="4 bits in ONNX")
+    from onnxruntime.quantization.matmul_nbits_quantizer import MatMulNBitsQuantizer
+
+    quantizer = MatMulNBitsQuantizer(
+        model,
+        bits=4,
+        block_size=_BLOCK,
+        is_symmetric=True,
+        nodes_to_exclude=_nodes_of(model, traced, request.keep),
+    )
+    quantizer.process()
+    path.write_bytes(quantizer.model.model.SerializeToString())
+
+
+_LOWERED = {"float32": _float32, "float16": _float16, "int8": _int8, "int4": _int4}
+
+
+def _nodes_of(model: Any, traced: Traced, keep: Mapping[str, str]) -> list[str]:
+    """Returns the nodes of layers: by their name, or by that of a weight they read.
+
+    A convolution that was folded with what follows it bears the name of that.
+    """
+    if not keep:
+        return []
+    weights = {each.name for each in model.graph.initializer}
+
+    def paths(node: Any) -> Iterator[str | None]:
+        yield traced.path_of(node.name)
+        yield from (traced.path_of(name) for name in node.input if name in weights)
+        if not any(name in weights for name in node.input):
+            yield from (traced.path_of(name) for name in node.output)
+
+    def is_kept(path: str | None) -> bool:
+        return path is not None and any(
+            path == each or path.startswith(f"{each}/") for each in keep
+        )
+
+    return [node.name for node in model.graph.node if any(map(is_kept, paths(node)))]
+
+
+def _reader(batches: tuple[Mapping[str, np.ndarray], ...]) -> Any:
+    from onnxruntime.quantization import CalibrationDataReader
+
+    class Reader(CalibrationDataReader):
+        """Gives batches one after the other."""
+
+        def __init__(self) -> None:
+            self._batches = iter(batches)
+
+        def get_next(self) -> dict[str, np.ndarray] | None:
+            """Returns the next batch, None after the last."""
+            return next((dict(batch) for batch in self._batches), None)
+
+    return Reader()

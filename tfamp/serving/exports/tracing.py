@@ -1,0 +1,287 @@
+"""What exporters read: one traced function with named inputs and outputs."""
+
+import dataclasses
+import re
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tfamp.keras_hooks import structure
+from tfamp.keras_hooks.patches import Patch, like
+from tfamp.records.checks import first_line
+from tfamp.serving.runtimes.signature import Signature, TensorSpec
+
+SIGNATURE = "serving_default"
+_NOT_IN_NAMES = re.compile(r"[^A-Za-z0-9_]+")
+# What TensorFlow puts before the names of operations of functions that it inlines.
+_CALLS = re.compile(r"(?:(?:Stateful)?PartitionedCall(?:_\d+)?/)+")
+
+
+class Served(tf.Module):
+    """Holds a model's raw variables and tables, so that a SavedModel stores each once.
+
+    Keras's own `export` tracks the layers as well and writes every weight twice.
+    """
+
+    def __init__(self, held: Sequence[Any], function: Any) -> None:
+        super().__init__()
+        self.held = list(held)
+        self.serve = function
+
+
+@dataclasses.dataclass(frozen=True)
+class Traced:
+    """A model as a function of named tensors.
+
+    Attributes:
+        module: Holds the function, `module.serve`, and the variables it reads.
+        specs: The inputs, by the names and in the order of `signature`.
+        signature: What an exported model takes and gives.
+        paths: The paths of all layers; the operations of one are named after it.
+        flatten: Turns what the model itself takes into a list of `specs`.
+    """
+
+    module: Served
+    specs: tuple[tf.TensorSpec, ...]
+    signature: Signature
+    paths: tuple[str, ...]
+    flatten: Callable[[Any], list[Any]]
+
+    @property
+    def function(self) -> Any:
+        """The concrete function."""
+        return self.module.serve.get_concrete_function()
+
+    def path_of(self, operation: str) -> str | None:
+        """Returns the path of the layer that an operation of a graph belongs to."""
+        parts = _CALLS.sub("", operation.lstrip("/")).split("/")
+        known = {scope_of(path): path for path in self.paths}
+        for end in range(len(parts), 0, -1):
+            if (found := known.get("/".join(parts[:end]))) is not None:
+                return found
+        return None
+
+    def by_name(self, x: Any) -> dict[str, np.ndarray]:
+        """Returns inputs as the model takes them, as arrays by name."""
+        names = [spec.name for spec in self.signature.inputs]
+        return dict(zip(names, map(np.asarray, self.flatten(x)), strict=True))
+
+    def call(self, inputs: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+        """Returns the model's own answers, by name."""
+        tensors = [
+            tf.cast(inputs[spec.name], spec.dtype)
+            if spec.dtype != tf.string
+            else tf.constant(inputs[spec.name])
+            for spec in self.specs
+        ]
+        return {name: value.numpy() for name, value in self._answers(tensors)}
+
+    def _answers(self, tensors: list[Any]) -> Iterator[tuple[str, Any]]:
+        yield from self.module.serve(*tensors).items()
+
+
+def trace(model: keras.Model, sample: Any = None) -> Traced:
+    """Traces a model's inference, with a free batch.
+
+    Args:
+        model: A built model, which stays as it is.
+        sample: Inputs as the model takes them, which only a subclassed model may need.
+
+    Raises:
+        ValueError: The inputs cannot be told, or an output is no tensor.
+    """
+    wanted = _inputs(model, sample)
+    specs = _specs(wanted)
+    names: list[str] = []
+    placed = [(path, layer) for path, layer, _ in structure.walk(model)][1:]
+    scopes = {id(layer): f"{scope_of(path)}/" for path, layer in placed}
+
+    def serve(*tensors: Any) -> dict[str, Any]:
+        packed = tf.nest.pack_sequence_as(wanted, tensors)
+        patch = Patch(keras.layers.Layer, "__call__", _in_scopes(scopes))
+        patch.install()
+        try:
+            outputs = model(packed, training=False)
+        finally:
+            patch.remove()
+        names[:], values = _outputs(model, outputs)
+        return {
+            name: tf.identity(value, name=name)
+            for name, value in zip(names, values, strict=True)
+        }
+
+    function = tf.function(serve, input_signature=specs, autograph=False)
+    try:
+        concrete = function.get_concrete_function()
+    except Exception as error:  # of whatever the model's `call` does
+        raise ValueError(
+            f"Cannot trace model {model.name!r} for inputs {_told(specs)}: "
+            f"{first_line(error)} Pass inputs as it takes them as `calibration=` or "
+            "`validation=`, or make its `call` one that `predict` can trace."
+        ) from error
+    outputs = concrete.structured_outputs
+    signature = Signature(
+        tuple(_record(spec.name, spec) for spec in specs),
+        tuple(_record(name, outputs[name]) for name in names),
+    )
+    held = [*(variable.value for variable in model.variables), *_tables(model)]
+    return Traced(
+        Served(held, function),
+        specs,
+        signature,
+        tuple(path for path, _ in placed),
+        lambda x: _flattened(x, wanted, [spec.name for spec in specs]),
+    )
+
+
+def scope_of(path: str) -> str:
+    """Returns a layer's path as TensorFlow takes it in names."""
+    return re.sub(r"[^A-Za-z0-9_.\\/>-]", "_", path).lstrip("_") or "layer"
+
+
+def _in_scopes(scopes: dict[int, str]) -> Callable[..., Any]:
+    """Returns a wrapper of `Layer.__call__` that names operations after the layer."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def __call__(layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+            scope = scopes.get(id(layer))
+            if scope is None or tf.executing_eagerly():
+                return original(layer, *args, **kwargs)
+            with tf.name_scope(scope):
+                return original(layer, *args, **kwargs)
+
+        return __call__
+
+    return wrap
+
+
+def _inputs(model: keras.Model, sample: Any) -> Any:
+    """Returns tensors that tell a model's inputs, in the structure of its call."""
+    graph = structure.graph_of(model)
+    if graph is not None:
+        return tf.nest.map_structure(_spec, structure.inputs_of(graph))
+    if sample is not None:
+        return tf.nest.map_structure(_free_batch, sample)
+    shapes = structure.built_shapes(model)
+    if len(shapes) != 1:
+        raise ValueError(
+            f"Cannot tell the inputs of {model.name!r}: Keras remembers "
+            f"{'no shapes' if not shapes else f'shapes of {list(shapes)}'}; expected "
+            "those of one argument. Pass inputs as `calibration=` or `validation=`."
+        )
+
+    def spec(shape: Sequence[int | None]) -> tf.TensorSpec:
+        dtype = tf.as_dtype(model.input_dtype)
+        dtype = tf.float32 if dtype.is_floating else dtype
+        return tf.TensorSpec([None, *shape[1:]], dtype)
+
+    return structure.map_shapes(spec, next(iter(shapes.values())))
+
+
+def _spec(tensor: Any) -> tf.TensorSpec:
+    return tf.TensorSpec([None, *tensor.shape[1:]], tensor.dtype, name=tensor.name)
+
+
+def _free_batch(value: Any) -> tf.TensorSpec:
+    tensor = tf.convert_to_tensor(value)
+    dtype = tf.float32 if tensor.dtype.is_floating else tensor.dtype
+    return tf.TensorSpec([None, *tensor.shape[1:]], dtype)
+
+
+def _specs(wanted: Any) -> tuple[tf.TensorSpec, ...]:
+    """Returns the flat inputs with names: keys of a dict, else Keras's names."""
+    leaves = tf.nest.flatten(wanted)
+    paths = [".".join(map(str, path)) for path in _paths(wanted)]
+    is_dict = isinstance(wanted, dict)
+    chosen = [
+        path if is_dict else (leaf.name or (path and f"input_{path}") or "input")
+        for path, leaf in zip(paths, leaves, strict=True)
+    ]
+    return tuple(
+        tf.TensorSpec(leaf.shape, leaf.dtype, name=name)
+        for leaf, name in zip(leaves, _unique(chosen), strict=True)
+    )
+
+
+def _paths(nested: Any) -> Iterator[tuple[Any, ...]]:
+    """Yields where each leaf lies, in the order of `tf.nest`."""
+    if isinstance(nested, dict):
+        for key in sorted(nested):
+            yield from ((key, *rest) for rest in _paths(nested[key]))
+    elif isinstance(nested, (list, tuple)):
+        for index, each in enumerate(nested):
+            yield from ((index, *rest) for rest in _paths(each))
+    else:
+        yield ()
+
+
+def _outputs(model: keras.Model, outputs: Any) -> tuple[list[str], list[Any]]:
+    """Returns names and tensors of what a call gave."""
+    values = tf.nest.flatten(outputs)
+    if isinstance(outputs, dict):
+        names = [".".join(map(str, path)) for path in _paths(outputs)]
+    elif (graph := structure.graph_of(model)) is not None:
+        names = list(graph.output_names)
+    else:
+        names = [f"output_{i}" for i in range(len(values))]
+    if len(names) != len(values):
+        names = [f"output_{i}" for i in range(len(values))]
+    return _unique(names), [
+        tf.cast(x, tf.float32) if x.dtype.is_floating else x for x in values
+    ]
+
+
+def _unique(names: Sequence[str]) -> list[str]:
+    """Returns names that graphs and Python take, no two alike."""
+    found: list[str] = []
+    for name in names:
+        plain = _NOT_IN_NAMES.sub("_", name).strip("_") or "tensor"
+        plain = f"x_{plain}" if plain[0].isdigit() else plain
+        number = 1
+        while (chosen := plain if number == 1 else f"{plain}_{number}") in found:
+            number += 1
+        found.append(chosen)
+    return found
+
+
+def _record(name: str, tensor: Any) -> TensorSpec:
+    shape = tuple(tensor.shape)
+    return TensorSpec(name, (None, *shape[1:]), tf.as_dtype(tensor.dtype).name)
+
+
+def _tables(model: keras.Model) -> list[Any]:
+    """Returns the look-up tables of preprocessing layers."""
+    kind = tf.saved_model.experimental.TrackableResource
+    held = [
+        value
+        for _, layer, _ in structure.walk(model)
+        for value in tf.nest.flatten(list(vars(layer).values()))
+    ]
+    return list({id(each): each for each in held if isinstance(each, kind)}.values())
+
+
+def _flattened(x: Any, wanted: Any, names: Sequence[str]) -> list[Any]:
+    """Returns inputs as a flat list, whether structured as the call or by names."""
+    if isinstance(x, dict) and not isinstance(wanted, dict):
+        if missing := [name for name in names if name not in x]:
+            raise ValueError(
+                f"Inputs are named {list(x)}; expected {list(names)}. Add {missing}."
+            )
+        return [x[name] for name in names]
+    if isinstance(x, dict):
+        x = {name: x[name] for name in wanted if name in x}
+    leaves = tf.nest.flatten(tuple(x) if isinstance(x, list) else x)
+    if len(leaves) != len(names):
+        raise ValueError(
+            f"Inputs hold {len(leaves)} arrays; expected {len(names)}, {list(names)}. "
+            "Pass them as `predict` takes them."
+        )
+    return leaves
+
+
+def _told(specs: Sequence[tf.TensorSpec]) -> str:
+    return ", ".join(f"{s.name} {tuple(s.shape)} {s.dtype.name}" for s in specs)
