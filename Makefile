@@ -15,6 +15,7 @@ SHELL := /bin/bash
 BIN := .venv/bin
 OLDEST := .venv-oldest/bin
 NIGHTLY := .venv-nightly/bin
+DOCS := .venv-docs/bin
 # Tests of a file stay in one process; whoever is done takes from the other's end.
 PYTEST := -m pytest -q -n $(JOBS) --dist worksteal -rs
 # TensorFlow prints these whatever the level is: notices, and errors that every start
@@ -27,7 +28,8 @@ NO_NOTICES := 2> >(grep --line-buffered -v -E '$(NOTICES)' >&2)
 
 .DEFAULT_GOAL := help
 .PHONY: help train check test test-oldest test-whole test-whole-newest \
-  test-whole-oldest test-whole-nightly durations mutants lint notebooks bench wild clean
+  test-whole-oldest test-whole-nightly durations mutants lint notebooks bench wild docs \
+  architecture clean
 
 help:  ## list the targets
 	@echo "make <target> [PYTHON=python3.12] [JOBS=2] [ARGS='...']"
@@ -49,6 +51,9 @@ help:  ## list the targets
 	@$(NIGHTLY)/python -m pip uninstall -q -y keras
 	@$(NIGHTLY)/python -m pip install -q --disable-pip-version-check keras-nightly
 	@touch .venv-nightly/.installed
+
+.venv-docs/.installed: setup.cfg pyproject.toml
+	@.ci/environment .venv-docs "$(PYTHON)" "the documentation" -e ".[data,report,docs]"
 
 train: .venv/.installed  ## train a small CNN on digits, float32 against the best policy
 	@echo "Training on scikit-learn's digits with 5 seeds under two policies: about 6 minutes."
@@ -103,10 +108,14 @@ wild: .venv/.installed  ## run the programs of the corpus and write docs/wild.md
 	@echo "Running each program in every way and with three seeds: about an hour."
 	@$(BIN)/python -W ignore -m tests.wild.table $(ARGS) $(NO_NOTICES)
 
+docs: .venv-docs/.installed  ## build the documentation in build/site
+	@$(DOCS)/python -m sphinx -W --keep-going -q -b html docs build/site $(ARGS) $(NO_NOTICES)
+	@echo "Open build/site/index.html."
+
 architecture: .venv/.installed  ## draw the floors of the package
 	@$(BIN)/python -m docs.architecture $(ARGS)
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-oldest .venv-nightly build dist *.egg-info .coverage .coverage.*
+	rm -rf .venv .venv-oldest .venv-nightly .venv-docs docs/generated build dist *.egg-info .coverage .coverage.*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -29,7 +29,7 @@ class Recovery(Record):
     Attributes:
         number: Counted from 1 in each `fit`.
         epoch: As `fit` counts them, from 0.
-        step: Batches that were trained before, in this and resumed `fit`s.
+        step: Batches that were trained before, in this `fit` and those it resumed.
         sign: How the failure showed, such as "loss is nan".
         cause: What the triage named, or "" without one.
         layer: The layer it named, or None.

@@ -1,0 +1,194 @@
+"""The pages of the documentation that are made of code, and links out of docs/.
+
+`docs/generated/` gets the reference from the docstrings, the help of every command, the
+results of the benchmarks and the changelog. Sphinx's settings call `write`.
+"""
+
+import contextlib
+import importlib
+import inspect
+import io
+import os
+import posixpath
+import re
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import tfamp
+
+GENERATED = "docs/generated"
+# Files of the repository -> their pages on the site.
+COPIES = {"benchmarks/RESULTS.md": "benchmarks", "CHANGELOG.md": "changelog"}
+# Page of the reference -> its title and the folders of the package it lists.
+PAGES = {
+    "precision": ("Policies and dtypes", ("policy", "models", "plan", "dtypes")),
+    "loss_scale": ("The loss scale", ("loss_scale",)),
+    "callbacks": ("Callbacks", ("callbacks",)),
+    "data": ("Data", ("data",)),
+    "comparing": ("Comparing", ("comparison",)),
+    "numerics": ("Numerics", ("numerics", "stepping")),
+    "tuning": ("Tuning", ("tuning",)),
+    "memory": ("Memory", ("memory",)),
+    "training": ("Learning rates", ("training",)),
+    "distribute": ("Several devices and machines", ("distribute",)),
+    "serving": ("Inference", ("serving",)),
+    "machine": ("The machine", ("cli", "machine")),
+}
+SUBPACKAGES = ("callbacks", "data", "distribute", "training")
+_LINK = re.compile(r"\]\(([^)\s#]+)(#[^)\s]*)?\)")
+
+
+def public_names() -> dict[str, list[str]]:
+    """Returns the dotted public names of tfamp, by the page that lists each.
+
+    Raises:
+        ValueError: A name comes from a folder that no page lists.
+    """
+    page_of = {folder: page for page, (_, all_) in PAGES.items() for folder in all_}
+    names: dict[str, list[str]] = {page: [] for page in PAGES}
+    for name, home in sorted((tfamp._HOMES | tfamp._RESULTS).items()):
+        if name in SUBPACKAGES:
+            continue
+        folder = home.split(".")[1]
+        if folder not in page_of:
+            raise ValueError(
+                f"No page of the reference lists tfamp.{name}, of tfamp/{folder}; add "
+                "the folder to `PAGES` of docs/site_pages.py."
+            )
+        names[page_of[folder]].append(f"tfamp.{name}")
+    for package in SUBPACKAGES:
+        module = importlib.import_module(f"tfamp.{package}")
+        found = getattr(module, "_HOMES", None) or {
+            name: value
+            for name, value in vars(module).items()
+            if not name.startswith("_") and callable(value)
+        }
+        names[package] += [f"tfamp.{package}.{name}" for name in sorted(found)]
+    return names
+
+
+def undocumented() -> list[str]:
+    """Returns the public names, and methods of public classes, without a docstring."""
+    found = []
+    for name in (name for names in public_names().values() for name in names):
+        value = resolved(name)
+        if not inspect.getdoc(value):
+            found.append(name)
+        if inspect.isclass(value):
+            found += [
+                f"{name}.{member}"
+                for member, each in vars(value).items()
+                if not member.startswith("_")
+                and (inspect.isfunction(each) or isinstance(each, property))
+                and not inspect.getdoc(getattr(value, member))
+            ]
+    return found
+
+
+def resolved(name: str) -> object:
+    """Returns what a dotted name of the package stands for."""
+    value: object = tfamp
+    for part in name.split(".")[1:]:
+        value = getattr(value, part)
+    return value
+
+
+def relinked(text: str, page: str, repository: str) -> str:
+    """Returns Markdown whose links out of docs/ lead to a page or to the repository.
+
+    Args:
+        text: The page.
+        page: Its path in the repository, "docs/guides/data.md".
+        repository: Address of the repository.
+
+    Returns:
+        The page as the site shows it; links of the site itself are left as they are.
+
+    Example:
+        >>> relinked("[a](../recipes/a.py)", "docs/lint.md", "https://host/tfamp")
+        '[a](https://host/tfamp/blob/main/recipes/a.py)'
+    """
+    folder = posixpath.dirname(page)
+
+    def replaced(match: re.Match[str]) -> str:
+        target, anchor = match[1], match[2] or ""
+        if re.match(r"[a-z]+:", target):
+            return match[0]
+        path = posixpath.normpath(posixpath.join(folder, target))
+        if path in COPIES:
+            path = f"{GENERATED}/{COPIES[path]}.md"
+        if path.startswith("docs/") and not path.endswith(".py"):
+            place = posixpath.dirname(placed(page))
+            return f"]({posixpath.relpath(path, place)}{anchor})"
+        return f"]({repository}/blob/main/{path}{anchor})"
+
+    return _LINK.sub(replaced, text)
+
+
+def placed(page: str) -> str:
+    """Returns where a file of the repository stands on the site."""
+    return f"{GENERATED}/{COPIES[page]}.md" if page in COPIES else page
+
+
+def write(root: Path, repository: str) -> None:
+    """Writes docs/generated/ anew.
+
+    Args:
+        root: The clone.
+        repository: Address of the repository.
+
+    Raises:
+        ValueError: A public name has no docstring.
+    """
+    missing = undocumented()
+    if missing:
+        raise ValueError(f"Public names without a docstring: {', '.join(missing)}.")
+    folder = root / GENERATED
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir()
+    for source, name in COPIES.items():
+        text = (root / source).read_text(encoding="utf-8")
+        page = relinked(text, source, repository)
+        (folder / f"{name}.md").write_text(page, encoding="utf-8")
+    (folder / "commands.md").write_text("\n".join(command_lines()), encoding="utf-8")
+    for page, names in public_names().items():
+        text = "\n".join(reference_lines(PAGES[page][0], names))
+        (folder / f"reference_{page}.md").write_text(text, encoding="utf-8")
+
+
+def reference_lines(title: str, names: list[str]) -> Iterator[str]:
+    """Yields the lines of one page of the reference."""
+    yield from (f"# {title}", "", "```{eval-rst}")
+    for name in names:
+        if inspect.isclass(resolved(name)):
+            yield from (f".. autoclass:: {name}", "   :members:", "")
+        else:
+            yield from (f".. autofunction:: {name}", "")
+    yield "```"
+
+
+def command_lines() -> Iterator[str]:
+    """Yields the lines of the page of the command line: what each `--help` prints."""
+    from tfamp.cli import main
+
+    yield from ("# The command line", "", "```text", said(main.main, "--help"), "```")
+    for group in main._GROUPS.values():
+        for name in group:
+            text = said(main.main, name, "--help")
+            yield from ("", f"## `tfamp {name}`", "", "```text", text, "```")
+
+
+def said(command: Callable[[list[str]], int], *arguments: str) -> str:
+    """Returns what a command prints, as wide as a page of the site is."""
+    written = io.StringIO()
+    before = os.environ.get("COLUMNS")
+    os.environ["COLUMNS"] = "80"
+    try:
+        with contextlib.redirect_stdout(written), contextlib.suppress(SystemExit):
+            command(list(arguments))
+    finally:
+        os.environ.pop("COLUMNS")
+        if before is not None:
+            os.environ["COLUMNS"] = before
+    return written.getvalue().strip()

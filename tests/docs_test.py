@@ -1,0 +1,180 @@
+"""The documentation: its code runs, its links lead somewhere, each page is listed."""
+
+import ast
+import fnmatch
+import posixpath
+import re
+import shutil
+import subprocess
+import sys
+import warnings
+from pathlib import Path
+
+import keras
+import pytest
+
+import tfamp
+from docs import site_pages
+from tests.recipe_modules import train_here
+
+ROOT = Path(__file__).parents[1]
+DOCS = ROOT / "docs"
+GUIDES = sorted((DOCS / "guides").glob("*.md"))
+FAILURES = sorted(set((DOCS / "failures").glob("*.md")) - {DOCS / "failures/index.md"})
+PAGES = sorted(set(DOCS.rglob("*.md")) - set((DOCS / "generated").rglob("*")))
+CODE = re.compile(r"^```python\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TEXT = re.compile(r"^```text\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TOCTREE = re.compile(r"^```\{toctree\}\n(.*?)^```$", re.MULTILINE | re.DOTALL)
+TESTS = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def stem(path: Path) -> str:
+    """Returns what a case is called."""
+    return path.stem
+
+
+def listed() -> set[str]:
+    """Returns the pages that are reached from index.md through tables of contents."""
+    names = {path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES}
+    found, new = {"index"}, ["index"]
+    while new:
+        page = new.pop()
+        text = (DOCS / f"{page}.md").read_text(encoding="utf-8")
+        entries = [
+            posixpath.normpath(posixpath.join(posixpath.dirname(page), line))
+            for block in TOCTREE.findall(text)
+            for line in block.split("\n")
+            if line and not line.startswith(":")
+        ]
+        # A "*" of Sphinx stays in its folder.
+        more = {
+            name
+            for name in names
+            for entry in entries
+            if fnmatch.fnmatch(name, entry) and name.count("/") == entry.count("/")
+        }
+        plain = {entry for entry in entries if "*" not in entry}
+        assert {e for e in plain - names if not e.startswith("generated/")} == set()
+        new += sorted(more - found)
+        found |= more
+    return found
+
+
+def anchors(path: Path) -> set[str]:
+    """Returns the anchors that GitHub and the site give a page's headings."""
+    text = re.sub(r"^```.*?^```$", "", path.read_text("utf-8"), flags=re.M | re.S)
+    titles = re.findall(r"^#+ (.*)$", text, re.MULTILINE)
+    return {
+        re.sub(r"[^\w\- ]", "", title.strip().lower()).replace(" ", "-")
+        for title in titles
+    }
+
+
+def run_blocks(text: str, names: dict | None = None) -> None:
+    """Runs a page's code from top to bottom."""
+    names = {"__name__": "__main__"} if names is None else names
+    for block in CODE.findall(text):
+        exec(block, names)
+
+
+@pytest.fixture
+def stock():
+    """Puts back what the code of a page sets for its process."""
+    with warnings.catch_warnings():
+        yield
+    tfamp.disable()
+    keras.config.set_dtype_policy("float32")
+
+
+def test_every_page_is_reached_from_the_first():
+    names = {path.relative_to(DOCS).with_suffix("").as_posix() for path in PAGES}
+    assert names - listed() == set()
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_links_lead_to_files_and_headings(page):
+    text = page.read_text(encoding="utf-8")
+    for target, anchor in re.findall(r"\]\(([^)\s#]*)(?:#([^)\s]*))?\)", text):
+        if re.match(r"[a-z]+:", target) or target.startswith("generated/"):
+            continue
+        path = (page.parent / target) if target else page
+        assert path.is_file(), target
+        if anchor:
+            assert anchor in anchors(path), f"{target}#{anchor}"
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda p: str(p.relative_to(DOCS)))
+def test_tests_that_a_page_names_exist_and_run_each_time(page):
+    for path, name in TESTS.findall(page.read_text(encoding="utf-8")):
+        tree = ast.parse((ROOT / path).read_text(encoding="utf-8"))
+        found = [n for n in tree.body if getattr(n, "name", None) == name]
+        assert len(found) == 1, f"{path}::{name}"
+        assigned = [n for n in tree.body if isinstance(n, ast.Assign)]
+        of_the_file = [n.value for n in assigned if "pytestmark" in ast.unparse(n)]
+        marks = map(ast.unparse, (*found[0].decorator_list, *of_the_file))
+        assert not [m for m in marks if "mark.whole" in m], f"{path}::{name}"
+
+
+def test_public_names_are_listed_and_documented():
+    names = [name for names in site_pages.public_names().values() for name in names]
+    assert len(names) == len(set(names)) > 50
+    assert {"tfamp.enable", "tfamp.data.Pipeline", "tfamp.Status"} < set(names)
+    assert site_pages.undocumented() == []
+
+
+def test_links_out_of_the_site_lead_to_the_repository():
+    host = "https://host/tfamp"
+    text = "[a](../../recipes/a.py) [b](../lint.md#half-head) [c](../../CHANGELOG.md)"
+    assert site_pages.relinked(text, "docs/guides/data.md", host) == (
+        f"[a]({host}/blob/main/recipes/a.py) [b](../lint.md#half-head) "
+        "[c](../generated/changelog.md)"
+    )
+    text = "[a](../docs/lint.md) [b](training.py)"
+    assert site_pages.relinked(text, "benchmarks/RESULTS.md", host) == (
+        f"[a](../lint.md) [b]({host}/blob/main/benchmarks/training.py)"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:'mixed_bfloat16' will be slow")
+@pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
+@pytest.mark.anchors("policy", "own_loops", "frozen")
+@pytest.mark.parametrize("guide", GUIDES, ids=stem)
+def test_code_of_a_guide_runs_from_top_to_bottom(guide, stock, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setenv("TFAMP_CACHE", str(tmp_path))
+    train_here(monkeypatch)
+    run_blocks(guide.read_text(encoding="utf-8"))
+
+
+@pytest.mark.anchors("masked-attention", "zero-scale")
+@pytest.mark.parametrize("page", FAILURES, ids=stem)
+def test_a_failure_shows_in_stock_keras(page, stock, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    text = page.read_text(encoding="utf-8")
+    (shown,) = TEXT.findall(text)
+    assert keras.config.dtype_policy().name == "float32"
+    run_blocks(text)
+    assert capsys.readouterr().out == shown
+
+
+@pytest.mark.whole("links, names and pages are checked by the tests above")
+def test_the_site_builds_without_a_warning(tmp_path):
+    pytest.importorskip("sphinx")
+    pytest.importorskip("furo")
+    pytest.importorskip("myst_parser")
+    command = [sys.executable, "-m", "sphinx", "-W", "--keep-going", "-q"]
+    docs = tmp_path / "docs"
+    shutil.copytree(DOCS, docs, ignore=shutil.ignore_patterns("generated"))
+    for name in ("benchmarks", "tfamp", "setup.cfg", "CHANGELOG.md"):
+        (tmp_path / name).symlink_to(ROOT / name)
+    done = subprocess.run(
+        [*command, "-b", "html", docs, tmp_path / "site"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    for page in ("index", "search", "generated/commands", "failures/stuck-sigmoid"):
+        assert (tmp_path / "site" / f"{page}.html").is_file()
+    assert "LossScaleOptimizer" in (tmp_path / "site/searchindex.js").read_text("utf-8")
