@@ -5,11 +5,12 @@ Relies on: `Trainer.compile` being what every model's `compile` ends in, and
 the training function out of `train_step` by `_make_function`; `fit`, `train_on_batch`,
 `evaluate` and `predict` being methods of that class; `train_function`, `test_function`
 and `predict_function` being rebuilt where they are None; `_symbolic_build` building
-model, losses and optimizer from one batch; `_compile_metrics.build` making metrics out
-of targets and outputs.
+model, losses and optimizer from one batch; `_compile_metrics` and `_compile_loss`
+making metrics by a `build` that takes targets and outputs.
 """
 
 import contextlib
+import functools
 import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,7 +20,9 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import workers
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
+from tfamp.keras_hooks.layer_record import record_of
 from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks.structure import graph_of
 
 
 def run_patches(
@@ -51,6 +54,7 @@ def run_patches(
             if step_function != self.train_step:
                 return workers.one_by_one(self, original(self, step_function))
             function = original(self, around_step(self, step_function))
+            function = _built_ahead(self, function)
             function = workers.one_by_one(self, function)
             return around_function(self, function)
 
@@ -121,27 +125,70 @@ def build_from(model: keras.Model, data: Any) -> None:
 
 
 def build_metrics(model: keras.Model, data: Any) -> None:
-    """Makes the metrics that `compile` got as names, where a built model has a batch.
+    """Makes the metrics and losses that `compile` was told of, where data is at hand.
 
     A first trace would make them, and TensorFlow traces a function that makes variables
-    a second time.
+    a second time. Methods of the user's own may need others, and are left alone.
     """
-    metrics = model._compile_metrics
-    x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
-    if metrics is None or metrics.built or y is None or not model.built:
+    kind = type(model)
+    parts = [
+        (model._compile_metrics, kind.compute_metrics is SharedTrainer.compute_metrics),
+        (model._compile_loss, kind.compute_loss is SharedTrainer.compute_loss),
+    ]
+    unbuilt = [part for part, is_used in parts if is_used and part and not part.built]
+    if not unbuilt or not model.built:
         return
     with model.distribute_strategy.scope():
         try:
-            inputs = keras.tree.map_structure(_spec_of, x)
-            metrics.build(y, model.compute_output_spec(inputs))
-        except (TypeError, ValueError, KeyError):
-            return  # a `train_step` of its own may take these differently
+            x, y, _ = keras.utils.unpack_x_y_sample_weight(data)
+            targets = keras.tree.map_structure(_spec_of, y)
+            outputs = _outputs_of(model, x)
+            for part in unbuilt if y is not None else ():
+                # The loss of one output has no metric of its own.
+                if part is not model._compile_loss or keras.tree.is_nested(outputs):
+                    part.build(targets, outputs)
+        except (AttributeError, TypeError, ValueError, KeyError):
+            return  # the first step says what is wrong
+
+
+def _outputs_of(model: keras.Model, x: Any) -> Any:
+    """Returns a model's outputs for a batch of inputs, as shapes and dtypes."""
+    graph = graph_of(model)
+    if graph is not None:
+        return graph._outputs_struct
+    return model.compute_output_spec(keras.tree.map_structure(_spec_of, x))
 
 
 def _spec_of(x: Any) -> Any:
     if x is None:
         return None
     return keras.KerasTensor(x.shape, keras.backend.standardize_dtype(x.dtype))
+
+
+def _built_ahead(model: keras.Model, function: Callable[..., Any]) -> Any:
+    """Returns a training function that builds optimizer and metrics before its trace.
+
+    Stock Keras makes them inside of it, and so traces the step a second time. A step of
+    the user's own may train other variables, and is left to build what it uses, and so
+    are models that are not managed.
+    """
+    is_own = type(model).train_step is not TensorFlowTrainer.train_step
+    if is_own or model.run_eagerly or record_of(model) is None:
+        return function
+    is_first = True
+
+    @functools.wraps(function)
+    def call(iterator: Any) -> Any:
+        nonlocal is_first
+        if is_first and model.built and isinstance(iterator, tf.data.Iterator):
+            if model.optimizer is not None and not model.optimizer.built:
+                model.optimizer.build(model.trainable_variables)
+            if graph_of(model) is not None:
+                build_metrics(model, iterator.element_spec)
+        is_first = False
+        return function(iterator)
+
+    return call
 
 
 def batch_size_of(data: Any) -> tf.Tensor | None:
