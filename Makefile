@@ -37,7 +37,7 @@ help:  ## list the targets
 
 .venv/.installed: setup.cfg pyproject.toml
 	@.ci/environment .venv "$(PYTHON)" "TensorFlow, tfamp and its tools" \
-	  -e ".[data,report,serve,litert,onnx,openvino,dev,wild]" "keras==3.15.1"
+	  -e ".[data,report,serve,litert,onnx,openvino,ray,dev,wild]" "keras==3.15.1"
 
 .venv-oldest/.installed: setup.cfg pyproject.toml
 	@NEWEST_PYTHON=3.12 .ci/environment .venv-oldest "$(PYTHON_OLDEST)" "the oldest supported versions" \

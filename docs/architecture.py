@@ -27,11 +27,11 @@ _SUBJECTS = {
     "numerics": "lint, ranges, sensitivity, triage, proof",
     "memory": "estimate, batch search, remat",
     "training": "learning rates, schedules",
-    "distribute": "clusters, strategies",
     "callbacks": "monitor, throughput, recorder, recovery, resume",
     "comparison": "compare, verdict, report",
     "tuning": "measured policies, the tuner",
     "serving": "frozen models",
+    "distribute": "clusters, strategies, Ray's loop",
     "cli": "one file a command",
 }
 _HIDDEN = {"__init__", "__main__"}

@@ -9,10 +9,12 @@ from tfamp.records import lazy
 _HOMES = {
     "Cluster": "tfamp.machine.clusters.record",
     "cluster": "tfamp.machine.clusters.environment",
+    "ray_loop": "tfamp.distribute.ray_train",
     "strategy": "tfamp.distribute.strategies",
 }
 
 if TYPE_CHECKING:
+    from tfamp.distribute.ray_train import ray_loop as ray_loop
     from tfamp.distribute.strategies import strategy as strategy
     from tfamp.machine.clusters.environment import cluster as cluster
     from tfamp.machine.clusters.record import Cluster as Cluster

@@ -89,7 +89,7 @@ class Resume(FitCallback):
         self.resumed_at: tuple[int, int] | None = None
         EPOCH_HOOKS.hold(self)
         self._feed: Feed | None = None
-        self._folder = Folder(self.directory)
+        self._folder = self._folder_of(0, 1)
         self._found: tuple[Kept, State] | None = None
         self._epoch = self._total = self._since = 0
         self._start = Place(0)
@@ -113,7 +113,7 @@ class Resume(FitCallback):
             return
         strategy = self.model.distribute_strategy
         index, num_workers = workers.place_of(strategy)
-        self._folder = Folder(self.directory, index, num_workers)
+        self._folder = self._folder_of(index, num_workers)
         self._folder.prepare()
         kept = self._folder.newest()
         if num_workers > 1:
@@ -153,6 +153,9 @@ class Resume(FitCallback):
             feed.around = None
         if self.resumed_at is not None:
             epochs.begin_at(self.model, None)
+
+    def _folder_of(self, index: int, num_workers: int) -> Folder:
+        return Folder(self.directory, index, num_workers)
 
     def _check_beside(self) -> None:
         for each in self._beside():
