@@ -24,9 +24,6 @@ def ray_loop(
     ends the others, starts all again (`FailureConfig(max_failures=...)`), and what
     follows equals bit by bit what would have followed.
 
-    With elastic workers, `ScalingConfig(num_workers=(min, max))`, Ray goes on with as
-    many as there are; one line of log says then that it is not to the bit.
-
     Args:
         train_fn: Builds and compiles a model in `strategy.scope()`, and trains it with
             `callbacks`. What is in `train_loop_config` comes as arguments by name. It
