@@ -3,6 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from benchmarks import _inference_tables
 from benchmarks._texts import (
     Result,
     by_policy,
@@ -136,6 +137,7 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
         for case, size, found in by_policy(results[0])
         if size != "bytes" and found["goal"]
     ],
+    "inference": _inference_tables.summary,
     "tuner": lambda results: [
         (
             goal["what"],

@@ -5,7 +5,7 @@ Here are texts only: neither TensorFlow nor a benchmark is imported.
 
 from collections.abc import Sequence
 
-from benchmarks import _tuning_tables
+from benchmarks import _inference_tables, _tuning_tables
 from benchmarks._texts import (
     Result,
     Rows,
@@ -275,5 +275,6 @@ TABLES: Tables = {
         ),
         remat,
     ),
+    **_inference_tables.TABLES,
     **_tuning_tables.TABLES,
 }

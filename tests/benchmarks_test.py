@@ -31,6 +31,15 @@ def check_freeze(result):
     assert sizes["frozen"] < 0.55 * sizes["float32"]
 
 
+def check_inference(result):
+    own = result["cases"]["MLP"]
+    base = own["candidates"]["saved_model float32"]
+    assert (base["flipped"], base["1"]["ratio"]) == (0, 1.0)
+    names = [name for name in own["candidates"] if "onnx" in name]
+    assert all(len(run["kept"]) <= 2 for run in result["planted"]["runs"])
+    assert bool(result["planted"]["runs"]) == bool(names)
+
+
 def check_resident(result):
     found = result["cases"]["MLP of 2 blocks"]["float32"]
     # Small tensors in a large process.

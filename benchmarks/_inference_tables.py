@@ -1,0 +1,79 @@
+"""The table and the words of the benchmark of exported models."""
+
+from typing import Any
+
+from benchmarks._texts import Result, Rows, Tables, interval_text, missed
+
+_SIZES = ("1", "64")
+
+
+def inference(result: Result) -> Rows:
+    """Returns a row for each model and candidate."""
+    rows = []
+    for case, own in result["cases"].items():
+        for name, found in own["candidates"].items():
+            if "failed" in found:
+                rows.append([case, name, "", "", "", "", found["failed"]])
+                continue
+            rows.append(
+                [
+                    *(case, name, f"{found['size']:.2f}"),
+                    *(interval_text(found[size], 2) for size in _SIZES),
+                    f"{found['accuracy']:.4f}",
+                    str(found["flipped"]),
+                ]
+            )
+    return rows
+
+
+def summary(results: list[Result]) -> list[tuple[str, str, str]]:
+    """Returns the rows of the summary."""
+    rows = []
+    for case, own in results[0]["cases"].items():
+        for size, best in own["best"].items():
+            goal = f"{best['goal']:g} and {best['goal_over_float32']:g}"
+            what = "Predictions/s, int8 over a SavedModel and over the best float32"
+            reached = f"{best['over_saved_model']:.2f} and {best['over_float32']:.2f}"
+            rows.append(
+                (f"{what}, {case} at batch {size}", reached, goal + missed(best["met"]))
+            )
+    planted = results[0]["planted"]
+    if planted["number"]:
+        share = planted["passed"] / planted["number"]
+        goal = f"at least {planted['required']:.0%}"
+        met = share >= planted["required"]
+        what = "Models with a planted outlier channel whose int8 export passes"
+        rows.append((what, f"{share:.0%}", goal + missed(met)))
+    return rows
+
+
+def words(result: Result) -> dict[str, Any]:
+    """Returns what the text has a place for."""
+    planted = result["planted"]
+    runs = planted["runs"]
+    most = {
+        key: max((each(run) for run in runs), default=0)
+        for key, each in (
+            ("kept", lambda run: len(run["kept"])),
+            ("tried", lambda run: run["tried"]),
+            ("seconds", lambda run: run["search_seconds"]),
+        )
+    }
+    return {
+        "planted_text": (
+            f"{planted['passed']} of {planted['number']} passed the gate with at most "
+            f"2 layers kept, 3 exports and 10 s (most: {most['kept']} layers, "
+            f"{most['tried']} exports, {most['seconds']:g} s)."
+        )
+    }
+
+
+TABLES: Tables = {
+    "inference": (
+        (
+            *("Model", "Exported", "Size over .keras", "Batch 1", "Batch 64"),
+            *("Accuracy", "Flipped"),
+        ),
+        inference,
+    ),
+}
