@@ -251,7 +251,7 @@ def plant(model: keras.Model, random: np.random.Generator) -> tuple[str, int]:
     value = np.array(taker.kernel)
     value[..., channel, :] /= OUTLIER
     taker.kernel.assign(value)
-    return taker.path, channel
+    return taker.name, channel
 
 
 def measure_planted(number: int, data: Digits, epochs: int) -> list[dict[str, Any]]:

@@ -11,9 +11,11 @@ import numpy as np
 
 from tfamp.records.checks import short_error
 from tfamp.serving.exports import samples
-from tfamp.serving.exports.candidates import Candidate, Source, write
+from tfamp.serving.exports.candidates import Candidate, Source
 from tfamp.serving.exports.record import Tried
 from tfamp.serving.exports.request import POSSIBLE, Request
+from tfamp.serving.exports.sparing import write_sparing
+from tfamp.serving.int8.keeping import Kept
 from tfamp.serving.parity.gate import check_parity
 from tfamp.serving.parity.timings import in_turns, rows
 from tfamp.serving.runtimes.manifest import EXTRAS
@@ -77,7 +79,7 @@ def fastest(
     batch_size: int | None,
     budget_seconds: float,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[Candidate, tuple[Tried, ...]]:
+) -> tuple[Candidate, Kept | None, tuple[Tried, ...]]:
     """Writes candidates while the budget lasts, and returns the fastest that passes.
 
     Raises:
@@ -85,6 +87,7 @@ def fastest(
     """
     began = clock()
     passed: list[Candidate] = []
+    spared: dict[str, Kept | None] = {}
     told: dict[str, Tried] = {}
     for number, request in enumerate(requests):
         name = request.name
@@ -97,7 +100,12 @@ def fastest(
         folder = scratch / str(number)
         folder.mkdir()
         try:
-            candidate = write(source, request, folder)
+            candidate, spared[name] = write_sparing(
+                *(source, request, folder),
+                validation=validation,
+                metric=metric,
+                tolerance=tolerance,
+            )
             why = _why_worse(source, candidate, validation, metric, tolerance)
         except Exception as error:  # noqa: BLE001 - converters raise anything
             told[name] = Tried(name, "failed", short_error(error))
@@ -120,7 +128,7 @@ def fastest(
         told[name] = dataclasses.replace(
             told[name], outcome=outcome, seconds=seconds[name][0]
         )
-    return best, tuple(told.values())
+    return best, spared[best.request.name], tuple(told.values())
 
 
 def _why_worse(

@@ -12,10 +12,12 @@ import keras
 
 from tfamp.records import checks
 from tfamp.serving.exports import choosing, folders, layers, samples
-from tfamp.serving.exports.candidates import Candidate, Source, write
+from tfamp.serving.exports.candidates import Candidate, Source
 from tfamp.serving.exports.float32_copy import float32_copy
 from tfamp.serving.exports.record import Export, Tried
 from tfamp.serving.exports.request import DTYPES, SCHEMES, Request, check_possible
+from tfamp.serving.exports.sparing import write_sparing
+from tfamp.serving.int8.keeping import Kept
 from tfamp.serving.parity.gate import check_parity
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.runtimes.manifest import RUNTIMES
@@ -64,7 +66,8 @@ def export(
         metric: As in `tfamp.compare`'s gate: a Keras metric's name or a function of
             targets and outputs; None takes the accuracy where labels are classes.
         tolerance: By how much the metric may be worse.
-        keep_float32: Paths of layers that stay in float32, beside the head.
+        keep_float32: Paths of layers that stay in float32, beside the head and those
+            that integers spoil, which are found where there is validation data.
         batch_size: Examples in the calls that are to be fast, timed beside one.
         budget_seconds: For writing and timing candidates under "auto".
         write_failed: Whether an export that is worse is written nevertheless.
@@ -110,9 +113,14 @@ def export(
         if format != _AUTO and dtype != _AUTO and len(requests) == 1:
             folder = Path(scratch, "0")
             folder.mkdir()
-            chosen = write(source, requests[0], folder)
+            chosen, spared = write_sparing(
+                *(source, requests[0], folder),
+                validation=validation,
+                metric=metric,
+                tolerance=tolerance,
+            )
         else:
-            chosen, tried = choosing.fastest(
+            chosen, spared, tried = choosing.fastest(
                 *(source, requests, Path(scratch)),
                 validation=validation,
                 metric=metric,
@@ -136,7 +144,7 @@ def export(
                     f"Nothing was written to {str(target)!r}. Keep layers by "
                     "`keep_float32=`, take another dtype, or pass `write_failed=True`."
                 )
-        return _placed(chosen, target, model, parity, tried, formats)
+        return _placed(chosen, spared, target, model, parity, tried, formats)
 
 
 def _formats(format: str) -> tuple[str, ...]:
@@ -201,6 +209,7 @@ def _requests(
 
 def _placed(
     chosen: Candidate,
+    spared: Kept | None,
     target: Path,
     model: keras.Model,
     parity: Parity | None,
@@ -228,6 +237,7 @@ def _placed(
         size_bytes=size,
         float32_bytes=_float32_bytes(model),
         kept=dict(request.keep),
+        int8=spared,
         parity=parity,
         tried=tuple(tried),
         advice=choosing.advice(formats),

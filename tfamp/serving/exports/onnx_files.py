@@ -202,7 +202,10 @@ def _nodes_of(model: Any, traced: Traced, keep: Mapping[str, str]) -> list[str]:
             path == each or path.startswith(f"{each}/") for each in keep
         )
 
-    return [node.name for node in model.graph.node if any(map(is_kept, paths(node)))]
+    kept = [node for node in model.graph.node if any(map(is_kept, paths(node)))]
+    # ONNX Runtime makes a product and a sum of a Gemm before it looks at the names.
+    products = [f"{node.name}_MatMul" for node in kept if node.op_type == "Gemm"]
+    return [*(node.name for node in kept), *products]
 
 
 def _reader(batches: tuple[Mapping[str, np.ndarray], ...]) -> Any:

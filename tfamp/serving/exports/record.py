@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from tfamp.records import console
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes, format_seconds
+from tfamp.serving.int8.keeping import Kept
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.runtimes.loader import load_exported
 from tfamp.serving.runtimes.signature import LoadedModel
@@ -70,6 +71,7 @@ class Export(TableRecord):
         size_bytes: Of all files.
         float32_bytes: Of the model's weights in float32.
         kept: Layer that stays in float32 -> why.
+        int8: The search for layers that integers spoil; None where there was none.
         parity: The comparison on validation data; None without any.
         tried: All that was written to be compared.
         advice: What would add candidates, such as packages that are not installed.
@@ -84,6 +86,7 @@ class Export(TableRecord):
     size_bytes: int
     float32_bytes: int
     kept: dict[str, str] = dataclasses.field(default_factory=dict)
+    int8: Kept | None = None
     parity: Parity | None = None
     tried: tuple[Tried, ...] = ()
     advice: tuple[str, ...] = ()

@@ -2,7 +2,7 @@
 
 import dataclasses
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -45,6 +45,7 @@ def keep_guilty(
     *,
     mode: Mode = "dynamic",
     per_channel: bool = True,
+    fixed: Collection[str] = (),
     max_evaluations: int = MAX_EVALUATIONS,
 ) -> Kept:
     """Finds the layers that have to stay in float for an int8 export to pass.
@@ -61,6 +62,8 @@ def keep_guilty(
         mode: As for `rank`. In "static" a kept layer's outlier is rounded by the layer
             that gives it, so that stays in float with it.
         per_channel: As for `rank`.
+        fixed: Layers that stay in float in any case, such as heads; `evaluate` is not
+            told of them.
         max_evaluations: Exports that may be tried.
 
     Returns:
@@ -70,16 +73,22 @@ def keep_guilty(
     ranking = rank(model, inputs, mode=mode, per_channel=per_channel)
     by_path = {layer.path: layer for layer in ranking.layers}
 
+    def with_all(paths: Sequence[str]) -> tuple[str, ...]:
+        needed = with_producers(paths, by_path, mode)
+        return tuple(path for path in needed if path not in fixed)
+
     def tried(paths: tuple[str, ...]) -> Evaluation:
         since = time.perf_counter()
-        parity = evaluate(with_producers(paths, by_path, mode))
+        parity = evaluate(with_all(paths))
         return _evaluation(paths, parity, time.perf_counter() - since)
 
-    search = Search(_suspects(ranking), tried, max_evaluations=max_evaluations)
+    # What stays anyway may need the layer that gives its outlier to stay, too.
+    free = [layer for layer in ranking.layers if with_all([layer.path])]
+    search = Search(_suspects(free), tried, max_evaluations=max_evaluations)
     best = search.run()
     chosen = best or min(search.tried, key=lambda each: each.worsening)
     return Kept(
-        reasons(with_producers(chosen.float32, by_path, mode), by_path),
+        reasons(with_all(chosen.float32), by_path),
         ranking,
         tuple(search.tried),
         best is not None,
@@ -143,12 +152,11 @@ def kept_in(plan: PrecisionPlan) -> Kept | None:
     return None if found is None else Kept.from_dict(found)
 
 
-def _suspects(ranking: Ranking) -> list[Suspect]:
+def _suspects(layers: Sequence[LayerError]) -> list[Suspect]:
     # A share of the kernels would do; what counts is that few layers are kept.
-    share = 1.0 / max(len(ranking.layers), 1)
+    share = 1.0 / max(len(layers), 1)
     return [
-        Suspect(layer.path, layer.error, share, layer.is_guilty)
-        for layer in ranking.layers
+        Suspect(layer.path, layer.error, share, layer.is_guilty) for layer in layers
     ]
 
 
