@@ -103,6 +103,8 @@ FUNCTIONS = {
     "triage": (tfamp.triage, {"batch_or_bundle"}),
     "replay": (tfamp.replay, {"path"}),
     "freeze": (tfamp.freeze, {"sample", "in_place"}),
+    # A folder is `--out`; a metric may be a function.
+    "export": (tfamp.export, {"path", "metric"}),
 }
 
 

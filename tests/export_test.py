@@ -349,6 +349,24 @@ def test_a_worse_export_is_not_written(tmp_path, monkeypatch):
 
 
 @pytest.mark.whole(why="processes")
+def test_the_command_writes_a_saved_model_for_a_runtime(tmp_path, capsys):
+    from tfamp.cli.main import main
+
+    pytest.importorskip("tf2onnx")
+    model = mlp()
+    model.save(tmp_path / "m.keras")
+    argv = ["export", str(tmp_path / "m.keras"), "--format=onnx", "--dtype=int8"]
+    report = tmp_path / "found.json"
+    assert main([*argv, "--keep-float32=nowhere", f"--json={report}"]) == 1
+    assert "`keep_float32` names 'nowhere'" in capsys.readouterr().err
+    assert main([*argv, f"--json={report}"]) == 0
+    found = json.loads(report.read_text())
+    assert (found["format"], found["scheme"]) == ("onnx", "dynamic")
+    assert tfamp.load_exported(tmp_path / "m").predict(X).shape == (40, 3)
+    assert main(["export", "m.keras", "--format=onxx"]) == 2
+
+
+@pytest.mark.whole(why="processes")
 def test_auto_takes_the_fastest_of_what_is_installed(tmp_path, monkeypatch):
     from tfamp.serving.exports import choosing
 

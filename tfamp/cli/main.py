@@ -48,6 +48,7 @@ _GROUPS = {
     },
     "leaving": {
         "freeze": ("saved", "store a model's weights in half precision, to predict"),
+        "export": ("export", "write a model for a runtime that only predicts"),
     },
 }
 # The names of the functions that `tfamp memory` and `tfamp measure` ask.
