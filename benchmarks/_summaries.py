@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _inference_tables
+from benchmarks import _inference_tables, _scale_tables
 from benchmarks._texts import (
     Result,
     by_policy,
@@ -174,4 +174,5 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
             "",
         ),
     ],
+    "scale": _scale_tables.summary,
 }

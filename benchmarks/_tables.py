@@ -5,7 +5,7 @@ Here are texts only: neither TensorFlow nor a benchmark is imported.
 
 from collections.abc import Sequence
 
-from benchmarks import _inference_tables, _tuning_tables
+from benchmarks import _inference_tables, _scale_tables, _tuning_tables
 from benchmarks._texts import (
     Result,
     Rows,
@@ -277,4 +277,5 @@ TABLES: Tables = {
     ),
     **_inference_tables.TABLES,
     **_tuning_tables.TABLES,
+    **_scale_tables.TABLES,
 }

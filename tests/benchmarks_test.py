@@ -101,6 +101,12 @@ def check_fastest_policy(result):
     )
 
 
+def check_scale(result):
+    assert all(each["met"] for each in result["off"].values())
+    assert result["workers_equal"] and all(result["examples"].values())
+    assert all(each["met"] for each in result["masks"].values())
+
+
 RUNS = [[name] for name in names() if name not in NOT_MEASURING]
 RUNS.append(["memory", "--glibc"])
 
@@ -375,6 +381,20 @@ def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():
     assert (figures["ratio"], figures["interval"]) == (1.5, [1.0, 2.0])
     assert (figures["stock_milliseconds"], figures["tfamp_milliseconds"]) == (2, 2)
     assert (figures["processor_ratio"], figures["met"]) == (2, False)
+
+
+def test_figures_of_scale_are_held_against_their_goals():
+    benchmark = load("scale")
+    found = {'[96, "float32", 1]': [[1.0], [2.5]], '[81, "float32", 1]': [[1.0]]}
+    exact = {'[96, "float32", 1]': [[1.0], [2.0]], '[81, "float32", 1]': [[1.25]]}
+    assert benchmark.furthest(found, exact) == {"float32": 0.5}
+    assert benchmark.come_once([[0, 3], [2, 1]], 4)
+    assert not benchmark.come_once([[0, 1], [1, 3]], 4)
+    # Two turns of float32 and half: bytes and seconds.
+    wire = benchmark.on_the_wire([[[4e6, 0.4], [2e6, 0.2]], [[4e6, 0.4], [2e6, 0.3]]])
+    assert wire["megabytes"] == [4.0, 2.0]
+    assert (wire["bytes"]["ratio"], wire["bytes"]["met"]) == (0.5, True)
+    assert (wire["step"]["ratio"], wire["step"]["met"]) == (0.625, False)
 
 
 def test_sides_take_turns_and_go_first_in_turn():

@@ -1,0 +1,47 @@
+"""Table and summary of `scale`, whose rows are figures of several kinds."""
+
+from collections.abc import Iterator, Sequence
+
+from benchmarks._texts import Result, Rows, Tables, interval_text, missed
+
+Row = tuple[str, str, str]
+
+
+def _figures(result: Result) -> Iterator[tuple[str, str, str, bool]]:
+    """Yields what was measured, what came out, the goal, and whether it was met."""
+    for name, own in result["off"].items():
+        what = f"Weights against one device, {name}"
+        yield what, f"{own['off']:.1e}", f"at most {own['goal']:.1e}", own["met"]
+    is_equal = result["workers_equal"]
+    yield "Weights of all workers", "equal" if is_equal else "differ", "equal", is_equal
+    for name, once in result["examples"].items():
+        came = "each once" if once else "not each once"
+        yield f"Examples of an epoch, {name}", came, "each once", once
+    for name, own in result["masks"].items():
+        what = f"Dropout masks agree, {name}"
+        yield what, f"{own['agreement']:.3f}", "0.5 +- 0.05", own["met"]
+    for policy, own in result["wire"].items():
+        for name, words in (("bytes", "Bytes of a step"), ("step", "A step")):
+            what = f"{words} at {result['rate']}, half over float32, {policy}"
+            found = own[name]
+            goal = f"at most {found['goal']:.2f}"
+            yield what, interval_text(found), goal, found["met"]
+    for name, own in result["costs"].items():
+        what = f"A step of {own['step_milliseconds']} ms with {name} over one without"
+        yield what, interval_text(own), f"at most {own['goal']:.2f}", own["met"]
+
+
+def scale(result: Result) -> Rows:
+    """Returns a row for each figure."""
+    return [
+        [what, found + missed(is_met), goal]
+        for what, found, goal, is_met in _figures(result)
+    ]
+
+
+def summary(results: Sequence[Result]) -> list[Row]:
+    """Returns a row for each figure, as they have goals each."""
+    return [(what, found, goal) for what, found, goal in scale(results[0])]
+
+
+TABLES: Tables = {"scale": (("What", "Found", "Goal"), scale)}
