@@ -31,7 +31,8 @@ def test_help_lists_every_command_by_when_it_is_of_use(capsys, flag):
         "leaving:",
     ]
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
-    assert {*listed, "estimate_memory", "measure_policies"} == set(cli._MODULES)
+    of_functions = {"estimate_memory", "measure_policies", "scaling"}
+    assert {*listed, *of_functions} == set(cli._MODULES)
     assert (err, max(map(len, out.splitlines())) <= 80) == ("", True)
 
 
@@ -100,6 +101,8 @@ FUNCTIONS = {
     "lr_find": (tfamp.training.lr_find, set()),
     # `--out`, and what the command tells the report.
     "compare": (tfamp.compare, {"batch_size", "directory", "command", "on_run"}),
+    "scale": (tfamp.scaling, {"build", "verbose"}),
+    "scaling": (tfamp.scaling, {"build", "verbose"}),
     "triage": (tfamp.triage, {"batch_or_bundle"}),
     "replay": (tfamp.replay, {"path"}),
     "freeze": (tfamp.freeze, {"sample", "in_place"}),

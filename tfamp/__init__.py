@@ -40,6 +40,7 @@ _HOMES = {
     "ranges": "tfamp.numerics.ranges.recorder",
     "remat": "tfamp.memory.remat.rematerialisation",
     "replay": "tfamp.numerics.triage.bundle_replay",
+    "scaling": "tfamp.comparison.replicas.runner",
     "scope": "tfamp.policy",
     "sensitivity": "tfamp.numerics.sensitivity.search",
     "status": "tfamp.policy",
@@ -61,6 +62,7 @@ _RESULTS = {
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.ranges.result",
     "Replayed": "tfamp.stepping.bundles.record",
+    "Scaling": "tfamp.comparison.replicas.result",
     "Sensitivity": "tfamp.numerics.sensitivity.result",
     "Triage": "tfamp.numerics.triage.result",
     "Status": "tfamp.policy",
@@ -97,6 +99,8 @@ if TYPE_CHECKING:
     from tfamp import training as training
     from tfamp.cli.diagnosis import Diagnosis as Diagnosis
     from tfamp.cli.doctor import doctor as doctor
+    from tfamp.comparison.replicas.result import Scaling as Scaling
+    from tfamp.comparison.replicas.runner import scaling as scaling
     from tfamp.comparison.result import Comparison as Comparison
     from tfamp.comparison.runner import compare as compare
     from tfamp.loss_scale.errors import LossScaleError as LossScaleError

@@ -38,6 +38,7 @@ _GROUPS = {
     },
     "comparing": {
         "compare": ("compare", "train under policies, and report what that changes"),
+        "scale": ("scale", "what more replicas bring, and what holds them up"),
     },
     "after trouble": {
         "triage": ("tools", "why a step fails: data, model, rate or precision"),
@@ -51,10 +52,12 @@ _GROUPS = {
         "export": ("export", "write a model for a runtime that only predicts"),
     },
 }
-# The names of the functions that `tfamp memory` and `tfamp measure` ask.
-_MODULES = {"estimate_memory": "memory", "measure_policies": "tuning"} | {
-    name: module for group in _GROUPS.values() for name, (module, _) in group.items()
-}
+# The names of the functions that `tfamp memory`, `measure` and `scale` ask.
+_MODULES = {
+    "estimate_memory": "memory",
+    "measure_policies": "tuning",
+    "scaling": "scale",
+} | {name: module for group in _GROUPS.values() for name, (module, _) in group.items()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

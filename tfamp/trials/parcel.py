@@ -96,9 +96,16 @@ def name_of(build_model: Any) -> str:
 
 
 def pack(
-    folder: Path, build_model: Callable[..., Any] | str, train: Any, validation: Any
+    folder: Path,
+    build_model: Callable[..., Any] | str,
+    train: Any,
+    validation: Any,
+    *,
+    called: str = "train",
 ) -> tuple[str, ...]:
     """Writes model and data for other processes; returns what a reader should know.
+
+    Messages call the data to train on as `called` says.
 
     Raises:
         TypeError: Something cannot be taken to another process.
@@ -107,17 +114,18 @@ def pack(
     notes = []
     data = {"train": train, "validation": validation}
     for name, value in data.items():
+        word = called if name == "train" else name
         if hasattr(value, "__next__"):
             raise TypeError(
-                f"`{name}` is {value!r}, which can be read once only; expected data "
+                f"`{word}` is {value!r}, which can be read once only; expected data "
                 "for every run. Pass a function that makes it, a dataset, or arrays."
             )
         if not callable(value) and _pickled({"data": value}) is None:
-            value = _dataset(name, value)
-            _save(value, folder / _DATASETS[name], name)
+            value = _dataset(word, value)
+            _save(value, folder / _DATASETS[name], word)
             data[name] = _Saved(_DATASETS[name])
             notes.append(
-                f"The elements of `{name}` were written down once, so every epoch of "
+                f"The elements of `{word}` were written down once, so every epoch of "
                 "every run sees them in that order; pass a function that returns the "
                 "dataset to shuffle anew."
             )

@@ -10,7 +10,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from tfamp.trials import turns
@@ -21,6 +21,7 @@ _CHILD = "tfamp.trials.run.child"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5
 _TAIL_LINES = 15
+_NOTHING: Mapping[str, str | None] = {}
 _SIGNALS = {
     "SIGKILL": "the system killed it, most often for want of memory",
     "SIGILL": (
@@ -155,16 +156,25 @@ class RunProcess:
 
 
 def start(
-    module: str, arguments: list[str], log: Path, *, pass_fds: tuple[int, ...] = ()
+    module: str,
+    arguments: list[str],
+    log: Path,
+    *,
+    pass_fds: tuple[int, ...] = (),
+    variables: Mapping[str, str | None] = _NOTHING,
 ) -> subprocess.Popen[bytes]:
-    """Starts a module of tfamp in a fresh process, which prints into a log."""
+    """Starts a module of tfamp in a fresh process, which prints into a log.
+
+    `variables` are set in its environment besides, and left out where they are None.
+    """
+    environ = {**environment(), **variables}
     with open(log, "wb") as output:
         return subprocess.Popen(
             command(module, arguments),
             stdin=subprocess.PIPE,
             stdout=output,
             stderr=subprocess.STDOUT,
-            env=environment(),
+            env={k: v for k, v in environ.items() if v is not None},
             pass_fds=pass_fds,
             # Ctrl-C reaches this process only, which then ends the other.
             start_new_session=True,

@@ -1,5 +1,6 @@
 """Whether the workers of a cluster can be reached, asked with a short patience."""
 
+import contextlib
 import queue
 import socket
 import threading
@@ -66,3 +67,14 @@ def _ask(address: str, seconds: float) -> str:
     except OSError:
         return SILENT
     return LISTENS
+
+
+def free_ports(number: int) -> list[int]:
+    """Returns ports of this host that nobody listens at, each another one."""
+    with contextlib.ExitStack() as stack:
+        found = []
+        for _ in range(number):
+            each = stack.enter_context(socket.socket())
+            each.bind(("127.0.0.1", 0))
+            found.append(int(each.getsockname()[1]))
+        return found

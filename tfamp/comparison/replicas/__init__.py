@@ -1,0 +1,1 @@
+"""`scaling`: what more replicas bring, and where their time goes."""

@@ -1,0 +1,280 @@
+"""From times of steps to shares of a step, a verdict and what to change.
+
+A step of some replicas takes as long as the slowest of them computes, and the part of
+the reduction that is not hidden behind it. Steps without the reduction are timed in
+turns with the real ones, so each round gives ratios in which drifts of the machine
+cancel; intervals are those of the logarithms of these ratios.
+"""
+
+import statistics
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tfamp.comparison.replicas.records import (
+    Equality,
+    OneDevice,
+    ScalingPoint,
+    Verdict,
+)
+from tfamp.records.units import format_bytes, format_share, join_words
+from tfamp.stepping.input_waits.verdict import MIN_GAIN
+from tfamp.trials.intervals import Interval, interval, interval_of_ratios
+
+# On either side: intervals hold 95 %.
+_RATE = 0.025
+# Less than this part of a step is not worth a change, as for the input.
+MIN_SHARE = MIN_GAIN
+# From here on devices of their own are said to scale.
+_GOOD_EFFICIENCY = 0.9
+
+
+class Times(NamedTuple):
+    """Seconds of a step in each round, the same rounds everywhere.
+
+    Attributes:
+        one: On one device.
+        real: On all replicas.
+        alone: Without the reduction, by process.
+    """
+
+    one: Sequence[float]
+    real: Sequence[float]
+    alone: Sequence[Sequence[float]]
+
+
+def efficiency(times: Times, *, gain: float) -> Interval:
+    """Returns the examples a second of replicas over those of as many single devices.
+
+    Args:
+        times: Of a number n of replicas.
+        gain: Seconds that a perfect step would take, in steps of one device: 1 where
+            each replica has its batch, 1 / n where they share one.
+
+    Example:
+        >>> times = Times([1.0, 1.0], [2.0, 2.0], [[1.0, 1.0]])
+        >>> efficiency(times, gain=1.0).estimate
+        0.5
+    """
+    ratios = [
+        gain * one / real for one, real in zip(times.one, times.real, strict=True)
+    ]
+    return interval_of_ratios(ratios, _RATE)
+
+
+def communication_share(times: Times) -> Interval:
+    """Returns the part of a step that goes without the reduction, at least 0.
+
+    Example:
+        >>> times = Times([1.0, 1.0], [4.0, 4.0], [[1.0, 1.0], [0.5, 0.5]])
+        >>> communication_share(times).estimate
+        0.75
+    """
+    slowest = times.alone[slowest_of(times)]
+    kept = interval_of_ratios(
+        [own / real for own, real in zip(slowest, times.real, strict=True)], _RATE
+    )
+    shares = (1 - kept.estimate, 1 - kept.high, 1 - kept.low)
+    return Interval(*(max(0.0, share) for share in shares))
+
+
+def slow_worker_share(times: Times) -> Interval | None:
+    """Returns the part of a step for which the others wait for the slowest worker.
+
+    That is its time beyond the mean of the others; None of one process alone.
+
+    Example:
+        >>> times = Times([1.0, 1.0], [4.0, 4.0], [[1.0, 1.0], [3.0, 3.0]])
+        >>> slow_worker_share(times).estimate
+        0.5
+    """
+    if len(times.alone) < 2:
+        return None
+    slowest = slowest_of(times)
+    others = [each for i, each in enumerate(times.alone) if i != slowest]
+    shares = [
+        (own - statistics.fmean(rest)) / real
+        for own, real, *rest in zip(
+            times.alone[slowest], times.real, *others, strict=True
+        )
+    ]
+    found = interval(shares, _RATE)
+    return Interval(*(max(0.0, x) for x in (found.estimate, found.low, found.high)))
+
+
+def slowest_of(times: Times) -> int:
+    """Returns the worker that takes longest by its mean."""
+    means = [statistics.fmean(each) for each in times.alone]
+    return means.index(max(means))
+
+
+def input_share(one: OneDevice, step_seconds: float, *, batches: float) -> float:
+    """Returns the part of a step that would wait for the input.
+
+    That is what one device waits already, or, where it is more, what is missing if the
+    pipeline of a process has to give `batches` batches of one device in each step.
+    """
+    needed = batches * one.input.input_seconds
+    starved = 1 - step_seconds / needed if needed > step_seconds else 0.0
+    return max(one.input.possible_gain, starved)
+
+
+def sent_bytes(reduced_bytes: int | None, replicas: int) -> int | None:
+    """Returns what a replica sends in a ring that adds up so many bytes.
+
+    Source: Patarasuk & Yuan, Bandwidth optimal all-reduce algorithms for clusters of
+    workstations, 2009.
+
+    Example:
+        >>> sent_bytes(1000, 2), sent_bytes(1000, 4)
+        (1000, 1500)
+    """
+    if reduced_bytes is None:
+        return None
+    return round(2 * (replicas - 1) / replicas * reduced_bytes)
+
+
+def judge(
+    point: ScalingPoint | None,
+    equality: Sequence[Equality],
+    one: OneDevice,
+    *,
+    shares_devices: bool,
+) -> tuple[Verdict, str]:
+    """Returns the verdict on the most replicas, and why.
+
+    Args:
+        point: Their weak scaling; None where nothing was timed.
+        equality: Of each number of replicas.
+        one: What one device says.
+        shares_devices: Whether efficiency says nothing.
+    """
+    wrong = [each for each in equality if each.is_equal is False]
+    if wrong or point is None:
+        worst = wrong[0] if wrong else equality[-1]
+        what = max(
+            worst.distances,
+            key=lambda name: worst.distances[name] / worst.tolerances[name],
+        )
+        return "not equal", (
+            f"After {worst.num_steps} steps the {what} of {worst.replicas} replicas "
+            "are "
+            f"{format_share(worst.distances[what])} of their way from those of one "
+            f"device; rounding allows {format_share(worst.tolerances[what])}. No speed "
+            "was measured."
+        )
+    found = _shares(point, one)
+    certain = {name: est for name, (est, low, _) in found.items() if low > MIN_SHARE}
+    if certain:
+        name = max(certain, key=lambda each: certain[each])
+        share = format_share(certain[name])
+        return name, f"{share} of a step of {point.replicas} replicas {_GOES[name]}."
+    open_ = [name for name, (_, _, high) in found.items() if high > MIN_SHARE]
+    if open_:
+        bounds = join_words(
+            [
+                f"{_WORDS[name]} {format_share(found[name][1])} to "
+                f"{format_share(found[name][2])}"
+                for name in open_
+            ]
+        )
+        return "unclear", (
+            f"The noise allows shares of a step on both sides of "
+            f"{format_share(MIN_SHARE)}: {bounds}."
+        )
+    least = (
+        "The reduction, the slowest worker and the input take less than "
+        f"{format_share(MIN_SHARE)} of a step of {point.replicas} replicas each"
+    )
+    if shares_devices:
+        return "scales", f"{least}; what they compute with, they share."
+    if point.efficiency.low >= _GOOD_EFFICIENCY:
+        share = format_share(point.efficiency.estimate)
+        return "scales", f"{least}; each does {share} of what one does alone."
+    return "unclear", (
+        f"{least}, and yet each does {format_share(point.efficiency.estimate)} of what "
+        "one does alone: its own work takes longer beside the others."
+    )
+
+
+def advise(
+    verdict: Verdict,
+    point: ScalingPoint | None,
+    one: OneDevice,
+    notes: Mapping[str, bool],
+) -> tuple[str, ...]:
+    """Returns what to change, most promising first.
+
+    `notes` says of the model whether it is "half", what it computes in being half
+    precision, and what `kind` its replicas are: "workers" or not.
+    """
+    found: list[str] = []
+    if verdict == "not equal":
+        found += [
+            "Call `tfamp.enable(policy=...)` before the model is built, or wrap the "
+            "optimizer in `tfamp.LossScaleOptimizer`: stock Keras weights uneven parts "
+            "of a batch wrongly.",
+            "Take a batch that the replicas divide evenly, and look at losses and "
+            "train steps of your own: a mean has to be one over the global batch.",
+        ]
+    if verdict == "communication" and point is not None:
+        size = "" if point.sent_bytes is None else format_bytes(point.sent_bytes)
+        found += [
+            f"Send fewer bytes (each replica sends {size or 'all gradients'} a step): "
+            "`tfamp.LossScaleOptimizer(..., reduce_dtype='auto')`"
+            + ("." if notes["half"] else ", and a policy of half precision."),
+            "Give each replica a larger batch: the bytes stay, the work grows "
+            "(`tfamp.find_batch_size` says what fits).",
+            "Where memory is full, add up several batches before they are sent: "
+            "`tfamp.LossScaleOptimizer(..., accumulation_steps=4)`.",
+        ]
+    if verdict == "slow worker":
+        found += [
+            "Look for what else runs on the slowest worker, and for a GPU that is hot "
+            "or shared: `tfamp.callbacks.DeviceStats` and `tfamp doctor` on each.",
+            "Give all workers equal devices and equal parts: `Pipeline.shard('auto')`.",
+        ]
+    if verdict == "input":
+        found += [line for line in one.input.advice.splitlines() if line.strip()][:3]
+        found.append(
+            "Have each worker read its own part: `Pipeline.shard('auto')`."
+            if notes["workers"]
+            else "One process feeds all replicas; with a process for each, and "
+            "`Pipeline.shard('auto')`, each reads its part."
+        )
+    if notes["asked half"] and one.half_share_of_flops < 0.5:
+        found.append(
+            f"Only {format_share(one.half_share_of_flops)} of the products are in half "
+            "precision: `tfamp.prove` names the layers."
+        )
+    return tuple(found)
+
+
+def _shares(
+    point: ScalingPoint, one: OneDevice
+) -> dict[Verdict, tuple[float, float, float]]:
+    """Returns estimate, lower and upper end of what may hold a step up."""
+    found: dict[Verdict, tuple[float, float, float]] = {}
+    for name, each in (
+        ("communication", point.communication_share),
+        ("slow worker", point.slow_worker_share),
+    ):
+        if each is not None:
+            found[name] = (each.estimate, each.low, each.high)  # type: ignore[index]
+    share = point.input_share
+    is_own = share <= one.input.possible_gain
+    low = one.input.gain_low if is_own else share
+    high = max(share, one.input.gain_high) if is_own else share
+    found["input"] = (share, low, high)
+    return found
+
+
+_WORDS = {
+    "communication": "the reduction",
+    "slow worker": "the slowest worker",
+    "input": "the input",
+}
+_GOES = {
+    "communication": "go to adding up gradients",
+    "slow worker": "go to waiting for the slowest worker",
+    "input": "would wait for the input",
+}

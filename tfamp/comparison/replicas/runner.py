@@ -1,0 +1,149 @@
+"""`scaling`: one device, then several replicas, each in fresh processes, in turns."""
+
+import contextlib
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import tensorflow as tf
+
+from tfamp.comparison.replicas.arguments import check_batch, checked_replicas, kind_of
+from tfamp.comparison.replicas.job import ReplicaJob
+from tfamp.comparison.replicas.measurement import Measurement
+from tfamp.comparison.replicas.result import Scaling
+from tfamp.memory.batch_search.data import batch_of
+from tfamp.memory.batch_search.finder import find_batch_size
+from tfamp.memory.batch_search.settings import Settings
+from tfamp.records import checks
+from tfamp.records.progress import progress
+from tfamp.trials import parcel
+
+_PURPOSE = "`tfamp.scaling`"
+
+
+def scaling(
+    build: Callable[..., Any] | str,
+    data: Any = None,
+    replicas: Sequence[int] = (1, 2),
+    *,
+    workers: bool = False,
+    policy: str | None = None,
+    batch_size: int | None = None,
+    max_memory_bytes: int | None = None,
+    seconds: float = 20.0,
+    timeout_seconds: float = 600.0,
+    verbose: bool = True,
+) -> Scaling:
+    """Measures what more replicas bring, and says what holds them up.
+
+    In stages, each a gate for the next. One device: is half precision really used
+    (`tfamp.prove`), does the input keep up (`tfamp.data.bottleneck`). The batch:
+    `tfamp.find_batch_size`, where a memory limit is given. Then each number of
+    replicas: are their first steps those of one device to rounding; only then speed.
+    Each runs in fresh processes, whose steps are timed in turns.
+
+    Replicas are the GPUs of one process, or logical CPUs where there is no GPU: those
+    share cores, so that equality holds and speed says nothing of GPUs. With `workers`
+    each is a process on this host, as machines are; so it sees what their network
+    costs, as on a throttled interface. Policy and rules of `tfamp.enable` hold in all
+    of them.
+
+    The share of communication is what goes when the same step is traced with the
+    reduction left out: what computing hides is not in it.
+
+    Args:
+        build: Returns a compiled model, or (model, train) or (model, train,
+            validation) where no data is passed; called in each process, in the scope of
+            its strategy. Or the name of such a function, as "module:function".
+        data: What `fit` takes, or a function that returns it.
+        replicas: Numbers of replicas; 1 is always measured.
+        workers: Whether each replica is a process of its own
+            (`MultiWorkerMirroredStrategy`), not a device of one (`MirroredStrategy`).
+        policy: What to build under, as in `tfamp.compare`. None takes what is in force.
+        batch_size: Examples of a step on one device; None takes that of the data.
+        max_memory_bytes: The most that a process may hold: the batch size is then what
+            `tfamp.find_batch_size` finds. None leaves that search out.
+        seconds: About how long to time replicas, and half of that the input. At least
+            six rounds are made, so slow steps take longer.
+        timeout_seconds: The most that a process may take for one answer.
+        verbose: Whether to show progress, on a terminal only.
+
+    Returns:
+        The `Scaling`: `.verdict`, `.advice`, `.efficiency`, `.communication_share`,
+        `.input_share`, `.points`; `print` it, or write it by `.to_json(path)` and
+        `.to_html(path)`.
+
+    Raises:
+        ImportError: A package of `tfamp[report]` is not installed.
+        RuntimeError: A process failed, or this is called in the scope of a strategy.
+        TimeoutError: A process took too long.
+        TypeError: An argument has the wrong type, or cannot go to another process.
+        ValueError: An argument is out of range, or the data is empty.
+
+    Example:
+        >>> found = scaling(build, data, replicas=(1, 2, 4))  # doctest: +SKIP
+        >>> found.verdict, round(found.communication_share, 2)  # doctest: +SKIP
+        ('communication', 0.41)
+    """
+    title = parcel.name_of(build)
+    if isinstance(build, str):
+        parcel.load(build)  # now, not in each process
+    kind = kind_of(workers)
+    numbers = checked_replicas(replicas, kind)
+    seconds = checks.positive("seconds", seconds)
+    timeout_seconds = checks.positive("timeout_seconds", timeout_seconds)
+    if batch_size is not None:
+        checks.positive_int("batch_size", batch_size)
+        if max_memory_bytes is not None:
+            raise ValueError(
+                f"`batch_size` is {batch_size} and `max_memory_bytes` is "
+                f"{max_memory_bytes!r}; expected one of them, as a limit has the batch "
+                "size searched for. Leave one out."
+            )
+    for module in ("cloudpickle", "psutil", "scipy"):
+        checks.require(module, extra="report", purpose=_PURPOSE)
+    if tf.distribute.has_strategy():
+        name = type(tf.distribute.get_strategy()).__name__
+        raise RuntimeError(
+            f"Called inside the scope of a {name}; expected none, since each number of "
+            "replicas has a strategy of its own. Call it outside."
+        )
+    settings = Settings.present(policy)
+    if data is not None and not callable(data) and not hasattr(data, "__next__"):
+        batch_size = batch_size or (
+            None if max_memory_bytes is not None else batch_of(data).size
+        )
+    if batch_size is not None:
+        check_batch(batch_size, numbers)
+    notes: list[str] = []
+    if max_memory_bytes is not None:
+        batch_size = _searched(build, data, policy, max_memory_bytes, verbose, notes)
+        check_batch(batch_size, numbers)
+    job = ReplicaJob(title, kind, batch_size, seconds / 2)
+    with tempfile.TemporaryDirectory(prefix="tfamp-scaling-") as name:
+        folder = Path(name)
+        job.to_json(folder / ReplicaJob.FILE)
+        settings.write(folder)
+        notes += parcel.pack(folder, build, data, None, called="data")
+        shown = progress("Starting one device", unit="stages")
+        silent = contextlib.nullcontext(lambda done, description=None: None)
+        with shown if verbose else silent as show:
+            work = Measurement(
+                folder, kind, numbers, timeout_seconds=timeout_seconds, show=show
+            )
+            with work:
+                return work.measure(seconds, notes)
+
+
+def _searched(
+    build: Any, data: Any, policy: str | None, limit: int, verbose: bool, notes: Any
+) -> int:
+    found = find_batch_size(
+        build, data, policy=policy, max_memory_bytes=limit, verbose=verbose
+    )
+    notes.append(
+        f"`tfamp.find_batch_size` chose batches of {found.batch_size} "
+        f"({found.stopped_by})."
+    )
+    return found.batch_size
