@@ -139,12 +139,16 @@ def test_links_out_of_the_site_lead_to_the_repository():
 @pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 @pytest.mark.anchors("policy", "own_loops", "frozen")
 @pytest.mark.parametrize("guide", GUIDES, ids=stem)
-def test_code_of_a_guide_runs_from_top_to_bottom(guide, stock, tmp_path, monkeypatch):
+def test_code_of_a_guide_runs_from_top_to_bottom(
+    guide, stock, tmp_path, monkeypatch, capsys
+):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     monkeypatch.setenv("TFAMP_CACHE", str(tmp_path))
     train_here(monkeypatch)
     run_blocks(guide.read_text(encoding="utf-8"))
+    said = capsys.readouterr().out
+    assert "Verdict: " in said or guide.stem != "compare"
 
 
 @pytest.mark.anchors("masked-attention", "zero-scale")
