@@ -131,6 +131,11 @@ class _CsvRows:
             csv.writer(file, lineterminator="\n").writerows(rows)
 
 
+# Folder -> its writer, and how many callbacks have it open. TensorBoard follows the
+# newest file of a folder alone, so callbacks that share a folder share a file.
+_WRITERS: dict[str, tuple[Any, int]] = {}
+
+
 class _Summaries:
     """Writes the values of rows as TensorBoard scalars, except None.
 
@@ -151,7 +156,11 @@ class _Summaries:
                 f"`log_dir` is {folder!r}, which cannot be written ({error.message}); "
                 "expected a folder for TensorBoard. Pass another one."
             ) from error
-        self._writer = tf.summary.create_file_writer(folder)
+        self._folder = folder if "://" in folder else os.path.realpath(folder)
+        writer, num_users = _WRITERS.get(self._folder, (None, 0))
+        self._writer = writer or tf.summary.create_file_writer(self._folder)
+        _WRITERS[self._folder] = self._writer, num_users + 1
+        self._is_open = True
 
     def write(self, rows: Iterable[Sequence[Any]]) -> None:
         """Writes the scalars of each row."""
@@ -162,8 +171,15 @@ class _Summaries:
         self._writer.flush()
 
     def close(self) -> None:
-        """Closes the file; a second time does nothing."""
-        self._writer.close()
+        """Closes the file with the last who has it open; a second time does nothing."""
+        if not self._is_open:
+            return
+        self._is_open = False
+        writer, num_users = _WRITERS.pop(self._folder)
+        if num_users > 1:
+            _WRITERS[self._folder] = writer, num_users - 1
+        else:
+            writer.close()
 
 
 class EventWriter:

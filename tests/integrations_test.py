@@ -1,0 +1,173 @@
+"""Packages around Keras go on working under a policy, each in a test."""
+
+import keras
+import numpy as np
+import pytest
+
+import tfamp
+
+X = np.random.default_rng(0).normal(size=(32, 4)).astype("float32")
+Y = X.sum(axis=1, keepdims=True)
+
+# What these packages and their own ones warn of is theirs.
+pytestmark = pytest.mark.filterwarnings("ignore")
+
+
+@pytest.fixture(autouse=True)
+def managed(monkeypatch, tmp_path):
+    """New models are mixed, and what is written lands in a folder of the test."""
+    monkeypatch.chdir(tmp_path)
+    with tfamp.scope("mixed_float16"):
+        yield
+
+
+def built(units: int = 8) -> keras.Model:
+    layers = [keras.Input((4,)), keras.layers.Dense(units), keras.layers.Dense(1)]
+    model = keras.Sequential(layers)
+    model.compile(keras.optimizers.SGD(0.01), "mse")
+    return model
+
+
+def is_mixed(model: keras.Model) -> bool:
+    """Whether the layers compute in float16, under a loss scale."""
+    scaled = isinstance(model.optimizer, tfamp.LossScaleOptimizer)
+    return scaled and model.layers[0].compute_dtype == "float16"
+
+
+def test_callbacks_share_the_folder_of_tensorboard_while_training_runs(tmp_path):
+    pytest.importorskip("tensorboard", reason="TensorBoard is not installed")
+    from tensorboard.backend.event_processing import event_multiplexer
+
+    shown = event_multiplexer.EventMultiplexer()
+    steps: list[dict[str, int]] = []
+
+    class Looks(keras.callbacks.Callback):
+        """Looks as a TensorBoard that runs beside the training does."""
+
+        def on_epoch_end(self, epoch, logs=None):
+            shown.AddRunsFromDirectory(str(tmp_path))
+            shown.Reload()
+            last: dict[str, int] = {}
+            for run, found in shown.Runs().items():
+                for tag in found["tensors"]:
+                    last[tag] = max(event.step for event in shown.Tensors(run, tag))
+            steps.append(last)
+
+    callbacks = [
+        keras.callbacks.TensorBoard(tmp_path),
+        tfamp.callbacks.PrecisionMonitor(tmp_path, every_steps=2),
+        tfamp.callbacks.Throughput(log_dir=tmp_path),
+        Looks(),
+    ]
+    built().fit(X, Y, batch_size=8, epochs=3, verbose=0, callbacks=callbacks)
+    assert [each["loss_scale"] for each in steps] == [4, 8, 12]
+    assert [each["epoch_loss"] for each in steps] == [0, 1, 2]
+    (rate,) = [tag for tag in steps[0] if tag == "examples_per_second"]
+    assert steps[0][rate] < steps[1][rate] < steps[2][rate]
+
+
+def test_callbacks_with_one_folder_write_one_file(tmp_path):
+    callbacks = [
+        tfamp.callbacks.PrecisionMonitor(tmp_path),
+        tfamp.callbacks.Throughput(log_dir=tmp_path / "."),
+    ]
+    model = built()
+    for num_files in (1, 2):  # a second `fit` begins a file of its own
+        model.fit(X, Y, verbose=0, callbacks=callbacks)
+        assert len([*tmp_path.glob("events.*")]) == num_files
+
+
+def test_mlflow_logs_what_the_monitor_shows(tmp_path):
+    mlflow = pytest.importorskip("mlflow", reason="MLflow is not installed")
+    mlflow.set_tracking_uri(f"sqlite:///{tmp_path}/runs.db")
+    experiment = mlflow.create_experiment("e", artifact_location=f"file://{tmp_path}/a")
+    with mlflow.start_run(experiment_id=experiment) as run:
+        callbacks = [
+            tfamp.callbacks.PrecisionMonitor(),
+            mlflow.keras.MlflowCallback(log_every_epoch=True),
+        ]
+        model = built()
+        history = model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks).history
+    logged = mlflow.get_run(run.info.run_id).data.metrics
+    assert is_mixed(model)
+    for name in ("loss", "loss_scale", "skipped_steps"):
+        assert logged[name] == pytest.approx(history[name][-1])
+
+
+def test_weights_and_biases_log_what_the_monitor_shows(tmp_path):
+    wandb = pytest.importorskip("wandb", reason="wandb is not installed")
+    from wandb.integration.keras import WandbMetricsLogger
+
+    with wandb.init(mode="offline", dir=tmp_path) as run:
+        callbacks = [tfamp.callbacks.PrecisionMonitor(), WandbMetricsLogger()]
+        model = built()
+        history = model.fit(X, Y, epochs=2, verbose=0, callbacks=callbacks).history
+        logged = dict(run.summary)
+    assert is_mixed(model)
+    for name in ("loss", "loss_scale", "skipped_steps"):
+        assert logged[f"epoch/{name}"] == pytest.approx(history[name][-1])
+
+
+def test_the_keras_tuner_searches_among_mixed_models(tmp_path):
+    tuner = pytest.importorskip("keras_tuner", reason="keras-tuner is not installed")
+    search = tuner.RandomSearch(
+        lambda choice: built(choice.Choice("units", [4, 8])),
+        objective="val_loss",
+        max_trials=2,
+        directory=tmp_path,
+    )
+    search.search(X, Y, validation_data=(X, Y), epochs=1, verbose=0)
+    (best,) = search.get_best_models(1)
+    assert is_mixed(best)
+    lowest = search.oracle.get_best_trials(1)[0].score
+    # The weights of its best epoch are read back: not one is lost on the way.
+    assert best.evaluate(X, Y, verbose=0) == pytest.approx(lowest, rel=1e-2)
+
+
+def test_a_model_goes_through_the_cache_of_the_hugging_face_hub(tmp_path):
+    """A download without network gives the file that lies in the cache."""
+    hub = pytest.importorskip("huggingface_hub", reason="its client is not installed")
+    model = built()
+    model.fit(X, Y, epochs=2, verbose=0)
+    cache = tmp_path / "models--someone--digits"
+    snapshot = cache / "snapshots" / ("0" * 40)
+    snapshot.mkdir(parents=True)
+    (cache / "refs").mkdir()
+    (cache / "refs" / "main").write_text("0" * 40)
+    model.save(snapshot / "model.keras")
+    path = hub.hf_hub_download(
+        "someone/digits", "model.keras", cache_dir=tmp_path, local_files_only=True
+    )
+    tfamp.disable()
+    loaded = tfamp.load_model(path)
+    assert is_mixed(loaded)
+    assert int(loaded.optimizer.applied_steps) == int(model.optimizer.applied_steps)
+    expected = model.predict(X, verbose=0)
+    np.testing.assert_array_equal(loaded.predict(X, verbose=0), expected)
+
+
+def test_a_preset_of_keras_hub_goes_through_a_local_folder(tmp_path):
+    hub = pytest.importorskip("keras_hub", reason="KerasHub is not installed")
+    backbone = hub.models.BertBackbone(
+        vocabulary_size=30, num_layers=1, num_heads=2, hidden_dim=8, intermediate_dim=8
+    )
+    assert backbone.compute_dtype == "float16"
+    backbone.save_to_preset(tmp_path / "preset")
+    loaded = hub.models.Backbone.from_preset(str(tmp_path / "preset"))
+    # Random weights: the architecture of a preset alone.
+    fresh = hub.models.Backbone.from_preset(
+        str(tmp_path / "preset"), load_weights=False
+    )
+    for each in (loaded, fresh):
+        rows = [(r.class_name, r.compute_dtype, r.rule) for r in tfamp.assignment(each)]
+        kept = tfamp.assignment(backbone)
+        assert rows == [(r.class_name, r.compute_dtype, r.rule) for r in kept]
+    for ours, theirs in zip(backbone.weights, loaded.weights, strict=True):
+        np.testing.assert_array_equal(ours, theirs)
+    tokens = {
+        "token_ids": np.ones((2, 4), int),
+        "segment_ids": np.zeros((2, 4), int),
+        "padding_mask": np.ones((2, 4), int),
+    }
+    expected = backbone(tokens)["pooled_output"]
+    np.testing.assert_array_equal(loaded(tokens)["pooled_output"], expected)
