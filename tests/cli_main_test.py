@@ -11,6 +11,7 @@ import pytest
 
 import tfamp
 from tfamp.cli import main as cli
+from tfamp.serving.load_test.bench import bench_serve
 
 ROOT = Path(__file__).parents[1]
 
@@ -28,7 +29,7 @@ def test_help_lists_every_command_by_when_it_is_of_use(capsys, flag):
     groups = [line for line in out.splitlines() if line.endswith(":")]
     assert groups == [
         *("check a machine:", "before training:", "comparing:", "after trouble:"),
-        "leaving:",
+        *("leaving:", "serving:"),
     ]
     listed = [line.split()[0] for line in out.splitlines() if line.startswith("  ")]
     of_functions = {"estimate_memory", "measure_policies", "scaling"}
@@ -108,6 +109,8 @@ FUNCTIONS = {
     "freeze": (tfamp.freeze, {"sample", "in_place"}),
     # A folder is `--out`; a metric may be a function.
     "export": (tfamp.export, {"path", "metric"}),
+    # Typed without a flag, and a file in the place of what it holds.
+    "bench_serve": (bench_serve, {"urls", "token"}),
 }
 
 

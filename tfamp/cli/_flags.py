@@ -120,16 +120,19 @@ class Call(NamedTuple):
     """What a command was called with.
 
     Args:
-        argument: What was typed without a flag, "" where there is no such argument.
+        argument: What was typed without a flag, "" where there is no such argument; the
+            first where there may be several.
         values: Flag -> its value.
         given: The flags that were typed.
         argv: All of it, as it was typed.
+        arguments: All that was typed without a flag.
     """
 
     argument: str
     values: Mapping[str, Any]
     given: frozenset[str]
     argv: Sequence[str]
+    arguments: Sequence[str] = ()
 
 
 class Outcome(NamedTuple):
@@ -158,7 +161,8 @@ class Command:
         work: Does it, given the call.
         flags: Its own flags.
         argument: What the one argument without a flag stands for, such as
-            "module:build"; None where there is none.
+            "module:build"; None where there is none. One that ends with "..." may be
+            given several times.
         interrupted: What is said after Ctrl-C.
     """
 
@@ -221,7 +225,10 @@ class Command:
         expected = "flags only"
         if self.argument is not None:
             expected = f"one {self.argument!r} and flags"
-        if len(rest) > (self.argument is not None):
+        is_several = self.argument is not None and self.argument.endswith("...")
+        if is_several:
+            expected = f"{self.argument!r} and flags"
+        if len(rest) > (self.argument is not None) and not is_several:
             found = f"Unexpected argument {rest[-1]!r}"
             return self._refuse(f"{found}; expected {expected}")
         if self.argument is not None and not rest:
@@ -231,7 +238,7 @@ class Command:
         except ValueError as error:
             return self._refuse(str(error))
         given = frozenset(name for name in read if values[name].present)
-        return Call(rest[0] if rest else "", read, given, argv)
+        return Call(rest[0] if rest else "", read, given, argv, tuple(rest))
 
     def _complain(self, text: object) -> None:
         print(f"tfamp {self.name}: {text}", file=sys.stderr)

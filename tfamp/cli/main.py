@@ -51,6 +51,9 @@ _GROUPS = {
         "freeze": ("saved", "store a model's weights in half precision, to predict"),
         "export": ("export", "write a model for a runtime that only predicts"),
     },
+    "serving": {
+        "bench_serve": ("serving", "latencies of a server at rates that do not wait"),
+    },
 }
 # The names of the functions that `tfamp memory`, `measure` and `scale` ask.
 _MODULES = {

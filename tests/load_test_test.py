@@ -1,0 +1,152 @@
+"""Load tests: moments that do not wait, latencies from them, the table and the page."""
+
+import asyncio
+import time
+
+import numpy as np
+import pytest
+
+from tfamp.cli import main as cli
+from tfamp.serving.load_test import arrivals, bench, report, target
+from tfamp.serving.load_test.arrivals import Burst
+from tfamp.serving.load_test.result import Load, LoadTest
+
+METADATA = (
+    b'{"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]}'
+)
+
+
+def answering(status=200, *, stall=None, body=METADATA):
+    """Returns a server that stalls once, for `stall` seconds, and what it is asked."""
+    asked = []
+
+    async def serve(reader, writer):
+        try:
+            while True:
+                head = await reader.readuntil(b"\r\n\r\n")
+                _, found, rest = head.lower().partition(b"content-length:")
+                length = int(rest.split(b"\r\n")[0]) if found else 0
+                asked.append(await reader.readexactly(length))
+                if stall is not None and len(asked) == 30:
+                    time.sleep(stall)
+                writer.write(
+                    b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n" % (status, len(body))
+                    + body
+                )
+        except (asyncio.IncompleteReadError, ConnectionError):
+            writer.close()
+
+    return serve, asked
+
+
+def measured(serve, rate, seconds):
+    """Returns what a server of this event loop came to at a rate."""
+
+    async def main():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        one = target.Target("m", "127.0.0.1", port, b"GET / HTTP/1.1\r\n\r\n")
+        pool = arrivals.Connections(one, 8, 5.0)
+        due = arrivals.moments(rate, seconds, seed=0)
+        burst = await arrivals.ask_at(pool, due)
+        await pool.close()
+        server.close()
+        await asyncio.sleep(0.05)  # Its side of the connections ends.
+        return burst, due
+
+    return asyncio.run(main())
+
+
+def test_a_stall_counts_for_all_that_were_due_in_it():
+    serve, _ = answering(stall=0.3)
+    burst, due = measured(serve, rate=200, seconds=0.5)
+    assert (len(burst.latencies), burst.errors) == (len(due), {})
+    # About sixty were due in the 0.3 s; one that waits would have seen one slow answer.
+    during = sum(due[29] <= moment < due[29] + 0.2 for moment in due)
+    assert sum(np.array(burst.latencies) > 0.1) >= during > 20
+
+
+def test_errors_are_counted_by_what_they_were():
+    serve, _ = answering(503)
+    burst, due = measured(serve, rate=100, seconds=0.2)
+    assert (burst.latencies, burst.errors) == ((), {"503": len(due)})
+
+
+def test_moments_are_those_of_a_poisson_process_and_repeat():
+    due = arrivals.moments(1000.0, 20.0, seed=3)
+    gaps = np.diff(due)
+    # Of 20,000 exponential gaps, mean and spread are within 5 standard errors.
+    assert abs(gaps.mean() * 1000 - 1) < 5 / np.sqrt(len(gaps))
+    assert abs(gaps.std() * 1000 - 1) < 0.1
+    assert due == arrivals.moments(1000.0, 20.0, seed=3)
+
+
+def load(name, rate, latencies, errors=None):
+    burst = Burst(1.0, tuple(latencies), (1e-4,) * len(latencies), errors or {})
+    return Load.of(name, rate, burst)
+
+
+def test_percentiles_are_told_where_there_are_requests_beyond_them():
+    even = [n / 1000 for n in range(1, 1001)]
+    found = load("m", 10, even)
+    assert (found.p50, found.p99, found.p999) == pytest.approx(
+        (0.5005, 0.99001, 0.999001)
+    )
+    assert load("m", 10, even[:999]).p999 is None
+    assert load("m", 10, even[:99]).p99 is None
+    assert load("m", 10, []).p50 is None
+
+
+def made():
+    """A load test of two servers, one with errors and a name that is no HTML."""
+    fast = [load("a:1 m", rate, [1e-3 + rate * 1e-6] * 1000) for rate in (100, 900)]
+    slow = [load("<b>:2 m", rate, [0.02] * 500, {"503": 7}) for rate in (100, 900)]
+    return LoadTest("binary", 1, 5.0, (*fast, *slow))
+
+
+def test_the_table_and_the_page_have_each_server_at_each_rate():
+    test = made()
+    lines = test.table().splitlines()
+    rows = [line.strip("│").split() for line in lines if " m " in line]
+    assert [(row[0], row[2]) for row in rows] == [
+        *(("100", "a:1"), ("100", "<b>:2"), ("900", "a:1"), ("900", "<b>:2")),
+    ]
+    assert sum("7 503" in line for line in lines) == 2
+    page = report.to_html(test)
+    assert "<b>:2" not in page and "&lt;b&gt;:2 m" in page
+    assert page.count("<polyline") == 6 and page.count("<circle") == 10
+    assert LoadTest.from_json(test.to_json()) == test
+
+
+def test_two_models_are_asked_in_turns(tmp_path, capsys):
+    serve, asked = answering()
+
+    async def main():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        urls = [f"http://127.0.0.1:{port}/v2/models/{name}" for name in "ab"]
+        flags = ["--rates=50,100", "--seconds=0.1", "--protocol=json"]
+        flags += [f"--out={tmp_path / 'page.html'}"]
+        argv = ["bench_serve", *urls, *flags]
+        status = await asyncio.to_thread(cli.main, argv)
+        server.close()
+        await asyncio.sleep(0.05)  # Its side of the connections ends.
+        return status
+
+    assert asyncio.run(main()) == 0
+    out = capsys.readouterr().out
+    assert out.count(" a │") == out.count(" b │") == 2 and "page.html" in out
+    assert b'"data": [' in asked[-1] and (tmp_path / "page.html").exists()
+
+
+WRONG = {
+    "no model": ("http://localhost:1", "names no model; expected an address such as"),
+    "no http": ("ftp://localhost/v2/models/m", "expected http://host:port"),
+    "nobody": ("http://127.0.0.1:9/v2/models/m", "cannot be reached"),
+}
+
+
+@pytest.mark.parametrize("url, message", WRONG.values(), ids=WRONG)
+def test_a_wrong_address_is_told(url, message):
+    with pytest.raises((ValueError, OSError), match=message):
+        bench.bench_serve([url])
