@@ -12,6 +12,7 @@ import pytest
 import tfamp
 from tfamp.cli import main as cli
 from tfamp.serving.load_test.bench import bench_serve
+from tfamp.serving.server.main import serve
 
 ROOT = Path(__file__).parents[1]
 
@@ -110,6 +111,7 @@ FUNCTIONS = {
     # A folder is `--out`; a metric may be a function.
     "export": (tfamp.export, {"path", "metric"}),
     # Typed without a flag, and a file in the place of what it holds.
+    "serve": (serve, {"paths", "load", "on_start"}),
     "bench_serve": (bench_serve, {"urls", "token"}),
 }
 

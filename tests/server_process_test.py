@@ -44,7 +44,7 @@ def serving(*arguments, program=("-m", "tests.served_models")):
         if "http://" not in line:
             process.kill()
             pytest.fail(f"no server: {line}{process.stderr.read()}")
-        yield process, line[line.index("http://") :].split()[0].rstrip(".")
+        yield process, line[line.index("http://") :].split()[0].rstrip(".;")
     finally:
         process.kill()
         process.communicate()
@@ -246,3 +246,38 @@ def test_a_port_in_use_is_told(tmp_path):
 
 def test_only_this_machine_is_listened_to(server):
     assert server.startswith("http://127.0.0.1:")
+
+
+@pytest.fixture(scope="module")
+def exported(tmp_path_factory):
+    """A folder that `tfamp.export` wrote for onnxruntime, and its model."""
+    pytest.importorskip("onnxruntime", reason="needs tfamp[onnx]")
+    pytest.importorskip("tf2onnx", reason="needs tfamp[onnx]")
+    import keras
+
+    import tfamp
+
+    model = keras.Sequential([keras.Input((8,), name="x"), keras.layers.Dense(3)])
+    path = tmp_path_factory.mktemp("exported") / "digits"
+    tfamp.export(model, path, format="onnx", write_failed=True)
+    return path, model
+
+
+@pytest.mark.whole("tests/server_process_test.py::test_models_are_swapped_under_load")
+def test_the_command_serves_an_export_without_tensorflow(exported):
+    path, model = exported
+    program = ("-X", "importtime", "-m", "tfamp", "serve")
+    with serving(path, "--port=0", program=program) as (process, address):
+        x = np.random.default_rng(0).normal(size=(4, 8)).astype(np.float32)
+        with contextlib.closing(connect(address)) as connection:
+            status, answer = predict(connection, x.tolist(), "digits")
+        np.testing.assert_allclose(answer["predictions"], model(x), atol=1e-5)
+        statm = Path(f"/proc/{process.pid}/statm")
+        if statm.exists():
+            held = int(statm.read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+            assert held < 120 * 2**20
+        status, out, err = end(process)
+    assert (status, "Served " in out) == (0, True)
+    loaded = {line.rpartition("|")[2].strip() for line in err.splitlines()}
+    assert "onnxruntime" in loaded
+    assert not {"tensorflow", "keras"} & loaded

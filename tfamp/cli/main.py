@@ -52,6 +52,7 @@ _GROUPS = {
         "export": ("export", "write a model for a runtime that only predicts"),
     },
     "serving": {
+        "serve": ("serving", "answer for exported models over HTTP, in two protocols"),
         "bench_serve": ("serving", "latencies of a server at rates that do not wait"),
     },
 }

@@ -7,6 +7,12 @@ from pathlib import Path
 
 from tfamp.cli._flags import Call, Command, Flag, Outcome, one_of
 from tfamp.records.checks import positive
+from tfamp.records.units import parse_bytes
+
+
+def _count(name: str, default: int | None, help: str) -> Flag:
+    return Flag(name, "integer", default, help, {"lower_bound": 1})
+
 
 _STATUS = "Ends with status 0 if done, 1 if not, 2 if called wrongly."
 _TOKEN = Flag(
@@ -14,6 +20,17 @@ _TOKEN = Flag(
     "File with the token that requests bear; else they bear none.",
 )
 _TIMEOUT = Flag("timeout_seconds", "float", 10.0, "The most that an answer may take.")
+
+
+def _serve(call: Call) -> Outcome:
+    from tfamp.serving.server.main import serve
+
+    def say(address: str) -> None:
+        print(f"Serving at {address}; Ctrl-C or SIGTERM ends it.", flush=True)
+
+    names = (flag.name for flag in SERVE.flags)
+    given = {name: call.values[name] for name in names}
+    return Outcome(serve(call.arguments, on_start=say, **given))
 
 
 def _bench(call: Call) -> Outcome:
@@ -45,6 +62,35 @@ def _rates(name: str, text: str) -> list[float]:
         ) from None
 
 
+SERVE = Command(
+    "serve",
+    "Answers for models that `tfamp.export` wrote, over HTTP: by the Open Inference "
+    "Protocol v2, as Triton and KServe do, at /v2/models/NAME/infer, and as TensorFlow "
+    "Serving does at /v1/models/NAME:predict. A path is an exported folder or one of "
+    "numbered versions; name=path names the model. Metrics for Prometheus are at "
+    f"/metrics.\n\n{_STATUS}",
+    _serve,
+    (
+        Flag("host", "string", "127.0.0.1", "Address to listen at; 0.0.0.0 for all."),
+        Flag("port", "integer", 8000, "Port to listen at; 0 takes a free one."),
+        _count("threads", None, "Threads of a run of a model; else as many as cores."),
+        _count(
+            *("max_batch_size", None),
+            "Examples in a run; else 64, or 1 where answers depend on their batch.",
+        ),
+        _count("max_queue", 256, "Requests of a model that may wait."),
+        Flag(
+            "max_body", parse_bytes, 64 * 2**20, "The largest request, such as 64MiB."
+        ),
+        _TIMEOUT,
+        Flag(
+            *("reload_seconds", "float", 2.0),
+            "How often to look for changed models; 0 never does.",
+        ),
+        _TOKEN,
+    ),
+    "path...",
+)
 BENCH = Command(
     "bench_serve",
     "Asks models of servers, such as http://127.0.0.1:8000/v2/models/digits, at given "
@@ -65,10 +111,7 @@ BENCH = Command(
             "binary or json of the Open Inference Protocol, or predict of TensorFlow "
             "Serving.",
         ),
-        Flag(
-            *("batch_size", "integer", 1, "Examples in each request."),
-            {"lower_bound": 1},
-        ),
+        _count("batch_size", 1, "Examples in each request."),
         _TIMEOUT,
         _TOKEN,
         Flag("seed", "integer", 0, "Of the moments at which requests are due."),
@@ -76,4 +119,4 @@ BENCH = Command(
     ),
     "url...",
 )
-COMMANDS = {"bench_serve": BENCH}
+COMMANDS = {"serve": SERVE, "bench_serve": BENCH}

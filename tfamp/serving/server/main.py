@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import functools
 import logging
 import signal
 import socket
@@ -43,7 +44,7 @@ class Served(TableRecord):
 def serve(
     paths: Sequence[str],
     *,
-    load: Callable[[Path], LoadedModel],
+    threads: int | None = None,
     host: str = "127.0.0.1",
     port: int = 8000,
     token_file: str | None = None,
@@ -52,13 +53,14 @@ def serve(
     max_body: int = 64 * 2**20,
     timeout_seconds: float = 10.0,
     reload_seconds: float = 2.0,
+    load: Callable[..., LoadedModel] | None = None,
     on_start: Callable[[str], None] | None = None,
 ) -> Served:
     """Serves exported models over HTTP until SIGTERM or SIGINT.
 
     Args:
         paths: Exported folders, or folders of numbered versions; "name=path" names one.
-        load: Reads an exported folder, as `tfamp.load_exported` does.
+        threads: Threads that a run of a model may use; None takes all cores.
         host: Address to listen at; other machines reach "0.0.0.0".
         port: Port to listen at; 0 takes a free one.
         token_file: File with what requests have to bear as a token; None asks for none.
@@ -69,6 +71,7 @@ def serve(
         timeout_seconds: How long an answer, and a body on its way, may take.
         reload_seconds: How often to look for changed, new and removed versions; 0 never
             does.
+        load: Reads an exported folder in the place of `tfamp.load_exported`.
         on_start: Called with the address when it can be asked.
 
     Returns:
@@ -83,6 +86,7 @@ def serve(
     for package in ("uvicorn", "orjson"):
         checks.require(package, extra="serve", purpose="`tfamp serve`")
     import tfamp
+    from tfamp.serving.runtimes.loader import load_exported
     from tfamp.serving.server.app import App
     from tfamp.serving.server.metrics import Metrics
     from tfamp.serving.server.models import Limits, Models
@@ -102,6 +106,8 @@ def serve(
     address = _address(listener)
     metrics = Metrics()
     limits = Limits(max_batch_size, max_queue, timeout_seconds)
+    if load is None:
+        load = functools.partial(load_exported, threads=threads)
     models = Models(found, load, limits, metrics)
     app = App(
         models,
