@@ -74,7 +74,7 @@ def close(found, wanted, tolerance=1e-5):
 @pytest.mark.whole(why="processes; the anchor is one format")
 @pytest.mark.parametrize("format", NEEDS)
 @pytest.mark.parametrize("build", [mlp, lstm], ids=["mlp", "lstm"])
-@pytest.mark.anchors("onnx-mlp", "mlp-onnx")
+@pytest.mark.anchors("mlp-onnx")
 def test_float32_answers_as_the_model_does(build, format, tmp_path):
     model = build()
     found = exported(model, tmp_path / "model", format)
