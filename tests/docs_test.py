@@ -53,6 +53,7 @@ def listed() -> set[str]:
             for entry in entries
             if fnmatch.fnmatch(name, entry) and name.count("/") == entry.count("/")
         }
+        assert len(entries) == len(set(entries)), page
         plain = {entry for entry in entries if "*" not in entry}
         assert {e for e in plain - names if not e.startswith("generated/")} == set()
         new += sorted(more - found)
