@@ -168,7 +168,16 @@ def test_layers_that_draw_are_silent_only_in_the_block():
             "Leave one out",
         ),
     ],
-    ids=str,
+    ids=[
+        "one number",
+        "no whole number",
+        "too many",
+        "batch too small",
+        "workers",
+        "empty data",
+        "data read once",
+        "batch and limit",
+    ],
 )
 def test_what_cannot_be_measured_is_refused_at_once(arguments, error, message):
     with pytest.raises(error, match=re.escape(message)):
