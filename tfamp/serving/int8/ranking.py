@@ -127,10 +127,11 @@ def rank(
 
     Example:
         >>> keras.utils.set_random_seed(0)
-        >>> model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(4)])
+        >>> dense = keras.layers.Dense(4, name="logits")
+        >>> model = keras.Sequential([keras.Input((8,)), dense])
         >>> found = rank(model, np.random.default_rng(0).normal(size=(16, 8)))
         >>> found.layers[0].path, found.layers[0].is_guilty
-        ('dense', False)
+        ('logits', False)
     """
     recorder = _Recorder(model)
     given = structure.map_structure(_first_examples, inputs)
