@@ -118,7 +118,10 @@ def test_a_metric_that_cannot_be_made_fails_as_in_stock():
 def test_nested_data_and_unknown_batch_sizes_are_traced_once_too():
     inputs = {name: keras.Input((6,), name=name) for name in ("a", "b")}
     h = keras.layers.Add()(list(inputs.values()))
-    outputs = {"one": keras.layers.Dense(1)(h), "two": keras.layers.Dense(2)(h)}
+    sizes = {"one": 1, "two": 2}
+    outputs = {
+        name: keras.layers.Dense(size, name=name)(h) for name, size in sizes.items()
+    }
     x, y = {"a": X, "b": X}, {"one": X[:, :1], "two": X[:, :2]}
     dataset = tf.data.Dataset.from_tensor_slices((x, y)).batch(5)
     logs = {}
