@@ -13,6 +13,7 @@ from tfamp.records import checks
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.records.units import format_bytes
+from tfamp.stepping.arguments import check_built
 from tfamp.stepping.unchanged import copied
 
 _IN_PLACE = "pass `in_place=True` to freeze the model itself"
@@ -59,7 +60,7 @@ def freeze(
         ['bfloat16', 'bfloat16', 'float32', 'float32']
     """
     checks.choice("dtype", dtype, HALF)
-    _check(model)
+    check_built(model, "freeze")
     _check_range(model, dtype)
     _reads(model, sample)  # raises where it cannot be called
     frozen = model if in_place else copied(model, instead=_IN_PLACE)
@@ -94,20 +95,6 @@ def freeze(
         format_bytes(before),
     )
     return frozen
-
-
-def _check(model: Any) -> None:
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Cannot freeze {model!r}, of type {type(model).__name__}; expected a "
-            "`keras.Model`. Wrap a layer: `keras.Sequential([keras.Input(shape), "
-            "layer])`."
-        )
-    if not model.built:
-        raise ValueError(
-            f"Model {model.name!r} has no weights yet; expected a built one. Call it "
-            "on a batch, or load its weights, first."
-        )
 
 
 def _check_range(model: keras.Model, dtype: str) -> None:

@@ -119,6 +119,26 @@ def batch_of(data: Any, *, name: str = "data") -> Any:
     return first_batch(dataset_of(data, name=name))
 
 
+def check_built(model: Any, verb: str) -> None:
+    """Raises unless a model with weights was given, whether compiled or not.
+
+    Raises:
+        TypeError: It is no Keras model; `verb` says what cannot be done with it.
+        ValueError: It has no weights yet.
+    """
+    if not isinstance(model, keras.Model):
+        raise TypeError(
+            f"Cannot {verb} {model!r}, of type {type(model).__name__}; expected a "
+            "`keras.Model`. Wrap a layer: `keras.Sequential([keras.Input(shape), "
+            "layer])`."
+        )
+    if not model.built:
+        raise ValueError(
+            f"Model {model.name!r} has no weights yet; expected a built one. Call it "
+            "on a batch, or load its weights, first."
+        )
+
+
 def build(model: keras.Model, batch: Any) -> None:
     """Builds weights and optimizers, so that there is something to put back.
 

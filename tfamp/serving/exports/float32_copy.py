@@ -7,6 +7,7 @@ import keras
 from tfamp.keras_hooks import structure, trainer, variables
 from tfamp.models import apply
 from tfamp.records.formats import HALF
+from tfamp.stepping.arguments import check_built
 from tfamp.stepping.unchanged import copied
 
 # Steps up to which a recurrent layer is written out: LiteRT and OpenVINO have no loops
@@ -24,17 +25,7 @@ def float32_copy(model: keras.Model) -> keras.Model:
         TypeError: `model` is not a Keras model.
         ValueError: It has no weights yet, or cannot be copied.
     """
-    if not isinstance(model, keras.Model):
-        raise TypeError(
-            f"Cannot export {model!r}, of type {type(model).__name__}; expected a "
-            "`keras.Model`. Wrap a layer: `keras.Sequential([keras.Input(shape), "
-            "layer])`."
-        )
-    if not model.built:
-        raise ValueError(
-            f"Model {model.name!r} has no weights yet; expected a built one. Call it "
-            "on a batch, or load its weights, first."
-        )
+    check_built(model, "export")
     copy = copied(model, instead="export a model whose classes have one")
     own = {id(weight) for weight in model.weights}
     if own & {id(weight) for weight in copy.weights}:

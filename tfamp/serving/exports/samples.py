@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.serving.exports.tracing import Traced
-from tfamp.serving.runtimes.signature import dtype_named
+from tfamp.serving.runtimes.signature import dtype_named, has_shape
 from tfamp.stepping.arguments import dataset_of
 
 # More tell a quantiser next to nothing about ranges.
@@ -84,11 +84,7 @@ def _checked(arrays: Mapping[str, Any], traced: Traced) -> dict[str, np.ndarray]
     for spec in traced.signature.inputs:
         array = np.asarray(arrays[spec.name])
         dtype = dtype_named(spec.dtype)
-        fits = array.ndim == len(spec.shape) and all(
-            length in (None, size)
-            for length, size in zip(spec.shape, array.shape, strict=True)
-        )
-        if not fits:
+        if not has_shape(array, spec.shape):
             raise ValueError(
                 f"`calibration` has {spec.name!r} of shape {array.shape}; expected "
                 f"{spec.shape}. Pass inputs as `predict` takes them."

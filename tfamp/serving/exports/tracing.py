@@ -118,7 +118,7 @@ def trace(model: keras.Model, sample: Any = None) -> Traced:
         concrete = function.get_concrete_function()
     except Exception as error:  # of whatever the model's `call` does
         raise ValueError(
-            f"Cannot trace model {model.name!r} for inputs {_told(specs)}: "
+            f"Cannot trace model {model.name!r} for inputs {_specs_text(specs)}: "
             f"{first_line(error)} Pass inputs as it takes them as `calibration=` or "
             "`validation=`, or make its `call` one that `predict` can trace."
         ) from error
@@ -283,5 +283,5 @@ def _flattened(x: Any, wanted: Any, names: Sequence[str]) -> list[Any]:
     return leaves
 
 
-def _told(specs: Sequence[tf.TensorSpec]) -> str:
+def _specs_text(specs: Sequence[tf.TensorSpec]) -> str:
     return ", ".join(f"{s.name} {tuple(s.shape)} {s.dtype.name}" for s in specs)

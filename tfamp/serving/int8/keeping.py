@@ -77,14 +77,14 @@ def keep_guilty(
         needed = with_producers(paths, by_path, mode)
         return tuple(path for path in needed if path not in fixed)
 
-    def tried(paths: tuple[str, ...]) -> Evaluation:
+    def evaluated(paths: tuple[str, ...]) -> Evaluation:
         since = time.perf_counter()
         parity = evaluate(with_all(paths))
         return _evaluation(paths, parity, time.perf_counter() - since)
 
     # What stays anyway may need the layer that gives its outlier to stay, too.
     free = [layer for layer in ranking.layers if with_all([layer.path])]
-    search = Search(_suspects(free), tried, max_evaluations=max_evaluations)
+    search = Search(_suspects(free), evaluated, max_evaluations=max_evaluations)
     best = search.run()
     chosen = best or min(search.tried, key=lambda each: each.worsening)
     return Kept(

@@ -71,13 +71,11 @@ def find(
             f"`url` {url!r} names no model; expected an address such as "
             f"{base}/v2/models/digits. Add the model."
         )
-    told = _told(base + path, head)
+    inputs = _metadata(base + path, head)["inputs"]
     name = path.split("/")[3]
     rng = np.random.default_rng(0)
-    arrays = {
-        str(entry["name"]): _drawn(entry, batch_size, rng) for entry in told["inputs"]
-    }
-    body, length = _body(arrays, told["inputs"], protocol)
+    arrays = {str(entry["name"]): _drawn(entry, batch_size, rng) for entry in inputs}
+    body, length = _body(arrays, inputs, protocol)
     ask = f"/v1/models/{name}:predict" if protocol == "predict" else f"{path}/infer"
     if length is not None:
         head["Inference-Header-Content-Length"] = str(length)
@@ -92,7 +90,7 @@ def find(
     return Target(f"{parts.netloc} {name}", parts.hostname, parts.port or 80, request)
 
 
-def _told(address: str, headers: dict[str, str]) -> dict[str, Any]:
+def _metadata(address: str, headers: dict[str, str]) -> dict[str, Any]:
     """Returns the metadata of a model."""
     request = urllib.request.Request(address, headers=headers)
     try:

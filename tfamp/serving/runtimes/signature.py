@@ -155,11 +155,7 @@ def _checked(value: Any, spec: TensorSpec) -> np.ndarray:
             f"Input {spec.name!r} is of dtype {array.dtype}; expected {spec.dtype}. "
             f"Cast it with `.astype({spec.dtype!r})`."
         )
-    fits = array.ndim == len(spec.shape) and all(
-        length in (None, size)
-        for length, size in zip(spec.shape, array.shape, strict=True)
-    )
-    if not fits:
+    if not has_shape(array, spec.shape):
         raise ValueError(
             f"Input {spec.name!r} is of shape {array.shape}; expected "
             f"{spec.shape}, where None is free and the first is the batch. "
@@ -183,6 +179,13 @@ def _casts(array: np.ndarray, wanted: np.dtype) -> bool:
         # Numbers of another width, as Python's integers are, where all of them fit.
         return bool(np.array_equal(array.astype(wanted), array))
     return False
+
+
+def has_shape(array: np.ndarray, shape: Sequence[int | None]) -> bool:
+    """Returns whether an array has a shape, where None is any length."""
+    return array.ndim == len(shape) and all(
+        length in (None, size) for length, size in zip(shape, array.shape, strict=True)
+    )
 
 
 def dtype_named(name: str) -> np.dtype:

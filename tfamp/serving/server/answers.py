@@ -19,7 +19,7 @@ class Answer(NamedTuple):
     headers: tuple[tuple[bytes, bytes], ...] = (JSON,)
 
 
-def told(content: dict[str, Any], status: int = 200) -> Answer:
+def json_answer(content: dict[str, Any], status: int = 200) -> Answer:
     """Returns an answer of JSON."""
     return Answer(status, orjson.dumps(content))
 

@@ -8,11 +8,11 @@ from typing import Any
 
 from tfamp.records.checks import short_error
 from tfamp.serving.server import open_inference, tf_predict
-from tfamp.serving.server.answers import BYTES, TEXT, Answer, refused, told
+from tfamp.serving.server.answers import BYTES, TEXT, Answer, json_answer, refused
 from tfamp.serving.server.bodies import Bodies, Headers, Held, Receive
 from tfamp.serving.server.metrics import Metrics
 from tfamp.serving.server.models import Models, Version, log
-from tfamp.serving.server.refusals import Refusal, shown
+from tfamp.serving.server.refusals import Refusal, quoted
 
 Scope = Mapping[str, Any]
 Send = Callable[[dict[str, Any]], Awaitable[None]]
@@ -88,18 +88,18 @@ class App:
         """Finds what is asked for."""
         path: str = scope["path"]
         if path in ("/v2/health/live", "/v2/health/live/"):
-            return told({"live": True})
+            return json_answer({"live": True})
         if path in ("/v2/health/ready", "/v2/health/ready/"):
             ready = self._models.is_ready and not self.is_stopping
-            return told({"ready": ready}, 200 if ready else 503)
+            return json_answer({"ready": ready}, 200 if ready else 503)
         headers = dict(scope["headers"])
         self._check_token(headers)
         if path == "/metrics":
             _check_method(scope, "GET")
-            return self._told_metrics()
+            return self._metrics_text()
         if path in ("/v2", "/v2/"):
             _check_method(scope, "GET")
-            return told(self._metadata())
+            return json_answer(self._metadata())
         if match := _V2.fullmatch(path):
             held.labels = ("", "", "v2")
             name, number, what = match.groups()
@@ -122,10 +122,10 @@ class App:
                 return await self._predict(self._named(name, number, held), body)
             if what in (None, "/metadata"):
                 _check_method(scope, "GET")
-                return self._v1_told(name, number, what, held)
+                return self._of_v1_model(name, number, what, held)
         raise Refusal(
             404,
-            f"There is nothing at {shown(path)}; expected /v2/models/NAME/infer, "
+            f"There is nothing at {quoted(path)}; expected /v2/models/NAME/infer, "
             "/v1/models/NAME:predict, /v2/health/ready or /metrics. Correct the "
             "address.",
         )
@@ -155,29 +155,29 @@ class App:
 
     def _of_model(self, version: Version, what: str | None) -> Answer:
         if what == "ready":
-            return told({"name": version.name, "ready": True})
+            return json_answer({"name": version.name, "ready": True})
         numbers = self._models.numbers(version.name)
         model = version.model
-        return told(
+        return json_answer(
             open_inference.metadata(
                 version.name, numbers, model.signature, model.runtime
             )
         )
 
-    def _v1_told(
+    def _of_v1_model(
         self, name: str, number: str | None, what: str | None, held: Held
     ) -> Answer:
         if what == "/metadata":
             version = self._named(name, number, held)
-            return told(
+            return json_answer(
                 tf_predict.metadata(name, version.number, version.model.signature)
             )
         if number is not None:
             self._named(name, number, held)
         numbers = [number] if number is not None else self._models.numbers(name)
-        return told(tf_predict.status(dict.fromkeys(numbers, "AVAILABLE")))
+        return json_answer(tf_predict.status(dict.fromkeys(numbers, "AVAILABLE")))
 
-    def _told_metrics(self) -> Answer:
+    def _metrics_text(self) -> Answer:
         self._metrics.waiting.set(
             {
                 (each.name, each.number): each.batcher.num_waiting
@@ -231,5 +231,5 @@ def _check_method(scope: Scope, method: str) -> None:
     found = scope["method"]
     if found != method and (found, method) != ("HEAD", "GET"):
         raise Refusal(
-            405, f"The method is {shown(found)}; expected {method}. Use that one."
+            405, f"The method is {quoted(found)}; expected {method}. Use that one."
         )

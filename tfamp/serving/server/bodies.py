@@ -5,7 +5,7 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
-from tfamp.serving.server.refusals import Refusal, shown
+from tfamp.serving.server.refusals import Refusal, quoted
 
 Headers = Mapping[bytes, bytes]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -57,7 +57,7 @@ class Bodies:
         if coding != b"identity":
             raise Refusal(
                 415,
-                f"The body is encoded by {shown(coding.decode('latin-1'))}; expected "
+                f"The body is encoded by {quoted(coding.decode('latin-1'))}; expected "
                 "plain bytes. Send it without compression.",
                 close=True,
             )

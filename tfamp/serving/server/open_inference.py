@@ -11,7 +11,7 @@ import numpy as np
 
 from tfamp.serving.runtimes.signature import Signature, TensorSpec
 from tfamp.serving.server import json_text, tensors
-from tfamp.serving.server.refusals import Refusal, shown, unknown
+from tfamp.serving.server.refusals import Refusal, quoted, unknown
 
 # Header with the length of the JSON, where raw bytes follow it.
 HEADER = b"inference-header-content-length"
@@ -47,7 +47,7 @@ def read(body: bytes, header_length: bytes | None, signature: Signature) -> Aske
         if not header_length.isdigit() or not 0 < int(header_length) <= len(body):
             raise Refusal(
                 400,
-                f"Inference-Header-Content-Length is {shown(header_length.decode())}; "
+                f"Inference-Header-Content-Length is {quoted(header_length.decode())}; "
                 f"expected the bytes of the JSON, from 1 to {len(body)}. Correct it.",
             )
         length = int(header_length)
@@ -70,7 +70,7 @@ def read(body: bytes, header_length: bytes | None, signature: Signature) -> Aske
         )
     identity = content.get("id")
     if identity is not None and not isinstance(identity, str):
-        raise Refusal(400, f"`id` is {shown(identity)}; expected text.")
+        raise Refusal(400, f"`id` is {quoted(identity)}; expected text.")
     inputs = tensors.check_inputs(inputs, signature.inputs)
     return Asked(inputs, _wanted(content, signature), identity)
 
@@ -132,14 +132,14 @@ def _tensor(
     if entry.get("datatype") != expected:
         raise Refusal(
             400,
-            f"Input {spec.name!r} is of datatype {shown(entry.get('datatype'))}; "
+            f"Input {spec.name!r} is of datatype {quoted(entry.get('datatype'))}; "
             f"expected {expected!r}. Cast it and name that.",
         )
     shape = entry.get("shape")
     if not isinstance(shape, list) or not all(map(_is_length, shape)):
         raise Refusal(
             400,
-            f"Input {spec.name!r} has the shape {shown(shape)}; expected a list of "
+            f"Input {spec.name!r} has the shape {quoted(shape)}; expected a list of "
             "lengths. Name the number of examples first.",
         )
     parameters = _parameters(entry, f"input {spec.name!r}")
@@ -156,7 +156,7 @@ def _tensor(
     if "data" in entry or not _is_length(size) or size > len(binary):
         raise Refusal(
             400,
-            f"Input {spec.name!r} has the `binary_data_size` {shown(size)} where "
+            f"Input {spec.name!r} has the `binary_data_size` {quoted(size)} where "
             f"{len(binary)} bytes are left"
             + (" and `data` beside it" if "data" in entry else "")
             + "; expected as many bytes behind the JSON and no `data`. Set "
@@ -201,7 +201,7 @@ def _wanted(content: Mapping[str, Any], signature: Signature) -> dict[str, bool]
         for strange in parameters.keys() - {"binary_data"}:
             raise Refusal(
                 400,
-                f"Output {name!r} has the parameter {shown(strange)}; expected "
+                f"Output {name!r} has the parameter {quoted(strange)}; expected "
                 "'binary_data' alone. Leave it out.",
             )
         own = _flag(parameters, "binary_data")
@@ -212,7 +212,7 @@ def _wanted(content: Mapping[str, Any], signature: Signature) -> dict[str, bool]
 def _flag(parameters: Mapping[str, Any], name: str) -> bool | None:
     value = parameters.get(name)
     if value is not None and not isinstance(value, bool):
-        raise Refusal(400, f"`{name}` is {shown(value)}; expected true or false.")
+        raise Refusal(400, f"`{name}` is {quoted(value)}; expected true or false.")
     return value
 
 
@@ -221,7 +221,7 @@ def _objects(content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     if not isinstance(entries, list) or not all(isinstance(e, dict) for e in entries):
         raise Refusal(
             400,
-            f"`{name}` is {shown(entries)}; expected a list of objects, each with a "
+            f"`{name}` is {quoted(entries)}; expected a list of objects, each with a "
             "`name`. Send one for each tensor.",
         )
     return entries
@@ -230,7 +230,7 @@ def _objects(content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
 def _text(entry: Mapping[str, Any], key: str, what: str) -> str:
     value = entry.get(key)
     if not isinstance(value, str):
-        raise Refusal(400, f"`{key}` of {what} is {shown(value)}; expected text.")
+        raise Refusal(400, f"`{key}` of {what} is {quoted(value)}; expected text.")
     return value
 
 
@@ -240,7 +240,7 @@ def _parameters(entry: Mapping[str, Any], what: str) -> Mapping[str, Any]:
         return {}
     if not isinstance(found, dict):
         raise Refusal(
-            400, f"`parameters` of {what} is {shown(found)}; expected an object."
+            400, f"`parameters` of {what} is {quoted(found)}; expected an object."
         )
     return found
 

@@ -40,15 +40,15 @@ def unknown(what: str, name: str, known: Iterable[str], status: int = 404) -> Re
     guess = checks.did_you_mean(name, names)
     advice = f"Did you mean {guess!r}?" if guess else "Ask for one of these."
     return Refusal(
-        status, f"There is no {what} {shown(name)}; expected {expected}. {advice}"
+        status, f"There is no {what} {quoted(name)}; expected {expected}. {advice}"
     )
 
 
-def shown(value: object) -> str:
+def quoted(value: object) -> str:
     """Returns what came, for a message: at most 80 characters of it.
 
     Example:
-        >>> shown("x" * 100)[-8:], shown([1, 2])
+        >>> quoted("x" * 100)[-8:], quoted([1, 2])
         ('xxxxxxx…', '[1, 2]')
     """
     # Of a long list, `repr` would write all only to cut it.

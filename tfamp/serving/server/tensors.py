@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from tfamp.serving.runtimes.signature import TensorSpec, dtype_named
-from tfamp.serving.server.refusals import Refusal, shown
+from tfamp.serving.server.refusals import Refusal, quoted
 
 # Of the Open Inference Protocol, by NumPy's names.
 DATATYPES = {
@@ -59,7 +59,7 @@ def from_json(data: Any, spec: TensorSpec) -> np.ndarray:
     if found.dtype.kind not in _KINDS[kind]:
         raise Refusal(
             400,
-            f"Input {spec.name!r} is {shown(data)}; expected {_WORDS[kind]} for "
+            f"Input {spec.name!r} is {quoted(data)}; expected {_WORDS[kind]} for "
             f"{spec.dtype} in nested lists, those of a level all of one length. Send "
             "neither null nor text, and no other kind of number.",
         )
@@ -87,7 +87,7 @@ def _texts(data: Any, spec: TensorSpec) -> np.ndarray:
     if not all(isinstance(each, (str, bytes)) for each in found.flat):
         raise Refusal(
             400,
-            f"Input {spec.name!r} is {shown(data)}; expected texts in nested lists, "
+            f"Input {spec.name!r} is {quoted(data)}; expected texts in nested lists, "
             "those of a level all of one length.",
         )
     return found
@@ -180,9 +180,9 @@ def check_inputs(
         strange = [name for name in inputs if name not in names]
         raise Refusal(
             400,
-            f"Inputs are {shown(list(inputs))}; expected {names}."
+            f"Inputs are {quoted(list(inputs))}; expected {names}."
             + (f" Add {missing}." if missing else "")
-            + (f" Leave out {shown(strange)}." if strange else ""),
+            + (f" Leave out {quoted(strange)}." if strange else ""),
         )
     for spec in specs:
         shape = inputs[spec.name].shape

@@ -12,7 +12,7 @@ import numpy as np
 
 from tfamp.serving.runtimes.signature import Signature, TensorSpec
 from tfamp.serving.server import json_text, tensors
-from tfamp.serving.server.refusals import Refusal, shown, unknown
+from tfamp.serving.server.refusals import Refusal, quoted, unknown
 
 SIGNATURE_NAME = "serving_default"
 _KEYS = ("instances", "inputs", "signature_name")
@@ -39,8 +39,8 @@ def read(body: bytes, signature: Signature) -> Asked:
     if name not in ("", SIGNATURE_NAME):
         raise Refusal(
             400,
-            f"`signature_name` is {shown(name)}; expected {SIGNATURE_NAME!r}, the only "
-            "one there is. Leave it out.",
+            f"`signature_name` is {quoted(name)}; expected {SIGNATURE_NAME!r}, the "
+            "only one there is. Leave it out.",
         )
     by_row = "instances" in content
     if by_row is ("inputs" in content):
@@ -131,7 +131,7 @@ def _columns(rows: Any, signature: Signature) -> dict[str, Any]:
     if not isinstance(rows, list) or not rows:
         raise Refusal(
             400,
-            f"`instances` is {shown(rows)}; expected a list with a row for each "
+            f"`instances` is {quoted(rows)}; expected a list with a row for each "
             "example. Send at least one.",
         )
     named = [isinstance(row, dict) and row.keys() != {"b64"} for row in rows]
@@ -141,7 +141,7 @@ def _columns(rows: Any, signature: Signature) -> dict[str, Any]:
         if not is_named or row.keys() != set(names):
             raise Refusal(
                 400,
-                f"A row of `instances` is {shown(row)}; expected an object with the "
+                f"A row of `instances` is {quoted(row)}; expected an object with the "
                 f"inputs {names}. Write all rows alike.",
             )
     return {name: [row[name] for row in rows] for name in names}
@@ -159,7 +159,7 @@ def _tensors(inputs: Any, signature: Signature) -> dict[str, Any]:
         return {names[0]: inputs}
     raise Refusal(
         400,
-        f"`inputs` is {shown(inputs)}; expected an object with the inputs {names}. "
+        f"`inputs` is {quoted(inputs)}; expected an object with the inputs {names}. "
         "Name each tensor.",
     )
 
@@ -176,8 +176,8 @@ def _decoded(data: Any, spec: TensorSpec) -> Any:
         except (binascii.Error, TypeError, ValueError) as error:
             raise Refusal(
                 400,
-                f"`b64` of input {spec.name!r} is {shown(data['b64'])}; expected bytes "
-                "in base64. Encode them so.",
+                f"`b64` of input {spec.name!r} is {quoted(data['b64'])}; expected "
+                "bytes in base64. Encode them so.",
             ) from error
     return data
 
