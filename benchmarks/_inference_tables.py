@@ -23,6 +23,13 @@ def inference(result: Result) -> Rows:
                     str(found["flipped"]),
                 ]
             )
+        for name, found in own["stock"].items():
+            speeds = [interval_text(found[size], 2) for size in _SIZES]
+            rows.append([case, f"TensorFlow: {name}", "", *speeds, "", ""])
+    for case, found in result["large"].items():
+        agree = f"{found['agree']:.1%} of {found['number']} agree"
+        size = f"{found['size']:.2f}"
+        rows.append([case, found["exported"], size, "", "", agree, ""])
     return rows
 
 
@@ -37,6 +44,39 @@ def summary(results: list[Result]) -> list[tuple[str, str, str]]:
             rows.append(
                 (f"{what}, {case} at batch {size}", reached, goal + missed(best["met"]))
             )
+    cases = results[0]["cases"].values()
+    stored = [own["candidates"]["saved_model float32"] for own in cases]
+    chosen = [
+        own["candidates"][best["int8"]]
+        for own in cases
+        for best in own["best"].values()
+    ]
+    for name, sizes, most in (
+        (
+            "Bytes of a float32 SavedModel over its weights",
+            [found["over_weights"] for found in stored],
+            1.05,
+        ),
+        (
+            "Bytes of the fastest int8 over the float32 .keras file",
+            [found["size"] for found in chosen],
+            0.27,
+        ),
+    ):
+        if sizes:
+            met = max(sizes) <= most
+            rows.append((name, f"{max(sizes):.2f}", f"at most {most:g}{missed(met)}"))
+    for case, own in results[0]["large"].items():
+        met = own["agree"] >= own["required"]
+        goal = f"at least {own['required']:.0%}"
+        what = f"Predictions of {case}, random weights, that int8 leaves as they are"
+        rows.append((what, f"{own['agree']:.1%}", goal + missed(met)))
+    auto = results[0]["auto"]
+    if auto["number"]:
+        met = auto["near"] >= auto["required"] * auto["number"]
+        goal = f"at least {auto['required']:.0%}"
+        what = "Choices of `auto` that are the fastest, or within 5 %"
+        rows.append((what, f"{auto['near']} of {auto['number']}", goal + missed(met)))
     planted = results[0]["planted"]
     if planted["number"]:
         share = planted["passed"] / planted["number"]

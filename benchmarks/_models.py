@@ -5,8 +5,6 @@ inputs, so that a loss that falls shows that the model learns; a few batches lie
 memory and come again and again, so that no input pipeline is timed.
 """
 
-import sys
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -85,10 +83,7 @@ def resnet50(seed: int = 0, epochs: int = 1, *, size: int = 96, steps: int = 8) 
 
 def text(seed: int = 0, epochs: int = 1, *, steps: int = 150) -> Any:
     """recipes/train_text.py, its first steps; it validates on a part of the files."""
-    folder = str(Path(__file__).resolve().parents[1] / "recipes")
-    if folder not in sys.path:
-        sys.path.append(folder)
-    import train_text
+    from recipes import train_text
 
     model, train, validation = train_text.build(seed=seed, epochs=epochs)
     return model, train.take(steps), validation.take(steps // 5)

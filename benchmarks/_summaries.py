@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _inference_tables, _scale_tables
+from benchmarks import _inference_tables, _scale_tables, _serving_tables
 from benchmarks._texts import (
     Result,
     by_policy,
@@ -138,6 +138,7 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
         if size != "bytes" and found["goal"]
     ],
     "inference": _inference_tables.summary,
+    "serving": _serving_tables.summary,
     "tuner": lambda results: [
         (
             goal["what"],

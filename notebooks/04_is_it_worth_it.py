@@ -234,8 +234,8 @@ print("may be merged" if passes else "must not be merged", "-", result.verdict)
 # %% [markdown]
 # ## Where to go next
 #
-# - Every [recipe](REPOSITORY_URL/tree/main/recipes) compares with a flag:
-#   `python recipes/train_text.py --compare=3`.
+# - Every [recipe](REPOSITORY_URL/tree/main/recipes) with a `build` compares:
+#   `tfamp compare recipes.train_text:build`.
 # - [RESULTS.md](REPOSITORY_URL/blob/main/benchmarks/RESULTS.md): what policies bring
 #   other models, measured in this way.
 # - [The pipeline notebook](REPOSITORY_URL/blob/main/notebooks/03_data.ipynb) helps

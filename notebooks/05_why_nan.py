@@ -230,8 +230,7 @@ for name, each in {"healthy": healthy, "with two faults": guarded}.items():
 #
 # ## Where to go next
 #
-# - Every [recipe](REPOSITORY_URL/tree/main/recipes) breaks on request:
-#   `python recipes/train_digits.py --inject=bad_batch --guard=runs`.
+# - [Recipes](REPOSITORY_URL/tree/main/recipes): complete scripts to break and to mend.
 # - [docs/lint.md](REPOSITORY_URL/blob/main/docs/lint.md): every trap that `lint`
 #   knows, with its remedy.
 # - [docs/bundles.md](REPOSITORY_URL/blob/main/docs/bundles.md): what is in a bundle.

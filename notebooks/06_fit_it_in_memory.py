@@ -298,8 +298,8 @@ for name, each in {"trained": model, "frozen": frozen}.items():
 #
 # - `tfamp memory package.module:build --max_memory=16GB` asks the same on the command
 #   line, `tfamp find_batch_size package.module:build` makes the trials.
-# - Every [recipe](REPOSITORY_URL/tree/main/recipes) that trains by `fit` fits itself:
-#   `python recipes/train_text.py --max_memory=100MB`.
+# - A [recipe](REPOSITORY_URL/tree/main/recipes) that is too large:
+#   `tfamp find_batch_size recipes.train_resnet50:build`.
 # - [Is it worth it?](REPOSITORY_URL/blob/main/notebooks/04_is_it_worth_it.ipynb)
 #   compares policies in accuracy, speed and memory.
 # - [Why is my loss NaN?](REPOSITORY_URL/blob/main/notebooks/05_why_nan.ipynb) for what

@@ -40,6 +40,14 @@ def check_inference(result):
     assert bool(result["planted"]["runs"]) == bool(names)
 
 
+def check_serving(result):
+    assert set(result["rates"]) == {"int8", "saved_model", "fastapi"}
+    assert all(each["per_second"] > 0 for each in result["rates"].values())
+    assert result["half_peak"]["errors"] == {}
+    texts = write_results.section("serving", [result])[0]
+    assert "| FastAPI, ONNX int8 |" in texts
+
+
 def check_resident(result):
     found = result["cases"]["MLP of 2 blocks"]["float32"]
     # Small tensors in a large process.
@@ -109,11 +117,15 @@ def check_scale(result):
 
 RUNS = [[name] for name in names() if name not in NOT_MEASURING]
 RUNS.append(["memory", "--glibc"])
+# Benchmark -> packages that are of no extra of the tests.
+NEEDED = {"serving": ("fastapi", "orjson", "tf2onnx", "onnxruntime", "uvicorn")}
 
 
 @pytest.mark.whole("what they compute is tested below; what they print, seldom changes")
 @pytest.mark.parametrize("command", RUNS, ids=" ".join)
 def test_a_benchmark_prints_the_figures_that_it_writes(command, tmp_path):
+    for package in NEEDED.get(command[0], ()):
+        pytest.importorskip(package)
     path = tmp_path / "figures.json"
     completed = subprocess.run(
         [sys.executable, "-m", "benchmarks", *command, "--smoke", f"--json={path}"],
@@ -370,6 +382,26 @@ def test_what_spoils_models_is_hidden_in_float32_and_found_in_half(name):
     assert case.trained(3, (5,), epochs=1)[1] == guilty
     off = np.abs(low - exact).mean() / exact.std()
     assert not off < 0.02
+
+
+def test_figures_of_serving_are_held_against_their_goals(monkeypatch):
+    benchmark = load("serving")
+    rates = iter([4000, 900, 1000, 4400, 3600, 1000])  # the first who goes, changes
+    monkeypatch.setattr(benchmark, "ask", lambda *_: (next(rates), [0.001, 0.003]))
+    monkeypatch.setattr(benchmark, "processor_seconds", lambda pid: 0.0)
+    monkeypatch.setattr(
+        benchmark,
+        "take_turns",
+        lambda sides, turns: np.array(
+            [[side() for side in sides] for _ in range(turns)]
+        ),
+    )
+    servers = {"int8": (1, 2), "fastapi": (3, 4)}
+    found = benchmark.compare_rates(servers, b"", 2, 0.1)
+    # Untimed 4000 and 900; then 1000 over 4400, and 3600 over 1000.
+    assert found["int8"]["per_second"] == 2300
+    own = found["fastapi"]
+    assert (own["ratio"], own["goal"], own["met"]) == (1.914, 4.0, False)
 
 
 def test_a_ratio_is_the_median_of_the_ratios_of_the_turns():

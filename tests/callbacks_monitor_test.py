@@ -402,6 +402,18 @@ def test_another_optimizer_is_refused_before_training(make, wrapped, tmp_path):
     assert model.optimizer.iterations == 0
 
 
+@pytest.mark.parametrize("policy", ["mixed_bfloat16", "float32"])
+def test_a_policy_that_scales_no_loss_leaves_nothing_to_show(policy, tmp_path, caplog):
+    with tfamp.scope(policy):
+        model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    history = fit(model, PrecisionMonitor(csv_path=tmp_path / "steps.csv"))
+    assert "loss_scale" not in history
+    assert list(tmp_path.iterdir()) == []
+    assert "shows and writes nothing" in caplog.text
+    assert model.optimizer.iterations > 0
+
+
 def wrong_paths(folder):
     """Name -> (arguments, what the error says)."""
     (folder / "file").write_text("time,loss\n")

@@ -1,5 +1,6 @@
 """Scripts and manifests of `deploy/`: linted, and read as tfamp reads what they set."""
 
+import json
 import os
 import shutil
 import subprocess
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from tests import deploy_schemas
 from tfamp.machine.clusters.environment import read
 
 ROOT = Path(__file__).parents[1]
@@ -79,15 +81,55 @@ def test_scripts_pass_shellcheck():
     assert done.returncode == 0, done.stdout
 
 
-def manifests():
-    yaml = pytest.importorskip("yaml")
-    return list(yaml.safe_load_all((FOLDER / "kubernetes.yaml").read_text()))
+def manifests(name="kubernetes.yaml"):
+    yaml = pytest.importorskip("yaml", reason="of the extra `dev`")
+    return list(yaml.safe_load_all((FOLDER / name).read_text()))
 
 
-def test_manifests_are_what_kubernetes_takes():
-    validate = pytest.importorskip("kubernetes_validate", reason="of the extra `dev`")
-    for each in manifests():
-        validate.validate(each, validate.latest_version(), strict=True)
+MANIFESTS = {
+    "kubernetes.yaml": (deploy_schemas.SERVICE, deploy_schemas.JOB),
+    "vertex.yaml": (deploy_schemas.VERTEX,),
+    "sagemaker.yaml": (deploy_schemas.SAGEMAKER,),
+}
+
+
+@pytest.mark.parametrize("name", MANIFESTS)
+def test_manifests_hold_what_is_taken(name):
+    jsonschema = pytest.importorskip("jsonschema", reason="of the extra `dev`")
+    for each, schema in zip(manifests(name), MANIFESTS[name], strict=True):
+        jsonschema.Draft202012Validator.check_schema(schema)
+        jsonschema.validate(each, schema)
+        misspelt = {**each, **{f"{key}s": value for key, value in each.items()}}
+        with pytest.raises(jsonschema.ValidationError):
+            jsonschema.validate(misspelt, schema)
+
+
+def test_machines_of_vertex_read_their_cluster():
+    (job,) = manifests("vertex.yaml")
+    chief, workers = [pool["replicaCount"] for pool in job["workerPoolSpecs"]]
+    assert chief == 1
+    # What Vertex AI sets, by its page on distributed training.
+    hosts = {"chief": ["job-workerpool0-0:2222"], "worker": []}
+    hosts["worker"] = [f"job-workerpool1-{i}:2222" for i in range(workers)]
+    for place in range(1 + workers):
+        task = {"type": "worker", "index": place - 1}
+        task = task if place else {"type": "chief", "index": 0}
+        config = {"cluster": hosts, "task": task, "environment": "cloud"}
+        cluster = read({"TF_CONFIG": json.dumps(config)})
+        assert (cluster.num_workers, cluster.index) == (1 + workers, place)
+
+
+def test_instances_of_sagemaker_read_their_cluster():
+    (job,) = manifests("sagemaker.yaml")
+    number = job["ResourceConfig"]["InstanceCount"]
+    hosts = [f"algo-{place + 1}" for place in range(number)]
+    for place, host in enumerate(hosts):
+        environ = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": host}
+        cluster = read(environ)
+        assert (cluster.num_workers, cluster.index) == (number, place)
+        assert cluster.address.endswith(":8890")
+    channel = job["InputDataConfig"][0]["ChannelName"]
+    assert job["HyperParameters"]["directory"].endswith(f"/{channel}")
 
 
 def test_pods_of_the_indexed_job_read_their_cluster():

@@ -15,6 +15,7 @@ import pytest
 
 import tfamp
 from docs import site_pages
+from tests.named_pages import USED
 from tests.recipe_modules import train_here
 
 ROOT = Path(__file__).parents[1]
@@ -182,4 +183,8 @@ def test_the_site_builds_without_a_warning(tmp_path):
     assert done.returncode == 0, done.stderr
     for page in ("index", "search", "generated/commands", "failures/stuck-sigmoid"):
         assert (tmp_path / "site" / f"{page}.html").is_file()
+    for page in sorted(USED):
+        path, _, anchor = page.partition("#")
+        shown = (tmp_path / "site" / f"{path}.html").read_text("utf-8")
+        assert not anchor or f'id="{anchor}"' in shown, page
     assert "LossScaleOptimizer" in (tmp_path / "site/searchindex.js").read_text("utf-8")

@@ -12,7 +12,8 @@ import pytest
 from rich.console import Console, Group
 
 import tfamp
-from tfamp.cli import doctor
+from tfamp.cli import _clusters as clusters
+from tfamp.cli import _settings, doctor
 from tfamp.cli.diagnosis import (
     CachedMeasurement,
     Diagnosis,
@@ -75,7 +76,7 @@ def text_of(diagnosis, width=80):
 
 def run(probes, *argv):
     """Runs the command on a described machine and returns its status."""
-    return doctor.command(lambda: diagnose(probes)).main(argv)
+    return doctor.command(lambda others: diagnose(probes)).main(argv)
 
 
 def test_a_sound_machine_has_no_findings():
@@ -280,7 +281,7 @@ def test_settings_show_what_is_set():
 
 
 def test_the_policies_are_those_that_enable_takes():
-    assert {"auto", *settings.POLICIES} == set(doctor.POLICIES)
+    assert {"auto", *settings.POLICIES} == set(_settings.POLICIES)
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -480,6 +481,63 @@ def test_the_cluster_is_shown_with_who_answers(capfd):
     lines = [line.split() for line in capfd.readouterr().out.splitlines()]
     assert ["1", "b:1", "this", "process", "not", "asked"] in lines
     assert ["0", "a:1", "chief", "no", "answer"] in lines
+
+
+def worker(index, *devices, workers=WORKERS, **described):
+    """Describes a machine that is a worker."""
+    task = {"type": "worker", "index": index}
+    return machine(
+        *devices, TF_CONFIG=json.dumps({**workers, "task": task}), **described
+    )
+
+
+def test_workers_that_differ_are_told_apart():
+    own = worker(0, CPU, NCCL_DEBUG="INFO")
+    assert {s.name: s.value for s in diagnose(own).settings}["NCCL_DEBUG"] == "INFO"
+    same = diagnose(worker(1, CPU, NCCL_DEBUG="INFO"))
+    calm = diagnose(own).findings
+    assert diagnose(own, {"1.json": same}).findings == calm
+    other = diagnose(worker(2, T4, versions={"keras": "3.15.1"}))
+    found = diagnose(own, {"1.json": same, "2.json": other})
+    assert found.is_broken
+    assert {f.message for f in found.findings} - {f.message for f in calm} == {
+        "keras is 3.12.0 here and 3.15.1 in 2.json.",
+        "NCCL_DEBUG is 'INFO' here and unset in 2.json.",
+        "Devices are Old Xeon here and Tesla T4 in 2.json.",
+    }
+
+
+OTHER_WORKERS = {"cluster": {"worker": ["a:1", "c:1", "b:1"]}}
+
+
+@pytest.mark.parametrize(
+    "other, message",
+    [
+        (worker(0, CPU), "This is worker 0, and so is that of x.json."),
+        (
+            worker(1, CPU, workers=OTHER_WORKERS),
+            "Workers are a:1, b:1, c:1 here and a:1, c:1, b:1 in x.json.",
+        ),
+        (machine(CPU), "Workers are a:1, b:1, c:1 here and none in x.json."),
+    ],
+    ids=["one index twice", "another order", "no cluster"],
+)
+def test_workers_that_would_wait_for_others_are_broken(other, message):
+    found = diagnose(worker(0, CPU), {"x.json": diagnose(other)})
+    assert message in {f.message for f in found.findings if f.severity == "error"}
+
+
+def test_files_of_other_workers_are_read(tmp_path, capfd):
+    path = tmp_path / "other.json"
+    diagnose(worker(1, CPU, versions={"keras": "3.1"})).to_json(path)
+    probes, files = worker(0, CPU), clusters.read
+    look = doctor.command(lambda others: diagnose(probes, files(others)))
+    assert look.main([f"--others={path}"]) == 1
+    assert "3.12.0 here and 3.1 in" in " ".join(capfd.readouterr().out.split())
+    assert look.main([f"--others={tmp_path / 'missing.json'}"]) == 1
+    path.write_text("{}")
+    assert look.main([f"--others={path}"]) == 1
+    assert "Missing fields" in " ".join(capfd.readouterr().err.split())
 
 
 def test_half_a_cluster_is_broken():

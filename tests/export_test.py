@@ -374,8 +374,15 @@ def test_auto_takes_the_fastest_of_what_is_installed(tmp_path, monkeypatch):
     monkeypatch.setattr(
         choosing, "missing", lambda format: () if format == "onnx" else ("nothing",)
     )
+    model = mlp()
+    answers = model.predict(X, verbose=0).argmax(axis=1)
     found = tfamp.export(
-        mlp(), tmp_path / "m", dtype="auto", calibration=X, budget_seconds=20
+        *(model, tmp_path / "m"),
+        dtype="auto",
+        calibration=X,
+        validation=(X, answers),
+        tolerance=0.5,
+        budget_seconds=20,
     )
     outcomes = {each.name: each.outcome for each in found.tried}
     assert outcomes["litert float32"] == "left out"
@@ -383,3 +390,7 @@ def test_auto_takes_the_fastest_of_what_is_installed(tmp_path, monkeypatch):
     chosen = [name for name, outcome in outcomes.items() if outcome == "chosen"]
     assert chosen == [min(timed, key=timed.get)] and len(timed) == 3
     assert "pip install 'tfamp[litert]'" in str(found)
+    against = {each.against for each in found.parity.speedups}
+    other = set() if found.dtype == "float32" else {"best float32 (onnx)"}
+    assert against == {"SavedModel", "XLA"} | other
+    assert all(name in found.parity.reason for name in against)

@@ -14,6 +14,7 @@ from tests.lint_rules_test import batch, places, sequential, stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.numerics.lint.linter import RULE_IDS, RULES, lint
+from tfamp.records import pages
 from tfamp.records.findings import Findings
 
 L = keras.layers
@@ -134,9 +135,9 @@ def test_findings_tell_all_that_a_reader_needs():
     assert isinstance(found, Findings)
     (each,) = found.of(rule="half-head")
     assert (each.severity, each.layer, each.figure) == ("error", "out", 8.3)
-    assert each.details["documentation"] == "docs/lint.md#half-head"
-    assert each.remedy.endswith("See docs/lint.md#half-head.")
-    assert "docs/lint.md#half-head" in re.sub(r"[\s│]", "", found.table())
+    page = pages.address("lint#half-head")
+    assert each.details["documentation"] == page
+    assert f"See {page}" in found.table().splitlines()
     assert found.title == f"Lint of model {model.name!r}, with float16"
     assert Findings.from_json(found.to_json()) == found
 
@@ -416,4 +417,4 @@ def test_the_documentation_has_a_whole_section_for_each_rule():
             assert part in section, name
         assert f'silence={{"{name}": ' in section
     anchors = [rule.documentation for rule in RULES]
-    assert anchors == [f"docs/lint.md#{name}" for name in RULE_IDS]
+    assert anchors == [pages.address(f"lint#{name}") for name in RULE_IDS]

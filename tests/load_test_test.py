@@ -16,40 +16,45 @@ METADATA = (
 )
 
 
-def answering(status=200, *, stall=None, body=METADATA):
-    """Returns a server that stalls once, for `stall` seconds, and what it is asked."""
+def answering(status=200, *, stall=None, body=METADATA, head=None):
+    """Returns a server that stalls once, for `stall` seconds, and what it is asked.
+
+    `head` are other headers in the place of the length of the body.
+    """
+    headers = b"Content-Length: %d" % len(body) if head is None else head
     asked = []
 
     async def serve(reader, writer):
         try:
             while True:
-                head = await reader.readuntil(b"\r\n\r\n")
-                _, found, rest = head.lower().partition(b"content-length:")
+                came = await reader.readuntil(b"\r\n\r\n")
+                _, found, rest = came.lower().partition(b"content-length:")
                 length = int(rest.split(b"\r\n")[0]) if found else 0
                 asked.append(await reader.readexactly(length))
                 if stall is not None and len(asked) == 30:
                     time.sleep(stall)
-                writer.write(
-                    b"HTTP/1.1 %d x\r\nContent-Length: %d\r\n\r\n" % (status, len(body))
-                    + body
-                )
+                writer.write(b"HTTP/1.1 %d x\r\n%s\r\n\r\n" % (status, headers))
+                writer.write(body[:2])
+                if head is not None:  # so that the rest is a packet of its own
+                    await asyncio.sleep(0.001)
+                writer.write(body[2:])
         except (asyncio.IncompleteReadError, ConnectionError):
             writer.close()
 
     return serve, asked
 
 
-def measured(serve, rate, seconds):
+def measured(serve, rate, seconds, timeout_seconds=5.0):
     """Returns what a server of this event loop came to at a rate."""
 
     async def main():
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         one = target.Target("m", "127.0.0.1", port, b"GET / HTTP/1.1\r\n\r\n")
-        pool = arrivals.Connections(one, 8, 5.0)
+        pool = arrivals.Connections(one, 8, timeout_seconds)
         due = arrivals.moments(rate, seconds, seed=0)
         burst = await arrivals.ask_at(pool, due)
-        await pool.close()
+        pool.close()
         server.close()
         await asyncio.sleep(0.05)  # Its side of the connections ends.
         return burst, due
@@ -70,6 +75,46 @@ def test_errors_are_counted_by_what_they_were():
     serve, _ = answering(503)
     burst, due = measured(serve, rate=100, seconds=0.2)
     assert (burst.latencies, burst.errors) == ((), {"503": len(due)})
+
+
+CHUNKS = b"3\r\nabc\r\n0\r\n\r\n"
+ENDS = {
+    # As a server of tensors as bytes writes it, with a length before the length.
+    "two lengths": (
+        b"Inference-Header-Content-Length: 2\r\nContent-Length: 9",
+        *(b'{"a": 1}x', "200"),
+    ),
+    "chunks": (b"Transfer-Encoding: chunked", CHUNKS, "200"),
+    "close": (b"content-length: 2\r\nConnection: close", b"ab", "200"),
+    "no length": (b"x: y", b"ab", "an answer of unknown length"),
+}
+
+
+@pytest.mark.parametrize("head, body, expected", ENDS.values(), ids=ENDS)
+def test_answers_are_read_to_their_end(head, body, expected):
+    serve, asked = answering(head=head, body=body)
+    burst, due = measured(serve, rate=200, seconds=0.2)
+    assert len(asked) == len(due)
+    if expected == "200":
+        assert (len(burst.latencies), burst.errors) == (len(due), {})
+    else:
+        assert burst.errors == {expected: len(due)}
+
+
+def test_servers_that_hang_up_or_never_answer_are_counted():
+    async def hang_up(reader, writer):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.close()
+
+    burst, due = measured(hang_up, rate=100, seconds=0.1)
+    assert burst.errors == {"hung up": len(due)}
+
+    async def sleep(reader, writer):
+        await reader.read()
+        writer.close()
+
+    burst, due = measured(sleep, rate=100, seconds=0.1, timeout_seconds=0.05)
+    assert burst.errors == {"timeout": len(due)}
 
 
 def test_moments_are_those_of_a_poisson_process_and_repeat():
@@ -101,7 +146,8 @@ def made():
     """A load test of two servers, one with errors and a name that is no HTML."""
     fast = [load("a:1 m", rate, [1e-3 + rate * 1e-6] * 1000) for rate in (100, 900)]
     slow = [load("<b>:2 m", rate, [0.02] * 500, {"503": 7}) for rate in (100, 900)]
-    return LoadTest("binary", 1, 5.0, (*fast, *slow))
+    # The second rate was asked the other way round.
+    return LoadTest("binary", 1, 5.0, (fast[0], slow[0], slow[1], fast[1]))
 
 
 def test_the_table_and_the_page_have_each_server_at_each_rate():
@@ -139,11 +185,54 @@ def test_two_models_are_asked_in_turns(tmp_path, capsys):
     assert b'"data": [' in asked[-1] and (tmp_path / "page.html").exists()
 
 
+TF_METADATA = b"""{"model_spec": {"name": "m"}, "metadata": {"signature_def": {
+ "signature_def": {"serving_default": {"inputs": {"x": {"dtype": "DT_FLOAT",
+ "tensor_shape": {"dim": [{"size": "-1"}, {"size": "3"}], "unknown_rank": false}}}}}}}}
+"""
+
+
+def test_a_server_of_tensorflow_serving_needs_nothing_but_its_own_rest():
+    paths = []
+
+    async def serve(reader, writer):
+        while line := await reader.readline():
+            paths.append(line.split()[1].decode())
+            head = (await reader.readuntil(b"\r\n\r\n")).lower()
+            if b"content-length: " in head:
+                length = int(head.partition(b"content-length: ")[2].split()[0])
+                await reader.readexactly(length)
+            body = TF_METADATA if paths[-1].endswith("/metadata") else b"{}"
+            writer.write(b"HTTP/1.1 200 x\r\nContent-Length: %d\r\n\r\n" % len(body))
+            writer.write(body)
+        writer.close()
+
+    async def main():
+        server = await asyncio.start_server(serve, "127.0.0.1", 0)
+        port = server.sockets[0].getsockname()[1]
+        url = f"127.0.0.1:{port}/v1/models/m"
+        found = await asyncio.to_thread(
+            bench.bench_serve, [url], rates=[100], seconds=0.1
+        )
+        server.close()
+        await asyncio.sleep(0.05)
+        return found
+
+    found = asyncio.run(main())
+    (load,) = found.loads
+    assert (found.protocol, load.errors) == ("predict", {})
+    assert set(paths) == {"/v1/models/m/metadata", "/v1/models/m:predict"}
+
+
 WRONG = {
     "no model": ("http://localhost:1", "names no model; expected an address such as"),
     "no http": ("ftp://localhost/v2/models/m", "expected http://host:port"),
     "nobody": ("http://127.0.0.1:9/v2/models/m", "cannot be reached"),
 }
+
+
+def test_protocols_that_an_address_has_not_are_told():
+    with pytest.raises(ValueError, match="^`protocol` is 'binary' and `url` '127.0"):
+        bench.bench_serve(["127.0.0.1:9/v1/models/m"], protocol="binary")
 
 
 @pytest.mark.parametrize("url, message", WRONG.values(), ids=WRONG)

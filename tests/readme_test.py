@@ -14,7 +14,8 @@ from tests.recipe_modules import train_here
 ROOT = Path(__file__).parents[1]
 README = (ROOT / "README.md").read_text(encoding="utf-8")
 BLOCKS = re.findall(r"^```python\n(.*?)^```$", README, re.MULTILINE | re.DOTALL)
-LINKS = re.findall(r"\]\(([^)#]+)\)", README)
+LINKS = re.findall(r"\]\(([^)\s]+)\)", README)
+IMAGES = re.findall(r"!\[[^\]]*\]\(([^)\s]+)\)", README)
 COMMANDS = re.findall(r"^make ([a-z-]+)", README, re.MULTILINE)
 TESTS = re.findall(r"`(tests/\w+\.py)::(\w+)`", README)
 
@@ -66,9 +67,24 @@ def test_readme_is_short():
     assert len(README.splitlines()) <= 150
 
 
+def repository() -> str:
+    """Returns the repository's address, of setup.cfg."""
+    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
+    (url,) = re.findall(r"^url = (\S+)$", setup, re.MULTILINE)
+    return url
+
+
 @pytest.mark.parametrize("link", LINKS)
-def test_links_lead_to_files_of_the_repository(link):
-    assert (ROOT / link).is_file()
+def test_links_work_on_the_package_index_too(link):
+    name = repository().removeprefix("https://github.com/")
+    starts = (
+        f"https://github.com/{name}/blob/main/",
+        f"https://raw.githubusercontent.com/{name}/main/",
+        f"https://colab.research.google.com/github/{name}/blob/main/",
+    )
+    (start,) = [start for start in starts if link.startswith(start)]
+    assert (ROOT / link.removeprefix(start).partition("#")[0]).is_file()
+    assert (link in IMAGES) == (start == starts[1])
 
 
 @pytest.mark.parametrize("command", COMMANDS)
@@ -80,9 +96,3 @@ def test_commands_are_targets_of_the_makefile(command):
 @pytest.mark.parametrize("file, name", TESTS)
 def test_tests_that_show_a_fix_exist(file, name):
     assert f"\ndef {name}(" in (ROOT / file).read_text(encoding="utf-8")
-
-
-def test_address_of_the_repository_stands_in_setup_cfg_and_not_here():
-    setup = (ROOT / "setup.cfg").read_text(encoding="utf-8")
-    (url,) = re.findall(r"^url = (\S+)$", setup, re.MULTILINE)
-    assert url not in README

@@ -662,7 +662,7 @@ def test_no_chart_holds_a_number_that_is_none(plots):
 
 
 def test_charts_have_no_colours_but_the_page_s(plots):
-    style = report_html._resource("style.css")
+    style = report_html.resource("style.css")
     for plot in plots:
         assert not re.search(r"(fill|stroke): (#|rgb|black)", plot.svg)
         names = set(re.findall(r"var\((--[\w-]+)\)", plot.svg))

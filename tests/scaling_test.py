@@ -1,10 +1,12 @@
 """`tfamp.scaling`: shares of a step, verdicts, first steps, and real processes."""
 
+import dataclasses
 import os
 import re
 import shutil
 import subprocess
 import sys
+import typing
 from pathlib import Path
 
 import keras
@@ -19,6 +21,7 @@ from tfamp.comparison.replicas import first_steps, judgement
 from tfamp.comparison.replicas.judgement import Times
 from tfamp.comparison.replicas.records import (
     Equality,
+    Findings,
     OneDevice,
     ScalingPoint,
 )
@@ -139,6 +142,64 @@ def test_a_step_alone_adds_nothing_up():
     owners = (tf.distribute.ReplicaContext, tf.distribute.Strategy)
     assert "all_reduce" not in vars(owners[0])
     assert owners[1].reduce.__module__.startswith("tensorflow.")
+
+
+def scaling(verdict="communication", points=(), equality=()):
+    return Scaling(
+        model="<digits>",
+        policy="mixed_bfloat16",
+        kind="workers",
+        devices=("Xeon", "Xeon"),
+        shares_devices=False,
+        batch_size=8,
+        verdict=verdict,
+        reason="Half of a step is communication.",
+        advice=("1. Send less.",),
+        one_device=one(),
+        equality=equality,
+        points=points,
+        notes=("A note.",),
+        versions={"keras": "3.15.1", "jax": None},
+    )
+
+
+def test_the_page_holds_the_verdict_each_figure_and_each_plot():
+    pytest.importorskip("jinja2", reason="of the extra `report`")
+    pytest.importorskip("matplotlib", reason="of the extra `report`")
+    found = scaling(points=(point(HALF, slow=None),), equality=(equal(),))
+    page = found.to_html()
+    for text in (
+        *("Communication costs most", "Half of a step is communication."),
+        *("Send less.", "0.95 [0.93, 0.97]", "50 % [45, 55]", "A note.", "3.15.1"),
+        *("&lt;digits&gt;", 'id="plot-efficiency"', 'id="plot-shares"', "missing"),
+        "First 2 steps of 2 replicas: equal",
+    ):
+        assert text in page
+    assert "<digits>" not in page
+    assert not re.search(r"(src|href)=.https?:", page)
+    assert Scaling.from_json(found.to_json()) == found
+
+
+def test_the_page_of_what_was_not_timed_has_no_figures(tmp_path):
+    pytest.importorskip("jinja2", reason="of the extra `report`")
+    page = scaling("not equal", equality=(equal(False),)).to_html(tmp_path / "x.html")
+    assert (tmp_path / "x.html").read_text() == page
+    assert "Not equal to one device" in page
+    assert "<table" not in page and "<svg" not in page
+
+
+def test_the_page_on_the_json_names_every_field():
+    text = (ROOT / "docs/scaling_json.md").read_text("utf-8")
+    sections = re.split(r"^## (\w+)$", text, flags=re.MULTILINE)[1:]
+    classes = {c.__name__: c for c in (Findings, OneDevice, Equality, ScalingPoint)}
+    assert sections[::2] == list(classes)
+    for kind, table in zip(classes.values(), sections[1::2], strict=True):
+        rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
+        assert [name for name, _ in rows] == [f.name for f in dataclasses.fields(kind)]
+        hints = typing.get_type_hints(kind)
+        for name, words in rows:
+            is_nullable = type(None) in typing.get_args(hints[name])
+            assert is_nullable == words.endswith("or null") or name == "versions"
 
 
 def test_layers_that_draw_are_silent_only_in_the_block():

@@ -1,7 +1,7 @@
 """Models that are served in tests, and a client of the ASGI application itself.
 
-Run as a program, `python -m tests.served_models PATH...` serves folders of small models
-of its own, without any runtime.
+Run as a program, `python -m tests.served_models PATH... --max_queue=8` serves folders
+of small models of its own, without any runtime.
 """
 
 import asyncio
@@ -36,18 +36,18 @@ class Scaled(LoadedModel):
         return {spec.name: first * self.factor for spec in self.signature.outputs}
 
 
-def write(folder, factor):
+def write(folder, factor, **options):
     """Writes a model as `load` reads it; the folder appears whole."""
     folder.mkdir(parents=True, exist_ok=True)
     beside = folder / "beside"
-    beside.write_text(json.dumps({"factor": factor}))
+    beside.write_text(json.dumps({"factor": factor, **options}))
     beside.rename(folder / "export.json")
     return folder
 
 
 def load(folder):
     """Reads what `write` wrote."""
-    return Scaled(json.loads((folder / "export.json").read_text())["factor"])
+    return Scaled(**json.loads((folder / "export.json").read_text()))
 
 
 async def ask(app, path, body=None, *, method=None, headers=(), parts=None):
@@ -96,13 +96,16 @@ def numbers(text, **labels):
 if __name__ == "__main__":
     from tfamp.serving.server.main import serve
 
+    flags = [word[2:].split("=") for word in sys.argv[1:] if word.startswith("--")]
     print(
         serve(
-            sys.argv[1:],
+            [word for word in sys.argv[1:] if not word.startswith("--")],
             load=load,
-            port=0,
-            reload_seconds=0.1,
             on_start=lambda address: print(address, flush=True),
+            **{
+                **{"port": 0, "reload_seconds": 0.1},
+                **{name: json.loads(value) for name, value in flags},
+            },
         )
     )
     print("tensorflow" in sys.modules, flush=True)

@@ -259,6 +259,7 @@ def test_names_of_models_are_those_of_their_folders_or_typed(tmp_path):
         "is called 'a/b'; expected letters": [f"a/b={digits}"],
         "holds neither export.json nor numbered folders": [str(tmp_path)],
         "There is no folder": [str(tmp_path / "none")],
+        "is a file; expected a folder": [str(digits / "export.json")],
     }
     for message, paths in wrong.items():
         with pytest.raises((ValueError, FileNotFoundError), match=message):

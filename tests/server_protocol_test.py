@@ -210,7 +210,10 @@ MALFORMED = {
     "no model": ("/v2/models/n/infer", {}, 404, "no model 'n'; expected 'm'"),
     "no version": ("/v1/models/m/versions/2:predict", {}, 404, "'2'; expected '1'"),
     "no address": ("/v3", {}, 404, "There is nothing at '/v3'; expected /v2/models"),
-    "method": ("/v2/models/m", {}, 405, "The method is 'POST'; expected GET."),
+    "models": ("/v2/models", {}, 404, "where NAME is one of ['m']. Correct the"),
+    "method": ("/v2", {}, 405, "The method is 'POST'; expected GET. Use that one."),
+    "no infer": ("/v2/models/m/", {}, 405, "predictions at '/v2/models/m/infer'."),
+    "no predict": ("/v1/models/m", {}, 405, "predictions at '/v1/models/m:predict'."),
     "deep": (PREDICT, b'{"inputs":' + b"[" * 9999 + b"NaN", 400, "body is not JSON"),
     "refused": (
         *(PREDICT, {"instances": [[-1e6, 0, 0]]}, 400),

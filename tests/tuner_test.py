@@ -173,6 +173,26 @@ def test_a_builder_is_judged_by_short_trainings(monkeypatch, retracing):
     assert retracing() == []
 
 
+def test_a_train_step_that_takes_two_parts_trains_as_in_fit():
+    class Pairs(keras.Sequential):
+        def train_step(self, data):
+            x, y = data  # three parts come from `train_on_batch`
+            return super().train_step((x, y))
+
+    def build():
+        model = Pairs([keras.Input((16,)), keras.layers.Dense(4)])
+        model.compile("sgd", "mse")
+        return model
+
+    data = (np.ones((64, 16), "float32"), np.ones((64, 4), "float32"))
+    plan = tfamp.tune(
+        build, data, policy="mixed_bfloat16", tolerance=0.5, seeds=2, num_steps=2
+    )
+    assert plan.evidence["tuning"]["judged_by"] == "2 short trainings of 2 steps"
+    model = build()
+    assert len(tfamp.training.lr_find(model, data, num_steps=20).losses) >= 2
+
+
 def test_float32_is_an_answer_and_says_why(monkeypatch):
     model = trained((1,))
     monkeypatch.setattr(

@@ -12,6 +12,7 @@ from tfamp.callbacks._fit_callback import (
     FitCallback,
     check_path,
 )
+from tfamp.dtypes.resolution import settings_of
 from tfamp.loss_scale.counted_steps import Reading, Step, StepReader
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import checks
@@ -36,6 +37,9 @@ class PrecisionMonitor(FitCallback):
     A second `fit` goes on counting and appends to the CSV. Where an error or Ctrl-C
     ends `fit`, the last steps before it are written too.
 
+    Where tfamp's policy computes in bfloat16 or float32 no loss is scaled: then `fit`
+    goes on without any of this, and one line says so.
+
     Cost: nothing runs in a training step. A reading fetches some numbers from the
     device, half a millisecond on a CPU, so there is one every `every_steps` batches. No
     step is missing in the files as long as fewer than 1024 lie between two readings.
@@ -51,7 +55,8 @@ class PrecisionMonitor(FitCallback):
 
     Raises:
         TypeError: An argument has the wrong type; or, when training begins, the
-            model's optimizer is no `tfamp.LossScaleOptimizer`.
+            model's optimizer is no `tfamp.LossScaleOptimizer`, though its policy is
+            float16's or none of tfamp's.
         ValueError: `every_steps` is below 1; or, when training begins, a file cannot
             be written.
 
@@ -83,10 +88,14 @@ class PrecisionMonitor(FitCallback):
         self._warned: set[frozenset[str]] = set()
         self._next_reading = 0
         self._is_first_epoch = True
+        self._is_idle = False
         self._has_warned_of_loss = False
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Checks the optimizer and opens the files."""
+        self._is_idle = self._has_no_scale()
+        if self._is_idle:
+            return
         _check_optimizer(self.model.optimizer)
         self._join()
         self._is_first_epoch = True
@@ -97,6 +106,8 @@ class PrecisionMonitor(FitCallback):
     def on_epoch_begin(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Begins to count batches anew, with a reading before the first of all."""
         # Not in `on_train_begin`: another callback may load a checkpoint there.
+        if self._is_idle:
+            return
         if self._is_first_epoch:
             self.read()
             self._is_first_epoch = False
@@ -106,7 +117,7 @@ class PrecisionMonitor(FitCallback):
         self, batch: int, logs: dict[str, Any] | None = None
     ) -> None:
         """Reads the counters if it is time, and puts the last reading into the logs."""
-        if batch + 1 >= self._next_reading:
+        if not self._is_idle and batch + 1 >= self._next_reading:
             self.read()
             self._next_reading = batch + 1 + self.every_steps
         if logs is not None and not BAR_AVERAGES:
@@ -114,6 +125,8 @@ class PrecisionMonitor(FitCallback):
 
     def on_epoch_end(self, epoch: int, logs: dict[str, Any] | None = None) -> None:
         """Reads the counters and puts them into the logs."""
+        if self._is_idle:
+            return
         self.read()
         if logs is not None:
             logs.update(self._latest)
@@ -139,6 +152,22 @@ class PrecisionMonitor(FitCallback):
             self._events.write(reading.steps)
         self._warn(reading)
         return dict(reading.logs)
+
+    def _has_no_scale(self) -> bool:
+        """Whether tfamp's policy scales no loss; says so."""
+        if isinstance(self.model.optimizer, LossScaleOptimizer):
+            return False
+        settings = settings_of(self.model)
+        if settings is None or settings.compute_dtype == "float16":
+            return False
+        logging.warning(
+            "PrecisionMonitor shows and writes nothing: %s computes in %s, which needs "
+            "no loss scale. For norms of gradients compile with "
+            "`tfamp.LossScaleOptimizer(optimizer, initial_scale=1, dynamic=False)`.",
+            self.model.name,
+            settings.compute_dtype,
+        )
+        return True
 
     def _close(self, error: BaseException | None) -> None:
         """Closes the files, with the last steps before an error in them."""

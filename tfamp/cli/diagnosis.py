@@ -258,6 +258,7 @@ def _cluster_table(report: ClusterReport) -> list[Any]:
     table = _table(title, ("Index", "Address", "Role", "Port"), rows)
     shown = ", ".join(f"{k}={v}" for k, v in report.variables.items())
     line = shown or "No variables of NCCL or gRPC are set."
+    line += " `tfamp doctor --all` lists those of NCCL to look at first."
     return [table, Padding(Text(line), (0, 0, 1, 0), expand=False)]
 
 

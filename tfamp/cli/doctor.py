@@ -7,17 +7,18 @@ instead of having it, and each look may fail without taking the others along.
 import contextlib
 import dataclasses
 import os
-import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, TypeVar
 
 from rich.console import Group
 
 import tfamp
 from tfamp.cli import _clusters as clusters
+from tfamp.cli import _settings as settings_findings
 from tfamp.cli._flags import Call, Command, Flag, Outcome
 from tfamp.cli.diagnosis import (
     DeviceReport,
@@ -27,38 +28,45 @@ from tfamp.cli.diagnosis import (
     Setting,
     parts,
 )
-from tfamp.machine import amx
 from tfamp.machine.clusters import reach
 from tfamp.machine.limits import MachineMemory
 from tfamp.records import checks
 from tfamp.records import versions as _versions
-from tfamp.records.formats import POLICIES
 from tfamp.records.record import Device
 from tfamp.records.versions import VARIABLES
 
 T = TypeVar("T")
 
-_ONEDNN, _AMP = "TF_ENABLE_ONEDNN_OPTS", "TF_ENABLE_AUTO_MIXED_PRECISION"
+_AMP = "TF_ENABLE_AUTO_MIXED_PRECISION"
 _NVIDIA_VENDOR, _DISPLAY_CLASS = "0x10de", "0x03"
 _TF32_FROM = (8, 0)
 
 
-def doctor() -> Diagnosis:
+def doctor(*, others: Sequence[str | os.PathLike[str]] = ()) -> Diagnosis:
     """Looks at this machine and this environment, and tells what is wrong with them.
 
     It runs where nothing else of tfamp does: without TensorFlow, with a Keras of
     another backend, with a broken driver. `tfamp doctor` does the same.
+
+    Args:
+        others: Files that `tfamp doctor --json=FILE` wrote on the other workers of a
+            cluster. What differs from here is a finding: versions, the list of
+            workers, settings, devices.
 
     Returns:
         The `Diagnosis`: `.devices`, `.memory`, `.versions`, `.settings`, the
         `.recommendation` of a policy, `.findings`, `.is_broken`, `.to_json(path)`;
         `print` it for tables.
 
+    Raises:
+        FileNotFoundError: One of `others` is missing.
+        ValueError: It holds something else.
+
     Example:
         >>> doctor().devices[0].device.kind in ("cpu", "gpu")
         True
     """
-    return diagnose(Probes())
+    return diagnose(Probes(), clusters.read(others))
 
 
 def _hardware() -> Any:
@@ -115,8 +123,10 @@ class Probes:
     answers: Callable[[Sequence[str]], dict[str, str]] = reach.answers
 
 
-def diagnose(probes: Probes) -> Diagnosis:
-    """Returns what the probes tell, and what is wrong with it."""
+def diagnose(
+    probes: Probes, others: Mapping[str, Diagnosis] = MappingProxyType({})
+) -> Diagnosis:
+    """Returns what the probes tell, and what is wrong with it, beside other workers."""
     findings: list[DoctorFinding] = []
     versions = {"tfamp": tfamp.__version__, **probes.versions()}
     problems = probes.problems(environ=probes.environ, versions=versions)
@@ -127,17 +137,21 @@ def diagnose(probes: Probes) -> Diagnosis:
         devices = _attempt(probes.devices, findings, ())
         tf32 = _attempt(probes.tensorfloat32, findings, None) if devices else None
     hardware = probes.hardware() if devices else None
-    onednn = probes.environ.get(_ONEDNN, "1").lower() not in ("0", "false")
+    onednn = probes.environ.get(settings_findings.ONEDNN, "1").lower() not in (
+        "0",
+        "false",
+    )
     settings = [Setting(k, probes.environ.get(k), v) for k, v in VARIABLES.items()]
     if tf32 is not None:
         meaning = "tf.config: float32 products may round to TF32 on a GPU"
         settings.append(Setting("TF32", "on" if tf32 else "off", meaning))
-    findings += _policy_findings(probes.environ, hardware, devices, onednn)
+    findings += settings_findings.of_policy(probes.environ, hardware, devices, onednn)
     findings += _gpu_findings(probes, devices, tf32)
-    findings += _cpu_findings(probes.environ, devices, onednn)
+    findings += settings_findings.of_cpu(probes.environ, devices, onednn)
     memory = _memory(probes, devices, findings) if devices else None
     cluster = clusters.look(probes.environ, probes.answers, findings)
-    return Diagnosis(
+    settings += clusters.settings(probes.environ, cluster)
+    found = Diagnosis(
         versions=versions,
         devices=tuple(
             DeviceReport(each, hardware.fast_dtypes(each, onednn=onednn))
@@ -148,12 +162,15 @@ def diagnose(probes: Probes) -> Diagnosis:
         recommendation=(
             hardware.recommend(devices, onednn=onednn) if hardware else None
         ),
-        # A stable sort: errors first, else in the order they were found.
-        findings=tuple(sorted(findings, key=lambda each: each.severity != "error")),
+        findings=(),
         memory=memory,
         cache=probes.cache() if devices else None,
         cluster=cluster,
     )
+    findings += clusters.differences(found, others)
+    # A stable sort: errors first, else in the order they were found.
+    findings.sort(key=lambda each: each.severity != "error")
+    return dataclasses.replace(found, findings=tuple(findings))
 
 
 def _memory(
@@ -193,34 +210,6 @@ def _attempt(probe: Callable[[], T], findings: list[DoctorFinding], fallback: T)
         return fallback
 
 
-def _policy_findings(
-    environ: Mapping[str, str],
-    hardware: Any,
-    devices: tuple[Device, ...],
-    onednn: bool,
-) -> list[DoctorFinding]:
-    """Judges TFAMP_POLICY."""
-    policy = environ.get("TFAMP_POLICY")
-    if not policy or policy == "measure":
-        return []
-    if policy.endswith(".json"):
-        if Path(policy).is_file():
-            return []
-        message = f"TFAMP_POLICY is {policy!r}, and no such file is there."
-        return [DoctorFinding("error", message, "Set the file of a plan, or unset it.")]
-    try:
-        checks.choice("TFAMP_POLICY", policy, POLICIES)
-    except ValueError as error:
-        return [DoctorFinding("error", str(error), "Set another name, or unset it.")]
-    if hardware is None:
-        return []
-    objection = hardware.objection(policy, devices, onednn=onednn)
-    if objection is None:
-        return []
-    remedy = "Set TFAMP_POLICY=auto, or unset it."
-    return [DoctorFinding("advice", f"TFAMP_POLICY: {objection}", remedy)]
-
-
 def _gpu_findings(
     probes: Probes, devices: tuple[Device, ...], tf32: bool | None
 ) -> list[DoctorFinding]:
@@ -253,43 +242,6 @@ def _gpu_findings(
     return findings
 
 
-def _cpu_findings(
-    environ: Mapping[str, str], devices: tuple[Device, ...], onednn: bool
-) -> list[DoctorFinding]:
-    """Judges what keeps a CPU that trains from its bfloat16 instructions."""
-    if any(device.kind != "cpu" for device in devices):
-        return []
-    features = {feature for device in devices for feature in device.features}
-    able = sorted(features & {"amx_bf16", "avx512_bf16"})
-    cap = environ.get(amx.CAP_VARIABLE, "ALL").upper()
-    is_capped = cap not in ("ALL", "DEFAULT") and "AMX" not in cap
-    if onednn and amx.BROKEN in features and not is_capped:
-        message = "AMX ends the process, so any bfloat16 product in TensorFlow does."
-        remedy = f"Set {amx.CAP_VARIABLE}={amx.CAP}, or use another machine."
-        return [DoctorFinding("error", message, remedy)]
-    if not able:
-        return []
-    if not onednn:
-        message = f"oneDNN is off, so {' and '.join(able)} of this CPU go unused."
-        return [DoctorFinding("advice", message, f"Unset {_ONEDNN}, or set it to 1.")]
-    findings = []
-    if "amx_bf16" in able and is_capped:
-        message = (
-            f"ONEDNN_MAX_CPU_ISA is {cap!r}, so amx_bf16 of this CPU goes unused and "
-            f"bfloat16 is slower than float32."
-        )
-        findings.append(DoctorFinding("advice", message, "Unset it."))
-    xla_flags = environ.get("TF_XLA_FLAGS", "")
-    if re.search(r"--tf_xla_auto_jit=([12]|fusible)\b", xla_flags) and re.search(
-        r"--tf_xla_cpu_global_jit\b(?!=false)", xla_flags
-    ):
-        message = "TF_XLA_FLAGS compile for the CPU, where bfloat16 then gains nothing."
-        findings.append(
-            DoctorFinding("advice", message, "Drop --tf_xla_cpu_global_jit.")
-        )
-    return findings
-
-
 @contextlib.contextmanager
 def _held_back() -> Iterator[list[str]]:
     """Keeps what is written to the error stream, also by C++, out of the tables.
@@ -317,13 +269,13 @@ def _held_back() -> Iterator[list[str]]:
                 log.append(text)
 
 
-def command(look: Callable[[], Diagnosis] = doctor) -> Command:
+def command(look: Callable[..., Diagnosis] = doctor) -> Command:
     """Returns the command, given what looks at the machine."""
 
     def work(call: Call) -> Outcome:
         # Whatever a package prints while it is imported must not reach the document.
         with contextlib.redirect_stdout(sys.stderr), _held_back() as log:
-            diagnosis = look()
+            diagnosis = look(others=call.values["others"])
         if diagnosis.is_broken and log:
             print("".join(log), file=sys.stderr)
         shown = Group(*parts(diagnosis, show_all=call.values["all"]))
@@ -335,7 +287,14 @@ def command(look: Callable[[], Diagnosis] = doctor) -> Command:
         "recommends a policy and says why, and names problems with their remedies. "
         "Ends with status 1 if something is broken.",
         work,
-        (Flag("all", "bool", False, "Show unset settings and old measurements too."),),
+        (
+            Flag("all", "bool", False, "Show unset settings and old measurements too."),
+            Flag(
+                *("others", "list", []),
+                "Files of --json of other workers, with commas between: what differs "
+                "from here is shown.",
+            ),
+        ),
     )
 
 

@@ -96,7 +96,8 @@ BENCH = Command(
     "Asks models of servers, such as http://127.0.0.1:8000/v2/models/digits, at given "
     "rates, and prints latencies, what was answered, and errors. Requests do not wait "
     "for answers, and latencies count from the moment that each was due. Several are "
-    "asked in turns. Works with every server of the Open Inference Protocol v2.\n\n"
+    "asked in turns. Works with every server of the Open Inference Protocol v2, and at "
+    "/v1/models/NAME with those of TensorFlow Serving's REST.\n\n"
     f"{_STATUS}",
     _bench,
     (
@@ -107,9 +108,9 @@ BENCH = Command(
         ),
         Flag("seconds", "float", 5.0, "How long each rate lasts."),
         Flag(
-            *("protocol", one_of("binary", "json", "predict"), "binary"),
+            *("protocol", one_of("binary", "json", "predict"), None),
             "binary or json of the Open Inference Protocol, or predict of TensorFlow "
-            "Serving.",
+            "Serving; else binary at /v2 and predict at /v1.",
         ),
         _count("batch_size", 1, "Examples in each request."),
         _TIMEOUT,

@@ -10,20 +10,28 @@ _HOMES = {
     "Augment": "tfamp.data.augmentation",
     "Bottleneck": "tfamp.stepping.input_waits.record",
     "Condition": "tfamp.data.statistics",
+    "Coverage": "tfamp.data.health.coverage",
     "Findings": "tfamp.records.findings",
     "Pipeline": "tfamp.data.pipeline",
     "Rescale": "tfamp.data.images.rescaling",
     "Statistics": "tfamp.data.statistics",
+    "Tally": "tfamp.data.health.coverage",
     "apply_fixes": "tfamp.data.health",
     "bottleneck": "tfamp.stepping.input_waits.measure",
     "check": "tfamp.data.health",
+    "coverage": "tfamp.data.health.coverage",
     "fit_statistics": "tfamp.data.statistics",
+    "tally": "tfamp.data.health.coverage",
 }
 
 if TYPE_CHECKING:
     from tfamp.data.augmentation import Augment as Augment
     from tfamp.data.health import apply_fixes as apply_fixes
     from tfamp.data.health import check as check
+    from tfamp.data.health.coverage import Coverage as Coverage
+    from tfamp.data.health.coverage import Tally as Tally
+    from tfamp.data.health.coverage import coverage as coverage
+    from tfamp.data.health.coverage import tally as tally
     from tfamp.data.images.rescaling import Rescale as Rescale
     from tfamp.data.pipeline import Pipeline as Pipeline
     from tfamp.data.statistics import Condition as Condition

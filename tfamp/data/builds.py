@@ -160,6 +160,13 @@ def shard_policy(plan: PipelinePlan) -> Any:
     if policy == _Policy.OFF or any(step.name == "shard" for step in plan.steps):
         return _Policy.OFF
     workers = num_workers()
+    if workers > 1 and any(step.name == "service" for step in plan.steps):
+        raise ValueError(
+            f"`.service` brings elements in the order in which they are ready, and "
+            f"{workers} worker processes train together; expected a part for each, "
+            "since shares by position would come twice, or never. Add "
+            "`.shard('auto')`."
+        )
     loose = [
         step.name
         for step in plan.steps

@@ -21,6 +21,7 @@ from tfamp.data.sources._files import ChunkedSource
 from tfamp.data.stages.base import SHUFFLE_BUFFER_BYTES, Settings, Stage
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.errors import Careful
+from tfamp.data.stages.service import Service, before_service
 from tfamp.data.stages.shards import ClusterShard
 from tfamp.data.stages.steps import AlreadyInMemory, ByPosition, Chosen, Number, Rebatch
 
@@ -43,6 +44,7 @@ ORDER: dict[str, set[Role]] = {
     "shard": {Role.CUTS},
     "decode": {Role.CALLS},
     "map": {Role.CALLS},
+    "service": set(),  # behind what costs, before what looks at other elements
     "filter": {Role.REPEATS},  # sees what `.map` made, and once, as a cache follows
     "cache": set(),  # behind what is the same in all epochs, before what differs
     "balance": {Role.DRAWS, Role.SEEDED},
@@ -155,6 +157,14 @@ def _cut_source(plan: PipelinePlan) -> PipelinePlan:
     )
 
 
+def _divide_for_service(plan: PipelinePlan) -> PipelinePlan:
+    """Where workers of a data service read, parts are such that these may divide."""
+    if not any(isinstance(step, Service) for step in plan.rest):
+        return plan
+    source, rest = before_service(plan.source, plan.rest, plan.settings)
+    return dataclasses.replace(plan, source=source, rest=rest)
+
+
 def _leave_out_memory_cache(plan: PipelinePlan) -> PipelinePlan:
     """A memory cache of bare arrays is left out: it would hold them twice."""
     is_array = isinstance(plan.source, ArraySource)
@@ -172,7 +182,7 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     source = plan.source
     left = [step for step in plan.rest if not isinstance(step, AlreadyInMemory)]
     names = {step.name for step in left}
-    if not isinstance(source, RandomAccess) or "cache" in names:
+    if "service" in names or not isinstance(source, RandomAccess) or "cache" in names:
         return plan
     samplers = [step for step in left if has_role(step, Role.DRAWS)]
     drawn = samplers if "filter" not in names else []
@@ -268,6 +278,7 @@ def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
 RULES = (
     _even_parts,
     _cut_source,
+    _divide_for_service,
     _leave_out_memory_cache,
     _draw_positions,
     _batch_chunks,
@@ -299,8 +310,8 @@ def _fingerprint(source: Source, steps: Sequence[Stage]) -> Fingerprint:
     """Returns the fingerprint of a source and the steps before a cache."""
     parts: dict[str, Any] = {"source": (type(source).__name__, source.identity())}
     for step in steps:
-        if step.name == "on_error":
-            continue  # what is skipped is told by the careful step
+        if step.name in ("on_error", "service"):
+            continue  # the careful step tells what is skipped; any reader will do
         same = sum(name.split(" ")[0] == step.name for name in parts)
         parts[f"{step.name} {same + 1}" if same else step.name] = step
     return fingerprint(parts)

@@ -1,5 +1,7 @@
 """The error that ends training in which no step can be applied, and its text."""
 
+from tfamp.records import pages
+
 SCALING_IS_NOT_THE_CAUSE = (
     "Lower the learning rate, clip gradients, keep the overflowing layer in float32, "
     "or look for NaN in the data: no loss scale mends this. Pass "
@@ -43,9 +45,10 @@ def template(*, is_dynamic: bool, is_scaled: bool) -> str:
         >>> text.format(64, 412, 2.0**-14, "nan", 3.5)[:40]
         'Skipped 64 updates in a row, because the'
     """
+    advice = STATIC_SCALE if is_scaled else NO_SCALE
     if is_dynamic:
-        return _TEMPLATE + SCALING_IS_NOT_THE_CAUSE
-    return _TEMPLATE + (STATIC_SCALE if is_scaled else NO_SCALE)
+        advice = SCALING_IS_NOT_THE_CAUSE
+    return f"{_TEMPLATE}{advice} {pages.see('failures/zero-scale')}"
 
 
 def found_in(message: str) -> str | None:

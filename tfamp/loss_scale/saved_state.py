@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale.counters import STATIC, STATIC_BORN, Counters, Levels, Snapshot
 from tfamp.loss_scale.parts import Parts
+from tfamp.records import pages
 
 
 class ScaleOfFile(NamedTuple):
@@ -264,7 +265,8 @@ class Saving(Parts):
                 warnings.warn(
                     f"The file's optimizer has {len(values)} variables that do not fit "
                     f"the {len(targets)} of {self.name!r}, so its slots begin anew. "
-                    "Compile with the optimizer that was saved.",
+                    "Compile with the optimizer that was saved. "
+                    f"{pages.see('failures/loaded-optimizer')}",
                     UserWarning,
                     stacklevel=4,
                 )

@@ -6,6 +6,8 @@ from typing import Any
 
 import keras
 
+from tfamp.records import pages
+
 _TOLD: "weakref.WeakSet[Any]" = weakref.WeakSet()
 REMEDY = (
     "Take it away by `keras.distribution.set_distribution(None)`, and make the model "
@@ -32,4 +34,8 @@ def warn_of_idle_distribution(*_: Any) -> None:
     text, found = idle_distribution(), keras.distribution.distribution()
     if text is not None and found not in _TOLD:
         _TOLD.add(found)
-        warnings.warn(f"{text} {REMEDY}", UserWarning, stacklevel=2)
+        warnings.warn(
+            f"{text} {REMEDY} {pages.see('lint#idle-distribution')}",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -60,7 +60,8 @@ class Finding(Record):
         layer: Path of the layer it is about; None if it is not about one.
         column: Name of the column it is about; None if it is not about one.
         figure: The number that decided, None where there is no such number.
-        details: More numbers behind the message.
+        details: More numbers behind the message; "documentation" is the address of the
+            page that explains the rule, where there is one.
         fix: The change that removes the cause, where that takes no decision.
 
     Example:
@@ -193,7 +194,8 @@ class Findings(TableRecord):
     def table(self) -> str:
         """Returns a table of at most 110 columns, or one line if there is nothing.
 
-        A note on several layers is one row with their number.
+        A note on several layers is one row with their number. Below stand the pages
+        that explain the rules, each address whole on one line.
         """
         lines = [f"Not checked: {reason}" for reason in self.skipped]
         if not self.findings:
@@ -201,7 +203,9 @@ class Findings(TableRecord):
             return "\n".join(
                 [f"{self.title or 'Check'}: nothing found{count}.", *lines]
             )
-        return "\n".join([_render(self), *lines])
+        known = (finding.details.get("documentation") for finding in self.findings)
+        explained = [f"See {page}" for page in dict.fromkeys(known) if page]
+        return "\n".join([_render(self), *explained, *lines])
 
 
 def _rows(findings: Findings) -> list[tuple[Finding, int]]:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks import trainer
+from tfamp.keras_hooks import around_training, trainer
 from tfamp.keras_hooks.patches import replaced
 from tfamp.machine import amx
 from tfamp.records import checks, console
@@ -197,6 +197,7 @@ def _losses(
     losses: list[float] = []
     smooth = _Smooth()
     trainer.drop_traced_functions(model)
+    step = around_training.on_batch(model)
     try:
         with (
             replaced(inner, _learning_rate=rate),
@@ -204,7 +205,8 @@ def _losses(
         ):
             for number, each in enumerate(rates):
                 rate.assign(float(each))
-                loss = _step(model, next(batches))
+                model.reset_metrics()  # else the loss is the mean of all steps
+                loss = float(tf.convert_to_tensor(step(next(batches))["loss"]))
                 if not math.isfinite(loss):
                     return losses, "a loss is not finite"
                 losses.append(loss)
@@ -214,13 +216,6 @@ def _losses(
         return losses, "all rates were tried"
     finally:
         trainer.drop_traced_functions(model)
-
-
-def _step(model: keras.Model, batch: Any) -> float:
-    x, y, weights = keras.utils.unpack_x_y_sample_weight(batch)
-    model.reset_metrics()  # else the loss is the mean of all steps
-    logs = model.train_on_batch(x, y, sample_weight=weights, return_dict=True)
-    return float(tf.convert_to_tensor(logs["loss"]))
 
 
 class _Smooth:

@@ -11,6 +11,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.dtypes.settings import make_settings
+from tfamp.keras_hooks import around_training
 from tfamp.models import put_under
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
@@ -147,8 +148,10 @@ class ShortTrainings:
             put_under(model, make_settings("float32"))
         else:
             plan.apply(model)
+        # Unlike `train_on_batch`, which hands all steps three parts, as `fit` does.
+        step = around_training.on_batch(model)
         for number in range(self._num_steps):
-            model.train_on_batch(*_as_arguments(self._batches, number))
+            step(self._batches[number % len(self._batches)])
         batches = self._halves[seed // self._seeds]
         outputs = scores.predict(model, batches)
         if self.score is None:
@@ -171,7 +174,3 @@ class ShortTrainings:
                 "set; expected the same weights for the same seed. Draw them by "
                 "`keras.initializers` with no seed of their own generator."
             )
-
-
-def _as_arguments(batches: Sequence[Any], number: int) -> tuple[Any, ...]:
-    return keras.utils.unpack_x_y_sample_weight(batches[number % len(batches)])

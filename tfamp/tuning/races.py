@@ -102,6 +102,14 @@ def race(
     return Outcome(rounds, steps, is_clear or len(active) == 1)
 
 
+def fastest(racers: Sequence[Racer]) -> Racer:
+    """Returns the one with the lowest median over the rounds of all still in it."""
+    last = max(max(racer.logs) for racer in racers)
+    present = [racer for racer in racers if last in racer.logs]
+    shared = set.intersection(*(set(racer.logs) for racer in present))
+    return min(present, key=lambda r: statistics.median(r.logs[n] for n in shared))
+
+
 def log_ratio(
     slower: Racer, faster: Racer, rate: float = _ERROR_RATE
 ) -> tuple[float, float, float]:
@@ -157,15 +165,8 @@ def student_quantile(rate: float, degrees: int) -> float:
     return sum(term / degrees**power for power, term in enumerate(terms))
 
 
-def _fastest(racers: Sequence[Racer]) -> Racer:
-    last = max(max(racer.logs) for racer in racers)
-    present = [racer for racer in racers if last in racer.logs]
-    shared = set.intersection(*(set(racer.logs) for racer in present))
-    return min(present, key=lambda r: statistics.median(r.logs[n] for n in shared))
-
-
 def _still_in(active: list[Racer], reference: Racer, rate: float) -> list[Racer]:
-    best = _fastest(active)
+    best = fastest(active)
     is_faster = best is not reference and log_ratio(reference, best, rate)[1] > 0
 
     def stays(racer: Racer) -> bool:
@@ -178,6 +179,6 @@ def _still_in(active: list[Racer], reference: Racer, rate: float) -> list[Racer]
 
 def _is_clear(active: Sequence[Racer], rate: float) -> bool:
     """States whether all that are left are as good as the fastest."""
-    best = _fastest(active)
+    best = fastest(active)
     limit = math.log1p(INDIFFERENCE)
     return all(r is best or log_ratio(r, best, rate)[2] < limit for r in active)

@@ -1,5 +1,6 @@
 """What a file says of a training beside its variables, and whether it fits another."""
 
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -97,14 +98,21 @@ def unrepeatable(feed: Feed) -> str | None:
     is_seeded = global_seed() is not None
     if feed.kind == "arrays" and feed.shuffles and not is_seeded:
         return "`fit` shuffles arrays without a seed"
-    if feed.dataset is not None and _has_unseeded_shuffle(feed.dataset):
+    stages = [] if feed.dataset is None else list(_stages(feed.dataset))
+    if any(map(_is_unseeded_shuffle, stages)):
         return "the dataset has a `shuffle` without a seed"
+    if any("DataService" in type(each).__name__ for each in stages):
+        return "a data service brings elements in the order in which they are ready"
     return None
 
 
-def _has_unseeded_shuffle(dataset: Any) -> bool:
+def _stages(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset, and those that it is made of."""
+    yield dataset
+    for each in getattr(dataset, "_inputs", list)():
+        yield from _stages(each)
+
+
+def _is_unseeded_shuffle(dataset: Any) -> bool:
     seeds: list[Any] = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
-    if all(map(tf.is_tensor, seeds)) and not any(int(seed) for seed in seeds):
-        return True
-    inputs: list[Any] = getattr(dataset, "_inputs", list)()
-    return any(map(_has_unseeded_shuffle, inputs))
+    return all(map(tf.is_tensor, seeds)) and not any(int(seed) for seed in seeds)

@@ -21,18 +21,9 @@ def table(found: Findings) -> str:
         "input": console.RIGHT,
         "sent": console.RIGHT,
     }
-    one = found.one_device
     parts: list[object] = []
     if found.points:
-        first: tuple[str, ...] = (
-            *("one device", "1", f"{found.batch_size:,}", seconds_of(found)),
-            *("1.00", _MISSING, _MISSING, format_share(one.input.possible_gain)),
-            _MISSING,
-        )
-        rows = [first]
-        for mode in ("weak", "strong"):
-            rows += [_row(point) for point in found.of_mode(mode)]
-        parts.append(console.table(columns, rows, title=title_of(found)))
+        parts.append(console.table(columns, rows(found), title=title_of(found)))
     else:
         parts.append(title_of(found))
     parts.append(f"Verdict: {found.verdict}. {found.reason}")
@@ -41,6 +32,19 @@ def table(found: Findings) -> str:
     parts += equality_lines(found)
     parts += [f"Note: {note}" for note in found.notes]
     return console.text_of(*parts)
+
+
+def rows(found: Findings) -> list[tuple[str, ...]]:
+    """Returns a row for one device and for each point; none where nothing was timed."""
+    if not found.points:
+        return []
+    waits = found.one_device.input.possible_gain
+    first = (
+        *("one device", "1", f"{found.batch_size:,}", seconds_of(found)),
+        *("1.00", _MISSING, _MISSING, format_share(waits), _MISSING),
+    )
+    weak, strong = found.of_mode("weak"), found.of_mode("strong")
+    return [first, *map(_row, (*weak, *strong))]
 
 
 def title_of(found: Findings) -> str:

@@ -47,7 +47,7 @@ def speed_plot(evidence: Evidence, looks: Looks) -> Plot | None:
     form = format_for("per second", [v for known in each.values() for v in known])
     lead = "A dot for each run; bar: where the mean may lie, 5 % error on each side."
     group = ("", _runs_lines(each, form))
-    return _plot("speed", "Training speed", lead, [group], form.unit)
+    return plot_lines("speed", "Training speed", lead, [group], form.unit)
 
 
 def step_plot(evidence: Evidence, looks: Looks) -> Plot | None:
@@ -71,7 +71,7 @@ def step_plot(evidence: Evidence, looks: Looks) -> Plot | None:
 
     lead = "For each run the median, and the half of its steps around it."
     group = ("", [line(look, each) for look, each in runs.items()])
-    return _plot("step", "Step time", lead, [group], form.unit)
+    return plot_lines("step", "Step time", lead, [group], form.unit)
 
 
 def latency_plot(evidence: Evidence, looks: Looks) -> Plot | None:
@@ -105,7 +105,7 @@ def latency_plot(evidence: Evidence, looks: Looks) -> Plot | None:
         groups.append((f"batch {size}", lines))
     lead = "Of a call, by batch size: ● p50 (at the right), | p90, ○ p99."
     title = "Inference latency"
-    return _plot("latency", title, lead, groups, form.unit, may_be_log=True)
+    return plot_lines("latency", title, lead, groups, form.unit, may_be_log=True)
 
 
 def memory_plot(evidence: Evidence, looks: Looks) -> Plot | None:
@@ -123,7 +123,7 @@ def memory_plot(evidence: Evidence, looks: Looks) -> Plot | None:
         for heading, of in kinds.items()
     ]
     lead = "A dot for each run; bar: where the mean may lie."
-    return _plot("memory", "Peak memory", lead, groups, form.unit)
+    return plot_lines("memory", "Peak memory", lead, groups, form.unit)
 
 
 def quality_plot(evidence: Evidence, looks: Looks) -> Plot | None:
@@ -142,7 +142,7 @@ def quality_plot(evidence: Evidence, looks: Looks) -> Plot | None:
             text = form(found.estimate, sign=True)
             lines.append(_runs_line(look, text, values, found, tolerance))
     allowed = figures.metric_format(tolerance, digits=1)(tolerance)
-    return _plot(
+    return plot_lines(
         "quality",
         f"{evidence.metric.capitalize()} against {evidence.label(evidence.reference)}",
         "A dot for each pair of runs; right of 0 is better. Shaded: a loss of up to "
@@ -189,7 +189,7 @@ def _operations(
         f"{look.name}; in all {every} {form.unit}."
     )
     group = ("", [line(name, both) for name, both in shown.items()])
-    return _plot(key, f"Operations: {look.name}", lead, [group], form.unit)
+    return plot_lines(key, f"Operations: {look.name}", lead, [group], form.unit)
 
 
 def _values(
@@ -271,7 +271,7 @@ def _offsets(number: int, height: float = 9.0) -> np.ndarray:
     return step * (np.arange(number) - (number - 1) / 2)
 
 
-def _plot(
+def plot_lines(
     key: str,
     title: str,
     lead: str,

@@ -56,7 +56,7 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    template = environment.from_string(_resource("template.html"))
+    template = environment.from_string(resource("template.html"))
     text: str = template.render(**_view(evidence))
     if path is not None:
         files.write_text(path, text)
@@ -94,10 +94,10 @@ def _view(evidence: Evidence) -> dict[str, Any]:
     top, found = sentences.best(evidence), rows(evidence)
     others = [policy for policy in evidence.candidates if policy != top]
     looks, layered = drawing.looks(evidence), facts.layer_policies(evidence)
-    script = _resource("report.js")
+    script = resource("report.js")
     return {
         "title": evidence.title,
-        "css": _resource("style.css"),
+        "css": resource("style.css"),
         "script": script,
         # Only this very script runs, whatever name of a layer slips through.
         "script_hash": base64.b64encode(
@@ -159,6 +159,7 @@ def _tiles(evidence: Evidence, found: tuple[Row, ...], policy: str) -> list[Tile
     return tiles[:_MAX_TILES]
 
 
-def _resource(name: str) -> str:
+def resource(name: str) -> str:
+    """Returns the text of a file beside this one."""
     folder = importlib.resources.files("tfamp.comparison.report")
     return folder.joinpath(name).read_text(encoding="utf-8")

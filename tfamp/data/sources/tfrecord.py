@@ -48,12 +48,22 @@ class TfrecordSource(ChunkedSource):
         features: What `tf.io.parse_example` takes, None for records as strings.
         chunk_size: Records that are read and parsed at once.
         damage: What counting met, "" for nothing.
+        part: (number of parts, which one) where each file is divided.
     """
 
     compressions: tuple[str, ...]
     features: Features | None
     chunk_size: int
     damage: str = ""
+    part: tuple[int, int] = (1, 0)
+
+    def part_of_files(self, num_parts: int, index: int) -> "TfrecordSource":
+        """Returns a part of the records of each file, in whatever order files come.
+
+        The first record of a part is another one in each file, so that sizes of parts
+        differ by less than the number of files.
+        """
+        return dataclasses.replace(self, num_examples=None, part=(num_parts, index))
 
     def chunks(self, settings: Settings) -> tf.data.Dataset:
         """Returns the records, parsed if there are features, `chunk_size` at a time.
@@ -71,7 +81,7 @@ class TfrecordSource(ChunkedSource):
         if self.damage:
             raise ValueError(self.damage)
         files = tf.data.Dataset.from_tensor_slices(
-            (list(self.paths), list(self.compressions))
+            (list(self.paths), list(self.compressions), list(range(len(self.paths))))
         )
         at_once = min(FILES_AT_ONCE, len(self.paths))
         chunks = files.interleave(
@@ -88,9 +98,15 @@ class TfrecordSource(ChunkedSource):
 
     # Nothing in these functions is for AutoGraph, whose look at them takes 0.5 s.
     @tf.autograph.experimental.do_not_convert
-    def _stock(self, path: tf.Tensor, compression: tf.Tensor) -> tf.data.Dataset:
+    def _stock(
+        self, path: tf.Tensor, compression: tf.Tensor, file: tf.Tensor
+    ) -> tf.data.Dataset:
         """Returns (path, number of the first record, records) of one file."""
         records = tf.data.TFRecordDataset(path, compression_type=compression)
+        num_parts, index = self.part
+        if num_parts > 1:
+            place = tf.math.floormod(index + file, num_parts)
+            records = records.shard(num_parts, tf.cast(place, tf.int64))
 
         def number(before: tf.Tensor, chunk: tf.Tensor) -> Any:
             return before + tf.size(chunk, tf.int64), (path, before, chunk)
@@ -180,7 +196,8 @@ class TfrecordSource(ChunkedSource):
         features = None
         if self.features is not None:
             features = sorted((key, repr(f)) for key, f in self.features.items())
-        return ("tfrecord", features, self.chunk_size, files_identity(self.paths))
+        files = files_identity(self.paths)
+        return ("tfrecord", features, self.chunk_size, files, self.part)
 
 
 def tfrecord_source(

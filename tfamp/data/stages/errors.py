@@ -17,7 +17,7 @@ from absl import logging
 
 from tfamp.data._elements import as_arguments, blank, from_arguments, known_length
 from tfamp.data.stages.base import Settings, Stage, map_in_order
-from tfamp.records import units
+from tfamp.records import pages, units
 from tfamp.records.record import Record
 
 # Before a length is known, errors are held against at least this many elements, so
@@ -141,7 +141,7 @@ class ErrorLog:
             f"{len(self.found)} of {told} elements cannot be "
             f"read; expected at most {units.format_share(self.max_fraction)} "
             f"(`max_fraction`). The first: {first}. Repair or remove them, or raise "
-            "`max_fraction` in `.on_error`."
+            f"`max_fraction` in `.on_error`. {pages.see('failures/damaged-record')}"
         )
 
 

@@ -19,6 +19,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layer_record import CALLS, record_of
 from tfamp.keras_hooks.variables import outermost_graph
+from tfamp.records import pages
 
 # Gradients may have been scaled by hand, as in a test of an optimizer; a loop that
 # goes on like this has forgotten it.
@@ -45,7 +46,8 @@ def warn_of_unscaled_loss(optimizer: Any) -> None:
         f"Optimizer {optimizer.name!r} divides gradients by its loss scale, but they "
         "come from no `tf.GradientTape`, and no loss was multiplied by it: updates are "
         "too small by that factor. Compute them by a tape, or put `loss = "
-        "optimizer.scale_loss(loss)` before they are computed.",
+        "optimizer.scale_loss(loss)` before they are computed. "
+        f"{pages.see('failures/tiny-updates')}",
         UserWarning,
         stacklevel=_level_of_user(),
     )
@@ -86,7 +88,7 @@ def warn_of_no_scale(layer: Any) -> None:
         f"{type(layer).__name__} {layer.name!r} computes in float16, and its gradients "
         "are computed with no loss scale: those below 6e-8 are 0. Make the optimizer "
         "after `tfamp.enable`, or apply them by `tfamp.LossScaleOptimizer(optimizer)`, "
-        "made ahead of the first step.",
+        f"made ahead of the first step. {pages.see('lint#unscaled-float16')}",
         UserWarning,
         stacklevel=_level_of_user(),
     )

@@ -10,12 +10,12 @@ import numpy as np
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layer_record import LayerRecord, record_of
 from tfamp.numerics.lint.graph import Graph
+from tfamp.records import pages
 from tfamp.records.findings import Finding, Severity
 from tfamp.records.formats import HALF
 
 # What a rule may have to see besides the layers.
 Need = Literal["graph", "data", "loss", "optimizer"]
-_DOCUMENTATION = "docs/lint.md"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -132,7 +132,7 @@ class LintRule:
     @property
     def documentation(self) -> str:
         """Where the rule is explained."""
-        return f"{_DOCUMENTATION}#{self.id}"
+        return pages.address(f"lint#{self.id}")
 
     def findings(self, subject: Subject) -> list[Finding]:
         """Returns what the rule finds, each with a link to its explanation.
@@ -148,7 +148,7 @@ class LintRule:
                 self.id,
                 found.severity,
                 found.message,
-                f"{found.remedy} See {self.documentation}.",
+                found.remedy,
                 layer=found.layer,
                 figure=None if found.figure is None else float(found.figure),
                 details={**(found.details or {}), **page},

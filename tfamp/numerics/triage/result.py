@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, Literal
 
-from tfamp.records import console
+from tfamp.records import console, pages
 from tfamp.records.record import Record, TableRecord
 
 Blamed = Literal[
@@ -65,6 +65,11 @@ class Triage(TableRecord):
     rate_factor: float | None = None
     loss_scale: float | None = None
 
+    @property
+    def documentation(self) -> str:
+        """Where it is explained how this cause is told from others."""
+        return pages.address(f"triage#cause-{self.cause.replace(' ', '-')}")
+
     def table(self) -> str:
         """Returns cause, evidence, remedy and replays, at most 110 columns wide."""
         place = "" if self.layer is None else f", layer {self.layer!r}"
@@ -73,6 +78,7 @@ class Triage(TableRecord):
             f"{self.model}: the cause is {self.cause}{place}{source}",
             *(f"  - {sentence}" for sentence in self.evidence),
             f"Remedy: {self.remedy}",
+            f"See {self.documentation}",
         ]
         rows = []
         for replay in self.replays:

@@ -21,6 +21,7 @@ from tfamp.serving.runtimes import fresh_process
 from tfamp.serving.runtimes.loader import open_model
 from tfamp.serving.runtimes.manifest import Manifest, digests
 from tfamp.serving.runtimes.signature import LoadedModel
+from tfamp.serving.runtimes.tensorflow_model import TensorFlowModel
 
 _WRITERS = {
     "saved_model": "saved_model_files",
@@ -41,10 +42,18 @@ MAX_FLOAT32_DIFFERENCE = 1e-2
 
 @dataclasses.dataclass
 class Source:
-    """The model that all candidates are made from, traced as each of them needs it."""
+    """The model that all candidates are made from, traced as each of them needs it.
+
+    Attributes:
+        model: In float32.
+        sample: Inputs as it takes them; None where nobody gave any.
+        batch_size: Of the calls that are to be fast, beside those of one example.
+        traces: By what they were traced for.
+    """
 
     model: keras.Model
     sample: Any
+    batch_size: int | None = None
     traces: dict[str, Traced] = dataclasses.field(default_factory=dict)
 
     @property
@@ -137,7 +146,13 @@ def write(source: Source, request: Request, folder: Path) -> Candidate:
             f"The exported file answers otherwise than the model, by {difference:.1e} "
             "of the outputs' spread. Export another format or dtype."
         )
-    return Candidate(request, folder, manifest, difference)
+    candidate = Candidate(request, folder, manifest, difference)
+    model = candidate.load() if request.format == "saved_model" else None
+    if isinstance(model, TensorFlowModel):
+        execution = model.choose(inputs, {1, source.batch_size or 1})
+        candidate.manifest = dataclasses.replace(manifest, execution=execution)
+        candidate.manifest.write(folder)
+    return candidate
 
 
 def largest_difference(

@@ -7,18 +7,16 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from tfamp.records.checks import short_error
 from tfamp.serving.exports import samples
-from tfamp.serving.exports.candidates import Candidate, Source
+from tfamp.serving.exports.candidates import Candidate, Source, write
+from tfamp.serving.exports.racing import Pace, raced
 from tfamp.serving.exports.record import Tried
 from tfamp.serving.exports.request import POSSIBLE, Request
 from tfamp.serving.exports.sparing import write_sparing
 from tfamp.serving.int8.keeping import Kept
 from tfamp.serving.parity.gate import check_parity
-from tfamp.serving.parity.timings import in_turns, rows
-from tfamp.serving.runtimes.manifest import EXTRAS
+from tfamp.serving.runtimes.manifest import EXTRAS, RUNTIMES
 
 # What has to be there to write a format, and integers in it.
 _NEEDED = {
@@ -27,7 +25,7 @@ _NEEDED = {
     "onnx": ("onnx", "tf2onnx", "onnxruntime"),
     "openvino": ("openvino", "nncf"),
 }
-_TIMED_SECONDS = 4.0
+_TIMED_SECONDS = 10.0
 _PART_FOR_TIMING = 0.3
 
 
@@ -68,6 +66,23 @@ def schemes(
     return tuple(way for way in possible if way != "static" or has_data)
 
 
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What was chosen, and what it is compared with.
+
+    Attributes:
+        best: The fastest that passed.
+        spared: The search for layers that integers spoil in it; None where none was.
+        tried: All that was tried; empty where there was nothing to choose from.
+        float32: Those that were written in float32 and run.
+    """
+
+    best: Candidate
+    spared: Kept | None
+    tried: tuple[Tried, ...] = ()
+    float32: tuple[Candidate, ...] = ()
+
+
 def fastest(
     source: Source,
     requests: Sequence[Request],
@@ -76,10 +91,9 @@ def fastest(
     validation: Any,
     metric: Any,
     tolerance: float,
-    batch_size: int | None,
     budget_seconds: float,
     clock: Callable[[], float] = time.monotonic,
-) -> tuple[Candidate, Kept | None, tuple[Tried, ...]]:
+) -> Choice:
     """Writes candidates while the budget lasts, and returns the fastest that passes.
 
     Raises:
@@ -120,15 +134,69 @@ def fastest(
     if not passed:
         lines = "; ".join(f"{each.name}: {each.reason}" for each in told.values())
         raise ValueError(f"No candidate could be exported: {lines}.")
-    seconds = _timed(source, passed, batch_size, budget_seconds)
-    best = min(passed, key=lambda each: seconds[each.request.name][1])
+    paces = _raced(source, passed, budget_seconds)
+    best = min(passed, key=lambda each: paces[each.request.name].slowdown)
     for each in passed:
         name = each.request.name
         outcome = "chosen" if each is best else "passed"
         told[name] = dataclasses.replace(
-            told[name], outcome=outcome, seconds=seconds[name][0]
+            told[name], outcome=outcome, seconds=paces[name].seconds
         )
-    return best, spared[best.request.name], tuple(told.values())
+    return Choice(
+        best,
+        spared[best.request.name],
+        tuple(told.values()),
+        tuple(each for each in passed if each.request.dtype == "float32"),
+    )
+
+
+def best_float32(
+    source: Source,
+    choice: Choice,
+    scratch: Path,
+    *,
+    budget_seconds: float,
+    clock: Callable[[], float] = time.monotonic,
+) -> tuple[Candidate | None, tuple[str, ...]]:
+    """Returns the fastest float32 of the other runtimes, for the gate to time against.
+
+    A SavedModel is not written for that: the gate has one.
+
+    Args:
+        source: The float32 model.
+        choice: What was chosen, and the float32 files that are there already.
+        scratch: An empty folder.
+        budget_seconds: After these no further runtime is written.
+        clock: Tells the seconds.
+
+    Returns:
+        The candidate, None where what was chosen is the fastest itself or nothing else
+        is installed; and notes on runtimes that are not in it.
+    """
+    began = clock()
+    found = list(choice.float32)
+    notes = []
+    if choice.best.request.dtype == "float32" and choice.best not in found:
+        found.append(choice.best)
+    written = {each.request.format for each in found}
+    for format in RUNTIMES[1:]:
+        if format in written or missing(format):
+            continue
+        why = "the budget was used up"
+        if clock() - began <= budget_seconds * (1 - _PART_FOR_TIMING):
+            folder = scratch / format
+            folder.mkdir(parents=True)
+            try:
+                found.append(write(source, Request(format, "float32"), folder))
+                continue
+            except Exception as error:  # noqa: BLE001 - converters raise anything
+                why = short_error(error)
+        notes.append(f"The float32 of {format} was not timed: {why}")
+    if not found or found == [choice.best]:
+        return None, tuple(notes)
+    paces = _raced(source, found, budget_seconds)
+    best = min(found, key=lambda each: paces[each.request.name].slowdown)
+    return (None if best is choice.best else best), tuple(notes)
 
 
 def _why_worse(
@@ -147,36 +215,12 @@ def _why_worse(
     return parity.reason if parity.verdict == "worse" else ""
 
 
-def _timed(
-    source: Source,
-    candidates: Sequence[Candidate],
-    batch_size: int | None,
-    budget_seconds: float,
-) -> dict[str, tuple[float, float]]:
-    """Returns the median seconds of batch 1, and the mean of sizes, by candidate.
-
-    The mean is the geometric one, so that no size outweighs the other.
-    """
-    inputs = samples.tried_inputs(source.traced, source.sample)
-    found: dict[str, list[float]] = {each.request.name: [] for each in candidates}
-    sizes = sorted({1, batch_size or 1})
-    budget = min(_TIMED_SECONDS, budget_seconds * _PART_FOR_TIMING)
-    models = {each.request.name: each.load() for each in candidates}
-    for size in sizes:
-        batch = rows(inputs, size)
-        calls = {
-            name: _call(model, model.prepared(batch)) for name, model in models.items()
-        }
-        for call in calls.values():
-            call()
-        timed = in_turns(calls, seconds=budget / len(sizes))
-        for name, turns in timed.items():
-            found[name].append(float(np.median([np.median(turn) for turn in turns])))
-    return {
-        name: (each[0], float(np.exp(np.mean(np.log(each)))))
-        for name, each in found.items()
-    }
-
-
-def _call(model: Any, inputs: Any) -> Callable[[], Any]:
-    return lambda: model.run(inputs)
+def _raced(
+    source: Source, candidates: Sequence[Candidate], budget_seconds: float
+) -> dict[str, Pace]:
+    return raced(
+        {each.request.name: each.load() for each in candidates},
+        samples.tried_inputs(source.traced, source.sample),
+        {1, source.batch_size or 1},
+        seconds=min(_TIMED_SECONDS, budget_seconds * _PART_FOR_TIMING),
+    )

@@ -12,12 +12,12 @@ import keras
 
 from tfamp.records import checks
 from tfamp.serving.exports import choosing, folders, layers, samples
-from tfamp.serving.exports.candidates import Candidate, Source
+from tfamp.serving.exports.candidates import Source
+from tfamp.serving.exports.choosing import Choice
 from tfamp.serving.exports.float32_copy import float32_copy
-from tfamp.serving.exports.record import Export, Tried
+from tfamp.serving.exports.record import Export
 from tfamp.serving.exports.request import DTYPES, SCHEMES, Request, check_possible
 from tfamp.serving.exports.sparing import write_sparing
-from tfamp.serving.int8.keeping import Kept
 from tfamp.serving.parity.gate import check_parity
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.runtimes.manifest import RUNTIMES
@@ -69,7 +69,8 @@ def export(
         keep_float32: Paths of layers that stay in float32, beside the head and those
             that integers spoil, which are found where there is validation data.
         batch_size: Examples in the calls that are to be fast, timed beside one.
-        budget_seconds: For writing and timing candidates under "auto".
+        budget_seconds: For writing and timing candidates under "auto", and as much for
+            the float32 of other runtimes that the chosen one is timed against.
         write_failed: Whether an export that is worse is written nevertheless.
 
     Returns:
@@ -106,45 +107,73 @@ def export(
     if format != _AUTO and dtype != _AUTO:
         check_possible(format, dtype, scheme)
     copy = float32_copy(model)
-    source = Source(copy, samples.first_inputs(calibration, validation))
+    sample = samples.first_inputs(calibration, validation)
+    source = Source(copy, sample, batch_size)
     requests = _requests(source, formats, dtype, scheme, calibration, keep_float32)
     with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
-        tried: tuple[Tried, ...] = ()
-        if format != _AUTO and dtype != _AUTO and len(requests) == 1:
+        is_alone = format != _AUTO and dtype != _AUTO and len(requests) == 1
+        if is_alone:
             folder = Path(scratch, "0")
             folder.mkdir()
-            chosen, spared = write_sparing(
+            found = write_sparing(
                 *(source, requests[0], folder),
                 validation=validation,
                 metric=metric,
                 tolerance=tolerance,
             )
+            choice = Choice(*found)
         else:
-            chosen, spared, tried = choosing.fastest(
+            choice = choosing.fastest(
                 *(source, requests, Path(scratch)),
                 validation=validation,
                 metric=metric,
                 tolerance=tolerance,
-                batch_size=batch_size,
                 budget_seconds=budget_seconds,
             )
         parity = None
         if validation is not None:
-            parity = check_parity(
-                copy,
-                chosen.load(),
-                validation,
+            parity = _compared(
+                *(source, choice, Path(scratch, "float32")),
+                validation=validation,
                 metric=metric,
                 tolerance=tolerance,
-                batch_size=batch_size,
+                budget_seconds=budget_seconds,
             )
             if parity.verdict == "worse" and not write_failed:
                 raise ValueError(
-                    f"{chosen.request.name} is worse than float32: {parity.reason} "
-                    f"Nothing was written to {str(target)!r}. Keep layers by "
-                    "`keep_float32=`, take another dtype, or pass `write_failed=True`."
+                    f"{choice.best.request.name} is worse than float32: "
+                    f"{parity.reason} Nothing was written to {str(target)!r}. Keep "
+                    "layers by `keep_float32=`, take another dtype, or pass "
+                    "`write_failed=True`."
                 )
-        return _placed(chosen, spared, target, model, parity, tried, formats)
+        return _placed(choice, target, model, parity, formats)
+
+
+def _compared(
+    source: Source,
+    choice: Choice,
+    scratch: Path,
+    *,
+    validation: Any,
+    metric: Any,
+    tolerance: float,
+    budget_seconds: float,
+) -> Parity:
+    """Returns the gate's comparison, with the best float32 of the other runtimes."""
+    other, notes = choosing.best_float32(
+        source, choice, scratch, budget_seconds=budget_seconds
+    )
+    baselines = {}
+    if other is not None:
+        baselines[f"best float32 ({other.request.format})"] = other.load()
+    parity = check_parity(
+        *(source.model, choice.best.load(), validation),
+        metric=metric,
+        tolerance=tolerance,
+        batch_size=source.batch_size,
+        baselines=baselines,
+    )
+    return dataclasses.replace(parity, notes=(*parity.notes, *notes))
 
 
 def _formats(format: str) -> tuple[str, ...]:
@@ -208,15 +237,14 @@ def _requests(
 
 
 def _placed(
-    chosen: Candidate,
-    spared: Kept | None,
+    choice: Choice,
     target: Path,
     model: keras.Model,
     parity: Parity | None,
-    tried: Sequence[Tried],
     formats: Sequence[str],
 ) -> Export:
-    """Moves a candidate to where it belongs, and returns the record of it."""
+    """Moves what was chosen to where it belongs, and returns the record of it."""
+    chosen = choice.best
     manifest = dataclasses.replace(
         chosen.manifest,
         gate={
@@ -237,9 +265,10 @@ def _placed(
         size_bytes=size,
         float32_bytes=_float32_bytes(model),
         kept=dict(request.keep),
-        int8=spared,
+        int8=choice.spared,
         parity=parity,
-        tried=tuple(tried),
+        tried=choice.tried,
+        execution={size: dict(how) for size, how in manifest.execution.items()},
         advice=choosing.advice(formats),
     )
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import tensorflow as tf
 
 from tfamp.records import checks
 from tfamp.serving.exports.request import Request
@@ -21,6 +22,19 @@ _MAX_BYTES = 2**31 - 2**20
 _BLOCK = 32
 _PRODUCTS = ["MatMul", "Gemm"]
 _INTEGERS = re.compile("Quantize|Integer|QLinear|NBits")
+# Why a scheme may leave all of a model in float32, and what to do.
+_WITHOUT = {
+    ("int8", "dynamic"): (
+        "ONNX Runtime's dynamic convolutions are slower than float32. Pass "
+        "`calibration=` and `scheme='static'`"
+    ),
+    ("int8", "static"): (
+        "ONNX Runtime has no static recurrent layers. Pass `scheme='dynamic'`"
+    ),
+    ("int4", "weights"): (
+        "4 bits are for products of matrices alone. Pass `dtype='int8'`"
+    ),
+}
 _PURPOSE = "Exporting to ONNX"
 
 
@@ -40,10 +54,8 @@ def write(traced: Traced, folder: Path, request: Request) -> None:
         _LOWERED[request.dtype](model, path, request, traced)
     if request.scheme and not _has_integers(path):
         raise ValueError(
-            f"{request.name} quantises nothing of this model: ONNX Runtime's dynamic "
-            "convolutions are slower than float32, and its 4 bits are for products of "
-            "matrices alone. Pass `calibration=` and `scheme='static'`, or another "
-            "format."
+            f"{request.name} quantises nothing of this model: "
+            f"{_WITHOUT[request.dtype, request.scheme]}, or another format."
         )
 
 
@@ -57,6 +69,7 @@ def _converted(traced: Traced) -> Any:
         model, _ = tf2onnx.convert.from_function(
             traced.module.serve, input_signature=traced.specs, opset=_OPSET
         )
+    _fill_in_captured(model.graph, traced)
     _rewrite_erfc(model.graph)
     known = {"", "ai.onnx", "ai.onnx.ml", "com.microsoft"}
     unknown = {
@@ -88,6 +101,18 @@ def _has_integers(path: Path) -> bool:
 
     nodes = onnx.load(path, load_external_data=False).graph.node
     return any(_INTEGERS.search(node.op_type) for node in nodes)
+
+
+def _fill_in_captured(graph: Any, traced: Traced) -> None:
+    """Stores the tensors that a model holds, which tf2onnx asks for as inputs."""
+    from onnx import numpy_helper
+
+    captures = traced.function.graph.captures
+    held = {inner.name: x for x, inner in captures if x.dtype != tf.resource}
+    for given in [each for each in graph.input if each.name in held]:
+        value = held[given.name].numpy()
+        graph.initializer.append(numpy_helper.from_array(value, given.name))
+        graph.input.remove(given)
 
 
 def _rewrite_erfc(graph: Any) -> None:

@@ -41,6 +41,7 @@ def write(traced: Traced, folder: Path, request: Request) -> None:
         _name(model, traced)
         if request.dtype in ("int8", "int4"):
             model = _quantized(model, traced, request)
+            _check_has_integers(model, request)
         openvino.save_model(
             model, str(folder / FILE), compress_to_fp16=request.dtype == "float16"
         )
@@ -83,6 +84,15 @@ def _quantized(model: Any, traced: Traced, request: Request) -> Any:
             advanced_parameters=nncf.AdvancedQuantizationParameters(
                 overflow_fix=fix or nncf.OverflowFix.DISABLE
             ),
+        )
+
+
+def _check_has_integers(model: Any, request: Request) -> None:
+    lowered = {"FakeQuantize"} if request.scheme == "static" else {"Convert"}
+    if not lowered & {node.get_type_name() for node in model.get_ordered_ops()}:
+        raise ValueError(
+            f"{request.name} quantises nothing of this model: NNCF leaves recurrent "
+            "layers in float32. Pass another `scheme=`, or another format."
         )
 
 

@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Mapping
+from typing import Any
 
 from tfamp.records import console
 from tfamp.records.record import TableRecord
@@ -9,6 +10,7 @@ from tfamp.records.units import format_bytes, format_seconds
 from tfamp.serving.int8.keeping import Kept
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.runtimes.loader import load_exported
+from tfamp.serving.runtimes.manifest import execution_text
 from tfamp.serving.runtimes.signature import LoadedModel
 
 _COLUMNS: dict[str, Mapping[str, object]] = {
@@ -74,6 +76,8 @@ class Export(TableRecord):
         int8: The search for layers that integers spoil; None where there was none.
         parity: The comparison on validation data; None without any.
         tried: All that was written to be compared.
+        execution: What TensorFlow runs each batch size by, "plain" or "XLA", as
+            measured; other runtimes have no such choice.
         advice: What would add candidates, such as packages that are not installed.
     """
 
@@ -89,6 +93,7 @@ class Export(TableRecord):
     int8: Kept | None = None
     parity: Parity | None = None
     tried: tuple[Tried, ...] = ()
+    execution: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
     advice: tuple[str, ...] = ()
 
     def load(self, *, threads: int | None = None) -> LoadedModel:
@@ -104,6 +109,7 @@ class Export(TableRecord):
             f"Largest difference {self.difference:.1e} of the outputs' spread."
         ]
         told += [f"{path} stays in float32: {why}." for path, why in self.kept.items()]
+        told += execution_text(self.execution)
         if self.parity is None:
             told.append(
                 "Only outputs were compared: pass `validation=(x, y)` for a verdict."

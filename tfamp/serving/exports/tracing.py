@@ -256,12 +256,24 @@ def _record(name: str, tensor: Any) -> TensorSpec:
 def _tables(model: keras.Model) -> list[Any]:
     """Returns the look-up tables of preprocessing layers."""
     kind = tf.saved_model.experimental.TrackableResource
-    held = [
+    held = (
         value
         for _, layer, _ in structure.walk(model)
-        for value in tf.nest.flatten(list(vars(layer).values()))
-    ]
+        for each in vars(layer).values()
+        for value in _leaves(each)
+    )
     return list({id(each): each for each in held if isinstance(each, kind)}.values())
+
+
+def _leaves(value: Any) -> Iterator[Any]:
+    """Yields what containers hold; `tf.nest` sorts keys, which may be layers."""
+    if isinstance(value, dict):
+        value = list(value.values())
+    if isinstance(value, (list, tuple)):
+        for each in value:
+            yield from _leaves(each)
+    else:
+        yield value
 
 
 def _flattened(x: Any, wanted: Any, names: Sequence[str]) -> list[Any]:

@@ -5,18 +5,18 @@ is meant to measure ("coordinated omission"). Here a latency counts from the mom
 which the request was due, whatever kept it from being sent.
 
 The generators on PyPI that are kept up, such as locust, wait for answers; those that do
-not wait, such as wrk2 and vegeta, cannot be installed by pip.
+not wait, such as k6 and vegeta, cannot be installed by pip.
 """
 
 import asyncio
 import collections
-import contextlib
 import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import numpy as np
 
+from tfamp.serving.load_test.connections import Connection
 from tfamp.serving.load_test.target import Target
 
 # Timers of an event loop fire up to a millisecond late: the rest is waited for awake.
@@ -40,39 +40,6 @@ class Burst(NamedTuple):
     errors: dict[str, int]
 
 
-class _Connection:
-    """A connection that asks one request after the other."""
-
-    def __init__(self, target: Target) -> None:
-        self._target = target
-        self._streams: tuple[asyncio.StreamReader, asyncio.StreamWriter] | None = None
-
-    async def ask(self) -> int:
-        """Returns the status of an answer, read to its end."""
-        target = self._target
-        if self._streams is None:
-            self._streams = await asyncio.open_connection(target.host, target.port)
-        reader, writer = self._streams
-        writer.write(target.request)
-        head = (await reader.readuntil(b"\r\n\r\n")).lower()
-        _, found, rest = head.partition(b"content-length:")
-        if not found:
-            raise ConnectionError("an answer without Content-Length")
-        await reader.readexactly(int(rest.partition(b"\r\n")[0]))
-        if b"connection: close" in head:
-            self.close()
-        return int(head.split(maxsplit=2)[1])
-
-    def close(self) -> asyncio.StreamWriter | None:
-        """Closes it; the next request opens it again. Returns what to wait for."""
-        if self._streams is None:
-            return None
-        writer = self._streams[1]
-        self._streams = None
-        writer.close()
-        return writer
-
-
 class Connections:
     """Connections to a server, used again as long as they are good.
 
@@ -83,39 +50,27 @@ class Connections:
     """
 
     def __init__(self, target: Target, limit: int, timeout_seconds: float) -> None:
-        self._idle = [_Connection(target) for _ in range(limit)]
+        self._idle = [Connection(target) for _ in range(limit)]
+        self._all = tuple(self._idle)
         self._timeout_seconds = timeout_seconds
         self._free = asyncio.Semaphore(limit)
 
     async def ask(self, due: float) -> str:
         """Returns "200", or what a request came to instead."""
-        try:
-            remaining = self._timeout_seconds - (time.perf_counter() - due)
-            return await asyncio.wait_for(self._ask(), max(remaining, 1e-3))
-        except asyncio.TimeoutError:
-            return "timeout"
-
-    async def _ask(self) -> str:
+        until = due + self._timeout_seconds
         async with self._free:
+            if time.perf_counter() >= until:
+                return "timeout"
             connection = self._idle.pop()
-            is_good = False
             try:
-                status = await connection.ask()
-                is_good = True
-                return str(status)
-            except (OSError, EOFError, ValueError) as error:
-                return type(error).__name__
+                return await connection.ask(until)
             finally:
-                if not is_good:
-                    connection.close()
                 self._idle.append(connection)
 
-    async def close(self) -> None:
-        """Closes all of them, and waits until they are."""
-        streams = [each.close() for each in self._idle]
-        for writer in filter(None, streams):
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
+    def close(self) -> None:
+        """Closes all of them."""
+        for each in self._all:
+            each.close()
 
 
 def moments(rate: float, seconds: float, seed: int) -> list[float]:
@@ -171,15 +126,17 @@ async def ask_at(connections: Connections, due: Sequence[float]) -> Burst:
     return Burst(seconds, tuple(latencies), tuple(lateness), dict(errors))
 
 
-async def peak(connections: Connections, clients: int, seconds: float) -> float:
-    """Returns how many requests a second clients get answered that do wait."""
-    count = 0
+async def peak(
+    connections: Connections, clients: int, seconds: float
+) -> tuple[float, list[float]]:
+    """Returns the answers a second that clients get that do wait, and latencies."""
+    latencies: list[float] = []
     start = time.perf_counter()
 
     async def ask() -> None:
-        nonlocal count
         while (now := time.perf_counter()) < start + seconds:
-            count += await connections.ask(now) == "200"
+            if await connections.ask(now) == "200":
+                latencies.append(time.perf_counter() - now)
 
     await asyncio.gather(*(ask() for _ in range(clients)))
-    return count / (time.perf_counter() - start)
+    return len(latencies) / (time.perf_counter() - start), latencies

@@ -1,7 +1,8 @@
 """`bench_serve`: servers at growing rates, in turns."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Coroutine, Sequence
+from typing import Any, TypeVar
 
 from tfamp.records import checks
 from tfamp.records.progress import progress
@@ -14,6 +15,7 @@ _CLIENTS = 16
 _PEAK_SECONDS = 1.0
 _WARM_UP = 20
 _MAX_CONNECTIONS = 256
+Result = TypeVar("Result")
 
 
 def bench_serve(
@@ -21,7 +23,7 @@ def bench_serve(
     *,
     rates: Sequence[float] | None = None,
     seconds: float = 5.0,
-    protocol: str = "binary",
+    protocol: str | None = None,
     batch_size: int = 1,
     timeout_seconds: float = 10.0,
     token: str | None = None,
@@ -34,12 +36,13 @@ def bench_serve(
     is asked of one after the other, in an order that turns.
 
     Args:
-        urls: Models of servers, such as "http://127.0.0.1:8000/v2/models/digits".
+        urls: Models of servers, such as "http://127.0.0.1:8000/v2/models/digits", or
+            "http://127.0.0.1:8501/v1/models/digits" of TensorFlow Serving.
         rates: Requests a second; by default 10 % to 90 % of what 16 clients get from
             the first server.
         seconds: How long each rate lasts.
         protocol: "binary" or "json" of the Open Inference Protocol, or "predict" of
-            TensorFlow Serving.
+            TensorFlow Serving; by default "predict" at /v1 and "binary" at /v2.
         batch_size: Examples in each request.
         timeout_seconds: How long an answer may take.
         token: What requests bear, if anything.
@@ -49,7 +52,8 @@ def bench_serve(
         OSError: A server cannot be reached.
         ValueError: An argument is out of its range, or a server has no such model.
     """
-    checks.choice("protocol", protocol, target.PROTOCOLS)
+    if protocol is not None:
+        checks.choice("protocol", protocol, target.PROTOCOLS)
     checks.positive_int("batch_size", batch_size)
     checks.positive("seconds", seconds)
     checks.positive("timeout_seconds", timeout_seconds)
@@ -61,8 +65,23 @@ def bench_serve(
         target.find(url, protocol=protocol, batch_size=batch_size, token=token)
         for url in urls
     ]
-    loads = asyncio.run(_measured(found, rates, seconds, timeout_seconds, seed))
-    return LoadTest(protocol, batch_size, float(seconds), tuple(loads))
+    loads = run(_measured(found, rates, seconds, timeout_seconds, seed))
+    protocols = " and ".join(dict.fromkeys(each.protocol for each in found))
+    return LoadTest(protocols, batch_size, float(seconds), tuple(loads))
+
+
+def run(work: Coroutine[Any, Any, Result]) -> Result:
+    """Returns what comes of work, in uvloop's event loop where that is installed."""
+    try:
+        from uvloop import new_event_loop
+    except ImportError:  # which takes half of the processor's time
+        new_event_loop = asyncio.new_event_loop
+    loop = new_event_loop()
+    try:
+        found: Result = loop.run_until_complete(work)
+        return found
+    finally:
+        loop.close()
 
 
 async def _measured(
@@ -82,7 +101,7 @@ async def _measured(
         for pool in pools:
             await arrivals.ask_at(pool, [0.0] * _WARM_UP)
         if rates is None:
-            most = await arrivals.peak(pools[0], _CLIENTS, _PEAK_SECONDS)
+            most, _ = await arrivals.peak(pools[0], _CLIENTS, _PEAK_SECONDS)
             rates = [max(1.0, share * most) for share in _SHARES]
         pairs = list(zip(targets, pools, strict=True))
         with progress("Asking", len(rates) * len(pairs), unit="rates") as advance:
@@ -94,5 +113,5 @@ async def _measured(
                     advance(len(loads))
     finally:
         for pool in pools:
-            await pool.close()
+            pool.close()
     return loads

@@ -27,6 +27,7 @@ img-src data:; style-src 'unsafe-inline'">
 <title>Load test</title>
 <style>
 {css}
+.numbers thead th {{ white-space: nowrap; }}
 </style>
 </head>
 <body>
@@ -93,7 +94,7 @@ def to_html(test: LoadTest, path: str | os.PathLike[str] | None = None) -> str:
         ),
         plots="\n".join(figure for figure in drawn if figure),
         heads="".join(heads),
-        rows="\n".join(map(_row, sorted(test.loads, key=lambda load: load.rate))),
+        rows="\n".join(map(_row, test.ordered())),
         notes="\n".join(
             f'<p class="caption">{html.escape(note)}</p>' for note in test.notes()
         ),

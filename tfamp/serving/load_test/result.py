@@ -71,7 +71,7 @@ class LoadTest(TableRecord):
     """Servers, or exports, under the same load, in turns.
 
     Args:
-        protocol: "binary", "json" or "predict".
+        protocol: "binary", "json" or "predict"; of servers with several, all of them.
         batch_size: Examples in a request.
         seconds: Of each rate.
         loads: Each server at each rate.
@@ -91,6 +91,11 @@ class LoadTest(TableRecord):
         """Returns what one server came to, by rate."""
         own = (load for load in self.loads if load.target == target)
         return tuple(sorted(own, key=lambda load: load.rate))
+
+    def ordered(self) -> list[Load]:
+        """Returns all loads by rate, those of a rate in the order of the servers."""
+        place = {target: number for number, target in enumerate(self.targets)}
+        return sorted(self.loads, key=lambda load: (load.rate, place[load.target]))
 
     def notes(self) -> tuple[str, ...]:
         """Returns what the figures have to be read with."""
@@ -115,8 +120,8 @@ class LoadTest(TableRecord):
             **dict.fromkeys(("answered/s", "p50", "p99", "p99.9"), console.RIGHT),
             "errors": console.FOLD,
         }
-        ordered = sorted(self.loads, key=lambda load: load.rate)
-        table = console.table(columns, [row_of(load) for load in ordered])
+        rows = [row_of(load) for load in self.ordered()]
+        table = console.table(columns, rows)
         return console.text_of(table, *self.notes())
 
 

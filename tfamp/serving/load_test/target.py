@@ -1,10 +1,12 @@
 """What is asked: a model of a server, found by its metadata, and one request to it.
 
-Works with every server of the Open Inference Protocol v2: Triton, OVMS, MLServer,
-KServe and `tfamp serve`.
+Works with every server of the Open Inference Protocol v2 (Triton, OVMS, MLServer,
+KServe, `tfamp serve`) and with those of TensorFlow Serving's REST.
 """
 
+import http.client
 import json
+import re
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -19,10 +21,17 @@ _DTYPES = {
     **{f"INT{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
     **{f"FP{bits}": f"float{bits}" for bits in (16, 32, 64)},
 }
+# Of TensorFlow Serving, as the protocol above names them.
+_TF_DATATYPES = {
+    **{"BOOL": "BOOL", "HALF": "FP16", "FLOAT": "FP32", "DOUBLE": "FP64"},
+    **{f"INT{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
+    **{f"UINT{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
+}
 _LOOKUP_SECONDS = 10
 # A length for dimensions that a model leaves open.
 _LENGTH = 32
 PROTOCOLS = ("binary", "json", "predict")
+_PATH = re.compile(r"/(v[12])/models/([^/:]+)(?:/versions/[^/:]+)?")
 
 
 class Target(NamedTuple):
@@ -33,23 +42,26 @@ class Target(NamedTuple):
         host: The server's.
         port: The server's.
         request: All bytes of a request.
+        protocol: What it is written in.
     """
 
     label: str
     host: str
     port: int
     request: bytes
+    protocol: str = "binary"
 
 
 def find(
-    url: str, *, protocol: str, batch_size: int, token: str | None = None
+    url: str, *, protocol: str | None, batch_size: int, token: str | None = None
 ) -> Target:
     """Returns what to ask of a server.
 
     Args:
-        url: Of the server, or of one model: "http://host:8000/v2/models/digits".
+        url: Of one model: "http://host:8000/v2/models/digits", or
+            "http://host:8501/v1/models/digits" of TensorFlow Serving's REST.
         protocol: "binary" and "json" are the Open Inference Protocol's, "predict" is
-            TensorFlow Serving's REST.
+            TensorFlow Serving's REST; None takes "predict" at /v1 and "binary" at /v2.
         batch_size: Examples in each request.
         token: What requests bear, if anything.
 
@@ -65,18 +77,30 @@ def find(
         )
     head = {} if token is None else {"Authorization": f"Bearer {token}"}
     base = f"http://{parts.netloc}"
-    path = parts.path.rstrip("/")
-    if not path.startswith("/v2/models/"):
+    path = parts.path.rstrip("/").removesuffix(":predict").removesuffix("/infer")
+    found = _PATH.fullmatch(path)
+    if found is None:
         raise ValueError(
             f"`url` {url!r} names no model; expected an address such as "
-            f"{base}/v2/models/digits. Add the model."
+            f"{base}/v2/models/digits, or {base}/v1/models/digits of TensorFlow "
+            "Serving. Add the model."
         )
-    inputs = _metadata(base + path, head)["inputs"]
-    name = path.split("/")[3]
+    api, name = found.groups()
+    if protocol is None:
+        protocol = "predict" if api == "v1" else "binary"
+    if api == "v1" and protocol != "predict":
+        raise ValueError(
+            f"`protocol` is {protocol!r} and `url` {url!r} TensorFlow Serving's; "
+            "expected 'predict'. Leave `protocol` out, or write /v2/models."
+        )
+    read = _tf_inputs if api == "v1" else _inputs
+    inputs = read(base + path, head)
     rng = np.random.default_rng(0)
     arrays = {str(entry["name"]): _drawn(entry, batch_size, rng) for entry in inputs}
     body, length = _body(arrays, inputs, protocol)
-    ask = f"/v1/models/{name}:predict" if protocol == "predict" else f"{path}/infer"
+    ask = f"{path}/infer"
+    if protocol == "predict":
+        ask = f"{path.replace('/v2/', '/v1/', 1)}:predict"
     if length is not None:
         head["Inference-Header-Content-Length"] = str(length)
     lines = [
@@ -87,31 +111,62 @@ def find(
         *(f"{key}: {value}" for key, value in head.items()),
     ]
     request = "\r\n".join(lines).encode() + b"\r\n\r\n" + body
-    return Target(f"{parts.netloc} {name}", parts.hostname, parts.port or 80, request)
+    label = f"{parts.netloc} {name}"
+    return Target(label, parts.hostname, parts.port or 80, request, protocol)
 
 
-def _metadata(address: str, headers: dict[str, str]) -> dict[str, Any]:
+def _inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
+    """Returns the inputs of a model by the Open Inference Protocol."""
+    found = _told(address, headers, "the Open Inference Protocol v2")
+    if not isinstance(found.get("inputs"), list):
+        raise _useless(address, "it names no inputs", "the Open Inference Protocol v2")
+    return list(found["inputs"])
+
+
+def _tf_inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
+    """Returns the inputs of a model of TensorFlow Serving, as the other names them."""
+    what = "TensorFlow Serving's REST"
+    address = f"{address}/metadata"
+    found = _told(address, headers, what)
+    try:
+        signatures = found["metadata"]["signature_def"]["signature_def"]
+        return [
+            {
+                "name": name,
+                "datatype": _TF_DATATYPES.get(
+                    entry["dtype"].removeprefix("DT_"), entry["dtype"]
+                ),
+                "shape": [dim["size"] for dim in entry["tensor_shape"].get("dim", [])],
+            }
+            for name, entry in signatures["serving_default"]["inputs"].items()
+        ]
+    except (AttributeError, KeyError, TypeError) as error:
+        raise _useless(address, f"no {error}", what) from error
+
+
+def _told(address: str, headers: dict[str, str], what: str) -> dict[str, Any]:
     """Returns the metadata of a model."""
     request = urllib.request.Request(address, headers=headers)
     try:
         with urllib.request.urlopen(request, timeout=_LOOKUP_SECONDS) as answer:
-            found = json.load(answer)
-        if not isinstance(found.get("inputs"), list):
-            raise ValueError("it names no inputs")
+            return dict(json.load(answer))
     except urllib.error.HTTPError as error:
         said = error.read().decode(errors="replace")[:200]
         raise ValueError(f"{address} answers {error.code}: {said}") from error
-    except (AttributeError, ValueError) as error:
-        raise ValueError(
-            f"{address} tells no metadata of a model ({error}); expected a server of "
-            "the Open Inference Protocol v2. Correct the address."
-        ) from error
-    except OSError as error:
+    except (TypeError, ValueError) as error:
+        raise _useless(address, error, what) from error
+    except (OSError, http.client.HTTPException) as error:
         raise OSError(
             f"{address} cannot be reached: {error}. Start the server, or correct the "
             "address."
         ) from error
-    return dict(found)
+
+
+def _useless(address: str, why: object, what: str) -> ValueError:
+    return ValueError(
+        f"{address} tells no metadata of a model ({why}); expected a server of {what}. "
+        "Correct the address."
+    )
 
 
 def _drawn(entry: dict[str, Any], batch_size: int, rng: Any) -> np.ndarray:

@@ -20,6 +20,7 @@ from tfamp.serving.parity.result import (
     Speedup,
     Verdict,
     is_faster,
+    speed_text,
 )
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.stepping.arguments import dataset_of
@@ -118,6 +119,7 @@ def check_parity(
         processes, failed = _in_fresh_processes(models, inputs)
         notes += failed
     verdict, reason = judged(differences, metrics, is_fast=is_faster(speedups))
+    reason = " ".join(filter(None, (reason, speed_text(speedups))))
     return Parity(
         verdict,
         reason,

@@ -217,6 +217,26 @@ def is_faster(speedups: tuple[Speedup, ...]) -> bool:
     )
 
 
+def speed_text(speedups: tuple[Speedup, ...]) -> str:
+    """Returns a sentence on what a model was timed against, at each batch size.
+
+    Example:
+        >>> once = Interval(3.1, 3.0, 3.2), Interval(1.4, 1.3, 1.5)
+        >>> speed_text((Speedup("SavedModel", 1, *once[:1] * 3),
+        ...             Speedup("XLA", 1, *once[1:] * 3)))
+        'Its speed at batch 1 is 3.1 times SavedModel and 1.4 times XLA.'
+    """
+    told = []
+    for size in sorted({each.batch_size for each in speedups}):
+        times = [
+            f"{each.p50.estimate:.2g} times {each.against}"
+            for each in speedups
+            if each.batch_size == size
+        ]
+        told.append(f"at batch {size} is {' and '.join(times)}")
+    return f"Its speed {', '.join(told)}." if told else ""
+
+
 def interval_text(found: Interval) -> str:
     """Returns a ratio with its interval.
 

@@ -20,6 +20,8 @@ EXTRAS = {
     "onnx": "onnx",
     "openvino": "openvino",
 }
+# What TensorFlow runs a batch size by.
+PLAIN, XLA = "plain", "XLA"
 # Runtime -> where it looks for files that are not named to it one by one.
 _FOLDERS = {"saved_model": ("variables", "assets", "assets.extra")}
 _CHUNK_BYTES = 2**20
@@ -42,6 +44,7 @@ class Manifest:
         kept: Layer that stays in float32 -> why.
         gate: What the comparison with the float32 model found.
         plan: The dtypes of layers, where one was followed.
+        execution: Of a SavedModel by batch size: "plain" or "XLA", and by how much.
     """
 
     runtime: str
@@ -54,6 +57,7 @@ class Manifest:
     kept: Mapping[str, str] = dataclasses.field(default_factory=dict)
     gate: Mapping[str, Any] | None = None
     plan: Mapping[str, Any] | None = None
+    execution: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
 
     def write(self, folder: Path) -> None:
         """Writes `export.json` into a folder."""
@@ -154,3 +158,25 @@ def sha256(file: Path) -> str:
         while part := stream.read(_CHUNK_BYTES):
             digest.update(part)
     return digest.hexdigest()
+
+
+def execution_text(found: Mapping[str, Mapping[str, Any]]) -> list[str]:
+    """Returns a sentence for each batch size on what TensorFlow runs it by.
+
+    Example:
+        >>> execution_text({"1": {"chosen": "XLA", "speedup": 1.4}})
+        ['TensorFlow runs batches of 1 under XLA, in which plain takes 1.4 times as \
+long.']
+    """
+    told = []
+    for size, each in found.items():
+        if each["chosen"] == XLA:
+            how = f"under XLA, in which plain takes {each['speedup']:.2g} times as long"
+        elif "speedup" in each:
+            how = (
+                f"as they are: under XLA they were {each['speedup']:.2g} times as fast"
+            )
+        else:
+            how = f"as they are: {each.get('why', 'nothing was compared')}"
+        told.append(f"TensorFlow runs batches of {size} {how}.")
+    return told

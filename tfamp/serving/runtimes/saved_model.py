@@ -1,24 +1,23 @@
 """TensorFlow's SavedModel, which TF Serving takes as it is."""
 
-from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
-from tfamp.serving.runtimes.manifest import Manifest
-from tfamp.serving.runtimes.signature import LoadedModel
+from tfamp.serving.runtimes.manifest import XLA, Manifest
+from tfamp.serving.runtimes.tensorflow_model import TensorFlowModel
 
 _SIGNATURE = "serving_default"
 
 
-def load(folder: Path, manifest: Manifest, threads: int) -> LoadedModel:
+def load(folder: Path, manifest: Manifest, threads: int) -> TensorFlowModel:
     """Returns a model that TensorFlow runs."""
     return SavedModel(folder, manifest, threads)
 
 
-class SavedModel(LoadedModel):
-    """A SavedModel, by its concrete function.
+class SavedModel(TensorFlowModel):
+    """A SavedModel, by its concrete function, or by that under XLA.
 
     The threads of TensorFlow are those of the whole process: they are set where
     TensorFlow has not started yet.
@@ -27,18 +26,26 @@ class SavedModel(LoadedModel):
     runtime = "saved_model"
 
     def __init__(self, folder: Path, manifest: Manifest, threads: int) -> None:
-        super().__init__(folder, manifest.signature)
-        try:
-            if not tf.config.threading.get_intra_op_parallelism_threads():
-                tf.config.threading.set_intra_op_parallelism_threads(threads)
-        except RuntimeError:
-            pass  # it runs already, with threads of its own
-        self._loaded = tf.saved_model.load(str(folder))
-        self._function = self._loaded.signatures[_SIGNATURE]
+        set_threads(threads)
+        loaded = tf.saved_model.load(str(folder))
+        function = loaded.signatures[_SIGNATURE]
+        names = [spec.name for spec in manifest.signature.inputs]
 
-    def run(self, inputs: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Returns the outputs by name for one batch of all inputs by name."""
-        found = self._function(
-            **{name: tf.constant(value) for name, value in inputs.items()}
-        )
-        return {spec.name: found[spec.name].numpy() for spec in self.signature.outputs}
+        def call(*tensors: Any, owner: Any = loaded) -> Any:  # its weights go with it
+            return function(**dict(zip(names, tensors, strict=True)))
+
+        compiled = [
+            int(size)
+            for size, found in manifest.execution.items()
+            if found["chosen"] == XLA
+        ]
+        super().__init__(folder, manifest.signature, call, compiled)
+
+
+def set_threads(threads: int) -> None:
+    """Sets the threads of TensorFlow, unless that was done or it runs already."""
+    try:
+        if not tf.config.threading.get_intra_op_parallelism_threads():
+            tf.config.threading.set_intra_op_parallelism_threads(threads)
+    except RuntimeError:
+        pass

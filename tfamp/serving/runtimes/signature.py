@@ -60,16 +60,17 @@ class LoadedModel(abc.ABC):
     """An exported model that answers in its runtime; safe to ask from many threads.
 
     Args:
-        path: The folder it was loaded from.
+        path: What it was loaded from; None for a Keras model in memory.
         signature: Its inputs and outputs.
 
     Attributes:
-        runtime: "saved_model", "litert", "onnx" or "openvino".
+        runtime: "saved_model", "litert", "onnx" or "openvino"; "keras" for a model
+            that was not exported.
     """
 
     runtime: str
 
-    def __init__(self, path: Path, signature: Signature) -> None:
+    def __init__(self, path: Path | None, signature: Signature) -> None:
         self.path = path
         self.signature = signature
 

@@ -46,8 +46,8 @@ class App:
         max_body_bytes: int = 64 * 2**20,
         body_seconds: float = 10.0,
     ) -> None:
-        self._models = models
-        self._metrics = metrics
+        self.models = models
+        self.metrics = metrics
         self._version = version
         self._token = None if token is None else f"Bearer {token}".encode()
         self._bodies = Bodies(max_body_bytes, body_seconds)
@@ -69,10 +69,10 @@ class App:
             answer = refused(Refusal(500, f"The server failed: {short_error(error)}"))
         finally:
             self._bodies.let_go(held)
-        self._metrics.requests.add((*held.labels, str(answer.status)))
+        self.metrics.requests.add((*held.labels, str(answer.status)))
         if held.since is not None:
             seconds = time.perf_counter() - held.since
-            self._metrics.seconds.observe(held.labels[:2], seconds)
+            self.metrics.seconds.observe(held.labels[:2], seconds)
         length = (b"content-length", b"%d" % len(answer.body))
         await send(
             {
@@ -90,7 +90,7 @@ class App:
         if path in ("/v2/health/live", "/v2/health/live/"):
             return json_answer({"live": True})
         if path in ("/v2/health/ready", "/v2/health/ready/"):
-            ready = self._models.is_ready and not self.is_stopping
+            ready = self.models.is_ready and not self.is_stopping
             return json_answer({"ready": ready}, 200 if ready else 503)
         headers = dict(scope["headers"])
         self._check_token(headers)
@@ -109,7 +109,7 @@ class App:
                 body = await self._bodies.read(headers, receive, held)
                 # Only now, as it may have been replaced while the body came.
                 return await self._infer(self._named(name, number, held), headers, body)
-            _check_method(scope, "GET")
+            _check_method(scope, "GET", f"{path.rstrip('/')}/infer")
             version = self._named(name, number, held)
             return self._of_model(version, what)
         if match := _V1.fullmatch(path):
@@ -121,17 +121,17 @@ class App:
                 body = await self._bodies.read(headers, receive, held)
                 return await self._predict(self._named(name, number, held), body)
             if what in (None, "/metadata"):
-                _check_method(scope, "GET")
+                _check_method(scope, "GET", f"{path.rstrip('/')}:predict")
                 return self._of_v1_model(name, number, what, held)
         raise Refusal(
             404,
             f"There is nothing at {quoted(path)}; expected /v2/models/NAME/infer, "
-            "/v1/models/NAME:predict, /v2/health/ready or /metrics. Correct the "
-            "address.",
+            "/v1/models/NAME:predict, /v2/health/ready or /metrics, where NAME is one "
+            f"of {quoted(self.models.names)}. Correct the address.",
         )
 
     def _named(self, name: str, number: str | None, held: Held) -> Version:
-        version = self._models.get(name, number)
+        version = self.models.get(name, number)
         held.labels = (version.name, version.number, held.labels[2])
         return version
 
@@ -156,7 +156,7 @@ class App:
     def _of_model(self, version: Version, what: str | None) -> Answer:
         if what == "ready":
             return json_answer({"name": version.name, "ready": True})
-        numbers = self._models.numbers(version.name)
+        numbers = self.models.numbers(version.name)
         model = version.model
         return json_answer(
             open_inference.metadata(
@@ -174,17 +174,17 @@ class App:
             )
         if number is not None:
             self._named(name, number, held)
-        numbers = [number] if number is not None else self._models.numbers(name)
+        numbers = [number] if number is not None else self.models.numbers(name)
         return json_answer(tf_predict.status(dict.fromkeys(numbers, "AVAILABLE")))
 
     def _metrics_text(self) -> Answer:
-        self._metrics.waiting.set(
+        self.metrics.waiting.set(
             {
                 (each.name, each.number): each.batcher.num_waiting
-                for each in self._models.each()
+                for each in self.models.each()
             }
         )
-        return Answer(200, self._metrics.text().encode(), (TEXT,))
+        return Answer(200, self.metrics.text().encode(), (TEXT,))
 
     async def _infer(self, version: Version, headers: Headers, body: bytes) -> Answer:
         length = headers.get(open_inference.HEADER)
@@ -227,9 +227,17 @@ class App:
         )
 
 
-def _check_method(scope: Scope, method: str) -> None:
+def _check_method(scope: Scope, method: str, asks: str | None = None) -> None:
+    """Raises a refusal for another method; `asks` is where predictions are asked for.
+
+    Raises:
+        Refusal: The method is not the one that is given.
+    """
     found = scope["method"]
     if found != method and (found, method) != ("HEAD", "GET"):
+        advice = "Use that one."
+        if found == "POST" and asks is not None:
+            advice = f"Use that one, or ask for predictions at {quoted(asks)}."
         raise Refusal(
-            405, f"The method is {quoted(found)}; expected {method}. Use that one."
+            405, f"The method is {quoted(found)}; expected {method}. {advice}"
         )

@@ -53,6 +53,12 @@ one that `tfamp.export` wrote, or one of numbered versions. Correct the path.
                 f"Two models are called {name!r}; expected one. Name them, as in "
                 f"'first={path}'."
             )
+        if path.is_file():
+            raise FileNotFoundError(
+                f"{str(path)!r} is a file; expected a folder that `tfamp.export` "
+                f"wrote. Write one with `tfamp export {path}`, or name the folder that "
+                "the file is in."
+            )
         if not path.is_dir():
             raise FileNotFoundError(
                 f"There is no folder {str(path)!r} for model {name!r}; expected one "

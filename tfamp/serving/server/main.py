@@ -1,4 +1,7 @@
-"""`serve`: models, limits and an address, from the start to the last answer."""
+"""`serve`: models, limits and an address, from the start to the last answer.
+
+`application` is the same without the process around it, for servers that bring theirs.
+"""
 
 import contextlib
 import dataclasses
@@ -10,11 +13,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from tfamp.records import checks
 from tfamp.records.record import TableRecord
 from tfamp.serving.runtimes.signature import LoadedModel
 from tfamp.serving.server import folders
+
+if TYPE_CHECKING:
+    from tfamp.serving.server.app import App
 
 _LOCAL = ("127.0.0.1", "::1", "localhost")
 
@@ -83,40 +90,29 @@ def serve(
         OSError: The address is in use.
         ValueError: An argument is out of its range, or a name came twice.
     """
-    for package in ("uvicorn", "orjson"):
-        checks.require(package, extra="serve", purpose="`tfamp serve`")
-    import tfamp
-    from tfamp.serving.runtimes.loader import load_exported
-    from tfamp.serving.server.app import App
-    from tfamp.serving.server.metrics import Metrics
-    from tfamp.serving.server.models import Limits, Models
-    from tfamp.serving.server.process import Process
-
-    if max_batch_size is not None:
-        checks.positive_int("max_batch_size", max_batch_size)
-    checks.positive_int("max_queue", max_queue)
-    checks.positive_int("max_body", max_body)
-    checks.positive("timeout_seconds", timeout_seconds)
+    checks.require("uvicorn", extra="serve", purpose="`tfamp serve`")
+    if not 0 <= port < 2**16:
+        raise ValueError(
+            f"`port` is {port}; expected 0 to 65535. Pass 0 for a free one."
+        )
     if reload_seconds:
         checks.positive("reload_seconds", reload_seconds)
     token = None if token_file is None else _token(Path(token_file))
+    app = _unloaded(
+        paths,
+        threads=threads,
+        token=token,
+        max_batch_size=max_batch_size,
+        max_queue=max_queue,
+        max_body=max_body,
+        timeout_seconds=timeout_seconds,
+        load=load,
+    )
+    from tfamp.serving.server.process import Process
+
     logging.basicConfig(format="tfamp serve: %(message)s")
-    found = folders.sources(list(paths))
     listener = _bound(host, port)
     address = _address(listener)
-    metrics = Metrics()
-    limits = Limits(max_batch_size, max_queue, timeout_seconds)
-    if load is None:
-        load = functools.partial(load_exported, threads=threads)
-    models = Models(found, load, limits, metrics)
-    app = App(
-        models,
-        metrics,
-        version=tfamp.__version__,
-        token=token,
-        max_body_bytes=max_body,
-        body_seconds=timeout_seconds,
-    )
     if token is None and host not in _LOCAL:
         logging.getLogger("tfamp.serve").warning(
             "Everybody who reaches %s may ask. Ask for a token with --token_file.",
@@ -125,26 +121,116 @@ def serve(
     server = Process(
         app,
         on_start=lambda: on_start and on_start(address),
-        look=models.look,
+        look=app.models.look,
         reload_seconds=reload_seconds,
         answer_seconds=2 * timeout_seconds,
     )
     start = time.monotonic()
     with listener, _stopped_by_signals():
-        models.load_all()
+        app.models.load_all()
         server.run(sockets=[listener])
-    models.stop()
+    app.models.stop()
     counts: dict[str, int] = {}
-    for (_, _, protocol, status), count in metrics.requests.total().items():
+    for (_, _, protocol, status), count in app.metrics.requests.total().items():
         key = f"{protocol} {status}"
         counts[key] = counts.get(key, 0) + int(count)
     seconds = time.monotonic() - start
-    return Served(address, tuple(models.names), seconds, counts)
+    return Served(address, tuple(app.models.names), seconds, counts)
+
+
+def application(
+    paths: Sequence[str],
+    *,
+    threads: int | None = None,
+    token: str | None = None,
+    max_batch_size: int | None = None,
+    max_queue: int = 256,
+    max_body: int = 64 * 2**20,
+    timeout_seconds: float = 10.0,
+    load: Callable[..., LoadedModel] | None = None,
+) -> "App":
+    """Returns exported models as an ASGI application, for a process that is not ours.
+
+    Ray Serve, gunicorn and others run it; `serve` has its own process, which closes
+    connections that hang and takes up changed models, too.
+
+    Args:
+        paths: As `serve` takes them; loaded here, and not again when they change.
+        threads: Threads that a run of a model may use; None takes all cores.
+        token: What requests have to bear; None asks for nothing.
+        max_batch_size: Examples in one run of a model, as in `serve`.
+        max_queue: Requests of a model that may wait; more are answered by 503.
+        max_body: Bytes of the largest request.
+        timeout_seconds: How long an answer, and a body on its way, may take.
+        load: Reads an exported folder in the place of `tfamp.load_exported`.
+
+    Raises:
+        FileNotFoundError: A path holds no exported model.
+        ImportError: orjson is not installed.
+        RuntimeError: A model cannot be loaded.
+        ValueError: An argument is out of its range, or a name came twice.
+    """
+    app = _unloaded(
+        paths,
+        threads=threads,
+        token=token,
+        max_batch_size=max_batch_size,
+        max_queue=max_queue,
+        max_body=max_body,
+        timeout_seconds=timeout_seconds,
+        load=load,
+    )
+    app.models.load_all()
+    return app
+
+
+def _unloaded(
+    paths: Sequence[str],
+    *,
+    threads: int | None,
+    token: str | None,
+    max_batch_size: int | None,
+    max_queue: int,
+    max_body: int,
+    timeout_seconds: float,
+    load: Callable[..., LoadedModel] | None,
+) -> "App":
+    """Returns the application, its arguments checked, its models still to be loaded."""
+    checks.require("orjson", extra="serve", purpose="`tfamp serve`")
+    import tfamp
+    from tfamp.serving.runtimes.loader import load_exported
+    from tfamp.serving.server.app import App
+    from tfamp.serving.server.metrics import Metrics
+    from tfamp.serving.server.models import Limits, Models
+
+    if max_batch_size is not None:
+        checks.positive_int("max_batch_size", max_batch_size)
+    checks.positive_int("max_queue", max_queue)
+    checks.positive_int("max_body", max_body)
+    checks.positive("timeout_seconds", timeout_seconds)
+    metrics = Metrics()
+    limits = Limits(max_batch_size, max_queue, timeout_seconds)
+    if load is None:
+        load = functools.partial(load_exported, threads=threads)
+    return App(
+        Models(folders.sources(list(paths)), load, limits, metrics),
+        metrics,
+        version=tfamp.__version__,
+        token=token,
+        max_body_bytes=max_body,
+        body_seconds=timeout_seconds,
+    )
 
 
 def _token(path: Path) -> str:
     """Returns the token in a file."""
-    token = path.read_text(encoding="utf-8").strip()
+    try:
+        token = path.read_text(encoding="utf-8").strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(
+            f"`token_file` {str(path)!r} cannot be read ({error}); expected a line of "
+            "letters and digits. Write one with `openssl rand -hex 32`."
+        ) from error
     if not token or not token.isascii() or not token.isprintable():
         raise ValueError(
             f"`token_file` {str(path)!r} holds no token; expected a line of letters "
@@ -155,9 +241,15 @@ def _token(path: Path) -> str:
 
 def _bound(host: str, port: int) -> socket.socket:
     """Returns a socket at an address, which nobody reaches before it listens."""
-    family, kind, protocol, _, where = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
+    try:
+        family, kind, protocol, _, where = socket.getaddrinfo(
+            host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+        )[0]
+    except (OSError, UnicodeError) as error:
+        raise ValueError(
+            f"`host` is {host!r}, which is no address of this machine ({error}); "
+            "expected one such as '127.0.0.1', '::1' or '0.0.0.0'. Correct it."
+        ) from error
     found = socket.socket(family, kind, protocol)
     try:
         found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)

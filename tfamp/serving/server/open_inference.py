@@ -47,8 +47,9 @@ def read(body: bytes, header_length: bytes | None, signature: Signature) -> Aske
         if not header_length.isdigit() or not 0 < int(header_length) <= len(body):
             raise Refusal(
                 400,
-                f"Inference-Header-Content-Length is {quoted(header_length.decode())}; "
-                f"expected the bytes of the JSON, from 1 to {len(body)}. Correct it.",
+                "Inference-Header-Content-Length is "
+                f"{quoted(header_length.decode('latin-1'))}; expected the bytes of the "
+                f"JSON, from 1 to {len(body)}. Correct it.",
             )
         length = int(header_length)
     content = json_text.read(body[:length])

@@ -20,6 +20,15 @@ _READING_SECONDS = 30.0
 _TICKS = 10
 
 
+def _protocol() -> Any:
+    """Returns what reads requests: httptools where it is installed, else h11."""
+    try:
+        from tfamp.serving.server.heads import BoundedHeads
+    except ImportError:
+        return "h11"
+    return BoundedHeads
+
+
 class Process(uvicorn.Server):
     """uvicorn with what it leaves to others.
 
@@ -46,10 +55,12 @@ class Process(uvicorn.Server):
         super().__init__(
             uvicorn.Config(
                 app,
+                http=_protocol(),
                 lifespan="off",
                 ws="none",
                 log_config=None,
-                log_level="warning",
+                # A line for each malformed request would let clients fill the log.
+                log_level="error",
                 access_log=False,
                 server_header=False,
                 date_header=False,

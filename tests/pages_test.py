@@ -1,0 +1,63 @@
+"""Errors, findings and triages name a page of the documentation, which is there."""
+
+import configparser
+
+import pytest
+
+from tests.docs_test import DOCS, FAILURES, ROOT, TESTS, anchors
+from tests.named_pages import USED, named_pages, triage_of
+from tfamp.loss_scale import errors
+from tfamp.records import pages
+from tfamp.records.findings import Finding, Findings
+
+
+@pytest.mark.parametrize("page", sorted(USED))
+def test_a_page_that_is_named_is_there(page):
+    path, _, anchor = page.partition("#")
+    file = DOCS / f"{path}.md"
+    assert file.is_file()
+    assert not anchor or anchor in anchors(file)
+
+
+def test_errors_and_warnings_of_failures_are_found():
+    failures = {page for page in USED if page.startswith("failures/")}
+    assert {"failures/zero-scale", "failures/tiny-updates"} < failures
+    assert len(named_pages()) > 5
+
+
+@pytest.mark.parametrize("page", FAILURES, ids=lambda path: path.stem)
+def test_a_page_of_a_failure_names_a_test(page):
+    assert TESTS.findall(page.read_text(encoding="utf-8").partition("**Held by**")[2])
+
+
+def test_the_site_is_that_of_the_projects_links():
+    settings = configparser.ConfigParser()
+    settings.read(ROOT / "setup.cfg", encoding="utf-8")
+    lines = settings["metadata"]["project_urls"].strip().splitlines()
+    links = dict(line.split(" = ") for line in lines)
+    assert links["Documentation"] == f"{pages.SITE}/"
+    owner, name = settings["metadata"]["url"].split("/")[-2:]
+    assert f"https://{owner}.github.io/{name}" == pages.SITE
+    others = [
+        path
+        for path in (ROOT / "tfamp").rglob("*.py")
+        if "github.io" in path.read_text(encoding="utf-8")
+    ]
+    assert [path.name for path in others] == ["pages.py"]
+
+
+def test_addresses_stand_on_one_line_where_they_can_be_copied():
+    documentation = {"documentation": pages.address("lint#half-head")}
+    finding = Finding("half-head", "error", "x" * 99, "y" * 99, details=documentation)
+    shown = Findings((finding, finding), title="Lint").table().splitlines()
+    assert shown.count("See https://tfamp.github.io/tfamp/lint.html#half-head") == 1
+    shown = triage_of("loss scale").table().splitlines()
+    assert f"See {pages.SITE}/triage.html#cause-loss-scale" in shown
+
+
+def test_the_loss_scales_error_ends_with_its_page():
+    for is_dynamic, is_scaled in ((True, True), (False, True), (False, False)):
+        text = errors.template(is_dynamic=is_dynamic, is_scaled=is_scaled)
+        assert text.endswith(f" See {pages.SITE}/failures/zero-scale.html")
+        raised = f"assertion failed: [{text.format(*range(5))}]\n\t [[node]]"
+        assert errors.found_in(raised) == text.format(*range(5))

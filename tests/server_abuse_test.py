@@ -1,0 +1,265 @@
+"""The server's process under what no client should do, and under what happens to it."""
+
+import asyncio
+import concurrent.futures
+import contextlib
+import http.client
+import json
+import random
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+pytest.importorskip("orjson", reason="needs tfamp[serve]")
+pytest.importorskip("uvicorn", reason="needs tfamp[serve]")
+
+from tests import served_models
+from tests.server_process_test import DEADLINE, connect, predict, serving
+from tfamp.serving.load_test import arrivals
+from tfamp.serving.load_test.target import Target
+
+ROWS = [[1.0, 2.0, 3.0]]
+BODY = json.dumps({"instances": ROWS}).encode()
+LENGTH = len(BODY)
+PATH = "/v1/models/m:predict"
+# Of libraries, arenas and buffers, whatever is asked.
+MAX_GROWTH = 30e6
+RECOVERED_SECONDS = 5
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    """A server of one model, "m", that doubles: its process and its address."""
+    folder = served_models.write(tmp_path_factory.mktemp("served") / "m", 2)
+    with serving(folder, deadline=300) as found:
+        yield found
+
+
+def place(address):
+    host, port = address.removeprefix("http://").split(":")
+    return host, int(port)
+
+
+def raw(address, data):
+    """Returns the status of an answer to bytes, None where the server hung up."""
+    with socket.create_connection(place(address), timeout=DEADLINE) as connection:
+        try:
+            connection.sendall(data)
+            connection.shutdown(socket.SHUT_WR)
+            answer = b""
+            while part := connection.recv(65536):
+                answer += part
+        except OSError:
+            return None
+    return int(answer.split()[1]) if answer else None
+
+
+def head(line="POST /v1/models/m:predict", length=LENGTH, *others):
+    lines = [f"{line} HTTP/1.1", "Host: a"]
+    if length is not None:
+        lines.append(f"Content-Length: {length}")
+    return "\r\n".join([*lines, *others, "", ""]).encode("latin-1")
+
+
+MALFORMED = {
+    "no head": b"\r\n\x00\xff\r\n\r\n",
+    "large header": head("GET /v2", None, "X: " + "a" * 10**6),
+    "many headers": head("GET /v2", None, *(f"X{n}: a" for n in range(20_000))),
+    "long path": head("GET /" + "a" * 10**6, None),
+    "path that is no text": b"GET /\xff\xfe HTTP/1.1\r\nHost: a\r\n\r\n",
+    "name that is no text": head("GET /v2/models/%ff%fe", None),
+    "other method": head("PUT " + PATH) + BODY,
+    "no method": head("ASK /", None),
+    "length that is no number": head(length="abc") + BODY,
+    "negative length": head(length=-1) + BODY,
+    "two lengths": head("POST " + PATH, 25, "Content-Length: 3") + BODY,
+    "length and chunks": head("POST " + PATH, 25, "Transfer-Encoding: chunked") + BODY,
+    "wrong chunks": head("POST " + PATH, None, "Transfer-Encoding: chunked") + b"zz",
+    "too large": head(length=2**40),
+    "length of JSON that is no text": head(
+        *("POST /v2/models/m/infer", LENGTH),
+        "Inference-Header-Content-Length: \xb2",
+    )
+    + BODY,
+    "body that is no text": head(length=3) + b'"\xff"',
+    "compressed": head("POST " + PATH, 3, "Content-Encoding: gzip") + b"abc",
+}
+
+
+@pytest.mark.parametrize("data", MALFORMED.values(), ids=MALFORMED)
+def test_bytes_that_are_no_request_are_refused(server, data):
+    status = raw(server[1], data)
+    # A packet that the server did not read may turn its answer into a reset.
+    assert status is None and len(data) > 2**17 or status in range(400, 500)
+    with contextlib.closing(connect(server[1])) as connection:
+        assert predict(connection, ROWS)[0] == 200
+
+
+def resident(process):
+    """Returns the bytes that a process holds."""
+    statm = Path(f"/proc/{process.pid}/statm")
+    if not statm.exists():
+        pytest.skip("needs /proc")
+    return int(statm.read_text().split()[1]) * 4096
+
+
+@pytest.mark.whole("test_bytes_that_are_no_request_are_refused")
+def test_ten_thousand_random_mistakes_are_refused_and_leave_nothing(server):
+    process, address = server
+    rng = random.Random(0)
+    whole = head() + BODY
+    found = {}
+
+    def mistake():
+        data = bytearray(whole)
+        for _ in range(rng.randrange(1, 4)):
+            at = rng.randrange(len(data))
+            data[at : at + rng.randrange(3)] = rng.randbytes(rng.randrange(4))
+        return bytes(data)
+
+    before = resident(process)
+    made = [mistake() for _ in range(10_000)]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for status in pool.map(lambda data: raw(address, data), made):
+            found[status] = found.get(status, 0) + 1
+    # What is still a request is answered; a body that is cut off gets no answer.
+    assert not {s for s in found if s is not None and s >= 500}, found
+    assert found[400] > 5000 and sum(found.values()) == 10_000
+    assert resident(process) - before < MAX_GROWTH
+
+
+def rising(address, stop):
+    """Asks until it is told to stop, again where nobody answers; returns statuses."""
+    found = []
+    while not stop.is_set():
+        try:
+            with contextlib.closing(connect(address)) as connection:
+                while not stop.is_set():
+                    rows = np.random.default_rng().normal(size=(2, 3)).tolist()
+                    status, answer = predict(connection, rows)
+                    if status == 200:
+                        assert answer["predictions"] == pytest.approx(
+                            (2 * np.array(rows)), rel=1e-6
+                        )
+                    found.append(status)
+        except (OSError, ValueError, http.client.HTTPException):
+            found.append(None)
+            time.sleep(0.02)
+    return found
+
+
+@pytest.mark.whole("tests/server_process_test.py::test_a_port_in_use_is_told")
+def test_a_server_that_was_killed_under_load_starts_again_at_its_port(tmp_path):
+    folder = served_models.write(tmp_path / "m", 2)
+    stop = threading.Event()
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        with serving(folder) as (process, address):
+            asked = [pool.submit(rising, address, stop) for _ in range(8)]
+            time.sleep(1)
+            process.kill()
+            process.wait()
+        killed = time.monotonic()
+        try:
+            port = place(address)[1]
+            with serving(folder, f"--port={port}") as (_, again):
+                assert again == address
+                with contextlib.closing(connect(again)) as connection:
+                    assert predict(connection, ROWS)[0] == 200
+                assert time.monotonic() - killed < RECOVERED_SECONDS
+                time.sleep(1)
+                stop.set()
+                found = [one.result() for one in asked]
+        finally:
+            stop.set()
+    for statuses in found:
+        assert set(statuses) == {200, None} and statuses[-1] == 200
+
+
+@pytest.mark.whole("tests/server_batching_test.py::test_a_full_queue_refuses")
+def test_ten_times_too_many_requests_are_refused_at_once_and_forgotten(tmp_path):
+    # At most 200 a second: a run takes 5 ms and no batch is made.
+    folder = served_models.write(tmp_path / "m", 2, seconds=0.005)
+    flags = ("--max_batch_size=1", "--max_queue=20")
+    with serving(folder, *flags) as (process, address):
+        target = Target("m", *place(address), head() + BODY, "predict")
+
+        async def overload():
+            connections = arrivals.Connections(target, 256, 10)
+            due = arrivals.moments(2000, 4, seed=0)
+            burst = await arrivals.ask_at(connections, due)
+            connections.close()
+            return burst
+
+        with contextlib.closing(connect(address)) as connection:
+            predict(connection, ROWS)
+            before = resident(process)
+            burst = asyncio.run(overload())
+            ended = time.monotonic()
+            while predict(connection, ROWS)[0] != 200:
+                assert time.monotonic() - ended < RECOVERED_SECONDS
+            connection.request("POST", PATH, BODY)
+            assert connection.getresponse().status == 200
+        assert set(burst.errors) == {"503"}
+        assert burst.errors["503"] > len(burst.latencies) > 100
+        assert resident(process) - before < MAX_GROWTH
+
+
+@pytest.mark.whole("tests/server_protocol_test.py::test_a_slow_body_is_given_up")
+def test_clients_that_are_slow_hold_up_no_other(tmp_path):
+    folder = served_models.write(tmp_path / "m", 2)
+    flags = ("--timeout_seconds=2",)
+    with contextlib.ExitStack() as stack:
+        process, address = stack.enter_context(serving(folder, *flags))
+        before = resident(process)
+        slow = [
+            stack.enter_context(socket.create_connection(place(address)))
+            for _ in range(200)
+        ]
+        for number, each in enumerate(slow):
+            # Of the head a part, of the body a part, or all and the answer unread.
+            each.sendall((head() + BODY)[: (10, -5, None)[number % 3]])
+        with contextlib.closing(connect(address)) as connection:
+            for _ in range(200):
+                assert predict(connection, ROWS)[0] == 200
+        began = time.monotonic()
+        late = [each.recv(100).split()[1] for each in slow[1::3]]
+        assert set(late) == {b"408"} and time.monotonic() - began < 10
+        assert resident(process) - before < MAX_GROWTH
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+
+
+@pytest.mark.whole("tests/server_process_test.py::test_models_are_swapped_under_load")
+def test_sixteen_clients_get_answers_of_whole_versions_while_they_are_swapped(tmp_path):
+    folder = served_models.write(tmp_path / "m", 1)
+    until = time.monotonic() + 6
+
+    def ask(address):
+        factors = []
+        with contextlib.closing(connect(address)) as connection:
+            while time.monotonic() < until:
+                status, answer = predict(connection, ROWS)
+                assert status == 200, answer
+                (row,) = answer["predictions"]
+                assert row == [row[0], 2 * row[0], 3 * row[0]]
+                factors.append(row[0])
+        return factors
+
+    with serving(folder) as (_, address):
+        with concurrent.futures.ThreadPoolExecutor(16) as pool:
+            asked = [pool.submit(ask, address) for _ in range(16)]
+            factor = 1
+            while time.monotonic() < until - 1:
+                factor += 1
+                served_models.write(folder, factor)
+                time.sleep(0.4)
+            found = [one.result() for one in asked]
+    for factors in found:
+        # Never back to an older version, and the last one in the end.
+        assert factors == sorted(factors) and factors[-1] == factor
+        assert len(set(factors)) > 3

@@ -1,0 +1,156 @@
+"""Reading, decoding and `.map` on the workers of TensorFlow's data service."""
+
+import dataclasses
+import re
+from collections.abc import Sequence
+from typing import Any, ClassVar
+
+import tensorflow as tf
+
+from tfamp.data._elements import known_length
+from tfamp.data._sources import RandomAccess
+from tfamp.data.sources.tfrecord import TfrecordSource
+from tfamp.data.stages.base import Settings, Stage
+from tfamp.data.stages.shards import Shard
+from tfamp.machine.clusters import reach
+
+_ADDRESS = re.compile(r"(?:grpc://)?([^\s/:]+|\[[^\s/]+\]):([0-9]+)")
+
+
+@dataclasses.dataclass(frozen=True)
+class Service(Stage):
+    """Has the workers of a data service run all stages before this one.
+
+    Attributes:
+        address: Of the dispatcher, "host:port".
+        length: Elements that come in an epoch, None where that is not known. Where
+            others come, the epoch ends with an error.
+    """
+
+    name: ClassVar[str] = "service"
+    address: str
+    length: int | None = None
+
+    def __post_init__(self) -> None:
+        if not isinstance(self.address, str):
+            raise TypeError(
+                f"`address` is {self.address!r}, of type {type(self.address).__name__};"
+                " expected text. Pass the dispatcher's, as 'grpc://host:5050'."
+            )
+        found = _ADDRESS.fullmatch(self.address)
+        if found is None:
+            raise ValueError(
+                f"`address` is {self.address!r}; expected a host and a port. Pass the "
+                "dispatcher's, as 'grpc://host:5050'."
+            )
+        object.__setattr__(self, "address", f"{found[1]}:{found[2]}")
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if a step is Python's, or the dispatcher is not there."""
+        graph = tf.raw_ops.DatasetToGraphV2(
+            input_dataset=tf.data.experimental.to_variant(dataset),
+            external_state_policy=1,  # state is left out, as it does not matter here
+            strip_device_assignment=True,
+        ).numpy()
+        if b"PyFunc" in graph:
+            raise ValueError(
+                "A step before `.service` runs Python, which workers on other machines "
+                "do not have; expected operations of TensorFlow alone. Not theirs are "
+                "CSV and text files, generators, `decoder='opencv'` and "
+                "`tf.py_function`. Use others, or leave `.service` out."
+            )
+        (answer,) = reach.answers([self.address]).values()
+        if answer != reach.LISTENS:
+            raise ValueError(
+                f"`.service({self.address!r})` has no dispatcher: {answer}. Expected "
+                "one that runs. Start it before `build`, and open its port."
+            )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns what the service gives: each element once, as it comes."""
+        service = tf.data.experimental.service
+        address = f"grpc://{self.address}"
+        dataset = dataset.apply(
+            service.distribute(service.ShardingPolicy.DYNAMIC, address)
+        )
+        if self.length is None:
+            return dataset
+        return dataset.apply(tf.data.experimental.assert_cardinality(self.length))
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it is, since a service would be told of it."""
+        if self.length is None:
+            return dataset
+        return dataset.apply(tf.data.experimental.assert_cardinality(self.length))
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        count = "length unknown" if self.length is None else f"{self.length:,} elements"
+        return (
+            f"{self.address}, {count}",
+            "all above runs there; each element once, order as it comes",
+        )
+
+
+@dataclasses.dataclass(frozen=True)
+class PartOfFiles(Stage):
+    """Tells of a source that brings a part of each of its files."""
+
+    name: ClassVar[str] = "shard"
+    num_shards: int
+    index: int
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it is."""
+        return dataset
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        return (
+            f"part {self.index} of {self.num_shards}",
+            f"each {self.num_shards}th record of each file, as the service divides "
+            "files; sizes differ by less than their number",
+        )
+
+
+def before_service(
+    source: Any, steps: Sequence[Stage], settings: Settings
+) -> tuple[Any, tuple[Stage, ...]]:
+    """Returns a source that a service's workers may divide, and the steps behind it.
+
+    Each of them is given a part of the source and does the steps on that alone. So to
+    keep each n-th element of it, or the first ones, would keep others on each worker.
+
+    Raises:
+        ValueError: A step would act on all elements of the source, or skip errors.
+    """
+    if settings.errors is not None:
+        raise ValueError(
+            "`.on_error` and `.service` came together; expected one of them, as what a "
+            "worker skips is not told here. Leave `.on_error` out."
+        )
+    length = getattr(source, "num_examples", None)
+    if isinstance(source, TfrecordSource):
+        # Each worker reads some of the files, so none has as many.
+        source = dataclasses.replace(source, num_examples=None)
+    elif not isinstance(source, RandomAccess):
+        length = known_length(source.dataset(settings))
+    left: list[Stage] = []
+    for step in steps:
+        if isinstance(step, Shard) and step.num_shards == 1:
+            continue
+        if isinstance(step, Shard) and isinstance(source, TfrecordSource):
+            source = source.part_of_files(step.num_shards, step.index)
+            length = None
+            left.append(PartOfFiles(step.num_shards, step.index))
+        elif step.name in ("shard", "subset"):
+            raise ValueError(
+                f"`.{step.name}` of this source does not go with `.service`, whose "
+                "workers each see some of its elements; expected arrays, images or "
+                f"TFRecord files. Leave out `.service` or `.{step.name}`."
+            )
+        elif isinstance(step, Service):
+            left.append(dataclasses.replace(step, length=length))
+        else:
+            left.append(step)
+    return source, tuple(left)

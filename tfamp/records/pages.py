@@ -1,0 +1,36 @@
+"""Addresses of the documentation's pages, which errors, warnings and findings name.
+
+A page is named by where it stands in docs/, without ".md", and by an anchor of it, as
+"failures/zero-scale" or "lint#half-head". Such a name stays when a page is rewritten.
+"""
+
+# setup.cfg has the same address among the project's links.
+SITE = "https://tfamp.github.io/tfamp"
+
+
+def address(page: str) -> str:
+    """Returns the address of a page of the documentation, or of a section of it.
+
+    Args:
+        page: Path below docs/ without ".md", and "#" with an anchor where a section is
+            meant.
+
+    Example:
+        >>> address("lint#half-head")
+        'https://tfamp.github.io/tfamp/lint.html#half-head'
+    """
+    path, mark, anchor = page.partition("#")
+    return f"{SITE}/{path}.html{mark}{anchor}"
+
+
+def see(page: str) -> str:
+    """Returns what a message ends with: no full stop, so that it can be clicked.
+
+    Args:
+        page: As for `address`.
+
+    Example:
+        >>> see("failures/zero-scale")
+        'See https://tfamp.github.io/tfamp/failures/zero-scale.html'
+    """
+    return f"See {address(page)}"
