@@ -1,4 +1,4 @@
-"""How fast `tfamp serve` answers, over FastAPI and over TensorFlow, and what it takes.
+"""How fast `tfamp serve` answers, over FastAPI and over a SavedModel.
 
 An MLP of three layers of 2048, trained on digits, is exported to ONNX in int8 and to a
 float32 SavedModel. 16 clients ask `tfamp serve` with either, and a plain FastAPI
