@@ -1,7 +1,9 @@
 """What each of two workers runs in `resume_workers_test.py`: trained, killed, resumed.
 
-`python -m tests.resume_worker_program OUT FOLDER KILL_AT`: worker 1 kills itself behind
-the step KILL_AT, 0 for never. The workers are tasks of a faked Slurm step.
+`python -m tests.resume_worker_program OUT FOLDER [WORKER KIND NUMBER]`: worker 1 is
+killed behind step 5 with `1 step 5`, in its second save with `1 save 2`, before that
+has its name with `1 rename 2`; with `1 freeze 5` it is stopped behind step 5. The
+workers are tasks of a faked Slurm step.
 """
 
 import json
@@ -42,11 +44,12 @@ def dataset():
     return data.shuffle(24, seed=1).batch(8).with_options(options)
 
 
-def main(out, folder, kill_at):
+def main(out, folder, worker="", kind="", number="0"):
     """Trains three epochs."""
     strategy = tfamp.distribute.strategy()
     import keras
 
+    from tests import resume_program
     from tfamp.stepping import snapshots
 
     keras.utils.set_random_seed(0)
@@ -54,13 +57,20 @@ def main(out, folder, kill_at):
 
     class Kill(keras.callbacks.Callback):
         def on_train_batch_end(self, batch, logs=None):
-            if int(self.model.optimizer.iterations.numpy()) == kill_at:
-                os.kill(os.getpid(), signal.SIGKILL)
+            if int(self.model.optimizer.iterations.numpy()) == int(number):
+                how = signal.SIGSTOP if kind == "freeze" else signal.SIGKILL
+                os.kill(os.getpid(), how)
 
     with strategy.scope():
         model = build()
-    is_killed = kill_at and strategy.cluster_resolver.task_id == 1
-    callbacks = [resume, Kill()] if is_killed else [resume]
+    callbacks = [resume]
+    if worker == str(strategy.cluster_resolver.task_id):
+        if kind == "save":
+            resume_program.kill_in_save(int(number), num_bytes=900)
+        elif kind == "rename":
+            resume_program.kill_before_rename(int(number))
+        else:
+            callbacks.append(Kill())
     history = model.fit(dataset(), epochs=3, verbose=0, callbacks=callbacks)
     results = {
         "digest": snapshots.digest(snapshots.take(model)),
@@ -73,4 +83,4 @@ def main(out, folder, kill_at):
 
 
 if __name__ == "__main__":
-    main(sys.argv[1], sys.argv[2], int(sys.argv[3]))
+    main(*sys.argv[1:])

@@ -1,28 +1,51 @@
-"""`Resume` on two workers: one is killed, both go on at the step that both have."""
+"""`Resume` on two workers: one is lost, the other ends, both go on at a common step."""
 
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import keras
 import pytest
+import tensorflow as tf
 
 from tests.cluster_program import slurm_variables
 from tests.resume_worker_program import build, dataset
 from tfamp.callbacks import Resume
+from tfamp.callbacks.resume import workers as resume_workers
 
 ROOT = Path(__file__).parents[1]
-pytestmark = pytest.mark.whole(
-    "test_a_training_goes_on_to_the_bit has one process and its replicas"
+GONE_SECONDS = 30
+whole = pytest.mark.whole(
+    "test_a_worker_whose_other_is_killed_ends_and_says_how_to_go_on has a kill"
 )
 
 
-def run(folder, states, kill_at=0):
-    """Runs both workers to their end; returns their statuses and what they wrote."""
+def has_ended(worker):
+    """Returns whether a process has ended, or is stopped."""
+    if worker.poll() is not None:
+        return True
+    state = Path(f"/proc/{worker.pid}/stat").read_text().rpartition(")")[2].split()[0]
+    return state == "T"
+
+
+def run(folder, states, *lost):
+    """Runs both workers until one ends, and the other in time.
+
+    Args:
+        folder: Where they write.
+        states: The folder of their states.
+        *lost: What the program takes: which worker is lost, how and where.
+
+    Returns:
+        The statuses, None of one that is still there after `GONE_SECONDS`, and what
+        was written.
+    """
     folder.mkdir()
     with socket.socket() as one, socket.socket() as other:
         one.bind(("", 0))
@@ -35,14 +58,21 @@ def run(folder, states, kill_at=0):
             with (folder / f"{index}.log").open("w") as log:
                 workers.append(
                     subprocess.Popen(
-                        [*command, str(out), str(states), str(kill_at)],
+                        [*command, str(out), str(states), *lost],
                         cwd=ROOT,
                         env={**os.environ, **slurm_variables(index, 2, ports)},
                         stdout=log,
                         stderr=subprocess.STDOUT,
                     )
                 )
-        statuses = [worker.wait(240) for worker in workers]
+        first = int(lost[0]) if lost else 0
+        deadline = time.monotonic() + 240
+        while time.monotonic() < deadline and not has_ended(workers[first]):
+            time.sleep(0.05)
+        deadline = time.monotonic() + GONE_SECONDS
+        while time.monotonic() < deadline and workers[1 - first].poll() is None:
+            time.sleep(0.05)
+        statuses = [worker.poll() for worker in workers]
     finally:
         for worker in workers:
             worker.kill()
@@ -51,14 +81,68 @@ def run(folder, states, kill_at=0):
     return statuses, found
 
 
-def test_both_workers_go_on_to_the_bit_and_one_process_takes_their_state(tmp_path):
-    statuses, wanted = run(tmp_path / "never killed", tmp_path / "first")
-    assert statuses == [0, 0], (tmp_path / "never killed/0.log").read_text()[-3000:]
-    states = tmp_path / "second"
-    statuses, found = run(tmp_path / "killed", states, kill_at=5)
-    assert statuses[1] == -signal.SIGKILL
-    assert statuses[0] != 0
+def check_survivor(folder, statuses, lost):
+    """Checks that the other worker has ended, and said why and what to do."""
+    log = (folder / f"{1 - lost}.log").read_text()
+    assert statuses[1 - lost] == 1, log[-3000:]
+    who = rf"Resume: Worker {lost} \('localhost:\d+'\) of 2 does not answer any more"
+    assert re.search(who, log), log[-3000:]
+    assert "Start all workers again: they go on at the newest step that all" in log
+
+
+def test_a_worker_whose_other_is_killed_ends_and_says_how_to_go_on(tmp_path):
+    statuses, found = run(tmp_path / "killed", tmp_path / "states", "1", "step", "5")
+    assert (statuses[1], found) == (-signal.SIGKILL, [])
+    check_survivor(tmp_path / "killed", statuses, lost=1)
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory):
+    """What both workers wrote of a training that nobody killed."""
+    folder = tmp_path_factory.mktemp("workers")
+    statuses, found = run(folder / "never killed", folder / "states")
+    assert statuses == [0, 0], (folder / "never killed/0.log").read_text()[-3000:]
+    return found
+
+
+def check_equal(folder, states, wanted, resumed_at):
+    """Starts both workers again, and compares their ends."""
+    statuses, found = run(folder, states)
+    assert statuses == [0, 0], (folder / "0.log").read_text()[-3000:]
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine["resumed at"] in resumed_at
+        assert mine["notes"] == []
+        assert mine["digest"] == theirs["digest"]
+        assert mine["loss"] == theirs["loss"]
+
+
+@whole
+@pytest.mark.parametrize(
+    "lost",
+    [
+        ("0", "step", "5"),
+        ("1", "save", "2"),
+        ("0", "save", "3"),
+        ("1", "rename", "2"),
+        ("1", "freeze", "5"),
+        ("0", "freeze", "5"),
+    ],
+    ids=" ".join,
+)
+def test_both_workers_go_on_to_the_bit(tmp_path, wanted, lost):
+    statuses, found = run(tmp_path / "lost", tmp_path / "states", *lost)
     assert found == []
+    check_survivor(tmp_path / "lost", statuses, int(lost[0]))
+    # Saves come behind steps 2 and 4, and at the beginning of the last epoch.
+    places = [[0, 2], [1, 1], [2, 0]]
+    check_equal(tmp_path / "again", tmp_path / "states", wanted, places)
+
+
+@whole
+def test_one_process_takes_the_state_of_both_workers(tmp_path, wanted):
+    states = tmp_path / "states"
+    statuses, found = run(tmp_path / "killed", states, "1", "step", "5")
+    assert (statuses, found) == ([1, -signal.SIGKILL], [])
     # As if the kill had come before its last save: worker 0 has a step that it lacks.
     (states / "step-000000004.worker-1-of-2.npz").unlink()
     # One process, which says that it is another training from here on.
@@ -71,10 +155,58 @@ def test_both_workers_go_on_to_the_bit_and_one_process_takes_their_state(tmp_pat
     assert "not to the bit" in resume.notes[0]
     for path in states.glob("*-of-1.npz"):
         path.unlink()
-    statuses, found = run(tmp_path / "again", states)
-    assert statuses == [0, 0], (tmp_path / "again/0.log").read_text()[-3000:]
-    for mine, theirs in zip(found, wanted, strict=True):
-        assert mine["resumed at"] == [0, 2]
-        assert mine["notes"] == []
-        assert mine["digest"] == theirs["digest"]
-        assert mine["loss"] == theirs["loss"]
+    check_equal(tmp_path / "again", states, wanted, [[0, 2]])
+
+
+def unavailable(text):
+    return tf.errors.UnavailableError(None, None, text)
+
+
+def on_workers(monkeypatch, num_workers, place):
+    """Stands in for a strategy of so many workers of which this is one."""
+    hosts = [f"host{i}:1" for i in range(num_workers)]
+    spec = tf.train.ClusterSpec({"chief": hosts[:1], "worker": hosts[1:]})
+    job, task = ("worker", place - 1) if place else ("chief", 0)
+
+    class Strategy:
+        cluster_resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
+            spec, task_type=job, task_id=task
+        )
+
+    monkeypatch.setattr(tf.distribute, "MultiWorkerMirroredStrategy", Strategy)
+    return Strategy()
+
+
+UNHEALTHY = (
+    "Collective ops is aborted by: Error reported from /job:worker/task:1: The "
+    "following tasks are unhealthy (stopped sending heartbeats):\n"
+    "/job:worker/replica:0/task:1\nThe tasks have crashed."
+)
+RESET = (
+    "Collective ops is aborted by: recvmsg:Connection reset by peer\nAdditional GRPC "
+    "error information from remote target /job:chief/replica:0/task:0 while calling"
+)
+SILENT = "Collective ops is aborted by: RPC: /tensorflow.CoordinationService/Heartbeat"
+
+
+@pytest.mark.parametrize(
+    ("error", "place", "who"),
+    [
+        (unavailable(UNHEALTHY), 0, "Worker 2 ('host2:1') of 3"),
+        (unavailable(RESET), 1, "Worker 0 ('host0:1') of 3"),
+        (tf.errors.DeadlineExceededError(None, None, SILENT), 1, "Worker 0 ('host0:1"),
+        (unavailable("Collective ops is aborted by: x"), 1, "Another worker"),
+        (unavailable("Endpoint of a data service is gone"), 1, None),
+        (tf.errors.InternalError(None, None, UNHEALTHY), 1, None),
+        (None, 1, None),
+    ],
+    ids=["unhealthy", "reset", "silent", "unnamed", "no reduction", "other", "none"],
+)
+def test_the_worker_that_was_lost_is_named(monkeypatch, error, place, who):
+    found = resume_workers.lost(on_workers(monkeypatch, 3, place), error)
+    assert (found or "").startswith(who or "") and bool(found) == bool(who)
+
+
+def test_one_process_loses_nobody():
+    strategy = tf.distribute.get_strategy()
+    assert resume_workers.lost(strategy, unavailable(UNHEALTHY)) is None

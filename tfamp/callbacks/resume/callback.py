@@ -38,7 +38,8 @@ class Resume(FitCallback):
     `tf.data` and `tfamp.data.Pipeline` have a new one for each.)
 
     With several workers each writes a file of its own, to a folder that all see, and
-    all go on at the newest step that all have. With another number of workers or
+    all go on at the newest step that all have. When one dies the others end within
+    half a minute, and one line says which it was. With another number of workers or
     replicas a training goes on too, and one line says that it is not to the bit.
 
     Not kept: `tf.random` operations inside of the step (`keras.random` with a
@@ -153,6 +154,16 @@ class Resume(FitCallback):
             feed.around = None
         if self.resumed_at is not None:
             epochs.begin_at(self.model, None)
+        if who := workers.lost(self.model.distribute_strategy, error):
+            logging.error("Resume: %s does not answer any more. %s", who, self._again())
+
+    def _again(self) -> str:
+        """Returns how to go on when a worker was lost."""
+        return (
+            "This worker ends too, as it cannot train alone. Start all workers again: "
+            f"they go on at the newest step that all of them have in "
+            f"{self.directory!r}."
+        )
 
     def _folder_of(self, index: int, num_workers: int) -> Folder:
         return Folder(self.directory, index, num_workers)

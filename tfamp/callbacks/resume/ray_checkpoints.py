@@ -34,6 +34,12 @@ class RayResume(Resume):
         self._logs = {name: float(value) for name, value in (logs or {}).items()}
         ray.train.report(self._metrics())
 
+    def _again(self) -> str:
+        return (
+            "Where `max_failures` of Ray's `FailureConfig` allows it, Ray starts all "
+            "workers again, and they go on from its newest checkpoint."
+        )
+
     def _folder_of(self, index: int, num_workers: int) -> Folder:
         return _Checkpoints(self.directory, index, num_workers, self._metrics)
 
