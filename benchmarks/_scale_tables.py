@@ -29,6 +29,21 @@ def _figures(result: Result) -> Iterator[tuple[str, str, str, bool]]:
     for name, own in result["costs"].items():
         what = f"A step of {own['step_milliseconds']} ms with {name} over one without"
         yield what, interval_text(own), f"at most {own['goal']:.2f}", own["met"]
+    for name, own in result["kills"].items():
+        what = f"Killed {own['kills']} times, {name}"
+        came = "equal to the bit" if own["equal"] else "differs"
+        yield (
+            f"{what}: against one never killed",
+            came,
+            "equal to the bit",
+            own["equal"],
+        )
+        lost, most = own["lost"], own["every_steps"]
+        what = f"{what}, a state every {most} steps"
+        yield f"{what}: steps trained again", str(lost), f"at most {most}", lost <= most
+        gone, most = own["gone_seconds"], own["gone_goal"]
+        if name != "alone":
+            yield f"{what}: all gone after", f"{gone} s", f"{most} s", gone <= most
 
 
 def scale(result: Result) -> Rows:

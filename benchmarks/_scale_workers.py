@@ -214,7 +214,7 @@ def in_namespace(num: int, folder: Path, asked: dict[str, Any], rate: str = "") 
 
 def launch(num: str, folder: str, asked: str) -> None:
     """Starts workers in this namespace, waits for them, and leaves none behind."""
-    addresses = [f"127.0.0.1:{_free_port()}" for _ in range(int(num))]
+    addresses = [f"127.0.0.1:{free_port()}" for _ in range(int(num))]
     workers: list[subprocess.Popen[bytes]] = []
     code = "import json, sys; from benchmarks._scale_workers import run_worker; "
     code += "run_worker(sys.argv[1], json.loads(sys.argv[2]))"
@@ -240,7 +240,7 @@ def launch(num: str, folder: str, asked: str) -> None:
         sys.exit("A worker has failed.")
 
 
-def _free_port() -> int:
+def free_port() -> int:
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         return int(found.getsockname()[1])

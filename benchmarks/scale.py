@@ -3,14 +3,16 @@
 Prints how far the weights of two replicas and of two workers are from those of one
 device, of even and uneven batches, with accumulation and under mixed policies; whether
 examples come once in an epoch; how alike dropout masks are; which part of the bytes
-and of a step on a wire of 100 Mbit/s is left with `reduce_dtype="auto"`; and what
-`Resume` and the weighting of uneven batches add to a step.
+and of a step on a wire of 100 Mbit/s is left with `reduce_dtype="auto"`; what `Resume`
+and the weighting of uneven batches add to a step; and whether a training that is killed
+at random moments, alone, on two workers and under Ray, equals one that is not.
 
-Time: about ten minutes on two CPU cores. Use an idle machine. Workers run in a network
-namespace, which needs `unshare`, `ip` and `tc`.
+Time: about forty minutes on two CPU cores. Use an idle machine. Workers run in a
+network namespace, which needs `unshare`, `ip` and `tc`.
 """
 
 import collections
+import importlib.util
 import json
 import tempfile
 from pathlib import Path
@@ -20,6 +22,7 @@ from unittest import mock
 import numpy as np
 
 from benchmarks import _runner
+from benchmarks import _scale_kills as kills
 from benchmarks import _scale_workers as workers
 from benchmarks._turns import MEAN, MEDIAN, compare_fits, fit_side, ratio
 
@@ -27,6 +30,7 @@ FLAGS = (
     ("integer", "turns", 20, "Turns of each side of costs."),
     ("integer", "wire_turns", 5, "Turns of each side on the wire."),
     ("string", "rate", "100mbit", "Rate of the wire."),
+    ("integer", "kills", 20, "Kills of each training that goes on; 0 for none."),
 )
 EXACT = 1e-6
 # Weights of about 1 after six updates, each of gradients that are rounded a few times.
@@ -63,9 +67,11 @@ def come_once(parts: list[list[int]], count: int) -> bool:
 
 
 def measure_side(what: str, **asked: Any) -> Any:
-    """Returns what one process finds: one device, two replicas, or costs."""
+    """Returns what one process finds: one device, two replicas, costs, or kills."""
     import tensorflow as tf
 
+    if what == "kills":
+        return kills.killed(asked["setting"], asked["kills"])
     if what == "alone":
         return workers.many(None, asked["policies"])
     cpu = tf.config.list_physical_devices("CPU")[0]
@@ -148,6 +154,13 @@ def on_the_wire(found: list[Any]) -> dict[str, Any]:
     return result
 
 
+def killed_settings(*, is_smoke: bool) -> list[str]:
+    """Returns where trainings are killed: under Ray only where it is installed."""
+    settings = list(kills.PACES)[: 1 if is_smoke else None]
+    has_ray = importlib.util.find_spec("ray") is not None
+    return [name for name in settings if has_ray or "Ray" not in name]
+
+
 def measure(settings: Any) -> dict[str, Any]:
     """Returns the figures."""
     is_smoke = settings.smoke
@@ -158,6 +171,8 @@ def measure(settings: Any) -> dict[str, Any]:
     if is_smoke:
         sizes = {"width": 64, "turns": 1, "steps": 2}
         costs = {"turns": 2, "steps": 24}
+    num_kills = min(settings.kills, 2) if is_smoke else settings.kills
+    where = killed_settings(is_smoke=is_smoke) if num_kills else []
 
     def side(what: str, **asked: Any) -> Any:
         return _runner.in_a_process("scale", {"what": what, **asked})
@@ -197,6 +212,7 @@ def measure(settings: Any) -> dict[str, Any]:
         "rate": settings.rate,
         "wire": {policy: on_the_wire(slow[0][policy]) for policy in wired},
         "costs": {name: side(name, **costs) for name in ("resume", "weighting")},
+        "kills": {each: side("kills", setting=each, kills=num_kills) for each in where},
     }
     for name, own in (("resume", "resume"), ("weighting", "weighted")):
         cost = found["costs"][name]

@@ -113,6 +113,9 @@ def check_scale(result):
     assert all(each["met"] for each in result["off"].values())
     assert result["workers_equal"] and all(result["examples"].values())
     assert all(each["met"] for each in result["masks"].values())
+    killed = result["kills"]["alone"]
+    assert killed["kills"] == 2 and killed["equal"]
+    assert killed["lost"] <= killed["every_steps"]
 
 
 RUNS = [[name] for name in names() if name not in NOT_MEASURING]
@@ -427,6 +430,20 @@ def test_figures_of_scale_are_held_against_their_goals():
     assert wire["megabytes"] == [4.0, 2.0]
     assert (wire["bytes"]["ratio"], wire["bytes"]["met"]) == (0.5, True)
     assert (wire["step"]["ratio"], wire["step"]["met"]) == (0.625, False)
+
+
+def test_kills_are_spread_over_workers_and_saves_and_lost_steps_are_counted():
+    kills = load("_scale_kills")
+    found = kills.moments(0, 20, workers=2, pace=0.05)
+    assert found == kills.moments(0, 20, workers=2, pace=0.05)
+    assert {each["worker"] for each in found} == {0, 1}
+    assert sum("save" in each for each in found) == 10
+    # In the middle of a file, and where it is whole and has no name.
+    parts = [each["part"] for each in found if "save" in each]
+    assert min(parts) < 1 < max(parts)
+    # Life, step, loss: the second life trains step 2 again, the third nothing.
+    noted = [[0, 1, 0.5], [0, 2, 0.4], [1, 2, 0.4], [2, 3, 0.3]]
+    assert kills.lost_steps(noted) == [1, 0]
 
 
 def test_sides_take_turns_and_go_first_in_turn():
