@@ -101,6 +101,61 @@ def test_each_gradient_is_sent_in_the_dtype_its_layer_computed_in(
         np.testing.assert_allclose(found, expected, rtol=0, atol=SUM_TOLERANCE[F16])
 
 
+@pytest.mark.anchors("both")
+@pytest.mark.parametrize(
+    ("options", "compiled"),
+    [
+        ({"accumulation_steps": 2}, {}),
+        ({}, {"steps_per_execution": 3}),
+        ({"accumulation_steps": 2}, {"steps_per_execution": 3}),
+    ],
+    ids=["accumulation", "three steps an execution", "both"],
+)
+def test_microbatches_and_steps_in_one_call_are_sent_likewise(
+    strategy, sent, options, compiled
+):
+    def weights(reduce_dtype, **options):
+        with tfamp.scope("mixed_float16"):
+            make = guarded(reduce_dtype, **options)
+            model = trained(strategy, make, run_eagerly=False, **compiled)
+        num_applied = 3 if not options else 2  # the last window is flushed
+        assert model.optimizer.applied_steps == num_applied
+        check_replicas_agree(strategy, model)
+        return model.get_weights()
+
+    found = weights("auto", **options)
+    assert sent[0] == [F16, F16, F32, F32, F32, F32]
+    exact = weights(None, **options)
+    assert set(sent[0]) == {F32}
+    for own, wanted in zip(found, exact, strict=True):
+        np.testing.assert_allclose(own, wanted, rtol=0, atol=SUM_TOLERANCE[F16])
+    assert any((own != wanted).any() for own, wanted in zip(found, exact, strict=True))
+
+
+def test_what_xla_cannot_compile_on_replicas_is_told(strategy):
+    message = "`jit_compile=True` under MirroredStrategy: TensorFlow cannot compile a"
+    with tfamp.scope("mixed_float16"), pytest.raises(RuntimeError, match=message):
+        trained(strategy, guarded(), run_eagerly=False, jit_compile=True)
+
+
+def test_a_step_of_one_device_is_compiled_with_it(said):
+    with tfamp.scope("mixed_float16"):
+        models = [
+            trained(
+                tf.distribute.get_strategy(),
+                guarded(reduce_dtype),
+                run_eagerly=False,
+                jit_compile=True,
+            )
+            for reduce_dtype in ("auto", None)
+        ]
+    first, second = (model.get_weights() for model in models)
+    for own, wanted in zip(first, second, strict=True):
+        np.testing.assert_array_equal(own, wanted)
+    assert models[0].optimizer.applied_steps == 3
+    assert len(said) == 1 and "have no effect" in said[0]
+
+
 SENT_UNDER = {
     "mixed_bfloat16": [BF16, BF16, F32, F32, F32, F32],
     "float16": [F16, F16, F32, F32, F16, F16],
