@@ -1,11 +1,15 @@
 """`tfamp.scaling`: shares of a step, verdicts, first steps, and real processes."""
 
+import contextlib
 import dataclasses
 import os
 import re
 import shutil
+import signal
 import subprocess
 import sys
+import threading
+import time
 import typing
 from pathlib import Path
 
@@ -17,7 +21,8 @@ import tensorflow as tf
 import tfamp
 from tests.linear_training import inner, linear
 from tests.replicas import two_replicas
-from tfamp.comparison.replicas import first_steps, judgement
+from tfamp.cli._flags import INTERRUPTED
+from tfamp.comparison.replicas import first_steps, judgement, processes
 from tfamp.comparison.replicas.judgement import Times
 from tfamp.comparison.replicas.records import (
     Equality,
@@ -280,6 +285,60 @@ def test_two_replicas_take_the_steps_of_one_device(tmp_path):
 whole = pytest.mark.whole(
     "test_two_replicas_take_the_steps_of_one_device starts such processes"
 )
+
+
+def children(folder):
+    """Returns the processes of replicas whose job lies below a folder."""
+    found = []
+    for path in Path("/proc").glob("[0-9]*/cmdline"):
+        with contextlib.suppress(OSError):
+            if f"{folder}/tfamp-scaling-".encode() in path.read_bytes():
+                found.append(int(path.parent.name))
+    return found
+
+
+@pytest.mark.anchors("one device")
+@pytest.mark.parametrize(
+    ("flags", "num_processes"),
+    [((), 1), (("--workers", "--seconds=60"), 3)],
+    ids=["one device", "two workers"],
+)
+def test_ctrl_c_leaves_no_process_and_no_file(tmp_path, flags, num_processes):
+    command = [sys.executable, "-m", "tfamp", "scale", "tests.scaling_test:build"]
+    scale = subprocess.Popen(
+        [*command, "--policy=float32", *flags],
+        cwd=ROOT,
+        env={**os.environ, "TMPDIR": str(tmp_path)},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        deadline = time.monotonic() + 240
+        while len(children(tmp_path)) < num_processes and scale.poll() is None:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        scale.send_signal(signal.SIGINT)
+        _, said = scale.communicate(timeout=30)
+    finally:
+        scale.kill()
+        scale.wait()
+    assert scale.returncode == INTERRUPTED, said
+    assert "stopped" in said and "Traceback" not in said
+    assert children(tmp_path) == []
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_an_interruption_leaves_no_thread_and_no_open_file(monkeypatch):
+    def answers(self):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(processes, "_CHILD", "this")  # a module that ends at once
+    monkeypatch.setattr(processes.Replicas, "answers", answers)
+    before = threading.enumerate(), len(os.listdir("/proc/self/fd"))
+    with pytest.raises(KeyboardInterrupt):
+        tfamp.scaling(build, policy="float32", workers=True)
+    assert (threading.enumerate(), len(os.listdir("/proc/self/fd"))) == before
 
 
 @whole

@@ -49,7 +49,7 @@ class Replicas:
         self._lines: list[bytes] = []
         count = number if kind == "workers" else 1
         try:
-            for index, environment in enumerate(_environments(kind, count)):
+            for index, environment in enumerate(_environments(kind, count, folder)):
                 self._start(index, environment)
         except BaseException:
             self.end()
@@ -150,10 +150,14 @@ class Replicas:
         )
 
 
-def _environments(kind: Kind, count: int) -> Sequence[dict[str, str | None]]:
+def _environments(
+    kind: Kind, count: int, folder: Path
+) -> Sequence[dict[str, str | None]]:
     """Returns what differs in the environment of each process; None takes it away."""
     of_slurm = [name for name in os.environ if name.startswith("SLURM_")]
     base: dict[str, str | None] = dict.fromkeys((*_OF_LAUNCHERS, *of_slurm))
+    # TensorFlow deletes its files of traced code at its end, which a kill prevents.
+    base["TMPDIR"] = str(folder)
     if kind != "workers" or count == 1:
         return [base]
     workers = tuple(f"127.0.0.1:{port}" for port in free_ports(count))
