@@ -63,6 +63,30 @@ def train(strategy, callbacks, out, kill_at=0, kill_in_save=0, epochs=3, num_row
     (out / f"{index}.json").write_text(json.dumps(results))
 
 
+def train_slowly(strategy, callbacks, out, epochs):
+    """Trains, with time to lose a worker where there are two, and notes each step."""
+    import time
+
+    import keras
+
+    from tests.resume_worker_program import build, dataset
+
+    num_replicas = strategy.num_replicas_in_sync
+
+    class Steps(keras.callbacks.Callback):
+        def on_train_batch_end(self, batch, logs=None):
+            step = int(self.model.optimizer.iterations.numpy())
+            row = json.dumps([num_replicas, step, callbacks[0].notes])
+            with (Path(out) / "steps").open("a") as file:
+                file.write(f"{row}\n")
+            time.sleep(0.3 * (num_replicas - 1))
+
+    keras.utils.set_random_seed(0)
+    with strategy.scope():
+        model = build()
+    model.fit(dataset(), epochs=epochs, verbose=0, callbacks=[*callbacks, Steps()])
+
+
 def _kill_in_save(number, kill):
     """Kills the process when its save of this number is half written to Ray."""
     import ray.train
