@@ -39,11 +39,12 @@ def _figures(result: Result) -> Iterator[tuple[str, str, str, bool]]:
             own["equal"],
         )
         lost, most = own["lost"], own["every_steps"]
-        what = f"{what}, a state every {most} steps"
-        yield f"{what}: steps trained again", str(lost), f"at most {most}", lost <= most
+        again = f"{what}: steps trained again, of {most} between two states"
+        yield again, str(lost), f"at most {most}", lost <= most
         gone, most = own["gone_seconds"], own["gone_goal"]
         if name != "alone":
-            yield f"{what}: all gone after", f"{gone} s", f"{most} s", gone <= most
+            goal = f"at most {most} s"
+            yield f"{what}: all workers gone after", f"{gone} s", goal, gone <= most
 
 
 def scale(result: Result) -> Rows:
