@@ -335,10 +335,12 @@ def test_an_interruption_leaves_no_thread_and_no_open_file(monkeypatch):
 
     monkeypatch.setattr(processes, "_CHILD", "this")  # a module that ends at once
     monkeypatch.setattr(processes.Replicas, "answers", answers)
-    before = threading.enumerate(), len(os.listdir("/proc/self/fd"))
+    threads, files = set(threading.enumerate()), len(os.listdir("/proc/self/fd"))
     with pytest.raises(KeyboardInterrupt):
         tfamp.scaling(build, policy="float32", workers=True)
-    assert (threading.enumerate(), len(os.listdir("/proc/self/fd"))) == before
+    # Threads of tests before may end meanwhile, and close their files.
+    assert set(threading.enumerate()) <= threads
+    assert len(os.listdir("/proc/self/fd")) <= files
 
 
 @whole
