@@ -172,3 +172,29 @@ def test_a_large_product_of_the_models_own_stays_in_half_precision():
     rows = {row.class_name: row for row in tfamp.assignment(model).layers}
     assert rows["Tied"].compute_dtype == "bfloat16"
     assert "the output alone is cast to float32" in rows["Tied"].note
+
+
+@keras.saving.register_keras_serializable("own_operations")
+class Scaled(keras.Model):
+    """Multiplies by a float32 tensor, between sublayers without weights as yet."""
+
+    def __init__(self, **options):
+        super().__init__(**options)
+        self.table = layers.Embedding(20, 8)
+        self.last = layers.Dense(2)
+
+    def call(self, ids):
+        hidden = self.table(ids)
+        hidden *= tf.math.sqrt(8.0)
+        return self.last(hidden)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_a_model_first_called_eagerly_is_loaded_with_its_weights(policy, tmp_path):
+    ids = np.arange(8).reshape(2, 4)
+    with tfamp.scope(policy):
+        model = Scaled()
+    expected = model(ids)
+    model.save(tmp_path / "model.keras")
+    loaded = tfamp.load_model(tmp_path / "model.keras")
+    np.testing.assert_array_equal(loaded(ids), expected)

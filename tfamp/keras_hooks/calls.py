@@ -140,8 +140,14 @@ def _build_by_trace(
     call_spec: Any,
     after_error: Callable[..., Any],
 ) -> None:
-    """Builds the sublayers as Keras does, which only warns where `call` raises."""
-    if call_spec.eager or not might_have_unbuilt_state(layer):
+    """Builds the sublayers as Keras does, which only warns where `call` raises.
+
+    Ahead of an eager call Keras goes on without a word, and then has no shape to build
+    the layer with when it is loaded. Its own trace is enough there but for a layer to
+    which outputs of sublayers are cast.
+    """
+    is_enough = call_spec.eager and record.inner_dtype is None
+    if is_enough or not might_have_unbuilt_state(layer):
         return
 
     def trace() -> Any:
