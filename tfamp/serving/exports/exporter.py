@@ -2,7 +2,6 @@
 
 import dataclasses
 import os
-import shutil
 import tempfile
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -21,6 +20,7 @@ from tfamp.serving.exports.sparing import write_sparing
 from tfamp.serving.parity.gate import check_parity
 from tfamp.serving.parity.result import Parity
 from tfamp.serving.runtimes.manifest import RUNTIMES
+from tfamp.stepping.arguments import check_built
 
 _AUTO = "auto"
 
@@ -80,6 +80,7 @@ def export(
     Raises:
         FileExistsError: Something else than an export is at `path`.
         ImportError: A package is missing; the message names the extra of tfamp.
+        OSError: The disk is full, or does not let the folder be written.
         TypeError: `model` is not a Keras model.
         ValueError: The format cannot express the model or dtype, the file does not run,
             or it is worse than the tolerance allows. What was at `path` stays.
@@ -106,47 +107,57 @@ def export(
     folders.check_target(target)
     if format != _AUTO and dtype != _AUTO:
         check_possible(format, dtype, scheme)
-    copy = float32_copy(model)
-    sample = samples.first_inputs(calibration, validation)
-    source = Source(copy, sample, batch_size)
-    requests = _requests(source, formats, dtype, scheme, calibration, keep_float32)
+    check_built(model, "export")
     with tempfile.TemporaryDirectory(prefix="tfamp-export-") as scratch:
-        is_alone = format != _AUTO and dtype != _AUTO and len(requests) == 1
-        if is_alone:
-            folder = Path(scratch, "0")
-            folder.mkdir()
-            found = write_sparing(
-                *(source, requests[0], folder),
-                validation=validation,
-                metric=metric,
-                tolerance=tolerance,
-            )
-            choice = Choice(*found)
-        else:
-            choice = choosing.fastest(
-                *(source, requests, Path(scratch)),
+        with folders.said_if_full(_float32_bytes(model)):
+            sample = samples.first_inputs(calibration, validation)
+            source = Source(float32_copy(model), sample, batch_size)
+            choice = _chosen(
+                source,
+                _requests(source, formats, dtype, scheme, calibration, keep_float32),
+                Path(scratch),
+                is_alone=format != _AUTO and dtype != _AUTO,
                 validation=validation,
                 metric=metric,
                 tolerance=tolerance,
                 budget_seconds=budget_seconds,
             )
-        parity = None
-        if validation is not None:
-            parity = _compared(
-                *(source, choice, Path(scratch, "float32")),
-                validation=validation,
-                metric=metric,
-                tolerance=tolerance,
-                budget_seconds=budget_seconds,
-            )
-            if parity.verdict == "worse" and not write_failed:
-                raise ValueError(
-                    f"{choice.best.request.name} is worse than float32: "
-                    f"{parity.reason} Nothing was written to {str(target)!r}. Keep "
-                    "layers by `keep_float32=`, take another dtype, or pass "
-                    "`write_failed=True`."
+            parity = None
+            if validation is not None:
+                parity = _compared(
+                    *(source, choice, Path(scratch, "float32")),
+                    validation=validation,
+                    metric=metric,
+                    tolerance=tolerance,
+                    budget_seconds=budget_seconds,
                 )
+        if parity is not None and parity.verdict == "worse" and not write_failed:
+            raise ValueError(
+                f"{choice.best.request.name} is worse than float32: "
+                f"{parity.reason} Nothing was written to {str(target)!r}. Keep "
+                "layers by `keep_float32=`, take another dtype, or pass "
+                "`write_failed=True`."
+            )
         return _placed(choice, target, model, parity, formats)
+
+
+def _chosen(
+    source: Source,
+    requests: Sequence[Request],
+    scratch: Path,
+    *,
+    is_alone: bool,
+    budget_seconds: float,
+    **gate: Any,
+) -> Choice:
+    """Returns what was asked for, or the fastest of it, written into a folder."""
+    if not (is_alone and len(requests) == 1):
+        return choosing.fastest(
+            source, requests, scratch, budget_seconds=budget_seconds, **gate
+        )
+    folder = scratch / "0"
+    folder.mkdir()
+    return Choice(*write_sparing(source, requests[0], folder, **gate))
 
 
 def _compared(
@@ -255,8 +266,7 @@ def _placed(
     )
     manifest.write(chosen.folder)
     size = chosen.size_bytes
-    with folders.whole(target) as beside:
-        shutil.copytree(chosen.folder, beside, dirs_exist_ok=True)
+    folders.place(chosen.folder, target)
     request = chosen.request
     return Export(
         *(str(target), request.format, request.dtype, request.scheme),

@@ -17,6 +17,7 @@ from tfamp.serving.exports.tracing import Traced
 from tfamp.serving.runtimes.openvino import FILE
 
 _GROUP = 32
+_LEAST_GROUP = 8
 
 
 def write(traced: Traced, folder: Path, request: Request) -> None:
@@ -68,11 +69,21 @@ def _quantized(model: Any, traced: Traced, request: Request) -> Any:
     with silent, contextlib.redirect_stderr(io.StringIO()):
         if request.scheme == "weights":
             mode = nncf.CompressWeightsMode
+            if request.dtype == "int8":
+                return nncf.compress_weights(
+                    model, mode=mode.INT8_SYM, ignored_scope=ignored
+                )
+            # Rows that no group divides get 8 bits, with one scale for each.
+            advanced = nncf.AdvancedCompressionParameters(
+                group_size_fallback_mode=nncf.GroupSizeFallbackMode.ADJUST,
+                min_adjusted_group_size=_LEAST_GROUP,
+            )
             return nncf.compress_weights(
                 model,
-                mode=mode.INT4_SYM if request.dtype == "int4" else mode.INT8_SYM,
-                **({"group_size": _GROUP} if request.dtype == "int4" else {}),
+                mode=mode.INT4_SYM,
+                group_size=_GROUP,
                 ignored_scope=ignored,
+                advanced_parameters=advanced,
             )
         fix = nncf.OverflowFix.ENABLE if request.reduces_range else None
         return nncf.quantize(

@@ -1,0 +1,169 @@
+"""Exports that Ctrl-C, an error or a full disk stops leave nothing half-written."""
+
+import errno
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+import types
+from pathlib import Path
+
+import keras
+import pytest
+
+import tfamp
+from tfamp.serving.exports import exporter, folders
+
+L = keras.layers
+MIB = 2**20
+
+
+@pytest.fixture
+def target(tmp_path):
+    """A former export."""
+    path = tmp_path / "m"
+    path.mkdir()
+    (path / "export.json").write_text("former")
+    return path
+
+
+@pytest.fixture
+def source(tmp_path_factory):
+    """A folder that is to take its place."""
+    path = tmp_path_factory.mktemp("source")
+    (path / "variables").mkdir()
+    for name in ("export.json", "model", "variables/data"):
+        (path / name).write_text(name)
+    return path
+
+
+def left_in(folder):
+    return sorted(str(file.relative_to(folder)) for file in folder.rglob("*"))
+
+
+def test_a_folder_takes_the_place_of_a_former_one_whole(source, target):
+    folders.place(source, target)
+    assert left_in(target.parent) == ["m", *(f"m/{name}" for name in left_in(source))]
+    assert (target / "export.json").read_text() == "export.json"
+    folders.place(source, target.with_name("new"))
+    assert left_in(target.with_name("new")) == left_in(source)
+
+
+@pytest.mark.parametrize("number", range(1, 10))  # 4 folders, 3 files, 2 moves
+@pytest.mark.parametrize("when", ["before", "after"])
+def test_ctrl_c_leaves_the_former_folder_or_the_whole_new_one(
+    number, when, source, target, monkeypatch
+):
+    steps = [(folders.os, "replace"), (folders.shutil, "copyfile"), (Path, "mkdir")]
+    left = [number]
+
+    def stopping(original):
+        def call(*args, **options):
+            left[0] -= 1
+            if left[0] == 0 and when == "before":
+                raise KeyboardInterrupt
+            result = original(*args, **options)
+            if left[0] == 0 and when == "after":
+                raise KeyboardInterrupt
+            return result
+
+        return call
+
+    for owner, name in steps:
+        monkeypatch.setattr(owner, name, stopping(getattr(owner, name)))
+    with pytest.raises(KeyboardInterrupt):
+        folders.place(source, target)
+    monkeypatch.undo()
+    former = ["m", "m/export.json"]
+    new = ["m", *(f"m/{name}" for name in left_in(source))]
+    assert left_in(target.parent) in (former, new)
+    text = (target / "export.json").read_text()
+    assert text == ("former" if left_in(target.parent) == former else "export.json")
+
+
+def test_a_full_disk_is_told_and_leaves_the_former_folder(source, target, monkeypatch):
+    def full(file, copy):
+        Path(copy).write_text("half")
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(shutil, "copyfile", full)
+    text = (
+        f"`path` is {str(target)!r}, which could not be written (No space left on "
+        "device); expected room for 30 bytes and the right to write. What was there is "
+        "as it was. Free some space, or pass another path."
+    )
+    with pytest.raises(OSError, match=re.escape(text)) as caught:
+        folders.place(source, target)
+    assert caught.value.errno == errno.ENOSPC
+    assert left_in(target.parent) == ["m", "m/export.json"]
+    assert (target / "export.json").read_text() == "former"
+
+
+FAILURES = {
+    "words of a library": (RuntimeError("iostream error"), 3 * MIB, True),
+    "enough is free": (RuntimeError("iostream error"), 4 * MIB, False),
+    "the system says so": (OSError(errno.ENOSPC, "No space left"), 8 * MIB, True),
+    "something else": (ValueError("ONNX has no operation for"), 0, False),
+}
+
+
+@pytest.mark.parametrize(("error", "free", "is_told"), FAILURES.values(), ids=FAILURES)
+def test_a_full_disk_of_temporary_files_is_told(
+    error, free, is_told, tmp_path, monkeypatch
+):
+    def fails(*args, **options):
+        raise error
+
+    model = keras.Sequential([keras.Input((511,)), L.Dense(512)])  # 1 MiB
+    monkeypatch.setattr(exporter, "write_sparing", fails)
+    usage = types.SimpleNamespace(free=free)
+    monkeypatch.setattr(shutil, "disk_usage", lambda folder: usage)
+    with pytest.raises((OSError, type(error))) as caught:
+        tfamp.export(model, tmp_path / "m", format="saved_model")
+    assert (caught.value is not error) == is_told
+    if is_told:
+        assert re.search(
+            r"Writing the model failed in '.*', where \d.* are free: .*(iostream|space)"
+            r".*; expected room for 4 times its weights, 4.0 MiB. Free some space",
+            str(caught.value),
+        )
+    assert left_in(tmp_path) == []
+
+
+@pytest.mark.whole("a process, and seconds until it writes")
+@pytest.mark.skipif(os.name != "posix", reason="sends the signal of Ctrl-C")
+def test_ctrl_c_ends_the_command_and_leaves_no_file(target, tmp_path_factory):
+    pytest.importorskip("tf2onnx")
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    scratch = tmp_path_factory.mktemp("scratch")
+    model = keras.Sequential([keras.Input((8,)), L.Dense(4)])
+    model.save(elsewhere / "model.keras")
+    words = ["export", str(elsewhere / "model.keras"), f"--out={target}"]
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join([root, os.environ.get("PYTHONPATH", "")])
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tfamp", *words, "--format=onnx"],
+        env=dict(os.environ, TMPDIR=str(scratch), PYTHONPATH=path),
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,  # Ctrl-C reaches the processes it starts, too
+    )
+    try:
+        deadline = time.monotonic() + 100
+        while not list(scratch.glob("tfamp-export-*/0/model.onnx")):
+            assert process.poll() is None, process.stderr.read()
+            assert time.monotonic() < deadline
+            time.sleep(0.005)
+        os.killpg(process.pid, signal.SIGINT)
+        _, said = process.communicate(timeout=60)
+    finally:
+        process.kill()
+    assert process.returncode == 130, said
+    assert "Traceback" not in said
+    assert left_in(target.parent) == ["m", "m/export.json"]
+    assert (target / "export.json").read_text() == "former"
+    assert list(scratch.glob("tfamp-*")) == []
