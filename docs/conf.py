@@ -16,6 +16,7 @@ REPOSITORY = _SETUP["metadata"]["url"]
 
 project = "tfamp"
 author = "The authors of tfamp"
+project_copyright = author
 release = tfamp.__version__
 html_title = f"tfamp {release}"
 html_theme = "furo"

