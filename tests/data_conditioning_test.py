@@ -10,7 +10,7 @@ from sklearn.preprocessing import power_transform
 
 import tfamp
 from tests.refusals import refusals
-from tfamp.data.statistics import Condition, fit_statistics
+from tfamp.data.statistics import Condition, conditioning, fit_statistics
 from tfamp.data.statistics.conditioning import ColumnRule, transformed
 
 # Two roundings in float32 at values of a few standard deviations.
@@ -213,12 +213,46 @@ def test_small_dtypes_are_conditioned_in_float32(dtype):
     np.testing.assert_allclose(layer(values), exact, atol=FLOAT32_ERROR)
 
 
-def test_images_are_computed_in_float32_and_far_features_in_float64():
+def test_what_float32_holds_is_computed_in_it_but_for_transforms_of_far_values():
     pixels = np.random.default_rng(8).integers(0, 256, (4, 5, 5, 3)).astype(np.uint8)
     (rule,) = fit_statistics(pixels).as_layer().rules
-    assert rule.work_dtype("uint8") == "float32"
+    assert rule.work_dtype("uint8") == "float32" and not rule.has_rests
     (rule,) = fit_statistics(table()).as_layer(clip=None).rules
+    assert rule.work_dtype("float32") == "float32" and rule.has_rests
+    assert rule.work_dtype("int64") == "float64"
+    far = np.random.default_rng(10).normal(5e4, 1.0, 500).astype(np.float32)
+    (rule,) = fit_statistics(far).as_layer(clip=None, transform="log1p").rules
     assert rule.work_dtype("float32") == "float64"
+
+
+@pytest.mark.parametrize("way", ["eagerly", "graph", "XLA"])
+@pytest.mark.parametrize("clip", [None, (0.1, 0.9)], ids=["free", "clipped"])
+def test_far_features_keep_their_digits_without_float64(way, clip):
+    values = np.random.default_rng(11).normal(5e4 + 0.3, 0.7, (400, 1))
+    values[::5] = NAN
+    values = values.astype(np.float32)
+    layer = fit_statistics(values).as_layer(clip=clip)
+    outputs = PLACES[way](layer, values)
+    (rule,) = layer.rules
+    low, high, fill = (np.array(x) for x in (rule.lower, rule.upper, rule.fill))
+    exact = np.clip(np.where(np.isnan(values), fill, np.float64(values)), low, high)
+    exact = (exact - np.array(rule.center)) / np.array(rule.width)
+    assert clip is None or 30 <= np.sum(exact == exact.max()) <= 35
+    np.testing.assert_allclose(outputs, exact, atol=FLOAT32_ERROR)
+    if clip is None:  # what is filled with the mean is exactly 0
+        assert (np.asarray(outputs)[::5] == 0).all()
+
+
+@pytest.mark.parametrize("number", range(20))
+def test_bounds_of_float32_part_the_numbers_as_exact_ones_do(number):
+    random = np.random.default_rng(number)
+    exact = random.normal() * 10.0 ** random.integers(-30, 30)
+    near = np.float32(exact)
+    around = [near, *(np.nextafter(near, np.float32(s)) for s in (-np.inf, np.inf))]
+    for value in map(np.float64, around):
+        (low,) = conditioning._float32_bound((exact,), np.inf)
+        (high,) = conditioning._float32_bound((exact,), -np.inf)
+        assert (value < low, value > high) == (value < exact, value > exact)
 
 
 # Where it runs

@@ -46,15 +46,20 @@ def traced_manifest(traced):
 @FORMATS
 @pytest.mark.anchors("onnx")
 def test_statistics_and_preprocessing_layers_come_along(format, tmp_path):
-    columns = {"pay": RANDOM.lognormal(size=200), "age": RANDOM.normal(40, 9, 200)}
+    random = np.random.default_rng(0)
+    columns = {
+        "pay": random.lognormal(size=200),
+        "age": random.normal(40, 9, 200),
+        "height": random.normal(5e4, 1, 200),  # its mean is no number of float32
+    }
     columns = {name: value.astype(np.float32) for name, value in columns.items()}
     x = {name: value[:6, np.newaxis].copy() for name, value in columns.items()}
     x["pay"][2], x["age"][0] = np.nan, 1e6  # missing, and far beyond the clip
     statistics = tfamp.data.fit_statistics(columns)
-    inputs = {name: keras.Input((1,), name=name) for name in ("pay", "age")}
+    inputs = {name: keras.Input((1,), name=name) for name in columns}
     y = statistics.as_layer()(inputs)
     normalized = L.Normalization()
-    normalized.adapt(RANDOM.normal(3.0, 2.0, (50, 2)))
+    normalized.adapt(random.normal(3.0, 2.0, (50, 3)))
     parts = [normalized(y), L.Rescaling(0.5, -1.0)(y)]
     if format != "onnx":  # it has no operation for that, and says so
         parts.append(L.Discretization([-1.0, 0.0], output_mode="one_hot")(y[:, :1]))
@@ -65,8 +70,19 @@ def test_statistics_and_preprocessing_layers_come_along(format, tmp_path):
     wanted = model(x).numpy()
     assert np.isfinite(wanted).all()
     found = written(model, format, tmp_path)
-    assert {spec.name for spec in found.signature.inputs} == {"pay", "age"}
+    assert {spec.name for spec in found.signature.inputs} == columns.keys()
     np.testing.assert_allclose(found.predict(x), wanted, rtol=1e-4, atol=1e-3)
+
+
+@pytest.mark.whole("a conversion; other operations that LiteRT lacks are like it")
+def test_litert_says_that_float64_is_what_it_lacks(tmp_path):
+    pytest.importorskip("ai_edge_litert")
+    times = 1.7e9 + RANDOM.uniform(0, 3600, 100)
+    layer = tfamp.data.fit_statistics(times).as_layer()
+    inputs = keras.Input((1,), dtype="int64")
+    model = keras.Model(inputs, L.Dense(2)(layer(inputs)))
+    with pytest.raises(ValueError, match=r"LiteRT has no operation for .* in float64,"):
+        written(model, "litert", tmp_path)
 
 
 @pytest.mark.whole("a conversion each; the anchor is one of them")

@@ -1,7 +1,7 @@
 """The layer that treats inputs at serving as the training data was treated."""
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, Literal
 
 import keras
@@ -14,6 +14,8 @@ from tfamp.records.record import Record
 # A float32 center may be off by this part of the width, half of float32's spacing at
 # 1: what is near it is subtracted without rounding, so that is all the error.
 _MAX_CENTER_ERROR = 2**-24
+# Beside a smaller width a quotient by it in float32 is not exact to its last digits.
+_LEAST_WIDTH = float(np.finfo(np.float32).smallest_normal)
 # A transform rounds to 2**-24 of its result, so this far from 0 beside its scale
 # float32 is still right to a millionth of a standard deviation.
 _MAX_OFFSET = 16
@@ -65,18 +67,42 @@ class ColumnRule(Record):
         """Returns the dtype to compute in before the offset is off.
 
         float64 where float32 would lose digits: inputs that it cannot hold, such as
-        64-bit timestamps, and offsets that are large beside the spread.
+        64-bit timestamps, and transforms of what is far from 0 beside its spread.
+        Runtimes of phones have no float64, so all else does with float32.
         """
         if tf.as_dtype(dtype).name not in _FITS_FLOAT32:
             return "float64"
-        center, width = np.array(self.center), np.array(self.width)
         with np.errstate(over="ignore"):
-            error = np.abs(center - center.astype(np.float32).astype(np.float64))
+            has_range = np.isfinite(
+                np.array([*self.center, *self.width], np.float32)
+            ).all()
         offset, scale = np.array(self.offset), np.array(self.scale)
-        is_far = (error > _MAX_CENTER_ERROR * width).any() or (
-            (np.abs(offset) > _MAX_OFFSET * scale).any()
-        )
-        return "float64" if is_far else "float32"
+        is_far = (np.abs(offset) > _MAX_OFFSET * scale).any()
+        if self.has_rests:
+            is_far |= self.transform is not None
+            is_far |= (np.array(self.width) < _LEAST_WIDTH).any()
+        return "float32" if has_range and not is_far else "float64"
+
+    @property
+    def has_rests(self) -> bool:
+        """Whether float32 constants are off by too much of the width."""
+        _, rest = parts(self.center)
+        return bool((np.abs(rest) > _MAX_CENTER_ERROR * np.array(self.width)).any())
+
+
+def parts(values: Sequence[float]) -> tuple[np.ndarray, np.ndarray]:
+    """Returns values in float32, and in float64 what that leaves, 0 if not finite.
+
+    Example:
+        >>> near, rest = parts([0.1])
+        >>> float(near[0]) + float(rest[0]), bool(abs(rest[0]) < 2**-27)
+        (0.1, True)
+    """
+    exact = np.array(values, np.float64)
+    with np.errstate(over="ignore", invalid="ignore"):
+        near = exact.astype(np.float32)
+        rest = exact - near.astype(np.float64)
+    return near, np.where(np.isfinite(rest), rest, 0.0)
 
 
 @keras.saving.register_keras_serializable(package="tfamp")
@@ -184,14 +210,64 @@ class Condition(keras.layers.Layer):
         values = tf.where(missing, constants(rule.fill), values)
         # A comparison with NaN is false: NaN stays NaN, unlike in some minimums.
         lower, upper = constants(rule.lower), constants(rule.upper)
-        values = tf.where(values < lower, lower, values)
-        values = tf.where(values > upper, upper, values)
-        values = (values - constants(rule.center)) / constants(rule.width)
+        has_rests = dtype == "float32" and rule.has_rests
+        if has_rests:
+            is_low = values < constants(_float32_bound(rule.lower, np.inf))
+            is_high = values > constants(_float32_bound(rule.upper, -np.inf))
+        else:
+            is_low, is_high = values < lower, values > upper
+        values = tf.where(is_low, lower, values)
+        values = tf.where(is_high, upper, values)
+        values -= constants(rule.center)
+        if has_rests:
+            chosen = ((missing, rule.fill), (is_low, rule.lower), (is_high, rule.upper))
+            # TensorFlow's optimizer makes products of quotients, with other last bits.
+            values *= constants(tuple(1 / np.array(rule.width)))
+            values += _rest(rule, chosen, constants)
+        else:
+            values /= constants(rule.width)
         if rule.transform is not None:
             values = transformed(values, rule.transform, constants(rule.power))
             values = (values - constants(rule.offset)) / constants(rule.scale)
         # By way of float32: float64 is not cast to bfloat16 by every device.
         return tf.cast(tf.cast(values, "float32"), self.compute_dtype)
+
+
+def _rest(
+    rule: ColumnRule,
+    chosen: Iterable[tuple[tf.Tensor, tuple[float, ...]]],
+    constants: Callable[[tuple[float, ...]], tf.Tensor],
+) -> tf.Tensor:
+    """Returns what a column lacks as its constants are in float32, over its width.
+
+    It is added to what is scaled: two sums with constants in a row are made one by
+    TensorFlow's optimizer, which would round it away.
+
+    Args:
+        rule: Of the column.
+        chosen: Where a constant stands in place of the values, and which.
+        constants: Makes tensors of them.
+    """
+    _, center = parts(rule.center)
+    width = np.array(rule.width)
+    rest = constants(tuple(-center / width))
+    for where, values in chosen:
+        _, own = parts(values)
+        rest = tf.where(where, constants(tuple((own - center) / width)), rest)
+    return rest
+
+
+def _float32_bound(values: tuple[float, ...], toward: float) -> tuple[float, ...]:
+    """Returns bounds that float32 numbers are beyond where they are beyond the exact.
+
+    Example:
+        >>> _float32_bound((2.0 + 2**-30,), np.inf)[0] - 2.0 == 2**-22
+        True
+    """
+    near, rest = parts(values)
+    is_inside = rest > 0 if toward > 0 else rest < 0
+    moved = np.nextafter(near, np.float32(toward))
+    return tuple(np.where(is_inside, moved, near).tolist())
 
 
 def check_column(values: tf.Tensor, rule: ColumnRule) -> None:

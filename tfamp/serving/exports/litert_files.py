@@ -17,6 +17,7 @@ from tfamp.serving.exports.tracing import SIGNATURE, Traced, scope_of
 from tfamp.serving.runtimes.litert import FILE
 
 _NEEDED = re.compile(r"tf\.(\w+)")
+_FLOAT64 = re.compile(r"tensor<[^>]*xf64>|tensor<f64>")
 
 
 def write(traced: Traced, folder: Path, request: Request) -> None:
@@ -49,11 +50,13 @@ def _converted(traced: Traced, request: Request) -> bytes:
         try:
             content: bytes = converter.convert()
         except Exception as error:  # of whatever the converter raises
-            needed = sorted({*_NEEDED.findall(str(error))})
+            needed = sorted({*_NEEDED.findall(str(error))} - {"entry_function"})
             told = f"for {needed}" if needed else f"here: {first_line(error)}"
+            which = " in float64" if _FLOAT64.search(str(error)) else ""
             raise ValueError(
-                f"LiteRT has no operation {told}, which the model uses. Export to "
-                "'onnx' or 'saved_model', or take the layers that use it out of it."
+                f"LiteRT has no operation {told}{which}, which the model uses. Export "
+                "to 'onnx' or 'saved_model', or take the layers that use it out of it"
+                f"{', or give them float32' if which else ''}."
             ) from error
     return content
 
