@@ -45,6 +45,7 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         "--epochs=2",
         *("--tolerance=0.01", "--metric=accuracy", "--better=max", "--out=there"),
         *("--latency-batch-sizes=1,4", "--profile", "--profile-steps=3"),
+        "--exports=onnx,litert int8 static",
         *("--max-memory=0.5GiB", "--timeout-seconds=60", "--resume", "--title=A net"),
     ]
     assert main(argv) == 0
@@ -57,6 +58,7 @@ def test_it_asks_for_what_the_flags_say(asked, tmp_path):
         "metric": "accuracy",
         "better": "max",
         "latency_batch_sizes": [1, 4],
+        "exports": ["onnx", "litert int8 static"],
         "profile_steps": 3,
         "max_memory_bytes": 2**29,
         "timeout_seconds": 60,

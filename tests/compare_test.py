@@ -231,7 +231,7 @@ def test_seeds_and_policies_are_read():
 
 
 def test_a_job_comes_back_from_json():
-    job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), 6, 7, "s", "c")
+    job = Job("t", ("a", "b"), (1, 2), 3, 4, (5,), 6, 7, True, "s", "c")
     assert Job.from_json(job.to_json()) == job
     changed = replace(job, policies=("a",), seeds=(1,), batch_size=8)
     assert job.differences(changed) == ("batch_size",)

@@ -21,6 +21,7 @@ import pytest
 from tests import made_evidence
 from tfamp.comparison import measures
 from tfamp.comparison.evidence import Evidence, holm, p_value
+from tfamp.comparison.exported_models import ExportedModel
 from tfamp.comparison.report import (
     bars,
     curves,
@@ -961,7 +962,7 @@ CLASSES = {
     for each in (
         *(Evidence, Run, Spread, Latency),
         *(Memory, LayerDtype, Verdict, Interval),
-        *(Context, Device, OperationTime, TunedPlan),
+        *(Context, Device, OperationTime, TunedPlan, ExportedModel),
     )
 }
 

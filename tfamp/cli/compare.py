@@ -22,7 +22,7 @@ _FAILURES = ("worse", "slower", "not_faster", "undecided", "failed")
 # Flags that are arguments of `tfamp.compare` under the same names.
 _ARGUMENTS = (
     *("policies", "seeds", "epochs", "tolerance", "metric", "better"),
-    *("latency_batch_sizes", "timeout_seconds", "resume", "title"),
+    *("latency_batch_sizes", "exports", "timeout_seconds", "resume", "title"),
 )
 
 
@@ -133,6 +133,10 @@ _COMMAND = Command(
             f"End with status 1 if a policy is one of {', '.join(_FAILURES)}.",
         ),
         Flag("latency_batch_sizes", read_sizes, [1, 8, 32], "Sizes to time."),
+        Flag(
+            *("exports", "list", []),
+            "What to export the reference to, such as 'onnx,onnx int8,litert int8'.",
+        ),
         Flag("profile", "bool", False, "Show operations by time, too."),
         Flag("profile_steps", "integer", 5, "Steps to profile.", {"lower_bound": 1}),
         MAX_MEMORY._replace(

@@ -23,6 +23,7 @@ from typing import Literal
 import numpy as np
 
 from tfamp.comparison import measures
+from tfamp.comparison.exported_models import ExportedModel
 from tfamp.comparison.judgement import are_same
 from tfamp.comparison.measures import measures_of
 from tfamp.comparison.tuned_plans import TunedPlan
@@ -67,6 +68,7 @@ class Evidence(Record):
         operations: Policy -> operations by time, where a profile was taken.
         num_looks: How often runs of this comparison were judged, this time included.
         plans: Policy -> what `tfamp.tune` left in it, of those that are its plans.
+        exports: The reference's trained model as files of other runtimes.
     """
 
     title: str
@@ -86,6 +88,7 @@ class Evidence(Record):
     )
     num_looks: int = 1
     plans: dict[str, TunedPlan] = dataclasses.field(default_factory=dict, hash=False)
+    exports: tuple[ExportedModel, ...] = dataclasses.field(default=(), hash=False)
 
     @property
     def candidates(self) -> tuple[str, ...]:

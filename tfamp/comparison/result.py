@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 import numpy as np
 
 from tfamp.comparison.evidence import Evidence
+from tfamp.comparison.exported_models import ExportedModel
 from tfamp.comparison.judgement import (
     Better,
     choose_metric,
@@ -75,14 +76,15 @@ def conclude(
     notes: Sequence[str] = (),
     profiles: Mapping[str, Mapping[str, float]] | None = None,
     plans: Mapping[str, TunedPlan] | None = None,
+    exports: Sequence[ExportedModel] = (),
     look: int = 1,
     examples: PerExample = lambda pairs, metric: None,
 ) -> Comparison:
     """Returns the comparison of runs, at least one of them finished.
 
     `profiles` has the seconds of a step by policy and type of operation; `examples`
-    gives the differences of a metric on each example of pairs of runs; `plans` are
-    those of `Evidence`; the rest is as for `compare`.
+    gives the differences of a metric on each example of pairs of runs; `plans` and
+    `exports` are those of `Evidence`; the rest is as for `compare`.
     """
     metric = choose_metric(runs, metric)
     better = better or direction(metric)
@@ -107,6 +109,7 @@ def conclude(
         operations=side_by_side(profiles or {}, reference),
         num_looks=look,
         plans=dict(plans or {}),
+        exports=tuple(exports),
     )
     verdicts = {
         policy: verdict_on(

@@ -8,6 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from tfamp.comparison import exporting
 from tfamp.comparison.judgement import (
     Better,
     choose_metric,
@@ -60,6 +61,7 @@ def compare(
     latency_batch_sizes: Sequence[int] = (1, 8, 32),
     profile_steps: int = 0,
     max_memory_bytes: int | None = None,
+    exports: Sequence[str] = (),
     directory: str | os.PathLike[str] | None = None,
     resume: bool = False,
     timeout_seconds: float | None = None,
@@ -111,6 +113,9 @@ def compare(
             0 for none.
         max_memory_bytes: Search for the largest batch whose training step stays below
             this, in processes of their own; None leaves it out.
+        exports: What to export the reference's model of the first seed to, such as
+            ("onnx", "onnx int8", "litert int8 static"), each by `tfamp.export` with
+            the validation data. The report shows them beside one another.
         directory: Where records and logs of the runs are kept; None keeps none.
         resume: Go on in a `directory` that has runs already.
         timeout_seconds: The most that a run may take; None for no end.
@@ -122,7 +127,7 @@ def compare(
         The `Comparison`; `print` it for a table.
 
     Raises:
-        ImportError: A package of `tfamp[report]` is not installed.
+        ImportError: A package of `tfamp[report]`, or of an export, is not installed.
         RuntimeError: The first run failed; the end of its log is in the message.
         TypeError: An argument has the wrong type, or cannot go to another process.
         ValueError: An argument is unknown, `directory` has runs that are none of this
@@ -147,9 +152,11 @@ def compare(
         ),
         profile_steps=checks.positive_int("profile_steps", profile_steps, minimum=0),
         max_memory_bytes=_optional_int("max_memory_bytes", max_memory_bytes),
+        keeps_models=bool(exports),
         source="" if isinstance(build_model, str) else fingerprint(build_model),
         command=command,
     )
+    exports = exporting.checked_exports(exports)
     plans = tuned_plans(job.policies)
     tolerance = checks.positive("tolerance", tolerance)
     if better is not None:
@@ -192,9 +199,13 @@ def compare(
             notes=(*notes, *busy),
             profiles=_profiles(folder, job),
             plans=plans,
+            exports=exporting.exported(
+                folder, job, reference, runs, exports, tolerance=tolerance
+            ),
             look=storage.look(folder, runs, choose_metric(runs, metric)),
             examples=functools.partial(example_metrics.differences, folder),
         )
+        was_stopped |= any(e.error == exporting.STOPPED for e in comparison.exports)
         storage.end(folder, is_complete=not was_stopped)
     return comparison
 

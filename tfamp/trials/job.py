@@ -29,6 +29,7 @@ class Job(Record):
         profile_steps: Training steps to profile at the end; 0 for none.
         max_memory_bytes: What a process may hold in the search for the largest batch;
             None leaves that search out.
+        keeps_models: Whether the trained models of the first seed stay until the end.
         source: Fingerprint of the file that the model is built by, "" if unknown.
         command: How to repeat it from a shell, "" if it was called from Python.
     """
@@ -41,6 +42,7 @@ class Job(Record):
     latency_batch_sizes: tuple[int, ...] = (1, 8, 32)
     profile_steps: int = 0
     max_memory_bytes: int | None = None
+    keeps_models: bool = False
     source: str = ""
     command: str = ""
 
@@ -64,9 +66,10 @@ class Job(Record):
     def differences(self, other: "Job") -> tuple[str, ...]:
         """Returns the settings that make runs of another job no runs of this one.
 
-        Policies and seeds may be others: their runs stand for themselves.
+        Policies and seeds may be others: their runs stand for themselves, whether
+        their models are there or not.
         """
-        free = ("policies", "seeds", "command", "title")
+        free = ("policies", "seeds", "command", "title", "keeps_models")
         return tuple(
             field.name
             for field in dataclasses.fields(self)

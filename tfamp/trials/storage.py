@@ -181,6 +181,11 @@ def _with_drift(folder: Path, run: Run, reference: str) -> Run:
     return changed
 
 
+def model_of(folder: Path, policy: str, seed: int) -> Path:
+    """Returns where the trained model of a run lies while a comparison goes on."""
+    return folder / f"{file_name(policy, seed)}.keras"
+
+
 def profile_of(folder: Path, policy: str, seed: int) -> Path:
     """Returns where the profile of a run lies."""
     return folder / "profiles" / file_name(policy, seed)
@@ -190,6 +195,6 @@ def end(folder: Path, *, is_complete: bool) -> None:
     """Throws away what a finished comparison has no more use for."""
     if not is_complete:
         return
-    for path in folder.glob("*_seed*.npz"):
+    for path in (*folder.glob("*_seed*.npz"), *folder.glob("*_seed*.keras")):
         path.unlink()
     parcel.discard(folder)

@@ -20,6 +20,7 @@ from tfamp.comparison.report import (
     sentences,
 )
 from tfamp.comparison.report.drawing import Plot
+from tfamp.comparison.report.exports import export_rows, export_sentences
 from tfamp.comparison.report.plans import plan_plots, plan_sections
 from tfamp.comparison.report.rows import Cell, Row, rows
 from tfamp.records import checks, files
@@ -128,6 +129,9 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         "plans": [(each, plan_plots(each)) for each in plan_sections(evidence)],
         "plan_layer_columns": plans.LAYER_COLUMNS,
         "plan_evaluation_columns": plans.EVALUATION_COLUMNS,
+        "exports": [each.name for each in evidence.exports],
+        "export_rows": export_rows(evidence),
+        "export_sentences": export_sentences(evidence),
         "layers": facts.layer_rows(evidence),
         "layer_looks": [look for look in looks if look.policy in layered],
         "run_columns": facts.RUN_COLUMNS,

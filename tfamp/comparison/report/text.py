@@ -7,6 +7,7 @@ from typing import Any
 
 from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report import facts, figures, sentences
+from tfamp.comparison.report.exports import export_rows, export_sentences
 from tfamp.comparison.report.plans import (
     EVALUATION_COLUMNS,
     LAYER_COLUMNS,
@@ -18,6 +19,7 @@ from tfamp.records import console, files
 
 # Policies beside the reference that fit into the width; more get a table of their own.
 _IN_A_TABLE = 2
+_EXPORTS_IN_A_TABLE = 3
 # Letters of a cell, where so many policies stand beside the reference.
 _CELL = {1: 44, 2: 30}
 _LEGEND = (
@@ -50,7 +52,9 @@ def table(evidence: Evidence) -> str:
     parts += [part for each in plan_sections(evidence) for part in _of_plan(each)]
     if evidence.plans:
         parts.append("")
+    parts += _of_exports(evidence)
     lines = [
+        *export_sentences(evidence),
         _LEGEND,
         sentences.reference_sentence(evidence),
         sentences.failures(evidence),
@@ -97,6 +101,25 @@ def _part(
             part.add_row(*(Text(figures.plain(value)) for value in values))
         part.add_section()
     return part
+
+
+def _of_exports(evidence: Evidence) -> list[object]:
+    """Returns the tables of some exports each."""
+    from rich import box
+
+    found, parts = export_rows(evidence), []
+    for start in range(0, len(evidence.exports), _EXPORTS_IN_A_TABLE):
+        chosen = slice(start, start + _EXPORTS_IN_A_TABLE)
+        names = [each.name for each in evidence.exports[chosen]]
+        table = console.table(
+            {"exported to": console.FOLD, **dict.fromkeys(names, console.FOLD)},
+            [(row.label, *map(figures.plain, row.values[chosen])) for row in found],
+            box=box.SIMPLE,
+            show_edge=False,
+            pad_edge=False,
+        )
+        parts += [table, ""]
+    return parts
 
 
 def _of_plan(section: PlanSection) -> tuple[object, ...]:
@@ -218,6 +241,20 @@ def _text(cell: Cell) -> str:
     return " · ".join(parts)
 
 
+def _exports(evidence: Evidence) -> list[str]:
+    """Returns the main figures of exports as a table, in few lines."""
+    if not evidence.exports:
+        return []
+    names = [escaped(each.name) for each in evidence.exports]
+    told, *failed = map(escaped, export_sentences(evidence))
+    rows = [row for row in export_rows(evidence) if row.is_main]
+    lines = [
+        *(told, "", f"| | {' | '.join(names)} |", f"|:--|{'--:|' * len(names)}"),
+        *(f"| {' | '.join(map(escaped, (row.label, *row.values)))} |" for row in rows),
+    ]
+    return [*lines, "", *(f"- {text}" for text in failed[:_MAX_ERRORS])]
+
+
 def _tail(evidence: Evidence) -> list[str]:
     """Returns errors, notes and where it was measured, each in a line."""
     failed = [run for run in evidence.runs if not run.is_finished]
@@ -228,6 +265,7 @@ def _tail(evidence: Evidence) -> list[str]:
         lines.append(f"- {name}, seed {run.seed}, failed: {error}")
     if len(failed) > _MAX_ERRORS:
         lines.append(f"- {len(failed) - _MAX_ERRORS} more failed.")
+    lines += _exports(evidence)
     lines += [f"- {escaped(note)}" for note in evidence.notes[:_MAX_NOTES]]
     if len(evidence.notes) > _MAX_NOTES:
         lines.append(f"- {len(evidence.notes) - _MAX_NOTES} more notes in the report.")

@@ -6,6 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from tfamp.records import checks
+
 DTYPES = ("float32", "float16", "bfloat16", "int8", "int4")
 SCHEMES = ("weights", "dynamic", "static")
 # Format -> dtype -> the schemes that its quantiser has, the one to take first; (""):
@@ -71,6 +73,44 @@ class Request:
     def name(self) -> str:
         """Returns its name in tables, as "onnx int8 dynamic"."""
         return " ".join(filter(None, (self.format, self.dtype, self.scheme)))
+
+
+def named(text: object, argument: str = "exports") -> Request:
+    """Returns what a name asks for, as it stands in tables.
+
+    Args:
+        text: Format, dtype and scheme; "float32", and what suits the format, where
+            they are left out.
+        argument: What messages call it.
+
+    Raises:
+        TypeError: It is no text.
+        ValueError: There is no such format, dtype or scheme, or not in this format.
+
+    Example:
+        >>> named("onnx int8").name, named("litert").name
+        ('onnx int8 dynamic', 'litert float32')
+    """
+    if not isinstance(text, str):
+        raise TypeError(
+            f"`{argument}` holds {text!r}; expected names such as 'onnx int8'. Pass "
+            "texts."
+        )
+    words = text.split()
+    if not 1 <= len(words) <= 3:
+        raise ValueError(
+            f"`{argument}` holds {text!r}; expected a format, and a dtype and a scheme "
+            "where they matter. Write for example 'onnx int8 dynamic'."
+        )
+    format = words[0]
+    dtype = words[1] if len(words) > 1 else "float32"
+    scheme = words[2] if len(words) > 2 else None
+    checks.choice(argument, format, tuple(POSSIBLE))
+    checks.choice(f"{argument} dtype", dtype, DTYPES)
+    if scheme is not None:
+        checks.choice(f"{argument} scheme", scheme, SCHEMES)
+    found = check_possible(format, dtype, scheme)
+    return Request(format, dtype, scheme or found)
 
 
 def check_possible(format: str, dtype: str, scheme: str | None) -> str:

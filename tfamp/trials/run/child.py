@@ -34,7 +34,7 @@ from tfamp.trials.job import FILE, Job, file_name
 from tfamp.trials.run import example_metrics, inference, step_profiles
 from tfamp.trials.run.training import Trained, train
 from tfamp.trials.run_records import Context, LayerDtype, Memory, Run
-from tfamp.trials.storage import CONTEXT_FILE, profile_of
+from tfamp.trials.storage import CONTEXT_FILE, model_of, profile_of
 from tfamp.trials.turns import Line, end_with_parent
 from tfamp.trials.variant import Variant, in_force
 
@@ -154,7 +154,11 @@ def _measure(
         )
     if job.profile_steps and seed == job.seeds[0]:
         notes += _profile(model, train_data, job, profile_of(folder, policy, seed))
-    file_bytes, why = _file_bytes(model, folder / f"{name}.keras")
+    file_bytes, why = _file_bytes(
+        model,
+        model_of(folder, policy, seed),
+        keep=job.keeps_models and seed == job.seeds[0],
+    )
     notes += why
     return dataclasses.replace(
         run,
@@ -289,16 +293,20 @@ def _profile(model: keras.Model, data: Any, job: Job, directory: Path) -> list[s
         return [f"There is no profile: {short_error(error)}"]
 
 
-def _file_bytes(model: keras.Model, path: Path) -> tuple[int | None, list[str]]:
+def _file_bytes(
+    model: keras.Model, path: Path, *, keep: bool
+) -> tuple[int | None, list[str]]:
     """Returns the size of the saved model, or why there is none."""
     try:
         model.save(path)
         return path.stat().st_size, []
     except Exception as error:
         # Saving fails in as many ways as there are layers that cannot be saved.
+        path.unlink(missing_ok=True)
         return None, [f"The model cannot be saved: {short_error(error)}"]
     finally:
-        path.unlink(missing_ok=True)
+        if not keep:
+            path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":
