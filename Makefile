@@ -96,8 +96,8 @@ lint: .venv/.installed  ## check format, style and types: ten seconds
 	@$(BIN)/ruff check .
 	@$(BIN)/mypy
 
-notebooks: .venv/.installed  ## build every .ipynb from its .py source
-	@$(BIN)/python notebooks/build.py
+notebooks: .venv/.installed  ## build every .ipynb from its .py, and run those that changed
+	@$(BIN)/python notebooks/build.py --execute $(ARGS) $(NO_NOTICES)
 
 bench: .venv/.installed  ## measure the first parts of benchmarks/RESULTS.md
 	@echo "Measuring builds, steps, updates, input pipelines and training: about an hour."

@@ -17,18 +17,10 @@
 # It takes about three minutes, on a GPU or on a CPU.
 
 # %%
-import importlib.util
-import pathlib
-import subprocess
-import sys
+# %pip install -q "tfamp[data,report] @ git+REPOSITORY_URL"
 
-if importlib.util.find_spec("tfamp") is None:
-    # Inside a clone that clone is installed, elsewhere the repository.
-    folders = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-    clones = [folder for folder in folders if (folder / "tfamp/policy.py").is_file()]
-    source = clones[0].as_uri() if clones else "git+REPOSITORY_URL"
-    package = f"tfamp[data,report] @ {source}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+# %% tags=["parameters"]
+EPOCHS = 15
 
 # %% [markdown]
 # ## What is this machine good at?
@@ -39,6 +31,7 @@ if importlib.util.find_spec("tfamp") is None:
 
 # %%
 import os
+import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -56,10 +49,9 @@ tfamp.disable()
 # %% [markdown]
 # The rest of this notebook wants to show half precision on any machine, so it names a
 # policy: float16 on a GPU, where every generation since 2017 has it, and bfloat16 on a
-# CPU. `SMOKE` shortens the notebook for its own test.
+# CPU.
 
 # %%
-SMOKE = os.environ.get("TFAMP_SMOKE") == "1"
 GPU = bool(tf.config.list_physical_devices("GPU"))
 POLICY = "mixed_float16" if GPU else "mixed_bfloat16"
 print("Keras", keras.__version__, "on TensorFlow", tf.__version__, "with", POLICY)
@@ -122,10 +114,8 @@ print(train_data.element_spec)
 # The same function trains twice. The seed is the same, so the two runs start from the
 # same weights and see the same batches.
 
+
 # %%
-EPOCHS = 2 if SMOKE else 15
-
-
 def train(policy):
     """Returns the model and its history, trained under `policy`."""
     keras.utils.set_random_seed(0)

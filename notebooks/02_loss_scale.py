@@ -19,21 +19,15 @@
 # It takes about two minutes, on a GPU or on a CPU.
 
 # %%
-import importlib.util
-import pathlib
-import subprocess
-import sys
+# %pip install -q "tfamp[data,report] @ git+REPOSITORY_URL"
 
-if importlib.util.find_spec("tfamp") is None:
-    # Inside a clone that clone is installed, elsewhere the repository.
-    folders = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-    clones = [folder for folder in folders if (folder / "tfamp/policy.py").is_file()]
-    source = clones[0].as_uri() if clones else "git+REPOSITORY_URL"
-    package = f"tfamp[data,report] @ {source}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+# %% tags=["parameters"]
+EPOCHS = 40
+BROKEN_EPOCHS = 10
 
 # %%
 import os
+import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -44,7 +38,6 @@ import tensorflow as tf
 
 import tfamp
 
-SMOKE = os.environ.get("TFAMP_SMOKE") == "1"
 print("Keras", keras.__version__, "on TensorFlow", tf.__version__)
 
 # %% [markdown]
@@ -72,7 +65,7 @@ model = build_model()
 # %%
 loss_of = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
 model.compile(keras.optimizers.Adam(0.003), loss_of, metrics=["accuracy"])
-history = model.fit(x, y, batch_size=64, epochs=5 if SMOKE else 40, verbose=0)
+history = model.fit(x, y, batch_size=64, epochs=EPOCHS, verbose=0)
 print(f"accuracy in training {history.history['accuracy'][-1]:.3f}")
 
 # %% [markdown]
@@ -179,7 +172,7 @@ with tfamp.scope("mixed_float16"):
         keras.optimizers.Adam(0.003), initial_scale=2.0**24, dynamic_growth_steps=15
     )
     model.compile(optimizer, loss_of)
-    model.fit(broken, y[:1280], epochs=2 if SMOKE else 10, shuffle=False, verbose=0)
+    model.fit(broken, y[:1280], epochs=BROKEN_EPOCHS, shuffle=False, verbose=0)
 # %%
 steps = optimizer.history()
 skipped = steps["skipped"]

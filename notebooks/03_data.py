@@ -18,21 +18,15 @@
 # It takes about four minutes, on a GPU or on a CPU.
 
 # %%
-import importlib.util
-import pathlib
-import subprocess
-import sys
+# %pip install -q "tfamp[data,report] @ git+REPOSITORY_URL"
 
-if importlib.util.find_spec("tfamp") is None:
-    # Inside a clone that clone is installed, elsewhere the repository.
-    folders = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-    clones = [folder for folder in folders if (folder / "tfamp/policy.py").is_file()]
-    source = clones[0].as_uri() if clones else "git+REPOSITORY_URL"
-    package = f"tfamp[data,report] @ {source}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+# %% tags=["parameters"]
+NUM_CUTS = 600
+SECONDS = 12
 
 # %%
 import os
+import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -43,7 +37,6 @@ import tensorflow as tf
 
 import tfamp
 
-SMOKE = os.environ.get("TFAMP_SMOKE") == "1"
 print("Keras", keras.__version__, "on TensorFlow", tf.__version__)
 
 # %% [markdown]
@@ -61,7 +54,7 @@ rng = np.random.default_rng(0)
 folder = pathlib.Path(tempfile.mkdtemp()) / "photos"
 for name, photo in zip(["temple", "flower"], load_sample_images().images, strict=True):
     (folder / name).mkdir(parents=True)
-    for number in range(40 if SMOKE else 600):
+    for number in range(NUM_CUTS):
         top, left = rng.integers(0, [427 - 224, 640 - 224])
         cut = tf.io.encode_jpeg(photo[top : top + 224, left : left + 224], quality=90)
         (folder / name / f"{number:04}.jpg").write_bytes(cut.numpy())
@@ -115,7 +108,6 @@ def build_model(dtype):
 # pipeline is `possible_gain`. The model is left as it was, to the last bit.
 
 # %%
-SECONDS = 1 if SMOKE else 12
 model = build_model("float32")
 results = {"first try": tfamp.data.bottleneck(model, first, seconds=SECONDS)}
 print(results["first try"])

@@ -19,21 +19,18 @@
 # It takes about five minutes, on a GPU or on a CPU.
 
 # %%
-import importlib.util
-import pathlib
-import subprocess
-import sys
+# %pip install -q "tfamp[data,report] @ git+REPOSITORY_URL"
 
-if importlib.util.find_spec("tfamp") is None:
-    # Inside a clone that clone is installed, elsewhere the repository.
-    folders = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-    clones = [folder for folder in folders if (folder / "tfamp/policy.py").is_file()]
-    source = clones[0].as_uri() if clones else "git+REPOSITORY_URL"
-    package = f"tfamp[data,report] @ {source}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+# %% tags=["parameters"]
+EPOCHS = 12
+NUM_SEEDS = 3
+MAX_MORE = 3
+WATCHED_EPOCHS = 5
+SECONDS = 8
 
 # %%
 import os
+import pathlib
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
 
@@ -42,7 +39,6 @@ import tensorflow as tf
 
 import tfamp
 
-SMOKE = os.environ.get("TFAMP_SMOKE") == "1"
 GPU = bool(tf.config.list_physical_devices("GPU"))
 POLICY = "mixed_float16" if GPU else "mixed_bfloat16"
 print("Keras", keras.__version__, "on TensorFlow", tf.__version__, "with", POLICY)
@@ -98,13 +94,12 @@ import tempfile
 folder = pathlib.Path(tempfile.mkdtemp())
 settings = {
     "policies": ("float32", POLICY),
-    "epochs": 1 if SMOKE else 12,
+    "epochs": EPOCHS,
     "tolerance": 0.02,
     "batch_size": 64,
     "directory": folder / "runs",
 }
-num_seeds = 1 if SMOKE else 3
-result = tfamp.compare(build_model, train, test, seeds=num_seeds, **settings)
+result = tfamp.compare(build_model, train, test, seeds=NUM_SEEDS, **settings)
 print(result)
 
 # %% [markdown]
@@ -134,8 +129,8 @@ print("accuracy:  ", verdict.quality)
 
 # %%
 wanted = verdict.more_seeds or 0
-total = 2 if SMOKE else num_seeds + min(max(wanted, 1), 3)
-print(f"{result.verdict} with {num_seeds}; more seeds that would decide: {wanted}")
+total = NUM_SEEDS + min(max(wanted, 1), MAX_MORE)
+print(f"{result.verdict} with {NUM_SEEDS}; more seeds that would decide: {wanted}")
 
 result = tfamp.compare(build_model, train, test, seeds=total, resume=True, **settings)
 print(f"with {total}: {result.verdicts[POLICY]}")
@@ -198,7 +193,7 @@ data = tfamp.data.Pipeline.from_arrays(*train).shuffle(seed=0).batch(64).prefetc
 dataset = data.build()
 run = model.fit(
     dataset,
-    epochs=2 if SMOKE else 5,
+    epochs=WATCHED_EPOCHS,
     shuffle=False,
     verbose=0,
     callbacks=[tfamp.callbacks.Throughput()],
@@ -208,7 +203,7 @@ for name in ("examples_per_second", "step_seconds", "input_wait"):
         print(f"{name:20} {run.history[name][-1]:.4g}")
 
 # %%
-print(tfamp.data.bottleneck(model, dataset, seconds=1 if SMOKE else 8))
+print(tfamp.data.bottleneck(model, dataset, seconds=SECONDS))
 
 # %% [markdown]
 # ## How does it stay so?

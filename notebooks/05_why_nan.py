@@ -20,21 +20,14 @@
 # It takes two minutes on a CPU or a GPU.
 
 # %%
-import importlib.util
-import pathlib
-import subprocess
-import sys
+# %pip install -q "tfamp[data,report] @ git+REPOSITORY_URL"
 
-if importlib.util.find_spec("tfamp") is None:
-    # Inside a clone that clone is installed, elsewhere the repository.
-    folders = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-    clones = [folder for folder in folders if (folder / "tfamp/policy.py").is_file()]
-    source = clones[0].as_uri() if clones else "git+REPOSITORY_URL"
-    package = f"tfamp[data,report] @ {source}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+# %% tags=["parameters"]
+EPOCHS = 8
 
 # %%
 import os
+import pathlib
 import tempfile
 import warnings
 
@@ -48,8 +41,6 @@ from sklearn.datasets import load_digits
 import tfamp
 
 # %%
-SMOKE = os.environ.get("TFAMP_SMOKE") == "1"
-EPOCHS = 2 if SMOKE else 8
 # float16 is slow on CPUs, which does not matter here: the network is small.
 warnings.filterwarnings("ignore", message="'mixed_float16' will be slow")
 print("Keras", keras.__version__, "on TensorFlow", tf.__version__)

@@ -21,21 +21,17 @@
 # It takes four to six minutes on two CPU cores.
 
 # %%
-import importlib.util
-import pathlib
-import subprocess
-import sys
+# %pip install -q "tfamp[data,report] @ git+REPOSITORY_URL"
 
-if importlib.util.find_spec("tfamp") is None:
-    # Inside a clone that clone is installed, elsewhere the repository.
-    folders = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-    clones = [folder for folder in folders if (folder / "tfamp/policy.py").is_file()]
-    source = clones[0].as_uri() if clones else "git+REPOSITORY_URL"
-    package = f"tfamp[data,report] @ {source}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+# %% tags=["parameters"]
+MAX_BATCH_SIZE = 256
+START = 32
+TARGET = 512
+MAX_PART = 256
 
 # %%
 import os
+import pathlib
 import tempfile
 
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -49,7 +45,6 @@ import tensorflow as tf
 import tfamp
 
 # %%
-SMOKE = os.environ.get("TFAMP_SMOKE") == "1"
 GPU = bool(tf.config.list_physical_devices("GPU"))
 POLICY = "mixed_float16" if GPU else "mixed_bfloat16"
 folder = pathlib.Path(tempfile.mkdtemp())
@@ -140,7 +135,7 @@ for each in estimates:
 # that one that runs out of memory ends nothing but itself.
 
 # %%
-found = tfamp.find_batch_size(build_model, (x, y), max_batch_size=8 if SMOKE else 256)
+found = tfamp.find_batch_size(build_model, (x, y), max_batch_size=MAX_BATCH_SIZE)
 print(found)
 
 # %%
@@ -164,14 +159,12 @@ display(Image(folder / "found.png"))
 # %%
 os.environ["MALLOC_MMAP_THRESHOLD_"] = os.environ["MALLOC_TRIM_THRESHOLD_"] = "65536"
 os.environ["TF_ONEDNN_USE_SYSTEM_ALLOCATOR"] = "1"  # TensorFlow's own keeps all
-start = 16 if SMOKE else 32
-target = 32 if SMOKE else 512
 larger = tfamp.find_batch_size(
     build_model,
     (x, y),
-    start=start,
-    max_batch_size=start if SMOKE else 256,
-    target_batch_size=target,
+    start=START,
+    max_batch_size=MAX_PART,
+    target_batch_size=TARGET,
     min_gain=None,
 )
 print(larger)

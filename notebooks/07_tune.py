@@ -21,21 +21,16 @@
 # It takes a minute on a CPU or a GPU.
 
 # %%
-import importlib.util
-import pathlib
-import subprocess
-import sys
+# %pip install -q "tfamp[data,report] @ git+REPOSITORY_URL"
 
-if importlib.util.find_spec("tfamp") is None:
-    # Inside a clone that clone is installed, elsewhere the repository.
-    folders = [pathlib.Path.cwd(), *pathlib.Path.cwd().parents]
-    clones = [folder for folder in folders if (folder / "tfamp/policy.py").is_file()]
-    source = clones[0].as_uri() if clones else "git+REPOSITORY_URL"
-    package = f"tfamp[data,report] @ {source}"
-    subprocess.run([sys.executable, "-m", "pip", "install", "-q", package], check=True)
+# %% tags=["parameters"]
+EPOCHS = 4
+SECONDS = 6
+NUM_SEEDS = 2
 
 # %%
 import os
+import pathlib
 import tempfile
 import warnings
 
@@ -50,8 +45,6 @@ from sklearn.datasets import load_digits
 import tfamp
 
 # %%
-SMOKE = os.environ.get("TFAMP_SMOKE") == "1"
-EPOCHS = 2 if SMOKE else 4
 folder = pathlib.Path(tempfile.mkdtemp())
 # float16 is slow on CPUs, which does not matter here: the network is small.
 warnings.filterwarnings("ignore", message="'mixed_float16' will be slow")
@@ -134,7 +127,7 @@ print(f"float32: accuracy {accuracy_of(model):.3f}")
 # what it was, to the last bit.
 
 # %%
-budget = 2 if SMOKE else 6
+budget = SECONDS
 measured = tfamp.measure_policies(
     model, train, budget_seconds=budget, jit_compile=False
 )
@@ -182,7 +175,7 @@ print(len(tuning["evaluations"]), "plans tried:", tuning["reason"])
 # %%
 path = folder / "plan.json"
 plan.to_json(path)
-seeds = range(1 if SMOKE else 2)
+seeds = range(NUM_SEEDS)
 accuracies = {"float32": [], "plan.json": []}
 for policy, found in accuracies.items():
     tfamp.enable(policy=path if policy == "plan.json" else policy)
