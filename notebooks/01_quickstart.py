@@ -23,11 +23,13 @@
 EPOCHS = 15
 
 # %% [markdown]
-# ## What is this machine good at?
+# ## One line, before the model
 #
-# `enable` looks at the devices and picks the policy that suits them. The status says
-# which one and why. With the default, `policy="auto"`, that may be float32: a machine
-# without half-precision arithmetic would only get slower.
+# `tfamp.enable(policy="auto")` looks at the devices and picks the policy that suits
+# them. That may be float32: a machine without half-precision arithmetic would only get
+# slower. This notebook wants to show half precision on any machine, so it names a
+# policy: float16 on a GPU, where every generation since 2017 has it, and bfloat16 on a
+# CPU. The status says what is in force, and which layers stay in float32.
 
 # %%
 import os
@@ -42,19 +44,9 @@ import tensorflow as tf
 
 import tfamp
 
-status = tfamp.enable()
-print(status)
-tfamp.disable()
-
-# %% [markdown]
-# The rest of this notebook wants to show half precision on any machine, so it names a
-# policy: float16 on a GPU, where every generation since 2017 has it, and bfloat16 on a
-# CPU.
-
-# %%
 GPU = bool(tf.config.list_physical_devices("GPU"))
 POLICY = "mixed_float16" if GPU else "mixed_bfloat16"
-print("Keras", keras.__version__, "on TensorFlow", tf.__version__, "with", POLICY)
+print(tfamp.enable(policy=POLICY))
 
 # %% [markdown]
 # ## What does one line change?
@@ -80,17 +72,15 @@ def build_model():
 
 
 # %% [markdown]
-# Here is that model, built after `tfamp.enable`. `tfamp.assignment` lists the dtypes of
-# every layer and the rule behind each exception.
+# Here is that model. `tfamp.assignment` lists the dtypes of every layer and the rule
+# behind each exception.
 #
 # **What to see.** Convolutions and the hidden layer compute in half precision; that is
 # where the time goes. Every weight is stored in float32, or small updates would be
 # rounded away. The normalization and the last layer compute in float32.
 
 # %%
-tfamp.enable(policy=POLICY)
 print(tfamp.assignment(build_model()))
-tfamp.disable()
 
 # %% [markdown]
 # ## Does it train as well?
@@ -156,9 +146,9 @@ plt.show()
 
 
 # %%
-def head_gradient(logit):
+def head_gradient(logit, dtype=None):
     """Returns d loss / d logit of a sigmoid head that should have said 0."""
-    head = keras.layers.Dense(1, activation="sigmoid", kernel_initializer="ones")
+    head = keras.layers.Dense(1, "sigmoid", kernel_initializer="ones", dtype=dtype)
     model = keras.Sequential([keras.Input((1,)), head])
     model.compile(loss="binary_crossentropy")
     with tf.GradientTape() as tape:
@@ -168,16 +158,13 @@ def head_gradient(logit):
 
 
 logits = np.arange(0.0, 15.0)
-exact = [head_gradient(logit) for logit in logits]
+exact = [head_gradient(logit, "float32") for logit in logits]
 
 # %%
-keras.config.set_dtype_policy("mixed_float16")
-stock = [head_gradient(logit) for logit in logits]
-keras.config.set_dtype_policy("float32")
-
-tfamp.enable(policy="mixed_float16")
-ours = [head_gradient(logit) for logit in logits]
-tfamp.disable()
+# A layer with a dtype of its own is left alone, so this one is stock Keras's.
+stock = [head_gradient(logit, "mixed_float16") for logit in logits]
+with tfamp.scope("mixed_float16"):
+    ours = [head_gradient(logit) for logit in logits]
 
 print(f"wrong by 9: float32 {exact[9]:.4f}, stock {stock[9]:.4f}, tfamp {ours[9]:.4f}")
 plt.figure(figsize=(6, 3.5), layout="constrained")
@@ -219,4 +206,5 @@ print("same predictions, bit for bit:", np.array_equal(before, after))
 # - `tfamp doctor` on the command line: what this machine has, and what is in the way.
 # - [README](REPOSITORY_URL#readme): what tfamp fixes, with the check that shows each.
 # - [Recipes](REPOSITORY_URL/tree/main/recipes): complete scripts to start from.
-# - `help(tfamp.enable)`: keeping your own layers in float32, and static loss scales.
+# - `help(tfamp.enable)`: static loss scales, and `keep_float32` for layers of your own,
+#   which is added to the default rules unless "none" is in it.

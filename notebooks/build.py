@@ -223,7 +223,7 @@ def cleaned(text: str) -> str:
 
 
 def clean_outputs(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Returns the outputs of a cell that readers look for, by one order of streams."""
+    """Returns the outputs of a cell that readers look for, streams joined."""
     kept: list[dict[str, Any]] = []
     for output in outputs:
         output = copy.deepcopy(output)

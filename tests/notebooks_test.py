@@ -8,6 +8,8 @@ from pathlib import Path
 
 import pytest
 
+import tfamp
+
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "notebooks"
 SCRIPTS = sorted(FOLDER.glob("[0-9][0-9]_*.py"))
@@ -169,9 +171,12 @@ def test_cells_of_the_quickstart_run_one_after_the_other(tmp_path, monkeypatch, 
     pyplot.switch_backend("agg")
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
     names = {}
-    for code in short_code(FOLDER / "01_quickstart.py"):
-        exec(code, names)
-    pyplot.close("all")
+    try:
+        for code in short_code(FOLDER / "01_quickstart.py"):
+            exec(code, names)
+    finally:
+        tfamp.disable()
+        pyplot.close("all")
     printed = capsys.readouterr().out
     assert "wrong by 9: float32 0.9999, stock 0.0000, tfamp 0.9999" in printed
     assert "same dtypes: True\nsame predictions, bit for bit: True" in printed
