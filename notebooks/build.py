@@ -38,7 +38,9 @@ MAX_CELL_SECONDS = 300
 # What TensorFlow's libraries write to standard error whatever the level is.
 NOTICE = re.compile(
     r"^(?:[IWE]\d{4} .*|WARNING: All log messages before absl.*|.*computation placer "
-    r"already registered.*|\d{4}-\d\d-\d\d .*: [IWE] (?:tensorflow|external).*)\n?",
+    r"already registered.*|INFO:tensorflow:Assets written.*|INFO: Created TensorFlow "
+    r"Lite.*|Running Calibration:.*|\d{4}-\d\d-\d\d .*: [IWE] (?:tensorflow|"
+    r"external).*)\n?",
     re.MULTILINE,
 )
 
