@@ -175,7 +175,7 @@ plt.show()
 
 # %%
 augmented = cached.augment(strength=1.0, ramp_epochs=3, seed=0).build()
-figure, axes = plt.subplots(4, 8, figsize=(8, 4.3), layout="constrained")
+figure, axes = plt.subplots(4, 6, figsize=(4.5, 3.2), layout="constrained")
 for epoch, row in enumerate(axes):
     images, _ = next(iter(augmented.take(1)))
     for _ in augmented:  # an epoch counts when it has been read to its end

@@ -6,6 +6,8 @@
 import json
 import sys
 
+UNEVEN = 41  # rows: the last batch has one, and none on the second worker
+
 
 def slurm_variables(index, num_tasks, ports):
     """Returns what `srun` sets for a task of one node, this machine.
@@ -36,6 +38,11 @@ def main(out):
 
     from tests.linear_training import X, Y, inner, linear
 
+    # First, as a `LossScaleOptimizer` brings what workers need along.
+    with strategy.scope():
+        plain = linear()
+        plain.compile(inner(), "mse")
+    plain.fit(X[:UNEVEN], Y[:UNEVEN], batch_size=8, shuffle=False, verbose=0)
     with strategy.scope():
         model = linear()
         model.compile(tfamp.LossScaleOptimizer(inner()), "mse")
@@ -49,6 +56,7 @@ def main(out):
         "replicas": strategy.num_replicas_in_sync,
         "task": [resolver.task_type, resolver.task_id],
         "weights": [w.tolist() for w in model.get_weights()],
+        "plain weights": [w.tolist() for w in plain.get_weights()],
         "is one": tfamp.distribute.strategy() is strategy,
     }
     with open(out, "w") as file:

@@ -14,10 +14,13 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests import cluster_program
 from tests.cluster_program import slurm_variables
 from tests.linear_training import TOLERANCE, X, Y, one_device
 from tests.replicas import two_replicas
 from tfamp.distribute import strategies
+from tfamp.dtypes import hooks
+from tfamp.loss_scale.replicas.sharing import STRATEGIES
 from tfamp.machine.clusters import reach
 from tfamp.machine.clusters.environment import read
 from tfamp.machine.clusters.record import Cluster
@@ -299,6 +302,8 @@ def test_several_workers_get_their_resolver_and_nccl_or_ring(
     assert (resolver.task_type, resolver.task_id) == ("worker", 0)
     assert resolver.num_accelerators() == {"GPU": num}
     assert made.arguments["communication_options"].implementation.value == wanted
+    assert made in STRATEGIES
+    assert "reduce_per_replica" in " ".join(hooks.installed())
     (found,) = lines
     assert found.endswith(line)
     assert "Worker 1 of 2 (from 0), as TF_CONFIG says: c:1, a:1" in found
@@ -365,21 +370,36 @@ def test_addresses_are_asked_with_a_short_patience():
     assert reach.answers(["a:1"], ask=never, seconds=0.01) == {"a:1": reach.SILENT}
 
 
-@pytest.mark.whole("test_several_workers_get_their_resolver_and_nccl_or_ring")
-def test_tasks_of_slurm_train_as_one_device_does(tmp_path):
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory):
+    """What each of two tasks of Slurm wrote; they run once for all tests."""
     with socket.socket() as one, socket.socket() as other:
         one.bind(("", 0))
         other.bind(("", 0))
         ports = ",".join(str(s.getsockname()[1]) for s in (one, other))
-    found = run_tasks(tmp_path, ports)
+    return run_tasks(tmp_path_factory.mktemp("tasks"), ports)
+
+
+@pytest.mark.whole("test_several_workers_get_their_resolver_and_nccl_or_ring")
+def test_tasks_of_slurm_train_as_one_device_does(tasks):
     model, _ = one_device(X, Y, 8)
-    for index, result in enumerate(found):
+    for index, result in enumerate(tasks):
         assert result["is multi worker"]
         assert result["replicas"] == 2
         assert result["task"] == ["worker", index]
         for given, wanted in zip(result["weights"], model.get_weights(), strict=True):
             np.testing.assert_allclose(given, wanted, **TOLERANCE)
         assert result["is one"]
+
+
+@pytest.mark.whole("test_several_workers_get_their_resolver_and_nccl_or_ring")
+def test_a_model_that_nothing_of_tfamp_is_in_trains_as_one_device_does(tasks):
+    rows = slice(cluster_program.UNEVEN)
+    model, _ = one_device(X[rows], Y[rows], 8)
+    for result in tasks:
+        found = result["plain weights"]
+        for given, wanted in zip(found, model.get_weights(), strict=True):
+            np.testing.assert_allclose(given, wanted, **TOLERANCE)
 
 
 def run_tasks(folder, ports):

@@ -41,3 +41,12 @@ def test_short_work_shows_nothing():
 def test_longer_work_shows_what_is_done_of_how_much(updates, options, expected):
     found = drawn(2.1, *updates, **options)
     assert all(text in found for text in expected)
+
+
+def test_no_bar_goes_into_a_file_whatever_colours_are_asked_for(monkeypatch, capsys):
+    monkeypatch.setenv("FORCE_COLOR", "1")
+    now = [0.0]
+    with progress("Starting", 4, clock=lambda: now[0]) as update:
+        now[0] = 9.0
+        update(3)
+    assert capsys.readouterr().err == ""

@@ -5,6 +5,9 @@ import re
 import tensorflow as tf
 from absl import logging
 
+from tfamp.keras_hooks.workers import WORKER_HOOKS
+from tfamp.loss_scale.fit_hooks import FIT_HOOKS
+from tfamp.loss_scale.replicas.sharing import STRATEGIES
 from tfamp.machine.clusters.environment import cluster as cluster_here
 from tfamp.machine.clusters.record import Cluster
 from tfamp.records import checks
@@ -25,7 +28,8 @@ def strategy(
     process with several GPUs: `MirroredStrategy`. Else the default strategy, which
     changes nothing. One line of log says which, and by what gradients are added up.
     Call it ahead of any other use of TensorFlow; build and compile the model inside
-    of its `scope()`. With several workers a second call gives the same strategy.
+    of its `scope()`. Any model trains there as on one device, after `tfamp.enable` or
+    without. With several workers a second call gives the same strategy.
 
     Args:
         cluster: "auto" asks `tfamp.distribute.cluster()`; a `Cluster`; None trains in
@@ -134,7 +138,15 @@ def _of_workers(
             "thing that it does in this process, once. Move the call to the top of the "
             "program."
         ) from error
-    _OF_WORKERS[cluster, uses_nccl] = made
+    _OF_WORKERS[cluster, uses_nccl] = _exact(made)
+    return made
+
+
+def _exact(made: tf.distribute.Strategy) -> tf.distribute.Strategy:
+    """Has any model train in a strategy as on one device, managed by tfamp or not."""
+    WORKER_HOOKS.hold(made)
+    FIT_HOOKS.hold(made)
+    STRATEGIES.add(made)
     return made
 
 
@@ -152,7 +164,6 @@ def _of_gpus(communication: str, num_gpus: int) -> tf.distribute.Strategy:
         "NCCL, as asked" if communication == "nccl" else "what TensorFlow takes: NCCL",
     )
     if communication == "nccl":
-        return tf.distribute.MirroredStrategy(
-            cross_device_ops=tf.distribute.NcclAllReduce()
-        )
-    return tf.distribute.MirroredStrategy()
+        nccl = tf.distribute.NcclAllReduce()
+        return _exact(tf.distribute.MirroredStrategy(cross_device_ops=nccl))
+    return _exact(tf.distribute.MirroredStrategy())

@@ -46,7 +46,14 @@ def text_of(*parts: Any, width: int = WIDTH) -> str:
     from rich.text import Text
 
     file = io.StringIO()
-    console = Console(file=file, width=width, color_system=None, legacy_windows=False)
+    # Inside a Jupyter kernel rich would display each part, and write nothing here.
+    console = Console(
+        file=file,
+        width=width,
+        color_system=None,
+        legacy_windows=False,
+        force_jupyter=False,
+    )
     for part in parts:
         console.print(Text(part) if isinstance(part, str) else part)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())

@@ -1,6 +1,7 @@
 """A progress bar for work that takes more than two seconds."""
 
 import contextlib
+import sys
 import time
 from collections.abc import Callable, Iterator
 
@@ -26,7 +27,10 @@ def progress(
     Yields a function that takes the number of units done so far, of `total` if that is
     known, and another description where that changes.
     """
-    console = console or rich.console.Console(stderr=True)
+    if console is None:
+        # FORCE_COLOR, which Jupyter sets for all it starts, makes no file a terminal.
+        is_forced = None if sys.stderr.isatty() else False
+        console = rich.console.Console(stderr=True, force_terminal=is_forced)
     bar = rich.progress.Progress(
         rich.progress.TextColumn("{task.description}"),
         rich.progress.BarColumn(),

@@ -225,7 +225,7 @@ def advise(
             "Give each replica a larger batch: the bytes stay, the work grows "
             "(`tfamp.find_batch_size` says what fits).",
             "Where memory is full, add up several batches before they are sent: "
-            "`tfamp.LossScaleOptimizer(..., accumulation_steps=4)`.",
+            "`tfamp.LossScaleOptimizer(..., gradient_accumulation_steps=4)`.",
         ]
     if verdict == "slow worker":
         found += [

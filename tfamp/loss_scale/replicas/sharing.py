@@ -1,5 +1,6 @@
 """Which models have replicas that count by the examples they have of a batch."""
 
+import weakref
 from typing import Any
 
 import keras
@@ -9,14 +10,21 @@ from tfamp.keras_hooks import replica_losses, trainer
 from tfamp.keras_hooks.layer_record import record_of
 from tfamp.loss_scale.step_state import ours_of
 
+# What `tfamp.distribute.strategy()` made: all models train there as on one device.
+STRATEGIES: weakref.WeakSet[tf.distribute.Strategy] = weakref.WeakSet()
+
 
 def weights_replicas(model: keras.Model) -> bool:
     """Returns whether a model has replicas that count by their examples.
 
-    A model that tfamp does not manage, nor its optimizer, stays as Keras has it.
+    A model of which tfamp knows neither itself, nor its optimizer, nor its strategy
+    stays as Keras has it.
     """
-    num_replicas = model.distribute_strategy.num_replicas_in_sync
-    return num_replicas > 1 and bool(record_of(model) is not None or ours_of(model))
+    strategy = model.distribute_strategy
+    if strategy.num_replicas_in_sync == 1:
+        return False
+    is_known = record_of(model) is not None or strategy in STRATEGIES
+    return is_known or bool(ours_of(model))
 
 
 def sharing_whole_batch(model: keras.Model, data: Any, share: Any) -> Any:
