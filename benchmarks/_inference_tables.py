@@ -69,7 +69,8 @@ def summary(results: list[Result]) -> list[tuple[str, str, str]]:
     for case, own in results[0]["large"].items():
         met = own["agree"] >= own["required"]
         goal = f"at least {own['required']:.0%}"
-        what = f"Predictions of {case}, random weights, that int8 leaves as they are"
+        weights = own.get("weights", "random weights")
+        what = f"Predictions of {case}, {weights}, that int8 leaves as they are"
         rows.append((what, f"{own['agree']:.1%}", goal + missed(met)))
     auto = results[0]["auto"]
     if auto["number"]:
