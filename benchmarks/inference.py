@@ -5,8 +5,9 @@ each to every format, dtype and scheme whose packages are installed, and prints 
 accuracy, predictions that flip, and the speed at batch 1 and 64 over the signature of
 a float32 SavedModel; so does what TensorFlow alone can do. `auto` then chooses among
 the candidates. A trained ResNet50 and a random BERT are exported to int8 and asked
-whether they answer the same. Then outlier channels are planted in small models, the function unchanged,
-and int8 exports of them counted that pass the gate, with the layers kept.
+whether they answer the same. Then outlier channels are planted in small models, the
+function unchanged, and int8 exports of them counted that pass the gate, with the
+layers kept.
 
 Time: about twenty minutes on two CPU cores. Use an idle machine. The sides live in one
 process and take turns.
