@@ -39,7 +39,7 @@ MAX_CELL_SECONDS = 300
 NOTICE = re.compile(
     r"^(?:[IWE]\d{4} .*|WARNING: All log messages before absl.*|.*computation placer "
     r"already registered.*|INFO:tensorflow:Assets written.*|INFO: Created TensorFlow "
-    r"Lite.*|Running Calibration:.*|\d{4}-\d\d-\d\d .*: [IWE] (?:tensorflow|"
+    r"Lite.*|\r?Running Calibration:.*|\d{4}-\d\d-\d\d .*: [IWE] (?:tensorflow|"
     r"external).*)\n?",
     re.MULTILINE,
 )
@@ -242,6 +242,8 @@ def clean_outputs(outputs: list[dict[str, Any]]) -> list[dict[str, Any]]:
         for kind in [kind for kind in data if kind.startswith("text/")]:
             text = cleaned("".join(data[kind]))
             data[kind] = text.splitlines(keepends=True)
+        if output["output_type"] == "display_data" and data.get("text/plain") == []:
+            continue  # a progress bar, taken away again
         if output["output_type"] == "execute_result":
             output["execution_count"] = None
         kept.append(output)

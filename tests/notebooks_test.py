@@ -136,6 +136,14 @@ def test_outputs_stay_where_only_text_has_changed():
     assert last == "The end\n\n*Outputs: a CPU; Keras 3; 7 s.*"
 
 
+def test_bars_and_notices_are_left_out_of_outputs():
+    bar = {"output_type": "display_data", "data": {"text/plain": [], "text/html": []}}
+    notice = {"output_type": "stream", "name": "stderr", "text": ["\rRunning Calibra"]}
+    notice["text"].append("tion::   0%|          | 0/160")
+    plot = {"output_type": "display_data", "data": {"text/plain": ["<Figure>"]}}
+    assert build.clean_outputs([bar, notice, plot]) == [plot]
+
+
 def test_outputs_of_other_code_are_left_out():
     former = notebook_of("# %%\nx = 1\n", outputs_from=RUN)
     former["cells"][0]["outputs"] = ["printed"]
