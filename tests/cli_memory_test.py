@@ -13,7 +13,7 @@ import tfamp
 from tfamp.cli.main import main
 from tfamp.machine.limits import MemoryLimit
 from tfamp.memory.batch_search.records import BatchSearch, Trial
-from tfamp.memory.estimate.records import MemoryEstimates
+from tfamp.memory.estimates import MemoryEstimates
 
 # Bytes of the two layers (16 * 8 + 8 + 8 * 4 + 4 float32) and of the loss's mean (2).
 PARAMETERS = 4 * (172 + 2)

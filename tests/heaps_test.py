@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from tfamp.memory.estimate.heaps import BestFit, Glibc, GlibcSettings
+from tfamp.memory.heaps import BestFit, Glibc, GlibcSettings
 
 KIB, MIB = 2**10, 2**20
 

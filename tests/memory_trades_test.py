@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp.memory.remat.plan import peak_bytes
+from tfamp.memory.segments import peak_bytes
 
 BATCH = 32
 STEPS = 2

@@ -6,7 +6,7 @@ import pytest
 
 import tfamp
 from tests.refusals import refusals
-from tfamp.memory.remat.plan import Savings, peak_bytes, ranked
+from tfamp.memory.segments import Savings, peak_bytes, ranked
 
 BATCH = 2048
 

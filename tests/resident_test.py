@@ -12,8 +12,8 @@ from tfamp.graph.liveness import Change, changes, find_peak
 from tfamp.graph.schedules import read_schedule
 from tfamp.machine import memory
 from tfamp.machine import memory as process_memory
-from tfamp.memory.estimate import resident
-from tfamp.memory.estimate.heaps import BestFit, Glibc
+from tfamp.memory import resident
+from tfamp.memory.heaps import BestFit, Glibc
 
 KIB, MIB = 2**10, 2**20
 UNTOLD = "none: what mimalloc keeps is not known"
@@ -31,7 +31,7 @@ def around(monkeypatch):
 
     def set_to(allocator=memory.TENSORFLOW, process_bytes=100 * MIB, **more):
         found = resident.Surroundings(allocator, process_bytes, **more)
-        asking = "tfamp.memory.estimate.model_steps.surroundings"
+        asking = "tfamp.memory.model_steps.surroundings"
         monkeypatch.setattr(asking, lambda **_: found)
 
     set_to()

@@ -28,7 +28,7 @@ _HOMES = {
     "distribute": "tfamp.distribute",
     "doctor": "tfamp.cli.doctor",
     "enable": "tfamp.policy",
-    "estimate_memory": "tfamp.memory.estimate.estimator",
+    "estimate_memory": "tfamp.memory.estimator",
     "export": "tfamp.serving.exports.exporter",
     "find_batch_size": "tfamp.memory.batch_search.finder",
     "freeze": "tfamp.serving.frozen",
@@ -38,7 +38,7 @@ _HOMES = {
     "measure_policies": "tfamp.tuning.measured_policies",
     "prove": "tfamp.numerics.proof.prover",
     "ranges": "tfamp.numerics.ranges.recorder",
-    "remat": "tfamp.memory.remat.rematerialisation",
+    "remat": "tfamp.memory.rematerialisation",
     "replay": "tfamp.numerics.triage.bundle_replay",
     "scaling": "tfamp.comparison.replicas.runner",
     "scope": "tfamp.policy",
@@ -57,7 +57,7 @@ _RESULTS = {
     "Export": "tfamp.serving.exports.record",
     "LoadedModel": "tfamp.serving.runtimes.signature",
     "Measurement": "tfamp.tuning.measurement",
-    "MemoryEstimate": "tfamp.memory.estimate.records",
+    "MemoryEstimate": "tfamp.memory.estimates",
     "Parity": "tfamp.serving.parity.result",
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.ranges.result",
@@ -107,9 +107,9 @@ if TYPE_CHECKING:
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.memory.batch_search.finder import find_batch_size as find_batch_size
     from tfamp.memory.batch_search.records import BatchSearch as BatchSearch
-    from tfamp.memory.estimate.estimator import estimate_memory as estimate_memory
-    from tfamp.memory.estimate.records import MemoryEstimate as MemoryEstimate
-    from tfamp.memory.remat.rematerialisation import remat as remat
+    from tfamp.memory.estimates import MemoryEstimate as MemoryEstimate
+    from tfamp.memory.estimator import estimate_memory as estimate_memory
+    from tfamp.memory.rematerialisation import remat as remat
     from tfamp.models import Assignment as Assignment
     from tfamp.models import apply as apply
     from tfamp.models import assignment as assignment

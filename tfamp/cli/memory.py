@@ -59,7 +59,7 @@ def _estimates(call: Call) -> Any:
                 **given,
             )
         found += [_named(each, variant) for each in own]
-    from tfamp.memory.estimate.records import MemoryEstimates
+    from tfamp.memory.estimates import MemoryEstimates
 
     return MemoryEstimates(tuple(found))
 

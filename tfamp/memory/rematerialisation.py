@@ -1,6 +1,5 @@
 """`tfamp.remat`: activations computed again in the backward pass, not kept."""
 
-import functools
 import itertools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -11,13 +10,8 @@ from absl import logging
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.recompute import recomputed
-from tfamp.memory.remat.plan import Segment, cut, fit_into
-from tfamp.memory.remat.settings import (
-    check_settings,
-    check_target,
-    chosen_layers,
-    layers_of,
-)
+from tfamp.memory.segments import Segment, cut, fit_into
+from tfamp.records import checks
 
 # Where a target decides what is computed again, pieces are small.
 _NODES_OF_A_PIECE = 4
@@ -88,15 +82,17 @@ def remat(
             _set(layer, enabled=enabled)
         return model_or_layers
     chosen = None if only is None else chosen_layers(model, only)
+    graph = structure.graph_of(model)
     _clear(model)
     if max_memory_bytes is not None and batch_size is not None:
         _fit(model, chosen, segments, max_memory_bytes, batch_size, data)
-    elif enabled and chosen is not None:
+    elif enabled and chosen is None and graph is not None:
+        _tell(model, _cut_graph(model, graph, segments), "segments")
+    elif enabled:
+        chosen = _parts(model) if chosen is None else chosen
         for layer in chosen:
             _set(layer, enabled=True)
         _tell(model, len(chosen), "layers")
-    elif enabled:
-        _remat_model(model, segments)
     for _, layer, _ in structure.walk(model):
         trainer.drop_traced_functions(layer)
     return model
@@ -114,25 +110,27 @@ def _fit(
     graph = structure.graph_of(model)
     if chosen is None and graph is None:
         chosen = _parts(model)
-    parts: list[Segment] = []
-    count = 1
-    if chosen is None:
-        count = segments or len(structure.nodes_of(graph)) // _NODES_OF_A_PIECE
-        count = max(1, count)
+    count = 0
+    if chosen is not None:
+        pieces = [[layer] for layer in chosen]
+    else:
+        count = segments or max(1, len(structure.nodes_of(graph)) // _NODES_OF_A_PIECE)
+        pieces = []
+
+        def note(part: Segment) -> bool:
+            pieces.append(part.layers)
+            return True
+
         # What is asked whether it is wanted, in order, are the pieces.
-        _cut_graph(model, graph, count, functools.partial(_note, parts))
-    pieces = (
-        [part.layers for part in parts] if chosen is None else [[x] for x in chosen]
-    )
+        _cut_graph(model, graph, count, note)
 
     def put(numbers: set[int]) -> None:
         _clear(model)
         if chosen is not None:
             for number in numbers:
                 _set(chosen[number], enabled=True)
-            return
-        places = itertools.count()
-        if numbers:
+        elif numbers:
+            places = itertools.count()
             _cut_graph(model, graph, count, lambda part: next(places) in numbers)
 
     put(set())
@@ -152,11 +150,6 @@ def _clear(model: keras.Model) -> None:
         graph = structure.graph_of(layer)
         if graph is not None:
             structure.replace_run(graph, None)
-
-
-def _note(parts: list[Segment], part: Segment) -> bool:
-    parts.append(part)
-    return True
 
 
 def _set(layer: keras.layers.Layer, *, enabled: bool) -> None:
@@ -182,17 +175,6 @@ def _again(
     return recomputed(
         call, owner=owner, layers=layers, name=name, is_ready=is_ready, in_xla=in_xla
     )
-
-
-def _remat_model(model: keras.Model, count: int | None) -> None:
-    graph = structure.graph_of(model)
-    if graph is not None:
-        _tell(model, _cut_graph(model, graph, count), "segments")
-        return
-    parts = _parts(model)
-    for layer in parts:
-        _set(layer, enabled=True)
-    _tell(model, len(parts), "layers")
 
 
 def _parts(model: keras.Model) -> list[keras.layers.Layer]:
@@ -274,3 +256,87 @@ def _run_again(
     outputs = again(*(tensors[id(x)] for x in segment.inputs))
     for x, y in zip(segment.outputs, outputs, strict=True):
         tensors[id(x)] = y
+
+
+def check_settings(model: keras.Model | None, only: Any, segments: int | None) -> None:
+    """Raises if settings don't go together or lack what they act on."""
+    if segments is not None:
+        checks.positive_int("segments", segments)
+    if only is not None and segments is not None:
+        raise ValueError(
+            "`only` came with `segments`; expected one of them, as each layer named is "
+            "a segment. Leave one out."
+        )
+    if model is None and (only is not None or segments is not None):
+        raise ValueError(
+            "`only` or `segments` came with layers; expected them with a model, since "
+            "each layer is a segment. Pass the model, or the layers alone."
+        )
+    if segments is not None and model is not None and structure.graph_of(model) is None:
+        raise ValueError(
+            f"`segments` came with {model.name!r}, which has no graph to cut; expected "
+            "a built Functional or Sequential model. Name layers by `only`."
+        )
+
+
+def check_target(
+    model: keras.Model | None,
+    max_memory_bytes: int | None,
+    batch_size: int | None,
+    *,
+    enabled: bool,
+) -> None:
+    """Raises unless a target comes with all that predicting takes."""
+    if (max_memory_bytes is None) != (batch_size is None):
+        raise ValueError(
+            f"`max_memory_bytes` is {max_memory_bytes!r} and `batch_size` "
+            f"{batch_size!r}; expected both, as memory grows with the batch, or "
+            "neither. Pass the other one too."
+        )
+    if max_memory_bytes is None:
+        return
+    checks.positive_int("max_memory_bytes", max_memory_bytes)
+    checks.positive_int("batch_size", batch_size)
+    if model is None or not model.compiled or not enabled:
+        raise ValueError(
+            "`max_memory_bytes` came without a compiled model, or with "
+            "`enabled=False`; expected a model whose training step can be traced. "
+            "Compile the model and pass it whole."
+        )
+
+
+def layers_of(given: Any) -> list[keras.layers.Layer]:
+    """Returns one layer or several as a list."""
+    layers = [given] if isinstance(given, keras.layers.Layer) else given
+    if isinstance(layers, Sequence) and not isinstance(layers, str):
+        if layers and all(isinstance(each, keras.layers.Layer) for each in layers):
+            return list(layers)
+    raise TypeError(
+        f"Cannot rematerialise {given!r}; expected a Keras model, a layer, or a list "
+        "of layers. Pass what `keras.Model(...)` gave, or `model.layers[1:-1]`."
+    )
+
+
+def chosen_layers(model: keras.Model, only: Any) -> list[keras.layers.Layer]:
+    """Returns the layers that names, paths or classes stand for."""
+    wanted = [only] if isinstance(only, str | type) else list(only)
+    found: dict[int, keras.layers.Layer] = {}
+    rows = [row[:2] for row in structure.walk(model) if row[2] is not None]
+    for each in wanted:
+        matching = [
+            layer
+            for path, layer in rows
+            if (
+                isinstance(layer, each)
+                if isinstance(each, type)
+                else each in (path, layer.name, type(layer).__name__)
+            )
+        ]
+        if not matching:
+            raise ValueError(
+                f"`only` names {each!r}, and model {model.name!r} has no such layer; "
+                f"expected one of {tuple(path for path, _ in rows)}, or a class. Check "
+                "the name."
+            )
+        found |= {id(layer): layer for layer in matching}
+    return list(found.values())

@@ -25,7 +25,7 @@ from tfamp.machine.memory import (
     host_allocator,
     host_bytes,
 )
-from tfamp.memory.estimate.heaps import BestFit, Glibc, GlibcSettings
+from tfamp.memory.heaps import BestFit, Glibc, GlibcSettings
 
 # Enough for the blocks to find their places: later steps add less than 1 %.
 _STEPS = 2
@@ -105,61 +105,52 @@ def glibc_settings(environ: Mapping[str, str]) -> GlibcSettings:
     return GlibcSettings(**found, is_fixed=bool(found))
 
 
-class ResidentSize:
-    """Predicts resident sizes of one model, for plans of several batch sizes."""
+def resident_curve(
+    model: keras.Model,
+    around: Surroundings,
+    schedules: Mapping[int, Schedule],
+    input_bytes: float,
+    *,
+    training: bool,
+    emulated: frozenset[str],
+) -> tuple[tuple[int, int], ...]:
+    """Returns the largest resident size in a run of steps, by batch size.
 
-    def __init__(
-        self,
-        model: keras.Model,
-        around: Surroundings,
-        *,
-        training: bool,
-        emulated: frozenset[str],
-    ) -> None:
-        self._around, self._emulated = around, emulated
-        held = [*model.variables]
-        held += [v for o in optimizers_of(model) for v in o.variables] * training
-        self._standing = [num_bytes(variable) for variable in held]
-        function = model.train_function if training else model.predict_function
-        # A step that has run has its graph and kernels already.
-        self._has_run = function is not None
+    Small batches fit into what is free in the process: the size is the same for all of
+    them, and grows evenly from some batch on, which is in the curve. `schedules` are of
+    steps by batch size, `input_bytes` those of one example.
+    """
+    held = [*model.variables]
+    held += [v for o in optimizers_of(model) for v in o.variables] * training
+    standing = [num_bytes(variable) for variable in held]
 
-    def curve(
-        self, plans: Mapping[int, Schedule], input_bytes: float
-    ) -> tuple[tuple[int, int], ...]:
-        """Returns the largest resident size in a run of steps, by batch size.
-
-        Small batches fit into what is free in the process: the size is the same for all
-        of them, and grows evenly from some batch on, which is in the curve.
-        `input_bytes` are those of one example.
-        """
-        sizes = sorted(plans)
-        more = [self._more(plans[n], round(n * input_bytes)) for n in sizes]
-        base = (self._around.process_bytes or 0) + (
-            0 if self._has_run else runtime_bytes(plans[sizes[-1]])
-        )
-        points = list(zip(sizes, more, strict=True))
-        if len(points) > 1 and points[-2][1] < 0:
-            (low, small), (high, large) = points[-2:]
-            slope = (large - small) / (high - low)
-            if slope > 0:
-                full = max(high, math.ceil(high - large / slope))
-                points += [(full, 0)] * (full > high)
-                points += [(2 * full, round(large + slope * (2 * full - high)))]
-        return tuple((n, base + max(0, grown)) for n, grown in points)
-
-    def _more(self, plan: Schedule, input_bytes: int) -> int:
+    def more(size: int) -> int:
         """Returns what tensors take beyond what is free; below 0 where some is left."""
-        steps = changes(plan, emulated=self._emulated)
-        grown = growth(self._heap(), self._standing, [steps] * _STEPS)
-        # The batch, and the one that is read meanwhile.
-        return grown + 2 * input_bytes - self._around.reusable_bytes
-
-    def _heap(self) -> BestFit | Glibc:
-        if self._around.allocator == TENSORFLOW:
-            return BestFit()
         # Threads that run operations, beside the main one, which made the variables.
-        return Glibc(self._around.settings, num_arenas=1 + self._around.num_threads)
+        heap = (
+            BestFit()
+            if around.allocator == TENSORFLOW
+            else Glibc(around.settings, num_arenas=1 + around.num_threads)
+        )
+        step = changes(schedules[size], emulated=emulated)
+        # The batch, and the one that is read meanwhile.
+        inputs = 2 * round(size * input_bytes)
+        return growth(heap, standing, [step] * _STEPS) + inputs - around.reusable_bytes
+
+    sizes = sorted(schedules)
+    points = [(size, more(size)) for size in sizes]
+    if len(points) > 1 and points[-2][1] < 0:
+        (low, small), (high, large) = points[-2:]
+        slope = (large - small) / (high - low)
+        if slope > 0:
+            full = max(high, math.ceil(high - large / slope))
+            points += [(full, 0)] * (full > high)
+            points += [(2 * full, round(large + slope * (2 * full - high)))]
+    # A step that has run has its graph and kernels already.
+    has_run = (model.train_function if training else model.predict_function) is not None
+    base = around.process_bytes or 0
+    base += 0 if has_run else runtime_bytes(schedules[sizes[-1]])
+    return tuple((size, base + max(0, grown)) for size, grown in points)
 
 
 def growth(

@@ -7,8 +7,8 @@ from typing import Any
 import keras
 
 from tfamp.keras_hooks import trainer
-from tfamp.memory.estimate.model_steps import Asked
-from tfamp.memory.estimate.records import MemoryEstimates
+from tfamp.memory.estimates import MemoryEstimate, MemoryEstimates
+from tfamp.memory.model_steps import StepMemory
 from tfamp.models import apply
 from tfamp.records import checks
 from tfamp.stepping.unchanged import copied
@@ -81,35 +81,36 @@ def estimate_memory(
         checks.positive_int("sequence_length", sequence_length)
     _check_model(model, training=training, optimizer=optimizer)
     policies = [policy] if policy is None or isinstance(policy, str) else list(policy)
-    found = []
+    found: list[MemoryEstimate] = []
     for name in policies:
-        given = model if name is None else _with_policy(model, name)
+        given = model
+        if name is not None:  # a copy that computes under it
+            instead = "apply the policy to the model yourself, by `tfamp.apply`"
+            with model.distribute_strategy.scope():
+                given = copied(model, instead=instead)
+                apply(given, name)
         with _ready(given, model, optimizer, training=training):
-            in_xla = (
-                bool(given.jit_compile) if jit_compile is None else bool(jit_compile)
-            )
-            ask = Asked(
+            steps = StepMemory(
                 given,
                 data,
                 training=training,
-                in_xla=in_xla,
+                in_xla=bool(given.jit_compile if jit_compile is None else jit_compile),
                 sequence_length=sequence_length,
             )
-            found += [ask.estimate(size) for size in sizes]
+            found += map(steps.estimate, sizes)
     if len(found) == 1 and not isinstance(batch_size, Sequence):
         return found[0]
     return MemoryEstimates(tuple(found))
 
 
 def _sizes(batch_size: Any) -> list[int]:
-    if isinstance(batch_size, Sequence) and not isinstance(batch_size, str):
-        if not batch_size:
-            raise ValueError(
-                "`batch_size` is empty; expected a size or several. Pass 32, or [32, "
-                "64]."
-            )
-        return [checks.positive_int("batch_size", each) for each in batch_size]
-    return [checks.positive_int("batch_size", batch_size)]
+    is_one = isinstance(batch_size, str) or not isinstance(batch_size, Sequence)
+    given = [batch_size] if is_one else batch_size
+    if not given:
+        raise ValueError(
+            "`batch_size` is empty; expected a size or several. Pass 32, or [32, 64]."
+        )
+    return [checks.positive_int("batch_size", each) for each in given]
 
 
 def _check_model(model: Any, *, training: bool, optimizer: Any) -> None:
@@ -128,15 +129,6 @@ def _check_model(model: Any, *, training: bool, optimizer: Any) -> None:
             "`optimizer` came with `training=False`; expected one of them, as "
             "inference has no optimizer. Leave one out."
         )
-
-
-def _with_policy(model: keras.Model, policy: str) -> keras.Model:
-    """Returns a copy that computes under another policy."""
-    instead = "apply the policy to the model yourself, by `tfamp.apply`"
-    with model.distribute_strategy.scope():
-        copy = copied(model, instead=instead)
-        apply(copy, policy)
-    return copy
 
 
 @contextlib.contextmanager

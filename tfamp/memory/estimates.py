@@ -1,13 +1,34 @@
-"""The answers of `estimate_memory`: bytes of a step, by kind and by layer."""
+"""The answers of `estimate_memory`, with their tables and pictures."""
 
+import bisect
 import dataclasses
 import itertools
 import os
+import textwrap
 from collections.abc import Iterator
+from typing import Any
 
-from tfamp.records import checks
+from rich import box
+from rich.table import Table
+
+from tfamp.records import checks, console
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes
+
+# Of bytes, in the order of a table.
+KINDS = (
+    "parameters",
+    "optimizer slots",
+    "inputs",
+    "activations",
+    "gradients",
+    "casts",
+    "workspace",
+)
+_COLOURS = ("#4c78a8", "#e45756", "#54a24b", "#f58518", "#72b7b2")
+_MAX_LAYERS = 8
+# Batches are not looked for beyond it.
+_LARGEST = 2**40
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,48 +126,40 @@ class MemoryEstimate(TableRecord):
         limit = checks.positive_int("limit_bytes", limit_bytes)
         step = checks.positive_int("multiple_of", multiple_of)
         whole = self.resident_bytes is not None if resident is None else resident
-        if self.bytes_at(step, resident=whole) > limit:
+        sizes = range(step, step * (_LARGEST + 1), step)
+        count = bisect.bisect_right(
+            sizes, limit, key=lambda size: self.bytes_at(size, resident=whole)
+        )
+        if not count:
             raise ValueError(self._too_small(limit, step, whole))
-        low, high = 1, 2
-        while self.bytes_at(high * step, resident=whole) <= limit:
-            low, high = high, 2 * high
-            if high > 2**40:
-                raise ValueError(
-                    f"Every batch fits into {format_bytes(limit)}; expected a step "
-                    "whose memory grows with the batch. Pass `data=` with a batch of "
-                    "yours."
-                )
-        while high - low > 1:
-            middle = (low + high) // 2
-            fits = self.bytes_at(middle * step, resident=whole) <= limit
-            low, high = (middle, high) if fits else (low, middle)
-        return low * step
+        if count == len(sizes):
+            raise ValueError(
+                f"Every batch fits into {format_bytes(limit)}; expected a step whose "
+                "memory grows with the batch. Pass `data=` with a batch of yours."
+            )
+        return sizes[count - 1]
 
     def _too_small(self, limit: int, size: int, resident: bool) -> str:
         """Returns what to say of a limit that not even one batch fits into."""
-        text = (
+        where, instead = "", ""
+        if resident:
+            where = ", in a process that shows all it holds"
+            instead = (
+                ", or, for memory that holds tensors alone, as a GPU's, "
+                "`resident=False`"
+            )
+        return (
             f"`limit_bytes` is {format_bytes(limit)}, and a batch of {size} takes "
             f"{format_bytes(self.bytes_at(size, resident=resident))}, of which model "
             f"and optimizer hold {format_bytes(self.peak_bytes - self.step_bytes)}"
-        )
-        if resident:
-            text += (
-                ", in a process that shows all it holds; expected a limit that this "
-                "fits into, or, for memory that holds tensors alone, as a GPU's, "
-                "`resident=False`"
-            )
-        else:
-            text += "; expected a limit that this fits into"
-        return (
-            f"{text}. Use `tfamp.remat`, a policy of less precision, an optimizer with "
-            "fewer slots, or a smaller model."
+            f"{where}; expected a limit that this fits into{instead}. Use "
+            "`tfamp.remat`, a policy of less precision, an optimizer with fewer slots, "
+            "or a smaller model."
         )
 
     def table(self) -> str:
         """Returns the bytes by kind, and those of the largest layers, as text."""
-        from tfamp.memory.estimate.text import table
-
-        return table((self,))
+        return MemoryEstimates((self,)).table()
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws memory against batch size into a PNG, SVG or PDF file."""
@@ -173,13 +186,79 @@ class MemoryEstimates(TableRecord):
         return self.estimates[index]
 
     def table(self) -> str:
-        """Returns the estimates beside one another as text."""
-        from tfamp.memory.estimate.text import table
+        """Returns the estimates beside one another, as text of at most 110 columns."""
+        first, *others = self.estimates
+        step = "training step" if first.training else "step of predict"
+        parts = [f"Memory of a {step} of {first.model!r}", self._kinds()]
+        lines = []
+        if not others:
+            parts.append(_layers(first.by_layer))
+            lines.append(f"Peak at {first.at}.")
+        notes = dict.fromkeys(note for each in self for note in each.notes)
+        lines += [f"Note: {note}" for note in notes]
+        parts += ["\n".join(textwrap.wrap(line, console.WIDTH)) for line in lines]
+        return console.text_of(*parts)
 
-        return table(self.estimates)
+    def _kinds(self) -> Table:
+        """Returns a row for each kind of bytes, a column for each estimate."""
+        found = Table(box=box.SIMPLE, show_edge=False)
+        found.add_column("")
+        for each in self:
+            heading = f"{each.policy}\nbatch {each.batch_size:,}"
+            found.add_column(heading, justify="right")
+
+        def add(name: str, sizes: list[int | None]) -> None:
+            found.add_row(name, *(format_bytes(n) if n else "-" for n in sizes))
+
+        for kind in KINDS:
+            if any(kind in each.by_kind for each in self):
+                add(kind, [each.by_kind.get(kind) for each in self])
+        found.add_section()
+        add("peak", [each.peak_bytes for each in self])
+        add("of which the step makes", [each.step_bytes for each in self])
+        if any(each.resident_bytes is not None for each in self):
+            add("resident size of the process", [e.resident_bytes for e in self])
+        return found
 
     def plot(self, path: str | os.PathLike[str]) -> None:
-        """Draws memory against batch size, a line for each policy, into a file."""
-        from tfamp.memory.estimate.text import plot
+        """Draws memory against batch size into a file.
 
-        plot(self.estimates, path)
+        There is a line for each policy, and a dot for each size that was asked for.
+
+        Raises:
+            ImportError: matplotlib is not installed.
+        """
+        checks.require("matplotlib", extra="report", purpose="`MemoryEstimate.plot`")
+        from matplotlib.figure import Figure
+
+        # Without pyplot, which keeps figures and picks a display.
+        figure = Figure(figsize=(8.0, 5.0), layout="constrained")
+        axes = figure.subplots()
+        for number, policy in enumerate(dict.fromkeys(each.policy for each in self)):
+            own = [each for each in self if each.policy == policy]
+            colour = _COLOURS[number % len(_COLOURS)]
+            curve = sorted({point for each in own for point in each.curve})
+            axes.plot(*zip(*curve, strict=True), color=colour, label=policy)
+            asked = [(each.batch_size, each.peak_bytes) for each in own]
+            axes.plot(*zip(*asked, strict=True), "o", color=colour)
+        axes.set_xscale("log", base=2)
+        axes.set_yscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:,.0f}")
+        axes.yaxis.set_major_formatter(lambda value, _: format_bytes(value))
+        axes.set_xlabel("batch size")
+        axes.set_ylabel("peak memory (predicted)")
+        axes.set_title(f"Memory of a step of {self.estimates[0].model}")
+        axes.grid(alpha=0.3)
+        axes.legend(title="policy")
+        figure.savefig(path)
+
+
+def _layers(by_layer: dict[str, int]) -> Any:
+    """Returns a table of the largest layers."""
+    sizes = list(by_layer.items())
+    rows = [(path, format_bytes(size)) for path, size in sizes[:_MAX_LAYERS]]
+    if rest := sizes[_MAX_LAYERS:]:
+        others = format_bytes(sum(size for _, size in rest))
+        rows.append((f"{len(rest)} others", others))
+    columns = {"largest layers": console.FOLD, "at the peak": console.RIGHT}
+    return console.table(columns, rows, box=box.SIMPLE, show_edge=False)

@@ -14,7 +14,7 @@ from tfamp.graph.bodies import is_backward
 from tfamp.graph.operations import read_operations
 from tfamp.keras_hooks import structure
 from tfamp.machine import devices
-from tfamp.memory.estimate.model_steps import Asked
+from tfamp.memory.model_steps import StepMemory
 from tfamp.records.units import format_bytes, format_share
 from tfamp.stepping.costs import Roofline, computing
 
@@ -142,14 +142,13 @@ class Savings:
 def peak_bytes(model: keras.Model, batch_size: int, data: Any) -> int:
     """Returns the most that a training step holds, from its traced graph."""
     with model.distribute_strategy.scope():
-        return Asked(model, data, training=True, in_xla=False).whole(batch_size)[0]
+        return StepMemory(model, data).peak_of_graph(batch_size)[0]
 
 
 def read_savings(model: keras.Model, batch_size: int, data: Any) -> Savings:
     """Traces a training step and returns what each layer keeps and costs."""
     with model.distribute_strategy.scope():
-        asked = Asked(model, data, training=True, in_xla=False)
-        whole, traced, peak = asked.whole(batch_size)
+        whole, traced, peak = StepMemory(model, data).peak_of_graph(batch_size)
     kept: collections.Counter[str] = collections.Counter()
     for held in peak.held:
         layer = traced.marks.layer_of(held.name)

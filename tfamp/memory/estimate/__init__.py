@@ -1,1 +1,0 @@
-"""`tfamp.estimate_memory`: what a step will hold, before it runs."""

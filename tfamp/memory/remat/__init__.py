@@ -1,1 +1,0 @@
-"""`tfamp.remat`: activations computed again in the backward pass."""
