@@ -1,5 +1,6 @@
 """`tfamp.find_batch_size`: the search, limits, outcomes, arithmetic and record."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -7,6 +8,7 @@ import re
 import signal
 import sys
 import threading
+import types
 
 import keras
 import numpy as np
@@ -16,15 +18,16 @@ import tensorflow as tf
 import tfamp
 from tests.memory_limits_test import system
 from tests.replicas import two_replicas
+from tfamp.machine import limits
 from tfamp.machine.limits import MemoryLimit
 from tfamp.memory.batch_search import finder, trial
 from tfamp.memory.batch_search import processes as trial_process
-from tfamp.memory.batch_search.data import batch_of, time_steps
-from tfamp.memory.batch_search.finder import find_batch_size
+from tfamp.memory.batch_search.finder import find_batch_size, memory_limit
 from tfamp.memory.batch_search.processes import TrialSettings
-from tfamp.memory.batch_search.records import BatchSearch, Trial
+from tfamp.memory.batch_search.records import BatchSearch, Trial, allowed_bytes
 from tfamp.memory.batch_search.search import Split, TrialFacts, merged, search, splits
-from tfamp.memory.batch_search.settings import Settings, allowed_bytes, memory_limit
+from tfamp.memory.batch_search.settings import Settings, batch_of
+from tfamp.memory.batch_search.trial import time_steps
 from tfamp.trials import processes
 
 pytest.importorskip("cloudpickle")
@@ -277,18 +280,31 @@ LIMITS = {
 @pytest.mark.parametrize(
     ("asked", "files", "space", "expected"), LIMITS.values(), ids=LIMITS
 )
-def test_the_least_room_decides(tmp_path, asked, files, space, expected):
+def test_the_least_room_decides(tmp_path, monkeypatch, asked, files, space, expected):
     root = system(tmp_path, files)
-    found = memory_limit(asked, has_gpu=False, root=root, address_space=lambda: space)
-    assert found == expected
+    found = limits.memory_limits(root, address_space=lambda: space)
+    monkeypatch.setattr(limits, "memory_limits", lambda: found)
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda _: [])
+    assert memory_limit(asked) == expected
 
 
-def test_on_a_gpu_its_own_memory_decides(tmp_path):
-    gpu = MemoryLimit(16 * GIB, "GPU memory", 4 * GIB)
-    assert memory_limit(has_gpu=True, gpu=lambda: gpu) == gpu
-    own = memory_limit(8 * GIB, has_gpu=True, gpu=lambda: gpu)
-    assert own == MemoryLimit(8 * GIB, "max_memory_bytes")
-    assert memory_limit(has_gpu=True, gpu=lambda: None) is None
+class Gpus(contextlib.nullcontext):
+    """Stands for NVML on a machine with two GPUs, one of which is fuller."""
+
+    def read(self):
+        return [
+            types.SimpleNamespace(memory_total_bytes=total, memory_used_bytes=4 * GIB)
+            for total in (20 * GIB, 16 * GIB, None)
+        ]
+
+
+def test_on_a_gpu_its_own_memory_decides(monkeypatch):
+    monkeypatch.setattr(tf.config, "get_visible_devices", lambda kind: [kind])
+    monkeypatch.setattr(finder.Nvml, "open", Gpus)
+    assert memory_limit() == MemoryLimit(16 * GIB, "GPU memory", 4 * GIB)
+    assert memory_limit(8 * GIB) == MemoryLimit(8 * GIB, "max_memory_bytes")
+    monkeypatch.setattr(finder.Nvml, "open", lambda: None)
+    assert memory_limit() is None
 
 
 def test_a_margin_of_what_is_free_stays_free():

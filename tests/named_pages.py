@@ -10,7 +10,7 @@ from tfamp.records import pages
 
 ROOT = Path(__file__).parents[1]
 # Where the name of a page is put together, from rules and causes.
-MADE_OF = ("tfamp/numerics/lint/rule.py", "tfamp/numerics/triage/result.py")
+MADE_OF = ("tfamp/numerics/lint/subject.py", "tfamp/numerics/triage/result.py")
 
 
 def named_pages() -> dict[str, set[str]]:

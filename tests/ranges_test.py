@@ -10,9 +10,8 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import STYLES, assembled
-from tfamp.numerics.ranges.exponents import Exponents, first_overflow
-from tfamp.numerics.ranges.recorder import best_loss_scale, ranges
-from tfamp.numerics.ranges.result import LOW_FORMATS, Ranges
+from tfamp.numerics.magnitudes import Exponents, best_loss_scale, first_overflow, ranges
+from tfamp.numerics.range_records import LOW_FORMATS, Ranges
 from tfamp.records.formats import BFLOAT16, FLOAT8_E4M3, FLOAT8_E5M2, FLOAT16, FORMATS
 
 L = keras.layers

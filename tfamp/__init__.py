@@ -37,7 +37,7 @@ _HOMES = {
     "load_model": "tfamp.models",
     "measure_policies": "tfamp.tuning.measured_policies",
     "prove": "tfamp.numerics.proof.prover",
-    "ranges": "tfamp.numerics.ranges.recorder",
+    "ranges": "tfamp.numerics.magnitudes",
     "remat": "tfamp.memory.rematerialisation",
     "replay": "tfamp.numerics.triage.bundle_replay",
     "scaling": "tfamp.comparison.replicas.runner",
@@ -60,7 +60,7 @@ _RESULTS = {
     "MemoryEstimate": "tfamp.memory.estimates",
     "Parity": "tfamp.serving.parity.result",
     "Proof": "tfamp.numerics.proof.result",
-    "Ranges": "tfamp.numerics.ranges.result",
+    "Ranges": "tfamp.numerics.range_records",
     "Replayed": "tfamp.stepping.bundles.record",
     "Scaling": "tfamp.comparison.replicas.result",
     "Sensitivity": "tfamp.numerics.sensitivity.result",
@@ -115,10 +115,10 @@ if TYPE_CHECKING:
     from tfamp.models import assignment as assignment
     from tfamp.models import load_model as load_model
     from tfamp.numerics.lint.linter import lint as lint
+    from tfamp.numerics.magnitudes import ranges as ranges
     from tfamp.numerics.proof.prover import prove as prove
     from tfamp.numerics.proof.result import Proof as Proof
-    from tfamp.numerics.ranges.recorder import ranges as ranges
-    from tfamp.numerics.ranges.result import Ranges as Ranges
+    from tfamp.numerics.range_records import Ranges as Ranges
     from tfamp.numerics.sensitivity.result import Sensitivity as Sensitivity
     from tfamp.numerics.sensitivity.search import sensitivity as sensitivity
     from tfamp.numerics.triage.bundle_replay import replay as replay

@@ -23,8 +23,7 @@ from tfamp.comparison.replicas.job import MODES, Answer, ReplicaJob, size_of
 from tfamp.comparison.replicas.steps import Step
 from tfamp.keras_hooks import structure, trainer
 from tfamp.machine import devices
-from tfamp.memory.batch_search.data import Batch, batch_of
-from tfamp.memory.batch_search.settings import Settings
+from tfamp.memory.batch_search.settings import Batch, Settings, batch_of
 from tfamp.records.checks import short_error
 from tfamp.stepping.arguments import build
 from tfamp.stepping.input_waits.measure import bottleneck

@@ -12,9 +12,8 @@ from tfamp.comparison.replicas.arguments import check_batch, checked_replicas, k
 from tfamp.comparison.replicas.job import ReplicaJob
 from tfamp.comparison.replicas.measurement import Measurement
 from tfamp.comparison.replicas.result import Scaling
-from tfamp.memory.batch_search.data import batch_of
 from tfamp.memory.batch_search.finder import find_batch_size
-from tfamp.memory.batch_search.settings import Settings
+from tfamp.memory.batch_search.settings import Settings, batch_of
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.trials import parcel

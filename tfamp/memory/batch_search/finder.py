@@ -1,6 +1,7 @@
 """`find_batch_size`: the batch size that trains fastest within the memory there is."""
 
 import contextlib
+import dataclasses
 import math
 import tempfile
 from collections.abc import Callable
@@ -9,11 +10,17 @@ from typing import Any, NoReturn
 
 import tensorflow as tf
 
+from tfamp.machine import limits
 from tfamp.machine.limits import MemoryLimit
+from tfamp.machine.nvml import Nvml
 from tfamp.memory.batch_search import processes
-from tfamp.memory.batch_search.data import batch_of
 from tfamp.memory.batch_search.processes import TrialSettings
-from tfamp.memory.batch_search.records import BatchSearch, StoppedBy, Trial
+from tfamp.memory.batch_search.records import (
+    BatchSearch,
+    StoppedBy,
+    Trial,
+    allowed_bytes,
+)
 from tfamp.memory.batch_search.search import (
     MAX_BATCH_SIZE,
     Found,
@@ -22,7 +29,7 @@ from tfamp.memory.batch_search.search import (
     search,
     splits,
 )
-from tfamp.memory.batch_search.settings import Settings, allowed_bytes, memory_limit
+from tfamp.memory.batch_search.settings import Settings, batch_of
 from tfamp.records import checks
 from tfamp.records.progress import progress
 from tfamp.records.units import format_bytes
@@ -268,3 +275,35 @@ def _part(argument: str, value: object) -> float:
     """Returns a part that may be 0 and may not be 1."""
     part = checks.fraction(argument, value)
     return part if part == 0 else checks.fraction(argument, part, closed=False)
+
+
+def memory_limit(max_memory_bytes: int | None = None) -> MemoryLimit | None:
+    """Returns the memory that a fresh training process may take, and what decides it.
+
+    The one with the least room decides, since a process that passes any of them fails:
+    on a GPU the caller's and what is free there; on a CPU the caller's, the machine's
+    memory and the cgroups of this process (containers, batch systems), both less what
+    is in use, and `ulimit -v`. None where nothing is known, as on a GPU without NVML.
+    """
+    found = []
+    if max_memory_bytes is not None:
+        most = checks.positive_int("max_memory_bytes", max_memory_bytes)
+        found.append(MemoryLimit(most, "max_memory_bytes"))
+    if tf.config.get_visible_devices("GPU"):
+        nvml = Nvml.open()
+        with nvml or contextlib.nullcontext():
+            readings = [] if nvml is None else nvml.read()
+        found += [
+            MemoryLimit(each.memory_total_bytes, "GPU memory", each.memory_used_bytes)
+            for each in readings
+            if each.memory_total_bytes is not None
+        ]
+    else:
+        found += [
+            # Addresses are each process's own; what this one uses is no loss.
+            dataclasses.replace(limit, used_bytes=None)
+            if limit.source == limits.ADDRESS_SPACE
+            else limit
+            for limit in limits.memory_limits()
+        ]
+    return min(found, key=lambda limit: limit.free_bytes, default=None)

@@ -37,25 +37,16 @@ def of_error(error: BaseException) -> Outcome | None:
     """Returns how a trial that raised this ended, None if not for want of memory."""
     seen: BaseException | None = error
     while seen is not None:
-        found = _of_one(seen)
-        if found is not None:
-            return found
+        is_refused = isinstance(seen, OSError) and seen.errno == errno.ENOMEM
+        if isinstance(seen, MemoryError) or is_refused:
+            return "MemoryError"
+        if is_out_of_memory(seen):
+            if _XLA.search(str(seen)):
+                return "XLA out of memory"
+            is_exhausted = isinstance(seen, tf.errors.ResourceExhaustedError)
+            return "ResourceExhaustedError" if is_exhausted else "out of memory"
         seen = seen.__cause__
     return None
-
-
-def _of_one(error: BaseException) -> Outcome | None:
-    if isinstance(error, OSError) and error.errno == errno.ENOMEM:
-        return "MemoryError"
-    if not is_out_of_memory(error):
-        return None
-    if isinstance(error, MemoryError):
-        return "MemoryError"
-    if _XLA.search(str(error)):
-        return "XLA out of memory"
-    if isinstance(error, tf.errors.ResourceExhaustedError):
-        return "ResourceExhaustedError"
-    return "out of memory"
 
 
 def of_status(status: int, log: str) -> Outcome | None:
@@ -67,13 +58,9 @@ def of_status(status: int, log: str) -> Outcome | None:
     if status == -signal.SIGKILL:
         return "killed"
     lines = [line for line in log.splitlines() if _HARMLESS not in line]
-    if any(_speaks_of_memory(line) or _NO_STACK.search(line) for line in lines):
+    if any(is_out_of_memory(RuntimeError(x)) or _NO_STACK.search(x) for x in lines):
         return "killed" if status < 0 else "out of memory"
     return None
-
-
-def _speaks_of_memory(line: str) -> bool:
-    return is_out_of_memory(RuntimeError(line))
 
 
 @dataclasses.dataclass(frozen=True)

@@ -1,13 +1,14 @@
-"""What a search for the batch size found: each trial, the choice, and what to do."""
+"""What a search for the batch size found: trials, choice, advice, a picture."""
 
 import dataclasses
 import os
-from typing import Literal
+import textwrap
+from typing import Any, Literal
 
 from tfamp.machine.limits import MemoryLimit
-from tfamp.memory.batch_search import text as rendering
-from tfamp.memory.batch_search.settings import allowed_bytes
+from tfamp.records import checks, console
 from tfamp.records.record import Record
+from tfamp.records.units import format_bytes, format_rate, format_seconds, format_share
 
 Outcome = Literal[
     "fits",
@@ -22,6 +23,15 @@ Outcome = Literal[
 StoppedBy = Literal[
     "memory", "knee", "time", "max_batch_size", "target_batch_size", "data"
 ]
+_WHY = {
+    "memory": "a larger one does not fit",
+    "time": "a larger one takes too long to try",
+    "max_batch_size": "`max_batch_size` allows no more",
+    "target_batch_size": "`target_batch_size` asks for no more",
+    "data": "the data has no more examples",
+}
+_BLUE, _RED, _GREEN, _GREY = "#4c78a8", "#e45756", "#54a24b", "#888888"
+_GIB = 2**30
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,9 +120,8 @@ class BatchSearch(Record):
     @property
     def chosen(self) -> Trial:
         """The trial of the size that was chosen."""
-        return [t for t in self.trials if t.fits and t.batch_size == self.batch_size][
-            -1
-        ]
+        fitting = [t for t in self.trials if t.fits and t.batch_size == self.batch_size]
+        return fitting[-1]
 
     @property
     def allowed_bytes(self) -> int | None:
@@ -122,11 +131,52 @@ class BatchSearch(Record):
     @property
     def advice(self) -> tuple[str, ...]:
         """What to change in the training script, one sentence or two each."""
-        return rendering.advice(self)
+        lines = [
+            f"Make batches of {self._batches()}, as by `.batch({self.batch_size})`."
+        ]
+        steps, effective = self.accumulation_steps, self.effective_batch_size
+        if steps > 1:
+            keras_way = (
+                f", or Keras's own `gradient_accumulation_steps={steps}`"
+                if self.replicas == 1
+                else ""
+            )
+            lines.append(
+                f"Add up {steps} of them to one update of {effective:,} examples: "
+                f"`tfamp.LossScaleOptimizer(optimizer, accumulation_steps={steps})`"
+                f"{keras_way}."
+            )
+        if self.target_batch_size not in (None, effective):
+            lines.append(
+                f"An update then has {effective:,} examples, not "
+                f"{self.target_batch_size:,}: no batch that fits goes into that evenly."
+            )
+        base = self.data_batch_size
+        if base is not None and base != effective:
+            lines.append(
+                f"The learning rate belongs to updates of {base:,} examples. Take "
+                "`tfamp.training.scale_learning_rate(learning_rate, batch_size="
+                f'{effective}, base_batch_size={base})`, with `rule="sqrt"` for Adam.'
+            )
+        return tuple(lines)
 
     def table(self) -> str:
-        """Returns the trials as a table of at most 110 columns."""
-        return rendering.table(self)
+        """Returns the trials by batch size, as a table of at most 110 columns."""
+        limit = ""
+        if self.limit is not None and self.allowed_bytes is not None:
+            limit = (
+                f"; limit {format_bytes(self.allowed_bytes)}: {self.limit.source}, "
+                f"{format_bytes(self.limit.free_bytes)} less "
+                f"{format_share(self.margin)}"
+            )
+        columns = dict.fromkeys(
+            ("batch size", "examples/s", "step", "peak memory"), console.RIGHT
+        )
+        trials = sorted(self.trials, key=lambda trial: trial.batch_size)
+        rows = map(self._row, trials)
+        shown = console.table({**columns, "outcome": console.FOLD}, rows)
+        title = _wrapped(f"{self.model}, {self.policy}{limit}")
+        return "\n".join([*title, console.text_of(shown)])
 
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws speed and memory against the batch size, with limit and choice.
@@ -137,7 +187,147 @@ class BatchSearch(Record):
         Raises:
             ImportError: matplotlib is not installed.
         """
-        rendering.plot(self, path)
+        checks.require("matplotlib", extra="report", purpose="`BatchSearch.plot`")
+        from matplotlib.figure import Figure
+
+        # Without pyplot, which keeps figures and picks a display.
+        figure = Figure(figsize=(8.0, 6.5), layout="constrained")
+        speed, memory = figure.subplots(2, 1, sharex=True)
+        _draw_speed(speed, self)
+        _draw_memory(memory, self)
+        sizes = sorted({trial.batch_size for trial in self.trials})
+        memory.set_xscale("log", base=2)
+        memory.set_xticks(sizes, [f"{size:,}" for size in sizes], rotation=45)
+        memory.minorticks_off()
+        memory.set_xlabel("batch size")
+        chosen = f"chosen: {self.batch_size:,} (ended by {self.stopped_by})"
+        for axes in (speed, memory):
+            axes.axvline(self.batch_size, color=_GREEN, label=chosen)
+            axes.grid(axis="y", color="#dddddd", linewidth=0.6)
+            axes.set_axisbelow(True)
+            axes.set_ylim(bottom=0)
+            axes.legend(fontsize="small", loc="lower right")
+        title = f"{self.model}, {self.policy}"
+        if self.accumulation_steps > 1:
+            steps = f"{self.accumulation_steps} steps of {self.batch_size:,}"
+            title += f": {steps} an update"
+        speed.set_title(title, loc="left")
+        figure.savefig(path, dpi=120)
 
     def __str__(self) -> str:
-        return rendering.render(self)
+        """Returns the choice and why, the trials, and the advice."""
+        lines = [*_wrapped(self._choice()), self.table()]
+        for sentence in self.advice:
+            lines += _wrapped(f"- {sentence}", indent=2)
+        return "\n".join(lines)
+
+    def _choice(self) -> str:
+        chosen = self.chosen
+        text = f"Batch size {self._batches()}"
+        if self.accumulation_steps > 1:
+            text += f" in {self.accumulation_steps} steps an update"
+        text += f": {format_rate(chosen.examples_per_second or 0.0)}"
+        if chosen.peak_bytes is not None:
+            text += f", peak {format_bytes(chosen.peak_bytes)}"
+        most = max(trial.batch_size for trial in self.trials if trial.fits)
+        # Where speed did not matter the largest that fits was taken.
+        gain = format_share(self.min_gain or 0.0)
+        if self.stopped_by == "knee":
+            why = f"doubling it gains less than {gain}"
+        elif self.batch_size < most and not self.target_batch_size:
+            why = f"of those up to {most:,} none is more than {gain} faster"
+        else:
+            why = _WHY[self.stopped_by]
+        return f"{text}; {why}."
+
+    def _batches(self) -> str:
+        text = f"{self.batch_size:,}"
+        if self.replicas > 1:
+            each = f"{self.per_replica_batch_size:,}"
+            text += f" ({each} on each of {self.replicas} replicas)"
+        return text
+
+    def _row(self, trial: Trial) -> tuple[str, ...]:
+        outcome: str = trial.outcome
+        if trial is self.chosen:
+            outcome = "fits, chosen"
+        elif trial.batch_size == self.largest_that_fits:
+            outcome = "fits, the largest"
+        if trial.num_runs > 1:
+            outcome += f" ({trial.num_runs} runs)"
+        speed, step = trial.examples_per_second, trial.step_seconds
+        return (
+            f"{trial.batch_size:,}",
+            "" if speed is None else format_rate(speed).removesuffix(" examples/s"),
+            "" if step is None else format_seconds(step),
+            "" if trial.peak_bytes is None else format_bytes(trial.peak_bytes),
+            outcome,
+        )
+
+
+def allowed_bytes(limit: MemoryLimit | None, margin: float) -> int | None:
+    """Returns what a trial may take: what is free of a limit, less a margin."""
+    return None if limit is None else int(limit.free_bytes * (1 - margin))
+
+
+def _draw_speed(axes: Any, found: BatchSearch) -> None:
+    points = sorted(
+        (trial.batch_size, trial.examples_per_second)
+        for trial in found.trials
+        if trial.fits and trial.examples_per_second is not None
+    )
+    sizes, speeds = zip(*points, strict=True)
+    axes.plot(sizes, speeds, color=_BLUE, marker="o", label="examples/s")
+    if found.min_gain is not None:
+        # Whatever lies above it is as good as the best.
+        axes.axhline(
+            (1 - found.min_gain) * max(speeds),
+            color=_GREY,
+            linestyle=":",
+            label=f"within {found.min_gain:.0%} of the best",
+        )
+    axes.set_ylabel("examples/s")
+
+
+def _draw_memory(axes: Any, found: BatchSearch) -> None:
+    known = sorted(
+        (trial.batch_size, trial.peak_bytes / _GIB, trial.fits)
+        for trial in found.trials
+        if trial.peak_bytes is not None
+    )
+    fitting = [(size, peak) for size, peak, fits in known if fits]
+    axes.plot(*zip(*fitting, strict=True), color=_BLUE, marker="o", label="peak memory")
+    allowed = found.allowed_bytes
+    highest = max(peak for _, peak in fitting)
+    is_over = any(trial.outcome == "over the limit" for trial in found.trials)
+    # A limit far above all that was held would press the curve flat.
+    limit = found.limit
+    if limit and allowed is not None and (is_over or allowed / _GIB < 4 * highest):
+        highest = allowed / _GIB
+        axes.axhline(
+            limit.free_bytes / _GIB,
+            color=_RED,
+            linestyle=":",
+            label=f"limit: {limit.source}",
+        )
+        axes.axhline(
+            highest, color=_RED, linestyle="--", label=f"less {found.margin:.0%} margin"
+        )
+    # A trial that was ended had no peak yet: it stands at the limit.
+    failed = sorted({trial.batch_size for trial in found.trials if not trial.fits})
+    if failed:
+        axes.plot(
+            failed,
+            [highest] * len(failed),
+            color=_RED,
+            marker="x",
+            linestyle="",
+            label="does not fit",
+        )
+    axes.set_ylabel("peak memory in GiB")
+
+
+def _wrapped(text: str, indent: int = 0) -> list[str]:
+    return textwrap.wrap(
+        text, console.WIDTH, subsequent_indent=" " * indent, break_on_hyphens=False
+    )

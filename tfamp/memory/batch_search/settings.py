@@ -1,4 +1,4 @@
-"""What a trial is made under: memory, policy, devices, strategy, as at the call.
+"""What goes to a trial: policy, devices, strategy as at the call, and a batch.
 
 A fresh process knows nothing of `tfamp.enable`, of logical devices or of a strategy's
 scope, so they go along as a file.
@@ -6,81 +6,26 @@ scope, so they go along as a file.
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import tensorflow as tf
 
 import tfamp
+from tfamp.data._elements import known_length
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.settings import RuleSet
-from tfamp.machine import limits
-from tfamp.machine.limits import MemoryLimit
-from tfamp.machine.nvml import Nvml
 from tfamp.records import checks
+from tfamp.stepping.arguments import arrays_of, dataset_of, first_batch
 from tfamp.trials.variant import Variant, in_force
 
-GPU, CALLER = "GPU memory", "max_memory_bytes"
-_ROOT = Path("/")
 FILE = "settings.pickle"
 _PURPOSE = "`tfamp.find_batch_size`"
-
-
-def memory_limit(
-    max_memory_bytes: int | None = None,
-    *,
-    has_gpu: bool | None = None,
-    gpu: Callable[[], MemoryLimit | None] | None = None,
-    root: Path = _ROOT,
-    address_space: Callable[[], int | None] | None = None,
-) -> MemoryLimit | None:
-    """Returns the memory that a fresh training process may take, and what decides it.
-
-    The one with the least room decides, since a process that passes any of them fails:
-    on a GPU the caller's and what is free there; on a CPU the caller's, the machine's
-    memory and the cgroups of this process (containers, batch systems), both less what
-    is in use, and `ulimit -v`. None where nothing is known, as on a GPU without NVML.
-    The other arguments are for tests; None asks the system.
-    """
-    found = []
-    if max_memory_bytes is not None:
-        most = checks.positive_int("max_memory_bytes", max_memory_bytes)
-        found.append(MemoryLimit(most, CALLER))
-    if has_gpu is None:
-        has_gpu = bool(tf.config.get_visible_devices("GPU"))
-    if has_gpu:
-        of_gpu = (gpu or _fullest_gpu)()
-        found += [] if of_gpu is None else [of_gpu]
-    else:
-        found += [
-            # Addresses are each process's own; what this one uses is no loss.
-            dataclasses.replace(limit, used_bytes=None)
-            if limit.source == limits.ADDRESS_SPACE
-            else limit
-            for limit in limits.memory_limits(root, address_space=address_space)
-        ]
-    return min(found, key=lambda limit: limit.free_bytes, default=None)
-
-
-def allowed_bytes(limit: MemoryLimit | None, margin: float) -> int | None:
-    """Returns what a trial may take: what is free of a limit, less a margin."""
-    return None if limit is None else int(limit.free_bytes * (1 - margin))
-
-
-def _fullest_gpu() -> MemoryLimit | None:
-    nvml = Nvml.open()
-    if nvml is None:
-        return None
-    with nvml:
-        readings = nvml.read()
-    found = [
-        MemoryLimit(each.memory_total_bytes, GPU, each.memory_used_bytes)
-        for each in readings
-        if each.memory_total_bytes is not None
-    ]
-    return min(found, key=lambda limit: limit.free_bytes, default=None)
+# What `fit` takes of arrays by default, and how many rows of them a trial gets.
+_FIT_BATCH_SIZE = 32
+_MAX_ROWS = 1024
 
 
 @dataclasses.dataclass(frozen=True)
@@ -168,16 +113,11 @@ class Settings:
 
         TensorFlow may take `gpu_bytes` on each GPU, None for its own way.
         """
-        for number, set_threads in zip(
-            self.threads,
-            (
-                tf.config.threading.set_intra_op_parallelism_threads,
-                tf.config.threading.set_inter_op_parallelism_threads,
-            ),
-            strict=True,
-        ):
-            if number:
-                set_threads(number)
+        intra, inter = self.threads
+        if intra:
+            tf.config.threading.set_intra_op_parallelism_threads(intra)
+        if inter:
+            tf.config.threading.set_inter_op_parallelism_threads(inter)
         if self.num_cpus:
             parts = [tf.config.LogicalDeviceConfiguration()] * self.num_cpus
             cpu = tf.config.list_physical_devices("CPU")[0]
@@ -195,7 +135,11 @@ class Settings:
                 stack.enter_context(in_force(self.variant))
             elif self.rules is not None:
                 stack.enter_context(tfamp.scope(self.policy, keep_float32="none"))
-                self._complete(IN_FORCE.settings)
+                # `tfamp.scope` takes them only in the caller's own words.
+                settings: Any = IN_FORCE.settings
+                settings.rules = self.rules
+                settings.loss_scale = self.loss_scale
+                settings.loss_scale_options = dict(self.loss_scale_options)
             else:
                 before = keras.config.dtype_policy()
                 stack.callback(keras.config.set_dtype_policy, before)
@@ -206,12 +150,6 @@ class Settings:
                 strategy = tf.distribute.MirroredStrategy(list(self.replicas))
                 stack.enter_context(strategy.scope())
             yield
-
-    def _complete(self, settings: Any) -> None:
-        """Gives settings what `tfamp.scope` takes only in the caller's own words."""
-        settings.rules = self.rules
-        settings.loss_scale = self.loss_scale
-        settings.loss_scale_options = dict(self.loss_scale_options)
 
 
 def _replicas(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
@@ -232,3 +170,42 @@ def _num_cpus() -> int:
     """Returns how many logical CPU devices somebody asked for, 0 for none."""
     cpu = tf.config.list_physical_devices("CPU")[0]
     return len(tf.config.get_logical_device_configuration(cpu) or ())
+
+
+class Batch(NamedTuple):
+    """A batch as `fit` takes it, and what is known of the rest.
+
+    `size` counts its examples, of arrays what `fit` takes by default; `num_examples`
+    about those of the data, None where that is not known.
+    """
+
+    parts: Any
+    size: int
+    num_examples: int | None
+
+
+def batch_of(data: Any) -> Batch:
+    """Returns one batch of anything that `fit` takes."""
+    arrays = arrays_of(data, needs_targets=False)
+    if arrays is not None:
+        return _of_arrays(arrays)
+    dataset = dataset_of(data)
+    batch = first_batch(dataset)
+    first = tf.nest.flatten(batch)[0]
+    size = int(first.shape[0] or tf.shape(first)[0])
+    number = known_length(dataset)
+    return Batch(batch, size, None if number is None else number * size)
+
+
+def _of_arrays(data: tuple[Any, ...]) -> Batch:
+    numbers = {len(array) for array in tf.nest.flatten(data)}
+    if len(numbers) != 1 or 0 in numbers:
+        raise ValueError(
+            f"The arrays of `data` have {tuple(sorted(numbers))!r} rows; expected the "
+            "same number in all of them, and at least one. Pass (x, y), row by row."
+        )
+    (number,) = numbers
+    parts = tf.nest.map_structure(
+        lambda each: tf.convert_to_tensor(each[:_MAX_ROWS]), data
+    )
+    return Batch(parts, min(_FIT_BATCH_SIZE, number), number)

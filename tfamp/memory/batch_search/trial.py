@@ -5,30 +5,38 @@ it may, and when the process that started it is gone.
 """
 
 import contextlib
+import functools
 import json
 import os
+import statistics
 import sys
 import threading
+import time
 import traceback
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
+import numpy as np
 import tensorflow as tf
 
 from tfamp.machine import memory as process_memory
 from tfamp.memory.batch_search import processes
-from tfamp.memory.batch_search.data import Batch, batch_of, time_steps
 from tfamp.memory.batch_search.processes import ANSWER, FACTS, TrialSettings
 from tfamp.memory.batch_search.search import TrialFacts, possible_size
-from tfamp.memory.batch_search.settings import Settings
+from tfamp.memory.batch_search.settings import Batch, Settings, batch_of
 from tfamp.records.checks import short_error
 from tfamp.trials.job import Job
 from tfamp.trials.run import child
+from tfamp.trials.run.inference import rows
 
 _OWN_SCORE = Path("/proc/self/oom_score_adj")
 _LOOK_SECONDS = 0.02
+# Steps are cheap beside the start of the process: short ones are repeated, since the
+# median of three says little of a step of a millisecond.
+_MIN_SECONDS = 0.5
+_MAX_CALLS = 100
 
 
 def main(argv: Sequence[str]) -> int:
@@ -153,6 +161,80 @@ def _end_with_parent() -> None:
     while os.read(sys.stdin.fileno(), 1024):
         pass
     os._exit(1)
+
+
+class Times(NamedTuple):
+    """Seconds of the first step, with tracing and compiling, and of each after it."""
+
+    first_step_seconds: float
+    seconds: tuple[float, ...]
+
+    @property
+    def median(self) -> float:
+        """Seconds of the median step."""
+        return statistics.median(self.seconds)
+
+
+def time_steps(
+    model: keras.Model,
+    parts: Any,
+    *,
+    size: int,
+    steps: int,
+    clock: Callable[[], float] = time.perf_counter,
+) -> Times:
+    """Trains by `fit` on batches of `size` rows, and times the steps after the first.
+
+    Every step gets a batch of its own, made while the one before is trained, so that
+    memory holds two of them as with a pipeline that prefetches. More than `steps` are
+    timed while they are short.
+    """
+    calls = max(steps, _MAX_CALLS)
+    steps_a_call = int(getattr(model, "steps_per_execution", 1) or 1)
+    enlarged = functools.partial(rows, size=size)
+    dataset = (
+        tf.data.Dataset.range((calls + 1) * steps_a_call)
+        .map(lambda _: tf.nest.map_structure(enlarged, parts))
+        .prefetch(1)
+    )
+    timer = _Timer(steps, clock)
+    model.fit(dataset, epochs=1, verbose=0, callbacks=[timer])
+    first, *rest = timer.seconds
+    return Times(first, tuple(seconds / steps_a_call for seconds in rest))
+
+
+class _Timer(keras.callbacks.Callback):
+    """Times each call of the training function, and ends training when it is enough."""
+
+    def __init__(self, steps: int, clock: Callable[[], float]) -> None:
+        super().__init__()
+        self.seconds: list[float] = []
+        self._steps, self._clock = steps, clock
+        self._began = clock()
+
+    def on_train_begin(self, logs: Mapping[str, Any] | None = None) -> None:
+        """Starts the first step."""
+        self._began = self._clock()
+
+    def on_train_batch_end(
+        self, batch: int, logs: Mapping[str, Any] | None = None
+    ) -> None:
+        """Notes a step once its work is done."""
+        _wait(self.model, logs)
+        now = self._clock()
+        self.seconds.append(now - self._began)
+        self._began = now
+        timed = self.seconds[1:]
+        if len(timed) >= self._steps and sum(timed) >= _MIN_SECONDS:
+            self.model.stop_training = True
+
+
+def _wait(model: keras.Model, logs: Mapping[str, Any] | None) -> None:
+    """Waits for the device by reading what the step returned, and its counter."""
+    for value in list((logs or {}).values())[:1]:
+        np.asarray(value)
+    if model.optimizer is not None:
+        np.asarray(model.optimizer.iterations)
 
 
 if __name__ == "__main__":

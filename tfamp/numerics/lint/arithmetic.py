@@ -8,7 +8,7 @@ import keras
 import numpy as np
 
 from tfamp.numerics.lint.graph import Graph, Node
-from tfamp.numerics.lint.rule import Found, Subject, rule
+from tfamp.numerics.lint.subject import Found, Subject, rule
 from tfamp.records import formats
 from tfamp.records.formats import HALF
 

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfamp.data.health.profile import NOISY
 from tfamp.keras_hooks import structure
 from tfamp.numerics.lint.graph import PASSING, Graph, Node
-from tfamp.numerics.lint.rule import Found, Part, Subject, rule
+from tfamp.numerics.lint.subject import Found, Part, Subject, rule
 from tfamp.records import formats
 from tfamp.records.formats import HALF
 

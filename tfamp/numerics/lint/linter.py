@@ -11,14 +11,14 @@ from tfamp.numerics.lint.arithmetic import (
     optimizer_epsilon,
     vanishing_epsilon,
 )
-from tfamp.numerics.lint.backends import (
+from tfamp.numerics.lint.environment import (
     failing_remat,
+    float_ids,
     idle_distribution,
     missing_kernel,
     unaligned_shapes,
+    unnormalised_input,
 )
-from tfamp.numerics.lint.inputs import float_ids, unnormalised_input
-from tfamp.numerics.lint.inspection import look
 from tfamp.numerics.lint.layers import (
     added_loss,
     half_head,
@@ -28,7 +28,7 @@ from tfamp.numerics.lint.layers import (
     unscaled_attention,
 )
 from tfamp.numerics.lint.loss_scales import unscaled_float16, unscaled_train_step
-from tfamp.numerics.lint.rule import CannotTellError, LintRule, Subject
+from tfamp.numerics.lint.subject import CannotTellError, LintRule, Subject, look
 from tfamp.numerics.lint.weights import (
     half_weights,
     late_policy,

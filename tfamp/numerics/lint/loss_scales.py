@@ -13,7 +13,7 @@ import tensorflow as tf
 
 from tfamp.dtypes import resolution
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.numerics.lint.rule import CannotTellError, Found, Subject, rule
+from tfamp.numerics.lint.subject import CannotTellError, Found, Subject, rule
 from tfamp.stepping.step_traces import trace_step
 
 _SCALING = ("scale_loss", "get_scaled_loss")

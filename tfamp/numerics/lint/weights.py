@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.keras_hooks import structure
-from tfamp.numerics.lint.rule import CannotTellError, Found, Part, Subject, rule
+from tfamp.numerics.lint.subject import CannotTellError, Found, Part, Subject, rule
 from tfamp.numerics.proof.causes import name_layers
 from tfamp.records import formats
 from tfamp.records.formats import HALF

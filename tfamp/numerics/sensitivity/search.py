@@ -10,15 +10,15 @@ import keras
 
 from tfamp.keras_hooks import structure
 from tfamp.machine import amx
-from tfamp.numerics.sensitivity.advice import (
+from tfamp.numerics.sensitivity.errors import Errors, Outputs, errors_of
+from tfamp.numerics.sensitivity.explanations import (
     FIRST_SCALE,
     advice_on,
+    explain,
     given_dtypes,
     rules_of,
     under_default_rules,
 )
-from tfamp.numerics.sensitivity.errors import Errors, Outputs, errors_of
-from tfamp.numerics.sensitivity.reasons import explain
 from tfamp.numerics.sensitivity.result import LayerSensitivity, Sensitivity, Verdict
 from tfamp.numerics.sensitivity.shadow import CANNOT_RUN, Shadow, Suspect
 from tfamp.records import checks

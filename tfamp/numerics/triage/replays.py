@@ -13,7 +13,7 @@ from tfamp.keras_hooks import structure
 from tfamp.numerics.triage import suspicions
 from tfamp.numerics.triage.first_nonfinite import Examined, examine
 from tfamp.numerics.triage.result import Blamed, Replay, Triage
-from tfamp.numerics.triage.updates import Update
+from tfamp.numerics.triage.suspicions import Update
 from tfamp.records.formats import FORMATS
 from tfamp.stepping.arguments import batch_of, build
 from tfamp.stepping.eager_step import loss_scale_of

@@ -1,1 +1,0 @@
-"""`tfamp.ranges`: how large the numbers of each layer are."""
