@@ -19,9 +19,9 @@ from tfamp.comparison.report.rows import rows
 from tfamp.comparison.result import conclude
 from tfamp.comparison.verdict import Verdict, judge
 from tfamp.trials.intervals import rate_of
-from tfamp.trials.job import Job
 from tfamp.trials.resampling import Fractions, PairedExamples, Sampling
 from tfamp.trials.run_records import Latency, Memory, Run, Spread
+from tfamp.trials.storage import Job
 
 TOLERANCE = 0.005
 # At these numbers of seeds it is looked, or where the last look advises it.

@@ -10,18 +10,18 @@ import pytest
 
 import tfamp
 from tests import made_evidence
-from tfamp.comparison import exporting
-from tfamp.comparison.exported_models import FILE, ExportedModel, Exports
-from tfamp.comparison.report.exports import export_rows, export_sentences
+from tfamp.comparison import exports
+from tfamp.comparison.exports import FILE, ExportedModel, Exports
 from tfamp.comparison.report.html import to_html
+from tfamp.comparison.report.tables import export_rows, export_sentences
 from tfamp.comparison.report.text import MAX_LINES, table, to_markdown
 from tfamp.comparison.result import Comparison
 from tfamp.serving.exports import choosing
 from tfamp.serving.exports.request import named
 from tfamp.trials import processes, storage
 from tfamp.trials.intervals import Interval
-from tfamp.trials.job import Job
 from tfamp.trials.run_records import Latency
+from tfamp.trials.storage import Job
 
 pytest.importorskip("cloudpickle")
 pytest.importorskip("scipy")
@@ -90,7 +90,7 @@ def answers(monkeypatch):
 
 def exported(folder, *names, seeds=(3,)):
     runs = [made_evidence.run("float32", seed) for seed in seeds]
-    return exporting.exported(folder, JOB, "float32", runs, names, tolerance=0.01)
+    return exports.exported(folder, JOB, "float32", runs, names, tolerance=0.01)
 
 
 def with_model(folder):
@@ -169,7 +169,7 @@ def test_what_a_process_leaves_when_it_dies_is_shown(answers, tmp_path):
 def test_ctrl_c_leaves_the_comparison_with_the_exports_that_are_done(answers, tmp_path):
     answers.update(status="stopped", does=1)
     found = exported(with_model(tmp_path), "onnx float32", "litert float32")
-    assert [each.error for each in found] == ["", exporting.STOPPED]
+    assert [each.error for each in found] == ["", exports.STOPPED]
 
 
 def made(*exports):

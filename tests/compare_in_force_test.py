@@ -9,7 +9,7 @@ import tensorflow as tf
 import tfamp
 from tfamp.trials import storage
 from tfamp.trials import variant as module
-from tfamp.trials.job import checked_policies, file_name
+from tfamp.trials.storage import checked_policies, file_name
 from tfamp.trials.variant import Variant, in_force
 
 REWRITE = "auto_mixed_precision_onednn_bfloat16"

@@ -22,10 +22,9 @@ from tfamp.memory.batch_search import processes as batch_search
 from tfamp.memory.batch_search.processes import TrialSettings
 from tfamp.memory.batch_search.records import Trial
 from tfamp.memory.batch_search.settings import Settings
-from tfamp.trials import parcel, processes, storage, turns
-from tfamp.trials.job import Job, checked_policies, checked_seeds, file_name
-from tfamp.trials.run import step_profiles
+from tfamp.trials import parcel, processes, step_profiles, storage
 from tfamp.trials.run_records import OperationTime, Run
+from tfamp.trials.storage import Job, checked_policies, checked_seeds, file_name
 
 pytest.importorskip("cloudpickle")
 pytest.importorskip("scipy")
@@ -362,7 +361,7 @@ def test_a_process_that_waits_is_stopped_and_fetches_no_input(tmp_path, monkeypa
 def test_a_stopped_process_ends_with_the_one_that_started_it(tmp_path):
     program = (
         "import os, subprocess, sys\n"
-        "code = 'from tfamp.trials import turns; turns.end_with_parent(); '\n"
+        "code = 'from tfamp.trials import processes; processes.end_with_parent(); '\n"
         "code += 'print(1, flush=True); input()'\n"
         "child = subprocess.Popen([sys.executable, '-c', code], stdin=-1, stdout=-1)\n"
         "child.stdout.readline()\n"
@@ -421,7 +420,7 @@ def test_a_process_can_be_ended_and_ends_with_its_comparison(tmp_path, monkeypat
 class Player:
     """Goes on for some turns, and notes each."""
 
-    def __init__(self, name, turns, notes, meets_at=None):
+    def __init__(self, notes, name, turns, meets_at=None):
         self.name, self.turns, self.notes = name, turns, notes
         self.meets_at, self.has_met = meets_at, False
 
@@ -437,42 +436,34 @@ class Player:
         self.notes.append(f"end {self.name}")
 
 
-def test_players_go_on_in_a_circle():
-    notes = []
-    players = [Player("a", 3, notes), Player("b", 1, notes), Player("c", 2, notes)]
-    ended = turns.in_turns(players, has_room=lambda waiting: True)
-    assert [player.name for player in ended] == ["b", "c", "a"]
+# Whether there is room, name and turns of each player and how many are left where it
+# waits for the others, the order of the turns, that of the ends.
+ORDERS = {
     # Each starts while those before it wait; then the first that waits goes on.
-    assert "".join(notes) == "abcaca"
-
-
-def test_players_wait_for_one_another_before_their_latencies():
-    notes = []
+    "in a circle": (True, [("a", 3), ("b", 1), ("c", 2)], "abcaca", "bca"),
     # Both have two turns left where they meet: "a" after one turn, "b" after three.
-    players = [Player("a", 3, notes, 2), Player("b", 5, notes, 2)]
-    list(turns.in_turns(players, has_room=lambda waiting: True))
-    assert "".join(notes) == "abbb" + "abab"
+    "they meet": (True, [("a", 3, 2), ("b", 5, 2)], "abbb" + "abab", "ab"),
+    "no room": (False, [("a", 2), ("b", 2)], "aabb", "ab"),
+    # Nobody waits for those that have not begun.
+    "no room to meet": (False, [("a", 3, 2), ("b", 3, 2)], "aaabbb", "ab"),
+}
 
 
-def test_without_room_nobody_waits_for_those_that_have_not_begun():
+@pytest.mark.parametrize("has_room, players, turns, ends", ORDERS.values(), ids=ORDERS)
+def test_players_go_on_in_turns(has_room, players, turns, ends, monkeypatch):
+    monkeypatch.setattr(processes, "memory_has_room", lambda waiting: has_room)
     notes = []
-    players = [Player(name, 3, notes, 2) for name in "ab"]
-    list(turns.in_turns(players, has_room=lambda waiting: False))
-    assert "".join(notes) == "aaabbb"
+    ended = processes.in_turns(Player(notes, *player) for player in players)
+    assert "".join(player.name for player in ended) == ends
+    assert "".join(notes) == turns
 
 
-def test_where_there_is_no_room_they_run_one_after_the_other():
+def test_an_interruption_ends_all_that_have_begun(monkeypatch):
+    monkeypatch.setattr(processes, "memory_has_room", lambda waiting: True)
     notes = []
-    players = [Player(name, 2, notes) for name in "ab"]
-    list(turns.in_turns(players, has_room=lambda waiting: False))
-    assert "".join(notes) == "aabb"
-
-
-def test_an_interruption_ends_all_that_have_begun():
-    notes = []
-    players = [Player("a", 2, notes), Player("b", 0, notes), Player("c", 1, notes)]
+    players = [Player(notes, "a", 2), Player(notes, "b", 0), Player(notes, "c", 1)]
     with pytest.raises(KeyboardInterrupt):
-        list(turns.in_turns(players, has_room=lambda waiting: True))
+        list(processes.in_turns(players))
     assert notes == ["a", "b", "end a", "end b"]
 
 
@@ -482,19 +473,18 @@ def test_room_is_what_memory_has_free(monkeypatch):
     own = psutil.Process().memory_info().rss
     free = iter(types.SimpleNamespace(available=int(n * own)) for n in (1.6, 1.4))
     monkeypatch.setattr(psutil, "virtual_memory", lambda: next(free))
-    assert turns.memory_has_room([os.getpid(), 2**22 + 1])
-    assert not turns.memory_has_room([os.getpid()])
+    here, gone = (types.SimpleNamespace(pid=n) for n in (os.getpid(), 2**22 + 1))
+    assert processes.memory_has_room([here, gone])
+    assert not processes.memory_has_room([here])
 
 
 def test_a_run_tells_how_far_it_is_and_waits_for_its_turn():
     reading, writing = os.pipe()
     answers = io.StringIO("go\n")
-    own = turns.Line(writing, answers, takes_turns=True)
+    own = processes.Line(writing, answers, takes_turns=True)
     own.tell(0.5)
     own.wait_for_turn()
-    parts = []
-    assert turns.read(os.read(reading, 100).decode(), parts.append)
-    assert parts == [0.5]
+    assert os.read(reading, 100).decode().split() == ["0.5000", "turn"]
     with pytest.raises(SystemExit):
         own.wait_for_turn()  # nobody answers any more
     for end in (reading, writing):
@@ -502,7 +492,7 @@ def test_a_run_tells_how_far_it_is_and_waits_for_its_turn():
 
 
 def test_a_run_that_takes_no_turns_does_not_wait():
-    turns.Line(None, io.StringIO(""), takes_turns=True).wait_for_turn()
+    processes.Line(None, io.StringIO(""), takes_turns=True).wait_for_turn()
 
 
 def weights(path, before, after):

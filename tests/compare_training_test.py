@@ -14,13 +14,19 @@ import tensorflow as tf
 import tfamp
 from tests.replicas import two_replicas
 from tfamp.cli import main as cli
-from tfamp.trials import parcel, storage
+from tfamp.trials import (
+    child,
+    example_metrics,
+    parcel,
+    step_profiles,
+    storage,
+    training,
+)
 from tfamp.trials.clock import Window, curve, seconds_per_step, steady
-from tfamp.trials.job import FILE, Job
-from tfamp.trials.run import child, example_metrics, inference, step_profiles
-from tfamp.trials.run.training import train
+from tfamp.trials.processes import Line
 from tfamp.trials.run_records import Run
-from tfamp.trials.turns import Line
+from tfamp.trials.storage import FILE, Job
+from tfamp.trials.training import train
 
 pytest.importorskip("cloudpickle")
 X = np.random.default_rng(0).normal(size=(40, 3)).astype("float32")
@@ -80,13 +86,20 @@ def job(**changed):
     return Job(**(given | changed))
 
 
+def trained(model, data, validation=None, settings=None, **how):
+    """What training measures, and the figures of the run."""
+    given = {"job": settings or job(), "run": Run("float32", 0), **how}
+    found = train(model, data, validation, **given)
+    return found, found.run
+
+
 @pytest.mark.anchors("functional", "own train_step")
 @pytest.mark.parametrize("make, options", WAYS.values(), ids=WAYS)
 def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
     model = compiled(make(), **options)
     ticks = itertools.count(step=0.001)  # far from the length of a window
-    found = train(model, data, data, job=job(), clock=lambda: next(ticks))
+    whole, found = trained(model, data, data, clock=lambda: next(ticks))
     assert (found.batch_size, found.num_steps, found.warmup_steps) == (10, 12, 4)
     assert found.examples_per_second > 0
     assert found.first_step_seconds > 0
@@ -100,8 +113,8 @@ def test_every_way_of_writing_a_model_is_measured(make, options, tmp_path):
         first, rest = found.losses[0], found.losses[1]
         mean = (first[0] * first[1] + (rest[0] - first[0]) * rest[1]) / rest[0]
         assert mean == pytest.approx(found.history["loss"][0], rel=1e-5)
-    assert len(found.first_weights) == 2
-    assert np.any(found.first_weights[0] != model.trainable_weights[0].numpy())
+    assert len(whole.first_weights) == 2
+    assert np.any(whole.first_weights[0] != model.trainable_weights[0].numpy())
 
 
 def test_arrays_and_a_pydataset_are_taken(tmp_path):
@@ -113,10 +126,10 @@ def test_arrays_and_a_pydataset_are_taken(tmp_path):
             part = slice(10 * index, 10 * index + 10)
             return X[part], Y[part]
 
-    arrays = train(compiled(functional()), (X, Y), (X, Y), job=job(batch_size=16))
+    _, arrays = trained(compiled(functional()), (X, Y), (X, Y), job(batch_size=16))
     # 40 rows in batches of 16, 16 and 8.
     assert (arrays.batch_size, arrays.num_steps) == (16, 9)
-    own = train(compiled(functional()), Batches(), None, job=job())
+    _, own = trained(compiled(functional()), Batches())
     assert (own.batch_size, own.num_steps) == (10, 12)
     # Without validation data the metrics are those of training.
     assert own.final_metrics == {
@@ -131,7 +144,7 @@ def test_two_replicas_are_measured(tmp_path):
     with strategy.scope():
         model = compiled(functional())
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(10)
-    found = train(model, data, data, job=job(epochs=1))
+    _, found = trained(model, data, data, job(epochs=1))
     assert (found.batch_size, found.num_steps) == (10, 4)
 
 
@@ -157,7 +170,7 @@ REFUSED = {
 @pytest.mark.parametrize("data, settings, message", REFUSED.values(), ids=REFUSED)
 def test_data_that_cannot_be_used_is_refused(data, settings, message, tmp_path):
     with pytest.raises(ValueError, match=re.escape(message)):
-        train(compiled(functional()), data(), None, job=job(**settings))
+        trained(compiled(functional()), data(), None, job(**settings))
 
 
 def test_skipped_steps_and_scales_are_noted(tmp_path):
@@ -167,7 +180,7 @@ def test_skipped_steps_and_scales_are_noted(tmp_path):
     bad = X.copy()
     bad[10] = np.inf
     data = tf.data.Dataset.from_tensor_slices((bad, Y)).batch(10)
-    found = train(model, data, None, job=job(epochs=1))
+    _, found = trained(model, data, None, job(epochs=1))
     assert found.skipped_steps == 1
     # The second of four batches overflows: from the third on the scale is half.
     assert found.loss_scales == ((1, 1024.0), (3, 512.0))
@@ -176,7 +189,7 @@ def test_skipped_steps_and_scales_are_noted(tmp_path):
 def test_keras_own_scale_says_that_skips_are_unknown(tmp_path):
     model = functional()
     model.compile(keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD()), "mse")
-    found = train(model, (X, Y), None, job=job(epochs=1))
+    _, found = trained(model, (X, Y), None, job(epochs=1))
     assert found.notes == (
         "Keras's own loss-scale optimizer does not tell which steps it skipped.",
     )
@@ -214,7 +227,7 @@ def test_waiting_for_a_turn_is_in_no_time():
     turns = Turns(wait)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(1)
     model = compiled(functional())
-    found = train(model, data, None, job=job(epochs=2), line=turns, clock=clock)
+    _, found = trained(model, data, None, job(epochs=2), line=turns, clock=clock)
     # After the first step, and then about once a second.
     assert turns.waits > 5
     assert found.step.high < 1
@@ -410,7 +423,7 @@ def test_the_order_of_examples_is_in_their_fingerprint():
 
 def test_calls_are_timed_for_each_size():
     ticks = itertools.count(step=0.25)
-    found, why = inference.latencies(
+    found, why = training.latencies(
         functional(), tf.constant(X[:2]), sizes=[1, 5], clock=lambda: next(ticks)
     )
     assert why == []
@@ -439,21 +452,21 @@ def test_sizes_are_timed_in_several_rounds_and_turns():
         seen.append("turn")
 
     turns = Turns(wait)
-    found, _ = inference.latencies(
+    found, _ = training.latencies(
         Model(), tf.constant(X[:2]), sizes=[1, 5], line=turns, clock=clock
     )
     order = [size for size, _ in itertools.groupby(seen)]
-    assert order == [1, 5, *["turn", 1, 5] * inference.ROUNDS]
+    assert order == [1, 5, *["turn", 1, 5] * training.ROUNDS]
     assert turns.meetings == 1
     # No wait is in a time: a look at the clock before each call and one after it.
     assert [each.p99_seconds for each in found] == [pytest.approx(0.06)] * 2
-    assert {each.num_calls for each in found} == {2 * inference.ROUNDS}
+    assert {each.num_calls for each in found} == {2 * training.ROUNDS}
 
 
 def test_rows_are_repeated_for_a_larger_size():
-    rows = inference.rows(tf.constant([[1.0], [2.0]]), 5)
+    rows = training.rows(tf.constant([[1.0], [2.0]]), 5)
     assert rows.numpy().ravel().tolist() == [1, 2, 1, 2, 1]
-    ragged = inference.rows(tf.ragged.constant([[1.0], [2.0, 3.0]]), 3)
+    ragged = training.rows(tf.ragged.constant([[1.0], [2.0, 3.0]]), 3)
     assert ragged.to_list() == [[1.0], [2.0, 3.0], [1.0]]
 
 
@@ -462,7 +475,7 @@ def test_a_model_that_cannot_take_a_size_says_so():
         def call(self, inputs):
             return tf.ensure_shape(inputs, (4, 3))
 
-    found, (why,) = inference.latencies(OnlyFour(), tf.constant(X[:4]), sizes=[4, 8])
+    found, (why,) = training.latencies(OnlyFour(), tf.constant(X[:4]), sizes=[4, 8])
     assert [each.batch_size for each in found] == [4]
     assert why.startswith("Calls of the model with a batch of 8 were not timed:")
 

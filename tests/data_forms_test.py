@@ -11,9 +11,10 @@ import tensorflow as tf
 import tfamp
 from tfamp.memory.batch_search.settings import batch_of as tried_batch
 from tfamp.stepping.arguments import dataset_of
-from tfamp.trials.job import Job
-from tfamp.trials.run.child import _as_fit_takes_it
-from tfamp.trials.run.training import train
+from tfamp.trials.child import _as_fit_takes_it
+from tfamp.trials.run_records import Run
+from tfamp.trials.storage import Job
+from tfamp.trials.training import train
 
 RNG = np.random.default_rng(0)
 X = RNG.normal(size=(40, 4))  # float64, as NumPy makes it
@@ -54,7 +55,8 @@ def made():
 def trained(data):
     batch_size = 8 if isinstance(data, (tuple, list)) else None
     job = Job("", ("float32",), (0,), 1, batch_size, ())
-    found = train(made(), _as_fit_takes_it(data), None, job=job)
+    run = Run("float32", 0)
+    found = train(made(), _as_fit_takes_it(data), None, job=job, run=run).run
     return found.num_steps, found.batch_size
 
 

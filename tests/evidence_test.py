@@ -9,7 +9,7 @@ import pytest
 
 from tests import made_evidence
 from tests.refusals import refusals
-from tfamp.comparison import judgement, measures
+from tfamp.comparison import figures, judgement
 from tfamp.comparison.evidence import Evidence
 from tfamp.trials.run_records import Latency, Run, Spread
 from tfamp.trials.variant import Variant
@@ -111,7 +111,7 @@ def test_an_unknown_measure_names_those_there_are():
 
 
 def test_measures_follow_what_runs_have():
-    names = [m.name for m in measures.measures_of(made_evidence.evidence().runs)]
+    names = [m.name for m in figures.measures_of(made_evidence.evidence().runs)]
     assert "latency_p99_batch_64" in names
     assert "device_bytes" not in names
 

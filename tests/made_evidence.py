@@ -3,9 +3,8 @@
 import dataclasses
 import math
 
-from tfamp.comparison.evidence import Evidence
+from tfamp.comparison.evidence import Evidence, TunedPlan
 from tfamp.comparison.judgement import direction, verdict_on
-from tfamp.comparison.tuned_plans import TunedPlan
 from tfamp.records.record import Device
 from tfamp.trials.run_records import (
     Context,

@@ -6,8 +6,7 @@ import subprocess
 import sys
 from pathlib import Path
 
-from tfamp.trials import processes
-from tfamp.trials.run import child, inference
+from tfamp.trials import child, processes, training
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "recipes"
@@ -47,4 +46,4 @@ class RunHere(processes.RunProcess):
 def train_here(monkeypatch):
     """Has `tfamp.compare` train in this process, and time ten calls of each size."""
     monkeypatch.setattr(processes, "RunProcess", RunHere)
-    monkeypatch.setattr(inference, "_SECONDS", 0)
+    monkeypatch.setattr(training, "_SECONDS", 0)

@@ -10,14 +10,13 @@ from matplotlib.backends import backend_agg
 
 import tfamp
 from tests import made_evidence
+from tfamp.comparison.evidence import TunedPlan, tuned_plans
 from tfamp.comparison.judgement import are_same
 from tfamp.comparison.report import drawing, plans, sentences
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
-from tfamp.comparison.tuned_plans import TunedPlan, tuned_plans
 from tfamp.dtypes import plan_plot
-from tfamp.trials import storage
-from tfamp.trials.run import child
+from tfamp.trials import child, storage
 from tfamp.trials.variant import short_names
 
 PLAN = "/home/somebody/runs/plan.json"

@@ -19,24 +19,15 @@ from xml.etree import ElementTree
 import pytest
 
 from tests import made_evidence
-from tfamp.comparison import measures
-from tfamp.comparison.evidence import Evidence, holm, p_value
-from tfamp.comparison.exported_models import ExportedModel
-from tfamp.comparison.report import (
-    bars,
-    curves,
-    drawing,
-    facts,
-    figures,
-    rows,
-    sentences,
-)
+from tfamp.comparison import figures
+from tfamp.comparison.evidence import Evidence, TunedPlan, holm, p_value
+from tfamp.comparison.exports import ExportedModel
+from tfamp.comparison.report import bars, curves, drawing, rows, sentences, tables
 from tfamp.comparison.report import html as report_html
 from tfamp.comparison.report import text as report_text
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
 from tfamp.comparison.result import Comparison
-from tfamp.comparison.tuned_plans import TunedPlan
 from tfamp.comparison.verdict import Verdict
 from tfamp.records import files
 from tfamp.records.record import Device
@@ -379,7 +370,7 @@ def test_what_auto_came_to_stands_beside_it():
     found = made_evidence.evidence(replaced=replaced)
     assert sentences.named(found, "auto") == "auto (mixed_bfloat16)"
     assert sentences.named(found, "float32") == "float32"
-    assert facts.chosen(found) == ("auto came to mixed_bfloat16: It is fast.",)
+    assert tables.chosen(found) == ("auto came to mixed_bfloat16: It is fast.",)
 
 
 def test_a_long_error_is_cut_in_a_sentence():
@@ -439,11 +430,11 @@ def cell(evidence, label):
 def test_rows_hold_every_measure():
     evidence = made_evidence.evidence()
     names = {row.name for row in rows.rows(evidence)} - {""}
-    measured = measures.measures_of(evidence.runs)
+    measured = figures.measures_of(evidence.runs)
     assert names == {measure.name for measure in measured}
 
 
-P50 = measures.find("latency_p50_batch_1", made_evidence.evidence().runs)
+P50 = figures.find("latency_p50_batch_1", made_evidence.evidence().runs)
 SIZES = {"float32": (100, 200, 300), "auto": (50, 100, 150)}
 
 
@@ -763,11 +754,11 @@ def test_settings_name_what_decides_and_no_more():
     gpu = Device("gpu", "Made Up Card", memory_bytes=16 * 2**30, partition=True)
     cpu = Device("cpu", "Processor", features=("avx2", "avx512_bf16", "sse"))
     context = replace(made_evidence.CONTEXT, devices=(cpu, gpu), tf32=True)
-    found = facts.setting_rows(made_evidence.evidence(context=context))
+    found = tables.setting_rows(made_evidence.evidence(context=context))
     assert ("Device", "Processor (CPU, avx512_bf16)") in found
     assert ("Device", "Made Up Card (GPU, 16.0 GiB, a slice of it (MIG))") in found
     assert ("TF32", "on") in found
-    without = dict(facts.setting_rows(made_evidence.evidence()))
+    without = dict(tables.setting_rows(made_evidence.evidence()))
     assert "TF32" not in without and "Driver" not in without
 
 
@@ -778,11 +769,11 @@ def test_too_many_seeds_are_no_advice():
 
 def test_layers_differ_where_dtypes_do():
     evidence = made_evidence.evidence()
-    assert facts.layer_policies(evidence) == ("float32", "auto")
+    assert tables.layer_policies(evidence) == ("float32", "auto")
     first, second = made_evidence.LAYERS
     layers = replace(first, compute_dtype="float32"), second
     half = replace(made_evidence.run("float32", 0), layers=layers)
-    first, second = facts.layer_rows(made_evidence.evidence(replaced=(half,)))
+    first, second = tables.layer_rows(made_evidence.evidence(replaced=(half,)))
     assert first.dtypes == ("float32", "bfloat16, weights float32")
     assert (first.differs, second.differs, second.path) == (True, False, "head <b>")
 

@@ -109,8 +109,8 @@ def test_an_input_that_feeds_all_replicas_has_to_be_as_fast():
 
 
 def test_advice_on_the_wire_speaks_of_half_precision_where_it_is_not_used():
-    facts = {"half": False, "asked half": False, "workers": True}
-    first, *_ = judgement.advise("communication", point(HALF), one(), facts)
+    facts = {"is_half": False, "has_workers": True}
+    first, *_ = judgement.advise("communication", point(HALF), one(), **facts)
     assert "each replica sends 1000 bytes a step" in first
     assert first.endswith("and a policy of half precision.")
 

@@ -7,8 +7,8 @@ import pytest
 from benchmarks import equal_policies as EQUALS
 from benchmarks import verdict_rates as RATES
 from tfamp.comparison.judgement import are_same
+from tfamp.trials.child import layers_of
 from tfamp.trials.intervals import rate_of
-from tfamp.trials.run.child import layers_of
 from tfamp.trials.run_records import Run
 from tfamp.trials.variant import Variant, in_force
 

@@ -18,16 +18,17 @@ rejective multiple test procedures, Statistics in Medicine 28, 2009.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 
-from tfamp.comparison import measures
-from tfamp.comparison.exported_models import ExportedModel
+from tfamp.comparison import figures
+from tfamp.comparison.exports import ExportedModel
+from tfamp.comparison.figures import measures_of
 from tfamp.comparison.judgement import are_same
-from tfamp.comparison.measures import measures_of
-from tfamp.comparison.tuned_plans import TunedPlan
 from tfamp.comparison.verdict import Answer, Verdict
+from tfamp.dtypes import planned_layers
+from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.trials.intervals import (
@@ -40,11 +41,29 @@ from tfamp.trials.intervals import (
     interval_of_ratios,
 )
 from tfamp.trials.run_records import Context, OperationTime, Run
-from tfamp.trials.variant import short_names
+from tfamp.trials.variant import Variant, short_names
 
 # The metric beside it has no ratio.
 PRIMARY = "examples_per_second"
 _REST_RATE = ERROR_RATE / 2
+# What a reader of the evidence goes by; a file of another version may have less.
+_NEEDED = ("reason", "tolerance", "metric", "layers", "evaluations", "seconds")
+
+
+@dataclasses.dataclass(frozen=True)
+class TunedPlan(Record):
+    """A plan that `tfamp.tune` made: what computes in float32, and how it was found.
+
+    Args:
+        policy: The policy of layers that nothing else decides.
+        float32: Paths of the layers and operations that compute in float32.
+        tuning: `PrecisionPlan.evidence["tuning"]`: the errors and savings of the
+            layers, the evaluations of the search, what it cost.
+    """
+
+    policy: str
+    float32: tuple[str, ...]
+    tuning: dict[str, Any] = dataclasses.field(hash=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -163,11 +182,11 @@ class Evidence(Record):
         Raises:
             ValueError: The measure or the policy is unknown.
         """
-        found = measures.find(measure, self.runs)
+        found = figures.find(measure, self.runs)
         return interval_of_ratios(self.ratios(found, policy, reference))
 
     def ratios(
-        self, measure: measures.Measure, policy: str, reference: str | None = None
+        self, measure: figures.Measure, policy: str, reference: str | None = None
     ) -> list[float]:
         """Returns that ratio for each pair of runs that has both values."""
         ratios = []
@@ -176,6 +195,28 @@ class Evidence(Record):
             if first and second:
                 ratios.append(second / first)
         return ratios
+
+
+def tuned_plans(policies: Sequence[str]) -> dict[str, TunedPlan]:
+    """Returns those of some policies that are files of plans by `tfamp.tune`.
+
+    Args:
+        policies: Words as `Variant.parse` reads them.
+
+    Raises:
+        ValueError: A file holds no plan that can be read.
+    """
+    found = {}
+    for policy in policies:
+        variant = Variant.parse(policy)
+        if not variant.is_plan:
+            continue
+        plan = PrecisionPlan.from_json(variant.policy)
+        tuning = plan.evidence.get("tuning")
+        if isinstance(tuning, dict) and all(name in tuning for name in _NEEDED):
+            float32 = planned_layers.in_float32(plan.rows, plan.operations)
+            found[policy] = TunedPlan(plan.policy, float32, tuning)
+    return found
 
 
 def effects_of(evidence: Evidence) -> dict[tuple[str, str], Effect]:

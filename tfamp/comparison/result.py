@@ -6,8 +6,8 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from tfamp.comparison.evidence import Evidence
-from tfamp.comparison.exported_models import ExportedModel
+from tfamp.comparison.evidence import Evidence, TunedPlan
+from tfamp.comparison.exports import ExportedModel
 from tfamp.comparison.judgement import (
     Better,
     choose_metric,
@@ -18,11 +18,10 @@ from tfamp.comparison.judgement import (
 )
 from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
-from tfamp.comparison.tuned_plans import TunedPlan
 from tfamp.trials.intervals import rate_of
-from tfamp.trials.job import Job
-from tfamp.trials.run.step_profiles import side_by_side
 from tfamp.trials.run_records import Context, Run
+from tfamp.trials.step_profiles import side_by_side
+from tfamp.trials.storage import Job
 from tfamp.trials.variant import Variant
 
 PerExample = Callable[[Sequence[tuple[Run, Run]], str], np.ndarray | None]

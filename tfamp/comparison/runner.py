@@ -4,11 +4,12 @@ import dataclasses
 import functools
 import os
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
-from tfamp.comparison import exporting
+from tfamp.comparison.evidence import tuned_plans
+from tfamp.comparison.exports import STOPPED, checked_exports, exported
 from tfamp.comparison.judgement import (
     Better,
     choose_metric,
@@ -16,15 +17,19 @@ from tfamp.comparison.judgement import (
     direction,
 )
 from tfamp.comparison.result import Comparison, conclude, load_note
-from tfamp.comparison.tuned_plans import tuned_plans
 from tfamp.memory.batch_search import processes as batch_search
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.progress import progress
-from tfamp.trials import parcel, processes, storage, turns
-from tfamp.trials.job import Job, checked_policies, checked_seeds, fingerprint
-from tfamp.trials.run import example_metrics, step_profiles
+from tfamp.trials import example_metrics, parcel, processes, step_profiles, storage
 from tfamp.trials.run_records import Run
+from tfamp.trials.storage import (
+    Job,
+    checked_policies,
+    checked_seeds,
+    file_name,
+    fingerprint,
+)
 from tfamp.trials.variant import short_names
 
 
@@ -156,7 +161,7 @@ def compare(
         source="" if isinstance(build_model, str) else fingerprint(build_model),
         command=command,
     )
-    exports = exporting.checked_exports(exports)
+    exports = checked_exports(exports)
     plans = tuned_plans(job.policies)
     tolerance = checks.positive("tolerance", tolerance)
     if better is not None:
@@ -199,13 +204,13 @@ def compare(
             notes=(*notes, *busy),
             profiles=_profiles(folder, job),
             plans=plans,
-            exports=exporting.exported(
+            exports=exported(
                 folder, job, reference, runs, exports, tolerance=tolerance
             ),
             look=storage.look(folder, runs, choose_metric(runs, metric)),
             examples=functools.partial(example_metrics.differences, folder),
         )
-        was_stopped |= any(e.error == exporting.STOPPED for e in comparison.exports)
+        was_stopped |= any(each.error == STOPPED for each in comparison.exports)
         storage.end(folder, is_complete=not was_stopped)
     return comparison
 
@@ -221,19 +226,18 @@ def _run_all(
 ) -> tuple[list[Run], bool]:
     """Runs what is missing; returns all runs and whether Ctrl-C ended it."""
     runs = {(run.policy, run.seed): run for run in kept}
+    parts: dict[tuple[str, int], float] = {}
     total, names = len(job.order()), short_names(job.policies)
     for run in kept[:1]:
         check(run)
 
-    def has_room(waiting: Sequence[processes.RunProcess]) -> bool:
-        return turns.memory_has_room([process.pid for process in waiting])
-
     def add(run: Run) -> None:
         if not run.is_finished and not runs:
+            log = folder / f"{file_name(run.policy, run.seed)}.log"
             raise RuntimeError(
                 f"The first run, {run.policy!r} with seed {run.seed}, failed: "
                 f"{run.error}. Expected it to train; mend what its log ends with:\n"
-                f"{processes.tail(storage.log_of(folder, run))}"
+                f"{processes.tail(log)}"
             )
         if job.max_memory_bytes and seed == job.seeds[0] and run.is_finished:
             run = _with_largest_batch(folder, run, job.max_memory_bytes)
@@ -246,6 +250,13 @@ def _run_all(
     try:
         unit = f"of {total} runs"
         with progress("Starting", total, unit=unit, decimals=1) as show:
+
+            def tell(process: processes.RunProcess) -> None:
+                parts[process.policy, process.seed] = process.part_done
+                under_way = sum(part for key, part in parts.items() if key not in runs)
+                name = f"{names[process.policy]}, seed {process.seed}"
+                show(len(runs) + under_way, name)
+
             for seed in job.seeds:
                 policies = [
                     p for p, s in job.order() if s == seed and (p, s) not in runs
@@ -254,19 +265,16 @@ def _run_all(
                 for policy in hopeless:
                     why = "left out, since the first run under this policy failed"
                     add(Run(policy, seed, status="failed", error=why))
-                parts: dict[str, float] = {}
                 started = [
                     processes.RunProcess(
-                        folder,
-                        policy,
-                        seed,
+                        *(folder, policy, seed),
                         timeout_seconds=timeout_seconds,
-                        on_progress=functools.partial(_show, show, names, runs, parts),
+                        on_progress=tell,
                     )
                     for policy in policies
                     if policy not in hopeless
                 ]
-                for process in turns.in_turns(started, has_room=has_room):
+                for process in processes.in_turns(started):
                     add(process.result())
     except KeyboardInterrupt:
         if not _has_pair(list(runs.values()), job):
@@ -292,7 +300,7 @@ def _with_largest_batch(folder: Path, run: Run, max_memory_bytes: int) -> Run:
         run = dataclasses.replace(run, notes=(*run.notes, str(error)))
     else:
         run = dataclasses.replace(run, largest_batch=found)
-    run.to_json(storage.record_of(folder, run))
+    run.to_json(folder / f"{file_name(run.policy, run.seed)}.json")
     return run
 
 
@@ -301,22 +309,6 @@ def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> Non
     found = choose_metric([run], metric)
     if better is None:
         direction(found)
-
-
-def _show(
-    show: Callable[[float, str], None],
-    names: Mapping[str, str],
-    runs: Mapping[tuple[str, int], Run],
-    parts: dict[str, float],
-    process: processes.RunProcess,
-) -> None:
-    """Shows how far the comparison is: what has ended, and parts of the rest."""
-    parts[process.policy] = process.part_done
-    under_way = sum(
-        part for policy, part in parts.items() if (policy, process.seed) not in runs
-    )
-    name = names[process.policy]
-    show(len(runs) + under_way, f"{name}, seed {process.seed}")
 
 
 def _profiles(folder: Path, job: Job) -> dict[str, dict[str, float]]:

@@ -12,8 +12,8 @@ import numpy as np
 from tfamp.loss_scale.counted_steps import StepReader
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import units
+from tfamp.trials.processes import Line
 from tfamp.trials.run_records import MAX_POINTS
-from tfamp.trials.turns import Line
 
 # Of short trainings the first part warms up: caches, threads, clock rates.
 _WARMUP_PART = 0.1

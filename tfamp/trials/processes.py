@@ -1,26 +1,36 @@
-"""The process of a run, seen from outside: starts it, lets it go on, says why it ended.
+"""Fresh processes of tfamp: started, told to go on in turns, and why they ended.
 
-Its standard input gets an answer each time it may go on; a pipe brings what it tells.
+Turns last about a second, so that what slows the machine down slows all policies alike.
+A process that has had its turn says so through a pipe and waits; its standard input
+gets an answer when it may go on.
 """
 
+import collections
 import contextlib
+import ctypes
 import os
 import select
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
-from tfamp.trials import turns
-from tfamp.trials.job import file_name
+from tfamp.records import checks
 from tfamp.trials.run_records import Run
+from tfamp.trials.storage import file_name
 
-_CHILD = "tfamp.trials.run.child"
+_CHILD = "tfamp.trials.child"
+_TURN, _MEETING = "turn", "meet"
 _POLL_SECONDS = 0.2
 _GRACE_SECONDS = 5
 _TAIL_LINES = 15
+# What is free has to hold so many times the largest process that waits.
+_ROOM = 1.5
+# Of Linux's prctl: the signal that a process gets when its parent ends.
+_PR_SET_PDEATHSIG = 1
 _NOTHING: Mapping[str, str | None] = {}
 _SIGNALS = {
     "SIGKILL": "the system killed it, most often for want of memory",
@@ -36,8 +46,8 @@ _SIGNALS = {
 class RunProcess:
     """Trains once in a fresh process, for at most `timeout_seconds` without its waits.
 
-    `takes_turns` has it wait after about a second of training each; `part_done` of its
-    training is done, and it `has_met` others while it waits for them to come as far.
+    It waits after about a second of training each; `part_done` of its training is done,
+    and it `has_met` others while it waits for them to come as far.
     """
 
     def __init__(
@@ -46,15 +56,13 @@ class RunProcess:
         policy: str,
         seed: int,
         *,
-        takes_turns: bool = True,
         timeout_seconds: float | None = None,
         on_progress: Callable[["RunProcess"], None] = lambda process: None,
     ) -> None:
         self.policy, self.seed = policy, seed
         self._on_progress = on_progress
         self.part_done, self.has_met = 0.0, False
-        self._folder, self._takes_turns = folder, takes_turns
-        self._timeout, self._used = timeout_seconds, 0.0
+        self._folder, self._timeout, self._used = folder, timeout_seconds, 0.0
         self._process: subprocess.Popen[bytes] | None = None
         self._reading = -1
         self._is_late = False
@@ -65,7 +73,7 @@ class RunProcess:
         return None if self._process is None else self._process.pid
 
     def go_on(self) -> bool:
-        """Starts it, or lets it go on, until it has had its turn or has ended."""
+        """Starts it or lets it go on, until its turn is over (True) or it has ended."""
         if self._process is None:
             self._start()
         else:
@@ -97,13 +105,9 @@ class RunProcess:
     def _start(self) -> None:
         name = file_name(self.policy, self.seed)
         (self._folder / f"{name}.json").unlink(missing_ok=True)
-        self._reading, writing = os.pipe()
-        words = [str(self._folder), self.policy, str(self.seed), str(writing)]
-        if self._takes_turns:
-            words.append("in_turns")
+        words = [str(self._folder), self.policy, str(self.seed)]
         log = self._folder / f"{name}.log"
-        self._process = start(_CHILD, words, log, pass_fds=(writing,))
-        os.close(writing)
+        self._process, self._reading = start_with_pipe(_CHILD, words, log)
 
     def _answer(self) -> None:
         stream = self._process.stdin if self._process is not None else None
@@ -114,9 +118,6 @@ class RunProcess:
                 stream.flush()
 
     def _follow(self, began: float) -> bool:
-        def set_part(part: float) -> None:
-            self.part_done = part
-
         waits_for: set[str] = set()
         while True:
             ready, _, _ = select.select([self._reading], [], [], _POLL_SECONDS)
@@ -127,10 +128,14 @@ class RunProcess:
                         self._process.wait()
                     self._close()
                     return False
-                waits_for |= turns.read(words.decode(), set_part)
+                for word in words.decode().split():
+                    if word in (_TURN, _MEETING):
+                        waits_for.add(word)
+                    else:
+                        self.part_done = float(word)
             self._on_progress(self)
-            if turns.TURN in waits_for:
-                self.has_met = turns.MEETING in waits_for
+            if _TURN in waits_for:
+                self.has_met = _MEETING in waits_for
                 # Its input pipeline would go on filling its buffers otherwise, from
                 # which it would train too fast when it has its turn.
                 self._signal("SIGSTOP")
@@ -155,9 +160,107 @@ class RunProcess:
             close_input(self._process)
 
 
+def in_turns(players: Iterable[RunProcess]) -> Iterator[RunProcess]:
+    """Yields processes as they end; those that wait go on in a circle.
+
+    The next one starts as soon as those before it wait and there is room for it; where
+    there is none, it starts when they have ended. Who waits for the others stands back
+    until all of those that have begun do.
+    """
+    pending = collections.deque(players)
+    waiting: collections.deque[RunProcess] = collections.deque()
+    try:
+        while pending or waiting:
+            can_start = pending and (not waiting or memory_has_room(waiting))
+            player = pending.popleft() if can_start else _next(waiting)
+            waiting.append(player)  # so that it is ended if it is interrupted
+            if not player.go_on():
+                waiting.remove(player)
+                yield player
+    finally:
+        for player in waiting:
+            player.end()
+
+
+def _next(waiting: collections.deque[RunProcess]) -> RunProcess:
+    """Returns the process that has waited longest and does not wait for others."""
+    if all(player.has_met for player in waiting):
+        for player in waiting:
+            player.has_met = False
+    while waiting[0].has_met:
+        waiting.rotate(-1)
+    return waiting.popleft()
+
+
+def memory_has_room(waiting: Iterable[RunProcess]) -> bool:
+    """Whether memory has room for one more process like those that wait."""
+    psutil = checks.require("psutil", extra="report", purpose="`tfamp.compare`")
+    sizes = [0]
+    for process in waiting:
+        with contextlib.suppress(psutil.Error):  # it has just ended
+            sizes.append(psutil.Process(process.pid).memory_info().rss)
+    free = psutil.virtual_memory().available
+    return bool(free >= _ROOM * max(sizes))
+
+
+class Line:
+    """The other end of a run's pipe: tells how far it is and waits for its turn.
+
+    It writes to a file descriptor, None for nothing; where `answers` end, so does this
+    process.
+    """
+
+    def __init__(
+        self,
+        descriptor: int | None = None,
+        answers: IO[str] | None = None,
+        *,
+        takes_turns: bool = False,
+    ) -> None:
+        self._descriptor = descriptor
+        self._answers: IO[str] = answers or sys.stdin
+        self.takes_turns = takes_turns and descriptor is not None
+
+    def tell(self, part: float) -> None:
+        """Tells which part of the training is done, in [0, 1]."""
+        self._write(f"{part:.4f}")
+
+    def wait_for_turn(self) -> None:
+        """Lets the others have theirs, and returns when it is this run's again.
+
+        A SystemExit where the process that started this one is gone.
+        """
+        if not self.takes_turns:
+            return
+        self._write(_TURN)
+        if not self._answers.readline():
+            raise SystemExit("The comparison that this run belongs to has ended.")
+
+    def wait_for_others(self) -> None:
+        """Waits until the others have come as far, as for the timing of latencies."""
+        if self.takes_turns:
+            self._write(_MEETING)
+            self.wait_for_turn()
+
+    def _write(self, word: str) -> None:
+        if self._descriptor is not None:
+            os.write(self._descriptor, f"{word}\n".encode())
+
+
+def end_with_parent() -> None:
+    """Ends this process with the one that started it, where it is stopped as well.
+
+    A process that waits for its turn is stopped, so it cannot see its parent go. Other
+    systems than Linux have no such request, and there nothing is stopped.
+    """
+    if sys.platform == "linux":
+        library = ctypes.CDLL(None, use_errno=True)
+        library.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def start(
     module: str,
-    arguments: list[str],
+    arguments: Sequence[str],
     log: Path,
     *,
     pass_fds: tuple[int, ...] = (),
@@ -165,9 +268,12 @@ def start(
 ) -> subprocess.Popen[bytes]:
     """Starts a module of tfamp in a fresh process, which prints into a log.
 
-    `variables` are set in its environment besides, and left out where they are None.
+    It finds the same modules as this process. `variables` are set in its environment
+    besides, and left out where they are None.
     """
-    environ = {**environment(), **variables}
+    paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
+    environ = {**quiet, **os.environ, "PYTHONPATH": paths, **variables}
     with open(log, "wb") as output:
         return subprocess.Popen(
             command(module, arguments),
@@ -181,6 +287,28 @@ def start(
         )
 
 
+def start_with_pipe(
+    module: str,
+    arguments: Sequence[str],
+    log: Path,
+    *,
+    variables: Mapping[str, str | None] = _NOTHING,
+) -> tuple[subprocess.Popen[bytes], int]:
+    """Starts a module as `start` does, with the end of a pipe as its last argument.
+
+    Returns the process and the descriptor to read what it tells.
+    """
+    reading, writing = os.pipe()
+    words, ends = [*arguments, str(writing)], (writing,)
+    try:
+        return start(module, words, log, pass_fds=ends, variables=variables), reading
+    except BaseException:
+        os.close(reading)
+        raise
+    finally:
+        os.close(writing)
+
+
 def close_input(process: subprocess.Popen[bytes]) -> None:
     """Closes the standard input of a process that may have ended."""
     if process.stdin is not None:
@@ -188,17 +316,9 @@ def close_input(process: subprocess.Popen[bytes]) -> None:
             process.stdin.close()
 
 
-def command(module: str, arguments: list[str]) -> list[str]:
+def command(module: str, arguments: Sequence[str]) -> list[str]:
     """Returns the command that runs a module of tfamp with this interpreter."""
     return [sys.executable, "-m", module, *arguments]
-
-
-def environment() -> dict[str, str]:
-    """Returns the variables of a run's process, which finds the same modules."""
-    paths = [path or os.getcwd() for path in sys.path]
-    found = dict(os.environ, PYTHONPATH=os.pathsep.join(paths))
-    found.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    return found
 
 
 def end(process: subprocess.Popen[bytes]) -> int:

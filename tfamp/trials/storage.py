@@ -1,8 +1,9 @@
-"""The folder of a comparison: what is kept, taken up again, and thrown away."""
+"""The settings of a comparison and its folder: what is kept, taken up, thrown away."""
 
 import contextlib
 import dataclasses
 import hashlib
+import inspect
 import os
 import re
 import tempfile
@@ -13,13 +14,141 @@ from typing import Any
 import numpy as np
 
 from tfamp.plan import PrecisionPlan
+from tfamp.records import checks
 from tfamp.records.record import Record
 from tfamp.trials import parcel
-from tfamp.trials.job import FILE, Job, file_name
 from tfamp.trials.run_records import Context, Run
+from tfamp.trials.variant import Variant
 
 CONTEXT_FILE = "context.json"
 _LOOKS_FILE = "looks.json"
+
+
+@dataclasses.dataclass(frozen=True)
+class Job(Record):
+    """The settings of a comparison.
+
+    Args:
+        title: What is trained.
+        policies: What is compared, as `Variant` reads them.
+        seeds: One run for each, under each policy.
+        epochs: Passes over the training data.
+        batch_size: For arrays; None takes Keras's 32. Datasets have their own.
+        latency_batch_sizes: Examples in the timed calls of the trained model.
+        profile_steps: Training steps to profile at the end; 0 for none.
+        max_memory_bytes: What a process may hold in the search for the largest batch;
+            None leaves that search out.
+        keeps_models: Whether the trained models of the first seed stay until the end.
+        source: Fingerprint of the file that the model is built by, "" if unknown.
+        command: How to repeat it from a shell, "" if it was called from Python.
+    """
+
+    title: str
+    policies: tuple[str, ...]
+    seeds: tuple[int, ...]
+    epochs: int
+    batch_size: int | None = None
+    latency_batch_sizes: tuple[int, ...] = (1, 8, 32)
+    profile_steps: int = 0
+    max_memory_bytes: int | None = None
+    keeps_models: bool = False
+    source: str = ""
+    command: str = ""
+
+    def order(self) -> tuple[tuple[str, int], ...]:
+        """Returns policies and seeds in the order they are run.
+
+        All policies of a seed follow one another, so that a machine that gets slower
+        slows them alike, and each goes first in its turn.
+
+        Example:
+            >>> Job("", ("a", "b"), (0, 1), 1).order()
+            (('a', 0), ('b', 0), ('b', 1), ('a', 1))
+        """
+        count = len(self.policies)
+        return tuple(
+            (self.policies[(turn + place) % count], seed)
+            for turn, seed in enumerate(self.seeds)
+            for place in range(count)
+        )
+
+    def differences(self, other: "Job") -> tuple[str, ...]:
+        """Returns the settings that make runs of another job no runs of this one.
+
+        Policies and seeds may be others: their runs stand for themselves, whether
+        their models are there or not.
+        """
+        free = ("policies", "seeds", "command", "title", "keeps_models")
+        return tuple(
+            field.name
+            for field in dataclasses.fields(self)
+            if field.name not in free
+            and getattr(self, field.name) != getattr(other, field.name)
+        )
+
+
+def file_name(policy: str, seed: int) -> str:
+    """Returns what a run's files are called, without their ending.
+
+    Example:
+        >>> file_name("keras:float32+xla", 3)
+        'keras-float32+xla_seed3'
+        >>> file_name("runs/plan.json", 0)
+        'runs-plan.json_seed0'
+    """
+    word = re.sub(r"[:/\\]", "-", str(Variant.parse(policy)))
+    return f"{word}_seed{seed}"
+
+
+def fingerprint(function: Any) -> str:
+    """Returns a digest of the file that a function stands in, "" where there is none.
+
+    Notebooks and prompts have no file, so there the function's own text is taken.
+    """
+    function = inspect.unwrap(function)
+    text = b""
+    with contextlib.suppress(OSError, TypeError):
+        text = Path(inspect.getsourcefile(function) or "").read_bytes()
+    if not text:
+        with contextlib.suppress(OSError, TypeError):
+            text = inspect.getsource(function).encode()
+    return hashlib.sha256(text).hexdigest()[:16] if text else ""
+
+
+def checked_policies(policies: Sequence[Any] | str) -> tuple[str, ...]:
+    """Returns at least two different policies as they are written in full.
+
+    Raises:
+        TypeError: They are no names.
+        ValueError: One is unknown, stands there twice, or there is one only.
+    """
+    given = [policies] if isinstance(policies, str) else list(policies)
+    found = tuple(str(Variant.named(policy)) for policy in given)
+    if len(found) < 2 or len(set(found)) < len(found):
+        raise ValueError(
+            f"`policies` is {tuple(given)!r}; expected at least two different ones to "
+            "compare. Pass for example ('float32', 'auto')."
+        )
+    return found
+
+
+def checked_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
+    """Returns the seeds: 0 to n-1 for a number n.
+
+    Raises:
+        TypeError: A seed is no whole number.
+        ValueError: There is none, one is below 0, or one stands there twice.
+    """
+    if isinstance(seeds, (list, tuple, range)):
+        found = tuple(checks.positive_int("seeds", s, minimum=0) for s in seeds)
+    else:
+        found = tuple(range(checks.positive_int("seeds", seeds)))
+    if not found or len(set(found)) < len(found):
+        raise ValueError(
+            f"`seeds` is {seeds!r}; expected a number of seeds, or different ones. "
+            "Pass for example 5."
+        )
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -94,14 +223,9 @@ def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
             "settings and source. Set them as they were, or begin in another folder."
         )
     job.to_json(path)
-    kept = []
-    for policy, seed in job.order():
-        record = folder / f"{file_name(policy, seed)}.json"
-        if record.is_file():
-            run = Run.from_json(record)
-            if run.is_finished:
-                kept.append(run)
-    return kept
+    records = (folder / f"{file_name(*each)}.json" for each in job.order())
+    runs = [Run.from_json(record) for record in records if record.is_file()]
+    return [run for run in runs if run.is_finished]
 
 
 def look(folder: Path, runs: Sequence[Run], metric: str) -> int:
@@ -119,29 +243,10 @@ def look(folder: Path, runs: Sequence[Run], metric: str) -> int:
     return looks.judged.index(seen) + 1
 
 
-def log_of(folder: Path, run: Run) -> Path:
-    """Returns the log of a run."""
-    return folder / f"{file_name(run.policy, run.seed)}.log"
-
-
-def record_of(folder: Path, run: Run) -> Path:
-    """Returns the record of a run."""
-    return folder / f"{file_name(run.policy, run.seed)}.json"
-
-
 def context(folder: Path) -> Context | None:
     """Returns where the runs were measured, None if no run got so far."""
     path = folder / CONTEXT_FILE
     return Context.from_json(path) if path.is_file() else None
-
-
-def add_drift(folder: Path, runs: Sequence[Run], reference: str) -> list[Run]:
-    """Returns the runs with the drift of their weights from the reference's.
-
-    A drift that was measured from another reference is measured anew where the weights
-    are still there, and left out where they are not. Records that change are written.
-    """
-    return [_with_drift(folder, run, reference) for run in runs]
 
 
 def drift(reference: Path, other: Path) -> float | None:
@@ -167,18 +272,26 @@ def drift(reference: Path, other: Path) -> float | None:
     return (apart / way) ** 0.5 if way > 0 else None
 
 
-def _with_drift(folder: Path, run: Run, reference: str) -> Run:
-    value = None
-    if run.is_finished and run.policy != reference:
-        if run.drift_from == reference:
-            return run
-        names = [file_name(policy, run.seed) for policy in (reference, run.policy)]
-        value = drift(*(folder / f"{name}.npz" for name in names))
-    measured_from = "" if value is None else reference
-    changed = dataclasses.replace(run, weights_drift=value, drift_from=measured_from)
-    if changed != run:
-        changed.to_json(record_of(folder, run))
-    return changed
+def add_drift(folder: Path, runs: Sequence[Run], reference: str) -> list[Run]:
+    """Returns the runs with the drift of their weights from the reference's.
+
+    A drift that was measured from another reference is measured anew where the weights
+    are still there, and left out where they are not. Records that change are written.
+    """
+    found = []
+    for run in runs:
+        value, origin = None, ""
+        if run.is_finished and run.policy != reference:
+            value, origin = run.weights_drift, run.drift_from
+            if origin != reference:
+                names = [file_name(each, run.seed) for each in (reference, run.policy)]
+                value = drift(*(folder / f"{name}.npz" for name in names))
+                origin = "" if value is None else reference
+        changed = dataclasses.replace(run, weights_drift=value, drift_from=origin)
+        if changed != run:
+            changed.to_json(folder / f"{file_name(run.policy, run.seed)}.json")
+        found.append(changed)
+    return found
 
 
 def model_of(folder: Path, policy: str, seed: int) -> Path:
@@ -198,3 +311,6 @@ def end(folder: Path, *, is_complete: bool) -> None:
     for path in (*folder.glob("*_seed*.npz"), *folder.glob("*_seed*.keras")):
         path.unlink()
     parcel.discard(folder)
+
+
+FILE = "job.json"

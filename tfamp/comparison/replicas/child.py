@@ -19,7 +19,8 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.comparison.replicas import first_steps
-from tfamp.comparison.replicas.job import MODES, Answer, ReplicaJob, size_of
+from tfamp.comparison.replicas.processes import Answer, ReplicaJob
+from tfamp.comparison.replicas.records import MODES, size_of
 from tfamp.comparison.replicas.steps import Step
 from tfamp.keras_hooks import structure, trainer
 from tfamp.machine import devices
@@ -29,9 +30,9 @@ from tfamp.stepping.arguments import build
 from tfamp.stepping.input_waits.measure import bottleneck
 from tfamp.stepping.snapshots.state import num_local_replicas
 from tfamp.stepping.unchanged import unchanged
-from tfamp.trials.job import Job
-from tfamp.trials.run import child
-from tfamp.trials.turns import end_with_parent
+from tfamp.trials import child
+from tfamp.trials.processes import end_with_parent
+from tfamp.trials.storage import Job
 
 
 def main(argv: Sequence[str]) -> int:

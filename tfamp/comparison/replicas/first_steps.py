@@ -14,7 +14,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfamp.comparison.replicas.job import state_file
+from tfamp.comparison.replicas.processes import state_file
 from tfamp.comparison.replicas.steps import Step
 from tfamp.keras_hooks import structure
 from tfamp.stepping.snapshots import names, state
@@ -41,17 +41,14 @@ def make(
 
     Layers that draw draw nothing, and statistics of a batch are those of the whole
     batch, as neither is meant to be equal. None for `steps` ends after two that were
-    applied. Afterwards the model is where it began.
-
-    Returns:
-        The steps, what a reader should know, and the layers that go on drawing.
+    applied. Afterwards the model is where it began. Returns how many steps there were,
+    what a reader should know, and the layers that go on drawing.
     """
     start = state_file(folder, 0)
     if replicas == 1:
         _keep(start, model)
     else:
-        with np.load(start) as kept:
-            _put_weights(model, dict(kept))
+        _put_weights(model, _kept(start))
     before = state.take(model)
     with _made_equal(model) as (notes, random):
         step = Step(model, parts, size)
@@ -71,21 +68,14 @@ def make(
 def distances(folder: Path, replicas: int) -> dict[str, float]:
     """Returns how far the ends of one device and of some replicas are apart.
 
-    Returns:
-        "weights" and "slots", where there are any: the distance as a part of the way
-        that one device went; infinite where only one of them moved.
+    That is, of "weights" and of "slots" where there are any, the distance as a part of
+    the way that one device went; infinite where only one of them moved.
     """
-    with (
-        np.load(state_file(folder, 0)) as first,
-        np.load(state_file(folder, 1)) as one,
-        np.load(state_file(folder, replicas)) as other,
-    ):
-        files = {"s": dict(first), "o": dict(one), "a": dict(other)}
+    states = [_kept(state_file(folder, number)) for number in (0, 1, replicas)]
+    one = states[1]
     groups: dict[str, list[str]] = {"weights": [], "slots": []}
-    shapes = {
-        array.shape for name, array in files["o"].items() if name.startswith("weights/")
-    }
-    for name, array in files["o"].items():
+    shapes = {each.shape for name, each in one.items() if name.startswith("weights/")}
+    for name, array in one.items():
         is_slot = name.startswith(f"{names.OPTIMIZER}/")
         if array.dtype.kind != "f" or (is_slot and array.shape not in shapes):
             continue  # counters, seeds
@@ -93,11 +83,7 @@ def distances(folder: Path, replicas: int) -> dict[str, float]:
             continue  # a rate, which has the shape of a weight that is a scalar
         groups["slots" if is_slot else "weights"].append(name)
     return {
-        group: apart(
-            {n: files["s"][n] for n in members},
-            {n: files["o"][n] for n in members},
-            {n: files["a"][n] for n in members},
-        )
+        group: apart(*({name: state[name] for name in members} for state in states))
         for group, members in groups.items()
         if members
     }
@@ -161,17 +147,14 @@ def _made_equal(model: keras.Model) -> Iterator[tuple[list[str], list[str]]]:
                 layer.synchronized = True
                 statistics.append(path)
             continue
-        found = [
-            name
-            for name in _DRAWING
-            if isinstance(getattr(layer, name, None), float) and getattr(layer, name)
-        ]
-        for name in found:
-            before.append((layer, name, getattr(layer, name)))
+        given = {n: getattr(layer, n) for n in _DRAWING if hasattr(layer, n)}
+        rates = {n: x for n, x in given.items() if isinstance(x, float) and x}
+        for name, rate in rates.items():
+            before.append((layer, name, rate))
             setattr(layer, name, 0.0)
-        if found:
+        if rates:
             drawing.append(path)
-        elif not any(hasattr(layer, name) for name in _DRAWING) and _draws(layer):
+        elif not given and _draws(layer):
             random.append(path)
     if statistics:
         notes.append(
@@ -214,6 +197,11 @@ def _put_weights(model: keras.Model, kept: Mapping[str, np.ndarray]) -> None:
         if array.shape == tuple(named.variable.shape) and array.dtype.kind == "f":
             for part in strategy.experimental_local_results(named.variable.value):
                 part.assign(array.astype(named.variable.dtype))
+
+
+def _kept(path: Path) -> dict[str, np.ndarray]:
+    with np.load(path) as arrays:
+        return dict(arrays)
 
 
 def _keep(path: Path, model: keras.Model) -> None:

@@ -7,7 +7,7 @@ cancel; intervals are those of the logarithms of these ratios.
 """
 
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple
 
 from tfamp.comparison.replicas.records import (
@@ -45,10 +45,8 @@ class Times(NamedTuple):
 def efficiency(times: Times, *, gain: float) -> Interval:
     """Returns the examples a second of replicas over those of as many single devices.
 
-    Args:
-        times: Of a number n of replicas.
-        gain: Seconds that a perfect step would take, in steps of one device: 1 where
-            each replica has its batch, 1 / n where they share one.
+    `gain` is what a perfect step would take, in steps of one device: 1 where each of n
+    replicas has its batch, 1 / n where they share one.
 
     Example:
         >>> times = Times([1.0, 1.0], [2.0, 2.0], [[1.0, 1.0]])
@@ -73,8 +71,7 @@ def communication_share(times: Times) -> Interval:
     kept = interval_of_ratios(
         [own / real for own, real in zip(slowest, times.real, strict=True)], _RATE
     )
-    shares = (1 - kept.estimate, 1 - kept.high, 1 - kept.low)
-    return Interval(*(max(0.0, share) for share in shares))
+    return _at_least_0(1 - kept.estimate, 1 - kept.high, 1 - kept.low)
 
 
 def slow_worker_share(times: Times) -> Interval | None:
@@ -98,7 +95,11 @@ def slow_worker_share(times: Times) -> Interval | None:
         )
     ]
     found = interval(shares, _RATE)
-    return Interval(*(max(0.0, x) for x in (found.estimate, found.low, found.high)))
+    return _at_least_0(found.estimate, found.low, found.high)
+
+
+def _at_least_0(*ends: float) -> Interval:
+    return Interval(*(max(0.0, end) for end in ends))
 
 
 def slowest_of(times: Times) -> int:
@@ -142,11 +143,8 @@ def judge(
 ) -> tuple[Verdict, str]:
     """Returns the verdict on the most replicas, and why.
 
-    Args:
-        point: Their weak scaling; None where nothing was timed.
-        equality: Of each number of replicas.
-        one: What one device says.
-        shares_devices: Whether efficiency says nothing.
+    `point` is their weak scaling, None where nothing was timed; `equality` that of
+    each number of replicas. Where they share devices, efficiency says nothing.
     """
     wrong = [each for each in equality if each.is_equal is False]
     if wrong or point is None:
@@ -163,23 +161,20 @@ def judge(
             "was measured."
         )
     found = _shares(point, one)
-    certain = {name: est for name, (est, low, _) in found.items() if low > MIN_SHARE}
+    certain = {n: each.estimate for n, each in found.items() if each.low > MIN_SHARE}
     if certain:
         name = max(certain, key=lambda each: certain[each])
         share = format_share(certain[name])
         return name, f"{share} of a step of {point.replicas} replicas {_GOES[name]}."
-    open_ = [name for name, (_, _, high) in found.items() if high > MIN_SHARE]
-    if open_:
-        bounds = join_words(
-            [
-                f"{_WORDS[name]} {format_share(found[name][1])} to "
-                f"{format_share(found[name][2])}"
-                for name in open_
-            ]
-        )
+    bounds = [
+        f"{_WORDS[name]} {format_share(each.low)} to {format_share(each.high)}"
+        for name, each in found.items()
+        if each.high > MIN_SHARE
+    ]
+    if bounds:
         return "unclear", (
             f"The noise allows shares of a step on both sides of "
-            f"{format_share(MIN_SHARE)}: {bounds}."
+            f"{format_share(MIN_SHARE)}: {join_words(bounds)}."
         )
     least = (
         "The reduction, the slowest worker and the input take less than "
@@ -200,16 +195,18 @@ def advise(
     verdict: Verdict,
     point: ScalingPoint | None,
     one: OneDevice,
-    notes: Mapping[str, bool],
+    *,
+    is_half: bool,
+    has_workers: bool,
 ) -> tuple[str, ...]:
     """Returns what to change, most promising first.
 
-    `notes` says of the model whether it is "half", what it computes in being half
-    precision, and what `kind` its replicas are: "workers" or not.
+    `is_half` says whether layers compute in half precision, `has_workers` whether each
+    replica is a process of its own.
     """
     found: list[str] = []
     if verdict == "not equal":
-        found += [
+        found = [
             "Call `tfamp.enable(policy=...)` before the model is built, or wrap the "
             "optimizer in `tfamp.LossScaleOptimizer`: stock Keras weights uneven parts "
             "of a batch wrongly.",
@@ -218,30 +215,30 @@ def advise(
         ]
     if verdict == "communication" and point is not None:
         size = "" if point.sent_bytes is None else format_bytes(point.sent_bytes)
-        found += [
+        found = [
             f"Send fewer bytes (each replica sends {size or 'all gradients'} a step): "
             "`tfamp.LossScaleOptimizer(..., reduce_dtype='auto')`"
-            + ("." if notes["half"] else ", and a policy of half precision."),
+            + ("." if is_half else ", and a policy of half precision."),
             "Give each replica a larger batch: the bytes stay, the work grows "
             "(`tfamp.find_batch_size` says what fits).",
             "Where memory is full, add up several batches before they are sent: "
             "`tfamp.LossScaleOptimizer(..., gradient_accumulation_steps=4)`.",
         ]
     if verdict == "slow worker":
-        found += [
+        found = [
             "Look for what else runs on the slowest worker, and for a GPU that is hot "
             "or shared: `tfamp.callbacks.DeviceStats` and `tfamp doctor` on each.",
             "Give all workers equal devices and equal parts: `Pipeline.shard('auto')`.",
         ]
     if verdict == "input":
-        found += [line for line in one.input.advice.splitlines() if line.strip()][:3]
+        found = [line for line in one.input.advice.splitlines() if line.strip()][:3]
         found.append(
             "Have each worker read its own part: `Pipeline.shard('auto')`."
-            if notes["workers"]
+            if has_workers
             else "One process feeds all replicas; with a process for each, and "
             "`Pipeline.shard('auto')`, each reads its part."
         )
-    if notes["asked half"] and one.half_share_of_flops < 0.5:
+    if is_half and one.half_share_of_flops < 0.5:
         found.append(
             f"Only {format_share(one.half_share_of_flops)} of the products are in half "
             "precision: `tfamp.prove` names the layers."
@@ -249,22 +246,16 @@ def advise(
     return tuple(found)
 
 
-def _shares(
-    point: ScalingPoint, one: OneDevice
-) -> dict[Verdict, tuple[float, float, float]]:
-    """Returns estimate, lower and upper end of what may hold a step up."""
-    found: dict[Verdict, tuple[float, float, float]] = {}
-    for name, each in (
-        ("communication", point.communication_share),
-        ("slow worker", point.slow_worker_share),
-    ):
-        if each is not None:
-            found[name] = (each.estimate, each.low, each.high)  # type: ignore[index]
+def _shares(point: ScalingPoint, one: OneDevice) -> dict[Verdict, Interval]:
+    """Returns what may hold a step up, as shares of it."""
+    found: dict[Verdict, Interval] = {"communication": point.communication_share}
+    if point.slow_worker_share is not None:
+        found["slow worker"] = point.slow_worker_share
     share = point.input_share
     is_own = share <= one.input.possible_gain
     low = one.input.gain_low if is_own else share
     high = max(share, one.input.gain_high) if is_own else share
-    found["input"] = (share, low, high)
+    found["input"] = Interval(share, low, high)
     return found
 
 

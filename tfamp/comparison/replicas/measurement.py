@@ -1,19 +1,24 @@
 """The stages of a measurement: one device, first steps, times, and what they say."""
 
+import dataclasses
 import math
 import statistics
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import tensorflow as tf
+
 from tfamp.comparison.replicas import first_steps, judgement
-from tfamp.comparison.replicas.arguments import check_batch, num_gpus
-from tfamp.comparison.replicas.job import MODES, Answer, Kind, Mode, size_of
 from tfamp.comparison.replicas.judgement import Times
-from tfamp.comparison.replicas.processes import Replicas
+from tfamp.comparison.replicas.processes import Answer, Replicas
 from tfamp.comparison.replicas.records import (
+    MODES,
     Equality,
+    Kind,
+    Mode,
     OneDevice,
     ScalingPoint,
+    size_of,
 )
 from tfamp.comparison.replicas.result import Scaling
 from tfamp.records.versions import installed_versions
@@ -24,6 +29,21 @@ _MIN_ROUNDS, _MAX_ROUNDS = 6, 30
 # A turn is long beside a clock, and short beside what drifts.
 _TURN_SECONDS, _MAX_STEPS_A_TURN = 0.2, 25
 _HALF = ("float16", "bfloat16")
+
+
+def num_gpus() -> int:
+    """Returns the GPUs of this machine that TensorFlow may use."""
+    # The physical ones: to list the logical ones would start them.
+    return len(tf.config.get_visible_devices("GPU"))
+
+
+def check_batch(batch_size: int, numbers: Sequence[int]) -> None:
+    """Raises unless there is an example for each replica."""
+    if batch_size < max(numbers):
+        raise ValueError(
+            f"A batch has {batch_size} examples, and `replicas` holds {max(numbers)}; "
+            "expected an example for each replica. Pass a larger `batch_size`."
+        )
 
 
 class Measurement:
@@ -124,7 +144,7 @@ class Measurement:
                 )
                 times[number, name].append([each["seconds"] for each in answers])
         alone = [own for (own,) in times[1, "strong"]]
-        one = _with_time(one, statistics.median(alone))
+        one = dataclasses.replace(one, step_seconds=statistics.median(alone))
         points = []
         for number in self._numbers[1:]:
             for mode in MODES:
@@ -159,16 +179,10 @@ class Measurement:
             default=None,
         )
         verdict, reason = judgement.judge(point, equality, one, shares_devices=shares)
-        is_half = any(name in _HALF for name in facts["compute_dtypes"])
         advice = judgement.advise(
-            verdict,
-            point,
-            one,
-            {
-                "half": is_half,
-                "asked half": is_half,
-                "workers": self._kind == "workers",
-            },
+            *(verdict, point, one),
+            is_half=any(name in _HALF for name in facts["compute_dtypes"]),
+            has_workers=self._kind == "workers",
         )
         if shares and points:
             notes.append(
@@ -241,7 +255,3 @@ def _point(
         reduced_bytes=reduced_bytes,
         sent_bytes=judgement.sent_bytes(reduced_bytes, number),
     )
-
-
-def _with_time(one: OneDevice, step_seconds: float) -> OneDevice:
-    return OneDevice(one.half_share_of_flops, one.causes, one.input, step_seconds)

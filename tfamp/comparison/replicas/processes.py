@@ -1,6 +1,7 @@
 """The processes of some replicas, seen from outside: started, asked, ended together."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import select
@@ -8,11 +9,12 @@ import subprocess
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any, ClassVar, NoReturn
 
-from tfamp.comparison.replicas.job import Answer, Kind, log_file
+from tfamp.comparison.replicas.records import Kind
 from tfamp.machine.clusters.reach import free_ports
 from tfamp.machine.clusters.record import Cluster
+from tfamp.records.record import Record
 from tfamp.trials import processes
 
 _CHILD = "tfamp.comparison.replicas.child"
@@ -20,6 +22,38 @@ _POLL_SECONDS, _PATIENCE_SECONDS = 0.2, 5.0
 _GPUS = "CUDA_VISIBLE_DEVICES"
 # What a launcher set for this process is not for those that it starts.
 _OF_LAUNCHERS = ("TF_CONFIG", "SM_HOSTS", "SM_CURRENT_HOST", "JOB_COMPLETION_INDEX")
+
+Answer = dict[str, Any]
+
+
+@dataclasses.dataclass(frozen=True)
+class ReplicaJob(Record):
+    """The settings of a measurement.
+
+    Args:
+        title: What is trained.
+        kind: What the replicas are: "logical CPUs" or "GPUs" of one process, or
+            "workers", a process each.
+        batch_size: Examples of a step on one device; None takes the data's.
+        seconds: For `bottleneck`.
+    """
+
+    FILE: ClassVar[str] = "replicas.json"
+
+    title: str
+    kind: Kind
+    batch_size: int | None = None
+    seconds: float = 10.0
+
+
+def state_file(folder: Path, replicas: int) -> Path:
+    """Returns where the state after the first steps of so many replicas is kept."""
+    return folder / f"state_{replicas}.npz"
+
+
+def log_file(folder: Path, replicas: int, index: int) -> Path:
+    """Returns where a process prints to."""
+    return folder / f"replicas_{replicas}_process_{index}.log"
 
 
 class Replicas:
@@ -50,7 +84,14 @@ class Replicas:
         count = number if kind == "workers" else 1
         try:
             for index, environment in enumerate(_environments(kind, count, folder)):
-                self._start(index, environment)
+                words = [str(folder), str(number), str(index)]
+                log = log_file(folder, number, index)
+                process, reader = processes.start_with_pipe(
+                    _CHILD, words, log, variables=environment
+                )
+                self._processes.append(process)
+                self._readers.append(reader)
+                self._lines.append(b"")
         except BaseException:
             self.end()
             raise
@@ -109,25 +150,6 @@ class Replicas:
         for reader in self._readers:
             os.close(reader)
         self._processes, self._readers = [], []
-
-    def _start(self, index: int, environment: dict[str, str | None]) -> None:
-        reading, writing = os.pipe()
-        self._readers.append(reading)
-        self._lines.append(b"")
-        words = [str(self._folder), str(self.number), str(index), str(writing)]
-        log = log_file(self._folder, self.number, index)
-        try:
-            self._processes.append(
-                processes.start(
-                    _CHILD,
-                    words,
-                    log,
-                    pass_fds=(writing,),
-                    variables=environment,
-                )
-            )
-        finally:
-            os.close(writing)
 
     def _fail(self, index: int, why: str) -> NoReturn:
         """Ends all and raises; where another one failed first, it tells of that."""

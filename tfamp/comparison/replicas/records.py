@@ -3,14 +3,28 @@
 import dataclasses
 from typing import Literal
 
-from tfamp.comparison.replicas.job import Kind, Mode
 from tfamp.records.record import Record
 from tfamp.stepping.input_waits.record import Bottleneck
 from tfamp.trials.intervals import Interval
 
+Kind = Literal["logical CPUs", "GPUs", "workers"]
+Mode = Literal["strong", "weak"]
+MODES: tuple[Mode, ...] = ("strong", "weak")
 Verdict = Literal[
     "scales", "communication", "input", "slow worker", "not equal", "unclear"
 ]
+
+
+def size_of(mode: Mode, batch_size: int, replicas: int) -> int:
+    """Returns the examples of a step of all replicas together.
+
+    Strong scaling divides the batch of one device, weak scaling gives each replica one.
+
+    Example:
+        >>> size_of("strong", 32, 4), size_of("weak", 32, 4)
+        (32, 128)
+    """
+    return batch_size * replicas if mode == "weak" else batch_size
 
 
 @dataclasses.dataclass(frozen=True)

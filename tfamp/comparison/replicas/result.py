@@ -1,11 +1,37 @@
-"""`Scaling`: what a measurement of replicas found, to be printed and written."""
+"""`Scaling`: what a measurement of replicas found, as a table and as a page."""
 
 import dataclasses
 import os
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tfamp.comparison.replicas.records import Findings
-from tfamp.comparison.replicas.text import table
+from tfamp.comparison.replicas.records import Findings, ScalingPoint
+from tfamp.comparison.report import bars, drawing
+from tfamp.comparison.report.bars import Group, Line
+from tfamp.comparison.report.drawing import Plot
+from tfamp.comparison.report.html import page_of
+from tfamp.comparison.report.sentences import Badge
+from tfamp.records import console
 from tfamp.records.record import TableRecord
+from tfamp.records.units import format_bytes, format_seconds, format_share
+from tfamp.trials.intervals import Interval
+
+_MISSING = "-"
+_BADGES = {
+    "scales": Badge("Scales", "good", "✓"),
+    "communication": Badge("Communication costs most", "open", "↔"),
+    "input": Badge("The input costs most", "open", "↓"),
+    "slow worker": Badge("A slow worker costs most", "open", "…"),
+    "not equal": Badge("Not equal to one device", "bad", "✕"),
+    "unclear": Badge("Unclear", "open", "?"),
+}
+_COLUMNS = (
+    *("Scaling", "Replicas", "Batch", "Step", "Efficiency", "Communication"),
+    *("Slowest", "Input", "Sent a step"),
+)
+# Where an interval is cut, as one without an end would leave room for nothing else.
+_MOST = 2.0
+_WEAK, _STRONG = drawing.COLOURS[1], drawing.COLOURS[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -19,7 +45,20 @@ class Scaling(Findings, TableRecord):
 
     def table(self) -> str:
         """Returns figures, verdict and advice as text of at most 110 columns."""
-        return table(self)
+        names = ("batch", "step", "efficiency", "communication", "slowest", "input")
+        right = dict.fromkeys(("n", *names, "sent"), console.RIGHT)
+        devices = ", ".join(dict.fromkeys(self.devices))
+        title = f"{self.model}, {self.policy}, on {self.kind} ({devices})"
+        columns = {"scaling": console.WHOLE, **right}
+        figures = console.table(columns, _rows(self), title=title)
+        return console.text_of(
+            figures if self.points else title,
+            f"Verdict: {self.verdict}. {self.reason}",
+            *(f"{i}. {line}" for i, line in enumerate(_advice_of(self), 1)),
+            _one_device(self),
+            *_equality_lines(self),
+            *(f"Note: {note}" for note in self.notes),
+        )
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns all of it as one HTML file, which loads nothing from elsewhere.
@@ -31,6 +70,157 @@ class Scaling(Findings, TableRecord):
             ImportError: jinja2 or matplotlib is missing; `pip install
                 'tfamp[report]'` brings both.
         """
-        from tfamp.comparison.replicas import html  # jinja2 is asked for in there
+        return page_of("scaling.html", _view(self), path)
 
-        return html.to_html(self, path)
+
+def _rows(found: Findings) -> list[tuple[str, ...]]:
+    """Returns a row for one device and for each point; none where nothing was timed."""
+    if not found.points:
+        return []
+    one = found.one_device
+    seconds = one.step_seconds
+    first = (
+        *("one device", "1", f"{found.batch_size:,}"),
+        _MISSING if seconds is None else format_seconds(seconds),
+        *("1.00", _MISSING, _MISSING, format_share(one.input.possible_gain), _MISSING),
+    )
+    return [first, *map(_row, (*found.of_mode("weak"), *found.of_mode("strong")))]
+
+
+def _row(point: ScalingPoint) -> tuple[str, ...]:
+    slow = point.slow_worker_share
+    return (
+        *(point.mode, str(point.replicas), f"{point.batch_size:,}"),
+        format_seconds(point.step_seconds),
+        f"{point.efficiency.estimate:.2f} "
+        f"[{point.efficiency.low:.2f}, {point.efficiency.high:.2f}]",
+        _share(point.communication_share),
+        _MISSING if slow is None else _share(slow),
+        format_share(point.input_share),
+        _MISSING if point.sent_bytes is None else format_bytes(point.sent_bytes),
+    )
+
+
+def _share(found: Interval) -> str:
+    """Returns a share in percent with its interval.
+
+    Example:
+        >>> _share(Interval(0.4, 0.35, 0.45))
+        '40 % [35, 45]'
+    """
+    return (
+        f"{100 * found.estimate:.0f} % [{100 * found.low:.0f}, {100 * found.high:.0f}]"
+    )
+
+
+def _advice_of(found: Findings) -> list[str]:
+    """Returns advice without numbers of its own."""
+    return [line.lstrip("0123456789. ") for line in found.advice]
+
+
+def _one_device(found: Findings) -> str:
+    one = found.one_device
+    return (
+        f"One device: {format_share(one.half_share_of_flops)} of the products in half "
+        f"precision; the input: {one.input.verdict}, {one.input.reason}."
+    )
+
+
+def _equality_lines(found: Findings) -> list[str]:
+    """Returns for each number of replicas whether its first steps are right."""
+    words = {True: "equal", False: "NOT equal", None: "not known to be equal"}
+    return [
+        f"First {each.num_steps} steps of {each.replicas} replicas: "
+        f"{words[each.is_equal]} to those of one device; "
+        + ", ".join(
+            f"{name} {distance:.1e} apart (rounding allows {each.tolerances[name]:.1e})"
+            for name, distance in each.distances.items()
+        )
+        + "."
+        for each in found.equality
+    ]
+
+
+def _view(found: Findings) -> dict[str, Any]:
+    """Returns what the template shows, under the names that it uses."""
+    lists = (
+        ("First steps", "equality", _equality_lines(found)),
+        ("One device", "one-device", [_one_device(found)]),
+        ("Notes", "notes", found.notes),
+    )
+    plots = (_efficiency_plot(found), _shares_plot(found))
+    return {
+        "title": f"{found.model}, {found.policy}, on {found.kind}",
+        "badge": _BADGES[found.verdict],
+        "sentence": found.reason,
+        "advice": _advice_of(found),
+        "tiles": () if found.judged is None else _tiles(found.judged),
+        "columns": _COLUMNS,
+        "rows": _rows(found),
+        "plots": [plot for plot in plots if plot is not None],
+        "lists": [each for each in lists if each[2]],
+        "settings": [
+            ("Devices", ", ".join(dict.fromkeys(found.devices))),
+            ("Batch", f"{found.batch_size:,} examples on one device"),
+            ("Turns", f"{found.rounds:,} of each step"),
+            *((name, version or "missing") for name, version in found.versions.items()),
+        ],
+    }
+
+
+def _tiles(point: ScalingPoint) -> list[tuple[str, str, str]]:
+    """Returns label, figure and remark of the figures that the verdict is about."""
+    of = f"{point.replicas} replicas, a batch each"
+    communication = format_share(point.communication_share.estimate)
+    last = ("Step", format_seconds(point.step_seconds), of)
+    if point.sent_bytes is not None:
+        sent = format_bytes(point.sent_bytes)
+        last = ("Sent", sent, "by each replica in a step, in a ring")
+    return [
+        ("Efficiency", f"{point.efficiency.estimate:.2f}", of),
+        ("Communication", communication, "of a step"),
+        ("Input", format_share(point.input_share), "of a step"),
+        last,
+    ]
+
+
+def _efficiency_plot(found: Findings) -> Plot | None:
+    groups: list[Group] = []
+    for mode, colour in (("weak", _WEAK), ("strong", _STRONG)):
+        points = found.of_mode(mode)  # type: ignore[arg-type]  # both are modes
+        each = {f"{point.replicas} replicas": point.efficiency for point in points}
+        groups.append((f"{mode.capitalize()} scaling", _lines(each, colour)))
+    lead = "1 is as many examples a second as that many devices alone; bar: interval."
+    return bars.plot_lines("efficiency", "Efficiency", lead, groups, "of one device")
+
+
+def _shares_plot(found: Findings) -> Plot | None:
+    groups: list[Group] = []
+    for point in found.of_mode("weak"):
+        shares = {
+            "communication": point.communication_share,
+            "slowest worker": point.slow_worker_share,
+            "input": Interval(*[point.input_share] * 3),
+        }
+        groups.append((f"{point.replicas} replicas", _lines(shares, _WEAK)))
+    lead = "Weak scaling; bar: interval. What computing hides is in none of them."
+    return bars.plot_lines("shares", "Where a step waits", lead, groups, "of a step")
+
+
+def _lines(found: Mapping[str, Interval | None], colour: str) -> list[Line]:
+    return [
+        Line(label, f"{each.estimate:.2f}", _drawn(each, colour))
+        for label, each in found.items()
+        if each is not None
+    ]
+
+
+def _drawn(found: Interval, colour: str) -> Callable[[Any, float], None]:
+    low, high = max(found.low, 0.0), min(found.high, _MOST)
+
+    def draw(axes: Any, y: float) -> None:
+        axes.barh(y, found.estimate, 3, color=colour, alpha=0.5)
+        axes.barh(y, max(high - low, 0.0), 12, left=low, color=colour, alpha=0.3)
+        axes.vlines(found.estimate, y - 8, y + 8, colors=colour, linewidths=2)
+
+    return draw

@@ -1,6 +1,7 @@
 """`scaling`: one device, then several replicas, each in fresh processes, in turns."""
 
 import contextlib
+import os
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -8,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.comparison.replicas.arguments import check_batch, checked_replicas, kind_of
-from tfamp.comparison.replicas.job import ReplicaJob
-from tfamp.comparison.replicas.measurement import Measurement
+from tfamp.comparison.replicas.measurement import Measurement, check_batch, num_gpus
+from tfamp.comparison.replicas.processes import ReplicaJob
+from tfamp.comparison.replicas.records import Kind
 from tfamp.comparison.replicas.result import Scaling
 from tfamp.memory.batch_search.finder import find_batch_size
 from tfamp.memory.batch_search.settings import Settings, batch_of
@@ -146,3 +147,45 @@ def _searched(
         f"({found.stopped_by})."
     )
     return found.batch_size
+
+
+def kind_of(workers: object) -> Kind:
+    """Returns what replicas are here, or raises unless `workers` is a boolean."""
+    if not isinstance(workers, bool):
+        raise TypeError(
+            f"`workers` is {workers!r}, of type {type(workers).__name__}; expected "
+            "True or False. Pass the numbers of workers as `replicas`."
+        )
+    if workers:
+        return "workers"
+    # One GPU makes no two replicas.
+    return "GPUs" if num_gpus() > 1 else "logical CPUs"
+
+
+def checked_replicas(replicas: object, kind: Kind) -> tuple[int, ...]:
+    """Returns the numbers of replicas, 1 first."""
+    given = list(replicas) if isinstance(replicas, (list, tuple, range)) else [replicas]
+    numbers = [checks.positive_int("replicas", each) for each in given]
+    if max(numbers, default=1) < 2:
+        raise ValueError(
+            f"`replicas` is {replicas!r}; expected at least one number above 1, to "
+            "hold against one device. Pass for example (1, 2)."
+        )
+    limit = num_gpus() if kind != "logical CPUs" else 0
+    if limit and max(numbers) > limit:
+        raise ValueError(
+            f"`replicas` holds {max(numbers)}, and this machine has {limit} GPUs; "
+            f"expected at most {limit}. Pass for example {(1, limit)!r}."
+        )
+    cores = os.cpu_count() or 1
+    if not limit and max(numbers) > _most_of(cores):
+        raise ValueError(
+            f"`replicas` holds {max(numbers)}, and this machine has {cores} cores; "
+            f"expected at most {_most_of(cores)}. Measure on more devices."
+        )
+    return tuple(sorted({1, *numbers}))
+
+
+def _most_of(cores: int) -> int:
+    """Returns the most replicas on some cores, which are slow but right."""
+    return max(4, 2 * cores)

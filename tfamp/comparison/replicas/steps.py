@@ -12,7 +12,7 @@ Relies on: them being looked up on `tf.distribute.ReplicaContext` and
 import contextlib
 import functools
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -20,8 +20,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import around_training
-from tfamp.keras_hooks.patches import replaced
-from tfamp.trials.run.inference import rows
+from tfamp.keras_hooks.patches import Patch, PatchSet, replaced
+from tfamp.trials.training import rows
 
 # The first steps allocate, and XLA compiles a second time for donated buffers.
 _WARM_STEPS = 2
@@ -32,12 +32,11 @@ class Payload:
 
     Attributes:
         num_bytes: Bytes of all tensors.
-        num_tensors: How many they are.
         is_known: Whether each had a shape; of gradients with gaps the rows differ.
     """
 
     def __init__(self) -> None:
-        self.num_bytes, self.num_tensors, self.is_known = 0, 0, True
+        self.num_bytes, self.is_known = 0, True
 
     def count(self, value: Any) -> None:
         """Adds the tensors of one call."""
@@ -45,82 +44,78 @@ class Payload:
             tensor = leaf.values if isinstance(leaf, tf.IndexedSlices) else leaf
             tensor = tf.convert_to_tensor(tensor)
             size = tensor.shape.num_elements()
-            self.num_tensors += 1
             self.is_known = self.is_known and size is not None
             self.num_bytes += (size or 0) * tensor.dtype.size
 
 
-@contextlib.contextmanager
-def counting(payload: Payload) -> Iterator[None]:
+def counting(payload: Payload) -> contextlib.AbstractContextManager[None]:
     """Counts what is traced to be added up inside the block, and has it added up."""
-    original = tf.distribute.ReplicaContext.all_reduce
 
-    @functools.wraps(original)
-    def all_reduce(
-        self: Any, reduce_op: Any, value: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        payload.count(value)
-        return original(self, reduce_op, value, *args, **kwargs)
+    def all_reduce(original: Any) -> Any:
+        @functools.wraps(original)
+        def counted(
+            self: Any, reduce_op: Any, value: Any, *args: Any, **how: Any
+        ) -> Any:
+            payload.count(value)
+            return original(self, reduce_op, value, *args, **how)
 
-    def all_gather(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
-        payload.count(value)
-        return gather(self, value, *args, **kwargs)
+        return counted
 
-    gather = tf.distribute.ReplicaContext.all_gather
-    context = tf.distribute.ReplicaContext
-    with (
-        _of_class(context, "all_reduce", all_reduce),
-        _of_class(context, "all_gather", all_gather),
-    ):
-        yield
+    def all_gather(original: Any) -> Any:
+        def counted(self: Any, value: Any, *args: Any, **how: Any) -> Any:
+            payload.count(value)
+            return original(self, value, *args, **how)
+
+        return counted
+
+    return _patched(
+        Patch(tf.distribute.ReplicaContext, "all_reduce", all_reduce),
+        Patch(tf.distribute.ReplicaContext, "all_gather", all_gather),
+    )
 
 
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
+def alone() -> contextlib.AbstractContextManager[None]:
     """Has each replica keep what it would hand to the others, inside the block."""
 
-    def all_reduce(
-        self: Any, reduce_op: Any, value: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def all_reduce(self: Any, reduce_op: Any, value: Any, *_: Any, **how: Any) -> Any:
         # As the sum is: another tensor than what was given.
         return tf.nest.map_structure(_same, value)
 
-    def all_gather(self: Any, value: Any, *args: Any, **kwargs: Any) -> Any:
+    def all_gather(self: Any, value: Any, *_: Any, **how: Any) -> Any:
         return tf.nest.map_structure(_same, value)
 
     def reduce(self: Any, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         part = tf.convert_to_tensor(self.experimental_local_results(value)[0])
         return part if axis is None else tf.reduce_mean(part, axis)
 
-    with (
-        _of_class(tf.distribute.ReplicaContext, "all_reduce", all_reduce),
-        _of_class(tf.distribute.ReplicaContext, "all_gather", all_gather),
-        _of_class(tf.distribute.Strategy, "reduce", reduce),
-    ):
+    return _patched(
+        Patch(tf.distribute.ReplicaContext, "all_reduce", lambda original: all_reduce),
+        Patch(tf.distribute.ReplicaContext, "all_gather", lambda original: all_gather),
+        Patch(tf.distribute.Strategy, "reduce", lambda original: reduce),
+    )
+
+
+@contextlib.contextmanager
+def _patched(*patches: Patch) -> Iterator[None]:
+    hooks = PatchSet(patches)
+    hooks.install()
+    try:
         yield
+    finally:
+        hooks.remove()
 
 
 class Step:
     """One training step on a batch in memory, as `fit` takes it, ready to be timed.
 
-    Args:
-        model: A compiled, built model.
-        parts: A batch.
-        size: Examples of all replicas together; rows are repeated to them.
-        reduces: Whether replicas add up what they have; else each goes on alone.
-        clock: Gives seconds.
+    Rows of the batch are repeated to the `size` of all replicas together. Where it
+    `reduces`, replicas add up what they have; else each goes on alone.
     """
 
     def __init__(
-        self,
-        model: keras.Model,
-        parts: Any,
-        size: int,
-        *,
-        reduces: bool = True,
-        clock: Callable[[], float] = time.perf_counter,
+        self, model: keras.Model, parts: Any, size: int, *, reduces: bool = True
     ) -> None:
-        self.payload, self._clock = Payload(), clock
+        self.payload = Payload()
         self._batch = divided(model, parts, size)
         with replaced(model, steps_per_execution=1):
             self._call = around_training.on_batch(model)
@@ -133,11 +128,11 @@ class Step:
 
     def run(self, num_steps: int) -> float:
         """Runs some steps, waits for the devices and returns their seconds."""
-        began = self._clock()
+        began = time.perf_counter()
         for _ in range(num_steps):
             logs = self._call(self._batch)
         _wait(logs)
-        return self._clock() - began
+        return time.perf_counter() - began
 
 
 def divided(model: keras.Model, parts: Any, size: int) -> Any:
@@ -166,17 +161,3 @@ def _same(leaf: Any) -> Any:
             tf.identity(leaf.values), tf.identity(leaf.indices), leaf.dense_shape
         )
     return tf.identity(leaf)
-
-
-@contextlib.contextmanager
-def _of_class(owner: type, name: str, value: Any) -> Iterator[None]:
-    """Replaces a method of a class inside the block; what was inherited is again."""
-    had, before = name in vars(owner), vars(owner).get(name)
-    setattr(owner, name, value)
-    try:
-        yield
-    finally:
-        if had:
-            setattr(owner, name, before)
-        else:
-            delattr(owner, name)

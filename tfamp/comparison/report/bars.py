@@ -9,11 +9,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence
-from tfamp.comparison.measures import memory_of
-from tfamp.comparison.report import drawing, figures, rows
+from tfamp.comparison.figures import Format, format_for, memory_of
+from tfamp.comparison.report import drawing, rows
 from tfamp.comparison.report.drawing import Look, Plot
-from tfamp.comparison.report.figures import Format, format_for
 from tfamp.records.units import join_words
 from tfamp.trials.intervals import Interval, interval_of_ratios
 from tfamp.trials.run_records import OperationTime, Run

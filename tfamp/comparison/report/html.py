@@ -8,21 +8,14 @@ import itertools
 import os
 from typing import Any
 
+from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence
-from tfamp.comparison.measures import measures_of
-from tfamp.comparison.report import (
-    bars,
-    curves,
-    drawing,
-    facts,
-    figures,
-    plans,
-    sentences,
-)
+from tfamp.comparison.figures import measures_of
+from tfamp.comparison.report import bars, curves, drawing, plans, sentences, tables
 from tfamp.comparison.report.drawing import Plot
-from tfamp.comparison.report.exports import export_rows, export_sentences
 from tfamp.comparison.report.plans import plan_plots, plan_sections
 from tfamp.comparison.report.rows import Cell, Row, rows
+from tfamp.comparison.report.tables import export_rows, export_sentences
 from tfamp.records import checks, files
 from tfamp.trials.intervals import ERROR_RATE
 
@@ -50,6 +43,13 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
     The file loads nothing, so it opens offline and from an e-mail; it follows the
     reader's choice of light or dark, fits a phone, and prints whole.
     """
+    return page_of("template.html", _view(evidence), path)
+
+
+def page_of(
+    template: str, view: dict[str, Any], path: str | os.PathLike[str] | None
+) -> str:
+    """Returns a template of this folder with what it shows, written to `path` too."""
     jinja2 = checks.require("jinja2", extra="report", purpose="`to_html`")
     environment = jinja2.Environment(
         autoescape=True,
@@ -57,8 +57,8 @@ def to_html(evidence: Evidence, path: str | os.PathLike[str] | None = None) -> s
         trim_blocks=True,
         lstrip_blocks=True,
     )
-    template = environment.from_string(resource("template.html"))
-    text: str = template.render(**_view(evidence))
+    page = environment.from_string(resource(template))
+    text: str = page.render(css=resource("style.css"), **view)
     if path is not None:
         files.write_text(path, text)
     return text
@@ -94,11 +94,10 @@ def _view(evidence: Evidence) -> dict[str, Any]:
     """Returns what the template shows, under the names that it uses."""
     top, found = sentences.best(evidence), rows(evidence)
     others = [policy for policy in evidence.candidates if policy != top]
-    looks, layered = drawing.looks(evidence), facts.layer_policies(evidence)
+    looks, layered = drawing.looks(evidence), tables.layer_policies(evidence)
     script = resource("report.js")
     return {
         "title": evidence.title,
-        "css": resource("style.css"),
         "script": script,
         # Only this very script runs, whatever name of a layer slips through.
         "script_hash": base64.b64encode(
@@ -108,7 +107,7 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         "sentence": sentences.verdict_sentence(evidence),
         "advice": "" if top is None else sentences.advice(evidence, top),
         "reference": sentences.reference_sentence(evidence),
-        "chosen": facts.chosen(evidence),
+        "chosen": tables.chosen(evidence),
         "failures": sentences.failures(evidence),
         "others": [
             {
@@ -132,12 +131,12 @@ def _view(evidence: Evidence) -> dict[str, Any]:
         "exports": [each.name for each in evidence.exports],
         "export_rows": export_rows(evidence),
         "export_sentences": export_sentences(evidence),
-        "layers": facts.layer_rows(evidence),
+        "layers": tables.layer_rows(evidence),
         "layer_looks": [look for look in looks if look.policy in layered],
-        "run_columns": facts.RUN_COLUMNS,
-        "runs": facts.run_rows(evidence),
+        "run_columns": tables.RUN_COLUMNS,
+        "runs": tables.run_rows(evidence),
         "metric": evidence.metric,
-        "settings": facts.setting_rows(evidence),
+        "settings": tables.setting_rows(evidence),
         "command": evidence.context.command if evidence.context else "",
         "notes": evidence.notes,
         "error_percent": f"{100 * ERROR_RATE:.0f}",

@@ -4,10 +4,10 @@ import dataclasses
 import math
 from typing import Any
 
-from tfamp.comparison.evidence import Evidence
-from tfamp.comparison.report import drawing, figures
+from tfamp.comparison import figures
+from tfamp.comparison.evidence import Evidence, TunedPlan
+from tfamp.comparison.report import drawing
 from tfamp.comparison.report.drawing import Plot
-from tfamp.comparison.tuned_plans import TunedPlan
 from tfamp.dtypes import plan_plot
 from tfamp.records.units import format_seconds, join_words
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
+from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence, effects_of
+from tfamp.comparison.figures import Measure, measures_of
 from tfamp.comparison.judgement import interval_of_differences
-from tfamp.comparison.measures import Measure, measures_of
-from tfamp.comparison.report import figures
 from tfamp.comparison.verdict import quality_effect
 from tfamp.trials.intervals import Effect, Interval
 from tfamp.trials.run_records import Run

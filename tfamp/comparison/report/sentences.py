@@ -7,9 +7,10 @@ from typing import Literal
 
 import numpy as np
 
+from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.judgement import are_same
-from tfamp.comparison.report import figures, rows
+from tfamp.comparison.report import rows
 from tfamp.records.units import join_words
 from tfamp.trials import storage
 from tfamp.trials.variant import Variant

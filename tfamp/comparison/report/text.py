@@ -5,9 +5,9 @@ import os
 import re
 from typing import Any
 
+from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence
-from tfamp.comparison.report import facts, figures, sentences
-from tfamp.comparison.report.exports import export_rows, export_sentences
+from tfamp.comparison.report import sentences, tables
 from tfamp.comparison.report.plans import (
     EVALUATION_COLUMNS,
     LAYER_COLUMNS,
@@ -15,6 +15,7 @@ from tfamp.comparison.report.plans import (
     plan_sections,
 )
 from tfamp.comparison.report.rows import Cell, Row, rows
+from tfamp.comparison.report.tables import export_rows, export_sentences
 from tfamp.records import console, files
 
 # Policies beside the reference that fit into the width; more get a table of their own.
@@ -271,7 +272,7 @@ def _tail(evidence: Evidence) -> list[str]:
         lines.append(f"- {len(evidence.notes) - _MAX_NOTES} more notes in the report.")
     settings = [
         f"{name.lower() if name != 'TF32' else name} {escaped(value)}"
-        for name, value in facts.setting_rows(evidence)
+        for name, value in tables.setting_rows(evidence)
         if name in _SETTINGS
     ]
     reference = escaped(sentences.reference_sentence(evidence))

@@ -27,9 +27,9 @@ from tfamp.memory.batch_search.processes import ANSWER, FACTS, TrialSettings
 from tfamp.memory.batch_search.search import TrialFacts, possible_size
 from tfamp.memory.batch_search.settings import Batch, Settings, batch_of
 from tfamp.records.checks import short_error
-from tfamp.trials.job import Job
-from tfamp.trials.run import child
-from tfamp.trials.run.inference import rows
+from tfamp.trials import child
+from tfamp.trials.storage import Job
+from tfamp.trials.training import rows
 
 _OWN_SCORE = Path("/proc/self/oom_score_adj")
 _LOOK_SECONDS = 0.02

@@ -1,9 +1,14 @@
-"""Trains a model by `fit` and keeps what it measured on the way."""
+"""Trains a model by `fit`, measures on the way, and times calls of it afterwards.
+
+The runs of a seed take turns in both, so that what slows the machine for a while slows
+all policies and all batch sizes alike.
+"""
 
 import contextlib
 import dataclasses
+import functools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -15,32 +20,27 @@ from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.machine.nvml import Nvml
 from tfamp.stepping.arguments import dataset_of, first_batch
 from tfamp.trials.clock import Clock, curve, seconds_per_step, steady
-from tfamp.trials.job import Job
-from tfamp.trials.run_records import Spread
-from tfamp.trials.turns import Line
+from tfamp.trials.processes import Line
+from tfamp.trials.run_records import Latency, Run, Spread
+from tfamp.trials.storage import Job
+
+# Of calls of a trained model, for each batch size.
+_WARMUP_CALLS = 3
+_MIN_CALLS = 10
+_MAX_CALLS = 1000
+_SECONDS = 1.0
+# So many times, a fraction of those each.
+ROUNDS = 5
 
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """What training measured; the fields are those of `Run`."""
+    """A run with what training measured, and what later measurements need of it."""
 
-    batch_size: int
-    num_steps: int
-    examples_per_second: float
-    step: Spread
-    warmup_steps: int
-    first_step_seconds: float
-    history: dict[str, tuple[float, ...]]
-    final_metrics: dict[str, float]
-    num_examples: int
-    losses: tuple[tuple[int, float], ...]
-    loss_scales: tuple[tuple[int, float], ...]
-    skipped_steps: int
-    energy_joules: float | None
+    run: Run
     device_used_bytes: int | None
     inputs: Any
     first_weights: list[np.ndarray]
-    notes: tuple[str, ...]
 
 
 def train(
@@ -49,10 +49,14 @@ def train(
     validation: Any,
     *,
     job: Job,
+    run: Run,
     line: Line | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> Trained:
-    """Trains a compiled model for the epochs of a job, in turns by `line`."""
+    """Trains a compiled model for the epochs of a job, in turns by `line`.
+
+    The figures are added to those of `run`.
+    """
     fit_arguments, inputs, batch_size, steps = arguments(data, job)
     if not model.built and type(model).call is not keras.Model.call:
         # `fit` would make the weights in its first step, too late to keep them.
@@ -64,10 +68,11 @@ def train(
         if nvml is not None:
             stack.enter_context(nvml)
         before = _energy_joules(nvml)
+        size = job.batch_size if isinstance(validation, tuple) else None
         history = model.fit(
             **fit_arguments,
             validation_data=validation,
-            validation_batch_size=job.batch_size if _is_arrays(validation) else None,
+            validation_batch_size=size,
             epochs=job.epochs,
             verbose=0,
             callbacks=[timer],
@@ -97,9 +102,11 @@ def train(
         if name.startswith(prefix) and (prefix or not name.startswith("val_"))
     }
     skipped, scales, notes = _scale_of(model, timer)
-    return Trained(
+    run = dataclasses.replace(
+        run,
         batch_size=batch_size,
         num_steps=num_steps,
+        num_epochs=job.epochs,
         examples_per_second=per_step / seconds,
         step=Spread.of([window.seconds / window.steps for window in kept]),
         warmup_steps=warmup_steps,
@@ -111,20 +118,14 @@ def train(
         loss_scales=scales,
         skipped_steps=skipped,
         energy_joules=None if before is None or after is None else after - before,
-        device_used_bytes=used,
-        inputs=inputs,
-        first_weights=timer.first_weights,
         notes=(*notes, *([stalls] if stalls else [])),
     )
-
-
-def _is_arrays(data: Any) -> bool:
-    return isinstance(data, tuple)
+    return Trained(run, used, inputs, timer.first_weights)
 
 
 def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None]:
     """Returns the arguments of `fit`, some inputs, the batch size, steps an epoch."""
-    if _is_arrays(data):
+    if isinstance(data, tuple):
         x, y, weights = keras.utils.unpack_x_y_sample_weight(data)
         size = job.batch_size or 32
         count = len(tf.nest.flatten(x)[0])
@@ -150,7 +151,7 @@ def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None
 
 def _examples_in(data: Any, steps: int) -> float | None:
     """Returns the mean examples of a step, where arrays tell them."""
-    if not _is_arrays(data):
+    if not isinstance(data, tuple):
         return None
     return len(tf.nest.flatten(data)[0]) / steps
 
@@ -188,3 +189,68 @@ def _scale_of(
         why = "Keras's own loss-scale optimizer does not tell which steps it skipped."
         return 0, (), [why]
     return 0, (), []
+
+
+def latencies(
+    model: keras.Model,
+    inputs: Any,
+    *,
+    sizes: Sequence[int],
+    jit_compile: bool = False,
+    line: Line | None = None,
+    clock: Callable[[], float] = time.perf_counter,
+) -> tuple[tuple[Latency, ...], list[str]]:
+    """Returns the latency of a traced call for each batch size.
+
+    A call is timed from tensors on the device to numbers of the output on the host, so
+    that it has ended when its time does. Rows of `inputs` are repeated for larger
+    sizes.
+    """
+    line = line or Line()
+    function = tf.function(lambda x: model(x, training=False), jit_compile=jit_compile)
+    batches: dict[int, Any] = {}
+    notes: list[str] = []
+    for size in sizes:
+        try:
+            batch = tf.nest.map_structure(functools.partial(rows, size=size), inputs)
+            for _ in range(_WARMUP_CALLS):
+                _fetch(function(batch))
+        except (tf.errors.OpError, TypeError, ValueError) as error:
+            text = " ".join(str(error).split())[:200]
+            notes = [
+                f"Calls of the model with a batch of {size} were not timed: {text}"
+            ]
+            break
+        batches[size] = batch
+    seconds: dict[int, list[float]] = {size: [] for size in batches}
+    line.wait_for_others()
+    for _ in range(ROUNDS):
+        line.wait_for_turn()
+        for size, batch in batches.items():
+            _fetch(function(batch))  # caches are cold again
+            seconds[size] += _round(functools.partial(function, batch), clock)
+    return tuple(Latency.of(size, each) for size, each in seconds.items()), notes
+
+
+def _round(call: Callable[[], Any], clock: Callable[[], float]) -> list[float]:
+    """Returns the seconds of the calls of one round."""
+    seconds: list[float] = []
+    began = clock()
+    while len(seconds) < _MAX_CALLS // ROUNDS and (
+        len(seconds) < _MIN_CALLS // ROUNDS or clock() - began < _SECONDS / ROUNDS
+    ):
+        started = clock()
+        _fetch(call())
+        seconds.append(clock() - started)
+    return seconds
+
+
+def rows(tensor: Any, size: int) -> Any:
+    """Returns `size` rows of a tensor, its own again and again."""
+    count = int(tensor.shape[0] or tf.shape(tensor)[0])
+    return tf.gather(tensor, np.arange(size) % count)
+
+
+def _fetch(outputs: Any) -> None:
+    """Waits for the outputs by reading the first of them."""
+    np.asarray(tf.nest.flatten(outputs, expand_composites=True)[0])

@@ -1,17 +1,24 @@
-"""Where and how it was measured, which layers ran in what: as rows of text."""
+"""The tables beside the figures, as rows of text: layers, runs, settings, exports."""
 
 import dataclasses
 import math
 import re
 from collections.abc import Callable, Iterable
+from typing import Any
 
+from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence
-from tfamp.comparison.report import figures, rows, sentences
+from tfamp.comparison.exports import ExportedModel
+from tfamp.comparison.report import rows, sentences
 from tfamp.records.units import format_bytes, format_seconds, join_words
 from tfamp.trials.run_records import LayerDtype, Run
 
 # Of a CPU's hundred instruction sets, those that decide how fast half precision is.
 _TELLING = "bf16|fp16|amx"
+# The best float32 is of another runtime for each export.
+_RUNTIME = re.compile(r" \((\w+)\)")
+# Layers of an integer export in float32 that a cell names.
+_MOST_NAMED = 3
 RUN_COLUMNS = ("examples/s", "step", "first step", "metric", "skipped", "drift")
 
 
@@ -40,6 +47,15 @@ class RunRow:
     values: tuple[str, ...]
     error: str
     notes: tuple[str, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class ExportRow:
+    """A figure of every export; `is_main` where a short table has it."""
+
+    label: str
+    values: tuple[str, ...]
+    is_main: bool = False
 
 
 def layer_policies(evidence: Evidence) -> tuple[str, ...]:
@@ -193,3 +209,114 @@ def _range(seconds: Iterable[float]) -> str:
         return ""
     ends = dict.fromkeys(format_seconds(value) for value in (found[0], found[-1]))
     return " to ".join(ends)
+
+
+def export_rows(evidence: Evidence) -> tuple[ExportRow, ...]:
+    """Returns the rows of the table that has a column for each export.
+
+    Rows that nothing is known of are left out.
+    """
+    exports = evidence.exports
+    metrics = dict.fromkeys(each.metric for each in exports if each.metric)
+    sizes = sorted({each.batch_size for one in exports for each in one.latencies})
+    # What exports were timed against, without the runtime of the best one.
+    others = dict.fromkeys(
+        _RUNTIME.sub("", name) for each in exports for name in each.speedups
+    )
+    pairs = sorted(others, key=lambda name: int(name.rpartition(" ")[2]))
+
+    def row(
+        label: str, of: Callable[..., str], *given: Any, is_main: bool = False
+    ) -> ExportRow:
+        return ExportRow(label, tuple(of(each, *given) for each in exports), is_main)
+
+    rows = (
+        row("against float32", lambda each: each.verdict, is_main=True),
+        *(row(f"{name}, exported", _metric, name, is_main=True) for name in metrics),
+        row("worse by", _worsening),
+        row("predictions flipped", _flipped),
+        *(row(f"p50, batch {n}", _latency, n, is_main=n == 1) for n in sizes),
+        *(
+            row(f"times {name}", _speedup, name, is_main=name.startswith("SavedModel"))
+            for name in pairs
+        ),
+        row("size", _size, is_main=True),
+        row("first answer after", lambda each: _seconds(each.cold_start_seconds)),
+        row("peak memory", _peak_memory),
+        row("in float32", _kept),
+    )
+    return tuple(each for each in rows if {*each.values} - {figures.MISSING})
+
+
+def export_sentences(evidence: Evidence) -> tuple[str, ...]:
+    """Returns what was exported, and why some could not be."""
+    if not evidence.exports:
+        return ()
+    first = evidence.exports[0]
+    return (
+        f"Exported: the model of {evidence.label(first.policy)} with seed "
+        f"{first.seed}, compared with itself in float32.",
+        *(
+            f"{each.name} could not be exported: {each.error}"
+            for each in evidence.exports
+            if each.error
+        ),
+    )
+
+
+def _metric(each: ExportedModel, name: str) -> str:
+    if each.metric != name or each.exported_metric is None:
+        return figures.MISSING
+    return f"{each.exported_metric:.4g} for {each.float32_metric:.4g}"
+
+
+def _worsening(each: ExportedModel) -> str:
+    if each.worsening is None or each.bound is None:
+        return figures.MISSING
+    return f"{each.worsening:.2%}, at most {each.bound:.2%}"
+
+
+def _flipped(each: ExportedModel) -> str:
+    if each.error:
+        return figures.MISSING
+    return f"{each.flipped:,} of {each.num_examples:,}"
+
+
+def _latency(each: ExportedModel, size: int) -> str:
+    found = (x.p50_seconds for x in each.latencies if x.batch_size == size)
+    return _seconds(next(found, None))
+
+
+def _speedup(each: ExportedModel, name: str) -> str:
+    for against, found in each.speedups.items():
+        if _RUNTIME.sub("", against) == name:
+            runtime = _RUNTIME.search(against)
+            which = f", {runtime[1]}" if runtime else ""
+            between = f" ({figures.ends(found)})" if figures.is_known(found) else ""
+            return f"{figures.ratio(found.estimate)}{between}{which}"
+    return figures.MISSING
+
+
+def _size(each: ExportedModel) -> str:
+    if each.size_bytes is None:
+        return figures.MISSING
+    text = format_bytes(each.size_bytes)
+    if not each.float32_bytes:
+        return text
+    return f"{text}, {each.size_bytes / each.float32_bytes:.2f} of the weights"
+
+
+def _peak_memory(each: ExportedModel) -> str:
+    return figures.MISSING if each.peak_bytes is None else format_bytes(each.peak_bytes)
+
+
+def _kept(each: ExportedModel) -> str:
+    if not each.kept:
+        return figures.MISSING
+    rest = len(each.kept) - _MOST_NAMED
+    more = [f"{rest} more"] if rest > 0 else []
+    return join_words([*each.kept[:_MOST_NAMED], *more])
+
+
+def _seconds(value: float | None) -> str:
+    return figures.MISSING if value is None else format_seconds(value)

@@ -14,8 +14,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.trials.job import file_name
 from tfamp.trials.run_records import Run
+from tfamp.trials.storage import file_name
 
 _SUFFIX = ".examples"
 _FINGERPRINT, _NAMES = "fingerprint", "names"

@@ -1,8 +1,8 @@
-"""The process of one run: `python -m tfamp.trials.run.child FOLDER POLICY SEED`.
+"""The process of one run: `python -m tfamp.trials.child FOLDER POLICY SEED`.
 
-A fourth argument is the descriptor of a pipe to tell how far it is, and "in_turns" as a
-fifth one has it wait for its turns. It leaves a record of the run, or of the error that
-ended it, and the trained weights.
+A fourth argument is the descriptor of a pipe: it tells there how far it is, and waits
+for its turns. It leaves a record of the run, or of the error that ended it, and the
+trained weights.
 """
 
 import contextlib
@@ -13,7 +13,7 @@ import platform
 import sys
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,18 +29,23 @@ from tfamp.records import checks, versions
 from tfamp.records.checks import short_error
 from tfamp.records.versions import VARIABLES
 from tfamp.stepping.arguments import arrays_of, dataset_of
-from tfamp.trials import parcel
-from tfamp.trials.job import FILE, Job, file_name
-from tfamp.trials.run import example_metrics, inference, step_profiles
-from tfamp.trials.run.training import Trained, train
+from tfamp.trials import example_metrics, parcel, step_profiles, training
+from tfamp.trials.processes import Line, end_with_parent
 from tfamp.trials.run_records import Context, LayerDtype, Memory, Run
-from tfamp.trials.storage import CONTEXT_FILE, model_of, profile_of
-from tfamp.trials.turns import Line, end_with_parent
+from tfamp.trials.storage import (
+    CONTEXT_FILE,
+    FILE,
+    Job,
+    file_name,
+    model_of,
+    profile_of,
+)
+from tfamp.trials.training import train
 from tfamp.trials.variant import Variant, in_force
 
 
-def look(*, command: str = "") -> Context:
-    """Returns the context of this process."""
+def _context(command: str) -> Context:
+    """Returns the machine, versions and settings of this process."""
     threading = tf.config.threading
     onednn = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower()
     return Context(
@@ -48,7 +53,10 @@ def look(*, command: str = "") -> Context:
         driver=_driver(),
         versions={"tfamp": tfamp.__version__, **versions.installed_versions()},
         system=f"{platform.platform()}, Python {platform.python_version()}",
-        num_cores=_num_cores(),
+        # Those that this process may use.
+        num_cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         intra_op_threads=threading.get_intra_op_parallelism_threads(),
         inter_op_threads=threading.get_inter_op_parallelism_threads(),
         tf32=bool(tf.config.experimental.tensor_float_32_execution_enabled()),
@@ -57,13 +65,6 @@ def look(*, command: str = "") -> Context:
         command=command,
         date=datetime.datetime.now(datetime.timezone.utc).date().isoformat(),
     )
-
-
-def _num_cores() -> int:
-    """Returns the processor cores that this process may use."""
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 def _driver() -> str:
@@ -84,7 +85,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs once and returns 0, or 1 if it failed."""
     folder, policy, seed = Path(argv[0]), argv[1], int(argv[2])
     # Two processes cannot both have the whole of a GPU's memory.
-    takes_turns = "in_turns" in argv[4:] and not tf.config.get_visible_devices("GPU")
+    takes_turns = not tf.config.get_visible_devices("GPU")
     line = Line(int(argv[3]) if len(argv) > 3 else None, takes_turns=takes_turns)
     job = Job.from_json(folder / FILE)
     record = folder / f"{file_name(policy, seed)}.json"
@@ -118,15 +119,15 @@ def _measure(
     """Returns the run with what it measured under what is in force."""
     policy, seed = run.policy, run.seed
     if not (folder / CONTEXT_FILE).exists():
-        look(command=job.command).to_json(folder / CONTEXT_FILE)
+        _context(job.command).to_json(folder / CONTEXT_FILE)
     start_bytes = process_memory.process_bytes()
     process_memory.reset_device_peak()
     can_reset = process_memory.reset_peak()
     started = time.perf_counter()
     model, train_data, validation = build(folder, job, variant, seed)
     build_seconds = time.perf_counter() - started
-    name = file_name(policy, seed)
-    trained = train(model, train_data, validation, job=job, line=line)
+    trained = train(model, train_data, validation, job=job, run=run, line=line)
+    run = trained.run
     memory = Memory(
         start_bytes=start_bytes,
         # Kernels count both to some pages only, and a small model needs few more.
@@ -134,16 +135,26 @@ def _measure(
         device_bytes=process_memory.device_peak_bytes(),
         device_used_bytes=trained.device_used_bytes,
     )
-    _keep_weights(model, trained, folder / name)
-    notes = list(trained.notes)
-    num_examples, why = _per_example(model, validation, trained, job, folder, run)
-    notes += why
+    # In float32; `storage.drift` compares them with those of the reference.
+    after = [np.asarray(value, np.float32) for value in model.trainable_weights]
+    weights: dict[str, Any] = {f"after_{i}": each for i, each in enumerate(after)}
+    weights |= {f"before_{i}": each for i, each in enumerate(trained.first_weights)}
+    np.savez(folder / f"{file_name(policy, seed)}.npz", **weights)
+    notes = list(run.notes)
+    num_examples = run.num_examples if validation is None else 0
+    if validation is not None:
+        with _noted("The metric of single examples is not known", notes):
+            examples = example_metrics.measure(
+                model, validation, run.final_metrics, batch_size=job.batch_size
+            )
+            examples.write(folder, policy, seed)
+            num_examples = examples.number
     if can_reset:
         process_memory.reset_peak()
-    latencies, why = inference.latencies(
+    latencies, why = training.latencies(
         model,
         trained.inputs,
-        sizes=sorted({*job.latency_batch_sizes, trained.batch_size}),
+        sizes=sorted({*job.latency_batch_sizes, run.batch_size}),
         jit_compile=variant.jit_compile,
         line=line,
     )
@@ -152,39 +163,41 @@ def _measure(
         memory = dataclasses.replace(
             memory, inference_bytes=process_memory.peak_process_bytes()
         )
-    if job.profile_steps and seed == job.seeds[0]:
-        notes += _profile(model, train_data, job, profile_of(folder, policy, seed))
-    file_bytes, why = _file_bytes(
-        model,
-        model_of(folder, policy, seed),
-        keep=job.keeps_models and seed == job.seeds[0],
-    )
-    notes += why
+    is_first = seed == job.seeds[0]
+    if job.profile_steps and is_first:
+        with _noted("There is no profile", notes):
+            directory = profile_of(folder, policy, seed)
+            step_profiles.profile(model, train_data, job=job, directory=directory)
+    file_bytes, path = None, model_of(folder, policy, seed)
+    with _noted("The model cannot be saved", notes):
+        model.save(path)
+        file_bytes = path.stat().st_size
+    if file_bytes is None or not (job.keeps_models and is_first):
+        path.unlink(missing_ok=True)
     return dataclasses.replace(
         run,
-        batch_size=trained.batch_size,
-        num_steps=trained.num_steps,
-        num_epochs=job.epochs,
         num_parameters=model.count_params(),
-        examples_per_second=trained.examples_per_second,
-        step=trained.step,
-        warmup_steps=trained.warmup_steps,
         build_seconds=build_seconds,
-        first_step_seconds=trained.first_step_seconds,
-        history=trained.history,
-        final_metrics=trained.final_metrics,
         num_examples=num_examples,
-        losses=trained.losses,
-        loss_scales=trained.loss_scales,
-        skipped_steps=trained.skipped_steps,
         num_nonfinite_weights=num_nonfinite(model),
         latencies=latencies,
         memory=memory,
-        energy_joules=trained.energy_joules,
         file_bytes=file_bytes,
         layers=layers_of(model),
         notes=tuple(notes),
     )
+
+
+@contextlib.contextmanager
+def _noted(what: str, notes: list[str]) -> Iterator[None]:
+    """Notes why something is not known: the run itself is done, and not lost for that.
+
+    Models, data and metrics of the user's own fail in their own ways.
+    """
+    try:
+        yield
+    except Exception as error:
+        notes.append(f"{what}: {short_error(error)}")
 
 
 def build(
@@ -225,12 +238,9 @@ def build(
 
 def layers_of(model: keras.Model) -> tuple[LayerDtype, ...]:
     """Returns the dtypes of each layer, managed by tfamp or not."""
-    return tuple(
-        LayerDtype(
-            row.path, row.class_name, row.compute_dtype, row.variable_dtype, row.rule
-        )
-        for row in tfamp.assignment(model)
-    )
+    names = [field.name for field in dataclasses.fields(LayerDtype)]
+    rows = tfamp.assignment(model)
+    return tuple(LayerDtype(*(getattr(row, name) for name in names)) for row in rows)
 
 
 def num_nonfinite(model: keras.Model) -> int:
@@ -245,68 +255,6 @@ def _as_fit_takes_it(data: Any) -> Any:
         return data
     arrays = arrays_of(data, needs_targets=False)
     return dataset_of(data) if arrays is None else arrays
-
-
-def _keep_weights(model: keras.Model, trained: Trained, path: Path) -> None:
-    """Writes trainable weights before and after training, in float32."""
-    after = [np.asarray(value, np.float32) for value in model.trainable_weights]
-    arrays: dict[str, Any] = {f"after_{i}": array for i, array in enumerate(after)}
-    arrays |= {f"before_{i}": array for i, array in enumerate(trained.first_weights)}
-    np.savez(f"{path}.npz", **arrays)
-
-
-def _per_example(
-    model: keras.Model,
-    validation: Any,
-    trained: Trained,
-    job: Job,
-    folder: Path,
-    run: Run,
-) -> tuple[int, list[str]]:
-    """Writes the metrics of each example; returns how many, or why they are unknown."""
-    if validation is None:
-        return trained.num_examples, []
-    try:
-        found = example_metrics.measure(
-            model, validation, trained.final_metrics, batch_size=job.batch_size
-        )
-        found.write(folder, run.policy, run.seed)
-        return found.number, []
-    except Exception as error:
-        # Data and metrics of the user's own fail in their own ways; the run is done.
-        return 0, [f"The metric of single examples is not known: {short_error(error)}"]
-
-
-def _profile(model: keras.Model, data: Any, job: Job, directory: Path) -> list[str]:
-    """Takes a profile, or returns why there is none."""
-    try:
-        step_profiles.profile(model, data, job=job, directory=directory)
-        return []
-    except (
-        ImportError,
-        OSError,
-        RuntimeError,
-        ValueError,
-        tf.errors.OpError,
-    ) as error:
-        # The run itself is done; it is not lost for that.
-        return [f"There is no profile: {short_error(error)}"]
-
-
-def _file_bytes(
-    model: keras.Model, path: Path, *, keep: bool
-) -> tuple[int | None, list[str]]:
-    """Returns the size of the saved model, or why there is none."""
-    try:
-        model.save(path)
-        return path.stat().st_size, []
-    except Exception as error:
-        # Saving fails in as many ways as there are layers that cannot be saved.
-        path.unlink(missing_ok=True)
-        return None, [f"The model cannot be saved: {short_error(error)}"]
-    finally:
-        if not keep:
-            path.unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tfamp.records import checks
 from tfamp.records.files import whole
-from tfamp.trials.job import Job
-from tfamp.trials.run.training import arguments
 from tfamp.trials.run_records import OperationTime
+from tfamp.trials.storage import Job
+from tfamp.trials.training import arguments
 
 _PROTOBUF = "tensorflow.tsl.profiler.protobuf.xplane_pb2"
 _PICOSECONDS = 1e12

@@ -1,1 +1,0 @@
-"""What happens in the process of one run."""
