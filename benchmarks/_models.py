@@ -12,7 +12,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
-from tfamp.machine import amx
+from tfamp.machine import cpus
 
 NUM_CLASSES = 10
 _BATCHES = 4
@@ -137,7 +137,7 @@ def compiled_family(
     case: str, policy: str, optimizer: Any = "adam", jit_compile: Any = False
 ) -> keras.Model:
     """Returns a model of one family, built under a policy from the same seed."""
-    amx.avoid()
+    cpus.avoid_broken_amx()
     keras.utils.set_random_seed(0)
     with tfamp.scope(policy):
         model = family(case)

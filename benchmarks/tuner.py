@@ -32,7 +32,7 @@ from benchmarks import _tuner_models
 from tfamp.dtypes import graph_operations
 from tfamp.dtypes.planned_layers import PlannedOperation
 from tfamp.keras_hooks.layer_record import Kind
-from tfamp.machine import amx
+from tfamp.machine import cpus
 from tfamp.plan import PrecisionPlan
 from tfamp.tuning import layer_choice, scores
 from tfamp.tuning.judges import ERROR_RATE, FixedWeights
@@ -303,7 +303,7 @@ def mean(values: Sequence[Any]) -> float | None:
 
 def measure(settings: Any) -> dict[str, Any]:
     """Returns the figures."""
-    amx.avoid()  # ahead of the first product
+    cpus.avoid_broken_amx()  # ahead of the first product
     seeds, epochs, names = (
         settings.seeds,
         3,

@@ -7,7 +7,7 @@ import pytest
 
 from tfamp.dtypes import hooks
 from tfamp.dtypes import settings as settings_module
-from tfamp.machine import amx
+from tfamp.machine import cpus
 
 NAMED = "flags\t\t: avx512_bf16 amx_bf16 amx_tile\n"
 
@@ -37,12 +37,12 @@ def failing(error):
     ids=["dies", "runs", "fails", "no child", "hangs", "no AMX", "not Linux"],
 )
 def test_only_a_child_that_dies_speaks_against_amx(cpuinfo, run, is_broken):
-    assert amx.probe(lambda: cpuinfo, run) is is_broken
+    assert cpus.probe_amx(lambda: cpuinfo, run) is is_broken
 
 
 def test_the_child_compiles_and_gets_whole_bytes():
     commands = []
-    amx.probe(lambda: NAMED, lambda command: commands.append(command) or 0)
+    cpus.probe_amx(lambda: NAMED, lambda command: commands.append(command) or 0)
     ((python, *options, program, code),) = commands
     assert (python, options) == (sys.executable, ["-I", "-S", "-c"])
     compile(program, "child", "exec")
@@ -52,18 +52,18 @@ def test_the_child_compiles_and_gets_whole_bytes():
 
 def test_a_command_ended_by_a_signal_has_a_status_below_0():
     program = "import os, signal; os.kill(os.getpid(), signal.SIGILL)"
-    assert amx._run([sys.executable, "-I", "-S", "-c", program]) == -4
-    assert amx._run([sys.executable, "-I", "-S", "-c", "raise SystemExit(3)"]) == 3
+    assert cpus._run([sys.executable, "-I", "-S", "-c", program]) == -4
+    assert cpus._run([sys.executable, "-I", "-S", "-c", "raise SystemExit(3)"]) == 3
 
 
 def test_onednn_is_capped_only_where_it_has_to_be():
     environ = {}
-    amx.avoid(environ, lambda: False)
+    cpus.avoid_broken_amx(environ, lambda: False)
     assert environ == {}
-    amx.avoid(environ, lambda: True)
+    cpus.avoid_broken_amx(environ, lambda: True)
     assert environ == {"ONEDNN_MAX_CPU_ISA": "AVX512_CORE_FP16"}
     decided = {"ONEDNN_MAX_CPU_ISA": "ALL"}
-    amx.avoid(decided, lambda: True)
+    cpus.avoid_broken_amx(decided, lambda: True)
     assert decided == {"ONEDNN_MAX_CPU_ISA": "ALL"}
 
 
@@ -75,7 +75,7 @@ def test_broken_amx_is_avoided_where_settings_come_into_force(
     monkeypatch, policy, avoids
 ):
     calls = []
-    monkeypatch.setattr(amx, "avoid", lambda: calls.append(1))
+    monkeypatch.setattr(cpus, "avoid_broken_amx", lambda: calls.append(1))
     settings = settings_module.make_settings(policy)
     assert calls == []
     hooks.hold(settings)

@@ -21,10 +21,9 @@ from tests.replicas import two_replicas
 from tfamp.distribute import strategies
 from tfamp.dtypes import hooks
 from tfamp.loss_scale.replicas.sharing import STRATEGIES
-from tfamp.machine.clusters import reach
-from tfamp.machine.clusters.environment import read
-from tfamp.machine.clusters.record import Cluster
-from tfamp.machine.clusters.slurm import expanded_hosts
+from tfamp.machine import network
+from tfamp.machine.clusters import Cluster, cluster_of
+from tfamp.machine.slurm import expanded_hosts
 
 ROOT = Path(__file__).parents[1]
 TWO = ["a:2222", "b:2222"]
@@ -117,10 +116,10 @@ ENVIRONMENTS = {
 
 @pytest.mark.parametrize("environ, wanted", ENVIRONMENTS.values(), ids=ENVIRONMENTS)
 def test_launchers_variables_give_one_record(environ, wanted):
-    found = read(environ)
+    found = cluster_of(environ)
     assert found == wanted
     assert Cluster.from_json(found.to_json()) == found
-    again = read({"TF_CONFIG": json.dumps(found.to_tf_config())})
+    again = cluster_of({"TF_CONFIG": json.dumps(found.to_tf_config())})
     assert (again.workers, again.index) == (found.workers, found.index)
     assert again.has_chief_job == found.has_chief_job
 
@@ -206,7 +205,7 @@ HALF = {
 @pytest.mark.parametrize("environ, message", HALF.values(), ids=HALF)
 def test_half_a_cluster_is_an_error_that_names_the_variable(environ, message):
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        read(environ)
+        cluster_of(environ)
     assert "; expected " in str(caught.value)
     assert str(caught.value).endswith(".")
 
@@ -358,16 +357,16 @@ def test_a_strategy_of_workers_comes_first():
         tfamp.distribute.strategy(cluster)
 
 
-def test_addresses_are_asked_with_a_short_patience():
+def test_addresses_are_asked_with_a_short_patience(monkeypatch):
     with socket.socket() as listening, socket.socket() as quiet:
         listening.bind(("127.0.0.1", 0))
         listening.listen()
         quiet.bind(("127.0.0.1", 0))
         there, closed = (f"127.0.0.1:{s.getsockname()[1]}" for s in (listening, quiet))
-        found = reach.answers([there, closed])
-    assert found == {there: reach.LISTENS, closed: reach.REFUSED}
-    never = lambda address, seconds: time.sleep(60)  # noqa: E731
-    assert reach.answers(["a:1"], ask=never, seconds=0.01) == {"a:1": reach.SILENT}
+        found = network.answers([there, closed])
+    assert found == {there: network.LISTENS, closed: network.REFUSED}
+    monkeypatch.setattr(network, "_ask", lambda address, seconds: time.sleep(60))
+    assert network.answers(["a:1"], seconds=0.01) == {"a:1": network.SILENT}
 
 
 @pytest.fixture(scope="module")

@@ -47,7 +47,8 @@ def test_rules_may_be_left_out(rules, dtype):
 @pytest.mark.parametrize("word", ["keras:float32", "float32+rewrite"])
 def test_broken_instructions_are_avoided_where_enable_does_not(word, monkeypatch):
     calls = []
-    monkeypatch.setattr(module.amx, "avoid", lambda: calls.append("avoid"))
+    broken = "avoid_broken_amx"
+    monkeypatch.setattr(module.cpus, broken, lambda: calls.append("avoid"))
     monkeypatch.setattr(
         tf.config.optimizer, "set_experimental_options", lambda o: calls.append(o)
     )

@@ -8,7 +8,7 @@ import sys
 import pytest
 
 from tests.suite import durations, progress, selection
-from tfamp.machine import amx
+from tfamp.machine import cpus
 
 # Programs that the tests run; each is registered once, and none has a doctest.
 collect_ignore_glob = ["wild/programs*"]
@@ -31,7 +31,7 @@ def pytest_configure(config: pytest.Config) -> None:
     without it, in the processes that tests start too. Under pytest-xdist the controller
     runs no test: it shows the progress and is spared the import.
     """
-    amx.avoid()
+    cpus.avoid_broken_amx()
     config.pluginmanager.register(selection.Selection(), "tfamp-selection")
     processes = config.getoption("numprocesses", None) or 0
     if not hasattr(config, "workerinput"):

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from tests import deploy_schemas
-from tfamp.machine.clusters.environment import read
+from tfamp.machine.clusters import cluster_of
 
 ROOT = Path(__file__).parents[1]
 FOLDER = ROOT / "deploy"
@@ -115,7 +115,7 @@ def test_machines_of_vertex_read_their_cluster():
         task = {"type": "worker", "index": place - 1}
         task = task if place else {"type": "chief", "index": 0}
         config = {"cluster": hosts, "task": task, "environment": "cloud"}
-        cluster = read({"TF_CONFIG": json.dumps(config)})
+        cluster = cluster_of({"TF_CONFIG": json.dumps(config)})
         assert (cluster.num_workers, cluster.index) == (1 + workers, place)
 
 
@@ -125,7 +125,7 @@ def test_instances_of_sagemaker_read_their_cluster():
     hosts = [f"algo-{place + 1}" for place in range(number)]
     for place, host in enumerate(hosts):
         environ = {"SM_HOSTS": json.dumps(hosts), "SM_CURRENT_HOST": host}
-        cluster = read(environ)
+        cluster = cluster_of(environ)
         assert (cluster.num_workers, cluster.index) == (number, place)
         assert cluster.address.endswith(":8890")
     channel = job["InputDataConfig"][0]["ChannelName"]
@@ -142,7 +142,7 @@ def test_pods_of_the_indexed_job_read_their_cluster():
     environ = {each["name"]: each["value"] for each in container["env"]}
     for index in range(spec["completions"]):
         # What Kubernetes sets, and the name under which a pod of the job is found.
-        cluster = read({**environ, "JOB_COMPLETION_INDEX": str(index)})
+        cluster = cluster_of({**environ, "JOB_COMPLETION_INDEX": str(index)})
         assert cluster.num_workers == spec["completions"]
         port = container["ports"][0]["containerPort"]
         assert cluster.address == f"{name}-{index}.{pod['subdomain']}:{port}"

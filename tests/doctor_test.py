@@ -24,7 +24,7 @@ from tfamp.cli.diagnosis import (
 from tfamp.cli.doctor import Probes, diagnose
 from tfamp.dtypes import settings
 from tfamp.machine import devices as hardware
-from tfamp.machine.clusters import reach
+from tfamp.machine import network
 from tfamp.machine.limits import MachineMemory, MemoryLimit
 from tfamp.records import versions as _versions
 from tfamp.records.record import Device, Recommendation
@@ -63,7 +63,7 @@ def machine(
         nvidia_gpus=lambda: nvidia_gpus,
         memory=lambda environ: memory,
         cache=lambda: cache,
-        answers=lambda addresses: dict.fromkeys(addresses, reach.SILENT),
+        answers=lambda addresses: dict.fromkeys(addresses, network.SILENT),
     )
 
 

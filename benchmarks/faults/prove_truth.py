@@ -17,9 +17,9 @@ sys.path.insert(0, str(Path(__file__).parents[2]))
 
 from absl import flags  # noqa: E402
 
-from tfamp.machine import amx  # noqa: E402
+from tfamp.machine import cpus  # noqa: E402
 
-amx.avoid()
+cpus.avoid_broken_amx()
 
 from benchmarks import faults  # noqa: E402  (it starts TensorFlow)
 from benchmarks.faults.lowering import Subject  # noqa: E402

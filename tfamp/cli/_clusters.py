@@ -5,7 +5,8 @@ import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
 from tfamp.cli.diagnosis import ClusterReport, Diagnosis, DoctorFinding, Setting
-from tfamp.machine.clusters import environment, reach
+from tfamp.machine import network
+from tfamp.machine.clusters import cluster_of
 
 _NETWORK = re.compile("NCCL_|GRPC_|UCX_|FI_")
 # What to look at first where NCCL is slow, or waits without an end.
@@ -103,7 +104,7 @@ def look(
         findings: Gets what is wrong.
     """
     try:
-        cluster = environment.read(environ)
+        cluster = cluster_of(environ)
     except ValueError as error:
         remedy = "Correct the variable: `tfamp.distribute.cluster` names all it reads."
         findings.append(DoctorFinding("error", str(error), remedy))
@@ -112,7 +113,7 @@ def look(
         return None
     others = [each for each in cluster.workers if each != cluster.address]
     answers = ask(others)
-    for answer, remedy in reach.REMEDIES.items():
+    for answer, remedy in network.REMEDIES.items():
         silent = [each for each in others if answers.get(each) == answer]
         if silent:
             more = f" and {len(silent) - 1} more" if len(silent) > 1 else ""

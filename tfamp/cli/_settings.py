@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from tfamp.cli.diagnosis import DoctorFinding
-from tfamp.machine import amx
+from tfamp.machine import cpus
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
 from tfamp.records.record import Device
@@ -50,11 +50,13 @@ def of_cpu(
         return []
     features = {feature for device in devices for feature in device.features}
     able = sorted(features & {"amx_bf16", "avx512_bf16"})
-    cap = environ.get(amx.CAP_VARIABLE, "ALL").upper()
+    cap = environ.get(cpus.ISA_VARIABLE, "ALL").upper()
     is_capped = cap not in ("ALL", "DEFAULT") and "AMX" not in cap
-    if onednn and amx.BROKEN in features and not is_capped:
+    if onednn and cpus.BROKEN_AMX in features and not is_capped:
         message = "AMX ends the process, so any bfloat16 product in TensorFlow does."
-        remedy = f"Set {amx.CAP_VARIABLE}={amx.CAP}, or use another machine."
+        remedy = (
+            f"Set {cpus.ISA_VARIABLE}={cpus.ISA_WITHOUT_AMX}, or use another machine."
+        )
         return [DoctorFinding("error", message, remedy)]
     if not able:
         return []

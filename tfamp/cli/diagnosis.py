@@ -8,15 +8,15 @@ from rich import box
 from rich.padding import Padding
 from rich.text import Text
 
-from tfamp.machine import amx
-from tfamp.machine.clusters.record import Cluster
+from tfamp.machine import cpus
+from tfamp.machine.clusters import Cluster
 from tfamp.machine.limits import GpuMemory, MachineMemory
 from tfamp.records import console, units, versions
 from tfamp.records.record import Device, Recommendation, Record, TableRecord
 
 # Of a CPU's hundred features, those that decide a policy.
 _TELLING = (
-    *("amx_bf16", "amx_fp16", amx.BROKEN),
+    *("amx_bf16", "amx_fp16", cpus.BROKEN),
     *("avx512_bf16", "avx512_fp16", "bf16", "svebf16"),
 )
 # So many are shown, the newest.

@@ -28,7 +28,7 @@ from tfamp.cli.diagnosis import (
     Setting,
     parts,
 )
-from tfamp.machine.clusters import reach
+from tfamp.machine import network
 from tfamp.machine.limits import MachineMemory
 from tfamp.records import checks
 from tfamp.records import versions as _versions
@@ -120,7 +120,7 @@ class Probes:
     )
     allocators: Callable[[], Any] = _allocators
     cache: Callable[[], MeasurementCache | None] = MeasurementCache.read
-    answers: Callable[[Sequence[str]], dict[str, str]] = reach.answers
+    answers: Callable[[Sequence[str]], dict[str, str]] = network.answers
 
 
 def diagnose(

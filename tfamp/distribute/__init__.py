@@ -7,8 +7,8 @@ from tfamp.records import lazy
 # Public name -> module that defines it; loaded on first use, as not all need
 # TensorFlow.
 _HOMES = {
-    "Cluster": "tfamp.machine.clusters.record",
-    "cluster": "tfamp.machine.clusters.environment",
+    "Cluster": "tfamp.machine.clusters",
+    "cluster": "tfamp.machine.clusters",
     "ray_loop": "tfamp.distribute.ray_train",
     "strategy": "tfamp.distribute.strategies",
 }
@@ -16,7 +16,7 @@ _HOMES = {
 if TYPE_CHECKING:
     from tfamp.distribute.ray_train import ray_loop as ray_loop
     from tfamp.distribute.strategies import strategy as strategy
-    from tfamp.machine.clusters.environment import cluster as cluster
-    from tfamp.machine.clusters.record import Cluster as Cluster
+    from tfamp.machine.clusters import Cluster as Cluster
+    from tfamp.machine.clusters import cluster as cluster
 else:
     __getattr__, __dir__ = lazy.attributes(__name__, _HOMES)

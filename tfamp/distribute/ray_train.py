@@ -4,7 +4,7 @@ import os
 from collections.abc import Callable
 from typing import Any
 
-from tfamp.machine.clusters import environment
+from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
 # Ray sets it for Keras 2, and tf.keras looks at it when it is first used.
@@ -73,7 +73,7 @@ def ray_loop(
         from tfamp.callbacks.resume.ray_checkpoints import RayResume
         from tfamp.distribute.strategies import strategy
 
-        cluster = environment.cluster()
+        cluster = cluster_here()
         num_workers = train.get_context().get_world_size()
         if cluster.num_workers != num_workers:
             raise RuntimeError(

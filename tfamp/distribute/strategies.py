@@ -8,8 +8,8 @@ from absl import logging
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.loss_scale.replicas.sharing import STRATEGIES
-from tfamp.machine.clusters.environment import cluster as cluster_here
-from tfamp.machine.clusters.record import Cluster
+from tfamp.machine.clusters import Cluster
+from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
 _COMMUNICATIONS = ("auto", "nccl", "ring")

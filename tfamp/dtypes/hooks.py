@@ -30,8 +30,8 @@ from tfamp.loss_scale.fit_hooks import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
 from tfamp.loss_scale.tape.gradients import TAPE_HOOKS
-from tfamp.machine import amx
-from tfamp.machine.idle_distribution import warn_of_idle_distribution
+from tfamp.machine import cpus
+from tfamp.machine.devices import warn_of_idle_distribution
 
 _MAKING = PatchSet(
     [
@@ -155,7 +155,7 @@ def hold(settings: PolicySettings) -> None:
 
 def _hold(settings: PolicySettings) -> None:
     if settings.is_half:
-        amx.avoid()
+        cpus.avoid_broken_amx()
     _RUNNING.hold(settings)
     FIT_HOOKS.hold(settings)
     TAPE_HOOKS.hold(settings)

@@ -126,11 +126,9 @@ def _holders(nvml: Nvml, part: Any, own: int, root: Path) -> tuple[Holder, ...]:
 def _program(nvml: Nvml, pid: int, root: Path) -> str:
     """Returns the name of a process's program, "" where nobody tells."""
     name = nvml.ask("nvmlSystemGetProcessName", pid)
-    if not name:
-        with contextlib.suppress(OSError):
-            name = (root / f"proc/{pid}/comm").read_text()
+    name = name or limits.text_of(root / f"proc/{pid}/comm")
     # A path, with the arguments on some systems.
-    return (name or "").strip().split(" ")[0].rsplit("/", 1)[-1]
+    return name.strip().split(" ")[0].rsplit("/", 1)[-1]
 
 
 def _taking(config: Any, gpu: Any) -> tuple[bool | None, int | None]:

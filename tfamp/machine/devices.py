@@ -6,23 +6,33 @@ what it found, so that any machine can be described and asked about.
 
 import functools
 import os
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+import weakref
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import archspec.cpu
+import keras
 import tensorflow as tf
 
-from tfamp.machine import amx as _amx
 from tfamp.machine import speeds
-from tfamp.machine.cpus import instruction_sets
+from tfamp.machine.cpus import BROKEN_AMX, instruction_sets, is_amx_broken
 from tfamp.machine.nvml import Nvml, details_of, number_of
 from tfamp.machine.speeds import Speed
-from tfamp.records import formats
+from tfamp.records import formats, pages
 from tfamp.records.record import Device, Recommendation
 
 # Best first: bfloat16 has float32's range and needs no loss scale.
 MIXED_POLICIES = ("mixed_bfloat16", "mixed_float16")
 _STORED_IN_HALF = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
+_WARNED_OF: "weakref.WeakSet[Any]" = weakref.WeakSet()
+# What to do about a distribution of Keras's own.
+IDLE_REMEDY = (
+    "Take it away by `keras.distribution.set_distribution(None)`, and make the model "
+    "in the scope of `tfamp.distribute.strategy()`, which trains with the same weights "
+    "on all devices; for a model that is too large for one, use `tfamp.remat`, "
+    "accumulation, or Keras on JAX."
+)
 
 
 def recommend(
@@ -162,12 +172,12 @@ def _cpu() -> Device:
     return Device("cpu", name, memory_bytes=memory, features=_cpu_features())
 
 
-def _cpu_features(is_amx_broken: Callable[[], bool] | None = None) -> tuple[str, ...]:
-    """Returns `instruction_sets`; AMX that ends the process is called `_amx.BROKEN`."""
+def _cpu_features() -> tuple[str, ...]:
+    """Returns `instruction_sets`; AMX that ends the process is called `BROKEN_AMX`."""
     named = {*instruction_sets()}
     amx = {feature for feature in named if feature.startswith("amx")}
-    if amx and (is_amx_broken or _amx.is_broken)():
-        named = named - amx | {_amx.BROKEN}
+    if amx and is_amx_broken():
+        named = named - amx | {BROKEN_AMX}
     return tuple(sorted(named))
 
 
@@ -191,3 +201,27 @@ def _first_slow(policy: str, devices: Sequence[Device], onednn: bool) -> Device 
     """Returns the first device that gains nothing from a policy."""
     slow = (d for d in devices if not _speed(d, policy, onednn).is_fast)
     return next(slow, None)
+
+
+def idle_distribution() -> str | None:
+    """Returns what Keras's own distribution does not do, None where none is set."""
+    found = keras.distribution.distribution()
+    if found is None:
+        return None
+    return (
+        f"`keras.distribution` is set to {type(found).__name__}, which Keras does not "
+        "follow on TensorFlow: every variable and every step stays on the first "
+        "device, as if it were not set."
+    )
+
+
+def warn_of_idle_distribution(*_: Any) -> None:
+    """Warns once of each distribution that is set."""
+    text, found = idle_distribution(), keras.distribution.distribution()
+    if text is not None and found not in _WARNED_OF:
+        _WARNED_OF.add(found)
+        warnings.warn(
+            f"{text} {IDLE_REMEDY} {pages.see('lint#idle-distribution')}",
+            UserWarning,
+            stacklevel=2,
+        )

@@ -7,7 +7,7 @@ smallest of all limits decides.
 import dataclasses
 import os
 from collections.abc import Callable, Iterator
-from pathlib import Path
+from pathlib import Path, PurePosixPath
 
 from tfamp.records import checks
 from tfamp.records.record import Record
@@ -195,7 +195,7 @@ def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
     """Returns the tightest limit of this process's cgroup and those around it."""
     mount, limit_file, used_file, cache_line = _CGROUPS[version]
     found = []
-    for folder in _cgroup_folders(root, mount):
+    for folder in cgroup_folders(root, mount):
         limit = _number(folder / limit_file)
         if limit is None:
             continue
@@ -210,26 +210,27 @@ def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
     return [] if least is None or least.bytes >= 2**62 else [least]
 
 
-def _cgroup_folders(root: Path, mount: str) -> Iterator[Path]:
-    """Yields the folders of this process's cgroup, its own first, then those above.
+def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
+    """Yields the folders of this process's control group and of those above it.
 
     Inside a container the path may be the host's while the mount begins at the
-    container's own cgroup; what is not there is passed over and the mount counts.
+    container's own group; what is not there is for the caller to pass over.
+
+    Args:
+        root: Folder in which "proc" and "sys" lie.
+        controller: Of version 1, such as "memory"; "" for the groups of version 2.
     """
-    top = root / "sys/fs/cgroup" / mount
-    try:
-        lines = (root / "proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        lines = []
-    for line in lines:
+    mounts = root / "sys/fs/cgroup"
+    for line in text_of(root / "proc/self/cgroup").splitlines():
         # "4:cpu,memory:/user/job" in version 1, "0::/user/job" in version 2.
         _, controllers, path = (*line.split(":", 2), "", "")[:3]
-        if mount not in controllers.split(","):
+        if controller not in controllers.split(","):
             continue
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts), 0, -1):
-            yield top.joinpath(*parts[:depth])
-    yield top
+        parts = (part for part in path.split("/") if part != "..")
+        group = PurePosixPath(*filter(None, parts))
+        for mount in dict.fromkeys((controllers, controller)):
+            yield from (mounts / mount / one for one in (group, *group.parents))
+    yield mounts / controller
 
 
 def sizes_in(path: Path) -> dict[str, int]:
@@ -240,11 +241,7 @@ def sizes_in(path: Path) -> dict[str, int]:
 
 def _numbers(path: Path) -> dict[str, int]:
     """Returns first word -> number of a file's lines, {} where it cannot be read."""
-    try:
-        lines = path.read_text().splitlines()
-    except OSError:
-        return {}
-    words = [line.split() for line in lines]
+    words = [line.split() for line in text_of(path).splitlines()]
     return {
         each[0]: int(each[1])
         for each in words
@@ -254,11 +251,16 @@ def _numbers(path: Path) -> dict[str, int]:
 
 def _number(path: Path) -> int | None:
     """Returns the number in a file, None for "max" and where it cannot be read."""
-    try:
-        text = path.read_text().strip()
-    except OSError:
-        return None
+    text = text_of(path).strip()
     return int(text) if text.isascii() and text.isdigit() else None
+
+
+def text_of(path: Path) -> str:
+    """Returns what a file says, nothing where it cannot be read."""
+    try:
+        return path.read_text()
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 def _address_space() -> int | None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.machine.limits import sizes_in
+from tfamp.machine.limits import sizes_in, text_of
 from tfamp.records import checks
 
 TENSORFLOW, GLIBC = "TensorFlow with oneDNN", "glibc"
@@ -33,10 +33,7 @@ def host_allocator(maps: Path = _MAPS) -> str:
     """
     if _is_tensorflow():
         return TENSORFLOW
-    try:
-        loaded = maps.read_text()
-    except OSError:
-        loaded = ""
+    loaded = text_of(maps)
     for name in _OTHERS:
         if name in loaded:
             return name

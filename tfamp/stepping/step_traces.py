@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfamp.graph.compiled import CompiledProduct, read_hlo, read_optimized
 from tfamp.keras_hooks import trainer
-from tfamp.machine import amx
+from tfamp.machine import cpus
 from tfamp.records import checks
 from tfamp.stepping.arguments import build, check_model, first_batch
 from tfamp.stepping.layer_marks import Marks
@@ -137,7 +137,7 @@ def _rewrite(
     concrete: Any, batch: Any, marks: Marks
 ) -> tuple[tuple[CompiledProduct, ...], str]:
     """Returns the products of the graph that runs, or why they cannot be told."""
-    amx.avoid()
+    cpus.avoid_broken_amx()
     try:
         return read_optimized(lambda: concrete(batch), named=marks.scope), ""
     except (tf.errors.OpError, ValueError, TypeError) as error:

@@ -12,7 +12,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import around_training, trainer
 from tfamp.keras_hooks.patches import replaced
-from tfamp.machine import amx
+from tfamp.machine import cpus
 from tfamp.records import checks, console
 from tfamp.records import checks as _checks
 from tfamp.records.progress import progress
@@ -167,7 +167,7 @@ def lr_find(
             "be the lower one. Exchange them."
         )
     check_model(model)
-    amx.avoid()
+    cpus.avoid_broken_amx()
     dataset = dataset_of(data, batch_size)
     build(model, first_batch(dataset))
     rates = np.geomspace(low, high, num_steps).tolist()

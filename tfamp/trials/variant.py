@@ -9,7 +9,7 @@ import keras
 import tensorflow as tf
 
 import tfamp
-from tfamp.machine import amx
+from tfamp.machine import cpus
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
 from tfamp.records.record import Record
@@ -165,7 +165,7 @@ def in_force(variant: Variant) -> Iterator[tuple[str, str]]:
     """Puts a variant in force, and afterwards what was in force before."""
     if variant.rewrite or variant.is_stock:
         # `tfamp.enable` does so for the policies that need it.
-        amx.avoid()
+        cpus.avoid_broken_amx()
     with contextlib.ExitStack() as stack:
         if variant.rewrite:
             tf.config.optimizer.set_experimental_options({_REWRITE: True})

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfamp.keras_hooks import trainer
-from tfamp.machine import amx, devices
+from tfamp.machine import cpus, devices
 from tfamp.records import checks, units
 from tfamp.records.progress import progress
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
@@ -93,7 +93,7 @@ def measure_policies(
     checks.positive_int("max_steps", max_steps)
     model = model_of(build_model_or_model)
     dataset = dataset_of(data, batch_size, needs_targets=False)
-    amx.avoid()
+    cpus.avoid_broken_amx()
     batches = [*map(_as_in_fit, dataset.take(_NUM_BATCHES))] or [first_batch(dataset)]
     build(model, batches[0])
     trainer.build_metrics(model, batches[0])

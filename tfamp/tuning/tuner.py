@@ -12,7 +12,7 @@ from absl import logging
 
 import tfamp
 from tfamp.dtypes.settings import make_settings
-from tfamp.machine import amx, devices
+from tfamp.machine import cpus, devices
 from tfamp.models import put_under
 from tfamp.numerics.sensitivity.result import Sensitivity
 from tfamp.numerics.sensitivity.search import sensitivity
@@ -129,7 +129,7 @@ def tune(
             f"The plan to start from has policy {name!r}; expected one of {POLICIES}. "
             "There is nothing to tune in float32."
         )
-    amx.avoid()
+    cpus.avoid_broken_amx()
     is_model = isinstance(build_model_or_model, keras.Model)
     model = model_of(build_model_or_model)
     dataset = dataset_of(data, batch_size)

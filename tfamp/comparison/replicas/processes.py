@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
 from tfamp.comparison.replicas.records import Kind
-from tfamp.machine.clusters.reach import free_ports
-from tfamp.machine.clusters.record import Cluster
+from tfamp.machine.clusters import Cluster
+from tfamp.machine.network import free_ports
 from tfamp.records.record import Record
 from tfamp.trials import processes
 

@@ -12,7 +12,7 @@ from tfamp.data._sources import RandomAccess
 from tfamp.data.sources.tfrecord import TfrecordSource
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.shards import Shard
-from tfamp.machine.clusters import reach
+from tfamp.machine import network
 
 _ADDRESS = re.compile(r"(?:grpc://)?([^\s/:]+|\[[^\s/]+\]):([0-9]+)")
 
@@ -59,8 +59,8 @@ class Service(Stage):
                 "CSV and text files, generators, `decoder='opencv'` and "
                 "`tf.py_function`. Use others, or leave `.service` out."
             )
-        (answer,) = reach.answers([self.address]).values()
-        if answer != reach.LISTENS:
+        (answer,) = network.answers([self.address]).values()
+        if answer != network.LISTENS:
             raise ValueError(
                 f"`.service({self.address!r})` has no dispatcher: {answer}. Expected "
                 "one that runs. Start it before `build`, and open its port."

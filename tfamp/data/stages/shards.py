@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from tfamp.data._elements import known_length
 from tfamp.data.stages.base import Settings, Stage
-from tfamp.machine.clusters.environment import cluster as cluster_here
-from tfamp.machine.clusters.record import Cluster
+from tfamp.machine.clusters import Cluster
+from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
 

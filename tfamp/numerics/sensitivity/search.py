@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfamp.keras_hooks import structure
-from tfamp.machine import amx
+from tfamp.machine import cpus
 from tfamp.numerics.sensitivity.errors import Errors, Outputs, errors_of
 from tfamp.numerics.sensitivity.explanations import (
     FIRST_SCALE,
@@ -102,7 +102,7 @@ def sensitivity(
     checks.choice("dtype", dtype, _DTYPES)
     checks.positive_int("num_batches", num_batches)
     check_model(model)
-    amx.avoid()
+    cpus.avoid_broken_amx()
     dataset = dataset_of(data, batch_size)
     build(model, first_batch(dataset))
     batches = list(dataset.take(num_batches))

@@ -1,21 +1,119 @@
-"""Reads the cluster of this process from the variables that launchers set."""
+"""The workers that train together, read from the variables that launchers set."""
 
+import dataclasses
 import json
 import os
 import re
 from collections.abc import Callable, Mapping
-from typing import Any
+from typing import Any, Literal
 
-from tfamp.machine.clusters import slurm
-from tfamp.machine.clusters.record import Cluster
+from tfamp.machine import slurm
+from tfamp.records.record import TableRecord
 
 # That of SageMaker's own training container, for workers that reduce among themselves.
 _SAGEMAKER_PORT = 8890
 _KUBERNETES_PORT = 2222
 _INDEX, _HOSTS = "JOB_COMPLETION_INDEX", "TFAMP_HOSTS"
 _ALONE = "pass `cluster=None` to `tfamp.distribute.strategy` to train alone"
-_SHOWN = 200
+# Characters of a variable, and workers of a large cluster, that are shown.
+_MAX_TEXT, _MAX_SHOWN = 200, 8
 _ADDRESS = re.compile(r"(\[[^\]]+\]|[^:\s]+):\d{1,5}")
+Source = Literal["none", "TF_CONFIG", "Slurm", "SageMaker", "Kubernetes"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Cluster(TableRecord):
+    """The workers that train together, and which of them this process is.
+
+    Args:
+        source: What told: "TF_CONFIG" (of Ray, Vertex AI, TFJob, or set by hand),
+            "Slurm", "SageMaker", "Kubernetes", or "none" where there is no cluster.
+        workers: Addresses "host:port", the chief's first; none where there is no
+            cluster.
+        index: Place of this process in `workers`, from 0.
+        has_chief_job: Whether `TF_CONFIG` names the first of them as the job "chief".
+        passed_over: Other sources whose variables are set too, and were not read.
+
+    Example:
+        >>> found = Cluster("Slurm", ("n1:15000", "n2:15000"), index=1)
+        >>> found.num_workers, found.is_chief, found.local_index
+        (2, False, 0)
+        >>> print(found)
+        Worker 1 of 2 (from 0), as Slurm says: n1:15000, n2:15000 (this process)
+        >>> found.to_tf_config()["task"]
+        {'type': 'worker', 'index': 1}
+    """
+
+    source: Source
+    workers: tuple[str, ...] = ()
+    index: int = 0
+    has_chief_job: bool = False
+    passed_over: tuple[str, ...] = ()
+
+    @property
+    def num_workers(self) -> int:
+        """Number of processes that train together, 1 without a cluster."""
+        return max(1, len(self.workers))
+
+    @property
+    def is_chief(self) -> bool:
+        """Whether this process writes what only one of them may write."""
+        return self.index == 0
+
+    @property
+    def address(self) -> str | None:
+        """The address of this process, None without a cluster."""
+        return self.workers[self.index] if self.workers else None
+
+    @property
+    def local_workers(self) -> int:
+        """Number of workers on the host of this process."""
+        return max(1, len(self._on_this_host()))
+
+    @property
+    def local_index(self) -> int:
+        """Place of this process among the workers on its host, from 0."""
+        return self._on_this_host().index(self.index) if self.workers else 0
+
+    def to_tf_config(self) -> dict[str, Any]:
+        """Returns what `TF_CONFIG` would hold, to be written with `json.dumps`.
+
+        It is empty without a cluster.
+        """
+        if not self.workers:
+            return {}
+        jobs: dict[str, list[str]] = {"worker": list(self.workers)}
+        task: dict[str, Any] = {"type": "worker", "index": self.index}
+        if self.has_chief_job:
+            jobs = {"chief": list(self.workers[:1]), "worker": list(self.workers[1:])}
+            if not jobs["worker"]:
+                del jobs["worker"]
+            task["index"] = self.index - 1
+            if self.is_chief:
+                task = {"type": "chief", "index": 0}
+        return {"cluster": jobs, "task": task}
+
+    def table(self) -> str:
+        """Returns the cluster in one line."""
+        if not self.workers:
+            return "One process: no cluster is described in the environment"
+        shown = [
+            f"{each} (this process)" if i == self.index else each
+            for i, each in enumerate(self.workers)
+        ]
+        if len(shown) > _MAX_SHOWN:
+            left = len(shown) - _MAX_SHOWN
+            shown = [*shown[:_MAX_SHOWN], f"and {left} more"]
+        over = " and ".join(self.passed_over)
+        more = f"; the variables of {over} are set too, and were not read"
+        return (
+            f"Worker {self.index} of {self.num_workers} (from 0), as {self.source} "
+            f"says: {', '.join(shown)}{more if over else ''}"
+        )
+
+    def _on_this_host(self) -> list[int]:
+        hosts = [each.rpartition(":")[0] for each in self.workers]
+        return [i for i, host in enumerate(hosts) if host == hosts[self.index]]
 
 
 def cluster() -> Cluster:
@@ -44,22 +142,16 @@ def cluster() -> Cluster:
         (('a:2222', 'b:2222'), 1)
         >>> del os.environ["TF_CONFIG"]
     """
-    return read(os.environ)
+    return cluster_of(os.environ)
 
 
-def read(environ: Mapping[str, str]) -> Cluster:
+def cluster_of(environ: Mapping[str, str]) -> Cluster:
     """As `cluster`, of given variables."""
     found = [name for name, (is_set, _) in _SOURCES.items() if is_set(environ)]
     if not found:
         return Cluster("none")
     workers, index, has_chief_job = _SOURCES[found[0]][1](environ)
-    return Cluster(
-        found[0],  # type: ignore[arg-type]  # the keys below are its sources
-        tuple(workers),
-        index,
-        has_chief_job,
-        tuple(found[1:]),
-    )
+    return Cluster(found[0], tuple(workers), index, has_chief_job, tuple(found[1:]))
 
 
 # The addresses, the place of this process, whether the first is the job "chief".
@@ -71,7 +163,7 @@ def _tf_config(environ: Mapping[str, str]) -> Read:
 
     def error(found: str, remedy: str) -> ValueError:
         return ValueError(
-            f"TF_CONFIG is {text[:_SHOWN]!r}: {found}; expected JSON as in "
+            f"TF_CONFIG is {text[:_MAX_TEXT]!r}: {found}; expected JSON as in "
             '{"cluster": {"worker": ["a:2222", "b:2222"]}, '
             f'"task": {{"type": "worker", "index": 0}}}}. {remedy}'
         )
@@ -200,8 +292,10 @@ def _by_numbers(name: str) -> list[Any]:
     return [int(part) if part.isdecimal() else part for part in parts]
 
 
+# Whether a source is set, and the function that reads it.
 _SOURCES: dict[
-    str, tuple[Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], Read]]
+    Source,
+    tuple[Callable[[Mapping[str, str]], bool], Callable[[Mapping[str, str]], Read]],
 ] = {
     "TF_CONFIG": (
         lambda e: e.get("TF_CONFIG", "").strip() not in ("", "{}"),

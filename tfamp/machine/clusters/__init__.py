@@ -1,1 +1,0 @@
-"""Clusters of workers, as the programs that start them describe them."""
