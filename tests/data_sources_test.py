@@ -1,6 +1,7 @@
 """Where a pipeline's elements come from: arrays, datasets, TensorFlow Datasets."""
 
 import re
+import socket
 import sys
 import types
 
@@ -41,8 +42,12 @@ class Lonely(Pairs, skip_registration=True):
     SUPERVISED = None
 
 
-def refuse(address, timeout):
-    raise OSError("no network")
+@pytest.fixture
+def offline(monkeypatch):
+    def refuse(address, timeout):
+        raise OSError("no network")
+
+    monkeypatch.setattr(socket, "create_connection", refuse)
 
 
 @pytest.fixture(scope="module")
@@ -179,16 +184,16 @@ def test_a_tfds_that_did_not_load_is_an_error(monkeypatch):
         Pipeline.from_tfds("mnist")
 
 
-def test_a_name_without_data_or_network_is_an_error_at_once(tmp_path):
+def test_a_name_without_data_or_network_is_an_error_at_once(tmp_path, offline):
     message = f"Dataset 'mnist' is not prepared in {str(tmp_path)!r}, and storage."
     with pytest.raises(ConnectionError, match=re.escape(message)):
-        source.open_builder("mnist", data_dir=str(tmp_path), connect=refuse)
+        source.open_builder("mnist", data_dir=str(tmp_path))
 
 
-def test_an_unknown_name_is_refused_with_the_nearest(tmp_path):
+def test_an_unknown_name_is_refused_with_the_nearest(tmp_path, offline):
     message = "Unknown dataset 'mnst'; expected one of the"
     with pytest.raises(ValueError, match=re.escape(message)) as caught:
-        source.open_builder("mnst", data_dir=str(tmp_path), connect=refuse)
+        source.open_builder("mnst", data_dir=str(tmp_path))
     assert "Did you mean 'mnist'?" in str(caught.value)
 
 
@@ -212,6 +217,10 @@ def test_the_probe_asks_the_host_or_the_proxy_before_it(proxy, address, monkeypa
         asked.append(where)
         return types.SimpleNamespace(close=lambda: asked.append("closed"))
 
-    assert source.can_connect("https://example.org/data.gz", connect=connect)
+    monkeypatch.setattr(socket, "create_connection", connect)
+    assert source.can_be_reached("https://example.org/data.gz")
     assert asked == [address, "closed"]
-    assert not source.can_connect("https://example.org/", connect=refuse)
+
+
+def test_a_host_that_refuses_cannot_be_reached(offline):
+    assert not source.can_be_reached("https://example.org/")

@@ -8,11 +8,8 @@ seconds before anything is downloaded.
 import dataclasses
 import inspect
 import os
-import socket
-import threading
 import urllib.parse
 import urllib.request
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,13 +18,12 @@ import tensorflow as tf
 from tfamp.data._elements import known_length
 from tfamp.data._sources import Source, files_identity
 from tfamp.data.stages.base import Settings
+from tfamp.machine import network
 from tfamp.records import checks
 
-PROBE_SECONDS = 4.0
+_PROBE_SECONDS = 4.0
 # Where TFDS keeps its own index; asked where a dataset names no download address.
 _DEFAULT_URL = "https://storage.googleapis.com/"
-
-Connect = Callable[[tuple[str, int], float], Any]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -96,25 +92,10 @@ def tfds_source(builder: Any, split: str, *, as_supervised: bool) -> TfdsSource:
     return TfdsSource(builder, split, as_supervised)
 
 
-def open_builder(
-    name_or_builder: Any,
-    *,
-    data_dir: str | None = None,
-    connect: Connect = socket.create_connection,
-) -> Any:
+def open_builder(name_or_builder: Any, *, data_dir: str | None = None) -> Any:
     """Returns a builder whose data is prepared, preparing it if need be.
 
-    Args:
-        name_or_builder: TFDS name such as "mnist" or "mnist:3.0.1", a builder, or
-            a builder class.
-        data_dir: Where prepared data lies; None for the builder's own place.
-        connect: Opens a connection to (host, port) within some seconds.
-
-    Raises:
-        ImportError: tensorflow-datasets is not installed, or cannot be loaded.
-        TypeError: `name_or_builder` is none of the three.
-        ValueError: No such dataset.
-        ConnectionError: The data is not here and its host cannot be reached.
+    `Pipeline.from_tfds` explains the arguments and the errors.
     """
     for module in ("tensorflow_datasets", "importlib_resources"):
         checks.require(module, extra="data", purpose="`Pipeline.from_tfds`")
@@ -130,56 +111,27 @@ def open_builder(
             name="tensorflow_datasets",
         )
     given: Any = name_or_builder
-    is_class = inspect.isclass(given)
     if isinstance(given, str):
-        builder = _builder_by_name(given, data_dir, connect)
-    elif is_class and issubclass(name_or_builder, tfds.core.DatasetBuilder):
+        builder = _builder_by_name(given, data_dir)
+    elif inspect.isclass(given) and issubclass(given, tfds.core.DatasetBuilder):
         builder = given(data_dir=data_dir)
     elif isinstance(given, tfds.core.DatasetBuilder):
         builder = given
     else:
         raise TypeError(
-            f"`name_or_builder` is {name_or_builder!r}; expected a TFDS name such as "
+            f"`name_or_builder` is {given!r}; expected a TFDS name such as "
             "'mnist', a tfds.core.DatasetBuilder, or a class of one. For arrays use "
             "`Pipeline.from_arrays`."
         )
     if not builder.is_prepared():
         urls = list(getattr(builder, "url_infos", None) or ())
         if urls:
-            _check_reachable(builder.info.full_name, urls, data_dir, connect)
+            _check_reachable(builder.info.full_name, urls, data_dir)
         builder.download_and_prepare()
     return builder
 
 
-def can_connect(
-    url: str, *, connect: Connect, timeout_seconds: float = PROBE_SECONDS
-) -> bool:
-    """Whether the host of `url`, or the proxy in front of it, accepts a connection.
-
-    The attempt runs in a thread of its own, because looking up a name may block
-    for longer than any timeout of the connection.
-    """
-    parts = urllib.parse.urlsplit(url)
-    proxy = urllib.request.getproxies().get(parts.scheme)
-    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
-        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
-    port = parts.port or (443 if parts.scheme == "https" else 80)
-    outcome: list[bool] = []
-
-    def attempt() -> None:
-        try:
-            connect((parts.hostname or "", port), timeout_seconds).close()
-            outcome.append(True)
-        except OSError:
-            outcome.append(False)
-
-    thread = threading.Thread(target=attempt, daemon=True)
-    thread.start()
-    thread.join(timeout_seconds + 1.0)
-    return outcome == [True]
-
-
-def _builder_by_name(name: str, data_dir: str | None, connect: Connect) -> Any:
+def _builder_by_name(name: str, data_dir: str | None) -> Any:
     """Returns the builder of a TFDS name, without asking the network in vain."""
     import tensorflow_datasets as tfds
 
@@ -206,16 +158,14 @@ def _builder_by_name(name: str, data_dir: str | None, connect: Connect) -> Any:
         if not any((root / base).glob("**/dataset_info.json")):
             # Even making the builder asks for its index.
             urls = list(builder_class.url_infos or ()) or [_DEFAULT_URL]
-            _check_reachable(name, urls, data_dir, connect)
+            _check_reachable(name, urls, data_dir)
     return tfds.builder(name, data_dir=data_dir)
 
 
-def _check_reachable(
-    name: str, urls: list[str], data_dir: str | None, connect: Connect
-) -> None:
+def _check_reachable(name: str, urls: list[str], data_dir: str | None) -> None:
     """Raises unless the first address can be reached: one probe, a few seconds."""
     url = urls[0] if "://" in urls[0] else _DEFAULT_URL
-    if can_connect(url, connect=connect):
+    if can_be_reached(url):
         return
     host = urllib.parse.urlsplit(url).hostname
     where = "TFDS's data folder" if data_dir is None else repr(str(data_dir))
@@ -224,3 +174,15 @@ def _check_reachable(
         "download it; expected prepared data or a network. Connect and try again, set "
         "HTTPS_PROXY, or pass the `data_dir` of a copy that was prepared elsewhere."
     )
+
+
+def can_be_reached(url: str) -> bool:
+    """Whether the host of `url`, or the proxy in front of it, takes a connection."""
+    parts = urllib.parse.urlsplit(url)
+    proxy = urllib.request.getproxies().get(parts.scheme)
+    if proxy and not urllib.request.proxy_bypass(parts.hostname or ""):
+        parts = urllib.parse.urlsplit(proxy if "://" in proxy else f"http://{proxy}")
+    port = parts.port or (443 if parts.scheme == "https" else 80)
+    address = f"{parts.hostname}:{port}"
+    found = network.answers([address], seconds=_PROBE_SECONDS)
+    return found[address] == network.LISTENS
