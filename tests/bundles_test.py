@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.records.record import Device
+from tfamp.machine.speeds import Device
 from tfamp.stepping import snapshots
 from tfamp.stepping.bundles import files
 from tfamp.stepping.bundles.batches import iterator_of, leaves, pack, part_of, unpack

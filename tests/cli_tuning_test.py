@@ -223,7 +223,7 @@ def test_failures_end_before_work_is_spent(module, capsys, line):
 
 def test_auto_is_what_suits_the_devices(capsys, monkeypatch):
     from tfamp.machine import devices
-    from tfamp.records.record import Recommendation
+    from tfamp.machine.speeds import Recommendation
 
     said = Recommendation("float32", "This CPU has no half-precision units.")
     monkeypatch.setattr(devices, "recommend", lambda found, **_: said)

@@ -26,8 +26,8 @@ from tfamp.dtypes import settings
 from tfamp.machine import devices as hardware
 from tfamp.machine import network
 from tfamp.machine.limits import MachineMemory, MemoryLimit
+from tfamp.machine.speeds import Device, Recommendation
 from tfamp.records import versions as _versions
-from tfamp.records.record import Device, Recommendation
 from tfamp.tuning import measurement_cache
 from tfamp.tuning.measurement import Measurement, PolicyTime
 

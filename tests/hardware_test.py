@@ -7,8 +7,8 @@ import tensorflow as tf
 
 from tests.probes_test import Driver, Gpu
 from tfamp.machine import devices as hardware
+from tfamp.machine.speeds import Device
 from tfamp.records import checks
-from tfamp.records.record import Device
 
 P100 = Device("gpu", "Tesla P100-PCIE-16GB", (6, 0))
 V100 = Device("gpu", "Tesla V100-SXM2-16GB", (7, 0))

@@ -5,7 +5,7 @@ import math
 
 from tfamp.comparison.evidence import Evidence, TunedPlan
 from tfamp.comparison.judgement import direction, verdict_on
-from tfamp.records.record import Device
+from tfamp.machine.speeds import Device
 from tfamp.trials.run_records import (
     Context,
     Latency,

@@ -13,11 +13,11 @@ from tests.lint_rules_test import stock
 from tests.refusals import refusals
 from tests.replicas import two_replicas
 from tfamp.graph.compiled import CompiledProduct
+from tfamp.machine.speeds import Device
 from tfamp.numerics.proof import prover
 from tfamp.numerics.proof.products import is_cast, products_of
 from tfamp.numerics.proof.prover import prove
 from tfamp.numerics.proof.result import Cause, Proof
-from tfamp.records.record import Device
 from tfamp.stepping.costs import Roofline, computing, num_bytes
 from tfamp.stepping.layer_marks import Marks
 

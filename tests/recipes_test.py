@@ -16,7 +16,7 @@ import tfamp
 from tests import made_evidence
 from tests.recipe_modules import FOLDER, RECIPES, ROOT, record_of, run_recipe
 from tfamp.comparison.result import Comparison
-from tfamp.records.record import Device
+from tfamp.machine.speeds import Device
 
 pytest.importorskip("sklearn", reason="needs the extra `data`")
 NEEDS = {

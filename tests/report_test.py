@@ -29,8 +29,8 @@ from tfamp.comparison.report.html import to_html
 from tfamp.comparison.report.text import table, to_markdown
 from tfamp.comparison.result import Comparison
 from tfamp.comparison.verdict import Verdict
+from tfamp.machine.speeds import Device
 from tfamp.records import files
-from tfamp.records.record import Device
 from tfamp.trials.intervals import Interval, effect_of_ratio
 from tfamp.trials.run_records import (
     Context,

@@ -11,7 +11,8 @@ import numpy as np
 import pytest
 
 from tests.refusals import refusals
-from tfamp.records.record import Device, Recommendation, Record
+from tfamp.machine.speeds import Device, Recommendation
+from tfamp.records.record import Record
 
 
 @dataclasses.dataclass(frozen=True)

@@ -7,9 +7,9 @@ from typing import Any
 
 from tfamp.cli.diagnosis import DoctorFinding
 from tfamp.machine import cpus
+from tfamp.machine.speeds import Device
 from tfamp.records import checks
 from tfamp.records.formats import POLICIES
-from tfamp.records.record import Device
 
 ONEDNN = "TF_ENABLE_ONEDNN_OPTS"
 

@@ -11,12 +11,13 @@ from rich.text import Text
 from tfamp.machine import cpus
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.limits import GpuMemory, MachineMemory
+from tfamp.machine.speeds import Device, Recommendation
 from tfamp.records import console, units, versions
-from tfamp.records.record import Device, Recommendation, Record, TableRecord
+from tfamp.records.record import Record, TableRecord
 
 # Of a CPU's hundred features, those that decide a policy.
 _TELLING = (
-    *("amx_bf16", "amx_fp16", cpus.BROKEN),
+    *("amx_bf16", "amx_fp16", cpus.BROKEN_AMX),
     *("avx512_bf16", "avx512_fp16", "bf16", "svebf16"),
 )
 # So many are shown, the newest.

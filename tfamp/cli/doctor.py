@@ -30,9 +30,9 @@ from tfamp.cli.diagnosis import (
 )
 from tfamp.machine import network
 from tfamp.machine.limits import MachineMemory
+from tfamp.machine.speeds import Device
 from tfamp.records import checks
 from tfamp.records import versions as _versions
-from tfamp.records.record import Device
 from tfamp.records.versions import VARIABLES
 
 T = TypeVar("T")

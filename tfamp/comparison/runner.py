@@ -20,7 +20,7 @@ from tfamp.comparison.result import Comparison, conclude, load_note
 from tfamp.memory.batch_search import processes as batch_search
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.trials import example_metrics, parcel, processes, step_profiles, storage
 from tfamp.trials.run_records import Run
 from tfamp.trials.storage import (

@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tfamp.records import lazy
+from tfamp.records import lazy_attributes
 
 # Public name -> module that defines it; loaded on first use. What asks how a model
 # trains, as `bottleneck` does, stands above this package.
@@ -41,4 +41,4 @@ if TYPE_CHECKING:
     from tfamp.stepping.input_waits.measure import bottleneck as bottleneck
     from tfamp.stepping.input_waits.record import Bottleneck as Bottleneck
 else:
-    __getattr__, __dir__ = lazy.attributes(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_attributes(__name__, _HOMES)

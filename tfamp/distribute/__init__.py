@@ -2,7 +2,7 @@
 
 from typing import TYPE_CHECKING
 
-from tfamp.records import lazy
+from tfamp.records import lazy_attributes
 
 # Public name -> module that defines it; loaded on first use, as not all need
 # TensorFlow.
@@ -19,4 +19,4 @@ if TYPE_CHECKING:
     from tfamp.machine.clusters import Cluster as Cluster
     from tfamp.machine.clusters import cluster as cluster
 else:
-    __getattr__, __dir__ = lazy.attributes(__name__, _HOMES)
+    __getattr__, __dir__ = lazy_attributes(__name__, _HOMES)

@@ -18,9 +18,8 @@ import tensorflow as tf
 from tfamp.machine import speeds
 from tfamp.machine.cpus import BROKEN_AMX, instruction_sets, is_amx_broken
 from tfamp.machine.nvml import Nvml, details_of, number_of
-from tfamp.machine.speeds import Speed
+from tfamp.machine.speeds import Device, Recommendation, Speed
 from tfamp.records import formats, pages
-from tfamp.records.record import Device, Recommendation
 
 # Best first: bfloat16 has float32's range and needs no loss scale.
 MIXED_POLICIES = ("mixed_bfloat16", "mixed_float16")

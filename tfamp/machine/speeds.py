@@ -1,9 +1,46 @@
-"""How fast each kind of device computes in float16 and bfloat16, as a table."""
+"""Devices, and how fast each kind computes in float16 and bfloat16, as a table."""
 
 import dataclasses
 import re
+from typing import Literal
 
-from tfamp.records.record import Device
+from tfamp.records.record import Record
+
+
+@dataclasses.dataclass(frozen=True)
+class Device(Record):
+    """A processor that TensorFlow computes on.
+
+    Args:
+        kind: "cpu", "gpu" or "tpu".
+        name: The maker's name, such as "NVIDIA A100-SXM4-40GB".
+        compute_capability: NVIDIA's version of what the GPU can do, such as (8, 0);
+            None on other devices and when the driver doesn't tell.
+        memory_bytes: The memory of the device itself, None if unknown.
+        features: Instruction sets of a CPU, sorted, such as "amx_bf16".
+        partition: Whether it is a slice of a larger GPU (MIG).
+    """
+
+    kind: Literal["cpu", "gpu", "tpu"]
+    name: str
+    compute_capability: tuple[int, int] | None = None
+    memory_bytes: int | None = None
+    features: tuple[str, ...] = ()
+    partition: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Recommendation(Record):
+    """The policy that suits the devices here.
+
+    Args:
+        policy: A Keras policy name, such as "mixed_bfloat16".
+        reason: Why, in one sentence.
+    """
+
+    policy: str
+    reason: str
+
 
 _TERA = 1e12
 

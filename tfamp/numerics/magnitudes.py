@@ -18,8 +18,8 @@ from tfamp.numerics.range_records import (
     Ranges,
 )
 from tfamp.records import checks
+from tfamp.records.console import progress
 from tfamp.records.formats import FLOAT16, FLOAT32, FORMATS, Format
-from tfamp.records.progress import progress
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.eager_step import run_step
 from tfamp.stepping.layer_calls import computes_itself

@@ -1,1 +1,31 @@
 """What everything is told in: records, findings, formats, units, files."""
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any
+
+
+def lazy_attributes(
+    package: str, homes: Mapping[str, str]
+) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
+    """Returns a package's `__getattr__`, which imports a name, and its `__dir__`.
+
+    Args:
+        package: Its `__name__`.
+        homes: Public name -> module that defines it.
+    """
+
+    def __getattr__(name: str) -> Any:
+        module = sys.modules[package]
+        if name not in homes:
+            message = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=module)
+        value = getattr(importlib.import_module(homes[name]), name)
+        setattr(module, name, value)
+        return value
+
+    def __dir__() -> list[str]:
+        return sorted({*vars(sys.modules[package]), *homes})
+
+    return __getattr__, __dir__

@@ -1,8 +1,16 @@
-"""Tables and sentences as text of one width, as a terminal would show them."""
+"""Tables and sentences as a terminal would show them, and a progress bar."""
 
+import contextlib
 import io
-from collections.abc import Iterable, Mapping, Sequence
+import sys
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
+
+import rich.progress
+from rich.console import Console
+from rich.table import Table
+from rich.text import Text
 
 # Columns of a terminal that nothing printed here goes beyond.
 WIDTH = 110
@@ -10,6 +18,8 @@ WIDTH = 110
 FOLD: dict[str, Any] = {"overflow": "fold"}
 WHOLE: dict[str, Any] = {"no_wrap": True}
 RIGHT: dict[str, Any] = {"justify": "right", "no_wrap": True}
+# Work that takes less is over before one has read the bar.
+_SHOWN_AFTER_SECONDS = 2.0
 
 
 def table(
@@ -18,7 +28,7 @@ def table(
     *,
     title: str | None = None,
     **how: Any,
-) -> Any:
+) -> Table:
     """Returns a table for `text_of`.
 
     Args:
@@ -27,10 +37,6 @@ def table(
         title: Above it, at the left.
         **how: What rich's `Table` takes besides.
     """
-    # Here, so that `import tfamp` does not pay for it.
-    from rich.table import Table
-    from rich.text import Text
-
     heading = None if title is None else Text(title, overflow="fold")
     found = Table(title=heading, title_justify="left", **how)
     for name, options in columns.items():
@@ -42,18 +48,63 @@ def table(
 
 def text_of(*parts: Any, width: int = WIDTH) -> str:
     """Returns what a terminal shows of tables and texts, one below the other."""
-    from rich.console import Console
-    from rich.text import Text
-
     file = io.StringIO()
     # Inside a Jupyter kernel rich would display each part, and write nothing here.
-    console = Console(
-        file=file,
-        width=width,
-        color_system=None,
-        legacy_windows=False,
-        force_jupyter=False,
-    )
+    plain: dict[str, Any] = {
+        "color_system": None,
+        "legacy_windows": False,
+        "force_jupyter": False,
+    }
+    console = Console(file=file, width=width, **plain)
     for part in parts:
         console.print(Text(part) if isinstance(part, str) else part)
     return "\n".join(line.rstrip() for line in file.getvalue().splitlines())
+
+
+@contextlib.contextmanager
+def progress(
+    description: str,
+    total: int | None = None,
+    *,
+    unit: str = "elements",
+    decimals: int = 0,
+    console: Console | None = None,
+    clock: Callable[[], float] = time.monotonic,
+) -> Iterator[Callable[..., None]]:
+    """Shows a bar on standard error, if that is a terminal, and takes it away again.
+
+    Yields a function that takes the number of units done so far, of `total` if that is
+    known, and another description where that changes.
+    """
+    if console is None:
+        # FORCE_COLOR, which Jupyter sets for all it starts, makes no file a terminal.
+        is_forced = None if sys.stderr.isatty() else False
+        console = Console(stderr=True, force_terminal=is_forced)
+    bar = rich.progress.Progress(
+        rich.progress.TextColumn("{task.description}"),
+        rich.progress.BarColumn(),
+        rich.progress.TextColumn(f"{{task.completed:,.{decimals}f}} {unit}"),
+        rich.progress.TimeElapsedColumn(),
+        rich.progress.TextColumn("left" if total else ""),
+        rich.progress.TimeRemainingColumn(),
+        console=console,
+        transient=True,
+        speed_estimate_period=3600,
+    )
+    task = bar.add_task(description, total=total)
+    started = clock()
+    is_shown = False
+
+    def update(done: float, description: str | None = None) -> None:
+        nonlocal is_shown
+        late = clock() - started >= _SHOWN_AFTER_SECONDS
+        if late and not is_shown and console.is_terminal:
+            is_shown = True
+            bar.start()
+        bar.update(task, completed=done, description=description)
+
+    try:
+        yield update
+    finally:
+        if is_shown:
+            bar.stop()

@@ -34,11 +34,14 @@ class Record:
             Files of a later version than this one are refused.
 
     Example:
-        >>> Recommendation("float32", "No fast units.").to_dict()["policy"]
-        'float32'
-        >>> text = Recommendation("float32", "No fast units.").to_json()
-        >>> Recommendation.from_json(text)
-        Recommendation(policy='float32', reason='No fast units.')
+        >>> import dataclasses
+        >>> @dataclasses.dataclass(frozen=True)
+        ... class Point(Record):
+        ...     place: tuple[float, ...]
+        >>> Point((1.0, 0.5)).to_dict()
+        {'class': 'Point', 'schema': 1, 'place': [1.0, 0.5]}
+        >>> Point.from_json(Point((1.0, 0.5)).to_json())
+        Point(place=(1.0, 0.5))
     """
 
     SCHEMA: ClassVar[int] = 1
@@ -163,41 +166,6 @@ class TableRecord(Record, abc.ABC):
     def __str__(self) -> str:
         """Returns the table."""
         return self.table()
-
-
-@dataclasses.dataclass(frozen=True)
-class Device(Record):
-    """A processor that TensorFlow computes on.
-
-    Args:
-        kind: "cpu", "gpu" or "tpu".
-        name: The maker's name, such as "NVIDIA A100-SXM4-40GB".
-        compute_capability: NVIDIA's version of what the GPU can do, such as (8, 0);
-            None on other devices and when the driver doesn't tell.
-        memory_bytes: The memory of the device itself, None if unknown.
-        features: Instruction sets of a CPU, sorted, such as "amx_bf16".
-        partition: Whether it is a slice of a larger GPU (MIG).
-    """
-
-    kind: Literal["cpu", "gpu", "tpu"]
-    name: str
-    compute_capability: tuple[int, int] | None = None
-    memory_bytes: int | None = None
-    features: tuple[str, ...] = ()
-    partition: bool = False
-
-
-@dataclasses.dataclass(frozen=True)
-class Recommendation(Record):
-    """The policy that suits the devices here.
-
-    Args:
-        policy: A Keras policy name, such as "mixed_bfloat16".
-        reason: Why, in one sentence.
-    """
-
-    policy: str
-    reason: str
 
 
 def _hints(cls: type[Any]) -> dict[str, Any]:

@@ -12,8 +12,8 @@ from collections.abc import Sequence
 from tfamp.graph.bodies import Operation
 from tfamp.graph.products import flops_of, is_product
 from tfamp.machine import devices as hardware
+from tfamp.machine.speeds import Device
 from tfamp.records.formats import HALF
-from tfamp.records.record import Device
 
 # FLOPs a byte. Source: NVIDIA, GPU Performance Background User's Guide (2023), table 1:
 # V100 15.7 and 125 TFLOPS at 900 GB/s; A100 data sheet: 19.5, 156 (TF32) and 312 TFLOPS

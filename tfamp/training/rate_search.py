@@ -15,7 +15,7 @@ from tfamp.keras_hooks.patches import replaced
 from tfamp.machine import cpus
 from tfamp.records import checks, console
 from tfamp.records import checks as _checks
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.records.record import Record
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged

@@ -6,7 +6,8 @@ from typing import Literal
 
 import numpy as np
 
-from tfamp.records.record import Device, Record
+from tfamp.machine.speeds import Device
+from tfamp.records.record import Record
 
 # More points than this a curve does not show.
 MAX_POINTS = 400

@@ -16,7 +16,7 @@ from tfamp.models import put_under
 from tfamp.plan import PrecisionPlan
 from tfamp.records import checks
 from tfamp.records.checks import first_line
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.stepping.arguments import build
 from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning import scores

@@ -11,7 +11,7 @@ import keras
 from tfamp.keras_hooks import trainer
 from tfamp.machine import cpus, devices
 from tfamp.records import checks, units
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged
 from tfamp.tuning import measurement_cache, races

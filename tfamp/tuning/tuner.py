@@ -18,8 +18,8 @@ from tfamp.numerics.sensitivity.result import Sensitivity
 from tfamp.numerics.sensitivity.search import sensitivity
 from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records import checks
+from tfamp.records.console import progress
 from tfamp.records.formats import HALF
-from tfamp.records.progress import progress
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged

@@ -16,7 +16,7 @@ from tfamp.comparison.replicas.result import Scaling
 from tfamp.memory.batch_search.finder import find_batch_size
 from tfamp.memory.batch_search.settings import Settings, batch_of
 from tfamp.records import checks
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.trials import parcel
 
 _PURPOSE = "`tfamp.scaling`"

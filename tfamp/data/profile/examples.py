@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import batched_by_stages, looks_batched
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 
 Role = Literal["input", "target", "weight"]
 _ROLES: dict[str, Role] = {"x": "input", "y": "target", "sample_weight": "weight"}

@@ -14,7 +14,7 @@ import tensorflow as tf
 from tfamp.data._elements import as_arguments, bytes_of_element, known_length
 from tfamp.data._sources import RandomAccess
 from tfamp.data.stages.base import Settings, map_in_order
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 
 # Labels brought to Python at once.
 _LABELS_AT_ONCE = 1024

@@ -30,7 +30,7 @@ from tfamp.data.sources._files import (
 )
 from tfamp.data.stages.base import Settings
 from tfamp.records import checks
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.records.units import format_bytes
 
 DTYPES = ("float32", "float64", "int32", "int64", "string")

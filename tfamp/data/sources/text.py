@@ -20,7 +20,7 @@ from tfamp.data.sources._files import (
 from tfamp.data.sources.images import LABEL_DTYPE, folder_source, label_files
 from tfamp.data.stages.base import Settings
 from tfamp.records import checks
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 
 EXTENSIONS = (".txt", ".text", ".md", ".txt.gz")
 # Some 2,000 lines. TensorFlow splits such a block twice as fast as `TextLineDataset`

@@ -111,9 +111,10 @@ def open_builder(name_or_builder: Any, *, data_dir: str | None = None) -> Any:
             name="tensorflow_datasets",
         )
     given: Any = name_or_builder
+    is_class = inspect.isclass(given)
     if isinstance(given, str):
         builder = _builder_by_name(given, data_dir)
-    elif inspect.isclass(given) and issubclass(given, tfds.core.DatasetBuilder):
+    elif is_class and issubclass(name_or_builder, tfds.core.DatasetBuilder):
         builder = given(data_dir=data_dir)
     elif isinstance(given, tfds.core.DatasetBuilder):
         builder = given

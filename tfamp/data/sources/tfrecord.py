@@ -22,7 +22,7 @@ from tfamp.data.sources._files import (
 )
 from tfamp.data.stages.base import Settings, map_in_order
 from tfamp.records import checks
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.records.units import format_bytes
 
 # Files read by turns. Not the number of cores: the order would depend on it.

@@ -28,7 +28,7 @@ from tfamp.data.stages.cache_files import (
     others,
 )
 from tfamp.records import checks, units
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 
 # Elements that are read to estimate how large all will be, where shapes vary.
 _SAMPLED = 64

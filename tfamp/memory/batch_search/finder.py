@@ -31,7 +31,7 @@ from tfamp.memory.batch_search.search import (
 )
 from tfamp.memory.batch_search.settings import Settings, batch_of
 from tfamp.records import checks
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.records.units import format_bytes
 from tfamp.trials import parcel
 

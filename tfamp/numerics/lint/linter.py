@@ -37,8 +37,8 @@ from tfamp.numerics.lint.weights import (
     rounded_momentum,
 )
 from tfamp.records import checks
+from tfamp.records.console import progress
 from tfamp.records.findings import Finding, Findings
-from tfamp.records.progress import progress
 from tfamp.stepping.arguments import dataset_of
 
 RULES: tuple[LintRule, ...] = (

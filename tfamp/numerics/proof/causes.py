@@ -4,6 +4,7 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfamp.machine import devices as hardware
+from tfamp.machine.speeds import Device
 from tfamp.numerics.proof.result import (
     MAX_NAMED,
     Cast,
@@ -13,7 +14,6 @@ from tfamp.numerics.proof.result import (
     describe_unaligned,
 )
 from tfamp.records.formats import HALF
-from tfamp.records.record import Device
 from tfamp.records.units import format_bytes, format_share, join_words
 
 # Smaller shares explain nothing.

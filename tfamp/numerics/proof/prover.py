@@ -11,13 +11,13 @@ from tfamp.graph.bodies import Operation
 from tfamp.graph.operations import read_operations
 from tfamp.graph.products import is_product, sizes_of
 from tfamp.machine import devices as hardware
+from tfamp.machine.speeds import Device
 from tfamp.models import assignment
 from tfamp.numerics.proof.causes import TracedStep, find_causes
 from tfamp.numerics.proof.products import casts_of, is_cast, products_of
 from tfamp.numerics.proof.result import Product, Proof, Unaligned
 from tfamp.records import checks
-from tfamp.records.progress import progress
-from tfamp.records.record import Device
+from tfamp.records.console import progress
 from tfamp.stepping.arguments import dataset_of
 from tfamp.stepping.costs import HALF, Roofline, computing, num_bytes
 from tfamp.stepping.input_waits.measure import bottleneck

@@ -5,8 +5,9 @@ import textwrap
 from collections.abc import Sequence
 from typing import Literal
 
+from tfamp.machine.speeds import Device
 from tfamp.records import console
-from tfamp.records.record import Device, Record, TableRecord
+from tfamp.records.record import Record, TableRecord
 from tfamp.records.units import format_bytes, format_share, join_words
 
 # In a sentence; more are counted.

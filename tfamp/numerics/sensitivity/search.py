@@ -23,8 +23,8 @@ from tfamp.numerics.sensitivity.result import LayerSensitivity, Sensitivity, Ver
 from tfamp.numerics.sensitivity.shadow import CANNOT_RUN, Shadow, Suspect
 from tfamp.records import checks
 from tfamp.records.checks import first_line
+from tfamp.records.console import progress
 from tfamp.records.formats import FORMATS, needs_loss_scale
-from tfamp.records.progress import progress
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.eager_step import run_step
 from tfamp.stepping.layer_precision import (

@@ -12,8 +12,8 @@ import tensorflow as tf
 from tfamp.numerics.sensitivity.errors import Outputs, forward_error, gradient_error
 from tfamp.numerics.sensitivity.reruns import Rerun, rerun
 from tfamp.records.checks import first_line
+from tfamp.records.console import progress
 from tfamp.records.formats import FORMATS
-from tfamp.records.progress import progress
 from tfamp.stepping.eager_step import Step, run_step
 from tfamp.stepping.layer_calls import (
     Recorded,

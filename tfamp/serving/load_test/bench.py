@@ -5,7 +5,7 @@ from collections.abc import Coroutine, Sequence
 from typing import Any, TypeVar
 
 from tfamp.records import checks
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.serving.load_test import arrivals, target
 from tfamp.serving.load_test.result import Load, LoadTest
 

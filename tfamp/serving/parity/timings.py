@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records.checks import first_line, short_error
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 from tfamp.serving.parity import fresh
 from tfamp.serving.parity.result import FreshProcess, Speedup
 from tfamp.trials import processes

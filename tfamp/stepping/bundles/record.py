@@ -7,7 +7,8 @@ import math
 from typing import Any, ClassVar, Literal
 
 from tfamp.loss_scale.errors import found_in
-from tfamp.records.record import Device, Record
+from tfamp.machine.speeds import Device
+from tfamp.records.record import Record
 
 Cause = Literal["loss", "weights", "skip", "error"]
 

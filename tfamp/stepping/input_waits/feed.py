@@ -6,7 +6,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.records.progress import progress
+from tfamp.records.console import progress
 
 # Many short turns rather than few long ones: what disturbs a machine for half a second
 # then spoils a few rounds of all. Below five rounds a noise band means little.
