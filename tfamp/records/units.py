@@ -105,6 +105,18 @@ def format_share(fraction: float) -> str:
     return f"{100 * fraction:.1f} %"
 
 
+def number(value: int | float) -> str:
+    """Returns a number with at most four digits that matter; integers as they are.
+
+    Example:
+        >>> number(2**60 + 1), number(0.123456), number(1e-9)
+        ('1,152,921,504,606,846,977', '0.1235', '1e-09')
+    """
+    if isinstance(value, int) or (value.is_integer() and abs(value) < 1e15):
+        return f"{int(value):,}"
+    return f"{value:.4g}"
+
+
 def join_words(words: list[str] | tuple[str, ...], last: str = "and") -> str:
     """Returns words as a list in a sentence: "a, b and c"."""
     if len(words) < 2:

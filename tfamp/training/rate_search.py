@@ -3,7 +3,7 @@
 import dataclasses
 import math
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,6 @@ from tfamp.keras_hooks import around_training, trainer
 from tfamp.keras_hooks.patches import replaced
 from tfamp.machine import cpus
 from tfamp.records import checks, console
-from tfamp.records import checks as _checks
 from tfamp.records.console import progress
 from tfamp.records.record import Record
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
@@ -64,7 +63,7 @@ class LearningRates(Record):
         Args:
             rows: How many at most.
         """
-        _checks.positive_int("rows", rows)
+        checks.positive_int("rows", rows)
         every = max(1, -(-len(self.rates) // rows))
         columns = (self.rates, self.losses, self.smoothed)
         shown = [
@@ -93,11 +92,8 @@ class LearningRates(Record):
         axes: Any = figure.subplots()
         axes.plot(self.rates, self.losses, color="#bbbbbb", label="loss of a batch")
         axes.plot(self.rates, self.smoothed, color="#4c78a8", label="smoothed")
-        for rate, label, line in (
-            (self.suggestion, "suggestion", "-"),
-            (self.highest, "highest", ":"),
-        ):
-            if rate is not None:
+        for label, line in (("suggestion", "-"), ("highest", ":")):
+            if (rate := getattr(self, label)) is not None:
                 text = f"{label}: {rate:.2g}"
                 axes.axvline(rate, color="#e45756", linestyle=line, label=text)
         axes.set_xscale("log")
@@ -172,7 +168,7 @@ def lr_find(
     build(model, first_batch(dataset))
     rates = np.geomspace(low, high, num_steps).tolist()
     with unchanged(model):
-        losses, why_it_ended = _losses(model, _batches(dataset), rates)
+        losses, why_it_ended = _losses(model, dataset.repeat(), rates)
     if not losses:
         raise ValueError(
             f"The first loss of {model.name!r} is not finite; expected a healthy "
@@ -181,13 +177,8 @@ def lr_find(
     return _judged(model.name, rates[: len(losses)], losses, why_it_ended)
 
 
-def _batches(dataset: tf.data.Dataset) -> Iterator[Any]:
-    while True:
-        yield from dataset
-
-
 def _losses(
-    model: keras.Model, batches: Iterator[Any], rates: Sequence[float]
+    model: keras.Model, batches: tf.data.Dataset, rates: Sequence[float]
 ) -> tuple[list[float], str]:
     """Returns the loss of each step, and why there are no more."""
     optimizer = model.optimizer
@@ -195,7 +186,6 @@ def _losses(
     with model.distribute_strategy.scope():
         rate = keras.Variable(float(rates[0]), dtype="float32", trainable=False)
     losses: list[float] = []
-    smooth = _Smooth()
     trainer.drop_traced_functions(model)
     step = around_training.on_batch(model)
     try:
@@ -203,54 +193,51 @@ def _losses(
             replaced(inner, _learning_rate=rate),
             progress("Trying learning rates", len(rates), unit="steps") as done,
         ):
-            for number, each in enumerate(rates):
+            for number, (each, batch) in enumerate(zip(rates, batches, strict=False)):
                 rate.assign(float(each))
                 model.reset_metrics()  # else the loss is the mean of all steps
-                loss = float(tf.convert_to_tensor(step(next(batches))["loss"]))
+                loss = float(tf.convert_to_tensor(step(batch)["loss"]))
                 if not math.isfinite(loss):
                     return losses, "a loss is not finite"
                 losses.append(loss)
                 done(number + 1)
-                if smooth.has_diverged(loss):
+                if _has_diverged(losses):
                     return losses, "it diverged"
         return losses, "all rates were tried"
     finally:
         trainer.drop_traced_functions(model)
 
 
-class _Smooth:
-    """An average over the last losses, which begins at the first one."""
+def _smoothed(losses: Sequence[float]) -> list[float]:
+    """Returns the average over the last losses at each step."""
+    total, weight = 0.0, 0.0
+    found = []
+    for loss in losses:
+        total = _MEMORY * total + (1 - _MEMORY) * loss
+        weight = _MEMORY * weight + (1 - _MEMORY)
+        found.append(total / weight)
+    return found
 
-    def __init__(self) -> None:
-        self._sum, self._weight = 0.0, 0.0
-        self._lowest, self._count = math.inf, 0
 
-    def add(self, loss: float) -> float:
-        self._sum = _MEMORY * self._sum + (1 - _MEMORY) * loss
-        self._weight = _MEMORY * self._weight + (1 - _MEMORY)
-        return self._sum / self._weight
-
-    def has_diverged(self, loss: float) -> bool:
-        now = self.add(loss)
-        self._count += 1
-        self._lowest = min(self._lowest, now)
-        return self._count > _FIRST_STEPS and abs(now) > _DIVERGED * abs(self._lowest)
+def _has_diverged(losses: Sequence[float]) -> bool:
+    """Whether the last loss is far above the lowest one, both smoothed."""
+    smoothed = _smoothed(losses)
+    is_high = abs(smoothed[-1]) > _DIVERGED * abs(min(smoothed))
+    return len(losses) > _FIRST_STEPS and is_high
 
 
 def _judged(
     name: str, rates: Sequence[float], losses: Sequence[float], why_it_ended: str
 ) -> LearningRates:
-    smooth = _Smooth()
-    smoothed = [smooth.add(loss) for loss in losses]
+    smoothed = _smoothed(losses)
     lowest = int(np.argmin(smoothed))
     suggestion = highest = None
     why = (
         f"The loss of {name!r} fell at no rate up to {rates[-1]:.3g}: is the model "
         "able to learn from this data? Try more steps, or `tfamp.lint`."
     )
-    start = float(
-        np.median(smoothed[_FIRST_STEPS : max(_FIRST_STEPS + 1, lowest // 2)])
-    )
+    early = slice(_FIRST_STEPS, max(_FIRST_STEPS + 1, lowest // 2))
+    start = float(np.median(smoothed[early]))
     fall = start - smoothed[lowest]
     if lowest > _FIRST_STEPS and fall > _NOTICEABLE * abs(start):
         slopes = np.gradient(smoothed[: lowest + 1], np.log(rates[: lowest + 1]))

@@ -101,10 +101,8 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
         self, learning_rate: Rate, factor: float, warmup_steps: int = 0
     ) -> None:
         super().__init__()
-        is_schedule = isinstance(
-            learning_rate, keras.optimizers.schedules.LearningRateSchedule
-        )
-        if not is_schedule:
+        schedule = keras.optimizers.schedules.LearningRateSchedule
+        if not isinstance(learning_rate, schedule):
             learning_rate = checks.positive("learning_rate", learning_rate)
         self.learning_rate = learning_rate
         self.factor = checks.positive("factor", factor)
@@ -112,11 +110,8 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     def __call__(self, step: Any) -> Any:
         """Returns the rate of an update, counted from 0; float32."""
-        ops = keras.ops
-        rate = self.learning_rate
-        if callable(rate):
-            rate = rate(step)
-        rate = ops.cast(rate, "float32")
+        ops, rate = keras.ops, self.learning_rate
+        rate = ops.cast(rate(step) if callable(rate) else rate, "float32")
         if not self.warmup_steps:
             return rate * self.factor
         part = ops.minimum(ops.cast(step, "float32") / self.warmup_steps, 1.0)
@@ -124,11 +119,8 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
 
     def get_config(self) -> dict[str, Any]:
         """Returns the arguments, for files."""
-        rate = self.learning_rate
-        if callable(rate):
-            rate = keras.saving.serialize_keras_object(rate)
         return {
-            "learning_rate": rate,
+            "learning_rate": keras.saving.serialize_keras_object(self.learning_rate),
             "factor": self.factor,
             "warmup_steps": self.warmup_steps,
         }
@@ -136,7 +128,5 @@ class ScaledSchedule(keras.optimizers.schedules.LearningRateSchedule):
     @classmethod
     def from_config(cls, config: dict[str, Any]) -> "ScaledSchedule":
         """Returns the schedule that a file holds."""
-        rate = config["learning_rate"]
-        if isinstance(rate, dict):
-            rate = keras.saving.deserialize_keras_object(rate)
+        rate = keras.saving.deserialize_keras_object(config["learning_rate"])
         return cls(**{**config, "learning_rate": rate})

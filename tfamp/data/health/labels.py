@@ -7,11 +7,10 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.health.findings import number
 from tfamp.data.health.profile import finite
 from tfamp.data.profile.examples import Column
 from tfamp.records.findings import Finding
-from tfamp.records.units import format_share
+from tfamp.records.units import format_share, number
 
 RULES = ("labels", "one_hot", "balance", "unseen_class")
 # More distinct values than this are no classes, and would fill the memory.

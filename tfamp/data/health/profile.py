@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfamp.data.profile.examples import Column
 from tfamp.data.profile.figures import Numbers, RowSample
 from tfamp.records import checks
+from tfamp.records.findings import Finding, Fix, Severity
 from tfamp.records.formats import FORMATS, Format
 
 # Wider vectors, and images with more channels, are looked at as one feature.
@@ -35,6 +36,8 @@ _MAX_INDEX = 2**27
 # Integers are taken for ids when they fill their range this densely.
 _DENSE = 0.5
 _ID_NAME = re.compile(r"(^|[_/\W])(id|ids|index|idx|key|code|zip|zipcode)$", re.I)
+# With values so many deviations away, all others would end up next to 0.
+_MAX_STANDARDIZED = 100.0
 _POLICIES = {"mixed_float16": "float16", "mixed_bfloat16": "bfloat16"}
 
 
@@ -251,13 +254,9 @@ def finite(values: np.ndarray) -> np.ndarray:
 
 def _mean_of_finite(rows: np.ndarray) -> np.ndarray:
     """Returns the mean over the positions of each row, NaN where none is finite."""
-    means = rows.mean(axis=1, dtype=np.float64)
-    if rows.dtype.kind in "iub" or np.isfinite(means).all():
-        return means
-    values = rows.astype(np.float64)
-    held = np.isfinite(values)
+    held = np.isfinite(rows)
     with np.errstate(invalid="ignore"):
-        return np.where(held, values, 0.0).sum(axis=1) / held.sum(axis=1)
+        return rows.sum(axis=1, dtype=np.float64, where=held) / held.sum(axis=1)
 
 
 def num_features(column: Column) -> int:
@@ -276,3 +275,75 @@ def num_features(column: Column) -> int:
         return 1
     limit = _MAX_CHANNELS if len(shape) > 2 else _MAX_FEATURES
     return max(1, shape[-1]) if shape[-1] <= limit else 1
+
+
+class Hits:
+    """The features of a column that a rule fires for; false if there are none.
+
+    The highest `score` is the worst of them, whose figures go into the message.
+    """
+
+    def __init__(self, profile: Profile, mask: np.ndarray, score: np.ndarray) -> None:
+        self._profile, self._number = profile, int(mask.sum())
+        comparable = np.where(mask, np.nan_to_num(score, posinf=1e308), -np.inf)
+        self.worst = int(np.argmax(comparable))
+
+    def __bool__(self) -> bool:
+        """Whether the rule fires."""
+        return self._number > 0
+
+    def finding(
+        self,
+        rule: str,
+        severity: Severity,
+        message: str,
+        remedy: str,
+        *,
+        figure: float,
+        details: dict[str, int | float | str | None] | None = None,
+        fix: Fix | None = None,
+    ) -> Finding:
+        """Returns the finding, whose message begins with the worst feature.
+
+        It is on that feature if it is the only one, else on the column.
+        """
+        column = name = self._profile.place(self.worst)
+        if self._number > 1:
+            column, all_features = self._profile.column.name, self._profile.num_features
+            name = f"{name} (worst of {self._number} of {all_features} features)"
+        return Finding(
+            rule,
+            severity,
+            f"{name} {message}",
+            remedy,
+            column=column,
+            figure=float(figure),
+            details={"num_features": self._number, **(details or {})},
+            fix=fix,
+        )
+
+
+def standardizing(profile: Profile) -> Fix | None:
+    """Returns the fix that takes mean and standard deviation out of an input column.
+
+    None where that does not help, or would turn codes of categories into numbers.
+    """
+    column = profile.column
+    if column.role != "input" or column.is_text or profile.may_be_index:
+        return None
+    if any(profile.looks_like_ids(i) for i in range(profile.num_features)):
+        return None
+    mean, std = profile.mean, np.where(profile.std > 0, profile.std, 1.0)
+    low, high = profile.low.astype(float), profile.high.astype(float)
+    usable = np.isfinite(profile.std).all() and (profile.num_finite > 0).all()
+    distance = np.maximum(high - mean, mean - low)
+    if not usable or (distance / std).max() > _MAX_STANDARDIZED:
+        return None
+    return Fix(
+        column.name,
+        "standardize",
+        "float32",
+        "subtracted in float64, before anything rounds; serve with the same numbers",
+        tuple(mean.tolist()),
+        tuple(std.tolist()),
+    )

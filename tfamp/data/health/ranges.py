@@ -5,10 +5,15 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp.data.health.findings import Hits, number, share_of, standardizing
-from tfamp.data.health.profile import NOISY, Profile, Rounding
+from tfamp.data.health.profile import (
+    NOISY,
+    Hits,
+    Profile,
+    Rounding,
+    standardizing,
+)
 from tfamp.records.findings import Finding, Severity
-from tfamp.records.units import format_share
+from tfamp.records.units import format_share, number
 
 RULES = (
     *("nan", "inf", "overflow", "underflow", "subnormal", "constant"),
@@ -53,7 +58,7 @@ def _not_finite(profile: Profile) -> Iterator[Finding]:
         yield found.finding(
             rule,
             "error",
-            f"holds {word} in {share_of(many, whole)}: {consequence}, and with it "
+            f"holds {word} in {_share_of(many, whole)}: {consequence}, and with it "
             "every gradient of that step.",
             "Drop these examples, or fill the values: `Pipeline.filter`, or the layer "
             "that `tfamp.data.fit_statistics(...).as_layer()` gives.",
@@ -70,7 +75,7 @@ def _overflow(profile: Profile) -> Iterator[Finding]:
     i = found.worst
     largest = profile.largest[i]
     figures = (
-        f"reaches {number(largest)}; {share_of(int(count[i]), int(profile.count[i]))} "
+        f"reaches {number(largest)}; {_share_of(int(count[i]), int(profile.count[i]))} "
         f"pass {number(rounding.format.max)} and become inf in {rounding.name}"
     )
     fix = standardizing(profile)
@@ -256,3 +261,8 @@ def _weights(profile: Profile) -> Iterator[Finding]:
             "Clip the weights at 0.",
             figure=lowest,
         )
+
+
+def _share_of(part: int, whole: int) -> str:
+    """Returns "3 of 100 values (3.0 %)"."""
+    return f"{part:,} of {whole:,} values ({format_share(part / max(1, whole))})"

@@ -4,11 +4,16 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from tfamp.data.health.findings import Hits, number, standardizing
-from tfamp.data.health.profile import NOISY, Profile, Rounding
+from tfamp.data.health.profile import (
+    NOISY,
+    Hits,
+    Profile,
+    Rounding,
+    standardizing,
+)
 from tfamp.records import formats
 from tfamp.records.findings import Finding, Fix
-from tfamp.records.units import format_share
+from tfamp.records.units import format_share, number
 
 RULES = ("resolution", "ids", "merged", "int64", "float64")
 # Rounding noise of half the deviation: a fifth of what the layer sees is noise.

@@ -15,12 +15,11 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.health.findings import number
 from tfamp.data.health.labels import Labels
 from tfamp.data.health.profile import Profile, finite
 from tfamp.records import checks
 from tfamp.records.findings import Finding, Severity
-from tfamp.records.units import format_share
+from tfamp.records.units import format_share, number
 
 # Chance of any false alarm over all columns together, where nothing drifted.
 ERROR_RATE = 0.01
