@@ -23,7 +23,7 @@ from tfamp.dtypes.settings import (
 from tfamp.keras_hooks import layers
 from tfamp.loss_scale.arguments import check_loss_scale
 from tfamp.machine import devices as hardware
-from tfamp.machine.devices import warn_of_idle_distribution
+from tfamp.machine.idle_distribution import warn_of_idle_distribution
 from tfamp.machine.speeds import Device
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.records import console

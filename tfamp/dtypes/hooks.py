@@ -31,7 +31,7 @@ from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
 from tfamp.loss_scale.tape.gradients import TAPE_HOOKS
 from tfamp.machine import cpus
-from tfamp.machine.devices import warn_of_idle_distribution
+from tfamp.machine.idle_distribution import warn_of_idle_distribution
 
 _MAKING = PatchSet(
     [

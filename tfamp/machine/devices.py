@@ -6,32 +6,21 @@ what it found, so that any machine can be described and asked about.
 
 import functools
 import os
-import warnings
-import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import archspec.cpu
-import keras
 import tensorflow as tf
 
 from tfamp.machine import speeds
 from tfamp.machine.cpus import BROKEN_AMX, instruction_sets, is_amx_broken
 from tfamp.machine.nvml import Nvml, details_of, number_of
-from tfamp.machine.speeds import Device, Recommendation, Speed
-from tfamp.records import formats, pages
+from tfamp.machine.speeds import Device, Recommendation, Speed, speed
+from tfamp.records import formats
 
 # Best first: bfloat16 has float32's range and needs no loss scale.
 MIXED_POLICIES = ("mixed_bfloat16", "mixed_float16")
 _STORED_IN_HALF = {"float16": "mixed_float16", "bfloat16": "mixed_bfloat16"}
-_WARNED_OF: "weakref.WeakSet[Any]" = weakref.WeakSet()
-# What to do about a distribution of Keras's own.
-IDLE_REMEDY = (
-    "Take it away by `keras.distribution.set_distribution(None)`, and make the model "
-    "in the scope of `tfamp.distribute.strategy()`, which trains with the same weights "
-    "on all devices; for a model that is too large for one, use `tfamp.remat`, "
-    "accumulation, or Keras on JAX."
-)
 
 
 def recommend(
@@ -50,7 +39,6 @@ def recommend(
         >>> recommend([Device("gpu", "Tesla P100", (6, 0))]).reason
         'Tesla P100 has no tensor cores (compute capability 6.0, needs 7.0).'
     """
-    onednn = _onednn_is_on(os.environ) if onednn is None else onednn
     computing = _computing(devices)
     if not computing:
         return Recommendation("float32", "TensorFlow sees no device.")
@@ -85,14 +73,12 @@ def objection(
         "'mixed_bfloat16' will be slow or gain nothing here: Tesla V100 emulates
         bfloat16 (compute capability 7.0, needs 8.0); use 'mixed_float16'."
     """
-    onednn = _onednn_is_on(os.environ) if onednn is None else onednn
     better = recommend(devices, onednn=onednn).policy
     if policy in _STORED_IN_HALF:
         # Below 1.0 numbers lie twice as close, so this is the smaller step.
         step = formats.FORMATS[policy].epsilon / 4
         same = _STORED_IN_HALF[policy]
-        use = repr(same) if better in (same, "float32") else repr(better)
-        also = ""
+        use, also = repr(same if better == "float32" else better), ""
         if better == "float32":
             also = ", and 'float32' is the fast one here"
         return (
@@ -112,12 +98,20 @@ def objection(
 def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...]:
     """Returns the number formats that a device multiplies faster than float32.
 
+    TensorFlow has no float8 layers; it is listed for what the device could do.
+
     Example:
-        >>> fast_dtypes(Device("gpu", "NVIDIA A100", (8, 0)))
-        ('bfloat16', 'float16', 'tfloat32')
+        >>> fast_dtypes(Device("gpu", "NVIDIA L4", (8, 9)))
+        ('bfloat16', 'float16', 'tfloat32', 'float8')
     """
-    onednn = _onednn_is_on(os.environ) if onednn is None else onednn
-    return speeds.fast_dtypes(device, onednn=onednn)
+    halves = ("bfloat16", "float16")
+    dtypes = [each for each in halves if speed(each, device, onednn=onednn).is_fast]
+    capability = device.compute_capability or (0, 0)
+    if device.kind == "gpu" and capability >= speeds.BFLOAT16_CORES:
+        dtypes.append("tfloat32")
+    if device.kind == "gpu" and capability >= speeds.FLOAT8_CORES:
+        dtypes.append("float8")
+    return tuple(dtypes)
 
 
 def devices() -> tuple[Device, ...]:
@@ -180,47 +174,20 @@ def _cpu_features() -> tuple[str, ...]:
     return tuple(sorted(named))
 
 
-def _onednn_is_on(environ: Mapping[str, str]) -> bool:
-    """States whether oneDNN is left on, its default on x86."""
-    return environ.get("TF_ENABLE_ONEDNN_OPTS", "1").lower() not in ("0", "false")
-
-
 def _computing(devices: Sequence[Device]) -> list[Device]:
     """Returns the devices that models run on: the CPU only when it is alone."""
     accelerators = [device for device in devices if device.kind != "cpu"]
     return accelerators or list(devices)
 
 
-def _speed(device: Device, policy: str, onednn: bool) -> Speed:
+def _speed(device: Device, policy: str, onednn: bool | None) -> Speed:
     """Returns the table's word on a device under a mixed policy."""
-    return speeds.speed(policy.removeprefix("mixed_"), device, onednn=onednn)
+    return speed(policy.removeprefix("mixed_"), device, onednn=onednn)
 
 
-def _first_slow(policy: str, devices: Sequence[Device], onednn: bool) -> Device | None:
+def _first_slow(
+    policy: str, devices: Sequence[Device], onednn: bool | None
+) -> Device | None:
     """Returns the first device that gains nothing from a policy."""
     slow = (d for d in devices if not _speed(d, policy, onednn).is_fast)
     return next(slow, None)
-
-
-def idle_distribution() -> str | None:
-    """Returns what Keras's own distribution does not do, None where none is set."""
-    found = keras.distribution.distribution()
-    if found is None:
-        return None
-    return (
-        f"`keras.distribution` is set to {type(found).__name__}, which Keras does not "
-        "follow on TensorFlow: every variable and every step stays on the first "
-        "device, as if it were not set."
-    )
-
-
-def warn_of_idle_distribution(*_: Any) -> None:
-    """Warns once of each distribution that is set."""
-    text, found = idle_distribution(), keras.distribution.distribution()
-    if text is not None and found not in _WARNED_OF:
-        _WARNED_OF.add(found)
-        warnings.warn(
-            f"{text} {IDLE_REMEDY} {pages.see('lint#idle-distribution')}",
-            UserWarning,
-            stacklevel=2,
-        )

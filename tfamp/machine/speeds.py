@@ -1,6 +1,7 @@
 """Devices, and how fast each kind computes in float16 and bfloat16, as a table."""
 
 import dataclasses
+import os
 import re
 from typing import Literal
 
@@ -264,36 +265,21 @@ _TABLE = (
 )
 
 
-def speed(dtype: str, device: Device, *, onednn: bool) -> Speed:
+def speed(dtype: str, device: Device, *, onednn: bool | None = None) -> Speed:
     """Returns how fast a device is in "float16" or "bfloat16", and why.
 
-    Weights and sums are in float32; `onednn` says whether oneDNN's kernels are on.
+    Weights and sums are in float32; `onednn` says whether oneDNN's kernels are on, None
+    asks the environment variable TF_ENABLE_ONEDNN_OPTS, where they are on by default.
 
     Example:
         >>> speed("float16", Device("gpu", "P100", (6, 0)), onednn=True).why
         'P100 has no tensor cores (compute capability 6.0, needs 7.0)'
     """
+    if onednn is None:
+        given = os.environ.get("TF_ENABLE_ONEDNN_OPTS", "1")
+        onednn = given.lower() not in ("0", "false")
     row = next(row for row in _TABLE if row.matches(device, onednn))
     found = row.bfloat16 if dtype == "bfloat16" else row.float16
     version = ".".join(map(str, device.compute_capability or (0, 0)))
     why = found.why.replace("{name}", device.name).replace("{version}", version)
     return Speed(found.is_fast, why)
-
-
-def fast_dtypes(device: Device, *, onednn: bool) -> tuple[str, ...]:
-    """Returns the number formats that a device multiplies faster than float32.
-
-    TensorFlow has no float8 layers; it is listed for what the device could do.
-
-    Example:
-        >>> fast_dtypes(Device("gpu", "NVIDIA L4", (8, 9)), onednn=True)
-        ('bfloat16', 'float16', 'tfloat32', 'float8')
-    """
-    halves = ("bfloat16", "float16")
-    dtypes = [each for each in halves if speed(each, device, onednn=onednn).is_fast]
-    capability = device.compute_capability or (0, 0)
-    if device.kind == "gpu" and capability >= BFLOAT16_CORES:
-        dtypes.append("tfloat32")
-    if device.kind == "gpu" and capability >= FLOAT8_CORES:
-        dtypes.append("float8")
-    return tuple(dtypes)

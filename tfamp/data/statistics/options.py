@@ -11,11 +11,9 @@ from tfamp.data.statistics.features import Column, Feature, TextColumn
 from tfamp.records import checks
 
 FILLS = ("mean", "median", "mode")
-RULES = ("zscore", "iqr", "quantile")
 # Three standard deviations keep 99.7 % of a normal; 1.5 quartile ranges are Tukey's
 # fences (Exploratory Data Analysis, 1977, chapter 2) and keep 99.3 %.
-_DEFAULTS = {"zscore": 3.0, "iqr": 1.5}
-_QUANTILES = (0.01, 0.99)
+_DEFAULTS = {"zscore": (3.0,), "iqr": (1.5,), "quantile": (0.01, 0.99)}
 
 
 def per_column(
@@ -106,9 +104,8 @@ def _values(missing_value: Any) -> tuple[Any, ...]:
     """Returns one value or several as a tuple of floats and texts, without NaN."""
     if missing_value is None:
         return ()
-    several = isinstance(missing_value, Iterable) and not isinstance(
-        missing_value, (str, bytes)
-    )
+    is_one = isinstance(missing_value, (str, bytes))
+    several = isinstance(missing_value, Iterable) and not is_one
     values = tuple(missing_value) if several else (missing_value,)
     for value in values:
         if not isinstance(value, (str, numbers.Real)):
@@ -141,7 +138,7 @@ def check_fill(missing: Any) -> Any:
 def fill_values(column: Column, missing: Any) -> np.ndarray:
     """Returns what to write for a missing value, `(features,)`; NaN for None."""
     missing = check_fill(missing)
-    if missing is None or not isinstance(missing, str):
+    if not isinstance(missing, str):
         value = math.nan if missing is None else missing
         return np.full(len(column.features), value)
     values = [getattr(feature, missing) for feature in column.features]
@@ -158,8 +155,7 @@ def fill_values(column: Column, missing: Any) -> np.ndarray:
 def fill_text(column: TextColumn, missing: Any) -> str | None:
     """Returns what to write for a missing text, None to leave it.
 
-    Text has no mean and no median: with those, as with "mode", it is the most
-    frequent text. Another text stands for itself.
+    With "mean" and "median", as with "mode", it is the most frequent text.
     """
     if not column.missing_values or missing is None:
         return None
@@ -177,7 +173,7 @@ def fill_text(column: TextColumn, missing: Any) -> str | None:
 def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None:
     """Returns a rule about outliers as its name and numbers.
 
-    It may be a name of `RULES`, one with its numbers, or two quantiles alone.
+    It may be a name alone, a name with its numbers, or two quantiles alone.
 
     Example:
         >>> check_rule("clip", "iqr"), check_rule("clip", (0.01, 0.99))
@@ -192,25 +188,17 @@ def check_rule(argument: str, rule: Any) -> tuple[str, tuple[float, ...]] | None
             "('zscore', 3.0), ('iqr', 1.5) or ('quantile', 0.01, 0.99). Pass one of "
             "these."
         )
-    name, given = "quantile", parts
-    if isinstance(parts[0], str):
-        name, given = checks.choice(argument, parts[0], RULES), parts[1:]
+    name, *given = parts if isinstance(parts[0], str) else ("quantile", *parts)
+    checks.choice(argument, name, _DEFAULTS)
+    levels = given or _DEFAULTS[name]
+    if len(levels) != len(_DEFAULTS[name]):
+        expected = f"one number behind {name!r}. Leave out the rest"
+        if name == "quantile":
+            expected = f"two quantiles. Pass both, as in `{argument}=(0.01, 0.99)`"
+        raise ValueError(f"`{argument}` is {rule!r}; expected {expected}.")
     if name != "quantile":
-        if len(given) > 1:
-            raise ValueError(
-                f"`{argument}` is {rule!r}; expected one number behind {name!r}. Leave "
-                "out the rest."
-            )
-        return name, (
-            checks.positive(argument, given[0] if given else _DEFAULTS[name]),
-        )
-    given = given or _QUANTILES
-    if len(given) != 2:
-        raise ValueError(
-            f"`{argument}` is {rule!r}; expected two quantiles. Pass both, as in "
-            f"`{argument}=(0.01, 0.99)`."
-        )
-    low, high = (checks.fraction(argument, level) for level in given)
+        return name, (checks.positive(argument, levels[0]),)
+    low, high = (checks.fraction(argument, level) for level in levels)
     if low >= high:
         raise ValueError(
             f"`{argument}` is {rule!r}; expected a lower quantile below the upper "

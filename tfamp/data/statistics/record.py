@@ -28,6 +28,7 @@ from tfamp.records import checks, console, units
 from tfamp.records.record import TableRecord
 
 _MAX_ROWS = 60
+_TITLES = "Missing,Inf,Mean,Std,Min,1 %,Median,99 %,Max,Mode".split(",")
 SCALES = ("standardize", "minmax")
 _DEFAULTS = {"missing": "mean", "clip": (0.01, 0.99), "scale": "standardize"}
 # Enough values for a lambda of Yeo-Johnson that is stable to two digits.
@@ -164,10 +165,10 @@ class Statistics(TableRecord):
             for key, option in {**given, "scale": scale}.items()
         }
         unclipped: list[str] = []
-        rules = [
-            _rule(column, {k: v[column.name] for k, v in options.items()}, unclipped)
-            for column in chosen
-        ]
+        rules = []
+        for column in chosen:
+            own = {key: option[column.name] for key, option in options.items()}
+            rules.append(_rule(column, own, unclipped))
         if unclipped:
             warnings.warn(
                 f"`clip` would make features {tuple(unclipped[:10])!r} constant, since "
@@ -181,10 +182,8 @@ class Statistics(TableRecord):
     def table(self) -> str:
         """Returns a table with one row for each feature, at most 60 of them."""
         rows = [row for column in self.columns for row in _rows(column)]
-        titles = [*("Missing", "Inf", "Mean", "Std", "Min", "1 %", "Median")]
-        titles += ["99 %", "Max", "Mode"]
         table = console.table(
-            {"Feature": console.FOLD, **dict.fromkeys(titles, console.RIGHT)},
+            {"Feature": console.FOLD, **dict.fromkeys(_TITLES, console.RIGHT)},
             rows[:_MAX_ROWS],
             box=rich.box.SIMPLE_HEAD,
             pad_edge=False,
@@ -207,13 +206,13 @@ def _rows(column: Column | TextColumn) -> list[tuple[str, ...]]:
     rows = []
     for feature in column.features:
         total = feature.count + feature.missing + feature.infinite
+        name = f"{feature.name} (constant)" if feature.is_constant else feature.name
+        share = units.format_share(feature.missing / total)
         low, high = feature.quantile(0.01), feature.quantile(0.99)
         values = (feature.mean, feature.std, feature.min, low, feature.median, high)
-        name = f"{feature.name} (constant)" if feature.is_constant else feature.name
-        row = (name, units.format_share(feature.missing / total))
-        mode = "open" if feature.mode is None else f"{feature.mode:.4g}"
         numbers = (f"{value:.4g}" for value in (*values, feature.max))
-        rows.append((*row, f"{feature.infinite:,}", *numbers, mode))
+        mode = "open" if feature.mode is None else f"{feature.mode:.4g}"
+        rows.append((name, share, f"{feature.infinite:,}", *numbers, mode))
     return rows
 
 
