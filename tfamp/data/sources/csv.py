@@ -116,16 +116,26 @@ def csv_source(
     found = find_files(paths, extensions=(".csv", ".tsv", ".txt", ".gz"))
     for path in found:
         check_text(path)
-    form = _find_format(
-        found,
+    limit = checks.positive_int("num_infer_rows", num_infer_rows)
+    names, rows = _names_and_rows(found, delimiter, bool(header), column_names, limit)
+    given = _given_dtypes(dtypes or {}, names)
+    wanted = _wanted(names, columns, label)
+    gaps = tuple(dict.fromkeys(("", *na_values)))
+    described = []
+    for number, name in enumerate(names):
+        # What is neither given nor wanted is read over, never converted.
+        column = Column(name, given.get(name, "string"))
+        if name not in given and (name in wanted or name == label):
+            column = infer(name, [row[number] for row in rows], gaps)
+        described.append(column)
+    form = Format(
+        columns=tuple(described),
+        features=tuple(wanted),
         label=label,
-        columns=columns,
-        dtypes=dtypes or {},
-        header=bool(header),
-        column_names=column_names,
         delimiter=delimiter,
-        na_values=tuple(dict.fromkeys(("", *na_values))),
-        num_infer_rows=checks.positive_int("num_infer_rows", num_infer_rows),
+        na_values=gaps,
+        has_header=bool(header),
+        num_inferred_rows=len(rows),
     )
     asked = checked_number(num_examples)
     if not is_counted(found, asked):
@@ -173,28 +183,22 @@ def infer(name: str, values: Sequence[str], na_values: Sequence[str]) -> Column:
     return Column(name, "float64" if is_large else "float32")
 
 
-def _find_format(
+def _names_and_rows(
     paths: Sequence[str],
-    *,
-    label: str | None,
-    columns: Sequence[str] | None,
-    dtypes: Mapping[str, Any],
+    delimiter: str,
     header: bool,
     column_names: Sequence[str] | None,
-    delimiter: str,
-    na_values: tuple[str, ...],
-    num_infer_rows: int,
-) -> Format:
-    """Returns the format of files after a look at the head of each.
+    limit: int,
+) -> tuple[list[str], list[list[str]]]:
+    """Returns the names of the columns, and the first rows of the first file.
 
     Raises:
-        ValueError: A file has no rows or another header than the first, or a column
-            that is asked for does not exist.
+        ValueError: A file has no rows or another header than the first.
     """
     rows: list[list[str]] = []
     names: list[str] = []
     for path in paths:
-        head = _head(path, delimiter, 2 if names else num_infer_rows + 1)
+        head = _head(path, delimiter, 2 if names else limit + 1)
         found = _names(path, head[0], header, column_names)
         if names and found != names:
             raise ValueError(_differing(paths[0], names, path, found))
@@ -205,32 +209,19 @@ def _find_format(
             )
         if not names:
             names, rows = found, head[int(header) :]
+    # Rows of another length are reported, with their line, when they are read.
+    return names, [row for row in rows if len(row) == len(names)]
+
+
+def _given_dtypes(dtypes: Mapping[str, Any], names: list[str]) -> dict[str, str]:
+    """Returns the names of the dtypes that columns were given."""
     given = {}
     for name, dtype in dtypes.items():
         _check_known("dtypes", name, names)
         text = getattr(dtype, "name", dtype)
         text = "string" if text in ("str", str) else getattr(text, "__name__", text)
         given[name] = checks.choice(f"dtypes[{name!r}]", text, DTYPES)
-    # Rows of another length are reported, with their line, when they are read.
-    whole = [row for row in rows if len(row) == len(names)]
-    wanted = _wanted(names, columns, label)
-    described = []
-    for number, name in enumerate(names):
-        if name in given:
-            described.append(Column(name, given[name]))
-        elif name in wanted or name == label:
-            described.append(infer(name, [row[number] for row in whole], na_values))
-        else:  # Read over, never converted.
-            described.append(Column(name, "string"))
-    return Format(
-        columns=tuple(described),
-        features=tuple(wanted),
-        label=label,
-        delimiter=delimiter,
-        na_values=na_values,
-        has_header=header,
-        num_inferred_rows=len(whole),
-    )
+    return given
 
 
 def _head(path: str, delimiter: str, limit: int) -> list[list[str]]:
