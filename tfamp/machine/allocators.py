@@ -113,13 +113,9 @@ def _holders(nvml: Nvml, part: Any, own: int, root: Path) -> tuple[Holder, ...]:
     # A process that draws and computes is in both lists, with the same figure.
     for query in ("Compute", "Graphics"):
         for each in nvml.ask(f"nvmlDeviceGet{query}RunningProcesses", part) or ():
-            held = each.usedGpuMemory
-            found[each.pid] = Holder(
-                each.pid,
-                _program(nvml, each.pid, root),
-                None if held is None else int(held),
-                each.pid == own,
-            )
+            held = None if each.usedGpuMemory is None else int(each.usedGpuMemory)
+            name = _program(nvml, each.pid, root)
+            found[each.pid] = Holder(each.pid, name, held, each.pid == own)
     return tuple(sorted(found.values(), key=lambda each: -(each.bytes or 0)))
 
 
@@ -135,7 +131,7 @@ def _taking(config: Any, gpu: Any) -> tuple[bool | None, int | None]:
     """Returns whether this process takes memory as needed, and how much at most."""
     growth = limit = None
     if gpu is None:
-        return growth, limit
+        return None, None
     with contextlib.suppress(ValueError, RuntimeError):
         growth = config.experimental.get_memory_growth(gpu)
     with contextlib.suppress(ValueError, RuntimeError):
@@ -183,16 +179,12 @@ def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
 
 def _of_variables(environ: Mapping[str, str]) -> Iterator[Advice]:
     allocator = environ.get(_ALLOCATOR)
-    if allocator and allocator not in ALLOCATORS:
+    if allocator and allocator != ALLOCATORS[-1]:
+        why = "which is slow and meant for finding errors in TensorFlow"
+        if allocator not in ALLOCATORS:
+            why = "which TensorFlow does not know and ignores"
         yield Advice(
-            f"{_ALLOCATOR} is {allocator!r}, which TensorFlow does not know and "
-            "ignores.",
-            f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it.",
-        )
-    elif allocator and allocator != ALLOCATORS[-1]:
-        yield Advice(
-            f"{_ALLOCATOR} is {allocator!r}, which is slow and meant for finding "
-            "errors in TensorFlow.",
+            f"{_ALLOCATOR} is {allocator!r}, {why}.",
             f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it.",
         )
     growth = environ.get(_GROWTH)

@@ -1,5 +1,6 @@
 """Memory of this process and of the GPUs, now and at most, and who allocates it."""
 
+import contextlib
 import platform
 import sys
 from pathlib import Path
@@ -34,11 +35,9 @@ def host_allocator(maps: Path = _MAPS) -> str:
     if _is_tensorflow():
         return TENSORFLOW
     loaded = text_of(maps)
-    for name in _OTHERS:
-        if name in loaded:
-            return name
     is_glibc = platform.libc_ver()[0] == "glibc"
-    return GLIBC if is_glibc else f"the C library of {platform.system()}"
+    of_system = GLIBC if is_glibc else f"the C library of {platform.system()}"
+    return next((name for name in _OTHERS if name in loaded), of_system)
 
 
 def host_bytes() -> tuple[int, int]:
@@ -118,29 +117,27 @@ def device_peak_bytes() -> int | None:
     """
     peaks = []
     for name in _gpus():
-        try:
+        # Some allocators keep no count.
+        with contextlib.suppress(ValueError, tf.errors.OpError):
             peaks.append(int(tf.config.experimental.get_memory_info(name)["peak"]))
-        except (ValueError, tf.errors.OpError):
-            continue  # this allocator keeps no count
     return max(peaks, default=None)
 
 
 def reset_device_peak() -> bool:
     """Lets the peak of each GPU begin anew; returns whether all of them did."""
     gpus = _gpus()
-    for name in gpus:
-        try:
+    try:
+        for name in gpus:
             tf.config.experimental.reset_memory_stats(name)
-        except (ValueError, tf.errors.OpError):
-            return False
+    except (ValueError, tf.errors.OpError):
+        return False
     return bool(gpus)
 
 
 def _gpus() -> list[str]:
     """Returns the GPUs in the words of TensorFlow's memory functions."""
-    return [
-        f"GPU:{index}" for index in range(len(tf.config.list_logical_devices("GPU")))
-    ]
+    gpus = tf.config.list_logical_devices("GPU")
+    return [f"GPU:{index}" for index in range(len(gpus))]
 
 
 def _psutil() -> Any:

@@ -55,13 +55,13 @@ class GpuReading(Record):
 
 
 class _Part(NamedTuple):
-    """A GPU, or a MIG slice of one: what NVML is asked with, and the whole GPU."""
+    """A GPU, or a MIG slice of one: NVML's handles of it and of the whole GPU."""
 
+    handle: Any
+    whole: Any
     slot: int  # of the GPU, in NVML's order
     uuid: str
     name: str
-    handle: Any
-    whole: Any
 
 
 class Nvml:
@@ -174,16 +174,15 @@ class Nvml:
             whole = self.ask("nvmlDeviceGetHandleByIndex", slot)
             if whole is None:
                 continue
+            count = self.ask("nvmlDeviceGetMaxMigDeviceCount", whole) or 0
             slices = (
                 self.ask("nvmlDeviceGetMigDeviceHandleByIndex", whole, index)
-                for index in range(
-                    self.ask("nvmlDeviceGetMaxMigDeviceCount", whole) or 0
-                )
+                for index in range(count)
             )
             for handle in [each for each in slices if each is not None] or [whole]:
                 uuid = self.ask("nvmlDeviceGetUUID", handle) or ""
                 name = self.ask("nvmlDeviceGetName", handle) or ""
-                yield _Part(slot, uuid, name, handle, whole)
+                yield _Part(handle, whole, slot, uuid, name)
 
     def _one(self, index: int, part: Any, whole: Any) -> GpuReading:
         name = self.ask("nvmlDeviceGetName", part) or "GPU"
@@ -197,18 +196,16 @@ class Nvml:
         celsius = self.ask("nvmlDeviceGetTemperature", whole, sensor)
         milliwatts = self.ask("nvmlDeviceGetPowerUsage", whole)
         watts = None if milliwatts is None else milliwatts / 1000
-        energy, source = self._energy(index, whole, watts)
         return GpuReading(
-            index=index,
-            name=name,
-            mig_slice=sliced,
-            utilisation=None if load is None else load.gpu / 100,
-            memory_used_bytes=None if memory is None else int(memory.used),
-            memory_total_bytes=None if memory is None else int(memory.total),
-            temperature_celsius=None if celsius is None else float(celsius),
-            power_watts=watts,
-            energy_joules=energy,
-            energy_source=source,
+            index,
+            name,
+            sliced,
+            None if load is None else load.gpu / 100,
+            None if memory is None else int(memory.used),
+            None if memory is None else int(memory.total),
+            None if celsius is None else float(celsius),
+            watts,
+            *self._energy(index, whole, watts),
         )
 
     def _energy(
@@ -269,16 +266,13 @@ def _handles_of(
     found: dict[int, tuple[Any, Any]] = {}
     free = [*shown, *(part for part in parts if part not in shown)]
     for number, name in gpus:
-        at_place = shown[number] if number < len(shown) else None
         named = [part for part in free if name and part.name == name]
-        if at_place in free and (not name or not named or at_place in named):
-            part = at_place
-        elif named:
-            part = named[0]
-        else:
-            continue
-        free.remove(part)
-        found[number] = (part.handle, part.whole)
+        at_place = [part for part in shown[number : number + 1] if part in free]
+        # The one at the place, if it has the name or none of the free has.
+        chosen = [part for part in at_place if part in named] or named or at_place
+        if chosen:
+            free.remove(chosen[0])
+            found[number] = (chosen[0].handle, chosen[0].whole)
     return found
 
 
@@ -299,10 +293,11 @@ def _visible(parts: Sequence[_Part], listed: str | None) -> list[_Part]:
     found: list[_Part] = []
     for entry in map(str.strip, listed.split(",")):
         if entry.isdecimal():
-            named = [part for slot, part in by_slot.items() if slot == int(entry)]
+            named = by_slot.get(int(entry))
         else:
-            named = [p for p in parts if entry and p.uuid.startswith(entry)]
-        if not named:
+            with_it = (p for p in parts if entry and p.uuid.startswith(entry))
+            named = next(with_it, None)
+        if named is None:
             break
-        found.append(named[0])
+        found.append(named)
     return found

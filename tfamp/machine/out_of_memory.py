@@ -113,23 +113,16 @@ def requested(error_text: str) -> Request:
     what = ""
     tensor = _TENSOR.search(error_text)
     if tensor is not None:
-        shape = tuple(int(n) for n in tensor.group(1).split(",") if n.strip())
-        dtype = _DTYPES.get(tensor.group(2), tensor.group(2))
+        shape = tuple(int(n) for n in tensor[1].split(",") if n.strip())
+        dtype = _DTYPES.get(tensor[2], tensor[2])
         bits = re.search(r"\d+", "bool8" if dtype == "bool" else dtype)
         what = f"{dtype} {shape}"
         size = math.prod(shape) * int(bits[0]) // 8 if bits else None
     else:
         found = [each.search(error_text.lower()) for each in _BYTES]
-        size = next((int(each.group(1)) for each in found if each), None)
-    device, node = _DEVICE.search(error_text), _NODE.search(error_text)
-    called = _CALLED.search(error_text)
-    return Request(
-        size,
-        what,
-        device.group(1) if device else "",
-        node.group(1) if node else "",
-        called.group(1) if called else "",
-    )
+        size = next((int(each[1]) for each in found if each), None)
+    named = (each.search(error_text) for each in (_DEVICE, _NODE, _CALLED))
+    return Request(size, what, *(match[1] if match else "" for match in named))
 
 
 def layer_of(node: str, layers: Iterable[str]) -> str | None:
@@ -219,16 +212,14 @@ def explain(
 
 
 def _what_happened(asked: Request, layers: Iterable[str]) -> str:
-    text = "Out of memory: "
-    if asked.bytes is None:
-        text += f"{asked.what or 'memory'} could not be had"
-    else:
+    what = asked.what or "memory"
+    if asked.bytes is not None:
         tensor = f" for {asked.what}" if asked.what else ""
-        text += f"{format_bytes(asked.bytes)}{tensor} could not be had"
+        what = f"{format_bytes(asked.bytes)}{tensor}"
+    text = f"Out of memory: {what} could not be had"
     if asked.device:
         text += f" on {asked.device}"
-    path = layer_of(asked.node, layers)
-    if path:
+    if path := layer_of(asked.node, layers):
         text += f", in layer {path!r}"
     elif asked.layer_class:
         text += f", in a layer of class {asked.layer_class}"

@@ -3,7 +3,7 @@
 import dataclasses
 import os
 import re
-from typing import Literal
+from typing import Literal, NamedTuple
 
 from tfamp.records.record import Record
 
@@ -68,10 +68,7 @@ _PEAKS = (
         r"\bH[12]00 NVL\b",
         _row(float16=835.5, bfloat16=835.5, tfloat32=417.5, float32=60),
     ),
-    (
-        r"\bH[12]00\b",
-        _row(float16=989.5, bfloat16=989.5, tfloat32=494.5, float32=67),
-    ),
+    (r"\bH[12]00\b", _row(float16=989.5, bfloat16=989.5, tfloat32=494.5, float32=67)),
 )
 # Compute of a MIG slice, in parts of the GPU. Source: NVIDIA, MIG User Guide, tables
 # "GPU Instance Profiles" of A100 and H100, column "Fraction of SMs"; the GPUs above
@@ -106,8 +103,7 @@ BFLOAT16_CORES = (8, 0)
 FLOAT8_CORES = (8, 9)
 
 
-@dataclasses.dataclass(frozen=True)
-class Speed:
+class Speed(NamedTuple):
     """Whether a device is faster in one dtype than in float32, and why, a sentence."""
 
     is_fast: bool
@@ -116,24 +112,15 @@ class Speed:
 
 @dataclasses.dataclass(frozen=True)
 class _Row:
-    """What one kind of device does; the attributes left out match any device.
-
-    Attributes:
-        bfloat16: Its speed under mixed_bfloat16.
-        float16: Its speed under mixed_float16.
-        kind: The device's kind.
-        below: Compute capability that it stays under; (0, 0) counts as unknown.
-        part: Text in its name.
-        features: It has one of these sets of instructions.
-        onednn: Whether oneDNN is on.
-    """
+    """What one kind of device does; the attributes left out match any device."""
 
     bfloat16: Speed
     float16: Speed
     kind: str = "cpu"
+    # Compute capability that it stays under; (0, 0) counts as unknown.
     below: tuple[int, int] | None = None
-    part: str = ""
-    features: tuple[set[str], ...] = (set(),)
+    part: str = ""  # of its name
+    features: tuple[set[str], ...] = (set(),)  # it has one of these sets
     onednn: bool | None = None
 
     def matches(self, device: Device, onednn: bool) -> bool:

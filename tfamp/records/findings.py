@@ -208,25 +208,17 @@ class Findings(TableRecord):
         return "\n".join([_render(self), *explained, *lines])
 
 
-def _rows(findings: Findings) -> list[tuple[Finding, int]]:
-    """Returns each finding once, with how often notes say the same of other places."""
-    counts: dict[tuple[object, ...], int] = {}
-    firsts: dict[tuple[object, ...], Finding] = {}
+def _render(findings: Findings) -> str:
+    """Returns a table, where notes that say the same of several places are one row."""
+    groups: dict[tuple[object, ...], list[Finding]] = {}
     for finding in findings:
         place = None if finding.severity == "note" else finding.place
         key = (finding.severity, finding.rule, finding.message, finding.remedy, place)
-        firsts.setdefault(key, finding)
-        counts[key] = counts.get(key, 0) + 1
-    return [(finding, counts[key]) for key, finding in firsts.items()]
-
-
-def _render(findings: Findings) -> str:
-    """Returns the findings as a table, one row each."""
+        groups.setdefault(key, []).append(finding)
     rows = []
-    for finding, count in _rows(findings):
-        place = finding.place if count == 1 else f"{finding.place} and {count - 1} more"
-        row = (finding.severity, place, finding.rule)
-        rows.append((*row, finding.message, finding.remedy))
+    for first, *others in groups.values():
+        place = f"{first.place} and {len(others)} more" if others else first.place
+        rows.append((first.severity, place, first.rule, first.message, first.remedy))
     columns = {
         "severity": console.WHOLE,
         "where": {**console.FOLD, "max_width": 24},

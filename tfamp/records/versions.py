@@ -148,13 +148,9 @@ def find_problems(
     return tuple(problem for problem in found if problem is not None)
 
 
-def check_environment(
-    environ: Mapping[str, str] | None = None,
-    versions: Mapping[str, str | None] | None = None,
-    modules: Mapping[str, Any] | None = None,
-) -> None:
+def check_environment(*where: Mapping[str, Any]) -> None:
     """Raises the first of `find_problems`: `ImportError` or `ValueError`."""
-    for problem in find_problems(environ, versions, modules):
+    for problem in find_problems(*where):
         raise problem.error(problem.message)
 
 

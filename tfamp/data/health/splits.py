@@ -243,9 +243,9 @@ def _hashes(columns: list[np.ndarray], size: int) -> np.ndarray:
 
 def _bytes_of_rows(column: np.ndarray) -> list[Any]:
     """Returns the bytes of each row; text with its lengths, so none run together."""
-    if column.dtype.kind in "OSU":
-        return [repr(row.tolist()).encode() for row in column.reshape(len(column), -1)]
     flat = np.ascontiguousarray(column).reshape(len(column), -1)
+    if column.dtype.kind in "OSU":
+        return [repr(row.tolist()).encode() for row in flat]
     raw = flat.view(np.uint8) if flat.size else np.zeros((len(column), 1), np.uint8)
     return list(raw)
 

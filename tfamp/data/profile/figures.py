@@ -6,8 +6,6 @@ import numpy as np
 
 # Values looked at in one go: what stays in a core's cache is several times faster.
 _BLOCK_VALUES = 2**17
-# So many features of bytes are counted one by one, more of them in one go.
-_FEW_FEATURES = 16
 # Beyond, a difference of two values may overflow float64.
 _MAX_SHIFT = 1e300
 
@@ -124,21 +122,18 @@ class Numbers:
         """Counts NaN and inf, puts 0 in their place and finds the range."""
         mask = np.isfinite(values)
         finite = mask.sum(axis=1)
-        if finite.sum() == values.size:
-            self._widen(values.min(axis=1), values.max(axis=1))
-            mask = None
-        else:
+        is_all = finite.sum() == values.size
+        low, high = values, values
+        if not is_all:
             nan = np.isnan(values).sum(axis=1)
             self.num_nan = self.num_nan + nan
             self.num_infinite = self.num_infinite + values.shape[1] - finite - nan
-            self._widen(
-                np.where(mask, values, np.inf).min(axis=1),
-                np.where(mask, values, -np.inf).max(axis=1),
-            )
+            low, high = (np.where(mask, values, end) for end in (np.inf, -np.inf))
             values = np.where(mask, values, 0.0)
+        self._widen(low.min(axis=1), high.max(axis=1))
         if self.is_integral.any():
             self.is_integral &= (values == np.floor(values)).all(axis=1)
-        return values, finite, mask
+        return values, finite, None if is_all else mask
 
     def _widen(self, low: np.ndarray, high: np.ndarray) -> None:
         self.low, self.high = np.minimum(self.low, low), np.maximum(self.high, high)
@@ -171,16 +166,10 @@ class Numbers:
     def _add_bytes(self, rows: np.ndarray) -> None:
         """Does the same by counting each of 256 values: ten times as fast on images."""
         lowest = -128 if rows.dtype.kind == "i" else 0
-        if self.num_features <= _FEW_FEATURES:
-            columns = rows.view(np.uint8).T
-            counts = np.stack([np.bincount(one, minlength=256) for one in columns])
-            # As unsigned numbers the negative ones come behind the others.
-            histogram = np.roll(counts, -lowest, axis=1)
-        else:
-            first = np.arange(self.num_features) * 256 - lowest
-            places = (rows + first).ravel()
-            histogram = np.bincount(places, minlength=256 * self.num_features)
-            histogram = histogram.reshape(self.num_features, 256)
+        columns = rows.view(np.uint8).T
+        counts = np.stack([np.bincount(one, minlength=256) for one in columns])
+        # As unsigned numbers the negative ones come behind the others.
+        histogram = np.roll(counts, -lowest, axis=1)
         numbers = np.arange(256) + lowest
         seen = histogram > 0
         low = numbers[seen.argmax(axis=1)]
@@ -303,20 +292,20 @@ def leads(counts: np.ndarray) -> bool:
     return bool(second == 0 or first - second > 3.29 * math.sqrt(first + second))
 
 
-def quantiles(values: np.ndarray, weights: np.ndarray, q: np.ndarray) -> np.ndarray:
-    """Returns values at the given fractions of the total weight.
+def quantile(values: np.ndarray, weights: np.ndarray, q: float) -> float:
+    """Returns the smallest of the ascending values with the fraction `q` at or below.
 
-    Each is one of the ascending `values`: the smallest with at least the fraction `q`
-    of the weight at or below it (NumPy's "inverted_cdf").
+    It is one of them, never a mean of two (NumPy's "inverted_cdf").
 
     Example:
-        >>> quantiles(np.array([1.0, 5.0]), np.array([3, 1]), np.array([0.75, 0.76]))
-        array([1., 5.])
+        >>> values, weights = np.array([1.0, 5.0]), np.array([3, 1])
+        >>> quantile(values, weights, 0.75), quantile(values, weights, 0.76)
+        (1.0, 5.0)
     """
     upto = np.cumsum(weights)
     # 0.1 * 10 times over must not ask for rank 3.0000000000000004.
-    ranks = np.asarray(q, np.float64) * upto[-1] * (1 - 2**-50)
-    return values[np.minimum(np.searchsorted(upto, ranks), len(values) - 1)]
+    rank = q * upto[-1] * (1 - 2**-50)
+    return float(values[min(np.searchsorted(upto, rank), len(values) - 1)])
 
 
 def thin(

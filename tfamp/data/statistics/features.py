@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 
-from tfamp.data.profile.figures import quantiles
+from tfamp.data.profile.figures import quantile
 from tfamp.records.record import Record
 
 
@@ -82,7 +82,7 @@ class Feature(Record):
             )
         if q in (0, 1):
             return self.max if q else self.min
-        return float(quantiles(*self.weighted_values(), np.array([q]))[0])
+        return quantile(*self.weighted_values(), q)
 
     def weighted_values(self) -> tuple[np.ndarray, np.ndarray]:
         """Returns the values that stand for all, and how many each stands for."""
