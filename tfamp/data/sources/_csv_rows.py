@@ -24,6 +24,7 @@ BLOCK_BYTES = 2**20
 _CAREFUL_ROWS = 2048
 # Longest field, in characters. Beyond, its quote is taken for one that stays open.
 _MAX_FIELD = 4 * 2**20
+_ARROW_TYPES = {"string": "binary", "float32": "float", "float64": "double"}
 _OPEN_QUOTE = "a quote that is not closed, or stands inside an unquoted field"
 _INTEGER = re.compile(r"[+-]?\d+")
 _NUMBER = re.compile(
@@ -46,8 +47,9 @@ class Column:
     @property
     def arrow_type(self) -> str:
         """What Arrow reads it as."""
-        names = {"string": "binary", "float32": "float", "float64": "double"}
-        return "double" if self.holds_integers else names.get(self.dtype, self.dtype)
+        if self.holds_integers:
+            return "double"
+        return _ARROW_TYPES.get(self.dtype, self.dtype)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -256,25 +258,22 @@ def fault_of(fields: Sequence[str], form: Format) -> str | None:
     if len(fields) != len(form.columns):
         return f"{len(fields)} fields, expected {len(form.columns)}"
     for column, value in zip(form.columns, fields, strict=True):
+        remedy = f"pass `dtypes={{{column.name!r}: 'float64'}}`"
         if column.dtype == "string":
             continue
-        is_missing = value in form.na_values
-        if is_missing and column.dtype.startswith("int"):
-            return (
-                f"column {column.name!r} is missing, which {column.dtype} cannot "
-                f"say; pass `dtypes={{{column.name!r}: 'float64'}}`"
-            )
-        if not is_missing and not is_number(value, column.dtype):
+        if value in form.na_values:
+            if column.dtype.startswith("int"):
+                missing = f"is missing, which {column.dtype} cannot say"
+                return f"column {column.name!r} {missing}; {remedy}"
+        elif not is_number(value, column.dtype):
             value = value.encode("utf-8", "surrogateescape").decode("utf-8", "replace")
             return (
                 f"column {column.name!r} holds {value!r}, expected {column.dtype} "
                 "(see `dtypes`) or one of `na_values`"
             )
-        if not is_missing and column.holds_integers and _is_rounded(float(value)):
-            return (
-                f"column {column.name!r} holds {value!r}, which float32 would "
-                f"round; pass `dtypes={{{column.name!r}: 'float64'}}`"
-            )
+        elif column.holds_integers and _is_rounded(float(value)):
+            rounded = f"holds {value!r}, which float32 would round"
+            return f"column {column.name!r} {rounded}; {remedy}"
     return None
 
 

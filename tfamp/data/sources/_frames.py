@@ -7,6 +7,7 @@ it was; behind a damaged length the next one is found by its checksum.
 Source: tensorflow/core/lib/io/record_writer.h; RFC 3720, section 12.1.
 """
 
+import contextlib
 import gzip
 import io
 import os
@@ -83,11 +84,10 @@ def compression_of(path: str) -> str:
     kind = "GZIP" if start[:2] == b"\x1f\x8b" else ""
     if start[:1] == b"\x78" and int.from_bytes(start[:2], "big") % 31 == 0:
         kind = "ZLIB"
-    try:
-        is_plain = bool(kind) and first_header(start, _LONGEST, crc32c()) == 0
-    except ImportError:
-        is_plain = False
-    return "" if is_plain else kind
+    if kind:
+        with contextlib.suppress(ImportError):
+            kind = "" if first_header(start, _LONGEST, crc32c()) == 0 else kind
+    return kind
 
 
 def is_tfrecord(path: str, compression: str) -> bool:
@@ -220,32 +220,27 @@ def _frames(reader: _Reader, checksum: Callable[[bytes], int]) -> Iterator[Frame
 
 def _to_next_frame(reader: _Reader, checksum: Callable[[bytes], int]) -> int:
     """Moves to the next byte where a frame begins, or the end; returns how far."""
-    passed = 0
-    while True:
-        window = reader.read(WINDOW_BYTES)
+    start = reader.offset
+    while window := reader.read(WINDOW_BYTES):
         at = first_header(window, reader.size or _LONGEST, checksum)
         if at is not None:
             reader.put_back(window[at:])
-            return passed + at
-        # The next header may begin in this window and end in the next one.
-        rest = min(len(window), HEADER_BYTES - 1)
-        if len(window) < WINDOW_BYTES:
-            return passed + len(window)
-        reader.put_back(window[-rest:])
-        passed += len(window) - rest
+            break
+        if len(window) == WINDOW_BYTES:
+            # The next header may begin in this window and end in the next one.
+            reader.put_back(window[1 - HEADER_BYTES :])
+    return reader.offset - start
 
 
 def first_header(
     window: bytes, limit: int, checksum: Callable[[bytes], int]
 ) -> int | None:
     """Returns where the first valid header of a frame shorter than `limit` begins."""
-    count = len(window) - HEADER_BYTES + 1
-    if count <= 0:
-        return None
+    count = max(0, len(window) - HEADER_BYTES + 1)
+    data = np.frombuffer(window, np.uint8)
     # The highest bytes of a length are zero, which rules out nearly all places.
-    highest = np.frombuffer(window, np.uint8)[7 : 7 + count] == 0
-    sixth = np.frombuffer(window, np.uint8)[6 : 6 + count] == 0
-    for at in np.flatnonzero(highest & sixth).tolist():
+    are_zero = (data[7 : 7 + count] == 0) & (data[6 : 6 + count] == 0)
+    for at in np.flatnonzero(are_zero).tolist():
         length, stored = HEADER.unpack_from(window, at)
         if length <= limit and masked(checksum(window[at : at + 8])) == stored:
             return at

@@ -39,8 +39,10 @@ class FileSource(RandomAccess):
     @property
     def paths(self) -> tuple[str, ...]:
         """The files, absolute, in the order of the elements."""
-        paths = self.tensors[0] if self.class_names else self.tensors
-        return tuple(map(os.fsdecode, paths.numpy().tolist()))
+        return tuple(map(os.fsdecode, self._paths().numpy().tolist()))
+
+    def _paths(self) -> tf.Tensor:
+        return self.tensors[0] if self.class_names else self.tensors
 
     def identity(self) -> Any:
         """Returns the files with size and time of change, and the labels."""
@@ -49,8 +51,7 @@ class FileSource(RandomAccess):
 
     def locate(self, position: int) -> str:
         """Returns the path of element `position`."""
-        paths = self.tensors[0] if self.class_names else self.tensors
-        return os.fsdecode(paths[position].numpy())
+        return os.fsdecode(self._paths()[position].numpy())
 
     def explain(self, dataset: tf.data.Dataset) -> tuple[str, str]:
         """Returns what the source is, and the reason for the way it is read."""
@@ -58,7 +59,9 @@ class FileSource(RandomAccess):
         if self.class_names:
             size += f", {len(self.class_names)} classes"
         ignored = ", ".join(
-            f"{count:,} {reason}" for reason, count in sorted(self.num_ignored.items())
+            f"{count:,} {reason}"
+            for reason, count in sorted(self.num_ignored.items())
+            if count
         )
         return size, f"paths only; ignored {ignored or 'nothing'}"
 
@@ -163,15 +166,11 @@ def _root(folder: Any) -> str:
     absolute = os.path.abspath(os.path.expanduser(path))
     if os.path.isdir(absolute):
         return absolute
+    found, advice = "which does not exist", nearest(absolute)
     if os.path.exists(absolute):
-        raise ValueError(
-            f"`folder` is {path!r}, a file; expected a folder. Pass the folder that it "
-            f"lies in, {os.path.dirname(absolute)!r}."
-        )
-    raise ValueError(
-        f"`folder` is {path!r}, which does not exist; expected a folder."
-        f"{nearest(absolute)}"
-    )
+        parent = os.path.dirname(absolute)
+        found, advice = "a file", f" Pass the folder that it lies in, {parent!r}."
+    raise ValueError(f"`folder` is {path!r}, {found}; expected a folder.{advice}")
 
 
 def _walk(
@@ -185,16 +184,13 @@ def _walk(
     real = Path(os.path.realpath(folder))
     above = {os.path.normpath(folder): set(map(_identity, (real, *real.parents)))}
     for parent, folders, files in os.walk(folder, followlinks=True):
-        ignored["in hidden folders"] += sum(
-            len(os.listdir(os.path.join(parent, name)))
-            for name in folders
-            if name.startswith(".")
-        )
         seen = above.pop(os.path.normpath(parent))
         entered = []
-        for name in sorted(name for name in folders if not name.startswith(".")):
+        for name in sorted(folders):
             place = os.path.join(parent, name)
-            if (identity := _identity(place)) in seen:
+            if name.startswith("."):
+                ignored["in hidden folders"] += len(os.listdir(place))
+            elif (identity := _identity(place)) in seen:
                 ignored["links to a folder above"] += 1
             else:
                 above[os.path.normpath(place)] = seen | {identity}
@@ -208,8 +204,6 @@ def _walk(
             else:
                 ending = os.path.splitext(name)[1].lower()
                 ignored[f"{ending} files" if ending else "without extension"] += 1
-    for reason in [reason for reason, count in ignored.items() if not count]:
-        del ignored[reason]
     return found
 
 
@@ -306,10 +300,10 @@ def _labels_by_path(
 def _checked_numbers(numbers: list[int]) -> tuple[list[int], tuple[str, ...]]:
     """Returns integer labels that fit int32, and the classes that occur."""
     limit = np.iinfo(LABEL_DTYPE).max
-    if not all(0 <= number <= limit for number in numbers):
-        wrong = next(number for number in numbers if not 0 <= number <= limit)
+    wrong = [number for number in numbers if not 0 <= number <= limit]
+    if wrong:
         raise ValueError(
-            f"`labels` holds {wrong}; expected class numbers from 0 to {limit}. Number "
-            "the classes from 0."
+            f"`labels` holds {wrong[0]}; expected class numbers from 0 to {limit}. "
+            "Number the classes from 0."
         )
     return numbers, tuple(str(number) for number in sorted(set(numbers)))

@@ -1,6 +1,7 @@
 """Text files as a source: a line or a file is an example."""
 
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -68,39 +69,32 @@ class TextSource(ChunkedSource):
         """Yields blocks of lines that are UTF-8, with the label of their file."""
         for file, path in enumerate(self.paths):
             for line, block in read_blocks(path):
-                lines = _bad_lines(block)
-                for number, reason in lines.items():
-                    where = f"{path}, line {line + number}"
-                    self.report(settings, where, reason)
-                good = block
+                bad = _bad_lines(block)
+                for number, reason in bad.items():
+                    self.report(settings, f"{path}, line {line + number}", reason)
+                lines = block.split(b"\n")
+                if bad:
+                    lines = [text for n, text in enumerate(lines) if n not in bad]
+                count = len(lines) if self.keep_empty else sum(map(bool, lines))
                 if lines:
-                    parts = enumerate(block.split(b"\n"))
-                    good = b"\n".join(part for n, part in parts if n not in lines)
-                if good or block in (b"", good):
-                    texts = good.split(b"\n")
-                    count = len(texts) if self.keep_empty else sum(map(bool, texts))
-                    yield count, (good, self._label(file))
+                    yield count, (b"\n".join(lines), self._label(file))
 
     def _whole_files(self, settings: Settings) -> Iterator[tuple[int, Any]]:
         """Yields the contents of some files that are UTF-8, with their labels."""
-        texts: list[bytes] = []
-        labels: list[Any] = []
+        found = self._texts(settings)
+        while chunk := list(itertools.islice(found, _FILES_A_CHUNK)):
+            yield len(chunk), tuple(map(list, zip(*chunk, strict=True)))
+
+    def _texts(self, settings: Settings) -> Iterator[tuple[bytes, Any]]:
+        """Yields each text that is UTF-8 with its label, and reports the others."""
         for file, path in enumerate(self.paths):
             with open_bytes(path) as opened:
                 text = opened.read().removeprefix(BYTE_ORDER_MARK)
-            for line, reason in _bad_lines(text).items():
-                where = f"{path}, line {1 + line}"
-                self.report(settings, where, reason)
-                break
-            else:
-                if text or self.keep_empty:
-                    texts.append(text)
-                    labels.append(self._label(file))
-            if len(texts) == _FILES_A_CHUNK:
-                yield len(texts), (texts, labels)
-                texts, labels = [], []
-        if texts:
-            yield len(texts), (texts, labels)
+            bad = next(iter(_bad_lines(text).items()), None)
+            if bad is not None:
+                self.report(settings, f"{path}, line {1 + bad[0]}", bad[1])
+            elif text or self.keep_empty:
+                yield text, self._label(file)
 
     def _label(self, file: int) -> Any:
         return LABEL_DTYPE(self.labels[file] if self.labels else 0)
@@ -163,14 +157,17 @@ def text_source(
     if listed.class_names:
         numbers = tuple(listed.tensors[1].numpy().tolist())
     asked = checked_number(num_examples)
-    count = None if isinstance(asked, str) else asked
     source = TextSource(
-        listed.paths, count, numbers, listed.class_names, by, bool(keep_empty)
+        listed.paths,
+        None if isinstance(asked, str) else asked,
+        numbers,
+        listed.class_names,
+        by,
+        bool(keep_empty),
     )
     is_cheap = by == "file"  # a byte of each is enough
-    if is_counted(listed.paths, asked, any_size=is_cheap):
-        return _counted(source)
-    return source
+    is_to_count = is_counted(listed.paths, asked, any_size=is_cheap)
+    return _counted(source) if is_to_count else source
 
 
 def _counted(source: TextSource) -> TextSource:
