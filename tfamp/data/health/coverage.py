@@ -90,10 +90,7 @@ def tally(data: Any) -> Tally:
 
     def take(chunk: dict[str, np.ndarray]) -> None:
         for row in zip(*chunk.values(), strict=True):
-            digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
-            for name, value in zip(chunk, row, strict=True):
-                _add(digest, name, np.asarray(value))
-            counts[digest.hexdigest()] += 1
+            counts[_checksum(dict(zip(chunk, row, strict=True)))] += 1
 
     examples.read("data", data).scan("Counting examples", take)
     return Tally(dict(counts))
@@ -148,13 +145,17 @@ def _tally_of(data: Any) -> Tally:
     return tally(data)
 
 
-def _add(digest: Any, name: str, value: np.ndarray) -> None:
-    is_text = value.dtype.kind in "OSU"
-    kind = "text" if is_text else value.dtype
-    digest.update(f"{name} {kind} {value.shape}".encode())
-    if is_text:
-        for text in value.ravel():
+def _checksum(example: dict[str, Any]) -> str:
+    """Returns a checksum of all values of an example, with their names and dtypes."""
+    digest = hashlib.blake2b(digest_size=_DIGEST_BYTES)
+    for name, part in example.items():
+        value = np.asarray(part)
+        is_text = value.dtype.kind in "OSU"
+        kind = "text" if is_text else value.dtype
+        digest.update(f"{name} {kind} {value.shape}".encode())
+        for text in value.ravel() if is_text else ():
             content = text if isinstance(text, bytes) else str(text).encode()
             digest.update(len(content).to_bytes(8, "little") + content)
-    else:
-        digest.update(value.tobytes())
+        if not is_text:
+            digest.update(value.tobytes())
+    return digest.hexdigest()

@@ -155,14 +155,12 @@ def _range(labels: Labels, num_classes: int | None) -> Iterator[Finding]:
     num_missing = (num_classes or values[-1] + 1) - len(values)
     if num_missing and labels.are_countable:
         free = (value for value in itertools.count() if value not in labels.counts)
-        named = itertools.islice(free, min(num_missing, _MAX_NAMED))
-        listed = ", ".join(map(str, named))
-        more = "" if num_missing <= _MAX_NAMED else ", ..."
+        listed = _listed(list(itertools.islice(free, min(num_missing, _MAX_NAMED + 1))))
         yield Finding(
             "labels",
             "warning" if num_classes is None else "note",
             f"{name} has {len(values)} classes from {values[0]} to {values[-1]}; "
-            f"{num_missing} between 0 and the last are missing ({listed}{more}): as "
+            f"{num_missing} between 0 and the last are missing ({listed}): as "
             "many outputs as classes would be too few, and the missing ones are never "
             "learned.",
             "Map the labels to 0, 1, 2, ..., or pass `num_classes` if the missing ones "
@@ -205,25 +203,24 @@ def _negative(labels: Labels, values: list[int]) -> Finding:
 def _balance(labels: Labels) -> Iterator[Finding]:
     if len(labels.counts) < 2 or not labels.are_countable:
         return
-    rarest = min(labels.counts, key=lambda value: labels.counts[value])
-    commonest = max(labels.counts, key=lambda value: labels.counts[value])
-    total = sum(labels.counts.values())
-    ratio = labels.counts[commonest] / labels.counts[rarest]
+    counts, total = labels.counts, sum(labels.counts.values())
+    rarest, commonest = (
+        end(counts, key=lambda value: counts[value]) for end in (min, max)
+    )
+    rare, ratio = counts[rarest], counts[commonest] / counts[rarest]
     if ratio < _UNEVEN:
         return
-    name = labels.column.name
-    largest = labels.counts[commonest] / total
     yield Finding(
         "balance",
         "warning" if ratio >= _VERY_UNEVEN else "note",
-        f"{name}: class {_word(rarest)} has {labels.counts[rarest]:,} of {total:,} "
-        f"examples ({format_share(labels.counts[rarest] / total)}), {number(ratio)} "
-        f"times fewer than class {_word(commonest)}: always answering that one is "
-        f"right in {format_share(largest)}.",
+        f"{labels.column.name}: class {_word(rarest)} has {rare:,} of {total:,} "
+        f"examples ({format_share(rare / total)}), {number(ratio)} times fewer than "
+        f"class {_word(commonest)}: always answering that one is right in "
+        f"{format_share(counts[commonest] / total)}.",
         "Use `Pipeline.balance` or `class_weight`, and judge by recall of each class.",
-        column=name,
-        figure=labels.counts[rarest] / total,
-        details={"num_classes": len(labels.counts), "ratio": ratio},
+        column=labels.column.name,
+        figure=rare / total,
+        details={"num_classes": len(counts), "ratio": ratio},
     )
 
 
@@ -231,31 +228,37 @@ def _unseen(train: Labels, validation: Labels) -> Iterator[Finding]:
     if not train.are_countable or not validation.counts:
         return
     new = sorted(set(validation.counts) - set(train.counts))
+    absent = sorted(set(train.counts) - set(validation.counts))
     name = train.column.name
     if new:
         count = sum(validation.counts[value] for value in new)
-        listed = ", ".join(map(_word, new[:_MAX_NAMED]))
         yield Finding(
             "unseen_class",
             "error",
-            f"{name}: {len(new)} classes of the validation data ({listed}) are not in "
-            f"the training data; {count:,} validation examples can never be right.",
+            f"{name}: {len(new)} classes of the validation data ({_listed(new)}) are "
+            f"not in the training data; {count:,} validation examples can never be "
+            "right.",
             "Split the data by class (stratified), or drop these examples.",
             column=name,
             figure=float(count),
         )
-    absent = sorted(set(train.counts) - set(validation.counts))
     if absent:
-        listed = ", ".join(map(_word, absent[:_MAX_NAMED]))
         yield Finding(
             "unseen_class",
             "note",
-            f"{name}: {len(absent)} classes of the training data ({listed}) are not in "
-            "the validation data, which cannot tell how well they are learned.",
+            f"{name}: {len(absent)} classes of the training data ({_listed(absent)}) "
+            "are not in the validation data, which cannot tell how well they are "
+            "learned.",
             "Split the data by class (stratified).",
             column=name,
             figure=float(len(absent)),
         )
+
+
+def _listed(values: list[Any]) -> str:
+    """Returns the first classes for a message."""
+    more = ["..."] if len(values) > _MAX_NAMED else []
+    return ", ".join([*map(_word, values[:_MAX_NAMED]), *more])
 
 
 def _word(value: Any) -> str:

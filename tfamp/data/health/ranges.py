@@ -80,6 +80,10 @@ def _overflow(profile: Profile) -> Iterator[Finding]:
     )
     fix = standardizing(profile)
     severity: Severity = "error"
+    text = f"{figures}; Normalization and Rescaling cast first, so they get inf."
+    remedy = "Take the logarithm or clip before the model."
+    if fix:
+        remedy = "Standardize before the model (the finding's fix)."
     if profile.may_be_index:
         # Sequences of integers are tokens, as a rule; a lone one may be either.
         severity = "note" if profile.column.shape else "warning"
@@ -88,13 +92,6 @@ def _overflow(profile: Profile) -> Iterator[Finding]:
             "layers take integers as they are."
         )
         remedy = "If they are quantities, standardize them before the model."
-    else:
-        text = f"{figures}; Normalization and Rescaling cast first, so they get inf."
-        remedy = (
-            "Standardize before the model (the finding's fix)."
-            if fix
-            else "Take the logarithm or clip before the model."
-        )
     yield found.finding(
         "overflow",
         severity,
@@ -175,18 +172,13 @@ def _constant(profile: Profile) -> Iterator[Finding]:
     if not found:
         return
     value, whole = profile.low[found.worst], bool(same.all())
+    consequence = "it tells nothing, and dividing by its standard deviation gives NaN."
+    remedy = "Drop it, or look at how it is read."
     if column.role == "target":
         consequence = "there is nothing to learn from it."
         remedy = "Look at how the targets are read."
-    else:
-        consequence = (
-            "it tells nothing, and dividing by its standard deviation gives NaN."
-        )
-        remedy = (
-            "Drop it, or look at how it is read."
-            if whole
-            else "Nothing, if they are borders of an image; else drop them."
-        )
+    elif not whole:
+        remedy = "Nothing, if they are borders of an image; else drop them."
     yield found.finding(
         "constant",
         "warning" if whole else "note",
