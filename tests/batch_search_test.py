@@ -16,7 +16,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.memory_limits_test import system
+from tests.limits_test import system
 from tests.replicas import two_replicas
 from tfamp.machine import limits
 from tfamp.machine.limits import MemoryLimit

@@ -1,9 +1,27 @@
-"""Which errors mean that memory could not be had."""
+"""Which errors mean that memory could not be had, and what explains them."""
 
+import logging as python_logging
+import re
+
+import keras
+import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.machine.out_of_memory import is_out_of_memory
+import tfamp
+from tfamp.dtypes import hooks
+from tfamp.loss_scale import fit_notes
+from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.out_of_memory import (
+    Request,
+    explain,
+    is_out_of_memory,
+    layer_of,
+    requested,
+)
+
+MIB, GIB = 2**20, 2**30
+pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
 
 class _FromNumPy(MemoryError):
@@ -64,3 +82,294 @@ def test_errors_of_memory_are_told(error):
 @pytest.mark.parametrize("error", OTHERS.values(), ids=OTHERS)
 def test_other_errors_are_not_taken_for_it(error):
     assert not is_out_of_memory(error)
+
+
+# As TensorFlow 2.21 raised it in `fit`, its stack of calls left out.
+GRAPH = (
+    "Graph execution error:\n\nDetected at node outer_1/inner_1/up_1/Repeat/Tile "
+    "defined at (most recent call last):\nOOM when allocating tensor with shape"
+    "[8,4096,1024,64] and type float on /job:localhost/replica:0/task:0/device:GPU:1 "
+    "by allocator GPU_1_bfc\n\t [[{{node gradient_tape/outer_1/inner_1/up_1/Tile}}]]"
+    "\nHint: ... [Op:__inference_multi_step_on_iterator_1104]"
+)
+EAGER = (
+    "Exception encountered when calling UpSampling1D.call().\n\n\x1b[1m{{function_node "
+    "__wrapped__Tile_device_/job:localhost/replica:0/task:0/device:CPU:0}} OOM when "
+    "allocating tensor with shape[8,2] and type bfloat16 on /job:localhost/replica:0/"
+    "task:0/device:CPU:0 by allocator cpu [Op:Tile]\x1b[0m"
+)
+TEXTS = {
+    # 8 * 4096 * 1024 * 64 numbers of 4 bytes.
+    "graph": (
+        GRAPH,
+        Request(
+            8 * GIB,
+            "float32 (8, 4096, 1024, 64)",
+            "GPU:1",
+            "gradient_tape/outer_1/inner_1/up_1/Tile",
+        ),
+    ),
+    "eager": (
+        EAGER,
+        Request(32, "bfloat16 (8, 2)", "CPU:0", "", "UpSampling1D"),
+    ),
+    "scalar": (
+        "OOM when allocating tensor with shape[] and type int64 on /device:GPU:0",
+        Request(8, "int64 ()", "GPU:0"),
+    ),
+    "unknown type": (
+        "OOM when allocating tensor with shape[2] and type mystery on /device:GPU:0",
+        Request(None, "mystery (2,)", "GPU:0"),
+    ),
+    "XLA": (
+        "Out of memory while trying to allocate 17179869184 bytes.\n\t [[{{node "
+        "StatefulPartitionedCall}}]]",
+        Request(16 * GIB, node="StatefulPartitionedCall"),
+    ),
+    "XLA of today": (
+        "RESOURCE_EXHAUSTED: Out of memory allocating 1024 bytes.",
+        Request(1024),
+    ),
+    "allocator": (
+        "Allocator (GPU_0_bfc) ran out of memory trying to allocate 2.50GiB (rounded "
+        "to 2684354560)",
+        Request(2684354560),
+    ),
+    "request": ("Failed to allocate request for 512 bytes on device", Request(512)),
+    "nothing": ("CUDA_ERROR_OUT_OF_MEMORY: out of memory", Request()),
+}
+
+
+@pytest.mark.parametrize("text, expected", TEXTS.values(), ids=TEXTS)
+def test_what_was_asked_for_is_read_from_the_text(text, expected):
+    assert requested(text) == expected
+
+
+# Operation, paths of layers, the layer that it belongs to.
+LAYERS = {
+    "numbered by TensorFlow": ("model_1/up_1/Tile", ["up"], "up"),
+    "innermost": ("model/block/up/Tile", ["block", "block/up", "up"], "block/up"),
+    "a number of its own": ("m/dense_1/MatMul", ["dense", "dense_1"], "dense_1"),
+    "both numbers": ("m/dense_1_1/MatMul", ["dense", "dense_1"], "dense_1"),
+    "another layer's words": ("m/updense/MatMul", ["up", "dense"], None),
+    "none": ("StatefulPartitionedCall", ["dense"], None),
+    "not at the end": ("m/block", ["block/up"], None),
+}
+
+
+@pytest.mark.parametrize("node, layers, expected", LAYERS.values(), ids=LAYERS)
+def test_the_layer_is_found_in_the_operations_name(node, layers, expected):
+    assert layer_of(node, layers) == expected
+
+
+def on_gpu(free=0, own=10 * GIB, *others):
+    """GPU:1 of 16 GiB, of which this process holds a part."""
+    held = (Holder(1, "python", own, is_own=True), *others)
+    gpu = GpuMemory(1, "T4", 16 * GIB, 16 * GIB - free, holders=held)
+    return MachineMemory((MemoryLimit(GIB, "cgroup v2", 0),), (gpu,))
+
+
+def test_an_error_in_training_on_a_gpu_is_told_in_full():
+    other = Holder(9, "jupyter", 6 * GIB)
+    text = explain(
+        GRAPH,
+        layers=["inner", "inner/up"],
+        held={"weights": 256 * MIB, "optimizer slots": 512 * MIB},
+        memory=on_gpu(0, 10 * GIB, other),
+        peak_bytes=9 * GIB,
+        computes_in="float32",
+        environ={},
+    )
+    assert text.splitlines() == [
+        "Out of memory: 8.0 GiB for float32 (8, 4096, 1024, 64) could not be had on "
+        "GPU:1, in layer 'inner/up', in the backward pass.",
+        "The model holds 768 MiB (weights 256 MiB and optimizer slots 512 MiB); the "
+        "rest grows with the batch.",
+        "Another process (pid 9, jupyter) holds 6.0 GiB of 16.0 GiB on GPU:1.",
+        "What to do, in this order:",
+        "1. A smaller batch; `tfamp.find_batch_size` finds the largest that fits.",
+        "2. The same batch in parts: the callback `tfamp.callbacks.MicroBatches`.",
+        "3. Activations computed again in the backward pass: `tfamp.remat(model)`.",
+        "4. Activations of half the size: `tfamp.apply(model, 'mixed_bfloat16')`, or "
+        "what `tfamp doctor` recommends here.",
+        "5. Set TF_GPU_ALLOCATOR=cuda_malloc_async before TensorFlow starts, which "
+        "lessens fragmentation.",
+        "6. End the other processes on GPU:1, or set TF_FORCE_GPU_ALLOW_GROWTH=true "
+        "for all that share it.",
+    ]
+
+
+# Free outside, held by this process, peak of its tensors; 8 GiB were asked for.
+FRAGMENTS = {
+    "free inside our own": (0, 16 * GIB, 7 * GIB, "9.0 GiB"),
+    "free outside too": (6 * GIB, 10 * GIB, 7 * GIB, "9.0 GiB"),
+    "our own not told": (9 * GIB, 0, 7 * GIB, "9.0 GiB"),
+    "as much as was asked for": (0, 16 * GIB, 8 * GIB, None),
+    "a peak beyond what is held": (7 * GIB, 9 * GIB, 10 * GIB, None),
+    "unknown peak": (16 * GIB, 16 * GIB, None, None),
+}
+
+
+@pytest.mark.parametrize("free, own, peak, told", FRAGMENTS.values(), ids=FRAGMENTS)
+def test_fragmentation_is_more_free_than_was_asked_for(free, own, peak, told):
+    text = explain(GRAPH, memory=on_gpu(free, own), peak_bytes=peak, environ={})
+    first = re.search(r"\n1\. (.*)", text).group(1)
+    allocator = "Set TF_GPU_ALLOCATOR=cuda_malloc_async before TensorFlow starts"
+    if told is None:
+        assert "fragmented" not in text and not first.startswith(allocator)
+    else:
+        assert f"At least {told} were free, more than was asked for" in text
+        assert first == f"{allocator}: it joins free pieces."
+
+
+def test_an_allocator_that_is_set_is_not_advised():
+    environ = {"TF_GPU_ALLOCATOR": "cuda_malloc_async"}
+    assert "cuda_malloc_async" not in explain(GRAPH, environ=environ)
+    assert "cuda_malloc_async" in explain(GRAPH, environ={})
+
+
+@pytest.mark.parametrize("dtype, advised", [("float32", 1), ("float16", 0), ("", 0)])
+def test_half_precision_is_advised_where_all_is_float32(dtype, advised):
+    text = explain(GRAPH, computes_in=dtype, environ={})
+    assert text.count("mixed_bfloat16") == advised
+
+
+def test_processes_are_not_blamed_where_ours_is_not_among_them():
+    # In a container NVML counts as the host does, and ours may be any of them.
+    gpu = GpuMemory(1, "T4", 16 * GIB, 16 * GIB, holders=(Holder(9, "x", GIB),))
+    text = explain(GRAPH, memory=MachineMemory((), (gpu,)), environ={})
+    assert "Another process" not in text
+
+
+def test_xla_means_the_only_gpu():
+    text = "Out of memory while trying to allocate 8589934592 bytes."
+    memory = on_gpu(0, 16 * GIB, Holder(9, "x", 2 * GIB))
+    assert "pid 9, x" in explain(text, memory=memory, environ={})
+    two = MachineMemory((), (*memory.gpus, GpuMemory(0, "T4")))
+    assert "pid 9, x" not in explain(text, memory=two, environ={})
+
+
+def test_on_a_cpu_the_limit_is_told_and_no_setting_of_gpus():
+    memory = MachineMemory((MemoryLimit(4 * GIB, "cgroup v2", 3 * GIB),))
+    text = explain(EAGER, memory=memory, training=False, environ={})
+    assert text.splitlines() == [
+        "Out of memory: 32 bytes for bfloat16 (8, 2) could not be had on CPU:0, in a "
+        "layer of class UpSampling1D.",
+        "This process may take 4.0 GiB (cgroup v2), of which 1.0 GiB are free now.",
+        "What to do, in this order:",
+        "1. A smaller batch; `tfamp.find_batch_size` finds the largest that fits.",
+    ]
+
+
+def run_out(num):
+    """Fails as an allocation does, without the ten seconds oneDNN waits for memory."""
+    raise MemoryError(
+        f"OOM when allocating tensor with shape[4194304,1048576,{num}] and type float "
+        "on /job:localhost/replica:0/task:0/device:CPU:0 by allocator cpu"
+    )
+
+
+class Exhausts(keras.layers.Layer):
+    """Asks for more memory than any machine has, in training or always."""
+
+    def __init__(self, always=True, **kwargs):
+        super().__init__(**kwargs)
+        self.always = always
+
+    def call(self, x, training=False):
+        if self.always or training:
+            found = tf.numpy_function(run_out, [tf.shape(x)[0]], tf.float32)
+            x = x + tf.cast(tf.ensure_shape(found, []), x.dtype)
+        return x
+
+
+def model_of(layer):
+    model = keras.Sequential([keras.Input((4,)), layer, keras.layers.Dense(1)])
+    model.compile("adam", "mse")
+    return model
+
+
+def runs(model):
+    x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    return {
+        "fit": lambda: model.fit(x, y, verbose=0),
+        "evaluate": lambda: model.evaluate(x, y, verbose=0),
+        "predict": lambda: model.predict(x, verbose=0),
+    }
+
+
+def notes_of(run):
+    with pytest.raises(tf.errors.ResourceExhaustedError) as caught:
+        run()
+    return getattr(caught.value, "__notes__", [])
+
+
+@pytest.mark.parametrize("policy", ["float32", "mixed_float16"])
+@pytest.mark.parametrize("name", ["fit", "evaluate", "predict"])
+def test_a_managed_models_error_keeps_its_type_and_gets_a_note(name, policy):
+    with tfamp.scope(policy):
+        model = model_of(Exhausts(name="hungry"))
+    (note,) = notes_of(runs(model)[name])
+    assert re.match(r"Out of memory: .* could not be had on CPU:0, in layer", note)
+    assert "'hungry'" in note
+    # A kernel of 4 and a bias of 1, in float32.
+    assert "weights 20 bytes" in note
+    assert ("optimizer slots" in note) == (name == "fit")
+    assert ("MicroBatches" in note) == (name == "fit")
+    assert ("mixed_bfloat16" in note) == (policy == "float32")
+
+
+def test_validation_inside_of_fit_is_noted_once():
+    with tfamp.scope("float32"):
+        model = model_of(Evaluated(name="hungry"))
+    x, y = np.ones((8, 4), "float32"), np.ones((8, 1), "float32")
+    notes = notes_of(lambda: model.fit(x, y, validation_data=(x, y), verbose=0))
+    assert len(notes) == 1
+    assert "MicroBatches" not in notes[0]
+
+
+class Evaluated(Exhausts):
+    """Is exhausted outside of training."""
+
+    def call(self, x, training=False):
+        return x if training else super().call(x)
+
+
+def test_plain_models_and_other_errors_are_let_be():
+    with tfamp.scope("float32"):
+        managed = model_of(keras.layers.Dense(4))
+    plain = model_of(Exhausts())
+    assert notes_of(runs(plain)["fit"]) == []
+    with pytest.raises(ValueError) as caught:
+        managed.fit(np.ones((8, 3), "float32"), np.ones((8, 1)), verbose=0)
+    assert not hasattr(caught.value, "__notes__")
+
+
+def test_without_notes_it_is_logged(caplog):
+    class Old(MemoryError):
+        add_note = property()  # as if it were not there
+
+    with tfamp.scope("float32"):
+        model = model_of(keras.layers.Dense(4))
+    with caplog.at_level(python_logging.ERROR, "absl"):
+        with pytest.raises(Old), fit_notes.around_run(model, training=False):
+            raise Old("Unable to allocate")
+    assert "Out of memory: memory could not be had." in caplog.text
+
+
+def test_an_explanation_that_fails_does_not_hide_the_error(monkeypatch):
+    def fail():
+        raise OSError("no driver")
+
+    monkeypatch.setattr(fit_notes, "machine_memory", fail)
+    with tfamp.scope("float32"):
+        model = model_of(Exhausts())
+    assert notes_of(runs(model)["predict"]) == []
+
+
+def test_a_policy_without_a_loss_scale_is_cared_for_too():
+    # That the hooks go with the last managed model is shown with all others.
+    with tfamp.scope("mixed_bfloat16"):
+        model = model_of(keras.layers.Dense(4))
+    held = {".".join(name.split(".")[-2:]) for name in hooks.installed()}
+    assert {f"TensorFlowTrainer.{name}" for name in runs(model)} <= held

@@ -6,24 +6,56 @@ import pytest
 
 from tfamp.records import units
 
+TEXTS = {
+    # In the largest unit that they fill; 1023.9 KiB is the next one's 1.0.
+    units.format_bytes: {
+        0: "0 bytes",
+        1: "1 byte",
+        1023: "1023 bytes",
+        1024: "1.0 KiB",
+        150 * 1024: "150 KiB",
+        2**20 - 100: "1.0 MiB",
+        15 * 2**30: "15.0 GiB",
+        -3 * 2**29: "-1.5 GiB",
+        5000 * 2**50: "5,000 PiB",
+    },
+    units.format_seconds: {
+        0: "0 s",
+        2e-9: "2.0 ns",
+        12.34e-6: "12.3 us",
+        0.99996e-3: "1.0 ms",
+        0.150: "150 ms",
+        1.0: "1.0 s",
+        59.4: "59.4 s",
+        59.6: "1 min 00 s",
+        3599.7: "1 h 00 min",
+        7384: "2 h 03 min",
+        -0.5: "-500 ms",
+        1e-12: "1.0e-12 s",
+        float("inf"): "inf s",
+    },
+    units.format_rate: {
+        0.25: "0.2 examples/s",
+        4971.3: "4,971 examples/s",
+        999_999: "999,999 examples/s",
+        2.5e6: "2.5 M examples/s",
+        3.25e11: "325 G examples/s",
+    },
+    units.format_share: {0.0: "0.0 %", 0.0001: "< 0.1 %", 0.9125: "91.2 %"},
+}
+
 
 @pytest.mark.parametrize(
-    "num_bytes, text",
+    "write, value, text",
     [
-        (0, "0 bytes"),
-        (1, "1 byte"),
-        (1023, "1023 bytes"),
-        (1024, "1.0 KiB"),
-        (150 * 1024, "150 KiB"),
-        # 1023.9 KiB in three digits is the next unit's 1.
-        (2**20 - 100, "1.0 MiB"),
-        (15 * 2**30, "15.0 GiB"),
-        (-3 * 2**29, "-1.5 GiB"),
-        (5000 * 2**50, "5,000 PiB"),
+        (write, value, text)
+        for write, rows in TEXTS.items()
+        for value, text in rows.items()
     ],
+    ids=[text for rows in TEXTS.values() for text in rows.values()],
 )
-def test_bytes_are_in_the_largest_unit_they_fill(num_bytes, text):
-    assert units.format_bytes(num_bytes) == text
+def test_quantities_are_written_in_the_unit_and_digits_that_suit(write, value, text):
+    assert write(value) == text
 
 
 @pytest.mark.parametrize(
@@ -56,49 +88,6 @@ def test_what_is_no_number_of_bytes_is_refused(text):
     )
     with pytest.raises(ValueError, match=re.escape(message)):
         units.parse_bytes("--max_memory", text)
-
-
-@pytest.mark.parametrize(
-    "seconds, text",
-    [
-        (0, "0 s"),
-        (2e-9, "2.0 ns"),
-        (12.34e-6, "12.3 us"),
-        (0.99996e-3, "1.0 ms"),
-        (0.150, "150 ms"),
-        (1.0, "1.0 s"),
-        (59.4, "59.4 s"),
-        (59.6, "1 min 00 s"),
-        (3599.7, "1 h 00 min"),
-        (7384, "2 h 03 min"),
-        (-0.5, "-500 ms"),
-        (1e-12, "1.0e-12 s"),
-        (float("inf"), "inf s"),
-    ],
-)
-def test_seconds_range_from_ns_to_hours(seconds, text):
-    assert units.format_seconds(seconds) == text
-
-
-@pytest.mark.parametrize(
-    "per_second, text",
-    [
-        (0.25, "0.2 examples/s"),
-        (4971.3, "4,971 examples/s"),
-        (999_999, "999,999 examples/s"),
-        (2.5e6, "2.5 M examples/s"),
-        (3.25e11, "325 G examples/s"),
-    ],
-)
-def test_rates_name_what_is_counted(per_second, text):
-    assert units.format_rate(per_second) == text
-
-
-@pytest.mark.parametrize(
-    "fraction, text", [(0.0, "0.0 %"), (0.0001, "< 0.1 %"), (0.9125, "91.2 %")]
-)
-def test_share_is_in_percent(fraction, text):
-    assert units.format_share(fraction) == text
 
 
 @pytest.mark.parametrize(
