@@ -8,6 +8,7 @@ from tests.doctor_test import CPU, T4, machine, text_of
 from tests.probes_test import Driver, Gpu, NVMLError
 from tfamp.cli.diagnosis import DoctorFinding
 from tfamp.cli.doctor import diagnose
+from tfamp.machine import allocators
 from tfamp.machine.allocators import ALLOCATORS, advice, machine_memory
 from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
 
@@ -61,21 +62,21 @@ class Config:
         return parts and [types.SimpleNamespace(memory_limit=part) for part in parts]
 
 
-def gpus_of(driver, root, *, seen=((0, ""),), config=None, **environ):
+@pytest.fixture
+def gpus_of(monkeypatch, tmp_path):
     """GPUs of a described machine, as this process with number `OWN` sees them."""
-    memory = machine_memory(
-        driver,
-        gpus=seen,
-        environ=environ,
-        root=root,
-        own_pid=OWN,
-        config=config or Config({}),
-    )
-    assert driver.open == 0
-    return memory.gpus
+
+    def told(driver, *, seen=((0, ""),), config=None, **environ):
+        monkeypatch.setattr(allocators.tf, "config", config or Config({}))
+        monkeypatch.setattr(allocators.os, "getpid", lambda: OWN)
+        memory = machine_memory(driver, gpus=seen, environ=environ, root=tmp_path)
+        assert driver.open == 0
+        return memory.gpus
+
+    return told
 
 
-def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path):
+def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path, gpus_of):
     (tmp_path / "proc/8").mkdir(parents=True)
     (tmp_path / "proc/8/comm").write_text("Xorg\n")
     gpu = Gpu(
@@ -87,7 +88,7 @@ def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path):
         graphics=((8, GIB), (7, 6 * GIB)),
     )
     config = Config({0: (True, (1024, 2048))})
-    (told,) = gpus_of(Occupied(gpu), tmp_path, config=config)
+    (told,) = gpus_of(Occupied(gpu), config=config)
     assert told == GpuMemory(
         0,
         "Tesla T4",
@@ -108,19 +109,19 @@ def test_a_gpu_is_told_with_all_who_hold_its_memory(tmp_path):
     assert GpuMemory.from_json(told.to_json()) == told
 
 
-def test_what_a_driver_refuses_is_unknown(tmp_path):
-    (told,) = gpus_of(Driver(Gpu("T4", "GPU-t")), tmp_path)
+def test_what_a_driver_refuses_is_unknown(gpus_of):
+    (told,) = gpus_of(Driver(Gpu("T4", "GPU-t")))
     assert told == GpuMemory(0, "T4")
     assert told.free_bytes is None
     assert told.unseen_bytes == 0
 
 
-def test_a_slice_is_told_with_its_own_memory_and_processes(tmp_path):
+def test_a_slice_is_told_with_its_own_memory_and_processes(gpus_of):
     part = Gpu(
         "A100 MIG 1g.5gb", "MIG-1", memory=(GIB, 5 * GIB), compute=((7, 512 * MIB),)
     )
     whole = Gpu("A100", "GPU-a", slices=(part,), memory=(9, 9), mig=(1, 1))
-    (told,) = gpus_of(Occupied(whole), tmp_path)
+    (told,) = gpus_of(Occupied(whole))
     assert (told.is_mig, told.mig_slice) == (True, "1g.5gb")
     assert (told.total_bytes, told.used_bytes) == (5 * GIB, GIB)
     assert told.holders == (Holder(7, "python3", 512 * MIB),)
@@ -134,10 +135,10 @@ TAKING = {
 
 
 @pytest.mark.parametrize("settings, expected", TAKING.values(), ids=TAKING)
-def test_growth_and_limits_are_those_of_this_process(tmp_path, settings, expected):
+def test_growth_and_limits_are_those_of_this_process(gpus_of, settings, expected):
     driver = Driver(Gpu("a", "GPU-a"), Gpu("b", "GPU-b"))
     config = Config({0: (True, (1,)), 1: settings})
-    (told,) = gpus_of(driver, tmp_path, seen=[(1, "")], config=config)
+    (told,) = gpus_of(driver, seen=[(1, "")], config=config)
     assert (told.index, told.growth, told.limit_bytes) == (1, *expected)
 
 

@@ -282,7 +282,8 @@ LIMITS = {
 )
 def test_the_least_room_decides(tmp_path, monkeypatch, asked, files, space, expected):
     root = system(tmp_path, files)
-    found = limits.memory_limits(root, address_space=lambda: space)
+    monkeypatch.setattr(limits, "_address_space", lambda: space)
+    found = limits.memory_limits(root)
     monkeypatch.setattr(limits, "memory_limits", lambda: found)
     monkeypatch.setattr(tf.config, "get_visible_devices", lambda _: [])
     assert memory_limit(asked) == expected

@@ -11,6 +11,7 @@ from tfamp.machine import cpus, limits
 from tfamp.machine.limits import MemoryLimit
 
 MIB, GIB = 2**20, 2**30
+ADDRESS_SPACE = limits._address_space
 # What version 1 writes where there is no limit: the largest number of pages.
 UNLIMITED = 9223372036854771712
 
@@ -29,9 +30,13 @@ def system(root, files):
     return write(root, {"proc/meminfo": meminfo, **files})
 
 
-def limit_of(root, *, space=None):
-    found = limits.memory_limits(root, address_space=lambda: space)
-    return min(found, key=lambda limit: limit.bytes)
+@pytest.fixture(autouse=True)
+def no_ulimit(monkeypatch):
+    monkeypatch.setattr(limits, "_address_space", lambda: None)
+
+
+def smallest(root):
+    return min(limits.memory_limits(root), key=lambda limit: limit.bytes)
 
 
 # Files, RLIMIT_AS, and the limit that decides. The machine has 8 GiB, 2 of them free.
@@ -112,16 +117,18 @@ SYSTEMS = {
 
 
 @pytest.mark.parametrize("files, space, expected", SYSTEMS.values(), ids=SYSTEMS)
-def test_the_smallest_limit_decides(tmp_path, files, space, expected):
-    assert limit_of(system(tmp_path, files), space=space) == expected
+def test_the_smallest_limit_decides(tmp_path, monkeypatch, files, space, expected):
+    monkeypatch.setattr(limits, "_address_space", lambda: space)
+    assert smallest(system(tmp_path, files)) == expected
 
 
-def test_all_limits_are_told_the_machine_first(tmp_path):
+def test_all_limits_are_told_the_machine_first(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "_address_space", lambda: 5)
     files = {
         "sys/fs/cgroup/memory.max": f"{GIB}\n",
         "sys/fs/cgroup/memory/memory.limit_in_bytes": f"{UNLIMITED}\n",
     }
-    found = limits.memory_limits(system(tmp_path, files), address_space=lambda: 5)
+    found = limits.memory_limits(system(tmp_path, files))
     sources = [limit.source for limit in found]
     assert sources == ["physical memory", "cgroup v2", "RLIMIT_AS"]
 
@@ -132,11 +139,9 @@ def test_what_is_free_is_never_below_zero():
     assert MemoryLimit(10, "cgroup v2").free_bytes == 10
 
 
-def test_without_proc_the_system_is_asked(tmp_path):
-    found = limits.memory_limits(
-        tmp_path, address_space=lambda: None, physical=lambda: 7
-    )
-    assert found == (MemoryLimit(7, "physical memory"),)
+def test_without_proc_the_system_is_asked(tmp_path, monkeypatch):
+    monkeypatch.setattr(limits, "_system_bytes", lambda: 7)
+    assert limits.memory_limits(tmp_path) == (MemoryLimit(7, "physical memory"),)
 
 
 def test_without_proc_and_sysconf_psutil_is_asked(tmp_path, monkeypatch):
@@ -144,12 +149,14 @@ def test_without_proc_and_sysconf_psutil_is_asked(tmp_path, monkeypatch):
     fake = types.SimpleNamespace(virtual_memory=lambda: memory)
     monkeypatch.setitem(sys.modules, "psutil", fake)
     monkeypatch.delattr(limits.os, "sysconf", raising=False)
-    assert limit_of(tmp_path).bytes == 9 * MIB
+    assert smallest(tmp_path).bytes == 9 * MIB
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no `resource`")
 def test_the_address_space_is_this_processes(tmp_path, monkeypatch):
     import resource
+
+    monkeypatch.setattr(limits, "_address_space", ADDRESS_SPACE)
 
     told = {"soft": resource.RLIM_INFINITY}
     monkeypatch.setattr(resource, "getrlimit", lambda which: (told["soft"], -1))

@@ -41,24 +41,20 @@ def machine_memory(
     *,
     environ: Mapping[str, str] = os.environ,
     root: Path = Path("/"),
-    own_pid: int | None = None,
-    config: Any = None,
     **options: Any,
 ) -> MachineMemory:
     """Returns the memory of this machine and who holds it; starts no GPU.
 
-    Everything that is asked can be handed in: `root` is where `proc` and `sys` lie,
-    `config` stands for `tf.config`, `options` are further ones of `Nvml`. An
+    `proc` and `sys` lie below `root`; `options` are further ones of `Nvml`. An
     ImportError says that the system does not tell its memory (Windows) and psutil is
     not installed.
     """
-    own = os.getpid() if own_pid is None else own_pid
     swap = limits.swap_bytes(root) or (None, None)
     nvml = Nvml.open(pynvml, environ=environ, **options)
     gpus: tuple[GpuMemory, ...] = ()
     if nvml is not None:
         with nvml:
-            gpus = tuple(_gpus(nvml, own, root, config or tf.config))
+            gpus = tuple(_gpus(nvml, root))
     return MachineMemory(limits.memory_limits(root), gpus, *swap)
 
 
@@ -87,13 +83,12 @@ def advice(
     return tuple(found)
 
 
-def _gpus(nvml: Nvml, own: int, root: Path, config: Any) -> Iterator[GpuMemory]:
-    handles = nvml.handles
-    physical = {number_of(gpu): gpu for gpu in config.list_physical_devices("GPU")}
+def _gpus(nvml: Nvml, root: Path) -> Iterator[GpuMemory]:
+    physical = {number_of(gpu): gpu for gpu in tf.config.list_physical_devices("GPU")}
     for reading in nvml.read():
-        part, whole = handles[reading.index]
+        part, whole = nvml.handles[reading.index]
         mode = nvml.ask("nvmlDeviceGetMigMode", whole)
-        growth, limit = _taking(config, physical.get(reading.index))
+        growth, limit = _taking(physical.get(reading.index))
         yield GpuMemory(
             reading.index,
             reading.name,
@@ -101,13 +96,13 @@ def _gpus(nvml: Nvml, own: int, root: Path, config: Any) -> Iterator[GpuMemory]:
             reading.memory_used_bytes,
             None if mode is None else mode[0] == _MIG_ENABLED,
             reading.mig_slice,
-            _holders(nvml, part, own, root),
+            _holders(nvml, part, root),
             growth,
             limit,
         )
 
 
-def _holders(nvml: Nvml, part: Any, own: int, root: Path) -> tuple[Holder, ...]:
+def _holders(nvml: Nvml, part: Any, root: Path) -> tuple[Holder, ...]:
     """Returns the processes on a GPU or slice, the largest first."""
     found: dict[int, Holder] = {}
     # A process that draws and computes is in both lists, with the same figure.
@@ -115,7 +110,7 @@ def _holders(nvml: Nvml, part: Any, own: int, root: Path) -> tuple[Holder, ...]:
         for each in nvml.ask(f"nvmlDeviceGet{query}RunningProcesses", part) or ():
             held = None if each.usedGpuMemory is None else int(each.usedGpuMemory)
             name = _program(nvml, each.pid, root)
-            found[each.pid] = Holder(each.pid, name, held, each.pid == own)
+            found[each.pid] = Holder(each.pid, name, held, each.pid == os.getpid())
     return tuple(sorted(found.values(), key=lambda each: -(each.bytes or 0)))
 
 
@@ -127,15 +122,15 @@ def _program(nvml: Nvml, pid: int, root: Path) -> str:
     return name.strip().split(" ")[0].rsplit("/", 1)[-1]
 
 
-def _taking(config: Any, gpu: Any) -> tuple[bool | None, int | None]:
+def _taking(gpu: Any) -> tuple[bool | None, int | None]:
     """Returns whether this process takes memory as needed, and how much at most."""
     growth = limit = None
     if gpu is None:
         return None, None
     with contextlib.suppress(ValueError, RuntimeError):
-        growth = config.experimental.get_memory_growth(gpu)
+        growth = tf.config.experimental.get_memory_growth(gpu)
     with contextlib.suppress(ValueError, RuntimeError):
-        logical = config.get_logical_device_configuration(gpu) or ()
+        logical = tf.config.get_logical_device_configuration(gpu) or ()
         each = [device.memory_limit for device in logical]
         if each and None not in each:
             limit = _MIB * int(sum(each))

@@ -6,7 +6,7 @@ smallest of all limits decides.
 
 import dataclasses
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 
 from tfamp.records import checks
@@ -151,17 +151,11 @@ PHYSICAL = "physical memory"
 ADDRESS_SPACE = "RLIMIT_AS"
 
 
-def memory_limits(
-    root: Path = _ROOT,
-    *,
-    address_space: Callable[[], int | None] | None = None,
-    physical: Callable[[], int] | None = None,
-) -> tuple[MemoryLimit, ...]:
+def memory_limits(root: Path = _ROOT) -> tuple[MemoryLimit, ...]:
     """Returns every limit on the memory of this process, the machine's memory first.
 
-    `address_space` gives RLIMIT_AS, None where it is unlimited, and `physical` the
-    machine's memory where `proc` does not tell it. An ImportError says that the system
-    tells nothing (Windows) and psutil is not installed.
+    An ImportError says that the system tells nothing (Windows) and psutil is not
+    installed. `proc` and `sys` lie below `root`.
 
     Example:
         >>> memory_limits()[0].source
@@ -169,15 +163,11 @@ def memory_limits(
     """
     fields = sizes_in(root / "proc/meminfo")
     total, free = fields.get("MemTotal"), fields.get("MemAvailable")
-    if total is None:
-        found = [MemoryLimit((physical or _system_bytes)(), PHYSICAL)]
-    else:
-        used = None if free is None else total - free
-        found = [MemoryLimit(total, PHYSICAL, used)]
+    used = None if total is None or free is None else total - free
+    found = [MemoryLimit(_system_bytes() if total is None else total, PHYSICAL, used)]
     for version in _CGROUPS:
         found += _cgroup_limits(root, version)
-    space = (address_space or _address_space)()
-    if space is not None:
+    if (space := _address_space()) is not None:
         used = sizes_in(root / "proc/self/status").get("VmSize")
         found.append(MemoryLimit(space, ADDRESS_SPACE, used))
     return tuple(found)
@@ -202,9 +192,8 @@ def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
         used = _number(folder / used_file)
         if used is not None:
             used -= _numbers(folder / "memory.stat").get(cache_line, 0)
-        found.append(
-            MemoryLimit(limit, version, None if used is None else max(0, used))
-        )
+            used = max(0, used)
+        found.append(MemoryLimit(limit, version, used))
     least = min(found, key=lambda limit: limit.bytes, default=None)
     # Version 1 writes "no limit" as the largest number of pages that there is.
     return [] if least is None or least.bytes >= 2**62 else [least]
