@@ -77,9 +77,9 @@ def _hardware() -> Any:
 
 
 def _allocators() -> Any:
-    from tfamp.machine import allocators
+    from tfamp.machine import memory
 
-    return allocators
+    return memory
 
 
 def _tensorfloat32() -> bool:

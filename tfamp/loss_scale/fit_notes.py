@@ -9,8 +9,7 @@ from absl import logging
 
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layer_record import record_of
-from tfamp.machine.allocators import machine_memory
-from tfamp.machine.memory import device_peak_bytes
+from tfamp.machine.memory import device_peak_bytes, machine_memory
 from tfamp.machine.out_of_memory import explain, is_out_of_memory
 
 _NOTED = "_tfamp_explained"

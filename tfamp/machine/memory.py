@@ -1,29 +1,45 @@
-"""Memory of this process and of the GPUs, now and at most, and who allocates it."""
+"""Memory of this process, this machine and its GPUs, and what to change about it.
+
+`machine_memory` looks; `advice` decides by plain rules over what it found, so that any
+machine can be described and asked about.
+"""
 
 import contextlib
+import os
 import platform
 import sys
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 
-from tfamp.machine.limits import sizes_in, text_of
+from tfamp.machine import limits
+from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.nvml import Nvml, number_of
 from tfamp.records import checks
+from tfamp.records.units import format_bytes
 
 TENSORFLOW, GLIBC = "TensorFlow with oneDNN", "glibc"
 # Libraries that stand in glibc's place, by LD_PRELOAD for example.
 _OTHERS = ("jemalloc", "tcmalloc", "mimalloc")
-_MAPS = Path("/proc/self/maps")
-_STATUS = Path("/proc/self/status")
-_CLEAR_REFS = Path("/proc/self/clear_refs")
+_PROC = Path("/proc/self")
 # What resets the peak. Source: man 5 proc_pid_clear_refs, value 5.
 _RESET = "5"
-# TensorFlow asks the C library for smaller ones.
-_LARGE = 2**20
+_ALLOCATOR, _GROWTH = "TF_GPU_ALLOCATOR", "TF_FORCE_GPU_ALLOW_GROWTH"
+_PINNED, _PER_DEVICE = "TF_GPU_HOST_MEM_LIMIT_IN_MB", "TF_PER_DEVICE_MEMORY_LIMIT_MB"
+_PREALLOCATE = "XLA_PYTHON_CLIENT_PREALLOCATE"
+# The last is the one for training; the others find errors of TensorFlow's.
+# Source: TensorFlow, tensorflow/core/common_runtime/gpu, 2026-11-22.
+ALLOCATORS = ("cuda_malloc", "memory_guard", "cuda_malloc_async")
+_MIG_ENABLED = 1
+# TensorFlow asks the C library for smaller blocks.
+_MIB = 2**20
+# Less than this part of a memory, held by others or free, is worth no word.
+_NOTICEABLE, _SCARCE = 0.05, 0.1
 
 
-def host_allocator(maps: Path = _MAPS) -> str:
+def host_allocator(maps: Path = _PROC / "maps") -> str:
     """Returns the name of what large tensors on the CPU are allocated by.
 
     On CPUs where TensorFlow uses oneDNN by default (AVX512-VNNI and later) it holds
@@ -34,7 +50,7 @@ def host_allocator(maps: Path = _MAPS) -> str:
     """
     if _is_tensorflow():
         return TENSORFLOW
-    loaded = text_of(maps)
+    loaded = limits.text_of(maps)
     is_glibc = platform.libc_ver()[0] == "glibc"
     of_system = GLIBC if is_glibc else f"the C library of {platform.system()}"
     return next((name for name in _OTHERS if name in loaded), of_system)
@@ -54,25 +70,25 @@ def _is_tensorflow() -> bool:
     try:
         before, _ = host_bytes()
         with tf.init_scope(), tf.device("CPU:0"):
-            block = tf.zeros(_LARGE, tf.uint8)
+            block = tf.zeros(_MIB, tf.uint8)
         after, _ = host_bytes()
     except (ValueError, tf.errors.OpError):
         return False
     del block
-    return after - before >= _LARGE
+    return after - before >= _MIB
 
 
-def process_bytes(status: Path = _STATUS) -> int:
+def process_bytes(status: Path = _PROC / "status") -> int:
     """Returns the memory that this process holds now (resident set size).
 
     Where the file of Linux is not there psutil is asked; an ImportError says it is
     missing.
     """
-    size = sizes_in(status).get("VmRSS")
+    size = limits.sizes_in(status).get("VmRSS")
     return int(_psutil().Process().memory_info().rss) if size is None else size
 
 
-def peak_process_bytes(status: Path = _STATUS) -> int:
+def peak_process_bytes(status: Path = _PROC / "status") -> int:
     """Returns the most memory that this process ever held, or since `reset_peak`.
 
     On Linux from the kernel's high-water mark of this process. Not from
@@ -80,7 +96,7 @@ def peak_process_bytes(status: Path = _STATUS) -> int:
     this one, so a small child of a large parent reports the parent. On Windows psutil
     is asked.
     """
-    peak = sizes_in(status).get("VmHWM")  # which gVisor does not tell
+    peak = limits.sizes_in(status).get("VmHWM")  # which gVisor does not tell
     if peak is not None:
         return peak
     try:
@@ -92,7 +108,7 @@ def peak_process_bytes(status: Path = _STATUS) -> int:
     return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def reset_peak(clear_refs: Path = _CLEAR_REFS) -> bool:
+def reset_peak(clear_refs: Path = _PROC / "clear_refs") -> bool:
     """Lets the peak begin anew from the memory held now; Linux only.
 
     Returns whether it worked. Where it did not, the peak stays that of the whole
@@ -116,7 +132,7 @@ def device_peak_bytes() -> int | None:
     count.
     """
     peaks = []
-    for name in _gpus():
+    for name in _logical_gpus():
         # Some allocators keep no count.
         with contextlib.suppress(ValueError, tf.errors.OpError):
             peaks.append(int(tf.config.experimental.get_memory_info(name)["peak"]))
@@ -125,7 +141,7 @@ def device_peak_bytes() -> int | None:
 
 def reset_device_peak() -> bool:
     """Lets the peak of each GPU begin anew; returns whether all of them did."""
-    gpus = _gpus()
+    gpus = _logical_gpus()
     try:
         for name in gpus:
             tf.config.experimental.reset_memory_stats(name)
@@ -134,7 +150,7 @@ def reset_device_peak() -> bool:
     return bool(gpus)
 
 
-def _gpus() -> list[str]:
+def _logical_gpus() -> list[str]:
     """Returns the GPUs in the words of TensorFlow's memory functions."""
     gpus = tf.config.list_logical_devices("GPU")
     return [f"GPU:{index}" for index in range(len(gpus))]
@@ -142,3 +158,193 @@ def _gpus() -> list[str]:
 
 def _psutil() -> Any:
     return checks.require("psutil", extra="report", purpose="Memory of this process")
+
+
+class Advice(NamedTuple):
+    """Something about memory that could be better, and what to do."""
+
+    message: str
+    remedy: str
+
+
+def machine_memory(
+    pynvml: Any = None,
+    *,
+    environ: Mapping[str, str] = os.environ,
+    root: Path = Path("/"),
+    **options: Any,
+) -> MachineMemory:
+    """Returns the memory of this machine and who holds it; starts no GPU.
+
+    `proc` and `sys` lie below `root`; `options` are further ones of `Nvml`. An
+    ImportError says that the system does not tell its memory (Windows) and psutil is
+    not installed.
+    """
+    swap = limits.swap_bytes(root) or (None, None)
+    nvml = Nvml.open(pynvml, environ=environ, **options)
+    gpus: tuple[GpuMemory, ...] = ()
+    if nvml is not None:
+        with nvml:
+            gpus = tuple(_gpus(nvml, root))
+    return MachineMemory(limits.memory_limits(root), gpus, *swap)
+
+
+def advice(
+    memory: MachineMemory,
+    environ: Mapping[str, str] = os.environ,
+    *,
+    has_gpu: bool | None = None,
+) -> tuple[Advice, ...]:
+    """Returns what could be better about memory and allocators, with remedies.
+
+    `has_gpu` says whether TensorFlow uses a GPU, so that its settings matter; None
+    where `memory` tells.
+
+    Example:
+        >>> held = Holder(123, "python", 14 * 2**30)
+        >>> gpu = GpuMemory(0, "T4", 15 * 2**30, 14 * 2**30, holders=(held,))
+        >>> print(advice(MachineMemory(gpus=(gpu,)), {})[0].message)
+        Another process (pid 123, python) holds 14.0 GiB of 15.0 GiB on GPU:0.
+    """
+    found = [each for gpu in memory.gpus for each in _of_gpu(gpu)]
+    if bool(memory.gpus) if has_gpu is None else has_gpu:
+        found += _of_variables(environ)
+    for limit in memory.limits:
+        found += _of_limit(limit, memory.limits[0])
+    return tuple(found)
+
+
+def _gpus(nvml: Nvml, root: Path) -> Iterator[GpuMemory]:
+    physical = {number_of(gpu): gpu for gpu in tf.config.list_physical_devices("GPU")}
+    for reading in nvml.read():
+        part, whole = nvml.handles[reading.index]
+        mode = nvml.ask("nvmlDeviceGetMigMode", whole)
+        gpu = physical.get(reading.index)
+        growth, limit = (None, None) if gpu is None else _taking(gpu)
+        yield GpuMemory(
+            reading.index,
+            reading.name,
+            reading.memory_total_bytes,
+            reading.memory_used_bytes,
+            None if mode is None else mode[0] == _MIG_ENABLED,
+            reading.mig_slice,
+            _holders(nvml, part, root),
+            growth,
+            limit,
+        )
+
+
+def _holders(nvml: Nvml, part: Any, root: Path) -> tuple[Holder, ...]:
+    """Returns the processes on a GPU or slice, the largest first."""
+    found: dict[int, Holder] = {}
+    # A process that draws and computes is in both lists, with the same figure.
+    for query in ("Compute", "Graphics"):
+        for each in nvml.ask(f"nvmlDeviceGet{query}RunningProcesses", part) or ():
+            held = None if each.usedGpuMemory is None else int(each.usedGpuMemory)
+            name = _program(nvml, each.pid, root)
+            found[each.pid] = Holder(each.pid, name, held, each.pid == os.getpid())
+    return tuple(sorted(found.values(), key=lambda each: -(each.bytes or 0)))
+
+
+def _program(nvml: Nvml, pid: int, root: Path) -> str:
+    """Returns the name of a process's program, "" where nobody tells."""
+    name = nvml.ask("nvmlSystemGetProcessName", pid)
+    name = name or limits.text_of(root / f"proc/{pid}/comm")
+    # A path, with the arguments on some systems.
+    return name.strip().split(" ")[0].rsplit("/", 1)[-1]
+
+
+def _taking(gpu: Any) -> tuple[bool | None, int | None]:
+    """Returns whether this process takes memory as needed, and how much at most."""
+    growth = limit = None
+    with contextlib.suppress(ValueError, RuntimeError):
+        growth = tf.config.experimental.get_memory_growth(gpu)
+    with contextlib.suppress(ValueError, RuntimeError):
+        logical = tf.config.get_logical_device_configuration(gpu) or ()
+        each = [device.memory_limit for device in logical]
+        if each and None not in each:
+            limit = _MIB * int(sum(each))
+    return growth, limit
+
+
+def _of_gpu(gpu: GpuMemory) -> Iterator[Advice]:
+    where, total = f"GPU:{gpu.index}", gpu.total_bytes
+    if total is None:
+        return
+    for holder in gpu.others:
+        if (holder.bytes or 0) < _NOTICEABLE * total:
+            continue
+        yield Advice(
+            gpu.held_by(holder),
+            "End it, or choose another GPU by CUDA_VISIBLE_DEVICES; where both are to "
+            f"share it, set {_GROWTH}=true for both.",
+        )
+    # What the driver itself takes is some hundred MiB on large GPUs.
+    if gpu.unseen_bytes >= _SCARCE * total:
+        yield Advice(
+            f"{format_bytes(gpu.unseen_bytes)} of {format_bytes(total)} on {where} are "
+            "held by processes that cannot be seen from here, such as those of another "
+            "container.",
+            "Look with `nvidia-smi` on the host, or choose another GPU by "
+            "CUDA_VISIBLE_DEVICES.",
+        )
+    if gpu.is_mig and gpu.mig_slice is None:
+        yield Advice(
+            f"{where} is cut by MIG, but has no slice to compute on.",
+            "Make one with `nvidia-smi mig -cgi <profile> -C`, or turn MIG off with "
+            "`nvidia-smi -mig 0`.",
+        )
+    if gpu.limit_bytes is not None and gpu.limit_bytes > total:
+        yield Advice(
+            f"This process may take {format_bytes(gpu.limit_bytes)} on {where}, which "
+            f"has {format_bytes(total)}.",
+            "Lower the `memory_limit` of its logical devices.",
+        )
+
+
+def _of_variables(environ: Mapping[str, str]) -> Iterator[Advice]:
+    allocator = environ.get(_ALLOCATOR)
+    if allocator and allocator != ALLOCATORS[-1]:
+        why = "which is slow and meant for finding errors in TensorFlow"
+        if allocator not in ALLOCATORS:
+            why = "which TensorFlow does not know and ignores"
+        yield Advice(
+            f"{_ALLOCATOR} is {allocator!r}, {why}.",
+            f"Set {_ALLOCATOR}={ALLOCATORS[-1]}, or unset it.",
+        )
+    growth = environ.get(_GROWTH)
+    if growth and growth not in ("true", "false"):
+        yield Advice(
+            f"{_GROWTH} is {growth!r}, which TensorFlow ignores: it takes only 'true' "
+            "and 'false'.",
+            f"Set {_GROWTH}=true.",
+        )
+    if environ.get(_PREALLOCATE) and not growth:
+        yield Advice(
+            f"{_PREALLOCATE} is {environ[_PREALLOCATE]!r}, which JAX reads and "
+            "TensorFlow does not.",
+            f"Set {_GROWTH}=true to have TensorFlow take GPU memory as needed.",
+        )
+    for name in (_PINNED, _PER_DEVICE):
+        value = environ.get(name, "")
+        if value and not value.strip().isdecimal():
+            yield Advice(
+                f"{name} is {value!r}; expected a whole number of MiB.",
+                f"Set another number, as in {name}=8192, or unset it.",
+            )
+
+
+def _of_limit(limit: MemoryLimit, machine: MemoryLimit) -> Iterator[Advice]:
+    if limit.source == limits.ADDRESS_SPACE and limit.bytes < machine.bytes:
+        yield Advice(
+            f"RLIMIT_AS lets this process reserve {format_bytes(limit.bytes)} of "
+            "addresses. TensorFlow reserves many more than it uses, and ends with "
+            "`std::bad_alloc` at the limit.",
+            "Run `ulimit -v unlimited`, and bound the memory by a cgroup.",
+        )
+    elif limit.used_bytes is not None and limit.free_bytes < _SCARCE * limit.bytes:
+        yield Advice(
+            f"{format_bytes(limit.free_bytes)} of {format_bytes(limit.bytes)} "
+            f"({limit.source}) is free.",
+            "End other processes, or raise the container's limit.",
+        )

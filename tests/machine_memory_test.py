@@ -1,16 +1,17 @@
 """Memory of a machine and its GPUs, who holds it, and what to change about it."""
 
+import os
 import types
 
 import pytest
+import tensorflow as tf
 
 from tests.doctor_test import CPU, T4, machine, text_of
 from tests.probes_test import Driver, Gpu, NVMLError
 from tfamp.cli.diagnosis import DoctorFinding
 from tfamp.cli.doctor import diagnose
-from tfamp.machine import allocators
-from tfamp.machine.allocators import ALLOCATORS, advice, machine_memory
 from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
+from tfamp.machine.memory import ALLOCATORS, advice, machine_memory
 
 MIB, GIB = 2**20, 2**30
 OWN = 42
@@ -67,8 +68,8 @@ def gpus_of(monkeypatch, tmp_path):
     """GPUs of a described machine, as this process with number `OWN` sees them."""
 
     def told(driver, *, seen=((0, ""),), config=None, **environ):
-        monkeypatch.setattr(allocators.tf, "config", config or Config({}))
-        monkeypatch.setattr(allocators.os, "getpid", lambda: OWN)
+        monkeypatch.setattr(tf, "config", config or Config({}))
+        monkeypatch.setattr(os, "getpid", lambda: OWN)
         memory = machine_memory(driver, gpus=seen, environ=environ, root=tmp_path)
         assert driver.open == 0
         return memory.gpus
