@@ -85,10 +85,11 @@ class Cluster(TableRecord):
         jobs: dict[str, list[str]] = {"worker": list(self.workers)}
         task: dict[str, Any] = {"type": "worker", "index": self.index}
         if self.has_chief_job:
-            jobs = {"chief": list(self.workers[:1]), "worker": list(self.workers[1:])}
-            if not jobs["worker"]:
-                del jobs["worker"]
-            task["index"] = self.index - 1
+            chief, *others = self.workers
+            jobs = (
+                {"chief": [chief], "worker": others} if others else {"chief": [chief]}
+            )
+            task["index"] -= 1
             if self.is_chief:
                 task = {"type": "chief", "index": 0}
         return {"cluster": jobs, "task": task}
@@ -97,19 +98,19 @@ class Cluster(TableRecord):
         """Returns the cluster in one line."""
         if not self.workers:
             return "One process: no cluster is described in the environment"
-        shown = [
-            f"{each} (this process)" if i == self.index else each
-            for i, each in enumerate(self.workers)
-        ]
-        if len(shown) > _MAX_SHOWN:
-            left = len(shown) - _MAX_SHOWN
-            shown = [*shown[:_MAX_SHOWN], f"and {left} more"]
-        over = " and ".join(self.passed_over)
-        more = f"; the variables of {over} are set too, and were not read"
-        return (
+        shown = list(self.workers[:_MAX_SHOWN])
+        if self.index < _MAX_SHOWN:
+            shown[self.index] += " (this process)"
+        if (left := self.num_workers - _MAX_SHOWN) > 0:
+            shown.append(f"and {left} more")
+        line = (
             f"Worker {self.index} of {self.num_workers} (from 0), as {self.source} "
-            f"says: {', '.join(shown)}{more if over else ''}"
+            f"says: {', '.join(shown)}"
         )
+        if not self.passed_over:
+            return line
+        over = " and ".join(self.passed_over)
+        return f"{line}; the variables of {over} are set too, and were not read"
 
     def _on_this_host(self) -> list[int]:
         hosts = [each.rpartition(":")[0] for each in self.workers]

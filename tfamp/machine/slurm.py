@@ -53,7 +53,7 @@ def workers(environ: Mapping[str, str]) -> tuple[list[str], int]:
             f"{environ[_COUNTS]!r}; expected {sum(counts)} tasks, numbered from 0. "
             f"{_WITHOUT_SRUN}."
         )
-    places = list(_placed(environ, counts))
+    places = _placed(environ, counts)
     node, _ = places[rank]
     if environ.get(_NODE, str(node)) != str(node):
         raise ValueError(
@@ -118,20 +118,19 @@ def _counts(text: str) -> list[int]:
     return counts
 
 
-def _placed(environ: Mapping[str, str], counts: list[int]) -> Iterator[tuple[int, int]]:
-    """Yields for each task its node and its place there, both from 0."""
+def _placed(environ: Mapping[str, str], counts: list[int]) -> list[tuple[int, int]]:
+    """Returns for each task its node and its place there, both from 0."""
     order = environ.get(_ORDER, "block").split(":")[0].split(",")[0].lower()
     if order not in ("", "block", "*", "cyclic"):
         raise ValueError(
             f"{_ORDER} is {environ[_ORDER]!r}; expected 'block' or 'cyclic', which say "
             "on which node a task runs. Pass `--distribution=block` to `srun`."
         )
-    if order == "cyclic":
-        for local in range(max(counts)):
-            yield from ((n, local) for n, count in enumerate(counts) if local < count)
-    else:
-        for node, count in enumerate(counts):
-            yield from ((node, local) for local in range(count))
+    places = [
+        (node, local) for node, count in enumerate(counts) for local in range(count)
+    ]
+    in_turns = sorted(places, key=lambda place: (place[1], place[0]))
+    return in_turns if order == "cyclic" else places
 
 
 def _ports(environ: Mapping[str, str], num_needed: int) -> list[int]:

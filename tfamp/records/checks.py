@@ -12,6 +12,8 @@ import types
 from collections.abc import Iterable
 from typing import SupportsIndex
 
+from tfamp.records.units import join_words
+
 # Spellings from other frameworks, too short for a likeness to be found.
 _OTHER_NAMES = {
     "amp": "mixed_float16",
@@ -101,9 +103,7 @@ def choice(argument: str, value: object, options: Iterable[str]) -> str:
         'float32'
     """
     names = list(options)
-    quoted = [repr(name) for name in names]
-    several = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
-    expected = several if len(quoted) > 1 else "".join(quoted)
+    expected = join_words([repr(name) for name in names], "or")
     if not isinstance(value, str):
         raise TypeError(
             f"`{argument}` is {value!r}, of type {type(value).__name__}; expected a "

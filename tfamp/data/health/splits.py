@@ -115,41 +115,35 @@ def compare(train: Profile, validation: Profile) -> Iterator[Comparison]:
 def compare_labels(train: Labels, validation: Labels) -> Iterator[Comparison]:
     """Yields the comparison of a target column that holds classes, if both do."""
     classes = sorted({*train.counts, *validation.counts})
-    first, second = (
-        np.array([labels.counts.get(value, 0) for value in classes])
-        for labels in (train, validation)
-    )
+    first = np.array([train.counts[value] for value in classes])
+    second = np.array([validation.counts[value] for value in classes])
     if min(first.sum(), second.sum()) >= _MIN_ROWS and len(classes) > 1:
         yield _categories(train.column.name, classes, first, second)
 
 
 def _numbers(name: str, first: np.ndarray, second: np.ndarray) -> Comparison:
-    difference, p_value = kolmogorov_smirnov(first, second)
+    found = kolmogorov_smirnov(first, second)
     middles = [number(float(np.median(part))) for part in (first, second)]
-    return Comparison(
-        name,
-        difference,
-        p_value,
-        f"{name} differs between train and validation by {format_share(difference)} "
+    message = (
+        f"{name} differs between train and validation by {format_share(found[0])} "
         f"in its distribution (Kolmogorov-Smirnov; medians {middles[0]} and "
-        f"{middles[1]})",
+        f"{middles[1]})"
     )
+    return Comparison(name, *found, message)
 
 
 def _categories(
     name: str, values: list[Any], first: np.ndarray, second: np.ndarray
 ) -> Comparison:
-    difference, p_value = chi_square(first, second)
+    found = chi_square(first, second)
     shares = first / first.sum(), second / second.sum()
     most = int(np.abs(shares[0] - shares[1]).argmax())
-    return Comparison(
-        name,
-        difference,
-        p_value,
-        f"{name} has {format_share(difference)} of its examples in other categories "
+    message = (
+        f"{name} has {format_share(found[0])} of its examples in other categories "
         f"in validation than in train (chi-square; {values[most]!r}: "
-        f"{format_share(shares[0][most])} and {format_share(shares[1][most])})",
+        f"{format_share(shares[0][most])} and {format_share(shares[1][most])})"
     )
+    return Comparison(name, *found, message)
 
 
 def find_drift(comparisons: list[Comparison]) -> Iterator[Finding]:
