@@ -135,8 +135,6 @@ def test_what_the_driver_refuses_is_none_and_the_rest_is_there():
 
 def test_an_old_library_that_lacks_a_query_gives_none():
     driver = Driver(full())
-    driver.nvmlDeviceGetTotalEnergyConsumption = None
-    del driver.nvmlDeviceGetTotalEnergyConsumption
     old = types.SimpleNamespace(
         **{
             name: getattr(driver, name)
