@@ -49,14 +49,11 @@ ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)(ctypes.addressof(tiles))
 
 
 def num_usable_cpus(root: str = "/") -> int:
-    """Returns the number of cores this process may use.
+    """Returns the number of cores this process may use; `proc` and `sys` lie at `root`.
 
     A container or `taskset` often allows fewer cores than the machine has: by the
     process's affinity, or by a quota of its control groups, of which a part of a core
     counts as one. More threads than that are stopped for most of each 0.1 s.
-
-    Args:
-        root: Folder in which "proc" and "sys" lie.
 
     Source: Linux, Documentation/admin-guide/cgroup-v2.rst, `cpu.max`; scheduler/
     sched-bwc.rst for version 1.

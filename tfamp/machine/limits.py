@@ -202,12 +202,9 @@ def _cgroup_limits(root: Path, version: str) -> list[MemoryLimit]:
 def cgroup_folders(root: Path, controller: str) -> Iterator[Path]:
     """Yields the folders of this process's control group and of those above it.
 
-    Inside a container the path may be the host's while the mount begins at the
-    container's own group; what is not there is for the caller to pass over.
-
-    Args:
-        root: Folder in which "proc" and "sys" lie.
-        controller: Of version 1, such as "memory"; "" for the groups of version 2.
+    `controller` is one of version 1, such as "memory", or "" for version 2. Inside a
+    container the path may be the host's while the mount begins at the container's own
+    group; what is not there is for the caller to pass over.
     """
     mounts = root / "sys/fs/cgroup"
     for line in text_of(root / "proc/self/cgroup").splitlines():

@@ -21,14 +21,10 @@ REMEDIES = {
 
 
 def answers(addresses: Sequence[str], *, seconds: float = _SECONDS) -> dict[str, str]:
-    """Returns for each address what came of a connection to it; it never hangs.
+    """Returns for each "host:port" what came of a connection to it; it never hangs.
 
     A name server may keep a thread for minutes, so threads are left to themselves when
-    the time is over.
-
-    Args:
-        addresses: "host:port"; of a large cluster, the first are asked.
-        seconds: Time for all of them together.
+    the time is over. Of a large cluster, the first are asked.
     """
     asked = list(addresses[:_MAX_ASKED])
     found: queue.SimpleQueue[tuple[str, str]] = queue.SimpleQueue()

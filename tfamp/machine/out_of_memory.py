@@ -82,21 +82,13 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """What could not be had, as far as the text of an error tells.
-
-    Attributes:
-        bytes: How much, None if unknown.
-        what: The tensor, such as "float32 (8, 4096)"; "" where it was none.
-        device: Where, such as "GPU:0"; "" if unknown.
-        node: The operation's name in the graph, "" if unknown.
-        layer_class: Class of the layer that was called eagerly, "" if unknown.
-    """
+    """What could not be had, as far as an error tells: "" and None for unknown."""
 
     bytes: int | None = None
-    what: str = ""
-    device: str = ""
-    node: str = ""
-    layer_class: str = ""
+    what: str = ""  # a tensor, such as "float32 (8, 4096)"
+    device: str = ""  # such as "GPU:0"
+    node: str = ""  # of the graph
+    layer_class: str = ""  # of the layer that was called eagerly
 
 
 def requested(error_text: str) -> Request:

@@ -33,9 +33,7 @@ def has_several(environ: Mapping[str, str]) -> bool:
 def workers(environ: Mapping[str, str]) -> tuple[list[str], int]:
     """Returns the addresses of a step's tasks, in their order, and this one's place.
 
-    Raises:
-        ValueError: A variable is missing, as in a batch script without `srun`, or does
-            not fit the others.
+    A ValueError names a variable that is missing, as without `srun`, or does not fit.
     """
     nodes = expanded_hosts(_NODES, _get(environ, _NODES))
     counts = _counts(_get(environ, _COUNTS))

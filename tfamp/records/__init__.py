@@ -9,11 +9,9 @@ from typing import Any
 def lazy_attributes(
     package: str, homes: Mapping[str, str]
 ) -> tuple[Callable[[str], Any], Callable[[], list[str]]]:
-    """Returns a package's `__getattr__`, which imports a name, and its `__dir__`.
+    """Returns the `__getattr__` and the `__dir__` of a package.
 
-    Args:
-        package: Its `__name__`.
-        homes: Public name -> module that defines it.
+    `package` is its `__name__`, `homes` maps its public names to their modules.
     """
 
     def __getattr__(name: str) -> Any:

@@ -43,16 +43,14 @@ _ON_MEMORY = re.compile(
 
 
 def require(module: str, *, extra: str | None, purpose: str) -> types.ModuleType:
-    """Imports an optional package, or says how to install it.
+    """Imports an optional package; an ImportError says how to install it.
+
+    One that is there and fails while it is imported raises its own error.
 
     Args:
         module: Dotted name to import.
         extra: The extra of tfamp that brings the package; None names the package.
         purpose: Who needs it, as the subject of a sentence with "needs".
-
-    Raises:
-        ImportError: The package is missing. One that is there and fails while it is
-            imported raises its own error.
     """
     package = module.split(".")[0]
     pip_name = _PIP_NAMES.get(package, package)
@@ -94,9 +92,7 @@ def did_you_mean(value: str, options: Iterable[str]) -> str | None:
 def choice(argument: str, value: object, options: Iterable[str]) -> str:
     """Returns `value` if it is one of `options`, which are printed in their order.
 
-    Raises:
-        TypeError: If `value` is not a string.
-        ValueError: If it is none of the options; the message names the likely one.
+    Otherwise a TypeError or ValueError names them, and the likely one.
 
     Example:
         >>> choice("policy", "float32", ["auto", "float32"])

@@ -16,12 +16,8 @@ def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[Pa
     """Yields a path beside another; the file written there takes the other's place.
 
     What was there before stays until then, also where the block raises or the process
-    is killed, and no reader ever sees half of a file. The folder has to exist.
-
-    Args:
-        path: Where the file is to appear.
-        durable: Whether it has to reach the disk first, as a crash of the system may
-            follow.
+    is killed, and no reader ever sees half of a file. The folder has to exist. With
+    `durable` the file reaches the disk first, as a crash of the system may follow.
     """
     target = Path(path)
     beside = target.with_name(f".{target.name}.{secrets.token_hex(4)}{BESIDE}")
@@ -40,10 +36,7 @@ def whole(path: str | os.PathLike[str], *, durable: bool = False) -> Iterator[Pa
 def write_text(path: str | os.PathLike[str], text: str) -> None:
     """Writes a text so that a reader or a crash never sees half of it.
 
-    Raises:
-        FileNotFoundError: The folder does not exist.
-        IsADirectoryError: `path` is a folder.
-        OSError: The disk is full, or does not let the file be written.
+    An OSError says that the folder is not there, the path a folder, or the disk full.
     """
     target = Path(path)
     if not target.parent.is_dir():

@@ -9,11 +9,7 @@ SITE = "https://tfamp.github.io/tfamp"
 
 
 def address(page: str) -> str:
-    """Returns the address of a page of the documentation, or of a section of it.
-
-    Args:
-        page: Path below docs/ without ".md", and "#" with an anchor where a section is
-            meant.
+    """Returns the address of a page, or of a section of it behind "#".
 
     Example:
         >>> address("lint#half-head")
@@ -25,9 +21,6 @@ def address(page: str) -> str:
 
 def see(page: str) -> str:
     """Returns what a message ends with: no full stop, so that it can be clicked.
-
-    Args:
-        page: As for `address`.
 
     Example:
         >>> see("failures/zero-scale")

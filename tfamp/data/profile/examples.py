@@ -20,19 +20,12 @@ _MAX_CHUNK_ROWS = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Column:
-    """One tensor of the examples.
+    """One tensor of the examples."""
 
-    Attributes:
-        name: "x", "x/age", "x/0", "y", "sample_weight".
-        role: What it is to `fit`.
-        dtype: Its dtype's name.
-        shape: Of one example; None where it varies.
-    """
-
-    name: str
+    name: str  # "x", "x/age", "x/0", "y", "sample_weight"
     role: Role
     dtype: str
-    shape: tuple[int | None, ...]
+    shape: tuple[int | None, ...]  # of one example; None where it varies
 
     @property
     def is_text(self) -> bool:
@@ -52,23 +45,14 @@ class Column:
 
 @dataclasses.dataclass(frozen=True)
 class Examples:
-    """Data that can be read once, chunk by chunk.
+    """Data that can be read once, chunk by chunk."""
 
-    Attributes:
-        argument: The argument it was given as, for messages.
-        columns: Its tensors, in the order of the elements.
-        length: Number of examples, or of elements where `in_elements`; None if
-            unknown. Only for progress.
-        in_elements: Whether `length` counts batches.
-        reason: How it was told whether elements are batches, as a sentence.
-        source: What is read: a dataset of chunks, or arrays, either by column.
-    """
-
-    argument: str
+    argument: str  # it was given as, for messages
     columns: tuple[Column, ...]
-    length: int | None
+    length: int | None  # examples, or batches where `in_elements`; for progress
     in_elements: bool
-    reason: str
+    reason: str  # how it was told whether elements are batches, a sentence
+    # A dataset of chunks, or arrays, either by column.
     source: Any = dataclasses.field(repr=False)
 
     def chunks(self) -> Iterator[dict[str, np.ndarray]]:
@@ -109,13 +93,12 @@ def read(
     select: Callable[[Any], Sequence[str]] | None = None,
     tell_unclear: Callable[[Any], tuple[bool, str]] | None = None,
 ) -> Examples:
-    """Returns the examples of a dataset, a pipeline or arrays.
+    """Returns the examples of data in any form that `check` and `fit_statistics` take.
 
     Args:
         argument: The argument's name, for messages.
-        data: As `check` and `fit_statistics` take it.
-        batched: Whether a dataset's elements are batches; None to tell from the
-            stages of a pipeline, else from shapes.
+        data: A dataset, a pipeline or arrays.
+        batched: Whether a dataset's elements are batches; None to tell.
         select: Gives the names of the columns to read, from an element or its spec.
         tell_unclear: Tells from an element's spec whether it is a batch, and why,
             where shapes leave it open; None to take it as `fit` does.

@@ -280,11 +280,7 @@ def fault_of(fields: Sequence[str], form: Format) -> str | None:
 def _batches(
     path: str, form: Format, columns: Sequence[Column], place: Place
 ) -> Iterator[Any]:
-    """Yields Arrow's record batches of some columns, from a place on.
-
-    Raises:
-        pyarrow.ArrowInvalid: A row does not fit, or nothing is left to be read.
-    """
+    """Yields Arrow's batches of some columns; ArrowInvalid where a row is unfit."""
     arrow, arrow_csv = require_arrow(), require_arrow("csv")
     types = {column.name: column.arrow_type for column in columns}
     with open_bytes(path) as file:
@@ -317,11 +313,7 @@ def _spans_lines(batch: Any, form: Format) -> bool:
 
 
 def _values(values: Any, column: Column) -> Any:
-    """Returns a column that Arrow has read, in its own dtype.
-
-    Raises:
-        _UnfitError: An integer is missing, or would be rounded.
-    """
+    """Returns a column that Arrow has read, in its own dtype, if that holds it."""
     if column.dtype == "string":
         return values.fill_null(b"").to_numpy(zero_copy_only=False)
     if values.null_count and column.dtype.startswith("int"):

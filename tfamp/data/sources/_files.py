@@ -33,16 +33,11 @@ _UTF_16 = (b"\xff\xfe", b"\xfe\xff")
 
 @dataclasses.dataclass(frozen=True)
 class ChunkedSource(Source):
-    """Examples of files, many of which are read at once.
-
-    Attributes:
-        paths: The files.
-        num_examples: Examples in all, None where they were not counted.
-    """
+    """Examples of files, many of which are read at once."""
 
     skips_errors = True
     paths: tuple[str, ...]
-    num_examples: int | None
+    num_examples: int | None  # None where they were not counted
 
     @abc.abstractmethod
     def chunks(self, settings: Settings) -> tf.data.Dataset:
@@ -80,11 +75,7 @@ class ChunkedSource(Source):
         return tf.data.Dataset.from_generator(chunks, output_signature=spec)
 
     def report(self, settings: Settings, where: str, message: str) -> None:
-        """Counts damaged data at a place of a file where that is skipped, else raises.
-
-        Raises:
-            ValueError: Errors are not skipped, or there are too many.
-        """
+        """Counts damaged data where it is skipped, else raises a ValueError."""
         errors = settings.errors
         if errors is None:
             raise ValueError(
@@ -134,24 +125,14 @@ def is_counted(
 
 
 def find_files(paths: Any, *, extensions: Sequence[str] = ()) -> tuple[str, ...]:
-    """Returns the files that paths, patterns and folders stand for.
+    """Returns the files that paths, patterns and folders stand for, at least one.
 
     Matches of a pattern and the contents of a folder come in the order of their
     names, so that every machine reads the same elements in the same order. A list
-    keeps its own order. Files whose names begin with a dot are left out of folders.
+    keeps its own order. Of folders count files with one of the `extensions` (with the
+    dot, in lower case; none for all), but none whose name begins with a dot.
 
-    Args:
-        paths: A file, a folder, a pattern such as "data/*.csv", or several of these.
-        extensions: Endings of the files that count inside a folder, with the dot,
-            in lower case; none for all files.
-
-    Returns:
-        At least one absolute path; each is a file that has at least one byte.
-
-    Raises:
-        TypeError: `paths` holds something that is no path.
-        ValueError: A file is missing or empty, a pattern or a folder gives no file,
-            a file comes twice, or a path is an address such as "gs://bucket/file".
+    A ValueError says what is missing, empty or named twice, or is no local file.
     """
     if isinstance(paths, (str, os.PathLike)):
         paths = [paths]
@@ -190,11 +171,7 @@ def is_gzip(path: str) -> bool:
 
 
 def check_text(path: str) -> None:
-    """Raises if a file is plainly no text in UTF-8.
-
-    Raises:
-        ValueError: It is in UTF-16, or holds zero bytes.
-    """
+    """Raises a ValueError if a file is in UTF-16 or holds zero bytes."""
     with open_bytes(path) as file:
         start = file.read(4096)
     if start.startswith(_UTF_16) or b"\0" in start:
@@ -207,11 +184,7 @@ def check_text(path: str) -> None:
 
 @contextlib.contextmanager
 def open_bytes(path: str) -> Iterator[IO[bytes]]:
-    """Opens a file for reading, through gzip where it is compressed.
-
-    Raises:
-        ValueError: The compressed stream is damaged, wherever that is met.
-    """
+    """Opens a file, through gzip where it is packed; damage is a ValueError."""
     if not is_gzip(path):
         with open(path, "rb") as plain:
             yield plain
@@ -228,12 +201,7 @@ def open_bytes(path: str) -> Iterator[IO[bytes]]:
 
 
 def is_pattern(path: str) -> bool:
-    """Whether `path` holds a wildcard.
-
-    Example:
-        >>> is_pattern("data/*.csv"), is_pattern("data/a.csv")
-        (True, False)
-    """
+    """Whether `path` holds a wildcard."""
     return any(sign in path for sign in "*?[")
 
 

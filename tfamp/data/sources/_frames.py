@@ -32,18 +32,11 @@ _MASK = 0xA282EAD8
 
 
 class Frame(NamedTuple):
-    """A record of a file, or a stretch of it that holds none.
+    """A record of a file, or a stretch of it that holds none."""
 
-    Attributes:
-        number: How many frames lie before it, as far as they were found.
-        offset: Its first byte, in the file as unpacked.
-        payload: The record, None where it is damaged.
-        damage: What is wrong with it, "" for nothing.
-    """
-
-    number: int
-    offset: int
-    payload: bytes | None
+    number: int  # frames before it, as far as they were found
+    offset: int  # of its first byte, in the file as unpacked
+    payload: bytes | None  # None where it is damaged
     damage: str = ""
 
 
@@ -52,11 +45,7 @@ class BrokenStreamError(ValueError):
 
 
 def crc32c() -> Callable[[bytes], int]:
-    """Returns the function that computes the checksum of bytes.
-
-    Raises:
-        ImportError: google-crc32c is not installed.
-    """
+    """Returns the function that computes checksums, of google-crc32c."""
     module = checks.require(
         "google_crc32c", extra="data", purpose="Reading past damaged TFRecords"
     )
@@ -64,12 +53,7 @@ def crc32c() -> Callable[[bytes], int]:
 
 
 def masked(checksum: int) -> int:
-    """Returns a checksum as TFRecord files store it.
-
-    Example:
-        >>> hex(masked(0))
-        '0xa282ead8'
-    """
+    """Returns a checksum as TFRecord files store it."""
     return ((checksum >> 15 | checksum << 17) + _MASK) & 0xFFFFFFFF
 
 
@@ -138,9 +122,7 @@ def walk(
 def read_frames(path: str, compression: str = "") -> Iterator[Frame]:
     """Yields the frames of a file in order, and each damaged stretch once.
 
-    Raises:
-        BrokenStreamError: The compression is damaged; the records before it are
-            yielded first.
+    Behind them a BrokenStreamError says that the compression is damaged.
     """
     checksum = crc32c()
     size = os.path.getsize(path)

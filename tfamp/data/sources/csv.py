@@ -190,11 +190,7 @@ def _names_and_rows(
     column_names: Sequence[str] | None,
     limit: int,
 ) -> tuple[list[str], list[list[str]]]:
-    """Returns the names of the columns, and the first rows of the first file.
-
-    Raises:
-        ValueError: A file has no rows or another header than the first.
-    """
+    """Returns the columns, the same in all files, and rows of the first."""
     rows: list[list[str]] = []
     names: list[str] = []
     for path in paths:

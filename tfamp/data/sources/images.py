@@ -25,16 +25,11 @@ class FileSource(RandomAccess):
     """Paths of files, one an element, with a label each or without.
 
     An order is drawn on paths, which weigh 100 bytes, not on pixels or texts.
-
-    Attributes:
-        kind: What the files are, in the plural.
-        class_names: Name of class 0, 1, ...; empty without labels.
-        num_ignored: Files that were left out, by the reason why.
     """
 
-    kind: str
-    class_names: tuple[str, ...]
-    num_ignored: Mapping[str, int]
+    kind: str  # of the files, in the plural
+    class_names: tuple[str, ...]  # of class 0, 1, ...; empty without labels
+    num_ignored: Mapping[str, int]  # files left out, by the reason why
 
     @property
     def paths(self) -> tuple[str, ...]:

@@ -33,21 +33,13 @@ _FILES_A_CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class TextSource(ChunkedSource):
-    """Lines of text files, or whole files, one file after another.
+    """Lines of text files, or whole files, one file after another."""
 
-    Attributes:
-        labels: The label of each file's examples, None for none.
-        class_names: Name of class 0, 1, ...; empty without labels.
-        by: "line" or "file".
-        keep_empty: Whether examples may be empty.
-        num_empty: Empty ones that are left out, None where they were not counted.
-    """
-
-    labels: tuple[int, ...] | None
-    class_names: tuple[str, ...]
-    by: str
+    labels: tuple[int, ...] | None  # of each file
+    class_names: tuple[str, ...]  # of class 0, 1, ...; empty without labels
+    by: str  # "line" or "file"
     keep_empty: bool
-    num_empty: int | None = None
+    num_empty: int | None = None  # left out, None where they were not counted
 
     def chunks(self, settings: Settings) -> tf.data.Dataset:
         """Returns texts in UTF-8 with their labels, in vectors of many."""
@@ -171,11 +163,7 @@ def text_source(
 
 
 def _counted(source: TextSource) -> TextSource:
-    """Returns the source with the number of its examples.
-
-    Raises:
-        ValueError: There are none.
-    """
+    """Returns the source with the number of its examples, of which it has some."""
     count, num_empty = 0, 0
     with progress(f"Counting {source.by}s", unit=f"{source.by}s") as update:
         for path in source.paths:

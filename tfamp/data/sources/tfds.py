@@ -64,11 +64,7 @@ class TfdsSource(Source):
 
 
 def tfds_source(builder: Any, split: str, *, as_supervised: bool) -> TfdsSource:
-    """Checks that a prepared builder has what is asked of it.
-
-    Raises:
-        ValueError: No such split, no examples in it, or no (input, target) pairs.
-    """
+    """Returns a split as a source, checked to have examples, and pairs if asked."""
     if as_supervised and builder.info.supervised_keys is None:
         raise ValueError(
             f"Dataset {builder.name!r} names no (input, target) pair among its "

@@ -41,21 +41,13 @@ Features = Mapping[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class TfrecordSource(ChunkedSource):
-    """Records of TFRecord files, from four files by turns.
+    """Records of TFRecord files, from four files by turns."""
 
-    Attributes:
-        compressions: "", "GZIP" or "ZLIB" for each.
-        features: What `tf.io.parse_example` takes, None for records as strings.
-        chunk_size: Records that are read and parsed at once.
-        damage: What counting met, "" for nothing.
-        part: (number of parts, which one) where each file is divided.
-    """
-
-    compressions: tuple[str, ...]
-    features: Features | None
+    compressions: tuple[str, ...]  # "", "GZIP" or "ZLIB" for each
+    features: Features | None  # None for records as strings
     chunk_size: int
-    damage: str = ""
-    part: tuple[int, int] = (1, 0)
+    damage: str = ""  # that counting met
+    part: tuple[int, int] = (1, 0)  # of each file: number of parts, which one
 
     def part_of_files(self, num_parts: int, index: int) -> "TfrecordSource":
         """Returns a part of the records of each file, in whatever order files come.
@@ -66,11 +58,7 @@ class TfrecordSource(ChunkedSource):
         return dataclasses.replace(self, num_examples=None, part=(num_parts, index))
 
     def chunks(self, settings: Settings) -> tf.data.Dataset:
-        """Returns the records, parsed if there are features, `chunk_size` at a time.
-
-        Raises:
-            ValueError: A file is cut off, and errors are not skipped.
-        """
+        """Returns the records, parsed if there are features, `chunk_size` at a time."""
         if settings.errors is not None:
             _frames.crc32c()
             spec = tf.TensorSpec((None,), tf.string)

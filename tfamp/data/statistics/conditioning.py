@@ -241,12 +241,8 @@ def _rest(
     """Returns what a column lacks as its constants are in float32, over its width.
 
     It is added to what is scaled: two sums with constants in a row are made one by
-    TensorFlow's optimizer, which would round it away.
-
-    Args:
-        rule: Of the column.
-        chosen: Where a constant stands in place of the values, and which.
-        constants: Makes tensors of them.
+    TensorFlow's optimizer, which would round it away. `chosen` are masks, and what
+    stands there in place of the values.
     """
     _, center = parts(rule.center)
     width = np.array(rule.width)
