@@ -1,6 +1,5 @@
 """Rules on constants that a format cannot hold: too small or too large."""
 
-import itertools
 import math
 from collections.abc import Iterator
 
@@ -16,23 +15,20 @@ from tfamp.records.formats import HALF
 _SUMS = ("Sum", "Mean", "Prod", "EuclideanNorm")
 _RUNNING = ("Cumsum", "Cumprod")
 _POOLS = ("AvgPool", "AvgPool3D")
-
-
 # Another rule says it of these.
 _TOLD_ELSEWHERE = (keras.layers.UnitNormalization, keras.layers.Dot)
 # Where a divisor or an argument of a logarithm stands.
-_DIVIDING = {"RealDiv": 1, "Div": 1, "DivNoNan": 1, "Rsqrt": 0, "Log": 0, "Inv": 0}
-# Of optimizers; the second is Adafactor's and added to a square.
-_EPSILONS = ("epsilon", "epsilon_1")
+_DIVIDING = dict.fromkeys(("RealDiv", "Div", "DivNoNan"), 1) | dict.fromkeys(
+    ("Rsqrt", "Log", "Log1p", "Inv", "Reciprocal", "Pow"), 0
+)
 _BEFORE_DIVIDING = frozenset(("Sqrt", "Identity", "Reshape", "ExpandDims", "Cast"))
 
 
-@rule("long-reduction", needs=("graph",))
+@rule("long-reduction")
 def long_reduction(subject: Subject) -> Iterator[Found]:
     """Sums of more terms than the format has steps between 1 and 2."""
-    graph: Graph = subject.graph  # type: ignore[assignment]
     seen = set()
-    for node in graph.of_type(*_SUMS, *_RUNNING, *_POOLS):
+    for node in subject.graph.of_type(*_SUMS, *_RUNNING, *_POOLS):
         dtype = node.dtype()
         limit = _most_terms(node.op, dtype)
         if limit is None or (node.layer, node.op) in seen:
@@ -41,16 +37,14 @@ def long_reduction(subject: Subject) -> Iterator[Found]:
         if count is None or count <= limit:
             continue
         seen.add((node.layer, node.op))
-        stops = _stops_at(dtype)
+        effect = "all that follows is lost"
+        if dtype == "float16":
+            each = formats.FLOAT16.max / count
+            effect = f"one of {each:.3g} each ends in inf"
         yield Found(
             "warning",
             f"{node.op} adds {count:,} terms in {dtype}, where a sum of ones stops at "
-            f"{stops:,} and "
-            + (
-                f"one of {formats.FORMATS[dtype].max / count:.3g} each ends in inf."
-                if dtype == "float16"
-                else "all that follows is lost."
-            ),
+            f"{_stops_at(dtype):,} and {effect}.",
             "Cast to float32 before the sum and back after it, give the layer "
             "`dtype='float32'`, or build the model under `tfamp.enable`, which does so "
             "for Keras's layers and running sums.",
@@ -88,47 +82,41 @@ def _num_terms(node: Node) -> int | None:
     shape, axes = node.shape(0), node.value(1)
     if shape is None or axes is None:
         return None
-    sizes = [shape[int(axis)] for axis in axes.ravel()]
-    known = [size for size in sizes if size is not None]
     # A batch of unknown size has at least one example.
-    return math.prod(known)
+    return math.prod(shape[int(axis)] or 1 for axis in axes.ravel())
 
 
-_DIVIDING |= {"Reciprocal": 0, "Pow": 0, "Log1p": 0}
-
-
-@rule("vanishing-epsilon", needs=("graph",))
+@rule("vanishing-epsilon")
 def vanishing_epsilon(subject: Subject) -> Iterator[Found]:
     """Epsilons of layers that are 0 in the dtype they are added in."""
-    graph: Graph = subject.graph  # type: ignore[assignment]
+    graph = subject.graph
     seen = set()
     for node in graph.of_type("AddV2", "Add", "Maximum"):
         dtype = node.dtype()
-        if dtype not in HALF or node.layer in seen:
-            continue
         layer = subject.layer_at(node.layer)
         if (
-            isinstance(layer, _TOLD_ELSEWHERE)
+            dtype not in HALF
+            or node.layer in seen
+            or isinstance(layer, _TOLD_ELSEWHERE)
             or not _adds_nothing(node)
             or not _is_divided_by(graph, node)
         ):
             continue
         seen.add(node.layer)
-        smallest = formats.FORMATS[dtype].smallest_subnormal
-        # An epsilon with all digits of the format.
-        least = formats.FORMATS[dtype].smallest_normal
+        format = formats.FORMATS[dtype]
         values = [getattr(layer, name, None) for name in ("epsilon", "eps")]
-        written = next((float(v) for v in values if isinstance(v, (int, float))), None)
-        text = f"{written:g}" if written is not None else "what is added"
+        written = [float(v) for v in values if isinstance(v, (int, float))]
+        text = f"{written[0]:g}" if written else "what is added"
         yield Found(
             "error",
             f"An epsilon guards a divisor, a root or a logarithm in {dtype}, but "
-            f"{text} is 0 there: the smallest number is {smallest:.1e}. It guards "
-            "nothing, and 0 / 0 is NaN.",
-            f"Take an epsilon of at least {_round_up(least):.0e}, or compute this "
-            "part in float32 (`dtype='float32'`).",
+            f"{text} is 0 there: the smallest number is "
+            f"{format.smallest_subnormal:.1e}. It guards nothing, and 0 / 0 is NaN.",
+            # An epsilon with all digits of the format.
+            f"Take an epsilon of at least {_round_up(format.smallest_normal):.0e}, or "
+            "compute this part in float32 (`dtype='float32'`).",
             node.layer or None,
-            written if written is not None else 0.0,
+            written[0] if written else 0.0,
             {"dtype": dtype, "operation": node.name},
         )
 
@@ -170,63 +158,60 @@ def _round_up(value: float) -> float:
 @rule("optimizer-epsilon", needs=("optimizer",))
 def optimizer_epsilon(subject: Subject) -> Iterator[Found]:
     """Epsilons of optimizers that are too small for the dtype of the weights."""
-    for optimizer in subject.optimizers:
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        for name, dtype in itertools.product(_EPSILONS, HALF):
+    for inner, dtype, parts in subject.optimized():
+        smallest = formats.FORMATS[dtype].smallest_subnormal
+        # Below its root the square of a gradient is 0, and epsilon alone divides.
+        least = math.sqrt(smallest)
+        # The second is Adafactor's and added to a square.
+        for name, safe in (("epsilon", least), ("epsilon_1", smallest)):
             epsilon = getattr(inner, name, None)
-            if not isinstance(epsilon, (int, float)) or epsilon <= 0:
-                continue
-            smallest = formats.FORMATS[dtype].smallest_subnormal
-            layers = [part.path for part in subject.stored_in(dtype)]
-            # Below its root the square of a gradient is 0, and epsilon alone divides.
-            least = math.sqrt(smallest)
-            is_square = name != "epsilon"
-            if not layers or epsilon >= (smallest if is_square else least):
+            if not isinstance(epsilon, (int, float)) or not 0 < epsilon < safe:
                 continue
             vanishes = epsilon <= smallest / 2
-            safe = least**2 if is_square else least
+            size, update = "is small", "divided by epsilon alone"
+            if vanishes:
+                size, update = "is 0", "0 / 0 or inf"
             yield Found(
                 "error" if vanishes else "warning",
-                f"The {name} {epsilon:g} of {inner.name!r} "
-                + (f"is 0 in {dtype}" if vanishes else f"is small in {dtype}")
-                + f", in which {len(layers)} layers store their weights: the squares "
-                f"of gradients below {least:.1e} are 0 there, and the update is "
-                + ("0 / 0 or inf." if vanishes else "divided by epsilon alone."),
+                f"The {name} {epsilon:g} of {inner.name!r} {size} in {dtype}, in which "
+                f"{len(parts)} layers store their weights: the squares of gradients "
+                f"below {least:.1e} are 0 there, and the update is {update}.",
                 f"Use the policy 'mixed_{dtype}', which keeps weights and moments in "
                 f"float32, or pass `{name}={_round_up(safe):.0e}`.",
-                layers[0],
+                parts[0].path,
                 epsilon,
-                {"dtype": dtype, "num_layers": len(layers)},
+                {"dtype": dtype, "num_layers": len(parts)},
             )
 
 
-@rule("constant-range", needs=("graph",))
+@rule("constant-range")
 def constant_range(subject: Subject) -> Iterator[Found]:
     """Constants beyond a format's range, above all in masks."""
-    graph: Graph = subject.graph  # type: ignore[assignment]
+    graph = subject.graph
     seen = set()
     for node, dtype, value in _beyond(graph):
         users = {reader.op for reader in graph.readers_past(node)}
-        if users <= {"Minimum", "Maximum"} or isinstance(
-            subject.layer_at(node.layer), _TOLD_ELSEWHERE
-        ):
+        layer = subject.layer_at(node.layer)
+        if users <= {"Minimum", "Maximum"} or isinstance(layer, _TOLD_ELSEWHERE):
             continue  # a limit that nothing reaches
         is_factor = "Mul" in users
         if (node.layer, is_factor) in seen:
             continue
         seen.add((node.layer, is_factor))
-        limit = formats.FORMATS[dtype].max
         came = "is infinite" if np.isinf(value) else f"of {value:g} becomes infinite"
+        effect = (
+            "a row in which it masks everything is NaN after a softmax, and so is "
+            "inf - inf"
+        )
+        if is_factor:
+            effect = (
+                "where it is multiplied by 0, as in a mask of (1 - m) * constant, the "
+                "result is NaN"
+            )
         yield Found(
             "error" if is_factor else "warning",
-            f"A constant {came} in {dtype}, which ends at {limit:.4g}"
-            + (
-                ": where it is multiplied by 0, as in a mask of (1 - m) * constant, "
-                "the result is NaN."
-                if is_factor
-                else ": a row in which it masks everything is NaN after a softmax, "
-                "and so is inf - inf."
-            ),
+            f"A constant {came} in {dtype}, which ends at "
+            f"{formats.FORMATS[dtype].max:.4g}: {effect}.",
             "Take a constant within the format, such as "
             f"{'-3e4' if dtype == 'float16' else '-1e9'}, or compute the mask in "
             "float32.",

@@ -1,4 +1,4 @@
-"""Rules on the numbers that come in: not normalised, or ids as floats."""
+"""Rules on a model's environment: its data, what devices and Keras do not have."""
 
 import inspect
 import math
@@ -22,12 +22,16 @@ from tfamp.records.units import join_words
 from tfamp.stepping.costs import product_dtype
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
+# Tensor cores take 16 bytes of each row at a time.
+_MULTIPLE = 8
+# Cast their weights themselves, so that a recomputation finds them cast too.
+_CASTING = ("LayerNormalization", "GroupNormalization", "RMSNormalization")
 
 
-@rule("unnormalised-input", needs=("data", "graph"))
+@rule("unnormalised-input", needs=("data",))
 def unnormalised_input(subject: Subject) -> Iterator[Found]:
     """Inputs that lose what varies in them as they are cast, or whose squares do."""
-    graph: Graph = subject.graph  # type: ignore[assignment]
+    graph = subject.graph
     for index, leaf in graph.leaves.items():
         told = set()
         for cast in _casts(graph, leaf):
@@ -61,65 +65,54 @@ def _becomes_ids(graph: Graph, cast: Node) -> bool:
 
 def _judge(subject: Subject, index: int, cast: Node, dtype: str) -> Iterator[Found]:
     values = subject.leaves[index].astype(np.float64)
-    if not values.size:
-        return
+    if not np.isfinite(values).all() or not values.size:
+        return  # what is not finite is wrong in float32 too: `tfamp.data.check` says it
     limit = formats.FORMATS[dtype].max
-    where = cast.layer or None
-    largest = float(np.nanmax(np.abs(values), initial=0.0))
-    details: dict[str, int | float | str | None] = {"dtype": dtype, "input": index}
-    remedy = (
-        "Standardize the input before the model, or by a layer in float32: "
-        "`tfamp.data.fit_statistics(...).as_layer()`."
-    )
-    if math.isinf(largest) or np.isnan(values).any():
-        return  # wrong in float32 too: `tfamp.data.check` says it
-    if largest > limit:
-        yield Found(
-            "error",
-            f"Input {index} reaches {largest:.4g} and is cast to {dtype}, which ends "
-            f"at {limit:.4g}: it becomes inf.",
-            remedy,
-            where,
-            largest,
-            details,
-        )
-        return
-    rounded = rounding_for(dtype)(values)
+    largest = float(np.abs(values).max())
+    rounded = rounding_for(dtype)(np.clip(values, -limit, limit))
     std = values.std(axis=0)
     noise = np.sqrt(np.mean((rounded - values) ** 2, axis=0))
-    varies = std > 0
-    share = np.divide(noise, std, out=np.zeros_like(std), where=varies)
+    share = np.divide(noise, std, out=np.zeros_like(std), where=std > 0)
     worst = int(np.argmax(share))
-    if share[worst] > NOISY:
-        yield Found(
-            "warning",
-            f"Input {index} lies at {values.mean(axis=0)[worst]:.4g} +- "
-            f"{std[worst]:.3g} and is cast to {dtype}: rounding takes "
-            f"{share[worst]:.0%} of what varies in it.",
-            remedy,
-            where,
-            float(share[worst]),
-            {**details, "feature": worst},
-        )
-        return
     size = float(np.sqrt(np.mean(values**2, axis=0)).max())
-    if size > math.sqrt(limit):
-        yield Found(
-            "warning",
-            f"Input {index} is of size {size:.4g} (root mean square) and is cast to "
-            f"{dtype}: squares of such numbers pass {limit:.4g}, and so do products "
-            "over a few hundred of them.",
-            remedy,
-            where,
-            size,
-            details,
+    details: dict[str, int | float | str | None] = {"dtype": dtype, "input": index}
+    if largest > limit:
+        figure = largest
+        text = (
+            f"reaches {largest:.4g} and is cast to {dtype}, which ends at {limit:.4g}: "
+            "it becomes inf."
         )
+    elif share[worst] > NOISY:
+        figure = float(share[worst])
+        details["feature"] = worst
+        text = (
+            f"lies at {values.mean(axis=0)[worst]:.4g} +- {std[worst]:.3g} and is cast "
+            f"to {dtype}: rounding takes {share[worst]:.0%} of what varies in it."
+        )
+    elif size > math.sqrt(limit):
+        figure = size
+        text = (
+            f"is of size {size:.4g} (root mean square) and is cast to {dtype}: squares "
+            f"of such numbers pass {limit:.4g}, and so do products over a few hundred "
+            "of them."
+        )
+    else:
+        return
+    yield Found(
+        "error" if largest > limit else "warning",
+        f"Input {index} {text}",
+        "Standardize the input before the model, or by a layer in float32: "
+        "`tfamp.data.fit_statistics(...).as_layer()`.",
+        cast.layer or None,
+        figure,
+        details,
+    )
 
 
-@rule("float-ids", needs=("data", "graph"))
+@rule("float-ids", needs=("data",))
 def float_ids(subject: Subject) -> Iterator[Found]:
     """Ids in a float input that half precision rounds to other ids."""
-    graph: Graph = subject.graph  # type: ignore[assignment]
+    graph = subject.graph
     for index, leaf in graph.leaves.items():
         for cast in _casts(graph, leaf):
             if not _becomes_ids(graph, cast):
@@ -164,50 +157,47 @@ def _table(subject: Subject, graph: Graph, cast: Node) -> tuple[str, int | None]
     return found
 
 
-# Tensor cores take 16 bytes of each row at a time.
-_MULTIPLE = 8
-# Cast their weights themselves, so that a recomputation finds them cast too.
-_CASTING = ("LayerNormalization", "GroupNormalization", "RMSNormalization")
-
-
 @rule("missing-kernel")
 def missing_kernel(subject: Subject) -> Iterator[Found]:
     """Operations that no kernel or no gradient is there for."""
     has_gpu = bool(tf.config.list_physical_devices("GPU"))
+    pools = keras.layers.MaxPooling3D, keras.layers.AveragePooling3D
     for part in subject.half():
         layer = part.layer
-        pools = keras.layers.MaxPooling3D, keras.layers.AveragePooling3D
-        if isinstance(layer, pools) and part.dtype == "float16" and not has_gpu:
-            yield Found(
-                "error",
-                f"TensorFlow has no float16 kernel for {type(layer).__name__} on a "
-                "CPU: the first step ends with NotFoundError.",
-                "Give the layer `dtype='float32'`, take bfloat16, or build the model "
-                "under `tfamp.enable`, which keeps it in float32 here.",
-                part.path,
-                None,
-                {"dtype": part.dtype, "error": "NotFoundError"},
-            )
         method = getattr(layer, "interpolation", "")
-        if isinstance(layer, keras.layers.UpSampling2D) and "lanczos" in str(method):
-            yield Found(
-                "error",
-                f"TensorFlow's gradient of {method!r} resizing takes float32 only: "
-                f"`fit` ends with TypeError in {part.dtype}.",
-                "Give the layer `dtype='float32'`, use `interpolation='bilinear'`, or "
-                "build the model under `tfamp.enable`, which keeps it in float32.",
-                part.path,
-                None,
-                {"dtype": part.dtype, "error": "TypeError"},
+        if isinstance(layer, pools) and part.dtype == "float16" and not has_gpu:
+            error = "NotFoundError"
+            message = (
+                f"TensorFlow has no float16 kernel for {type(layer).__name__} on a "
+                "CPU: the first step ends with NotFoundError."
             )
+            instead, where = "take bfloat16", " here"
+        elif isinstance(layer, keras.layers.UpSampling2D) and "lanczos" in str(method):
+            error = "TypeError"
+            message = (
+                f"TensorFlow's gradient of {method!r} resizing takes float32 only: "
+                f"`fit` ends with TypeError in {part.dtype}."
+            )
+            instead, where = "use `interpolation='bilinear'`", ""
+        else:
+            continue
+        yield Found(
+            "error",
+            message,
+            f"Give the layer `dtype='float32'`, {instead}, or build the model under "
+            f"`tfamp.enable`, which keeps it in float32{where}.",
+            part.path,
+            None,
+            {"dtype": part.dtype, "error": error},
+        )
 
 
-@rule("unaligned-shapes", needs=("graph",))
+@rule("unaligned-shapes")
 def unaligned_shapes(subject: Subject) -> Iterator[Found]:
     """Products in half precision with sizes that tensor cores dislike."""
     graph = subject.graph
     found: dict[str, Sizes] = {}
-    for operation in read_operations(graph.concrete):  # type: ignore[union-attr]
+    for operation in read_operations(graph.concrete):
         if not is_product(operation) or product_dtype(operation) not in HALF:
             continue
         odd = {
@@ -216,7 +206,7 @@ def unaligned_shapes(subject: Subject) -> Iterator[Found]:
             # The batch is not the model's.
             if size % _MULTIPLE and name != "rows"
         }
-        path = graph.marks.layer_of(operation.name)  # type: ignore[union-attr]
+        path = graph.marks.layer_of(operation.name)
         if odd:
             found.setdefault(path, {}).update(odd)
     for path, odd in found.items():

@@ -1,9 +1,11 @@
 """A traced call of a model, as rules read it: nodes with layers, and who reads whom."""
 
+import inspect
 import math
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -16,6 +18,7 @@ from tfamp.graph.bodies import (
     read_bodies,
 )
 from tfamp.graph.constants import evaluate
+from tfamp.keras_hooks import structure
 from tfamp.stepping.layer_marks import Marks, plain_name
 
 # What hands numbers on as they are, in another shape or in part.
@@ -182,3 +185,45 @@ def _walk(body: Body, prefix: str, marks: Marks, seen: set[int]) -> Iterator[Nod
             for index, reference in enumerate(body.inputs(definition)):
                 function.argument_shapes.setdefault(index, body.shape(reference))
             yield from _walk(function, name, marks, seen)
+
+
+def trace_call(model: keras.Model, x: Any) -> Graph:
+    """Returns the graph of a call for training of a built model; nothing is run.
+
+    `x` are inputs or their specifications.
+    """
+    marks = Marks(model)
+    flat = tf.nest.flatten(x)
+    specs = [
+        tf.TensorSpec(leaf.shape, leaf.dtype, name=leaf_name(index))
+        if isinstance(leaf, (tf.Tensor, tf.TensorSpec))
+        else tf.type_spec_from_value(leaf)
+        for index, leaf in enumerate(flat)
+    ]
+    parameters = inspect.signature(model.call).parameters
+    options = {"training": True} if "training" in parameters else {}
+    losses: list[tuple[str, str]] = []
+
+    @tf.autograph.experimental.do_not_convert
+    def forward(*leaves: Any) -> Any:
+        inputs = tf.nest.pack_sequence_as(x, leaves)
+        # Layers keep the losses that they add, but not those of this call.
+        with keras.StatelessScope(collect_losses=True):
+            with tf.name_scope(marks.scope):
+                outputs = model(inputs, **options)
+            losses.extend(_added_losses(model))
+        return outputs
+
+    with model.distribute_strategy.scope(), marks.placed():
+        concrete = tf.function(forward).get_concrete_function(*specs)
+    return Graph(concrete, marks, losses=losses, leaves=len(flat))
+
+
+def _added_losses(model: keras.Model) -> Iterator[tuple[str, str]]:
+    """Yields (path, dtype) of each loss of a layer, innermost layers only."""
+    rows = list(structure.walk(model))
+    for path, layer, _ in rows:
+        below = {id(x) for child in structure.children(layer) for x in child.losses}
+        for loss in layer.losses:
+            if id(loss) not in below:
+                yield path, keras.backend.standardize_dtype(loss.dtype)

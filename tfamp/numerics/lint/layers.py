@@ -19,25 +19,23 @@ from tfamp.records.formats import HALF
 # Answers from here on are rounded to 1 (a distance of half the spacing below 1), so
 # that the gradient of a wrong one is 0: ln(2**12) in float16, ln(2**9) in bfloat16.
 _SURE_AT = {"float16": 8.3, "bfloat16": 6.2}
+_DIGITS = {"float16": 3, "bfloat16": 2}
 _SATURATING = ("Softmax", "LogSoftmax", "Sigmoid")
-_HANDED_ON = PASSING | {"Cast"}
-
-
 _IN_FLOAT32 = (
     "Give the layer `dtype='float32'`, or build the model under `tfamp.enable`, which "
     "keeps it in float32."
 )
 
 
-@rule("half-head", needs=("graph",))
+@rule("half-head")
 def half_head(subject: Subject) -> Iterator[Found]:
     """Outputs that are made in half precision, above all by softmax and sigmoid."""
     seen = set()
-    graph: Graph = subject.graph  # type: ignore[assignment]
+    graph = subject.graph
     for output in tf.nest.flatten(graph.concrete.outputs):
         if not output.dtype.is_floating:
             continue
-        maker = graph.maker(output.op.name, output.value_index, _HANDED_ON)
+        maker = graph.maker(output.op.name, output.value_index, PASSING | {"Cast"})
         dtype = maker.dtype() or output.dtype.name
         saturates = maker.op in _SATURATING
         if dtype not in HALF or not (saturates or output.dtype.name in HALF):
@@ -45,33 +43,26 @@ def half_head(subject: Subject) -> Iterator[Found]:
         if (maker.layer, maker.op) in seen:
             continue
         seen.add((maker.layer, maker.op))
-        where, details = maker.layer or None, {"dtype": dtype, "operation": maker.name}
-        remedy = (
-            "Give the layer `dtype='float32'`, or build the model under "
-            "`tfamp.enable`, which keeps heads in float32."
-        )
         if saturates:
-            yield Found(
-                "error",
+            message = (
                 f"The output is the {maker.op.lower()} of this layer in {dtype}: from "
                 f"logits of about {_SURE_AT[dtype]:g} on it is rounded to 0 or 1, "
-                "where the gradient of a wrong answer is 0 or NaN.",
-                remedy,
-                where,
-                _SURE_AT[dtype],
-                details,
+                "where the gradient of a wrong answer is 0 or NaN."
             )
         else:
-            yield Found(
-                "warning",
-                f"This layer makes an output in {dtype}, with "
-                f"{'3' if dtype == 'float16' else '2'} digits, and the loss is "
-                "computed on what was rounded.",
-                remedy,
-                where,
-                formats.FORMATS[dtype].epsilon,
-                details,
+            message = (
+                f"This layer makes an output in {dtype}, with {_DIGITS[dtype]} digits, "
+                "and the loss is computed on what was rounded."
             )
+        yield Found(
+            "error" if saturates else "warning",
+            message,
+            "Give the layer `dtype='float32'`, or build the model under "
+            "`tfamp.enable`, which keeps heads in float32.",
+            maker.layer or None,
+            _SURE_AT[dtype] if saturates else formats.FORMATS[dtype].epsilon,
+            {"dtype": dtype, "operation": maker.name},
+        )
 
 
 @rule("half-loss", needs=("loss",))
@@ -91,8 +82,7 @@ def half_loss(subject: Subject) -> Iterator[Found]:
         yield Found(
             "error",
             f"The loss {name!r} is computed in {dtype}: logarithms and sums over the "
-            f"batch have {'3' if dtype == 'float16' else '2'} digits and end at "
-            f"{largest:g}.",
+            f"batch have {_DIGITS[dtype]} digits and end at {largest:g}.",
             "Leave out the loss's `dtype`, and keep `keras.config.floatx()` at "
             "'float32'.",
             None,
@@ -105,32 +95,31 @@ def half_loss(subject: Subject) -> Iterator[Found]:
 def overflowing_norm(subject: Subject) -> Iterator[Found]:
     """Norms whose squares overflow float16: of Keras's layers, and of one's own."""
     told = set()
+    largest = formats.FLOAT16.max
+    size = math.sqrt(largest)
     for part in subject.in_dtype("float16"):
         layer = part.layer
         is_cosine = isinstance(layer, keras.layers.Dot) and layer.normalize
         if not is_cosine and not isinstance(layer, keras.layers.UnitNormalization):
             continue
         told.add(part.path)
-        size = math.sqrt(formats.FLOAT16.max)
         yield Found(
             "error",
             f"{type(layer).__name__} sums squares in float16: one input of "
-            f"{size:.0f}, or 1,024 of {size / 32:.0f}, pass {formats.FLOAT16.max:,.0f} "
+            f"{size:.0f}, or 1,024 of {size / 32:.0f}, pass {largest:,.0f} "
             "and the result is all 0; of inputs of 1e-4 it is inf.",
             _IN_FLOAT32,
             part.path,
             size,
         )
-
-    for node in _norms(subject.graph):
+    for node in _norms(subject.traced) if subject.traced is not None else ():
         if node.layer in told:
             continue
         told.add(node.layer)
-        size = math.sqrt(formats.FLOAT16.max)
         yield Found(
             "warning",
             f"A norm is taken of squares that are summed in float16: one of {size:.0f} "
-            f"passes {formats.FLOAT16.max:,.0f}, and below 1.7e-4 they are 0.",
+            f"passes {largest:,.0f}, and below 1.7e-4 they are 0.",
             "Cast to float32 before it and back after it.",
             node.layer or None,
             size,
@@ -138,17 +127,16 @@ def overflowing_norm(subject: Subject) -> Iterator[Found]:
         )
 
 
-def _norms(graph: Graph | None) -> Iterator[Node]:
+def _norms(graph: Graph) -> Iterator[Node]:
     """Yields sums of squares in float16 of which the root is taken."""
-    for node in graph.of_type("Sum") if graph is not None else ():
-        squares = graph.producer(node, 0)  # type: ignore[union-attr]
+    for node in graph.of_type("Sum"):
+        squares = graph.producer(node, 0)
         if node.dtype() != "float16" or squares is None:
             continue
         is_square = squares.op == "Square" or (
             squares.op == "Mul" and len(set(squares.inputs)) == 1
         )
-        passing = PASSING | {"Maximum", "AddV2"}
-        readers = graph.readers_past(node, passing)  # type: ignore[union-attr]
+        readers = graph.readers_past(node, PASSING | {"Maximum", "AddV2"})
         if is_square and {"Sqrt", "Rsqrt"} & {reader.op for reader in readers}:
             yield node
 
@@ -181,7 +169,7 @@ def unscaled_attention(subject: Subject) -> Iterator[Found]:
 def shifted_normalization(subject: Subject) -> Iterator[Found]:
     """Normalization of numbers that lie far from 0, rounded before the mean goes."""
     for part in subject.half():
-        if _gets_exact_inputs(part, subject.graph):
+        if _gets_exact_inputs(part, subject.traced):
             continue
         share, mean, std = _lost(part)
         if share <= NOISY:
@@ -239,14 +227,15 @@ def _lost(part: Part) -> tuple[float, float, float]:
 @rule("added-loss")
 def added_loss(subject: Subject) -> Iterator[Found]:
     """Losses that layers add in half precision, which Keras cannot sum."""
-    found: dict[str, str] = {}
-    if subject.graph is not None:
+    if subject.traced is not None:
         # Of a layer's losses those of its weights are float32.
-        found = {path: dtype for path, dtype in subject.graph.losses if dtype in HALF}
+        found = {path: dtype for path, dtype in subject.traced.losses if dtype in HALF}
     else:
-        for part in subject.half():
-            if part.record is None and _adds_a_loss(part.layer):
-                found[part.path] = part.dtype
+        found = {
+            part.path: part.dtype
+            for part in subject.half()
+            if part.record is None and _adds_a_loss(part.layer)
+        }
     for path, dtype in found.items():
         yield Found(
             "error",

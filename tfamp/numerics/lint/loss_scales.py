@@ -31,11 +31,9 @@ def unscaled_float16(subject: Subject) -> Iterator[Found]:
     if not layers or not subject.model.trainable_variables:
         return
     for optimizer in subject.optimizers:
-        if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        is_wrapped = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
+        if is_wrapped or _would_be_wrapped(subject, optimizer):
             continue
-        if _would_be_wrapped(subject, optimizer):
-            continue
-        policy = layers[0].layer.dtype_policy.name
         yield Found(
             "error",
             f"{len(layers)} layers compute in float16, but the optimizer "
@@ -47,7 +45,10 @@ def unscaled_float16(subject: Subject) -> Iterator[Found]:
             "`tfamp.enable('mixed_float16')`.",
             layers[0].path,
             len(layers),
-            {"policy": policy, "optimizer": optimizer.name},
+            {
+                "policy": layers[0].layer.dtype_policy.name,
+                "optimizer": optimizer.name,
+            },
         )
 
 
@@ -68,25 +69,27 @@ def unscaled_train_step(subject: Subject) -> Iterator[Found]:
 
     `tfamp.LossScaleOptimizer` needs none: its gradients are scaled in the tape.
     """
-    model = subject.model
+    model, dividing = subject.model, _dividing(subject)
     step = vars(model).get("train_step", inspect.unwrap(type(model).train_step))
-    if _is_of_a_library(step) or not _is_scaled(subject):
+    is_managed = resolution.settings_of(model) is not None
+    is_mixed = model.dtype_policy.name == "mixed_float16"
+    # What `compile` would wrap.
+    is_open = is_mixed and not (subject.is_compiled or is_managed)
+    if _is_of_a_library(step) or not (dividing or is_open):
         return  # "unscaled-float16" says it of an optimizer without a scale
     called = _scales_while_traced(subject)
+    evidence = "the trace never calls"
     if called is None:
-        if len(_dividing(subject)) < len(subject.optimizers) and subject.is_compiled:
+        if len(dividing) < len(subject.optimizers) and subject.is_compiled:
             raise CannotTellError(
                 "not every optimizer scales the loss, and the step cannot be traced to "
                 "see which one it uses"
             )
         called = _names_it(step, type(model))
         evidence = "the code never names"
-    else:
-        evidence = "the trace never calls"
     if called:
         return
-    scales = [float(each.initial_scale) for each in _dividing(subject)]
-    scale = scales[0] if scales else _USUAL_SCALE
+    scale = float(dividing[0].initial_scale) if dividing else _USUAL_SCALE
     yield Found(
         "error",
         f"Of `{step.__qualname__}` {evidence} `scale_loss`: the optimizer divides "
@@ -108,16 +111,6 @@ def _dividing(subject: Subject) -> list[Any]:
         if isinstance(each, keras.optimizers.LossScaleOptimizer)
         and not isinstance(each, LossScaleOptimizer)
     ]
-
-
-def _is_scaled(subject: Subject) -> bool:
-    """States whether an optimizer divides gradients by a loss scale, or would."""
-    if _dividing(subject):
-        return True
-    model = subject.model
-    is_managed = resolution.settings_of(model) is not None
-    is_mixed = model.dtype_policy.name == "mixed_float16"
-    return is_mixed and not (subject.is_compiled or is_managed)
 
 
 def _is_of_a_library(owner: Any) -> bool:
@@ -187,20 +180,15 @@ def _names_it(step: Any, cls: type) -> bool:
 
 
 def _scales(source: str) -> bool:
-    """States whether source code calls for a scaled loss, or Keras's own step."""
+    """States whether source code asks for a scaled loss, or calls the step of Keras."""
     try:
         tree = ast.parse(textwrap.dedent(source))
     except SyntaxError:  # part of a larger expression
         return any(name in source for name in _SCALING)
-    for node in ast.walk(tree):
-        if isinstance(node, ast.Attribute) and node.attr in _SCALING:
-            return True
-        if (
-            isinstance(node, ast.Attribute)
-            and node.attr == "train_step"
-            and isinstance(node.value, ast.Call)
-            and isinstance(node.value.func, ast.Name)
-            and node.value.func.id == "super"
-        ):
-            return True
-    return False
+    attributes = [n for n in ast.walk(tree) if isinstance(n, ast.Attribute)]
+    if any(node.attr in _SCALING for node in attributes):
+        return True
+    calls = [n.value for n in attributes if n.attr == "train_step"]
+    return any(
+        isinstance(c, ast.Call) and ast.unparse(c.func) == "super" for c in calls
+    )

@@ -1,8 +1,7 @@
-"""One rule of the linter: its name, what it has to see, and how its findings read."""
+"""What the rules of the linter look at, and how their findings read."""
 
 import contextlib
 import dataclasses
-import inspect
 import random
 import warnings
 from collections.abc import Callable, Iterator
@@ -14,17 +13,19 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layer_record import LayerRecord, record_of
-from tfamp.numerics.lint.graph import Graph, leaf_name
+from tfamp.numerics.lint.graph import Graph, trace_call
 from tfamp.records import pages
 from tfamp.records.checks import first_line
 from tfamp.records.findings import Finding, Severity
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import first_batch
-from tfamp.stepping.layer_marks import Marks
 from tfamp.stepping.snapshots.names import optimizers_of
 
-# What a rule may have to see besides the layers.
-Need = Literal["graph", "data", "loss", "optimizer"]
+# What a rule may have to see besides the layers and the graph.
+Need = Literal["data", "loss", "optimizer"]
+# Batches whose numbers are looked at, and how many of one input in one batch.
+NUM_BATCHES = 8
+_MAX_NUMBERS = 2**22
 
 
 @dataclasses.dataclass(frozen=True)
@@ -63,21 +64,28 @@ class Part:
 class Subject:
     """A model with all that its rules look at.
 
-    `parts` are the model and every layer in it; `graph` is a traced call for training;
-    `leaves` are the values of each input in a few batches, `batch` is the first one as
-    the dataset gave it. Loss and optimizers were passed or are those of `compile`.
-    `missing` says why a need of rules cannot be met, by its name.
+    `parts` are the model and every layer in it; `traced` is a call for training, if it
+    could be traced; `leaves` are the values of each input in a few batches, `batch` is
+    the first one as the dataset gave it. Loss and optimizers were passed or are those
+    of `compile`. `missing` says why a need of rules cannot be met, by its name.
     """
 
     model: keras.Model
     parts: tuple[Part, ...]
-    graph: Graph | None = None
+    traced: Graph | None = None
     leaves: tuple[np.ndarray, ...] = ()
     batch: Any = None
     loss: Any = None
     optimizers: tuple[Any, ...] = ()
     is_compiled: bool = False
     missing: dict[str, str] = dataclasses.field(default_factory=dict)
+
+    @property
+    def graph(self) -> Graph:
+        """The traced call; a `CannotTellError` where there is none."""
+        if self.traced is None:
+            raise CannotTellError(self.missing["graph"])
+        return self.traced
 
     def in_dtype(self, dtype: str) -> list[Part]:
         """Returns the layers that compute in a dtype."""
@@ -95,17 +103,17 @@ class Subject:
             if any(w.trainable and w.dtype == dtype for w in part.weights)
         ]
 
+    def optimized(self) -> Iterator[tuple[Any, str, list[Part]]]:
+        """Yields each optimizer, a half-precision dtype and the layers stored in it."""
+        for optimizer in self.optimizers:
+            inner = getattr(optimizer, "inner_optimizer", optimizer)
+            for dtype in HALF:
+                if parts := self.stored_in(dtype):
+                    yield inner, dtype, parts
+
     def layer_at(self, path: str) -> Any:
         """Returns the layer of a path, None where there is none."""
         return next((p.layer for p in self.parts if p.path == path), None)
-
-
-def parts_of(model: keras.Model) -> tuple[Part, ...]:
-    """Returns the model and every layer in it, once each."""
-    return tuple(
-        Part(path, layer, structure.graph_of(layer) is not None)
-        for path, layer, _ in structure.walk(model)
-    )
 
 
 class Found(NamedTuple):
@@ -131,7 +139,7 @@ class LintRule:
     """A rule of the linter, which yields what it finds in a subject.
 
     Its name is its section in the documentation; `needs` is what it has to see besides
-    the layers.
+    the layers and the graph.
     """
 
     id: str
@@ -173,11 +181,6 @@ def rule(
     return lambda check: LintRule(id, needs, check)
 
 
-# Batches whose numbers are looked at, and how many of one input in one batch.
-NUM_BATCHES = 8
-_MAX_NUMBERS = 2**22
-
-
 def look(
     model: keras.Model,
     *,
@@ -185,9 +188,7 @@ def look(
     optimizer: Any,
     dataset: tf.data.Dataset | None,
 ) -> Subject:
-    """Returns what the rules look at.
-
-    None for loss and optimizer takes those of `compile`.
+    """Returns what the rules look at; None for loss or optimizer takes `compile`'s.
 
     A model that is not built is built, if there are data. Nothing else of it changes,
     and no step is run.
@@ -224,66 +225,25 @@ def look(
                 why = f"{type(error).__name__}: {first_line(error)}"
                 missing["graph"] = f"the model cannot be traced ({why})"
     loss = getattr(model, "loss", None) if loss is None else loss
-    if loss is None:
-        missing["loss"] = "no `loss` was passed, and the model has none"
-    optimizers = tuple(optimizers_of(model))
-    if optimizer is not None:
-        optimizers = (keras.optimizers.get(optimizer),)
-    if not optimizers:
-        missing["optimizer"] = "no `optimizer` was passed, and the model has none"
+    is_own = optimizer is not None
+    optimizers = [keras.optimizers.get(optimizer)] if is_own else optimizers_of(model)
+    for name, given in (("loss", loss is not None), ("optimizer", optimizers)):
+        if not given:
+            missing[name] = f"no `{name}` was passed, and the model has none"
     return Subject(
         model,
-        parts_of(model),
-        graph=graph,
+        tuple(
+            Part(path, layer, structure.graph_of(layer) is not None)
+            for path, layer, _ in structure.walk(model)
+        ),
+        traced=graph,
         leaves=leaves,
         batch=batch,
         loss=loss,
-        optimizers=optimizers,
-        is_compiled=optimizer is None,
+        optimizers=tuple(optimizers),
+        is_compiled=not is_own,
         missing=missing,
     )
-
-
-def trace_call(model: keras.Model, x: Any) -> Graph:
-    """Returns the graph of a call for training of a built model.
-
-    `x` are inputs or their specifications, and nothing of it is run.
-    """
-    marks = Marks(model)
-    flat = tf.nest.flatten(x)
-    specs = [
-        tf.TensorSpec(leaf.shape, leaf.dtype, name=leaf_name(index))
-        if isinstance(leaf, (tf.Tensor, tf.TensorSpec))
-        else tf.type_spec_from_value(leaf)
-        for index, leaf in enumerate(flat)
-    ]
-    parameters = inspect.signature(model.call).parameters
-    options = {"training": True} if "training" in parameters else {}
-    losses: list[tuple[str, str]] = []
-
-    @tf.autograph.experimental.do_not_convert
-    def forward(*leaves: Any) -> Any:
-        inputs = tf.nest.pack_sequence_as(x, leaves)
-        # Layers keep the losses that they add, but not those of this call.
-        with keras.StatelessScope(collect_losses=True):
-            with tf.name_scope(marks.scope):
-                outputs = model(inputs, **options)
-            losses.extend(_added_losses(model))
-        return outputs
-
-    with model.distribute_strategy.scope(), marks.placed():
-        concrete = tf.function(forward).get_concrete_function(*specs)
-    return Graph(concrete, marks, losses=losses, leaves=len(flat))
-
-
-def _added_losses(model: keras.Model) -> Iterator[tuple[str, str]]:
-    """Yields (path, dtype) of each loss of a layer, innermost layers only."""
-    rows = list(structure.walk(model))
-    for path, layer, _ in rows:
-        below = {id(x) for child in structure.children(layer) for x in child.losses}
-        for loss in layer.losses:
-            if id(loss) not in below:
-                yield path, keras.backend.standardize_dtype(loss.dtype)
 
 
 def _x_of(batch: Any) -> Any:

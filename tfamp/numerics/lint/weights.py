@@ -18,6 +18,7 @@ from tfamp.keras_hooks import structure
 from tfamp.numerics.lint.subject import CannotTellError, Found, Part, Subject, rule
 from tfamp.numerics.proof.causes import name_layers
 from tfamp.records import formats
+from tfamp.records.findings import Severity
 from tfamp.records.formats import HALF
 from tfamp.records.units import format_share
 
@@ -42,10 +43,8 @@ _LINEAR = (_K.SGD, _K.Ftrl)
 def late_policy(subject: Subject) -> Iterator[Found]:
     """Layers that were made before the policy, and so in float32."""
     wanted = _wanted(subject)
-    if wanted is None:
-        return
     late = [part for part in subject.parts if _is_late(part, subject)]
-    if not late:
+    if wanted is None or not late:
         return
     computing = [part for part in subject.parts if part.weights]
     yield Found(
@@ -138,7 +137,7 @@ def half_weights(subject: Subject) -> Iterator[Found]:
 @rule("rounded-momentum", needs=("optimizer",))
 def rounded_momentum(subject: Subject) -> Iterator[Found]:
     """Betas and momenta that are 1 in the dtype of the weights."""
-    for inner, dtype, parts in _optimized(subject):
+    for inner, dtype, parts in subject.optimized():
         spacing = formats.FORMATS[dtype].epsilon
         for name in _KEPT:
             value = getattr(inner, name, None)
@@ -149,7 +148,7 @@ def rounded_momentum(subject: Subject) -> Iterator[Found]:
                 continue
             severity, effect = _effect(inner, name)
             yield Found(
-                severity,  # type: ignore[arg-type]
+                severity,
                 f"`{name}={value:g}` of {inner.name!r} is 1 in {dtype}, in which "
                 f"{name_layers([part.path for part in parts])} are stored: {effect}.",
                 f"Use the policy 'mixed_{dtype}', which keeps weights and moments in "
@@ -160,7 +159,7 @@ def rounded_momentum(subject: Subject) -> Iterator[Found]:
             )
 
 
-def _effect(inner: Any, name: str) -> tuple[str, str]:
+def _effect(inner: Any, name: str) -> tuple[Severity, str]:
     """Returns severity and words of what a 1 in the place of a beta does."""
     if name == "beta_2" and isinstance(inner, (_K.Adam, _K.Lamb)):
         return "error", "its correction sqrt(1 - 1**t) is 0, and no weight ever moves"
@@ -178,7 +177,7 @@ def _effect(inner: Any, name: str) -> tuple[str, str]:
 @rule("lost-updates", needs=("optimizer",))
 def lost_updates(subject: Subject) -> Iterator[Found]:
     """Updates and weight decay that half-precision weights round away."""
-    for inner, dtype, parts in _optimized(subject):
+    for inner, dtype, parts in subject.optimized():
         rate = _largest_rate(inner)
         if isinstance(inner, _BY_RATE):
             for part in parts:
@@ -244,15 +243,6 @@ def _undecayed(
         product,
         {"dtype": dtype, "weight_decay": decay, "learning_rate": rate},
     )
-
-
-def _optimized(subject: Subject) -> Iterator[tuple[Any, str, list[Part]]]:
-    """Yields each optimizer, a half-precision dtype and the layers stored in it."""
-    for optimizer in subject.optimizers:
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        for dtype in HALF:
-            if parts := subject.stored_in(dtype):
-                yield inner, dtype, parts
 
 
 def _largest_rate(inner: Any) -> float:
