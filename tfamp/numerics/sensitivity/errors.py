@@ -3,20 +3,18 @@
 import dataclasses
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.stepping.eager_step import Step
-from tfamp.stepping.taps import Call, Observer, Site, floats
+from tfamp.stepping.eager_step import Step, run_step
+from tfamp.stepping.taps import Call, Observer, floats, tapped
 
 # A spread of less than this part of the magnitude is that of a constant.
 _CONSTANT = 1e-6
-
-
 # Errors that are no worse: so many times what is there anyway, or too small to see.
 _NO_WORSE, _NOTICEABLE = 1.5, 0.01
 
@@ -96,54 +94,51 @@ def _rms(values: np.ndarray) -> float:
     return float(np.sqrt(np.mean(np.square(values)))) if values.size else 0.0
 
 
-class Outputs(Observer):
+class _Outputs(Observer):
     """Keeps what the model itself gives."""
 
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
+    def __init__(self) -> None:
         self.kept: list[np.ndarray] = []
-
-    def watches(self, site: Site) -> bool:
-        """States whether a site is the model itself."""
-        return site.layer is self._model
 
     def on_outputs(self, call: Call, outputs: Any) -> None:
         """Keeps the outputs of a call."""
         self.kept += [np.asarray(tf.cast(x, tf.float32)) for x in floats(outputs)]
 
 
+class StepOutputs(NamedTuple):
+    """A step, and what the model gave in it."""
+
+    step: Step
+    outputs: list[np.ndarray]
+
+
+def run_with_outputs(
+    model: keras.Model, batch: Any, *, loss_scale: float = 1.0
+) -> StepOutputs:
+    """Runs a train step and keeps what the model itself gives."""
+    outputs = _Outputs()
+    with tapped(model, outputs, only=lambda site: site.layer is model):
+        step = run_step(model, batch, loss_scale=loss_scale)
+    return StepOutputs(step, outputs.kept)
+
+
 @dataclasses.dataclass(frozen=True)
 class Errors:
     """How far a step of the whole model is off, or the worst of several.
 
-    `gradients` is the error of all gradients together relative to their size, `outputs`
-    that of the outputs relative to their spread over the batch, `loss` relative to it;
-    `of_layers` has the gradients of each layer's own weights by path.
+    `of_all` has the errors of the "gradients", all together, relative to their size, of
+    the "outputs" relative to their spread over the batch, and of the "loss" relative to
+    it; `of_layers` those of the gradients of each layer's own weights by path.
     """
 
-    gradients: float = 0.0
-    outputs: float = 0.0
-    loss: float = 0.0
-    of_layers: dict[str, float] = dataclasses.field(default_factory=dict)
-
-    @property
-    def of_all(self) -> dict[str, float]:
-        """The errors of the whole, by what is off."""
-        return {name: getattr(self, name) for name in ("gradients", "outputs", "loss")}
+    of_all: dict[str, float]
+    of_layers: dict[str, float]
 
     def worst(self, other: "Errors") -> "Errors":
         """Returns the larger errors of the two."""
-        paths = {*self.of_layers, *other.of_layers}
         return Errors(
-            max(self.gradients, other.gradients),
-            max(self.outputs, other.outputs),
-            max(self.loss, other.loss),
-            {p: max(self.of_layer(p), other.of_layer(p)) for p in paths},
+            _larger(self.of_all, other.of_all), _larger(self.of_layers, other.of_layers)
         )
-
-    def of_layer(self, path: str) -> float:
-        """Returns the error of the gradients of a layer's own weights, 0 if none."""
-        return self.of_layers.get(path, 0.0)
 
     def is_no_worse(self, than: "Errors", *, forward: float, backward: float) -> bool:
         """States whether a step does as well as one with a layer more in float32.
@@ -152,53 +147,52 @@ class Errors:
         its own, and by what the model gives. Errors of outputs and loss up to
         `forward`, and of a layer's gradients up to `backward`, do no harm.
         """
-        gradients = max(_NO_WORSE * than.gradients, than.gradients + _NOTICEABLE)
+        before = than.of_all["gradients"]
         return (
-            self.gradients <= gradients
-            and self.outputs <= max(_NO_WORSE * than.outputs, forward)
-            and self.loss <= max(_NO_WORSE * than.loss, forward)
+            self.of_all["gradients"] <= max(_NO_WORSE * before, before + _NOTICEABLE)
             and all(
-                error <= max(_NO_WORSE * than.of_layer(path), backward)
+                self.of_all[name] <= max(_NO_WORSE * than.of_all[name], forward)
+                for name in ("outputs", "loss")
+            )
+            and all(
+                error <= max(_NO_WORSE * than.of_layers.get(path, 0.0), backward)
                 for path, error in self.of_layers.items()
             )
         )
 
 
-def errors_of(
-    model: keras.Model,
-    low: tuple[Step, list[np.ndarray]],
-    exact: tuple[Step, list[np.ndarray]],
-) -> Errors:
-    """Returns how far a step is off.
+def _larger(one: dict[str, float], other: dict[str, float]) -> dict[str, float]:
+    names = [*one, *(name for name in other if name not in one)]
+    return {name: max(one.get(name, 0.0), other.get(name, 0.0)) for name in names}
 
-    `low` and `exact` are steps with the model's outputs.
-    """
-    found = {id(variable): gradient for variable, gradient in low[0].gradients}
+
+def errors_of(model: keras.Model, low: StepOutputs, exact: StepOutputs) -> Errors:
+    """Returns how far a step is off."""
+    found = {id(variable): gradient for variable, gradient in low.step.gradients}
     pairs = {
         id(variable): (_array(found.get(id(variable))), _array(gradient))
-        for variable, gradient in exact[0].gradients
+        for variable, gradient in exact.step.gradients
     }
     of_layers = {}
     for path, layer, _ in structure.walk(model):
         own = [pairs[id(w)] for w in structure.own_weights(layer) if id(w) in pairs]
         if own:
             of_layers[path] = _gradient_error(own)
-    outputs = [forward_error(a, b) for a, b in zip(low[1], exact[1], strict=False)]
-    losses = [each[0].loss for each in (low, exact)]
-    loss = 0.0
-    if losses[0] is not None and losses[1] is not None:
-        loss = forward_error(*(np.asarray(each) for each in losses))
-    return Errors(
-        _gradient_error(list(pairs.values())),
-        max(outputs, default=0.0),
-        loss,
-        of_layers,
-    )
-
-
-def _array(gradient: Any) -> np.ndarray | None:
-    return None if gradient is None else np.asarray(tf.convert_to_tensor(gradient))
+    outputs = map(forward_error, low.outputs, exact.outputs)
+    losses = [each.step.loss for each in (low, exact)]
+    of_all = {
+        "gradients": _gradient_error(list(pairs.values())),
+        "outputs": max(outputs, default=0.0),
+        "loss": 0.0,
+    }
+    if not any(loss is None for loss in losses):
+        of_all["loss"] = forward_error(*map(np.asarray, losses))
+    return Errors(of_all, of_layers)
 
 
 def _gradient_error(pairs: list[tuple[np.ndarray | None, np.ndarray | None]]) -> float:
     return gradient_error([a for a, _ in pairs], [b for _, b in pairs])
+
+
+def _array(gradient: Any) -> np.ndarray | None:
+    return None if gradient is None else np.asarray(tf.convert_to_tensor(gradient))

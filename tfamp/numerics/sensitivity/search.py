@@ -10,7 +10,7 @@ import keras
 
 from tfamp.keras_hooks import structure
 from tfamp.machine import cpus
-from tfamp.numerics.sensitivity.errors import Errors, Outputs, errors_of
+from tfamp.numerics.sensitivity.errors import Errors, errors_of, run_with_outputs
 from tfamp.numerics.sensitivity.explanations import (
     FIRST_SCALE,
     advice_on,
@@ -34,7 +34,6 @@ from tfamp.stepping.layer_precision import (
     giving_unrounded,
     in_float32,
 )
-from tfamp.stepping.taps import tapped
 from tfamp.stepping.unchanged import same_draws, unchanged
 
 _DTYPES = ("float16", "bfloat16")
@@ -217,11 +216,11 @@ class _Search:
         of all gradients that is left.
         """
         needed, errors = list(guilty), self._errors(guilty, scale)
-        left = errors
-        if errors is None or left is None:
+        if errors is None:
             return needed, math.nan
-        if not errors.gradients <= WHOLE_LIMIT[self._dtype]:
-            return needed, errors.gradients
+        left = errors.of_all["gradients"]
+        if not left <= WHOLE_LIMIT[self._dtype]:
+            return needed, left
         # Those who take bad numbers come after those who make them: they go first.
         tried = guilty[: -_MAX_VERIFIED - 1 : -1]
         with progress("Verifying guilty layers", len(tried), unit="layers") as done:
@@ -233,9 +232,9 @@ class _Search:
                     forward=FORWARD_LIMIT[self._dtype],
                     backward=BACKWARD_LIMIT[self._dtype],
                 ):
-                    needed, left = rest, without
+                    needed, left = rest, without.of_all["gradients"]
                 done(number + 1)
-        return needed, left.gradients
+        return needed, left
 
     def _errors(self, guilty: Sequence[Suspect], scale: float) -> Errors | None:
         """Returns how far the model is off, with the guilty layers in float32.
@@ -254,21 +253,18 @@ class _Search:
 
     def _errors_now(self, scale: float) -> Errors | None:
         """Returns how far the model is off as it computes now."""
-        worst = Errors()
+        worst = None
         for number, exact in enumerate(self._shadow.steps):
-            batch = self._batches[number]
             self._shadow.begin_again(number)
-            outputs = Outputs(self._model)
             try:
-                with tapped(self._model, outputs, only=outputs.watches):
-                    low = run_step(self._model, batch, loss_scale=scale)
+                batch = self._batches[number]
+                low = run_with_outputs(self._model, batch, loss_scale=scale)
             except CANNOT_RUN as error:
                 self._failure = first_line(error)
                 return None
             self._num_evaluations += 1
-            there = self._shadow.outputs[number]
-            errors = errors_of(self._model, (low, outputs.kept), (exact, there))
-            worst = worst.worst(errors)
+            errors = errors_of(self._model, low, exact)
+            worst = errors if worst is None else worst.worst(errors)
         return worst
 
     def _under_rules(self, scale: float) -> tuple[dict[str, str], dict[str, float]]:

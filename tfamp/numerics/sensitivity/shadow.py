@@ -9,12 +9,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.numerics.sensitivity.errors import Outputs, forward_error, gradient_error
+from tfamp.numerics.sensitivity.errors import (
+    StepOutputs,
+    forward_error,
+    gradient_error,
+    run_with_outputs,
+)
 from tfamp.numerics.sensitivity.reruns import Rerun, rerun
 from tfamp.records.checks import first_line
 from tfamp.records.console import progress
 from tfamp.records.formats import FORMATS
-from tfamp.stepping.eager_step import Step, run_step
+from tfamp.stepping.eager_step import Step
 from tfamp.stepping.layer_calls import (
     Recorded,
     Recorder,
@@ -78,10 +83,9 @@ class Suspect:
 class Shadow:
     """The shadow pass over some batches, of a built model that computes in float32 now.
 
-    `suspects` has what was measured by path, in the order of the layers; `steps` and
-    `outputs` are the float32 steps and what the model gave in them; `random` are layers
-    that give something else each time, as they draw numbers past Keras's seeds: they
-    are not judged.
+    `suspects` has what was measured by path, in the order of the layers; `steps` are
+    the float32 steps; `random` are layers that give something else each time, as they
+    draw numbers past Keras's seeds: they are not judged.
     """
 
     def __init__(self, model: keras.Model, dtype: str) -> None:
@@ -90,8 +94,7 @@ class Shadow:
         self._watched = watched_sites(model, self._units)
         self._is_unit = {id(site.layer) for site in self._units}
         self.suspects = {site.path: Suspect(site) for site in self._units}
-        self.steps: list[Step] = []
-        self.outputs: list[list[np.ndarray]] = []
+        self.steps: list[StepOutputs] = []
         self.random: list[Any] = []
         self._states: list[Any] = []
         self._recorded: list[list[Recorded]] = []
@@ -100,20 +103,14 @@ class Shadow:
         """Runs a step in float32 and keeps what went through the layers."""
         recorder = Recorder()
         self._states.append(state_of(self._model))
-        outputs = Outputs(self._model)
-        with (
-            tapped(self._model, outputs, only=outputs.watches),
-            tapped(
-                self._model, recorder, only=lambda site: id(site.layer) in self._watched
-            ),
+        with tapped(
+            self._model, recorder, only=lambda site: id(site.layer) in self._watched
         ):
-            step = run_step(self._model, batch)
-        self.steps.append(step)
-        self.outputs.append(outputs.kept)
+            self.steps.append(run_with_outputs(self._model, batch))
         self._recorded.append(
             [each for each in recorder.calls if id(each.site.layer) in self._is_unit]
         )
-        return step
+        return self.steps[-1].step
 
     def begin_again(self, number: int) -> None:
         """Gives the model the state it had ahead of a recorded step."""
@@ -124,44 +121,40 @@ class Shadow:
         calls = [recorded for batch in self._recorded for recorded in batch]
         what = f"Rerunning layers in {self._dtype}"
         with progress(what, len(calls), unit="calls") as done:
-            for number, recorded in enumerate(calls):
-                suspect = self.suspects[recorded.site.path]
-                is_random = any(suspect.site.layer is each for each in self.random)
-                if not suspect.failure and not is_random:
-                    exact = _Exact(recorded, self._dtype)
-                    if not exact.repeats:
-                        self.random.append(suspect.site.layer)
-                    for loss_scale in loss_scales if exact.repeats else ():
-                        self._measure_one(exact, suspect, loss_scale)
-                done(number + 1)
+            for number, recorded in enumerate(calls, start=1):
+                self._measure_call(recorded, loss_scales)
+                done(number)
 
-    def _measure_one(
-        self, exact: "_Exact", suspect: Suspect, loss_scale: float
-    ) -> None:
-        if suspect.failure:
+    def _measure_call(self, recorded: Recorded, loss_scales: Sequence[float]) -> None:
+        suspect = self.suspects[recorded.site.path]
+        layer = suspect.site.layer
+        if suspect.failure or any(layer is each for each in self.random):
             return
-        recorded = exact.recorded
-        try:
-            low = rerun(recorded, self._dtype, loss_scale=loss_scale)
-        except CANNOT_RUN as error:
-            suspect.failure = first_line(error)
-            suspect.worst = recorded
+        exact = _Exact(recorded, self._dtype)
+        if not exact.repeats:
+            self.random.append(layer)
             return
-        forward = 0.0
-        outputs = zip(
-            arrays(low.outputs), exact.outputs, exact.rerun.num_sources, strict=True
-        )
-        for a, b, num_sources in outputs:
-            off = forward_error(a, b)
-            # What only passes through is the affair of those who made and take it.
-            sources = exact.sources[:num_sources]
-            if off > _WORTH_A_LOOK and any(np.array_equal(b, s) for s in sources):
-                continue
-            forward = max(forward, off)
-        backward = _backward(low, exact.rerun)
-        if backward > _WORTH_A_LOOK:
-            backward = _backward(low, exact.without_cancelled)
-        suspect.add(recorded, forward, loss_scale, backward)
+        for loss_scale in loss_scales:
+            try:
+                low = rerun(recorded, self._dtype, loss_scale=loss_scale)
+            except CANNOT_RUN as error:
+                suspect.failure, suspect.worst = first_line(error), recorded
+                return
+            forward = 0.0
+            outputs = zip(
+                arrays(low.outputs), exact.outputs, exact.rerun.num_sources, strict=True
+            )
+            for a, b, num_sources in outputs:
+                off = forward_error(a, b)
+                # What only passes through is the affair of those who made and take it.
+                sources = exact.sources[:num_sources]
+                if off > _WORTH_A_LOOK and any(np.array_equal(b, s) for s in sources):
+                    continue
+                forward = max(forward, off)
+            backward = _backward(low, exact.rerun)
+            if backward > _WORTH_A_LOOK:
+                backward = _backward(low, exact.without_cancelled)
+            suspect.add(recorded, forward, loss_scale, backward)
 
 
 class _Exact:
@@ -202,14 +195,13 @@ def arrays(tensors: Sequence[Any]) -> list[np.ndarray]:
 
 def _backward(low: Rerun, exact: Rerun) -> float:
     """Returns the error of the gradients by inputs or by weights, the larger one."""
-    errors = [
+    return max(
         gradient_error(_optional(a), _optional(b))
         for a, b in (
             (low.input_gradients, exact.input_gradients),
             (low.weight_gradients, exact.weight_gradients),
         )
-    ]
-    return max(errors)
+    )
 
 
 def _without_cancelled(
