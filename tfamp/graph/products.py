@@ -30,6 +30,8 @@ _RECURRENT = frozenset(
     for kind in ("", "Backprop")
     for version in ("", "V2", "V3")
 )
+# Tensor cores take 16 bytes of each row at a time.
+MULTIPLE = 8
 _GATES = {"lstm": 4, "gru": 3, "rnn_relu": 1, "rnn_tanh": 1}
 
 
@@ -192,6 +194,16 @@ def sizes_of(operation: Operation) -> Sizes:
     elif operation.op_type in CONVOLUTIONS:
         sizes = _convolution_sizes(operation)
     return {name: size for name, size in sizes.items() if size is not None}
+
+
+def unaligned_sizes(operation: Operation) -> Sizes:
+    """Returns those of `sizes_of` that are no multiples of 8."""
+    return {n: size for n, size in sizes_of(operation).items() if size % MULTIPLE}
+
+
+def padded(size: int) -> int:
+    """Returns the next multiple of 8."""
+    return -(-size // MULTIPLE) * MULTIPLE
 
 
 def _product_sizes(operation: Operation) -> dict[str, int | None]:

@@ -11,7 +11,13 @@ import tensorflow as tf
 
 from tfamp.data.health.profile import NOISY, rounding_for
 from tfamp.graph.operations import read_operations
-from tfamp.graph.products import Sizes, is_product, sizes_of
+from tfamp.graph.products import (
+    MULTIPLE,
+    Sizes,
+    is_product,
+    padded,
+    unaligned_sizes,
+)
 from tfamp.keras_hooks import structure
 from tfamp.machine import idle_distribution as distribution
 from tfamp.numerics.lint.graph import PASSING, Graph, Node
@@ -22,8 +28,6 @@ from tfamp.records.units import join_words
 from tfamp.stepping.costs import product_dtype
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
-# Tensor cores take 16 bytes of each row at a time.
-_MULTIPLE = 8
 # Cast their weights themselves, so that a recomputation finds them cast too.
 _CASTING = ("LayerNormalization", "GroupNormalization", "RMSNormalization")
 
@@ -198,23 +202,18 @@ def unaligned_shapes(subject: Subject) -> Iterator[Found]:
     graph = subject.graph
     found: dict[str, Sizes] = {}
     for operation in read_operations(graph.concrete):
-        if not is_product(operation) or product_dtype(operation) not in HALF:
-            continue
-        odd = {
-            name: size
-            for name, size in sizes_of(operation).items()
-            # The batch is not the model's.
-            if size % _MULTIPLE and name != "rows"
-        }
-        path = graph.marks.layer_of(operation.name)
-        if odd:
-            found.setdefault(path, {}).update(odd)
+        if is_product(operation) and product_dtype(operation) in HALF:
+            odd = unaligned_sizes(operation)
+            odd.pop("rows", None)  # the batch is not the model's
+            if odd:
+                path = graph.marks.layer_of(operation.name)
+                found.setdefault(path, {}).update(odd)
     for path, odd in found.items():
         words = [f"{size} {name}" for name, size in odd.items()]
-        better = [str(_MULTIPLE * math.ceil(size / _MULTIPLE)) for size in odd.values()]
+        better = [str(padded(size)) for size in odd.values()]
         yield Found(
             "note",
-            f"Sizes that are no multiples of {_MULTIPLE}: {join_words(words)}. A GPU's "
+            f"Sizes that are no multiples of {MULTIPLE}: {join_words(words)}. A GPU's "
             "matrix units pad them, or are left out.",
             f"Take {join_words(better)}, where the model leaves the choice.",
             path or None,

@@ -1,5 +1,6 @@
 """Why a step is not faster: what was found, by the share of a step it concerns."""
 
+import collections
 import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
@@ -7,10 +8,9 @@ from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
 from tfamp.numerics.proof.result import (
     MAX_NAMED,
-    Cast,
     Cause,
     Product,
-    Unaligned,
+    Proof,
     describe_unaligned,
 )
 from tfamp.records.formats import HALF
@@ -22,45 +22,38 @@ _MIN_SHARE = 0.005
 
 @dataclasses.dataclass(frozen=True)
 class TracedStep:
-    """What the causes are found in; costs are by the roofline.
+    """What the causes are found in: a proof that has none yet, and costs.
 
-    A product is small where moving its numbers costs more than multiplying them.
-    `other_cost` is of what is neither product nor cast, `outer_cost` of that what no
-    layer made, above all the optimizer. `possible_gain` is what a perfect input would
-    save, None unmeasured; the other fields are as in `Proof`.
+    Costs are by the roofline. A product is small where moving its numbers costs more
+    than multiplying them. `other_cost` is of what is neither product nor cast,
+    `outer_cost` of that what no layer made, above all the optimizer.
     """
 
-    products: Sequence[Product]
+    proof: Proof
     costs: Sequence[float]
     is_small: Sequence[bool]
-    casts: Sequence[Cast]
-    unaligned: Sequence[Unaligned]
-    reasons: dict[str, str]
-    devices: Sequence[Device]
-    total_cost: float
     cast_cost: float
     other_cost: float
     outer_cost: float
-    moved_bytes: int
-    tf32: bool
-    in_xla: bool
-    batch_size: int
-    possible_gain: float | None = None
     input_advice: str = ""
+
+    @property
+    def total_cost(self) -> float:
+        """The cost of all operations."""
+        return sum(self.costs) + self.cast_cost + self.other_cost
 
     def share(self, chosen: Callable[[Product], bool]) -> float:
         """Returns the part of the step that products of a kind take."""
-        pairs = zip(self.products, self.costs, strict=True)
+        pairs = zip(self.proof.operations, self.costs, strict=True)
         cost = sum(cost for product, cost in pairs if chosen(product))
         return cost / self.total_cost if self.total_cost else 0.0
 
     def named(self, chosen: Callable[[Product], bool]) -> str:
         """Returns the layers with most FLOPs in products of a kind, as words."""
-        flops: dict[str, int] = {}
-        for product in self.products:
-            if chosen(product):
-                flops[product.layer] = flops.get(product.layer, 0) + product.step_flops
-        return name_layers(sorted(flops, key=lambda layer: -flops[layer]))
+        flops: collections.Counter[str] = collections.Counter()
+        for product in filter(chosen, self.proof.operations):
+            flops[product.layer] += product.step_flops
+        return name_layers([layer for layer, _ in flops.most_common()])
 
 
 def name_layers(layers: Sequence[str]) -> str:
@@ -92,76 +85,72 @@ def _is_float32(product: Product) -> bool:
 
 
 def _input(step: TracedStep) -> Iterator[Cause]:
-    if step.possible_gain is not None:
+    gain = step.proof.possible_gain
+    if gain is not None:
         yield Cause(
             "input",
-            step.possible_gain,
-            f"The input takes {format_share(step.possible_gain)} of a step, which no "
-            "dtype shortens (measured).",
+            gain,
+            f"The input takes {format_share(gain)} of a step, which no dtype shortens "
+            "(measured).",
             step.input_advice,
         )
 
 
 def _float32(step: TracedStep) -> Iterator[Cause]:
-    in_float32 = [product for product in step.products if _is_float32(product)]
+    products = step.proof.operations
+    in_float32 = [product for product in products if _is_float32(product)]
     if not in_float32:
         return
-    figure = step.share(_is_float32)
-    flops = sum(p.step_flops for p in in_float32)
-    share = flops / (sum(p.step_flops for p in step.products) or 1)
-    if len(in_float32) == len(step.products):
-        best = hardware.recommend(step.devices)
-        yield Cause(
-            "float32",
-            figure,
-            "Every matrix product and convolution runs in float32: "
-            f"{_why(step, in_float32)}.",
+    why = _why(step.proof, in_float32)
+    if len(in_float32) == len(products):
+        best = hardware.recommend(step.proof.devices)
+        message = f"Every matrix product and convolution runs in float32: {why}."
+        remedy = (
             f"Leave it: {best.reason}"
             if best.policy == "float32"
             else f"Call `tfamp.apply(model, {best.policy!r})`, or `tfamp.enable` "
-            f"before the model is built: {best.reason}",
+            f"before the model is built: {best.reason}"
         )
-        return
-    yield Cause(
-        "float32",
-        figure,
-        f"{format_share(share)} of the FLOPs run in float32: {_why(step, in_float32)}.",
-        "If they may lose precision, name other layers in `keep_float32` of "
-        "`tfamp.enable` or `tfamp.apply`, and compare the accuracy.",
-    )
+    else:
+        share = sum(p.step_flops for p in in_float32) / (step.proof.flops or 1)
+        message = f"{format_share(share)} of the FLOPs run in float32: {why}."
+        remedy = (
+            "If they may lose precision, name other layers in `keep_float32` of "
+            "`tfamp.enable` or `tfamp.apply`, and compare the accuracy."
+        )
+    yield Cause("float32", step.share(_is_float32), message, remedy)
 
 
-def _why(step: TracedStep, products: Iterable[Product]) -> str:
+def _why(proof: Proof, products: Iterable[Product]) -> str:
     """Returns the layers by the reason for their dtype."""
-    by_reason: dict[str, list[str]] = {}
+    by_reason: dict[str, dict[str, None]] = {}
     for product in products:
-        layers = by_reason.setdefault(step.reasons.get(product.layer, ""), [])
-        if product.layer not in layers:
-            layers.append(product.layer)
+        reason = proof.reasons.get(product.layer, "")
+        by_reason.setdefault(reason, {})[product.layer] = None
     return "; ".join(
-        f"{name_layers(layers)} ({reason})" if reason else name_layers(layers)
+        name_layers(list(layers)) + (f" ({reason})" if reason else "")
         for reason, layers in by_reason.items()
     )
 
 
 def _casts(step: TracedStep) -> Iterator[Cause]:
-    if not step.casts or not step.total_cost:
+    casts = step.proof.casts
+    if not casts or not step.total_cost:
         return
-    kinds: dict[str, int] = {}
-    for cast in step.casts:
-        kinds[cast.what] = kinds.get(cast.what, 0) + cast.moved_bytes
-    total = sum(kinds.values())
-    parts = [
-        f"{format_bytes(size)} of {what}"
-        for what, size in sorted(kinds.items(), key=lambda item: -item[1])
-    ]
-    most = name_layers(list(dict.fromkeys(cast.layer for cast in step.casts)))
-    fused = " XLA fuses most of them with their neighbours." if step.in_xla else ""
+    kinds: collections.Counter[str] = collections.Counter()
+    for cast in casts:
+        kinds[cast.what] += cast.moved_bytes
+    total = kinds.total()
+    parts = [f"{format_bytes(size)} of {what}" for what, size in kinds.most_common()]
+    most = name_layers(list(dict.fromkeys(cast.layer for cast in casts)))
+    fused = ""
+    if step.proof.source == "XLA":
+        fused = " XLA fuses most of them with their neighbours."
     yield Cause(
         "casts",
         step.cast_cost / step.total_cost,
-        f"{sum(cast.count for cast in step.casts):,} casts move {format_bytes(total)} "
-        f"a step, {format_share(total / (step.moved_bytes or 1))} of all bytes: "
+        f"{sum(cast.count for cast in casts):,} casts move {format_bytes(total)} a "
+        f"step, {format_share(total / (step.proof.moved_bytes or 1))} of all bytes: "
         f"{join_words(parts)}; most in {most}.{fused}",
         "Give layers between two layers of half precision that dtype too, so that "
         "activations stay in it. Casts of weights cost less with a larger batch.",
@@ -171,10 +160,10 @@ def _casts(step: TracedStep) -> Iterator[Cause]:
 def _memory(step: TracedStep) -> Iterator[Cause]:
     if not step.total_cost:
         return
-    on_cpu = all(device.kind == "cpu" for device in step.devices)
-    if step.in_xla:
+    on_cpu = all(device.kind == "cpu" for device in step.proof.devices)
+    if step.proof.source == "XLA":
         remedy = "XLA has fused them already; wider layers shift the balance."
-    elif on_cpu and any(_is_half(product) for product in step.products):
+    elif on_cpu and any(_is_half(product) for product in step.proof.operations):
         remedy = (
             "Wider layers shift the balance. XLA would fuse them, but computes half "
             "precision in float32 on CPUs: time it before you turn it on."
@@ -187,47 +176,49 @@ def _memory(step: TracedStep) -> Iterator[Cause]:
         "memory",
         step.other_cost / step.total_cost,
         "Element-wise layers, normalization, reductions and the optimizer move "
-        f"{format_bytes(step.other_cost)} of {format_bytes(step.moved_bytes)} a step "
-        f"if nothing is fused ({format_bytes(step.outer_cost)} by optimizer, loss and "
-        "metrics); matrix units do not speed those up.",
+        f"{format_bytes(step.other_cost)} of {format_bytes(step.proof.moved_bytes)} a "
+        f"step if nothing is fused ({format_bytes(step.outer_cost)} by optimizer, loss "
+        "and metrics); matrix units do not speed those up.",
         remedy,
     )
 
 
 def _small(step: TracedStep) -> Iterator[Cause]:
-    pairs = zip(step.products, step.is_small, strict=True)
+    products = step.proof.operations
+    pairs = zip(products, step.is_small, strict=True)
     small = {id(product) for product, is_small in pairs if is_small}
 
     def is_small_half(product: Product) -> bool:
         return _is_half(product) and id(product) in small
 
-    number = sum(map(is_small_half, step.products))
+    number = sum(map(is_small_half, products))
     yield Cause(
         "small products",
         step.share(is_small_half),
-        f"{number} of {len(step.products)} products are too small for the units of "
-        "half precision: moving their numbers takes longer than multiplying them "
+        f"{number} of {len(products)} products are too small for the units of half "
+        "precision: moving their numbers takes longer than multiplying them "
         f"({step.named(is_small_half)}).",
-        f"Raise the batch size from {step.batch_size:,}, or make these layers wider.",
+        f"Raise the batch size from {step.proof.batch_size:,}, or make these layers "
+        "wider.",
     )
 
 
 def _shapes(step: TracedStep) -> Iterator[Cause]:
-    if not any(d.kind == "gpu" and hardware.fast_dtypes(d) for d in step.devices):
+    if not any(d.kind == "gpu" and hardware.fast_dtypes(d) for d in step.proof.devices):
         return
-    layers = {each.layer for each in step.unaligned}
+    layers = {each.layer for each in step.proof.unaligned}
     yield Cause(
         "shapes",
         step.share(lambda p: _is_half(p) and p.layer in layers),
         "Sizes that are not multiples of 8 keep tensor cores from full speed: "
-        f"{describe_unaligned(step.unaligned)}.",
+        f"{describe_unaligned(step.proof.unaligned)}.",
         "Pad them to what stands behind the arrow: units, channels, vocabulary, batch.",
     )
 
 
 def _device(step: TracedStep) -> Iterator[Cause]:
     for dtype in HALF:
-        objection = hardware.objection(f"mixed_{dtype}", step.devices)
+        objection = hardware.objection(f"mixed_{dtype}", step.proof.devices)
         figure = step.share(lambda p, dtype=dtype: p.runs_in == dtype)  # type: ignore[misc]
         if objection and figure:
             message, _, remedy = objection.rpartition("; ")
@@ -237,7 +228,7 @@ def _device(step: TracedStep) -> Iterator[Cause]:
 
 
 def _tf32(step: TracedStep) -> Iterator[Cause]:
-    if step.tf32:
+    if step.proof.tf32:
         yield Cause(
             "TF32",
             step.share(lambda p: p.runs_in in (*HALF, "float32")),
@@ -254,14 +245,15 @@ def _compiler(step: TracedStep) -> Iterator[Cause]:
     def is_widened(product: Product) -> bool:
         return product.dtype in HALF and product.runs_in not in HALF
 
-    widened = [product for product in step.products if is_widened(product)]
+    products = step.proof.operations
+    widened = [product for product in products if is_widened(product)]
     if widened:
         yield Cause(
             "compiler",
             step.share(is_widened),
-            f"XLA computes {len(widened)} of {len(step.products)} products in float32 "
-            f"that the graph has in {widened[0].dtype}: it converts their factors "
-            f"first ({step.named(is_widened)}).",
+            f"XLA computes {len(widened)} of {len(products)} products in float32 that "
+            f"the graph has in {widened[0].dtype}: it converts their factors first "
+            f"({step.named(is_widened)}).",
             "Leave XLA off here: `model.compile(..., jit_compile=False)`. Its float32 "
             "gains nothing from half precision.",
         )

@@ -1,6 +1,7 @@
 """Products and casts of a trace, each with its layer."""
 
 import collections
+import dataclasses
 import math
 from collections.abc import Sequence
 
@@ -46,10 +47,8 @@ def products_of(
         # Replicas have names that differ by the replica alone.
         key = (_without_replica(operation.name), product.shapes)
         if key in found:
-            first, before = found[key]
-            more = {"count": before.count + product.count}
-            product = Product(**{**vars(before), **more})
-            operation = first
+            operation, first = found[key]
+            product = dataclasses.replace(first, count=first.count + product.count)
         found[key] = operation, product
     return list(found.values())
 

@@ -1,7 +1,8 @@
 """`prove`: which products of a step run in which dtype, and why it is not faster."""
 
-import math
-from collections.abc import Iterable, Sequence
+import collections
+import dataclasses
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -9,7 +10,7 @@ import tensorflow as tf
 
 from tfamp.graph.bodies import Operation
 from tfamp.graph.operations import read_operations
-from tfamp.graph.products import is_product, sizes_of
+from tfamp.graph.products import is_product, padded, unaligned_sizes
 from tfamp.machine import devices as hardware
 from tfamp.machine.speeds import Device
 from tfamp.models import assignment
@@ -23,8 +24,6 @@ from tfamp.stepping.costs import HALF, Roofline, computing, num_bytes
 from tfamp.stepping.input_waits.measure import bottleneck
 from tfamp.stepping.step_traces import Trace, trace_step
 
-# Tensor cores take 16 bytes of each row at a time.
-_MULTIPLE = 8
 # TF32 came with this compute capability (A100).
 _TF32_SINCE = (8, 0)
 # Of a step; a smaller gain of the input is noise.
@@ -115,55 +114,42 @@ def prove(
         measured = bottleneck(model, dataset, seconds=seconds)
         gain, advice = measured.possible_gain, measured.advice
     pairs = products_of(operations, trace.marks, trace.final)
-    step = _traced_step(
-        model,
-        trace,
-        operations,
-        pairs,
-        roofline=Roofline(used, tf32),
-        possible_gain=gain,
-        input_advice=advice,
-    )
-    flops = sum(product.step_flops for product in step.products)
-    half = sum(p.step_flops for p in step.products if p.runs_in in HALF)
-    return Proof(
+    products = [product for _, product in pairs]
+    flops = sum(product.step_flops for product in products)
+    half = sum(p.step_flops for p in products if p.runs_in in HALF)
+    proof = Proof(
         model=model.name,
         step="train" if training else "inference",
-        batch_size=step.batch_size,
+        batch_size=int(tf.nest.flatten(trace.batch)[0].shape[0]),
         half_share_of_flops=half / flops if flops else 0.0,
         flops=flops,
-        operations=tuple(step.products),
-        casts=tuple(step.casts),
-        causes=find_causes(step),
-        unaligned=tuple(step.unaligned),
-        moved_bytes=step.moved_bytes,
-        reasons=step.reasons,
+        operations=tuple(products),
+        casts=casts_of(operations, trace.marks),
+        causes=(),
+        unaligned=_unaligned(pairs, flops),
+        moved_bytes=sum(num_bytes(each) * each.count for each in operations),
+        reasons=_reasons(model, products),
         devices=tuple(used),
         tf32=tf32,
         source=trace.source,
         num_replicas=model.distribute_strategy.num_replicas_in_sync,
         possible_gain=gain,
-        notes=tuple(_notes(model, trace, step)),
+        notes=tuple(_notes(model, trace, products, gain)),
     )
+    step = _traced_step(proof, trace, operations, pairs, input_advice=advice)
+    return dataclasses.replace(proof, causes=find_causes(step))
 
 
 def _traced_step(
-    model: keras.Model,
+    proof: Proof,
     trace: Trace,
     operations: Sequence[Operation],
     pairs: Sequence[tuple[Operation, Product]],
     *,
-    roofline: Roofline,
-    possible_gain: float | None,
     input_advice: str,
 ) -> TracedStep:
     """Returns what the causes are found in."""
-    products = [product for _, product in pairs]
-    # The operation is that of one replica.
-    costs = [
-        roofline.cost(operation, product.runs_in) * product.count
-        for operation, product in pairs
-    ]
+    roofline = Roofline(proof.devices, proof.tf32)
     casts = [each for each in operations if is_cast(each)]
     rest = [each for each in operations if not is_product(each) and not is_cast(each)]
     outer = [each for each in rest if not trace.marks.layer_of(each.name)]
@@ -172,26 +158,20 @@ def _traced_step(
         for kind in (casts, rest, outer)
     )
     return TracedStep(
-        products=products,
-        costs=costs,
+        proof,
+        # The operation is that of one replica.
+        costs=[
+            roofline.cost(operation, product.runs_in) * product.count
+            for operation, product in pairs
+        ],
         is_small=[
             (product.flops or 0)
             < roofline.flops_per_byte(product.runs_in) * num_bytes(operation)
             for operation, product in pairs
         ],
-        casts=casts_of(operations, trace.marks),
-        unaligned=_unaligned(pairs, sum(product.step_flops for product in products)),
-        reasons=_reasons(model, products),
-        devices=roofline.devices,
-        total_cost=sum(costs) + cast_cost + other_cost,
         cast_cost=cast_cost,
         other_cost=other_cost,
         outer_cost=outer_cost,
-        moved_bytes=sum(num_bytes(each) * each.count for each in operations),
-        tf32=roofline.tf32,
-        in_xla=trace.source == "XLA",
-        batch_size=int(tf.nest.flatten(trace.batch)[0].shape[0]),
-        possible_gain=possible_gain,
         input_advice=input_advice,
     )
 
@@ -201,22 +181,17 @@ def _unaligned(
 ) -> tuple[Unaligned, ...]:
     """Returns layers in half precision with sizes that tensor cores dislike."""
     sizes: dict[str, dict[str, int]] = {}
-    totals: dict[str, int] = {}
+    totals: collections.Counter[str] = collections.Counter()
     for operation, product in products:
-        totals[product.layer] = totals.get(product.layer, 0) + product.step_flops
+        totals[product.layer] += product.step_flops
         if product.dtype in HALF and product.direction == "forward":
-            odd = {
-                name: size
-                for name, size in sizes_of(operation).items()
-                if size % _MULTIPLE
-            }
-            if odd:
+            if odd := unaligned_sizes(operation):
                 sizes.setdefault(product.layer, {}).update(odd)
     found = [
         Unaligned(
             layer,
             odd,
-            {name: _MULTIPLE * math.ceil(n / _MULTIPLE) for name, n in odd.items()},
+            {name: padded(size) for name, size in odd.items()},
             totals[layer] / flops if flops else 0.0,
         )
         for layer, odd in sizes.items()
@@ -248,11 +223,15 @@ def _reasons(model: keras.Model, products: Sequence[Product]) -> dict[str, str]:
     return reasons
 
 
-def _notes(model: keras.Model, trace: Trace, step: TracedStep) -> Iterable[str]:
+def _notes(
+    model: keras.Model,
+    trace: Trace,
+    products: Sequence[Product],
+    possible_gain: float | None,
+) -> Iterator[str]:
     """Yields what else a reader should know."""
     if trace.note:
         yield f"{trace.note}; dtypes are those of the graph."
-    products = step.products
     if trace.source != "graph" and (
         missing := [p for p in products if not p.final_dtype]
     ):
@@ -286,5 +265,5 @@ def _notes(model: keras.Model, trace: Trace, step: TracedStep) -> Iterable[str]:
             "`run_eagerly=True`: operations start one by one from Python, which costs "
             "more than any dtype saves."
         )
-    if step.possible_gain is not None and step.possible_gain < _MIN_INPUT:
+    if possible_gain is not None and possible_gain < _MIN_INPUT:
         yield "The input holds up less than 0.5 % of a step (measured)."

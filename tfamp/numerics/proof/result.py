@@ -1,5 +1,6 @@
 """The record of a proof: what a step computes in which dtype, and why."""
 
+import collections
 import dataclasses
 import textwrap
 from collections.abc import Sequence
@@ -287,13 +288,13 @@ def _layers(proof: Proof) -> list[str]:
 
 def _directed(products: list[Product], direction: str) -> str:
     """Returns how many products run in which dtype: "2x bfloat16"."""
-    counts: dict[str, int] = {}
+    counts: collections.Counter[str] = collections.Counter()
     for product in products:
         if product.direction == direction:
             said = product.dtype
             if product.final_dtype not in ("", product.dtype):
                 said = f"{_SHORT.get(said, said)}, run in {product.final_dtype}"
-            counts[said] = counts.get(said, 0) + product.count
+            counts[said] += product.count
     parts = [f"{n}x {name}" if n > 1 else name for name, n in counts.items()]
     return " + ".join(parts)
 
