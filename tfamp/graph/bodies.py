@@ -49,20 +49,18 @@ class Body:
     def __init__(
         self,
         nodes: Iterable[tf.compat.v1.NodeDef],
-        *,
-        arguments: Mapping[str, int],
-        results: list[Reference],
+        arguments: Iterable[str],
+        results: Iterable[str],
         kept: Iterable[str],
-        argument_shapes: Mapping[int, Shape],
         functions: Mapping[str, "Body"],
     ) -> None:
         self.nodes = {node.name: node for node in nodes}
-        self.arguments = dict(arguments)
-        self.results = results
-        self.argument_shapes = dict(argument_shapes)
+        self.arguments = {name: index for index, name in enumerate(arguments)}
+        self.results = [self._reference(text) for text in results]
+        self.kept = list(kept)
+        self.argument_shapes: dict[int, Shape] = {}
         self.argument_values: dict[int, Any] = {}
         self.loops: dict[Any, Any] = {}
-        self.kept = list(kept)
         self._functions = functions
         self._live: list[tf.compat.v1.NodeDef] | None = None
 
@@ -122,11 +120,9 @@ class Body:
         name, *rest = text.split(":")
         if len(rest) < 2:
             return Reference(name, int(rest[0]) if rest else 0)
-        node = self.nodes.get(name)
-        names = _OUTPUT_NAMES.get(node.op, ()) if node is not None else ()
-        if rest[0] in names:
-            return Reference(name, names.index(rest[0]))
-        return Reference(name, int(rest[1]))
+        names = _OUTPUT_NAMES.get(self.nodes[name].op, ()) if name in self.nodes else ()
+        is_named = rest[0] in names
+        return Reference(name, names.index(rest[0]) if is_named else int(rest[1]))
 
 
 def output_shape(node: tf.compat.v1.NodeDef, index: int = 0) -> Shape:
@@ -140,36 +136,20 @@ def read_bodies(concrete: Any) -> Body:
     graph = concrete.graph.as_graph_def(add_shapes=True)
     functions: dict[str, Body] = {}
     for definition in graph.library.function:
-        functions[definition.signature.name] = _function(definition, functions)
+        signature = definition.signature
+        body = functions[signature.name] = Body(
+            definition.node_def,
+            [argument.name for argument in signature.input_arg],
+            [definition.ret[output.name] for output in signature.output_arg],
+            definition.control_ret.values(),
+            functions,
+        )
+        for index, argument in definition.arg_attr.items():
+            if shapes := argument.attr["_output_shapes"].list.shape:
+                body.argument_shapes[index] = _shape(shapes[0])
     whole = concrete.function_def
-    return Body(
-        graph.node,
-        arguments={},
-        results=[Reference(text.split(":")[0]) for text in whole.ret.values()],
-        kept=whole.control_ret.values(),
-        argument_shapes={},
-        functions=functions,
-    )
-
-
-def _function(definition: tf.compat.v1.GraphDef, functions: Mapping[str, Body]) -> Body:
-    names = [argument.name for argument in definition.signature.input_arg]
-    results = [definition.ret[out.name] for out in definition.signature.output_arg]
-    shapes: dict[int, Shape] = {}
-    for index, argument in definition.arg_attr.items():
-        listed = argument.attr["_output_shapes"].list.shape
-        if len(listed):
-            shapes[index] = _shape(listed[0])
-    body = Body(
-        definition.node_def,
-        arguments={name: index for index, name in enumerate(names)},
-        results=[],
-        kept=definition.control_ret.values(),
-        argument_shapes=shapes,
-        functions=functions,
-    )
-    body.results = [body._reference(text) for text in results]
-    return body
+    results, kept = whole.ret.values(), whole.control_ret.values()
+    return Body(graph.node, (), results, kept, functions)
 
 
 def _shape(proto: Any) -> Shape:

@@ -17,11 +17,18 @@ _MAX_ELEMENTS = 64
 
 Values = Mapping[int, Any]
 
-_BINARY: dict[str, Callable[[Any, Any], Any]] = {
+
+def _of_vector(function: Callable[[Any], Any]) -> Callable[[Any, Any], Any]:
+    """Returns a reduction of scalars and vectors, which is all that counters are."""
+    return lambda array, axes: function(array) if np.ndim(array) < 2 else None
+
+
+_FUNCTIONS: dict[str, Callable[..., Any]] = {
     "Add": operator.add,
     "AddV2": operator.add,
     "Sub": operator.sub,
     "Mul": operator.mul,
+    "Neg": np.negative,
     "FloorDiv": np.floor_divide,
     "FloorMod": np.mod,
     "Maximum": np.maximum,
@@ -34,39 +41,36 @@ _BINARY: dict[str, Callable[[Any, Any], Any]] = {
     "NotEqual": np.not_equal,
     "LogicalAnd": np.logical_and,
     "LogicalOr": np.logical_or,
-}
-_UNARY: dict[str, Callable[[Any], Any]] = {
+    "LogicalNot": np.logical_not,
     "Identity": np.asarray,
     "StopGradient": np.asarray,
     "PreventGradient": np.asarray,
-    "LogicalNot": np.logical_not,
-    "Neg": np.negative,
     "Squeeze": np.squeeze,
-    "Size": np.size,
-}
-_REDUCTIONS: dict[str, Callable[[Any], Any]] = {
-    "Max": np.max,
-    "Min": np.min,
-    "Prod": np.prod,
-    "Sum": np.sum,
+    "Pack": lambda *arrays: np.stack(arrays),
+    "Range": np.arange,
+    "Max": _of_vector(np.max),
+    "Min": _of_vector(np.min),
+    "Prod": _of_vector(np.prod),
+    "Sum": _of_vector(np.sum),
 }
 
 
-def evaluate(body: Body, reference: Reference, values: Values | None = None) -> Any:
+def evaluate(
+    body: Body,
+    reference: Reference,
+    values: Values | None = None,
+    known: dict[Reference, Any] | None = None,
+) -> Any:
     """Returns the value of a tensor as an array, None where it is not constant.
 
-    `values` are those of the body's arguments by index, where they are known.
+    `values` are those of the body's arguments by index, where they are known; `known`
+    are values that were computed with them before.
     """
-    return _evaluate(body, reference, values or {}, {})
-
-
-def _evaluate(
-    body: Body, reference: Reference, values: Values, known: dict[Reference, Any]
-) -> Any:
+    known = {} if known is None else known
     if reference not in known:
         # A loop in the graph would be one of TensorFlow 1; it is not constant.
         known[reference] = None
-        known[reference] = _compute(body, reference, values, known)
+        known[reference] = _compute(body, reference, values or {}, known)
     return known[reference]
 
 
@@ -91,31 +95,20 @@ def _compute(
         if function is None:
             return None
         given = {
-            index: _evaluate(body, inputs[index], values, known)
+            index: evaluate(body, inputs[index], values, known)
             for index in function.arguments_behind(function.results[reference.output])
         }
         return evaluate(function, function.results[reference.output], given)
     arrays = []
     for each in inputs:
-        arrays.append(_evaluate(body, each, values, known))
+        arrays.append(evaluate(body, each, values, known))
         if arrays[-1] is None:
             return None
-    if node.op in _BINARY:
-        return _BINARY[node.op](*arrays)
-    if node.op in _UNARY:
-        return _UNARY[node.op](arrays[0])
+    if node.op in _FUNCTIONS:
+        return _FUNCTIONS[node.op](*arrays)
     if node.op == "Cast":
         return arrays[0].astype(tf.as_dtype(node.attr["DstT"].type).as_numpy_dtype)
-    if node.op in _REDUCTIONS:
-        # Of scalars and vectors, which is all that counters are.
-        return _REDUCTIONS[node.op](arrays[0]) if np.ndim(arrays[0]) < 2 else None
-    if node.op == "StridedSlice":
-        return _strided_slice(node, arrays)
-    if node.op == "Pack":
-        return np.stack(arrays)
-    if node.op == "Range":
-        return np.arange(*arrays)
-    return None
+    return _strided_slice(node, arrays) if node.op == "StridedSlice" else None
 
 
 def num_trips(body: Body, node: tf.compat.v1.NodeDef) -> int | None:

@@ -3,16 +3,18 @@
 import collections
 import dataclasses
 
-from tfamp.graph.buffers import (
-    ASSIGNMENTS,
+from tfamp.graph.schedules import (
+    ARGUMENT,
     GIVEN,
     IN_PLACE,
     LISTS,
     SHARING,
     TAKING,
+    Schedule,
+    Step,
+    Tensor,
     scratch_bytes,
 )
-from tfamp.graph.schedules import ARGUMENT, Schedule, Step, Tensor, pushed_and_popped
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,7 +154,7 @@ class _Run:
         op, sizes = step.op, step.outputs
         if op in SHARING and given:
             return [given[0]], ()
-        if op in GIVEN or op in ASSIGNMENTS:
+        if op in GIVEN:
             return [_Buffer(0, None)], ()
         if op in IN_PLACE:
             for buffer in given:
@@ -169,12 +171,10 @@ class _Run:
             return self._loop(number, step, given)
         if step.inner:
             runs = [_Run(each, self._emulated) for each in step.inner]
-            dearest, run = max(
-                ((run.peak(), run) for run in runs),
-                key=lambda pair: pair[0].num_bytes,
-            )
+            peaks = [run.peak() for run in runs]
+            dearest = max(peaks, key=lambda peak: peak.num_bytes)
             made = [self._new(size, number) for size in sizes]
-            self._include(run)
+            self._include(runs[peaks.index(dearest)])
             return made, dearest.held
         made = [self._new(size, number) for size in sizes]
         extra = 0
@@ -183,7 +183,7 @@ class _Run:
             extra = scratch_bytes(step.node, read, sizes, emulated=self._emulated)
         held = (Held(extra, step.name, "scratch"),) if extra else ()
         if extra:
-            self._free_block(self._block(extra))
+            self.changes.append(Change(self._block(extra), 0, self._number))
         return made or [_Buffer(0, None)], held
 
     def _loop(
@@ -193,7 +193,7 @@ class _Run:
         (inner,) = step.inner
         run = _Run(inner, self._emulated)
         once = run.peak()
-        pushed, popped = pushed_and_popped(inner)
+        pushed, popped = _pushed_and_popped(inner)
         drained = sum(
             given[index].num_bytes for index in popped if given[index].users == 1
         )
@@ -234,10 +234,7 @@ class _Run:
 
     def _freed(self, buffer: _Buffer) -> None:
         if buffer.num_bytes:
-            self._free_block(buffer.block)
-
-    def _free_block(self, block: int) -> None:
-        self.changes.append(Change(block, 0, self._number))
+            self.changes.append(Change(buffer.block, 0, self._number))
 
     def _include(self, run: "_Run") -> None:
         """Takes and frees what a run inside this step does."""
@@ -271,3 +268,58 @@ def _order(steps: list[Step]) -> tuple[list[int], list[list[int]]]:
         for each in before:
             followers[each].append(number)
     return waits, followers
+
+
+def _pushed_and_popped(inner: Schedule) -> tuple[dict[int, int], list[int]]:
+    """Returns the bytes that a run of a loop adds to each list, and lists it empties.
+
+    What is the same in all runs, a variable for example, costs nothing, and what goes
+    to several lists counts once.
+    """
+    pushed: dict[int, int] = {}
+    popped = []
+    counted: set[Tensor] = set()
+    for index, result in enumerate(inner.results):
+        chain = _chain(inner, result)
+        if any(step.op == "TensorListPopBack" for step in chain):
+            popped.append(index)
+        elements = [step.inputs[-1] for step in chain if step.op in LISTS]
+        if not elements:
+            continue
+        pushed[index] = 0
+        for element in elements:
+            root = _root(inner, element, set())
+            if root is not None and root not in counted:
+                counted.add(root)
+                pushed[index] += inner.bytes_of(element)
+    return pushed, popped
+
+
+def _chain(inner: Schedule, tensor: Tensor) -> list[Step]:
+    """Returns the operations on a list that lead from the argument to a result."""
+    found: list[Step] = []
+    while tensor[0] != ARGUMENT:
+        step = inner.steps[tensor[0]]
+        if not step.inputs or not (step.op == "Identity" or "TensorList" in step.op):
+            break
+        found.append(step)
+        tensor = step.inputs[0]
+    return found
+
+
+def _root(inner: Schedule, tensor: Tensor, seen: set[int]) -> Tensor | None:
+    """Returns the tensor whose buffer this one shares, None if all runs share it."""
+    number, output = tensor
+    if number == ARGUMENT:
+        if inner.results[output : output + 1] == [tensor]:
+            return None
+        if output in seen or output >= len(inner.results):
+            return tensor
+        # The value of the run before.
+        return _root(inner, inner.results[output], seen | {output})
+    step = inner.steps[number]
+    if step.op == "ReadVariableOp":
+        return None
+    if step.op in SHARING and step.inputs:
+        return _root(inner, step.inputs[0], seen)
+    return tensor

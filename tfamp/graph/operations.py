@@ -45,7 +45,9 @@ def read_operations(concrete: Any) -> tuple[Operation, ...]:
 
 def _walk(body: Body, prefix: str, count: int, known: bool) -> Iterator[Operation]:
     for node in body.live():
-        name = _joined(prefix, node.name)
+        name = node.name
+        if prefix and not name.startswith(prefix):
+            name = f"{prefix}/{name}"
         called = list(functions_of(node))
         if not called:
             yield _operation(body, node, name, count, known)
@@ -81,20 +83,18 @@ def _branch(
     if chosen is not None and 0 <= int(chosen) < len(branches):
         branches = [branches[int(chosen)]]
     walked = [list(_walk(each, name, count, known)) for each in branches]
-    yield from max(walked, key=_weight, default=[])
 
+    def cost(operations: list[Operation]) -> tuple[int, int]:
+        flops = sum((flops_of(each) or 0) * each.count for each in operations)
+        return flops, len(operations)
 
-def _weight(operations: list[Operation]) -> tuple[int, int]:
-    """Returns what makes a branch the dearer one."""
-    flops = sum((flops_of(each) or 0) * each.count for each in operations)
-    return flops, len(operations)
+    yield from max(walked, key=cost, default=[])
 
 
 def _called(body: Body, node: tf.compat.v1.NodeDef, function: Body) -> Body:
     """Tells a function what it is called with, where it does not know."""
     for index, reference in enumerate(body.inputs(node)):
-        if index not in function.argument_shapes:
-            function.argument_shapes[index] = body.shape(reference)
+        function.argument_shapes.setdefault(index, body.shape(reference))
         # A variable of a loop has the value that it starts with only if it keeps it.
         if node.op not in _LOOPS or function.hands_on(index):
             function.argument_values[index] = evaluate(body, reference)
@@ -119,11 +119,6 @@ def _operation(
         count=count,
         is_counted=known,
     )
-
-
-def _joined(prefix: str, name: str) -> str:
-    """Returns a name behind that of the call it is in, unless it begins with it."""
-    return f"{prefix}/{name}" if prefix and not name.startswith(prefix) else name
 
 
 @dataclasses.dataclass(frozen=True)

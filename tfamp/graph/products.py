@@ -65,9 +65,7 @@ def flops_of(operation: Operation) -> int | None:
 
 
 def _size(shape: Shape) -> int | None:
-    if shape is None or any(dim is None for dim in shape):
-        return None
-    return math.prod(dim for dim in shape if dim is not None)
+    return None if shape is None else _times(*shape)
 
 
 def _times(*factors: int | None) -> int | None:
@@ -78,21 +76,14 @@ def _times(*factors: int | None) -> int | None:
 
 
 def _convolution(operation: Operation) -> int | None:
-    along, kernel = _CONVOLUTIONS[operation.op_type]
-    positions = _size(_shape_at(operation, along))
-    shape = _shape_at(operation, kernel)
-    if shape is None:
+    shapes = dict(enumerate(operation.inputs)) | {"output": operation.outputs[0]}
+    along, kernel = (shapes[place] for place in _CONVOLUTIONS[operation.op_type])
+    if kernel is None:
         return None
     # A kernel is (..., channels in a group, channels out); a depthwise one is
     # (..., channels, multiplier) and sums over its window alone.
-    summed = shape[: -2 if operation.op_type.startswith("Depthwise") else -1]
-    return _times(2, positions, _size(summed))
-
-
-def _shape_at(operation: Operation, place: int | str) -> Shape:
-    if place == "output":
-        return operation.outputs[0]
-    return operation.inputs[int(place)]
+    summed = kernel[: -2 if operation.op_type.startswith("Depthwise") else -1]
+    return _times(2, _size(along), _size(summed))
 
 
 def _einsum(operation: Operation) -> int | None:
@@ -102,12 +93,8 @@ def _einsum(operation: Operation) -> int | None:
     first, second, result = factors
     known = {**first, **{k: v for k, v in second.items() if v is not None}}
     # What one factor alone has and the result has not is summed before the product.
-    counted = [
-        label
-        for label in known
-        if (label in first and label in second) or label in result
-    ]
-    return _times(2, *(known[label] for label in counted))
+    both = first.keys() & second.keys()
+    return _times(2, *(known[label] for label in known if label in both | result))
 
 
 def einsum_sizes(
@@ -150,8 +137,7 @@ def _recurrent(operation: Operation) -> int | None:
     if inputs is None or state is None:
         return None
     gates = _GATES[operation.attributes["rnn_mode"].s.decode()]
-    both = operation.attributes["direction"].s == b"bidirectional"
-    directions = 2 if both else 1
+    directions = 1 + (operation.attributes["direction"].s == b"bidirectional")
     layers, units = state[0], state[-1]
     if layers is None or units is None or inputs[-1] is None:
         return None
@@ -220,9 +206,7 @@ def _product_sizes(operation: Operation) -> dict[str, int | None]:
     }
     # A kernel of rank 2 is one product for all positions of all examples.
     if a is not None and len(a) > 2 and b is not None and len(b) == 2:
-        positions = [size for size in a[:-1] if size is not None]
-        whole = len(positions) == len(a) - 1
-        sizes["rows"] = math.prod(positions) if whole else None
+        sizes["rows"] = _times(*a[:-1])
     return sizes
 
 
@@ -238,10 +222,7 @@ def _einsum_product_sizes(operation: Operation) -> dict[str, int | None]:
                 groups["inputs"].append(size)
         elif label in result:
             groups["rows" if label in first else "units"].append(size)
-    return {
-        name: None if None in sizes else math.prod(size for size in sizes if size)
-        for name, sizes in groups.items()
-    }
+    return {name: _times(*sizes) for name, sizes in groups.items()}
 
 
 def _convolution_sizes(operation: Operation) -> dict[str, int | None]:

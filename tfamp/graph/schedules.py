@@ -1,13 +1,15 @@
-"""A traced graph as one list of steps: calls opened, loops and branches inside it."""
+"""A traced graph as one list of steps, and what each of them does to memory."""
 
 import dataclasses
+import itertools
+import math
 from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
-from tfamp.graph.bodies import Body, Reference, functions_of, read_bodies
-from tfamp.graph.buffers import LISTS, SHARING, output_bytes
+from tfamp.graph.bodies import Body, Reference, functions_of, output_shape, read_bodies
 from tfamp.graph.constants import num_trips
 
 # The step that makes a tensor and which output of it; `ARGUMENT` for what is passed.
@@ -19,6 +21,31 @@ _BRANCHES = {
     "If": ("then_branch", "else_branch"),
     "StatelessIf": ("then_branch", "else_branch"),
 }
+# Hand on the buffer of their first input.
+SHARING = frozenset(
+    "Identity Reshape Squeeze ExpandDims StopGradient PreventGradient EnsureShape "
+    "Bitcast ReadVariableOp CheckNumerics Snapshot".split()
+)
+# Write into an input of the same size that nobody else needs any more.
+IN_PLACE = frozenset(
+    "Abs Add AddN AddV2 BiasAdd ClipByValue Div DivNoNan Elu EluGrad Erf Erfc Exp "
+    "Expm1 Floor LeakyRelu LeakyReluGrad Log Log1p LogSoftmax LogicalAnd LogicalNot "
+    "LogicalOr Maximum Minimum Mul MulNoNan Neg Pow RealDiv Reciprocal ReciprocalGrad "
+    "Relu Relu6 Relu6Grad ReluGrad Round Rsqrt RsqrtGrad Select SelectV2 Selu SeluGrad "
+    "Sigmoid SigmoidGrad Sign Softmax Softplus SoftplusGrad Sqrt SqrtGrad Square "
+    "SquaredDifference Sub Tanh TanhGrad Xdivy Xlogy".split()
+)
+# Are there before the step, or hold nothing of the host's memory.
+GIVEN = frozenset(
+    "Placeholder Const NoOp VarHandleOp AssignVariableOp AssignAddVariableOp "
+    "AssignSubVariableOp".split()
+)
+# Give what a list holds already.
+TAKING = frozenset(("TensorListPopBack", "TensorListGetItem"))
+LISTS = frozenset(("TensorListPushBack", "TensorListSetItem"))
+_PRODUCTS = frozenset(("MatMul", "BatchMatMul", "BatchMatMulV2", "BatchMatMulV3"))
+_WITHOUT_BYTES = (tf.resource, tf.variant, tf.string)
+_FLOAT32_BYTES = 4
 
 
 @dataclasses.dataclass(slots=True)
@@ -224,56 +251,77 @@ def _plain(text: str) -> str:
     return text.lstrip("^").split(":")[0]
 
 
-def pushed_and_popped(inner: Schedule) -> tuple[dict[int, int], list[int]]:
-    """Returns the bytes that a run of a loop adds to each list, and lists it empties.
+def output_bytes(node: tf.compat.v1.NodeDef) -> list[int | None]:
+    """Returns the bytes of each output of a node, None where shapes are not known.
 
-    What is the same in all runs, a variable for example, costs nothing, and what goes
-    to several lists counts once.
+    Handles of variables and lists count 0.
     """
-    pushed: dict[int, int] = {}
-    popped = []
-    counted: set[Tensor] = set()
-    for index, result in enumerate(inner.results):
-        chain = _chain(inner, result)
-        if any(step.op == "TensorListPopBack" for step in chain):
-            popped.append(index)
-        elements = [step.inputs[-1] for step in chain if step.op in LISTS]
-        if not elements:
+    return [
+        _num_bytes(output_shape(node, index), dtype)
+        for index, dtype in enumerate(_dtypes(node))
+    ]
+
+
+def scratch_bytes(
+    node: tf.compat.v1.NodeDef,
+    inputs: list[int],
+    outputs: list[int],
+    *,
+    emulated: frozenset[str],
+) -> int:
+    """Returns what an operation holds while it runs, beside inputs and outputs.
+
+    Products of `emulated` dtypes are computed in float32 on this device: it copies the
+    factors to float32 and the result back.
+    """
+    if node.op == "Einsum":
+        return _transposed(node, inputs)
+    if node.op in _PRODUCTS:
+        dtype = tf.as_dtype(node.attr["T"].type)
+        if dtype.name in emulated:
+            return (sum(inputs) + sum(outputs)) // dtype.size * _FLOAT32_BYTES
+    return 0
+
+
+def _transposed(node: tf.compat.v1.NodeDef, inputs: list[int]) -> int:
+    """Returns the bytes of the copies that an Einsum makes to multiply matrices.
+
+    A factor is a matrix as it lies where the labels of the batch, those kept and those
+    summed over follow one another.
+    """
+    equation = node.attr["equation"].s.decode().replace(" ", "")
+    terms, _, result = equation.partition("->")
+    factors = terms.split(",")
+    if len(factors) != 2 or "..." in equation:
+        return 0
+    total = 0
+    for factor, other, size in zip(factors, reversed(factors), inputs, strict=True):
+        kinds = [
+            "kept" if label not in other else "batch" if label in result else "summed"
+            for label in factor
+        ]
+        runs = [kind for kind, _ in itertools.groupby(kinds)]
+        is_matrix = len(runs) == len(set(runs)) and "batch" not in runs[1:]
+        total += 0 if is_matrix else size
+    return total
+
+
+def _dtypes(node: tf.compat.v1.NodeDef) -> list[int]:
+    definition = op_def_registry.get(node.op)
+    found: list[int] = []
+    for each in definition.output_arg if definition is not None else ():
+        if each.type_list_attr:
+            found += node.attr[each.type_list_attr].list.type
             continue
-        pushed[index] = 0
-        for element in elements:
-            root = _root(inner, element, set())
-            if root is not None and root not in counted:
-                counted.add(root)
-                pushed[index] += inner.bytes_of(element)
-    return pushed, popped
-
-
-def _chain(inner: Schedule, tensor: Tensor) -> list[Step]:
-    """Returns the operations on a list that lead from the argument to a result."""
-    found: list[Step] = []
-    while tensor[0] != ARGUMENT:
-        step = inner.steps[tensor[0]]
-        if not step.inputs or not (step.op == "Identity" or "TensorList" in step.op):
-            return found
-        found.append(step)
-        tensor = step.inputs[0]
+        count = node.attr[each.number_attr].i if each.number_attr else 1
+        found += [each.type or node.attr[each.type_attr].type] * count
     return found
 
 
-def _root(inner: Schedule, tensor: Tensor, seen: set[int]) -> Tensor | None:
-    """Returns the tensor whose buffer this one shares, None if all runs share it."""
-    number, output = tensor
-    if number == ARGUMENT:
-        if inner.results[output : output + 1] == [tensor]:
-            return None
-        if output in seen or output >= len(inner.results):
-            return tensor
-        # The value of the run before.
-        return _root(inner, inner.results[output], seen | {output})
-    step = inner.steps[number]
-    if step.op == "ReadVariableOp":
+def _num_bytes(shape: tuple[int | None, ...] | None, dtype: int) -> int | None:
+    kind = tf.as_dtype(dtype)
+    if kind in _WITHOUT_BYTES:
+        return 0
+    if shape is None or None in shape:
         return None
-    if step.op in SHARING and step.inputs:
-        return _root(inner, step.inputs[0], seen)
-    return tensor
+    return math.prod(size for size in shape if size is not None) * int(kind.size)
