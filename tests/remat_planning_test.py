@@ -106,8 +106,8 @@ def test_pieces_that_save_most_for_their_time_come_first():
     kept = dict(zip(names, (100, 400, 300, 0), strict=True))
     cost = dict(zip(names, (1.0, 8.0, 2.0, 1.0), strict=True))
     # 100, 50 and 150 for a unit of time; the last keeps nothing.
-    pieces = [[layer] for layer in model.layers]
-    assert ranked(model, Savings(0, kept, cost), pieces) == [2, 0, 1]
+    savings = Savings(0, kept, cost)
+    assert ranked([savings.of(model, [each]) for each in model.layers]) == [2, 0, 1]
 
 
 ERRORS = {

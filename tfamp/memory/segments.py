@@ -20,7 +20,6 @@ from tfamp.stepping.costs import Roofline, computing
 
 # A piece saves less than it keeps, since its own gradient needs it once.
 _MAX_ROUNDS = 6
-Pieces = Sequence[Sequence[keras.layers.Layer]]
 
 
 class Segment(NamedTuple):
@@ -130,13 +129,10 @@ class Savings:
     ) -> tuple[int, float]:
         """Returns the bytes and the time of some layers with all inside them."""
         inside = {id(each) for layer in layers for _, each, _ in structure.walk(layer)}
-        paths = [
-            path for path, layer, _ in structure.walk(model) if id(layer) in inside
-        ]
-        return (
-            sum(self.kept.get(path, 0) for path in paths),
-            sum(self.cost.get(path, 0.0) for path in paths),
-        )
+        rows = structure.walk(model)
+        paths = [path for path, layer, _ in rows if id(layer) in inside]
+        kept = sum(self.kept.get(path, 0) for path in paths)
+        return kept, sum(self.cost.get(path, 0.0) for path in paths)
 
 
 def peak_bytes(model: keras.Model, batch_size: int, data: Any) -> int:
@@ -165,13 +161,13 @@ def read_savings(model: keras.Model, batch_size: int, data: Any) -> Savings:
 
 def fit_into(
     model: keras.Model,
-    pieces: Pieces,
+    pieces: Sequence[Sequence[keras.layers.Layer]],
     put: Callable[[set[int]], None],
     *,
     max_memory_bytes: int,
     batch_size: int,
     data: Any = None,
-) -> set[int]:
+) -> None:
     """Has the pieces computed again that save most for the time they take.
 
     `put` has pieces, by number, computed again, and no others.
@@ -180,72 +176,51 @@ def fit_into(
         ValueError: The step does not fit with all of them either; nothing is changed.
     """
     savings = read_savings(model, batch_size, data)
-    order = ranked(model, savings, pieces)
-    chosen: set[int] = set()
-    peak = savings.peak_bytes
-    count = 0
-    for _ in range(_MAX_ROUNDS):
+    saved = [savings.of(model, piece) for piece in pieces]
+    order = ranked(saved)
+    peak, count = savings.peak_bytes, 0
+    for number in range(_MAX_ROUNDS + 1):
         if peak <= max_memory_bytes or count == len(order):
             break
-        count = _next(savings, model, pieces, order, count, peak - max_memory_bytes)
-        chosen = set(order[:count])
-        put(chosen)
+        # The last round takes all.
+        missing = peak - max_memory_bytes if number < _MAX_ROUNDS else math.inf
+        while count < len(order) and missing > 0:
+            missing -= saved[order[count]][0]
+            count += 1
+        put(set(order[:count]))
         peak = peak_bytes(model, batch_size, data)
-    if peak > max_memory_bytes and count < len(order):
-        count, chosen = len(order), set(order)
-        put(chosen)
-        peak = peak_bytes(model, batch_size, data)
+    before = format_bytes(savings.peak_bytes)
     if peak > max_memory_bytes:
         put(set())
         raise ValueError(
             f"`max_memory_bytes` is {format_bytes(max_memory_bytes)}, and a batch of "
             f"{batch_size:,} takes {format_bytes(peak)} with all {len(order)} pieces "
-            f"computed again ({format_bytes(savings.peak_bytes)} without); expected a "
-            "target that can be met. Take a smaller batch, which "
-            "`tfamp.find_batch_size` finds, or more pieces by `segments`."
+            f"computed again ({before} without); expected a target that can be met. "
+            "Take a smaller batch, which `tfamp.find_batch_size` finds, or more pieces "
+            "by `segments`."
         )
-    _tell(model, savings, pieces, chosen, peak)
-    return chosen
-
-
-def ranked(model: keras.Model, savings: Savings, pieces: Pieces) -> list[int]:
-    """Returns the pieces that keep anything, most bytes for the time first."""
-
-    def worth(number: int) -> float:
-        kept, cost = savings.of(model, pieces[number])
-        return kept / cost if cost else 0.0
-
-    saving = [n for n in range(len(pieces)) if savings.of(model, pieces[n])[0] > 0]
-    return sorted(saving, key=worth, reverse=True)
-
-
-def _next(
-    savings: Savings,
-    model: keras.Model,
-    pieces: Pieces,
-    order: Sequence[int],
-    count: int,
-    missing: int,
-) -> int:
-    """Returns how many pieces, of the best ones, keep what is missing."""
-    while count < len(order) and missing > 0:
-        missing -= savings.of(model, pieces[order[count]])[0]
-        count += 1
-    return count
-
-
-def _tell(
-    model: keras.Model, savings: Savings, pieces: Pieces, chosen: set[int], peak: int
-) -> None:
-    cost = sum(savings.of(model, pieces[number])[1] for number in chosen)
-    forward = sum(savings.cost.values()) or 1.0
+    cost = sum(saved[number][1] for number in order[:count])
     logging.info(
         "tfamp.remat: %d of %d pieces of %r are computed again in the backward pass: "
         "%s instead of %s (predicted), for %s of a forward pass.",
-        len(chosen),
+        count,
         len(pieces),
         model.name,
         format_bytes(peak),
-        format_bytes(savings.peak_bytes),
-        format_share(cost / forward),
+        before,
+        format_share(cost / (sum(savings.cost.values()) or 1.0)),
     )
+
+
+def ranked(saved: Sequence[tuple[int, float]]) -> list[int]:
+    """Returns the numbers of pieces that keep anything, most bytes for the time first.
+
+    `saved` are bytes and time of each.
+    """
+
+    def worth(number: int) -> float:
+        kept, cost = saved[number]
+        return kept / cost if cost else 0.0
+
+    saving = [number for number, (kept, _) in enumerate(saved) if kept > 0]
+    return sorted(saving, key=worth, reverse=True)

@@ -3,7 +3,6 @@
 import dataclasses
 import math
 import os
-from collections.abc import Sequence
 from typing import Any, Literal
 
 from tfamp.records import checks, console
@@ -130,8 +129,8 @@ class Ranges(TableRecord):
             row = (
                 layer.path,
                 layer.kind,
-                magnitude_text(layer.smallest),
-                magnitude_text(layer.largest),
+                _magnitude(layer.smallest),
+                _magnitude(layer.largest),
             )
             rows.append((*row, *fits))
         right = {**console.FOLD, "justify": "right"}
@@ -155,75 +154,64 @@ class Ranges(TableRecord):
     def plot(self, path: str | os.PathLike[str]) -> None:
         """Draws the magnitudes of each layer against the limits of each format.
 
+        A row for each layer and kind shows how many numbers have which exponent.
+
         Args:
             path: An image file, whose ending says its kind, such as "ranges.png".
 
         Raises:
             ImportError: matplotlib is not installed.
         """
-        title = (
-            f"{self.model}: magnitudes in float32, best loss scale "
-            f"2^{math.log2(self.best_loss_scale):.0f}"
+        figures = checks.require(
+            "matplotlib.figure", extra="report", purpose="`Ranges.plot`"
         )
-        _draw(self.layers, title, path)
-
-
-def _draw(
-    layers: Sequence[LayerRange], title: str, path: str | os.PathLike[str]
-) -> None:
-    """Draws a row for each layer and kind: how many numbers have which exponent."""
-    figures = checks.require(
-        "matplotlib.figure", extra="report", purpose="`Ranges.plot`"
-    )
-    height = min(max(_LEAST, 1.8 + _PER_ROW * len(layers)), _MOST)
-    # Without pyplot, which keeps figures and picks a display.
-    figure = figures.Figure(figsize=(10.0, height), layout="constrained")
-    axes = figure.subplots()
-    exponents = [int(e) for layer in layers for e in layer.exponents] or [0]
-    low = min(min(exponents), math.floor(math.log2(FLOAT16.smallest_subnormal))) - 2
-    high = max(max(exponents), math.ceil(math.log2(FLOAT16.max))) + 2
-    low, high = max(low, _LOWEST), min(high, _HIGHEST)
-    for row, layer in enumerate(layers):
-        counts = {int(exponent): n for exponent, n in layer.exponents.items()}
-        most = max(counts.values(), default=1)
-        # Rare numbers are what overflows: even one of a million is to be seen.
-        heights = [0.15 + 0.7 * n / most for n in counts.values()]
-        axes.bar(
-            [exponent + 0.5 for exponent in counts],
-            heights,
-            bottom=[row + 0.4 - height for height in heights],
-            width=0.9,
-            color=_COLOURS[layer.kind],
-            linewidth=0,
+        height = min(max(_LEAST, 1.8 + _PER_ROW * len(self.layers)), _MOST)
+        # Without pyplot, which keeps figures and picks a display.
+        figure = figures.Figure(figsize=(10.0, height), layout="constrained")
+        axes = figure.subplots()
+        exponents = [int(e) for layer in self.layers for e in layer.exponents] or [0]
+        low = min(min(exponents), math.floor(math.log2(FLOAT16.smallest_subnormal))) - 2
+        high = max(max(exponents), math.ceil(math.log2(FLOAT16.max))) + 2
+        low, high = max(low, _LOWEST), min(high, _HIGHEST)
+        for row, layer in enumerate(self.layers):
+            counts = {int(exponent): n for exponent, n in layer.exponents.items()}
+            most = max(counts.values(), default=1)
+            # Rare numbers are what overflows: even one of a million is to be seen.
+            heights = [0.15 + 0.7 * n / most for n in counts.values()]
+            axes.bar(
+                [exponent + 0.5 for exponent in counts],
+                heights,
+                bottom=[row + 0.4 - height for height in heights],
+                width=0.9,
+                color=_COLOURS[layer.kind],
+                linewidth=0,
+            )
+        for name, line in zip(LOW_FORMATS, ("-", "--", "-.", ":"), strict=True):
+            label = name.removesuffix("fn")
+            style: dict[str, Any] = {"color": "#555555", "linewidth": 1.0}
+            for limit in (FORMATS[name].smallest_subnormal, FORMATS[name].max):
+                exponent = math.log2(limit)
+                if low < exponent < high:
+                    axes.axvline(exponent, label=label, linestyle=line, **style)
+                    label = "_"  # one entry of the legend each
+        axes.set_xlim(low, high)
+        axes.set_ylim(len(self.layers) - 0.4, -0.6)
+        names = [f"{layer.path}  {layer.kind}" for layer in self.layers]
+        axes.set_yticks(range(len(self.layers)), names, fontsize="small")
+        axes.set_xlabel(
+            "magnitude, as a power of 2; lines: smallest and largest number"
         )
-    for name, line in zip(LOW_FORMATS, ("-", "--", "-.", ":"), strict=True):
-        label = name.removesuffix("fn")
-        style: dict[str, Any] = {"color": "#555555", "linewidth": 1.0}
-        for limit in (FORMATS[name].smallest_subnormal, FORMATS[name].max):
-            exponent = math.log2(limit)
-            if low < exponent < high:
-                axes.axvline(exponent, label=label, linestyle=line, **style)
-                label = "_"  # one entry of the legend each
-    axes.set_xlim(low, high)
-    axes.set_ylim(len(layers) - 0.4, -0.6)
-    names = [f"{layer.path}  {layer.kind}" for layer in layers]
-    axes.set_yticks(range(len(layers)), names, fontsize="small")
-    axes.set_xlabel("magnitude, as a power of 2; lines: smallest and largest number")
-    axes.set_title(title, loc="left")
-    axes.grid(axis="x", color="#dddddd", linewidth=0.6)
-    axes.set_axisbelow(True)
-    if axes.get_legend_handles_labels()[0]:
-        axes.legend(loc="lower right", fontsize="small")
-    figure.savefig(path, dpi=150)
+        best = f"2^{math.log2(self.best_loss_scale):.0f}"
+        title = f"{self.model}: magnitudes in float32, best loss scale {best}"
+        axes.set_title(title, loc="left")
+        axes.grid(axis="x", color="#dddddd", linewidth=0.6)
+        axes.set_axisbelow(True)
+        if axes.get_legend_handles_labels()[0]:
+            axes.legend(loc="lower right", fontsize="small")
+        figure.savefig(path, dpi=150)
 
 
-def magnitude_text(magnitude: float) -> str:
-    """Returns a magnitude in three characters of digits, "-" for none.
-
-    Example:
-        >>> [magnitude_text(x) for x in (65504.0, 3.1e-9, float("inf"), 0.0)]
-        ['6.6e+04', '3.1e-09', '-', '-']
-    """
+def _magnitude(magnitude: float) -> str:
     return f"{magnitude:.1e}" if 0 < magnitude < math.inf else "-"
 
 

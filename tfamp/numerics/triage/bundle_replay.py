@@ -236,21 +236,31 @@ def _run(
     model: keras.Model, contents: files.Contents
 ) -> tuple[list[ReplayedStep], Exception | None]:
     """Replays all calls; returns what each came to, and what the last one raised."""
-    record = contents.record
     model.make_train_function(force=True)
     found: list[ReplayedStep] = []
     error = None
-    groups = itertools.groupby(record.calls, key=lambda call: call.epoch)
-    for _, group in groups:
+    for _, group in itertools.groupby(contents.record.calls, lambda call: call.epoch):
         calls = list(group)
         if calls[0].index == 0:
             if found and tally_of(model.optimizer) is not None:
                 model.optimizer.flush()
             model.reset_metrics()
         all_logs, error = _run_calls(model, contents, calls)
-        missing = len(calls) - len(all_logs)  # of the call that raised
-        for call, logs in zip(calls, [*all_logs, *[{}] * missing], strict=True):
-            found.append(_step_of(call, logs))
+        all_logs += [{}] * (len(calls) - len(all_logs))  # of the call that raised
+        for call, logs in zip(calls, all_logs, strict=True):
+            loss = logs.get("loss")
+            step = ReplayedStep(
+                epoch=call.epoch,
+                step=call.first + call.num_batches,
+                recorded_loss=call.value("loss"),
+                replayed_loss=None if loss is None else float.fromhex(loss),
+                differing=tuple(
+                    name
+                    for name, was in call.logs.items()
+                    if name in logs and not records.same_bits(was, logs[name])
+                ),
+            )
+            found.append(step)
         if error is not None:
             break
     return found, error
@@ -272,20 +282,6 @@ def _run_calls(
         if optimizer.was_stopped():
             return found, optimizer.late_stop_error()
     return found, None
-
-
-def _step_of(call: Call, logs: dict[str, str]) -> ReplayedStep:
-    common = [name for name in call.logs if name in logs]
-    replayed = logs.get("loss")
-    return ReplayedStep(
-        epoch=call.epoch,
-        step=call.first + call.num_batches,
-        recorded_loss=call.value("loss"),
-        replayed_loss=None if replayed is None else float.fromhex(replayed),
-        differing=tuple(
-            n for n in common if not records.same_bits(call.logs[n], logs[n])
-        ),
-    )
 
 
 def _failed_again(
@@ -312,9 +308,8 @@ def _went_wrong(
     if loss is not None and not math.isfinite(float.fromhex(loss)):
         return True
     after = snapshots.take(model)
-    if after.counters.get("skipped_steps", 0) > before.counters.get("skipped_steps", 0):
-        return True
-    return snapshots.num_nonfinite(after) > 0
+    skipped = [state.counters.get("skipped_steps", 0) for state in (before, after)]
+    return skipped[1] > skipped[0] or snapshots.num_nonfinite(after) > 0
 
 
 def _explained(model: keras.Model, contents: files.Contents) -> str:

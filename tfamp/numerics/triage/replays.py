@@ -13,8 +13,8 @@ from tfamp.keras_hooks import structure
 from tfamp.numerics.triage import suspicions
 from tfamp.numerics.triage.first_nonfinite import Examined, examine
 from tfamp.numerics.triage.result import Blamed, Replay, Triage
-from tfamp.numerics.triage.suspicions import Update
-from tfamp.records.formats import FORMATS
+from tfamp.numerics.triage.suspicions import Suspicion, Update
+from tfamp.records.formats import FORMATS, HALF
 from tfamp.stepping.arguments import batch_of, build
 from tfamp.stepping.eager_step import loss_scale_of
 from tfamp.stepping.layer_calls import how_to_keep, state_of, state_restored
@@ -26,7 +26,6 @@ from tfamp.stepping.unchanged import same_draws, unchanged
 _MAX_LAYERS = 8
 # One layer may be made with large weights; where several have them they ran away.
 _MANY_LAYERS = 2
-_HALF = ("float16", "bfloat16")
 _DROP = (
     "Drop such examples: `Pipeline.filter`, or ask `tfamp.data.check(dataset)` for all "
     "of them."
@@ -36,6 +35,13 @@ _RESTORE = "Put the optimizer's state from before it back, or compile anew."
 _GONE = (
     "Put weights from before it back: the step that wrote them is gone. A fused ReLU "
     "may have hidden it, so watch weights, not the loss alone."
+)
+_CHANGE_LOSS = (
+    "Change the loss: a log, a root or a division in it meets 0. Losses of Keras that "
+    "take logits do not."
+)
+_RAISE_EPSILON = (
+    "Raise the optimizer's epsilon above 0, or look at what its update divides by."
 )
 _CUT = (
     "Go back to weights from before and cut the learning rate, warm it up, or clip "
@@ -51,10 +57,10 @@ def inquire(model: keras.Model, batch: Any) -> Triage:
     if model.optimizer is not None:  # of this step, where it follows a schedule
         rate = float(tf.convert_to_tensor(model.optimizer.learning_rate))
     with unchanged(model), same_draws():
-        return Inquiry(model, batch, rate).run()
+        return _Inquiry(model, batch, rate).run()
 
 
-class Inquiry:
+class _Inquiry:
     """The replays of one step, and what they say.
 
     `rate` is the learning rate of an update, None without an optimizer.
@@ -65,31 +71,34 @@ class Inquiry:
         self._replays: list[Replay] = []
         self._exact: Examined | None = None
         self._scale = loss_scale_of(model)
-        self._dtypes = sorted(structure.compute_dtypes(model) & {*_HALF})
+        halves = sorted(structure.compute_dtypes(model) & {*HALF})
+        self._is_half = bool(halves)
+        self._dtype = halves[0] if halves else "float16"
         self._policy = model.dtype_policy.name
         self._state = state_of(model)
         self._masks: frozenset[str] | None = None
 
     def run(self) -> Triage:
         """Replays as often as it takes, and answers."""
-        found = list(suspicions.bad_data(self._batch))
+        model, batch = self._model, self._batch
+        found = list(suspicions.bad_data(batch))
         if found and self._is_spoiled_by_data():
             return self._answer("data", found, _DROP)
-        if found := list(suspicions.bad_weights(self._model)):
+        if found := list(suspicions.bad_weights(model)):
             if large := self._exploded():
                 return self._answer("learning rate", [*found, *large], _CUT)
             return self._answer("model", found, _GONE)
-        if found := list(suspicions.bad_slots(self._model)):
+        if found := list(suspicions.bad_slots(model)):
             return self._answer("optimizer", found, _RESTORE)
-        if found := list(suspicions.bad_labels(self._model, self._batch)):
+        if found := list(suspicions.bad_labels(model, batch)):
             return self._answer("data", found, _RELABEL)
         place = len(self._replays)
         own = self._replay(self._policy, self._scale)
-        exact = self._in_float32() if self._dtypes or self._scale != 1 else own
+        exact = self._in_float32() if self._is_half or self._scale != 1 else own
         if exact is not own and exact.step.is_finite and not own.step.is_finite:
             # -inf that is there in float32, too, is meant; any other overflowed.
             self._masks = exact.health.masks
-            own = own.knowing(self._model, self._masks)
+            own = own.knowing(model, self._masks)
             self._replays[place] = _replay_of(self._replays[place].name, own)
         if not exact.step.is_finite:
             return self._of_float32(exact)
@@ -130,7 +139,7 @@ class Inquiry:
         masks = self._masks
         return found if masks is None else found.knowing(self._model, masks)
 
-    def _exploded(self) -> list[suspicions.Suspicion]:
+    def _exploded(self) -> list[Suspicion]:
         return list(suspicions.exploded(self._model))[:3]
 
     def _of_float32(self, exact: Examined) -> Triage:
@@ -144,34 +153,29 @@ class Inquiry:
                 again = self._replay("float32 without outliers", 1.0, rest)
             if again.step.is_finite:
                 rows = ", ".join(map(str, np.flatnonzero(left_out)[:5]))
-                sentence = (
+                outlying = Suspicion(
+                    None,
                     f"Without {int(left_out.sum())} examples (number {rows}) that are "
-                    "a thousand times as large as the others the step is finite."
+                    "a thousand times as large as the others the step is finite.",
                 )
-                return self._answer(
-                    "data", [suspicions.Suspicion(None, sentence)], _DROP
-                )
+                return self._answer("data", [outlying], _DROP)
         origin = exact.origin
         if origin is None:
-            sentence = (
-                "The loss is not finite in float32, while all that the layers give is."
+            of_loss = Suspicion(
+                None,
+                "The loss is not finite in float32, while all that the layers give is.",
             )
-            remedy = (
-                "Change the loss: a log, a root or a division in it meets 0. Losses of "
-                "Keras that take logits do not."
-            )
-            return self._answer("model", [suspicions.Suspicion(None, sentence)], remedy)
-        sentence = (
+            return self._answer("model", [of_loss], _CHANGE_LOSS)
+        of_layer = Suspicion(
+            origin.path,
             f"{origin.path!r} makes a number that is not finite of finite ones in "
-            f"float32 too, on the way {origin.way}."
+            f"float32 too, on the way {origin.way}.",
         )
         remedy = (
             f"Change {origin.path!r}: keep what it takes the log, root or quotient of "
             "away from 0, as by adding a small constant, and clip what it raises."
         )
-        return self._answer(
-            "model", [suspicions.Suspicion(origin.path, sentence)], remedy, exact
-        )
+        return self._answer("model", [of_layer], remedy, exact)
 
     def _of_precision(self, own: Examined, exact: Examined) -> Triage:
         """Blames the loss scale or the precision: float32 is finite."""
@@ -183,46 +187,42 @@ class Inquiry:
             if once.step.is_finite:
                 return self._of_loss_scale(own)
             own = once
-        kept: list[Any] = []
-        paths: list[str] = []
+        kept: list[Site] = []
         found = own
         while found.origin is not None and len(kept) < _MAX_LAYERS:
             origin = found.origin
-            if any(layer is origin.layer for layer in kept):
+            if any(site.layer is origin.layer for site in kept):
                 break
-            kept.append(origin.layer)
-            paths.append(origin.path)
-            dtype = self._dtypes[0] if self._dtypes else "float16"
-            with as_islands(kept, dtype):
-                shown = ", ".join(map(repr, paths))
+            kept.append(Site(origin.path, origin.layer))
+            shown = ", ".join(repr(site.path) for site in kept)
+            with as_islands([site.layer for site in kept], self._dtype):
                 found = self._replay(f"{self._policy}, {shown} in float32", 1.0)
             if found.step.is_finite:
                 break
-        layer = paths[0] if paths else None
+        paths = tuple(site.path for site in kept)
         sentence = f"The step is finite in float32 and not in {self._policy}."
-        sentences = [suspicions.Suspicion(layer, sentence)]
+        sentences = [Suspicion(paths[0] if paths else None, sentence)]
         if paths:
             sentences.append(self._range_of(own, exact))
         if found.step.is_finite:
-            remedy = how_to_keep(list(map(Site, paths, kept)))
+            remedy = how_to_keep(kept)
         else:
             remedy = (
                 "Train it in float32: keeping the layers found so far "
                 f"({', '.join(map(repr, paths)) or 'none'}) was not enough."
             )
-        return self._answer("precision", sentences, remedy, own, layers=tuple(paths))
+        return self._answer("precision", sentences, remedy, own, layers=paths)
 
-    def _range_of(self, own: Examined, exact: Examined) -> suspicions.Suspicion:
+    def _range_of(self, own: Examined, exact: Examined) -> Suspicion:
         origin = own.origin
         path = origin.path if origin is not None else ""
-        is_forward = origin is not None and origin.way == "forward"
-        seen = exact.health.largest if is_forward else exact.health.largest_gradient
-        what = "outputs" if is_forward else "gradients"
-        dtype = self._dtypes[0] if self._dtypes else "float16"
-        return suspicions.Suspicion(
+        seen, what = exact.health.largest_gradient, "gradients"
+        if origin is not None and origin.way == "forward":
+            seen, what = exact.health.largest, "outputs"
+        return Suspicion(
             path,
             f"In float32 the {what} of {path!r} reach {seen.get(path, math.nan):.4g}; "
-            f"{dtype} holds {FORMATS[dtype].max:.6g}.",
+            f"{self._dtype} holds {FORMATS[self._dtype].max:.6g}.",
         )
 
     def _of_loss_scale(self, own: Examined) -> Triage:
@@ -231,18 +231,16 @@ class Inquiry:
             scale /= 2.0**3 if scale >= 2.0**3 else scale
             if self._examine(self._batch, scale).step.is_finite:
                 break
-        path = None if own.origin is None else own.origin.path
-        sentence = (
+        found = Suspicion(
+            None if own.origin is None else own.origin.path,
             f"The step is finite at a loss scale of {scale:g} and not at "
-            f"{self._scale:g}."
+            f"{self._scale:g}.",
         )
         remedy = (
             f"Lower the scale to {scale:g} at most, or let it be dynamic: a dynamic "
             "one comes down by itself after a skipped step."
         )
-        answer = self._answer(
-            "loss scale", [suspicions.Suspicion(path, sentence)], remedy, own
-        )
+        answer = self._answer("loss scale", [found], remedy, own)
         return dataclasses.replace(answer, loss_scale=scale)
 
     def _of_the_update(self, exact: Examined) -> Triage:
@@ -253,55 +251,45 @@ class Inquiry:
         if update is not None:
             bad = update.bad_weight()
             if bad is not None:
-                return self._answer(
-                    "optimizer",
-                    [bad],
-                    "Raise the optimizer's epsilon above 0, or look at what its update "
-                    "divides by.",
-                )
+                return self._answer("optimizer", [bad], _RAISE_EPSILON)
             before = math.inf if exact.step.loss is None else float(exact.step.loss)
             after = update.loss_after()
             if after is not None and update.is_jump(before, after):
                 return self._of_a_jump(update, before, after)
-        return self._answer(
-            "none",
-            [],
-            "Nothing is wrong with this step: loss and gradients are finite.",
-        )
+        nothing = "Nothing is wrong with this step: loss and gradients are finite."
+        return self._answer("none", [], nothing)
 
     def _of_a_jump(self, update: Update, before: float, after: float) -> Triage:
         """Blames the learning rate, and names one that lowers the loss."""
         found = f"One update takes the loss from {before:.4g} to {after:.4g}."
         softer = update.softer(before)
-        remedy = _CUT
+        remedy, factor = _CUT, None
         if softer is not None:
+            factor = softer.factor
             remedy = (
                 "Go back to weights from before and cut the learning rate from "
-                f"{update.rate:.3g} to {update.rate * softer.factor:.3g}, at which one "
+                f"{update.rate:.3g} to {update.rate * factor:.3g}, at which one "
                 f"update takes the loss to {softer.loss:.4g}; or warm it up."
             )
-        answer = self._answer(
-            "learning rate", [suspicions.Suspicion(None, found)], remedy
-        )
-        factor = None if softer is None else softer.factor
+        answer = self._answer("learning rate", [Suspicion(None, found)], remedy)
         return dataclasses.replace(answer, rate_factor=factor)
 
     def _answer(
         self,
         cause: Blamed,
-        found: list[suspicions.Suspicion],
+        found: list[Suspicion],
         remedy: str,
         examined: Examined | None = None,
         *,
         layers: tuple[str, ...] = (),
     ) -> Triage:
         layer = next((each.layer for each in found if each.layer is not None), None)
+        origin = None if examined is None else examined.origin
         source = ""
-        if examined is not None and examined.origin is not None:
-            if layer is None:
-                layer = examined.origin.path
-            if layer == examined.origin.path:
-                source = _source(examined.origin.layer)
+        if origin is not None:
+            layer = origin.path if layer is None else layer
+            if layer == origin.path:
+                source = _source(origin.layer)
         return Triage(
             self._model.name,
             cause,
@@ -317,9 +305,9 @@ class Inquiry:
 def _replay_of(name: str, found: Examined) -> Replay:
     loss = None if found.step.loss is None else float(found.step.loss)
     if found.step.is_finite:
-        return Replay(name, True, loss, None, "")
+        return Replay(name, True, loss)
     if found.origin is None:
-        return Replay(name, False, loss, None, "loss")
+        return Replay(name, False, loss, on_the_way="loss")
     return Replay(name, False, loss, found.origin.path, found.origin.way)
 
 
