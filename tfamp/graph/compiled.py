@@ -10,7 +10,7 @@ import math
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import tensorflow as tf
@@ -225,22 +225,17 @@ def find_program_peak(text: str) -> Peak:
             f"The program begins with {head[:80]!r}; expected `is_scheduled=true` in "
             "it. Read the stage 'optimized_hlo'."
         )
-    computations, entry = _read(text.splitlines())
-    updated = {int(index or 0) for index in _ALIAS.findall(head)}
-    return _walk(computations[entry], computations, updated)
-
-
-def _read(lines: Iterable[str]) -> tuple[dict[str, list[_Instruction]], str]:
-    found: dict[str, list[_Instruction]] = {}
+    computations: dict[str, list[_Instruction]] = {}
     entry = current = ""
-    for line in lines:
+    for line in text.splitlines():
         if (opened := _COMPUTATION.match(line)) and " = " not in line.split("{")[0]:
             current = opened["name"]
-            found[current] = []
+            computations[current] = []
             entry = current if opened["entry"] else entry
         elif current and (each := _instruction(line)):
-            found[current].append(each)
-    return found, entry
+            computations[current].append(each)
+    updated = {int(index or 0) for index in _ALIAS.findall(head)}
+    return _walk(computations[entry], computations, updated)
 
 
 def _walk(

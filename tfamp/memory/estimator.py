@@ -1,7 +1,7 @@
 """`tfamp.estimate_memory`: bytes of a step, from its traced graph."""
 
 import contextlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -83,13 +83,21 @@ def estimate_memory(
     policies = [policy] if policy is None or isinstance(policy, str) else list(policy)
     found: list[MemoryEstimate] = []
     for name in policies:
-        given = model
-        if name is not None:  # a copy that computes under it
-            instead = "apply the policy to the model yourself, by `tfamp.apply`"
-            with model.distribute_strategy.scope():
+        with contextlib.ExitStack() as stack:
+            stack.enter_context(model.distribute_strategy.scope())
+            given = model
+            if name is not None:  # a copy that computes under it
+                instead = "apply the policy to the model yourself, by `tfamp.apply`"
                 given = copied(model, instead=instead)
                 apply(given, name)
-        with _ready(given, model, optimizer, training=training):
+            if training and (optimizer is not None or given is not model):
+                chosen = model.optimizer if optimizer is None else optimizer
+                if not isinstance(chosen, str):
+                    # Without state, and without a loss scale of its own.
+                    chosen = type(chosen).from_config(chosen.get_config())
+                arguments = {"loss": "mse", **trainer.compile_arguments(model)}
+                arguments |= {"optimizer": chosen, "run_eagerly": False}
+                stack.enter_context(trainer.compiled_as(given, **arguments))
             steps = StepMemory(
                 given,
                 data,
@@ -129,30 +137,3 @@ def _check_model(model: Any, *, training: bool, optimizer: Any) -> None:
             "`optimizer` came with `training=False`; expected one of them, as "
             "inference has no optimizer. Leave one out."
         )
-
-
-@contextlib.contextmanager
-def _ready(
-    model: keras.Model,
-    original: keras.Model,
-    optimizer: Any,
-    *,
-    training: bool,
-) -> Iterator[None]:
-    """Has the model built, and compiled as it was asked for, as long as it lasts."""
-    with contextlib.ExitStack() as stack:
-        stack.enter_context(model.distribute_strategy.scope())
-        if training and (optimizer is not None or model is not original):
-            arguments = trainer.compile_arguments(original)
-            chosen = optimizer if optimizer is not None else original.optimizer
-            arguments |= {"optimizer": _anew(chosen), "run_eagerly": False}
-            arguments.setdefault("loss", "mse")
-            stack.enter_context(trainer.compiled_as(model, **arguments))
-        yield
-
-
-def _anew(optimizer: Any) -> Any:
-    """Returns an optimizer without state, and without a loss scale of its own."""
-    if isinstance(optimizer, str):
-        return optimizer
-    return type(optimizer).from_config(optimizer.get_config())

@@ -74,14 +74,13 @@ def remat(
     Source: T. Chen et al., Training Deep Nets with Sublinear Memory Cost, 2016.
     """
     model = model_or_layers if isinstance(model_or_layers, keras.Model) else None
-    check_settings(model, only, segments)
-    check_target(model, max_memory_bytes, batch_size, enabled=enabled)
+    _check(model, only, segments, max_memory_bytes, batch_size, enabled=enabled)
     if model is None:
-        layers = layers_of(model_or_layers)
+        layers = _layers_of(model_or_layers)
         for layer in layers:
             _set(layer, enabled=enabled)
         return model_or_layers
-    chosen = None if only is None else chosen_layers(model, only)
+    chosen = None if only is None else _chosen_layers(model, only)
     graph = structure.graph_of(model)
     _clear(model)
     if max_memory_bytes is not None and batch_size is not None:
@@ -258,7 +257,15 @@ def _run_again(
         tensors[id(x)] = y
 
 
-def check_settings(model: keras.Model | None, only: Any, segments: int | None) -> None:
+def _check(
+    model: keras.Model | None,
+    only: Any,
+    segments: int | None,
+    max_memory_bytes: int | None,
+    batch_size: int | None,
+    *,
+    enabled: bool,
+) -> None:
     """Raises if settings don't go together or lack what they act on."""
     if segments is not None:
         checks.positive_int("segments", segments)
@@ -277,16 +284,6 @@ def check_settings(model: keras.Model | None, only: Any, segments: int | None) -
             f"`segments` came with {model.name!r}, which has no graph to cut; expected "
             "a built Functional or Sequential model. Name layers by `only`."
         )
-
-
-def check_target(
-    model: keras.Model | None,
-    max_memory_bytes: int | None,
-    batch_size: int | None,
-    *,
-    enabled: bool,
-) -> None:
-    """Raises unless a target comes with all that predicting takes."""
     if (max_memory_bytes is None) != (batch_size is None):
         raise ValueError(
             f"`max_memory_bytes` is {max_memory_bytes!r} and `batch_size` "
@@ -305,7 +302,7 @@ def check_target(
         )
 
 
-def layers_of(given: Any) -> list[keras.layers.Layer]:
+def _layers_of(given: Any) -> list[keras.layers.Layer]:
     """Returns one layer or several as a list."""
     layers = [given] if isinstance(given, keras.layers.Layer) else given
     if isinstance(layers, Sequence) and not isinstance(layers, str):
@@ -317,7 +314,7 @@ def layers_of(given: Any) -> list[keras.layers.Layer]:
     )
 
 
-def chosen_layers(model: keras.Model, only: Any) -> list[keras.layers.Layer]:
+def _chosen_layers(model: keras.Model, only: Any) -> list[keras.layers.Layer]:
     """Returns the layers that names, paths or classes stand for."""
     wanted = [only] if isinstance(only, str | type) else list(only)
     found: dict[int, keras.layers.Layer] = {}

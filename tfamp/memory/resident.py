@@ -8,14 +8,14 @@ import ctypes
 import dataclasses
 import math
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfamp.graph.liveness import Change, changes
-from tfamp.graph.schedules import Schedule
+from tfamp.graph.schedules import Schedule, Step
 from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.keras_hooks.structure import num_bytes
 from tfamp.machine import memory as process_memory
@@ -172,26 +172,23 @@ def growth(
     return most - before
 
 
-def runtime_bytes(plan: Schedule) -> int:
+def runtime_bytes(schedule: Schedule) -> int:
     """Returns what TensorFlow takes to run a graph, beside its tensors."""
-    operations, convolutions = _count(plan)
+    steps = list(_all_steps(schedule))
+    # With their gradients.
+    convolutions = sum(step.op.startswith(_CONVOLUTIONS) for step in steps)
     return (
         _RUNTIME_BYTES
-        + _BYTES_PER_OPERATION * operations
+        + _BYTES_PER_OPERATION * len(steps)
         + _BYTES_PER_CONVOLUTION * convolutions
     )
 
 
-def _count(plan: Schedule) -> tuple[int, int]:
-    """Returns the numbers of operations and of convolutions with their gradients."""
-    operations = len(plan.steps)
-    convolutions = sum(step.op.startswith(_CONVOLUTIONS) for step in plan.steps)
-    for step in plan.steps:
+def _all_steps(schedule: Schedule) -> Iterator[Step]:
+    for step in schedule.steps:
+        yield step
         for inner in step.inner:
-            more = _count(inner)
-            operations += more[0]
-            convolutions += more[1]
-    return operations, convolutions
+            yield from _all_steps(inner)
 
 
 class _Mallinfo2(ctypes.Structure):

@@ -35,7 +35,7 @@ def specs_of(
     whose = f"Model {model.name!r}" if data is None else "`data`"
     given = _inputs(model) if data is None else _specs_of_data(data)
     open_sizes = [
-        f"{_name(spec)} {tuple(spec.shape)}"
+        f"{repr(spec.name) if spec.name else 'an input'} {tuple(spec.shape)}"
         for spec in tf.nest.flatten(given)
         if None in _sizes(spec)
     ]
@@ -108,23 +108,18 @@ def _inputs(model: keras.Model) -> Any:
     return found[0] if len(found) == 1 else found
 
 
-def _name(spec: Any) -> str:
-    return repr(spec.name) if spec.name else "an input"
-
-
 def _targets(model: keras.Model, x: Any) -> Any:
     """Returns targets that the compiled loss takes: classes as numbers, or outputs."""
-    outputs = model.compute_output_spec(structure.map_structure(_symbolic, x))
+    inputs = structure.map_structure(
+        lambda spec: keras.KerasTensor(spec.shape, spec.dtype.name), x
+    )
+    outputs = model.compute_output_spec(inputs)
     loss = getattr(model, "loss", None)
     if isinstance(loss, dict) and isinstance(outputs, dict):
         return {name: _target(outputs[name], loss.get(name)) for name in outputs}
     if isinstance(loss, (list, tuple)) and isinstance(outputs, (list, tuple)):
         return tuple(_target(y, each) for y, each in zip(outputs, loss, strict=True))
     return structure.map_structure(lambda y: _target(y, loss), outputs)
-
-
-def _symbolic(spec: tf.TensorSpec) -> keras.KerasTensor:
-    return keras.KerasTensor(spec.shape, spec.dtype.name)
 
 
 def _target(output: keras.KerasTensor, loss: Any) -> tf.TensorSpec:

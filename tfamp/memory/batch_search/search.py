@@ -2,7 +2,6 @@
 
 import dataclasses
 import math
-import statistics
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -127,9 +126,8 @@ def merged(first: Trial, second: Trial) -> Trial:
     num_runs = first.num_runs + second.num_runs
     if not second.fits:
         return dataclasses.replace(second, num_runs=num_runs)
-    speed = statistics.median(
-        [first.examples_per_second or 0.0, second.examples_per_second or 0.0]
-    )
+    speeds = first.examples_per_second or 0.0, second.examples_per_second or 0.0
+    speed = sum(speeds) / 2
     peaks = [p for p in (first.peak_bytes, second.peak_bytes) if p is not None]
     return dataclasses.replace(
         first,

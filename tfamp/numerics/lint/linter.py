@@ -5,66 +5,37 @@ from typing import Any
 
 import keras
 
-from tfamp.numerics.lint.arithmetic import (
-    constant_range,
-    long_reduction,
-    optimizer_epsilon,
-    vanishing_epsilon,
-)
-from tfamp.numerics.lint.environment import (
-    failing_remat,
-    float_ids,
-    idle_distribution,
-    missing_kernel,
-    unaligned_shapes,
-    unnormalised_input,
-)
-from tfamp.numerics.lint.layers import (
-    added_loss,
-    half_head,
-    half_loss,
-    overflowing_norm,
-    shifted_normalization,
-    unscaled_attention,
-)
-from tfamp.numerics.lint.loss_scales import unscaled_float16, unscaled_train_step
+from tfamp.numerics.lint import arithmetic, environment, layers, loss_scales, weights
 from tfamp.numerics.lint.subject import CannotTellError, LintRule, Subject, look
-from tfamp.numerics.lint.weights import (
-    half_weights,
-    late_policy,
-    lost_updates,
-    rate_for_batch,
-    rounded_momentum,
-)
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.records.findings import Finding, Findings
 from tfamp.stepping.arguments import dataset_of
 
 RULES: tuple[LintRule, ...] = (
-    half_head,
-    half_loss,
-    late_policy,
-    unscaled_float16,
-    unscaled_train_step,
-    half_weights,
-    optimizer_epsilon,
-    rounded_momentum,
-    lost_updates,
-    vanishing_epsilon,
-    constant_range,
-    long_reduction,
-    overflowing_norm,
-    unscaled_attention,
-    shifted_normalization,
-    unnormalised_input,
-    float_ids,
-    rate_for_batch,
-    added_loss,
-    missing_kernel,
-    idle_distribution,
-    failing_remat,
-    unaligned_shapes,
+    layers.half_head,
+    layers.half_loss,
+    weights.late_policy,
+    loss_scales.unscaled_float16,
+    loss_scales.unscaled_train_step,
+    weights.half_weights,
+    arithmetic.optimizer_epsilon,
+    weights.rounded_momentum,
+    weights.lost_updates,
+    arithmetic.vanishing_epsilon,
+    arithmetic.constant_range,
+    arithmetic.long_reduction,
+    layers.overflowing_norm,
+    layers.unscaled_attention,
+    layers.shifted_normalization,
+    environment.unnormalised_input,
+    environment.float_ids,
+    weights.rate_for_batch,
+    layers.added_loss,
+    environment.missing_kernel,
+    environment.idle_distribution,
+    environment.failing_remat,
+    environment.unaligned_shapes,
 )
 RULE_IDS: tuple[str, ...] = tuple(rule.id for rule in RULES)
 
