@@ -61,9 +61,11 @@ class Settings:
             ValueError: It is unknown, or the open strategy cannot be had elsewhere.
         """
         threading = tf.config.threading
+        cpu = tf.config.list_physical_devices("CPU")[0]
+        parts = tf.config.get_logical_device_configuration(cpu)
         around: dict[str, Any] = {
             "replicas": _replicas(tf.distribute.get_strategy()),
-            "num_cpus": _num_cpus(),
+            "num_cpus": len(parts or ()),
             "threads": (
                 threading.get_intra_op_parallelism_threads(),
                 threading.get_inter_op_parallelism_threads(),
@@ -164,12 +166,6 @@ def _replicas(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
         )
     names = strategy.extended.worker_devices
     return tuple(name.split("/device:")[-1] for name in names)
-
-
-def _num_cpus() -> int:
-    """Returns how many logical CPU devices somebody asked for, 0 for none."""
-    cpu = tf.config.list_physical_devices("CPU")[0]
-    return len(tf.config.get_logical_device_configuration(cpu) or ())
 
 
 class Batch(NamedTuple):

@@ -50,8 +50,15 @@ def main(argv: Sequence[str]) -> int:
         _OWN_SCORE.write_text("1000")
     threading.Thread(target=_end_with_parent, daemon=True).start()
     is_over = threading.Event()
+
+    def give_up() -> None:
+        held = process_memory.process_bytes()
+        found = {"outcome": "over the limit", "peak_bytes": held}
+        (folder / ANSWER).write_text(json.dumps(found))
+        os._exit(0)
+
     if plan.allowed_bytes is not None and not has_gpu:
-        watch(plan.allowed_bytes, lambda: _give_up(folder), is_over=is_over)
+        watch(plan.allowed_bytes, give_up, is_over=is_over)
     try:
         settings.prepare_devices(plan.allowed_bytes if has_gpu else None)
         with settings.in_force():
@@ -150,12 +157,6 @@ def watch(
     return thread
 
 
-def _give_up(folder: Path) -> None:
-    found = {"outcome": "over the limit", "peak_bytes": process_memory.process_bytes()}
-    (folder / ANSWER).write_text(json.dumps(found))
-    os._exit(0)
-
-
 def _end_with_parent() -> None:
     """Waits for the end of standard input, which the parent holds open."""
     while os.read(sys.stdin.fileno(), 1024):
@@ -220,21 +221,17 @@ class _Timer(keras.callbacks.Callback):
         self, batch: int, logs: Mapping[str, Any] | None = None
     ) -> None:
         """Notes a step once its work is done."""
-        _wait(self.model, logs)
+        # What the step returned, and its counter, are read to wait for the device.
+        for value in list((logs or {}).values())[:1]:
+            np.asarray(value)
+        if self.model.optimizer is not None:
+            np.asarray(self.model.optimizer.iterations)
         now = self._clock()
         self.seconds.append(now - self._began)
         self._began = now
         timed = self.seconds[1:]
         if len(timed) >= self._steps and sum(timed) >= _MIN_SECONDS:
             self.model.stop_training = True
-
-
-def _wait(model: keras.Model, logs: Mapping[str, Any] | None) -> None:
-    """Waits for the device by reading what the step returned, and its counter."""
-    for value in list((logs or {}).values())[:1]:
-        np.asarray(value)
-    if model.optimizer is not None:
-        np.asarray(model.optimizer.iterations)
 
 
 if __name__ == "__main__":

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 
 from tfamp.numerics.lint import arithmetic, environment, layers, loss_scales, weights
-from tfamp.numerics.lint.subject import CannotTellError, LintRule, Subject, look
+from tfamp.numerics.lint.subject import CannotTellError, LintRule, look
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.records.findings import Finding, Findings
@@ -110,9 +110,11 @@ def lint(
                 skipped.append(f"{rule.id}: {reason}")
             else:
                 ran.append(rule.id)
+    half = {part.dtype for part in subject.half()}
+    computing = " and ".join(sorted(half)) or "no half precision"
     return Findings(
         tuple(dict.fromkeys(findings)),
-        title=_title(subject),
+        title=f"Lint of model {model.name!r}, with {computing}",
         rules=tuple(ran),
         skipped=tuple(skipped),
     )
@@ -134,9 +136,3 @@ def _checked(silence: Mapping[str, str] | None) -> dict[str, str]:
                 "harmless here."
             )
     return {name: reason.strip() for name, reason in (silence or {}).items()}
-
-
-def _title(subject: Subject) -> str:
-    half = {part.dtype for part in subject.half()}
-    computing = " and ".join(sorted(half)) or "no half precision"
-    return f"Lint of model {subject.model.name!r}, with {computing}"

@@ -2,7 +2,6 @@
 
 import contextlib
 import dataclasses
-import random
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any, Literal, NamedTuple
@@ -19,6 +18,7 @@ from tfamp.records.checks import first_line
 from tfamp.records.findings import Finding, Severity
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import first_batch
+from tfamp.stepping.bundles.files import put_random, take_random
 from tfamp.stepping.snapshots.names import optimizers_of
 
 # What a rule may have to see besides the layers and the graph.
@@ -203,7 +203,8 @@ def look(
         batch, leaves = _read(dataset)
         x = _x_of(batch)
     graph = None
-    with _random_states(), warnings.catch_warnings():
+    with contextlib.ExitStack() as stack, warnings.catch_warnings():
+        stack.callback(put_random, take_random())
         # What a call warns of, it will warn of in training.
         warnings.simplefilter("ignore")
         if x is not None and not model.built:
@@ -276,14 +277,3 @@ def _as_rows(leaf: Any) -> np.ndarray:
     array = leaf.numpy()
     array = array.reshape(-1, array.shape[-1] if array.ndim > 1 else 1)
     return array[:: 1 + array.size // _MAX_NUMBERS]
-
-
-@contextlib.contextmanager
-def _random_states() -> Iterator[None]:
-    """Puts Python's and NumPy's random generators back."""
-    python_state, numpy_state = random.getstate(), np.random.get_state()
-    try:
-        yield
-    finally:
-        random.setstate(python_state)
-        np.random.set_state(numpy_state)

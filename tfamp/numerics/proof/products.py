@@ -45,7 +45,9 @@ def products_of(
             is_inferred=operation.name in inferred,
         )
         # Replicas have names that differ by the replica alone.
-        key = (_without_replica(operation.name), product.shapes)
+        parts = operation.name.split("/")
+        name = "/".join(part for part in parts if not part.startswith("replica_"))
+        key = name, product.shapes
         if key in found:
             operation, first = found[key]
             product = dataclasses.replace(first, count=first.count + product.count)
@@ -162,10 +164,6 @@ def _final_dtypes(
 def _wider(*dtypes: str) -> str:
     known = [dtype for dtype in dtypes if dtype in _FLOATS]
     return min(known, key=_FLOATS.index, default=next(iter(dtypes), ""))
-
-
-def _without_replica(name: str) -> str:
-    return "/".join(p for p in name.split("/") if not p.startswith("replica_"))
 
 
 def _size(shape: Shape) -> int:

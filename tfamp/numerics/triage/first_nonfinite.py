@@ -84,7 +84,11 @@ class Health(Observer):
                 made.is_taken_up = True
         elif inputs_are_finite and all(made.is_taken_up for made in inside):
             origin = Origin(call.site.path, call.site.layer, "forward")
-            self._made.append(_Made(origin, all(map(_is_mask, tensors))))
+            is_mask = all(
+                bool(tf.reduce_all(tf.math.is_finite(each) | (each == -math.inf)))
+                for each in tensors
+            )
+            self._made.append(_Made(origin, is_mask))
 
     def on_gradient(
         self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
@@ -152,11 +156,6 @@ def _origin(
         if loss_is_fine:
             origin = health.backward or health.of_weights(model, step)
     return origin
-
-
-def _is_mask(tensor: tf.Tensor) -> bool:
-    """States whether all numbers are finite or -inf."""
-    return bool(tf.reduce_all(tf.math.is_finite(tensor) | (tensor == -math.inf)))
 
 
 def _are_finite(tensors: list[Any]) -> bool:
