@@ -25,6 +25,18 @@ def flops_of(function, *specs):
     return counted.flops
 
 
+def with_gradient(function):
+    """Returns a function that gives what another gives, and its gradient."""
+
+    def gradient(x):
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            y = function(x)
+        return y, tape.gradient(y, x)
+
+    return gradient
+
+
 def attention(num_heads, key_dim):
     """Returns a model that attends over its own inputs of 6 x 8."""
     inputs = keras.Input((6, 8))
@@ -252,13 +264,7 @@ GRADIENTS = {name: loop for name, loop in LOOPS.items() if " in a loop" not in n
 
 @pytest.mark.parametrize("function, trips", GRADIENTS.values(), ids=GRADIENTS)
 def test_the_gradient_of_a_loop_counts_two_products_a_trip(function, trips):
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = function(x)
-        return y, tape.gradient(y, x)
-
-    found = operations.read_operations(traced(gradient, (4, 4)))
+    found = operations.read_operations(traced(with_gradient(function), (4, 4)))
     matmuls = [each for each in found if each.op_type == "MatMul"]
     assert sum(each.count for each in matmuls if not each.is_backward) == trips
     assert sum(each.count for each in matmuls if each.is_backward) == 2 * trips
@@ -298,14 +304,7 @@ def test_recomputed_layers_count_again():
     x = tf.TensorSpec((2, 4))
     weights = tf.ones((4, 4))
     step = tf.recompute_grad(lambda x: tf.tanh(tf.matmul(tf.tanh(x), weights)))
-
-    def gradient(x):
-        with tf.GradientTape() as tape:
-            tape.watch(x)
-            y = step(x)
-        return y, tape.gradient(y, x)
-
-    assert flops_of(gradient, x) == 3 * 2 * 2 * 4 * 4
+    assert flops_of(with_gradient(step), x) == 3 * 2 * 2 * 4 * 4
 
 
 def operation(op_type, inputs, outputs=(), **attributes):

@@ -18,71 +18,51 @@ def allocated(heap, *sizes):
 
 # TensorFlow's own
 
-
-def test_what_is_freed_stays_and_is_used_again():
-    heap = BestFit()
-    for block in allocated(heap, 4 * MIB, 4 * MIB):
-        heap.free(block)
-    assert heap.resident_bytes == 8 * MIB
-    allocated(heap, 4 * MIB, 4 * MIB)
-    assert heap.resident_bytes == 8 * MIB
-
-
-def test_blocks_are_multiples_of_256_bytes():
-    heap = BestFit()
-    first, _ = allocated(heap, 256 * KIB + 1, 256 * KIB)
-    before = heap.resident_bytes
-    heap.free(first)
-    allocated(heap, 256 * KIB + 200)  # as large as the first one, so in its place
-    assert heap.resident_bytes == before
-
-
-def test_free_blocks_of_two_regions_do_not_become_one():
-    heap = BestFit()
-    for block in allocated(heap, 4 * MIB, 4 * MIB):
-        heap.free(block)
-    # A region of 4 MiB for each, and one of 8 now.
-    allocated(heap, 8 * MIB)
-    assert heap.resident_bytes == 16 * MIB
-
-
-def test_neighbours_in_one_region_become_one():
-    heap = BestFit()
-    first, second, last = allocated(heap, 2 * MIB, MIB, MIB)
+HALF_A_MIB, SMALL = MIB // 2, 100 * KIB
+# Blocks, those that are freed, further blocks, and the bytes that the heap then shows.
+BEST_FIT = {
+    "what is freed stays": ([4 * MIB, 4 * MIB], [0, 1], [], 8 * MIB),
+    "it is used again": ([4 * MIB, 4 * MIB], [0, 1], [4 * MIB, 4 * MIB], 8 * MIB),
+    # The last is as large as the first one, so in its place: of 512 KiB and a byte
+    # from the begin of a page on.
+    "blocks are multiples of 256 bytes": (
+        [256 * KIB + 1, 256 * KIB],
+        [0],
+        [256 * KIB + 200],
+        129 * 4 * KIB,
+    ),
+    # A region of 4 MiB for each, and one of 8 then.
+    "regions do not become one": ([4 * MIB, 4 * MIB], [0, 1], [8 * MIB], 16 * MIB),
     # The first fills a region of 2 MiB; the next has 4.
-    heap.free(second)
-    heap.free(last)
-    allocated(heap, 2 * MIB)
-    assert heap.resident_bytes == 4 * MIB
-
-
-def test_a_block_that_is_less_than_twice_as_large_is_given_as_a_whole():
-    heap = BestFit()
-    (first,) = allocated(heap, 2 * MIB)
-    heap.free(first)
+    "neighbours become one": ([2 * MIB, MIB, MIB], [1, 2], [2 * MIB], 4 * MIB),
     # 1.5 of 2 MiB: the rest is not split off, so the next goes to another region.
-    allocated(heap, 3 * MIB // 2, MIB // 2)
-    assert heap.resident_bytes == 2 * MIB + MIB // 2
+    "less than twice is given as a whole": (
+        [2 * MIB],
+        [0],
+        [3 * HALF_A_MIB, HALF_A_MIB],
+        5 * HALF_A_MIB,
+    ),
+    "the smallest that fits is taken": (
+        [MIB, HALF_A_MIB, HALF_A_MIB, HALF_A_MIB],
+        [0, 2],
+        [HALF_A_MIB, MIB],
+        5 * HALF_A_MIB,
+    ),
+    "small blocks are the C library's": ([SMALL] * 10, [], [], 10 * SMALL),
+    "they are given back": ([SMALL] * 10, range(10), [], 0),
+}
 
 
-def test_the_smallest_block_that_fits_is_taken():
+@pytest.mark.parametrize(
+    "first, freed, then, expected", BEST_FIT.values(), ids=BEST_FIT
+)
+def test_blocks_of_the_best_fit_are_those_by_hand(first, freed, then, expected):
     heap = BestFit()
-    large, _, small, _ = allocated(heap, MIB, MIB // 2, MIB // 2, MIB // 2)
-    heap.free(large)
-    heap.free(small)
-    allocated(heap, MIB // 2)
-    again = heap.resident_bytes
-    allocated(heap, MIB)
-    assert heap.resident_bytes == again == 5 * MIB // 2
-
-
-def test_small_blocks_are_the_c_library_s():
-    heap = BestFit()
-    blocks = allocated(heap, *[100 * KIB] * 10)
-    assert heap.resident_bytes == 1000 * KIB
-    for block in blocks:
-        heap.free(block)
-    assert heap.resident_bytes == 0
+    blocks = allocated(heap, *first)
+    for number in freed:
+        heap.free(blocks[number])
+    allocated(heap, *then)
+    assert heap.resident_bytes == expected
 
 
 # glibc

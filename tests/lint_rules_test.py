@@ -196,6 +196,16 @@ def linear(**options):
     return L.Activation("linear", **options)
 
 
+def normed(function, **options):
+    """Returns what makes a stack around a norm of one's own."""
+    return lambda: [L.Dense(8), reduced(function, **options), head()]
+
+
+NORMS = {
+    "normalize": keras.ops.normalize,
+    "norm": lambda x: x / keras.ops.norm(x, axis=-1, keepdims=True),
+    "by hand": lambda x: x * tf.math.rsqrt(tf.reduce_sum(x * x, -1, True) + 1e-3),
+}
 F16, BF16 = "mixed_float16", "mixed_bfloat16"
 OUT, OWN = [("error", "out")], [("warning", "own")]
 STACKS = {
@@ -276,6 +286,8 @@ STACKS = {
             ],
             OWN,
         ),
+        # The limit of 1 / 1e-12 that a norm has.
+        **{name: (F16, normed(norm), []) for name, norm in NORMS.items()},
         "table": (
             F16,
             lambda: [reduced(lambda x: x * tf.constant([1e9] * 16, x.dtype)), head()],
@@ -287,6 +299,18 @@ STACKS = {
         "less far": (F16, lambda: [norm_of(300.0), head()], [("warning", "norm")]),
         "near": (F16, lambda: [norm_of(3.0), head()], []),
         "managed": (f"tfamp:{F16}", lambda: [norm_of(5e4), L.Dense(8)], []),
+    },
+    "overflowing-norm": {
+        **{name: (F16, normed(norm), OWN) for name, norm in NORMS.items()},
+        **{
+            f"{name} in float32": (F16, normed(norm, dtype="float32"), [])
+            for name, norm in NORMS.items()
+        },
+        "no square": (
+            F16,
+            normed(lambda x: tf.sqrt(tf.reduce_sum(x * (x + 1), -1, True))),
+            [],
+        ),
     },
     "unaligned-shapes": {"float32": ("float32", lambda: [L.Dense(12), head()], [])},
 }
@@ -592,26 +616,6 @@ def test_overflowing_norm_finds_unit_norms_and_cosines_in_float16():
     ]
     assert places(cosine(stock("mixed_bfloat16")), "overflowing-norm") == []
     assert places(cosine(tfamp.scope("mixed_float16")), "overflowing-norm") == []
-
-
-NORMS = {
-    "normalize": keras.ops.normalize,
-    "norm": lambda x: x / keras.ops.norm(x, axis=-1, keepdims=True),
-    "by hand": lambda x: x * tf.math.rsqrt(tf.reduce_sum(x * x, -1, True) + 1e-3),
-}
-
-
-@pytest.mark.parametrize("function", NORMS.values(), ids=NORMS)
-def test_overflowing_norm_finds_norms_of_ones_own(function):
-    with stock("mixed_float16"):
-        model = sequential(L.Dense(8), Own(function, name="own"), head())
-        wide = sequential(L.Dense(8), Own(function, dtype="float32"), head())
-        product = Own(lambda x: tf.sqrt(tf.reduce_sum(x * (x + 1), -1, True)))
-        harmless = sequential(L.Dense(8), product, head())
-    assert places(model, "overflowing-norm") == [("warning", "own")]
-    assert places(model, "constant-range") == []  # the limit of 1 / 1e-12
-    assert places(wide, "overflowing-norm") == []
-    assert places(harmless, "overflowing-norm") == []
 
 
 def attention(policy, **options):

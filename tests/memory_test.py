@@ -383,9 +383,17 @@ def test_sizes_that_a_model_leaves_open_are_a_length_or_an_example_s(training):
         assert again.notes == ()
 
 
-def test_a_length_stands_in_for_what_data_leave_open():
-    data = rows_of_any_length()
-    estimate = tfamp.estimate_memory(sequences(), 8, data=data, sequence_length=50)
+LENGTHS = {
+    "a length": lambda: {"data": rows_of_any_length(), "sequence_length": 50},
+    "an example": lambda: {
+        "data": (np.ones((1, 50, 4), np.float32), np.ones((1, 50, 2), np.float32))
+    },
+}
+
+
+@pytest.mark.parametrize("given", LENGTHS.values(), ids=LENGTHS)
+def test_what_data_or_the_model_leave_open_is_given(given):
+    estimate = tfamp.estimate_memory(sequences(), 8, **given())
     assert estimate.by_kind["inputs"] == 8 * 50 * (4 + 2) * 4
 
 
@@ -397,9 +405,3 @@ def test_an_example_alone_is_enough_for_a_model_that_is_not_built():
 
 
 test_wrong_calls_are_refused = refusals(ERRORS)
-
-
-def test_lengths_that_a_model_leaves_open_come_from_data():
-    data = np.ones((1, 50, 4), np.float32), np.ones((1, 50, 2), np.float32)
-    estimate = tfamp.estimate_memory(sequences(), 8, data=data)
-    assert estimate.by_kind["inputs"] == 8 * 50 * (4 + 2) * 4
