@@ -55,9 +55,7 @@ class Surroundings:
     settings: GlibcSettings = dataclasses.field(default_factory=GlibcSettings)
 
 
-def surroundings(
-    *, environ: Mapping[str, str] = os.environ, in_xla: bool = False
-) -> Surroundings:
+def surroundings(*, in_xla: bool = False) -> Surroundings:
     """Looks at this process."""
     if tf.config.get_visible_devices("GPU"):
         return Surroundings("none: the model computes on a GPU")
@@ -81,7 +79,7 @@ def surroundings(
         now,
         reusable,
         threads or os.cpu_count() or 1,
-        glibc_settings(environ),
+        glibc_settings(os.environ),
     )
 
 

@@ -89,12 +89,12 @@ def search(
     itself. `caps` has the most that a batch may be, by what says so; `facts` are asked
     after the first trial, which may change the size as data and replicas want.
     """
-    tried = _Tried(try_size)
+    tried = _Tried(try_size, min_gain)
     size = tried(start).batch_size
     known = facts()
     if known.num_examples is not None:
         caps = {**caps, "data": possible_size(known.num_examples, known)}
-    stopped_by, good, bad = _grown(tried, size, caps, min_gain, known.replicas)
+    stopped_by, good, bad = _grown(tried, size, caps, known.replicas)
     if good and bad:
         # Among small sizes every one counts.
         unit = known.replicas if good < 8 else math.lcm(8, known.replicas)
@@ -141,8 +141,10 @@ def merged(first: Trial, second: Trial) -> Trial:
 class _Tried:
     """The trials so far, one for each size."""
 
-    def __init__(self, try_size: Callable[[int], Trial]) -> None:
-        self._try_size = try_size
+    def __init__(
+        self, try_size: Callable[[int], Trial], min_gain: float | None
+    ) -> None:
+        self._try_size, self._min_gain = try_size, min_gain
         self._by_size: dict[int, Trial] = {}
 
     @property
@@ -152,8 +154,8 @@ class _Tried:
     def __call__(self, size: int) -> Trial:
         if size not in self._by_size:
             trial = self._try_size(size)
-            self._by_size[trial.batch_size] = trial
             size = trial.batch_size
+            self._by_size[size] = trial
         return self._by_size[size]
 
     def again(self, size: int) -> Trial:
@@ -161,19 +163,17 @@ class _Tried:
         self._by_size[size] = merged(self._by_size[size], self._try_size(size))
         return self._by_size[size]
 
-    def gain(self, size: int, larger: int) -> float:
-        """Returns by which part the larger of two sizes is faster."""
+    def is_knee(self, size: int, larger: int) -> bool:
+        """States whether a doubled size gains too little speed."""
+        if self._min_gain is None or larger < 2 * size:
+            return False
         before = self._by_size[size].examples_per_second or 0.0
         after = self._by_size[larger].examples_per_second or 0.0
-        return after / before - 1 if before else 1.0
+        return after / before - 1 < self._min_gain if before else False
 
 
 def _grown(
-    tried: _Tried,
-    size: int,
-    caps: Mapping[StoppedBy, int],
-    min_gain: float | None,
-    replicas: int,
+    tried: _Tried, size: int, caps: Mapping[StoppedBy, int], replicas: int
 ) -> tuple[StoppedBy, int, int]:
     """Doubles a size, or halves it until one fits.
 
@@ -187,16 +187,14 @@ def _grown(
         if larger <= size:
             return reason, size, 0
         trial = tried(larger)
-        is_doubled = larger >= 2 * size
-        least_gain = -math.inf if min_gain is None or not is_doubled else min_gain
-        if trial.fits and tried.gain(size, larger) < least_gain:
+        if trial.fits and tried.is_knee(size, larger):
             # One slow process must not end the search.
             trial = tried.again(larger)
         if not trial.fits:
             return _ended_by(trial), size, larger
-        if not is_doubled:
+        if larger < 2 * size:
             return reason, larger, 0
-        if tried.gain(size, larger) < least_gain:
+        if tried.is_knee(size, larger):
             return "knee", size, 0
         size = larger
 

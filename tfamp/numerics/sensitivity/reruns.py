@@ -61,34 +61,38 @@ def rerun(
     layer = recorded.site.layer
     compute = "float32" if rounded_only else dtype
     tape = tf.GradientTape()
-    taken = _Taken(recorded, compute, tape)
+    stand_ins = _StandIns(recorded, compute, tape)
     tensors = [tf.identity(tensor) for tensor in recorded.float_inputs]
     lowered, weights = _lowered(layer)
     with contextlib.ExitStack() as stack:
         stack.enter_context(_rounded(weights, dtype, rounded_only))
         stack.enter_context(state_restored(recorded.state))
         stack.enter_context(computing_in(lowered, compute))
-        stack.enter_context(taken.instead_of_children())
+        stack.enter_context(stand_ins.instead_of_children())
         stack.enter_context(tape)
         tape.watch(tensors)
         given = [_round(t, dtype) for t in tensors] if rounded_only else tensors
         # As other layers would hand it over: operations and some layers cast nothing.
         given = [tf.cast(tensor, compute) for tensor in given]
-        args, kwargs = _with_floats((recorded.args, recorded.kwargs), given)
+        rest = iter(given)
+        args, kwargs = structure.map_structure(
+            lambda x: structure.with_mask_of(x, next(rest)) if is_float(x) else x,
+            (recorded.args, recorded.kwargs),
+        )
         outputs = layer(*args, **kwargs)
         losses = own_losses(layer)[: len(recorded.losses)]
-        results = [*floats(outputs), *losses, *taken.given_to_children]
+        results = [*floats(outputs), *losses, *stand_ins.given_to_children]
     gradients = [
         *recorded.output_gradients,
         *map(tf.ones_like, recorded.losses),  # each counts as much as the model's
-        *taken.gradients_of_given,
+        *stand_ins.gradients_of_given,
     ]
     pairs = [
         (result, tf.cast(changed(gradient) * loss_scale, result.dtype))
         for result, gradient in zip(results, gradients, strict=True)
         if gradient is not None
     ]
-    sources = [*tensors, *taken.handed_over, *weights]
+    sources = [*tensors, *stand_ins.handed_over, *weights]
     found: list[Any] = [None] * len(sources)
     if pairs:
         with scaled_by(loss_scale) as scale:
@@ -105,8 +109,8 @@ def rerun(
         for gradient in found
     ]
     num_inputs = len(sources) - len(weights)
-    num_last = len(results) - len(taken.given_to_children)
-    num_before = [len(tensors) + number for number in taken.num_handed_before]
+    num_last = len(results) - len(stand_ins.given_to_children)
+    num_before = [len(tensors) + number for number in stand_ins.num_handed_before]
     return Rerun(
         results,
         sources[:num_inputs],
@@ -116,7 +120,7 @@ def rerun(
     )
 
 
-class _Taken:
+class _StandIns:
     """Stands in for the layers inside a recorded call, and keeps what they are given.
 
     The tape watches what they hand over.
@@ -191,15 +195,3 @@ def _round(tensor: tf.Tensor, dtype: str) -> tf.Tensor:
     """Returns what is left of float32 numbers in a dtype; gradients pass unrounded."""
     low = tf.cast(tf.cast(tensor, dtype), tensor.dtype)
     return tensor + tf.stop_gradient(low - tensor)
-
-
-def _with_floats(values: Any, tensors: list[tf.Tensor]) -> Any:
-    """Returns a structure with other floating-point tensors in their places."""
-    rest = iter(tensors)
-
-    def replaced(x: Any) -> Any:
-        if not is_float(x):
-            return x
-        return structure.with_mask_of(x, next(rest))
-
-    return structure.map_structure(replaced, values)
