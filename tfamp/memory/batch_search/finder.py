@@ -223,26 +223,26 @@ def _raise_none_fits(
 ) -> NoReturn:
     trial = min(found.trials, key=lambda trial: trial.batch_size)
     least = f"Not even batch size {trial.batch_size} of {plan.title!r}"
+    model = f"The model of {plan.title!r}"
     if trial.outcome == "too slow":
-        what = f"{least} was trained"
-        if not trial.began_training:
-            what = f"The model of {plan.title!r} was not even built"
+        what = (
+            f"{least} was trained"
+            if trial.began_training
+            else f"{model} was not even built"
+        )
         raise TimeoutError(
             f"{what} in time: {trial.detail} Expected a few steps to end by then. Pass "
             "a larger `timeout_seconds`, or fewer `steps`."
         )
-    what = (
-        f"{least} fits"
-        if trial.began_training
-        else f"The model of {plan.title!r} does not fit, even before its first batch"
-    )
+    what = f"{model} does not fit, even before its first batch"
+    if trial.began_training:
+        what = f"{least} fits"
     held = "" if trial.peak_bytes is None else f" at {format_bytes(trial.peak_bytes)}"
     why = f" ({trial.detail})" if trial.detail else ""
-    most = (
-        "this machine's memory"
-        if limit is None or plan.allowed_bytes is None
-        else f"{format_bytes(plan.allowed_bytes)} ({limit.source}, less the margin)"
-    )
+    most = "this machine's memory"
+    if limit is not None and plan.allowed_bytes is not None:
+        allowed = format_bytes(plan.allowed_bytes)
+        most = f"{allowed} ({limit.source}, less the margin)"
     raise MemoryError(
         f"{what}: the trial ended by {trial.outcome!r}{held}{why}; expected it to stay "
         f"within {most}. Compute activations again by `tfamp.remat(model)`, pass a "

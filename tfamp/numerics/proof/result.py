@@ -4,7 +4,7 @@ import collections
 import dataclasses
 import textwrap
 from collections.abc import Sequence
-from typing import Literal
+from typing import Any, Literal
 
 from tfamp.machine.speeds import Device
 from tfamp.records import console
@@ -216,9 +216,7 @@ class Proof(TableRecord):
 
     def table(self) -> str:
         """Returns layers, casts and causes as text of at most 110 columns."""
-        lines = [*_head(self), *_layers(self)]
-        if self.casts:
-            lines += _casts(self)
+        lines = [*self._head(), *self._layers(), *self._casts()]
         if self.unaligned and "shapes" not in {cause.name for cause in self.causes}:
             lines += _wrapped(
                 "Not multiples of 8, which tensor cores of a GPU would want: "
@@ -228,62 +226,81 @@ class Proof(TableRecord):
             lines.append(
                 "Why it is not faster, by the share of a step (estimated, overlapping):"
             )
-            for number, cause in enumerate(self.causes, start=1):
-                start = f"{number}. {cause.name}, {format_share(cause.figure)}: "
-                lines += _wrapped(f"{start}{cause.message}", indent=3)
-                lines += _wrapped(f"   Remedy: {cause.remedy}", indent=3)
+        for number, cause in enumerate(self.causes, start=1):
+            start = f"{number}. {cause.name}, {format_share(cause.figure)}: "
+            lines += _wrapped(f"{start}{cause.message}", indent=3)
+            lines += _wrapped(f"   Remedy: {cause.remedy}", indent=3)
         for note in self.notes:
             lines += _wrapped(f"Note: {note}", indent=6)
         return "\n".join(line.rstrip() for line in lines)
 
+    def _head(self) -> list[str]:
+        devices = ", ".join(dict.fromkeys(device.name for device in self.devices))
+        replicas = f" on {self.num_replicas} replicas" if self.num_replicas > 1 else ""
+        dtypes = {product.runs_in for product in self.operations}
+        shares = sorted(((self.share_of_flops(d), d) for d in dtypes), reverse=True)
+        words = ", ".join(f"{format_share(share)} {dtype}" for share, dtype in shares)
+        return _wrapped(
+            f"{self.step.capitalize()} step of {self.model!r}, {self.batch_size:,} "
+            f"examples{replicas}, {devices}{', TF32 on' if self.tf32 else ''}."
+        ) + _wrapped(
+            f"{_format_flops(self.flops)} in matrix products and convolutions: "
+            f"{words or 'none'} (from {_SOURCES[self.source]})."
+        )
 
-def _head(proof: Proof) -> list[str]:
-    devices = ", ".join(dict.fromkeys(device.name for device in proof.devices))
-    replicas = f" on {proof.num_replicas} replicas" if proof.num_replicas > 1 else ""
-    lines = _wrapped(
-        f"{proof.step.capitalize()} step of {proof.model!r}, {proof.batch_size:,} "
-        f"examples{replicas}, {devices}{', TF32 on' if proof.tf32 else ''}."
-    )
-    dtypes = dict.fromkeys(product.runs_in for product in proof.operations)
-    shares = [
-        f"{format_share(proof.share_of_flops(dtype))} {dtype}"
-        for dtype in sorted(dtypes, key=lambda dtype: -proof.share_of_flops(dtype))
-    ]
-    source = _SOURCES[proof.source]
-    return lines + _wrapped(
-        f"{_format_flops(proof.flops)} in matrix products and convolutions: "
-        f"{', '.join(shares) or 'none'} (from {source})."
-    )
-
-
-def _layers(proof: Proof) -> list[str]:
-    groups: dict[str, list[Product]] = {}
-    for product in proof.operations:
-        groups.setdefault(product.layer, []).append(product)
-    if not groups:
-        return []
-    rows = []
-    for layer, products in list(groups.items())[:_MAX_LAYERS]:
-        flops = sum(product.step_flops for product in products)
-        rows.append(
-            (
+    def _layers(self) -> list[str]:
+        groups: dict[str, list[Product]] = {}
+        for product in self.operations:
+            groups.setdefault(product.layer, []).append(product)
+        rows = []
+        for layer, products in list(groups.items())[:_MAX_LAYERS]:
+            flops = sum(product.step_flops for product in products)
+            row = (
                 layer or "(no layer)",
                 _directed(products, "forward"),
                 _directed(products, "backward"),
                 _format_flops(flops).removesuffix("FLOPs"),
-                format_share(flops / proof.flops if proof.flops else 0.0),
+                format_share(flops / self.flops if self.flops else 0.0),
             )
-        )
-    if len(groups) > _MAX_LAYERS:
-        rows.append((f"and {len(groups) - _MAX_LAYERS} layers more", "", "", "", ""))
-    columns = {
-        "layer": {**console.FOLD, "max_width": 36},
-        "forward": {**console.FOLD, "max_width": 24},
-        "backward": {**console.FOLD, "max_width": 24},
-        "FLOPs": console.RIGHT,
-        "share": console.RIGHT,
-    }
-    return console.text_of(console.table(columns, rows)).splitlines()
+            rows.append(row)
+        if len(groups) > _MAX_LAYERS:
+            more = f"and {len(groups) - _MAX_LAYERS} layers more"
+            rows.append((more, "", "", "", ""))
+        columns = {
+            "layer": {**console.FOLD, "max_width": 36},
+            "forward": {**console.FOLD, "max_width": 24},
+            "backward": {**console.FOLD, "max_width": 24},
+            "FLOPs": console.RIGHT,
+            "share": console.RIGHT,
+        }
+        return _table(columns, rows)
+
+    def _casts(self) -> list[str]:
+        rows: list[tuple[str, ...]] = [
+            (
+                cast.layer or "(no layer)",
+                cast.what,
+                f"{cast.source_dtype} -> {cast.target_dtype}",
+                f"{cast.count:,}",
+                format_bytes(cast.moved_bytes),
+            )
+            for cast in self.casts[:_MAX_CASTS]
+        ]
+        if rest := self.casts[_MAX_CASTS:]:
+            number = sum(cast.count for cast in rest)
+            moved = format_bytes(sum(cast.moved_bytes for cast in rest))
+            rows.append((f"{len(rest)} kinds more", "", "", f"{number:,}", moved))
+        wide = {**console.FOLD, "max_width": 36}
+        columns = dict.fromkeys(("casts in", "of", "from -> to"), wide)
+        columns |= dict.fromkeys(("number", "bytes moved"), console.RIGHT)
+        return _table(columns, rows)
+
+
+def _table(
+    columns: dict[str, dict[str, Any]], rows: Sequence[tuple[str, ...]]
+) -> list[str]:
+    """Returns the lines of a table, none without rows."""
+    return console.text_of(console.table(columns, rows)).splitlines() if rows else []
 
 
 def _directed(products: list[Product], direction: str) -> str:
@@ -297,30 +314,6 @@ def _directed(products: list[Product], direction: str) -> str:
             counts[said] += product.count
     parts = [f"{n}x {name}" if n > 1 else name for name, n in counts.items()]
     return " + ".join(parts)
-
-
-def _casts(proof: Proof) -> list[str]:
-    rows: list[tuple[str, ...]] = [
-        (
-            cast.layer or "(no layer)",
-            cast.what,
-            f"{cast.source_dtype} -> {cast.target_dtype}",
-            f"{cast.count:,}",
-            format_bytes(cast.moved_bytes),
-        )
-        for cast in proof.casts[:_MAX_CASTS]
-    ]
-    rest = proof.casts[_MAX_CASTS:]
-    if rest:
-        number = sum(cast.count for cast in rest)
-        moved = format_bytes(sum(cast.moved_bytes for cast in rest))
-        rows.append((f"{len(rest)} kinds more", "", "", f"{number:,}", moved))
-    wide = {**console.FOLD, "max_width": 36}
-    columns = {
-        **dict.fromkeys(("casts in", "of", "from -> to"), wide),
-        **dict.fromkeys(("number", "bytes moved"), console.RIGHT),
-    }
-    return console.text_of(console.table(columns, rows)).splitlines()
 
 
 def _wrapped(text: str, indent: int = 0) -> list[str]:
