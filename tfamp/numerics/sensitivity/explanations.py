@@ -1,9 +1,9 @@
-"""Names what low precision spoils in a layer, by the numbers that went through it."""
+"""What low precision spoils in a layer, which rules keep it, and what to do."""
 
 import contextlib
 import math
 from collections.abc import Iterator, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Any, Literal
 
 import keras
 import numpy as np
@@ -32,15 +32,14 @@ Reason = Literal[
     "constant",
     "cannot run",
 ]
+# tfamp's first loss scale.
+FIRST_SCALE = 2.0**15
 # Rounding of inputs and weights explains an error where it makes this part of it.
 _EXPLAINS = 0.5
 
 
-class Explanation(NamedTuple):
-    """Why a layer is unsafe: in one word, and in one sentence with the figures."""
-
-    reason: Reason
-    text: str
+# Why a layer is unsafe: in one word, and in one sentence with the figures.
+Explanation = tuple[Reason, str]
 
 
 def explain(
@@ -52,12 +51,10 @@ def explain(
     its gradients were judged.
     """
     if suspect.failure:
-        return Explanation(
-            "cannot run", f"it cannot run in {format.name}: {suspect.failure}"
-        )
+        return "cannot run", f"it cannot run in {format.name}: {suspect.failure}"
     if suspect.worst is not None and not suspect.forward <= forward_limit:
         return _explain_forward(suspect.worst, suspect.forward, format, forward_limit)
-    return _explain_backward(suspect, format, loss_scale)
+    return "backward", _explain_backward(suspect, format, loss_scale)
 
 
 def _explain_forward(
@@ -69,25 +66,25 @@ def _explain_forward(
     if largest >= first_overflow(format):
         text = f"its inputs reach {largest:.3g}, {holds}"
         if _is_constant(inputs, format):
-            return Explanation("constant", f"a constant input: {text}")
-        return Explanation("overflow", text)
+            return "constant", f"a constant input: {text}"
+        return "overflow", text
     for constant in _constants(recorded):
         if constant >= first_overflow(format):
-            text = f"a constant of {constant:.3g} is beyond range, {holds}"
-            return Explanation("constant", text)
+            return "constant", f"a constant of {constant:.3g} is beyond range, {holds}"
         if 0 < constant <= format.smallest_subnormal / 2:
-            text = f"a constant of {constant:.3g} becomes 0 in {format.name}"
-            return Explanation("constant", text)
+            return (
+                "constant",
+                f"a constant of {constant:.3g} becomes 0 in {format.name}",
+            )
     exact = arrays(rerun(recorded, "float32").outputs)
     largest = _largest(exact)
     if math.isinf(error):
         if largest >= first_overflow(format):
-            return Explanation("overflow", f"its outputs reach {largest:.3g}, {holds}")
-        text = (
+            return "overflow", f"its outputs reach {largest:.3g}, {holds}"
+        return "overflow", (
             f"a number on the way to its outputs, which reach {largest:.3g} only, is "
             f"beyond range: {holds}"
         )
-        return Explanation("overflow", text)
     rounded = arrays(rerun(recorded, format.name, rounded_only=True).outputs)
     by_rounding = max(map(forward_error, rounded, exact), default=0.0)
     if by_rounding >= min(limit, _EXPLAINS * error):
@@ -97,12 +94,10 @@ def _explain_forward(
     vanished = max((_vanished(a, b, limit) for a, b in pairs), default=0.0)
     # A format with float32's range lets nothing vanish that is not rounded away.
     if vanished > limit and needs_loss_scale(format):
-        text = f"{vanished:.0%} of its outputs become 0 in {format.name}"
-        return Explanation("underflow", text)
-    return Explanation(
-        "accumulation",
+        return "underflow", f"{vanished:.0%} of its outputs become 0 in {format.name}"
+    return "accumulation", (
         f"its own arithmetic is off by {error:.2g} times the spread of its outputs, "
-        f"while rounding what goes in costs {by_rounding:.2g} times",
+        f"while rounding what goes in costs {by_rounding:.2g} times"
     )
 
 
@@ -111,47 +106,38 @@ def _explain_rounding(
 ) -> Explanation:
     for values in inputs:
         with np.errstate(over="ignore"):
-            rounded = np.asarray(
-                tf.cast(tf.cast(tf.constant(values), format.name), tf.float32)
-            )
-        scale = deviation(values)
+            low = tf.cast(tf.constant(values), format.name)
+            rounded = np.asarray(tf.cast(low, tf.float32))
         lost = forward_error(rounded, values)
         if lost > limit:
             vanished = np.mean((rounded == 0) & (values != 0))
             if vanished > limit:
                 text = f"{vanished:.0%} of its inputs become 0 in {format.name}"
-                return Explanation("underflow", text)
-            return Explanation(
-                "resolution",
-                f"its inputs reach {_largest([values]):.4g} and differ by {scale:.3g}: "
-                f"rounding to {format.name} is off by {lost:.2g} times that",
+                return "underflow", text
+            return "resolution", (
+                f"its inputs reach {_largest([values]):.4g} and differ by "
+                f"{deviation(values):.3g}: rounding to {format.name} is off by "
+                f"{lost:.2g} times that"
             )
-    return Explanation(
-        "cancellation",
-        f"it takes the difference of numbers that are close: rounding its inputs to "
-        f"{format.name} alone moves its outputs by {by_rounding:.2g} times the spread",
+    return "cancellation", (
+        "it takes the difference of numbers that are close: rounding its inputs to "
+        f"{format.name} alone moves its outputs by {by_rounding:.2g} times the spread"
     )
 
 
-def _explain_backward(
-    suspect: Suspect, format: Format, loss_scale: float
-) -> Explanation:
+def _explain_backward(suspect: Suspect, format: Format, loss_scale: float) -> str:
     error = suspect.backward.get(loss_scale, math.nan)
-    recorded = suspect.worst_backward
     text = f"its gradients are off by {error:.2g} times their size"
-    if recorded is not None:
-        low = rerun(recorded, format.name, loss_scale=loss_scale)
-        found = [
-            np.asarray(gradient)
-            for gradient in (*low.input_gradients, *low.weight_gradients)
-            if gradient is not None
-        ]
+    if suspect.worst_backward is not None:
+        low = rerun(suspect.worst_backward, format.name, loss_scale=loss_scale)
+        gradients = (*low.input_gradients, *low.weight_gradients)
+        found = [np.asarray(each) for each in gradients if each is not None]
         if math.isinf(error) or any(not np.isfinite(each).all() for each in found):
             text = "its gradients overflow"
         elif found and all(not each.any() for each in found):
             text = "its gradients become 0"
     at = "" if loss_scale == 1 else f" at a loss scale of {loss_scale:g}"
-    return Explanation("backward", f"{text} in {format.name}{at}; its outputs are fine")
+    return f"{text} in {format.name}{at}; its outputs are fine"
 
 
 def _vanished(low: np.ndarray, exact: np.ndarray, limit: float) -> float:
@@ -185,10 +171,6 @@ def _constants(recorded: Recorded) -> list[float]:
         for leaf in leaves
         if isinstance(leaf, (int, float)) and not isinstance(leaf, bool)
     ]
-
-
-# tfamp's first loss scale.
-FIRST_SCALE = 2.0**15
 
 
 def given_dtypes(model: keras.Model) -> dict[int, keras.DTypePolicy]:
@@ -261,22 +243,21 @@ def advice_on(
     nothing.
     """
     model, dtype, scale = found.model, found.dtype, found.loss_scale
+    off_by = f"{found.whole_error:.2g} times their size"
     if found.verdict == "safe":
-        first = (
-            f" A loss scale of {scale:g} suits it: with a dynamic one that begins "
-            f"at {FIRST_SCALE:g} the first steps are skipped."
-        )
+        text = f"Nothing of {model!r} is spoiled by {dtype}: its gradients are off by "
+        if not 1 < scale < FIRST_SCALE:
+            return f"{text}{off_by}."
         return (
-            f"Nothing of {model!r} is spoiled by {dtype}: its "
-            f"gradients are off by {found.whole_error:.2g} times their size."
-            + (first if 1 < scale < FIRST_SCALE else "")
+            f"{text}{off_by}. A loss scale of {scale:g} suits it: with a dynamic one "
+            f"that begins at {FIRST_SCALE:g} the first steps are skipped."
         )
     if found.verdict == "loss scale" and scale == FIRST_SCALE:
         paths = ", ".join(map(repr, unscaled[:3]))
         return (
-            f"It needs a loss scale, and tfamp's first one, {scale:g}, does: "
-            f"without one the gradients of {paths} are spoiled. Under "
-            "`tfamp.enable` it is there."
+            f"It needs a loss scale, and tfamp's first one, {scale:g}, does: without "
+            f"one the gradients of {paths} are spoiled. Under `tfamp.enable` it is "
+            "there."
         )
     if found.verdict == "loss scale":
         return (
@@ -286,16 +267,15 @@ def advice_on(
         )
     if found.verdict == "cannot run":
         return (
-            f"The step of {model!r} raises in {dtype}: "
-            f"{failure}. `tfamp.enable` keeps a layer in float32 whose "
-            "`call` does; a `train_step` is to cast to the dtype of the outputs."
+            f"The step of {model!r} raises in {dtype}: {failure}. `tfamp.enable` keeps "
+            "a layer in float32 whose `call` does; a `train_step` is to cast to the "
+            "dtype of the outputs."
         )
     if found.verdict == "amplification":
         return (
             f"Each layer is fine alone, but the model as a whole turns rounding to "
-            f"{dtype} into gradients that are off by {found.whole_error:.2g} times "
-            "their size: keeping single layers does not help. Train it in float32, or "
-            "normalize between its layers."
+            f"{dtype} into gradients that are off by {off_by}: keeping single layers "
+            "does not help. Train it in float32, or normalize between its layers."
         )
     if left:
         return how_to_keep(left)
