@@ -115,21 +115,18 @@ class BestFit:
     def __init__(self) -> None:
         self._free, self._pages = FreeRanges(), Pages()
         self._region_bytes, self._end = _FIRST_REGION, 0
-        self._blocks: dict[int, tuple[int, int]] = {}
-        self._number = self._small = 0
+        self._small = 0
 
     @property
     def resident_bytes(self) -> int:
         """What the process shows of it."""
         return self._pages.num_bytes + self._small
 
-    def allocate(self, num_bytes: int, thread: int = 0) -> int:
-        """Returns the number of a new block, wherever it is asked for."""
-        self._number += 1
+    def allocate(self, num_bytes: int, thread: int = 0) -> tuple[int, int]:
+        """Returns where a new block begins and ends, wherever it is asked for."""
         if num_bytes < MIN_BYTES:
-            self._blocks[self._number] = (-num_bytes, 0)
             self._small += num_bytes
-            return self._number
+            return -num_bytes, 0
         size = -(-num_bytes // _REGION_ALIGNMENT) * _REGION_ALIGNMENT
         found = self._free.take(size)
         if found is None:
@@ -140,13 +137,12 @@ class BestFit:
         if rest >= size or rest >= _MAX_WASTE:
             end = start + size
             self._free.give(end, end + rest)
-        self._blocks[self._number] = start, end
         self._pages.write(start, start + num_bytes)
-        return self._number
+        return start, end
 
-    def free(self, block: int) -> None:
+    def free(self, block: tuple[int, int]) -> None:
         """Frees a block; its pages stay."""
-        start, end = self._blocks.pop(block)
+        start, end = block
         if end:
             self._free.give(start, end)
         else:
@@ -189,9 +185,7 @@ class Glibc:
         self._is_fixed = given.is_fixed
         self.mmap_threshold = given.mmap_threshold
         self.trim_threshold = given.trim_threshold
-        self._mapped: dict[int, int] = {}
-        self._mapped_bytes = self._number = 0
-        self._blocks: dict[int, tuple[_Arena, int, int]] = {}
+        self._mapped_bytes = 0
         self._arenas = [
             _Arena(given.top_pad, None if index == 0 else _MAX_HEAP)
             for index in range(num_arenas)
@@ -202,33 +196,34 @@ class Glibc:
         """What the process shows of it."""
         return self._mapped_bytes + sum(a.pages.num_bytes for a in self._arenas)
 
-    def allocate(self, num_bytes: int, thread: int = 0) -> int:
-        """Returns the number of a new block, made by one of the threads."""
-        self._number += 1
+    def allocate(
+        self, num_bytes: int, thread: int = 0
+    ) -> "tuple[_Arena | None, int, int]":
+        """Returns the arena, begin and end of a new block, made by one of the threads.
+
+        It has no arena where it got a mapping.
+        """
         size = -(-(num_bytes + _HEADER) // _ALIGNMENT) * _ALIGNMENT
         arena = self._arenas[thread % len(self._arenas)]
         start = arena.find(size)
         if start is None:
             if size >= self.mmap_threshold or size > arena.max_block:
                 mapped = -(-size // PAGE) * PAGE
-                self._mapped[self._number] = mapped
                 self._mapped_bytes += mapped
-                return self._number
+                return None, 0, mapped
             start = arena.grow(size)
         arena.pages.write(start, start + size)
-        self._blocks[self._number] = arena, start, start + size
-        return self._number
+        return arena, start, start + size
 
-    def free(self, block: int) -> None:
+    def free(self, block: "tuple[_Arena | None, int, int]") -> None:
         """Frees a block, and gives back what the thresholds say."""
-        mapped = self._mapped.pop(block, None)
-        if mapped is None:
-            arena, start, end = self._blocks.pop(block)
+        arena, start, end = block
+        if arena is not None:
             arena.free(start, end, self.trim_threshold)
             return
-        self._mapped_bytes -= mapped
-        if not self._is_fixed and self.mmap_threshold < mapped <= _MAX_MMAP_THRESHOLD:
-            self.mmap_threshold, self.trim_threshold = mapped, 2 * mapped
+        self._mapped_bytes -= end
+        if not self._is_fixed and self.mmap_threshold < end <= _MAX_MMAP_THRESHOLD:
+            self.mmap_threshold, self.trim_threshold = end, 2 * end
 
 
 class _Arena:

@@ -152,14 +152,14 @@ def resident_curve(
 
 
 def growth(
-    heap: BestFit | Glibc, standing: Iterable[int], steps: Sequence[Sequence[Change]]
+    heap: Any, standing: Iterable[int], steps: Sequence[Sequence[Change]]
 ) -> int:
     """Returns by how many bytes steps make a heap larger than what stands in it."""
     for size in standing:
         heap.allocate(size)
     before = most = heap.resident_bytes
     for step in steps:
-        blocks: dict[int, int] = {}
+        blocks: dict[int, Any] = {}
         for change in step:
             if not change.num_bytes:
                 heap.free(blocks.pop(change.block))
