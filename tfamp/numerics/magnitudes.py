@@ -1,4 +1,4 @@
-"""Counts numbers by their exponent, and tells what of them a format would hold."""
+"""`tfamp.ranges`: numbers of a few float32 steps by exponent, and what formats hold."""
 
 import math
 from collections.abc import Iterator
@@ -34,6 +34,71 @@ _SHIFT = FLOAT32.mantissa_bits - _MANTISSA_BITS
 _BINS = 2 ** (FLOAT32.exponent_bits + _MANTISSA_BITS)
 _PER_EXPONENT = 2**_MANTISSA_BITS
 _SPECIAL = 255  # exponent of inf and NaN
+# The scales that a loss-scale optimizer may take.
+_SCALES = tuple(2.0**power for power in range(-14, 25))
+# Scales are as good where they spoil this much more of the gradients at most.
+_AS_GOOD = 1e-4
+# A number that keeps some digits is half as bad as one that vanishes.
+_COARSE = 0.5
+
+
+def ranges(
+    model: keras.Model, data: Any, *, num_batches: int = 4, batch_size: int = 32
+) -> Ranges:
+    """Looks at the magnitudes of weights, activations and gradients in float32.
+
+    A few train steps run in float32, eagerly and without rules, at the weights the
+    model has; nothing is updated, and weights, optimizers, metrics and seeds are
+    afterwards what they were. What is 0 in float32 is 0 in every format and not
+    counted.
+
+    Args:
+        model: A compiled model, written in whatever way.
+        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
+            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
+            or without.
+        num_batches: How many batches to look at.
+        batch_size: Examples in a batch of arrays.
+
+    Returns:
+        The `Ranges`: `.layers`, `.best_loss_scale`, `.table()`, `.to_json(path)` and
+        `.plot(path)`.
+
+    Raises:
+        TypeError: `model` is not a compiled Keras model, or `data` not of these.
+        ValueError: The data is empty or comes in single examples.
+
+    Example:
+        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
+        >>> model.compile("sgd", "mse")
+        >>> x = np.float32([[1, 70000], [3, 4]])
+        >>> found = ranges(model, (x, np.float32([[0], [0]])))
+        >>> found.of("weights")[0].fit("float16").overflow
+        0.0
+    """
+    checks.positive_int("num_batches", num_batches)
+    check_model(model)
+    dataset = dataset_of(data, batch_size)
+    build(model, first_batch(dataset))
+    counted = _Counted(model)
+    seen = 0
+    with (
+        in_float32(model),
+        unchanged(model),
+        tapped(model, counted, only=computes_itself),
+        progress("Counting magnitudes", num_batches, unit="batches") as done,
+    ):
+        for batch in dataset.take(num_batches):
+            step = run_step(model, batch)
+            counted.add_weight_gradients(step.gradients)
+            seen += 1
+            done(seen)
+        counted.add_weights()
+    layers = tuple(counted.records())
+    every = counted.all_gradients()
+    best, scales = best_loss_scale(every)
+    lost = tuple(every.in_format(FLOAT16, scale).total for scale in (1.0, best))
+    return Ranges(model.name, seen, layers, best, scales, (lost[0], lost[1]))
 
 
 class Exponents:
@@ -139,73 +204,6 @@ def _bin(magnitude: float) -> int:
     """Returns the number of the bin that a magnitude falls into."""
     within = np.float32(min(max(magnitude, 0.0), FLOAT32.max))
     return int(within.view(np.uint32) >> _SHIFT)
-
-
-# The scales that a loss-scale optimizer may take.
-_SCALES = tuple(2.0**power for power in range(-14, 25))
-# Scales are as good where they spoil this much more of the gradients at most.
-_AS_GOOD = 1e-4
-# A number that keeps some digits is half as bad as one that vanishes.
-_COARSE = 0.5
-
-
-def ranges(
-    model: keras.Model, data: Any, *, num_batches: int = 4, batch_size: int = 32
-) -> Ranges:
-    """Looks at the magnitudes of weights, activations and gradients in float32.
-
-    A few train steps run in float32, eagerly and without rules, at the weights the
-    model has; nothing is updated, and weights, optimizers, metrics and seeds are
-    afterwards what they were. What is 0 in float32 is 0 in every format and not
-    counted.
-
-    Args:
-        model: A compiled model, written in whatever way.
-        data: What `fit` takes: a `tf.data.Dataset` of batches, a `Pipeline`, a
-            `PyDataset`, a generator of batches, or arrays (x, y), with sample weights
-            or without.
-        num_batches: How many batches to look at.
-        batch_size: Examples in a batch of arrays.
-
-    Returns:
-        The `Ranges`: `.layers`, `.best_loss_scale`, `.table()`, `.to_json(path)` and
-        `.plot(path)`.
-
-    Raises:
-        TypeError: `model` is not a compiled Keras model, or `data` not of these.
-        ValueError: The data is empty or comes in single examples.
-
-    Example:
-        >>> model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-        >>> model.compile("sgd", "mse")
-        >>> x = np.float32([[1, 70000], [3, 4]])
-        >>> found = ranges(model, (x, np.float32([[0], [0]])))
-        >>> found.of("weights")[0].fit("float16").overflow
-        0.0
-    """
-    checks.positive_int("num_batches", num_batches)
-    check_model(model)
-    dataset = dataset_of(data, batch_size)
-    build(model, first_batch(dataset))
-    counted = _Counted(model)
-    seen = 0
-    with (
-        in_float32(model),
-        unchanged(model),
-        tapped(model, counted, only=computes_itself),
-        progress("Counting magnitudes", num_batches, unit="batches") as done,
-    ):
-        for batch in dataset.take(num_batches):
-            step = run_step(model, batch)
-            counted.add_weight_gradients(step.gradients)
-            seen += 1
-            done(seen)
-        counted.add_weights()
-    layers = tuple(counted.records())
-    every = counted.all_gradients()
-    best, scales = best_loss_scale(every)
-    lost = tuple(every.in_format(FLOAT16, scale).total for scale in (1.0, best))
-    return Ranges(model.name, seen, layers, best, scales, (lost[0], lost[1]))
 
 
 def best_loss_scale(gradients: Exponents) -> tuple[float, tuple[float, float]]:

@@ -1,10 +1,10 @@
-"""What speaks against the data, the weights or the optimizer of a step."""
+"""What speaks against the data, the weights, the optimizer or the update of a step."""
 
 import contextlib
 import itertools
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
@@ -22,6 +22,12 @@ _OUTLIER = 1e3
 # A layer whose weights are so many times as large as initializers make them has
 # exploded: they give outputs about as large as inputs.
 _EXPLODED = 30.0
+# A loss that one update makes so many times as large has left where it was, if it is
+# beyond that of the other examples' targets, too: near 0 any number is many times it.
+_JUMP = 100.0
+_SMALL = 1e-3
+# What a learning rate that is too high is multiplied by, until the loss falls.
+_RATE_FACTORS = tuple(10.0**-n for n in range(1, 9))
 
 
 class Suspicion(NamedTuple):
@@ -188,14 +194,6 @@ def named_parts(batch: Any) -> Iterator[tuple[str, np.ndarray]]:
             yield "/".join([name, *map(str, path)]), values
 
 
-# A loss that one update makes so many times as large has left where it was, if it is
-# beyond that of the other examples' targets, too: near 0 any number is many times it.
-_JUMP = 100.0
-_SMALL = 1e-3
-# What a learning rate that is too high is multiplied by, until the loss falls.
-_RATE_FACTORS = tuple(10.0**-n for n in range(1, 9))
-
-
 class Softer(NamedTuple):
     """A learning rate that does no harm.
 
@@ -221,7 +219,7 @@ class Update:
     @classmethod
     def of(
         cls, model: keras.Model, batch: Any, exact: Examined, rate: float | None
-    ) -> Optional["Update"]:
+    ) -> "Update | None":
         """Returns the update of a float32 step, None where it has others or none."""
         trained = list(model.trainable_variables)
         found = {id(v): g for v, g in exact.step.gradients if g is not None}
