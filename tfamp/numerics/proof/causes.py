@@ -5,7 +5,6 @@ import dataclasses
 from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from tfamp.machine import devices as hardware
-from tfamp.machine.speeds import Device
 from tfamp.numerics.proof.result import (
     MAX_NAMED,
     Cause,
