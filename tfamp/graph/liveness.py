@@ -52,14 +52,14 @@ class Change:
     step: int
 
 
+@dataclasses.dataclass(eq=False, slots=True)
 class _Buffer:
     """Memory that tensors share; `maker` is None for what was there before."""
 
-    __slots__ = ("block", "maker", "num_bytes", "users")
-
-    def __init__(self, num_bytes: int, maker: int | None) -> None:
-        self.num_bytes, self.maker, self.users = num_bytes, maker, 0
-        self.block = 0
+    num_bytes: int
+    maker: int | None
+    users: int = 0
+    block: int = 0
 
 
 def find_peak(schedule: Schedule, *, emulated: frozenset[str] = frozenset()) -> Peak:

@@ -119,111 +119,100 @@ def read_schedule(concrete: Any) -> Schedule:
         [('Placeholder', [16]), ('MatMul', [16]), ('Identity', [16])]
     """
     schedule = Schedule()
-    schedule.results, _ = _Flattener(schedule).add(read_bodies(concrete), "", [], [])
+    schedule.results, _ = _append(schedule, read_bodies(concrete), "", [], [])
     return schedule
 
 
-class _Flattener:
-    """Appends the nodes of functions to a schedule."""
+def _append(
+    schedule: Schedule,
+    body: Body,
+    prefix: str,
+    arguments: list[Tensor],
+    begin: list[int],
+) -> tuple[list[Tensor], list[int]]:
+    """Appends a function's nodes; returns its results and the steps that end it."""
+    made: dict[str, list[Tensor]] = {}
+    ends: dict[str, int] = {}
 
-    def __init__(self, schedule: Schedule) -> None:
-        self._schedule = schedule
+    def tensor(reference: Reference) -> Tensor:
+        if reference.name in body.arguments:
+            return arguments[body.arguments[reference.name]]
+        outputs = made[reference.name]
+        return outputs[min(reference.output, len(outputs) - 1)]
 
-    def add(
-        self, body: Body, prefix: str, arguments: list[Tensor], begin: list[int]
-    ) -> tuple[list[Tensor], list[int]]:
-        """Appends a function's nodes; returns its results and the steps that end it."""
-        made: dict[str, list[Tensor]] = {}
-        ends: dict[str, int] = {}
-
-        def tensor(reference: Reference) -> Tensor:
-            if reference.name in body.arguments:
-                return arguments[body.arguments[reference.name]]
-            outputs = made[reference.name]
-            return outputs[min(reference.output, len(outputs) - 1)]
-
-        for node in _sorted(body):
-            inputs = [tensor(reference) for reference in body.inputs(node)]
-            names = [_plain(text) for text in node.input if text[0] == "^"]
-            after = [ends[name] for name in names if name in ends]
-            name = f"{prefix}{node.name}"
-            if node.op in _CALLS:
-                function = body.function(node.attr["f"].func.name)
-                if function is not None:
-                    made[node.name], ends[node.name] = self._call(
-                        function, name, inputs, after + begin
-                    )
-                    continue
-            if node.op == "IdentityN":
-                # TensorFlow takes it apart: no output waits for the input of another.
-                made[node.name] = inputs
-                end = Step(f"{name}/end", "NoOp", [], after + begin, [])
-                end.after += [number for number, _ in inputs if number != ARGUMENT]
-                ends[node.name] = self._schedule.add(end)
-                continue
-            # What needs nothing still waits for the call that it is in.
-            step = self._step(body, node, name, inputs, after if inputs else begin)
-            step.after += after if not inputs else []
-            number = self._schedule.add(step)
-            made[node.name] = [(number, i) for i in range(max(1, len(step.outputs)))]
-            ends[node.name] = number
-        results = [tensor(reference) for reference in body.results]
-        return results, [ends[name] for name in body.kept if name in ends]
-
-    def _call(
-        self, function: Body, name: str, inputs: list[Tensor], after: list[int]
-    ) -> tuple[list[Tensor], int]:
-        begin = self._schedule.add(Step(f"{name}/begin", "NoOp", [], after, []))
-        results, kept = self.add(function, f"{name}/", inputs, [begin])
-        end = Step(f"{name}/end", "NoOp", [], [*kept, begin], [])
-        return results, self._schedule.add(end)
-
-    def _step(
-        self,
-        body: Body,
-        node: tf.compat.v1.NodeDef,
-        name: str,
-        inputs: list[Tensor],
-        after: list[int],
-    ) -> Step:
-        sizes = output_bytes(node)
-        if None in sizes and not any(functions_of(node)):
-            self._schedule.unknown.append(name)
-        step = Step(name, node.op, inputs, list(after), [s or 0 for s in sizes], node)
-        if node.op in _LOOPS:
-            step.inner = self._inner(body, node, ("body",), inputs)
-            trips = num_trips(body, node)
-            step.trips = trips or 1
-            if trips is None:
-                self._schedule.unknown.append(name)
-        elif node.op in _BRANCHES:
-            step.inner = self._inner(body, node, _BRANCHES[node.op], inputs[1:])
-        return step
-
-    def _inner(
-        self,
-        body: Body,
-        node: tf.compat.v1.NodeDef,
-        keys: tuple[str, ...],
-        inputs: list[Tensor],
-    ) -> tuple[Schedule, ...]:
-        references = body.inputs(node)[-len(inputs) :] if inputs else []
-        found = []
-        for key in keys:
-            function = body.function(node.attr[key].func.name)
-            if function is None:
-                continue
-            for index, reference in enumerate(references):
-                function.argument_shapes.setdefault(index, body.shape(reference))
-            schedule = Schedule(self._schedule.bytes_of(tensor) for tensor in inputs)
-            schedule.results, _ = _Flattener(schedule).add(
-                function, "", schedule.arguments, []
+    for node in _sorted(body):
+        inputs = [tensor(reference) for reference in body.inputs(node)]
+        names = [_plain(text) for text in node.input if text[0] == "^"]
+        after = [ends[name] for name in names if name in ends]
+        name = f"{prefix}{node.name}"
+        called = body.function(node.attr["f"].func.name) if node.op in _CALLS else None
+        if called is not None:
+            first = schedule.add(Step(f"{name}/begin", "NoOp", [], after + begin, []))
+            made[node.name], kept = _append(
+                schedule, called, f"{name}/", inputs, [first]
             )
-            self._schedule.unknown += [
-                f"{node.name}/{name}" for name in schedule.unknown
-            ]
-            found.append(schedule)
-        return tuple(found)
+            end = Step(f"{name}/end", "NoOp", [], [*kept, first], [])
+            ends[node.name] = schedule.add(end)
+        elif node.op == "IdentityN":
+            # TensorFlow takes it apart: no output waits for the input of another.
+            made[node.name] = inputs
+            end = Step(f"{name}/end", "NoOp", [], after + begin, [])
+            end.after += [number for number, _ in inputs if number != ARGUMENT]
+            ends[node.name] = schedule.add(end)
+        else:
+            step = _step(schedule, body, node, name, inputs)
+            # What needs nothing still waits for the call that it is in.
+            step.after = after if inputs else after + begin
+            number = ends[node.name] = schedule.add(step)
+            made[node.name] = [(number, i) for i in range(max(1, len(step.outputs)))]
+    results = [tensor(reference) for reference in body.results]
+    return results, [ends[name] for name in body.kept if name in ends]
+
+
+def _step(
+    schedule: Schedule,
+    body: Body,
+    node: tf.compat.v1.NodeDef,
+    name: str,
+    inputs: list[Tensor],
+) -> Step:
+    """Returns the step of a node that is no call, with what it runs itself."""
+    sizes = output_bytes(node)
+    if None in sizes and not any(functions_of(node)):
+        schedule.unknown.append(name)
+    step = Step(name, node.op, inputs, [], [size or 0 for size in sizes], node)
+    if node.op in _LOOPS:
+        step.inner = _inner(schedule, body, node, ("body",), inputs)
+        trips = num_trips(body, node)
+        step.trips = trips or 1
+        if trips is None:
+            schedule.unknown.append(name)
+    elif node.op in _BRANCHES:
+        step.inner = _inner(schedule, body, node, _BRANCHES[node.op], inputs[1:])
+    return step
+
+
+def _inner(
+    schedule: Schedule,
+    body: Body,
+    node: tf.compat.v1.NodeDef,
+    keys: tuple[str, ...],
+    inputs: list[Tensor],
+) -> tuple[Schedule, ...]:
+    """Returns the schedules of the functions that a loop or a condition runs."""
+    references = body.inputs(node)[-len(inputs) :] if inputs else []
+    found = []
+    for key in keys:
+        function = body.function(node.attr[key].func.name)
+        if function is None:
+            continue
+        for index, reference in enumerate(references):
+            function.argument_shapes.setdefault(index, body.shape(reference))
+        inner = Schedule(schedule.bytes_of(tensor) for tensor in inputs)
+        inner.results, _ = _append(inner, function, "", inner.arguments, [])
+        schedule.unknown += [f"{node.name}/{name}" for name in inner.unknown]
+        found.append(inner)
+    return tuple(found)
 
 
 def _sorted(body: Body) -> list[tf.compat.v1.NodeDef]:
