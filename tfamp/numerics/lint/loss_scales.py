@@ -5,13 +5,14 @@ import contextlib
 import inspect
 import textwrap
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfamp.dtypes import resolution
+from tfamp.keras_hooks.patches import replaced
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.numerics.lint.subject import CannotTellError, Found, Subject, rule
 from tfamp.stepping.step_traces import trace_step
@@ -135,33 +136,28 @@ def _scales_while_traced(subject: Subject) -> bool | None:
             # The optimizer warns of the same thing.
             warnings.simplefilter("ignore")
             for optimizer in _dividing(subject):
-                stack.enter_context(_noted(optimizer, _SCALING, scaled))
-                stack.enter_context(_noted(optimizer, _APPLYING, applied))
+                for names, called in ((_SCALING, scaled), (_APPLYING, applied)):
+                    methods = {
+                        name: _noting(optimizer, name, called)
+                        for name in names
+                        if hasattr(optimizer, name)
+                    }
+                    stack.enter_context(replaced(optimizer, **methods))
             trace_step(model, dataset, training=True, jit_compile=False)
     except Exception:  # the user's own code, which may do anything
         return None
     return applied <= scaled
 
 
-@contextlib.contextmanager
-def _noted(optimizer: Any, names: tuple[str, ...], called: set[int]) -> Iterator[None]:
-    """Notes an optimizer of which a method is called, past Keras's tracking."""
+def _noting(optimizer: Any, name: str, called: set[int]) -> Callable[..., Any]:
+    """Returns a method of an optimizer that notes the optimizer when it is called."""
+    original = getattr(optimizer, name)
 
-    def noted(original: Any) -> Any:
-        def method(*args: Any, **kwargs: Any) -> Any:
-            called.add(id(optimizer))
-            return original(*args, **kwargs)
+    def method(*args: Any, **kwargs: Any) -> Any:
+        called.add(id(optimizer))
+        return original(*args, **kwargs)
 
-        return method
-
-    own = [n for n in names if hasattr(optimizer, n) and n not in vars(optimizer)]
-    for name in own:
-        vars(optimizer)[name] = noted(getattr(optimizer, name))
-    try:
-        yield
-    finally:
-        for name in own:
-            del vars(optimizer)[name]
+    return method
 
 
 def _names_it(step: Any, cls: type) -> bool:

@@ -42,8 +42,9 @@ _LINEAR = (_K.SGD, _K.Ftrl)
 @rule("late-policy")
 def late_policy(subject: Subject) -> Iterator[Found]:
     """Layers that were made before the policy, and so in float32."""
-    wanted = _wanted(subject)
-    late = [part for part in subject.parts if _is_late(part, subject)]
+    holders = _holders(subject)
+    wanted = _wanted(subject, holders)
+    late = [part for part in subject.parts if _is_late(part, subject, holders)]
     if wanted is None or not late:
         return
     computing = [part for part in subject.parts if part.weights]
@@ -60,7 +61,7 @@ def late_policy(subject: Subject) -> Iterator[Found]:
     )
 
 
-def _wanted(subject: Subject) -> str | None:
+def _wanted(subject: Subject, holders: collections.Counter[int]) -> str | None:
     """Returns the policy that layers should have followed, None if there is none."""
     if IN_FORCE.settings is not None and IN_FORCE.settings.is_half:
         return str(IN_FORCE.settings.policy.name)
@@ -68,15 +69,15 @@ def _wanted(subject: Subject) -> str | None:
     if getattr(present, "compute_dtype", "") in HALF:
         return str(present.name)
     # The policy was taken back, but part of the model follows it.
-    holders = _holders(subject)
-    for part in subject.parts:
-        policy = part.layer.dtype_policy
-        if part.is_half and part.weights and holders[id(policy)] > 1:
-            return str(policy.name)
-    return None
+    shared = (
+        part.layer.dtype_policy.name
+        for part in subject.half()
+        if part.weights and holders[id(part.layer.dtype_policy)] > 1
+    )
+    return next(shared, None)
 
 
-def _is_late(part: Part, subject: Subject) -> bool:
+def _is_late(part: Part, subject: Subject, holders: collections.Counter[int]) -> bool:
     """States whether a layer in float32 follows no decision but its making.
 
     A dtype given by name makes a policy of its own; layers without one share the
@@ -90,7 +91,7 @@ def _is_late(part: Part, subject: Subject) -> bool:
     is_managed = any(r is not None and r.settings.is_half for r in records)
     if policy is keras.config.dtype_policy() and not is_managed:
         return IN_FORCE.settings is not None
-    return _holders(subject)[id(policy)] > 1
+    return holders[id(policy)] > 1
 
 
 def _holders(subject: Subject) -> collections.Counter[int]:
