@@ -30,6 +30,7 @@ from benchmarks._runner import ROOT
 from benchmarks._turns import ratio, take_turns
 from benchmarks.inference import Digits, mlp, trained
 from tfamp.serving.load_test import arrivals, bench
+from tfamp.serving.load_test.clients import Clients
 from tfamp.serving.load_test.target import Target
 
 FLAGS = (
@@ -126,15 +127,8 @@ def ask(
 ) -> tuple[float, list[float]]:
     """Returns the answers a second of clients that wait for each, and latencies."""
     target = Target("", "127.0.0.1", port, request)
-
-    async def main() -> tuple[float, list[float]]:
-        connections = arrivals.Connections(target, clients, _DEADLINE)
-        try:
-            return await arrivals.peak(connections, clients, seconds)
-        finally:
-            connections.close()
-
-    return bench.run(main())
+    with contextlib.closing(Clients(target, clients, _DEADLINE)) as asked:
+        return arrivals.peak(asked, clients, seconds)
 
 
 def commands(folder: Path) -> dict[str, tuple[list[str], int]]:

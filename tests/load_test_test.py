@@ -1,6 +1,8 @@
 """Load tests: moments that do not wait, latencies from them, the table and the page."""
 
 import asyncio
+import contextlib
+import gc
 import time
 
 import numpy as np
@@ -9,8 +11,10 @@ import pytest
 from tfamp.cli import main as cli
 from tfamp.serving.load_test import arrivals, bench, report, target
 from tfamp.serving.load_test.arrivals import Burst
+from tfamp.serving.load_test.clients import Clients
 from tfamp.serving.load_test.result import Load, LoadTest
 
+LARGE = 2**23
 METADATA = (
     b'{"name": "m", "inputs": [{"name": "x", "datatype": "FP32", "shape": [-1, 3]}]}'
 )
@@ -44,17 +48,16 @@ def answering(status=200, *, stall=None, body=METADATA, head=None):
     return serve, asked
 
 
-def measured(serve, rate, seconds, timeout_seconds=5.0):
+def measured(serve, rate, seconds, timeout_seconds=5.0, body=b""):
     """Returns what a server of this event loop came to at a rate."""
 
     async def main():
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
-        one = target.Target("m", "127.0.0.1", port, b"GET / HTTP/1.1\r\n\r\n")
-        pool = arrivals.Connections(one, 8, timeout_seconds)
+        one = target.Target("m", "127.0.0.1", port, b"GET / HTTP/1.1\r\n\r\n" + body)
         due = arrivals.moments(rate, seconds, seed=0)
-        burst = await arrivals.ask_at(pool, due)
-        pool.close()
+        with contextlib.closing(Clients(one, 8, timeout_seconds)) as clients:
+            burst = await asyncio.to_thread(arrivals.ask_at, clients, due)
         server.close()
         await asyncio.sleep(0.05)  # Its side of the connections ends.
         return burst, due
@@ -75,6 +78,33 @@ def test_errors_are_counted_by_what_they_were():
     serve, _ = answering(503)
     burst, due = measured(serve, rate=100, seconds=0.2)
     assert (burst.latencies, burst.errors) == ((), {"503": len(due)})
+
+
+def test_garbage_is_not_looked_for_while_requests_are_due():
+    enabled = []
+    serve, _ = answering()
+
+    async def noting(reader, writer):
+        enabled.append(gc.isenabled())
+        await serve(reader, writer)
+
+    measured(noting, rate=100, seconds=0.1)
+    assert set(enabled) == {False} and gc.isenabled()
+
+
+def test_a_request_larger_than_a_socket_takes_at_once_is_sent_whole():
+    lengths = []
+
+    async def serve(reader, writer):
+        while await reader.read(1):
+            await reader.readuntil(b"\r\n\r\n")
+            lengths.append(len(await reader.readexactly(LARGE)))
+            writer.write(b"HTTP/1.1 200 x\r\nContent-Length: 0\r\n\r\n")
+        writer.close()
+
+    burst, due = measured(serve, rate=40, seconds=0.1, body=bytes(LARGE))
+    assert (len(burst.latencies), burst.errors) == (len(due), {})
+    assert lengths == [LARGE] * len(due)
 
 
 CHUNKS = b"3\r\nabc\r\n0\r\n\r\n"

@@ -1,6 +1,5 @@
 """The server's process under what no client should do, and under what happens to it."""
 
-import asyncio
 import concurrent.futures
 import contextlib
 import http.client
@@ -21,6 +20,7 @@ pytest.importorskip("uvicorn", reason="needs tfamp[serve]")
 from tests import served_models
 from tests.server_process_test import DEADLINE, connect, predict, serving
 from tfamp.serving.load_test import arrivals
+from tfamp.serving.load_test.clients import Clients
 from tfamp.serving.load_test.target import Target
 
 ROWS = [[1.0, 2.0, 3.0]]
@@ -187,18 +187,12 @@ def test_ten_times_too_many_requests_are_refused_at_once_and_forgotten(tmp_path)
     flags = ("--max_batch_size=1", "--max_queue=20")
     with serving(folder, *flags) as (process, address):
         target = Target("m", *place(address), head() + BODY, "predict")
-
-        async def overload():
-            connections = arrivals.Connections(target, 256, 10)
-            due = arrivals.moments(2000, 4, seed=0)
-            burst = await arrivals.ask_at(connections, due)
-            connections.close()
-            return burst
-
         with contextlib.closing(connect(address)) as connection:
             predict(connection, ROWS)
             before = resident(process)
-            burst = asyncio.run(overload())
+            due = arrivals.moments(2000, 4, seed=0)
+            with contextlib.closing(Clients(target, 256, 10)) as clients:
+                burst = arrivals.ask_at(clients, due)
             ended = time.monotonic()
             while predict(connection, ROWS)[0] != 200:
                 assert time.monotonic() - ended < RECOVERED_SECONDS

@@ -12,8 +12,9 @@ import keras
 import numpy as np
 
 from tfamp.keras_hooks import structure
-from tfamp.machine.cpus import instruction_sets
+from tfamp.machine.cpus import instruction_sets, num_usable_cpus
 from tfamp.serving.exports import float32_copy, samples
+from tfamp.serving.exports.racing import raced
 from tfamp.serving.exports.request import Request
 from tfamp.serving.exports.tracing import Traced, trace
 from tfamp.serving.frozen import freeze
@@ -38,6 +39,8 @@ _PACKAGES = {
 }
 # Of the spread of an output: what float32 sums in another order come to, and more.
 MAX_FLOAT32_DIFFERENCE = 1e-2
+# How long one thread is timed against all cores, and the gain that one has to show.
+_THREADS_SECONDS, _MIN_GAIN = 0.3, 1.05
 
 
 @dataclasses.dataclass
@@ -109,9 +112,9 @@ class Candidate:
         """The bytes of all its files."""
         return sum(file.stat().st_size for file in self.folder.rglob("*"))
 
-    def load(self) -> LoadedModel:
+    def load(self, *, threads: int | None = None) -> LoadedModel:
         """Returns the model in its runtime, from where it was written."""
-        return open_model(self.folder, self.manifest)
+        return open_model(self.folder, self.manifest, threads)
 
 
 def write(source: Source, request: Request, folder: Path) -> Candidate:
@@ -147,12 +150,30 @@ def write(source: Source, request: Request, folder: Path) -> Candidate:
             "of the outputs' spread. Export another format or dtype."
         )
     candidate = Candidate(request, folder, manifest, difference)
+    sizes = {1, source.batch_size or 1}
     model = candidate.load() if request.format == "saved_model" else None
     if isinstance(model, TensorFlowModel):
-        execution = model.choose(inputs, {1, source.batch_size or 1})
-        candidate.manifest = dataclasses.replace(manifest, execution=execution)
-        candidate.manifest.write(folder)
+        changes: dict[str, Any] = {"execution": model.choose(inputs, sizes)}
+    else:
+        changes = {"threads": _fastest_threads(candidate, inputs, sizes)}
+    candidate.manifest = dataclasses.replace(manifest, **changes)
+    candidate.manifest.write(folder)
     return candidate
+
+
+def _fastest_threads(
+    candidate: Candidate, inputs: Mapping[str, np.ndarray], sizes: set[int]
+) -> int | None:
+    """Returns 1 where one thread is faster than all cores, None where it is not.
+
+    Steps of a recurrent layer, and of any small model, are over before other threads
+    have woken up.
+    """
+    if num_usable_cpus() == 1:
+        return None
+    ways = {"one": candidate.load(threads=1), "all": candidate.load()}
+    paces = raced(ways, inputs, sizes, seconds=_THREADS_SECONDS)
+    return 1 if paces["all"].slowdown > _MIN_GAIN else None
 
 
 def largest_difference(

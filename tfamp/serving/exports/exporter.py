@@ -279,6 +279,7 @@ def _placed(
         parity=parity,
         tried=choice.tried,
         execution={size: dict(how) for size, how in manifest.execution.items()},
+        threads=manifest.threads,
         advice=choosing.advice(formats),
     )
 

@@ -78,6 +78,7 @@ class Export(TableRecord):
         tried: All that was written to be compared.
         execution: What TensorFlow runs each batch size by, "plain" or "XLA", as
             measured; other runtimes have no such choice.
+        threads: Of a prediction, 1 where that was faster here; None for all cores.
         advice: What would add candidates, such as packages that are not installed.
     """
 
@@ -94,6 +95,7 @@ class Export(TableRecord):
     parity: Parity | None = None
     tried: tuple[Tried, ...] = ()
     execution: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
+    threads: int | None = None
     advice: tuple[str, ...] = ()
 
     def load(self, *, threads: int | None = None) -> LoadedModel:
@@ -110,6 +112,11 @@ class Export(TableRecord):
         ]
         told += [f"{path} stays in float32: {why}." for path, why in self.kept.items()]
         told += execution_text(self.execution)
+        if self.threads is not None:
+            told.append(
+                "A prediction takes one thread, which was faster here than all cores; "
+                "`load_exported(threads=)` takes more."
+            )
         if self.parity is None:
             told.append(
                 "Only outputs were compared: pass `validation=(x, y)` for a verdict."

@@ -8,19 +8,17 @@ The generators on PyPI that are kept up, such as locust, wait for answers; those
 not wait, such as k6 and vegeta, cannot be installed by pip.
 """
 
-import asyncio
 import collections
+import contextlib
+import gc
+import math
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 import numpy as np
 
-from tfamp.serving.load_test.connections import Connection
-from tfamp.serving.load_test.target import Target
-
-# Timers of an event loop fire up to a millisecond late: the rest is waited for awake.
-_AWAKE_SECONDS = 0.0015
+from tfamp.serving.load_test.clients import Answer, Clients
 
 
 class Burst(NamedTuple):
@@ -38,39 +36,6 @@ class Burst(NamedTuple):
     latencies: tuple[float, ...]
     lateness: tuple[float, ...]
     errors: dict[str, int]
-
-
-class Connections:
-    """Connections to a server, used again as long as they are good.
-
-    Args:
-        target: What they ask.
-        limit: How many there may be; more requests than that wait, and it counts.
-        timeout_seconds: How long an answer may take, from when it was due.
-    """
-
-    def __init__(self, target: Target, limit: int, timeout_seconds: float) -> None:
-        self._idle = [Connection(target) for _ in range(limit)]
-        self._all = tuple(self._idle)
-        self._timeout_seconds = timeout_seconds
-        self._free = asyncio.Semaphore(limit)
-
-    async def ask(self, due: float) -> str:
-        """Returns "200", or what a request came to instead."""
-        until = due + self._timeout_seconds
-        async with self._free:
-            if time.perf_counter() >= until:
-                return "timeout"
-            connection = self._idle.pop()
-            try:
-                return await connection.ask(until)
-            finally:
-                self._idle.append(connection)
-
-    def close(self) -> None:
-        """Closes all of them."""
-        for each in self._all:
-            each.close()
 
 
 def moments(rate: float, seconds: float, seed: int) -> list[float]:
@@ -93,50 +58,62 @@ def moments(rate: float, seconds: float, seed: int) -> list[float]:
         found.append(last)
 
 
-async def ask_at(connections: Connections, due: Sequence[float]) -> Burst:
+@contextlib.contextmanager
+def no_collections() -> Iterator[None]:
+    """Keeps Python from looking for garbage, which stops a large process for 0.2 s."""
+    was_enabled = gc.isenabled()
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()
+
+
+@no_collections()
+def ask_at(clients: Clients, due: Sequence[float]) -> Burst:
     """Asks at the moments that are given and waits for the last answer.
 
     Args:
-        connections: To the server.
+        clients: Of the server.
         due: Seconds from now, in order.
     """
-    latencies: list[float] = []
+    answers: list[Answer] = []
     lateness: list[float] = []
-    errors: collections.Counter[str] = collections.Counter()
     start = time.perf_counter()
-
-    async def ask(moment: float) -> None:
-        lateness.append(time.perf_counter() - moment)
-        status = await connections.ask(moment)
-        if status == "200":
-            latencies.append(time.perf_counter() - moment)
-        else:
-            errors[status] += 1
-
-    tasks = set()
     for moment in due:
-        while (rest := start + moment - time.perf_counter()) > 0:
-            await asyncio.sleep(max(0.0, rest - _AWAKE_SECONDS))
-        task = asyncio.create_task(ask(start + moment))
-        tasks.add(task)
-        task.add_done_callback(tasks.discard)
-    while tasks:
-        await asyncio.wait(tasks)
+        while time.perf_counter() < start + moment:
+            answers += clients.wait(start + moment)
+        clients.ask(start + moment)
+        lateness.append(time.perf_counter() - start - moment)
+    while clients.is_busy:
+        answers += clients.wait(math.inf)
+    latencies = [each.ended - each.due for each in answers if each.status == "200"]
+    errors = collections.Counter(
+        each.status for each in answers if each.status != "200"
+    )
     seconds = time.perf_counter() - start
     return Burst(seconds, tuple(latencies), tuple(lateness), dict(errors))
 
 
-async def peak(
-    connections: Connections, clients: int, seconds: float
-) -> tuple[float, list[float]]:
-    """Returns the answers a second that clients get that do wait, and latencies."""
+@no_collections()
+def peak(clients: Clients, number: int, seconds: float) -> tuple[float, list[float]]:
+    """Returns the answers a second that clients get that do wait, and latencies.
+
+    Args:
+        clients: Of the server.
+        number: Requests that are under way at a time.
+        seconds: How long they go on asking.
+    """
     latencies: list[float] = []
     start = time.perf_counter()
-
-    async def ask() -> None:
-        while (now := time.perf_counter()) < start + seconds:
-            if await connections.ask(now) == "200":
-                latencies.append(time.perf_counter() - now)
-
-    await asyncio.gather(*(ask() for _ in range(clients)))
+    for _ in range(number):
+        clients.ask(time.perf_counter())
+    while clients.is_busy:
+        for each in clients.wait(math.inf):
+            if each.status == "200":
+                latencies.append(each.ended - each.due)
+            if (now := time.perf_counter()) < start + seconds:
+                clients.ask(now)
     return len(latencies) / (time.perf_counter() - start), latencies

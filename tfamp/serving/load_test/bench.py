@@ -1,12 +1,11 @@
 """`bench_serve`: servers at growing rates, in turns."""
 
-import asyncio
-from collections.abc import Coroutine, Sequence
-from typing import Any, TypeVar
+from collections.abc import Sequence
 
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.serving.load_test import arrivals, target
+from tfamp.serving.load_test.clients import Clients
 from tfamp.serving.load_test.result import Load, LoadTest
 
 # Of the most that the first server answers: where it is bored, and where it is not.
@@ -15,7 +14,6 @@ _CLIENTS = 16
 _PEAK_SECONDS = 1.0
 _WARM_UP = 20
 _MAX_CONNECTIONS = 256
-Result = TypeVar("Result")
 
 
 def bench_serve(
@@ -65,26 +63,12 @@ def bench_serve(
         target.find(url, protocol=protocol, batch_size=batch_size, token=token)
         for url in urls
     ]
-    loads = run(_measured(found, rates, seconds, timeout_seconds, seed))
+    loads = _measured(found, rates, seconds, timeout_seconds, seed)
     protocols = " and ".join(dict.fromkeys(each.protocol for each in found))
     return LoadTest(protocols, batch_size, float(seconds), tuple(loads))
 
 
-def run(work: Coroutine[Any, Any, Result]) -> Result:
-    """Returns what comes of work, in uvloop's event loop where that is installed."""
-    try:
-        from uvloop import new_event_loop
-    except ImportError:  # which takes half of the processor's time
-        new_event_loop = asyncio.new_event_loop
-    loop = new_event_loop()
-    try:
-        found: Result = loop.run_until_complete(work)
-        return found
-    finally:
-        loop.close()
-
-
-async def _measured(
+def _measured(
     targets: Sequence[target.Target],
     rates: Sequence[float] | None,
     seconds: float,
@@ -92,23 +76,20 @@ async def _measured(
     seed: int,
 ) -> list[Load]:
     """Returns what each target came to at each rate."""
-    pools = [
-        arrivals.Connections(each, _MAX_CONNECTIONS, timeout_seconds)
-        for each in targets
-    ]
+    pools = [Clients(each, _MAX_CONNECTIONS, timeout_seconds) for each in targets]
     loads = []
     try:
         for pool in pools:
-            await arrivals.ask_at(pool, [0.0] * _WARM_UP)
+            arrivals.ask_at(pool, [0.0] * _WARM_UP)
         if rates is None:
-            most, _ = await arrivals.peak(pools[0], _CLIENTS, _PEAK_SECONDS)
+            most, _ = arrivals.peak(pools[0], _CLIENTS, _PEAK_SECONDS)
             rates = [max(1.0, share * most) for share in _SHARES]
         pairs = list(zip(targets, pools, strict=True))
         with progress("Asking", len(rates) * len(pairs), unit="rates") as advance:
             for number, rate in enumerate(sorted(rates)):
                 due = arrivals.moments(rate, seconds, seed + number)
                 for each, pool in pairs[:: -1 if number % 2 else 1]:
-                    burst = await arrivals.ask_at(pool, due)
+                    burst = arrivals.ask_at(pool, due)
                     loads.append(Load.of(each.label, rate, burst))
                     advance(len(loads))
     finally:

@@ -29,8 +29,9 @@ def load_exported(
     Args:
         path: The folder; or a `.keras` file, frozen or not, as `tfamp.load_model` takes
             it; or a Keras model itself, whose weights are shared.
-        threads: Threads that one prediction may use, set once; by default as many as
-            the cores that this process may use.
+        threads: Threads that one prediction may use, set once; by default one where
+            `tfamp.export` found that faster, else as many as the cores that this
+            process may use.
 
     Returns:
         The model: `.predict(x)`, `.run({name: array})`, `.signature`, `.runtime`. It
@@ -66,7 +67,7 @@ def open_model(
 ) -> LoadedModel:
     """Loads a folder of which `export.json` says what is in it."""
     place = importlib.import_module(f"tfamp.serving.runtimes.{found.runtime}")
-    loaded: LoadedModel = place.load(folder, found, _threads(threads))
+    loaded: LoadedModel = place.load(folder, found, _threads(threads or found.threads))
     return loaded
 
 

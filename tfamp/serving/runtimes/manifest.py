@@ -45,6 +45,7 @@ class Manifest:
         gate: What the comparison with the float32 model found.
         plan: The dtypes of layers, where one was followed.
         execution: Of a SavedModel by batch size: "plain" or "XLA", and by how much.
+        threads: Of a prediction, where fewer than all cores were faster; None for all.
     """
 
     runtime: str
@@ -58,6 +59,7 @@ class Manifest:
     gate: Mapping[str, Any] | None = None
     plan: Mapping[str, Any] | None = None
     execution: Mapping[str, Mapping[str, Any]] = dataclasses.field(default_factory=dict)
+    threads: int | None = None
 
     def write(self, folder: Path) -> None:
         """Writes `export.json` into a folder."""
