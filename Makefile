@@ -28,7 +28,7 @@ NO_NOTICES := 2> >(grep --line-buffered -v -E '$(NOTICES)' >&2)
 
 .DEFAULT_GOAL := help
 .PHONY: help train check test test-oldest test-whole test-whole-newest \
-  test-whole-oldest test-whole-nightly durations mutants lint notebooks bench wild docs \
+  test-whole-oldest test-whole-nightly test-clients durations mutants lint notebooks bench wild docs \
   architecture clean
 
 help:  ## list the targets
@@ -51,6 +51,11 @@ help:  ## list the targets
 	@$(NIGHTLY)/python -m pip uninstall -q -y keras
 	@$(NIGHTLY)/python -m pip install -q --disable-pip-version-check keras-nightly
 	@touch .venv-nightly/.installed
+
+# Triton's client wants an older protobuf than TensorFlow takes.
+.venv-clients/.installed: setup.cfg pyproject.toml
+	@.ci/environment .venv-clients "$(PYTHON)" "the server's clients" \
+	  -e ".[serve,onnx,openvino,litert,clients,dev]"
 
 .venv-docs/.installed: setup.cfg pyproject.toml
 	@.ci/environment .venv-docs "$(PYTHON)" "the documentation" -e ".[data,report,docs]"
@@ -85,6 +90,10 @@ test-whole-nightly: .venv-nightly/.installed
 	@echo "Running every case on last night's Keras, part $(SHARD)."
 	@$(NIGHTLY)/python $(PYTEST) --whole --shard=$(SHARD) $(ARGS) $(NO_NOTICES)
 
+test-clients: .venv-clients/.installed  ## ask the server by Triton's client, and serve through Ray
+	@echo "Running the tests of the server with Triton's client and Ray Serve."
+	@.venv-clients/bin/python $(PYTEST) --whole tests/server_process_test.py tests/serving_elsewhere_test.py $(ARGS) $(NO_NOTICES)
+
 durations: .venv/.installed  ## measure every case and write tests/durations.json
 	@$(BIN)/python $(PYTEST) --whole --shard=$(SHARD) --record $(ARGS) $(NO_NOTICES)
 
@@ -116,6 +125,6 @@ architecture: .venv/.installed  ## draw the floors of the package
 	@$(BIN)/python -m docs.architecture $(ARGS)
 
 clean:  ## remove the environments and everything built
-	rm -rf .venv .venv-oldest .venv-nightly .venv-docs docs/generated build dist *.egg-info .coverage .coverage.*
+	rm -rf .venv .venv-oldest .venv-nightly .venv-clients .venv-docs docs/generated build dist *.egg-info .coverage .coverage.*
 	rm -rf .mypy_cache .pytest_cache .ruff_cache
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +
