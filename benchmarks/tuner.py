@@ -34,7 +34,7 @@ from tfamp.dtypes.planned_layers import PlannedOperation
 from tfamp.keras_hooks.layer_record import Kind
 from tfamp.machine import cpus
 from tfamp.plan import PrecisionPlan
-from tfamp.tuning import layer_choice, scores
+from tfamp.tuning import candidates, scores
 from tfamp.tuning.judges import ERROR_RATE, FixedWeights
 
 MOST_EVALUATIONS = 12
@@ -85,7 +85,7 @@ class Tried:
         """Returns the plan with these in float32, beside those that rules keep."""
         half = keras.DTypePolicy(self._base.policy).compute_dtype
         named = {p: "tried" for p in float32 if p not in self._operations}
-        plan = layer_choice.with_float32(self._base, named)
+        plan = candidates.with_float32(self._base, named)
         operations = tuple(
             PlannedOperation(place, path, kind, half, "tune", "tried")
             for path, (place, kind) in self._operations.items()

@@ -9,7 +9,7 @@ import pytest
 
 import tfamp
 from tfamp.cli.main import main
-from tfamp.tuning import judges, measurement_cache
+from tfamp.tuning import judges, measurement
 
 pytestmark = pytest.mark.filterwarnings(
     "ignore:'mixed_float16' will be slow", "ignore:overflow encountered in cast"
@@ -70,7 +70,7 @@ def module(tmp_path, monkeypatch):
     (tmp_path / "tunable.py").write_text(textwrap.dedent(MODULE))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv(measurement_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(measurement.VARIABLE, str(tmp_path / "cache"))
     yield tmp_path
     sys.modules.pop("tunable", None)
 

@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfamp
 from tests.styles import STYLES, assembled
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning import measured_policies, measurement_cache, policy_steps
+from tfamp.tuning import measured_policies, measurement, policy_steps
 from tfamp.tuning.measured_policies import Measuring
 from tfamp.tuning.policy_steps import Candidate, Prepared
 from tfamp.tuning.races import Racer
@@ -25,7 +25,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
 @pytest.fixture(autouse=True)
 def cache(tmp_path, monkeypatch):
-    monkeypatch.setenv(measurement_cache.VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setenv(measurement.VARIABLE, str(tmp_path / "cache"))
     return tmp_path / "cache" / "measurements"
 
 
@@ -267,7 +267,7 @@ def test_a_clear_measurement_is_read_again_by_the_next_run(cache, monkeypatch):
 
 def test_a_cache_that_cannot_be_written_is_said(tmp_path, monkeypatch, caplog):
     (tmp_path / "file").write_text("")
-    monkeypatch.setenv(measurement_cache.VARIABLE, str(tmp_path / "file"))
+    monkeypatch.setenv(measurement.VARIABLE, str(tmp_path / "file"))
     found = tfamp.measure_policies(
         made, (X, Y), policies=["float32"], jit_compile=False
     )

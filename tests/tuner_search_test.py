@@ -5,8 +5,7 @@ import itertools
 import numpy as np
 import pytest
 
-from tfamp.tuning.checkpoint import Checkpoint
-from tfamp.tuning.search import Evaluation, Search, Suspect
+from tfamp.tuning.search import Checkpoint, Evaluation, Search, Suspect
 
 
 def suspects(errors, guilty, savings=None):

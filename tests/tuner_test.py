@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import STYLES, assembled
-from tfamp.tuning import judges, layer_choice, scores, tuner
+from tfamp.tuning import candidates, judges, scores, tuner
 
 layers = keras.layers
 GENERATOR = np.random.default_rng(0)
@@ -111,7 +111,7 @@ def test_a_plan_is_a_start_and_gives_back_what_is_not_needed():
     model = trained((1,))
     base = tfamp.PrecisionPlan.from_model(tfamp.apply(model, "mixed_float16") and model)
     tfamp.apply(model, "float32")
-    wide = layer_choice.with_float32(
+    wide = candidates.with_float32(
         base, {"dense_1_": "NaN in step 7", "squares_1_": "NaN"}, rule="NanRecovery"
     )
     plan = tuned(model, policy=wide, objective="size")
@@ -126,8 +126,8 @@ def test_a_layer_inside_one_in_float32_hands_on_float32_although_it_is_chosen_to
     tfamp.apply(model, "mixed_float16")
     base = tfamp.PrecisionPlan.from_model(model)
     outer = {"attention": "overflow"}
-    both = layer_choice.with_float32(base, {**outer, "attention/value": "overflow"})
-    assert both == layer_choice.with_float32(base, outer)
+    both = candidates.with_float32(base, {**outer, "attention/value": "overflow"})
+    assert both == candidates.with_float32(base, outer)
 
 
 def test_rules_that_are_not_needed_go_where_they_may():

@@ -80,11 +80,11 @@ class MeasurementCache(Record):
     def read(cls) -> "MeasurementCache | None":
         """Returns the cache of this user; None where Keras cannot be imported."""
         try:
-            from tfamp.tuning import measurement_cache
+            from tfamp.tuning import measurement
         except Exception:  # a finding of its own; the rest is right without it
             return None
         found = []
-        for path, each in measurement_cache.all_files():
+        for path, each in measurement.all_cached():
             speedup = each.best.speedup
             date = datetime.datetime.fromtimestamp(path.stat().st_mtime)
             found.append(
@@ -96,7 +96,7 @@ class MeasurementCache(Record):
                     date=date.strftime("%Y-%m-%d %H:%M"),
                 )
             )
-        return cls(str(measurement_cache.folder()), tuple(found))
+        return cls(str(measurement.cache_folder()), tuple(found))
 
 
 @dataclasses.dataclass(frozen=True)

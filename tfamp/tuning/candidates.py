@@ -1,18 +1,24 @@
 """Which layers and operations a tuner may move between float32 and half precision."""
 
-from collections.abc import Mapping, Sequence
-from typing import Any
+import dataclasses
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Literal
 
 import keras
 import numpy as np
 
 from tfamp.dtypes import graph_operations
-from tfamp.dtypes.planned_layers import PlannedOperation
+from tfamp.dtypes.planned_layers import PlannedLayer, PlannedOperation
+from tfamp.graph.operations import read_operations
+from tfamp.graph.products import flops_of, is_product
+from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.layer_record import Kind
+from tfamp.machine import devices
 from tfamp.numerics.sensitivity.result import LayerSensitivity, Sensitivity
 from tfamp.numerics.sensitivity.search import FORWARD_LIMIT
 from tfamp.plan import PrecisionPlan
-from tfamp.tuning import layer_choice
+from tfamp.stepping.costs import Roofline, computing, num_bytes
+from tfamp.stepping.step_traces import trace_step
 from tfamp.tuning.search import Suspect
 
 # What decided of layers that may be given back without `relax_rules`.
@@ -64,13 +70,13 @@ class Candidates:
                 needed.append(layer.path)
             elif not (by_gradients and not training):
                 self.suspects.append(self._suspect(layer, saved, training=training))
-        self._base = layer_choice.with_half(base, self._kept(), self._reasons)
+        self._base = with_half(base, self._kept(), self._reasons)
         self._base = self.plan(needed)
 
     def plan(self, float32: Sequence[str]) -> PrecisionPlan:
         """Returns the plan with these candidates in float32, and no others."""
         layers = {path: self._reasons[path] for path in float32 if path in self._rows}
-        chosen = layer_choice.with_float32(self._base, layers)
+        chosen = with_float32(self._base, layers)
         half = keras.DTypePolicy(chosen.policy).compute_dtype
         operations = tuple(
             PlannedOperation(
@@ -123,3 +129,145 @@ class Candidates:
             saved.get(layer.path, 0.0),
             layer.is_guilty or is_kept,
         )
+
+
+_NOT_MOVED = (Kind.EXPLICIT.value, "unmanaged")
+
+
+def with_float32(
+    plan: PrecisionPlan, layers: Mapping[str, str], *, rule: str = "tune"
+) -> PrecisionPlan:
+    """Returns a plan with more layers in float32, what is inside them as well.
+
+    They compute in float32 and give the policy's compute dtype, as a layer does that
+    `keep_float32` names.
+
+    Args:
+        plan: A plan under a half-precision policy.
+        layers: Path -> reason.
+        rule: What decided.
+    """
+    half = keras.DTypePolicy(plan.policy).compute_dtype
+    rows = []
+    for row in plan.rows:
+        outer = _around(row.path, layers)
+        # Ahead of its own turn: it would hand on half precision in its float32 layer.
+        if outer is not None and row.kind not in _NOT_MOVED:
+            row = dataclasses.replace(
+                row,
+                kind=Kind.SUBLAYER.value,
+                rule=f"inside {outer!r}",
+                reason=f"the layer around it, {outer!r}, is kept in float32",
+                output_dtype=None,
+                compute_dtype="float32",
+                dtype_policy="float32",
+            )
+        elif row.path in layers and row.kind == Kind.FOLLOWS.value:
+            row = _kept(row, rule, layers[row.path], half)
+        rows.append(row)
+    return plan.replace(rows=tuple(rows))
+
+
+def with_half(
+    plan: PrecisionPlan, layers: Iterable[str], reasons: Mapping[str, str] | None = None
+) -> PrecisionPlan:
+    """Returns a plan with layers back in half precision, what follows them as well.
+
+    Args:
+        plan: A plan under a half-precision policy.
+        layers: Paths of layers that it keeps in float32.
+        reasons: Path -> why that does no harm.
+    """
+    chosen, policy = set(layers), keras.DTypePolicy(plan.policy)
+    rows = []
+    for row in plan.rows:
+        follows = row.kind == Kind.SUBLAYER.value and _around(row.path, chosen)
+        if row.path in chosen or follows:
+            row = dataclasses.replace(
+                row,
+                kind=Kind.FOLLOWS.value,
+                rule="tune" if row.path in chosen else f"policy {plan.policy}",
+                reason=(reasons or {}).get(row.path, ""),
+                output_dtype=None,
+                exact_inputs=False,
+                inner_dtype=None,
+                applies_to="all",
+                compute_dtype=policy.compute_dtype,
+                dtype_policy=policy.name,
+            )
+        rows.append(row)
+    return plan.replace(rows=tuple(rows))
+
+
+def _kept(row: PlannedLayer, rule: str, reason: str, half: str) -> PlannedLayer:
+    return dataclasses.replace(
+        row,
+        kind=Kind.FLOAT32_INSIDE.value,
+        rule=rule,
+        reason=reason,
+        output_dtype=half,
+        exact_inputs=True,
+        compute_dtype="float32",
+        dtype_policy="float32",
+    )
+
+
+def _around(path: str, chosen: Iterable[str]) -> str | None:
+    """Returns the chosen layer that a path lies in, None where it lies in none."""
+    names = set(chosen)
+    parts = path.split("/")
+    outer = ("/".join(parts[:end]) for end in range(1, len(parts)))
+    return next((name for name in outer if name in names), None)
+
+
+Objective = Literal["time", "memory", "size"]
+
+
+def savings_of(
+    model: keras.Model,
+    dataset: Any,
+    dtype: str,
+    *,
+    objective: Objective = "time",
+    training: bool = True,
+) -> dict[str, float]:
+    """Returns path -> the share of the whole that half precision saves on a layer.
+
+    Time is that of a roofline, whose shares order layers and foretell no speed; memory
+    counts what operations hand on; the size counts weights.
+
+    Args:
+        model: A compiled model that computes in float32.
+        dataset: Its batches.
+        dtype: "float16" or "bfloat16".
+        objective: What is to be saved.
+        training: Whether a training step is meant, not a prediction.
+    """
+    if objective == "size":
+        return _of_weights(model)
+    trace = trace_step(model, dataset, training=training, jit_compile=False)
+    roofline = Roofline(computing(devices.devices()))
+    ratio = roofline.flops_per_byte(dtype)
+    total = 0.0
+    saved = {path: 0.0 for path, _, _ in structure.walk(model)}
+    for operation in read_operations(trace.concrete):
+        path = trace.marks.layer_of(operation.name)
+        moved = float(num_bytes(operation))
+        if objective == "memory":
+            exact, low = moved, moved / 2
+        else:
+            exact, low = roofline.cost(operation, "float32"), moved / 2
+            if is_product(operation):
+                low = max(low, (flops_of(operation) or 0) / ratio)
+        total += exact * operation.count
+        if path in saved:
+            saved[path] += max(exact - low, 0.0) * operation.count
+    return {path: value / max(total, 1.0) for path, value in saved.items()}
+
+
+def _of_weights(model: keras.Model) -> dict[str, float]:
+    total = max(structure.bytes_of(model.weights), 1)
+    return {
+        path: structure.bytes_of(structure.own_weights(layer)) / 2 / total
+        for path, layer, _ in structure.walk(model)
+    }

@@ -17,7 +17,7 @@ from tfamp.loss_scale.fit_hooks import BEFORE_FIT
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
 from tfamp.stepping.arguments import dataset_of
-from tfamp.tuning import measurement_cache
+from tfamp.tuning import measurement
 from tfamp.tuning.measured_policies import measure_policies
 from tfamp.tuning.measurement import Measurement
 
@@ -78,11 +78,11 @@ def _measured(model: keras.Model, arguments: Mapping[str, Any]) -> Measurement |
 
 def _looked_up(model: keras.Model, arguments: Mapping[str, Any]) -> Measurement | None:
     """Returns what an earlier run measured of this model, without reading any data."""
-    kept = list(measurement_cache.all_kept())
+    kept = [found for _, found in measurement.all_cached()]
     if not kept or not model.built:
         return None
     shapes = _shapes_of(arguments)
-    evidence = measurement_cache.evidence_for(model, ())
+    evidence = measurement.evidence_for(model, ())
     for found in kept:
         known = {
             **evidence,

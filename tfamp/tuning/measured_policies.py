@@ -14,7 +14,7 @@ from tfamp.records import checks, units
 from tfamp.records.console import progress
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning import measurement_cache, races
+from tfamp.tuning import measurement, races
 from tfamp.tuning.measurement import Measurement, PolicyTime
 from tfamp.tuning.policy_steps import (
     HOPELESS,
@@ -97,10 +97,10 @@ def measure_policies(
     batches = [*map(_as_in_fit, dataset.take(_NUM_BATCHES))] or [first_batch(dataset)]
     build(model, batches[0])
     trainer.build_metrics(model, batches[0])
-    evidence = measurement_cache.evidence_for(model, batches[0])
+    evidence = measurement.evidence_for(model, batches[0])
     candidates = candidates_of(policies, jit_compile)
     evidence["candidates"] = [candidate.name for candidate in candidates]
-    found = measurement_cache.read(evidence) if use_cache else None
+    found = measurement.read_cached(evidence) if use_cache else None
     if found is not None:
         return found
     with unchanged(model), put_back(model):
@@ -109,7 +109,7 @@ def measure_policies(
             candidates, evidence
         )
     if use_cache and found.is_clear:  # or the next run may see more
-        measurement_cache.write(found)
+        measurement.write_cached(found)
     return found
 
 

@@ -23,9 +23,8 @@ from tfamp.records.formats import HALF
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning import measurement_cache
-from tfamp.tuning.candidates import Candidates
-from tfamp.tuning.checkpoint import Checkpoint
+from tfamp.tuning import measurement
+from tfamp.tuning.candidates import Candidates, Objective, savings_of
 from tfamp.tuning.judges import (
     ERROR_RATE,
     FixedWeights,
@@ -34,8 +33,7 @@ from tfamp.tuning.judges import (
 )
 from tfamp.tuning.measured_policies import model_of
 from tfamp.tuning.policy_steps import put_back
-from tfamp.tuning.savings import Objective, savings_of
-from tfamp.tuning.search import Evaluation, Search
+from tfamp.tuning.search import Checkpoint, Evaluation, Search
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
 OBJECTIVES = ("time", "memory", "size")
@@ -318,14 +316,14 @@ class _Tuning:
         evidence = {
             "devices": [device.name for device in devices.devices()],
             "versions": {**installed_versions(), "tfamp": tfamp.__version__},
-            "model": measurement_cache.model_digest(self.model),
+            "model": measurement.model_digest(self.model),
             "tuning": tuning,
         }
         return plan.replace(evidence=evidence)
 
     def _identity(self) -> list[Any]:
         return [
-            measurement_cache.model_digest(self.model),
+            measurement.model_digest(self.model),
             self.policy,
             self.judge.score.name,
             self.judge.reference,
