@@ -12,8 +12,7 @@ import pytest
 from rich.console import Console, Group
 
 import tfamp
-from tfamp.cli import _clusters as clusters
-from tfamp.cli import _settings, doctor
+from tfamp.cli import doctor, findings
 from tfamp.cli.diagnosis import (
     CachedMeasurement,
     Diagnosis,
@@ -23,12 +22,11 @@ from tfamp.cli.diagnosis import (
 )
 from tfamp.cli.doctor import Probes, diagnose
 from tfamp.dtypes import settings
-from tfamp.machine import devices as hardware
 from tfamp.machine import network
 from tfamp.machine.limits import MachineMemory, MemoryLimit
 from tfamp.machine.speeds import Device, Recommendation
 from tfamp.records import versions as _versions
-from tfamp.tuning import measurement_cache
+from tfamp.tuning import measurement
 from tfamp.tuning.measurement import Measurement, PolicyTime
 
 ROOT = Path(__file__).parents[1]
@@ -58,7 +56,6 @@ def machine(
         versions=lambda: {**VERSIONS, **(versions or {})},
         problems=lambda **_: (),
         devices=lambda: devices,
-        hardware=lambda: hardware,
         tensorfloat32=lambda: tf32,
         nvidia_gpus=lambda: nvidia_gpus,
         memory=lambda environ: memory,
@@ -76,7 +73,9 @@ def text_of(diagnosis, width=80):
 
 def run(probes, *argv):
     """Runs the command on a described machine and returns its status."""
-    return doctor.command(lambda others: diagnose(probes)).main(argv)
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(doctor, "Probes", lambda: probes)
+        return doctor.COMMANDS["doctor"].main(argv)
 
 
 def test_a_sound_machine_has_no_findings():
@@ -241,7 +240,6 @@ def test_without_tensorflow_no_device_is_looked_for():
         machine(versions={"tensorflow": None}, nvidia_gpus=1),
         problems=found_problems,
         devices=refuse,
-        hardware=refuse,
         tensorfloat32=refuse,
     )
     diagnosis = diagnose(probes)
@@ -259,9 +257,7 @@ def test_a_tensorflow_that_fails_to_import_is_reported():
     def fail():
         raise ImportError("libcuda.so: bad magic\nand more lines")
 
-    probes = dataclasses.replace(
-        machine(), devices=fail, hardware=refuse, tensorfloat32=refuse
-    )
+    probes = dataclasses.replace(machine(), devices=fail, tensorfloat32=refuse)
     assert diagnose(probes).findings == (
         DoctorFinding(
             "error",
@@ -281,7 +277,7 @@ def test_settings_show_what_is_set():
 
 
 def test_the_policies_are_those_that_enable_takes():
-    assert {"auto", *settings.POLICIES} == set(_settings.POLICIES)
+    assert {"auto", *settings.POLICIES} == set(findings.POLICIES)
 
 
 @pytest.mark.parametrize("width", [80, 200])
@@ -347,7 +343,7 @@ def test_measurements_are_listed_with_their_folder(capsys):
 
 
 def test_measurements_of_a_run_are_found(tmp_path, monkeypatch):
-    monkeypatch.setenv(measurement_cache.VARIABLE, str(tmp_path))
+    monkeypatch.setenv(measurement.VARIABLE, str(tmp_path))
     probes = dataclasses.replace(machine(CPU), cache=Probes().cache)
     assert diagnose(probes).cache == MeasurementCache(f"{tmp_path}/measurements", ())
     evidence = {"batch": ["float32[32, 4]", "int32[32]"]}
@@ -530,13 +526,12 @@ def test_workers_that_would_wait_for_others_are_broken(other, message):
 def test_files_of_other_workers_are_read(tmp_path, capfd):
     path = tmp_path / "other.json"
     diagnose(worker(1, CPU, versions={"keras": "3.1"})).to_json(path)
-    probes, files = worker(0, CPU), clusters.read
-    look = doctor.command(lambda others: diagnose(probes, files(others)))
-    assert look.main([f"--others={path}"]) == 1
+    probes = worker(0, CPU)
+    assert run(probes, f"--others={path}") == 1
     assert "3.12.0 here and 3.1 in" in " ".join(capfd.readouterr().out.split())
-    assert look.main([f"--others={tmp_path / 'missing.json'}"]) == 1
+    assert run(probes, f"--others={tmp_path / 'missing.json'}") == 1
     path.write_text("{}")
-    assert look.main([f"--others={path}"]) == 1
+    assert run(probes, f"--others={path}") == 1
     assert "Missing fields" in " ".join(capfd.readouterr().err.split())
 
 
