@@ -126,7 +126,7 @@ def test_a_command_has_the_arguments_of_its_function(name, capsys):
     text = capsys.readouterr().out
     place = "" if command(name).argument is None else f" {command(name).argument}"
     assert text.startswith(f"usage: tfamp {name}{place} [flags]\n")
-    assert all(f"--{each} " in text for each in (*arguments, "json"))
+    assert all(f"--{each}\n" in text for each in (*arguments, "json"))
     assert "--nojson" not in text and text.count("-h, ") == 1
 
 

@@ -10,7 +10,6 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.cli.main import main
-from tfamp.numerics.proof import prover
 
 MODULE = """
     import keras
@@ -164,7 +163,6 @@ def test_flags_reach_the_function(monkeypatch):
     def prove(model, data, **kwargs):
         given.append((model.jit_compile, kwargs))
 
-    monkeypatch.setattr(prover, "prove", prove)
     monkeypatch.setattr(tfamp, "prove", prove)
     argv = ["prove", "tool_models:build", "--seconds", "2.5", "--notraining"]
     assert main([*argv, "--policy", "float32+xla"]) == 0

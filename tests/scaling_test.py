@@ -21,7 +21,7 @@ import tensorflow as tf
 import tfamp
 from tests.linear_training import inner, linear
 from tests.replicas import two_replicas
-from tfamp.cli._flags import INTERRUPTED
+from tfamp.cli._command import INTERRUPTED
 from tfamp.comparison.replicas import first_steps, judgement, processes
 from tfamp.comparison.replicas.judgement import Times
 from tfamp.comparison.replicas.records import (

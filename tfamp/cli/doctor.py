@@ -18,7 +18,8 @@ from rich.console import Group
 
 import tfamp
 from tfamp.cli import findings
-from tfamp.cli._flags import Call, Command, Flag, Outcome
+from tfamp.cli._command import Call, Command, Outcome
+from tfamp.cli._flags import Flag
 from tfamp.cli.diagnosis import (
     DeviceReport,
     Diagnosis,
@@ -245,9 +246,7 @@ def _doctor(call: Call) -> Outcome:
 COMMANDS = {
     "doctor": Command(
         "doctor",
-        "Shows devices, memory, versions, settings and what was measured of policies, "
-        "recommends a policy and says why, and names problems with their remedies. "
-        "Ends with status 1 if something is broken.",
+        "tfamp.doctor",
         _doctor,
         (
             Flag("all", "bool", False, "Show unset settings and old measurements too."),
@@ -257,5 +256,9 @@ COMMANDS = {
                 "from here is shown.",
             ),
         ),
+        purpose="Shows devices, memory, versions, settings and what was measured of "
+        "policies, recommends a policy and says why, and names problems with their "
+        "remedies.",
+        more="Ends with status 1 if something is broken.",
     )
 }

@@ -27,18 +27,18 @@ _GROUPS = {
         "ranges": ("tools", "magnitudes of weights, activations and gradients"),
         "sensitivity": ("tools", "which layers have to stay in float32"),
         "measure": (
-            "tuning",
+            "trainings",
             "the fastest policy here, by timing the model's own step",
         ),
-        "tune": ("tuning", "the layers that need float32 for a metric to stay"),
+        "tune": ("trainings", "the layers that need float32 for a metric to stay"),
         "memory": ("memory", "what a step will hold, and the largest batch that fits"),
         "find_batch_size": ("memory", "the batch that trains fastest, by trials"),
         "bottleneck": ("tools", "whether the input or the model holds training up"),
         "lr_find": ("tools", "a learning rate, by steps at rates that grow"),
     },
     "comparing": {
-        "compare": ("compare", "train under policies, and report what that changes"),
-        "scale": ("scale", "what more replicas bring, and what holds them up"),
+        "compare": ("trainings", "train under policies, and report what that changes"),
+        "scale": ("trainings", "what more replicas bring, and what holds them up"),
     },
     "after trouble": {
         "triage": ("tools", "why a step fails: data, model, rate or precision"),
@@ -49,7 +49,7 @@ _GROUPS = {
     },
     "leaving": {
         "freeze": ("saved", "store a model's weights in half precision, to predict"),
-        "export": ("export", "write a model for a runtime that only predicts"),
+        "export": ("saved", "write a model for a runtime that only predicts"),
     },
     "serving": {
         "serve": ("serving", "answer for exported models over HTTP, in two protocols"),
@@ -59,8 +59,8 @@ _GROUPS = {
 # The names of the functions that `tfamp memory`, `measure` and `scale` ask.
 _MODULES = {
     "estimate_memory": "memory",
-    "measure_policies": "tuning",
-    "scaling": "scale",
+    "measure_policies": "trainings",
+    "scaling": "trainings",
 } | {name: module for group in _GROUPS.values() for name, (module, _) in group.items()}
 
 

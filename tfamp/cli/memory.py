@@ -4,10 +4,11 @@ import dataclasses
 from typing import Any
 
 import tfamp
-from tfamp.cli._flags import MAX_MEMORY, PLOT, Call, Command, Flag, Outcome, UsageError
-from tfamp.cli._flags import sizes as read_sizes
-from tfamp.cli.tools import BUILD, STATUS, TARGET, TRAINING, built, one_policy
+from tfamp.cli._command import STATUS, Call, Command, Outcome, UsageError
+from tfamp.cli._flags import PLOT, Flag, sizes
+from tfamp.cli.tools import BUILD, TARGET, built, one_policy, policy_flag
 from tfamp.records import units
+from tfamp.records.units import parse_bytes
 from tfamp.trials.variant import Variant
 
 # `fit` and `predict` take as many examples where nobody says.
@@ -25,7 +26,7 @@ def _memory(call: Call) -> Outcome:
             "`--optimizer` came with `--notraining`; expected one of them, as predict "
             "has no optimizer. Leave one out"
         )
-    if "resident" in call.given and values["max_memory"] is None:
+    if values["resident"] is not None and values["max_memory"] is None:
         raise UsageError(
             "`--resident` came without `--max_memory`; expected both, as it says what "
             "the limit is for. Add --max_memory, or leave it out"
@@ -37,7 +38,6 @@ def _memory(call: Call) -> Outcome:
 
 def _estimates(call: Call) -> Any:
     """Returns the estimates of each policy, each built under it, and each size."""
-    given = {name: call.values[name] for name in ("optimizer", "training")}
     found: list[Any] = []
     for variant in call.values["policy"]:
         with built(call.argument, variant, needs_data=False) as made:
@@ -50,13 +50,12 @@ def _estimates(call: Call) -> Any:
                 parts = batch.parts
                 parts = parts if isinstance(parts, tuple) else (parts,)
                 # `predict` takes inputs alone.
-                data = parts if given["training"] else parts[:1]
+                data = parts if call.values["training"] else parts[:1]
             own = tfamp.estimate_memory(
                 made.model,
                 call.values["batch_size"] or [batch.size if batch else _BATCH_SIZE],
                 data=data,
-                sequence_length=call.values["sequence_length"],
-                **given,
+                **call.given,
             )
         found += [_named(each, variant) for each in own]
     from tfamp.memory.estimates import MemoryEstimates
@@ -104,62 +103,28 @@ def _fitting(estimate: Any, limit: int, resident: bool) -> str:
 
 
 def _find(call: Call) -> Outcome:
-    given = {flag.name: call.values[flag.name] for flag in _SEARCH}
-    return Outcome(
-        tfamp.find_batch_size(
-            call.argument,
-            policy=str(call.values["policy"]),
-            max_memory_bytes=call.values["max_memory"],
-            **given,
-        )
-    )
+    policy = str(call.values["policy"])
+    return Outcome(tfamp.find_batch_size(call.argument, policy=policy, **call.given))
 
 
 def _policies(name: str, text: str) -> list[Variant]:
     return [one_policy(name, word) for word in text.split(",")]
 
 
-def _count(name: str, default: int | None, help: str) -> Flag:
-    return Flag(name, "integer", default, help, {"lower_bound": 1})
-
-
-# Arguments of `tfamp.find_batch_size` under the same names.
-_SEARCH = (
-    _count("start", 8, "The first size to try."),
-    _count("max_batch_size", None, "The largest size to try."),
-    Flag("margin", "float", 0.1, "Part of the memory that stays free."),
-    Flag("min_gain", "float", 0.05, "Gain in speed that a doubling has to bring."),
-    _count("target_batch_size", None, "Size to reach, by accumulation if need be."),
-    _count("steps", 3, "Steps of a trial."),
-    Flag("timeout_seconds", "float", 600.0, "The most that a trial may take."),
-)
 _MEMORY = Command(
     "memory",
-    "Predicts what a training step will hold in memory, by kind, and trains nothing: "
-    "the step is traced; on a CPU also how large the process will be. With "
-    "--max_memory it tells the largest batch that fits, on a CPU with the whole "
-    "process. Shapes and the batch size are read of the data, if there are any. "
-    f"{BUILD}\n\n{STATUS}",
+    "tfamp.estimate_memory",
     _memory,
     (
         Flag(
-            *("batch_size", read_sizes, None),
+            *("batch_size", sizes, None),
             "Batch sizes, separated by commas; else that of the data, without data 32.",
         ),
         Flag(
             *("policy", _policies, "auto"),
             "Policies to build under, such as float32,mixed_bfloat16+xla.",
         ),
-        TRAINING,
-        _count(
-            *("sequence_length", None),
-            "What sizes are that model and data leave open, as lengths of texts.",
-        ),
-        Flag(
-            *("optimizer", "string", None),
-            "Another optimizer than the model's, by its Keras name.",
-        ),
-        MAX_MEMORY,
+        Flag("max_memory", parse_bytes, None, "Memory there is, such as 16GB."),
         Flag(
             *("resident", "bool", None),
             "Take --max_memory for the whole process, or (--noresident) for what a "
@@ -168,21 +133,20 @@ _MEMORY = Command(
         ),
         PLOT,
     ),
-    TARGET,
+    without=("batch_size", "policy", "data", "jit_compile"),
+    more="With --max_memory it tells the largest batch that fits, on a CPU with the "
+    "whole process. Shapes and the batch size are read of the data, if there are any. "
+    f"{BUILD}\n\n{STATUS}",
+    argument=TARGET,
 )
 _FIND = Command(
     "find_batch_size",
-    "Trains a few steps of real batches, each size in a fresh process, until one does "
-    "not fit below --max_memory and what there is, or gains too little speed. "
-    f"{BUILD}\n\n{STATUS}",
+    "tfamp.find_batch_size",
     _find,
-    (
-        Flag("policy", one_policy, "auto", "Policy to build under."),
-        MAX_MEMORY,
-        *_SEARCH,
-        PLOT,
-    ),
-    TARGET,
+    (policy_flag(), PLOT),
+    without=("policy", "verbose", "on_trial"),
+    more=f"{BUILD}\n\n{STATUS}",
+    argument=TARGET,
 )
 COMMANDS = {
     "memory": _MEMORY,

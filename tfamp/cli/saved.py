@@ -1,4 +1,4 @@
-"""`tfamp replay` and `tfamp freeze`: commands on what was saved."""
+"""`tfamp replay`, `freeze` and `export`: commands on what was saved."""
 
 import contextlib
 import dataclasses
@@ -9,11 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import tfamp
-from tfamp.cli._flags import Call, Command, Flag, Outcome, UsageError, one_of
-from tfamp.cli.tools import STATUS
+from tfamp.cli._command import Call, Command, Outcome, UsageError
+from tfamp.cli._flags import Flag, one_of
 from tfamp.records.formats import HALF
 from tfamp.records.record import TableRecord
 from tfamp.records.units import format_bytes
+from tfamp.serving.exports.request import DTYPES, SCHEMES
+from tfamp.serving.runtimes.manifest import RUNTIMES
+from tfamp.trials import parcel
 
 _RECORD = "bundle.json"
 # Variables that TensorFlow reads when it is imported, and nothing else.
@@ -21,13 +24,13 @@ _PREFIXES = ("ONEDNN_", "DNNL_", "XLA_", "TF_", "OMP_", "NVIDIA_TF32_")
 
 
 def _replay(call: Call) -> Outcome:
-    build = call.values["build"]
+    build = call.given["build"]
     if build is not None and not all(build.partition(":")):
         raise UsageError(f"`--build` is {build!r}; expected 'module:function'")
     _take_environment(Path(call.argument))
     sys.path.insert(0, os.getcwd())  # where the model's classes may lie
     with _working("Replaying the failing step"):
-        found = tfamp.replay(call.argument, build=build, explain=call.values["explain"])
+        found = tfamp.replay(call.argument, **call.given)
     return Outcome(found, is_bad=not found.is_reproduced)
 
 
@@ -77,7 +80,7 @@ class Frozen(TableRecord):
 
 
 def _freeze(call: Call) -> Outcome:
-    source, dtype = Path(call.argument), call.values["dtype"]
+    source, dtype = Path(call.argument), call.given["dtype"]
     target = Path(call.values["out"] or source.with_suffix(f".{dtype}.keras"))
     if target.suffix != ".keras":
         raise UsageError(f"`--out` is {str(target)!r}; expected a name with .keras")
@@ -99,29 +102,28 @@ def _freeze(call: Call) -> Outcome:
     )
 
 
-REPLAY = Command(
+def _export(call: Call) -> Outcome:
+    source = Path(call.argument)
+    sys.path.insert(0, os.getcwd())  # where the model's classes and data may lie
+    target = call.values["out"] or source.with_suffix("")
+    given = dict(call.given)
+    for name in ("calibration", "validation"):
+        named = call.values[name]
+        given[name] = None if named is None else parcel.load(named)()
+    return Outcome(tfamp.export(tfamp.load_model(source), target, **given))
+
+
+_REPLAY = Command(
     "replay",
-    "Reproduces the failing step of a bundle that `tfamp.callbacks.FlightRecorder` "
-    "wrote: the model is rebuilt with the state from before the failure and trains on "
-    "the kept batches as it did. Compares every bit, and says why the step failed.\n\n"
-    "Ends with status 0 if the failure was reproduced, 1 if not or if it cannot be "
-    "told, 2 if called wrongly.",
+    "tfamp.replay",
     _replay,
-    (
-        Flag(
-            *("build", "string", None),
-            "module:function that returns the compiled model, where the bundle has "
-            "none.",
-        ),
-        Flag("explain", "bool", True, "Say why the step failed."),
-    ),
-    "bundle",
+    more="Ends with status 0 if the failure was reproduced, 1 if not or if it cannot "
+    "be told, 2 if called wrongly.",
+    argument="bundle",
 )
-FREEZE = Command(
+_FREEZE = Command(
     "freeze",
-    "Reads a model that was saved as a .keras file, and writes one for inference that "
-    "stores its weights in half precision: the same outputs as under the mixed policy, "
-    f"half the memory, no training.\n\n{STATUS}",
+    "tfamp.freeze",
     _freeze,
     (
         Flag("dtype", one_of(*HALF), "bfloat16", "What weights are stored in."),
@@ -129,6 +131,39 @@ FREEZE = Command(
             "out", "string", None, "The new file; else model.<dtype>.keras beside it."
         ),
     ),
-    "model.keras",
+    without=("sample", "in_place"),
+    purpose="Reads a model that was saved as a .keras file, and writes one for "
+    "inference that stores its weights in half precision: the same outputs as under "
+    "the mixed policy, half the memory, no training.",
+    argument="model.keras",
 )
-COMMANDS = {"replay": REPLAY, "freeze": FREEZE}
+_DATA = "module:function that returns {}, as `tfamp.export` takes them."
+_EXPORT = Command(
+    "export",
+    "tfamp.export",
+    _export,
+    (
+        Flag("out", "string", None, "The new folder; else model/ beside model.keras."),
+        Flag("format", one_of("auto", *RUNTIMES), "auto", "What runs it."),
+        Flag("dtype", one_of(*DTYPES, "auto"), "float32", "What holds the weights."),
+        Flag(
+            *("scheme", one_of(*SCHEMES), None),
+            "What integers are for: weights, or activations too, dynamic or static.",
+        ),
+        Flag(
+            *("calibration", "string", None),
+            _DATA.format("inputs for static integers"),
+        ),
+        Flag(
+            *("validation", "string", None),
+            _DATA.format("(x, y) or a dataset to compare on"),
+        ),
+        Flag("keep_float32", "list", [], "Paths of layers that stay in float32."),
+    ),
+    without=("calibration", "validation", "metric"),
+    purpose="Reads a model that was saved as a .keras file, and writes it for a "
+    "runtime that only predicts: smaller, faster, and compared with float32. A folder "
+    "that something else is in, and one where the export is worse, stay as they are.",
+    argument="model.keras",
+)
+COMMANDS = {command.name: command for command in (_REPLAY, _FREEZE, _EXPORT)}

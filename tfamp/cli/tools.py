@@ -1,13 +1,14 @@
 """Commands that build a model with its data and ask one function of tfamp about it."""
 
 import contextlib
-import dataclasses
+import operator
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import tfamp
-from tfamp.cli._flags import PLOT, Call, Command, Flag, Outcome, one_of
+from tfamp.cli._command import STATUS, Call, Command, Outcome
+from tfamp.cli._flags import PLOT, Flag, one_of
 from tfamp.records import checks
 from tfamp.trials import parcel
 from tfamp.trials.variant import Variant
@@ -17,18 +18,6 @@ BUILD = (
     "`module:build` names a function that returns a compiled model with its data, "
     "(model, train) or (model, train, validation); it is called under the policy."
 )
-STATUS = "Ends with status 0, 1 if it cannot be told, 2 if called wrongly."
-_FAIL_STATUS = (
-    "Ends with status 0, 1 if something as bad as --fail_on was found or it cannot be "
-    "told, 2 if called wrongly."
-)
-_AT_LEAST_1 = {"lower_bound": 1}
-
-
-def _batches(default: int) -> tuple[Flag, Flag]:
-    """Returns the flags on how much of the data is looked at."""
-    help = "Batches to look at."
-    return Flag("num_batches", "integer", default, help, _AT_LEAST_1), BATCH_SIZE
 
 
 def one_policy(name: str, text: str) -> Variant:
@@ -36,20 +25,13 @@ def one_policy(name: str, text: str) -> Variant:
     return Variant.named(text, name)
 
 
-def _policy(default: str) -> Flag:
+def policy_flag(default: str = "auto") -> Flag:
+    """Returns the flag that says what is built under."""
     return Flag(
         *("policy", one_policy, default),
         "Policy to build under, such as float32, mixed_bfloat16+xla, "
         "keras:mixed_float16 for stock Keras, or the file of a plan, plan.json.",
     )
-
-
-BATCH_SIZE = Flag(
-    *("batch_size", "integer", 32, "Examples in a batch of arrays.", _AT_LEAST_1)
-)
-TRAINING = Flag(
-    *("training", "bool", True, "Look at the step of fit, or else of predict.")
-)
 
 
 class Built(NamedTuple):
@@ -93,47 +75,53 @@ def built(target: str, variant: Variant, *, needs_data: bool = True) -> Iterator
 
 
 def _on_model(
-    name: str,
-    purpose: str,
-    ask: Callable[..., Any],
+    function: str,
     *own: Flag,
+    ask: Callable[..., Any] | None = None,
     policy: str = "auto",
     needs_data: bool = True,
+    without: Sequence[str] = (),
+    judges: bool = False,
 ) -> Command:
     """Returns a command on a model.
 
     Args:
-        name: The function's name, too.
-        purpose: The start of the help; the rest is the same for all.
-        ask: Given the `Built` and its own flags by name, returns the result.
-        *own: The flags that are arguments of the function.
+        function: The function, such as "tfamp.prove".
+        *own: Flags that the function does not have, or not so.
+        ask: Given the `Built` and the flags that are arguments of the function, or its
+            own, by name, returns the result; None gives the function model and data.
         policy: What is built under where no policy is given.
         needs_data: Whether a model alone is refused.
+        without: Arguments that are no flag.
+        judges: Whether the findings decide the status, by `--fail_on`.
     """
 
     def work(call: Call) -> Outcome:
-        given = {each.name: call.values[each.name] for each in own if each != PLOT}
+        given = {**call.given, **{each.name: call.values[each.name] for each in own}}
+        given.pop("plot", None)
         with built(call.argument, call.values["policy"], needs_data=needs_data) as made:
-            return Outcome(ask(made, **given))
-
-    flags = (_policy(policy), *own)
-    return Command(name, f"{purpose} {BUILD}\n\n{STATUS}", work, flags, TARGET)
-
-
-def _judging(command: Command) -> Command:
-    """Returns a command whose findings decide its status, by `--fail_on`."""
-
-    def work(call: Call) -> Outcome:
-        outcome = command.work(call)
-        found = outcome.record
+            if ask is not None:
+                found = ask(made, **given)
+            else:
+                named = operator.attrgetter(function.removeprefix("tfamp."))(tfamp)
+                found = named(made.model, made.train, **given)
+        if not judges:
+            return Outcome(found)
         warned = call.values["fail_on"] == "warning" and found.warnings
-        return outcome._replace(is_bad=bool(found.errors or warned))
+        return Outcome(found, is_bad=bool(found.errors or warned))
 
-    return dataclasses.replace(
-        command,
-        work=work,
-        purpose=command.purpose.replace(STATUS, _FAIL_STATUS),
-        flags=(*command.flags, _FAIL_ON),
+    status = STATUS
+    if judges:
+        told = "1 if something as bad as --fail_on was found or it cannot be told"
+        status = STATUS.replace("1 if it cannot be told", told)
+    return Command(
+        function.rpartition(".")[2],
+        function,
+        work,
+        (policy_flag(policy), *own, *([_FAIL_ON] if judges else [])),
+        without,
+        more=f"{BUILD}\n\n{status}",
+        argument=TARGET,
     )
 
 
@@ -187,123 +175,51 @@ def _triage(made: Built, *, bundle: str | None, batch: int, batch_size: int) -> 
     return tfamp.triage(made.model, first_batch(batches))
 
 
-def _rate(name: str, default: float, help: str) -> Flag:
-    return Flag(name, "float", default, help, {"lower_bound": 0.0})
-
-
 _ALL = (
-    _judging(
-        _on_model(
-            "check",
-            "Shows what would go wrong with the data in a compute dtype: overflow, "
-            "NaN, drift, duplicates, labels. The model is not looked at.",
-            _check,
-            Flag(
-                *("compute_dtype", "string", None),
-                "float16, bfloat16, float32 or a policy; else that of the model.",
-            ),
-            Flag(
-                *("num_classes", "integer", None, "Outputs of a classifier."),
-                _AT_LEAST_1,
-            ),
-            Flag(
-                *("batched", "bool", None),
-                "Whether elements of a dataset are batches, where that is not seen.",
-            ),
-            policy="mixed_float16",
-        )
-    ),
-    _judging(
-        _on_model(
-            "lint",
-            "Shows what half precision would spoil in a model, layer by layer, with "
-            "the reason and the remedy. Nothing is trained; neither compilation nor "
-            "data is needed. docs/lint.md explains each rule.",
-            lambda made, **given: tfamp.lint(made.model, data=made.train, **given),
-            Flag(
-                *("silence", _silenced, []),
-                "Rules to leave out and why, as rule:reason,rule:reason",
-                again=True,
-            ),
-            BATCH_SIZE,
-            policy="mixed_float16",
-            needs_data=False,
-        )
+    _on_model(
+        "tfamp.data.check",
+        Flag(
+            *("compute_dtype", "string", None),
+            "float16, bfloat16, float32 or a policy; else that of the model.",
+        ),
+        ask=_check,
+        policy="mixed_float16",
+        judges=True,
     ),
     _on_model(
-        "assignment",
-        "Shows the dtypes of each layer and the rule behind them. Nothing is trained; "
-        "no data is needed.",
-        lambda made: tfamp.assignment(made.model),
+        "tfamp.lint",
+        Flag(
+            *("silence", _silenced, []),
+            "Rules that are not to run, each with its reason: rule:reason; may be "
+            "given again, or with a comma between.",
+            again=True,
+        ),
+        ask=lambda made, **given: tfamp.lint(made.model, data=made.train, **given),
+        policy="mixed_float16",
+        needs_data=False,
+        without=("loss", "optimizer", "data"),
+        judges=True,
+    ),
+    _on_model(
+        "tfamp.assignment",
+        ask=lambda made: tfamp.assignment(made.model),
         needs_data=False,
     ),
+    _on_model("tfamp.prove", without=("jit_compile", "devices", "tf32")),
+    _on_model("tfamp.ranges", PLOT, policy="float32"),
     _on_model(
-        "prove",
-        "Shows which matrix products and convolutions of a train step run in which "
-        "dtype, layer by layer, where numbers are cast, and why it is not faster. "
-        "Nothing is trained.",
-        lambda made, **given: tfamp.prove(made.model, made.train, **given),
-        TRAINING,
-        Flag(
-            *("seconds", "float", None),
-            "Measure for so long how much the input holds training up.",
-            {"lower_bound": 0.0},
-        ),
-        BATCH_SIZE,
-    ),
-    _on_model(
-        "ranges",
-        "Counts the magnitudes of weights, activations and gradients in a few steps in "
-        "float32, and tells the loss scale that float16 holds gradients best with. "
-        "Nothing is updated.",
-        lambda made, **given: tfamp.ranges(made.model, made.train, **given),
-        *_batches(4),
-        PLOT,
-        policy="float32",
-    ),
-    _on_model(
-        "sensitivity",
-        "Finds the layers that should stay in float32: each runs again alone in the "
-        "low precision, on what it got in a float32 step. Nothing is trained.",
-        lambda made, **given: tfamp.sensitivity(made.model, made.train, **given),
+        "tfamp.sensitivity",
         Flag("dtype", one_of("float16", "bfloat16"), "float16", "The low precision."),
-        *_batches(3),
         policy="float32",
     ),
+    _on_model("tfamp.data.bottleneck", without=("clock",)),
+    _on_model("tfamp.training.lr_find", PLOT),
     _on_model(
-        "bottleneck",
-        "Times training, the same steps with batches from memory, and the input alone, "
-        "and tells what holds training up. Weights are put back.",
-        lambda made, **given: tfamp.data.bottleneck(made.model, made.train, **given),
-        Flag(
-            *("seconds", "float", 20.0, "About how long to measure at most."),
-            {"lower_bound": 0.0},
-        ),
-        BATCH_SIZE,
-    ),
-    _on_model(
-        "lr_find",
-        "Trains some steps at rates that grow from step to step, and tells which "
-        "suits. Weights are put back.",
-        lambda made, **given: tfamp.training.lr_find(made.model, made.train, **given),
-        _rate("min_rate", 1e-7, "The first rate."),
-        _rate("max_rate", 10.0, "The last one."),
-        Flag("num_steps", "integer", 100, "Steps from one to the other.", _AT_LEAST_1),
-        BATCH_SIZE,
-        PLOT,
-    ),
-    _on_model(
-        "triage",
-        "Replays a step with every layer watched, under the policy, in float32 and "
-        "without a loss scale, and says why it fails: of a batch of the data, or of a "
-        "bundle that `tfamp.callbacks.FlightRecorder` wrote. Nothing is updated.",
-        _triage,
+        "tfamp.triage",
         Flag("bundle", "string", None, "Folder of the bundle; else a batch is taken."),
-        Flag(
-            *("batch", "integer", 0, "Which batch of the data, from 0."),
-            {"lower_bound": 0},
-        ),
-        BATCH_SIZE,
+        Flag("batch", "integer", 0, "Which batch of the data, from 0.", 0),
+        Flag("batch_size", "integer", 32, "Examples in a batch of arrays.", 1),
+        ask=_triage,
     ),
 )
 COMMANDS = {command.name: command for command in _ALL}

@@ -1,0 +1,222 @@
+"""A command: a function of tfamp, whose arguments are its flags, and how it runs."""
+
+import dataclasses
+import importlib
+import inspect
+import sys
+import textwrap
+import warnings
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from absl import flags as absl_flags
+
+from tfamp.cli._flags import HELP, JSON, Flag, of_function
+
+# 2 is the shell's convention for a command that was called wrongly, 130 for Ctrl-C.
+FAILED, WRONG_CALL, INTERRUPTED = 1, 2, 130
+STATUS = "Ends with status 0, 1 if it cannot be told, 2 if called wrongly."
+_WIDTH = 80
+
+
+class UsageError(ValueError):
+    """The command was called wrongly."""
+
+
+class Call(NamedTuple):
+    """What a command was called with.
+
+    Args:
+        argument: What was typed without a flag, "" where there is no such argument; the
+            first where there may be several.
+        values: Flag -> its value.
+        given: The arguments of the function that flags tell, by name.
+        argv: All of it, as it was typed.
+        arguments: All that was typed without a flag.
+    """
+
+    argument: str
+    values: Mapping[str, Any]
+    given: Mapping[str, Any]
+    argv: Sequence[str]
+    arguments: Sequence[str]
+
+
+class Outcome(NamedTuple):
+    """What a command came to.
+
+    Args:
+        record: The result, which `--json` writes and `--plot` draws.
+        text: To be printed, of rich or plain; None prints the record.
+        problems: To be printed as errors, below warnings.
+        is_bad: Whether it ends with status 1.
+    """
+
+    record: Any
+    text: Any = None
+    problems: Sequence[str] = ()
+    is_bad: bool = False
+
+
+@dataclasses.dataclass(frozen=True)
+class Command:
+    """A command of `tfamp`: a function, with `--help` and `--json` beside its flags.
+
+    Args:
+        name: The word after "tfamp".
+        function: The function, such as "tfamp.prove": its arguments by name are flags,
+            and what its docstring says ahead of them is what `--help` does.
+        work: Does it, given the call.
+        own: Flags that the function does not have, or not so.
+        without: Arguments that `work` gives, or nobody; no flag is made of them.
+        purpose: For `--help`, in the place of the docstring.
+        more: For `--help`, too: what the argument is, the exit status.
+        argument: What the one argument without a flag stands for, such as
+            "module:build"; None where there is none. One that ends with "..." may be
+            given several times.
+        interrupted: What is said after Ctrl-C.
+    """
+
+    name: str
+    function: str
+    work: Callable[[Call], Outcome]
+    own: Sequence[Flag] = ()
+    without: Sequence[str] = ()
+    purpose: str = ""
+    more: str = STATUS
+    argument: str | None = None
+    interrupted: str = "stopped"
+
+    @property
+    def flags(self) -> list[Flag]:
+        """All flags: those of the function, but for `without`, and its own."""
+        given = (f for f in of_function(self._function()) if f.name not in self.without)
+        return [*{f.name: f for f in (*given, *self.own, HELP, JSON)}.values()]
+
+    def main(self, argv: Sequence[str]) -> int:
+        """Runs the command and returns its exit status.
+
+        Args:
+            argv: The arguments after the command's name.
+        """
+        try:
+            call = self._parse(argv)
+            if call is None:
+                return 0
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always", UserWarning)
+                outcome = self.work(call)
+                _write(call.values, outcome)
+        except UsageError as error:
+            message = str(error).rstrip(" ?.")
+            self._complain(f"{message}. See `tfamp {self.name} --help`.")
+            return WRONG_CALL
+        except KeyboardInterrupt:
+            self._complain(self.interrupted)
+            return INTERRUPTED
+        except (
+            *(ImportError, MemoryError, OSError),
+            *(RuntimeError, TypeError, ValueError),
+        ) as error:
+            self._complain(error)
+            return FAILED
+        said = dict.fromkeys(str(warning.message) for warning in caught)
+        for text in (*said, *outcome.problems):
+            self._complain(text)
+        return FAILED if outcome.is_bad else 0
+
+    def _function(self) -> Callable[..., Any]:
+        """Returns the function from where it is defined, whatever tfamp is set to."""
+        package, _, name = self.function.rpartition(".")
+        homes = getattr(importlib.import_module(package), "_HOMES", {})
+        home = importlib.import_module(homes.get(name, package))
+        found: Callable[..., Any] = getattr(home, name)
+        return found
+
+    def _parse(self, argv: Sequence[str]) -> Call | None:
+        """Returns the call, None where it was for the help, which is printed.
+
+        Flags may be typed with dashes, too. They are values of their own, so that two
+        commands may share a name and a second call starts from the defaults.
+
+        Raises:
+            UsageError: It is none that can be understood.
+        """
+        values, known = absl_flags.FlagValues(), self.flags
+        for flag in known:
+            flag.define(values)
+        try:
+            rest = values([self.name, *map(_underscored, argv)])[1:]
+        except absl_flags.Error as error:
+            raise UsageError(str(error)) from error
+        if values["help"].value:
+            print(self._usage(known))
+            return None
+        expected = "flags only"
+        is_several = self.argument is not None and self.argument.endswith("...")
+        if self.argument is not None:
+            expected = f"{'' if is_several else 'one '}{self.argument!r} and flags"
+        if len(rest) > (self.argument is not None) and not is_several:
+            found = f"Unexpected argument {rest[-1]!r}"
+            raise UsageError(f"{found}; expected {expected}")
+        if self.argument is not None and not rest:
+            raise UsageError(f"Nothing is named; expected {expected}")
+        try:
+            read = {flag.name: flag.value(values) for flag in known}
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        names = {*inspect.signature(self._function()).parameters} - {*self.without}
+        given = {flag.argument: read[flag.name] for flag in known}
+        given = {name: value for name, value in given.items() if name in names}
+        return Call(rest[0] if rest else "", read, given, argv, tuple(rest))
+
+    def _usage(self, known: Sequence[Flag]) -> str:
+        """Returns the help."""
+        doc = (inspect.getdoc(self._function()) or "").partition("\nArgs:")[0]
+        place = "" if self.argument is None else f" {self.argument}"
+        lines = [f"usage: tfamp {self.name}{place} [flags]", ""]
+        for part in (self.purpose or doc.strip(), self.more):
+            for paragraph in part.split("\n\n"):
+                lines += [*textwrap.wrap(" ".join(paragraph.split()), _WIDTH), ""]
+        for flag in sorted(known, key=lambda each: each.name):
+            word = f"{'-h, ' if flag is HELP else ''}--{flag.name}"
+            default = flag.default
+            if isinstance(default, list):
+                default = ",".join(map(str, default))
+            if isinstance(default, bool | None) or default == "":
+                shown = flag.help
+            else:
+                shown = f"{flag.help} (default: {default})"
+            wrapped = textwrap.wrap(shown, _WIDTH - 6)
+            lines += [f"  {word}", *(f"      {line}" for line in wrapped)]
+        return "\n".join(lines)
+
+    def _complain(self, text: object) -> None:
+        print(f"tfamp {self.name}: {text}", file=sys.stderr)
+
+
+def _write(values: Mapping[str, Any], outcome: Outcome) -> None:
+    """Prints the result, or writes it to where the flags say."""
+    record, path = outcome.record, values["json"]
+    if path == "-":
+        print(record.to_json())
+    elif path is not None:
+        record.to_json(path)
+    if values.get("plot") is not None:
+        record.plot(values["plot"])
+    if path != "-":
+        text = str(record) if outcome.text is None else outcome.text
+        if isinstance(text, str):
+            print(text)
+        else:
+            from rich.console import Console
+
+            Console().print(text)
+
+
+def _underscored(argument: str) -> str:
+    """Returns `--fail-on=worse` as `--fail_on=worse`; values stay as they are."""
+    if not argument.startswith("--"):
+        return argument
+    name, equals, value = argument.partition("=")
+    return f"--{name[2:].replace('-', '_')}{equals}{value}"
