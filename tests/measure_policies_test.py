@@ -168,6 +168,7 @@ def test_a_policy_without_units_is_tried_on_a_few_examples_first(monkeypatch):
     assert steps.probed == ["float32", "mixed_float16"]
 
 
+@pytest.mark.usefixtures("fast_units")  # or two slow examples may rule it out
 def test_a_policy_whose_every_step_is_skipped_is_not_timed():
     inputs = keras.Input((6,))
     far = layers.Lambda(lambda x: tf.square(x * 1e4) / 1e4 / 1e4)(inputs)

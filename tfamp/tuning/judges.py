@@ -157,7 +157,7 @@ class ShortTrainings:
         if self.score is None:
             y = scores.targets(batches[0])
             self.score = scores.score_of(model, self._metric, outputs[0], y)
-        return scores.mean_of(self.score, batches, outputs)
+        return float(np.mean(scores.of_batches(self.score, batches, outputs)))
 
     def _made(self, seed: int) -> keras.Model:
         keras.utils.set_random_seed(seed)

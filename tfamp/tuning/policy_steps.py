@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.dtypes import model_dtypes, resolution
-from tfamp.dtypes.settings import PolicySettings, make_settings
+from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import around_training, structure, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.models import put_under
@@ -67,30 +67,23 @@ class PolicySteps:
     Args:
         model: A compiled model, built with its optimizers.
         batches: Some batches as `fit` passes them, in memory.
-        clock: Gives seconds.
     """
 
-    def __init__(
-        self,
-        model: keras.Model,
-        batches: Sequence[Any],
-        *,
-        clock: Callable[[], float] = time.perf_counter,
-    ) -> None:
-        self._model, self._batches, self._clock = model, list(batches), clock
+    def __init__(self, model: keras.Model, batches: Sequence[Any]) -> None:
+        self._model, self._batches = model, list(batches)
         self._settings = resolution.settings_of(model)
 
     def prepare(self, candidate: Candidate) -> Prepared:
         """Traces the step under a policy and runs it until it is warm."""
-        began = self._clock()
+        began = time.perf_counter()
         try:
             steps, optimizer = self._traced(candidate, self._batches)
             seconds = self._warm(steps, optimizer)
         except (tf.errors.OpError, TypeError, ValueError, NotImplementedError) as error:
             note = f"cannot run: {first_line(error)}"
-            return Prepared(candidate, None, self._clock() - began, note)
+            return Prepared(candidate, None, time.perf_counter() - began, note)
         racer = Racer(candidate.name, self._runner(steps, optimizer), seconds)
-        return Prepared(candidate, racer, self._clock() - began, "")
+        return Prepared(candidate, racer, time.perf_counter() - began, "")
 
     def probe(self, candidate: Candidate, num_examples: int) -> float:
         """Returns the seconds of a step on a few examples, the second one."""
@@ -99,9 +92,9 @@ class PolicySteps:
         )
         (step,), _ = self._traced(candidate, [few])
         for _ in range(2):
-            began = self._clock()
+            began = time.perf_counter()
             _wait(step())
-            seconds = self._clock() - began
+            seconds = time.perf_counter() - began
         return seconds
 
     def _traced(
@@ -112,7 +105,9 @@ class PolicySteps:
         They are called as traces: TensorFlow counts the traces of a function by its
         code, which for all policies is Keras's, and would warn of so many.
         """
-        put_under(self._model, self._settings_for(candidate.policy))
+        settings, policy = self._settings, candidate.policy
+        under = make_settings(policy) if settings is None else settings.under(policy)
+        put_under(self._model, under)
         trainer.set_jit_compile(self._model, candidate.jit_compile)
         step, optimizer = around_training.on_batch(self._model), self._model.optimizer
         if self._model.run_eagerly:
@@ -127,17 +122,11 @@ class PolicySteps:
             steps.append(functools.partial(traces[shapes], batch))
         return steps, optimizer
 
-    def _settings_for(self, policy: str) -> PolicySettings:
-        """Returns the settings that the model would have under a policy."""
-        if self._settings is None:
-            return make_settings(policy)
-        return self._settings.under(policy)
-
     def _warm(self, steps: Sequence[Step], optimizer: Any) -> float:
         for number in range(_MAX_FIRST_STEPS):
-            began = self._clock()
+            began = time.perf_counter()
             _wait(steps[number % len(steps)]())
-            seconds = self._clock() - began
+            seconds = time.perf_counter() - began
             skipped = isinstance(optimizer, LossScaleOptimizer) and bool(
                 optimizer.last_step_skipped
             )
@@ -152,11 +141,11 @@ class PolicySteps:
         def run(num_steps: int) -> float:
             # What stands around the training function asks the model for it.
             self._model.optimizer = optimizer
-            began = self._clock()
+            began = time.perf_counter()
             for number in range(num_steps):
                 logs = steps[number % len(steps)]()
             _wait(logs)
-            return self._clock() - began
+            return time.perf_counter() - began
 
         return run
 

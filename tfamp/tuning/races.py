@@ -71,7 +71,6 @@ def race(
     racers: Sequence[Racer],
     *,
     goes_on: Callable[[int], bool],
-    on_round: Callable[[int, int], None] = lambda number, left: None,
     seed: int = 0,
 ) -> Outcome:
     """Runs functions in turns until the fastest is known.
@@ -82,7 +81,6 @@ def race(
     Args:
         racers: At least one; what they did is in `logs`.
         goes_on: Takes the steps so far; states whether the budget has room for more.
-        on_round: Told of each round: its number, and how many are still in it.
         seed: Of the order in the rounds.
     """
     order, active = random.Random(seed), list(racers)
@@ -91,7 +89,6 @@ def race(
         for racer in order.sample(active, len(active)):
             steps += racer.take_turn(rounds)
         rounds += 1
-        on_round(rounds, len(active))
         if rounds in _LOOKS:
             look = _LOOKS.index(rounds)
             rate = _ERROR_RATE / len(_LOOKS) / max(len(racers) - 1, 1)

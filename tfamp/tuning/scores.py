@@ -118,11 +118,6 @@ def examples_needed(tolerance: float, rate: float) -> int:
     return math.ceil(-math.log(rate) / tolerance)
 
 
-def mean_of(score: Score, batches: Sequence[Any], outputs: Sequence[Any]) -> float:
-    """Returns the mean of a score over the examples of some batches."""
-    return float(np.mean(of_batches(score, batches, outputs)))
-
-
 def of_batches(
     score: Score, batches: Sequence[Any], outputs: Sequence[Any]
 ) -> np.ndarray:

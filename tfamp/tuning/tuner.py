@@ -1,10 +1,10 @@
 """`tfamp.tune`: the cheapest plan of a model that is as good as float32."""
 
-import dataclasses
+import contextlib
 import os
 import time
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from typing import Any, get_args
 
 import keras
 import numpy as np
@@ -14,7 +14,6 @@ import tfamp
 from tfamp.dtypes.settings import make_settings
 from tfamp.machine import cpus, devices
 from tfamp.models import put_under
-from tfamp.numerics.sensitivity.result import Sensitivity
 from tfamp.numerics.sensitivity.search import sensitivity
 from tfamp.plan import PrecisionPlan, read_plan
 from tfamp.records import checks
@@ -23,7 +22,6 @@ from tfamp.records.formats import HALF
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.arguments import build, dataset_of, first_batch
 from tfamp.stepping.unchanged import unchanged
-from tfamp.tuning import measurement
 from tfamp.tuning.candidates import Candidates, Objective, savings_of
 from tfamp.tuning.judges import (
     ERROR_RATE,
@@ -32,11 +30,11 @@ from tfamp.tuning.judges import (
     evaluated,
 )
 from tfamp.tuning.measured_policies import model_of
+from tfamp.tuning.measurement import model_digest
 from tfamp.tuning.policy_steps import put_back
 from tfamp.tuning.search import Checkpoint, Evaluation, Search
 
 POLICIES = ("mixed_float16", "mixed_bfloat16")
-OBJECTIVES = ("time", "memory", "size")
 # Below this share of a step no clock sees a gain.
 MIN_SAVING = 0.005
 # Of validation data without end so much is used.
@@ -117,7 +115,7 @@ def tune(
     """
     checks.positive("tolerance", tolerance)
     checks.positive_int("max_evaluations", max_evaluations, minimum=2)
-    checks.choice("objective", objective, OBJECTIVES)
+    checks.choice("objective", objective, get_args(Objective))
     start = read_plan(policy)
     name = (
         start.policy if start is not None else checks.choice("policy", policy, POLICIES)
@@ -150,185 +148,116 @@ def tune(
         judge = ShortTrainings(
             build_model_or_model, dataset, halves, metric, seeds, num_steps
         )
-    return _Tuning(
-        model=model,
-        dataset=dataset,
-        policy=name,
-        start=start,
-        judge=judge,
-        tolerance=tolerance,
-        max_evaluations=max_evaluations,
-        objective=objective,
+    began = time.perf_counter()
+    dtype = keras.DTypePolicy(name).compute_dtype
+    found = sensitivity(model, dataset, dtype=dtype, num_batches=num_batches)
+    base = start if start is not None else _plan_under(model, name)
+    with unchanged(model), put_back(model):
+        put_under(model, make_settings("float32"))
+        saved = savings_of(
+            model, dataset, dtype, objective=objective, training=training
+        )
+    candidates = Candidates(
+        model,
+        base,
+        found,
+        saved,
         relax_rules=relax_rules,
         training=training,
-        num_batches=num_batches,
-        checkpoint=checkpoint,
-    ).run()
+        judges_gradients=not is_model,
+    )
+    digest = model_digest(model)
+    identity = [digest, name, judge.score.name, judge.reference, tolerance]
+    evaluations = Checkpoint(checkpoint, identity)
 
+    def judged(float32: tuple[str, ...], half: int, rate: float) -> Evaluation:
+        plan = candidates.plan(float32)
+        return evaluated(judge, plan, float32, half, rate, tolerance)
 
-@dataclasses.dataclass
-class _Tuning:
-    """One call of `tune`, by whose arguments its own are named."""
-
-    model: keras.Model
-    dataset: Any
-    policy: str
-    start: PrecisionPlan | None
-    judge: Any
-    tolerance: float
-    max_evaluations: int
-    objective: Objective
-    relax_rules: bool
-    training: bool
-    num_batches: int
-    checkpoint: str | os.PathLike[str] | None
-
-    def __post_init__(self) -> None:
-        self._began = time.perf_counter()
-        self._confirmed: Evaluation | None = None
-
-    def run(self) -> PrecisionPlan:
-        dtype = keras.DTypePolicy(self.policy).compute_dtype
-        found = sensitivity(
-            self.model, self.dataset, dtype=dtype, num_batches=self.num_batches
-        )
-        base = self._base_plan()
-        with unchanged(self.model), put_back(self.model):
-            put_under(self.model, make_settings("float32"))
-            saved = savings_of(
-                self.model,
-                self.dataset,
-                dtype,
-                objective=self.objective,
-                training=self.training,
-            )
-        self._candidates = Candidates(
-            self.model,
-            base,
-            found,
-            saved,
-            relax_rules=self.relax_rules,
-            training=self.training,
-            judges_gradients=isinstance(self.judge, ShortTrainings),
-        )
-        self._evaluations = Checkpoint(self.checkpoint, self._identity())
-        with progress("Trying plans", self.max_evaluations, unit="plans") as self._done:
-            search = Search(
-                self._candidates.suspects,
-                self._evaluate,
-                max_evaluations=self.max_evaluations - 1,
-                min_saving=MIN_SAVING,
-            )
-            self._search = search
-            best = search.run()
-        plan, reason = self._concluded(best, found)
-        return self._with_evidence(plan, reason, search, found, saved)
-
-    def _base_plan(self) -> PrecisionPlan:
-        """Returns the plan to start from: that given, or the default rules."""
-        if self.start is not None:
-            return self.start
-        with put_back(self.model):
-            put_under(self.model, make_settings(self.policy))
-            return PrecisionPlan.from_model(self.model)
-
-    def _evaluate(self, float32: tuple[str, ...]) -> Evaluation:
-        known = self._evaluations.get(float32)
+    def evaluate(float32: tuple[str, ...]) -> Evaluation:
+        known = evaluations.get(float32)
         if known is None:
-            known = self._judged(
-                float32, half=0, rate=ERROR_RATE / 2 / self.max_evaluations
-            )
-            self._evaluations.add(known)
-        self._done(len(self._search.tried) + 1)
+            known = judged(float32, 0, ERROR_RATE / 2 / max_evaluations)
+            evaluations.add(known)
+        done(len(search.tried) + 1)
         return known
 
-    def _judged(self, float32: Sequence[str], *, half: int, rate: float) -> Evaluation:
-        plan = self._candidates.plan(float32)
-        return evaluated(self.judge, plan, float32, half, rate, self.tolerance)
-
-    def _concluded(
-        self, best: Evaluation | None, found: Sensitivity
-    ) -> tuple[PrecisionPlan, str]:
-        """Judges the best plan on fresh examples; float32 where it does not hold."""
-        if best is None:
-            return self._float32(), (
-                "no plan in half precision kept the metric within the tolerance in "
-                f"{len(self._search.tried)} evaluations ({found.verdict}: "
-                f"{found.advice})"
-            )
-        try:
-            self._confirmed = self._judged(best.float32, half=1, rate=ERROR_RATE / 2)
-        except KeyboardInterrupt:
-            return self._candidates.plan(best.float32), (
-                f"worse by {best.worsening:.3g}, at most {best.bound:.3g}; interrupted "
-                "before it was judged on fresh examples"
-            )
-        if not self._confirmed.holds:
-            return self._float32(), (
-                "the best plan did not keep the metric within the tolerance on fresh "
-                f"examples: worse by {self._confirmed.worsening:.3g}, at most "
-                f"{self._confirmed.bound:.3g}"
-            )
-        number = len(best.float32)
-        kept = {0: "no layer is", 1: "1 layer is"}.get(number, f"{number} layers are")
-        return self._candidates.plan(best.float32), (
-            f"worse by {self._confirmed.worsening:.3g}, at most "
-            f"{self._confirmed.bound:.3g}, on fresh examples; {kept} in "
-            "float32 beyond those that rules keep"
+    with progress("Trying plans", max_evaluations, unit="plans") as done:
+        search = Search(
+            candidates.suspects,
+            evaluate,
+            max_evaluations=max_evaluations - 1,
+            min_saving=MIN_SAVING,
         )
+        best = search.run()
+    confirmed = None
+    if best is None:
+        plan = _plan_under(model, "float32")
+        reason = (
+            "no plan in half precision kept the metric within the tolerance in "
+            f"{len(search.tried)} evaluations ({found.verdict}: {found.advice})"
+        )
+    else:
+        with contextlib.suppress(KeyboardInterrupt):  # the plan so far is an answer
+            confirmed = judged(best.float32, 1, ERROR_RATE / 2)
+        if confirmed is None or confirmed.holds:
+            plan = candidates.plan(best.float32)
+        else:
+            plan = _plan_under(model, "float32")
+        reason = _reason(best, confirmed)
+    logging.info("Plan for %r: %s.", model.name, reason)
+    tuning = {
+        "reason": reason,
+        "policy": name,
+        "tolerance": tolerance,
+        "metric": judge.score.name,
+        "float32_metric": judge.reference,
+        "judged_by": judge.kind,
+        "objective": objective,
+        "evaluations": [each.to_dict() for each in search.tried],
+        "confirmed": None if confirmed is None else confirmed.to_dict(),
+        "layers": [
+            {
+                "path": layer.path,
+                "forward_error": _finite(layer.forward_error),
+                "backward_error": _finite(layer.backward_error),
+                "saving": saved.get(layer.path, 0.0),
+                "is_guilty": layer.is_guilty,
+            }
+            for layer in found.layers
+        ],
+        "seconds": time.perf_counter() - began,
+    }
+    evidence = {
+        "devices": [device.name for device in devices.devices()],
+        "versions": {**installed_versions(), "tfamp": tfamp.__version__},
+        "model": digest,
+        "tuning": tuning,
+    }
+    return plan.replace(evidence=evidence)
 
-    def _float32(self) -> PrecisionPlan:
-        with put_back(self.model):
-            put_under(self.model, make_settings("float32"))
-            return PrecisionPlan.from_model(self.model)
 
-    def _with_evidence(
-        self,
-        plan: PrecisionPlan,
-        reason: str,
-        search: Search,
-        found: Sensitivity,
-        saved: dict[str, float],
-    ) -> PrecisionPlan:
-        logging.info("Plan for %r: %s.", self.model.name, reason)
-        tuning = {
-            "reason": reason,
-            "policy": self.policy,
-            "tolerance": self.tolerance,
-            "metric": self.judge.score.name,
-            "float32_metric": self.judge.reference,
-            "judged_by": self.judge.kind,
-            "objective": self.objective,
-            "evaluations": [each.to_dict() for each in search.tried],
-            "confirmed": None if self._confirmed is None else self._confirmed.to_dict(),
-            "layers": [
-                {
-                    "path": layer.path,
-                    "forward_error": _finite(layer.forward_error),
-                    "backward_error": _finite(layer.backward_error),
-                    "saving": saved.get(layer.path, 0.0),
-                    "is_guilty": layer.is_guilty,
-                }
-                for layer in found.layers
-            ],
-            "seconds": time.perf_counter() - self._began,
-        }
-        evidence = {
-            "devices": [device.name for device in devices.devices()],
-            "versions": {**installed_versions(), "tfamp": tfamp.__version__},
-            "model": measurement.model_digest(self.model),
-            "tuning": tuning,
-        }
-        return plan.replace(evidence=evidence)
+def _plan_under(model: keras.Model, policy: str) -> PrecisionPlan:
+    """Returns the plan that the default rules make under a policy."""
+    with put_back(model):
+        put_under(model, make_settings(policy))
+        return PrecisionPlan.from_model(model)
 
-    def _identity(self) -> list[Any]:
-        return [
-            measurement.model_digest(self.model),
-            self.policy,
-            self.judge.score.name,
-            self.judge.reference,
-            self.tolerance,
-        ]
+
+def _reason(best: Evaluation, confirmed: Evaluation | None) -> str:
+    """Returns what fresh examples say of the best plan; None was interrupted."""
+    judged = best if confirmed is None else confirmed
+    worse = f"worse by {judged.worsening:.3g}, at most {judged.bound:.3g}"
+    if confirmed is None:
+        return f"{worse}; interrupted before it was judged on fresh examples"
+    if not confirmed.holds:
+        return (
+            "the best plan did not keep the metric within the tolerance on fresh "
+            f"examples: {worse}"
+        )
+    number = len(best.float32)
+    kept = {0: "no layer is", 1: "1 layer is"}.get(number, f"{number} layers are")
+    return f"{worse}, on fresh examples; {kept} in float32 beyond those that rules keep"
 
 
 def _finite(value: float) -> Any:
