@@ -29,7 +29,7 @@ import numpy as np
 
 import tfamp
 from benchmarks import _tuner_models
-from tfamp.dtypes import graph_operations
+from tfamp.dtypes import model_dtypes
 from tfamp.dtypes.planned_layers import PlannedOperation
 from tfamp.keras_hooks.layer_record import Kind
 from tfamp.machine import cpus
@@ -183,7 +183,7 @@ def measure_run(case: _tuner_models.Case, places: int, *, epochs: int) -> dict:
     tfamp.apply(model, "float32")
     operations = {
         path: (place, type(operation).__name__)
-        for place, (path, operation) in enumerate(graph_operations.of_model(model))
+        for place, (path, operation) in enumerate(model_dtypes.of_model(model))
     }
     follows = {r.path for r in base.rows[1:] if r.kind == Kind.FOLLOWS.value}
     savings = {

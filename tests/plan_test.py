@@ -11,7 +11,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.styles import STYLES, Own, assembled
-from tfamp.dtypes import graph_operations
+from tfamp.dtypes import model_dtypes
 
 layers = keras.layers
 X = np.random.default_rng(0).normal(size=(8, 6, 4)).astype("float32")
@@ -178,8 +178,8 @@ def test_a_loaded_model_is_under_its_plan_with_evidence_and_operations(tmp_path)
     with tfamp.scope("mixed_bfloat16"):
         x = keras.Input((4,))
         model = keras.Model(x, layers.Dense(2)(keras.ops.exp(layers.Dense(3)(x))))
-    (operation,) = [o for _, o in graph_operations.of_model(model)]
-    graph_operations.keep(operation, "bfloat16", "measured", "it overflows")
+    (operation,) = [o for _, o in model_dtypes.of_model(model)]
+    model_dtypes.keep(operation, "bfloat16", "measured", "it overflows")
     plan = tfamp.PrecisionPlan.from_model(model, evidence={"ratio": 1.5})
     assert [(o.class_name, o.rule) for o in plan.operations] == [("Exp", "measured")]
     plan = plan.replace(jit_compile=False)

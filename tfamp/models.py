@@ -85,7 +85,16 @@ class Assignment(Record):
         )
 
     def __str__(self) -> str:
-        return _render(self)
+        columns = {
+            # A path in two lines is a path that nobody can search for.
+            name: {**console.FOLD, "no_wrap": name == "layer"}
+            for name in _COLUMNS
+        }
+        title = f"{self.model}: policy {self.policy}"
+        table = console.table(columns, map(_cells, self.layers), title=title)
+        longest = max(len(row.path) for row in self.layers)
+        width = max(console.WIDTH, longest + _WIDTH_OF_THE_REST)
+        return console.text_of(table, width=width)
 
     def to_text(self, width: int | None = None) -> str:
         """Returns a line for each layer, in columns without a frame, as for `grep`.
@@ -252,15 +261,15 @@ def load_model(path: str | os.PathLike[str], **kwargs: Any) -> Any:
 def _check_model(model: Any) -> None:
     if isinstance(model, keras.layers.Layer):
         return
-    is_legacy = type(model).__module__.startswith(("tf_keras", "keras.src.legacy"))
-    raise TypeError(
-        f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. "
-        + (
+    advice = "Pass what `keras.Model(...)` gave."
+    if type(model).__module__.startswith(("tf_keras", "keras.src.legacy")):
+        advice = (
             "It is a legacy tf_keras model: unset TF_USE_LEGACY_KERAS and build it "
             "with Keras 3."
-            if is_legacy
-            else "Pass what `keras.Model(...)` gave."
         )
+    raise TypeError(
+        f"Cannot read the dtypes of {model!r}; expected a Keras 3 model or layer. "
+        f"{advice}"
     )
 
 
@@ -274,26 +283,19 @@ def _check_patterns(model: keras.layers.Layer, settings: PolicySettings) -> None
 
 def _row(path: str, layer: keras.layers.Layer) -> LayerAssignment:
     record = record_of(layer)
-    computes = layer.compute_dtype
-    rule, reason, note = "not managed", "", ""
+    told = ("not managed", "", "")
     if record is not None:
-        rule, reason, note = record.rule, record.reason, _note(layer, record)
-    return LayerAssignment(
-        path=path,
-        class_name=type(layer).__name__,
-        compute_dtype=computes,
-        variable_dtype=_variable_dtype(layer),
-        output_dtype=_output_dtype(layer, record),
-        rule=rule,
-        reason=reason,
-        note=note,
-    )
-
-
-def _variable_dtype(layer: keras.layers.Layer) -> str:
-    """Returns the dtype of the weights the layer has, which `apply` cannot change."""
+        told = (record.rule, record.reason, _note(layer, record))
+    # The dtype of the weights that it has, which `apply` cannot change.
     stored = {w.dtype for w in structure.own_weights(layer)} & {"float32", *HALF}
-    return stored.pop() if len(stored) == 1 else layer.variable_dtype
+    return LayerAssignment(
+        path,
+        type(layer).__name__,
+        layer.compute_dtype,
+        stored.pop() if len(stored) == 1 else layer.variable_dtype,
+        _output_dtype(layer, record),
+        *told,
+    )
 
 
 def _output_dtype(layer: keras.layers.Layer, record: LayerRecord | None) -> str:
@@ -319,19 +321,6 @@ def _note(layer: keras.layers.Layer, record: LayerRecord) -> str:
     if record.kind is Kind.WIDE_OUTPUT or record.kind is Kind.OUTPUT_CAST:
         return record.reason
     return ""
-
-
-def _render(assignment: Assignment) -> str:
-    columns = {
-        # A path in two lines is a path that nobody can search for.
-        name: {**console.FOLD, "no_wrap": name == "layer"}
-        for name in _COLUMNS
-    }
-    title = f"{assignment.model}: policy {assignment.policy}"
-    table = console.table(columns, map(_cells, assignment.layers), title=title)
-    longest = max(len(row.path) for row in assignment.layers)
-    width = max(console.WIDTH, longest + _WIDTH_OF_THE_REST)
-    return console.text_of(table, width=width)
 
 
 def _cells(row: LayerAssignment) -> tuple[str, ...]:

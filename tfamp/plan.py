@@ -20,7 +20,7 @@ from tfamp.dtypes.planned_layers import (
     PlannedLayer,
     PlannedOperation,
 )
-from tfamp.dtypes.settings import POLICIES, PolicySettings, parse
+from tfamp.dtypes.settings import POLICIES, PolicySettings, stored_settings
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.layer_record import Kind
 from tfamp.records import checks, console
@@ -106,11 +106,6 @@ class PrecisionPlan(TableRecord):
             TypeError: `model` is not a Keras model or layer.
             ValueError: It is not built.
         """
-        if not isinstance(model, keras.layers.Layer):
-            raise TypeError(
-                f"`model` is {model!r}, of type {type(model).__name__}; expected a "
-                "Keras model. Pass what `keras.Model(...)` gave."
-            )
         _check_built(model, "have a plan read from it")
         settings = resolution.settings_of(model)
         if settings is not None:
@@ -163,11 +158,6 @@ class PrecisionPlan(TableRecord):
             ValueError: It is another model, is not built, or has a layer that cannot
                 compute as the plan says. It is as it was.
         """
-        if not isinstance(model, keras.layers.Layer):
-            raise TypeError(
-                f"`model` is {model!r}, of type {type(model).__name__}; expected a "
-                "Keras model. Pass what `keras.Model(...)` gave."
-            )
         _check_built(model, "be put under a plan")
         self.check(model)
         settings = self.settings()
@@ -191,13 +181,11 @@ class PrecisionPlan(TableRecord):
 
     def settings(self) -> PolicySettings:
         """Returns the settings of layers that are made under the plan."""
-        policy = keras.DTypePolicy(self.policy)
-        rules = parse("default" if self.has_default_rules else "none")
-        return PolicySettings(
-            policy,
-            rules.for_dtype(policy.compute_dtype),
+        return stored_settings(
+            self.policy,
+            self.has_default_rules,
             self.loss_scale,
-            dict(self.loss_scale_options),
+            self.loss_scale_options,
             plan=self,
             jit_compile=self.jit_compile,
             evidence=self.evidence,
@@ -206,7 +194,16 @@ class PrecisionPlan(TableRecord):
     def follow(
         self, model: keras.layers.Layer, settings: PolicySettings, *, must: bool
     ) -> bool:
-        """Gives a model made under the plan its dtypes; see `PolicySettings.plan`."""
+        """Gives a model made under the plan its dtypes, if it is the plan's.
+
+        Args:
+            model: The model.
+            settings: Those that the model was made under.
+            must: Whether another model than the plan's is an error.
+
+        Returns:
+            Whether the model is the plan's.
+        """
         if must:
             self.check(model)
         if self.difference(model):
@@ -298,7 +295,12 @@ def refuse_rules(keep_float32: Any) -> None:
         )
 
 
-def _check_built(model: keras.layers.Layer, purpose: str) -> None:
+def _check_built(model: Any, purpose: str) -> None:
+    if not isinstance(model, keras.layers.Layer):
+        raise TypeError(
+            f"`model` is {model!r}, of type {type(model).__name__}; expected a "
+            "Keras model. Pass what `keras.Model(...)` gave."
+        )
     unbuilt = [path for path, layer, _ in structure.walk(model) if not layer.built]
     if unbuilt:
         raise ValueError(

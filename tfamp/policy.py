@@ -135,8 +135,12 @@ def enable(
     named = os.environ.get(VARIABLE, policy) if policy == "auto" else policy
     planned = read_plan(named)
     if planned is not None:
-        settings = _planned_settings(planned, keep_float32, loss_scale)
+        refuse_rules(keep_float32)
+        settings = planned.settings()
+        # What is given of the loss scale takes the place of the plan's.
         settings.loss_scale_options = loss_scale_options or settings.loss_scale_options
+        if loss_scale != "dynamic":
+            settings.loss_scale = loss_scale
         name, reason, explicit = planned.policy, planned.why, True
     elif named == MEASURE:
         name, explicit = "float32", False
@@ -148,7 +152,9 @@ def enable(
     options = settings.loss_scale_options
     check_loss_scale(name, settings.loss_scale, options, explicit)
     if explicit:
-        _object_to(name)
+        objection = hardware.objection(name, hardware.devices())
+        if objection is not None:
+            warnings.warn(objection, UserWarning, stacklevel=2)
     else:
         settings.chosen_at_fit = "measure" if named == MEASURE else "look up"
         # By name, as it stands above this file: it adds itself to what `fit` does.
@@ -241,17 +247,6 @@ def status() -> Status:
     )
 
 
-def _planned_settings(
-    planned: PrecisionPlan, keep_float32: KeepFloat32, loss_scale: str | float | None
-) -> PolicySettings:
-    """Returns the settings of a plan; a loss scale that is given takes its place."""
-    refuse_rules(keep_float32)
-    settings = planned.settings()
-    if loss_scale != "dynamic":
-        settings.loss_scale = loss_scale
-    return settings
-
-
 def _put_in_force(settings: PolicySettings, why: str) -> None:
     IN_FORCE.put(settings, why)
     try:
@@ -264,21 +259,12 @@ def _put_in_force(settings: PolicySettings, why: str) -> None:
     in_force.forget_warnings()
 
 
-def _object_to(policy: str) -> None:
-    objection = hardware.objection(policy, hardware.devices())
-    if objection is not None:
-        warnings.warn(objection, UserWarning, stacklevel=3)
-
-
 def _rules_in_force(settings: PolicySettings) -> tuple[RuleStatus, ...]:
     if not settings.is_half:
         return ()
-    found = []
-    for rule in settings.rules.rules:
-        found.append(RuleStatus(rule.name, rule.reason, _note(rule)))
-    if settings.rules.has_defaults:
-        found += [RuleStatus(*row) for row in DEFAULT_OPERATIONS]
-    return tuple(found)
+    rules = (RuleStatus(r.name, r.reason, _note(r)) for r in settings.rules.rules)
+    operations = DEFAULT_OPERATIONS if settings.rules.has_defaults else ()
+    return (*rules, *(RuleStatus(*row) for row in operations))
 
 
 def _note(rule: Rule) -> str:

@@ -141,6 +141,8 @@ _RUNNING = HeldPatches(
     ]
 )
 
+_HELD = (_RUNNING, FIT_HOOKS, TAPE_HOOKS, PLAIN_HOOKS, WORKER_HOOKS, CONFIG_HOOKS)
+
 BEFORE_TRAINING.append(compile_hooks.before_training)
 BEFORE_TRAINING.append(warn_of_idle_distribution)
 
@@ -156,12 +158,8 @@ def hold(settings: PolicySettings) -> None:
 def _hold(settings: PolicySettings) -> None:
     if settings.is_half:
         cpus.avoid_broken_amx()
-    _RUNNING.hold(settings)
-    FIT_HOOKS.hold(settings)
-    TAPE_HOOKS.hold(settings)
-    PLAIN_HOOKS.hold(settings)
-    WORKER_HOOKS.hold(settings)
-    CONFIG_HOOKS.hold(settings)
+    for patches in _HELD:
+        patches.hold(settings)
 
 
 def follow_enabled() -> None:
@@ -182,6 +180,4 @@ SELF_TEST = SelfTest(follow_enabled)
 
 def installed() -> tuple[str, ...]:
     """Returns the names of everything in Keras that is replaced now."""
-    running = (_RUNNING, WORKER_HOOKS, FIT_HOOKS, TAPE_HOOKS, PLAIN_HOOKS, CONFIG_HOOKS)
-    sets = (_MAKING, *running)
-    return tuple(name for patches in sets for name in patches.installed)
+    return tuple(name for patches in (_MAKING, *_HELD) for name in patches.installed)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import keras
 
-from tfamp.dtypes import graph_operations, heads, layer_dtypes
+from tfamp.dtypes import heads, layer_dtypes, model_dtypes
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure, trainer
 from tfamp.keras_hooks.layer_record import (
@@ -99,13 +99,11 @@ def planned_layer(path: str, layer: keras.layers.Layer) -> PlannedLayer:
 
 def planned_operations(model: keras.layers.Layer) -> tuple[PlannedOperation, ...]:
     """Returns the operations of a model's graphs that are kept in float32."""
-    found = []
-    for place, (path, operation) in enumerate(graph_operations.of_model(model)):
-        kept = graph_operations.kept(operation)
-        if kept is not None:
-            name = type(operation).__name__
-            found.append(PlannedOperation(place, path, name, *kept))
-    return tuple(found)
+    known = list(model_dtypes.of_model(model))
+    return tuple(
+        PlannedOperation(place, known[place][0], type(known[place][1]).__name__, *kept)
+        for place, kept in model_dtypes.kept_in(model).items()
+    )
 
 
 def difference(
@@ -130,7 +128,7 @@ def difference(
             f"it has {len(here)} layers where the plan has {len(planned)}: "
             f"{'it' if is_more else 'the plan'} has {path!r}, a {class_name}, as well"
         )
-    known = [type(o).__name__ for _, o in graph_operations.of_model(model)]
+    known = [type(o).__name__ for _, o in model_dtypes.of_model(model)]
     for row in operations:
         if known[row.place : row.place + 1] != [row.class_name]:
             return f"it has no operation {row.path!r}, a {row.class_name}"
@@ -156,10 +154,7 @@ def put_on(
     Raises:
         ValueError: A layer cannot compute as the plan says. All are as before.
     """
-    policies = {
-        settings.policy.name: settings.policy,
-        settings.float32_policy.name: settings.float32_policy,
-    }
+    policies = settings.policies()
     layers = [layer for _, layer, _ in structure.walk(model)]
     before = layer_dtypes.read(layers)
     try:
@@ -171,12 +166,11 @@ def put_on(
     for layer in layers:
         trainer.drop_traced_functions(layer)
     _tell_graph(model, settings)
-    wanted = {row.place: row for row in operations}
-    for place, (_, operation) in enumerate(graph_operations.of_model(model)):
-        graph_operations.release(operation)
-        if place in wanted:
-            kept = wanted[place]
-            graph_operations.keep(operation, kept.output_dtype, kept.rule, kept.reason)
+    kept = {
+        row.place: model_dtypes.Float32Operation(row.output_dtype, row.rule, row.reason)
+        for row in operations
+    }
+    model_dtypes.keep_only(model, kept)
 
 
 def _put(

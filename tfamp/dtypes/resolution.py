@@ -112,7 +112,15 @@ def _start_again(model: keras.layers.Layer, settings: PolicySettings) -> None:
 def _resolve(
     model: keras.layers.Layer, settings: PolicySettings, args: Any, kwargs: Any
 ) -> bool:
-    _forget_failure(model, settings)
+    record = record_of(model)
+    if record is not None and record.kind is Kind.OUTPUT_CAST:  # after a failed trace
+        update_record(
+            model,
+            kind=Kind.FOLLOWS,
+            rule=f"policy {settings.policy.name}",
+            reason="",
+            output_dtype=None,
+        )
     found = heads.graph_heads(model)
     if found is None and args is None:
         _settle_layers(model, settings)
@@ -213,13 +221,6 @@ def _give_up(model: keras.layers.Layer, failure: Exception) -> bool:
     return is_final
 
 
-def _forget_failure(model: keras.layers.Layer, settings: PolicySettings) -> None:
-    record = record_of(model)
-    if record is not None and record.kind is Kind.OUTPUT_CAST:
-        rule = f"policy {settings.policy.name}"
-        update_record(model, kind=Kind.FOLLOWS, rule=rule, reason="", output_dtype=None)
-
-
 def _cast_output(model: keras.layers.Layer, because: str) -> None:
     update_record(
         model,
@@ -245,15 +246,13 @@ def _note_user_rules(
     layer: keras.layers.Layer, path: str, settings: PolicySettings
 ) -> None:
     record = record_of(layer)
+    is_explicit = record is not None and record.kind is Kind.EXPLICIT
     for rule in settings.rules.of_user:
-        if rule.name in settings.matched and (
-            record is None or record.kind is not Kind.EXPLICIT
-        ):
+        if rule.name in settings.matched and not is_explicit:
             continue
         if not rule.matches(layer, path=path, is_exact=rule.name in settings.exact):
             continue
         settings.matched.add(rule.name)
-        is_explicit = record is not None and record.kind is Kind.EXPLICIT
         if is_explicit and layer.compute_dtype != "float32":
             warnings.warn(
                 f"Layer {path!r} matches {rule.name}, but was made with dtype="

@@ -1,12 +1,11 @@
 """A model's dtypes as data: what is put into a saved file, and taken out again."""
 
-from collections.abc import Sequence
 from typing import Any
 
 import keras
 
-from tfamp.dtypes import graph_operations, heads, layer_dtypes, resolution
-from tfamp.dtypes.settings import PolicySettings, parse
+from tfamp.dtypes import heads, layer_dtypes, model_dtypes, resolution
+from tfamp.dtypes.settings import PolicySettings, stored_settings
 from tfamp.keras_hooks import structure, trainer, variables
 from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, set_record
 from tfamp.records.formats import HALF
@@ -32,31 +31,22 @@ def describe(model: keras.layers.Layer) -> dict[str, Any] | None:
         return None
     if structure.graph_of(model) is not None:
         resolution.resolve(model)
-    loss_scale = {
-        "loss_scale": settings.loss_scale,
-        **_plain(settings.loss_scale_options),
+    options = settings.loss_scale_options
+    plain = {
+        k: v for k, v in options.items() if isinstance(v, int | float | str | None)
     }
     return {
         "schema": SCHEMA,
         "policy": settings.policy.name,
         "has_defaults": settings.rules.has_defaults,
-        "loss_scale": loss_scale,
+        "loss_scale": {"loss_scale": settings.loss_scale, **plain},
         "jit_compile": settings.jit_compile,
         "evidence": dict(settings.evidence),
         "operations": [
             {"place": place, **kept._asdict()}
-            for place, (_, operation) in enumerate(graph_operations.of_model(model))
-            if (kept := graph_operations.kept(operation)) is not None
+            for place, kept in model_dtypes.kept_in(model).items()
         ],
         "layers": [_row(*row[:2]) for row in structure.walk(model)],
-    }
-
-
-def _plain(options: Any) -> dict[str, Any]:
-    return {
-        name: value
-        for name, value in options.items()
-        if isinstance(value, int | float | str | bool | None)
     }
 
 
@@ -104,10 +94,7 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
             "`tfamp.apply(model)`."
         )
     settings = _settings_of_file(entry)
-    policies: dict[str, keras.DTypePolicy] = {
-        settings.policy.name: settings.policy,
-        settings.float32_policy.name: settings.float32_policy,
-    }
+    policies = settings.policies()
     for layer, row in zip(layers, rows, strict=True):
         name = row["policy"]
         if layer.dtype_policy.name != name:
@@ -117,12 +104,17 @@ def restore(model: keras.layers.Layer, entry: dict[str, Any]) -> None:
             stored = {name: row[key] for key, name in _STORED.items() if key in row}
             stored["graph_key"] = structure.graph_key(layer)
             set_record(layer, LayerRecord(settings, _KIND_OF[row["kind"]], **stored))
-            _store(layer, row.get("stored", ()))
+            # The weights of a layer of a frozen model are stored as they were.
+            own = zip(structure.own_weights(layer), row.get("stored", ()), strict=False)
+            for weight, dtype in own:
+                if weight.dtype != dtype:
+                    variables.store_in(weight, dtype)
         trainer.drop_traced_functions(layer)
-    operations = [operation for _, operation in graph_operations.of_model(model)]
+    kept = {}
     for row in entry.get("operations", ()):
-        kept = {name: value for name, value in row.items() if name != "place"}
-        graph_operations.keep(operations[row["place"]], **kept)
+        fields = {name: value for name, value in row.items() if name != "place"}
+        kept[row["place"]] = model_dtypes.Float32Operation(**fields)
+    model_dtypes.keep_only(model, kept)
     found = heads.graph_heads(model)
     if found is not None and any(
         record_of(h) is not None
@@ -150,23 +142,12 @@ def settings_to_make(entry: dict[str, Any]) -> PolicySettings | None:
     return None
 
 
-def _store(layer: keras.layers.Layer, dtypes: Sequence[str]) -> None:
-    """Stores the weights of a layer of a frozen model as they were."""
-    for weight, dtype in zip(structure.own_weights(layer), dtypes, strict=False):
-        if weight.dtype != dtype:
-            variables.store_in(weight, dtype)
-
-
 def _settings_of_file(entry: dict[str, Any]) -> PolicySettings:
     options = dict(entry["loss_scale"])
-    loss_scale = options.pop("loss_scale")
-    policy = keras.DTypePolicy(entry["policy"])
-    # The user's own rules, which may be functions, are known by what they decided.
-    rules = parse("default" if entry["has_defaults"] else "none")
-    return PolicySettings(
-        policy,
-        rules.for_dtype(policy.compute_dtype),
-        loss_scale,
+    return stored_settings(
+        entry["policy"],
+        entry["has_defaults"],
+        options.pop("loss_scale"),
         options,
         jit_compile=entry.get("jit_compile"),
         evidence=entry.get("evidence", {}),

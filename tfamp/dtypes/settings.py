@@ -7,7 +7,7 @@ import os
 import re
 import weakref
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import keras
 
@@ -137,22 +137,6 @@ VARIABLE = "TFAMP_POLICY"
 POLICIES = ("float32", "mixed_float16", "mixed_bfloat16", "float16", "bfloat16")
 
 
-class ModelPlan(Protocol):
-    """What decides the dtypes of a whole model, in the place of rules."""
-
-    def follow(self, model: Any, settings: "PolicySettings", *, must: bool) -> bool:
-        """Gives the layers of a model the dtypes it has for them.
-
-        Args:
-            model: A model made under the plan's settings.
-            settings: Those.
-            must: Whether another model than the plan's is an error.
-
-        Returns:
-            Whether the model is the plan's.
-        """
-
-
 @dataclasses.dataclass(eq=False)
 class PolicySettings:
     """The settings of one `enable` or `apply`, shared by all layers under it.
@@ -192,7 +176,7 @@ class PolicySettings:
         default_factory=lambda: keras.DTypePolicy("float32")
     )
     keep_float32: KeepFloat32 = "default"
-    plan: "ModelPlan | None" = None
+    plan: Any = None
     chosen_at_fit: str = ""
     jit_compile: bool | None = None
     evidence: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -212,6 +196,10 @@ class PolicySettings:
     def has_defaults(self) -> bool:
         """Whether heads, operations and inputs get the default treatment."""
         return self.is_half and self.rules.has_defaults
+
+    def policies(self) -> dict[str, keras.DTypePolicy]:
+        """Returns the policy objects that layers are to share, by name."""
+        return {each.name: each for each in (self.policy, self.float32_policy)}
 
     def under(self, policy: str) -> "PolicySettings":
         """Returns the settings that the same arguments make with another policy."""
@@ -236,6 +224,28 @@ def make_settings(
     if options.get("reduce_dtype") == "auto":  # also in loops with a plain optimizer
         READ_HOOKS.hold(settings)
     return settings
+
+
+def stored_settings(
+    policy: str,
+    has_defaults: bool,
+    loss_scale: str | float | None,
+    loss_scale_options: Mapping[str, Any],
+    **fields: Any,
+) -> PolicySettings:
+    """Returns the settings that a file holds, and other fields of them.
+
+    The user's own rules, which may be functions, are known by what they decided.
+    """
+    policy_object = keras.DTypePolicy(policy)
+    rules = parse("default" if has_defaults else "none")
+    return PolicySettings(
+        policy_object,
+        rules.for_dtype(policy_object.compute_dtype),
+        loss_scale,
+        dict(loss_scale_options),
+        **fields,
+    )
 
 
 def choose_policy(policy: str) -> tuple[str, str, bool]:

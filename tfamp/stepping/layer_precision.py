@@ -6,7 +6,7 @@ from typing import Any
 
 import keras
 
-from tfamp.dtypes import graph_operations
+from tfamp.dtypes import model_dtypes
 from tfamp.dtypes.layer_dtypes import set_policy
 from tfamp.dtypes.resolution import count_as_met
 from tfamp.keras_hooks import structure
@@ -76,7 +76,7 @@ def as_islands(layers: Iterable[keras.layers.Layer], dtype: str) -> Iterator[Non
     ]
     with computing_in(inside, "float32"), contextlib.ExitStack() as stack:
         for layer in chosen:
-            stack.enter_context(graph_operations.in_float32(layer, dtype))
+            stack.enter_context(model_dtypes.in_float32(layer, dtype))
         yield
 
 
@@ -103,7 +103,7 @@ def adding_in_float32(layers: Iterable[keras.layers.Layer]) -> Iterator[None]:
     def widened(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
         def add_loss(loss: Any) -> Any:
-            return original(structure.map_structure(graph_operations.widened, loss))
+            return original(structure.map_structure(model_dtypes.widened, loss))
 
         return add_loss
 

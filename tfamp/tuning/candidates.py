@@ -7,8 +7,8 @@ from typing import Any, Literal
 import keras
 import numpy as np
 
-from tfamp.dtypes import graph_operations
-from tfamp.dtypes.planned_layers import PlannedLayer, PlannedOperation
+from tfamp.dtypes import model_dtypes
+from tfamp.dtypes.planned_layers import PlannedOperation
 from tfamp.graph.operations import read_operations
 from tfamp.graph.products import flops_of, is_product
 from tfamp.keras_hooks import structure
@@ -21,12 +21,14 @@ from tfamp.stepping.costs import Roofline, computing, num_bytes
 from tfamp.stepping.step_traces import trace_step
 from tfamp.tuning.search import Suspect
 
+Objective = Literal["time", "memory", "size"]
 # What decided of layers that may be given back without `relax_rules`.
 _GIVEN_BACK = ("tune", "NanRecovery")
+_NOT_MOVED = (Kind.EXPLICIT.value, "unmanaged")
 
 
 class Candidates:
-    """The candidates of one model, and the plans that they make.
+    """The layers and operations of one model that may move, and plans made of them.
 
     Args:
         model: The model.
@@ -34,6 +36,7 @@ class Candidates:
         found: What half precision does to each layer alone.
         saved: The share of the whole that it saves on each.
         relax_rules: Whether what default rules keep may move, too.
+        training: Whether the plan is to train; else gradients do not count.
         judges_gradients: Whether plans are judged by trainings. Where they are not,
             layers whose gradients suffer stay in float32.
 
@@ -52,86 +55,68 @@ class Candidates:
         training: bool,
         judges_gradients: bool,
     ) -> None:
-        self._rows = {row.path: row for row in base.rows[1:]}
+        rows = {row.path: row for row in base.rows[1:]}
         self._operations = {
             path: (place, type(operation).__name__)
-            for place, (path, operation) in enumerate(graph_operations.of_model(model))
+            for place, (path, operation) in enumerate(model_dtypes.of_model(model))
+            if path not in rows
         }
-        self._relaxes, self._dtype = relax_rules, found.dtype
         self._reasons: dict[str, str] = {}
         self.suspects: list[Suspect] = []
-        needed = []
+        needed, kept = [], set()
         for layer in found.layers:
-            if not self._may_move(layer.path):
+            path, row = layer.path, rows.get(layer.path)
+            if row is None:
+                is_kept, may_move = False, path in self._operations
+            else:
+                is_kept = row.kind == Kind.FLOAT32_INSIDE.value
+                is_given_back = relax_rules or row.rule in _GIVEN_BACK
+                may_move = is_given_back if is_kept else row.kind == Kind.FOLLOWS.value
+            if not may_move:
                 continue
-            self._reasons[layer.path] = self._reason(layer)
-            by_gradients = layer.is_guilty and self._is_sound_forward(layer)
-            if by_gradients and training and not judges_gradients:
-                needed.append(layer.path)
-            elif not (by_gradients and not training):
-                self.suspects.append(self._suspect(layer, saved, training=training))
-        self._base = with_half(base, self._kept(), self._reasons)
+            self._reasons[path] = _reason(layer)
+            if row is not None and is_kept:
+                self._reasons[path] = row.reason
+                kept.add(path)
+            is_sound_forward = layer.forward_error <= FORWARD_LIMIT[found.dtype]
+            is_guilty_by_gradients = layer.is_guilty and is_sound_forward
+            if is_guilty_by_gradients and not (training and judges_gradients):
+                if training:
+                    needed.append(path)
+                continue
+            errors = (layer.forward_error, layer.backward_error if training else 0.0)
+            self.suspects.append(
+                Suspect(
+                    path,
+                    float(np.nan_to_num(max(errors), nan=1e9, posinf=1e9)),
+                    saved.get(path, 0.0),
+                    layer.is_guilty or is_kept,
+                )
+            )
+        self._base = with_half(base, kept, self._reasons)
         self._base = self.plan(needed)
 
     def plan(self, float32: Sequence[str]) -> PrecisionPlan:
         """Returns the plan with these candidates in float32, and no others."""
-        layers = {path: self._reasons[path] for path in float32 if path in self._rows}
+        layers = {p: self._reasons[p] for p in float32 if p not in self._operations}
         chosen = with_float32(self._base, layers)
         half = keras.DTypePolicy(chosen.policy).compute_dtype
-        operations = tuple(
-            PlannedOperation(
-                *(self._operations[path][0], path, self._operations[path][1]),
-                half,
-                "tune",
-                self._reasons[path],
-            )
-            for path in float32
-            if path not in self._rows
-        )
+        operations = []
+        for path in float32:
+            if path in self._operations:
+                place, name = self._operations[path]
+                reason = self._reasons[path]
+                operations.append(
+                    PlannedOperation(place, path, name, half, "tune", reason)
+                )
         return chosen.replace(operations=(*chosen.operations, *operations))
 
-    def _kept(self) -> set[str]:
-        kept = {p for p, r in self._rows.items() if r.kind == Kind.FLOAT32_INSIDE.value}
-        return kept & self._reasons.keys()
 
-    def _may_move(self, path: str) -> bool:
-        row = self._rows.get(path)
-        if row is None:
-            return path in self._operations
-        if row.kind == Kind.FLOAT32_INSIDE.value:
-            return self._relaxes or row.rule in _GIVEN_BACK
-        return row.kind == Kind.FOLLOWS.value
-
-    def _reason(self, layer: LayerSensitivity) -> str:
-        row = self._rows.get(layer.path)
-        if row is not None and row.kind == Kind.FLOAT32_INSIDE.value:
-            return row.reason
-        outputs = (
-            f"error {layer.forward_error:.2g} of its outputs and "
-            f"{layer.backward_error:.2g} of its gradients in half precision"
-        )
-        return layer.explanation or outputs
-
-    def _is_sound_forward(self, layer: LayerSensitivity) -> bool:
-        return layer.forward_error <= FORWARD_LIMIT[self._dtype]
-
-    def _suspect(
-        self, layer: LayerSensitivity, saved: Mapping[str, Any], *, training: bool
-    ) -> Suspect:
-        error = layer.forward_error
-        if training:
-            error = max(error, layer.backward_error)
-        row = self._rows.get(layer.path)
-        is_kept = row is not None and row.kind == Kind.FLOAT32_INSIDE.value
-        return Suspect(
-            layer.path,
-            float(np.nan_to_num(error, nan=1e9, posinf=1e9)),
-            saved.get(layer.path, 0.0),
-            layer.is_guilty or is_kept,
-        )
-
-
-_NOT_MOVED = (Kind.EXPLICIT.value, "unmanaged")
+def _reason(layer: LayerSensitivity) -> str:
+    return layer.explanation or (
+        f"error {layer.forward_error:.2g} of its outputs and "
+        f"{layer.backward_error:.2g} of its gradients in half precision"
+    )
 
 
 def with_float32(
@@ -163,13 +148,22 @@ def with_float32(
                 dtype_policy="float32",
             )
         elif row.path in layers and row.kind == Kind.FOLLOWS.value:
-            row = _kept(row, rule, layers[row.path], half)
+            row = dataclasses.replace(
+                row,
+                kind=Kind.FLOAT32_INSIDE.value,
+                rule=rule,
+                reason=layers[row.path],
+                output_dtype=half,
+                exact_inputs=True,
+                compute_dtype="float32",
+                dtype_policy="float32",
+            )
         rows.append(row)
     return plan.replace(rows=tuple(rows))
 
 
 def with_half(
-    plan: PrecisionPlan, layers: Iterable[str], reasons: Mapping[str, str] | None = None
+    plan: PrecisionPlan, layers: Iterable[str], reasons: Mapping[str, str]
 ) -> PrecisionPlan:
     """Returns a plan with layers back in half precision, what follows them as well.
 
@@ -187,7 +181,7 @@ def with_half(
                 row,
                 kind=Kind.FOLLOWS.value,
                 rule="tune" if row.path in chosen else f"policy {plan.policy}",
-                reason=(reasons or {}).get(row.path, ""),
+                reason=reasons.get(row.path, ""),
                 output_dtype=None,
                 exact_inputs=False,
                 inner_dtype=None,
@@ -199,28 +193,12 @@ def with_half(
     return plan.replace(rows=tuple(rows))
 
 
-def _kept(row: PlannedLayer, rule: str, reason: str, half: str) -> PlannedLayer:
-    return dataclasses.replace(
-        row,
-        kind=Kind.FLOAT32_INSIDE.value,
-        rule=rule,
-        reason=reason,
-        output_dtype=half,
-        exact_inputs=True,
-        compute_dtype="float32",
-        dtype_policy="float32",
-    )
-
-
 def _around(path: str, chosen: Iterable[str]) -> str | None:
     """Returns the chosen layer that a path lies in, None where it lies in none."""
     names = set(chosen)
     parts = path.split("/")
     outer = ("/".join(parts[:end]) for end in range(1, len(parts)))
     return next((name for name in outer if name in names), None)
-
-
-Objective = Literal["time", "memory", "size"]
 
 
 def savings_of(

@@ -8,7 +8,7 @@ import keras
 import numpy as np
 from absl import logging
 
-from tfamp.dtypes import graph_operations, layer_dtypes
+from tfamp.dtypes import layer_dtypes, model_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.layer_record import record_of
@@ -142,7 +142,7 @@ def keep_float32(model: keras.Model, layer: Any) -> bool:
     if not isinstance(layer, keras.layers.Layer):
         dtypes = structure.compute_dtypes(model) & {*HALF}
         rule_of = ("NanRecovery", "a failed step was traced to this operation")
-        if not dtypes or not graph_operations.keep(layer, min(dtypes), *rule_of):
+        if not dtypes or not model_dtypes.keep(layer, min(dtypes), *rule_of):
             return False
         logging.warning(
             "%r is an operation of a Functional graph, which has no dtype: only tfamp "
