@@ -4,12 +4,12 @@ import inspect
 import json
 import re
 import sys
-import textwrap
 
 import keras
 import pytest
 
 import tfamp
+from tests.written_modules import written
 from tfamp.cli.main import main
 from tfamp.machine.limits import MemoryLimit
 from tfamp.memory.batch_search.records import BatchSearch, Trial
@@ -55,14 +55,7 @@ MODULE = """
 """
 
 
-@pytest.fixture(autouse=True)
-def module(tmp_path, monkeypatch):
-    """A module in the current folder, which a command finds there."""
-    (tmp_path / "measurable.py").write_text(textwrap.dedent(MODULE))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    sys.modules.pop("measurable", None)
+module = written("measurable", MODULE)
 
 
 def estimated(target, *argv):

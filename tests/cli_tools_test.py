@@ -1,14 +1,13 @@
 """Commands on a model: what they print, write and end with, and what they leave."""
 
 import re
-import sys
-import textwrap
 
 import keras
 import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.written_modules import written
 from tfamp.cli.main import main
 
 MODULE = """
@@ -69,14 +68,7 @@ STOCK = "--policy=keras:mixed_bfloat16"
 MANAGED = "--policy=mixed_bfloat16"
 
 
-@pytest.fixture(autouse=True)
-def module(tmp_path, monkeypatch):
-    """A module in the current folder, which a command finds there."""
-    (tmp_path / "tool_models.py").write_text(textwrap.dedent(MODULE))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    yield tmp_path
-    sys.modules.pop("tool_models", None)
+module = written("tool_models", MODULE)
 
 
 def told(record, name, target, *flags):

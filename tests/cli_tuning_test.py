@@ -2,12 +2,12 @@
 
 import re
 import sys
-import textwrap
 
 import keras
 import pytest
 
 import tfamp
+from tests.written_modules import written
 from tfamp.cli.main import main
 from tfamp.tuning import judges, measurement
 
@@ -64,15 +64,12 @@ MODULE = """
 ALL_OF = ["--trained", "--metric=accuracy", "--tolerance=0.05", "--batch_size=128"]
 
 
+module = written("tunable", MODULE)
+
+
 @pytest.fixture(autouse=True)
-def module(tmp_path, monkeypatch):
-    """A module in the current folder, which a command finds there, and a cache."""
-    (tmp_path / "tunable.py").write_text(textwrap.dedent(MODULE))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", [*sys.path])
-    monkeypatch.setenv(measurement.VARIABLE, str(tmp_path / "cache"))
-    yield tmp_path
-    sys.modules.pop("tunable", None)
+def cache(module, monkeypatch):
+    monkeypatch.setenv(measurement.VARIABLE, str(module / "cache"))
 
 
 def measured(*argv):

@@ -180,15 +180,10 @@ class Command:
                 lines += [*textwrap.wrap(" ".join(paragraph.split()), _WIDTH), ""]
         for flag in sorted(known, key=lambda each: each.name):
             word = f"{'-h, ' if flag is HELP else ''}--{flag.name}"
-            default = flag.default
-            if isinstance(default, list):
-                default = ",".join(map(str, default))
-            if isinstance(default, bool | None) or default == "":
-                shown = flag.help
-            else:
-                shown = f"{flag.help} (default: {default})"
-            wrapped = textwrap.wrap(shown, _WIDTH - 6)
+            wrapped = textwrap.wrap(flag.shown(), _WIDTH - 6)
             lines += [f"  {word}", *(f"      {line}" for line in wrapped)]
+        if any("None" in flag.help for flag in known):
+            lines += ["", "None stands for a flag that is not given."]
         return "\n".join(lines)
 
     def _complain(self, text: object) -> None:

@@ -53,6 +53,21 @@ class Flag(NamedTuple):
         else:
             flags.DEFINE(_Reader(self.kind, self.name), *what, **how)
 
+    def shown(self) -> str:
+        """Returns the help, with the default and how several are written."""
+        default = self.default
+        if self.kind == "bool":
+            return (
+                f"{self.help} (or --no{self.name})"
+                if default is not False
+                else self.help
+            )
+        several = " Commas stand between several." if self.kind == "list" else ""
+        if isinstance(default, list):
+            default = ",".join(map(str, default))
+        told = "" if default in (None, "") else f" (default: {default})"
+        return f"{self.help}{several}{told}"
+
     def value(self, values: flags.FlagValues) -> Any:
         """Returns what was given, read."""
         found = values[self.name].value
