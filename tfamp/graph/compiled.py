@@ -98,9 +98,9 @@ def _instruction(line: str) -> _Instruction | None:
     if each is None:
         return None
     operands, op = each["operands"], each["op"]
-    if "%" in operands:  # "f32[2,3]{1,0} %a, f32[3]{0} %b"
-        names = re.findall(r"%([\w.\-]+)", operands)
-    else:
+    # "f32[2,3]{1,0} %a, f32[3]{0} %b", or names alone without a sign.
+    names = re.findall(r"%([\w.\-]+)", operands)
+    if not names:
         names = [name.split()[-1] for name in operands.split(",") if name.strip()]
     target, op_name = _TARGET.search(line), _OP_NAME.search(line)
     return _Instruction(

@@ -182,10 +182,30 @@ class _Exact:
 
     @functools.cached_property
     def without_cancelled(self) -> Rerun:
-        """The rerun but for gradients that are 0 by their nature."""
+        """The rerun but for gradients that are 0 by their nature.
+
+        Of a bias ahead of a normalization all parts cancel, so what is left is rounding
+        in every precision; of a scale ahead of one all but its epsilon. So a gradient
+        is compared with the sum of its parts' magnitudes, and with about the root of
+        the sum of their squares.
+        """
         sums = rerun(self.recorded, "float32", changed=tf.abs)
         roots = rerun(self.recorded, "float32", changed=_with_signs)
-        return _without_cancelled(self.rerun, sums, roots, self._rounded)
+
+        def kept(gradient: Any, total: Any, root: Any) -> Any:
+            if gradient is None or total is None or root is None:
+                return gradient
+            least = max(_CANCELLED * tf.norm(total), self._rounded * tf.norm(root))
+            return gradient if bool(tf.norm(gradient) >= least) else None
+
+        def all_kept(name: str) -> list[Any]:
+            of_each = (getattr(each, name) for each in (self.rerun, sums, roots))
+            return list(map(kept, *of_each))
+
+        return self.rerun._replace(
+            input_gradients=all_kept("input_gradients"),
+            weight_gradients=all_kept("weight_gradients"),
+        )
 
 
 def arrays(tensors: Sequence[Any]) -> list[np.ndarray]:
@@ -201,33 +221,6 @@ def _backward(low: Rerun, exact: Rerun) -> float:
             (low.input_gradients, exact.input_gradients),
             (low.weight_gradients, exact.weight_gradients),
         )
-    )
-
-
-def _without_cancelled(
-    exact: Rerun, sums: Rerun, roots: Rerun, rounded: float
-) -> Rerun:
-    """Returns the gradients but for those that are 0 by their nature.
-
-    Of a bias ahead of a normalization all parts cancel, so what is left is rounding in
-    every precision; of a scale ahead of one all but its epsilon. `sums` are of the
-    parts' magnitudes, `roots` about the roots of the sums of their squares: below
-    `rounded` of those a gradient counts as 0.
-    """
-
-    def kept(gradient: Any, total: Any, root: Any) -> Any:
-        if gradient is None or total is None or root is None:
-            return gradient
-        least = max(_CANCELLED * tf.norm(total), rounded * tf.norm(root))
-        return gradient if bool(tf.norm(gradient) >= least) else None
-
-    def all_kept(name: str) -> list[Any]:
-        of_each = (getattr(each, name) for each in (exact, sums, roots))
-        return list(map(kept, *of_each))
-
-    return exact._replace(
-        input_gradients=all_kept("input_gradients"),
-        weight_gradients=all_kept("weight_gradients"),
     )
 
 
