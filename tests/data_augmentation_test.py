@@ -19,8 +19,7 @@ from tfamp.data.augmentation import (
     Rotate,
     Shift,
 )
-from tfamp.data.augmentation.chain import num_arguments
-from tfamp.data.augmentation.stage import EpochCounter
+from tfamp.data.stages.augment import EpochCounter, num_arguments
 
 ALL = (Flip(True, True), Shift(), Rotate(), Brightness(), Contrast(), Cutout())
 
@@ -348,7 +347,10 @@ test_wrong_options_are_refused = refusals(OPTIONS, lambda given: make_augment(**
 STEPS = {
     "draws nothing": (lambda: keras.layers.Rescaling(2.0), NO_LAYER),
     "changes labels": (keras.layers.MixUp, NO_LAYER),
-    "class": (lambda: Flip, "transforms.Flip'> is a class; expected a transform, made"),
+    "class": (
+        lambda: Flip,
+        "augmentation.Flip'> is a class; expected a transform, made",
+    ),
     "string": (lambda: "flip", "'flip' cannot be called; expected a transform of"),
     "one argument": (
         lambda: lambda image: image,

@@ -12,12 +12,12 @@ from sklearn.impute import KNNImputer, SimpleImputer
 import tfamp.data
 from tests.refusals import refusals
 from tests.replicas import two_replicas
-from tfamp.data._fingerprint import fingerprint
+from tfamp.data.fingerprints import fingerprint
 from tfamp.data.stages import filter as filters
 from tfamp.data.stages.base import Settings
-from tfamp.data.stages.drops import DropLog, DropReport
+from tfamp.data.stages.dropped import DropLog
 from tfamp.data.stages.filter import Filter
-from tfamp.data.stages.filter_shapes import crop_or_pad
+from tfamp.data.stages.filter_rules import crop_or_pad
 from tfamp.data.statistics import fit_statistics
 
 SETTINGS = Settings(num_threads=2, autotune=False)
@@ -64,9 +64,9 @@ def test_predicate_keeps_what_it_is_true_of():
     values, labels = table(20)
     stage = Filter(lambda x, y: y % 3 == 0)
     assert targets(applied(stage, slices(values, labels))) == list(range(0, 20, 3))
-    assert stage.log.report() == DropReport(
-        20, {"other shape": 0, "missing value": 0, "outlier": 0, "predicate": 13}, 1
-    )
+    log, kinds = stage.log, ("other shape", "missing value", "outlier")
+    assert (log.seen, log.passes) == (20, 1)
+    assert log.dropped == {**dict.fromkeys(kinds, 0), "predicate": 13}
 
 
 def test_predicate_takes_every_form_of_an_element():
@@ -104,8 +104,8 @@ def test_predicate_sees_what_is_filled_and_not_what_is_dropped_already():
 
     stage = Filter(fails_on_nan, missing="drop")
     assert targets(applied(stage, slices(values, np.arange(3)))) == [0]
-    assert stage.log.report().dropped["missing value"] == 1
-    assert stage.log.report().dropped["predicate"] == 1
+    assert stage.log.dropped["missing value"] == 1
+    assert stage.log.dropped["predicate"] == 1
 
 
 # Missing values
@@ -117,10 +117,7 @@ def test_elements_with_nan_are_dropped(either_way):
     kept = applied(stage, slices(values, labels))
     assert targets(kept) == list(np.flatnonzero(~np.isnan(values).any(axis=1)))
     assert kept.element_spec == slices(values, labels).element_spec
-    assert (
-        stage.log.report().dropped["missing value"]
-        == np.isnan(values).any(axis=1).sum()
-    )
+    assert stage.log.dropped["missing value"] == np.isnan(values).any(axis=1).sum()
 
 
 def test_declared_values_are_dropped_in_numbers_and_text(either_way):
@@ -213,7 +210,7 @@ def test_outliers_are_dropped_or_clipped_at_limits_of_the_statistics(
     assert targets(applied(drop, slices(values, labels))) == list(
         np.flatnonzero(~is_out)
     )
-    assert drop.log.report().dropped["outlier"] == is_out.sum()
+    assert drop.log.dropped["outlier"] == is_out.sum()
     clip = Filter(**options, outlier_action="clip")
     clipped = applied(clip, slices(values, labels))
     # Limits in float64 are rounded once, to float32.
@@ -255,7 +252,7 @@ def test_each_element_is_counted_for_its_first_reason(either_way):
         statistics=statistics,
     )
     assert [float(x[0]) for x in applied(stage, slices(values))] == [1.0]
-    assert stage.log.report().dropped == {
+    assert stage.log.dropped == {
         "other shape": 0,
         "missing value": 2,
         "outlier": 1,
@@ -282,7 +279,7 @@ def test_elements_of_another_shape_are_dropped_and_the_shape_is_static(known):
     kept = applied(stage, dataset)
     assert targets(kept) == [0, 3]
     assert kept.element_spec[0].shape == (2, 3)
-    assert stage.log.report().dropped["other shape"] == 2
+    assert stage.log.dropped["other shape"] == 2
     any_length = Filter(shape=(None, 3), shape_action="drop")
     assert targets(applied(any_length, dataset)) == [0, 2, 3]
 
@@ -361,12 +358,9 @@ def test_counts_add_up_over_passes_and_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    report = stage.log.report()
-    assert (report.seen, report.dropped["predicate"], report.passes) == (30, 18, 3)
-    assert str(report) == (
-        "Dropped 18 of 30 elements (60.0 %) in 3 passes: 18 predicate."
-    )
-    assert DropReport.from_json(report.to_json()) == report
+    log = stage.log
+    assert (log.seen, log.dropped["predicate"], log.passes) == (30, 18, 3)
+    assert str(log) == ("Dropped 18 of 30 elements (60.0 %) in 3 passes: 18 predicate.")
 
 
 def test_what_one_build_drops_is_no_other_builds():
@@ -390,7 +384,7 @@ def test_log_loses_no_count_between_threads():
         thread.start()
     for thread in threads:
         thread.join()
-    assert log.report() == DropReport(16_000, {"a": 8_000}, 0)
+    assert (log.seen, log.dropped, log.passes) == (16_000, {"a": 8_000}, 0)
 
 
 def test_a_long_pass_is_counted_before_its_end():
@@ -400,18 +394,17 @@ def test_a_long_pass_is_counted_before_its_end():
     iterator = iter(applied(stage, slices(values)))
     for _ in range(7_500):
         next(iterator)
-    report = stage.log.report()
+    log = stage.log
     # Reported every 4,096 elements, in chunks of 64.
-    assert report.seen == 8_192 and report.dropped["missing value"] == 1_000
-    assert report.passes == 0
+    assert log.seen == 8_192 and log.dropped["missing value"] == 1_000
+    assert log.passes == 0
 
 
-def test_report_says_that_nothing_came_in():
+def test_a_pass_that_drops_nothing_is_told():
     stage = Filter(missing="drop")
-    assert str(stage.log.report()).startswith("No element came in yet")
     kept = applied(stage, slices(np.ones((3, 1), np.float32)))
     list(kept)
-    assert str(stage.log.report()) == "Dropped 0 of 3 elements (0.0 %) in 1 pass."
+    assert str(stage.log) == "Dropped 0 of 3 elements (0.0 %) in 1 pass."
 
 
 def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too(either_way):
@@ -429,7 +422,7 @@ def test_a_pass_that_keeps_nothing_ends_in_an_error_in_fit_too(either_way):
     with pytest.raises(tf.errors.InvalidArgumentError, match=message):
         model.fit(dataset.batch(2), verbose=0)
     # A plain filter lets `fit` train on nothing.
-    assert stage.log.report().passes == 0
+    assert stage.log.passes == 0
 
 
 def test_an_empty_dataset_and_two_interleaved_passes_raise_no_error():
@@ -451,7 +444,7 @@ def test_it_feeds_replicas_of_a_strategy():
         for part in strategy.experimental_local_results(labels):
             found += part.numpy().tolist()
     assert sorted(found) == list(range(0, 16, 2))
-    assert stage.log.report().dropped["predicate"] == 8
+    assert stage.log.dropped["predicate"] == 8
 
 
 def test_order_and_length_are_kept_where_nothing_goes():

@@ -11,7 +11,7 @@ import pytest
 
 from tests import data_fingerprint_test
 from tests.made_pipelines import RECIPES, fingerprint_of, pairs, plain
-from tfamp.data._fingerprint import fingerprint
+from tfamp.data.fingerprints import fingerprint
 
 ROOT = Path(__file__).parents[1]
 SETTINGS = hypothesis.settings(

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.data._fingerprint import fingerprint
+from tfamp.data.fingerprints import fingerprint
 
 
 def digest(value):

@@ -13,9 +13,9 @@ import tensorflow as tf
 from tests.file_sources import RAISE, refused_files, write
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-from tfamp.data.images.decode import Decode, DecodeElement
-from tfamp.data.images.reader import ImageReader, crop_box
 from tfamp.data.sources.images import folder_source
+from tfamp.data.stages.decode import Decode, DecodeElement
+from tfamp.data.stages.image_reader import ImageReader, crop_box
 from tfamp.records import checks
 
 FAST = ["simplejpeg", "opencv"]

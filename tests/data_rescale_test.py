@@ -6,7 +6,7 @@ import pytest
 import tensorflow as tf
 
 from tests.refusals import refused_arguments
-from tfamp.data.images.rescaling import Rescale
+from tfamp.data.layers import Rescale
 
 ml_dtypes = pytest.importorskip("ml_dtypes", reason="comes with TensorFlow")
 

@@ -1,6 +1,7 @@
 """`tfamp.data.sampling`: balance, weights, subsets, by position and on streams."""
 
 import collections
+import dataclasses
 import itertools
 import math
 import re
@@ -12,8 +13,7 @@ import tensorflow as tf
 from tests.refusals import refusals
 from tfamp.data._sources import array_source
 from tfamp.data.sampling import plans
-from tfamp.data.sampling.draws import Balance, Weights
-from tfamp.data.sampling.subset import Subset
+from tfamp.data.sampling.draws import Balance, Subset, Weights
 from tfamp.data.stages.base import Settings
 
 SETTINGS = Settings(num_threads=2, autotune=False)
@@ -64,9 +64,11 @@ def positions_of(dataset):
     return listed(dataset.map(lambda x, y: x))
 
 
-def by_position(stage, labels):
-    source = array_source(np.arange(len(labels)), np.asarray(labels))
-    return stage.positions(source, SETTINGS)
+def by_position(stage, labels, x=None):
+    x = np.arange(len(labels)) if x is None else x
+    source = array_source(x, np.asarray(labels))
+    stage = dataclasses.replace(stage, source=source)
+    return stage.apply(source.positions(), SETTINGS)
 
 
 def epoch_of(stage, labels, way):
@@ -305,7 +307,7 @@ def test_classes_may_come_from_a_function_or_a_key(way, by):
     stage = Balance(by, seed=1)
     targets = np.stack([np.arange(6), x["group"]], axis=1)
     if way == "position":
-        found = listed(stage.positions(array_source(x, targets), SETTINGS))
+        found = listed(by_position(stage, targets, x))
     else:
         dataset = tf.data.Dataset.from_tensor_slices((x, targets))
         found = listed(stage.apply(dataset, SETTINGS).map(lambda x, y: x["id"]))

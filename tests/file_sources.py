@@ -5,7 +5,7 @@ import re
 import pytest
 
 from tfamp.data.stages.base import Settings
-from tfamp.data.stages.errors import ErrorLog, OnError
+from tfamp.data.stages.dropped import ErrorLog, OnError
 
 RAISE = Settings(num_threads=2, autotune=False)
 

@@ -7,13 +7,13 @@ from tfamp.records import lazy_attributes
 # Public name -> module that defines it; loaded on first use. What asks how a model
 # trains, as `bottleneck` does, stands above this package.
 _HOMES = {
-    "Augment": "tfamp.data.augmentation",
+    "Augment": "tfamp.data.layers",
     "Bottleneck": "tfamp.stepping.input_waits.record",
     "Condition": "tfamp.data.statistics",
     "Coverage": "tfamp.data.health.coverage",
     "Findings": "tfamp.records.findings",
     "Pipeline": "tfamp.data.pipeline",
-    "Rescale": "tfamp.data.images.rescaling",
+    "Rescale": "tfamp.data.layers",
     "Statistics": "tfamp.data.statistics",
     "Tally": "tfamp.data.health.coverage",
     "apply_fixes": "tfamp.data.health",
@@ -25,14 +25,14 @@ _HOMES = {
 }
 
 if TYPE_CHECKING:
-    from tfamp.data.augmentation import Augment as Augment
     from tfamp.data.health import apply_fixes as apply_fixes
     from tfamp.data.health import check as check
     from tfamp.data.health.coverage import Coverage as Coverage
     from tfamp.data.health.coverage import Tally as Tally
     from tfamp.data.health.coverage import coverage as coverage
     from tfamp.data.health.coverage import tally as tally
-    from tfamp.data.images.rescaling import Rescale as Rescale
+    from tfamp.data.layers import Augment as Augment
+    from tfamp.data.layers import Rescale as Rescale
     from tfamp.data.pipeline import Pipeline as Pipeline
     from tfamp.data.statistics import Condition as Condition
     from tfamp.data.statistics import Statistics as Statistics

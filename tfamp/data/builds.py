@@ -15,8 +15,8 @@ from tfamp.data._sources import Source
 from tfamp.data.plan import PipelinePlan, Role, has_role, make_plan
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache import FileCache
-from tfamp.data.stages.errors import OnError, SkippedElement
-from tfamp.data.stages.shards import ClusterShard
+from tfamp.data.stages.dropped import OnError, SkippedElement
+from tfamp.data.stages.workers import ClusterShard
 from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import console
 

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING, Any, Literal
 import tensorflow as tf
 
 from tfamp.data import builds
-from tfamp.data.augmentation.chain import Chain
-from tfamp.data.augmentation.stage import Augmentation
-from tfamp.data.images.decode import Decode, DecodeElement
-from tfamp.data.images.reader import ImageReader
 from tfamp.data.pipeline_selection import PipelineSelection
 from tfamp.data.sources.images import FileSource
+from tfamp.data.stages.augment import Augmentation
 from tfamp.data.stages.base import Batch, Map, Prefetch
 from tfamp.data.stages.cache import Cache
-from tfamp.data.stages.errors import ErrorLog, OnError, SkippedElement
+from tfamp.data.stages.decode import Decode, DecodeElement
+from tfamp.data.stages.dropped import ErrorLog, OnError, SkippedElement
+from tfamp.data.stages.image_reader import ImageReader
 from tfamp.records import checks
 
 if TYPE_CHECKING:
@@ -254,12 +253,13 @@ class Pipeline(PipelineSelection):
         """
         return self._with(
             Augmentation(
-                Chain(steps, value_range),
+                steps,
                 strength=strength,
                 ramp_epochs=ramp_epochs,
                 ramp_from=ramp_from,
                 seed=seed,
                 key=key,
+                value_range=value_range,
                 initial_epoch=initial_epoch,
             )
         )

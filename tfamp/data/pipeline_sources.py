@@ -12,7 +12,7 @@ from tfamp.data.plan import ORDER, Role
 from tfamp.data.sources import csv, images, text, tfds, tfrecord
 from tfamp.data.sources.csv import NA_VALUES
 from tfamp.data.stages.base import Stage
-from tfamp.data.stages.service import Service
+from tfamp.data.stages.workers import Service
 
 if TYPE_CHECKING:
     from typing_extensions import Self

@@ -14,16 +14,14 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element, known_length
-from tfamp.data._fingerprint import Fingerprint, fingerprint
 from tfamp.data._sources import ArraySource, DatasetSource, Gather, RandomAccess, Source
-from tfamp.data.images.decode import with_whole_batches
+from tfamp.data.fingerprints import Fingerprint, fingerprint
 from tfamp.data.sources._files import ChunkedSource
-from tfamp.data.stages.base import SHUFFLE_BUFFER_BYTES, Settings, Stage
+from tfamp.data.stages.base import SHUFFLE_BUFFER_BYTES, Rebatch, Settings, Stage, Step
 from tfamp.data.stages.cache import FileCache
-from tfamp.data.stages.errors import Careful
-from tfamp.data.stages.service import Service, before_service
-from tfamp.data.stages.shards import ClusterShard
-from tfamp.data.stages.steps import AlreadyInMemory, ByPosition, Chosen, Number, Rebatch
+from tfamp.data.stages.decode import with_whole_batches
+from tfamp.data.stages.dropped import Careful
+from tfamp.data.stages.workers import ClusterShard, Service, before_service
 
 
 class Role(enum.Enum):
@@ -147,7 +145,10 @@ def _cut_source(plan: PipelinePlan) -> PipelinePlan:
     rest = [step for step in plan.rest if not has_role(step, Role.CUTS)]
     for stage in plan.rest:
         if has_role(stage, Role.CUTS):
-            first.append(Chosen(stage, source.num_examples))
+            every = tf.data.Dataset.range(source.num_examples)
+            setting, reason = stage.explain(every, plan.settings)
+            reason += f"; of {source.num_examples:,}, before any is read"
+            first.append(Step(stage.name, setting, reason, of=stage))
             if getattr(stage, "num_shards", 0) == 1:
                 continue  # all of it: a part would be a copy
             positions = stage.chosen(source, plan.settings)  # type: ignore[attr-defined]
@@ -170,7 +171,8 @@ def _leave_out_memory_cache(plan: PipelinePlan) -> PipelinePlan:
     is_array = isinstance(plan.source, ArraySource)
     if not (is_array and plan.next_is("cache")) or plan.rest[0].path is not None:  # type: ignore[attr-defined]
         return plan
-    return dataclasses.replace(plan, rest=(AlreadyInMemory(), *plan.rest[1:]))
+    left_out = Step("cache", "left out", "the arrays are in memory already")
+    return dataclasses.replace(plan, rest=(left_out, *plan.rest[1:]))
 
 
 def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
@@ -180,13 +182,15 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     balanced, and a cache would freeze the order: behind one they act on elements.
     """
     source = plan.source
-    left = [step for step in plan.rest if not isinstance(step, AlreadyInMemory)]
+    left = [step for step in plan.rest if not isinstance(step, Step)]
     names = {step.name for step in left}
     if "service" in names or not isinstance(source, RandomAccess) or "cache" in names:
         return plan
-    samplers = [step for step in left if has_role(step, Role.DRAWS)]
+    samplers: list[Any] = [step for step in left if has_role(step, Role.DRAWS)]
     drawn = samplers if "filter" not in names else []
-    found: list[Stage] = [ByPosition(sampler, source) for sampler in drawn]
+    found: list[Any] = [
+        dataclasses.replace(sampler, source=source) for sampler in drawn
+    ]
     shuffle: Any = next((step for step in left if step.name == "shuffle"), None)
     # Elements that a sampler draws on the stream are shuffled behind it.
     is_free = shuffle is not None and samplers == drawn
@@ -234,7 +238,9 @@ def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
     at = plan.rest.index(calls[0])
     before = [step.numbered() for step in plan.rest[:at]]
     if not any(isinstance(step, Gather) for step in before):
-        before.insert(0, Number())
+        reason = "so that a skipped element can be named"
+        act = tf.data.Dataset.enumerate
+        before.insert(0, Step("number", "positions", reason, act=act))
     behind = [step for step in plan.rest[at:] if step not in calls]
     return dataclasses.replace(plan, rest=(*before, careful, on_error, *behind))
 

@@ -1,7 +1,8 @@
-"""The stages that draw anew in each epoch: classes equally often, or by weights."""
+"""The stages that choose examples: balanced, by weights, or the same part each time."""
 
 import dataclasses
 import math
+import numbers
 import warnings
 from collections.abc import Callable
 from typing import Any, ClassVar
@@ -10,17 +11,22 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length
+from tfamp.data._sources import RandomAccess
 from tfamp.data.sampling import plans
-from tfamp.data.sampling.labels import Reader, class_ids
+from tfamp.data.sampling.labels import Memory, Reader, class_ids, read_or_count
 from tfamp.data.sampling.sampler import (
     Draw,
     Sampler,
+    check_ends,
+    copied,
     of_unknown_length,
     seed_text,
 )
-from tfamp.data.stages.base import Settings
+from tfamp.data.stages.base import Settings, Stage
 from tfamp.records import checks
 
+# From `advise` over `apply` and `Build.dataset` to the caller of `Pipeline.build`.
+_STACKLEVEL = 5
 METHODS = {
     "resample": "as many examples as there are",
     "oversample": "each as often as the largest",
@@ -33,14 +39,13 @@ class Balance(Sampler):
     """Makes all classes come equally often; `Pipeline.balance` explains the arguments.
 
     A class is an integer, a string, a whole float, or a row that is one-hot or holds
-    probabilities, which counts by its largest value. Every class gets the same
-    number of places, up to one, and within a class every example comes equally
-    often, up to one; who comes once more is drawn anew each epoch.
+    probabilities, which counts by its largest value.
     """
 
     name: ClassVar[str] = "balance"
     by: Callable[..., Any] | str | None = None
-    method: str = dataclasses.field(default="resample", kw_only=True)
+    _: dataclasses.KW_ONLY
+    method: str = "resample"
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -56,7 +61,7 @@ class Balance(Sampler):
         """Reads the class of each example."""
         return Reader(self.by, "by")
 
-    def advise(self, values: Any, stacklevel: int) -> None:
+    def advise(self, values: Any) -> None:
         """Warns if there is one class only."""
         if (values == values[0]).all():
             only = values.tolist()[0]
@@ -64,7 +69,7 @@ class Balance(Sampler):
                 f"All {len(values):,} examples are of class {only!r}; expected "
                 "two classes or more. Balancing changes nothing: check what `by` "
                 "reads, or leave `.balance` out.",
-                stacklevel=stacklevel,
+                stacklevel=_STACKLEVEL,
             )
 
     def draw(self, values: Any, num_examples: int) -> Draw:
@@ -88,10 +93,12 @@ class Balance(Sampler):
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, and of the same length if known."""
+        if self.source is not None:
+            return self.apply(dataset, settings)
         return dataset if self.method == "resample" else of_unknown_length(dataset)
 
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
+    def words(self) -> tuple[str, str]:
+        """Returns the setting and the reason."""
         return (
             f"{self.method} by {self.reader.description}, {seed_text(self.seed)}",
             f"classes equally often, {METHODS[self.method]}; anew each epoch; labels "
@@ -101,18 +108,18 @@ class Balance(Sampler):
 
 @dataclasses.dataclass(frozen=True)
 class Weights(Sampler):
-    """Draws examples in proportion to weights.
+    """Draws examples in proportion to weights; `Pipeline.weights` has the arguments.
 
-    `Pipeline.weights` explains the arguments. With replacement, draws are independent
-    and example i has probability `weights[i] / sum(weights)` in each. Without, each
-    draw is in proportion to the weights of the examples that are left, so that heavy
-    examples are likelier to be among them, but less than in proportion.
+    With replacement, draws are independent.
+    Without, each is in proportion to the weights of the examples that are left, so that
+    heavy examples are likelier to be among them, but less than in proportion.
     """
 
     name: ClassVar[str] = "weights"
     weights: np.ndarray | Callable[..., Any] = dataclasses.field(repr=False)
-    replacement: bool = dataclasses.field(default=True, kw_only=True)
-    num_examples: int | None = dataclasses.field(default=None, kw_only=True)
+    _: dataclasses.KW_ONLY
+    replacement: bool = True
+    num_examples: int | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -172,12 +179,13 @@ class Weights(Sampler):
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, of the length that comes out."""
-        if self.num_examples is None:
-            return dataset
-        return dataset.repeat().take(self.num_examples)
+        if self.source is not None:
+            return self.apply(dataset, settings)
+        drawn = dataset.repeat().take(self.num_examples or 0)
+        return dataset if self.num_examples is None else drawn
 
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
+    def words(self) -> tuple[str, str]:
+        """Returns the setting and the reason."""
         how = "with" if self.replacement else "without"
         many = "as many" if self.num_examples is None else f"{self.num_examples:,}"
         reason = "in proportion to the weights, anew each epoch"
@@ -220,3 +228,123 @@ def _check_weights(weights: np.ndarray, num_different: int | None = None) -> Non
             f"most {num_positive}, the number of weights above 0{where}. Draw fewer, "
             "or with replacement."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Subset(Stage):
+    """Keeps a part of the examples; `Pipeline.subset` explains the arguments.
+
+    Where it `is_numbered`, elements come as pairs (position, element).
+    """
+
+    name: ClassVar[str] = "subset"
+    size: Any
+    _: dataclasses.KW_ONLY
+    stratify: Callable[..., Any] | str | bool | None = None
+    seed: int = 0
+    is_numbered: bool = False
+    memory: Memory = dataclasses.field(
+        default_factory=Memory, compare=False, repr=False
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.size, numbers.Integral):
+            size: Any = checks.positive_int("size", self.size)
+        else:
+            size = checks.fraction("size", self.size, closed=False)
+        object.__setattr__(self, "size", size)
+        checks.positive_int("seed", self.seed, minimum=0)
+        is_named = self.stratify is None or isinstance(self.stratify, (bool, str))
+        if not (is_named or callable(self.stratify)):
+            raise TypeError(
+                f"`stratify` is {self.stratify!r}; expected None, 'target', a key or a "
+                "function of an element. Pass 'target' to keep the proportions of its "
+                "classes."
+            )
+
+    @property
+    def reader(self) -> Reader | None:
+        """Reads the class whose proportions are kept, None for a uniform draw."""
+        if self.stratify is None or self.stratify is False:
+            return None
+        is_target = self.stratify is True or self.stratify == "target"
+        return Reader(None if is_target else self.stratify, "stratify")  # type: ignore[arg-type]
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if the dataset never ends, is too small, or has no such class."""
+        dataset = self._elements(dataset)
+        check_ends(dataset, self.name)
+        length = known_length(dataset)
+        if length is not None:
+            self.number_of(length)
+        if self.reader is not None:
+            self.reader.check(dataset)
+
+    def number_of(self, num_examples: int) -> int:
+        """Returns how many of `num_examples` are kept; raises if there are fewer."""
+        if isinstance(self.size, float):
+            return max(1, round(self.size * num_examples))
+        if self.size > num_examples:
+            raise ValueError(
+                f"`size` is {self.size}; expected at most {num_examples}, the number "
+                "of examples. Ask for fewer, or for a share such as 0.1."
+            )
+        return self.size
+
+    def chosen(self, source: RandomAccess, settings: Settings) -> tf.Tensor:
+        """Returns the positions of the examples to keep, ascending, int64."""
+        found = self.memory.get(
+            source, lambda: read_or_count(self.reader, source, settings)
+        )
+        return self._positions(*found)
+
+    def numbered(self) -> "Subset":
+        """Returns the stage for pairs (position, element), which keep their numbers."""
+        return dataclasses.replace(self, is_numbered=True)
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns a dataset of the same spec, of the length that comes out."""
+        length = known_length(dataset)
+        if length is None:
+            return of_unknown_length(dataset)
+        return dataset.take(self.number_of(length))
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        is_share = isinstance(self.size, float)
+        many = f"{100 * self.size:g} %" if is_share else f"{self.size:,} examples"
+        reason = "the same ones each epoch, in their order"
+        if self.reader is not None:
+            many += f" by {self.reader.description}"
+            reason += "; labels are read at build"
+            reason = f"proportions of the classes kept; {reason}"
+        return f"{many}, {seed_text(self.seed)}", reason
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the examples to keep, in the order they have."""
+        elements = self._elements(dataset)
+        labels, num_examples = self.memory.get(
+            dataset, lambda: read_or_count(self.reader, elements, settings)
+        )
+        positions = self._positions(labels, num_examples)
+        with tf.device("CPU:0"):
+            copies = plans.copies_of(positions, num_examples)
+        draw = Draw(num_examples, len(positions), 1, lambda seed: positions)
+        each = tf.data.Dataset.from_tensor_slices(copies)
+        is_numbered = self.is_numbered
+        return copied(dataset, each, draw, self.reader, labels, is_numbered=is_numbered)
+
+    def _elements(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
+        """Returns the elements without their positions."""
+        if not self.is_numbered:
+            return dataset
+        return dataset.map(lambda position, element: element)
+
+    def _positions(self, labels: np.ndarray | None, num_examples: int) -> tf.Tensor:
+        labels = np.zeros(num_examples, np.int64) if labels is None else labels
+        ids, classes = class_ids(labels, "stratify")
+        size = self.number_of(num_examples)
+        with tf.device("CPU:0"):
+            # Of TensorFlow's own kind, which no global seed changes.
+            seed = tf.constant([self.seed, 0], tf.int64)
+            return plans.stratified_subset(tf.constant(ids), len(classes), size, seed)

@@ -233,7 +233,18 @@ def read_all(
     return np.concatenate(read)
 
 
-def count(dataset: tf.data.Dataset) -> int:
+def read_or_count(
+    reader: Reader | None, data: tf.data.Dataset | RandomAccess, settings: Settings
+) -> tuple[np.ndarray | None, int]:
+    """Returns what a reader reads, None without one, and the number of examples."""
+    if reader is not None:
+        values = reader.read(data, settings)
+        return values, len(values)
+    is_source = isinstance(data, RandomAccess)
+    return None, data.num_examples if is_source else _count(data)
+
+
+def _count(dataset: tf.data.Dataset) -> int:
     """Returns the number of elements of a dataset, by reading it if it must."""
     length = known_length(dataset)
     if length is not None:
@@ -253,11 +264,6 @@ class Memory:
     def __init__(self) -> None:
         self._owner: Callable[[], Any] | None = None
         self._value: Any = None
-
-    @property
-    def last(self) -> Any:
-        """What was read last, None for nothing yet."""
-        return self._value
 
     def get(self, owner: Any, make: Callable[[], Any]) -> Any:
         """Returns what `make` returned for this owner, calling it the first time."""

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfamp.data._elements import as_arguments, blank, bytes_of_element
 from tfamp.data._sources import RandomAccess
-from tfamp.data.sampling.labels import Memory, Reader, count
+from tfamp.data.sampling.labels import Memory, Reader, read_or_count
 from tfamp.data.sampling.plans import copies_of, repeated
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.records import checks
@@ -27,8 +27,6 @@ _CHUNK = 64
 _MAX_CHUNK_BYTES = 16 * 2**20
 # The number of copies that goes with the mark behind the last element.
 _END = -1
-# From `advise` to the caller of `Pipeline.build`, on a stream and by position.
-_STREAM_STACKLEVEL, _POSITION_STACKLEVEL = 5, 6
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,11 +59,15 @@ class Sampler(Stage):
         seed: Same seed, same sequence of epochs; None for another each time. Workers
             of `tf.distribute` need a seed, so that they agree.
         memory: What was read of the last dataset.
+        source: What is drawn of by position; None for the elements that come.
     """
 
     seed: int | None = dataclasses.field(default=None, kw_only=True)
     memory: Memory = dataclasses.field(
         default_factory=Memory, compare=False, repr=False, kw_only=True
+    )
+    source: RandomAccess | None = dataclasses.field(
+        default=None, compare=False, repr=False, kw_only=True
     )
 
     def __post_init__(self) -> None:
@@ -81,42 +83,44 @@ class Sampler(Stage):
     def draw(self, values: Any, num_examples: int) -> Draw:
         """Returns the plan of an epoch, given what `reader` read, None for nothing."""
 
-    def advise(self, values: Any, stacklevel: int) -> None:
+    def advise(self, values: Any) -> None:
         """Warns if what was read makes the stage useless."""
-        del values, stacklevel  # most stages have nothing to say
+
+    @abc.abstractmethod
+    def words(self) -> tuple[str, str]:
+        """Returns the setting and the reason, however examples are read."""
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        setting, reason = self.words()
+        exact = "" if self.source is None else "; by position, exact"
+        return setting, reason + exact
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if the dataset never ends or has not what is read of it."""
-        check_ends(dataset, self.name)
-        if self.reader is not None:
-            self.reader.check(dataset)
+        if self.source is None:
+            check_ends(dataset, self.name)
+            if self.reader is not None:
+                self.reader.check(dataset)
 
-    def positions(self, source: RandomAccess, settings: Settings) -> tf.data.Dataset:
-        """Returns the positions of the examples to take, shuffled, anew each epoch."""
-        values = self.memory.get(source, lambda: self._values(source, settings))
-        self.advise(values, _POSITION_STACKLEVEL)
-        draw = self.draw(values, source.num_examples)
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns what an epoch takes, drawn anew in each.
+
+        By position that are positions, shuffled; on a stream elements in the order
+        they have, copies together.
+        """
+        data = dataset if self.source is None else self.source
+        values, num_examples = self.memory.get(
+            data, lambda: read_or_count(self.reader, data, settings)
+        )
+        self.advise(values)
+        draw = self.draw(values, num_examples)
+        if self.source is None:
+            copies = draw.epochs(self.seed, lambda plan: copies_of(plan, num_examples))
+            return copied(dataset, copies, draw, self.reader, values)
         positions = draw.epochs(self.seed, tf.identity)
         length = tf.data.experimental.assert_cardinality(draw.num_outputs)
         return positions.apply(length)
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the examples to take, in the order they have, copies together."""
-
-        def look() -> tuple[np.ndarray | None, int]:
-            values = self._values(dataset, settings)
-            return values, count(dataset) if values is None else len(values)
-
-        values, num_examples = self.memory.get(dataset, look)
-        self.advise(values, _STREAM_STACKLEVEL)
-        draw = self.draw(values, num_examples)
-        copies = draw.epochs(self.seed, lambda plan: copies_of(plan, num_examples))
-        return copied(dataset, copies, draw, self.reader, values)
-
-    def _values(
-        self, data: RandomAccess | tf.data.Dataset, settings: Settings
-    ) -> np.ndarray | None:
-        return None if self.reader is None else self.reader.read(data, settings)
 
 
 def check_ends(dataset: tf.data.Dataset, name: str) -> None:

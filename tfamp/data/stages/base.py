@@ -64,7 +64,6 @@ def shuffle_buffer_size(num_elements: int | None, element_bytes: int | None) -> 
     """Returns how many elements to hold for shuffling when the user did not say.
 
     All of them where they fit `SHUFFLE_BUFFER_BYTES`: only then is the shuffle exact.
-    None stands for a length or a size that is not known.
 
     Example:
         >>> shuffle_buffer_size(60_000, 784)  # 45 MiB: all of it
@@ -101,11 +100,7 @@ class Stage(abc.ABC):
         """Returns `dataset` with this stage behind it."""
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns what `apply` returns as far as `describe` can know it.
-
-        Nothing is read or written here; a stage whose `apply` does either has a
-        preview of its own.
-        """
+        """Returns what `describe` can know of `apply`; nothing is read or written."""
         return self.apply(dataset, settings)
 
     @abc.abstractmethod
@@ -126,11 +121,32 @@ class Stage(abc.ABC):
         return self
 
     def with_epochs(self) -> tuple["Stage", "Stage"] | None:
-        """Returns a stage that acts by epochs, and what counts them behind all others.
-
-        None where the number of the epoch does not matter.
-        """
+        """Returns a stage that acts by epochs and the step that counts them, if any."""
         return None
+
+
+@dataclasses.dataclass(frozen=True)
+class Step(Stage):
+    """A step that only plans have: its line in the table, and maybe what it does.
+
+    `of` is what counts of it where caches are told apart.
+    """
+
+    name: str  # type: ignore[misc]  # of one step, not of all
+    setting: str = dataclasses.field(compare=False)
+    reason: str = dataclasses.field(compare=False)
+    of: Any = None
+    act: Callable[[tf.data.Dataset], tf.data.Dataset] | None = dataclasses.field(
+        default=None, compare=False
+    )
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset after the step, as it is if there is nothing to do."""
+        return dataset if self.act is None else self.act(dataset)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason."""
+        return self.setting, self.reason
 
 
 def map_in_order(
@@ -144,10 +160,7 @@ def map_in_order(
 
 @dataclasses.dataclass(frozen=True)
 class Map(Stage):
-    """Calls the user's function on every element.
-
-    Where errors are skipped, the plan has `Careful` call it.
-    """
+    """Calls the user's function on every element."""
 
     name: ClassVar[str] = "map"
     function: Callable[..., Any]
@@ -273,6 +286,31 @@ class Batch(Stage):
             last = "may be smaller" if rest is None else f"has {rest} elements"
             reason = f"keeps every element; the last batch {last}"
         return str(self.size), reason
+
+
+@dataclasses.dataclass(frozen=True)
+class Rebatch(Batch):
+    """Makes batches out of chunks of rows; their number is None where unknown."""
+
+    num_rows: int | None = None
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if no batch would be left; the source made the chunks for this."""
+        self.check_length(self.num_rows)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Cuts and joins whole chunks."""
+        batches = dataset.rebatch(self.size, drop_remainder=self.drop_remainder)
+        if self.num_rows is None:
+            return batches
+        whole, rest = divmod(self.num_rows, self.size)
+        count = whole + (rest > 0 and not self.drop_remainder)
+        return batches.apply(tf.data.experimental.assert_cardinality(count))
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        last = "drops the rest" if self.drop_remainder else "the last may be smaller"
+        return str(self.size), f"from chunks, rows are never taken apart; {last}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -18,7 +18,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.data._elements import bytes_of_element, known_length
-from tfamp.data._fingerprint import Fingerprint
+from tfamp.data.fingerprints import Fingerprint
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache_files import (
     CacheFiles,

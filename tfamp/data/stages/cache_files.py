@@ -38,11 +38,7 @@ _HOLDING = threading.Lock()
 
 
 def check_path(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a cache whose folder exists and can be written.
-
-    Raises:
-        ValueError: The folder is missing, cannot be written, or `path` is a folder.
-    """
+    """Returns the absolute path of a cache whose folder exists and can be written."""
     absolute = Path(path).expanduser().absolute()
     if absolute.is_dir():
         raise ValueError(
@@ -123,11 +119,7 @@ class CacheFiles:
             beside.write_text(json.dumps(contents))
 
     def publish(self, data: Path, contents: dict[str, Any]) -> None:
-        """Makes files that were written the cache.
-
-        Raises:
-            OSError: There are none, as where somebody has removed them.
-        """
+        """Makes files that were written the cache; raises where there are none."""
         files = _sizes(self.parts(data.name))
         if f"{data.name}.index" not in files:
             raise FileNotFoundError(
@@ -137,10 +129,7 @@ class CacheFiles:
         self.write({**contents, "data": data.name, "files": files})
 
     def remove_unnamed(self) -> list[Path]:
-        """Removes and returns what the record does not name, as a killed process left.
-
-        Only for whoever has the exclusive lock.
-        """
+        """Removes, under the exclusive lock, and returns what no record names."""
         named = self.read().get("files", {})
         left = [path for path in self.parts() if path.name not in named]
         begin = re.sub(r"([\[?*])", r"[\1]", f".{self.record.name}.")
@@ -163,10 +152,6 @@ def fill_or_read(
 
     The files stay until this process ends. `fill` writes and publishes them, or raises
     and leaves nothing.
-
-    Raises:
-        ValueError: Others read the cache, and its files have gone.
-        OSError: The lock's file cannot be opened or locked.
     """
     with _HOLDING:
         if files.lock in _HELD:
@@ -251,10 +236,7 @@ def kept_from_others(files: CacheFiles) -> Iterator[bool]:
 
 
 def others(files: CacheFiles) -> list[CacheFiles]:
-    """Returns the caches of other pipelines that begin with the same path.
-
-    What a killed process left counts too, which no record names.
-    """
+    """Returns the caches under the same path, whole or not, of other pipelines."""
     name = re.escape(files.path.name)
     data = r"-[0-9a-f]{8}(?:_\d+)?\..+"
     pattern = re.compile(rf"{name}-([0-9a-f]+)(?:\.tfamp|{data})")

@@ -46,10 +46,6 @@ def try_lock(path: Path, *, is_shared: bool) -> int | None:
     Returns the open file that holds the lock until `os.close`, or until the process
     ends; None where another one, of this process or of others, stands against it. A
     shared lock lets others have shared ones beside it.
-
-    Raises:
-        UnsupportedError: The file system has no locks.
-        OSError: The file cannot be opened or locked.
     """
     if fcntl is None:
         raise UnsupportedError

@@ -1,6 +1,7 @@
 """The stage that fills, clips, reshapes or drops elements, and counts what it drops."""
 
 import dataclasses
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any, ClassVar
 
@@ -16,19 +17,27 @@ from tfamp.data._elements import (
     with_length_of,
 )
 from tfamp.data.stages.base import Settings, Stage, map_in_order
-from tfamp.data.stages.drops import DropLog, drop
+from tfamp.data.stages.dropped import DropLog, drop
 from tfamp.data.stages.filter_rules import (
     Clip,
     DropMissing,
     DropOutliers,
     Fill,
+    Reshape,
     Rule,
-    declared,
-    limits_of,
+    shapes_of,
 )
-from tfamp.data.stages.filter_shapes import Reshape, shapes_of
-from tfamp.data.statistics import Statistics
-from tfamp.data.statistics.options import FILLS, check_fill, check_rule
+from tfamp.data.statistics import Column, Statistics, TextColumn
+from tfamp.data.statistics.conditioning import ColumnRule
+from tfamp.data.statistics.options import (
+    FILLS,
+    check_fill,
+    check_rule,
+    collapses,
+    fill_text,
+    fill_values,
+    outlier_limits,
+)
 from tfamp.records import checks, units
 
 SHAPE_ACTIONS = ("drop", "error", "crop_or_pad")
@@ -50,13 +59,8 @@ def _argument() -> Any:
 class Filter(Stage):
     """Fills, clips and reshapes inputs, and drops elements, in one pass.
 
-    `Pipeline.filter` explains the arguments. It acts on inputs in this order: shape,
-    missing values, outliers; the predicate sees the result. An element is dropped, and
-    counted, for its first reason.
-
-    Attributes:
-        rules: What is done to inputs, in order; see `filter_rules.py`.
-        log: Counts what was dropped.
+    `Pipeline.filter` explains the arguments, of which the rules are made. An element is
+    dropped, and counted, for its first reason.
     """
 
     name: ClassVar[str] = "filter"
@@ -88,9 +92,8 @@ class Filter(Stage):
         """Returns the filter with the counts of several builds."""
         joined = dataclasses.replace(self)
         for build in builds:
-            report = build.log.report()
-            counts = (report.seen, *report.dropped.values())
-            joined.log.add(counts, passes=report.passes)
+            log = build.log
+            joined.log.add((log.seen, *log.dropped.values()), passes=log.passes)
         return joined
 
     def check(self, dataset: tf.data.Dataset) -> None:
@@ -140,8 +143,7 @@ class Filter(Stage):
             words.append(f"keep where {name}")
         if not self.drops:
             return units.join_words(words), "keeps every element"
-        report = self.log.report()
-        so_far = str(report) if report.seen else "drops are counted: `.report()`"
+        so_far = str(self.log) if self.log.seen else "drops are counted"
         return units.join_words(words), f"before the cache, done once; {so_far}"
 
     def _judge(
@@ -204,7 +206,7 @@ class Filter(Stage):
             yield _missing_rule(missing, self.statistics)
         if outliers is not None:
             statistics = _needed(self.statistics, "outliers", outliers)
-            limits = limits_of(statistics, check_rule("outliers", outliers))
+            limits = _limits_of(statistics, check_rule("outliers", outliers))
             drops = self.outlier_action == "drop"
             yield DropOutliers(limits) if drops else Clip(limits)
         is_used = outliers is not None or isinstance(missing, str)
@@ -234,14 +236,65 @@ def chunk_size(element_spec: Any) -> int:
     return _CHUNK if num_bytes <= _SMALL_BYTES else 1
 
 
+def _declared(column: Column | TextColumn) -> ColumnRule:
+    """Returns what a column is like and what stands for a missing value in it."""
+    if isinstance(column, TextColumn):
+        texts = column.missing_values
+        return ColumnRule(
+            name=column.name, text=True, scalar=column.scalar, missing_texts=texts
+        )
+    return ColumnRule(
+        name=column.name,
+        text=False,
+        scalar=column.scalar,
+        missing_values=column.missing_values,
+        # Without a limit or a fill, these numbers say how many features there are.
+        fill=(math.nan,) * len(column.features),
+    )
+
+
+def _filled(column: Column | TextColumn, how: str) -> ColumnRule:
+    """Returns what to fill a column with: its mean, median or mode."""
+    if isinstance(column, TextColumn):
+        return dataclasses.replace(_declared(column), fill_text=fill_text(column, how))
+    fill = tuple(fill_values(column, how).tolist())
+    return dataclasses.replace(_declared(column), fill=fill)
+
+
+def _limits_of(statistics: Statistics, rule: Any) -> tuple[ColumnRule, ...]:
+    """Returns the limits of outliers for each column of numbers of training data."""
+    rules = []
+    for column in statistics.columns:
+        if isinstance(column, TextColumn):
+            continue
+        lower, upper = outlier_limits(column, rule)
+        for feature, low, high in zip(column.features, lower, upper, strict=True):
+            if collapses(feature, low, high):
+                raise ValueError(
+                    f"`outliers` is {rule!r}, which leaves feature {feature.name!r} "
+                    f"one value, since nearly all are equal; expected features that "
+                    "vary. Fit `statistics` with `columns` that leave it out."
+                )
+        low, high = tuple(lower.tolist()), tuple(upper.tolist())
+        rules.append(dataclasses.replace(_declared(column), lower=low, upper=high))
+    if not rules:
+        raise ValueError(
+            f"`outliers` is {rule!r}, and all columns of `statistics` are text; "
+            "expected numbers. Leave `outliers` out."
+        )
+    return tuple(rules)
+
+
 def _missing_rule(missing: Any, statistics: Statistics | None) -> Rule:
     """Returns the rule about missing values."""
     if missing == "drop":
-        columns = None if statistics is None else map(declared, statistics.columns)
+        columns = None if statistics is None else map(_declared, statistics.columns)
         return DropMissing(None if columns is None else tuple(columns))
     if isinstance(missing, str):
         checks.choice("missing", missing, ("drop", *FILLS))
-        return Fill.from_statistics(_needed(statistics, "missing", missing), missing)
+        found = _needed(statistics, "missing", missing)
+        fills = tuple(_filled(column, missing) for column in found.columns)
+        return Fill(fills, None, missing)
     if callable(getattr(missing, "transform", None)):
         raise TypeError(
             f"`missing` is {missing!r}; expected 'drop', one of {FILLS!r} or a number. "

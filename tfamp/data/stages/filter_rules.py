@@ -1,36 +1,28 @@
-"""What a filter does to the columns of one element: a frozen record for each rule.
-
-A rule changes columns, or judges whether the element is to go.
-"""
+"""What a filter does to the columns of one element: a frozen record for each rule."""
 
 import abc
 import dataclasses
-import math
 from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data.statistics import Column, Statistics, TextColumn
+from tfamp.data._elements import TENSOR
 from tfamp.data.statistics.conditioning import (
     ColumnRule,
     check_column,
     fill_missing_text,
     is_missing_tensor,
 )
-from tfamp.data.statistics.options import (
-    collapses,
-    fill_text,
-    fill_values,
-    outlier_limits,
-)
+from tfamp.records import checks
 
 Columns = dict[str, tf.Tensor]
+Shape = tuple[int | None, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Rule(abc.ABC):
-    """What every rule can do.
+    """Changes columns, or judges whether the element is to go.
 
     `drops` says whether elements may go because of it, `reason` why: one of
     `filter.REASONS`. One that `takes_chunks` acts on many elements at once as on one.
@@ -51,10 +43,7 @@ class Rule(abc.ABC):
 
     @abc.abstractmethod
     def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
-        """Returns the columns, and whether the element goes.
-
-        Of a chunk, whose columns have an axis in front, an answer for each element.
-        """
+        """Returns the columns, and whether the element goes; of a chunk, for each."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,7 +57,6 @@ class DropMissing(Rule):
 
     def check(self, columns: Mapping[str, Any]) -> None:
         """Raises if no column can have a missing value."""
-        _check_columns(self.columns, columns)
         _check_finds(self.columns, columns, "drop")
 
     def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
@@ -79,7 +67,7 @@ class DropMissing(Rule):
             if rule.text:
                 missing = tf.zeros_like(values, tf.bool)
                 for text in rule.missing_texts:
-                    missing = tf.logical_or(missing, tf.equal(values, text))
+                    missing |= tf.equal(values, text)
             else:
                 missing = is_missing_tensor(values, rule.missing_values)
             found.append(_any(missing, is_chunk))
@@ -94,18 +82,6 @@ class Fill(Rule):
     number: float | None
     how: str
 
-    @classmethod
-    def from_statistics(cls, statistics: Statistics, how: str) -> "Fill":
-        """Returns the rule that fills with means, medians or modes."""
-        rules = []
-        for column in statistics.columns:
-            if isinstance(column, TextColumn):
-                fill: dict[str, Any] = {"fill_text": fill_text(column, how)}
-            else:
-                fill = {"fill": tuple(fill_values(column, how).tolist())}
-            rules.append(dataclasses.replace(declared(column), **fill))
-        return cls(tuple(rules), None, how)
-
     @property
     def description(self) -> str:
         """What it does, in a few words."""
@@ -113,7 +89,6 @@ class Fill(Rule):
 
     def check(self, columns: Mapping[str, Any]) -> None:
         """Raises if nothing can be missing, or a fill can't be written."""
-        _check_columns(self.columns, columns)
         _check_finds(self.columns, columns, self.how)
         for rule in self.columns or ():
             dtype = columns[rule.name].dtype
@@ -191,52 +166,6 @@ class Clip(DropOutliers):
         return changed, tf.constant(False)
 
 
-def declared(column: Column | TextColumn) -> ColumnRule:
-    """Returns what a column is like and what stands for a missing value in it."""
-    if isinstance(column, TextColumn):
-        texts = column.missing_values
-        return ColumnRule(
-            name=column.name, text=True, scalar=column.scalar, missing_texts=texts
-        )
-    return ColumnRule(
-        name=column.name,
-        text=False,
-        scalar=column.scalar,
-        missing_values=column.missing_values,
-        # Without a limit or a fill, these numbers say how many features there are.
-        fill=(math.nan,) * len(column.features),
-    )
-
-
-def limits_of(statistics: Statistics, rule: Any) -> tuple[ColumnRule, ...]:
-    """Returns the limits of outliers for each column of numbers of training data.
-
-    Raises:
-        ValueError: There is no column of numbers, or limits would leave one value of
-            a feature.
-    """
-    rules = []
-    for column in statistics.columns:
-        if isinstance(column, TextColumn):
-            continue
-        lower, upper = outlier_limits(column, rule)
-        for feature, low, high in zip(column.features, lower, upper, strict=True):
-            if collapses(feature, low, high):
-                raise ValueError(
-                    f"`outliers` is {rule!r}, which leaves feature {feature.name!r} "
-                    f"one value, since nearly all are equal; expected features that "
-                    "vary. Fit `statistics` with `columns` that leave it out."
-                )
-        low, high = tuple(lower.tolist()), tuple(upper.tolist())
-        rules.append(dataclasses.replace(declared(column), lower=low, upper=high))
-    if not rules:
-        raise ValueError(
-            f"`outliers` is {rule!r}, and all columns of `statistics` are text; "
-            "expected numbers. Leave `outliers` out."
-        )
-    return tuple(rules)
-
-
 def _any(flags: tf.Tensor, is_chunk: bool) -> tf.Tensor:
     """Returns whether any value of an element has a flag, for each of a chunk."""
     axes = list(range(1, flags.shape.rank)) if is_chunk else None
@@ -275,11 +204,11 @@ def _check_columns(
     for rule in rules or ():
         check_there(rule.name, columns, "statistics")
         check_column(columns[rule.name], rule)
-        if rule.scalar and columns[rule.name].shape.rank not in (0, None):
+        shape = columns[rule.name].shape
+        if rule.scalar and shape.rank not in (0, None):
             raise ValueError(
-                f"Column {rule.name!r} has shape {columns[rule.name].shape}, and "
-                "`statistics` were taken of scalars; expected shape (). Fit them on "
-                "elements like these."
+                f"Column {rule.name!r} has shape {shape}, and `statistics` were taken "
+                "of scalars; expected shape (). Fit them on elements like these."
             )
 
 
@@ -287,6 +216,7 @@ def _check_finds(
     rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any], missing: str
 ) -> None:
     """Raises where no value can be missing, so that a rule would do nothing."""
+    _check_columns(rules, columns)
     rules = _floats(columns) if rules is None else rules
     if not any(
         columns[rule.name].dtype.is_floating
@@ -300,3 +230,121 @@ def _check_finds(
             "expected a float column, or `statistics` fitted with `missing_value`. "
             "Leave `missing` out, or say there what stands for a missing value."
         )
+
+
+@dataclasses.dataclass(frozen=True)
+class Reshape(Rule):
+    """Gives columns one shape each, None for any size, or acts on those of others."""
+
+    reason: ClassVar[str] = "other shape"
+    takes_chunks: ClassVar[bool] = False
+    shapes: tuple[tuple[str, Shape], ...]
+    action: str
+
+    @property
+    def drops(self) -> bool:  # type: ignore[override]
+        """Whether elements of another shape go."""
+        return self.action == "drop"
+
+    @property
+    def description(self) -> str:
+        """What it does, in a few words."""
+        shapes = [
+            str(shape) if name == TENSOR else f"{name} {shape}"
+            for name, shape in self.shapes
+        ]
+        return f"shape {', '.join(shapes)} or {self.action.replace('_', ' ')}"
+
+    def check(self, columns: Mapping[str, Any]) -> None:
+        """Raises if a column is missing, never fits, or cannot be padded."""
+        for name, shape in self.shapes:
+            check_there(name, columns, "shape")
+            spec = columns[name]
+            fits = spec.shape.is_compatible_with(shape)
+            expected = "a shape that elements can have"
+            if self.action == "crop_or_pad":
+                fits = spec.shape.rank == len(shape) and spec.dtype != tf.string
+                expected = "numbers with as many axes"
+            if not fits:
+                raise ValueError(
+                    f"`shape` is {shape!r} for column {name!r}, which has shape "
+                    f"{spec.shape} and dtype {spec.dtype.name}; expected {expected}. "
+                    "Correct `shape`, or set the shape in `.map`."
+                )
+
+    def act(self, columns: Columns, *, is_chunk: bool) -> tuple[Columns, tf.Tensor]:
+        """Returns columns of the shapes, and whether the element had another."""
+        is_bad, changed = tf.constant(False), dict(columns)
+        for name, shape in self.shapes:
+            values = columns[name]
+            fits = _has_shape(values, shape)
+            if self.action == "crop_or_pad":
+                changed[name] = crop_or_pad(values, shape)
+            elif self.action == "error":
+                # TensorFlow writes quotes with a backslash, so there are none.
+                text = (
+                    f"Column {name} has shape {{}}; expected {shape} (`shape`). Drop "
+                    "such elements with another `shape_action`, or resize them."
+                )
+                message = tf.strings.format(text, tf.shape(values))
+                with tf.control_dependencies([tf.debugging.Assert(fits, [message])]):
+                    changed[name] = tf.ensure_shape(tf.identity(values), shape)
+            else:
+                is_bad |= ~fits
+                # What goes needs the shape too, so that all elements have one spec.
+                empty = tf.zeros([size or 0 for size in shape], values.dtype)
+                kept = tf.cond(fits, lambda v=values: v, lambda e=empty: e)
+                changed[name] = tf.ensure_shape(kept, shape)
+        return changed, is_bad
+
+
+def shapes_of(shape: Any) -> tuple[tuple[str, Shape], ...]:
+    """Returns column and shape from one shape or a dict of them.
+
+    Example:
+        >>> shapes_of((28, None)), shapes_of({"image": [8, 8]})
+        ((('x', (28, None)),), (('image', (8, 8)),))
+    """
+
+    def checked(sizes: Any) -> Shape:
+        if not isinstance(sizes, (tuple, list)):
+            raise TypeError(
+                f"`shape` is {sizes!r}, of type {type(sizes).__name__}; expected a "
+                "tuple of sizes, None for any. Pass `(28, 28, 1)`, or a dict of such "
+                "tuples by column."
+            )
+        whole = checks.positive_int
+        return tuple(None if n is None else whole("shape", n) for n in sizes)
+
+    shapes = shape if isinstance(shape, Mapping) else {TENSOR: shape}
+    return tuple((name, checked(sizes)) for name, sizes in shapes.items())
+
+
+def crop_or_pad(values: tf.Tensor, shape: Shape) -> tf.Tensor:
+    """Returns the middle of a tensor, with zeros around it where it is too small.
+
+    Example:
+        >>> crop_or_pad(tf.range(5), (3,)).numpy(), crop_or_pad([7, 8], (5,)).numpy()
+        (array([1, 2, 3], dtype=int32), array([0, 7, 8, 0, 0], dtype=int32))
+    """
+    sizes = tf.shape(values)
+    wanted = tf.stack(
+        [sizes[axis] if size is None else size for axis, size in enumerate(shape)]
+    )
+    cut = tf.maximum(sizes - wanted, 0)
+    values = tf.slice(values, cut // 2, tf.minimum(sizes, wanted))
+    lack = tf.maximum(wanted - sizes, 0)
+    values = tf.pad(values, tf.stack([lack // 2, lack - lack // 2], axis=1))
+    return tf.ensure_shape(values, shape)
+
+
+def _has_shape(values: tf.Tensor, shape: Shape) -> tf.Tensor:
+    """Returns whether a tensor has a shape, known only when it comes."""
+    if values.shape.rank is not None and values.shape.rank != len(shape):
+        return tf.constant(False)
+    wanted = tf.constant([-1 if size is None else size for size in shape], tf.int32)
+    return tf.cond(
+        tf.equal(tf.rank(values), len(shape)),
+        lambda: tf.reduce_all((tf.shape(values) == wanted) | (wanted < 0)),
+        lambda: False,
+    )

@@ -10,9 +10,14 @@ import dataclasses
 import math
 from typing import Any
 
+import keras
 import tensorflow as tf
 
+from tfamp.data.layers import Augment as Augment
 from tfamp.records import checks
+
+# They mix the images of a batch, and the labels with them.
+_CHANGES_LABELS = ("MixUp", "CutMix")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +124,7 @@ class Rotate(Transform):
             interpolation="BILINEAR",
             fill_mode="NEAREST",
         )
-        return same_shape(turned, images)
+        return tf.ensure_shape(turned, images.shape)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -202,6 +207,51 @@ class Cutout(Transform):
         return tf.where(hidden[..., None], mean, images)
 
 
+class _Seeds(keras.random.SeedGenerator):
+    """Gives a layer of Keras seeds that follow from one tensor `(2,)`, and no state."""
+
+    def __init__(self, seed: tf.Tensor) -> None:
+        # Not Keras's own: that makes a variable, which a map cannot.
+        self._seed, self._num_drawn = seed, 0
+
+    def next(self, ordered: bool = True) -> tf.Tensor:
+        """Returns the next seed."""
+        self._num_drawn += 1
+        return tf.random.experimental.stateless_fold_in(self._seed, self._num_drawn)
+
+
+@dataclasses.dataclass(frozen=True)
+class LayerStep(Transform):
+    """A random layer of Keras, which the strength gives to a share of the images.
+
+    It draws from the seed of the pipeline, not from its own.
+    """
+
+    layer: Any
+
+    def __post_init__(self) -> None:
+        layer = self.layer
+        is_random = callable(getattr(layer, "get_random_transformation", None))
+        if not is_random or type(layer).__name__ in _CHANGES_LABELS:
+            raise TypeError(
+                f"{layer!r} is no layer that changes images at random and leaves "
+                "labels; expected one such as `keras.layers.RandomFlip()`. Put it "
+                "into the model, or into `.map` behind the pipeline's batches."
+            )
+
+    def __call__(
+        self, images: tf.Tensor, strength: tf.Tensor, seed: tf.Tensor, span: float
+    ) -> tf.Tensor:
+        """Returns the images, each changed with the probability `strength`."""
+        drawn = self.layer.get_random_transformation(
+            images, training=True, seed=_Seeds(seed)
+        )
+        changed = self.layer.transform_images(images, drawn, training=True)
+        changed = tf.ensure_shape(tf.cast(changed, images.dtype), images.shape)
+        chance = tf.random.stateless_uniform([tf.shape(images)[0], 1, 1, 1], seed)
+        return tf.where(chance < strength, changed, images)
+
+
 DEFAULT: tuple[Transform, ...] = (Flip(), Shift(), Rotate(), Brightness(), Contrast())
 
 
@@ -231,19 +281,6 @@ def span_of(dtype: Any, value_range: tuple[float, float] | None) -> float:
     return float(dtype.max)
 
 
-def restore(images: tf.Tensor, dtype: Any) -> tf.Tensor:
-    """Returns float32 images in a dtype: rounded and limited where it holds integers.
-
-    Example:
-        >>> restore(tf.constant([-3.0, 7.6, 300.0]), tf.uint8).numpy().tolist()
-        [0, 8, 255]
-    """
-    dtype = tf.as_dtype(dtype)
-    if dtype.is_floating:
-        return tf.cast(images, dtype)
-    return tf.saturate_cast(tf.round(images), dtype)
-
-
 def _uniform(
     images: tf.Tensor, seed: tf.Tensor, *, columns: int = 1, low: float = -1.0
 ) -> tf.Tensor:
@@ -254,9 +291,5 @@ def _uniform(
 
 def _take(images: tf.Tensor, places: tf.Tensor, axis: int) -> tf.Tensor:
     """Returns rows or columns of each image, at its own places `(images, size)`."""
-    return same_shape(tf.gather(images, places, axis=axis, batch_dims=1), images)
-
-
-def same_shape(changed: tf.Tensor, images: tf.Tensor) -> tf.Tensor:
-    """Returns `changed` with the static shape of `images`."""
-    return tf.ensure_shape(changed, images.shape)
+    taken = tf.gather(images, places, axis=axis, batch_dims=1)
+    return tf.ensure_shape(taken, images.shape)

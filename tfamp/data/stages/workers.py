@@ -1,4 +1,4 @@
-"""Reading, decoding and `.map` on the workers of TensorFlow's data service."""
+"""Parts of a source for workers that train together."""
 
 import dataclasses
 import re
@@ -11,8 +11,139 @@ from tfamp.data._elements import known_length
 from tfamp.data._sources import RandomAccess
 from tfamp.data.sources.tfrecord import TfrecordSource
 from tfamp.data.stages.base import Settings, Stage
-from tfamp.data.stages.shards import Shard
 from tfamp.machine import network
+from tfamp.machine.clusters import Cluster
+from tfamp.machine.clusters import cluster as cluster_here
+from tfamp.records import checks
+
+
+@dataclasses.dataclass(frozen=True)
+class Shard(Stage):
+    """Keeps each n-th element of the source, before anything is read of the others."""
+
+    name: ClassVar[str] = "shard"
+    num_shards: int
+    index: int
+
+    def __post_init__(self) -> None:
+        checks.positive_int("num_shards", self.num_shards)
+        checks.positive_int("index", self.index, minimum=0)
+        if self.index >= self.num_shards:
+            raise ValueError(
+                f"`index` is {self.index} with `num_shards` {self.num_shards}; "
+                f"expected one from 0 to {self.num_shards - 1}. Workers count from 0."
+            )
+
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if the part is known to be empty."""
+        length = known_length(dataset)
+        if length is not None:
+            self._check_length(length)
+
+    def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
+        """Returns the positions of the part in a source, ascending, int64."""
+        self._check_length(source.num_examples)
+        return tf.range(self.index, source.num_examples, self.num_shards, tf.int64)
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the elements of the part, in their order."""
+        return dataset.shard(self.num_shards, self.index)
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        return (
+            f"part {self.index} of {self.num_shards}",
+            f"each {self.num_shards}th element; tf.distribute divides no further",
+        )
+
+    def _check_length(self, length: int) -> None:
+        if length <= self.index:
+            raise ValueError(
+                f"`.shard({self.num_shards}, {self.index})` of {length} elements is "
+                "empty; expected an element for each shard. Use fewer workers, or a "
+                "larger source."
+            )
+
+
+@dataclasses.dataclass(frozen=True)
+class ClusterShard(Shard):
+    """Keeps the part of this process in its cluster.
+
+    Attributes:
+        cluster: What told the number of parts and which one this is.
+        is_even: Whether all parts are to have one size; what is left over is dropped.
+            Where batches drop a remainder, a part that is larger by one element may
+            else have a batch more.
+    """
+
+    cluster: Cluster = dataclasses.field(compare=False, kw_only=True)
+    is_even: bool = dataclasses.field(default=False, kw_only=True)
+
+    def check_workers(self, num_workers: int) -> None:
+        """Raises if other processes train together than those of the cluster."""
+        if num_workers == self.num_shards:
+            return
+        told = (
+            f"as {self.cluster.source} says"
+            if self.cluster.workers
+            else "as no cluster is described in the environment"
+        )
+        raise ValueError(
+            f"`.shard('auto')` makes {self.num_shards} part(s), {told}, and TensorFlow "
+            f"trains with {num_workers} worker(s); expected one part for each: some "
+            "elements would come several times, or never. Call "
+            "`tfamp.distribute.strategy()` before `build`. Otherwise pass "
+            "`.shard(num_shards, index)`, or leave it out to train alone."
+        )
+
+    def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
+        """Returns the positions of the part in a source, ascending, int64."""
+        positions = super().chosen(source, settings)
+        return positions[: self._num_kept(source.num_examples)]
+
+    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the elements of the part, in their order."""
+        part, length = super().apply(dataset, settings), known_length(dataset)
+        return part if length is None else part.take(self._num_kept(length))
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        if self.num_shards == 1:
+            source = self.cluster.source
+            told = "no cluster is described" if source == "none" else source
+            return "all, as one process trains", f"auto: {told}"
+        setting, reason = super().explain(dataset, settings)
+        return setting, f"auto: {self.cluster.source}; {reason}; {self._left(dataset)}"
+
+    def _left(self, dataset: tf.data.Dataset) -> str:
+        """Returns in words what becomes of elements that are left over."""
+        length = known_length(dataset)
+        if not self.is_even:
+            return "none is dropped or repeated"
+        if length is None:
+            return "length unknown: a worker may have a full batch more than others"
+        dropped = length % self.num_shards
+        return f"{length // self.num_shards:,} each, drops {dropped}"
+
+    def _num_kept(self, length: int) -> int:
+        """Returns how many elements this part has, of `length` in all."""
+        whole, rest = divmod(length, self.num_shards)
+        return whole + (not self.is_even and self.index < rest)
+
+    def _check_length(self, length: int) -> None:
+        if length < self.num_shards:
+            raise ValueError(
+                f"`.shard('auto')` divides {length} elements among {self.num_shards} "
+                "workers; expected an element for each. Use fewer workers, or a larger "
+                "source."
+            )
+
+
+def cluster_shard() -> ClusterShard:
+    """Returns the part of this process, as `tfamp.distribute.cluster` finds it."""
+    cluster = cluster_here()
+    return ClusterShard(cluster.num_workers, cluster.index, cluster=cluster)
+
 
 _ADDRESS = re.compile(r"(?:grpc://)?([^\s/:]+|\[[^\s/]+\]):([0-9]+)")
 

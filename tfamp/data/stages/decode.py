@@ -9,8 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import from_arguments, inputs_of, with_inputs, with_length_of
-from tfamp.data.images.reader import JPEG_START, ImageReader
 from tfamp.data.stages.base import Batch, Map, Settings, Stage
+from tfamp.data.stages.image_reader import JPEG_START, ImageReader
 
 # A call out of TensorFlow's graph takes as long as decoding a small image, most of it
 # handing Python's lock from thread to thread. So many images share it.

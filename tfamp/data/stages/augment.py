@@ -1,10 +1,13 @@
 """Augmentation as a stage: behind the cache, on all cores, anew in each epoch."""
 
 import dataclasses
+import inspect
 import random
 import threading
+from collections.abc import Callable
 from typing import Any, ClassVar
 
+import keras
 import numpy as np
 import tensorflow as tf
 
@@ -15,8 +18,9 @@ from tfamp.data._elements import (
     with_inputs,
     with_length_of,
 )
-from tfamp.data.augmentation.chain import Chain
-from tfamp.data.stages.base import Settings, Stage, map_in_order
+from tfamp.data.augmentation import DEFAULT, LayerStep, Transform, span_of
+from tfamp.data.layers import restore
+from tfamp.data.stages.base import Settings, Stage, Step, map_in_order
 from tfamp.records import checks
 
 # A block of small images costs a half of what they cost one by one; in float32 it
@@ -58,7 +62,12 @@ class EpochCounter:
         return numbered.map(lambda epoch, item: (epoch, *item))
 
     def count(self, dataset: tf.data.Dataset) -> tf.data.Dataset:
-        """Returns the dataset; that it was read to its end is noted here."""
+        """Returns the dataset; that it was read to its end is noted here.
+
+        It stands behind everything that reads ahead: a look at the first batch lets a
+        prefetch read on, and only what leaves the pipeline tells whether an epoch was
+        used.
+        """
         length = known_length(dataset)
         if length is None:
             # Whose end is not known, is read until there is no more.
@@ -86,48 +95,29 @@ class EpochCounter:
 
 
 @dataclasses.dataclass(frozen=True)
-class CountEpochs(Stage):
-    """Notes where whole passes end, behind everything that reads ahead.
-
-    A look at the first batch lets a prefetch read on, to the end of a small dataset.
-    Only what leaves the pipeline tells whether an epoch was used. The counter is that
-    of the stage that acts by epochs.
-    """
-
-    name: ClassVar[str] = "epochs"
-    counter: EpochCounter = dataclasses.field(compare=False)
-    first: int
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset, counted."""
-        return self.counter.count(dataset)
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        return f"counted from {self.first}", "whole passes; each has its own changes"
-
-
-@dataclasses.dataclass(frozen=True)
 class Augmentation(Stage):
-    """Changes elements at random, anew in each epoch, as the chain says.
+    """Changes elements at random by its steps, anew in each epoch.
 
     `Pipeline.augment` explains the arguments. Seed, epoch and number of an element
     decide its changes; the plan gives each dataset a counter of its own.
     """
 
     name: ClassVar[str] = "augment"
-    chain: Chain
+    steps: tuple[Transform | Callable[..., Any], ...]
     strength: float = 1.0
     ramp_epochs: int = 0
     ramp_from: float = 0.0
     seed: int | None = None
     key: str | None = None
+    value_range: tuple[float, float] | None = None
     initial_epoch: int = 0
     counter: EpochCounter = dataclasses.field(
         default_factory=lambda: EpochCounter(0), compare=False
     )
 
     def __post_init__(self) -> None:
+        object.__setattr__(self, "steps", _checked_steps(self.steps))
+        object.__setattr__(self, "value_range", _checked_range(self.value_range))
         checks.fraction("strength", self.strength)
         checks.positive_int("ramp_epochs", self.ramp_epochs, minimum=0)
         checks.fraction("ramp_from", self.ramp_from)
@@ -147,15 +137,31 @@ class Augmentation(Stage):
 
     def with_epochs(self) -> tuple[Stage, Stage] | None:
         """Returns the stage for one dataset, and what counts its epochs."""
-        if self.max_strength == 0:
+        if self._max_strength == 0:
             return None
-        counter = EpochCounter(self.initial_epoch)
-        stage = dataclasses.replace(self, counter=counter)
-        return stage, CountEpochs(counter, self.initial_epoch)
+        counter, first = EpochCounter(self.initial_epoch), self.initial_epoch
+        reason = "whole passes; each has its own changes"
+        count = Step("epochs", f"counted from {first}", reason, act=counter.count)
+        return dataclasses.replace(self, counter=counter), count
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises, before anything runs, if `dataset` does not suit."""
-        self.chain.check(_part(dataset.element_spec, self.key))
+        spec = _part(dataset.element_spec, self.key)
+        if not isinstance(spec, tf.TensorSpec) or not (
+            spec.dtype.is_floating or spec.dtype.is_integer
+        ):
+            raise TypeError(
+                f"What is to be augmented is {spec!r}; expected dense numbers. Decode "
+                "images first, or name the part that holds them with `key`."
+            )
+        if any(isinstance(step, Transform) for step in self.steps):
+            if spec.shape.rank != 3:
+                raise ValueError(
+                    f"Images have the shape {spec.shape}; expected (height, width, "
+                    "channels). Add a channel axis in `.map`, or pass your own "
+                    "functions for features that are no images."
+                )
+            span_of(spec.dtype, self.value_range)
         if self.ramp_epochs and int(dataset.cardinality()) == int(
             tf.data.INFINITE_CARDINALITY
         ):
@@ -167,7 +173,7 @@ class Augmentation(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Numbers elements and epochs, then changes elements in parallel."""
-        if self.max_strength == 0:
+        if self._max_strength == 0:
             return dataset
         numbered = self.counter.number(dataset)
         size = self._block_size(dataset.element_spec)
@@ -175,6 +181,35 @@ class Augmentation(Stage):
             return map_in_order(numbered, self._change_one, settings)
         blocks = map_in_order(numbered.batch(size), self._change_block, settings)
         return with_length_of(dataset, blocks.unbatch())
+
+    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
+        """Returns the dataset as it is: elements keep shape and dtype."""
+        return dataset
+
+    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
+        """Returns the setting and the reason, given the dataset it acts on."""
+        strength = f"strength {self.strength:g}"
+        if self.ramp_epochs:
+            strength = (
+                f"strength {self.ramp_from:g} to {self.strength:g} in "
+                f"{self.ramp_epochs} epochs"
+            )
+        names = ", ".join(map(_name, self.steps))
+        reason = f"after the cache, so each epoch differs; {settings.parallelism}"
+        return f"{names}; {strength}", reason
+
+    @property
+    def _max_strength(self) -> float:
+        """The largest strength in any epoch."""
+        return max(self.strength, self.ramp_from)
+
+    def _block_size(self, spec: Any) -> int:
+        """Returns how many elements one call changes: users' functions take one."""
+        takes_one = not all(isinstance(step, Transform) for step in self.steps)
+        if takes_one or bytes_of_element(spec) is None:
+            return 1
+        num_values = _part(spec, self.key).shape.num_elements()
+        return max(1, min(_MAX_BLOCK, _BLOCK_BYTES // (4 * max(1, num_values))))
 
     def _change_one(self, epoch: tf.Tensor, index: tf.Tensor, element: Any) -> Any:
         image = _part(element, self.key)
@@ -186,48 +221,109 @@ class Augmentation(Stage):
         return _with_part(block, self.key, changed)
 
     def _run(self, images: tf.Tensor, epoch: tf.Tensor, index: tf.Tensor) -> tf.Tensor:
-        number = self.seed or 0
+        """Returns images, a batch, changed; the same where the strength is 0."""
+        number, dtype = self.seed or 0, images.dtype
         words = [number % 2**31, number // 2**31 % 2**31]
         seed = tf.constant(words, tf.int32)
         seed = tf.random.experimental.stateless_fold_in(seed, epoch)
         seed = tf.random.experimental.stateless_fold_in(seed, index)
-        return self.chain.run(images, self.strength_at(epoch), seed)
+        strength = self._strength_at(epoch)
 
-    def _block_size(self, spec: Any) -> int:
-        """Returns how many elements are changed by one call."""
-        size = bytes_of_element(spec)
-        if size is None or not self.chain.takes_batches:
-            return 1
-        num_values = _part(spec, self.key).shape.num_elements()
-        return max(1, min(_MAX_BLOCK, _BLOCK_BYTES // (4 * max(1, num_values))))
+        def changed() -> tf.Tensor:
+            # Between transforms in float32, so that integers are rounded once.
+            current = images
+            for number, step in enumerate(self.steps):
+                own = tf.random.experimental.stateless_fold_in(seed, number)
+                if isinstance(step, Transform):
+                    span = span_of(dtype, self.value_range)
+                    current = tf.cast(current, tf.float32)
+                    current = step(current, strength, own, span)
+                else:
+                    given = restore(current[0], dtype)
+                    taken = (given, strength, own)[: num_arguments(step)]
+                    current = _checked(_name(step), step(*taken), given)[None]
+            return tf.ensure_shape(restore(current, dtype), images.shape)
 
-    def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset as it is: elements keep shape and dtype."""
-        return dataset
+        return tf.cond(strength > 0, changed, lambda: tf.identity(images))
 
-    @property
-    def max_strength(self) -> float:
-        """The largest strength in any epoch."""
-        return max(self.strength, self.ramp_from)
-
-    def strength_at(self, epoch: tf.Tensor) -> tf.Tensor:
+    def _strength_at(self, epoch: tf.Tensor) -> tf.Tensor:
         """Returns the strength in an epoch, float32."""
         if not self.ramp_epochs:
             return tf.constant(self.strength, tf.float32)
         way = tf.minimum(tf.cast(epoch, tf.float32) / self.ramp_epochs, 1.0)
         return self.ramp_from * (1 - way) + self.strength * way
 
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        strength = f"strength {self.strength:g}"
-        if self.ramp_epochs:
-            strength = (
-                f"strength {self.ramp_from:g} to {self.strength:g} in "
-                f"{self.ramp_epochs} epochs"
+
+def _checked_steps(given: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Returns steps that can be called, the default ones for none."""
+    steps = tuple(
+        LayerStep(step) if isinstance(step, keras.layers.Layer) else step
+        for step in given
+    )
+    for step in steps:
+        if isinstance(step, type):
+            raise TypeError(
+                f"{step!r} is a class; expected a transform, made with its arguments. "
+                f"Pass `{step.__name__}()`."
             )
-        names = ", ".join(self.chain.names)
-        reason = f"after the cache, so each epoch differs; {settings.parallelism}"
-        return f"{names}; {strength}", reason
+        if not isinstance(step, Transform):
+            num_arguments(step)
+    return steps or DEFAULT
+
+
+def _checked_range(value_range: Any) -> tuple[float, float] | None:
+    """Returns the smallest and the largest value, None for those of the dtype."""
+    if value_range is None:
+        return None
+    advice = "Pass the smallest and the largest value, such as (0, 255)."
+    try:
+        low, high = map(float, value_range)
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            f"`value_range` is {value_range!r}; expected a pair of numbers. {advice}"
+        ) from error
+    if not low < high:
+        raise ValueError(
+            f"`value_range` is {(low, high)!r}; expected the smaller number first. "
+            f"{advice}"
+        )
+    return low, high
+
+
+def num_arguments(function: Any) -> int:
+    """Returns how many of (image, strength, seed) a function takes: 2 or 3."""
+    problem = f"{function!r} cannot be called"
+    if callable(function):
+        signature = inspect.signature(function)
+        for count in (3, 2):
+            try:
+                signature.bind(*range(count))
+                return count
+            except TypeError as error:
+                problem = f"{_name(function)}{signature} cannot: {error}"
+    raise TypeError(
+        f"{problem}; expected a transform of `tfamp.data.augmentation`, or a function "
+        "of (image, strength) or (image, strength, seed). Write it as `def change("
+        "image, strength): ...`, so that strength 0 changes nothing."
+    )
+
+
+def _name(step: Any) -> str:
+    kind = step.layer if isinstance(step, LayerStep) else step
+    return getattr(kind, "__name__", type(kind).__name__)
+
+
+def _checked(name: str, found: Any, given: tf.Tensor) -> tf.Tensor:
+    """Returns what a user's function gave, if it is like what it was given."""
+    found = tf.convert_to_tensor(found)
+    if found.dtype != given.dtype or not found.shape.is_compatible_with(given.shape):
+        raise ValueError(
+            f"`{name}` makes {found.dtype.name} of shape {tuple(found.shape)}; "
+            f"expected what it was given, {given.dtype.name} of shape "
+            f"{tuple(given.shape)}. Cast and crop inside it, or use `.map` for a "
+            "lasting change."
+        )
+    return found
 
 
 def _part(element: Any, key: str | None) -> Any:

@@ -1,1 +1,0 @@
-"""Images: read, decoded, cut into pieces, brought to a range."""
