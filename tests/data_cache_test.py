@@ -270,7 +270,7 @@ def test_a_disk_that_is_too_small_is_told_before_anything_is_written(
 
 def test_the_size_of_varying_elements_is_estimated_from_the_first(tmp_path):
     texts = Pipeline.from_arrays(np.array(["a" * 100] * 50))
-    assert caching._sampled_bytes(texts.build()) == 50 * (100 + 64)
+    assert caching.bytes_of_first(texts.build(), 64, beside=64) == 100 + 64
 
 
 @pytest.fixture

@@ -14,7 +14,7 @@ from tests.file_sources import RAISE, refused_files, write
 from tests.refusals import refusals
 from tfamp.data import Pipeline
 from tfamp.data.sources.images import folder_source
-from tfamp.data.stages.decode import Decode, DecodeElement
+from tfamp.data.stages.decode import Decode
 from tfamp.data.stages.image_reader import ImageReader, crop_box
 from tfamp.records import checks
 
@@ -23,7 +23,7 @@ FAST = ["simplejpeg", "opencv"]
 
 def make_decode(image_size=None, *, key=None, **options):
     """The stage that `.decode` asks for."""
-    return Decode(DecodeElement(ImageReader(image_size, **options), key))
+    return Decode(ImageReader(image_size, key=key, **options))
 
 
 def needs(decoder):

@@ -35,7 +35,7 @@ def fingerprint_of(recipe):
     pipeline = pipeline.cache(f"{tempfile.gettempdir()}/train")
     plan = make_plan(pipeline.source, pipeline.stages, Settings(1, False))
     cache = next(step for step in plan.steps if isinstance(step, FileCache))
-    return cache.make_fingerprint()
+    return cache.found
 
 
 class Holder:

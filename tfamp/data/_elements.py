@@ -14,12 +14,7 @@ TENSOR = "x"
 
 
 def as_arguments(element: Any) -> tuple[Any, ...]:
-    """Returns an element as `Dataset.map` hands it to a function: a tuple is several.
-
-    Example:
-        >>> as_arguments((1, "label")), as_arguments([1, 2])
-        ((1, 'label'), ([1, 2],))
-    """
+    """Returns an element as `Dataset.map` hands it over: a tuple is several."""
     return element if isinstance(element, tuple) else (element,)
 
 
@@ -29,32 +24,19 @@ def from_arguments(parts: tuple[Any, ...]) -> Any:
 
 
 def inputs_of(element: Any) -> Any:
-    """Returns `x` of an element x, (x, y) or (x, y, sample_weight).
-
-    Example:
-        >>> inputs_of(({"age": 3}, 1)), inputs_of(7)
-        ({'age': 3}, 7)
-    """
+    """Returns `x` of an element x, (x, y) or (x, y, sample_weight)."""
     return element[0] if isinstance(element, (tuple, list)) else element
 
 
 def with_inputs(element: Any, inputs: Any) -> Any:
-    """Returns the element with other inputs.
-
-    Example:
-        >>> with_inputs((1, "label"), 2), with_inputs(1, 2)
-        ((2, 'label'), 2)
-    """
+    """Returns the element with other inputs."""
     if isinstance(element, (tuple, list)):
         return (inputs, *element[1:])
     return inputs
 
 
 def named_columns(inputs: Any) -> dict[str, Any]:
-    """Returns the columns of inputs by name, a lone tensor under "x".
-
-    Raises:
-        TypeError: The inputs are neither a tensor nor a flat dict of tensors.
+    """Returns the columns of inputs by name, a lone tensor under "x", or raises.
 
     Example:
         >>> named_columns({"age": 3}), named_columns(7)
@@ -75,13 +57,8 @@ def named_columns(inputs: Any) -> dict[str, Any]:
 def blank(element_spec: Any, *, purpose: str, sizes: Sequence[int | None] = ()) -> Any:
     """Returns an element of a spec that holds nothing: zeros, unknown sizes 0.
 
-    Args:
-        element_spec: Specs of the parts of an element.
-        purpose: What needs it, for the error: "`.filter` drops some".
-        sizes: Of the first dimensions, in place of what the specs say.
-
-    Raises:
-        TypeError: A part is ragged, sparse or of unknown rank.
+    The purpose is what needs it, for the error where a part is ragged, sparse or of
+    unknown rank; sizes of the first dimensions go before those of the spec.
     """
 
     def blank_part(spec: tf.TypeSpec) -> tf.Tensor:
@@ -118,8 +95,6 @@ def bytes_of_element(element_spec: Any) -> int | None:
         >>> bytes_of_element((tf.TensorSpec((8, 8, 1), tf.uint8),
         ...                   tf.TensorSpec((), tf.int64)))
         72
-        >>> bytes_of_element(tf.TensorSpec((None,), tf.int32)) is None
-        True
     """
     total = 0
     for spec in tf.nest.flatten(element_spec):
@@ -132,30 +107,30 @@ def bytes_of_element(element_spec: Any) -> int | None:
     return total
 
 
-def bytes_of_first(dataset: tf.data.Dataset, count: int) -> int | None:
-    """Returns the mean memory of the first elements, None where they cannot be read.
+def bytes_of_first(
+    dataset: tf.data.Dataset, count: int, *, beside: int = _TENSOR_BYTES
+) -> int | None:
+    """Returns the mean bytes of the first elements, None where they cannot be read.
 
-    A tensor counts for what stands around its values too.
+    So many stand beside the values of each tensor: by default those of a buffer.
     """
     total = num_elements = 0
     try:
         for element in dataset.take(count):
             parts = tf.nest.flatten(element, expand_composites=True)
-            total += sum(map(_bytes_of_tensor, parts))
+            total += sum(beside + _bytes_of_values(part) for part in parts)
             num_elements += 1
     except tf.errors.OpError:
         return None  # the pass itself says what is wrong
     return total // num_elements if num_elements else None
 
 
-def _bytes_of_tensor(tensor: tf.Tensor) -> int:
-    """Returns the memory that a tensor takes while it waits in a buffer."""
+def _bytes_of_values(tensor: tf.Tensor) -> int:
     if tensor.dtype == tf.string:
-        texts = np.asarray(tensor.numpy(), object).ravel().tolist()
-        return _TENSOR_BYTES + sum(map(len, texts))
+        return sum(map(len, np.ravel(np.asarray(tensor.numpy(), object))))
     if tensor.dtype in (tf.variant, tf.resource):
-        return _TENSOR_BYTES
-    return _TENSOR_BYTES + int(tf.size(tensor)) * tensor.dtype.size
+        return 0
+    return int(tf.size(tensor)) * tensor.dtype.size
 
 
 def looks_batched(element_spec: Any) -> bool:

@@ -128,13 +128,12 @@ class Gather(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Gathers in parallel and keeps the order."""
-        if self.is_numbered:
-            return map_in_order(
-                dataset,
-                lambda position: (position, self.source.rows(position)),
-                settings,
-            )
-        return map_in_order(dataset, self.source.rows, settings)
+
+        def read(position: tf.Tensor) -> Any:
+            rows = self.source.rows(position)
+            return (position, rows) if self.is_numbered else rows
+
+        return map_in_order(dataset, read, settings)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
@@ -160,12 +159,7 @@ class ArraySource(RandomAccess):
 
 
 def array_source(x: Any, y: Any = None, sample_weight: Any = None) -> ArraySource:
-    """Checks arrays and puts them on the CPU as tensors.
-
-    Raises:
-        TypeError: An argument is a list, or holds something that is no array.
-        ValueError: Lengths differ, no examples, or weights without targets.
-    """
+    """Checks arrays and puts them on the CPU as tensors."""
     if y is None and sample_weight is not None:
         raise ValueError(
             "`sample_weight` came without `y`; expected both or neither, since Keras "
@@ -276,12 +270,7 @@ class DatasetSource(Source):
 
 
 def dataset_source(dataset: Any) -> DatasetSource:
-    """Checks that a dataset is one and is not empty.
-
-    Raises:
-        TypeError: `dataset` is no `tf.data.Dataset`.
-        ValueError: It has no elements.
-    """
+    """Checks that a dataset is one and is not empty."""
     if not isinstance(dataset, tf.data.Dataset):
         raise TypeError(
             f"`dataset` is a {type(dataset).__name__}; expected a tf.data.Dataset. For "

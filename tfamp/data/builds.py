@@ -16,7 +16,7 @@ from tfamp.data.plan import PipelinePlan, Role, has_role, make_plan
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.dropped import OnError, SkippedElement
-from tfamp.data.stages.workers import ClusterShard
+from tfamp.data.stages.workers import Shard
 from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import console
 
@@ -27,13 +27,7 @@ _WORKER_JOBS = ("worker", "chief")
 
 
 class Build:
-    """A dataset of a pipeline, with all that is counted while it is read.
-
-    Args:
-        source: Where the elements come from.
-        stages: As they were written; the build has copies with counts of their own.
-        autotune: As for `Pipeline.build`.
-    """
+    """A dataset of a pipeline, and copies of its stages with counts of their own."""
 
     def __init__(
         self, source: Source, stages: Sequence[Stage], autotune: Autotune
@@ -46,7 +40,7 @@ class Build:
         plan = self._plan
         policy = shard_policy(plan)
         for stage in self.stages:
-            if isinstance(stage, ClusterShard):
+            if isinstance(stage, Shard):
                 stage.check_workers(num_workers())
         dataset = plan.start()
         for step in plan.steps:
@@ -117,17 +111,7 @@ def num_workers(device_names: Sequence[str] | None = None) -> int:
     """Returns how many worker processes train together with this one, itself included.
 
     Under a parameter server it is 1: there every worker brings elements of its own.
-
-    Args:
-        device_names: Full names of all devices; None to ask TensorFlow, which knows
-            those of other processes once a strategy was made.
-
-    Example:
-        >>> name = "/job:worker/replica:0/task:{}/device:CPU:0"
-        >>> num_workers([name.format(0), name.format(1)])
-        2
-        >>> num_workers(["/device:CPU:0", "/device:CPU:1"])
-        1
+    TensorFlow knows the devices of other processes once a strategy was made.
     """
     if device_names is None:
         device_names = [device.name for device in tf.config.list_logical_devices()]
@@ -141,8 +125,7 @@ def num_workers(device_names: Sequence[str] | None = None) -> int:
 def shard_policy(plan: PipelinePlan) -> Any:
     """Returns how tf.distribute is to divide what comes out of a plan.
 
-    Raises:
-        ValueError: Elements would be lost or doubled, in these processes or in any.
+    Raises where elements would be lost or doubled, in these processes or in any.
     """
     policy = plan.source.shard_policy
     # These count on all elements of the source.

@@ -13,7 +13,7 @@ from tfamp.data.sources.images import FileSource
 from tfamp.data.stages.augment import Augmentation
 from tfamp.data.stages.base import Batch, Map, Prefetch
 from tfamp.data.stages.cache import Cache
-from tfamp.data.stages.decode import Decode, DecodeElement
+from tfamp.data.stages.decode import Decode
 from tfamp.data.stages.dropped import ErrorLog, OnError, SkippedElement
 from tfamp.data.stages.image_reader import ImageReader
 from tfamp.records import checks
@@ -98,9 +98,10 @@ class Pipeline(PipelineSelection):
             method=method,
             antialias=antialias,
             fit=fit,
+            key=key,
             reads_files=isinstance(self.source, FileSource),
         )
-        return self._with(Decode(DecodeElement(reader, key)))
+        return self._with(Decode(reader))
 
     def map(self, function: Callable[..., Any]) -> "Self":
         """Calls a function on every element, on all cores, in order.

@@ -7,7 +7,6 @@ speed or exactness, and each a function of its own. `make_plan` applies both;
 
 import dataclasses
 import enum
-import functools
 from collections.abc import Sequence
 from typing import Any, Literal
 
@@ -21,7 +20,7 @@ from tfamp.data.stages.base import SHUFFLE_BUFFER_BYTES, Rebatch, Settings, Stag
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.decode import with_whole_batches
 from tfamp.data.stages.dropped import Careful
-from tfamp.data.stages.workers import ClusterShard, Service, before_service
+from tfamp.data.stages.workers import Service, Shard, before_service
 
 
 class Role(enum.Enum):
@@ -68,8 +67,6 @@ class PipelinePlan:
     """A source and its steps in running order.
 
     Attributes:
-        source: Where the elements come from.
-        settings: How parallel it runs.
         rest: Steps on elements, or on chunks of them, first to last.
         first: Steps before these, on the source as a whole or on positions in it.
         reads: What the first step is given.
@@ -101,11 +98,7 @@ class PipelinePlan:
 def make_plan(
     source: Source, stages: Sequence[Stage], settings: Settings
 ) -> PipelinePlan:
-    """Returns the plan of stages that were asked for in any order.
-
-    Raises:
-        ValueError: Two of them do the same thing, or one has nothing to act on.
-    """
+    """Returns the plan of stages that were asked for in any order."""
     rest = sorted(stages, key=lambda stage: _PLACES[stage.name])
     _check_pairs(rest)
     if rest and rest[0].name == "on_error":
@@ -130,7 +123,7 @@ def _even_parts(plan: PipelinePlan) -> PipelinePlan:
         return plan
     rest = tuple(
         dataclasses.replace(step, is_even=True)
-        if isinstance(step, ClusterShard)
+        if isinstance(step, Shard) and step.cluster is not None
         else step
         for step in plan.rest
     )
@@ -269,10 +262,7 @@ def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
         path = getattr(step, "path", None)
         if step.name == "cache" and path is not None:
             before = (*plan.first, *plan.rest[:at])
-            # Asked for several times while a plan runs, of values that stay.
-            found = functools.cache(
-                functools.partial(_fingerprint, plan.source, before)
-            )
+            found = _fingerprint(plan.source, before)
             is_endless = _is_endless(plan.source, before)
             cache = FileCache(path, found, step.unseen, is_endless, _DATA_PARTS)  # type: ignore[attr-defined]
             rest = (*plan.rest[:at], cache, *plan.rest[at + 1 :])

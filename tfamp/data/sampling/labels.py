@@ -31,11 +31,8 @@ _NO_CLASS = -(2**62)
 class Reader:
     """Where the class of an element is found, or its weight.
 
-    Attributes:
-        by: None for the target, a key of dict elements, or a function of an
-            element's parts.
-        argument: What the caller calls `by`, for errors.
-        is_weight: Whether values are weights; else they are classes.
+    It is `by` the target for None, a key of dict elements, or a function of their
+    parts. `argument` is what the caller calls it, for errors.
     """
 
     by: Callable[..., Any] | str | None
@@ -50,10 +47,7 @@ class Reader:
         return "target" if self.by is None else repr(self.by)
 
     def values(self, parts: tuple[Any, ...]) -> tf.Tensor:
-        """Returns the values of a batch of elements, `(batch,)`.
-
-        Not for a `by` that is a function, which takes single elements.
-        """
+        """Returns the values of a batch, `(batch,)`; `by` is no function, then."""
         return self._converted(tf.convert_to_tensor(self._pick(parts)))
 
     def value(self, *parts: Any) -> tf.Tensor:
@@ -215,10 +209,7 @@ def _class_of_rows(rows: tf.Tensor) -> tf.Tensor:
 def read_all(
     batches: tf.data.Dataset, description: str, length: int | None, what: str
 ) -> np.ndarray:
-    """Returns joined batches of values, with a progress bar if it takes long.
-
-    `description` is for the bar, `what` is read of each element for the error.
-    """
+    """Returns joined batches of values, with a progress bar if it takes long."""
     read, done = [], 0
     with progress(description, length) as update:
         for batch in batches.as_numpy_iterator():

@@ -55,11 +55,7 @@ class Draw:
 class Sampler(Stage):
     """Draws anew in each epoch which examples come, and how often.
 
-    Attributes:
-        seed: Same seed, same sequence of epochs; None for another each time. Workers
-            of `tf.distribute` need a seed, so that they agree.
-        memory: What was read of the last dataset.
-        source: What is drawn of by position; None for the elements that come.
+    By position where there is a source, else of the elements that come.
     """
 
     seed: int | None = dataclasses.field(default=None, kw_only=True)

@@ -35,11 +35,8 @@ _TOO_LONG_ADVICE = (
 class Bucket(Stage):
     """Joins sequences of about one length into batches, padded to a few lengths.
 
-    `Pipeline.bucket` explains the arguments.
-
-    Attributes:
-        memory: The lengths of the last dataset.
-        plans: The buckets of the dataset of one build, once it is made.
+    `Pipeline.bucket` explains the arguments. `plans` are the buckets of the dataset of
+    one build, once it is made.
     """
 
     name: ClassVar[str] = "bucket"
@@ -191,13 +188,10 @@ class Bucket(Stage):
             lengths, boundaries, sizes, keeps_too_long=self.too_long == "truncate"
         )
         if plan.num_too_long and self.too_long != "error":
-            logging.warning(
-                "%d of %d sequences are longer than %d, the last boundary: %s.",
-                plan.num_too_long,
-                0 if lengths is None else len(lengths),
-                boundaries[-1],
-                "left out" if self.too_long == "drop" else "cut to it",
-            )
+            total = 0 if lengths is None else len(lengths)
+            done = "left out" if self.too_long == "drop" else "cut to it"
+            text = "%d of %d sequences are longer than %d, the last boundary: %s."
+            logging.warning(text, plan.num_too_long, total, boundaries[-1], done)
         return plan
 
     def _batched(

@@ -9,15 +9,13 @@ import dataclasses
 import errno
 import os
 import shutil
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any, ClassVar
 
-import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import bytes_of_element, known_length
+from tfamp.data._elements import bytes_of_element, bytes_of_first, known_length
 from tfamp.data.fingerprints import Fingerprint
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache_files import (
@@ -77,17 +75,20 @@ class FileCache(Stage):
 
     The names of the files begin with `path` and end with the fingerprint of all that
     comes before, which `is_endless` where that is known although the dataset itself
-    may not know. `unseen` "error" refuses what the fingerprint cannot see. Where the
-    `data_parts` of fingerprints differ, a cache is no older version of another but
-    holds other elements: a worker's, or the validation's.
+    may not know. Where the `data_parts` of fingerprints differ, a cache is no older
+    version of another but holds other elements: a worker's, or the validation's.
     """
 
     name: ClassVar[str] = Cache.name
     path: Path
-    make_fingerprint: Callable[[], Fingerprint]
+    found: Fingerprint
     unseen: str = "warn"
     is_endless: bool = False
     data_parts: tuple[str, ...] = ("source",)
+
+    @property
+    def _files(self) -> CacheFiles:
+        return CacheFiles(self.path, self.found.digest)
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises where the files would never be full, or not notice a change."""
@@ -97,7 +98,7 @@ class FileCache(Stage):
                 "repeat without end. Expected a pass that ends: leave `repeat()` out, "
                 "since `fit` repeats the dataset each epoch, or give it a number."
             )
-        unseen = self.make_fingerprint().unseen
+        unseen = self.found.unseen
         if self.unseen == "error" and unseen:
             raise ValueError(
                 f"Cache {str(self.path)!r} would not notice changes in: "
@@ -109,7 +110,7 @@ class FileCache(Stage):
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns a dataset of the same spec, of the length that is on record."""
-        record = CacheFiles(self.path, self.make_fingerprint().digest).read()
+        record = self._files.read()
         if not record:
             return dataset
         unknown = dataset.filter(lambda *parts: True)
@@ -118,15 +119,14 @@ class FileCache(Stage):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Fills the files, unless they are here, and reads them."""
-        found = self.make_fingerprint()
-        files = CacheFiles(self.path, found.digest)
+        found, files = self.found, self._files
         if found.unseen:
             logging.warning(
                 "Cache %s does not notice changes in: %s. Delete its files after one.",
                 files.stem,
                 "; ".join(found.unseen),
             )
-        is_new = fill_or_read(files, lambda: self._fill(files, found, dataset))
+        is_new = fill_or_read(files, lambda: self._fill(files, dataset))
         record = files.read()
         if not is_new:
             # Not locked: two that start together may count as one.
@@ -136,21 +136,19 @@ class FileCache(Stage):
         count = record["num_elements"]
         return cached.apply(tf.data.experimental.assert_cardinality(count))
 
-    def _fill(
-        self, files: CacheFiles, found: Fingerprint, dataset: tf.data.Dataset
-    ) -> None:
+    def _fill(self, files: CacheFiles, dataset: tf.data.Dataset) -> None:
         """Writes the files in one pass, or leaves none."""
         left = files.remove_unnamed()
         if left:
-            logging.warning(
+            text = (
                 "Cache %s was left unfinished by a process that has ended; its %d "
-                "files are removed and it is built again.",
-                files.stem,
-                len(left),
+                "files are removed and it is built again."
             )
-        needed = _expected_bytes(dataset)
-        if needed is None:
-            needed = _sampled_bytes(dataset)
+            logging.warning(text, files.stem, len(left))
+        needed, length = _expected_bytes(dataset), known_length(dataset)
+        if needed is None and length is not None:
+            each = bytes_of_first(dataset, _SAMPLED, beside=_OVERHEAD_BYTES)
+            needed = None if each is None else each * length
         _check_space(files, needed)
         data = files.new_data()
         so_far = _Progress()
@@ -162,7 +160,7 @@ class FileCache(Stage):
                     "least one. All were filtered out: loosen `.filter`."
                 )
             contents = {
-                "parts": found.parts,
+                "parts": self.found.parts,
                 "num_elements": so_far.num_elements,
                 "num_bytes": files.num_bytes,
                 "hits": 0,
@@ -205,8 +203,7 @@ class FileCache(Stage):
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        found = self.make_fingerprint()
-        files = CacheFiles(self.path, found.digest)
+        found, files = self.found, self._files
         record = files.read()
         reason = "filled once by `build`, then read"
         if record:
@@ -283,21 +280,6 @@ def _expected_bytes(dataset: tf.data.Dataset) -> int | None:
     element_bytes = bytes_of_element(dataset.element_spec)
     length = known_length(dataset)
     return None if element_bytes is None or length is None else element_bytes * length
-
-
-def _sampled_bytes(dataset: tf.data.Dataset) -> int | None:
-    """Returns an estimate from the first elements, None where the length is unknown."""
-    length = known_length(dataset)
-    if length is None:
-        return None
-    total = num_elements = 0
-    for element in dataset.take(_SAMPLED):
-        num_elements += 1
-        for leaf in tf.nest.flatten(element, expand_composites=True):
-            array, is_text = leaf.numpy(), leaf.dtype == tf.string
-            num_bytes = sum(map(len, np.ravel(array))) if is_text else array.nbytes
-            total += num_bytes + _OVERHEAD_BYTES
-    return round(length * total / max(1, num_elements))
 
 
 def _is_about_space(error: BaseException) -> bool:

@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import from_arguments, inputs_of, with_inputs, with_length_of
+from tfamp.data._elements import inputs_of, with_length_of
 from tfamp.data.stages.base import Batch, Map, Settings, Stage
 from tfamp.data.stages.image_reader import JPEG_START, ImageReader
 
@@ -28,36 +28,16 @@ _DIFFERENCES = {
 
 
 @dataclasses.dataclass(frozen=True)
-class DecodeElement:
-    """Decodes the image of an element and leaves its other parts alone.
-
-    `key` is where the image lies in the dict that the element, or its first part, is;
-    None where that is the image itself.
-    """
-
-    reader: ImageReader
-    key: str | None
-
-    def __call__(self, *parts: Any) -> Any:
-        """Returns the element with pixels in place of a path or of bytes."""
-        return _decoded(parts, self.key, self.reader)
-
-
-@dataclasses.dataclass(frozen=True)
 class Decode(Map):
     """Decodes images in parallel, each to one size."""
 
     name: ClassVar[str] = "decode"
     at_once: ClassVar[str] = f"{CHUNK} a call"
-    function: DecodeElement
+    function: ImageReader
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises unless elements hold an image as a path or as bytes."""
-        self.check_spec(dataset.element_spec)
-
-    def check_spec(self, spec: Any) -> None:
-        """Raises unless elements of this spec hold an image as a path or as bytes."""
-        first = inputs_of(spec)
+        first = inputs_of(self.spec_of_one(dataset.element_spec))
         key = self.function.key
         if isinstance(first, dict):
             strings = tuple(
@@ -82,10 +62,15 @@ class Decode(Map):
                 "decoded already, or decode before you batch."
             )
 
+    def spec_of_one(self, spec: Any) -> Any:
+        """Returns the spec of one example."""
+        return spec
+
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel and keeps the order of the elements."""
-        reader = self.function.reader
-        if reader.decoder != "opencv" or not _can_be_joined(dataset.element_spec):
+        if self.function.decoder != "opencv" or not _can_be_joined(
+            dataset.element_spec
+        ):
             return super().apply(dataset, settings)
         decoded = self.decode_batches(dataset.batch(CHUNK), settings).unbatch()
         return with_length_of(dataset, decoded)
@@ -94,10 +79,10 @@ class Decode(Map):
         self, batches: tf.data.Dataset, settings: Settings
     ) -> tf.data.Dataset:
         """Returns batches of decoded images in place of batches of paths or bytes."""
-        reader, key = self.function.reader, self.function.key
+        reader = self.function
 
         def decode(*parts: Any) -> Any:
-            return _decoded(parts, key, lambda images: read_together(reader, images))
+            return reader.replaced(parts, lambda images: read_together(reader, images))
 
         # Not more of them than threads: each holds the memory of a batch.
         calls = tf.data.AUTOTUNE if settings.autotune else settings.num_threads
@@ -105,7 +90,7 @@ class Decode(Map):
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
-        reader = self.function.reader
+        reader = self.function
         size = "own sizes"
         if reader.image_size is not None:
             height, width = reader.image_size
@@ -126,9 +111,14 @@ class DecodeBatches(Decode):
 
     at_once: ClassVar[str] = "a batch a call"
 
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises unless batches hold images as paths or as bytes."""
-        self.check_spec(tf.nest.map_structure(_of_one, dataset.element_spec))
+    def spec_of_one(self, spec: Any) -> Any:
+        """Returns the spec of one example, given that of a batch."""
+
+        def of_one(part: Any) -> Any:
+            is_tensor = isinstance(part, tf.TensorSpec)
+            return tf.TensorSpec(part.shape[1:], part.dtype) if is_tensor else part
+
+        return tf.nest.map_structure(of_one, spec)
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel and keeps the order of the batches."""
@@ -141,7 +131,7 @@ def with_whole_batches(steps: list[Stage]) -> list[Stage]:
         decode, batch = pair
         if (
             isinstance(decode, Decode)
-            and decode.function.reader.decoder == "opencv"
+            and decode.function.decoder == "opencv"
             and type(batch) is Batch
             and batch.size <= _MAX_WHOLE_BATCH
         ):
@@ -153,8 +143,7 @@ def with_whole_batches(steps: list[Stage]) -> list[Stage]:
 def read_together(reader: ImageReader, images: tf.Tensor) -> tf.Tensor:
     """Returns pixels `(images, height, width, channels)`, uint8, in one call of Python.
 
-    Each image is decoded as by `reader`, whose decoder is "opencv" and which gives one
-    size; they come as paths or bytes, strings `(images,)`.
+    The decoder is "opencv"; images come as paths or bytes, strings `(images,)`.
     """
     fast = reader.fast_function()
     shape = (*(reader.image_size or ()), reader.channels)
@@ -175,11 +164,7 @@ def read_together(reader: ImageReader, images: tf.Tensor) -> tf.Tensor:
 def _decoded_bytes(
     reader: ImageReader, image: bytes, fast: Callable[..., Any], target: Any
 ) -> Any:
-    """Returns the pixels of one image, in `target` already where OpenCV could.
-
-    Raises:
-        ValueError: It is damaged or missing, with its path.
-    """
+    """Returns the pixels of one image, in `target` already where OpenCV could."""
     name = image.decode(errors="replace") if reader.reads_files else "An image"
     try:
         if not reader.reads_files:
@@ -192,7 +177,7 @@ def _decoded_bytes(
                 data = file.readall()
         if data[: len(JPEG_START)] == JPEG_START:
             return fast(data, target)
-        return reader(image).numpy()
+        return reader.pixels(image).numpy()
     except (ValueError, OSError, tf.errors.OpError) as error:
         # TensorFlow makes InvalidArgumentError of it.
         raise ValueError(f"{name}: {error}") from error
@@ -211,29 +196,12 @@ def _aligned(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     return memory[start : start + size].reshape(shape)
 
 
-def _decoded(
-    parts: tuple[Any, ...], key: str | None, read: Callable[[Any], tf.Tensor]
-) -> Any:
-    """Returns an element with what `read` makes of its image."""
-    element = from_arguments(parts)
-    given = inputs_of(element)
-    image = read(given) if key is None else {**given, key: read(given[key])}
-    return with_inputs(element, image)
-
-
 def _can_be_joined(element_spec: Any) -> bool:
     """Whether elements are tensors of known shapes, so that chunks hold them."""
     return all(
         isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined()
         for spec in tf.nest.flatten(element_spec)
     )
-
-
-def _of_one(spec: Any) -> Any:
-    """Returns the spec of an example, given that of a batch."""
-    if not isinstance(spec, tf.TensorSpec) or not spec.shape.rank:
-        return spec
-    return tf.TensorSpec(spec.shape[1:], spec.dtype)
 
 
 def _is_scalar_string(spec: Any) -> bool:

@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfamp.data._elements import from_arguments, inputs_of, with_inputs
 from tfamp.records import checks
 
 METHODS = ("bilinear", "nearest", "bicubic", "area", "lanczos3", "lanczos5")
@@ -35,10 +36,10 @@ _GRAY = (299, 587, 114)
 
 @dataclasses.dataclass(frozen=True)
 class ImageReader:
-    """Decodes and resizes one image; works eagerly and in `Dataset.map`.
+    """Decodes and resizes the image of an element; leaves its other parts alone.
 
     The settings are those of `Pipeline.decode`; `reads_files` says whether images come
-    as paths instead of bytes.
+    as paths instead of bytes. It works eagerly and in `Dataset.map`.
     """
 
     image_size: Any = None
@@ -48,6 +49,7 @@ class ImageReader:
     method: str = "bilinear"
     antialias: bool = False
     fit: str = "stretch"
+    key: str | None = None
     reads_files: bool = False
 
     def __post_init__(self) -> None:
@@ -89,25 +91,38 @@ class ImageReader:
             checks.require("simplejpeg", extra=None, purpose=purpose)
         object.__setattr__(self, "image_size", size)
 
-    def __call__(self, image: Any) -> tf.Tensor:
+    def __call__(self, *parts: Any) -> Any:
+        """Returns the element with pixels in place of a path or of bytes."""
+        return self.replaced(parts, self.pixels)
+
+    def replaced(self, parts: tuple[Any, ...], read: Callable[[Any], tf.Tensor]) -> Any:
+        """Returns an element with what `read` makes of its image."""
+        element = from_arguments(parts)
+        given, key = inputs_of(element), self.key
+        image = read(given) if key is None else {**given, key: read(given[key])}
+        return with_inputs(element, image)
+
+    def pixels(self, image: Any) -> tf.Tensor:
         """Returns the pixels `(height, width, channels)`, uint8, of a path or bytes."""
         given = tf.convert_to_tensor(image, tf.string)
         data = tf.io.read_file(given) if self.reads_files else given
         with tf.control_dependencies([self._check_start(given, data)]):
             data = tf.identity(data)
-        if self.decoder == "tf":
+
+        def slow() -> tf.Tensor:
             return self._read_by_tensorflow(given, data)
-        fast = self.fast_function()
-        pixels = tf.cond(
-            tf.io.is_jpeg(data),
-            lambda: tf.numpy_function(fast, [data], tf.uint8, stateful=False),
-            lambda: self._read_by_tensorflow(
-                given, data, is_whole=self.decoder == "opencv"
-            ),
-        )
+
+        if self.decoder == "tf":
+            return self._resized(slow())
+        function, is_jpeg = self.fast_function(), tf.io.is_jpeg(data)
+
+        def fast() -> tf.Tensor:
+            return tf.numpy_function(function, [data], tf.uint8, stateful=False)
+
         if self.decoder == "simplejpeg":
-            pixels = tf.ensure_shape(pixels, (None, None, self.channels))
-            return self._resized(pixels)
+            pixels = tf.cond(is_jpeg, fast, slow)
+            return self._resized(tf.ensure_shape(pixels, (None, None, self.channels)))
+        pixels = tf.cond(is_jpeg, fast, lambda: self._resized(slow()))
         return tf.ensure_shape(pixels, self._shape)
 
     @property
@@ -131,18 +146,15 @@ class ImageReader:
             raise tf.errors.InvalidArgumentError(None, None, text)
         return tf.debugging.Assert(is_image, words)
 
-    def _read_by_tensorflow(
-        self, given: tf.Tensor, data: tf.Tensor, is_whole: bool = True
-    ) -> tf.Tensor:
-        """Returns the pixels, resized if this is the whole way."""
+    def _read_by_tensorflow(self, given: tf.Tensor, data: tf.Tensor) -> tf.Tensor:
+        """Returns the pixels in the image's own size."""
         name = given if self.reads_files else tf.constant("An image")
         pixels = tf.cond(
             tf.strings.substr(data, 0, 2) == BMP_START,
             lambda: _decode_bmp(data, self.channels, name),
             lambda: tf.io.decode_image(data, self.channels, expand_animations=False),
         )
-        pixels = tf.ensure_shape(pixels, (None, None, self.channels))
-        return self._resized(pixels) if is_whole else pixels
+        return tf.ensure_shape(pixels, (None, None, self.channels))
 
     def _resized(self, pixels: tf.Tensor) -> tf.Tensor:
         """Returns the pixels in the wanted size, rounded half to even."""
@@ -166,10 +178,7 @@ class ImageReader:
 
     @tf.autograph.experimental.do_not_convert
     def fast_function(self) -> Callable[[Any], np.ndarray[Any, Any]]:
-        """Returns what decodes a JPEG outside of TensorFlow, without Python's lock.
-
-        It takes the bytes, and raises ValueError where they are damaged.
-        """
+        """Returns what decodes the bytes of a JPEG without Python's lock, or raises."""
         simplejpeg = checks.require(
             "simplejpeg", extra=None, purpose=f"`decoder={self.decoder!r}`"
         )

@@ -24,16 +24,16 @@ _MAX_CANDIDATES = 2048
 
 @dataclasses.dataclass(frozen=True)
 class BucketPlan:
-    """Buckets, and what is known of the lengths that go into them."""
+    """Buckets: what each is padded to, ascending, and how many make a batch.
 
-    # The longest length of each bucket, ascending: what it is padded to.
+    The waste is the share of all places that is padding, and the same if all were
+    padded to the longest; None if lengths were not read.
+    """
+
     boundaries: tuple[int, ...]
     batch_sizes: tuple[int, ...]
-    # Share of all places that is padding, None if lengths were not read; and the same
-    # if all sequences were padded to the longest.
     waste: float | None = None
     waste_of_one_shape: float | None = None
-    # Sequences above the last boundary.
     num_too_long: int = 0
 
 
@@ -42,9 +42,9 @@ def choose_boundaries(
 ) -> tuple[int, ...]:
     """Returns the boundaries with the least padding.
 
-    The least over all sets of at most `max_shapes` multiples of `multiple`, by
-    dynamic programming over the histogram of lengths: the best last bucket goes
-    with the best buckets below it. Above 2,048 distinct multiples (lengths of more
+    The least over all sets of at most `max_shapes` multiples, by dynamic programming
+    over the histogram of lengths: the best last bucket goes with the best buckets below
+    it. Above 2,048 distinct multiples (lengths of more
     than 16,384 at the default) they are taken in steps twice as wide, and so on.
 
     Example:
@@ -56,12 +56,14 @@ def choose_boundaries(
     Source: Bellman, On the approximation of curves by line segments using dynamic
     programming, 1961, with the padding of a segment as its cost.
     """
+
+    def rounded_up(step: int) -> np.ndarray:
+        return np.maximum(-(-lengths.astype(np.int64) // step), 1) * step
+
     step = multiple
-    rounded = _round_up(lengths, step)
-    while len(np.unique(rounded)) > _MAX_CANDIDATES:
+    while len(np.unique(rounded_up(step))) > _MAX_CANDIDATES:
         step *= 2
-        rounded = _round_up(lengths, step)
-    values, counts = np.unique(rounded, return_counts=True)
+    values, counts = np.unique(rounded_up(step), return_counts=True)
     # below[i]: sequences in the first i values; a bucket of values i to j - 1 has
     # below[j] - below[i] of them, each of which takes values[j - 1] places.
     below = np.concatenate([[0], np.cumsum(counts)]).astype(np.float64)
@@ -112,9 +114,6 @@ def plan_of(
 ) -> BucketPlan:
     """Returns the plan, with its waste where lengths are known.
 
-    Sequences above the last boundary are cut to it if `keeps_too_long`; else they are
-    not there.
-
     Example:
         >>> plan_of(np.array([2, 8, 12]), (8, 16), (4, 4)).waste  # 10 of 32 places
         0.3125
@@ -138,18 +137,10 @@ def plan_of(
     )
 
 
-def _round_up(lengths: np.ndarray, step: int) -> np.ndarray:
-    """Returns lengths as multiples of `step`, of at least one step."""
-    return np.maximum(-(-lengths.astype(np.int64) // step), 1) * step
-
-
 class Padder:
     """Pads the elements of one dataset: the parts whose first dimension is None.
 
     `Pipeline.bucket` explains the arguments.
-
-    Raises:
-        ValueError: The elements are no sequences, or lack what arguments ask for.
     """
 
     def __init__(
@@ -205,13 +196,10 @@ class Padder:
 
     def cut(self, boundary: int, *parts: Any) -> Any:
         """Returns an element with its sequences cut to a length."""
-        leaves = [
-            leaf[:boundary] if is_sequence else leaf
-            for leaf, is_sequence in zip(
-                tf.nest.flatten(parts), self._is_sequence, strict=True
-            )
-        ]
-        return self._joined(leaves)
+        pairs = zip(tf.nest.flatten(parts), self._is_sequence, strict=True)
+        return self._joined(
+            [leaf[:boundary] if varies else leaf for leaf, varies in pairs]
+        )
 
     def batch(
         self,
@@ -310,10 +298,7 @@ class Padder:
                     "each part."
                 ) from error
             given = tf.nest.flatten(values)
-        return [
-            _fill_value(value, spec)
-            for value, spec in zip(given, self.specs, strict=True)
-        ]
+        return list(map(_fill_value, given, self.specs))
 
 
 def _fill_value(value: Any, spec: tf.TensorSpec) -> tf.Tensor:

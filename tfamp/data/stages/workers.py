@@ -1,4 +1,4 @@
-"""Parts of a source for workers that train together."""
+"""Workers: parts of a source for those that train, and those of a data service."""
 
 import dataclasses
 import re
@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfamp.data._elements import known_length
 from tfamp.data._sources import RandomAccess
 from tfamp.data.sources.tfrecord import TfrecordSource
-from tfamp.data.stages.base import Settings, Stage
+from tfamp.data.stages.base import Settings, Stage, Step
 from tfamp.machine import network
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
@@ -19,11 +19,21 @@ from tfamp.records import checks
 
 @dataclasses.dataclass(frozen=True)
 class Shard(Stage):
-    """Keeps each n-th element of the source, before anything is read of the others."""
+    """Keeps each n-th element of the source, before anything is read of the others.
+
+    Attributes:
+        cluster: What told the number of parts and which one this is, None for the user.
+        is_even: Whether all parts are to have one size; what is left over is dropped.
+            Where batches drop a remainder, a part that is larger by one element may
+            else have a batch more.
+    """
 
     name: ClassVar[str] = "shard"
     num_shards: int
     index: int
+    _: dataclasses.KW_ONLY
+    cluster: Cluster | None = dataclasses.field(default=None, compare=False)
+    is_even: bool = False
 
     def __post_init__(self) -> None:
         checks.positive_int("num_shards", self.num_shards)
@@ -34,54 +44,9 @@ class Shard(Stage):
                 f"expected one from 0 to {self.num_shards - 1}. Workers count from 0."
             )
 
-    def check(self, dataset: tf.data.Dataset) -> None:
-        """Raises if the part is known to be empty."""
-        length = known_length(dataset)
-        if length is not None:
-            self._check_length(length)
-
-    def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
-        """Returns the positions of the part in a source, ascending, int64."""
-        self._check_length(source.num_examples)
-        return tf.range(self.index, source.num_examples, self.num_shards, tf.int64)
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the elements of the part, in their order."""
-        return dataset.shard(self.num_shards, self.index)
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        return (
-            f"part {self.index} of {self.num_shards}",
-            f"each {self.num_shards}th element; tf.distribute divides no further",
-        )
-
-    def _check_length(self, length: int) -> None:
-        if length <= self.index:
-            raise ValueError(
-                f"`.shard({self.num_shards}, {self.index})` of {length} elements is "
-                "empty; expected an element for each shard. Use fewer workers, or a "
-                "larger source."
-            )
-
-
-@dataclasses.dataclass(frozen=True)
-class ClusterShard(Shard):
-    """Keeps the part of this process in its cluster.
-
-    Attributes:
-        cluster: What told the number of parts and which one this is.
-        is_even: Whether all parts are to have one size; what is left over is dropped.
-            Where batches drop a remainder, a part that is larger by one element may
-            else have a batch more.
-    """
-
-    cluster: Cluster = dataclasses.field(compare=False, kw_only=True)
-    is_even: bool = dataclasses.field(default=False, kw_only=True)
-
     def check_workers(self, num_workers: int) -> None:
         """Raises if other processes train together than those of the cluster."""
-        if num_workers == self.num_shards:
+        if self.cluster is None or num_workers == self.num_shards:
             return
         told = (
             f"as {self.cluster.source} says"
@@ -96,24 +61,34 @@ class ClusterShard(Shard):
             "`.shard(num_shards, index)`, or leave it out to train alone."
         )
 
+    def check(self, dataset: tf.data.Dataset) -> None:
+        """Raises if the part is known to be empty."""
+        length = known_length(dataset)
+        if length is not None:
+            self._check_length(length)
+
     def chosen(self, source: Any, settings: Settings) -> tf.Tensor:
         """Returns the positions of the part in a source, ascending, int64."""
-        positions = super().chosen(source, settings)
-        return positions[: self._num_kept(source.num_examples)]
+        self._check_length(source.num_examples)
+        every = tf.range(self.index, source.num_examples, self.num_shards, tf.int64)
+        return every[: self._num_kept(source.num_examples)]
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the elements of the part, in their order."""
-        part, length = super().apply(dataset, settings), known_length(dataset)
+        part, length = dataset.shard(self.num_shards, self.index), known_length(dataset)
         return part if length is None else part.take(self._num_kept(length))
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
+        setting = f"part {self.index} of {self.num_shards}"
+        reason = f"each {self.num_shards}th element; tf.distribute divides no further"
+        if self.cluster is None:
+            return setting, reason
+        told = self.cluster.source
         if self.num_shards == 1:
-            source = self.cluster.source
-            told = "no cluster is described" if source == "none" else source
-            return "all, as one process trains", f"auto: {told}"
-        setting, reason = super().explain(dataset, settings)
-        return setting, f"auto: {self.cluster.source}; {reason}; {self._left(dataset)}"
+            found = "no cluster is described" if told == "none" else told
+            return "all, as one process trains", f"auto: {found}"
+        return setting, f"auto: {told}; {reason}; {self._left(dataset)}"
 
     def _left(self, dataset: tf.data.Dataset) -> str:
         """Returns in words what becomes of elements that are left over."""
@@ -131,7 +106,13 @@ class ClusterShard(Shard):
         return whole + (not self.is_even and self.index < rest)
 
     def _check_length(self, length: int) -> None:
-        if length < self.num_shards:
+        if self.cluster is None and length <= self.index:
+            raise ValueError(
+                f"`.shard({self.num_shards}, {self.index})` of {length} elements is "
+                "empty; expected an element for each shard. Use fewer workers, or a "
+                "larger source."
+            )
+        if self.cluster is not None and length < self.num_shards:
             raise ValueError(
                 f"`.shard('auto')` divides {length} elements among {self.num_shards} "
                 "workers; expected an element for each. Use fewer workers, or a larger "
@@ -139,10 +120,10 @@ class ClusterShard(Shard):
             )
 
 
-def cluster_shard() -> ClusterShard:
+def cluster_shard() -> Shard:
     """Returns the part of this process, as `tfamp.distribute.cluster` finds it."""
     cluster = cluster_here()
-    return ClusterShard(cluster.num_workers, cluster.index, cluster=cluster)
+    return Shard(cluster.num_workers, cluster.index, cluster=cluster)
 
 
 _ADDRESS = re.compile(r"(?:grpc://)?([^\s/:]+|\[[^\s/]+\]):([0-9]+)")
@@ -204,12 +185,10 @@ class Service(Stage):
         dataset = dataset.apply(
             service.distribute(service.ShardingPolicy.DYNAMIC, address)
         )
-        if self.length is None:
-            return dataset
-        return dataset.apply(tf.data.experimental.assert_cardinality(self.length))
+        return self.preview(dataset, settings)
 
     def preview(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset as it is, since a service would be told of it."""
+        """Returns the dataset with its length; a service would be told of more."""
         if self.length is None:
             return dataset
         return dataset.apply(tf.data.experimental.assert_cardinality(self.length))
@@ -223,27 +202,6 @@ class Service(Stage):
         )
 
 
-@dataclasses.dataclass(frozen=True)
-class PartOfFiles(Stage):
-    """Tells of a source that brings a part of each of its files."""
-
-    name: ClassVar[str] = "shard"
-    num_shards: int
-    index: int
-
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Returns the dataset as it is."""
-        return dataset
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        return (
-            f"part {self.index} of {self.num_shards}",
-            f"each {self.num_shards}th record of each file, as the service divides "
-            "files; sizes differ by less than their number",
-        )
-
-
 def before_service(
     source: Any, steps: Sequence[Stage], settings: Settings
 ) -> tuple[Any, tuple[Stage, ...]]:
@@ -251,9 +209,6 @@ def before_service(
 
     Each of them is given a part of the source and does the steps on that alone. So to
     keep each n-th element of it, or the first ones, would keep others on each worker.
-
-    Raises:
-        ValueError: A step would act on all elements of the source, or skip errors.
     """
     if settings.errors is not None:
         raise ValueError(
@@ -273,7 +228,12 @@ def before_service(
         if isinstance(step, Shard) and isinstance(source, TfrecordSource):
             source = source.part_of_files(step.num_shards, step.index)
             length = None
-            left.append(PartOfFiles(step.num_shards, step.index))
+            reason = (
+                f"each {step.num_shards}th record of each file, as the service divides "
+                "files; sizes differ by less than their number"
+            )
+            part = f"part {step.index} of {step.num_shards}"
+            left.append(Step("shard", part, reason, of=step))
         elif step.name in ("shard", "subset"):
             raise ValueError(
                 f"`.{step.name}` of this source does not go with `.service`, whose "
