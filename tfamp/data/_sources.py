@@ -7,6 +7,7 @@ the element, which is exact at any size and holds nothing twice.
 
 import abc
 import dataclasses
+import functools
 import os
 from collections.abc import Sequence
 from typing import Any, ClassVar
@@ -15,7 +16,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data._elements import known_length
-from tfamp.data.stages.base import Settings, Stage, map_in_order
+from tfamp.data.stages.base import Settings, Step, map_in_order
 
 DATA = tf.data.experimental.AutoShardPolicy.DATA
 
@@ -115,33 +116,20 @@ class RandomAccess(Source):
         return self.tensors
 
 
-@dataclasses.dataclass(frozen=True)
-class Gather(Stage):
-    """Reads the elements of `source`, or batches of them, whose positions arrive.
+def gather_step(source: RandomAccess, settings: Settings, what: str) -> Step:
+    """Returns the step that reads elements, or batches of them, by their positions.
 
-    With `is_numbered` it gives pairs (position, element).
+    Where errors are skipped it gives pairs (position, element).
     """
 
-    name = "gather"
-    source: RandomAccess = dataclasses.field(compare=False)
-    is_numbered: bool = False
+    def read(position: tf.Tensor) -> Any:
+        rows = source.rows(position)
+        return rows if settings.errors is None else (position, rows)
 
-    def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
-        """Gathers in parallel and keeps the order."""
-
-        def read(position: tf.Tensor) -> Any:
-            rows = self.source.rows(position)
-            return (position, rows) if self.is_numbered else rows
-
-        return map_in_order(dataset, read, settings)
-
-    def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
-        """Returns the setting and the reason, given the dataset it acts on."""
-        per = "batch" if dataset.element_spec.shape.rank else "element"
-        return (
-            f"one {per} a call, {settings.parallelism}",
-            "order drawn on positions, then read: exact at any size",
-        )
+    setting = f"one {what} a call, {settings.parallelism}"
+    reason = "order drawn on positions, then read: exact at any size"
+    act = functools.partial(map_in_order, function=read, settings=settings)
+    return Step("gather", setting, reason, act=act)
 
 
 @dataclasses.dataclass(frozen=True)

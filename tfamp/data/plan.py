@@ -13,10 +13,22 @@ from typing import Any, Literal
 import tensorflow as tf
 
 from tfamp.data._elements import bytes_of_element, known_length
-from tfamp.data._sources import ArraySource, DatasetSource, Gather, RandomAccess, Source
+from tfamp.data._sources import (
+    ArraySource,
+    DatasetSource,
+    RandomAccess,
+    Source,
+    gather_step,
+)
 from tfamp.data.fingerprints import Fingerprint, fingerprint
 from tfamp.data.sources._files import ChunkedSource
-from tfamp.data.stages.base import SHUFFLE_BUFFER_BYTES, Rebatch, Settings, Stage, Step
+from tfamp.data.stages.base import (
+    SHUFFLE_BUFFER_BYTES,
+    Rebatch,
+    Settings,
+    Stage,
+    Step,
+)
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.decode import with_whole_batches
 from tfamp.data.stages.dropped import Careful
@@ -103,7 +115,12 @@ def make_plan(
     _check_pairs(rest)
     if rest and rest[0].name == "on_error":
         calls = any(has_role(stage, Role.CALLS) for stage in rest)
-        _check_on_error(calls or source.skips_errors)
+        if not (calls or source.skips_errors):
+            raise ValueError(
+                "`.on_error('skip')` has nothing to act on: this source reads what is "
+                "in memory or raises its own errors, and there is no `.map` or "
+                "`.decode`; expected one of them. Leave `.on_error` out."
+            )
         on_error: Any = rest.pop(0)
         on_error = dataclasses.replace(on_error, is_last=not calls)
         settings = dataclasses.replace(settings, errors=on_error)
@@ -196,7 +213,9 @@ def _draw_positions(plan: PipelinePlan) -> PipelinePlan:
     rest = [step for step in plan.rest if step not in drawn]
     # A batch of positions is read at once.
     split = 1 if rest and rest[0].name == "batch" else 0
-    rest.insert(split, Gather(source, is_numbered=plan.settings.errors is not None))
+    rest.insert(
+        split, gather_step(source, plan.settings, "batch" if split else "element")
+    )
     return dataclasses.replace(
         plan, first=(*plan.first, *found), rest=tuple(rest), reads="positions"
     )
@@ -230,7 +249,7 @@ def _skip_errors(plan: PipelinePlan) -> PipelinePlan:
     )
     at = plan.rest.index(calls[0])
     before = [step.numbered() for step in plan.rest[:at]]
-    if not any(isinstance(step, Gather) for step in before):
+    if not any(step.name == "gather" for step in before):
         reason = "so that a skipped element can be named"
         act = tf.data.Dataset.enumerate
         before.insert(0, Step("number", "positions", reason, act=act))
@@ -311,16 +330,6 @@ def _fingerprint(source: Source, steps: Sequence[Stage]) -> Fingerprint:
         same = sum(name.split(" ")[0] == step.name for name in parts)
         parts[f"{step.name} {same + 1}" if same else step.name] = step
     return fingerprint(parts)
-
-
-def _check_on_error(can_act: bool) -> None:
-    """Raises where `.on_error` has nothing that it could act on."""
-    if not can_act:
-        raise ValueError(
-            "`.on_error('skip')` has nothing to act on: this source reads what is in "
-            "memory or raises its own errors, and there is no `.map` or `.decode`; "
-            "expected one of them. Leave `.on_error` out."
-        )
 
 
 def _check_pairs(stages: Sequence[Stage]) -> None:
