@@ -85,7 +85,22 @@ def with_length_of(like: tf.data.Dataset, dataset: tf.data.Dataset) -> tf.data.D
     cardinality = int(like.cardinality())
     if cardinality == int(tf.data.UNKNOWN_CARDINALITY):
         return dataset
-    return dataset.apply(tf.data.experimental.assert_cardinality(cardinality))
+    return with_length(dataset, cardinality)
+
+
+def with_length(dataset: tf.data.Dataset, length: int) -> tf.data.Dataset:
+    """Returns a dataset whose length is told, and checked at the end of a pass."""
+    return dataset.apply(tf.data.experimental.assert_cardinality(length))
+
+
+def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset of the same elements whose length tf.data does not know."""
+    return dataset.filter(lambda *parts: True)
+
+
+def is_endless(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a dataset is known to have no end."""
+    return int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)
 
 
 def bytes_of_element(element_spec: Any) -> int | None:

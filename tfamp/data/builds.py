@@ -11,11 +11,11 @@ from typing import Any, Literal
 import rich.box
 import tensorflow as tf
 
+from tfamp.data._elements import of_unknown_length
 from tfamp.data._sources import Source
 from tfamp.data.plan import PipelinePlan, Role, has_role, make_plan
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache import FileCache
-from tfamp.data.stages.dropped import OnError, SkippedElement
 from tfamp.data.stages.workers import Shard
 from tfamp.machine.cpus import num_usable_cpus
 from tfamp.records import console
@@ -50,7 +50,7 @@ class Build:
             # A part of one of n workers has an n-th of the batches. tf.distribute cuts
             # these into n, so there are n times as many steps; `fit` would stop after
             # the length, which is therefore made unknown.
-            dataset = dataset.filter(lambda *parts: True)
+            dataset = of_unknown_length(dataset)
         options = tf.data.Options()
         options.deterministic = True
         options.autotune.enabled = plan.settings.autotune
@@ -60,18 +60,12 @@ class Build:
         return dataset.with_options(options)
 
 
-def counted(stages: Sequence[Stage], builds: Sequence[Build]) -> tuple[Stage, ...]:
+def counted(stages: Sequence[Stage], builds: Sequence[Build]) -> list[Stage]:
     """Returns stages with what all builds of them have counted."""
-    return tuple(
+    return [
         stage.with_counts_of([build.stages[number] for build in builds])
         for number, stage in enumerate(stages)
-    )
-
-
-def skipped(stages: Sequence[Stage]) -> tuple[SkippedElement, ...]:
-    """Returns the elements that stages have skipped."""
-    logs = [stage.log for stage in stages if isinstance(stage, OnError)]
-    return tuple(one for log in logs for one in log.skipped)
+    ]
 
 
 def describe(source: Source, stages: Sequence[Stage], autotune: Autotune) -> str:

@@ -47,12 +47,7 @@ class Rescale(keras.layers.Layer):
         [-1.0, 1.0]
     """
 
-    def __init__(
-        self,
-        scale: Any = 1 / 255,
-        offset: Any = 0.0,
-        **kwargs: Any,
-    ) -> None:
+    def __init__(self, scale: Any = 1 / 255, offset: Any = 0.0, **kwargs: Any) -> None:
         # A float input is not rounded before it is scaled either.
         super().__init__(autocast=False, **kwargs)
         self.scale = _numbers("scale", scale)

@@ -123,10 +123,7 @@ class Pipeline(PipelineSelection):
         return self._with(Map(function))
 
     def on_error(
-        self,
-        action: Literal["skip", "raise"],
-        *,
-        max_fraction: float = 0.01,
+        self, action: Literal["skip", "raise"], *, max_fraction: float = 0.01
     ) -> "Self":
         """Chooses what happens to an element that cannot be read.
 
@@ -348,4 +345,6 @@ class Pipeline(PipelineSelection):
     @property
     def skipped(self) -> tuple[SkippedElement, ...]:
         """The elements that datasets built from this very pipeline have skipped."""
-        return builds.skipped(builds.counted(self.stages, self._builds))
+        stages = builds.counted(self.stages, self._builds)
+        found = [stage.log.skipped for stage in stages if isinstance(stage, OnError)]
+        return found[0] if found else ()

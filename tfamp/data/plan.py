@@ -12,7 +12,7 @@ from typing import Any, Literal
 
 import tensorflow as tf
 
-from tfamp.data._elements import bytes_of_element, known_length
+from tfamp.data._elements import bytes_of_element, is_endless, known_length
 from tfamp.data._sources import (
     ArraySource,
     DatasetSource,
@@ -22,13 +22,7 @@ from tfamp.data._sources import (
 )
 from tfamp.data.fingerprints import Fingerprint, fingerprint
 from tfamp.data.sources._files import ChunkedSource
-from tfamp.data.stages.base import (
-    SHUFFLE_BUFFER_BYTES,
-    Rebatch,
-    Settings,
-    Stage,
-    Step,
-)
+from tfamp.data.stages.base import SHUFFLE_BUFFER_BYTES, Rebatch, Settings, Stage, Step
 from tfamp.data.stages.cache import FileCache
 from tfamp.data.stages.decode import with_whole_batches
 from tfamp.data.stages.dropped import Careful
@@ -282,8 +276,8 @@ def _cache_in_files(plan: PipelinePlan) -> PipelinePlan:
         if step.name == "cache" and path is not None:
             before = (*plan.first, *plan.rest[:at])
             found = _fingerprint(plan.source, before)
-            is_endless = _is_endless(plan.source, before)
-            cache = FileCache(path, found, step.unseen, is_endless, _DATA_PARTS)  # type: ignore[attr-defined]
+            endless = _is_endless(plan.source, before)
+            cache = FileCache(path, found, step.unseen, endless, _DATA_PARTS)  # type: ignore[attr-defined]
             rest = (*plan.rest[:at], cache, *plan.rest[at + 1 :])
             return dataclasses.replace(plan, rest=rest)
     return plan
@@ -316,9 +310,8 @@ def _is_endless(source: Source, steps: Sequence[Stage]) -> bool:
     """Whether a source without end comes through steps, of which a filter hides it."""
     if not isinstance(source, DatasetSource):
         return False
-    length = int(source.given.cardinality())
     is_cut = any(step.name == "subset" for step in steps)
-    return length == tf.data.INFINITE_CARDINALITY and not is_cut
+    return is_endless(source.given) and not is_cut
 
 
 def _fingerprint(source: Source, steps: Sequence[Stage]) -> Fingerprint:

@@ -23,13 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.data.fingerprints import functions, objects, tensorflow
-from tfamp.data.fingerprints.objects import (
-    Files,
-    Parts,
-    Unordered,
-    Unseen,
-    files_named,
-)
+from tfamp.data.fingerprints.objects import Files, Parts, Unordered, Unseen, files_named
 
 # Hexadecimal digits kept: two of a thousand pipelines agree by chance in 1 of 3e8.
 _DIGITS = 12

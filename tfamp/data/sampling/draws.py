@@ -10,7 +10,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import known_length, of_unknown_length
 from tfamp.data._sources import RandomAccess
 from tfamp.data.sampling import plans
 from tfamp.data.sampling.labels import Memory, Reader, class_ids, read_or_count
@@ -19,10 +19,8 @@ from tfamp.data.sampling.sampler import (
     Sampler,
     check_ends,
     copied,
-    of_unknown_length,
-    seed_text,
 )
-from tfamp.data.stages.base import Settings, Stage
+from tfamp.data.stages.base import Settings, Stage, seed_text
 from tfamp.records import checks
 
 # From `advise` over `apply` and `Build.dataset` to the caller of `Pipeline.build`.

@@ -14,7 +14,13 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import as_arguments, blank, bytes_of_element
+from tfamp.data._elements import (
+    as_arguments,
+    blank,
+    bytes_of_element,
+    is_endless,
+    with_length,
+)
 from tfamp.data._sources import RandomAccess
 from tfamp.data.sampling.labels import Memory, Reader, read_or_count
 from tfamp.data.sampling.plans import copies_of, repeated
@@ -115,28 +121,17 @@ class Sampler(Stage):
             copies = draw.epochs(self.seed, lambda plan: copies_of(plan, num_examples))
             return copied(dataset, copies, draw, self.reader, values)
         positions = draw.epochs(self.seed, tf.identity)
-        length = tf.data.experimental.assert_cardinality(draw.num_outputs)
-        return positions.apply(length)
+        return with_length(positions, draw.num_outputs)
 
 
 def check_ends(dataset: tf.data.Dataset, name: str) -> None:
     """Raises if a dataset has no end."""
-    if int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY):
+    if is_endless(dataset):
         raise ValueError(
             f"`.{name}` got a dataset without end; expected one that ends, since what "
             "comes in an epoch is chosen from all of it. Leave `.repeat()` out: an "
             "epoch of `fit` reads the dataset once."
         )
-
-
-def of_unknown_length(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset of the same elements whose length tf.data does not know."""
-    return dataset.filter(lambda *parts: True)
-
-
-def seed_text(seed: int | None) -> str:
-    """Returns a seed in words."""
-    return "no seed" if seed is None else f"seed {seed}"
 
 
 def copied(
@@ -182,9 +177,7 @@ def copied(
         if reader is not None:
             # The mark is no element, and a function may not take it.
             now = tf.cond(
-                is_end,
-                lambda: plan["value"],
-                lambda: reader.value(*parts(element)),
+                is_end, lambda: plan["value"], lambda: reader.value(*parts(element))
             )
         element = checked(plan, element, is_end, now)
         each = tf.maximum(plan["copies"], 0)
@@ -194,7 +187,7 @@ def copied(
         result = both.batch(_CHUNK).map(chunk).unbatch()
     else:
         result = both.flat_map(one)
-    return result.apply(tf.data.experimental.assert_cardinality(draw.num_outputs))
+    return with_length(result, draw.num_outputs)
 
 
 def _plan(

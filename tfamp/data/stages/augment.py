@@ -14,6 +14,7 @@ import tensorflow as tf
 from tfamp.data._elements import (
     bytes_of_element,
     inputs_of,
+    is_endless,
     known_length,
     with_inputs,
     with_length_of,
@@ -162,9 +163,7 @@ class Augmentation(Stage):
                     "functions for features that are no images."
                 )
             span_of(spec.dtype, self.value_range)
-        if self.ramp_epochs and int(dataset.cardinality()) == int(
-            tf.data.INFINITE_CARDINALITY
-        ):
+        if self.ramp_epochs and is_endless(dataset):
             raise ValueError(
                 f"`ramp_epochs` is {self.ramp_epochs} and the dataset has no end; "
                 "expected epochs to count. Leave `repeat` to `fit`, or leave out "

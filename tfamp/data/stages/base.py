@@ -17,6 +17,7 @@ from tfamp.data._elements import (
     bytes_of_first,
     known_length,
     looks_batched,
+    with_length,
 )
 from tfamp.records import checks
 
@@ -58,6 +59,11 @@ class Settings:
     def parallelism(self) -> str:
         """The same in words."""
         return "autotuned" if self.autotune else f"{self.num_threads} at once"
+
+
+def seed_text(seed: int | None) -> str:
+    """Returns a seed in words."""
+    return "no seed" if seed is None else f"seed {seed}"
 
 
 def shuffle_buffer_size(num_elements: int | None, element_bytes: int | None) -> int:
@@ -222,7 +228,7 @@ class Shuffle(Stage):
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
         size, length = self.known_size(dataset), known_length(dataset)
-        seed = "no seed" if self.seed is None else f"seed {self.seed}"
+        seed = seed_text(self.seed)
         limit = f"what fits {SHUFFLE_BUFFER_BYTES // 2**20} MiB"
         if size is None:
             reason = f"by the first {NUM_MEASURED} elements, read at build: approximate"
@@ -305,7 +311,7 @@ class Rebatch(Batch):
             return batches
         whole, rest = divmod(self.num_rows, self.size)
         count = whole + (rest > 0 and not self.drop_remainder)
-        return batches.apply(tf.data.experimental.assert_cardinality(count))
+        return with_length(batches, count)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""

@@ -8,7 +8,7 @@ import numpy as np
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import is_endless, known_length
 from tfamp.data.sampling.labels import Memory, read_all
 from tfamp.data.stages.base import Settings, Stage, map_in_order
 from tfamp.data.stages.sequences import (
@@ -104,8 +104,7 @@ class Bucket(Stage):
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises if elements are no sequences, or lengths cannot be read."""
         self._padder(dataset)
-        is_endless = int(dataset.cardinality()) == int(tf.data.INFINITE_CARDINALITY)
-        if is_endless and self._reads_lengths:
+        if is_endless(dataset) and self._reads_lengths:
             raise ValueError(
                 "`.bucket` got a dataset without end; expected one that ends, since "
                 "its lengths are read first. Leave `.repeat()` out, or pass "

@@ -15,7 +15,14 @@ from typing import Any, ClassVar
 import tensorflow as tf
 from absl import logging
 
-from tfamp.data._elements import bytes_of_element, bytes_of_first, known_length
+from tfamp.data._elements import (
+    bytes_of_element,
+    bytes_of_first,
+    is_endless,
+    known_length,
+    of_unknown_length,
+    with_length,
+)
 from tfamp.data.fingerprints import Fingerprint
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache_files import (
@@ -92,7 +99,7 @@ class FileCache(Stage):
 
     def check(self, dataset: tf.data.Dataset) -> None:
         """Raises where the files would never be full, or not notice a change."""
-        if self.is_endless or dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
+        if self.is_endless or is_endless(dataset):
             raise ValueError(
                 f"Cache {str(self.path)!r} would never be full: the elements before it "
                 "repeat without end. Expected a pass that ends: leave `repeat()` out, "
@@ -113,9 +120,7 @@ class FileCache(Stage):
         record = self._files.read()
         if not record:
             return dataset
-        unknown = dataset.filter(lambda *parts: True)
-        count = record["num_elements"]
-        return unknown.apply(tf.data.experimental.assert_cardinality(count))
+        return with_length(of_unknown_length(dataset), record["num_elements"])
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Fills the files, unless they are here, and reads them."""
@@ -133,8 +138,7 @@ class FileCache(Stage):
             files.write({**record, "hits": record["hits"] + 1})
         self._remove_older(files, record)
         cached = dataset.cache(str(files.path.with_name(record["data"])))
-        count = record["num_elements"]
-        return cached.apply(tf.data.experimental.assert_cardinality(count))
+        return with_length(cached, record["num_elements"])
 
     def _fill(self, files: CacheFiles, dataset: tf.data.Dataset) -> None:
         """Writes the files in one pass, or leaves none."""

@@ -7,7 +7,7 @@ from typing import Any, ClassVar
 
 import tensorflow as tf
 
-from tfamp.data._elements import known_length
+from tfamp.data._elements import known_length, with_length
 from tfamp.data._sources import RandomAccess
 from tfamp.data.sources.tfrecord import TfrecordSource
 from tfamp.data.stages.base import Settings, Stage, Step
@@ -191,7 +191,7 @@ class Service(Stage):
         """Returns the dataset with its length; a service would be told of more."""
         if self.length is None:
             return dataset
-        return dataset.apply(tf.data.experimental.assert_cardinality(self.length))
+        return with_length(dataset, self.length)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
