@@ -350,14 +350,18 @@ def test_a_fingerprint_tells_imputers_that_were_fitted_to_other_data():
 # Counting
 
 
-def test_counts_add_up_over_passes_and_threads():
-    stage = Filter(lambda x, y: y < 4)
-    dataset = applied(stage, slices(np.zeros(10), np.arange(10)))
-    threads = [threading.Thread(target=list, args=(dataset,)) for _ in range(3)]
+def run_at_once(work, number):
+    threads = [threading.Thread(target=work) for _ in range(number)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
+
+
+def test_counts_add_up_over_passes_and_threads():
+    stage = Filter(lambda x, y: y < 4)
+    dataset = applied(stage, slices(np.zeros(10), np.arange(10)))
+    run_at_once(lambda: list(dataset), 3)
     log = stage.log
     assert (log.seen, log.dropped["predicate"], log.passes) == (30, 18, 3)
     assert str(log) == ("Dropped 18 of 30 elements (60.0 %) in 3 passes: 18 predicate.")
@@ -379,11 +383,7 @@ def test_log_loses_no_count_between_threads():
         for _ in range(2_000):
             log.add([2, 1], passes=0)
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    run_at_once(work, 4)
     assert (log.seen, log.dropped, log.passes) == (16_000, {"a": 8_000}, 0)
 
 

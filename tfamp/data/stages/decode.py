@@ -8,7 +8,7 @@ from typing import Any, ClassVar
 import numpy as np
 import tensorflow as tf
 
-from tfamp.data._elements import inputs_of, with_length_of
+from tfamp.data._elements import bytes_of_element, inputs_of, with_length_of
 from tfamp.data.stages.base import Batch, Map, Settings, Stage
 from tfamp.data.stages.image_reader import JPEG_START, ImageReader
 
@@ -68,9 +68,9 @@ class Decode(Map):
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Maps in parallel and keeps the order of the elements."""
-        if self.function.decoder != "opencv" or not _can_be_joined(
-            dataset.element_spec
-        ):
+        # Only elements of known shapes can be joined to chunks.
+        size = bytes_of_element(dataset.element_spec, text_bytes=1)
+        if self.function.decoder != "opencv" or size is None:
             return super().apply(dataset, settings)
         decoded = self.decode_batches(dataset.batch(CHUNK), settings).unbatch()
         return with_length_of(dataset, decoded)
@@ -194,14 +194,6 @@ def _aligned(shape: tuple[int, ...]) -> np.ndarray[Any, Any]:
     memory = np.empty(size + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size].reshape(shape)
-
-
-def _can_be_joined(element_spec: Any) -> bool:
-    """Whether elements are tensors of known shapes, so that chunks hold them."""
-    return all(
-        isinstance(spec, tf.TensorSpec) and spec.shape.is_fully_defined()
-        for spec in tf.nest.flatten(element_spec)
-    )
 
 
 def _is_scalar_string(spec: Any) -> bool:

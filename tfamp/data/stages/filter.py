@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfamp.data._elements import (
     TENSOR,
     as_arguments,
+    bytes_of_element,
     inputs_of,
     looks_batched,
     named_columns,
@@ -227,13 +228,8 @@ def chunk_size(element_spec: Any) -> int:
         >>> chunk_size(tf.TensorSpec((8,))), chunk_size(tf.TensorSpec((224, 224, 3)))
         (64, 1)
     """
-    num_bytes = 0
-    for spec in tf.nest.flatten(element_spec):
-        if not isinstance(spec, tf.TensorSpec) or not spec.shape.is_fully_defined():
-            return 1
-        each = _TEXT_BYTES if spec.dtype == tf.string else spec.dtype.size
-        num_bytes += each * spec.shape.num_elements()
-    return _CHUNK if num_bytes <= _SMALL_BYTES else 1
+    num_bytes = bytes_of_element(element_spec, text_bytes=_TEXT_BYTES)
+    return _CHUNK if num_bytes is not None and num_bytes <= _SMALL_BYTES else 1
 
 
 def _declared(column: Column | TextColumn) -> ColumnRule:
