@@ -85,11 +85,13 @@ class ImageReader:
                     "'bilinear', no antialias, and 'stretch' or 'crop'. Use "
                     "'simplejpeg', which resizes as TensorFlow does."
                 )
-            checks.require("cv2", extra=None, purpose="`decoder='opencv'`")
+            self._package("cv2")
         if self.decoder != "tf":
-            purpose = f"`decoder={self.decoder!r}`"
-            checks.require("simplejpeg", extra=None, purpose=purpose)
+            self._package("simplejpeg")
         object.__setattr__(self, "image_size", size)
+
+    def _package(self, name: str) -> Any:
+        return checks.require(name, extra=None, purpose=f"`decoder={self.decoder!r}`")
 
     def __call__(self, *parts: Any) -> Any:
         """Returns the element with pixels in place of a path or of bytes."""
@@ -179,9 +181,7 @@ class ImageReader:
     @tf.autograph.experimental.do_not_convert
     def fast_function(self) -> Callable[[Any], np.ndarray[Any, Any]]:
         """Returns what decodes the bytes of a JPEG without Python's lock, or raises."""
-        simplejpeg = checks.require(
-            "simplejpeg", extra=None, purpose=f"`decoder={self.decoder!r}`"
-        )
+        simplejpeg = self._package("simplejpeg")
         buffers = threading.local()
         color, depth = COLORS[self.channels], self.channels
 
@@ -201,7 +201,7 @@ class ImageReader:
 
         if self.decoder == "simplejpeg":
             return lambda data: np.array(decode(data))
-        cv2 = checks.require("cv2", extra=None, purpose="`decoder='opencv'`")
+        cv2 = self._package("cv2")
         height, width = self.image_size or (0, 0)
 
         def decode_and_resize(data: Any, into: Any = None) -> np.ndarray[Any, Any]:
