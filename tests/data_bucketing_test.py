@@ -1,4 +1,4 @@
-"""`tfamp.data.bucketing`: boundaries, batches, padding, masks, and what it wastes."""
+"""`Pipeline.bucket`: boundaries, batches, padding, masks, and what it wastes."""
 
 import itertools
 import re
@@ -457,23 +457,18 @@ ERRORS = {
         lambda: check(Bucket(3), stream_of([3]).filter(lambda x, y: y > 5)),
         "The dataset has no elements to read the length of; expected at least one.",
     ),
-}
-
-
-TYPE_ERRORS = {
     "returned length": (
         lambda: check(Bucket(3, length=lambda x, y: x), stream_of([3])),
         "expected an integer scalar. Return the number of steps",
+        TypeError,
     ),
     "padding": (
         lambda: check(Bucket(3, padding_values=0.5), stream_of([3])),
         "`padding_values` holds 0.5; expected a number that int32 can hold.",
+        TypeError,
     ),
 }
-
-
 test_datasets_that_do_not_suit_are_refused = refusals(ERRORS)
-test_parts_of_another_type_are_refused = refusals(TYPE_ERRORS, kind=TypeError)
 
 
 def test_a_dataset_without_end_may_have_boundaries_of_its_own():

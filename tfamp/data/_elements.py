@@ -161,9 +161,6 @@ def looks_batched(element_spec: Any) -> bool:
         >>> looks_batched((tf.TensorSpec((None, 8), tf.float32),
         ...                tf.TensorSpec((None,), tf.int64)))
         True
-        >>> looks_batched((tf.TensorSpec((None,), tf.int64),
-        ...                tf.TensorSpec((), tf.int64)))
-        False
     """
     shapes = [
         spec.shape

@@ -71,14 +71,7 @@ def weighted_plan(
 
 
 def drawn_at(uniform: tf.Tensor, weights: tf.Tensor) -> tf.Tensor:
-    """Returns the example at each point in [0, 1) of the cumulative distribution.
-
-    Example:
-        >>> weights = tf.constant([0.0, 1.0, 0.0, 3.0, 0.0], tf.float64)
-        >>> points = tf.constant([0.0, 0.2, 0.25, 0.99], tf.float64)
-        >>> drawn_at(points, weights).numpy()
-        array([1, 1, 3, 3])
-    """
+    """Returns the example at each point in [0, 1) of the cumulative distribution."""
     # By the largest, since a sum of large weights may overflow.
     cumulative = tf.cumsum(weights / tf.reduce_max(weights))
     total = cumulative[-1]

@@ -224,10 +224,6 @@ def crop_box(shape: Any, height: int, width: int) -> tuple[Any, Any, Any, Any]:
     `shape` begins with height and width of the image, numbers or tensors; the middle is
     to be resized to `height` and `width`.
 
-    Example:
-        >>> crop_box((100, 300), 1, 1), crop_box((100, 300), 1, 6)
-        ((0, 100, 100, 100), (25, 0, 50, 300))
-
     Source: Keras's `smart_resize`, which cuts the same box.
     """
     if isinstance(shape, tf.Tensor):

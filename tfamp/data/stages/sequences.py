@@ -91,10 +91,6 @@ def sizes_of_batches(
 
     That is `batch_size` for all, or what `token_budget` has places for, padding
     included, rounded down to a multiple of 8 where there are 8 or more.
-
-    Example:
-        >>> sizes_of_batches((8, 48, 96), batch_size=None, token_budget=512)
-        (64, 8, 5)
     """
     if batch_size is not None:
         return (batch_size,) * len(boundaries)
@@ -112,12 +108,7 @@ def plan_of(
     *,
     keeps_too_long: bool = False,
 ) -> BucketPlan:
-    """Returns the plan, with its waste where lengths are known.
-
-    Example:
-        >>> plan_of(np.array([2, 8, 12]), (8, 16), (4, 4)).waste  # 10 of 32 places
-        0.3125
-    """
+    """Returns the plan, with its waste where lengths are known."""
     if lengths is None:
         return BucketPlan(boundaries, batch_sizes)
     is_too_long = lengths > boundaries[-1]
