@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 import types
 from pathlib import Path
 
@@ -207,7 +208,7 @@ def test_what_a_killed_writer_left_goes_with_the_next_version(tmp_path):
     assert (left.exists(), kept.exists()) == (False, True)
 
 
-def test_one_waits_for_the_process_that_fills_the_cache(tmp_path):
+def test_one_waits_for_the_process_that_fills_the_cache(tmp_path, monkeypatch):
     fcntl = pytest.importorskip("fcntl")
     numbers().cache(tmp_path / "train").build()
     files = only(tmp_path)
@@ -221,7 +222,8 @@ def test_one_waits_for_the_process_that_fills_the_cache(tmp_path):
             slept.append(seconds)
             fcntl.flock(other, fcntl.LOCK_SH)
 
-        assert not fill_or_read(files, pytest.fail, sleep)
+        monkeypatch.setattr(time, "sleep", sleep)
+        assert not fill_or_read(files, pytest.fail)
     assert len(slept) == 1
 
 

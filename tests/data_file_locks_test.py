@@ -2,11 +2,13 @@
 
 import contextlib
 import errno
+import functools
 import json
 import os
 import socket
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -19,7 +21,8 @@ fcntl = pytest.importorskip("fcntl", reason="Windows locks no files this way")
 
 
 @pytest.fixture(autouse=True)
-def nothing_held():
+def nothing_held(monkeypatch):
+    monkeypatch.setattr(time, "sleep", no_sleep)
     yield
     for held in _HELD.values():
         os.close(held)
@@ -58,8 +61,8 @@ def test_where_locks_are_missing_a_cache_is_filled_and_read(
         files.publish(data, {"num_elements": 1})
         filled.append(data)
 
-    assert fill_or_read(files, fill, no_sleep)
-    assert not fill_or_read(files, fill, no_sleep)
+    assert fill_or_read(files, fill)
+    assert not fill_or_read(files, fill)
     assert len(filled) == 1
     assert not list(tmp_path.glob("*.owner"))
 
@@ -107,13 +110,6 @@ def test_shared_locks_stand_beside_each_other(tmp_path):
         os.close(one)
 
 
-class Clock:
-    now = 0.0
-
-    def __call__(self):
-        return self.now
-
-
 def other_lease(path, **changed):
     owner = {"host": "elsewhere", "pid": 1, "token": "other"} | changed
     path.write_text(json.dumps(owner))
@@ -121,48 +117,53 @@ def other_lease(path, **changed):
 
 def test_a_lease_is_taken_by_one(tmp_path):
     first, second = (locks.Lease(tmp_path / "owner") for _ in range(2))
-    assert first.try_take(no_sleep)
-    assert not second.try_take(no_sleep)
+    assert first.try_take()
+    assert not second.try_take()
     with first.kept():
-        assert not second.try_take(no_sleep)
-    assert second.try_take(no_sleep)
+        assert not second.try_take()
+    assert second.try_take()
 
 
-def test_a_lease_that_nobody_touches_is_taken_after_a_minute(tmp_path):
-    clock = Clock()
+def test_a_lease_that_nobody_touches_is_taken_after_a_minute(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: now[0])
     path = tmp_path / "owner"
     other_lease(path)
-    lease = locks.Lease(path, clock=clock)
-    assert not lease.try_take(no_sleep)
-    clock.now = 59.0
-    assert not lease.try_take(no_sleep)
+    lease = locks.Lease(path)
+    assert not lease.try_take()
+    now[0] = 59.0
+    assert not lease.try_take()
     os.utime(path, ns=(1, 1))  # its owner is alive
-    clock.now = 61.0
-    assert not lease.try_take(no_sleep)
-    clock.now = 122.0
-    assert lease.try_take(lambda seconds: None)
+    now[0] = 61.0
+    assert not lease.try_take()
+    now[0] = 122.0
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert lease.try_take()
 
 
-def test_a_lease_of_a_process_that_ended_here_is_taken_at_once(tmp_path):
+def test_a_lease_of_a_process_that_ended_here_is_taken_at_once(tmp_path, monkeypatch):
     ended = subprocess.Popen([sys.executable, "-c", ""])
     ended.wait()
     path = tmp_path / "owner"
     other_lease(path, host=socket.gethostname(), pid=ended.pid)
-    assert locks.Lease(path).try_take(lambda seconds: None)
+    monkeypatch.setattr(time, "sleep", lambda seconds: None)
+    assert locks.Lease(path).try_take()
     other_lease(path, host=socket.gethostname(), pid=os.getpid())
-    assert not locks.Lease(path).try_take(no_sleep)
+    assert not locks.Lease(path).try_take()
 
 
-def test_of_two_that_take_a_lease_at_once_the_last_one_has_it(tmp_path):
+def test_of_two_that_take_a_lease_at_once_the_last_one_has_it(tmp_path, monkeypatch):
     path = tmp_path / "owner"
     other_lease(path, host=socket.gethostname(), pid=2**22 + 1)
     lease = locks.Lease(path)
-    assert not lease.try_take(lambda seconds: other_lease(path, token="third"))
+    third = functools.partial(other_lease, path, token="third")
+    monkeypatch.setattr(time, "sleep", lambda seconds: third())
+    assert not lease.try_take()
 
 
 def test_a_lease_is_given_up_where_its_work_fails(tmp_path):
     lease = locks.Lease(tmp_path / "owner")
-    assert lease.try_take(no_sleep)
+    assert lease.try_take()
     with contextlib.suppress(KeyError), lease.kept():
         raise KeyError
     assert not list(tmp_path.iterdir())

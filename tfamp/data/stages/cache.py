@@ -27,7 +27,6 @@ from tfamp.data.fingerprints import Fingerprint
 from tfamp.data.stages.base import Settings, Stage
 from tfamp.data.stages.cache_files import (
     CacheFiles,
-    check_path,
     fill_or_read,
     kept_from_others,
     others,
@@ -62,7 +61,7 @@ class Cache(Stage):
                 "'memory' if the decoded data fits there."
             )
         if self.where != "memory":
-            object.__setattr__(self, "path", check_path(self.where))
+            object.__setattr__(self, "path", _absolute(self.where))
 
     def apply(self, dataset: tf.data.Dataset, settings: Settings) -> tf.data.Dataset:
         """Returns the dataset behind a cache in memory."""
@@ -217,6 +216,27 @@ class FileCache(Stage):
         if found.unseen:
             reason += f"; does not notice changes in: {'; '.join(found.unseen)}"
         return f"files {files.stem}", reason
+
+
+def _absolute(path: str | os.PathLike[str]) -> Path:
+    """Returns the absolute path of a cache whose folder exists and can be written."""
+    absolute = Path(path).expanduser().absolute()
+    if absolute.is_dir():
+        raise ValueError(
+            f"Cache path {str(path)!r} is a folder; expected the path that the names "
+            f"of the cache files begin with. Pass {str(Path(path) / 'train')!r}."
+        )
+    if not absolute.parent.is_dir():
+        raise ValueError(
+            f"Cache path {str(path)!r} lies in a folder that does not exist; expected "
+            f"an existing one. Create it with `mkdir -p {absolute.parent}`."
+        )
+    if not os.access(absolute.parent, os.W_OK):
+        raise ValueError(
+            f"Cache path {str(path)!r} lies in a folder that cannot be written; "
+            "expected a writable one. Choose another, or cache in 'memory'."
+        )
+    return absolute
 
 
 @dataclasses.dataclass

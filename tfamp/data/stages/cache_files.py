@@ -37,27 +37,6 @@ _HELD: dict[Path, int] = {}
 _HOLDING = threading.Lock()
 
 
-def check_path(path: str | os.PathLike[str]) -> Path:
-    """Returns the absolute path of a cache whose folder exists and can be written."""
-    absolute = Path(path).expanduser().absolute()
-    if absolute.is_dir():
-        raise ValueError(
-            f"Cache path {str(path)!r} is a folder; expected the path that the names "
-            f"of the cache files begin with. Pass {str(Path(path) / 'train')!r}."
-        )
-    if not absolute.parent.is_dir():
-        raise ValueError(
-            f"Cache path {str(path)!r} lies in a folder that does not exist; expected "
-            f"an existing one. Create it with `mkdir -p {absolute.parent}`."
-        )
-    if not os.access(absolute.parent, os.W_OK):
-        raise ValueError(
-            f"Cache path {str(path)!r} lies in a folder that cannot be written; "
-            "expected a writable one. Choose another, or cache in 'memory'."
-        )
-    return absolute
-
-
 @dataclasses.dataclass(frozen=True)
 class CacheFiles:
     """The files of one cache: the user's path, and the fingerprint in short."""
@@ -143,11 +122,7 @@ class CacheFiles:
         self.remove_unnamed()
 
 
-def fill_or_read(
-    files: CacheFiles,
-    fill: Callable[[], None],
-    sleep: Callable[[float], None] = time.sleep,
-) -> bool:
+def fill_or_read(files: CacheFiles, fill: Callable[[], None]) -> bool:
     """Fills a cache, or waits until another process has; returns whether it did.
 
     The files stay until this process ends. `fill` writes and publishes them, or raises
@@ -159,14 +134,12 @@ def fill_or_read(
                 return False
             os.close(_HELD.pop(files.lock))
     try:
-        return _fill_or_read(files, fill, sleep)
+        return _fill_or_read(files, fill)
     except UnsupportedError:
-        return _fill_with_lease(files, fill, sleep)
+        return _fill_with_lease(files, fill)
 
 
-def _fill_or_read(
-    files: CacheFiles, fill: Callable[[], None], sleep: Callable[[float], None]
-) -> bool:
+def _fill_or_read(files: CacheFiles, fill: Callable[[], None]) -> bool:
     is_filled = is_told = False
     looks = 0
     while True:
@@ -198,12 +171,10 @@ def _fill_or_read(
         if not is_told:
             is_told = True
             logging.info("Waiting for the process that fills %s.", files.stem)
-        sleep(_POLL_SECONDS)
+        time.sleep(_POLL_SECONDS)
 
 
-def _fill_with_lease(
-    files: CacheFiles, fill: Callable[[], None], sleep: Callable[[float], None]
-) -> bool:
+def _fill_with_lease(files: CacheFiles, fill: Callable[[], None]) -> bool:
     """Fills a cache where there are no locks; two that do both leave a whole one."""
     lease = Lease(files.path.with_name(f"{files.stem.name}.owner"))
     logging.info(
@@ -211,13 +182,13 @@ def _fill_with_lease(
         files.path,
     )
     while not files.is_complete:
-        if lease.try_take(sleep):
+        if lease.try_take():
             with lease.kept():
                 if not files.is_complete:
                     fill()
                     return True
         else:
-            sleep(_POLL_SECONDS)
+            time.sleep(_POLL_SECONDS)
     return False
 
 

@@ -17,7 +17,7 @@ import secrets
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -78,11 +78,10 @@ class Lease:
     """A file that names who does some work, as far as others can tell."""
 
     path: Path
-    clock: Callable[[], float] = time.monotonic
     _token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
     _last: tuple[Any, float] | None = None
 
-    def try_take(self, sleep: Callable[[float], None] = time.sleep) -> bool:
+    def try_take(self) -> bool:
         """Returns whether this process owns the work now.
 
         To be called until it does: an owner counts as gone once its lease was the same
@@ -96,7 +95,7 @@ class Lease:
             with files.whole(self.path) as beside:
                 beside.write_text(self._text())
             # Another one may do the same at this moment: the last one has it.
-            sleep(_TAKING_SECONDS)
+            time.sleep(_TAKING_SECONDS)
             return self._is_own()
         with os.fdopen(opened, "w") as file:
             file.write(self._text())
@@ -146,8 +145,8 @@ class Lease:
         except FileNotFoundError:
             return False  # given up: the next try makes a new one
         if self._last is None or self._last[0] != state:
-            self._last = state, self.clock()
-        return self.clock() - self._last[1] > _STALE_SECONDS
+            self._last = state, time.monotonic()
+        return time.monotonic() - self._last[1] > _STALE_SECONDS
 
 
 def _is_alive(pid: int) -> bool:
