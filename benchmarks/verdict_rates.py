@@ -18,8 +18,7 @@ from tfamp.comparison.evidence import Evidence
 from tfamp.comparison.report.rows import rows
 from tfamp.comparison.result import conclude
 from tfamp.comparison.verdict import Verdict, judge
-from tfamp.trials.intervals import rate_of
-from tfamp.trials.resampling import Fractions, PairedExamples, Sampling
+from tfamp.trials.intervals import Fractions, PairedExamples, Sampling, rate_of
 from tfamp.trials.run_records import Latency, Memory, Run, Spread
 from tfamp.trials.storage import Job
 
@@ -190,7 +189,7 @@ def report_of_the_same(
     runs = [run(policy, seed) for seed in range(seeds) for policy in names]
     job = Job("", names, tuple(range(seeds)), 1)
     settings = {"metric": "accuracy", "better": "max", "tolerance": TOLERANCE}
-    return conclude(job, runs, has_validation=True, context=None, **settings)
+    return conclude(job, runs, context=None, **settings)
 
 
 def has_a_difference(evidence: Evidence) -> bool:

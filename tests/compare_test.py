@@ -591,7 +591,7 @@ def concluded(policies, **options):
     job = Job("t", tuple(policies), (0, 1, 2), 1)
     runs = [replace(run, **options) for run in runs]
     settings = {"metric": None, "better": None, "tolerance": 0.005, "context": None}
-    return conclude(job, runs, has_validation=True, **settings)
+    return conclude(job, runs, **settings)
 
 
 def test_the_fastest_float32_is_named_as_the_reference():

@@ -1,10 +1,14 @@
 """Evidence that was made up, for tests of what is done with it."""
 
 import dataclasses
+import itertools
 import math
 
 from tfamp.comparison.evidence import Evidence, TunedPlan
 from tfamp.comparison.judgement import direction, verdict_on
+from tfamp.comparison.report.drawing import Plot
+from tfamp.comparison.report.html import policy_plots
+from tfamp.comparison.report.plans import plan_plots, plan_sections
 from tfamp.machine.speeds import Device
 from tfamp.trials.run_records import (
     Context,
@@ -171,3 +175,9 @@ def evidence(
         for policy in candidates
     }
     return dataclasses.replace(found, verdicts=verdicts, **changed)
+
+
+def plots(found: Evidence) -> tuple[Plot, ...]:
+    """Returns every plot of a report, those of plans last."""
+    of_plans = (plan_plots(section) for section in plan_sections(found))
+    return (*policy_plots(found), *itertools.chain.from_iterable(of_plans))

@@ -9,7 +9,6 @@ import shutil
 import pytest
 
 from tests import made_evidence
-from tfamp.comparison.report import html as report_html
 from tfamp.comparison.report.html import to_html
 from tfamp.trials.run_records import OperationTime, Run
 
@@ -148,7 +147,7 @@ def report(request, tmp_path_factory):
     path = tmp_path_factory.mktemp("report") / "report.html"
     evidence = request.param()
     to_html(evidence, path)
-    return path, len(report_html.plots(evidence))
+    return path, len(made_evidence.plots(evidence))
 
 
 @pytest.fixture

@@ -169,7 +169,7 @@ def page(case):
 
 @pytest.fixture(scope="module")
 def plots(case):
-    return report_html.plots(case)
+    return made_evidence.plots(case)
 
 
 class Page(html.parser.HTMLParser):
@@ -698,7 +698,7 @@ def test_names_do_nothing_in_the_page():
 
 def test_the_page_has_what_was_measured():
     evidence = CASES["a loss scale"]()
-    keys = {plot.key for plot in report_html.plots(evidence)}
+    keys = {plot.key for plot in made_evidence.plots(evidence)}
     assert keys == {
         *("speed", "quality", "metric", "loss", "latency", "memory", "step", "scale")
     }
@@ -713,10 +713,10 @@ def test_the_page_has_what_was_measured():
 
 
 def test_plots_follow_what_was_measured():
-    keys = [plot.key for plot in report_html.plots(CASES["nothing but speed"]())]
+    keys = [plot.key for plot in made_evidence.plots(CASES["nothing but speed"]())]
     assert keys == ["speed"]
-    assert report_html.plots(CASES["all runs failed"]()) == ()
-    found = [plot.key for plot in report_html.plots(made_evidence.evidence())]
+    assert made_evidence.plots(CASES["all runs failed"]()) == ()
+    found = [plot.key for plot in made_evidence.plots(made_evidence.evidence())]
     assert "scale" not in found and "operations-1" in found
 
 
@@ -731,7 +731,7 @@ def test_every_plot_says_what_one_would_see(plots):
 
 
 def plot_of(evidence, key):
-    (plot,) = [plot for plot in report_html.plots(evidence) if plot.key == key]
+    (plot,) = [plot for plot in made_evidence.plots(evidence) if plot.key == key]
     return plot
 
 

@@ -22,14 +22,8 @@ import tfamp
 from tests.linear_training import inner, linear
 from tests.replicas import two_replicas
 from tfamp.cli._command import INTERRUPTED
-from tfamp.comparison.replicas import first_steps, judgement, processes
-from tfamp.comparison.replicas.judgement import Times
-from tfamp.comparison.replicas.records import (
-    Equality,
-    Findings,
-    OneDevice,
-    ScalingPoint,
-)
+from tfamp.comparison.replicas import judgement, processes, steps
+from tfamp.comparison.replicas.judgement import Equality, OneDevice, ScalingPoint, Times
 from tfamp.comparison.replicas.result import Scaling
 from tfamp.comparison.replicas.steps import Step
 from tfamp.stepping.input_waits.record import Bottleneck
@@ -116,9 +110,9 @@ def test_advice_on_the_wire_speaks_of_half_precision_where_it_is_not_used():
 
 
 def test_rounding_allows_more_of_the_signs_that_an_adaptive_optimizer_takes():
-    found = first_steps.tolerances(["float32"], tf32=False, has_slots=True)
+    found = steps.tolerances(["float32"], tf32=False, has_slots=True)
     assert found == {"slots": 1e-3, "weights": pytest.approx(2 * 1e-3**0.5)}
-    half = first_steps.tolerances(["bfloat16", "float32"], tf32=True, has_slots=True)
+    half = steps.tolerances(["bfloat16", "float32"], tf32=True, has_slots=True)
     assert half["slots"] == 5e-2
 
 
@@ -132,7 +126,7 @@ def test_a_step_alone_adds_nothing_up():
             model.set_weights([np.zeros((2, 1)), np.zeros(1)])
             model.compile(keras.optimizers.SGD(0.125), "mse")
         step = Step(model, (x, y), 8, reduces=reduces)
-        sizes[reduces] = step.payload.num_bytes
+        sizes[reduces] = sum(step.sizes)
         kernels[reduces] = [
             part.numpy().ravel().tolist()
             for part in model.distribute_strategy.experimental_local_results(
@@ -196,7 +190,7 @@ def test_the_page_of_what_was_not_timed_has_no_figures(tmp_path):
 def test_the_page_on_the_json_names_every_field():
     text = (ROOT / "docs/scaling_json.md").read_text("utf-8")
     sections = re.split(r"^## (\w+)$", text, flags=re.MULTILINE)[1:]
-    classes = {c.__name__: c for c in (Findings, OneDevice, Equality, ScalingPoint)}
+    classes = {c.__name__: c for c in (Scaling, OneDevice, Equality, ScalingPoint)}
     assert sections[::2] == list(classes)
     for kind, table in zip(classes.values(), sections[1::2], strict=True):
         rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
@@ -211,7 +205,7 @@ def test_layers_that_draw_are_silent_only_in_the_block():
     normalize = keras.layers.BatchNormalization()
     drop, flip = keras.layers.Dropout(0.5), keras.layers.RandomFlip()
     model = keras.Sequential([keras.Input((4, 4, 1)), normalize, drop, flip])
-    with first_steps._made_equal(model) as (notes, random):
+    with steps._made_equal(model) as (notes, random):
         assert (drop.rate, normalize.synchronized) == (0.0, True)
         assert [name.rpartition("/")[2] for name in random] == [flip.name]
         assert len(notes) == 2

@@ -18,7 +18,7 @@ rejective multiple test procedures, Statistics in Medicine 28, 2009.
 import dataclasses
 import math
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal
+from typing import Any, Literal, get_args
 
 import numpy as np
 
@@ -117,17 +117,12 @@ class Evidence(Record):
     @property
     def best(self) -> str:
         """The policy with the best verdict, of two alike the faster one."""
-        order: tuple[Answer, ...] = (
-            "worse",
-            "undecided",
-            "equivalent, not faster",
-            "equivalent and faster",
-        )
 
         def rank(policy: str) -> tuple[int, float]:
             verdict = self.verdicts[policy]
+            place = get_args(Answer).index(verdict.answer)
             speed = verdict.speed.estimate
-            return order.index(verdict.answer), speed if math.isfinite(speed) else 0.0
+            return place, speed if math.isfinite(speed) else 0.0
 
         return max(self.candidates, key=rank)
 
@@ -150,9 +145,7 @@ class Evidence(Record):
     ) -> tuple[tuple[Run, Run], ...]:
         """Returns the finished runs of the reference and a policy with equal seeds.
 
-        Args:
-            policy: One of `policies`.
-            reference: Another one to hold it against than `reference`.
+        `reference` is another of the policies to hold it against.
         """
         checks.choice("policy", policy, self.policies)
         reference = reference or self.reference
@@ -189,23 +182,13 @@ class Evidence(Record):
         self, measure: figures.Measure, policy: str, reference: str | None = None
     ) -> list[float]:
         """Returns that ratio for each pair of runs that has both values."""
-        ratios = []
-        for before, after in self.pairs(policy, reference):
-            first, second = measure.of(before), measure.of(after)
-            if first and second:
-                ratios.append(second / first)
-        return ratios
+        pairs = self.pairs(policy, reference)
+        values = ((measure.of(before), measure.of(after)) for before, after in pairs)
+        return [second / first for first, second in values if first and second]
 
 
 def tuned_plans(policies: Sequence[str]) -> dict[str, TunedPlan]:
-    """Returns those of some policies that are files of plans by `tfamp.tune`.
-
-    Args:
-        policies: Words as `Variant.parse` reads them.
-
-    Raises:
-        ValueError: A file holds no plan that can be read.
-    """
+    """Returns those of some policies that are files of plans by `tfamp.tune`."""
     found = {}
     for policy in policies:
         variant = Variant.parse(policy)
@@ -236,7 +219,12 @@ def effects_of(evidence: Evidence) -> dict[tuple[str, str], Effect]:
             if is_same and values:
                 found[key] = "same"
             elif measure.name == PRIMARY and values:
-                found[key] = _of_speed(evidence, policy, values)
+                # As the verdict says, where there is one.
+                verdict = evidence.verdicts.get(policy)
+                rate = difference_rate_of(evidence.num_looks, len(evidence.candidates))
+                own = interval_of_ratios(values, rate)
+                plain = effect_of_ratio(own, more_is_better=True)
+                found[key] = plain if verdict is None else verdict.speed_effect or plain
             elif values:
                 ratios[key] = values
     differs = holm({key: p_value(each) for key, each in ratios.items()}, _REST_RATE)
@@ -291,13 +279,3 @@ def _effect(ratios: Sequence[float], differs: bool, *, more_is_better: bool) -> 
         return "better" if (found.estimate > 1) == more_is_better else "worse"
     plain = effect_of_ratio(found, more_is_better=more_is_better)
     return "unclear" if plain in ("better", "worse") else plain
-
-
-def _of_speed(evidence: Evidence, policy: str, ratios: Sequence[float]) -> Effect:
-    """Returns what the verdict says of the training speed."""
-    verdict = evidence.verdicts.get(policy)
-    if verdict is not None and verdict.speed_effect:
-        return verdict.speed_effect
-    number = max(len(evidence.candidates), 1)
-    rate = difference_rate_of(evidence.num_looks, number)
-    return effect_of_ratio(interval_of_ratios(ratios, rate), more_is_better=True)

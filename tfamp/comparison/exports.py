@@ -89,23 +89,13 @@ class ExportedModel(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Exports(Record):
-    """The exports of a comparison that are done, as they lie in its folder.
-
-    Args:
-        models: In the order in which they were asked for.
-    """
+    """The exports of a comparison that are done, as they lie in its folder."""
 
     models: tuple[ExportedModel, ...] = ()
 
 
 def checked_exports(names: Sequence[str] | str) -> tuple[str, ...]:
-    """Returns the names of exports as they are written in full.
-
-    Raises:
-        ImportError: A package that one needs is not installed.
-        TypeError: One is no text.
-        ValueError: One is no export that there is, or stands there twice.
-    """
+    """Returns different names of exports in full, of which all packages are here."""
     requests = [named(each) for each in ([names] if isinstance(names, str) else names)]
     found = tuple(request.name for request in requests)
     if len({*found}) < len(found):

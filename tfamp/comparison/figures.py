@@ -123,40 +123,32 @@ def _of_latency(size: int) -> tuple[Measure, ...]:
 
         return of
 
-    median = f"latency_p50_batch_{size}"
-    percentiles = tuple(
+    median = Measure(
+        *(f"latency_p50_batch_{size}", f"p50, batch {size}", "seconds", False),
+        value("p50_seconds"),
+        "Inference",
+        tile=f"latency at batch {size}",
+    )
+    tails = (
         Measure(
             f"latency_{name}_batch_{size}",
-            f"{name}, batch {size}",
-            "seconds",
-            False,
+            *(f"{name}, batch {size}", "seconds", False),
             value(f"{name}_seconds"),
-            "Inference",
-            answered_by="" if name == "p50" else median,
-            tile=f"latency at batch {size}" if name == "p50" else "",
+            *("Inference", median.name),
         )
-        for name in ("p50", "p90", "p99")
+        for name in ("p90", "p99")
     )
+    name = f"inference_examples_per_second_batch_{size}"
     rate = Measure(
-        f"inference_examples_per_second_batch_{size}",
-        f"rate, batch {size}",
-        "per second",
-        True,
+        *(name, f"rate, batch {size}", "per second", True),
         value("examples_per_second"),
-        "Inference",
-        answered_by=median,
+        *("Inference", median.name),
     )
-    return (*percentiles, rate)
+    return (median, *tails, rate)
 
 
 def measures_of(runs: Sequence[Run]) -> tuple[Measure, ...]:
-    """Returns the measures that at least one of the runs has.
-
-    Example:
-        >>> run = Run("float32", 0, examples_per_second=10.0)
-        >>> [measure.name for measure in measures_of([run])]
-        ['examples_per_second']
-    """
+    """Returns the measures that at least one of the runs has."""
     sizes = sorted({each.batch_size for run in runs for each in run.latencies})
     every = [*_FIXED, *(measure for size in sizes for measure in _of_latency(size))]
     finished = [run for run in runs if run.is_finished]
@@ -206,20 +198,14 @@ class Format:
             text = f"{rounded:{'+' if sign else ''},.{self.decimals}f}"
         return text.replace("-", _MINUS)
 
-    def with_unit(self, value: float | None, *, sign: bool = False) -> str:
+    def with_unit(self, value: float | None) -> str:
         """Returns a figure with its unit."""
-        text = self(value, sign=sign)
+        text = self(value)
         return text if text == MISSING or not self.unit else f"{text} {self.unit}"
 
 
 def format_for(unit: Unit, values: Iterable[float | None]) -> Format:
-    """Returns the format in which the least of some figures has three digits.
-
-    Example:
-        >>> form = format_for("seconds", [0.0641, 0.0337])
-        >>> form(0.0641), form(0.0337), form.unit
-        ('64.1', '33.7', 'ms')
-    """
+    """Returns the format in which the least of some figures has three digits."""
     sizes = [abs(v) for v in values if v is not None and math.isfinite(v) and v]
     scales = _SCALES[unit]
     if not sizes:
@@ -251,12 +237,7 @@ def finer(form: Format, values: Iterable[float]) -> Format:
 
 
 def metric_format(tolerance: float, *, digits: int = 2) -> Format:
-    """Returns the format of a metric, fine enough for the digits of its tolerance.
-
-    Example:
-        >>> metric_format(0.005)(0.98123), metric_format(2.0, digits=1)(200.4)
-        ('0.9812', '200')
-    """
+    """Returns the format of a metric, fine enough for the digits of its tolerance."""
     if not (math.isfinite(tolerance) and tolerance > 0):
         return Format(1.0, "", 4)
     decimals = max(digits - 1 - math.floor(math.log10(tolerance)), 0)

@@ -4,19 +4,21 @@ import dataclasses
 import math
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 
 from tfamp.comparison.verdict import Answer, Verdict, judge
 from tfamp.records import checks
 from tfamp.trials.intervals import (
+    Fractions,
     Interval,
+    PairedExamples,
+    Sampling,
     difference_rate_of,
     interval,
     interval_of_ratios,
 )
-from tfamp.trials.resampling import Fractions, PairedExamples, Sampling
 from tfamp.trials.run_records import Run
 from tfamp.trials.variant import Variant, short_names
 
@@ -26,19 +28,13 @@ _UNKNOWN = Interval(math.nan, math.nan, math.nan)
 # Words of a metric's name that say which way is better. Keras puts the name of an
 # output before that of its metric, so the last word that is known decides.
 _MIN_WORDS = frozenset(
-    (
-        *("crossentropy", "cer", "deviance", "divergence", "entropy", "error"),
-        *("errors", "false", "hinge", "kl", "kld", "logcosh", "cosh", "loss", "mae"),
-        *("mape", "mse", "msle", "nll", "perplexity", "poisson", "rmse", "wer"),
-    )
+    "crossentropy cer deviance divergence entropy error errors false hinge kl kld "
+    "logcosh cosh loss mae mape mse msle nll perplexity poisson rmse wer".split()
 )
 _MAX_WORDS = frozenset(
-    (
-        *("acc", "accuracy", "auc", "bleu", "correct", "dice", "f1", "fbeta", "io"),
-        *("iou", "kappa", "map", "mcc", "miou", "mrr", "ndcg", "precision", "psnr"),
-        *("r2", "recall", "rouge", "score", "sensitivity", "similarity"),
-        *("specificity", "ssim", "true"),
-    )
+    "acc accuracy auc bleu correct dice f1 fbeta io iou kappa map mcc miou mrr ndcg "
+    "precision psnr r2 recall rouge score sensitivity similarity specificity ssim "
+    "true".split()
 )
 _NEGATED = frozenset(("neg", "negative", "minus", "inverse"))
 # What a first comparison asks for where one run says nothing of the spread.
@@ -49,17 +45,13 @@ def direction(metric: str) -> Better:
     """Returns whether a metric is better large or small.
 
     A ValueError where no word of its name is known, or one says that it is negated.
-
-    Example:
-        >>> direction("accuracy"), direction("mean_squared_error")
-        ('max', 'min')
     """
     words = re.findall(r"[a-z]+\d*", metric.lower())
     # Keras numbers metrics of one name: "auc_1".
     for word in reversed(words if not _NEGATED & set(words) else []):
-        for known, better in ((_MIN_WORDS, "min"), (_MAX_WORDS, "max")):
-            if {word, word.rstrip("0123456789")} & known:
-                return cast(Better, better)
+        forms = {word, word.rstrip("0123456789")}
+        if forms & (_MIN_WORDS | _MAX_WORDS):
+            return "min" if forms & _MIN_WORDS else "max"
     raise ValueError(
         f"`metric` is {metric!r}, and `better` is None; expected 'max' or 'min', since "
         "the name does not say whether a larger or a smaller value is better. Pass "
@@ -85,16 +77,11 @@ def choose_reference(policies: Sequence[str], runs: Sequence[Run]) -> str:
     float32 among the policies it is the first one.
     """
     plain = [policy for policy in policies if Variant.parse(policy).is_float32]
-
-    def speed(policy: str) -> float:
-        rates = [
-            run.examples_per_second
-            for run in runs
-            if run.policy == policy and run.is_finished
-        ]
-        return float(np.median(rates)) if rates else 0.0
-
-    return max(plain, key=speed) if plain else policies[0]
+    rates: dict[str, list[float]] = {policy: [] for policy in plain}
+    for run in runs:
+        if run.policy in rates and run.is_finished:
+            rates[run.policy].append(run.examples_per_second)
+    return max(plain, key=lambda p: np.median(rates[p] or 0.0), default=policies[0])
 
 
 def verdict_on(
@@ -114,10 +101,7 @@ def verdict_on(
     each validation example under the policy minus that under the reference, shape
     (pairs, examples).
     """
-    ratios = [
-        after.examples_per_second / before.examples_per_second
-        for before, after in pairs
-    ]
+    ratios = [b.examples_per_second / a.examples_per_second for a, b in pairs]
     speed = interval_of_ratios(ratios, difference_rate_of(look, num_candidates))
     values = [(a.final_metrics[metric], b.final_metrics[metric]) for a, b in pairs]
     broken = [
@@ -165,9 +149,7 @@ def verdict_on(
     if len(pairs) < 2:
         return without_judgement(
             "undecided",
-            f"{len(pairs)} seeds show no spread"
-            if not pairs
-            else "one seed shows no spread",
+            "one seed shows no spread" if pairs else "0 seeds show no spread",
             interval_of_differences(differences, resolution),
             more_seeds=_USUAL_SEEDS - len(pairs),
         )
@@ -261,18 +243,16 @@ def rule_cost(
             if not is_bare or len(same) != 1 or theirs.jit_compile != ours.jit_compile:
                 continue
             rates = {run.seed: run.examples_per_second for run in others}
-            ratios = [
-                run.examples_per_second / rates[run.seed]
-                for run in runs
-                if run.seed in rates
-            ]
-            found = interval_of_ratios(ratios)
+            pairs = [run for run in runs if run.seed in rates]
+            found = interval_of_ratios(
+                [run.examples_per_second / rates[run.seed] for run in pairs]
+            )
             if found.estimate < 1 - worth:
                 between = f"{found.low:.3f} to {found.high:.3f}"
                 sentences.append(
                     f"Keeping layers in float32 costs {names[policy]} "
                     f"{100 * (1 - found.estimate):.1f} % of the examples/s of "
                     f"{names[other]} (ratio {found.estimate:.3f}, "
-                    f"{between if len(ratios) > 1 else 'one seed'})."
+                    f"{between if len(pairs) > 1 else 'one seed'})."
                 )
     return tuple(sentences)

@@ -70,7 +70,6 @@ def conclude(
     metric: str | None,
     better: Better | None,
     tolerance: float,
-    has_validation: bool,
     context: Context | None,
     notes: Sequence[str] = (),
     profiles: Mapping[str, Mapping[str, float]] | None = None,
@@ -82,8 +81,7 @@ def conclude(
     """Returns the comparison of runs, at least one of them finished.
 
     `profiles` has the seconds of a step by policy and type of operation; `examples`
-    gives the differences of a metric on each example of pairs of runs; `plans` and
-    `exports` are those of `Evidence`; the rest is as for `compare`.
+    gives the differences of a metric on each example of pairs of runs.
     """
     metric = choose_metric(runs, metric)
     better = better or direction(metric)
@@ -96,7 +94,9 @@ def conclude(
         metric=metric,
         better=better,
         tolerance=tolerance,
-        on_validation=has_validation,
+        on_validation=any(
+            name.startswith("val_") for run in runs for name in run.history
+        ),
         runs=tuple(
             sorted(
                 runs,

@@ -197,12 +197,14 @@ def compare(
             metric=metric,
             better=better,
             tolerance=tolerance,
-            has_validation=any(
-                name.startswith("val_") for run in runs for name in run.history
-            ),
             context=storage.context(folder),
             notes=(*notes, *busy),
-            profiles=_profiles(folder, job),
+            profiles={
+                policy: step_profiles.read(
+                    storage.profile_of(folder, policy, job.seeds[0])
+                )
+                for policy in job.policies
+            },
             plans=plans,
             exports=exported(
                 folder, job, reference, runs, exports, tolerance=tolerance
@@ -258,26 +260,25 @@ def _run_all(
                 show(len(runs) + under_way, name)
 
             for seed in job.seeds:
-                policies = [
-                    p for p, s in job.order() if s == seed and (p, s) not in runs
-                ]
-                hopeless = [p for p in policies if _is_hopeless(p, runs.values())]
-                for policy in hopeless:
-                    why = "left out, since the first run under this policy failed"
-                    add(Run(policy, seed, status="failed", error=why))
-                started = [
-                    processes.RunProcess(
+                due = [p for p, s in job.order() if s == seed and (p, s) not in runs]
+                started = []
+                for policy in due:
+                    own = [r.is_finished for r in runs.values() if r.policy == policy]
+                    if own and not any(own):
+                        why = "left out, since the first run under this policy failed"
+                        add(Run(policy, seed, status="failed", error=why))
+                        continue
+                    process = processes.RunProcess(
                         *(folder, policy, seed),
                         timeout_seconds=timeout_seconds,
                         on_progress=tell,
                     )
-                    for policy in policies
-                    if policy not in hopeless
-                ]
+                    started.append(process)
                 for process in processes.in_turns(started):
                     add(process.result())
     except KeyboardInterrupt:
-        if not _has_pair(list(runs.values()), job):
+        seeds = [run.seed for run in runs.values() if run.is_finished]
+        if len(seeds) == len(set(seeds)):  # no two can be compared
             raise
         warnings.warn(
             f"Stopped after {len(runs)} of {total} runs; the comparison is of "
@@ -309,29 +310,6 @@ def _check_metric(run: Run, *, metric: str | None, better: Better | None) -> Non
     found = choose_metric([run], metric)
     if better is None:
         direction(found)
-
-
-def _profiles(folder: Path, job: Job) -> dict[str, dict[str, float]]:
-    """Returns the profile of each policy that has one, from its first run."""
-    found = {
-        policy: step_profiles.read(storage.profile_of(folder, policy, job.seeds[0]))
-        for policy in job.policies
-    }
-    return {policy: seconds for policy, seconds in found.items() if seconds}
-
-
-def _is_hopeless(policy: str, runs: Any) -> bool:
-    """Whether the policy has failed before it ever finished."""
-    own = [run for run in runs if run.policy == policy]
-    return bool(own) and not any(run.is_finished for run in own)
-
-
-def _has_pair(runs: Sequence[Run], job: Job) -> bool:
-    """Whether two policies have a finished run of the same seed."""
-    by_seed: dict[int, int] = dict.fromkeys(job.seeds, 0)
-    for run in runs:
-        by_seed[run.seed] += run.is_finished
-    return max(by_seed.values()) > 1
 
 
 def _optional_int(argument: str, value: int | None) -> int | None:

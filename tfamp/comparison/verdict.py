@@ -8,7 +8,7 @@ to looking where the t-interval lies: not by "no significant difference", which 
 with few seeds would grant. A t-interval rather than a bootstrap, since three to ten
 seeds are too few to resample: a bootstrap interval of five values covers far less than
 it states. What the validation examples leave open, which the seeds share, is added
-(`tfamp.trials.resampling`), and looks at a comparison that goes on share
+(`tfamp.trials.intervals`), and looks at a comparison that goes on share
 the error (`tfamp.trials.intervals`).
 """
 
@@ -24,21 +24,31 @@ from tfamp.trials.intervals import (
     MIN_GAIN,
     Effect,
     Interval,
+    Sampling,
     difference_rate_of,
     effect_of_ratio,
     interval_of_ratios,
+    quality_of,
     quantiles,
     rate_of,
 )
-from tfamp.trials.resampling import Sampling, examples_for, least_loss, quality_of
 
 # Beyond so many seeds more of them is no advice.
 MAX_SEEDS = 1000
-
-
+# The best one last.
 Answer = Literal[
-    "equivalent and faster", "equivalent, not faster", "worse", "undecided"
+    "worse", "undecided", "equivalent, not faster", "equivalent and faster"
 ]
+
+
+def examples_for(loss: float, rate: float) -> int:
+    """Returns how many examples can rule a loss out, if none of them is lost.
+
+    Example:
+        >>> examples_for(0.005, 0.05)
+        598
+    """
+    return math.ceil(math.log(rate) / math.log1p(-loss)) if loss < 1 else 1
 
 
 def examples_needed(
@@ -47,8 +57,8 @@ def examples_needed(
     """Returns how many examples would decide where more seeds would not, and why."""
     if sampling is None:
         return None, ""
-    if sampling.is_bounded and tolerance < least_loss(sampling.number, rate):
-        needed = examples_for(tolerance, rate)
+    needed = examples_for(tolerance, rate) if sampling.is_bounded else 0
+    if sampling.number < needed:
         return needed, (
             f"inconclusive, since the tolerance is below what {sampling.number:,} "
             f"examples can show, of {needed:,} or more"
@@ -67,9 +77,9 @@ def examples_needed(
 
 def more_seeds(
     differences: Sequence[float],
-    *,
     tolerance: float,
     sampling: Sampling | None = None,
+    *,
     look: int = 2,
     num_candidates: int = 1,
 ) -> int | None:
@@ -83,17 +93,6 @@ def more_seeds(
     spent = rate_of if middle > 0 else difference_rate_of
     rate = spent(look, num_candidates)
     return _more(differences, abs(middle), rate, sampling)
-
-
-def more_seeds_for_speed(
-    ratios: Sequence[float], *, look: int = 2, num_candidates: int = 1
-) -> int | None:
-    """Returns how many more seeds would tell faster from not faster, likewise."""
-    rate = difference_rate_of(look, num_candidates)
-    logarithms = np.log(np.asarray(ratios, np.float64))
-    middle, least = float(np.mean(logarithms)), math.log(MIN_GAIN)
-    # From 1, to be faster; from the least gain, to be not.
-    return _more(logarithms, middle if middle >= least else least - middle, rate)
 
 
 def _more(
@@ -215,9 +214,7 @@ def judge(
         reason = f"{why}: {reason}" if why else reason
         if needed is None:
             more = more_seeds(
-                differences,
-                tolerance=tolerance,
-                sampling=sampling,
+                *(differences, tolerance, sampling),
                 look=look + 1,
                 num_candidates=num_candidates,
             )
@@ -231,9 +228,12 @@ def judge(
         else:
             answer = "undecided"
             reason = f"as accurate, but maybe faster and maybe not: {reason}"
-            more = more_seeds_for_speed(
-                ratios, look=look + 1, num_candidates=num_candidates
-            )
+            # From 1, to be faster; from the least gain, to be not.
+            logarithms = np.log(np.asarray(ratios, np.float64))
+            middle, least = float(np.mean(logarithms)), math.log(MIN_GAIN)
+            distance = middle if middle >= least else least - middle
+            next_rate = difference_rate_of(look + 1, num_candidates)
+            more = _more(logarithms, distance, next_rate)
     estimate, low, high = (
         f"{value:#.3g}".rstrip(".") for value in dataclasses.astuple(speed)
     )
@@ -242,13 +242,7 @@ def judge(
         "many examples/s"
     )
     return Verdict(
-        answer,
-        reason,
-        quality,
-        speed,
-        tolerance,
-        len(ratios),
-        more,
+        *(answer, reason, quality, speed, tolerance, len(ratios), more),
         num_examples=0 if sampling is None else sampling.number,
         examples_needed=needed,
         quality_effect=effect,

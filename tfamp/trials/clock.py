@@ -113,9 +113,7 @@ def curve(
             continue
         whole = window.loss * window.step_in_epoch
         points.append((window.last_step, steps, (whole - total) / steps))
-        total, seen = (whole, window.step_in_epoch)
-        if not math.isfinite(total):
-            total = 0.0
+        total, seen = whole if math.isfinite(whole) else 0.0, window.step_in_epoch
     group = max(1, math.ceil(len(points) / max_points))
     joined = []
     for start in range(0, len(points), group):
@@ -235,10 +233,9 @@ class Clock(keras.callbacks.Callback):
         self._first = self._done
 
     def _close(self) -> None:
-        if not self._is_open or self._done == self._first:
-            self._is_open = False
+        was_open, self._is_open = self._is_open, False
+        if not was_open or self._done == self._first:
             return
-        self._is_open = False
         loss = self._loss()
         now = self._clock()
         self.windows.append(

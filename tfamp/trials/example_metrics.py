@@ -5,6 +5,7 @@ all runs saw the same examples in the same order, the verdict counts what they l
 open; where not, or where a metric is no mean over examples, its range is wider.
 """
 
+import dataclasses
 import hashlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -26,16 +27,16 @@ _PRECISION = 1e-3
 _TEST_STEP = keras.Model.test_step
 
 
+@dataclasses.dataclass
 class PerExample:
     """The metrics of each example of validation data, by name of shape (examples,).
 
     `fingerprint` tells the examples and their order from others.
     """
 
-    def __init__(
-        self, values: dict[str, np.ndarray], fingerprint: str, number: int
-    ) -> None:
-        self.values, self.fingerprint, self.number = values, fingerprint, number
+    values: dict[str, np.ndarray]
+    fingerprint: str
+    number: int
 
     def write(self, folder: Path, policy: str, seed: int) -> None:
         """Writes them beside the record of a run."""

@@ -26,10 +26,6 @@ def load(text: str) -> Callable[..., Any]:
 
     The current folder is looked in first, and the module may import its neighbours, as
     when it is run as a script.
-
-    Raises:
-        ImportError: There is no such module.
-        ValueError: The text has another form, or the module no such function.
     """
     module_name, colon, name = text.partition(":")
     if not (module_name and colon and name):
@@ -106,11 +102,8 @@ def pack(
     """Writes model and data for other processes; returns what a reader should know.
 
     Messages call the data to train on as `called` says.
-
-    Raises:
-        TypeError: Something cannot be taken to another process.
-        ValueError: A dataset has no end.
     """
+    discard(folder)
     notes = []
     data = {"train": train, "validation": validation}
     for name, value in data.items():
@@ -121,9 +114,8 @@ def pack(
                 "for every run. Pass a function that makes it, a dataset, or arrays."
             )
         if not callable(value) and _pickled({"data": value}) is None:
-            value = _dataset(word, value)
-            _save(value, folder / _DATASETS[name], word)
-            data[name] = _Saved(_DATASETS[name])
+            _save(word, value, folder / _DATASETS[name])
+            data[name] = None
             notes.append(
                 f"The elements of `{word}` were written down once, so every epoch of "
                 "every run sees them in that order; pass a function that returns the "
@@ -149,9 +141,9 @@ def unpack(folder: Path) -> tuple[Callable[..., Any], Any, Any]:
     if isinstance(build_model, str):
         build_model = load(build_model)
     data = []
-    for name in _DATASETS:
-        value = parcel[name]
-        data.append(value.load(folder) if isinstance(value, _Saved) else value)
+    for name, saved in _DATASETS.items():
+        path = folder / saved
+        data.append(_load(path) if path.is_dir() else parcel[name])
     return build_model, data[0], data[1]
 
 
@@ -160,18 +152,6 @@ def discard(folder: Path) -> None:
     for name in _DATASETS.values():
         shutil.rmtree(folder / name, ignore_errors=True)
     (folder / _PARCEL).unlink(missing_ok=True)
-
-
-class _Saved:
-    """Stands for a dataset whose elements lie in a folder."""
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-
-    def load(self, folder: Path) -> Any:
-        import tensorflow as tf
-
-        return tf.data.Dataset.load(str(folder / self.name)).prefetch(2)
 
 
 def _pickled(value: Any) -> bytes | None:
@@ -187,24 +167,17 @@ def _pickled(value: Any) -> bytes | None:
     return text
 
 
-def _dataset(name: str, value: Any) -> Any:
-    """Returns the `tf.data.Dataset` that a value is or builds."""
+def _save(name: str, value: Any, path: Path) -> None:
+    """Writes the elements of the dataset that a value is or builds."""
     import tensorflow as tf
 
-    if callable(getattr(value, "build", None)):
-        value = value.build()
-    if isinstance(value, tf.data.Dataset):
-        return value
-    raise TypeError(
-        f"`{name}` is of type {type(value).__name__}, which cannot be taken to another "
-        "process; expected a function that returns data, a `tf.data.Dataset`, a "
-        "`Pipeline`, or arrays (x, y)."
-    )
-
-
-def _save(dataset: Any, path: Path, name: str) -> None:
-    import tensorflow as tf
-
+    dataset = value.build() if callable(getattr(value, "build", None)) else value
+    if not isinstance(dataset, tf.data.Dataset):
+        raise TypeError(
+            f"`{name}` is of type {type(dataset).__name__}, which cannot be taken to "
+            "another process; expected a function that returns data, a "
+            "`tf.data.Dataset`, a `Pipeline`, or arrays (x, y)."
+        )
     if dataset.cardinality() == tf.data.INFINITE_CARDINALITY:
         raise ValueError(
             f"`{name}` has no end, so its elements cannot be taken to the runs; "
@@ -212,3 +185,9 @@ def _save(dataset: Any, path: Path, name: str) -> None:
             "that returns the dataset."
         )
     dataset.save(str(path))
+
+
+def _load(path: Path) -> Any:
+    import tensorflow as tf
+
+    return tf.data.Dataset.load(str(path)).prefetch(2)

@@ -35,13 +35,12 @@ def seconds_by_type(directory: Path) -> dict[str, float]:
     Types are such as "MatMul"; oneDNN's begin with "_Mkl", fused ones are named after
     the product, XLA's after the instruction. With a GPU the host's time is that of
     launching, so that only the device's counts.
-
-    Raises:
-        ValueError: The profile is damaged, or there is none, or no operation in it.
-        ImportError: This TensorFlow lacks the means to read it.
     """
     by_place: dict[bool, dict[str, float]] = {True: {}, False: {}}
-    for path in _newest(directory):
+    files = list(directory.rglob("*.xplane.pb"))
+    newest = max(files, key=lambda file: file.stat().st_mtime, default=directory)
+    # Of the newest profile there is a file for each host.
+    for path in (each for each in files if each.parent == newest.parent):
         for plane in _load(path).planes:
             is_device = plane.name.startswith(_DEVICE_PLANE)
             own = by_place[is_device]
@@ -57,13 +56,6 @@ def seconds_by_type(directory: Path) -> dict[str, float]:
             "some steps."
         )
     return dict(sorted(found.items(), key=lambda item: -item[1]))
-
-
-def _newest(directory: Path) -> list[Path]:
-    """Returns the files of the newest profile, one for each host."""
-    files = list(directory.rglob("*.xplane.pb"))
-    newest = max(files, key=lambda file: file.stat().st_mtime, default=None)
-    return [file for file in files if newest and file.parent == newest.parent]
 
 
 def _load(path: Path) -> Any:
@@ -161,7 +153,7 @@ def side_by_side(
 ) -> dict[str, tuple[OperationTime, ...]]:
     """Returns the time of each type of operation of a step beside the reference's.
 
-    By policy, the longest types first; nothing where the reference has no profile.
+    By policy, the longest types first; nothing where one of the two has no profile.
     """
     before = seconds.get(reference, {})
     found = {}
@@ -171,6 +163,6 @@ def side_by_side(
             for kind in {**before, **after}
         ]
         rows.sort(key=lambda row: -max(row.before_seconds, row.after_seconds))
-        if policy != reference and before:
+        if policy != reference and before and after:
             found[policy] = tuple(rows)
     return found

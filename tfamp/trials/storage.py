@@ -116,12 +116,7 @@ def fingerprint(function: Any) -> str:
 
 
 def checked_policies(policies: Sequence[Any] | str) -> tuple[str, ...]:
-    """Returns at least two different policies as they are written in full.
-
-    Raises:
-        TypeError: They are no names.
-        ValueError: One is unknown, stands there twice, or there is one only.
-    """
+    """Returns at least two different policies as they are written in full."""
     given = [policies] if isinstance(policies, str) else list(policies)
     found = tuple(str(Variant.named(policy)) for policy in given)
     if len(found) < 2 or len(set(found)) < len(found):
@@ -133,12 +128,7 @@ def checked_policies(policies: Sequence[Any] | str) -> tuple[str, ...]:
 
 
 def checked_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
-    """Returns the seeds: 0 to n-1 for a number n.
-
-    Raises:
-        TypeError: A seed is no whole number.
-        ValueError: There is none, one is below 0, or one stands there twice.
-    """
+    """Returns different seeds, at least one: 0 to n-1 for a number n."""
     if isinstance(seeds, (list, tuple, range)):
         found = tuple(checks.positive_int("seeds", s, minimum=0) for s in seeds)
     else:
@@ -153,11 +143,7 @@ def checked_seeds(seeds: int | Sequence[int]) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Looks(Record):
-    """What was judged at each look at the runs of a folder.
-
-    Args:
-        judged: The metric, and the files of the finished runs by name.
-    """
+    """What was judged at each look: the metric, and the names of finished runs."""
 
     judged: tuple[tuple[str, ...], ...] = ()
 
@@ -198,9 +184,8 @@ def is_plan_file(path: str) -> bool:
 def begin(folder: Path, job: Job, *, resume: bool) -> list[Run]:
     """Writes the job into the folder and returns the finished runs it has.
 
-    Raises:
-        ValueError: There are runs and `resume` is False, or they are of another
-            comparison.
+    A ValueError where there are runs and `resume` is False, or they are of another
+    comparison.
     """
     path = folder / FILE
     if not path.exists():

@@ -57,7 +57,7 @@ def train(
 
     The figures are added to those of `run`.
     """
-    fit_arguments, inputs, batch_size, steps = arguments(data, job)
+    fit_arguments, inputs, size, steps = arguments(data, job)
     if not model.built and type(model).call is not keras.Model.call:
         # `fit` would make the weights in its first step, too late to keep them.
         with model.distribute_strategy.scope():
@@ -68,17 +68,19 @@ def train(
         if nvml is not None:
             stack.enter_context(nvml)
         before = _energy_joules(nvml)
-        size = job.batch_size if isinstance(validation, tuple) else None
+        of_arrays = job.batch_size if isinstance(validation, tuple) else None
         history = model.fit(
             **fit_arguments,
             validation_data=validation,
-            validation_batch_size=size,
+            validation_batch_size=of_arrays,
             epochs=job.epochs,
             verbose=0,
             callbacks=[timer],
         ).history
         after = _energy_joules(nvml)
-        used = _used_bytes(nvml)
+        # On the fullest GPU; TensorFlow gives none back.
+        readings = () if nvml is None else nvml.read()
+        used = [r.memory_used_bytes for r in readings if r.memory_used_bytes]
     if not timer.windows:
         raise ValueError(
             "The training data holds no batch; expected at least one. Look at its "
@@ -86,9 +88,10 @@ def train(
         )
     kept, warmup_steps = steady(timer.windows, num_epochs=job.epochs)
     num_steps = timer.windows[-1].last_step
-    per_step = (
-        _examples_in(data, num_steps // (timer.windows[-1].epoch + 1)) or batch_size
-    )
+    steps_an_epoch = num_steps // (timer.windows[-1].epoch + 1)
+    # Arrays tell the mean examples of a step: the last one is shorter.
+    is_arrays = isinstance(data, tuple)
+    per_step = len(tf.nest.flatten(data)[0]) / steps_an_epoch if is_arrays else size
     seconds, stalls = seconds_per_step(kept)
     prefix = "" if validation is None else "val_"
     plain = {
@@ -104,7 +107,7 @@ def train(
     skipped, scales, notes = _scale_of(model, timer)
     run = dataclasses.replace(
         run,
-        batch_size=batch_size,
+        batch_size=size,
         num_steps=num_steps,
         num_epochs=job.epochs,
         examples_per_second=per_step / seconds,
@@ -120,7 +123,7 @@ def train(
         energy_joules=None if before is None or after is None else after - before,
         notes=(*notes, *([stalls] if stalls else [])),
     )
-    return Trained(run, used, inputs, timer.first_weights)
+    return Trained(run, max(used, default=None), inputs, timer.first_weights)
 
 
 def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None]:
@@ -149,13 +152,6 @@ def arguments(data: Any, job: Job) -> tuple[dict[str, Any], Any, int, int | None
     return {"x": given}, inputs, size, known_length(dataset)
 
 
-def _examples_in(data: Any, steps: int) -> float | None:
-    """Returns the mean examples of a step, where arrays tell them."""
-    if not isinstance(data, tuple):
-        return None
-    return len(tf.nest.flatten(data)[0]) / steps
-
-
 def _energy_joules(nvml: Nvml | None) -> float | None:
     """Returns what all GPUs have used since some time, None where one does not tell."""
     readings = () if nvml is None else nvml.read()
@@ -163,14 +159,6 @@ def _energy_joules(nvml: Nvml | None) -> float | None:
     each = [r.energy_joules if r.energy_source == "counter" else None for r in readings]
     known = [joules for joules in each if joules is not None]
     return sum(known) if known and len(known) == len(each) else None
-
-
-def _used_bytes(nvml: Nvml | None) -> int | None:
-    """Returns the memory in use on the fullest GPU; TensorFlow gives none back."""
-    readings = () if nvml is None else nvml.read()
-    return max(
-        (r.memory_used_bytes for r in readings if r.memory_used_bytes), default=None
-    )
 
 
 def _scale_of(

@@ -2,6 +2,7 @@
 
 import contextlib
 import dataclasses
+import itertools
 import os
 from collections.abc import Iterator, Sequence
 
@@ -46,12 +47,7 @@ class Variant(Record):
 
     @classmethod
     def parse(cls, text: object, argument: str = "policies") -> "Variant":
-        """Returns the variant that a word stands for.
-
-        Raises:
-            TypeError: It is no text.
-            ValueError: The policy or an option is unknown, or has no effect here.
-        """
+        """Returns the variant that a word stands for."""
         if not isinstance(text, str):
             raise TypeError(
                 f"`{argument}` holds {text!r}, of type {type(text).__name__}; expected "
@@ -90,12 +86,7 @@ class Variant(Record):
 
     @classmethod
     def named(cls, text: object, argument: str = "policies") -> "Variant":
-        """Returns what `parse` does, for work to come, which needs a plan's file.
-
-        Raises:
-            TypeError: It is no text.
-            ValueError: It is no variant, or no plan is there.
-        """
+        """Returns what `parse` does, for work to come, which needs a plan's file."""
         found = cls.parse(text, argument)
         if found.is_plan and not os.path.isfile(found.policy):
             raise ValueError(
@@ -116,12 +107,8 @@ class Variant(Record):
 
     def __str__(self) -> str:
         """Returns the word that `parse` reads."""
-        options = {
-            "xla": self.jit_compile,
-            "rewrite": self.rewrite,
-            "no_rules": not self.has_rules,
-        }
-        words = [self.policy, *(name for name, is_on in options.items() if is_on)]
+        given = (self.jit_compile, self.rewrite, not self.has_rules)
+        words = [self.policy, *itertools.compress(_OPTIONS, given)]
         return (_STOCK if self.is_stock else "") + "+".join(words)
 
 
@@ -129,12 +116,6 @@ def short_names(policies: Sequence[str]) -> dict[str, str]:
     """Returns what policies are called for people: plans by the names of their files.
 
     Of files with the same name as many folders are told as tell them apart.
-
-    Args:
-        policies: Words as `Variant.parse` reads them.
-
-    Returns:
-        Policy -> its name.
 
     Example:
         >>> short_names(["float32", "runs/plan.json+xla"])

@@ -1,4 +1,4 @@
-"""From times of steps to shares of a step, a verdict and what to change.
+"""From times of steps to the record of shares of a step, a verdict and what to change.
 
 A step of some replicas takes as long as the slowest of them computes, and the part of
 the reduction that is not hidden behind it. Steps without the reduction are timed in
@@ -6,26 +6,113 @@ turns with the real ones, so each round gives ratios in which drifts of the mach
 cancel; intervals are those of the logarithms of these ratios.
 """
 
+import dataclasses
 import statistics
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
-from tfamp.comparison.replicas.records import (
-    Equality,
-    OneDevice,
-    ScalingPoint,
-    Verdict,
-)
+from tfamp.records.record import Record
 from tfamp.records.units import format_bytes, format_share, join_words
+from tfamp.stepping.input_waits.record import Bottleneck
 from tfamp.stepping.input_waits.verdict import MIN_GAIN
 from tfamp.trials.intervals import Interval, interval, interval_of_ratios
 
+Kind = Literal["logical CPUs", "GPUs", "workers"]
+Mode = Literal["strong", "weak"]
+MODES: tuple[Mode, ...] = ("strong", "weak")
+Verdict = Literal[
+    "scales", "communication", "input", "slow worker", "not equal", "unclear"
+]
 # On either side: intervals hold 95 %.
 _RATE = 0.025
 # Less than this part of a step is not worth a change, as for the input.
 MIN_SHARE = MIN_GAIN
 # From here on devices of their own are said to scale.
 _GOOD_EFFICIENCY = 0.9
+
+
+def size_of(mode: Mode, batch_size: int, replicas: int) -> int:
+    """Returns the examples of a step of all replicas together.
+
+    Strong scaling divides the batch of one device, weak scaling gives each replica one.
+
+    Example:
+        >>> size_of("strong", 32, 4), size_of("weak", 32, 4)
+        (32, 128)
+    """
+    return batch_size * replicas if mode == "weak" else batch_size
+
+
+@dataclasses.dataclass(frozen=True)
+class Equality(Record):
+    """Whether the first steps of some replicas were those of one device.
+
+    Args:
+        replicas: How many.
+        is_equal: Whether they were, within rounding; None where layers that draw at
+            random leave it open.
+        distances: How far the ends are apart, as a part of the way that one device
+            went: "weights", and "slots" of the optimizer where it has some.
+        tolerances: What rounding allows of each.
+        num_steps: Steps that were made.
+    """
+
+    replicas: int
+    is_equal: bool | None
+    distances: dict[str, float] = dataclasses.field(hash=False)
+    tolerances: dict[str, float] = dataclasses.field(hash=False)
+    num_steps: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ScalingPoint(Record):
+    """The steps of some replicas, against those of one device.
+
+    Args:
+        mode: "weak": each replica has the batch of one device; "strong": they share it.
+        replicas: How many.
+        batch_size: Examples of a step of all replicas together.
+        step_seconds: The median over rounds.
+        efficiency: Examples a second, over those of one device times the replicas; 1
+            is best. 95 % interval.
+        communication_share: Part of a step that goes without the reduction, in [0, 1),
+            with its interval.
+        slow_worker_share: Part of a step for which the others wait for the slowest
+            worker; None where all replicas are in one process, which shows no single
+            one.
+        input_share: Part of a step that would wait for the input.
+        reduced_bytes: What each replica hands to the reduction in a step; None where
+            shapes do not tell.
+        sent_bytes: What each then sends in a ring: 2 * (n - 1) / n of that.
+    """
+
+    mode: Mode
+    replicas: int
+    batch_size: int
+    step_seconds: float
+    efficiency: Interval
+    communication_share: Interval
+    slow_worker_share: Interval | None
+    input_share: float
+    reduced_bytes: int | None
+    sent_bytes: int | None
+
+
+@dataclasses.dataclass(frozen=True)
+class OneDevice(Record):
+    """What one device says, ahead of any other.
+
+    Args:
+        half_share_of_flops: Of `tfamp.prove`: part of the products in half precision.
+        causes: Why half precision does not bring more, with the remedy.
+        input: Of `tfamp.data.bottleneck`.
+        step_seconds: Of a step with a batch in memory; None where nothing was timed.
+    """
+
+    half_share_of_flops: float
+    causes: tuple[str, ...]
+    input: Bottleneck
+    step_seconds: float | None = None
 
 
 class Times(NamedTuple):
@@ -47,11 +134,6 @@ def efficiency(times: Times, *, gain: float) -> Interval:
 
     `gain` is what a perfect step would take, in steps of one device: 1 where each of n
     replicas has its batch, 1 / n where they share one.
-
-    Example:
-        >>> times = Times([1.0, 1.0], [2.0, 2.0], [[1.0, 1.0]])
-        >>> efficiency(times, gain=1.0).estimate
-        0.5
     """
     ratios = [
         gain * one / real for one, real in zip(times.one, times.real, strict=True)
@@ -60,13 +142,7 @@ def efficiency(times: Times, *, gain: float) -> Interval:
 
 
 def communication_share(times: Times) -> Interval:
-    """Returns the part of a step that goes without the reduction, at least 0.
-
-    Example:
-        >>> times = Times([1.0, 1.0], [4.0, 4.0], [[1.0, 1.0], [0.5, 0.5]])
-        >>> communication_share(times).estimate
-        0.75
-    """
+    """Returns the part of a step that goes without the reduction, at least 0."""
     slowest = times.alone[slowest_of(times)]
     kept = interval_of_ratios(
         [own / real for own, real in zip(slowest, times.real, strict=True)], _RATE
@@ -78,11 +154,6 @@ def slow_worker_share(times: Times) -> Interval | None:
     """Returns the part of a step for which the others wait for the slowest worker.
 
     That is its time beyond the mean of the others; None of one process alone.
-
-    Example:
-        >>> times = Times([1.0, 1.0], [4.0, 4.0], [[1.0, 1.0], [3.0, 3.0]])
-        >>> slow_worker_share(times).estimate
-        0.5
     """
     if len(times.alone) < 2:
         return None

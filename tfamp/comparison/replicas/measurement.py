@@ -8,19 +8,19 @@ from pathlib import Path
 
 import tensorflow as tf
 
-from tfamp.comparison.replicas import first_steps, judgement
-from tfamp.comparison.replicas.judgement import Times
-from tfamp.comparison.replicas.processes import Answer, Replicas
-from tfamp.comparison.replicas.records import (
+from tfamp.comparison.replicas import judgement
+from tfamp.comparison.replicas.judgement import (
     MODES,
     Equality,
     Kind,
-    Mode,
     OneDevice,
     ScalingPoint,
+    Times,
     size_of,
 )
+from tfamp.comparison.replicas.processes import Answer, Replicas
 from tfamp.comparison.replicas.result import Scaling
+from tfamp.comparison.replicas.steps import distances, tolerances
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.input_waits.record import Bottleneck
 
@@ -63,10 +63,8 @@ class Measurement:
         self._stage, self._what = 0, ""
         self._groups: dict[int, Replicas] = {}
 
-    def __enter__(self) -> "Measurement":
-        return self
-
-    def __exit__(self, *_: object) -> None:
+    def end(self) -> None:
+        """Ends all processes."""
         for group in self._groups.values():
             group.end()
 
@@ -86,7 +84,37 @@ class Measurement:
         rounds = 0
         if all(each.is_equal is not False for each in equality):
             one, points, rounds = self._time(one, facts, seconds)
-        return self._conclude(facts, one, equality, points, rounds, notes)
+        shares = self._kind == "logical CPUs" or not num_gpus()
+        weak = [each for each in points if each.mode == "weak"]
+        point = max(weak, key=lambda each: each.replicas, default=None)
+        verdict, reason = judgement.judge(point, equality, one, shares_devices=shares)
+        advice = judgement.advise(
+            *(verdict, point, one),
+            is_half=any(name in _HALF for name in facts["compute_dtypes"]),
+            has_workers=self._kind == "workers",
+        )
+        if shares and points:
+            notes.append(
+                "The replicas share the cores of this machine, so efficiency says "
+                "nothing of GPUs or of other machines; equality and bytes do."
+            )
+        return Scaling(
+            model=facts["model"],
+            policy=facts["policy"],
+            kind=self._kind,
+            devices=tuple(facts["devices"]),
+            shares_devices=shares,
+            batch_size=facts["batch_size"],
+            verdict=verdict,
+            reason=reason,
+            advice=advice,
+            one_device=one,
+            equality=equality,
+            points=points,
+            rounds=rounds,
+            notes=tuple(dict.fromkeys(notes)),
+            versions=installed_versions(),
+        )
 
     def _compare_steps(self, facts: Answer, notes: list[str]) -> tuple[Equality, ...]:
         found = []
@@ -97,8 +125,8 @@ class Measurement:
             self._start(number)
             self._at(f"Making first steps on {number} replicas")
             answer, *_ = self._groups[number].ask("first_steps", steps=first["steps"])
-            apart = first_steps.distances(self._folder, number)
-            allowed = first_steps.tolerances(
+            apart = distances(self._folder, number)
+            allowed = tolerances(
                 facts["compute_dtypes"],
                 tf32=facts["tf32"],
                 has_slots="slots" in apart,
@@ -150,62 +178,28 @@ class Measurement:
             for mode in MODES:
                 real = [max(each) for each in times[number, mode]]
                 by_process = list(zip(*times[number, f"{mode} alone"], strict=True))
+                own = Times(alone, real, by_process)
+                step_seconds = statistics.median(real)
+                # Of strong scaling all replicas share one batch, and each worker reads
+                # its own part.
+                batches = number if mode == "weak" else 1
+                read = batches / number if self._kind == "workers" else batches
+                share = judgement.input_share(one, step_seconds, batches=read)
                 points.append(
-                    _point(
-                        mode,
-                        number,
-                        Times(alone, real, by_process),
-                        one=one,
-                        kind=self._kind,
-                        batch_size=facts["batch_size"],
+                    ScalingPoint(
+                        mode=mode,
+                        replicas=number,
+                        batch_size=size_of(mode, facts["batch_size"], number),
+                        step_seconds=step_seconds,
+                        efficiency=judgement.efficiency(own, gain=batches / number),
+                        communication_share=judgement.communication_share(own),
+                        slow_worker_share=judgement.slow_worker_share(own),
+                        input_share=share,
                         reduced_bytes=payload[number],
+                        sent_bytes=judgement.sent_bytes(payload[number], number),
                     )
                 )
         return one, tuple(points), rounds
-
-    def _conclude(
-        self,
-        facts: Answer,
-        one: OneDevice,
-        equality: tuple[Equality, ...],
-        points: tuple[ScalingPoint, ...],
-        rounds: int,
-        notes: list[str],
-    ) -> Scaling:
-        shares = self._kind == "logical CPUs" or not num_gpus()
-        point = max(
-            (each for each in points if each.mode == "weak"),
-            key=lambda each: each.replicas,
-            default=None,
-        )
-        verdict, reason = judgement.judge(point, equality, one, shares_devices=shares)
-        advice = judgement.advise(
-            *(verdict, point, one),
-            is_half=any(name in _HALF for name in facts["compute_dtypes"]),
-            has_workers=self._kind == "workers",
-        )
-        if shares and points:
-            notes.append(
-                "The replicas share the cores of this machine, so efficiency says "
-                "nothing of GPUs or of other machines; equality and bytes do."
-            )
-        return Scaling(
-            model=facts["model"],
-            policy=facts["policy"],
-            kind=self._kind,
-            devices=tuple(facts["devices"]),
-            shares_devices=shares,
-            batch_size=facts["batch_size"],
-            verdict=verdict,
-            reason=reason,
-            advice=advice,
-            one_device=one,
-            equality=equality,
-            points=points,
-            rounds=rounds,
-            notes=tuple(dict.fromkeys(notes)),
-            versions=installed_versions(),
-        )
 
     def _start(self, number: int) -> list[Answer]:
         what = "one device" if number == 1 else f"{number} replicas"
@@ -222,36 +216,3 @@ class Measurement:
     def _at(self, what: str) -> None:
         self._stage, self._what = self._stage + 1, what
         self._show(self._stage, what)
-
-
-def _point(
-    mode: Mode,
-    number: int,
-    times: Times,
-    *,
-    one: OneDevice,
-    kind: Kind,
-    batch_size: int,
-    reduced_bytes: int | None,
-) -> ScalingPoint:
-    step_seconds = statistics.median(times.real)
-    batches = number if mode == "weak" else 1
-    return ScalingPoint(
-        mode=mode,
-        replicas=number,
-        batch_size=size_of(mode, batch_size, number),
-        step_seconds=step_seconds,
-        efficiency=judgement.efficiency(
-            times, gain=1.0 if mode == "weak" else 1 / number
-        ),
-        communication_share=judgement.communication_share(times),
-        slow_worker_share=judgement.slow_worker_share(times),
-        input_share=judgement.input_share(
-            one,
-            step_seconds,
-            # Each worker reads its own part.
-            batches=batches / number if kind == "workers" else batches,
-        ),
-        reduced_bytes=reduced_bytes,
-        sent_bytes=judgement.sent_bytes(reduced_bytes, number),
-    )

@@ -5,7 +5,14 @@ import os
 from collections.abc import Callable, Mapping
 from typing import Any
 
-from tfamp.comparison.replicas.records import Findings, ScalingPoint
+from tfamp.comparison.replicas.judgement import (
+    Equality,
+    Kind,
+    Mode,
+    OneDevice,
+    ScalingPoint,
+    Verdict,
+)
 from tfamp.comparison.report import bars, drawing
 from tfamp.comparison.report.bars import Group, Line
 from tfamp.comparison.report.drawing import Plot
@@ -35,13 +42,78 @@ _WEAK, _STRONG = drawing.COLOURS[1], drawing.COLOURS[2]
 
 
 @dataclasses.dataclass(frozen=True)
-class Scaling(Findings, TableRecord):
+class Scaling(TableRecord):
     """What more replicas bring, and what holds them up.
 
-    Its fields are those of `Findings`: `.verdict`, `.reason` and `.advice` are the
-    answer, `.points` has each figure, `.to_json(path)` writes all of it, and
-    `.to_html(path)` a page to look at.
+    `.verdict`, `.reason` and `.advice` are the answer, `.points` has each figure,
+    `.to_json(path)` writes all of it, and `.to_html(path)` a page to look at.
+
+    Args:
+        model: The model's name.
+        policy: What it computes in.
+        kind: What the replicas were: "logical CPUs" or "GPUs" of one process, or
+            "workers", a process each on this host.
+        devices: Their names.
+        shares_devices: Whether replicas share what they compute with, as logical CPUs
+            do: then efficiency says nothing of devices of their own.
+        batch_size: Examples of a step on one device.
+        verdict: "scales"; "communication", "input" or "slow worker", what costs most;
+            "not equal" where the first steps are not those of one device; "unclear".
+        reason: Why, in a sentence.
+        advice: What to change, most promising first.
+        one_device: What one device says.
+        equality: Of each number of replicas.
+        points: Of each number of replicas, strong and weak; none where the steps are
+            not equal, as their speed is then worth nothing.
+        rounds: Turns that each step had.
+        notes: What else a reader should know.
+        versions: Of Python's packages.
     """
+
+    model: str
+    policy: str
+    kind: Kind
+    devices: tuple[str, ...]
+    shares_devices: bool
+    batch_size: int
+    verdict: Verdict
+    reason: str
+    advice: tuple[str, ...]
+    one_device: OneDevice
+    equality: tuple[Equality, ...]
+    points: tuple[ScalingPoint, ...]
+    rounds: int = 0
+    notes: tuple[str, ...] = ()
+    versions: dict[str, str | None] = dataclasses.field(
+        default_factory=dict, hash=False
+    )
+
+    @property
+    def judged(self) -> ScalingPoint | None:
+        """The weak scaling of the most replicas, which the verdict is about."""
+        weak = self.of_mode("weak")
+        return weak[-1] if weak else None
+
+    @property
+    def efficiency(self) -> float | None:
+        """Of the most replicas with a batch each; None where nothing was timed."""
+        return None if self.judged is None else self.judged.efficiency.estimate
+
+    @property
+    def communication_share(self) -> float | None:
+        """Of the same steps: the part that goes without the reduction."""
+        if self.judged is None:
+            return None
+        return self.judged.communication_share.estimate
+
+    @property
+    def input_share(self) -> float | None:
+        """Of the same steps: the part that would wait for the input."""
+        return None if self.judged is None else self.judged.input_share
+
+    def of_mode(self, mode: Mode) -> tuple[ScalingPoint, ...]:
+        """Returns the points of strong or of weak scaling, fewest replicas first."""
+        return tuple(point for point in self.points if point.mode == mode)
 
     def table(self) -> str:
         """Returns figures, verdict and advice as text of at most 110 columns."""
@@ -73,7 +145,7 @@ class Scaling(Findings, TableRecord):
         return page_of("scaling.html", _view(self), path)
 
 
-def _rows(found: Findings) -> list[tuple[str, ...]]:
+def _rows(found: Scaling) -> list[tuple[str, ...]]:
     """Returns a row for one device and for each point; none where nothing was timed."""
     if not found.points:
         return []
@@ -102,23 +174,18 @@ def _row(point: ScalingPoint) -> tuple[str, ...]:
 
 
 def _share(found: Interval) -> str:
-    """Returns a share in percent with its interval.
-
-    Example:
-        >>> _share(Interval(0.4, 0.35, 0.45))
-        '40 % [35, 45]'
-    """
+    """Returns a share in percent with its interval."""
     return (
         f"{100 * found.estimate:.0f} % [{100 * found.low:.0f}, {100 * found.high:.0f}]"
     )
 
 
-def _advice_of(found: Findings) -> list[str]:
+def _advice_of(found: Scaling) -> list[str]:
     """Returns advice without numbers of its own."""
     return [line.lstrip("0123456789. ") for line in found.advice]
 
 
-def _one_device(found: Findings) -> str:
+def _one_device(found: Scaling) -> str:
     one = found.one_device
     return (
         f"One device: {format_share(one.half_share_of_flops)} of the products in half "
@@ -126,7 +193,7 @@ def _one_device(found: Findings) -> str:
     )
 
 
-def _equality_lines(found: Findings) -> list[str]:
+def _equality_lines(found: Scaling) -> list[str]:
     """Returns for each number of replicas whether its first steps are right."""
     words = {True: "equal", False: "NOT equal", None: "not known to be equal"}
     return [
@@ -141,7 +208,7 @@ def _equality_lines(found: Findings) -> list[str]:
     ]
 
 
-def _view(found: Findings) -> dict[str, Any]:
+def _view(found: Scaling) -> dict[str, Any]:
     """Returns what the template shows, under the names that it uses."""
     lists = (
         ("First steps", "equality", _equality_lines(found)),
@@ -184,7 +251,7 @@ def _tiles(point: ScalingPoint) -> list[tuple[str, str, str]]:
     ]
 
 
-def _efficiency_plot(found: Findings) -> Plot | None:
+def _efficiency_plot(found: Scaling) -> Plot | None:
     groups: list[Group] = []
     for mode, colour in (("weak", _WEAK), ("strong", _STRONG)):
         points = found.of_mode(mode)  # type: ignore[arg-type]  # both are modes
@@ -194,7 +261,7 @@ def _efficiency_plot(found: Findings) -> Plot | None:
     return bars.plot_lines("efficiency", "Efficiency", lead, groups, "of one device")
 
 
-def _shares_plot(found: Findings) -> Plot | None:
+def _shares_plot(found: Scaling) -> Plot | None:
     groups: list[Group] = []
     for point in found.of_mode("weak"):
         shares = {

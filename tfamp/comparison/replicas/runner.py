@@ -9,9 +9,9 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfamp.comparison.replicas.judgement import Kind
 from tfamp.comparison.replicas.measurement import Measurement, check_batch, num_gpus
 from tfamp.comparison.replicas.processes import ReplicaJob
-from tfamp.comparison.replicas.records import Kind
 from tfamp.comparison.replicas.result import Scaling
 from tfamp.memory.batch_search.finder import find_batch_size
 from tfamp.memory.batch_search.settings import Settings, batch_of
@@ -118,7 +118,17 @@ def scaling(
         check_batch(batch_size, numbers)
     notes: list[str] = []
     if max_memory_bytes is not None:
-        batch_size = _searched(build, data, policy, max_memory_bytes, verbose, notes)
+        found = find_batch_size(
+            *(build, data),
+            policy=policy,
+            max_memory_bytes=max_memory_bytes,
+            verbose=verbose,
+        )
+        batch_size = found.batch_size
+        notes.append(
+            f"`tfamp.find_batch_size` chose batches of {batch_size} "
+            f"({found.stopped_by})."
+        )
         check_batch(batch_size, numbers)
     job = ReplicaJob(title, kind, batch_size, seconds / 2)
     with tempfile.TemporaryDirectory(prefix="tfamp-scaling-") as name:
@@ -132,21 +142,10 @@ def scaling(
             work = Measurement(
                 folder, kind, numbers, timeout_seconds=timeout_seconds, show=show
             )
-            with work:
+            try:
                 return work.measure(seconds, notes)
-
-
-def _searched(
-    build: Any, data: Any, policy: str | None, limit: int, verbose: bool, notes: Any
-) -> int:
-    found = find_batch_size(
-        build, data, policy=policy, max_memory_bytes=limit, verbose=verbose
-    )
-    notes.append(
-        f"`tfamp.find_batch_size` chose batches of {found.batch_size} "
-        f"({found.stopped_by})."
-    )
-    return found.batch_size
+            finally:
+                work.end()
 
 
 def kind_of(workers: object) -> Kind:

@@ -249,10 +249,6 @@ def reachable(
     """Returns the ends of an interval, cut where they would dwarf all else.
 
     They go at least `least` beyond the values it was taken from.
-
-    Example:
-        >>> reachable(Interval(2.0, 1.0, 100.0), [1.5, 2.5])
-        (1.0, 3.25)
     """
     if not values or not (math.isfinite(found.low) and math.isfinite(found.high)):
         return ()
@@ -320,4 +316,4 @@ def plot_lines(
         for heading, group in groups
     ]
     summary = f"{title} in {unit}: {'; '.join(ends)}."
-    return Plot(key, title, lead, summary, drawing.to_svg(axes, key, title, summary))
+    return drawing.plot_of(axes, key, title, lead, summary)

@@ -20,8 +20,6 @@ _MAX_NAMED = 4
 _MAX_DOTS = 12
 
 Series = Sequence[tuple[float, float]]
-
-
 _NONE = (math.nan, math.nan, math.nan)
 
 
@@ -81,8 +79,9 @@ def scale_plot(evidence: Evidence, looks: Sequence[Look]) -> Plot | None:
     each = [f"{look.name} {', '.join(numbers)}" for look, numbers in counts.items()]
     skipped = f"Skipped steps by seed: {'; '.join(each)}."
     lead = "A line for each run, a dot where the scale fell because a step was skipped."
-    plot = Plot("scale", "Loss scale", lead, f"Loss scale by step. {skipped}", "")
-    return _finished(axes, ends, plot, "step", (skipped,))
+    _name_curves(axes, ends, "step")
+    summary = f"Loss scale by step. {skipped}"
+    return drawing.plot_of(axes, "scale", "Loss scale", lead, summary, (skipped,))
 
 
 def curve(series: Sequence[Series]) -> np.ndarray:
@@ -90,10 +89,6 @@ def curve(series: Sequence[Series]) -> np.ndarray:
 
     Shape (places, 4): the place, and median, least and largest of the runs that are
     finite there; NaN where none is.
-
-    Example:
-        >>> curve([[(1, 3.0)], [(1, 1.0), (2, 5.0)]]).tolist()
-        [[1.0, 2.0, 1.0, 3.0], [2.0, 5.0, 5.0, 5.0]]
     """
     at: dict[float, list[float]] = {}
     for place, value in (point for run in series for point in run):
@@ -136,18 +131,13 @@ def _curves(
     logarithmic = " Logarithmic." if axes.get_yscale() == "log" else ""
     lead = f"By {place}, {middle}.{logarithmic}"
     summary = f"{title} by {place}, median over seeds: {join_words(last)}."
+    _name_curves(axes, ends, place)
     notes = _not_finite(evidence, runs, place)
-    return _finished(axes, ends, Plot(key, title, lead, summary, ""), place, notes)
+    return drawing.plot_of(axes, key, title, lead, summary, notes)
 
 
-def _finished(
-    axes: Any,
-    ends: dict[Look, tuple[float, float]],
-    plot: Plot,
-    place: str,
-    notes: tuple[str, ...],
-) -> Plot:
-    """Returns the plot with its drawing: names beside the ends of the curves."""
+def _name_curves(axes: Any, ends: dict[Look, tuple[float, float]], place: str) -> None:
+    """Writes names beside the ends of the curves, over an axis of places."""
     axes.set_xmargin(0)
     drawing.set_ticks(axes.xaxis, place, whole=True)
     axes.tick_params(axis="y", length=0)
@@ -165,8 +155,6 @@ def _finished(
         # Without a transform, coordinates are points of the figure.
         axes.plot([x0 + 2, x - 3], [y0, y], transform=None, linewidth=1.5, **look.line)
         drawing.write(axes, x, _HEIGHT - y, look.short)
-    svg = drawing.to_svg(axes, plot.key, plot.title, plot.summary)
-    return Plot(plot.key, plot.title, plot.lead, plot.summary, svg, notes)
 
 
 def _apart(heights: Sequence[float]) -> list[float]:

@@ -6,7 +6,7 @@ import io
 import math
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -73,8 +73,7 @@ class Look:
         return f"c{self.number % len(COLOURS)}{broken}"
 
 
-@dataclasses.dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """One drawing with what goes around it.
 
     `lead` says what axes and marks are, `summary` what one would see, for those who do
@@ -182,12 +181,7 @@ def set_ticks(
 
 
 def tick_labels(values: Sequence[float], *, is_log: bool = False) -> list[str]:
-    """Returns numbers beside an axis, with as many decimals as their steps need.
-
-    Example:
-        >>> tick_labels([-0.5, 0.0, 0.5]), tick_labels([1e-4, 0.1, 1e7], is_log=True)
-        (['−0.5', '0.0', '0.5'], ['1e−4', '0.1', '1e7'])
-    """
+    """Returns numbers beside an axis, with as many decimals as their steps need."""
     step = min(np.diff(values), default=1.0)
     decimals = max(0, -math.floor(math.log10(step) + 1e-9))
 
@@ -202,11 +196,18 @@ def tick_labels(values: Sequence[float], *, is_log: bool = False) -> list[str]:
     return [label(value).replace("-", "−") for value in values]
 
 
-def to_svg(axes: Any, key: str, title: str, summary: str) -> str:
+def plot_of(
+    axes: Any,
+    key: str,
+    title: str,
+    lead: str,
+    summary: str,
+    notes: tuple[str, ...] = (),
+) -> Plot:
     """Returns the figure of some axes as an element to stand in a page.
 
     `key` is unlike that of any other drawing; `title` and `summary` are for screen
-    readers.
+    readers too.
     """
     matplotlib = checks.require("matplotlib", extra="report", purpose="`to_html`")
     # Marks at an edge are whole.
@@ -225,9 +226,10 @@ def to_svg(axes: Any, key: str, title: str, summary: str) -> str:
     for colour, name in _VARIABLES.items():
         inner = inner.replace(f": {colour}", f": var(--{name})")
     height = 72 * axes.figure.get_figheight()
-    return (
+    svg = (
         f'<svg class="plot" viewBox="0 0 {WIDTH:g} {height:g}" role="img" '
         f'aria-labelledby="{key}-title {key}-summary">'
         f'<title id="{key}-title">{html.escape(title)}</title>'
         f'<desc id="{key}-summary">{html.escape(summary)}</desc>{inner}'
     )
+    return Plot(key, title, lead, summary, svg, notes)

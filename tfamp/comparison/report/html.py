@@ -64,12 +64,6 @@ def page_of(
     return text
 
 
-def plots(evidence: Evidence) -> tuple[Plot, ...]:
-    """Returns the plots that there is something to show in, those of plans last."""
-    of_plans = (plan_plots(section) for section in plan_sections(evidence))
-    return (*policy_plots(evidence), *itertools.chain.from_iterable(of_plans))
-
-
 def policy_plots(evidence: Evidence) -> tuple[Plot, ...]:
     """Returns the plots that show the policies beside one another."""
     looks = drawing.looks(evidence)

@@ -164,7 +164,7 @@ def _layers_plot(section: PlanSection) -> Plot | None:
         "Not all layers are named." if len(shown) < len(marks) else "",
     )
     error = "overflow" if worst.overflows else _number(worst.error)
-    return _plot(
+    return drawing.plot_of(
         axes,
         f"{section.key}-layers",
         "Layers: error against saving",
@@ -193,7 +193,7 @@ def _search_plot(section: PlanSection) -> Plot | None:
         f"{_number(one.worsening)} and at most {_number(one.bound)}"
         for one in tries
     ]
-    return _plot(
+    return drawing.plot_of(
         axes,
         f"{section.key}-search",
         "The path of the search",
@@ -209,15 +209,3 @@ def _make_room(axes: Any) -> None:
     axes.tick_params(axis="both", length=0)
     ticks = [label.get_text() for label in axes.get_yticklabels()]
     drawing.set_sides(axes, 8 + drawing.room(ticks), 8)
-
-
-def _plot(
-    axes: Any,
-    key: str,
-    title: str,
-    lead: str,
-    summary: str,
-    notes: tuple[str, ...] = (),
-) -> Plot:
-    svg = drawing.to_svg(axes, key, title, summary)
-    return Plot(key, title, lead, summary, svg, notes)

@@ -76,11 +76,12 @@ def rows(evidence: Evidence) -> tuple[Row, ...]:
     median and its ratio. Intervals are of pairs with equal seeds. Of measures that
     answer one question one has an effect.
     """
-    quality = (_metric_row(evidence), _best_metric_row(evidence))
-    found = [row for row in quality if row is not None]
     effects = effects_of(evidence)
-    found += [_measure_row(evidence, m, effects) for m in measures_of(evidence.runs)]
-    return (*found, *_numerics(evidence))
+    return (
+        *_quality_rows(evidence),
+        *(_measure_row(evidence, each, effects) for each in measures_of(evidence.runs)),
+        *_numerics(evidence),
+    )
 
 
 def middle(evidence: Evidence, policy: str, of: Callable[[Run], float | None]) -> float:
@@ -128,43 +129,33 @@ def _difference(
     return interval_of_differences(values)
 
 
-def _metric_row(evidence: Evidence) -> Row | None:
+def _quality_rows(evidence: Evidence) -> list[Row]:
+    """Returns the rows of the last and of the best epoch that any run has values of."""
     where = "validation" if evidence.on_validation else "training"
-    return _quality_row(
-        evidence,
-        f"{evidence.metric}, {where}",
-        lambda run: final(evidence, run),
-        lambda policy: quality(evidence, policy),
-        lambda policy, found: _metric_effect(evidence, policy, found),
-    )
-
-
-def _best_metric_row(evidence: Evidence) -> Row | None:
     pick = max if evidence.better == "max" else min
+
+    def last(run: Run) -> float:
+        return final(evidence, run)
 
     def best(run: Run) -> float:
         values = [v for v in history_of(evidence, run) if math.isfinite(v)]
         return pick(values, default=math.nan)
 
-    return _quality_row(
-        evidence,
-        f"best {evidence.metric} of an epoch",
-        best,
-        lambda policy: _difference(evidence, policy, best),
-        # The metric of the last epoch answers for it.
-        lambda policy, found: "",
-    )
+    labels = {
+        f"{evidence.metric}, {where}": last,
+        f"best {evidence.metric} of an epoch": best,
+    }
+    finished = [run for run in evidence.runs if run.is_finished]
+    return [
+        _quality_row(evidence, label, of, is_last=of is last)
+        for label, of in labels.items()
+        if not all(math.isnan(of(run)) for run in finished)
+    ]
 
 
 def _quality_row(
-    evidence: Evidence,
-    label: str,
-    of: Callable[[Run], float],
-    difference: Callable[[str], Interval],
-    effect_of: Callable[[str, Interval], Effect],
-) -> Row | None:
-    if all(math.isnan(of(run)) for run in evidence.runs if run.is_finished):
-        return None
+    evidence: Evidence, label: str, of: Callable[[Run], float], *, is_last: bool
+) -> Row:
     form = figures.metric_format(metric_tolerance(evidence))
 
     def mean(policy: str) -> str:
@@ -174,7 +165,13 @@ def _quality_row(
         return form(float(np.mean(values)) if values else None)
 
     def cell(policy: str) -> Cell:
-        found = difference(policy)
+        # The metric of the last epoch answers for the best one.
+        effect: Effect = ""
+        if is_last:
+            found = quality(evidence, policy)
+            effect = _metric_effect(evidence, policy, found)
+        else:
+            found = _difference(evidence, policy, of)
         ends = (found.estimate, found.low, found.high)
         if evidence.better == "min":
             ends = (-found.estimate, -found.high, -found.low)
@@ -182,7 +179,7 @@ def _quality_row(
             form(value, sign=True) if math.isfinite(value) else "" for value in ends
         )
         between = f"{low} to {high}" if low and high else ""
-        return Cell(policy, mean(policy), change, between, effect_of(policy, found))
+        return Cell(policy, mean(policy), change, between, effect)
 
     cells = tuple(map(cell, evidence.candidates))
     return Row("Quality", "", label, "", mean(evidence.reference), cells)
@@ -197,8 +194,7 @@ def _metric_effect(evidence: Evidence, policy: str, found: Interval) -> Effect:
     verdict = evidence.verdicts.get(policy)
     if verdict is not None and verdict.quality_effect:
         return verdict.quality_effect
-    tolerance = metric_tolerance(evidence)
-    return quality_effect(found, found, tolerance)
+    return quality_effect(found, found, metric_tolerance(evidence))
 
 
 def _measure_row(
@@ -245,13 +241,13 @@ def _numerics(evidence: Evidence) -> Sequence[Row]:
     )
     found = []
     for label, of in each:
-        values = [middle(evidence, policy, of) for policy in evidence.policies]
+        values = {p: middle(evidence, p, of) for p in evidence.policies}
         # Nothing skipped anywhere is worth no line.
-        if not any(math.isfinite(value) and value for value in values):
+        if not any(math.isfinite(value) and value for value in values.values()):
             continue
         is_share = "%" in label
         form = figures.Format(0.01 if is_share else 1.0, "", 1 if is_share else 0)
-        first = form(middle(evidence, evidence.reference, of))
-        cells = (Cell(p, form(middle(evidence, p, of))) for p in evidence.candidates)
-        found.append(Row("Numerics", "", label, "", first, tuple(cells)))
+        cells = tuple(Cell(p, form(values[p])) for p in evidence.candidates)
+        first = form(values[evidence.reference])
+        found.append(Row("Numerics", "", label, "", first, cells))
     return found

@@ -125,12 +125,7 @@ def advice(evidence: Evidence, policy: str) -> str:
 
 
 def how_to_use(policy: str) -> str:
-    """Returns the lines of code that turn a policy on.
-
-    Example:
-        >>> how_to_use("auto+xla")
-        "tfamp.enable('auto') before the model is built, compile(jit_compile=True)"
-    """
+    """Returns the lines of code that turn a policy on."""
     try:
         variant = Variant.parse(policy)
     except ValueError:

@@ -3,8 +3,7 @@
 import dataclasses
 import math
 import re
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable
 
 from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence
@@ -126,19 +125,26 @@ def setting_rows(evidence: Evidence) -> tuple[tuple[str, str], ...]:
     runs = [run for run in evidence.runs if run.is_finished]
     better = "larger" if evidence.better == "max" else "smaller"
     allowed = figures.metric_format(rows.metric_tolerance(evidence))
+
+    def several(of: Callable[[Run], str]) -> str:
+        """Returns a setting of the runs, all of them where they differ."""
+        return join_words(list(dict.fromkeys(map(of, runs))))
+
+    seconds = sorted(run.build_seconds for run in runs if run.build_seconds)
+    ends = dict.fromkeys(map(format_seconds, (*seconds[:1], *seconds[-1:])))
     found = [
         (
             "Seeds" if len(evidence.seeds) > 1 else "Seed",
-            join_words([str(seed) for seed in evidence.seeds]),
+            join_words([*map(str, evidence.seeds)]),
         ),
         ("Judged by", f"{evidence.metric} ({better} is better)"),
         ("Tolerance", allowed(rows.metric_tolerance(evidence))),
-        ("Batch", _several(runs, lambda run: f"{run.batch_size:,}")),
-        ("Steps", _several(runs, lambda run: f"{run.num_steps:,}")),
-        ("Epochs", _several(runs, lambda run: f"{run.num_epochs:,}")),
-        ("Warm-up left out", _several(runs, lambda r: f"{r.warmup_steps:,} steps")),
-        ("Parameters", _several(runs, lambda run: f"{run.num_parameters:,}")),
-        ("Model and data made in", _range(run.build_seconds for run in runs)),
+        ("Batch", several(lambda run: f"{run.batch_size:,}")),
+        ("Steps", several(lambda run: f"{run.num_steps:,}")),
+        ("Epochs", several(lambda run: f"{run.num_epochs:,}")),
+        ("Warm-up left out", several(lambda run: f"{run.warmup_steps:,} steps")),
+        ("Parameters", several(lambda run: f"{run.num_parameters:,}")),
+        ("Model and data made in", " to ".join(ends)),
     ]
     if evidence.context is None:
         return tuple((name, value) for name, value in found if value)
@@ -198,54 +204,75 @@ def _dtype(layer: LayerDtype | None) -> str:
     return f"{layer.compute_dtype}, weights {layer.variable_dtype}"
 
 
-def _several(runs: Iterable[Run], of: Callable[[Run], str]) -> str:
-    """Returns a setting of the runs, all of them where they differ."""
-    return join_words(list(dict.fromkeys(of(run) for run in runs)))
-
-
-def _range(seconds: Iterable[float]) -> str:
-    found = sorted(value for value in seconds if value)
-    if not found:
-        return ""
-    ends = dict.fromkeys(format_seconds(value) for value in (found[0], found[-1]))
-    return " to ".join(ends)
-
-
 def export_rows(evidence: Evidence) -> tuple[ExportRow, ...]:
     """Returns the rows of the table that has a column for each export.
 
     Rows that nothing is known of are left out.
     """
     exports = evidence.exports
-    metrics = dict.fromkeys(each.metric for each in exports if each.metric)
+    metrics = dict.fromkeys(each.metric for each in exports)
     sizes = sorted({each.batch_size for one in exports for each in one.latencies})
-    # What exports were timed against, without the runtime of the best one.
-    others = dict.fromkeys(
-        _RUNTIME.sub("", name) for each in exports for name in each.speedups
-    )
+    others = dict.fromkeys(_other(name) for each in exports for name in each.speedups)
     pairs = sorted(others, key=lambda name: int(name.rpartition(" ")[2]))
+    labels = [
+        ("against float32", True),
+        *((f"{name}, exported", True) for name in metrics),
+        ("worse by", False),
+        ("predictions flipped", False),
+        *((f"p50, batch {size}", size == 1) for size in sizes),
+        *((f"times {name}", name.startswith("SavedModel")) for name in pairs),
+        ("size", True),
+        ("first answer after", False),
+        ("peak memory", False),
+        ("in float32", False),
+    ]
+    columns = [_export_cells(each) for each in exports]
+    found = []
+    for label, is_main in labels:
+        values = tuple(each.get(label, figures.MISSING) for each in columns)
+        if {*values} - {figures.MISSING}:
+            found.append(ExportRow(label, values, is_main))
+    return tuple(found)
 
-    def row(
-        label: str, of: Callable[..., str], *given: Any, is_main: bool = False
-    ) -> ExportRow:
-        return ExportRow(label, tuple(of(each, *given) for each in exports), is_main)
 
-    rows = (
-        row("against float32", lambda each: each.verdict, is_main=True),
-        *(row(f"{name}, exported", _metric, name, is_main=True) for name in metrics),
-        row("worse by", _worsening),
-        row("predictions flipped", _flipped),
-        *(row(f"p50, batch {n}", _latency, n, is_main=n == 1) for n in sizes),
-        *(
-            row(f"times {name}", _speedup, name, is_main=name.startswith("SavedModel"))
-            for name in pairs
-        ),
-        row("size", _size, is_main=True),
-        row("first answer after", lambda each: _seconds(each.cold_start_seconds)),
-        row("peak memory", _peak_memory),
-        row("in float32", _kept),
-    )
-    return tuple(each for each in rows if {*each.values} - {figures.MISSING})
+def _other(against: str) -> str:
+    """Returns what exports were timed against, without the runtime of the best one."""
+    return _RUNTIME.sub("", against)
+
+
+def _export_cells(export: ExportedModel) -> dict[str, str]:
+    """Returns what is known of an export, by the label of its row."""
+    found = {"against float32": export.verdict}
+    if export.exported_metric is not None:
+        found[f"{export.metric}, exported"] = (
+            f"{export.exported_metric:.4g} for {export.float32_metric:.4g}"
+        )
+    if export.worsening is not None and export.bound is not None:
+        found["worse by"] = f"{export.worsening:.2%}, at most {export.bound:.2%}"
+    if not export.error:
+        found["predictions flipped"] = f"{export.flipped:,} of {export.num_examples:,}"
+    for each in export.latencies:
+        found[f"p50, batch {each.batch_size}"] = format_seconds(each.p50_seconds)
+    for against, ratio in export.speedups.items():
+        runtime = _RUNTIME.search(against)
+        which = f", {runtime[1]}" if runtime else ""
+        between = f" ({figures.ends(ratio)})" if figures.is_known(ratio) else ""
+        text = f"{figures.ratio(ratio.estimate)}{between}{which}"
+        found.setdefault(f"times {_other(against)}", text)
+    if export.size_bytes is not None:
+        found["size"] = format_bytes(export.size_bytes)
+        if export.float32_bytes:
+            part = export.size_bytes / export.float32_bytes
+            found["size"] += f", {part:.2f} of the weights"
+    if export.cold_start_seconds is not None:
+        found["first answer after"] = format_seconds(export.cold_start_seconds)
+    if export.peak_bytes is not None:
+        found["peak memory"] = format_bytes(export.peak_bytes)
+    if export.kept:
+        rest = len(export.kept) - _MOST_NAMED
+        more = [f"{rest} more"] if rest > 0 else []
+        found["in float32"] = join_words([*export.kept[:_MOST_NAMED], *more])
+    return found
 
 
 def export_sentences(evidence: Evidence) -> tuple[str, ...]:
@@ -262,61 +289,3 @@ def export_sentences(evidence: Evidence) -> tuple[str, ...]:
             if each.error
         ),
     )
-
-
-def _metric(each: ExportedModel, name: str) -> str:
-    if each.metric != name or each.exported_metric is None:
-        return figures.MISSING
-    return f"{each.exported_metric:.4g} for {each.float32_metric:.4g}"
-
-
-def _worsening(each: ExportedModel) -> str:
-    if each.worsening is None or each.bound is None:
-        return figures.MISSING
-    return f"{each.worsening:.2%}, at most {each.bound:.2%}"
-
-
-def _flipped(each: ExportedModel) -> str:
-    if each.error:
-        return figures.MISSING
-    return f"{each.flipped:,} of {each.num_examples:,}"
-
-
-def _latency(each: ExportedModel, size: int) -> str:
-    found = (x.p50_seconds for x in each.latencies if x.batch_size == size)
-    return _seconds(next(found, None))
-
-
-def _speedup(each: ExportedModel, name: str) -> str:
-    for against, found in each.speedups.items():
-        if _RUNTIME.sub("", against) == name:
-            runtime = _RUNTIME.search(against)
-            which = f", {runtime[1]}" if runtime else ""
-            between = f" ({figures.ends(found)})" if figures.is_known(found) else ""
-            return f"{figures.ratio(found.estimate)}{between}{which}"
-    return figures.MISSING
-
-
-def _size(each: ExportedModel) -> str:
-    if each.size_bytes is None:
-        return figures.MISSING
-    text = format_bytes(each.size_bytes)
-    if not each.float32_bytes:
-        return text
-    return f"{text}, {each.size_bytes / each.float32_bytes:.2f} of the weights"
-
-
-def _peak_memory(each: ExportedModel) -> str:
-    return figures.MISSING if each.peak_bytes is None else format_bytes(each.peak_bytes)
-
-
-def _kept(each: ExportedModel) -> str:
-    if not each.kept:
-        return figures.MISSING
-    rest = len(each.kept) - _MOST_NAMED
-    more = [f"{rest} more"] if rest > 0 else []
-    return join_words([*each.kept[:_MOST_NAMED], *more])
-
-
-def _seconds(value: float | None) -> str:
-    return figures.MISSING if value is None else format_seconds(value)

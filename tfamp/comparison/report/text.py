@@ -1,8 +1,9 @@
-"""A comparison as Markdown: the verdict, the table, where it was measured."""
+"""A comparison as text for a terminal and as Markdown for a comment."""
 
 import itertools
 import os
 import re
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 from tfamp.comparison import figures
@@ -27,8 +28,6 @@ _LEGEND = (
     "+ better, - worse: 5 % error in a report; = the same, ? not clear; "
     "ranges: 5 % error on each side"
 )
-
-
 # What fits in a comment on a pull request without being folded away.
 MAX_LINES = 60
 _MAX_ERRORS = 5
@@ -54,22 +53,21 @@ def table(evidence: Evidence) -> str:
     if evidence.plans:
         parts.append("")
     parts += _of_exports(evidence)
+    top = sentences.best(evidence)
     lines = [
         *export_sentences(evidence),
         _LEGEND,
         sentences.reference_sentence(evidence),
         sentences.failures(evidence),
+        *(
+            sentences.policy_sentence(evidence, policy)
+            for policy in evidence.candidates
+            if policy != top
+        ),
+        "" if top is None else sentences.advice(evidence, top),
+        # Last, where the eye ends up.
+        f"Verdict: {sentences.verdict_sentence(evidence)}",
     ]
-    top = sentences.best(evidence)
-    lines += [
-        sentences.policy_sentence(evidence, policy)
-        for policy in evidence.candidates
-        if policy != top
-    ]
-    if top is not None:
-        lines += [sentences.advice(evidence, top)]
-    # Last, where the eye ends up.
-    lines += [f"Verdict: {sentences.verdict_sentence(evidence)}"]
     return console.text_of(*parts, *map(figures.plain, filter(None, lines)))
 
 
@@ -77,75 +75,64 @@ def _part(
     evidence: Evidence, found: tuple[Row, ...], chosen: tuple[str, ...]
 ) -> object:
     """Returns the table of some of the policies."""
-    from rich import box
-    from rich.table import Table
-    from rich.text import Text
-
-    part = Table(
-        title=Text(evidence.title, overflow="fold"),
-        title_justify="left",
-        box=box.SIMPLE,
-        show_edge=False,
-        pad_edge=False,
-    )
-    part.add_column("", overflow="fold", max_width=29)
-    for name in (evidence.reference, *chosen):
-        part.add_column(
-            Text(sentences.named(evidence, name)), justify="right", overflow="fold"
-        )
+    names = [sentences.named(evidence, p) for p in (evidence.reference, *chosen)]
+    right = {"justify": "right", "overflow": "fold"}
+    columns = {"": {**console.FOLD, "max_width": 29}, **dict.fromkeys(names, right)}
+    lines: list[tuple[str, ...]] = []
+    ends = []
     for heading, group in itertools.groupby(found, lambda row: row.group):
-        part.add_row(Text(heading, style="bold"))
+        lines.append((heading,))
         for row in group:
             cells = {cell.policy: cell for cell in row.cells}
             texts = [_cell_text(cells[policy], len(chosen)) for policy in chosen]
-            values = (f"  {row.heading}", row.reference, *texts)
-            part.add_row(*(Text(figures.plain(value)) for value in values))
-        part.add_section()
+            lines.append((f"  {row.heading}", row.reference, *texts))
+        ends.append(len(lines) - 1)
+    part = _grid(columns, lines, title=evidence.title)
+    for index in ends:
+        part.rows[index].end_section = True
     return part
+
+
+def _grid(
+    columns: Mapping[str, Mapping[str, Any]],
+    lines: Iterable[Sequence[str]],
+    title: str | None = None,
+) -> Any:
+    """Returns a table with signs that any terminal can print, and no frame."""
+    from rich import box
+
+    rows = [tuple(map(figures.plain, line)) for line in lines]
+    how: dict[str, Any] = {"box": box.SIMPLE, "show_edge": False, "pad_edge": False}
+    return console.table(columns, rows, title=title, **how)
 
 
 def _of_exports(evidence: Evidence) -> list[object]:
     """Returns the tables of some exports each."""
-    from rich import box
-
     found, parts = export_rows(evidence), []
     for start in range(0, len(evidence.exports), _EXPORTS_IN_A_TABLE):
         chosen = slice(start, start + _EXPORTS_IN_A_TABLE)
         names = [each.name for each in evidence.exports[chosen]]
-        table = console.table(
-            {"exported to": console.FOLD, **dict.fromkeys(names, console.FOLD)},
-            [(row.label, *map(figures.plain, row.values[chosen])) for row in found],
-            box=box.SIMPLE,
-            show_edge=False,
-            pad_edge=False,
-        )
-        parts += [table, ""]
+        columns = dict.fromkeys(("exported to", *names), console.FOLD)
+        lines = [(row.label, *row.values[chosen]) for row in found]
+        parts += [_grid(columns, lines), ""]
     return parts
 
 
 def _of_plan(section: PlanSection) -> tuple[object, ...]:
     """Returns how a plan was found: the layers that decided, the search, the cost."""
-    from rich import box
-
-    look: dict[str, Any] = {"box": box.SIMPLE, "show_edge": False, "pad_edge": False}
     first = section.layers[:_MAX_LAYERS]
-    layers = console.table(
+    layers = _grid(
         {"layer": console.FOLD, **{column: {} for column in LAYER_COLUMNS}},
-        [(row.name, *map(figures.plain, row.values)) for row in first],
+        [(row.name, *row.values) for row in first],
         title=f"How {section.label} was found",
-        **look,
     )
     columns: dict[str, dict[str, Any]] = dict.fromkeys(EVALUATION_COLUMNS, {})
     columns = {"evaluation": {}, **columns, "in float32": console.FOLD}
-    search = console.table(
-        columns,
-        [(row.name, *map(figures.plain, row.values)) for row in section.evaluations],
-        **look,
-    )
+    lines = [(row.name, *row.values) for row in section.evaluations]
+    search = _grid(columns, lines)
     rest = len(section.layers) - len(first)
     more = f"{rest} more layers in the HTML report." if rest > 0 else ""
-    lines = (more, f"{section.found} {section.cost}")
-    said = map(figures.plain, filter(None, lines))
+    said = map(figures.plain, filter(None, (more, f"{section.found} {section.cost}")))
     return ("", layers, "", search, "", *said)
 
 
@@ -189,12 +176,7 @@ def to_markdown(evidence: Evidence, path: str | os.PathLike[str] | None = None) 
 
 
 def escaped(text: str) -> str:
-    r"""Returns a text that Markdown shows as it is, in one line.
-
-    Example:
-        >>> escaped("a_b | <i>")
-        'a\\_b \\| &lt;i&gt;'
-    """
+    """Returns a text that Markdown shows as it is, in one line."""
     one_line = " ".join(text.split())
     one_line = _SPECIAL.sub(r"\\\1", one_line)
     one_line = one_line.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;")

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from tfamp.trials.resampling import bounded_low
+from tfamp.trials.intervals import bounded_low
 from tfamp.tuning.races import student_quantile
 
 # Chance that the true drop lies above the upper bound, and below the lower one.
@@ -37,7 +37,7 @@ def upper_bound(worsening: np.ndarray, rate: float, *, is_rate: bool) -> float:
         True
 
     Source: Clopper & Pearson, Biometrika 26, 1934; where examples are won too, Gaffke,
-    see `tfamp.trials.resampling.bounded_low`, which is the same without any.
+    see `tfamp.trials.intervals.bounded_low`, which is the same without any.
     """
     if is_rate:
         lost = int(np.count_nonzero(worsening == 1.0))
