@@ -124,12 +124,11 @@ def reset_peak(clear_refs: Path = _PROC / "clear_refs") -> bool:
 
 
 def device_peak_bytes() -> int | None:
-    """Returns the peak of TensorFlow's allocator on the fullest GPU.
+    """Returns the peak of TensorFlow's allocator on the fullest GPU, which decides.
 
-    The fullest decides what fits. It is what tensors took since the start or
-    `reset_device_peak`, not what TensorFlow reserved; NVML tells that. Starts the GPUs
-    if they were not yet in use. None without a GPU, and where the allocator keeps no
-    count.
+    It is what tensors took since the start or `reset_device_peak`, not what TensorFlow
+    reserved; NVML tells that. Starts the GPUs if they were not yet in use. None without
+    a GPU, and where the allocator keeps no count.
     """
     peaks = []
     for name in _logical_gpus():

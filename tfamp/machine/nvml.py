@@ -68,7 +68,8 @@ class Nvml:
     """Reads the GPUs that TensorFlow sees in this process.
 
     Only those: the others of the machine compute for somebody else. Close it, or use
-    it in a `with` block. A query that fails gives None for its field.
+    it in a `with` block. A query that fails gives None for its field. An ImportError
+    says that nvidia-ml-py is not installed, a RuntimeError that no GPU answers.
 
     Args:
         pynvml: The module of nvidia-ml-py; None imports it.
@@ -80,10 +81,6 @@ class Nvml:
     Attributes:
         handles: Number in TensorFlow -> NVML's handle of what it computes on, and of
             the whole GPU. The two differ on a MIG slice.
-
-    Raises:
-        ImportError: nvidia-ml-py is not installed.
-        RuntimeError: There is no GPU, or no driver that answers.
     """
 
     def __init__(
@@ -133,11 +130,7 @@ class Nvml:
             return None
 
     def read(self) -> tuple[GpuReading, ...]:
-        """Returns the figures now, a reading for each GPU; about a millisecond each.
-
-        Raises:
-            ValueError: It was closed.
-        """
+        """Returns the figures now, a reading for each GPU; about a millisecond each."""
         if not self._is_open:
             raise ValueError(
                 "This `Nvml` is closed; expected an open one. Make a new `Nvml()`."

@@ -24,15 +24,7 @@ _MAX_NAMED = 8
 
 
 class Labels:
-    """Counts the values of one target column, or the classes of its one-hot rows.
-
-    Attributes:
-        column: Which column.
-        counts: Examples of each value.
-        is_one_hot: Whether a row of numbers stands for one label.
-        num_rows, num_off: Such rows seen, and those that do not sum to 1.
-        num_off_integral: Those whose sum is a whole number, such as 0 or 2.
-    """
+    """Counts the values of one target column, or the classes of its one-hot rows."""
 
     def __init__(self, column: Column) -> None:
         self.column = column
@@ -40,6 +32,8 @@ class Labels:
         numbers = column.is_float or column.is_integer or column.dtype == "bool"
         self.is_one_hot = len(column.shape) == 1 and (width or 0) > 1 and numbers
         self.counts: collections.Counter[Any] = collections.Counter()
+        # One-hot rows seen, those that do not sum to 1, and of these those whose sum is
+        # a whole number, such as 0 or 2.
         self.num_rows = self.num_off = self.num_off_integral = 0
         self._in_range = True
         self._too_many = False

@@ -263,12 +263,9 @@ def num_features(column: Column) -> int:
     """Returns how many features a column is cut into.
 
     Example:
-        >>> num_features(Column("x", "input", "float32", (30,)))
-        30
-        >>> num_features(Column("x", "input", "float32", (28, 28, 1)))
-        1
-        >>> num_features(Column("x", "input", "float32", (None, None)))
-        1
+        >>> shapes = ((30,), (28, 28, 1), (None, None))
+        >>> [num_features(Column("x", "input", "float32", s)) for s in shapes]
+        [30, 1, 1]
     """
     shape = column.shape
     if column.is_text or not shape or shape[-1] is None:

@@ -111,9 +111,8 @@ class Numbers:
     ) -> None:
         """Sees each block after it is counted, for more figures in the same pass.
 
-        Beside the values in their own dtype, shape (features, rows), come the same in
-        float64 with 0 for NaN and inf, which of them are neither that nor 0, and how
-        many of each feature are finite.
+        Of shape (features, rows) come the values as they are, the same in float64 with
+        0 for NaN and inf, and which are neither; then how many of each are finite.
         """
 
     def _without_non_finite(

@@ -41,8 +41,8 @@ def by_column(
 ) -> dict[str, tuple[Any, ...]]:
     """Returns the missing values of each column, numbers for numbers, texts for text.
 
-    `missing_value` is None, a value, a sequence of them, or a dict of these by column;
-    columns come with their NumPy dtypes, object for text.
+    `missing_value` is as for `fit_statistics`; columns come with their NumPy dtypes,
+    object for text.
 
     Example:
         >>> by_column((-999, "?"), {"age": np.dtype("f4"), "city": np.dtype("O")})
