@@ -120,12 +120,6 @@ def probe_amx(
     """Returns whether AMX is named by the CPU and yet ends a process that uses it.
 
     `run` gives a command's exit status, below 0 for a signal.
-
-    Example:
-        >>> probe_amx(lambda: "flags : amx_tile amx_bf16", lambda command: -4)
-        True
-        >>> probe_amx(lambda: "flags : avx2", lambda command: -4)
-        False
     """
     if "amx_bf16" not in cpuinfo().split():
         return False

@@ -99,10 +99,6 @@ def fast_dtypes(device: Device, *, onednn: bool | None = None) -> tuple[str, ...
     """Returns the number formats that a device multiplies faster than float32.
 
     TensorFlow has no float8 layers; it is listed for what the device could do.
-
-    Example:
-        >>> fast_dtypes(Device("gpu", "NVIDIA L4", (8, 9)))
-        ('bfloat16', 'float16', 'tfloat32', 'float8')
     """
     halves = ("bfloat16", "float16")
     dtypes = [each for each in halves if speed(each, device, onednn=onednn).is_fast]

@@ -156,10 +156,6 @@ def memory_limits(root: Path = _ROOT) -> tuple[MemoryLimit, ...]:
 
     An ImportError says that the system tells nothing (Windows) and psutil is not
     installed. `proc` and `sys` lie below `root`.
-
-    Example:
-        >>> memory_limits()[0].source
-        'physical memory'
     """
     fields = sizes_in(root / "proc/meminfo")
     total, free = fields.get("MemTotal"), fields.get("MemAvailable")

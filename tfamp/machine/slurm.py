@@ -98,12 +98,7 @@ def _expanded(part: str) -> Iterator[str]:
 
 
 def _counts(text: str) -> list[int]:
-    """Returns the tasks on each node.
-
-    Example:
-        >>> _counts("3(x2),1")
-        [3, 3, 1]
-    """
+    """Returns the tasks on each node: [3, 3, 1] of "3(x2),1"."""
     counts = []
     for part in text.split(","):
         match = re.fullmatch(r"(\d+)(?:\(x(\d+)\))?", part.strip())

@@ -77,8 +77,6 @@ def did_you_mean(value: str, options: Iterable[str]) -> str | None:
     Example:
         >>> did_you_mean("fp16", ["float32", "mixed_float16"])
         'mixed_float16'
-        >>> did_you_mean("zebra", ["float32", "mixed_float16"]) is None
-        True
     """
     names = list(options)
     lowered = value.strip().lower().replace("-", "_")
@@ -193,12 +191,7 @@ def first_line(error: BaseException) -> str:
 
 
 def short_error(error: BaseException) -> str:
-    """Returns an error in one line: all its text, or of memory the line that tells.
-
-    Example:
-        >>> short_error(ValueError("no"))
-        'ValueError: no'
-    """
+    """Returns an error in one line: all its text, or of memory the line that tells."""
     lines = _lines(error)
     telling = [line for line in lines if _ON_MEMORY.search(line)]
     if telling or not lines:

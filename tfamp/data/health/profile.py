@@ -75,12 +75,7 @@ class Rounding:
 
 
 def rounding_for(compute_dtype: Any) -> Rounding:
-    """Returns the rounding of a dtype, of a policy's name or of a `keras.DTypePolicy`.
-
-    Example:
-        >>> rounding_for("mixed_bfloat16").name
-        'bfloat16'
-    """
+    """Returns the rounding of a dtype, a policy's name or a `keras.DTypePolicy`."""
     name = getattr(compute_dtype, "compute_dtype", compute_dtype)
     options = (*_COMPUTE_DTYPES, *_POLICIES)
     name = checks.choice("compute_dtype", name, options)

@@ -167,12 +167,7 @@ def _next(
 
 
 def is_number(text: str, dtype: str = "float32") -> bool:
-    """Whether `text` is a number of a dtype.
-
-    Example:
-        >>> is_number(" 1e5"), is_number("1e5", "int64"), is_number("five")
-        (True, False, False)
-    """
+    """Whether `text` is a number of a dtype."""
     text = text.strip()
     if not dtype.startswith("int"):
         return _NUMBER.fullmatch(text) is not None
