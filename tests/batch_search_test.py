@@ -844,7 +844,7 @@ def test_a_search_tells_what_follows_from_it():
     assert found.advice == (
         "Make batches of 16 (8 on each of 2 replicas), as by `.batch(16)`.",
         "Add up 4 of them to one update of 64 examples: "
-        "`tfamp.LossScaleOptimizer(optimizer, accumulation_steps=4)`.",
+        "`tfamp.LossScaleOptimizer(optimizer, gradient_accumulation_steps=4)`.",
         "The learning rate belongs to updates of 32 examples. Take "
         "`tfamp.training.scale_learning_rate(learning_rate, batch_size=64, "
         'base_batch_size=32)`, with `rule="sqrt"` for Adam.',

@@ -178,8 +178,8 @@ def test_accumulation_of_the_inner_optimizer_is_taken_over(caplog):
     (record,) = caplog.records
     assert record.getMessage() == (
         "`gradient_accumulation_steps=2` of the wrapped optimizer becomes "
-        "`accumulation_steps=2` of the LossScaleOptimizer, which counts only finite "
-        "microbatches."
+        "`gradient_accumulation_steps=2` of the LossScaleOptimizer, which counts "
+        "only finite microbatches."
     )
     variable = keras.Variable([0.0])
     step(optimizer, [variable], [[1.0]])

@@ -178,8 +178,8 @@ def adopted_accumulation(inner: Any, steps: int) -> int:
     inner.gradient_accumulation_steps = None
     logging.info(
         "`gradient_accumulation_steps=%r` of the wrapped optimizer becomes "
-        "`accumulation_steps=%r` of the LossScaleOptimizer, which counts only finite "
-        "microbatches.",
+        "`gradient_accumulation_steps=%r` of the LossScaleOptimizer, which counts "
+        "only finite microbatches.",
         found,
         found,
     )

@@ -143,8 +143,8 @@ class BatchSearch(Record):
             )
             lines.append(
                 f"Add up {steps} of them to one update of {effective:,} examples: "
-                f"`tfamp.LossScaleOptimizer(optimizer, accumulation_steps={steps})`"
-                f"{keras_way}."
+                "`tfamp.LossScaleOptimizer(optimizer, "
+                f"gradient_accumulation_steps={steps})`{keras_way}."
             )
         if self.target_batch_size not in (None, effective):
             lines.append(
