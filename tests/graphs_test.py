@@ -394,6 +394,14 @@ def test_names_in_functions_stand_behind_the_call():
     assert names == ["outer/PartitionedCall/product"]
 
 
+def test_an_output_in_a_function_is_told_by_its_name():
+    # It gives a matrix and, as its second output, a permutation.
+    pivots = tf.function(lambda x: tf.raw_ops.Lu(input=x).p + 1)
+    found = operations.read_operations(traced(lambda x: pivots(x), (4, 4)))
+    (addition,) = [each for each in found if each.op_type == "AddV2"]
+    assert addition.inputs == ((4,), ())
+
+
 def convolution(kernel, op_type="Conv2D"):
     """Returns a convolution with a kernel of this shape."""
     return operation(op_type, ((1, 8, 8, 3), kernel, (1, 6, 6, 5)), (kernel,))

@@ -5,25 +5,9 @@ from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NamedTuple
 
 import tensorflow as tf
+from tensorflow.python.framework import op_def_registry
 
 Shape = tuple[int | None, ...] | None
-
-# A function names a tensor by its node, the output's name and a number within it.
-# These have several named outputs; of others the number is the output.
-_OUTPUT_NAMES = {
-    "SoftmaxCrossEntropyWithLogits": ("loss", "backprop"),
-    "SparseSoftmaxCrossEntropyWithLogits": ("loss", "backprop"),
-    "FusedBatchNormV3": ("y", "batch_mean", "batch_variance"),
-    "FusedBatchNormGradV3": ("x_backprop", "scale_backprop", "offset_backprop"),
-    "TopKV2": ("values", "indices"),
-    "Unique": ("y", "idx"),
-    "Svd": ("s", "u", "v"),
-    "Qr": ("q", "r"),
-    "SelfAdjointEigV2": ("e", "v"),
-    "TensorListPopBack": ("output_handle", "tensor"),
-    "BroadcastGradientArgs": ("r0", "r1"),
-    "CudnnRNNV3": ("output", "output_h", "output_c", "reserve_space", "host_reserved"),
-}
 
 
 class Reference(NamedTuple):
@@ -56,6 +40,7 @@ class Body:
     ) -> None:
         self.nodes = {node.name: node for node in nodes}
         self.arguments = {name: index for index, name in enumerate(arguments)}
+        self._outputs: dict[str, list[str]] = {}
         self.results = [self._reference(text) for text in results]
         self.kept = list(kept)
         self.argument_shapes: dict[int, Shape] = {}
@@ -116,13 +101,35 @@ class Body:
         return found
 
     def _reference(self, text: str) -> Reference:
-        """Reads "name", "name:1" (in graphs) and "name:output:1" (in functions)."""
+        """Reads "name", "name:1" (in graphs) and "name:output:1" (in functions).
+
+        A function names a tensor by its node, an output of the operation's definition,
+        which may be several, and a number within that.
+        """
         name, *rest = text.split(":")
         if len(rest) < 2:
             return Reference(name, int(rest[0]) if rest else 0)
-        names = _OUTPUT_NAMES.get(self.nodes[name].op, ()) if name in self.nodes else ()
-        is_named = rest[0] in names
-        return Reference(name, names.index(rest[0]) if is_named else int(rest[1]))
+        if name not in self._outputs:
+            node = self.nodes.get(name)
+            found = outputs_of(node) if node is not None else []
+            self._outputs[name] = [output for output, _ in found]
+        outputs = self._outputs[name]
+        first = outputs.index(rest[0]) if rest[0] in outputs else 0
+        return Reference(name, first + int(rest[1]))
+
+
+def outputs_of(node: tf.compat.v1.NodeDef) -> list[tuple[str, int]]:
+    """Returns name and dtype of each output of a node; several may have one name."""
+    definition = op_def_registry.get(node.op)
+    found: list[tuple[str, int]] = []
+    for each in definition.output_arg if definition is not None else ():
+        if each.type_list_attr:
+            dtypes = [*node.attr[each.type_list_attr].list.type]
+        else:
+            count = node.attr[each.number_attr].i if each.number_attr else 1
+            dtypes = [each.type or node.attr[each.type_attr].type] * count
+        found += [(each.name, dtype) for dtype in dtypes]
+    return found
 
 
 def output_shape(node: tf.compat.v1.NodeDef, index: int = 0) -> Shape:

@@ -7,9 +7,15 @@ from collections.abc import Iterable
 from typing import Any
 
 import tensorflow as tf
-from tensorflow.python.framework import op_def_registry
 
-from tfamp.graph.bodies import Body, Reference, functions_of, output_shape, read_bodies
+from tfamp.graph.bodies import (
+    Body,
+    Reference,
+    functions_of,
+    output_shape,
+    outputs_of,
+    read_bodies,
+)
 from tfamp.graph.constants import num_trips
 
 # The step that makes a tensor and which output of it; `ARGUMENT` for what is passed.
@@ -247,7 +253,7 @@ def output_bytes(node: tf.compat.v1.NodeDef) -> list[int | None]:
     """
     return [
         _num_bytes(output_shape(node, index), dtype)
-        for index, dtype in enumerate(_dtypes(node))
+        for index, (_, dtype) in enumerate(outputs_of(node))
     ]
 
 
@@ -293,18 +299,6 @@ def _transposed(node: tf.compat.v1.NodeDef, inputs: list[int]) -> int:
         is_matrix = len(runs) == len(set(runs)) and "batch" not in runs[1:]
         total += 0 if is_matrix else size
     return total
-
-
-def _dtypes(node: tf.compat.v1.NodeDef) -> list[int]:
-    definition = op_def_registry.get(node.op)
-    found: list[int] = []
-    for each in definition.output_arg if definition is not None else ():
-        if each.type_list_attr:
-            found += node.attr[each.type_list_attr].list.type
-            continue
-        count = node.attr[each.number_attr].i if each.number_attr else 1
-        found += [each.type or node.attr[each.type_attr].type] * count
-    return found
 
 
 def _num_bytes(shape: tuple[int | None, ...] | None, dtype: int) -> int | None:
