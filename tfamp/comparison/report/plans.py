@@ -27,29 +27,24 @@ LAYER_COLUMNS = ("computes in", "error of outputs", "of gradients", "saves")
 EVALUATION_COLUMNS = ("in float32", "worse by", "at most", "tolerance", "took")
 
 
-@dataclasses.dataclass(frozen=True)
-class PlanRow:
-    """A layer or an evaluation: its name and its figures."""
-
-    name: str
-    values: tuple[str, ...]
+Rows = tuple[tuple[str, ...], ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class PlanSection:
     """What is told of one plan.
 
-    `found` says what it came to, `cost` what the answer cost; `layers` has a row by
-    `LAYER_COLUMNS` for each, those in float32 and those with the largest errors first,
-    `evaluations` one by `EVALUATION_COLUMNS`, in order.
+    `found` says what it came to, `cost` what the answer cost; `layers` has a row for
+    each, its name and figures by `LAYER_COLUMNS`, those in float32 and those with the
+    largest errors first; `evaluations` one by `EVALUATION_COLUMNS`, in order.
     """
 
     key: str
     label: str
     found: str
     cost: str
-    layers: tuple[PlanRow, ...]
-    evaluations: tuple[PlanRow, ...]
+    layers: Rows
+    evaluations: Rows
     plan: TunedPlan
 
 
@@ -96,42 +91,40 @@ def _cost(tuning: dict[str, Any]) -> str:
     )
 
 
-def _layers(plan: TunedPlan) -> tuple[PlanRow, ...]:
+def _layers(plan: TunedPlan) -> Rows:
     float32 = set(plan.float32)
 
     def order(layer: dict[str, Any]) -> tuple[bool, float]:
         return layer["path"] not in float32, -plan_plot.error_of(layer)
 
     return tuple(
-        PlanRow(
+        (
             layer["path"],
-            (
-                "float32" if layer["path"] in float32 else "half precision",
-                _number(layer["forward_error"]),
-                _number(layer["backward_error"]),
-                f"{100 * float(layer['saving']):.1f} %",
-            ),
+            "float32" if layer["path"] in float32 else "half precision",
+            _number(layer["forward_error"]),
+            _number(layer["backward_error"]),
+            f"{100 * float(layer['saving']):.1f} %",
         )
         for layer in sorted(plan.tuning["layers"], key=order)
     )
 
 
-def _evaluations(tuning: dict[str, Any]) -> tuple[PlanRow, ...]:
+def _evaluations(tuning: dict[str, Any]) -> Rows:
     found = []
     for one in plan_plot.evaluations(tuning):
         rest = one.num_float32 - _MOST_NAMED
         shown = [*map(plan_plot.short_path, one.float32[:_MOST_NAMED])]
         if rest > 0:
             shown.append(f"{rest} more")
-        values = (
+        row = (
+            "fresh examples" if one.is_fresh else str(one.number),
             join_words(shown) if shown else "none beyond the rules'",
             _number(one.worsening) if math.isfinite(one.worsening) else "cannot run",
             _number(one.bound) if math.isfinite(one.bound) else figures.MISSING,
             "holds" if one.holds else "does not hold",
             format_seconds(one.seconds),
         )
-        name = "fresh examples" if one.is_fresh else str(one.number)
-        found.append(PlanRow(name, values))
+        found.append(row)
     return tuple(found)
 
 

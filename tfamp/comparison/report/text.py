@@ -123,13 +123,12 @@ def _of_plan(section: PlanSection) -> tuple[object, ...]:
     first = section.layers[:_MAX_LAYERS]
     layers = _grid(
         {"layer": console.FOLD, **{column: {} for column in LAYER_COLUMNS}},
-        [(row.name, *row.values) for row in first],
+        first,
         title=f"How {section.label} was found",
     )
     columns: dict[str, dict[str, Any]] = dict.fromkeys(EVALUATION_COLUMNS, {})
     columns = {"evaluation": {}, **columns, "in float32": console.FOLD}
-    lines = [(row.name, *row.values) for row in section.evaluations]
-    search = _grid(columns, lines)
+    search = _grid(columns, section.evaluations)
     rest = len(section.layers) - len(first)
     more = f"{rest} more layers in the HTML report." if rest > 0 else ""
     said = map(figures.plain, filter(None, (more, f"{section.found} {section.cost}")))
