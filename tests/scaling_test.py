@@ -27,6 +27,7 @@ from tfamp.comparison.replicas.judgement import Equality, OneDevice, ScalingPoin
 from tfamp.comparison.replicas.result import Scaling
 from tfamp.comparison.replicas.steps import Step
 from tfamp.stepping.input_waits.record import Bottleneck
+from tfamp.trials import processes as trial_processes
 from tfamp.trials.intervals import Interval
 
 ROOT = Path(__file__).parents[1]
@@ -335,6 +336,27 @@ def test_an_interruption_leaves_no_thread_and_no_open_file(monkeypatch):
     # Threads of tests before may end meanwhile, and close their files.
     assert set(threading.enumerate()) <= threads
     assert len(os.listdir("/proc/self/fd")) <= files
+
+
+def test_ctrl_c_while_a_process_starts_ends_it_too(monkeypatch):
+    started, start = [], trial_processes.start_with_pipe
+
+    def press(*given, **how):
+        started.append(start(*given, **how))
+        signal.raise_signal(signal.SIGINT)
+        return started[-1]
+
+    monkeypatch.setattr(processes, "_CHILD", "this")
+    monkeypatch.setattr(trial_processes, "start_with_pipe", press)
+    # A shell that starts the tests in the background has them ignore Ctrl-C.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            tfamp.scaling(build, policy="float32")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    ((process, _),) = started
+    assert process.returncode is not None
 
 
 @whole

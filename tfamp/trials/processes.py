@@ -13,6 +13,7 @@ import select
 import signal
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -31,13 +32,10 @@ _TAIL_LINES = 15
 _ROOM = 1.5
 # Of Linux's prctl: the signal that a process gets when its parent ends.
 _PR_SET_PDEATHSIG = 1
-_NOTHING: Mapping[str, str | None] = {}
 _SIGNALS = {
     "SIGKILL": "the system killed it, most often for want of memory",
-    "SIGILL": (
-        "the processor does not know an instruction that TensorFlow used; "
-        "`tfamp doctor` tells which"
-    ),
+    "SIGILL": "the processor does not know an instruction that TensorFlow used; "
+    "`tfamp doctor` tells which",
     "SIGSEGV": "it touched memory that is not its own",
     "SIGABRT": "TensorFlow gave up; its log says why",
 }
@@ -76,51 +74,16 @@ class RunProcess:
         """Starts it or lets it go on, until its turn is over (True) or it has ended."""
         if self._process is None:
             self._start()
-        else:
-            self._answer()
-        began = time.monotonic()
-        try:
-            return self._follow(began)
-        finally:
-            self._used += time.monotonic() - began
-
-    def result(self) -> Run:
-        """Returns the record that it left, or one of how it failed."""
-        if self._is_late:
-            why = f"it took longer than {self._timeout:g} s"
-            return Run(self.policy, self.seed, status="failed", error=why)
-        record = self._folder / f"{file_name(self.policy, self.seed)}.json"
-        if record.is_file():
-            return Run.from_json(record)
-        status = self._process.wait() if self._process is not None else 0
-        return Run(self.policy, self.seed, status="failed", error=why_ended(status))
-
-    def end(self) -> None:
-        """Ends the process, if it still runs."""
-        if self._process is not None:
-            self._signal("SIGCONT")
-            end(self._process)
-            self._close()
-
-    def _start(self) -> None:
-        name = file_name(self.policy, self.seed)
-        (self._folder / f"{name}.json").unlink(missing_ok=True)
-        words = [str(self._folder), self.policy, str(self.seed)]
-        log = self._folder / f"{name}.log"
-        self._process, self._reading = start_with_pipe(_CHILD, words, log)
-
-    def _answer(self) -> None:
-        stream = self._process.stdin if self._process is not None else None
-        if stream is not None:
+        elif self._process.stdin is not None:
             self._signal("SIGCONT")
             with contextlib.suppress(BrokenPipeError):  # it has ended meanwhile
-                stream.write(b"go\n")
-                stream.flush()
-
-    def _follow(self, began: float) -> bool:
+                self._process.stdin.write(b"go\n")
+                self._process.stdin.flush()
         waits_for: set[str] = set()
+        began, used = time.monotonic(), self._used
         while True:
             ready, _, _ = select.select([self._reading], [], [], _POLL_SECONDS)
+            self._used = used + time.monotonic() - began
             if ready:
                 words = os.read(self._reading, 4096)
                 if not words:  # its end of the pipe is closed
@@ -140,11 +103,35 @@ class RunProcess:
                 # which it would train too fast when it has its turn.
                 self._signal("SIGSTOP")
                 return True
-            used = self._used + time.monotonic() - began
-            if self._timeout is not None and used >= self._timeout:
+            if self._timeout is not None and self._used >= self._timeout:
                 self._is_late = True
                 self.end()
                 return False
+
+    def result(self) -> Run:
+        """Returns the record that it left, or one of how it failed."""
+        why = f"it took longer than {self._timeout or 0:g} s"
+        if not self._is_late:
+            record = self._folder / f"{file_name(self.policy, self.seed)}.json"
+            if record.is_file():
+                return Run.from_json(record)
+            why = why_ended(0 if self._process is None else self._process.wait())
+        return Run(self.policy, self.seed, status="failed", error=why)
+
+    def end(self) -> None:
+        """Ends the process, if it still runs."""
+        if self._process is not None:
+            self._signal("SIGCONT")
+            end(self._process)
+            self._close()
+
+    def _start(self) -> None:
+        name = file_name(self.policy, self.seed)
+        (self._folder / f"{name}.json").unlink(missing_ok=True)
+        words = [str(self._folder), self.policy, str(self.seed)]
+        log = self._folder / f"{name}.log"
+        with uninterrupted():
+            self._process, self._reading = start_with_pipe(_CHILD, words, log)
 
     def _signal(self, name: str) -> None:
         """Stops or continues the processes of the run, where they end with this one."""
@@ -199,8 +186,7 @@ def memory_has_room(waiting: Iterable[RunProcess]) -> bool:
     for process in waiting:
         with contextlib.suppress(psutil.Error):  # it has just ended
             sizes.append(psutil.Process(process.pid).memory_info().rss)
-    free = psutil.virtual_memory().available
-    return bool(free >= _ROOM * max(sizes))
+    return bool(psutil.virtual_memory().available >= _ROOM * max(sizes))
 
 
 class Line:
@@ -264,7 +250,7 @@ def start(
     log: Path,
     *,
     pass_fds: tuple[int, ...] = (),
-    variables: Mapping[str, str | None] = _NOTHING,
+    variables: Mapping[str, str | None] | None = None,
 ) -> subprocess.Popen[bytes]:
     """Starts a module of tfamp in a fresh process, which prints into a log.
 
@@ -273,7 +259,7 @@ def start(
     """
     paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
     quiet = {"TF_CPP_MIN_LOG_LEVEL": "2"}
-    environ = {**quiet, **os.environ, "PYTHONPATH": paths, **variables}
+    environ = {**quiet, **os.environ, "PYTHONPATH": paths, **(variables or {})}
     with open(log, "wb") as output:
         return subprocess.Popen(
             command(module, arguments),
@@ -292,7 +278,7 @@ def start_with_pipe(
     arguments: Sequence[str],
     log: Path,
     *,
-    variables: Mapping[str, str | None] = _NOTHING,
+    variables: Mapping[str, str | None] | None = None,
 ) -> tuple[subprocess.Popen[bytes], int]:
     """Starts a module as `start` does, with the end of a pipe as its last argument.
 
@@ -309,6 +295,24 @@ def start_with_pipe(
         os.close(writing)
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Lets Ctrl-C wait until the block ends, so that what it starts is known."""
+    handler, pressed = signal.getsignal(signal.SIGINT), []
+    # Only the main thread gets signals.
+    here, main = threading.current_thread(), threading.main_thread()
+    if here is not main or not callable(handler):
+        yield
+        return
+    signal.signal(signal.SIGINT, lambda number, frame: pressed.append(number))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, handler)
+        if pressed:
+            handler(pressed[0], None)
+
+
 def close_input(process: subprocess.Popen[bytes]) -> None:
     """Closes the standard input of a process that may have ended."""
     if process.stdin is not None:
@@ -321,14 +325,14 @@ def command(module: str, arguments: Sequence[str]) -> list[str]:
     return [sys.executable, "-m", module, *arguments]
 
 
-def end(process: subprocess.Popen[bytes]) -> int:
-    """Ends a process, by force if it does not go; returns its status."""
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a process, by force if it does not go."""
     process.terminate()
     try:
-        return process.wait(_GRACE_SECONDS)
+        process.wait(_GRACE_SECONDS)
     except subprocess.TimeoutExpired:
         process.kill()
-        return process.wait()
+        process.wait()
 
 
 def why_ended(status: int) -> str:

@@ -23,6 +23,7 @@ from tfamp.comparison.replicas.result import Scaling
 from tfamp.comparison.replicas.steps import distances, tolerances
 from tfamp.records.versions import installed_versions
 from tfamp.stepping.input_waits.record import Bottleneck
+from tfamp.trials.processes import uninterrupted
 
 # Intervals of fewer rounds are wide; of more, hardly narrower.
 _MIN_ROUNDS, _MAX_ROUNDS = 6, 30
@@ -204,13 +205,14 @@ class Measurement:
     def _start(self, number: int) -> list[Answer]:
         what = "one device" if number == 1 else f"{number} replicas"
         self._at(f"Starting {what}")
-        self._groups[number] = Replicas(
-            self._folder,
-            number,
-            self._kind,
-            timeout_seconds=self._timeout,
-            on_wait=lambda: self._show(self._stage, self._what),
-        )
+        with uninterrupted():
+            self._groups[number] = Replicas(
+                self._folder,
+                number,
+                self._kind,
+                timeout_seconds=self._timeout,
+                on_wait=lambda: self._show(self._stage, self._what),
+            )
         return self._groups[number].answers()
 
     def _at(self, what: str) -> None:
