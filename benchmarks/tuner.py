@@ -31,7 +31,7 @@ import tfamp
 from benchmarks import _tuner_models
 from tfamp.dtypes import model_dtypes
 from tfamp.dtypes.planned_layers import PlannedOperation
-from tfamp.keras_hooks.layer_record import Kind
+from tfamp.keras_hooks.layers import Kind
 from tfamp.machine import cpus
 from tfamp.plan import PrecisionPlan
 from tfamp.tuning import candidates, scores

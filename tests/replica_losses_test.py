@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp.keras_hooks import replica_losses
+from tfamp.keras_hooks import replicas
 
 layers = keras.layers
 BATCH = 16
@@ -265,8 +265,8 @@ def test_stock_normalizes_no_examples_to_nan(strategy):
 @whole
 def test_it_is_said_once(strategy, monkeypatch):
     said = []
-    monkeypatch.setattr(replica_losses.logging, "info", lambda *a: said.append(a))
-    monkeypatch.setattr(replica_losses, "_SAID", threading.Event())
+    monkeypatch.setattr(replicas.logging, "info", lambda *a: said.append(a))
+    monkeypatch.setattr(replicas, "_SAID", threading.Event())
     fitted(strategy, linear, guarded())
     assert [text % values for text, values in said if "replicas" in text] == [
         "Means over a batch are weighted by the examples that each of the 2 replicas "

@@ -18,7 +18,7 @@ from tfamp.dtypes.settings import (
     make_settings,
 )
 from tfamp.keras_hooks import saved_state, structure, trainer
-from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of
+from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
 from tfamp.plan import PrecisionPlan, read_plan, refuse_rules
 from tfamp.records import checks, console
 from tfamp.records.formats import HALF

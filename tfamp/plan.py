@@ -22,7 +22,7 @@ from tfamp.dtypes.planned_layers import (
 )
 from tfamp.dtypes.settings import POLICIES, PolicySettings, stored_settings
 from tfamp.keras_hooks import structure, trainer
-from tfamp.keras_hooks.layer_record import Kind
+from tfamp.keras_hooks.layers import Kind
 from tfamp.records import checks, console
 from tfamp.records.formats import HALF
 from tfamp.records.record import TableRecord

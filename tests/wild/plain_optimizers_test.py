@@ -15,7 +15,7 @@ from tests.garbage import holders_of
 from tests.loops import DECORATORS, in_each_way
 from tests.replicas import two_replicas
 from tfamp.dtypes import hooks
-from tfamp.keras_hooks.layer_record import CALLS
+from tfamp.keras_hooks.layers import CALLS
 from tfamp.loss_scale.tape import gradients as tape_scaling
 from tfamp.loss_scale.tape import plain_optimizers
 from tfamp.loss_scale.tape.companion import PLAIN_HOOKS

@@ -11,12 +11,7 @@ import tensorflow as tf
 from tfamp.dtypes import layer_dtypes
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layer_record import (
-    CALLS,
-    Kind,
-    record_of,
-    update_record,
-)
+from tfamp.keras_hooks.layers import CALLS, Kind, record_of, update_record
 from tfamp.records.formats import HALF
 
 # Below this many weights a float32 product costs nothing that can be measured,

@@ -23,7 +23,7 @@ from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.self_test import SelfTest
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import calls, float32_operations, layers, saved_state, trainer
-from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of
+from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import HeldPatches, PatchSet
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fit_hooks import BEFORE_TRAINING, FIT_HOOKS

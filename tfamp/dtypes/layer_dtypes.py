@@ -11,7 +11,7 @@ from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.rules import EXACT_INPUT_LAYERS, Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import layers, saved_state, structure
-from tfamp.keras_hooks.layer_record import (
+from tfamp.keras_hooks.layers import (
     Kind,
     LayerRecord,
     drop_record,

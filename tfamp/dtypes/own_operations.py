@@ -24,13 +24,7 @@ from tfamp.dtypes import heads, layer_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import calls, structure
-from tfamp.keras_hooks.layer_record import (
-    CALLS,
-    Kind,
-    LayerRecord,
-    record_of,
-    update_record,
-)
+from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of, update_record
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 

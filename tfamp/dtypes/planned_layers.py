@@ -9,7 +9,7 @@ import keras
 from tfamp.dtypes import heads, layer_dtypes, model_dtypes
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import structure, trainer
-from tfamp.keras_hooks.layer_record import (
+from tfamp.keras_hooks.layers import (
     Kind,
     LayerRecord,
     drop_record,

@@ -13,7 +13,7 @@ from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.rules import Rule
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import backend, calls, structure, trainer
-from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, update_record
+from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of, update_record
 from tfamp.records import pages
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF

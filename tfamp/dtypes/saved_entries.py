@@ -7,7 +7,7 @@ import keras
 from tfamp.dtypes import heads, layer_dtypes, model_dtypes, resolution
 from tfamp.dtypes.settings import PolicySettings, stored_settings
 from tfamp.keras_hooks import structure, trainer, variables
-from tfamp.keras_hooks.layer_record import Kind, LayerRecord, record_of, set_record
+from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of, set_record
 from tfamp.records.formats import HALF
 
 SCHEMA = 1

@@ -18,7 +18,7 @@ from tensorflow.python.eager import context
 
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.settings import PolicySettings, make_settings
-from tfamp.keras_hooks.layer_record import Kind, record_of
+from tfamp.keras_hooks.layers import Kind, record_of
 from tfamp.keras_hooks.patches import HookError
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import versions

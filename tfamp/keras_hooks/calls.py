@@ -21,7 +21,7 @@ from keras.src.layers.layer import might_have_unbuilt_state
 
 from tfamp.keras_hooks import backend
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.layer_record import CALLS, Kind, LayerRecord, record_of
+from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import Patch, like
 
 _SOURCE = "_tfamp_source"

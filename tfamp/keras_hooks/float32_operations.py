@@ -22,7 +22,7 @@ from keras.src import tree
 
 from tfamp.keras_hooks import backend, calls
 from tfamp.keras_hooks.backend import HALF, operations
-from tfamp.keras_hooks.layer_record import CALLS, Kind, LayerRecord, record_of
+from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import Patch, like
 
 # Marks a result of a managed layer in half precision that has its logits.

@@ -1,4 +1,4 @@
-"""What the loss scale and recovery need of an optimizer's insides, and of XLA.
+"""What the loss scale and recovery need of optimizers' insides, of tapes and of XLA.
 
 Relies on: TensorFlow optimizers reducing gradients in
 `_all_reduce_sum_gradients` and clipping them in `_clip_gradients`, both looked
@@ -6,7 +6,10 @@ up on the instance; Keras naming a class in
 saved files by a table of its public names; `_walk_saveable` visiting the
 attributes of an optimizer that are saveables themselves; `_trainable_variables`,
 `_var_key`, `_iterations`, `_learning_rate` and `_distribution_strategy` of an
-optimizer.
+optimizer. A `tf.GradientTape` deciding by `_persistent` as it is entered whether it can
+be asked again; one that cannot letting go of `_tape` at its first `gradient`, and of
+its place on the stack of tapes by `_pop_tape`; `record.could_possibly_record` telling
+whether any tape of the thread records.
 """
 
 import contextlib
@@ -17,9 +20,11 @@ import keras
 import tensorflow as tf
 from keras.src import api_export
 from keras.src.saving.keras_saveable import KerasSaveable
+from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
-from tfamp.keras_hooks.patches import HookError, Patch
+from tfamp.keras_hooks.backend import HALF
+from tfamp.keras_hooks.patches import HookError, Patch, like
 
 
 def in_xla() -> bool:
@@ -238,3 +243,66 @@ def from_config_patch(is_ours: Callable[[dict[str, Any]], bool], ours: Any) -> P
         return classmethod(from_config)
 
     return Patch(keras.optimizers.LossScaleOptimizer, "from_config", wrap)
+
+
+_ONCE = "_tfamp_asked_once"
+_CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "While", "StatelessWhile")
+
+
+def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Patch]:
+    """Returns the patches on a tape; `wrap_gradient` makes the new `gradient`."""
+
+    def wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def __init__(
+            self: Any, persistent: bool = False, watch_accessed_variables: bool = True
+        ) -> None:
+            # It costs no memory where a tape around keeps what this one keeps. Others
+            # stay as they are: loops have another gradient under persistent tapes.
+            once = not persistent and is_recording()
+            original(self, persistent or once, watch_accessed_variables)
+            setattr(self, _ONCE, once)
+
+        return __init__
+
+    return [
+        Patch(tf.GradientTape, "__init__", wrap_init),
+        Patch(tf.GradientTape, "gradient", wrap_gradient),
+    ]
+
+
+def is_recording() -> bool:
+    """Returns whether any gradient tape of this thread records."""
+    return bool(record.could_possibly_record())
+
+
+def can_be_asked_again(tape: tf.GradientTape) -> bool:
+    """Returns whether more than one gradient can be computed inside `asked`."""
+    return bool(tape._persistent)
+
+
+def may_compute_in_half() -> bool:
+    """Returns whether a function is being traced that may compute in half precision.
+
+    What it calls as a function of its own is not looked into, and may.
+    """
+    if tf.executing_eagerly():
+        return False
+    graph = tf.compat.v1.get_default_graph()
+    return any(
+        operation.type in _CALLS or any(t.dtype in HALF for t in operation.outputs)
+        for operation in graph.get_operations()
+    )
+
+
+@contextlib.contextmanager
+def asked(tape: tf.GradientTape) -> Iterator[None]:
+    """Uses a tape up, as one that is not persistent is by its first gradient."""
+    if not getattr(tape, _ONCE, False) or tape._tape is None:
+        yield
+        return
+    if tape._recording:
+        tape._pop_tape()
+    yield
+    tape._watched_variables = tape._tape.watched_variables()
+    tape._tape, tape._persistent = None, False

@@ -21,7 +21,7 @@ from keras.src.backend.common import global_state
 from tensorflow.python.eager import record
 
 from tfamp.keras_hooks import backend
-from tfamp.keras_hooks.layer_record import CALLS
+from tfamp.keras_hooks.layers import CALLS
 
 # What hangs on a tensor: a mask, its value ahead of a cast, the logits it came from.
 _HANGING = ("_keras_mask", "_tfamp_source", "_keras_logits")

@@ -29,7 +29,7 @@ from keras.src.saving.keras_saveable import KerasSaveable
 from keras.src.utils.tracking import DotNotTrackScope
 
 from tfamp.keras_hooks import calls, structure
-from tfamp.keras_hooks.layer_record import CALLS, record_of, update_record
+from tfamp.keras_hooks.layers import CALLS, record_of, update_record
 from tfamp.keras_hooks.patches import Patch, like, replaced
 from tfamp.records.formats import HALF
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import workers
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
-from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.patches import Patch, like
 from tfamp.keras_hooks.structure import graph_of
 

@@ -13,13 +13,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import (
-    around_training,
-    replica_losses,
-    replica_seeds,
-    trainer,
-)
-from tfamp.keras_hooks.layer_record import CALLS, record_of
+from tfamp.keras_hooks import around_training, replicas, trainer
+from tfamp.keras_hooks.layers import CALLS, record_of
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.patches import HeldPatches
 from tfamp.keras_hooks.variables import variables_written
@@ -72,7 +67,7 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         if not weights_replicas(model):
             return train_step(data)
         count, may_be_empty = trainer.batch_size_of(data), trainer.may_be_empty(data)
-        with replica_losses.sharing(model, count, may_be_empty=may_be_empty):
+        with replicas.sharing(model, count, may_be_empty=may_be_empty):
             return kept_if_empty(model, train_step, data)
 
     def undoing(optimizers: list[Any], data: Any) -> Any:
@@ -239,7 +234,6 @@ FIT_HOOKS = HeldPatches(
             _guarded_batch,
             _guarded_run,
         ),
-        *replica_losses.patches(),
-        *replica_seeds.patches(),
+        *replicas.patches(),
     ]
 )

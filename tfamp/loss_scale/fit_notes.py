@@ -8,7 +8,7 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.layers import record_of
 from tfamp.machine.memory import device_peak_bytes, machine_memory
 from tfamp.machine.out_of_memory import explain, is_out_of_memory
 

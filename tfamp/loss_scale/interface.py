@@ -7,7 +7,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.keras_hooks.tapes import is_recording
+from tfamp.keras_hooks.optimizers import is_recording
 from tfamp.loss_scale import errors
 from tfamp.loss_scale.counters import FROZEN, HISTORY_STEPS, STATIC_RELEASED, STATIC_SET
 from tfamp.loss_scale.gradients import multiplied

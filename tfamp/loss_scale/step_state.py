@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import replica_losses, structure
+from tfamp.keras_hooks import replicas, structure
 from tfamp.keras_hooks.optimizers import optimizers_of
 from tfamp.loss_scale.branches import (
     either,
@@ -115,7 +115,7 @@ def _nothing() -> None:
 
 def kept_if_empty(model: keras.Model, train_step: Callable[..., Any], data: Any) -> Any:
     """Runs a step; the moving statistics of no example, NaN, are not kept."""
-    empty = replica_losses.is_empty()
+    empty = replicas.is_empty()
     if empty is None:
         return train_step(data)
     # What replicas agree on is not written by one of them.

@@ -11,7 +11,7 @@ from tfamp.dtypes.layer_dtypes import set_policy
 from tfamp.dtypes.resolution import count_as_met
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.calls import source_of
-from tfamp.keras_hooks.layer_record import drop_record, record_of, set_record
+from tfamp.keras_hooks.layers import drop_record, record_of, set_record
 from tfamp.keras_hooks.patches import like, replaced
 
 _FLOATS = ("float16", "bfloat16", "float32")

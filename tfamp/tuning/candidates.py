@@ -12,7 +12,7 @@ from tfamp.dtypes.planned_layers import PlannedOperation
 from tfamp.graph.operations import read_operations
 from tfamp.graph.products import flops_of, is_product
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layer_record import Kind
+from tfamp.keras_hooks.layers import Kind
 from tfamp.machine import devices
 from tfamp.numerics.sensitivity.result import LayerSensitivity, Sensitivity
 from tfamp.numerics.sensitivity.search import FORWARD_LIMIT

@@ -12,7 +12,7 @@ from absl import logging
 from tfamp.dtypes.in_force import IN_FORCE
 from tfamp.dtypes.settings import PolicySettings
 from tfamp.keras_hooks import trainer
-from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.layers import record_of
 from tfamp.loss_scale.fit_hooks import BEFORE_FIT
 from tfamp.models import put_under
 from tfamp.records.checks import first_line

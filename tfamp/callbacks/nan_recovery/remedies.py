@@ -11,7 +11,7 @@ from absl import logging
 from tfamp.dtypes import layer_dtypes, model_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import optimizers, structure
-from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.layers import record_of
 from tfamp.loss_scale.counters import Levels
 from tfamp.records.formats import HALF
 from tfamp.stepping.snapshots.names import named_variables, optimizers_of, tally_of

@@ -6,8 +6,8 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import replica_losses, trainer
-from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks import replicas, trainer
+from tfamp.keras_hooks.layers import record_of
 from tfamp.loss_scale.step_state import ours_of
 
 # What `tfamp.distribute.strategy()` made: all models train there as on one device.
@@ -31,6 +31,4 @@ def sharing_whole_batch(model: keras.Model, data: Any, share: Any) -> Any:
     """Weights replicas by their whole batches, `data` being a `share` of one's."""
     part = trainer.batch_size_of(data) if weights_replicas(model) else None
     count = None if part is None else tf.round(part / share)
-    return replica_losses.sharing(
-        model, count, may_be_empty=False, reduces_weights=False
-    )
+    return replicas.sharing(model, count, may_be_empty=False, reduces_weights=False)

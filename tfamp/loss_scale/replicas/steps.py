@@ -7,7 +7,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
-from tfamp.keras_hooks import replica_losses
+from tfamp.keras_hooks import replicas
 from tfamp.loss_scale import step
 from tfamp.loss_scale.branches import first_of, where_replicas_are_one
 from tfamp.loss_scale.counters import Snapshot
@@ -78,10 +78,10 @@ class OnReplicas(Parts):
             self.has_scaled_loss = True
         come_scaled = scaling is None or scaling.is_scaled
         verdict = None if scaling is None else scaling.verdict_on(gradients)
-        if replica_losses.is_empty() is not None:
-            gradients = replica_losses.of_examples(gradients)
+        if replicas.is_empty() is not None:
+            gradients = replicas.of_examples(gradients)
             if verdict is not None:
-                verdict = verdict | replica_losses.is_empty()
+                verdict = verdict | replicas.is_empty()
         num_spoilt = (
             tf.constant(0.0) if verdict is None else tf.cast(~verdict, "float32")
         )

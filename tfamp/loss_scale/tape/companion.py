@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 from absl import logging
 
-from tfamp.keras_hooks.layer_record import record_of
+from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import trained_by
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like
 from tfamp.loss_scale.optimizer import LossScaleOptimizer

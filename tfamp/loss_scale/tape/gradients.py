@@ -14,9 +14,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import tapes
-from tfamp.keras_hooks.layer_record import CALLS, record_of
-from tfamp.keras_hooks.optimizers import trained_by
+from tfamp.keras_hooks.layers import CALLS, record_of
+from tfamp.keras_hooks.optimizers import (
+    asked,
+    can_be_asked_again,
+    is_recording,
+    may_compute_in_half,
+    tape_patches,
+    trained_by,
+)
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like
 from tfamp.keras_hooks.variables import outermost_graph
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN
@@ -128,7 +134,7 @@ def _plan(
     if not around or any(SCALINGS.is_scaled(o) for o in around):
         return None
     # What overflows and cannot be computed again spoils the step, which is skipped.
-    is_final = not tapes.can_be_asked_again(tape)
+    is_final = not can_be_asked_again(tape)
     return ScaledGradients(_scales_of(around), [], is_judged=is_final)
 
 
@@ -161,7 +167,7 @@ def _plan_of_variables(
         if not (
             _HERE.optimizers
             or float16_layer_of(sources) is not None
-            or tapes.may_compute_in_half()
+            or may_compute_in_half()
         ):
             possible = owners
     if not possible:
@@ -242,7 +248,7 @@ def _training(tape: tf.GradientTape, living: Sequence[Any]) -> Sequence[Any]:
     """Returns the optimizers for which a gradient of no variable is computed."""
     # A branch of one replica cannot wait for the others.
     has_replicas = tf.distribute.get_strategy().num_replicas_in_sync > 1
-    is_nested = tapes.is_recording() and tapes.can_be_asked_again(tape)
+    is_nested = is_recording() and can_be_asked_again(tape)
     if has_replicas or not (_HERE.optimizers or is_nested):
         return ()
     watched = frozenset(map(id, tape.watched_variables()))
@@ -265,7 +271,7 @@ def _wrap_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
         plan = None if _HERE.is_in_gradient else _plan(self, target, flat)
         before, _HERE.is_in_gradient = _HERE.is_in_gradient, True
         try:
-            with tapes.asked(self):
+            with asked(self):
                 if plan is None:
                     return original(
                         self, target, sources, output_gradients, unconnected_gradients
@@ -296,7 +302,7 @@ def _wrap_scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
 # Held by every optimizer that scales losses, and by all that may need one.
 TAPE_HOOKS = HeldPatches(
     [
-        *tapes.patches(_wrap_gradient),
+        *tape_patches(_wrap_gradient),
         Patch(keras.optimizers.LossScaleOptimizer, "scale_loss", _wrap_scale_loss),
     ]
 )

@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks.layer_record import CALLS
+from tfamp.keras_hooks.layers import CALLS
 from tfamp.keras_hooks.optimizers import leaves, strategy_of
 
 _ATTRIBUTE = "_tfamp_companion"

@@ -6,7 +6,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import tapes
+from tfamp.keras_hooks import optimizers
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
 from tfamp.loss_scale.tape.scalings import Scaling
 
@@ -29,7 +29,7 @@ class ScaledGradients:
         self._scales = [tf.convert_to_tensor(scale) for scale in scales]
         self._scalings = scalings
         self._is_judged = is_judged
-        self._is_nested = not is_judged and tapes.is_recording()
+        self._is_nested = not is_judged and optimizers.is_recording()
 
     def gradients(
         self, compute: _Compute, target: Any, sources: list[Any], seeds: Any

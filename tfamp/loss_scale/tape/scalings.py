@@ -17,7 +17,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layer_record import CALLS, record_of
+from tfamp.keras_hooks.layers import CALLS, record_of
 from tfamp.keras_hooks.variables import outermost_graph
 from tfamp.records import pages
 

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layer_record import LayerRecord, record_of
+from tfamp.keras_hooks.layers import LayerRecord, record_of
 from tfamp.numerics.lint.graph import Graph, trace_call
 from tfamp.records import pages
 from tfamp.records.checks import first_line

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfamp.dtypes import heads, hooks, layer_dtypes, model_dtypes, resolution
 from tfamp.dtypes.settings import make_settings
 from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layer_record import Kind, record_of
+from tfamp.keras_hooks.layers import Kind, record_of
 from tfamp.numerics.magnitudes import first_overflow
 from tfamp.numerics.sensitivity.errors import deviation, forward_error
 from tfamp.numerics.sensitivity.reruns import rerun

@@ -1,4 +1,4 @@
-"""Weights the losses of replicas by the examples that each has of a batch.
+"""Weights the losses of replicas by their examples, and has them draw random numbers.
 
 A mean over the batch is divided by the number of replicas in Keras, which is wrong
 where they have different numbers of examples, as in the last batch of an epoch: 81
@@ -13,6 +13,16 @@ their names in that module; the trainer calling it for additional losses, and
 `unscale_loss_for_distribution` ahead of the trackers of losses; trackers of the losses
 of several outputs being `Mean`s in `_compile_loss.metrics`; a plain optimizer reducing
 its gradients by `_all_reduce_sum_gradients`.
+
+Every replica holds the same state of a seed generator, so in Keras all draw the same
+dropout mask, and a batch on 8 replicas has one eighth of the noise that it should. What
+a seed generator hands out is changed by the number of the replica; its state is not, so
+that replicas agree on it, files hold it, and training that is resumed draws what it
+would have drawn. The first replica draws what one device does.
+
+Relies on: what draws random numbers asking `SeedGenerator.next` for a seed, of which
+every pair of integers is one. Integers that a program passes as a seed stay as they
+are: they ask for the same numbers each time.
 """
 
 import contextlib
@@ -26,11 +36,15 @@ import tensorflow as tf
 from absl import logging
 from keras.src.losses import loss as losses
 
+from tfamp.keras_hooks.layers import CALLS
 from tfamp.keras_hooks.patches import Patch, like
 from tfamp.keras_hooks.workers import summed
 
 _MEANS = ("sum_over_batch_size", "mean")
 _BY_WEIGHTS = "mean_with_sample_weight"
+# No divisor of 2**31 - 2, by which Keras takes the remainder of a seed: replicas, of
+# which there are fewer, never come to have the same one.
+_BETWEEN_REPLICAS = 1_013_904_223
 
 
 @dataclasses.dataclass(frozen=True)
@@ -280,12 +294,33 @@ def _wrap_sum(original: Callable[..., Any]) -> Callable[..., Any]:
     return _all_reduce_sum_gradients
 
 
+def _wrap_next(original: Callable[..., Any]) -> Callable[..., Any]:
+    @like(original)
+    def next(self: Any, ordered: bool = True) -> Any:
+        seed = original(self, ordered)
+        # Models that are not managed draw what they draw in Keras.
+        return _of_this_replica(seed) if CALLS.stack or is_sharing() else seed
+
+    return next
+
+
+def _of_this_replica(seed: Any) -> Any:
+    """Returns a seed, of shape (2,), changed by the number of the replica."""
+    context = tf.distribute.get_replica_context()
+    if context is None or context.num_replicas_in_sync == 1:
+        return seed
+    number = tf.cast(context.replica_id_in_sync_group, seed.dtype)
+    step = tf.constant([_BETWEEN_REPLICAS, 0], seed.dtype)
+    return seed + number * step
+
+
 def patches() -> list[Patch]:
-    """Returns the patches on losses, their trackers and on plain optimizers."""
+    """Returns the patches on losses and their trackers, optimizers and seeds."""
     return [
         Patch(losses, "scale_loss_for_distribution", _wrap_scale),
         Patch(losses, "unscale_loss_for_distribution", _wrap_unscale),
         Patch(losses, "reduce_weighted_values", _wrap_reduce),
         Patch(keras.metrics.Mean, "update_state", _wrap_track),
+        Patch(keras.random.SeedGenerator, "next", _wrap_next),
         Patch(keras.optimizers.Optimizer, "_all_reduce_sum_gradients", _wrap_sum),
     ]
