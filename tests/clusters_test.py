@@ -20,7 +20,7 @@ from tests.linear_training import TOLERANCE, X, Y, one_device
 from tests.replicas import two_replicas
 from tfamp.distribute import strategies
 from tfamp.dtypes import hooks
-from tfamp.loss_scale.replicas.sharing import STRATEGIES
+from tfamp.loss_scale.replicas import STRATEGIES
 from tfamp.machine import network
 from tfamp.machine.clusters import Cluster, cluster_of
 from tfamp.machine.slurm import expanded_hosts

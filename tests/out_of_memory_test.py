@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tfamp.dtypes import hooks
-from tfamp.loss_scale import fit_notes
+from tfamp.loss_scale import fit_hooks
 from tfamp.machine.limits import GpuMemory, Holder, MachineMemory, MemoryLimit
 from tfamp.machine.out_of_memory import (
     Request,
@@ -352,7 +352,7 @@ def test_without_notes_it_is_logged(caplog):
     with tfamp.scope("float32"):
         model = model_of(keras.layers.Dense(4))
     with caplog.at_level(python_logging.ERROR, "absl"):
-        with pytest.raises(Old), fit_notes.around_run(model, training=False):
+        with pytest.raises(Old), fit_hooks.around_run(model, training=False):
             raise Old("Unable to allocate")
     assert "Out of memory: memory could not be had." in caplog.text
 
@@ -361,7 +361,7 @@ def test_an_explanation_that_fails_does_not_hide_the_error(monkeypatch):
     def fail():
         raise OSError("no driver")
 
-    monkeypatch.setattr(fit_notes, "machine_memory", fail)
+    monkeypatch.setattr(fit_hooks, "machine_memory", fail)
     with tfamp.scope("float32"):
         model = model_of(Exhausts())
     assert notes_of(runs(model)["predict"]) == []

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
-from tfamp.loss_scale.replicas import reduction
+from tfamp.loss_scale import gradients as sums
 
 layers = keras.layers
 F16, BF16, F32 = tf.float16, tf.bfloat16, tf.float32
@@ -29,13 +29,13 @@ def strategy():
 @pytest.fixture(autouse=True)
 def sent(monkeypatch):
     """The dtypes of the gradients that a replica sent last, and with what options."""
-    found, original = [], reduction.summed
+    found, original = [], sums.summed
 
     def summed(context, values, options=None):
         found[:] = [v.dtype for v in values[:-2]], options
         return original(context, values, options)
 
-    monkeypatch.setattr(reduction, "summed", summed)
+    monkeypatch.setattr(sums, "summed", summed)
     return found
 
 
@@ -43,11 +43,11 @@ def sent(monkeypatch):
 def said(monkeypatch):
     lines = []
     monkeypatch.setattr(
-        reduction.logging, "warning", lambda text, *values: lines.append(text % values)
+        sums.logging, "warning", lambda text, *values: lines.append(text % values)
     )
-    reduction._say_once.cache_clear()
+    sums._say_once.cache_clear()
     yield lines
-    reduction._say_once.cache_clear()
+    sums._say_once.cache_clear()
 
 
 def network():

@@ -7,7 +7,7 @@ from absl import logging
 
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
-from tfamp.loss_scale.replicas.sharing import STRATEGIES
+from tfamp.loss_scale.replicas import STRATEGIES
 from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks

@@ -13,10 +13,9 @@ from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
+from tfamp.loss_scale.gradients import Reduction, check_reduction
 from tfamp.loss_scale.interface import Reporting, ScalingLosses
-from tfamp.loss_scale.parts import Delegating, adopted_accumulation
-from tfamp.loss_scale.replicas.reduction import Reduction, check_reduction
-from tfamp.loss_scale.replicas.steps import OnReplicas
+from tfamp.loss_scale.parts import Delegating, OnReplicas, adopted_accumulation
 from tfamp.loss_scale.rule import check_settings, chosen_steps
 from tfamp.loss_scale.saved_state import Saving
 from tfamp.loss_scale.tape.gradients import TAPE_HOOKS, know

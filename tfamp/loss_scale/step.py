@@ -11,9 +11,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfamp.loss_scale.branches import either, first_of, on_each_replica, stop_if_due
 from tfamp.loss_scale.counters import Snapshot
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
+from tfamp.loss_scale.replicas import either, first_of, on_each_replica, stop_if_due
 from tfamp.loss_scale.update import (
     after_dropped,
     after_finite,

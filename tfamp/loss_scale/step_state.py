@@ -1,24 +1,21 @@
 """The state of a model ahead of a step, and what of it a step may not keep."""
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
+from absl import logging
 
 from tfamp.keras_hooks import replicas, structure
-from tfamp.keras_hooks.optimizers import optimizers_of
-from tfamp.loss_scale.branches import (
+from tfamp.keras_hooks.workers import summed
+from tfamp.loss_scale.replicas import (
     either,
     first_of,
     stop_if_due,
     where_replicas_are_one,
 )
-
-
-def ours_of(model: Any) -> list[Any]:
-    """Returns the optimizers of a model that are a `LossScaleOptimizer` of tfamp."""
-    return [o for o in optimizers_of(model) if hasattr(type(o), "last_step_skipped")]
 
 
 class StateBeforeStep:
@@ -123,3 +120,65 @@ def kept_if_empty(model: keras.Model, train_step: Callable[..., Any], data: Any)
     logs = train_step(data)
     either(empty, lambda: _put_back(held), _nothing)
     return logs
+
+
+class ReplicaStatistics:
+    """Averages the moving statistics of a model over its replicas, once an epoch.
+
+    The steps of BatchNormalization do not depend on them.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._is_done = False
+        self._function: Any = None
+
+    def begin_epoch(self) -> None:
+        """Notes that the statistics move again."""
+        self._is_done = False
+
+    def average(self) -> None:
+        """Gives every replica the mean over all of them, where they differ."""
+        strategy = self._model.distribute_strategy
+        if self._is_done or strategy.num_replicas_in_sync == 1:
+            return
+        self._is_done = True
+        variables = _statistics_of(self._model)
+        if not variables:
+            return
+        _say_once()
+
+        def on_replica() -> None:
+            context = tf.distribute.get_replica_context()
+            # A value that is only read belongs to no device, for workers to send it.
+            values = [tf.identity(v.value) for v in variables]
+            num = context.num_replicas_in_sync
+            for variable, total in zip(variables, summed(context, values), strict=True):
+                variable.value.assign(total / tf.cast(num, total.dtype))
+
+        if self._function is None:
+            self._function = tf.function(
+                lambda: strategy.run(on_replica), autograph=False
+            )
+        self._function()
+
+
+def _statistics_of(model: keras.Model) -> list[Any]:
+    return [
+        variable
+        for _, layer, _ in structure.walk(model)
+        if isinstance(layer, keras.layers.BatchNormalization)
+        and layer.built
+        and layer.trainable
+        and not layer.synchronized
+        for variable in layer.non_trainable_weights
+    ]
+
+
+@functools.cache
+def _say_once() -> None:
+    logging.info(
+        "Replicas normalize by their own parts of a batch in BatchNormalization; at "
+        "the end of an epoch of `fit` all get the mean of their moving statistics. "
+        "Pass the layers `synchronized=True` to normalize by the whole batch."
+    )

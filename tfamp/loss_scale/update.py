@@ -12,9 +12,9 @@ from tfamp.keras_hooks.optimizers import (
     on_reduced_gradients,
 )
 from tfamp.keras_hooks.variables import writes_only_if
-from tfamp.loss_scale.branches import on_each_replica
 from tfamp.loss_scale.counters import Snapshot, select
 from tfamp.loss_scale.gradients import largest_magnitude, multiplied
+from tfamp.loss_scale.replicas import on_each_replica
 from tfamp.loss_scale.rule import MEASURED_TARGET, PROBE_GROWTH
 
 _FRACTION_BITS = 23  # of a float32

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import around_training, optimizers
 from tfamp.keras_hooks.patches import replaced
-from tfamp.loss_scale.replicas.sharing import sharing_whole_batch
+from tfamp.loss_scale.replicas import sharing_whole_batch
 
 
 class CannotSplit(ValueError):

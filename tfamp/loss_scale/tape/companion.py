@@ -17,8 +17,8 @@ from tfamp.keras_hooks.optimizers import trained_by
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.tape.gradients import identities, ids_of
-from tfamp.loss_scale.tape.plain_optimizers import PLAIN
-from tfamp.loss_scale.tape.scalings import SCALINGS, float16_layer_of
+from tfamp.loss_scale.tape.plain_optimizers import PLAIN, float16_layer_of
+from tfamp.loss_scale.tape.scalings import SCALINGS
 
 
 class _Here(threading.local):

@@ -7,102 +7,17 @@ was traced holds each time.
 """
 
 import dataclasses
-import sys
 import threading
-import warnings
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import structure
-from tfamp.keras_hooks.layers import CALLS, record_of
+from tfamp.keras_hooks import optimizers
 from tfamp.keras_hooks.variables import outermost_graph
-from tfamp.records import pages
-
-# Gradients may have been scaled by hand, as in a test of an optimizer; a loop that
-# goes on like this has forgotten it.
-_EAGER_STEPS = 10
-_LIBRARIES = ("tfamp", "tensorflow", "keras", "contextlib", "threading")
-
-_met: weakref.WeakSet[Any] = weakref.WeakSet()
-_warned: weakref.WeakSet[Any] = weakref.WeakSet()
-_applies: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
-
-
-def warn_of_unscaled_loss(optimizer: Any) -> None:
-    """Warns once where gradients of unknown origin are taken for scaled ones."""
-    has_no_scale = not optimizer.dynamic and optimizer.initial_scale == 1
-    if optimizer.has_scaled_loss or has_no_scale:
-        return
-    count = _applies.get(optimizer, 0) + 1
-    _applies[optimizer] = count
-    is_sure = not tf.executing_eagerly() or count == _EAGER_STEPS
-    if count > _EAGER_STEPS or not is_sure:
-        return
-    _applies[optimizer] = _EAGER_STEPS
-    warnings.warn(
-        f"Optimizer {optimizer.name!r} divides gradients by its loss scale, but they "
-        "come from no `tf.GradientTape`, and no loss was multiplied by it: updates are "
-        "too small by that factor. Compute them by a tape, or put `loss = "
-        "optimizer.scale_loss(loss)` before they are computed. "
-        f"{pages.see('failures/tiny-updates')}",
-        UserWarning,
-        stacklevel=_level_of_user(),
-    )
-
-
-def float16_layer_of(sources: Sequence[Any]) -> Any:
-    """Returns the layer called last here of which weights in float16 are asked for."""
-    # A variable of TensorFlow has a method of the name by which Keras's hold theirs.
-    values = [getattr(source, "value", source) for source in sources]
-    pairs = zip(values, sources, strict=True)
-    asked = {id(source if callable(value) else value) for value, source in pairs}
-    for reference in reversed(CALLS.float16_layers):
-        layer = reference()
-        if layer is not None and record_of(layer) is not None:
-            low = [
-                weight
-                for _, part, _ in structure.walk(layer)
-                if part.compute_dtype == "float16"
-                for weight in structure.own_weights(part)
-            ]
-            if not asked.isdisjoint(id(weight.value) for weight in low):
-                return layer
-    return None
-
-
-def warn_of_no_scale(layer: Any) -> None:
-    """Warns once that a float16 layer's gradients are computed with no loss scale.
-
-    Not of the first eager step, by which an optimizer made ahead of tfamp is found.
-    """
-    if layer in _warned:
-        return
-    if tf.executing_eagerly() and layer not in _met:
-        _met.add(layer)
-        return
-    _warned.add(layer)
-    warnings.warn(
-        f"{type(layer).__name__} {layer.name!r} computes in float16, and its gradients "
-        "are computed with no loss scale: those below 6e-8 are 0. Make the optimizer "
-        "after `tfamp.enable`, or apply them by `tfamp.LossScaleOptimizer(optimizer)`, "
-        f"made ahead of the first step. {pages.see('lint#unscaled-float16')}",
-        UserWarning,
-        stacklevel=_level_of_user(),
-    )
-
-
-def _level_of_user() -> int:
-    """Returns the stack level of the first frame outside the libraries."""
-    frame, level = sys._getframe(1), 1
-    while frame.f_back is not None:
-        module = frame.f_globals.get("__name__", "").split(".")[0]
-        if module not in _LIBRARIES:
-            return level
-        frame, level = frame.f_back, level + 1
-    return 2
+from tfamp.loss_scale.gradients import multiplied, sums_of_squares
 
 
 class _Thread:
@@ -324,3 +239,108 @@ def _is_usable(tensor: Any) -> bool:
             return True
         graph = getattr(graph, "outer_graph", None)
     return False
+
+
+_HALF = (tf.float16, tf.bfloat16)
+# A target in float16 cannot be given more.
+_MAX_HALF_SCALE = 2.0**15
+_Compute = Callable[[list[Any], Any], list[Any]]  # of targets and their seeds
+
+
+class ScaledGradients:
+    """How one call of a tape is scaled, by the smallest of possible scales.
+
+    `scalings` are told whether the gradients are finite. `is_judged` says that somebody
+    looks at the gradients, so that an overflow may be left to see.
+    """
+
+    def __init__(
+        self, scales: Sequence[Any], scalings: Sequence[Scaling], *, is_judged: bool
+    ) -> None:
+        self._scales = [tf.convert_to_tensor(scale) for scale in scales]
+        self._scalings = scalings
+        self._is_judged = is_judged
+        self._is_nested = not is_judged and optimizers.is_recording()
+
+    def gradients(
+        self, compute: _Compute, target: Any, sources: list[Any], seeds: Any
+    ) -> list[Any]:
+        """Returns the true gradients, in float32 for variables."""
+        targets = tf.nest.flatten(target)
+        factor = self._factor(targets)
+        given = [None] * len(targets) if seeds is None else tf.nest.flatten(seeds)
+        scaled_seeds = [
+            (tf.ones_like(target) if seed is None else tf.convert_to_tensor(seed))
+            * tf.cast(factor, target.dtype)
+            for target, seed in zip(targets, given, strict=True)
+        ]
+        scaled = compute(targets, scaled_seeds)
+        true = [
+            _unscaled(gradient, source, 1 / factor)
+            for gradient, source in zip(scaled, sources, strict=True)
+        ]
+        if self._is_judged:
+            self._tell(true)
+            return true
+        return _or_as_they_are(true, sources, lambda: compute(targets, seeds))
+
+    def _factor(self, targets: Sequence[Any]) -> tf.Tensor:
+        scales = list(self._scales)
+        if any(target.dtype in _HALF for target in targets):
+            scales.append(tf.constant(_MAX_HALF_SCALE))
+        least = scales[0] if len(scales) == 1 else tf.reduce_min(tf.stack(scales))
+        # What flows back through this gradient is divided by its scale, so that it and
+        # the gradient share what the tape around gives.
+        return tf.sqrt(least) if self._is_nested else least
+
+    def _tell(self, gradients: Sequence[Any]) -> None:
+        """Notes whether the gradients are finite: what follows may hide it."""
+        gradients = [g for g in gradients if g is not None]
+        if not (gradients and self._scalings):
+            return
+        verdict = tf.math.is_finite(tf.reduce_sum(sums_of_squares(gradients)))
+        for scaling in self._scalings:
+            scaling.add(gradients, verdict)
+
+
+def can_be_scaled(target: Any) -> bool:
+    """Returns whether all targets are tensors with gradients of their own dtype."""
+    targets = tf.nest.flatten(target)
+    return bool(targets) and all(
+        isinstance(t, tf.Tensor) and (t.dtype.is_floating or t.dtype.is_complex)
+        for t in targets
+    )
+
+
+def _unscaled(gradient: Any, source: Any, factor: Any) -> Any:
+    if gradient is None:
+        return None
+    true = multiplied(gradient, factor)
+    if isinstance(source, keras.Variable | tf.Variable) or true.dtype == gradient.dtype:
+        return true
+    # The code around it may combine it with the source, as without a scale.
+    return tf.cast(true, gradient.dtype)
+
+
+def _or_as_they_are(
+    true: list[Any], sources: list[Any], again: Callable[[], list[Any]]
+) -> list[Any]:
+    """Returns gradients of no variable, or those without a scale if they overflowed.
+
+    No optimizer judges them and lowers the scale.
+    """
+    known = [i for i, gradient in enumerate(true) if gradient is not None]
+    if not known:
+        return true
+    dense = [tf.convert_to_tensor(true[i]) for i in known]
+
+    def without_a_scale() -> list[tf.Tensor]:
+        plain = again()
+        return [
+            tf.convert_to_tensor(_unscaled(plain[i], sources[i], 1.0)) for i in known
+        ]
+
+    is_finite = tf.math.is_finite(tf.reduce_sum(sums_of_squares(dense)))
+    chosen = tf.cond(is_finite, lambda: dense, without_a_scale)
+    found = dict(zip(known, chosen, strict=True))
+    return [found.get(i) for i in range(len(true))]

@@ -1,1 +1,0 @@
-"""Several replicas train as one: their gradients, statistics and shares of a batch."""
