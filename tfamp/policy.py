@@ -21,7 +21,7 @@ from tfamp.dtypes.settings import (
     make_settings,
 )
 from tfamp.keras_hooks import layers
-from tfamp.loss_scale.rule import check_loss_scale
+from tfamp.loss_scale.arguments import check_loss_scale
 from tfamp.machine import devices as hardware
 from tfamp.machine.idle_distribution import warn_of_idle_distribution
 from tfamp.machine.speeds import Device

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from tfamp.loss_scale.counters import Snapshot
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
+from tfamp.loss_scale.rule import ScaleState
 
 # A rate in thousandths wants as many steps to be taken over.
 RATE_STEPS = 1000
@@ -64,7 +64,7 @@ class StepReader:
 
     def __init__(self, optimizer: LossScaleOptimizer) -> None:
         self.optimizer = optimizer
-        self._seen: Snapshot
+        self._seen: ScaleState
         self._counts: dict[str, int]
         self._recent: collections.deque[bool]
         self._begin()
@@ -73,13 +73,13 @@ class StepReader:
         """Returns what happened since the last reading; waits for the device."""
         # Not `optimizer.scale`: whoever asks for that is taken to scale by hand.
         now = self.optimizer.scale_variables.numbers()
-        if now.counters.judged < self._seen.counters.judged:
+        if now.judged < self._seen.judged:
             self._begin()  # older weights were loaded
             now = self._seen
         history = self.optimizer.history()
-        is_new = history["step"] > self._seen.counters.judged
+        is_new = history["step"] > self._seen.judged
         history = {name: values[is_new] for name, values in history.items()}
-        num_new = now.counters.judged - self._seen.counters.judged
+        num_new = now.judged - self._seen.judged
         num_lost = num_new - len(history["step"])
         steps = self._steps(history, now, num_lost)
         skips = history["step"][history["skipped"]]
@@ -93,7 +93,7 @@ class StepReader:
             num_lost=num_lost,
             logs=self._logs(now),
             last_skip=int(skips[-1]) if len(skips) else None,
-            num_skips=now.counters.skipped - self._seen.counters.skipped,
+            num_skips=now.skipped - self._seen.skipped,
             nonfinite=nonfinite,
         )
         self._seen = now
@@ -105,13 +105,13 @@ class StepReader:
         skipped = self.optimizer.history()["skipped"].tolist()
         self._recent = collections.deque(skipped, maxlen=RATE_STEPS)
 
-    def _logs(self, now: Snapshot) -> dict[str, float | int]:
+    def _logs(self, now: ScaleState) -> dict[str, float | int]:
         return {
             "loss_scale": now.scale,
-            "applied_steps": now.counters.applied,
-            "skipped_steps": now.counters.skipped,
-            "consecutive_skips": now.counters.streak,
-            "gradient_norm": now.levels.finite_norm,
+            "applied_steps": now.applied,
+            "skipped_steps": now.skipped,
+            "consecutive_skips": now.streak,
+            "gradient_norm": now.finite_norm,
             "overflow_rate": self._rate(),
         }
 
@@ -120,16 +120,16 @@ class StepReader:
         return round(1000 * sum(self._recent) / num_steps, _RATE_DIGITS)
 
     def _steps(
-        self, history: dict[str, np.ndarray], now: Snapshot, num_lost: int
+        self, history: dict[str, np.ndarray], now: ScaleState, num_lost: int
     ) -> list[Step]:
         """Returns the steps of `history`, with totals that end in those of `now`."""
-        seen, limit = self._seen.counters, self.optimizer.max_consecutive_skips
+        seen, limit = self._seen, self.optimizer.max_consecutive_skips
         skips = history["skipped"].tolist()
         updates = self._updates(skips)
         applied, skipped, streak = seen.applied, seen.skipped, seen.streak
         if num_lost:  # then count back from the end
-            applied = now.counters.applied - sum(updates)
-            skipped, streak = now.counters.skipped - sum(skips), 0
+            applied = now.applied - sum(updates)
+            skipped, streak = now.skipped - sum(skips), 0
             self._recent.extend([False] * num_lost)
         steps = []
         for position, is_skip in enumerate(skips):
@@ -152,12 +152,12 @@ class StepReader:
                 )
             )
         if steps:  # the end of an epoch applies a window that is not full
-            steps[-1] = steps[-1]._replace(applied_steps=now.counters.applied)
+            steps[-1] = steps[-1]._replace(applied_steps=now.applied)
         return steps
 
     def _updates(self, skips: list[bool]) -> list[bool]:
         """Returns for each step whether it completed an update."""
-        in_window, found = self._seen.counters.microbatches, []
+        in_window, found = self._seen.microbatches, []
         for is_skip in skips:
             in_window += not is_skip
             found.append(in_window >= self.optimizer.accumulation_steps)

@@ -108,21 +108,6 @@ def _summation() -> Callable[[tf.Tensor], tf.Tensor]:
 REDUCE_DTYPES = (None, "auto", "float16", "bfloat16")
 
 
-def check_reduction(reduce_dtype: Any, bytes_per_pack: Any) -> None:
-    """Raises where one of two arguments of `LossScaleOptimizer` is out of range."""
-    if reduce_dtype not in REDUCE_DTYPES:
-        raise ValueError(
-            f"Unknown `reduce_dtype` {reduce_dtype!r}; expected one of {REDUCE_DTYPES}."
-            " Pass 'auto' for the dtype that each layer computes in."
-        )
-    is_int = isinstance(bytes_per_pack, int) and not isinstance(bytes_per_pack, bool)
-    if not is_int or bytes_per_pack < 0:
-        raise ValueError(
-            f"`bytes_per_pack` is {bytes_per_pack!r}; expected a number of bytes, or 0 "
-            "for one pack of all. Pass 2**25, which is 32 MiB."
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Reduction:
     """How gradients of replicas are added up.
@@ -135,6 +120,20 @@ class Reduction:
 
     dtype: str | None = None
     bytes_per_pack: int = 0
+
+    def __post_init__(self) -> None:
+        if self.dtype not in REDUCE_DTYPES:
+            raise ValueError(
+                f"Unknown `reduce_dtype` {self.dtype!r}; expected one of "
+                f"{REDUCE_DTYPES}. Pass 'auto' for the dtype that each layer computes "
+                "in."
+            )
+        size = self.bytes_per_pack
+        if not isinstance(size, int) or isinstance(size, bool) or size < 0:
+            raise ValueError(
+                f"`bytes_per_pack` is {size!r}; expected a number of bytes, or 0 for "
+                "one pack of all. Pass 2**25, which is 32 MiB."
+            )
 
     @property
     def is_default(self) -> bool:

@@ -136,8 +136,8 @@ class Reporting(Parts):
         Under accumulation that of the last update, or of the last microbatch since.
         """
         if tf.executing_eagerly():
-            return self.scale_variables.numbers().levels.norm
-        return self.scale_variables.read().levels.norm
+            return self.scale_variables.numbers().norm
+        return self.scale_variables.read().norm
 
     @property
     def is_frozen(self) -> Any:
@@ -168,7 +168,7 @@ class Reporting(Parts):
             >>> {k: v.tolist() for k, v in optimizer.history().items()}
             {'step': [1], 'scale': [8.0], 'gradient_norm': [1.0], 'skipped': [False]}
         """
-        judged = self.scale_variables.numbers().counters.judged
+        judged = self.scale_variables.numbers().judged
         first = max(0, judged - HISTORY_STEPS)
         steps = np.arange(first, judged)
         rows = np.asarray(self.scale_variables.recent.value)[steps % HISTORY_STEPS]
@@ -210,20 +210,17 @@ class Reporting(Parts):
         return errors.LossScaleError(
             self.stop_template().format(
                 self.max_consecutive_skips,
-                now.counters.judged,
-                now.levels.scale_before,
-                now.levels.norm,
-                now.levels.finite_norm,
+                now.judged,
+                now.scale_before,
+                now.norm,
+                now.finite_norm,
             )
         )
 
     def raise_if_due(self) -> None:
         """Raises `LossScaleError` where the last step completed a streak."""
         limit = self.max_consecutive_skips
-        if (
-            limit is not None
-            and self.scale_variables.numbers().counters.streak >= limit
-        ):
+        if limit is not None and self.scale_variables.numbers().streak >= limit:
             raise self.stop_error()
 
     def late_stop_error(self) -> errors.LossScaleError:
@@ -233,24 +230,22 @@ class Reporting(Parts):
         """
         error = self.stop_error()
         now = self.scale_variables.numbers()
-        if now.counters.streak and not now.state.is_frozen:
-            self._set(scale=now.levels.scale_before)
+        if now.streak and now.is_frozen <= 0:
+            self._set(scale=now.scale_before)
         return error
 
     def was_stopped(self) -> bool:
         """Returns whether a streak came to its end since `forget_stops`."""
-        return bool(
-            self.scale_variables.numbers().counters.num_stops > self._num_stops_seen
-        )
+        return bool(self.scale_variables.numbers().num_stops > self._num_stops_seen)
 
     def forget_stops(self) -> None:
         """Makes `was_stopped` look at what comes from here on."""
-        self._num_stops_seen = self.scale_variables.numbers().counters.num_stops
+        self._num_stops_seen = self.scale_variables.numbers().num_stops
 
     def _counter(self, name: str) -> Any:
         if tf.executing_eagerly():
-            return getattr(self.scale_variables.numbers().counters, name)
-        return getattr(self.scale_variables.read().counters, name)
+            return getattr(self.scale_variables.numbers(), name)
+        return getattr(self.scale_variables.read(), name)
 
     def _set(self, *, scale: float | None = None, **flags: int) -> None:
         if not tf.executing_eagerly():
@@ -263,6 +258,6 @@ class Reporting(Parts):
             now._replace(
                 scale=now.scale if scale is None else scale,
                 good_steps=0,
-                counters=now.counters._replace(**flags),
+                **flags,
             )
         )

@@ -11,12 +11,12 @@ from tfamp.keras_hooks import optimizers as hooks
 from tfamp.keras_hooks.patches import HeldPatches
 from tfamp.keras_hooks.variables import READ_HOOKS
 from tfamp.keras_hooks.workers import WORKER_HOOKS
+from tfamp.loss_scale.arguments import check_settings, chosen_steps
 from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
-from tfamp.loss_scale.gradients import Reduction, check_reduction
+from tfamp.loss_scale.gradients import Reduction
 from tfamp.loss_scale.interface import Reporting, ScalingLosses
 from tfamp.loss_scale.parts import Delegating, OnReplicas, adopted_accumulation
-from tfamp.loss_scale.rule import check_settings, chosen_steps
 from tfamp.loss_scale.saved_state import Saving
 from tfamp.loss_scale.tape.gradients import TAPE_HOOKS, know
 
@@ -112,7 +112,7 @@ class LossScaleOptimizer(
         **kwargs: Any,
     ) -> None:
         _check_inner(inner_optimizer)
-        check_reduction(reduce_dtype, bytes_per_pack)
+        reduction = Reduction(reduce_dtype, bytes_per_pack)
         accumulation_steps = chosen_steps(
             gradient_accumulation_steps, accumulation_steps
         )
@@ -145,7 +145,7 @@ class LossScaleOptimizer(
         self.dynamic = bool(dynamic)
         self.accumulation_steps = self._adopted(accumulation_steps)
         self.max_consecutive_skips = max_consecutive_skips
-        self.reduction = Reduction(reduce_dtype, bytes_per_pack)
+        self.reduction = reduction
         self.measures_scale = initial_scale == "auto"
         self.leaves_stop_to_caller = False
         self.has_gradient: Any = None
@@ -154,7 +154,7 @@ class LossScaleOptimizer(
         self._accumulators: list[Any] = []
         self._loaded: list[Any] | None = None
         self._loaded_beside: dict[str, Any] = {}
-        self._scales_at_load: Any = None
+        self._states_at_load: Any = None
         self._num_stops_seen = 0
         self._make_scalars(start)
         self.saved_beside = hooks.SavedBeside(

@@ -10,11 +10,11 @@ from absl import logging
 from tfamp.keras_hooks import optimizers, replicas
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale import step
-from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables, Snapshot
+from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
 from tfamp.loss_scale.fit_hooks import microbatch_weight
 from tfamp.loss_scale.gradients import Reduction
 from tfamp.loss_scale.replicas import first_of, where_replicas_are_one
-from tfamp.loss_scale.rule import ScaleRule
+from tfamp.loss_scale.rule import ScaleRule, ScaleState
 from tfamp.loss_scale.step import take_step
 from tfamp.loss_scale.tape.gradients import ids_of
 from tfamp.loss_scale.tape.plain_optimizers import warn_of_unscaled_loss
@@ -60,7 +60,7 @@ class Parts:
     _accumulators: list[Any]
     _loaded: list[Any] | None
     _loaded_beside: dict[str, Any]
-    _scales_at_load: Any
+    _states_at_load: Any
     _num_stops_seen: int
     _distribution_strategy: Any
 
@@ -321,10 +321,10 @@ class OnReplicas(Parts):
             )
         return functions[take]
 
-    def _put(self, values: Snapshot) -> None:
+    def _put(self, values: ScaleState) -> None:
         """Stores plain numbers on every replica."""
         with self._on_all_replicas():
-            self.scale_variables.put(values)
+            self.scale_variables.write(values)
 
     @property
     def _has_replicas(self) -> bool:

@@ -84,16 +84,10 @@ def stop_if_due(optimizer: Any, after: Sequence[tf.Operation] = ()) -> None:
     elif not in_xla():
         with tf.control_dependencies([*after, *_read_everywhere(optimizer)]):
             now = optimizer.scale_variables.read()  # after the writes of this step
-            facts = [
-                now.counters.streak,
-                now.counters.judged,
-                now.levels.scale_before,
-                now.levels.norm,
-                now.levels.finite_norm,
-            ]
-            text = tf.strings.format(optimizer.stop_template(), facts)
+            facts = now.judged, now.scale_before, now.norm, now.finite_norm
+            text = tf.strings.format(optimizer.stop_template(), [now.streak, *facts])
             limit = optimizer.max_consecutive_skips
-            tf.debugging.Assert(now.counters.streak < limit, [text], summarize=1)
+            tf.debugging.Assert(now.streak < limit, [text], summarize=1)
 
 
 def _read_everywhere(optimizer: Any) -> list[tf.Tensor]:

@@ -1,15 +1,16 @@
 """How the loss scale moves: a pure rule, on plain numbers and on tensors.
 
 The rule is written once over a `select`; on plain numbers that is `if`, on
-tensors `tf.where`.
+tensors `tf.where`. The scale that is measured is written in both forms.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from tfamp.loss_scale.gradients import Reduction, check_reduction
+import tensorflow as tf
+
 from tfamp.records import checks
 
 # float16 ends at 2**16; the largest gradient of a variable is put 2**4 below,
@@ -17,36 +18,64 @@ from tfamp.records import checks
 MEASURED_TARGET = 2.0**12
 # What a probe multiplies the scale by where every gradient was exactly 0.
 PROBE_GROWTH = 2.0**8
-# Where the scale is measured, the first gradients are computed with this one.
-_PROBE_SCALE = 1.0
-_SMALLEST_NORMAL = 2.0**-126  # of float32; dividing by less than this gives inf
+_FRACTION_BITS = 23  # of a float32
 
 
 class ScaleState(NamedTuple):
-    """What the rule goes by; numbers or scalar tensors.
+    """All that a step reads and writes; numbers or scalar tensors.
 
     Attributes:
         scale: The loss scale.
         good_steps: Finite steps since the scale last changed, int.
-        overflows: Non-finite steps since the scale last changed, int.
-        streak: Non-finite steps in a row, int.
+        judged: Steps, or microbatches, finite or not, int; as all up to `dropped`.
+        applied: Updates.
+        skipped: Steps, or microbatches, with non-finite gradients.
+        streak: Non-finite steps in a row.
+        overflows: Non-finite steps since the scale last changed.
+        num_stops: How often a streak was so long that training was stopped.
+        is_frozen: Above 0 where the scale stays as it is; see `counters.FROZEN`.
+        is_probing: 1 where the scale is yet to be measured.
+        microbatches: Those in the present window of accumulation.
+        dropped: Windows in a row whose sum was not finite.
         good_scale: The scale of the last finite step, 0 before the first.
         peak: The scale up to which it climbs by every finite step, after a
             streak of non-finite ones; at or below `scale` otherwise.
         scale_before: The scale that the present streak began with.
-        num_stops: How often a streak was so long that training was stopped, int.
-        is_frozen: Whether the scale stays as it is.
+        norm: Norm of the last step's unscaled gradients.
+        finite_norm: The last one that was finite.
+        weight: That of the microbatches in the present window.
     """
 
     scale: Any
     good_steps: Any = 0
-    overflows: Any = 0
+    judged: Any = 0
+    applied: Any = 0
+    skipped: Any = 0
     streak: Any = 0
+    overflows: Any = 0
+    num_stops: Any = 0
+    is_frozen: Any = 0
+    is_probing: Any = 0
+    microbatches: Any = 0
+    dropped: Any = 0
     good_scale: Any = 0.0
     peak: Any = 0.0
     scale_before: Any = 0.0
-    num_stops: Any = 0
-    is_frozen: Any = False
+    norm: Any = 0.0
+    finite_norm: Any = 0.0
+    weight: Any = 0.0
+
+
+# The fields of a new window of accumulation.
+EMPTY_WINDOW: dict[str, Any] = {"microbatches": 0, "weight": 0.0}
+
+
+def select(condition: Any, yes: Any, no: Any) -> tf.Tensor:
+    """Returns `tf.where`, with a plain number taking the dtype of the other value."""
+    dtypes = [x.dtype for x in (yes, no) if tf.is_tensor(x)]
+    if dtypes:
+        yes, no = (tf.convert_to_tensor(x, dtypes[0]) for x in (yes, no))
+    return tf.where(condition, yes, no)
 
 
 def _choose(condition: Any, yes: Any, no: Any) -> Any:
@@ -124,9 +153,9 @@ class ScaleRule:
         """Returns the state after a step that was applied.
 
         `select` takes a condition and two values and returns the first where it holds;
-        `tf.where` for tensors.
+        the function of that name for tensors.
         """
-        scale, is_moving = state.scale, _negated(state.is_frozen, select)
+        scale, is_moving = state.scale, state.is_frozen <= 0
         is_climbing = is_moving & (scale < state.peak)
         is_due = is_moving & (state.good_steps + 1 >= self.growth_steps)
         grows = is_climbing | is_due
@@ -137,8 +166,9 @@ class ScaleRule:
         return state._replace(
             scale=select(grows, grown, scale),
             good_steps=select(grows, 0, state.good_steps + 1),
-            overflows=select(grows, 0, state.overflows),
+            judged=state.judged + 1,
             streak=0,
+            overflows=select(grows, 0, state.overflows),
             good_scale=scale,
         )
 
@@ -152,7 +182,7 @@ class ScaleRule:
         streak = select(is_new, 1, state.streak + 1)
         before = select(is_new, state.scale, state.scale_before)
         overflows = state.overflows + 1
-        is_moving = _negated(state.is_frozen, select)
+        is_moving = state.is_frozen <= 0
         backs_off = is_moving & (overflows >= self.hysteresis)
         lowered = state.scale * self.backoff_factor
         floor = select(state.scale < self.min_scale, state.scale, self.min_scale)
@@ -165,8 +195,10 @@ class ScaleRule:
         after = state._replace(
             scale=scale,
             good_steps=0,
-            overflows=select(backs_off, 0, overflows),
+            judged=state.judged + 1,
+            skipped=state.skipped + 1,
             streak=streak,
+            overflows=select(backs_off, 0, overflows),
             peak=peak,
             scale_before=before,
         )
@@ -179,10 +211,6 @@ class ScaleRule:
             peak=select(stops, before, peak),
             num_stops=select(stops, state.num_stops + 1, state.num_stops),
         )
-
-
-def _negated(condition: Any, select: Callable[..., Any]) -> Any:
-    return select(condition, False, True)
 
 
 def measured_scale(largest: float, scale: float) -> float:
@@ -202,154 +230,30 @@ def measured_scale(largest: float, scale: float) -> float:
     return 2.0 ** math.floor(math.log2(MEASURED_TARGET / largest))
 
 
-def check_settings(
-    initial_scale: Any = 2.0**15,
-    dynamic_growth_steps: int = 2000,
-    *,
-    dynamic: bool = True,
-    gradient_accumulation_steps: int | None = None,
-    accumulation_steps: int = 1,
-    max_consecutive_skips: int | None = 64,
-    **factors: Any,
-) -> tuple[ScaleRule, float]:
-    """Returns the rule and the scale to begin with.
+def with_measured_scale(
+    rule: ScaleRule, before: ScaleState, after: ScaleState, largest: tf.Tensor
+) -> ScaleState:
+    """Sets the scale after the first finite gradients, once; as `measured_scale`.
 
-    The arguments are those of `LossScaleOptimizer`, and so are the errors; `factors`
-    are the further fields of a `ScaleRule`.
-
-    Example:
-        >>> rule, start = check_settings("auto", max_scale=1024.0)
-        >>> start, rule.max_scale
-        (1.0, 1024.0)
+    `largest` is their largest element, an unscaled magnitude.
     """
-    chosen_steps(gradient_accumulation_steps, accumulation_steps)
-    rule = ScaleRule(
-        growth_steps=dynamic_growth_steps, max_streak=max_consecutive_skips, **factors
+
+    def measure() -> tuple[tf.Tensor, tf.Tensor]:
+        power = _power_of_two_below(MEASURED_TARGET / largest)
+        is_zero = tf.equal(largest, 0)
+        wanted = tf.where(is_zero, before.scale * PROBE_GROWTH, power)
+        bounded = tf.clip_by_value(wanted, rule.min_scale, rule.max_scale)
+        return bounded, tf.cast(is_zero, tf.int64)
+
+    scale, is_probing = tf.cond(
+        before.is_probing > 0, measure, lambda: (after.scale, before.is_probing)
     )
-    return rule, _start_scale(initial_scale, dynamic, rule)
+    return after._replace(scale=scale, is_probing=is_probing)
 
 
-def chosen_steps(gradient_accumulation_steps: Any, accumulation_steps: Any) -> int:
-    """Returns the microbatches of an update, which two arguments may name."""
-    checks.positive_int("accumulation_steps", accumulation_steps)
-    if gradient_accumulation_steps is None:
-        return accumulation_steps
-    checks.positive_int("gradient_accumulation_steps", gradient_accumulation_steps)
-    if accumulation_steps not in (1, gradient_accumulation_steps):
-        raise ValueError(
-            f"`gradient_accumulation_steps` is {gradient_accumulation_steps!r} and "
-            f"`accumulation_steps` is {accumulation_steps!r}; expected one of them, as "
-            "they name the same. Leave out `accumulation_steps`."
-        )
-    return gradient_accumulation_steps
-
-
-def _start_scale(initial_scale: Any, dynamic: bool, rule: ScaleRule) -> float:
-    """Returns the number to begin with, after checking it."""
-    if initial_scale == "auto" and isinstance(initial_scale, str):
-        if not dynamic:
-            raise ValueError(
-                "`initial_scale` is 'auto' with `dynamic=False`; expected a number for "
-                "a static scale. Pass one, or leave `dynamic` out and call `freeze()` "
-                "later."
-            )
-        return min(max(_PROBE_SCALE, rule.min_scale), rule.max_scale)
-    scale = checks.positive("initial_scale", initial_scale)
-    if not _SMALLEST_NORMAL <= scale <= 1 / _SMALLEST_NORMAL:
-        raise ValueError(
-            f"`initial_scale` is {scale!r}; expected a number that float32 can divide "
-            "by, in [2**-126, 2**126]. Pass a number near 1."
-        )
-    if dynamic and not rule.min_scale <= scale <= rule.max_scale:
-        raise ValueError(
-            f"`initial_scale` is {scale!r}; expected a number in [`min_scale`, "
-            f"`max_scale`], which is [{rule.min_scale!r}, {rule.max_scale!r}]. Pass "
-            "wider bounds, or `dynamic=False`."
-        )
-    return scale
-
-
-# Arguments of `LossScaleOptimizer` that say how a dynamic scale moves, and the rest.
-_SCALE_OPTIONS = (
-    "initial_scale",
-    "dynamic_growth_steps",
-    "growth_factor",
-    "backoff_factor",
-    "hysteresis",
-    "min_scale",
-    "max_scale",
-)
-_STEP_OPTIONS = (
-    "gradient_accumulation_steps",
-    "accumulation_steps",
-    "max_consecutive_skips",
-)
-_REDUCE_OPTIONS = ("reduce_dtype", "bytes_per_pack")
-
-
-def check_loss_scale(
-    policy: str,
-    loss_scale: str | float | None,
-    options: Mapping[str, Any] | None,
-    explicit: bool,
-) -> None:
-    """Raises where the arguments of `enable` on the loss scale clash or do nothing."""
-    if isinstance(loss_scale, bool) or not (
-        loss_scale is None or loss_scale == "dynamic" or _is_positive(loss_scale)
-    ):
-        raise ValueError(
-            f"Unknown `loss_scale` {loss_scale!r}; expected 'dynamic', a positive "
-            "finite number for a static scale, or None. Leave it out for 'dynamic'."
-        )
-    known = (*_SCALE_OPTIONS, *_STEP_OPTIONS, *_REDUCE_OPTIONS)
-    unknown = [name for name in options or {} if name not in known]
-    if unknown:
-        raise ValueError(
-            f"Unknown name {unknown[0]!r} in `loss_scale_options`; expected {known}. "
-            "Leave it out."
-        )
-    moving = {k: v for k, v in (options or {}).items() if k in _SCALE_OPTIONS}
-    if (moving and loss_scale != "dynamic") or (options and loss_scale is None):
-        raise ValueError(
-            f"`loss_scale_options` {moving or dict(options or {})!r} act on a dynamic "
-            f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
-            "the two."
-        )
-    reduced = {k: v for k, v in (options or {}).items() if k in _REDUCE_OPTIONS}
-    reduction = Reduction(reduced.get("reduce_dtype"), reduced.get("bytes_per_pack", 0))
-    check_reduction(reduction.dtype, reduction.bytes_per_pack)
-    check_settings(**{k: v for k, v in (options or {}).items() if k not in reduced})
-    has_float16 = "bfloat16" not in policy and policy != "float32"
-    if not explicit or has_float16 or reduction.dtype == "float16":
-        return
-    if policy == "float32" and reduction.dtype == "auto":
-        raise ValueError(
-            "`reduce_dtype` 'auto' has no effect under policy 'float32', in which no "
-            "layer computes in half precision. Pass 'bfloat16' or 'float16', or leave "
-            "it out."
-        )
-    if _is_positive(loss_scale) or moving or (options and reduction.is_default):
-        raise ValueError(
-            f"`loss_scale` {loss_scale!r} has no effect under policy {policy!r}, in "
-            "which nothing computes in float16. Leave it out, or use 'mixed_float16'."
-        )
-
-
-def without_float16(options: Mapping[str, Any], computes_in_half: bool) -> Any:
-    """Returns the arguments for a model without float16, None where it needs none.
-
-    Its optimizer is wrapped for the reduction alone, with a loss scale only where
-    float16 is sent.
-    """
-    dtype = options.get("reduce_dtype")
-    has_dtype = dtype is not None and (dtype != "auto" or computes_in_half)
-    if not has_dtype and not options.get("bytes_per_pack"):
-        return None
-    if dtype == "float16":
-        return dict(options)
-    kept = {k: v for k, v in options.items() if k not in _SCALE_OPTIONS}
-    return {**kept, "initial_scale": 1.0, "dynamic": False}
-
-
-def _is_positive(value: Any) -> bool:
-    return isinstance(value, int | float) and 0 < value < float("inf")
+def _power_of_two_below(x: tf.Tensor) -> tf.Tensor:
+    """Clears the fraction of a positive float32: exact, unlike a logarithm."""
+    limited = tf.minimum(x, 2.0**100)
+    bits = tf.bitcast(limited, tf.int32)
+    exponent = tf.bitwise.right_shift(bits, _FRACTION_BITS)
+    return tf.bitcast(tf.bitwise.left_shift(exponent, _FRACTION_BITS), tf.float32)

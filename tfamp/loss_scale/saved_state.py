@@ -3,69 +3,17 @@
 import functools
 import warnings
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
-from tfamp.loss_scale.counters import STATIC, STATIC_BORN, Counters, Levels, Snapshot
+from tfamp.loss_scale.counters import COUNTERS, LEVELS, STATIC, STATIC_BORN
 from tfamp.loss_scale.parts import Parts
+from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState
 from tfamp.records import pages
-
-
-class ScaleOfFile(NamedTuple):
-    """Keras's two variables of a loss scale, as a file has them."""
-
-    good_steps: int
-    scale: float
-
-
-def without_counters(
-    own: Snapshot, found: ScaleOfFile, *, is_dynamic: bool
-) -> Snapshot:
-    """Returns the values after loading a file of stock Keras, which has no counters.
-
-    Its scale is a dynamic one; an optimizer that was made static keeps its own.
-    """
-    if not is_dynamic:
-        return own
-    counters = own.counters._replace(is_probing=0)  # there is a scale now
-    return own._replace(
-        scale=found.scale, good_steps=found.good_steps, counters=counters
-    )
-
-
-def with_counters(
-    own: Snapshot,
-    found: ScaleOfFile,
-    counters: Counters,
-    levels: Levels,
-    *,
-    is_dynamic: bool,
-    has_window: bool,
-) -> Snapshot:
-    """Returns the values after loading a file that tfamp wrote.
-
-    A scale goes from a dynamic optimizer to a dynamic one and, where it was set by
-    hand, from a static one to a static one; the counters go to any. `has_window` says
-    whether the file's window of accumulation can be gone on with.
-    """
-    if not has_window:
-        counters = counters._replace(microbatches=0)
-        levels = levels._replace(weight=0.0)
-    was_dynamic = counters.is_frozen not in STATIC_BORN
-    if was_dynamic != is_dynamic:
-        kept = own.counters
-        counters = counters._replace(
-            is_frozen=kept.is_frozen, is_probing=kept.is_probing, overflows=0, streak=0
-        )
-        levels = levels._replace(good_scale=0.0, peak=0.0, scale_before=own.scale)
-        return Snapshot(own.scale, own.good_steps, counters, levels)
-    scale = own.scale if counters.is_frozen == STATIC else found.scale
-    return Snapshot(scale, found.good_steps, counters, levels)
-
 
 _MARK = "tfamp"
 # iteration, learning_rate, step_counter and dynamic_scale of Keras's class.
@@ -155,9 +103,13 @@ class Saving(Parts):
         values = [np.asarray(store[str(i)]) for i in range(len(store.keys()))]
         if _is_wrapped(values):
             own = self.scale_variables.numbers()
-            found = ScaleOfFile(int(values[2]), float(values[3]))
-            self._scales_at_load = own, found
-            self._put(without_counters(own, found, is_dynamic=self.dynamic))
+            # Of stock Keras, which has no counters; its scale is a dynamic one.
+            found = own._replace(
+                scale=float(values[3]), good_steps=int(values[2]), is_probing=0
+            )
+            self._states_at_load = own, found
+            if self.dynamic:
+                self._put(found)
         self._loaded = values
         # The inner optimizer's variables come once more; where nothing wrapped it when
         # it was saved, they do not.
@@ -218,26 +170,21 @@ class Saving(Parts):
 
     def _take_beside(self, values: dict[str, Any]) -> None:
         """Takes tfamp's own variables of a file, after Keras's own were taken."""
-        scales, self._scales_at_load = self._scales_at_load, None
+        states, self._states_at_load = self._states_at_load, None
         counters, levels = values.pop("counters", None), values.pop("levels", None)
         self._loaded_beside = values
         fits = (
-            scales is not None
-            and np.shape(counters) == (len(Counters()),)
-            and np.shape(levels) == (len(Levels()),)
+            states is not None
+            and np.shape(counters) == (len(COUNTERS),)
+            and np.shape(levels) == (len(LEVELS),)
         )
         if fits:
-            own, found = scales
-            self._put(
-                with_counters(
-                    own,
-                    found,
-                    Counters(*np.asarray(counters).tolist()),
-                    Levels(*np.asarray(levels).tolist()),
-                    is_dynamic=self.dynamic,
-                    has_window=self.accumulates and "accumulator_0" in values,
-                )
-            )
+            own, stock = states
+            numbers = [*np.asarray(counters).tolist(), *np.asarray(levels).tolist()]
+            found = ScaleState(stock.scale, stock.good_steps, *numbers)
+            if not (self.accumulates and "accumulator_0" in values):
+                found = found._replace(**EMPTY_WINDOW)
+            self._put(_after_loading(own, found, is_dynamic=self.dynamic))
         self._settle_beside()
 
     def _settle_beside(self) -> None:
@@ -276,6 +223,30 @@ class Saving(Parts):
             for variable, value in zip(targets, values, strict=True):
                 if not any(variable is each for each in scale):
                     variable.assign(value)
+
+
+def _after_loading(
+    own: ScaleState, found: ScaleState, *, is_dynamic: bool
+) -> ScaleState:
+    """Returns the state after loading one of a file that tfamp wrote.
+
+    A scale goes from a dynamic optimizer to a dynamic one and, where it was set by
+    hand, from a static one to a static one; the counters go to any.
+    """
+    if (found.is_frozen in STATIC_BORN) == is_dynamic:
+        return found._replace(
+            scale=own.scale,
+            good_steps=own.good_steps,
+            streak=0,
+            overflows=0,
+            is_frozen=own.is_frozen,
+            is_probing=own.is_probing,
+            good_scale=0.0,
+            peak=0.0,
+            scale_before=own.scale,
+        )
+    is_unset = found.is_frozen == STATIC
+    return found._replace(scale=own.scale) if is_unset else found
 
 
 def _pass_over(optimizer: Any, store: Any) -> None:

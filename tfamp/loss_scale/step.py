@@ -6,21 +6,25 @@ decided. Where a strategy cannot merge its replicas (on GPUs under XLA) it runs 
 each of them alike.
 """
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
-from tfamp.loss_scale.counters import Snapshot
-from tfamp.loss_scale.gradients import multiplied, sums_of_squares
+from tfamp.keras_hooks.optimizers import (
+    around_each_variable,
+    leaves,
+    on_reduced_gradients,
+)
+from tfamp.keras_hooks.variables import writes_only_if
+from tfamp.loss_scale.gradients import largest_magnitude, multiplied, sums_of_squares
 from tfamp.loss_scale.replicas import either, first_of, on_each_replica, stop_if_due
-from tfamp.loss_scale.update import (
-    after_dropped,
-    after_finite,
-    after_non_finite,
-    applied,
-    apply_update,
-    with_empty_window,
+from tfamp.loss_scale.rule import (
+    EMPTY_WINDOW,
+    ScaleState,
+    select,
+    with_measured_scale,
 )
 
 
@@ -28,7 +32,7 @@ def flush(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     """Applies the microbatches of a window that is not full, if there are any."""
     before = optimizer.scale_variables.read()
     either(
-        before.counters.microbatches > 0,
+        before.microbatches > 0,
         lambda: _close(strategy, optimizer, [], [], before),
         lambda: None,
     )
@@ -38,7 +42,7 @@ def discard(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     """Forgets the microbatches of a window that is not full."""
     before = optimizer.scale_variables.read()
     _empty(strategy, optimizer)
-    optimizer.scale_variables.write(with_empty_window(before))
+    optimizer.scale_variables.write(before._replace(**EMPTY_WINDOW))
 
 
 def add_up(
@@ -75,17 +79,15 @@ def close_if_full(
     optimizer: Any,
     gradients: Sequence[Any],
     variables: Sequence[Any],
-    values: Snapshot,
+    values: ScaleState,
     weight: Any,
 ) -> None:
     """Counts a microbatch, and makes an update where it completes the window."""
-    counters, levels = values.counters, values.levels
     values = values._replace(
-        counters=counters._replace(microbatches=counters.microbatches + 1),
-        levels=levels._replace(weight=levels.weight + weight),
+        microbatches=values.microbatches + 1, weight=values.weight + weight
     )
     either(
-        values.counters.microbatches >= optimizer.accumulation_steps,
+        values.microbatches >= optimizer.accumulation_steps,
         lambda: _close(strategy, optimizer, gradients, variables, values),
         lambda: optimizer.scale_variables.write(values),
     )
@@ -96,13 +98,13 @@ def _close(
     optimizer: Any,
     gradients: Sequence[Any],
     variables: Sequence[Any],
-    values: Snapshot,
+    values: ScaleState,
 ) -> None:
     """Makes an update of the mean of a window's microbatches and begins a new one.
 
     `gradients` and `variables` are those of the call that completes the window, if any.
     """
-    weight = values.levels.weight
+    weight = values.weight
     judged = [
         v for v in optimizer.accumulated_variables if not optimizer.is_overwritten(v)
     ]
@@ -114,17 +116,19 @@ def _close(
 
     def update() -> None:
         _apply_window(strategy, optimizer, gradients, variables, 1 / weight, norm)
-        levels = values.levels._replace(norm=norm, finite_norm=norm)
-        done = applied(values._replace(levels=levels))
-        optimizer.scale_variables.write(with_empty_window(done))
+        done = _applied(values._replace(norm=norm, finite_norm=norm))
+        optimizer.scale_variables.write(done._replace(**EMPTY_WINDOW))
         _empty(strategy, optimizer)
 
     def drop() -> None:  # finite parts whose sum is not
         # The last microbatch was counted, and stands among the recent steps as good.
-        last = values.counters._replace(judged=values.counters.judged - 1)
-        optimizer.scale_variables.remember(last, values.levels.good_scale, norm, True)
-        after = after_dropped(optimizer, values._replace(counters=last), norm)
-        optimizer.scale_variables.write(with_empty_window(after))
+        count = values.judged - 1
+        optimizer.scale_variables.remember(count, values.good_scale, norm, True)
+        # Its microbatches ended the streak of steps; windows in a row make their own.
+        before = values._replace(judged=count, streak=values.dropped)
+        after = optimizer.rule.after_non_finite(before, select)
+        after = after._replace(norm=norm, dropped=after.streak)
+        optimizer.scale_variables.write(after._replace(**EMPTY_WINDOW))
         optimizer.nonfinite.note(judged, squares)
         _empty(strategy, optimizer)
         stop_if_due(optimizer)
@@ -159,7 +163,7 @@ def _apply_window(
             optimizer.accumulator(v).value if optimizer.key_of(v) in trained else None
             for v in chosen
         ]
-        apply_update(strategy, optimizer, totals, chosen, factor, norm, conditions)
+        _apply_update(strategy, optimizer, totals, chosen, factor, norm, conditions)
 
     def with_rest() -> None:
         everything = optimizer.accumulated_variables
@@ -177,6 +181,58 @@ def _apply_window(
     else:
         is_any = tf.reduce_any(tf.stack(list(rest.values())))
         either(is_any, with_rest, lambda: apply(variables, {}))
+
+
+def _apply_update(
+    strategy: tf.distribute.Strategy,
+    optimizer: Any,
+    gradients: Any,
+    variables: Sequence[Any],
+    factor: tf.Tensor,
+    norm: tf.Tensor,
+    conditions: Mapping[Any, tf.Tensor] | None = None,
+) -> None:
+    """Lets the inner optimizer make an update of `gradients` times a float32 `factor`.
+
+    A gradient is a tensor, `tf.IndexedSlices`, an accumulator or None, of all replicas
+    and equal on all; `norm` is theirs after the multiplication. `conditions` has
+    boolean scalars, by the keys of those variables that may have to stay as they are.
+    """
+    conditions = conditions or {}
+    limit = optimizer.shared_clip
+    if limit is not None:
+        factor = factor * (limit / tf.maximum(norm, limit))
+
+    def update(gradients: Any) -> None:
+        unscaled = []
+        for gradient, variable in zip(gradients, variables, strict=True):
+            if isinstance(gradient, tf.Variable):  # an accumulator
+                gradient = tf.convert_to_tensor(gradient)
+            if gradient is not None and not optimizer.is_overwritten(variable):
+                gradient = multiplied(gradient, factor)
+            elif gradient is not None and optimizer.key_of(variable) in conditions:
+                is_due = conditions[optimizer.key_of(variable)]
+                gradient = tf.where(is_due, gradient, tf.cast(variable, gradient.dtype))
+            unscaled.append(gradient)
+        optimizer.update_inner(unscaled, variables)
+
+    def where_due(variable: Any) -> contextlib.AbstractContextManager[None]:
+        condition = conditions.get(optimizer.key_of(variable))
+        if condition is None or tf.executing_eagerly():
+            return contextlib.nullcontext()
+        return writes_only_if(condition)
+
+    inner = optimizer.inner_optimizer
+    with (
+        on_reduced_gradients(inner, clips=limit is None),
+        around_each_variable(leaves(inner) if conditions else [], where_due),
+    ):
+        on_each_replica(strategy, update, gradients)
+
+
+def _applied(values: ScaleState) -> ScaleState:
+    """Returns the values after an update."""
+    return values._replace(applied=values.applied + 1, dropped=0)
 
 
 def _keys_of_present(
@@ -247,21 +303,26 @@ def take_step(
     norm = tf.sqrt(tf.reduce_sum(squares)) / scale
 
     def go_on() -> None:
-        values = after_finite(optimizer, before, norm, [g for _, g in judged], scale)
+        values = optimizer.rule.after_finite(before, select)
+        if optimizer.measures_scale:
+            largest = largest_magnitude([g for _, g in judged]) / scale
+            values = with_measured_scale(optimizer.rule, before, values, largest)
+        values = values._replace(norm=norm, finite_norm=norm)
         if optimizer.accumulates:
             add_up(strategy, optimizer, gradients, variables, weight / scale)
             close_if_full(strategy, optimizer, gradients, variables, values, weight)
             return
-        apply_update(strategy, optimizer, gradients, variables, 1 / scale, norm)
-        stored.write(applied(values))
+        _apply_update(strategy, optimizer, gradients, variables, 1 / scale, norm)
+        stored.write(_applied(values))
 
     def skip() -> None:
-        stored.write(after_non_finite(optimizer, before, norm))
+        after = optimizer.rule.after_non_finite(before, select)
+        stored.write(after._replace(norm=norm))
         optimizer.nonfinite.note(
             [variables[position] for position, _ in judged], squares
         )
         stop_if_due(optimizer)
 
     # Before the branches, one of which may end in an error.
-    stored.remember(before.counters, before.scale, norm, ~is_finite)
+    stored.remember(before.judged, before.scale, norm, ~is_finite)
     either(is_finite, go_on, skip)

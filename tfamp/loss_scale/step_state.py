@@ -29,7 +29,7 @@ class StateBeforeStep:
 
     def __init__(self, model: keras.Model, optimizers: Sequence[Any]) -> None:
         self._optimizers = optimizers
-        self._skips = [o.scale_variables.read().counters.skipped for o in optimizers]
+        self._skips = [o.scale_variables.read().skipped for o in optimizers]
         self._held = _pairs(_moving_state(model))
         self._metrics = _pairs([v for m in model.metrics for v in m.variables])
 
@@ -72,7 +72,7 @@ class StateBeforeStep:
         either(is_due, lambda: _put_back(pairs), _nothing)
 
     def _any_skipped(self, skips: Sequence[Any]) -> tf.Tensor:
-        now = [o.scale_variables.read().counters.skipped for o in self._optimizers]
+        now = [o.scale_variables.read().skipped for o in self._optimizers]
         return tf.reduce_any(tf.stack(now) > tf.stack(list(skips)))
 
 

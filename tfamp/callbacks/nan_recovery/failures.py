@@ -176,12 +176,12 @@ def of_scale(model: keras.Model) -> Sign | None:
         stored = tally_of(optimizer)
         if stored is not None:
             now = stored.numbers()
-            is_stuck = now.state.is_frozen or now.scale <= optimizer.rule.min_scale
-            if is_stuck and now.counters.streak >= STALLED_SKIPS:
+            is_stuck = now.is_frozen > 0 or now.scale <= optimizer.rule.min_scale
+            if is_stuck and now.streak >= STALLED_SKIPS:
                 return Sign(
                     "loss scale",
                     f"the loss scale stands at {now.scale:g} after "
-                    f"{now.counters.streak} skipped steps in a row",
+                    f"{now.streak} skipped steps in a row",
                 )
         elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             scale = float(optimizer.dynamic_scale.numpy())
@@ -193,7 +193,7 @@ def of_scale(model: keras.Model) -> Sign | None:
 def was_skipped(model: keras.Model) -> bool:
     """Returns whether the last step of a `tfamp.LossScaleOptimizer` was skipped."""
     tallies = [tally_of(optimizer) for optimizer in optimizers_of(model)]
-    return any(t is not None and t.numbers().counters.streak for t in tallies)
+    return any(t is not None and t.numbers().streak for t in tallies)
 
 
 def num_updates(model: keras.Model) -> int:

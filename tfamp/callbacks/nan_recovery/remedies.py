@@ -12,7 +12,7 @@ from tfamp.dtypes import layer_dtypes, model_dtypes
 from tfamp.dtypes.rules import Rule
 from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.layers import record_of
-from tfamp.loss_scale.counters import Levels
+from tfamp.loss_scale.counters import LEVELS
 from tfamp.records.formats import HALF
 from tfamp.stepping.snapshots.names import named_variables, optimizers_of, tally_of
 from tfamp.stepping.snapshots.state import State
@@ -186,7 +186,7 @@ def with_other_scale(
         if stored is not None:
             scale = min(max(scale, optimizer.rule.min_scale), optimizer.rule.max_scale)
             levels = arrays[names[id(stored.levels)]].copy()
-            levels[Levels._fields.index("peak")] = scale
+            levels[LEVELS.index("peak")] = scale
             arrays[names[id(stored.levels)]] = levels
         if scale == before:
             continue

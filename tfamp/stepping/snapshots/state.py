@@ -206,9 +206,9 @@ def _counters(model: keras.Model) -> dict[str, Any]:
     if tally is not None:
         now = tally.numbers()
         counters["loss_scale"] = now.scale
-        counters["applied_steps"] = now.counters.applied
-        counters["skipped_steps"] = now.counters.skipped
-        counters["consecutive_skips"] = now.counters.streak
+        counters["applied_steps"] = now.applied
+        counters["skipped_steps"] = now.skipped
+        counters["consecutive_skips"] = now.streak
     elif isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         counters["loss_scale"] = float(optimizer.dynamic_scale.numpy())
     return counters
