@@ -1,7 +1,8 @@
 """What `fit` does more where an optimizer is a `LossScaleOptimizer`.
 
 A skipped step leaves the moving statistics as they were; a window that is not full
-is applied at the end of an epoch; an error of TensorFlow becomes ours.
+is applied at the end of an epoch; an error of TensorFlow becomes ours. Errors of memory
+of a managed model are explained in `fit`, `evaluate` and `predict`.
 """
 
 import contextlib

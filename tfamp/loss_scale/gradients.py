@@ -1,4 +1,10 @@
-"""Sums of squares: one pass over the gradients serves check, norm and clipping."""
+"""Sums of gradients: their squares for check, norm and clipping, and over replicas.
+
+Replicas add up their gradients in a dtype, and in packs, that can be chosen. A loss
+that is weighted by the examples of a replica gives gradients that already are the
+replica's part of the whole batch's, and float16 takes them at the loss scale. So their
+sum leaves its range only where one device's gradient of the whole batch would.
+"""
 
 import dataclasses
 import functools

@@ -9,16 +9,22 @@ import tensorflow as tf
 
 from tfamp.keras_hooks.optimizers import is_recording
 from tfamp.loss_scale import errors
-from tfamp.loss_scale.counters import FROZEN, HISTORY_STEPS, STATIC_RELEASED, STATIC_SET
+from tfamp.loss_scale.counters import (
+    FROZEN,
+    HISTORY_STEPS,
+    STATIC_RELEASED,
+    STATIC_SET,
+    ScaleVariables,
+)
 from tfamp.loss_scale.gradients import multiplied
-from tfamp.loss_scale.parts import Parts
+from tfamp.loss_scale.rule import ScaleState
 from tfamp.loss_scale.tape.scalings import SCALINGS
 from tfamp.records import checks
 
 _HALF = (tf.float16, tf.bfloat16)
 
 
-class ScalingLosses(Parts):
+class ScalingLosses(keras.optimizers.LossScaleOptimizer):
     """What a training loop calls before it has gradients."""
 
     def scale_loss(self, loss: Any) -> Any:
@@ -82,7 +88,17 @@ class ScalingLosses(Parts):
         return loss * tf.cast(self.dynamic_scale.value, loss.dtype)
 
 
-class Reporting(Parts):
+def _present(optimizer: Any) -> ScaleState:
+    """Returns the present state: numbers in eager code, else scalar tensors."""
+    stored: ScaleVariables = optimizer.scale_variables
+    return stored.numbers() if tf.executing_eagerly() else stored.read()
+
+
+def _reported(name: str, doc: str) -> property:
+    return property(lambda self: getattr(_present(self), name), doc=doc)
+
+
+class Reporting(keras.optimizers.LossScaleOptimizer):
     """The counters of a `LossScaleOptimizer`.
 
     In eager code each is a plain number, read from the device; inside a
@@ -95,54 +111,38 @@ class Reporting(Parts):
         self.has_scaled_loss = True
         if is_recording():  # whoever reads it there scales by hand
             SCALINGS.note(self, is_scaled=True)
-        if tf.executing_eagerly():
-            return self.scale_variables.numbers().scale
-        return tf.convert_to_tensor(self.dynamic_scale.value)
+        return _present(self).scale
 
-    @property
-    def applied_steps(self) -> Any:
-        """Updates that were applied."""
-        return self._counter("applied")
+    applied_steps = _reported("applied", "Updates that were applied.")
+    skipped_steps = _reported(
+        "skipped", "Steps, or microbatches, that were skipped for non-finite gradients."
+    )
+    judged_steps = _reported(
+        "judged", "Steps, or microbatches, applied, added up or skipped."
+    )
+    consecutive_skips = _reported(
+        "streak", "Steps skipped in a row up to now, 0 after a finite one."
+    )
+    num_stops = _reported(
+        "num_stops", "How often training was stopped for too many skips in a row."
+    )
+    gradient_norm = _reported(
+        "norm",
+        """Norm of the last step's unscaled gradients, before any clipping.
 
-    @property
-    def skipped_steps(self) -> Any:
-        """Steps, or microbatches, that were skipped for non-finite gradients."""
-        return self._counter("skipped")
-
-    @property
-    def judged_steps(self) -> Any:
-        """Steps, or microbatches, applied, added up or skipped."""
-        return self._counter("judged")
-
-    @property
-    def consecutive_skips(self) -> Any:
-        """Steps skipped in a row up to now, 0 after a finite one."""
-        return self._counter("streak")
+        Under accumulation that of the last update, or of the last microbatch since.
+        """,
+    )
 
     @property
     def last_step_skipped(self) -> Any:
         """Whether the last step was skipped."""
-        return self._counter("streak") > 0
-
-    @property
-    def num_stops(self) -> Any:
-        """How often training was stopped for too many skips in a row."""
-        return self._counter("num_stops")
-
-    @property
-    def gradient_norm(self) -> Any:
-        """Norm of the last step's unscaled gradients, before any clipping.
-
-        Under accumulation that of the last update, or of the last microbatch since.
-        """
-        if tf.executing_eagerly():
-            return self.scale_variables.numbers().norm
-        return self.scale_variables.read().norm
+        return _present(self).streak > 0
 
     @property
     def is_frozen(self) -> Any:
         """Whether the scale is static now."""
-        return self._counter("is_frozen") > 0
+        return _present(self).is_frozen > 0
 
     @property
     def nonfinite_variables(self) -> tuple[str, ...]:
@@ -241,11 +241,6 @@ class Reporting(Parts):
     def forget_stops(self) -> None:
         """Makes `was_stopped` look at what comes from here on."""
         self._num_stops_seen = self.scale_variables.numbers().num_stops
-
-    def _counter(self, name: str) -> Any:
-        if tf.executing_eagerly():
-            return getattr(self.scale_variables.numbers(), name)
-        return getattr(self.scale_variables.read(), name)
 
     def _set(self, *, scale: float | None = None, **flags: int) -> None:
         if not tf.executing_eagerly():

@@ -152,14 +152,15 @@ class LossScaleOptimizer(
         self.has_scaled_loss = False
         self.nonfinite: NonfiniteCounts | None = None
         self._accumulators: list[Any] = []
-        self._loaded: list[Any] | None = None
+        self._loaded = None
         self._loaded_beside: dict[str, Any] = {}
-        self._states_at_load: Any = None
+        self._states_at_load = None
         self._num_stops_seen = 0
         self._make_scalars(start)
         self.saved_beside = hooks.SavedBeside(
             "loss_scale_state", self._beside, self._take_beside
         )
+        self._is_made = True  # what only the inner one has is set there from here on
         self._come_into_use()
 
     def _adopted(self, accumulation_steps: int) -> int:
@@ -175,6 +176,8 @@ class LossScaleOptimizer(
         WORKER_HOOKS.hold(self)
         CONFIG_HOOKS.hold(self)
         know(self)
+
+    built: bool
 
     @property
     def accumulates(self) -> bool:

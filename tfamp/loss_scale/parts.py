@@ -1,21 +1,22 @@
-"""What the parts of a `LossScaleOptimizer` share, and pass on to the one inside."""
+"""What a `LossScaleOptimizer` passes on to the one inside, and its replicas do as one.
+
+The parts of the optimizer are classes over Keras's own, a file each; attributes are
+those that its constructor sets.
+"""
 
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import keras
 import tensorflow as tf
 from absl import logging
 
 from tfamp.keras_hooks import optimizers, replicas
-from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale import step
-from tfamp.loss_scale.counters import NonfiniteCounts, ScaleVariables
 from tfamp.loss_scale.fit_hooks import microbatch_weight
-from tfamp.loss_scale.gradients import Reduction
 from tfamp.loss_scale.replicas import first_of, where_replicas_are_one
-from tfamp.loss_scale.rule import ScaleRule, ScaleState
-from tfamp.loss_scale.step import take_step
+from tfamp.loss_scale.rule import ScaleState
 from tfamp.loss_scale.tape.gradients import ids_of
 from tfamp.loss_scale.tape.plain_optimizers import warn_of_unscaled_loss
 from tfamp.loss_scale.tape.scalings import SCALINGS
@@ -32,48 +33,6 @@ _SHARED = (
     "ema_momentum",
     "ema_overwrite_frequency",
 )
-
-
-class Parts:
-    """Attributes that the constructor sets; each part is a class of its own file."""
-
-    name: str
-    built: bool
-    inner_optimizer: Any
-    rule: ScaleRule
-    scale_variables: ScaleVariables
-    nonfinite: NonfiniteCounts | None
-    saved_beside: Any
-    step_counter: Any
-    dynamic_scale: Any
-    initial_scale: Any
-    dynamic: bool
-    dynamic_growth_steps: int
-    accumulation_steps: int
-    max_consecutive_skips: int | None
-    reduction: Reduction
-    measures_scale: bool
-    leaves_stop_to_caller: bool
-    has_gradient: Any
-    has_scaled_loss: bool
-    _variables: list[Any]
-    _accumulators: list[Any]
-    _loaded: list[Any] | None
-    _loaded_beside: dict[str, Any]
-    _states_at_load: Any
-    _num_stops_seen: int
-    _distribution_strategy: Any
-
-    accumulates: Any
-    is_overwritten: Any
-    reduce_dtype: Any
-    bytes_per_pack: Any
-    iterations: Any
-    apply_gradients: Any
-    _on_all_replicas: Any
-    _put: Any
-    _trainable_variables: list[Any]
-    _var_key: Any
 
 
 def _shared(name: str) -> property:
@@ -100,7 +59,7 @@ def _refused(name: str, instead: str) -> property:
     return property(lambda self: None, put, doc=f"None: {instead}")
 
 
-class Delegating(Parts):
+class Delegating(keras.optimizers.LossScaleOptimizer):
     """Passes on to `inner_optimizer` what the wrapper does not have itself."""
 
     loss_scale_factor = _refused(
@@ -124,12 +83,11 @@ class Delegating(Parts):
 
     def __setattr__(self, name: str, value: Any) -> None:
         """Sets on the inner optimizer what only that one has, as its momentum."""
-        inner = vars(self).get(_INNER)
+        own, inner = vars(self), vars(self).get(_INNER)
         is_inner_only = (
-            inner is not None
+            own.get("_is_made", False)
             and not name.startswith("_")
-            and name not in vars(self)
-            and name not in Parts.__annotations__
+            and name not in own
             and not hasattr(type(self), name)
             and hasattr(inner, name)
         )
@@ -197,7 +155,7 @@ def adopted_accumulation(inner: Any, steps: int) -> int:
     return int(found)
 
 
-class OnReplicas(Parts):
+class OnReplicas(keras.optimizers.LossScaleOptimizer):
     """Steps and windows of all replicas together."""
 
     refused_settings: tuple[str, ...] = (
@@ -278,7 +236,7 @@ class OnReplicas(Parts):
             )
 
         def merged(strategy: Any, gradients: Any, weight: Any, num_spoilt: Any) -> None:
-            take_step(
+            step.take_step(
                 strategy,
                 self,
                 gradients,
@@ -291,7 +249,7 @@ class OnReplicas(Parts):
             )
 
         can_merge = not tf.__internal__.distribute.strategy_supports_no_merge_call()
-        if can_merge and context.num_replicas_in_sync > 1 and hooks.in_xla():
+        if can_merge and context.num_replicas_in_sync > 1 and optimizers.in_xla():
             raise RuntimeError(
                 f"`jit_compile=True` under {type(context.strategy).__name__}: "
                 "TensorFlow cannot compile a step of several replicas by XLA on these "
@@ -314,7 +272,8 @@ class OnReplicas(Parts):
 
     def _traced(self, take: Callable[..., None]) -> Callable[[], None]:
         """Returns `take` as a graph: on several replicas eager code is slow."""
-        functions = vars(self).setdefault("_window_functions", {})
+        own: dict[str, Any] = vars(self)  # Keras would track the functions
+        functions = own.setdefault("_window_functions", {})
         if take not in functions:
             functions[take] = tf.function(
                 lambda: take(self._distribution_strategy, self), autograph=False

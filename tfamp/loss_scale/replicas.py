@@ -1,4 +1,4 @@
-"""How a step branches: on a condition, over the replicas, and out of training."""
+"""How a step goes over replicas: each on its own, all as one, or out of training."""
 
 import weakref
 from collections.abc import Callable, Sequence

@@ -11,7 +11,6 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers as hooks
 from tfamp.loss_scale.counters import COUNTERS, LEVELS, STATIC, STATIC_BORN
-from tfamp.loss_scale.parts import Parts
 from tfamp.loss_scale.rule import EMPTY_WINDOW, ScaleState
 from tfamp.records import pages
 
@@ -35,8 +34,11 @@ _DEFAULTS: dict[str, Any] = {
 }
 
 
-class Saving(Parts):
+class Saving(keras.optimizers.LossScaleOptimizer):
     """Configuration and variables of a `LossScaleOptimizer`."""
+
+    _loaded: list[np.ndarray] | None
+    _states_at_load: Any
 
     @property
     def variables(self) -> list[Any]:
@@ -57,19 +59,8 @@ class Saving(Parts):
             "initial_scale": self.initial_scale,
             "dynamic_growth_steps": self.dynamic_growth_steps,
         }
-        rule = self.rule
-        present = {
-            "dynamic": self.dynamic,
-            "growth_factor": rule.growth_factor,
-            "backoff_factor": rule.backoff_factor,
-            "hysteresis": rule.hysteresis,
-            "min_scale": rule.min_scale,
-            "max_scale": rule.max_scale,
-            "accumulation_steps": self.accumulation_steps,
-            "max_consecutive_skips": self.max_consecutive_skips,
-            "reduce_dtype": self.reduce_dtype,
-            "bytes_per_pack": self.bytes_per_pack,
-        }
+        rule = vars(self.rule)
+        present = {k: rule[k] if k in rule else getattr(self, k) for k in _DEFAULTS}
         if self.measures_scale:  # "auto" alone would only fail when stock Keras builds
             present["measures_scale"] = True
         changed = {k: v for k, v in present.items() if v != _DEFAULTS.get(k)}
@@ -82,7 +73,7 @@ class Saving(Parts):
         settings.pop("measures_scale", None)
         inner = {k: v for k, v in settings.pop("inner_optimizer").items() if k != _MARK}
         optimizer = keras.saving.deserialize_keras_object(inner, custom_objects)
-        return cls(optimizer, **settings)  # type: ignore[call-arg]
+        return cls(optimizer, **settings)
 
     @staticmethod
     def wrote(config: dict[str, Any]) -> bool:

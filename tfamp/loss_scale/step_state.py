@@ -1,4 +1,10 @@
-"""The state of a model ahead of a step, and what of it a step may not keep."""
+"""The moving statistics of a model: put back where a step is skipped, averaged.
+
+Each replica normalizes by its own part of a batch and keeps moving statistics of it.
+Files, `get_weights` and callbacks see those of the first replica, on workers those of
+the chief, and an evaluation uses all of them, each for its part. So replicas agree on
+them before anything looks.
+"""
 
 import functools
 from collections.abc import Callable, Sequence

@@ -2,7 +2,8 @@
 
 A loop of one's own hands gradients to an optimizer that no `compile` ever saw. Where
 they are of a float16 layer, the optimizer gets a companion: a `LossScaleOptimizer`
-around it that tapes and `apply` go by. The optimizer stays the user's object.
+around it that tapes and `apply` go by. The optimizer stays the user's object. Where
+nothing scales gradients that need it, a warning says so.
 """
 
 import sys
