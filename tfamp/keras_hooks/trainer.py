@@ -18,19 +18,18 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import workers
+from tfamp.keras_hooks import around_training, workers
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
 from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.patches import Patch, like
 from tfamp.keras_hooks.structure import graph_of
 
+_RUNS = ("fit", "train_on_batch", "evaluate", "predict")
+
 
 def run_patches(
     around_step: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
     around_function: Callable[[keras.Model, Callable[..., Any]], Callable[..., Any]],
-    after_making: Callable[[keras.Model], None],
-    around_fit: Callable[[keras.Model, Any], contextlib.AbstractContextManager[Any]],
-    around_batch: Callable[[keras.Model], contextlib.AbstractContextManager[Any]],
     around_run: Callable[
         [keras.Model, str, dict[str, Any]], contextlib.AbstractContextManager[Any]
     ],
@@ -40,12 +39,8 @@ def run_patches(
     Args:
         around_step: Takes a model and its `train_step`, returns what is traced.
         around_function: Takes a model and its training function, gives what is called.
-        after_making: Takes a model whose training function was made just now.
-        around_fit: Takes a model and the argument `callbacks` of `fit`; gives a context
-            in which it runs, whose value are the callbacks to use.
-        around_batch: Takes a model; gives a context for `train_on_batch`.
-        around_run: Takes a model, "fit", "evaluate" or "predict", and the arguments by
-            name; gives a context around all of it.
+        around_run: Takes a model, "fit", "train_on_batch", "evaluate" or "predict", and
+            the arguments by name, which it may change; gives a context around the call.
     """
 
     def wrap_make(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -66,25 +61,10 @@ def run_patches(
             before = self.train_function
             made = original(self, *args, **kwargs)
             if self.train_function is not before:
-                after_making(self)
+                around_training.note_made(self)
             return made
 
         return make_train_function
-
-    def wrap_fit(original: Callable[..., Any]) -> Callable[..., Any]:
-        signature = inspect.signature(original)
-
-        @like(original)
-        def fit(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            bound = signature.bind(self, *args, **kwargs)
-            with (
-                around_run(self, "fit", bound.arguments),
-                around_fit(self, bound.arguments.get("callbacks")) as callbacks,
-            ):
-                bound.arguments["callbacks"] = callbacks
-                return original(*bound.args, **bound.kwargs)
-
-        return fit
 
     def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)
@@ -97,21 +77,10 @@ def run_patches(
 
         return run
 
-    def wrap_batch(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def train_on_batch(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            with around_batch(self):
-                return original(self, *args, **kwargs)
-
-        return train_on_batch
-
     return [
         Patch(TensorFlowTrainer, "_make_function", wrap_make),
         Patch(TensorFlowTrainer, "make_train_function", wrap_train),
-        Patch(TensorFlowTrainer, "fit", wrap_fit),
-        Patch(TensorFlowTrainer, "evaluate", wrap_run),
-        Patch(TensorFlowTrainer, "predict", wrap_run),
-        Patch(TensorFlowTrainer, "train_on_batch", wrap_batch),
+        *(Patch(TensorFlowTrainer, name, wrap_run) for name in _RUNS),
     ]
 
 

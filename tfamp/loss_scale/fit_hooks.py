@@ -34,6 +34,7 @@ from tfamp.machine.out_of_memory import explain, is_out_of_memory
 # Under XLA no error can be raised in the graph, so the counter is read every so
 # many calls; each reading waits for the device.
 _CALLS_BETWEEN_READINGS = 16
+_NOTED = "_tfamp_explained"
 
 
 class _Microbatch(threading.local):
@@ -166,16 +167,18 @@ class _EndOfEpoch(keras.callbacks.Callback):
 
 
 @contextlib.contextmanager
-def _guarded_fit(model: keras.Model, callbacks: Any) -> Iterator[Any]:
+def _guarded_fit(model: keras.Model, arguments: dict[str, Any]) -> Iterator[None]:
     _prepare(model)
+    callbacks = arguments.get("callbacks")
     if not ours_of(model) and not weights_replicas(model):
         with _our_errors(model):  # of optimizers that a `train_step` has of its own
-            yield callbacks
+            yield
         return
     ours = _EndOfEpoch()
     given = callbacks if isinstance(callbacks, keras.callbacks.CallbackList) else None
     if given is None:
-        callbacks = [ours, *tf.nest.flatten(callbacks)] if callbacks else [ours]
+        others = tf.nest.flatten(callbacks) if callbacks else []
+        arguments["callbacks"] = [ours, *others]
     else:
         ours.set_model(model)
         given.callbacks.insert(0, ours)
@@ -183,7 +186,7 @@ def _guarded_fit(model: keras.Model, callbacks: Any) -> Iterator[Any]:
         optimizer.forget_stops()
     try:
         with _our_errors(model):
-            yield callbacks
+            yield
     except BaseException:
         for optimizer in ours_of(model):
             optimizer.discard()  # nothing of this `fit` leaks into the next
@@ -209,43 +212,26 @@ def _our_errors(model: keras.Model) -> Iterator[None]:
 def _guarded_run(
     model: keras.Model, name: str, arguments: dict[str, Any]
 ) -> Iterator[None]:
-    is_fit = name == "fit"
-    for prepare in BEFORE_FIT if is_fit and record_of(model) is not None else ():
-        prepare(model, arguments)
-    running = around_training.running(model, arguments)
-    frame = running if is_fit else contextlib.nullcontext()
-    with frame, around_run(model, training=is_fit):
-        yield
-
-
-@contextlib.contextmanager
-def _guarded_batch(model: keras.Model) -> Iterator[None]:
-    _prepare(model)
-    with around_training.running(model), _our_errors(model):
+    """Surrounds `fit`, `train_on_batch`, `evaluate` or `predict` of a model."""
+    with contextlib.ExitStack() as stack:
+        if name == "train_on_batch":
+            _prepare(model)
+            stack.enter_context(around_training.running(model))
+            stack.enter_context(_our_errors(model))
+        elif name == "fit":
+            for prepare in BEFORE_FIT if record_of(model) is not None else ():
+                prepare(model, arguments)
+            stack.enter_context(around_training.running(model, arguments))
+            stack.enter_context(around_run(model, training=True))
+            stack.enter_context(_guarded_fit(model, arguments))
+        else:
+            stack.enter_context(around_run(model, training=False))
         yield
 
 
 def _prepare(model: keras.Model) -> None:
     for prepare in BEFORE_TRAINING:
         prepare(model)
-
-
-FIT_HOOKS = HeldPatches(
-    [
-        *trainer.run_patches(
-            _guarded,
-            _watched,
-            around_training.note_made,
-            _guarded_fit,
-            _guarded_batch,
-            _guarded_run,
-        ),
-        *replicas.patches(),
-    ]
-)
-
-
-_NOTED = "_tfamp_explained"
 
 
 @contextlib.contextmanager
@@ -292,3 +278,8 @@ def _add_note(error: Exception, model: keras.Model, *, training: bool) -> None:
         error.add_note(text)
     else:
         logging.error("%s", text)
+
+
+FIT_HOOKS = HeldPatches(
+    [*trainer.run_patches(_guarded, _watched, _guarded_run), *replicas.patches()]
+)

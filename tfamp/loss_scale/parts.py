@@ -272,7 +272,7 @@ class OnReplicas(keras.optimizers.LossScaleOptimizer):
 
     def _traced(self, take: Callable[..., None]) -> Callable[[], None]:
         """Returns `take` as a graph: on several replicas eager code is slow."""
-        own: dict[str, Any] = vars(self)  # Keras would track the functions
+        own: Any = vars(self)  # as an attribute Keras would track it
         functions = own.setdefault("_window_functions", {})
         if take not in functions:
             functions[take] = tf.function(
