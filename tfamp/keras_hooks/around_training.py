@@ -90,7 +90,8 @@ class Member:
 
         `error` is what ended `fit`, None where nothing did.
         """
-        if self._run.drop(self):
+        if self in self._run.members:
+            self._run.drop(self)
             self._close(error)
 
     def surround(self) -> None:
@@ -102,11 +103,13 @@ class Member:
 
     def stands_beside(self, place: Place) -> bool:
         """Returns whether some member has a place."""
-        return self._run.has(place)
+        return place in self._run.calls
 
     def tell_failure(self, cause: Any, message: str) -> None:
-        """Tells the other members of a failure, ahead of its being mended."""
-        self._run.tell_failure(cause, message)
+        """Tells the members of a failure, ahead of its being mended."""
+        for member in self._run.members:
+            if member.on_failure is not None:
+                member.on_failure(cause, message)
 
 
 class Run:
@@ -120,50 +123,21 @@ class Run:
         # What Keras draws the batches of training from: the first that `fit` resets.
         self.epochs: Any = None
         self.number = next(_NUMBERS)
-        self._members: list[Member] = []
-        self._calls: dict[Place, tuple[Member, Call]] = {}
+        self.members: list[Member] = []
+        self.calls: dict[Place, tuple[Member, Call]] = {}
         self._is_inside = False
 
-    def join(
-        self,
-        close: Callable[[BaseException | None], None],
-        place: Place | None,
-        call: Call | None,
-        on_failure: Callable[[Any, str], None] | None,
-    ) -> Member:
-        """Takes a member in; see the function of this name."""
-        member = Member(self, close, on_failure)
-        self._members.append(member)
-        if place is not None and call is not None and place not in self._calls:
-            member.has_place, is_first = True, not self._calls
-            self._calls[place] = member, call
-            self.surround(is_made=is_first)
-        return member
-
-    def drop(self, member: Member) -> bool:
-        """Lets a member go; returns whether it was one."""
-        if member not in self._members:
-            return False
-        self._members.remove(member)
-        self._calls = {p: c for p, c in self._calls.items() if c[0] is not member}
-        if not self._calls:
+    def drop(self, member: Member) -> None:
+        """Lets a member go."""
+        self.members.remove(member)
+        self.calls = {p: c for p, c in self.calls.items() if c[0] is not member}
+        if not self.calls:
             self._take_off()
-        return True
-
-    def has(self, place: Place) -> bool:
-        """Returns whether a member has a place."""
-        return place in self._calls
-
-    def tell_failure(self, cause: Any, message: str) -> None:
-        """Tells the members that want to know of a failure."""
-        for member in self._members:
-            if member.on_failure is not None:
-                member.on_failure(cause, message)
 
     def end(self, error: BaseException | None) -> None:
         """Lets all members go, the first one first, whatever one of them raises."""
         with contextlib.ExitStack() as stack:
-            for member in reversed(self._members):
+            for member in reversed(self.members):
                 stack.callback(_leave, member, error)
 
     def surround(self, *, is_made: bool = False) -> None:
@@ -172,7 +146,7 @@ class Run:
         `is_made` says whether the function is as Keras made it, as far as is known.
         """
         function = self.model.train_function
-        if function is None or not self._calls:
+        if function is None or not self.calls:
             return
         if all(each.run is not self for each in _layers(function)):
             self.model.train_function = _Around(self, function, is_made)
@@ -180,11 +154,11 @@ class Run:
     def call(self, around: "_Around", iterator: Any) -> Any:
         """Runs a training function, with the calls of all members around it."""
         function = around.function
-        if around.is_made and Place.MICRO_BATCHES in self._calls:
+        if around.is_made and Place.MICRO_BATCHES in self.calls:
             function = self._within(Place.MICRO_BATCHES, function)
         if self._is_inside:  # what another callback put in between has called it
             return function(iterator)
-        for place in sorted(self._calls):
+        for place in sorted(self.calls):
             if place is not Place.MICRO_BATCHES:
                 function = self._within(place, function)
         self._is_inside = True
@@ -194,7 +168,7 @@ class Run:
             self._is_inside = False
 
     def _within(self, place: Place, function: Callable[[Any], Any]) -> Any:
-        return functools.partial(self._calls[place][1], function)
+        return functools.partial(self.calls[place][1], function)
 
     def _take_off(self) -> None:
         """Takes the calls off the training function, where they can be reached."""
@@ -244,7 +218,13 @@ def join(
             training has failed, ahead of its being mended.
     """
     run = _current(model) or Run(model)
-    return run.join(close, place, call, on_failure)
+    member = Member(run, close, on_failure)
+    run.members.append(member)
+    if place is not None and call is not None and place not in run.calls:
+        member.has_place, is_first = True, not run.calls
+        run.calls[place] = member, call
+        run.surround(is_made=is_first)
+    return member
 
 
 @contextlib.contextmanager
