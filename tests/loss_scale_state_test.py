@@ -14,6 +14,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.replicas import two_replicas
+from tfamp.loss_scale.counters import COUNTERS, LEVELS
 
 layers = keras.layers
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
@@ -74,11 +75,13 @@ def facts_of(model):
     """Returns every number that training goes by."""
     optimizer = model.optimizer
     history = optimizer.history()
+    state = optimizer.scale_variables.numbers()._asdict()
     return {
         "weights": [w.tolist() for w in model.get_weights()],
         "variables": [v.numpy().tolist() for v in optimizer.variables],
         "scale": optimizer.scale,
-        "state": list(optimizer.scale_variables.numbers()),
+        "counters": [state[name] for name in COUNTERS],
+        "levels": [state[name] for name in LEVELS],
         "iterations": int(optimizer.iterations.numpy()),
         "history": {name: values.tolist() for name, values in history.items()},
         "blame": list(optimizer.nonfinite_counts.values()),
