@@ -151,8 +151,10 @@ def _build_by_trace(
         return
 
     def trace() -> Any:
+        dtype, given = layer.compute_dtype, call_spec.arguments_dict
         arguments = tree.map_structure(
-            lambda x: _cast_symbol(x, layer.compute_dtype), call_spec.arguments_dict
+            lambda x: cast_outputs(x, dtype) if isinstance(x, keras.KerasTensor) else x,
+            given,
         )
         # What sublayers return may be cast for this layer, as in its own call.
         CALLS.stack.append(record_of(layer) or record)
@@ -166,12 +168,6 @@ def _build_by_trace(
     except Exception as error:
         with contextlib.suppress(Exception):  # Keras raises or warns of it in turn
             after_error(layer, record, error, trace)
-
-
-def _cast_symbol(x: Any, dtype: str) -> Any:
-    if isinstance(x, keras.KerasTensor) and backend.is_float_dtype(x.dtype):
-        return keras.KerasTensor(x.shape, dtype=dtype, sparse=x.sparse)
-    return x
 
 
 def _data_layer_class() -> type:

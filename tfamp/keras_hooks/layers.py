@@ -20,7 +20,7 @@ from typing import Any
 import keras
 from keras.src.backend.common import global_state
 
-from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks.patches import Patch, followed_by, like
 
 _ATTRIBUTE = "_tfamp_record"
 # Of one step: a loss may be computed by several models, or by layers one by one.
@@ -170,14 +170,6 @@ def patches(
 
         return __init__
 
-    def wrap_recurrent(original: Callable[..., None]) -> Callable[..., None]:
-        @like(original)
-        def __init__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            after_recurrent(self)
-
-        return __init__
-
     def wrap_bidirectional(original: Callable[..., None]) -> Callable[..., None]:
         @like(original)
         def __init__(
@@ -190,7 +182,7 @@ def patches(
 
     return [
         Patch(keras.layers.Layer, "__init__", wrap_layer),
-        Patch(keras.layers.RNN, "__init__", wrap_recurrent),
+        Patch(keras.layers.RNN, "__init__", followed_by(after_recurrent)),
         Patch(keras.layers.Bidirectional, "__init__", wrap_bidirectional),
     ]
 

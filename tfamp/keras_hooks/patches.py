@@ -96,6 +96,15 @@ class Patch:
         setattr(self._owner, self._name, placed)
         self._placed = vars(self._owner)[self._name]
 
+    @contextlib.contextmanager
+    def standing(self) -> Iterator[None]:
+        """Puts the replacement in place inside the block."""
+        self.install()
+        try:
+            yield
+        finally:
+            self.remove()
+
     def remove(self) -> None:
         """Puts the original back; does nothing where it stands already.
 
@@ -205,3 +214,17 @@ def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
         return wrapped
 
     return decorate
+
+
+def followed_by(note: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a wrapper of a constructor that calls `note(self)` afterwards."""
+
+    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+        @like(original)
+        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
+            original(self, *args, **kwargs)
+            note(self)
+
+        return __init__
+
+    return wrap

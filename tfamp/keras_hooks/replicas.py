@@ -114,11 +114,6 @@ def sharing(
         _HERE.share = before
 
 
-def is_sharing() -> bool:
-    """Returns whether this thread runs a step of several replicas."""
-    return _HERE.share is not None
-
-
 def is_empty() -> tf.Tensor | None:
     """Returns whether this replica has no example; None where it has some for sure."""
     share = _HERE.share
@@ -299,7 +294,8 @@ def _wrap_next(original: Callable[..., Any]) -> Callable[..., Any]:
     def next(self: Any, ordered: bool = True) -> Any:
         seed = original(self, ordered)
         # Models that are not managed draw what they draw in Keras.
-        return _of_this_replica(seed) if CALLS.stack or is_sharing() else seed
+        is_ours = CALLS.stack or _HERE.share is not None
+        return _of_this_replica(seed) if is_ours else seed
 
     return next
 

@@ -201,12 +201,8 @@ def copied_in_memory(model: keras.Model) -> keras.Model:
     for name in ("optimizer", "train_function", "test_function", "predict_function"):
         memo[id(getattr(model, name, None))] = None
     patch = Patch(KerasSaveable, "__deepcopy__", lambda _: _deepcopy, optional=True)
-    patch.install()
-    try:
-        with DotNotTrackScope():
-            made = copy.deepcopy(model, memo)
-    finally:
-        patch.remove()
+    with patch.standing(), DotNotTrackScope():
+        made = copy.deepcopy(model, memo)
     of_copy, of_model = (
         [layer for _, layer, _ in structure.walk(each)] + each.weights
         for each in (made, model)

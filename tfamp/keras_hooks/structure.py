@@ -21,6 +21,8 @@ from tfamp.keras_hooks import backend
 
 # Gives what stands for an operation, such as one with `training` filled in.
 OperationFn = Callable[[Any], Callable[..., Any]]
+flatten, map_structure = tree.flatten, tree.map_structure
+map_shapes = tree.map_shape_structure
 _COUNT = itertools.count()
 _NUMBERS: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 
@@ -208,21 +210,6 @@ def trace_call(layer: keras.layers.Layer, args: Any, kwargs: Any) -> Any:
 
     args, kwargs = tree.map_structure(specification, (args, kwargs))
     return backend.compute_output_spec(layer, *args, **kwargs)
-
-
-def flatten(structure: Any) -> list[Any]:
-    """Returns the leaves of a nested structure."""
-    return tree.flatten(structure)
-
-
-def map_structure(function: Callable[[Any], Any], structure: Any) -> Any:
-    """Returns a nested structure with the function applied to each leaf."""
-    return tree.map_structure(function, structure)
-
-
-def map_shapes(function: Callable[[Any], Any], structure: Any) -> Any:
-    """Returns a nested structure of shapes with the function applied to each."""
-    return tree.map_shape_structure(function, structure)
 
 
 def refresh_normalization(layer: keras.layers.Normalization) -> None:

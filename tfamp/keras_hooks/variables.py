@@ -197,33 +197,37 @@ def _neutral(operation: str, dtype: tf.DType) -> tf.Tensor:
     return tf.constant(zero, dtype)
 
 
-@contextlib.contextmanager
-def noting_reads() -> Iterator[dict[int, set[str]]]:
-    """Notes, for each weight by its `id`, the dtypes that it is read in."""
-    found: dict[int, set[str]] = {}
+def _wrap_read(note: Callable[[Any, str], None]) -> Callable[..., Any]:
+    """Returns a wrapper that calls `note` with a weight and the dtype it is read in."""
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
         def _maybe_autocast(self: Any, value: Any) -> Any:
             given = original(self, value)
-            dtype = backend.standardize_dtype(given.dtype)
-            found.setdefault(id(self), set()).add(dtype)
+            note(self, backend.standardize_dtype(given.dtype))
             return given
 
         return _maybe_autocast
 
-    patch = Patch(keras.Variable, "_maybe_autocast", wrap)
-    patch.install()
-    try:
+    return wrap
+
+
+@contextlib.contextmanager
+def noting_reads() -> Iterator[dict[int, set[str]]]:
+    """Notes, for each weight by its `id`, the dtypes that it is read in."""
+    found: dict[int, set[str]] = {}
+
+    def note(variable: Any, dtype: str) -> None:
+        found.setdefault(id(variable), set()).add(dtype)
+
+    with Patch(keras.Variable, "_maybe_autocast", _wrap_read(note)).standing():
         yield found
-    finally:
-        patch.remove()
 
 
 class _Reads:
     """The dtypes in which layers have read a weight, in the function traced last."""
 
-    def __init__(self, variable: Any, forget: Callable[[Any], None]) -> None:
+    def __init__(self, variable: Any, forget: Callable[[Any], Any]) -> None:
         self.variable = weakref.ref(variable, forget)
         self.graph: Any = None
         self.dtypes: set[str] = set()
@@ -239,10 +243,6 @@ class _Reads:
 _READS: dict[int, _Reads] = {}
 
 
-def _forget(key: int) -> None:
-    _READS.pop(key, None)
-
-
 def dtypes_read(variable: Any) -> frozenset[str]:
     """Returns the dtypes in which layers read a weight, as far as `READ_HOOKS` saw.
 
@@ -252,22 +252,18 @@ def dtypes_read(variable: Any) -> frozenset[str]:
     return frozenset() if reads is None else frozenset(reads.dtypes)
 
 
-def _wrap_read(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def _maybe_autocast(self: Any, value: Any) -> Any:
-        given = original(self, value)
-        # What a regularizer or an optimizer reads is no computation of a layer.
-        if global_state.get_global_attribute("current_call_ctx") is not None:
-            key = id(self)
-            if key not in _READS:
-                _READS[key] = _Reads(self, lambda _: _forget(key))
-            _READS[key].add(backend.standardize_dtype(given.dtype))
-        return given
-
-    return _maybe_autocast
+def _note_in_call(variable: Any, dtype: str) -> None:
+    # What a regularizer or an optimizer reads is no computation of a layer.
+    if global_state.get_global_attribute("current_call_ctx") is not None:
+        key = id(variable)
+        if key not in _READS:
+            _READS[key] = _Reads(variable, lambda _: _READS.pop(key, None))
+        _READS[key].add(dtype)
 
 
-READ_HOOKS = HeldPatches([Patch(keras.Variable, "_maybe_autocast", _wrap_read)])
+READ_HOOKS = HeldPatches(
+    [Patch(keras.Variable, "_maybe_autocast", _wrap_read(_note_in_call))]
+)
 
 
 def store_in(variable: Any, dtype: str) -> None:

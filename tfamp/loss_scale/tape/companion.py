@@ -14,7 +14,7 @@ from absl import logging
 
 from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import trained_by
-from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+from tfamp.keras_hooks.patches import HeldPatches, Patch, followed_by, like
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.tape.gradients import identities, ids_of
 from tfamp.loss_scale.tape.plain_optimizers import PLAIN, float16_layer_of
@@ -120,20 +120,6 @@ def _know_wrapper(wrapper: Any) -> None:
         PLAIN.note_wrapped(wrapper)
 
 
-def _then(note: Callable[[Any], None]) -> Callable[[Callable[..., Any]], Any]:
-    """Returns a wrapper of a method that calls `note` with the object afterwards."""
-
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def method(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            note(self)
-
-        return method
-
-    return wrap
-
-
 def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
     @like(original)
     def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
@@ -154,12 +140,14 @@ def _wrap_wrapper_apply(original: Callable[..., Any]) -> Callable[..., Any]:
 
 PLAIN.make = _made_under
 
+_STOCK = keras.optimizers.LossScaleOptimizer
+
 # Held by the settings of managed layers.
 PLAIN_HOOKS = HeldPatches(
     [
-        Patch(keras.optimizers.Optimizer, "__init__", _then(_know)),
+        Patch(keras.optimizers.Optimizer, "__init__", followed_by(_know)),
         Patch(keras.optimizers.Optimizer, "apply", _wrap_apply),
-        Patch(keras.optimizers.LossScaleOptimizer, "__init__", _then(_know_wrapper)),
-        Patch(keras.optimizers.LossScaleOptimizer, "apply", _wrap_wrapper_apply),
+        Patch(_STOCK, "__init__", followed_by(_know_wrapper)),
+        Patch(_STOCK, "apply", _wrap_wrapper_apply),
     ]
 )
