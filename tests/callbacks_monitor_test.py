@@ -14,7 +14,7 @@ from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import PrecisionMonitor
 from tfamp.callbacks._fit_callback import BAR_AVERAGES
-from tfamp.loss_scale.counted_steps import Reading
+from tfamp.loss_scale.counters import Reading
 
 INF = float("inf")
 BAD_STEP = 3  # of the six steps in an epoch, counted from 1

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfamp.loss_scale import errors
+from tfamp.loss_scale import interface
 from tfamp.loss_scale.arguments import check_settings
 from tfamp.loss_scale.rule import (
     ScaleRule,
@@ -198,9 +198,9 @@ def test_a_static_scale_may_be_any_number():
 
 @pytest.mark.parametrize("is_dynamic", [True, False])
 def test_the_text_of_the_error_is_found_in_tensorflows(is_dynamic):
-    text = errors.template(is_dynamic=is_dynamic, is_scaled=True).format(
+    text = interface.template(is_dynamic=is_dynamic, is_scaled=True).format(
         64, 412, 8.0, "nan", 3.5
     )
     wrapped = f"assertion failed: ['{text}']\n\t [[{{{{node x}}}}]]"
-    assert errors.found_in(wrapped) == text
-    assert errors.found_in("assertion failed: [something else]") is None
+    assert interface.found_in(wrapped) == text
+    assert interface.found_in("assertion failed: [something else]") is None

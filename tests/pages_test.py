@@ -6,7 +6,7 @@ import pytest
 
 from tests.docs_test import DOCS, FAILURES, ROOT, TESTS, anchors
 from tests.named_pages import USED, named_pages, triage_of
-from tfamp.loss_scale import errors
+from tfamp.loss_scale import interface
 from tfamp.records import pages
 from tfamp.records.findings import Finding, Findings
 
@@ -57,7 +57,7 @@ def test_addresses_stand_on_one_line_where_they_can_be_copied():
 
 def test_the_loss_scales_error_ends_with_its_page():
     for is_dynamic, is_scaled in ((True, True), (False, True), (False, False)):
-        text = errors.template(is_dynamic=is_dynamic, is_scaled=is_scaled)
+        text = interface.template(is_dynamic=is_dynamic, is_scaled=is_scaled)
         assert text.endswith(f" See {pages.SITE}/failures/zero-scale.html")
         raised = f"assertion failed: [{text.format(*range(5))}]\n\t [[node]]"
-        assert errors.found_in(raised) == text.format(*range(5))
+        assert interface.found_in(raised) == text.format(*range(5))

@@ -16,7 +16,7 @@ __version__ = "0.1.0"
 
 # Public name -> module that defines it; a public subpackage is its own home.
 _HOMES = {
-    "LossScaleError": "tfamp.loss_scale.errors",
+    "LossScaleError": "tfamp.loss_scale.interface",
     "LossScaleOptimizer": "tfamp.loss_scale.optimizer",
     "PrecisionPlan": "tfamp.plan",
     "apply": "tfamp.models",
@@ -103,7 +103,7 @@ if TYPE_CHECKING:
     from tfamp.comparison.replicas.runner import scaling as scaling
     from tfamp.comparison.result import Comparison as Comparison
     from tfamp.comparison.runner import compare as compare
-    from tfamp.loss_scale.errors import LossScaleError as LossScaleError
+    from tfamp.loss_scale.interface import LossScaleError as LossScaleError
     from tfamp.loss_scale.optimizer import LossScaleOptimizer as LossScaleOptimizer
     from tfamp.memory.batch_search.finder import find_batch_size as find_batch_size
     from tfamp.memory.batch_search.records import BatchSearch as BatchSearch

@@ -16,9 +16,9 @@ from tests.loops import DECORATORS, in_each_way
 from tests.replicas import two_replicas
 from tfamp.dtypes import hooks
 from tfamp.keras_hooks.layers import CALLS
-from tfamp.loss_scale.tape import gradients as tape_scaling
-from tfamp.loss_scale.tape import plain_optimizers
-from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
+from tfamp.loss_scale import plain_optimizers
+from tfamp.loss_scale import tape as tape_scaling
+from tfamp.loss_scale.companion import PLAIN_HOOKS
 
 layers = keras.layers
 # Of the loss: its gradients leave float16 below, were they not scaled.

@@ -13,8 +13,8 @@ from tests.garbage import holders_of
 from tests.loops import DECORATORS, in_each_way, spied
 from tests.replicas import two_replicas
 from tfamp.keras_hooks.layers import CALLS
-from tfamp.loss_scale.tape import gradients as tape_scaling
-from tfamp.loss_scale.tape import plain_optimizers
+from tfamp.loss_scale import plain_optimizers
+from tfamp.loss_scale import tape as tape_scaling
 from tfamp.stepping.eager_step import run_step
 
 layers = keras.layers

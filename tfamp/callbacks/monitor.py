@@ -13,7 +13,7 @@ from tfamp.callbacks._fit_callback import (
     check_path,
 )
 from tfamp.dtypes.resolution import settings_of
-from tfamp.loss_scale.counted_steps import Reading, Step, StepReader
+from tfamp.loss_scale.counters import Reading, Step, StepReader
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import checks
 

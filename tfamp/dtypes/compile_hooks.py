@@ -14,7 +14,7 @@ from tfamp.keras_hooks import optimizers, structure, trainer
 from tfamp.keras_hooks.layers import record_of, update_record
 from tfamp.loss_scale.arguments import without_float16
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.loss_scale.tape.plain_optimizers import PLAIN
+from tfamp.loss_scale.plain_optimizers import PLAIN
 
 
 @contextlib.contextmanager

@@ -26,6 +26,7 @@ from tfamp.keras_hooks import calls, float32_operations, layers, saved_state, tr
 from tfamp.keras_hooks.layers import Kind, LayerRecord, record_of
 from tfamp.keras_hooks.patches import HeldPatches, PatchSet
 from tfamp.keras_hooks.workers import WORKER_HOOKS
+from tfamp.loss_scale.companion import PLAIN_HOOKS
 from tfamp.loss_scale.fit_hooks import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
 from tfamp.loss_scale.tape.companion import PLAIN_HOOKS

@@ -20,7 +20,7 @@ from tfamp.keras_hooks.layers import CALLS, record_of
 from tfamp.keras_hooks.optimizers import in_xla
 from tfamp.keras_hooks.patches import HeldPatches
 from tfamp.keras_hooks.variables import variables_written
-from tfamp.loss_scale import errors
+from tfamp.loss_scale import interface
 from tfamp.loss_scale.replicas import ours_of, weights_replicas
 from tfamp.loss_scale.step_state import (
     ReplicaStatistics,
@@ -202,10 +202,10 @@ def _our_errors(model: keras.Model) -> Iterator[None]:
     try:
         yield
     except tf.errors.InvalidArgumentError as error:
-        text = errors.found_in(error.message)
+        text = interface.found_in(error.message)
         if text is None:
             raise
-        raise errors.LossScaleError(text) from error
+        raise interface.LossScaleError(text) from error
 
 
 @contextlib.contextmanager

@@ -1,4 +1,4 @@
-"""What training code asks a loss-scale optimizer: scaled losses, counters, freezing."""
+"""What training code asks a loss-scale optimizer, and the error that ends training."""
 
 from collections.abc import Sequence
 from typing import Any
@@ -7,8 +7,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
+from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.optimizers import is_recording
-from tfamp.loss_scale import errors
 from tfamp.loss_scale.counters import (
     FROZEN,
     HISTORY_STEPS,
@@ -18,10 +18,65 @@ from tfamp.loss_scale.counters import (
 )
 from tfamp.loss_scale.gradients import multiplied
 from tfamp.loss_scale.rule import ScaleState
-from tfamp.loss_scale.tape.scalings import SCALINGS
-from tfamp.records import checks
+from tfamp.loss_scale.scalings import SCALINGS
+from tfamp.records import checks, pages
 
-_HALF = (tf.float16, tf.bfloat16)
+SCALING_IS_NOT_THE_CAUSE = (
+    "Lower the learning rate, clip gradients, keep the overflowing layer in float32, "
+    "or look for NaN in the data: no loss scale mends this. Pass "
+    "`max_consecutive_skips=None` to go on skipping."
+)
+STATIC_SCALE = (
+    "The scale is static: lower it, or pass `dynamic=True`. Else lower the learning "
+    "rate, clip gradients, or look for NaN in the data."
+)
+NO_SCALE = (
+    "Lower the learning rate, clip gradients, or look for NaN in the data. Pass "
+    "`max_consecutive_skips=None` to go on skipping."
+)
+# Filled in by `str.format` and by `tf.strings.format`, which knows only "{}".
+_TEMPLATE = (
+    "Skipped {} updates in a row, because their gradients were not finite, up to step "
+    "{}: loss scale {}, gradient norm {}, last finite norm {}. "
+)
+# How the text is found in an error that TensorFlow raises.
+MARK = "updates in a row, because their gradients were not finite"
+
+
+class LossScaleError(ArithmeticError):
+    """Training was stopped: too many updates in a row had non-finite gradients.
+
+    No weight, slot or counter of updates was changed by the skipped steps, and the
+    loss scale is again what it was before them. Raised by `fit`, `train_on_batch`
+    and eager loops; inside a `tf.function` of your own TensorFlow raises
+    `tf.errors.InvalidArgumentError` with the same text.
+    """
+
+
+def template(*, is_dynamic: bool, is_scaled: bool) -> str:
+    """Returns the text of the error with five places for numbers.
+
+    They are: updates skipped in a row, step, loss scale, gradient norm, last finite
+    gradient norm. `is_scaled` says whether the loss is scaled at all.
+
+    Example:
+        >>> text = template(is_dynamic=True, is_scaled=True)
+        >>> text.format(64, 412, 2.0**-14, "nan", 3.5)[:40]
+        'Skipped 64 updates in a row, because the'
+    """
+    advice = STATIC_SCALE if is_scaled else NO_SCALE
+    if is_dynamic:
+        advice = SCALING_IS_NOT_THE_CAUSE
+    return f"{_TEMPLATE}{advice} {pages.see('failures/zero-scale')}"
+
+
+def found_in(message: str) -> str | None:
+    """Returns our text inside a longer `message`, None where it is not there."""
+    if MARK not in message:
+        return None
+    start = message.rfind("Skipped ", 0, message.index(MARK))
+    end = message.find("\n", start)
+    return message[start : end if end > 0 else None].rstrip("]' ").rstrip()
 
 
 class ScalingLosses(keras.optimizers.LossScaleOptimizer):
@@ -83,7 +138,7 @@ class ScalingLosses(keras.optimizers.LossScaleOptimizer):
 
     def _scaled(self, loss: Any) -> Any:
         loss = tf.convert_to_tensor(loss)
-        if loss.dtype in _HALF:
+        if loss.dtype in HALF:
             loss = tf.cast(loss, tf.float32)
         return loss * tf.cast(self.dynamic_scale.value, loss.dtype)
 
@@ -199,15 +254,15 @@ class Reporting(keras.optimizers.LossScaleOptimizer):
 
     def stop_template(self) -> str:
         """Returns the text of the error that ends training, with five places."""
-        return errors.template(
+        return template(
             is_dynamic=self.dynamic,
             is_scaled=self.dynamic or self.initial_scale != 1,
         )
 
-    def stop_error(self) -> errors.LossScaleError:
+    def stop_error(self) -> LossScaleError:
         """Returns the error for the present counters."""
         now = self.scale_variables.numbers()
-        return errors.LossScaleError(
+        return LossScaleError(
             self.stop_template().format(
                 self.max_consecutive_skips,
                 now.judged,
@@ -223,7 +278,7 @@ class Reporting(keras.optimizers.LossScaleOptimizer):
         if limit is not None and self.scale_variables.numbers().streak >= limit:
             raise self.stop_error()
 
-    def late_stop_error(self) -> errors.LossScaleError:
+    def late_stop_error(self) -> LossScaleError:
         """Returns the error, and takes back what steps since the stop did.
 
         They wrote nothing but counters and, where they were skipped too, the scale.

@@ -18,7 +18,7 @@ from tfamp.loss_scale.gradients import Reduction
 from tfamp.loss_scale.interface import Reporting, ScalingLosses
 from tfamp.loss_scale.parts import Delegating, OnReplicas, adopted_accumulation
 from tfamp.loss_scale.saved_state import Saving
-from tfamp.loss_scale.tape.gradients import TAPE_HOOKS, know
+from tfamp.loss_scale.tape import TAPE_HOOKS, know
 
 
 class LossScaleOptimizer(

@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers
 from tfamp.keras_hooks.patches import replaced
-from tfamp.loss_scale.tape.gradients import FixedScale, scaled_by
+from tfamp.loss_scale.tape import FixedScale, scaled_by
 from tfamp.stepping.snapshots.names import optimizers_of
 
 

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 import numpy as np
 
-from tfamp.loss_scale.counted_steps import StepReader
+from tfamp.loss_scale.counters import StepReader
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.records import units
 from tfamp.trials.processes import Line

@@ -24,7 +24,7 @@ from tfamp.callbacks.flight_recorder.contents import (
     needs_build,
 )
 from tfamp.keras_hooks import around_training
-from tfamp.loss_scale.errors import found_in
+from tfamp.loss_scale.interface import found_in
 from tfamp.records import checks
 from tfamp.records.units import format_bytes
 from tfamp.stepping import snapshots

@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfamp.callbacks._batch_ring import BatchRing, ring_in_use
 from tfamp.callbacks._timed_iterator import ITERATORS
-from tfamp.loss_scale import errors
+from tfamp.loss_scale import interface
 from tfamp.stepping.snapshots.names import optimizers_of, tally_of
 
 
@@ -133,10 +133,10 @@ def of_logs(logs: Mapping[str, Any], *, ignored: Collection[str] = ()) -> Sign |
 
 def of_error(error: BaseException) -> Sign | None:
     """Returns the sign where an error of a training step says that numbers failed."""
-    if isinstance(error, errors.LossScaleError):
+    if isinstance(error, interface.LossScaleError):
         return Sign("loss scale", _first_sentence(str(error)))
     if isinstance(error, tf.errors.InvalidArgumentError):
-        text = errors.found_in(error.message)
+        text = interface.found_in(error.message)
         if text is not None:
             return Sign("loss scale", _first_sentence(text))
         for mark in _CHECKED:

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.patches import like, replaced
-from tfamp.loss_scale.tape.gradients import scaled_by
+from tfamp.loss_scale.tape import scaled_by
 from tfamp.stepping.layer_calls import (
     Recorded,
     children_of,

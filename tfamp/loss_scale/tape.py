@@ -25,12 +25,8 @@ from tfamp.keras_hooks.optimizers import (
 )
 from tfamp.keras_hooks.patches import HeldPatches, Patch, like
 from tfamp.keras_hooks.variables import outermost_graph
-from tfamp.loss_scale.tape.plain_optimizers import (
-    PLAIN,
-    float16_layer_of,
-    warn_of_no_scale,
-)
-from tfamp.loss_scale.tape.scalings import SCALINGS, ScaledGradients, can_be_scaled
+from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of, warn_of_no_scale
+from tfamp.loss_scale.scalings import SCALINGS, ScaledGradients, can_be_scaled
 
 _TAPE_MARK = "_tfamp_scaled_by_hand"
 _STOCK_MARK = "_tfamp_scaled_by_keras"

@@ -16,6 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfamp.keras_hooks import optimizers
+from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.variables import outermost_graph
 from tfamp.loss_scale.gradients import multiplied, sums_of_squares
 
@@ -241,7 +242,6 @@ def _is_usable(tensor: Any) -> bool:
     return False
 
 
-_HALF = (tf.float16, tf.bfloat16)
 # A target in float16 cannot be given more.
 _MAX_HALF_SCALE = 2.0**15
 _Compute = Callable[[list[Any], Any], list[Any]]  # of targets and their seeds
@@ -286,7 +286,7 @@ class ScaledGradients:
 
     def _factor(self, targets: Sequence[Any]) -> tf.Tensor:
         scales = list(self._scales)
-        if any(target.dtype in _HALF for target in targets):
+        if any(target.dtype in HALF for target in targets):
             scales.append(tf.constant(_MAX_HALF_SCALE))
         least = scales[0] if len(scales) == 1 else tf.reduce_min(tf.stack(scales))
         # What flows back through this gradient is divided by its scale, so that it and

@@ -16,9 +16,9 @@ from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import trained_by
 from tfamp.keras_hooks.patches import HeldPatches, Patch, followed_by, like
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
-from tfamp.loss_scale.tape.gradients import identities, ids_of
-from tfamp.loss_scale.tape.plain_optimizers import PLAIN, float16_layer_of
-from tfamp.loss_scale.tape.scalings import SCALINGS
+from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of
+from tfamp.loss_scale.scalings import SCALINGS
+from tfamp.loss_scale.tape import identities, ids_of
 
 
 class _Here(threading.local):

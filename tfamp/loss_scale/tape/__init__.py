@@ -1,1 +1,0 @@
-"""The gradient tape, which scales gradients and gives true ones back."""
