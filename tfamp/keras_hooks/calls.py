@@ -22,7 +22,7 @@ from keras.src.layers.layer import might_have_unbuilt_state
 from tfamp.keras_hooks import backend
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
-from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks.patches import Patch, like, wrapper
 
 _SOURCE = "_tfamp_source"
 
@@ -176,17 +176,15 @@ def _data_layer_class() -> type:
     return next(cls for cls in ancestors if "__call__" in vars(cls))
 
 
-def _wrap_data_layer(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_data_layer(
+    original: Callable[..., Any], self: keras.layers.Layer, inputs: Any, **kwargs: Any
+) -> Any:
     """Hands preprocessing layers exact inputs before they cast them themselves."""
-
-    @like(original)
-    def __call__(self: keras.layers.Layer, inputs: Any, **kwargs: Any) -> Any:
-        record = record_of(self)
-        if record is not None and record.exact_inputs:
-            inputs = tree.map_structure(source_of, inputs)
-        return original(self, inputs, **kwargs)
-
-    return __call__
+    record = record_of(self)
+    if record is not None and record.exact_inputs:
+        inputs = tree.map_structure(source_of, inputs)
+    return original(self, inputs, **kwargs)
 
 
 def _inner_call(
@@ -266,33 +264,33 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
     return tree.map_structure(cast, outputs)
 
 
-def _wrap_convert_input(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_convert_input(
+    original: Callable[..., Any],
+    self: keras.DTypePolicy,
+    x: Any,
+    autocast: bool,
+    dtype: Any,
+) -> Any:
     """Lets a tensor that was rounded remember what it was rounded from.
 
     Only layers that ask for exact inputs look at it; in a graph the unused branch is
     pruned.
     """
-
-    @like(original)
-    def convert_input(
-        self: keras.DTypePolicy, x: Any, autocast: bool, dtype: Any
-    ) -> Any:
-        y = original(self, x, autocast, dtype)
-        if y is x or not CALLS.is_managed:
-            return y
-        if not isinstance(y, tf.Tensor) or not y.dtype.is_floating:
-            return y
-        if isinstance(x, tf.Tensor):
-            source = getattr(x, _SOURCE, None)
-            if source is None and y.dtype in HALF and x.dtype not in HALF:
-                source = x
-        else:  # an array or a list, converted and rounded in one go
-            source = x if hasattr(x, "__array__") and y.dtype in HALF else None
-        if source is not None:
-            setattr(y, _SOURCE, source)
+    y = original(self, x, autocast, dtype)
+    if y is x or not CALLS.is_managed:
         return y
-
-    return convert_input
+    if not isinstance(y, tf.Tensor) or not y.dtype.is_floating:
+        return y
+    if isinstance(x, tf.Tensor):
+        source = getattr(x, _SOURCE, None)
+        if source is None and y.dtype in HALF and x.dtype not in HALF:
+            source = x
+    else:  # an array or a list, converted and rounded in one go
+        source = x if hasattr(x, "__array__") and y.dtype in HALF else None
+    if source is not None:
+        setattr(y, _SOURCE, source)
+    return y
 
 
 def unrounded(x: tf.Tensor) -> tf.Tensor:

@@ -21,7 +21,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfamp.keras_hooks import around_training
-from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+from tfamp.keras_hooks.patches import HeldPatches, Patch, wrapper
 
 
 class Execution(NamedTuple):
@@ -165,37 +165,30 @@ def _feed_from(iterator: Any) -> Feed:
     return feed
 
 
-def _wrap_reset(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def reset(self: Any) -> None:
-        _feed_from(self)
-        around_training.note_epochs(self)
-        original(self)
-
-    return reset
+@wrapper
+def _wrap_reset(original: Callable[..., Any], self: Any) -> None:
+    _feed_from(self)
+    around_training.note_epochs(self)
+    original(self)
 
 
-def _wrap_get(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def _get_iterator(self: Any) -> Any:
-        feed = _feed_from(self)
-        feed.made, feed.drawn = feed.made + 1, 0
-        return original(self)
-
-    return _get_iterator
+@wrapper
+def _wrap_get(original: Callable[..., Any], self: Any) -> Any:
+    feed = _feed_from(self)
+    feed.made, feed.drawn = feed.made + 1, 0
+    return original(self)
 
 
-def _wrap_enumerate(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def _enumerate_iterator(self: Any) -> Iterator[tuple[Any, ...]]:
-        feed = _feed_from(self)
-        items = iter(original(self))
-        if feed.around is None:
-            return _counted(feed, items)
-        found = feed.around(_executions(feed, _counted(feed, items)))
-        return (each.item for each in found)
-
-    return _enumerate_iterator
+@wrapper
+def _wrap_enumerate(
+    original: Callable[..., Any], self: Any
+) -> Iterator[tuple[Any, ...]]:
+    feed = _feed_from(self)
+    items = iter(original(self))
+    if feed.around is None:
+        return _counted(feed, items)
+    found = feed.around(_executions(feed, _counted(feed, items)))
+    return (each.item for each in found)
 
 
 def _counted(feed: Feed, items: Iterator[tuple[Any, ...]]) -> Iterator[tuple[Any, ...]]:

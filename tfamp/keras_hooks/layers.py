@@ -20,7 +20,7 @@ from typing import Any
 import keras
 from keras.src.backend.common import global_state
 
-from tfamp.keras_hooks.patches import Patch, followed_by, like
+from tfamp.keras_hooks.patches import Patch, followed_by, wrapper
 
 _ATTRIBUTE = "_tfamp_record"
 # Of one step: a loss may be computed by several models, or by layers one by one.
@@ -161,24 +161,27 @@ def patches(
         after_bidirectional: Called with a `Bidirectional` layer and the layer given.
     """
 
-    def wrap_layer(original: Callable[..., None]) -> Callable[..., None]:
-        @like(original)
-        def __init__(self: keras.layers.Layer, *args: Any, **kwargs: Any) -> None:
-            with around():
-                original(self, *args, **kwargs)
-                after(self, kwargs.get("dtype"))
+    @wrapper
+    def wrap_layer(
+        original: Callable[..., Any],
+        self: keras.layers.Layer,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        with around():
+            original(self, *args, **kwargs)
+            after(self, kwargs.get("dtype"))
 
-        return __init__
-
-    def wrap_bidirectional(original: Callable[..., None]) -> Callable[..., None]:
-        @like(original)
-        def __init__(
-            self: keras.layers.Layer, layer: Any, *args: Any, **kwargs: Any
-        ) -> None:
-            original(self, layer, *args, **kwargs)
-            after_bidirectional(self, layer)
-
-        return __init__
+    @wrapper
+    def wrap_bidirectional(
+        original: Callable[..., Any],
+        self: keras.layers.Layer,
+        layer: Any,
+        *args: Any,
+        **kwargs: Any,
+    ) -> None:
+        original(self, layer, *args, **kwargs)
+        after_bidirectional(self, layer)
 
     return [
         Patch(keras.layers.Layer, "__init__", wrap_layer),

@@ -24,7 +24,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.patches import HookError, Patch, like
+from tfamp.keras_hooks.patches import HookError, Patch, wrapper
 
 
 def in_xla() -> bool:
@@ -252,18 +252,18 @@ _CALLS = ("PartitionedCall", "StatefulPartitionedCall", "If", "While", "Stateles
 def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Patch]:
     """Returns the patches on a tape; `wrap_gradient` makes the new `gradient`."""
 
-    def wrap_init(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def __init__(
-            self: Any, persistent: bool = False, watch_accessed_variables: bool = True
-        ) -> None:
-            # It costs no memory where a tape around keeps what this one keeps. Others
-            # stay as they are: loops have another gradient under persistent tapes.
-            once = not persistent and is_recording()
-            original(self, persistent or once, watch_accessed_variables)
-            setattr(self, _ONCE, once)
-
-        return __init__
+    @wrapper
+    def wrap_init(
+        original: Callable[..., Any],
+        self: Any,
+        persistent: bool = False,
+        watch_accessed_variables: bool = True,
+    ) -> None:
+        # It costs no memory where a tape around keeps what this one keeps. Others
+        # stay as they are: loops have another gradient under persistent tapes.
+        once = not persistent and is_recording()
+        original(self, persistent or once, watch_accessed_variables)
+        setattr(self, _ONCE, once)
 
     return [
         Patch(tf.GradientTape, "__init__", wrap_init),

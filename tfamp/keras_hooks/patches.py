@@ -216,15 +216,35 @@ def like(original: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
     return decorate
 
 
-def followed_by(note: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
-    """Returns a wrapper of a constructor that calls `note(self)` afterwards."""
+def wrapper(function: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Decorates a function that takes the original first, for a `Patch` to replace it.
+
+    Example:
+        >>> @wrapper
+        ... def opened(original, self):
+        ...     return f"{original(self)}, then open"
+        >>> opened(lambda self: "shut")(None)
+        'shut, then open'
+    """
 
     def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
         @like(original)
-        def __init__(self: Any, *args: Any, **kwargs: Any) -> None:
-            original(self, *args, **kwargs)
-            note(self)
+        def replacement(*args: Any, **kwargs: Any) -> Any:
+            return function(original, *args, **kwargs)
 
-        return __init__
+        return replacement
+
+    return wrap
+
+
+def followed_by(note: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]:
+    """Returns a wrapper of a constructor that calls `note(self)` afterwards."""
+
+    @wrapper
+    def wrap(
+        original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        original(self, *args, **kwargs)
+        note(self)
 
     return wrap

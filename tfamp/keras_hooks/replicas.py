@@ -37,7 +37,7 @@ from absl import logging
 from keras.src.losses import loss as losses
 
 from tfamp.keras_hooks.layers import CALLS
-from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks.patches import Patch, wrapper
 from tfamp.keras_hooks.workers import summed
 
 _MEANS = ("sum_over_batch_size", "mean")
@@ -166,62 +166,53 @@ def _quotient(part: Any, whole: Any, dtype: Any) -> tf.Tensor:
     )
 
 
-def _wrap_scale(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def scale_loss_for_distribution(value: Any) -> Any:
-        share = _HERE.share
-        if share is None:
-            return original(value)
-        dtype = value.dtype
-        part = (_HERE.of_weights or share.of_batch)(dtype)
-        if share.may_be_empty:
-            value = tf.where(tf.equal(share.count, 0.0), tf.zeros_like(value), value)
-        return value * part
-
-    return scale_loss_for_distribution
+@wrapper
+def _wrap_scale(original: Callable[..., Any], value: Any) -> Any:
+    share = _HERE.share
+    if share is None:
+        return original(value)
+    dtype = value.dtype
+    part = (_HERE.of_weights or share.of_batch)(dtype)
+    if share.may_be_empty:
+        value = tf.where(tf.equal(share.count, 0.0), tf.zeros_like(value), value)
+    return value * part
 
 
-def _wrap_unscale(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def unscale_loss_for_distribution(value: Any) -> Any:
-        share = _HERE.share
-        if share is None:
-            return original(value)
-        value = tf.convert_to_tensor(value)
-        return value * _quotient(share.total, share.count, value.dtype)
-
-    return unscale_loss_for_distribution
+@wrapper
+def _wrap_unscale(original: Callable[..., Any], value: Any) -> Any:
+    share = _HERE.share
+    if share is None:
+        return original(value)
+    value = tf.convert_to_tensor(value)
+    return value * _quotient(share.total, share.count, value.dtype)
 
 
-def _wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_reduce(
+    original: Callable[..., Any],
+    values: Any,
+    sample_weight: Any = None,
+    mask: Any = None,
+    reduction: Any = "sum_over_batch_size",
+    dtype: Any = None,
+) -> Any:
     """Has a mean over weights, or what a mask leaves, be one over all replicas."""
-
-    @like(original)
-    def reduce_weighted_values(
-        values: Any,
-        sample_weight: Any = None,
-        mask: Any = None,
-        reduction: Any = "sum_over_batch_size",
-        dtype: Any = None,
-    ) -> Any:
-        share = _HERE.share
-        if share is None:
-            return original(values, sample_weight, mask, reduction, dtype)
-        weights = _weights(sample_weight, mask, reduction)
-        if weights is None or not _can_reduce(share):
-            loss = original(values, sample_weight, mask, reduction, dtype)
-            return _summed_if_empty(loss, reduction)
-        part = tf.reduce_sum(weights)
-        context = tf.distribute.get_replica_context()
-        whole = context.all_reduce(tf.distribute.ReduceOp.SUM, part)
-        _HERE.of_weights = lambda dtype: _quotient(part, whole, dtype)
-        try:
-            loss = original(values, sample_weight, mask, reduction, dtype)
-        finally:
-            _HERE.of_weights = None
+    share = _HERE.share
+    if share is None:
+        return original(values, sample_weight, mask, reduction, dtype)
+    weights = _weights(sample_weight, mask, reduction)
+    if weights is None or not _can_reduce(share):
+        loss = original(values, sample_weight, mask, reduction, dtype)
         return _summed_if_empty(loss, reduction)
-
-    return reduce_weighted_values
+    part = tf.reduce_sum(weights)
+    context = tf.distribute.get_replica_context()
+    whole = context.all_reduce(tf.distribute.ReduceOp.SUM, part)
+    _HERE.of_weights = lambda dtype: _quotient(part, whole, dtype)
+    try:
+        loss = original(values, sample_weight, mask, reduction, dtype)
+    finally:
+        _HERE.of_weights = None
+    return _summed_if_empty(loss, reduction)
 
 
 def _summed_if_empty(loss: Any, reduction: Any) -> Any:
@@ -259,45 +250,37 @@ def _can_reduce(share: Share) -> bool:
     return tf.compat.v1.get_default_graph() is share.graph
 
 
-def _wrap_track(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_track(
+    original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None
+) -> Any:
     """Weights losses of outputs by their examples: Keras's shapes do not tell them."""
-
-    @like(original)
-    def update_state(self: Any, values: Any, sample_weight: Any = None) -> Any:
-        share = _HERE.share
-        if share is not None and id(self) in share.trackers:
-            sample_weight = share.count
-        return original(self, values, sample_weight=sample_weight)
-
-    return update_state
+    share = _HERE.share
+    if share is not None and id(self) in share.trackers:
+        sample_weight = share.count
+    return original(self, values, sample_weight=sample_weight)
 
 
-def _wrap_sum(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def _all_reduce_sum_gradients(self: Any, grads_and_vars: Any) -> Any:
-        pairs = list(grads_and_vars)
-        gradients = of_examples([gradient for gradient, _ in pairs])
-        variables = [variable for _, variable in pairs]
-        dtypes = {g.dtype for g in gradients if g is not None}
-        context = tf.distribute.get_replica_context()
-        if len(dtypes) < 2 or context is None or context.num_replicas_in_sync == 1:
-            return original(self, list(zip(gradients, variables, strict=True)))
-        sums = iter(summed(context, [g for g in gradients if g is not None]))
-        given = [None if g is None else next(sums) for g in gradients]
-        return list(zip(given, variables, strict=True))
-
-    return _all_reduce_sum_gradients
+@wrapper
+def _wrap_sum(original: Callable[..., Any], self: Any, grads_and_vars: Any) -> Any:
+    pairs = list(grads_and_vars)
+    gradients = of_examples([gradient for gradient, _ in pairs])
+    variables = [variable for _, variable in pairs]
+    dtypes = {g.dtype for g in gradients if g is not None}
+    context = tf.distribute.get_replica_context()
+    if len(dtypes) < 2 or context is None or context.num_replicas_in_sync == 1:
+        return original(self, list(zip(gradients, variables, strict=True)))
+    sums = iter(summed(context, [g for g in gradients if g is not None]))
+    given = [None if g is None else next(sums) for g in gradients]
+    return list(zip(given, variables, strict=True))
 
 
-def _wrap_next(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def next(self: Any, ordered: bool = True) -> Any:
-        seed = original(self, ordered)
-        # Models that are not managed draw what they draw in Keras.
-        is_ours = CALLS.stack or _HERE.share is not None
-        return _of_this_replica(seed) if is_ours else seed
-
-    return next
+@wrapper
+def _wrap_next(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
+    seed = original(self, ordered)
+    # Models that are not managed draw what they draw in Keras.
+    is_ours = CALLS.stack or _HERE.share is not None
+    return _of_this_replica(seed) if is_ours else seed
 
 
 def _of_this_replica(seed: Any) -> Any:

@@ -30,7 +30,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from tfamp.keras_hooks import calls, structure
 from tfamp.keras_hooks.layers import CALLS, record_of, update_record
-from tfamp.keras_hooks.patches import Patch, like, replaced
+from tfamp.keras_hooks.patches import Patch, replaced, wrapper
 from tfamp.records.formats import HALF
 
 METADATA_FILE = "metadata.json"
@@ -56,46 +56,40 @@ def patches(
             where it was passed to the layer or nobody knows.
     """
 
-    def wrap_serialize(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def _serialize_model_as_json(model: Any) -> tuple[str, str]:
-            config, metadata = original(model)
-            entry = describe(model) if isinstance(model, keras.layers.Layer) else None
-            if entry is not None:
-                metadata = json.dumps({**json.loads(metadata), METADATA_KEY: entry})
-            return config, metadata
+    @wrapper
+    def wrap_serialize(original: Callable[..., Any], model: Any) -> tuple[str, str]:
+        config, metadata = original(model)
+        entry = describe(model) if isinstance(model, keras.layers.Layer) else None
+        if entry is not None:
+            metadata = json.dumps({**json.loads(metadata), METADATA_KEY: entry})
+        return config, metadata
 
-        return _serialize_model_as_json
+    @wrapper
+    def wrap_reduce(
+        original: Callable[..., Any], self: Any
+    ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
+        function, (archive,) = original(self)
+        is_ours = read_entry(archive) is not None
+        return unpickle if is_ours else function, (archive,)
 
-    def wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def __reduce__(self: Any) -> tuple[Callable[..., Any], tuple[Any, ...]]:
-            function, (archive,) = original(self)
-            is_ours = read_entry(archive) is not None
-            return unpickle if is_ours else function, (archive,)
+    @wrapper
+    def wrap_load(
+        original: Callable[..., Any], fileobj: Any, *args: Any, **kwargs: Any
+    ) -> Any:
+        entry = read_entry(fileobj)
+        if entry is None:
+            return original(fileobj, *args, **kwargs)
+        return load(entry, lambda: original(fileobj, *args, **kwargs))
 
-        return __reduce__
-
-    def wrap_load(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def _load_model_from_fileobj(fileobj: Any, *args: Any, **kwargs: Any) -> Any:
-            entry = read_entry(fileobj)
-            if entry is None:
-                return original(fileobj, *args, **kwargs)
-            return load(entry, lambda: original(fileobj, *args, **kwargs))
-
-        return _load_model_from_fileobj
-
-    def wrap_config(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def get_config(self: keras.layers.Layer) -> dict[str, Any]:
-            config = original(self)
-            name, dtype = policy_of(self), config.get("dtype")
-            if name is not None and isinstance(dtype, dict):
-                config["dtype"] = {**dtype, _INHERITED: name}
-            return config
-
-        return get_config
+    @wrapper
+    def wrap_config(
+        original: Callable[..., Any], self: keras.layers.Layer
+    ) -> dict[str, Any]:
+        config = original(self)
+        name, dtype = policy_of(self), config.get("dtype")
+        if name is not None and isinstance(dtype, dict):
+            config["dtype"] = {**dtype, _INHERITED: name}
+        return config
 
     return [
         Patch(saving_lib, "_load_model_from_fileobj", wrap_load),
@@ -156,28 +150,24 @@ def read_patches(
     return [Patch(keras.Operation, "from_config", wrap)]
 
 
-def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_build(original: Callable[..., Any], self: keras.Model, config: Any) -> Any:
     """Hands a loaded model's `call`, by which it is built, inputs as in a real call."""
+    dtype = self.compute_dtype
+    if record_of(self) is None or dtype not in HALF:
+        return original(self, config)
+    plain = self.call
 
-    @like(original)
-    def build_from_config(self: keras.Model, config: Any) -> Any:
-        dtype = self.compute_dtype
-        if record_of(self) is None or dtype not in HALF:
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args, kwargs = calls.cast_outputs((args, kwargs), dtype)
+        return plain(*args, **kwargs)
+
+    CALLS.num_builds += 1
+    try:
+        with replaced(self, call=call):
             return original(self, config)
-        plain = self.call
-
-        def call(*args: Any, **kwargs: Any) -> Any:
-            args, kwargs = calls.cast_outputs((args, kwargs), dtype)
-            return plain(*args, **kwargs)
-
-        CALLS.num_builds += 1
-        try:
-            with replaced(self, call=call):
-                return original(self, config)
-        finally:
-            CALLS.num_builds -= 1
-
-    return build_from_config
+    finally:
+        CALLS.num_builds -= 1
 
 
 def inherited_from(dtype: Any) -> str | None:

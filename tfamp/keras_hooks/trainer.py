@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import around_training, workers
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
 from tfamp.keras_hooks.layers import record_of
-from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks.patches import Patch, like, wrapper
 from tfamp.keras_hooks.structure import graph_of
 
 _RUNS = ("fit", "train_on_batch", "evaluate", "predict")
@@ -43,28 +43,28 @@ def run_patches(
             the arguments by name, which it may change; gives a context around the call.
     """
 
-    def wrap_make(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def _make_function(self: keras.Model, step_function: Callable[..., Any]) -> Any:
-            if step_function != self.train_step:
-                return workers.one_by_one(self, original(self, step_function))
-            function = original(self, around_step(self, step_function))
-            function = _built_ahead(self, function)
-            function = workers.one_by_one(self, function)
-            return around_function(self, function)
+    @wrapper
+    def wrap_make(
+        original: Callable[..., Any],
+        self: keras.Model,
+        step_function: Callable[..., Any],
+    ) -> Any:
+        if step_function != self.train_step:
+            return workers.one_by_one(self, original(self, step_function))
+        function = original(self, around_step(self, step_function))
+        function = _built_ahead(self, function)
+        function = workers.one_by_one(self, function)
+        return around_function(self, function)
 
-        return _make_function
-
-    def wrap_train(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def make_train_function(self: keras.Model, *args: Any, **kwargs: Any) -> Any:
-            before = self.train_function
-            made = original(self, *args, **kwargs)
-            if self.train_function is not before:
-                around_training.note_made(self)
-            return made
-
-        return make_train_function
+    @wrapper
+    def wrap_train(
+        original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any
+    ) -> Any:
+        before = self.train_function
+        made = original(self, *args, **kwargs)
+        if self.train_function is not before:
+            around_training.note_made(self)
+        return made
 
     def wrap_run(original: Callable[..., Any]) -> Callable[..., Any]:
         signature = inspect.signature(original)

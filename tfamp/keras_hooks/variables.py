@@ -18,7 +18,7 @@ from keras.src.backend.common import global_state
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from tfamp.keras_hooks import backend
-from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+from tfamp.keras_hooks.patches import HeldPatches, Patch, wrapper
 
 # Writes that a mask can hold back, and those it cannot.
 _MASKED = ("assign", "assign_add", "assign_sub")
@@ -200,14 +200,11 @@ def _neutral(operation: str, dtype: tf.DType) -> tf.Tensor:
 def _wrap_read(note: Callable[[Any, str], None]) -> Callable[..., Any]:
     """Returns a wrapper that calls `note` with a weight and the dtype it is read in."""
 
-    def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
-        @like(original)
-        def _maybe_autocast(self: Any, value: Any) -> Any:
-            given = original(self, value)
-            note(self, backend.standardize_dtype(given.dtype))
-            return given
-
-        return _maybe_autocast
+    @wrapper
+    def wrap(original: Callable[..., Any], self: Any, value: Any) -> Any:
+        given = original(self, value)
+        note(self, backend.standardize_dtype(given.dtype))
+        return given
 
     return wrap
 

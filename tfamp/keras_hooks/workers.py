@@ -32,7 +32,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops
 
 from tfamp.keras_hooks.backend import TensorFlowTrainer
-from tfamp.keras_hooks.patches import HeldPatches, Patch, like, replaced
+from tfamp.keras_hooks.patches import HeldPatches, Patch, replaced, wrapper
 
 _SEED_BITS = 24  # exact in a float32, which every device can add up
 
@@ -87,69 +87,66 @@ def part_of(batch: Any, strategy: Any) -> Any:
     )
 
 
-def _wrap_send(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_send(
+    original: Callable[..., Any],
+    t: Any,
+    shape: Any,
+    dtype: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Sends bfloat16, for which CPUs have no broadcast, as float32, which is exact."""
-
-    @like(original)
-    def broadcast_send(
-        t: Any, shape: Any, dtype: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        if dtype != tf.bfloat16:
-            return original(t, shape, dtype, *args, **kwargs)
-        sent = original(tf.cast(t, tf.float32), shape, tf.float32, *args, **kwargs)
-        return tf.cast(sent, dtype)
-
-    return broadcast_send
+    if dtype != tf.bfloat16:
+        return original(t, shape, dtype, *args, **kwargs)
+    sent = original(tf.cast(t, tf.float32), shape, tf.float32, *args, **kwargs)
+    return tf.cast(sent, dtype)
 
 
-def _wrap_receive(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def broadcast_recv(shape: Any, dtype: Any, *args: Any, **kwargs: Any) -> Any:
-        if dtype != tf.bfloat16:
-            return original(shape, dtype, *args, **kwargs)
-        return tf.cast(original(shape, tf.float32, *args, **kwargs), dtype)
+@wrapper
+def _wrap_receive(
+    original: Callable[..., Any], shape: Any, dtype: Any, *args: Any, **kwargs: Any
+) -> Any:
+    if dtype != tf.bfloat16:
+        return original(shape, dtype, *args, **kwargs)
+    return tf.cast(original(shape, tf.float32, *args, **kwargs), dtype)
 
-    return broadcast_recv
 
-
-def _wrap_build(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_build(
+    original: Callable[..., Any],
+    self: keras.Model,
+    iterator: Any = None,
+    data_batch: Any = None,
+) -> Any:
     """Builds from one replica's part of a batch: Keras averages over them.
 
     That fails on workers, and where the first batch is uneven.
     """
-
-    @like(original)
-    def _maybe_symbolic_build(
-        self: keras.Model, iterator: Any = None, data_batch: Any = None
-    ) -> Any:
-        strategy = self._distribute_strategy
-        if iterator is None or strategy is None or strategy.num_replicas_in_sync == 1:
-            return original(self, iterator=iterator, data_batch=data_batch)
-        for *_, batches in iterator:
-            data_batch = part_of(next(batches), strategy)
-            break
-        return original(self, data_batch=data_batch)
-
-    return _maybe_symbolic_build
+    strategy = self._distribute_strategy
+    if iterator is None or strategy is None or strategy.num_replicas_in_sync == 1:
+        return original(self, iterator=iterator, data_batch=data_batch)
+    for *_, batches in iterator:
+        data_batch = part_of(next(batches), strategy)
+        break
+    return original(self, data_batch=data_batch)
 
 
-def _wrap_reduce(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_reduce(
+    original: Callable[..., Any], values: Any, strategy: Any, reduction: str
+) -> Any:
     """Averages scalars over the workers: Keras averages over their axis 0."""
+    if reduction not in ("auto", "mean") or not _has_workers(strategy):
+        return original(values, strategy, reduction)
 
-    @like(original)
-    def reduce_per_replica(values: Any, strategy: Any, reduction: str) -> Any:
-        if reduction not in ("auto", "mean") or not _has_workers(strategy):
-            return original(values, strategy, reduction)
+    def reduce(value: Any) -> Any:
+        part = strategy.experimental_local_results(value)[0]
+        if tf.convert_to_tensor(part).shape.rank == 0:
+            return strategy.reduce("MEAN", value, axis=None)
+        return original(value, strategy, reduction)
 
-        def reduce(value: Any) -> Any:
-            part = strategy.experimental_local_results(value)[0]
-            if tf.convert_to_tensor(part).shape.rank == 0:
-                return strategy.reduce("MEAN", value, axis=None)
-            return original(value, strategy, reduction)
-
-        return keras.tree.map_structure(reduce, values)
-
-    return reduce_per_replica
+    return keras.tree.map_structure(reduce, values)
 
 
 def one_by_one(model: keras.Model, function: Callable[..., Any]) -> Any:
@@ -194,37 +191,35 @@ def _has_workers(strategy: Any) -> bool:
     return bool(trainer._collective_all_reduce_multi_worker(strategy))
 
 
-def _wrap_iterator(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def __init__(
-        self: Any, distribute_strategy: Any = None, *args: Any, **kwargs: Any
-    ) -> None:
-        before = _HERE.strategy
-        is_spread = _has_workers(distribute_strategy)
-        _HERE.strategy = distribute_strategy if is_spread else None
-        try:
-            original(self, distribute_strategy, *args, **kwargs)
-        finally:
-            _HERE.strategy = before
+@wrapper
+def _wrap_iterator(
+    original: Callable[..., Any],
+    self: Any,
+    distribute_strategy: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> None:
+    before = _HERE.strategy
+    is_spread = _has_workers(distribute_strategy)
+    _HERE.strategy = distribute_strategy if is_spread else None
+    try:
+        original(self, distribute_strategy, *args, **kwargs)
+    finally:
+        _HERE.strategy = before
 
-    return __init__
 
-
-def _wrap_dataset(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def get_tf_dataset(self: Any) -> Any:
-        if _HERE.strategy is None or not self._shuffle:
-            return original(self)
-        if self._shuffle == "batch":
-            raise ValueError(
-                "`shuffle` is 'batch' on several workers, which would shuffle each "
-                "batch in another order on each; expected True or False. Pass "
-                "`shuffle=True`."
-            )
-        seed, is_given = _chosen(_HERE.strategy)
-        return _shuffled(self, seed, is_given=is_given)
-
-    return get_tf_dataset
+@wrapper
+def _wrap_dataset(original: Callable[..., Any], self: Any) -> Any:
+    if _HERE.strategy is None or not self._shuffle:
+        return original(self)
+    if self._shuffle == "batch":
+        raise ValueError(
+            "`shuffle` is 'batch' on several workers, which would shuffle each "
+            "batch in another order on each; expected True or False. Pass "
+            "`shuffle=True`."
+        )
+    seed, is_given = _chosen(_HERE.strategy)
+    return _shuffled(self, seed, is_given=is_given)
 
 
 def _chosen(strategy: Any) -> tuple[int, bool]:

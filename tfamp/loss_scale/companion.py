@@ -14,7 +14,7 @@ from absl import logging
 
 from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import trained_by
-from tfamp.keras_hooks.patches import HeldPatches, Patch, followed_by, like
+from tfamp.keras_hooks.patches import HeldPatches, Patch, followed_by, wrapper
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of
 from tfamp.loss_scale.scalings import SCALINGS
@@ -120,22 +120,20 @@ def _know_wrapper(wrapper: Any) -> None:
         PLAIN.note_wrapped(wrapper)
 
 
-def _wrap_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def apply(self: Any, grads: Any, trainable_variables: Any = None) -> None:
-        if not _is_applied(self, grads, trainable_variables):
-            original(self, grads, trainable_variables)
+@wrapper
+def _wrap_apply(
+    original: Callable[..., Any], self: Any, grads: Any, trainable_variables: Any = None
+) -> None:
+    if not _is_applied(self, grads, trainable_variables):
+        original(self, grads, trainable_variables)
 
-    return apply
 
-
-def _wrap_wrapper_apply(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    def apply(self: Any, *args: Any, **kwargs: Any) -> Any:
-        PLAIN.note_wrapped(self)
-        return original(self, *args, **kwargs)
-
-    return apply
+@wrapper
+def _wrap_wrapper_apply(
+    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+) -> Any:
+    PLAIN.note_wrapped(self)
+    return original(self, *args, **kwargs)
 
 
 PLAIN.make = _made_under

@@ -6,6 +6,7 @@ around it that tapes and `apply` go by. The optimizer stays the user's object. W
 nothing scales gradients that need it, a warning says so.
 """
 
+import contextlib
 import sys
 import threading
 import warnings
@@ -104,7 +105,7 @@ class PlainOptimizers:
         """
         with self._lock:
             known = tuple(self._known)
-            possible = [o for o in known if self._may_be_given(o)]
+            possible = [o for o in known if self.may_be_given(o)]
         for other in set(known).difference(possible):
             ids -= ids_of(other)
         owners = [o for o in possible if not ids.isdisjoint(ids_of(o))]
@@ -117,8 +118,7 @@ class PlainOptimizers:
         held = vars(optimizer).get(_ATTRIBUTE)
         if held is None or held.companion is None:
             return None
-        with self._lock:
-            return held.companion if self._may_be_given(optimizer) else None
+        return held.companion if self.may_be_given(optimizer) else None
 
     def given(self, optimizer: Any, settings: Any) -> Any:
         """Returns the companion of an optimizer, made where there is none.
@@ -128,8 +128,8 @@ class PlainOptimizers:
         with self._lock:
             if self.companion_of(optimizer) is None and self.make is not None:
                 # Outside of the function that is being traced, which it outlives.
-                with tf.init_scope():
-                    companion = _made(self.make, optimizer, settings)
+                with tf.init_scope(), _scope_of(optimizer):
+                    companion = self.make(optimizer, settings)
                 vars(optimizer)[_ATTRIBUTE] = _Held(companion)
             return self.companion_of(optimizer)
 
@@ -147,31 +147,24 @@ class PlainOptimizers:
     def may_be_given(self, optimizer: Any) -> bool:
         """Returns whether an optimizer may be given a loss scale."""
         with self._lock:
-            return self._may_be_given(optimizer)
-
-    def _may_be_given(self, optimizer: Any) -> bool:
-        wrapper = self._wrappers.get(optimizer)
-        return (
-            optimizer not in self._left_alone
-            and (wrapper is None or wrapper() is None)
-            and getattr(optimizer, "loss_scale_factor", None) is None
-            and leaves(optimizer) == [optimizer]
-            and _is_of_this_strategy(optimizer)
-            and (optimizer.built or _comes_to_apply(type(optimizer)))
-        )
+            wrapper = self._wrappers.get(optimizer)
+            return (
+                optimizer not in self._left_alone
+                and (wrapper is None or wrapper() is None)
+                and getattr(optimizer, "loss_scale_factor", None) is None
+                and leaves(optimizer) == [optimizer]
+                and _is_of_this_strategy(optimizer)
+                and (optimizer.built or _comes_to_apply(type(optimizer)))
+            )
 
 
 PLAIN = PlainOptimizers()
 
 
-def _made(make: Callable[[Any, Any], Any], optimizer: Any, settings: Any) -> Any:
+def _scope_of(optimizer: Any) -> contextlib.AbstractContextManager[Any]:
     strategy = strategy_of(optimizer)
-    if strategy is tf.distribute.get_strategy():
-        companion = make(optimizer, settings)
-    else:
-        with strategy.scope():
-            companion = make(optimizer, settings)
-    return companion
+    is_present = strategy is tf.distribute.get_strategy()
+    return contextlib.nullcontext() if is_present else strategy.scope()
 
 
 def _is_of_this_strategy(optimizer: Any) -> bool:

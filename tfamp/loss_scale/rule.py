@@ -22,48 +22,28 @@ _FRACTION_BITS = 23  # of a float32
 
 
 class ScaleState(NamedTuple):
-    """All that a step reads and writes; numbers or scalar tensors.
-
-    Attributes:
-        scale: The loss scale.
-        good_steps: Finite steps since the scale last changed, int.
-        judged: Steps, or microbatches, finite or not, int; as all up to `dropped`.
-        applied: Updates.
-        skipped: Steps, or microbatches, with non-finite gradients.
-        streak: Non-finite steps in a row.
-        overflows: Non-finite steps since the scale last changed.
-        num_stops: How often a streak was so long that training was stopped.
-        is_frozen: Above 0 where the scale stays as it is; see `counters.FROZEN`.
-        is_probing: 1 where the scale is yet to be measured.
-        microbatches: Those in the present window of accumulation.
-        dropped: Windows in a row whose sum was not finite.
-        good_scale: The scale of the last finite step, 0 before the first.
-        peak: The scale up to which it climbs by every finite step, after a
-            streak of non-finite ones; at or below `scale` otherwise.
-        scale_before: The scale that the present streak began with.
-        norm: Norm of the last step's unscaled gradients.
-        finite_norm: The last one that was finite.
-        weight: That of the microbatches in the present window.
-    """
+    """All that a step reads and writes; numbers or scalar tensors."""
 
     scale: Any
-    good_steps: Any = 0
-    judged: Any = 0
-    applied: Any = 0
-    skipped: Any = 0
-    streak: Any = 0
-    overflows: Any = 0
-    num_stops: Any = 0
-    is_frozen: Any = 0
-    is_probing: Any = 0
-    microbatches: Any = 0
-    dropped: Any = 0
-    good_scale: Any = 0.0
-    peak: Any = 0.0
-    scale_before: Any = 0.0
-    norm: Any = 0.0
-    finite_norm: Any = 0.0
-    weight: Any = 0.0
+    good_steps: Any = 0  # finite steps since the scale last changed
+    # Whole numbers. A step is a microbatch where updates take several.
+    judged: Any = 0  # steps, finite or not
+    applied: Any = 0  # updates
+    skipped: Any = 0  # steps with non-finite gradients
+    streak: Any = 0  # of those, in a row
+    overflows: Any = 0  # of those, since the scale last changed
+    num_stops: Any = 0  # how often a streak was so long that training was stopped
+    is_frozen: Any = 0  # above 0 where the scale stays as it is
+    is_probing: Any = 0  # 1 where the scale is yet to be measured
+    microbatches: Any = 0  # in the present window of accumulation
+    dropped: Any = 0  # windows in a row whose sum was not finite
+    # Real numbers.
+    good_scale: Any = 0.0  # the scale of the last finite step, 0 before the first
+    peak: Any = 0.0  # climbed up to by every finite step, after a streak of others
+    scale_before: Any = 0.0  # the scale that the present streak began with
+    norm: Any = 0.0  # of the last step's unscaled gradients
+    finite_norm: Any = 0.0  # the last one that was finite
+    weight: Any = 0.0  # of the microbatches in the present window
 
 
 # The fields of a new window of accumulation.

@@ -23,7 +23,7 @@ from tfamp.keras_hooks.optimizers import (
     tape_patches,
     trained_by,
 )
-from tfamp.keras_hooks.patches import HeldPatches, Patch, like
+from tfamp.keras_hooks.patches import HeldPatches, Patch, wrapper
 from tfamp.keras_hooks.variables import outermost_graph
 from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of, warn_of_no_scale
 from tfamp.loss_scale.scalings import SCALINGS, ScaledGradients, can_be_scaled
@@ -251,47 +251,41 @@ def _training(tape: tf.GradientTape, living: Sequence[Any]) -> Sequence[Any]:
     return owners or _HERE.optimizers
 
 
-def _wrap_gradient(original: Callable[..., Any]) -> Callable[..., Any]:
-    @like(original)
-    @tf.autograph.experimental.do_not_convert
-    def gradient(
-        self: tf.GradientTape,
-        target: Any,
-        sources: Any,
-        output_gradients: Any = None,
-        unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
-    ) -> Any:
-        flat = tf.nest.flatten(sources)
-        # Inside another gradient a tape is part of some layer's own gradient.
-        plan = None if _HERE.is_in_gradient else _plan(self, target, flat)
-        before, _HERE.is_in_gradient = _HERE.is_in_gradient, True
-        try:
-            with asked(self):
-                if plan is None:
-                    return original(
-                        self, target, sources, output_gradients, unconnected_gradients
-                    )
+@wrapper
+@tf.autograph.experimental.do_not_convert
+def _wrap_gradient(
+    original: Callable[..., Any],
+    self: tf.GradientTape,
+    target: Any,
+    sources: Any,
+    output_gradients: Any = None,
+    unconnected_gradients: Any = tf.UnconnectedGradients.NONE,
+) -> Any:
+    flat = tf.nest.flatten(sources)
+    # Inside another gradient a tape is part of some layer's own gradient.
+    plan = None if _HERE.is_in_gradient else _plan(self, target, flat)
+    before, _HERE.is_in_gradient = _HERE.is_in_gradient, True
+    try:
+        with asked(self):
+            if plan is None:
+                return original(
+                    self, target, sources, output_gradients, unconnected_gradients
+                )
 
-                def compute(targets: list[Any], seeds: Any) -> list[Any]:
-                    return original(self, targets, flat, seeds, unconnected_gradients)
+            def compute(targets: list[Any], seeds: Any) -> list[Any]:
+                return original(self, targets, flat, seeds, unconnected_gradients)
 
-                true = plan.gradients(compute, target, flat, output_gradients)
-        finally:
-            _HERE.is_in_gradient = before
-        return tf.nest.pack_sequence_as(sources, true)
-
-    return gradient
+            true = plan.gradients(compute, target, flat, output_gradients)
+    finally:
+        _HERE.is_in_gradient = before
+    return tf.nest.pack_sequence_as(sources, true)
 
 
-def _wrap_scale_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
     """Notes that Keras's own wrapper is used, in code that knows of scales."""
-
-    @like(original)
-    def scale_loss(self: Any, loss: Any) -> Any:
-        CALLS.scales_by_hand = True
-        return original(self, loss)
-
-    return scale_loss
+    CALLS.scales_by_hand = True
+    return original(self, loss)
 
 
 # Held by every optimizer that scales losses, and by all that may need one.
