@@ -14,56 +14,24 @@ import tfamp
 from tests.garbage import holders_of
 from tests.loops import DECORATORS, in_each_way
 from tests.replicas import two_replicas
+from tests.wild.tiny_losses import (
+    TINY,
+    TOLERANCE,
+    gradients_of,
+    network,
+    nothing_of_other_tests,  # noqa: F401 - a fixture of every test
+    sgd,
+    trainer,
+    x,
+    y,
+)
 from tfamp.dtypes import hooks
-from tfamp.keras_hooks.layers import CALLS
 from tfamp.loss_scale import plain_optimizers
 from tfamp.loss_scale import tape as tape_scaling
 from tfamp.loss_scale.companion import PLAIN_HOOKS
 
 layers = keras.layers
-# Of the loss: its gradients leave float16 below, were they not scaled.
-TINY = 1e-7
-TOLERANCE = 0.02  # of losses, computed in float16 with 11 bits over a few steps
-x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-
-
-@pytest.fixture(autouse=True)
-def nothing_of_other_tests(monkeypatch):
-    """What is not built may yet turn out to train what any loop trains."""
-    monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
-    monkeypatch.setattr(plain_optimizers.PLAIN, "_known", weakref.WeakSet())
-    monkeypatch.setattr(CALLS, "scales_by_hand", False)
-
-
-def network(policy="mixed_float16", seed=2, **options):
-    keras.utils.set_random_seed(seed)
-    with tfamp.scope(policy, **options):
-        return keras.Sequential(
-            [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)]
-        )
-
-
-def trainer(model, optimizer, decorate=DECORATORS["eager"], change=lambda g: g):
-    """Returns a step of a loop that knows nothing of loss scales."""
-
-    @decorate
-    def step(inputs, targets, factor):
-        with tf.GradientTape() as tape:
-            error = targets - model(inputs, training=True)
-            loss = factor * tf.reduce_mean(tf.square(error))
-        gradients = change(tape.gradient(loss, model.trainable_variables))
-        optimizer.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
-        return loss / factor
-
-    return lambda factor=TINY: float(step(x, y, tf.constant(factor)))
-
-
-def sgd(**options):
-    return keras.optimizers.SGD(0.1 / TINY, **options)
 
 
 def losses(policy, make=sgd, decorate=DECORATORS["eager"], num_steps=5, **how):
@@ -210,9 +178,7 @@ def test_gradients_added_up_by_hand():
         for _ in range(3):
             total = [tf.zeros(v.shape) for v in model.trainable_variables]
             for part in (slice(0, 32), slice(32, 64)):
-                with tf.GradientTape() as tape:
-                    loss = TINY * tf.reduce_mean(tf.square(y[part] - model(x[part])))
-                gradients = tape.gradient(loss, model.trainable_variables)
+                _, gradients = gradients_of(model, x[part], y[part])
                 total = [a + g / 2 for a, g in zip(total, gradients, strict=True)]
             optimizer.apply(total, model.trainable_variables)
         assert int(optimizer.iterations) == 3
@@ -333,10 +299,7 @@ def test_keras_own_wrapper_scales_once(decorate):
 
         @decorate
         def step():
-            with tf.GradientTape() as tape:
-                loss = TINY * tf.reduce_mean(tf.square(y - model(x)))
-                scaled = wrapper.scale_loss(loss)
-            gradients = tape.gradient(scaled, model.trainable_variables)
+            loss, gradients = gradients_of(model, scale=wrapper.scale_loss)
             wrapper.apply(gradients, model.trainable_variables)
             return loss / TINY, tf.norm(gradients[0])
 
@@ -355,10 +318,7 @@ def test_a_factor_of_the_optimizer_is_its_users():
     model, optimizer = network(), sgd(loss_scale_factor=2.0**12)
 
     def step():
-        with tf.GradientTape() as tape:
-            loss = TINY * tf.reduce_mean(tf.square(y - model(x)))
-            scaled = optimizer.scale_loss(loss)
-        gradients = tape.gradient(scaled, model.trainable_variables)
+        loss, gradients = gradients_of(model, scale=optimizer.scale_loss)
         optimizer.apply(gradients, model.trainable_variables)
         return float(loss / TINY)
 
@@ -480,15 +440,11 @@ def test_the_optimizer_is_the_one_it_was(tmp_path):
     for optimizer, store in zip((exact, half), stores, strict=True):
         optimizer.save_own_variables(store)
     assert stores[0].keys() == stores[1].keys()
-    checkpoint = tf.train.Checkpoint(optimizer=half)
-    names = {
-        name for name, _ in tf.train.list_variables(checkpoint.save(tmp_path / "c"))
-    }
-    checkpoint = tf.train.Checkpoint(optimizer=exact)
-    other = {
-        name for name, _ in tf.train.list_variables(checkpoint.save(tmp_path / "d"))
-    }
-    assert names == other
+    names, others = (
+        {name for name, _ in tf.train.list_variables(checkpoint.save(tmp_path / "c"))}
+        for checkpoint in (tf.train.Checkpoint(optimizer=o) for o in (half, exact))
+    )
+    assert names == others
     held = copy.deepcopy(vars(half)["_tfamp_companion"])
     assert held.companion is None
 
@@ -501,13 +457,8 @@ def test_on_replicas(decorate):
             model, optimizer = network(policy), keras.optimizers.SGD(0.05 / TINY)
 
         def replica_step(inputs, targets, factor):
-            with tf.GradientTape() as tape:
-                error = targets - model(inputs, training=True)
-                loss = factor * tf.reduce_mean(tf.square(error))
-            gradients = tape.gradient(loss, model.trainable_variables)
-            optimizer.apply_gradients(
-                zip(gradients, model.trainable_variables, strict=True)
-            )
+            loss, gradients = gradients_of(model, inputs, targets, factor)
+            optimizer.apply(gradients, model.trainable_variables)
             return loss / factor
 
         @decorate

@@ -12,9 +12,16 @@ import tfamp
 from tests.garbage import holders_of
 from tests.loops import DECORATORS, in_each_way, spied
 from tests.replicas import two_replicas
-from tfamp.keras_hooks.layers import CALLS
-from tfamp.loss_scale import plain_optimizers
-from tfamp.loss_scale import tape as tape_scaling
+from tests.wild.tiny_losses import (
+    TINY,
+    TOLERANCE,
+    network,
+    nothing_of_other_tests,  # noqa: F401 - a fixture of every test
+    sgd,
+    trainer,
+    x,
+    y,
+)
 from tfamp.stepping.eager_step import run_step
 
 layers = keras.layers
@@ -24,18 +31,7 @@ MODES = {
     "xla": {"jit_compile": True},
     "several": {"jit_compile": False, "steps_per_execution": 2},
 }
-# Of the loss: its gradients leave float16 below and above, were they not scaled.
-TINY = 1e-7
-x = np.random.default_rng(0).normal(size=(64, 4)).astype("float32")
-y = x @ np.array([[1.0], [2.0], [-1.0], [0.5]], "float32")
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
-
-
-@pytest.fixture(autouse=True)
-def no_optimizers_of_other_tests(monkeypatch):
-    """One that is not built may yet turn out to train what any loop trains."""
-    monkeypatch.setattr(tape_scaling, "_living", weakref.WeakSet())
-    monkeypatch.setattr(plain_optimizers.PLAIN, "_known", weakref.WeakSet())
 
 
 class Regression(keras.Model):
@@ -72,7 +68,7 @@ def fitted(policy, make=Regression, optimizer=None, data=(x, y), **how):
     keras.utils.set_random_seed(1)
     with tfamp.scope(policy):
         model = make()
-        model.compile(optimizer or keras.optimizers.SGD(0.1 / TINY), **how)
+        model.compile(optimizer or sgd(), **how)
     history = model.fit(*data, epochs=3, batch_size=32, shuffle=False, verbose=0)
     return model, history.history
 
@@ -82,9 +78,9 @@ def fitted(policy, make=Regression, optimizer=None, data=(x, y), **how):
 def test_an_own_train_step_trains_as_in_float32(mode):
     _, exact = fitted("float32", **MODES[mode])
     model, half = fitted("mixed_float16", **MODES[mode])
-    assert half["loss"] == pytest.approx(exact["loss"], rel=0.02)
+    assert half["loss"] == pytest.approx(exact["loss"], rel=TOLERANCE)
     # What the user's code sees is the true gradient.
-    assert half["norm"] == pytest.approx(exact["norm"], rel=0.02)
+    assert half["norm"] == pytest.approx(exact["norm"], rel=TOLERANCE)
     assert exact["loss"][-1] < exact["loss"][0] / 2
     assert model.optimizer.applied_steps == 6
     assert model.optimizer.gradient_norm < 1e-5
@@ -101,40 +97,21 @@ def test_on_replicas():
     assert 0 < half["loss"][-1] < half["loss"][0]
 
 
-def loop(optimizer, model, decorate, factor=TINY):
-    @decorate
-    def step(inputs, targets):
-        with tf.GradientTape() as tape:
-            error = targets - model(inputs, training=True)
-            loss = factor * tf.reduce_mean(tf.square(error))
-        gradients = tape.gradient(loss, model.trainable_variables)
-        gradients, _ = tf.clip_by_global_norm(gradients, 1.0)
-        optimizer.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
-        return loss
-
-    return [float(step(x, y)) for _ in range(6)]
-
-
 @pytest.mark.anchors("graph-unbuilt", "xla-built")
 @pytest.mark.parametrize("built", [True, False], ids=["built", "unbuilt"])
 @in_each_way
 def test_an_own_loop_trains_as_in_float32(decorate, built):
     losses = []
     for policy in ("float32", "mixed_float16"):
-        keras.utils.set_random_seed(2)
-        with tfamp.scope(policy):
-            model = keras.Sequential(
-                [keras.Input((4,)), layers.Dense(8, "tanh"), layers.Dense(1)]
-            )
-        optimizer = keras.optimizers.SGD(0.1 / TINY)
+        model, optimizer = network(policy), sgd()
         if policy != "float32":
             optimizer = tfamp.LossScaleOptimizer(optimizer)
         if built:
             optimizer.build(model.trainable_variables)
-        losses.append(loop(optimizer, model, decorate))
-    assert losses[1] == pytest.approx(losses[0], rel=0.02)
+        clip = lambda gradients: tf.clip_by_global_norm(gradients, 1.0)[0]  # noqa: E731
+        step = trainer(model, optimizer, decorate, clip)
+        losses.append([step() for _ in range(6)])
+    assert losses[1] == pytest.approx(losses[0], rel=TOLERANCE)
     assert optimizer.applied_steps == 6
 
 
@@ -317,7 +294,7 @@ def test_a_gradient_penalty_trains_as_in_float32(mode):
         "mixed_float16", Critic, keras.optimizers.SGD(0.1), (x,), **how
     )
     exact, half = exact["penalty"], half["penalty"]
-    assert half == pytest.approx(exact, rel=0.02)
+    assert half == pytest.approx(exact, rel=TOLERANCE)
     assert exact[-1] < 0.9 * exact[0]
     assert model.optimizer.skipped_steps == 0
 
@@ -357,7 +334,7 @@ class Adversarial(Regression):
 def test_adversarial_examples_of_a_tiny_loss(mode):
     _, exact = fitted("float32", Adversarial, **MODES[mode])
     _, half = fitted("mixed_float16", Adversarial, **MODES[mode])
-    assert half["moved"] == pytest.approx([0.1] * 3, rel=0.02)
+    assert half["moved"] == pytest.approx([0.1] * 3, rel=TOLERANCE)
     assert half["loss"] == pytest.approx(exact["loss"], rel=0.05)
 
 
@@ -475,11 +452,6 @@ def plain_loop(model, optimizer, scaled=False):
     optimizer.apply(gradients, model.trainable_variables)
 
 
-def small(policy, **options):
-    with tfamp.scope(policy, **options):
-        return keras.Sequential([keras.Input((4,)), layers.Dense(4), layers.Dense(1)])
-
-
 NO_SCALE = "computed with no loss scale"
 
 
@@ -491,9 +463,8 @@ class ByHand:
             variable.assign_sub(0.01 * gradient)
 
 
-def test_a_loop_without_any_scale_is_told_once(monkeypatch):
-    monkeypatch.setattr(CALLS, "scales_by_hand", False)
-    model, optimizer = small("mixed_float16"), ByHand()
+def test_a_loop_without_any_scale_is_told_once():
+    model, optimizer = network("mixed_float16"), ByHand()
     plain_loop(model, optimizer)  # which may make an optimizer known
     with pytest.warns(UserWarning, match=NO_SCALE) as caught:
         plain_loop(model, optimizer)
@@ -504,16 +475,16 @@ def test_a_loop_without_any_scale_is_told_once(monkeypatch):
 
 def test_who_needs_no_scale_or_has_one_is_not_told():
     sgd = keras.optimizers.SGD
-    plain_loop(small("mixed_bfloat16"), sgd())
-    plain_loop(small("mixed_float16", loss_scale=None), sgd())
-    plain_loop(small("mixed_float16"), tfamp.LossScaleOptimizer(sgd()))
+    plain_loop(network("mixed_bfloat16"), sgd())
+    plain_loop(network("mixed_float16", loss_scale=None), sgd())
+    plain_loop(network("mixed_float16"), tfamp.LossScaleOptimizer(sgd()))
     other = keras.Sequential([keras.Input((4,)), layers.Dense(1)])
-    small("mixed_float16")(x)
+    network("mixed_float16")(x)
     plain_loop(other, sgd())
 
     def in_a_thread_of_its_own():
         stock = keras.optimizers.LossScaleOptimizer(sgd())
-        plain_loop(small("mixed_float16"), stock, scaled=True)
+        plain_loop(network("mixed_float16"), stock, scaled=True)
 
     thread = threading.Thread(target=in_a_thread_of_its_own)
     thread.start()
