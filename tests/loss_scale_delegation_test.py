@@ -9,6 +9,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.arrays import assert_close
 
 layers = keras.layers
 optimizers = keras.optimizers
@@ -294,8 +295,7 @@ def test_averages_do_not_move_in_a_skipped_step():
     expected = regression(averaging())
     expected.fit(*good, batch_size=2, shuffle=False, verbose=0)
     assert model.optimizer.skipped_steps == 1
-    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert_close(model, expected, rtol=1e-5, atol=1e-6)
 
 
 def test_swap_ema_weights_evaluates_the_averages():
@@ -306,8 +306,7 @@ def test_swap_ema_weights_evaluates_the_averages():
     _, without = trained_with(wrapped(averaging()), validation=(X, Y))
     np.testing.assert_allclose(ours["val_loss"], logs["val_loss"], rtol=1e-5)
     assert abs(ours["val_loss"][0] - without["val_loss"][0]) > 1e-3
-    for mine, theirs in zip(found, expected, strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert_close(found, expected, rtol=1e-5, atol=1e-6)
 
 
 def split_optimizer():
@@ -328,8 +327,7 @@ def test_several_optimizers_inside_one():
     for first in (0, 4, 6):
         expected.train_on_batch(X[first : first + 2], Y[first : first + 2])
     assert (model.optimizer.applied_steps, model.optimizer.skipped_steps) == (3, 1)
-    for mine, theirs in zip(model.get_weights(), expected.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert_close(model, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.mark.skipif(not ADDED, reason="this Keras has no MultiOptimizer")

@@ -13,7 +13,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.replicas import two_replicas
+from tests.arrays import assert_close
+from tests.replicas import check_replicas_agree, two_replicas
 from tfamp.loss_scale.counters import COUNTERS, LEVELS
 
 layers = keras.layers
@@ -323,8 +324,7 @@ def test_a_model_saved_by_stock_keras_loads(num_steps, tmp_path):
     train(model, BATCHES[3:5])
     train(loaded, BATCHES[3:5])
     assert loaded.optimizer.iterations == num_steps + 2
-    for mine, theirs in zip(loaded.get_weights(), model.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-3, atol=1e-4)
+    assert_close(loaded, model, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("is_built", [False, True], ids=["unbuilt", "built"])
@@ -506,9 +506,7 @@ def test_a_file_reaches_every_replica(tmp_path):
         again.optimizer.build(again.trainable_variables)
         assert again.optimizer.scale == 32
     assert_same(facts_of(again), facts_of(model))
-    for variable in again.optimizer.variables:
-        first, second = strategy.experimental_local_results(variable.value)
-        np.testing.assert_array_equal(first.numpy(), second.numpy(), variable.path)
+    check_replicas_agree(strategy, again.optimizer.variables)
 
 
 def test_loading_into_an_optimizer_that_is_not_built_warns_of_nothing(tmp_path):
@@ -545,8 +543,7 @@ def test_state_that_waits_for_a_traced_step_is_set_once(case, tmp_path):
         step(x, y)
     train(half, BATCHES[HALF_WAY:])
     assert facts_of(fresh)["counters"] == facts_of(half)["counters"]
-    for mine, theirs in zip(fresh.get_weights(), half.get_weights(), strict=True):
-        np.testing.assert_allclose(mine, theirs, rtol=1e-5, atol=1e-6)
+    assert_close(fresh, half, rtol=1e-5, atol=1e-6)
 
 
 def test_a_scale_from_stock_keras_is_not_measured_again(tmp_path):

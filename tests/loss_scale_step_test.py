@@ -8,6 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.arrays import assert_close
 
 optimizers = keras.optimizers
 STOCK, OURS = keras.optimizers.LossScaleOptimizer, tfamp.LossScaleOptimizer
@@ -193,8 +194,7 @@ def test_clipping_acts_on_unscaled_gradients(clipping, expected, mode):
     optimizer = make(optimizers.SGD(1.0, **clipping), 1024.0)
     step = steps_of(optimizer, variables, mode)
     step(tf.constant([6.0, 8.0]) * 1024, tf.constant([4.0, 0.0]) * 1024)
-    for variable, value in zip(variables, expected, strict=True):
-        np.testing.assert_allclose(variable, value, rtol=4 * 2**-23)
+    assert_close(variables, expected, rtol=4 * 2**-23)
 
 
 def test_global_clipping_takes_no_second_pass_over_the_gradients():

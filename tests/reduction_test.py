@@ -8,7 +8,8 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.replicas import two_replicas
+from tests.arrays import assert_close
+from tests.replicas import check_replicas_agree, on_both, two_replicas
 from tfamp.loss_scale import gradients as sums
 
 layers = keras.layers
@@ -78,12 +79,6 @@ def guarded(reduce_dtype="auto", *, scale=1024.0, **options):
     return make
 
 
-def check_replicas_agree(strategy, model):
-    for variable in [*model.trainable_variables, *model.optimizer.variables]:
-        first, second = strategy.experimental_local_results(variable.value)
-        np.testing.assert_array_equal(first, second)
-
-
 @pytest.mark.anchors("graph")
 @pytest.mark.parametrize("is_eager", [True, False], ids=["eager", "graph"])
 def test_each_gradient_is_sent_in_the_dtype_its_layer_computed_in(
@@ -93,12 +88,13 @@ def test_each_gradient_is_sent_in_the_dtype_its_layer_computed_in(
         model = trained(strategy, guarded(), run_eagerly=is_eager)
     # Kernel and bias of the layer in float16; the normalization and the head.
     assert sent[0] == [F16, F16, F32, F32, F32, F32]
-    check_replicas_agree(strategy, model)
+    check_replicas_agree(
+        strategy, [*model.trainable_variables, *model.optimizer.variables]
+    )
     with tfamp.scope("mixed_float16"):
         exact = trained(strategy, guarded(None), run_eagerly=is_eager)
     assert set(sent[0]) == {F32}
-    for found, expected in zip(model.get_weights(), exact.get_weights(), strict=True):
-        np.testing.assert_allclose(found, expected, rtol=0, atol=SUM_TOLERANCE[F16])
+    assert_close(model, exact, rtol=0, atol=SUM_TOLERANCE[F16])
 
 
 @pytest.mark.anchors("both")
@@ -120,15 +116,16 @@ def test_microbatches_and_steps_in_one_call_are_sent_likewise(
             model = trained(strategy, make, run_eagerly=False, **compiled)
         num_applied = 3 if not options else 2  # the last window is flushed
         assert model.optimizer.applied_steps == num_applied
-        check_replicas_agree(strategy, model)
+        check_replicas_agree(
+            strategy, [*model.trainable_variables, *model.optimizer.variables]
+        )
         return model.get_weights()
 
     found = weights("auto", **options)
     assert sent[0] == [F16, F16, F32, F32, F32, F32]
     exact = weights(None, **options)
     assert set(sent[0]) == {F32}
-    for own, wanted in zip(found, exact, strict=True):
-        np.testing.assert_allclose(own, wanted, rtol=0, atol=SUM_TOLERANCE[F16])
+    assert_close(found, exact, rtol=0, atol=SUM_TOLERANCE[F16])
     assert any((own != wanted).any() for own, wanted in zip(found, exact, strict=True))
 
 
@@ -150,8 +147,7 @@ def test_a_step_of_one_device_is_compiled_with_it(said):
             for reduce_dtype in ("auto", None)
         ]
     first, second = (model.get_weights() for model in models)
-    for own, wanted in zip(first, second, strict=True):
-        np.testing.assert_array_equal(own, wanted)
+    assert_close(first, second)
     assert models[0].optimizer.applied_steps == 3
     assert len(said) == 1 and "have no effect" in said[0]
 
@@ -175,7 +171,9 @@ def test_enable_passes_it_on_under_every_policy(strategy, sent, said, policy):
     assert optimizer.dynamic == (policy == "float16")
     if not optimizer.dynamic:
         assert (optimizer.applied_steps, optimizer.scale) == (3, 1)
-    check_replicas_agree(strategy, model)
+    check_replicas_agree(
+        strategy, [*model.trainable_variables, *model.optimizer.variables]
+    )
     assert not said
 
 
@@ -279,9 +277,7 @@ class Steps:
 
         given = self.strategy.experimental_distribute_values_from_function(part_of)
         self.strategy.run(on_replica, args=(given,))
-        first, second = self.strategy.experimental_local_results(self.weight.value)
-        np.testing.assert_array_equal(first, second)
-        return first.numpy()
+        return on_both(self.strategy, self.weight)
 
 
 def test_a_sum_that_overflows_in_float16_is_a_skipped_step(strategy):

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.arrays import assert_close
 from tests.replicas import two_replicas
 from tfamp import callbacks
 
@@ -124,8 +125,7 @@ def state(model):
 
 
 def assert_same(one, other):
-    for a, b in zip(one, other, strict=True):
-        np.testing.assert_array_equal(a, b)
+    assert_close(one, other)
 
 
 def outcome(model):

@@ -11,6 +11,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.arrays import assert_close
 from tests.garbage import holders_of
 from tests.loops import DECORATORS, in_each_way
 from tests.replicas import two_replicas
@@ -47,11 +48,6 @@ def companion_of(optimizer):
 
 def everything(model, optimizer):
     return [v.numpy() for v in (*model.variables, *optimizer.variables)]
-
-
-def assert_equal(old, new):
-    for one, other in zip(old, new, strict=True):
-        np.testing.assert_array_equal(one, other)
 
 
 @in_each_way
@@ -107,7 +103,7 @@ def test_an_overflow_skips_its_step_and_leaves_all_as_it_was(decorate):
     before = everything(model, optimizer)
     scale = companion_of(optimizer).scale
     step(1e30)
-    assert_equal(before, everything(model, optimizer))
+    assert_close(before, everything(model, optimizer))
     assert int(optimizer.iterations) == 1
     assert companion_of(optimizer).scale == scale / 2
     step(1.0)
@@ -392,7 +388,7 @@ def test_an_own_apply_runs_once_a_step_and_skips_what_overflows():
     before = everything(model, optimizer)
     step(1e30)
     assert optimizer.num_calls == 2
-    assert_equal(before, everything(model, optimizer))
+    assert_close(before, everything(model, optimizer))
 
 
 class Alone(keras.optimizers.SGD):
@@ -474,7 +470,7 @@ def test_on_replicas(decorate):
             factor = 1e30 if number == loss_at else TINY
             values.append(float(step(*next(batches), tf.constant(factor))))
             if number == loss_at:
-                assert_equal(before, everything(model, optimizer))
+                assert_close(before, everything(model, optimizer))
         return values, optimizer
 
     exact, _ = train("float32")

@@ -6,6 +6,7 @@ import pytest
 from keras import layers
 
 import tfamp
+from tests.arrays import assert_close
 
 
 @pytest.mark.parametrize("way", ["graph", "eager", "xla"])
@@ -35,8 +36,7 @@ def test_a_bad_batch_leaves_the_state_as_it_was(kind, way):
     after = step(x)
     assert model.optimizer.skipped_steps == 1
     assert np.any(before[0])
-    for one, other in zip(before, after, strict=True):
-        np.testing.assert_array_equal(one, other)
+    assert_close(before, after)
 
 
 class Recalibrating(keras.Sequential):
