@@ -6,13 +6,9 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.loops import in_each_way
 from tests.replicas import two_replicas
 
-WAYS = {
-    "eager": lambda f: f,
-    "graph": tf.function,
-    "xla": tf.function(jit_compile=True),
-}
 # As many roundings as an update has operations.
 FLOAT32 = 8 * np.finfo(np.float32).eps
 
@@ -35,7 +31,7 @@ def steps_of(optimizer, variables, decorate):
     return [step_on(v) for v in variables]
 
 
-@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+@in_each_way
 def test_each_part_of_a_window_counts(decorate):
     variables = [keras.Variable(0.0) for _ in range(2)]
     optimizer = accumulating(keras.optimizers.SGD(1.0))
@@ -48,7 +44,7 @@ def test_each_part_of_a_window_counts(decorate):
     assert optimizer.applied_steps == int(optimizer.iterations) == 2
 
 
-@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+@in_each_way
 def test_what_a_window_did_not_train_does_not_move(decorate):
     inner = keras.optimizers.SGD(1.0, momentum=0.5, weight_decay=0.25)
     variables = [keras.Variable(1.0) for _ in range(3)]
@@ -64,7 +60,7 @@ def test_what_a_window_did_not_train_does_not_move(decorate):
     np.testing.assert_allclose(variables, by_hand, rtol=FLOAT32)
 
 
-@pytest.mark.parametrize("decorate", WAYS.values(), ids=WAYS)
+@in_each_way
 def test_flush_applies_what_other_calls_added(decorate):
     variables = [keras.Variable(1.0) for _ in range(3)]
     optimizer = accumulating(keras.optimizers.SGD(1.0, weight_decay=0.5), 4)
