@@ -22,7 +22,7 @@ from keras.src.layers.layer import might_have_unbuilt_state
 from tfamp.keras_hooks import backend
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
-from tfamp.keras_hooks.patches import Patch, like, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, like, wrapper
 
 _SOURCE = "_tfamp_source"
 
@@ -178,7 +178,7 @@ def _data_layer_class() -> type:
 
 @wrapper
 def _wrap_data_layer(
-    original: Callable[..., Any], self: keras.layers.Layer, inputs: Any, **kwargs: Any
+    original: Function, self: keras.layers.Layer, inputs: Any, **kwargs: Any
 ) -> Any:
     """Hands preprocessing layers exact inputs before they cast them themselves."""
     record = record_of(self)
@@ -266,11 +266,7 @@ def cast_outputs(outputs: Any, dtype: str) -> Any:
 
 @wrapper
 def _wrap_convert_input(
-    original: Callable[..., Any],
-    self: keras.DTypePolicy,
-    x: Any,
-    autocast: bool,
-    dtype: Any,
+    original: Function, self: keras.DTypePolicy, x: Any, autocast: bool, dtype: Any
 ) -> Any:
     """Lets a tensor that was rounded remember what it was rounded from.
 

@@ -21,7 +21,7 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfamp.keras_hooks import around_training
-from tfamp.keras_hooks.patches import HeldPatches, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, wrapper
 
 
 class Execution(NamedTuple):
@@ -166,23 +166,21 @@ def _feed_from(iterator: Any) -> Feed:
 
 
 @wrapper
-def _wrap_reset(original: Callable[..., Any], self: Any) -> None:
+def _wrap_reset(original: Function, self: Any) -> None:
     _feed_from(self)
     around_training.note_epochs(self)
     original(self)
 
 
 @wrapper
-def _wrap_get(original: Callable[..., Any], self: Any) -> Any:
+def _wrap_get(original: Function, self: Any) -> Any:
     feed = _feed_from(self)
     feed.made, feed.drawn = feed.made + 1, 0
     return original(self)
 
 
 @wrapper
-def _wrap_enumerate(
-    original: Callable[..., Any], self: Any
-) -> Iterator[tuple[Any, ...]]:
+def _wrap_enumerate(original: Function, self: Any) -> Iterator[tuple[Any, ...]]:
     feed = _feed_from(self)
     items = iter(original(self))
     if feed.around is None:

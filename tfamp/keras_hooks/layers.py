@@ -20,7 +20,7 @@ from typing import Any
 import keras
 from keras.src.backend.common import global_state
 
-from tfamp.keras_hooks.patches import Patch, followed_by, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, followed_by, wrapper
 
 _ATTRIBUTE = "_tfamp_record"
 # Of one step: a loss may be computed by several models, or by layers one by one.
@@ -163,10 +163,7 @@ def patches(
 
     @wrapper
     def wrap_layer(
-        original: Callable[..., Any],
-        self: keras.layers.Layer,
-        *args: Any,
-        **kwargs: Any,
+        original: Function, self: keras.layers.Layer, *args: Any, **kwargs: Any
     ) -> None:
         with around():
             original(self, *args, **kwargs)
@@ -174,7 +171,7 @@ def patches(
 
     @wrapper
     def wrap_bidirectional(
-        original: Callable[..., Any],
+        original: Function,
         self: keras.layers.Layer,
         layer: Any,
         *args: Any,

@@ -24,7 +24,7 @@ from tensorflow.python.eager import record
 from tensorflow.python.ops import control_flow_util
 
 from tfamp.keras_hooks.backend import HALF
-from tfamp.keras_hooks.patches import HookError, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, HookError, Patch, wrapper
 
 
 def in_xla() -> bool:
@@ -254,7 +254,7 @@ def tape_patches(wrap_gradient: Callable[[Callable[..., Any]], Any]) -> list[Pat
 
     @wrapper
     def wrap_init(
-        original: Callable[..., Any],
+        original: Function,
         self: Any,
         persistent: bool = False,
         watch_accessed_variables: bool = True,

@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 _ABSENT = object()
+Function = Callable[..., Any]
 
 
 class HookError(RuntimeError):
@@ -241,9 +242,7 @@ def followed_by(note: Callable[..., Any]) -> Callable[[Callable[..., Any]], Any]
     """Returns a wrapper of a constructor that calls `note(self)` afterwards."""
 
     @wrapper
-    def wrap(
-        original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
-    ) -> None:
+    def wrap(original: Function, self: Any, *args: Any, **kwargs: Any) -> None:
         original(self, *args, **kwargs)
         note(self)
 

@@ -37,7 +37,7 @@ from absl import logging
 from keras.src.losses import loss as losses
 
 from tfamp.keras_hooks.layers import CALLS
-from tfamp.keras_hooks.patches import Patch, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, wrapper
 from tfamp.keras_hooks.workers import summed
 
 _MEANS = ("sum_over_batch_size", "mean")
@@ -167,7 +167,7 @@ def _quotient(part: Any, whole: Any, dtype: Any) -> tf.Tensor:
 
 
 @wrapper
-def _wrap_scale(original: Callable[..., Any], value: Any) -> Any:
+def _wrap_scale(original: Function, value: Any) -> Any:
     share = _HERE.share
     if share is None:
         return original(value)
@@ -179,7 +179,7 @@ def _wrap_scale(original: Callable[..., Any], value: Any) -> Any:
 
 
 @wrapper
-def _wrap_unscale(original: Callable[..., Any], value: Any) -> Any:
+def _wrap_unscale(original: Function, value: Any) -> Any:
     share = _HERE.share
     if share is None:
         return original(value)
@@ -189,7 +189,7 @@ def _wrap_unscale(original: Callable[..., Any], value: Any) -> Any:
 
 @wrapper
 def _wrap_reduce(
-    original: Callable[..., Any],
+    original: Function,
     values: Any,
     sample_weight: Any = None,
     mask: Any = None,
@@ -252,7 +252,7 @@ def _can_reduce(share: Share) -> bool:
 
 @wrapper
 def _wrap_track(
-    original: Callable[..., Any], self: Any, values: Any, sample_weight: Any = None
+    original: Function, self: Any, values: Any, sample_weight: Any = None
 ) -> Any:
     """Weights losses of outputs by their examples: Keras's shapes do not tell them."""
     share = _HERE.share
@@ -262,7 +262,7 @@ def _wrap_track(
 
 
 @wrapper
-def _wrap_sum(original: Callable[..., Any], self: Any, grads_and_vars: Any) -> Any:
+def _wrap_sum(original: Function, self: Any, grads_and_vars: Any) -> Any:
     pairs = list(grads_and_vars)
     gradients = of_examples([gradient for gradient, _ in pairs])
     variables = [variable for _, variable in pairs]
@@ -276,7 +276,7 @@ def _wrap_sum(original: Callable[..., Any], self: Any, grads_and_vars: Any) -> A
 
 
 @wrapper
-def _wrap_next(original: Callable[..., Any], self: Any, ordered: bool = True) -> Any:
+def _wrap_next(original: Function, self: Any, ordered: bool = True) -> Any:
     seed = original(self, ordered)
     # Models that are not managed draw what they draw in Keras.
     is_ours = CALLS.stack or _HERE.share is not None

@@ -30,7 +30,7 @@ from keras.src.utils.tracking import DotNotTrackScope
 
 from tfamp.keras_hooks import calls, structure
 from tfamp.keras_hooks.layers import CALLS, record_of, update_record
-from tfamp.keras_hooks.patches import Patch, replaced, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.records.formats import HALF
 
 METADATA_FILE = "metadata.json"
@@ -57,7 +57,7 @@ def patches(
     """
 
     @wrapper
-    def wrap_serialize(original: Callable[..., Any], model: Any) -> tuple[str, str]:
+    def wrap_serialize(original: Function, model: Any) -> tuple[str, str]:
         config, metadata = original(model)
         entry = describe(model) if isinstance(model, keras.layers.Layer) else None
         if entry is not None:
@@ -66,25 +66,21 @@ def patches(
 
     @wrapper
     def wrap_reduce(
-        original: Callable[..., Any], self: Any
+        original: Function, self: Any
     ) -> tuple[Callable[..., Any], tuple[Any, ...]]:
         function, (archive,) = original(self)
         is_ours = read_entry(archive) is not None
         return unpickle if is_ours else function, (archive,)
 
     @wrapper
-    def wrap_load(
-        original: Callable[..., Any], fileobj: Any, *args: Any, **kwargs: Any
-    ) -> Any:
+    def wrap_load(original: Function, fileobj: Any, *args: Any, **kwargs: Any) -> Any:
         entry = read_entry(fileobj)
         if entry is None:
             return original(fileobj, *args, **kwargs)
         return load(entry, lambda: original(fileobj, *args, **kwargs))
 
     @wrapper
-    def wrap_config(
-        original: Callable[..., Any], self: keras.layers.Layer
-    ) -> dict[str, Any]:
+    def wrap_config(original: Function, self: keras.layers.Layer) -> dict[str, Any]:
         config = original(self)
         name, dtype = policy_of(self), config.get("dtype")
         if name is not None and isinstance(dtype, dict):
@@ -151,7 +147,7 @@ def read_patches(
 
 
 @wrapper
-def _wrap_build(original: Callable[..., Any], self: keras.Model, config: Any) -> Any:
+def _wrap_build(original: Function, self: keras.Model, config: Any) -> Any:
     """Hands a loaded model's `call`, by which it is built, inputs as in a real call."""
     dtype = self.compute_dtype
     if record_of(self) is None or dtype not in HALF:

@@ -21,7 +21,7 @@ import tensorflow as tf
 from tfamp.keras_hooks import around_training, workers
 from tfamp.keras_hooks.backend import SharedTrainer, TensorFlowTrainer
 from tfamp.keras_hooks.layers import record_of
-from tfamp.keras_hooks.patches import Patch, like, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, like, wrapper
 from tfamp.keras_hooks.structure import graph_of
 
 _RUNS = ("fit", "train_on_batch", "evaluate", "predict")
@@ -45,9 +45,7 @@ def run_patches(
 
     @wrapper
     def wrap_make(
-        original: Callable[..., Any],
-        self: keras.Model,
-        step_function: Callable[..., Any],
+        original: Function, self: keras.Model, step_function: Callable[..., Any]
     ) -> Any:
         if step_function != self.train_step:
             return workers.one_by_one(self, original(self, step_function))
@@ -58,7 +56,7 @@ def run_patches(
 
     @wrapper
     def wrap_train(
-        original: Callable[..., Any], self: keras.Model, *args: Any, **kwargs: Any
+        original: Function, self: keras.Model, *args: Any, **kwargs: Any
     ) -> Any:
         before = self.train_function
         made = original(self, *args, **kwargs)

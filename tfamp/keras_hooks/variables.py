@@ -18,7 +18,7 @@ from keras.src.backend.common import global_state
 from tensorflow.python.ops.resource_variable_ops import BaseResourceVariable
 
 from tfamp.keras_hooks import backend
-from tfamp.keras_hooks.patches import HeldPatches, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, wrapper
 
 # Writes that a mask can hold back, and those it cannot.
 _MASKED = ("assign", "assign_add", "assign_sub")
@@ -201,7 +201,7 @@ def _wrap_read(note: Callable[[Any, str], None]) -> Callable[..., Any]:
     """Returns a wrapper that calls `note` with a weight and the dtype it is read in."""
 
     @wrapper
-    def wrap(original: Callable[..., Any], self: Any, value: Any) -> Any:
+    def wrap(original: Function, self: Any, value: Any) -> Any:
         given = original(self, value)
         note(self, backend.standardize_dtype(given.dtype))
         return given

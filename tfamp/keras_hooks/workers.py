@@ -32,7 +32,7 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import collective_ops
 
 from tfamp.keras_hooks.backend import TensorFlowTrainer
-from tfamp.keras_hooks.patches import HeldPatches, Patch, replaced, wrapper
+from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, replaced, wrapper
 
 _SEED_BITS = 24  # exact in a float32, which every device can add up
 
@@ -89,12 +89,7 @@ def part_of(batch: Any, strategy: Any) -> Any:
 
 @wrapper
 def _wrap_send(
-    original: Callable[..., Any],
-    t: Any,
-    shape: Any,
-    dtype: Any,
-    *args: Any,
-    **kwargs: Any,
+    original: Function, t: Any, shape: Any, dtype: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Sends bfloat16, for which CPUs have no broadcast, as float32, which is exact."""
     if dtype != tf.bfloat16:
@@ -105,7 +100,7 @@ def _wrap_send(
 
 @wrapper
 def _wrap_receive(
-    original: Callable[..., Any], shape: Any, dtype: Any, *args: Any, **kwargs: Any
+    original: Function, shape: Any, dtype: Any, *args: Any, **kwargs: Any
 ) -> Any:
     if dtype != tf.bfloat16:
         return original(shape, dtype, *args, **kwargs)
@@ -114,10 +109,7 @@ def _wrap_receive(
 
 @wrapper
 def _wrap_build(
-    original: Callable[..., Any],
-    self: keras.Model,
-    iterator: Any = None,
-    data_batch: Any = None,
+    original: Function, self: keras.Model, iterator: Any = None, data_batch: Any = None
 ) -> Any:
     """Builds from one replica's part of a batch: Keras averages over them.
 
@@ -133,9 +125,7 @@ def _wrap_build(
 
 
 @wrapper
-def _wrap_reduce(
-    original: Callable[..., Any], values: Any, strategy: Any, reduction: str
-) -> Any:
+def _wrap_reduce(original: Function, values: Any, strategy: Any, reduction: str) -> Any:
     """Averages scalars over the workers: Keras averages over their axis 0."""
     if reduction not in ("auto", "mean") or not _has_workers(strategy):
         return original(values, strategy, reduction)
@@ -193,7 +183,7 @@ def _has_workers(strategy: Any) -> bool:
 
 @wrapper
 def _wrap_iterator(
-    original: Callable[..., Any],
+    original: Function,
     self: Any,
     distribute_strategy: Any = None,
     *args: Any,
@@ -209,7 +199,7 @@ def _wrap_iterator(
 
 
 @wrapper
-def _wrap_dataset(original: Callable[..., Any], self: Any) -> Any:
+def _wrap_dataset(original: Function, self: Any) -> Any:
     if _HERE.strategy is None or not self._shuffle:
         return original(self)
     if self._shuffle == "batch":

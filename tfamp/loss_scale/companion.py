@@ -5,7 +5,7 @@ is Keras's own everywhere else.
 """
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ from absl import logging
 
 from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import trained_by
-from tfamp.keras_hooks.patches import HeldPatches, Patch, followed_by, wrapper
+from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, followed_by, wrapper
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of
 from tfamp.loss_scale.scalings import SCALINGS
@@ -122,7 +122,7 @@ def _know_wrapper(wrapper: Any) -> None:
 
 @wrapper
 def _wrap_apply(
-    original: Callable[..., Any], self: Any, grads: Any, trainable_variables: Any = None
+    original: Function, self: Any, grads: Any, trainable_variables: Any = None
 ) -> None:
     if not _is_applied(self, grads, trainable_variables):
         original(self, grads, trainable_variables)
@@ -130,7 +130,7 @@ def _wrap_apply(
 
 @wrapper
 def _wrap_wrapper_apply(
-    original: Callable[..., Any], self: Any, *args: Any, **kwargs: Any
+    original: Function, self: Any, *args: Any, **kwargs: Any
 ) -> Any:
     PLAIN.note_wrapped(self)
     return original(self, *args, **kwargs)

@@ -8,7 +8,7 @@ is left to divide. Where the code scales its loss itself, the tape does nothing.
 import contextlib
 import threading
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
@@ -23,7 +23,7 @@ from tfamp.keras_hooks.optimizers import (
     tape_patches,
     trained_by,
 )
-from tfamp.keras_hooks.patches import HeldPatches, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, wrapper
 from tfamp.keras_hooks.variables import outermost_graph
 from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of, warn_of_no_scale
 from tfamp.loss_scale.scalings import SCALINGS, ScaledGradients, can_be_scaled
@@ -254,7 +254,7 @@ def _training(tape: tf.GradientTape, living: Sequence[Any]) -> Sequence[Any]:
 @wrapper
 @tf.autograph.experimental.do_not_convert
 def _wrap_gradient(
-    original: Callable[..., Any],
+    original: Function,
     self: tf.GradientTape,
     target: Any,
     sources: Any,
@@ -282,7 +282,7 @@ def _wrap_gradient(
 
 
 @wrapper
-def _wrap_scale_loss(original: Callable[..., Any], self: Any, loss: Any) -> Any:
+def _wrap_scale_loss(original: Function, self: Any, loss: Any) -> Any:
     """Notes that Keras's own wrapper is used, in code that knows of scales."""
     CALLS.scales_by_hand = True
     return original(self, loss)
