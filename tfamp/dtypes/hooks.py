@@ -29,8 +29,7 @@ from tfamp.keras_hooks.workers import WORKER_HOOKS
 from tfamp.loss_scale.companion import PLAIN_HOOKS
 from tfamp.loss_scale.fit_hooks import BEFORE_TRAINING, FIT_HOOKS
 from tfamp.loss_scale.optimizer import CONFIG_HOOKS
-from tfamp.loss_scale.tape.companion import PLAIN_HOOKS
-from tfamp.loss_scale.tape.gradients import TAPE_HOOKS
+from tfamp.loss_scale.tape import TAPE_HOOKS
 from tfamp.machine import cpus
 from tfamp.machine.idle_distribution import warn_of_idle_distribution
 

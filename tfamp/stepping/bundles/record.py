@@ -6,7 +6,7 @@ import json
 import math
 from typing import Any, ClassVar, Literal
 
-from tfamp.loss_scale.errors import found_in
+from tfamp.loss_scale.interface import found_in
 from tfamp.machine.speeds import Device
 from tfamp.records.record import Record
 
