@@ -25,19 +25,12 @@ from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, wrapper
 
 
 class Execution(NamedTuple):
-    """One call of the training function in an epoch.
+    """One call of the training function in an epoch."""
 
-    Attributes:
-        begin: Number of its first step in the epoch.
-        end: The number of the step after its last one, where data is left for all.
-        iterator: What it draws from.
-        item: What Keras has of it.
-    """
-
-    begin: int
-    end: int
-    iterator: Any
-    item: tuple[Any, ...]
+    begin: int  # number of its first step in the epoch
+    end: int  # the one after its last step, where data is left for all
+    iterator: Any  # what it draws from
+    item: tuple[Any, ...]  # what Keras has of it
 
 
 Around = Callable[[Iterator[Execution]], Iterator[Execution]]

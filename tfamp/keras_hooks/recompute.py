@@ -35,19 +35,12 @@ _DRAWS = ("Random", "TruncatedNormal", "Multinomial", "ParameterizedTruncatedNor
 
 
 class _Form(NamedTuple):
-    """What a flat list of tensors is packed into.
+    """What a flat list of tensors is packed into."""
 
-    Attributes:
-        structure: A nested structure of the leaves' places.
-        places: For each leaf the number of its tensor, None for what is no tensor.
-        hanging: (number of the tensor, attribute, number of what hangs on it).
-        leaves: The leaves, with None for tensors.
-    """
-
-    structure: Any
-    places: list[int | None]
-    hanging: list[tuple[int, str, int]]
-    leaves: list[Any]
+    structure: Any  # a nested structure of the leaves' places
+    places: list[int | None]  # the number of each leaf's tensor, if it is one
+    hanging: list[tuple[int, str, int]]  # tensor, attribute, what hangs on it
+    leaves: list[Any]  # with None for tensors
 
 
 class _Results(NamedTuple):

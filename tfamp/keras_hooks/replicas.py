@@ -49,23 +49,14 @@ _BETWEEN_REPLICAS = 1_013_904_223
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What a replica has of a batch.
+    """What a replica has of a batch."""
 
-    Attributes:
-        count: Its examples, a float32 scalar.
-        total: Those of all replicas, a float32 scalar.
-        may_be_empty: Whether `count` may be 0, as far as a trace knows.
-        graph: The graph in which the step runs, None in eager code.
-        trackers: The identities of the metrics that track the losses of outputs.
-        reduces_weights: Whether weights and masks are added up over the replicas.
-    """
-
-    count: tf.Tensor
-    total: tf.Tensor
-    may_be_empty: bool
-    graph: Any
-    trackers: frozenset[int]
-    reduces_weights: bool
+    count: tf.Tensor  # its examples, a float32 scalar
+    total: tf.Tensor  # those of all replicas, a float32 scalar
+    may_be_empty: bool  # whether `count` may be 0, as far as a trace knows
+    graph: Any  # the graph in which the step runs, None in eager code
+    trackers: frozenset[int]  # identities of the metrics of outputs' losses
+    reduces_weights: bool  # whether weights and masks are added up over replicas
 
     def of_batch(self, dtype: Any) -> tf.Tensor:
         """Returns the share of the examples, in [0, 1]."""

@@ -139,45 +139,26 @@ class ScaleVariables:
 
 
 class Step(NamedTuple):
-    """One step, and the totals just after it.
+    """One step, and the totals just after it."""
 
-    Attributes:
-        step: Its number, from 1; under accumulation each microbatch is a step.
-        loss_scale: The scale it was computed with.
-        applied_steps: Updates so far.
-        skipped_steps: Skipped steps so far.
-        consecutive_skips: Skipped steps in a row up to this one.
-        gradient_norm: Norm of the unscaled gradients, None where it is not finite.
-        overflow_rate: Skipped steps per 1,000, over the last `RATE_STEPS`.
-    """
-
-    step: int
-    loss_scale: float
-    applied_steps: int
+    step: int  # its number, from 1; under accumulation each microbatch is a step
+    loss_scale: float  # the scale it was computed with
+    applied_steps: int  # updates so far
     skipped_steps: int
-    consecutive_skips: int
-    gradient_norm: float | None
-    overflow_rate: float
+    consecutive_skips: int  # skipped steps in a row up to this one
+    gradient_norm: float | None  # unscaled; None where it is not finite
+    overflow_rate: float  # skipped steps per 1,000, over the last `RATE_STEPS`
 
 
 class Reading(NamedTuple):
-    """What one reading brought.
+    """What one reading brought."""
 
-    Attributes:
-        steps: The steps since the last one, oldest first.
-        num_lost: How many more there were, older than what the optimizer holds.
-        logs: The present values, all finite, for the logs of `fit`.
-        last_skip: Number of the last step that was skipped, None if none was.
-        num_skips: Steps skipped since the last reading.
-        nonfinite: Paths of the variables whose gradients were not finite in them.
-    """
-
-    steps: list[Step]
-    num_lost: int
-    logs: dict[str, float | int]
-    last_skip: int | None
-    num_skips: int
-    nonfinite: tuple[str, ...]
+    steps: list[Step]  # since the last reading, oldest first
+    num_lost: int  # further ones, older than what the optimizer holds
+    logs: dict[str, float | int]  # the present values, all finite, for `fit`
+    last_skip: int | None  # number of the last skipped step
+    num_skips: int  # steps skipped since the last reading
+    nonfinite: tuple[str, ...]  # paths of the variables to blame for them
 
 
 class StepReader:

@@ -35,21 +35,13 @@ _THIS = _ThisThread()
 
 @dataclasses.dataclass
 class Scaling:
-    """What is known of the gradients that an optimizer has not applied yet.
+    """What is known of the gradients that an optimizer has not applied yet."""
 
-    Attributes:
-        is_scaled: Whether they are multiplied by the loss scale.
-        graph: A reference to the function that was being traced, None in eager code.
-        thread: A reference to the thread.
-        gradients: References to what the tape gave.
-        is_taken: A variable that holds whether an optimizer has applied the gradients
-            of a trace; None where the optimizer was known from the start.
-    """
-
-    is_scaled: bool
-    graph: Any
-    thread: Any
+    is_scaled: bool  # whether they are multiplied by the loss scale
+    graph: Any  # a reference to the traced function, None in eager code
+    thread: Any  # a reference to the thread
     gradients: list[Any] = dataclasses.field(default_factory=list)
+    # Holds whether an optimizer applied what a trace gave; None where one was known.
     is_taken: Any = None
     _verdicts: list[Any] = dataclasses.field(default_factory=list)
 
