@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfamp
 from tests.arrays import assert_close
 from tests.loops import OwnStep
-from tests.styles import STYLES, Subclassed, assembled
+from tests.styles import STYLES, Subclassed, assembled, stock_policy
 
 layers = keras.layers
 STOCK, OURS = keras.optimizers.LossScaleOptimizer, tfamp.LossScaleOptimizer
@@ -253,12 +253,9 @@ def test_a_loss_scale_factor_becomes_a_static_scale():
         model = functional()
         model.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
     assert (model.optimizer.scale, model.optimizer.dynamic) == (32, False)
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
+    with stock_policy("mixed_float16"):
         stock = functional()
         stock.compile(keras.optimizers.Adam(loss_scale_factor=32.0), "mse")
-    finally:
-        keras.config.set_dtype_policy("float32")
     assert stock.optimizer.inner_optimizer.loss_scale_factor is None  # wiped
     assert stock.optimizer.scale_loss(1.0) == 2.0**15
 

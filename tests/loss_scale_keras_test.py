@@ -9,6 +9,7 @@ import tensorflow as tf
 from keras.src import testing
 
 import tfamp
+from tests.styles import stock_policy
 
 # Keras's class has no static scale; that ours has one is the point. Nor does it add up
 # gradients itself: it sends its user to the inner optimizer, which counts bad ones too.
@@ -35,11 +36,8 @@ def test_it_is_one_of_kerass():
     optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25))
     assert isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-    keras.config.set_dtype_policy("mixed_float16")
-    try:
+    with stock_policy("mixed_float16"):
         model.compile(optimizer, "mse")
-    finally:
-        keras.config.set_dtype_policy("float32")
     assert model.optimizer is optimizer  # Keras wraps no second time
 
 

@@ -21,6 +21,7 @@ from tests.linear_training import (
     without,
 )
 from tests.replicas import check_replicas_agree, on_both, two_replicas
+from tests.styles import stock_policy
 
 layers = keras.layers
 StockOptimizer = keras.optimizers.LossScaleOptimizer
@@ -385,13 +386,10 @@ def dense_norm_dense():
 
 def in_float16(strategy, make_optimizer, policy):
     """Returns a model of float16 layers, compiled under the strategy."""
-    keras.config.set_dtype_policy(policy)
-    try:
+    with stock_policy(policy):
         with strategy.scope():
             model = dense_norm_dense()
             model.compile(make_optimizer(), "mse")
-    finally:
-        keras.config.set_dtype_policy("float32")
     return model
 
 

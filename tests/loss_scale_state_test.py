@@ -15,6 +15,7 @@ import tensorflow as tf
 import tfamp
 from tests.arrays import assert_close
 from tests.replicas import check_replicas_agree, two_replicas
+from tests.styles import stock_policy
 from tfamp.loss_scale.counters import COUNTERS, LEVELS
 
 layers = keras.layers
@@ -269,12 +270,9 @@ def test_backup_and_restore_after_a_crash(case, tmp_path):
 
 def stock_model(policy, *, is_wrapped=True):
     """Returns a model trained by Keras alone, on finite batches."""
-    keras.config.set_dtype_policy(policy)
-    try:
+    with stock_policy(policy):
         head = layers.Dense(2, activation="softmax", dtype="float32")
         model = keras.Sequential([keras.Input((3,)), layers.Dense(4), head])
-    finally:
-        keras.config.set_dtype_policy("float32")
     optimizer = keras.optimizers.Adam(0.0625)
     if is_wrapped:
         optimizer = keras.optimizers.LossScaleOptimizer(

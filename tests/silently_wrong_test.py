@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import tfamp
-from tests.styles import Subclassed
+from tests.styles import Subclassed, stock_policy
 
 layers = keras.layers
 POLICIES = ("mixed_float16", "mixed_bfloat16")
@@ -164,15 +164,12 @@ def error(found, expected):
 @pytest.mark.parametrize(("name", "policy"), IDS)
 def test_stock_keras_is_wrong(name, policy):
     case = CASES[name]
-    keras.config.set_dtype_policy(policy)
-    try:
+    with stock_policy(policy):
         # Stock Keras cannot run a `Normalization` with a given mean in a subclassed
         # model at all; in a Functional one ids are not cast by the model.
         structure = "subclassed" if name == "ids in floats" else "functional"
         model = STRUCTURES[structure](case.make(), case.inputs.shape[1:])
         found = predict(model, case.inputs, "eager")
-    finally:
-        keras.config.set_dtype_policy("float32")
     assert not error(found, case.expected) < 4 * case.tolerance  # NaN is wrong too
 
 
@@ -203,11 +200,8 @@ NORMALIZATIONS = {
 @pytest.mark.parametrize("make, right", NORMALIZATIONS.values(), ids=NORMALIZATIONS)
 @pytest.mark.parametrize("policy", POLICIES)
 def test_apply_takes_the_statistics_of_a_normalization_again(policy, make, right):
-    keras.config.set_dtype_policy(policy)
-    try:
+    with stock_policy(policy):
         model = functional(make(), (1,))
-    finally:
-        keras.config.set_dtype_policy("float32")
     assert error(predict(model, NEAR_5E4, "eager"), right) > 0.1
     tfamp.apply(model, policy)
     assert error(predict(model, NEAR_5E4, "eager"), right) < 2**-8

@@ -1,4 +1,6 @@
-"""The same layers as a Sequential, Functional, subclassed or nested model."""
+"""Models in several styles, of layers from outside, and under stock policies."""
+
+import contextlib
 
 import keras
 
@@ -43,3 +45,13 @@ def assembled(parts, style, shape):
         return keras.Model(x, y)
     assert style == "sequential"
     return keras.Sequential([keras.Input(shape), *parts])
+
+
+@contextlib.contextmanager
+def stock_policy(policy):
+    """Sets Keras's own policy inside the block, as a script without tfamp does."""
+    keras.config.set_dtype_policy(policy)
+    try:
+        yield
+    finally:
+        keras.config.set_dtype_policy("float32")

@@ -15,6 +15,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfamp
+from tests.styles import stock_policy
 from tests.wild import taps
 from tests.wild.programs.registry import Program, Trained
 
@@ -52,11 +53,8 @@ def policy_in_force(way: str, policy: str) -> Iterator[None]:
         with tfamp.scope(policy):
             yield
     elif way == "stock":
-        keras.mixed_precision.set_global_policy(policy)
-        try:
+        with stock_policy(policy):
             yield
-        finally:
-            keras.mixed_precision.set_global_policy("float32")
     else:
         yield
 
