@@ -11,6 +11,12 @@ DECORATORS = {
     "graph": tf.function,
     "xla": tf.function(jit_compile=True),
 }
+# How `compile` has a model's own steps run.
+COMPILED = {
+    "graph": {"jit_compile": False},
+    "xla": {"jit_compile": True},
+    "eager": {"run_eagerly": True},
+}
 in_each_way = pytest.mark.parametrize("decorate", DECORATORS.values(), ids=DECORATORS)
 
 

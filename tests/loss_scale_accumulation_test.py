@@ -8,7 +8,7 @@ import pytest
 import tensorflow as tf
 
 import tfamp
-from tests.loops import in_each_way
+from tests.loops import COMPILED, in_each_way
 
 rng = np.random.default_rng(0)
 X = rng.normal(size=(48, 4)).astype("float32")
@@ -54,12 +54,7 @@ INNER = {
     "clipnorm": lambda: keras.optimizers.SGD(0.1, clipnorm=0.2),
     "Lion": lambda: keras.optimizers.Lion(0.01),
 }
-MODES = {
-    "graph": {},
-    "xla": {"jit_compile": True},
-    "eager": {"run_eagerly": True},
-    "bulk": {"steps_per_execution": 3, "jit_compile": False},
-}
+MODES = {**COMPILED, "bulk": {"steps_per_execution": 3, "jit_compile": False}}
 
 
 def weights_of(model):

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 import tfamp
 from tests.arrays import assert_close
-from tests.loops import OwnStep
+from tests.loops import COMPILED, OwnStep
 from tests.styles import STYLES, Subclassed, assembled, stock_policy
 
 layers = keras.layers
@@ -23,12 +23,7 @@ BAD = np.full_like(X, np.nan)
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
-MODES = {
-    "graph": {"jit_compile": False},
-    "xla": {"jit_compile": True},
-    "eager": {"run_eagerly": True},
-    "bulk": {"steps_per_execution": 2, "jit_compile": False},
-}
+MODES = {**COMPILED, "bulk": {"steps_per_execution": 2, "jit_compile": False}}
 
 
 def parts():

@@ -293,7 +293,7 @@ def test_flush_applies_the_mean_from_wherever_it_is_called(strategy, flush):
         flush(strategy, training.optimizer)
         assert training.values() == [-(3.0 + 9.0) / 2]
     assert training.optimizer.applied_steps == 1
-    check_replicas_agree(strategy, training.optimizer)
+    check_replicas_agree(strategy, training.optimizer.variables)
 
 
 def test_discard_forgets_the_window(strategy):
@@ -386,10 +386,9 @@ def dense_norm_dense():
 
 def in_float16(strategy, make_optimizer, policy):
     """Returns a model of float16 layers, compiled under the strategy."""
-    with stock_policy(policy):
-        with strategy.scope():
-            model = dense_norm_dense()
-            model.compile(make_optimizer(), "mse")
+    with stock_policy(policy), strategy.scope():
+        model = dense_norm_dense()
+        model.compile(make_optimizer(), "mse")
     return model
 
 
@@ -413,7 +412,7 @@ def test_a_float16_model_trains_past_the_second_replica(strategy, enabled):
     skipped = 0 if enabled else 1
     assert model.optimizer.skipped_steps == skipped
     assert np.isfinite(statistics(strategy, model, layer=2)).all()
-    check_replicas_agree(strategy, model.optimizer)
+    check_replicas_agree(strategy, model.optimizer.variables)
     reference = in_float16(strategy, lambda: SGD(0.125), "float32")
     reference.fit(x[16 * skipped :], y[16 * skipped :], **UNIFORM_FIT)
     for found, expected in zip(
@@ -481,7 +480,7 @@ def test_training_that_cannot_go_on_ends_in_our_error(strategy):
         )
     np.testing.assert_array_equal(on_both(strategy, model.weights[0]), KERNEL)
     assert model.optimizer.scale == 8.0
-    check_replicas_agree(strategy, model.optimizer)
+    check_replicas_agree(strategy, model.optimizer.variables)
 
 
 def test_a_window_whose_sum_is_not_finite_ends_training_too(strategy):
@@ -496,7 +495,7 @@ def test_a_window_whose_sum_is_not_finite_ends_training_too(strategy):
     with pytest.raises(tfamp.LossScaleError, match="Skipped 1 updates"):
         training.step([1e19], [0.0])
     assert training.values() == [0.0]
-    check_replicas_agree(strategy, training.optimizer)
+    check_replicas_agree(strategy, training.optimizer.variables)
     for gradient in (1.0, 2.0):
         training.step([gradient], [gradient])
     assert training.values() == [-3.0]

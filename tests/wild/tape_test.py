@@ -11,7 +11,7 @@ import tensorflow as tf
 import tfamp
 from tests.arrays import assert_close
 from tests.garbage import holders_of
-from tests.loops import DECORATORS, in_each_way, spied
+from tests.loops import COMPILED, DECORATORS, in_each_way, spied
 from tests.replicas import two_replicas
 from tests.wild.tiny_losses import (
     TINY,
@@ -26,12 +26,7 @@ from tests.wild.tiny_losses import (
 from tfamp.stepping.eager_step import run_step
 
 layers = keras.layers
-MODES = {
-    "eager": {"run_eagerly": True},
-    "graph": {"jit_compile": False},
-    "xla": {"jit_compile": True},
-    "several": {"jit_compile": False, "steps_per_execution": 2},
-}
+MODES = {**COMPILED, "several": {"jit_compile": False, "steps_per_execution": 2}}
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 
 
