@@ -161,11 +161,8 @@ class Run:
         for place in sorted(self.calls):
             if place is not Place.MICRO_BATCHES:
                 function = self._within(place, function)
-        self._is_inside = True
-        try:
+        with replaced(self, _is_inside=True):
             return function(iterator)
-        finally:
-            self._is_inside = False
 
     def _within(self, place: Place, function: Callable[[Any], Any]) -> Any:
         return functools.partial(self.calls[place][1], function)

@@ -37,7 +37,7 @@ from absl import logging
 from keras.src.losses import loss as losses
 
 from tfamp.keras_hooks.layers import CALLS
-from tfamp.keras_hooks.patches import Function, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, replaced, wrapper
 from tfamp.keras_hooks.workers import summed
 
 _MEANS = ("sum_over_batch_size", "mean")
@@ -98,11 +98,8 @@ def sharing(
     loss = getattr(model, "_compile_loss", None)
     trackers = frozenset(map(id, getattr(loss, "metrics", ())))
     share = Share(count, total, may_be_empty, graph, trackers, reduces_weights)
-    before, _HERE.share = _HERE.share, share
-    try:
+    with replaced(_HERE, share=share):
         yield share
-    finally:
-        _HERE.share = before
 
 
 def is_empty() -> tf.Tensor | None:
@@ -198,11 +195,8 @@ def _wrap_reduce(
     part = tf.reduce_sum(weights)
     context = tf.distribute.get_replica_context()
     whole = context.all_reduce(tf.distribute.ReduceOp.SUM, part)
-    _HERE.of_weights = lambda dtype: _quotient(part, whole, dtype)
-    try:
+    with replaced(_HERE, of_weights=lambda dtype: _quotient(part, whole, dtype)):
         loss = original(values, sample_weight, mask, reduction, dtype)
-    finally:
-        _HERE.of_weights = None
     return _summed_if_empty(loss, reduction)
 
 

@@ -189,13 +189,9 @@ def _wrap_iterator(
     *args: Any,
     **kwargs: Any,
 ) -> None:
-    before = _HERE.strategy
     is_spread = _has_workers(distribute_strategy)
-    _HERE.strategy = distribute_strategy if is_spread else None
-    try:
+    with replaced(_HERE, strategy=distribute_strategy if is_spread else None):
         original(self, distribute_strategy, *args, **kwargs)
-    finally:
-        _HERE.strategy = before
 
 
 @wrapper

@@ -14,7 +14,14 @@ from absl import logging
 
 from tfamp.keras_hooks.layers import record_of
 from tfamp.keras_hooks.optimizers import trained_by
-from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, followed_by, wrapper
+from tfamp.keras_hooks.patches import (
+    Function,
+    HeldPatches,
+    Patch,
+    followed_by,
+    replaced,
+    wrapper,
+)
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of
 from tfamp.loss_scale.scalings import SCALINGS
@@ -53,11 +60,8 @@ class Companion(LossScaleOptimizer):
 
     def update_inner(self, gradients: list[Any], variables: Sequence[Any]) -> None:
         """Runs Keras's own `apply`: that of a subclass has come here by it."""
-        before, _HERE.is_updating = _HERE.is_updating, True
-        try:
+        with replaced(_HERE, is_updating=True):
             keras.optimizers.Optimizer.apply(self.inner_optimizer, gradients, variables)
-        finally:
-            _HERE.is_updating = before
 
     def _adopted(self, accumulation_steps: int) -> int:
         return accumulation_steps

@@ -18,7 +18,7 @@ from absl import logging
 from tfamp.keras_hooks import around_training, replicas, structure, trainer
 from tfamp.keras_hooks.layers import CALLS, record_of
 from tfamp.keras_hooks.optimizers import in_xla
-from tfamp.keras_hooks.patches import HeldPatches
+from tfamp.keras_hooks.patches import HeldPatches, replaced
 from tfamp.keras_hooks.variables import variables_written
 from tfamp.loss_scale import interface
 from tfamp.loss_scale.replicas import ours_of, weights_replicas
@@ -63,12 +63,9 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
 
     @functools.wraps(train_step)
     def step_and_undo(data: Any) -> Any:
-        before, CALLS.is_training = CALLS.is_training, record_of(model) is not None
         optimizers = ours_of(model)
-        try:
+        with replaced(CALLS, is_training=record_of(model) is not None):
             return undoing(optimizers, data) if optimizers else sharing(data)
-        finally:
-            CALLS.is_training = before
 
     def sharing(data: Any) -> Any:
         if not weights_replicas(model):
@@ -84,16 +81,18 @@ def _guarded(model: keras.Model, train_step: Callable[..., Any]) -> Callable[...
         weight = trainer.batch_size_of(data) if accumulates else None
         for optimizer in optimizers:
             optimizer.leaves_stop_to_caller = True
-        _MICROBATCH.weight = weight
         # Under XLA each is a select, so only what is written is undone.
         watch = variables_written() if in_xla() else contextlib.nullcontext()
         try:
-            with watch as written, training_with(optimizers):
+            with (
+                watch as written,
+                training_with(optimizers),
+                replaced(_MICROBATCH, weight=weight),
+            ):
                 logs = sharing(data)
         finally:
             for optimizer in optimizers:
                 optimizer.leaves_stop_to_caller = False
-            _MICROBATCH.weight = None
         state.put_back_if_skipped(written)
         return logs
 

@@ -23,7 +23,7 @@ from tfamp.keras_hooks.optimizers import (
     tape_patches,
     trained_by,
 )
-from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, wrapper
+from tfamp.keras_hooks.patches import Function, HeldPatches, Patch, replaced, wrapper
 from tfamp.keras_hooks.variables import outermost_graph
 from tfamp.loss_scale.plain_optimizers import PLAIN, float16_layer_of, warn_of_no_scale
 from tfamp.loss_scale.scalings import SCALINGS, ScaledGradients, can_be_scaled
@@ -66,25 +66,18 @@ def know(optimizer: Any) -> None:
         _living.add(optimizer)
 
 
-@contextlib.contextmanager
-def training_with(optimizers: Sequence[Any]) -> Iterator[None]:
+def training_with(
+    optimizers: Sequence[Any],
+) -> contextlib.AbstractContextManager[None]:
     """Marks that a model's `train_step` runs, in this thread."""
-    before = _HERE.optimizers
-    _HERE.optimizers = tuple(optimizers)
-    try:
-        yield
-    finally:
-        _HERE.optimizers = before
+    return replaced(_HERE, optimizers=tuple(optimizers))
 
 
 @contextlib.contextmanager
 def scaled_by(factor: float) -> Iterator[FixedScale]:
     """Has the tapes of this thread scale by a number, and tell no optimizer."""
-    before, _HERE.fixed = _HERE.fixed, FixedScale(factor)
-    try:
-        yield _HERE.fixed
-    finally:
-        _HERE.fixed = before
+    with replaced(_HERE, fixed=FixedScale(factor)):
+        yield _HERE.fixed  # type: ignore[misc]
 
 
 def ids_of(optimizer: Any) -> frozenset[int]:
@@ -264,20 +257,16 @@ def _wrap_gradient(
     flat = tf.nest.flatten(sources)
     # Inside another gradient a tape is part of some layer's own gradient.
     plan = None if _HERE.is_in_gradient else _plan(self, target, flat)
-    before, _HERE.is_in_gradient = _HERE.is_in_gradient, True
-    try:
-        with asked(self):
-            if plan is None:
-                return original(
-                    self, target, sources, output_gradients, unconnected_gradients
-                )
+    with replaced(_HERE, is_in_gradient=True), asked(self):
+        if plan is None:
+            return original(
+                self, target, sources, output_gradients, unconnected_gradients
+            )
 
-            def compute(targets: list[Any], seeds: Any) -> list[Any]:
-                return original(self, targets, flat, seeds, unconnected_gradients)
+        def compute(targets: list[Any], seeds: Any) -> list[Any]:
+            return original(self, targets, flat, seeds, unconnected_gradients)
 
-            true = plan.gradients(compute, target, flat, output_gradients)
-    finally:
-        _HERE.is_in_gradient = before
+        true = plan.gradients(compute, target, flat, output_gradients)
     return tf.nest.pack_sequence_as(sources, true)
 
 
