@@ -5,10 +5,14 @@ Relies on: `backend.ops`, from Keras 3.16 on, holding what `backend` held before
 being a class on top of the one that all backends share.
 """
 
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
 import tensorflow as tf
 from keras.src import backend
 from keras.src.backend import common
-from keras.src.backend.common import masking, symbolic_scope
+from keras.src.backend.common import global_state, masking, symbolic_scope
 from keras.src.backend.tensorflow import trainer as tensorflow_trainer
 from keras.src.trainers import trainer as shared_trainer
 
@@ -38,3 +42,16 @@ TensorFlowTrainer = (
     getattr(tensorflow_trainer, "TensorFlowTrainer", None) or tensorflow_trainer.Trainer
 )
 SharedTrainer = getattr(shared_trainer, "BaseTrainer", None) or shared_trainer.Trainer
+
+
+@contextlib.contextmanager
+def global_attributes(**values: Any) -> Iterator[None]:
+    """Sets attributes of this thread's global state inside the block."""
+    before = {name: global_state.get_global_attribute(name) for name in values}
+    try:
+        for name, value in values.items():
+            global_state.set_global_attribute(name, value)
+        yield
+    finally:
+        for name, value in before.items():
+            global_state.set_global_attribute(name, value)

@@ -22,7 +22,7 @@ from keras.src.layers.layer import might_have_unbuilt_state
 from tfamp.keras_hooks import backend
 from tfamp.keras_hooks.backend import HALF
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
-from tfamp.keras_hooks.patches import Function, Patch, like, wrapper
+from tfamp.keras_hooks.patches import Function, Patch, like, replaced, wrapper
 
 _SOURCE = "_tfamp_source"
 
@@ -100,16 +100,9 @@ def _outside_the_trace() -> Iterator[None]:
     if CALLS.recorder is None:
         yield
         return
-    scopes = ("stateless_scope", "symbolic_scope")
-    before = {name: global_state.get_global_attribute(name) for name in scopes}
-    try:
-        for name in scopes:
-            global_state.set_global_attribute(name, None)
-        with tf.init_scope():
-            yield
-    finally:
-        for name, scope in before.items():
-            global_state.set_global_attribute(name, scope)
+    scopes = backend.global_attributes(stateless_scope=None, symbolic_scope=None)
+    with scopes, tf.init_scope():
+        yield
 
 
 def _wrap_maybe_build(
@@ -121,15 +114,12 @@ def _wrap_maybe_build(
     def _maybe_build(self: keras.layers.Layer, call_spec: Any) -> Any:
         if self.built:
             return original(self, call_spec)
-        CALLS.num_builds += 1
-        try:
-            with _outside_the_trace():
-                record = record_of(self)
-                if record is not None and utils.is_default(self.build):
-                    _build_by_trace(self, record, call_spec, after_error)
-                return original(self, call_spec)
-        finally:
-            CALLS.num_builds -= 1
+        building = replaced(CALLS, num_builds=CALLS.num_builds + 1)
+        with building, _outside_the_trace():
+            record = record_of(self)
+            if record is not None and utils.is_default(self.build):
+                _build_by_trace(self, record, call_spec, after_error)
+            return original(self, call_spec)
 
     return _maybe_build
 
@@ -157,11 +147,9 @@ def _build_by_trace(
             given,
         )
         # What sublayers return may be cast for this layer, as in its own call.
-        CALLS.stack.append(record_of(layer) or record)
-        try:
+        inside = [*CALLS.stack, record_of(layer) or record]
+        with replaced(CALLS, stack=inside):
             return backend.compute_output_spec(layer.call, **arguments)
-        finally:
-            CALLS.stack.pop()
 
     try:
         trace()

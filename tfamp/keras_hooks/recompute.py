@@ -22,6 +22,7 @@ from tensorflow.python.eager import record
 
 from tfamp.keras_hooks import backend
 from tfamp.keras_hooks.layers import CALLS
+from tfamp.keras_hooks.patches import replaced
 
 # What hangs on a tensor: a mask, its value ahead of a cast, the logits it came from.
 _HANGING = ("_keras_mask", "_tfamp_source", "_keras_logits")
@@ -63,18 +64,10 @@ class _Surroundings:
 
     def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Calls a function in them."""
-        names = (_CONTEXT, _AUTOCAST)
-        before = {name: global_state.get_global_attribute(name) for name in names}
-        stack = list(CALLS.stack)
-        try:
-            global_state.set_global_attribute(_CONTEXT, copy.copy(self._context))
-            global_state.set_global_attribute(_AUTOCAST, self._autocast)
-            CALLS.stack[:] = self._stack
+        scopes = {_CONTEXT: copy.copy(self._context), _AUTOCAST: self._autocast}
+        stack = replaced(CALLS, stack=list(self._stack))
+        with backend.global_attributes(**scopes), stack:
             return function(*args)
-        finally:
-            CALLS.stack[:] = stack
-            for name, value in before.items():
-                global_state.set_global_attribute(name, value)
 
 
 def recomputed(

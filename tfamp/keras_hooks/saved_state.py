@@ -158,12 +158,9 @@ def _wrap_build(original: Function, self: keras.Model, config: Any) -> Any:
         args, kwargs = calls.cast_outputs((args, kwargs), dtype)
         return plain(*args, **kwargs)
 
-    CALLS.num_builds += 1
-    try:
-        with replaced(self, call=call):
-            return original(self, config)
-    finally:
-        CALLS.num_builds -= 1
+    building = replaced(CALLS, num_builds=CALLS.num_builds + 1)
+    with building, replaced(self, call=call):
+        return original(self, config)
 
 
 def inherited_from(dtype: Any) -> str | None:
