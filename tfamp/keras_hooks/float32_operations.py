@@ -20,10 +20,10 @@ import keras
 import tensorflow as tf
 from keras.src import tree
 
-from tfamp.keras_hooks import backend, calls
+from tfamp.keras_hooks import backend, calls, structure
 from tfamp.keras_hooks.backend import HALF, operations
 from tfamp.keras_hooks.layers import CALLS, Kind, LayerRecord, record_of
-from tfamp.keras_hooks.patches import Patch, like
+from tfamp.keras_hooks.patches import Function, Patch, like, wrapper
 
 # Marks a result of a managed layer in half precision that has its logits.
 _CAREFUL = "_tfamp_careful"
@@ -96,42 +96,38 @@ def patches(has_float32_operations: Callable[[LayerRecord], bool]) -> list[Patch
     ]
 
 
-def _wrap_loss(original: Callable[..., Any]) -> Callable[..., Any]:
+@wrapper
+def _wrap_loss(
+    original: Function,
+    self: keras.Loss,
+    y_true: Any,
+    y_pred: Any,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Widens predictions that a managed layer made, with their logits and mask."""
-
-    def widen(x: Any) -> Any:
-        if not hasattr(x, _CAREFUL):
-            return x
-        wide = backend.cast(x, "float32")
-        wide._keras_logits = backend.cast(x._keras_logits, "float32")
-        mask = backend.get_keras_mask(x)
-        if mask is not None:
-            backend.set_keras_mask(wide, mask)
-        return wide
-
-    @like(original)
-    def __call__(
-        self: keras.Loss, y_true: Any, y_pred: Any, *args: Any, **kwargs: Any
-    ) -> Any:
-        return original(
-            self, y_true, tree.map_structure(widen, y_pred), *args, **kwargs
-        )
-
-    return __call__
+    wide = tree.map_structure(_with_wide_logits, y_pred)
+    return original(self, y_true, wide, *args, **kwargs)
 
 
-def _wrap_add_loss(original: Callable[..., Any]) -> Callable[..., Any]:
-    def widen(x: Any) -> Any:
-        is_half = isinstance(x, tf.Tensor) and x.dtype in HALF
-        return backend.cast(x, "float32") if is_half else x
+def _with_wide_logits(x: Any) -> Any:
+    if not hasattr(x, _CAREFUL):
+        return x
+    wide = backend.cast(x, "float32")
+    wide._keras_logits = backend.cast(x._keras_logits, "float32")
+    return structure.with_mask_of(x, wide)
 
-    @like(original)
-    def add_loss(self: keras.layers.Layer, loss: Any) -> Any:
-        if record_of(self) is not None:
-            loss = tree.map_structure(widen, loss)
-        return original(self, loss)
 
-    return add_loss
+@wrapper
+def _wrap_add_loss(original: Function, self: keras.layers.Layer, loss: Any) -> Any:
+    if record_of(self) is not None:
+        loss = tree.map_structure(_widened, loss)
+    return original(self, loss)
+
+
+def _widened(x: Any) -> Any:
+    is_half = isinstance(x, tf.Tensor) and x.dtype in HALF
+    return backend.cast(x, "float32") if is_half else x
 
 
 class _InFloat32:
