@@ -8,7 +8,7 @@ sum leaves its range only where one device's gradient of the whole batch would.
 
 import dataclasses
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -21,6 +21,7 @@ from tfamp.keras_hooks.workers import summed
 # Under XLA each reduction is a kernel of its own, which 200 small variables make
 # slow to compile; gradients of one size up to this are reduced together.
 _MAX_STACKED_ELEMENTS = 2**16
+REDUCE_DTYPES = (None, "auto", "float16", "bfloat16")
 
 
 def sums_of_squares(gradients: Sequence[Any]) -> tf.Tensor:
@@ -92,26 +93,14 @@ def _sum_of_rows(tensor: tf.Tensor) -> tf.Tensor:
 
 
 def _sum_of_last(tensor: tf.Tensor) -> tf.Tensor:
-    return _summation()(tensor)
-
-
-@functools.cache
-def _summation() -> Callable[[tf.Tensor], tf.Tensor]:
-    """Returns the fastest sum over the last axis on the devices here.
+    """Returns the sum over the last axis, the fastest one on the devices here.
 
     On a CPU XLA multiplies matrices on all cores and sums on one. On a GPU a
     product may round to TF32, and sums are fast.
     """
     if tf.config.list_physical_devices("GPU"):
-        return lambda tensor: tf.reduce_sum(tensor, -1)
-
-    def by_product(tensor: tf.Tensor) -> tf.Tensor:
-        return tf.linalg.matvec(tensor, tf.ones(tf.shape(tensor)[-1:]))
-
-    return by_product
-
-
-REDUCE_DTYPES = (None, "auto", "float16", "bfloat16")
+        return tf.reduce_sum(tensor, -1)
+    return tf.linalg.matvec(tensor, tf.ones(tf.shape(tensor)[-1:]))
 
 
 @dataclasses.dataclass(frozen=True)
