@@ -42,23 +42,23 @@ def check_loss_scale(
             f"Unknown `loss_scale` {loss_scale!r}; expected 'dynamic', a positive "
             "finite number for a static scale, or None. Leave it out for 'dynamic'."
         )
+    options = dict(options or {})
     known = (*_SCALE_OPTIONS, *_STEP_OPTIONS, *_REDUCE_OPTIONS)
-    unknown = [name for name in options or {} if name not in known]
+    unknown = [name for name in options if name not in known]
     if unknown:
         raise ValueError(
             f"Unknown name {unknown[0]!r} in `loss_scale_options`; expected {known}. "
             "Leave it out."
         )
-    moving = {k: v for k, v in (options or {}).items() if k in _SCALE_OPTIONS}
+    moving = {k: v for k, v in options.items() if k in _SCALE_OPTIONS}
     if (moving and loss_scale != "dynamic") or (options and loss_scale is None):
         raise ValueError(
-            f"`loss_scale_options` {moving or dict(options or {})!r} act on a dynamic "
+            f"`loss_scale_options` {moving or options!r} act on a dynamic "
             f"loss scale only, but `loss_scale` is {loss_scale!r}. Leave out one of "
             "the two."
         )
-    reduced = {k: v for k, v in (options or {}).items() if k in _REDUCE_OPTIONS}
-    reduction = Reduction(reduced.get("reduce_dtype"), reduced.get("bytes_per_pack", 0))
-    check_settings(**{k: v for k, v in (options or {}).items() if k not in reduced})
+    reduction = Reduction(options.get("reduce_dtype"), options.get("bytes_per_pack", 0))
+    check_settings(**{k: v for k, v in options.items() if k not in _REDUCE_OPTIONS})
     has_float16 = "bfloat16" not in policy and policy != "float32"
     if not explicit or has_float16 or reduction.dtype == "float16":
         return
