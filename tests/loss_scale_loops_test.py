@@ -145,28 +145,6 @@ def test_minimize_wants_a_tape_for_a_tensor():
         optimizer.minimize(tf.constant(1.0), [keras.Variable(1.0)])
 
 
-def test_the_example_of_legacy_keras():
-    model = keras.Sequential([keras.Input((2,)), keras.layers.Dense(1)])
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.25))
-    loss_fn = keras.losses.MeanSquaredError()
-    x, y = tf.ones((4, 2)), tf.ones((4, 1))
-
-    @tf.function
-    def train_step():
-        with tf.GradientTape() as tape:
-            loss = loss_fn(y, model(x))
-            scaled_loss = optimizer.get_scaled_loss(loss)
-        scaled_gradients = tape.gradient(scaled_loss, model.trainable_variables)
-        gradients = optimizer.get_unscaled_gradients(scaled_gradients)
-        optimizer.apply_gradients(
-            zip(gradients, model.trainable_variables, strict=True)
-        )
-        return loss
-
-    losses = [float(train_step()) for _ in range(20)]
-    assert losses[-1] < losses[0] / 10
-
-
 FORGOTTEN = "no loss was multiplied by it"
 
 
@@ -218,15 +196,6 @@ def test_without_a_scale_nothing_is_forgotten():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         optimizer.apply([tf.constant(1.0)], [keras.Variable(1.0)])
-
-
-def test_a_setting_of_the_inner_optimizer_that_would_spoil_the_update():
-    weight = keras.Variable(1.0)
-    optimizer = tfamp.LossScaleOptimizer(keras.optimizers.SGD(0.125))
-    optimizer.inner_optimizer.loss_scale_factor = 8.0
-    message = re.escape("`loss_scale_factor` of the wrapped optimizer is 8.0")
-    with pytest.raises(ValueError, match=message):
-        keras_3(optimizer, weight)
 
 
 def test_what_a_tape_said_of_variables_ends_with_them():

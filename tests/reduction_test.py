@@ -129,12 +129,6 @@ def test_microbatches_and_steps_in_one_call_are_sent_likewise(
     assert any((own != wanted).any() for own, wanted in zip(found, exact, strict=True))
 
 
-def test_what_xla_cannot_compile_on_replicas_is_told(strategy):
-    message = "`jit_compile=True` under MirroredStrategy: TensorFlow cannot compile a"
-    with tfamp.scope("mixed_float16"), pytest.raises(RuntimeError, match=message):
-        trained(strategy, guarded(), run_eagerly=False, jit_compile=True)
-
-
 def test_a_step_of_one_device_is_compiled_with_it(said):
     with tfamp.scope("mixed_float16"):
         models = [
