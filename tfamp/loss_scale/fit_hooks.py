@@ -27,7 +27,7 @@ from tfamp.loss_scale.step_state import (
     StateBeforeStep,
     kept_if_empty,
 )
-from tfamp.loss_scale.tape.gradients import training_with
+from tfamp.loss_scale.tape import training_with
 from tfamp.machine.memory import device_peak_bytes, machine_memory
 from tfamp.machine.out_of_memory import explain, is_out_of_memory
 
