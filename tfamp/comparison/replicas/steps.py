@@ -201,7 +201,7 @@ def make_steps(
             made += 1
             # Less those that were skipped.
             tally = names.tally_of(model.optimizer)
-            applied = made if tally is None else int(tally.numbers().counters.applied)
+            applied = made if tally is None else int(tally.numbers().applied)
             if steps is None and applied >= _APPLIED:
                 break
     _keep(folder / _END.format(replicas), model)
