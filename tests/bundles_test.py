@@ -16,11 +16,8 @@ import pytest
 import tensorflow as tf
 
 from tfamp.machine.speeds import Device
-from tfamp.stepping import snapshots
-from tfamp.stepping.bundles import files
-from tfamp.stepping.bundles.batches import iterator_of, leaves, pack, part_of, unpack
-from tfamp.stepping.bundles.files import put_random, take_random
-from tfamp.stepping.bundles.record import (
+from tfamp.stepping import bundles, snapshot_files, snapshots
+from tfamp.stepping.bundle_records import (
     Batch,
     Bundle,
     Call,
@@ -28,7 +25,9 @@ from tfamp.stepping.bundles.record import (
     hexed,
     same_bits,
 )
-from tfamp.stepping.snapshots.state import digest
+from tfamp.stepping.bundles import iterator_of, leaves, pack, part_of, unpack
+from tfamp.stepping.snapshots import digest
+from tfamp.stepping.unchanged import put_random, take_random
 
 RAGGED = tf.ragged.constant([[1.0, 2.0], [], [3.0]])
 NESTED = tf.ragged.constant([[[1], [2, 3]], [[4, 5]]])
@@ -110,7 +109,7 @@ def record(**changes):
 
 def contents(**changes):
     state = snapshots.State({"weights/0/kernel": np.arange(6.0)}, {"iterations": 2})
-    return files.Contents(record(**changes), state, {"0/0": np.ones(3)}, {})
+    return bundles.Contents(record(**changes), state, {"0/0": np.ones(3)}, {})
 
 
 def save(path):
@@ -121,7 +120,7 @@ def save(path):
 
 @pytest.fixture
 def bundle(tmp_path):
-    return files.write(tmp_path, contents(), save)
+    return bundles.write(tmp_path, contents(), save)
 
 
 @pytest.mark.parametrize("data", PARTS.values(), ids=PARTS)
@@ -148,7 +147,7 @@ def test_an_unknown_kind_of_part_is_refused():
 
 
 def test_a_bundle_is_read_as_it_was_written(bundle):
-    found, written = files.read(bundle), contents()
+    found, written = bundles.read(bundle), contents()
     assert bundle.name == "failure-00000002-loss"
     assert sorted(os.listdir(bundle)) == [
         "batches.npz",
@@ -166,10 +165,10 @@ def test_a_bundle_is_read_as_it_was_written(bundle):
 
 
 def test_bundles_of_the_same_step_stand_side_by_side(tmp_path):
-    paths = [files.write(tmp_path, contents(), save) for _ in range(3)]
+    paths = [bundles.write(tmp_path, contents(), save) for _ in range(3)]
     names = ["failure-00000002-loss" + end for end in ("", "-2", "-3")]
     assert [path.name for path in paths] == names
-    assert files.read(paths[2]).record.step == 2
+    assert bundles.read(paths[2]).record.step == 2
 
 
 def test_a_model_that_cannot_be_saved_is_left_out_and_told(tmp_path):
@@ -177,8 +176,8 @@ def test_a_model_that_cannot_be_saved_is_left_out_and_told(tmp_path):
         path.write_bytes(b"half")
         raise NotImplementedError("no get_config\nmore")
 
-    path = files.write(tmp_path, contents(), refuse)
-    found = files.read(path).record
+    path = bundles.write(tmp_path, contents(), refuse)
+    found = bundles.read(path).record
     assert not found.has_model and not (path / "model.keras").exists()
     why = "it cannot be saved (NotImplementedError: no get_config)"
     assert found.needs_build == why
@@ -198,46 +197,46 @@ def test_a_damaged_file_is_found_and_named(bundle, name):
     for data in (bytes(changed), whole[:-1]):
         (bundle / name).write_bytes(data)
         with pytest.raises(ValueError, match=f"The bundle .* is damaged: .*{name}"):
-            files.read(bundle)
+            bundles.read(bundle)
     (bundle / name).unlink()
     with pytest.raises(ValueError, match=f"its file '{name}' is missing"):
-        files.read(bundle)
+        bundles.read(bundle)
 
 
 def test_a_bundle_of_an_old_form_is_refused(bundle):
     (bundle / "state.tfamp").write_bytes(b"")
     with pytest.raises(ValueError, match="a version before the first release wrote it"):
-        files.read(bundle)
+        bundles.read(bundle)
 
 
 def test_a_changed_record_is_found(bundle):
     path = bundle / "bundle.json"
     path.write_text(path.read_text().replace('"step": 2', '"step": 3'))
     with pytest.raises(ValueError, match="its file 'bundle.json' was changed"):
-        files.read(bundle)
+        bundles.read(bundle)
 
 
 def test_half_a_record_is_found(bundle):
     path = bundle / "bundle.json"
     path.write_text(path.read_text()[:100])
     with pytest.raises(ValueError, match="is not JSON"):
-        files.read(bundle)
+        bundles.read(bundle)
 
 
 def test_a_bundle_of_a_later_version_is_refused(bundle):
     path = bundle / "bundle.json"
     path.write_text(path.read_text().replace('"schema": 1', '"schema": 99', 1))
     with pytest.raises(ValueError, match=re.escape("Found schema 99 of Bundle")):
-        files.read(bundle)
+        bundles.read(bundle)
 
 
 def test_a_folder_that_is_no_bundle_is_told(tmp_path):
     with pytest.raises(FileNotFoundError, match="Found no bundle in"):
-        files.read(tmp_path)
+        bundles.read(tmp_path)
 
 
 PLACES = {
-    "the state": (snapshots, "write"),
+    "the state": (snapshot_files, "write"),
     "the record": (Bundle, "to_json"),
     "the rename": (os, "rename"),
 }
@@ -257,7 +256,7 @@ def test_an_error_while_writing_leaves_nothing(
 
     monkeypatch.setattr(owner, name, fail)
     with pytest.raises(type(error)):
-        files.write(tmp_path, contents(), save)
+        bundles.write(tmp_path, contents(), save)
     assert os.listdir(tmp_path) == []
 
 
@@ -267,7 +266,7 @@ def test_a_full_disk_is_told_before_anything_is_written(tmp_path, monkeypatch):
     # Six float64 twice, in the state and in the model's file, and three.
     text = re.escape(f"A bundle of 120 bytes does not fit in '{tmp_path}', where 10")
     with pytest.raises(OSError, match=text):
-        files.write(tmp_path, contents(), save)
+        bundles.write(tmp_path, contents(), save)
     assert os.listdir(tmp_path) == []
 
 
@@ -275,13 +274,13 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path):
     process = subprocess.Popen([sys.executable, "-c", ""])
     process.wait()
     child = process.pid
-    name = files._writing_name(record())
+    name = bundles._writing_name(record())
     dead = name.replace(f"-{os.getpid()}-", f"-{child}-")
-    foreign = dead.replace(files._host(), "elsewhere")
+    foreign = dead.replace(bundles._host(), "elsewhere")
     for folder in (name, dead, foreign, "failure-00000001-loss"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "state.npz").write_bytes(b"half")
-    assert files.remove_leftovers(tmp_path) == 1
+    assert bundles.remove_leftovers(tmp_path) == 1
     assert sorted(os.listdir(tmp_path)) == sorted(
         [name, foreign, "failure-00000001-loss"]
     )
@@ -289,10 +288,10 @@ def test_only_what_dead_processes_of_this_machine_left_is_removed(tmp_path):
 
 def test_no_process_gets_a_signal_on_windows(tmp_path, monkeypatch):
     # There `os.kill(pid, 0)` presses Ctrl-C in every process of the console.
-    monkeypatch.setattr(files.sys, "platform", "win32")
+    monkeypatch.setattr(bundles.sys, "platform", "win32")
     monkeypatch.setattr(os, "kill", lambda *_: pytest.fail("a signal was sent"))
-    (tmp_path / files._writing_name(record())).mkdir()
-    assert files.remove_leftovers(tmp_path) == 0
+    (tmp_path / bundles._writing_name(record())).mkdir()
+    assert bundles.remove_leftovers(tmp_path) == 0
 
 
 def state(**arrays):
@@ -376,7 +375,13 @@ def test_a_batch_that_is_not_kept_is_named():
 
 def test_the_files_of_a_bundle_are_documented():
     text = (Path(__file__).parents[1] / "docs" / "bundles.md").read_text()
-    names = [files.RECORD, files.STATE, files.BATCHES, files.RANDOM, files.MODEL]
+    names = [
+        bundles.RECORD,
+        bundles.STATE,
+        bundles.BATCHES,
+        bundles.RANDOM,
+        bundles.MODEL,
+    ]
     names += [field.name for field in dataclasses.fields(Bundle)]
     names += [field.name for field in dataclasses.fields(Surroundings)]
     assert [name for name in names if f"`{name}`" not in text] == []

@@ -9,6 +9,7 @@ import weakref
 
 import keras
 import numpy as np
+import psutil
 import pytest
 
 import tfamp
@@ -16,7 +17,6 @@ from tests.callbacks_monitor_test import events
 from tests.refusals import refused_arguments
 from tests.replicas import two_replicas
 from tfamp.callbacks import DeviceStats, PrecisionMonitor, Throughput, device_stats
-from tfamp.callbacks import _device_readers as readers
 from tfamp.callbacks.device_stats import Sampler
 from tfamp.machine.nvml import GpuReading
 
@@ -259,28 +259,30 @@ LIMIT = 60  # seconds after which a thread that should have ended is a failure
 def test_a_thread_samples_until_there_is_no_more():
     waits = []
 
-    def wait(stopped, seconds):
-        waits.append(seconds)
-        return False
+    class Counting(Sampler):
+        def wait(self):
+            waits.append(self.interval_seconds)
+            return False
 
     owner = Owner(most=4)
-    sampler = Sampler(owner, 2.5, wait=wait)
+    sampler = Counting(owner, 2.5)
     sampler.start()
     assert owner.done.wait(LIMIT)
     sampler.stop()
     assert (owner.count, waits) == (4, [2.5] * 3)
-    assert not sampler.is_running
+    assert not sampler.is_alive()
 
 
 def waiting_sampler(owner):
     """A sampler that has taken its first sample and waits for the next."""
     waiting = threading.Event()
 
-    def wait(stopped, seconds):
-        waiting.set()
-        return stopped.wait(LIMIT)
+    class Waiting(Sampler):
+        def wait(self):
+            waiting.set()
+            return self.ended.wait(LIMIT)
 
-    sampler = Sampler(owner, 1e6, wait=wait)
+    sampler = Waiting(owner, 1e6)
     sampler.start()
     assert waiting.wait(LIMIT)
     return sampler
@@ -291,7 +293,7 @@ def test_a_thread_that_waits_ends_at_once_when_stopped():
     sampler = waiting_sampler(owner)
     sampler.stop()
     sampler.stop()
-    assert (owner.count, sampler.is_running) == (1, False)
+    assert (owner.count, sampler.is_alive()) == (1, False)
 
 
 def test_a_thread_ends_with_what_it_samples():
@@ -299,12 +301,12 @@ def test_a_thread_ends_with_what_it_samples():
     sampler, gone = waiting_sampler(owner), weakref.ref(owner)
     del owner
     gc.collect()
-    was_gone, was_running = gone() is None, sampler.is_running
+    was_gone, was_running = gone() is None, sampler.is_alive()
     sampler.stop()
     assert (was_gone, was_running) == (True, False)
 
 
-def test_load_is_cpu_time_over_time_of_one_core():
+def test_load_is_cpu_time_over_time_of_one_core(monkeypatch):
     cpu = iter([(1.0, 0.5), (2.0, 0.5), (2.0, 0.6), (5.0, 1.5)])
     process = types.SimpleNamespace(
         cpu_times=lambda: types.SimpleNamespace(
@@ -313,9 +315,10 @@ def test_load_is_cpu_time_over_time_of_one_core():
         memory_info=lambda: types.SimpleNamespace(rss=12345),
     )
     times = iter([10.0, 12.0, 12.01, 14.0])
-    read = readers.ProcessReader(
-        types.SimpleNamespace(Process=lambda: process), clock=lambda: next(times)
-    )
+    monkeypatch.setattr(psutil, "Process", lambda: process)
+    now = types.SimpleNamespace(monotonic=lambda: next(times))
+    monkeypatch.setattr(device_stats, "time", now)
+    read = device_stats.ProcessReader()
     # 1 s in 2 s; too soon for another; 4 s in 2 s since the one before the last.
     assert read() == {"cpu_percent": 50.0, "process_bytes": 12345.0}
     assert read()["cpu_percent"] == 50.0
@@ -335,11 +338,16 @@ class Driver:
         self.is_closed = True
 
 
-def test_gpus_are_read_under_their_numbers_and_energy_from_the_beginning():
+def gpu_reader(monkeypatch, *readings):
+    driver = Driver(*readings)
+    monkeypatch.setattr(device_stats, "Nvml", lambda: driver)
+    return device_stats.GpuReader(), driver
+
+
+def test_gpus_are_read_under_their_numbers_and_energy_from_the_beginning(monkeypatch):
     full = GpuReading(1, "A100", None, 0.5, 10, 20, 60.0, 200.0, 1000.0, "counter")
     later = GpuReading(1, "A100", None, 1.0, 12, 20, 65.0, 300.0, 1250.0, "counter")
-    driver = Driver(full, later)
-    reader = readers.GpuReader(driver)
+    reader, driver = gpu_reader(monkeypatch, full, later)
     assert reader() == {
         "gpu1_utilisation": 1.0,
         "gpu1_memory_bytes": 12.0,
@@ -352,9 +360,9 @@ def test_gpus_are_read_under_their_numbers_and_energy_from_the_beginning():
     assert driver.is_closed
 
 
-def test_what_a_slice_does_not_tell_is_left_out_and_said():
+def test_what_a_slice_does_not_tell_is_left_out_and_said(monkeypatch):
     part = GpuReading(0, "A100 MIG 1g.5gb", "1g.5gb", None, 10, 20)
-    reader = readers.GpuReader(Driver(part))
+    reader, _ = gpu_reader(monkeypatch, part)
     assert reader.names == ("gpu0_memory_bytes",)
     assert reader.notes == (
         "GPU:0 is the MIG slice 1g.5gb of A100 MIG 1g.5gb: memory is its own; "
@@ -367,7 +375,7 @@ def test_what_a_slice_does_not_tell_is_left_out_and_said():
 
 @pytest.mark.usefixtures("no_thread")
 def test_a_gpu_without_the_library_is_said_with_the_line_to_run(monkeypatch):
-    monkeypatch.setattr(readers, "visible_gpus", lambda: [(0, "A100")])
+    monkeypatch.setattr(device_stats, "visible_gpus", lambda: [(0, "A100")])
     monkeypatch.setattr("tfamp.machine.nvml.visible_gpus", lambda: [(0, "A100")])
     monkeypatch.setitem(sys.modules, "pynvml", None)
     watch = DeviceStats()

@@ -15,7 +15,7 @@ from tests.flight_recorder_test import compiled, fit
 from tfamp.callbacks.flight_recorder.callback import FlightRecorder
 from tfamp.cli.main import main
 from tfamp.cli.saved import Frozen
-from tfamp.stepping.bundles.record import Replayed, ReplayedStep
+from tfamp.stepping.bundle_records import Replayed, ReplayedStep
 
 CLASSES = """
 import keras

@@ -24,9 +24,9 @@ from tfamp.stepping.input_waits.feed import (
     time_in_rounds,
 )
 from tfamp.stepping.input_waits.measure import Timer, bottleneck, until_clear
-from tfamp.stepping.input_waits.record import Bottleneck
-from tfamp.stepping.input_waits.verdict import judge
-from tfamp.stepping.unchanged import unchanged, variables_of
+from tfamp.stepping.input_waits.verdict import Bottleneck, judge
+from tfamp.stepping.snapshots import named_variables
+from tfamp.stepping.unchanged import unchanged
 
 # Verdicts on times whose truth is set by construction ----------------------------
 
@@ -560,7 +560,7 @@ def measured(model, data):
 
 def state(model):
     """The bits of every variable by path, on each replica."""
-    variables = variables_of(model)
+    variables = [named.variable for named in named_variables(model)]
     local = model.distribute_strategy.experimental_local_results
     bits = {
         variable.path: [part.numpy().tobytes() for part in local(variable.value)]

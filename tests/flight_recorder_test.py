@@ -21,9 +21,8 @@ from tfamp.callbacks.flight_recorder.call_log import FlightLog, calls_to_next, c
 from tfamp.callbacks.flight_recorder.callback import FlightRecorder
 from tfamp.loss_scale.fit_hooks import FIT_HOOKS
 from tfamp.numerics.triage.bundle_replay import failing_step, rebuilt, replay
-from tfamp.stepping import snapshots
-from tfamp.stepping.bundles import files
-from tfamp.stepping.bundles.batches import part_of
+from tfamp.stepping import bundles, snapshots
+from tfamp.stepping.bundles import part_of
 
 # 13 batches of 4 and one of 2; the 13th has a NaN.
 NUM_EXAMPLES, BATCH, BAD_STEP = 54, 4, 13
@@ -140,7 +139,7 @@ def test_the_failing_step_is_kept_and_replayed_bit_by_bit(tmp_path, make, settin
     step = -(-BAD_STEP // 3) * 3 if "steps_per_execution" in settings else BAD_STEP
     step = min(step, 14)
     assert kinds(recorder) == [f"failure-{step:08d}-loss"]
-    contents = files.read(recorder.bundles[0])
+    contents = bundles.read(recorder.bundles[0])
     record, (x, y) = contents.record, arrays()
     assert (record.epoch, record.step, record.leads) == (0, step, True)
     assert record.batches[-1].number == step - 1
@@ -195,7 +194,7 @@ def test_batches_of_varying_length_with_sample_weights_are_replayed(tmp_path):
     model = compiled(lambda: keras.Sequential(pooled))
     dataset = dataset.apply(tf.data.experimental.assert_cardinality(5))
     model.fit(dataset, verbose=0, callbacks=[recorder])
-    contents = files.read(recorder.bundles[0])
+    contents = bundles.read(recorder.bundles[0])
     shapes = [tuple(part_of(contents, n)[0].shape) for n in range(5)]
     assert shapes == [(2, n, 3) for n in (1, 2, 3, 2, 5)]
     assert part_of(contents, 4)[2].numpy().tolist() == [0.5, 2.0]
@@ -223,7 +222,7 @@ def test_epochs_between_the_state_and_the_failure_are_replayed(tmp_path):
     dataset = tf.data.Dataset.from_tensor_slices(arrays(9)).batch(BATCH)
     recorder = FlightRecorder(tmp_path, keep=20)
     model.fit(dataset, epochs=2, steps_per_epoch=7, verbose=0, callbacks=[recorder])
-    record = files.read_record(recorder.bundles[0])
+    record = bundles.read_record(recorder.bundles[0])
     places = [(call.epoch, call.index) for call in record.calls]
     assert places == [(0, i) for i in range(7)] + [(1, 0), (1, 1)]
     assert any("An epoch ended between" in note for note in record.notes)
@@ -263,7 +262,7 @@ def test_a_streak_of_skips_is_replayed_to_its_end(tmp_path, jit_compile):
         fit(model, recorder, data=(x, y))
     loss, error = recorder.bundles
     assert replay(loss, explain=False).is_exact
-    record = files.read_record(error)
+    record = bundles.read_record(error)
     assert record.error == "LossScaleError" and record.digest is None
     assert record.message.startswith("Skipped 3 updates in a row")
     replayed = replay(error, explain=False)
@@ -289,7 +288,7 @@ def test_an_exception_in_the_step_is_replayed(tmp_path):
     recorder = FlightRecorder(tmp_path)
     with pytest.raises(tf.errors.InvalidArgumentError):
         fit(compiled(checked), recorder, data=(x, y))
-    record = files.read_record(recorder.bundles[0])
+    record = bundles.read_record(recorder.bundles[0])
     assert (record.step, record.error) == (8, "InvalidArgumentError")
     assert record.message == "the input is bad : Tensor had Inf values"
     assert replay(recorder.bundles[0], explain=False).is_reproduced
@@ -312,7 +311,7 @@ def test_a_failure_after_a_mended_one_is_replayed_from_where_it_was_mended(tmp_p
     recorder = FlightRecorder(tmp_path)
     fit(compiled(), recorder, data=(x, y), callbacks=[Mends()])
     assert kinds(recorder) == ["failure-00000005-loss", "failure-00000009-loss"]
-    record = files.read_record(recorder.bundles[1])
+    record = bundles.read_record(recorder.bundles[1])
     assert (record.state_step, record.leads) == (5, True)
     assert replay(recorder.bundles[1], explain=False).is_exact
 
@@ -334,7 +333,7 @@ def test_an_exception_of_another_callback_is_a_failure(tmp_path, is_first):
     model = compiled()
     with pytest.raises(RuntimeError, match="boom"):
         model.fit(*arrays(None), batch_size=4, verbose=0, callbacks=order)
-    record = files.read_record(recorder.bundles[0])
+    record = bundles.read_record(recorder.bundles[0])
     assert (record.step, record.error, record.message) == (6, "RuntimeError", "boom")
     assert any("came from outside of the training step" in n for n in record.notes)
 
@@ -362,7 +361,7 @@ def test_weights_that_are_not_finite_are_seen_at_the_next_snapshot(tmp_path):
     recorder = FlightRecorder(tmp_path, keep=4)
     fit(compiled(sequential), recorder, data=arrays(None), callbacks=[Spoils()])
     assert kinds(recorder) == ["failure-00000004-weights"]
-    record = files.read_record(recorder.bundles[0])
+    record = bundles.read_record(recorder.bundles[0])
     where = "4 numbers are not finite, first in 'sequential"
     assert record.message.startswith(where) and "moving_mean" in record.message
     assert (record.state_step, record.leads) == (0, True)
@@ -432,7 +431,7 @@ def test_fewer_batches_are_kept_where_more_do_not_fit(tmp_path):
     # A batch of 4 x 3 and 4 x 1 float32 takes 64 bytes.
     recorder = FlightRecorder(tmp_path, keep=8, max_bytes=200)
     fit(compiled(), recorder, data=arrays(7))
-    record = files.read_record(recorder.bundles[0])
+    record = bundles.read_record(recorder.bundles[0])
     assert [batch.number for batch in record.batches][-1] == 6
     assert sum(batch.num_bytes for batch in record.batches) <= 200
     text = "Keeps 3 batches, not 8: more take above 200 bytes. Pass a larger "
@@ -444,7 +443,7 @@ def test_a_dear_snapshot_is_rare_and_the_bundle_says_what_that_means(tmp_path):
     # are two of them; more batches than three do not fit.
     recorder = FlightRecorder(tmp_path, keep=3, max_bytes=200, clock=Ticks())
     fit(compiled(), recorder)
-    record = files.read_record(recorder.bundles[0])
+    record = bundles.read_record(recorder.bundles[0])
     assert not record.leads and record.state_step < 10
     assert len(record.calls) == 1 and record.calls[0].first == BAD_STEP - 1
     assert record.notes[0].startswith("The state was taken ")
@@ -483,7 +482,7 @@ def test_the_failing_step_is_found_among_several(tmp_path):
     recorder = FlightRecorder(tmp_path)
     fit(compiled(steps_per_execution=5), recorder, data=arrays(9))
     path = recorder.bundles[0]
-    contents = files.read(path)
+    contents = bundles.read(path)
     again = rebuilt(path, contents)
     _, y = failing_step(again, contents)
     np.testing.assert_array_equal(y, arrays(9)[1][32:36])
@@ -503,7 +502,7 @@ def test_a_model_of_a_function_is_told_and_built_again(tmp_path):
     recorder = FlightRecorder(tmp_path)
     fit(compiled(lambda: Local(unbuilt().layers)), recorder)
     path = recorder.bundles[0]
-    why = files.read_record(path).needs_build
+    why = bundles.read_record(path).needs_build
     assert why.endswith("Local is defined inside a function")
     with pytest.raises(ValueError, match=re.escape(f"since {why}; expected a")):
         replay(path)
@@ -514,7 +513,7 @@ def test_a_function_that_builds_the_model_is_called(tmp_path):
     recorder = FlightRecorder(tmp_path, build=target)
     fit(compiled(), recorder)
     path = recorder.bundles[0]
-    assert files.read_record(path).build == target
+    assert bundles.read_record(path).build == target
     assert replay(path, build=target, explain=False).is_reproduced
 
 

@@ -1,10 +1,12 @@
-"""Ways to run a step of a training loop, a step of a model, a spy on gradients."""
+"""Ways to run a step of a loop, a model's step, a spy on gradients, states by bits."""
 
 from typing import Any
 
 import keras
 import pytest
 import tensorflow as tf
+
+from tfamp.stepping.snapshots import State
 
 DECORATORS = {
     "eager": lambda step: step,
@@ -45,3 +47,18 @@ def spied(seen: list[Any]) -> Any:
         return tf.identity(value), gradient
 
     return identity
+
+
+def same_bits(one: State, other: State) -> bool:
+    """Returns whether two states hold the same bits under the same names.
+
+    Metrics count too. NaN equals NaN of the same bits.
+    """
+    if one.arrays.keys() != other.arrays.keys():
+        return False
+    return all(
+        array.dtype == other.arrays[name].dtype
+        and array.shape == other.arrays[name].shape
+        and array.tobytes() == other.arrays[name].tobytes()
+        for name, array in one.arrays.items()
+    )

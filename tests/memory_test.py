@@ -16,7 +16,7 @@ from tests.replicas import two_replicas
 from tfamp.graph.liveness import Held, Peak
 from tfamp.memory import model_steps
 from tfamp.memory.estimates import MemoryEstimates
-from tfamp.stepping.layer_marks import Marks
+from tfamp.stepping.step_traces import Marks
 
 BATCH = 32
 

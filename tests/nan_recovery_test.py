@@ -18,13 +18,12 @@ from tests.replicas import two_replicas
 from tests.styles import Subclassed
 from tfamp.callbacks import Throughput
 from tfamp.callbacks.flight_recorder.callback import FlightRecorder
-from tfamp.callbacks.nan_recovery import failures
-from tfamp.callbacks.nan_recovery import remedies as _remedies
+from tfamp.callbacks.nan_recovery import failures, remedies
 from tfamp.callbacks.nan_recovery.attempts import Recovery, RecoveryError
 from tfamp.callbacks.nan_recovery.callback import NanRecovery
-from tfamp.callbacks.nan_recovery.memory import Memory
+from tfamp.callbacks.nan_recovery.training import Memory
 from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots.files import Slots
+from tfamp.stepping.snapshot_files import Slots
 
 pytestmark = pytest.mark.filterwarnings("ignore:'mixed_float16' will be slow")
 STEPS, BATCH, EPOCHS = 8, 4, 4
@@ -314,7 +313,7 @@ def test_a_schedule_is_cut_and_goes_on(tmp_path):
 
 def test_a_cut_schedule_survives_its_configuration():
     schedule = keras.optimizers.schedules.InverseTimeDecay(0.1, 1, 1.0)
-    cut = _remedies.CutSchedule(schedule, 0.25)
+    cut = remedies.CutSchedule(schedule, 0.25)
     copy = keras.saving.deserialize_keras_object(
         keras.saving.serialize_keras_object(cut)
     )
@@ -324,7 +323,7 @@ def test_a_cut_schedule_survives_its_configuration():
 def test_every_optimizer_of_a_model_is_cut():
     model = linear()
     model.second = keras.optimizers.Adam(0.4)
-    _, needs_trace = _remedies.multiply_rates(model, held=0.5, factor=0.5)
+    _, needs_trace = remedies.multiply_rates(model, held=0.5, factor=0.5)
     assert not needs_trace
     assert float(model.second.learning_rate.numpy()) == pytest.approx(0.2)
     assert float(model.optimizer.learning_rate.numpy()) == pytest.approx(0.01)
@@ -392,17 +391,17 @@ def test_a_layer_that_tfamp_does_not_manage_is_kept_with_all_inside():
     model = keras.Sequential([keras.Input((2,)), inner, keras.layers.Dense(1)])
     for layer in (inner, *inner.layers, model.layers[1]):
         layer.dtype_policy = keras.DTypePolicy("mixed_bfloat16")
-    layer = _remedies.find_layer(model, "inner")
-    assert _remedies.keep_float32(model, layer)
+    layer = remedies.find_layer(model, "inner")
+    assert remedies.keep_float32(model, layer)
     assert inner.layers[0].compute_dtype == "float32"
     assert model.layers[1].compute_dtype == "bfloat16"
-    assert not _remedies.keep_float32(model, layer)
+    assert not remedies.keep_float32(model, layer)
     assert model(np.ones((1, 2))).dtype == "bfloat16"
 
 
 @pytest.mark.parametrize("path", [None, "nowhere", "inner/dense_of_another"])
 def test_a_layer_that_is_not_there_is_not_kept(path):
-    assert _remedies.find_layer(linear(), path) is None
+    assert remedies.find_layer(linear(), path) is None
 
 
 class Root(keras.layers.Layer):
@@ -495,7 +494,7 @@ def test_a_scale_that_was_lowered_is_not_to_climb_to_where_it_was():
     now = optimizer.scale_variables.numbers()
     optimizer.scale_variables.write(now._replace(peak=2.0**15))
     state = snapshots.take(model)
-    other, _ = _remedies.with_other_scale(model, state, raises=False)
+    other, _ = remedies.with_other_scale(model, state, raises=False)
     snapshots.put(model, other)
     assert optimizer.scale_variables.numbers().peak == 2.0**11
     snapshots.put(model, state)

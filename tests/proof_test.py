@@ -18,8 +18,7 @@ from tfamp.numerics.proof import prover
 from tfamp.numerics.proof.products import is_cast, products_of
 from tfamp.numerics.proof.prover import prove
 from tfamp.numerics.proof.result import Cause, Proof
-from tfamp.stepping.costs import Roofline, computing, num_bytes
-from tfamp.stepping.layer_marks import Marks
+from tfamp.stepping.step_traces import Marks, Roofline, computing, num_bytes
 
 L = keras.layers
 A100 = Device("gpu", "NVIDIA A100", (8, 0))

@@ -16,8 +16,7 @@ import tensorflow as tf
 
 from tfamp.callbacks import Resume
 from tfamp.records import files as whole_files
-from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots import files as snapshot_files
+from tfamp.stepping import snapshot_files, snapshots
 
 EVERY_STEPS = 4
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")

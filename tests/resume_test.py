@@ -17,14 +17,13 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.loops import same_bits
 from tests.replicas import two_replicas
 from tests.resume_program import EVERY_STEPS, final_digest, newest_step
 from tfamp.callbacks import Resume, _fit_callback
 from tfamp.callbacks.resume import callback, files
-from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots import files as snapshot_files
-from tfamp.stepping.snapshots.names import optimizers_of
-from tfamp.stepping.snapshots.state import same_bits
+from tfamp.stepping import snapshot_files, snapshots
+from tfamp.stepping.snapshots import optimizers_of
 
 ROOT = Path(__file__).parents[1]
 X = np.random.default_rng(0).normal(size=(22, 4)).astype("float32")

@@ -17,7 +17,7 @@ import tensorflow as tf
 from tests.cluster_program import slurm_variables
 from tests.resume_worker_program import build, dataset
 from tfamp.callbacks import Resume
-from tfamp.callbacks.resume import workers as resume_workers
+from tfamp.callbacks.resume import files as resume_workers
 
 ROOT = Path(__file__).parents[1]
 GONE_SECONDS = 30

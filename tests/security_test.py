@@ -12,8 +12,7 @@ import pytest
 
 import tfamp
 from tests.suite.imports import PACKAGE
-from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots.files import read_archive
+from tfamp.stepping import snapshot_files, snapshots
 
 FILES = {path.relative_to(PACKAGE).as_posix(): path for path in PACKAGE.rglob("*.py")}
 LOADERS = {"pickle.loads", "pickle.load", "cloudpickle.loads", "cloudpickle.load"}
@@ -81,10 +80,16 @@ def test_a_model_with_code_in_it_is_refused(policy, tmp_path):
     assert loaded(np.ones((1, 2))).numpy().tolist() == [[2.0, 2.0]]
 
 
-@pytest.mark.parametrize("read", ["file", "bytes"])
-def test_a_snapshot_with_code_in_it_is_refused(read, tmp_path):
+LOADS = {
+    "file": snapshot_files.read,
+    "bytes": lambda path: snapshot_files.read_archive(io.BytesIO(path.read_bytes())),
+}
+
+
+@pytest.mark.parametrize("load", LOADS.values(), ids=LOADS)
+def test_a_snapshot_with_code_in_it_is_refused(load, tmp_path):
     path, mark = tmp_path / "good-000001.npz", tmp_path / "was here"
-    snapshots.write(snapshots.State({"a": np.zeros(2, np.float32)}, {}), path)
+    snapshot_files.write(snapshots.State({"a": np.zeros(2, np.float32)}, {}), path)
     with zipfile.ZipFile(path) as file:
         members = {name: file.read(name) for name in file.namelist()}
     array = io.BytesIO()
@@ -95,7 +100,7 @@ def test_a_snapshot_with_code_in_it_is_refused(read, tmp_path):
         for each, content in members.items():
             file.writestr(each, content)
     with pytest.raises(ValueError, match="allow_pickle=False"):
-        snapshots.read(path) if read == "file" else read_archive(path.read_bytes())
+        load(path)
     assert not mark.exists()
 
 

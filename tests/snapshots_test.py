@@ -14,11 +14,11 @@ import pytest
 import tensorflow as tf
 
 import tfamp
+from tests.loops import same_bits
 from tests.replicas import two_replicas
-from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots.files import Background, Slots
-from tfamp.stepping.snapshots.names import named_variables
-from tfamp.stepping.snapshots.state import State, same_bits
+from tfamp.stepping import snapshot_files, snapshots
+from tfamp.stepping.snapshot_files import Background, Slots
+from tfamp.stepping.snapshots import State, named_variables
 
 DATA = np.random.default_rng(0).normal(size=(12, 4)).astype("float32")
 # A NaN with bits of its own, which a copy through arithmetic would lose.
@@ -321,7 +321,7 @@ def example():
 
 @pytest.fixture
 def path(tmp_path):
-    snapshots.write(example(), tmp_path / "a.npz")
+    snapshot_files.write(example(), tmp_path / "a.npz")
     return tmp_path / "a.npz"
 
 
@@ -332,7 +332,7 @@ def is_example(found):
 
 
 def test_a_file_gives_every_bit_back(path):
-    assert is_example(snapshots.read(path))
+    assert is_example(snapshot_files.read(path))
     assert [each.name for each in path.parent.iterdir()] == ["a.npz"]
 
 
@@ -341,7 +341,7 @@ def test_a_file_that_ends_early_is_refused_wherever_it_ends(path):
     for end in range(0, len(whole), 3):
         path.write_bytes(whole[:end])
         with pytest.raises(ValueError, match="holds no whole state"):
-            snapshots.read(path)
+            snapshot_files.read(path)
 
 
 def test_a_changed_byte_is_refused_or_changes_nothing(path):
@@ -351,7 +351,7 @@ def test_a_changed_byte_is_refused_or_changes_nothing(path):
         whole[position] ^= 0x40
         path.write_bytes(whole)
         try:
-            assert is_example(snapshots.read(path)), position
+            assert is_example(snapshot_files.read(path)), position
         except ValueError as error:
             assert re.match(".*a.npz' holds no whole state", str(error))
             num_refused += 1
@@ -361,7 +361,7 @@ def test_a_changed_byte_is_refused_or_changes_nothing(path):
 
 def test_a_missing_file_is_told_apart_from_a_damaged_one(tmp_path):
     with pytest.raises(FileNotFoundError, match=re.escape("Found no file")):
-        snapshots.read(tmp_path / "a.npz")
+        snapshot_files.read(tmp_path / "a.npz")
 
 
 def test_a_failed_write_leaves_what_was_there(path, monkeypatch):
@@ -370,8 +370,8 @@ def test_a_failed_write_leaves_what_was_there(path, monkeypatch):
 
     monkeypatch.setattr(os, "fsync", full)
     with pytest.raises(OSError, match="No space left"):
-        snapshots.write(State({}, {}), path)
-    assert is_example(snapshots.read(path))
+        snapshot_files.write(State({}, {}), path)
+    assert is_example(snapshot_files.read(path))
     assert [each.name for each in path.parent.iterdir()] == ["a.npz"]
 
 
@@ -473,7 +473,7 @@ KILLED = """
 import os, signal, sys, zipfile
 import numpy as np
 from tfamp.stepping.snapshots import State
-from tfamp.stepping.snapshots.files import Slots
+from tfamp.stepping.snapshot_files import Slots
 folder, end = sys.argv[1], int(sys.argv[2])
 kept = Slots(folder)
 

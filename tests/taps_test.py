@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfamp.stepping.eager_step import Observer, Site, floats, sites, tapped
 from tfamp.stepping.layer_calls import units
-from tfamp.stepping.taps import Observer, Site, floats, sites, tapped
 
 L = keras.layers
 X = np.random.default_rng(0).normal(size=(4, 3)).astype(np.float32)

@@ -61,7 +61,7 @@ _RESULTS = {
     "Parity": "tfamp.serving.parity.result",
     "Proof": "tfamp.numerics.proof.result",
     "Ranges": "tfamp.numerics.range_records",
-    "Replayed": "tfamp.stepping.bundles.record",
+    "Replayed": "tfamp.stepping.bundle_records",
     "Scaling": "tfamp.comparison.replicas.result",
     "Sensitivity": "tfamp.numerics.sensitivity.result",
     "Triage": "tfamp.numerics.triage.result",
@@ -136,7 +136,7 @@ if TYPE_CHECKING:
     from tfamp.serving.parity.result import Parity as Parity
     from tfamp.serving.runtimes.loader import load_exported as load_exported
     from tfamp.serving.runtimes.signature import LoadedModel as LoadedModel
-    from tfamp.stepping.bundles.record import Replayed as Replayed
+    from tfamp.stepping.bundle_records import Replayed as Replayed
     from tfamp.tuning.measured_policies import measure_policies as measure_policies
     from tfamp.tuning.measurement import Measurement as Measurement
     from tfamp.tuning.tuner import tune as tune

@@ -14,7 +14,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.callbacks._timed_iterator import Meter
+from tfamp.callbacks._timed_iterator import ITERATORS, Meter, without_optionals
 
 # One for a model: traces of its training function are kept by the ring, so that the
 # next `fit` finds them.
@@ -44,21 +44,15 @@ class Kept(NamedTuple):
 
 
 class _Form(NamedTuple):
-    """What batches of one iterator are like.
+    """What batches of one iterator are like, and the name where they are put by.
 
-    Attributes:
-        name: Where the operation puts them.
-        dtypes: Of the flat list of tensors.
-        shapes: Likewise, with None where they vary.
-        structure: What they are packed into.
-        num_bytes: The size of one, None where it varies.
+    `shapes` has None where they vary, and `structure` is what they are packed into.
     """
 
     name: str
     dtypes: tuple[tf.DType, ...]
     shapes: tuple[Any, ...]
     structure: Any
-    num_bytes: int | None
 
 
 class BatchRing(Meter):
@@ -122,10 +116,7 @@ class BatchRing(Meter):
                 size = tf.raw_ops.StageSize(dtypes=form.dtypes, shared_name=form.name)
                 for _ in range(int(size)):
                     flat = tf.raw_ops.Unstage(dtypes=form.dtypes, shared_name=form.name)
-                    num_bytes = form.num_bytes
-                    if num_bytes is None:
-                        num_bytes = sum(map(_size_of, flat))
-                    self._hold((form, flat), num_bytes)
+                    self._hold((form, flat), sum(map(_size_of, flat)))
         for data in self._eager_batches:
             self._hold((None, data), sum(map(_size_of, _flat(data))))
         self._eager_batches.clear()
@@ -181,7 +172,6 @@ class BatchRing(Meter):
                 dtypes=tuple(tensor.dtype for tensor in flat),
                 shapes=tuple(_shape_of(tensor) for tensor in flat),
                 structure=structure,
-                num_bytes=_known_size(flat),
             )
         )
         return self._forms[-1]
@@ -207,11 +197,9 @@ class BatchRing(Meter):
             for leaf in tf.nest.flatten(held)
         ]
         num_parts = max((len(parts) for parts in leaves), default=1)
+        each = [[parts[i % len(parts)] for parts in leaves] for i in range(num_parts)]
         return tuple(
-            tf.nest.pack_sequence_as(
-                held, [_value_of(parts[i % len(parts)]) for parts in leaves]
-            )
-            for i in range(num_parts)
+            without_optionals(tf.nest.pack_sequence_as(held, part)) for part in each
         )
 
 
@@ -227,6 +215,50 @@ def ring_of(model: keras.Model, *, keep: int, max_bytes: int) -> BatchRing:
 def ring_in_use(model: keras.Model) -> BatchRing | None:
     """Returns the ring that `ring_of` made for a model, None before it did."""
     return _RINGS.get(model)
+
+
+class LastBatches:
+    """Holds the batches of the last call of a training function, for the triage.
+
+    In `fit` the traced function draws its batches out of Python's sight, so they are
+    held on their way. A `FlightRecorder` in the same `fit` holds them already.
+    """
+
+    def __init__(self, model: keras.Model) -> None:
+        self._model = model
+        self._steps = int(model.steps_per_execution or 1)
+        self._ring: BatchRing | None = None
+        self._num_calls = 0
+
+    def through(self, iterator: Any, *, is_held: bool) -> Any:
+        """Returns what the training function draws from in place of an iterator."""
+        if is_held or not isinstance(iterator, ITERATORS):
+            return iterator
+        if self._ring is None:
+            strategy = self._model.distribute_strategy
+            self._ring = BatchRing(strategy, keep=self._steps)
+        # Older batches are let go every few calls: all at once, as that is cheapest.
+        if not self._num_calls:
+            self._ring.clear()
+        elif not self._ring.num_drawn:
+            self._ring.fetch()  # it learns their size, and so how many may pile up
+        self._num_calls += 1
+        if self._num_calls > max(1, self._ring.calls_between // self._steps):
+            self._num_calls = 0
+        return self._ring.around(iterator)
+
+    def failing(self) -> Any:
+        """Returns the last batch with NaN or inf in it, else the last; None without."""
+        ring = self._ring or ring_in_use(self._model)
+        kept = ring.batches() if ring is not None else []
+        batches = [_whole(each.parts) for each in kept[-self._steps :]]
+        bad = [batch for batch in batches if _holds_nonfinite(batch)]
+        return (bad or batches or [None])[-1]
+
+    def clear(self) -> None:
+        """Lets all batches go."""
+        if self._ring is not None:
+            self._ring.release()
 
 
 def _flat(data: Any) -> list[tf.Tensor]:
@@ -260,27 +292,26 @@ def _shapes(form: _Form | None, flat: Any) -> dict[int, list[int | None]]:
     return {id(tensor): shape for tensor, shape in pairs if shape is not None}
 
 
-def _value_of(leaf: Any) -> Any:
-    """Returns what `train_step` gets of a part: Keras turns empty optionals to None."""
-    if isinstance(leaf, tf.experimental.Optional):
-        return None
-    return leaf
-
-
-def _known_size(tensors: Sequence[tf.Tensor]) -> int | None:
-    """Returns the bytes of tensors of a graph, None where shapes or strings vary."""
-    total = 0
-    for tensor in tensors:
-        is_known = tensor.shape.is_fully_defined() and tensor.dtype != tf.string
-        if not is_known:
-            return None
-        total += _size_of(tensor)
-    return total
-
-
 def _size_of(tensor: Any) -> int:
     if tensor.dtype == tf.string:
         return sum(map(len, np.ravel(tensor.numpy()))) + tensor.shape.num_elements()
     if tensor.dtype == tf.variant:
         return 0
     return int(tensor.shape.num_elements() * tensor.dtype.size)
+
+
+def _whole(parts: tuple[Any, ...]) -> Any:
+    """Returns a batch of all replicas as one."""
+    if len(parts) == 1:
+        return parts[0]
+    return tf.nest.map_structure(
+        lambda *leaves: leaves[0] if leaves[0] is None else tf.concat(leaves, 0), *parts
+    )
+
+
+def _holds_nonfinite(batch: Any) -> bool:
+    return any(
+        not np.all(np.isfinite(np.asarray(leaf)))
+        for leaf in tf.nest.flatten(batch, expand_composites=True)
+        if tf.is_tensor(leaf) and leaf.dtype.is_floating
+    )

@@ -6,7 +6,7 @@ whose first value is the number of the step.
 
 import csv
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import keras
@@ -86,106 +86,18 @@ def check_path(argument: str, path: object) -> str | None:
     )
 
 
-class _CsvRows:
-    """Appends rows to a CSV file, a header first where it is new.
-
-    The file is open only while rows are written, so an error that ends training
-    leaves whole rows. None is an empty cell. A file that cannot be written or holds
-    something else is a ValueError.
-    """
-
-    def __init__(self, path: str, fields: Sequence[str]) -> None:
-        self._path = path
-        header = ",".join(fields)
-        folder = os.path.dirname(path) or "."
-        if not os.path.isdir(folder):
-            raise ValueError(
-                f"`csv_path` is {path!r}, but there is no folder {folder!r}; expected "
-                f"a file in a folder that exists. Run `os.makedirs({folder!r})` first."
-            )
-        try:
-            with open(path, "a+", newline="", encoding="utf-8") as file:
-                file.seek(0)
-                first = file.readline().rstrip("\r\n")
-                if not first:
-                    file.write(header + "\n")
-        except OSError as error:
-            raise ValueError(
-                f"`csv_path` is {path!r}, which cannot be written ({error.strerror}); "
-                "expected a file to write to. Pass another path."
-            ) from error
-        except UnicodeDecodeError as error:
-            raise self._foreign("no text") from error
-        if first not in ("", header):
-            raise self._foreign(f"a first line {first[:80]!r}")
-
-    def _foreign(self, found: str) -> ValueError:
-        return ValueError(
-            f"`csv_path` is {self._path!r}, a file with {found}; expected a new file, "
-            "or one of an earlier run. Pass another path."
-        )
-
-    def write(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Appends rows."""
-        with open(self._path, "a", newline="", encoding="utf-8") as file:
-            csv.writer(file, lineterminator="\n").writerows(rows)
-
-
 # Folder -> its writer, and how many callbacks have it open. TensorBoard follows the
 # newest file of a folder alone, so callbacks that share a folder share a file.
 _WRITERS: dict[str, tuple[Any, int]] = {}
 
 
-class _Summaries:
-    """Writes the values of rows as TensorBoard scalars, except None.
-
-    The log directory is made where it does not exist; a ValueError says that it cannot
-    be written to.
-    """
-
-    def __init__(self, folder: str, fields: Sequence[str]) -> None:
-        self._tags = tuple(fields[1:])
-        probe = os.path.join(folder, f".writable_{os.getpid()}")
-        try:
-            tf.io.gfile.makedirs(folder)
-            with tf.io.gfile.GFile(probe, "w") as file:
-                file.write("")
-            tf.io.gfile.remove(probe)
-        except tf.errors.OpError as error:
-            raise ValueError(
-                f"`log_dir` is {folder!r}, which cannot be written ({error.message}); "
-                "expected a folder for TensorBoard. Pass another one."
-            ) from error
-        self._folder = folder if "://" in folder else os.path.realpath(folder)
-        writer, num_users = _WRITERS.get(self._folder, (None, 0))
-        self._writer = writer or tf.summary.create_file_writer(self._folder)
-        _WRITERS[self._folder] = self._writer, num_users + 1
-        self._is_open = True
-
-    def write(self, rows: Iterable[Sequence[Any]]) -> None:
-        """Writes the scalars of each row."""
-        with self._writer.as_default():
-            for step, *values in rows:
-                summary = _summary(self._tags, values).SerializeToString()
-                tf.summary.experimental.write_raw_pb(summary, step)
-        self._writer.flush()
-
-    def close(self) -> None:
-        """Closes the file with the last who has it open; a second time does nothing."""
-        if not self._is_open:
-            return
-        self._is_open = False
-        writer, num_users = _WRITERS.pop(self._folder)
-        if num_users > 1:
-            _WRITERS[self._folder] = writer, num_users - 1
-        else:
-            writer.close()
-
-
 class EventWriter:
     """Writes rows to a CSV file and as TensorBoard scalars, on the chief worker only.
 
-    Either path may be None. A ValueError says which cannot be written to.
+    Either path may be None. A CSV file gets a header where it is new, and None is an
+    empty cell; it is open only while rows are written, so an error that ends training
+    leaves whole rows. A log directory is made where it does not exist. A ValueError
+    says which cannot be written to.
     """
 
     def __init__(
@@ -197,27 +109,91 @@ class EventWriter:
         log_dir: str | None,
     ) -> None:
         is_chief = model.distribute_strategy.extended.should_save_summary
-        has_csv = is_chief and csv_path is not None
-        has_summaries = is_chief and log_dir is not None
-        self._csv = _CsvRows(str(csv_path), fields) if has_csv else None
-        self._summaries = _Summaries(str(log_dir), fields) if has_summaries else None
+        self._csv_path = csv_path if is_chief else None
+        if self._csv_path is not None:
+            _begin_csv(self._csv_path, ",".join(fields))
+        self._tags, self._folder = fields[1:], ""
+        if is_chief and log_dir is not None:
+            _check_folder(log_dir)
+            self._folder = log_dir if "://" in log_dir else os.path.realpath(log_dir)
+            writer, num_users = _WRITERS.get(self._folder, (None, 0))
+            self._writer = writer or tf.summary.create_file_writer(self._folder)
+            _WRITERS[self._folder] = self._writer, num_users + 1
 
     @property
     def is_open(self) -> bool:
         """Whether rows are written anywhere."""
-        return self._csv is not None or self._summaries is not None
+        return self._csv_path is not None or bool(self._folder)
 
     def write(self, rows: Sequence[Sequence[Any]]) -> None:
         """Writes rows, if there are any."""
-        if self._csv is not None and rows:
-            self._csv.write(rows)
-        if self._summaries is not None and rows:
-            self._summaries.write(rows)
+        if self._csv_path is not None and rows:
+            with open(self._csv_path, "a", newline="", encoding="utf-8") as file:
+                csv.writer(file, lineterminator="\n").writerows(rows)
+        if self._folder and rows:
+            with self._writer.as_default():
+                for step, *values in rows:
+                    summary = _summary(self._tags, values).SerializeToString()
+                    tf.summary.experimental.write_raw_pb(summary, step)
+            self._writer.flush()
 
     def close(self) -> None:
-        """Closes the files; a second time does nothing."""
-        if self._summaries is not None:
-            self._summaries.close()
+        """Closes the files with the last who has them open; again it does nothing."""
+        if not self._folder:
+            return
+        writer, num_users = _WRITERS.pop(self._folder)
+        if num_users > 1:
+            _WRITERS[self._folder] = writer, num_users - 1
+        else:
+            writer.close()
+        self._folder = ""
+
+
+def _begin_csv(path: str, header: str) -> None:
+    """Writes the header of a file that is new; raises where rows cannot follow it."""
+    folder = os.path.dirname(path) or "."
+    if not os.path.isdir(folder):
+        raise ValueError(
+            f"`csv_path` is {path!r}, but there is no folder {folder!r}; expected "
+            f"a file in a folder that exists. Run `os.makedirs({folder!r})` first."
+        )
+    try:
+        with open(path, "a+", newline="", encoding="utf-8") as file:
+            file.seek(0)
+            first = file.readline().rstrip("\r\n")
+            if not first:
+                file.write(header + "\n")
+    except OSError as error:
+        raise ValueError(
+            f"`csv_path` is {path!r}, which cannot be written ({error.strerror}); "
+            "expected a file to write to. Pass another path."
+        ) from error
+    except UnicodeDecodeError as error:
+        raise _foreign(path, "no text") from error
+    if first not in ("", header):
+        raise _foreign(path, f"a first line {first[:80]!r}")
+
+
+def _foreign(path: str, found: str) -> ValueError:
+    return ValueError(
+        f"`csv_path` is {path!r}, a file with {found}; expected a new file, or one of "
+        "an earlier run. Pass another path."
+    )
+
+
+def _check_folder(folder: str) -> None:
+    """Raises where a folder for TensorBoard cannot be made and written."""
+    probe = os.path.join(folder, f".writable_{os.getpid()}")
+    try:
+        tf.io.gfile.makedirs(folder)
+        with tf.io.gfile.GFile(probe, "w") as file:
+            file.write("")
+        tf.io.gfile.remove(probe)
+    except tf.errors.OpError as error:
+        raise ValueError(
+            f"`log_dir` is {folder!r}, which cannot be written ({error.message}); "
+            "expected a folder for TensorBoard. Pass another one."
+        ) from error
 
 
 def _summary(tags: Sequence[str], values: Sequence[Any]) -> Any:

@@ -137,7 +137,7 @@ class Meter:
         """
         for leaf in tf.nest.flatten(data):
             parts = self._strategy.experimental_local_results(leaf)
-            sizes = [_length(part) for part in parts]
+            sizes = [first_dimension(part) for part in parts]
             if all(size is not None for size in sizes):
                 with tf.device("CPU:0"):
                     return tf.add_n([tf.cast(size, tf.float64) for size in sizes])
@@ -234,9 +234,6 @@ class _TimedSpec(tf.TypeSpec):
             self._meter is other._meter and self.inner == other.inner
         )
 
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
     def _is_like(self, other: Any) -> bool:
         return isinstance(other, _TimedSpec) and self._meter is other._meter
 
@@ -260,7 +257,14 @@ def _now(*, after: Sequence[Any]) -> tf.Tensor:
         return tf.timestamp()
 
 
-def _length(part: Any) -> Any:
+def without_optionals(data: Any) -> Any:
+    """Returns a batch as `train_step` gets it: Keras turns empty optionals to None."""
+    return tf.nest.map_structure(
+        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
+    )
+
+
+def first_dimension(part: Any) -> Any:
     """Returns the first dimension of a tensor, None where it has none.
 
     A ragged tensor has rows, a sparse one its dense shape.

@@ -5,74 +5,28 @@ import statistics
 import threading
 import time
 import weakref
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
-from tfamp.callbacks._device_readers import ProcessReader, Reader, open_gpu_reader
 from tfamp.callbacks._fit_callback import EventWriter, FitCallback, check_path
+from tfamp.machine.nvml import GpuReading, Nvml, visible_gpus
 from tfamp.records import checks
 
 # As long as a sample may take to end before the thread is left to itself.
 _JOIN_SECONDS = 5.0
-
-
-class Sampler:
-    """Calls `sample` of an object now and then, beside everything else.
-
-    The thread is a daemon and holds the object by a weak reference: it ends with the
-    object and with the program. `wait` waits so many seconds or until stopped, and
-    states whether it was stopped.
-    """
-
-    def __init__(
-        self,
-        owner: Any,
-        interval_seconds: float,
-        *,
-        wait: Callable[[threading.Event, float], bool] = threading.Event.wait,
-    ) -> None:
-        self._stopped = threading.Event()
-        self._thread = threading.Thread(
-            target=_run,
-            args=(weakref.ref(owner), self._stopped, interval_seconds, wait),
-            name="tfamp-device-stats",
-            daemon=True,
-        )
-        # At the end of the program too, before what is sampled goes away.
-        weakref.finalize(owner, self.stop)
-
-    def start(self) -> None:
-        """Begins to take samples, the first one at once."""
-        self._thread.start()
-
-    def stop(self) -> None:
-        """Ends the thread and waits for its last sample; a second time does nothing."""
-        self._stopped.set()
-        if self._thread.is_alive() and self._thread is not threading.current_thread():
-            self._thread.join(_JOIN_SECONDS)
-
-    @property
-    def is_running(self) -> bool:
-        """Whether the thread takes samples."""
-        return self._thread.is_alive()
-
-
-def _run(
-    owner: "weakref.ref[Any]",
-    stopped: threading.Event,
-    interval_seconds: float,
-    wait: Callable[[threading.Event, float], bool],
-) -> None:
-    while not stopped.is_set():
-        held = owner()
-        if held is None or not held.sample():
-            return
-        del held  # or it would live as long as the thread
-        if wait(stopped, interval_seconds):
-            return
-
-
+# Load over less time than this is a matter of luck.
+_MIN_LOAD_SECONDS = 0.1
+Reader = Callable[[], dict[str, float | None]]
+# The end of the name of a figure that adds up.
 _ENERGY = "_energy_joules"
+# Of a reading of a GPU, what goes into rows, by the name it has there.
+_GPU_FIGURES = {
+    "utilisation": "utilisation",
+    "memory_bytes": "memory_used_bytes",
+    "temperature_celsius": "temperature_celsius",
+    "power_watts": "power_watts",
+    "energy_joules": "energy_joules",
+}
 
 
 class DeviceStats(FitCallback):
@@ -150,7 +104,7 @@ class DeviceStats(FitCallback):
         self._num_batches = self._batches_before = 0
         readers = list(self._given if self._given is not None else self._found())
         try:
-            session = _Session(readers)
+            session = _Session(readers, Sampler(self, self.interval_seconds))
         except Exception as error:  # whatever it is, training begins
             self._turn_off(error)
             return
@@ -161,7 +115,6 @@ class DeviceStats(FitCallback):
         except BaseException:
             session.close()
             raise
-        session.sampler = Sampler(self, self.interval_seconds)
         self._session = session
         self._join()
         session.sampler.start()
@@ -187,33 +140,19 @@ class DeviceStats(FitCallback):
                 logs.update(self._session.summary())
 
     def sample(self) -> bool:
-        """Takes a sample now; the thread does.
-
-        Returns:
-            Whether there is more to come.
-        """
+        """Takes a sample now, as the thread does; returns whether more are to come."""
         with self._lock:
-            session = self._session
-            if session is None:
-                return False
             try:
-                session.take(self._num_batches, self._clock())
-                return True
+                if self._session is not None:
+                    self._session.take(self._num_batches, self._clock())
             except Exception as error:  # whatever it is, training goes on
                 self._turn_off(error)
-            self._session = None
-            session.close()
-            return False
+            return self._session is not None
 
     def _close(self, error: BaseException | None) -> None:
-        session = self._session
-        if session is None:
-            return
-        if session.sampler is not None:
-            session.sampler.stop()
-        with self._lock:
-            self._session = None
-            session.close()
+        if self._session is not None:
+            self._session.sampler.stop()
+        self._end_session()
 
     def _found(self) -> list[Reader]:
         """Returns readers of what is here, and notes what is not."""
@@ -222,38 +161,43 @@ class DeviceStats(FitCallback):
             readers.append(ProcessReader())
         except ImportError as error:
             self._note(str(error))
-        gpus, why = open_gpu_reader()
-        if gpus is not None:
-            readers.append(gpus)
-        for line in (why, *(gpus.notes if gpus is not None else ())):
-            if line:
-                self._note(line)
-        return readers
+        if not visible_gpus():
+            return readers
+        try:
+            gpus = GpuReader()
+        except (ImportError, RuntimeError) as error:
+            self._note(f"No figures of the GPU: {error}")
+            return readers
+        for line in gpus.notes:
+            self._note(line)
+        return [*readers, gpus]
+
+    def _end_session(self) -> None:
+        with self._lock:
+            session, self._session = self._session, None
+            if session is not None:
+                session.close()
 
     def _turn_off(self, error: Exception) -> None:
         self._note(f"DeviceStats is off, since reading or writing failed: {error!r}.")
+        self._end_session()
 
 
 class _Session:
-    """What is open while a model trains: the thread, the readers and the files.
+    """What is open while a model trains; a first reading gives the columns of a row."""
 
-    What the readers return first gives the columns of a row, `fields`.
-    """
-
-    def __init__(self, readers: Sequence[Reader]) -> None:
-        self._readers = readers
+    def __init__(self, readers: Sequence[Reader], sampler: "Sampler") -> None:
+        self._readers, self.sampler = readers, sampler
         first = self._read()
         self._energy = dict(first)
         self.fields = ("step", "time", *first)
         self.samples: list[dict[str, float | None]] = []
         self.events: EventWriter | None = None
-        self.sampler: Sampler | None = None
 
     def take(self, num_batches: int, now: float) -> None:
         """Reads, keeps and writes a sample."""
-        values = self._read()
-        self.samples.append(values)
-        row = (num_batches, now, *(values.get(name) for name in self.fields[2:]))
+        self.samples.append(self._read())
+        row = (num_batches, now, *map(self.samples[-1].get, self.fields[2:]))
         if self.events is not None:
             self.events.write([row])
 
@@ -263,29 +207,144 @@ class _Session:
         for name in self.fields[2:]:
             read = [sample.get(name) for sample in self.samples]
             values = [value for value in read if value is not None]
-            if not values:
-                continue
-            if name.endswith(_ENERGY):
-                before = self._energy[name]
-                if before is None:
-                    before = values.pop(0)
-                if values:
-                    found[name] = values[-1] - before
-                self._energy[name] = values[-1] if values else before
-            else:
+            if values and not name.endswith(_ENERGY):
                 found[f"{name}_mean"] = statistics.fmean(values)
                 found[f"{name}_max"] = max(values)
+            elif values:
+                known = [v for v in (self._energy[name], *values) if v is not None]
+                if len(known) > 1:
+                    found[name] = known[-1] - known[0]
+                self._energy[name] = known[-1]
         return found
 
     def close(self) -> None:
         """Closes what was opened; a second time does nothing."""
         for opened in (self.events, *self._readers):
-            close = getattr(opened, "close", None)
-            if close is not None:
+            if close := getattr(opened, "close", None):
                 close()
 
     def _read(self) -> dict[str, float | None]:
-        found: dict[str, float | None] = {}
-        for reader in self._readers:
-            found.update(reader())
-        return found
+        return {name: v for reader in self._readers for name, v in reader().items()}
+
+
+class Sampler(threading.Thread):
+    """Calls `sample` of an object now and then, the first time at once.
+
+    The thread is a daemon and holds the object by a weak reference: it ends with the
+    object and with the program.
+    """
+
+    def __init__(self, owner: Any, interval_seconds: float) -> None:
+        super().__init__(name="tfamp-device-stats", daemon=True)
+        self.interval_seconds, self.ended = interval_seconds, threading.Event()
+        self._owner = weakref.ref(owner)
+        # At the end of the program too, before what is sampled goes away.
+        weakref.finalize(owner, self.stop)
+
+    def run(self) -> None:
+        """Takes samples until there is no more to come."""
+        while not self.ended.is_set():
+            owner = self._owner()
+            if owner is None or not owner.sample():
+                return
+            del owner  # or it would live as long as the thread
+            if self.wait():
+                return
+
+    def wait(self) -> bool:
+        """Waits until the next sample is due; returns whether it was stopped."""
+        return self.ended.wait(self.interval_seconds)
+
+    def stop(self) -> None:
+        """Ends the thread and waits for its last sample; a second time does nothing."""
+        self.ended.set()
+        if self.is_alive() and self is not threading.current_thread():
+            self.join(_JOIN_SECONDS)
+
+
+class ProcessReader:
+    """Reads CPU and memory of this process, by psutil.
+
+    `cpu_percent` is of one core, since the reading before: 200 is two cores at work, by
+    all threads of the process.
+    """
+
+    def __init__(self) -> None:
+        psutil: Any = checks.require(
+            "psutil", extra="report", purpose="CPU and memory of `DeviceStats`"
+        )
+        self._process = psutil.Process()
+        self._percent: float | None = None
+        self._last = time.monotonic(), self._cpu_seconds()
+
+    def __call__(self) -> dict[str, float | None]:
+        """Returns the figures now, by name."""
+        now, cpu = time.monotonic(), self._cpu_seconds()
+        then, before = self._last
+        if now - then >= _MIN_LOAD_SECONDS:
+            self._percent = 100 * (cpu - before) / (now - then)
+            self._last = now, cpu
+        return {
+            "cpu_percent": self._percent,
+            "process_bytes": float(self._process.memory_info().rss),
+        }
+
+    def _cpu_seconds(self) -> float:
+        times = self._process.cpu_times()
+        return float(times.user + times.system)
+
+
+class GpuReader:
+    """Reads the GPUs that TensorFlow uses; energy counts from the first reading on.
+
+    `names` has what is read, such as "gpu0_power_watts"; a figure that the driver does
+    not give at the beginning is left out, with a line for its GPU in `notes`. Without
+    the library there is an ImportError, without a driver that answers a RuntimeError.
+    """
+
+    def __init__(self) -> None:
+        self._nvml = Nvml()
+        self.close = self._nvml.close
+        readings = self._nvml.read()
+        first = _figures(readings)
+        self.names = tuple(name for name, value in first.items() if value is not None)
+        self.notes = tuple(line for reading in readings for line in _notes(reading))
+        self._begun = {name: first[name] for name in self.names if _ENERGY in name}
+
+    def __call__(self) -> dict[str, float | None]:
+        """Returns the figures now, by name."""
+        found = _figures(self._nvml.read())
+        for name, begun in self._begun.items():
+            value = found.get(name)
+            found[name] = None if value is None or begun is None else value - begun
+        return {name: found.get(name) for name in self.names}
+
+
+def _figures(readings: Sequence[GpuReading]) -> dict[str, float | None]:
+    """Returns the figures of all GPUs, by the names that they have in rows."""
+    found: dict[str, float | None] = {}
+    for reading in readings:
+        for name, field in _GPU_FIGURES.items():
+            value = getattr(reading, field)
+            found[f"gpu{reading.index}_{name}"] = (
+                None if value is None else float(value)
+            )
+    return found
+
+
+def _notes(reading: GpuReading) -> Iterator[str]:
+    """Yields what a GPU does not tell, or only of more than itself."""
+    if reading.mig_slice is not None:
+        yield (
+            f"GPU:{reading.index} is the MIG slice {reading.mig_slice} of "
+            f"{reading.name}: memory is its own; temperature, power and energy, where "
+            "told, are those of the whole GPU."
+        )
+    missing = [
+        k for k, field in _GPU_FIGURES.items() if getattr(reading, field) is None
+    ]
+    if missing:
+        yield (
+            f"GPU:{reading.index} does not tell {', '.join(missing)}: its driver "
+            "refuses that here, as under MIG and in some containers."
+        )

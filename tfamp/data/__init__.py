@@ -8,7 +8,7 @@ from tfamp.records import lazy_attributes
 # trains, as `bottleneck` does, stands above this package.
 _HOMES = {
     "Augment": "tfamp.data.layers",
-    "Bottleneck": "tfamp.stepping.input_waits.record",
+    "Bottleneck": "tfamp.stepping.input_waits.verdict",
     "Condition": "tfamp.data.statistics",
     "Coverage": "tfamp.data.health.coverage",
     "Findings": "tfamp.records.findings",
@@ -39,6 +39,6 @@ if TYPE_CHECKING:
     from tfamp.data.statistics import fit_statistics as fit_statistics
     from tfamp.records.findings import Findings as Findings
     from tfamp.stepping.input_waits.measure import bottleneck as bottleneck
-    from tfamp.stepping.input_waits.record import Bottleneck as Bottleneck
+    from tfamp.stepping.input_waits.verdict import Bottleneck as Bottleneck
 else:
     __getattr__, __dir__ = lazy_attributes(__name__, _HOMES)

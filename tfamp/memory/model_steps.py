@@ -21,9 +21,8 @@ from tfamp.models import assignment
 from tfamp.records.checks import first_line
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build
-from tfamp.stepping.layer_marks import Marks, plain_name
-from tfamp.stepping.snapshots.names import optimizers_of
-from tfamp.stepping.step_traces import TracedSpecs, trace_specs
+from tfamp.stepping.snapshots import optimizers_of
+from tfamp.stepping.step_traces import Marks, TracedSpecs, plain_name, trace_specs
 
 # Batch sizes of a curve, as parts of the one that was asked for.
 _PARTS = (1 / 8, 1 / 2, 1, 2, 8, 32)

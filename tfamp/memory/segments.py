@@ -16,7 +16,7 @@ from tfamp.keras_hooks import structure
 from tfamp.machine import devices
 from tfamp.memory.model_steps import StepMemory
 from tfamp.records.units import format_bytes, format_share
-from tfamp.stepping.costs import Roofline, computing
+from tfamp.stepping.step_traces import Roofline, computing
 
 # A piece saves less than it keeps, since its own gradient needs it once.
 _MAX_ROUNDS = 6

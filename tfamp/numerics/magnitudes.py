@@ -21,10 +21,16 @@ from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.records.formats import FLOAT16, FLOAT32, FORMATS, Format
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
-from tfamp.stepping.eager_step import run_step
-from tfamp.stepping.layer_calls import computes_itself
-from tfamp.stepping.layer_precision import in_float32
-from tfamp.stepping.taps import Call, Observer, Site, floats, sites, tapped
+from tfamp.stepping.eager_step import (
+    Call,
+    Observer,
+    Site,
+    floats,
+    run_step,
+    sites,
+    tapped,
+)
+from tfamp.stepping.layer_calls import computes_itself, in_float32
 from tfamp.stepping.unchanged import unchanged
 
 # Numbers are counted by exponent and the first bits of the mantissa, which is as fine

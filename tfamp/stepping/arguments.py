@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.records import checks
-from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.snapshots import optimizers_of
 
 # Batches that are read for shapes, as in Keras: sizes that differ stay open.
 _NUM_PEEKED = 2

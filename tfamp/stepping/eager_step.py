@@ -1,16 +1,24 @@
-"""Runs a model's own train step eagerly and takes the gradients it would apply."""
+"""Runs a model's own train step eagerly, and sees what goes through its layers.
+
+The gradients are taken that the step would apply. While a block runs, each layer's
+`call` and each operation of a Functional graph is replaced on the instance, so it does
+not matter how a model is written, how it is called, or whether a layer is called past
+its `__call__`. Outside the block nothing is different, and nothing costs anything.
+"""
 
 import contextlib
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from collections.abc import Callable, Iterator
+from typing import Any, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
 
-from tfamp.keras_hooks import optimizers
-from tfamp.keras_hooks.patches import replaced
+from tfamp.keras_hooks import optimizers, structure
+from tfamp.keras_hooks.patches import like, replaced
 from tfamp.loss_scale.tape import FixedScale, scaled_by
-from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.snapshots import optimizers_of
+
+_LOGITS = "_keras_logits"
 
 
 class Step(NamedTuple):
@@ -26,8 +34,6 @@ class Step(NamedTuple):
 
     loss: tf.Tensor | None
     gradients: tuple[tuple[Any, tf.Tensor | None], ...]
-    is_scaled: bool
-    logs: Any
 
     @property
     def is_finite(self) -> bool:
@@ -48,8 +54,8 @@ def run_step(model: keras.Model, batch: Any, *, loss_scale: float = 1.0) -> Step
         stack.enter_context(_eagerly())
         for optimizer in optimizers_of(model):
             stack.enter_context(taken.instead_of(optimizer))
-        logs = model.train_step(batch)
-    return Step(taken.loss, tuple(taken.gradients), taken.is_scaled, logs)
+        model.train_step(batch)
+    return Step(taken.loss, tuple(taken.gradients))
 
 
 class _Taken:
@@ -92,7 +98,7 @@ class _Taken:
 
     def _unscale(self, gradients: Any) -> Any:
         self._already_unscaled = True
-        return [self._divided(gradient) for gradient in gradients]
+        return [_float32(gradient, self._factor) for gradient in gradients]
 
     def _apply_gradients(self, grads_and_vars: Any, *args: Any, **kwargs: Any) -> None:
         pairs = list(grads_and_vars)
@@ -101,20 +107,15 @@ class _Taken:
     def _apply(self, gradients: Any, variables: Any) -> None:
         is_scaled = self.is_scaled and not self._already_unscaled
         for gradient, variable in zip(gradients, variables, strict=True):
-            value = gradient
-            if gradient is not None:
-                value = tf.convert_to_tensor(gradient)
-                value = self._divided(value) if is_scaled else _float32(value)
+            value = _float32(gradient, self._factor if is_scaled else 1.0)
             self.gradients.append((variable, value))
 
-    def _divided(self, gradient: Any) -> Any:
-        if gradient is None:
-            return None
-        return _float32(tf.convert_to_tensor(gradient)) / self._factor
 
-
-def _float32(gradient: tf.Tensor) -> tf.Tensor:
-    return tf.cast(gradient, tf.float32)
+def _float32(gradient: Any, divisor: Any) -> tf.Tensor | None:
+    """Returns a gradient in float32, a table's rows as all of it, over a divisor."""
+    if gradient is None:
+        return None
+    return tf.cast(tf.convert_to_tensor(gradient), tf.float32) / divisor
 
 
 @contextlib.contextmanager
@@ -135,3 +136,166 @@ def loss_scale_of(model: keras.Model) -> float:
             scale = getattr(optimizer, "scale", None)
             return float(optimizer.dynamic_scale if scale is None else scale)
     return 1.0
+
+
+class Site(NamedTuple):
+    """A layer, or an operation of a Functional graph, with its path."""
+
+    path: str
+    layer: Any
+
+    @property
+    def class_name(self) -> str:
+        """The class of the layer or operation."""
+        return type(self.layer).__name__
+
+
+class Call(NamedTuple):
+    """The `number`-th call of a layer, with arguments in its compute dtype."""
+
+    site: Site
+    number: int
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
+class Observer:
+    """Is told of every call. Each method may be overridden; these ignore it.
+
+    In a graph it is told while the graph is traced, and the tensors are symbolic:
+    what it does with them becomes part of the graph.
+
+    Attributes:
+        wants_gradients: Whether `on_gradient` is told anything.
+        keeps_logits: Whether a loss may still take the logits behind an output.
+    """
+
+    wants_gradients = False
+    keeps_logits = True
+
+    def on_call(self, call: Call) -> None:
+        """Is told of a call ahead of it."""
+
+    def on_outputs(self, call: Call, outputs: Any) -> None:
+        """Is told what a call returned, a tensor or a nested structure."""
+
+    def on_gradient(
+        self, call: Call, of: Literal["inputs", "outputs"], at: int, gradient: tf.Tensor
+    ) -> None:
+        """Is told the gradient of the loss by an input or output of a call."""
+
+
+def sites(model: keras.layers.Layer) -> list[Site]:
+    """Returns all layers of a model and all operations of its Functional graphs.
+
+    The model itself is the first one. A layer that is used twice is there once.
+
+    Example:
+        >>> x = keras.Input((3,))
+        >>> y = keras.layers.Dense(3, name="dense")(x) + 1.0
+        >>> [site.class_name for site in sites(keras.Model(x, y))]
+        ['Functional', 'Add', 'Dense']
+    """
+    found: dict[int, Site] = {}
+    for path, layer, _ in structure.walk(model):
+        found.setdefault(id(layer), Site(path, layer))
+        prefix = "" if layer is model else f"{path}/"
+        for operation in structure.operations_of(layer):
+            found.setdefault(
+                id(operation), Site(f"{prefix}{operation.name}", operation)
+            )
+    return list(found.values())
+
+
+@contextlib.contextmanager
+def tapped(
+    model: keras.layers.Layer,
+    observer: Observer,
+    *,
+    only: Callable[[Site], bool] = lambda site: True,
+) -> Iterator[None]:
+    """Tells an observer of every call inside the block.
+
+    Example:
+        >>> class Shapes(Observer):
+        ...     def on_outputs(self, call, outputs):
+        ...         print(call.site.path, outputs.shape)
+        >>> model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
+        >>> with tapped(model, Shapes(), only=lambda site: site.path == "dense"):
+        ...     _ = model(tf.zeros((5, 3)))  # doctest: +SKIP
+        dense (5, 2)
+    """
+    with contextlib.ExitStack() as stack:
+        for site in sites(model):
+            if only(site):
+                call = _observed(site, site.layer.call, observer)
+                stack.enter_context(replaced(site.layer, call=call))
+        yield
+
+
+def _observed(
+    site: Site, original: Callable[..., Any], observer: Observer
+) -> Callable[..., Any]:
+    number = 0
+
+    @like(original)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        nonlocal number
+        if any(
+            isinstance(leaf, keras.KerasTensor)
+            for leaf in structure.flatten((args, kwargs))
+        ):
+            return original(*args, **kwargs)
+        this, number = Call(site, number, args, kwargs), number + 1
+        observer.on_call(this)
+        if observer.wants_gradients:
+            args, kwargs = _passing(this, "inputs", (args, kwargs), observer)
+        outputs = original(*args, **kwargs)
+        observer.on_outputs(this, outputs)
+        if observer.wants_gradients:
+            outputs = _passing(this, "outputs", outputs, observer)
+        return outputs
+
+    return call
+
+
+def is_float(x: Any) -> bool:
+    """States whether something is a floating-point tensor."""
+    return isinstance(x, tf.Tensor) and x.dtype.is_floating
+
+
+def floats(values: Any) -> list[tf.Tensor]:
+    """Returns the floating-point tensors of a nested structure, in order."""
+    return [leaf for leaf in structure.flatten(values) if is_float(leaf)]
+
+
+def _passing(
+    call: Call, of: Literal["inputs", "outputs"], values: Any, observer: Observer
+) -> Any:
+    """Returns the tensors, whose gradients the observer is told on their way back."""
+    position = -1
+
+    def watched(x: Any) -> Any:
+        nonlocal position
+        if not is_float(x):
+            return x
+        position += 1
+        at = position
+
+        @tf.custom_gradient
+        def passed(value: tf.Tensor) -> Any:
+            def back(gradient: tf.Tensor) -> tf.Tensor:
+                observer.on_gradient(call, of, at, gradient)
+                return gradient
+
+            return tf.identity(value), back
+
+        y = passed(x)
+        for name in ("_keras_mask", "_tfamp_source"):
+            if hasattr(x, name):
+                setattr(y, name, getattr(x, name))
+        if hasattr(x, _LOGITS) and observer.keeps_logits:
+            setattr(y, _LOGITS, passed(getattr(x, _LOGITS)))
+        return y
+
+    return structure.map_structure(watched, values)

@@ -1,18 +1,37 @@
-"""Traces the step that `fit` or `predict` runs, and leaves the model as it was."""
+"""Traces the step that `fit` or `predict` runs, with the layer and cost of operations.
+
+The model is left as it was. Costs are by a roofline with round numbers: a product takes
+the longer of computing and moving its bytes, all else takes the moving. That needs one
+ratio of a device: floating-point operations in the time of moving a byte. Ratios of
+devices differ by a factor of two or three and caches are left out, so shares order
+causes and foretell no speed.
+"""
 
 import contextlib
+import dataclasses
+import gc
+import itertools
+import math
 import random
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Literal, NamedTuple
 
 import keras
 import tensorflow as tf
 
+from tfamp.graph.bodies import Operation
 from tfamp.graph.compiled import CompiledProduct, read_hlo, read_optimized
-from tfamp.keras_hooks import trainer
+from tfamp.graph.products import flops_of, is_product
+from tfamp.keras_hooks import structure, trainer
+from tfamp.keras_hooks.patches import Patch, like, replaced
 from tfamp.machine import cpus
+from tfamp.machine import devices as hardware
+from tfamp.machine.speeds import Device
 from tfamp.records import checks
+from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import build, check_model, first_batch
-from tfamp.stepping.layer_marks import Marks
+from tfamp.stepping.snapshots import bare_name
 from tfamp.stepping.unchanged import unchanged
 
 # TensorFlow's own mixed precision, by the names of its options.
@@ -21,6 +40,123 @@ _REWRITES = (
     "auto_mixed_precision_mkl",
     "auto_mixed_precision_onednn_bfloat16",
 )
+_MARK = "tfamp-mark"
+_RUNS = itertools.count()
+# What a strategy puts into the names of all replicas but the first.
+_REPLICA = re.compile(r"replica_\d+$")
+# FLOPs a byte. Source: NVIDIA, GPU Performance Background User's Guide (2023), table 1:
+# V100 15.7 and 125 TFLOPS at 900 GB/s; A100 data sheet: 19.5, 156 (TF32) and 312 TFLOPS
+# at 1555 GB/s. CPU: a core with two AVX-512 units at 2.5 GHz and 12 GB/s; bfloat16
+# instructions double it at least.
+_GPU = {"float32": 17.0, "tfloat32": 100.0, "half": 140.0}
+_CPU = {"float32": 13.0, "half": 26.0}
+_TPU = {"float32": 60.0, "half": 120.0}
+# Operations that move nothing: TensorFlow hands the same memory on.
+_FREE = frozenset(
+    "Const Placeholder Identity IdentityN ReadVariableOp VarHandleOp Reshape Squeeze "
+    "ExpandDims Shape ShapeN Rank Size StopGradient PreventGradient NoOp "
+    "CheckNumerics TensorListFromTensor TensorListReserve TensorListStack "
+    "TensorListGetItem TensorListSetItem TensorListPushBack TensorListPopBack "
+    "EmptyTensorList VariableShape BroadcastGradientArgs".split()
+)
+_BYTES = {"float64": 8, "float32": 4, "float16": 2, "bfloat16": 2, "int8": 1}
+
+
+class Marks:
+    """Knows the layer of each operation of a model by a mark in its name.
+
+    A name alone does not tell: a layer that is called twice and the second layer of a
+    class get names alike. The gradient of an operation carries its name. `scope` is a
+    name scope for the whole trace, which no other trace has.
+    """
+
+    def __init__(self, model: keras.layers.Layer) -> None:
+        self._layers = [(path, layer) for path, layer, _ in structure.walk(model)]
+        # Functions that were traced for another run carry marks of that one.
+        run = next(_RUNS)
+        self.scope = f"{_MARK}{run}x"
+        marks = [f"{self.scope}{i}x" for i in range(len(self._layers))]
+        self._mark_of = {
+            id(layer): mark
+            for mark, (_, layer) in zip(marks, self._layers, strict=True)
+        }
+        self._at = {mark: i for i, mark in enumerate(marks)}
+        path_of = {id(layer): path for path, layer in self._layers}
+        self._children = {
+            path: {c.name: path_of[id(c)] for c in structure.children(layer)}
+            for path, layer in self._layers
+        }
+
+    @contextlib.contextmanager
+    def placed(self) -> Iterator[None]:
+        """Marks what is traced inside; calls are as before afterwards."""
+
+        def wrap(original: Callable[..., Any]) -> Callable[..., Any]:
+            @like(original)
+            def __call__(layer: keras.layers.Layer, *args: Any, **kwargs: Any) -> Any:
+                mark = self._mark_of.get(id(layer))
+                if mark is None or tf.executing_eagerly():
+                    return original(layer, *args, **kwargs)
+                with tf.name_scope(mark):
+                    return original(layer, *args, **kwargs)
+
+            return __call__
+
+        # The collector may take the last managed model, and with it the hook on
+        # `__call__` that stands below this one.
+        collects = gc.isenabled()
+        gc.disable()
+        patch = Patch(keras.layers.Layer, "__call__", wrap)
+        patch.install()
+        try:
+            with contextlib.ExitStack() as stack:
+                for _, layer in self._layers:
+                    if isinstance(layer, keras.layers.Wrapper):
+                        stack.enter_context(self._called_past(layer.layer))
+                yield
+        finally:
+            patch.remove()
+            if collects:
+                gc.enable()
+
+    @contextlib.contextmanager
+    def _called_past(self, layer: keras.layers.Layer) -> Iterator[None]:
+        """Marks a layer whose `call` is called without its `__call__`."""
+        mark, original = self._mark_of.get(id(layer)), layer.call
+
+        @like(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            with tf.name_scope(mark or layer.name):
+                return original(*args, **kwargs)
+
+        with replaced(layer, call=call):
+            yield
+
+    def layer_of(self, name: str) -> str:
+        """Returns the path of the layer that made an operation, "" for none."""
+        path, rest = "", name.split("/")
+        for position, part in enumerate(name.split("/")):
+            mark = re.match(rf"{_MARK}\d+x\d+x", part)
+            if mark and mark.group() in self._at:
+                path = self._layers[self._at[mark.group()]][0]
+                rest = name.split("/")[position + 1 :]
+        # A function that was traced before holds no marks, only names of layers, which
+        # TensorFlow numbers: Keras opens the first scope of a layer for its `build`.
+        for part in rest if path else ():
+            children = self._children[path]
+            path = children.get(bare_name(part)) or children.get(part) or path
+        return path
+
+
+def plain_name(name: str) -> str:
+    """Returns the name of an operation without marks and replicas.
+
+    Example:
+        >>> plain_name("replica_1/tfamp-mark0x1x_1/dense/MatMul")
+        'dense/MatMul'
+    """
+    parts = [part for part in name.split("/") if not part.startswith(_MARK)]
+    return "/".join(part for part in parts if not _REPLICA.match(part))
 
 
 class Trace(NamedTuple):
@@ -63,7 +199,8 @@ def trace_step(
     step = model.train_step if training else model.predict_step
     num_replicas = strategy.num_replicas_in_sync
     if num_replicas > 1:
-        whole = tf.data.Dataset.from_tensors(batch).unbatch().batch(_size(batch))
+        size = int(tf.nest.flatten(batch)[0].shape[0])
+        whole = tf.data.Dataset.from_tensors(batch).unbatch().batch(size)
         argument = next(iter(strategy.experimental_distribute_dataset(whole)))
     else:
         argument = tf.nest.map_structure(tf.type_spec_from_value, batch)
@@ -72,7 +209,8 @@ def trace_step(
     with unchanged(model) if model.compiled else contextlib.nullcontext():
         with marks.placed():
             concrete = _traced(model, argument, marks, training=training)
-            if not jit_compile and not _rewrite_is_on():
+            options = tf.config.optimizer.get_experimental_options()
+            if not jit_compile and not any(options.get(name) for name in _REWRITES):
                 return Trace(concrete, marks, batch, "graph", (), "")
             if num_replicas > 1:
                 what = "XLA's program" if jit_compile else "TensorFlow's rewrite"
@@ -144,10 +282,61 @@ def _rewrite(
         return (), f"TensorFlow's rewrite cannot be read ({checks.first_line(error)})"
 
 
-def _rewrite_is_on() -> bool:
-    options = tf.config.optimizer.get_experimental_options()
-    return any(options.get(name) for name in _REWRITES)
+@dataclasses.dataclass(frozen=True)
+class Roofline:
+    """How many floating-point operations devices do in the time of a byte.
+
+    The slowest kind of them counts; `tf32` says whether float32 products run as TF32.
+    """
+
+    devices: Sequence[Device]
+    tf32: bool = False
+
+    def flops_per_byte(self, dtype: str) -> float:
+        """Returns the ratio for products in a dtype."""
+        return min((self._of(device, dtype) for device in self.devices), default=13.0)
+
+    def cost(self, operation: Operation, dtype: str = "") -> float:
+        """Returns the time of one run of an operation, in that of moving a byte."""
+        moved = float(num_bytes(operation))
+        if is_product(operation):
+            ratio = self.flops_per_byte(dtype or product_dtype(operation))
+            moved = max(moved, (flops_of(operation) or 0) / ratio)
+        return moved
+
+    def _of(self, device: Device, dtype: str) -> float:
+        table = {"gpu": _GPU, "tpu": _TPU}.get(device.kind, _CPU)
+        if dtype in HALF and dtype in hardware.fast_dtypes(device):
+            return table["half"]
+        if self.tf32 and dtype == "float32":
+            return table.get("tfloat32", table["float32"])
+        return table["float32"]
 
 
-def _size(batch: Any) -> int:
-    return int(tf.nest.flatten(batch)[0].shape[0])
+def computing(devices: Sequence[Device]) -> tuple[Device, ...]:
+    """Returns the devices that models run on: the CPU only when it is alone."""
+    return tuple(d for d in devices if d.kind != "cpu") or tuple(devices)
+
+
+def num_bytes(operation: Operation) -> int:
+    """Returns the bytes that one run reads and writes; sizes not known count 0."""
+    if operation.op_type in _FREE:
+        return 0
+    if operation.op_type == "Cast":
+        read, written = _BYTES.get(operation.dtype("SrcT"), 0), operation.dtype("DstT")
+        elements = _elements(operation.outputs[:1])
+        return elements * (read + _BYTES.get(written, 0)) if read else 0
+    size = _BYTES.get(product_dtype(operation), 0)
+    return size * (_elements(operation.inputs) + _elements(operation.outputs))
+
+
+def product_dtype(operation: Operation) -> str:
+    """Returns the dtype that an operation computes in, the wider of two factors."""
+    found = [operation.dtype(name) for name in ("T", "Ta", "Tb", "dtype")]
+    named = (name for name in found if name)
+    return max(named, key=lambda name: _BYTES.get(name, 0), default="")
+
+
+def _elements(shapes: Sequence[tuple[int | None, ...] | None]) -> int:
+    known = (shape for shape in shapes if shape is not None)
+    return sum(math.prod(dim or 0 for dim in shape) for shape in known)

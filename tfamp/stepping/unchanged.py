@@ -5,7 +5,7 @@ import functools
 import random
 import tempfile
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from tfamp.keras_hooks import backend, saved_state, structure
 from tfamp.keras_hooks.patches import replaced
 from tfamp.models import load_model
 from tfamp.records.checks import first_line
-from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.snapshots import named_variables, optimizers_of
 
 _HALF = ("float16", "bfloat16")
 _BY_DTYPE = ("normal", "truncated_normal", "uniform", "gamma", "beta", "binomial")
@@ -116,8 +116,8 @@ def unchanged(model: keras.Model) -> Iterator[None]:
     # Each replica's own, since a sum over them cannot be shared out again exactly.
     parts = [
         part
-        for variable in variables_of(model)
-        for part in strategy.experimental_local_results(variable.value)
+        for named in named_variables(model)
+        for part in strategy.experimental_local_results(named.variable.value)
     ]
     # Copies: NumPy may look at the very memory that the step writes.
     held = [part.numpy().copy() for part in parts]
@@ -136,9 +136,60 @@ def unchanged(model: keras.Model) -> Iterator[None]:
         np.random.set_state(numpy_state)
 
 
-def variables_of(model: keras.Model) -> list[Any]:
-    """Returns every variable that a train step may write."""
-    found = [*model.variables, *model.metrics_variables]
-    for optimizer in optimizers_of(model):
-        found += optimizer.variables
-    return list({id(variable): variable for variable in found}.values())
+def take_random() -> dict[str, np.ndarray]:
+    """Returns the states of Python's, NumPy's and TensorFlow's global generators.
+
+    Stateless draws and Keras's seed generators, which Dropout and the like use, need
+    none of them; operations such as `tf.random.normal` keep a state of their own that
+    cannot be read.
+    """
+    version, internal, gauss = random.getstate()
+    kind, keys, position, has_gauss, cached = np.random.get_state()
+    states: dict[str, Any] = {
+        "python/version": np.array(version, np.int64),
+        "python/internal": np.array(internal, np.uint32),
+        "python/gauss": np.array(np.nan if gauss is None else gauss),
+        "numpy/kind": np.frombuffer(str(kind).encode(), np.uint8),
+        "numpy/keys": np.array(keys, np.uint32),
+        "numpy/position": np.array([position, has_gauss], np.int64),
+        "numpy/gauss": np.array(cached, np.float64),
+    }
+    state = _generator_state()
+    if state is not None:
+        states["tensorflow/state"] = state
+    return states
+
+
+def put_random(states: Mapping[str, np.ndarray]) -> None:
+    """Gives the generators the states that `take_random` returned."""
+    gauss = float(states["python/gauss"])
+    random.setstate(
+        (
+            int(states["python/version"]),
+            tuple(states["python/internal"].tolist()),
+            None if np.isnan(gauss) else gauss,
+        )
+    )
+    position, has_gauss = states["numpy/position"].tolist()
+    np.random.set_state(
+        (
+            states["numpy/kind"].tobytes().decode(),
+            states["numpy/keys"],
+            position,
+            has_gauss,
+            float(states["numpy/gauss"]),
+        )
+    )
+    if "tensorflow/state" in states:
+        generator: Any = tf.random.get_global_generator()
+        if generator.state.shape == states["tensorflow/state"].shape:
+            generator.state.assign(states["tensorflow/state"])
+
+
+def _generator_state() -> np.ndarray | None:
+    """Returns the state of TensorFlow's global generator, one replica's alone."""
+    generator: Any = tf.random.get_global_generator()
+    try:
+        return np.array(generator.state.numpy())
+    except (AttributeError, NotImplementedError, ValueError):
+        return None  # made under a strategy, with a state for each replica

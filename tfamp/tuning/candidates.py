@@ -17,8 +17,7 @@ from tfamp.machine import devices
 from tfamp.numerics.sensitivity.result import LayerSensitivity, Sensitivity
 from tfamp.numerics.sensitivity.search import FORWARD_LIMIT
 from tfamp.plan import PrecisionPlan
-from tfamp.stepping.costs import Roofline, computing, num_bytes
-from tfamp.stepping.step_traces import trace_step
+from tfamp.stepping.step_traces import Roofline, computing, num_bytes, trace_step
 from tfamp.tuning.search import Suspect
 
 Objective = Literal["time", "memory", "size"]

@@ -16,7 +16,7 @@ from tfamp.keras_hooks import around_training, structure, trainer
 from tfamp.loss_scale.optimizer import LossScaleOptimizer
 from tfamp.models import put_under
 from tfamp.records.checks import first_line
-from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.snapshots import optimizers_of
 from tfamp.tuning.measurement import with_xla
 from tfamp.tuning.races import Racer
 

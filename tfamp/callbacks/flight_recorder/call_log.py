@@ -12,20 +12,20 @@ import numpy as np
 from tfamp.callbacks._batch_ring import BatchRing
 from tfamp.keras_hooks.patches import replaced
 from tfamp.stepping import snapshots
-from tfamp.stepping.bundles.files import take_random
-from tfamp.stepping.bundles.record import Call, hexed
-from tfamp.stepping.snapshots.names import tally_of
+from tfamp.stepping.bundle_records import Call, hexed
+from tfamp.stepping.snapshots import tally_of
+from tfamp.stepping.unchanged import take_random
 
 
 def before_late_error(
     optimizer: Any, write: Callable[[Exception], None]
-) -> Callable[[], None] | None:
+) -> contextlib.AbstractContextManager[None]:
     """Has `write` told of the error that XLA could not raise in the step, ahead of it.
 
-    Returns what takes that back; None where the optimizer raises no such error.
+    That is in the block alone, and where the optimizer raises such an error.
     """
     if tally_of(optimizer) is None:
-        return None
+        return contextlib.nullcontext()
     original = optimizer.late_stop_error
 
     def late_stop_error() -> Exception:
@@ -33,9 +33,7 @@ def before_late_error(
         write(error)
         return error
 
-    stack = contextlib.ExitStack()
-    stack.enter_context(replaced(optimizer, late_stop_error=late_stop_error))
-    return stack.close
+    return replaced(optimizer, late_stop_error=late_stop_error)
 
 
 def loss_of(logs: Any) -> float | None:
@@ -44,12 +42,6 @@ def loss_of(logs: Any) -> float | None:
         return float(logs["loss"])
     except (KeyError, TypeError, ValueError):
         return None
-
-
-def has_finite_loss(logs: Any) -> bool:
-    """Returns whether the loss in what a step returned is finite, or absent."""
-    loss = loss_of(logs)
-    return loss is None or math.isfinite(loss)
 
 
 def core_of(text: str) -> str:

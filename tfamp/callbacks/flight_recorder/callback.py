@@ -1,5 +1,7 @@
 """`FlightRecorder`: keeps what it takes to replay the step that failed."""
 
+import contextlib
+import math
 import os
 import time
 from collections.abc import Callable
@@ -15,7 +17,6 @@ from tfamp.callbacks.flight_recorder.call_log import (
     FlightLog,
     before_late_error,
     core_of,
-    has_finite_loss,
     loss_of,
 )
 from tfamp.callbacks.flight_recorder.contents import (
@@ -27,10 +28,9 @@ from tfamp.keras_hooks import around_training
 from tfamp.loss_scale.interface import found_in
 from tfamp.records import checks
 from tfamp.records.units import format_bytes
-from tfamp.stepping import snapshots
-from tfamp.stepping.bundles import files
-from tfamp.stepping.bundles.record import Cause
-from tfamp.stepping.snapshots.names import tally_of
+from tfamp.stepping import bundles, snapshots
+from tfamp.stepping.bundle_records import Cause
+from tfamp.stepping.snapshots import tally_of
 
 # What ends `fit` without being a failure of a step.
 _HARMLESS = (StopIteration, tf.errors.OutOfRangeError)
@@ -123,14 +123,14 @@ class FlightRecorder(FitCallback):
         self._log: FlightLog | None = None
         self._ring: Any = None
         self._epoch = 0
-        self._undo: Callable[[], None] | None = None
+        self._late_errors = contextlib.ExitStack()
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
         """Makes the directory and takes its place around the training function."""
         folder = Path(self.directory)
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            files.remove_leftovers(folder)
+            bundles.remove_leftovers(folder)
         except OSError as error:
             raise ValueError(
                 f"`directory` is {self.directory!r}, which cannot be written "
@@ -169,9 +169,8 @@ class FlightRecorder(FitCallback):
         finally:
             if self._ring is not None:
                 self._ring.release()
-            if self._undo is not None:
-                self._undo()
-            self._log = self._ring = self._undo = None
+            self._late_errors.close()
+            self._log = self._ring = None
 
     def _begin(self, iterator: Any) -> FlightLog:
         """Takes the first snapshot, after callbacks that load a checkpoint."""
@@ -189,7 +188,9 @@ class FlightRecorder(FitCallback):
         stored = tally_of(self.model.optimizer)
         self._asks_skips = self.on_skip and stored is not None
         self._num_skipped = self._skips()
-        self._undo = before_late_error(self.model.optimizer, self._write_error)
+        self._late_errors.enter_context(
+            before_late_error(self.model.optimizer, self._write_error)
+        )
         return self._log
 
     def _call(self, function: Callable[[Any], Any], iterator: Any) -> Any:
@@ -208,9 +209,10 @@ class FlightRecorder(FitCallback):
             self._write_error(error)
             raise
         log.note(logs)
-        is_finite = has_finite_loss(logs)
+        loss = loss_of(logs)
+        is_finite = loss is None or math.isfinite(loss)
         if not is_finite and self._was_finite:
-            self._write("loss", f"The loss is {loss_of(logs)}.")
+            self._write("loss", f"The loss is {loss}.")
         self._was_finite = is_finite
         if self._asks_skips and (skips := self._skips()) != self._num_skipped:
             self._num_skipped = skips
@@ -273,7 +275,7 @@ class FlightRecorder(FitCallback):
                 num_asked=self.keep,
                 is_of_step=is_of_step,
             )
-            path = files.write(Path(self.directory), contents, self._save_model)
+            path = bundles.write(Path(self.directory), contents, self._save_model)
         except Exception as why:  # nothing of it may cost a run
             self._note(
                 f"No bundle of the failure at step {log.num_calls} ({message}) in "

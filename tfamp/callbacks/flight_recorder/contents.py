@@ -3,6 +3,7 @@
 import contextlib
 import inspect
 import os
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -17,9 +18,7 @@ from tfamp.machine import devices
 from tfamp.models import assignment
 from tfamp.records import versions
 from tfamp.stepping import snapshots
-from tfamp.stepping.bundles.batches import pack
-from tfamp.stepping.bundles.files import Contents
-from tfamp.stepping.bundles.record import (
+from tfamp.stepping.bundle_records import (
     Batch,
     Bundle,
     Call,
@@ -27,8 +26,8 @@ from tfamp.stepping.bundles.record import (
     Surroundings,
     error_name,
 )
-from tfamp.stepping.snapshots.names import optimizers_of
-from tfamp.stepping.snapshots.state import digest
+from tfamp.stepping.bundles import Contents, pack
+from tfamp.stepping.snapshots import digest, optimizers_of
 
 # What changes which kernels compute, and with how many threads.
 _PREFIXES = ("ONEDNN_", "DNNL_", "XLA_", "TF_ENABLE_", "TF_XLA_", "TF_CUDNN_")
@@ -117,17 +116,6 @@ def _replicas(strategy: tf.distribute.Strategy) -> tuple[str, ...]:
     return tuple(name.split("/device:")[-1] for name in names)
 
 
-_NOT_COVERED = (
-    "Operations that draw from a state of their own, such as `tf.random.normal`, and "
-    "what a model keeps outside of Keras variables, are not replayed."
-)
-
-_FROM_ELSEWHERE = (
-    "The exception came from outside of the training step, from a callback or from "
-    "validation: a replay shows the step before it."
-)
-
-
 def contents_of(
     model: keras.Model,
     log: FlightLog,
@@ -188,8 +176,9 @@ def contents_of(
         needs_build="",
         build=build,
         surroundings=surroundings_of(model),
-        notes=tuple(_notes(log, ring, calls, leads=leads, rate=rate))
-        + (() if error is None or is_of_step else (_FROM_ELSEWHERE,)),
+        notes=tuple(
+            _notes(log, ring, calls, leads=leads, rate=rate, is_of_step=is_of_step)
+        ),
     )
     return Contents(record, before.state, arrays, before.random)
 
@@ -220,29 +209,38 @@ def _notes(
     *,
     leads: bool,
     rate: float | None,
-) -> list[Any]:
-    notes = []
+    is_of_step: bool,
+) -> Iterator[str]:
+    """Yields what a reader of the bundle should know."""
     if not leads:
         num = ring.num_drawn - log.before.step
-        notes.append(
+        yield (
             f"The state was taken {num} batches before the end of the failing call, of "
             f"which {len(ring.batches())} are kept: a snapshot every "
             f"{log.interval} calls is what 0.4 % of the time buys. So the failing call "
             "alone is replayed, from that older state, and its bits can differ."
         )
     if ring.was_cut:
-        notes.append(
+        yield (
             f"No more than {len(ring.batches())} batches are kept, since more take "
             f"above `max_bytes={ring.max_bytes}`."
         )
     if leads and len({call.epoch for call in calls}) > 1:
-        notes.append(
+        yield (
             "An epoch ended between the state and the failing step: what validation "
             "and callbacks did there is not replayed."
         )
     if rate != log.before.learning_rate and leads:
-        notes.append(
+        yield (
             f"The learning rate was {log.before.learning_rate} at the state and {rate} "
             "at the failing step."
         )
-    return [*notes, _NOT_COVERED]
+    yield (
+        "Operations that draw from a state of their own, such as `tf.random.normal`, "
+        "and what a model keeps outside of Keras variables, are not replayed."
+    )
+    if not is_of_step:
+        yield (
+            "The exception came from outside of the training step, from a callback or "
+            "from validation: a replay shows the step before it."
+        )

@@ -10,7 +10,7 @@ from tfamp.callbacks._fit_callback import FitCallback
 from tfamp.callbacks.micro_batches.split_steps import BatchSplit, SplitSteps
 from tfamp.keras_hooks import around_training, structure
 from tfamp.records import checks
-from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.snapshots import optimizers_of
 
 _NOT_MEANS = ("sum", "none", None)
 _BY_WEIGHTS = "mean_with_sample_weight"

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
+from tfamp.callbacks._timed_iterator import first_dimension
 from tfamp.keras_hooks import around_training, optimizers
 from tfamp.keras_hooks.patches import replaced
 from tfamp.loss_scale.replicas import sharing_whole_batch
@@ -21,13 +22,6 @@ from tfamp.loss_scale.replicas import sharing_whole_batch
 
 class CannotSplit(ValueError):
     """A batch that has no examples to tell apart, or arrays of other lengths."""
-
-
-def without_optionals(data: Any) -> Any:
-    """Returns a batch with None where a distributed one has an empty optional."""
-    return tf.nest.map_structure(
-        lambda leaf: None if isinstance(leaf, tf.experimental.Optional) else leaf, data
-    )
 
 
 def sizes(strategy: tf.distribute.Strategy, data: Any) -> tuple[int, ...]:
@@ -40,7 +34,7 @@ def sizes(strategy: tf.distribute.Strategy, data: Any) -> tuple[int, ...]:
         parts = strategy.experimental_local_results(leaf)
         if any(part is None or part.shape.rank == 0 for part in parts):
             continue
-        lengths = tuple(map(_length, parts))
+        lengths = tuple(int(first_dimension(part)) for part in parts)
         if found is None:
             found = lengths
         elif found != lengths:
@@ -104,14 +98,6 @@ def cut(
             yield strategy.experimental_distribute_values_from_function(
                 lambda context, p=pieces: p[context.replica_id_in_sync_group]
             )
-
-
-def _length(part: Any) -> int:
-    if isinstance(part, tf.RaggedTensor):
-        return int(part.nrows())
-    if isinstance(part, tf.SparseTensor):
-        return int(part.dense_shape[0])
-    return int(part.shape[0])
 
 
 def _rows(leaf: Any, begin: int, end: int) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.callbacks._timed_iterator import ITERATORS
+from tfamp.callbacks._timed_iterator import ITERATORS, without_optionals
 from tfamp.callbacks.micro_batches.gradients import (
     CannotSplit,
     Gradients,
@@ -17,15 +17,13 @@ from tfamp.callbacks.micro_batches.gradients import (
     num_splits,
     only_after_gradients,
     sizes,
-    without_optionals,
 )
 from tfamp.callbacks.micro_batches.state import StateBefore
-from tfamp.callbacks.nan_recovery.failures import was_skipped
 from tfamp.keras_hooks import around_training, structure, trainer
 from tfamp.machine.out_of_memory import is_out_of_memory
 from tfamp.records.checks import first_line
 from tfamp.records.units import format_bytes
-from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.snapshots import optimizers_of, was_skipped
 
 _REMEDIES = (
     "Store less for the backward pass by `tfamp.remat(model)`, compute in half the "
@@ -156,11 +154,9 @@ class SplitSteps:
             logs, rows = gradients.add(piece)
             seen.append(_of_all_replicas(strategy, logs))
             tables.append(rows)
+        edges = [bounds(length, num_parts) for length in examples]
         counted = [
-            sum(end - begin for begin, end in edges)
-            for edges in zip(
-                *(bounds(length, num_parts) for length in examples), strict=True
-            )
+            sum(end - begin for begin, end in each) for each in zip(*edges, strict=True)
         ]
         logs = _logs_of_all(model, seen, counted)
         first = next(leaf for leaf in tf.nest.flatten(data) if leaf is not None)
@@ -199,18 +195,8 @@ class SplitSteps:
         most = min(self._max_splits, min(examples))
         wanted = min(2 * num_parts, most)
         if wanted <= num_parts or (num_parts > 1 and has_begun):
-            sums = self._gradients.num_bytes if self._gradients is not None else 0
-            raise as_error(
-                error,
-                exhausted(
-                    model,
-                    examples=sum(examples),
-                    num_parts=num_parts,
-                    max_splits=self._max_splits,
-                    in_update=has_begun,
-                    sums_bytes=sums,
-                ),
-            ) from error
+            text = self._exhausted(sum(examples), num_parts, in_update=has_begun)
+            raise as_error(error, text) from error
         self.limit = -(-max(examples) // wanted)
         self._on_split(
             BatchSplit(
@@ -222,6 +208,41 @@ class SplitSteps:
             )
         )
         return wanted
+
+    def _exhausted(self, examples: int, num_parts: int, *, in_update: bool) -> str:
+        """Returns the text where a batch fits in no number of parts."""
+        model = self._model
+        num_replicas = model.distribute_strategy.num_replicas_in_sync
+        if in_update:
+            what = (
+                "The update of the weights does not fit into memory, after the "
+                f"gradients of {num_parts} micro-batches did; expected it to, and "
+                "smaller ones would not change it"
+            )
+        elif num_parts >= self._max_splits:
+            what = (
+                f"A batch of {examples} examples does not fit into memory as "
+                f"{num_parts} micro-batches; expected it to with "
+                f"`max_splits={self._max_splits}`"
+            )
+            if examples > num_parts * num_replicas:
+                what += ", which may be larger"
+        else:
+            what = (
+                f"A batch of {examples} examples does not fit into memory as "
+                f"{num_parts} micro-batches, down to one example on a replica; "
+                "expected one to fit"
+            )
+        weights = structure.bytes_of(model.variables)
+        slots = sum(structure.bytes_of(o.variables) for o in optimizers_of(model))
+        num_bytes = self._gradients.num_bytes if self._gradients is not None else 0
+        sums = f", {format_bytes(num_bytes)} sums of gradients" if num_bytes else ""
+        return (
+            f"{what}. On a device {format_bytes(weights)} are weights, "
+            f"{format_bytes(slots)} optimizer state{sums}; the rest are activations "
+            "and what else runs there. The model is as it was before the step. "
+            f"{_REMEDIES}"
+        )
 
 
 def _build(model: keras.Model, element_spec: Any) -> None:
@@ -287,45 +308,6 @@ def _equal(one: Any, other: Any) -> bool:
     if isinstance(one, Mapping) or isinstance(other, Mapping):
         return True
     return bool(tf.reduce_all(tf.cast(one, tf.float32) == tf.cast(other, tf.float32)))
-
-
-def exhausted(
-    model: keras.Model,
-    *,
-    examples: int,
-    num_parts: int,
-    max_splits: int,
-    in_update: bool,
-    sums_bytes: int,
-) -> str:
-    """Returns the text where a batch fits in no number of parts."""
-    strategy = model.distribute_strategy
-    if in_update:
-        what = (
-            f"The update of the weights does not fit into memory, after the gradients "
-            f"of {num_parts} micro-batches did; expected it to, and smaller ones would "
-            "not change it"
-        )
-    elif num_parts >= max_splits:
-        what = (
-            f"A batch of {examples} examples does not fit into memory as {num_parts} "
-            f"micro-batches; expected it to with `max_splits={max_splits}`"
-        )
-        if examples > num_parts * strategy.num_replicas_in_sync:
-            what += ", which may be larger"
-    else:
-        what = (
-            f"A batch of {examples} examples does not fit into memory as {num_parts} "
-            "micro-batches, down to one example on a replica; expected one to fit"
-        )
-    weights = structure.bytes_of(model.variables)
-    slots = sum(structure.bytes_of(o.variables) for o in optimizers_of(model))
-    sums = f", {format_bytes(sums_bytes)} sums of gradients" if sums_bytes else ""
-    return (
-        f"{what}. On a device {format_bytes(weights)} are weights, "
-        f"{format_bytes(slots)} optimizer state{sums}; the rest are activations and "
-        f"what else runs there. The model is as it was before the step. {_REMEDIES}"
-    )
 
 
 def as_error(error: Exception, message: str) -> Exception:

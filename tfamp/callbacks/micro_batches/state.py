@@ -12,8 +12,15 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfamp.stepping.snapshots.names import METRICS, WEIGHTS, Named, named_variables
-from tfamp.stepping.snapshots.state import State, put, take
+from tfamp.stepping.snapshots import (
+    METRICS,
+    WEIGHTS,
+    Named,
+    State,
+    named_variables,
+    put,
+    take,
+)
 
 
 class StateBefore:

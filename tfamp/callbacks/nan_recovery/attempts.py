@@ -16,7 +16,7 @@ from tfamp.plan import PrecisionPlan
 from tfamp.records import pages
 from tfamp.records.record import Record
 from tfamp.records.versions import installed_versions
-from tfamp.stepping.snapshots.state import State, put
+from tfamp.stepping.snapshots import State, put
 
 JOURNAL = "recoveries.jsonl"
 PLAN = "plan.json"
@@ -94,8 +94,7 @@ def _write_plan(model: keras.Model, recovery: Recovery, directory: Path) -> None
     """Writes what a model computes in after a recovery, for the next run."""
     evidence = {"recovery": recovery.to_dict(), "versions": installed_versions()}
     try:
-        plan = PrecisionPlan.from_model(model, evidence=evidence)
-        plan.to_json(directory / PLAN)
+        PrecisionPlan.from_model(model, evidence=evidence).to_json(directory / PLAN)
     except (OSError, ValueError) as error:  # training goes on without the file
         logging.warning("No plan could be written to %s: %s", directory / PLAN, error)
 
@@ -156,8 +155,7 @@ class Attempts:
             training.last_logs.get("loss")
         )
         memory.forget()
-        state = self._state()
-        self._restore(state)
+        self._restore(state := self._state())
         verdict = self._verdict(state)
         cause = str(getattr(verdict, "cause", "") or "")
         layer = getattr(verdict, "layer", None)
@@ -200,11 +198,7 @@ class Attempts:
     def resume(self, state: State) -> None:
         """Begins with a state from disk, and with what was changed until then."""
         training, counters = self._training, state.counters
-        needs_trace = False
-        for path in counters.get("kept_float32", []):
-            layer = _remedies.find_layer(self._model, path)
-            if layer is not None and _remedies.keep_float32(self._model, layer):
-                needs_trace = True
+        needs_trace = bool(self._kept(counters.get("kept_float32", [])))
         put(self._model, state, metrics=False)
         training.step = int(counters["step"])
         training.run = str(counters["run"])
@@ -302,16 +296,21 @@ class Attempts:
         """Keeps the layers in float32 that a verdict is about."""
         training = self._training
         paths = getattr(verdict, "layers", ()) or (getattr(verdict, "layer", None),)
-        changed = []
-        for path in paths:
-            layer = _remedies.find_layer(self._model, path)
-            if layer is not None and _remedies.keep_float32(self._model, layer):
-                changed.append(str(path))
+        changed = self._kept(paths)
         if not changed:
             return None
         training.kept_layers = (*training.kept_layers, *changed)
         training.trace_anew()
         return ", ".join(map(repr, changed))
+
+    def _kept(self, paths: Sequence[Any]) -> list[str]:
+        """Keeps layers in float32; returns the paths of those that were not before."""
+        layers = ((path, _remedies.find_layer(self._model, path)) for path in paths)
+        return [
+            str(path)
+            for path, layer in layers
+            if layer is not None and _remedies.keep_float32(self._model, layer)
+        ]
 
     def _cut_rates(self, factor: float | None) -> str | None:
         """Cuts the rates by what the triage found to help, by the setting without."""

@@ -11,10 +11,10 @@ from absl import logging
 from tfamp.callbacks._fit_callback import FitCallback
 from tfamp.callbacks.nan_recovery.attempts import Attempts, Recovery
 from tfamp.callbacks.nan_recovery.remedies import REMEDIES
-from tfamp.callbacks.nan_recovery.training import Settings, WatchedTraining
+from tfamp.callbacks.nan_recovery.training import WatchedTraining
 from tfamp.keras_hooks import around_training
 from tfamp.records import checks
-from tfamp.stepping.snapshots.files import Slots, made_folder
+from tfamp.stepping.snapshot_files import Slots, made_folder
 
 
 class NanRecovery(FitCallback):
@@ -65,7 +65,7 @@ class NanRecovery(FitCallback):
             run.
         keep: Snapshots on disk, at least 2.
         every_seconds: Time between snapshots; 0 takes one every second step. None
-            waits a hundred times as long as the last one took.
+            waits two hundred times as long as the last one took.
         write_every_seconds: Time between writes to disk, at least.
         max_recoveries: Recoveries in one `fit` after which the next failure stops it.
         remedies: "auto" for all, or those that may be used.
@@ -124,17 +124,13 @@ class NanRecovery(FitCallback):
         super().__init__()
         if every_seconds is not None:
             every_seconds = _not_negative("every_seconds", every_seconds)
-        self._settings = Settings(
-            directory=made_folder("directory", directory),
-            keep=checks.positive_int("keep", keep, minimum=2),
-            every_seconds=every_seconds,
-            write_every_seconds=_not_negative(
-                "write_every_seconds", write_every_seconds
-            ),
-            ignored=_names("ignore", ignore),
-            clock=clock,
+        self.every_seconds, self._clock = every_seconds, clock
+        self.directory = os.fspath(made_folder("directory", directory))
+        self.keep = checks.positive_int("keep", keep, minimum=2)
+        self.write_every_seconds = _not_negative(
+            "write_every_seconds", write_every_seconds
         )
-        self.directory = os.fspath(self._settings.directory)
+        self.ignore = _names("ignore", ignore)
         self.max_recoveries = checks.positive_int(
             "max_recoveries", max_recoveries, minimum=0
         )
@@ -164,7 +160,7 @@ class NanRecovery(FitCallback):
         """
         if not self.resume:
             return 0
-        counters = Slots(self.directory, keep=self._settings.keep).counters()
+        counters = Slots(self.directory, keep=self.keep).counters()
         return int(counters["epoch"]) if counters is not None else 0
 
     def on_train_begin(self, logs: dict[str, Any] | None = None) -> None:
@@ -180,10 +176,15 @@ class NanRecovery(FitCallback):
                 "which brings all back to one step."
             )
         self._leave()
-        settings = self._settings
-        slots = Slots(settings.directory, keep=settings.keep)
+        slots = Slots(self.directory, keep=self.keep)
         training = WatchedTraining(
-            self.model, settings, slots, on_failure=self._recover
+            self.model,
+            slots,
+            every_seconds=self.every_seconds,
+            write_every_seconds=self.write_every_seconds,
+            ignored=self.ignore,
+            clock=self._clock,
+            on_failure=self._recover,
         )
         place = around_training.Place.NAN_RECOVERY
         if not self._join(place=place, call=training.call):
@@ -201,7 +202,7 @@ class NanRecovery(FitCallback):
             max_recoveries=self.max_recoveries,
             factor=self.learning_rate_factor,
             stops_quietly=self.on_exhausted == "stop",
-            clock=settings.clock,
+            clock=self._clock,
         )
         self._list_recoveries()
         if self.resume:

@@ -9,72 +9,11 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.callbacks._batch_ring import BatchRing, ring_in_use
-from tfamp.callbacks._timed_iterator import ITERATORS
 from tfamp.loss_scale import interface
-from tfamp.stepping.snapshots.names import optimizers_of, tally_of
-
-
-class LastBatches:
-    """Holds the batches of the last call of a training function, for the triage.
-
-    In `fit` the traced function draws its batches out of Python's sight, so they are
-    held on their way. A `FlightRecorder` in the same `fit` holds them already.
-    """
-
-    def __init__(self, model: keras.Model) -> None:
-        self._model = model
-        self._steps = int(model.steps_per_execution or 1)
-        self._ring: BatchRing | None = None
-        self._num_calls = 0
-
-    def through(self, iterator: Any, *, is_held: bool) -> Any:
-        """Returns what the training function draws from in place of an iterator."""
-        if is_held or not isinstance(iterator, ITERATORS):
-            return iterator
-        if self._ring is None:
-            strategy = self._model.distribute_strategy
-            self._ring = BatchRing(strategy, keep=self._steps)
-        # Older batches are let go every few calls: all at once, as that is cheapest.
-        if not self._num_calls:
-            self._ring.clear()
-        elif not self._ring.num_drawn:
-            self._ring.fetch()  # it learns their size, and so how many may pile up
-        self._num_calls += 1
-        if self._num_calls > max(1, self._ring.calls_between // self._steps):
-            self._num_calls = 0
-        return self._ring.around(iterator)
-
-    def failing(self) -> Any:
-        """Returns the last batch with NaN or inf in it, else the last; None without."""
-        ring = self._ring or ring_in_use(self._model)
-        kept = ring.batches() if ring is not None else []
-        batches = [_whole(each.parts) for each in kept[-self._steps :]]
-        bad = [batch for batch in batches if _holds_nonfinite(batch)]
-        return (bad or batches or [None])[-1]
-
-    def clear(self) -> None:
-        """Lets all batches go."""
-        if self._ring is not None:
-            self._ring.release()
-
-
-def _whole(parts: tuple[Any, ...]) -> Any:
-    """Returns a batch of all replicas as one."""
-    if len(parts) == 1:
-        return parts[0]
-    return tf.nest.map_structure(
-        lambda *leaves: leaves[0] if leaves[0] is None else tf.concat(leaves, 0), *parts
-    )
-
-
-def _holds_nonfinite(batch: Any) -> bool:
-    return any(
-        not np.all(np.isfinite(np.asarray(leaf)))
-        for leaf in tf.nest.flatten(batch, expand_composites=True)
-        if tf.is_tensor(leaf) and leaf.dtype.is_floating
-    )
-
+from tfamp.stepping.snapshots import (
+    optimizers_of,
+    tally_of,
+)
 
 # A scale at its floor is at fault no more after so many skips.
 STALLED_SKIPS = 8
@@ -188,12 +127,6 @@ def of_scale(model: keras.Model) -> Sign | None:
             if scale < _STOCK_MIN_SCALE:
                 return Sign("loss scale", f"the loss scale has fallen to {scale:g}")
     return None
-
-
-def was_skipped(model: keras.Model) -> bool:
-    """Returns whether the last step of a `tfamp.LossScaleOptimizer` was skipped."""
-    tallies = [tally_of(optimizer) for optimizer in optimizers_of(model)]
-    return any(t is not None and t.numbers().streak for t in tallies)
 
 
 def num_updates(model: keras.Model) -> int:

@@ -14,8 +14,7 @@ from tfamp.keras_hooks import optimizers, structure
 from tfamp.keras_hooks.layers import record_of
 from tfamp.loss_scale.counters import LEVELS
 from tfamp.records.formats import HALF
-from tfamp.stepping.snapshots.names import named_variables, optimizers_of, tally_of
-from tfamp.stepping.snapshots.state import State
+from tfamp.stepping.snapshots import State, named_variables, optimizers_of, tally_of
 
 DROP, RATE, SCALE, FLOAT32 = (
     "drop batch",
@@ -118,7 +117,7 @@ def multiply_rates(
 def find_layer(model: keras.Model, path: str | None) -> Any:
     """Returns the layer or operation of a path or name, None for none or several."""
     # Here, as it is needed when something has failed.
-    from tfamp.stepping.taps import sites
+    from tfamp.stepping.eager_step import sites
 
     found = sites(model)
     for ways in (

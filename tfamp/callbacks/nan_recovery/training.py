@@ -1,46 +1,42 @@
 """One `fit` under NanRecovery: each call of the training function, judged."""
 
-import dataclasses
+import math
 import secrets
-from collections.abc import Callable
-from pathlib import Path
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
+from tfamp.callbacks._batch_ring import LastBatches
 from tfamp.callbacks.flight_recorder.contents import built_from
 from tfamp.callbacks.nan_recovery import failures
-from tfamp.callbacks.nan_recovery.failures import LastBatches, Sign
-from tfamp.callbacks.nan_recovery.memory import Memory
+from tfamp.callbacks.nan_recovery.failures import Sign
 from tfamp.keras_hooks import around_training
 from tfamp.keras_hooks.trainer import drop_traced_functions
-from tfamp.stepping.bundles.record import Cause
-from tfamp.stepping.snapshots.files import Background, Slots
-from tfamp.stepping.snapshots.state import State, first_nonfinite, num_nonfinite
+from tfamp.stepping.bundle_records import Cause
+from tfamp.stepping.snapshot_files import Background, Slots
+from tfamp.stepping.snapshots import (
+    State,
+    first_nonfinite,
+    num_nonfinite,
+    take,
+    was_skipped,
+)
 
 _ENDS = (StopIteration, tf.errors.OutOfRangeError)
 # Looking at the scale may take this part of the time.
 _SHARE_OF_SCALE = 0.001
-# What a flight recorder calls a sign.
-_BUNDLED: dict[str, Cause] = {
-    "logs": "loss",
-    "weights": "weights",
-    "loss scale": "skip",
-}
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """What a user of NanRecovery chose; see there."""
-
-    directory: Path
-    keep: int
-    every_seconds: float | None
-    write_every_seconds: float
-    ignored: tuple[str, ...]
-    clock: Callable[[], float]
-    share: float = 0.005
+# What a bundle calls a sign, where it has another name.
+_CAUSES: dict[str, Cause] = {"logs": "loss", "loss scale": "skip"}
+# Snapshots, and writing them, may take this part of the time.
+_SHARE = 0.005
+# Above this multiple of what the loss was, it is running away.
+RUNAWAY = 10.0
+# How fast what the loss was follows it, at each snapshot.
+_FOLLOWS = 1.02
+# Losses below this part of the first one are as good as it.
+_FLOOR = 1e-3
 
 
 class WatchedTraining:
@@ -56,9 +52,12 @@ class WatchedTraining:
     def __init__(
         self,
         model: keras.Model,
-        settings: Settings,
         slots: Slots,
         *,
+        every_seconds: float | None,
+        write_every_seconds: float,
+        ignored: Sequence[str],
+        clock: Callable[[], float],
         on_failure: Callable[[Sign], None],
     ) -> None:
         self.memory: Any = None  # a `Memory`, from the first batch on
@@ -66,18 +65,18 @@ class WatchedTraining:
         self.rate_factor = 1.0
         self.kept_layers: tuple[str, ...] = ()
         self.slots, self.run = slots, secrets.token_hex(4)
-        self.writer = Background(slots, clock=settings.clock)
+        self.writer = Background(slots, clock=clock)
         self.last_logs: dict[str, Any] = {}
         self.batches = LastBatches(model)
-        self._model, self._settings = model, settings
+        self._model, self._ignored, self._clock = model, ignored, clock
+        self._every_seconds, self._write_every = every_seconds, write_every_seconds
         self._on_failure = on_failure
         self._steps = int(model.steps_per_execution or 1)
         self._calls = 0
         self._num_calls: int | None = None
         self._written: State | None = None
         self._updates = 0
-        self._next_write = 0.0
-        self._next_scale = 0.0
+        self._next_write = self._next_scale = 0.0
         self._is_checked = True
         self.num_finite_calls = 0
         self.member: Any = None  # its part in `fit`, which the callback has joined
@@ -93,13 +92,12 @@ class WatchedTraining:
         A ValueError says that it holds NaN or inf. The element spec of a batch is None
         where it is not known.
         """
-        settings = self._settings
         is_whole = built_from(self._model, element_spec)
         self.memory = Memory(
             self._model,
-            every_seconds=settings.every_seconds,
-            share=settings.share,
-            clock=settings.clock,
+            every_seconds=self._every_seconds,
+            share=_SHARE,
+            clock=self._clock,
             is_written=self.writer.holds,
         )
         start = self.memory.good.with_counters(**self._facts(is_last=False))
@@ -108,13 +106,9 @@ class WatchedTraining:
                 f"Training begins with {count} weights or optimizer values that are "
                 f"not finite, the first in {first_nonfinite(start)!r}; expected finite "
                 "ones. Load a good checkpoint, or pass `resume=True` to begin with the "
-                f"last good snapshot in {str(settings.directory)!r}, if there is one."
+                f"last good snapshot in {str(self.slots.directory)!r}, if there is one."
             )
-        self.memory.begin(start)
-        if not is_whole:
-            # The first step makes more variables, so take all as soon as they exist.
-            self.memory.is_partial = True
-            self.memory.take_soon()
+        self.memory.begin(start, is_partial=not is_whole)
 
     def trace_anew(self) -> None:
         """Makes the model's functions anew, as a change of its dtypes needs.
@@ -129,11 +123,11 @@ class WatchedTraining:
         """Writes the last good snapshot, unless it was written, and lets all go."""
         memory = self.memory
         try:
+            self.writer.finish()
             if memory is not None and memory.is_proven:
                 if memory.good is not self._written:
-                    self.writer.finish()
                     self.writer.start(memory.good)
-            self.writer.finish()
+                    self.writer.finish()
         finally:
             self.batches.clear()
             self.memory = None
@@ -158,9 +152,7 @@ class WatchedTraining:
             return self._fail(sign)
         self._count()
         values = failures.plain(logs)
-        sign = failures.of_logs(values, ignored=self._settings.ignored) or self._look(
-            values
-        )
+        sign = failures.of_logs(values, ignored=self._ignored) or self._look(values)
         if sign is not None:
             return self._fail(sign)
         self.num_finite_calls += 1
@@ -174,7 +166,7 @@ class WatchedTraining:
 
     def _fail(self, sign: Sign) -> dict[str, Any]:
         # Of the state before it is mended.
-        self.member.tell_failure(_BUNDLED[sign.kind], sign.text)
+        self.member.tell_failure(_CAUSES.get(sign.kind, "weights"), sign.text)
         self._on_failure(sign)
         self._is_checked = True
         return self.last_logs
@@ -186,7 +178,7 @@ class WatchedTraining:
 
     def _look(self, values: dict[str, Any]) -> Sign | None:
         """Looks at more than the logs where it is time to, and keeps snapshots."""
-        memory, clock = self.memory, self._settings.clock
+        memory, clock = self.memory, self._clock
         memory.note_loss(values.get("loss"))
         is_last = self._calls == self._num_calls
         sign = None
@@ -204,7 +196,7 @@ class WatchedTraining:
 
     def _take(self, is_last: bool) -> Sign | None:
         memory = self.memory
-        if failures.was_skipped(self._model):
+        if was_skipped(self._model):
             return None  # the next step may be better
         self._updates = failures.num_updates(self._model)
         self._is_checked = True
@@ -215,7 +207,7 @@ class WatchedTraining:
     def _judge(self, values: dict[str, Any]) -> Sign | None:
         """Makes the candidate the good state, if the step after it was good."""
         memory = self.memory
-        if failures.was_skipped(self._model):
+        if was_skipped(self._model):
             return None
         num_updates = failures.num_updates(self._model)
         if num_updates and num_updates <= self._updates:
@@ -227,11 +219,11 @@ class WatchedTraining:
             memory.forget()
             return None
         memory.promote()
-        now = self._settings.clock()
+        now = self._clock()
         if now >= self._next_write and self.writer.start(memory.good):
             self._written = memory.good
-            pause = self.writer.seconds / self._settings.share
-            self._next_write = now + max(self._settings.write_every_seconds, pause)
+            pause = self.writer.seconds / _SHARE
+            self._next_write = now + max(self._write_every, pause)
         return None
 
     def _facts(self, *, is_last: bool) -> dict[str, Any]:
@@ -243,3 +235,116 @@ class WatchedTraining:
             "kept_float32": list(self.kept_layers),
             "run": self.run,
         }
+
+
+class Memory:
+    """Takes snapshots so rarely that they cost no more than a share of the time.
+
+    A snapshot that was just taken may hold what breaks the next step, so it counts as
+    good only after a step more: finite logs, finite weights, an update that was made,
+    and a loss that has not run away.
+
+    They are `every_seconds` apart where that is given. `good` is the last good state,
+    and `candidate` a later one, to be judged after another step. `is_proven` says that
+    the good state was followed by a good step, as all are but the one that training
+    begins with, and `is_partial` that it lacks variables that the first step made.
+    `bad_path` is the variable that kept the last snapshot from being taken. The memory
+    of a state for which `is_written` holds is not used again yet.
+    """
+
+    def __init__(
+        self,
+        model: keras.Model,
+        *,
+        every_seconds: float | None,
+        share: float,
+        clock: Callable[[], float],
+        is_written: Callable[[State], bool],
+    ) -> None:
+        self.candidate: State | None = None
+        self.is_proven, self.is_partial, self.bad_path = False, False, ""
+        self._model, self._clock, self._is_written = model, clock, is_written
+        self._every_seconds, self._share = every_seconds, share
+        self._retired: list[State] = []
+        self._spent, self._next = 0.0, 0.0
+        self._reference: float | None = None
+        self._floor = 0.0
+        self.good: State = take(model)
+
+    def begin(self, state: State, *, is_partial: bool = False) -> None:
+        """Takes a state as good, such as that which training begins with."""
+        self.good = state
+        self._wait()
+        if is_partial:
+            # The first step makes more variables, so take all as soon as they exist.
+            self.is_partial, self._next = True, self._clock()
+
+    def is_due(self) -> bool:
+        """Returns whether it is time for a snapshot."""
+        return self.candidate is None and self._clock() >= self._next
+
+    def take(self, **counters: Any) -> bool:
+        """Takes a snapshot to be judged later; False where it is not finite itself."""
+        spare = next((s for s in self._retired if not self._is_written(s)), None)
+        if spare is not None:
+            self._retired.remove(spare)
+        state = take(self._model, into=spare).with_counters(**counters)
+        path = first_nonfinite(state)
+        if path is not None:
+            self.bad_path = path
+            self._retired.append(state)
+            return False
+        self.candidate = state
+        return True
+
+    def promote(self) -> None:
+        """Makes the candidate the good state."""
+        if self.candidate is not None:
+            self._retired.append(self.good)
+            self.good, self.candidate = self.candidate, None
+            self.is_proven, self.is_partial = True, False
+            # One that is written and one to write into are enough.
+            del self._retired[:-2]
+        self._wait()
+
+    def forget(self) -> None:
+        """Drops the candidate, unless there is nothing better to go back to."""
+        state, self.candidate = self.candidate, None
+        if state is not None and self.is_partial:
+            self.good, self.is_partial = state, False
+        elif state is not None:
+            self._retired.append(state)
+        self._wait()
+
+    def spend(self, seconds: float) -> None:
+        """Notes what a snapshot or its check took."""
+        self._spent += seconds
+
+    def note_loss(self, loss: Any) -> None:
+        """Takes the first loss as what the loss was."""
+        if self._reference is None and isinstance(loss, float) and math.isfinite(loss):
+            self._reference, self._floor = abs(loss), _FLOOR * abs(loss)
+
+    def is_growing(self, loss: Any) -> bool:
+        """Returns whether a loss is far above what it was."""
+        if self._reference is None or not isinstance(loss, float):
+            return False
+        return not abs(loss) <= RUNAWAY * max(self._reference, self._floor)
+
+    def has_run_away(self, loss: Any) -> bool:
+        """As `is_growing`, once for each snapshot.
+
+        What the loss was follows it slowly, so that one which stays high is taken for
+        the new state of things in the end.
+        """
+        is_away = self.is_growing(loss)
+        if self._reference is not None and isinstance(loss, float):
+            followed = min(abs(loss), self._reference * _FOLLOWS)
+            self._reference = max(followed, self._floor)
+        return is_away
+
+    def _wait(self) -> None:
+        """Sets the time of the next snapshot, by what this one has cost."""
+        by_cost = self._spent / self._share
+        pause = by_cost if self._every_seconds is None else self._every_seconds
+        self._next, self._spent = self._clock() + pause, 0.0

@@ -10,14 +10,14 @@ import tensorflow as tf
 from absl import logging
 
 from tfamp.callbacks._fit_callback import FitCallback
-from tfamp.callbacks.resume import others, record, states, workers
+from tfamp.callbacks.resume import files, states
 from tfamp.callbacks.resume.files import Folder, Kept
 from tfamp.keras_hooks import around_training, epochs
 from tfamp.keras_hooks.epochs import EPOCH_HOOKS, Execution, Feed, Place
 from tfamp.keras_hooks.workers import part_of
 from tfamp.records import checks
 from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots.state import State
+from tfamp.stepping.snapshots import State
 
 
 class Resume(FitCallback):
@@ -113,13 +113,13 @@ class Resume(FitCallback):
             logging.warning("A second Resume in the same `fit` does nothing: use one.")
             return
         strategy = self.model.distribute_strategy
-        index, num_workers = workers.place_of(strategy)
+        index, num_workers = files.place_of(strategy)
         self._folder = self._folder_of(index, num_workers)
         self._folder.prepare()
         kept = self._folder.newest()
         if num_workers > 1:
             step = -1 if kept is None else kept.step
-            workers.check_same(strategy, step, self.directory)
+            files.check_same(strategy, step, self.directory)
         self.resumed_at, self._found = None, None
         self._epoch = self._total = self._since = 0
         self._pending = None
@@ -133,12 +133,12 @@ class Resume(FitCallback):
             )
         self._join()
         self._feed, feed.around = feed, self._steps_of_epoch
-        if why := record.unrepeatable(feed):
+        if why := states.unrepeatable(feed):
             self._note(
                 f"Resume: {why}, so a training that goes on will not equal this one to "
                 "the bit. Call `keras.utils.set_random_seed` first, or seed it."
             )
-        if names := others.without_state(self._beside()):
+        if names := states.without_state(self._beside()):
             self._note(
                 f"Resume: the state of {', '.join(names)} is not kept, as they have no "
                 "`get_state` and `set_state`."
@@ -154,7 +154,7 @@ class Resume(FitCallback):
             feed.around = None
         if self.resumed_at is not None:
             epochs.begin_at(self.model, None)
-        if who := workers.lost(self.model.distribute_strategy, error):
+        if who := files.lost(self.model.distribute_strategy, error):
             logging.error("Resume: %s does not answer any more. %s", who, self._again())
 
     def _again(self) -> str:
@@ -188,9 +188,9 @@ class Resume(FitCallback):
 
     def _go_on(self, kept: Kept, state: State, feed: Feed) -> None:
         """Checks that a state is of this training, and has `fit` begin there."""
-        held = state.counters[record.KEY]
+        held = state.counters[states.KEY]
         is_other = self._is_other(kept, held)
-        record.check_data(held["facts"], feed, self.directory, others=is_other)
+        states.check_data(held["facts"], feed, self.directory, is_other=is_other)
         epoch, num_epochs = held["epoch"], (self.params or {}).get("epochs")
         if num_epochs is not None and epoch >= num_epochs:
             raise ValueError(
@@ -211,9 +211,9 @@ class Resume(FitCallback):
             why.append(
                 f"it had {kept.num_workers} workers of {held['replicas']} replicas"
             )
-        if held["seed"] != record.global_seed():
+        if held["seed"] != states.global_seed():
             why.append(f"its global seed was {held['seed']}")
-        if held["versions"] != record.versions():
+        if held["versions"] != states.versions():
             why.append(f"it ran on {held['versions']}")
         if why:
             self._note(
@@ -222,7 +222,7 @@ class Resume(FitCallback):
             )
 
     def _is_other(self, kept: Kept, held: dict[str, Any]) -> bool:
-        _, num_workers = workers.place_of(self.model.distribute_strategy)
+        _, num_workers = files.place_of(self.model.distribute_strategy)
         now = num_workers, snapshots.num_local_replicas(self.model)
         return (kept.num_workers, held["replicas"]) != now
 
@@ -234,10 +234,10 @@ class Resume(FitCallback):
             yield from executions
             return
         if found is not None:
-            held = found[1].counters[record.KEY]
+            held = found[1].counters[states.KEY]
             skipped = self._go_to(*found, feed)
         is_due = self._since >= self.every_steps or self._pending is not None
-        self._start, self._start_random = feed.place(), others.take_random()
+        self._start, self._start_random = feed.place(), states.take_random()
         if not held and self._total and (is_due or self._is_final(feed, 0)):
             self._pending = None
             self._write(self._state(0, feed))
@@ -246,7 +246,7 @@ class Resume(FitCallback):
                 self._put(_draw(each, skipped, self.directory))
                 continue
             if held:
-                others.put_random(held["random"])
+                states.put_random(held["random"])
                 held = {}
             yield each
             self._after(each, feed)
@@ -258,9 +258,9 @@ class Resume(FitCallback):
         where another epoch was before.
         """
         self._state_to_put = state
-        held = state.counters[record.KEY]
-        others.put_random(held["random of epoch"])
-        if self._is_other(kept, held) and held["facts"] != record.facts_of(feed):
+        held = state.counters[states.KEY]
+        states.put_random(held["random of epoch"])
+        if self._is_other(kept, held) and held["facts"] != states.facts_of(feed):
             self._put(feed.first_batch())
             return 0  # other batches: the epoch begins anew
         batch = feed.go_to(Place(*held["place"]))
@@ -324,7 +324,7 @@ class Resume(FitCallback):
     def _write(self, state: State) -> None:
         self._since = 0
         try:
-            self._folder.write(state, state.counters[record.KEY]["total"])
+            self._folder.write(state, state.counters[states.KEY]["total"])
         except (OSError, tf.errors.OpError) as error:
             self._note(
                 f"Resume: a state could not be written to {self.directory!r} "

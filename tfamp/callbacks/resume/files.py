@@ -1,7 +1,7 @@
-"""The files that a training resumes from: one for each worker and step kept.
+"""The files that a training resumes from, and the workers that write them.
 
-They are found by their names alone, so that no index can be torn from them. A file has
-its name only when it is whole.
+There is one for each worker and step kept. They are found by their names alone, so that
+no index can be torn from them. A file has its name only when it is whole.
 """
 
 import contextlib
@@ -9,19 +9,19 @@ import io
 import os
 import re
 import zipfile
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tensorflow as tf
 from absl import logging
 
 from tfamp.records.files import BESIDE
-from tfamp.stepping.snapshots.files import (
+from tfamp.stepping.snapshot_files import (
     made_folder,
     read_archive,
     write,
     write_archive,
 )
-from tfamp.stepping.snapshots.state import State
+from tfamp.stepping.snapshots import State
 
 _NAME = re.compile(r"step-(\d+)\.worker-(\d+)-of-(\d+)\.npz")
 
@@ -42,10 +42,8 @@ class Kept(NamedTuple):
 class Folder:
     """The files of one training in a folder that all workers see.
 
-    Args:
-        directory: A local folder, or any path that `tf.io.gfile` opens, "gs://...".
-        index: Place of this worker, from 0.
-        num_workers: Number of workers.
+    `directory` is local, or any path that `tf.io.gfile` opens, such as "gs://...";
+    `index` is the place of this worker.
     """
 
     def __init__(self, directory: str, index: int = 0, num_workers: int = 1) -> None:
@@ -55,11 +53,7 @@ class Folder:
         self._passed_over: set[str] = set()
 
     def prepare(self) -> None:
-        """Makes the folder, and clears what a killed process left half written.
-
-        Raises:
-            ValueError: It cannot be made or written.
-        """
+        """Makes the folder, and clears what a killed process left half written."""
         if self._is_local:
             made_folder("directory", self.directory)
         else:
@@ -87,13 +81,10 @@ class Folder:
         return None
 
     def read(self, kept: Kept) -> State:
-        """Reads a file.
-
-        Raises:
-            ValueError: It is damaged.
-        """
+        """Reads a file; a ValueError says that it is damaged."""
         try:
-            return read_archive(self._content(kept))
+            with tf.io.gfile.GFile(self._path(kept.name), "rb") as file:
+                return read_archive(io.BytesIO(file.read()))
         except Exception as error:  # whatever damaged headers lead zip and NumPy to
             raise ValueError(
                 f"The file {self._path(kept.name)!r} is damaged ({error}); expected "
@@ -104,8 +95,7 @@ class Folder:
     def write(self, state: State, step: int) -> None:
         """Writes a state, which is whole when it has its name, and clears older ones.
 
-        Raises:
-            OSError: It cannot be written; what was there before still is.
+        After an OSError what was there before still is.
         """
         kept = Kept(step, self._index, self._num_workers)
         if self._is_local:
@@ -116,7 +106,7 @@ class Folder:
 
     def others_have_files(self) -> bool:
         """Returns whether there are files of some workers, but no step of all."""
-        return any(True for _ in self._listed()) and self.newest() is None
+        return bool(self._listed()) and self.newest() is None
 
     def _write_far(self, state: State, name: str) -> None:
         content = io.BytesIO()
@@ -180,10 +170,73 @@ class Folder:
                 )
             return False
 
-    def _content(self, kept: Kept) -> bytes:
-        with tf.io.gfile.GFile(self._path(kept.name), "rb") as file:
-            content: bytes = file.read()
-        return content
-
     def _path(self, name: str) -> str:
         return os.path.join(self.directory, name)
+
+
+# What workers get whose reductions TensorFlow aborts, as another one does not answer.
+_ABORTS = (tf.errors.UnavailableError, tf.errors.DeadlineExceededError)
+_TASK = re.compile(r"/job:(chief|worker)/replica:\d+/task:(\d+)")
+
+
+def place_of(strategy: Any) -> tuple[int, int]:
+    """Returns the place of this worker, from 0, and the number of workers."""
+    if not isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
+        return 0, 1
+    resolver = strategy.cluster_resolver
+    addresses = _addresses(strategy)
+    if len(addresses) < 2:
+        return 0, 1
+    place = list(addresses).index((resolver.task_type, int(resolver.task_id)))
+    return place, len(addresses)
+
+
+def lost(strategy: Any, error: BaseException | None) -> str | None:
+    """Returns which worker does not answer any more, where that ended training.
+
+    TensorFlow's workers send each other heartbeats: ten seconds after the last one it
+    aborts the reductions of the others. Its error names who was lost, but for the first
+    worker, to which all send theirs.
+    """
+    place, num_workers = place_of(strategy)
+    text = str(error)
+    if num_workers < 2 or not isinstance(error, _ABORTS) or "ollective" not in text:
+        return None
+    addresses = _addresses(strategy)
+    named = {(job, int(task)) for job, task in _TASK.findall(text)}
+    places = [i for i, task in enumerate(addresses) if task in named and i != place]
+    if not places and "CoordinationService" in text and place:
+        places = [0]
+    if not places:
+        return "Another worker"
+    hosts = list(addresses.values())
+    names = " and ".join(f"{i} ({hosts[i]!r})" for i in places)
+    return f"Worker {names} of {num_workers}"
+
+
+def _addresses(strategy: Any) -> dict[tuple[str, int], str]:
+    """Returns the addresses of all workers by job and task, the chief first."""
+    jobs = strategy.cluster_resolver.cluster_spec().as_dict()
+    return {
+        (job, task): address
+        for job in ("chief", "worker")
+        for task, address in enumerate(jobs.get(job, []))
+    }
+
+
+def check_same(strategy: Any, step: int, directory: str) -> None:
+    """Raises unless all workers resume from the same step, -1 for the beginning."""
+
+    def added_up() -> tf.Tensor:
+        context = tf.distribute.get_replica_context()
+        return context.all_reduce("SUM", tf.constant(step, tf.float64))
+
+    total = strategy.experimental_local_results(strategy.run(added_up))[0]
+    mean = float(total) / strategy.num_replicas_in_sync
+    if mean != step:
+        found = "no file of all" if step < 0 else f"step {step}"
+        raise ValueError(
+            f"`directory` is {directory!r}, in which this worker found {found}, and "
+            "another one something else; expected a folder that all workers see. Pass "
+            "one on a shared disk, or delete the files of the newest step."
+        )

@@ -9,8 +9,8 @@ import ray.train
 
 from tfamp.callbacks.resume.callback import Resume
 from tfamp.callbacks.resume.files import Folder, Kept
-from tfamp.stepping.snapshots.files import write
-from tfamp.stepping.snapshots.state import State
+from tfamp.stepping.snapshot_files import write
+from tfamp.stepping.snapshots import State
 
 
 class RayResume(Resume):
@@ -50,11 +50,8 @@ class RayResume(Resume):
 class _Checkpoints(Folder):
     """The files of one training, each step's in a checkpoint.
 
-    Args:
-        directory: What Ray calls the training.
-        index: Place of this worker, from 0.
-        num_workers: Number of workers.
-        metrics: Gives what is reported with a checkpoint.
+    `directory` is what Ray calls the training, and `metrics` gives what is reported
+    with a checkpoint.
     """
 
     def __init__(
@@ -76,11 +73,7 @@ class _Checkpoints(Folder):
         return False
 
     def newest(self) -> Kept | None:
-        """Returns this worker's file in the newest checkpoint, which is read at once.
-
-        Raises:
-            ValueError: The checkpoint is of something else.
-        """
+        """Reads this worker's file in the newest checkpoint, and returns its name."""
         checkpoint = ray.train.get_checkpoint()
         if checkpoint is None:
             return None
@@ -105,9 +98,8 @@ class _Checkpoints(Folder):
     def write(self, state: State, step: int) -> None:
         """Writes a state into a new checkpoint, and waits until all workers have.
 
-        Raises:
-            RuntimeError: It cannot be written. Training cannot go on then, as the
-                others would count a checkpoint that lacks this worker's file.
+        Where it cannot be written, training cannot go on, as the others would count a
+        checkpoint that lacks this worker's file.
         """
         kept = Kept(step, self._index, self._num_workers)
         try:

@@ -1,20 +1,53 @@
-"""The state of a whole training: its model, other callbacks, and where it stands."""
+"""The state of a whole training, and whether it fits another one.
 
+Beside the variables of its model it holds where training stands, what other callbacks
+hold, the history and random numbers; what has to be the same is in its record.
+"""
+
+import contextlib
 import dataclasses
-from collections.abc import Sequence
+import random
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tfamp.callbacks.resume import others, record
 from tfamp.dtypes import resolution
-from tfamp.keras_hooks import around_training, structure, trainer
+from tfamp.keras_hooks import around_training, epochs, structure, trainer
 from tfamp.keras_hooks.epochs import Feed
 from tfamp.records import checks
 from tfamp.stepping import snapshots
-from tfamp.stepping.snapshots.names import optimizers_of
-from tfamp.stepping.snapshots.state import State
+from tfamp.stepping.snapshots import State, optimizers_of
+
+# The name of this record among the counters of a state.
+KEY = "resume"
+# What TensorFlow gives where no global seed is set.
+_NO_SEED = 87654321
+# Keras's callbacks that judge later epochs by earlier ones, and where they hold that.
+_HELD: dict[type, tuple[str, ...]] = {
+    keras.callbacks.EarlyStopping: (
+        *("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
+    ),
+    keras.callbacks.ReduceLROnPlateau: ("wait", "best", "cooldown_counter"),
+    keras.callbacks.ModelCheckpoint: (
+        *("best", "_batches_seen_since_last_saving", "_last_batch_seen"),
+    ),
+}
+# Those that hold nothing which training depends on.
+_HOLD_NOTHING = (
+    keras.callbacks.CSVLogger,
+    keras.callbacks.History,
+    keras.callbacks.LambdaCallback,
+    keras.callbacks.LearningRateScheduler,
+    keras.callbacks.ProgbarLogger,
+    keras.callbacks.RemoteMonitor,
+    keras.callbacks.TensorBoard,
+    keras.callbacks.TerminateOnNaN,
+)
+# Arrays of callbacks in a state, beside those of the model.
+PREFIX = "callbacks/"
 
 
 def take(
@@ -27,31 +60,26 @@ def take(
 ) -> tuple[State, State]:
     """Returns the state of a training, and the part whose memory may be used anew.
 
-    Args:
-        model: The model.
-        feed: What it trains on.
-        callbacks: Other callbacks of the `fit`.
-        position: Where it stands, for the record.
-        into: A part that is not needed any more.
+    `position` is where it stands, and `into` such a part that is not needed any more.
     """
     of_model = snapshots.take(model, into=into)
-    held, arrays = others.take_callbacks(callbacks)
+    held, arrays = take_callbacks(callbacks)
     counters = {
         **position,
-        "facts": record.facts_of(feed),
-        "dtypes": record.dtypes_of(model),
+        "facts": facts_of(feed),
+        "dtypes": dtypes_of(model),
         "replicas": snapshots.num_local_replicas(model),
         "of replicas": snapshots.names_of_replicas(model),
-        "seed": record.global_seed(),
-        "versions": record.versions(),
-        "random": others.take_random(),
+        "seed": global_seed(),
+        "versions": versions(),
+        "random": take_random(),
         "callbacks": held,
-        "history": others.take_history(model),
+        "history": take_history(model),
     }
     state = dataclasses.replace(
         of_model,
         arrays={**of_model.arrays, **arrays},
-        counters={**of_model.counters, record.KEY: counters},
+        counters={**of_model.counters, KEY: counters},
     )
     return state, of_model
 
@@ -65,18 +93,11 @@ def put(
 ) -> None:
     """Gives a model, its optimizer and other callbacks what a state holds.
 
-    Args:
-        model: The model, which is built where it is not.
-        state: What `take` gave.
-        batch: What one replica gets, to build the model from.
-        callbacks: Other callbacks of the `fit`.
-        directory: Named in errors.
-
-    Raises:
-        ValueError: The state is of another model, or under another policy.
+    The model is built from `batch`, what one replica gets, where it is not. A
+    ValueError says that the state is of another model, or under another policy.
     """
-    held = state.counters[record.KEY]
-    extra = {k: v for k, v in state.arrays.items() if k.startswith(others.PREFIX)}
+    held = state.counters[KEY]
+    extra = {k: v for k, v in state.arrays.items() if k.startswith(PREFIX)}
     arrays = {k: v for k, v in state.arrays.items() if k not in extra}
     with model.distribute_strategy.scope():
         trainer.build_from(model, batch)
@@ -88,7 +109,7 @@ def put(
         # Optimizers of the user's that only the train step knows the variables of.
         # What this step does to weights and seeds is undone by the state.
         around_training.on_batch(model)(batch)
-    record.check_dtypes(held["dtypes"], model, directory)
+    check_dtypes(held["dtypes"], model, directory)
     num_replicas = snapshots.num_local_replicas(model)
     for name in held["of replicas"] if num_replicas != held["replicas"] else ():
         first = arrays[name][0] if held["replicas"] > 1 else arrays[name]
@@ -102,5 +123,226 @@ def put(
             f"{model.name!r}: {checks.first_line(error)} Pass another `directory`, or "
             "delete the files in it."
         ) from error
-    others.put_callbacks(callbacks, held["callbacks"], extra)
-    others.put_history(model, held["history"])
+    put_callbacks(callbacks, held["callbacks"], extra)
+    put_history(model, held["history"])
+
+
+def global_seed() -> int | None:
+    """Returns the seed of `tf.random.set_seed`, None where it was not called."""
+    # With a seed for the operation, so that no random number is drawn for it.
+    seed, _ = tf.compat.v1.get_seed(1)
+    return None if seed == _NO_SEED else int(seed)
+
+
+def versions() -> str:
+    """Returns what computes, which may round otherwise in another version."""
+    return f"TensorFlow {tf.__version__} and Keras {keras.__version__}"
+
+
+def facts_of(feed: Feed) -> dict[str, Any]:
+    """Returns what has to be the same where a training goes on."""
+    return {
+        "num_batches": feed.num_batches,
+        "batch_size": feed.batch_size,
+        "steps_per_execution": feed.steps_per_execution,
+    }
+
+
+def check_data(
+    held: dict[str, Any], feed: Feed, directory: str, *, is_other: bool
+) -> None:
+    """Raises where the data of `fit` are none of those that `facts_of` gave before.
+
+    Where the number of workers `is_other`, batches may be too.
+    """
+    now = facts_of(feed)
+    names = ["steps_per_execution"] if is_other else list(now)
+    changed = [
+        name
+        for name in names
+        if held[name] != now[name] and None not in (held[name], now[name])
+    ]
+    if changed:
+        was = ", ".join(f"{name} {held[name]}" for name in changed)
+        is_now = ", ".join(f"{name} {now[name]}" for name in changed)
+        raise ValueError(
+            f"The training in {directory!r} had {was}; this one has {is_now}. Expected "
+            "the same data, in the same batches. Pass them, or another `directory`."
+        )
+
+
+def dtypes_of(model: keras.Model) -> list[list[str]]:
+    """Returns class, compute dtype and variable dtype of a model's layers, in order."""
+    return [
+        [type(layer).__name__, str(layer.compute_dtype), str(layer.variable_dtype)]
+        for _, layer in _layers(model)
+    ]
+
+
+def check_dtypes(held: list[list[str]], model: keras.Model, directory: str) -> None:
+    """Raises where a layer computes in another dtype than in the training before."""
+    now = dtypes_of(model)
+    if [each[0] for each in held] != [each[0] for each in now]:
+        return  # another model, which its variables tell better
+    for (path, _), before, after in zip(_layers(model), held, now, strict=True):
+        if before != after:
+            raise ValueError(
+                f"The training in {directory!r} was under another policy: layer "
+                f"{path!r} computed in {before[1]} with variables in {before[2]}, and "
+                f"computes in {after[1]} with {after[2]} now; expected the same. "
+                "Enable the policy of that training, or pass another `directory`."
+            )
+
+
+def _layers(model: keras.Model) -> list[tuple[str, keras.layers.Layer]]:
+    return [(p, each) for p, each, _ in structure.walk(model) if each is not model]
+
+
+def unrepeatable(feed: Feed) -> str | None:
+    """Returns why another process cannot bring the data in the same order, if so."""
+    if feed.kind == "other":
+        return "the order of a generator or PyDataset is its own"
+    is_seeded = global_seed() is not None
+    if feed.kind == "arrays" and feed.shuffles and not is_seeded:
+        return "`fit` shuffles arrays without a seed"
+    stages = [] if feed.dataset is None else list(_stages(feed.dataset))
+    if any(map(_is_unseeded_shuffle, stages)):
+        return "the dataset has a `shuffle` without a seed"
+    if any("DataService" in type(each).__name__ for each in stages):
+        return "a data service brings elements in the order in which they are ready"
+    return None
+
+
+def _stages(dataset: Any) -> Iterator[Any]:
+    """Yields a dataset, and those that it is made of."""
+    yield dataset
+    for each in getattr(dataset, "_inputs", list)():
+        yield from _stages(each)
+
+
+def _is_unseeded_shuffle(dataset: Any) -> bool:
+    seeds: list[Any] = [getattr(dataset, name, None) for name in ("_seed", "_seed2")]
+    return all(map(tf.is_tensor, seeds)) and not any(int(seed) for seed in seeds)
+
+
+def take_callbacks(
+    callbacks: Sequence[Any],
+) -> tuple[list[dict[str, Any]], dict[str, np.ndarray]]:
+    """Returns what callbacks hold: numbers in their order, and arrays by name."""
+    records: list[dict[str, Any]] = []
+    arrays: dict[str, np.ndarray] = {}
+    for i, each in enumerate(callbacks):
+        held: dict[str, Any] = {}
+        for name, value in _state_of(each).items():
+            if isinstance(value, (list, tuple)):
+                for k, array in enumerate(value):
+                    arrays[f"{PREFIX}{i}/{name}/{k}"] = np.array(array)
+                held[name] = {"arrays": len(value)}
+            else:  # what JSON can hold of a number
+                is_plain = value is None or isinstance(value, (bool, int, str, dict))
+                held[name] = value if is_plain else float(value)
+        records.append({"class": type(each).__name__, "state": held})
+    return records, arrays
+
+
+def put_callbacks(
+    callbacks: Sequence[Any],
+    records: Sequence[dict[str, Any]],
+    arrays: dict[str, np.ndarray],
+) -> None:
+    """Gives callbacks what those of the same classes, in their order, held."""
+    used: set[int] = set()
+    for each in callbacks:
+        for i, record in enumerate(records):
+            if i not in used and record["class"] == type(each).__name__:
+                used.add(i)
+                _put_state(each, _values(i, record["state"], arrays))
+                break
+
+
+def without_state(callbacks: Sequence[Any]) -> list[str]:
+    """Returns the names of classes whose state is not kept, as nothing tells it."""
+    found = {
+        type(each).__name__
+        for each in callbacks
+        if not isinstance(each, (*_HELD, *_HOLD_NOTHING))
+        and not type(each).__module__.startswith("tfamp.")
+        and not _tells(each)
+    }
+    return sorted(found)
+
+
+def take_history(model: keras.Model) -> dict[str, Any]:
+    """Returns the epochs and the logs of a model's `History` so far."""
+    history = getattr(model, "history", None)
+    if history is None:
+        return {"epoch": [], "logs": {}}
+    logs = {}
+    for name, values in history.history.items():
+        with contextlib.suppress(TypeError, ValueError):
+            logs[name] = [float(value) for value in values]
+    return {"epoch": [int(epoch) for epoch in history.epoch], "logs": logs}
+
+
+def put_history(model: keras.Model, held: dict[str, Any]) -> None:
+    """Puts the logs of earlier epochs in front of those to come."""
+    history = getattr(model, "history", None)
+    if history is not None:
+        history.epoch[:] = held["epoch"]
+        history.history.clear()
+        history.history.update({k: list(v) for k, v in held["logs"].items()})
+
+
+def take_random() -> dict[str, Any]:
+    """Returns the states of Python's and NumPy's generators, and of Keras's own."""
+    kind, keys, *rest = np.random.get_state(legacy=True)
+    state = epochs.global_seed_state()
+    return {
+        "python": random.getstate(),
+        "numpy": [kind, np.asarray(keys).tolist(), *rest],
+        "keras": None if state is None else np.asarray(state).tolist(),
+    }
+
+
+def put_random(held: dict[str, Any]) -> None:
+    """Puts back what `take_random` gave, also where JSON has made lists of it."""
+    version, keys, gauss = held["python"]
+    random.setstate((version, tuple(keys), gauss))
+    kind, keys, *rest = held["numpy"]
+    np.random.set_state((kind, np.array(keys, np.uint32), *rest))
+    state = epochs.global_seed_state()
+    if state is not None and held["keras"] is not None:
+        state.assign(np.array(held["keras"], state.dtype))
+
+
+def _state_of(callback: Any) -> dict[str, Any]:
+    if _tells(callback):
+        return dict(callback.get_state())
+    for kind, names in _HELD.items():
+        if isinstance(callback, kind):
+            return {name: getattr(callback, name, None) for name in names}
+    return {}
+
+
+def _put_state(callback: Any, values: dict[str, Any]) -> None:
+    if _tells(callback):
+        callback.set_state(values)
+    else:
+        for name, value in values.items():
+            setattr(callback, name, value)
+
+
+def _tells(callback: Any) -> bool:
+    return hasattr(callback, "get_state") and hasattr(callback, "set_state")
+
+
+def _values(
+    place: int, held: dict[str, Any], arrays: dict[str, np.ndarray]
+) -> dict[str, Any]:
+    """Returns what a callback held, with its arrays again."""
+    values = dict(held)
+    for name, value in held.items():
+        if isinstance(value, dict) and value.keys() == {"arrays"}:
+            keys = [f"{PREFIX}{place}/{name}/{k}" for k in range(value["arrays"])]
+            values[name] = [arrays[key] for key in keys]
+    return values

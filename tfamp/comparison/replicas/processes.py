@@ -32,7 +32,7 @@ from tfamp.records.checks import short_error
 from tfamp.records.record import Record
 from tfamp.stepping.arguments import build
 from tfamp.stepping.input_waits.measure import bottleneck
-from tfamp.stepping.snapshots.state import num_local_replicas
+from tfamp.stepping.snapshots import num_local_replicas
 from tfamp.stepping.unchanged import unchanged
 from tfamp.trials import child, processes
 from tfamp.trials.processes import end_with_parent

@@ -27,7 +27,7 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import around_training, structure
 from tfamp.keras_hooks.patches import Patch, PatchSet, replaced
-from tfamp.stepping.snapshots import names, state
+from tfamp.stepping import snapshots
 from tfamp.trials.training import rows
 
 # The first steps allocate, and XLA compiles a second time for donated buffers.
@@ -190,22 +190,22 @@ def make_steps(
         _keep(start, model)
     else:
         _put_weights(model, _kept(start))
-    before = state.take(model)
+    before = snapshots.take(model)
     with _made_equal(model) as (notes, random):
         step = Step(model, parts, size)
         # The first call made one.
-        state.put(model, before)
+        snapshots.put(model, before)
         made = 0
         while made < (_MAX_STEPS if steps is None else steps):
             step.run(1)
             made += 1
             # Less those that were skipped.
-            tally = names.tally_of(model.optimizer)
+            tally = snapshots.tally_of(model.optimizer)
             applied = made if tally is None else int(tally.numbers().applied)
             if steps is None and applied >= _APPLIED:
                 break
     _keep(folder / _END.format(replicas), model)
-    state.put(model, before)
+    snapshots.put(model, before)
     return made, notes, random
 
 
@@ -221,7 +221,7 @@ def distances(folder: Path, replicas: int) -> dict[str, float]:
     groups: dict[str, list[str]] = {"weights": [], "slots": []}
     shapes = {each.shape for name, each in one.items() if name.startswith("weights/")}
     for name, array in one.items():
-        is_slot = name.startswith(f"{names.OPTIMIZER}/")
+        is_slot = name.startswith(f"{snapshots.OPTIMIZER}/")
         if array.dtype.kind != "f" or (is_slot and array.shape not in shapes):
             continue  # counters, seeds
         if is_slot and not array.shape:
@@ -321,9 +321,9 @@ def _made_equal(model: keras.Model) -> Iterator[tuple[list[str], list[str]]]:
 
 def _put_weights(model: keras.Model, kept: Mapping[str, np.ndarray]) -> None:
     strategy = model.distribute_strategy
-    for named in names.named_variables(model):
+    for named in snapshots.named_variables(model):
         array = kept.get(named.name)
-        if not named.name.startswith(f"{names.WEIGHTS}/") or array is None:
+        if not named.name.startswith(f"{snapshots.WEIGHTS}/") or array is None:
             continue
         if array.shape == tuple(named.variable.shape) and array.dtype.kind == "f":
             for part in strategy.experimental_local_results(named.variable.value):
@@ -339,7 +339,7 @@ def _keep(path: Path, model: keras.Model) -> None:
     """Writes weights and slots as NumPy does: bfloat16 as float32."""
     shown: dict[str, Any] = {
         name: array.astype(np.float32) if array.dtype.name == "bfloat16" else array
-        for name, array in state.take(model).arrays.items()
-        if name.startswith((f"{names.WEIGHTS}/", f"{names.OPTIMIZER}/"))
+        for name, array in snapshots.take(model).arrays.items()
+        if name.startswith((f"{snapshots.WEIGHTS}/", f"{snapshots.OPTIMIZER}/"))
     }
     np.savez(path, **shown)

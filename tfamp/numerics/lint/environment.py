@@ -25,7 +25,7 @@ from tfamp.numerics.lint.subject import Found, Subject, rule
 from tfamp.records import formats
 from tfamp.records.formats import HALF
 from tfamp.records.units import join_words
-from tfamp.stepping.costs import product_dtype
+from tfamp.stepping.step_traces import product_dtype
 
 _INTEGERS = ("int8", "int16", "int32", "int64", "uint8", "uint16", "uint32", "uint64")
 # Cast their weights themselves, so that a recomputation finds them cast too.

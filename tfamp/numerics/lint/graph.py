@@ -19,7 +19,7 @@ from tfamp.graph.bodies import (
 )
 from tfamp.graph.constants import evaluate
 from tfamp.keras_hooks import structure
-from tfamp.stepping.layer_marks import Marks, plain_name
+from tfamp.stepping.step_traces import Marks, plain_name
 
 # What hands numbers on as they are, in another shape or in part.
 PASSING = frozenset(

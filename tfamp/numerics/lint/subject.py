@@ -18,8 +18,8 @@ from tfamp.records.checks import first_line
 from tfamp.records.findings import Finding, Severity
 from tfamp.records.formats import HALF
 from tfamp.stepping.arguments import first_batch
-from tfamp.stepping.bundles.files import put_random, take_random
-from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.snapshots import optimizers_of
+from tfamp.stepping.unchanged import put_random, take_random
 
 # What a rule may have to see besides the layers and the graph.
 Need = Literal["data", "loss", "optimizer"]

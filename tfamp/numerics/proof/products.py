@@ -9,8 +9,7 @@ from tfamp.graph.bodies import Operation
 from tfamp.graph.compiled import CompiledProduct
 from tfamp.graph.products import flops_of, is_product
 from tfamp.numerics.proof.result import Cast, Product, Shape
-from tfamp.stepping.costs import num_bytes, product_dtype
-from tfamp.stepping.layer_marks import Marks, plain_name
+from tfamp.stepping.step_traces import Marks, num_bytes, plain_name, product_dtype
 
 _FLOATS = ("float64", "float32", "float16", "bfloat16")
 _VARIABLES = ("ReadVariableOp", "VarHandleOp")

@@ -20,9 +20,15 @@ from tfamp.numerics.proof.result import Product, Proof, Unaligned
 from tfamp.records import checks
 from tfamp.records.console import progress
 from tfamp.stepping.arguments import dataset_of
-from tfamp.stepping.costs import HALF, Roofline, computing, num_bytes
 from tfamp.stepping.input_waits.measure import bottleneck
-from tfamp.stepping.step_traces import Trace, trace_step
+from tfamp.stepping.step_traces import (
+    HALF,
+    Roofline,
+    Trace,
+    computing,
+    num_bytes,
+    trace_step,
+)
 
 # TF32 came with this compute capability (A100).
 _TF32_SINCE = (8, 0)

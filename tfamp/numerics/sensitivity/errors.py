@@ -10,8 +10,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfamp.keras_hooks import structure
-from tfamp.stepping.eager_step import Step, run_step
-from tfamp.stepping.taps import Call, Observer, floats, tapped
+from tfamp.stepping.eager_step import Call, Observer, Step, floats, run_step, tapped
 
 # A spread of less than this part of the magnitude is that of a constant.
 _CONSTANT = 1e-6

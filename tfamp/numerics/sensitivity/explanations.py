@@ -19,8 +19,8 @@ from tfamp.numerics.sensitivity.reruns import rerun
 from tfamp.numerics.sensitivity.result import Sensitivity
 from tfamp.numerics.sensitivity.shadow import Suspect, arrays
 from tfamp.records.formats import Format, needs_loss_scale
+from tfamp.stepping.eager_step import Site
 from tfamp.stepping.layer_calls import Recorded, how_to_keep
-from tfamp.stepping.taps import Site
 
 Reason = Literal[
     "overflow",

@@ -17,15 +17,15 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.patches import like, replaced
 from tfamp.loss_scale.tape import scaled_by
+from tfamp.stepping.eager_step import floats, is_float
 from tfamp.stepping.layer_calls import (
     Recorded,
     children_of,
+    computing_in,
     own_losses,
     runs_whole,
     state_restored,
 )
-from tfamp.stepping.layer_precision import computing_in
-from tfamp.stepping.taps import floats, is_float
 
 
 class Rerun(NamedTuple):

@@ -27,7 +27,7 @@ from tfamp.records.console import progress
 from tfamp.records.formats import FORMATS, needs_loss_scale
 from tfamp.stepping.arguments import build, check_model, dataset_of, first_batch
 from tfamp.stepping.eager_step import run_step
-from tfamp.stepping.layer_precision import (
+from tfamp.stepping.layer_calls import (
     adding_in_float32,
     as_islands,
     computing_in,

@@ -19,7 +19,7 @@ from tfamp.numerics.sensitivity.reruns import Rerun, rerun
 from tfamp.records.checks import first_line
 from tfamp.records.console import progress
 from tfamp.records.formats import FORMATS
-from tfamp.stepping.eager_step import Step
+from tfamp.stepping.eager_step import Site, Step, floats, tapped
 from tfamp.stepping.layer_calls import (
     Recorded,
     Recorder,
@@ -28,7 +28,6 @@ from tfamp.stepping.layer_calls import (
     units,
     watched_sites,
 )
-from tfamp.stepping.taps import Site, floats, tapped
 
 # What TensorFlow raises where a layer has no kernel for a dtype, or mixes two.
 CANNOT_RUN = (

@@ -20,12 +20,12 @@ from tfamp.machine import devices
 from tfamp.models import assignment, load_model
 from tfamp.numerics.triage.replays import inquire
 from tfamp.records import versions
-from tfamp.stepping import snapshots
-from tfamp.stepping.bundles import files
-from tfamp.stepping.bundles import record as records
-from tfamp.stepping.bundles.batches import iterator_of, part_of
-from tfamp.stepping.bundles.record import Bundle, Call, Replayed, ReplayedStep
-from tfamp.stepping.snapshots.names import tally_of
+from tfamp.stepping import bundle_records as records
+from tfamp.stepping import bundles, snapshots
+from tfamp.stepping.bundle_records import Bundle, Call, Replayed, ReplayedStep
+from tfamp.stepping.bundles import Contents, iterator_of, part_of
+from tfamp.stepping.snapshots import tally_of
+from tfamp.stepping.unchanged import put_random
 from tfamp.trials import parcel
 
 
@@ -60,7 +60,7 @@ def prepare_devices(record: Bundle) -> None:
 
 
 def rebuilt(
-    path: str | os.PathLike[str], contents: files.Contents, *, build: str | None = None
+    path: str | os.PathLike[str], contents: Contents, *, build: str | None = None
 ) -> keras.Model:
     """Returns the model of a bundle, with the state from before the failure.
 
@@ -76,7 +76,7 @@ def rebuilt(
         else contextlib.nullcontext()
     ):
         if target is None:
-            model = _loaded(Path(path) / files.MODEL, record)
+            model = _loaded(Path(path) / bundles.MODEL, record)
         else:
             model = _built(target, record)
         model.run_eagerly, model.jit_compile = around.run_eagerly, around.jit_compile
@@ -88,10 +88,10 @@ def rebuilt(
     return model
 
 
-def begin(model: keras.Model, contents: files.Contents) -> None:
+def begin(model: keras.Model, contents: Contents) -> None:
     """Gives a model and all random generators the state from before the failure."""
     snapshots.put(model, contents.state)
-    files.put_random(contents.random)
+    put_random(contents.random)
 
 
 def _loaded(path: Path, record: Bundle) -> keras.Model:
@@ -166,7 +166,7 @@ def replay(
         ValueError: The bundle is damaged, or the model cannot be rebuilt, or needs
             devices that are not here.
     """
-    contents = files.read(path)
+    contents = bundles.read(path)
     record = contents.record
     if not record.calls:
         raise ValueError(
@@ -204,7 +204,7 @@ def replay(
     )
 
 
-def failing_step(model: keras.Model, contents: files.Contents) -> Any:
+def failing_step(model: keras.Model, contents: Contents) -> Any:
     """Takes a model to the step that first went wrong, and returns its batch.
 
     The model, which has one replica, has the state in which it was trained on; the
@@ -233,7 +233,7 @@ def failing_step(model: keras.Model, contents: files.Contents) -> Any:
 
 
 def _run(
-    model: keras.Model, contents: files.Contents
+    model: keras.Model, contents: Contents
 ) -> tuple[list[ReplayedStep], Exception | None]:
     """Replays all calls; returns what each came to, and what the last one raised."""
     model.make_train_function(force=True)
@@ -267,7 +267,7 @@ def _run(
 
 
 def _run_calls(
-    model: keras.Model, contents: files.Contents, calls: list[Call]
+    model: keras.Model, contents: Contents, calls: list[Call]
 ) -> tuple[list[dict[str, str]], Exception | None]:
     iterator = iterator_of(contents, calls, model.distribute_strategy)
     found: list[dict[str, str]] = []
@@ -312,7 +312,7 @@ def _went_wrong(
     return skipped[1] > skipped[0] or snapshots.num_nonfinite(after) > 0
 
 
-def _explained(model: keras.Model, contents: files.Contents) -> str:
+def _explained(model: keras.Model, contents: Contents) -> str:
     """Returns what triage says, in lines."""
     if len(contents.record.surroundings.replicas) > 1:
         return "Triage is left out: the step ran on several replicas."

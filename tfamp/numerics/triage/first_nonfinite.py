@@ -10,8 +10,15 @@ import tensorflow as tf
 
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.calls import unrounded
-from tfamp.stepping.eager_step import Step, run_step
-from tfamp.stepping.taps import Call, Observer, floats, sites, tapped
+from tfamp.stepping.eager_step import (
+    Call,
+    Observer,
+    Step,
+    floats,
+    run_step,
+    sites,
+    tapped,
+)
 
 
 class Origin(NamedTuple):

@@ -16,10 +16,14 @@ from tfamp.numerics.triage.result import Blamed, Replay, Triage
 from tfamp.numerics.triage.suspicions import Suspicion, Update
 from tfamp.records.formats import FORMATS, HALF
 from tfamp.stepping.arguments import batch_of, build
-from tfamp.stepping.eager_step import loss_scale_of
-from tfamp.stepping.layer_calls import how_to_keep, state_of, state_restored
-from tfamp.stepping.layer_precision import as_islands, in_float32
-from tfamp.stepping.taps import Site
+from tfamp.stepping.eager_step import Site, loss_scale_of
+from tfamp.stepping.layer_calls import (
+    as_islands,
+    how_to_keep,
+    in_float32,
+    state_of,
+    state_restored,
+)
 from tfamp.stepping.unchanged import same_draws, unchanged
 
 # How many layers are kept in float32 in turn before precision is given up.

@@ -8,10 +8,9 @@ import keras
 from tfamp.numerics.triage.bundle_replay import failing_step
 from tfamp.numerics.triage.replays import inquire
 from tfamp.numerics.triage.result import Triage
-from tfamp.stepping import snapshots
+from tfamp.stepping import bundles, snapshots
 from tfamp.stepping.arguments import check_model
-from tfamp.stepping.bundles import files
-from tfamp.stepping.bundles.files import put_random, take_random
+from tfamp.stepping.unchanged import put_random, take_random
 
 
 def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
@@ -49,7 +48,7 @@ def triage(model: keras.Model, batch_or_bundle: Any) -> Triage:
     check_model(model)
     if not isinstance(batch_or_bundle, (str, os.PathLike)):
         return inquire(model, batch_or_bundle)
-    contents = files.read(batch_or_bundle)
+    contents = bundles.read(batch_or_bundle)
     before = snapshots.take(model)
     held = take_random()
     try:

@@ -13,8 +13,8 @@ import tensorflow as tf
 from tfamp.keras_hooks import structure
 from tfamp.keras_hooks.patches import replaced
 from tfamp.numerics.triage.first_nonfinite import Examined, examine
-from tfamp.stepping.layer_precision import in_float32
-from tfamp.stepping.snapshots.names import optimizers_of
+from tfamp.stepping.layer_calls import in_float32
+from tfamp.stepping.snapshots import optimizers_of
 from tfamp.stepping.unchanged import unchanged
 
 # An example so many times as large as the median one is an outlier.

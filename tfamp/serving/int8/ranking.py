@@ -25,8 +25,8 @@ from tfamp.serving.int8.rounding import (
     rounded_activations,
     rounded_weights,
 )
+from tfamp.stepping.eager_step import Call, Observer, Site, floats, is_float, tapped
 from tfamp.stepping.layer_calls import units
-from tfamp.stepping.taps import Call, Observer, Site, floats, is_float, tapped
 
 Mode = Literal["weights", "dynamic", "static"]
 # An error of outputs from which a layer is expected to break a metric.

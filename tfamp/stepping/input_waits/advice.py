@@ -67,13 +67,19 @@ def advise(
     `step_seconds` is a step with batches from memory, `epoch_start_share` the part of
     an epoch that its start takes, None if unknown.
     """
-    by_verdict = {
-        "input": _for_input,
-        "contention": _for_contention,
-        "compute": _for_compute,
-        "unclear": _for_unclear,
-    }
-    lines = list(by_verdict[judgement.verdict](judgement, facts, step_seconds))
+    if judgement.verdict == "contention":
+        lines = [*_for_contention(facts)]
+    elif judgement.verdict == "compute":
+        lines = [*_for_compute(facts, step_seconds)]
+    elif judgement.verdict == "input":
+        lines = [*_for_input(judgement, facts)]
+    else:
+        lines = [
+            "Measure longer (`seconds=30`) while nothing else runs on this machine."
+        ]
+        if judgement.gain_low > MIN_GAIN:
+            # Something is to be gained; only by what is not sure.
+            lines += _for_input(judgement, facts)
     if epoch_start_share is not None and epoch_start_share > _MUCH_STARTING:
         lines.append(
             f"Each epoch starts with {format_share(epoch_start_share)} of its time: "
@@ -82,9 +88,7 @@ def advise(
     return "\n".join(f"{i}. {line}" for i, line in enumerate(lines, start=1))
 
 
-def _for_input(
-    judgement: Judgement, facts: InputFacts, step_seconds: float
-) -> Iterator[str]:
+def _for_input(judgement: Judgement, facts: InputFacts) -> Iterator[str]:
     if judgement.needs_prefetch:
         yield (
             "End the pipeline with `.prefetch(2)`: tried here, it regained most of "
@@ -111,36 +115,26 @@ def _less_work(facts: InputFacts) -> Iterator[str]:
             "is most of the cost of a decoded batch, and a batch is 4 times smaller."
         )
     if facts.total_bytes is None:
-        yield (
-            "Cache what is the same each epoch: `.cache()` before shuffling and "
-            "augmenting, in memory if it fits, else in a file on an SSD."
-        )
+        size = ", in memory if it fits, else in a file on an SSD"
     else:
-        where = (
-            "in memory"
-            if facts.total_bytes <= _SMALL_CACHE_BYTES
-            else "in memory or in a file on an SSD"
+        size = (
+            f"; an epoch as delivered is {format_bytes(facts.total_bytes)}, in memory"
         )
-        yield (
-            f"Cache what is the same each epoch: `.cache()` before shuffling and "
-            f"augmenting; an epoch as delivered is {format_bytes(facts.total_bytes)}, "
-            f"{where}."
-        )
+        if facts.total_bytes > _SMALL_CACHE_BYTES:
+            size += " or in a file on an SSD"
+    yield (
+        "Cache what is the same each epoch: `.cache()` before shuffling and "
+        f"augmenting{size}."
+    )
 
 
-def _for_contention(
-    judgement: Judgement, facts: InputFacts, step_seconds: float
-) -> Iterator[str]:
+def _for_contention(facts: InputFacts) -> Iterator[str]:
     yield from _less_work(facts)
-    if facts.threads is None:
+    if facts.threads is None or facts.threads > 1:
+        than = "there are cores" if facts.threads is None else f"its {facts.threads}"
         yield (
-            "Give the input fewer threads than there are cores, so that it cannot "
-            "push the model aside: `options.threading.private_threadpool_size`."
-        )
-    elif facts.threads > 1:
-        yield (
-            f"Give the input fewer threads than its {facts.threads}, so that it cannot "
-            "push the model aside: `options.threading.private_threadpool_size`."
+            f"Give the input fewer threads than {than}, so that it cannot push the "
+            "model aside: `options.threading.private_threadpool_size`."
         )
     if facts.on_cpu:
         yield (
@@ -151,34 +145,20 @@ def _for_contention(
         yield "Move augmentation and scaling into the model, onto the device."
 
 
-def _for_compute(
-    judgement: Judgement, facts: InputFacts, step_seconds: float
-) -> Iterator[str]:
+def _for_compute(facts: InputFacts, step_seconds: float) -> Iterator[str]:
     yield "Leave the pipeline as it is: a perfect one would gain less than 10 %."
     if step_seconds < _SHORT_STEP_SECONDS:
+        single = facts.steps_per_execution == 1
+        more = ", or `steps_per_execution=16` in `compile`" if single else ""
         yield (
             f"A step takes {format_seconds(step_seconds)}, much of it launching: use "
-            "larger batches"
-            + (
-                ", or `steps_per_execution=16` in `compile`."
-                if facts.steps_per_execution == 1
-                else "."
-            )
+            f"larger batches{more}."
         )
+    fused = "" if facts.jit_compiled else ", `compile(jit_compile=True)` fuses it"
     yield (
         "Make the step cheaper: `tfamp.enable(policy='auto')` picks the fastest "
-        "precision of this machine"
-        + ("." if facts.jit_compiled else ", `compile(jit_compile=True)` fuses it.")
+        f"precision of this machine{fused}."
     )
-
-
-def _for_unclear(
-    judgement: Judgement, facts: InputFacts, step_seconds: float
-) -> Iterator[str]:
-    yield "Measure longer (`seconds=30`) while nothing else runs on this machine."
-    if judgement.gain_low > MIN_GAIN:
-        # Something is to be gained; only by what is not sure.
-        yield from _for_input(judgement, facts, step_seconds)
 
 
 def _inputs(element_spec: Any) -> list[tf.TensorSpec]:

@@ -21,8 +21,7 @@ from tfamp.stepping.input_waits.feed import (
     prepare,
     time_in_rounds,
 )
-from tfamp.stepping.input_waits.record import Bottleneck
-from tfamp.stepping.input_waits.verdict import Judgement, judge
+from tfamp.stepping.input_waits.verdict import Bottleneck, Judgement, judge
 from tfamp.stepping.unchanged import unchanged
 
 _TRIAL_ROUNDS = 12

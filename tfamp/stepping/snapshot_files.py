@@ -18,7 +18,7 @@ from absl import logging
 
 from tfamp.records import checks
 from tfamp.records.files import BESIDE, whole
-from tfamp.stepping.snapshots.state import State
+from tfamp.stepping.snapshots import State
 
 # The member of an archive that is no variable: counters, paths and dtypes as JSON.
 _ABOUT = "about"
@@ -58,39 +58,34 @@ def read(path: str | os.PathLike[str]) -> State:
     if not target.is_file():
         raise FileNotFoundError(
             f"Found no file {str(path)!r}; expected a state that was written by "
-            "`tfamp.stepping.snapshots.write`. Check the path."
+            "`tfamp.stepping.snapshot_files.write`. Check the path."
         )
     try:
-        check_archive(target)
-        with np.load(target) as file:
-            return _state_of(file)
+        return read_archive(target)
     except Exception as error:  # whatever damaged headers lead zip and NumPy to
         raise ValueError(
             f"The file {str(target)!r} holds no whole state: {error}. Expected a file "
-            "that `tfamp.stepping.snapshots.write` finished. Take the other snapshot "
-            "in its folder, or delete it."
+            "that `tfamp.stepping.snapshot_files.write` finished. Take the other "
+            "snapshot in its folder, or delete it."
         ) from error
 
 
-def read_archive(content: bytes) -> State:
-    """Reads a state from the bytes of a file that `write_archive` wrote.
+def read_archive(source: Path | io.BytesIO) -> State:
+    """Reads a state from a file that `write_archive` wrote, or the bytes of one.
 
-    Raises:
-        ValueError: The bytes are no whole archive.
-        Exception: Whatever damaged headers in it lead NumPy to.
+    Where it is no whole archive, a ValueError is raised, or whatever damaged headers in
+    it lead NumPy to.
     """
-    check_archive(io.BytesIO(content))
-    with np.load(io.BytesIO(content)) as file:
-        return _state_of(file)
-
-
-def _state_of(file: Any) -> State:
-    about = _about(file)
-    arrays = {
-        name: file[name].view(tf.as_dtype(dtype).as_numpy_dtype)
-        for name, dtype in about["dtypes"].items()
-    }
-    return State(arrays, about["counters"], about["paths"])
+    check_archive(source)
+    if isinstance(source, io.BytesIO):
+        source.seek(0)
+    with np.load(source) as file:
+        about = _about(file)
+        arrays = {
+            name: file[name].view(tf.as_dtype(dtype).as_numpy_dtype)
+            for name, dtype in about["dtypes"].items()
+        }
+        return State(arrays, about["counters"], about["paths"])
 
 
 def check_archive(file: Path | io.BytesIO) -> None:

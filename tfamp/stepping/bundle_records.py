@@ -1,4 +1,4 @@
-"""`bundle.json`, which docs/bundles.md describes for readers, and what replays give."""
+"""`bundle.json`, whose fields docs/bundles.md describes, and what replays give."""
 
 import dataclasses
 import hashlib
@@ -116,13 +116,8 @@ def _loss_text(loss: float | None) -> str:
 class Call(Record):
     """One call of the training function: a step, or `steps_per_execution` of them.
 
-    Args:
-        epoch: The epoch, from 0.
-        index: Batches drawn in this epoch before the call.
-        first: Batches drawn in this `fit` before the call.
-        num_batches: Batches that the call drew.
-        logs: What the call returned, each number as `float.hex` writes it, so that no
-            bit is lost. Empty where the call raised.
+    Numbers of `logs` are as `float.hex` writes them, so that no bit is lost; there are
+    none where the call raised.
 
     Example:
         >>> call = Call(epoch=0, index=2, first=2, num_batches=1, logs=hexed({"a": 1}))
@@ -144,13 +139,7 @@ class Call(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Batch(Record):
-    """Where the tensors of a kept batch are, and what they are packed into.
-
-    Args:
-        number: Batches drawn in this `fit` before it.
-        num_bytes: Size of its tensors.
-        parts: For each replica its part, as `batches` in this folder describes one.
-    """
+    """Where the tensors of a kept batch are, and what they are packed into."""
 
     number: int
     num_bytes: int
@@ -159,23 +148,7 @@ class Batch(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Surroundings(Record):
-    """Where and how the model trained.
-
-    Args:
-        policy: The model's policy, as `tfamp.assignment` names it.
-        is_managed: Whether tfamp set the dtypes of its layers.
-        assignment: The dtypes of every layer, as `tfamp.Assignment.to_dict` gives them.
-        strategy: Class of the distribution strategy.
-        replicas: The device of each replica.
-        steps_per_execution: Batches in a call of the training function.
-        jit_compile: Whether XLA compiled the step.
-        run_eagerly: Whether it ran without a graph.
-        versions: Of Python, TensorFlow, Keras, NumPy and tfamp.
-        devices: The devices of the machine.
-        environment: Variables that change how TensorFlow computes.
-        threads: Threads inside an operation and between operations; 0 is TensorFlow's
-            own choice.
-    """
+    """Where and how the model trained; 0 `threads` are TensorFlow's own choice."""
 
     policy: str
     is_managed: bool
@@ -193,37 +166,7 @@ class Surroundings(Record):
 
 @dataclasses.dataclass(frozen=True)
 class Bundle(Record):
-    """A failing step and what led to it.
-
-    Args:
-        cause: What was seen: "loss" is not finite; "weights" or slots hold a
-            non-finite number; "skip" is a step that the loss scale skipped; "error" is
-            an exception.
-        message: What was seen, in a sentence.
-        error: Class of the exception, None without one.
-        epoch: Epoch of the failing call, from 0.
-        step: Batches drawn in this `fit` up to and with the failing call.
-        calls: The calls since the state was taken, as far as their batches are kept.
-        batches: The batches that are kept.
-        state_step: Batches drawn in this `fit` before the state was taken.
-        leads: Whether the kept batches lead from the state to the failing step. Else
-            the state is older, batches between are missing, and the failing call alone
-            is replayed from it.
-        digest: Checksum of all variables after the failing call, None where it raised.
-        counters: Iterations, loss scale and counts of steps after the failing call.
-        learning_rate: The rate after the failing call, None where it is not one number.
-        state_learning_rate: The rate when the state was taken.
-        model_class: The model's class.
-        classes: Where layers, optimizers and losses that are not Keras's are defined,
-            as "module:class", by the name that Keras saves them under.
-        has_model: Whether `model.keras` is there.
-        needs_build: Why a fresh process cannot rebuild the model from it without a
-            function that builds it; empty where it can.
-        build: "module:function" that builds it, where the user named one.
-        surroundings: Where and how it trained.
-        notes: What a reader should know.
-        checksum: Of all fields but this one.
-    """
+    """A failing step and what led to it; docs/bundles.md says what each field is."""
 
     SCHEMA: ClassVar[int] = 1
 

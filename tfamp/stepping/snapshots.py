@@ -1,27 +1,111 @@
-"""`State`: the bits of all that training writes, taken from a model and put back."""
+"""Snapshots: the bits of all that training writes, taken from a model and put back.
+
+Variables are held under names that another process finds too. Keras numbers its layers
+through the life of a process, so the second model of a notebook has "dense_3" where the
+first had "dense". What stays is the order.
+"""
 
 import dataclasses
 import hashlib
+import re
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tfamp.stepping.snapshots.names import (
-    METRICS,
-    OPTIMIZER,
-    WEIGHTS,
-    Named,
-    named_variables,
-    tally_of,
-)
+from tfamp.loss_scale.counters import ScaleVariables
 
+# What a name begins with, by what the variable holds.
+WEIGHTS, OPTIMIZER, METRICS, RECORD = "weights", "optimizer", "metrics", "record"
+_NUMBERED = re.compile(r"_\d+$")
 _MAX_SHOWN = 3
 # What a loss scale only reports, and metrics, which the logs tell of: they have no
 # variables before they are used.
-_LEFT_OUT = ("record/", "metrics/")
+_LEFT_OUT = (f"{RECORD}/", f"{METRICS}/")
+
+
+class Named(NamedTuple):
+    """A variable and what it is called.
+
+    It `is_shared` where all replicas hold the same bits, as they do of trained weights
+    and slots; not of moving statistics or seeds.
+    """
+
+    name: str
+    path: str
+    variable: Any
+    is_shared: bool
+
+
+def named_variables(model: keras.Model) -> list[Named]:
+    """Returns every variable that a train step may write, each of them once.
+
+    Weights, moving statistics and the states of seed generators are "weights/..."; all
+    of each optimizer is "optimizer/..."; metrics are "metrics/...". What a
+    `tfamp.LossScaleOptimizer` only reports, such as the norm of a skipped step, is
+    "record/...": it may be non-finite while nothing is wrong.
+    """
+    found: list[Named] = []
+    trained = {id(variable) for variable in model.trainable_variables}
+    for i, variable in enumerate(model.variables):
+        name = f"{WEIGHTS}/{i}/{bare_name(variable.name)}"
+        found.append(Named(name, variable.path, variable, id(variable) in trained))
+    for number, optimizer in enumerate(optimizers_of(model)):
+        kind = type(optimizer).__name__
+        reported = {id(v) for v in _reported(optimizer)}
+        for i, variable in enumerate(optimizer.variables):
+            what = RECORD if id(variable) in reported else OPTIMIZER
+            name = f"{what}/{number}/{kind}/{i}"
+            found.append(Named(name, variable.path, variable, True))
+    for i, variable in enumerate(model.metrics_variables):
+        name = f"{METRICS}/{i}/{bare_name(variable.name)}"
+        found.append(Named(name, variable.path, variable, False))
+    seen: dict[int, Named] = {}
+    for each in found:
+        seen.setdefault(id(each.variable), each)
+    return list(seen.values())
+
+
+def optimizers_of(model: keras.Model) -> list[Any]:
+    """Returns the optimizers of a model: in attributes, and in lists or dicts there."""
+    found = [getattr(model, "optimizer", None)]
+    for value in vars(model).values():
+        if isinstance(value, Mapping):
+            found += value.values()
+        else:
+            found += value if isinstance(value, (list, tuple)) else [value]
+    # By identity: a model may hold one under several names.
+    optimizers = {id(o): o for o in found if isinstance(o, keras.optimizers.Optimizer)}
+    return list(optimizers.values())
+
+
+def tally_of(optimizer: Any) -> ScaleVariables | None:
+    """Returns the counters of a `tfamp.LossScaleOptimizer`, None of another one."""
+    stored = getattr(optimizer, "scale_variables", None)
+    return stored if isinstance(stored, ScaleVariables) else None
+
+
+def was_skipped(model: keras.Model) -> bool:
+    """Returns whether the last step of a `tfamp.LossScaleOptimizer` was skipped."""
+    tallies = [tally_of(optimizer) for optimizer in optimizers_of(model)]
+    return any(t is not None and t.numbers().streak for t in tallies)
+
+
+def _reported(optimizer: Any) -> list[Any]:
+    stored = tally_of(optimizer)
+    return [] if stored is None else [stored.levels, stored.recent]
+
+
+def bare_name(name: str) -> str:
+    """Returns a name without the number that makes it unique.
+
+    Example:
+        >>> bare_name("seed_generator_state"), bare_name("variable_12")
+        ('seed_generator_state', 'variable')
+    """
+    return _NUMBERED.sub("", name)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -30,9 +114,9 @@ class State:
 
     Attributes:
         arrays: For each variable its bits, by a name that is the same in another
-            process that builds the same model: "weights/3/kernel", see
-            `names` in this folder. What differs between replicas, such as moving
-            statistics, has one more dimension in front, where there are several.
+            process that builds the same model, "weights/3/kernel". What differs
+            between replicas, such as moving statistics, has one more dimension in
+            front, where there are several.
         counters: Plain numbers: "iterations", and with a loss scale "loss_scale",
             "applied_steps", "skipped_steps", "consecutive_skips". Whoever keeps the
             state may add some.
@@ -144,21 +228,6 @@ def first_nonfinite(state: State) -> str | None:
         if _num_nonfinite(array):
             return state.paths.get(name, name)
     return None
-
-
-def same_bits(one: State, other: State) -> bool:
-    """Returns whether two states hold the same bits under the same names.
-
-    Metrics count too. NaN equals NaN of the same bits.
-    """
-    if one.arrays.keys() != other.arrays.keys():
-        return False
-    return all(
-        array.dtype == other.arrays[name].dtype
-        and array.shape == other.arrays[name].shape
-        and array.tobytes() == other.arrays[name].tobytes()
-        for name, array in one.arrays.items()
-    )
 
 
 def digest(state: State) -> str:

@@ -1,1 +1,0 @@
-"""Bundles: a failing training step in a folder, with all that replaying it takes."""
