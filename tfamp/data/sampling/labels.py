@@ -82,9 +82,7 @@ class Reader:
             return self.values(as_arguments(data.tensors)).numpy()
 
     def _pass(self, dataset: tf.data.Dataset, settings: Settings) -> np.ndarray:
-        size = None
-        if not callable(self.by):
-            size = bytes_of_element(dataset.element_spec)
+        size = None if callable(self.by) else bytes_of_element(dataset.element_spec)
         if size is not None and size <= _MAX_BATCHED_BYTES:
             batches = dataset.batch(_LABELS_AT_ONCE)
             values = batches.map(lambda *parts: self.values(parts))

@@ -163,9 +163,7 @@ def copied(
 
     def chunk(plan: Any, marked: Any) -> Any:
         element, is_end = marked
-        now = None
-        if reader is not None:
-            now = reader.values(parts(element))
+        now = None if reader is None else reader.values(parts(element))
         element = checked(plan, element, is_end, now)
         each = tf.maximum(plan["copies"], 0)
         rows = repeated(tf.range(tf.size(each)), each)

@@ -166,72 +166,6 @@ class Clip(DropOutliers):
         return changed, tf.constant(False)
 
 
-def _any(flags: tf.Tensor, is_chunk: bool) -> tf.Tensor:
-    """Returns whether any value of an element has a flag, for each of a chunk."""
-    axes = list(range(1, flags.shape.rank)) if is_chunk else None
-    return tf.reduce_any(flags, axis=axes)
-
-
-def _limits(rule: ColumnRule) -> list[tf.Tensor]:
-    """Returns the limits of a column as float64 constants."""
-    pair = (rule.lower, rule.upper)
-    return [tf.constant(s[0] if rule.scalar else s, tf.float64) for s in pair]
-
-
-def _floats(columns: Mapping[str, Any]) -> Sequence[ColumnRule]:
-    """Returns rules about NaN in all columns that can hold it."""
-    return tuple(
-        ColumnRule(name=name, text=False, scalar=True)
-        for name, values in columns.items()
-        if values.dtype.is_floating
-    )
-
-
-def check_there(name: str, columns: Mapping[str, Any], argument: str) -> None:
-    """Raises if an element has no column of a name."""
-    if name not in columns:
-        raise ValueError(
-            f"`{argument}` has column {name!r}, and elements have {tuple(columns)!r}; "
-            "expected the same names ('x' for inputs that are one tensor). Rename "
-            f"them, or leave it out of `{argument}`."
-        )
-
-
-def _check_columns(
-    rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any]
-) -> None:
-    """Raises unless the columns are those that statistics were taken of."""
-    for rule in rules or ():
-        check_there(rule.name, columns, "statistics")
-        check_column(columns[rule.name], rule)
-        shape = columns[rule.name].shape
-        if rule.scalar and shape.rank not in (0, None):
-            raise ValueError(
-                f"Column {rule.name!r} has shape {shape}, and `statistics` were taken "
-                "of scalars; expected shape (). Fit them on elements like these."
-            )
-
-
-def _check_finds(
-    rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any], missing: str
-) -> None:
-    """Raises where no value can be missing, so that a rule would do nothing."""
-    _check_columns(rules, columns)
-    rules = _floats(columns) if rules is None else rules
-    if not any(
-        columns[rule.name].dtype.is_floating
-        or rule.missing_values
-        or rule.missing_texts
-        for rule in rules
-    ):
-        kinds = {name: spec.dtype.name for name, spec in columns.items()}
-        raise ValueError(
-            f"`missing` is {missing!r}, and columns {kinds!r} cannot hold NaN; "
-            "expected a float column, or `statistics` fitted with `missing_value`. "
-            "Leave `missing` out, or say there what stands for a missing value."
-        )
-
-
 @dataclasses.dataclass(frozen=True)
 class Reshape(Rule):
     """Gives columns one shape each, None for any size, or acts on those of others."""
@@ -258,7 +192,7 @@ class Reshape(Rule):
     def check(self, columns: Mapping[str, Any]) -> None:
         """Raises if a column is missing, never fits, or cannot be padded."""
         for name, shape in self.shapes:
-            check_there(name, columns, "shape")
+            _check_there(name, columns, "shape")
             spec = columns[name]
             fits = spec.shape.is_compatible_with(shape)
             expected = "a shape that elements can have"
@@ -296,6 +230,72 @@ class Reshape(Rule):
                 kept = tf.cond(fits, lambda v=values: v, lambda e=empty: e)
                 changed[name] = tf.ensure_shape(kept, shape)
         return changed, is_bad
+
+
+def _any(flags: tf.Tensor, is_chunk: bool) -> tf.Tensor:
+    """Returns whether any value of an element has a flag, for each of a chunk."""
+    axes = list(range(1, flags.shape.rank)) if is_chunk else None
+    return tf.reduce_any(flags, axis=axes)
+
+
+def _limits(rule: ColumnRule) -> list[tf.Tensor]:
+    """Returns the limits of a column as float64 constants."""
+    pair = (rule.lower, rule.upper)
+    return [tf.constant(s[0] if rule.scalar else s, tf.float64) for s in pair]
+
+
+def _floats(columns: Mapping[str, Any]) -> Sequence[ColumnRule]:
+    """Returns rules about NaN in all columns that can hold it."""
+    return tuple(
+        ColumnRule(name=name, text=False, scalar=True)
+        for name, values in columns.items()
+        if values.dtype.is_floating
+    )
+
+
+def _check_there(name: str, columns: Mapping[str, Any], argument: str) -> None:
+    """Raises if an element has no column of a name."""
+    if name not in columns:
+        raise ValueError(
+            f"`{argument}` has column {name!r}, and elements have {tuple(columns)!r}; "
+            "expected the same names ('x' for inputs that are one tensor). Rename "
+            f"them, or leave it out of `{argument}`."
+        )
+
+
+def _check_columns(
+    rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any]
+) -> None:
+    """Raises unless the columns are those that statistics were taken of."""
+    for rule in rules or ():
+        _check_there(rule.name, columns, "statistics")
+        check_column(columns[rule.name], rule)
+        shape = columns[rule.name].shape
+        if rule.scalar and shape.rank not in (0, None):
+            raise ValueError(
+                f"Column {rule.name!r} has shape {shape}, and `statistics` were taken "
+                "of scalars; expected shape (). Fit them on elements like these."
+            )
+
+
+def _check_finds(
+    rules: Sequence[ColumnRule] | None, columns: Mapping[str, Any], missing: str
+) -> None:
+    """Raises where no value can be missing, so that a rule would do nothing."""
+    _check_columns(rules, columns)
+    rules = _floats(columns) if rules is None else rules
+    if not any(
+        columns[rule.name].dtype.is_floating
+        or rule.missing_values
+        or rule.missing_texts
+        for rule in rules
+    ):
+        kinds = {name: spec.dtype.name for name, spec in columns.items()}
+        raise ValueError(
+            f"`missing` is {missing!r}, and columns {kinds!r} cannot hold NaN; "
+            "expected a float column, or `statistics` fitted with `missing_value`. "
+            "Leave `missing` out, or say there what stands for a missing value."
+        )
 
 
 def shapes_of(shape: Any) -> tuple[tuple[str, Shape], ...]:

@@ -16,6 +16,8 @@ from tfamp.machine.clusters import Cluster
 from tfamp.machine.clusters import cluster as cluster_here
 from tfamp.records import checks
 
+_ADDRESS = re.compile(r"(?:grpc://)?([^\s/:]+|\[[^\s/]+\]):([0-9]+)")
+
 
 @dataclasses.dataclass(frozen=True)
 class Shard(Stage):
@@ -124,9 +126,6 @@ def cluster_shard() -> Shard:
     """Returns the part of this process, as `tfamp.distribute.cluster` finds it."""
     cluster = cluster_here()
     return Shard(cluster.num_workers, cluster.index, cluster=cluster)
-
-
-_ADDRESS = re.compile(r"(?:grpc://)?([^\s/:]+|\[[^\s/]+\]):([0-9]+)")
 
 
 @dataclasses.dataclass(frozen=True)
