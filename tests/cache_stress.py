@@ -33,10 +33,10 @@ def caches(has_locks):
     package = types.ModuleType("tfamp.data")
     package.__path__ = [str(ROOT / "tfamp" / "data")]
     sys.modules.setdefault("tfamp.data", package)
-    from tfamp.data.stages import cache_files, file_locks
+    from tfamp.data.stages import cache_files
 
     if not has_locks:
-        file_locks.fcntl = None
+        cache_files.fcntl = None
     return cache_files
 
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 
 from tfamp.data import Pipeline
-from tfamp.data.stages import file_locks as locks
+from tfamp.data.stages import cache_files as locks
 from tfamp.data.stages.cache_files import _HELD, CacheFiles, fill_or_read
 
 fcntl = pytest.importorskip("fcntl", reason="Windows locks no files this way")

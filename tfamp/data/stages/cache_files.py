@@ -9,15 +9,22 @@ so nothing that is half written is ever read, whatever becomes of writers and lo
 
 Locks keep two processes from doing the same work, and files that are read from being
 removed. Whoever fills has an exclusive lock on `<name>.lock`, whoever reads a shared
-one until the process ends, however it ends. That file is empty and stays.
+one until the process ends, however it ends. That file is empty and stays. A lock
+belongs to an open file, not to its name: whoever gets one compares the two.
+
+Some network and bucket file systems know no locks, and Windows none of this kind. A
+lease takes their place there: a file that names its owner, which a thread touches.
+It keeps most processes from doing work twice; nothing that must not fail rests on it.
 """
 
 import contextlib
 import dataclasses
+import errno
 import json
 import os
 import re
 import secrets
+import socket
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,8 +33,12 @@ from typing import Any
 
 from absl import logging
 
-from tfamp.data.stages.file_locks import Lease, UnsupportedError, try_lock
 from tfamp.records import files as _files
+
+try:
+    import fcntl
+except ImportError:  # Windows
+    fcntl = None  # type: ignore[assignment]
 
 _POLL_SECONDS = 0.1
 # Others that only look have a shared lock for less than one look at them.
@@ -35,6 +46,12 @@ _LOOKS = 5
 # Open files by name of the lock; never closed, or the lock would be released.
 _HELD: dict[Path, int] = {}
 _HOLDING = threading.Lock()
+_HEARTBEAT_SECONDS = 10.0
+# A lease that nobody touched for this long has no owner any more.
+_STALE_SECONDS = 60.0
+_TAKING_SECONDS = 0.2
+_BUSY = {errno.EWOULDBLOCK, errno.EAGAIN, errno.EACCES}
+_UNSUPPORTED = {errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOLCK, errno.ENOSYS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,14 +99,12 @@ class CacheFiles:
 
     def read(self) -> dict[str, Any]:
         """Returns the record of a cache that is whole, nothing of any other."""
-        try:
+        with contextlib.suppress(OSError, ValueError, KeyError):
             record = dict(json.loads(self.record.read_text()))
             files = record["files"]
             folder = self.path.parent
             if all((folder / name).stat().st_size == files[name] for name in files):
                 return record
-        except (OSError, ValueError, KeyError):
-            pass
         return {}
 
     def write(self, contents: dict[str, Any]) -> None:
@@ -177,10 +192,8 @@ def _fill_or_read(files: CacheFiles, fill: Callable[[], None]) -> bool:
 def _fill_with_lease(files: CacheFiles, fill: Callable[[], None]) -> bool:
     """Fills a cache where there are no locks; two that do both leave a whole one."""
     lease = Lease(files.path.with_name(f"{files.stem.name}.owner"))
-    logging.info(
-        "%s lies on a file system without locks: caches there are never removed.",
-        files.path,
-    )
+    text = "%s lies on a file system without locks: caches there are never removed."
+    logging.info(text, files.path)
     while not files.is_complete:
         if lease.try_take():
             with lease.kept():
@@ -213,9 +226,7 @@ def others(files: CacheFiles) -> list[CacheFiles]:
     pattern = re.compile(rf"{name}-([0-9a-f]+)(?:\.tfamp|{data})")
     matches = (pattern.fullmatch(path.name) for path in files.path.parent.iterdir())
     digests = sorted({match[1] for match in matches if match})
-    return [
-        CacheFiles(files.path, digest) for digest in digests if digest != files.digest
-    ]
+    return [CacheFiles(files.path, one) for one in digests if one != files.digest]
 
 
 def _sizes(paths: list[Path]) -> dict[str, int]:
@@ -224,3 +235,116 @@ def _sizes(paths: list[Path]) -> dict[str, int]:
         with contextlib.suppress(FileNotFoundError):  # renamed meanwhile
             found[path.name] = path.stat().st_size
     return found
+
+
+class UnsupportedError(Exception):
+    """The file system has no locks."""
+
+
+def try_lock(path: Path, *, is_shared: bool) -> int | None:
+    """Locks a file, which is made if it is missing.
+
+    Returns the open file that holds the lock until `os.close`, or until the process
+    ends; None where another one, of this process or of others, stands against it. A
+    shared lock lets others have shared ones beside it.
+    """
+    if fcntl is None:
+        raise UnsupportedError
+    kind = fcntl.LOCK_SH if is_shared else fcntl.LOCK_EX
+    while True:
+        opened = os.open(path, os.O_RDWR | os.O_CREAT, 0o666)
+        try:
+            fcntl.flock(opened, kind | fcntl.LOCK_NB)
+            with contextlib.suppress(FileNotFoundError):
+                if os.path.samestat(os.fstat(opened), os.stat(path)):
+                    return opened
+        except OSError as error:
+            os.close(opened)
+            if error.errno in _BUSY:
+                return None
+            if error.errno in _UNSUPPORTED:
+                raise UnsupportedError from error
+            raise
+        os.close(opened)  # another file has taken its name
+
+
+@dataclasses.dataclass
+class Lease:
+    """A file that names who does some work, as far as others can tell."""
+
+    path: Path
+    _token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
+    _last: tuple[Any, float] | None = None
+
+    def try_take(self) -> bool:
+        """Returns whether this process owns the work now; to be called until it does.
+
+        An owner counts as gone once its lease was the same for a minute, or at once if
+        its process has ended on this very machine.
+        """
+        owner = {"host": socket.gethostname(), "pid": os.getpid(), "token": self._token}
+        try:
+            with self.path.open("x") as file:
+                file.write(json.dumps(owner))
+        except FileExistsError:
+            if not self._is_stale():
+                return False
+            with _files.whole(self.path) as beside:
+                beside.write_text(json.dumps(owner))
+            # Another one may do the same at this moment: the last one has it.
+            time.sleep(_TAKING_SECONDS)
+            return self._is_own()
+        return True
+
+    def owner(self) -> dict[str, Any]:
+        """Returns what the lease says, nothing where there is none."""
+        try:
+            return dict(json.loads(self.path.read_text()))
+        except (OSError, ValueError):
+            return {}
+
+    @contextlib.contextmanager
+    def kept(self) -> Iterator[None]:
+        """Touches the lease while the block runs, and gives it up behind it."""
+        ended = threading.Event()
+
+        def touch() -> None:
+            while not ended.wait(_HEARTBEAT_SECONDS):
+                with contextlib.suppress(OSError):
+                    os.utime(self.path)
+
+        thread = threading.Thread(target=touch, name="tfamp-lease", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
+            if self._is_own():
+                self.path.unlink(missing_ok=True)
+
+    def _is_own(self) -> bool:
+        return self.owner().get("token") == self._token
+
+    def _is_stale(self) -> bool:
+        """Whether nobody has touched the lease of another for long enough."""
+        owner = self.owner()
+        if owner.get("host") == socket.gethostname() and not _is_alive(owner["pid"]):
+            return True
+        try:
+            state = owner, self.path.stat().st_mtime_ns
+        except FileNotFoundError:
+            return False  # given up: the next try makes a new one
+        if self._last is None or self._last[0] != state:
+            self._last = state, time.monotonic()
+        return time.monotonic() - self._last[1] > _STALE_SECONDS
+
+
+def _is_alive(pid: int) -> bool:
+    if os.name == "nt":  # there a signal would end the process
+        return True
+    try:
+        os.kill(pid, 0)
+    except OSError as error:  # of others it may be forbidden
+        return not isinstance(error, ProcessLookupError)
+    return True
