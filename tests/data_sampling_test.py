@@ -1,4 +1,4 @@
-"""`tfamp.data.sampling`: balance, weights, subsets, by position and on streams."""
+"""Examples of an epoch: balance, weights, subsets, by position and on streams."""
 
 import collections
 import dataclasses
@@ -12,9 +12,9 @@ import tensorflow as tf
 
 from tests.refusals import refusals
 from tfamp.data._sources import array_source
-from tfamp.data.sampling import plans
-from tfamp.data.sampling.draws import Balance, Subset, Weights
+from tfamp.data.stages import draw_plans as plans
 from tfamp.data.stages.base import Settings
+from tfamp.data.stages.draws import Balance, Subset, Weights
 
 SETTINGS = Settings(num_threads=2, autotune=False)
 # Of 1,000 examples, as skewed as class labels are.
@@ -113,7 +113,8 @@ def test_a_balanced_plan_is_exact_by_class_and_by_member(num_outputs):
 def test_places_left_over_go_to_other_classes_and_members_each_time():
     labels = tf.constant([0, 0, 0, 1, 1, 1, 2, 2, 2])
     copies = for_seeds(
-        lambda s: plans.copies_of(plans.balanced_plan(labels, 3, 7, s), 9), 1500
+        lambda s: plans.copies_of(plans.balanced_plan(labels, 3, 7, s), 9),
+        1500,
     )
     totals = copies.sum(axis=0)
     # 7 places: each class gets 2, and one of the three gets the seventh.

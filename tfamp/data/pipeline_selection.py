@@ -5,9 +5,9 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
 from tfamp.data.pipeline_sources import PipelineSources
-from tfamp.data.sampling.draws import Balance, Subset, Weights
 from tfamp.data.stages.base import Shuffle
 from tfamp.data.stages.bucket import Bucket
+from tfamp.data.stages.draws import Balance, Subset, Weights
 from tfamp.data.stages.filter import Filter
 from tfamp.data.stages.sequences import DEFAULT_MAX_SHAPES, LENGTH_MULTIPLE
 from tfamp.data.stages.workers import Shard, cluster_shard

@@ -12,15 +12,15 @@ import tensorflow as tf
 
 from tfamp.data._elements import known_length, of_unknown_length
 from tfamp.data._sources import RandomAccess
-from tfamp.data.sampling import plans
-from tfamp.data.sampling.labels import Memory, Reader, class_ids, read_or_count
-from tfamp.data.sampling.sampler import (
-    Draw,
-    Sampler,
-    check_ends,
-    copied,
-)
 from tfamp.data.stages.base import Settings, Stage, seed_text
+from tfamp.data.stages.draw_plans import (
+    balanced_plan,
+    copies_of,
+    stratified_subset,
+    weighted_plan,
+)
+from tfamp.data.stages.labels import Memory, Reader, class_ids, read_or_count
+from tfamp.data.stages.sampler import Draw, Sampler, check_ends, copied
 from tfamp.records import checks
 
 # From `advise` over `apply` and `Build.dataset` to the caller of `Pipeline.build`.
@@ -85,7 +85,7 @@ class Balance(Sampler):
         most = math.ceil(math.ceil(num_outputs / num_classes) / int(counts.min()))
 
         def plan(seed: tf.Tensor) -> tf.Tensor:
-            return plans.balanced_plan(class_of_each, num_classes, num_outputs, seed)
+            return balanced_plan(class_of_each, num_classes, num_outputs, seed)
 
         return Draw(num_examples, num_outputs, most, plan)
 
@@ -166,7 +166,7 @@ class Weights(Sampler):
             tensor = tf.constant(weights, tf.float64)
 
         def plan(seed: tf.Tensor) -> tf.Tensor:
-            return plans.weighted_plan(
+            return weighted_plan(
                 tensor, num_outputs, seed, replacement=self.replacement
             )
 
@@ -326,7 +326,7 @@ class Subset(Stage):
         )
         positions = self._positions(labels, num_examples)
         with tf.device("CPU:0"):
-            copies = plans.copies_of(positions, num_examples)
+            copies = copies_of(positions, num_examples)
         draw = Draw(num_examples, len(positions), 1, lambda seed: positions)
         each = tf.data.Dataset.from_tensor_slices(copies)
         is_numbered = self.is_numbered
@@ -345,4 +345,4 @@ class Subset(Stage):
         with tf.device("CPU:0"):
             # Of TensorFlow's own kind, which no global seed changes.
             seed = tf.constant([self.seed, 0], tf.int64)
-            return plans.stratified_subset(tf.constant(ids), len(classes), size, seed)
+            return stratified_subset(tf.constant(ids), len(classes), size, seed)

@@ -22,9 +22,9 @@ from tfamp.data._elements import (
     with_length,
 )
 from tfamp.data._sources import RandomAccess
-from tfamp.data.sampling.labels import Memory, Reader, read_or_count
-from tfamp.data.sampling.plans import copies_of, repeated
 from tfamp.data.stages.base import Settings, Stage
+from tfamp.data.stages.draw_plans import copies_of, repeated
+from tfamp.data.stages.labels import Memory, Reader, read_or_count
 from tfamp.records import checks
 
 # A function call costs about 50 us, so small elements share one by this many ...

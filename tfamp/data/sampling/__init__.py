@@ -1,1 +1,0 @@
-"""Which examples an epoch takes: balanced, weighted, or a part of them."""
