@@ -1,6 +1,7 @@
 """The stage that batches sequences with others of about their length."""
 
 import dataclasses
+import functools
 from collections.abc import Sequence
 from typing import Any, ClassVar
 
@@ -154,13 +155,7 @@ class Bucket(Stage):
         return self.boundaries is None or self.too_long != "error"
 
     def _padder(self, dataset: tf.data.Dataset) -> Padder:
-        return Padder(
-            dataset.element_spec,
-            length=self.length,
-            values=self.padding_values,
-            mask=self.mask,
-            weighs=bool(self.weight_padding),
-        )
+        return Padder(dataset.element_spec, self)
 
     def _read(self, dataset: tf.data.Dataset, settings: Settings) -> np.ndarray:
         """Returns the length of every element."""
@@ -203,18 +198,15 @@ class Bucket(Stage):
         if self.too_long == "drop":
             dataset = dataset.filter(lambda *parts: padder.length_of(*parts) <= last)
         elif self.too_long == "truncate":
-            dataset = map_in_order(
-                dataset, lambda *parts: padder.cut(last, *parts), settings
-            )
+            cut = functools.partial(padder.cut, last)
+            dataset = map_in_order(dataset, cut, settings)
 
         # Where lengths vary by epoch, one may be above those that were read. Such
         # sequences are padded to the longest among them.
-        is_open = self.boundaries is None
+        is_open, padded_to = self.boundaries is None, boundaries
         if is_open:
             padded_to = tf.concat([boundaries, [_TO_LONGEST]], 0)
             sizes = tf.concat([sizes, sizes[-1:]], 0)
-        else:
-            padded_to = boundaries
 
         def bucket_of(*parts: Any) -> tf.Tensor:
             length = padder.length_of(*parts)
@@ -223,25 +215,16 @@ class Bucket(Stage):
             bucket = tf.searchsorted(boundaries, length[None], out_type=tf.int64)[0]
             if is_open:
                 return bucket
-            fits = tf.debugging.Assert(
-                length <= last,
-                [
-                    "A sequence is above the last boundary, of length",
-                    length,
-                    f"Expected at most {last}. {_TOO_LONG_ADVICE}",
-                ],
-            )
+            above = "A sequence is above the last boundary, of length"
+            advice = f"Expected at most {last}. {_TOO_LONG_ADVICE}"
+            fits = tf.debugging.Assert(length <= last, [above, length, advice])
             with tf.control_dependencies([fits]):
                 return tf.identity(bucket)
 
         def batch(bucket: tf.Tensor, window: tf.data.Dataset) -> tf.data.Dataset:
-            return padder.batch(
-                window,
-                tf.gather(padded_to, bucket),
-                # A Python number gives the batch a static size.
-                self.batch_size or tf.gather(sizes, bucket),
-                drop_remainder=self.drop_remainder,
-            )
+            # A Python number gives the batch a static size.
+            size = self.batch_size or tf.gather(sizes, bucket)
+            return padder.batch(window, tf.gather(padded_to, bucket), size)
 
         return dataset.group_by_window(
             bucket_of, batch, window_size_func=lambda bucket: tf.gather(sizes, bucket)

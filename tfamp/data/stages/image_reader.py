@@ -142,9 +142,8 @@ class ImageReader:
         words = [what, "is no JPEG, PNG, GIF or BMP; bytes:", tf.strings.length(data)]
         if tf.executing_eagerly() and not is_image:
             # As a graph would say it; `Assert` itself speaks of tensors here.
-            text = " ".join(
-                tf.strings.as_string(part).numpy().decode() for part in words
-            )
+            texts = (tf.strings.as_string(part).numpy().decode() for part in words)
+            text = " ".join(texts)
             raise tf.errors.InvalidArgumentError(None, None, text)
         return tf.debugging.Assert(is_image, words)
 
@@ -226,13 +225,10 @@ def crop_box(shape: Any, height: int, width: int) -> tuple[Any, Any, Any, Any]:
 
     Source: Keras's `smart_resize`, which cuts the same box.
     """
-    if isinstance(shape, tf.Tensor):
-        tall = tf.minimum(shape[0], shape[1] * height // width)
-        wide = tf.minimum(shape[1], shape[0] * width // height)
-        tall, wide = tf.maximum(tall, 1), tf.maximum(wide, 1)
-    else:
-        tall = max(1, min(shape[0], shape[1] * height // width))
-        wide = max(1, min(shape[1], shape[0] * width // height))
+    is_tensor = isinstance(shape, tf.Tensor)
+    least, most = (tf.minimum, tf.maximum) if is_tensor else (min, max)
+    tall = most(least(shape[0], shape[1] * height // width), 1)
+    wide = most(least(shape[1], shape[0] * width // height), 1)
     return (shape[0] - tall) // 2, (shape[1] - wide) // 2, tall, wide
 
 

@@ -5,8 +5,7 @@ there are as many shapes as buckets, and XLA compiles each of them once.
 """
 
 import dataclasses
-import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -131,19 +130,13 @@ def plan_of(
 class Padder:
     """Pads the elements of one dataset: the parts whose first dimension is None.
 
-    `Pipeline.bucket` explains the arguments.
+    `options` are those of a `Bucket`.
     """
 
-    def __init__(
-        self,
-        element_spec: Any,
-        *,
-        length: Callable[..., Any] | None,
-        values: Any,
-        mask: str | None,
-        weighs: bool,
-    ) -> None:
-        self._length, self._mask, self._weighs = length, mask, weighs
+    def __init__(self, element_spec: Any, options: Any) -> None:
+        self._length, self._mask = options.length, options.mask
+        self._weighs = bool(options.weight_padding)
+        self._drop_remainder = options.drop_remainder
         self._spec = element_spec
         self.specs = tf.nest.flatten(element_spec)
         for spec in self.specs:
@@ -164,7 +157,7 @@ class Padder:
         self._of_targets = [i for i in varying if ends[0] <= i < (*ends, 0)[1]]
         self._check_mask(parts[0])
         self._check_weights(parts)
-        self._fill = self._filled(values)
+        self._fill = self._filled(options.padding_values)
 
     def as_tensors(self, *parts: Any) -> Any:
         """Returns an element whose rows of ragged tensors are plain tensors."""
@@ -174,8 +167,7 @@ class Padder:
     def length_of(self, *parts: Any) -> tf.Tensor:
         """Returns the length of an element, int64."""
         if self._length is None:
-            leaves = tf.nest.flatten(parts)
-            pairs = zip(leaves, self._is_sequence, strict=True)
+            pairs = zip(tf.nest.flatten(parts), self._is_sequence, strict=True)
             return tf.reduce_max([_size(leaf) for leaf, varies in pairs if varies])
         length = tf.convert_to_tensor(self._length(*parts))
         if not length.dtype.is_integer or length.shape.rank != 0:
@@ -188,36 +180,24 @@ class Padder:
     def cut(self, boundary: int, *parts: Any) -> Any:
         """Returns an element with its sequences cut to a length."""
         pairs = zip(tf.nest.flatten(parts), self._is_sequence, strict=True)
-        return self._joined(
-            [leaf[:boundary] if varies else leaf for leaf, varies in pairs]
-        )
+        cut = [leaf[:boundary] if varies else leaf for leaf, varies in pairs]
+        return self._joined(cut)
 
     def batch(
-        self,
-        window: tf.data.Dataset,
-        boundary: tf.Tensor,
-        size: tf.Tensor | int,
-        *,
-        drop_remainder: bool,
+        self, window: tf.data.Dataset, boundary: tf.Tensor, size: tf.Tensor | int
     ) -> tf.data.Dataset:
         """Returns the elements of a window in batches, padded to a boundary."""
-        shapes = [
+        shapes: Any = [
             [boundary, *spec.shape[1:]] if is_sequence else spec.shape
             for spec, is_sequence in zip(self.specs, self._is_sequence, strict=True)
         ]
-        fill = list(self._fill)
-        packed = functools.partial(tf.nest.pack_sequence_as, self._spec)
+        shapes = tf.nest.pack_sequence_as(self._spec, shapes)
+        fill = tf.nest.pack_sequence_as(self._spec, self._fill)
         if self._mask is None and not self._weighs:
-            return window.padded_batch(
-                size, packed(shapes), packed(fill), drop_remainder=drop_remainder
-            )
+            return window.padded_batch(size, shapes, fill, self._drop_remainder)
         padded = window.map(lambda *parts: (self._joined(parts), self._sizes(parts)))
-        padded = padded.padded_batch(
-            size,
-            (packed(shapes), [2]),
-            (packed(fill), tf.zeros([], tf.int64)),
-            drop_remainder=drop_remainder,
-        )
+        shapes, fill = (shapes, [2]), (fill, tf.zeros([], tf.int64))
+        padded = padded.padded_batch(size, shapes, fill, self._drop_remainder)
         return padded.map(self._finished)
 
     def _sizes(self, parts: tuple[Any, ...]) -> tf.Tensor:
