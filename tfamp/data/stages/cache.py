@@ -186,23 +186,15 @@ class FileCache(Stage):
                 if not is_unused:
                     continue
                 parts = dict(map(tuple, other.read().get("parts", ())))
-                if parts and any(
-                    parts.get(name) != own.get(name) for name in self.data_parts
-                ):
+                names = {**own, **parts}
+                changed = [one for one in names if own.get(one) != parts.get(one)]
+                if parts and not set(self.data_parts).isdisjoint(changed):
                     continue  # another part of the data, under the same path
-                changed = [
-                    name
-                    for name in {**own, **parts}
-                    if own.get(name) != parts.get(name)
-                ]
                 size = units.format_bytes(other.num_bytes)
                 other.remove()
-            logging.warning(
-                "Removed the cache %s (%s): changed since then: %s.",
-                other.stem,
-                size,
-                ", ".join(changed) or "nothing known",
-            )
+            text = "Removed the cache %s (%s): changed since then: %s."
+            changes = ", ".join(changed) or "nothing known"
+            logging.warning(text, other.stem, size, changes)
 
     def explain(self, dataset: tf.data.Dataset, settings: Settings) -> tuple[str, str]:
         """Returns the setting and the reason, given the dataset it acts on."""
