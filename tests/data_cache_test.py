@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.data_pipeline_test import double, numbers, rows
 from tfamp.data import Pipeline
 from tfamp.data.stages import cache as caching
 from tfamp.data.stages.cache_files import (
@@ -26,18 +27,6 @@ from tfamp.data.stages.cache_files import (
 )
 
 ROOT = Path(__file__).parents[1]
-
-
-def double(x, y):
-    return x * 2, y
-
-
-def numbers(n=10):
-    return Pipeline.from_arrays(np.arange(n), np.arange(n) * 10)
-
-
-def rows(dataset):
-    return [tuple(part.numpy().tolist() for part in element) for element in dataset]
 
 
 def caches(folder):

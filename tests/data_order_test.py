@@ -4,12 +4,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
+from tests.data_pipeline_test import table_stages
 from tests.refusals import refusals
 from tfamp.data import Pipeline
-
-
-def table_stages(text):
-    return [line.split()[0] for line in text.splitlines()[2:] if line[1] != " "]
 
 
 def uneven():
