@@ -11,7 +11,7 @@ from tests import made_evidence
 from tests.refusals import refusals
 from tfamp.comparison import figures, judgement
 from tfamp.comparison.evidence import Evidence
-from tfamp.trials.run_records import Latency, Run, Spread
+from tfamp.trials.run_records import Latency, Run
 from tfamp.trials.variant import Variant
 
 WORDS = ("auto", "float32+xla", "keras:mixed_bfloat16", "mixed_bfloat16+no_rules")
@@ -116,16 +116,19 @@ def test_measures_follow_what_runs_have():
     assert "device_bytes" not in names
 
 
-def test_the_reference_is_the_fastest_float32():
-    found = made_evidence.evidence(
-        {"float32": (1.0, 0.9), "float32+xla": (1.5, 0.9), "auto": (2.0, 0.9)}
-    )
-    assert judgement.choose_reference(found.policies, found.runs) == "float32+xla"
+REFERENCES = {
+    "the fastest float32": (
+        {"float32": 1, "float32+xla": 1.5, "auto": 2},
+        "float32+xla",
+    ),
+    "the first without one": ({"mixed_bfloat16": 1, "auto": 2}, "mixed_bfloat16"),
+}
 
 
-def test_without_a_float32_the_first_is_the_reference():
-    found = made_evidence.evidence({"mixed_bfloat16": (1, 0.9), "auto": (2, 0.9)})
-    assert judgement.choose_reference(found.policies, found.runs) == "mixed_bfloat16"
+@pytest.mark.parametrize("speeds, expected", REFERENCES.values(), ids=REFERENCES)
+def test_the_reference(speeds, expected):
+    found = made_evidence.evidence({word: (x, 0.9) for word, x in speeds.items()})
+    assert judgement.choose_reference(found.policies, found.runs) == expected
 
 
 METRICS = {
@@ -337,7 +340,3 @@ def test_rules_that_cost_are_named_and_cheap_ones_are_not():
     once = {policy: found[:1] for policy, found in dear.items()}
     (sentence,) = judgement.rule_cost(once)
     assert sentence.endswith("(ratio 0.950, one seed).")
-
-
-def test_a_spread_is_quartiles():
-    assert Spread.of([4.0, 1.0, 2.0, 3.0, 5.0]) == Spread(3.0, 2.0, 4.0, 5)

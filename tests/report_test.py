@@ -22,6 +22,8 @@ from tests import made_evidence
 from tfamp.comparison import figures
 from tfamp.comparison.evidence import Evidence, TunedPlan, holm, p_value
 from tfamp.comparison.exports import ExportedModel
+from tfamp.comparison.replicas.judgement import Equality, OneDevice, ScalingPoint
+from tfamp.comparison.replicas.result import Scaling
 from tfamp.comparison.report import bars, curves, drawing, rows, sentences, tables
 from tfamp.comparison.report import html as report_html
 from tfamp.comparison.report import text as report_text
@@ -42,7 +44,7 @@ from tfamp.trials.run_records import (
     Spread,
 )
 
-SCHEMA = Path(__file__).parents[1] / "docs" / "report_json.md"
+DOCS = Path(__file__).parents[1] / "docs"
 
 
 def failed(policy="auto", seed=1, error="ValueError: no such layer\n  line 3"):
@@ -936,9 +938,11 @@ def test_a_failed_write_leaves_the_old_file(number, message, tmp_path, monkeypat
     assert os.listdir(tmp_path) == ["report.md"]
 
 
-def documented():
-    """The tables of the schema: class -> rows of its fields."""
-    sections = re.split(r"^## (\w+)$", SCHEMA.read_text(), flags=re.MULTILINE)[1:]
+def documented(page):
+    """The tables of a page on JSON: class -> rows of its fields."""
+    sections = re.split(r"^## (\w+)$", (DOCS / page).read_text(), flags=re.MULTILINE)[
+        1:
+    ]
     return {
         name: re.findall(
             r"^\| `(\w+)` \| (.*?) \| (.*?) ?\| .+ \|$", text, re.MULTILINE
@@ -948,40 +952,44 @@ def documented():
     }
 
 
-CLASSES = {
-    each.__name__: each
-    for each in (
+PAGES = {
+    "report_json.md": (
         *(Evidence, Run, Spread, Latency),
         *(Memory, LayerDtype, Verdict, Interval),
         *(Context, Device, OperationTime, TunedPlan, ExportedModel),
-    )
+    ),
+    "scaling_json.md": (Scaling, OneDevice, Equality, ScalingPoint),
 }
+CLASSES = {each.__name__: (page, each) for page in PAGES for each in PAGES[page]}
 
 
-def test_the_schema_names_every_class_and_version():
-    assert list(documented()) == list(CLASSES)
-    assert {each.SCHEMA for each in (*CLASSES.values(), Comparison)} == {1}
-    assert "now 1 for all of them" in SCHEMA.read_text()
+@pytest.mark.parametrize("page", PAGES)
+def test_the_schema_names_every_class_and_version(page):
+    assert list(documented(page)) == [each.__name__ for each in PAGES[page]]
+    assert {each.SCHEMA for each in (*PAGES[page], Comparison)} == {1}
+    assert "now 1 for all of them" in (DOCS / page).read_text()
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_schema_names_every_field(name):
-    fields = [field.name for field in dataclasses.fields(CLASSES[name])]
-    assert [field for field, _, _ in documented()[name]] == fields
+@pytest.mark.parametrize("page, kind", CLASSES.values(), ids=CLASSES)
+def test_the_schema_names_every_field(page, kind):
+    fields = [field.name for field in dataclasses.fields(kind)]
+    assert [field for field, _, _ in documented(page)[kind.__name__]] == fields
 
 
-@pytest.mark.parametrize("name", CLASSES)
-def test_the_schema_says_what_may_be_null_and_in_which_unit(name):
-    hints = typing.get_type_hints(CLASSES[name])
-    for field, kind, unit in documented()[name]:
+@pytest.mark.parametrize("page, kind", CLASSES.values(), ids=CLASSES)
+def test_the_schema_says_what_may_be_null_and_in_which_unit(page, kind):
+    hints = typing.get_type_hints(kind)
+    for field, written, unit in documented(page)[kind.__name__]:
         nullable = type(None) in typing.get_args(hints[field])
-        assert nullable == kind.endswith("or null"), field
+        assert nullable == written.endswith("or null"), field
         if field.endswith(("_seconds", "_bytes", "_joules")):
             assert unit == field.rsplit("_", 1)[1], field
 
 
 def test_the_example_of_the_schema_is_read():
-    (example,) = re.findall(r"```json\n(.*?)```", SCHEMA.read_text(), re.DOTALL)
+    (example,) = re.findall(
+        r"```json\n(.*?)```", (DOCS / "report_json.md").read_text(), re.DOTALL
+    )
     found = Comparison.from_json(example)
     assert (found.verdict, found.runs[0].seed) == ("undecided", 0)
     assert math.isnan(found.runs[1].losses[1][1])

@@ -1,7 +1,6 @@
 """`tfamp.scaling`: shares of a step, verdicts, first steps, and real processes."""
 
 import contextlib
-import dataclasses
 import os
 import re
 import shutil
@@ -10,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-import typing
 from pathlib import Path
 
 import keras
@@ -186,20 +184,6 @@ def test_the_page_of_what_was_not_timed_has_no_figures(tmp_path):
     assert (tmp_path / "x.html").read_text() == page
     assert "Not equal to one device" in page
     assert "<table" not in page and "<svg" not in page
-
-
-def test_the_page_on_the_json_names_every_field():
-    text = (ROOT / "docs/scaling_json.md").read_text("utf-8")
-    sections = re.split(r"^## (\w+)$", text, flags=re.MULTILINE)[1:]
-    classes = {c.__name__: c for c in (Scaling, OneDevice, Equality, ScalingPoint)}
-    assert sections[::2] == list(classes)
-    for kind, table in zip(classes.values(), sections[1::2], strict=True):
-        rows = re.findall(r"^\| `(\w+)` \| (.*?) \|", table, re.MULTILINE)
-        assert [name for name, _ in rows] == [f.name for f in dataclasses.fields(kind)]
-        hints = typing.get_type_hints(kind)
-        for name, words in rows:
-            is_nullable = type(None) in typing.get_args(hints[name])
-            assert is_nullable == words.endswith("or null") or name == "versions"
 
 
 def test_layers_that_draw_are_silent_only_in_the_block():

@@ -116,35 +116,29 @@ _FIXED = (
 
 
 def _of_latency(size: int) -> tuple[Measure, ...]:
-    def value(name: str) -> Callable[[Run], float | None]:
+    """Returns percentiles and rate of calls, for all of which the median answers."""
+
+    def measure(name: str, label: str, field: str, unit: Unit) -> Measure:
         def of(run: Run) -> float | None:
             found = run.latency(size)
-            return None if found is None else float(getattr(found, name))
+            return None if found is None else float(getattr(found, field))
 
-        return of
+        words = (f"{name}_batch_{size}", f"{label}, batch {size}")
+        own = Measure(*words, unit, unit == "per second", of, "Inference")
+        if label == "p50":
+            return dataclasses.replace(own, tile=f"latency at batch {size}")
+        return dataclasses.replace(own, answered_by=f"latency_p50_batch_{size}")
 
-    median = Measure(
-        *(f"latency_p50_batch_{size}", f"p50, batch {size}", "seconds", False),
-        value("p50_seconds"),
-        "Inference",
-        tile=f"latency at batch {size}",
+    return (
+        *(
+            measure(f"latency_{each}", each, f"{each}_seconds", "seconds")
+            for each in ("p50", "p90", "p99")
+        ),
+        measure(
+            *("inference_examples_per_second", "rate", "examples_per_second"),
+            "per second",
+        ),
     )
-    tails = (
-        Measure(
-            f"latency_{name}_batch_{size}",
-            *(f"{name}, batch {size}", "seconds", False),
-            value(f"{name}_seconds"),
-            *("Inference", median.name),
-        )
-        for name in ("p90", "p99")
-    )
-    name = f"inference_examples_per_second_batch_{size}"
-    rate = Measure(
-        *(name, f"rate, batch {size}", "per second", True),
-        value("examples_per_second"),
-        *("Inference", median.name),
-    )
-    return (median, *tails, rate)
 
 
 def measures_of(runs: Sequence[Run]) -> tuple[Measure, ...]:
