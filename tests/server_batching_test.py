@@ -13,11 +13,8 @@ pytest.importorskip("orjson", reason="needs tfamp[serve]")
 from tests import served_models
 from tests.served_models import Scaled
 from tfamp.serving.runtimes.signature import TensorSpec
-from tfamp.serving.server import folders
 from tfamp.serving.server.batching import Batcher
-from tfamp.serving.server.folders import Source
-from tfamp.serving.server.metrics import Metrics
-from tfamp.serving.server.models import Limits, Models
+from tfamp.serving.server.models import Limits, Models, named_places
 from tfamp.serving.server.refusals import Refusal
 from tfamp.serving.server.warm_up import warm_up
 
@@ -185,7 +182,7 @@ def test_requests_share_a_run_only_where_no_answer_depends_on_it(model, why):
 
 
 def models_of(path, load=served_models.load, **limits):
-    models = Models([Source("m", path)], load, Limits(**limits), Metrics())
+    models = Models({"m": path}, load, Limits(**limits))
     models.load_all()
     return models
 
@@ -252,8 +249,8 @@ def test_where_answers_depend_on_a_batch_it_is_said_and_none_is_made(tmp_path, c
 
 def test_names_of_models_are_those_of_their_folders_or_typed(tmp_path):
     digits = served_models.write(tmp_path / "digits", 2)
-    found = folders.sources([str(digits), f"other={digits}"])
-    assert [each.name for each in found] == ["digits", "other"]
+    found = named_places([str(digits), f"other={digits}"])
+    assert list(found) == ["digits", "other"]
     wrong = {
         "Two models are called 'digits'": [str(digits), str(digits)],
         "is called 'a/b'; expected letters": [f"a/b={digits}"],
@@ -263,7 +260,7 @@ def test_names_of_models_are_those_of_their_folders_or_typed(tmp_path):
     }
     for message, paths in wrong.items():
         with pytest.raises((ValueError, FileNotFoundError), match=message):
-            folders.sources(paths)
+            named_places(paths)
 
 
 def test_a_model_that_fails_at_its_own_signature_is_not_served(tmp_path):

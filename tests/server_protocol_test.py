@@ -12,8 +12,6 @@ from tests import served_models
 from tests.served_models import Scaled, Y, ask, numbers
 from tfamp.serving.runtimes.signature import TensorSpec
 from tfamp.serving.server.app import App
-from tfamp.serving.server.folders import Source
-from tfamp.serving.server.metrics import Metrics
 from tfamp.serving.server.models import Limits, Models
 
 ROWS = [[1.0, 2.0, 3.0], [4.0, 5.0, 6.5]]
@@ -22,14 +20,12 @@ PREDICT = "/v1/models/m:predict"
 TWO_OUTPUTS = (Y, TensorSpec("z", (None, 3), "float32"))
 
 
-def served(tmp_path, model, limits=None, **options):
+def served(tmp_path, model, token=None, **limits):
     """Returns an application that serves one model as "m"."""
     folder = served_models.write(tmp_path / "m", 0)
-    metrics = Metrics()
-    sources = [Source("m", folder)]
-    models = Models(sources, lambda _: model, limits or Limits(), metrics)
+    models = Models({"m": folder}, lambda _: model, Limits(**limits))
     models.load_all()
-    return App(models, metrics, version="1.2.3", **options)
+    return App(models, token=token)
 
 
 @pytest.fixture
@@ -272,7 +268,7 @@ def test_a_model_that_fails_whatever_it_is_asked_is_the_servers_fault(tmp_path):
 
 
 def test_a_body_is_held_to_its_limit(tmp_path):
-    app = served(tmp_path, Scaled(), max_body_bytes=100)
+    app = served(tmp_path, Scaled(), max_body=100)
     length = [("Content-Length", "101")]
     for how in ({"headers": length}, {"parts": [b" " * 60, b" " * 60]}):
         status, headers, text = asyncio.run(ask(app, INFER, b"", **how))
@@ -284,7 +280,7 @@ def test_a_body_is_held_to_its_limit(tmp_path):
 
 
 def test_a_slow_body_is_given_up(tmp_path):
-    app = served(tmp_path, Scaled(), body_seconds=0.01)
+    app = served(tmp_path, Scaled(), timeout_seconds=0.01)
     status, answer = said(app, INFER, parts=[b"{", None])
     assert (status, "did not come within 0.01 s" in answer["error"]) == (408, True)
 

@@ -6,11 +6,20 @@ import time
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any
 
+import tfamp
 from tfamp.records.checks import short_error
 from tfamp.serving.server import open_inference, tf_predict
-from tfamp.serving.server.answers import BYTES, TEXT, Answer, json_answer, refused
-from tfamp.serving.server.bodies import Bodies, Headers, Held, Receive
-from tfamp.serving.server.metrics import Metrics
+from tfamp.serving.server.bodies import (
+    BYTES,
+    TEXT,
+    Answer,
+    Bodies,
+    Headers,
+    Held,
+    Receive,
+    json_answer,
+    refused,
+)
 from tfamp.serving.server.models import Models, Version, log
 from tfamp.serving.server.refusals import Refusal, quoted
 
@@ -27,30 +36,15 @@ class App:
     """The server as an ASGI application.
 
     Args:
-        models: What answers.
-        metrics: What counts.
-        version: Of the server, for its metadata.
+        models: What answers, within their limits.
         token: What requests have to bear; None asks for nothing. Health may always be
             asked, as what asks for it can seldom keep a secret.
-        max_body_bytes: The largest body of a request.
-        body_seconds: How long a client may take to send its body.
     """
 
-    def __init__(
-        self,
-        models: Models,
-        metrics: Metrics,
-        *,
-        version: str,
-        token: str | None = None,
-        max_body_bytes: int = 64 * 2**20,
-        body_seconds: float = 10.0,
-    ) -> None:
+    def __init__(self, models: Models, *, token: str | None = None) -> None:
         self.models = models
-        self.metrics = metrics
-        self._version = version
         self._token = None if token is None else f"Bearer {token}".encode()
-        self._bodies = Bodies(max_body_bytes, body_seconds)
+        self._bodies = Bodies(models.limits.max_body, models.limits.timeout_seconds)
         self.is_stopping = False
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
@@ -69,10 +63,10 @@ class App:
             answer = refused(Refusal(500, f"The server failed: {short_error(error)}"))
         finally:
             self._bodies.let_go(held)
-        self.metrics.requests.add((*held.labels, str(answer.status)))
+        self.models.metrics.requests.add((*held.labels, str(answer.status)))
         if held.since is not None:
             seconds = time.perf_counter() - held.since
-            self.metrics.seconds.observe(held.labels[:2], seconds)
+            self.models.metrics.seconds.observe(held.labels[:2], seconds)
         length = (b"content-length", b"%d" % len(answer.body))
         await send(
             {
@@ -96,10 +90,13 @@ class App:
         self._check_token(headers)
         if path == "/metrics":
             _check_method(scope, "GET")
-            return self._metrics_text()
+            self.models.count_waiting()
+            return Answer(200, self.models.metrics.text().encode(), (TEXT,))
         if path in ("/v2", "/v2/"):
             _check_method(scope, "GET")
-            return json_answer(self._metadata())
+            extensions = ["binary_tensor_data"]
+            about = {"name": "tfamp", "version": tfamp.__version__}
+            return json_answer({**about, "extensions": extensions})
         if match := _V2.fullmatch(path):
             held.labels = ("", "", "v2")
             name, number, what = match.groups()
@@ -111,7 +108,10 @@ class App:
                 return await self._infer(self._named(name, number, held), headers, body)
             _check_method(scope, "GET", f"{path.rstrip('/')}/infer")
             version = self._named(name, number, held)
-            return self._of_model(version, what)
+            if what == "ready":
+                return json_answer({"name": name, "ready": True})
+            numbers = self.models.numbers(name)
+            return json_answer(open_inference.metadata(name, numbers, version.model))
         if match := _V1.fullmatch(path):
             held.labels = ("", "", "v1")
             name, number, what = match.groups()
@@ -122,7 +122,14 @@ class App:
                 return await self._predict(self._named(name, number, held), body)
             if what in (None, "/metadata"):
                 _check_method(scope, "GET", f"{path.rstrip('/')}:predict")
-                return self._of_v1_model(name, number, what, held)
+                if what is None and number is None:
+                    return json_answer(tf_predict.status(self.models.numbers(name)))
+                version = self._named(name, number, held)
+                if what is None:
+                    return json_answer(tf_predict.status([version.number]))
+                signature = version.model.signature
+                about = tf_predict.metadata(name, version.number, signature)
+                return json_answer(about)
         raise Refusal(
             404,
             f"There is nothing at {quoted(path)}; expected /v2/models/NAME/infer, "
@@ -145,46 +152,6 @@ class App:
                 "The header Authorization bears no valid token; expected 'Bearer' and "
                 "the server's token. Send it.",
             )
-
-    def _metadata(self) -> dict[str, Any]:
-        return {
-            "name": "tfamp",
-            "version": self._version,
-            "extensions": ["binary_tensor_data"],
-        }
-
-    def _of_model(self, version: Version, what: str | None) -> Answer:
-        if what == "ready":
-            return json_answer({"name": version.name, "ready": True})
-        numbers = self.models.numbers(version.name)
-        model = version.model
-        return json_answer(
-            open_inference.metadata(
-                version.name, numbers, model.signature, model.runtime
-            )
-        )
-
-    def _of_v1_model(
-        self, name: str, number: str | None, what: str | None, held: Held
-    ) -> Answer:
-        if what == "/metadata":
-            version = self._named(name, number, held)
-            return json_answer(
-                tf_predict.metadata(name, version.number, version.model.signature)
-            )
-        if number is not None:
-            self._named(name, number, held)
-        numbers = [number] if number is not None else self.models.numbers(name)
-        return json_answer(tf_predict.status(dict.fromkeys(numbers, "AVAILABLE")))
-
-    def _metrics_text(self) -> Answer:
-        self.metrics.waiting.set(
-            {
-                (each.name, each.number): each.batcher.num_waiting
-                for each in self.models.each()
-            }
-        )
-        return Answer(200, self.metrics.text().encode(), (TEXT,))
 
     async def _infer(self, version: Version, headers: Headers, body: bytes) -> Answer:
         length = headers.get(open_inference.HEADER)
@@ -228,11 +195,7 @@ class App:
 
 
 def _check_method(scope: Scope, method: str, asks: str | None = None) -> None:
-    """Raises a refusal for another method; `asks` is where predictions are asked for.
-
-    Raises:
-        Refusal: The method is not the one that is given.
-    """
+    """Refuses another method; `asks` is where predictions are asked for."""
     found = scope["method"]
     if found != method and (found, method) != ("HEAD", "GET"):
         advice = "Use that one."

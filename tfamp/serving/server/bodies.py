@@ -1,11 +1,19 @@
-"""Bodies of requests: read whole, within limits of size and of time."""
+"""Bodies of requests, read within limits of size and of time, and of answers.
+
+TensorFlow Serving writes and reads `NaN`, `Infinity` and `-Infinity`, which strict JSON
+has no words for; orjson would turn them into null silently.
+"""
 
 import asyncio
+import json
 import time
 from collections.abc import Awaitable, Callable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
-from tfamp.serving.server.refusals import Refusal, quoted
+import numpy as np
+import orjson
+
+from tfamp.serving.server.refusals import RETRY_SECONDS, Refusal, quoted
 
 Headers = Mapping[bytes, bytes]
 Receive = Callable[[], Awaitable[Mapping[str, Any]]]
@@ -120,3 +128,83 @@ class Bodies:
             "Send fewer examples at once.",
             close=True,
         )
+
+
+_WORDS = (b"NaN", b"Infinity")
+
+
+def read_json(body: bytes | bytearray | memoryview) -> dict[str, Any]:
+    """Returns the object that a body holds.
+
+    Raises:
+        Refusal: It is no JSON, or no object.
+    """
+    try:
+        found = orjson.loads(body)
+    except orjson.JSONDecodeError as error:
+        found = _with_words(bytes(body), error)
+    if not isinstance(found, dict):
+        raise Refusal(
+            400,
+            f"The body is a JSON {type(found).__name__}; expected an object. Put what "
+            "you send between braces, under the names of the protocol.",
+        )
+    return found
+
+
+def _with_words(body: bytes, error: Exception) -> Any:
+    """Returns what a body holds that may have NaN in it."""
+    if any(word in body for word in _WORDS):
+        try:
+            return json.loads(body)
+        except (ValueError, RecursionError) as other:
+            error = other
+    raise Refusal(
+        400, f"The body is not JSON ({error}); expected an object. Correct it."
+    )
+
+
+def write_json(content: Any, arrays: list[np.ndarray]) -> bytes:
+    """Returns JSON in which arrays, which are named once more, are lists."""
+    if all(array.dtype.kind != "f" or np.isfinite(array).all() for array in arrays):
+        return orjson.dumps(content, option=orjson.OPT_SERIALIZE_NUMPY)
+    return json.dumps(content, default=_listed).encode()
+
+
+def _listed(array: np.ndarray) -> Any:
+    # The shortest text that gives the same float32, as orjson writes it.
+    if array.dtype.kind == "f":
+        array = np.asarray(array).astype(str).astype(np.float64)
+    return array.tolist()
+
+
+JSON = (b"content-type", b"application/json")
+TEXT = (b"content-type", b"text/plain; version=0.0.4; charset=utf-8")
+BYTES = (b"content-type", b"application/octet-stream")
+
+
+class Answer(NamedTuple):
+    """A status, a body and headers."""
+
+    status: int
+    body: bytes
+    headers: tuple[tuple[bytes, bytes], ...] = (JSON,)
+
+
+def json_answer(content: dict[str, Any], status: int = 200) -> Answer:
+    """Returns an answer of JSON."""
+    return Answer(status, orjson.dumps(content))
+
+
+def refused(refusal: Refusal) -> Answer:
+    """Returns the answer that says what is wrong with a request."""
+    headers = [JSON]
+    if refusal.retry:
+        headers.append((b"retry-after", b"%d" % RETRY_SECONDS))
+    if refusal.close:
+        headers.append((b"connection", b"close"))
+    if refusal.status == 401:
+        headers.append((b"www-authenticate", b"Bearer"))
+    # A lone surrogate, which JSON may hold, cannot be written as UTF-8.
+    message = refusal.message.encode(errors="replace").decode()
+    return Answer(refusal.status, orjson.dumps({"error": message}), tuple(headers))

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 from tfamp.records import checks
 from tfamp.records.record import TableRecord
 from tfamp.serving.runtimes.signature import LoadedModel
-from tfamp.serving.server import folders
+from tfamp.serving.server.models import Limits, Models, named_places
 
 if TYPE_CHECKING:
     from tfamp.serving.server.app import App
@@ -99,16 +99,8 @@ def serve(
     if reload_seconds:
         checks.positive("reload_seconds", reload_seconds)
     token = None if token_file is None else _token(Path(token_file))
-    app = _unloaded(
-        paths,
-        threads=threads,
-        token=token,
-        max_batch_size=max_batch_size,
-        max_queue=max_queue,
-        max_body=max_body,
-        timeout_seconds=timeout_seconds,
-        load=load,
-    )
+    limits = Limits(max_batch_size, max_queue, timeout_seconds, max_body)
+    app = _unloaded(paths, limits, threads=threads, token=token, load=load)
     from tfamp.serving.server.process import Process
 
     logging.basicConfig(format="tfamp serve: %(message)s")
@@ -122,7 +114,6 @@ def serve(
     server = Process(
         app,
         on_start=lambda: on_start and on_start(address),
-        look=app.models.look,
         reload_seconds=reload_seconds,
         answer_seconds=2 * timeout_seconds,
     )
@@ -135,7 +126,7 @@ def serve(
         server.run(sockets=[listener])
     app.models.stop()
     counts: dict[str, int] = {}
-    for (_, _, protocol, status), count in app.metrics.requests.total().items():
+    for (_, _, protocol, status), count in app.models.metrics.requests.values.items():
         key = f"{protocol} {status}"
         counts[key] = counts.get(key, 0) + int(count)
     seconds = time.monotonic() - start
@@ -160,13 +151,13 @@ def application(
 
     Args:
         paths: As `serve` takes them; loaded here, and not again when they change.
-        threads: Threads that a run of a model may use; None takes all cores.
+        threads: As for `serve`, like those below.
         token: What requests have to bear; None asks for nothing.
-        max_batch_size: Examples in one run of a model, as in `serve`.
-        max_queue: Requests of a model that may wait; more are answered by 503.
+        max_batch_size: Examples in one run of a model.
+        max_queue: Requests of a model that may wait.
         max_body: Bytes of the largest request.
-        timeout_seconds: How long an answer, and a body on its way, may take.
-        load: Reads an exported folder in the place of `tfamp.load_exported`.
+        timeout_seconds: How long an answer may take.
+        load: Reads an exported folder.
 
     Raises:
         FileNotFoundError: A path holds no exported model.
@@ -174,56 +165,33 @@ def application(
         RuntimeError: A model cannot be loaded.
         ValueError: An argument is out of its range, or a name came twice.
     """
-    app = _unloaded(
-        paths,
-        threads=threads,
-        token=token,
-        max_batch_size=max_batch_size,
-        max_queue=max_queue,
-        max_body=max_body,
-        timeout_seconds=timeout_seconds,
-        load=load,
-    )
+    limits = Limits(max_batch_size, max_queue, timeout_seconds, max_body)
+    app = _unloaded(paths, limits, threads=threads, token=token, load=load)
     app.models.load_all()
     return app
 
 
 def _unloaded(
     paths: Sequence[str],
+    limits: Limits,
     *,
     threads: int | None,
     token: str | None,
-    max_batch_size: int | None,
-    max_queue: int,
-    max_body: int,
-    timeout_seconds: float,
     load: Callable[..., LoadedModel] | None,
 ) -> "App":
     """Returns the application, its arguments checked, its models still to be loaded."""
     checks.require("orjson", extra="serve", purpose="`tfamp serve`")
-    import tfamp
     from tfamp.serving.runtimes.loader import load_exported
     from tfamp.serving.server.app import App
-    from tfamp.serving.server.metrics import Metrics
-    from tfamp.serving.server.models import Limits, Models
 
-    if max_batch_size is not None:
-        checks.positive_int("max_batch_size", max_batch_size)
-    checks.positive_int("max_queue", max_queue)
-    checks.positive_int("max_body", max_body)
-    checks.positive("timeout_seconds", timeout_seconds)
-    metrics = Metrics()
-    limits = Limits(max_batch_size, max_queue, timeout_seconds)
+    if limits.max_batch_size is not None:
+        checks.positive_int("max_batch_size", limits.max_batch_size)
+    checks.positive_int("max_queue", limits.max_queue)
+    checks.positive_int("max_body", limits.max_body)
+    checks.positive("timeout_seconds", limits.timeout_seconds)
     if load is None:
         load = functools.partial(load_exported, threads=threads)
-    return App(
-        Models(folders.sources(list(paths)), load, limits, metrics),
-        metrics,
-        version=tfamp.__version__,
-        token=token,
-        max_body_bytes=max_body,
-        body_seconds=timeout_seconds,
-    )
+    return App(Models(named_places(paths), load, limits), token=token)
 
 
 def _token(path: Path) -> str:

@@ -17,37 +17,23 @@ EXAMPLES = (1, 2, 4, 8, 16, 32, 64, 128, 256, 512, 1024)
 Labels = tuple[str, ...]
 
 
-class Counter:
-    """A number that grows, for each set of labels."""
+class Number:
+    """A number for each set of labels: a "counter" that grows, or a "gauge"."""
 
-    kind = "counter"
-
-    def __init__(self, name: str, text: str, labels: Sequence[str]) -> None:
-        self.name, self.text, self._labels = name, text, labels
-        self._values: dict[Labels, float] = {}
+    def __init__(
+        self, name: str, text: str, labels: Sequence[str], kind: str = "counter"
+    ) -> None:
+        self.name, self.text, self.kind, self._labels = name, text, kind, labels
+        self.values: dict[Labels, float] = {}
 
     def add(self, labels: Labels, amount: float = 1) -> None:
         """Adds to the number of these labels."""
-        self._values[labels] = self._values.get(labels, 0) + amount
-
-    def total(self) -> dict[Labels, float]:
-        """Returns the number for each set of labels."""
-        return dict(self._values)
+        self.values[labels] = self.values.get(labels, 0) + amount
 
     def lines(self) -> Iterable[str]:
         """Yields a line for each set of labels."""
-        for labels, value in self._values.items():
+        for labels, value in self.values.items():
             yield f"{self.name}{_braces(self._labels, labels)} {value:g}"
-
-
-class Gauge(Counter):
-    """A number that rises and falls, set when it is read."""
-
-    kind = "gauge"
-
-    def set(self, values: dict[Labels, float]) -> None:
-        """Puts other numbers in the place of those before."""
-        self._values = values
 
 
 class Histogram:
@@ -56,7 +42,11 @@ class Histogram:
     kind = "histogram"
 
     def __init__(
-        self, name: str, text: str, labels: Sequence[str], bounds: Sequence[float]
+        self,
+        name: str,
+        text: str,
+        labels: Sequence[str],
+        bounds: Sequence[float] = SECONDS,
     ) -> None:
         self.name, self.text, self._labels, self._bounds = name, text, labels, bounds
         self._counts: dict[Labels, list[int]] = {}
@@ -88,45 +78,43 @@ class Metrics:
     """All that the server counts, by model and version where it knows them."""
 
     def __init__(self) -> None:
-        of_model = ("model", "version")
-        self.requests = Counter(
+        own = ("model", "version")
+        self.requests = Number(
             "tfamp_requests_total",
             "Answers by protocol and HTTP status.",
-            (*of_model, "protocol", "status"),
+            (*own, "protocol", "status"),
         )
         self.seconds = Histogram(
             "tfamp_request_seconds",
             "From the last byte of a request to its answer.",
-            of_model,
-            SECONDS,
+            own,
         )
-        self.waited = Histogram(
-            "tfamp_queue_seconds", "Time in the queue.", of_model, SECONDS
-        )
-        self.run = Histogram(
-            "tfamp_run_seconds", "Runs of the model.", of_model, SECONDS
-        )
+        self.waited = Histogram("tfamp_queue_seconds", "Time in the queue.", own)
+        self.run = Histogram("tfamp_run_seconds", "Runs of the model.", own)
         self.examples = Histogram(
-            "tfamp_batch_examples",
-            "Examples in a run of the model.",
-            of_model,
-            EXAMPLES,
+            "tfamp_batch_examples", "Examples in a run of the model.", own, EXAMPLES
         )
-        self.waiting = Gauge(
-            "tfamp_queue_requests", "Requests that wait or are computed.", of_model
+        self.waiting = Number(
+            "tfamp_queue_requests",
+            "Requests that wait or are computed.",
+            own,
+            kind="gauge",
         )
-        self.loads = Counter(
+        self.loads = Number(
             "tfamp_loads_total",
             "Versions that were loaded, or failed to.",
-            (*of_model, "result"),
+            (*own, "result"),
         )
-        self._memory = Gauge(
-            "process_resident_memory_bytes", "Memory of the server's process.", ()
+        self._memory = Number(
+            "process_resident_memory_bytes",
+            "Memory of the server's process.",
+            (),
+            kind="gauge",
         )
 
     def text(self) -> str:
         """Returns all of it in Prometheus's text format."""
-        self._memory.set({(): resident_bytes()})
+        self._memory.values = {(): resident_bytes()}
         lines = []
         for each in vars(self).values():
             lines += [

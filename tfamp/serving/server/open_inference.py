@@ -4,17 +4,19 @@ Source: KServe's Open Inference Protocol, and its binary tensor data extension (
 November 2026).
 """
 
+import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfamp.serving.runtimes.signature import Signature, TensorSpec
-from tfamp.serving.server import json_text, tensors
+from tfamp.serving.runtimes.signature import LoadedModel, Signature, TensorSpec
+from tfamp.serving.server import bodies, tensors
 from tfamp.serving.server.refusals import Refusal, quoted, unknown
 
 # Header with the length of the JSON, where raw bytes follow it.
 HEADER = b"inference-header-content-length"
+_KINDS = {str: "text", bool: "true or false", dict: "an object"}
 
 
 class Asked(NamedTuple):
@@ -32,12 +34,7 @@ class Asked(NamedTuple):
 
 
 def read(body: bytes, header_length: bytes | None, signature: Signature) -> Asked:
-    """Returns what an `infer` request asks for.
-
-    Args:
-        body: All of it.
-        header_length: The header of the length of the JSON; None without one.
-        signature: The model's.
+    """Returns what an `infer` request asks for; the header gives its JSON's length.
 
     Raises:
         Refusal: It is not what the protocol or the model takes.
@@ -52,12 +49,12 @@ def read(body: bytes, header_length: bytes | None, signature: Signature) -> Aske
                 f"JSON, from 1 to {len(body)}. Correct it.",
             )
         length = int(header_length)
-    content = json_text.read(body[:length])
+    content = bodies.read_json(body[:length])
     binary = memoryview(body)[length:]
     inputs: dict[str, np.ndarray] = {}
     specs = {spec.name: spec for spec in signature.inputs}
     for entry in _objects(content, "inputs"):
-        name = _text(entry, "name", "an input")
+        name = _field(entry, "name", str, "an input", is_needed=True)
         if name not in specs:
             raise unknown("input", name, specs, 400)
         if name in inputs:
@@ -69,9 +66,7 @@ def read(body: bytes, header_length: bytes | None, signature: Signature) -> Aske
             f"{len(binary)} bytes follow the last tensor; expected none. Give each "
             "input its `binary_data_size`.",
         )
-    identity = content.get("id")
-    if identity is not None and not isinstance(identity, str):
-        raise Refusal(400, f"`id` is {quoted(identity)}; expected text.")
+    identity = _field(content, "id", str)
     inputs = tensors.check_inputs(inputs, signature.inputs)
     return Asked(inputs, _wanted(content, signature), identity)
 
@@ -84,9 +79,10 @@ def write(
     arrays: list[np.ndarray] = []
     for output, binary in asked.outputs.items():
         array = outputs[output]
+        dtype = "object" if array.dtype.kind in "OSU" else array.dtype.name
         entry: dict[str, Any] = {
             "name": output,
-            "datatype": tensors.DATATYPES[_dtype_name(array)],
+            "datatype": tensors.DATATYPES[dtype],
             "shape": list(array.shape),
         }
         if binary:
@@ -102,27 +98,26 @@ def write(
     content: dict[str, Any] = {"model_name": name, "model_version": version}
     if asked.identity is not None:
         content["id"] = asked.identity
-    text = json_text.write({**content, "outputs": entries}, arrays)
+    text = bodies.write_json({**content, "outputs": entries}, arrays)
     if not raw:
         return text, None
     return b"".join((text, *raw)), len(text)
 
 
-def metadata(
-    name: str, versions: list[str], signature: Signature, runtime: str
-) -> dict[str, Any]:
+def metadata(name: str, versions: list[str], model: LoadedModel) -> dict[str, Any]:
     """Returns what the protocol tells of a model."""
     return {
         "name": name,
         "versions": versions,
-        "platform": runtime,
-        "inputs": [tensors.described(spec) for spec in signature.inputs],
-        "outputs": [tensors.described(spec) for spec in signature.outputs],
+        "platform": model.runtime,
+        "inputs": list(map(_described, model.signature.inputs)),
+        "outputs": list(map(_described, model.signature.outputs)),
     }
 
 
-def _dtype_name(array: np.ndarray) -> str:
-    return "object" if array.dtype.kind in "OSU" else array.dtype.name
+def _described(spec: TensorSpec) -> dict[str, Any]:
+    shape, datatype = tensors.pattern(spec.shape), tensors.DATATYPES[spec.dtype]
+    return {"name": spec.name, "datatype": datatype, "shape": shape}
 
 
 def _tensor(
@@ -143,7 +138,7 @@ def _tensor(
             f"Input {spec.name!r} has the shape {quoted(shape)}; expected a list of "
             "lengths. Name the number of examples first.",
         )
-    parameters = _parameters(entry, f"input {spec.name!r}")
+    parameters = _field(entry, "parameters", dict, f"input {spec.name!r}") or {}
     for name in parameters:
         if name.startswith("shared_memory"):
             raise Refusal(
@@ -175,9 +170,7 @@ def _listed(entry: Mapping[str, Any], shape: list[int], spec: TensorSpec) -> np.
             "`binary_data_size`; expected one of them. Send the tensor.",
         )
     array = tensors.from_json(entry["data"], spec)
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     if array.size != count or array.ndim != 1 and list(array.shape) != shape:
         raise Refusal(
             400,
@@ -190,31 +183,25 @@ def _listed(entry: Mapping[str, Any], shape: list[int], spec: TensorSpec) -> np.
 def _wanted(content: Mapping[str, Any], signature: Signature) -> dict[str, bool]:
     """Returns the outputs that are wanted, and whether each as raw bytes."""
     names = [spec.name for spec in signature.outputs]
-    by_default = _flag(_parameters(content, "the request"), "binary_data_output")
+    parameters = _field(content, "parameters", dict, "the request") or {}
+    by_default = _field(parameters, "binary_data_output", bool)
     if not content.get("outputs"):
         return dict.fromkeys(names, bool(by_default))
     found = {}
     for entry in _objects(content, "outputs"):
-        name = _text(entry, "name", "an output")
+        name = _field(entry, "name", str, "an output", is_needed=True)
         if name not in names:
             raise unknown("output", name, names, 400)
-        parameters = _parameters(entry, f"output {name!r}")
+        parameters = _field(entry, "parameters", dict, f"output {name!r}") or {}
         for strange in parameters.keys() - {"binary_data"}:
             raise Refusal(
                 400,
                 f"Output {name!r} has the parameter {quoted(strange)}; expected "
                 "'binary_data' alone. Leave it out.",
             )
-        own = _flag(parameters, "binary_data")
+        own = _field(parameters, "binary_data", bool)
         found[name] = bool(by_default if own is None else own)
     return found
-
-
-def _flag(parameters: Mapping[str, Any], name: str) -> bool | None:
-    value = parameters.get(name)
-    if value is not None and not isinstance(value, bool):
-        raise Refusal(400, f"`{name}` is {quoted(value)}; expected true or false.")
-    return value
 
 
 def _objects(content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
@@ -228,22 +215,20 @@ def _objects(content: Mapping[str, Any], name: str) -> list[dict[str, Any]]:
     return entries
 
 
-def _text(entry: Mapping[str, Any], key: str, what: str) -> str:
+def _field(
+    entry: Mapping[str, Any],
+    key: str,
+    kind: type,
+    what: str = "",
+    *,
+    is_needed: bool = False,
+) -> Any:
+    """Returns a field of a request or of `what`; None where it is not there."""
     value = entry.get(key)
-    if not isinstance(value, str):
-        raise Refusal(400, f"`{key}` of {what} is {quoted(value)}; expected text.")
+    if not (isinstance(value, kind) or (value is None and not is_needed)):
+        of = f" of {what}" if what else ""
+        raise Refusal(400, f"`{key}`{of} is {quoted(value)}; expected {_KINDS[kind]}.")
     return value
-
-
-def _parameters(entry: Mapping[str, Any], what: str) -> Mapping[str, Any]:
-    found = entry.get("parameters")
-    if found is None:
-        return {}
-    if not isinstance(found, dict):
-        raise Refusal(
-            400, f"`parameters` of {what} is {quoted(found)}; expected an object."
-        )
-    return found
 
 
 def _is_length(value: Any) -> bool:

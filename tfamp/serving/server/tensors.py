@@ -4,13 +4,14 @@ Nothing is cast silently: a float where the model takes integers, a text where i
 numbers or a number that does not fit is refused with a message.
 """
 
+import math
 import struct
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from tfamp.serving.runtimes.signature import TensorSpec, dtype_named
+from tfamp.serving.runtimes.signature import TensorSpec, dtype_named, has_shape
 from tfamp.serving.server.refusals import Refusal, quoted
 
 # Of the Open Inference Protocol, by NumPy's names.
@@ -100,9 +101,7 @@ def from_bytes(data: memoryview, shape: Sequence[int], spec: TensorSpec) -> np.n
         Refusal: There are more or fewer bytes than the shape takes.
     """
     wanted = dtype_named(spec.dtype)
-    count = 1
-    for length in shape:
-        count *= length
+    count = math.prod(shape)
     if wanted.kind == "O":
         return _unpacked(data, count, spec).reshape(shape)
     if len(data) != count * wanted.itemsize:
@@ -186,15 +185,11 @@ def check_inputs(
         )
     for spec in specs:
         shape = inputs[spec.name].shape
-        free = len(shape) == len(spec.shape) and all(
-            wanted in (None, length)
-            for wanted, length in zip(spec.shape, shape, strict=True)
-        )
-        if not free or 0 in shape:
+        if 0 in shape or not has_shape(inputs[spec.name], spec.shape):
             raise Refusal(
                 400,
                 f"Input {spec.name!r} is of shape {list(shape)}; expected "
-                f"{_pattern(spec.shape)}, where -1 is any length above 0 and the first "
+                f"{pattern(spec.shape)}, where -1 is any length above 0 and the first "
                 "is the number of examples. Reshape it.",
             )
     found = {name: inputs[name] for name in names}
@@ -208,11 +203,6 @@ def check_inputs(
     return found
 
 
-def _pattern(shape: Sequence[int | None]) -> list[int]:
+def pattern(shape: Sequence[int | None]) -> list[int]:
+    """Returns a shape as both protocols tell it, with -1 for a length that is free."""
     return [-1 if length is None else length for length in shape]
-
-
-def described(spec: TensorSpec) -> dict[str, Any]:
-    """Returns an input or output as the metadata of a model tells it."""
-    shape = _pattern(spec.shape)
-    return {"name": spec.name, "datatype": DATATYPES[spec.dtype], "shape": shape}

@@ -5,13 +5,13 @@ Source: the RESTful API of TensorFlow Serving (read in November 2026).
 
 import base64
 import binascii
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from tfamp.serving.runtimes.signature import Signature, TensorSpec
-from tfamp.serving.server import json_text, tensors
+from tfamp.serving.server import bodies, tensors
 from tfamp.serving.server.refusals import Refusal, quoted, unknown
 
 SIGNATURE_NAME = "serving_default"
@@ -31,7 +31,7 @@ def read(body: bytes, signature: Signature) -> Asked:
     Raises:
         Refusal: It is not what the protocol or the model takes.
     """
-    content = json_text.read(body)
+    content = bodies.read_json(body)
     for key in content:
         if key not in _KEYS:
             raise unknown("key", key, _KEYS, 400)
@@ -81,21 +81,18 @@ def write(asked: Asked, outputs: Mapping[str, np.ndarray]) -> bytes:
         ]
     else:
         found = values
-    return json_text.write(
+    return bodies.write_json(
         {"predictions" if asked.by_row else "outputs": found}, arrays
     )
 
 
-def status(versions: Mapping[str, str]) -> dict[str, Any]:
-    """Returns what is told of the versions of a model, by their states."""
+def status(versions: Iterable[str]) -> dict[str, Any]:
+    """Returns what is told of the versions of a model that answer."""
+    well = {"error_code": "OK", "error_message": ""}
     return {
         "model_version_status": [
-            {
-                "version": version,
-                "state": state,
-                "status": {"error_code": "OK", "error_message": ""},
-            }
-            for version, state in versions.items()
+            {"version": version, "state": "AVAILABLE", "status": well}
+            for version in versions
         ]
     }
 
@@ -114,13 +111,10 @@ def metadata(name: str, version: str, signature: Signature) -> dict[str, Any]:
 
 
 def _described(spec: TensorSpec) -> dict[str, Any]:
-    lengths = ["-1" if length is None else str(length) for length in spec.shape]
+    lengths = [{"size": str(n), "name": ""} for n in tensors.pattern(spec.shape)]
     return {
         "dtype": tensors.TF_DATATYPES[spec.dtype],
-        "tensor_shape": {
-            "dim": [{"size": length, "name": ""} for length in lengths],
-            "unknown_rank": False,
-        },
+        "tensor_shape": {"dim": lengths, "unknown_rank": False},
         "name": spec.name,
     }
 
