@@ -3,7 +3,7 @@
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from benchmarks import _inference_tables, _scale_tables, _serving_tables
+from benchmarks import _serving_tables, _training_tables
 from benchmarks._texts import (
     Result,
     by_policy,
@@ -137,8 +137,8 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
         for case, size, found in by_policy(results[0])
         if size != "bytes" and found["goal"]
     ],
-    "inference": _inference_tables.summary,
-    "serving": _serving_tables.summary,
+    "inference": _serving_tables.inference_summary,
+    "serving": _serving_tables.serving_summary,
     "tuner": lambda results: [
         (
             goal["what"],
@@ -175,5 +175,5 @@ SUMMARIES: dict[str, Callable[[Sequence[Result]], list[Row]]] = {
             "",
         ),
     ],
-    "scale": _scale_tables.summary,
+    "scale": _training_tables.scale_summary,
 }

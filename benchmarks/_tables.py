@@ -5,12 +5,7 @@ Here are texts only: neither TensorFlow nor a benchmark is imported.
 
 from collections.abc import Sequence
 
-from benchmarks import (
-    _inference_tables,
-    _scale_tables,
-    _serving_tables,
-    _tuning_tables,
-)
+from benchmarks import _serving_tables, _training_tables
 from benchmarks._texts import (
     Result,
     Rows,
@@ -280,8 +275,6 @@ TABLES: Tables = {
         ),
         remat,
     ),
-    **_inference_tables.TABLES,
     **_serving_tables.TABLES,
-    **_tuning_tables.TABLES,
-    **_scale_tables.TABLES,
+    **_training_tables.TABLES,
 }

@@ -12,7 +12,7 @@ from typing import Any
 
 from absl import flags
 
-from benchmarks import _inference_tables, _serving_tables, _tables
+from benchmarks import _serving_tables, _tables
 from benchmarks._summaries import SUMMARIES
 from benchmarks._texts import (
     Result,
@@ -178,8 +178,8 @@ WORDS: dict[str, Callable[[Result], dict[str, Any]]] = {
     "guards": _guards,
     "guilty_layers": _guilty_layers,
     "guilty_layers_further": _guilty_layers,
-    "inference": _inference_tables.words,
-    "serving": _serving_tables.words,
+    "inference": _serving_tables.inference_words,
+    "serving": _serving_tables.serving_words,
     "resident": _resident,
     "training": _training,
     "tuner": _tuner,
