@@ -29,7 +29,7 @@ import tfamp
 from benchmarks._runner import ROOT
 from benchmarks._turns import ratio, take_turns
 from benchmarks.inference import Digits, mlp, trained
-from tfamp.serving.load_test import arrivals, bench
+from tfamp.serving.load_test import bench
 from tfamp.serving.load_test.clients import Clients
 from tfamp.serving.load_test.target import Target
 
@@ -128,7 +128,7 @@ def ask(
     """Returns the answers a second of clients that wait for each, and latencies."""
     target = Target("", "127.0.0.1", port, request)
     with contextlib.closing(Clients(target, clients, _DEADLINE)) as asked:
-        return arrivals.peak(asked, clients, seconds)
+        return bench.peak(asked, clients, seconds)
 
 
 def commands(folder: Path) -> dict[str, tuple[list[str], int]]:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from tfamp.cli import main as cli
-from tfamp.serving.load_test import arrivals, bench, report, target
-from tfamp.serving.load_test.arrivals import Burst
+from tfamp.serving.load_test import bench, result, target
 from tfamp.serving.load_test.clients import Clients
-from tfamp.serving.load_test.result import Load, LoadTest
+from tfamp.serving.load_test.result import Burst, Load, LoadTest
 
 LARGE = 2**23
 METADATA = (
@@ -55,9 +54,9 @@ def measured(serve, rate, seconds, timeout_seconds=5.0, body=b""):
         server = await asyncio.start_server(serve, "127.0.0.1", 0)
         port = server.sockets[0].getsockname()[1]
         one = target.Target("m", "127.0.0.1", port, b"GET / HTTP/1.1\r\n\r\n" + body)
-        due = arrivals.moments(rate, seconds, seed=0)
+        due = bench.moments(rate, seconds, seed=0)
         with contextlib.closing(Clients(one, 8, timeout_seconds)) as clients:
-            burst = await asyncio.to_thread(arrivals.ask_at, clients, due)
+            burst = await asyncio.to_thread(bench.ask_at, clients, due)
         server.close()
         await asyncio.sleep(0.05)  # Its side of the connections ends.
         return burst, due
@@ -148,12 +147,12 @@ def test_servers_that_hang_up_or_never_answer_are_counted():
 
 
 def test_moments_are_those_of_a_poisson_process_and_repeat():
-    due = arrivals.moments(1000.0, 20.0, seed=3)
+    due = bench.moments(1000.0, 20.0, seed=3)
     gaps = np.diff(due)
     # Of 20,000 exponential gaps, mean and spread are within 5 standard errors.
     assert abs(gaps.mean() * 1000 - 1) < 5 / np.sqrt(len(gaps))
     assert abs(gaps.std() * 1000 - 1) < 0.1
-    assert due == arrivals.moments(1000.0, 20.0, seed=3)
+    assert due == bench.moments(1000.0, 20.0, seed=3)
 
 
 def load(name, rate, latencies, errors=None):
@@ -188,7 +187,7 @@ def test_the_table_and_the_page_have_each_server_at_each_rate():
         *(("100", "a:1"), ("100", "<b>:2"), ("900", "a:1"), ("900", "<b>:2")),
     ]
     assert sum("7 503" in line for line in lines) == 2
-    page = report.to_html(test)
+    page = result.to_html(test)
     assert "<b>:2" not in page and "&lt;b&gt;:2 m" in page
     assert page.count("<polyline") == 6 and page.count("<circle") == 10
     assert LoadTest.from_json(test.to_json()) == test

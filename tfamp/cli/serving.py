@@ -24,7 +24,7 @@ def _serve(call: Call) -> Outcome:
 
 def _bench(call: Call) -> Outcome:
     from tfamp.serving.load_test.bench import bench_serve
-    from tfamp.serving.load_test.report import to_html
+    from tfamp.serving.load_test.result import to_html
 
     path, out = call.values["token_file"], call.values["out"]
     token = None if path is None else Path(path).read_text(encoding="utf-8").strip()

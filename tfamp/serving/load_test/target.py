@@ -14,19 +14,14 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-# Of the Open Inference Protocol, as NumPy names them.
+from tfamp.serving.server.tensors import DATATYPES, TF_DATATYPES
+
+# Of the Open Inference Protocol, as NumPy names them: only numbers are drawn.
 _DTYPES = {
-    "BOOL": "bool",
-    **{f"UINT{bits}": f"uint{bits}" for bits in (8, 16, 32, 64)},
-    **{f"INT{bits}": f"int{bits}" for bits in (8, 16, 32, 64)},
-    **{f"FP{bits}": f"float{bits}" for bits in (16, 32, 64)},
+    name: dtype for dtype, name in DATATYPES.items() if name not in ("BF16", "BYTES")
 }
 # Of TensorFlow Serving, as the protocol above names them.
-_TF_DATATYPES = {
-    **{"BOOL": "BOOL", "HALF": "FP16", "FLOAT": "FP32", "DOUBLE": "FP64"},
-    **{f"INT{bits}": f"INT{bits}" for bits in (8, 16, 32, 64)},
-    **{f"UINT{bits}": f"UINT{bits}" for bits in (8, 16, 32, 64)},
-}
+_OTHERS = {TF_DATATYPES[dtype]: name for dtype, name in DATATYPES.items()}
 _LOOKUP_SECONDS = 10
 # A length for dimensions that a model leaves open.
 _LENGTH = 32
@@ -35,15 +30,7 @@ _PATH = re.compile(r"/(v[12])/models/([^/:]+)(?:/versions/[^/:]+)?")
 
 
 class Target(NamedTuple):
-    """A model of a server, and the request that it is asked.
-
-    Args:
-        label: How it is called in tables: its address and name.
-        host: The server's.
-        port: The server's.
-        request: All bytes of a request.
-        protocol: What it is written in.
-    """
+    """A model of a server, named by its `label`, and all bytes of a request to it."""
 
     label: str
     host: str
@@ -55,15 +42,7 @@ class Target(NamedTuple):
 def find(
     url: str, *, protocol: str | None, batch_size: int, token: str | None = None
 ) -> Target:
-    """Returns what to ask of a server.
-
-    Args:
-        url: Of one model: "http://host:8000/v2/models/digits", or
-            "http://host:8501/v1/models/digits" of TensorFlow Serving's REST.
-        protocol: "binary" and "json" are the Open Inference Protocol's, "predict" is
-            TensorFlow Serving's REST; None takes "predict" at /v1 and "binary" at /v2.
-        batch_size: Examples in each request.
-        token: What requests bear, if anything.
+    """Returns what to ask of a server; the arguments are those of `bench_serve`.
 
     Raises:
         OSError: The server cannot be reached.
@@ -93,8 +72,7 @@ def find(
             f"`protocol` is {protocol!r} and `url` {url!r} TensorFlow Serving's; "
             "expected 'predict'. Leave `protocol` out, or write /v2/models."
         )
-    read = _tf_inputs if api == "v1" else _inputs
-    inputs = read(base + path, head)
+    inputs = (_tf_inputs if api == "v1" else _inputs)(base + path, head)
     rng = np.random.default_rng(0)
     arrays = {str(entry["name"]): _drawn(entry, batch_size, rng) for entry in inputs}
     body, length = _body(arrays, inputs, protocol)
@@ -117,9 +95,10 @@ def find(
 
 def _inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
     """Returns the inputs of a model by the Open Inference Protocol."""
-    found = _told(address, headers, "the Open Inference Protocol v2")
+    what = "the Open Inference Protocol v2"
+    found = _told(address, headers, what)
     if not isinstance(found.get("inputs"), list):
-        raise _useless(address, "it names no inputs", "the Open Inference Protocol v2")
+        raise _useless(address, "it names no inputs", what)
     return list(found["inputs"])
 
 
@@ -133,9 +112,7 @@ def _tf_inputs(address: str, headers: dict[str, str]) -> list[dict[str, Any]]:
         return [
             {
                 "name": name,
-                "datatype": _TF_DATATYPES.get(
-                    entry["dtype"].removeprefix("DT_"), entry["dtype"]
-                ),
+                "datatype": _OTHERS.get(entry["dtype"], entry["dtype"]),
                 "shape": [dim["size"] for dim in entry["tensor_shape"].get("dim", [])],
             }
             for name, entry in signatures["serving_default"]["inputs"].items()
@@ -179,9 +156,8 @@ def _drawn(entry: dict[str, Any], batch_size: int, rng: Any) -> np.ndarray:
     shape = [_LENGTH if length < 0 else length for length in rest]
     shape = [batch_size if first < 0 else first, *shape]
     dtype = np.dtype(_DTYPES[entry["datatype"]])
-    if dtype.kind == "f":
-        return np.asarray(rng.normal(size=shape).astype(dtype))
-    return np.asarray(rng.integers(0, 2, shape).astype(dtype))
+    values = rng.normal(size=shape) if dtype.kind == "f" else rng.integers(0, 2, shape)
+    return np.asarray(values.astype(dtype))
 
 
 def _body(
